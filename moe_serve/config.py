@@ -1,0 +1,265 @@
+"""The configuration of a serving system: one YAML file, plus overrides from the command line.
+
+Sections are frozen pydantic models; unknown keys are refused, with the nearest known one. Nothing edits a config later:
+what is computed from it (`auto` choices, sizes read from the model) is a new object. Torch-free: the front end reads it.
+"""
+
+import difflib
+from collections.abc import Iterable, Mapping
+from importlib import resources
+from pathlib import Path
+from typing import Any, Literal, Self
+
+import yaml
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
+
+from moe_serve.errors import ConfigError
+
+DEMO_MODEL = "demo"  # the name of the model inside the package
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class ModelConfig(Section):
+    """Which model, and how its weights come into memory."""
+
+    path: str = DEMO_MODEL  # a Hugging Face model folder, or "demo"
+    served_name: str | None = None  # name in /v1/models; None: the folder's name
+    load_format: Literal["auto", "dummy"] = "auto"  # dummy: random weights of the config, nothing read
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # auto: float32 on CPU, bfloat16 on GPU
+    max_model_len: PositiveInt | None = None  # tokens, prompt + output; None: the model's own limit
+    skip_tokenizer: bool = False  # ids in, ids out
+    seed: NonNegativeInt = 0  # of dummy weights
+
+
+class ParallelConfig(Section):
+    """How many ranks, and on what. Attention is data-parallel and experts are expert-parallel over all ranks."""
+
+    num_ranks: PositiveInt = 1
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    threads_per_rank: PositiveInt | None = None  # CPU threads; None: cores / ranks of this machine, at least 1
+    attn_tp: PositiveInt = 1
+    pp: PositiveInt = 1
+
+    @model_validator(mode="after")
+    def _only_data_and_expert_parallel(self) -> Self:
+        for name, words in (("attn_tp", "tensor-parallel attention"), ("pp", "pipeline parallelism")):
+            if getattr(self, name) != 1:
+                raise ValueError(f"{name} is {getattr(self, name)} but {words} is not supported; set {name}: 1")
+        return self
+
+
+class DispatchConfig(Section):
+    """How token rows travel between ranks."""
+
+    backend: Literal["auto", "local", "collective"] = "auto"  # auto: local on one rank, else collective
+    max_tokens_per_rank: PositiveInt | None = None  # rows of one dispatch; None: engine.max_batch_tokens
+    wire_dtype: Literal["auto", "float32", "bf16", "fp8"] = "auto"  # auto: the compute dtype
+
+
+class EplbConfig(Section):
+    """Where experts live and how the tokens of a replicated expert are shared."""
+
+    init_expert_location: str = "trivial"  # or a placement file: ours or SGLang's, .json or .pt
+    num_redundant_experts: NonNegativeInt = 0  # extra slots per layer; the total is rounded up to a multiple of ranks
+    split: Literal["even"] = "even"  # how replicas share a batch's tokens
+    record_window_steps: PositiveInt = 1000  # steps of one load record
+
+    @model_validator(mode="after")
+    def _file_brings_its_own_slots(self) -> Self:
+        if self.init_expert_location != "trivial" and self.num_redundant_experts:
+            raise ValueError(
+                f"num_redundant_experts is {self.num_redundant_experts} but the placement file "
+                f"{self.init_expert_location} already says how many slots there are; leave num_redundant_experts at 0"
+            )
+        return self
+
+
+class CacheConfig(Section):
+    """The paged KV cache of one rank."""
+
+    block_size: PositiveInt = 16  # tokens per block
+    num_blocks: PositiveInt | None = None  # per rank; None: from memory_gib
+    memory_gib: PositiveFloat = 1.0  # per rank, where num_blocks is None
+    prefix_cache: bool = True  # reuse the blocks of equal prompt beginnings
+
+
+class EngineConfig(Section):
+    """The step loop of one rank."""
+
+    max_running_requests: PositiveInt = 64  # per rank
+    max_queued_requests: PositiveInt = 1024  # over all ranks, at the front end; beyond it: HTTP 429
+    max_batch_tokens: PositiveInt = 1024  # token budget of one step of one rank; longer prompts are prefilled in chunks
+    numerics: Literal["fast", "batch_invariant"] = "fast"
+    row_tile: Literal[1, 2, 4, 8, 16] = 4  # rows of a GEMM tile in batch_invariant
+    exchange: Literal["auto", "gloo", "shm"] = "auto"  # how step proposals travel; auto: shm on one machine
+    step_deadline_s: PositiveFloat = 60.0  # a peer that takes longer ends the epoch
+    heartbeat_s: PositiveFloat = 1.0  # how often a sleeping rank shows that it is alive
+    prefill_hold_steps: NonNegativeInt = 0  # steps a lone prefill may wait so that ranks prefill together
+
+    @model_validator(mode="after")
+    def _decode_rows_fit_the_budget(self) -> Self:
+        if self.max_running_requests > self.max_batch_tokens:
+            raise ValueError(
+                f"max_running_requests is {self.max_running_requests} but a step takes at most "
+                f"max_batch_tokens = {self.max_batch_tokens} tokens, one for each running request; "
+                f"raise max_batch_tokens or lower max_running_requests"
+            )
+        return self
+
+
+class ServerConfig(Section):
+    """The HTTP front end, and the address where workers attach to it."""
+
+    host: str = "127.0.0.1"
+    port: NonNegativeInt = Field(default=30000, le=65535)
+    worker_host: str = "127.0.0.1"  # where workers reach the front end
+    worker_port: NonNegativeInt = Field(default=30001, le=65535)
+    max_body_mib: PositiveFloat = 16.0  # a larger HTTP body is refused
+    attach_deadline_s: PositiveFloat = 600.0  # how long the front end waits for all ranks at start
+    worker_deadline_s: PositiveFloat = 30.0  # a rank that was silent for longer is lost
+    routing_load_gap: NonNegativeFloat = 512.0  # prefix and session affinity yield above this gap, in tokens
+
+    @model_validator(mode="after")
+    def _two_ports(self) -> Self:
+        if self.port and self.port == self.worker_port:
+            raise ValueError(f"port and worker_port are both {self.port}; give them different values")
+        return self
+
+
+class ServeConfig(Section):
+    """Everything a serving system is told."""
+
+    model: ModelConfig = ModelConfig()
+    parallel: ParallelConfig = ParallelConfig()
+    dispatch: DispatchConfig = DispatchConfig()
+    eplb: EplbConfig = EplbConfig()
+    cache: CacheConfig = CacheConfig()
+    engine: EngineConfig = EngineConfig()
+    server: ServerConfig = ServerConfig()
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _empty_section_means_defaults(cls, value: Any) -> Any:
+        return {} if value is None else value
+
+    @model_validator(mode="after")
+    def _sections_fit_together(self) -> Self:
+        if self.dispatch.backend == "local" and self.parallel.num_ranks > 1:
+            raise ValueError(
+                f"dispatch.backend is local but parallel.num_ranks is {self.parallel.num_ranks}; "
+                "local serves one rank: set dispatch.backend: auto"
+            )
+        threads = self.parallel.threads_per_rank
+        if self.engine.numerics == "batch_invariant" and threads not in (None, 1):
+            raise ValueError(
+                f"parallel.threads_per_rank is {threads} but engine.numerics batch_invariant holds for one thread per "
+                "rank only; set parallel.threads_per_rank: 1 and use more ranks"
+            )
+        return self
+
+    def to_yaml(self) -> str:
+        """Returns the effective configuration, every setting named."""
+        return yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False)
+
+
+def model_dir(config: ModelConfig) -> Path:
+    """Returns the folder of the model; `demo` is the one inside the package."""
+    if config.path == DEMO_MODEL:
+        return Path(str(resources.files("moe_serve") / "demo_model"))
+    return Path(config.path).expanduser()
+
+
+def load_config(
+    path: str | Path | None = None, overrides: Iterable[str] = (), base: Mapping[str, Any] | None = None
+) -> ServeConfig:
+    """Returns the configuration of a YAML file with overrides on top.
+
+    path:      YAML file; None: all defaults
+    overrides: "section.key=value" strings, as `--set` takes them; values are read as YAML
+    base:      nested values below the file, for callers that bring their own defaults
+    Raises ConfigError with one line per mistake: the file, the dotted key, and what to do.
+    """
+    where = str(path) if path is not None else "configuration"
+    values = _merge({}, base or {})
+    if path is not None:
+        values = _merge(values, _read_yaml(Path(path)))
+    for text in overrides:
+        values = _merge(values, _parse_override(text))
+    try:
+        return ServeConfig.model_validate(values)
+    except ValidationError as error:
+        raise ConfigError("\n".join(_explain(where, item) for item in error.errors())) from None
+
+
+def _read_yaml(path: Path) -> dict[str, Any]:
+    try:
+        loaded = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read ({error.strerror}); give --config an existing YAML file") from None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: is not valid YAML ({' '.join(str(error).split())}); mend the file") from None
+    if loaded is None:
+        return {}
+    if not isinstance(loaded, dict):
+        raise ConfigError(f"{path}: holds a {type(loaded).__name__}, expected sections such as 'model:' and 'engine:'")
+    return loaded
+
+
+def _parse_override(text: str) -> dict[str, Any]:
+    key, equals, value = text.partition("=")
+    parts = key.strip().split(".")
+    if not equals or not all(parts):
+        raise ConfigError(f"override {text!r} is not of the form section.key=value; e.g. --set engine.numerics=fast")
+    try:
+        nested: Any = yaml.safe_load(value)
+    except yaml.YAMLError:
+        raise ConfigError(f"override {text!r}: the value is not valid YAML; quote it") from None
+    for part in reversed(parts):
+        nested = {part: nested}
+    return dict(nested)
+
+
+def _merge(low: Mapping[str, Any], high: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns low with high's values over it, section by section."""
+    merged = dict(low)
+    for key, value in high.items():
+        below = merged.get(key)
+        merged[key] = _merge(below, value) if isinstance(below, dict) and isinstance(value, Mapping) else value
+    return merged
+
+
+def _explain(where: str, item: Any) -> str:
+    """Returns one line for one pydantic error: file, dotted key, what is and what is needed."""
+    location = [str(part) for part in item["loc"]]
+    key = ".".join(location) or "the sections together"
+    if item["type"] == "extra_forbidden":
+        known = _known_keys(location[:-1])
+        near = difflib.get_close_matches(location[-1], known, n=1)
+        hint = f"did you mean {near[0]!r}?" if near else f"known here: {', '.join(known)}"
+        return f"{where}: {key}: unknown setting; {hint}"
+    message = item["msg"].removeprefix("Value error, ")
+    return f"{where}: {key}: {message}" + ("" if item["type"] == "value_error" else f" (is {item['input']!r})")
+
+
+def _known_keys(location: list[str]) -> list[str]:
+    fields = ServeConfig.model_fields
+    for part in location:
+        section = fields[part].annotation if part in fields else None
+        if not (isinstance(section, type) and issubclass(section, BaseModel)):
+            return []
+        fields = section.model_fields
+    return list(fields)

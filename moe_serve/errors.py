@@ -1,0 +1,59 @@
+"""The errors a user of moe_serve can meet.
+
+Every message has three parts: what is, what is needed, what to do. It names the setting, the rank and the numbers.
+A command that ends with one of these prints one line and exits with 2; an HTTP request gets a 4xx with the text.
+"""
+
+
+class MoeServeError(Exception):
+    """Base of all errors that say what the user can do about them."""
+
+
+class ConfigError(MoeServeError):
+    """A setting, or a combination of settings, that cannot work."""
+
+
+class LaunchError(MoeServeError):
+    """Processes that cannot start or find each other: rank counts, ports, environment variables."""
+
+
+class ModelError(MoeServeError):
+    """A model folder, architecture or checkpoint that cannot be served."""
+
+
+class PlacementError(MoeServeError):
+    """An expert placement that is not legal, or does not fit the model and the ranks."""
+
+
+class TraceError(MoeServeError):
+    """A load trace that cannot be read; names the file and the line or key."""
+
+
+class CapacityError(MoeServeError):
+    """A buffer or cache that is too small for what the configuration asks of it."""
+
+
+class RequestError(MoeServeError):
+    """A request that cannot be served. `field` names the part of the request to change."""
+
+    def __init__(self, message: str, field: str | None = None):
+        super().__init__(message)
+        self.field = field
+
+
+class QueueFullError(MoeServeError):
+    """Too many requests are waiting; the client should come back after `retry_after_s`."""
+
+    def __init__(self, message: str, retry_after_s: float = 1.0):
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+
+
+class PeerError(MoeServeError):
+    """A rank that did not arrive by the deadline, or died. Voids the step: nothing is sampled from it."""
+
+    def __init__(self, message: str, rank: int, phase: str, step: int):
+        super().__init__(message)
+        self.rank = rank
+        self.phase = phase
+        self.step = step
