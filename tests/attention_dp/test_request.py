@@ -1,0 +1,55 @@
+import dataclasses
+import math
+
+import pytest
+
+from moe_serve.attention_dp.request import MAX_SEED, Request, SamplingParams
+from moe_serve.errors import RequestError
+
+
+def test_default_parameters_are_valid():
+    SamplingParams().validate()
+    SamplingParams(max_new_tokens=1, temperature=0, top_k=1, top_p=1, seed=MAX_SEED, stop=("\n",)).validate()
+
+
+@pytest.mark.parametrize(
+    "field, value",
+    [
+        ("max_new_tokens", 0),
+        ("max_new_tokens", True),
+        ("max_new_tokens", 1.5),
+        ("min_new_tokens", -1),
+        ("min_new_tokens", 129),
+        ("temperature", -0.1),
+        ("temperature", math.nan),
+        ("temperature", math.inf),
+        ("temperature", "hot"),
+        ("top_k", 0),
+        ("top_k", -2),
+        ("top_p", 0.0),
+        ("top_p", 1.01),
+        ("top_p", None),
+        ("seed", -1),
+        ("seed", MAX_SEED + 1),
+        ("stop", ("",)),
+        ("stop", "word"),
+        ("stop", ("x",) * 65),
+        ("stop_token_ids", (-1,)),
+        ("stop_token_ids", ("a",)),
+        ("ignore_eos", 1),
+    ],
+)
+def test_parameter_out_of_range_is_refused_by_name(field, value):
+    params = dataclasses.replace(SamplingParams(), **{field: value})
+    with pytest.raises(RequestError, match=field) as caught:
+        params.validate()
+    assert caught.value.field == field
+
+
+def test_token_ids_cross_prompt_output_and_drafts():
+    request = Request("r", 0, [1, 2, 3], [4, 5], SamplingParams(), seed=0, draft_ids=[6, 7])
+    every = [1, 2, 3, 4, 5, 6, 7]
+    assert request.num_known == 5
+    for start in range(8):
+        for end in range(start, 8):
+            assert request.token_ids(start, end) == every[start:end]
