@@ -1,0 +1,31 @@
+"""Where experts live, and how a hot expert's tokens are shared. Numbers in, plans out; never imports torch.
+
+Names load on first use, so that importing one costs nothing of the others.
+"""
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from moe_serve.eplb.formats import read_trace
+    from moe_serve.eplb.migration import plan_migration
+    from moe_serve.eplb.planner import plan
+    from moe_serve.eplb.split import split_batch
+    from moe_serve.topology import Topology
+
+__all__ = ["Topology", "plan", "plan_migration", "read_trace", "split_batch"]
+
+_HOME = {
+    "Topology": "moe_serve.topology",
+    "plan": "moe_serve.eplb.planner",
+    "plan_migration": "moe_serve.eplb.migration",
+    "read_trace": "moe_serve.eplb.formats",
+    "split_batch": "moe_serve.eplb.split",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'moe_serve.eplb' has no attribute {name!r}")
+    from importlib import import_module
+
+    return getattr(import_module(_HOME[name]), name)

@@ -1,0 +1,193 @@
+"""How much each expert had to do: records of it, and what it means for ranks.
+
+A LoadRecord is one window of steps. It counts real tokens only: padding, dummy and warm-up rows are never in it.
+Balancedness is mean / max of the load of ranks, per layer: 1 is perfect, and 1 / balancedness is how much longer the
+most loaded rank works than the average one.
+
+Shape words: L = MoE layers, E = logical experts, R = ranks, P = slots.
+"""
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from moe_serve.eplb.placement import Placement
+from moe_serve.errors import TraceError
+
+Floats = NDArray[np.float64]
+PHASES = ("prefill", "decode", "mixed")
+MAX_EXACT = 2**53  # counts up to here are exact in float64 as well
+
+
+@dataclass(frozen=True, eq=False)
+class LoadRecord:
+    """The load of one window of steps. Checked when built; arrays are read-only.
+
+    first_step, num_steps: the window; steps of an engine epoch
+    phase:         "prefill", "decode" or "mixed"
+    tokens:        [L, E] int64, (token, expert) pairs routed to each expert in the window
+    per_step:      [num_steps, L, E] int64, the same step by step; None = not recorded
+    by_source:     [L, R, E] int64, the same by the rank the tokens came from; None = not recorded
+    activations:   [L, E] int64, in how many batches the expert had at least one token; None = not recorded
+    step_time_s:   mean measured time of a step; None = not recorded
+    model_id:      which model, "" = unknown
+    placement_version: version of the placement in use, None = unknown
+    placement:     the placement in use, None = unknown
+    Raises TraceError naming the field and the fix.
+    """
+
+    first_step: int
+    num_steps: int
+    phase: str
+    tokens: NDArray[np.int64]
+    per_step: NDArray[np.int64] | None = None
+    by_source: NDArray[np.int64] | None = None
+    activations: NDArray[np.int64] | None = None
+    step_time_s: float | None = None
+    model_id: str = ""
+    placement_version: int | None = None
+    placement: Placement | None = None
+
+    def __post_init__(self) -> None:
+        if self.phase not in PHASES:
+            raise TraceError(f"phase is {self.phase!r}; give one of {', '.join(PHASES)}")
+        if self.first_step < 0 or self.num_steps < 0:
+            raise TraceError(
+                f"first_step is {self.first_step} and num_steps {self.num_steps}; steps count from 0 and a window has "
+                "at least 0 of them"
+            )
+        object.__setattr__(self, "tokens", checked_counts(self.tokens, "tokens", 2))
+        num_layers, num_logical = self.tokens.shape
+        expected = {
+            "per_step": (self.num_steps, num_layers, num_logical),
+            "by_source": (num_layers, None, num_logical),
+            "activations": (num_layers, num_logical),
+        }
+        for name, shape in expected.items():
+            value = getattr(self, name)
+            if value is None:
+                continue
+            array = checked_counts(value, name, len(shape))
+            if any(want not in (None, got) for want, got in zip(shape, array.shape, strict=True)):
+                raise TraceError(f"{name} has shape {array.shape}, expected {shape} beside tokens {self.tokens.shape}")
+            object.__setattr__(self, name, array)
+
+    @property
+    def num_layers(self) -> int:
+        return int(self.tokens.shape[0])
+
+    @property
+    def num_logical(self) -> int:
+        return int(self.tokens.shape[1])
+
+
+@dataclass(frozen=True, eq=False)
+class LoadTrace:
+    """Load records in order, and what they are about. Iterating opens the source anew, so a trace may be larger than
+    memory and may be read more than once.
+
+    open_records:  starts one pass over the records
+    num_logical:   E of every record
+    moe_layer_ids: model layer of each row of the records
+    topk:          experts per token; None = unknown
+    model_id:      which model; "" = unknown
+    source:        where the trace came from, for reports: a path and a format, or the words of a generator
+    num_records:   how many records there are; None = not known before the end
+    """
+
+    open_records: Callable[[], Iterator[LoadRecord]]
+    num_logical: int
+    moe_layer_ids: tuple[int, ...]
+    topk: int | None = None
+    model_id: str = ""
+    source: str = ""
+    num_records: int | None = None
+
+    def __iter__(self) -> Iterator[LoadRecord]:
+        for index, record in enumerate(self.open_records()):
+            if record.tokens.shape != (len(self.moe_layer_ids), self.num_logical):
+                raise TraceError(
+                    f"{self.source or 'trace'}, record {index}: tokens has shape {record.tokens.shape}, expected "
+                    f"{(len(self.moe_layer_ids), self.num_logical)} as in the rest; split traces of different models"
+                )
+            yield record
+
+    @classmethod
+    def of(
+        cls,
+        records: Iterable[LoadRecord],
+        moe_layer_ids: tuple[int, ...] = (),
+        topk: int | None = None,
+        model_id: str = "",
+        source: str = "",
+    ) -> "LoadTrace":
+        """Returns a trace of records that are in memory already; at least one."""
+        kept = tuple(records)
+        if not kept:
+            raise TraceError(f"{source or 'trace'} has no records; give at least one")
+        ids = moe_layer_ids or tuple(range(kept[0].num_layers))
+        return cls(_Kept(kept), kept[0].num_logical, ids, topk, model_id, source, len(kept))
+
+
+@dataclass(frozen=True)
+class _Kept:
+    """Opens records that are in memory."""
+
+    records: tuple[LoadRecord, ...] = field(repr=False)
+
+    def __call__(self) -> Iterator[LoadRecord]:
+        return iter(self.records)
+
+
+def checked_counts(value: ArrayLike, name: str, ndim: int) -> NDArray[np.int64]:
+    """Returns value as a read-only int64 array of ndim dimensions.
+
+    Raises TraceError when it has another number of dimensions, is negative, NaN, fractional, or above 2^53.
+    """
+    array = np.asarray(value)
+    if array.ndim != ndim or array.dtype.kind not in "iuf":
+        raise TraceError(
+            f"{name} has shape {array.shape} and dtype {array.dtype}; give whole numbers with {ndim} dimensions"
+        )
+    if array.dtype.kind == "f" and not (np.isfinite(array).all() and (array == np.floor(array)).all()):
+        raise TraceError(f"{name} holds NaN, infinity or fractions; counts are whole numbers")
+    if array.size and (array.min() < 0 or array.max() > MAX_EXACT):
+        raise TraceError(
+            f"{name} ranges from {array.min()} to {array.max()}; counts lie between 0 and 2^53: check for overflow"
+        )
+    counts = np.array(array, dtype=np.int64)
+    counts.setflags(write=False)
+    return counts
+
+
+def slot_load(tokens: NDArray[np.number], placement: Placement, shares: Floats | None = None) -> Floats:
+    """Returns the load of each slot: tokens [L, E] -> [L, P] float64.
+
+    shares: [L, P] float64, share of its expert's tokens that a slot serves; None = even over the replicas
+    """
+    table = placement.physical_to_logical
+    safe = np.where(table < 0, 0, table)
+    load = np.take_along_axis(np.asarray(tokens, dtype=np.float64), safe, axis=1)
+    if shares is None:
+        load = load / np.take_along_axis(placement.replica_count, safe, axis=1)
+    else:
+        load = load * shares
+    return np.where(table < 0, 0.0, load)
+
+
+def rank_load(tokens: NDArray[np.number], placement: Placement, shares: Floats | None = None) -> Floats:
+    """Returns the load of each rank: tokens [L, E] -> [L, R] float64; shares as in `slot_load`."""
+    load = slot_load(tokens, placement, shares)
+    return load.reshape(placement.num_layers, placement.num_ranks, placement.slots_per_rank).sum(axis=2)
+
+
+def balancedness(load: Floats, live_ranks: NDArray[np.integer] | None = None) -> Floats:
+    """Returns mean / max over ranks: load [..., R] -> [...] float64; 1 where there is no load at all.
+
+    live_ranks: ids of the ranks that take part; None = all. Excluded ranks carry nothing and must not raise the mean.
+    """
+    taking_part = load if live_ranks is None else load[..., live_ranks]
+    top = taking_part.max(axis=-1)
+    return np.where(top > 0, taking_part.mean(axis=-1) / np.where(top > 0, top, 1.0), 1.0)

@@ -1,0 +1,214 @@
+"""Which expert sits in which slot, for every MoE layer.
+
+A slot is room for one expert's weights on one rank: slot s lives on rank s // slots_per_rank, and there are always
+num_ranks x slots_per_rank of them. -1 is an empty slot, so uneven experts and excluded ranks need no special shape.
+Replicas of an expert are numbered by ascending slot. Nothing here knows of loads, weights or networks.
+
+Shape words: L = num_layers (MoE layers only), E = num_logical, P = num_slots.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, Self, TypeVar
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from moe_serve.errors import PlacementError
+
+Ints = NDArray[np.int32]
+Array = TypeVar("Array", bound=NDArray[Any])
+
+
+@dataclass(frozen=True, eq=False)
+class Placement:
+    """Where the experts of all MoE layers live. Read-only; checked when built.
+
+    physical_to_logical: [L, P] int32, logical expert of each slot, -1 = empty slot (a read-only copy is kept)
+    num_logical:         E, experts of each layer
+    num_ranks:           expert ranks; divides P
+    moe_layer_ids:       model layer of each row; () = 0 .. L-1
+    version:             counts activations; every migration round has its own
+    allow_lost:          True lets experts have no slot at all, as after the loss of a rank; it cannot serve
+
+    Raises PlacementError, naming the argument and the fix.
+    """
+
+    physical_to_logical: Ints
+    num_logical: int
+    num_ranks: int
+    moe_layer_ids: tuple[int, ...] = ()
+    version: int = 0
+    allow_lost: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("num_logical", "num_ranks"):
+            value = getattr(self, name)
+            if int(value) != value or value < 1:
+                raise PlacementError(f"{name} is {value!r}; give a whole number of at least 1")
+            object.__setattr__(self, name, int(value))
+        table = _checked_table(self.physical_to_logical, self.num_logical, self.num_ranks)
+        object.__setattr__(self, "physical_to_logical", table)
+        ids = tuple(int(i) for i in self.moe_layer_ids) or tuple(range(len(table)))
+        if len(ids) != len(table) or len(set(ids)) != len(ids):
+            raise PlacementError(
+                f"moe_layer_ids names {len(ids)} layers ({len(set(ids))} different) but physical_to_logical has "
+                f"{len(table)} rows; give one model layer id per row"
+            )
+        object.__setattr__(self, "moe_layer_ids", ids)
+        if not self.allow_lost and not self.replica_count.all():
+            row, expert = np.argwhere(self.replica_count == 0)[0]
+            raise PlacementError(
+                f"expert {expert} of row {row} (model layer {ids[row]}) has no slot; every expert needs at least one "
+                f"of the {self.num_slots} slots: add it, or take more slots"
+            )
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.physical_to_logical)
+
+    @property
+    def num_slots(self) -> int:
+        return int(self.physical_to_logical.shape[1])
+
+    @property
+    def slots_per_rank(self) -> int:
+        return self.num_slots // self.num_ranks
+
+    @cached_property
+    def replica_count(self) -> Ints:
+        """[L, E] int32, slots of each expert."""
+        return _read_only(count_replicas(self.physical_to_logical, self.num_logical))
+
+    @cached_property
+    def max_replicas(self) -> int:
+        return int(self.replica_count.max(initial=1))
+
+    @cached_property
+    def logical_to_physical(self) -> Ints:
+        """[L, E, max_replicas] int32, the slots of each expert in ascending order; -1 = no more replicas."""
+        table = self.physical_to_logical
+        # A stable sort by expert keeps slots ascending inside an expert; empty slots (-1) come first and are dropped.
+        order = np.argsort(table, axis=1, kind="stable")
+        experts = np.take_along_axis(table, order, axis=1)
+        first = np.cumsum(self.replica_count, axis=1) - self.replica_count + (table < 0).sum(axis=1)[:, None]
+        rows, columns = np.nonzero(experts >= 0)
+        ids = experts[rows, columns]
+        out = np.full((self.num_layers, self.num_logical, self.max_replicas), -1, dtype=np.int32)
+        out[rows, ids, columns - first[rows, ids]] = order[rows, columns]
+        return _read_only(out)
+
+    @cached_property
+    def num_duplicates(self) -> NDArray[np.int64]:
+        """[L] int64, slots that repeat an expert already on their rank."""
+        by_rank = np.sort(self.physical_to_logical.reshape(self.num_layers, self.num_ranks, -1), axis=2)
+        repeated = (by_rank[:, :, 1:] == by_rank[:, :, :-1]) & (by_rank[:, :, 1:] >= 0)
+        return _read_only(repeated.sum(axis=(1, 2)))
+
+    def without_ranks(self, rank_ids: Iterable[int]) -> tuple["Placement", list[tuple[int, int]]]:
+        """Returns the placement with the slots of these ranks emptied, and the experts that lost their last slot.
+
+        Lost experts are (row, expert) pairs, ascending; where there are none the placement can go on serving.
+        """
+        ids = sorted({int(r) for r in rank_ids})
+        if any(r < 0 or r >= self.num_ranks for r in ids):
+            raise PlacementError(f"rank_ids {ids} leave 0 .. {self.num_ranks - 1}; name ranks of this placement")
+        table = self.physical_to_logical.copy()
+        table.reshape(self.num_layers, self.num_ranks, -1)[:, ids] = -1
+        left = replace(self, physical_to_logical=table, allow_lost=True)
+        lost = [(int(row), int(expert)) for row, expert in np.argwhere(left.replica_count == 0)]
+        return left, lost
+
+    def with_version(self, version: int) -> "Placement":
+        """Returns the same placement under another version."""
+        return replace(self, version=int(version))
+
+    def same_slots(self, other: "Placement") -> bool:
+        """Returns whether both put the same experts into the same slots of the same ranks (versions may differ)."""
+        return self.num_ranks == other.num_ranks and np.array_equal(self.physical_to_logical, other.physical_to_logical)
+
+    @classmethod
+    def trivial(
+        cls,
+        num_layers: int,
+        num_logical: int,
+        num_ranks: int,
+        num_redundant: int = 0,
+        moe_layer_ids: tuple[int, ...] = (),
+    ) -> Self:
+        """Returns experts in order over the ranks, the same in all layers.
+
+        Each rank gets ceil((E + num_redundant) / num_ranks) slots. Experts spread as evenly as they can (a rank with
+        fewer has empty slots at its end); redundant slots then take experts round-robin, skipping an expert that the
+        rank already holds while another is left.
+        """
+        for name, value, least in (
+            ("num_layers", num_layers, 0),
+            ("num_logical", num_logical, 1),
+            ("num_ranks", num_ranks, 1),
+            ("num_redundant", num_redundant, 0),
+        ):
+            if int(value) != value or value < least:
+                raise PlacementError(f"{name} is {value!r}; give a whole number of at least {least}")
+        slots_per_rank = -(-(num_logical + num_redundant) // num_ranks)
+        row = np.full((num_ranks, slots_per_rank), -1, dtype=np.int32)
+        small, larger = divmod(num_logical, num_ranks)
+        sizes = np.full(num_ranks, small)
+        sizes[:larger] += 1
+        for rank, (size, end) in enumerate(zip(sizes, np.cumsum(sizes), strict=True)):
+            row[rank, :size] = np.arange(end - size, end)
+        _fill_round_robin(row, sizes, num_logical, num_redundant)
+        return cls(np.tile(row.reshape(1, -1), (num_layers, 1)), num_logical, num_ranks, moe_layer_ids)
+
+
+def count_replicas(table: NDArray[np.integer], num_logical: int) -> Ints:
+    """Returns how many slots each expert has: [L, P] (-1 = empty) -> [L, num_logical] int32."""
+    num_layers = len(table)
+    keys = table.astype(np.int64) + 1 + np.arange(num_layers)[:, None] * (num_logical + 1)
+    counts = np.bincount(keys.ravel(), minlength=num_layers * (num_logical + 1))
+    return counts.reshape(num_layers, num_logical + 1)[:, 1:].astype(np.int32)
+
+
+def _fill_round_robin(row: Ints, filled: NDArray[np.integer], num_logical: int, num_redundant: int) -> None:
+    """Puts num_redundant further experts into the free slots of row [num_ranks, slots_per_rank], rank by rank."""
+    expert, num_ranks = 0, len(row)
+    filled = filled.copy()
+    # The emptiest rank first, so that copies of neighbouring experts do not pile up on one rank.
+    for _ in range(num_redundant):
+        rank = int(np.argmin(filled))
+        held = set(row[rank, : filled[rank]].tolist())
+        if len(held) == num_logical:
+            return  # every rank at this fill level holds all experts: leave the rest empty rather than repeat one
+        while expert % num_logical in held:
+            expert += 1
+        row[rank, filled[rank]] = expert % num_logical
+        filled[rank] += 1
+        expert += 1
+    assert filled.sum() <= num_ranks * row.shape[1]
+
+
+def _checked_table(table: ArrayLike, num_logical: int, num_ranks: int) -> Ints:
+    array = np.asarray(table)
+    if array.ndim != 2 or array.dtype.kind not in "iu":
+        raise PlacementError(
+            f"physical_to_logical has shape {array.shape} and dtype {array.dtype}; give integers of shape "
+            "[num_moe_layers, num_slots]"
+        )
+    num_slots = array.shape[1]
+    if num_slots == 0 or num_slots % num_ranks:
+        raise PlacementError(
+            f"physical_to_logical has {num_slots} slots but {num_ranks} ranks need a multiple of {num_ranks}; "
+            f"use {max(1, num_slots // num_ranks) * num_ranks} or {(num_slots // num_ranks + 1) * num_ranks}"
+        )
+    if array.size and (array.min() < -1 or array.max() >= num_logical):
+        wrong = array[(array < -1) | (array >= num_logical)][0]
+        raise PlacementError(
+            f"physical_to_logical holds expert {wrong}; ids are 0 .. {num_logical - 1}, or -1 for an empty slot"
+        )
+    return _read_only(array.astype(np.int32, copy=True))
+
+
+def _read_only(array: Array) -> Array:
+    array.setflags(write=False)
+    return array
