@@ -7,13 +7,13 @@
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from moe_serve.engine.llm import LLM, Output
-    from moe_serve.engine.messages import SamplingParams
+    from moe_serve.launcher.llm import LLM, Output
+    from moe_serve.attention_dp.request import SamplingParams
 
 __all__ = ["LLM", "Output", "SamplingParams"]
 __version__ = "0.1.0"
 
-_HOME = {"LLM": "moe_serve.engine.llm", "Output": "moe_serve.engine.llm", "SamplingParams": "moe_serve.engine.messages"}
+_HOME = {"LLM": "moe_serve.launcher.llm", "Output": "moe_serve.launcher.llm", "SamplingParams": "moe_serve.attention_dp.request"}
 
 
 def __getattr__(name: str) -> Any:

@@ -1,0 +1,184 @@
+"""A rank's post: requests from the front end, wakes from its peers, events back. Never blocks a step.
+
+Two implementations: `ZmqMailbox` (the live system) and `QueueMailbox` (one process, for `tests` and offline runs). Both are
+driven by one thread, the engine's. Torch-free.
+"""
+
+import contextlib
+import time
+from collections import deque
+from collections.abc import Sequence
+from typing import Protocol
+
+import msgspec
+import zmq
+
+from moe_serve.engine.messages import (
+    MAX_MESSAGE_BYTES,
+    Alive,
+    Message,
+    Shutdown,
+    Submit,
+    ToRank,
+    Wake,
+    decode_to_rank,
+    decode_wake,
+    encode,
+)
+from moe_serve.log import get_logger
+
+log = get_logger(__name__)
+
+Inbound = ToRank | Wake
+
+
+class Mailbox(Protocol):
+    """Where a rank's messages arrive and leave."""
+
+    def poll(self, timeout_s: float) -> list[Inbound]:
+        """Returns what has arrived, waiting up to timeout_s for the first message; `Alive` is swallowed."""
+        ...
+
+    def send(self, message: Message) -> None:
+        """Sends to the front end without waiting."""
+        ...
+
+    def wake_peers(self, wake: Wake) -> None:
+        """Sends a wake to every other rank without waiting."""
+        ...
+
+    def front_end_silent_s(self) -> float:
+        """Returns for how long nothing came from the front end, in seconds."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class ZmqMailbox:
+    """One DEALER socket to the front end, one PULL socket for wakes, one PUSH socket to each peer.
+
+    front_end:  address of the front end's ROUTER, "tcp://host:port"
+    wake_host:  the host name or address under which peers reach this rank
+    """
+
+    def __init__(self, front_end: str, wake_host: str):
+        self._context = zmq.Context()
+        self._front_end = self._socket(zmq.DEALER)
+        self._front_end.connect(front_end)
+        self._wakes = self._socket(zmq.PULL)
+        port = self._wakes.bind_to_random_port(f"tcp://{wake_host}")
+        self.wake_address = f"tcp://{wake_host}:{port}"
+        self._peers: list[zmq.Socket[bytes]] = []
+        self._poller = zmq.Poller()
+        self._poller.register(self._front_end, zmq.POLLIN)
+        self._poller.register(self._wakes, zmq.POLLIN)
+        self._heard_s = time.monotonic()
+
+    def _socket(self, kind: int) -> "zmq.Socket[bytes]":
+        socket: zmq.Socket[bytes] = self._context.socket(kind)
+        socket.setsockopt(zmq.LINGER, 1000)  # the last words of a rank get a second to leave
+        socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
+        socket.setsockopt(zmq.SNDHWM, 100_000)
+        socket.setsockopt(zmq.RCVHWM, 100_000)
+        return socket
+
+    def connect_peers(self, wake_addresses: Sequence[str]) -> None:
+        """Connects to the other ranks' wake addresses (this rank's own left out)."""
+        for address in wake_addresses:
+            peer = self._socket(zmq.PUSH)
+            peer.connect(address)
+            self._peers.append(peer)
+
+    def poll(self, timeout_s: float) -> list[Inbound]:
+        deadline = time.monotonic() + timeout_s
+        arrived: list[Inbound] = []
+        while True:
+            left_ms = 0 if arrived else max(0, int((deadline - time.monotonic()) * 1000))
+            ready = dict(self._poller.poll(left_ms))
+            if self._front_end in ready:
+                arrived += self._drain(self._front_end)
+            if self._wakes in ready:
+                arrived += self._drain_wakes()
+            if arrived or time.monotonic() >= deadline:
+                return arrived
+
+    def _drain(self, socket: "zmq.Socket[bytes]") -> list[Inbound]:
+        messages: list[Inbound] = []
+        with contextlib.suppress(zmq.Again):
+            while True:
+                data = socket.recv(zmq.NOBLOCK)
+                self._heard_s = time.monotonic()
+                try:
+                    message = decode_to_rank(data)
+                except msgspec.DecodeError as error:
+                    log.warning("dropped a message that is not one of ours: %s", error)
+                    continue
+                if not isinstance(message, Alive):
+                    messages.append(message)
+        return messages
+
+    def _drain_wakes(self) -> list[Inbound]:
+        messages: list[Inbound] = []
+        with contextlib.suppress(zmq.Again):
+            while True:
+                data = self._wakes.recv(zmq.NOBLOCK)
+                try:
+                    messages.append(decode_wake(data))
+                except msgspec.DecodeError as error:
+                    log.warning("dropped a wake that is not one of ours: %s", error)
+        return messages
+
+    def send(self, message: Message) -> None:
+        with contextlib.suppress(zmq.Again):  # a front end that reads nothing for 100,000 messages is gone
+            self._front_end.send(encode(message), zmq.NOBLOCK)
+
+    def wake_peers(self, wake: Wake) -> None:
+        data = encode(wake)
+        for peer in self._peers:
+            with contextlib.suppress(zmq.Again):
+                peer.send(data, zmq.NOBLOCK)
+
+    def front_end_silent_s(self) -> float:
+        return time.monotonic() - self._heard_s
+
+    def close(self) -> None:
+        for socket in (self._front_end, self._wakes, *self._peers):
+            socket.close()
+        self._context.term()
+
+
+class QueueMailbox:
+    """A mailbox without sockets: requests are put in, events are taken out of `sent`.
+
+    Wakes reach no one, so ranks that sleep wake by their heartbeat; with `end_when_idle` a rank asks for the end of the
+    engine as soon as nothing is left in its box.
+    """
+
+    def __init__(self, requests: Sequence[Submit] = (), end_when_idle: bool = True):
+        self._inbox: deque[Inbound] = deque(requests)
+        self._end_when_idle = end_when_idle
+        self.sent: list[Message] = []
+
+    def put(self, message: Inbound) -> None:
+        self._inbox.append(message)
+
+    def poll(self, timeout_s: float) -> list[Inbound]:
+        arrived = list(self._inbox)
+        self._inbox.clear()
+        if not arrived and timeout_s > 0:
+            if self._end_when_idle:
+                return [Shutdown()]
+            time.sleep(min(timeout_s, 0.001))
+        return arrived
+
+    def send(self, message: Message) -> None:
+        self.sent.append(message)
+
+    def wake_peers(self, wake: Wake) -> None:
+        pass
+
+    def front_end_silent_s(self) -> float:
+        return 0.0
+
+    def close(self) -> None:
+        pass

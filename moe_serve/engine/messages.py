@@ -1,0 +1,198 @@
+"""What the front end and the ranks say to each other: msgspec structs, sent as MessagePack over ZeroMQ.
+
+The front end binds one ROUTER socket; every rank connects one DEALER socket and says `Hello`, then `Ready`. A request is a
+pure value (`Submit`), so a front end may send it again, to any rank, with the output so far and a higher attempt. Events
+carry (epoch, attempt, output index): whoever receives drops old and repeated ones. Nothing here is ever unpickled.
+Torch-free.
+"""
+
+from typing import Any
+
+import msgspec
+
+from moe_serve.attention_dp.request import Request, SamplingParams
+
+MAX_MESSAGE_BYTES = 64 * 2**20  # a larger frame is dropped by the socket
+ALIVE_PERIOD_S = 1.0  # how often each side shows that it lives
+
+
+class Message(msgspec.Struct, frozen=True, array_like=True):
+    """Base of all messages. Fields travel by position."""
+
+
+# --- front end -> rank -------------------------------------------------------------------------------------------------
+
+
+class Submit(Message, tag="submit"):
+    """Serve this request. output_ids: what earlier attempts have produced; the first new token has that index."""
+
+    request_id: str
+    attempt: int
+    prompt_ids: list[int]
+    params: SamplingParams
+    seed: int
+    output_ids: list[int] = []
+    salt: str = ""
+
+    def to_request(self) -> Request:
+        return Request(
+            request_id=self.request_id,
+            attempt=self.attempt,
+            prompt_ids=self.prompt_ids,
+            output_ids=self.output_ids,
+            params=self.params,
+            seed=self.seed,
+            salt=self.salt,
+        )
+
+
+class Abort(Message, tag="abort"):
+    """Forget this request; nothing more is said of it."""
+
+    request_id: str
+
+
+class Alive(Message, tag="alive"):
+    """The front end lives; sent every ALIVE_PERIOD_S."""
+
+
+class Shutdown(Message, tag="shutdown"):
+    """End the engine, all ranks together, at the next step."""
+
+
+# --- rank -> front end -------------------------------------------------------------------------------------------------
+
+
+class ModelLimits(msgspec.Struct, frozen=True):
+    """What a request must respect. The engine measures it, the front end checks by it: one object for both."""
+
+    model_name: str
+    vocab_size: int
+    max_model_len: int  # prompt + output tokens
+    max_prompt_len: int  # prompt tokens: what fits the cache of one rank and leaves room for one output token
+    eos_token_ids: list[int]
+    block_size: int
+
+
+class Hello(Message, tag="hello"):
+    """A rank attaches. token: the shared secret $MOE_SERVE_TOKEN, empty where none is set."""
+
+    rank: int
+    num_ranks: int
+    epoch: int
+    pid: int
+    host: str
+    token: str = ""
+
+
+class Progress(Message, tag="progress"):
+    """What a rank is doing while it starts. fraction: 0..1 of this phase."""
+
+    rank: int
+    epoch: int
+    phase: str
+    fraction: float
+
+
+class Ready(Message, tag="ready"):
+    """A rank takes requests from now on. info: facts for /server_info (backends, memory, placement, timings)."""
+
+    rank: int
+    epoch: int
+    limits: ModelLimits
+    info: dict[str, Any]
+
+
+class TokenEvent(msgspec.Struct, frozen=True, array_like=True):
+    """New tokens of one request. index: output index of the first. finish: None while it goes on, else its reason.
+
+    finish: "length" (max_new_tokens or the model's limit), "stop" (matched_id: the end-of-sequence or stop id, which is
+    the last of token_ids), or "error" (message says what happened; no tokens).
+    """
+
+    request_id: str
+    attempt: int
+    index: int
+    token_ids: list[int]
+    finish: str | None = None
+    matched_id: int | None = None
+    num_cached_prompt: int = 0
+    message: str | None = None
+    field: str | None = None  # the request field to change, where an error has one
+
+
+class Tokens(Message, tag="tokens"):
+    """All that one step of one rank produced."""
+
+    rank: int
+    epoch: int
+    events: list[TokenEvent]
+
+
+class Status(Message, tag="status"):
+    """A rank lives; sent every ALIVE_PERIOD_S, and what it is loaded with."""
+
+    rank: int
+    epoch: int
+    step: int
+    num_running: int
+    num_waiting: int
+    num_free_blocks: int
+    num_blocks: int
+    pending_tokens: int  # prefill tokens still to compute
+    counters: dict[str, float] = {}  # running totals: steps, tokens, preemptions, prefix hits, sleeps
+
+
+class Fatal(Message, tag="fatal"):
+    """This rank ends its epoch. lost_rank: the rank that it holds responsible, its own where the fault is its own."""
+
+    rank: int
+    epoch: int
+    message: str
+    lost_rank: int
+
+
+class Goodbye(Message, tag="goodbye"):
+    """This rank ends because it was told to."""
+
+    rank: int
+    epoch: int
+
+
+# --- rank -> rank ------------------------------------------------------------------------------------------------------
+
+
+class Wake(Message, tag="wake"):
+    """Enter exchange `step` of `epoch`: a sleeping rank has work. Older and repeated ones are ignored."""
+
+    epoch: int
+    step: int
+
+
+ToRank = Submit | Abort | Alive | Shutdown
+ToFrontEnd = Hello | Progress | Ready | Tokens | Status | Fatal | Goodbye
+
+_encoder = msgspec.msgpack.Encoder()
+_to_rank = msgspec.msgpack.Decoder(ToRank)
+_to_front_end = msgspec.msgpack.Decoder(ToFrontEnd)
+_wake = msgspec.msgpack.Decoder(Wake)
+
+
+def encode(message: Message) -> bytes:
+    """Returns the bytes of a message."""
+    return _encoder.encode(message)
+
+
+def decode_to_rank(data: bytes) -> ToRank:
+    """Returns the message in data. Raises msgspec.DecodeError (or its ValidationError) for anything else."""
+    return _to_rank.decode(data)
+
+
+def decode_to_front_end(data: bytes) -> ToFrontEnd:
+    """Returns the message in data. Raises msgspec.DecodeError (or its ValidationError) for anything else."""
+    return _to_front_end.decode(data)
+
+
+def decode_wake(data: bytes) -> Wake:
+    """Returns the wake in data. Raises msgspec.DecodeError (or its ValidationError) for anything else."""
+    return _wake.decode(data)
