@@ -1,0 +1,179 @@
+"""Turns the tokens of one request into text, and finds where the request ends.
+
+One place for all ending rules (end-of-sequence, stop ids, stop strings, length), used by the HTTP server and by `LLM`.
+Tokens are taken one by one, so the result does not depend on how a stream was cut into messages. Torch-free.
+
+Words: *stable* text cannot change any more, whatever token comes next; *released* text was handed out. Stable text that
+may still grow into a stop string is held back, so a reader never sees a part of one.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+from moe_serve.attention_dp.request import SamplingParams
+
+_UNFINISHED = "\ufffd"  # what decoders put for bytes that are not a whole character (yet)
+_MAX_UNFINISHED = 3  # a UTF-8 character has at most 4 bytes, so at most 3 of them can wait for the rest
+_WINDOW_TOKENS = 16  # tokens that are decoded again with each new one, at most
+_CONTEXT_TOKENS = 8  # decoded in front of new tokens: a decoder may treat the first token of a text differently
+
+
+class Decoder(Protocol):
+    """What the matcher needs of a tokenizer."""
+
+    eos_token_ids: tuple[int, ...]
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str: ...
+
+
+@dataclass(frozen=True)
+class FinishReason:
+    """Why a request ended. matched: the stop id or stop string; message: what went wrong, for abort and error."""
+
+    kind: Literal["stop", "length", "abort", "error"]
+    matched: int | str | None = None
+    message: str | None = None
+
+
+class IncrementalDecoder:
+    """Decodes a growing list of ids, handing out text only once it is stable."""
+
+    def __init__(self, tokenizer: Decoder, skip_special_tokens: bool = True):
+        self._tokenizer = tokenizer
+        self._skip_special = skip_special_tokens
+        self._window: list[int] = []  # the last ids, from a place where a character begins
+        self._done = 0  # characters of the window's text that were handed out
+
+    def push(self, token_id: int) -> str:
+        """Returns the text that has become stable with one more token."""
+        self._window.append(token_id)
+        text = self._decode(self._window)
+        stable = len(text) - _num_unfinished(text)
+        new, self._done = text[self._done : stable], max(self._done, stable)
+        if len(self._window) >= _WINDOW_TOKENS:
+            self._shorten(waiting=len(text) - self._done)
+        return new
+
+    def flush(self) -> str:
+        """Returns what was waiting for more bytes; nothing comes after it."""
+        text = self._decode(self._window)
+        new, self._done = text[self._done :], len(text)
+        return new
+
+    def _shorten(self, waiting: int) -> None:
+        """Forgets all but the last tokens: bytes that never become a character must not grow the window for ever."""
+        # What waits depends on the last few bytes only, so the shorter window ends in the same unfinished characters,
+        # unless most of its tokens have no text at all (skipped special tokens): then it stays long a little more.
+        short = self._window[-_CONTEXT_TOKENS:]
+        num_chars = len(self._decode(short))
+        if num_chars >= waiting + _MAX_UNFINISHED or not waiting:
+            self._window, self._done = short, num_chars - waiting
+
+    def _decode(self, ids: list[int]) -> str:
+        return self._tokenizer.decode(ids, skip_special_tokens=self._skip_special)
+
+
+def _num_unfinished(text: str) -> int:
+    """Returns how many characters at the end may still change with the next bytes."""
+    tail = text[-_MAX_UNFINISHED:]
+    return len(tail) - len(tail.rstrip(_UNFINISHED))
+
+
+class StopMatcher:
+    """The output of one request as its reader sees it.
+
+    output_ids: the tokens that count: up to and with the one that ended the request
+    text:       released text; a matched stop id or stop string is not part of it
+    finish_reason: None while the request goes on
+
+    A request ends at the first of: an end-of-sequence or stop id after `min_new_tokens` others (until then the sampler
+    masks them); a stop string that is completed with at least `min_new_tokens` tokens; `max_new_tokens`. Of several stop
+    strings completed by one token, the one that is complete first wins. Tokens pushed after the end are ignored.
+    """
+
+    def __init__(
+        self, tokenizer: Decoder | None, params: SamplingParams, eos_token_ids: Sequence[int] | None = None
+    ) -> None:
+        """tokenizer: None = ids only, without text or stop strings. eos_token_ids: None = the tokenizer's own."""
+        self._params = params
+        self._decoder = IncrementalDecoder(tokenizer, params.skip_special_tokens) if tokenizer else None
+        if eos_token_ids is None:
+            eos_token_ids = tokenizer.eos_token_ids if tokenizer else ()
+        self._stop_ids = frozenset(params.stop_token_ids) | (
+            frozenset() if params.ignore_eos else frozenset(eos_token_ids)
+        )
+        self._longest_stop = max((len(stop) for stop in params.stop), default=0)
+        self._held = ""  # stable text that is not released
+        self.output_ids: list[int] = []
+        self.text = ""
+        self.finish_reason: FinishReason | None = None
+
+    def push(self, token_ids: Sequence[int]) -> tuple[str, FinishReason | None]:
+        """Takes more tokens; returns the text released by them and, once the request has ended, why."""
+        before = len(self.text)
+        for token_id in token_ids:
+            if self.finish_reason:
+                break
+            self._push_one(token_id)
+        return self.text[before:], self.finish_reason
+
+    def close(self, reason: FinishReason) -> str:
+        """Ends the request for a reason from elsewhere (abort, error); returns the text that was held back."""
+        before = len(self.text)
+        if not self.finish_reason:
+            self._end(reason)
+        return self.text[before:]
+
+    def _push_one(self, token_id: int) -> None:
+        self.output_ids.append(token_id)
+        count = len(self.output_ids)
+        if token_id in self._stop_ids and count > self._params.min_new_tokens:
+            self._end(FinishReason("stop", matched=token_id))
+            return
+        if self._decoder:
+            self._take(self._decoder.push(token_id), may_stop=count >= self._params.min_new_tokens)
+        if not self.finish_reason and count >= self._params.max_new_tokens:
+            self._end(FinishReason("length"))
+
+    def _take(self, new: str, may_stop: bool) -> None:
+        """Adds stable text; ends the request where it completes a stop string, else releases what cannot begin one."""
+        if not self._longest_stop:
+            self.text += new
+            return
+        old, self._held = len(self._held), self._held + new
+        found = _first_complete(self._held, old, self._params.stop) if new and may_stop else None
+        if found:
+            start, stop = found
+            self.text += self._held[:start]
+            self._held = ""
+            self.finish_reason = FinishReason("stop", matched=stop)
+            return
+        keep = _possible_beginning(self._held, self._params.stop, self._longest_stop)
+        cut = len(self._held) - keep
+        self.text += self._held[:cut]
+        self._held = self._held[cut:]
+
+    def _end(self, reason: FinishReason) -> None:
+        self.text += self._held + (self._decoder.flush() if self._decoder else "")
+        self._held = ""
+        self.finish_reason = reason
+
+
+def _first_complete(text: str, old: int, stops: Sequence[str]) -> tuple[int, str] | None:
+    """Returns (start, stop) of the stop string that ends first beyond text[:old]; ending together, the longer wins."""
+    best: tuple[int, int, str] | None = None
+    for stop in stops:
+        start = text.find(stop, max(0, old - len(stop) + 1))
+        if start >= 0 and (best is None or (start + len(stop), start) < best[:2]):
+            best = (start + len(stop), start, stop)
+    return None if best is None else (best[1], best[2])
+
+
+def _possible_beginning(text: str, stops: Sequence[str], longest: int) -> int:
+    """Returns the length of the longest end of text that is a beginning, not the whole, of a stop string."""
+    for length in range(min(longest - 1, len(text)), 0, -1):
+        tail = text[-length:]
+        if any(len(stop) > length and stop.startswith(tail) for stop in stops):
+            return length
+    return 0

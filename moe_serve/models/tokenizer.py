@@ -1,0 +1,101 @@
+"""Text to token ids and back, from the `tokenizer.json` of a model folder.
+
+Torch-free: the front end reads it. Encode, decode and the special ids; chat templates live elsewhere.
+"""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from moe_serve.errors import ModelError
+
+
+class Tokenizer:
+    """The tokenizer of one model."""
+
+    def __init__(self, backend: Any, bos_token_id: int | None, add_bos: bool | None, eos_token_ids: tuple[int, ...]):
+        """
+        backend:       a `tokenizers.Tokenizer`
+        bos_token_id:  id of the beginning-of-sequence token; None = the model has none
+        add_bos:       whether text is encoded with it in front; None = as the tokenizer's own post-processor does
+        eos_token_ids: ids that end a generation
+        """
+        self._backend = backend
+        self.bos_token_id = bos_token_id
+        self.eos_token_ids = eos_token_ids
+        self._add_bos = add_bos
+
+    @classmethod
+    def from_folder(cls, folder: str | Path) -> "Tokenizer":
+        """Returns the tokenizer of a model folder.
+
+        Raises ModelError when the folder has no readable `tokenizer.json`.
+        """
+        from tokenizers import Tokenizer as Backend
+
+        path = Path(folder) / "tokenizer.json"
+        if not path.is_file():
+            raise ModelError(
+                f"{path}: there is no tokenizer in the model folder; put tokenizer.json there, "
+                "or set model.skip_tokenizer: true and send input_ids"
+            )
+        try:
+            backend = Backend.from_file(str(path))
+        except Exception as error:  # the Rust library raises bare Exception for everything
+            raise ModelError(f"{path}: cannot be read as a tokenizer ({error}); copy the file again") from None
+        settings = _read_json(Path(folder) / "tokenizer_config.json")
+        bos = _special_id(backend, settings.get("bos_token"))
+        add_bos = settings.get("add_bos_token")
+        return cls(
+            backend,
+            bos_token_id=bos,
+            add_bos=add_bos if isinstance(add_bos, bool) and bos is not None else None,
+            eos_token_ids=_eos_token_ids(Path(folder), backend, settings),
+        )
+
+    @property
+    def vocab_size(self) -> int:
+        """One more than the largest id that has text; a model's embedding may be padded beyond it."""
+        return int(self._backend.get_vocab_size(with_added_tokens=True))
+
+    def encode(self, text: str) -> list[int]:
+        """Returns the ids of a text, with the beginning-of-sequence token where this model wants one."""
+        if self._add_bos is None:
+            return list(self._backend.encode(text).ids)
+        # Llama-like tokenizers say it in their configuration, which wins over the post-processor in the file.
+        ids = list(self._backend.encode(text, add_special_tokens=False).ids)
+        return [self.bos_token_id, *ids] if self._add_bos and self.bos_token_id is not None else ids
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        """Returns the text of ids. Bytes that are not UTF-8 (yet) become U+FFFD; ids without text become nothing."""
+        return str(self._backend.decode(ids, skip_special_tokens=skip_special_tokens))
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    """Returns a JSON object, or an empty one where there is no such file."""
+    if not path.is_file():
+        return {}
+    try:
+        loaded = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise ModelError(f"{path}: is not valid JSON ({error}); copy the file again") from None
+    return loaded if isinstance(loaded, dict) else {}
+
+
+def _special_id(backend: Any, token: Any) -> int | None:
+    """Returns the id of a special token, which older files wrap in an object with its content."""
+    content = token.get("content") if isinstance(token, dict) else token
+    found = backend.token_to_id(content) if isinstance(content, str) else None
+    return None if found is None else int(found)
+
+
+def _eos_token_ids(folder: Path, backend: Any, settings: dict[str, Any]) -> tuple[int, ...]:
+    """Returns the ending ids: generation_config.json wins over config.json; the tokenizer's own comes last."""
+    for name in ("generation_config.json", "config.json"):
+        value = _read_json(folder / name).get("eos_token_id")
+        ids = value if isinstance(value, list) else [value]
+        if all(isinstance(item, int) for item in ids) and ids:
+            return tuple(ids)
+    own = _special_id(backend, settings.get("eos_token"))
+    return () if own is None else (own,)

@@ -1,0 +1,195 @@
+"""StopMatcher: the same text however a stream is cut, whole characters only, and nothing beyond a stop."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from moe_serve.attention_dp.request import SamplingParams
+from moe_serve.config import ModelConfig, model_dir
+from moe_serve.engine.stop_matcher import FinishReason, IncrementalDecoder, StopMatcher
+from moe_serve.models.tokenizer import Tokenizer
+
+LONG = 10_000
+DEMO = Tokenizer.from_folder(model_dir(ModelConfig()))
+EOS = DEMO.eos_token_ids[0]
+TEXTS = ["", "def f(x):\n    return x", "naïve café — 😀😀 漢字", "\r\n\t\x00 x", "👩‍👩‍👧‍👦 family", "ends in €"]
+
+ids_lists = st.lists(st.integers(0, DEMO.vocab_size - 1), max_size=60)
+cuts = st.lists(st.integers(1, 7), min_size=1, max_size=60)
+
+
+class Letters:
+    """A tokenizer whose token i is the i-th piece; the ids of its tests can be read."""
+
+    eos_token_ids = (99,)
+
+    def __init__(self, *pieces: str):
+        self.pieces = pieces
+
+    def decode(self, ids, skip_special_tokens=True):
+        return "".join("" if i == 99 and skip_special_tokens else "<eos>" if i == 99 else self.pieces[i] for i in ids)
+
+
+def pieces_of(ids: list[int], sizes: list[int]) -> list[list[int]]:
+    """Cuts ids into pieces of the given sizes, repeated as often as needed."""
+    pieces, at, turn = [], 0, 0
+    while at < len(ids):
+        pieces.append(ids[at : at + sizes[turn % len(sizes)]])
+        at += len(pieces[-1])
+        turn += 1
+    return pieces
+
+
+def run(tokenizer, params: SamplingParams, pieces: list[list[int]]) -> tuple[str, list[int], FinishReason | None]:
+    matcher = StopMatcher(tokenizer, params)
+    released = "".join(matcher.push(piece)[0] for piece in pieces)
+    assert released == matcher.text, "what was released piece by piece is the whole text"
+    return matcher.text, matcher.output_ids, matcher.finish_reason
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_incremental_decoding_gives_the_text_back(text):
+    decoder = IncrementalDecoder(DEMO)
+    assert "".join(decoder.push(i) for i in DEMO.encode(text)) + decoder.flush() == text
+
+
+@settings(deadline=None, max_examples=150)
+@given(ids_lists)
+def test_incremental_decoding_of_any_ids_equals_decoding_them_at_once(ids):
+    decoder = IncrementalDecoder(DEMO)
+    assert "".join(decoder.push(i) for i in ids) + decoder.flush() == DEMO.decode(ids)
+
+
+@settings(deadline=None, max_examples=100)
+@given(st.lists(st.sampled_from([*DEMO.encode("😀漢é"), EOS, 0, *DEMO.encode("a")]), max_size=80))
+def test_broken_and_interrupted_characters_decode_as_at_once(ids):
+    decoder = IncrementalDecoder(DEMO)
+    assert "".join(decoder.push(i) for i in ids) + decoder.flush() == DEMO.decode(ids)
+
+
+def test_an_unfinished_character_is_never_released():
+    matcher = StopMatcher(DEMO, SamplingParams(max_new_tokens=LONG))
+    ids = DEMO.encode("a😀b")
+    texts = [matcher.push([i])[0] for i in ids]
+    assert len(ids) > 3
+    assert all("\ufffd" not in text for text in texts)
+    assert "".join(texts) == "a😀b"
+
+
+def test_a_request_that_ends_inside_a_character_still_shows_its_bytes():
+    ids = DEMO.encode("😀")
+    text, _, reason = run(DEMO, SamplingParams(max_new_tokens=len(ids) - 1), [ids])
+    assert text == DEMO.decode(ids[:-1])
+    assert reason == FinishReason("length")
+
+
+def test_endless_broken_bytes_keep_the_window_short():
+    decoder = IncrementalDecoder(DEMO)
+    broken = DEMO.encode("😀")[0]
+    for _ in range(500):
+        decoder.push(broken)
+    assert len(decoder._window) < 20
+
+
+@settings(deadline=None, max_examples=200)
+@given(
+    ids=ids_lists,
+    first=cuts,
+    second=cuts,
+    stops=st.lists(st.text("aeit \n", min_size=1, max_size=4), max_size=3),
+    low=st.integers(0, 20),
+    high=st.integers(20, 60),
+)
+def test_any_cut_of_the_stream_gives_the_same_output(ids, first, second, stops, low, high):
+    params = SamplingParams(stop=tuple(stops), min_new_tokens=low, max_new_tokens=high)
+    assert run(DEMO, params, pieces_of(ids, first)) == run(DEMO, params, pieces_of(ids, second))
+
+
+@settings(deadline=None, max_examples=200)
+@given(
+    letters=st.lists(st.integers(0, 2), max_size=30), stops=st.lists(st.text("abc", min_size=1, max_size=4), max_size=3)
+)
+def test_the_text_ends_before_the_first_stop_string_to_be_complete(letters, stops):
+    text, ids, reason = run(Letters("a", "b", "c"), SamplingParams(stop=tuple(stops), max_new_tokens=LONG), [letters])
+    whole = "".join("abc"[i] for i in letters)
+    ends = [(end, -len(stop), stop) for stop in stops for end in range(len(whole) + 1) if whole[:end].endswith(stop)]
+    if ends:
+        end, length, stop = min(ends)
+        assert text == whole[: end + length]
+        assert ids == letters[:end]
+        assert reason == FinishReason("stop", matched=stop)
+    else:
+        assert whole.startswith(text)
+        assert reason is None
+
+
+@settings(deadline=None, max_examples=100)
+@given(letters=st.lists(st.integers(0, 2), max_size=20), stop=st.text("abc", min_size=1, max_size=4))
+def test_released_text_never_has_to_be_taken_back(letters, stop):
+    matcher = StopMatcher(Letters("a", "b", "c"), SamplingParams(stop=(stop,), max_new_tokens=LONG))
+    for letter in letters:
+        matcher.push([letter])
+        assert stop not in matcher.text
+    # everything but a possible beginning of the stop string is out
+    if matcher.finish_reason is None:
+        whole = "".join("abc"[i] for i in letters)
+        assert stop.startswith(whole[len(matcher.text) :])
+
+
+def test_a_stop_string_may_cross_token_borders_and_end_inside_a_token():
+    text, ids, reason = run(Letters("he", "ll", "o wo", "rld"), SamplingParams(stop=("lo w",)), [[0, 1, 2, 3]])
+    assert (text, ids) == ("hel", [0, 1, 2])
+    assert reason == FinishReason("stop", matched="lo w")
+
+
+def test_a_stop_string_of_several_characters_with_many_bytes():
+    ids = DEMO.encode("x 漢字😀 y")
+    text, kept, reason = run(DEMO, SamplingParams(stop=("字😀",)), [ids])
+    assert text == "x 漢"
+    assert len(kept) < len(ids)
+    assert reason == FinishReason("stop", matched="字😀")
+
+
+def test_stop_strings_and_stop_ids_are_ignored_below_min_new_tokens():
+    letters = Letters("a", "b")
+    assert run(letters, SamplingParams(stop=("b",), min_new_tokens=3), [[1, 0, 1, 0]])[0] == "ba"
+    assert run(letters, SamplingParams(stop=("b",), min_new_tokens=1), [[1, 0]]) == ("", [1], FinishReason("stop", "b"))
+    text, ids, reason = run(letters, SamplingParams(stop_token_ids=(1,), min_new_tokens=2), [[1, 0, 1, 0]])
+    assert (text, ids, reason) == ("ba", [1, 0, 1], FinishReason("stop", 1))
+
+
+def test_a_stop_string_may_begin_before_min_new_tokens():
+    assert run(Letters("a", "b"), SamplingParams(stop=("ab",), min_new_tokens=2), [[0, 1, 0]])[1] == [0, 1]
+
+
+def test_the_end_of_sequence_token_counts_but_has_no_text():
+    letters = Letters("a")
+    assert run(letters, SamplingParams(), [[0, 99, 0]]) == ("a", [0, 99], FinishReason("stop", 99))
+    assert run(letters, SamplingParams(skip_special_tokens=False), [[0, 99]])[0] == "a"
+    assert run(letters, SamplingParams(ignore_eos=True, skip_special_tokens=False), [[0, 99, 0]])[0] == "a<eos>a"
+
+
+def test_length_ends_a_request_and_releases_what_was_held_back():
+    text, ids, reason = run(Letters("a", "b"), SamplingParams(stop=("abb",), max_new_tokens=2), [[0, 1, 1, 1]])
+    assert (text, ids, reason) == ("ab", [0, 1], FinishReason("length"))
+
+
+def test_a_stop_string_complete_with_the_last_token_wins_over_length():
+    assert run(Letters("a", "b"), SamplingParams(stop=("b",), max_new_tokens=2), [[0, 1]])[2] == FinishReason(
+        "stop", "b"
+    )
+
+
+def test_closing_from_elsewhere_releases_held_text_and_later_tokens_are_ignored():
+    matcher = StopMatcher(Letters("a", "b"), SamplingParams(stop=("ab",)))
+    assert matcher.push([0]) == ("", None)
+    assert matcher.close(FinishReason("abort", message="client went away")) == "a"
+    assert matcher.push([1, 1])[0] == ""
+    assert matcher.output_ids == [0]
+
+
+def test_without_a_tokenizer_only_ids_come_out():
+    matcher = StopMatcher(None, SamplingParams(max_new_tokens=3), eos_token_ids=(7,))
+    assert matcher.push([1, 2]) == ("", None)
+    assert matcher.push([7, 1]) == ("", FinishReason("stop", 7))
+    assert matcher.output_ids == [1, 2, 7]

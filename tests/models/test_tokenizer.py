@@ -1,0 +1,91 @@
+"""Tokenizer: text there and back, the beginning token as the model wants it, ending ids, errors that say the fix."""
+
+import json
+
+import pytest
+from tokenizers import Tokenizer as Backend
+from tokenizers import decoders, models, processors
+
+from moe_serve.config import ModelConfig, model_dir
+from moe_serve.errors import ModelError
+from moe_serve.models.tokenizer import Tokenizer
+
+DEMO = model_dir(ModelConfig())
+
+
+def make_folder(tmp_path, post_processor=None, **files):
+    """A folder with a tokenizer of single letters, <s> = 0 and </s> = 1, and the given JSON files."""
+    backend = Backend(models.BPE({"<s>": 0, "</s>": 1, "a": 2, "b": 3}, []))
+    backend.decoder = decoders.Fuse()
+    backend.add_special_tokens(["<s>", "</s>"])
+    if post_processor:
+        backend.post_processor = post_processor
+    backend.save(str(tmp_path / "tokenizer.json"))
+    for name, content in files.items():
+        (tmp_path / f"{name}.json").write_text(json.dumps(content))
+    return tmp_path
+
+
+@pytest.mark.parametrize("text", ["", "for i in range(3):\n\tprint(i)", "naïve 漢字 😀", " leading and trailing "])
+def test_text_comes_back_unchanged(text):
+    tokenizer = Tokenizer.from_folder(DEMO)
+    assert tokenizer.decode(tokenizer.encode(text)) == text
+
+
+def test_the_demo_model_wants_no_beginning_token_and_ends_with_its_own():
+    tokenizer = Tokenizer.from_folder(DEMO)
+    assert tokenizer.bos_token_id == 0
+    assert tokenizer.encode("a")[0] != 0
+    assert tokenizer.eos_token_ids == (1,)
+    assert tokenizer.vocab_size == 2048
+
+
+@pytest.mark.parametrize(
+    "settings, ids",
+    [
+        ({"bos_token": "<s>", "add_bos_token": True}, [0, 2, 3]),
+        ({"bos_token": {"content": "<s>"}, "add_bos_token": True}, [0, 2, 3]),
+        ({"bos_token": "<s>", "add_bos_token": False}, [2, 3]),
+        ({"bos_token": "<s>"}, [2, 3]),
+        ({"bos_token": None, "add_bos_token": True}, [2, 3]),
+    ],
+)
+def test_the_beginning_token_is_added_when_the_configuration_says_so(tmp_path, settings, ids):
+    assert Tokenizer.from_folder(make_folder(tmp_path, tokenizer_config=settings)).encode("ab") == ids
+
+
+@pytest.mark.parametrize("add_bos, ids", [(None, [0, 2]), (True, [0, 2]), (False, [2])])
+def test_the_configuration_wins_over_the_post_processor(tmp_path, add_bos, ids):
+    template = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
+    settings = {"bos_token": "<s>"} | ({} if add_bos is None else {"add_bos_token": add_bos})
+    folder = make_folder(tmp_path, template, tokenizer_config=settings)
+    assert Tokenizer.from_folder(folder).encode("a") == ids
+
+
+def test_ending_ids_come_from_the_generation_config_before_all_others(tmp_path):
+    folder = make_folder(tmp_path, config={"eos_token_id": 2}, tokenizer_config={"eos_token": "</s>"})
+    assert Tokenizer.from_folder(folder).eos_token_ids == (2,)
+    (folder / "generation_config.json").write_text('{"eos_token_id": [3, 1]}')
+    assert Tokenizer.from_folder(folder).eos_token_ids == (3, 1)
+    for name in ("generation_config.json", "config.json"):
+        (folder / name).unlink()
+    assert Tokenizer.from_folder(folder).eos_token_ids == (1,)
+
+
+def test_special_tokens_are_shown_on_request(tmp_path):
+    tokenizer = Tokenizer.from_folder(make_folder(tmp_path))
+    assert tokenizer.decode([2, 1]) == "a"
+    assert tokenizer.decode([2, 1], skip_special_tokens=False) == "a</s>"
+
+
+def test_a_folder_without_a_tokenizer_says_what_to_do(tmp_path):
+    with pytest.raises(ModelError, match=r"tokenizer\.json.*skip_tokenizer"):
+        Tokenizer.from_folder(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json", "config.json"])
+def test_a_broken_file_is_named(tmp_path, name):
+    folder = make_folder(tmp_path)
+    (folder / name).write_text("{broken")
+    with pytest.raises(ModelError, match=name):
+        Tokenizer.from_folder(folder)
