@@ -88,7 +88,7 @@ class StopMatcher:
     finish_reason: None while the request goes on
 
     A request ends at the first of: an end-of-sequence or stop id after `min_new_tokens` others (until then the sampler
-    masks them); a stop string that is completed with at least `min_new_tokens` tokens; `max_new_tokens`. Of several stop
+    masks them); a stop string that is completed with `min_new_tokens` tokens or more; `max_new_tokens`. Of several stop
     strings completed by one token, the one that is complete first wins. Tokens pushed after the end are ignored.
     """
 
