@@ -1,7 +1,8 @@
 """The configuration of a serving system: one YAML file, plus overrides from the command line.
 
 Sections are frozen pydantic models; unknown keys are refused, with the nearest known one. Nothing edits a config later:
-what is computed from it (`auto` choices, sizes read from the model) is a new object. Torch-free: the front end reads it.
+what is computed from it (`auto` choices, sizes read from the model) is a new object. Torch-free: the front end reads
+it.
 """
 
 import difflib

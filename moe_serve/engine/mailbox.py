@@ -1,7 +1,7 @@
 """A rank's post: requests from the front end, wakes from its peers, events back. Never blocks a step.
 
-Two implementations: `ZmqMailbox` (the live system) and `QueueMailbox` (one process, for `tests` and offline runs). Both are
-driven by one thread, the engine's. Torch-free.
+Two implementations: `ZmqMailbox` (the live system) and `QueueMailbox` (one process, for `tests` and offline runs).
+Both are driven by one thread, the engine's. Torch-free.
 """
 
 import contextlib

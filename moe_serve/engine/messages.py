@@ -1,9 +1,9 @@
 """What the front end and the ranks say to each other: msgspec structs, sent as MessagePack over ZeroMQ.
 
-The front end binds one ROUTER socket; every rank connects one DEALER socket and says `Hello`, then `Ready`. A request is a
-pure value (`Submit`), so a front end may send it again, to any rank, with the output so far and a higher attempt. Events
-carry (epoch, attempt, output index): whoever receives drops old and repeated ones. Nothing here is ever unpickled.
-Torch-free.
+The front end binds one ROUTER socket; every rank connects one DEALER socket and says `Hello`, then `Ready`. A request
+is a pure value (`Submit`), so a front end may send it again, to any rank, with the output so far and a higher attempt.
+Events carry (epoch, attempt, output index): whoever receives drops old and repeated ones. Nothing here is ever
+unpickled. Torch-free.
 """
 
 from typing import Any
@@ -20,7 +20,8 @@ class Message(msgspec.Struct, frozen=True, array_like=True):
     """Base of all messages. Fields travel by position."""
 
 
-# --- front end -> rank -------------------------------------------------------------------------------------------------
+# --- front end -> rank
+# -------------------------------------------------------------------------------------------------
 
 
 class Submit(Message, tag="submit"):
@@ -60,7 +61,8 @@ class Shutdown(Message, tag="shutdown"):
     """End the engine, all ranks together, at the next step."""
 
 
-# --- rank -> front end -------------------------------------------------------------------------------------------------
+# --- rank -> front end
+# -------------------------------------------------------------------------------------------------
 
 
 class ModelLimits(msgspec.Struct, frozen=True):
@@ -159,7 +161,8 @@ class Goodbye(Message, tag="goodbye"):
     epoch: int
 
 
-# --- rank -> rank ------------------------------------------------------------------------------------------------------
+# --- rank -> rank
+# ------------------------------------------------------------------------------------------------------
 
 
 class Wake(Message, tag="wake"):

@@ -1,0 +1,183 @@
+"""The all-gather of `RankState` rows that precedes every step.
+
+Two implementations: `GlooExchange` (any number of hosts) and `ShmExchange` (one host: a page of shared memory,
+microseconds instead of a gloo round). Both end a wait at the deadline with a `PeerError` that names the rank.
+"""
+
+import mmap
+import os
+import platform
+import secrets
+import time
+from datetime import timedelta
+from typing import Protocol
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from moe_serve.engine.step import ROW_LENGTH, Int64Array
+from moe_serve.errors import ConfigError, PeerError
+
+_LINE = 8  # int64 words of a cache line
+_SPINS = 200  # looks at a flag before the waiting rank gives up its time slice
+_PID_CHECK_S = 0.02  # how often a waiting rank looks whether its peers still live
+
+
+class Exchange(Protocol):
+    """Gathers one row from every rank."""
+
+    def gather(self, row: Int64Array, step: int) -> Int64Array:
+        """Returns all ranks' rows, [num_ranks, ROW_LENGTH] int64. Raises PeerError at the deadline."""
+        ...
+
+    def dead_peers(self) -> list[int]:
+        """Returns the ranks that are known to be dead; empty where this exchange cannot tell."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class GlooExchange:
+    """One gloo all-gather. A step in which a peer is missing ends by the process group's timeout."""
+
+    def __init__(self, group: dist.ProcessGroup, deadline_s: float):
+        self._group = group
+        self._num_ranks = group.size()
+        self._deadline_s = deadline_s
+
+    def gather(self, row: Int64Array, step: int) -> Int64Array:
+        rows = [torch.empty(ROW_LENGTH, dtype=torch.int64) for _ in range(self._num_ranks)]
+        try:
+            work = dist.all_gather(rows, torch.from_numpy(row), group=self._group, async_op=True)
+            work.wait(timedelta(seconds=self._deadline_s))
+        except RuntimeError as error:
+            raise PeerError(
+                f"a rank did not arrive at the exchange of step {step} within {self._deadline_s:g} s, or died "
+                f"({str(error).splitlines()[0]}); look at the other ranks' last lines",
+                rank=-1,
+                phase="exchange",
+                step=step,
+            ) from None
+        return torch.stack(rows).numpy()
+
+    def dead_peers(self) -> list[int]:
+        return []
+
+    def close(self) -> None:
+        pass
+
+
+class ShmExchange:
+    """One page of shared memory; every rank writes its own rows and reads everybody's.
+
+    Layout, in int64 words: a page head of one cache line per rank (its pid), then for each rank two buffers of
+    [sequence number, row], each on cache lines of its own.
+
+    Why it is right. A row is written first and its sequence number second, and x86-64 makes stores visible in program
+    order (each store below is one aligned 8-byte move), so whoever sees the number sees the row. Two buffers suffice:
+    to overwrite buffer s % 2 a rank must have passed gather s+1, which a peer enters only after it has read all of s.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, deadline_s: float):
+        if platform.machine() not in ("x86_64", "AMD64"):
+            raise ConfigError(
+                f"engine.exchange: shm relies on the store order of x86-64 and this is {platform.machine()}; "
+                "set engine.exchange: gloo"
+            )
+        self._rank, self._num_ranks = group.rank(), group.size()
+        self._deadline_s = deadline_s
+        self._sequence = 0
+        buffer_words = -(-(ROW_LENGTH + 1) // _LINE) * _LINE
+        num_words = self._num_ranks * (_LINE + 2 * buffer_words)
+        self._map = _map_shared(group, num_words * 8)
+        words = np.frombuffer(self._map, dtype=np.int64)
+        self._pids = words[: self._num_ranks * _LINE].reshape(self._num_ranks, _LINE)[:, 0]
+        self._buffers = words[self._num_ranks * _LINE :].reshape(self._num_ranks, 2, buffer_words)
+        self._pids[self._rank] = os.getpid()
+        dist.barrier(group=group)
+        self._spins = _SPINS if self._num_ranks <= (os.cpu_count() or 1) else 1
+
+    def gather(self, row: Int64Array, step: int) -> Int64Array:
+        self._sequence += 1
+        buffers = self._buffers[:, self._sequence % 2]
+        buffers[self._rank, 1 : 1 + ROW_LENGTH] = row
+        buffers[self._rank, 0] = self._sequence
+        flags = buffers[:, 0]
+        started_s = checked_s = time.monotonic()
+        looks = 0
+        while not (flags == self._sequence).all():
+            looks += 1
+            if looks < self._spins:
+                continue
+            now_s = time.monotonic()
+            # A step of computing passes in milliseconds: yield at first, then sleep longer the longer it takes.
+            if now_s - started_s < 0.002:
+                os.sched_yield()
+            else:
+                time.sleep(min(0.001, (now_s - started_s) / 20))
+            if now_s - checked_s > _PID_CHECK_S:
+                checked_s = now_s
+                self._look_for_the_missing(flags, now_s - started_s, step)
+        return buffers[:, 1 : 1 + ROW_LENGTH].copy()
+
+    def _look_for_the_missing(self, flags: Int64Array, waited_s: float, step: int) -> None:
+        missing = [rank for rank in range(self._num_ranks) if flags[rank] != self._sequence]
+        dead = [rank for rank in self.dead_peers() if rank in missing]
+        if dead:
+            raise PeerError(f"rank {dead[0]} died before the exchange of step {step}", dead[0], "exchange", step)
+        if waited_s > self._deadline_s:
+            raise PeerError(
+                f"rank {missing[0]} did not arrive at the exchange of step {step} within {self._deadline_s:g} s; "
+                "if its steps are really that slow, raise engine.step_deadline_s",
+                rank=missing[0],
+                phase="exchange",
+                step=step,
+            )
+
+    def dead_peers(self) -> list[int]:
+        return [rank for rank in range(self._num_ranks) if not _lives(int(self._pids[rank]))]
+
+    def close(self) -> None:
+        # numpy views keep the map open; dropping them lets it go.
+        del self._pids, self._buffers
+        self._map.close()
+
+
+def make_exchange(kind: str, group: dist.ProcessGroup, one_host: bool, deadline_s: float) -> Exchange:
+    """Returns the exchange of a kind: "gloo", "shm", or "auto" (shm where all ranks share an x86-64 host)."""
+    if kind == "auto":
+        kind = "shm" if one_host and platform.machine() in ("x86_64", "AMD64") else "gloo"
+    if kind == "shm" and not one_host:
+        raise ConfigError("engine.exchange is shm but the ranks are on several hosts; set engine.exchange: gloo")
+    return ShmExchange(group, deadline_s) if kind == "shm" else GlooExchange(group, deadline_s)
+
+
+def _map_shared(group: dist.ProcessGroup, num_bytes: int) -> mmap.mmap:
+    """Returns a zeroed mapping that all ranks of the group share; its name is gone before this returns."""
+    name = torch.tensor([secrets.randbits(62)], dtype=torch.int64)
+    dist.broadcast(name, group_src=0, group=group)
+    path = f"/dev/shm/moe_serve_{int(name):016x}"
+    if group.rank() == 0:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+        os.ftruncate(descriptor, num_bytes)
+    dist.barrier(group=group)
+    try:
+        if group.rank() != 0:
+            descriptor = os.open(path, os.O_RDWR)
+        mapping = mmap.mmap(descriptor, num_bytes)
+        os.close(descriptor)
+        dist.barrier(group=group)
+    finally:
+        if group.rank() == 0:  # nothing is left behind, whatever happens to the ranks from here on
+            os.unlink(path)
+    return mapping
+
+
+def _lives(pid: int) -> bool:
+    """Returns whether a process of this host runs; a zombie does not."""
+    try:
+        with open(f"/proc/{pid}/stat", encoding="ascii", errors="replace") as stat:
+            return stat.read().rpartition(")")[2].split()[0] not in ("Z", "X")
+    except OSError:
+        return False

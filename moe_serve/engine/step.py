@@ -1,0 +1,136 @@
+"""The step contract: what every rank says before a step, and the plan that all of them read out of it.
+
+Expert-parallel ranks must make the same collective calls in the same order, or they hang. So nothing that decides
+about a collective is private: each rank contributes one `RankState` row, and the pure function `plan_step` makes the
+same `StepPlan` of the same rows on every rank. Numpy only.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from moe_serve.errors import PeerError
+
+Int64Array = NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class RankState:
+    """One rank's row of the exchange: a fixed number of int64, all known before the tokens of the previous step are.
+
+    decode_tokens, prefill_tokens: rows that this rank proposes to run
+    held_steps:                    for how many steps in a row its prefill was held back
+    has_work:                      1 if requests are waiting or running, even where nothing can run now
+    wants_stop:                    1 if it was told to end
+    placement_version:             of the expert placement that its weights and tables follow
+    """
+
+    epoch: int
+    step: int
+    decode_tokens: int = 0
+    prefill_tokens: int = 0
+    held_steps: int = 0
+    has_work: int = 0
+    wants_stop: int = 0
+    placement_version: int = 0
+
+    def to_row(self) -> Int64Array:
+        """Returns the state as one row, [num_fields] int64."""
+        return np.array([getattr(self, field.name) for field in fields(self)], dtype=np.int64)
+
+    @classmethod
+    def from_row(cls, row: Int64Array) -> Self:
+        """Returns the state in a row of `to_row`."""
+        return cls(*(int(value) for value in row))
+
+
+ROW_LENGTH = len(fields(RankState))
+
+
+@dataclass(frozen=True)
+class StepSettings:
+    """What `plan_step` must know of the configuration; the same on every rank.
+
+    max_tokens_per_rank: rows that one dispatch carries; a longer step runs in chunks
+    prefill_hold_steps:  for how many steps a prefill may wait for the other ranks' prefills
+    record_window_steps: a load record is closed every so many steps
+    """
+
+    max_tokens_per_rank: int
+    prefill_hold_steps: int = 0
+    record_window_steps: int = 1000
+
+
+@dataclass(frozen=True)
+class StepPlan:
+    """What every rank does in this step.
+
+    phase:        "idle" (no rows anywhere), "decode", "prefill" or "mixed"
+    max_tokens:   rows of the rank that has most
+    num_chunks:   rounds of dispatch and combine in every MoE layer; ranks with fewer rows run empty ones
+    hold_prefill: only the decode rows of the proposals run
+    close_window: the load record ends with this step: all ranks take part in its reduction
+    sleep:        nothing to do anywhere: wait for a request or a wake before the next exchange
+    stop:         the engine ends, on all ranks, without running a forward
+    """
+
+    step: int
+    phase: str
+    max_tokens: int
+    num_chunks: int
+    hold_prefill: bool
+    close_window: bool
+    sleep: bool
+    stop: bool
+
+    @property
+    def runs_forward(self) -> bool:
+        return not (self.sleep or self.stop or self.phase == "idle")
+
+
+def plan_step(states: Sequence[RankState], settings: StepSettings) -> StepPlan:
+    """Returns the plan of one step from all ranks' states, in rank order.
+
+    Raises PeerError where the ranks are not in the same epoch, step or placement: a rank that has lost the thread must
+    not run another collective.
+    """
+    first = states[0]
+    for rank, state in enumerate(states):
+        for name in ("epoch", "step", "placement_version"):
+            if getattr(state, name) != getattr(first, name):
+                raise PeerError(
+                    f"rank {rank} is at {name} {getattr(state, name)} and rank 0 at {getattr(first, name)} "
+                    f"(step {first.step}): the ranks have lost step; restart the engine",
+                    rank=rank,
+                    phase="exchange",
+                    step=first.step,
+                )
+    stop = any(state.wants_stop for state in states)
+    sleep = not stop and not any(state.has_work for state in states)
+    hold = _hold_prefill(states, settings)
+    rows = [state.decode_tokens + (0 if hold else state.prefill_tokens) for state in states]
+    has_decode = any(state.decode_tokens for state in states)
+    has_prefill = not hold and any(state.prefill_tokens for state in states)
+    phase = "mixed" if has_decode and has_prefill else "decode" if has_decode else "prefill" if has_prefill else "idle"
+    max_tokens = max(rows)
+    return StepPlan(
+        step=first.step,
+        phase=phase,
+        max_tokens=max_tokens,
+        num_chunks=-(-max_tokens // settings.max_tokens_per_rank),
+        hold_prefill=hold,
+        close_window=not stop and (first.step + 1) % settings.record_window_steps == 0,
+        sleep=sleep,
+        stop=stop,
+    )
+
+
+def _hold_prefill(states: Sequence[RankState], settings: StepSettings) -> bool:
+    """Returns whether prefills wait: some rank has none, some rank has decode rows meanwhile, and none waited long."""
+    lonely = 0 < sum(state.prefill_tokens > 0 for state in states) < len(states)
+    busy = any(state.decode_tokens for state in states)
+    patient = all(state.held_steps < settings.prefill_hold_steps for state in states)
+    return lonely and busy and patient
