@@ -1,0 +1,168 @@
+"""The contract of all transports: token rows go to the ranks that hold their experts, and results come home.
+
+Words: T = num_tokens of this rank, H = hidden, K = topk, R = num_ranks, P = num_slots = R x slots_per_rank. A physical id
+is a slot; slot s lives on rank s // slots_per_rank. -1 = no expert: such an entry is not sent, and adds nothing at home.
+Nothing here knows of placements, models or logical experts. Transports carry bytes; `wire.py` encodes above them.
+
+Every call has two halves: the call itself issues the sends, `Pending.wait()` receives. Other work may run in between, and
+several calls may be in flight; all ranks must make the same calls in the same order and wait for them in the same order.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Generic, Protocol, TypeVar
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from moe_serve.errors import ConfigError
+
+T = TypeVar("T")
+T_co = TypeVar("T_co", covariant=True)
+
+
+@dataclass(frozen=True)
+class EpGroup:
+    """The ranks among which experts are spread. rank: this one's ep_rank; process_group: None on one rank."""
+
+    rank: int
+    num_ranks: int
+    device: torch.device
+    process_group: ProcessGroup | None = None
+
+
+class Pending(Protocol[T_co]):
+    """A result that is on its way."""
+
+    def wait(self) -> T_co:
+        """Returns the result; blocks until it is here. May be called again."""
+        ...
+
+
+@dataclass(frozen=True)
+class Ready(Generic[T]):
+    """A result that is here already."""
+
+    value: T
+
+    def wait(self) -> T:
+        return self.value
+
+
+class Deferred(Generic[T]):
+    """A result whose receive half is a function, run by the first wait."""
+
+    def __init__(self, receive: Callable[[], T]):
+        self._receive: Callable[[], T] | None = receive
+        self._value: T
+
+    def wait(self) -> T:
+        if self._receive is not None:
+            self._value = self._receive()
+            self._receive = None  # frees what the closure holds: send buffers above all
+        return self._value
+
+
+@dataclass(frozen=True)
+class PackedRows:
+    """Rows without gaps, grouped by slot, in a slot by source rank, then by token (prefill; sizes are dynamic).
+
+    x:             [num_rows, H] compute dtype
+    rows_per_slot: [slots_per_rank] int64 on the CPU, summing to num_rows
+    """
+
+    x: Tensor
+    rows_per_slot: Tensor
+
+
+@dataclass(frozen=True)
+class MaskedRows:
+    """One slab for each slot, its first rows filled in the same order (decode; sizes are static).
+
+    x:             [slots_per_rank, capacity, H] compute dtype; rows beyond the count are undefined
+    rows_per_slot: [slots_per_rank] int64 on the compute device
+    """
+
+    x: Tensor
+    rows_per_slot: Tensor
+
+
+@dataclass(frozen=True)
+class Dispatched:
+    """Token rows as they arrive at one rank's experts.
+
+    rows:   PackedRows or MaskedRows
+    handle: what `combine` needs to send results home; meaningful to the transport that made it
+    """
+
+    rows: PackedRows | MaskedRows
+    handle: object
+
+
+class AllToAll(Protocol):
+    """Moves token rows to the ranks that hold their experts, and the results back."""
+
+    def exchange_counts(self, counts: Tensor) -> Pending[Tensor]:
+        """Returns every rank's counts. counts: [n] int64, n equal on all ranks -> [R, n] int64, same device."""
+        ...
+
+    def dispatch(self, hidden: Tensor, physical_ids: Tensor, slot_counts: Tensor | None = None) -> Pending[Dispatched]:
+        """Sends each row to every slot that its ids name, and receives this rank's rows.
+
+        hidden:       [T, H] compute dtype; T may differ from rank to rank, and be 0
+        physical_ids: [T, K] int64, 0 <= id < P, -1 = none; the same id twice in one row sends the row twice
+        slot_counts:  [R, P] int64, rows of every rank for every slot, equal on all ranks; None: the transport learns
+                      the sizes itself, by a round of its own
+        """
+        ...
+
+    def combine(self, expert_out: Tensor, weights: Tensor, handle: object) -> Pending[Tensor]:
+        """Sends results home and adds them there, weighted, in top-k order in float32.
+
+        expert_out: like the x of the rows that `dispatch` gave
+        weights:    [T, K] float32; the weight of a -1 entry is never read
+        returns:    [T, H] dtype of expert_out; a row without any expert is zero
+        """
+        ...
+
+
+def make_all_to_all(
+    backend: str,
+    group: EpGroup,
+    slots_per_rank: int,
+    dtype: torch.dtype,
+    wire_dtype: str = "auto",
+    max_tokens_per_rank: int | None = None,
+) -> AllToAll:
+    """Returns the transport of that name.
+
+    backend:             "auto" (local on one rank, else collective), "local", "collective"
+    dtype:               compute dtype of hidden rows and expert outputs
+    wire_dtype:          "auto" (compute dtype), "float32", "bf16", "fp8"; see wire.py
+    max_tokens_per_rank: most rows of one dispatch; transports with static buffers are sized by it, these two need none
+    Raises ConfigError for names unknown here and for `local` on several ranks.
+    """
+    from moe_serve.dispatch.wire import make_wire
+
+    wire = make_wire(wire_dtype, dtype)
+    if backend == "auto":
+        backend = "local" if group.num_ranks == 1 else "collective"
+    match backend:
+        case "local":
+            from moe_serve.dispatch.local import LocalAllToAll
+
+            if group.num_ranks != 1:
+                raise ConfigError(
+                    f"dispatch.backend is local but there are {group.num_ranks} ranks; local serves one rank: "
+                    "set dispatch.backend: auto"
+                )
+            return LocalAllToAll(slots_per_rank, wire)
+        case "collective":
+            from moe_serve.dispatch.collective import CollectiveAllToAll
+
+            return CollectiveAllToAll(group, slots_per_rank, wire)
+        case _:
+            raise ConfigError(
+                f"dispatch.backend is {backend!r}, known are auto, local and collective; choose one of these"
+            )

@@ -1,0 +1,125 @@
+"""What every test run needs: one thread, and nothing left behind.
+
+Stays light: tests of policies, schedulers and the server must not pay for importing torch. Ranks are in ranks.py.
+"""
+
+import ctypes
+import os
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+for _name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
+    os.environ[_name] = "1"  # before torch is imported: ranks are forked, and threads do not survive a fork
+if "torch" in sys.modules:
+    sys.modules["torch"].set_num_threads(1)
+
+PR_SET_CHILD_SUBREAPER = 36
+LEAVE_S = 5.0  # how long processes that are on their way out may take
+
+
+def pytest_sessionstart(session: pytest.Session) -> None:
+    # Orphans of our children become our children, so that a forgotten worker is found below whoever started it.
+    ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    session.config.stash[_SHM_BEFORE] = _shared_memory()
+
+
+def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
+    if "tests.ranks" in sys.modules:
+        sys.modules["tests.ranks"].close_pools()
+    before = session.config.stash[_SHM_BEFORE]
+    deadline = time.monotonic() + LEAVE_S
+    while (left := _leftovers(before)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    if left:
+        reporter = session.config.pluginmanager.get_plugin("terminalreporter")
+        if reporter is not None:
+            reporter.write_line("")
+            for line in left:
+                reporter.write_line(f"LEFT BEHIND: {line}", red=True)
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
+_SHM_BEFORE = pytest.StashKey[frozenset[str]]()
+
+
+def _leftovers(shm_before: frozenset[str]) -> list[str]:
+    """Returns one line for each process, listening port and shared-memory segment that this run leaves."""
+    tree = _descendants(os.getpid())
+    lines = [f"process {pid}: {_command(pid)}" for pid in tree if "resource_tracker" not in _command(pid)]
+    lines += [f"listening port {port} in the test process" for port in _listening_ports(os.getpid())]
+    # Other test runs on this machine may be using segments at this moment: a segment is ours if nobody else holds it.
+    mine = {os.getpid(), *tree}
+    for name in sorted(_shared_memory() - shm_before):
+        if not _held_by_others(f"/dev/shm/{name}", mine):
+            lines.append(f"shared-memory segment /dev/shm/{name}")
+    return lines
+
+
+def _shared_memory() -> frozenset[str]:
+    try:
+        return frozenset(os.listdir("/dev/shm"))
+    except OSError:
+        return frozenset()
+
+
+def _held_by_others(path: str, mine: set[int]) -> bool:
+    for maps in Path("/proc").glob("[0-9]*/maps"):
+        if int(maps.parent.name) in mine:
+            continue
+        try:
+            if path in maps.read_text():
+                return True
+        except OSError:
+            continue
+    return False
+
+
+def _descendants(root: int) -> list[int]:
+    """Returns the living processes below root; what has ended and only waits to be reaped does not count."""
+    children: dict[int, list[int]] = {}
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = stat.read_text().rpartition(")")[2].split()
+        except OSError:
+            continue
+        if fields[0] != "Z":
+            children.setdefault(int(fields[1]), []).append(int(stat.parent.name))
+    found: list[int] = []
+    todo = [root]
+    while todo:
+        below = children.get(todo.pop(), [])
+        found += below
+        todo += below
+    return found
+
+
+def _command(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ").strip()
+    except OSError:
+        return "?"
+
+
+def _listening_ports(pid: int) -> list[int]:
+    inodes = set()
+    for entry in Path(f"/proc/{pid}/fd").glob("*"):
+        try:
+            target = os.readlink(entry)
+        except OSError:
+            continue
+        if target.startswith("socket:["):
+            inodes.add(target[8:-1])
+    ports = []
+    for table in ("tcp", "tcp6"):
+        try:
+            rows = Path(f"/proc/{pid}/net/{table}").read_text().splitlines()[1:]
+        except OSError:
+            continue
+        for row in rows:
+            fields = row.split()
+            if fields[3] == "0A" and fields[9] in inodes:
+                ports.append(int(fields[1].rpartition(":")[2], 16))
+    return sorted(ports)
