@@ -1,7 +1,7 @@
 """One generation request as a rank sees it: what was asked, what is produced so far, and what of it is in the cache.
 
-What a rank computes for a request is a pure function of (prompt ids, output ids so far, parameters, seed). So preemption,
-crash recovery and hand-over between engines are one operation: submit again, with the output so far.
+What a rank computes for a request is a pure function of (prompt ids, output ids so far, parameters, seed). So
+preemption, crash recovery and hand-over between engines are one operation: submit again, with the output so far.
 Torch-free: the HTTP front end and `LLM` build these types too.
 """
 
@@ -62,6 +62,47 @@ class SamplingParams:
                 raise RequestError(f"{name} is {getattr(self, name)!r}, expected true or false", field=name)
 
 
+def check_length(
+    num_prompt: int, num_output: int, max_new_tokens: int, max_model_len: int, max_cached_tokens: int
+) -> None:
+    """Raises RequestError when a request of this length can never run on a rank.
+
+    num_prompt, num_output: tokens of the prompt, and produced before this submit
+    max_model_len:          tokens of the model's context, prompt and output together
+    max_cached_tokens:      tokens that the rank's whole KV cache holds; the last output token needs no room
+    """
+    if num_prompt == 0:
+        raise RequestError("the prompt has no tokens, needs at least one; send some text or ids", field="input_ids")
+    if num_output >= max_new_tokens:
+        raise RequestError(
+            f"the request brings {num_output} output tokens and max_new_tokens is {max_new_tokens}, so nothing is left "
+            "to produce; raise max_new_tokens",
+            field="max_new_tokens",
+        )
+    total = num_prompt + max_new_tokens
+    if total > max_model_len:
+        field, fix = _shorten(num_prompt, max_model_len - num_prompt)
+        raise RequestError(
+            f"the prompt has {num_prompt} tokens and max_new_tokens is {max_new_tokens}, together {total}, but the "
+            f"model takes {max_model_len}; {fix}",
+            field=field,
+        )
+    if total - 1 > max_cached_tokens:
+        field, fix = _shorten(num_prompt, max_cached_tokens + 1 - num_prompt)
+        raise RequestError(
+            f"the prompt has {num_prompt} tokens and max_new_tokens is {max_new_tokens}, but the KV cache of a rank "
+            f"holds {max_cached_tokens}; {fix}, or serve with a larger cache.num_blocks or cache.memory_gib",
+            field=field,
+        )
+
+
+def _shorten(num_prompt: int, max_output: int) -> tuple[str, str]:
+    """Returns the field to change and how, for a prompt that leaves room for `max_output` tokens."""
+    if max_output >= 1:
+        return "max_new_tokens", f"lower max_new_tokens to {max_output} or shorten the prompt"
+    return "input_ids", f"shorten the prompt to {num_prompt + max_output - 1} tokens or fewer"
+
+
 def _check_int(name: str, value: object, low: int, high: int | None = None) -> None:
     if isinstance(value, bool) or not isinstance(value, int):
         raise RequestError(f"{name} is {value!r}, expected a whole number", field=name)
@@ -86,9 +127,9 @@ def _check_stops(name: str, value: object) -> None:
 class Request:
     """A request on its rank. Only the scheduler changes the fields below `salt`; the sampler reads `output_ids`.
 
-    The *known* tokens are prompt_ids + output_ids; their KV is computed from left to right, `num_computed` of them so far.
-    `draft_ids` are guesses that follow the known tokens (speculation): a decode row may carry them, and those that the
-    model confirms become output.
+    The *known* tokens are prompt_ids + output_ids; their KV is computed from left to right, `num_computed` of them so
+    far. `draft_ids` are guesses that follow the known tokens (speculation): a decode row may carry them, and those that
+    the model confirms become output.
     """
 
     request_id: str
@@ -107,7 +148,10 @@ class Request:
     block_keys: list[bytes] = field(
         default_factory=list
     )  # prefix-cache keys of the leading full blocks, as far as known
-    num_published: int = 0  # leading blocks that were offered to the prefix cache
+    num_published: int = 0  # leading blocks that came from, or were offered to, the prefix cache
+    shares_blocks: bool = True  # False after a flush of the cache: what it computed before stays its own
+    was_preempted: bool = False
+    num_lost: int = 0  # tokens that were computed when it was preempted
 
     @property
     def num_known(self) -> int:
