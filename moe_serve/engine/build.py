@@ -1,0 +1,47 @@
+"""Puts one rank's engine together from the configuration."""
+
+from moe_serve.attention_dp.scheduler import Scheduler
+from moe_serve.config import ServeConfig
+from moe_serve.dispatch.base import EpGroup
+from moe_serve.engine.engine import Engine, EngineSettings
+from moe_serve.engine.exchange import Exchange
+from moe_serve.engine.mailbox import Mailbox
+from moe_serve.engine.served_model import Progress, build_served_model
+from moe_serve.engine.step import StepSettings
+
+
+def build_engine(
+    config: ServeConfig,
+    group: EpGroup,
+    exchange: Exchange,
+    mailbox: Mailbox,
+    epoch: int = 0,
+    progress: Progress | None = None,
+) -> Engine:
+    """Returns a rank's engine with its model loaded. Raises what `build_served_model` raises."""
+    served = build_served_model(config, group, progress)
+    scheduler = Scheduler(
+        num_blocks=served.num_blocks,
+        block_size=config.cache.block_size,
+        max_running=config.engine.max_running_requests,
+        max_batch_tokens=config.engine.max_batch_tokens,
+        max_model_len=served.limits.max_model_len,
+        prefix_cache=config.cache.prefix_cache,
+        model_key=served.limits.model_name.encode(),
+    )
+    return Engine(
+        rank=group.rank,
+        epoch=epoch,
+        served=served,
+        scheduler=scheduler,
+        exchange=exchange,
+        mailbox=mailbox,
+        step_settings=StepSettings(
+            max_tokens_per_rank=config.dispatch.max_tokens_per_rank or config.engine.max_batch_tokens,
+            prefill_hold_steps=config.engine.prefill_hold_steps,
+            record_window_steps=config.eplb.record_window_steps,
+        ),
+        settings=EngineSettings(
+            heartbeat_s=config.engine.heartbeat_s, front_end_deadline_s=config.server.worker_deadline_s
+        ),
+    )

@@ -1,0 +1,256 @@
+"""The step loop of one rank: take requests, agree on a step with the other ranks, run it, send the tokens.
+
+One thread. A request is touched between steps only; from commit to the last combine an exception ends the epoch,
+because the other ranks wait in the collectives of this step. The loop ends when any rank asks for it, on all ranks at
+once.
+"""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from moe_serve.attention_dp.batch import ForwardBatch
+from moe_serve.attention_dp.request import Request
+from moe_serve.attention_dp.scheduler import ScheduledChunk, Scheduler
+from moe_serve.engine.exchange import Exchange
+from moe_serve.engine.mailbox import Inbound, Mailbox
+from moe_serve.engine.messages import ALIVE_PERIOD_S, Abort, Shutdown, Status, Submit, TokenEvent, Tokens, Wake
+from moe_serve.engine.sampler import sample
+from moe_serve.engine.served_model import ServedModel
+from moe_serve.engine.step import RankState, StepPlan, StepSettings, plan_step
+from moe_serve.errors import RequestError
+from moe_serve.log import get_logger
+
+log = get_logger(__name__)
+
+
+@dataclass(frozen=True)
+class EngineSettings:
+    """Times of the loop, in seconds. front_end_deadline_s: the engine ends when no front end was heard for so long."""
+
+    heartbeat_s: float = 1.0
+    front_end_deadline_s: float = 30.0
+
+
+@dataclass
+class EngineCounters:
+    """Totals since the start; they only grow."""
+
+    num_steps: int = 0  # exchanges
+    num_forwards: int = 0
+    num_sleeps: int = 0
+    num_decode_tokens: int = 0
+    num_prefill_tokens: int = 0
+    num_output_tokens: int = 0
+    num_finished: int = 0
+    num_aborted: int = 0
+
+
+@dataclass
+class Engine:
+    """One rank's requests, model and place among the ranks. Everything it works with is handed in."""
+
+    rank: int
+    epoch: int
+    served: ServedModel
+    scheduler: Scheduler
+    exchange: Exchange
+    mailbox: Mailbox
+    step_settings: StepSettings
+    settings: EngineSettings = field(default_factory=EngineSettings)
+    counters: EngineCounters = field(default_factory=EngineCounters)
+    step: int = 0
+    _requests: dict[str, Request] = field(default_factory=dict)
+    _held_steps: int = 0
+    _wants_stop: bool = False
+    _spoke_s: float = 0.0
+    _started_s: float = 0.0
+
+    @property
+    def stopping(self) -> bool:
+        return self._wants_stop
+
+    def request_stop(self) -> None:
+        """Asks all ranks to end at the next step. Safe to call from a signal handler."""
+        self._wants_stop = True
+
+    def run(self) -> None:
+        """Runs steps until the ranks agree to stop.
+
+        Raises PeerError when a rank is lost, and whatever the model raises: either ends the epoch.
+        """
+        self._started_s = time.monotonic()
+        while True:
+            self._receive(self.mailbox.poll(0.0))
+            self._keep_in_touch()
+            plan = self.run_step()
+            if plan.stop:
+                return
+            if plan.sleep:
+                self._sleep()
+
+    def run_step(self) -> StepPlan:
+        """Runs one step with all ranks, and returns its plan."""
+        proposal = self.scheduler.propose()
+        num_prefill_tokens = sum(chunk.length for chunk in proposal.prefills)
+        state = RankState(
+            epoch=self.epoch,
+            step=self.step,
+            decode_tokens=proposal.num_tokens - num_prefill_tokens,
+            prefill_tokens=num_prefill_tokens,
+            held_steps=self._held_steps,
+            has_work=int(self.scheduler.has_work),
+            wants_stop=int(self._wants_stop),
+            placement_version=self.served.placement.version,
+        )
+        rows = self.exchange.gather(state.to_row(), self.step)
+        plan = plan_step([RankState.from_row(row) for row in rows], self.step_settings)
+        self.step += 1
+        self.counters.num_steps += 1
+        self._held_steps = self._held_steps + 1 if plan.hold_prefill and num_prefill_tokens else 0
+        if plan.runs_forward:
+            self._forward(self.scheduler.commit(proposal, plan.hold_prefill), plan)
+        if plan.close_window:
+            self.served.close_window(self.step, plan)
+        return plan
+
+    def _forward(self, chunks: Sequence[ScheduledChunk], plan: StepPlan) -> None:
+        logits = self.served.forward(ForwardBatch.build(chunks, *self.served.batch_form), plan.num_chunks)
+        sampling = [chunk.request for chunk in chunks if chunk.samples]
+        token_ids = iter(sample(logits, sampling, self.served.limits.eos_token_ids))
+        events: list[TokenEvent] = []
+        for chunk in chunks:
+            if not chunk.samples:
+                self.scheduler.complete(chunk)
+                continue
+            token_id = next(token_ids)
+            self.scheduler.complete(chunk, (token_id,))
+            events.append(self._event(chunk.request, token_id))
+        self._count(chunks, len(events))
+        if events:
+            self.mailbox.send(Tokens(self.rank, self.epoch, events))
+
+    def _event(self, request: Request, token_id: int) -> TokenEvent:
+        """Returns what to tell of a new token, and frees the request where it was the last."""
+        finish, matched_id = self._finish(request, token_id)
+        if finish is not None:
+            self.scheduler.finish(request.request_id)
+            del self._requests[request.request_id]
+            self.counters.num_finished += 1
+        return TokenEvent(
+            request_id=request.request_id,
+            attempt=request.attempt,
+            index=len(request.output_ids) - 1,
+            token_ids=[token_id],
+            finish=finish,
+            matched_id=matched_id,
+            num_cached_prompt=request.num_cached_prompt,
+        )
+
+    def _finish(self, request: Request, token_id: int) -> tuple[str | None, int | None]:
+        """Returns why a request ends with this token, and the id that ended it; (None, None) while it goes on."""
+        params, limits = request.params, self.served.limits
+        num_output = len(request.output_ids)
+        is_stop = token_id in params.stop_token_ids or (token_id in limits.eos_token_ids and not params.ignore_eos)
+        if is_stop and num_output > params.min_new_tokens:
+            return "stop", token_id
+        if num_output >= params.max_new_tokens or request.num_known >= limits.max_model_len:
+            return "length", None
+        return None, None
+
+    def _count(self, chunks: Sequence[ScheduledChunk], num_output_tokens: int) -> None:
+        counters = self.counters
+        counters.num_forwards += 1
+        counters.num_output_tokens += num_output_tokens
+        for chunk in chunks:
+            if chunk.length == 1 and chunk.samples:
+                counters.num_decode_tokens += 1
+            else:
+                counters.num_prefill_tokens += chunk.length
+
+    def _receive(self, messages: Sequence[Inbound]) -> bool:
+        """Acts on messages; returns whether one of them is a wake for the exchange that comes next."""
+        woken = False
+        for message in messages:
+            match message:
+                case Submit():
+                    self._submit(message)
+                case Abort():
+                    if self._requests.pop(message.request_id, None) is not None:
+                        self.scheduler.abort(message.request_id)
+                        self.counters.num_aborted += 1
+                case Shutdown():
+                    self._wants_stop = True
+                case Wake():
+                    woken |= message.epoch == self.epoch and message.step == self.step
+        return woken
+
+    def _submit(self, message: Submit) -> None:
+        earlier = self._requests.get(message.request_id)
+        if earlier is not None:
+            if earlier.attempt >= message.attempt:
+                return  # a repeated or late message
+            self.scheduler.abort(message.request_id)
+            del self._requests[message.request_id]
+        request = message.to_request()
+        try:
+            self.scheduler.add(request)
+        except RequestError as error:
+            event = TokenEvent(
+                request_id=message.request_id,
+                attempt=message.attempt,
+                index=len(message.output_ids),
+                token_ids=[],
+                finish="error",
+                message=str(error),
+                field=error.field,
+            )
+            self.mailbox.send(Tokens(self.rank, self.epoch, [event]))
+            return
+        self._requests[message.request_id] = request
+
+    def _sleep(self) -> None:
+        """Waits for work. All ranks sleep after the same step; whoever wakes first wakes the others.
+
+        A rank wakes by its first request, by a wake that names the next exchange, and by its heartbeat, so that a rank
+        that died in its sleep is missed within a heartbeat and a deadline.
+        """
+        self.counters.num_sleeps += 1
+        wake = Wake(self.epoch, self.step)
+        heartbeat_at_s = time.monotonic() + self.settings.heartbeat_s
+        while not (self.scheduler.has_work or self._wants_stop):
+            left_s = heartbeat_at_s - time.monotonic()
+            if left_s <= 0:
+                break
+            if self._receive(self.mailbox.poll(left_s)):
+                return
+        self.mailbox.wake_peers(wake)
+
+    def _keep_in_touch(self) -> None:
+        """Says once a second that this rank lives, and asks for the end when the front end is gone."""
+        now_s = time.monotonic()
+        if now_s - self._spoke_s < ALIVE_PERIOD_S * 0.9:
+            return
+        self._spoke_s = now_s
+        scheduler = self.scheduler
+        uncomputed, _ = scheduler.pending_tokens
+        stats = {name: float(value) for name, value in vars(self.counters).items()}
+        cache = scheduler.stats
+        stats |= {name: float(getattr(cache, name)) for name in cache.__slots__}
+        self.mailbox.send(
+            Status(
+                rank=self.rank,
+                epoch=self.epoch,
+                step=self.step,
+                num_running=scheduler.num_running,
+                num_waiting=scheduler.num_waiting,
+                num_free_blocks=scheduler.num_free_blocks,
+                num_blocks=scheduler.num_blocks,
+                pending_tokens=uncomputed,
+                counters=stats,
+            )
+        )
+        silent_s = min(self.mailbox.front_end_silent_s(), now_s - self._started_s)
+        if silent_s > self.settings.front_end_deadline_s and not self._wants_stop:
+            log.error("no front end was heard for %.0f s; the engine ends", silent_s)
+            self._wants_stop = True

@@ -1,0 +1,206 @@
+"""Everything of one rank that computes: decoder, experts, transport, KV cache and load recorder, built from the config.
+
+`build_served_model` is the one place where attention, experts and balancing meet; the engine above it sees requests and
+steps, the rooms below it see tensors.
+"""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moe_serve.attention_dp.batch import ForwardBatch
+from moe_serve.attention_dp.kv_cache import KvCache, bytes_per_block
+from moe_serve.config import ServeConfig, model_dir
+from moe_serve.dispatch.base import EpGroup, make_all_to_all
+from moe_serve.engine.messages import ModelLimits
+from moe_serve.engine.step import StepPlan
+from moe_serve.ep.load_recorder import LoadRecorder
+from moe_serve.ep.moe_layer import MoeLayer
+from moe_serve.ep.replica_map import ReplicaMap
+from moe_serve.eplb.load import LoadRecord
+from moe_serve.eplb.placement import Placement
+from moe_serve.errors import CapacityError, ConfigError
+from moe_serve.kernels.numerics import FAST, Numerics
+from moe_serve.models.moe_decoder import MoeDecoder, build_decoder
+from moe_serve.models.spec import ModelSpec, read_spec
+from moe_serve.models.weights import dummy_weights, load_weights
+
+Progress = Callable[[str, float], None]  # (phase, fraction done)
+
+
+@dataclass
+class ServedModel:
+    """A model that is ready to run steps on one rank."""
+
+    spec: ModelSpec
+    decoder: MoeDecoder
+    cache: KvCache
+    placement: Placement
+    recorder: LoadRecorder
+    limits: ModelLimits
+    num_blocks: int
+    numerics: Numerics
+    device: torch.device
+    info: dict[str, Any]
+    on_record: Callable[[LoadRecord], None] | None = None
+    _window_start: int = field(default=0)
+
+    @property
+    def batch_form(self) -> tuple[int, torch.device, Numerics]:
+        """Returns what `ForwardBatch.build` needs beside the chunks."""
+        return self.limits.block_size, self.device, self.numerics
+
+    @torch.inference_mode()
+    def forward(self, batch: ForwardBatch, num_chunks: int) -> Tensor:
+        """Returns the logits of the rows that are sampled, [len(logit_rows), vocab] float32."""
+        return self.decoder.forward(batch, self.cache, num_chunks)
+
+    def warm_up(self) -> None:
+        """Runs one empty step through every layer and collective, so that the first request does not pay for it."""
+        self.forward(ForwardBatch.empty(self.device, self.numerics), 1)
+
+    def close_window(self, step: int, plan: StepPlan) -> None:
+        """Ends the load record with the step before `step`. All ranks take part: it is a reduction."""
+        first_step, self._window_start = self._window_start, step
+        record = self.recorder.take(first_step, step - first_step)
+        if self.on_record is not None:
+            self.on_record(record)
+
+
+def make_numerics(config: ServeConfig) -> Numerics:
+    """Returns how reductions are cut under this configuration."""
+    if config.engine.numerics == "fast":
+        return FAST
+    return Numerics(row_tile=config.engine.row_tile)
+
+
+def compute_dtype(config: ServeConfig, device: torch.device) -> torch.dtype:
+    """Returns the dtype of weights and activations; auto is float32 on CPU, where bfloat16 is several times slower."""
+    names = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+    auto = torch.float32 if device.type == "cpu" else torch.bfloat16
+    return names.get(config.model.dtype, auto)
+
+
+def make_placement(config: ServeConfig, spec: ModelSpec) -> Placement:
+    """Returns where experts live at start: the trivial placement, or the one in eplb.init_expert_location."""
+    num_ranks = config.parallel.num_ranks
+    where = config.eplb.init_expert_location
+    if where == "trivial":
+        # Uneven experts are padded with empty slots; the remainder of a redundant count is given to experts, not
+        # wasted.
+        num_redundant = config.eplb.num_redundant_experts
+        if num_redundant:
+            num_redundant += -(spec.num_logical + num_redundant) % num_ranks
+        return Placement.trivial(
+            len(spec.moe_layer_ids), spec.num_logical, num_ranks, num_redundant, moe_layer_ids=spec.moe_layer_ids
+        )
+    from moe_serve.eplb.formats import read_placement
+
+    return read_placement(Path(where), num_ranks, spec.num_logical, spec.moe_layer_ids)
+
+
+def num_cache_blocks(config: ServeConfig, spec: ModelSpec, dtype: torch.dtype, max_model_len: int) -> int:
+    """Returns how many blocks the KV cache of one rank has. Raises CapacityError where one request could not fit."""
+    block_size = config.cache.block_size
+    size_bytes = bytes_per_block(spec.kv_layouts, block_size, dtype)
+    num_blocks = config.cache.num_blocks or int(config.cache.memory_gib * 2**30 // size_bytes)
+    # More than every running request at full length, twice over for reusable prefixes, would never be touched.
+    if config.cache.num_blocks is None:
+        num_blocks = min(num_blocks, 2 * config.engine.max_running_requests * -(-max_model_len // block_size))
+    if num_blocks * block_size < 2:
+        raise CapacityError(
+            f"cache.memory_gib {config.cache.memory_gib:g} holds {num_blocks} blocks of {size_bytes / 2**20:.2f} MiB; "
+            "raise cache.memory_gib or set cache.num_blocks"
+        )
+    return num_blocks
+
+
+def build_served_model(config: ServeConfig, group: EpGroup, progress: Progress | None = None) -> ServedModel:
+    """Returns this rank's part of the model, loaded and ready.
+
+    progress: called with (phase, fraction) while weights are read
+    Raises ModelError, PlacementError, ConfigError or CapacityError naming what does not fit.
+    """
+    report = progress or (lambda phase, fraction: None)
+    started_s = time.monotonic()
+    folder = model_dir(config.model)
+    spec = read_spec(folder)
+    device = group.device
+    dtype = compute_dtype(config, device)
+    numerics = make_numerics(config)
+    placement = make_placement(config, spec)
+    max_model_len = _max_model_len(config, spec)
+    num_blocks = num_cache_blocks(config, spec, dtype, max_model_len)
+
+    report("loading weights", 0.0)
+    if config.model.load_format == "dummy":
+        weights = dummy_weights(spec, placement, group.rank, dtype, device, config.model.seed)
+    else:
+        weights = load_weights(
+            folder, spec, placement, group.rank, dtype, device, progress=lambda done: report("loading weights", done)
+        )
+    loaded_s = time.monotonic()
+    max_tokens_per_rank = config.dispatch.max_tokens_per_rank or config.engine.max_batch_tokens
+    all_to_all = make_all_to_all(
+        config.dispatch.backend,
+        group,
+        placement.slots_per_rank,
+        dtype,
+        config.dispatch.wire_dtype,
+        max_tokens_per_rank=max_tokens_per_rank,
+    )
+    recorder = LoadRecorder(len(spec.moe_layer_ids), spec.num_logical, group)
+    replica_map = ReplicaMap(placement, device)
+    layer_rows = {layer_id: row for row, layer_id in enumerate(spec.moe_layer_ids)}
+
+    def make_moe_layer(
+        layer_id: int,
+        gate_weight: Tensor,
+        correction_bias: Tensor | None,
+        experts: dict[str, Tensor],
+        shared: Callable[[Tensor], Tensor] | None,
+    ) -> MoeLayer:
+        raise NotImplementedError  # replaced below once ep/ is in place
+
+    decoder = build_decoder(spec, weights, make_moe_layer, numerics, device)
+    cache = KvCache(spec.kv_layouts, num_blocks, config.cache.block_size, dtype, device)
+    limits = ModelLimits(
+        model_name=config.model.served_name or (folder.name if config.model.path != "demo" else "demo"),
+        vocab_size=spec.vocab_size,
+        max_model_len=max_model_len,
+        max_prompt_len=min(max_model_len, num_blocks * config.cache.block_size) - 1,
+        eos_token_ids=list(spec.eos_token_ids),
+        block_size=config.cache.block_size,
+    )
+    info = {
+        "model_type": spec.model_type,
+        "dtype": str(dtype).removeprefix("torch."),
+        "device": str(device),
+        "num_threads": torch.get_num_threads(),
+        "bytes_read": weights.bytes_read,
+        "weight_load_s": round(loaded_s - started_s, 3),
+        "num_slots": placement.num_slots,
+        "slots_per_rank": placement.slots_per_rank,
+        "num_redundant_experts": placement.num_slots - spec.num_logical,
+        "num_cache_blocks": num_blocks,
+        "all_to_all": type(all_to_all).__name__,
+        "numerics": config.engine.numerics,
+    }
+    report("ready", 1.0)
+    return ServedModel(spec, decoder, cache, placement, recorder, limits, num_blocks, numerics, device, info)
+
+
+def _max_model_len(config: ServeConfig, spec: ModelSpec) -> int:
+    wanted = config.model.max_model_len
+    if wanted is None:
+        return spec.max_position
+    if wanted > spec.max_position:
+        raise ConfigError(
+            f"model.max_model_len is {wanted} but the model knows {spec.max_position} positions; lower max_model_len"
+        )
+    return wanted

@@ -1,0 +1,145 @@
+"""Joins the ranks: process groups, and the three names of a rank.
+
+`rank` is a process of the launch, `dp_rank` says whose requests it owns, `ep_rank` whose experts. They are mapped here
+and nowhere else, from a mesh (pp, dp, attn_tp, ep). Today pp = attn_tp = 1, so all three numbers are equal.
+"""
+
+import hashlib
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from moe_serve.config import ServeConfig
+from moe_serve.dispatch.base import EpGroup
+from moe_serve.errors import LaunchError
+from moe_serve.launcher.rank_env import RankEnv, interface_towards
+
+_ADDRESS_BYTES = 128
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """How ranks are numbered: the expert rank runs fastest over attention-TP ranks, then data-parallel ranks, then
+    stages."""
+
+    pp: int
+    dp: int
+    attn_tp: int
+
+    @property
+    def num_ranks(self) -> int:
+        return self.pp * self.dp * self.attn_tp
+
+    def dp_rank(self, rank: int) -> int:
+        return rank // self.attn_tp % self.dp
+
+    def ep_rank(self, rank: int) -> int:
+        return rank % (self.dp * self.attn_tp)
+
+
+@dataclass(frozen=True)
+class Groups:
+    """The process groups of one rank.
+
+    ep:       carries token rows (gloo on CPU, NCCL on GPU); a collective that takes longer than the step deadline fails
+    control:  gloo, for the exchange before each step and for small host tensors
+    patient:  gloo, with the deadline of the start: ranks read their weights at their own pace
+    one_host: whether all ranks share one machine and its shared memory
+    """
+
+    env: RankEnv
+    mesh: Mesh
+    ep: EpGroup
+    control: dist.ProcessGroup
+    patient: dist.ProcessGroup
+    one_host: bool
+
+    @property
+    def dp_rank(self) -> int:
+        return self.mesh.dp_rank(self.env.rank)
+
+
+def join_groups(env: RankEnv, config: ServeConfig) -> Groups:
+    """Returns this rank's groups; blocks until all ranks have come.
+
+    Raises LaunchError when they do not come within server.attach_deadline_s, or the device is missing.
+    """
+    device = _device(env, config)
+    if env.num_local_ranks < env.num_ranks and "GLOO_SOCKET_IFNAME" not in os.environ:
+        interface = interface_towards(env.master_addr)
+        if interface is not None:
+            os.environ["GLOO_SOCKET_IFNAME"] = interface
+            os.environ.setdefault("NCCL_SOCKET_IFNAME", interface)
+    start_timeout = timedelta(seconds=config.server.attach_deadline_s)
+    try:
+        if env.num_ranks == 1:
+            dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1, timeout=start_timeout)
+        else:
+            dist.init_process_group(
+                "gloo",
+                init_method=f"tcp://{env.master_addr}:{env.master_port}" if env.source == "mpirun" else "env://",
+                rank=env.rank,
+                world_size=env.num_ranks,
+                timeout=start_timeout,
+            )
+    except (RuntimeError, ValueError) as error:
+        raise LaunchError(
+            f"rank {env.rank} of {env.num_ranks} could not join the others at {env.master_addr}:{env.master_port} "
+            f"within {config.server.attach_deadline_s:g} s ({str(error).splitlines()[0]}); "
+            "check that all ranks were started and can reach that address"
+        ) from None
+    step_timeout = timedelta(seconds=config.engine.step_deadline_s)
+    control = dist.new_group(backend="gloo", timeout=step_timeout)
+    rows = control if device.type == "cpu" else dist.new_group(backend="nccl", timeout=step_timeout)
+    mesh = Mesh(pp=config.parallel.pp, dp=env.num_ranks, attn_tp=config.parallel.attn_tp)
+    patient = dist.group.WORLD
+    assert patient is not None
+    return Groups(
+        env=env,
+        mesh=mesh,
+        ep=EpGroup(mesh.ep_rank(env.rank), mesh.num_ranks, device, rows if env.num_ranks > 1 else None),
+        control=control,
+        patient=patient,
+        one_host=len(set(gather_bytes(_host_mark(), patient))) == 1,
+    )
+
+
+def gather_bytes(data: bytes, group: dist.ProcessGroup) -> Sequence[bytes]:
+    """Returns every rank's data, in rank order; at most 128 bytes each. No object collectives: those pickle."""
+    assert len(data) <= _ADDRESS_BYTES
+    mine = torch.zeros(_ADDRESS_BYTES, dtype=torch.uint8)
+    mine[: len(data)] = torch.tensor(list(data), dtype=torch.uint8)
+    rows = [torch.empty_like(mine) for _ in range(group.size())]
+    dist.all_gather(rows, mine, group=group)
+    return [bytes(row.tolist()).rstrip(b"\0") for row in rows]
+
+
+def _device(env: RankEnv, config: ServeConfig) -> torch.device:
+    kind = config.parallel.device
+    if kind == "auto":
+        kind = "cuda" if torch.cuda.is_available() else "cpu"
+    if kind == "cpu":
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        raise LaunchError("parallel.device is cuda but torch sees no GPU here; set parallel.device: cpu")
+    if env.local_rank >= torch.cuda.device_count():
+        raise LaunchError(
+            f"local rank {env.local_rank} has no GPU: this machine has {torch.cuda.device_count()}; start at most that "
+            "many ranks here"
+        )
+    torch.cuda.set_device(env.local_rank)
+    return torch.device("cuda", env.local_rank)
+
+
+def _host_mark() -> bytes:
+    """Returns bytes that are equal for two processes exactly if they share a kernel, its processes and /dev/shm."""
+    facts = []
+    with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as boot_id:
+        facts.append(boot_id.read().strip())
+    facts.append(str(os.stat("/dev/shm").st_dev))
+    facts.append(os.readlink("/proc/self/ns/pid"))
+    return hashlib.blake2b("|".join(facts).encode(), digest_size=16).hexdigest().encode()

@@ -1,0 +1,169 @@
+"""Which rank is this process? Reads what torchrun, MPI, Slurm or `moe-serve serve` left for it.
+
+Under MPI the facts come from mpi4py itself (rank, ranks of this host, an address that rank 0 picks), not from variables
+that differ from one MPI to the next. Torch-free.
+"""
+
+import os
+import socket
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from moe_serve.errors import LaunchError
+
+_MPI_MARKS = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK")
+
+
+@dataclass(frozen=True)
+class RankEnv:
+    """This process's place in the launch. epoch: how often the ranks were restarted before. source: who started it."""
+
+    rank: int
+    num_ranks: int
+    local_rank: int
+    num_local_ranks: int
+    master_addr: str
+    master_port: int
+    epoch: int
+    source: str
+
+
+def read_rank_env(environ: Mapping[str, str] | None = None) -> RankEnv:
+    """Returns this process's place: from torchrun's variables, MPI, Slurm, or alone.
+
+    Raises LaunchError naming the variable that is missing or wrong.
+    """
+    environ = os.environ if environ is None else environ
+    if "RANK" in environ or "WORLD_SIZE" in environ:
+        return _from_torchrun(environ)
+    if any(mark in environ for mark in _MPI_MARKS):
+        return _from_mpi()
+    if "SLURM_PROCID" in environ and int(environ.get("SLURM_NTASKS", "1")) > 1:
+        return _from_slurm(environ)
+    return RankEnv(0, 1, 0, 1, "127.0.0.1", 0, 0, "single process")
+
+
+def check_num_ranks(env: RankEnv, num_ranks: int) -> None:
+    """Raises LaunchError where the launcher started another number of ranks than the configuration says."""
+    if env.num_ranks == num_ranks:
+        return
+    if env.source == "single process":
+        raise LaunchError(
+            f"parallel.num_ranks is {num_ranks} but this process was started alone; start it by `moe-serve serve`, by "
+            f"`torchrun --nproc-per-node {num_ranks} -m moe_serve.launcher.serve`, or by "
+            f"`mpirun -n {num_ranks} python -m moe_serve.launcher.serve`"
+        )
+    raise LaunchError(
+        f"{env.source} started {env.num_ranks} ranks but parallel.num_ranks is {num_ranks}; start {num_ranks}, "
+        f"or add --set parallel.num_ranks={env.num_ranks}"
+    )
+
+
+def _number(environ: Mapping[str, str], name: str, source: str, default: int | None = None) -> int:
+    text = environ.get(name)
+    if text is None:
+        if default is not None:
+            return default
+        raise LaunchError(
+            f"{name} is not set, though other {source} variables are; start the ranks by torchrun, or set {name}"
+        )
+    try:
+        return int(text)
+    except ValueError:
+        raise LaunchError(f"{name} is {text!r}, expected a whole number; start the ranks by torchrun") from None
+
+
+def _from_torchrun(environ: Mapping[str, str]) -> RankEnv:
+    rank = _number(environ, "RANK", "torchrun")
+    num_ranks = _number(environ, "WORLD_SIZE", "torchrun")
+    if not 0 <= rank < num_ranks:
+        raise LaunchError(f"RANK is {rank} with WORLD_SIZE {num_ranks}; ranks count from 0 to WORLD_SIZE - 1")
+    return RankEnv(
+        rank=rank,
+        num_ranks=num_ranks,
+        local_rank=_number(environ, "LOCAL_RANK", "torchrun", default=0),
+        num_local_ranks=_number(environ, "LOCAL_WORLD_SIZE", "torchrun", default=1),
+        master_addr=environ.get("MASTER_ADDR", "127.0.0.1"),
+        master_port=_number(environ, "MASTER_PORT", "torchrun"),
+        epoch=_number(environ, "TORCHELASTIC_RESTART_COUNT", "torchrun", default=0),
+        source="torchrun" if "TORCHELASTIC_RUN_ID" in environ else "the launcher",
+    )
+
+
+def _from_mpi() -> RankEnv:
+    try:
+        from mpi4py import MPI
+    except ImportError:
+        raise LaunchError(
+            "this process was started by MPI but mpi4py is not installed; pip install 'moe-serve[mpi]', or start the "
+            "ranks by torchrun"
+        ) from None
+    import numpy as np
+
+    world = MPI.COMM_WORLD
+    local = world.Split_type(MPI.COMM_TYPE_SHARED)
+    # Raw bytes on purpose: mpi4py's lowercase calls pickle.
+    address = np.zeros(256, dtype=np.uint8)
+    if world.rank == 0:
+        host = "127.0.0.1" if local.size == world.size else socket.getfqdn()
+        text = f"{host}:{free_port()}".encode()
+        address[: len(text)] = np.frombuffer(text, dtype=np.uint8)
+    world.Bcast(address, root=0)
+    host, _, port = bytes(address).rstrip(b"\0").decode().rpartition(":")
+    return RankEnv(world.rank, world.size, local.rank, local.size, host, int(port), 0, "mpirun")
+
+
+def _from_slurm(environ: Mapping[str, str]) -> RankEnv:
+    for name in ("MASTER_ADDR", "MASTER_PORT"):
+        if name not in environ:
+            raise LaunchError(
+                f"srun started this process but {name} is not set; export MASTER_ADDR (the first node of the job) and "
+                "MASTER_PORT before srun, or start by torchrun"
+            )
+    return RankEnv(
+        rank=_number(environ, "SLURM_PROCID", "Slurm"),
+        num_ranks=_number(environ, "SLURM_NTASKS", "Slurm"),
+        local_rank=_number(environ, "SLURM_LOCALID", "Slurm", default=0),
+        num_local_ranks=_number(environ, "SLURM_NTASKS_PER_NODE", "Slurm", default=1),
+        master_addr=environ["MASTER_ADDR"],
+        master_port=_number(environ, "MASTER_PORT", "Slurm"),
+        epoch=_number(environ, "SLURM_RESTART_COUNT", "Slurm", default=0),
+        source="srun",
+    )
+
+
+def free_port(host: str = "127.0.0.1") -> int:
+    """Returns a TCP port that was free a moment ago."""
+    with socket.socket() as probe:
+        probe.bind((host, 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def interface_towards(address: str) -> str | None:
+    """Returns the name of the network interface that routes to an address; None where that cannot be found out.
+
+    gloo otherwise binds to whatever the host's own name resolves to, often 127.0.0.1, and peers on other hosts fail.
+    """
+    try:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            probe.connect((address, 9))  # UDP: nothing is sent
+            own = probe.getsockname()[0]
+        return next(
+            (name for _, name in socket.if_nameindex() if _address_of(name) == own),
+            None,
+        )
+    except OSError:
+        return None
+
+
+def _address_of(interface: str) -> str | None:
+    import fcntl
+    import struct
+
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        request = struct.pack("256s", interface[:15].encode())
+        try:
+            return socket.inet_ntoa(fcntl.ioctl(probe.fileno(), 0x8915, request)[20:24])  # SIOCGIFADDR
+        except OSError:
+            return None

@@ -1,0 +1,203 @@
+"""The worker: one rank of a serving engine. The same under `moe-serve serve`, torchrun and mpirun.
+
+    torchrun --nproc-per-node 2 -m moe_serve.launcher.serve --config configs/demo-cpu.yaml
+    mpirun -n 2 python -m moe_serve.launcher.serve --config configs/demo-cpu.yaml
+
+A front end (`moe-serve frontend`, started for you by `moe-serve serve`) must listen at server.worker_host:worker_port.
+Exits with 0 when told to end, 1 when the epoch was lost (a peer died, a step failed), 2 for a setting to correct.
+"""
+
+import os
+import signal
+import socket
+import sys
+import time
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from moe_serve.config import ServeConfig, load_config
+from moe_serve.engine.mailbox import ZmqMailbox
+from moe_serve.engine.messages import Fatal, Goodbye, Hello, Progress, Ready
+from moe_serve.errors import MoeServeError, PeerError
+from moe_serve.launcher.rank_env import RankEnv, check_num_ranks, read_rank_env
+from moe_serve.log import configure_logging, get_logger
+
+if TYPE_CHECKING:
+    from moe_serve.engine.engine import Engine
+    from moe_serve.engine.exchange import Exchange
+    from moe_serve.launcher.groups import Groups
+
+log = get_logger(__name__)
+app = typer.Typer(add_completion=False)
+
+# What the libraries say when it was the other side that went away.
+_PEER_LOST = ("Connection closed by peer", "Connection reset", "Broken pipe", "Timed out", "timed out", "NCCL")
+
+
+@app.command()
+def serve(
+    config: Annotated[Path | None, typer.Option(help="YAML file; the same on every rank")] = None,
+    overrides: Annotated[
+        list[str] | None, typer.Option("--set", metavar="section.key=value", help="override one setting; repeatable")
+    ] = None,
+) -> None:
+    """Runs one rank of a serving engine until it is told to end."""
+    try:
+        settings = load_config(config, overrides or ())
+        env = read_rank_env()
+        configure_logging(who=f"rank {env.rank}")
+        check_num_ranks(env, settings.parallel.num_ranks)
+    except MoeServeError as error:
+        print(f"moe-serve worker: {error}", file=sys.stderr)
+        raise SystemExit(2) from None
+    # mpirun and torchrun wait for every process; leaving at once also skips destructors that wait for lost peers.
+    sys.stderr.flush()
+    code = run_worker(settings, env)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def run_worker(config: ServeConfig, env: RankEnv) -> int:
+    """Returns the exit code of one rank's life: join, load, serve, end."""
+    limit_threads(config, env)
+    server = config.server
+    mailbox = ZmqMailbox(f"tcp://{server.worker_host}:{server.worker_port}", _own_address(server.worker_host))
+    mailbox.send(
+        Hello(
+            env.rank,
+            env.num_ranks,
+            env.epoch,
+            os.getpid(),
+            socket.gethostname(),
+            token=os.environ.get("MOE_SERVE_TOKEN", ""),
+        )
+    )
+    engine: Engine | None = None
+    code = 0
+    try:
+        engine = _start(config, env, mailbox)
+        engine.run()
+        mailbox.send(Goodbye(env.rank, env.epoch))
+    except PeerError as error:
+        code = _epoch_lost(mailbox, env, str(error), error.rank)
+    except MoeServeError as error:
+        mailbox.send(Fatal(env.rank, env.epoch, str(error), env.rank))
+        log.error("%s", error)
+        code = 2
+    except Exception as error:
+        lost = _lost_peer(engine.exchange if engine else None, error)
+        if lost is None:
+            log.exception("the epoch is lost")
+            lost = env.rank
+        code = _epoch_lost(mailbox, env, f"{type(error).__name__}: {str(error).splitlines()[0]}", lost)
+    finally:
+        mailbox.close()
+    return code
+
+
+def limit_threads(config: ServeConfig, env: RankEnv) -> int:
+    """Returns the CPU threads of this rank and tells OpenMP, which reads it when torch is imported.
+
+    Two ranks with two threads each on two cores run a hundred times slower than with one each.
+    """
+    cores = len(os.sched_getaffinity(0))
+    threads = config.parallel.threads_per_rank
+    if threads is None:
+        threads = 1 if config.engine.numerics == "batch_invariant" else max(1, cores // env.num_local_ranks)
+    os.environ["OMP_NUM_THREADS"] = str(threads)
+    return threads
+
+
+def _start(config: ServeConfig, env: RankEnv, mailbox: ZmqMailbox) -> "Engine":
+    """Returns the engine, ready to run: groups joined, weights loaded, one empty step done."""
+    started_s = time.monotonic()
+
+    def report(phase: str, fraction: float) -> None:
+        mailbox.send(Progress(env.rank, env.epoch, phase, fraction))
+
+    report("importing torch", 0.0)
+    import torch
+
+    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+    report("joining the ranks", 0.0)
+    import torch.distributed as dist
+
+    from moe_serve.launcher.groups import gather_bytes, join_groups
+
+    groups = join_groups(env, config)
+    addresses = gather_bytes(mailbox.wake_address.encode(), groups.patient)
+    mailbox.connect_peers([address.decode() for rank, address in enumerate(addresses) if rank != env.rank])
+    engine = _build_engine(config, groups, mailbox, report)
+    report("waiting for the other ranks", 1.0)
+    dist.barrier(group=groups.patient)
+    report("warming up", 0.0)
+    engine.served.warm_up()
+    engine.served.info["start_s"] = round(time.monotonic() - started_s, 3)
+    _end_on_signals(engine)
+    mailbox.send(Ready(env.rank, env.epoch, engine.served.limits, engine.served.info))
+    return engine
+
+
+def _build_engine(config: ServeConfig, groups: "Groups", mailbox: ZmqMailbox, report: "Report") -> "Engine":
+    from moe_serve.engine.build import build_engine
+    from moe_serve.engine.exchange import make_exchange
+
+    exchange = make_exchange(config.engine.exchange, groups.control, groups.one_host, config.engine.step_deadline_s)
+    engine = build_engine(config, groups.ep, exchange, mailbox, epoch=groups.env.epoch, progress=report)
+    engine.served.info |= {"exchange": type(exchange).__name__, "launched_by": groups.env.source}
+    return engine
+
+
+def _end_on_signals(engine: "Engine") -> None:
+    """Lets SIGINT and SIGTERM end the engine at the next step, on all ranks together; a second one ends it at once."""
+
+    def ask(signum: int, frame: FrameType | None) -> None:
+        if engine.stopping:
+            os._exit(128 + signum)
+        engine.request_stop()
+
+    signal.signal(signal.SIGINT, ask)
+    signal.signal(signal.SIGTERM, ask)
+
+
+def _lost_peer(exchange: "Exchange | None", error: Exception) -> int | None:
+    """Returns the rank whose loss explains an error inside a step, -1 where it cannot be told, None if none does."""
+    if not any(mark in str(error) for mark in _PEER_LOST):
+        return None
+    if exchange is not None:
+        for _ in range(20):  # the connection breaks a moment before the process is gone
+            dead = exchange.dead_peers()
+            if dead:
+                return dead[0]
+            time.sleep(0.01)
+    return -1
+
+
+def _epoch_lost(mailbox: ZmqMailbox, env: RankEnv, message: str, lost_rank: int) -> int:
+    log.error("epoch %d is lost: %s", env.epoch, message)
+    mailbox.send(Fatal(env.rank, env.epoch, message, lost_rank))
+    return 1
+
+
+def _own_address(front_end_host: str) -> str:
+    """Returns the address under which the other ranks reach this one: the one that routes to the front end."""
+    try:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            probe.connect((front_end_host, 9))  # UDP: nothing is sent
+            address: str = probe.getsockname()[0]
+            return address
+    except OSError:
+        return "127.0.0.1"
+
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    Report = Callable[[str, float], None]
+
+if __name__ == "__main__":
+    app()
