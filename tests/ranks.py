@@ -1,8 +1,8 @@
 """Ranks for tests: forked from the torch-warm parent, kept in a pool per world size, gloo over a file store.
 
-Forking a warm parent takes 0.1 s where starting Python and importing torch anew takes 4-9 s. A pool is forked when first
-asked for; it is forked again after a failure, and when a function comes from a module that was imported later. What the
-parent patches after the fork is not seen by the ranks: patch inside the function.
+Forking a warm parent takes 0.1 s where starting Python and importing torch anew takes 4-9 s. A pool is forked when
+first asked for; it is forked again after a failure, and when a function comes from a module that was imported later.
+What the parent patches after the fork is not seen by the ranks: patch inside the function.
 """
 
 import os
@@ -169,7 +169,6 @@ def _serve(rank: int, num_ranks: int, pipe: Connection, inherited: list[Connecti
     for other in inherited:
         other.close()  # else a sibling's pipe would stay open when the parent closes it
     torch.set_num_threads(1)
-    os.environ["RANK_OF_TEST"] = str(rank)
     group: EpGroup | None = None
     while True:
         try:

@@ -1,4 +1,4 @@
-"""The test helper itself: results come back in rank order, failures and hangs are shown and do not poison the next run."""
+"""The test helper itself: results come in rank order; failures and hangs are shown and do not poison the next run."""
 
 import os
 import time

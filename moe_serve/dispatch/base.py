@@ -1,11 +1,12 @@
 """The contract of all transports: token rows go to the ranks that hold their experts, and results come home.
 
-Words: T = num_tokens of this rank, H = hidden, K = topk, R = num_ranks, P = num_slots = R x slots_per_rank. A physical id
-is a slot; slot s lives on rank s // slots_per_rank. -1 = no expert: such an entry is not sent, and adds nothing at home.
-Nothing here knows of placements, models or logical experts. Transports carry bytes; `wire.py` encodes above them.
+Words: T = num_tokens of this rank, H = hidden, K = topk, R = num_ranks, P = num_slots = R x slots_per_rank. A
+physical id is a slot; slot s lives on rank s // slots_per_rank. -1 = no expert: such an entry is not sent, and adds
+nothing at home. Nothing here knows of placements, models or logical experts. Transports carry bytes; `wire.py` encodes
+above them.
 
-Every call has two halves: the call itself issues the sends, `Pending.wait()` receives. Other work may run in between, and
-several calls may be in flight; all ranks must make the same calls in the same order and wait for them in the same order.
+Every call has two halves: the call itself issues the sends, `Pending.wait()` receives. Other work may run in between,
+and several calls may be in flight; all ranks make the same calls in the same order and wait in the same order.
 """
 
 from collections.abc import Callable

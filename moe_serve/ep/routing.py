@@ -1,4 +1,4 @@
-"""What a router is, and what it decides. Importable without torch: `models/spec.py` builds RouterSpecs in the front end."""
+"""What a router is, and what it decides. Importable without torch: `models/spec.py` builds RouterSpecs."""
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
