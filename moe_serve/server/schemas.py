@@ -1,0 +1,393 @@
+"""What `/generate` takes: JSON bytes in, checked values out. SGLang's names and defaults.
+
+Everything a client can get wrong is refused here, before a rank hears of it, with one RequestError that names the
+field. A known field whose feature is not offered passes only with its null or neutral value. Torch-free.
+"""
+
+import difflib
+import hashlib
+import math
+import secrets
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import msgspec
+
+from moe_serve.attention_dp.request import MAX_SEED, SamplingParams
+from moe_serve.engine.messages import ModelLimits
+from moe_serve.errors import RequestError
+
+MAX_SAMPLES = 128  # `n` of one prompt
+MAX_STOP_CHARS = 1024  # of one stop string
+MAX_NAME_CHARS = 256  # of rid, session_id and cache_salt
+
+# Fields of SGLang whose features are not offered: null, or one of these values, means "not asked for".
+NEUTRAL_FIELDS: Mapping[str, tuple[Any, ...]] = {
+    "input_embeds": (),
+    "image_data": (),
+    "video_data": (),
+    "audio_data": (),
+    "modalities": (),
+    "return_logprob": (False,),
+    "logprob_start_len": (-1,),
+    "top_logprobs_num": (0,),
+    "token_ids_logprob": ([],),
+    "return_text_in_logprobs": (False, True),
+    "return_hidden_states": (False,),
+    "return_routed_experts": (False,),
+    "log_metrics": (False, True),
+    "lora_path": (),
+    "custom_logit_processor": (),
+    "routing_key": (),
+    "priority": (),
+    "bootstrap_host": (),
+    "bootstrap_port": (),
+    "bootstrap_room": (),
+}
+NEUTRAL_PARAMS: Mapping[str, tuple[Any, ...]] = {
+    "min_p": (0,),
+    "frequency_penalty": (0,),
+    "presence_penalty": (0,),
+    "repetition_penalty": (1,),
+    "spaces_between_special_tokens": (True,),
+    "no_stop_trim": (False,),
+    "stop_regex": ([], ""),
+    "json_schema": (),
+    "regex": (),
+    "ebnf": (),
+    "structural_tag": (),
+    "logit_bias": ({},),
+    "custom_params": (),
+    "stream_interval": (1,),
+}
+OTHER_WORDS: Mapping[str, str] = {  # what the same thing is called elsewhere
+    "prompt": "text",
+    "prompt_ids": "input_ids",
+    "token_ids": "input_ids",
+    "max_tokens": "max_new_tokens",
+    "min_tokens": "min_new_tokens",
+    "seed": "sampling_seed",
+    "stop_ids": "stop_token_ids",
+}
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One prompt: its text, or its ids where the client sent ids. Exactly one of the two is given."""
+
+    text: str | None
+    token_ids: list[int] | None
+    params: SamplingParams
+    num_samples: int  # `n`
+    explicit_length: bool  # the client said max_new_tokens, so it is not cut to the model's limit
+    rid: str | None
+    session_id: str | None
+
+
+@dataclass(frozen=True)
+class GenerateRequest:
+    """One call of `/generate`. is_batch: the answer is a list."""
+
+    prompts: tuple[Prompt, ...]
+    stream: bool
+    is_batch: bool
+    salt: str
+    rank: int | None  # the client chose the rank
+
+
+def parse_generate(body: bytes) -> GenerateRequest:
+    """Returns the checked request in a JSON body. Raises RequestError with the field, its value and what is expected."""
+    values = _Fields(_parse_object(body), "", NEUTRAL_FIELDS)
+    texts = values.take("text", _text_or_texts)
+    ids = values.take("input_ids", _ids_or_batch)
+    if (texts is None) == (ids is None):
+        given = "both are given" if texts is not None else "neither is given"
+        raise RequestError(f"exactly one of text and input_ids is needed, but {given}", field="text")
+    given_batch, field = (texts, "text") if texts is not None else (ids, "input_ids")
+    batch: Sequence[Any] = given_batch if _is_batch(given_batch) else [given_batch]
+    if not batch:
+        raise RequestError(f"{field} is an empty list, expected at least one prompt", field=field)
+    is_batch = _is_batch(given_batch)
+
+    def spread(name: str, check: Callable[[str, Any], Any]) -> list[Any]:
+        return _one_for_each(name, values.take(name, lambda name, value: value), len(batch), is_batch, check)
+
+    params = [_parse_params(name, value) for name, value in spread("sampling_params", lambda n, v: (n, v))]
+    rids, sessions = spread("rid", _name), spread("session_id", _name)
+    request = GenerateRequest(
+        prompts=tuple(
+            Prompt(
+                text=item if field == "text" else None,
+                token_ids=list(item) if field == "input_ids" else None,
+                params=params[i].params,
+                num_samples=params[i].num_samples,
+                explicit_length=params[i].explicit_length,
+                rid=rids[i],
+                session_id=sessions[i],
+            )
+            for i, item in enumerate(batch)
+        ),
+        stream=bool(values.take("stream", _bool)),
+        is_batch=is_batch or any(item.num_samples > 1 for item in params),
+        salt=values.take("cache_salt", _name) or values.take("extra_key", _name) or "",
+        rank=_first(values.take("routed_dp_rank", _count), values.take("data_parallel_rank", _count)),
+    )
+    values.refuse_the_rest()
+    return request
+
+
+def fit_to_model(prompt: Prompt, prompt_ids: Sequence[int], limits: ModelLimits) -> SamplingParams:
+    """Returns the parameters of a prompt for one model: checked against its limits, cut to them where not asked for.
+
+    Raises RequestError for ids outside the vocabulary and lengths that cannot be served.
+    """
+    field = "text" if prompt.token_ids is None else "input_ids"
+    if not prompt_ids:
+        raise RequestError(f"{field} has no tokens; send at least one", field=field)
+    wrong = next((i for i, token in enumerate(prompt_ids) if not 0 <= token < limits.vocab_size), None)
+    if wrong is not None:
+        raise RequestError(
+            f"{field}[{wrong}] is {prompt_ids[wrong]}, outside the vocabulary; expected 0 to {limits.vocab_size - 1}",
+            field=field,
+        )
+    longest = min(limits.max_prompt_len, limits.max_model_len - 1)
+    if len(prompt_ids) > longest:
+        raise RequestError(
+            f"{field} has {len(prompt_ids)} tokens, at most {longest} are served; shorten it", field=field
+        )
+    params, room = prompt.params, limits.max_model_len - len(prompt_ids)
+    if params.max_new_tokens > room:
+        if prompt.explicit_length:
+            raise RequestError(
+                f"max_new_tokens is {params.max_new_tokens} and the prompt has {len(prompt_ids)} tokens, together more "
+                f"than the model's {limits.max_model_len}; ask for at most {room}",
+                field="max_new_tokens",
+            )
+        if params.min_new_tokens > room:
+            raise RequestError(
+                f"min_new_tokens is {params.min_new_tokens} but the model has room for {room} tokens after this prompt",
+                field="min_new_tokens",
+            )
+        params = replace(params, max_new_tokens=room)
+    for token in params.stop_token_ids:
+        if token >= limits.vocab_size:
+            raise RequestError(
+                f"stop_token_ids holds {token}, outside the vocabulary; expected 0 to {limits.vocab_size - 1}",
+                field="stop_token_ids",
+            )
+    if params.top_k >= limits.vocab_size:
+        params = replace(params, top_k=-1)
+    return params
+
+
+def draw_seed() -> int:
+    """Returns a seed for a request that brings none."""
+    return secrets.randbelow(MAX_SEED + 1)
+
+
+def derived_seed(seed: int, sample: int) -> int:
+    """Returns the seed of one of `n` samples: the request's own for the first, a hash for the others."""
+    if sample == 0:
+        return seed
+    digest = hashlib.blake2b(f"{seed}:{sample}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") & MAX_SEED
+
+
+@dataclass(frozen=True)
+class _Params:
+    params: SamplingParams
+    num_samples: int
+    explicit_length: bool
+
+
+def _parse_params(name: str, given: Any) -> _Params:
+    if given is None:
+        return _Params(SamplingParams(), 1, False)
+    if not isinstance(given, dict):
+        raise RequestError(f"{name} is {_show(given)}, expected an object", field=name)
+    values = _Fields(given, f"{name}.", NEUTRAL_PARAMS)
+    taken = {
+        "max_new_tokens": values.take("max_new_tokens", _whole),
+        "min_new_tokens": values.take("min_new_tokens", _whole),
+        "temperature": values.take("temperature", _number),
+        "top_p": values.take("top_p", _number),
+        "top_k": values.take("top_k", _whole),
+        "stop": values.take("stop", _stops),
+        "stop_token_ids": values.take("stop_token_ids", _whole_list),
+        "seed": values.take("sampling_seed", _whole),
+        "ignore_eos": values.take("ignore_eos", _bool),
+        "skip_special_tokens": values.take("skip_special_tokens", _bool),
+    }
+    num_samples = values.take("n", _whole)
+    if num_samples is not None and not 1 <= num_samples <= MAX_SAMPLES:
+        raise RequestError(f"{name}.n is {num_samples}, expected 1 to {MAX_SAMPLES}", field=f"{name}.n")
+    values.refuse_the_rest()
+    params = SamplingParams(**{key: value for key, value in taken.items() if value is not None})
+    if taken["max_new_tokens"] is None and params.min_new_tokens > params.max_new_tokens:
+        params = replace(params, max_new_tokens=params.min_new_tokens)
+    try:
+        params.validate()
+    except RequestError as error:
+        message = f"{name}.{error}".replace(f"{name}.seed ", f"{name}.sampling_seed ", 1)
+        raise RequestError(message, field=message.split()[0]) from None
+    return _Params(params, num_samples or 1, taken["max_new_tokens"] is not None)
+
+
+class _Fields:
+    """The fields of one JSON object, taken out one by one; what is left over at the end is refused by name."""
+
+    def __init__(self, values: dict[str, Any], prefix: str, neutral: Mapping[str, tuple[Any, ...]]):
+        self._values = dict(values)
+        self._prefix = prefix
+        self._neutral = neutral
+        self._known = set(neutral)
+
+    def take(self, name: str, check: Callable[[str, Any], Any]) -> Any:
+        """Returns a field's checked value; None where it is absent or null."""
+        self._known.add(name)
+        value = self._values.pop(name, None)
+        return None if value is None else check(self._prefix + name, value)
+
+    def refuse_the_rest(self) -> None:
+        for name, value in self._values.items():
+            path = self._prefix + name
+            if name not in self._neutral:
+                near = OTHER_WORDS.get(name) or next(iter(difflib.get_close_matches(name, self._known, n=1)), None)
+                near = near if near in self._known else None
+                hint = f"; did you mean {near}?" if near else f"; known here: {', '.join(sorted(self._known))}"
+                raise RequestError(f"{path[:MAX_NAME_CHARS]} is not a field{hint}", field=path[:MAX_NAME_CHARS])
+            if value is not None and not any(_same(value, neutral) for neutral in self._neutral[name]):
+                raise RequestError(f"{path} is {_show(value)}, but this is not supported; leave it out", field=path)
+
+
+def _same(value: Any, neutral: Any) -> bool:
+    """Whether a value is the neutral one; 0 and false are different things in JSON."""
+    return bool(value == neutral) and isinstance(value, bool) == isinstance(neutral, bool)
+
+
+def _parse_object(body: bytes) -> dict[str, Any]:
+    if not body.strip():
+        raise RequestError("the body is empty, expected a JSON object with text or input_ids")
+    try:
+        values = msgspec.json.decode(body)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, ValueError) as error:
+        raise RequestError(f"the body is not valid JSON: {error}") from None
+    if not isinstance(values, dict):
+        raise RequestError(f"the body is {_show(values)}, expected a JSON object")
+    return values
+
+
+def _one_for_each(name: str, value: Any, count: int, is_batch: bool, check: Callable[[str, Any], Any]) -> list[Any]:
+    """Returns one checked value for each prompt: the given list's, or the one value for all."""
+    if not isinstance(value, list):
+        return [check(name, value) if value is not None or name == "sampling_params" else None] * count
+    if not is_batch:
+        raise RequestError(f"{name} is a list but there is one prompt; send a single value", field=name)
+    if len(value) != count:
+        raise RequestError(f"{name} has {len(value)} entries for {count} prompts; send one for each", field=name)
+    wants_none = name == "sampling_params"
+    return [None if item is None and not wants_none else check(f"{name}[{i}]", item) for i, item in enumerate(value)]
+
+
+def _is_batch(value: Any) -> bool:
+    return isinstance(value, list) and (not value or not isinstance(value[0], int))
+
+
+def _text_or_texts(name: str, value: Any) -> str | list[str]:
+    if isinstance(value, str):
+        return value
+    if isinstance(value, list):
+        wrong = next((i for i, item in enumerate(value) if not isinstance(item, str)), None)
+        if wrong is None:
+            return value
+        name, value = f"{name}[{wrong}]", value[wrong]
+    raise RequestError(f"{name} is {_show(value)}, expected a string or a list of strings", field=name)
+
+
+def _ids_or_batch(name: str, value: Any) -> list[int] | list[list[int]]:
+    if not isinstance(value, list):
+        raise RequestError(f"{name} is {_show(value)}, expected a list of token ids", field=name)
+    if value and isinstance(value[0], list):
+        for i, item in enumerate(value):
+            _whole_list(f"{name}[{i}]", item)
+        return value
+    if not value:
+        raise RequestError(f"{name} is an empty list, expected at least one token id", field=name)
+    return list(_whole_list(name, value))
+
+
+def _whole_list(name: str, value: Any) -> tuple[int, ...]:
+    if not isinstance(value, list):
+        raise RequestError(f"{name} is {_show(value)}, expected a list of token ids", field=name)
+    # type() and not isinstance(): true and false are ints to Python, and this loop runs over whole prompts.
+    wrong = next((i for i, item in enumerate(value) if type(item) is not int), None)
+    if wrong is not None:
+        raise RequestError(f"{name}[{wrong}] is {_show(value[wrong])}, expected a token id", field=f"{name}[{wrong}]")
+    return tuple(value)
+
+
+def _stops(name: str, value: Any) -> tuple[str, ...]:
+    stops = [value] if isinstance(value, str) else value
+    if not isinstance(stops, list) or not all(isinstance(stop, str) for stop in stops):
+        raise RequestError(f"{name} is {_show(value)}, expected a string or a list of strings", field=name)
+    if any(len(stop) > MAX_STOP_CHARS for stop in stops):
+        raise RequestError(f"{name} holds a string of more than {MAX_STOP_CHARS} characters; shorten it", field=name)
+    return tuple(stops)
+
+
+def _whole(name: str, value: Any) -> int:
+    if isinstance(value, float) and value.is_integer():
+        value = int(value)
+    if type(value) is not int:
+        raise RequestError(f"{name} is {_show(value)}, expected a whole number", field=name)
+    if abs(value) > MAX_SEED:
+        raise RequestError(f"{name} is {_show(value)}, too large; expected at most {MAX_SEED}", field=name)
+    return value
+
+
+def _count(name: str, value: Any) -> int:
+    number = _whole(name, value)
+    if number < 0:
+        raise RequestError(f"{name} is {number}, expected at least 0", field=name)
+    return number
+
+
+def _number(name: str, value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise RequestError(f"{name} is {_show(value)}, expected a number", field=name)
+    try:
+        number = float(value)
+    except OverflowError:
+        number = math.inf
+    if not math.isfinite(number):
+        raise RequestError(f"{name} is {_show(value)}, too large for a number", field=name)
+    return number
+
+
+def _bool(name: str, value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise RequestError(f"{name} is {_show(value)}, expected true or false", field=name)
+    return value
+
+
+def _name(name: str, value: Any) -> str:
+    if not isinstance(value, str) or not value or len(value) > MAX_NAME_CHARS:
+        raise RequestError(
+            f"{name} is {_show(value)}, expected a string of 1 to {MAX_NAME_CHARS} characters", field=name
+        )
+    return value
+
+
+def _first(*values: Any) -> Any:
+    return next((value for value in values if value is not None), None)
+
+
+def _show(value: Any) -> str:
+    """Returns a short view of a client's value for an error message."""
+    if isinstance(value, dict):
+        return "an object"
+    if isinstance(value, list):
+        return f"a list of {len(value)}"
+    text = msgspec.json.encode(value).decode() if not isinstance(value, int) or abs(value) < 2**63 else "a huge number"
+    return text if len(text) <= 60 else f"{text[:57]}..."

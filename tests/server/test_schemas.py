@@ -1,0 +1,244 @@
+"""`/generate` bodies: SGLang's forms are taken, everything else is refused with one error that names the field."""
+
+import contextlib
+import json
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from moe_serve.attention_dp.request import SamplingParams
+from moe_serve.engine.messages import ModelLimits
+from moe_serve.errors import RequestError
+from moe_serve.server.schemas import MAX_SAMPLES, derived_seed, draw_seed, fit_to_model, parse_generate
+
+LIMITS = ModelLimits(
+    model_name="demo", vocab_size=100, max_model_len=32, max_prompt_len=30, eos_token_ids=[1], block_size=4
+)
+
+
+def parse(**fields):
+    return parse_generate(json.dumps(fields).encode())
+
+
+def params(**fields) -> SamplingParams:
+    return parse(text="x", sampling_params=fields).prompts[0].params
+
+
+def test_a_single_text_has_sglangs_defaults():
+    request = parse(text="hello")
+    (prompt,) = request.prompts
+    assert (prompt.text, prompt.token_ids) == ("hello", None)
+    assert prompt.params == SamplingParams(max_new_tokens=128, temperature=1.0, top_k=-1, top_p=1.0)
+    assert not request.is_batch
+    assert not request.stream
+
+
+def test_sampling_parameters_arrive():
+    taken = params(max_new_tokens=5, temperature=0, top_p=0.5, top_k=3, stop="a", stop_token_ids=[4], sampling_seed=9)
+    assert taken == SamplingParams(
+        max_new_tokens=5, temperature=0.0, top_p=0.5, top_k=3, stop=("a",), stop_token_ids=(4,), seed=9
+    )
+    assert params(stop=["a", "b"], ignore_eos=True, skip_special_tokens=False).stop == ("a", "b")
+
+
+def test_a_batch_shares_parameters_or_brings_one_for_each():
+    shared = parse(input_ids=[[1, 2], [3]], sampling_params={"max_new_tokens": 2}, rid=["a", "b"])
+    assert [prompt.token_ids for prompt in shared.prompts] == [[1, 2], [3]]
+    assert [prompt.params.max_new_tokens for prompt in shared.prompts] == [2, 2]
+    assert [prompt.rid for prompt in shared.prompts] == ["a", "b"]
+    each = parse(text=["a", "b"], sampling_params=[{"max_new_tokens": 1}, None])
+    assert [prompt.params.max_new_tokens for prompt in each.prompts] == [1, 128]
+
+
+def test_a_batch_of_one_and_several_samples_answer_with_a_list():
+    assert parse(text=["a"]).is_batch
+    assert parse(input_ids=[[1]]).is_batch
+    assert parse(text="a", sampling_params={"n": 2}).is_batch
+    assert not parse(input_ids=[1]).is_batch
+
+
+def test_null_and_neutral_values_of_unsupported_fields_pass():
+    request = parse(
+        text="x",
+        input_ids=None,
+        return_logprob=False,
+        logprob_start_len=-1,
+        top_logprobs_num=0,
+        lora_path=None,
+        image_data=None,
+        bootstrap_room=None,
+        sampling_params={
+            "min_p": 0.0,
+            "frequency_penalty": 0,
+            "repetition_penalty": 1.0,
+            "regex": None,
+            "n": None,
+            "no_stop_trim": False,
+        },
+    )
+    assert len(request.prompts) == 1
+
+
+BAD = [
+    ({}, "text", "neither"),
+    ({"text": "a", "input_ids": [1]}, "text", "both"),
+    ({"text": 5}, "text", "is 5"),
+    ({"text": []}, "text", "empty list"),
+    ({"text": ["a", 3]}, "text[1]", "is 3"),
+    ({"input_ids": "1 2"}, "input_ids", "list of token ids"),
+    ({"input_ids": []}, "input_ids", "empty"),
+    ({"input_ids": [1, True]}, "input_ids[1]", "is true"),
+    ({"input_ids": [1, 2.5]}, "input_ids[1]", "is 2.5"),
+    ({"input_ids": [[1], [1, "2"]]}, "input_ids[1][1]", '"2"'),
+    ({"input_ids": [[1], 2]}, "input_ids[1]", "is 2"),
+    ({"input_ids": [1, [2]]}, "input_ids[1]", "a list of 1"),
+    ({"text": "a", "stream": "yes"}, "stream", "true or false"),
+    ({"text": "a", "stream": 1}, "stream", "true or false"),
+    ({"text": "a", "sampling_params": 3}, "sampling_params", "expected an object"),
+    ({"text": "a", "sampling_params": [{}]}, "sampling_params", "one prompt"),
+    ({"text": ["a", "b"], "sampling_params": [{}]}, "sampling_params", "1 entries for 2 prompts"),
+    ({"text": "a", "rid": ["x"]}, "rid", "single value"),
+    ({"text": "a", "rid": ""}, "rid", "1 to 256"),
+    ({"text": "a", "session_id": 4}, "session_id", "is 4"),
+    ({"text": "a", "routed_dp_rank": -1}, "routed_dp_rank", "at least 0"),
+    ({"text": "a", "return_logprob": True}, "return_logprob", "not supported"),
+    ({"text": "a", "top_logprobs_num": 5}, "top_logprobs_num", "not supported"),
+    ({"text": "a", "lora_path": "x"}, "lora_path", "not supported"),
+    ({"text": "a", "strem": True}, "strem", "did you mean stream?"),
+    ({"prompt": "a", "text": "b"}, "prompt", "did you mean text?"),
+    ({"text": "a", "zzz": 1}, "zzz", "known here"),
+]
+BAD_PARAMS = [
+    ({"max_new_tokens": 0}, "max_new_tokens", "at least 1"),
+    ({"max_new_tokens": -5}, "max_new_tokens", "at least 1"),
+    ({"max_new_tokens": "5"}, "max_new_tokens", "whole number"),
+    ({"max_new_tokens": 1.5}, "max_new_tokens", "whole number"),
+    ({"max_new_tokens": True}, "max_new_tokens", "whole number"),
+    ({"max_new_tokens": 10**30}, "max_new_tokens", "too large"),
+    ({"max_new_tokens": 2, "min_new_tokens": 3}, "min_new_tokens", "lower min_new_tokens"),
+    ({"temperature": -1}, "temperature", "0 (greedy) or more"),
+    ({"temperature": "hot"}, "temperature", "a number"),
+    ({"temperature": 10**400}, "temperature", "too large"),
+    ({"top_p": 0}, "top_p", "above 0"),
+    ({"top_p": 1.5}, "top_p", "at most 1"),
+    ({"top_k": 0}, "top_k", "-1"),
+    ({"sampling_seed": -1}, "sampling_seed", "from 0"),
+    ({"n": 0}, "n", "1 to"),
+    ({"n": MAX_SAMPLES + 1}, "n", "1 to"),
+    ({"stop": 5}, "stop", "string or a list of strings"),
+    ({"stop": ["a", 5]}, "stop", "string or a list of strings"),
+    ({"stop": [""]}, "stop", "non-empty"),
+    ({"stop": "x" * 2000}, "stop", "1024"),
+    ({"stop": ["x"] * 100}, "stop", "at most 64"),
+    ({"stop_token_ids": 5}, "stop_token_ids", "list of token ids"),
+    ({"stop_token_ids": [-1]}, "stop_token_ids", "at least 0"),
+    ({"ignore_eos": 1}, "ignore_eos", "true or false"),
+    ({"min_p": 0.1}, "min_p", "not supported"),
+    ({"repetition_penalty": 1.1}, "repetition_penalty", "not supported"),
+    ({"regex": "a+"}, "regex", "not supported"),
+    ({"logit_bias": {"5": 1}}, "logit_bias", "not supported"),
+    ({"max_tokens": 5}, "max_tokens", "did you mean max_new_tokens?"),
+    ({"seed": 5}, "seed", "did you mean sampling_seed?"),
+]
+
+
+@pytest.mark.parametrize("fields, field, words", BAD, ids=[f"{field}-{words}" for _, field, words in BAD])
+def test_a_bad_field_is_named_with_what_is_expected(fields, field, words):
+    with pytest.raises(RequestError) as caught:
+        parse(**fields)
+    assert caught.value.field == field
+    assert field in str(caught.value)
+    assert words in str(caught.value)
+
+
+@pytest.mark.parametrize("fields, field, words", BAD_PARAMS, ids=[f"{field}-{words}" for _, field, words in BAD_PARAMS])
+def test_a_bad_sampling_parameter_is_named_with_what_is_expected(fields, field, words):
+    with pytest.raises(RequestError) as caught:
+        params(**fields)
+    assert caught.value.field == f"sampling_params.{field}"
+    assert f"sampling_params.{field}" in str(caught.value)
+    assert words in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [b"", b"  ", b"{", b"[1]", b'"text"', b"null", b'{"text": NaN}', b'{"text": "\\ud800"}', b'"\xff"', b"[" * 100_000,
+     b'{"text": 1e999}'],
+    ids=lambda body: body[:12].decode(errors="replace"),
+)  # fmt: skip
+def test_a_body_that_is_not_a_json_object_is_refused(body):
+    with pytest.raises(RequestError, match="body"):
+        parse_generate(body)
+
+
+@given(st.binary(max_size=200))
+def test_any_bytes_give_a_request_or_a_request_error(body):
+    with contextlib.suppress(RequestError):
+        parse_generate(body)
+
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=5,
+)
+
+
+@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(
+    fields=st.dictionaries(
+        st.sampled_from(["text", "input_ids", "sampling_params", "rid", "stream", "priority", "return_logprob"]),
+        json_values,
+        max_size=4,
+    ),
+    inner=st.dictionaries(
+        st.sampled_from(["n", "stop", "temperature", "top_k", "top_p", "max_new_tokens", "stop_token_ids", "min_p"]),
+        json_values,
+        max_size=4,
+    ),
+)
+def test_any_values_give_a_request_or_a_request_error(fields, inner):
+    for values in (fields, {"text": "x", "sampling_params": inner}):
+        with contextlib.suppress(RequestError):
+            parse(**values)
+
+
+def fit(ids, **sampling_params) -> SamplingParams:
+    (prompt,) = parse(input_ids=ids or [0], sampling_params=sampling_params).prompts
+    return fit_to_model(prompt, ids, LIMITS)
+
+
+@pytest.mark.parametrize(
+    "ids, sampling_params, field, words",
+    [
+        ([], {}, "input_ids", "no tokens"),
+        ([1, 100], {}, "input_ids", r"input_ids\[1\] is 100.*0 to 99"),
+        ([-1], {}, "input_ids", r"input_ids\[0\] is -1"),
+        ([1] * 31, {}, "input_ids", "31 tokens, at most 30"),
+        ([1] * 20, {"max_new_tokens": 13}, "max_new_tokens", "at most 12"),
+        ([1] * 20, {"min_new_tokens": 13}, "min_new_tokens", "room for 12"),
+        ([1], {"stop_token_ids": [100]}, "stop_token_ids", "0 to 99"),
+    ],
+)
+def test_what_a_model_cannot_serve_is_named(ids, sampling_params, field, words):
+    with pytest.raises(RequestError, match=words) as caught:
+        fit(ids, **sampling_params)
+    assert caught.value.field == field
+
+
+def test_a_length_that_was_not_asked_for_is_cut_to_the_model():
+    assert fit([1] * 20).max_new_tokens == 12
+    assert fit([1] * 20, max_new_tokens=12).max_new_tokens == 12
+
+
+def test_top_k_beyond_the_vocabulary_means_all_tokens():
+    assert fit([1], top_k=10**9).top_k == -1
+
+
+def test_samples_have_different_seeds_that_depend_on_the_request_alone():
+    seeds = [derived_seed(7, sample) for sample in range(100)]
+    assert seeds[0] == 7
+    assert len(set(seeds)) == 100
+    assert seeds == [derived_seed(7, sample) for sample in range(100)]
+    assert all(0 <= seed < 2**63 for seed in [*seeds, draw_seed()])
