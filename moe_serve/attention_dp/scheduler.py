@@ -113,6 +113,7 @@ class Scheduler:
         """Returns the request, running or waiting; None once it is finished or aborted."""
         return self._running.get(request_id) or self._waiting.get(request_id)
 
+    @property
     def pending_tokens(self) -> tuple[int, int]:
         """Returns (known tokens not in the cache yet, tokens that may still be produced) over all requests."""
         uncomputed = to_produce = 0
@@ -337,6 +338,7 @@ class Scheduler:
     def _extend(self, request: Request, length: int) -> ScheduledChunk:
         """Returns the request's next prefill chunk, blocks reserved; the caller has checked that they are free."""
         start = request.num_computed
+        request.draft_ids = []  # drafts ride on decodes only
         self._reserve(request, start + length)
         return ScheduledChunk(request, start, length, start + length == request.num_known)
 

@@ -359,6 +359,6 @@ def test_pending_tokens_count_what_is_left_to_compute_and_to_produce():
     scheduler = make_scheduler(max_batch_tokens=8)
     scheduler.add(make_request("a", num_prompt=10, max_new_tokens=4))
     scheduler.add(make_request("b", num_prompt=3, max_new_tokens=5))
-    assert scheduler.pending_tokens() == (13, 9)
+    assert scheduler.pending_tokens == (13, 9)
     run_step(scheduler)
-    assert scheduler.pending_tokens() == (5, 9)
+    assert scheduler.pending_tokens == (5, 9)

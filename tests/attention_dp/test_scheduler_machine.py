@@ -1,0 +1,200 @@
+"""A hypothesis machine that plays engine: random arrivals, aborts, holds, drafts and stops against a simulated cache.
+
+The simulated cache stores, per slot, the tokens that its KV depends on. A row reads every slot before it, so a block
+that was shared or taken too early, written twice or left stale is seen as a wrong value, not only as a wrong count.
+"""
+
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from moe_serve.attention_dp.request import Request, SamplingParams
+from moe_serve.attention_dp.scheduler import ScheduledChunk, Scheduler
+
+MAX_NEW_TOKENS = 6
+
+
+def next_token(known: list[int]) -> int:
+    """The 'model': two token values only, so that prompts often share prefixes."""
+    return (3 * sum(known) + len(known)) % 2
+
+
+def continuation(prompt: list[int], count: int) -> list[int]:
+    known = list(prompt)
+    for _ in range(count):
+        known.append(next_token(known))
+    return known[len(prompt) :]
+
+
+class SchedulerMachine(RuleBasedStateMachine):
+    @initialize(
+        num_blocks=st.integers(2, 10),
+        block_size=st.integers(1, 4),
+        max_running=st.integers(1, 4),
+        spare_tokens=st.integers(0, 8),
+        prefix_cache=st.booleans(),
+    )
+    def start(self, num_blocks, block_size, max_running, spare_tokens, prefix_cache):
+        self.scheduler = Scheduler(
+            num_blocks, block_size, max_running, max_running + spare_tokens, 64, prefix_cache=prefix_cache
+        )
+        self.kv: dict[int, tuple[int, ...]] = {}  # slot -> the tokens its content was computed from
+        self.alive: dict[str, Request] = {}
+        self.stop_after: dict[str, int] = {}
+        self.num_added = 0
+        self.last_admitted = -1  # arrival of the newest request that ever ran
+        self.num_steps_as_oldest = 0
+        self.oldest: Request | None = None
+
+    @rule(prompt=st.lists(st.integers(0, 1), min_size=1, max_size=20), data=st.data())
+    def add(self, prompt, data):
+        room = self.scheduler.num_blocks * self.scheduler.block_size + 1 - len(prompt)
+        if room < 1:
+            return
+        max_new_tokens = data.draw(st.integers(1, min(MAX_NEW_TOKENS, room)))
+        num_before = data.draw(st.integers(0, max_new_tokens - 1))  # resubmitted with the output of an earlier attempt
+        request = Request(
+            str(self.num_added), 0, prompt, continuation(prompt, num_before), SamplingParams(max_new_tokens), seed=0
+        )
+        self.num_added += 1
+        self.scheduler.add(request)
+        self.alive[request.request_id] = request
+        self.stop_after[request.request_id] = data.draw(st.integers(num_before + 1, max_new_tokens))
+
+    @precondition(lambda self: self.alive)
+    @rule(data=st.data())
+    def abort(self, data):
+        self.abort_one(data)
+
+    @rule()
+    def flush(self):
+        self.scheduler.flush_prefix_cache()
+
+    @rule(data=st.data(), hold=st.booleans())
+    def step(self, data, hold):
+        for request in self.alive.values():
+            if request.output_ids and data.draw(st.booleans()):
+                request.draft_ids = data.draw(st.lists(st.integers(0, 1), max_size=4))
+        proposal = self.scheduler.propose()
+        self.scheduler.check()
+        chunks = proposal.decodes + proposal.prefills
+        assert proposal.num_tokens == sum(chunk.length for chunk in chunks) <= self.scheduler.max_batch_tokens
+        assert proposal.is_empty == (not chunks)
+        assert proposal.is_empty == (not self.scheduler.has_work), "there is work, and nothing is proposed"
+        self.check_admissions(chunks)
+        if data.draw(st.integers(0, 9)) == 0:
+            return  # the ranks agreed on not running: a proposal may be dropped
+        if self.alive and data.draw(st.integers(0, 4)) == 0:
+            self.abort_one(data)
+        committed = self.scheduler.commit(proposal, hold)
+        assert all(chunk.request.request_id in self.alive for chunk in committed)
+        results = self.compute(committed)
+        if self.alive and data.draw(st.integers(0, 4)) == 0:
+            self.abort_one(data)
+        self.complete(committed, results)
+        self.watch_the_oldest(counts=not hold)
+
+    @invariant()
+    def accounting_holds(self):
+        if not hasattr(self, "scheduler"):
+            return
+        self.scheduler.check()
+        assert self.scheduler.num_running + self.scheduler.num_waiting == len(self.alive)
+        if not self.alive:
+            assert self.scheduler.num_free_blocks == self.scheduler.num_blocks, "blocks leaked"
+
+    def teardown(self):
+        if not hasattr(self, "scheduler"):
+            return
+        tokens = sum(len(request.prompt_ids) + MAX_NEW_TOKENS for request in self.alive.values())
+        limit = 10 + tokens * (1 + len(self.alive))
+        for _ in range(limit):
+            if not self.alive:
+                break
+            chunks = self.scheduler.commit(self.scheduler.propose())
+            self.complete(chunks, self.compute(chunks))
+            self.scheduler.check()
+        assert not self.alive, f"{sorted(self.alive)} did not finish within {limit} steps"
+        self.accounting_holds()
+
+    def abort_one(self, data):
+        request_id = data.draw(st.sampled_from(sorted(self.alive)))
+        assert self.scheduler.abort(request_id)
+        assert not self.scheduler.abort(request_id)
+        del self.alive[request_id]
+
+    def check_admissions(self, chunks):
+        for chunk in chunks:
+            if not chunk.request.was_preempted and chunk.request.arrival > self.last_admitted:
+                skipped = [
+                    request.request_id
+                    for request in self.alive.values()
+                    if self.last_admitted < request.arrival < chunk.request.arrival
+                ]
+                assert not skipped, f"{chunk.request.request_id} overtook {skipped}"
+                self.last_admitted = chunk.request.arrival
+
+    def compute(self, chunks: tuple[ScheduledChunk, ...]) -> list[list[int]]:
+        """Runs the 'model': writes every row's slot, then reads all slots up to each row, then samples."""
+        size = self.scheduler.block_size
+        for chunk in chunks:
+            tokens = tuple(chunk.request.token_ids(0, chunk.start + chunk.length))
+            assert len(tokens) == chunk.start + chunk.length
+            for position in range(chunk.start, chunk.start + chunk.length):
+                block = chunk.request.block_ids[position // size]
+                holders = [request for request in self.alive.values() if block in request.block_ids]
+                assert len(holders) <= 1, f"block {block} is written while {len(holders)} requests hold it"
+                self.kv[block * size + position % size] = tokens[: position + 1]
+        results = []
+        for chunk in chunks:
+            request = chunk.request
+            tokens = tuple(request.token_ids(0, chunk.start + chunk.length))
+            for position in range(chunk.start + chunk.length):
+                slot = request.block_ids[position // size] * size + position % size
+                assert self.kv[slot] == tokens[: position + 1], (
+                    f"{request.request_id} reads a wrong value at {position}"
+                )
+            results.append(self.sample(request) if chunk.samples else [])
+        return results
+
+    @staticmethod
+    def sample(request: Request) -> list[int]:
+        """Returns the accepted drafts and one more token."""
+        known = request.token_ids(0, request.num_known)
+        sampled = []
+        for draft in request.draft_ids:
+            if draft != next_token(known):
+                break
+            sampled.append(draft)
+            known.append(draft)
+        return [*sampled, next_token(known)]
+
+    def complete(self, chunks, results):
+        for chunk, token_ids in zip(chunks, results, strict=True):
+            request = chunk.request
+            self.scheduler.complete(chunk, token_ids)
+            self.scheduler.check()
+            if request.request_id not in self.alive:
+                continue
+            num_output = len(request.output_ids)
+            assert num_output <= request.params.max_new_tokens
+            assert request.output_ids == continuation(request.prompt_ids, num_output)
+            if num_output >= self.stop_after[request.request_id]:
+                self.scheduler.finish(request.request_id)
+                del self.alive[request.request_id]
+
+    def watch_the_oldest(self, counts):
+        """However many requests arrive, the oldest one is done in a number of steps that depends on its size alone."""
+        oldest = min(self.alive.values(), key=lambda request: request.arrival, default=None)
+        if oldest is not self.oldest:
+            self.oldest, self.num_steps_as_oldest = oldest, 0
+        elif oldest is not None and counts:
+            self.num_steps_as_oldest += 1
+            limit = len(oldest.prompt_ids) + MAX_NEW_TOKENS * (1 + self.scheduler.max_running)
+            assert self.num_steps_as_oldest <= limit, f"{oldest.request_id} starves"
+
+
+SchedulerMachine.TestCase.settings = settings(
+    max_examples=100, stateful_step_count=40, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)
+TestSchedulerMachine = SchedulerMachine.TestCase
