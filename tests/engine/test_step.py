@@ -1,0 +1,75 @@
+from dataclasses import fields, replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from moe_serve.engine.step import ROW_LENGTH, RankState, StepSettings, plan_step
+from moe_serve.errors import PeerError
+
+SETTINGS = StepSettings(max_tokens_per_rank=8, prefill_hold_steps=3, record_window_steps=10)
+counts = st.integers(0, 40)
+states = st.builds(
+    RankState,
+    epoch=st.just(1),
+    step=st.just(7),
+    decode_tokens=counts,
+    prefill_tokens=counts,
+    held_steps=st.integers(0, 4),
+    has_work=st.integers(0, 1),
+    wants_stop=st.integers(0, 1),
+)
+
+
+def test_a_state_survives_its_row() -> None:
+    state = RankState(*range(1, ROW_LENGTH + 1))
+    row = state.to_row()
+    assert row.shape == (ROW_LENGTH,)
+    assert RankState.from_row(row) == state
+
+
+@given(st.lists(states, min_size=1, max_size=5))
+def test_the_plan_covers_every_rank(ranks: list[RankState]) -> None:
+    plan = plan_step(ranks, SETTINGS)
+    rows = [state.decode_tokens + (0 if plan.hold_prefill else state.prefill_tokens) for state in ranks]
+    assert plan.max_tokens == max(rows)
+    assert plan.num_chunks * 8 >= max(rows) > (plan.num_chunks - 1) * 8 or plan.num_chunks == max(rows) == 0
+    assert plan.stop == any(state.wants_stop for state in ranks)
+    assert not (plan.sleep and plan.stop)
+    assert plan.runs_forward == (max(rows) > 0 and not plan.stop and not plan.sleep)
+    if plan.hold_prefill:
+        assert plan.phase in ("decode", "idle")
+
+
+def test_everybody_sleeps_only_when_nobody_has_work() -> None:
+    idle = RankState(epoch=0, step=3)
+    assert plan_step([idle, idle], SETTINGS).sleep
+    assert not plan_step([idle, replace(idle, has_work=1)], SETTINGS).sleep
+    assert not plan_step([idle, replace(idle, wants_stop=1)], SETTINGS).sleep
+
+
+def test_a_lone_prefill_waits_for_company_but_not_for_long() -> None:
+    decoding = RankState(epoch=0, step=3, decode_tokens=4, has_work=1)
+    prefilling = RankState(epoch=0, step=3, prefill_tokens=6, has_work=1)
+    assert plan_step([decoding, prefilling], SETTINGS).hold_prefill
+    assert not plan_step([decoding, replace(prefilling, held_steps=3)], SETTINGS).hold_prefill
+    both = replace(decoding, prefill_tokens=5)
+    assert not plan_step([both, prefilling], SETTINGS).hold_prefill
+    assert not plan_step([RankState(0, 3), prefilling], SETTINGS).hold_prefill, "nobody decodes: waiting wins nothing"
+
+
+@pytest.mark.parametrize("field", ["epoch", "step", "placement_version"])
+def test_a_rank_that_lost_the_thread_is_named(field: str) -> None:
+    state = RankState(epoch=2, step=5, placement_version=1)
+    with pytest.raises(PeerError, match=f"rank 2 is at {field}") as caught:
+        plan_step([state, state, replace(state, **{field: 9})], SETTINGS)
+    assert caught.value.rank == 2
+
+
+def test_the_window_closes_by_the_step_number_alone() -> None:
+    closes = [plan_step([RankState(0, step)], SETTINGS).close_window for step in range(20)]
+    assert [step for step, close in enumerate(closes) if close] == [9, 19]
+
+
+def test_every_field_of_a_state_is_an_int() -> None:
+    assert all(field.type == "int" or field.type is int for field in fields(RankState))

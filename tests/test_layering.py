@@ -1,0 +1,145 @@
+"""The house keeps its shape: imports run downwards, and rooms that promise not to load torch do not."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parents[1] / "moe_serve"
+BASE = {"errors", "log"}  # may be used anywhere
+
+# room -> what it may import of the package, beside itself and BASE
+ALLOWED = {
+    "__init__": {"launcher", "attention_dp"},
+    "errors": set(),
+    "log": set(),
+    "topology": set(),
+    "config": set(),
+    "kernels": set(),
+    "dispatch": {"kernels"},
+    "attention_dp": {"kernels"},
+    "eplb": {"topology"},
+    "ep": {"dispatch", "eplb", "kernels"},
+    "models": {"ep", "attention_dp", "eplb.placement", "kernels"},
+    "engine": {"models", "ep", "attention_dp", "dispatch", "eplb", "kernels", "config", "topology"},
+    "server": {
+        "engine.messages", "engine.stop_matcher", "models.tokenizer",
+        "attention_dp.request", "attention_dp.request_router", "config",
+    },
+    "launcher": {
+        "server", "engine", "models", "ep", "attention_dp", "dispatch", "eplb", "kernels", "config", "topology",
+    },
+}  # fmt: skip
+
+TORCH_FREE = [
+    "moe_serve", "moe_serve.config", "moe_serve.topology", "moe_serve.engine.messages", "moe_serve.engine.mailbox",
+    "moe_serve.engine.stop_matcher", "moe_serve.engine.step", "moe_serve.models.tokenizer", "moe_serve.models.spec",
+    "moe_serve.launcher.cli", "moe_serve.launcher.serve", "moe_serve.launcher.rank_env",
+    *(f"moe_serve.{'.'.join(path.relative_to(PACKAGE).with_suffix('').parts)}"
+      for room in ("eplb", "server") for path in sorted((PACKAGE / room).rglob("*.py"))),
+    *(f"moe_serve.attention_dp.{name}"
+      for name in ("request", "scheduler", "block_pool", "prefix_cache", "request_router")),
+]  # fmt: skip
+
+# What a bare GPU machine lacks: these rooms must not need it. (models/ reads files with two of them, inside functions.)
+GPU_MACHINE_LACKS = ("pydantic", "yaml", "msgspec", "zmq", "fastapi", "uvicorn", "scipy", "pulp", "highspy", "typer",
+"rich",
+                     "safetensors", "tokenizers", "mpi4py", "nvshmem")  # fmt: skip
+
+
+def modules() -> list[Path]:
+    return sorted(PACKAGE.rglob("*.py"))
+
+
+def imports_of(path: Path) -> list[tuple[int, str]]:
+    """Returns (line, dotted name below moe_serve) of every import of the package, also those inside functions."""
+    found = []
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.ImportFrom) and node.module and node.level == 0:
+            names = [node.module] if node.module != "moe_serve" else [f"moe_serve.{alias.name}" for alias in node.names]
+        elif isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        else:
+            continue
+        found += [(node.lineno, name.removeprefix("moe_serve.")) for name in names if name.startswith("moe_serve.")]
+    return found
+
+
+@pytest.mark.parametrize("path", modules(), ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_imports_run_downwards(path: Path) -> None:
+    room = path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+    allowed = ALLOWED[room] | BASE
+    for line, name in imports_of(path):
+        first = name.split(".")[0]
+        fits = first == room or any(name == door or name.startswith(f"{door}.") for door in allowed)
+        assert fits, f"{path.relative_to(PACKAGE)}:{line} imports moe_serve.{name}; {room}/ may use {sorted(allowed)}"
+
+
+def run_python(code: str) -> str:
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_torch_free_rooms_do_not_load_torch() -> None:
+    code = (
+        "import sys, importlib\n"
+        f"for name in {TORCH_FREE!r}:\n"
+        "    importlib.import_module(name)\n"
+        "    assert 'torch' not in sys.modules, f'{name} loads torch'\n"
+    )
+    run_python(code)
+
+
+def test_rooms_of_the_forward_import_with_torch_numpy_and_triton_alone() -> None:
+    rooms = ("kernels", "dispatch", "ep", "models", "attention_dp")
+    names = [
+        "moe_serve." + ".".join(path.relative_to(PACKAGE).with_suffix("").parts)
+        for room in rooms
+        for path in sorted((PACKAGE / room).rglob("*.py"))
+        if path.name != "__init__.py" and not path.name.endswith("_triton.py")
+    ]
+    code = (
+        "import sys, importlib\n"
+        "class Refuse:\n"
+        "    def find_spec(self, name, path=None, target=None):\n"
+        f"        if name.split('.')[0] in {GPU_MACHINE_LACKS!r}:\n"
+        "            raise ImportError(f'{name} is not on this machine')\n"
+        "sys.meta_path.insert(0, Refuse())\n"
+        f"for name in {[*names, 'moe_serve.engine.step']!r}:\n"
+        "    importlib.import_module(name)\n"
+    )
+    run_python(code)
+
+
+def test_no_file_unpickles() -> None:
+    for path in modules():
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Import | ast.ImportFrom):
+                names = [alias.name for alias in node.names]
+                if names != ["UnpicklingError"]:  # what torch.load(weights_only=True) raises
+                    names.append(getattr(node, "module", "") or "")
+                assert not {"pickle", "cPickle", "dill", "cloudpickle", "shelve"} & set(names), f"{path}:{node.lineno}"
+            if isinstance(node, ast.Call) and ast.unparse(node.func) == "torch.load":
+                keywords = {keyword.arg: ast.unparse(keyword.value) for keyword in node.keywords}
+                assert keywords.get("weights_only") == "True", f"{path}:{node.lineno} loads with pickle"
+            if isinstance(node, ast.Attribute):
+                assert not node.attr.endswith(("_object", "_object_list")), f"{path}:{node.lineno} pickles"
+
+
+def test_the_forward_never_reads_a_tensor_back() -> None:
+    # Sized receives need host numbers, and loaders work on host data; everything else must stay capturable in a graph.
+    exempt = {"dispatch/local.py", "dispatch/collective.py", "models/weights.py"}
+    for room in ("ep", "dispatch", "models"):
+        for path in sorted((PACKAGE / room).rglob("*.py")):
+            name = str(path.relative_to(PACKAGE))
+            if name in exempt or "checkpoint" in name:
+                continue
+            for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+                if isinstance(node, ast.FunctionDef) and node.name.endswith("_reference"):
+                    node.body = []  # walked later as an empty function
+                if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+                    assert node.func.attr not in ("item", "tolist"), f"{name}:{node.lineno} reads a tensor back"
