@@ -105,9 +105,7 @@ class Decision:
 class Rebalancer:
     """Decides when a plan is worth asking for, which layers of it are worth moving, and in which rounds they move."""
 
-    def __init__(
-        self, placement: Placement, topology: Topology, settings: RebalanceSettings, model: GateModel
-    ) -> None:
+    def __init__(self, placement: Placement, topology: Topology, settings: RebalanceSettings, model: GateModel) -> None:
         """placement: in use at the start, and the "do nothing" that the regret bound compares with."""
         raise NotImplementedError
 
