@@ -1,0 +1,86 @@
+from pathlib import Path
+
+import pytest
+import yaml
+
+from moe_serve.config import ServeConfig, load_config, model_dir
+from moe_serve.errors import ConfigError
+
+CONFIGS = Path(__file__).parents[1] / "configs"
+
+
+@pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.yaml")), ids=lambda path: path.name)
+def test_every_shipped_config_loads(path: Path) -> None:
+    load_config(path)
+
+
+def test_the_effective_configuration_reads_back() -> None:
+    config = load_config(overrides=["engine.numerics=batch_invariant", "parallel.num_ranks=4"])
+    assert ServeConfig.model_validate(yaml.safe_load(config.to_yaml())) == config
+
+
+def test_overrides_win_over_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "c.yaml"
+    path.write_text("engine:\n  max_running_requests: 8\n  row_tile: 8\ncache:\n")
+    config = load_config(path, ["engine.max_running_requests=16"])
+    assert (config.engine.max_running_requests, config.engine.row_tile) == (16, 8)
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("engine.numeric=fast", "engine.numeric: unknown setting; did you mean 'numerics'"),
+        ("engin.numerics=fast", "engin: unknown setting; did you mean 'engine'"),
+        ("cache.block_size=0", r"cache.block_size: .* \(is 0\)"),
+        ("engine.row_tile=3", "engine.row_tile"),
+        ("parallel.pp=2", "pipeline parallelism is not supported; set pp: 1"),
+        ("engine.max_batch_tokens=8", "raise max_batch_tokens or lower max_running_requests"),
+        ("server.port=99999", "server.port"),
+        ("server.port=30001", "give them different values"),
+        ("numerics", "section.key=value"),
+        ("engine.numerics=[", "not valid YAML"),
+    ],
+)
+def test_a_wrong_setting_is_named_with_its_fix(override: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load_config(overrides=[override])
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["dispatch.backend=local", "parallel.num_ranks=2"],
+        ["engine.numerics=batch_invariant", "parallel.threads_per_rank=2"],
+        ["eplb.init_expert_location=x.json", "eplb.num_redundant_experts=2"],
+    ],
+)
+def test_settings_that_do_not_fit_together_are_refused(overrides: list[str]) -> None:
+    with pytest.raises(ConfigError):
+        load_config(overrides=overrides)
+
+
+def test_every_mistake_gets_its_line(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config(overrides=["cache.block_size=0", "model.pathh=x"])
+    assert len(str(caught.value).splitlines()) == 2
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [("- a\n", "holds a list"), ("a: [", "not valid YAML"), (None, "cannot be read")],
+)
+def test_a_bad_file_is_named(tmp_path: Path, text: str | None, message: str) -> None:
+    path = tmp_path / "bad.yaml"
+    if text is not None:
+        path.write_text(text)
+    with pytest.raises(ConfigError, match=f"bad.yaml.*{message}"):
+        load_config(path)
+
+
+def test_a_config_cannot_be_edited() -> None:
+    with pytest.raises(ValueError, match="frozen"):
+        load_config().engine.numerics = "fast"
+
+
+def test_the_demo_model_is_in_the_package() -> None:
+    assert (model_dir(load_config().model) / "model.safetensors").is_file()
