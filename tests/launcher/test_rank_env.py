@@ -30,7 +30,7 @@ def test_slurm_variables_are_read() -> None:
 def test_a_process_started_by_hand_is_alone() -> None:
     env = read_rank_env({})
     assert (env.rank, env.num_ranks, env.source) == (0, 1, "single process")
-    with pytest.raises(LaunchError, match=r"num_ranks is 2 .* torchrun --nproc-per-node 2"):
+    with pytest.raises(LaunchError, match=r"num_ranks is 2 .* `torchrun --nproc-per-node 2"):
         check_num_ranks(env, 2)
 
 
