@@ -1,6 +1,6 @@
 """vllm-ascend's expert map: which experts each device holds, layer by layer.
 
-{"moe_layer_count", "layer_list": [{"layer_id", "device_count", "device_list": [{"device_id", "device_expert": [...]}]}]}
+{"moe_layer_count", "layer_list": [{"layer_id", "device_count", "device_list": [{"device_id", "device_expert": […]}]}]}
 `layer_id` counts MoE layers from 0, not layers of the model. Devices hold equally many experts; none is empty.
 """
 

@@ -21,7 +21,7 @@ from moe_serve.errors import PlacementError
 def location_rows(content: dict[str, Any]) -> Any:
     """Returns the nested list or array under "physical_to_logical_map"."""
     rows = content["physical_to_logical_map"]
-    return rows.numpy() if hasattr(rows, "numpy") else rows
+    return np.asarray(rows.numpy()) if hasattr(rows, "numpy") else rows
 
 
 def location_counts(content: dict[str, Any], path: Path, num_logical: int | None) -> np.ndarray:
@@ -44,13 +44,13 @@ def location_counts(content: dict[str, Any], path: Path, num_logical: int | None
         raise PlacementError(
             f"{path}, key logical_count: {counts.shape[1]} experts, expected {num_logical} (as the model has)"
         )
-    return np.rint(counts).astype(np.int64)
+    return np.asarray(np.rint(counts), dtype=np.int64)
 
 
 def write_location(placement: Placement, path: Path, num_model_layers: int | None = None) -> None:
     """Writes a file for SGLang's `--init-expert-location`; .pt needs torch, anything else is JSON.
 
-    num_model_layers: all layers of the model (None: up to the last MoE layer). Rows of dense layers hold experts in order.
+    num_model_layers: all layers of the model (None: up to the last MoE layer); dense ones hold experts in order.
     """
     refuse_empty_slots(placement, "SGLang's --init-expert-location")
     layer_ids: Sequence[int] = placement.moe_layer_ids or range(placement.num_layers)

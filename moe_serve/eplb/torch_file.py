@@ -37,7 +37,7 @@ def load_torch_file(
     size = path.stat().st_size
     if size > max_bytes:
         raise error(
-            f"{path} has {size / 2**30:.2f} GiB, and a .pt file is read whole: the limit is {max_bytes / 2**30:.2f} GiB; "
+            f"{path} has {size / 2**30:.2f} GiB and a .pt is read whole, up to {max_bytes / 2**30:.2f} GiB; "
             f"convert it once on a machine with that much memory: "
             f"moe-serve convert {path} {path.with_suffix('.npz').name} --max-pt-gib {-(-size // 2**30)}"
         )
@@ -57,7 +57,7 @@ def load_torch_file(
         return torch.load(path, map_location="cpu", weights_only=True, mmap=is_zip)
     except UnpicklingError as problem:
         reason = str(problem)
-        if "GLOBAL" in reason or "Unsupported" in reason or "weights_only" in reason.lower() and "global" in reason:
+        if "GLOBAL" in reason or "Unsupported" in reason or "allowed global" in reason:
             wanted = next((word.rstrip(".,") for word in reason.split() if "." in word and word[0].isalpha()), "a call")
             raise error(
                 f"{path} carries code (it asks for {wanted}) and is refused; only tensors in dicts, lists and numbers "

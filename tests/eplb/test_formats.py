@@ -1,4 +1,4 @@
-"""Placement files of every engine: written, read back, the same placement; wrong ones name file, key, expected, found."""
+"""Placement files of every engine: written and read back they are the same; wrong ones name file, key and fault."""
 
 import json
 from pathlib import Path
@@ -94,7 +94,7 @@ def test_the_placement_of_another_model_is_refused(tmp_path: Path) -> None:
     with pytest.raises(PlacementError, match="on 4 ranks, expected 2"):
         read_placement(tmp_path / "p.json", 2, 8, MOE_LAYERS)
     write_placement(example((0, 1, 2)), tmp_path / "s.json", "sglang")
-    with pytest.raises(PlacementError, match="3 layers, expected 2 .* or at least 6"):
+    with pytest.raises(PlacementError, match=r"3 layers, expected 2 .* or at least 6"):
         read_placement(tmp_path / "s.json", 4, 8, (4, 5))
     with pytest.raises(PlacementError, match="does not say over how many ranks"):
         read_placement(tmp_path / "s.json")
@@ -123,7 +123,7 @@ def test_a_torch_file_with_code_in_it_is_refused(tmp_path: Path, capsys: pytest.
     import torch
 
     torch.save({"physical_to_logical_map": _RunsCode()}, tmp_path / "p.pt")
-    with pytest.raises(PlacementError, match="carries code .* and is refused"):
+    with pytest.raises(PlacementError, match=r"carries code .* and is refused"):
         read_placement(tmp_path / "p.pt", 4, 8)
     assert capsys.readouterr().out == ""
 
