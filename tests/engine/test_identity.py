@@ -1,0 +1,155 @@
+"""The same request gives the same tokens, whatever else happens: `numerics: batch_invariant`, bit for bit.
+
+One rank that serves everything at once, without prefix cache, is the reference. Every other way of serving the same
+prompts must repeat it: more ranks, other placements, replicas, chunks, cached prefixes, preemption, another order.
+"""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from moe_serve.attention_dp.request import SamplingParams
+from moe_serve.models.spec import read_spec
+from tests.engine.offline import (
+    TINY,
+    Served,
+    prompts_with_shared_beginnings,
+    serve,
+    submits_of,
+    tiny_model,
+)
+
+NUM_PROMPTS, NUM_TOKENS = 200, 64
+INVARIANT = ["engine.numerics=batch_invariant", "engine.max_running_requests=64"]
+PLAIN = [*INVARIANT, "cache.prefix_cache=false"]
+GREEDY = SamplingParams(max_new_tokens=NUM_TOKENS, temperature=0, ignore_eos=True)
+
+# name -> (ranks, overrides, stagger)
+WAYS: dict[str, tuple[int, list[str], int | None]] = {
+    "two ranks": (2, [], None),
+    "four ranks": (4, [], None),
+    "small batches in another order": (1, ["engine.max_running_requests=7"], 3),
+    "chunked prefill": (2, ["engine.max_batch_tokens=24", "engine.max_running_requests=16"], None),
+    "chunked dispatch": (2, ["dispatch.max_tokens_per_rank=10"], None),
+    "cached prefixes, arriving one by one": (2, ["cache.prefix_cache=true", "engine.max_running_requests=8"], 5),
+    "preempted": (2, ["cache.num_blocks=40", "cache.block_size=8"], None),
+    "preempted with cached prefixes": (2, ["cache.num_blocks=40", "cache.block_size=8", "cache.prefix_cache=true"], 1),
+    "prefills wait for company": (2, ["engine.prefill_hold_steps=3"], 2),
+    "exchange over gloo": (2, ["engine.exchange=gloo"], None),
+}
+
+
+def model_overrides(model: str, folder: Path) -> list[str]:
+    if model == "demo":
+        return []
+    return [f"model.path={tiny_model(folder, model)}", "model.load_format=dummy"]
+
+
+def requests_for(model: str, folder: Path) -> list:
+    vocab = 2048 if model == "demo" else 256
+    prompts = prompts_with_shared_beginnings(NUM_PROMPTS, vocab, max_len=60)
+    return submits_of(prompts, GREEDY)
+
+
+@pytest.fixture(scope="module")
+def reference(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path, Served]:
+    model = request.param
+    folder = tmp_path_factory.mktemp(model)
+    served = serve(1, requests_for(model, folder), [*PLAIN, *model_overrides(model, folder)])
+    assert all(len(tokens) == NUM_TOKENS for tokens in served.tokens.values())
+    assert len(served.tokens) == NUM_PROMPTS
+    return model, folder, served
+
+
+def same(served: Served, reference: Served) -> None:
+    differing = [name for name in reference.tokens if served.tokens.get(name) != reference.tokens[name]]
+    assert not differing, f"{len(differing)} of {len(reference.tokens)} requests differ, first {differing[0]}"
+
+
+@pytest.mark.parametrize("reference", ["demo", *TINY], indirect=True)
+@pytest.mark.parametrize("way", WAYS)
+def test_tokens_do_not_depend_on_how_they_are_served(reference: tuple[str, Path, Served], way: str) -> None:
+    model, folder, expected = reference
+    num_ranks, overrides, stagger = WAYS[way]
+    served = serve(
+        num_ranks, requests_for(model, folder), [*PLAIN, *model_overrides(model, folder), *overrides], stagger
+    )
+    same(served, expected)
+    if "preempted" in way:
+        assert served.stats["num_preempted"] > 0, "the cache was not small enough to preempt anybody"
+    if "cached prefixes" in way:
+        assert served.stats["num_cached_prompt_tokens"] > 0, "no prefix was reused"
+
+
+def write_placement(path: Path, rows: np.ndarray) -> str:
+    path.write_text(json.dumps({"physical_to_logical_map": rows.tolist()}))
+    return f"eplb.init_expert_location={path}"
+
+
+@pytest.mark.parametrize("reference", ["demo", *TINY], indirect=True)
+@pytest.mark.parametrize(("num_ranks", "num_redundant"), [(1, 4), (2, 0), (2, 8), (4, 8)])
+def test_tokens_do_not_depend_on_where_experts_live(
+    reference: tuple[str, Path, Served], num_ranks: int, num_redundant: int, tmp_path: Path
+) -> None:
+    model, folder, expected = reference
+    overrides = model_overrides(model, folder)
+    spec = read_spec(Path(overrides[0].partition("=")[2]) if overrides else _demo())
+    num_slots = -(-(spec.num_logical + num_redundant) // num_ranks) * num_ranks
+    draw = np.random.default_rng(num_ranks + num_redundant)
+    # The redundant slots go to the first experts, and everything is shuffled; a rank may hold an expert twice.
+    row = np.resize(np.arange(spec.num_logical), num_slots)
+    rows = np.stack([draw.permutation(row) for _ in spec.moe_layer_ids])
+    placement = write_placement(tmp_path / "placement.json", rows)
+    served = serve(num_ranks, requests_for(model, folder), [*PLAIN, *overrides, placement])
+    same(served, expected)
+    received = np.array(served.slot_rows)
+    load = np.zeros((len(rows), spec.num_logical), dtype=np.int64)
+    for layer, slots in enumerate(rows):
+        np.add.at(load[layer], slots, received[layer])
+    replicas = np.stack([np.bincount(slots, minlength=spec.num_logical)[slots] for slots in rows])
+    hot = np.take_along_axis(load, rows, axis=1) >= 64 * num_ranks * replicas
+    assert (received[hot & (replicas > 1)] > 0).all(), "a replica of a hot expert received no rows"
+
+
+@pytest.mark.parametrize("reference", ["demo", "qwen3_moe"], indirect=True)
+def test_counted_load_is_exactly_the_tokens_that_ran(reference: tuple[str, Path, Served]) -> None:
+    model, folder, _ = reference
+    overrides = model_overrides(model, folder)
+    spec = read_spec(Path(overrides[0].partition("=")[2]) if overrides else _demo())
+    served = serve(2, requests_for(model, folder), [*PLAIN, *overrides, "eplb.record_window_steps=5"])
+    counters = served.counters
+    num_tokens = counters["num_decode_tokens"] + counters["num_prefill_tokens"]
+    load = np.array(served.load).sum(axis=0)
+    # The last, unfinished window is not recorded; all earlier ones are complete.
+    assert len(served.load) == served.num_steps // 5
+    per_layer = load.sum(axis=1)
+    assert (per_layer == per_layer[0]).all()
+    assert per_layer[0] % spec.topk == 0
+    assert 0 < per_layer[0] <= num_tokens * spec.topk
+    if served.num_steps % 5 == 0:
+        assert per_layer[0] == num_tokens * spec.topk
+
+
+SAMPLED = SamplingParams(max_new_tokens=32, temperature=0.9, top_k=50, top_p=0.95, ignore_eos=True)
+
+
+def test_sampled_tokens_depend_on_the_seed_alone() -> None:
+    prompts = prompts_with_shared_beginnings(60, 2048, max_len=30)
+    seeds = [1000 + index for index in range(60)]
+    expected = serve(1, submits_of(prompts, SAMPLED, seeds), PLAIN)
+    for num_ranks, overrides, stagger in (
+        (2, [], None),
+        (1, ["engine.max_running_requests=5"], 4),
+        (2, ["cache.num_blocks=30"], 2),
+    ):
+        same(serve(num_ranks, submits_of(prompts, SAMPLED, seeds), [*PLAIN, *overrides], stagger), expected)
+    other = serve(1, submits_of(prompts, SAMPLED, [seed + 1 for seed in seeds]), PLAIN)
+    assert sum(other.tokens[name] != expected.tokens[name] for name in expected.tokens) > 55
+
+
+def _demo() -> Path:
+    from moe_serve.config import load_config, model_dir
+
+    return model_dir(load_config().model)
