@@ -97,7 +97,7 @@ class GenerateRequest:
 
 
 def parse_generate(body: bytes) -> GenerateRequest:
-    """Returns the checked request in a JSON body. Raises RequestError with the field, its value and what is expected."""
+    """Returns the checked request in a JSON body. Raises RequestError with the field, its value and what is wrong."""
     values = _Fields(_parse_object(body), "", NEUTRAL_FIELDS)
     texts = values.take("text", _text_or_texts)
     ids = values.take("input_ids", _ids_or_batch)

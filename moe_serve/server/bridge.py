@@ -1,0 +1,393 @@
+"""The front end's side of the conversation with the ranks: routes requests to them and brings their tokens back.
+
+Messages are taken as they arrive on the socket that all ranks attach to; one task shows every second that the front end
+lives and looks for ranks that went silent. Every request that was taken ends: with tokens, or with an error.
+
+Besides the ranks, the launcher may attach as *supervisor* (`Hello` with rank -1). It hears of everything that happens
+while the ranks start, and may report the death of a rank (`Fatal`), which it sees first. Torch-free.
+"""
+
+import asyncio
+import contextlib
+import hmac
+import itertools
+import os
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import msgspec
+
+from moe_serve.attention_dp.request_router import RankLoad, RequestRouter
+from moe_serve.config import ServeConfig
+from moe_serve.engine.messages import (
+    ALIVE_PERIOD_S,
+    Abort,
+    Alive,
+    Fatal,
+    Goodbye,
+    Hello,
+    Message,
+    ModelLimits,
+    Progress,
+    Ready,
+    Shutdown,
+    Status,
+    ToFrontEnd,
+    Tokens,
+    decode_to_front_end,
+)
+from moe_serve.engine.stop_matcher import Decoder
+from moe_serve.errors import QueueFullError, RequestError
+from moe_serve.log import get_logger
+from moe_serve.server.open_request import Changes, OpenRequest, RequestSpec, UnavailableError
+from moe_serve.server.router_socket import RouterSocket
+from moe_serve.server.workers import RankView, WorkerTable
+
+log = get_logger(__name__)
+
+SUPERVISOR = -1  # the rank in the launcher's Hello
+_UNNAMED_LOSS_S = 0.5  # how long a report that cannot name the lost rank waits for one that can
+_GOODBYE_S = 3.0  # how long the ranks get to end
+
+Observer = Callable[[ToFrontEnd], None]
+
+
+class Bridge:
+    """The ranks, seen from the front end.
+
+    tokenizer: None = ids in, ids out
+    observer:  called with what the ranks say while they start and end (Hello, Progress, Ready, Fatal, Goodbye)
+    """
+
+    def __init__(self, config: ServeConfig, tokenizer: Decoder | None, observer: Observer | None = None):
+        num_ranks = config.parallel.num_ranks
+        self.config = config
+        self.tokenizer = tokenizer
+        self.workers = WorkerTable(num_ranks)
+        self.counters = {"num_requests": 0, "num_finished": 0, "num_aborted": 0, "num_failed": 0, "num_refused": 0}
+        self.is_draining = False
+        self._capacity = config.engine.max_running_requests * num_ranks + config.engine.max_queued_requests
+        self._observer = observer
+        self._token = os.environ.get("MOE_SERVE_TOKEN", "")
+        self._router = self._new_router()
+        self._open: dict[str, OpenRequest] = {}
+        self._numbers = itertools.count()
+        self._supervisors: set[bytes] = set()
+        self._touch: asyncio.Task[None] | None = None
+        self._socket: RouterSocket | None = None
+        self._started_s = 0.0
+        self._news = asyncio.Event()  # set whenever a rank attaches, gets ready, ends or is lost
+
+    # --- life -----------------------------------------------------------------------------------------------------------
+
+    async def start(self) -> None:
+        """Binds the address that ranks attach to. Raises LaunchError when it is taken."""
+        self._socket = RouterSocket(self.config.server.worker_host, self.config.server.worker_port, self._receive)
+        self._started_s = time.monotonic()
+        self._touch = asyncio.create_task(self._keep_in_touch())
+
+    @property
+    def worker_port(self) -> int:
+        """The port that ranks attach to, also where the configuration says 0."""
+        assert self._socket is not None, "start() first"
+        return self._socket.port
+
+    def drain(self, reason: str = "the server is ending") -> None:
+        """Takes no more requests, and ends the open ones with an error."""
+        self.is_draining = True
+        self._fail_open(reason)
+        self._news.set()
+
+    async def close(self) -> None:
+        """Ends the ranks and closes the socket; returns within a few seconds whatever the ranks do."""
+        if self._socket is None or self._touch is None:
+            return
+        self.drain()
+        for view in self.workers:
+            self._send(view.identity, Shutdown())
+        deadline_s = time.monotonic() + _GOODBYE_S
+        while self.workers.loss is None and not all(view.ended for view in self.workers):
+            left_s = deadline_s - time.monotonic()
+            if left_s <= 0 or not await self._wait_for_news(left_s):
+                break
+        self._touch.cancel()
+        await asyncio.gather(self._touch, return_exceptions=True)
+        self._socket.close()
+        self._socket = None
+
+    async def wait_until_ready(self) -> ModelLimits:
+        """Returns what requests must respect, once all ranks take them.
+
+        Raises UnavailableError when a rank is lost first, or the ranks do not come within server.attach_deadline_s.
+        """
+        while (problem := self.problem()) is not None:
+            if self.workers.loss is not None or self.is_draining:
+                raise UnavailableError(problem)
+            await self._wait_for_news(1.0)
+        return self.limits
+
+    @property
+    def limits(self) -> ModelLimits:
+        """What a request must respect. Raises UnavailableError while that is not known."""
+        limits = self.workers.limits
+        if limits is None:
+            raise UnavailableError(self.problem() or "the ranks are starting")
+        return limits
+
+    def problem(self) -> str | None:
+        """Returns why no request can be served now, naming the rank where one is to blame; None if all is well."""
+        if self.is_draining:
+            return "the server is ending"
+        if self.workers.loss is not None:
+            return self.workers.loss
+        if not self.workers.is_ready:
+            return f"starting: {self.workers.missing()}"
+        return None
+
+    @property
+    def num_open(self) -> int:
+        return len(self._open)
+
+    # --- requests -------------------------------------------------------------------------------------------------------
+
+    def submit(self, specs: Sequence[RequestSpec], changes: Changes) -> list[OpenRequest]:
+        """Sends requests to their ranks, all or none.
+
+        Raises UnavailableError when no request can be served now, QueueFullError when there is no room for all of them,
+        and RequestError when there never can be.
+        """
+        problem = self.problem()
+        if problem is not None:
+            raise UnavailableError(problem)
+        if len(specs) > self._capacity:
+            raise RequestError(
+                f"the call asks for {len(specs)} outputs but at most {self._capacity} requests are held at a time "
+                "(engine.max_running_requests x ranks + engine.max_queued_requests); send fewer at once",
+                field="sampling_params.n",
+            )
+        if len(self._open) + len(specs) > self._capacity:
+            self.counters["num_refused"] += len(specs)
+            raise QueueFullError(
+                f"{len(self._open)} requests are open and {len(specs)} more do not fit into {self._capacity} "
+                "(engine.max_running_requests x ranks + engine.max_queued_requests); come back later"
+            )
+        num_ranks = self.workers.num_ranks
+        for spec in specs:
+            if spec.rank is not None and not 0 <= spec.rank < num_ranks:
+                raise RequestError(
+                    f"routed_dp_rank is {spec.rank}, expected 0 to {num_ranks - 1}", field="routed_dp_rank"
+                )
+        return [self._submit_one(spec, changes) for spec in specs]
+
+    def _submit_one(self, spec: RequestSpec, changes: Changes) -> OpenRequest:
+        request_id = f"{self._started_s:.6f}-{next(self._numbers)}"
+        rank = spec.rank  # a rank that the caller chose: its load shows in the rank's own reports
+        if rank is None:
+            rank = self._router.route(
+                spec.prompt_ids,
+                spec.session_id,
+                spec.salt,
+                request_id=request_id,
+                max_new_tokens=spec.params.max_new_tokens,
+            )
+        request = OpenRequest(request_id, spec, rank, self.tokenizer, self.limits.eos_token_ids, changes)
+        self._open[request_id] = request
+        self.counters["num_requests"] += 1
+        self._send_to_rank(rank, request.submit_message())
+        return request
+
+    def abort(self, request: OpenRequest) -> None:
+        """Frees a request that nobody waits for any more."""
+        if request.request_id in self._open:
+            self.counters["num_aborted"] += 1
+            self._send_to_rank(request.rank, Abort(request.request_id))
+            self._forget(request)
+
+    def _forget(self, request: OpenRequest) -> None:
+        del self._open[request.request_id]
+        self._router.finished(request.request_id)
+
+    def _fail_open(self, reason: str) -> None:
+        for request in list(self._open.values()):
+            request.fail(UnavailableError(reason))
+            self.counters["num_failed"] += 1
+            self._forget(request)
+
+    # --- messages -------------------------------------------------------------------------------------------------------
+
+    def _receive(self, identity: bytes, data: bytes) -> None:
+        try:
+            message = decode_to_front_end(data)
+        except msgspec.DecodeError as error:
+            log.warning("dropped a message that is not one of ours: %s", error)
+            return
+        try:
+            self._take(identity, message)
+        except (
+            Exception
+        ):  # the outermost frame of the event loop: open requests must end and not hang on a mistake of ours
+            log.exception("the front end failed on a %s message", type(message).__name__)
+            self._end_epoch("the front end failed on a message of a rank; see its log", None)
+
+    def _take(self, identity: bytes, message: ToFrontEnd) -> None:
+        if isinstance(message, Hello):
+            self._attach(identity, message)
+            return
+        if identity in self._supervisors:
+            if isinstance(message, Fatal) and message.epoch >= self.workers.epoch:
+                self._end_epoch(message.message, message.lost_rank)
+            return
+        view = self.workers.by_identity(identity)
+        if view is None or message.epoch != self.workers.epoch:
+            return  # a stranger, or the last words of an epoch that is over
+        view.heard_s = time.monotonic()
+        match message:
+            case Tokens():
+                self._take_tokens(message)
+                return
+            case Status():
+                view.status = message
+                self._router.update(
+                    view.rank, RankLoad(message.num_running, message.num_waiting, message.pending_tokens)
+                )
+                return
+            case Progress():
+                self.workers.progress(view, message)
+            case Ready():
+                self.workers.ready(view, message)
+                if self.workers.is_ready:
+                    self._router = self._new_router(self.limits.block_size)
+            case Fatal():
+                self._take_fatal(view, message)
+            case Goodbye():
+                view.ended = True
+                if not self.is_draining:
+                    self._end_epoch(f"rank {view.rank} was told to end; start the ranks again", view.rank)
+        self._tell(message)
+
+    def _attach(self, identity: bytes, hello: Hello) -> None:
+        if not hmac.compare_digest(hello.token.encode(), self._token.encode()):
+            log.warning("refused rank %d from %s: its MOE_SERVE_TOKEN is another one", hello.rank, hello.host)
+            return
+        if hello.rank == SUPERVISOR:
+            self._supervisors.add(identity)
+            return
+        epoch = self.workers.epoch
+        refusal = self.workers.attach(identity, hello, time.monotonic())
+        if refusal is not None:
+            log.warning("refused a rank: %s", refusal)
+            self._send(identity, Shutdown())
+            return
+        if self.workers.epoch != epoch:
+            self._fail_open(f"the ranks started anew (epoch {self.workers.epoch}); send the request again")
+        self._send(identity, Alive())
+        self._tell(hello)
+
+    def _take_tokens(self, message: Tokens) -> None:
+        for event in message.events:
+            request = self._open.get(event.request_id)
+            if request is None or request.rank != message.rank or event.attempt != request.attempt:
+                continue
+            if not request.num_output:
+                self._router.started(event.request_id)
+            request.apply(event)
+            if request.is_done:
+                self.counters["num_failed" if request.failure else "num_finished"] += 1
+                if event.finish is None:  # a stop string, which the rank knows nothing of
+                    self._send_to_rank(request.rank, Abort(request.request_id))
+                self._forget(request)
+
+    def _take_fatal(self, view: RankView, message: Fatal) -> None:
+        view.ended = True
+        if message.lost_rank == view.rank:
+            reason = f"rank {view.rank} on {view.host} failed: {message.message}"
+        elif message.lost_rank >= 0:
+            reason = f"rank {message.lost_rank} is lost, says rank {view.rank}: {message.message}"
+        else:
+            # Somebody is about to say which rank it is: another peer, or the launcher.
+            reason = f"a rank is lost, says rank {view.rank}: {message.message}"
+            asyncio.get_running_loop().call_later(_UNNAMED_LOSS_S, self._end_epoch_if, message.epoch, reason)
+            return
+        self._end_epoch(reason, message.lost_rank)
+
+    def _end_epoch_if(self, epoch: int, reason: str) -> None:
+        if epoch == self.workers.epoch and self.workers.loss is None:
+            self._end_epoch(reason, None)
+
+    def _end_epoch(self, reason: str, lost_rank: int | None) -> None:
+        """Ends the epoch: no more requests are taken, and the open ones end with an error."""
+        first = self.workers.loss is None
+        self.workers.end_epoch(reason, lost_rank)
+        if first and not self.is_draining:
+            log.error("%s", reason)
+            self._fail_open(reason)
+        self._news.set()
+
+    def _tell(self, message: ToFrontEnd) -> None:
+        """Hands what happens while the ranks start and end to whoever shows it."""
+        self._news.set()
+        if self._observer is not None:
+            self._observer(message)
+        for identity in self._supervisors:
+            self._send(identity, message)
+
+    def _send_to_rank(self, rank: int, message: Message) -> None:
+        view = next((view for view in self.workers if view.rank == rank), None)
+        if view is not None:
+            self._send(view.identity, message)
+
+    def _send(self, identity: bytes, message: Message) -> None:
+        if self._socket is not None:
+            self._socket.send(identity, message)
+
+    async def _wait_for_news(self, timeout_s: float) -> bool:
+        """Returns whether something happened to a rank within the timeout."""
+        self._news.clear()
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._news.wait(), timeout_s)
+            return True
+        return False
+
+    # --- deadlines ------------------------------------------------------------------------------------------------------
+
+    async def _keep_in_touch(self) -> None:
+        server = self.config.server
+        last_s = time.monotonic()
+        while True:
+            for view in self.workers:
+                self._send(view.identity, Alive())
+            await asyncio.sleep(ALIVE_PERIOD_S)
+            now_s = time.monotonic()
+            stalled, last_s = now_s - last_s > server.worker_deadline_s / 2, now_s
+            if stalled or self.is_draining or self.workers.loss is not None:
+                continue  # after a pause of ours (a stopped process, a laptop's sleep) the ranks get a chance to speak
+            silent = self.workers.silent_rank(now_s, server.worker_deadline_s)
+            if silent is not None:
+                self._end_epoch(
+                    f"rank {silent.rank} on {silent.host} was not heard for {now_s - silent.heard_s:.0f} s "
+                    f"(server.worker_deadline_s is {server.worker_deadline_s:g}); it hangs, or its host is gone",
+                    silent.rank,
+                )
+            elif not self.workers.is_ready and now_s - self._started_s > server.attach_deadline_s:
+                self._end_epoch(
+                    f"the ranks were not ready within server.attach_deadline_s = {server.attach_deadline_s:g} s "
+                    f"({self.workers.missing()}); start the missing ranks, or allow more time",
+                    None,
+                )
+
+    def _new_router(self, block_size: int | None = None) -> RequestRouter:
+        return RequestRouter(
+            self.config.parallel.num_ranks,
+            load_gap=self.config.server.routing_load_gap,
+            block_size=block_size or self.config.cache.block_size,
+        )
+
+    def describe(self) -> dict[str, Any]:
+        """Returns the state of the ranks and of the queue, for /server_info."""
+        return {
+            "state": self.problem() or "ready",
+            "epoch": self.workers.epoch,
+            "requests": {"open": len(self._open), "capacity": self._capacity, **self.counters},
+            "ranks": self.workers.describe(time.monotonic()),
+        }

@@ -1,0 +1,131 @@
+"""A request on its way: what was submitted, what has come back, and how its reader hears of news. Torch-free."""
+
+import asyncio
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from moe_serve.attention_dp.request import SamplingParams
+from moe_serve.engine.messages import Submit, TokenEvent
+from moe_serve.engine.stop_matcher import Decoder, FinishReason, StopMatcher
+from moe_serve.errors import MoeServeError, RequestError
+
+
+class UnavailableError(MoeServeError):
+    """The engine cannot serve now: it is starting, ending, or a rank is lost. The same request may work later."""
+
+
+@dataclass(frozen=True)
+class RequestSpec:
+    """What to generate: a pure value that may be submitted again at any time.
+
+    session_id: requests of one session go to one rank; rank: the caller chose it; salt: see Submit.
+    """
+
+    prompt_ids: list[int]
+    params: SamplingParams
+    seed: int
+    salt: str = ""
+    session_id: str | None = None
+    rank: int | None = None
+
+
+class Changes:
+    """Tells one reader which of its requests have news. News of one request that was not read yet counts once."""
+
+    def __init__(self) -> None:
+        self._changed: dict[int, OpenRequest] = {}  # in the order of their news
+        self._event = asyncio.Event()
+
+    def notify(self, request: "OpenRequest") -> None:
+        self._changed[id(request)] = request
+        self._event.set()
+
+    async def next(self) -> "OpenRequest":
+        """Returns a request with news, waiting for it."""
+        while not self._changed:
+            self._event.clear()
+            await self._event.wait()
+        return self._changed.pop(next(iter(self._changed)))
+
+
+class OpenRequest:
+    """One submitted request.
+
+    attempt:    which submit of it counts; events of others are dropped
+    matcher:    its output as the reader sees it
+    failure:    set when it ends without an answer; RequestError = the client's fault
+    num_cached: prompt tokens that the prefix cache supplied
+    """
+
+    def __init__(
+        self,
+        request_id: str,
+        spec: RequestSpec,
+        rank: int,
+        tokenizer: Decoder | None,
+        eos_token_ids: Sequence[int],
+        changes: Changes,
+    ):
+        self.request_id = request_id
+        self.spec = spec
+        self.rank = rank
+        self.attempt = 0
+        self.matcher = StopMatcher(tokenizer, spec.params, eos_token_ids)
+        self.failure: MoeServeError | None = None
+        self.num_cached = 0
+        self.submitted_s = time.monotonic()
+        self.finished_s: float | None = None
+        self._changes = changes
+
+    @property
+    def is_done(self) -> bool:
+        return self.finished_s is not None
+
+    @property
+    def num_output(self) -> int:
+        return len(self.matcher.output_ids)
+
+    def submit_message(self) -> Submit:
+        """Returns what a rank needs to start, or to go on where an earlier attempt stopped."""
+        return Submit(
+            request_id=self.request_id,
+            attempt=self.attempt,
+            prompt_ids=self.spec.prompt_ids,
+            params=self.spec.params,
+            seed=self.spec.seed,
+            output_ids=list(self.matcher.output_ids),
+            salt=self.spec.salt,
+        )
+
+    def apply(self, event: TokenEvent) -> None:
+        """Takes one event of a rank: old and repeated tokens are dropped, a gap fails the request."""
+        if self.is_done or event.attempt != self.attempt:
+            return
+        if event.finish == "error":
+            message = event.message or "the rank could not serve this request"
+            self.fail(RequestError(message, event.field) if event.field else UnavailableError(message))
+            return
+        if event.index > self.num_output:
+            self.fail(
+                UnavailableError(
+                    f"tokens {self.num_output} to {event.index - 1} of this request never arrived from "
+                    f"rank {self.rank}; send it again"
+                )
+            )
+            return
+        self.num_cached = max(self.num_cached, event.num_cached_prompt)
+        _, reason = self.matcher.push(event.token_ids[self.num_output - event.index :])
+        if reason is None and event.finish is not None:
+            reason = FinishReason("stop" if event.finish == "stop" else "length", matched=event.matched_id)
+            self.matcher.close(reason)
+        if reason is not None:
+            self.finished_s = time.monotonic()
+        self._changes.notify(self)
+
+    def fail(self, failure: MoeServeError) -> None:
+        """Ends the request without an answer."""
+        if not self.is_done:
+            self.failure = failure
+            self.finished_s = time.monotonic()
+            self._changes.notify(self)

@@ -1,0 +1,78 @@
+"""The one socket that all ranks attach to: a ZeroMQ ROUTER in the event loop of the front end.
+
+Not `zmq.asyncio`: sending must never wait (a rank that reads nothing must not stop the others), and a future for each
+of thousands of small messages costs more than the messages. Torch-free.
+"""
+
+import asyncio
+import contextlib
+import os
+from collections.abc import Callable
+
+import zmq
+
+from moe_serve.engine.messages import MAX_MESSAGE_BYTES, Message, encode
+from moe_serve.errors import LaunchError
+
+_HIGH_WATER = (
+    100_000  # messages that wait for one rank; beyond it the rank is as good as lost, and its deadline says so
+)
+
+
+class RouterSocket:
+    """Sends to ranks by identity, and hands (identity, data) of what arrives to one function, in the event loop."""
+
+    def __init__(self, host: str, port: int, on_message: Callable[[bytes, bytes], None]):
+        """port: 0 = any free one. Raises LaunchError when the address cannot be opened."""
+        self._context = zmq.Context()
+        self._socket: zmq.Socket[bytes] = self._context.socket(zmq.ROUTER)
+        for option, value in (
+            (zmq.LINGER, 500),
+            (zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES),
+            (zmq.SNDHWM, _HIGH_WATER),
+            (zmq.RCVHWM, _HIGH_WATER),
+        ):
+            self._socket.setsockopt(option, value)
+        try:
+            self._socket.bind(f"tcp://{host}:{port}")
+        except zmq.ZMQError as error:
+            self._socket.close()
+            self._context.term()
+            raise LaunchError(
+                f"the address of the ranks, {host}:{port}, cannot be opened ({os.strerror(error.errno or 0)}); "
+                "end what uses it, or choose another one by server.worker_host and server.worker_port"
+            ) from None
+        self.port = int(self._socket.getsockopt_string(zmq.LAST_ENDPOINT).rpartition(":")[2])
+        self._on_message = on_message
+        self._read_is_due = False
+        self._loop = asyncio.get_running_loop()
+        self._file = int(self._socket.getsockopt(zmq.FD))
+        self._loop.add_reader(self._file, self._read)
+        self._read_soon()
+
+    def send(self, identity: bytes, message: Message) -> None:
+        """Sends without waiting. A message to a rank that is gone is dropped."""
+        with contextlib.suppress(zmq.Again, zmq.ZMQError):
+            self._socket.send_multipart([identity, encode(message)], zmq.NOBLOCK)
+        # ZeroMQ's file descriptor tells of changes once, and sending may swallow the news of an arrival.
+        self._read_soon()
+
+    def close(self) -> None:
+        self._loop.remove_reader(self._file)
+        self._socket.close()
+        self._context.term()
+
+    def _read_soon(self) -> None:
+        if not self._read_is_due:
+            self._read_is_due = True
+            self._loop.call_soon(self._read)
+
+    def _read(self) -> None:
+        self._read_is_due = False
+        while not self._socket.closed:
+            try:
+                frames = self._socket.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            if len(frames) == 2:
+                self._on_message(frames[0], frames[1])

@@ -1,0 +1,137 @@
+"""What the front end knows of its ranks: who has attached, who is ready, who was heard when, who is lost.
+
+Pure state: no socket, and time is an argument. `Bridge` feeds it messages and acts on what it says. Torch-free.
+
+An *epoch* is one life of all ranks together: when one is lost the epoch is over, and ranks that attach with a higher
+epoch number begin the next one.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from moe_serve.engine.messages import Hello, ModelLimits, Progress, Ready, Status
+
+
+@dataclass
+class RankView:
+    """One rank, as far as it has told. identity: its socket's name at our ROUTER."""
+
+    rank: int
+    identity: bytes
+    pid: int
+    host: str
+    heard_s: float
+    phase: str = "attached"
+    fraction: float = 0.0
+    limits: ModelLimits | None = None  # known once it is ready
+    info: dict[str, Any] = field(default_factory=dict)
+    status: Status | None = None
+    ended: bool = False
+
+    @property
+    def is_ready(self) -> bool:
+        return self.limits is not None and not self.ended
+
+
+class WorkerTable:
+    """All ranks of the current epoch.
+
+    loss:      why the epoch is over, naming the rank; None while it lives
+    lost_rank: the rank that is held responsible; None where it cannot be told
+    """
+
+    def __init__(self, num_ranks: int):
+        self.num_ranks = num_ranks
+        self.epoch = -1  # nobody has attached yet
+        self.loss: str | None = None
+        self.lost_rank: int | None = None
+        self._ranks: dict[int, RankView] = {}
+
+    def __iter__(self) -> Iterator[RankView]:
+        """Yields the attached ranks in rank order."""
+        return iter([self._ranks[rank] for rank in sorted(self._ranks)])
+
+    def by_identity(self, identity: bytes) -> RankView | None:
+        """Returns the rank with this socket; None for strangers and ranks of epochs that are over."""
+        return next((view for view in self._ranks.values() if view.identity == identity), None)
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether all ranks take requests."""
+        return self.loss is None and len(self._ranks) == self.num_ranks and all(view.is_ready for view in self)
+
+    @property
+    def limits(self) -> ModelLimits | None:
+        """What a request must respect on every rank; None until all are ready."""
+        known = [view.limits for view in self if view.limits is not None]
+        if len(known) < self.num_ranks:
+            return None
+        return min(known, key=lambda limits: (limits.max_prompt_len, limits.max_model_len))
+
+    def attach(self, identity: bytes, hello: Hello, now_s: float) -> str | None:
+        """Takes a rank in; returns why it is refused, None if it is not. A higher epoch begins anew."""
+        if hello.num_ranks != self.num_ranks:
+            return (
+                f"rank {hello.rank} belongs to {hello.num_ranks} ranks but this front end serves {self.num_ranks}; "
+                "give both the same configuration"
+            )
+        if not 0 <= hello.rank < self.num_ranks:
+            return f"rank {hello.rank} is not one of 0 to {self.num_ranks - 1}"
+        if hello.epoch < self.epoch or (hello.epoch == self.epoch and self.loss is not None):
+            return f"rank {hello.rank} comes from epoch {hello.epoch}, which is over"
+        if hello.epoch == self.epoch and hello.rank in self._ranks:
+            other = self._ranks[hello.rank]
+            return (
+                f"rank {hello.rank} is attached already, as process {other.pid} on {other.host}; end one of the two, "
+                "or give the second system another server.worker_port"
+            )
+        if hello.epoch > self.epoch:
+            self.epoch, self.loss, self.lost_rank = hello.epoch, None, None
+            self._ranks.clear()
+        self._ranks[hello.rank] = RankView(hello.rank, identity, hello.pid, hello.host, now_s)
+        return None
+
+    def progress(self, view: RankView, message: Progress) -> None:
+        view.phase, view.fraction = message.phase, message.fraction
+
+    def ready(self, view: RankView, message: Ready) -> None:
+        view.phase, view.fraction = "ready", 1.0
+        view.limits, view.info = message.limits, message.info
+
+    def end_epoch(self, reason: str, lost_rank: int | None) -> None:
+        """Notes that the epoch is over. A report that names the rank is better than an earlier one that does not."""
+        if self.loss is None or (self.lost_rank is None and lost_rank is not None):
+            self.loss, self.lost_rank = reason, lost_rank
+
+    def silent_rank(self, now_s: float, deadline_s: float) -> RankView | None:
+        """Returns a ready rank that was not heard for longer than the deadline."""
+        return next((view for view in self if view.is_ready and now_s - view.heard_s > deadline_s), None)
+
+    def missing(self) -> str:
+        """Returns what the start still waits for, in words."""
+        absent = [str(rank) for rank in range(self.num_ranks) if rank not in self._ranks]
+        parts = [f"rank {view.rank}: {view.phase}" for view in self if not view.is_ready]
+        if absent:
+            parts.append(f"rank {', '.join(absent)}: not attached")
+        return "; ".join(parts)
+
+    def describe(self, now_s: float) -> list[dict[str, Any]]:
+        """Returns one JSON object for each attached rank, for /server_info."""
+        return [
+            {
+                "rank": view.rank,
+                "host": view.host,
+                "pid": view.pid,
+                "phase": "ended" if view.ended else view.phase,
+                "heard_s_ago": round(now_s - view.heard_s, 3),
+                "info": view.info,
+                "status": None if view.status is None else _status_json(view.status),
+            }
+            for view in self
+        ]
+
+
+def _status_json(status: Status) -> dict[str, Any]:
+    names = ("step", "num_running", "num_waiting", "num_free_blocks", "num_blocks", "pending_tokens", "counters")
+    return {name: getattr(status, name) for name in names}
