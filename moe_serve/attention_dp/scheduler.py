@@ -168,27 +168,22 @@ class Scheduler:
         """Returns what to run next and reserves its blocks. Costs O(running + admitted).
 
         Decodes first, then prefills that are under way, then admissions, each in order of arrival. Preempts only when a
-        decode finds no block, or when prefills hold all blocks and none can go on.
+        decode finds no block. A prefill without blocks waits: only the youngest can lack some, because admission stops
+        at the first request whose prompt does not fit the step, so all others go on and end.
         """
         order = list(self._running.values())
         decodes, prefilling, preempted = self._propose_decodes(order)
         budget = self.max_batch_tokens - sum([chunk.length for chunk in decodes])
         prefills: list[ScheduledChunk] = []
-        blocked = bool(preempted)
+        may_admit = not preempted
         for request in prefilling:
-            if request.request_id not in self._running:
-                break  # it and all younger ones were preempted just now
-            length = min(request.num_known - request.num_computed, budget)
-            room = self._room(request)
-            while room == 0 and not decodes and not prefills and order[-1] is not request:
-                preempted.append(self._preempt(order.pop()))
-                room = self._room(request)
-            if min(length, room) == 0:  # out of budget, or out of blocks; younger ones wait behind it
-                blocked = True
+            length = min(request.num_known - request.num_computed, budget, self._room(request))
+            if length == 0:
+                may_admit = False
                 break
-            prefills.append(self._extend(request, min(length, room)))
-            budget -= prefills[-1].length
-        if not blocked:
+            prefills.append(self._extend(request, length))
+            budget -= length
+        if may_admit:
             self._admit(budget, prefills)
         num_tokens = sum([chunk.length for chunk in decodes]) + sum([chunk.length for chunk in prefills])
         return Proposal(tuple(decodes), tuple(prefills), tuple(preempted), num_tokens)
@@ -270,8 +265,9 @@ class Scheduler:
                 prefilling.append(request)
                 continue
             if start == len(request.block_ids) * block_size:
-                # Victims are the youngest, so they have no chunk yet; the last one is the request itself.
-                while self._pool.num_free == 0 and index <= len(order):
+                # The youngest first, so victims have no chunk yet. The last one is the request itself: it then is the
+                # youngest, so nobody shares the block it has written last, and that one becomes free.
+                while self._pool.num_free == 0:
                     preempted.append(self._preempt(order.pop()))
                 if index > len(order):
                     break

@@ -197,6 +197,27 @@ def test_the_least_recently_used_prefix_is_evicted_first():
     assert shape(run_step(scheduler).prefills) == [("a2", 0, 9, True)]
 
 
+def test_the_tail_of_a_prefix_is_evicted_before_its_beginning():
+    scheduler = make_scheduler(num_blocks=4)
+    scheduler.add(make_request("a", num_prompt=12, max_new_tokens=1))
+    run_step(scheduler)
+    scheduler.add(make_request("b", num_prompt=5, first=100, max_new_tokens=1))  # the unused block, and one of a's
+    run_step(scheduler)
+    scheduler.add(make_request("a2", num_prompt=13, max_new_tokens=1))
+    assert shape(run_step(scheduler).prefills) == [("a2", 8, 5, True)]
+
+
+def test_the_head_of_the_queue_is_admitted_as_soon_as_enough_blocks_are_free():
+    scheduler = make_scheduler(num_blocks=6, max_batch_tokens=64)
+    scheduler.add(make_request("short", num_prompt=8, max_new_tokens=2))
+    scheduler.add(make_request("long", num_prompt=8, max_new_tokens=6, first=100))
+    run_step(scheduler)
+    scheduler.add(make_request("next", num_prompt=10, max_new_tokens=1, first=200))
+    assert not run_step(scheduler).prefills  # 2 free blocks, 3 needed; then short ends
+    assert shape(run_step(scheduler).prefills) == [("next", 0, 10, True)]
+    assert scheduler.get("long") is not None
+
+
 def test_a_flush_hides_everything_computed_before_also_by_running_requests():
     scheduler = make_scheduler()
     scheduler.add(make_request("a", num_prompt=9, max_new_tokens=12))
@@ -205,8 +226,10 @@ def test_a_flush_hides_everything_computed_before_also_by_running_requests():
     for _ in range(4):
         run_step(scheduler)  # a's fourth block is full now, but rests on blocks from before the flush
     known = scheduler.get("a").token_ids(0, 13)
-    scheduler.add(Request("b", 0, known, [], SamplingParams(max_new_tokens=4), seed=0))
-    assert shape(run_step(scheduler).prefills) == [("b", 0, 13, True)]
+    scheduler.add(Request("b", 0, known[:9], [], SamplingParams(max_new_tokens=1), seed=0))
+    assert shape(run_step(scheduler).prefills) == [("b", 0, 9, True)]
+    scheduler.add(Request("c", 0, known, [], SamplingParams(max_new_tokens=4), seed=0))
+    assert shape(run_step(scheduler).prefills) == [("c", 8, 5, True)]  # b's two blocks, not a's third
 
 
 def test_the_youngest_is_preempted_and_comes_back_before_all_others_with_its_tokens():
@@ -231,20 +254,6 @@ def test_the_youngest_is_preempted_and_comes_back_before_all_others_with_its_tok
         num_prompt = len(request.prompt_ids)
         assert request.output_ids == [1000 + num_prompt + i for i in range(request.params.max_new_tokens)]
     assert scheduler.stats.num_preempted == 1
-
-
-def test_prefills_that_hold_all_blocks_do_not_lock_each_other_out():
-    scheduler = make_scheduler(num_blocks=4, max_batch_tokens=8, max_running=2, prefix_cache=False)
-    scheduler.add(make_request("a", num_prompt=13, max_new_tokens=1))
-    scheduler.add(make_request("b", num_prompt=13, max_new_tokens=1, first=100))
-    run_step(scheduler)  # a: 8 of 13
-    scheduler.abort("a")
-    scheduler.add(make_request("c", num_prompt=13, max_new_tokens=1, first=200))
-    for _ in range(20):
-        if not scheduler.has_work:
-            return
-        run_step(scheduler)
-    pytest.fail("requests are stuck")
 
 
 def test_an_abort_between_propose_and_commit_removes_the_chunk():

@@ -39,6 +39,9 @@ class SchedulerMachine(RuleBasedStateMachine):
             num_blocks, block_size, max_running, max_running + spare_tokens, 64, prefix_cache=prefix_cache
         )
         self.kv: dict[int, tuple[int, ...]] = {}  # slot -> the tokens its content was computed from
+        self.computed_at: dict[int, int] = {}  # slot -> number of cache flushes before
+        self.admitted_at: dict[str, int] = {}  # request -> number of cache flushes before
+        self.num_flushes = 0
         self.alive: dict[str, Request] = {}
         self.stop_after: dict[str, int] = {}
         self.num_added = 0
@@ -69,6 +72,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     @rule()
     def flush(self):
         self.scheduler.flush_prefix_cache()
+        self.num_flushes += 1
 
     @rule(data=st.data(), hold=st.booleans())
     def step(self, data, hold):
@@ -79,6 +83,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.scheduler.check()
         chunks = proposal.decodes + proposal.prefills
         assert proposal.num_tokens == sum(chunk.length for chunk in chunks) <= self.scheduler.max_batch_tokens
+        assert not {chunk.request.request_id for chunk in chunks} & set(proposal.preempted)
         assert proposal.is_empty == (not chunks)
         assert proposal.is_empty == (not self.scheduler.has_work), "there is work, and nothing is proposed"
         self.check_admissions(chunks)
@@ -112,6 +117,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             if not self.alive:
                 break
             chunks = self.scheduler.commit(self.scheduler.propose())
+            self.check_admissions(chunks)
             self.complete(chunks, self.compute(chunks))
             self.scheduler.check()
         assert not self.alive, f"{sorted(self.alive)} did not finish within {limit} steps"
@@ -124,6 +130,11 @@ class SchedulerMachine(RuleBasedStateMachine):
         del self.alive[request_id]
 
     def check_admissions(self, chunks):
+        """First come, first served; and remembers who was admitted since when."""
+        for request_id in self.admitted_at.keys() - self.scheduler._running.keys():
+            del self.admitted_at[request_id]
+        for request_id in self.scheduler._running.keys() - self.admitted_at.keys():
+            self.admitted_at[request_id] = self.num_flushes
         for chunk in chunks:
             if not chunk.request.was_preempted and chunk.request.arrival > self.last_admitted:
                 skipped = [
@@ -145,6 +156,7 @@ class SchedulerMachine(RuleBasedStateMachine):
                 holders = [request for request in self.alive.values() if block in request.block_ids]
                 assert len(holders) <= 1, f"block {block} is written while {len(holders)} requests hold it"
                 self.kv[block * size + position % size] = tokens[: position + 1]
+                self.computed_at[block * size + position % size] = self.num_flushes
         results = []
         for chunk in chunks:
             request = chunk.request

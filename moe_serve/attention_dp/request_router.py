@@ -1,0 +1,182 @@
+"""Chooses the rank that gets a new request: the least work in front of it, and the most of its prompt in the cache.
+
+A rank's *load* is counted in tokens: prompt tokens still to compute, plus tokens still to produce. A front end counts
+what it has sent the moment it sends it; what other front ends have sent is the rest of what the rank reports. A session
+stays with its rank, and a prompt goes where its beginning was sent before, until that rank's load is `load_gap` tokens
+above the least loaded one's. Torch-free: the front end runs it.
+"""
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+
+from moe_serve.attention_dp.prefix_cache import block_keys, root_key
+from moe_serve.errors import CapacityError
+
+MAX_KEYS = 65536  # entries of the affinity table, about 10 MB
+
+
+@dataclass(frozen=True, slots=True)
+class RankLoad:
+    """What a rank says it has in front of it, all front ends together."""
+
+    prefill_tokens: int = 0  # known tokens whose KV is not computed, running and waiting
+    new_tokens: int = 0  # tokens that its requests may still produce
+
+
+@dataclass(slots=True)
+class _Sent:
+    """A request of this front end that is not finished."""
+
+    rank: int
+    prefill_tokens: int  # expected not to be cached; 0 once the first token has come
+    new_tokens: int
+
+
+@dataclass(slots=True)
+class _RankState:
+    """Loads of one rank in tokens."""
+
+    own_prefill: int = 0
+    own_new: int = 0
+    others: int = 0  # of other front ends, as of the last report
+    last_chosen: int = 0  # so that equal ranks take turns
+
+    @property
+    def load(self) -> int:
+        return self.own_prefill + self.own_new + self.others
+
+
+class RequestRouter:
+    """Routes the requests of one front end over the ranks. Memory is bounded: LRU over prompt blocks."""
+
+    def __init__(self, num_ranks: int, load_gap: float = 512.0, block_size: int = 16, max_keys: int = MAX_KEYS):
+        self.load_gap = load_gap
+        self.block_size = block_size
+        self.max_keys = max_keys
+        self._ranks = {rank: _RankState() for rank in range(num_ranks)}  # those that are not lost
+        self._sent: dict[str, _Sent] = {}
+        # Block key -> bit mask of the ranks that were sent a prompt with this block. Least recently used first.
+        self._ranks_of: OrderedDict[bytes, int] = OrderedDict()
+        self._num_routed = 0
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """Returns the ranks that are not lost."""
+        return tuple(self._ranks)
+
+    def load(self, rank: int) -> int:
+        """Returns the load of a rank in tokens, as far as this front end knows."""
+        return self._ranks[rank].load
+
+    def route(
+        self,
+        prompt_ids: Sequence[int],
+        session_id: str | None = None,
+        salt: str = "",
+        *,
+        request_id: str | None = None,
+        max_new_tokens: int = 0,
+    ) -> int:
+        """Returns the rank for a request, and counts the request there until finished(request_id).
+
+        prompt_ids:     everything to prefill: on a second attempt the output so far too
+        session_id:     requests of a session go to one rank; front ends agree on it without talking
+        request_id:     None: the request is not counted
+        max_new_tokens: tokens that it may produce
+        Raises CapacityError when all ranks are lost.
+        """
+        if not self._ranks:
+            raise CapacityError("all ranks are lost, so nothing can be served; restart the workers")
+        keys = block_keys(root_key(b"", salt, self.block_size), prompt_ids, self.block_size)
+        # A rank computes the last known token in any case, so a block that ends with it does not help.
+        cached = self._cached_tokens(keys[: max(0, len(prompt_ids) - 1) // self.block_size])
+        rank = self._choose(cached, session_id)
+        self._num_routed += 1
+        self._ranks[rank].last_chosen = self._num_routed
+        self._remember(keys, rank)
+        if request_id is not None:
+            self.finished(request_id)  # a second attempt replaces the first
+            self._count(request_id, _Sent(rank, len(prompt_ids) - cached.get(rank, 0), max_new_tokens))
+        return rank
+
+    def started(self, request_id: str) -> None:
+        """The request's first token has come: its prompt is no longer in front of the rank."""
+        sent = self._sent.get(request_id)
+        if sent is not None:
+            if sent.rank in self._ranks:
+                self._ranks[sent.rank].own_prefill -= sent.prefill_tokens
+            sent.prefill_tokens = 0
+
+    def finished(self, request_id: str) -> None:
+        """The request has ended, with its tokens, an abort or an error. Unknown ids are ignored."""
+        self.started(request_id)
+        sent = self._sent.pop(request_id, None)
+        if sent is not None and sent.rank in self._ranks:
+            self._ranks[sent.rank].own_new -= sent.new_tokens
+
+    def update(self, rank: int, load: RankLoad) -> None:
+        """Takes a rank's report; what is not explained by our own requests belongs to other front ends."""
+        state = self._ranks.get(rank)
+        if state is not None:
+            others_prefill = max(0, load.prefill_tokens - state.own_prefill)
+            state.others = others_prefill + max(0, load.new_tokens - state.own_new)
+
+    def mark_lost(self, rank: int) -> None:
+        """Sends nothing to this rank any more."""
+        self._ranks.pop(rank, None)
+
+    def _choose(self, cached: dict[int, int], session_id: str | None) -> int:
+        least = min(state.load for state in self._ranks.values())
+        if session_id is not None:
+            rank = max(self._ranks, key=lambda rank: _rendezvous_weight(session_id, rank))
+            if self._ranks[rank].load - least <= self.load_gap:
+                return rank
+
+        def work(rank: int) -> tuple[int, int]:
+            """Tokens to compute before the request's first one, up to a constant; then who waited longest."""
+            state = self._ranks[rank]
+            is_near = state.load - least <= self.load_gap
+            return state.load - (cached.get(rank, 0) if is_near else 0), state.last_chosen
+
+        return min(self._ranks, key=work)
+
+    def _cached_tokens(self, keys: Sequence[bytes]) -> dict[int, int]:
+        """Returns for each rank that was sent a beginning of this prompt, how many tokens of it."""
+        cached: dict[int, int] = {}
+        holders = sum(1 << rank for rank in self._ranks)
+        for num_blocks, key in enumerate(keys, start=1):
+            holders &= self._ranks_of.get(key, 0)
+            if not holders:
+                break
+            for rank in _bits(holders):
+                cached[rank] = num_blocks * self.block_size
+        return cached
+
+    def _remember(self, keys: Sequence[bytes], rank: int) -> None:
+        # Tail first, so that of one prompt the beginning is forgotten last.
+        for key in reversed(keys[: self.max_keys]):
+            self._ranks_of[key] = self._ranks_of.get(key, 0) | 1 << rank
+            self._ranks_of.move_to_end(key)
+        while len(self._ranks_of) > self.max_keys:
+            self._ranks_of.popitem(last=False)
+
+    def _count(self, request_id: str, sent: _Sent) -> None:
+        self._sent[request_id] = sent
+        self._ranks[sent.rank].own_prefill += sent.prefill_tokens
+        self._ranks[sent.rank].own_new += sent.new_tokens
+
+
+def _rendezvous_weight(session_id: str, rank: int) -> bytes:
+    """Highest weight wins. When a rank is lost, only its own sessions move."""
+    return blake2b(session_id.encode("utf-8", "surrogatepass") + b"\0" + rank.to_bytes(4, "little")).digest()
+
+
+def _bits(mask: int) -> list[int]:
+    bits = []
+    while mask:
+        low = mask & -mask
+        bits.append(low.bit_length() - 1)
+        mask ^= low
+    return bits

@@ -1,0 +1,179 @@
+from collections import Counter
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from moe_serve.attention_dp.request_router import RankLoad, RequestRouter
+from moe_serve.errors import CapacityError
+
+
+def prompt(first: int, length: int = 64) -> list[int]:
+    return list(range(first, first + length))
+
+
+def test_requests_without_history_spread_over_idle_ranks():
+    router = RequestRouter(4)
+    assert sorted(router.route(prompt(1000 * i)) for i in range(4)) == [0, 1, 2, 3]
+
+
+def test_unacknowledged_work_counts_at_once():
+    router = RequestRouter(2)
+    first = router.route(prompt(0, 1000), request_id="long")
+    for i in range(5):
+        assert router.route(prompt(2000 + 100 * i), request_id=str(i)) == 1 - first
+
+
+def test_tokens_to_produce_count_until_the_request_is_finished():
+    router = RequestRouter(2)
+    rank = router.route(prompt(0), request_id="a", max_new_tokens=500)
+    assert router.load(rank) == 564
+    router.started("a")
+    router.started("a")
+    assert router.load(rank) == 500
+    router.finished("a")
+    router.finished("a")
+    assert router.load(rank) == 0
+
+
+def test_a_prompt_follows_its_beginning_to_the_rank_that_has_it():
+    router = RequestRouter(4, block_size=16)
+    system = prompt(0, 160)
+    rank = router.route(system + prompt(5000, 10), request_id="a")
+    router.finished("a")
+    for i in range(8):
+        assert router.route(system + prompt(6000 + 100 * i, 10)) == rank
+
+
+def test_cached_tokens_are_not_counted_as_work():
+    router = RequestRouter(2, block_size=16)
+    rank = router.route(prompt(0, 64), request_id="a")
+    router.finished("a")
+    assert router.route(prompt(0, 65), request_id="b") == rank
+    assert router.load(rank) == 1
+
+
+def test_a_full_last_block_is_expected_to_be_computed_again():
+    router = RequestRouter(2, block_size=16)
+    rank = router.route(prompt(0, 64), request_id="a")
+    router.finished("a")
+    assert router.route(prompt(0, 64), request_id="b") == rank
+    assert router.load(rank) == 16
+
+
+def test_other_salt_has_no_affinity():
+    router = RequestRouter(2)
+    rank = router.route(prompt(0), salt="x")
+    assert router.route(prompt(0), salt="y") == 1 - rank
+
+
+@pytest.mark.parametrize("session_id", [None, "s"])
+def test_affinity_yields_above_the_load_gap(session_id):
+    router = RequestRouter(2, load_gap=512, block_size=16)
+    rank = router.route(prompt(0, 2048), session_id, request_id="a")
+    router.finished("a")
+    router.update(rank, RankLoad(new_tokens=512))
+    assert router.route(prompt(0, 2048), session_id) == rank
+    router.update(rank, RankLoad(new_tokens=513))
+    assert router.route(prompt(0, 2048), session_id) == 1 - rank
+
+
+def test_the_load_of_other_front_ends_is_what_our_own_requests_do_not_explain():
+    router = RequestRouter(1)
+    router.route(prompt(0, 100), request_id="a", max_new_tokens=50)
+    router.update(0, RankLoad(prefill_tokens=300, new_tokens=70))
+    assert router.load(0) == 370
+    router.route(prompt(1000, 10), request_id="b", max_new_tokens=5)
+    assert router.load(0) == 385
+    router.finished("a")
+    assert router.load(0) == 235
+    router.update(0, RankLoad())
+    assert router.load(0) == 15
+
+
+def test_two_front_ends_send_a_session_to_the_same_rank():
+    one, two = RequestRouter(8), RequestRouter(8)
+    one.route(prompt(0))
+    for i in range(50):
+        assert one.route(prompt(i), f"session-{i}") == two.route(prompt(9 * i), f"session-{i}")
+
+
+def test_when_a_rank_is_lost_only_its_own_sessions_move():
+    router = RequestRouter(8, load_gap=1e9)
+    before = {f"s{i}": router.route([1], f"s{i}") for i in range(200)}
+    router.mark_lost(3)
+    router.mark_lost(3)
+    after = {session: router.route([1], session) for session in before}
+    assert all(after[session] == rank for session, rank in before.items() if rank != 3)
+    moved = Counter(after[session] for session, rank in before.items() if rank == 3)
+    assert 3 not in moved
+    assert len(moved) > 1, "the sessions of the lost rank are spread, not dumped on one"
+
+
+def test_a_lost_rank_gets_nothing_and_forgets_its_requests():
+    router = RequestRouter(2)
+    rank = router.route(prompt(0, 320), request_id="a", max_new_tokens=7)
+    router.mark_lost(rank)
+    router.update(rank, RankLoad(5))
+    for i in range(4):
+        assert router.route(prompt(0, 320), request_id=str(i)) == 1 - rank
+    router.started("a")
+    router.finished("a")
+    assert router.ranks == (1 - rank,)
+
+
+def test_a_second_attempt_is_counted_once():
+    router = RequestRouter(2)
+    lost = router.route(prompt(0), request_id="a", max_new_tokens=10)
+    router.mark_lost(lost)
+    rank = router.route(prompt(0), request_id="a", max_new_tokens=10)
+    router.route(prompt(0), request_id="a", max_new_tokens=10)
+    router.finished("a")
+    assert router.load(rank) == 0
+
+
+def test_without_ranks_the_error_says_what_to_do():
+    router = RequestRouter(1)
+    router.mark_lost(0)
+    with pytest.raises(CapacityError, match="restart"):
+        router.route([1])
+
+
+def test_the_affinity_table_is_bounded_and_keeps_what_was_used_last():
+    router = RequestRouter(4, block_size=4, max_keys=50)
+    rank = router.route(prompt(0, 40), request_id="a")
+    router.finished("a")
+    for i in range(100):
+        assert router.route(prompt(0, 41)) == rank
+        router.route(prompt(1000 * (i + 1), 40))
+    router.route(prompt(10**6, 4000))
+    assert len(router._ranks_of) <= 50
+
+
+@given(st.lists(st.tuples(st.sampled_from(["route", "started", "finished", "lost"]), st.integers(0, 5)), max_size=60))
+def test_own_load_is_the_sum_of_unfinished_requests_whatever_happens(events):
+    router = RequestRouter(3, block_size=2)
+    sent: dict[str, list[int]] = {}  # id -> rank, prefill, new tokens
+    for event, number in events:
+        name = str(number)
+        if event == "route" and router.ranks:
+            before = {rank: router.load(rank) for rank in router.ranks}
+            old = sent.pop(name, None)
+            if old is not None and old[0] in before:
+                before[old[0]] -= old[1] + old[2]
+            rank = router.route(list(range(3 * number)), request_id=name, max_new_tokens=number)
+            prefill = router.load(rank) - before[rank] - number
+            assert 0 <= prefill <= 3 * number
+            sent[name] = [rank, prefill, number]
+        elif event == "started":
+            router.started(name)
+            if name in sent:
+                sent[name][1] = 0
+        elif event == "finished":
+            router.finished(name)
+            sent.pop(name, None)
+        elif event == "lost":
+            router.mark_lost(number)
+        for rank in router.ranks:
+            own = sum(prefill + new for where, prefill, new in sent.values() if where == rank)
+            assert router.load(rank) == own
