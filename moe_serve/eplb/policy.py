@@ -51,6 +51,7 @@ class PlanRequest:
     activations:    [L, E] float64 in 0 .. 1, share of batches with a token for the expert; None = 1 where there is load
     cost:           prices for step_time
     excluded_ranks: ranks that get no expert at all
+    uneven_shares:  also plan uneven shares of an expert's tokens over its slots (Plan.shares)
     planned_split:  "even" or "exact": how the per-batch split will share an expert's tokens over its replicas
     moe_layer_ids:  model layer of each row; () = as in current, or 0 .. L-1
     """
@@ -69,6 +70,7 @@ class PlanRequest:
     activations: Floats | None = None
     cost: RankCost | None = None
     excluded_ranks: tuple[int, ...] = ()
+    uneven_shares: bool = False
     planned_split: str = "even"
     moe_layer_ids: tuple[int, ...] = field(default=())
 

@@ -1,0 +1,54 @@
+"""The entry point that people script against: numbers in, a plan out."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from moe_serve.eplb.placement import Placement
+from moe_serve.eplb.policy import Plan, PlanRequest, make_policy
+from moe_serve.topology import Topology
+
+
+def plan(
+    tokens: ArrayLike,
+    topology: Topology,
+    num_slots: int,
+    policy: str = "refined",
+    current: Placement | None = None,
+    num_groups: int | None = None,
+    off_home: float = 1.0,
+    max_moves: int | None = None,
+    time_budget_s: float | None = None,
+    seed: int = 0,
+    *,
+    options: Mapping[str, Any] | None = None,
+    **more: Any,
+) -> Plan:
+    """Returns where the experts of all layers should live for this load.
+
+    tokens:    [num_layers, num_logical] tokens routed to each expert
+    topology:  Topology(num_nodes, ranks_per_node)
+    num_slots: physical experts per layer, a multiple of the ranks
+    policy:    "refined", "greedy", "incremental", "deepseek", "milp" or "static"
+    current .. seed: as in PlanRequest, which also documents what `more` may hold (objective, by_source, activations,
+               cost, excluded_ranks, uneven_shares, planned_split, moe_layer_ids)
+    options:   of the policy, e.g. {"sweeps": 200} for refined
+
+    plan.placement.physical_to_logical is [num_layers, num_slots] int32; slot s lives on rank s // slots_per_rank.
+    Raises PlacementError naming the argument and the fix, ConfigError for an unknown policy or option.
+    """
+    request = PlanRequest(
+        tokens=np.asarray(tokens),
+        topology=topology,
+        num_slots=num_slots,
+        current=current,
+        num_groups=num_groups,
+        off_home=off_home,
+        max_moves=max_moves,
+        time_budget_s=time_budget_s,
+        seed=seed,
+        **more,
+    )
+    return make_policy(policy, **(options or {})).plan(request)

@@ -1,0 +1,91 @@
+"""The default policy: minimax replication, packing, swaps between ranks; with few slots per rank, counts searched too."""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from moe_serve.eplb.bounds import balancedness_bound
+from moe_serve.eplb.count_search import pack_pairs, search_pair_counts, try_apportionments
+from moe_serve.eplb.packing import pack_in_rounds, repair_duplicates
+from moe_serve.eplb.policy import Plan, PlanRequest
+from moe_serve.eplb.problem import Floats, Ids, Problem, finish, problem_of
+from moe_serve.eplb.replication import copy_load, list_copies, minimax_counts
+from moe_serve.eplb.swapping import swap_until_even
+
+
+@dataclass(frozen=True)
+class RefinedPolicy:
+    """The best placement for a load, without regard to the one in use.
+
+    sweeps:      rounds of swaps, at most
+    iterations:  of the search over counts with two slots per rank; 0 = no search there
+    good_enough: layers within this share of their bound are left as they are
+    """
+
+    sweeps: int = 90
+    iterations: int = 100
+    good_enough: float = 0.995
+    name: str = "refined"
+
+    def plan(self, request: PlanRequest) -> Plan:
+        """Returns the refined plan; `max_moves` is not looked at, `incremental` is the policy for that."""
+        problem = problem_of(request)
+        if not problem.is_global:
+            from moe_serve.eplb.hierarchy import plan_by_node
+
+            table, homes, truncated = plan_by_node(problem, self.sweeps // 2)
+            return finish(problem, table, truncated, homes)
+        table, truncated = self.table(problem)
+        return finish(problem, table, truncated)
+
+    def table(self, problem: Problem) -> tuple[Ids, bool]:
+        """Returns the table [L, R, K] without node hierarchy, and whether the deadline cut the search short."""
+        counts = minimax_counts(problem.weight, problem.num_slots, problem.num_ranks, problem.fixed)
+        copies = list_copies(counts, problem.num_slots)
+        load = copy_load(problem.weight, counts, copies, problem.fixed)
+        table, packed = pack_in_rounds(copies, load, problem.num_ranks)
+        repair_duplicates(table, packed)
+        if problem.slots_per_rank == 1:
+            return table, False  # nothing to pack: minimax replication is the optimum
+        truncated = problem.slots_per_rank > 2 and swap_until_even(
+            table, packed, self.sweeps, deadline=problem.deadline
+        )
+        if problem.slots_per_rank <= 4 and not truncated:
+            truncated = self._search_counts(problem, table, packed)
+        return table, truncated
+
+    def _search_counts(self, problem: Problem, table: Ids, packed: Floats) -> bool:
+        """Replaces, in place, the layers that other counts make better. Returns whether the deadline passed."""
+        reached = _mean_over_max(packed)
+        bound = balancedness_bound(problem.weight, problem.num_ranks, problem.slots_per_rank)
+        rows = np.flatnonzero(reached < self.good_enough * bound)
+        if len(rows) == 0:
+            return False
+        weight = problem.weight[rows]
+        fixed = None if problem.fixed is None else problem.fixed[rows]
+        truncated = False
+        top = packed[rows].sum(axis=2).max(axis=1)
+        if problem.slots_per_rank == 2:
+            counts, truncated = search_pair_counts(
+                weight, problem.num_ranks, self.iterations, problem.request.seed, fixed, deadline=problem.deadline
+            )
+            candidates = iter([(*pack_pairs(weight, counts, problem.num_ranks, fixed), truncated)])
+        elif fixed is None:
+            candidates = try_apportionments(
+                weight, problem.num_ranks, problem.slots_per_rank, self.sweeps, problem.deadline
+            )
+        else:
+            return False
+        for other, other_load, cut in candidates:
+            truncated |= cut
+            other_top = other_load.sum(axis=2).max(axis=1)
+            better = other_top < top
+            table[rows[better]], packed[rows[better]] = other[better], other_load[better]
+            top = np.minimum(top, other_top)
+        return truncated
+
+
+def _mean_over_max(packed: Floats) -> Floats:
+    load = packed.sum(axis=2)
+    top = load.max(axis=1)
+    return np.where(top > 0, load.mean(axis=1) / np.where(top > 0, top, 1.0), 1.0)
