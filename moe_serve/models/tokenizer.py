@@ -5,6 +5,7 @@ Torch-free: the front end reads it. Encode, decode and the special ids; chat tem
 
 import json
 from collections.abc import Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +59,11 @@ class Tokenizer:
     def vocab_size(self) -> int:
         """One more than the largest id that has text; a model's embedding may be padded beyond it."""
         return int(self._backend.get_vocab_size(with_added_tokens=True))
+
+    @cached_property
+    def longest_token(self) -> int:
+        """The most characters that one token stands for: a longer text has more tokens than characters / this."""
+        return max(len(token) for token in self._backend.get_vocab(with_added_tokens=True))
 
     def encode(self, text: str) -> list[int]:
         """Returns the ids of a text, with the beginning-of-sequence token where this model wants one."""

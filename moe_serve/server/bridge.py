@@ -79,7 +79,7 @@ class Bridge:
         self._started_s = 0.0
         self._news = asyncio.Event()  # set whenever a rank attaches, gets ready, ends or is lost
 
-    # --- life -----------------------------------------------------------------------------------------------------------
+    # --- life ---------------------------------------------------------------------------------------------------------
 
     async def start(self) -> None:
         """Binds the address that ranks attach to. Raises LaunchError when it is taken."""
@@ -149,7 +149,7 @@ class Bridge:
     def num_open(self) -> int:
         return len(self._open)
 
-    # --- requests -------------------------------------------------------------------------------------------------------
+    # --- requests -----------------------------------------------------------------------------------------------------
 
     def submit(self, specs: Sequence[RequestSpec], changes: Changes) -> list[OpenRequest]:
         """Sends requests to their ranks, all or none.
@@ -214,7 +214,7 @@ class Bridge:
             self.counters["num_failed"] += 1
             self._forget(request)
 
-    # --- messages -------------------------------------------------------------------------------------------------------
+    # --- messages -----------------------------------------------------------------------------------------------------
 
     def _receive(self, identity: bytes, data: bytes) -> None:
         try:
@@ -248,9 +248,7 @@ class Bridge:
                 return
             case Status():
                 view.status = message
-                self._router.update(
-                    view.rank, RankLoad(message.num_running, message.num_waiting, message.pending_tokens)
-                )
+                self._router.update(view.rank, RankLoad(prefill_tokens=message.pending_tokens))
                 return
             case Progress():
                 self.workers.progress(view, message)
@@ -349,7 +347,7 @@ class Bridge:
             return True
         return False
 
-    # --- deadlines ------------------------------------------------------------------------------------------------------
+    # --- deadlines ----------------------------------------------------------------------------------------------------
 
     async def _keep_in_touch(self) -> None:
         server = self.config.server

@@ -1,0 +1,67 @@
+"""The JSON that clients get: SGLang's objects for results, one form for all errors. Pure functions."""
+
+from typing import Any
+
+from moe_serve.errors import MoeServeError, QueueFullError, RequestError
+from moe_serve.server.open_request import OpenRequest, UnavailableError
+
+WEIGHT_VERSION = "default"  # weights do not change while serving
+
+
+def result(request: OpenRequest, rid: str) -> dict[str, Any]:
+    """Returns the `/generate` object of one request: everything so far, also in a stream (`text` is cumulative)."""
+    meta: dict[str, Any] = {
+        "id": rid,
+        "finish_reason": finish_reason(request),
+        "prompt_tokens": len(request.spec.prompt_ids),
+        "completion_tokens": request.num_output,
+        "cached_tokens": request.num_cached,
+        "weight_version": WEIGHT_VERSION,
+        "dp_rank": request.rank,
+    }
+    if request.finished_s is not None:
+        meta["e2e_latency"] = request.finished_s - request.submitted_s
+    return {"text": request.matcher.text, "output_ids": request.matcher.output_ids, "meta_info": meta}
+
+
+def finish_reason(request: OpenRequest) -> dict[str, Any] | None:
+    """Returns why a request ended, None while it goes on."""
+    if request.failure is not None:
+        return {"type": "abort", "message": str(request.failure)}
+    reason = request.matcher.finish_reason
+    if reason is None:
+        return None
+    match reason.kind:
+        case "length":
+            return {"type": "length", "length": request.num_output}
+        case "stop":
+            return {"type": "stop", "matched": reason.matched}
+        case _:
+            return {"type": "abort", "message": reason.message}
+
+
+def status_of(error: Exception) -> int:
+    """Returns the HTTP status of an error."""
+    match error:
+        case RequestError():
+            return 400
+        case QueueFullError():
+            return 429
+        case UnavailableError():
+            return 503
+        case _:
+            return 500
+
+
+def error_body(message: str, status: int, field: str | None = None) -> dict[str, Any]:
+    """Returns the body of every error: what is wrong, the field to change where there is one, whether to try again."""
+    kind = {429: "rate_limit_error", 503: "unavailable_error"}.get(status)
+    kind = kind or ("invalid_request_error" if status < 500 else "internal_error")
+    return {
+        "error": {"message": message, "type": kind, "code": status, "param": field, "retryable": status in (429, 503)}
+    }
+
+
+def error_of(error: MoeServeError) -> dict[str, Any]:
+    """Returns the body for one of our errors."""
+    return error_body(str(error), status_of(error), error.field if isinstance(error, RequestError) else None)

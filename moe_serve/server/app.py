@@ -1,0 +1,195 @@
+"""The HTTP face of a serving system: FastAPI routes over a `Bridge`. Torch-free.
+
+Every error, from a wrong path to a lost rank, has the one JSON form of `answers.error_body`.
+"""
+
+import asyncio
+import time
+from typing import Any
+
+from fastapi import FastAPI, Request, Response
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
+
+import moe_serve
+from moe_serve.config import ServeConfig, model_dir
+from moe_serve.errors import MoeServeError, RequestError
+from moe_serve.log import get_logger
+from moe_serve.models.tokenizer import Tokenizer
+from moe_serve.server.answers import WEIGHT_VERSION, error_body
+from moe_serve.server.bridge import Bridge
+from moe_serve.server.generate import GenerateResponse, error_response, json_bytes, start_call
+from moe_serve.server.open_request import UnavailableError
+from moe_serve.server.schemas import parse_generate
+
+log = get_logger(__name__)
+
+_BODY_DEADLINE_S = 60.0  # for a client to send its body
+
+
+class BodyTooLarge(RequestError):
+    """A request body beyond server.max_body_mib."""
+
+
+def make_app(config: ServeConfig, bridge: Bridge, tokenizer: Tokenizer | None) -> FastAPI:
+    """Returns the application over a bridge, which somebody else starts and closes."""
+    # No /docs page: it would load scripts from elsewhere.
+    app = FastAPI(title="moe_serve", version=moe_serve.__version__, docs_url=None, redoc_url=None)
+    _add_errors(app)
+    _add_generate(app, config, bridge, tokenizer)
+    _add_health(app, bridge)
+    _add_information(app, config, bridge)
+    return app
+
+
+def _add_generate(app: FastAPI, config: ServeConfig, bridge: Bridge, tokenizer: Tokenizer | None) -> None:
+    max_bytes = int(config.server.max_body_mib * 2**20)
+
+    @app.api_route("/generate", methods=["POST", "PUT"])
+    async def generate(request: Request) -> Response:
+        """SGLang's native generation: text or input_ids, single or batch, JSON or a stream."""
+        given = parse_generate(await _read_body(request, max_bytes))
+        call = await start_call(given, bridge, tokenizer)
+        return GenerateResponse(call, bridge, given.stream)
+
+
+def _add_health(app: FastAPI, bridge: Bridge) -> None:
+    def ready() -> Response:
+        problem = bridge.problem()
+        if problem is not None:
+            return error_response(UnavailableError(problem))
+        return _json({"status": "ready"})
+
+    @app.get("/health")
+    async def health() -> Response:
+        """200 while the system serves; 503 while it starts or ends, or when a rank is lost."""
+        return ready()
+
+    @app.get("/ready")
+    @app.get("/readyz")
+    async def readiness() -> Response:
+        """200 exactly when new requests are taken; 503 says why not, and names the rank."""
+        return ready()
+
+    @app.get("/ping")
+    async def ping() -> Response:
+        """200 as long as this process answers."""
+        return _json({"status": "ok"})
+
+
+def _add_information(app: FastAPI, config: ServeConfig, bridge: Bridge) -> None:
+    started_s = time.time()
+    folder = str(model_dir(config.model))
+    name = served_name(config)
+
+    def model_object() -> dict[str, Any]:
+        limits = bridge.workers.limits
+        return {
+            "id": name,
+            "object": "model",
+            "created": int(started_s),
+            "owned_by": "moe_serve",
+            "root": folder,
+            "parent": None,
+            "max_model_len": None if limits is None else limits.max_model_len,
+        }
+
+    @app.get("/v1/models")
+    async def models() -> Response:
+        return _json({"object": "list", "data": [model_object()]})
+
+    @app.get("/v1/models/{model_id:path}")
+    async def model(model_id: str) -> Response:
+        if model_id != name:
+            raise HTTPException(404, f"there is no model {model_id[:100]!r} here; this server has {name!r}")
+        return _json(model_object())
+
+    @app.get("/model_info")
+    @app.get("/get_model_info")
+    async def model_info() -> Response:
+        return _json(
+            {
+                "model_path": folder,
+                "tokenizer_path": None if config.model.skip_tokenizer else folder,
+                "served_model_name": name,
+                "is_generation": True,
+                "weight_version": WEIGHT_VERSION,
+            }
+        )
+
+    @app.get("/server_info")
+    @app.get("/get_server_info")
+    async def server_info() -> Response:
+        limits = bridge.workers.limits
+        return _json(
+            {
+                "version": moe_serve.__version__,
+                "model_path": folder,
+                "served_model_name": name,
+                "uptime_s": round(time.time() - started_s, 3),
+                "limits": limits,
+                "config": config.model_dump(mode="json"),
+                **bridge.describe(),
+            }
+        )
+
+
+def _add_errors(app: FastAPI) -> None:
+    @app.exception_handler(MoeServeError)
+    async def ours(request: Request, error: MoeServeError) -> Response:
+        if isinstance(error, BodyTooLarge):
+            return _json(error_body(str(error), 413), 413)
+        return error_response(error)
+
+    @app.exception_handler(ClientDisconnect)
+    async def gone(request: Request, error: ClientDisconnect) -> Response:
+        return Response(status_code=400)  # for nobody
+
+    @app.exception_handler(HTTPException)
+    async def http(request: Request, error: HTTPException) -> Response:
+        message = error.detail
+        if error.status_code == 404 and message == "Not Found":
+            message = f"there is no {request.url.path[:200]} here; see /openapi.json for what there is"
+        elif error.status_code == 405:
+            message = f"{request.url.path[:200]} does not take {request.method}"
+        response = _json(error_body(message, error.status_code), error.status_code)
+        response.headers.update(error.headers or {})
+        return response
+
+    @app.exception_handler(Exception)
+    async def mistake(request: Request, error: Exception) -> Response:
+        # Starlette logs nothing by itself once a handler exists, and raises the error again after this answer.
+        log.exception("%s %s failed", request.method, request.url.path, exc_info=error)
+        return _json(error_body("the server failed on this request; its log says more", 500), 500)
+
+
+async def _read_body(request: Request, max_bytes: int) -> bytes:
+    """Returns the body of a request. Raises BodyTooLarge as soon as that is known, and RequestError when it is late."""
+
+    def too_large(what: str) -> BodyTooLarge:
+        return BodyTooLarge(
+            f"the body has {what} bytes, at most {max_bytes} are taken (server.max_body_mib); send less"
+        )
+
+    announced = request.headers.get("content-length", "")
+    if announced.isdigit() and int(announced) > max_bytes:
+        raise too_large(announced)
+    body = bytearray()
+    try:
+        async with asyncio.timeout(_BODY_DEADLINE_S):
+            async for part in request.stream():
+                body += part
+                if len(body) > max_bytes:
+                    raise too_large(f"more than {max_bytes}")
+    except TimeoutError:
+        raise RequestError(f"the body did not arrive within {_BODY_DEADLINE_S:g} s; send it again") from None
+    return bytes(body)
+
+
+def served_name(config: ServeConfig) -> str:
+    """Returns the name of the model for clients: as configured, or its folder's."""
+    return config.model.served_name or model_dir(config.model).name
+
+
+def _json(value: Any, status: int = 200) -> Response:
+    return Response(json_bytes(value), status, media_type="application/json")

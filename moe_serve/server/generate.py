@@ -1,0 +1,176 @@
+"""`/generate`: a checked body becomes requests of the bridge, and their news becomes one JSON answer or a stream.
+
+The answer watches its client while it waits: a client that goes away aborts its requests and frees what they hold.
+"""
+
+import asyncio
+import math
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from moe_serve.engine.messages import ModelLimits
+from moe_serve.errors import MoeServeError, QueueFullError, RequestError
+from moe_serve.models.tokenizer import Tokenizer
+from moe_serve.server.answers import error_of, result, status_of
+from moe_serve.server.bridge import Bridge
+from moe_serve.server.open_request import Changes, OpenRequest, RequestSpec
+from moe_serve.server.schemas import GenerateRequest, Prompt, derived_seed, draw_seed, fit_to_model
+
+_SHORT_TEXT = 4096  # characters; longer ones are tokenized beside the event loop
+_DONE = b"data: [DONE]\n\n"
+
+json_bytes = msgspec.json.encode
+
+
+@dataclass(frozen=True)
+class Call:
+    """The open requests of one HTTP call, in the order of its answer, and the name each has for the client."""
+
+    requests: Sequence[OpenRequest]
+    rids: Sequence[str]
+    changes: Changes
+    is_batch: bool
+
+
+async def start_call(given: GenerateRequest, bridge: Bridge, tokenizer: Tokenizer | None) -> Call:
+    """Submits all requests of a call, or none.
+
+    Raises RequestError, QueueFullError and UnavailableError, each with what to do.
+    """
+    limits = bridge.limits
+    specs: list[RequestSpec] = []
+    rids: list[str] = []
+    for prompt in given.prompts:
+        prompt_ids = await _prompt_ids(prompt, tokenizer, limits)
+        params = fit_to_model(prompt, prompt_ids, limits)
+        if params.stop and tokenizer is None:
+            raise RequestError(
+                "stop needs a tokenizer, which this server runs without (model.skip_tokenizer); send stop_token_ids",
+                field="sampling_params.stop",
+            )
+        seed = draw_seed() if params.seed is None else params.seed
+        rid = prompt.rid or uuid.uuid4().hex
+        for sample in range(prompt.num_samples):
+            rids.append(rid if prompt.num_samples == 1 else f"{rid}-{sample}")
+            specs.append(
+                RequestSpec(
+                    prompt_ids=prompt_ids,
+                    params=params,
+                    seed=derived_seed(seed, sample),
+                    salt=given.salt,
+                    session_id=prompt.session_id,
+                    rank=given.rank,
+                )
+            )
+    changes = Changes()
+    return Call(bridge.submit(specs, changes), rids, changes, given.is_batch)
+
+
+async def _prompt_ids(prompt: Prompt, tokenizer: Tokenizer | None, limits: ModelLimits) -> list[int]:
+    if prompt.token_ids is not None:
+        return prompt.token_ids
+    if tokenizer is None:
+        raise RequestError(
+            "text needs a tokenizer, which this server runs without (model.skip_tokenizer); send input_ids",
+            field="text",
+        )
+    text = prompt.text or ""
+    if len(text) > limits.max_prompt_len * tokenizer.longest_token:
+        raise RequestError(
+            f"text has {len(text)} characters, more than any prompt of {limits.max_prompt_len} tokens; shorten it",
+            field="text",
+        )
+    if len(text) <= _SHORT_TEXT:
+        return tokenizer.encode(text)
+    return await asyncio.to_thread(tokenizer.encode, text)
+
+
+class GenerateResponse(Response):
+    """The answer to one call, JSON or server-sent events. Aborts what is still open when it ends, however it ends."""
+
+    def __init__(self, call: Call, bridge: Bridge, stream: bool):
+        super().__init__()
+        self._call = call
+        self._bridge = bridge
+        self._stream = stream
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        answer = asyncio.ensure_future(self._send_stream(send) if self._stream else self._send_json(send))
+        gone = asyncio.ensure_future(_client_left(receive))
+        try:
+            await asyncio.wait({answer, gone}, return_when=asyncio.FIRST_COMPLETED)
+            if answer.done():
+                answer.result()
+        except OSError:
+            pass  # the client left while we were sending
+        finally:
+            for task in (answer, gone):
+                task.cancel()
+            for request in self._call.requests:
+                self._bridge.abort(request)
+
+    async def _send_json(self, send: Send) -> None:
+        call = self._call
+        left = len(call.requests)
+        while left:
+            request = await call.changes.next()
+            if request.failure is not None:
+                break
+            left -= request.is_done
+        failure = next((request.failure for request in call.requests if request.failure is not None), None)
+        if failure is not None:
+            await error_response(failure)({"type": "http"}, _no_receive, send)
+            return
+        results = [result(request, rid) for request, rid in zip(call.requests, call.rids, strict=True)]
+        body = json_bytes(results if call.is_batch else results[0])
+        await Response(body, media_type="application/json")({"type": "http"}, _no_receive, send)
+
+    async def _send_stream(self, send: Send) -> None:
+        call = self._call
+        index_of = {request.request_id: index for index, request in enumerate(call.requests)}
+        headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        left = len(call.requests)
+        while left:
+            request = await call.changes.next()
+            index = index_of[request.request_id]
+            chunk: dict[str, Any]
+            if request.failure is not None:
+                chunk = error_of(request.failure)
+            else:
+                chunk = result(request, call.rids[index])
+            if call.is_batch:
+                chunk["index"] = index
+            left -= request.is_done
+            await _send_part(send, b"data: " + json_bytes(chunk) + b"\n\n")
+        await send({"type": "http.response.body", "body": _DONE, "more_body": False})
+
+
+def error_response(error: MoeServeError) -> Response:
+    """Returns the answer for one of our errors."""
+    headers = {}
+    if isinstance(error, QueueFullError):
+        headers["Retry-After"] = str(max(1, math.ceil(error.retry_after_s)))
+    elif status_of(error) == 503:
+        headers["Retry-After"] = "1"
+    return Response(json_bytes(error_of(error)), status_of(error), headers, media_type="application/json")
+
+
+async def _send_part(send: Send, data: bytes) -> None:
+    await send({"type": "http.response.body", "body": data, "more_body": True})
+
+
+async def _client_left(receive: Receive) -> None:
+    """Returns when the client has closed its connection."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def _no_receive() -> Any:
+    raise AssertionError("a plain response reads nothing")

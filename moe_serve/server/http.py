@@ -1,0 +1,76 @@
+"""Runs the application on a port until it is told to end, within seconds. Torch-free."""
+
+import asyncio
+import contextlib
+import os
+import signal
+import socket
+from collections.abc import Iterator
+
+import uvicorn
+from fastapi import FastAPI
+
+from moe_serve.errors import LaunchError
+from moe_serve.server.bridge import Bridge
+
+_END_DEADLINE_S = 3  # for answers on their way, once the server was told to end
+_BACKLOG = 2048
+
+
+def open_port(host: str, port: int) -> socket.socket:
+    """Returns a listening socket; port 0 = any free one. Raises LaunchError when the address cannot be opened."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        listener = socket.socket(family, kind, protocol)
+    except OSError as error:
+        raise LaunchError(f"server.host is {host!r}, which is no address of this machine ({error})") from None
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+        listener.listen(_BACKLOG)
+    except OSError as error:
+        listener.close()
+        raise LaunchError(
+            f"port {port} on {host} cannot be opened ({os.strerror(error.errno or 0)}); "
+            "end what uses it, or choose another one by --port or server.port"
+        ) from None
+    listener.setblocking(False)
+    return listener
+
+
+class HttpServer(uvicorn.Server):
+    """uvicorn with one way to end: no new calls, the open ones end with an error, then the process may leave."""
+
+    def __init__(self, app: FastAPI, bridge: Bridge, handle_signals: bool):
+        super().__init__(
+            uvicorn.Config(
+                app,
+                lifespan="off",
+                log_config=None,
+                access_log=False,
+                server_header=False,
+                timeout_graceful_shutdown=_END_DEADLINE_S,
+            )
+        )
+        self._bridge = bridge
+        self._handle_signals = handle_signals
+
+    def stop(self) -> None:
+        """Begins to end; a second call does not wait for answers any more."""
+        self.force_exit = self.should_exit
+        self.should_exit = True
+        self._bridge.drain()
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        if not self._handle_signals:
+            yield
+            return
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, self.stop)
+        try:
+            yield
+        finally:
+            for number in (signal.SIGINT, signal.SIGTERM):
+                loop.remove_signal_handler(number)
