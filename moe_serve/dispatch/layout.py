@@ -1,0 +1,71 @@
+"""Where every row goes: pure index arithmetic, the same on all ranks, without communication.
+
+An entry is one (token, k) pair with its flat index t * K + k. A rank sends its entries ordered by slot, then by flat
+index. Rows arrive ordered by source rank, then slot. The placed layout is ordered by slot, then source rank, then flat
+index: a pure function of all ranks' physical ids. No function here reads a tensor back to the host.
+
+Shape words: T tokens, K topk, R ranks, P slots, S = P / R slots of one rank, N entries sent, M rows received.
+"""
+
+import torch
+from torch import Tensor
+
+
+def count_slots(physical_ids: Tensor, num_slots: int) -> Tensor:
+    """Returns how many entries name each slot: physical_ids [T, K] int64 (-1 = none) -> [P] int64."""
+    flat = physical_ids.reshape(-1) + 1  # -1 is counted in front, and dropped
+    counts = torch.zeros(num_slots + 1, dtype=torch.int64, device=flat.device)
+    return counts.scatter_add_(0, flat, torch.ones_like(flat))[1:]
+
+
+def send_order(physical_ids: Tensor, num_slots: int, num_entries: int) -> Tensor:
+    """Returns the flat indices of the entries that are sent, by slot, then by flat index: [N] int64.
+
+    num_entries: N, how many ids are not -1
+    """
+    flat = physical_ids.reshape(-1)
+    if num_entries < flat.numel():
+        flat = torch.where(flat < 0, num_slots, flat)
+    return torch.sort(flat, stable=True).indices[:num_entries]
+
+
+def home_index(order: Tensor, num_tokens: int, topk: int) -> Tensor:
+    """Returns which sent row each entry became: order [N] -> [T, K] int64, -1 = was not sent."""
+    num_entries = order.shape[0]
+    index = torch.empty(num_tokens * topk, dtype=torch.int64, device=order.device)
+    if num_entries < num_tokens * topk:
+        index.fill_(-1)
+    index[order] = torch.arange(num_entries, device=order.device)
+    return index.view(num_tokens, topk)
+
+
+def placed_from_arrival(counts: Tensor, num_rows: int) -> Tensor:
+    """Returns, for each row of the placed layout, its position in the arrival order: [M] int64.
+
+    counts: [R, S] int64, rows that arrive from each rank for each slot of this one;  num_rows: M, their sum
+    """
+    # Segment (s, r) of the placed layout is segment (r, s) of the arrival.
+    first_in_arrival = _exclusive_cumsum(counts)
+    first_in_placed = _exclusive_cumsum(counts.t()).t()
+    shift = (first_in_arrival - first_in_placed).t().reshape(-1)
+    sizes = counts.t().reshape(-1)
+    return _segments(shift, sizes, num_rows)
+
+
+def arrival_from_placed(counts: Tensor, num_rows: int) -> Tensor:
+    """Returns, for each row of the arrival order, its position in the placed layout: [M] int64. Arguments as above."""
+    first_in_arrival = _exclusive_cumsum(counts)
+    first_in_placed = _exclusive_cumsum(counts.t()).t()
+    return _segments((first_in_placed - first_in_arrival).reshape(-1), counts.reshape(-1), num_rows)
+
+
+def _segments(shift: Tensor, sizes: Tensor, num_rows: int) -> Tensor:
+    """Returns row number + shift of its segment, for consecutive segments of these sizes: [num_rows] int64."""
+    rows = torch.arange(num_rows, device=sizes.device)
+    return rows + shift.repeat_interleave(sizes, output_size=num_rows)
+
+
+def _exclusive_cumsum(counts: Tensor) -> Tensor:
+    """Returns where each element of counts [A, B] begins when all are laid out in row-major order: [A, B]."""
+    flat = counts.reshape(-1)
+    return (flat.cumsum(0) - flat).view(counts.shape)

@@ -1,0 +1,140 @@
+"""The transport without a network: one rank, or several virtual ranks (threads) of one process.
+
+The plainest one, and the reference of the others. Virtual ranks hand encoded rows over through mailboxes; a rank picks
+the pieces it wants by slicing, in the order that the layout defines.
+"""
+
+import threading
+from dataclasses import dataclass
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from moe_serve.dispatch.base import Deferred, Dispatched, PackedRows, Pending, Ready
+from moe_serve.dispatch.layout import count_slots, home_index, send_order
+from moe_serve.dispatch.wire import Wire
+from moe_serve.errors import PeerError
+from moe_serve.kernels.weighted_sum import weighted_sum
+
+V = TypeVar("V")
+
+
+class LocalFabric:
+    """The mailboxes between the virtual ranks of one process."""
+
+    def __init__(self, num_ranks: int, deadline_s: float = 60.0):
+        self.num_ranks = num_ranks
+        self._deadline_s = deadline_s
+        self._condition = threading.Condition()
+        self._posts: dict[int, dict[int, object]] = {}  # by sequence number, then rank
+        self._collected: dict[int, int] = {}
+
+    def post(self, rank: int, sequence: int, value: object) -> None:
+        """Leaves what this rank sends in call number `sequence`; every rank makes the same calls."""
+        with self._condition:
+            self._posts.setdefault(sequence, {})[rank] = value
+            self._condition.notify_all()
+
+    def collect(self, rank: int, sequence: int) -> list[object]:
+        """Returns what all ranks sent, in rank order, once it is here. Raises PeerError after the deadline."""
+        with self._condition:
+            posts = self._posts.setdefault(sequence, {})
+            if not self._condition.wait_for(lambda: len(posts) == self.num_ranks, self._deadline_s):
+                late = min(set(range(self.num_ranks)) - posts.keys())
+                raise PeerError(f"virtual rank {late} sent nothing in call {sequence}", late, "receive", sequence)
+            values = [posts[r] for r in range(self.num_ranks)]
+            self._collected[sequence] = self._collected.get(sequence, 0) + 1
+            if self._collected[sequence] == self.num_ranks:
+                del self._posts[sequence], self._collected[sequence]
+            return values
+
+
+@dataclass(frozen=True)
+class _Sent:
+    """What one rank posts in a dispatch, or posts back in a combine."""
+
+    data: Tensor  # [rows, row_bytes] uint8
+    counts: Tensor  # dispatch: [P] rows for each slot; combine: [S, R] rows from each slot to each rank
+
+
+@dataclass(frozen=True)
+class _Handle:
+    home: Tensor  # [T, K] which sent row each entry became, -1 = none
+    sent: Tensor  # [P] rows that this rank sent to each slot
+    received: Tensor  # [R, S] rows that came from each rank for each slot here
+
+
+class LocalAllToAll:
+    """AllToAll over one rank, or over one of the virtual ranks of a fabric."""
+
+    def __init__(self, slots_per_rank: int, wire: Wire, rank: int = 0, fabric: LocalFabric | None = None):
+        self._fabric = fabric or LocalFabric(1)
+        self._rank = rank
+        self._num_ranks = self._fabric.num_ranks
+        self._slots_per_rank = slots_per_rank
+        self._num_slots = self._num_ranks * slots_per_rank
+        self._wire = wire
+        self._sequence = 0
+
+    def exchange_counts(self, counts: Tensor) -> Pending[Tensor]:
+        if self._num_ranks == 1:
+            return Ready(counts[None])
+        call = self._post(counts)
+        return Deferred(lambda: torch.stack(self._collect(call, Tensor)))
+
+    def dispatch(self, hidden: Tensor, physical_ids: Tensor, slot_counts: Tensor | None = None) -> Pending[Dispatched]:
+        num_tokens, topk = physical_ids.shape
+        # From the ids, not from slot_counts: the reference must notice when the two differ.
+        counts = count_slots(physical_ids, self._num_slots)
+        num_rows = int(counts.sum())
+        order = send_order(physical_ids, self._num_slots, num_rows)
+        rows = hidden.index_select(0, order.div(topk, rounding_mode="floor"))
+        home = home_index(order, num_tokens, topk)
+        data = self._wire.dispatch.encode(rows)
+        if self._num_ranks == 1:
+            received = self._wire.dispatch.decode(data, hidden.shape[1])
+            return Ready(Dispatched(PackedRows(received, counts.cpu()), _Handle(home, counts, counts[None])))
+        call = self._post(_Sent(data, counts))
+
+        def receive() -> Dispatched:
+            sent = self._collect(call, _Sent)
+            if slot_counts is not None:
+                counted = torch.stack([s.counts for s in sent])
+                assert torch.equal(slot_counts, counted), "slot_counts differ from the ids"
+            here = range(self._rank * self._slots_per_rank, (self._rank + 1) * self._slots_per_rank)
+            pieces = [torch.split(s.data, s.counts.tolist()) for s in sent]
+            data = torch.cat([pieces[source][slot] for slot in here for source in range(self._num_ranks)])
+            received = torch.stack([s.counts[here.start : here.stop] for s in sent])
+            placed = PackedRows(self._wire.dispatch.decode(data, hidden.shape[1]), received.sum(dim=0).cpu())
+            return Dispatched(placed, _Handle(home, counts, received))
+
+        return Deferred(receive)
+
+    def combine(self, expert_out: Tensor, weights: Tensor, handle: object) -> Pending[Tensor]:
+        assert isinstance(handle, _Handle), "the handle belongs to another transport"
+        hidden = expert_out.shape[1]
+        data = self._wire.combine.encode(expert_out)
+        if self._num_ranks == 1:
+            return Ready(weighted_sum(self._wire.combine.decode(data, hidden), handle.home, weights))
+        call = self._post(_Sent(data, handle.received.t().contiguous()))
+
+        def receive() -> Tensor:
+            returned = self._collect(call, _Sent)
+            pieces = [iter(torch.split(r.data, r.counts.reshape(-1).tolist())) for r in returned]
+            by_source = [[next(piece) for _ in range(self._slots_per_rank * self._num_ranks)] for piece in pieces]
+            mine = [by_rank[self._rank :: self._num_ranks] for by_rank in by_source]  # slots of each rank, in order
+            data = torch.cat([piece for by_slot in mine for piece in by_slot])
+            return weighted_sum(self._wire.combine.decode(data, hidden), handle.home, weights)
+
+        return Deferred(receive)
+
+    def _post(self, value: object) -> int:
+        self._sequence += 1
+        self._fabric.post(self._rank, self._sequence, value)
+        return self._sequence
+
+    def _collect(self, sequence: int, kind: type[V]) -> list[V]:
+        values = self._fabric.collect(self._rank, sequence)
+        assert all(isinstance(value, kind) for value in values), "virtual ranks make different calls"
+        return values  # type: ignore[return-value]

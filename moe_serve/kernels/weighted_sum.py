@@ -1,0 +1,54 @@
+"""The ordered combine: expert outputs added at home, in top-k order, in float32.
+
+The order is part of the result: adding the same numbers by rank or by arrival changes bits, and with them tokens.
+"""
+
+import torch
+from torch import Tensor
+
+
+def weighted_sum_reference(rows: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+    """Returns sum over k, in order, of weights[t, k] * rows[index[t, k]].
+
+    rows:    [num_rows, hidden]
+    index:   [num_tokens, topk] int64, -1 = nothing to add
+    weights: [num_tokens, topk] float32, not read where index is -1
+    returns: [num_tokens, hidden] dtype of rows; each step is one fused multiply-add in float32
+    """
+    total = torch.zeros(index.shape[0], rows.shape[1], dtype=torch.float64, device=rows.device)
+    for k in range(index.shape[1]):
+        valid = index[:, k] >= 0
+        # In float64 the product is exact, so that rounding the sum to float32 is the rounding of a fused multiply-add.
+        product = weights[valid, k].double()[:, None] * rows[index[valid, k]].double()
+        total[valid] = (total[valid] + product).float().double()
+    return total.to(rows.dtype)
+
+
+def weighted_sum(rows: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+    """Same contract as the reference; one call of `embedding_bag` on CPU, which adds the rows of a bag in order."""
+    if rows.device.type != "cpu":
+        return _by_column(rows, index, weights)
+    num_tokens, topk = index.shape
+    if num_tokens == 0 or topk == 0 or rows.shape[0] == 0 or rows.shape[1] == 0:
+        return rows.new_zeros(num_tokens, rows.shape[1])
+    valid = index >= 0
+    if bool(valid.all()):
+        flat, scale, offsets = index.reshape(-1), weights.reshape(-1), torch.arange(0, num_tokens * topk, topk)
+    else:
+        counts = valid.sum(dim=1)
+        flat, scale, offsets = index[valid], weights[valid], counts.cumsum(0) - counts
+    # Arguments: scale_grad_by_freq, mode 0 = sum, sparse, per_sample_weights (float32, as the sum: rows go up to it).
+    out: Tensor = torch.embedding_bag(rows.float(), flat, offsets, False, 0, False, scale)[0]
+    return out.to(rows.dtype)
+
+
+def _by_column(rows: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+    """One multiply-add for each k, over all tokens. Nothing is read back."""
+    total = torch.zeros(index.shape[0], rows.shape[1], dtype=torch.float32, device=rows.device)
+    if rows.shape[0] == 0:
+        return total.to(rows.dtype)
+    for k in range(index.shape[1]):
+        valid = (index[:, k] >= 0)[:, None]
+        added = torch.addcmul(total, weights[:, k, None], rows[index[:, k].clamp(min=0)].float())
+        total = torch.where(valid, added, total)
+    return total.to(rows.dtype)
