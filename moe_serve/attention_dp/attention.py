@@ -1,0 +1,178 @@
+"""Attention over the paged cache: decode rows in padded groups, prefill chunks one by one.
+
+`fast` lets each library call reduce as it likes. In `batch_invariant` keys are reduced in tiles of kv_tile tokens that
+start at multiples of kv_tile, one after the other, and each GEMM has the query heads of one token as its rows (padded
+to the row tile), or as many tokens as are proven to give the same bits. Keys beyond a sequence's end add exact zeros.
+
+Shape words: T = rows, heads = key/value heads, group = query heads of one key/value head, D = width of a key,
+Dv = width of a value, K = num_keys.
+"""
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from moe_serve.attention_dp.attention_plan import AttentionPlan, Chunk, DecodeGroup
+from moe_serve.attention_dp.kv_cache import KvCache, KvLayout
+from moe_serve.kernels.numerics import Numerics
+from moe_serve.kernels.row_tiles import cut, proven_tiles
+
+
+def attention_reference(q: Tensor, keys: Tensor, values: Tensor, scale: float, first_position: int) -> Tensor:
+    """q: [C, heads, group, D], keys: [heads, K, D], values: [heads, K, Dv] -> [C, heads, group, Dv], in float32.
+
+    Query i is at position first_position + i and sees the keys up to there.
+    """
+    scores = torch.einsum("chgd,hkd->chgk", q.float(), keys.float()) * scale
+    positions = torch.arange(len(q), device=q.device) + first_position
+    hidden = torch.arange(keys.shape[1], device=q.device) > positions[:, None]
+    scores = scores.masked_fill(hidden[:, None, None], -torch.inf)
+    return torch.einsum("chgk,hkd->chgd", scores.softmax(-1), values.float())
+
+
+class PagedAttention:
+    """The attention of all layers that share a cache layout. Stateless between calls."""
+
+    def __init__(
+        self,
+        layout: KvLayout,
+        group: int,
+        scale: float,
+        numerics: Numerics,
+        dtype: torch.dtype,
+        device: torch.device | str,
+    ):
+        """group: query heads per key/value head; scale: on the scores"""
+        self._layout = layout
+        self._group = group
+        self._scale = scale
+        self._kv_tile = numerics.kv_tile
+        self._token_rows = numerics.padded(group)  # GEMM rows of one token
+        self._tiles: tuple[int, ...] | None = None
+        if numerics.row_tile is not None:
+            like = torch.zeros((), dtype=dtype, device=device)
+            self._tiles = self._prove(like)
+
+    def __call__(self, q: Tensor, cache: KvCache, layer: int, plan: AttentionPlan) -> Tensor:
+        """q: [T, heads, group, D] -> [T, heads, group, Dv]. T may include padding rows; they give zeros.
+
+        The rows' own keys and values are already in the cache. plan.long_chunks are left to the caller.
+        """
+        if len(plan.decodes) == 1 and plan.num_rows == q.shape[0] == plan.decodes[0].num_seqs:
+            return self._decode(q, cache, layer, plan.decodes[0])
+        out = q.new_zeros(*q.shape[:-1], self._layout.value_width)
+        for group in plan.decodes:
+            if group.tokens is None:
+                out[: group.num_seqs] = self._decode(q[: group.num_seqs], cache, layer, group)
+            else:
+                found = self._decode(q.index_select(0, group.tokens), cache, layer, group)
+                out.index_copy_(0, group.tokens, found)
+        for chunk in plan.chunks:
+            out[chunk.start : chunk.end] = self._chunk(q[chunk.start : chunk.end], cache, layer, chunk)
+        return out
+
+    def _decode(self, q: Tensor, cache: KvCache, layer: int, group: DecodeGroup) -> Tensor:
+        """q: [n, heads, group, D] -> [n, heads, group, Dv]"""
+        if self._tiles is not None:
+            assert group.mask is not None
+            num_tiles = group.num_keys // self._kv_tile
+            keys, values = cache.gather(layer, group.rows, group.num_seqs * num_tiles)
+            out = self._attend_tiles(self._pad_heads(q), keys, values, group.mask)
+            return out[:, :, : self._group]
+        keys, values = cache.gather(layer, group.rows, group.num_seqs)
+        q, keys, values = q.flatten(0, 1), keys.flatten(0, 1), values.flatten(0, 1)
+        if group.mask is None:
+            scores = torch.bmm(q, keys.transpose(1, 2)).mul_(self._scale)
+        else:
+            scores = torch.baddbmm(group.mask, q, keys.transpose(1, 2), alpha=self._scale)
+        out = torch.bmm(scores.softmax(-1), values)
+        return out.view(group.num_seqs, -1, *out.shape[1:])
+
+    def _chunk(self, q: Tensor, cache: KvCache, layer: int, chunk: Chunk) -> Tensor:
+        """q: [C, heads, group, D] -> [C, heads, group, Dv]"""
+        if self._tiles is not None:
+            return self._chunk_in_tiles(q, cache, layer, chunk)
+        keys, values = cache.gather(layer, chunk.rows, 1)
+        if self._layout.kind == "mla":
+            values = keys  # one width for keys and values keeps the fused kernel; what is too much is cut off
+        out = attend_chunk(q, keys[0], values[0], chunk, self._scale)
+        return out[..., : self._layout.value_width]
+
+    def _chunk_in_tiles(self, q: Tensor, cache: KvCache, layer: int, chunk: Chunk) -> Tensor:
+        assert chunk.mask is not None
+        assert self._tiles is not None
+        num_rows, num_tiles, rows = q.shape[0], chunk.mask.shape[1], self._token_rows
+        keys, values = cache.gather(layer, chunk.rows, num_tiles)
+        q = self._pad_heads(q)
+        pieces = []
+        first_position = chunk.seq_len - num_rows
+        for piece in cut(num_rows * rows, self._tiles):
+            start, end = piece[0] // rows, piece[1] // rows
+            # Tiles behind the last position of the piece would add zeros only.
+            used = (first_position + end - 1) // self._kv_tile + 1
+            mask = chunk.mask[start:end, :used].transpose(0, 1).repeat_interleave(rows, 1)[None, :, None]
+            tokens = q[start:end].transpose(0, 1).flatten(1, 2)[None]
+            out = self._attend_tiles(tokens, keys[:used], values[:used], mask)
+            pieces.append(out[0].view(-1, end - start, rows, out.shape[-1]).transpose(0, 1))
+        return torch.cat(pieces)[:, :, : self._group]
+
+    def _attend_tiles(self, q: Tensor, keys: Tensor, values: Tensor, mask: Tensor) -> Tensor:
+        """Returns [n, heads, M, Dv] for M GEMM rows of each sequence and key/value head.
+
+        q: [n, heads, M, D], keys: [n * tiles, heads, kv_tile, D], values: [n * tiles, heads, kv_tile, Dv],
+        mask: [n, tiles, 1, 1 or M, kv_tile]
+        """
+        num_seqs, heads, rows, _ = q.shape
+        num_tiles = mask.shape[1]
+        q = (q * self._scale)[:, None].expand(-1, num_tiles, -1, -1, -1).flatten(0, 2)
+        scores = _products(q, keys.flatten(0, 1).transpose(1, 2)).view(num_seqs, num_tiles, heads, rows, -1) + mask
+        weights = scores.sub_(scores.amax((1, 4), keepdim=True)).exp_()
+        parts = _products(weights.flatten(0, 2), values.flatten(0, 1)).view(num_seqs, num_tiles, heads, rows, -1)
+        sums = weights.sum(-1, keepdim=True)
+        out, total = parts[:, 0], sums[:, 0]
+        for tile in range(1, num_tiles):
+            out, total = out + parts[:, tile], total + sums[:, tile]
+        return out / total
+
+    def _pad_heads(self, q: Tensor) -> Tensor:
+        """Returns q with the query heads of each key/value head padded to whole row tiles."""
+        missing = self._token_rows - self._group
+        return functional.pad(q, (0, 0, 0, missing)) if missing else q
+
+    def _prove(self, like: Tensor) -> tuple[int, ...]:
+        """Returns how many rows of query heads may go into one GEMM, whole tokens only."""
+        layout, rows = self._layout, self._token_rows
+        generator = torch.Generator().manual_seed(1)
+        keys = torch.randn(1, self._kv_tile, layout.width, generator=generator).to(like)
+        values = keys[..., : layout.value_width]
+
+        def scores(x: Tensor) -> Tensor:
+            return _products(x[None], keys.transpose(1, 2))[0]
+
+        def outputs(x: Tensor) -> Tensor:
+            return _products(x[None], values)[0]
+
+        first = proven_tiles(scores, layout.width, rows, like)
+        second = proven_tiles(outputs, self._kv_tile, rows, like)
+        return tuple(size for size in first if size in second)
+
+
+def _products(a: Tensor, b: Tensor) -> Tensor:
+    """Returns the batched product; one GEMM goes as a batch of two, as libraries have another path for a single one."""
+    if a.shape[0] == 1:
+        return torch.bmm(a.expand(2, -1, -1), b.expand(2, -1, -1))[:1]
+    return torch.bmm(a, b)
+
+
+def attend_chunk(q: Tensor, keys: Tensor, values: Tensor, chunk: Chunk, scale: float) -> Tensor:
+    """q: [C, heads, group, D], keys: [heads, K, D], values: [heads, K, Dv] -> [C, heads, group, Dv]"""
+    group = q.shape[2]
+    out = functional.scaled_dot_product_attention(
+        q.permute(1, 2, 0, 3),
+        keys[:, None].expand(-1, group, -1, -1),
+        values[:, None].expand(-1, group, -1, -1),
+        attn_mask=chunk.mask,
+        is_causal=chunk.mask is None,
+        scale=scale,
+    )
+    return out.permute(2, 0, 1, 3)

@@ -1,0 +1,158 @@
+"""Which cached rows each query of a step reads: computed once per step, used by all layers of one layout.
+
+Shape words: n = sequences, K = num_keys, C = query rows of one chunk.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from moe_serve.attention_dp.batch import ForwardBatch
+from moe_serve.attention_dp.kv_cache import KvLayout
+from moe_serve.kernels.numerics import Numerics
+
+ALWAYS_TOGETHER = 256  # keys; shorter sequences share a group whatever their lengths
+LARGEST_GATHER = 1 << 22  # elements of one group's copy of the cache, so that it stays near the processor
+
+
+@dataclass(frozen=True)
+class DecodeGroup:
+    """Sequences with one query row each and similar lengths, padded to the longest.
+
+    tokens: [n] int64, row of each sequence; None: rows 0 .. n
+    rows:   int64, what to gather, see KvLayout.gather_rows. In tiles: of n * K / kv_tile sequences of kv_tile keys
+    mask:   0 where a key is the sequence's own, -inf beyond its end: [n * heads, 1, K], in tiles [n, K / kv_tile, 1, 1,
+            kv_tile]; None: nothing to mask
+    """
+
+    tokens: Tensor | None
+    num_seqs: int
+    num_keys: int
+    rows: Tensor
+    mask: Tensor | None
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Rows start .. end of the batch: neighbouring tokens of one sequence, the last of which is its key number seq_len.
+
+    rows: int64, what to gather, as in DecodeGroup with n = 1
+    mask: [1, 1, C, K], or in tiles [C, K / kv_tile, kv_tile]: 0 up to the token's own position, then -inf; None: the
+          chunk is the whole sequence, so that plain causal attention is meant
+    """
+
+    start: int
+    end: int
+    seq_len: int
+    rows: Tensor
+    mask: Tensor | None
+
+
+@dataclass(frozen=True)
+class AttentionPlan:
+    """num_rows: leading rows of the batch that `decodes` and `chunks` cover; `long_chunks` cover those that follow."""
+
+    decodes: tuple[DecodeGroup, ...]
+    chunks: tuple[Chunk, ...]
+    long_chunks: tuple[Chunk, ...]
+    num_rows: int
+
+
+def plan_attention(
+    batch: ForwardBatch, layout: KvLayout, numerics: Numerics, dtype: torch.dtype, long_from: int | None = None
+) -> AttentionPlan:
+    """Returns the plan of a batch for layers of one layout.
+
+    long_from: chunks of at least so many rows become long_chunks; None: none do
+    """
+    builder = _Builder(batch, layout, numerics, dtype)
+    decodes = [builder.decode_group(seqs) for seqs in _group(batch, layout)]
+    chunks: list[Chunk] = []
+    long_chunks: list[Chunk] = []
+    start = num_rows = batch.num_decodes
+    for seq in range(batch.num_decodes, len(batch.host_query_lens)):
+        end = start + batch.host_query_lens[seq]
+        is_long = long_from is not None and end - start >= long_from
+        (long_chunks if is_long else chunks).append(builder.chunk(seq, start, end))
+        num_rows = num_rows if is_long else end
+        start = end
+    return AttentionPlan(tuple(decodes), tuple(chunks), tuple(long_chunks), num_rows)
+
+
+def _group(batch: ForwardBatch, layout: KvLayout) -> list[Sequence[int]]:
+    """Returns decode sequences in groups of similar length: padding costs at most about as much as the keys."""
+    lens = batch.host_seq_lens
+    num = batch.num_decodes
+    per_key = layout.elements_per_token
+    if num == 0:
+        return []
+    longest = max(lens[:num])
+    if longest <= ALWAYS_TOGETHER and num * longest * per_key <= LARGEST_GATHER:
+        return [range(num)]
+    groups: list[Sequence[int]] = []
+    group: list[int] = []
+    for seq in sorted(range(num), key=lambda i: -lens[i]):
+        top = lens[group[0]] if group else 0
+        similar = 2 * lens[seq] >= top or top <= ALWAYS_TOGETHER
+        if group and not (similar and (len(group) + 1) * top * per_key <= LARGEST_GATHER):
+            groups.append(group)
+            group = []
+        group.append(seq)
+    groups.append(group)
+    return groups if len(groups) > 1 else [range(num)]
+
+
+class _Builder:
+    def __init__(self, batch: ForwardBatch, layout: KvLayout, numerics: Numerics, dtype: torch.dtype):
+        self._batch = batch
+        self._layout = layout
+        self._tile = numerics.kv_tile if numerics.invariant else None
+        self._dtype = dtype
+
+    def decode_group(self, seqs: Sequence[int]) -> DecodeGroup:
+        batch = self._batch
+        lens = [batch.host_seq_lens[i] for i in seqs]
+        num_seqs, num_keys = len(lens), self._padded(max(lens))
+        # Decode rows come first and one per sequence, so a sequence's number is its row.
+        tokens = None if isinstance(seqs, range) else torch.tensor(seqs, dtype=torch.int64, device=batch.device)
+        tables, seq_lens = batch.block_tables[:num_seqs], batch.seq_lens[:num_seqs]
+        if tokens is not None:
+            tables, seq_lens = batch.block_tables.index_select(0, tokens), batch.seq_lens.index_select(0, tokens)
+        mask = None
+        if self._tile is not None or min(lens) < num_keys:
+            keys = torch.arange(num_keys, device=batch.device)
+            mask = self._mask(keys >= seq_lens[:, None])
+            if self._tile is not None:
+                mask = mask.view(num_seqs, -1, 1, 1, self._tile)
+            elif self._layout.kind == "gqa":
+                mask = mask.repeat_interleave(self._layout.num_heads, 0)[:, None]
+            else:
+                mask = mask[:, None]
+        return DecodeGroup(tokens, num_seqs, num_keys, self._rows(tables, num_keys), mask)
+
+    def chunk(self, seq: int, start: int, end: int) -> Chunk:
+        batch = self._batch
+        seq_len = batch.host_seq_lens[seq]
+        num_keys = self._padded(seq_len)
+        mask = None
+        if self._tile is not None or seq_len > end - start:
+            keys = torch.arange(num_keys, device=batch.device)
+            mask = self._mask(keys > batch.positions[start:end, None])
+            mask = mask[None, None] if self._tile is None else mask.view(end - start, -1, self._tile)
+        return Chunk(start, end, seq_len, self._rows(batch.block_tables[seq : seq + 1], num_keys), mask)
+
+    def _padded(self, num_keys: int) -> int:
+        return num_keys if self._tile is None else -(-num_keys // self._tile) * self._tile
+
+    def _mask(self, hidden: Tensor) -> Tensor:
+        return torch.zeros(hidden.shape, dtype=self._dtype, device=hidden.device).masked_fill_(hidden, -torch.inf)
+
+    def _rows(self, tables: Tensor, num_keys: int) -> Tensor:
+        block_size = self._batch.block_size
+        keys = torch.arange(num_keys, device=tables.device)
+        # Keys beyond the table are masked; any legal block will do for them.
+        blocks = tables.index_select(1, (keys // block_size).clamp_(max=tables.shape[1] - 1))
+        slots = blocks * block_size + keys % block_size
+        return self._layout.gather_rows(slots if self._tile is None else slots.view(-1, self._tile))

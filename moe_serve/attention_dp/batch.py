@@ -1,0 +1,122 @@
+"""The tokens of one rank in one step, as tensors: what the decoder is handed.
+
+Rows are tokens, ordered by how many a sequence brings: decodes (one) first, long prefill chunks last, then padding.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from moe_serve.kernels.numerics import Numerics
+
+if TYPE_CHECKING:
+    from moe_serve.attention_dp.scheduler import ScheduledChunk
+
+
+@dataclass(frozen=True)
+class ForwardBatch:
+    """One forward pass. All tensors int64 on the compute device; T_pad = num_tokens, padded as Numerics says.
+
+    input_ids:    [T_pad], 0 in padding rows
+    positions:    [T_pad], place of the token in its sequence; 0 in padding rows
+    slot_mapping: [T_pad], cache slot = block * block_size + offset; -1 in padding rows
+    block_tables: [num_seqs, max_blocks], blocks of each sequence in order; 0 beyond its end
+    seq_lens:     [num_seqs], tokens in the cache after this step
+    query_lens:   [num_seqs], rows of each sequence, in the order of the rows
+    logit_rows:   [num_logit_rows], the rows that are sampled, in the order of the chunks the batch was built from
+    num_tokens:   real rows;  num_decodes: leading sequences with one row
+    host_*:       the same numbers as Python ints, so that nobody waits for the device to learn a size
+    """
+
+    input_ids: Tensor
+    positions: Tensor
+    slot_mapping: Tensor
+    block_tables: Tensor
+    seq_lens: Tensor
+    query_lens: Tensor
+    logit_rows: Tensor
+    block_size: int
+    num_tokens: int
+    num_decodes: int
+    host_seq_lens: tuple[int, ...]
+    host_query_lens: tuple[int, ...]
+
+    @property
+    def num_padded(self) -> int:
+        """Returns T_pad."""
+        return self.input_ids.shape[0]
+
+    @property
+    def device(self) -> torch.device:
+        return self.input_ids.device
+
+    @classmethod
+    def empty(cls, device: torch.device | str, numerics: Numerics, block_size: int = 1) -> "ForwardBatch":
+        """Returns the batch of a rank that has nothing to run: it still goes through every layer."""
+        return cls.build((), block_size, device, numerics)
+
+    @classmethod
+    def build(
+        cls, chunks: "Sequence[ScheduledChunk]", block_size: int, device: torch.device | str, numerics: Numerics
+    ) -> "ForwardBatch":
+        """Returns the batch that computes these chunks.
+
+        Sequences are ordered by their number of new tokens; logit_rows keep the order of `chunks`. A sampling chunk has
+        one logit row for the last known token, and one more for each draft after it.
+        """
+        order = sorted(range(len(chunks)), key=lambda i: chunks[i].length)
+        ids: list[int] = []
+        positions: list[int] = []
+        slots: list[int] = []
+        tables: list[list[int]] = []
+        logit_rows: list[list[int]] = [[] for _ in chunks]
+        for index in order:
+            request, start, length, samples = chunks[index]
+            end = start + length
+            if samples:
+                first = max(request.num_known - 1, start)
+                logit_rows[index] = list(range(len(ids) + first - start, len(ids) + length))
+            ids += request.token_ids(start, end)
+            positions += range(start, end)
+            table = request.block_ids[: -(-end // block_size)]
+            tables.append(table)
+            slots += [table[i // block_size] * block_size + i % block_size for i in range(start, end)]
+        num_tokens = len(ids)
+        padding = numerics.padded(num_tokens) - num_tokens
+        widest = max(map(len, tables), default=0)
+        host_query_lens = tuple([chunks[i].length for i in order])
+        host_seq_lens = tuple([chunks[i].start + chunks[i].length for i in order])
+        num_seqs = len(order)
+        # One transfer for everything: small copies to an accelerator cost more than their bytes.
+        flat = ids + [0] * padding + positions + [0] * padding + slots + [-1] * padding
+        for table in tables:
+            flat += table
+            flat += [0] * (widest - len(table))
+        flat += host_seq_lens
+        flat += host_query_lens
+        for rows in logit_rows:
+            flat += rows
+        packed = torch.tensor(flat, dtype=torch.int64, device=device)
+        num_padded = num_tokens + padding
+        sizes = [num_padded] * 3 + [num_seqs * widest, num_seqs, num_seqs]
+        sizes.append(packed.shape[0] - sum(sizes))
+        input_ids, position_ids, slot_mapping, blocks, seq_lens, query_lens, rows_of_logits = packed.split_with_sizes(
+            sizes
+        )
+        return cls(
+            input_ids=input_ids,
+            positions=position_ids,
+            slot_mapping=slot_mapping,
+            block_tables=blocks.view(num_seqs, widest),
+            seq_lens=seq_lens,
+            query_lens=query_lens,
+            logit_rows=rows_of_logits,
+            block_size=block_size,
+            num_tokens=num_tokens,
+            num_decodes=sum([length == 1 for length in host_query_lens]),
+            host_seq_lens=host_seq_lens,
+            host_query_lens=host_query_lens,
+        )

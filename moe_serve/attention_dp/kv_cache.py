@@ -1,0 +1,131 @@
+"""The paged cache of keys and values of one rank: one tensor per layer, at one address for ever.
+
+A slot holds one token; a block is block_size neighbouring slots. Who owns which block is the scheduler's business.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from moe_serve.errors import CapacityError
+
+
+@dataclass(frozen=True)
+class KvLayout:
+    """What one layer keeps of one token.
+
+    gqa: a key and a value for each of `num_heads` heads of `width`; a row is [2 * num_heads, width], keys first
+    mla: one normed latent of `value_width` and one rotated key, together `width` wide; a row is [1, width]
+    """
+
+    kind: Literal["gqa", "mla"]
+    num_heads: int
+    width: int
+    value_width: int
+
+    @classmethod
+    def gqa(cls, num_heads: int, head_dim: int) -> "KvLayout":
+        return cls("gqa", num_heads, head_dim, head_dim)
+
+    @classmethod
+    def mla(cls, latent: int, rope_dim: int) -> "KvLayout":
+        return cls("mla", 1, latent + rope_dim, latent)
+
+    @property
+    def row_shape(self) -> tuple[int, int]:
+        return (2 * self.num_heads if self.kind == "gqa" else 1, self.width)
+
+    @property
+    def elements_per_token(self) -> int:
+        heads, width = self.row_shape
+        return heads * width
+
+    def gather_rows(self, slots: Tensor) -> Tensor:
+        """Returns the rows of the flattened cache ([num_slots * heads, width]) that hold these tokens' keys and values.
+
+        slots: [num_seqs, num_keys] int64 -> gqa: [2 * num_seqs * num_heads * num_keys], all keys, then all values, each
+        ordered by sequence, head and token; mla: [num_seqs * num_keys]
+        """
+        if self.kind == "mla":
+            return slots.reshape(-1)
+        heads = torch.arange(2 * self.num_heads, device=slots.device).view(2, 1, self.num_heads, 1)
+        return (slots[None, :, None, :] * (2 * self.num_heads) + heads).reshape(-1)
+
+
+class KvCache:
+    """All layers' keys and values. `num_blocks` blocks can be handed out; slot -1 is a row that nobody reads."""
+
+    def __init__(
+        self,
+        layouts: Sequence[KvLayout],
+        num_blocks: int,
+        block_size: int,
+        dtype: torch.dtype,
+        device: torch.device | str,
+    ):
+        """Raises CapacityError when the memory is not there."""
+        self.layouts = tuple(layouts)
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        self.dtype = dtype
+        num_slots = num_blocks * block_size + 1  # the last takes what padding rows write
+        try:
+            self._layers = [torch.zeros(num_slots, *layout.row_shape, dtype=dtype, device=device) for layout in layouts]
+        except (RuntimeError, MemoryError) as error:
+            need = num_blocks * bytes_per_block(layouts, block_size, dtype) / 2**30
+            reason = str(error).splitlines()[0]
+            raise CapacityError(
+                f"a KV cache of {num_blocks} blocks needs {need:.1f} GiB on {device} ({reason}); "
+                "lower cache.num_blocks or cache.memory_gib"
+            ) from None
+
+    def write(self, layer: int, slot_mapping: Tensor, rows: Tensor) -> None:
+        """Stores what the layer keeps of each token. slot_mapping: [T], rows: [T, *row_shape] as in KvLayout"""
+        # A negative index counts from the end: padding rows land in the spare slot.
+        self._layers[layer].index_put_((slot_mapping,), rows)
+
+    def gather(self, layer: int, rows: Tensor, num_seqs: int) -> tuple[Tensor, Tensor]:
+        """Returns copies of keys [num_seqs, heads, num_keys, width] and values [.., value_width].
+
+        rows: from KvLayout.gather_rows. mla: the values are the first part of the keys, the same memory.
+        """
+        layout = self.layouts[layer]
+        found = self._layers[layer].view(-1, layout.width).index_select(0, rows)
+        if layout.kind == "mla":
+            keys = found.view(num_seqs, 1, -1, layout.width)
+            return keys, keys[..., : layout.value_width]
+        both = found.view(2, num_seqs, layout.num_heads, -1, layout.width)
+        return both[0], both[1]
+
+    def export_blocks(self, block_ids: Sequence[int]) -> list[Tensor]:
+        """Returns copies of blocks, one tensor [num_blocks, block_size, *row_shape] per layer, for another engine."""
+        index = torch.tensor(block_ids, dtype=torch.int64, device=self._layers[0].device if self._layers else None)
+        return [self._blocks(layer).index_select(0, index) for layer in range(len(self._layers))]
+
+    def import_blocks(self, block_ids: Sequence[int], blocks: Sequence[Tensor]) -> None:
+        """Stores blocks that export_blocks returned, under other ids. The model and the dtype are the same.
+
+        Raises CapacityError when they come from a cache of another form.
+        """
+        for layer, layout in enumerate(self.layouts):
+            wanted = (len(block_ids), self.block_size, *layout.row_shape)
+            if len(blocks) != len(self.layouts) or tuple(blocks[layer].shape) != wanted:
+                got = [tuple(b.shape) for b in blocks]
+                raise CapacityError(
+                    f"blocks of shape {got} do not fit this cache, which needs {len(self.layouts)} x {wanted}; "
+                    "both engines must serve the same model with the same cache.block_size"
+                )
+        for layer, values in enumerate(blocks):
+            index = torch.tensor(block_ids, dtype=torch.int64, device=self._layers[layer].device)
+            self._blocks(layer).index_copy_(0, index, values.to(self._layers[layer]))
+
+    def _blocks(self, layer: int) -> Tensor:
+        return self._layers[layer][:-1].view(self.num_blocks, self.block_size, *self.layouts[layer].row_shape)
+
+
+def bytes_per_block(layouts: Sequence[KvLayout], block_size: int, dtype: torch.dtype) -> int:
+    """Returns the bytes that one block takes over all layers."""
+    return sum([layout.elements_per_token for layout in layouts]) * block_size * dtype.itemsize

@@ -1,0 +1,22 @@
+"""Root mean square normalisation (arXiv:1910.07467). Every row is reduced on its own, in any batch."""
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+
+def rms_norm_reference(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """x: [..., width], weight: [width] -> like x; computed in float32, scaled in x's dtype."""
+    wide = x.float()
+    normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+    return normed.to(x.dtype) * weight
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Same contract as the reference, in one call."""
+    return functional.rms_norm(x, (x.shape[-1],), weight, eps)
+
+
+def rms_norm_heads_(x: Tensor, weight: Tensor, eps: float) -> None:
+    """Normalises every head of x in place. x: [tokens, heads, head_dim], may be a view; weight: [heads, head_dim]"""
+    torch.mul(functional.rms_norm(x, (x.shape[-1],), None, eps), weight, out=x)

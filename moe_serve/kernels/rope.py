@@ -1,0 +1,30 @@
+"""Rotary position embedding of adjacent pairs: (x[2i], x[2i+1]) turns by the angle of (position, i).
+
+Adjacent pairs are complex numbers, so a rotation is one complex product, in place. Checkpoints that pair i with
+i + dim/2 have their projection rows re-ordered at load (`pair_order`): queries and keys get the same order, so
+every dot product stays what it was.
+"""
+
+import torch
+from torch import Tensor
+
+
+def rotate_reference(x: Tensor, turns: Tensor) -> Tensor:
+    """x: [tokens, heads, dim], turns: [tokens, dim / 2] complex64 (cos + i sin) -> like x"""
+    cos, sin = turns.real[:, None], turns.imag[:, None]
+    even, odd = x[..., 0::2].float(), x[..., 1::2].float()
+    return torch.stack((even * cos - odd * sin, even * sin + odd * cos), dim=-1).flatten(-2).to(x.dtype)
+
+
+def rotate_(x: Tensor, turns: Tensor) -> None:
+    """Rotates x in place; same contract as the reference. x may be a view whose last dimension is contiguous."""
+    if x.dtype == torch.float32:
+        torch.view_as_complex(x.view(*x.shape[:-1], -1, 2)).mul_(turns[:, None])
+    else:
+        pairs = torch.view_as_complex(x.float().view(*x.shape[:-1], -1, 2))
+        x.copy_(torch.view_as_real(pairs.mul_(turns[:, None])).flatten(-2))
+
+
+def pair_order(dim: int, device: torch.device) -> Tensor:
+    """Returns [dim] int64: the half-split index that comes to each place: 0, dim/2, 1, dim/2 + 1, .."""
+    return torch.arange(dim, device=device).view(2, -1).T.reshape(-1)

@@ -1,0 +1,170 @@
+"""Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434, section 2.1) over a cache of latents.
+
+Two forms of the same function. Absorbed: queries are carried into the latent space, so all heads share one cached row
+per token, as in multi-query attention; few queries are then cheap. Expanded: keys and values of every head are made
+from the latents first, which pays off once a chunk has many queries. `batch_invariant` uses the absorbed form only.
+
+Shape words: T = rows of the batch (padded), H = hidden, heads = num_heads, C = rows of one chunk, K = its keys.
+"""
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from moe_serve.attention_dp.attention import PagedAttention, attend_chunk
+from moe_serve.attention_dp.attention_plan import AttentionPlan, Chunk, plan_attention
+from moe_serve.attention_dp.batch import ForwardBatch
+from moe_serve.attention_dp.kv_cache import KvCache, KvLayout
+from moe_serve.kernels.linear import HeadLinear, Linear
+from moe_serve.kernels.norm import rms_norm
+from moe_serve.kernels.numerics import Numerics
+from moe_serve.kernels.rope import pair_order, rotate_
+from moe_serve.models.layers import AttentionStep, LinearFactory
+from moe_serve.models.rope_spec import RopeSpec
+from moe_serve.models.spec import MlaSpec
+
+
+class MlaAttention:
+    """Multi-head latent attention of one model; makes its layers."""
+
+    def __init__(
+        self, spec: MlaSpec, norm_eps: float, numerics: Numerics, dtype: torch.dtype, device: torch.device | str
+    ):
+        self.layout = KvLayout.mla(spec.kv_lora_rank, spec.rope_dim)
+        self.spec = spec
+        self.norm_eps = norm_eps
+        self._numerics = numerics
+        self._dtype = dtype
+        self._expand_from = None if numerics.invariant else expand_from(spec)
+        self.attend = PagedAttention(self.layout, spec.num_heads, spec.softmax_scale, numerics, dtype, device)
+
+    def plan(self, batch: ForwardBatch) -> AttentionPlan:
+        return plan_attention(batch, self.layout, self._numerics, self._dtype, self._expand_from)
+
+    def layer(self, index: int, weights: dict[str, Tensor], rope: RopeSpec, linear: LinearFactory) -> "MlaLayer":
+        """Takes the weights of layer `index` (named as in weight_plan.py) out of `weights`."""
+        spec = self.spec
+        q_kv_a, a_bias = weights.pop("q_kv_a"), weights.pop("q_kv_a_bias", None)
+        if "kv_a_bias" in weights:  # without q-LoRA the queries have no bias
+            kv_a_bias = weights.pop("kv_a_bias")
+            a_bias = torch.cat((kv_a_bias.new_zeros(len(q_kv_a) - len(kv_a_bias)), kv_a_bias))
+        q_b = weights.pop("q_b") if spec.q_lora_rank is not None else None
+        if not rope.interleaved:
+            # Query heads end with the rotated part, and so does the last projection to the cache.
+            order = pair_order(spec.rope_dim, q_kv_a.device)
+            a_bias = None if a_bias is None else _reorder_tails(a_bias, 1, order, slice(-spec.latent_dim, None))
+            q_kv_a = _reorder_tails(q_kv_a, 1, order, slice(-spec.latent_dim, None))
+            if q_b is None:
+                q_kv_a = _reorder_tails(q_kv_a, spec.num_heads, order, slice(None, -spec.latent_dim))
+            else:
+                q_b = _reorder_tails(q_b, spec.num_heads, order, slice(None))
+        kv_b = weights.pop("kv_b").view(spec.num_heads, spec.nope_dim + spec.value_dim, spec.kv_lora_rank)
+        return MlaLayer(
+            self,
+            index,
+            q_kv_a=linear(q_kv_a, a_bias),
+            q_a_norm=weights.pop("q_a_norm") if q_b is not None else None,
+            q_b=linear(q_b) if q_b is not None else None,
+            kv_a_norm=weights.pop("kv_a_norm"),
+            absorb=linear.per_head(kv_b[:, : spec.nope_dim].contiguous()),
+            expand=linear.per_head(kv_b[:, spec.nope_dim :].transpose(1, 2).contiguous()),
+            out=linear(weights.pop("o"), weights.pop("o_bias", None)),
+        )
+
+
+class MlaLayer:
+    """Multi-head latent attention of one layer.
+
+    q_kv_a: x -> (queries, or their latent with q-LoRA; then latent and unrotated key)
+    q_b:    with q-LoRA, the query latent -> queries
+    absorb: [heads, nope_dim, kv_lora_rank], carries queries into the latent space
+    expand: [heads, kv_lora_rank, value_dim], makes values of latents
+    """
+
+    def __init__(
+        self,
+        form: MlaAttention,
+        index: int,
+        q_kv_a: Linear,
+        q_a_norm: Tensor | None,
+        q_b: Linear | None,
+        kv_a_norm: Tensor,
+        absorb: HeadLinear,
+        expand: HeadLinear,
+        out: Linear,
+    ):
+        self._form = form
+        self._index = index
+        self._q_kv_a = q_kv_a
+        self._q_a_norm = q_a_norm
+        self._q_b = q_b
+        self._kv_a_norm = kv_a_norm
+        self._absorb = absorb
+        self._expand = expand
+        self._out = out
+
+    def __call__(self, x: Tensor, step: AttentionStep) -> Tensor:
+        """x: [T, H], normed -> [T, H]. Writes the rows' latents and rotated keys into the cache."""
+        form, spec, plan = self._form, self._form.spec, step.plan
+        both = self._q_kv_a(x)
+        q, row = both[:, : -spec.latent_dim], both[:, None, -spec.latent_dim :]
+        if self._q_b is not None:
+            assert self._q_a_norm is not None
+            q = self._q_b(rms_norm(q, self._q_a_norm, form.norm_eps))
+        q = q.view(x.shape[0], spec.num_heads, -1)
+        rotate_(q[..., spec.nope_dim :], step.turns)
+        rotate_(row[..., spec.kv_lora_rank :], step.turns)
+        latent = row[..., : spec.kv_lora_rank]
+        latent.copy_(rms_norm(latent, self._kv_a_norm, form.norm_eps))
+        step.cache.write(self._index, step.batch.slot_mapping, row)
+        if not plan.long_chunks:
+            return self._out(self._absorbed(q, step).flatten(1))
+        out = q.new_zeros(*q.shape[:2], spec.value_dim)
+        if plan.num_rows:
+            out[: plan.num_rows] = self._absorbed(q[: plan.num_rows], step)
+        for chunk in plan.long_chunks:
+            out[chunk.start : chunk.end] = self._expanded(q[chunk.start : chunk.end], step.cache, chunk)
+        return self._out(out.flatten(1))
+
+    def _absorbed(self, q: Tensor, step: AttentionStep) -> Tensor:
+        """q: [T, heads, nope + rope] -> [T, heads, value_dim]"""
+        nope_dim = self._form.spec.nope_dim
+        carried = torch.cat((self._absorb(q[..., :nope_dim]), q[..., nope_dim:]), dim=-1)
+        return self._expand(self._form.attend(carried[:, None], step.cache, self._index, step.plan)[:, 0])
+
+    def _expanded(self, q: Tensor, cache: KvCache, chunk: Chunk) -> Tensor:
+        """q: [C, heads, nope + rope] -> [C, heads, value_dim]"""
+        spec = self._form.spec
+        rows = cache.gather(self._index, chunk.rows, 1)[0][0, 0]
+        latents = rows[:, : spec.kv_lora_rank].expand(spec.num_heads, -1, -1)
+        rotated = rows[:, spec.kv_lora_rank :].expand(spec.num_heads, -1, -1)
+        keys = torch.cat((torch.bmm(latents, self._absorb.weight.transpose(1, 2)), rotated), dim=-1)
+        values = torch.bmm(latents, self._expand.weight)
+        # Equal widths of keys and values keep the fused kernel of torch.
+        missing = spec.query_dim - spec.value_dim
+        if missing > 0:
+            values = functional.pad(values, (0, missing))
+        out = attend_chunk(q[:, :, None], keys, values, chunk, spec.softmax_scale)
+        return out[:, :, 0, : spec.value_dim]
+
+
+def expand_from(spec: MlaSpec) -> int:
+    """Returns the number of query rows from which the expanded form takes fewer multiplications.
+
+    Per query and key: absorbed heads * (2 kv_lora_rank + rope_dim), expanded heads * (nope_dim + rope_dim + value_dim);
+    making a key and a value costs heads * kv_lora_rank * (nope_dim + value_dim), once per key.
+    """
+    per_head = spec.nope_dim + spec.value_dim
+    saved = 2 * spec.kv_lora_rank - per_head
+    if saved <= 0:
+        return 1 << 30  # absorbed is always the cheaper one
+    return -(-spec.kv_lora_rank * per_head // saved)
+
+
+def _reorder_tails(weight: Tensor, num_heads: int, order: Tensor, rows: slice) -> Tensor:
+    """Returns the weight with the last len(order) rows of each head re-ordered; `rows` are those of the heads."""
+    weight = weight.clone()
+    tails = weight[rows]
+    heads = tails.view(num_heads, -1, *tails.shape[1:])
+    heads[:, -len(order) :] = heads[:, -len(order) :][:, order]
+    return weight

@@ -1,0 +1,173 @@
+"""The decoder of every family: embedding, layers of attention and MoE (or a dense MLP), logits of the sampled rows.
+
+There is no early return: a rank without tokens goes through every MoE layer, because all ranks must take part in its
+collectives.
+
+Shape words: T = rows of the batch (padded), H = hidden, E = num_logical.
+"""
+
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from moe_serve.attention_dp.batch import ForwardBatch
+from moe_serve.attention_dp.kv_cache import KvCache, KvLayout
+from moe_serve.kernels.linear import Linear
+from moe_serve.kernels.norm import rms_norm
+from moe_serve.kernels.numerics import Numerics
+from moe_serve.models.layers import AttentionStep, GatedMlp, GqaAttention, GqaLayer, LinearFactory, RopeTable
+from moe_serve.models.mla import MlaAttention, MlaLayer
+from moe_serve.models.spec import GqaSpec, ModelSpec
+from moe_serve.models.weights import LoadedWeights
+
+
+class MoeLayerLike(Protocol):
+    """What the decoder needs of ep.MoeLayer."""
+
+    def __call__(self, x: Tensor, num_tokens: int, num_chunks: int) -> Tensor:
+        """x: [T, H] -> [T, H], routed and shared experts together; rows from num_tokens on are padding"""
+
+
+class MakeMoeLayer(Protocol):
+    """Builds the MoE layer of a model layer; a closure of the engine over its group, placement and recorder."""
+
+    def __call__(
+        self,
+        layer_id: int,
+        gate_weight: Tensor,
+        correction_bias: Tensor | None,
+        experts: dict[str, Tensor],
+        shared: Callable[[Tensor], Tensor] | None,
+    ) -> MoeLayerLike:
+        """gate_weight: [E, H]; correction_bias: [E] float32; experts: as in LoadedWeights; shared: [T, H] -> [T, H]"""
+
+
+class DecoderLayer:
+    """One layer's weights; exactly one of `moe` and `mlp` is there."""
+
+    def __init__(
+        self,
+        input_norm: Tensor,
+        attention: GqaLayer | MlaLayer,
+        post_norm: Tensor,
+        moe: MoeLayerLike | None,
+        mlp: GatedMlp | None,
+    ):
+        self.input_norm = input_norm
+        self.attention = attention
+        self.post_norm = post_norm
+        self.moe = moe
+        self.mlp = mlp
+
+
+class MoeDecoder:
+    """A model on one rank. Made by build_decoder."""
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        numerics: Numerics,
+        embed: Tensor,
+        attention: GqaAttention | MlaAttention,
+        rope: RopeTable,
+        layers: list[DecoderLayer],
+        norm: Tensor,
+        head: Linear,
+    ):
+        self.spec = spec
+        self._numerics = numerics
+        self._embed = embed
+        self._attention = attention
+        self._rope = rope
+        self._layers = layers
+        self._norm = norm
+        self._head = head
+
+    @property
+    def layouts(self) -> tuple[KvLayout, ...]:
+        """The cache layout of every layer."""
+        return kv_layouts(self.spec)
+
+    @torch.no_grad()
+    def forward(self, batch: ForwardBatch, cache: KvCache, num_chunks: int) -> Tensor:
+        """Returns logits [len(batch.logit_rows), vocab_size] float32; the batch's keys and values go into the cache.
+
+        num_chunks: dispatch rounds of every MoE layer, the same number on all ranks
+        """
+        eps = self.spec.norm_eps
+        x = functional.embedding(batch.input_ids, self._embed)
+        step = None
+        if batch.num_tokens:
+            step = AttentionStep(batch, cache, self._attention.plan(batch), self._rope(batch.positions))
+        for layer in self._layers:
+            if step is not None:
+                normed = rms_norm(x, layer.input_norm, eps)
+                x = x + layer.attention(normed, step)
+            normed = rms_norm(x, layer.post_norm, eps)
+            if layer.moe is not None:
+                x = x + layer.moe(normed, batch.num_tokens, num_chunks)
+            elif layer.mlp is not None and step is not None:
+                x = x + layer.mlp(normed)
+        return self._logits(x, batch.logit_rows)
+
+    def _logits(self, x: Tensor, rows: Tensor) -> Tensor:
+        num_rows = rows.shape[0]
+        padding = self._numerics.padded(num_rows) - num_rows
+        if padding:
+            rows = functional.pad(rows, (0, padding))
+        x = rms_norm(x.index_select(0, rows), self._norm, self.spec.norm_eps)
+        return self._head(x)[:num_rows].float()
+
+
+def build_decoder(
+    spec: ModelSpec,
+    weights: LoadedWeights,
+    make_moe_layer: MakeMoeLayer,
+    numerics: Numerics,
+    device: torch.device | str,
+) -> MoeDecoder:
+    """Returns the decoder. Takes the dense tensors out of `weights`, so that none is held twice once it is packed."""
+    dense = weights.dense
+    linear = LinearFactory(numerics)
+    embed, norm = dense.pop("embed"), dense.pop("norm")
+    if isinstance(spec.attention, GqaSpec):
+        attention: GqaAttention | MlaAttention = GqaAttention(
+            spec.attention, spec.norm_eps, numerics, embed.dtype, device
+        )
+    else:
+        attention = MlaAttention(spec.attention, spec.norm_eps, numerics, embed.dtype, device)
+    moe_layers = set(spec.moe_layer_ids)
+    layers = []
+    for layer_id in range(spec.num_layers):
+        prefix = f"layers.{layer_id}."
+        mine = {name.removeprefix(prefix): dense.pop(name) for name in list(dense) if name.startswith(prefix)}
+        attention_layer = attention.layer(layer_id, mine, spec.rope, linear)
+        moe, mlp = None, None
+        if layer_id in moe_layers:
+            shared = _mlp(mine, "shared_", linear) if spec.shared_intermediate else None
+            experts = weights.experts[layer_id]
+            moe = make_moe_layer(layer_id, mine.pop("router"), mine.pop("router_bias", None), experts, shared)
+        else:
+            mlp = _mlp(mine, "", linear)
+        layers.append(DecoderLayer(mine.pop("input_norm"), attention_layer, mine.pop("post_norm"), moe, mlp))
+        assert not mine, f"weights of layer {layer_id} that nobody took: {sorted(mine)}"
+    head = linear(embed if spec.tie_embeddings else dense.pop("lm_head"))
+    table = RopeTable(spec.rope, spec.max_position, device)
+    return MoeDecoder(spec, numerics, embed, attention, table, layers, norm, head)
+
+
+def kv_layouts(spec: ModelSpec) -> tuple[KvLayout, ...]:
+    """Returns the cache layout of every layer, to size the cache before there is a decoder."""
+    attention = spec.attention
+    if isinstance(attention, GqaSpec):
+        layout = KvLayout.gqa(attention.num_kv_heads, attention.head_dim)
+    else:
+        layout = KvLayout.mla(attention.kv_lora_rank, attention.rope_dim)
+    return (layout,) * spec.num_layers
+
+
+def _mlp(weights: dict[str, Tensor], prefix: str, linear: LinearFactory) -> GatedMlp:
+    return GatedMlp(linear(weights.pop(prefix + "gate_up")), linear(weights.pop(prefix + "down")))

@@ -1,0 +1,120 @@
+"""How positions are rotated into queries and keys, as a config.json says it. Torch-free.
+
+Rotary embedding: arXiv:2104.09864. YaRN: arXiv:2309.00071; DeepSeek's mscale_all_dim also scales the softmax.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from moe_serve.errors import ModelError
+
+
+@dataclass(frozen=True)
+class YarnSpec:
+    """YaRN: low frequencies are divided by `factor`, high ones kept, with a ramp between the two borders."""
+
+    factor: float
+    original_max_position: int
+    beta_fast: float  # rotations over the original length above which a frequency is kept
+    beta_slow: float  # and below which it is divided
+    truncate: bool  # round the ramp's borders to whole dimensions
+
+
+@dataclass(frozen=True)
+class RopeSpec:
+    """dim: rotated width of a head.  interleaved: pairs are (0,1), (2,3), ..; else (0, dim/2), (1, dim/2 + 1), .."""
+
+    dim: int
+    theta: float
+    interleaved: bool
+    linear_factor: float = 1.0  # positions are divided by it
+    yarn: YarnSpec | None = None
+    table_factor: float = 1.0  # on cos and sin
+    softmax_factor: float = 1.0  # on the softmax scale of MLA
+
+
+SUPPORTED = ("default", "linear", "yarn")
+
+
+def read_rope(values: Mapping[str, Any], dim: int, interleaved: bool, where: str) -> RopeSpec:
+    """Returns the rotation of a config.json, in its old (rope_theta, rope_scaling) or new (rope_parameters) spelling.
+
+    dim: rotated width of a head.  where: the file, for messages
+    Raises ModelError for a rotation that is not SUPPORTED, and for missing or impossible numbers.
+    """
+    given = values.get("rope_parameters") or values.get("rope_scaling") or {}
+    if not isinstance(given, Mapping):
+        raise ModelError(f"{where}: rope_parameters is {given!r}, expected an object")
+    kind = str(given.get("rope_type") or given.get("type") or "default")
+    if kind not in SUPPORTED:
+        raise ModelError(f"{where}: rope_type {kind!r} is not supported; supported are {', '.join(SUPPORTED)}")
+    partial = given.get("partial_rotary_factor") or values.get("partial_rotary_factor") or 1.0
+    if partial != 1.0:
+        raise ModelError(f"{where}: partial_rotary_factor {partial} is not supported; only 1.0 is")
+    if dim % 2:
+        raise ModelError(f"{where}: the rotated head width is {dim}; it must be even")
+    theta = _number(given, "rope_theta", where, default=_number(values, "rope_theta", where, default=10000.0))
+    if kind == "default":
+        return RopeSpec(dim, theta, interleaved)
+    if kind == "linear":
+        return RopeSpec(dim, theta, interleaved, linear_factor=_number(given, "factor", where))
+    return _read_yarn(given, values, dim, theta, interleaved, where)
+
+
+def _read_yarn(
+    given: Mapping[str, Any], values: Mapping[str, Any], dim: int, theta: float, interleaved: bool, where: str
+) -> RopeSpec:
+    longest = _number(values, "max_position_embeddings", where)
+    original = _number(given, "original_max_position_embeddings", where, default=longest)
+    factor = _number(given, "factor", where, default=longest / original)
+    mscale, mscale_all = given.get("mscale"), given.get("mscale_all_dim")
+    table_factor = given.get("attention_factor")
+    if table_factor is None:
+        table_factor = mscale_of(factor, 1.0)
+        if mscale and mscale_all:
+            table_factor = mscale_of(factor, mscale) / mscale_of(factor, mscale_all)
+    return RopeSpec(
+        dim,
+        theta,
+        interleaved,
+        yarn=YarnSpec(
+            factor=factor,
+            original_max_position=int(original),
+            beta_fast=float(given.get("beta_fast") or 32),
+            beta_slow=float(given.get("beta_slow") or 1),
+            truncate=bool(given.get("truncate", True)),
+        ),
+        table_factor=float(table_factor),
+        softmax_factor=mscale_of(factor, mscale_all) ** 2 if mscale_all else 1.0,
+    )
+
+
+def mscale_of(factor: float, mscale: float) -> float:
+    """Returns YaRN's attention temperature for a context stretched by `factor`."""
+    return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0
+
+
+def yarn_ramp(rope: RopeSpec) -> tuple[float, float]:
+    """Returns the pair indices between which YaRN passes from kept to divided frequencies."""
+    yarn = rope.yarn
+    assert yarn is not None
+
+    def pair_with_rotations(rotations: float) -> float:
+        return rope.dim * math.log(yarn.original_max_position / (rotations * 2 * math.pi)) / (2 * math.log(rope.theta))
+
+    low, high = pair_with_rotations(yarn.beta_fast), pair_with_rotations(yarn.beta_slow)
+    if yarn.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, rope.dim - 1)
+    return low, high + 0.001 if low == high else high
+
+
+def _number(values: Mapping[str, Any], key: str, where: str, default: float | None = None) -> float:
+    value = values.get(key)
+    if value is None:
+        value = default
+    if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
+        raise ModelError(f"{where}: {key} of the rotary embedding is {value!r}, expected a number above 0")
+    return float(value)

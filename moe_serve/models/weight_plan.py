@@ -1,0 +1,167 @@
+"""Which tensors a model has, and how its checkpoint calls them: one table for loading, checking and dummy weights.
+
+Our names are short and fused where the forward uses one GEMM ("layers.3.qkv"); a tensor's parts are stacked along rows.
+
+Shape words: H = hidden, I = width of an MLP, E = num_logical.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+from moe_serve.models.spec import GqaSpec, MlaSpec, ModelSpec
+
+
+@dataclass(frozen=True)
+class Part:
+    """One checkpoint tensor: its name, shape, and other names it may have instead."""
+
+    source: str
+    shape: tuple[int, ...]
+    aliases: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class DenseTensor:
+    """One tensor that every rank holds. kind says how dummy weights are drawn; "bias32" stays in float32."""
+
+    name: str
+    parts: tuple[Part, ...]
+    kind: Literal["matrix", "norm", "bias", "bias32"] = "matrix"
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        first = self.parts[0].shape
+        return (sum(part.shape[0] for part in self.parts), *first[1:])
+
+
+@dataclass(frozen=True)
+class ExpertTensor:
+    """One tensor per expert of one layer: either per-expert parts, or one fused checkpoint tensor [E, *shape].
+
+    parts_of(e): the parts of expert e, stacked along rows
+    fused:       the checkpoint tensor that holds all experts in our own form
+    """
+
+    name: Literal["gate_up", "down"]
+    layer_id: int
+    shape: tuple[int, int]
+    templates: tuple[Part, ...]  # {e} stands for the expert
+    fused: Part
+
+    def parts_of(self, expert: int) -> tuple[Part, ...]:
+        return tuple(Part(part.source.format(e=expert), part.shape) for part in self.templates)
+
+
+def dense_tensors(spec: ModelSpec) -> Iterator[DenseTensor]:
+    """Yields every tensor that all ranks hold, in the order of the forward pass."""
+    vocab_shape = (spec.vocab_size, spec.hidden)
+    yield DenseTensor("embed", (Part("model.embed_tokens.weight", vocab_shape),))
+    moe_layers = set(spec.moe_layer_ids)
+    for layer in range(spec.num_layers):
+        ours, theirs = f"layers.{layer}.", f"model.layers.{layer}."
+        yield _norm(ours + "input_norm", theirs + "input_layernorm.weight", spec.hidden)
+        if isinstance(spec.attention, GqaSpec):
+            yield from _gqa(spec.attention, spec.hidden, ours, theirs + "self_attn.")
+        else:
+            yield from _mla(spec.attention, spec.hidden, ours, theirs + "self_attn.")
+        yield _norm(ours + "post_norm", theirs + "post_attention_layernorm.weight", spec.hidden)
+        if layer in moe_layers:
+            yield from _moe(spec, ours, theirs)
+        else:
+            yield from _mlp(ours, theirs + "mlp.", spec.hidden, spec.dense_intermediate)
+    yield _norm("norm", "model.norm.weight", spec.hidden)
+    if not spec.tie_embeddings:
+        yield DenseTensor("lm_head", (Part("lm_head.weight", vocab_shape),))
+
+
+def expert_tensors(spec: ModelSpec) -> Iterator[ExpertTensor]:
+    """Yields the two expert tensors of every MoE layer."""
+    names, hidden, width = spec.expert_names, spec.hidden, spec.moe_intermediate
+    for layer in spec.moe_layer_ids:
+        block = f"model.layers.{layer}.{names.block}.experts."
+        fused = f"model.layers.{layer}.mlp.experts."
+        up_shape, down_shape = (2 * width, hidden), (hidden, width)
+        gate, up, down = (
+            Part(block + "{e}." + name + ".weight", shape)
+            for name, shape in ((names.gate, (width, hidden)), (names.up, (width, hidden)), (names.down, down_shape))
+        )
+        all_up = Part(fused + "gate_up_proj", (spec.num_logical, *up_shape))
+        all_down = Part(fused + "down_proj", (spec.num_logical, *down_shape))
+        yield ExpertTensor("gate_up", layer, up_shape, (gate, up), all_up)
+        yield ExpertTensor("down", layer, down_shape, (down,), all_down)
+
+
+def is_ignored(spec: ModelSpec, name: str) -> bool:
+    """Returns whether a checkpoint tensor is known and not needed.
+
+    These are the layers for multi-token prediction behind the last one, buffers that are computed, and the copy of tied
+    embeddings.
+    """
+    if name == "lm_head.weight":
+        return spec.tie_embeddings
+    if name.endswith(("rotary_emb.inv_freq", ".masked_bias")):
+        return True
+    prefix = "model.layers."
+    layer = name[len(prefix) :].split(".", 1)[0] if name.startswith(prefix) else ""
+    return layer.isdigit() and int(layer) >= spec.num_layers
+
+
+def _norm(name: str, source: str, width: int) -> DenseTensor:
+    return DenseTensor(name, (Part(source, (width,)),), "norm")
+
+
+def _mlp(ours: str, theirs: str, hidden: int, width: int) -> Iterator[DenseTensor]:
+    up_shape = (width, hidden)
+    parts = (Part(theirs + "gate_proj.weight", up_shape), Part(theirs + "up_proj.weight", up_shape))
+    yield DenseTensor(ours + "gate_up", parts)
+    yield DenseTensor(ours + "down", (Part(theirs + "down_proj.weight", (hidden, width)),))
+
+
+def _moe(spec: ModelSpec, ours: str, theirs: str) -> Iterator[DenseTensor]:
+    block = spec.expert_names.block
+    # transformers 5 calls every family's block "mlp" in memory, and some exporters write it so.
+    gate = Part(theirs + block + ".gate.weight", (spec.num_logical, spec.hidden), (theirs + "mlp.gate.weight",))
+    yield DenseTensor(ours + "router", (gate,))
+    if spec.router.has_bias:
+        bias = Part(theirs + block + ".gate.e_score_correction_bias", (spec.num_logical,))
+        yield DenseTensor(ours + "router_bias", (bias,), "bias32")
+    if spec.shared_intermediate:
+        yield from _mlp(ours + "shared_", theirs + block + ".shared_experts.", spec.hidden, spec.shared_intermediate)
+
+
+def _gqa(spec: GqaSpec, hidden: int, ours: str, theirs: str) -> Iterator[DenseTensor]:
+    q, kv = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
+    widths = (("q_proj", q), ("k_proj", kv), ("v_proj", kv))
+    yield DenseTensor(ours + "qkv", tuple(Part(f"{theirs}{n}.weight", (width, hidden)) for n, width in widths))
+    yield DenseTensor(ours + "o", (Part(theirs + "o_proj.weight", (hidden, q)),))
+    if spec.bias:
+        parts = tuple(Part(f"{theirs}{n}.bias", (width,)) for n, width in widths)
+        yield DenseTensor(ours + "qkv_bias", parts, "bias")
+        yield DenseTensor(ours + "o_bias", (Part(theirs + "o_proj.bias", (hidden,)),), "bias")
+    if spec.qk_norm:
+        yield _norm(ours + "q_norm", theirs + "q_norm.weight", spec.head_dim)
+        yield _norm(ours + "k_norm", theirs + "k_norm.weight", spec.head_dim)
+
+
+def _mla(spec: MlaSpec, hidden: int, ours: str, theirs: str) -> Iterator[DenseTensor]:
+    q, rank = spec.num_heads * spec.query_dim, spec.q_lora_rank
+    kv_a = Part(theirs + "kv_a_proj_with_mqa.weight", (spec.latent_dim, hidden))
+    kv_a_bias = Part(theirs + "kv_a_proj_with_mqa.bias", (spec.latent_dim,))
+    if rank is None:
+        # Without q-LoRA the queries never have a bias of their own.
+        yield DenseTensor(ours + "q_kv_a", (Part(theirs + "q_proj.weight", (q, hidden)), kv_a))
+        if spec.bias:
+            yield DenseTensor(ours + "kv_a_bias", (kv_a_bias,), "bias")
+    else:
+        yield DenseTensor(ours + "q_kv_a", (Part(theirs + "q_a_proj.weight", (rank, hidden)), kv_a))
+        if spec.bias:
+            yield DenseTensor(ours + "q_kv_a_bias", (Part(theirs + "q_a_proj.bias", (rank,)), kv_a_bias), "bias")
+        yield _norm(ours + "q_a_norm", theirs + "q_a_layernorm.weight", rank)
+        yield DenseTensor(ours + "q_b", (Part(theirs + "q_b_proj.weight", (q, rank)),))
+    yield _norm(ours + "kv_a_norm", theirs + "kv_a_layernorm.weight", spec.kv_lora_rank)
+    kv_b = spec.num_heads * (spec.nope_dim + spec.value_dim)
+    yield DenseTensor(ours + "kv_b", (Part(theirs + "kv_b_proj.weight", (kv_b, spec.kv_lora_rank)),))
+    yield DenseTensor(ours + "o", (Part(theirs + "o_proj.weight", (hidden, spec.num_heads * spec.value_dim)),))
+    if spec.bias:
+        yield DenseTensor(ours + "o_bias", (Part(theirs + "o_proj.bias", (hidden,)),), "bias")
