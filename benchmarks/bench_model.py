@@ -1,0 +1,44 @@
+"""The model of the serving benchmarks: a Qwen3-MoE of 114 M parameters (26 M active) with random weights."""
+
+import json
+from pathlib import Path
+
+CONFIG = {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "model_type": "qwen3_moe",
+    "hidden_size": 512,
+    "num_hidden_layers": 8,
+    "num_experts": 32,
+    "num_experts_per_tok": 4,
+    "moe_intermediate_size": 256,
+    "intermediate_size": 1024,
+    "vocab_size": 8192,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "norm_topk_prob": True,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+    "max_position_embeddings": 1024,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0,
+    "tie_word_embeddings": False,
+    "hidden_act": "silu",
+    "attention_bias": False,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+
+
+def write_bench_model(folder: Path) -> Path:
+    """Returns a folder with config.json and model.safetensors, written by transformers with seed 0."""
+    import torch
+    from transformers import AutoModelForCausalLM, Qwen3MoeConfig
+
+    torch.manual_seed(0)
+    known = {key: value for key, value in CONFIG.items() if key not in ("architectures", "model_type")}
+    model = AutoModelForCausalLM.from_config(Qwen3MoeConfig(**known)).float()
+    model.save_pretrained(folder)
+    (folder / "config.json").write_text(json.dumps(CONFIG))
+    return folder

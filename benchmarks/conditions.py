@@ -1,0 +1,66 @@
+"""What every benchmark prints beside its numbers, and how it keeps them: a table for people and JSON for machines."""
+
+import json
+import os
+import platform
+import time
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+RESULTS = Path(__file__).parent / "results"
+
+
+def conditions(*packages: str) -> dict[str, Any]:
+    """Returns the machine, its load and the versions that a number was measured with."""
+    model = next(
+        (line.partition(":")[2].strip() for line in _lines("/proc/cpuinfo") if line.startswith("model name")), "unknown"
+    )
+    versions = {}
+    for name in ("torch", "numpy", *packages):
+        try:
+            versions[name] = version(name)
+        except PackageNotFoundError:
+            versions[name] = "not installed"
+    return {
+        "date": time.strftime("%Y-%m-%d %H:%M", time.gmtime()),
+        "cpu": model,
+        "cores": len(os.sched_getaffinity(0)),
+        "load_average": [round(value, 2) for value in os.getloadavg()],
+        "python": platform.python_version(),
+        "versions": versions,
+    }
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    """Returns rows of equal keys as a Markdown table."""
+    names = list(rows[0])
+    lines = ["| " + " | ".join(names) + " |", "|" + " --- |" * len(names)]
+    lines += ["| " + " | ".join(_cell(row[name]) for name in names) + " |" for row in rows]
+    return "\n".join(lines)
+
+
+def save(name: str, title: str, rows: list[dict[str, Any]], facts: dict[str, Any], notes: str = "") -> str:
+    """Writes results/NAME.md and results/NAME.json, and returns the text of the former."""
+    RESULTS.mkdir(exist_ok=True)
+    versions = ", ".join(f"{key} {value}" for key, value in facts["versions"].items())
+    where = (
+        f"{facts['date']} UTC, {facts['cores']} cores of {facts['cpu']}, load average {facts['load_average'][0]} at "
+        f"the start, Python {facts['python']}, {versions}."
+    )
+    text = f"# {title}\n\n{where}\n\n{table(rows)}\n" + (f"\n{notes.strip()}\n" if notes else "")
+    (RESULTS / f"{name}.md").write_text(text)
+    record = {"title": title, "conditions": facts, "rows": rows}
+    (RESULTS / f"{name}.json").write_text(json.dumps(record, indent=1) + "\n")
+    return text
+
+
+def _cell(value: Any) -> str:
+    return f"{value:.3g}" if isinstance(value, float) else str(value)
+
+
+def _lines(path: str) -> list[str]:
+    try:
+        return Path(path).read_text().splitlines()
+    except OSError:
+        return []
