@@ -52,7 +52,7 @@ class ReplicaGraph:
             )
         if num_ranks < 1 or row.size % num_ranks:
             raise PlacementError(
-                f"physical_to_logical has {row.size} slots, which {num_ranks} ranks cannot share evenly; give a multiple"
+                f"physical_to_logical has {row.size} slots, which {num_ranks} ranks cannot share; give a multiple"
             )
         if num_logical is None:
             num_logical = int(row.max()) + 1
