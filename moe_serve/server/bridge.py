@@ -299,28 +299,30 @@ class Bridge:
     def _take_fatal(self, view: RankView, message: Fatal) -> None:
         view.ended = True
         if message.lost_rank == view.rank:
-            reason = f"rank {view.rank} on {view.host} failed: {message.message}"
+            self._end_epoch(f"rank {view.rank} on {view.host} failed: {message.message}", view.rank)
         elif message.lost_rank >= 0:
             reason = f"rank {message.lost_rank} is lost, says rank {view.rank}: {message.message}"
+            self._end_epoch(reason, message.lost_rank)
         else:
             # Somebody is about to say which rank it is: another peer, or the launcher.
-            reason = f"a rank is lost, says rank {view.rank}: {message.message}"
-            asyncio.get_running_loop().call_later(_UNNAMED_LOSS_S, self._end_epoch_if, message.epoch, reason)
-            return
-        self._end_epoch(reason, message.lost_rank)
+            self._end_epoch(f"a rank is lost, says rank {view.rank}: {message.message}", None, wait_s=_UNNAMED_LOSS_S)
 
-    def _end_epoch_if(self, epoch: int, reason: str) -> None:
-        if epoch == self.workers.epoch and self.workers.loss is None:
-            self._end_epoch(reason, None)
-
-    def _end_epoch(self, reason: str, lost_rank: int | None) -> None:
-        """Ends the epoch: no more requests are taken, and the open ones end with an error."""
+    def _end_epoch(self, reason: str, lost_rank: int | None, wait_s: float = 0.0) -> None:
+        """Ends the epoch: no more requests are taken, and after wait_s the open ones end with an error."""
         first = self.workers.loss is None
         self.workers.end_epoch(reason, lost_rank)
-        if first and not self.is_draining:
-            log.error("%s", reason)
-            self._fail_open(reason)
+        if wait_s > 0:
+            epoch = self.workers.epoch
+            asyncio.get_running_loop().call_later(wait_s, lambda: epoch == self.workers.epoch and self._fail_lost())
+        elif first or self._open:
+            self._fail_lost()
         self._news.set()
+
+    def _fail_lost(self) -> None:
+        assert self.workers.loss is not None
+        if not self.is_draining:
+            log.error("%s", self.workers.loss)
+        self._fail_open(self.workers.loss)
 
     def _tell(self, message: ToFrontEnd) -> None:
         """Hands what happens while the ranks start and end to whoever shows it."""

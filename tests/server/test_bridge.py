@@ -1,0 +1,263 @@
+"""Bridge: every request that was taken ends, whatever the ranks do. Over real sockets, without a model."""
+
+import asyncio
+import time
+
+import pytest
+import zmq
+
+from moe_serve.engine.messages import Fatal, Hello, TokenEvent, Tokens, encode
+from moe_serve.errors import LaunchError
+from moe_serve.server.bridge import SUPERVISOR, Bridge
+from moe_serve.server.open_request import Changes, OpenRequest, RequestSpec, UnavailableError
+from moe_serve.server.schemas import SamplingParams
+from tests.server.fake_worker import FakeWorker, Served, fake_config, in_event_loop, serving, until
+
+LONG = {"max_new_tokens": 50}
+
+
+async def finished(changes: Changes, num_requests: int) -> list[OpenRequest]:
+    done = []
+    while len(done) < num_requests:
+        request = await changes.next()
+        if request.is_done:
+            done.append(request)
+    return done
+
+
+def spec(ids=(5, 6), seed=1, **fields) -> RequestSpec:
+    params = SamplingParams(max_new_tokens=fields.pop("max_new_tokens", 4))
+    return RequestSpec(list(ids), params, seed, **fields)
+
+
+async def waiting_calls(served: Served, count: int = 4) -> list[asyncio.Task]:
+    """Open HTTP calls, some streaming, on ranks that produce nothing."""
+    for worker in served.workers:
+        worker.go.clear()
+    calls = [
+        asyncio.create_task(served.generate(input_ids=[7], sampling_params=LONG, stream=bool(i % 2)))
+        for i in range(count)
+    ]
+    await until(lambda: sum(len(worker.submitted) for worker in served.workers) == count)
+    return calls
+
+
+async def all_fail(calls: list[asyncio.Task], words: str) -> None:
+    for response in await asyncio.gather(*calls):
+        assert words in response.text
+        if response.headers["content-type"].startswith("text/event-stream"):
+            assert response.text.endswith("data: [DONE]\n\n")
+        else:
+            assert response.status_code == 503
+
+
+@in_event_loop
+async def test_a_rank_that_reports_its_own_failure_ends_every_request():
+    async with serving() as served:
+        calls = await waiting_calls(served)
+        served.workers[1].say(Fatal(1, 0, "out of memory", 1))
+        await all_fail(calls, "rank 1 on testhost failed: out of memory")
+        ready = await served.client.get("/ready")
+        assert ready.status_code == 503
+        assert "rank 1" in ready.json()["error"]["message"]
+        assert (await served.generate(text="a")).status_code == 503
+        assert served.bridge.num_open == 0
+
+
+@in_event_loop
+async def test_a_peer_names_the_rank_that_is_lost():
+    async with serving() as served:
+        calls = await waiting_calls(served)
+        served.workers[0].say(Fatal(0, 0, "connection closed by peer", 1))
+        await all_fail(calls, "rank 1 is lost, says rank 0")
+
+
+@in_event_loop
+async def test_a_loss_without_a_name_waits_for_one():
+    async with serving() as served:
+        calls = await waiting_calls(served)
+        served.workers[0].say(Fatal(0, 0, "connection closed by peer", -1))
+        await asyncio.sleep(0.05)
+        assert (await served.client.get("/ready")).status_code == 503
+        assert not any(call.done() for call in calls)
+        context = zmq.Context()
+        launcher = context.socket(zmq.DEALER)
+        launcher.connect(f"tcp://127.0.0.1:{served.bridge.worker_port}")
+        launcher.send(encode(Hello(SUPERVISOR, 2, 0, 1, "testhost")))
+        launcher.send(encode(Fatal(SUPERVISOR, 0, "rank 1 was killed by SIGKILL", 1)))
+        await all_fail(calls, "rank 1 was killed by SIGKILL")
+        launcher.close()
+        context.term()
+
+
+@in_event_loop
+async def test_a_loss_that_nobody_can_name_still_ends_every_request():
+    async with serving() as served:
+        calls = await waiting_calls(served)
+        served.workers[0].say(Fatal(0, 0, "connection closed by peer", -1))
+        await all_fail(calls, "a rank is lost, says rank 0")
+
+
+@in_event_loop
+async def test_a_silent_rank_is_lost_after_its_deadline():
+    async with serving(2, "server.worker_deadline_s=3") as served:
+        calls = await waiting_calls(served)
+        served.kill(1)
+        while served.bridge.problem() is None:  # rank 0 goes on showing that it lives
+            served.workers[0].load(1)
+            await asyncio.sleep(0.2)
+        await all_fail(calls, "rank 1 on testhost was not heard")
+
+
+@in_event_loop
+async def test_a_rank_that_was_told_to_end_by_somebody_else_is_named():
+    from moe_serve.engine.messages import Goodbye
+
+    async with serving() as served:
+        calls = await waiting_calls(served)
+        served.workers[0].say(Goodbye(0, 0))
+        await all_fail(calls, "rank 0 was told to end")
+
+
+@in_event_loop
+async def test_ranks_that_do_not_come_in_time_are_named():
+    bridge = Bridge(fake_config(2, "server.attach_deadline_s=0.5"), None)
+    await bridge.start()
+    worker = FakeWorker(0, 2, bridge.worker_port)
+    task = asyncio.create_task(worker.run())
+    with pytest.raises(UnavailableError, match=r"attach_deadline_s = 0.5 s \(rank 1: not attached\)"):
+        await bridge.wait_until_ready()
+    await bridge.close()
+    task.cancel()
+
+
+@in_event_loop
+async def test_ending_the_server_ends_requests_and_ranks_within_seconds():
+    started = time.monotonic()
+    async with serving() as served:
+        calls = await waiting_calls(served)
+        served.server.stop()
+        await all_fail(calls, "the server is ending")
+    assert all(worker.was_shut_down for worker in served.workers)
+    assert time.monotonic() - started < 10
+
+
+@in_event_loop
+async def test_ranks_of_a_new_epoch_serve_on_and_the_old_ones_are_not_heard():
+    async with serving() as served:
+        calls = await waiting_calls(served)
+        old = served.workers
+        served.workers[1].say(Fatal(1, 0, "boom", 1))
+        await all_fail(calls, "boom")
+        served.workers = [FakeWorker(rank, 2, served.bridge.worker_port, epoch=1) for rank in range(2)]
+        served.tasks += [asyncio.create_task(worker.run()) for worker in served.workers]
+        await until(lambda: served.bridge.problem() is None)
+        answer = await served.generate(input_ids=[7], sampling_params={"max_new_tokens": 3, "sampling_seed": 5})
+        assert answer.json()["output_ids"] == [7, 8, 9]
+        old[0].say(Fatal(0, 0, "late news of epoch 0", 0))
+        await asyncio.sleep(0.1)
+        assert served.bridge.problem() is None
+
+
+@in_event_loop
+async def test_open_requests_end_when_a_new_epoch_begins():
+    async with serving() as served:
+        calls = await waiting_calls(served)
+        task = asyncio.create_task(FakeWorker(0, 2, served.bridge.worker_port, epoch=1).run())
+        await all_fail(calls, "started anew")
+        task.cancel()
+
+
+@in_event_loop
+async def test_old_and_repeated_events_are_dropped():
+    async with serving() as served:
+        for worker in served.workers:
+            worker.go.clear()
+        changes = Changes()
+        (request,) = served.bridge.submit([spec(max_new_tokens=6)], changes)
+        rank, name = request.rank, request.request_id
+        await until(lambda: served.workers[rank].submitted)
+        say = served.workers[rank].say
+        for epoch, attempt, index, ids in [
+            (0, 0, 0, [10, 11]),
+            (0, 0, 0, [10, 11]),  # repeated
+            (0, 0, 1, [11, 12, 13]),  # overlaps
+            (0, 7, 4, [99]),  # another attempt
+            (3, 0, 4, [99]),  # another epoch
+            (0, 0, 4, [14, 15]),
+        ]:
+            say(Tokens(rank, epoch, [TokenEvent(name, attempt, index, ids)]))
+        served.workers[1 - rank].say(Tokens(1 - rank, 0, [TokenEvent(name, 0, 6, [99])]))  # another rank
+        await finished(changes, 1)
+        assert request.matcher.output_ids == [10, 11, 12, 13, 14, 15]
+
+
+@in_event_loop
+async def test_missing_tokens_fail_the_request_instead_of_leaving_a_hole():
+    async with serving() as served:
+        for worker in served.workers:
+            worker.go.clear()
+        changes = Changes()
+        (request,) = served.bridge.submit([spec()], changes)
+        await until(lambda: served.workers[request.rank].submitted)
+        event = TokenEvent(request.request_id, 0, 2, [10])
+        served.workers[request.rank].say(Tokens(request.rank, 0, [event]))
+        await finished(changes, 1)
+        assert "tokens 0 to 1 of this request never arrived" in str(request.failure)
+
+
+@in_event_loop
+async def test_garbage_on_the_ranks_port_is_dropped():
+    async with serving() as served:
+        context = zmq.Context()
+        stranger = context.socket(zmq.DEALER)
+        stranger.connect(f"tcp://127.0.0.1:{served.bridge.worker_port}")
+        for data in (b"", b"\x80\x04K\x01.", b"\xff" * 1000, encode(Fatal(0, 0, "I am not rank 0", 0))):
+            stranger.send(data)
+        stranger.send_multipart([b"a", b"b", b"c"])
+        await asyncio.sleep(0.1)
+        assert (await served.generate(text="a", sampling_params=LONG)).status_code == 200
+        assert served.bridge.problem() is None
+        stranger.close()
+        context.term()
+
+
+@in_event_loop
+async def test_a_rank_without_the_shared_secret_is_not_taken(monkeypatch):
+    monkeypatch.setenv("MOE_SERVE_TOKEN", "secret")
+    async with serving(start=False) as served:
+        served.tasks += [asyncio.create_task(served.workers[0].run())]
+        await asyncio.sleep(0.2)
+        assert list(served.bridge.workers) == []
+
+
+@in_event_loop
+async def test_ranks_hear_that_the_front_end_lives():
+    async with serving() as served:
+        await until(lambda: all(worker.num_alive >= 2 for worker in served.workers))
+
+
+@in_event_loop
+async def test_a_session_stays_with_its_rank_and_a_chosen_rank_is_obeyed():
+    async with serving() as served:
+        for worker in served.workers:
+            worker.go.clear()
+        changes = Changes()
+        same = served.bridge.submit([spec(ids=(i,), session_id="s") for i in range(6)], changes)
+        chosen = served.bridge.submit([spec(rank=rank) for rank in (1, 0, 1)], changes)
+        assert len({request.rank for request in same}) == 1
+        assert [request.rank for request in chosen] == [1, 0, 1]
+        for worker in served.workers:
+            worker.go.set()
+        await finished(changes, 9)
+
+
+@in_event_loop
+async def test_a_taken_worker_port_says_what_to_do():
+    first = Bridge(fake_config(1), None)
+    await first.start()
+    second = Bridge(fake_config(1, f"server.worker_port={first.worker_port}"), None)
+    with pytest.raises(LaunchError, match=r"Address already in use.*server\.worker_port"):
+        await second.start()
+    await first.close()
+    await second.close()

@@ -1,0 +1,85 @@
+"""WorkerTable: what the front end believes of its ranks, as pure state."""
+
+from moe_serve.engine.messages import Hello, ModelLimits, Progress, Ready
+from moe_serve.server.workers import WorkerTable
+
+
+def hello(rank: int, num_ranks: int = 2, epoch: int = 0) -> Hello:
+    return Hello(rank, num_ranks, epoch, pid=100 + rank, host="h")
+
+
+def limits(max_prompt_len: int = 10) -> ModelLimits:
+    return ModelLimits("m", 100, 20, max_prompt_len, [1], 4)
+
+
+def attached(*ranks: int, num_ranks: int = 2) -> WorkerTable:
+    table = WorkerTable(num_ranks)
+    for rank in ranks:
+        assert table.attach(b"socket%d" % rank, hello(rank, num_ranks), now_s=0.0) is None
+    return table
+
+
+def make_ready(table: WorkerTable, *max_prompt_lens: int) -> None:
+    for view, length in zip(table, max_prompt_lens, strict=True):
+        table.ready(view, Ready(view.rank, 0, limits(length), {}))
+
+
+def test_ready_means_that_every_rank_is():
+    table = attached(0, 1)
+    assert not table.is_ready
+    table.ready(table.by_identity(b"socket1"), Ready(1, 0, limits(), {}))
+    assert not table.is_ready
+    assert table.limits is None
+    make_ready(table, 10, 10)
+    assert table.is_ready
+
+
+def test_requests_must_respect_the_tightest_rank():
+    table = attached(0, 1)
+    make_ready(table, 10, 6)
+    assert table.limits.max_prompt_len == 6
+
+
+def test_what_the_start_waits_for_is_named():
+    table = attached(1, num_ranks=4)
+    table.progress(table.by_identity(b"socket1"), Progress(1, 0, "reading weights", 0.5))
+    assert table.missing() == "rank 1: reading weights; rank 0, 2, 3: not attached"
+
+
+def test_a_rank_of_another_world_is_refused():
+    table = attached(0)
+    assert "4 ranks but this front end serves 2" in table.attach(b"x", hello(1, num_ranks=4), 0.0)
+    assert "not one of 0 to 1" in table.attach(b"x", hello(2), 0.0)
+
+
+def test_a_second_process_with_the_same_rank_is_refused_and_the_first_is_named():
+    assert "process 100 on h" in attached(0).attach(b"x", hello(0), 0.0)
+
+
+def test_a_higher_epoch_begins_anew_and_an_older_one_is_refused():
+    table = attached(0, 1)
+    make_ready(table, 10, 10)
+    table.end_epoch("rank 1 died", 1)
+    assert not table.is_ready
+    assert "epoch 0, which is over" in table.attach(b"y", hello(0), 0.0)
+    assert table.attach(b"new0", hello(0, epoch=1), 0.0) is None
+    assert table.loss is None
+    assert [view.identity for view in table] == [b"new0"]
+    assert table.by_identity(b"socket0") is None
+    assert "epoch 0, which is over" in table.attach(b"z", hello(1), 0.0)
+
+
+def test_the_first_reason_stays_unless_a_later_one_names_the_rank():
+    table = attached(0, 1)
+    table.end_epoch("a rank is lost", None)
+    table.end_epoch("rank 1 is lost", 1)
+    table.end_epoch("rank 0 is lost", 0)
+    assert (table.loss, table.lost_rank) == ("rank 1 is lost", 1)
+
+
+def test_only_ready_ranks_can_be_silent():
+    table = attached(0, 1)
+    assert table.silent_rank(now_s=100.0, deadline_s=5.0) is None  # loading weights may take its time
+    make_ready(table, 10, 10)
+    table.by_identity(b"socket0").heard_s = 99.0
+    assert table.silent_rank(now_s=100.0, deadline_s=5.0).rank == 1
