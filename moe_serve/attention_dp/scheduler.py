@@ -175,16 +175,13 @@ class Scheduler:
         decodes, prefilling, preempted = self._propose_decodes(order)
         budget = self.max_batch_tokens - sum([chunk.length for chunk in decodes])
         prefills: list[ScheduledChunk] = []
-        may_admit = not preempted
         for request in prefilling:
             length = min(request.num_known - request.num_computed, budget, self._room(request))
             if length == 0:
-                may_admit = False
                 break
             prefills.append(self._extend(request, length))
             budget -= length
-        if may_admit:
-            self._admit(budget, prefills)
+        self._admit(budget, prefills)
         num_tokens = sum([chunk.length for chunk in decodes]) + sum([chunk.length for chunk in prefills])
         return Proposal(tuple(decodes), tuple(prefills), tuple(preempted), num_tokens)
 

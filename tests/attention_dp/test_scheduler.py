@@ -232,8 +232,9 @@ def test_a_flush_hides_everything_computed_before_also_by_running_requests():
     assert shape(run_step(scheduler).prefills) == [("c", 8, 5, True)]  # b's two blocks, not a's third
 
 
-def test_the_youngest_is_preempted_and_comes_back_before_all_others_with_its_tokens():
-    scheduler = make_scheduler(num_blocks=5, max_running=2)
+@pytest.mark.parametrize("max_batch_tokens", [4, 16])
+def test_the_youngest_is_preempted_and_comes_back_before_all_others_with_its_tokens(max_batch_tokens):
+    scheduler = make_scheduler(num_blocks=5, max_running=2, max_batch_tokens=max_batch_tokens)
     scheduler.add(make_request("a", num_prompt=7, max_new_tokens=9))
     scheduler.add(make_request("b", num_prompt=7, max_new_tokens=9, first=100))
     scheduler.add(make_request("c", num_prompt=7, max_new_tokens=2, first=200))
@@ -254,6 +255,26 @@ def test_the_youngest_is_preempted_and_comes_back_before_all_others_with_its_tok
         num_prompt = len(request.prompt_ids)
         assert request.output_ids == [1000 + num_prompt + i for i in range(request.params.max_new_tokens)]
     assert scheduler.stats.num_preempted == 1
+
+
+@pytest.mark.parametrize("num_prompt, num_blocks, max_batch_tokens", [(40, 50, 16), (16, 40, 64)])
+def test_under_memory_pressure_a_request_is_preempted_about_once(num_prompt, num_blocks, max_batch_tokens):
+    """Admitting preempted requests as soon as their first chunk fits would preempt each of them twice on average."""
+    scheduler = make_scheduler(num_blocks, 4, 8, max_batch_tokens, max_model_len=512, prefix_cache=False)
+    for i in range(8):
+        scheduler.add(make_request(str(i), num_prompt, max_new_tokens=40, first=1000 * i))
+    while scheduler.has_work:
+        run_step(scheduler)
+    assert 0 < scheduler.stats.num_preempted <= 8
+
+
+def test_drafts_for_a_request_that_is_not_decoding_are_dropped():
+    scheduler = make_scheduler()
+    request = make_request("a", num_prompt=3, max_new_tokens=20)
+    scheduler.add(request)
+    request.draft_ids = [1, 2]
+    assert shape(scheduler.propose().prefills) == [("a", 0, 3, True)]
+    assert request.draft_ids == []
 
 
 def test_an_abort_between_propose_and_commit_removes_the_chunk():

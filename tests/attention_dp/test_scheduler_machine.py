@@ -28,7 +28,7 @@ def continuation(prompt: list[int], count: int) -> list[int]:
 
 class SchedulerMachine(RuleBasedStateMachine):
     @initialize(
-        num_blocks=st.integers(2, 10),
+        num_blocks=st.integers(2, 12),
         block_size=st.integers(1, 4),
         max_running=st.integers(1, 4),
         spare_tokens=st.integers(0, 8),
@@ -83,6 +83,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.scheduler.check()
         chunks = proposal.decodes + proposal.prefills
         assert proposal.num_tokens == sum(chunk.length for chunk in chunks) <= self.scheduler.max_batch_tokens
+        assert all(chunk.length >= 1 for chunk in chunks)
         assert not {chunk.request.request_id for chunk in chunks} & set(proposal.preempted)
         assert proposal.is_empty == (not chunks)
         assert proposal.is_empty == (not self.scheduler.has_work), "there is work, and nothing is proposed"
