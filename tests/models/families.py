@@ -1,0 +1,90 @@
+"""Tiny random models of every family, made by transformers, the oracle of parity.
+
+What transformers initialises to zero or one (norms, correction biases, the gate of some families) is randomised:
+otherwise a forgotten norm or a bias added in the wrong place would not show.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+COMMON: dict[str, Any] = {
+    "vocab_size": 256, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 256, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,
+}  # fmt: skip
+MLA: dict[str, Any] = COMMON | {
+    "num_key_value_heads": 4, "num_hidden_layers": 3, "q_lora_rank": 32, "kv_lora_rank": 16, "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 16, "v_head_dim": 16, "n_routed_experts": 8, "num_experts_per_tok": 3, "n_shared_experts": 1,
+    "moe_intermediate_size": 32, "first_k_dense_replace": 1, "n_group": 4, "topk_group": 2, "norm_topk_prob": True,
+    "routed_scaling_factor": 2.5,
+}  # fmt: skip
+QWEN: dict[str, Any] = COMMON | {
+    "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "head_dim": 16, "norm_topk_prob": True,
+}  # fmt: skip
+YARN = {
+    "rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 64,
+    "beta_fast": 32, "beta_slow": 1, "mscale": 0.7, "mscale_all_dim": 1.3,
+}  # fmt: skip
+
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "mixtral": ("mixtral", COMMON | {"num_local_experts": 4, "num_experts_per_tok": 2}),
+    "mixtral-mha": ("mixtral", COMMON | {"num_key_value_heads": 4, "num_local_experts": 4, "num_experts_per_tok": 2}),
+    "qwen3_moe": ("qwen3_moe", QWEN),
+    "qwen3_moe-dense-bias": (
+        "qwen3_moe",
+        QWEN
+        | {"mlp_only_layers": [0], "attention_bias": True, "norm_topk_prob": False, "tie_word_embeddings": True}
+        | {"rope_parameters": {"rope_type": "linear", "rope_theta": 5000.0, "factor": 2.0}},
+    ),
+    "deepseek_v3": ("deepseek_v3", MLA),
+    "deepseek_v3-no-q-lora": (
+        "deepseek_v3",
+        MLA | {"q_lora_rank": None, "n_shared_experts": 2, "n_group": 1, "topk_group": 1},
+    ),
+    "deepseek_v3-yarn": ("deepseek_v3", MLA | {"rope_parameters": YARN}),
+    "deepseek_v3-halves-bias": ("deepseek_v3", MLA | {"rope_interleave": False, "attention_bias": True}),
+}
+
+
+def make_oracle(name: str, seed: int = 0) -> Any:
+    """Returns the transformers model of a family, float32, in evaluation mode."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    model_type, keys = FAMILIES[name]
+    torch.manual_seed(seed)
+    config = AutoConfig.for_model(model_type, **keys)
+    config._attn_implementation = "eager"
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    generator = torch.Generator().manual_seed(seed + 1)
+    with torch.no_grad():
+        for key, tensor in [*model.named_parameters(), *model.named_buffers()]:
+            noise = torch.randn(tensor.shape, generator=generator)
+            if "norm" in key:
+                tensor.copy_(1 + 0.3 * noise)
+            elif "e_score_correction_bias" in key or key.endswith(".bias"):
+                tensor.copy_(0.2 * noise)  # partly negative
+            elif "inv_freq" not in key:
+                tensor.copy_(noise * tensor.shape[-1] ** -0.5)
+    return model
+
+
+def save(model: Any, folder: Path) -> Path:
+    """Writes config.json and safetensors as a user would find them; returns the folder."""
+    model.save_pretrained(folder)
+    return folder
+
+
+def oracle_logits(model: Any, ids: list[int]) -> torch.Tensor:
+    """Returns [len(ids), vocab] float32."""
+    with torch.no_grad():
+        return model(torch.tensor([ids])).logits[0].float()
+
+
+def oracle_greedy(model: Any, ids: list[int], num_tokens: int) -> list[int]:
+    """Returns the next `num_tokens` greedy tokens, end-of-sequence ignored, by recomputing everything each time."""
+    ids = list(ids)
+    start = len(ids)
+    for _ in range(num_tokens):
+        ids.append(int(oracle_logits(model, ids)[-1].argmax()))
+    return ids[start:]

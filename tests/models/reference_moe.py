@@ -1,0 +1,58 @@
+"""A plain MoE layer for one rank that routes and runs every token on its own, to test the decoder without ep/."""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from moe_serve.ep.routing import RouterSpec
+
+Shared = Callable[[Tensor], Tensor] | None
+
+
+class ReferenceMoe:
+    """Its result cannot depend on the batch: each token is computed alone, experts added in top-k order in float32."""
+
+    def __init__(
+        self, router: RouterSpec, gate: Tensor, bias: Tensor | None, experts: dict[str, Tensor], shared: Shared
+    ):
+        self.router, self.gate, self.bias, self.experts, self.shared = router, gate, bias, experts, shared
+
+    def __call__(self, x: Tensor, num_tokens: int, num_chunks: int) -> Tensor:
+        out = self.shared(x) if self.shared is not None else torch.zeros_like(x)
+        for t in range(num_tokens):
+            ids, weights = self._route(x[t])
+            total = torch.zeros_like(x[t], dtype=torch.float32)
+            for expert, weight in zip(ids.tolist(), weights, strict=True):
+                gate, up = functional.linear(x[t], self.experts["gate_up"][expert]).chunk(2)
+                total += weight * functional.linear(functional.silu(gate) * up, self.experts["down"][expert]).float()
+            out[t] = (out[t].float() + total).to(x.dtype)
+        return out
+
+    def _route(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        router = self.router
+        logits = functional.linear(x.float(), self.gate.float())
+        scores = logits.softmax(-1) if router.scoring == "softmax" else logits.sigmoid()
+        choice = scores if self.bias is None else scores + self.bias
+        if router.num_groups > 1:
+            groups = choice.view(router.num_groups, -1)
+            best = groups.topk(2, -1).values.sum(-1).topk(router.topk_groups).indices
+            allowed = torch.zeros(router.num_groups, dtype=torch.bool).index_fill_(0, best, True)
+            choice = groups.masked_fill(~allowed[:, None], -torch.inf).flatten()
+        ids = choice.topk(router.topk).indices
+        weights = scores[ids]
+        if router.norm_topk:
+            weights = weights / (weights.sum() + router.norm_eps)
+        return ids, weights * router.scaling
+
+
+def make_reference_moe(router: RouterSpec) -> Callable[..., ReferenceMoe]:
+    """Returns the make_moe_layer closure of build_decoder."""
+
+    def make(
+        layer_id: int, gate: Tensor, bias: Tensor | None, experts: dict[str, Tensor], shared: Shared
+    ) -> ReferenceMoe:
+        return ReferenceMoe(router, gate, bias, experts, shared)
+
+    return make

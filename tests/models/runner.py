@@ -1,0 +1,105 @@
+"""Drives a decoder over chosen chunks, as the engine would, and keeps the logits of every position."""
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from moe_serve.attention_dp.batch import ForwardBatch
+from moe_serve.attention_dp.kv_cache import KvCache
+from moe_serve.attention_dp.request import Request, SamplingParams
+from moe_serve.attention_dp.scheduler import ScheduledChunk
+from moe_serve.eplb.placement import Placement
+from moe_serve.kernels.numerics import FAST, Numerics
+from moe_serve.models.moe_decoder import MakeMoeLayer, MoeDecoder, build_decoder
+from moe_serve.models.spec import ModelSpec, read_spec
+from moe_serve.models.weights import load_weights
+from tests.models.reference_moe import make_reference_moe
+
+BLOCK_SIZE = 8
+INVARIANT = Numerics(row_tile=4)
+
+
+def one_rank(spec: ModelSpec) -> Placement:
+    return Placement.trivial(spec.num_moe_layers, spec.num_logical, 1, moe_layer_ids=spec.moe_layer_ids)
+
+
+def load_decoder(
+    folder: Path,
+    numerics: Numerics = FAST,
+    dtype: torch.dtype = torch.float32,
+    make_moe_layer: MakeMoeLayer | None = None,
+) -> MoeDecoder:
+    spec = read_spec(folder)
+    weights = load_weights(folder, spec, one_rank(spec), 0, dtype, "cpu")
+    return build_decoder(spec, weights, make_moe_layer or make_reference_moe(spec.router), numerics, "cpu")
+
+
+class Runner:
+    """Sequences on one decoder with a cache of their own; blocks are handed out in a scattered order."""
+
+    def __init__(
+        self, decoder: MoeDecoder, numerics: Numerics, num_blocks: int = 256, dtype: torch.dtype = torch.float32
+    ):
+        self.decoder = decoder
+        self.numerics = numerics
+        self.cache = KvCache(decoder.layouts, num_blocks, BLOCK_SIZE, dtype, "cpu")
+        self._free = [(i * 7) % num_blocks for i in range(num_blocks)]  # 7 and num_blocks have no common factor
+        self.logits: dict[str, dict[int, Tensor]] = {}  # request id -> position -> [vocab]
+
+    def request(self, name: str, ids: Sequence[int], shared_blocks: Sequence[int] = ()) -> Request:
+        """Returns a request; shared_blocks hold the keys of its first tokens already."""
+        request = Request(name, 0, list(ids), [], SamplingParams(), 0)
+        request.block_ids = list(shared_blocks)
+        request.num_computed = len(shared_blocks) * BLOCK_SIZE
+        self.logits[name] = {}
+        return request
+
+    def step(self, chunks: Iterable[tuple[Request, int]]) -> None:
+        """Runs (request, number of tokens) together in one forward and keeps the logits of every computed position."""
+        scheduled = []
+        for request, length in chunks:
+            end = request.num_computed + length
+            while len(request.block_ids) * BLOCK_SIZE < end:
+                request.block_ids.append(self._free.pop())
+            scheduled.append(ScheduledChunk(_EveryRowSampled(request), request.num_computed, length, True))
+        batch = ForwardBatch.build(scheduled, BLOCK_SIZE, "cpu", self.numerics)
+        rows = iter(self.decoder.forward(batch, self.cache, 1))
+        for chunk in scheduled:
+            request = chunk.request.inner
+            for position in range(chunk.start, chunk.start + chunk.length):
+                self.logits[request.request_id][position] = next(rows)
+            request.num_computed += chunk.length
+
+    def prefill(self, requests: Sequence[Request], chunk: int | None = None) -> None:
+        """Computes all known tokens, `chunk` at a time and all requests together; None: in one piece."""
+        while True:
+            left = [(r, r.num_known - r.num_computed) for r in requests if r.num_known > r.num_computed]
+            if not left:
+                return
+            self.step([(r, n if chunk is None else min(n, chunk)) for r, n in left])
+
+    def greedy(self, requests: Sequence[Request], num_tokens: int) -> None:
+        """Decodes all requests together; output_ids hold the tokens afterwards."""
+        for _ in range(num_tokens):
+            for request in requests:
+                request.output_ids.append(int(self.logits[request.request_id][request.num_known - 1].argmax()))
+            self.step([(request, 1) for request in requests])
+
+    def stacked(self, request: Request) -> Tensor:
+        """Returns the logits of all computed positions that this runner has seen, [positions, vocab]."""
+        found = self.logits[request.request_id]
+        return torch.stack([found[position] for position in sorted(found)])
+
+
+class _EveryRowSampled:
+    """A request whose chunk samples in every row: its first row counts as the last known token, the others as drafts."""
+
+    def __init__(self, inner: Request):
+        self.inner = inner
+        self.block_ids = inner.block_ids
+        self.num_known = inner.num_computed + 1
+
+    def token_ids(self, start: int, end: int) -> list[int]:
+        return self.inner.token_ids(start, end)

@@ -1,0 +1,74 @@
+"""batch_invariant: a token's logits are the same bits whatever else runs, however its prompt was cut or cached.
+
+The MoE layer of these tests computes every token alone, so what is tested is everything else.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from moe_serve.attention_dp import attention_plan
+from moe_serve.kernels.numerics import Numerics
+from tests.models.families import FAMILIES
+from tests.models.runner import BLOCK_SIZE, Runner, load_decoder
+
+Oracle = Callable[[str], tuple[Any, Path]]
+
+
+def prompt(seed: int, length: int) -> list[int]:
+    return torch.randint(3, 256, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+@pytest.mark.parametrize("row_tile", [4, 8, 1])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_logits_are_the_same_bits_in_any_company(name: str, row_tile: int, oracle: Oracle) -> None:
+    numerics = Numerics(row_tile=row_tile, kv_tile=32)
+    runner = Runner(load_decoder(oracle(name)[1], numerics), numerics, num_blocks=512)
+    ids = prompt(0, 75)
+    alone = runner.request("alone", ids)
+    runner.prefill([alone])
+    wanted = runner.stacked(alone)
+
+    token_by_token = runner.request("token by token", ids)
+    runner.prefill([token_by_token], chunk=1)
+    chunked = runner.request("chunked", ids)
+    runner.prefill([chunked], chunk=13)
+    prefixed = runner.request("prefixed", ids, alone.block_ids[:5])
+    runner.prefill([prefixed])
+
+    # Other sequences before, between and after; decodes, odd chunks and padding rows in every step.
+    batched = runner.request("batched", ids)
+    others = [runner.request(f"other{i}", prompt(i + 1, n)) for i, n in enumerate((3, 40, 90, 131, 1))]
+    lengths = iter([5, 1, 30, 1, 1, 17, 20])
+    for step, length in enumerate(lengths):
+        company = [(r, min(1 + 9 * ((i + step) % 3), r.num_known - r.num_computed)) for i, r in enumerate(others)]
+        company = [(r, n) for r, n in company if n > 0]
+        runner.step([*company[: step % 3], (batched, length), *company[step % 3 :]])
+
+    for request in (token_by_token, chunked, batched):
+        assert torch.equal(runner.stacked(request), wanted), request.request_id
+    assert torch.equal(runner.stacked(prefixed), wanted[5 * BLOCK_SIZE :])
+
+
+@pytest.mark.parametrize("name", ["qwen3_moe", "deepseek_v3-yarn"])
+def test_decoding_in_groups_of_different_length_changes_no_bit(
+    name: str, oracle: Oracle, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Long sequences of different lengths are decoded in several groups, so rows are gathered and scattered."""
+    numerics = Numerics(row_tile=4)
+    runner = Runner(load_decoder(oracle(name)[1], numerics), numerics, num_blocks=512)
+    lengths = (250, 3, 251, 60, 120, 7)
+    alone = [runner.request(f"alone{i}", prompt(i, length)) for i, length in enumerate(lengths)]
+    for request in alone:
+        runner.prefill([request])
+        runner.greedy([request], 3)
+    monkeypatch.setattr(attention_plan, "ALWAYS_TOGETHER", 16)  # the tiny model has few positions
+    together = [runner.request(f"together{i}", prompt(i, length)) for i, length in enumerate(lengths)]
+    runner.prefill(together)
+    runner.greedy(together, 3)
+    for one, other in zip(alone, together, strict=True):
+        assert one.output_ids == other.output_ids
+        assert torch.equal(runner.stacked(one), runner.stacked(other))

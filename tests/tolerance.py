@@ -1,0 +1,24 @@
+"""Every tolerance of the tests, each with its reason. Moving one is a change to explain.
+
+Integer bookkeeping, pure data movement and everything in `batch_invariant` compare with torch.equal, not with these.
+"""
+
+import torch
+from torch import Tensor
+
+FLOAT32 = 1e-5  # one operation in float32 against a float32 reference: another order of accumulation
+LOGITS = 1e-4  # a whole model in float32 against transformers
+BFLOAT16 = 4e-3  # one operation on bfloat16 inputs: half a unit in the last of 8 bits
+BFLOAT16_LOGITS = 4e-2  # a whole tiny model in bfloat16: every layer rounds
+FP8_WIRE = 4e-2  # one rounding to e4m3 with a scale per block
+GREEDY_GAP = 1e-4  # in `fast`, tokens are compared up to the first position whose two best logits are closer
+
+
+def relative_error(got: Tensor, wanted: Tensor) -> float:
+    """Returns max |got - wanted| / max |wanted|, in float64; 0 for empty tensors."""
+    assert got.shape == wanted.shape, f"{tuple(got.shape)} against {tuple(wanted.shape)}"
+    if not wanted.numel():
+        return 0.0
+    assert torch.isfinite(got).all(), "not finite"
+    error = (got.double() - wanted.double()).abs().max() / wanted.double().abs().max().clamp(min=1e-30)
+    return float(error)
