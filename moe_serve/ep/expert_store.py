@@ -1,0 +1,70 @@
+"""The expert weights of one rank and one layer, by slot. Slots never move: new experts are copied into them."""
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+MATRICES = ("gate_up", "down")  # multiplied by rows: their memory order is this file's business
+
+
+class ExpertStore:
+    """dict[name, Tensor [slots, ...]] at fixed addresses, in the memory order that the GEMM wants.
+
+    On CPU a matrix [n, k] is kept as [k, n] (kernels/row_gemm.py), inside the bytes it came in. Who moves experts
+    between ranks sees a slot as the same list of contiguous tensors everywhere, and never interprets them.
+    """
+
+    def __init__(self, tensors: Mapping[str, Tensor]):
+        """tensors: by name, [slots, ...], contiguous. They become the store's own: do not use them afterwards."""
+        slots = {tensor.shape[0] for tensor in tensors.values()}
+        assert len(slots) == 1, f"tensors disagree about the number of slots: {sorted(slots)}"
+        self.num_slots = slots.pop()
+        self._stored = {name: _into_gemm_order(name, tensor) for name, tensor in tensors.items()}
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(self._stored)
+
+    @property
+    def slot_bytes(self) -> int:
+        """Size of one expert."""
+        return sum(tensor[0].numel() * tensor.element_size() for tensor in self._stored.values() if self.num_slots)
+
+    def matrix(self, name: str) -> Tensor:
+        """Returns [slots, n, k], a view: y = x @ matrix[slot].T"""
+        stored = self._stored[name]
+        return stored.transpose(1, 2) if _is_reordered(name, stored) else stored
+
+    def slot(self, slot_id: int) -> dict[str, Tensor]:
+        """Returns the bytes of one expert as contiguous views, by name: what a mover sends, and writes into."""
+        return {name: tensor[slot_id] for name, tensor in self._stored.items()}
+
+    def write_slot(self, slot_id: int, expert: Mapping[str, Tensor]) -> None:
+        """Copies an expert, as `slot` of some store gave it, into a slot. Addresses stay."""
+        assert expert.keys() == self._stored.keys(), f"expert has {sorted(expert)}, the store {sorted(self._stored)}"
+        for name, tensor in expert.items():
+            self._stored[name][slot_id].copy_(tensor)
+
+    def staging(self, num_slots: int) -> "ExpertStore":
+        """Returns an empty store of the same form, where incoming experts wait."""
+        store = ExpertStore.__new__(ExpertStore)
+        store.num_slots = num_slots
+        store._stored = {name: t.new_zeros(num_slots, *t.shape[1:]) for name, t in self._stored.items()}
+        return store
+
+
+def _is_reordered(name: str, tensor: Tensor) -> bool:
+    return name in MATRICES and tensor.device.type == "cpu"
+
+
+def _into_gemm_order(name: str, tensor: Tensor) -> Tensor:
+    """Returns [slots, k, n] over the memory of tensor [slots, n, k], rewritten slot by slot: no second copy of it."""
+    assert tensor.is_contiguous(), f"{name} is not contiguous"
+    if not _is_reordered(name, tensor):
+        return tensor
+    slots, n, k = tensor.shape
+    reordered = tensor.view(slots, k, n)
+    for slot in range(slots):
+        reordered[slot].copy_(tensor[slot].t().clone(memory_format=torch.contiguous_format))
+    return reordered

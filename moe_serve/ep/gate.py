@@ -1,0 +1,68 @@
+"""The gate: from a token to its experts and their weights, for every router that a RouterSpec describes.
+
+All in float32. Formulas are those of the reference implementations (transformers' Mixtral, Qwen3-MoE, DeepSeek-V3).
+"""
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from moe_serve.ep.routing import RouterSpec, Routing
+from moe_serve.kernels.grouped_gemm import grouped_gemm
+from moe_serve.kernels.numerics import FAST, Numerics
+
+WHOLE_VECTORS = 64  # rows; any number of experts x 64 is whole vectors of every CPU
+
+
+class Gate:
+    """The router of one layer. In batch_invariant a token's routing depends on that token only."""
+
+    def __init__(self, spec: RouterSpec, weight: Tensor, bias: Tensor | None = None, numerics: Numerics = FAST):
+        """weight: [E, H];  bias: [E] correction bias, where spec.has_bias"""
+        assert spec.has_bias == (bias is not None), "a correction bias goes with RouterSpec.has_bias"
+        self._spec = spec
+        # k-major, as the GEMM for few rows wants it; see kernels/row_gemm.py
+        self._weight = weight.float().t().contiguous().t()[None]
+        self._bias = None if bias is None else bias.float()
+        self._numerics = numerics
+
+    def __call__(self, x: Tensor) -> Routing:
+        """x: [T, H] compute dtype -> Routing of T tokens; T may be 0"""
+        num_rows = torch.tensor([x.shape[0]], dtype=torch.int64)
+        return route(grouped_gemm(x.float(), self._weight, num_rows, self._numerics), self._spec, self._bias)
+
+
+def route(logits: Tensor, spec: RouterSpec, bias: Tensor | None = None) -> Routing:
+    """Returns the experts and weights of each token. logits: [T, E] float32;  bias: [E] float32 or None."""
+    scores = torch.softmax(logits, dim=-1) if spec.scoring == "softmax" else _sigmoid_by_row(logits)
+    choice = scores if bias is None else scores + bias
+    if spec.num_groups > 1:
+        choice = _only_best_groups(choice, spec)
+    if choice is scores:
+        weights, ids = scores.topk(spec.topk, dim=-1)
+    else:
+        ids = choice.topk(spec.topk, dim=-1).indices
+        weights = scores.gather(1, ids)  # the bias and the mask choose; they are not part of the weight
+    if spec.norm_topk:
+        weights = weights / (weights.sum(dim=-1, keepdim=True) + spec.norm_eps)
+    if spec.scaling != 1.0:
+        weights = weights * spec.scaling
+    return Routing(ids, weights)
+
+
+def _only_best_groups(choice: Tensor, spec: RouterSpec) -> Tensor:
+    """Returns choice with -inf outside each token's best groups; a group is as good as the sum of its two best."""
+    num_tokens, num_logical = choice.shape
+    grouped = choice.view(num_tokens, spec.num_groups, num_logical // spec.num_groups)
+    group_scores = grouped.topk(2, dim=-1).values.sum(dim=-1)
+    best = group_scores.topk(spec.topk_groups, dim=-1, sorted=False).indices
+    masked = torch.ones_like(group_scores, dtype=torch.bool).scatter_(1, best, False)
+    return grouped.masked_fill(masked[:, :, None], float("-inf")).view(num_tokens, num_logical)
+
+
+def _sigmoid_by_row(logits: Tensor) -> Tensor:
+    """Returns sigmoid(logits), a row's bits free of its place: CPU loops treat a ragged end with other instructions."""
+    num_tokens, num_logical = logits.shape
+    if logits.device.type != "cpu" or num_tokens * num_logical % WHOLE_VECTORS == 0:
+        return logits.sigmoid()
+    return functional.pad(logits, (0, 0, 0, -num_tokens % WHOLE_VECTORS)).sigmoid_()[:num_tokens]

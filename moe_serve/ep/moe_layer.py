@@ -1,0 +1,106 @@
+"""One MoE layer of one rank: gate, count, choose replicas, dispatch, experts, combine.
+
+Here the decision where experts live meets the transport that carries rows. A batch larger than the transport's
+capacity runs in rounds, the same number on every rank; a rank without tokens runs them with none.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from moe_serve.dispatch.base import AllToAll, Dispatched, Pending
+from moe_serve.dispatch.layout import count_slots
+from moe_serve.ep.expert_ffn import expert_ffn
+from moe_serve.ep.expert_store import ExpertStore
+from moe_serve.ep.gate import Gate
+from moe_serve.ep.load_recorder import LoadRecorder
+from moe_serve.ep.replica_map import ReplicaMap
+from moe_serve.ep.routing import RouterSpec, Routing
+from moe_serve.kernels.numerics import Numerics
+
+SharedExpert = Callable[[Tensor], Tensor]  # [T, H] -> [T, H]
+
+
+@dataclass(frozen=True)
+class ExpertParallel:
+    """What all MoE layers of a rank share.
+
+    max_tokens_per_rank: rows of one round of dispatch and combine
+    """
+
+    rank: int
+    router: RouterSpec
+    all_to_all: AllToAll
+    replica_map: ReplicaMap
+    recorder: LoadRecorder
+    max_tokens_per_rank: int
+    numerics: Numerics
+
+
+class MoeLayer:
+    """y = sum over a token's experts of weight x expert(x), plus the shared expert."""
+
+    def __init__(
+        self, parallel: ExpertParallel, layer_row: int, gate: Gate, experts: ExpertStore, shared: SharedExpert | None
+    ):
+        """layer_row: this layer's row of placement and load record"""
+        self._parallel = parallel
+        self._layer_row = layer_row
+        self._gate = gate
+        self._replicas = parallel.replica_map.layer(layer_row)
+        self._shared = shared
+        self.experts = experts
+
+    def __call__(self, x: Tensor, num_tokens: int, num_chunks: int) -> Tensor:
+        """Returns the layer's output for the real rows; rows beyond them hold zeros plus the shared expert.
+
+        x: [T_pad, H] compute dtype;  num_tokens: real rows, the first ones;  num_chunks: rounds, equal on all ranks
+        """
+        capacity = self._parallel.max_tokens_per_rank
+        assert num_chunks >= 1, "every rank runs at least one round"
+        assert num_tokens <= num_chunks * capacity, f"{num_tokens} tokens in {num_chunks} rounds of {capacity}"
+        shared: Tensor | None = None
+        parts = []
+        for start in range(0, num_chunks * capacity, capacity):
+            rows = x[min(start, num_tokens) : min(start + capacity, num_tokens)]
+            routing = self._gate(rows)
+            sent = self._dispatch(rows, routing)
+            if shared is None and self._shared is not None:
+                shared = self._shared(x)  # while rows travel
+            arrived = sent.wait()
+            self._parallel.recorder.add_received(self._layer_row, arrived.rows.rows_per_slot)
+            out = expert_ffn(arrived.rows, self.experts, self._parallel.numerics)
+            parts.append(self._parallel.all_to_all.combine(out, routing.topk_weights, arrived.handle).wait())
+        if num_tokens < x.shape[0]:
+            parts.append(x.new_zeros(x.shape[0] - num_tokens, x.shape[1]))
+        routed = parts[0] if len(parts) == 1 else torch.cat(parts)
+        return routed if shared is None else routed.add_(shared)
+
+    def _dispatch(self, rows: Tensor, routing: Routing) -> Pending[Dispatched]:
+        """Counts, chooses the replicas and sends the rows on their way."""
+        parallel, ids = self._parallel, routing.topk_ids
+        parallel.recorder.add(self._layer_row, ids, ids.shape[0])
+        if not self._replicas.needs_counts:
+            return parallel.all_to_all.dispatch(rows, self._replicas.only_slots(ids))
+        counts = parallel.all_to_all.exchange_counts(count_slots(ids, parallel.router.num_logical)).wait()
+        physical_ids, slot_counts = self._replicas.split_evenly(ids, counts, parallel.rank)
+        return parallel.all_to_all.dispatch(rows, physical_ids, slot_counts)
+
+
+def make_moe_layer(
+    parallel: ExpertParallel,
+    layer_row: int,
+    gate_weight: Tensor,
+    correction_bias: Tensor | None,
+    experts: Mapping[str, Tensor],
+    shared: SharedExpert | None,
+) -> MoeLayer:
+    """Returns one layer.
+
+    gate_weight: [E, H];  correction_bias: [E] or None;  experts: this rank's slots, "gate_up" [S, 2 I, H] (gate rows
+    first) and "down" [S, H, I], which become the layer's own
+    """
+    gate = Gate(parallel.router, gate_weight, correction_bias, parallel.numerics)
+    return MoeLayer(parallel, layer_row, gate, ExpertStore(experts), shared)
