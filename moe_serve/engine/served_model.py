@@ -20,13 +20,13 @@ from moe_serve.dispatch.base import EpGroup, make_all_to_all
 from moe_serve.engine.messages import ModelLimits
 from moe_serve.engine.step import StepPlan
 from moe_serve.ep.load_recorder import LoadRecorder
-from moe_serve.ep.moe_layer import MoeLayer
+from moe_serve.ep.moe_layer import ExpertParallel, MoeLayer, make_moe_layer
 from moe_serve.ep.replica_map import ReplicaMap
 from moe_serve.eplb.load import LoadRecord
 from moe_serve.eplb.placement import Placement
 from moe_serve.errors import CapacityError, ConfigError
 from moe_serve.kernels.numerics import FAST, Numerics
-from moe_serve.models.moe_decoder import MoeDecoder, build_decoder
+from moe_serve.models.moe_decoder import MoeDecoder, build_decoder, kv_layouts
 from moe_serve.models.spec import ModelSpec, read_spec
 from moe_serve.models.weights import dummy_weights, load_weights
 
@@ -107,7 +107,7 @@ def make_placement(config: ServeConfig, spec: ModelSpec) -> Placement:
 def num_cache_blocks(config: ServeConfig, spec: ModelSpec, dtype: torch.dtype, max_model_len: int) -> int:
     """Returns how many blocks the KV cache of one rank has. Raises CapacityError where one request could not fit."""
     block_size = config.cache.block_size
-    size_bytes = bytes_per_block(spec.kv_layouts, block_size, dtype)
+    size_bytes = bytes_per_block(kv_layouts(spec), block_size, dtype)
     num_blocks = config.cache.num_blocks or int(config.cache.memory_gib * 2**30 // size_bytes)
     # More than every running request at full length, twice over for reusable prefixes, would never be touched.
     if config.cache.num_blocks is None:
@@ -141,9 +141,11 @@ def build_served_model(config: ServeConfig, group: EpGroup, progress: Progress |
     if config.model.load_format == "dummy":
         weights = dummy_weights(spec, placement, group.rank, dtype, device, config.model.seed)
     else:
-        weights = load_weights(
-            folder, spec, placement, group.rank, dtype, device, progress=lambda done: report("loading weights", done)
-        )
+
+        def report_bytes(num_done: int, num_total: int) -> None:
+            report("loading weights", num_done / max(num_total, 1))
+
+        weights = load_weights(folder, spec, placement, group.rank, dtype, device, report_bytes)
     loaded_s = time.monotonic()
     max_tokens_per_rank = config.dispatch.max_tokens_per_rank or config.engine.max_batch_tokens
     all_to_all = make_all_to_all(
@@ -154,21 +156,29 @@ def build_served_model(config: ServeConfig, group: EpGroup, progress: Progress |
         config.dispatch.wire_dtype,
         max_tokens_per_rank=max_tokens_per_rank,
     )
-    recorder = LoadRecorder(len(spec.moe_layer_ids), spec.num_logical, group)
-    replica_map = ReplicaMap(placement, device)
+    recorder = LoadRecorder(len(spec.moe_layer_ids), spec.num_logical, group, placement.slots_per_rank)
+    parallel = ExpertParallel(
+        rank=group.rank,
+        router=spec.router,
+        all_to_all=all_to_all,
+        replica_map=ReplicaMap(placement, device),
+        recorder=recorder,
+        max_tokens_per_rank=max_tokens_per_rank,
+        numerics=numerics,
+    )
     layer_rows = {layer_id: row for row, layer_id in enumerate(spec.moe_layer_ids)}
 
-    def make_moe_layer(
+    def make_layer(
         layer_id: int,
         gate_weight: Tensor,
         correction_bias: Tensor | None,
         experts: dict[str, Tensor],
         shared: Callable[[Tensor], Tensor] | None,
     ) -> MoeLayer:
-        raise NotImplementedError  # replaced below once ep/ is in place
+        return make_moe_layer(parallel, layer_rows[layer_id], gate_weight, correction_bias, experts, shared)
 
-    decoder = build_decoder(spec, weights, make_moe_layer, numerics, device)
-    cache = KvCache(spec.kv_layouts, num_blocks, config.cache.block_size, dtype, device)
+    decoder = build_decoder(spec, weights, make_layer, numerics, device)
+    cache = KvCache(kv_layouts(spec), num_blocks, config.cache.block_size, dtype, device)
     limits = ModelLimits(
         model_name=config.model.served_name or (folder.name if config.model.path != "demo" else "demo"),
         vocab_size=spec.vocab_size,

@@ -12,6 +12,7 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from moe_serve.config import ServeConfig
 from moe_serve.dispatch.base import EpGroup
@@ -77,7 +78,7 @@ def join_groups(env: RankEnv, config: ServeConfig) -> Groups:
     start_timeout = timedelta(seconds=config.server.attach_deadline_s)
     try:
         if env.num_ranks == 1:
-            dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1, timeout=start_timeout)
+            dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1, timeout=start_timeout)
         else:
             dist.init_process_group(
                 "gloo",

@@ -85,7 +85,7 @@ class Served:
     counters: dict[str, int] = field(default_factory=dict)
     stats: dict[str, int] = field(default_factory=dict)
     load: list[list[list[int]]] = field(default_factory=list)  # per record, [layers][logical]
-    slot_rows: list[list[int]] = field(default_factory=list)  # [layers][slots of this rank], rows that each received
+    slot_rows: list[list[int]] = field(default_factory=list)  # [layers][slots], rows that each received
     num_steps: int = 0
 
 
@@ -141,6 +141,7 @@ def _serve_on_rank(
         stats={name: getattr(engine.scheduler.stats, name) for name in engine.scheduler.stats.__slots__},
         load=records,
         num_steps=engine.step,
+        slot_rows=engine.served.recorder.slot_rows.tolist(),
     )
     for message in mailbox.sent:
         if isinstance(message, Tokens):
@@ -156,7 +157,9 @@ def _serve_on_rank(
 
 def _merge(parts: Sequence[Served]) -> Served:
     assert len({part.num_steps for part in parts}) == 1, "all ranks make the same steps"
-    whole = Served(load=parts[0].load, num_steps=parts[0].num_steps)
+    layers = range(len(parts[0].slot_rows))
+    slot_rows = [[rows for part in parts for rows in part.slot_rows[layer]] for layer in layers]
+    whole = Served(load=parts[0].load, num_steps=parts[0].num_steps, slot_rows=slot_rows)
     for part in parts:
         whole.tokens |= part.tokens
         whole.finish |= part.finish
