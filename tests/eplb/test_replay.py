@@ -1,0 +1,200 @@
+"""Replays: hand-worked windows, floor and ceiling, the same report each time, nothing estimated."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from moe_serve.eplb.load import LoadRecord, LoadTrace
+from moe_serve.eplb.placement import Placement
+from moe_serve.eplb.policy import Plan, PlanRequest
+from moe_serve.eplb.replay import ReplaySettings, replay
+from moe_serve.eplb.replay_result import CEILING, FLOOR
+from moe_serve.eplb.replay_score import Scorer, arrivals
+from moe_serve.eplb.synthetic import SyntheticLoad, synthetic_trace
+from moe_serve.errors import ConfigError, TraceError
+from moe_serve.topology import Topology
+
+TOPOLOGY = Topology(2, 2)
+SMALL = SyntheticLoad(num_windows=5, num_layers=3, num_logical=12, topk=2, tokens_per_step=500, steps_per_window=4,
+                      num_sources=4, rho=0.9)  # fmt: skip
+SETTINGS = ReplaySettings(TOPOLOGY, 16)
+
+
+class Swapped:
+    """Plans the placement that it is given for, so that a test knows what must be served."""
+
+    name = "swapped"
+
+    def __init__(self, *tables: list[int]):
+        self.tables = list(tables)
+        self.seen: list[list[int]] = []
+
+    def plan(self, request: PlanRequest) -> Plan:
+        self.seen.append(request.tokens[0].tolist())
+        placement = Placement(np.array([self.tables.pop(0)]), request.tokens.shape[1], request.topology.num_ranks)
+        ones = np.ones(1)
+        return Plan(placement, ones * 0.5, ones, ones * 0.5, False, 0, 0.0)
+
+
+def test_a_plan_serves_the_window_that_comes_next() -> None:
+    trace_windows = 4
+    policy = Swapped([0, 2, 1, 3], [0, 3, 1, 2], [0, 1, 2, 3], [0, 1, 2, 3])
+    windows = [[8, 4, 2, 2], [4, 4, 4, 4], [8, 8, 0, 0], [1, 1, 1, 13]]
+    records = [LoadRecord(10 * i, 10, "mixed", np.array([tokens])) for i, tokens in enumerate(windows)]
+    report = replay(LoadTrace.of(records, topk=1), [policy], ReplaySettings(Topology(1, 2), 4))
+    assert policy.seen == windows[:trace_windows]
+    floor, run, ceiling = report.results
+    # Window 1 is even everywhere; window 2 on {0,3} {1,2} is 8 | 8; window 3 on {0,1} {2,3} is 2 | 14: mean 8 / 14.
+    np.testing.assert_allclose(run.served[:, 0], [1.0, 1.0, 8 / 14])
+    np.testing.assert_allclose(floor.served[:, 0], [1.0, 0.5, 8 / 14])
+    np.testing.assert_allclose(ceiling.served, 1.0)
+    assert run.rank_load.tolist() == [[8, 8], [8, 8], [2, 14]]
+    # {0,1}{2,3} -> {0,2}{1,3}: each rank receives one; -> {0,3}{1,2}: one each; -> {0,1}{2,3}: one each.
+    assert run.moves.tolist() == [2, 2, 2]
+    assert run.num_plans == 3
+    assert report.tokens.tolist() == [16, 16, 16]
+    assert report.first_steps.tolist() == [10, 20, 30]
+    assert [r.name for r in report.results] == [FLOOR, "swapped", CEILING]
+
+
+def test_interval_and_history_count_windows() -> None:
+    policy = Swapped(*[[0, 1, 2, 3]] * 9)
+    records = [LoadRecord(i, 1, "mixed", np.array([[2**i, 0, 0, 0]])) for i in range(7)]
+    replay(LoadTrace.of(records), [policy], ReplaySettings(Topology(1, 2), 4, history=2, interval=2))
+    assert [seen[0] for seen in policy.seen] == [1 + 2, 4 + 8, 16 + 32]
+
+
+def test_the_same_trace_gives_the_same_report() -> None:
+    policies = ["greedy", "refined", "deepseek"]
+    one, two = (replay(synthetic_trace(SMALL), policies, SETTINGS) for _ in range(2))
+    for a, b in zip(one.results, two.results, strict=True):
+        for name, array in a.arrays().items():
+            if name != "plan_s":
+                np.testing.assert_array_equal(array, b.arrays()[name], err_msg=f"{a.name} {name}")
+
+
+def test_processes_side_by_side_give_the_same_report() -> None:
+    policies = ["greedy", "refined", "deepseek"]
+    ticks: list[int] = []
+    alone = replay(synthetic_trace(SMALL), policies, SETTINGS)
+    beside = replay(synthetic_trace(SMALL), policies, SETTINGS, progress=ticks.append, jobs=2)
+    assert ticks == list(range(1, 4 * 5 + 1))
+    for a, b in zip(alone.results, beside.results, strict=True):
+        assert a.name == b.name
+        for name, array in a.arrays().items():
+            if name != "plan_s":
+                np.testing.assert_array_equal(array, b.arrays()[name], err_msg=f"{a.name} {name}")
+        assert (a.final is None) == (b.final is None)
+        if a.final is not None and b.final is not None:
+            assert a.final.same_slots(b.final)
+
+
+class Failing:
+    name = "failing"
+
+    def plan(self, request: PlanRequest) -> Plan:
+        raise ConfigError("this policy cannot; use another")
+
+
+def test_an_error_in_a_process_beside_is_raised_here() -> None:
+    with pytest.raises(ConfigError, match="this policy cannot; use another"):
+        replay(synthetic_trace(SMALL), [Failing(), "greedy"], SETTINGS, jobs=2)
+
+
+def test_policies_stay_between_floor_and_ceiling_on_steady_load() -> None:
+    load = replace(SMALL, family="zipf", tokens_per_step=50_000, num_layers=8)
+    report = replay(synthetic_trace(load), ["greedy", "refined"], SETTINGS)
+    served = {r.name: float(r.served.mean()) for r in report.results}
+    assert served[FLOOR] < served["greedy"] <= 1
+    assert served[FLOOR] < served["refined"] <= served[CEILING] == 1
+
+
+def test_off_node_share_and_traffic_follow_the_sources() -> None:
+    # One expert per rank, two nodes of two ranks: rank 0 sends to its own expert, rank 3 to expert 0 and to expert 2.
+    source = np.zeros((1, 4, 4), dtype=np.int64)
+    source[0, 0, 0], source[0, 3, 0], source[0, 3, 2] = 6, 2, 2
+    record = LoadRecord(0, 1, "mixed", source.sum(axis=1), by_source=source)
+    score = Scorer(TOPOLOGY, 1).score(record, Placement(np.array([[0, 1, 2, 3]]), 4, 4))
+    assert score.traffic is not None
+    assert score.traffic.tolist() == [[6, 0], [2, 2]]
+    assert score.off_node == pytest.approx(0.2)
+    # A second copy of expert 0 on node 1 takes half of everybody's tokens: an even split does not know the nodes.
+    two = Placement(np.array([[0, 1, 2, 3, 0, -1, 1, 3]]), 4, 4)
+    other = Scorer(TOPOLOGY, 1).score(record, two).traffic
+    assert other is not None
+    assert other.sum() == pytest.approx(10)
+
+
+def test_the_trace_of_another_cluster_is_refused() -> None:
+    with pytest.raises(TraceError, match="by_source has 4 source ranks but the topology has 2"):
+        replay(synthetic_trace(SMALL), ["greedy"], ReplaySettings(Topology(1, 2), 16))
+
+
+def test_active_experts_count_replicas_with_their_expert() -> None:
+    record = LoadRecord(0, 4, "decode", np.array([[9, 4, 1, 0]]), activations=np.array([[4, 2, 1, 0]]))
+    placement = Placement(np.array([[0, 1, 0, 2, 3, -1]]), 4, 2)  # rank 0: 0 1 0, rank 1: 2 3 -
+    assert Scorer(Topology(1, 2), 1).score(record, placement).activated == pytest.approx((4 + 2 + 4) / 4)
+
+
+def test_an_exact_split_balances_single_steps_and_needs_them() -> None:
+    steps = np.array([[[8, 2, 2]], [[2, 8, 2]]])
+    record = LoadRecord(0, 2, "mixed", steps.sum(axis=0), per_step=steps)
+    placement = Placement(np.array([[0, 1, 0, 2]]), 3, 2)  # expert 0 on both ranks
+    scorer = Scorer(Topology(1, 2), 1, split="exact")
+    # Step 0: 2 + x = 2 + (8 - x) -> 6 | 6; step 1: rank 0 has 8 of expert 1 alone: 8 | 4.
+    assert scorer.score(record, placement).balancedness.tolist() == pytest.approx([(1 + 6 / 8) / 2])
+    with pytest.raises(TraceError, match="sums 2 steps, and a split per batch works on single ones"):
+        scorer.score(LoadRecord(0, 2, "mixed", record.tokens), placement)
+
+
+def test_arrivals_ignore_slots_of_a_rank_and_know_the_nodes() -> None:
+    old = Placement(np.array([[0, 1, 2, 3, 4, 5, 6, 7]]), 8, 4)
+    new = Placement(np.array([[1, 0, 4, 3, 2, 5, 6, 7]]), 8, 4)  # rank 1 receives 4 from node 1, rank 2 receives 2
+    moved = arrivals(old, new, TOPOLOGY)
+    assert (moved.from_node.tolist(), moved.from_afar.tolist()) == ([0, 0, 0, 0], [0, 1, 1, 0])
+    near = Placement(np.array([[2, 1, 0, 3, 4, 5, 6, 7]]), 8, 4)
+    assert arrivals(old, near, TOPOLOGY).from_node.tolist() == [1, 1, 0, 0]
+
+
+def test_what_the_trace_lacks_is_said_not_estimated() -> None:
+    records = [LoadRecord(i * 5, 5, "mixed", np.arange(1, 13).reshape(1, 12)) for i in range(3)]
+    report = replay(LoadTrace.of(records), ["greedy"], SETTINGS)
+    assert report.missing["off-node"] == "tokens by source rank (by_source) in the trace"
+    assert "active experts" in report.missing
+    assert report.missing["step time"] == "--model and --hardware"
+    row = report.summary(report.results[1])
+    assert row["off_node"] is None
+    assert row["activated"] is None
+    assert row["step_s"] is None
+    assert row["bytes"] is None
+
+
+@pytest.mark.parametrize(
+    "changes, says",
+    [
+        ({"num_slots": 18}, "18 slots do not divide over 4 ranks; use 16 or 20"),
+        ({"num_slots": 8}, "8 slots are fewer than the 12 experts; use at least 12"),
+        ({"history": 0}, "history is 0 windows"),
+        ({"start": Placement.trivial(3, 12, 4)}, "the current placement has"),
+    ],
+)
+def test_a_replay_that_cannot_be_says_why(changes: dict[str, object], says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        replay(synthetic_trace(SMALL), ["greedy"], replace(SETTINGS, **changes))  # type: ignore[arg-type]
+
+
+def test_too_short_a_trace_says_what_to_change() -> None:
+    with pytest.raises(TraceError, match="has 5 windows and plans are made from 5, so none is left"):
+        replay(synthetic_trace(SMALL), ["greedy"], replace(SETTINGS, history=5))
+
+
+def test_an_unknown_policy_is_refused_before_the_trace_is_read() -> None:
+    def open_records():  # type: ignore[no-untyped-def]
+        raise AssertionError("the trace was read")
+
+    trace = LoadTrace(open_records, 12, (0, 1, 2))
+    with pytest.raises(ConfigError, match="policy 'other' is unknown"):
+        replay(trace, ["other"], SETTINGS)
+    with pytest.raises(ConfigError, match="weighs gains against costs"):
+        replay(trace, ["gate:greedy"], SETTINGS)
