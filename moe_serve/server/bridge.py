@@ -258,6 +258,7 @@ class Bridge:
                     self._router = self._new_router(self.limits.block_size)
             case Fatal():
                 self._take_fatal(view, message)
+                return
             case Goodbye():
                 view.ended = True
                 if not self.is_draining:
@@ -270,6 +271,8 @@ class Bridge:
             return
         if hello.rank == SUPERVISOR:
             self._supervisors.add(identity)
+            for view in self.workers:
+                self._send(identity, Progress(view.rank, self.workers.epoch, view.phase, view.fraction))
             return
         epoch = self.workers.epoch
         refusal = self.workers.attach(identity, hello, time.monotonic())
@@ -312,17 +315,20 @@ class Bridge:
         first = self.workers.loss is None
         self.workers.end_epoch(reason, lost_rank)
         if wait_s > 0:
-            epoch = self.workers.epoch
-            asyncio.get_running_loop().call_later(wait_s, lambda: epoch == self.workers.epoch and self._fail_lost())
+            asyncio.get_running_loop().call_later(wait_s, self._fail_lost, self.workers.epoch)
         elif first or self._open:
-            self._fail_lost()
+            self._fail_lost(self.workers.epoch)
         self._news.set()
 
-    def _fail_lost(self) -> None:
-        assert self.workers.loss is not None
+    def _fail_lost(self, epoch: int) -> None:
+        reason, lost_rank = self.workers.loss, self.workers.lost_rank
+        if epoch != self.workers.epoch or reason is None:
+            return  # the ranks have started anew
         if not self.is_draining:
-            log.error("%s", self.workers.loss)
-        self._fail_open(self.workers.loss)
+            log.error("%s", reason)
+        self._fail_open(reason)
+        blamed = SUPERVISOR if lost_rank is None else lost_rank
+        self._tell(Fatal(blamed, epoch, reason, blamed))
 
     def _tell(self, message: ToFrontEnd) -> None:
         """Hands what happens while the ranks start and end to whoever shows it."""

@@ -1,7 +1,7 @@
 """A rank without a model, over the real socket and the real messages; and a whole served system made of such ranks.
 
-A fake rank answers with the ids it is told to (by default: count upwards from the request's seed), one per turn of the event
-loop, and follows the ending rules of a real rank. It remembers what it was told.
+A fake rank answers with the ids it is told to (by default: count upwards from the request's seed), one per turn of the
+event loop, and follows the ending rules of a real rank. It remembers what it was told.
 """
 
 import asyncio
@@ -35,7 +35,8 @@ from moe_serve.engine.messages import (
 from moe_serve.models.tokenizer import Tokenizer
 from moe_serve.server.app import make_app
 from moe_serve.server.bridge import Bridge
-from moe_serve.server.http import HttpServer, open_port
+from moe_serve.server.http import HttpServer
+from moe_serve.server.ports import open_port
 
 LIMITS = ModelLimits(
     model_name="demo", vocab_size=2048, max_model_len=256, max_prompt_len=200, eos_token_ids=[1], block_size=4

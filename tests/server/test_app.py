@@ -1,6 +1,7 @@
-"""The HTTP face: SGLang's `/generate` to the letter, information, errors in one form; over real sockets, without a model."""
+"""The HTTP face: SGLang's `/generate` to the letter, errors in one form. Over real sockets, without a model."""
 
 import asyncio
+import itertools
 import json
 
 import httpx
@@ -120,7 +121,7 @@ async def test_a_stream_has_cumulative_text_and_ends_with_done():
     assert end == "[DONE]"
     assert len(chunks) > 3
     assert texts[-1] == "one two 漢字 three"
-    assert all(later.startswith(earlier) for earlier, later in zip(texts, texts[1:], strict=False))
+    assert all(later.startswith(earlier) for earlier, later in itertools.pairwise(texts))
     assert all("\ufffd" not in text for text in texts)
     assert [chunk["meta_info"]["finish_reason"] for chunk in chunks[:-1]] == [None] * (len(chunks) - 1)
     assert chunks[-1]["meta_info"]["finish_reason"] == {"type": "stop", "matched": 1}
@@ -252,8 +253,8 @@ def test_a_client_that_goes_away_aborts_its_requests(stream):
         async with serving() as served:
             for worker in served.workers:
                 worker.go.clear()
+            fields = {"input_ids": [[1], [2], [3]], "stream": stream}
             with pytest.raises(httpx.ReadTimeout):
-                fields = {"input_ids": [[1], [2], [3]], "stream": stream}
                 await served.client.post("/generate", json=fields, timeout=0.2)
             await until(lambda: sum(len(worker.aborted) for worker in served.workers) == 3)
             assert served.bridge.num_open == 0

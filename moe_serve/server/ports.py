@@ -1,0 +1,29 @@
+"""Opens the port of the HTTP server; apart from the server, so that the launcher can do it before anything starts."""
+
+import os
+import socket
+
+from moe_serve.errors import LaunchError
+
+_BACKLOG = 2048
+
+
+def open_port(host: str, port: int) -> socket.socket:
+    """Returns a listening socket; port 0 = any free one. Raises LaunchError when the address cannot be opened."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        listener = socket.socket(family, kind, protocol)
+    except OSError as error:
+        raise LaunchError(f"server.host is {host!r}, which is no address of this machine ({error})") from None
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+        listener.listen(_BACKLOG)
+    except OSError as error:
+        listener.close()
+        raise LaunchError(
+            f"port {port} on {host} cannot be opened ({os.strerror(error.errno or 0)}); "
+            "end what uses it, or choose another one by --port or server.port"
+        ) from None
+    listener.setblocking(False)
+    return listener
