@@ -1,0 +1,55 @@
+"""Which tile a grouped GEMM runs with: a table keyed by shape class, never a search while serving.
+
+A search at run time costs seconds at the worst moment, differs between ranks, and breaks graph capture. The classes
+follow what bounds the product: few rows per expert stream weights (memory), many rows multiply (matrix units).
+Figures behind the rows: shared memory = (block_m + block_n) x block_k x bytes x num_stages, which must stay below 163 KB
+(sm_80) or 227 KB (sm_90, sm_100). No row has been measured on a GPU yet; `benchmarks/gpu.py` prints what to put here.
+"""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class GemmTile:
+    """One program's piece of the output and how it is computed.
+
+    block_m, block_n:  rows and columns of the piece; block_k: depth of one step
+    group_m:           row tiles that share columns of the weight in L2 before the next columns
+    programs_per_sm:   persistent programs on one multiprocessor
+    """
+
+    block_m: int
+    block_n: int
+    block_k: int
+    num_warps: int
+    num_stages: int
+    group_m: int = 8
+    programs_per_sm: int = 1
+
+
+_BF16 = (
+    (16, GemmTile(16, 64, 128, num_warps=4, num_stages=4, programs_per_sm=2)),
+    (64, GemmTile(64, 128, 64, num_warps=4, num_stages=4, programs_per_sm=2)),
+    (None, GemmTile(128, 256, 64, num_warps=8, num_stages=3)),
+)
+# block_k is the 128 of the scales: one step, one pair of scales. block_n at most 128, so that a tile has one of the weight.
+_FP8 = (
+    (16, GemmTile(16, 64, 128, num_warps=4, num_stages=5, programs_per_sm=2)),
+    (64, GemmTile(64, 128, 128, num_warps=4, num_stages=4, programs_per_sm=1)),
+    (None, GemmTile(128, 128, 128, num_warps=8, num_stages=4)),
+)
+
+
+def bf16_tile(rows_per_group: int, invariant: bool = False) -> GemmTile:
+    """Returns the tile for that many rows per expert, on average. invariant: one tile for all, so that bits do not
+    depend on how many rows travel together."""
+    return _BF16[1][1] if invariant else _pick(_BF16, rows_per_group)
+
+
+def fp8_tile(rows_per_group: int, invariant: bool = False) -> GemmTile:
+    """As bf16_tile, for e4m3 operands with block scales."""
+    return _FP8[1][1] if invariant else _pick(_FP8, rows_per_group)
+
+
+def _pick(table: tuple[tuple[int | None, GemmTile], ...], rows: int) -> GemmTile:
+    return next(tile for most, tile in table if most is None or rows <= most)

@@ -1,0 +1,113 @@
+"""Triton twin of grouped_gemm.py: y = x W^T per expert, packed rows and masked slabs, by one persistent kernel.
+
+On Hopper and later the tiles come through the tensor memory accelerator (descriptors); elsewhere, and where a row is
+not a multiple of 16 bytes, through plain loads. Accumulation is float32 along k in steps of block_k.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from moe_serve.kernels.gemm_tiles import GemmTile, bf16_tile
+from moe_serve.kernels.grouped_tiles_triton import count_tiles, locate_tile
+from moe_serve.kernels.numerics import FAST, Numerics
+from moe_serve.kernels.triton_mode import as_dtype, dot, num_multiprocessors
+
+
+def grouped_gemm_triton(
+    x: Tensor, weight: Tensor, rows_per_group: Tensor, numerics: Numerics = FAST, tile: GemmTile | None = None,
+    described: bool | None = None,
+) -> Tensor:  # fmt: skip
+    """x: [rows, k], weight: [groups, n, k], rows_per_group: [groups] int64 summing to rows -> [rows, n] like x.
+
+    rows_per_group may lie on the host (copied without waiting) or on the device (never read by the host).
+    tile, described: for tests and tuning; None = by the table, and by what the device and the operands allow
+    """
+    num_groups, n, _ = weight.shape
+    y = torch.empty(x.shape[0], n, dtype=x.dtype, device=x.device)
+    if y.numel():
+        tile = tile or bf16_tile(x.shape[0] // num_groups, numerics.invariant)
+        _launch(x, weight, on_device(rows_per_group, x.device), y, 0, tile, described)
+    return y
+
+
+def slab_gemm_triton(
+    x: Tensor, weight: Tensor, rows_per_slot: Tensor, numerics: Numerics = FAST, expected_rows: int = 16,
+    tile: GemmTile | None = None, described: bool | None = None,
+) -> Tensor:  # fmt: skip
+    """x: [slots, capacity, k], weight: [slots, n, k], rows_per_slot: [slots] int64 -> [slots, capacity, n].
+
+    Rows beyond rows_per_slot are neither read nor written. expected_rows: a guess that chooses the tile, nothing else
+    """
+    slots, capacity, k = x.shape
+    y = torch.empty(slots, capacity, weight.shape[1], dtype=x.dtype, device=x.device)
+    if y.numel():
+        tile = tile or bf16_tile(expected_rows, numerics.invariant)
+        rows, out = x.view(slots * capacity, k), y.view(slots * capacity, -1)
+        _launch(rows, weight, on_device(rows_per_slot, x.device), out, capacity, tile, described)
+    return y
+
+
+def on_device(counts: Tensor, device: torch.device) -> Tensor:
+    """Returns counts on the device; from the host by a copy that nobody waits for."""
+    if counts.device == device:
+        return counts
+    return counts.pin_memory().to(device, non_blocking=True)
+
+
+def has_tensor_memory_accelerator(x: Tensor, weight: Tensor) -> bool:
+    """Whether both operands can be described to it: sm_90 or later, 16-byte aligned contiguous rows."""
+    if not x.is_cuda or torch.cuda.get_device_capability(x.device)[0] < 9:
+        return False
+    row_bytes = x.shape[-1] * x.element_size()
+    return row_bytes % 16 == 0 and x.is_contiguous() and weight.is_contiguous() and x.data_ptr() % 16 == 0
+
+
+def _launch(
+    x: Tensor, weight: Tensor, rows_per_group: Tensor, y: Tensor, capacity: int, tile: GemmTile, described: bool | None
+) -> None:
+    num_groups, n, k = weight.shape
+    if described is None:
+        described = has_tensor_memory_accelerator(x, weight)
+    rows_in = TensorDescriptor.from_tensor(x, [tile.block_m, tile.block_k]) if described else x
+    weight_in = TensorDescriptor.from_tensor(weight.view(-1, k), [tile.block_n, tile.block_k]) if described else weight
+    grid = (num_multiprocessors(x.device) * tile.programs_per_sm,)
+    grouped_gemm_kernel[grid](
+        rows_in, weight_in, rows_per_group, y, num_groups, n, k, x.stride(0), capacity,
+        GROUPS=triton.next_power_of_2(num_groups), BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, BLOCK_K=tile.block_k,
+        GROUP_M=tile.group_m, DESCRIBED=described, num_warps=tile.num_warps, num_stages=tile.num_stages,
+    )  # fmt: skip
+
+
+@triton.jit
+def grouped_gemm_kernel(
+    x, weight, rows_per_group, y, num_groups, n, k, x_stride, capacity,
+    GROUPS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    GROUP_M: tl.constexpr, DESCRIBED: tl.constexpr,
+):  # fmt: skip
+    num_n = tl.cdiv(n, BLOCK_N)
+    num_tiles = count_tiles(rows_per_group, num_groups, num_n, BLOCK_M, GROUPS)
+    for tile in range(tl.program_id(0), num_tiles, tl.num_programs(0)):
+        group, first_row, num_rows, tile_m, tile_n = locate_tile(
+            tile, rows_per_group, num_groups, capacity, num_n, BLOCK_M, GROUPS, GROUP_M
+        )
+        row = tile_m * BLOCK_M + tl.arange(0, BLOCK_M)
+        column = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
+        total = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+        for step in range(tl.cdiv(k, BLOCK_K)):
+            if DESCRIBED:
+                # A tile may reach into the next expert's rows or weights: what it computes there is not stored.
+                a = x.load([(first_row + tile_m * BLOCK_M).to(tl.int32), step * BLOCK_K])
+                b = weight.load([group * n + tile_n * BLOCK_N, step * BLOCK_K])
+            else:
+                depth = step * BLOCK_K + tl.arange(0, BLOCK_K)
+                a_at = x + (first_row + row)[:, None] * x_stride + depth[None, :]
+                b_at = weight + (group.to(tl.int64) * n + column)[:, None] * k + depth[None, :]
+                a = tl.load(a_at, mask=(row < num_rows)[:, None] & (depth < k)[None, :], other=0.0)
+                b = tl.load(b_at, mask=(column < n)[:, None] & (depth < k)[None, :], other=0.0)
+            total += dot(a, tl.trans(b))
+        inside = (row < num_rows)[:, None] & (column < n)[None, :]
+        at = y + (first_row + row)[:, None] * n + column[None, :]
+        tl.store(at, as_dtype(total, y.dtype.element_ty), mask=inside)

@@ -1,0 +1,52 @@
+"""FP8 rows: e4m3 with one float32 scale for every 128 values of a row, as DeepSeek-V3 checkpoints and DeepEP carry them.
+
+scale = amax / 448 and q = x x (448 / amax), where amax = max(|x|, 1e-4) over the 128 values: the largest becomes 448, the
+largest e4m3, and the clamp keeps a row of zeros from dividing by zero. A last group may be shorter than 128.
+"""
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+GROUP = 128  # values that share a scale
+E4M3_MAX = 448.0
+SMALLEST_AMAX = 1e-4
+
+
+def num_groups(width: int) -> int:
+    """Returns the number of scales of a row of `width` values."""
+    return -(-width // GROUP)
+
+
+def quantize_reference(x: Tensor) -> tuple[Tensor, Tensor]:
+    """x: [rows, width] -> (q [rows, width] float8_e4m3fn, scale [rows, num_groups(width)] float32)"""
+    rows, width = x.shape
+    groups = functional.pad(x.float(), (0, -width % GROUP)).view(rows, num_groups(width), GROUP)
+    amax = groups.abs().amax(-1, keepdim=True).clamp(min=SMALLEST_AMAX)
+    q = (groups * (E4M3_MAX / amax)).clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)
+    # uint8: copying a slice of float8 is not implemented everywhere
+    q = q.view(torch.uint8).flatten(1)[:, :width].contiguous().view(torch.float8_e4m3fn)
+    return q, (amax * (1.0 / E4M3_MAX)).squeeze(-1)
+
+
+def dequantize_reference(q: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """q: [rows, width] float8_e4m3fn, scale: [rows, num_groups(width)] float32 -> [rows, width] dtype"""
+    return (q.float() * scale.repeat_interleave(GROUP, dim=1)[:, : q.shape[1]]).to(dtype)
+
+
+def quantize(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Same contract as the reference; Triton on CUDA."""
+    if x.is_cuda:
+        from moe_serve.kernels.quantize_triton import quantize_triton
+
+        return quantize_triton(x)
+    return quantize_reference(x)
+
+
+def dequantize(q: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """Same contract as the reference; Triton on CUDA."""
+    if q.is_cuda:
+        from moe_serve.kernels.quantize_triton import dequantize_triton
+
+        return dequantize_triton(q, scale, dtype)
+    return dequantize_reference(q, scale, dtype)

@@ -1,0 +1,65 @@
+"""Triton twin of quantize.py. A program takes one row and some of its groups, so every group is read once."""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from moe_serve.kernels.quantize import GROUP, num_groups
+from moe_serve.kernels.triton_mode import as_dtype, as_e4m3
+
+GROUPS_PER_PROGRAM = 16  # 2048 values: 16 bf16 values (two 16-byte loads) for each of 128 threads
+
+
+def quantize_triton(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Same contract as quantize_reference. Rows may be strided; values of a row are contiguous."""
+    rows, width = x.shape
+    q = torch.empty(rows, width, dtype=torch.float8_e4m3fn, device=x.device)
+    scale = torch.empty(rows, num_groups(width), dtype=torch.float32, device=x.device)
+    if rows:
+        grid = (rows, triton.cdiv(num_groups(width), GROUPS_PER_PROGRAM))
+        quantize_kernel[grid](x, q, scale, x.stride(0), width, scale.shape[1], GROUPS_PER_PROGRAM, GROUP)
+    return q, scale
+
+
+def dequantize_triton(q: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """Same contract as dequantize_reference; q and scale contiguous."""
+    rows, width = q.shape
+    x = torch.empty(rows, width, dtype=dtype, device=q.device)
+    if rows:
+        grid = (rows, triton.cdiv(num_groups(width), GROUPS_PER_PROGRAM))
+        dequantize_kernel[grid](q, scale, x, width, scale.shape[1], GROUPS_PER_PROGRAM, GROUP)
+    return x
+
+
+@triton.jit
+def quantize_groups(x):
+    """x: [groups, 128] float32 -> (e4m3 [groups, 128], scale [groups] float32); the one place that defines the rounding."""
+    amax = tl.maximum(tl.max(tl.abs(x), axis=1), 1e-4)
+    # div_rn: the reference divides with correct rounding, and a scale that is one bit off moves values between e4m3 steps.
+    factor = tl.div_rn(tl.full(amax.shape, 448.0, tl.float32), amax)
+    q = tl.minimum(tl.maximum(x * factor[:, None], -448.0), 448.0)
+    return as_e4m3(q), amax * (1.0 / 448.0)
+
+
+@triton.jit
+def quantize_kernel(x, q, scale, x_stride, width, num_groups, GROUPS: tl.constexpr, GROUP: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    group = tl.program_id(1) * GROUPS + tl.arange(0, GROUPS)
+    column = group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
+    inside = column < width
+    values = tl.load(x + row * x_stride + column, mask=inside, other=0.0).to(tl.float32)
+    quantized, scales = quantize_groups(values)
+    tl.store(q + row * width + column, quantized, mask=inside)
+    tl.store(scale + row * num_groups + group, scales, mask=group < num_groups)
+
+
+@triton.jit
+def dequantize_kernel(q, scale, x, width, num_groups, GROUPS: tl.constexpr, GROUP: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    group = tl.program_id(1) * GROUPS + tl.arange(0, GROUPS)
+    column = group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
+    inside = column < width
+    values = tl.load(q + row * width + column, mask=inside).to(tl.float32)
+    scales = tl.load(scale + row * num_groups + group, mask=group < num_groups, other=0.0)
+    tl.store(x + row * width + column, as_dtype(values * scales[:, None], x.dtype.element_ty), mask=inside)

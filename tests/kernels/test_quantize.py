@@ -1,0 +1,56 @@
+"""FP8 rows with one scale per 128 values."""
+
+import pytest
+import torch
+
+from moe_serve.kernels.quantize import dequantize_reference, num_groups, quantize_reference
+from tests.kernels.conftest import RunCheck
+from tests.kernels.data import assert_equal_bits, randn, relative_error
+
+SIZES = [(0, 128), (1, 128), (3, 200), (2, 2100), (5, 16)]
+
+
+def test_round_trip_error_is_below_that_of_three_mantissa_bits() -> None:
+    x = randn("cpu", 64, 1000)
+    q, scale = quantize_reference(x)
+    assert relative_error(dequantize_reference(q, scale, torch.float32), x) < 4e-2
+
+
+def test_the_largest_value_of_a_group_becomes_448_and_zeros_stay_zero() -> None:
+    x = torch.zeros(2, 256)
+    x[0, 7], x[0, 200] = -3.0, 1e-9
+    q, scale = quantize_reference(x)
+    assert q.float()[0, 7] == -448
+    assert scale[0, 1] == pytest.approx(1e-4 / 448)  # amax is clamped
+    assert (dequantize_reference(q, scale, torch.float32)[1] == 0).all()
+
+
+def check_quantize(device: str, rows: int, width: int) -> None:
+    from moe_serve.kernels.quantize_triton import dequantize_triton, quantize_triton
+
+    x = randn(device, rows, width) * torch.logspace(-6, 4, max(width, 1), device=device).to(torch.bfloat16)
+    if rows:
+        x[0, : width // 2] = 0
+    q, scale = quantize_triton(x)
+    expected, expected_scale = quantize_reference(x.cpu())
+    assert scale.shape == (rows, num_groups(width))
+    assert_equal_bits(scale, expected_scale)
+    assert_equal_bits(q, expected)
+    back = dequantize_triton(q, scale, torch.bfloat16)
+    assert_equal_bits(back, dequantize_reference(expected, expected_scale, torch.bfloat16))
+
+
+@pytest.mark.parametrize("rows, width", SIZES)
+def test_quantize_gives_the_bits_of_the_reference(on_device: RunCheck, rows: int, width: int) -> None:
+    on_device(check_quantize, rows, width)
+
+
+def check_strided_rows(device: str) -> None:
+    from moe_serve.kernels.quantize_triton import quantize_triton
+
+    x = randn(device, 3, 512)[:, 128:300]
+    assert_equal_bits(quantize_triton(x)[0], quantize_reference(x.cpu())[0])
+
+
+def test_rows_may_be_a_view(on_device: RunCheck) -> None:
+    on_device(check_strided_rows)
