@@ -88,13 +88,13 @@ class Runner:
             self.step([(request, 1) for request in requests])
 
     def stacked(self, request: Request) -> Tensor:
-        """Returns the logits of all computed positions that this runner has seen, [positions, vocab]."""
+        """Returns the logits that this runner has seen, [positions, vocab]."""
         found = self.logits[request.request_id]
         return torch.stack([found[position] for position in sorted(found)])
 
 
 class _EveryRowSampled:
-    """A request whose chunk samples in every row: its first row counts as the last known token, the others as drafts."""
+    """A request whose chunk samples in every row: the first counts as the last known token, the others as drafts."""
 
     def __init__(self, inner: Request):
         self.inner = inner

@@ -1,0 +1,123 @@
+"""The decoder with the real MoE layer, on empty batches, and in bfloat16."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from moe_serve.attention_dp.batch import ForwardBatch
+from moe_serve.attention_dp.kv_cache import KvCache
+from moe_serve.kernels.numerics import FAST, Numerics
+from moe_serve.models.moe_decoder import build_decoder, kv_layouts
+from moe_serve.models.spec import read_spec
+from moe_serve.models.weights import dummy_weights
+from tests.models.families import oracle_logits
+from tests.models.real_moe import make_real_moe
+from tests.models.reference_moe import make_reference_moe
+from tests.models.runner import BLOCK_SIZE, INVARIANT, Runner, load_decoder, one_rank
+from tests.tolerance import BFLOAT16_LOGITS, LOGITS, relative_error
+
+Oracle = Callable[[str], tuple[Any, Path]]
+NAMES = ("mixtral", "qwen3_moe", "deepseek_v3")
+
+
+def prompt(seed: int, length: int) -> list[int]:
+    return torch.randint(3, 256, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+@pytest.mark.parametrize("numerics", [FAST, INVARIANT], ids=["fast", "invariant"])
+@pytest.mark.parametrize("name", NAMES)
+def test_logits_with_the_real_moe_layer_match_the_oracle(name: str, numerics: Numerics, oracle: Oracle) -> None:
+    model, folder = oracle(name)
+    spec = read_spec(folder)
+    runner = Runner(load_decoder(folder, numerics, make_moe_layer=make_real_moe(spec, numerics)), numerics)
+    request = runner.request("request", prompt(0, 60))
+    runner.prefill([request], chunk=25)
+    assert relative_error(runner.stacked(request), oracle_logits(model, request.prompt_ids)) < LOGITS
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_with_the_real_moe_layer_logits_are_the_same_bits_in_any_company(name: str, oracle: Oracle) -> None:
+    folder = oracle(name)[1]
+    decoder = load_decoder(folder, INVARIANT, make_moe_layer=make_real_moe(read_spec(folder), INVARIANT))
+    runner = Runner(decoder, INVARIANT)
+    alone = runner.request("alone", prompt(0, 60))
+    runner.prefill([alone])
+    others = [runner.request(f"other{i}", prompt(i + 1, n)) for i, n in enumerate((7, 61, 30))]
+    batched = runner.request("batched", prompt(0, 60))
+    runner.prefill([others[0], batched, *others[1:]], chunk=11)
+    single = runner.request("single", prompt(0, 60))
+    runner.prefill([single], chunk=1)
+    for request in (batched, single):
+        assert torch.equal(runner.stacked(request), runner.stacked(alone)), request.request_id
+
+
+@pytest.mark.parametrize("numerics", [FAST, INVARIANT], ids=["fast", "invariant"])
+@pytest.mark.parametrize("name", NAMES)
+def test_an_empty_batch_reaches_every_moe_layer(name: str, numerics: Numerics, oracle: Oracle) -> None:
+    folder = oracle(name)[1]
+    spec = read_spec(folder)
+    seen: list[tuple[int, int, int]] = []
+
+    class Spy:
+        def __call__(self, x: torch.Tensor, num_tokens: int, num_chunks: int) -> torch.Tensor:
+            seen.append((x.shape[0], num_tokens, num_chunks))
+            return x
+
+    decoder = load_decoder(folder, numerics, make_moe_layer=lambda *args: Spy())
+    logits = decoder.forward(ForwardBatch.empty("cpu", numerics), Runner(decoder, numerics).cache, 3)
+    assert logits.shape == (0, spec.vocab_size)
+    assert seen == [(0, 0, 3)] * spec.num_moe_layers
+
+
+@pytest.mark.parametrize("numerics", [FAST, INVARIANT], ids=["fast", "invariant"])
+@pytest.mark.parametrize("name", NAMES)
+def test_bfloat16_stays_near_float32(name: str, numerics: Numerics, oracle: Oracle) -> None:
+    """Against float32 with the same rounded weights; the router is compared through its effect only."""
+    model, folder = oracle(name)
+    decoder = load_decoder(folder, numerics, torch.bfloat16)
+    runner = Runner(decoder, numerics, dtype=torch.bfloat16)
+    request = runner.request("request", prompt(0, 30))
+    runner.prefill([request], chunk=13)
+    wanted = oracle_logits(model, request.prompt_ids)
+    error = (runner.stacked(request) - wanted).norm() / wanted.norm()  # a flipped expert moves a few rows a lot
+    assert float(error) < BFLOAT16_LOGITS
+
+
+def test_only_sampled_rows_give_logits_and_in_the_order_of_the_chunks(oracle: Oracle) -> None:
+    from moe_serve.attention_dp.request import Request, SamplingParams
+    from moe_serve.attention_dp.scheduler import ScheduledChunk
+
+    folder = oracle("qwen3_moe")[1]
+    decoder = load_decoder(folder)
+    runner = Runner(decoder, FAST)
+    long, short = runner.request("long", prompt(0, 20)), runner.request("short", prompt(1, 6))
+    runner.prefill([long, short])
+    cache = KvCache(decoder.layouts, 8, BLOCK_SIZE, torch.float32, "cpu")
+    requests = [Request(r.request_id, 0, r.prompt_ids, [], SamplingParams(), 0) for r in (long, short)]
+    requests[0].block_ids, requests[1].block_ids = [5, 0, 3], [7]
+    chunks = [ScheduledChunk(requests[0], 0, 20, True), ScheduledChunk(requests[1], 0, 5, False)]
+    first = decoder.forward(ForwardBatch.build(chunks, BLOCK_SIZE, "cpu", FAST), cache, 1)
+    assert relative_error(first, runner.stacked(long)[-1:]) < LOGITS
+    requests[1].num_computed = 5
+    chunks = [ScheduledChunk(requests[1], 5, 1, True)]
+    assert (
+        relative_error(
+            decoder.forward(ForwardBatch.build(chunks, BLOCK_SIZE, "cpu", FAST), cache, 1), runner.stacked(short)[-1:]
+        )
+        < LOGITS
+    )
+
+
+def test_dummy_weights_run_and_give_finite_logits_of_a_sensible_size(oracle: Oracle) -> None:
+    for name in NAMES:
+        spec = read_spec(oracle(name)[1])
+        weights = dummy_weights(spec, one_rank(spec), 0, torch.float32, "cpu", seed=5)
+        decoder = build_decoder(spec, weights, make_reference_moe(spec.router), FAST, "cpu")
+        runner = Runner(decoder, FAST)
+        request = runner.request("request", prompt(0, 12))
+        runner.prefill([request])
+        assert decoder.layouts == kv_layouts(spec)
+        assert 0.1 < float(runner.stacked(request).std()) < 10
