@@ -17,12 +17,18 @@ def rotate_reference(x: Tensor, turns: Tensor) -> Tensor:
 
 
 def rotate_(x: Tensor, turns: Tensor) -> None:
-    """Rotates x in place; same contract as the reference. x may be a view whose last dimension is contiguous."""
+    """Rotates x in place; same contract as the reference. x is a slice of wider rows, contiguous in its last dimension.
+
+    A slice, so that the CPU loop ends its vectors with every head: over adjacent rows it would run on, and the ragged end,
+    computed with other instructions, would fall on a row by its place in the batch.
+    """
+    pairs = (*x.shape[:-1], x.shape[-1] // 2, 2)
     if x.dtype == torch.float32:
-        torch.view_as_complex(x.view(*x.shape[:-1], -1, 2)).mul_(turns[:, None])
+        torch.view_as_complex(x.view(pairs)).mul_(turns[:, None])
     else:
-        pairs = torch.view_as_complex(x.float().view(*x.shape[:-1], -1, 2))
-        x.copy_(torch.view_as_real(pairs.mul_(turns[:, None])).flatten(-2))
+        wide = x.float()
+        torch.view_as_complex(wide.view(pairs)).mul_(turns[:, None])
+        x.copy_(wide)
 
 
 def pair_order(dim: int, device: torch.device) -> Tensor:

@@ -1,0 +1,141 @@
+"""config.json files: what they become, and which are refused by name."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from moe_serve.errors import ModelError
+from moe_serve.models.rope_spec import mscale_of
+from moe_serve.models.spec import FAMILIES, GqaSpec, MlaSpec, read_spec
+from tests.models.families import MLA, QWEN, YARN
+
+QWEN_30B: dict[str, Any] = {
+    "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "vocab_size": 151936, "hidden_size": 2048,
+    "num_hidden_layers": 48, "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128, "num_experts": 128,
+    "num_experts_per_tok": 8, "moe_intermediate_size": 768, "intermediate_size": 6144, "norm_topk_prob": True,
+    "max_position_embeddings": 40960, "rope_theta": 1000000.0, "rope_scaling": None, "sliding_window": None,
+    "use_sliding_window": False, "max_window_layers": 48, "decoder_sparse_step": 1, "mlp_only_layers": [],
+    "attention_bias": False, "bos_token_id": 151643, "eos_token_id": 151645, "tie_word_embeddings": False,
+}  # fmt: skip
+DEEPSEEK_V3: dict[str, Any] = {
+    "architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3", "vocab_size": 129280, "hidden_size": 7168,
+    "num_hidden_layers": 61, "num_attention_heads": 128, "num_key_value_heads": 128, "q_lora_rank": 1536,
+    "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128, "n_routed_experts": 256,
+    "num_experts_per_tok": 8, "n_shared_experts": 1, "moe_intermediate_size": 2048, "intermediate_size": 18432,
+    "first_k_dense_replace": 3, "moe_layer_freq": 1, "n_group": 8, "topk_group": 4, "routed_scaling_factor": 2.5,
+    "norm_topk_prob": True, "scoring_func": "sigmoid", "topk_method": "noaux_tc", "max_position_embeddings": 163840,
+    "rope_theta": 10000, "bos_token_id": 0, "eos_token_id": 1, "num_nextn_predict_layers": 1, "torch_dtype": "bfloat16",
+    "rope_scaling": {"type": "yarn", "factor": 40, "original_max_position_embeddings": 4096, "beta_fast": 32,
+                     "beta_slow": 1, "mscale": 1.0, "mscale_all_dim": 1.0},
+    "quantization_config": {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic",
+                            "weight_block_size": [128, 128]},
+}  # fmt: skip
+
+
+def folder(tmp_path: Path, config: dict[str, Any] | str, generation: dict[str, Any] | None = None) -> Path:
+    (tmp_path / "config.json").write_text(config if isinstance(config, str) else json.dumps(config))
+    if generation is not None:
+        (tmp_path / "generation_config.json").write_text(json.dumps(generation))
+    return tmp_path
+
+
+def test_qwen3_30b_has_the_published_sizes(tmp_path: Path) -> None:
+    spec = read_spec(folder(tmp_path, QWEN_30B, {"eos_token_id": [151645, 151643]}))
+    assert spec.attention == GqaSpec(32, 4, 128, qk_norm=True, bias=False)
+    assert (spec.num_logical, spec.topk, spec.num_moe_layers) == (128, 8, 48)
+    total = spec.dense_parameters + spec.num_moe_layers * spec.num_logical * spec.expert_parameters
+    assert total == pytest.approx(30.5e9, rel=0.01)
+    assert spec.expert_bytes(2) == 3 * 2048 * 768 * 2
+    assert spec.eos_token_ids == (151645, 151643)
+
+
+def test_deepseek_v3_has_the_published_sizes(tmp_path: Path) -> None:
+    spec = read_spec(folder(tmp_path, DEEPSEEK_V3))
+    attention = spec.attention
+    assert isinstance(attention, MlaSpec)
+    assert attention.softmax_scale == pytest.approx(192**-0.5 * mscale_of(40, 1.0) ** 2)
+    assert spec.rope.table_factor == 1.0
+    assert spec.rope.interleaved
+    assert spec.moe_layer_ids == tuple(range(3, 61))
+    assert (spec.num_groups, spec.router.topk_groups, spec.router.has_bias) == (8, 4, True)
+    total = spec.dense_parameters + spec.num_moe_layers * spec.num_logical * spec.expert_parameters
+    assert total == pytest.approx(671e9, rel=0.005)
+    assert (spec.fp8_block, spec.checkpoint_dtype) == (128, "bfloat16")
+
+
+def test_old_and_new_spelling_of_the_rotation_are_the_same(tmp_path: Path) -> None:
+    old = {k: v for k, v in YARN.items() if k not in ("rope_type", "rope_theta")} | {"type": "yarn"}
+    base = MLA | {"model_type": "deepseek_v3"}
+    new = read_spec(folder(tmp_path, base | {"rope_parameters": YARN}))
+    assert read_spec(folder(tmp_path, base | {"rope_scaling": old, "rope_theta": 10000})) == new
+
+
+def test_some_layers_may_be_dense(tmp_path: Path) -> None:
+    config = QWEN_30B | {"num_hidden_layers": 6, "decoder_sparse_step": 2, "mlp_only_layers": [3]}
+    assert read_spec(folder(tmp_path, config)).moe_layer_ids == (1, 5)
+
+
+def test_an_unsupported_architecture_is_refused_with_the_list_of_supported_ones(tmp_path: Path) -> None:
+    config = {"model_type": "gpt_oss", "architectures": ["GptOssForCausalLM"]}
+    with pytest.raises(ModelError) as error:
+        read_spec(folder(tmp_path, config))
+    for word in ("gpt_oss", "GptOssForCausalLM", *FAMILIES):
+        assert word in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("base", "change", "words"),
+    [
+        (QWEN_30B, {"use_sliding_window": True, "sliding_window": 4096}, "sliding-window attention"),
+        (QWEN_30B, {"model_type": "mixtral", "num_local_experts": 8, "sliding_window": 4096}, "sliding_window 4096"),
+        (QWEN_30B, {"hidden_act": "gelu"}, "hidden_act 'gelu'"),
+        (QWEN_30B, {"quantization_config": {"quant_method": "awq"}}, "quantization 'awq'"),
+        (QWEN_30B, {"rope_scaling": {"rope_type": "longrope", "factor": 4}}, "rope_type 'longrope'"),
+        (QWEN_30B, {"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5"),
+        (QWEN_30B, {"head_dim": 127}, "127; it must be even"),
+        (QWEN_30B, {"num_key_value_heads": 5}, "32 attention heads do not divide over 5"),
+        (QWEN_30B, {"hidden_size": None}, "hidden_size is missing"),
+        (QWEN_30B, {"hidden_size": "big"}, "hidden_size is 'big'"),
+        (QWEN_30B, {"num_experts_per_tok": 0}, "num_experts_per_tok is 0"),
+        (QWEN_30B, {"num_experts_per_tok": 129}, "top-k is 129 with 128 experts"),
+        (QWEN_30B, {"rms_norm_eps": "small"}, "rms_norm_eps is 'small'"),
+        (QWEN_30B, {"rope_theta": -1}, "rope_theta of the rotary embedding is -1"),
+        (DEEPSEEK_V3, {"scoring_func": "softmax"}, "scoring_func 'softmax'"),
+        (DEEPSEEK_V3, {"topk_method": "greedy"}, "topk_method 'greedy'"),
+        (DEEPSEEK_V3, {"moe_layer_freq": 2}, "moe_layer_freq 2"),
+        (DEEPSEEK_V3, {"n_group": 7}, "256 experts do not divide into 7 groups"),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_what_cannot_be_served_is_refused_by_name(
+    base: dict[str, Any], change: dict[str, Any], words: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ModelError) as error:
+        read_spec(folder(tmp_path, base | change))
+    assert words in str(error.value)
+
+
+def test_a_window_that_no_sequence_outgrows_is_no_window(tmp_path: Path) -> None:
+    read_spec(folder(tmp_path, QWEN_30B | {"use_sliding_window": True, "sliding_window": 40960}))
+    read_spec(folder(tmp_path, QWEN_30B | {"use_sliding_window": False, "sliding_window": 4096}))
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '"x"'])
+def test_a_config_that_is_no_object_is_one_clear_error(text: str, tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=r"config\.json"):
+        read_spec(folder(tmp_path, text))
+
+
+def test_a_missing_folder_says_what_to_give() -> None:
+    with pytest.raises(ModelError, match="give a Hugging Face model folder"):
+        read_spec("/no/such/model")
+
+
+def test_reading_a_spec_needs_no_torch(tmp_path: Path) -> None:
+    path = folder(tmp_path, QWEN | {"model_type": "qwen3_moe"})
+    code = f"import sys; from moe_serve.models import spec; spec.read_spec({str(path)!r}); sys.exit('torch' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

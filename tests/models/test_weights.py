@@ -1,0 +1,250 @@
+"""What a rank reads of a checkpoint: its own bytes, the right values, and clear words when something does not fit."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from moe_serve.eplb.placement import Placement
+from moe_serve.errors import ModelError
+from moe_serve.models.spec import ModelSpec, read_spec
+from moe_serve.models.weights import LoadedWeights, dequantise, dummy_weights, load_weights
+from tests.models.families import FAMILIES
+from tests.models.runner import one_rank
+
+Oracle = Callable[[str], tuple[Any, Path]]
+
+
+def placed(spec: ModelSpec, num_ranks: int, num_redundant: int = 0) -> Placement:
+    return Placement.trivial(
+        spec.num_moe_layers, spec.num_logical, num_ranks, num_redundant, moe_layer_ids=spec.moe_layer_ids
+    )
+
+
+def load(folder: Path, placement: Placement, rank: int = 0, **options: Any) -> LoadedWeights:
+    return load_weights(folder, read_spec(folder), placement, rank, torch.float32, "cpu", **options)
+
+
+def rewritten(
+    source: Path, folder: Path, change: Callable[[dict[str, Tensor]], dict[str, Tensor]], **config: Any
+) -> Path:
+    """Copies a model folder with other tensors and config entries."""
+    folder.mkdir()
+    tensors = change(load_file(source / "model.safetensors"))
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / "model.safetensors")
+    values = json.loads((source / "config.json").read_text()) | config
+    (folder / "config.json").write_text(json.dumps(values))
+    return folder
+
+
+def fuse_experts(spec: ModelSpec) -> Callable[[dict[str, Tensor]], dict[str, Tensor]]:
+    """Returns a change to the form that transformers 5 has in memory: one tensor for all experts of a layer."""
+    names = spec.expert_names
+
+    def change(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        for layer in spec.moe_layer_ids:
+            block = f"model.layers.{layer}.{names.block}."
+            gate, up, down = (
+                torch.stack([tensors.pop(f"{block}experts.{e}.{n}.weight") for e in range(spec.num_logical)])
+                for n in (names.gate, names.up, names.down)
+            )
+            fused = f"model.layers.{layer}.mlp."
+            tensors[fused + "experts.gate_up_proj"] = torch.cat((gate, up), dim=1)
+            tensors[fused + "experts.down_proj"] = down
+            tensors[fused + "gate.weight"] = tensors.pop(block + "gate.weight")
+        return tensors
+
+    return change
+
+
+def assert_equal(a: LoadedWeights, b: LoadedWeights) -> None:
+    assert a.dense.keys() == b.dense.keys()
+    for name in a.dense:
+        assert torch.equal(a.dense[name], b.dense[name]), name
+    for layer, tensors in a.experts.items():
+        for name in tensors:
+            assert torch.equal(tensors[name], b.experts[layer][name]), (layer, name)
+
+
+@pytest.mark.parametrize("name", ["mixtral", "qwen3_moe", "deepseek_v3"])
+def test_fused_sharded_and_per_expert_files_load_alike(name: str, oracle: Oracle, tmp_path: Path) -> None:
+    model, folder = oracle(name)
+    placement = one_rank(read_spec(folder))
+    plain = load(folder, placement)
+    fused = load(rewritten(folder, tmp_path / "fused", fuse_experts(read_spec(folder))), placement)
+    model.save_pretrained(tmp_path / "sharded", max_shard_size="50KB")
+    assert len(list((tmp_path / "sharded").glob("*.safetensors"))) > 3
+    assert_equal(plain, fused)
+    assert_equal(plain, load(tmp_path / "sharded", placement))
+    assert plain.bytes_read == fused.bytes_read
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 4])
+@pytest.mark.parametrize("fused", [False, True], ids=["per expert", "fused"])
+def test_a_rank_reads_its_own_bytes_only(num_ranks: int, fused: bool, oracle: Oracle, tmp_path: Path) -> None:
+    folder = oracle("deepseek_v3")[1]
+    spec = read_spec(folder)
+    if fused:
+        folder = rewritten(folder, tmp_path / "fused", fuse_experts(spec))
+    stored = load_file(folder / "model.safetensors")
+    num_bytes = {name: tensor.numel() * tensor.element_size() for name, tensor in stored.items()}
+    of_experts = sum(size for name, size in num_bytes.items() if ".experts." in name)
+    placement = placed(spec, num_ranks)
+    seen: list[tuple[int, int]] = []
+    for rank in range(num_ranks):
+        loaded = load(folder, placement, rank, progress=lambda done, total: seen.append((done, total)))
+        assert loaded.bytes_read == sum(num_bytes.values()) - of_experts + of_experts // num_ranks
+        assert seen[-1] == (loaded.bytes_read, loaded.bytes_read)
+    assert all(done <= total for done, total in seen)
+
+
+def test_replicas_hold_equal_bytes_read_once_and_empty_slots_hold_zeros(oracle: Oracle) -> None:
+    folder = oracle("qwen3_moe")[1]
+    spec = read_spec(folder)
+    table = [[3, 0, 3, -1, 5, 1, 2, 4, 6, 7, 0, -1]] * spec.num_moe_layers
+    placement = Placement(table, spec.num_logical, 2, spec.moe_layer_ids)
+    everything = load(folder, one_rank(spec))
+    halves = [load(folder, placement, rank) for rank in range(2)]
+    for layer in spec.moe_layer_ids:
+        for name, whole in everything.experts[layer].items():
+            got = torch.cat([half.experts[layer][name] for half in halves])
+            for slot, expert in enumerate(table[0]):
+                assert torch.equal(got[slot], whole[expert] if expert >= 0 else torch.zeros_like(whole[0]))
+    once = load(folder, Placement([[3, 0, 5] + [1, 2, 4, 6, 7] + [-1] * 2] * 2, 8, 2, spec.moe_layer_ids), 0)
+    assert halves[0].bytes_read < everything.bytes_read
+    assert once.bytes_read - halves[0].bytes_read == 2 * (spec.expert_bytes(4))  # experts 1 and 2 of two layers, less 1
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_dummy_weights_have_the_form_of_loaded_ones_and_follow_the_expert(name: str, oracle: Oracle) -> None:
+    folder = oracle(name)[1]
+    spec = read_spec(folder)
+    loaded = load(folder, one_rank(spec))
+    whole = dummy_weights(spec, one_rank(spec), 0, torch.float32, "cpu", seed=1)
+    assert {k: v.shape for k, v in whole.dense.items()} == {k: v.shape for k, v in loaded.dense.items()}
+    assert sum(t.numel() for t in loaded.dense.values()) == spec.dense_parameters
+    width = spec.num_logical // 2
+    for rank in range(2):
+        half = dummy_weights(spec, placed(spec, 2), rank, torch.float32, "cpu", seed=1)
+        for layer, tensors in half.experts.items():
+            for key, tensor in tensors.items():
+                assert tensor.shape[1:] == loaded.experts[layer][key].shape[1:]
+                assert torch.equal(tensor, whole.experts[layer][key][rank * width : (rank + 1) * width])
+    assert sum(t[0].numel() for t in whole.experts[spec.moe_layer_ids[0]].values()) == spec.expert_parameters
+    other = dummy_weights(spec, one_rank(spec), 0, torch.float32, "cpu", seed=2)
+    assert not torch.equal(other.dense["embed"], whole.dense["embed"])
+
+
+def test_all_that_does_not_fit_is_named_at_once(oracle: Oracle, tmp_path: Path) -> None:
+    folder = oracle("qwen3_moe")[1]
+
+    def spoil(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        del tensors["model.layers.1.mlp.experts.5.up_proj.weight"]
+        del tensors["model.norm.weight"]
+        tensors["model.layers.0.self_attn.q_proj.weight"] = torch.zeros(3, 64)
+        tensors["model.layers.0.self_attn.sinks"] = torch.zeros(4)
+        tensors["lm_head.weight"] = tensors["lm_head.weight"].to(torch.complex64)
+        return tensors
+
+    broken = rewritten(folder, tmp_path / "broken", spoil)
+    spec = read_spec(broken)
+    for rank in range(2):  # also the rank that would not read the missing expert says so
+        with pytest.raises(ModelError) as error:
+            load(broken, placed(spec, 2), rank)
+        text = str(error.value)
+        for word in (
+            "2 missing: model.norm.weight, model.layers.1.mlp.experts.5.up_proj.weight",
+            "1 of another shape: model.layers.0.self_attn.q_proj.weight [3, 64], expected [64, 64]",
+            "1 unknown: model.layers.0.self_attn.sinks",
+            "lm_head.weight (C64)",
+        ):
+            assert word in text
+
+
+def test_layers_for_multi_token_prediction_and_computed_buffers_are_ignored(oracle: Oracle, tmp_path: Path) -> None:
+    folder = oracle("deepseek_v3")[1]
+
+    def add(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        tensors["model.layers.3.eh_proj.weight"] = torch.zeros(4)
+        tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.zeros(4)
+        return tensors
+
+    more = rewritten(folder, tmp_path / "more", add)
+    assert_equal(load(folder, one_rank(read_spec(folder))), load(more, one_rank(read_spec(more))))
+
+
+def to_fp8(weight: Tensor, block: int = 128) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns (fp8 values, scales, what they mean in float32), block by block as the format defines it."""
+    rows, columns = weight.shape
+    scales = torch.zeros(-(-rows // block), -(-columns // block))
+    values = torch.zeros(rows, columns, dtype=torch.float8_e4m3fn)
+    meant = torch.zeros(rows, columns)
+    for i in range(scales.shape[0]):
+        for j in range(scales.shape[1]):
+            square = (slice(i * block, (i + 1) * block), slice(j * block, (j + 1) * block))
+            scales[i, j] = weight[square].abs().max() / 448
+            values[square] = (weight[square] / scales[i, j]).to(torch.float8_e4m3fn)
+            meant[square] = values[square].float() * scales[i, j]
+    return values, scales, meant
+
+
+@pytest.mark.parametrize("fused", [False, True], ids=["per expert", "fused"])
+def test_fp8_checkpoints_mean_what_their_blocks_say(fused: bool, oracle: Oracle, tmp_path: Path) -> None:
+    """Blocks of 16, so that the tiny model has several, partial ones too (24 rows of the compressed projection)."""
+    folder = oracle("deepseek_v3")[1]
+    spec = read_spec(folder)
+    names: list[str] = []
+    meant: dict[str, Tensor] = {}
+
+    def quantise(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        for name in [n for n in tensors if "_proj" in n and "norm" not in n]:
+            values, scales, meant[name] = to_fp8(tensors[name], 16)
+            tensors[name], tensors[name + "_scale_inv"] = values, scales
+            names.append(name)
+        return fuse(tensors) if fused else tensors
+
+    def fuse(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        for layer in spec.moe_layer_ids:
+            block = f"model.layers.{layer}.mlp.experts."
+            for suffix, theirs in (("", ".weight"), ("_scale_inv", ".weight_scale_inv")):
+                gate, up, down = (
+                    torch.stack([tensors.pop(f"{block}{e}.{n}{theirs}").view(torch.uint8) for e in range(8)])
+                    for n in ("gate_proj", "up_proj", "down_proj")
+                )
+                dtype = torch.float32 if suffix else torch.float8_e4m3fn
+                tensors[block + "gate_up_proj" + suffix] = torch.cat((gate, up), dim=1).view(dtype)
+                tensors[block + "down_proj" + suffix] = down.view(dtype)
+        return tensors
+
+    quantisation = {"quantization_config": {"quant_method": "fp8", "weight_block_size": [16, 16]}}
+    fp8 = rewritten(folder, tmp_path / "fp8", quantise, **quantisation)
+    wanted = rewritten(folder, tmp_path / "meant", lambda tensors: tensors | meant)
+    assert len(names) > 50
+    assert_equal(load(fp8, placed(spec, 2), 1), load(wanted, placed(spec, 2), 1))
+
+
+def test_dequantise_covers_partial_blocks_of_128() -> None:
+    weight = torch.randn(576, 200, generator=torch.Generator().manual_seed(0))
+    values, scales, meant = to_fp8(weight)
+    assert scales.shape == (5, 2)
+    assert torch.equal(dequantise(values, scales, 128), meant)
+
+
+def test_fp8_tensors_without_scales_or_configuration_are_refused(oracle: Oracle, tmp_path: Path) -> None:
+    folder = oracle("mixtral")[1]
+    name = "model.layers.0.self_attn.o_proj.weight"
+
+    def quantise(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        return tensors | {name: tensors[name].to(torch.float8_e4m3fn)}
+
+    placement = one_rank(read_spec(folder))
+    with pytest.raises(ModelError, match=r"FP8, but config\.json has no quantization_config"):
+        load(rewritten(folder, tmp_path / "unsaid", quantise), placement)
+    quantisation = {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}
+    with pytest.raises(ModelError, match="1 missing: " + name.replace(".", r"\.") + "_scale_inv"):
+        load(rewritten(folder, tmp_path / "unscaled", quantise, **quantisation), placement)
