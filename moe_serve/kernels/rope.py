@@ -19,8 +19,8 @@ def rotate_reference(x: Tensor, turns: Tensor) -> Tensor:
 def rotate_(x: Tensor, turns: Tensor) -> None:
     """Rotates x in place; same contract as the reference. x is a slice of wider rows, contiguous in its last dimension.
 
-    A slice, so that the CPU loop ends its vectors with every head: over adjacent rows it would run on, and the ragged end,
-    computed with other instructions, would fall on a row by its place in the batch.
+    A slice, so that the CPU loop ends its vectors with every head: over adjacent rows it would run on, and the ragged
+    end, computed with other instructions, would fall on a row by its place in the batch.
     """
     pairs = (*x.shape[:-1], x.shape[-1] // 2, 2)
     if x.dtype == torch.float32:

@@ -1,0 +1,94 @@
+"""Paged attention against the plain formula, for both layouts, in groups and in chunks."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from moe_serve.attention_dp import attention_plan
+from moe_serve.attention_dp.attention import PagedAttention, attention_reference
+from moe_serve.attention_dp.attention_plan import plan_attention
+from moe_serve.attention_dp.batch import ForwardBatch
+from moe_serve.attention_dp.kv_cache import KvCache, KvLayout
+from moe_serve.attention_dp.request import Request, SamplingParams
+from moe_serve.attention_dp.scheduler import ScheduledChunk
+from moe_serve.kernels.numerics import FAST, Numerics
+from tests.tolerance import FLOAT32, relative_error
+
+BLOCK_SIZE = 4
+SCALE = 0.3
+LAYOUTS = {"gqa": (KvLayout.gqa(2, 8), 3), "mha": (KvLayout.gqa(3, 8), 1), "mla": (KvLayout.mla(12, 4), 5)}
+MODES = {"fast": FAST, "invariant": Numerics(row_tile=4, kv_tile=16)}
+# (start, length) of every sequence: decodes of very different lengths, a whole prompt, a chunk behind a prefix
+CASES = {
+    "decodes": [(0, 1), (40, 1), (17, 1), (3, 1)],
+    "one decode": [(30, 1)],
+    "prefills": [(0, 19), (16, 9), (31, 2)],
+    "mixed": [(5, 12), (63, 1), (0, 33), (2, 1), (15, 1)],
+}
+
+
+def run(layout: KvLayout, group: int, numerics: Numerics, case: list[tuple[int, int]]) -> tuple[Tensor, Tensor]:
+    """Returns (what PagedAttention gives, what the reference gives), real rows only."""
+    generator = torch.Generator().manual_seed(0)
+    cache = KvCache([layout], 64, BLOCK_SIZE, torch.float32, "cpu")
+    free = list(range(63, -1, -1))
+    chunks = []
+    rows = {}
+    for i, (start, length) in enumerate(case):
+        end = start + length
+        blocks = [free.pop((7 * len(free)) // 11) for _ in range(-(-end // BLOCK_SIZE))]
+        rows[str(i)] = torch.randn(end, *layout.row_shape, generator=generator)
+        slots = [blocks[t // BLOCK_SIZE] * BLOCK_SIZE + t % BLOCK_SIZE for t in range(end)]
+        cache.write(0, torch.tensor(slots), rows[str(i)])
+        request = Request(str(i), 0, [0] * end, [], SamplingParams(), 0, block_ids=blocks)
+        chunks.append(ScheduledChunk(request, start, length, False))
+    batch = ForwardBatch.build(chunks, BLOCK_SIZE, "cpu", numerics)
+    q = torch.randn(batch.num_padded, layout.num_heads, group, layout.width, generator=generator)
+    attention = PagedAttention(layout, group, SCALE, numerics, torch.float32, "cpu")
+    got = attention(q, cache, 0, plan_attention(batch, layout, numerics, torch.float32))
+    assert got.shape == (*q.shape[:-1], layout.value_width)
+    wanted = []
+    row = 0
+    for chunk in sorted(chunks, key=lambda c: c.length):
+        both = rows[chunk.request.request_id].transpose(0, 1)
+        keys, values = (both, both[..., : layout.value_width])
+        if layout.kind == "gqa":
+            keys, values = both[: layout.num_heads], both[layout.num_heads :]
+        wanted.append(attention_reference(q[row : row + chunk.length], keys, values, SCALE, chunk.start))
+        row += chunk.length
+    return got[:row], torch.cat(wanted)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("kind", LAYOUTS)
+def test_paged_attention_matches_the_formula(kind: str, case: str, mode: str) -> None:
+    got, wanted = run(*LAYOUTS[kind], MODES[mode], CASES[case])
+    assert relative_error(got, wanted) < FLOAT32
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("kind", LAYOUTS)
+def test_decodes_of_different_length_go_in_groups(kind: str, mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention_plan, "ALWAYS_TOGETHER", 2)
+    layout, group = LAYOUTS[kind]
+    case = [(0, 1), (60, 1), (17, 1), (3, 1), (55, 1), (20, 1)]
+    got, wanted = run(layout, group, MODES[mode], case)
+    assert relative_error(got, wanted) < FLOAT32
+    lens = tuple(start + 1 for start, _ in case)
+    batch = ForwardBatch.empty("cpu", FAST)
+    groups = attention_plan._group(_with_lens(batch, lens), layout)
+    assert [list(g) for g in groups] == [[1, 4], [5, 2], [3], [0]]
+
+
+def test_a_group_is_cut_before_its_copy_of_the_cache_grows_large(monkeypatch: pytest.MonkeyPatch) -> None:
+    layout = LAYOUTS["gqa"][0]
+    monkeypatch.setattr(attention_plan, "LARGEST_GATHER", 3 * 10 * layout.elements_per_token)
+    groups = attention_plan._group(_with_lens(ForwardBatch.empty("cpu", FAST), (10,) * 8), layout)
+    assert sorted(map(len, groups)) == [2, 3, 3]
+
+
+def _with_lens(batch: ForwardBatch, lens: tuple[int, ...]) -> ForwardBatch:
+    from dataclasses import replace
+
+    return replace(batch, host_seq_lens=lens, host_query_lens=(1,) * len(lens), num_decodes=len(lens))

@@ -1,0 +1,76 @@
+"""The paged cache: rows by slot, blocks that move between engines, sizes."""
+
+import pytest
+import torch
+
+from moe_serve.attention_dp.kv_cache import KvCache, KvLayout, bytes_per_block
+from moe_serve.errors import CapacityError
+
+LAYOUTS = (KvLayout.gqa(2, 4), KvLayout.mla(6, 2))
+
+
+def rows_for(layout: KvLayout, ids: list[int]) -> torch.Tensor:
+    """Rows that identify themselves: token, then place in the row."""
+    heads, width = layout.row_shape
+    place = torch.arange(heads * width).view(heads, width) / 1000
+    return torch.tensor(ids, dtype=torch.float32)[:, None, None] + place
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.kind)
+def test_what_is_written_to_a_slot_is_gathered_from_it(layout: KvLayout) -> None:
+    cache = KvCache([layout, layout], 4, 4, torch.float32, "cpu")
+    slots = [5, 0, 15, 9]
+    rows = rows_for(layout, slots)
+    cache.write(1, torch.tensor(slots), rows)
+    keys, values = cache.gather(1, layout.gather_rows(torch.tensor([[15, 5], [9, 0]])), 2)
+    assert keys.shape == (2, layout.num_heads, 2, layout.width)
+    for seq, tokens in enumerate(((15, 5), (9, 0))):
+        for place, slot in enumerate(tokens):
+            row = rows[slots.index(slot)]
+            if layout.kind == "gqa":
+                assert torch.equal(keys[seq, :, place], row[:2])
+                assert torch.equal(values[seq, :, place], row[2:])
+            else:
+                assert torch.equal(keys[seq, 0, place], row[0])
+                assert torch.equal(values[seq, 0, place], row[0, :6])
+    assert not cache.gather(0, layout.gather_rows(torch.arange(16)[None]), 1)[0].any(), "another layer was written"
+
+
+def test_padding_rows_touch_no_block() -> None:
+    layout = LAYOUTS[0]
+    cache = KvCache([layout], 2, 4, torch.float32, "cpu")
+    cache.write(0, torch.tensor([3, -1, -1]), rows_for(layout, [3, 7, 8]))
+    whole = cache.export_blocks([0, 1])[0].flatten(0, 1)
+    assert torch.equal(whole[3], rows_for(layout, [3])[0])
+    assert not whole[[0, 1, 2, 4, 5, 6, 7]].any()
+
+
+def test_exported_blocks_arrive_under_other_ids_in_another_cache() -> None:
+    source = KvCache(LAYOUTS, 4, 2, torch.float32, "cpu")
+    for layer, layout in enumerate(LAYOUTS):
+        source.write(layer, torch.arange(8), rows_for(layout, list(range(8))))
+    target = KvCache(LAYOUTS, 6, 2, torch.float32, "cpu")
+    target.import_blocks([5, 0], source.export_blocks([1, 3]))
+    for layer, layout in enumerate(LAYOUTS):
+        got = target.export_blocks([5, 0, 1])[layer].flatten(0, 1)
+        assert torch.equal(got[:4], rows_for(layout, [2, 3, 6, 7]))
+        assert not got[4:].any()
+
+
+def test_blocks_of_another_form_are_refused() -> None:
+    small = KvCache(LAYOUTS, 4, 2, torch.float32, "cpu").export_blocks([0])
+    with pytest.raises(CapacityError, match=r"cache\.block_size"):
+        KvCache(LAYOUTS, 4, 4, torch.float32, "cpu").import_blocks([0], small)
+    with pytest.raises(CapacityError):
+        KvCache(LAYOUTS, 4, 2, torch.float32, "cpu").import_blocks([0], small[:1])
+
+
+def test_bytes_per_block_are_those_of_the_tensors() -> None:
+    cache = KvCache(LAYOUTS, 3, 5, torch.bfloat16, "cpu")
+    exported = cache.export_blocks([0, 1, 2])
+    assert 3 * bytes_per_block(LAYOUTS, 5, torch.bfloat16) == sum(tensor.nbytes for tensor in exported)
+
+
+def test_a_cache_that_does_not_fit_says_which_setting_to_lower() -> None:
+    with pytest.raises(CapacityError, match=r"lower cache\.num_blocks"):
+        KvCache(LAYOUTS, 1 << 50, 16, torch.float32, "cpu")
