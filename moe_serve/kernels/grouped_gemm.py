@@ -3,12 +3,14 @@
 Weights are [groups, n, k] whatever their memory order; k-major ones (kernels/row_gemm.py) are served fastest on CPU.
 """
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from moe_serve.kernels.numerics import FAST, Numerics
 from moe_serve.kernels.row_gemm import is_k_major, row_gemm
-from moe_serve.kernels.row_tiles import cut
 
 # Rows per active group up to which reading the weights in order beats BLAS. Measured with hidden 512, width 256: the
 # two meet at 7 rows on one thread and at 15 on two, where BLAS gains less.
@@ -23,21 +25,42 @@ def grouped_gemm_reference(x: Tensor, weight: Tensor, rows_per_group: Tensor) ->
 
 def grouped_gemm(x: Tensor, weight: Tensor, rows_per_group: Tensor, numerics: Numerics = FAST) -> Tensor:
     """Same contract as the reference. In batch_invariant a row's bits depend on that row and its weight only."""
-    if x.device.type != "cpu":
-        return (
-            _by_library(x, weight, rows_per_group)
-            if not numerics.invariant
-            else _by_tiles(x, weight, rows_per_group, numerics)
-        )
-    if is_k_major(weight):
-        few = ROW_GEMM_UP_TO * min(2, torch.get_num_threads())
-        if numerics.invariant or x.shape[0] <= few * int(torch.count_nonzero(rows_per_group)):
-            groups = torch.arange(weight.shape[0]).repeat_interleave(rows_per_group, output_size=x.shape[0])
-            return row_gemm(x, weight, groups)
-        return _by_group(x, weight, rows_per_group)
-    if numerics.invariant:
-        return _by_tiles(x, weight, rows_per_group, numerics)
-    return _by_group(x, weight, rows_per_group)
+    return group_rows(rows_per_group, x, numerics).gemm(x, weight)
+
+
+@dataclass(frozen=True)
+class GroupedRows:
+    """How some rows belong to groups, and which way their GEMMs go: worked out once for several weights."""
+
+    rows_per_group: Tensor  # [groups] int64 CPU
+    numerics: Numerics
+    group_of_row: Tensor | None  # [rows] int64; None: too many rows for a GEMM by row
+
+    def gemm(self, x: Tensor, weight: Tensor) -> Tensor:
+        """Returns [rows, n] of x [rows, k] and weight [groups, n, k]."""
+        if self.group_of_row is not None and is_k_major(weight):
+            return row_gemm(x, weight, self.group_of_row)
+        if self.numerics.invariant:
+            return _by_tiles(x, weight, self.rows_per_group, self.numerics)
+        if x.is_cuda and x.dtype == torch.bfloat16:
+            ends = self.rows_per_group.cumsum(0).to(device=x.device, dtype=torch.int32)
+            out: Tensor = functional.grouped_mm(x, weight.transpose(1, 2), offs=ends)
+            return out
+        return _by_group(x, weight, self.rows_per_group)
+
+
+def group_rows(rows_per_group: Tensor, x: Tensor, numerics: Numerics = FAST) -> GroupedRows:
+    """Returns how the GEMMs of the rows x [rows, ..] go. rows_per_group: [groups] int64 CPU, summing to rows."""
+    num_rows = x.shape[0]
+    if x.device.type != "cpu" or not (numerics.invariant or _few(rows_per_group, num_rows)):
+        return GroupedRows(rows_per_group, numerics, None)
+    groups = torch.repeat_interleave(rows_per_group, output_size=num_rows)  # group i, rows_per_group[i] times
+    return GroupedRows(rows_per_group, numerics, groups)
+
+
+def _few(rows_per_group: Tensor, num_rows: int) -> bool:
+    limit = ROW_GEMM_UP_TO * min(2, torch.get_num_threads())
+    return num_rows <= limit or num_rows <= limit * int(torch.count_nonzero(rows_per_group))
 
 
 def slab_gemm_reference(x: Tensor, weight: Tensor, rows_per_group: Tensor) -> Tensor:
@@ -49,19 +72,16 @@ def slab_gemm_reference(x: Tensor, weight: Tensor, rows_per_group: Tensor) -> Te
 
 
 def slab_gemm(x: Tensor, weight: Tensor, rows_per_group: Tensor, numerics: Numerics = FAST) -> Tensor:
-    """Same contract as the reference; sizes are static, nothing is read back, so it can be captured in a graph."""
+    """Same contract as the reference. On an accelerator sizes are static and nothing is read back."""
     if x.device.type == "cpu":
         out = x.new_empty(x.shape[0], x.shape[1], weight.shape[1])
         filled = torch.arange(x.shape[1]) < rows_per_group[:, None]
         out[filled] = grouped_gemm(x[filled], weight, rows_per_group, numerics)
         return out
-    if not numerics.invariant:
-        return torch.bmm(x, weight.transpose(1, 2))
-    tile = numerics.row_tile or 1
-    padding = -x.shape[1] % tile
-    padded = torch.nn.functional.pad(x, (0, 0, 0, padding))
-    tiles = [torch.bmm(part, weight.transpose(1, 2)) for part in torch.split(padded, tile, dim=1)]
-    return torch.cat(tiles, dim=1)[:, : x.shape[1]] if tiles else x.new_empty(*x.shape[:2], weight.shape[1])
+    capacity = x.shape[1]
+    tile = numerics.row_tile or max(capacity, 1)
+    tiles = torch.split(functional.pad(x, (0, 0, 0, -capacity % tile)), tile, dim=1)
+    return torch.cat([torch.bmm(part, weight.transpose(1, 2)) for part in tiles], dim=1)[:, :capacity]
 
 
 def _by_group(x: Tensor, weight: Tensor, rows_per_group: Tensor) -> Tensor:
@@ -77,23 +97,14 @@ def _by_group(x: Tensor, weight: Tensor, rows_per_group: Tensor) -> Tensor:
 
 
 def _by_tiles(x: Tensor, weight: Tensor, rows_per_group: Tensor, numerics: Numerics) -> Tensor:
-    """Calls of exactly row_tile rows, each group padded to whole tiles."""
+    """BLAS calls of exactly row_tile rows, each group padded to whole tiles."""
     tile = numerics.row_tile or 1
     out = x.new_empty(x.shape[0], weight.shape[1])
     start = 0
     for group, num_rows in enumerate(rows_per_group.tolist()):
-        rows = torch.nn.functional.pad(x[start : start + num_rows], (0, 0, 0, -num_rows % tile))
-        for first, last in cut(rows.shape[0], (tile,)):
-            kept = min(last, num_rows) - first
-            out[start + first : start + first + kept] = (rows[first:last] @ weight[group].t())[:kept]
+        rows = functional.pad(x[start : start + num_rows], (0, 0, 0, -num_rows % tile))
+        for first in range(0, num_rows, tile):
+            kept = min(tile, num_rows - first)
+            out[start + first : start + first + kept] = (rows[first : first + tile] @ weight[group].t())[:kept]
         start += num_rows
-    return out
-
-
-def _by_library(x: Tensor, weight: Tensor, rows_per_group: Tensor) -> Tensor:
-    """torch's grouped GEMM, where the dtype has one."""
-    if x.dtype != torch.bfloat16:
-        return _by_group(x, weight, rows_per_group)
-    ends = rows_per_group.cumsum(0).to(device=x.device, dtype=torch.int32)
-    out: Tensor = torch.nn.functional.grouped_mm(x, weight.transpose(1, 2), offs=ends)
     return out

@@ -26,7 +26,7 @@ def quantize_reference(x: Tensor) -> tuple[Tensor, Tensor]:
     q = (groups * (E4M3_MAX / amax)).clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)
     # uint8: copying a slice of float8 is not implemented everywhere
     q = q.view(torch.uint8).flatten(1)[:, :width].contiguous().view(torch.float8_e4m3fn)
-    return q, (amax * (1.0 / E4M3_MAX)).squeeze(-1)
+    return q, (amax / E4M3_MAX).squeeze(-1)
 
 
 def dequantize_reference(q: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:

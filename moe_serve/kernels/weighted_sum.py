@@ -24,17 +24,20 @@ def weighted_sum_reference(rows: Tensor, index: Tensor, weights: Tensor) -> Tens
     return total.to(rows.dtype)
 
 
-def weighted_sum(rows: Tensor, index: Tensor, weights: Tensor) -> Tensor:
-    """Same contract as the reference; one call of `embedding_bag` on CPU, which adds the rows of a bag in order."""
+def weighted_sum(rows: Tensor, index: Tensor, weights: Tensor, complete: bool = False) -> Tensor:
+    """Same contract as the reference; one call of `embedding_bag` on CPU, which adds the rows of a bag in order.
+
+    complete: the caller knows that no index is -1
+    """
     if rows.device.type != "cpu":
         return _by_column(rows, index, weights)
     num_tokens, topk = index.shape
     if num_tokens == 0 or topk == 0 or rows.shape[0] == 0 or rows.shape[1] == 0:
         return rows.new_zeros(num_tokens, rows.shape[1])
-    valid = index >= 0
-    if bool(valid.all()):
+    if complete:
         flat, scale, offsets = index.reshape(-1), weights.reshape(-1), torch.arange(0, num_tokens * topk, topk)
     else:
+        valid = index >= 0
         counts = valid.sum(dim=1)
         flat, scale, offsets = index[valid], weights[valid], counts.cumsum(0) - counts
     # Arguments: scale_grad_by_freq, mode 0 = sum, sparse, per_sample_weights (float32, as the sum: rows go up to it).

@@ -6,7 +6,6 @@ A feature that would change the numbers and is not built is refused by name, nev
 Shape words: H = hidden, E = num_logical, I = moe_intermediate.
 """
 
-import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +13,7 @@ from typing import Any
 
 from moe_serve.ep.routing import RouterSpec
 from moe_serve.errors import ModelError
+from moe_serve.models.hf_config import HfConfig, read_json
 from moe_serve.models.rope_spec import RopeSpec, read_rope
 
 
@@ -141,45 +141,6 @@ class ModelSpec:
         return self.expert_parameters * bytes_per_element
 
 
-class _Config:
-    """A config.json whose missing and ill-typed entries end as ModelErrors that name the file and the key."""
-
-    def __init__(self, values: Mapping[str, Any], where: str):
-        self.values = values
-        self.where = where
-
-    def get(self, key: str, default: Any = None) -> Any:
-        value = self.values.get(key)
-        return default if value is None else value
-
-    def size(self, *keys: str, default: int | None = None, minimum: int = 1) -> int:
-        """Returns the whole number under the first of `keys` that is there."""
-        for key in keys:
-            value = self.values.get(key)
-            if value is None:
-                continue
-            if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
-                raise ModelError(f"{self.where}: {key} is {value!r}, expected a whole number of at least {minimum}")
-            return value
-        if default is None:
-            raise ModelError(
-                f"{self.where}: {keys[0]} is missing; is this the folder of a {self.get('model_type')} model?"
-            )
-        return default
-
-    def number(self, key: str, default: float) -> float:
-        value = self.get(key, default)
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            raise ModelError(f"{self.where}: {key} is {value!r}, expected a number")
-        return float(value)
-
-    def refuse(self, feature: str) -> ModelError:
-        return ModelError(
-            f"{self.where}: {feature} is not supported for {self.get('model_type')}; "
-            "serve a model without it, or ask for it in an issue"
-        )
-
-
 def read_spec(folder: str | Path) -> ModelSpec:
     """Returns the spec of the model in a Hugging Face folder.
 
@@ -187,8 +148,8 @@ def read_spec(folder: str | Path) -> ModelSpec:
     configuration asks for a feature that is not built; each message names it.
     """
     path = Path(folder) / "config.json"
-    values = _read_json(path, "give a Hugging Face model folder, with config.json and *.safetensors")
-    config = _Config(values, str(path))
+    values = read_json(path, "give a Hugging Face model folder, with config.json and *.safetensors")
+    config = HfConfig(values, str(path))
     family = FAMILIES.get(str(values.get("model_type")))
     if family is None:
         raise ModelError(
@@ -196,23 +157,11 @@ def read_spec(folder: str | Path) -> ModelSpec:
             f"supported; supported are {', '.join(sorted(FAMILIES))}"
         )
     generation = path.with_name("generation_config.json")
-    extra = _read_json(generation, "mend or remove it") if generation.is_file() else {}
+    extra = read_json(generation, "mend or remove it") if generation.is_file() else {}
     return family(config, _token_ids(config, extra))
 
 
-def _read_json(path: Path, fix: str) -> dict[str, Any]:
-    try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ModelError(f"{path}: cannot be read ({error.strerror}); {fix}") from None
-    except ValueError as error:
-        raise ModelError(f"{path}: is not valid JSON ({error}); {fix}") from None
-    if not isinstance(values, dict):
-        raise ModelError(f"{path}: holds a {type(values).__name__}, expected an object; {fix}")
-    return values
-
-
-def _token_ids(config: _Config, generation: Mapping[str, Any]) -> tuple[int, ...]:
+def _token_ids(config: HfConfig, generation: Mapping[str, Any]) -> tuple[int, ...]:
     """Returns the ids that end a sequence: generation_config.json may name more than config.json."""
     ids: list[int] = []
     for value in (config.get("eos_token_id"), generation.get("eos_token_id")):
@@ -222,7 +171,7 @@ def _token_ids(config: _Config, generation: Mapping[str, Any]) -> tuple[int, ...
     return tuple(ids)
 
 
-def _common(config: _Config, eos_token_ids: tuple[int, ...]) -> dict[str, Any]:
+def _common(config: HfConfig, eos_token_ids: tuple[int, ...]) -> dict[str, Any]:
     """Returns what every family spells alike, and refuses what no family here can have."""
     if config.get("hidden_act", "silu") != "silu":
         raise config.refuse(f"hidden_act {config.get('hidden_act')!r}")
@@ -241,17 +190,19 @@ def _common(config: _Config, eos_token_ids: tuple[int, ...]) -> dict[str, Any]:
     }
 
 
-def _fp8_block(config: _Config) -> int | None:
+def _fp8_block(config: HfConfig) -> int | None:
     quantization = config.get("quantization_config")
     if not quantization:
         return None
+    if not isinstance(quantization, Mapping):
+        raise config.refuse(f"quantization_config {quantization!r}")
     method, block = quantization.get("quant_method"), quantization.get("weight_block_size", [128, 128])
     if method != "fp8" or not isinstance(block, list) or len(block) != 2 or block[0] != block[1]:
         raise config.refuse(f"quantization {method!r} with blocks {block} (only fp8 with square blocks is)")
     return int(block[0])
 
 
-def _gqa(config: _Config, qk_norm: bool, bias: bool) -> GqaSpec:
+def _gqa(config: HfConfig, qk_norm: bool, bias: bool) -> GqaSpec:
     num_heads = config.size("num_attention_heads")
     num_kv_heads = config.size("num_key_value_heads", default=num_heads)
     if num_heads % num_kv_heads:
@@ -263,14 +214,14 @@ def _gqa(config: _Config, qk_norm: bool, bias: bool) -> GqaSpec:
     return GqaSpec(num_heads, num_kv_heads, head_dim, qk_norm, bias)
 
 
-def _refuse_sliding_window(config: _Config, used: bool) -> None:
+def _refuse_sliding_window(config: HfConfig, used: bool) -> None:
     window = config.get("sliding_window")
     # A window that no sequence can outgrow masks nothing.
     if used and window is not None and window < config.size("max_position_embeddings"):
         raise config.refuse(f"sliding-window attention (sliding_window {window})")
 
 
-def _read_qwen3_moe(config: _Config, eos_token_ids: tuple[int, ...]) -> ModelSpec:
+def _read_qwen3_moe(config: HfConfig, eos_token_ids: tuple[int, ...]) -> ModelSpec:
     _refuse_sliding_window(config, bool(config.get("use_sliding_window", False)))
     attention = _gqa(config, qk_norm=True, bias=bool(config.get("attention_bias", False)))
     num_layers, step = config.size("num_hidden_layers"), config.size("decoder_sparse_step", default=1)
@@ -292,7 +243,7 @@ def _read_qwen3_moe(config: _Config, eos_token_ids: tuple[int, ...]) -> ModelSpe
     )
 
 
-def _read_mixtral(config: _Config, eos_token_ids: tuple[int, ...]) -> ModelSpec:
+def _read_mixtral(config: HfConfig, eos_token_ids: tuple[int, ...]) -> ModelSpec:
     _refuse_sliding_window(config, used=True)
     attention = _gqa(config, qk_norm=False, bias=False)
     return ModelSpec(
@@ -313,7 +264,7 @@ def _read_mixtral(config: _Config, eos_token_ids: tuple[int, ...]) -> ModelSpec:
     )
 
 
-def _read_deepseek_v3(config: _Config, eos_token_ids: tuple[int, ...]) -> ModelSpec:
+def _read_deepseek_v3(config: HfConfig, eos_token_ids: tuple[int, ...]) -> ModelSpec:
     for key, wanted in (("scoring_func", "sigmoid"), ("topk_method", "noaux_tc"), ("moe_layer_freq", 1)):
         if config.get(key, wanted) != wanted:
             raise config.refuse(f"{key} {config.get(key)!r} (only {wanted!r} is)")
@@ -356,7 +307,7 @@ def _read_deepseek_v3(config: _Config, eos_token_ids: tuple[int, ...]) -> ModelS
     )
 
 
-FAMILIES: Mapping[str, Callable[[_Config, tuple[int, ...]], ModelSpec]] = {
+FAMILIES: Mapping[str, Callable[[HfConfig, tuple[int, ...]], ModelSpec]] = {
     "deepseek_v3": _read_deepseek_v3,
     "mixtral": _read_mixtral,
     "qwen3_moe": _read_qwen3_moe,
