@@ -3,9 +3,9 @@
 Which of them parameters may be fitted on, and which are only predicted, was written down here, and committed, before
 anything was fitted. `docs/cost-model.md` tells the outcome.
 
-Sources: DeepEP README (low-latency and normal kernels, H800 + CX7 400 Gb/s; hidden 7168, top-8, dispatch FP8 and combine
-BF16; low latency: 128 tokens per rank; normal: 4096 tokens per rank, top-4 groups). DeepGEMM README before its table was
-removed (H800, FP8). DeepSeek open-infra-index day 6 (24 hours of serving). SGLang blog 2025-05-05 (12 x 8 H100).
+Sources: DeepEP README (low-latency and normal kernels, H800 + CX7 400 Gb/s; hidden 7168, top-8, dispatch FP8, combine
+BF16; low latency: 128 tokens per rank; normal: 4096 tokens per rank, top-4 groups). DeepGEMM README before its table
+was removed (H800, FP8). DeepSeek open-infra-index day 6 (24 hours of serving). SGLang blog 2025-05-05 (12 x 8 H100).
 """
 
 from dataclasses import dataclass
@@ -74,6 +74,6 @@ HELD_OUT_GEMM = [
 FITTED_DECODE = [Serving("H100", 72, 256, 2000, 22.3e3)]
 HELD_OUT_DECODE = [Serving("H800", 144, 88, 4989, 14.8e3)]
 
-# Prefill, all held out. SGLang: 4 nodes, 16384 tokens per GPU and step, prompts of 2000 tokens. DeepSeek: 73.7k per node
-# with 56.3 % from the cache leave 32.2k computed; a mean over a day on which nodes were not always full.
+# Prefill, all held out. SGLang: 4 nodes, 16384 tokens per GPU and step, prompts of 2000 tokens. DeepSeek: 73.7k per
+# node with 56.3 % from the cache leave 32.2k computed; a mean over a day on which nodes were not always full.
 HELD_OUT_PREFILL = [Serving("H100", 32, 16384, 2000, 52.3e3), Serving("H800", 32, 16384, 4096, 32.2e3)]
