@@ -58,18 +58,25 @@ class Bridge:
 
     tokenizer: None = ids in, ids out
     observer:  called with what the ranks say while they start and end (Hello, Progress, Ready, Fatal, Goodbye)
+    token:     the secret that ranks must show; None: $MOE_SERVE_TOKEN
     """
 
-    def __init__(self, config: ServeConfig, tokenizer: Decoder | None, observer: Observer | None = None):
+    def __init__(
+        self,
+        config: ServeConfig,
+        tokenizer: Decoder | None,
+        observer: Observer | None = None,
+        token: str | None = None,
+    ):
         num_ranks = config.parallel.num_ranks
         self.config = config
         self.tokenizer = tokenizer
         self.workers = WorkerTable(num_ranks)
         self.counters = {"num_requests": 0, "num_finished": 0, "num_aborted": 0, "num_failed": 0, "num_refused": 0}
         self.is_draining = False
-        self._capacity = config.engine.max_running_requests * num_ranks + config.engine.max_queued_requests
+        self.capacity = config.engine.max_running_requests * num_ranks + config.engine.max_queued_requests
         self._observer = observer
-        self._token = os.environ.get("MOE_SERVE_TOKEN", "")
+        self._token = os.environ.get("MOE_SERVE_TOKEN", "") if token is None else token
         self._router = self._new_router()
         self._open: dict[str, OpenRequest] = {}
         self._numbers = itertools.count()
@@ -145,6 +152,10 @@ class Bridge:
             return f"starting: {self.workers.missing()}"
         return None
 
+    def lose_rank(self, rank: int, reason: str) -> None:
+        """Ends the epoch because a rank is gone; for whoever watches the processes and sees it first."""
+        self._end_epoch(reason, rank)
+
     @property
     def num_open(self) -> int:
         return len(self._open)
@@ -160,16 +171,16 @@ class Bridge:
         problem = self.problem()
         if problem is not None:
             raise UnavailableError(problem)
-        if len(specs) > self._capacity:
+        if len(specs) > self.capacity:
             raise RequestError(
-                f"the call asks for {len(specs)} outputs but at most {self._capacity} requests are held at a time "
+                f"the call asks for {len(specs)} outputs but at most {self.capacity} requests are held at a time "
                 "(engine.max_running_requests x ranks + engine.max_queued_requests); send fewer at once",
                 field="sampling_params.n",
             )
-        if len(self._open) + len(specs) > self._capacity:
+        if len(self._open) + len(specs) > self.capacity:
             self.counters["num_refused"] += len(specs)
             raise QueueFullError(
-                f"{len(self._open)} requests are open and {len(specs)} more do not fit into {self._capacity} "
+                f"{len(self._open)} requests are open and {len(specs)} more do not fit into {self.capacity} "
                 "(engine.max_running_requests x ranks + engine.max_queued_requests); come back later"
             )
         num_ranks = self.workers.num_ranks
@@ -271,8 +282,9 @@ class Bridge:
             return
         if hello.rank == SUPERVISOR:
             self._supervisors.add(identity)
-            for view in self.workers:
-                self._send(identity, Progress(view.rank, self.workers.epoch, view.phase, view.fraction))
+            for view in self.workers:  # those that came first
+                for message in self.workers.story(view):
+                    self._send(identity, message)
             return
         epoch = self.workers.epoch
         refusal = self.workers.attach(identity, hello, time.monotonic())
@@ -394,6 +406,6 @@ class Bridge:
         return {
             "state": self.problem() or "ready",
             "epoch": self.workers.epoch,
-            "requests": {"open": len(self._open), "capacity": self._capacity, **self.counters},
+            "requests": {"open": len(self._open), "capacity": self.capacity, **self.counters},
             "ranks": self.workers.describe(time.monotonic()),
         }

@@ -99,6 +99,11 @@ class WorkerTable:
         view.phase, view.fraction = "ready", 1.0
         view.limits, view.info = message.limits, message.info
 
+    def story(self, view: RankView) -> list[Progress | Ready]:
+        """Returns what a rank has said so far, for a listener that comes late."""
+        said: list[Progress | Ready] = [Progress(view.rank, self.epoch, view.phase, view.fraction)]
+        return said if view.limits is None else [*said, Ready(view.rank, self.epoch, view.limits, view.info)]
+
     def end_epoch(self, reason: str, lost_rank: int | None) -> None:
         """Notes that the epoch is over. A report that names the rank is better than an earlier one that does not."""
         if self.loss is None or (self.lost_rank is None and lost_rank is not None):

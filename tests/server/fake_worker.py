@@ -60,6 +60,7 @@ class FakeWorker:
     num_ranks: int
     port: int
     epoch: int = 0
+    token: str = ""
     limits: ModelLimits = LIMITS
     reply: Callable[[Submit], list[int]] = counting
     tokens_at_once: int = 1
@@ -78,7 +79,7 @@ class FakeWorker:
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.connect(f"tcp://127.0.0.1:{self.port}")
         try:
-            self.say(Hello(self.rank, self.num_ranks, self.epoch, os.getpid(), "testhost"))
+            self.say(Hello(self.rank, self.num_ranks, self.epoch, os.getpid(), "testhost", self.token))
             if ready:
                 self.get_ready()
             await asyncio.gather(self._listen(), self._produce())

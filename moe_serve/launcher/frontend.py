@@ -1,0 +1,74 @@
+"""The front end's process: HTTP on one side, the ranks on the other. Torch-free.
+
+`moe-serve serve` starts it beside the ranks; beside torchrun or mpirun it is one more command, with the ranks' own
+configuration file: `moe-serve frontend --config …`.
+"""
+
+import asyncio
+import gc
+import socket
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from moe_serve.config import ServeConfig, load_config, model_dir
+from moe_serve.errors import MoeServeError
+from moe_serve.log import configure_logging, get_logger
+from moe_serve.server.ports import open_port
+
+log = get_logger(__name__)
+app = typer.Typer(add_completion=False)
+
+
+@app.command()
+def main(
+    config: Annotated[Path | None, typer.Option(help="YAML file; the same as the ranks'")] = None,
+    overrides: Annotated[
+        list[str] | None, typer.Option("--set", metavar="section.key=value", help="override one setting; repeatable")
+    ] = None,
+    http_fd: Annotated[int | None, typer.Option(hidden=True, help="a listening socket that was handed down")] = None,
+) -> None:
+    """Runs the HTTP front end; ranks attach to it at server.worker_host:worker_port."""
+    configure_logging(who="front end")
+    try:
+        run_front_end(load_config(config, overrides or ()), http_fd)
+    except MoeServeError as error:
+        print(f"moe-serve: {error}", file=sys.stderr)
+        raise SystemExit(2) from None
+
+
+def run_front_end(config: ServeConfig, http_fd: int | None = None) -> None:
+    """Serves until SIGINT or SIGTERM. http_fd: a listening socket; None: open server.port.
+
+    Raises LaunchError when a port is taken, ModelError when the tokenizer cannot be read.
+    """
+    listener = (
+        socket.socket(fileno=http_fd) if http_fd is not None else open_port(config.server.host, config.server.port)
+    )
+    with listener:
+        asyncio.run(_serve(config, listener))
+
+
+async def _serve(config: ServeConfig, listener: socket.socket) -> None:
+    from moe_serve.models.tokenizer import Tokenizer
+    from moe_serve.server.app import make_app
+    from moe_serve.server.bridge import Bridge
+    from moe_serve.server.http import HttpServer
+
+    tokenizer = None if config.model.skip_tokenizer else Tokenizer.from_folder(model_dir(config.model))
+    bridge = Bridge(config, tokenizer)
+    await bridge.start()
+    try:
+        server = HttpServer(make_app(config, bridge, tokenizer), bridge, handle_signals=True)
+        host, port = listener.getsockname()[:2]
+        log.info("HTTP on %s:%d, ranks attach at %s:%d", host, port, config.server.worker_host, bridge.worker_port)
+        gc.freeze()  # what was imported stays: no reason to look through it in every collection
+        await server.serve(sockets=[listener])
+    finally:
+        await bridge.close()
+
+
+if __name__ == "__main__":
+    app()

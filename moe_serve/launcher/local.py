@@ -1,0 +1,207 @@
+"""The processes of a serving system on this machine: all ranks, and whatever else is started beside them.
+
+Each child has a process group of its own, dies with its parent, and has its output collected line by line: what it said
+last is what a user needs when it is gone. Torch-free.
+"""
+
+import contextlib
+import os
+import secrets
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import moe_serve
+from moe_serve.config import ServeConfig
+from moe_serve.launcher.rank_env import free_port
+
+WORKER = "moe_serve.launcher.serve"  # the module that is one rank
+LAST_LINES = 15  # of a child's output, kept for a report of its end
+TERMINATE_S = 2.0  # between SIGTERM and SIGKILL
+_LAUNCH_VARIABLES = ("TORCHELASTIC_", "OMPI_", "PMI_", "PMIX_", "MPI_LOCAL", "SLURM_")  # of a launcher above us
+
+OnLine = Callable[[str, str], None]  # (who, line)
+
+
+@dataclass(frozen=True)
+class Death:
+    """A rank that ended. was_killed: by a signal, so it could not say why."""
+
+    rank: int
+    pid: int
+    code: int
+    last_lines: tuple[str, ...]
+
+    @property
+    def was_killed(self) -> bool:
+        return self.code < 0
+
+    def __str__(self) -> str:
+        return f"rank {self.rank} (process {self.pid}) {describe_exit(self.code)}"
+
+
+def describe_exit(code: int) -> str:
+    """Returns how a process ended, in words."""
+    if code >= 0:
+        return f"exited with code {code}"
+    try:
+        return f"was killed by {signal.Signals(-code).name}"
+    except ValueError:
+        return f"was killed by signal {-code}"
+
+
+class Child:
+    """One process. on_line gets every line it prints, from a thread."""
+
+    def __init__(
+        self,
+        who: str,
+        module: str,
+        arguments: Sequence[str],
+        environ: Mapping[str, str],
+        on_line: OnLine,
+        pass_fds: Sequence[int] = (),
+    ):
+        self.who = who
+        self.last_lines: deque[str] = deque(maxlen=LAST_LINES)
+        self._on_line = on_line
+        command = [sys.executable, "-m", "moe_serve.launcher.child", str(os.getpid()), module, *arguments]
+        self.process = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            env=environ,
+            pass_fds=tuple(pass_fds),
+            process_group=0,  # Ctrl-C reaches the parent alone, which ends its children in order
+            text=True,
+            errors="replace",
+        )
+        self._reader = threading.Thread(target=self._read, name=f"output of {who}", daemon=True)
+        self._reader.start()
+
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            self.last_lines.append(line.rstrip("\n"))
+            self._on_line(self.who, line.rstrip("\n"))
+
+    @property
+    def code(self) -> int | None:
+        """The exit code, negative for a signal; None while it runs."""
+        return self.process.poll()
+
+    def signal(self, number: signal.Signals) -> None:
+        """Sends a signal to the child and all it has started."""
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.process.pid, number)
+
+    def wait(self, deadline_s: float) -> bool:
+        """Returns whether the child has ended, waiting for it until a time of time.monotonic()."""
+        try:
+            self.process.wait(max(0.0, deadline_s - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            return False
+        return True
+
+    def finish(self) -> None:
+        """Kills what is left of the child and its own children, and closes its output."""
+        self.signal(signal.SIGKILL)
+        self.process.wait()
+        self._reader.join(1.0)
+        if self.process.stdout is not None and not self._reader.is_alive():
+            self.process.stdout.close()
+
+
+def end_children(children: Sequence[Child], grace_s: float) -> None:
+    """Ends processes: waits for those on their way out, then SIGTERM, then SIGKILL. Nothing is left when it returns."""
+    steps: list[tuple[float, signal.Signals | None]] = [(grace_s, signal.SIGTERM), (TERMINATE_S, None)]
+    for wait_s, next_signal in steps:
+        deadline_s = time.monotonic() + wait_s
+        left = [child for child in children if not child.wait(deadline_s)]
+        for child in left:
+            if next_signal is not None:
+                child.signal(next_signal)
+    for child in children:
+        child.finish()
+
+
+class LocalRanks:
+    """All ranks of one system, on this machine.
+
+    config: effective, with a real server.worker_port; token: the secret that ranks show to the front end;
+    module: what runs as a rank
+    """
+
+    def __init__(self, config: ServeConfig, on_line: OnLine, token: str, epoch: int = 0, module: str = WORKER):
+        self.config = config
+        self._on_line = on_line
+        self._token = token
+        self._epoch = epoch
+        self._module = module
+        self._folder: Path | None = None
+        self._reported: set[int] = set()
+        self.children: list[Child] = []
+
+    @property
+    def config_file(self) -> Path:
+        """The effective configuration, as the processes read it; there from start() to end()."""
+        assert self._folder is not None, "start() first"
+        return self._folder / "effective.yaml"
+
+    def start(self) -> None:
+        """Starts one process for each rank."""
+        self._folder = Path(tempfile.mkdtemp(prefix="moe_serve-"))
+        self.config_file.write_text(self.config.to_yaml(), encoding="utf-8")
+        master_port = free_port()
+        num_ranks = self.config.parallel.num_ranks
+        for rank in range(num_ranks):
+            environ = child_environment(self._token) | {
+                "RANK": str(rank),
+                "LOCAL_RANK": str(rank),
+                "WORLD_SIZE": str(num_ranks),
+                "LOCAL_WORLD_SIZE": str(num_ranks),
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": str(master_port),
+                "TORCHELASTIC_RESTART_COUNT": str(self._epoch),
+            }
+            arguments = ["--config", str(self.config_file)]
+            child = Child(f"rank {rank}", self._module, arguments, environ, self._on_line)
+            self.children.append(child)
+
+    def deaths(self) -> list[Death]:
+        """Returns the ranks that ended since the last call; those that were killed come first: they are the cause."""
+        found = []
+        for rank, child in enumerate(self.children):
+            code = child.code
+            if code is not None and rank not in self._reported:
+                self._reported.add(rank)
+                found.append(Death(rank, child.process.pid, code, tuple(child.last_lines)))
+        return sorted(found, key=lambda death: not death.was_killed)
+
+    def end(self, grace_s: float) -> None:
+        """Ends all ranks; those on their way out get grace_s for it."""
+        end_children(self.children, grace_s)
+        if self._folder is not None:
+            shutil.rmtree(self._folder, ignore_errors=True)
+
+
+def child_environment(token: str) -> dict[str, str]:
+    """Returns the environment for a child: ours, without the marks of a launcher above us."""
+    environ = {name: value for name, value in os.environ.items() if not name.startswith(_LAUNCH_VARIABLES)}
+    package_home = str(Path(moe_serve.__file__).parent.parent)
+    paths = [package_home, *filter(None, [os.environ.get("PYTHONPATH")])]
+    return environ | {"MOE_SERVE_TOKEN": token, "PYTHONUNBUFFERED": "1", "PYTHONPATH": os.pathsep.join(paths)}
+
+
+def new_token() -> str:
+    """Returns a secret for one system: the one in $MOE_SERVE_TOKEN, or a new one."""
+    return os.environ.get("MOE_SERVE_TOKEN") or secrets.token_hex(16)

@@ -1,0 +1,222 @@
+"""`moe-serve serve`: all ranks of this machine and the front end, from start-up display to Ctrl-C. Torch-free.
+
+The parent only watches. It hears from the front end what the ranks are doing (as supervisor, see server/bridge.py),
+sees first when a process ends, tells the front end, and ends everything in order: no new calls, then the ranks, then
+whatever is left. The front end outlives a lost rank, to say on /ready which one it was.
+"""
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+import msgspec
+import zmq
+
+from moe_serve.config import ServeConfig
+from moe_serve.engine.messages import Fatal, Hello, Progress, Ready, decode_to_front_end, encode
+from moe_serve.errors import LaunchError
+from moe_serve.launcher.display import StartDisplay
+from moe_serve.launcher.local import WORKER, Child, Death, LocalRanks, child_environment, describe_exit, new_token
+from moe_serve.launcher.rank_env import free_port
+from moe_serve.server.bridge import SUPERVISOR
+from moe_serve.server.ports import open_port
+
+_POLL_MS = 50
+_END_GRACE_S = 5.0  # for the front end and the ranks to end in order
+_LOSS_GRACE_S = 3.0  # for the ranks that are left when one is lost
+_OWN_WORDS_S = 1.0  # a rank that exits by itself has told the front end why; wait for that before saying it again
+
+
+class _Ended(Exception):
+    """The system is over; the value is the exit code."""
+
+
+def serve_on_this_machine(config: ServeConfig, display: StartDisplay, worker: str = WORKER) -> int:
+    """Serves until Ctrl-C or SIGTERM; returns the exit code: 0 as told, 1 a process was lost, 2 a setting to correct.
+
+    Raises LaunchError before anything is started, when a port is taken.
+    """
+    listener = open_port(config.server.host, config.server.port)
+    with listener:
+        config = with_ports(config, listener.getsockname()[1])
+        token = new_token()
+        ranks = LocalRanks(config, display.line, token, module=worker)
+        system = _System(config, display, ranks, token)
+        with _signals_stop(system):
+            try:
+                ranks.start()
+                system.start_front_end(listener.fileno())
+                listener.close()  # the front end holds it now
+                system.watch()
+            except _Ended as ended:
+                return int(ended.args[0])
+            finally:
+                system.end()
+    return 0
+
+
+def with_ports(config: ServeConfig, http_port: int) -> ServeConfig:
+    """Returns the configuration with real port numbers where it says 0. Raises LaunchError when the ranks' is taken."""
+    server = config.server
+    worker_port = server.worker_port
+    if worker_port == 0:
+        worker_port = free_port()
+    else:
+        try:
+            open_port(server.worker_host, worker_port).close()
+        except LaunchError:
+            raise LaunchError(
+                f"port {worker_port} on {server.worker_host}, where ranks attach, is in use; end what uses it, or "
+                "choose another one by --set server.worker_port=… (0: any)"
+            ) from None
+    server = server.model_copy(update={"port": http_port, "worker_port": worker_port})
+    return config.model_copy(update={"server": server})
+
+
+class _System:
+    def __init__(self, config: ServeConfig, display: StartDisplay, ranks: LocalRanks, token: str):
+        self.config = config
+        self.display = display
+        self.ranks = ranks
+        self.stop_signals = 0
+        self._token = token
+        self._front_end: Child | None = None
+        self._ready: set[int] = set()
+        self._is_ready = False
+        self._told: str | None = None  # why a rank was lost, in the front end's words
+        self._lost_at_s: float | None = None
+        self._deaths: list[Death] = []
+        self._context = zmq.Context()
+        self._socket: zmq.Socket[bytes] = self._context.socket(zmq.DEALER)
+        self._socket.setsockopt(zmq.LINGER, 200)
+
+    def start_front_end(self, http_fd: int) -> None:
+        """Starts the front end with the listening socket, and attaches to it as supervisor."""
+        arguments = ["--http-fd", str(http_fd), "--config", str(self.ranks.config_file)]
+        self._front_end = Child(
+            "front end",
+            "moe_serve.launcher.frontend",
+            arguments,
+            child_environment(self._token),
+            self.display.line,
+            pass_fds=[http_fd],
+        )
+        server = self.config.server
+        self._socket.connect(f"tcp://{server.worker_host}:{server.worker_port}")
+        hello = Hello(SUPERVISOR, self.config.parallel.num_ranks, 0, os.getpid(), os.uname().nodename, self._token)
+        self._socket.send(encode(hello))
+
+    def watch(self) -> None:
+        """Shows and passes on what happens, until _Ended is raised."""
+        while True:
+            if self.stop_signals:
+                self.display.stop()
+                self.display.note("ending …")
+                raise _Ended(0)
+            if self._socket.poll(_POLL_MS):
+                self._listen()
+            self._look_for_deaths()
+            assert self._front_end is not None
+            code = self._front_end.code
+            if code is not None and not self.stop_signals:
+                self.display.note(f"the front end {describe_exit(code)}", style="red")
+                raise _Ended(2 if code == 2 else 1)
+
+    def _listen(self) -> None:
+        while self._socket.poll(0):
+            try:
+                message = decode_to_front_end(self._socket.recv())
+            except msgspec.DecodeError:
+                continue  # Alive and Shutdown are for ranks
+            match message:
+                case Progress():
+                    self.display.phase(message.rank, message.phase, message.fraction)
+                case Ready():
+                    self.display.phase(message.rank, "ready", 1.0)
+                    self._one_is_ready(message.rank)
+                case Fatal():
+                    self._told = message.message
+
+    def _one_is_ready(self, rank: int) -> None:
+        self._ready.add(rank)
+        if len(self._ready) == self.config.parallel.num_ranks and not self._is_ready:
+            self._is_ready = True
+            self.display.stop()
+            address = _url(self.config.server.host, self.config.server.port)
+            self.display.note(f"ready after {self.display.elapsed_s:.1f} s: {address}", style="green")
+            self.display.note(f"""  try: curl {address}/generate -d '{{"text": "def "}}'""")
+
+    def _look_for_deaths(self) -> None:
+        self._deaths += self.ranks.deaths()
+        if not self._deaths:
+            return
+        now_s = time.monotonic()
+        if self._lost_at_s is None:
+            self._lost_at_s = now_s
+        killed = next((death for death in self._deaths if death.was_killed), None)
+        cause = killed or self._deaths[0]
+        if killed is None and self._told is None and now_s - self._lost_at_s < _OWN_WORDS_S:
+            return
+        if self._told is None:
+            self._tell_front_end(cause)
+        self.display.stop()
+        self._report(cause)
+        if not self._is_ready:
+            raise _Ended(2 if cause.code == 2 else 1)
+        self.ranks.end(_LOSS_GRACE_S)
+        self.ranks.deaths()
+        self._deaths = []
+        self.display.note("no rank is left; /ready says why until you press Ctrl-C", style="red")
+
+    def _tell_front_end(self, cause: Death) -> None:
+        self._socket.send(encode(Fatal(SUPERVISOR, 0, str(cause), cause.rank)))
+
+    def _report(self, cause: Death) -> None:
+        reason = f": {self._told}" if self._told and self._told != str(cause) else ""
+        self.display.note(f"{cause}{reason}", style="red")
+        if cause.was_killed or cause.code not in (1, 2) or not self._told:
+            for line in cause.last_lines:
+                self.display.note(f"  {line}")
+
+    def end(self) -> None:
+        """Ends every process; at the second signal without waiting."""
+        children = [*self.ranks.children, *filter(None, [self._front_end])]
+        if self._front_end is not None:
+            self._front_end.signal(signal.SIGTERM)  # it asks the ranks to end, and waits for them
+        elif children:
+            for child in children:
+                child.signal(signal.SIGTERM)
+        deadline_s = time.monotonic() + _END_GRACE_S
+        while time.monotonic() < deadline_s and self.stop_signals < 2:
+            if all(child.code is not None for child in children):
+                break
+            time.sleep(_POLL_MS / 1000)
+        if self._front_end is not None:
+            self._front_end.finish()
+        self.ranks.end(grace_s=0.0)
+        self._socket.close()
+        self._context.term()
+
+
+@contextmanager
+def _signals_stop(system: _System) -> Iterator[None]:
+    """Counts SIGINT, SIGTERM and SIGHUP instead of raising from wherever the program is."""
+
+    def count(number: int, frame: FrameType | None) -> None:
+        system.stop_signals += 1
+
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    before = [signal.signal(number, count) for number in numbers]
+    try:
+        yield
+    finally:
+        for number, handler in zip(numbers, before, strict=True):
+            signal.signal(number, handler)
+
+
+def _url(host: str, port: int) -> str:
+    shown = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(host, f"[{host}]" if ":" in host else host)
+    return f"http://{shown}:{port}"

@@ -1,0 +1,51 @@
+"""A process in a rank's place, without torch: `python -m tests.launcher.fake_rank --config FILE`.
+
+It speaks the real messages as tests/server/fake_worker.py does. $FAKE_RANK chooses a mishap: "RANK:NAME", see below.
+"""
+
+import asyncio
+import os
+import sys
+from pathlib import Path
+
+from moe_serve.config import load_config
+from moe_serve.engine.messages import Fatal, Goodbye, Progress
+from tests.server.fake_worker import FakeWorker
+
+
+async def run() -> int:
+    config = load_config(Path(sys.argv[sys.argv.index("--config") + 1]))
+    rank, num_ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    blamed, _, mishap = os.environ.get("FAKE_RANK", "").partition(":")
+    mishap = mishap if blamed == str(rank) else ""
+    print(f"this is rank {rank}", flush=True)
+    if mishap == "settings":
+        print("moe-serve worker: the setting x is wrong; set y", file=sys.stderr, flush=True)
+        return 2
+    if mishap == "dies at start":
+        os.abort()
+    worker = FakeWorker(rank, num_ranks, config.server.worker_port, token=os.environ["MOE_SERVE_TOKEN"])
+    worker.tokens_at_once = 4
+    task = asyncio.create_task(worker.run(ready=False))
+    await asyncio.sleep(0.05)
+    worker.say(Progress(rank, 0, "loading weights", 0.5))
+    if mishap == "never ready":
+        await asyncio.sleep(1000)
+    if mishap == "tells why":
+        worker.say(Fatal(rank, 0, "cache.memory_gib 0.001 holds 1 block; raise it", rank))
+        await asyncio.sleep(0.2)
+        return 2
+    if mishap == "hangs at the end":
+        worker.say = lambda message, say=worker.say: None if isinstance(message, Goodbye) else say(message)
+    worker.get_ready()
+    while not task.done():
+        worker.load(len(worker.running))
+        await asyncio.wait({task}, timeout=0.5)
+    while mishap == "hangs at the end":
+        await asyncio.sleep(1000)
+    await task
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(asyncio.run(run()))
