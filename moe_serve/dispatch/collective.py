@@ -20,6 +20,7 @@ from moe_serve.kernels.weighted_sum import weighted_sum
 @dataclass(frozen=True)
 class _Handle:
     home: Tensor  # [T, K] which sent row each entry became, -1 = none
+    complete: bool  # no entry is -1
     to_arrival: Tensor  # [M] placed row of each arrival
     sent: list[int]  # rows to each rank
     received: list[int]  # rows from each rank
@@ -63,7 +64,13 @@ class CollectiveAllToAll:
         # Index arithmetic runs while rows travel.
         home = home_index(order, num_tokens, topk)
         to_placed = placed_from_arrival(arriving, num_received)
-        handle = _Handle(home, arrival_from_placed(arriving, num_received), sent_sizes, received_sizes)
+        handle = _Handle(
+            home=home,
+            complete=num_sent == num_tokens * topk,
+            to_arrival=arrival_from_placed(arriving, num_received),
+            sent=sent_sizes,
+            received=received_sizes,
+        )
         rows_per_slot = arriving.sum(dim=0).cpu()
 
         def receive() -> Dispatched:
@@ -79,7 +86,7 @@ class CollectiveAllToAll:
         width = expert_out.shape[1]
 
         def receive() -> Tensor:
-            return weighted_sum(self._wire.combine.decode(receive_rows(), width), handle.home, weights)
+            return weighted_sum(self._wire.combine.decode(receive_rows(), width), handle.home, weights, handle.complete)
 
         return Deferred(receive)
 

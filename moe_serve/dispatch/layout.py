@@ -14,6 +14,8 @@ from torch import Tensor
 def count_slots(physical_ids: Tensor, num_slots: int) -> Tensor:
     """Returns how many entries name each slot: physical_ids [T, K] int64 (-1 = none) -> [P] int64."""
     flat = physical_ids.reshape(-1) + 1  # -1 is counted in front, and dropped
+    if flat.device.type == "cpu":
+        return torch.bincount(flat, minlength=num_slots + 1)[1:]
     counts = torch.zeros(num_slots + 1, dtype=torch.int64, device=flat.device)
     return counts.scatter_add_(0, flat, torch.ones_like(flat))[1:]
 
@@ -35,7 +37,7 @@ def home_index(order: Tensor, num_tokens: int, topk: int) -> Tensor:
     index = torch.empty(num_tokens * topk, dtype=torch.int64, device=order.device)
     if num_entries < num_tokens * topk:
         index.fill_(-1)
-    index[order] = torch.arange(num_entries, device=order.device)
+    index.scatter_(0, order, torch.arange(num_entries, device=order.device))
     return index.view(num_tokens, topk)
 
 

@@ -61,6 +61,7 @@ class _Sent:
 @dataclass(frozen=True)
 class _Handle:
     home: Tensor  # [T, K] which sent row each entry became, -1 = none
+    complete: bool  # no entry is -1
     sent: Tensor  # [P] rows that this rank sent to each slot
     received: Tensor  # [R, S] rows that came from each rank for each slot here
 
@@ -90,11 +91,11 @@ class LocalAllToAll:
         num_rows = int(counts.sum())
         order = send_order(physical_ids, self._num_slots, num_rows)
         rows = hidden.index_select(0, order.div(topk, rounding_mode="floor"))
-        home = home_index(order, num_tokens, topk)
+        home, complete = home_index(order, num_tokens, topk), num_rows == num_tokens * topk
         data = self._wire.dispatch.encode(rows)
         if self._num_ranks == 1:
             received = self._wire.dispatch.decode(data, hidden.shape[1])
-            return Ready(Dispatched(PackedRows(received, counts.cpu()), _Handle(home, counts, counts[None])))
+            return Ready(Dispatched(PackedRows(received, counts.cpu()), _Handle(home, complete, counts, counts[None])))
         call = self._post(_Sent(data, counts))
 
         def receive() -> Dispatched:
@@ -107,7 +108,7 @@ class LocalAllToAll:
             data = torch.cat([pieces[source][slot] for slot in here for source in range(self._num_ranks)])
             received = torch.stack([s.counts[here.start : here.stop] for s in sent])
             placed = PackedRows(self._wire.dispatch.decode(data, hidden.shape[1]), received.sum(dim=0).cpu())
-            return Dispatched(placed, _Handle(home, counts, received))
+            return Dispatched(placed, _Handle(home, complete, counts, received))
 
         return Deferred(receive)
 
@@ -116,7 +117,7 @@ class LocalAllToAll:
         hidden = expert_out.shape[1]
         data = self._wire.combine.encode(expert_out)
         if self._num_ranks == 1:
-            return Ready(weighted_sum(self._wire.combine.decode(data, hidden), handle.home, weights))
+            return Ready(weighted_sum(self._wire.combine.decode(data, hidden), handle.home, weights, handle.complete))
         call = self._post(_Sent(data, handle.received.t().contiguous()))
 
         def receive() -> Tensor:
@@ -125,7 +126,7 @@ class LocalAllToAll:
             by_source = [[next(piece) for _ in range(self._slots_per_rank * self._num_ranks)] for piece in pieces]
             mine = [by_rank[self._rank :: self._num_ranks] for by_rank in by_source]  # slots of each rank, in order
             data = torch.cat([piece for by_slot in mine for piece in by_slot])
-            return weighted_sum(self._wire.combine.decode(data, hidden), handle.home, weights)
+            return weighted_sum(self._wire.combine.decode(data, hidden), handle.home, weights, handle.complete)
 
         return Deferred(receive)
 

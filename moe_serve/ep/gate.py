@@ -21,15 +21,19 @@ class Gate:
         """weight: [E, H];  bias: [E] correction bias, where spec.has_bias"""
         assert spec.has_bias == (bias is not None), "a correction bias goes with RouterSpec.has_bias"
         self._spec = spec
-        # k-major, as the GEMM for few rows wants it; see kernels/row_gemm.py
-        self._weight = weight.float().t().contiguous().t()[None]
+        self._weight = weight.float().t().contiguous().t()  # k-major, as the GEMM by row wants it
         self._bias = None if bias is None else bias.float()
         self._numerics = numerics
 
     def __call__(self, x: Tensor) -> Routing:
         """x: [T, H] compute dtype -> Routing of T tokens; T may be 0"""
-        num_rows = torch.tensor([x.shape[0]], dtype=torch.int64)
-        return route(grouped_gemm(x.float(), self._weight, num_rows, self._numerics), self._spec, self._bias)
+        x = x.float()
+        if self._numerics.invariant:
+            num_rows = torch.full((1,), x.shape[0], dtype=torch.int64)
+            logits = grouped_gemm(x, self._weight[None], num_rows, self._numerics)
+        else:
+            logits = functional.linear(x, self._weight)
+        return route(logits, self._spec, self._bias)
 
 
 def route(logits: Tensor, spec: RouterSpec, bias: Tensor | None = None) -> Routing:
@@ -44,7 +48,8 @@ def route(logits: Tensor, spec: RouterSpec, bias: Tensor | None = None) -> Routi
         ids = choice.topk(spec.topk, dim=-1).indices
         weights = scores.gather(1, ids)  # the bias and the mask choose; they are not part of the weight
     if spec.norm_topk:
-        weights = weights / (weights.sum(dim=-1, keepdim=True) + spec.norm_eps)
+        total = weights.sum(dim=-1, keepdim=True)
+        weights = weights / (total + spec.norm_eps if spec.norm_eps else total)
     if spec.scaling != 1.0:
         weights = weights * spec.scaling
     return Routing(ids, weights)
