@@ -22,7 +22,7 @@ def quantize(capability: int) -> None:
 
 
 def packed_gemm_few_rows(capability: int) -> None:
-    _packed_gemm(capability, 20)
+    _packed_gemm(capability, 8)
 
 
 def packed_gemm_some_rows(capability: int) -> None:
@@ -45,3 +45,24 @@ def slab_gemm(capability: int) -> None:
 
     counts = some(EXPERTS, dtype=torch.int64)
     slab_gemm_triton(some(EXPERTS, 1024, HIDDEN), some(EXPERTS, 4096, HIDDEN), counts, described=capability >= 90)
+
+
+def packed_gemm_fp8(capability: int) -> None:
+    from moe_serve.kernels.grouped_gemm_fp8_triton import grouped_gemm_fp8_triton
+
+    for rows in (8, 64, 4096):
+        x, scale = some(8 * rows, HIDDEN, dtype=FP8), some(8 * rows, HIDDEN // 128, dtype=torch.float32)
+        weight, blocks = some(8, 4096, HIDDEN, dtype=FP8), some(8, 32, HIDDEN // 128, dtype=torch.float32)
+        grouped_gemm_fp8_triton(x, scale, weight, blocks, some(8, dtype=torch.int64), described=capability >= 90)
+
+
+def silu_mul(capability: int) -> None:
+    from moe_serve.kernels.silu_mul_triton import silu_mul_triton
+
+    silu_mul_triton(some(EXPERTS, 1024, 2 * INTERMEDIATE), some(EXPERTS, dtype=torch.int64))
+
+
+def silu_mul_quantize(capability: int) -> None:
+    from moe_serve.kernels.silu_mul_triton import silu_mul_quantize_triton
+
+    silu_mul_quantize_triton(some(4096, 2 * INTERMEDIATE))

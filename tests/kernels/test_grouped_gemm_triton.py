@@ -57,3 +57,41 @@ def check_slab(device: str, counts: list[int], capacity: int, n: int, k: int) ->
 @pytest.mark.parametrize("counts", [[0, 0], [1, 8], [8, 0], [5, 3]], ids=str)
 def test_slabs_use_their_first_rows_only(on_device: RunCheck, counts: list[int]) -> None:
     on_device(check_slab, counts, 8, 24, 40)
+
+
+def check_fp8(device: str, rows: list[int], n: int, k: int, small: bool) -> None:
+    from moe_serve.kernels.gemm_tiles import GemmTile
+    from moe_serve.kernels.grouped_gemm_fp8 import dequantize_weight, quantize_weight
+    from moe_serve.kernels.grouped_gemm_fp8_triton import grouped_gemm_fp8_triton, slab_gemm_fp8_triton
+    from moe_serve.kernels.quantize import dequantize_reference, quantize_reference
+
+    x, scale = quantize_reference(randn("cpu", sum(rows), k))
+    weight, weight_scale = quantize_weight(randn("cpu", len(rows), n, k, seed=1))
+    tile = GemmTile(16, 32, 128, 4, 2) if small else None
+    moved = [tensor.to(device) for tensor in (x, scale, weight, weight_scale)]
+    y = grouped_gemm_fp8_triton(*moved, torch.tensor(rows), tile=tile)
+    expected = expected_rows(dequantize_reference(x, scale, torch.float32), dequantize_weight(weight, weight_scale), rows)
+    assert relative_error(y, expected) < BF16_LIMIT
+
+    capacity = max(rows) + 1  # the same rows in slabs
+    slab = torch.zeros(len(rows), capacity, k, dtype=torch.uint8, device=device)
+    slab_scale = torch.full((len(rows), capacity, scale.shape[1]), torch.nan, device=device)
+    for slot, (q, s) in enumerate(zip(moved[0].view(torch.uint8).split(rows), moved[1].split(rows), strict=True)):
+        slab[slot, : len(q)], slab_scale[slot, : len(q)] = q, s
+    out = slab_gemm_fp8_triton(
+        slab.view(torch.float8_e4m3fn), slab_scale, *moved[2:], torch.tensor(rows, device=device), tile=tile
+    )
+    filled = torch.cat([out[slot, :count] for slot, count in enumerate(rows)])
+    assert relative_error(filled, expected) < BF16_LIMIT
+
+
+@pytest.mark.parametrize("rows, n, k", [([1, 0, 7], 40, 130), ([16, 3], 200, 256)], ids=str)
+def test_fp8_block_scales_reach_their_blocks(on_device: RunCheck, rows: list[int], n: int, k: int) -> None:
+    on_device(check_fp8, rows, n, k, True)
+
+
+@pytest.mark.gpu
+def test_fp8_of_production_width() -> None:
+    if not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device")
+    check_fp8("cuda", [0, 1, 300, 1024], 2048, 7168, False)

@@ -1,0 +1,67 @@
+"""Triton twins of silu_mul.py and silu_mul_quantize.py, for packed rows and for slabs of which few rows are filled."""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from moe_serve.kernels.quantize import GROUP, num_groups
+from moe_serve.kernels.quantize_triton import quantize_groups
+from moe_serve.kernels.triton_mode import as_dtype
+
+GROUPS_PER_PROGRAM = 8  # 1024 outputs: 8 for each of 128 threads, one 16-byte load of gate and one of up
+
+
+def silu_mul_triton(gate_up: Tensor, rows_per_slot: Tensor | None = None) -> Tensor:
+    """gate_up: [rows, 2 n] -> [rows, n]; or [slots, capacity, 2 n] with rows_per_slot [slots] int64 on the device, where
+    rows beyond a slot's count are neither read nor written."""
+    out = torch.empty(*gate_up.shape[:-1], gate_up.shape[-1] // 2, dtype=gate_up.dtype, device=gate_up.device)
+    _launch(gate_up, rows_per_slot, out, None)
+    return out
+
+
+def silu_mul_quantize_triton(gate_up: Tensor, rows_per_slot: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """As silu_mul_triton -> (q [.., n] float8_e4m3fn, scale [.., ceil(n / 128)] float32)"""
+    *rows, width = gate_up.shape
+    q = torch.empty(*rows, width // 2, dtype=torch.float8_e4m3fn, device=gate_up.device)
+    scale = torch.empty(*rows, num_groups(width // 2), dtype=torch.float32, device=gate_up.device)
+    _launch(gate_up, rows_per_slot, q, scale)
+    return q, scale
+
+
+def _launch(gate_up: Tensor, rows_per_slot: Tensor | None, out: Tensor, scale: Tensor | None) -> None:
+    width = out.shape[-1]
+    num_rows = gate_up.numel() // gate_up.shape[-1] if gate_up.shape[-1] else 0
+    if num_rows == 0:
+        return
+    capacity = 0 if rows_per_slot is None else gate_up.shape[1]
+    grid = (num_rows, triton.cdiv(num_groups(width), GROUPS_PER_PROGRAM))
+    silu_mul_kernel[grid](
+        gate_up, rows_per_slot, out, scale, width, num_groups(width), capacity,
+        SLABS=rows_per_slot is not None, QUANTIZE=scale is not None, GROUPS=GROUPS_PER_PROGRAM, GROUP=GROUP,
+    )  # fmt: skip
+
+
+@triton.jit
+def silu_mul_kernel(
+    gate_up, rows_per_slot, out, scale, width, num_groups, capacity,
+    SLABS: tl.constexpr, QUANTIZE: tl.constexpr, GROUPS: tl.constexpr, GROUP: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    filled = True
+    if SLABS:
+        # The grid must cover every row that may be filled, so most programs of a decode step end here.
+        filled = row % capacity < tl.load(rows_per_slot + row // capacity)
+    if filled:
+        group = tl.program_id(1) * GROUPS + tl.arange(0, GROUPS)
+        column = group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
+        inside = column < width
+        gate = tl.load(gate_up + row * 2 * width + column, mask=inside, other=0.0).to(tl.float32)
+        up = tl.load(gate_up + row * 2 * width + width + column, mask=inside, other=0.0).to(tl.float32)
+        product = gate / (1 + tl.exp(-gate)) * up
+        if QUANTIZE:
+            quantized, scales = quantize_groups(product)
+            tl.store(out + row * width + column, quantized, mask=inside)
+            tl.store(scale + row * num_groups + group, scales, mask=group < num_groups)
+        else:
+            tl.store(out + row * width + column, as_dtype(product, out.dtype.element_ty), mask=inside)
