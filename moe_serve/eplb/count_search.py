@@ -39,7 +39,8 @@ def search_pair_counts(
     """Returns replica counts for two slots per rank, [L, E] int64, and whether the deadline cut the search short.
 
     Every iteration proposes M exchanges (one or two copies taken from experts that stay light with one less, given to
-    others) in each layer and keeps the best if a steep power mean of the pair loads does not rise. Never worse than minimax.
+    others) in each layer and keeps the best if a steep power mean of the pair loads does not rise. Never worse than
+    minimax.
     """
     num_layers, num_experts = weight.shape
     num_slots = 2 * num_ranks

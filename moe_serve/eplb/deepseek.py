@@ -90,7 +90,7 @@ def rebalance(weight: NDArray[np.number], num_slots: int, num_groups: int, num_n
 
 
 def pack_balanced(load: Singles, num_packs: int) -> tuple[Ids, Ids]:
-    """Returns the pack of each item and its place in it; every pack gets n / num_packs items: load [X, n] -> 2 x [X, n].
+    """Returns the pack of each item and its place in it; every pack gets n / num_packs: load [X, n] -> 2 x [X, n].
 
     Heaviest first, to the lightest pack with room (the first of equals). One item per pack: item i goes to pack i.
     """

@@ -89,7 +89,8 @@ def copies_by_node(weight: Floats, homes: Counts, ranks_of: Counts, slots_per_ra
     """Returns how many copies of each expert each node holds, [L, N, E] int64.
 
     Every expert has a copy at home. Free slots are given out one at a time to the (node, expert) that lowers a smooth
-    maximum over ranks most, where a rank is seen as an average slice of its node, and as a heavy copy with light company.
+    maximum over ranks most, where a rank is seen as an average slice of its node, and as a heavy copy with light
+    company.
     Copies away from home are allowed while the share of the load that they serve stays within `budget`.
     """
     num_layers, num_experts = weight.shape
@@ -140,7 +141,7 @@ def copies_by_node(weight: Floats, homes: Counts, ranks_of: Counts, slots_per_ra
 
 def _pack_nodes(problem: Problem, copies: Counts, sweeps: int) -> tuple[Ids, Floats, bool]:
     """Returns the table [L, R, K], its heaviest rank load [L], and whether the deadline passed."""
-    num_layers, num_nodes, num_experts = copies.shape
+    num_layers, _, num_experts = copies.shape
     ranks_of = np.bincount(problem.node_of)
     first_rank = np.cumsum(ranks_of) - ranks_of
     slots = problem.slots_per_rank

@@ -77,7 +77,7 @@ def repair_duplicates(table: Ids, load: Floats) -> None:
     copies than ranks can always be repaired: a rank without it either holds a duplicate itself, or an expert that the
     crowded rank lacks. So every step leaves fewer duplicates.
     """
-    num_ranks, num_slots = table.shape[1:]
+    num_slots = table.shape[2]
     while True:
         repeated = duplicate_slots(table)
         rows = np.flatnonzero(repeated.any(axis=(1, 2)))

@@ -117,9 +117,9 @@ def objective_weights(request: PlanRequest) -> tuple[Floats, Floats | None]:
 
 
 def as_table(placement: Placement, ranks: NDArray[np.int64]) -> Ids:
-    """Returns the table [L, R, K] of a placement over these ranks; an expert repeated on a rank is left out once."""
-    table = placement.physical_to_logical.reshape(placement.num_layers, placement.num_ranks, -1)[:, ranks].copy()
-    return table
+    """Returns the table [L, R, K] of a placement over these ranks; ids as they are."""
+    table: Ids = placement.physical_to_logical.reshape(placement.num_layers, placement.num_ranks, -1)
+    return table[:, ranks].copy()
 
 
 def finish(

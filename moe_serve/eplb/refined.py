@@ -1,4 +1,4 @@
-"""The default policy: minimax replication, packing, swaps between ranks; with few slots per rank, counts searched too."""
+"""The default policy: minimax replication, packing, swaps; with few slots per rank, a search over counts too."""
 
 from dataclasses import dataclass
 

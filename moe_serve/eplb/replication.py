@@ -113,3 +113,11 @@ def copy_load(weight: Floats, counts: Counts, copies: NDArray[np.int32], fixed: 
     flat = copies.reshape(len(copies), -1)
     load = np.take_along_axis(per_copy, np.where(flat < 0, 0, flat), axis=1)
     return np.where(flat < 0, 0.0, load).reshape(copies.shape)
+
+
+def copies_of(table: NDArray[np.int32], num_experts: int) -> Counts:
+    """Returns how many copies each expert has in a table: [L, R, K] (-1 = empty) -> [L, E] int64."""
+    num_layers = len(table)
+    key = np.arange(num_layers)[:, None, None] * (num_experts + 1) + table + 1
+    counts = np.bincount(key.ravel(), minlength=num_layers * (num_experts + 1))
+    return counts.reshape(num_layers, num_experts + 1)[:, 1:]

@@ -23,7 +23,7 @@ def even_out_shares(
     level. Every step is exact for its expert and never raises the maximum, so the sweeps approach the optimum of the
     linear program from above. All layers take the same step at once; `ranks` are those that take part.
     """
-    num_layers, num_slots = placement.physical_to_logical.shape
+    num_layers = placement.num_layers
     load = slot_load(tokens, placement)
     total = load.reshape(num_layers, placement.num_ranks, -1).sum(axis=2)
     whole = np.asarray(tokens, dtype=np.float64)
