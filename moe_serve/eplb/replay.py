@@ -81,6 +81,8 @@ def replay(
     """
     start = settings.start or starting_placement(trace, settings.topology, settings.num_slots)
     _check_start(start, trace, settings)
+    if settings.costs is not None:
+        settings.costs.check(trace)
     for policy in policies:
         make_run(policy, start, settings)  # a wrong name ends it here, not after the first pass
     jobs = usable_jobs(jobs, len(policies))

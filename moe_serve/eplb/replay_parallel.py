@@ -12,6 +12,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -74,7 +75,7 @@ def _work(tasks: Sequence[Task], folder: Path, claims: int, ticks: int) -> None:
         while claim := os.read(claims, 1):
             index = claim[0]
             try:
-                result = tasks[index](lambda _: os.write(ticks, b".") and None)
+                result = tasks[index](lambda _: _tick(ticks))
                 (folder / str(index)).write_bytes(result_to_bytes(result))
             except MoeServeError as problem:
                 (folder / f"{index}.error").write_text(json.dumps([type(problem).__name__, str(problem)]))
@@ -87,6 +88,10 @@ def _work(tasks: Sequence[Task], folder: Path, claims: int, ticks: int) -> None:
     finally:
         sys.stderr.flush()
         os._exit(status)
+
+
+def _tick(ticks: int) -> None:
+    os.write(ticks, b".")
 
 
 def _watch(ticks: int, progress: Callable[[], None] | None) -> None:
@@ -111,7 +116,7 @@ def _our_error(text: str) -> MoeServeError:
 def result_to_bytes(result: PolicyResult) -> bytes:
     """Returns a result as an .npz."""
     final = result.final
-    words = {"name": result.name, "decisions": result.decisions}
+    words: dict[str, Any] = {"name": result.name, "decisions": result.decisions}
     arrays = result.arrays()
     if final is not None:
         words["final"] = [final.num_logical, final.num_ranks, final.moe_layer_ids, final.version]

@@ -27,7 +27,7 @@ class PolicyResult:
     moves_afar:    [W] int64, those of them that came from another node
     num_rounds:    [W] int64, migration rounds before the window (gated runs)
     off_node, activated, step_s, stall_s: [W] float64, see WindowScore; stall_s: serving stood still before the window
-    plan_s:        [W] float64, measured time of planning before the window
+    plan_s:        [W] float64, measured CPU time of planning before the window
     traffic:       [N, N] float64, routes from node to node over all windows; all NaN = not known
     final:         placement after the last window; None for the ceiling
     decisions:     of a gated run, in words: (step, kind, reason)

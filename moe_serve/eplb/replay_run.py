@@ -119,9 +119,9 @@ class PlannedRun:
         self._seen += 1
         if self._seen < self.settings.history or self._seen % self.settings.interval:
             return
-        begin = time.perf_counter()
+        begin = time.process_time()
         plan = self.policy.plan(self._request())
-        plan_s = time.perf_counter() - begin
+        plan_s = time.process_time() - begin
         moved = arrivals(self.placement, plan.placement, self.settings.topology)
         self.placement, self._shares = plan.placement, plan.shares
         self._fit = (plan.balancedness, plan.bound)
@@ -213,12 +213,12 @@ class GatedRun:
             self._stall_s += self._model.migration_seconds(started, self._topology)
 
     def _answer(self, action: RequestPlan) -> PlanReady | PlanFailed:
-        begin = time.perf_counter()
+        begin = time.process_time()
         try:
             plan = self._policy.plan(action.request)
         except PlacementError as problem:
             return PlanFailed(action.step + self._latency, action.request_id, str(problem))
-        self._plan_s += time.perf_counter() - begin
+        self._plan_s += time.process_time() - begin
         layers = self._rebalancer.placement.num_layers
         fit, bound = self._fit or (np.full(layers, np.nan), np.full(layers, np.nan))
         fit, bound = fit.copy(), bound.copy()

@@ -9,7 +9,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from moe_serve.eplb.load import LoadRecord, balancedness, rank_load, slot_load
+from moe_serve.eplb.load import LoadRecord, LoadTrace, balancedness, rank_load, slot_load
 from moe_serve.eplb.placement import Placement
 from moe_serve.eplb.trace import record_activations
 from moe_serve.errors import TraceError
@@ -41,16 +41,15 @@ class ReplayCosts(Protocol):
         """Weights of one expert of one layer."""
         ...
 
-    def layer_seconds(self, tokens: Floats, placement: Placement) -> Floats:
-        """Returns the time of each MoE layer of one step: tokens [L, E] routed in it -> [L]."""
+    def check(self, trace: LoadTrace) -> None:
+        """Raises ConfigError when the trace is of another model."""
         ...
 
-    def balanced_layer_seconds(self, tokens: Floats, topology: Topology, slots_per_rank: int) -> Floats:
-        """Returns the same if every rank had exactly the mean load: tokens [L, E] -> [L]."""
-        ...
-
-    def step_seconds(self, layers: Floats, tokens_per_step: float, phase: str) -> float:
-        """Returns the time of a whole step from that of its MoE layers [L]."""
+    def step_seconds(
+        self, tokens: Floats, placement: Placement | None, num_slots: int, tokens_per_step: float, phase: str
+    ) -> float:
+        """Returns the time of one step: tokens [L, E] routed in it, tokens_per_step of all ranks. placement None: every
+        slot has the same load."""
         ...
 
     def stall_seconds(self, arrivals: Arrivals) -> float:
@@ -107,15 +106,14 @@ class Scorer:
             load = by_rank.sum(axis=3).astype(np.float64)  # [steps, L, R]
             balance, ranks = balancedness(load).mean(axis=0), load.sum(axis=(0, 1))
             activated = float((by_rank > 0).sum(axis=3).max(axis=2).mean())
-        return WindowScore(balance, ranks, off_node, traffic, activated, self._step(record, placement))
+        return WindowScore(
+            balance, ranks, off_node, traffic, activated, self._step(record, placement, placement.num_slots)
+        )
 
     def perfect(self, record: LoadRecord, slots_per_rank: int) -> WindowScore:
         """Returns what no placement can beat: every rank has the mean load of every layer."""
         num_layers, num_ranks = record.num_layers, self.topology.num_ranks
-        step_s: float | None = None
-        if self.costs is not None and record.num_steps and self.topk:
-            layers = self.costs.balanced_layer_seconds(record.tokens / record.num_steps, self.topology, slots_per_rank)
-            step_s = self.costs.step_seconds(layers, self.tokens_per_step(record), record.phase)
+        step_s = self._step(record, None, slots_per_rank * num_ranks)
         ranks = np.full(num_ranks, record.tokens.sum() / num_ranks)
         return WindowScore(np.ones(num_layers), ranks, step_s=step_s)
 
@@ -124,11 +122,11 @@ class Scorer:
         assert self.topk is not None
         return float(record.tokens.sum(axis=1).max(initial=0)) / self.topk / max(record.num_steps, 1)
 
-    def _step(self, record: LoadRecord, placement: Placement) -> float | None:
+    def _step(self, record: LoadRecord, placement: Placement | None, num_slots: int) -> float | None:
         if self.costs is None or not record.num_steps or not self.topk:
             return None
-        layers = self.costs.layer_seconds(record.tokens / record.num_steps, placement)
-        return self.costs.step_seconds(layers, self.tokens_per_step(record), record.phase)
+        tokens = record.tokens / record.num_steps
+        return self.costs.step_seconds(tokens, placement, num_slots, self.tokens_per_step(record), record.phase)
 
     def _activated(self, record: LoadRecord, placement: Placement) -> float | None:
         active = record_activations(record)
@@ -145,9 +143,10 @@ class Scorer:
         layers, experts = placement.num_layers, placement.num_logical
         by_node = record.by_source.reshape(layers, nodes, per_node, experts).sum(axis=2)
         table = placement.physical_to_logical
-        copies = np.zeros((layers, nodes, experts + 1))  # the last column collects empty slots
-        homes = np.broadcast_to(np.arange(placement.num_slots) // (placement.slots_per_rank * per_node), table.shape)
-        np.add.at(copies, (np.arange(layers)[:, None], homes, table), 1)
+        homes = np.arange(placement.num_slots) // (placement.slots_per_rank * per_node)
+        # One cell per (layer, node, expert); the last expert column collects empty slots.
+        keys = (np.arange(layers)[:, None] * nodes + homes) * (experts + 1) + table % (experts + 1)
+        copies = np.bincount(keys.ravel(), minlength=layers * nodes * (experts + 1)).reshape(layers, nodes, -1)
         share = copies[:, :, :-1] / placement.replica_count[:, None, :]
         traffic = np.einsum("lne,lme->nm", by_node.astype(np.float64), share, optimize=True)
         total = traffic.sum()
