@@ -164,6 +164,4 @@ def make_all_to_all(
 
             return CollectiveAllToAll(group, slots_per_rank, wire)
         case _:
-            raise ConfigError(
-                f"dispatch.backend is {backend!r}, known are auto, local and collective; choose one of these"
-            )
+            raise ConfigError(f"dispatch.backend is {backend!r}; choose one of auto, local, collective")

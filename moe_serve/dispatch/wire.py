@@ -55,7 +55,7 @@ class CastCodec:
         return hidden * self._wire.itemsize
 
     def encode(self, rows: Tensor) -> Tensor:
-        return rows.to(self._wire).contiguous().view(torch.uint8)
+        return _bytes(rows.to(self._wire))
 
     def decode(self, data: Tensor, hidden: int) -> Tensor:
         return data.view(self._wire).to(self._compute)
@@ -72,11 +72,12 @@ class Fp8Codec:
 
     def encode(self, rows: Tensor) -> Tensor:
         values, scales = quantise_fp8(rows)
-        return torch.cat([values.view(torch.uint8), scales.view(torch.uint8)], dim=1)
+        return torch.cat([_bytes(values), _bytes(scales)], dim=1)
 
     def decode(self, data: Tensor, hidden: int) -> Tensor:
         values = data[:, :hidden].view(torch.float8_e4m3fn)
-        scales = data[:, hidden:].contiguous().view(torch.float32)
+        # A copy even of a single row, which is contiguous as it is, but may begin at an odd address.
+        scales = data[:, hidden:].clone(memory_format=torch.contiguous_format).view(torch.float32)
         return dequantise_fp8(values, scales, self._compute)
 
 
@@ -88,7 +89,7 @@ def quantise_fp8(rows: Tensor) -> tuple[Tensor, Tensor]:
     amax = blocks.abs().amax(dim=2).clamp(min=AMAX_FLOOR)
     # Rounding of the factor may lift a block's largest value a hair above 448, where the cast has no room.
     scaled = (blocks * (FP8_MAX / amax)[:, :, None]).clamp(-FP8_MAX, FP8_MAX)
-    values = scaled.to(torch.float8_e4m3fn).view(num_rows, -1)[:, :hidden].contiguous()
+    values = scaled.to(torch.float8_e4m3fn).flatten(1)[:, :hidden].contiguous()
     return values, amax / FP8_MAX
 
 
@@ -97,6 +98,14 @@ def dequantise_fp8(values: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor
     hidden = values.shape[1]
     spread = scales.repeat_interleave(FP8_BLOCK, dim=1)[:, :hidden]
     return (values.float() * spread).to(dtype)
+
+
+def _bytes(rows: Tensor) -> Tensor:
+    """Returns the bytes of rows [n, width], a view where they are contiguous: [n, width x itemsize] uint8."""
+    rows = rows.contiguous()
+    if rows.stride(1) != 1:  # a width of one may come with any stride, and view() minds
+        rows = rows.as_strided(rows.shape, (rows.shape[1], 1))
+    return rows.view(torch.uint8)
 
 
 def _num_blocks(hidden: int) -> int:

@@ -30,7 +30,7 @@ class LoadRecorder:
 
     def take(self, first_step: int, num_steps: int, phase: str = "mixed") -> LoadRecord:
         """Returns the load of all ranks since the last take, and begins a new window. All ranks call it together."""
-        counts = self._counts[:, 1:].contiguous()
+        counts = self._counts[:, 1:].clone()  # a copy even where one row is contiguous as it is: zeroed below
         self._counts.zero_()
         if self._group.process_group is not None and self._group.num_ranks > 1:
             dist.all_reduce(counts, group=self._group.process_group)

@@ -38,8 +38,12 @@ class GroupedRows:
 
     def gemm(self, x: Tensor, weight: Tensor) -> Tensor:
         """Returns [rows, n] of x [rows, k] and weight [groups, n, k]."""
-        if self.group_of_row is not None and is_k_major(weight):
-            return row_gemm(x, weight, self.group_of_row)
+        if self.group_of_row is not None:
+            if is_k_major(weight):
+                return row_gemm(x, weight, self.group_of_row)
+            if self.numerics.invariant:
+                # Tiles of BLAS would not do: on some CPUs the bits of a row depend on its place in a tile of two.
+                return row_gemm(x, weight.transpose(1, 2).contiguous().transpose(1, 2), self.group_of_row)
         if self.numerics.invariant:
             return _by_tiles(x, weight, self.rows_per_group, self.numerics)
         if x.is_cuda and x.dtype == torch.bfloat16:

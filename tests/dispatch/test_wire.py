@@ -1,0 +1,67 @@
+"""Codecs: what comes back, how much of it is lost, and how large a row is on the wire."""
+
+import pytest
+import torch
+
+from moe_serve.dispatch.base import EpGroup, make_all_to_all
+from moe_serve.dispatch.wire import dequantise_fp8, make_wire, quantise_fp8
+from moe_serve.errors import ConfigError
+
+SIZES = [(0, 128), (1, 1), (3, 127), (5, 128), (4, 129), (2, 384)]
+
+
+@pytest.mark.parametrize("rows, hidden", SIZES)
+@pytest.mark.parametrize("wire, dtype", [("auto", torch.float32), ("auto", torch.bfloat16), ("bf16", torch.bfloat16)])
+def test_the_compute_dtype_travels_unchanged(rows: int, hidden: int, wire: str, dtype: torch.dtype) -> None:
+    x = torch.randn(rows, hidden).to(dtype)
+    for codec in (make_wire(wire, dtype).dispatch, make_wire(wire, dtype).combine):
+        data = codec.encode(x)
+        assert data.dtype == torch.uint8
+        assert data.shape == (rows, codec.row_bytes(hidden)) == (rows, hidden * dtype.itemsize)
+        assert torch.equal(codec.decode(data, hidden), x)
+
+
+@pytest.mark.parametrize("rows, hidden", SIZES)
+def test_bf16_rounds_float32_to_nearest(rows: int, hidden: int) -> None:
+    x = torch.randn(rows, hidden)
+    codec = make_wire("bf16", torch.float32).dispatch
+    assert codec.row_bytes(hidden) == 2 * hidden
+    assert torch.equal(codec.decode(codec.encode(x), hidden), x.bfloat16().float())
+
+
+@pytest.mark.parametrize("rows, hidden", SIZES)
+def test_fp8_loses_at_most_a_sixteenth_of_each_value(rows: int, hidden: int) -> None:
+    x = torch.randn(rows, hidden) * torch.logspace(-3, 3, max(rows, 1))[:rows, None]
+    codec = make_wire("fp8", torch.float32).dispatch
+    data = codec.encode(x)
+    assert data.shape == (rows, codec.row_bytes(hidden)) == (rows, hidden + 4 * -(-hidden // 128))
+    back = codec.decode(data, hidden)
+    # e4m3 has 3 mantissa bits: half a step is 1/16 of a normal value; below, steps are 2^-9 of the scale.
+    blocks = torch.nn.functional.pad(x, (0, -hidden % 128)).unflatten(1, (-1, 128))
+    step = (blocks.abs().amax(2) / 448 / 2**10).repeat_interleave(128, 1)[:, :hidden]
+    assert ((back - x).abs() <= x.abs() / 16 + step + 1e-12).all()
+
+
+def test_fp8_scales_are_those_of_the_recipe() -> None:
+    x = torch.zeros(2, 256)
+    x[0, 3], x[0, 200] = -896.0, 224.0
+    values, scales = quantise_fp8(x)
+    assert scales.tolist() == [[2.0, 0.5], pytest.approx([1e-4 / 448] * 2)]
+    assert values[0, 3].item() == -448
+    assert torch.equal(dequantise_fp8(values, scales, torch.float32), x)
+
+
+def test_fp8_results_come_home_in_bf16() -> None:
+    wire = make_wire("fp8", torch.float32)
+    x = torch.randn(3, 40)
+    assert torch.equal(wire.combine.decode(wire.combine.encode(x), 40), x.bfloat16().float())
+
+
+def test_what_does_not_exist_is_refused_with_the_known_names() -> None:
+    group = EpGroup(0, 2, torch.device("cpu"))
+    with pytest.raises(ConfigError, match="auto, float32, bf16, fp8"):
+        make_wire("int4", torch.float32)
+    with pytest.raises(ConfigError, match="pigeon"):
+        make_all_to_all("pigeon", group, 4, torch.float32)
+    with pytest.raises(ConfigError, match="2 ranks; local serves one rank"):
+        make_all_to_all("local", group, 4, torch.float32)

@@ -1,0 +1,96 @@
+"""Routers against the formulas written token by token."""
+
+import pytest
+import torch
+
+from moe_serve.ep.gate import Gate, route
+from moe_serve.ep.routing import RouterSpec
+from moe_serve.errors import ModelError
+from moe_serve.kernels.numerics import Numerics
+
+MIXTRAL = RouterSpec(8, 2, "softmax", norm_topk=True)
+QWEN3 = RouterSpec(6, 3, "softmax", norm_topk=False)
+DEEPSEEK = RouterSpec(
+    12, 3, "sigmoid", norm_topk=True, scaling=2.5, num_groups=4, topk_groups=2, has_bias=True, norm_eps=1e-20
+)
+SPECS = {"mixtral": MIXTRAL, "qwen3": QWEN3, "deepseek_v3": DEEPSEEK}
+
+
+def route_one(logits: list[float], spec: RouterSpec, bias: list[float] | None) -> dict[int, float]:
+    """Returns {expert: weight} of one token, in plain Python."""
+    row = torch.tensor(logits, dtype=torch.float64)
+    scores = (row.softmax(0) if spec.scoring == "softmax" else 1 / (1 + (-row).exp())).tolist()
+    choice = [s + (bias[e] if bias else 0.0) for e, s in enumerate(scores)]
+    size = spec.num_logical // spec.num_groups
+    groups = [range(g * size, (g + 1) * size) for g in range(spec.num_groups)]
+    best = sorted(groups, key=lambda g: -sum(sorted((choice[e] for e in g), reverse=True)[:2]))[: spec.topk_groups]
+    allowed = [e for g in best for e in g] if spec.num_groups > 1 else list(range(spec.num_logical))
+    chosen = sorted(allowed, key=lambda e: -choice[e])[: spec.topk]
+    total = sum(scores[e] for e in chosen) + spec.norm_eps if spec.norm_topk else 1.0
+    return {e: scores[e] / total * spec.scaling for e in chosen}
+
+
+@pytest.mark.parametrize("name", SPECS)
+def test_routing_follows_the_formula(name: str) -> None:
+    spec = SPECS[name]
+    torch.manual_seed(0)
+    logits = 2 * torch.randn(50, spec.num_logical)
+    # All negative on some tokens' best experts: a mask of 0 instead of -inf would let masked groups win.
+    bias = torch.randn(spec.num_logical) - 1.5 if spec.has_bias else None
+    routing = route(logits, spec, bias)
+    assert routing.topk_ids.dtype == torch.int64
+    assert routing.topk_weights.dtype == torch.float32
+    for token in range(len(logits)):
+        expected = route_one(logits[token].tolist(), spec, None if bias is None else bias.tolist())
+        got = dict(zip(routing.topk_ids[token].tolist(), routing.topk_weights[token].tolist(), strict=True))
+        assert got == pytest.approx(expected, rel=1e-5)
+
+
+def test_the_correction_bias_chooses_but_does_not_weigh() -> None:
+    spec = RouterSpec(4, 1, "sigmoid", norm_topk=False, has_bias=True)
+    routing = route(torch.tensor([[0.0, 1.0, 2.0, 3.0]]), spec, torch.tensor([5.0, 0.0, 0.0, 0.0]))
+    assert routing.topk_ids.tolist() == [[0]]
+    assert routing.topk_weights.item() == 0.5
+
+
+@pytest.mark.parametrize("name", SPECS)
+@pytest.mark.parametrize("hidden", [48, 64, 7])
+def test_in_batch_invariant_a_tokens_routing_is_bitwise_its_own(name: str, hidden: int) -> None:
+    spec = SPECS[name]
+    torch.manual_seed(0)
+    weight = torch.randn(spec.num_logical, hidden) / hidden**0.5
+    gate = Gate(spec, weight, torch.randn(spec.num_logical) if spec.has_bias else None, Numerics(row_tile=4))
+    x = torch.randn(37, hidden)
+    whole = gate(x)
+    for start, length in ((0, 1), (36, 1), (3, 5), (10, 16)):
+        part = gate(x[start : start + length])
+        assert torch.equal(part.topk_ids, whole.topk_ids[start : start + length])
+        assert torch.equal(part.topk_weights, whole.topk_weights[start : start + length])
+
+
+@pytest.mark.parametrize("name", SPECS)
+def test_fast_and_invariant_route_alike_and_zero_tokens_are_routed(name: str) -> None:
+    spec = SPECS[name]
+    torch.manual_seed(0)
+    weight, bias = torch.randn(spec.num_logical, 32), torch.randn(spec.num_logical) if spec.has_bias else None
+    x = torch.randn(20, 32)
+    fast, invariant = Gate(spec, weight, bias)(x), Gate(spec, weight, bias, Numerics(row_tile=4))(x)
+    assert torch.equal(fast.topk_ids, invariant.topk_ids)
+    assert torch.allclose(fast.topk_weights, invariant.topk_weights, rtol=1e-5)
+    for numerics in (Numerics(), Numerics(row_tile=4)):
+        assert Gate(spec, weight, bias, numerics)(x[:0]).topk_ids.shape == (0, spec.topk)
+
+
+@pytest.mark.parametrize(
+    "wrong, key",
+    [
+        ({"topk": 9}, "num_experts_per_tok"),
+        ({"num_groups": 3}, "n_group"),
+        ({"num_groups": 2, "topk_groups": 3}, "topk_group"),
+        ({"num_groups": 4, "topk_groups": 1, "topk": 3}, "hold fewer"),
+        ({"num_groups": 8, "topk_groups": 4}, "two best"),
+    ],
+)
+def test_an_impossible_router_is_refused_by_its_config_key(wrong: dict[str, int], key: str) -> None:
+    with pytest.raises(ModelError, match=key):
+        RouterSpec(**{"num_logical": 8, "topk": 2} | wrong)  # type: ignore[arg-type]
