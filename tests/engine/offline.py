@@ -1,19 +1,25 @@
 """Runs real engines on forked ranks, without front end and sockets: requests in, tokens out."""
 
+import hashlib
 import json
 import random
+import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from moe_serve.attention_dp.request import SamplingParams
+from torch import Tensor
+
+from moe_serve.attention_dp.request import Request, SamplingParams
 from moe_serve.config import load_config
 from moe_serve.dispatch.base import EpGroup
+from moe_serve.engine import engine as engine_module
 from moe_serve.engine.build import build_engine
 from moe_serve.engine.exchange import make_exchange
 from moe_serve.engine.mailbox import Inbound, QueueMailbox
-from moe_serve.engine.messages import Submit, Tokens
+from moe_serve.engine.messages import Shutdown, Submit, Tokens
+from moe_serve.engine.sampler import sample
 from tests.ranks import run_ranks
 
 TINY: dict[str, dict[str, Any]] = {
@@ -80,6 +86,7 @@ class Served:
     """What one rank's engine did."""
 
     tokens: dict[str, list[int]] = field(default_factory=dict)
+    digests: dict[str, list[str]] = field(default_factory=dict)  # of the bits of the logits behind each token
     finish: dict[str, str] = field(default_factory=dict)
     messages: dict[str, str] = field(default_factory=dict)
     counters: dict[str, int] = field(default_factory=dict)
@@ -89,21 +96,45 @@ class Served:
     num_steps: int = 0
 
 
-class StaggeredMailbox(QueueMailbox):
-    """Lets requests arrive a few at a time, between steps, as a seed says."""
+Script = Sequence[tuple[int, Inbound]]  # (number of polls before it arrives, message), in order
 
-    def __init__(self, requests: Sequence[Submit], seed: int):
-        super().__init__()
-        self._later = list(requests)
-        self._draw = random.Random(seed)
+
+class ScriptedMailbox(QueueMailbox):
+    """Delivers each message at its poll, or when the engine sleeps; asks for the end once every rank is through.
+
+    meeting: a folder where ranks leave a mark when their script is over. An engine ends when any rank asks for it, so
+    no rank may ask before all are through.
+    """
+
+    def __init__(self, script: Script, rank: int, num_ranks: int, meeting: Path):
+        super().__init__(end_when_idle=False)
+        self._script = list(script)
+        self._num_polls = 0
+        self._mark = meeting / str(rank)
+        self._marks = [meeting / str(peer) for peer in range(num_ranks)]
 
     def poll(self, timeout_s: float) -> list[Inbound]:
+        self._num_polls += 1
+        asleep = timeout_s > 0
         arrived: list[Inbound] = []
-        while self._later and (timeout_s > 0 or self._draw.random() < 0.4):
-            arrived.append(self._later.pop(0))
-            if timeout_s > 0:
-                break
-        return arrived or super().poll(timeout_s)
+        while self._script and (self._script[0][0] <= self._num_polls or (asleep and not arrived)):
+            arrived.append(self._script.pop(0)[1])
+        if arrived or not asleep:
+            return arrived
+        self._mark.touch()
+        if all(mark.exists() for mark in self._marks):
+            return [Shutdown()]
+        return super().poll(timeout_s)
+
+
+def staggered(submits: Sequence[Submit], seed: int) -> Script:
+    """Returns a script in which requests arrive a few at a time, as the seed says."""
+    draw = random.Random(seed)
+    at, script = 0, []
+    for submit in submits:
+        at += draw.choice([0, 0, 0, 1, 2, 5])
+        script.append((at, submit))
+    return script
 
 
 def serve(
@@ -111,32 +142,64 @@ def serve(
     submits: Sequence[Submit],
     overrides: Sequence[str] = (),
     stagger: int | None = None,
+    add_in_slot_order: bool = False,
     timeout_s: float = 240,
 ) -> Served:
     """Returns what num_ranks engines made of the requests; request i goes to rank i % num_ranks.
 
-    stagger: a seed by which requests arrive over time; None: all at once
+    stagger:           a seed by which requests arrive over time; None: all at once
+    add_in_slot_order: a mutation: expert outputs are added as the ranks that computed them are numbered
     """
-    settings = [f"parallel.num_ranks={num_ranks}", "cache.memory_gib=0.05", *overrides]
-    parts = run_ranks(num_ranks, _serve_on_rank, list(submits), settings, stagger, timeout_s=timeout_s)
-    return _merge(parts)
+    settings = [f"parallel.num_ranks={num_ranks}", "cache.memory_gib=0.05", "engine.heartbeat_s=0.02", *overrides]
+    scripts: list[Script] = []
+    for rank in range(num_ranks):
+        mine = submits[rank::num_ranks]
+        scripts.append([(0, submit) for submit in mine] if stagger is None else staggered(mine, stagger + rank))
+    run = _serve_mutated if add_in_slot_order else _serve_on_rank
+    with tempfile.TemporaryDirectory() as meeting:
+        return _merge(run_ranks(num_ranks, run, scripts, settings, meeting, timeout_s=timeout_s))
 
 
-def _serve_on_rank(
-    rank: int, group: EpGroup, submits: list[Submit], overrides: list[str], stagger: int | None
-) -> Served:
+def _serve_mutated(rank: int, group: EpGroup, *args: Any) -> Served:
+    from moe_serve.dispatch import collective
+
+    def in_slot_order(rows: Tensor, index: Tensor, weights: Tensor, *flags: bool) -> Tensor:
+        order = index.argsort(dim=1)
+        return original(rows, index.gather(1, order), weights.gather(1, order), *flags)
+
+    original = collective.weighted_sum
+    collective.weighted_sum = in_slot_order
+    try:
+        return _serve_on_rank(rank, group, *args)
+    finally:
+        collective.weighted_sum = original
+
+
+def _serve_on_rank(rank: int, group: EpGroup, scripts: Sequence[Script], overrides: list[str], meeting: str) -> Served:
     config = load_config(overrides=overrides)
-    mine = [submit for index, submit in enumerate(submits) if index % group.num_ranks == rank]
-    mailbox = QueueMailbox(mine) if stagger is None else StaggeredMailbox(mine, stagger + rank)
+    mailbox = ScriptedMailbox(scripts[rank], rank, group.num_ranks, Path(meeting))
     exchange = make_exchange(config.engine.exchange, group.process_group, True, 60.0)
     engine = build_engine(config, group, exchange, mailbox)
     records: list[list[list[int]]] = []
     engine.served.on_record = lambda record: records.append(record.tokens.tolist())
-    engine.run()
+    digests: dict[str, list[str]] = {}
+
+    def sample_and_digest(logits: Tensor, requests: Sequence[Request], eos_token_ids: Sequence[int]) -> list[int]:
+        for row, request in zip(logits, requests, strict=True):
+            digest = hashlib.blake2b(row.numpy().tobytes(), digest_size=8).hexdigest()
+            digests.setdefault(request.request_id, []).append(digest)
+        return sample(logits, requests, eos_token_ids)
+
+    engine_module.sample = sample_and_digest
+    try:
+        engine.run()
+    finally:
+        engine_module.sample = sample
     engine.scheduler.check()
     assert engine.scheduler.num_free_blocks == engine.scheduler.num_blocks, "finished requests hold blocks"
     exchange.close()
     served = Served(
+        digests=digests,
         counters=dict(vars(engine.counters)),
         stats={name: getattr(engine.scheduler.stats, name) for name in engine.scheduler.stats.__slots__},
         load=records,
@@ -162,6 +225,7 @@ def _merge(parts: Sequence[Served]) -> Served:
     whole = Served(load=parts[0].load, num_steps=parts[0].num_steps, slot_rows=slot_rows)
     for part in parts:
         whole.tokens |= part.tokens
+        whole.digests |= part.digests
         whole.finish |= part.finish
         whole.messages |= part.messages
         for name, value in part.counters.items():

@@ -1,7 +1,9 @@
 """No rank ever misses a collective: whatever arrives where and when, all ranks make the same calls and none hangs."""
 
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch.distributed as dist
@@ -13,31 +15,12 @@ from moe_serve.config import load_config
 from moe_serve.dispatch.base import EpGroup
 from moe_serve.engine.build import build_engine
 from moe_serve.engine.exchange import make_exchange
-from moe_serve.engine.mailbox import Inbound, QueueMailbox
+from moe_serve.engine.mailbox import Inbound
 from moe_serve.engine.messages import Abort, Submit, Tokens
-from tests.engine.offline import tiny_model
+from tests.engine.offline import Script, ScriptedMailbox, tiny_model
 from tests.ranks import run_ranks
 
-Script = list[tuple[int, Inbound]]  # (number of polls before it arrives, message)
 COLLECTIVES = ["all_gather", "all_gather_into_tensor", "all_to_all_single", "all_reduce", "broadcast", "barrier"]
-
-
-class ScriptedMailbox(QueueMailbox):
-    """Delivers each message at its poll; asks for the end when all were delivered and the engine has gone to sleep."""
-
-    def __init__(self, script: Script):
-        super().__init__()
-        self._script = sorted(script, key=lambda entry: entry[0])
-        self._polls = 0
-
-    def poll(self, timeout_s: float) -> list[Inbound]:
-        self._polls += 1
-        arrived = []
-        while self._script and (self._script[0][0] <= self._polls or timeout_s > 0):
-            arrived.append(self._script.pop(0)[1])
-            if timeout_s > 0:
-                break
-        return arrived or super().poll(timeout_s)
 
 
 def count_collectives(counts: dict[str, int]) -> None:
@@ -53,11 +36,13 @@ def count_collectives(counts: dict[str, int]) -> None:
         setattr(dist, name, counting)
 
 
-def run_script(rank: int, group: EpGroup, scripts: Sequence[Script], overrides: Sequence[str]) -> dict:
+def run_script(
+    rank: int, group: EpGroup, scripts: Sequence[Script], overrides: Sequence[str], meeting: str
+) -> dict[str, Any]:
     config = load_config(overrides=list(overrides))
     originals = {name: getattr(dist, name) for name in COLLECTIVES if hasattr(dist, name)}
     counts: dict[str, int] = {}
-    mailbox = ScriptedMailbox(scripts[rank])
+    mailbox = ScriptedMailbox(scripts[rank], rank, group.num_ranks, Path(meeting))
     exchange = make_exchange(config.engine.exchange, group.process_group, True, 20.0)
     engine = build_engine(config, group, exchange, mailbox)
     try:
@@ -100,10 +85,10 @@ def test_all_ranks_make_the_same_collective_calls(model: Path, data: st.DataObje
     num_ranks = data.draw(st.integers(1, 4), label="ranks")
     per_rank = data.draw(st.lists(st.lists(requests, max_size=5), min_size=num_ranks, max_size=num_ranks))
     exchange = data.draw(st.sampled_from(["gloo", "shm"]))
-    scripts: list[Script] = []
+    scripts: list[list[tuple[int, Inbound]]] = []
     expected: dict[str, int] = {}
     for rank, wanted in enumerate(per_rank):
-        script: Script = []
+        script: list[tuple[int, Inbound]] = []
         for number, (at, num_prompt, num_output, abort_after) in enumerate(wanted):
             name = f"{rank}.{number}"
             params = SamplingParams(max_new_tokens=num_output, temperature=0, ignore_eos=True)
@@ -112,14 +97,15 @@ def test_all_ranks_make_the_same_collective_calls(model: Path, data: st.DataObje
                 expected[name] = num_output
             else:
                 script.append((at + abort_after, Abort(name)))
-        scripts.append(script)
+        scripts.append(sorted(script, key=lambda entry: entry[0]))
     overrides = [
         f"model.path={model}", "model.load_format=dummy", f"parallel.num_ranks={num_ranks}",
         "cache.num_blocks=12", "cache.block_size=8", "engine.max_running_requests=4", "engine.max_batch_tokens=16",
         "dispatch.max_tokens_per_rank=6", "eplb.record_window_steps=7", "engine.prefill_hold_steps=2",
-        f"engine.exchange={exchange}",
+        f"engine.exchange={exchange}", "engine.heartbeat_s=0.02",
     ]  # fmt: skip
-    ranks = run_ranks(num_ranks, run_script, scripts, overrides, timeout_s=60)
+    with tempfile.TemporaryDirectory() as meeting:
+        ranks = run_ranks(num_ranks, run_script, scripts, overrides, meeting, timeout_s=60)
     assert all(rank["counts"] == ranks[0]["counts"] for rank in ranks), [rank["counts"] for rank in ranks]
     assert len({rank["steps"] for rank in ranks}) == 1
     lengths = {name: length for rank in ranks for name, length in rank["lengths"].items()}
