@@ -47,6 +47,8 @@ def change_counts(
         gain = now[:, None] - _packed_peak(state, tried, num_ranks)
         gain[(giver == taker) | (num_givers == 0)] = -np.inf
         options = all_overwrites(state, allowed)
+        if options.slot.shape[1] == 0:
+            return  # nothing is redundant
         # The best slot for each proposal: a slot of `giver` where `taker` may go.
         fits = options.old[:, :, None] == giver[:, None, :]
         effect = np.where(fits, np.take_along_axis(options.gain, taker[:, None, :], axis=2), -np.inf)

@@ -1,7 +1,7 @@
 """The cheapest edits of a placement in use: overwriting a redundant copy, and swapping two.
 
-What is lowered is a smooth maximum, sum over ranks of exp(steepness x load / mean): it rules the heaviest rank, but also
-keeps the next ones from becoming it when the load drifts. For one edit its change has a closed form:
+What is lowered is a smooth maximum, the sum over ranks of exp(steepness x load / mean): the heaviest rank rules it, and
+it also keeps the next ones from becoming it when the load drifts. For one edit its change has a closed form:
 - a swap of slots a and b changes it by rest_a * size_b + rest_b * size_a - peak_a - peak_b, where size = exp of the
   slot's load, peak = exp of its rank's load, rest = peak / size;
 - overwriting one of c copies of f on rank d with a copy of e makes f's other copies heavier by one known factor, e's
@@ -33,8 +33,8 @@ class EditState:
     was_here:  [L, R, E] whether the rank holds the expert in the placement in use
     steepness: of the smooth maximum, per mean rank load
     risk:      a copy of load x counts as x + risk x^2. If loads drift by a normal factor of relative width s until
-               the plan is used, the expected smooth maximum is that of loads x + (steepness s^2 / 2) x^2: one copy of load x
-               is riskier than two of x / 2
+               the plan is used, the expected smooth maximum is that of loads x + (steepness s^2 / 2) x^2: one copy of
+               load x is riskier than two of x / 2
     fixed:     [L, E] cost of each copy on its own, or None
     """
 

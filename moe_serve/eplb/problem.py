@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from moe_serve.eplb.bounds import balancedness_bound
+from moe_serve.eplb.bounds import balancedness_bound, counting_bound
 from moe_serve.eplb.load import balancedness, rank_load
 from moe_serve.eplb.placement import Placement
 from moe_serve.eplb.policy import Plan, PlanRequest
@@ -128,10 +128,12 @@ def finish(
     truncated: bool = False,
     homes: NDArray[np.int64] | None = None,
     keep_slots: bool = True,
+    tight: bool = False,
 ) -> Plan:
     """Returns the plan that a table [L, R, K] is: slots kept where an expert stays on its rank, and the measures.
 
     homes: [L, E] home node of each expert; None = the node with the most copies
+    tight: spend time on the tight bound
     """
     request = problem.request
     num_moves = 0
@@ -151,6 +153,8 @@ def finish(
     shares = even_out_shares(request.tokens, placement, problem.ranks) if request.uneven_shares else None
     reached = balancedness(rank_load(request.tokens, placement, shares), problem.ranks)
     bound = np.maximum(balancedness_bound(request.tokens, problem.num_ranks, problem.slots_per_rank), reached)
+    if tight and shares is None:
+        bound = counting_bound(request.tokens, problem.num_ranks, problem.slots_per_rank, reached)
     return Plan(
         placement=placement,
         balancedness=reached,

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from moe_serve.eplb.anneal import anneal_counts
 from moe_serve.eplb.bounds import balancedness_bound
 from moe_serve.eplb.count_search import pack_pairs, search_pair_counts, try_apportionments
 from moe_serve.eplb.packing import pack_in_rounds, repair_duplicates
@@ -19,12 +20,16 @@ class RefinedPolicy:
 
     sweeps:      rounds of swaps, at most
     iterations:  of the search over counts with two slots per rank; 0 = no search there
+    rounds:      of annealing, for problems of up to 128 slots
     good_enough: layers within this share of their bound are left as they are
+    prove:       compute the tight bound too, 0.1 s per layer; worth it with two to four slots per rank
     """
 
     sweeps: int = 90
     iterations: int = 100
+    rounds: int = 60
     good_enough: float = 0.995
+    prove: bool = False
     name: str = "refined"
 
     def plan(self, request: PlanRequest) -> Plan:
@@ -36,7 +41,7 @@ class RefinedPolicy:
             table, homes, truncated = plan_by_node(problem, self.sweeps // 2)
             return finish(problem, table, truncated, homes)
         table, truncated = self.table(problem)
-        return finish(problem, table, truncated)
+        return finish(problem, table, truncated, tight=self.prove)
 
     def table(self, problem: Problem) -> tuple[Ids, bool]:
         """Returns the table [L, R, K] without node hierarchy, and whether the deadline cut the search short."""
@@ -52,6 +57,16 @@ class RefinedPolicy:
         )
         if problem.slots_per_rank <= 4 and not truncated:
             truncated = self._search_counts(problem, table, packed)
+        if problem.num_slots <= 128 and not truncated:
+            truncated = anneal_counts(
+                problem.weight,
+                table,
+                self.rounds,
+                problem.request.seed,
+                problem.fixed,
+                good_enough=0.999,
+                deadline=problem.deadline,
+            )
         return table, truncated
 
     def _search_counts(self, problem: Problem, table: Ids, packed: Floats) -> bool:
