@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from moe_serve.dispatch.base import Deferred, Dispatched, EpGroup, PackedRows, Pending
-from moe_serve.dispatch.layout import arrival_from_placed, count_slots, home_index, placed_from_arrival, send_order
+from moe_serve.dispatch.base import Deferred, Dispatched, EpGroup, PackedRows, Pending, Ready
+from moe_serve.dispatch.layout import count_slots, home_index, placed_order, send_order
 from moe_serve.dispatch.wire import Wire
 from moe_serve.kernels.weighted_sum import weighted_sum
 
@@ -39,60 +39,57 @@ class CollectiveAllToAll:
         self._wire = wire
 
     def exchange_counts(self, counts: Tensor) -> Pending[Tensor]:
-        # An all-to-all of equal rows: on gloo it takes half the time of an all-gather, and more ranks less than that.
-        out = torch.empty(self._num_ranks, counts.shape[0], dtype=counts.dtype, device=counts.device)
-        sent = counts.expand(self._num_ranks, -1).contiguous()
-        return Deferred(_Receive(dist.all_to_all_single(out, sent, group=self._group, async_op=True), out, sent))
+        # An all-to-all of equal rows: gloo takes 0.4 to 0.7 of an all-gather's time for it.
+        return self._exchange(counts.expand(self._num_ranks, -1).contiguous())
 
     def dispatch(self, hidden: Tensor, physical_ids: Tensor, slot_counts: Tensor | None = None) -> Pending[Dispatched]:
         (num_tokens, topk), width = physical_ids.shape, hidden.shape[1]
-        first = self._rank * self._slots_per_rank
         if slot_counts is None:
             own = count_slots(physical_ids, self._num_slots)
-            arriving = torch.empty(self._num_ranks, self._slots_per_rank, dtype=torch.int64, device=own.device)
-            dist.all_to_all_single(arriving, own, group=self._group)
+            arriving = self._exchange(own.view(self._num_ranks, -1))
         else:
             own = slot_counts[self._rank]
-            arriving = slot_counts[:, first : first + self._slots_per_rank]
-        per_rank = torch.stack([own.view(self._num_ranks, -1).sum(dim=1), arriving.sum(dim=1)])
-        sent_sizes, received_sizes = per_rank.tolist()  # one synchronisation on an accelerator
-        num_sent, num_received = sum(sent_sizes), sum(received_sizes)
-
-        order = send_order(physical_ids, self._num_slots, num_sent)
-        rows = hidden.index_select(0, order.div(topk, rounding_mode="floor"))
-        receive_rows = self._send(self._wire.dispatch.encode(rows), sent_sizes, received_sizes)
-        # Index arithmetic runs while rows travel.
-        home = home_index(order, num_tokens, topk)
-        to_placed = placed_from_arrival(arriving, num_received)
-        handle = _Handle(
-            home=home,
-            complete=num_sent == num_tokens * topk,
-            to_arrival=arrival_from_placed(arriving, num_received),
-            sent=sent_sizes,
-            received=received_sizes,
-        )
-        rows_per_slot = arriving.sum(dim=0).cpu()
+            first = self._rank * self._slots_per_rank
+            arriving = Ready(slot_counts[:, first : first + self._slots_per_rank])
+        sent: list[int] = own.view(self._num_ranks, -1).sum(dim=1).tolist()
+        # Rows are gathered and encoded while counts travel, and the rest of the index arithmetic runs while rows do.
+        order = send_order(physical_ids, self._num_slots, sum(sent))
+        data = self._wire.dispatch.encode(hidden.index_select(0, order.div(topk, rounding_mode="floor")))
+        counts = arriving.wait()  # [R, S] rows from each rank for each slot here
+        received: list[int] = counts.sum(dim=1).tolist()
+        rows_on_their_way = self._send(data, sent, received)
+        to_placed, to_arrival = placed_order(counts, sum(received))
+        home, complete = home_index(order, num_tokens, topk), sum(sent) == num_tokens * topk
+        handle = _Handle(home, complete, to_arrival, sent, received)
+        rows_per_slot = counts.sum(dim=0).cpu()
 
         def receive() -> Dispatched:
-            arrived = self._wire.dispatch.decode(receive_rows(), width)
+            arrived = self._wire.dispatch.decode(rows_on_their_way.wait(), width)
             return Dispatched(PackedRows(arrived.index_select(0, to_placed), rows_per_slot), handle)
 
         return Deferred(receive)
 
     def combine(self, expert_out: Tensor, weights: Tensor, handle: object) -> Pending[Tensor]:
         assert isinstance(handle, _Handle), "the handle belongs to another transport"
-        in_arrival_order = expert_out.index_select(0, handle.to_arrival)
-        receive_rows = self._send(self._wire.combine.encode(in_arrival_order), handle.received, handle.sent)
+        data = self._wire.combine.encode(expert_out.index_select(0, handle.to_arrival))
+        rows_on_their_way = self._send(data, handle.received, handle.sent)
         width = expert_out.shape[1]
 
         def receive() -> Tensor:
-            return weighted_sum(self._wire.combine.decode(receive_rows(), width), handle.home, weights, handle.complete)
+            rows = self._wire.combine.decode(rows_on_their_way.wait(), width)
+            return weighted_sum(rows, handle.home, weights, handle.complete)
 
         return Deferred(receive)
 
-    def _send(self, data: Tensor, sent_sizes: list[int], received_sizes: list[int]) -> "_Receive":
-        out = torch.empty(sum(received_sizes), data.shape[1], dtype=torch.uint8, device=data.device)
-        work = dist.all_to_all_single(out, data, received_sizes, sent_sizes, group=self._group, async_op=True)
+    def _exchange(self, rows: Tensor) -> Pending[Tensor]:
+        """Sends row r of rows [R, n] to rank r, and receives one row from each."""
+        out = torch.empty_like(rows)
+        return _Receive(dist.all_to_all_single(out, rows, group=self._group, async_op=True), out, rows)
+
+    def _send(self, data: Tensor, sent: list[int], received: list[int]) -> Pending[Tensor]:
+        """Sends data [N, row_bytes], its first sent[0] rows to rank 0 and so on."""
+        out = torch.empty(sum(received), data.shape[1], dtype=torch.uint8, device=data.device)
+        work = dist.all_to_all_single(out, data, received, sent, group=self._group, async_op=True)
         return _Receive(work, out, data)
 
 
@@ -100,8 +97,12 @@ class _Receive:
     """The receive half of one all-to-all. Holds the bytes that are sent until it is done."""
 
     def __init__(self, work: dist.Work, out: Tensor, sent: Tensor):
-        self._work, self._out, self._sent = work, out, sent
+        self._work: dist.Work | None = work
+        self._out = out
+        self._sent: Tensor | None = sent
 
-    def __call__(self) -> Tensor:
-        self._work.wait()
+    def wait(self) -> Tensor:
+        if self._work is not None:
+            self._work.wait()
+            self._work = self._sent = None
         return self._out

@@ -41,33 +41,17 @@ def home_index(order: Tensor, num_tokens: int, topk: int) -> Tensor:
     return index.view(num_tokens, topk)
 
 
-def placed_from_arrival(counts: Tensor, num_rows: int) -> Tensor:
-    """Returns, for each row of the placed layout, its position in the arrival order: [M] int64.
+def placed_order(counts: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
+    """Returns how arrival and placed layout permute: (to_placed, to_arrival), both [M] int64.
 
     counts: [R, S] int64, rows that arrive from each rank for each slot of this one;  num_rows: M, their sum
+    placed = arrived[to_placed] and arrived = placed[to_arrival]
     """
-    # Segment (s, r) of the placed layout is segment (r, s) of the arrival.
-    first_in_arrival = _exclusive_cumsum(counts)
-    first_in_placed = _exclusive_cumsum(counts.t()).t()
-    shift = (first_in_arrival - first_in_placed).t().reshape(-1)
-    sizes = counts.t().reshape(-1)
-    return _segments(shift, sizes, num_rows)
-
-
-def arrival_from_placed(counts: Tensor, num_rows: int) -> Tensor:
-    """Returns, for each row of the arrival order, its position in the placed layout: [M] int64. Arguments as above."""
-    first_in_arrival = _exclusive_cumsum(counts)
-    first_in_placed = _exclusive_cumsum(counts.t()).t()
-    return _segments((first_in_placed - first_in_arrival).reshape(-1), counts.reshape(-1), num_rows)
-
-
-def _segments(shift: Tensor, sizes: Tensor, num_rows: int) -> Tensor:
-    """Returns row number + shift of its segment, for consecutive segments of these sizes: [num_rows] int64."""
-    rows = torch.arange(num_rows, device=sizes.device)
-    return rows + shift.repeat_interleave(sizes, output_size=num_rows)
-
-
-def _exclusive_cumsum(counts: Tensor) -> Tensor:
-    """Returns where each element of counts [A, B] begins when all are laid out in row-major order: [A, B]."""
-    flat = counts.reshape(-1)
-    return (flat.cumsum(0) - flat).view(counts.shape)
+    num_ranks, slots_per_rank = counts.shape
+    slots = torch.arange(slots_per_rank, device=counts.device).repeat(num_ranks)
+    slot_of_row = slots.repeat_interleave(counts.reshape(-1), output_size=num_rows)
+    # Stable: within a slot, rows keep the order of arrival, which is by source rank, then flat index.
+    to_placed = torch.sort(slot_of_row, stable=True).indices
+    to_arrival = torch.empty_like(to_placed)
+    to_arrival.scatter_(0, to_placed, torch.arange(num_rows, device=counts.device))
+    return to_placed, to_arrival
