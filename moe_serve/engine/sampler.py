@@ -21,6 +21,7 @@ _LOW = np.uint64(0xFFFFFFFF)
 _SHIFT = np.uint64(32)
 
 
+@torch.inference_mode()
 def sample(logits: Tensor, requests: Sequence[Request], eos_token_ids: Sequence[int]) -> list[int]:
     """Returns one token id for each row.
 

@@ -82,6 +82,16 @@ def test_nothing_ends_before_min_new_tokens() -> None:
     assert sample(logits.clone(), [done], eos_token_ids=[0]) == [0]
 
 
+@torch.inference_mode()
+def logits_of_a_forward() -> torch.Tensor:
+    return torch.tensor([[9.0, 8.0, 1.0]]) + 0
+
+
+def test_the_logits_of_a_forward_can_be_masked() -> None:
+    early = request(SamplingParams(temperature=0, min_new_tokens=1))
+    assert sample(logits_of_a_forward(), [early], eos_token_ids=[0]) == [1]
+
+
 def test_a_stop_id_beyond_the_vocabulary_is_harmless() -> None:
     early = request(SamplingParams(temperature=0, min_new_tokens=2, stop_token_ids=(99,)))
     assert sample(torch.tensor([[1.0, 2.0]]), [early], []) == [1]
