@@ -264,7 +264,7 @@ def _describe_gpus(report: Report, config: ServeConfig, device: str) -> None:
         report.machine.append(Line("GPU", "none", f"torch {torch.__version__} sees no CUDA device"))
         if device == "cuda":
             report.problems.append(
-                "parallel.device is cuda but torch sees no GPU here; set parallel.device: cpu, or check where the GPUs are"
+                "parallel.device is cuda but torch sees no GPU here; set parallel.device: cpu, or check where one is"
             )
         return
     num_gpus = torch.cuda.device_count()

@@ -5,6 +5,7 @@ displays and logs to stderr.
 """
 
 import sys
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated
@@ -196,9 +197,7 @@ def check(
 def _add_balancer_commands() -> None:
     """Adds `replay`, `simulate` and their like, which live with the balancers."""
     if find_spec("moe_serve.launcher.cli_balancer") is not None:
-        from moe_serve.launcher.cli_balancer import add_balancer_commands
-
-        add_balancer_commands(app)
+        import_module("moe_serve.launcher.cli_balancer").add_balancer_commands(app)
 
 
 def main() -> None:

@@ -23,7 +23,7 @@ from moe_serve.config import ServeConfig, load_config, model_dir
 from moe_serve.engine.messages import Progress, Ready, ToFrontEnd
 from moe_serve.errors import ConfigError, RequestError
 from moe_serve.launcher.display import StartDisplay
-from moe_serve.launcher.local import LocalRanks, new_token
+from moe_serve.launcher.local import WORKER, LocalRanks, new_token
 from moe_serve.launcher.preflight import look_for_files
 from moe_serve.models.tokenizer import Tokenizer
 from moe_serve.server.bridge import Bridge
@@ -74,16 +74,16 @@ class LLM:
             "model": {"path": str(model), "dtype": dtype},
             "parallel": {"num_ranks": num_ranks},
         }
-        self._begin(load_config(base=_merged(base, overrides)), progress)
+        self._begin(load_config(base=_merged(base, overrides)), progress, WORKER)
 
     @classmethod
-    def from_config(cls, config: ServeConfig, progress: bool = False) -> "LLM":
-        """Returns an LLM with the settings of a server; its ports are not used."""
+    def from_config(cls, config: ServeConfig, progress: bool = False, worker: str = WORKER) -> "LLM":
+        """Returns an LLM with the settings of a server; its ports are not used. worker: the module that is one rank."""
         llm = cls.__new__(cls)
-        llm._begin(config, progress)
+        llm._begin(config, progress, worker)
         return llm
 
-    def _begin(self, config: ServeConfig, progress: bool) -> None:
+    def _begin(self, config: ServeConfig, progress: bool, worker: str) -> None:
         look_for_files(config)
         self._progress = progress
         self._tokenizer = None if config.model.skip_tokenizer else Tokenizer.from_folder(model_dir(config.model))
@@ -100,7 +100,7 @@ class LLM:
         atexit.register(self.close)
         self._closed = False
         try:
-            self._call(self._start(config, token))
+            self._call(self._start(config, token, worker))
         except BaseException:
             self.close()
             raise
@@ -224,11 +224,12 @@ class LLM:
             future.cancel()
             raise
 
-    async def _start(self, config: ServeConfig, token: str) -> None:
+    async def _start(self, config: ServeConfig, token: str, worker: str) -> None:
         await self._bridge.start()
         server = config.server.model_copy(update={"worker_port": self._bridge.worker_port})
         # Started from this thread: the kernel counts the thread, not the process, as the parent that must live on.
-        self._ranks = LocalRanks(config.model_copy(update={"server": server}), self._line, token)
+        config = config.model_copy(update={"server": server})
+        self._ranks = LocalRanks(config, self._line, token, module=worker)
         if self._display is not None:
             self._display.__enter__()
         try:

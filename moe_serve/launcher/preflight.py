@@ -1,4 +1,4 @@
-"""Looks for the files that a configuration names, before any process is started. Torch-free."""
+"""Looks at the files that a configuration names, before any process is started. Torch-free."""
 
 from pathlib import Path
 
@@ -7,7 +7,7 @@ from moe_serve.errors import ConfigError, ModelError
 
 
 def look_for_files(config: ServeConfig) -> None:
-    """Raises ModelError or ConfigError naming the first file that is needed and missing, and what to do."""
+    """Raises ModelError or ConfigError naming the first file that is missing or does not fit, and what to do."""
     from moe_serve.models.spec import read_spec
 
     folder = model_dir(config.model)
@@ -16,7 +16,11 @@ def look_for_files(config: ServeConfig) -> None:
             f"model.path is {config.model.path!r} but there is no such folder; give the folder of a Hugging Face "
             "model, or demo"
         )
-    read_spec(folder)
+    longest, wanted = read_spec(folder).max_position, config.model.max_model_len
+    if wanted is not None and wanted > longest:
+        raise ConfigError(
+            f"model.max_model_len is {wanted} but the model knows {longest} positions; lower max_model_len"
+        )
     if config.model.load_format != "dummy" and not list(folder.glob("*.safetensors")):
         raise ModelError(
             f"{folder}: there are no *.safetensors files; put the weights there, or set model.load_format: dummy"

@@ -25,13 +25,17 @@ from moe_serve.server.bridge import SUPERVISOR
 from moe_serve.server.ports import open_port
 
 _POLL_MS = 50
-_END_GRACE_S = 5.0  # for the front end and the ranks to end in order
+_END_GRACE_S = 4.0  # for the front end and the ranks to end in order
 _LOSS_GRACE_S = 3.0  # for the ranks that are left when one is lost
 _OWN_WORDS_S = 1.0  # a rank that exits by itself has told the front end why; wait for that before saying it again
 
 
 class _Ended(Exception):
     """The system is over; the value is the exit code."""
+
+    def __init__(self, code: int):
+        super().__init__(code)
+        self.code = code
 
 
 def serve_on_this_machine(config: ServeConfig, display: StartDisplay, worker: str = WORKER) -> int:
@@ -52,7 +56,7 @@ def serve_on_this_machine(config: ServeConfig, display: StartDisplay, worker: st
                 listener.close()  # the front end holds it now
                 system.watch()
             except _Ended as ended:
-                return int(ended.args[0])
+                return ended.code
             finally:
                 system.end()
     return 0
@@ -86,9 +90,10 @@ class _System:
         self._front_end: Child | None = None
         self._ready: set[int] = set()
         self._is_ready = False
-        self._told: str | None = None  # why a rank was lost, in the front end's words
-        self._lost_at_s: float | None = None
+        self._told: str | None = None  # why the epoch is over, in the front end's words
         self._deaths: list[Death] = []
+        self._lost_at_s: float | None = None  # when we first heard of it
+        self._is_reported = False
         self._context = zmq.Context()
         self._socket: zmq.Socket[bytes] = self._context.socket(zmq.DEALER)
         self._socket.setsockopt(zmq.LINGER, 200)
@@ -115,10 +120,10 @@ class _System:
             if self.stop_signals:
                 self.display.stop()
                 self.display.note("ending …")
-                raise _Ended(0)
+                raise _Ended(1 if self._is_reported else 0)
             if self._socket.poll(_POLL_MS):
                 self._listen()
-            self._look_for_deaths()
+            self._look_for_losses()
             assert self._front_end is not None
             code = self._front_end.code
             if code is not None and not self.stop_signals:
@@ -149,53 +154,51 @@ class _System:
             self.display.note(f"ready after {self.display.elapsed_s:.1f} s: {address}", style="green")
             self.display.note(f"""  try: curl {address}/generate -d '{{"text": "def "}}'""")
 
-    def _look_for_deaths(self) -> None:
+    def _look_for_losses(self) -> None:
+        """Reports a lost rank once, and ends the others; before the system was ready, all of it."""
         self._deaths += self.ranks.deaths()
-        if not self._deaths:
+        if self._is_reported or not (self._deaths or self._told):
             return
         now_s = time.monotonic()
         if self._lost_at_s is None:
             self._lost_at_s = now_s
-        killed = next((death for death in self._deaths if death.was_killed), None)
-        cause = killed or self._deaths[0]
-        if killed is None and self._told is None and now_s - self._lost_at_s < _OWN_WORDS_S:
-            return
-        if self._told is None:
-            self._tell_front_end(cause)
+        cause = next(iter(sorted(self._deaths, key=lambda death: not death.was_killed)), None)
+        half_known = cause is None or self._told is None
+        if half_known and not (cause and cause.was_killed) and now_s - self._lost_at_s < _OWN_WORDS_S:
+            return  # the other half is on its way: what the rank said, or how it ended
+        if self._told is None and cause is not None:
+            self._socket.send(encode(Fatal(SUPERVISOR, 0, str(cause), cause.rank)))
+        self._is_reported = True
         self.display.stop()
         self._report(cause)
         if not self._is_ready:
-            raise _Ended(2 if cause.code == 2 else 1)
+            raise _Ended(2 if cause is not None and cause.code == 2 else 1)
         self.ranks.end(_LOSS_GRACE_S)
-        self.ranks.deaths()
-        self._deaths = []
         self.display.note("no rank is left; /ready says why until you press Ctrl-C", style="red")
 
-    def _tell_front_end(self, cause: Death) -> None:
-        self._socket.send(encode(Fatal(SUPERVISOR, 0, str(cause), cause.rank)))
-
-    def _report(self, cause: Death) -> None:
-        reason = f": {self._told}" if self._told and self._told != str(cause) else ""
-        self.display.note(f"{cause}{reason}", style="red")
-        if cause.was_killed or cause.code not in (1, 2) or not self._told:
+    def _report(self, cause: Death | None) -> None:
+        told = self._told if cause is None or self._told != str(cause) else None
+        self.display.note(": ".join(str(part) for part in (cause, told) if part is not None), style="red")
+        if cause is not None and (cause.was_killed or told is None):
             for line in cause.last_lines:
                 self.display.note(f"  {line}")
 
     def end(self) -> None:
         """Ends every process; at the second signal without waiting."""
-        children = [*self.ranks.children, *filter(None, [self._front_end])]
-        if self._front_end is not None:
-            self._front_end.signal(signal.SIGTERM)  # it asks the ranks to end, and waits for them
-        elif children:
-            for child in children:
+        front_end = self._front_end
+        if front_end is not None:
+            front_end.signal(signal.SIGTERM)
+        if not self._is_ready or front_end is None or front_end.code is not None:
+            for child in self.ranks.children:  # nobody asks them, or they do not listen yet
                 child.signal(signal.SIGTERM)
+        children = [*self.ranks.children, *filter(None, [front_end])]
         deadline_s = time.monotonic() + _END_GRACE_S
         while time.monotonic() < deadline_s and self.stop_signals < 2:
             if all(child.code is not None for child in children):
                 break
             time.sleep(_POLL_MS / 1000)
-        if self._front_end is not None:
-            self._front_end.finish()
+        if front_end is not None:
+            front_end.finish()
         self.ranks.end(grace_s=0.0)
         self._socket.close()
         self._context.term()

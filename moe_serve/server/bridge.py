@@ -114,7 +114,8 @@ class Bridge:
         for view in self.workers:
             self._send(view.identity, Shutdown())
         deadline_s = time.monotonic() + _GOODBYE_S
-        while self.workers.loss is None and not all(view.ended for view in self.workers):
+        # A rank that is still starting does not listen; whoever started it ends it.
+        while self.workers.loss is None and any(view.is_ready for view in self.workers):
             left_s = deadline_s - time.monotonic()
             if left_s <= 0 or not await self._wait_for_news(left_s):
                 break

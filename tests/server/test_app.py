@@ -167,7 +167,7 @@ BAD = [
     ({"input_ids": [10**40]}, "input_ids"),
     ({"input_ids": ["a"]}, "input_ids[0]"),
     ({"input_ids": [5] * 201}, "input_ids"),
-    ({"text": "word " * 400}, "text"),
+    ({"text": "word " * 4000}, "text"),
     ({"text": "w" * 100_000}, "text"),
     ({"text": "a", "sampling_params": {"max_new_tokens": 0}}, "sampling_params.max_new_tokens"),
     ({"text": "a", "sampling_params": {"max_new_tokens": 256}}, "max_new_tokens"),

@@ -1,0 +1,84 @@
+"""`moe-serve check`: sizes as the ranks compute them, and what stands in the way, without starting anything."""
+
+import re
+import socket
+
+import pytest
+
+from moe_serve.config import load_config
+from moe_serve.launcher.check import Report, examine, print_check
+
+
+def checked(*overrides: str) -> Report:
+    free = ("server.port=0", "server.worker_port=0", "parallel.device=cpu")
+    return examine(load_config(overrides=[*free, *overrides]))
+
+
+def sizes(report: Report) -> dict[str, int]:
+    return {name: num_bytes for name, num_bytes, _ in report.memory}
+
+
+def test_the_demo_model_can_run_and_its_memory_is_explained():
+    report = checked("parallel.num_ranks=2", "cache.num_blocks=100")
+    assert report.problems == []
+    bytes_of = sizes(report)
+    assert bytes_of["expert slots"] == 16 * 4 * (3 * 192 * 64) * 4
+    assert bytes_of["KV cache"] == 100 * 16 * 5 * (48 + 16) * 4
+    assert report.memory_bytes == sum(bytes_of.values())
+
+
+def test_more_ranks_hold_fewer_experts_each_and_replicas_cost_slots():
+    one, four = (sizes(checked(f"parallel.num_ranks={n}"))["expert slots"] for n in (1, 4))
+    assert one == 4 * four
+    report = checked("parallel.num_ranks=4", "eplb.num_redundant_experts=2")
+    (slots,) = [line for line in report.model if line.name == "slots"]
+    assert slots.value == "9 per rank and layer"  # 34 is rounded up to 36
+    assert slots.why.startswith("4 of 36 hold replicas")
+
+
+def test_one_rank_sends_nothing():
+    assert not any("dispatch" in name for name in sizes(checked("parallel.num_ranks=1")))
+
+
+def test_choices_say_why():
+    choices = {line.name: line for line in checked("parallel.num_ranks=2").choices}
+    assert choices["dispatch"].value.startswith("collective")
+    assert choices["dispatch"].why == "auto: 2 ranks"
+    assert choices["compute dtype"].value == "float32"
+
+
+@pytest.mark.parametrize(
+    "override, words",
+    [
+        ("parallel.device=cuda", "parallel.device is cuda but torch sees no GPU"),
+        ("model.path=/nowhere", "no such folder"),
+        ("model.max_model_len=5000", "model.max_model_len is 5000"),
+        ("cache.num_blocks=900000000", "of memory are available here"),
+        ("eplb.init_expert_location=/nowhere.json", "no such file"),
+    ],
+)
+def test_what_stands_in_the_way_is_a_problem(override, words):
+    if "cuda" in override:
+        torch = pytest.importorskip("torch")
+        if torch.cuda.is_available():
+            pytest.skip("this machine has a GPU")
+    assert any(words in problem for problem in checked(override).problems)
+
+
+def test_a_port_in_use_is_a_problem():
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        (problem,) = checked(f"server.port={port}").problems
+    assert problem == f"127.0.0.1:{port} is in use; end what uses it, or set server.port"
+
+
+def test_printing_ends_with_the_verdict_and_its_exit_code(capsys):
+    settings = ["server.port=0", "server.worker_port=0", "parallel.device=cpu"]
+    assert print_check(load_config(overrides=settings)) == 0
+    out = capsys.readouterr().out
+    assert "this configuration can run here" in out
+    assert re.search(r"together +[\d.]+ MiB", out)
+    assert print_check(load_config(overrides=[*settings, "model.path=/nowhere"])) == 1
+    assert "cannot run: model.path is '/nowhere'" in capsys.readouterr().out

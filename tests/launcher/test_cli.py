@@ -1,0 +1,158 @@
+"""The command line: quick help, flags of other engines as settings, one line for every mistake."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from moe_serve.config import load_config
+from moe_serve.errors import ConfigError
+from moe_serve.launcher import cli, system
+from moe_serve.launcher.flags import DEMO_SETTINGS, effective_config, settings_of_flags
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+
+
+def moe_serve(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "moe_serve.launcher.cli", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60)
+
+
+@pytest.fixture
+def served(monkeypatch):
+    """The configurations that `serve` was about to serve."""
+    found = []
+    monkeypatch.setattr(system, "serve_on_this_machine", lambda config, display: found.append(config) or 0)
+    return found
+
+
+def serve(*arguments: str) -> int:
+    return CliRunner().invoke(cli.app, ["serve", *arguments], catch_exceptions=False).exit_code
+
+
+def test_help_does_not_import_what_is_heavy():
+    code = (
+        "import sys; sys.argv = ['moe-serve', '--help']\n"
+        "import moe_serve.launcher.cli as cli\n"
+        "try: cli.main()\n"
+        "except SystemExit: pass\n"
+        "heavy = {'torch', 'numpy', 'fastapi', 'uvicorn', 'scipy', 'zmq', 'tokenizers'} & set(sys.modules)\n"
+        "assert not heavy, heavy"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert result.returncode == 0, result.stderr
+    for command in ("serve", "frontend", "generate", "check"):
+        assert command in result.stdout
+
+
+def test_serving_from_the_command_line_needs_no_torch_in_the_parent_or_the_front_end():
+    code = (
+        "import sys\n"
+        "import moe_serve.launcher.system, moe_serve.launcher.frontend, moe_serve.launcher.llm, moe_serve.server.app\n"
+        "assert 'torch' not in sys.modules"
+    )
+    assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
+
+
+def test_without_arguments_the_demo_model_is_served_on_two_ranks(served):
+    assert serve() == 0
+    (config,) = served
+    assert (config.model.path, config.parallel.num_ranks, config.parallel.device) == ("demo", 2, "cpu")
+    assert (config.server.host, config.server.port) == ("127.0.0.1", 30000)
+
+
+def test_the_demo_configuration_file_says_what_serve_does_without_arguments():
+    assert load_config(CONFIGS / "demo-cpu.yaml") == load_config(base=DEMO_SETTINGS)
+
+
+@pytest.mark.parametrize(
+    "arguments, section, values",
+    [
+        (["--ep-size", "4"], "parallel", {"num_ranks": 4}),
+        (["--ep", "4", "--attn-dp-size", "4"], "parallel", {"num_ranks": 4}),
+        (["--dp-size", "3"], "parallel", {"num_ranks": 3}),
+        (["--host", "0.0.0.0", "--port", "8000"], "server", {"host": "0.0.0.0", "port": 8000}),
+        (["--load-format", "dummy", "--dtype", "bfloat16"], "model", {"load_format": "dummy", "dtype": "bfloat16"}),
+        (["--skip-tokenizer-init", "--max-model-len", "99"], "model", {"skip_tokenizer": True, "max_model_len": 99}),
+        (["--served-model-name", "x"], "model", {"served_name": "x"}),
+        (["--ep-num-redundant-experts", "2"], "eplb", {"num_redundant_experts": 2}),
+        (["--max-running-requests", "7"], "engine", {"max_running_requests": 7}),
+        (["--max-num-seqs", "7", "--max-queued-requests", "9"], "engine", {"max_queued_requests": 9}),
+        (["--chunked-prefill-size", "256"], "engine", {"max_batch_tokens": 256}),
+        (["--max-num-batched-tokens", "256"], "engine", {"max_batch_tokens": 256}),
+        (["--page-size", "4", "--disable-radix-cache"], "cache", {"block_size": 4, "prefix_cache": False}),
+        (["--block-size", "8"], "cache", {"block_size": 8}),
+        (["--port", "1", "--set", "server.port=2"], "server", {"port": 2}),
+        (["--set", "engine.numerics=batch_invariant"], "engine", {"numerics": "batch_invariant"}),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_flags_of_sglang_and_vllm_become_settings(served, arguments, section, values):
+    assert serve(*arguments) == 0
+    settings = getattr(served[0], section)
+    assert {name: getattr(settings, name) for name in values} == values
+
+
+def test_a_flag_wins_over_the_file_and_nothing_else_changes(served):
+    assert serve("--config", str(CONFIGS / "identity-cpu.yaml"), "--port", "0") == 0
+    expected = load_config(CONFIGS / "identity-cpu.yaml", ["server.port=0"])
+    assert served == [expected]
+
+
+def test_another_model_is_not_tied_to_the_cpu():
+    config = effective_config(None, {"model.path": "/models/x"}, ())
+    assert (config.parallel.device, config.parallel.num_ranks) == ("auto", 2)
+
+
+def test_sizes_that_disagree_are_refused():
+    with pytest.raises(ConfigError, match="given as 2 and 4"):
+        settings_of_flags({"parallel.num_ranks": [2, 4]})
+    assert settings_of_flags({"parallel.num_ranks": [None, 4], "model.path": None}) == ["parallel.num_ranks=4"]
+
+
+def test_text_values_arrive_unchanged():
+    (override,) = settings_of_flags({"model.served_name": "yes: [no] #1"})
+    assert load_config(overrides=[override]).model.served_name == "yes: [no] #1"
+
+
+@pytest.mark.parametrize(
+    "arguments, words",
+    [
+        (["serve", "--config", "/nowhere.yaml"], ["/nowhere.yaml", "existing YAML file"]),
+        (["serve", "--model-path", "/nowhere"], ["model.path is '/nowhere'", "no such folder"]),
+        (["serve", "--init-expert-location", "/nowhere.json"], ["eplb.init_expert_location", "no such file"]),
+        (["serve", "--set", "engine.numeric=fast"], ["did you mean 'numerics'"]),
+        (["serve", "--ep-size", "0"], ["parallel.num_ranks", "is 0"]),
+        (["serve", "--ep-size", "2", "--dp-size", "4"], ["parallel.num_ranks is given as 2 and 4"]),
+        (["frontend", "--config", "/nowhere.yaml"], ["/nowhere.yaml"]),
+        (["generate", "x", "--model", "/nowhere"], ["no such folder"]),
+        (["generate", "x", "--top-p", "3"], ["top_p is 3.0"]),
+        (["check", "--config", "/nowhere.yaml"], ["/nowhere.yaml"]),
+    ],
+    ids=lambda value: " ".join(value[:2]),
+)
+def test_a_mistake_is_one_line_on_stderr_and_exit_2(arguments, words):
+    result = moe_serve(*arguments)
+    assert result.returncode == 2
+    assert result.stdout == ""
+    assert len(result.stderr.strip().splitlines()) == 1, result.stderr
+    for word in words:
+        assert word in result.stderr
+
+
+def test_a_folder_without_weights_or_tokenizer_is_named(tmp_path):
+    from moe_serve.config import ModelConfig, model_dir
+    from moe_serve.launcher.preflight import look_for_files
+
+    (tmp_path / "config.json").write_bytes((model_dir(ModelConfig()) / "config.json").read_bytes())
+    config = load_config(overrides=[f"model.path={tmp_path}"])
+    with pytest.raises(Exception, match=r"no \*\.safetensors files.*load_format: dummy"):
+        look_for_files(config)
+    config = load_config(overrides=[f"model.path={tmp_path}", "model.load_format=dummy"])
+    with pytest.raises(Exception, match=r"no tokenizer\.json.*--skip-tokenizer-init"):
+        look_for_files(config)
+    look_for_files(
+        load_config(overrides=[f"model.path={tmp_path}", "model.load_format=dummy", "model.skip_tokenizer=true"])
+    )

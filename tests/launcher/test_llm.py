@@ -1,0 +1,150 @@
+"""LLM: the bridge without HTTP. Ranks without torch; the real ones are in test_end_to_end.py."""
+
+import os
+import signal
+import threading
+
+import pytest
+
+from moe_serve.attention_dp.request import SamplingParams
+from moe_serve.config import load_config
+from moe_serve.errors import ConfigError, MoeServeError, RequestError
+from moe_serve.launcher.llm import LLM, _merged
+from moe_serve.server.open_request import UnavailableError
+from tests.conftest import _descendants
+from tests.launcher.running import eventually, gone
+from tests.server.fake_worker import demo_tokenizer
+
+FAKE = "tests.launcher.fake_rank"
+
+
+def fake_llm(*overrides: str) -> LLM:
+    return LLM.from_config(load_config(overrides=["parallel.num_ranks=2", *overrides]), worker=FAKE)
+
+
+@pytest.fixture(scope="module")
+def llm():
+    with fake_llm() as made:
+        yield made
+
+
+def greedy(num_tokens: int, seed: int = 10, **fields) -> SamplingParams:
+    return SamplingParams(max_new_tokens=num_tokens, seed=seed, **fields)
+
+
+def test_outputs_come_in_the_order_of_the_prompts(llm):
+    outputs = llm.generate([[5], [6, 7], [8]], [greedy(n, seed) for n, seed in ((3, 100), (1, 7), (2, 50))])
+    assert [output.token_ids for output in outputs] == [[102, 103, 104], [9], [52, 53]]
+    assert [output.prompt_token_ids for output in outputs] == [[5], [6, 7], [8]]
+    assert {output.finish_reason for output in outputs} == {"length"}
+
+
+def test_text_is_tokenized_and_back(llm):
+    tokenizer = demo_tokenizer()
+    (output,) = llm.generate(["def f"], greedy(4))
+    assert output.prompt_token_ids == tokenizer.encode("def f")
+    assert output.text == tokenizer.decode([12, 13, 14, 15])
+
+
+def test_more_prompts_than_the_ranks_hold_are_fed_one_by_one():
+    with fake_llm("engine.max_running_requests=1", "engine.max_queued_requests=1") as small:
+        outputs = small.generate([[2 + i] for i in range(20)], [greedy(3, seed) for seed in range(20)])
+    assert [output.token_ids[0] for output in outputs] == [2 + seed for seed in range(20)]
+
+
+def test_a_stream_shows_growing_outputs(llm):
+    seen = list(llm.stream([[5], [6]], greedy(12)))
+    for index in (0, 1):
+        outputs = [output for i, output in seen if i == index]
+        assert len(outputs) > 1
+        assert outputs[-1].token_ids == list(range(12, 24))
+        assert [output.finish_reason for output in outputs] == [None] * (len(outputs) - 1) + ["length"]
+
+
+def test_leaving_a_stream_early_frees_the_request(llm):
+    for _ in llm.stream([[5]], greedy(250)):
+        break
+    assert eventually(lambda: llm._bridge.num_open == 0)
+
+
+def test_no_prompts_give_no_outputs(llm):
+    assert llm.generate([]) == []
+
+
+@pytest.mark.parametrize(
+    "prompts, params, words",
+    [
+        ("def f", None, "put it into a list"),
+        ([1, 2], None, "put it into a list"),
+        ([[1]], [greedy(1), greedy(1)], "2 params for 1 prompts"),
+        ([[1], [5000]], None, r"prompts\[1\]: .*5000"),
+        ([[]], None, r"prompts\[0\]: .*no tokens"),
+        ([[1]], SamplingParams(top_p=2), "top_p"),
+    ],
+)
+def test_a_prompt_that_cannot_be_served_is_named(llm, prompts, params, words):
+    with pytest.raises(RequestError, match=words):
+        llm.generate(prompts, params)
+    assert llm.generate([[1]], greedy(1))[0].token_ids == [12]
+
+
+def test_a_list_of_stop_strings_is_taken_too(llm):
+    (output,) = llm.generate([[5]], SamplingParams(max_new_tokens=3, seed=10, stop=["never there"]))
+    assert len(output.token_ids) == 3
+
+
+def test_it_can_be_used_from_several_threads(llm):
+    found = {}
+
+    def one(seed: int) -> None:
+        found[seed] = llm.generate([[5]], greedy(5, seed))[0].token_ids[0]
+
+    threads = [threading.Thread(target=one, args=(seed,)) for seed in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == {seed: 2 + seed for seed in range(8)}
+
+
+def test_a_lost_rank_raises_its_name_and_close_leaves_nothing():
+    with fake_llm() as doomed:
+        victim = doomed._ranks.children[1].process.pid
+        os.kill(victim, signal.SIGKILL)
+        with pytest.raises(UnavailableError, match=rf"rank 1 \(process {victim}\) was killed by SIGKILL"):
+            doomed.generate([[5]] * 2000, greedy(200))
+        pids = [child.process.pid for child in doomed._ranks.children]
+    assert gone(pids)
+
+
+def test_closing_ends_the_ranks_and_closing_again_does_nothing():
+    made = fake_llm()
+    pids = [child.process.pid for child in made._ranks.children]
+    made.close()
+    made.close()
+    assert gone(pids)
+
+
+def test_ranks_that_cannot_start_raise_their_reason(monkeypatch):
+    monkeypatch.setenv("FAKE_RANK", "1:tells why")
+    before = _descendants(os.getpid())
+    with pytest.raises(MoeServeError, match=r"rank 1.*cache\.memory_gib 0\.001 holds 1 block"):
+        fake_llm()
+    assert eventually(lambda: set(_descendants(os.getpid())) <= set(before))
+
+
+def test_overrides_are_sections_or_names_of_single_settings():
+    merged = _merged({"model": {"path": "m"}}, {"engine": {"row_tile": 8}, "max_running_requests": 3})
+    assert merged == {"model": {"path": "m"}, "engine": {"row_tile": 8, "max_running_requests": 3}}
+    with pytest.raises(ConfigError, match="did you mean 'numerics'"):
+        _merged({}, {"numeric": "fast"})
+    with pytest.raises(ConfigError, match="is a section"):
+        _merged({}, {"engine": 3})
+
+
+def test_names_of_the_package_are_the_real_ones():
+    import moe_serve
+
+    assert moe_serve.LLM is LLM
+    assert moe_serve.SamplingParams is SamplingParams
+    assert moe_serve.Output.__module__ == "moe_serve.launcher.llm"

@@ -1,0 +1,127 @@
+"""The same worker under torchrun and mpirun, with `moe-serve frontend` beside it; two torchruns joined on one host."""
+
+import contextlib
+import shutil
+import signal
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import httpx
+import pytest
+
+from moe_serve.launcher.rank_env import free_port
+from tests.launcher.running import Running, eventually, gone
+
+WORKER = "moe_serve.launcher.serve"
+FIVE = {"text": "def ", "sampling_params": {"temperature": 0, "max_new_tokens": 5}}
+
+
+@pytest.fixture
+def settings() -> list[str]:
+    """What front end and ranks are both told: the demo model on two ranks, and ports of their own."""
+    values = {
+        "parallel.num_ranks": 2,
+        "parallel.device": "cpu",
+        "server.port": free_port(),
+        "server.worker_port": free_port(),
+        "server.worker_deadline_s": 5,
+    }
+    return [argument for name, value in values.items() for argument in ("--set", f"{name}={value}")]
+
+
+@contextlib.contextmanager
+def front_end(settings: Sequence[str]) -> Iterator[tuple[Running, httpx.Client]]:
+    with Running("moe_serve.launcher.cli", ["frontend", *settings]) as running:
+        address = running.wait_for(r"HTTP on (\S+),")[1]
+        with httpx.Client(base_url=f"http://{address}", timeout=30, trust_env=False) as client:
+            yield running, client
+
+
+def becomes_ready(client: httpx.Client) -> bool:
+    return eventually(lambda: client.get("/ready").status_code == 200, timeout_s=90)
+
+
+def torchrun(*arguments: str) -> Running:
+    return Running("torch.distributed.run", [*arguments])
+
+
+@pytest.mark.slow
+def test_torchrun_with_a_front_end_beside_it(settings):
+    with front_end(settings) as (server, client):
+        assert client.get("/ready").status_code == 503
+        with torchrun("--standalone", "--nproc-per-node", "2", "-m", WORKER, *settings) as ranks:
+            assert becomes_ready(client), ranks.output
+            assert len(client.post("/generate", json=FIVE).json()["output_ids"]) == 5
+            info = client.get("/server_info").json()
+            assert {rank["info"]["launched_by"] for rank in info["ranks"]} == {"torchrun"}
+            assert server.end(signal.SIGINT) == 0  # ends the ranks, and so torchrun
+            assert ranks.wait() == 0
+
+
+@pytest.mark.slow
+def test_two_torchruns_joined_on_one_host(settings):
+    port = str(free_port())
+    join = ("--nnodes", "2", "--nproc-per-node", "1", "--master-addr", "127.0.0.1", "--master-port", port)
+    with (
+        front_end(settings) as (server, client),
+        torchrun(*join, "--node-rank", "0", "-m", WORKER, *settings) as first,
+        torchrun(*join, "--node-rank", "1", "-m", WORKER, *settings) as second,
+    ):
+        assert becomes_ready(client), first.output + second.output
+        assert len(client.post("/generate", json=FIVE).json()["output_ids"]) == 5
+        assert server.end(signal.SIGINT) == 0
+        assert (first.wait(), second.wait()) == (0, 0)
+
+
+def test_mpirun_with_a_front_end_beside_it(settings):
+    mpirun = shutil.which("mpirun", path=str(Path(sys.executable).parent))
+    if mpirun is None:
+        pytest.skip("needs the mpich wheel: pip install 'moe-serve[mpi]'")
+    with (
+        front_end(settings) as (server, client),
+        Running.of([mpirun, "-n", "2", sys.executable, "-m", WORKER, *settings]) as ranks,
+    ):
+        assert becomes_ready(client), ranks.output
+        assert len(client.post("/generate", json=FIVE).json()["output_ids"]) == 5
+        info = client.get("/server_info").json()
+        assert {rank["info"]["launched_by"] for rank in info["ranks"]} == {"mpirun"}
+        assert server.end(signal.SIGINT) == 0
+        assert ranks.wait() == 0
+
+
+@pytest.mark.slow
+def test_a_front_end_that_is_gone_ends_the_ranks(settings):
+    with (
+        front_end(settings) as (server, client),
+        torchrun("--standalone", "--nproc-per-node", "2", "-m", WORKER, *settings) as ranks,
+    ):
+        assert becomes_ready(client), ranks.output
+        pids = ranks.descendants()
+        server.process.kill()
+        ranks.wait()
+        assert gone(pids)
+        assert "no front end was heard" in ranks.output
+
+
+@pytest.mark.parametrize("num_started", ["1", "3"])
+def test_a_wrong_number_of_ranks_is_one_message_that_says_what_to_do(settings, num_started):
+    with torchrun("--standalone", "--nproc-per-node", num_started, "-m", WORKER, *settings) as ranks:
+        assert ranks.wait() != 0
+        assert f"torchrun started {num_started} ranks but parallel.num_ranks is 2" in ranks.output
+        assert f"--set parallel.num_ranks={num_started}" in ranks.output
+
+
+def test_a_worker_that_is_started_alone_says_how_to_start_it(settings):
+    with Running(WORKER, settings) as alone:
+        assert alone.wait() == 2
+        assert len(alone.lines) == 1
+        assert "moe-serve serve" in alone.output
+        assert "torchrun --nproc-per-node 2" in alone.output
+
+
+def test_a_front_end_on_a_taken_port_says_what_to_do(settings):
+    with front_end(settings), Running("moe_serve.launcher.cli", ["frontend", *settings]) as second:
+        assert second.wait() == 2
+        assert len(second.lines) == 1
+        assert "server.port" in second.output

@@ -1,0 +1,168 @@
+"""`moe-serve serve` as processes: it starts, serves, says what is wrong, and leaves nothing. Ranks without torch."""
+
+import os
+import signal
+import socket
+import tempfile
+import threading
+import time
+from pathlib import Path
+
+import httpx
+import pytest
+
+from tests.launcher.running import Running, eventually, gone, pid_of_rank
+
+FIVE = {"input_ids": [7], "sampling_params": {"max_new_tokens": 5, "sampling_seed": 10}}
+ENDLESS = {"input_ids": [7], "sampling_params": {"max_new_tokens": 250}}
+
+
+def serving(*overrides: str, mishap: str = "") -> Running:
+    return Running("tests.launcher.serve_fake", overrides, FAKE_RANK=mishap)
+
+
+def test_it_serves_and_ctrl_c_leaves_nothing(tmp_path, monkeypatch):
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    with serving() as system, system.client() as client:
+        assert client.post("/generate", json=FIVE).json()["output_ids"] == [12, 13, 14, 15, 16]
+        assert client.get("/ready").status_code == 200
+        pids = system.descendants()
+        port = client.base_url.port
+        assert len(pids) == 3  # two ranks and the front end
+        started = time.monotonic()
+        assert system.end(signal.SIGINT) == 0
+        assert time.monotonic() - started < 10
+        assert gone(pids)
+        assert list(tmp_path.iterdir()) == []
+        with socket.socket() as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(("127.0.0.1", port))
+        assert "rank 0: loading weights" in system.output
+        assert "[rank 1] this is rank 1" in system.output
+
+
+def test_sigterm_while_starting_ends_everything():
+    with serving(mishap="1:never ready") as system:
+        system.wait_for("rank 1: loading weights")
+        pids = system.descendants()
+        assert system.end(signal.SIGTERM) == 0
+        assert gone(pids)
+
+
+def test_open_calls_end_with_an_error_when_the_system_ends():
+    with serving() as system, system.client() as client:
+        answers: list[httpx.Response] = []
+        fields = {"input_ids": [[7]] * 40, "sampling_params": ENDLESS["sampling_params"], "stream": True}
+        call = threading.Thread(target=lambda: answers.append(client.post("/generate", json=fields)))
+        call.start()
+        assert eventually(lambda: client.get("/server_info").json()["requests"]["open"] > 0)
+        assert system.end(signal.SIGINT) == 0
+        call.join(10)
+        (answer,) = answers
+        assert "the server is ending" in answer.text
+        assert answer.text.endswith("data: [DONE]\n\n")
+
+
+def test_a_rank_that_does_not_end_by_itself_is_ended():
+    with serving(mishap="1:hangs at the end") as system, system.client():
+        pids = system.descendants()
+        assert system.end(signal.SIGINT, timeout_s=20) == 0
+        assert gone(pids)
+
+
+def test_a_second_ctrl_c_does_not_wait():
+    with serving(mishap="1:hangs at the end") as system, system.client():
+        pids = system.descendants()
+        system.process.send_signal(signal.SIGINT)
+        system.wait_for("ending")
+        started = time.monotonic()
+        assert system.end(signal.SIGINT) == 0
+        assert time.monotonic() - started < 4
+        assert gone(pids)
+
+
+def test_no_process_outlives_a_parent_that_is_killed():
+    with serving() as system, system.client():
+        pids = system.descendants()
+        os.kill(system.process.pid, signal.SIGKILL)
+        assert eventually(lambda: gone(pids))
+    for folder in Path(tempfile.gettempdir()).glob("moe_serve-*"):  # nobody was left to remove it
+        (folder / "effective.yaml").unlink()
+        folder.rmdir()
+
+
+def test_a_killed_rank_ends_every_call_and_is_named_on_ready():
+    with serving() as system, system.client() as client:
+        calls: list[httpx.Response] = []
+        fields = {"input_ids": [[7]] * 100, "sampling_params": {"max_new_tokens": 250}}
+        threads = [
+            threading.Thread(
+                target=lambda stream=stream: calls.append(client.post("/generate", json=fields | {"stream": stream}))
+            )
+            for stream in (False, True)
+        ]
+        for thread in threads:
+            thread.start()
+        assert eventually(lambda: client.get("/server_info").json()["requests"]["open"] > 0)
+        other = pid_of_rank(client, 0)
+        victim = pid_of_rank(client, 1)
+        os.kill(victim, signal.SIGKILL)
+        for thread in threads:
+            thread.join(15)
+        words = f"rank 1 (process {victim}) was killed by SIGKILL"
+        assert len(calls) == 2
+        assert all(words in call.text for call in calls)
+        assert sorted(call.status_code for call in calls) == [200, 503]  # the stream had begun
+        assert eventually(lambda: client.get("/ready").status_code == 503)
+        assert words in client.get("/ready").json()["error"]["message"]
+        assert client.post("/generate", json=FIVE).status_code == 503
+        assert eventually(lambda: gone([other]))
+        system.wait_for("no rank is left")
+        assert words in system.output
+        assert "this is rank 1" in system.output.partition(words)[2]  # its last words again, beside the report
+        assert system.end(signal.SIGINT) == 1
+
+
+@pytest.mark.parametrize(
+    "mishap, code, words",
+    [
+        ("1:settings", 2, ["rank 1", "exited with code 2", "the setting x is wrong; set y"]),
+        ("0:dies at start", 1, ["rank 0", "was killed by SIGABRT"]),
+        ("1:tells why", 2, ["rank 1", "cache.memory_gib 0.001 holds 1 block; raise it"]),
+    ],
+)
+def test_a_rank_that_cannot_start_ends_the_system_with_its_reason(mishap, code, words):
+    with serving(mishap=mishap) as system:
+        assert system.wait() == code
+        for word in words:
+            assert word in system.output
+        assert gone(system.descendants())
+
+
+def test_ranks_that_are_not_ready_in_time_are_named():
+    with serving("server.attach_deadline_s=1", mishap="1:never ready") as system:
+        assert system.wait() == 1
+        assert "rank 1: loading weights" in system.output.partition("attach_deadline_s")[2]
+
+
+def test_a_front_end_that_dies_takes_the_ranks_along():
+    with serving() as system, system.client():
+        pids = system.descendants()
+        (front_end,) = [pid for pid in pids if b"frontend" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+        os.kill(front_end, signal.SIGKILL)
+        assert system.wait() == 1
+        assert "the front end was killed by SIGKILL" in system.output
+        assert gone(pids)
+
+
+@pytest.mark.parametrize("setting", ["server.port", "server.worker_port"])
+def test_a_port_in_use_is_one_message_before_anything_starts(setting):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with serving(f"{setting}={port}") as system:
+            assert system.wait() == 2
+            assert len(system.lines) == 1
+            assert str(port) in system.output
+            assert setting in system.output
