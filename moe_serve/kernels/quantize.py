@@ -1,6 +1,6 @@
 """FP8 rows: e4m3 with one float32 scale for every 128 values of a row, as DeepSeek-V3 checkpoints and DeepEP carry them.
 
-scale = amax / 448 and q = x x (448 / amax), where amax = max(|x|, 1e-4) over the 128 values: the largest becomes 448, the
+scale = amax / 448 and q = x x (1 / amax x 448), each step rounded to float32, where amax = max(|x|, 1e-4) over the 128 values: the largest becomes 448, the
 largest e4m3, and the clamp keeps a row of zeros from dividing by zero. A last group may be shorter than 128.
 """
 
@@ -23,7 +23,7 @@ def quantize_reference(x: Tensor) -> tuple[Tensor, Tensor]:
     rows, width = x.shape
     groups = functional.pad(x.float(), (0, -width % GROUP)).view(rows, num_groups(width), GROUP)
     amax = groups.abs().amax(-1, keepdim=True).clamp(min=SMALLEST_AMAX)
-    q = (groups * (E4M3_MAX / amax)).clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)
+    q = (groups * (amax.reciprocal() * E4M3_MAX)).clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)
     # uint8: copying a slice of float8 is not implemented everywhere
     q = q.view(torch.uint8).flatten(1)[:, :width].contiguous().view(torch.float8_e4m3fn)
     return q, (amax / E4M3_MAX).squeeze(-1)

@@ -36,10 +36,11 @@ def dequantize_triton(q: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
 def quantize_groups(x):
     """x: [groups, 128] float32 -> (e4m3 [groups, 128], scale [groups] float32); the one place that defines the rounding."""
     amax = tl.maximum(tl.max(tl.abs(x), axis=1), 1e-4)
-    # div_rn: the reference divides with correct rounding, and a factor one bit off moves values between e4m3 steps.
-    largest = tl.full(amax.shape, 448.0, tl.float32)
-    q = tl.minimum(tl.maximum(x * tl.div_rn(largest, amax)[:, None], -448.0), 448.0)
-    return as_e4m3(q), tl.div_rn(amax, largest)
+    # The reference's steps with its roundings: bf16 inputs often fall half-way between two e4m3 values, where one bit of
+    # the factor decides.
+    factor = tl.div_rn(tl.full(amax.shape, 1.0, tl.float32), amax) * 448.0
+    q = tl.minimum(tl.maximum(x * factor[:, None], -448.0), 448.0)
+    return as_e4m3(q), tl.div_rn(amax, tl.full(amax.shape, 448.0, tl.float32))
 
 
 @triton.jit

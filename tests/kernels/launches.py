@@ -66,3 +66,26 @@ def silu_mul_quantize(capability: int) -> None:
     from moe_serve.kernels.silu_mul_triton import silu_mul_quantize_triton
 
     silu_mul_quantize_triton(some(4096, 2 * INTERMEDIATE))
+
+
+def low_latency(capability: int, fp8: bool = False, nvshmem: bool = False, topk: int = TOPK) -> None:
+    from moe_serve.dispatch.low_latency_gpu import LowLatencyRanks
+    from moe_serve.dispatch.symmetric_gpu import SymmetricRegions
+    from moe_serve.kernels.low_latency_region import Region
+
+    region = Region(8, EXPERTS, TOKENS, HIDDEN, topk, 1 if fp8 else 2, 2, stages=nvshmem, num_lanes=1)
+    peers = some(8, dtype=torch.int64)
+    launchers = nvshmem_launchers() if nvshmem else None
+    regions = SymmetricRegions(region, peers, 0, 1, some(1, dtype=torch.uint8), nvshmem, launchers)
+    ranks = LowLatencyRanks(regions, torch.bfloat16)
+    sent = ranks.dispatch_send(some(1, TOKENS, HIDDEN), some(1, TOKENS, topk, dtype=torch.int64))
+    ranks.combine_send(sent, ranks.dispatch_receive(sent).x)
+    ranks.combine_receive(sent, some(1, TOKENS, topk, dtype=torch.float32))
+
+
+def low_latency_fp8(capability: int) -> None:
+    low_latency(capability, fp8=True)
+
+
+def low_latency_top16(capability: int) -> None:
+    low_latency(capability, topk=16)

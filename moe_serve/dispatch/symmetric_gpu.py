@@ -1,0 +1,43 @@
+"""Symmetric memory for GPU kernels: every rank has one region, and a table of addresses says where.
+
+Two makers: virtual ranks (all regions are slices of one tensor on one device; the way to run and time the kernels of V
+ranks with one GPU, or in the interpreter with none), and NVSHMEM in symmetric_nvshmem.py.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moe_serve.kernels.low_latency_region import Region
+
+
+@dataclass(frozen=True)
+class SymmetricRegions:
+    """The regions of all ranks, as the ranks of this process see them.
+
+    peers:      [R] int64 on the device, address of each rank's region (with NVSHMEM the own entry is the one in use)
+    first_rank: rank of this process, or of its first virtual rank;  num_local: 1, or V
+    memory:     keeps the regions alive, [num_local, region_bytes] uint8
+    launchers:  by kernel name, what is launched instead of the kernel; NVSHMEM links its device library there
+    """
+
+    region: Region
+    peers: Tensor
+    first_rank: int
+    num_local: int
+    memory: Tensor
+    nvshmem: bool = False
+    launchers: dict[str, Any] | None = None
+
+    def launcher(self, kernel: Any) -> Any:
+        """Returns what to launch for this kernel."""
+        return kernel if self.launchers is None else self.launchers[kernel.__name__]
+
+
+def virtual_regions(region: Region, device: torch.device) -> SymmetricRegions:
+    """Returns the regions of region.num_ranks virtual ranks, all in this process and on this device."""
+    memory = torch.zeros(region.num_ranks, region.region_bytes, dtype=torch.uint8, device=device)
+    offsets = torch.arange(region.num_ranks, dtype=torch.int64, device=device) * region.region_bytes
+    return SymmetricRegions(region, offsets + memory.data_ptr(), 0, region.num_ranks, memory)

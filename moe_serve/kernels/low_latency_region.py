@@ -1,0 +1,112 @@
+"""How one rank's region of symmetric memory is divided for low-latency dispatch and combine.
+
+Every rank has a region of the same shape; peers write into it, its owner reads. One lane serves one handle in flight.
+A lane, in order (offsets in bytes):
+
+    counts        [S, R] int64        round << 32 | rows that source r sends to slot s
+    done          [R] int64           last round of which rank r has read all its rows
+    arrived       [S, R * T_max] int64   round in which this row was last written
+    home_arrived  [T_max, K] int64       the same, for results that come home
+    rows          [S, R * T_max] x row_bytes        header | values | scales
+    home_rows     [T_max, K] x home_row_bytes
+    staged, home_staged               only for transports that send from memory: [T_max] and [S, R * T_max] rows
+
+Flags hold the number of a round, never a yes or no: nobody has to clear them, and a flag that is late from a voided round
+cannot be taken for one of this round. Numbers of rounds only grow; a new epoch uses new regions.
+
+A row's header is int32: the token's number at home, then its K physical ids; so one staged row serves all K
+destinations, and a slot finds in it which of the K results it computes.
+"""
+
+from dataclasses import dataclass
+
+from moe_serve.kernels.quantize import num_groups
+
+ALIGNMENT = 128  # bytes: what a cache line and every vector access like
+
+
+@dataclass(frozen=True)
+class Region:
+    """Sizes and offsets. value_bytes: of one value of a row (1 = e4m3 with scales), home_value_bytes: of a result.
+
+    stages: whether rows are sent from memory (NVSHMEM) and not from registers
+    """
+
+    num_ranks: int
+    slots_per_rank: int
+    max_tokens: int
+    hidden: int
+    topk: int
+    value_bytes: int
+    home_value_bytes: int
+    stages: bool = False
+    num_lanes: int = 2
+
+    @property
+    def capacity(self) -> int:
+        """Rows of one slab: R * T_max; only T can overflow."""
+        return self.num_ranks * self.max_tokens
+
+    @property
+    def header_ints(self) -> int:
+        return _up(1 + self.topk, 4)
+
+    @property
+    def scales_at(self) -> int:
+        """Offset of the scales in a row."""
+        return self.header_ints * 4 + _up(self.hidden * self.value_bytes, 16)
+
+    @property
+    def row_bytes(self) -> int:
+        scale_bytes = 4 * num_groups(self.hidden) if self.value_bytes == 1 else 0
+        return _up(self.scales_at + scale_bytes, 16)
+
+    @property
+    def home_row_bytes(self) -> int:
+        return _up(self.hidden * self.home_value_bytes, 16)
+
+    @property
+    def counts_at(self) -> int:
+        return 0
+
+    @property
+    def done_at(self) -> int:
+        return _up(8 * self.slots_per_rank * self.num_ranks, ALIGNMENT)
+
+    @property
+    def arrived_at(self) -> int:
+        return self.done_at + _up(8 * self.num_ranks, ALIGNMENT)
+
+    @property
+    def home_arrived_at(self) -> int:
+        return self.arrived_at + _up(8 * self.slots_per_rank * self.capacity, ALIGNMENT)
+
+    @property
+    def rows_at(self) -> int:
+        return self.home_arrived_at + _up(8 * self.max_tokens * self.topk, ALIGNMENT)
+
+    @property
+    def home_rows_at(self) -> int:
+        return self.rows_at + _up(self.slots_per_rank * self.capacity * self.row_bytes, ALIGNMENT)
+
+    @property
+    def staged_at(self) -> int:
+        return self.home_rows_at + _up(self.max_tokens * self.topk * self.home_row_bytes, ALIGNMENT)
+
+    @property
+    def home_staged_at(self) -> int:
+        return self.staged_at + (_up(self.max_tokens * self.row_bytes, ALIGNMENT) if self.stages else 0)
+
+    @property
+    def lane_bytes(self) -> int:
+        home_staged = self.slots_per_rank * self.capacity * self.home_row_bytes if self.stages else 0
+        return self.home_staged_at + _up(home_staged, ALIGNMENT)
+
+    @property
+    def region_bytes(self) -> int:
+        """Symmetric memory that every rank must provide."""
+        return self.num_lanes * self.lane_bytes
+
+
+def _up(size: int, multiple: int) -> int:
+    return -(-size // multiple) * multiple
