@@ -89,3 +89,12 @@ def low_latency_fp8(capability: int) -> None:
 
 def low_latency_top16(capability: int) -> None:
     low_latency(capability, topk=16)
+
+
+def exact_split(capability: int) -> None:
+    from moe_serve.kernels.exact_split import SplitTable
+    from moe_serve.kernels.exact_split_triton import exact_split_triton
+
+    for replicated in (32, 64):
+        numbers = [some(256, dtype=torch.int64), some(replicated, dtype=torch.int64), some(replicated, 32, dtype=torch.int64)]
+        exact_split_triton(some(256, dtype=torch.int64), SplitTable(*numbers, 288), some(3, dtype=torch.int64))

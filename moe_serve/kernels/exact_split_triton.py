@@ -1,0 +1,154 @@
+"""Triton twin of exact_split.py: one program, everything in registers, a few dozen dependent steps of [N, R] blocks.
+
+Each step costs a reduction, so the number of steps is what matters, not the number of elements. The steps and every tie
+are those of the reference, hence the same split, bit for bit, on every rank.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from moe_serve.kernels.exact_split import MAX_PUSHES, SWEEPS, SplitTable
+
+ELEMENTS_PER_WARP = 2048  # of the [N, R] block: 64 registers for each table that lives
+
+
+def exact_split_triton(
+    counts: Tensor, table: SplitTable, outcomes: Tensor, sweeps: int = SWEEPS, max_pushes: int = MAX_PUSHES
+) -> Tensor:
+    """Same contract as exact_split."""
+    num_experts, num_ranks = table.copy_slot.shape
+    slot_tokens = torch.zeros(table.num_slots, dtype=torch.int64, device=counts.device)
+    rows, ranks = triton.next_power_of_2(num_experts), triton.next_power_of_2(num_ranks)
+    exact_split_kernel[(1,)](
+        counts, table.home_slot, table.experts, table.copy_slot, slot_tokens, outcomes,
+        counts.shape[0], num_experts, num_ranks, table.num_slots // num_ranks, sweeps, max_pushes,
+        ROWS=rows, RANKS=ranks, HOMES=64, num_warps=max(1, min(8, rows * ranks // ELEMENTS_PER_WARP)),
+    )  # fmt: skip
+    return slot_tokens
+
+
+@triton.jit
+def exact_split_kernel(
+    counts, home_slot, experts, copy_slot, slot_tokens, outcomes,
+    num_logical, num_experts, num_ranks, slots_per_rank, sweeps, max_pushes,
+    ROWS: tl.constexpr, RANKS: tl.constexpr, HOMES: tl.constexpr,
+):  # fmt: skip
+    """int32 inside: a batch has fewer than 2^31 tokens."""
+    rank = tl.arange(0, RANKS)
+    row = tl.arange(0, ROWS)
+    load, used = home_load(counts, home_slot, slot_tokens, num_logical, slots_per_rank, rank, RANKS, HOMES)
+    at = row[:, None] * num_ranks + rank[None, :]
+    slots = tl.load(copy_slot + at, mask=(row[:, None] < num_experts) & (rank[None, :] < num_ranks), other=-1)
+    held = slots >= 0
+    expert = tl.load(experts + row, mask=row < num_experts, other=-1)
+    tokens = tl.load(counts + expert, mask=expert >= 0, other=0).to(tl.int32)
+    live = tl.sum((tl.maximum(used, tl.max(held.to(tl.int32), axis=0)) > 0).to(tl.int32))
+    # Place of each expert when sorted by tokens, most first, ties by id.
+    ahead = (tokens[None, :] > tokens[:, None]) | ((tokens[None, :] == tokens[:, None]) & (row[None, :] < row[:, None]))
+    order = tl.sum(ahead.to(tl.int32), axis=1)
+
+    given = tl.zeros((ROWS, RANKS), dtype=tl.int32)
+    for step in range(sweeps * num_experts):
+        is_it = order == step % num_experts
+        mine = is_it[:, None]
+        old = tl.sum(tl.where(mine, given, 0), axis=0)
+        load -= old
+        new = water_fill(
+            tl.sum(tl.where(is_it, tokens, 0)), tl.sum((mine & held).to(tl.int32), axis=0) > 0, load
+        )
+        load += new
+        given = tl.where(mine, new[None, :], given)
+
+    total = tl.sum(load)
+    bound = (total + tl.maximum(live, 1) - 1) // tl.maximum(live, 1)
+    load = tl.where(rank < num_ranks, load, -1)  # a rank that does not exist is never the heaviest
+    pushes = 0
+    stopped = 0
+    while (tl.max(load) > bound) & (stopped == 0):
+        source = first_of(load == tl.max(load), rank, RANKS)
+        # Breadth first, a level at a time; via: (expert, giver) that reached each rank.
+        reached = rank == source
+        via_expert = tl.full((RANKS,), -1, tl.int32)
+        via_giver = tl.full((RANKS,), -1, tl.int32)
+        grew = 1
+        below = reached & (load < bound)
+        while (grew > 0) & (tl.max(below.to(tl.int32)) == 0):
+            giver = tl.min(tl.where((given > 0) & reached[None, :], rank[None, :], RANKS), axis=1)
+            by = tl.min(tl.where(held & (giver < RANKS)[:, None], row[:, None], ROWS), axis=0)
+            new_ranks = (by < ROWS) & (reached == 0)
+            by_giver = tl.sum(tl.where(row[:, None] == by[None, :], giver[:, None], 0), axis=0)
+            via_expert = tl.where(new_ranks, by, via_expert)
+            via_giver = tl.where(new_ranks, by_giver, via_giver)
+            reached = reached | new_ranks
+            grew = tl.sum(new_ranks.to(tl.int32))
+            below = reached & (load < bound)
+        if tl.max(below.to(tl.int32)) == 0:
+            members = tl.sum(reached.to(tl.int32))
+            bound = (tl.sum(tl.where(reached, load, 0)) + members - 1) // members
+        elif pushes == max_pushes:
+            stopped = 1
+        else:
+            target = first_of(below, rank, RANKS)
+            room = tl.minimum(at_rank(load, source, rank) - bound, bound - at_rank(load, target, rank))
+            # The path's moves as one signed block: -1 where tokens leave, +1 where they arrive.
+            moves = tl.zeros((ROWS, RANKS), dtype=tl.int32)
+            taker = target
+            while taker != source:
+                through = at_rank(via_expert, taker, rank)
+                giver_rank = at_rank(via_giver, taker, rank)
+                on_row = row[:, None] == through
+                moves += (on_row & (rank[None, :] == taker)).to(tl.int32)
+                moves -= (on_row & (rank[None, :] == giver_rank)).to(tl.int32)
+                room = tl.minimum(room, tl.sum(tl.where(on_row & (rank[None, :] == giver_rank), given, 0)))
+                taker = giver_rank
+            given += moves * room
+            load += ((rank == target).to(tl.int32) - (rank == source).to(tl.int32)) * room
+            pushes += 1
+    outcome = tl.where(tl.max(load) > bound, 2, tl.where(pushes > 0, 1, 0))
+    tl.atomic_add(outcomes + outcome, 1)
+    tl.store(slot_tokens + slots, given.to(tl.int64), mask=held)
+
+
+@triton.jit
+def home_load(
+    counts, home_slot, slot_tokens, num_logical, slots_per_rank, rank, RANKS: tl.constexpr, HOMES: tl.constexpr
+):
+    """Returns (load of the experts that live on one rank, [RANKS]; 1 where a rank has any); stores their slots' tokens."""
+    load = tl.zeros((RANKS,), dtype=tl.int32)
+    used = tl.zeros((RANKS,), dtype=tl.int32)
+    for start in range(0, num_logical, HOMES):
+        expert = start + tl.arange(0, HOMES)
+        slot = tl.load(home_slot + expert, mask=expert < num_logical, other=-1)
+        tokens = tl.load(counts + expert, mask=expert < num_logical, other=0)
+        tl.store(slot_tokens + slot, tokens, mask=slot >= 0)
+        here = (slot >= 0)[:, None] & ((slot // slots_per_rank)[:, None] == rank[None, :])
+        load += tl.sum(tl.where(here, tokens[:, None], 0).to(tl.int32), axis=0)
+        used = tl.maximum(used, tl.max(here.to(tl.int32), axis=0))
+    return load, used
+
+
+@triton.jit
+def water_fill(tokens, filled, load):
+    """Returns what each rank of `filled` gets so that the lowest end level; the first of them take the remainder."""
+    number = tl.maximum(tl.sum(filled.to(tl.int32)), 1)
+    volume = tokens + tl.sum(tl.where(filled, load, 0))
+    while tl.max((filled & (load > volume // number)).to(tl.int32)) > 0:
+        filled = filled & (load <= volume // number)
+        number = tl.maximum(tl.sum(filled.to(tl.int32)), 1)
+        volume = tokens + tl.sum(tl.where(filled, load, 0))
+    place = tl.cumsum(filled.to(tl.int32), axis=0) - 1
+    return tl.where(filled, volume // number + (place < volume % number).to(tl.int32) - load, 0)
+
+
+@triton.jit
+def first_of(mask, index, NONE: tl.constexpr):
+    """Returns the lowest index in the mask."""
+    return tl.min(tl.where(mask, index, NONE))
+
+
+@triton.jit
+def at_rank(vector, which, rank):
+    """Returns one element of a vector over ranks."""
+    return tl.sum(tl.where(rank == which, vector, 0))
