@@ -207,6 +207,24 @@ const colorOf = (policy) => policy.role === "floor" ? "var(--floor)" : policy.ro
   for (const line of D.missing) html("li", "", line, $("missing"));
 }
 
+// ---- sweep of a simulation
+if (D.sweep) {
+  const S = D.sweep, names = [...new Set(S.series.filter((s) => s.role === "policy").map((s) => s.name))];
+  $("sweep-section").hidden = false;
+  $("sweep-note").textContent = `${S.yLabel}, against ${S.xLabel}. The pictures below show the best combination.`;
+  lineChart($("sweep"), {
+    series: () => S.series.map((s) => ({ name: s.name, x: s.x, y: s.y, dots: true, wide: s.role === "policy",
+      dash: s.role === "policy" ? "" : "5 4",
+      color: s.role === "floor" ? "var(--floor)" : s.role === "ceiling" ? "var(--ceiling)" : `var(--c${names.indexOf(s.name) % 6})` })),
+    label: "sweep", xLabel: S.xLabel, xName: S.xLabel, height: 300, format: (v) => S.digits ? v.toFixed(S.digits) : short(v),
+    xTicks: () => [...new Set(S.series[0].x)],
+    range: (ys) => { const low = Math.min(...ys), high = Math.max(...ys); return [Math.max(0, low - 0.15 * (high - low)), high + 0.05 * (high - low)]; },
+  });
+  const head = html("tr", "", "", html("thead", "", "", $("sweep-table"))), body = html("tbody", "", "", $("sweep-table"));
+  for (const column of S.columns) html("th", "", column, head);
+  for (const line of S.rows) { const row = html("tr", "", "", body); for (const text of line) html("td", "", text, row); }
+}
+
 // ---- charts over time
 const timed = (key, roles) => D.policies.filter((p) => roles.includes(p.role) && p[key])
   .map((p) => ({ name: p.name, color: colorOf(p), x: D.steps, y: p[key], dash: p.role === "policy" ? "" : "5 4", wide: p.best }));

@@ -1,0 +1,65 @@
+"""Simulations: every combination runs, sizes are checked first, and what does not fit says so."""
+
+from dataclasses import replace
+
+import pytest
+
+from moe_serve.eplb.cost import load_hardware, load_model_profile
+from moe_serve.eplb.report_sweep import sweep_curves, sweep_to_json, sweep_to_table, sweep_verdict
+from moe_serve.eplb.simulator import Simulation, best_case, num_cases, simulate
+from moe_serve.eplb.synthetic import SyntheticLoad
+from moe_serve.errors import ConfigError
+
+SMALL = Simulation(
+    load_model_profile("Mixtral-8x7B"),
+    load_hardware("H100"),
+    load=SyntheticLoad(num_windows=3),
+    nodes=(1, 2),
+    redundant=(0, 8),
+    window_steps=(10,),
+    policies=("greedy",),
+)
+
+
+def test_every_combination_runs_in_order() -> None:
+    ticks: list[tuple[int, int]] = []
+    cases = simulate(SMALL, lambda done, of: ticks.append((done, of)))
+    shapes = [(case.topology.num_ranks, case.num_slots) for case in cases]
+    assert shapes == [(8, 8), (8, 16), (16, 16)]  # on 16 ranks, 0 and 8 redundant both round up to 16
+    assert ticks[-1] == (3, 3)
+    assert num_cases(SMALL) == 4  # an upper bound, for the progress bar
+
+
+def test_the_same_simulation_gives_the_same_rows() -> None:
+    one, two = (sweep_to_json(simulate(SMALL), timings=False) for _ in range(2))
+    assert one == two
+
+
+def test_memory_that_does_not_fit_is_marked() -> None:
+    # Mixtral in bf16: 32 layers x 352 MB an expert; 8 slots on one rank are 90 GB.
+    cases = simulate(replace(SMALL, ranks_per_node=1, nodes=(1, 2), redundant=(0,)))
+    assert [case.fits for case in cases] == [False, True]
+    assert cases[0].memory_bytes == 8 * 32 * cases[0].report.expert_bytes  # type: ignore[operator]
+    assert best_case(cases) is cases[1]
+    assert any("do not fit (!)" in sentence for sentence in sweep_verdict(cases))
+    assert "!" in sweep_to_table(cases)
+
+
+def test_slots_are_checked_before_anything_runs() -> None:
+    with pytest.raises(ConfigError, match="12 slots on 8 ranks for 8 experts; use a multiple of 8 from 8 on"):
+        simulate(replace(SMALL, slots=(16, 12)))
+
+
+def test_a_curve_needs_two_points_and_follows_what_was_swept() -> None:
+    cases = simulate(SMALL)
+    assert sweep_curves(cases[:1]) is None
+    curve = sweep_curves(cases)
+    assert curve is not None
+    assert curve["xLabel"] in ("ranks", "slots")
+    assert {line["role"] for line in curve["series"]} == {"floor", "policy", "ceiling"}
+
+
+def test_more_ranks_serve_more_tokens() -> None:
+    cases = simulate(replace(SMALL, nodes=(1, 4), redundant=(8,), policies=()))
+    rates = [row["tokens_per_s"] for case in cases for row in case.rows() if row["policy"] == "perfect"]
+    assert rates[1] > rates[0]

@@ -1,0 +1,219 @@
+"""The balancer's commands end to end: results on stdout, one line on stderr for a mistake, exit codes 0, 1, 2."""
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from moe_serve.eplb.formats import read_placement, read_trace
+from moe_serve.eplb.trace import write_trace
+from moe_serve.launcher.cli_balancer import add_balancer_commands
+
+DEMO = ["example:demo_unbalanced", "--ranks", "8", "--redundant", "8"]
+
+
+def call(*arguments: object) -> tuple[int, str, str]:
+    app = typer.Typer()
+    add_balancer_commands(app)
+    result = CliRunner().invoke(app, [str(a) for a in arguments], env={"TERMINAL_WIDTH": "160", "NO_COLOR": "1"})
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    return result.exit_code, result.stdout, result.stderr
+
+
+def test_replay_prints_a_table_with_floor_and_ceiling() -> None:
+    code, out, err = call("replay", *DEMO, "-p", "greedy", "--jobs", 1)
+    assert (code, err) == (0, "")
+    for words in ("do nothing", "greedy", "perfect", "n/a: off-node needs tokens by source rank", "Age binds"):
+        assert words in out
+    assert all(len(line) <= 160 or not line.startswith(" ") for line in out.splitlines())
+
+
+def test_replay_as_json_is_the_same_on_every_run_but_for_timings() -> None:
+    reports = [json.loads(call("replay", *DEMO, "-p", "greedy", "-p", "deepseek", "--json")[1]) for _ in range(2)]
+    for report in reports:
+        assert set(report.pop("timings")) == {"greedy", "deepseek"}
+    assert reports[0] == reports[1]
+    names = [row["policy"] for row in reports[0]["policies"]]
+    assert names == ["do nothing", "greedy", "deepseek", "perfect"]
+    assert reports[0]["redundancy"][0]["num_slots"] == 32
+
+
+def test_replay_writes_one_self_contained_page(tmp_path: Path) -> None:
+    code, _, err = call("replay", *DEMO, "-p", "greedy", "--html", tmp_path / "r.html")
+    page = (tmp_path / "r.html").read_text()
+    assert code == 0
+    assert f"wrote {tmp_path / 'r.html'}" in err
+    assert not re.search(r"(src|href)\s*=|@import|url\(|fetch\(|XMLHttpRequest", page)
+    data = re.search(r'<script type="application/json" id="data">(.*?)</script>', page, re.DOTALL)
+    assert data is not None
+    content = json.loads(data.group(1))
+    assert [policy["name"] for policy in content["policies"]] == ["do nothing", "greedy", "perfect"]
+    assert content["verdict"]
+    assert "{{" not in page.split("<script>")[0]
+
+
+def test_replay_of_a_log_shows_what_it_says_and_what_to_record(tmp_path: Path) -> None:
+    (tmp_path / "server.log").write_text(
+        "EPLB step: 10 for model m: avg_tokens=50.00, max_tokens=100, balancedness=0.5000, steps until the next\n"
+    )
+    code, out, _ = call("replay", tmp_path / "server.log")
+    assert code == 0
+    assert "mean 0.5000" in out
+    assert "works 100% over the mean" in out
+    assert "record expert counts" in out
+
+
+def test_fail_below_exits_with_1() -> None:
+    code, out, err = call("replay", *DEMO, "-p", "greedy", "--fail-below", "0.99", "--no-curve")
+    assert code == 1
+    assert "greedy" in out
+    assert re.search(r"balancedness 0\.\d+ is below --fail-below 0\.99", err)
+    assert call("replay", *DEMO, "-p", "greedy", "--fail-below", "0.1", "--no-curve")[0] == 0
+
+
+@pytest.mark.parametrize(
+    "arguments, says",
+    [
+        (("replay", "missing.npz"), "load trace missing.npz does not exist"),
+        (("replay", "example:demo", "--ranks", "7", "--nodes", "2"), "7 ranks do not divide over 2 nodes"),
+        (("replay", "example:demo", "--ranks", "8", "--slots", "36"), "36 slots do not divide over 8 ranks"),
+        (("replay", "example:demo", "--model", "DeepSeek-V3"), "--model and --hardware belong together"),
+        (("replay", "example:demo", "--ranks", "8", "-p", "other"), "policy 'other' is unknown"),
+        (
+            ("replay", "example:demo", "--ranks", "8", "--model", "DeepSeek-V3", "--hardware", "H800"),
+            "the trace has 4 MoE layers x 32 experts",
+        ),
+        (("replay", "example:demo", "--ranks", "8", "--window", "1000"), "has 1 windows"),
+        (("replay", "example:demo", "--ranks", "8", "--topk", "3"), "--topk is 3 but the trace says 4"),
+        (("simulate", "--nodes", "1,x"), "--nodes is '1,x'; give whole numbers"),
+        (("simulate", "--slots", "300"), "300 slots on 32 ranks for 256 experts; use a multiple of 32 from 256 on"),
+        (("simulate", "--load", "other"), "load 'other' is not known"),
+        (("simulate", "--model", "other"), "no models profile 'other'"),
+        (("plan", "example:demo", "--ranks", "8", "-o", "x.json", "--for", "other"), "target 'other' is not known"),
+        (("convert", "example:demo", "x.npz", "--for", "sglang"), "--for sglang is for placements"),
+        (("convert", "missing.json", "x.json"), "missing.json does not exist"),
+    ],
+)
+def test_a_mistake_is_one_line_and_exit_2(
+    arguments: tuple[str, ...], says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    code, out, err = call(*arguments)
+    assert (code, out) == (2, "")
+    assert err.startswith("error: ")
+    assert err.count("\n") == 1
+    assert says in err
+
+
+def test_plan_writes_for_every_engine_and_says_what_it_did(tmp_path: Path) -> None:
+    tables = []
+    for target, name in [("sglang", "p.json"), ("tensorrt_llm", "p.yaml"), ("vllm_ascend", "m.json")]:
+        code, out, err = call("plan", *DEMO, "-p", "greedy", "-o", tmp_path / name, "--for", target)
+        assert code == 0
+        assert f"for {target}" in err
+        assert "40 slots, 5 a rank, 8 redundant" in out
+        tables.append(read_placement(tmp_path / name, 8, 32, (1, 2, 3, 4)).physical_to_logical)
+    np.testing.assert_array_equal(tables[0], tables[1])
+    np.testing.assert_array_equal(tables[0], tables[2])
+
+
+def test_plan_from_the_placement_in_use_counts_moves(tmp_path: Path) -> None:
+    call("plan", *DEMO, "-o", tmp_path / "now.json")
+    code, out, _ = call(
+        "plan", *DEMO, "-p", "incremental", "--last", 1, "--current", tmp_path / "now.json", "--max-moves", 4, "--json"
+    )
+    content = json.loads(out)
+    assert code == 0
+    assert content["windows"] == 1
+    assert 0 <= content["num_moves"] <= 4 * 4
+    assert [layer["layer"] for layer in content["layers"]] == [1, 2, 3, 4]
+    assert all(layer["balancedness"] <= layer["bound"] + 1e-9 for layer in content["layers"])
+
+
+@pytest.mark.parametrize("name", ["t.npz", "t.jsonl", "t.csv"])
+def test_convert_round_trips_traces(tmp_path: Path, name: str) -> None:
+    code, out, _ = call("convert", "example:demo", tmp_path / name)
+    assert code == 0
+    assert "3 records, 4 layers x 32 experts" in out
+    for a, b in zip(read_trace(tmp_path / name), read_trace("example:demo"), strict=True):
+        np.testing.assert_array_equal(a.tokens, b.tokens)
+
+
+def test_convert_changes_the_format_of_a_placement(tmp_path: Path) -> None:
+    call("plan", *DEMO, "-o", tmp_path / "p.json", "--for", "sglang")
+    code, out, _ = call(
+        "convert",
+        tmp_path / "p.json",
+        tmp_path / "lb.yaml",
+        "--for",
+        "tensorrt_llm",
+        "--ranks",
+        8,
+        "--moe-layers",
+        "1-4",
+    )
+    assert code == 0
+    assert "4 layers x 40 slots on 8 ranks, for tensorrt_llm" in out
+    code, _, err = call("convert", tmp_path / "p.json", tmp_path / "lb.yaml", "--for", "tensorrt_llm")
+    assert code == 2
+    assert "give the number (--ranks)" in err
+
+
+def test_simulate_sweeps_and_draws(tmp_path: Path) -> None:
+    profile = tmp_path / "tiny.yaml"
+    from importlib import resources
+
+    text = (resources.files("moe_serve.eplb") / "profiles" / "models" / "Mixtral-8x7B.yaml").read_text()
+    profile.write_text(text)
+    arguments = ["simulate", "--model", profile, "--hardware", "H100", "--nodes", 1, "--redundant", "0,8",
+                 "--windows", 4, "-p", "greedy", "--window", "10,20", "--jobs", 1]  # fmt: skip
+    code, out, _ = call(*arguments, "--json")
+    content = json.loads(out)
+    assert code == 0
+    assert len(content["rows"]) == 2 * 2 * 3
+    assert {row["num_slots"] for row in content["rows"]} == {8, 16}
+    assert all(row["tokens_per_s"] > 0 for row in content["rows"])
+    ceiling = [row for row in content["rows"] if row["policy"] == "perfect"]
+    floor = [row for row in content["rows"] if row["policy"] == "do nothing"]
+    assert all(c["tokens_per_s"] >= f["tokens_per_s"] for c, f in zip(ceiling, floor, strict=True))
+    code, out, _ = call(*arguments, "--html", tmp_path / "s.html")
+    assert "Most tokens per second and rank" in out
+    assert '"sweep":{' in (tmp_path / "s.html").read_text()
+
+
+def test_simulate_lists_its_loads() -> None:
+    code, out, _ = call("simulate", "--list-loads")
+    assert code == 0
+    assert "bursts" in out
+
+
+def test_a_recorded_load_can_be_simulated(tmp_path: Path) -> None:
+    from moe_serve.eplb.synthetic import SyntheticLoad, synthetic_trace
+
+    load = SyntheticLoad(num_windows=4, num_layers=32, num_logical=8, topk=2, tokens_per_step=256)
+    write_trace(synthetic_trace(load), tmp_path / "t.npz")
+    code, out, _ = call("simulate", "--model", "Mixtral-8x7B", "--hardware", "H100", "--nodes", "1", "--trace",
+                        tmp_path / "t.npz", "-p", "greedy", "--redundant", "8")  # fmt: skip
+    assert code == 0
+    assert "t.npz" in out
+
+
+@pytest.mark.parametrize("script", ["tools/replay_load.py", "tools/simulate_balancer.py"])
+def test_the_script_doors_open_without_torch(script: str) -> None:
+    root = Path(__file__).parents[2]
+    code = (
+        f"import runpy, sys; sys.argv = [{script!r}, '--help']\n"
+        f"try: runpy.run_path({script!r}, run_name='__main__')\n"
+        "except SystemExit as end: assert not end.code, end.code\n"
+        "assert 'torch' not in sys.modules"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "--html" in done.stdout
