@@ -67,8 +67,8 @@ def counting_bound(
 def _may_be_possible(load: Floats, num_ranks: int, slots_per_rank: int, top: float) -> bool:
     """Returns False only if no choice of copies can keep every rank at or below `top`: load [E] in mean rank loads.
 
-    The linear program chooses fractions of (expert, copies). For every size t > top / 2 it asks that ranks with a copy of
-    size >= t (one per rank) find K - 1 companions of size <= top - t. Empty slots count as companions, and so do all
+    The linear program chooses fractions of (expert, copies). For every size t > top / 2 it asks that ranks with a copy
+    of size >= t (one per rank) find K - 1 companions of size <= top - t. Empty slots count as companions, and so do all
     copies of an expert with the most copies considered: more of them cost more slots and are no lighter than empty.
     """
     from scipy.optimize import linprog

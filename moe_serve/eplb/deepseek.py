@@ -85,7 +85,10 @@ def rebalance(weight: NDArray[np.number], num_slots: int, num_groups: int, num_n
     at_slot = np.empty_like(local_expert)
     np.put_along_axis(at_slot, slot, local_expert, axis=1)
 
-    at_slot = at_slot.reshape(num_layers, num_nodes, -1) + (np.arange(num_nodes) * per_node)[None, :, None]
+    at_slot = (
+        at_slot.reshape(num_layers, num_nodes, num_slots // num_nodes)
+        + (np.arange(num_nodes) * per_node)[None, :, None]
+    )
     return np.take_along_axis(by_node, at_slot.reshape(num_layers, num_slots), axis=1)
 
 

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from moe_serve.eplb.packing import pack_in_rounds, repair_duplicates
 from moe_serve.eplb.policy import Plan, PlanRequest
-from moe_serve.eplb.problem import Ids, Problem, finish, problem_of
+from moe_serve.eplb.problem import Floats, Ids, Problem, finish, problem_of
 from moe_serve.eplb.replication import copy_load, list_copies, minimax_counts
 
 
@@ -27,9 +27,30 @@ class GreedyPolicy:
 
 def greedy_table(problem: Problem) -> Ids:
     """Returns the table [L, R, K] of the greedy method, without node hierarchy."""
-    counts = minimax_counts(problem.weight, problem.num_slots, problem.num_ranks, problem.fixed)
-    copies = list_copies(counts, problem.num_slots)
-    load = copy_load(problem.weight, counts, copies, problem.fixed)
-    table, packed = pack_in_rounds(copies, load, problem.num_ranks)
-    repair_duplicates(table, packed)
-    return table
+    return first_packing(problem)[0]
+
+
+def first_packing(problem: Problem) -> tuple[Ids, Floats]:
+    """Returns minimax copies packed in rounds, without duplicates: table and loads [L, R, K].
+
+    Where a copy costs something on its own, all slots, half of the redundant ones and none are tried: a copy that saves
+    less than it costs is better left out.
+    """
+    num_experts = problem.weight.shape[1]
+    totals = [problem.num_slots]
+    if problem.fixed is not None:
+        totals += [(problem.num_slots + num_experts) // 2, num_experts]
+    best: tuple[Ids, Floats] | None = None
+    for total in dict.fromkeys(totals):
+        counts = minimax_counts(problem.weight, total, problem.num_ranks, problem.fixed)
+        copies = list_copies(counts, problem.num_slots)
+        load = copy_load(problem.weight, counts, copies, problem.fixed)
+        table, packed = pack_in_rounds(copies, load, problem.num_ranks)
+        repair_duplicates(table, packed)
+        if best is None:
+            best = table, packed
+            continue
+        better = packed.sum(axis=2).max(axis=1) < best[1].sum(axis=2).max(axis=1)
+        best[0][better], best[1][better] = table[better], packed[better]
+    assert best is not None
+    return best

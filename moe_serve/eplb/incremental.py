@@ -27,8 +27,8 @@ class IncrementalPolicy:
     """The fewest moves from the placement in use to a good one.
 
     slack:     a layer is done when its balancedness is within this share of what a fresh greedy plan reaches (of 1 with
-               many slots per rank, less where slots are the limit); None = 0.03 with two slots per rank, else
-               0.02
+               many slots per rank, less where slots are the limit); None = 0.03 with two slots per rank, 0.01
+               with three or four, else 0.013
     steepness: of the smooth maximum, per mean rank load; about 1 / the relative drift of a rank until the next plan
     risk:      see `edits.EditState`; only with two slots per rank, where a heavy copy has little company
     max_edits: effort, per layer
@@ -77,6 +77,8 @@ class IncrementalPolicy:
         if len(todo) == 0:
             return table, False, homes
         work = state.rows(todo)
+        if rule is None:
+            _fill_empty_slots(work, target[todo], budget[todo])
         if pairs:
             truncated = _chain(work, target[todo], budget[todo], problem)
         else:
@@ -89,7 +91,7 @@ class IncrementalPolicy:
         """Returns the balancedness [L] at which a layer is left alone."""
         slack = self.slack
         if slack is None:
-            slack = 0.03 if problem.slots_per_rank == 2 else 0.02
+            slack = 0.03 if problem.slots_per_rank <= 2 else 0.01 if problem.slots_per_rank <= 4 else 0.013
         if not problem.is_global:
             bound = balancedness_bound(problem.weight, problem.num_ranks, problem.slots_per_rank)
             return bound * (1 - slack)
@@ -124,6 +126,16 @@ class IncrementalPolicy:
                 active, work = active[going], work.rows(going)
         state.table[active] = work.table
         return False
+
+
+def _fill_empty_slots(state: EditState, target: Floats, budget: Ints) -> None:
+    """Puts copies into empty slots while that helps: an excluded rank that came back, a mended start. In place."""
+    for _ in range(int((state.table < 0).sum(axis=(1, 2)).max(initial=0))):
+        edit = best_overwrites(state, budget - state.num_moved, must_stay=state.table >= 0)
+        which = (edit.gain > 1e-9) & (_reached(state) < target)
+        if not which.any():
+            return
+        apply_edits(state, edit, which)
 
 
 def better_of(first: Edits, second: Edits) -> tuple[Edits, Floats]:

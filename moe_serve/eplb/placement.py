@@ -102,7 +102,9 @@ class Placement:
     @cached_property
     def num_duplicates(self) -> NDArray[np.int64]:
         """[L] int64, slots that repeat an expert already on their rank."""
-        by_rank = np.sort(self.physical_to_logical.reshape(self.num_layers, self.num_ranks, -1), axis=2)
+        by_rank = np.sort(
+            self.physical_to_logical.reshape(self.num_layers, self.num_ranks, self.slots_per_rank), axis=2
+        )
         repeated = (by_rank[:, :, 1:] == by_rank[:, :, :-1]) & (by_rank[:, :, 1:] >= 0)
         return _read_only(repeated.sum(axis=(1, 2)))
 
@@ -115,7 +117,7 @@ class Placement:
         if any(r < 0 or r >= self.num_ranks for r in ids):
             raise PlacementError(f"rank_ids {ids} leave 0 .. {self.num_ranks - 1}; name ranks of this placement")
         table = self.physical_to_logical.copy()
-        table.reshape(self.num_layers, self.num_ranks, -1)[:, ids] = -1
+        table.reshape(self.num_layers, self.num_ranks, self.slots_per_rank)[:, ids] = -1
         left = replace(self, physical_to_logical=table, allow_lost=True)
         lost = [(int(row), int(expert)) for row, expert in np.argwhere(left.replica_count == 0)]
         return left, lost

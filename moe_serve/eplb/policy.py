@@ -79,8 +79,8 @@ class PlanRequest:
         object.__setattr__(self, "tokens", tokens)
         num_layers, num_logical = tokens.shape
         num_ranks = self.topology.num_ranks
-        if num_logical < 1:
-            raise PlacementError(f"tokens has shape {tokens.shape}; give at least one expert")
+        if num_layers < 1 or num_logical < 1:
+            raise PlacementError(f"tokens has shape {tokens.shape}; give at least one layer and one expert")
         if int(self.num_slots) != self.num_slots or self.num_slots < 1 or self.num_slots % num_ranks:
             down, up = self.num_slots // num_ranks * num_ranks, -(-max(1, self.num_slots) // num_ranks) * num_ranks
             better = f"{down} or {up}" if down else f"{up}"

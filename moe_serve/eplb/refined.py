@@ -7,10 +7,9 @@ import numpy as np
 from moe_serve.eplb.anneal import anneal_counts
 from moe_serve.eplb.bounds import balancedness_bound
 from moe_serve.eplb.count_search import pack_pairs, search_pair_counts, try_apportionments
-from moe_serve.eplb.packing import pack_in_rounds, repair_duplicates
+from moe_serve.eplb.greedy import first_packing
 from moe_serve.eplb.policy import Plan, PlanRequest
 from moe_serve.eplb.problem import Floats, Ids, Problem, finish, problem_of
-from moe_serve.eplb.replication import copy_load, list_copies, minimax_counts
 from moe_serve.eplb.swapping import swap_until_even
 
 
@@ -27,7 +26,7 @@ class RefinedPolicy:
 
     sweeps: int = 90
     iterations: int = 100
-    rounds: int = 60
+    rounds: int = 50
     good_enough: float = 0.995
     prove: bool = False
     name: str = "refined"
@@ -45,11 +44,7 @@ class RefinedPolicy:
 
     def table(self, problem: Problem) -> tuple[Ids, bool]:
         """Returns the table [L, R, K] without node hierarchy, and whether the deadline cut the search short."""
-        counts = minimax_counts(problem.weight, problem.num_slots, problem.num_ranks, problem.fixed)
-        copies = list_copies(counts, problem.num_slots)
-        load = copy_load(problem.weight, counts, copies, problem.fixed)
-        table, packed = pack_in_rounds(copies, load, problem.num_ranks)
-        repair_duplicates(table, packed)
+        table, packed = first_packing(problem)
         if problem.slots_per_rank == 1:
             return table, False  # nothing to pack: minimax replication is the optimum
         truncated = problem.slots_per_rank > 2 and swap_until_even(

@@ -1,0 +1,149 @@
+from itertools import pairwise
+
+import numpy as np
+import pytest
+
+from moe_serve.eplb.edits import EditState, all_overwrites, apply_edits, best_overwrites, best_swaps
+from moe_serve.eplb.incremental import holds
+from moe_serve.eplb.load import balancedness, rank_load
+from moe_serve.eplb.placement import Placement
+from moe_serve.eplb.policy import PlanRequest, make_policy
+from moe_serve.topology import Topology
+from tests.eplb.loads import drifting, grouped, lognormal
+
+
+def plan(tokens, topology, slots, current=None, name="incremental", **more):
+    options = more.pop("options", {})
+    return make_policy(name, **options).plan(PlanRequest(tokens, topology, slots, current=current, **more))
+
+
+def a_state(seed=0, risk=0.0):
+    draw = np.random.default_rng(seed)
+    tokens = lognormal(3, 10, 0.8, seed).astype(float)
+    unit = tokens / tokens.sum(axis=1, keepdims=True) * 6
+    table = np.stack([np.append(draw.permutation(10), draw.integers(0, 10, 8)) for _ in range(3)])
+    table = table.astype(np.int32).reshape(3, 3, 6).transpose(0, 2, 1).copy()
+    return EditState(unit, table, holds(table, 10), steepness=9.0, risk=risk)
+
+
+def peak(state):
+    return np.exp(state.steepness * state.rank_load).sum(axis=1)
+
+
+def test_the_predicted_gain_of_a_swap_is_the_real_one():
+    for seed in range(6):
+        state = a_state(seed, risk=0.2)
+        edit = best_swaps(state, np.full(3, 99), num_heavy=6)
+        before, scale = peak(state), np.exp(state.steepness * state.peak_load)
+        which = np.isfinite(edit.gain)
+        apply_edits(state, edit, which)
+        np.testing.assert_allclose((before - peak(state))[which], (edit.gain * scale)[which], rtol=1e-9)
+
+
+def test_the_predicted_gain_of_an_overwrite_is_the_real_one_when_the_two_experts_share_no_other_rank():
+    checked = 0
+    for seed in range(40):
+        state = a_state(seed, risk=0.1)
+        edit = best_overwrites(state, np.full(3, 99))
+        before, scale, held = peak(state), np.exp(state.steepness * state.peak_load), state.held.copy()
+        old = state.table.reshape(3, -1)[np.arange(3), edit.slot]
+        twice = [max((state.table[i] == e).sum(axis=1).max() for e in (old[i], edit.expert[i])) > 1 for i in range(3)]
+        apply_edits(state, edit, np.isfinite(edit.gain))
+        for i in range(3):
+            shared = held[i][:, old[i]] & held[i][:, edit.expert[i]]
+            if np.isfinite(edit.gain[i]) and not shared.any() and not twice[i]:
+                np.testing.assert_allclose(before[i] - peak(state)[i], edit.gain[i] * scale[i], rtol=1e-9)
+                checked += 1
+    assert checked > 20
+
+
+def test_an_overwrite_never_takes_the_last_copy_or_repeats_an_expert():
+    state = a_state(3)
+    options = all_overwrites(state)
+    for layer, d, expert in np.argwhere(np.isfinite(options.gain)):
+        old, rank = options.old[layer, d], options.slot[layer, d] // 3
+        assert old < 0 or (state.table[layer] == old).sum() > 1
+        assert expert not in state.table[layer, rank]
+
+
+@pytest.mark.parametrize(("experts", "slots", "ranks"), [(64, 72, 8), (64, 72, 18), (64, 72, 36)])
+@pytest.mark.parametrize("budget", [0, 1, 3, 10])
+def test_the_budget_is_kept_and_edits_never_hurt(experts, slots, ranks, budget):
+    loads = drifting(3, 4, experts, 0.9)
+    top = Topology(1, ranks)
+    current = plan(loads[0], top, slots, name="refined").placement
+    for tokens in loads[1:]:
+        before = balancedness(rank_load(tokens, current))
+        made = plan(tokens, top, slots, current, max_moves=budget)
+        shape = (4, ranks, slots // ranks)
+        old, new = (p.physical_to_logical.reshape(shape) for p in (current, made.placement))
+        arrived = ~(new[..., :, None] == old[..., None, :]).any(axis=3) & (new >= 0)
+        assert (arrived.sum(axis=(1, 2)) <= budget).all()
+        assert (made.balancedness >= before - 1e-12).all()
+        assert made.placement.num_duplicates.sum() == 0
+        current = made.placement
+
+
+def test_a_balanced_placement_is_left_alone():
+    tokens = lognormal(4, 64, 0.6)
+    current = plan(tokens, Topology(1, 8), 72, name="refined").placement
+    made = plan(tokens, Topology(1, 8), 72, current)
+    assert made.num_moves == 0
+    assert made.placement.same_slots(current)
+
+
+@pytest.mark.parametrize(
+    ("experts", "slots", "ranks", "most", "behind"),
+    [(256, 288, 32, 0.06, 0.01), (128, 144, 16, 0.06, 0.01), (256, 288, 72, 0.15, 0.01), (256, 288, 144, 0.23, 0.03)],
+)
+def test_few_moves_follow_a_slow_drift_nearly_as_well_as_planning_anew(experts, slots, ranks, most, behind):
+    num_layers = 8 if ranks > 72 else 20
+    loads = drifting(4, num_layers, experts, 0.98, seed=4)
+    top = Topology(1, ranks)
+    current = plan(loads[0], top, slots, name="refined").placement
+    ours, anew, moves = [], [], []
+    for now, following in pairwise(loads[1:]):
+        made = plan(now, top, slots, current)
+        current = made.placement
+        moves.append(made.num_moves / (num_layers * slots))
+        fresh = plan(now, top, slots, name="deepseek").placement
+        ours.append(balancedness(rank_load(following, current)).mean())
+        anew.append(balancedness(rank_load(following, fresh)).mean())
+    assert np.mean(moves) <= most
+    assert np.mean(ours) >= np.mean(anew) - behind
+
+
+def test_lost_ranks_are_repaired():
+    tokens = lognormal(3, 32, 0.8)
+    top = Topology(2, 4)
+    current = plan(tokens, top, 48, name="refined").placement
+    made = plan(tokens, top, 48, current, excluded_ranks=(2,))
+    table = made.placement.physical_to_logical.reshape(3, 8, 6)
+    assert (table[:, 2] == -1).all()
+    assert (made.placement.replica_count >= 1).all()
+    assert made.num_moves < 3 * 48 / 2
+
+
+def test_an_illegal_start_with_duplicates_is_mended():
+    table = np.array([[0, 0, 1, 1, 2, 2, 3, 3]])
+    made = plan(np.array([[8, 4, 2, 1]]), Topology(1, 4), 8, Placement(table, 4, 4))
+    assert made.placement.num_duplicates.sum() == 0
+    assert made.balancedness[0] > 0.85
+
+
+def test_under_a_hierarchy_primaries_stay_home_and_the_budget_holds():
+    top = Topology(4, 4)
+    tokens = grouped(4, 64, 8, seed=1)
+    current = plan(tokens, top, 80, name="refined", num_groups=8, off_home=0.1).placement
+    later = np.round(tokens * np.exp(0.2 * np.random.default_rng(0).standard_normal(tokens.shape))).astype(int)
+    made = plan(later, top, 80, current, num_groups=8, off_home=0.1)
+    assert (made.off_home <= 0.1 + 1e-9).all()
+    assert made.placement.num_duplicates.sum() == 0
+    assert (made.balancedness >= balancedness(rank_load(later, current)) - 1e-9).mean() >= 0.5
+
+
+def test_without_a_placement_in_use_the_plan_is_refined():
+    tokens = lognormal(2, 32, 0.8)
+    made = plan(tokens, Topology(1, 8), 40)
+    assert made.placement.same_slots(plan(tokens, Topology(1, 8), 40, name="refined").placement)
+    assert made.num_moves == 0
