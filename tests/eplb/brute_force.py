@@ -1,0 +1,26 @@
+"""Every placement of a tiny problem, as an oracle: sets of experts on ranks, all combinations."""
+
+from functools import cache
+from itertools import combinations, combinations_with_replacement
+
+import numpy as np
+
+
+@cache
+def all_placements(num_experts: int, num_ranks: int, slots: int) -> np.ndarray:
+    """[placements, ranks, experts] bool: every way (ranks alike) to put at most `slots` different experts on each rank,
+    with every expert somewhere."""
+    sets = [s for k in range(slots + 1) for s in combinations(range(num_experts), k)]
+    member = np.zeros((len(sets), num_experts), dtype=bool)
+    for i, s in enumerate(sets):
+        member[i, list(s)] = True
+    chosen = np.array(list(combinations_with_replacement(range(len(sets)), num_ranks)))
+    table = member[chosen]
+    return table[table.any(axis=1).all(axis=1)]
+
+
+def best_top(weight: np.ndarray, num_ranks: int, slots: int) -> float:
+    """The lowest possible load of the heaviest rank: weight [E] -> float."""
+    table = all_placements(len(weight), num_ranks, slots)
+    each = np.where(table, (weight / table.sum(axis=1))[:, None, :], 0.0)
+    return float(each.sum(axis=2).max(axis=1).min())
