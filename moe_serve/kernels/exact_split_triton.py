@@ -11,7 +11,7 @@ from torch import Tensor
 
 from moe_serve.kernels.exact_split import MAX_PUSHES, SWEEPS, SplitTable
 
-ELEMENTS_PER_WARP = 2048  # of the [N, R] block: 64 registers for each table that lives
+ELEMENTS_PER_WARP = 1024  # of the [N, R] block; 2048 spill
 
 
 def exact_split_triton(
@@ -68,44 +68,44 @@ def exact_split_kernel(
     stopped = 0
     while (tl.max(load) > bound) & (stopped == 0):
         source = first_of(load == tl.max(load), rank, RANKS)
-        # Breadth first, a level at a time; via: (expert, giver) that reached each rank.
-        reached = rank == source
+        # Breadth first, a level at a time; via: (expert, giver) that reached each rank. Masks that a loop carries are
+        # int32: Triton 3.7 fails to compile loops that carry blocks of booleans here.
+        reached = (rank == source).to(tl.int32)
         via_expert = tl.full((RANKS,), -1, tl.int32)
         via_giver = tl.full((RANKS,), -1, tl.int32)
         grew = 1
-        below = reached & (load < bound)
-        while (grew > 0) & (tl.max(below.to(tl.int32)) == 0):
-            giver = tl.min(tl.where((given > 0) & reached[None, :], rank[None, :], RANKS), axis=1)
+        found = tl.max(reached * (load < bound).to(tl.int32))
+        while (grew > 0) & (found == 0):
+            giver = tl.min(tl.where((given > 0) & (reached[None, :] > 0), rank[None, :], RANKS), axis=1)
             by = tl.min(tl.where(held & (giver < RANKS)[:, None], row[:, None], ROWS), axis=0)
             new_ranks = (by < ROWS) & (reached == 0)
             by_giver = tl.sum(tl.where(row[:, None] == by[None, :], giver[:, None], 0), axis=0)
             via_expert = tl.where(new_ranks, by, via_expert)
             via_giver = tl.where(new_ranks, by_giver, via_giver)
-            reached = reached | new_ranks
+            reached += new_ranks.to(tl.int32)
             grew = tl.sum(new_ranks.to(tl.int32))
-            below = reached & (load < bound)
-        if tl.max(below.to(tl.int32)) == 0:
-            members = tl.sum(reached.to(tl.int32))
-            bound = (tl.sum(tl.where(reached, load, 0)) + members - 1) // members
-        elif pushes == max_pushes:
-            stopped = 1
-        else:
-            target = first_of(below, rank, RANKS)
-            room = tl.minimum(at_rank(load, source, rank) - bound, bound - at_rank(load, target, rank))
-            # The path's moves as one signed block: -1 where tokens leave, +1 where they arrive.
-            moves = tl.zeros((ROWS, RANKS), dtype=tl.int32)
-            taker = target
-            while taker != source:
-                through = at_rank(via_expert, taker, rank)
-                giver_rank = at_rank(via_giver, taker, rank)
-                on_row = row[:, None] == through
-                moves += (on_row & (rank[None, :] == taker)).to(tl.int32)
-                moves -= (on_row & (rank[None, :] == giver_rank)).to(tl.int32)
-                room = tl.minimum(room, tl.sum(tl.where(on_row & (rank[None, :] == giver_rank), given, 0)))
-                taker = giver_rank
-            given += moves * room
-            load += ((rank == target).to(tl.int32) - (rank == source).to(tl.int32)) * room
-            pushes += 1
+            found = tl.max(reached * (load < bound).to(tl.int32))
+        # No branches from here on (the compiler takes loops inside them badly): a round without a target moves nothing.
+        target = tl.where(found > 0, first_of((reached > 0) & (load < bound), rank, RANKS), source)
+        room = tl.minimum(at_rank(load, source, rank) - bound, bound - at_rank(load, target, rank))
+        # The path's moves as one signed block: -1 where tokens leave, +1 where they arrive.
+        moves = tl.zeros((ROWS, RANKS), dtype=tl.int32)
+        taker = target
+        while taker != source:
+            giver_rank = at_rank(via_giver, taker, rank)
+            on_row = row[:, None] == at_rank(via_expert, taker, rank)
+            leaves = on_row & (rank[None, :] == giver_rank)
+            moves += (on_row & (rank[None, :] == taker)).to(tl.int32) - leaves.to(tl.int32)
+            room = tl.minimum(room, tl.sum(tl.where(leaves, given, 0)))
+            taker = giver_rank
+        pushing = found * (pushes < max_pushes).to(tl.int32)
+        stopped = found - pushing
+        pushes += pushing
+        given += moves * (room * pushing)
+        load += ((rank == target).to(tl.int32) - (rank == source).to(tl.int32)) * (room * pushing)
+        members = tl.sum(reached)
+        proven = (tl.sum(reached * load) + members - 1) // members
+        bound = tl.where(found > 0, bound, proven)
     outcome = tl.where(tl.max(load) > bound, 2, tl.where(pushes > 0, 1, 0))
     tl.atomic_add(outcomes + outcome, 1)
     tl.store(slot_tokens + slots, given.to(tl.int64), mask=held)

@@ -98,3 +98,31 @@ def exact_split(capability: int) -> None:
     for replicated in (32, 64):
         numbers = [some(256, dtype=torch.int64), some(replicated, dtype=torch.int64), some(replicated, 32, dtype=torch.int64)]
         exact_split_triton(some(256, dtype=torch.int64), SplitTable(*numbers, 288), some(3, dtype=torch.int64))
+
+
+def permute(capability: int) -> None:
+    from moe_serve.kernels.permute_triton import permute_triton, weighted_sum_triton
+
+    permute_triton(some(4096, HIDDEN), some(4096 * TOPK, dtype=torch.int64), TOPK)
+    index, weights = some(4096, TOPK, dtype=torch.int64), some(4096, TOPK, dtype=torch.float32)
+    weighted_sum_triton(some(4096 * TOPK, HIDDEN), index, weights)
+
+
+def topk_gate(capability: int) -> None:
+    from moe_serve.kernels.topk_gate import GateShape
+    from moe_serve.kernels.topk_gate_triton import topk_gate_triton
+
+    deepseek = GateShape(TOPK, "sigmoid", True, 2.5, num_groups=8, topk_groups=4, norm_eps=1e-20)
+    for experts, bias, shape in ((256, some(256, dtype=torch.float32), deepseek), (128, None, GateShape(TOPK))):
+        load, number = some(experts, dtype=torch.int64), some(1, dtype=torch.int64)
+        topk_gate_triton(some(TOKENS, experts, dtype=torch.float32), bias, number, shape, load)
+
+
+def low_latency_nvshmem(capability: int) -> None:
+    low_latency(capability, nvshmem=True)
+
+
+def nvshmem_launchers() -> dict[str, object]:
+    from moe_serve.dispatch import symmetric_nvshmem
+
+    return symmetric_nvshmem.nvshmem_launchers()

@@ -1,0 +1,52 @@
+"""Triton twins of permute.py and weighted_sum.py. Both are bound by memory: every row is read and written once."""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from moe_serve.kernels.low_latency_receive_triton import multiply_add
+from moe_serve.kernels.triton_mode import as_dtype
+
+BLOCK = 1024  # channels of one program: 8 for each of 128 threads, one 16-byte access
+
+
+def permute_triton(x: Tensor, order: Tensor, topk: int) -> Tensor:
+    """Same contract as permute_reference."""
+    rows = torch.empty(order.shape[0], x.shape[1], dtype=x.dtype, device=x.device)
+    if rows.numel():
+        grid = (order.shape[0], triton.cdiv(x.shape[1], BLOCK))
+        permute_kernel[grid](x, order, rows, topk, x.shape[1], x.stride(0), BLOCK)
+    return rows
+
+
+def weighted_sum_triton(rows: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+    """Same contract as weighted_sum_reference: rows [num_rows, hidden], index and weights [tokens, topk]."""
+    num_tokens, topk = index.shape
+    out = torch.empty(num_tokens, rows.shape[1], dtype=rows.dtype, device=rows.device)
+    if out.numel():
+        grid = (num_tokens, triton.cdiv(rows.shape[1], BLOCK))
+        weighted_sum_kernel[grid](rows, index, weights, out, rows.shape[1], TOPK=topk, BLOCK=BLOCK)
+    return out
+
+
+@triton.jit
+def permute_kernel(x, order, rows, topk, width, x_stride, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    entry = tl.load(order + row)
+    values = tl.load(x + entry // topk * x_stride + column, mask=(column < width) & (entry >= 0), other=0.0)
+    tl.store(rows + row * width + column, values, mask=column < width)
+
+
+@triton.jit
+def weighted_sum_kernel(rows, index, weights, out, width, TOPK: tl.constexpr, BLOCK: tl.constexpr):
+    token = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    total = tl.zeros((BLOCK,), dtype=tl.float32)
+    for k in tl.static_range(TOPK):
+        row = tl.load(index + token * TOPK + k)
+        values = tl.load(rows + row * width + column, mask=(column < width) & (row >= 0), other=0.0).to(tl.float32)
+        added = multiply_add(tl.load(weights + token * TOPK + k), values, total)
+        total = tl.where(row >= 0, added, total)  # the weight of a -1 entry may be anything
+    tl.store(out + token * width + column, as_dtype(total, out.dtype.element_ty), mask=column < width)

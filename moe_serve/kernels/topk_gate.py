@@ -1,0 +1,64 @@
+"""The gate's choice, from logits to experts, weights and load counts in one pass.
+
+Ties go to the lowest expert id, in groups and in experts: torch.topk leaves them open, and two ranks that break a tie
+differently would count different loads.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class GateShape:
+    """How logits become a choice; the fields of ep.routing.RouterSpec that a kernel needs, under the same names."""
+
+    topk: int
+    scoring: Literal["softmax", "sigmoid"] = "softmax"
+    norm_topk: bool = True
+    scaling: float = 1.0
+    num_groups: int = 1
+    topk_groups: int = 1
+    norm_eps: float = 0.0
+
+
+def topk_gate_reference(
+    logits: Tensor, bias: Tensor | None, num_tokens: Tensor, shape: GateShape, load: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Returns (ids [T, K] int64, weights [T, K] float32), and adds every real choice to load.
+
+    logits: [T, E] float32;  bias: [E] float32, added for the choice only, or None;  num_tokens: [1] int64, rows from there
+    on are padding: their ids are -1, their weights 0, and they are not counted;  load: [E] int64
+    """
+    scores = torch.softmax(logits, -1) if shape.scoring == "softmax" else logits.sigmoid()
+    choice = scores if bias is None else scores + bias
+    num_logical = logits.shape[1]
+    if shape.num_groups > 1:
+        grouped = choice.view(len(choice), shape.num_groups, -1)
+        best_two = grouped.topk(2, -1).values.sum(-1)
+        order = best_two.sort(dim=-1, descending=True, stable=True).indices
+        kept = torch.zeros_like(best_two, dtype=torch.bool).scatter_(1, order[:, : shape.topk_groups], True)
+        choice = torch.where(kept[:, :, None], grouped, -torch.inf).view(len(choice), num_logical)
+    ids = choice.sort(dim=-1, descending=True, stable=True).indices[:, : shape.topk]
+    weights = scores.gather(1, ids)
+    if shape.norm_topk:
+        weights = weights / (weights.sum(-1, keepdim=True) + shape.norm_eps)
+    real = torch.arange(len(logits), device=logits.device)[:, None] < num_tokens
+    ids = torch.where(real, ids, -1)
+    load += torch.zeros(num_logical + 1, dtype=torch.int64, device=load.device).index_add_(
+        0, ids.flatten() + 1, torch.ones_like(ids).flatten()
+    )[1:]
+    return ids, torch.where(real, weights * shape.scaling, 0.0)
+
+
+def topk_gate(
+    logits: Tensor, bias: Tensor | None, num_tokens: Tensor, shape: GateShape, load: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Same contract as the reference; Triton on CUDA, where num_tokens stays on the device."""
+    if logits.is_cuda:
+        from moe_serve.kernels.topk_gate_triton import topk_gate_triton
+
+        return topk_gate_triton(logits, bias, num_tokens, shape, load)
+    return topk_gate_reference(logits, bias, num_tokens, shape, load)

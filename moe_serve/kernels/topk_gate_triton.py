@@ -1,0 +1,78 @@
+"""Triton twin of topk_gate.py: a program takes one token, holds its scores in registers, and picks K times the best."""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from moe_serve.kernels.topk_gate import GateShape
+
+
+def topk_gate_triton(
+    logits: Tensor, bias: Tensor | None, num_tokens: Tensor, shape: GateShape, load: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Same contract as topk_gate_reference."""
+    rows, num_logical = logits.shape
+    ids = torch.empty(rows, shape.topk, dtype=torch.int64, device=logits.device)
+    weights = torch.empty(rows, shape.topk, dtype=torch.float32, device=logits.device)
+    if rows:
+        group_size = num_logical // shape.num_groups
+        topk_gate_kernel[(rows,)](
+            logits, bias, num_tokens, load, ids, weights, num_logical, group_size, shape.scaling, shape.norm_eps,
+            TOPK=shape.topk, W=triton.next_power_of_2(shape.topk), GROUPS=shape.num_groups,
+            GROUP_ROWS=triton.next_power_of_2(shape.num_groups), GROUP_COLUMNS=triton.next_power_of_2(group_size),
+            TOPK_GROUPS=shape.topk_groups, SIGMOID=shape.scoring == "sigmoid", BIAS=bias is not None,
+            NORM=shape.norm_topk, num_warps=2,
+        )  # fmt: skip
+    return ids, weights
+
+
+@triton.jit
+def topk_gate_kernel(
+    logits, bias, num_tokens, load, ids, weights, num_logical, group_size, scaling, norm_eps,
+    TOPK: tl.constexpr, W: tl.constexpr, GROUPS: tl.constexpr, GROUP_ROWS: tl.constexpr, GROUP_COLUMNS: tl.constexpr,
+    TOPK_GROUPS: tl.constexpr, SIGMOID: tl.constexpr, BIAS: tl.constexpr, NORM: tl.constexpr,
+):  # fmt: skip
+    token = tl.program_id(0).to(tl.int64)
+    slot = tl.arange(0, W)
+    real = token < tl.load(num_tokens)
+    # Experts as [groups, experts of a group], both padded to powers of two.
+    group = tl.arange(0, GROUP_ROWS)
+    column = tl.arange(0, GROUP_COLUMNS)
+    inside = (group < GROUPS)[:, None] & (column < group_size)[None, :]
+    expert = group[:, None] * group_size + column[None, :]
+    logit = tl.load(logits + token * num_logical + expert, mask=inside, other=-float("inf"))
+    if SIGMOID:
+        scores = 1 / (1 + tl.exp(-logit))
+    else:
+        exponent = tl.exp(logit - tl.max(logit))
+        scores = exponent / tl.sum(exponent)
+    choice = scores
+    if BIAS:
+        choice += tl.load(bias + expert, mask=inside, other=0.0)
+    choice = tl.where(inside, choice, -float("inf"))
+    if GROUPS > 1:
+        best = tl.max(choice, axis=1)
+        at_best = tl.min(tl.where(choice == best[:, None], column[None, :], GROUP_COLUMNS), axis=1)
+        second = tl.max(tl.where(column[None, :] == at_best[:, None], -float("inf"), choice), axis=1)
+        group_score = tl.where(group < GROUPS, best + second, -float("inf"))
+        ahead = (group_score[None, :] > group_score[:, None]) | (
+            (group_score[None, :] == group_score[:, None]) & (group[None, :] < group[:, None])
+        )
+        kept = tl.sum(ahead.to(tl.int32), axis=1) < TOPK_GROUPS
+        choice = tl.where(kept[:, None], choice, -float("inf"))
+    chosen = tl.full((W,), -1, tl.int64)
+    chosen_scores = tl.zeros((W,), dtype=tl.float32)
+    for k in tl.static_range(TOPK):
+        best_expert = tl.min(tl.where(choice == tl.max(choice), expert, GROUPS * group_size))
+        score = tl.sum(tl.where(expert == best_expert, tl.where(inside, scores, 0.0), 0.0))
+        choice = tl.where(expert == best_expert, -float("inf"), choice)
+        chosen = tl.where(slot == k, best_expert.to(tl.int64), chosen)
+        chosen_scores = tl.where(slot == k, score, chosen_scores)
+    if NORM:
+        chosen_scores = chosen_scores / (tl.sum(chosen_scores) + norm_eps)
+    chosen_scores = tl.where(real, chosen_scores * scaling, 0.0)
+    tl.store(ids + token * TOPK + slot, tl.where(real, chosen, -1), mask=slot < TOPK)
+    tl.store(weights + token * TOPK + slot, chosen_scores, mask=slot < TOPK)
+    # Counted here, where the ids are at hand; relaxed, because only the sum matters.
+    tl.atomic_add(load + chosen, tl.full((W,), 1, tl.int64), mask=(slot < TOPK) & real, sem="relaxed")

@@ -1,0 +1,66 @@
+"""The fused gate: choice, weights and counts, for every router, with ties to the lowest id."""
+
+import pytest
+import torch
+
+from moe_serve.ep.gate import route
+from moe_serve.ep.routing import RouterSpec
+from moe_serve.kernels.topk_gate import GateShape, topk_gate_reference
+from tests.kernels.conftest import RunCheck
+from tests.kernels.data import randn, relative_error
+
+ROUTERS = {
+    "mixtral": GateShape(2),
+    "qwen3": GateShape(3, norm_topk=False),
+    "deepseek-v3": GateShape(4, "sigmoid", True, 2.5, num_groups=4, topk_groups=2, norm_eps=1e-20),
+    "groups of no power of two": GateShape(3, "sigmoid", True, 1.0, num_groups=3, topk_groups=2),
+}
+EXPERTS = 24
+
+
+@pytest.mark.parametrize("name", ROUTERS)
+def test_the_reference_is_the_gate_of_the_ep_layer(name: str) -> None:
+    shape, bias = ROUTERS[name], randn("cpu", EXPERTS, dtype=torch.float32, seed=3)
+    fields = {field: getattr(shape, field) for field in shape.__dataclass_fields__}
+    logits = randn("cpu", 9, EXPERTS, dtype=torch.float32)
+    load = torch.zeros(EXPERTS, dtype=torch.int64)
+    ids, weights = topk_gate_reference(logits, bias, torch.tensor([9]), shape, load)
+    expected = route(logits, RouterSpec(EXPERTS, has_bias=True, **fields), bias)
+    assert torch.equal(ids.sort(1).values, expected.topk_ids.sort(1).values)
+    assert relative_error(weights.sort(1).values, expected.topk_weights.sort(1).values) < 1e-6
+    assert load.sum() == 9 * shape.topk
+
+
+def check_gate(device: str, name: str, rows: int, num_tokens: int, with_bias: bool, ties: bool) -> None:
+    from moe_serve.kernels.topk_gate_triton import topk_gate_triton
+
+    shape = ROUTERS[name]
+    logits = randn(device, rows, EXPERTS, dtype=torch.float32)
+    if ties:
+        logits = logits.round()
+    bias = randn(device, EXPERTS, dtype=torch.float32, seed=3).round() if with_bias else None
+    load = torch.full((EXPERTS,), 5, dtype=torch.int64, device=device)
+    ids, weights = topk_gate_triton(logits, bias, torch.tensor([num_tokens], device=device), shape, load)
+    expected_load = torch.full((EXPERTS,), 5, dtype=torch.int64)
+    expected_ids, expected = topk_gate_reference(
+        logits.cpu(), None if bias is None else bias.cpu(), torch.tensor([num_tokens]), shape, expected_load
+    )
+    assert torch.equal(ids.cpu(), expected_ids)
+    assert torch.equal(load.cpu(), expected_load)
+    assert relative_error(weights, expected) < 1e-6
+    assert (weights[num_tokens:] == 0).all()
+
+
+@pytest.mark.parametrize("with_bias", [False, True])
+@pytest.mark.parametrize("name", ROUTERS)
+def test_the_kernel_chooses_weighs_and_counts_as_the_reference(on_device: RunCheck, name: str, with_bias: bool) -> None:
+    on_device(check_gate, name, 4, 3, with_bias, False)
+
+
+def test_ties_go_to_the_lowest_expert(on_device: RunCheck) -> None:
+    on_device(check_gate, "mixtral", 4, 4, False, True)
+
+
+def test_no_row_and_only_padding_work(on_device: RunCheck) -> None:
+    on_device(check_gate, "mixtral", 0, 0, False, False)
+    on_device(check_gate, "mixtral", 2, 0, False, False)
