@@ -1,7 +1,11 @@
 """The model of the serving benchmarks: a Qwen3-MoE of 114 M parameters (26 M active) with random weights."""
 
 import json
+import random
 from pathlib import Path
+from typing import Any, Self
+
+NUM_PROMPT, NUM_OUTPUT = 64, 64
 
 CONFIG = {
     "architectures": ["Qwen3MoeForCausalLM"],
@@ -42,3 +46,35 @@ def write_bench_model(folder: Path) -> Path:
     model.save_pretrained(folder)
     (folder / "config.json").write_text(json.dumps(CONFIG))
     return folder
+
+
+def draw_prompts(batch: int, seed: int) -> list[list[int]]:
+    """Returns prompts of NUM_PROMPT random ids. A new seed gives new ones: nothing comes from a prefix cache."""
+    draw = random.Random(seed)
+    vocab: Any = CONFIG["vocab_size"]
+    return [[draw.randrange(3, vocab) for _ in range(NUM_PROMPT)] for _ in range(batch)]
+
+
+class BenchLLM:
+    """moe_serve on the bench model: greedy, NUM_OUTPUT tokens a prompt, whatever they are."""
+
+    def __init__(self, path: Path, num_ranks: int, num_threads: int, **overrides: Any):
+        from moe_serve import LLM, SamplingParams
+
+        self._params = SamplingParams(max_new_tokens=NUM_OUTPUT, temperature=0, ignore_eos=True)
+        settings = {
+            "threads_per_rank": num_threads,
+            "skip_tokenizer": True,
+            "max_batch_tokens": 2048,
+            "memory_gib": 0.25,
+        }
+        self._llm = LLM(str(path), num_ranks=num_ranks, dtype="float32", **settings, **overrides)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *args: Any) -> None:
+        self._llm.close()
+
+    def generate(self, prompts: list[list[int]]) -> list[list[int]]:
+        return [list(output.token_ids) for output in self._llm.generate(prompts, self._params)]

@@ -14,10 +14,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from benchmarks.bench_model import CONFIG, write_bench_model
+from benchmarks.bench_model import NUM_OUTPUT, NUM_PROMPT, BenchLLM, draw_prompts, write_bench_model
 from benchmarks.conditions import conditions, save
-
-NUM_PROMPT, NUM_OUTPUT = 64, 64
 
 
 def main() -> None:
@@ -35,7 +33,7 @@ def main() -> None:
         torch.set_num_threads(cores)
         theirs = Transformers(path)
         rows = []
-        with Ours(path, args.ranks, cores // args.ranks) as ours:
+        with BenchLLM(path, args.ranks, cores // args.ranks) as ours:
             for batch in (int(text) for text in args.batches.split(",")):
                 rows.append(compare(ours, theirs, batch, args.rounds))
                 print(rows[-1], flush=True)
@@ -52,14 +50,11 @@ def main() -> None:
     print(text)
 
 
-def compare(ours: "Ours", theirs: "Transformers", batch: int, rounds: int) -> dict[str, Any]:
-    import torch
-
-    generator = torch.Generator().manual_seed(batch)
+def compare(ours: BenchLLM, theirs: "Transformers", batch: int, rounds: int) -> dict[str, Any]:
     ratios, our_rates, their_rates = [], [], []
     for number in range(rounds + 1):
         # New prompts each round: nothing of it can come from a prefix cache.
-        prompts = torch.randint(3, CONFIG["vocab_size"], (batch, NUM_PROMPT), generator=generator).tolist()
+        prompts = draw_prompts(batch, seed=1000 * batch + number)
         started = time.perf_counter()
         mine = ours.generate(prompts)
         our_s = time.perf_counter() - started
@@ -107,36 +102,6 @@ class Transformers:
             )
         tokens: list[list[int]] = out[:, NUM_PROMPT:].tolist()
         return tokens
-
-
-class Ours:
-    def __init__(self, path: Path, num_ranks: int, num_threads: int):
-        from moe_serve import LLM
-
-        self._llm = LLM(
-            str(path),
-            num_ranks=num_ranks,
-            dtype="float32",
-            **{
-                "parallel.threads_per_rank": num_threads,
-                "model.skip_tokenizer": True,
-                "engine.max_batch_tokens": 2048,
-                "cache.memory_gib": 0.25,
-            },
-        )
-
-    def __enter__(self) -> "Ours":
-        self._llm.__enter__()
-        return self
-
-    def __exit__(self, *args: Any) -> None:
-        self._llm.__exit__(*args)
-
-    def generate(self, prompts: list[list[int]]) -> list[list[int]]:
-        from moe_serve import SamplingParams
-
-        params = SamplingParams(max_new_tokens=NUM_OUTPUT, min_new_tokens=NUM_OUTPUT, temperature=0)
-        return [list(output.token_ids) for output in self._llm.generate(prompts, params)]
 
 
 if __name__ == "__main__":

@@ -105,7 +105,9 @@ class EngineConfig(Section):
     max_queued_requests: PositiveInt = 1024  # over all ranks, at the front end; beyond it: HTTP 429
     max_batch_tokens: PositiveInt = 1024  # token budget of one step of one rank; longer prompts are prefilled in chunks
     numerics: Literal["fast", "batch_invariant"] = "fast"
-    row_tile: Literal[1, 2, 4, 8, 16] = 4  # rows of a GEMM tile in batch_invariant
+    row_tile: Literal[4, 8, 16] = (
+        4  # rows of a GEMM tile in batch_invariant; tiles of 1 and 2 are not invariant everywhere
+    )
     exchange: Literal["auto", "gloo", "shm"] = "auto"  # how step proposals travel; auto: shm on one machine
     step_deadline_s: PositiveFloat = 60.0  # a peer that takes longer ends the epoch
     heartbeat_s: PositiveFloat = 1.0  # how often a sleeping rank shows that it is alive

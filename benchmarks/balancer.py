@@ -1,0 +1,59 @@
+"""Every row of the balancer's goals, in one run: python -m benchmarks.balancer --eplb PATH/TO/eplb.py
+
+--eplb names DeepSeek's eplb.py (github.com/deepseek-ai/EPLB), which is not part of this repository; without it its rows
+are left out. Times are CPU times of one thread, apart from the replay, which is wall clock of the command.
+Writes benchmarks/results/balancer.md and .json.
+"""
+
+import argparse
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from benchmarks.balancer_moves import churn_rows, economics_rows, replay_row, split_rows
+from benchmarks.balancer_plans import load_eplb, rows
+from benchmarks.conditions import conditions, save
+
+PARTS = ("plans", "churn", "split", "economics", "replay")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--eplb", type=Path, help="DeepSeek's eplb.py")
+    parser.add_argument("--eplb-seeds", type=int, default=3, help="seeds for eplb.py, which takes seconds a call")
+    parser.add_argument("--parts", default=",".join(PARTS), help="comma-separated: %(default)s")
+    parser.add_argument("--windows", type=int, default=1000, help="windows of the replay row")
+    parser.add_argument("--name", default="balancer", help="name of the result files")
+    arguments = parser.parse_args()
+    parts = arguments.parts.split(",")
+    facts = conditions("scipy", "highspy")
+    found: list[dict[str, Any]] = []
+    for part in parts:
+        for row in _rows(part, arguments):
+            found.append(row)
+            print(" | ".join(str(value) for value in row.values()), flush=True)
+    notes = (
+        "balancedness = mean / max of rank load per layer; mean: over layers and seeds, min: the worst layer of all. "
+        "Seeds 0-9 and, on lines that say so, seeds that were not looked at while the policies were written."
+    )
+    save(arguments.name, "The balancer's goals, measured", found, facts, notes)
+
+
+def _rows(part: str, arguments: argparse.Namespace) -> Iterable[dict[str, Any]]:
+    match part:
+        case "plans":
+            eplb = load_eplb(arguments.eplb) if arguments.eplb else None
+            return rows(eplb, arguments.eplb_seeds)
+        case "churn":
+            return churn_rows()
+        case "split":
+            return split_rows()
+        case "economics":
+            return economics_rows()
+        case "replay":
+            return [replay_row(arguments.windows)]
+    raise SystemExit(f"--parts {part} is not known; use {', '.join(PARTS)}")
+
+
+if __name__ == "__main__":
+    main()
