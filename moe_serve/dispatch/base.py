@@ -101,6 +101,16 @@ class Dispatched:
     handle: object
 
 
+@dataclass(frozen=True)
+class BufferLimits:
+    """What static buffers are sized for. slots_per_rank counts physical experts, redundant ones included."""
+
+    max_tokens_per_rank: int
+    hidden: int
+    topk: int
+    slots_per_rank: int
+
+
 class AllToAll(Protocol):
     """Moves token rows to the ranks that hold their experts, and the results back."""
 
@@ -135,14 +145,19 @@ def make_all_to_all(
     dtype: torch.dtype,
     wire_dtype: str = "auto",
     max_tokens_per_rank: int | None = None,
+    hidden: int | None = None,
+    topk: int | None = None,
+    deadline_s: float = 60.0,
 ) -> AllToAll:
     """Returns the transport of that name.
 
-    backend:             "auto" (local on one rank, else collective), "local", "collective"
+    backend:             "auto" (local on one rank, else collective), "local", "collective", "low_latency" (ranks of one
+                         host; a collective call, since it maps shared memory)
     dtype:               compute dtype of hidden rows and expert outputs
     wire_dtype:          "auto" (compute dtype), "float32", "bf16", "fp8"; see wire.py
-    max_tokens_per_rank: most rows of one dispatch; transports with static buffers are sized by it, these two need none
-    Raises ConfigError for names unknown here and for `local` on several ranks.
+    max_tokens_per_rank, hidden, topk: most rows of one dispatch, and their shape; low_latency is sized by them
+    deadline_s:          how long low_latency waits for a peer
+    Raises ConfigError for names unknown here and for `local` on several ranks, CapacityError when buffers do not fit.
     """
     from moe_serve.dispatch.wire import make_wire
 
@@ -163,5 +178,14 @@ def make_all_to_all(
             from moe_serve.dispatch.collective import CollectiveAllToAll
 
             return CollectiveAllToAll(group, slots_per_rank, wire)
+        case "low_latency":
+            from moe_serve.dispatch.low_latency import make_low_latency
+
+            if max_tokens_per_rank is None or hidden is None or topk is None:
+                raise ConfigError(
+                    "dispatch.backend low_latency needs max_tokens_per_rank, hidden and topk for its buffers"
+                )
+            limits = BufferLimits(max_tokens_per_rank, hidden, topk, slots_per_rank)
+            return make_low_latency(group, limits, dtype, wire, deadline_s)
         case _:
-            raise ConfigError(f"dispatch.backend is {backend!r}; choose one of auto, local, collective")
+            raise ConfigError(f"dispatch.backend is {backend!r}; choose one of auto, local, collective, low_latency")

@@ -13,7 +13,7 @@ from moe_serve.dispatch.wire import make_wire
 from moe_serve.kernels.weighted_sum import weighted_sum_reference
 from tests.ranks import run_ranks, run_virtual_ranks
 
-TRANSPORTS = ("local", "collective")
+TRANSPORTS = ("local", "collective", "low_latency")
 
 
 @dataclass(frozen=True)
@@ -107,15 +107,24 @@ def run_check(
     transport: str, num_ranks: int, check: Callable[..., Any], *args: Any, timeout_s: float = 60
 ) -> list[Any]:
     """Returns [check(rank, make, *args) of every rank]; make(scenario) gives this rank's end of a new transport."""
-    if transport == "collective":
-        return run_ranks(num_ranks, on_process, check, *args, timeout_s=timeout_s)
-    assert transport == "local"
+    if transport != "local":
+        return run_ranks(num_ranks, on_process, transport, check, *args, timeout_s=timeout_s)
     return run_virtual_ranks(num_ranks, on_thread, VirtualRanks(num_ranks), check, *args, timeout_s=timeout_s)
 
 
-def on_process(rank: int, group: EpGroup, check: Callable[..., Any], *args: Any) -> Any:
+def on_process(rank: int, group: EpGroup, transport: str, check: Callable[..., Any], *args: Any) -> Any:
     def make(scenario: Scenario) -> AllToAll:
-        return make_all_to_all("collective", group, scenario.slots_per_rank, scenario.dtype, scenario.wire)
+        return make_all_to_all(
+            transport,
+            group,
+            scenario.slots_per_rank,
+            scenario.dtype,
+            scenario.wire,
+            max_tokens_per_rank=max(scenario.tokens) + 8,  # room for other scenarios of the same test
+            hidden=scenario.hidden,
+            topk=scenario.topk,
+            deadline_s=20,
+        )
 
     return check(rank, make, *args)
 
