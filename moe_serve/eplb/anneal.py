@@ -80,7 +80,7 @@ def anneal_counts(
 def _neighbours(
     counts: NDArray[np.int64], weight: Floats, max_copies: int, num_slots: int, draw: np.random.Generator
 ) -> NDArray[np.int64]:
-    """Returns counts [X, E] with one to three copies moved between experts, or put into or taken out of an empty slot."""
+    """Returns counts [X, E] with one to three copies moved between experts, or to or from an empty slot."""
     tried = counts.copy()
     rows = np.arange(len(counts))
     num_moves = draw.integers(1, 4, len(counts))

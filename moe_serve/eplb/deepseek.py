@@ -79,7 +79,8 @@ def rebalance(weight: NDArray[np.number], num_slots: int, num_groups: int, num_n
     local_expert, count = replicate(local_load, num_slots // num_nodes)
 
     # Copies to ranks.
-    copy_load = np.take_along_axis(local_load / count.astype(np.float32), local_expert, axis=1)
+    each: Singles = (local_load / count.astype(np.float32)).astype(np.float32)
+    copy_load = np.take_along_axis(each, local_expert, axis=1)
     rank, place = pack_balanced(copy_load, num_ranks // num_nodes)
     slot = rank * (num_slots // num_ranks) + place
     at_slot = np.empty_like(local_expert)

@@ -80,7 +80,8 @@ class EditState:
 
     @property
     def num_moved(self) -> NDArray[np.int64]:
-        return self.moved.sum(axis=(1, 2))
+        num: NDArray[np.int64] = self.moved.sum(axis=(1, 2))
+        return num
 
 
 @dataclass(frozen=True, eq=False)
@@ -217,7 +218,7 @@ def best_overwrites(
     best = _best_per_move(options.gain, options.cost, room)
     x = np.arange(num_layers)
     slot = options.slot[x, best // num_experts]
-    gain, cost = (array.reshape(num_layers, -1)[x, best] for array in (options.gain, options.cost))
+    gain, cost = options.gain.reshape(num_layers, -1)[x, best], options.cost.reshape(num_layers, -1)[x, best]
     return Edits(gain, cost.astype(np.int64), slot, slot, best % num_experts)
 
 
@@ -238,7 +239,8 @@ def _best_per_move(gain: Floats, cost: NDArray[np.integer], room: NDArray[np.int
     gain[cost > room[:, None, None]] = -np.inf
     # An edit that costs nothing (or gives moves back) counts as a quarter of a move: take it first, but not any.
     rate = np.where(gain > 0, gain / np.maximum(cost, 0.25), gain)
-    return rate.reshape(len(gain), -1).argmax(axis=1)
+    best: NDArray[np.int64] = rate.reshape(len(gain), -1).argmax(axis=1)
+    return best
 
 
 def _with_empty(table: Bools, value: bool) -> Bools:

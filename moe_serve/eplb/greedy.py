@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from moe_serve.eplb.locality import improve_locality
 from moe_serve.eplb.packing import pack_in_rounds, repair_duplicates
 from moe_serve.eplb.policy import Plan, PlanRequest
 from moe_serve.eplb.problem import Floats, Ids, Problem, finish, problem_of
@@ -18,7 +19,7 @@ class GreedyPolicy:
         """Returns the greedy plan; `max_moves` is not looked at, `incremental` is the policy for that."""
         problem = problem_of(request)
         if problem.is_global:
-            return finish(problem, greedy_table(problem))
+            return finish(problem, improve_locality(problem, greedy_table(problem), 40))
         from moe_serve.eplb.hierarchy import plan_by_node
 
         table, homes, _ = plan_by_node(problem, sweeps=0)

@@ -96,7 +96,7 @@ def copies_by_node(weight: Floats, homes: Counts, ranks_of: Counts, slots_per_ra
     num_layers, num_experts = weight.shape
     num_nodes = len(ranks_of)
     rows = np.arange(num_layers)
-    copies = (homes[:, None, :] == np.arange(num_nodes)[None, :, None]).astype(np.int64)
+    copies: Counts = (homes[:, None, :] == np.arange(num_nodes)[None, :, None]).astype(np.int64)
     total = weight.sum(axis=1)
     mean = np.where(total > 0, total, 1.0) / ranks_of.sum()
     unit = weight / mean[:, None]  # loads in mean rank loads from here on

@@ -123,7 +123,7 @@ class IncrementalPolicy:
                 state.table[active] = work.table
                 if not going.any():
                     return False
-                active, work = active[going], work.rows(going)
+                active, work = active[going], work.rows(np.flatnonzero(going))
         state.table[active] = work.table
         return False
 
@@ -171,15 +171,10 @@ def _chain(state: EditState, target: Floats, budget: Ints, problem: Problem) -> 
                 break
             apply_edits(state, swap, going)
         absolute = _absolute(state, price)
-        for layer in np.flatnonzero(~done):
+        for layer in np.flatnonzero(~done).tolist():
             load = state.load[layer]
-            slot_of = (
-                load.argmin(axis=1)
-                if step % 3 == 0
-                else load.argmax(axis=1)
-                if step % 3 == 1
-                else draw.integers(0, slots, num_ranks)
-            )
+            choices = (load.argmin(axis=1), load.argmax(axis=1), draw.integers(0, slots, num_ranks))
+            slot_of: Ints = np.asarray(choices[step % 3])
             state.table[layer] = reassign(state, layer, slot_of, float(absolute[layer]))
         state.refresh()
         reached, within = _reached(state), state.num_moved <= budget
@@ -196,7 +191,8 @@ def _chain(state: EditState, target: Floats, budget: Ints, problem: Problem) -> 
 
 def _absolute(state: EditState, price: Floats) -> Floats:
     """Returns the price per move on the scale of each layer's smooth maximum, where 1 is a rank at 1.12 of the mean."""
-    return price * np.exp(np.minimum(-state.steepness * (state.peak_load - 1.12), 200.0))
+    scaled: Floats = price * np.exp(np.minimum(-state.steepness * (state.peak_load - 1.12), 200.0))
+    return scaled
 
 
 def _reached(state: EditState) -> Floats:

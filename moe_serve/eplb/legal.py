@@ -48,7 +48,8 @@ class HomeRule:
         total = np.maximum(state.unit.sum(axis=1), 1e-300)[:, None]
         after = away.sum(axis=1, keepdims=True) - away + state.unit * (1 - home / (count + 1))
         local = self.homes[:, None, :] == self.node_of[None, :, None]
-        return local | (after <= self.budget * total)[:, None, :]
+        may: Bools = local | (after <= self.budget * total)[:, None, :]
+        return may
 
     def must_stay(self, state: EditState) -> Bools:
         """[L, R, K] slots that may not be overwritten: the last copy at home, or a home copy of an expert that also
@@ -58,8 +59,9 @@ class HomeRule:
         pinned = (home <= 1) | (home < count)
         node = np.repeat(self.node_of, state.table.shape[2])
         at_home = np.take_along_axis(self.homes, flat, axis=1) == node
-        stays = (at_home & np.take_along_axis(pinned, flat, axis=1)).reshape(state.table.shape)
-        return stays & (state.table >= 0)
+        stays: Bools = (at_home & np.take_along_axis(pinned, flat, axis=1)).reshape(state.table.shape)
+        stays &= state.table >= 0
+        return stays
 
 
 def make_legal(problem: Problem) -> tuple[Ids, HomeRule | None]:
@@ -90,7 +92,7 @@ def _read_homes(problem: Problem, table: Ids) -> HomeRule:
     complete = present.all(axis=3)
     by_group = np.where(complete, copies.reshape(present.shape).sum(axis=3), -1)
     homes = np.repeat(by_group.argmax(axis=1), num_experts // groups, axis=1)
-    wrong = ~complete.any(axis=1).all(axis=1)
+    wrong = ~np.all(np.any(complete, axis=1), axis=1)
     at_home = np.take_along_axis(copies, homes[:, None], axis=1)[:, 0]
     away = (problem.weight * (1 - at_home / np.maximum(copies.sum(axis=1), 1))).sum(axis=1)
     wrong |= away > request.off_home * problem.weight.sum(axis=1) * (1 + 1e-9)

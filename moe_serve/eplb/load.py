@@ -180,7 +180,8 @@ def slot_load(tokens: NDArray[np.number], placement: Placement, shares: Floats |
 def rank_load(tokens: NDArray[np.number], placement: Placement, shares: Floats | None = None) -> Floats:
     """Returns the load of each rank: tokens [L, E] -> [L, R] float64; shares as in `slot_load`."""
     load = slot_load(tokens, placement, shares)
-    return load.reshape(placement.num_layers, placement.num_ranks, placement.slots_per_rank).sum(axis=2)
+    by_rank: Floats = load.reshape(placement.num_layers, placement.num_ranks, placement.slots_per_rank).sum(axis=2)
+    return by_rank
 
 
 def balancedness(load: Floats, live_ranks: NDArray[np.integer] | None = None) -> Floats:

@@ -46,7 +46,8 @@ class PlanRequest:
     max_moves:      slots per layer whose rank may have to receive an expert; None = no limit. Needs `current`
     time_budget_s:  stop after this long and mark the plan truncated; None = no stop
     seed:           breaks ties and drives searches
-    objective:      one of OBJECTIVES, or weights of several, e.g. {"tokens": 1.0, "activated": 0.3}
+    objective:      one of OBJECTIVES, or weights of several, e.g. {"tokens": 1.0, "activated": 0.3}. off_node is
+                    lowered by greedy and refined without a hierarchy (off_home = 1)
     by_source:      [L, R, E] tokens by the rank they come from, for off_node, step_time; None = everywhere alike
     activations:    [L, E] float64 in 0 .. 1, share of batches with a token for the expert; None = 1 where there is load
     cost:           prices for step_time
@@ -200,7 +201,8 @@ class Plan:
 class PlacementPolicy(Protocol):
     """Decides where experts live."""
 
-    name: str
+    @property
+    def name(self) -> str: ...
 
     def plan(self, request: PlanRequest) -> Plan:
         """Returns the plan of one request; a pure function of it, timings apart."""

@@ -171,7 +171,8 @@ def finish(
 def count_moves(old: Ids, new: Ids) -> NDArray[np.int64]:
     """Returns how many experts the ranks of each layer must receive: old, new [L, R, K] -> [L] int64."""
     missing = ~(new[:, :, :, None] == old[:, :, None, :]).any(axis=3) & (new >= 0)
-    return missing.sum(axis=(1, 2))
+    arriving: NDArray[np.int64] = missing.sum(axis=(1, 2))
+    return arriving
 
 
 def keep_slots_of(old: Ids, new: Ids) -> Ids:
@@ -204,7 +205,8 @@ def off_home_share(problem: Problem, table: Ids, homes: NDArray[np.int64] | None
     tokens = problem.request.tokens.astype(np.float64)
     total = tokens.sum(axis=1)
     away = (tokens * (1.0 - at_home / everywhere)).sum(axis=1)
-    return np.divide(away, total, out=np.zeros_like(total), where=total > 0)
+    share: Floats = np.divide(away, total, out=np.zeros_like(total), where=total > 0)
+    return share
 
 
 def copies_per_node(problem: Problem, table: Ids) -> NDArray[np.int64]:

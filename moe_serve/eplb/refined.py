@@ -8,6 +8,7 @@ from moe_serve.eplb.anneal import anneal_counts
 from moe_serve.eplb.bounds import balancedness_bound
 from moe_serve.eplb.count_search import pack_pairs, search_pair_counts, try_apportionments
 from moe_serve.eplb.greedy import first_packing
+from moe_serve.eplb.locality import improve_locality
 from moe_serve.eplb.policy import Plan, PlanRequest
 from moe_serve.eplb.problem import Floats, Ids, Problem, finish, problem_of
 from moe_serve.eplb.swapping import swap_until_even
@@ -40,7 +41,11 @@ class RefinedPolicy:
             table, homes, truncated = plan_by_node(problem, self.sweeps // 2)
             return finish(problem, table, truncated, homes)
         table, truncated = self.table(problem)
-        return finish(problem, table, truncated, tight=self.prove)
+        if request.planned_split == "exact" and problem.fixed is None and not truncated:
+            from moe_serve.eplb.split_aware import best_for_exact_split
+
+            table = best_for_exact_split(problem, table, self.sweeps)
+        return finish(problem, improve_locality(problem, table, 200), truncated, tight=self.prove)
 
     def table(self, problem: Problem) -> tuple[Ids, bool]:
         """Returns the table [L, R, K] without node hierarchy, and whether the deadline cut the search short."""

@@ -73,7 +73,8 @@ def _fill_to_a_level(rest: Floats, amount: Floats) -> Floats:
     fits = finite & (level <= following)
     first = fits.argmax(axis=1)
     chosen = np.where(fits.any(axis=1), level[np.arange(len(rest)), first], 0.0)
-    given = np.maximum(chosen[:, None] - rest, 0.0)
+    given: Floats = np.maximum(chosen[:, None] - rest, 0.0)
     given[~np.isfinite(rest)] = 0.0
     scale = np.divide(amount, given.sum(axis=1), out=np.ones_like(amount), where=given.sum(axis=1) > 0)
-    return given * scale[:, None]
+    given *= scale[:, None]
+    return given

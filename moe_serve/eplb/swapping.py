@@ -111,7 +111,7 @@ def _swap_worst(table: Ids, load: Floats, total: Floats, worst: NDArray[np.int64
     result[each, :, worst] = np.inf
     flat = result.reshape(num_rows, -1)
     best = flat.argmin(axis=1)
-    improved = flat[each, best] < top * (1 - 1e-12)
+    improved: NDArray[np.bool_] = flat[each, best] < top * (1 - 1e-12)
     x = np.flatnonzero(improved)
     mine, other = best // (num_ranks * slots), best % (num_ranks * slots)
     _exchange(table, load, x, worst[x], mine[x], other[x] // slots, other[x] % slots)
