@@ -87,6 +87,7 @@ class Served:
 
     tokens: dict[str, list[int]] = field(default_factory=dict)
     digests: dict[str, list[str]] = field(default_factory=dict)  # of the bits of the logits behind each token
+    gaps: dict[str, list[float]] = field(default_factory=dict)  # between the two best logits of each token
     finish: dict[str, str] = field(default_factory=dict)
     messages: dict[str, str] = field(default_factory=dict)
     counters: dict[str, int] = field(default_factory=dict)
@@ -183,11 +184,14 @@ def _serve_on_rank(rank: int, group: EpGroup, scripts: Sequence[Script], overrid
     records: list[list[list[int]]] = []
     engine.served.on_record = lambda record: records.append(record.tokens.tolist())
     digests: dict[str, list[str]] = {}
+    gaps: dict[str, list[float]] = {}
 
     def sample_and_digest(logits: Tensor, requests: Sequence[Request], eos_token_ids: Sequence[int]) -> list[int]:
         for row, request in zip(logits, requests, strict=True):
             digest = hashlib.blake2b(row.numpy().tobytes(), digest_size=8).hexdigest()
             digests.setdefault(request.request_id, []).append(digest)
+            best, second = row.topk(2).values.tolist()
+            gaps.setdefault(request.request_id, []).append(best - second)
         return sample(logits, requests, eos_token_ids)
 
     engine_module.sample = sample_and_digest
@@ -200,6 +204,7 @@ def _serve_on_rank(rank: int, group: EpGroup, scripts: Sequence[Script], overrid
     exchange.close()
     served = Served(
         digests=digests,
+        gaps=gaps,
         counters=dict(vars(engine.counters)),
         stats={name: getattr(engine.scheduler.stats, name) for name in engine.scheduler.stats.__slots__},
         load=records,
@@ -226,6 +231,7 @@ def _merge(parts: Sequence[Served]) -> Served:
     for part in parts:
         whole.tokens |= part.tokens
         whole.digests |= part.digests
+        whole.gaps |= part.gaps
         whole.finish |= part.finish
         whole.messages |= part.messages
         for name, value in part.counters.items():
