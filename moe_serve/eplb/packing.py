@@ -78,12 +78,14 @@ def repair_duplicates(table: Ids, load: Floats) -> None:
     crowded rank lacks. So every step leaves fewer duplicates.
     """
     num_slots = table.shape[2]
+    rows = np.arange(len(table))
     while True:
-        repeated = duplicate_slots(table)
-        rows = np.flatnonzero(repeated.any(axis=(1, 2)))
+        by_id = np.sort(table[rows], axis=2)
+        rows = rows[((by_id[:, :, 1:] == by_id[:, :, :-1]) & (by_id[:, :, 1:] >= 0)).any(axis=(1, 2))]
         if len(rows) == 0:
             return
-        mine, my_load, is_repeated = table[rows], load[rows], repeated[rows]
+        mine, my_load = table[rows], load[rows]
+        is_repeated = duplicate_slots(mine)
         first = is_repeated.reshape(len(rows), -1).argmax(axis=1)
         rank, slot = first // num_slots, first % num_slots
         each = np.arange(len(rows))
@@ -100,6 +102,6 @@ def repair_duplicates(table: Ids, load: Floats) -> None:
         rows, rank, slot, best = rows[can], rank[can], slot[can], best[can]
         other, other_slot = best // num_slots, best % num_slots
         for array in (table, load):
-            kept = array[rows, rank, slot].copy()
+            kept = array[rows, rank, slot]
             array[rows, rank, slot] = array[rows, other, other_slot]
             array[rows, other, other_slot] = kept

@@ -19,6 +19,7 @@ class RefinedPolicy:
     """The best placement for a load, without regard to the one in use.
 
     sweeps:      rounds of swaps, at most
+    tolerance:   swaps end when the heaviest rank is this share above the mean
     iterations:  of the search over counts with two slots per rank; 0 = no search there
     rounds:      of annealing, for problems of up to 128 slots
     good_enough: layers within this share of their bound are left as they are
@@ -26,7 +27,8 @@ class RefinedPolicy:
     """
 
     sweeps: int = 90
-    iterations: int = 100
+    tolerance: float = 7e-4
+    iterations: int = 160
     rounds: int = 50
     good_enough: float = 0.995
     prove: bool = False
@@ -53,7 +55,7 @@ class RefinedPolicy:
         if problem.slots_per_rank == 1:
             return table, False  # nothing to pack: minimax replication is the optimum
         truncated = problem.slots_per_rank > 2 and swap_until_even(
-            table, packed, self.sweeps, deadline=problem.deadline
+            table, packed, self.sweeps, self.tolerance, problem.deadline
         )
         if problem.slots_per_rank <= 4 and not truncated:
             truncated = self._search_counts(problem, table, packed)

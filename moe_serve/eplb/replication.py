@@ -59,7 +59,7 @@ def _sure_counts(weight: Floats, total: int, max_copies: int) -> Counts:
     safe = weight.sum(axis=1, keepdims=True) / spread  # sum of ceil(w / t) <= sum of w / t + E = total
     low, high = safe * (spread / total), safe
     counts = _counts_at(weight, high, max_copies)
-    for _ in range(12 if spread > 12 else 0):
+    for _ in range(min(12, spread // 8)):
         middle = 0.5 * (low + high)
         tried = _counts_at(weight, middle, max_copies)
         fits = tried.sum(axis=1, keepdims=True) <= total

@@ -42,7 +42,8 @@ def best_for_exact_split(problem: Problem, table: Ids, sweeps: int) -> Ids:
     batches = sample_batches(problem.weight, problem.num_ranks, problem.request.seed)
     score = np.stack([split_balance(problem, candidate, batches) for candidate in candidates])
     best = score.argmax(axis=0)
-    return np.stack(candidates)[best, np.arange(num_layers)]
+    chosen: Ids = np.stack(candidates)[best, np.arange(num_layers)]
+    return chosen
 
 
 def sample_batches(weight: Floats, num_ranks: int, seed: int) -> NDArray[np.int64]:
@@ -51,8 +52,7 @@ def sample_batches(weight: Floats, num_ranks: int, seed: int) -> NDArray[np.int6
     total = weight.sum(axis=1, keepdims=True)
     popularity = np.where(total > 0, weight / np.where(total > 0, total, 1.0), 1.0 / weight.shape[1])
     mean = popularity * num_ranks * TOKENS_PER_RANK
-    counts: NDArray[np.int64] = draw.poisson(np.repeat(mean[:, None], NUM_BATCHES, axis=1)).astype(np.int64)
-    return counts
+    return np.asarray(draw.poisson(np.repeat(mean[:, None], NUM_BATCHES, axis=1)), dtype=np.int64)
 
 
 def split_balance(problem: Problem, table: Ids, batches: NDArray[np.int64]) -> Floats:
