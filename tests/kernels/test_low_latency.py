@@ -207,3 +207,30 @@ def test_region_parts_do_not_overlap_and_are_aligned() -> None:
         assert all(start % 128 == 0 for start in starts)
         assert region.row_bytes % 16 == 0 and region.scales_at % 16 == 0
         assert region.home_rows_at - region.rows_at >= 5 * 3 * 7 * region.row_bytes
+
+
+def check_contract(device: str) -> None:
+    from moe_serve.dispatch.base import EpGroup
+    from moe_serve.dispatch.local import LocalAllToAll
+    from moe_serve.dispatch.low_latency_gpu import LowLatencyRanks
+    from moe_serve.dispatch.low_latency_nvshmem import LowLatencyAllToAll, low_latency_region
+    from moe_serve.dispatch.symmetric_gpu import virtual_regions
+    from moe_serve.dispatch.wire import make_wire
+
+    region = low_latency_region(1, 3, 4, 136, 2, torch.bfloat16, "fp8", stages=True)
+    ranks = LowLatencyRanks(virtual_regions(region, torch.device(device)), torch.bfloat16, max_spins=4)
+    low_latency = LowLatencyAllToAll(ranks, EpGroup(0, 1, torch.device(device)), region.num_lanes)
+    local = LocalAllToAll(3, make_wire("fp8", torch.bfloat16))
+    x, ids = randn("cpu", 3, 136), torch.tensor([[2, 0], [-1, 2], [1, 2]])
+    weights = randn("cpu", 3, 2, dtype=torch.float32)
+    for _ in range(2):
+        got = low_latency.dispatch(x.to(device), ids.to(device)).wait()
+        expected = local.dispatch(x, ids).wait()
+        filled = torch.cat([slab[:n] for slab, n in zip(got.rows.x, got.rows.rows_per_slot.tolist(), strict=True)])
+        assert_equal_bits(filled, expected.rows.x)
+        home = low_latency.combine(got.rows.x, weights.to(device), got.handle).wait()
+        assert_equal_bits(home, local.combine(expected.rows.x, weights, expected.handle).wait())
+
+
+def test_the_gpu_transport_gives_the_bits_of_the_local_one(on_device: RunCheck) -> None:
+    on_device(check_contract)
