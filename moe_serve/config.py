@@ -78,6 +78,16 @@ class EplbConfig(Section):
     num_redundant_experts: NonNegativeInt = 0  # extra slots per layer; the total is rounded up to a multiple of ranks
     split: Literal["even"] = "even"  # how replicas share a batch's tokens
     record_window_steps: PositiveInt = 1000  # steps of one load record
+    record_path: str | None = None  # write load records to this .jsonl trace, which `moe-serve replay` reads
+
+    @field_validator("record_path")
+    @classmethod
+    def _traces_are_jsonl(cls, path: str | None) -> str | None:
+        if path is not None and not path.endswith(".jsonl"):
+            raise ValueError(
+                f"a running server writes .jsonl traces; name the file e.g. {Path(path).stem or 'load'}.jsonl"
+            )
+        return path
 
     @model_validator(mode="after")
     def _file_brings_its_own_slots(self) -> Self:

@@ -1,13 +1,18 @@
 """Puts one rank's engine together from the configuration."""
 
+from pathlib import Path
+
 from moe_serve.attention_dp.scheduler import Scheduler
 from moe_serve.config import ServeConfig
 from moe_serve.dispatch.base import EpGroup
 from moe_serve.engine.engine import Engine, EngineSettings
 from moe_serve.engine.exchange import Exchange
 from moe_serve.engine.mailbox import Mailbox
-from moe_serve.engine.served_model import Progress, build_served_model
+from moe_serve.engine.served_model import Progress, ServedModel, build_served_model
 from moe_serve.engine.step import StepSettings
+from moe_serve.eplb.trace import TraceMeta
+from moe_serve.eplb.trace_jsonl import JsonlWriter
+from moe_serve.errors import ConfigError
 
 
 def build_engine(
@@ -20,6 +25,8 @@ def build_engine(
 ) -> Engine:
     """Returns a rank's engine with its model loaded. Raises what `build_served_model` raises."""
     served = build_served_model(config, group, progress)
+    if config.eplb.record_path is not None and group.rank == 0:
+        served.on_record = _trace_writer(Path(config.eplb.record_path), served).add
     scheduler = Scheduler(
         num_blocks=served.num_blocks,
         block_size=config.cache.block_size,
@@ -45,3 +52,14 @@ def build_engine(
             heartbeat_s=config.engine.heartbeat_s, front_end_deadline_s=config.server.worker_deadline_s
         ),
     )
+
+
+def _trace_writer(path: Path, served: ServedModel) -> JsonlWriter:
+    spec = served.spec
+    meta = TraceMeta(spec.num_logical, tuple(spec.moe_layer_ids), spec.topk, served.limits.model_name)
+    try:
+        return JsonlWriter(path, meta)
+    except OSError as error:
+        raise ConfigError(
+            f"eplb.record_path: {path} cannot be written ({error.strerror}); name a file in a folder that exists"
+        ) from None

@@ -111,7 +111,7 @@ class Engine:
         if plan.runs_forward:
             self._forward(self.scheduler.commit(proposal, plan.hold_prefill), plan)
         if plan.close_window:
-            self.served.close_window(self.step, plan)
+            self.served.close_window(self.step)
         return plan
 
     def _forward(self, chunks: Sequence[ScheduledChunk], plan: StepPlan) -> None:

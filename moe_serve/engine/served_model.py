@@ -6,7 +6,7 @@ steps, the rooms below it see tensors.
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,6 @@ from moe_serve.attention_dp.kv_cache import KvCache, bytes_per_block
 from moe_serve.config import ServeConfig, model_dir
 from moe_serve.dispatch.base import EpGroup, make_all_to_all
 from moe_serve.engine.messages import ModelLimits
-from moe_serve.engine.step import StepPlan
 from moe_serve.ep.load_recorder import LoadRecorder
 from moe_serve.ep.moe_layer import ExpertParallel, MoeLayer, make_moe_layer
 from moe_serve.ep.replica_map import ReplicaMap
@@ -48,7 +47,8 @@ class ServedModel:
     device: torch.device
     info: dict[str, Any]
     on_record: Callable[[LoadRecord], None] | None = None
-    _window_start: int = field(default=0)
+    _window_start: int = 0
+    _window_start_s: float = field(default_factory=time.monotonic)
 
     @property
     def batch_form(self) -> tuple[int, torch.device, Numerics]:
@@ -64,12 +64,22 @@ class ServedModel:
         """Runs one empty step through every layer and collective, so that the first request does not pay for it."""
         self.forward(ForwardBatch.empty(self.device, self.numerics), 1)
 
-    def close_window(self, step: int, plan: StepPlan) -> None:
+    def close_window(self, step: int) -> None:
         """Ends the load record with the step before `step`. All ranks take part: it is a reduction."""
         first_step, self._window_start = self._window_start, step
+        now_s = time.monotonic()
+        seconds, self._window_start_s = now_s - self._window_start_s, now_s
         record = self.recorder.take(first_step, step - first_step)
         if self.on_record is not None:
-            self.on_record(record)
+            self.on_record(
+                replace(
+                    record,
+                    model_id=self.limits.model_name,
+                    placement=self.placement,
+                    placement_version=self.placement.version,
+                    step_time_s=seconds / (step - first_step),
+                )
+            )
 
 
 def make_numerics(config: ServeConfig) -> Numerics:

@@ -72,7 +72,7 @@ class StepPlan:
     max_tokens:   rows of the rank that has most
     num_chunks:   rounds of dispatch and combine in every MoE layer; ranks with fewer rows run empty ones
     hold_prefill: only the decode rows of the proposals run
-    close_window: the load record ends with this step: all ranks take part in its reduction
+    close_window: the load record ends with this step (and with the engine): all ranks take part in its reduction
     sleep:        nothing to do anywhere: wait for a request or a wake before the next exchange
     stop:         the engine ends, on all ranks, without running a forward
     """
@@ -122,7 +122,7 @@ def plan_step(states: Sequence[RankState], settings: StepSettings) -> StepPlan:
         max_tokens=max_tokens,
         num_chunks=-(-max_tokens // settings.max_tokens_per_rank),
         hold_prefill=hold,
-        close_window=not stop and (first.step + 1) % settings.record_window_steps == 0,
+        close_window=stop or (first.step + 1) % settings.record_window_steps == 0,
         sleep=sleep,
         stop=stop,
     )

@@ -20,6 +20,7 @@ from moe_serve.engine.exchange import make_exchange
 from moe_serve.engine.mailbox import Inbound, QueueMailbox
 from moe_serve.engine.messages import Shutdown, Submit, Tokens
 from moe_serve.engine.sampler import sample
+from moe_serve.eplb.load import LoadRecord
 from tests.ranks import run_ranks
 
 TINY: dict[str, dict[str, Any]] = {
@@ -182,7 +183,14 @@ def _serve_on_rank(rank: int, group: EpGroup, scripts: Sequence[Script], overrid
     exchange = make_exchange(config.engine.exchange, group.process_group, True, 60.0)
     engine = build_engine(config, group, exchange, mailbox)
     records: list[list[list[int]]] = []
-    engine.served.on_record = lambda record: records.append(record.tokens.tolist())
+    write = engine.served.on_record
+
+    def keep(record: LoadRecord) -> None:
+        records.append(record.tokens.tolist())
+        if write is not None:
+            write(record)
+
+    engine.served.on_record = keep
     digests: dict[str, list[str]] = {}
     gaps: dict[str, list[float]] = {}
 

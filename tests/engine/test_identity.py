@@ -175,14 +175,8 @@ def test_counted_load_is_exactly_the_tokens_that_ran(reference: tuple[str, Path,
     counters = served.counters
     num_tokens = counters["num_decode_tokens"] + counters["num_prefill_tokens"]
     load = np.array(served.load).sum(axis=0)
-    # The last, unfinished window is not recorded; all earlier ones are complete.
-    assert len(served.load) == served.num_steps // 5
-    per_layer = load.sum(axis=1)
-    assert (per_layer == per_layer[0]).all()
-    assert per_layer[0] % spec.topk == 0
-    assert 0 < per_layer[0] <= num_tokens * spec.topk
-    if served.num_steps % 5 == 0:
-        assert per_layer[0] == num_tokens * spec.topk
+    assert len(served.load) == -(-served.num_steps // 5), "one record for each window, the last one cut by the end"
+    assert (load.sum(axis=1) == num_tokens * spec.topk).all()
 
 
 SAMPLED = SamplingParams(max_new_tokens=32, temperature=0.9, top_k=50, top_p=0.95, ignore_eos=True)

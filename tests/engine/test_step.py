@@ -69,6 +69,7 @@ def test_a_rank_that_lost_the_thread_is_named(field: str) -> None:
 def test_the_window_closes_by_the_step_number_alone() -> None:
     closes = [plan_step([RankState(0, step)], SETTINGS).close_window for step in range(20)]
     assert [step for step, close in enumerate(closes) if close] == [9, 19]
+    assert plan_step([RankState(0, 3, wants_stop=1), RankState(0, 3)], SETTINGS).close_window, "the end ends a window"
 
 
 def test_every_field_of_a_state_is_an_int() -> None:
