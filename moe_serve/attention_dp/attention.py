@@ -74,17 +74,13 @@ class PagedAttention:
     def _decode(self, q: Tensor, cache: KvCache, layer: int, group: DecodeGroup) -> Tensor:
         """q: [n, heads, group, D] -> [n, heads, group, Dv]"""
         if self._tiles is not None:
-            assert group.mask is not None
             num_tiles = group.num_keys // self._kv_tile
             keys, values = cache.gather(layer, group.rows, group.num_seqs * num_tiles)
             out = self._attend_tiles(self._pad_heads(q), keys, values, group.mask)
             return out[:, :, : self._group]
         keys, values = cache.gather(layer, group.rows, group.num_seqs)
         q, keys, values = q.flatten(0, 1), keys.flatten(0, 1), values.flatten(0, 1)
-        if group.mask is None:
-            scores = torch.bmm(q, keys.transpose(1, 2)).mul_(self._scale)
-        else:
-            scores = torch.baddbmm(group.mask, q, keys.transpose(1, 2), alpha=self._scale)
+        scores = torch.baddbmm(group.mask, q, keys.transpose(1, 2), alpha=self._scale)
         out = torch.bmm(scores.softmax(-1), values)
         return out.view(group.num_seqs, -1, *out.shape[1:])
 

@@ -24,14 +24,14 @@ class DecodeGroup:
     tokens: [n] int64, row of each sequence; None: rows 0 .. n
     rows:   int64, what to gather, see KvLayout.gather_rows. In tiles: of n * K / kv_tile sequences of kv_tile keys
     mask:   0 where a key is the sequence's own, -inf beyond its end: [n * heads, 1, K], in tiles [n, K / kv_tile, 1, 1,
-            kv_tile]; None: nothing to mask
+            kv_tile]
     """
 
     tokens: Tensor | None
     num_seqs: int
     num_keys: int
     rows: Tensor
-    mask: Tensor | None
+    mask: Tensor
 
 
 @dataclass(frozen=True)
@@ -120,16 +120,13 @@ class _Builder:
         tables, seq_lens = batch.block_tables[:num_seqs], batch.seq_lens[:num_seqs]
         if tokens is not None:
             tables, seq_lens = batch.block_tables.index_select(0, tokens), batch.seq_lens.index_select(0, tokens)
-        mask = None
-        if self._tile is not None or min(lens) < num_keys:
-            keys = torch.arange(num_keys, device=batch.device)
-            mask = self._mask(keys >= seq_lens[:, None])
-            if self._tile is not None:
-                mask = mask.view(num_seqs, -1, 1, 1, self._tile)
-            elif self._layout.kind == "gqa":
-                mask = mask.repeat_interleave(self._layout.num_heads, 0)[:, None]
-            else:
-                mask = mask[:, None]
+        mask = self._mask(torch.arange(num_keys, device=batch.device) >= seq_lens[:, None])
+        if self._tile is not None:
+            mask = mask.view(num_seqs, -1, 1, 1, self._tile)
+        elif self._layout.kind == "gqa":
+            mask = mask.repeat_interleave(self._layout.num_heads, 0)[:, None]
+        else:
+            mask = mask[:, None]
         return DecodeGroup(tokens, num_seqs, num_keys, self._rows(tables, num_keys), mask)
 
     def chunk(self, seq: int, start: int, end: int) -> Chunk:
