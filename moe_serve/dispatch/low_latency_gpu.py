@@ -5,9 +5,10 @@
     combine_send      write each result to its place at home; end the round
     combine_receive   wait, add weighted in top-k order
 
-One object drives one rank of its process, or V virtual ranks on one GPU: tensors have a leading dimension for them, 1 or
-V. Nothing is read back to the host and all addresses are fixed, so the four calls can be captured in a graph; building
-the object inside a capture is refused. A round that misses a peer ends too: `late` names it, and the caller voids the step.
+One object drives one rank of its process, or V virtual ranks on one GPU: tensors have a leading dimension for them, 1
+or V. Nothing is read back to the host and all addresses are fixed, so the four calls can be captured in a graph;
+building the object inside a capture is refused. A round that misses a peer ends too: `late` names it, and the caller
+voids the step.
 """
 
 from dataclasses import dataclass
@@ -99,7 +100,7 @@ class LowLatencyRanks:
         region, regions = self._region, self._regions
         num_tokens, topk = ids.shape[1:]
         check_capacity(num_tokens, region.max_tokens)
-        assert topk == region.topk and x.shape[2] == region.hidden, "shapes of the region"
+        assert (topk, x.shape[2]) == (region.topk, region.hidden), "shapes of the region"
         x, ids = x.contiguous(), ids.contiguous()
         num_slots = region.num_ranks * region.slots_per_rank
         grid = (num_tokens + triton.cdiv(num_slots, SLOTS_PER_PROGRAM), regions.num_local)

@@ -1,7 +1,7 @@
 """The AllToAll contract over the low-latency GPU kernels: one rank of the process, its peers through NVSHMEM.
 
-Results arrive as MaskedRows in the order of all transports (slot, source rank, token), except that a token that names one
-slot twice sends one row, whose result both entries use. Two handles may be in flight; they take lanes in turn, so a
+Results arrive as MaskedRows in the order of all transports (slot, source rank, token), except that a token that names
+one slot twice sends one row, whose result both entries use. Two handles may be in flight; they take lanes in turn, so a
 handle's combine must be received before the second dispatch after its own is sent, and captured graphs must hold a
 whole number of turns or none in flight at their ends.
 """
@@ -77,8 +77,8 @@ def low_latency_region(
             value_bytes = home_value_bytes = 2
         case _:
             raise ConfigError(
-                f"dispatch.wire_dtype is {wire_dtype!r} with compute dtype {dtype}; low latency on GPUs carries fp8 or the "
-                "compute dtype: set it to fp8 or auto"
+                f"dispatch.wire_dtype is {wire_dtype!r} with compute dtype {dtype}; low latency on GPUs carries "
+                "fp8 or the compute dtype: set it to fp8 or auto"
             )
     return Region(num_ranks, slots_per_rank, max_tokens_per_rank, hidden, topk, value_bytes, home_value_bytes, stages)
 
@@ -95,8 +95,8 @@ def make_low_latency(
 
     if wire_dtype == "fp8" and torch.cuda.get_device_capability(group.device) < (8, 9):
         raise ConfigError(
-            f"dispatch.wire_dtype is fp8 but {torch.cuda.get_device_name(group.device)} has no e4m3 (sm_89 and later have); "
-            "set dispatch.wire_dtype: auto"
+            f"dispatch.wire_dtype is fp8 but {torch.cuda.get_device_name(group.device)} has no e4m3 (sm_89 and "
+            "later have); set dispatch.wire_dtype: auto"
         )
     region = low_latency_region(
         group.num_ranks, slots_per_rank, max_tokens_per_rank, hidden, topk, dtype, wire_dtype, stages=True

@@ -1,14 +1,15 @@
 """Regions in NVSHMEM's symmetric heap, for ranks on several GPUs and nodes.
 
-nvshmem4py starts the library (its unique id travels through torch's store, or mpi4py hands over the ranks) and allocates;
-kernels reach peers through torch's Triton bindings of NVSHMEM's device functions. Both are imported here, on use.
+nvshmem4py starts the library (its unique id travels through torch's store, or mpi4py hands over the ranks) and
+allocates; kernels reach peers through torch's Triton bindings of NVSHMEM's device functions. Both are imported here, on
+use.
 """
 
 from importlib import import_module
 from typing import Any
 
 import torch
-from torch.distributed import Store
+from torch.distributed import Store  # type: ignore[attr-defined]
 
 from moe_serve.dispatch.symmetric_gpu import SymmetricRegions
 from moe_serve.errors import ConfigError
@@ -72,20 +73,23 @@ def nvshmem_launchers() -> dict[str, Any]:
     """
     from moe_serve.kernels import low_latency_receive_triton as receive
     from moe_serve.kernels import low_latency_send_triton as send
-    from moe_serve.kernels import shmem_triton
+    from moe_serve.kernels.shmem_triton import HAS_NVSHMEM
 
-    if shmem_triton.putmem_signal_block is None:
+    if not HAS_NVSHMEM:
         raise ConfigError(
-            "torch has no Triton bindings for NVSHMEM here; they need a CUDA build of torch 2.11 or later, triton and a GPU"
+            "torch has no Triton bindings for NVSHMEM here; they need a CUDA build of torch 2.11 or later, "
+            "triton and a GPU"
         )
     from torch.distributed._symmetric_memory._nvshmem_triton import requires_nvshmem
 
     calls_nvshmem = (send.dispatch_send_kernel, send.combine_send_kernel, send.finish_kernel)
     plain = (receive.dispatch_receive_kernel, receive.combine_receive_kernel)  # they read their own memory only
     try:
-        linked = {kernel.__name__: requires_nvshmem(kernel) for kernel in calls_nvshmem}
+        linked = {kernel.__name__: requires_nvshmem(kernel) for kernel in calls_nvshmem}  # type: ignore[no-untyped-call]
     except RuntimeError as error:
-        raise ConfigError(f"{error}; pip install nvidia-nvshmem-cu13, or set NVSHMEM_LIB_DIR to its lib folder") from error
+        raise ConfigError(
+            f"{error}; pip install nvidia-nvshmem-cu13, or set NVSHMEM_LIB_DIR to its lib folder"
+        ) from error
     return linked | {kernel.__name__: kernel for kernel in plain}
 
 

@@ -1,3 +1,4 @@
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 """Triton twin of exact_split.py: one program, everything in registers, a few dozen dependent steps of [N, R] blocks.
 
 Each step costs a reduction, so the number of steps is what matters, not the number of elements. The steps and every tie
@@ -55,9 +56,7 @@ def exact_split_kernel(
         mine = is_it[:, None]
         old = tl.sum(tl.where(mine, given, 0), axis=0)
         load -= old
-        new = water_fill(
-            tl.sum(tl.where(is_it, tokens, 0)), tl.sum((mine & held).to(tl.int32), axis=0) > 0, load
-        )
+        new = water_fill(tl.sum(tl.where(is_it, tokens, 0)), tl.sum((mine & held).to(tl.int32), axis=0) > 0, load)
         load += new
         given = tl.where(mine, new[None, :], given)
 
@@ -115,7 +114,8 @@ def exact_split_kernel(
 def home_load(
     counts, home_slot, slot_tokens, num_logical, slots_per_rank, rank, RANKS: tl.constexpr, HOMES: tl.constexpr
 ):
-    """Returns (load of the experts that live on one rank, [RANKS]; 1 where a rank has any); stores their slots' tokens."""
+    """Returns (load of the experts that live on one rank, [RANKS]; 1 where a rank has any); stores their slots'
+    tokens."""
     load = tl.zeros((RANKS,), dtype=tl.int32)
     used = tl.zeros((RANKS,), dtype=tl.int32)
     for start in range(0, num_logical, HOMES):

@@ -2,8 +2,9 @@
 
 A search at run time costs seconds at the worst moment, differs between ranks, and breaks graph capture. The classes
 follow what bounds the product: few rows per expert stream weights (memory), many rows multiply (matrix units).
-Figures behind the rows: shared memory = (block_m + block_n) x block_k x bytes x num_stages, which must stay below 163 KB
-(sm_80) or 227 KB (sm_90, sm_100). No row has been measured on a GPU yet; `benchmarks/gpu.py` prints what to put here.
+Figures behind the rows: shared memory = (block_m + block_n) x block_k x bytes x num_stages, which must stay below 163
+KB (sm_80) or 227 KB (sm_90, sm_100). No row has been measured on a GPU yet; `benchmarks/gpu.py` prints what to put
+here.
 """
 
 from dataclasses import dataclass
@@ -32,7 +33,8 @@ _BF16 = (
     (64, GemmTile(64, 128, 64, num_warps=4, num_stages=4, programs_per_sm=2)),
     (None, GemmTile(128, 256, 64, num_warps=8, num_stages=3)),
 )
-# block_k is the 128 of the scales: one step, one pair of scales. block_n at most 128, so that a tile has one of the weight.
+# block_k is the 128 of the scales: one step, one pair of scales. block_n at most 128, so that a tile has one of the
+# weight.
 _FP8 = (
     (16, GemmTile(16, 64, 128, num_warps=4, num_stages=5, programs_per_sm=2)),
     (64, GemmTile(64, 128, 128, num_warps=4, num_stages=4, programs_per_sm=1)),

@@ -29,8 +29,9 @@ def grouped_gemm_fp8_reference(
     x: Tensor, x_scale: Tensor, weight: Tensor, weight_scale: Tensor, rows_per_group: Tensor
 ) -> Tensor:
     """x: [rows, k] float8_e4m3fn, x_scale: [rows, ceil(k / 128)] float32, weight: [groups, n, k] float8_e4m3fn,
-    weight_scale: [groups, ceil(n / 128), ceil(k / 128)] float32, rows_per_group: [groups] int64 -> [rows, n] bfloat16"""
-    chunks = dequantize_reference(x, x_scale, torch.float32).split(rows_per_group.tolist())
+    weight_scale: [groups, ceil(n / 128), ceil(k / 128)] float32,
+    rows_per_group: [groups] int64 -> [rows, n] bfloat16"""
+    chunks = torch.split(dequantize_reference(x, x_scale, torch.float32), rows_per_group.tolist())
     wide = dequantize_weight(weight, weight_scale)
     return torch.cat([chunk @ w.T for chunk, w in zip(chunks, wide, strict=True)]).bfloat16()
 

@@ -1,3 +1,4 @@
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 """Triton twin of grouped_gemm_fp8.py, packed rows and masked slabs.
 
 One step of the loop is one block of scales: 128 values of k. The matrix unit adds those 128 products in its own
@@ -35,7 +36,8 @@ def slab_gemm_fp8_triton(
     tile: GemmTile | None = None, described: bool | None = None,
 ) -> Tensor:  # fmt: skip
     """x: [slots, capacity, k] float8_e4m3fn, x_scale: [slots, capacity, ceil(k / 128)] float32, weight as packed,
-    rows_per_slot: [slots] int64 -> [slots, capacity, n] bfloat16. Rows beyond the count are neither read nor written."""
+    rows_per_slot: [slots] int64 -> [slots, capacity, n] bfloat16. Rows beyond the count are neither read nor written.
+    """
     slots, capacity, k = x.shape
     y = torch.empty(slots, capacity, weight.shape[1], dtype=torch.bfloat16, device=x.device)
     if y.numel():
@@ -51,7 +53,7 @@ def _launch(
     capacity: int, tile: GemmTile, described: bool | None,
 ) -> None:  # fmt: skip
     num_groups, n, k = weight.shape
-    assert tile.block_k == GROUP and GROUP % tile.block_n == 0, "a tile's step must lie in one block of scales"
+    assert (tile.block_k, GROUP % tile.block_n) == (GROUP, 0), "a tile's step must lie in one block of scales"
     if described is None:
         described = has_tensor_memory_accelerator(x, weight)
     rows_in = TensorDescriptor.from_tensor(x, [tile.block_m, tile.block_k]) if described else x

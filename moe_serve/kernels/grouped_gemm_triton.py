@@ -1,3 +1,4 @@
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 """Triton twin of grouped_gemm.py: y = x W^T per expert, packed rows and masked slabs, by one persistent kernel.
 
 On Hopper and later the tiles come through the tensor memory accelerator (descriptors); elsewhere, and where a row is

@@ -1,3 +1,4 @@
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 """From a tile number to an expert and its rows, on the device, for every grouped GEMM.
 
 Only the device knows the counts of a decode step, so nothing here needs them on the host: a fixed number of programs

@@ -1,3 +1,4 @@
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 """The receiving halves of low-latency dispatch and combine. Only these kernels wait.
 
 They are launched after every send that they wait for has been launched, on this GPU or by a peer that makes the same
@@ -22,8 +23,8 @@ def dispatch_receive_kernel(
     """Closes the gaps between segments: rows of a slot become its slab's first rows, by source rank, then token.
 
     Program: ((slot, source, split), rank). slab: [V, S, capacity, hidden] compute dtype, or e4m3 with slab_scale
-    [V, S, capacity, hidden / 128] when FP8 rows stay FP8 (UNPACK_FP8 False); origin: [V, S, capacity] int64, source << 32
-    | t * K + k; rows_per_slot: [V, S] int64; late: [V, R] int64, last round that this source missed
+    [V, S, capacity, hidden / 128] when FP8 rows stay FP8 (UNPACK_FP8 False); origin: [V, S, capacity] int64, source <<
+    32 | t * K + k; rows_per_slot: [V, S] int64; late: [V, R] int64, last round that this source missed
     """
     split = tl.program_id(0) % SPLITS
     source = tl.program_id(0) // SPLITS % num_ranks
@@ -46,7 +47,9 @@ def dispatch_receive_kernel(
     count = tl.sum(tl.where(ranks == source, counts, 0)).to(tl.int32)
     if (source == 0) & (split == 0):
         tl.store(rows_per_slot + local * slots_per_rank + slot, tl.sum(counts))
-        tl.atomic_max(late + local * num_ranks + ranks, tl.zeros_like(counts) + round, mask=(ranks < num_ranks) & (came == 0))
+        tl.atomic_max(
+            late + local * num_ranks + ranks, tl.zeros_like(counts) + round, mask=(ranks < num_ranks) & (came == 0)
+        )
 
     group = tl.arange(0, GROUPS)
     channel = group[:, None] * 128 + tl.arange(0, 128)[None, :]
@@ -92,7 +95,8 @@ def combine_receive_kernel(
     """Adds a token's results, weighted, in top-k order in float32: the order is part of the result.
 
     Program: ((token, split of the row), rank), and one more per rank that waits until all ranks ended the round.
-    out: [V, T, hidden], ids: [V, T, TOPK] int64, weights: [V, T, TOPK] float32, rounds: [V], this round is counted already
+    out: [V, T, hidden], ids: [V, T, TOPK] int64, weights: [V, T, TOPK] float32, rounds: [V], this round is counted
+    already
     """
     part = tl.program_id(0)
     local = tl.program_id(1)

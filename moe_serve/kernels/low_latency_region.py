@@ -11,8 +11,8 @@ A lane, in order (offsets in bytes):
     home_rows     [T_max, K] x home_row_bytes
     staged, home_staged               only for transports that send from memory: [T_max] and [S, R * T_max] rows
 
-Flags hold the number of a round, never a yes or no: nobody has to clear them, and a flag that is late from a voided round
-cannot be taken for one of this round. Numbers of rounds only grow; a new epoch uses new regions.
+Flags hold the number of a round, never a yes or no: nobody has to clear them, and a flag that is late from a voided
+round cannot be taken for one of this round. Numbers of rounds only grow; a new epoch uses new regions.
 
 A row's header is int32: the token's number at home, then its K physical ids; so one staged row serves all K
 destinations, and a slot finds in it which of the K results it computes.

@@ -1,9 +1,11 @@
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 """The sending halves of low-latency dispatch and combine, and the small kernel that ends a round.
 
 Grid axis 1 is the rank: 1 in a process with its own GPU, V for V virtual ranks on one. No program here ever waits, so
 a launch always ends: that, and launching all sends before any wait, is why nothing can deadlock.
 
-Offsets and sizes come from low_latency_region.Region. Ids blocks are [tokens, W], W = topk rounded up to a power of two.
+Offsets and sizes come from low_latency_region.Region. Ids blocks are [tokens, W], W = topk rounded up to a power of
+two.
 """
 
 import triton
@@ -179,9 +181,7 @@ def write_header(at, ids, token, TOPK: tl.constexpr, HEADER_INTS: tl.constexpr, 
 
 
 @triton.jit
-def write_values(
-    at, wire, scales, channel, group, hidden, scales_at, HEADER_INTS: tl.constexpr, FP8: tl.constexpr
-):
+def write_values(at, wire, scales, channel, group, hidden, scales_at, HEADER_INTS: tl.constexpr, FP8: tl.constexpr):
     """Writes the values behind the header, and with FP8 the scales behind the values."""
     values_at = tl.multiple_of((at + HEADER_INTS * 4).to(tl.pointer_type(wire.dtype)), 16)
     tl.store(values_at + channel, wire, mask=channel < hidden)

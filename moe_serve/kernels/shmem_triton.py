@@ -1,3 +1,4 @@
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 """What low-latency kernels need of symmetric memory: signal, put and signal, wait. Nothing else knows the transport.
 
 NVSHMEM=True calls NVSHMEM's device functions through torch's Triton bindings. NVSHMEM=False reaches peers by plain
@@ -5,8 +6,8 @@ addresses: virtual ranks on one GPU, GPUs that map each other's memory, and the 
 `peers` is an int64 array of every rank's region address; with NVSHMEM only the own entry is used.
 
 Order: a signal is a release at system scope and follows a barrier of the program, so whatever any thread of the program
-wrote before is visible to who reads the signal with acquire. Put-with-signal gives the same, row by row; nothing assumes
-that two rows, or a row and another signal, arrive in order.
+wrote before is visible to who reads the signal with acquire. Put-with-signal gives the same, row by row; nothing
+assumes that two rows, or a row and another signal, arrive in order.
 """
 
 import triton
@@ -16,6 +17,8 @@ try:  # exists where torch sees a GPU; elsewhere NVSHMEM=True cannot be compiled
     from torch.distributed._symmetric_memory._nvshmem_triton import putmem_signal_block, signal_op
 except ImportError:
     putmem_signal_block = signal_op = None
+
+HAS_NVSHMEM = putmem_signal_block is not None
 
 _SET = tl.constexpr(0)  # NVSHMEM_SIGNAL_SET
 

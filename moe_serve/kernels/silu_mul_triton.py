@@ -1,3 +1,4 @@
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 """Triton twins of silu_mul.py and silu_mul_quantize.py, for packed rows and for slabs of which few rows are filled."""
 
 import torch
@@ -13,8 +14,8 @@ GROUPS_PER_PROGRAM = 8  # 1024 outputs: 8 for each of 128 threads, one 16-byte l
 
 
 def silu_mul_triton(gate_up: Tensor, rows_per_slot: Tensor | None = None) -> Tensor:
-    """gate_up: [rows, 2 n] -> [rows, n]; or [slots, capacity, 2 n] with rows_per_slot [slots] int64 on the device, where
-    rows beyond a slot's count are neither read nor written."""
+    """gate_up: [rows, 2 n] -> [rows, n]; or [slots, capacity, 2 n] with rows_per_slot [slots] int64 on the device,
+    where rows beyond a slot's count are neither read nor written."""
     out = torch.empty(*gate_up.shape[:-1], gate_up.shape[-1] // 2, dtype=gate_up.dtype, device=gate_up.device)
     _launch(gate_up, rows_per_slot, out, None)
     return out

@@ -29,8 +29,8 @@ def topk_gate_reference(
 ) -> tuple[Tensor, Tensor]:
     """Returns (ids [T, K] int64, weights [T, K] float32), and adds every real choice to load.
 
-    logits: [T, E] float32;  bias: [E] float32, added for the choice only, or None;  num_tokens: [1] int64, rows from there
-    on are padding: their ids are -1, their weights 0, and they are not counted;  load: [E] int64
+    logits: [T, E] float32;  bias: [E] float32, added for the choice only, or None;  num_tokens: [1] int64, rows from
+    there on are padding: their ids are -1, their weights 0, and they are not counted;  load: [E] int64
     """
     scores = torch.softmax(logits, -1) if shape.scoring == "softmax" else logits.sigmoid()
     choice = scores if bias is None else scores + bias

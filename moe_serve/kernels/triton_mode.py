@@ -1,3 +1,4 @@
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 """What every Triton kernel of this folder knows about where it runs.
 
 Under TRITON_INTERPRET=1 (set before triton is imported) kernels run on CPU tensors, one program after the other. That
@@ -38,10 +39,9 @@ def as_e4m3(x):
 @triton.jit
 def as_dtype(x, dtype: tl.constexpr):
     """Returns float32 x rounded to the nearest `dtype` (ties to even)."""
-    if INTERPRET:
-        if dtype == tl.bfloat16:
-            bits = x.to(tl.int32, bitcast=True)
-            x = ((bits + 0x7FFF + ((bits >> 16) & 1)) & ~0xFFFF).to(tl.float32, bitcast=True)
+    if INTERPRET and dtype == tl.bfloat16:
+        bits = x.to(tl.int32, bitcast=True)
+        x = ((bits + 0x7FFF + ((bits >> 16) & 1)) & ~0xFFFF).to(tl.float32, bitcast=True)
     return x.to(dtype)
 
 

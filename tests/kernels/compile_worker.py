@@ -58,11 +58,14 @@ class AbsentGpu(DriverBase):
 
 
 def figures(kernel: Any) -> dict[str, int]:
-    """Returns registers of a thread, its stack bytes (spilled values lie there), shared memory, and 16-byte accesses."""
+    """Returns registers of a thread, its stack bytes (spilled values lie there), shared memory, and 16-byte
+    accesses."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as cubin:
         cubin.write(kernel.asm["cubin"])
         cubin.flush()
-        usage = subprocess.run([CUOBJDUMP, "--dump-resource-usage", cubin.name], capture_output=True, text=True, check=True)
+        usage = subprocess.run(
+            [CUOBJDUMP, "--dump-resource-usage", cubin.name], capture_output=True, text=True, check=True
+        )
     # Linked device libraries bring functions of their own; the kernel is the one that was asked for.
     line = usage.stdout.partition(f"Function {kernel.metadata.name}:")[2]
     found = dict(re.findall(r"(REG|STACK|LOCAL):(\d+)", line.partition("Function ")[0]))
@@ -72,7 +75,9 @@ def figures(kernel: Any) -> dict[str, int]:
         "stack_bytes": int(found["STACK"]) + int(found.get("LOCAL", 0)),
         "shared_bytes": kernel.metadata.shared,
         "warps": kernel.metadata.num_warps,
-        "wide_loads": len(re.findall(r"ld\.global\S*\.v4\.b32|ld\.global\S*\.v2\.b64|cp\.async\.cg\S*|cp\.async\.bulk\.tensor", ptx)),
+        "wide_loads": len(
+            re.findall(r"ld\.global\S*\.v4\.b32|ld\.global\S*\.v2\.b64|cp\.async\.cg\S*|cp\.async\.bulk\.tensor", ptx)
+        ),
         "wide_stores": len(re.findall(r"st\.global\S*\.v4\.b32|st\.global\S*\.v2\.b64", ptx)),
         "matrix_instructions": len(re.findall(r"wgmma\.mma_async|mma\.sync|tcgen05\.mma", ptx)),
     }
@@ -88,7 +93,9 @@ def main() -> None:
 
     def compile_only(self: JITFunction, *args: Any, **kwargs: Any) -> None:
         kwargs["warmup"] = True
-        triton.knobs.runtime.jit_post_compile_hook = None  # torch's hook loads NVSHMEM's state into the module: needs a GPU
+        triton.knobs.runtime.jit_post_compile_hook = (
+            None  # torch's hook loads NVSHMEM's state into the module: needs a GPU
+        )
         compiled.append(start_kernel(self, *args, **kwargs))
 
     JITFunction.run = compile_only

@@ -23,7 +23,8 @@ def interpreter() -> Iterator[RunCheck]:
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT,
         env={**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
     )  # fmt: skip
-    assert worker.stdin is not None and worker.stdout is not None
+    assert worker.stdin is not None
+    assert worker.stdout is not None
 
     def run(check: Callable[..., None], *arguments: object) -> None:
         worker.stdin.write(json.dumps([check.__module__, check.__name__, arguments]) + "\n")

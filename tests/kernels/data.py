@@ -10,7 +10,8 @@ def randn(device: str, *shape: int, dtype: torch.dtype = torch.bfloat16, seed: i
 
 
 def relative_error(got: Tensor, expected: Tensor) -> float:
-    """||got - expected|| / ||expected|| in float64; NaN anywhere gives NaN, which no limit passes; 0 for empty tensors."""
+    """||got - expected|| / ||expected|| in float64; NaN anywhere gives NaN, which no limit passes; 0 for empty
+    tensors."""
     if got.numel() == 0:
         assert got.shape == expected.shape
         return 0.0
@@ -20,6 +21,6 @@ def relative_error(got: Tensor, expected: Tensor) -> float:
 
 def assert_equal_bits(got: Tensor, expected: Tensor) -> None:
     """Equal shape, dtype and bits (so NaN equals NaN, and float8 compares at all)."""
-    assert got.shape == expected.shape and got.dtype == expected.dtype, (got.shape, got.dtype, expected.shape, expected.dtype)
+    assert (got.shape, got.dtype) == (expected.shape, expected.dtype)
     if got.numel():
         assert torch.equal(got.contiguous().view(torch.uint8).cpu(), expected.contiguous().view(torch.uint8).cpu())

@@ -96,7 +96,11 @@ def exact_split(capability: int) -> None:
     from moe_serve.kernels.exact_split_triton import exact_split_triton
 
     for replicated in (32, 64):
-        numbers = [some(256, dtype=torch.int64), some(replicated, dtype=torch.int64), some(replicated, 32, dtype=torch.int64)]
+        numbers = [
+            some(256, dtype=torch.int64),
+            some(replicated, dtype=torch.int64),
+            some(replicated, 32, dtype=torch.int64),
+        ]
         exact_split_triton(some(256, dtype=torch.int64), SplitTable(*numbers, 288), some(3, dtype=torch.int64))
 
 

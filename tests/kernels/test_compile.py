@@ -20,7 +20,9 @@ USES_MATRIX_UNITS = {"grouped_gemm_kernel", "grouped_gemm_fp8_kernel"}
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed: nothing to compile"),
+    pytest.mark.skipif(
+        importlib.util.find_spec("triton") is None, reason="triton is not installed: nothing to compile"
+    ),
 ]
 
 
@@ -42,8 +44,13 @@ def test_kernels_compile_without_spilling(capability: int) -> None:
         assert report["shared_bytes"] <= SHARED_BYTES[capability], report
         assert (report["matrix_instructions"] > 0) == (report["kernel"] in USES_MATRIX_UNITS), report
         # Rows are moved 16 bytes at a time; narrower access would halve the bandwidth of what is bound by it.
-        if report["kernel"] in ("dispatch_send_kernel", "combine_send_kernel", "permute_kernel", "dispatch_receive_kernel"):
-            assert report["wide_loads"] > 0 and report["wide_stores"] > 0, report
+        if report["kernel"] in (
+            "dispatch_send_kernel",
+            "combine_send_kernel",
+            "permute_kernel",
+            "dispatch_receive_kernel",
+        ):
+            assert min(report["wide_loads"], report["wide_stores"]) > 0, report
 
 
 @pytest.mark.skipif(importlib.util.find_spec("nvidia.nvshmem") is None if importlib.util.find_spec("nvidia") else True,

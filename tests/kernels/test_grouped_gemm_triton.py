@@ -70,7 +70,9 @@ def check_fp8(device: str, rows: list[int], n: int, k: int, small: bool) -> None
     tile = GemmTile(16, 32, 128, 4, 2) if small else None
     moved = [tensor.to(device) for tensor in (x, scale, weight, weight_scale)]
     y = grouped_gemm_fp8_triton(*moved, torch.tensor(rows), tile=tile)
-    expected = expected_rows(dequantize_reference(x, scale, torch.float32), dequantize_weight(weight, weight_scale), rows)
+    expected = expected_rows(
+        dequantize_reference(x, scale, torch.float32), dequantize_weight(weight, weight_scale), rows
+    )
     assert relative_error(y, expected) < BF16_LIMIT
 
     capacity = max(rows) + 1  # the same rows in slabs

@@ -157,7 +157,8 @@ def check_canaries(device: str) -> None:
         sent = ranks.dispatch_send(randn(device, 2, 2, 40), torch.tensor([[[3, 0]] * 2] * 2, device=device), lane)
         ranks.combine_send(sent, ranks.dispatch_receive(sent).x)
         ranks.combine_receive(sent, torch.ones(2, 2, 2, device=device))
-    assert (memory[:, :128] == 0xA5).all() and (memory[:, -128:] == 0xA5).all()
+    assert (memory[:, :128] == 0xA5).all()
+    assert (memory[:, -128:] == 0xA5).all()
 
 
 def test_nothing_is_written_outside_a_region(on_device: RunCheck) -> None:
@@ -205,7 +206,8 @@ def test_region_parts_do_not_overlap_and_are_aligned() -> None:
                   region.home_rows_at, region.staged_at, region.home_staged_at, region.lane_bytes]  # fmt: skip
         assert starts == sorted(starts)
         assert all(start % 128 == 0 for start in starts)
-        assert region.row_bytes % 16 == 0 and region.scales_at % 16 == 0
+        assert region.row_bytes % 16 == 0
+        assert region.scales_at % 16 == 0
         assert region.home_rows_at - region.rows_at >= 5 * 3 * 7 * region.row_bytes
 
 
