@@ -211,7 +211,6 @@ def build_served_model(config: ServeConfig, group: EpGroup, progress: Progress |
         "all_to_all": type(all_to_all).__name__,
         "numerics": config.engine.numerics,
     }
-    report("ready", 1.0)
     return ServedModel(spec, decoder, cache, placement, recorder, limits, num_blocks, numerics, device, info)
 
 
