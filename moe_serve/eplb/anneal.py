@@ -55,8 +55,9 @@ def anneal_counts(
         copies = list_copies(tried, num_slots)
         own = None if fixed is None else fixed[layer]
         load = copy_load(weight[layer], tried, copies, own)
-        if slots == 2:
-            packed, load = pack_in_rounds(copies, load, num_ranks)  # the best packing there is
+        if slots == 2 and step % 2 == 0:
+            # The best packing there is, unless experts with many copies had to be kept apart.
+            packed, load = pack_in_rounds(copies, load, num_ranks)
             repair_duplicates(packed, load)
         else:
             # Packed by loads that are a little off, so that the same counts get other packings in other trials.
@@ -65,7 +66,7 @@ def anneal_counts(
             repair_duplicates(packed, load)
             swap_until_even(packed, load, 16, tolerance=1e-4)
         top = load.sum(axis=2).max(axis=1)
-        patience = 0.03 * (1 - step / rounds) ** 2
+        patience = 0.06 * (1 - step / rounds) ** 2
         keep = top <= current[rows] * (1 + patience * draw.random(len(rows)))
         counts[rows[keep]], current[rows[keep]] = tried[keep], top[keep]
         by_layer = top.reshape(len(going), chains)
