@@ -21,7 +21,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from moe_serve.dispatch.low_latency_gpu import LowLatencyRanks
+from moe_serve.dispatch.low_latency_triton import LowLatencyRanks
 from moe_serve.dispatch.symmetric_gpu import virtual_regions
 from moe_serve.kernels.exact_split import SplitTable, exact_split_reference, split_table
 from moe_serve.kernels.low_latency_region import Region
@@ -87,8 +87,7 @@ def print_machine(when: str) -> None:
 
 
 def time_us(calls: list[Callable[[], object]], repeats: int = REPEATS) -> float:
-    """Returns the median time of one call; the calls are taken in turn, so that each finds the L2 full of others'
-    data."""
+    """Returns the median time of one call; the calls are taken in turn, so that each finds the L2 full of others'."""
     for call in calls[:3]:
         call()
     torch.cuda.synchronize()
@@ -331,8 +330,7 @@ def small_kernels(ceilings: Ceilings) -> list[Row]:
 
 
 def overlap(ceilings: Ceilings) -> list[Row]:
-    """Shared expert (a dense GEMM) under dispatch: one stream sends, computes, receives, against one thing at a
-    time."""
+    """Shared expert (a dense GEMM) under dispatch: one stream sends, computes, receives, against one by one."""
     ranks = make_ranks(TOKENS, fp8=True)
     x = torch.randn(RANKS, TOKENS, HIDDEN, dtype=BF16, device="cuda")
     ids, weights = random_ids(TOKENS), torch.rand(RANKS, TOKENS, TOPK, device="cuda")

@@ -6,20 +6,25 @@ handle's combine must be received before the second dispatch after its own is se
 whole number of turns or none in flight at their ends.
 """
 
+from typing import TYPE_CHECKING
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from moe_serve.dispatch.base import Deferred, Dispatched, EpGroup, MaskedRows, Pending, Ready
-from moe_serve.dispatch.low_latency_gpu import LowLatencyRanks, Sent
+from moe_serve.dispatch.symmetric_gpu import Sent
 from moe_serve.errors import ConfigError
 from moe_serve.kernels.low_latency_region import Region
+
+if TYPE_CHECKING:  # loads triton
+    from moe_serve.dispatch.low_latency_triton import LowLatencyRanks
 
 
 class LowLatencyAllToAll:
     """AllToAll of one rank over ready regions; see make_low_latency for how they come to be."""
 
-    def __init__(self, ranks: LowLatencyRanks, group: EpGroup, num_lanes: int):
+    def __init__(self, ranks: "LowLatencyRanks", group: EpGroup, num_lanes: int):
         self._ranks, self._group, self._num_lanes = ranks, group, num_lanes
         self._lane = 0
 
@@ -91,6 +96,7 @@ def make_low_latency(
 
     Raises ConfigError for fp8 on a GPU without e4m3, inside a graph capture, and when NVSHMEM is missing.
     """
+    from moe_serve.dispatch.low_latency_triton import LowLatencyRanks
     from moe_serve.dispatch.symmetric_nvshmem import nvshmem_regions
 
     if wire_dtype == "fp8" and torch.cuda.get_device_capability(group.device) < (8, 9):

@@ -1,9 +1,8 @@
 """The segmented layout: which row of which slab a token takes when nobody has exchanged counts.
 
 Source rank r owns rows [r * T_max, (r + 1) * T_max) of every slot's slab, so a row's place depends on its own rank's
-ids
-alone: the n-th token of r that names slot s lies at row r * T_max + n of slab s. A token takes a row of a slot once,
-also where its ids name the slot twice (both entries then share the row and its result): T_max rows always suffice.
+ids alone: the n-th token of r that names slot s lies at row r * T_max + n of slab s. A token takes a row of a slot
+once, also where its ids name the slot twice (both entries share the row and its result): T_max rows always suffice.
 
 Shape words: T tokens, K topk, R ranks, P slots, S = P / R slots of one rank. Nothing here reads a tensor back.
 """

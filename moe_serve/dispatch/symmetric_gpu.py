@@ -36,6 +36,14 @@ class SymmetricRegions:
         return kernel if self.launchers is None else self.launchers[kernel.__name__]
 
 
+@dataclass(frozen=True)
+class Sent:
+    """One handle in flight: its lane, and the ids it was sent with ([V, T, K] int64)."""
+
+    lane: int
+    ids: Tensor
+
+
 def virtual_regions(region: Region, device: torch.device) -> SymmetricRegions:
     """Returns the regions of region.num_ranks virtual ranks, all in this process and on this device."""
     memory = torch.zeros(region.num_ranks, region.region_bytes, dtype=torch.uint8, device=device)

@@ -1,15 +1,14 @@
 """Regions in NVSHMEM's symmetric heap, for ranks on several GPUs and nodes.
 
 nvshmem4py starts the library (its unique id travels through torch's store, or mpi4py hands over the ranks) and
-allocates; kernels reach peers through torch's Triton bindings of NVSHMEM's device functions. Both are imported here, on
-use.
+allocates; kernels reach peers through torch's Triton bindings of NVSHMEM's device functions. Both are imported on use.
 """
 
 from importlib import import_module
 from typing import Any
 
 import torch
-from torch.distributed import Store  # type: ignore[attr-defined]
+from torch.distributed import Store
 
 from moe_serve.dispatch.symmetric_gpu import SymmetricRegions
 from moe_serve.errors import ConfigError

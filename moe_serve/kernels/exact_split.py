@@ -3,12 +3,10 @@
 The method is that of eplb/split_exact.py, cut to what one small kernel can do in a bounded time:
 1. each replicated expert, most tokens first, is water-filled over the ranks that hold it, `sweeps` times;
 2. the bound is ceil(total / ranks). While the heaviest rank is above it, look for a path of experts along which tokens
-can
-   leave it. None: the ranks reached can lose nothing, which proves ceil(their load / their number) as the new bound.
-   Found: push tokens along it;
+   can leave it. None: the ranks reached can lose nothing, which proves ceil(their load / their number) as the new
+   bound. Found: push tokens along it;
 3. the heaviest rank at the bound is the proof that the split is optimal. After max_pushes pushes the kernel stops; such
-a
-   batch has a legal split without proof, and is counted as that, never as exact.
+   a batch has a legal split without proof, and is counted as that, never as exact.
 Whole numbers and fixed ties only, so all ranks get the same split from the same counts.
 
 Shape words: E = num_logical, R = num_ranks, P = num_slots, N = experts that live on two or more ranks.
@@ -45,8 +43,7 @@ class SplitTable:
 
 
 def split_table(physical_to_logical: Tensor, num_ranks: int, num_logical: int) -> SplitTable:
-    """physical_to_logical: [P] int64 on the CPU, -1 = empty slot. Returns the table on the CPU, with at least one
-    row."""
+    """physical_to_logical: [P] int64 on the CPU, -1 = empty slot. Returns the table, N at least 1."""
     num_slots = physical_to_logical.numel()
     slots_per_rank = num_slots // num_ranks
     where: list[dict[int, int]] = [{} for _ in range(num_logical)]
@@ -64,8 +61,10 @@ def split_table(physical_to_logical: Tensor, num_ranks: int, num_logical: int) -
 def exact_split_reference(
     counts: Tensor, table: SplitTable, sweeps: int = SWEEPS, max_pushes: int = MAX_PUSHES
 ) -> tuple[Tensor, int]:
-    """counts: [E] int64, sum below 2^31 -> (tokens of each slot [P] int64, outcome). Tokens of a lost expert are
-    dropped."""
+    """counts: [E] int64, sum below 2^31 -> (tokens of each slot [P] int64, outcome).
+
+    Tokens of an expert without a slot are dropped.
+    """
     num_ranks, slots_per_rank = table.num_ranks, table.num_slots // table.num_ranks
     experts, copy_slot = table.experts.tolist(), table.copy_slot.tolist()
     load, live = [0] * num_ranks, [False] * num_ranks

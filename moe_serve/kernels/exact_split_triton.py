@@ -114,8 +114,7 @@ def exact_split_kernel(
 def home_load(
     counts, home_slot, slot_tokens, num_logical, slots_per_rank, rank, RANKS: tl.constexpr, HOMES: tl.constexpr
 ):
-    """Returns (load of the experts that live on one rank, [RANKS]; 1 where a rank has any); stores their slots'
-    tokens."""
+    """Returns (load of the experts that live on one rank, [RANKS]; 1 where a rank has any), and stores their tokens."""
     load = tl.zeros((RANKS,), dtype=tl.int32)
     used = tl.zeros((RANKS,), dtype=tl.int32)
     for start in range(0, num_logical, HOMES):

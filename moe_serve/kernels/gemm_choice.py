@@ -59,8 +59,7 @@ def slab_gemm_on_gpu(
     x: Tensor, weight: Tensor, rows_per_slot: Tensor, numerics: Numerics = FAST, expected_rows: int = 16,
     library: Library | None = None,
 ) -> Tensor:  # fmt: skip
-    """x: [slots, capacity, k], weight: [slots, n, k], rows_per_slot: [slots] int64 on the device -> [slots, capacity,
-    n].
+    """x: [slots, capacity, k], weight: [slots, n, k], rows_per_slot: [slots] int64 -> [slots, capacity, n].
 
     expected_rows: a guess of the rows per slot, for the choice of library and tile only
     """
@@ -74,7 +73,7 @@ def slab_gemm_on_gpu(
         case "torch":
             return torch.bmm(x, weight.transpose(1, 2))
         case "deep_gemm":
-            from deep_gemm import m_grouped_bf16_gemm_nt_masked  # type: ignore[import-not-found]
+            from deep_gemm import m_grouped_bf16_gemm_nt_masked
 
             y = torch.empty(*x.shape[:2], weight.shape[1], dtype=x.dtype, device=x.device)
             m_grouped_bf16_gemm_nt_masked(x, weight, y, rows_per_slot.int(), expected_rows)

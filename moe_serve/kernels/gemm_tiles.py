@@ -2,9 +2,8 @@
 
 A search at run time costs seconds at the worst moment, differs between ranks, and breaks graph capture. The classes
 follow what bounds the product: few rows per expert stream weights (memory), many rows multiply (matrix units).
-Figures behind the rows: shared memory = (block_m + block_n) x block_k x bytes x num_stages, which must stay below 163
-KB (sm_80) or 227 KB (sm_90, sm_100). No row has been measured on a GPU yet; `benchmarks/gpu.py` prints what to put
-here.
+Shared memory is (block_m + block_n) x block_k x bytes x num_stages; sm_80 has 163 KB, sm_90 and sm_100 have 227 KB.
+No row has been measured on a GPU yet; `benchmarks/gpu.py` prints what to put here.
 """
 
 from dataclasses import dataclass

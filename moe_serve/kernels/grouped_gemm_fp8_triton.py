@@ -15,8 +15,8 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from moe_serve.kernels.gemm_tiles import GemmTile, fp8_tile
 from moe_serve.kernels.grouped_gemm_triton import has_tensor_memory_accelerator, on_device
 from moe_serve.kernels.grouped_tiles_triton import count_tiles, locate_tile
+from moe_serve.kernels.mode_triton import as_dtype, dot, num_multiprocessors
 from moe_serve.kernels.quantize import GROUP
-from moe_serve.kernels.triton_mode import as_dtype, dot, num_multiprocessors
 
 
 def grouped_gemm_fp8_triton(

@@ -13,8 +13,8 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from moe_serve.kernels.gemm_tiles import GemmTile, bf16_tile
 from moe_serve.kernels.grouped_tiles_triton import count_tiles, locate_tile
+from moe_serve.kernels.mode_triton import as_dtype, dot, num_multiprocessors
 from moe_serve.kernels.numerics import FAST, Numerics
-from moe_serve.kernels.triton_mode import as_dtype, dot, num_multiprocessors
 
 
 def grouped_gemm_triton(

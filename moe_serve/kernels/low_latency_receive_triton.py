@@ -9,8 +9,8 @@ read only after its own flag says that this round wrote it.
 import triton
 import triton.language as tl
 
+from moe_serve.kernels.mode_triton import INTERPRET, as_dtype
 from moe_serve.kernels.shmem_triton import wait_for, wait_for_each
-from moe_serve.kernels.triton_mode import INTERPRET, as_dtype
 
 
 @triton.jit
@@ -95,8 +95,7 @@ def combine_receive_kernel(
     """Adds a token's results, weighted, in top-k order in float32: the order is part of the result.
 
     Program: ((token, split of the row), rank), and one more per rank that waits until all ranks ended the round.
-    out: [V, T, hidden], ids: [V, T, TOPK] int64, weights: [V, T, TOPK] float32, rounds: [V], this round is counted
-    already
+    out: [V, T, hidden], ids: [V, T, TOPK] int64, weights: [V, T, TOPK] float32, rounds: [V], with this one
     """
     part = tl.program_id(0)
     local = tl.program_id(1)

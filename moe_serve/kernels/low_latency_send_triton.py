@@ -4,16 +4,15 @@
 Grid axis 1 is the rank: 1 in a process with its own GPU, V for V virtual ranks on one. No program here ever waits, so
 a launch always ends: that, and launching all sends before any wait, is why nothing can deadlock.
 
-Offsets and sizes come from low_latency_region.Region. Ids blocks are [tokens, W], W = topk rounded up to a power of
-two.
+Offsets and sizes come from low_latency_region.Region. Ids blocks are [tokens, W], W the power of two above topk.
 """
 
 import triton
 import triton.language as tl
 
+from moe_serve.kernels.mode_triton import as_dtype
 from moe_serve.kernels.quantize_triton import quantize_groups
 from moe_serve.kernels.shmem_triton import put_and_signal, signal, signal_each
-from moe_serve.kernels.triton_mode import as_dtype
 
 TOKENS_BLOCK = tl.constexpr(128)  # tokens whose ids are looked through at a time
 

@@ -1,5 +1,4 @@
-"""FP8 rows: e4m3 with one float32 scale for every 128 values of a row, as DeepSeek-V3 checkpoints and DeepEP carry
-them.
+"""FP8 rows: e4m3 with one float32 scale for every 128 values of a row, as DeepSeek-V3 and DeepEP have them.
 
 scale = amax / 448 and q = x x (1 / amax x 448), each step rounded to float32, where amax = max(|x|, 1e-4) over the 128
 values: the largest becomes 448, the largest e4m3, and the clamp keeps a row of zeros from dividing by zero. A last

@@ -6,8 +6,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from moe_serve.kernels.mode_triton import as_dtype, as_e4m3
 from moe_serve.kernels.quantize import GROUP, num_groups
-from moe_serve.kernels.triton_mode import as_dtype, as_e4m3
 
 GROUPS_PER_PROGRAM = 16  # 2048 values: 16 bf16 values (two 16-byte loads) for each of 128 threads
 
@@ -35,8 +35,7 @@ def dequantize_triton(q: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
 
 @triton.jit
 def quantize_groups(x):
-    """x: [groups, 128] float32 -> (e4m3 [groups, 128], scale [groups] float32); the one place that defines the
-    rounding."""
+    """x: [groups, 128] float32 -> (e4m3 [groups, 128], scale [groups] float32): the rounding of all FP8."""
     amax = tl.maximum(tl.max(tl.abs(x), axis=1), 1e-4)
     # The reference's steps with its roundings: bf16 inputs often fall half-way between two e4m3 values, where one bit
     # of the factor decides.

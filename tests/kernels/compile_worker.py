@@ -58,8 +58,7 @@ class AbsentGpu(DriverBase):
 
 
 def figures(kernel: Any) -> dict[str, int]:
-    """Returns registers of a thread, its stack bytes (spilled values lie there), shared memory, and 16-byte
-    accesses."""
+    """Returns registers of a thread, its stack bytes (spilled values lie there), shared memory, wide accesses."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as cubin:
         cubin.write(kernel.asm["cubin"])
         cubin.flush()

@@ -10,8 +10,7 @@ def randn(device: str, *shape: int, dtype: torch.dtype = torch.bfloat16, seed: i
 
 
 def relative_error(got: Tensor, expected: Tensor) -> float:
-    """||got - expected|| / ||expected|| in float64; NaN anywhere gives NaN, which no limit passes; 0 for empty
-    tensors."""
+    """||got - expected|| / ||expected|| in float64. NaN gives NaN, which no limit passes; empty tensors give 0."""
     if got.numel() == 0:
         assert got.shape == expected.shape
         return 0.0

@@ -69,7 +69,7 @@ def silu_mul_quantize(capability: int) -> None:
 
 
 def low_latency(capability: int, fp8: bool = False, nvshmem: bool = False, topk: int = TOPK) -> None:
-    from moe_serve.dispatch.low_latency_gpu import LowLatencyRanks
+    from moe_serve.dispatch.low_latency_triton import LowLatencyRanks
     from moe_serve.dispatch.symmetric_gpu import SymmetricRegions
     from moe_serve.kernels.low_latency_region import Region
 

@@ -32,7 +32,7 @@ def make_ids(routing: str, num_ranks: int, num_tokens: int, topk: int, num_slots
 
 
 def make_ranks(device: str, region: Region, dtype: torch.dtype, **options: object) -> object:
-    from moe_serve.dispatch.low_latency_gpu import LowLatencyRanks
+    from moe_serve.dispatch.low_latency_triton import LowLatencyRanks
     from moe_serve.dispatch.symmetric_gpu import virtual_regions
 
     ranks = LowLatencyRanks(virtual_regions(region, torch.device(device)), dtype, **options)
@@ -124,7 +124,7 @@ def test_two_handles_in_flight_do_not_meet(on_device: RunCheck) -> None:
 
 
 def check_missing_peer(device: str) -> None:
-    from moe_serve.dispatch.low_latency_gpu import LowLatencyRanks
+    from moe_serve.dispatch.low_latency_triton import LowLatencyRanks
     from moe_serve.dispatch.symmetric_gpu import SymmetricRegions, virtual_regions
 
     region = Region(2, 1, 2, 32, 1, value_bytes=2, home_value_bytes=2)
@@ -144,7 +144,7 @@ def test_a_rank_that_never_sends_is_named_and_nobody_hangs(on_device: RunCheck) 
 
 
 def check_canaries(device: str) -> None:
-    from moe_serve.dispatch.low_latency_gpu import LowLatencyRanks
+    from moe_serve.dispatch.low_latency_triton import LowLatencyRanks
     from moe_serve.dispatch.symmetric_gpu import SymmetricRegions
 
     region = Region(2, 2, 2, 40, 2, value_bytes=1, home_value_bytes=2, stages=True)
@@ -214,8 +214,8 @@ def test_region_parts_do_not_overlap_and_are_aligned() -> None:
 def check_contract(device: str) -> None:
     from moe_serve.dispatch.base import EpGroup
     from moe_serve.dispatch.local import LocalAllToAll
-    from moe_serve.dispatch.low_latency_gpu import LowLatencyRanks
     from moe_serve.dispatch.low_latency_nvshmem import LowLatencyAllToAll, low_latency_region
+    from moe_serve.dispatch.low_latency_triton import LowLatencyRanks
     from moe_serve.dispatch.symmetric_gpu import virtual_regions
     from moe_serve.dispatch.wire import make_wire
 

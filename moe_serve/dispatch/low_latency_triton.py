@@ -7,8 +7,7 @@
 
 One object drives one rank of its process, or V virtual ranks on one GPU: tensors have a leading dimension for them, 1
 or V. Nothing is read back to the host and all addresses are fixed, so the four calls can be captured in a graph;
-building the object inside a capture is refused. A round that misses a peer ends too: `late` names it, and the caller
-voids the step.
+building the object inside a capture is refused. A round that misses a peer ends too: `late` names it, the step is void.
 """
 
 from dataclasses import dataclass
@@ -19,7 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from moe_serve.dispatch.segmented import check_capacity
-from moe_serve.dispatch.symmetric_gpu import SymmetricRegions
+from moe_serve.dispatch.symmetric_gpu import Sent, SymmetricRegions
 from moe_serve.errors import ConfigError
 from moe_serve.kernels.low_latency_receive_triton import combine_receive_kernel, dispatch_receive_kernel
 from moe_serve.kernels.low_latency_send_triton import combine_send_kernel, dispatch_send_kernel, finish_kernel
@@ -48,14 +47,6 @@ class Slabs:
     scale: Tensor | None
     rows_per_slot: Tensor
     origin: Tensor
-
-
-@dataclass(frozen=True)
-class Sent:
-    """One handle in flight: its lane, and the ids it was sent with ([V, T, K] int64)."""
-
-    lane: int
-    ids: Tensor
 
 
 class LowLatencyRanks:
