@@ -44,6 +44,10 @@ class GroupedRows:
             if self.numerics.invariant:
                 # Tiles of BLAS would not do: on some CPUs the bits of a row depend on its place in a tile of two.
                 return row_gemm(x, weight.transpose(1, 2).contiguous().transpose(1, 2), self.group_of_row)
+        if x.is_cuda and x.dtype == torch.bfloat16 and weight.is_contiguous():
+            from moe_serve.kernels.gemm_choice import packed_gemm_on_gpu
+
+            return packed_gemm_on_gpu(x, weight, self.rows_per_group, self.numerics)
         if self.numerics.invariant:
             return _by_tiles(x, weight, self.rows_per_group, self.numerics)
         if x.is_cuda and x.dtype == torch.bfloat16:
@@ -82,6 +86,10 @@ def slab_gemm(x: Tensor, weight: Tensor, rows_per_group: Tensor, numerics: Numer
         filled = torch.arange(x.shape[1]) < rows_per_group[:, None]
         out[filled] = grouped_gemm(x[filled], weight, rows_per_group, numerics)
         return out
+    if x.is_cuda and x.dtype == torch.bfloat16 and weight.is_contiguous():
+        from moe_serve.kernels.gemm_choice import slab_gemm_on_gpu
+
+        return slab_gemm_on_gpu(x, weight, rows_per_group, numerics)
     capacity = x.shape[1]
     tile = numerics.row_tile or max(capacity, 1)
     tiles = torch.split(functional.pad(x, (0, 0, 0, -capacity % tile)), tile, dim=1)
