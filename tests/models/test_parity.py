@@ -8,6 +8,8 @@ import pytest
 import torch
 
 from moe_serve.kernels.numerics import FAST, Numerics
+from moe_serve.models.mla import expand_from
+from moe_serve.models.spec import MlaSpec, read_spec
 from tests.models.families import FAMILIES, oracle_greedy, oracle_logits
 from tests.models.runner import BLOCK_SIZE, INVARIANT, Runner, load_decoder
 from tests.tolerance import GREEDY_GAP, LOGITS, relative_error
@@ -31,10 +33,11 @@ def test_logits_match_in_one_piece_in_chunks_and_behind_a_cached_prefix(
     wanted = [oracle_logits(model, ids) for ids in prompts()]
     whole = [runner.request(f"whole{i}", ids) for i, ids in enumerate(prompts())]
     runner.prefill(whole)
-    chunked = [runner.request(f"chunked{i}", ids) for i, ids in enumerate(prompts())]
-    runner.prefill(chunked, chunk=16)
-    for requests in (whole, chunked):
-        for request, logits in zip(requests, wanted, strict=True):
+    assert all(relative_error(runner.stacked(r), logits) < LOGITS for r, logits in zip(whole, wanted, strict=True))
+    for chunk in (16, 64):  # on either side of where MLA changes its form
+        chunked = [runner.request(f"{chunk}/{i}", ids) for i, ids in enumerate(prompts())]
+        runner.prefill(chunked, chunk=chunk)
+        for request, logits in zip(chunked, wanted, strict=True):
             assert relative_error(runner.stacked(request), logits) < LOGITS
     num_shared = 4
     prefixed = runner.request("prefixed", prompts()[0], whole[0].block_ids[:num_shared])
@@ -74,3 +77,21 @@ def test_the_demo_model_agrees_with_transformers() -> None:
     assert relative_error(runner.stacked(request), oracle_logits(model, ids)) < LOGITS
     runner.greedy([request], 32)
     assert request.output_ids == oracle_greedy(model, ids, 32)
+
+
+def test_the_form_of_latent_attention_follows_the_number_of_multiplications(oracle: Oracle) -> None:
+    attention = read_spec(oracle("deepseek_v3-yarn")[1]).attention
+    assert isinstance(attention, MlaSpec)
+    border = expand_from(attention)
+    assert border == 48
+    heads, keys = attention.num_heads, 1000
+
+    def absorbed(rows: int) -> int:
+        return rows * heads * keys * (2 * attention.kv_lora_rank + attention.rope_dim)
+
+    def expanded(rows: int) -> int:
+        made = keys * heads * attention.kv_lora_rank * (attention.nope_dim + attention.value_dim)
+        return made + rows * heads * keys * (attention.query_dim + attention.value_dim)
+
+    assert expanded(border) <= absorbed(border)
+    assert expanded(border - 1) > absorbed(border - 1)
