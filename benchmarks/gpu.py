@@ -30,6 +30,8 @@ REPEATS = 30
 L2_BYTES = 64 << 20  # inputs rotate over at least four times this
 HIDDEN, TOPK, RANKS, SLOTS, TOKENS = 7168, 8, 8, 36, 128  # DeepSeek-V3, 8 ranks, 288 slots
 BF16 = torch.bfloat16
+LAUNCH_CYCLES = 1_000_000  # the GPU idles so long before a timed call, while the host queues all of it
+LINK_GB_S = 50  # per rank and direction, what overlap is measured against: one 400 Gb/s network card
 QUERIED = "clocks.sm,clocks.mem,temperature.gpu,power.draw,driver_version"
 
 
@@ -94,6 +96,7 @@ def time_us(calls: list[Callable[[], object]], repeats: int = REPEATS) -> float:
     times = []
     for repeat in range(repeats):
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        torch.cuda._sleep(LAUNCH_CYCLES)
         start.record()
         calls[repeat % len(calls)]()
         end.record()
@@ -224,6 +227,7 @@ def low_latency(ceilings: Ceilings) -> list[Row]:
     }
     for repeat in range(REPEATS + 5):
         marks = [torch.cuda.Event(enable_timing=True) for _ in range(5)]
+        torch.cuda._sleep(LAUNCH_CYCLES)
         marks[0].record()
         sent = ranks.dispatch_send(inputs[repeat % len(inputs)], ids)
         marks[1].record()
@@ -330,16 +334,23 @@ def small_kernels(ceilings: Ceilings) -> list[Row]:
 
 
 def overlap(ceilings: Ceilings) -> list[Row]:
-    """Shared expert (a dense GEMM) under dispatch: one stream sends, computes, receives, against one by one."""
+    """Shared expert (a dense GEMM) while rows travel, on two streams, against one after the other.
+
+    A link is played by a pause between send and receive, as long as a rank's bytes would take on it.
+    """
     ranks = make_ranks(TOKENS, fp8=True)
     x = torch.randn(RANKS, TOKENS, HIDDEN, dtype=BF16, device="cuda")
     ids, weights = random_ids(TOKENS), torch.rand(RANKS, TOKENS, TOPK, device="cuda")
     results = torch.randn(RANKS, SLOTS, RANKS * TOKENS, HIDDEN, dtype=BF16, device="cuda")
     shared = torch.randn(HIDDEN, 4096, dtype=BF16, device="cuda")
     side = torch.cuda.Stream()
+    cycles_of_1_us = 4_000_000 / time_us([lambda: torch.cuda._sleep(4_000_000)], 10)
+    link_us = TOKENS * TOPK * ranks.region.row_bytes / LINK_GB_S / 1e3
 
-    def travel() -> None:
+    def travel(pause_us: float) -> None:
         sent = ranks.dispatch_send(x, ids)
+        if pause_us:
+            torch.cuda._sleep(int(pause_us * cycles_of_1_us))
         ranks.dispatch_receive(sent)
         ranks.combine_send(sent, results)
         ranks.combine_receive(sent, weights)
@@ -347,32 +358,30 @@ def overlap(ceilings: Ceilings) -> list[Row]:
     def compute() -> torch.Tensor:
         return x.view(-1, HIDDEN) @ shared
 
-    def one_after_the_other() -> None:
+    def one_after_the_other(pause_us: float) -> None:
         compute()
-        travel()
+        travel(pause_us)
 
-    def together() -> None:
+    def together(pause_us: float) -> None:
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
             compute()
-        travel()
+        travel(pause_us)
         torch.cuda.current_stream().wait_stream(side)
 
-    alone_us, compute_us = time_us([travel]), time_us([compute])
-    both, overlapped = time_us([one_after_the_other]), time_us([together])
-    hidden = (alone_us + compute_us - overlapped) / min(alone_us, compute_us) * 100
-    conditions = f"travel {alone_us:.0f} us, shared expert {compute_us:.0f} us; transfers not throttled: one device"
-    return [
-        Row(
-            "overlap: speed against one after the other",
-            both / overlapped,
-            "x",
-            ">= 0.98",
-            both / overlapped >= 0.98,
-            conditions,
-        ),
-        Row("overlap: share of the shorter part hidden", hidden, "%", "", None, conditions),
-    ]
+    rows = []
+    compute_us = time_us([compute])
+    for pause_us, link in ((link_us, f"link of {LINK_GB_S} GB/s"), (0.0, "no link")):
+        both = time_us([lambda pause_us=pause_us: one_after_the_other(pause_us)])
+        overlapped = time_us([lambda pause_us=pause_us: together(pause_us)])
+        conditions = f"{link}: {pause_us:.0f} us under way, shared expert {compute_us:.0f} us, one device"
+        if pause_us:
+            hidden = (both - overlapped) / min(pause_us, compute_us) * 100
+            rows.append(Row("overlap: share of the shorter hidden", hidden, "%", ">= 80 %", hidden >= 80, conditions))
+        faster = both / overlapped
+        goal = ("", None) if pause_us else (">= 0.98", faster >= 0.98)
+        rows.append(Row("overlap: speed against one by one", faster, "x", *goal, conditions))
+    return rows
 
 
 BENCHMARKS: dict[str, Callable[[Ceilings], list[Row]]] = {

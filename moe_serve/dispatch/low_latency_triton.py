@@ -63,7 +63,7 @@ class LowLatencyRanks:
                 "low-latency buffers cannot be built while a CUDA graph is captured; build and run them once before"
             )
         region = regions.region
-        self._regions, self._region, self._max_spins = regions, region, max_spins
+        self._regions, self.region, self._max_spins = regions, region, max_spins
         self._fp8 = region.value_bytes == 1
         self._keep_fp8 = keep_fp8 and self._fp8
         self._wire = tl.float8e4nv if self._fp8 else _TL_DTYPE[dtype]
@@ -88,7 +88,7 @@ class LowLatencyRanks:
 
     def dispatch_send(self, x: Tensor, ids: Tensor, lane: int = 0) -> Sent:
         """x: [V, T, H], ids: [V, T, K] int64 physical ids, -1 = none, T <= max_tokens, may be 0."""
-        region, regions = self._region, self._regions
+        region, regions = self.region, self._regions
         num_tokens, topk = ids.shape[1:]
         check_capacity(num_tokens, region.max_tokens)
         assert (topk, x.shape[2]) == (region.topk, region.hidden), "shapes of the region"
@@ -108,7 +108,7 @@ class LowLatencyRanks:
 
     def dispatch_receive(self, sent: Sent) -> Slabs:
         """Returns the slabs of that handle; valid until its lane is used again."""
-        region, regions, slabs = self._region, self._regions, self._slabs[sent.lane]
+        region, regions, slabs = self.region, self._regions, self._slabs[sent.lane]
         grid = (region.slots_per_rank * region.num_ranks * ROW_SPLITS, regions.num_local)
         regions.launcher(dispatch_receive_kernel)[grid](
             slabs.x, slabs.scale, slabs.origin, slabs.rows_per_slot, self.late, self._peers[sent.lane],
@@ -123,7 +123,7 @@ class LowLatencyRanks:
 
     def combine_send(self, sent: Sent, results: Tensor) -> None:
         """results: [V, S, capacity, H], rows where dispatch_receive put the inputs."""
-        region, regions, slabs = self._region, self._regions, self._slabs[sent.lane]
+        region, regions, slabs = self.region, self._regions, self._slabs[sent.lane]
         peers, rounds = self._peers[sent.lane], self._rounds[sent.lane]
         grid = (region.slots_per_rank * COMBINE_SPLITS, regions.num_local)
         regions.launcher(combine_send_kernel)[grid](
@@ -140,7 +140,7 @@ class LowLatencyRanks:
 
     def combine_receive(self, sent: Sent, weights: Tensor) -> Tensor:
         """weights: [V, T, K] float32 -> [V, T, H]; a token without any expert is zero."""
-        region, regions, lane = self._region, self._regions, sent.lane
+        region, regions, lane = self.region, self._regions, sent.lane
         num_tokens = sent.ids.shape[1]
         dtype = self._slabs[lane].x.dtype if not self._keep_fp8 else torch.bfloat16
         out = torch.empty(regions.num_local, num_tokens, region.hidden, dtype=dtype, device=weights.device)
