@@ -194,15 +194,18 @@ def check(
     raise typer.Exit(print_check(effective_config(config, flags, overrides or ())))
 
 
-def _add_balancer_commands() -> None:
-    """Adds `replay`, `simulate` and their like, which live with the balancers."""
+def _add_balancer_commands(arguments: list[str]) -> None:
+    """Adds `replay`, `simulate` and their like, which live with the balancers, unless a command of ours is called."""
+    ours = {command.callback.__name__ for command in app.registered_commands if command.callback}
+    if arguments and arguments[0] in ours:
+        return
     if find_spec("moe_serve.launcher.cli_balancer") is not None:
         import_module("moe_serve.launcher.cli_balancer").add_balancer_commands(app)
 
 
 def main() -> None:
     """The console script: one line on stderr for every mistake that a user can correct."""
-    _add_balancer_commands()
+    _add_balancer_commands(sys.argv[1:])
     try:
         app()
     except MoeServeError as error:

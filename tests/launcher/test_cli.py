@@ -38,13 +38,25 @@ def test_help_does_not_import_what_is_heavy():
         "import moe_serve.launcher.cli as cli\n"
         "try: cli.main()\n"
         "except SystemExit: pass\n"
-        "heavy = {'torch', 'numpy', 'fastapi', 'uvicorn', 'scipy', 'zmq', 'tokenizers'} & set(sys.modules)\n"
+        "heavy = {'torch', 'fastapi', 'uvicorn', 'scipy', 'zmq', 'tokenizers'} & set(sys.modules)\n"
         "assert not heavy, heavy"
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert result.returncode == 0, result.stderr
     for command in ("serve", "frontend", "generate", "check"):
         assert command in result.stdout
+
+
+def test_serving_does_not_pay_for_the_balancers_commands():
+    code = (
+        "import sys; sys.argv = ['moe-serve', 'serve', '--help']\n"
+        "import moe_serve.launcher.cli as cli\n"
+        "try: cli.main()\n"
+        "except SystemExit: pass\n"
+        "assert 'numpy' not in sys.modules"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert result.returncode == 0, result.stderr
 
 
 def test_serving_from_the_command_line_needs_no_torch_in_the_parent_or_the_front_end():
