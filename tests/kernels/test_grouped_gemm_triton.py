@@ -97,3 +97,17 @@ def test_fp8_of_production_width() -> None:
     if not torch.cuda.is_available():
         pytest.skip("needs a CUDA device")
     check_fp8("cuda", [0, 1, 300, 1024], 2048, 7168, False)
+
+
+def check_invariance(device: str) -> None:
+    from moe_serve.kernels.grouped_gemm_triton import grouped_gemm_triton
+    from moe_serve.kernels.numerics import Numerics
+
+    x, weight = randn(device, 70, 64), randn(device, 1, 40, 64, seed=1)
+    alone = grouped_gemm_triton(x[66:67], weight, torch.tensor([1]), Numerics(row_tile=8))
+    among = grouped_gemm_triton(x, weight, torch.tensor([70]), Numerics(row_tile=8))
+    assert torch.equal(alone[0], among[66])
+
+
+def test_in_batch_invariant_a_row_does_not_know_its_neighbours(on_device: RunCheck) -> None:
+    on_device(check_invariance)

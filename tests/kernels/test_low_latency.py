@@ -236,3 +236,25 @@ def check_contract(device: str) -> None:
 
 def test_the_gpu_transport_gives_the_bits_of_the_local_one(on_device: RunCheck) -> None:
     on_device(check_contract)
+
+
+def test_eight_virtual_ranks_in_one_process(on_device: RunCheck) -> None:
+    on_device(check_round_trip, "random", 8, 1, 16, 2, "bf16", False)
+
+
+@pytest.mark.gpu
+def test_the_same_step_gives_the_same_bits_every_time() -> None:
+    if not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device")
+    region = Region(8, 36, 32, 7168, 8, value_bytes=1, home_value_bytes=2)
+    ranks = make_ranks("cuda", region, torch.bfloat16)
+    x, ids = randn("cuda", 8, 32, 7168), make_ids("random", 8, 32, 8, 288).cuda()
+    weights = torch.rand(8, 32, 8, device="cuda")
+    first = None
+    for turn in range(20):
+        sent = ranks.dispatch_send(x, ids, lane=turn % 2)
+        ranks.combine_send(sent, ranks.dispatch_receive(sent).x)
+        out = ranks.combine_receive(sent, weights)
+        first = out if first is None else first
+        assert torch.equal(out, first)
+    assert (ranks.late == 0).all()
