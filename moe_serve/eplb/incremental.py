@@ -20,23 +20,24 @@ from moe_serve.eplb.problem import Floats, Ids, Problem, finish, problem_of
 from moe_serve.eplb.refined import RefinedPolicy
 
 Ints = NDArray[np.int64]
+PRICE_STEPS = 11
 
 
 @dataclass(frozen=True)
 class IncrementalPolicy:
     """The fewest moves from the placement in use to a good one.
 
-    slack:     a layer is done when its balancedness is within this share of what a fresh greedy plan reaches (of 1 with
-               many slots per rank, less where slots are the limit); None = 0.03 with two slots per rank, 0.01
-               with three or four, else 0.013
-    steepness: of the smooth maximum, per mean rank load; about 1 / the relative drift of a rank until the next plan
+    slack:     a layer is done when its balancedness is within this share of what a fresh greedy plan reaches. None =
+               0.003 where `max_moves` is given; else 0.045 with two slots per rank, 0.01 with three or four, else 0.013
+    steepness: of the smooth maximum, per mean rank load; about 1 / the relative drift of a rank until the next plan.
+               None = 20 with two slots per rank, else 30
     risk:      see `edits.EditState`; only with two slots per rank, where a heavy copy has little company
     max_edits: effort, per layer
     Without a placement in use the plan is that of `refined`.
     """
 
     slack: float | None = None
-    steepness: float = 30.0
+    steepness: float | None = None
     risk: float = 0.1
     max_edits: int = 400
     name: str = "incremental"
@@ -66,7 +67,7 @@ class IncrementalPolicy:
             unit,
             table,
             holds(problem.current, unit.shape[1]),
-            self.steepness,
+            self.steepness or (20.0 if pairs else 30.0),
             self.risk if pairs else 0.0,
             None if problem.fixed is None else problem.fixed / mean,
         )
@@ -90,8 +91,10 @@ class IncrementalPolicy:
     def _target(self, problem: Problem) -> Floats:
         """Returns the balancedness [L] at which a layer is left alone."""
         slack = self.slack
+        if slack is None and problem.request.max_moves is not None:
+            slack = 0.003  # the budget is what ends it
         if slack is None:
-            slack = 0.03 if problem.slots_per_rank <= 2 else 0.01 if problem.slots_per_rank <= 4 else 0.013
+            slack = 0.045 if problem.slots_per_rank <= 2 else 0.01 if problem.slots_per_rank <= 4 else 0.013
         if not problem.is_global:
             bound = balancedness_bound(problem.weight, problem.num_ranks, problem.slots_per_rank)
             return bound * (1 - slack)
@@ -148,45 +151,73 @@ def better_of(first: Edits, second: Edits) -> tuple[Edits, Floats]:
 
 
 def _chain(state: EditState, target: Floats, budget: Ints, problem: Problem) -> bool:
-    """Counts, then chains at falling prices per move, two slots per rank. Returns whether the deadline passed.
+    """Counts, then chains at a price per move, two slots per rank. Returns whether the deadline passed.
 
-    Keeps for each layer the first table that meets the target within the budget, else the best one within it.
+    The price is halved in on until the moves it buys just fit the budget. Each layer keeps the first table that meets
+    its target, else the one with the lowest smooth maximum within the budget, never one less balanced than the start.
     """
     num_layers, num_ranks, slots = state.table.shape
-    before = state.table.copy()
+    best = state.table.copy()
+    started = _reached(state)
+    best_value = _smooth(state)
     change_counts(state, min(6, num_ranks), problem.request.seed)
     draw = np.random.default_rng(problem.request.seed)
-    best, best_reached = before, np.full(num_layers, -1.0)
-    best_reached[:] = _reached(EditState(state.unit, before, state.was_here, state.steepness, 0.0, state.fixed))
-    price = np.full(num_layers, 2.0)
+    price, too_low, enough = np.full(num_layers, 2.0), np.zeros(num_layers), np.full(num_layers, np.inf)
     done = np.zeros(num_layers, dtype=bool)
-    for step in range(16):
-        if problem.deadline.passed:
-            state.table[:] = best
-            return True
-        for _ in range(3):
-            swap = best_swaps(state, budget * 0 + num_ranks * slots, 12, price=_absolute(state, price))
-            going = (swap.gain - _absolute(state, price) * swap.cost > 1e-9) & ~done
-            if not going.any():
-                break
-            apply_edits(state, swap, going)
-        absolute = _absolute(state, price)
-        for layer in np.flatnonzero(~done).tolist():
-            load = state.load[layer]
-            choices = (load.argmin(axis=1), load.argmax(axis=1), draw.integers(0, slots, num_ranks))
-            slot_of: Ints = np.asarray(choices[step % 3])
-            state.table[layer] = reassign(state, layer, slot_of, float(absolute[layer]))
-        state.refresh()
-        reached, within = _reached(state), state.num_moved <= budget
-        better = within & (reached > best_reached) & ~done
-        best[better], best_reached[better] = state.table[better], reached[better]
-        done |= within & (reached >= target)
+    for _ in range(PRICE_STEPS):
+        for way in range(3):
+            if problem.deadline.passed:
+                state.table[:] = best
+                return True
+            _swap_at_price(state, price, ~done)
+            absolute = _absolute(state, price)
+            for layer in np.flatnonzero(~done).tolist():
+                load = state.load[layer]
+                choices = (load.argmin(axis=1), load.argmax(axis=1), draw.integers(0, slots, num_ranks))
+                slot_of: Ints = np.asarray(choices[way])
+                state.table[layer] = reassign(state, layer, slot_of, float(absolute[layer]))
+            state.refresh()
+            reached, within, value = _reached(state), state.num_moved <= budget, _smooth(state)
+            met = within & (reached >= target)
+            better = within & ~done & (reached >= started) & (met | (value < best_value))
+            best[better], best_value[better] = state.table[better], value[better]
+            done |= met
         if done.all():
             break
-        price = np.where(within, price * 0.75, price * 1.2)
+        enough = np.where(within, np.minimum(enough, price), enough)
+        too_low = np.where(within, too_low, np.maximum(too_low, price))
+        price = np.where(
+            too_low == 0, enough * 0.75, np.where(np.isinf(enough), too_low * 2, np.sqrt(too_low * enough))
+        )
     state.table[:] = best
     state.refresh()
+    for _ in range(12):  # what the last price left of the budget
+        edit, rate = better_of(
+            best_overwrites(state, budget - state.num_moved), best_swaps(state, budget - state.num_moved, 12)
+        )
+        going = (_reached(state) < target) & (rate > 1e-9)
+        if not going.any():
+            break
+        apply_edits(state, edit, going)
     return False
+
+
+def _swap_at_price(state: EditState, price: Floats, which: Bools) -> None:
+    """Makes a few swaps that gain more than the price of their moves."""
+    everything = np.full(len(price), state.table[0].size)
+    for _ in range(2):
+        absolute = _absolute(state, price)
+        swap = best_swaps(state, everything, 12, price=absolute)
+        going = (swap.gain - absolute * swap.cost > 1e-9) & which
+        if not going.any():
+            return
+        apply_edits(state, swap, going)
+
+
+def _smooth(state: EditState) -> Floats:
+    """Returns the smooth maximum of each layer on a scale that does not move with the heaviest rank."""
+    value: Floats = state.peak.sum(axis=1) * np.exp(np.minimum(state.steepness * (state.peak_load - 1.12), 200.0))
+    return value
 
 
 def _absolute(state: EditState, price: Floats) -> Floats:
