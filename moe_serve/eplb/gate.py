@@ -162,7 +162,7 @@ class Gate:
     @property
     def reach(self) -> Floats:
         """[L] windows over which a gain is counted."""
-        return np.clip(self._spacing, 1.0, self._horizon)
+        return np.asarray(np.clip(self._spacing, 1.0, self._horizon))
 
     @property
     def capital_s(self) -> float:
@@ -269,4 +269,4 @@ class Gate:
         num = len(self._windows)
         many = self._fading[-num:] / self._fading[-num:].sum()
         latest = np.eye(num)[-1]
-        return np.where((self._error[0] < self._error[1])[:, None], latest, many)
+        return np.asarray(np.where((self._error[0] < self._error[1])[:, None], latest, many))

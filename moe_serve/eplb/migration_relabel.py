@@ -35,7 +35,8 @@ def _price(old: NDArray[np.int32], new: NDArray[np.int32], num_logical: int, top
     size = wants.sum(axis=1, keepdims=True)
     arriving, off_node = size - wants @ held.T, size - wants @ held_near.T
     # Half a move for keeping the name: a rank changes its part only where that saves something.
-    return (len(old) + 1) * off_node + arriving - 0.5 / topology.num_ranks * np.eye(topology.num_ranks)
+    keep = 0.5 / topology.num_ranks * np.eye(topology.num_ranks)
+    return np.asarray((len(old) + 1) * off_node + arriving - keep)
 
 
 def _holds(row: NDArray[np.int32], num_logical: int, num_ranks: int) -> NDArray[np.float64]:

@@ -66,7 +66,9 @@ class ReplicaGraph:
                 slots_of.setdefault(expert, {}).setdefault(slot // slots_per_rank, slot)
         home_slot = np.full(num_logical, -1, dtype=np.int64)
         experts: list[int] = []
-        copy_start, copy_rank, copy_slot = [0], [], []
+        copy_start: list[int] = [0]
+        copy_rank: list[int] = []
+        copy_slot: list[int] = []
         for expert in sorted(slots_of):
             where = slots_of[expert]
             if len(where) == 1:

@@ -58,7 +58,8 @@ def start_near(ways: CopyWays, tokens: Int64s) -> Int64s:
     local_here = np.zeros(len(local), dtype=np.int64)
     np.add.at(local_here, ways.in_node, local)
     visiting = by_node[ways.node, ways.owner] - local_here[ways.in_node]
-    return local + (visiting + num_here - 1 - (np.arange(len(local)) - ways.in_node)) // num_here
+    turn = np.arange(len(local)) - ways.in_node
+    return np.asarray(local + (visiting + num_here - 1 - turn) // num_here)
 
 
 def send_short(ways: CopyWays, tokens: Int64s, copy_tokens: Int64s) -> Int64s:
@@ -81,11 +82,11 @@ def send_short(ways: CopyWays, tokens: Int64s, copy_tokens: Int64s) -> Int64s:
 
     num_nodes, per_node = ways.topology.num_nodes, ways.topology.ranks_per_node
     if num_nodes > 1:
-        supply = left.reshape(num_nodes, per_node, -1)[ways.node, :, ways.owner]  # [C, ranks of the copy's node]
-        near = _overlap(supply, room, ways.in_node)
+        by_node = left.reshape(num_nodes, per_node, -1).swapaxes(1, 2)  # a view: [N, X, ranks of the node]
+        near = _overlap(by_node[ways.node, ways.owner], room, ways.in_node)
         room -= near.sum(axis=1)
         sent.reshape(num_copies, num_nodes, per_node)[copies, ways.node] += near
-        np.subtract.at(left.reshape(num_nodes, per_node, -1), (ways.node, slice(None), ways.owner), near)
+        np.subtract.at(by_node, (ways.node, ways.owner), near)
     sent += _overlap(left.T[ways.owner], room, ways.in_expert)
     return sent.T
 
@@ -126,7 +127,7 @@ def take_turns(supply: Int64s, segment: Int64s) -> Int64s:
     turn = (np.arange(len(segment)) - segment)[:, None]
     # Groups begin their turns at different copies, or the odd tokens of all experts would pile up on low ranks.
     turn = (turn + segment[:, None]) % size
-    return (end - turn + size - 1) // size - (start - turn + size - 1) // size
+    return np.asarray((end - turn + size - 1) // size - (start - turn + size - 1) // size)
 
 
 def _overlap(supply: Int64s, room: Int64s, segment: Int64s) -> Int64s:
@@ -137,4 +138,4 @@ def _overlap(supply: Int64s, room: Int64s, segment: Int64s) -> Int64s:
     base = room_start[segment]
     low = np.maximum(supply_end - supply, (room_start - base)[:, None])
     high = np.minimum(supply_end, (room_end - base)[:, None])
-    return np.maximum(high - low, 0)
+    return np.asarray(np.maximum(high - low, 0))
