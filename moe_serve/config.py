@@ -196,6 +196,11 @@ def model_dir(config: ModelConfig) -> Path:
     return Path(config.path).expanduser()
 
 
+def served_name(config: ModelConfig) -> str:
+    """Returns the name of the model for clients: as configured, else `demo` or its folder's name."""
+    return config.served_name or (DEMO_MODEL if config.path == DEMO_MODEL else model_dir(config).name)
+
+
 def load_config(
     path: str | Path | None = None, overrides: Iterable[str] = (), base: Mapping[str, Any] | None = None
 ) -> ServeConfig:

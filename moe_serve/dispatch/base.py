@@ -148,6 +148,7 @@ def make_all_to_all(
     hidden: int | None = None,
     topk: int | None = None,
     deadline_s: float = 60.0,
+    compiled: bool = True,
 ) -> AllToAll:
     """Returns the transport of that name.
 
@@ -157,6 +158,7 @@ def make_all_to_all(
     wire_dtype:          "auto" (compute dtype), "float32", "bf16", "fp8"; see wire.py
     max_tokens_per_rank, hidden, topk: most rows of one dispatch, and their shape; low_latency is sized by them
     deadline_s:          how long low_latency waits for a peer
+    compiled:            let low_latency build a small C helper where it finds a compiler; the bits are the same
     Raises ConfigError for names unknown here and for `local` on several ranks, CapacityError when buffers do not fit.
     """
     from moe_serve.dispatch.wire import make_wire
@@ -186,6 +188,6 @@ def make_all_to_all(
                     "dispatch.backend low_latency needs max_tokens_per_rank, hidden and topk for its buffers"
                 )
             limits = BufferLimits(max_tokens_per_rank, hidden, topk, slots_per_rank)
-            return make_low_latency(group, limits, dtype, wire, deadline_s)
+            return make_low_latency(group, limits, dtype, wire, deadline_s, compiled)
         case _:
             raise ConfigError(f"dispatch.backend is {backend!r}; choose one of auto, local, collective, low_latency")

@@ -18,7 +18,6 @@ deadline. docs/communication.md tells this at length.
 
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -34,16 +33,16 @@ from moe_serve.dispatch.inbox import (
     ROWS,
     ROWS_READ,
     InboxShape,
-    Int32Array,
     Int64Array,
     Lane,
     all_flags,
 )
-from moe_serve.dispatch.row_moves import PlainMoves, RowMoves
-from moe_serve.dispatch.send_plan import SendPlan, starts
+from moe_serve.dispatch.lane_work import Heads, Lanes, LaneWork, PlainLaneWork
+from moe_serve.dispatch.lane_work_native import native_lane_work
+from moe_serve.dispatch.send_plan import SendPlan
 from moe_serve.dispatch.symmetric import SymmetricMemory
 from moe_serve.dispatch.symmetric_shm import share_regions
-from moe_serve.dispatch.wire import Wire
+from moe_serve.dispatch.wire import Codec, Wire
 from moe_serve.errors import CapacityError, ConfigError, PeerError
 
 MIN_COUNTS = 4096  # numbers that one exchange of counts can carry at least: 32 KiB
@@ -52,8 +51,8 @@ MIN_COUNTS = 4096  # numbers that one exchange of counts can carry at least: 32 
 @dataclass(frozen=True)
 class _Handle:
     plan: SendPlan
-    first: list[int]  # [R + 1] where the entries of each source begin, in arrival order
-    placed: Int64Array  # [M] placed row of each arriving entry
+    heads: Heads
+    placed: Int64Array  # [M] placed row of each arrived entry
 
 
 class LowLatencyAllToAll:
@@ -70,14 +69,17 @@ class LowLatencyAllToAll:
         hidden: int,
         dtype: torch.dtype,
         wire: Wire,
-        moves: RowMoves,
         deadline_s: float,
+        compiled: bool = True,
     ):
-        """hidden, dtype: of the rows;  shape: of the regions in memory, sized for this wire"""
+        """hidden, dtype: of the rows;  shape: of the regions in memory, sized for this wire
+
+        compiled: do the copying and adding in C where a compiler can be found; the bits are the same
+        """
         self._memory = memory
         self._rank, self._num_ranks = memory.rank, memory.num_ranks
         self._shape, self._hidden, self._dtype = shape, hidden, dtype
-        self._wire, self._moves = wire, moves
+        self._wire = wire
         self._inbox = [Lane(memory.region(self._rank), shape, source) for source in range(self._num_ranks)]
         self._peers = Peers(
             rank=self._rank,
@@ -89,6 +91,11 @@ class LowLatencyAllToAll:
         )
         for lane in self._peers.lanes:
             lane.set_canaries()
+        lanes = Lanes(self._rank, shape, self._peers.lanes, self._inbox)
+        native, self.note = native_lane_work(lanes) if compiled else (None, "not wanted")
+        self._work: LaneWork = native or PlainLaneWork(lanes)
+        self._rows_here = [self._typed(wire.dispatch, [lane.rows[b] for lane in self._inbox]) for b in (0, 1)]
+        self._home_here = [self._typed(wire.combine, [lane.home[b] for lane in self._inbox]) for b in (0, 1)]
         self._counts = Channel(self._peers, "counts", COUNTS, COUNTS_READ)
         self._rows = Channel(self._peers, "dispatch", ROWS, ROWS_READ)
         self._home = Channel(self._peers, "combine", HOME, HOME_READ)
@@ -118,12 +125,11 @@ class LowLatencyAllToAll:
 
     def dispatch(self, hidden: Tensor, physical_ids: Tensor, slot_counts: Tensor | None = None) -> Pending[Dispatched]:
         self._check(hidden, physical_ids)
-        plan = self._moves.plan(physical_ids.numpy(), self._num_ranks, self._shape.slots_per_rank)
+        plan = self._work.plan(physical_ids)
         self._check_members(plan)
-        data = self._wire.dispatch.encode(hidden)
+        data = self._encode(self._wire.dispatch, hidden)
         call, epoch = self._rows.begin(), self._peers.epoch
-        for peer in self._peers.others:
-            self._push_rows(peer, call % 2, plan, data)
+        self._work.push_rows(plan, data, call % 2, self._peers.others)
         self._rows.announce(call)
 
         def receive() -> Dispatched:
@@ -137,12 +143,9 @@ class LowLatencyAllToAll:
 
     def combine(self, expert_out: Tensor, weights: Tensor, handle: object) -> Pending[Tensor]:
         assert isinstance(handle, _Handle), "the handle belongs to another transport"
-        data = self._wire.combine.encode(expert_out)
+        data = self._encode(self._wire.combine, expert_out)
         call, epoch = self._home.begin(), self._peers.epoch
-        first = handle.first
-        for peer in self._peers.others:
-            results = handle.placed[first[peer] : first[peer + 1]]
-            self._moves.take(data, results, self._peers.lanes[peer].home[call % 2])
+        self._work.push_results(handle.heads, handle.placed, data, call % 2, self._peers.others)
         self._home.announce(call)
 
         def receive() -> Tensor:
@@ -154,53 +157,44 @@ class LowLatencyAllToAll:
 
         return Deferred(receive)
 
-    def _push_rows(self, peer: int, buffer: int, plan: SendPlan, data: Tensor) -> None:
-        """Writes rows, and which of them each slot gets, into the own lane of a peer."""
-        lane, slots = self._peers.lanes[peer], self._shape.slots_per_rank
-        tokens = plan.tokens[plan.first_token[peer] : plan.first_token[peer + 1]]
-        first, end = plan.first_entry[peer], plan.first_entry[peer + 1]
-        lane.head[buffer][:slots] = plan.counts[peer * slots : (peer + 1) * slots]
-        lane.head[buffer][slots] = tokens.shape[0]
-        lane.entries[buffer][: end - first] = plan.row[first:end]
-        self._moves.take(data, tokens, lane.rows[buffer])
-
-    def _place_rows(self, buffer: int, plan: SendPlan, data: Tensor) -> Dispatched:
+    def _place_rows(self, buffer: int, plan: SendPlan, own: Tensor) -> Dispatched:
         """Decodes what has arrived and puts a row for each entry in the placed layout."""
-        slots, codec = self._shape.slots_per_rank, self._wire.dispatch
-        counts = np.zeros((self._num_ranks, slots), dtype=np.int64)
-        pieces = [data[:0]] * self._num_ranks
-        for peer in self._peers.others:
-            head = self._inbox[peer].head[buffer]
-            counts[peer] = head[:slots]
-            pieces[peer] = self._inbox[peer].rows[buffer][: head[slots]]
-        counts[self._rank] = plan.counts[self._rank * slots : (self._rank + 1) * slots]
-        pieces[self._rank] = data
-        first = starts(counts.sum(1))
-        which: list[Int64Array | Int32Array] = [
-            self._inbox[source].entries[buffer][: first[source + 1] - first[source]]
-            for source in range(self._num_ranks)
-        ]
-        own_tokens = plan.tokens[plan.first_token[self._rank] : plan.first_token[self._rank + 1]]
-        which[self._rank] = own_tokens[plan.row[plan.first_entry[self._rank] : plan.first_entry[self._rank + 1]]]
-        placed = self._moves.placed_rows(counts)
-        x = self._arrival_buffer(buffer, first[-1])
-        decoded = [_bytes(codec.decode(piece, self._hidden)) for piece in pieces]
-        self._moves.place(decoded, which, placed, x.view(torch.uint8))
-        rows = PackedRows(x, torch.from_numpy(counts.sum(0)))
-        return Dispatched(rows, _Handle(plan, first, placed))
+        heads = self._work.read_heads(plan, buffer, self._peers.others)
+        if self._wire.dispatch.is_identity:
+            pieces = list(self._rows_here[buffer])
+        else:
+            pieces = [own] * self._num_ranks
+            for peer in self._peers.others:
+                num_rows = int(self._inbox[peer].head[buffer][self._shape.slots_per_rank])
+                pieces[peer] = self._decode(self._wire.dispatch, self._inbox[peer].rows[buffer][:num_rows])
+        pieces[self._rank] = own if self._wire.dispatch.is_identity else self._decode(self._wire.dispatch, own)
+        x = self._arrival_buffer(buffer, heads.first[-1])
+        placed = self._work.place_rows(plan, heads, pieces, buffer, x)
+        return Dispatched(PackedRows(x, torch.from_numpy(heads.per_slot)), _Handle(plan, heads, placed))
 
-    def _add_results(self, buffer: int, handle: _Handle, data: Tensor, weights: Tensor) -> Tensor:
+    def _add_results(self, buffer: int, handle: _Handle, own: Tensor, weights: Tensor) -> Tensor:
         plan, codec = handle.plan, self._wire.combine
-        pieces = []
-        which: list[Int64Array | None] = [None] * self._num_ranks
-        for source in range(self._num_ranks):
-            num_rows = plan.first_entry[source + 1] - plan.first_entry[source]
-            pieces.append(self._inbox[source].home[buffer][:num_rows])
+        if codec.is_identity:
+            pieces = list(self._home_here[buffer])
+        else:
+            first = plan.first_entry
+            sizes = [first[source + 1] - first[source] for source in range(self._num_ranks)]
+            home = [self._inbox[source].home[buffer][: sizes[source]] for source in range(self._num_ranks)]
+            pieces = [self._decode(codec, rows) for rows in home]
         # Own results stay where the experts left them.
-        pieces[self._rank] = data
-        which[self._rank] = handle.placed[handle.first[self._rank] : handle.first[self._rank + 1]]
-        decoded = [codec.decode(piece, self._hidden) for piece in pieces]
-        return self._moves.weighted_sum(decoded, which, plan.first_entry, plan.home, weights)
+        pieces[self._rank] = own if codec.is_identity else self._decode(codec, own)
+        first_own, end_own = handle.heads.first[self._rank : self._rank + 2]
+        return self._work.weighted_sum(plan, handle.placed[first_own:end_own], pieces, weights)
+
+    def _typed(self, codec: Codec, parts: list[Tensor]) -> list[Tensor]:
+        """Returns parts of lanes as rows of the compute dtype, where they hold such rows."""
+        return [part.view(self._dtype) for part in parts] if codec.is_identity else []
+
+    def _encode(self, codec: Codec, rows: Tensor) -> Tensor:
+        return rows.contiguous() if codec.is_identity else codec.encode(rows)
+
+    def _decode(self, codec: Codec, data: Tensor) -> Tensor:
+        return codec.decode(data, self._hidden).contiguous()
 
     def _arrival_buffer(self, buffer: int, num_rows: int) -> Tensor:
         """Returns room for rows: [num_rows, H]. Kept, since fresh pages cost as much as the copy into them."""
@@ -242,15 +236,6 @@ class LowLatencyAllToAll:
                 raise PeerError(f"rank {rank} died before {phase} {sequence}", rank, phase, sequence)
 
 
-def _bytes(rows: Tensor) -> Tensor:
-    """Returns contiguous rows as bytes, a view: [n, width x itemsize] uint8."""
-    return (
-        rows.view(torch.uint8)
-        if rows.stride(1) == 1
-        else rows.as_strided(rows.shape, (rows.shape[1], 1)).view(torch.uint8)
-    )
-
-
 def inbox_shape(num_ranks: int, limits: BufferLimits, wire: Wire) -> InboxShape:
     """Returns how the regions are divided for these limits."""
     return InboxShape(
@@ -265,7 +250,7 @@ def inbox_shape(num_ranks: int, limits: BufferLimits, wire: Wire) -> InboxShape:
 
 
 def make_low_latency(
-    group: EpGroup, limits: BufferLimits, dtype: torch.dtype, wire: Wire, deadline_s: float
+    group: EpGroup, limits: BufferLimits, dtype: torch.dtype, wire: Wire, deadline_s: float, compiled: bool = True
 ) -> LowLatencyAllToAll:
     """Maps the regions of a group and returns this rank's end; a collective call.
 
@@ -279,6 +264,6 @@ def make_low_latency(
     assert group.process_group is not None, "low_latency maps memory over a process group"
     shape = inbox_shape(group.num_ranks, limits, wire)
     memory = share_regions(group.process_group, shape.num_bytes)
-    transport = LowLatencyAllToAll(memory, shape, limits.hidden, dtype, wire, PlainMoves(), deadline_s)
+    transport = LowLatencyAllToAll(memory, shape, limits.hidden, dtype, wire, deadline_s, compiled)
     dist.barrier(group=group.process_group)  # canaries and first flags are in place
     return transport

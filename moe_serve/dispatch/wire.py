@@ -23,6 +23,9 @@ AMAX_FLOOR = 1e-4  # keeps the scale of an all-zero block finite
 class Codec(Protocol):
     """Turns rows into bytes and back."""
 
+    is_identity: bool
+    """Whether the bytes of a row are the row itself."""
+
     def row_bytes(self, hidden: int) -> int:
         """Returns the size of one encoded row."""
         ...
@@ -50,6 +53,7 @@ class CastCodec:
     def __init__(self, wire_dtype: torch.dtype, compute_dtype: torch.dtype):
         self._wire = wire_dtype
         self._compute = compute_dtype
+        self.is_identity = wire_dtype == compute_dtype
 
     def row_bytes(self, hidden: int) -> int:
         return hidden * self._wire.itemsize
@@ -63,6 +67,8 @@ class CastCodec:
 
 class Fp8Codec:
     """Sends e4m3 values, and behind them the float32 scales of their blocks; a ragged last block has its own scale."""
+
+    is_identity = False
 
     def __init__(self, compute_dtype: torch.dtype):
         self._compute = compute_dtype

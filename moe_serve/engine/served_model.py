@@ -15,7 +15,7 @@ from torch import Tensor
 
 from moe_serve.attention_dp.batch import ForwardBatch
 from moe_serve.attention_dp.kv_cache import KvCache, bytes_per_block
-from moe_serve.config import ServeConfig, model_dir
+from moe_serve.config import ServeConfig, model_dir, served_name
 from moe_serve.dispatch.base import EpGroup, make_all_to_all
 from moe_serve.engine.messages import ModelLimits
 from moe_serve.ep.load_recorder import LoadRecorder
@@ -190,7 +190,7 @@ def build_served_model(config: ServeConfig, group: EpGroup, progress: Progress |
     decoder = build_decoder(spec, weights, make_layer, numerics, device)
     cache = KvCache(kv_layouts(spec), num_blocks, config.cache.block_size, dtype, device)
     limits = ModelLimits(
-        model_name=config.model.served_name or (folder.name if config.model.path != "demo" else "demo"),
+        model_name=served_name(config.model),
         vocab_size=spec.vocab_size,
         max_model_len=max_model_len,
         max_prompt_len=min(max_model_len, num_blocks * config.cache.block_size) - 1,

@@ -17,15 +17,18 @@ from moe_serve.eplb.replication import minimax_counts
 Floats = NDArray[np.float64]
 
 
-def balancedness_bound(tokens: NDArray[np.number], num_ranks: int, slots_per_rank: int) -> Floats:
+def balancedness_bound(
+    tokens: NDArray[np.number], num_ranks: int, slots_per_rank: int, heaviest: Floats | None = None
+) -> Floats:
     """Returns the cheap bound, [L] float64: mean over the heaviest copy, at most 1.
 
-    tokens: [L, E]; num_ranks: ranks that take part. It holds for uneven shares too: a copy never serves more than its
+    tokens: [L, E]; num_ranks: ranks that take part; heaviest: [L] heaviest copy of minimax replication, where the caller
+    has it already. It holds for uneven shares too: a copy never serves more than its
     rank does, so an expert of weight w needs w / T copies.
     """
     weight = np.asarray(tokens, dtype=np.float64)
-    counts = minimax_counts(weight, num_ranks * slots_per_rank, num_ranks)
-    heaviest = (weight / counts).max(axis=1)
+    if heaviest is None:
+        heaviest = (weight / minimax_counts(weight, num_ranks * slots_per_rank, num_ranks)).max(axis=1)
     mean = weight.sum(axis=1) / num_ranks
     return np.where(heaviest > 0, np.minimum(1.0, mean / np.where(heaviest > 0, heaviest, 1.0)), 1.0)
 

@@ -19,7 +19,9 @@ class GreedyPolicy:
         """Returns the greedy plan; `max_moves` is not looked at, `incremental` is the policy for that."""
         problem = problem_of(request)
         if problem.is_global:
-            return finish(problem, improve_locality(problem, greedy_table(problem), 40))
+            table, packed = first_packing(problem)
+            known = packed.max(axis=(1, 2)) if request.objective == "tokens" else None
+            return finish(problem, improve_locality(problem, table, 40), heaviest_copy=known)
         from moe_serve.eplb.hierarchy import plan_by_node
 
         table, homes, _ = plan_by_node(problem, sweeps=0)

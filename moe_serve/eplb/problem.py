@@ -129,11 +129,13 @@ def finish(
     homes: NDArray[np.int64] | None = None,
     keep_slots: bool = True,
     tight: bool = False,
+    heaviest_copy: Floats | None = None,
 ) -> Plan:
     """Returns the plan that a table [L, R, K] is: slots kept where an expert stays on its rank, and the measures.
 
     homes: [L, E] home node of each expert; None = the node with the most copies
     tight: spend time on the tight bound
+    heaviest_copy: [L] of minimax replication of the tokens, where it is known
     """
     request = problem.request
     num_moves = 0
@@ -152,7 +154,9 @@ def finish(
     )
     shares = even_out_shares(request.tokens, placement, problem.ranks) if request.uneven_shares else None
     reached = balancedness(rank_load(request.tokens, placement, shares), problem.ranks)
-    bound = np.maximum(balancedness_bound(request.tokens, problem.num_ranks, problem.slots_per_rank), reached)
+    bound = np.maximum(
+        balancedness_bound(request.tokens, problem.num_ranks, problem.slots_per_rank, heaviest_copy), reached
+    )
     if tight and shares is None:
         bound = counting_bound(request.tokens, problem.num_ranks, problem.slots_per_rank, reached)
     return Plan(

@@ -110,7 +110,11 @@ def _from_mpi() -> RankEnv:
         address[: len(text)] = np.frombuffer(text, dtype=np.uint8)
     world.Bcast(address, root=0)
     host, _, port = bytes(address).rstrip(b"\0").decode().rpartition(":")
-    return RankEnv(world.rank, world.size, local.rank, local.size, host, int(port), 0, "mpirun")
+    env = RankEnv(world.rank, world.size, local.rank, local.size, host, int(port), 0, "mpirun")
+    # MPI has done its work. A worker leaves by os._exit, and an MPI that was not finalized leaves shared memory behind.
+    local.Free()
+    MPI.Finalize()
+    return env
 
 
 def _from_slurm(environ: Mapping[str, str]) -> RankEnv:

@@ -12,7 +12,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
 import moe_serve
-from moe_serve.config import ServeConfig, model_dir
+from moe_serve.config import ServeConfig, model_dir, served_name
 from moe_serve.errors import MoeServeError, RequestError
 from moe_serve.log import get_logger
 from moe_serve.models.tokenizer import Tokenizer
@@ -80,7 +80,7 @@ def _add_health(app: FastAPI, bridge: Bridge) -> None:
 def _add_information(app: FastAPI, config: ServeConfig, bridge: Bridge) -> None:
     started_s = time.time()
     folder = str(model_dir(config.model))
-    name = served_name(config)
+    name = served_name(config.model)
 
     def model_object() -> dict[str, Any]:
         limits = bridge.workers.limits
@@ -184,11 +184,6 @@ async def _read_body(request: Request, max_bytes: int) -> bytes:
     except TimeoutError:
         raise RequestError(f"the body did not arrive within {_BODY_DEADLINE_S:g} s; send it again") from None
     return bytes(body)
-
-
-def served_name(config: ServeConfig) -> str:
-    """Returns the name of the model for clients: as configured, or its folder's."""
-    return config.model.served_name or model_dir(config.model).name
 
 
 def _json(value: Any, status: int = 200) -> Response:
