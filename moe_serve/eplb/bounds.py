@@ -22,8 +22,8 @@ def balancedness_bound(
 ) -> Floats:
     """Returns the cheap bound, [L] float64: mean over the heaviest copy, at most 1.
 
-    tokens: [L, E]; num_ranks: ranks that take part; heaviest: [L] heaviest copy of minimax replication, where the caller
-    has it already. It holds for uneven shares too: a copy never serves more than its
+    tokens: [L, E]; num_ranks: ranks that take part; heaviest: [L] heaviest copy of minimax replication, where it is
+    known already. It holds for uneven shares too: a copy never serves more than its
     rank does, so an expert of weight w needs w / T copies.
     """
     weight = np.asarray(tokens, dtype=np.float64)
