@@ -59,7 +59,10 @@ def nvshmem_regions(region: Region, rank: int, device: torch.device) -> Symmetri
     memory = core.tensor((1, region.region_bytes), dtype=torch.uint8)
     memory.zero_()
     torch.cuda.synchronize(device)
-    core.barrier(core.Teams.TEAM_WORLD)  # nobody writes into a region that its owner is still clearing
+    # Nobody writes into a region that its owner is still clearing.
+    stream = import_module("cuda.core").Device(device.index).create_stream()
+    core.barrier(core.Teams.TEAM_WORLD, stream=stream)
+    stream.sync()
     peers = torch.zeros(region.num_ranks, dtype=torch.int64, device=device)
     peers[rank] = memory.data_ptr()
     return SymmetricRegions(region, peers, rank, 1, memory, nvshmem=True, launchers=nvshmem_launchers())
