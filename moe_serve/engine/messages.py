@@ -24,7 +24,7 @@ class Message(msgspec.Struct, frozen=True, array_like=True):
 # -------------------------------------------------------------------------------------------------
 
 
-class Submit(Message, tag="submit"):
+class Submit(Message, tag="submit", frozen=True):
     """Serve this request. output_ids: what earlier attempts have produced; the first new token has that index."""
 
     request_id: str
@@ -47,17 +47,17 @@ class Submit(Message, tag="submit"):
         )
 
 
-class Abort(Message, tag="abort"):
+class Abort(Message, tag="abort", frozen=True):
     """Forget this request; nothing more is said of it."""
 
     request_id: str
 
 
-class Alive(Message, tag="alive"):
+class Alive(Message, tag="alive", frozen=True):
     """The front end lives; sent every ALIVE_PERIOD_S."""
 
 
-class Shutdown(Message, tag="shutdown"):
+class Shutdown(Message, tag="shutdown", frozen=True):
     """End the engine, all ranks together, at the next step."""
 
 
@@ -76,7 +76,7 @@ class ModelLimits(msgspec.Struct, frozen=True):
     block_size: int
 
 
-class Hello(Message, tag="hello"):
+class Hello(Message, tag="hello", frozen=True):
     """A rank attaches. token: the shared secret $MOE_SERVE_TOKEN, empty where none is set."""
 
     rank: int
@@ -87,7 +87,7 @@ class Hello(Message, tag="hello"):
     token: str = ""
 
 
-class Progress(Message, tag="progress"):
+class Progress(Message, tag="progress", frozen=True):
     """What a rank is doing while it starts. fraction: 0..1 of this phase."""
 
     rank: int
@@ -96,7 +96,7 @@ class Progress(Message, tag="progress"):
     fraction: float
 
 
-class Ready(Message, tag="ready"):
+class Ready(Message, tag="ready", frozen=True):
     """A rank takes requests from now on. info: facts for /server_info (backends, memory, placement, timings)."""
 
     rank: int
@@ -123,7 +123,7 @@ class TokenEvent(msgspec.Struct, frozen=True, array_like=True):
     field: str | None = None  # the request field to change, where an error has one
 
 
-class Tokens(Message, tag="tokens"):
+class Tokens(Message, tag="tokens", frozen=True):
     """All that one step of one rank produced."""
 
     rank: int
@@ -131,7 +131,7 @@ class Tokens(Message, tag="tokens"):
     events: list[TokenEvent]
 
 
-class Status(Message, tag="status"):
+class Status(Message, tag="status", frozen=True):
     """A rank lives; sent every ALIVE_PERIOD_S, and what it is loaded with."""
 
     rank: int
@@ -145,7 +145,7 @@ class Status(Message, tag="status"):
     counters: dict[str, float] = {}  # running totals: steps, tokens, preemptions, prefix hits, sleeps
 
 
-class Fatal(Message, tag="fatal"):
+class Fatal(Message, tag="fatal", frozen=True):
     """This rank ends its epoch. lost_rank: the rank that it holds responsible, its own where the fault is its own."""
 
     rank: int
@@ -154,7 +154,7 @@ class Fatal(Message, tag="fatal"):
     lost_rank: int
 
 
-class Goodbye(Message, tag="goodbye"):
+class Goodbye(Message, tag="goodbye", frozen=True):
     """This rank ends because it was told to."""
 
     rank: int
@@ -165,7 +165,7 @@ class Goodbye(Message, tag="goodbye"):
 # ------------------------------------------------------------------------------------------------------
 
 
-class Wake(Message, tag="wake"):
+class Wake(Message, tag="wake", frozen=True):
     """Enter exchange `step` of `epoch`: a sleeping rank has work. Older and repeated ones are ignored."""
 
     epoch: int
@@ -188,12 +188,14 @@ def encode(message: Message) -> bytes:
 
 def decode_to_rank(data: bytes) -> ToRank:
     """Returns the message in data. Raises msgspec.DecodeError (or its ValidationError) for anything else."""
-    return _to_rank.decode(data)
+    message: ToRank = _to_rank.decode(data)
+    return message
 
 
 def decode_to_front_end(data: bytes) -> ToFrontEnd:
     """Returns the message in data. Raises msgspec.DecodeError (or its ValidationError) for anything else."""
-    return _to_front_end.decode(data)
+    message: ToFrontEnd = _to_front_end.decode(data)
+    return message
 
 
 def decode_wake(data: bytes) -> Wake:
