@@ -46,8 +46,8 @@ def main() -> None:
         rows,
         facts,
         "Bench model, 64 prompt + 64 output tokens a request, float32; ranks × threads; medians over interleaved "
-        "rounds. Shares are parts of the wall time of rank 0 and include waiting for the other rank. Load average at the end: "
-        f"{os.getloadavg()[0]:.2f}.",
+        "rounds. Shares are parts of the wall time of rank 0 and include waiting for the other rank. "
+        f"Load average at the end: {os.getloadavg()[0]:.2f}.",
     )
     print(text)
 
