@@ -13,7 +13,7 @@ from moe_serve.dispatch.wire import make_wire
 from moe_serve.kernels.weighted_sum import weighted_sum_reference
 from tests.ranks import run_ranks, run_virtual_ranks
 
-TRANSPORTS = ("local", "collective", "low_latency")
+TRANSPORTS = ("local", "collective", "low_latency", "low_latency_plain")
 
 
 @dataclass(frozen=True)
@@ -115,7 +115,7 @@ def run_check(
 def on_process(rank: int, group: EpGroup, transport: str, check: Callable[..., Any], *args: Any) -> Any:
     def make(scenario: Scenario) -> AllToAll:
         return make_all_to_all(
-            transport,
+            transport.removesuffix("_plain"),
             group,
             scenario.slots_per_rank,
             scenario.dtype,
@@ -124,6 +124,7 @@ def on_process(rank: int, group: EpGroup, transport: str, check: Callable[..., A
             hidden=scenario.hidden,
             topk=scenario.topk,
             deadline_s=20,
+            compiled=transport == "low_latency",
         )
 
     return check(rank, make, *args)
