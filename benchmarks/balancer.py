@@ -6,13 +6,14 @@ Writes benchmarks/results/balancer.md and .json.
 """
 
 import argparse
+import json
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from benchmarks.balancer_moves import churn_rows, economics_rows, replay_row, split_rows
+from benchmarks.balancer_moves import churn_rows, economics_rows, replay_rows, split_rows
 from benchmarks.balancer_plans import load_eplb, rows
-from benchmarks.conditions import conditions, save
+from benchmarks.conditions import RESULTS, conditions, save
 
 PARTS = ("plans", "churn", "split", "economics", "replay")
 
@@ -23,6 +24,8 @@ def main() -> None:
     parser.add_argument("--eplb-seeds", type=int, default=3, help="seeds for eplb.py, which takes seconds a call")
     parser.add_argument("--parts", default=",".join(PARTS), help="comma-separated: %(default)s")
     parser.add_argument("--windows", type=int, default=1000, help="windows of the replay row")
+    parser.add_argument("--economics-windows", type=int, default=40, help="windows of the economics rows")
+    parser.add_argument("--merge", action="store_true", help="keep the rows of other parts that the result file has")
     parser.add_argument("--name", default="balancer", help="name of the result files")
     arguments = parser.parse_args()
     parts = arguments.parts.split(",")
@@ -36,7 +39,16 @@ def main() -> None:
         "balancedness = mean / max of rank load per layer; mean: over layers and seeds, min: the worst layer of all. "
         "Seeds 0-9 and, on lines that say so, seeds that were not looked at while the policies were written."
     )
+    if arguments.merge:
+        found = _merged(found, RESULTS / f"{arguments.name}.json")
     save(arguments.name, "The balancer's goals, measured", found, facts, notes)
+
+
+def _merged(found: list[dict[str, Any]], path: Path) -> list[dict[str, Any]]:
+    """Rows of the same axis are replaced, others kept."""
+    kept = json.loads(path.read_text())["rows"] if path.is_file() else []
+    axes = {row["axis"] for row in found}
+    return [row for row in kept if row["axis"] not in axes] + found
 
 
 def _rows(part: str, arguments: argparse.Namespace) -> Iterable[dict[str, Any]]:
@@ -49,9 +61,9 @@ def _rows(part: str, arguments: argparse.Namespace) -> Iterable[dict[str, Any]]:
         case "split":
             return split_rows()
         case "economics":
-            return economics_rows()
+            return economics_rows(arguments.economics_windows)
         case "replay":
-            return [replay_row(arguments.windows)]
+            return replay_rows(arguments.windows)
     raise SystemExit(f"--parts {part} is not known; use {', '.join(PARTS)}")
 
 

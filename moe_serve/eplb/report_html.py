@@ -82,7 +82,8 @@ def _table_cells(report: ReplayReport) -> tuple[list[str], list[list[str]]]:
     kept = [0, 1, 3, 5]  # policy, served, min layer, fit
     rest = [i for i, name in enumerate(more) if name not in ("policy", "moves")]
     rows = [[left[i] for i in kept] + [right[i] for i in rest] for left, right in zip(balance, costs, strict=True)]
-    return [names[i] for i in kept] + [more[i] for i in rest], rows
+    short = {"active experts": "active", "rebalances": "times"}
+    return [names[i] for i in kept] + [short.get(more[i], more[i]) for i in rest], rows
 
 
 def _cards(report: ReplayReport) -> list[dict[str, str]]:
