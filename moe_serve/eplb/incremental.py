@@ -28,7 +28,7 @@ class IncrementalPolicy:
     """The fewest moves from the placement in use to a good one.
 
     slack:     a layer is done when its balancedness is within this share of what a fresh greedy plan reaches. None =
-               0.003 where `max_moves` is given; else 0.045 with two slots per rank, 0.01 with three or four, else 0.013
+               0.003 where `max_moves` is given; else 0.05 with two slots per rank, 0.01 with three or four, else 0.013
     steepness: of the smooth maximum, per mean rank load; about 1 / the relative drift of a rank until the next plan.
                None = 20 with two slots per rank, else 30
     risk:      see `edits.EditState`; only with two slots per rank, where a heavy copy has little company
@@ -94,7 +94,7 @@ class IncrementalPolicy:
         if slack is None and problem.request.max_moves is not None:
             slack = 0.003  # the budget is what ends it
         if slack is None:
-            slack = 0.045 if problem.slots_per_rank <= 2 else 0.01 if problem.slots_per_rank <= 4 else 0.013
+            slack = 0.05 if problem.slots_per_rank <= 2 else 0.01 if problem.slots_per_rank <= 4 else 0.013
         if not problem.is_global:
             bound = balancedness_bound(problem.weight, problem.num_ranks, problem.slots_per_rank)
             return bound * (1 - slack)
