@@ -50,7 +50,7 @@ def sample_row(logits: NDArray[np.float64], params: SamplingParams, seed: int, o
     """Returns the token id drawn from one row of logits, [vocab] float64, at a temperature above 0."""
     ids = candidates(logits, params)
     noise = gumbel(seed, output_index, ids)
-    return int(ids[np.argmax(logits[ids] / params.temperature + noise)])
+    return int(ids[np.argmax(_scaled(logits[ids], params.temperature) + noise)])
 
 
 def candidates(logits: NDArray[np.float64], params: SamplingParams) -> NDArray[np.int64]:
@@ -64,11 +64,19 @@ def candidates(logits: NDArray[np.float64], params: SamplingParams) -> NDArray[n
         return np.arange(vocab)
     order = np.argsort(-logits, kind="stable")[:top_k]
     if params.top_p < 1.0:
-        scaled = logits[order] / params.temperature
-        weights = np.exp(scaled - scaled[0])
+        weights = np.exp(_scaled(logits[order], params.temperature))
         before = np.cumsum(weights) - weights  # of all likelier tokens
         order = order[before < params.top_p * weights.sum()]
     return np.sort(order)
+
+
+def _scaled(logits: NDArray[np.float64], temperature: float) -> NDArray[np.float64]:
+    """Returns the logits below their maximum, over the temperature: at most 0, however small the temperature is."""
+    top = logits.max()
+    if not np.isfinite(top):
+        return np.zeros_like(logits)  # every token is banned, or the model has overflowed: all are alike
+    with np.errstate(over="ignore"):  # far below the maximum is -inf
+        return (logits - top) / temperature
 
 
 def gumbel(seed: int, output_index: int, token_ids: NDArray[np.int64]) -> NDArray[np.float64]:

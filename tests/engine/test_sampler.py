@@ -1,4 +1,5 @@
 import numpy as np
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -46,6 +47,19 @@ def test_sampling_follows_the_softmax() -> None:
     drawn = [sample_row(logits, params, seed, seed % 7) for seed in range(20_000)]
     shares = np.bincount(drawn, minlength=4) / len(drawn)
     np.testing.assert_allclose(shares, np.exp(logits), atol=0.015)
+
+
+@pytest.mark.parametrize("temperature", [5e-324, 1e-310, 1e-300, 1e308])
+@pytest.mark.parametrize("top_p", [5e-324, 0.5, 1.0])
+def test_no_temperature_ends_the_engine(temperature: float, top_p: float) -> None:
+    logits = np.array([-np.inf, 4.0, 9.0, -3.0])
+    token = sample_row(logits, SamplingParams(temperature=temperature, top_p=top_p), seed=3, output_index=0)
+    assert token == 2 if temperature < 1 else token in (1, 2, 3)
+
+
+@pytest.mark.parametrize("value", [-np.inf, np.inf, np.nan], ids=["all banned", "overflow", "not a number"])
+def test_a_row_without_a_finite_maximum_gives_some_token(value: float) -> None:
+    assert 0 <= sample_row(np.full(4, value), SamplingParams(top_p=0.5), seed=3, output_index=0) < 4
 
 
 def test_neighbouring_indices_and_ids_draw_independent_noise() -> None:
