@@ -1,7 +1,7 @@
 """One placement from a recorded load: what `moe-serve plan` does."""
 
 import io
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -43,8 +43,12 @@ def plan_from_trace(
     num_groups: int | None = None,
     off_home: float = 1.0,
     seed: int = 0,
+    fill: bool = False,
 ) -> MadePlan:
-    """Returns a plan for the sum of a trace's windows. last: of its last so many only; 0 = of all."""
+    """Returns a plan for the sum of a trace's windows.
+
+    last: of its last so many only; 0 = of all.   fill: leave no slot empty, for engines that know no empty slots
+    """
     recent: list[NDArray[np.int64]] = []
     total = np.zeros((len(trace.moe_layer_ids), trace.num_logical), dtype=np.int64)
     count = 0
@@ -74,7 +78,40 @@ def plan_from_trace(
     chosen = make_policy(policy)
     before = in_use or starting_placement(trace, topology, num_slots)
     used = min(count, last) if last else count
-    return MadePlan(chosen.plan(request), before, in_use is not None, total, used, policy, trace.source)
+    made = chosen.plan(request)
+    if fill:
+        made = _filled(made, total)
+    return MadePlan(made, before, in_use is not None, total, used, policy, trace.source)
+
+
+def fill_empty_slots(placement: Placement, tokens: NDArray[np.int64]) -> Placement:
+    """Returns the placement with one more copy of an expert in every empty slot.
+
+    Each takes the expert that leaves the layer's largest rank load lowest, the lowest id on a tie, of those that its rank
+    does not hold yet (of all where it holds all).
+    """
+    table = placement.physical_to_logical.copy()
+    per_rank = placement.slots_per_rank
+    for row, slot in np.argwhere(table < 0).tolist():
+        rank = slot // per_rank
+        held = set(table[row, rank * per_rank : (rank + 1) * per_rank].tolist())
+        choices = [expert for expert in range(placement.num_logical) if expert not in held]
+        worth: list[tuple[float, int]] = []
+        for expert in choices or range(placement.num_logical):
+            table[row, slot] = expert
+            tried = Placement(table[row : row + 1], placement.num_logical, placement.num_ranks)
+            worth.append((float(rank_load(tokens[row : row + 1], tried).max()), expert))
+        table[row, slot] = min(worth)[1]
+    return replace(placement, physical_to_logical=table)
+
+
+def _filled(plan: Plan, tokens: NDArray[np.int64]) -> Plan:
+    placement = fill_empty_slots(plan.placement, tokens)
+    balance = balancedness(rank_load(tokens, placement))
+    num_moves = plan.num_moves + int((plan.placement.physical_to_logical < 0).sum()) if plan.num_moves else 0
+    return replace(
+        plan, placement=placement, balancedness=balance, gap=plan.bound - balance, num_moves=num_moves, shares=None
+    )
 
 
 def plan_to_json(made: MadePlan) -> dict[str, Any]:

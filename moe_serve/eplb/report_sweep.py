@@ -12,7 +12,7 @@ from moe_serve.eplb.report import to_json, verdict
 from moe_serve.eplb.report_units import MISSING, as_bytes, as_number, as_percent, as_seconds
 from moe_serve.eplb.simulator import Case, best_case
 
-_SWEPT = (("num_slots", "slots"), ("ranks", "ranks"), ("window_steps", "window"))
+_SWEPT = (("ranks", "ranks"), ("num_slots", "slots"), ("window_steps", "window"))
 
 
 def sweep_to_table(cases: Sequence[Case], width: int | None = None, color: bool = False) -> str:

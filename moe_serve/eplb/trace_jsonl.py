@@ -63,6 +63,19 @@ def read_events(path: Path) -> Iterator[dict[str, Any]]:
             yield content
 
 
+def recorded_latency(path: Path) -> int | None:
+    """Returns the median number of steps from a plan_requested to its plan_ready event; None = no plan was recorded."""
+    asked: int | None = None
+    waits: list[int] = []
+    for event in read_events(path):
+        if event["event"] == "plan_requested":
+            asked = int(event["step"])
+        elif event["event"] == "plan_ready" and asked is not None:
+            waits.append(int(event["step"]) - asked)
+            asked = None
+    return int(np.median(waits)) if waits else None
+
+
 @dataclass(frozen=True)
 class _Reader:
     path: Path

@@ -96,7 +96,14 @@ def replay(
             "single step (they must be in the trace)."
         ),
     ] = "window",
-    latency_steps: Annotated[int, typer.Option(min=0, help="Steps a plan takes to arrive (gated policies).")] = 0,
+    latency_steps: Annotated[
+        int | None,
+        typer.Option(
+            min=0,
+            help="Steps a plan takes to arrive (gated policies).",
+            show_default="as recorded in a .jsonl trace, else 0",
+        ),
+    ] = None,
     topk: opt.Topk = None,
     experts: opt.Experts = None,
     max_pt_gib: opt.MaxPt = 1.0,
@@ -142,7 +149,7 @@ def replay(
         costs=costs,
         gate=replace(gate, bytes_per_expert=costs.expert_bytes) if costs else gate,
         gate_model=costs.gate() if costs else None,
-        latency_steps=latency_steps,
+        latency_steps=_latency(trace) if latency_steps is None else latency_steps,
     )
     policies = policy or ["deepseek", "greedy", "refined", "incremental"]
     jobs = jobs or os.cpu_count() or 1
@@ -314,6 +321,7 @@ def plan(
             num_groups=groups,
             off_home=off_home,
             seed=seed,
+            fill=target != "moe_serve",
         )
     if output is not None:
         write_placement(made.plan.placement, output, target, num_model_layers=num_model_layers)
@@ -390,6 +398,13 @@ def _costs(model: str | None, hardware: str | None, topology: Any, phase: str, c
     if phase not in ("prefill", "decode"):
         raise ConfigError(f"--phase is {phase!r}; give prefill or decode")
     return ProfileCosts(CostModel(load_hardware(hardware), load_model_profile(model), topology), phase, context)  # type: ignore[arg-type]
+
+
+def _latency(trace: str) -> int:
+    from moe_serve.eplb.trace_jsonl import recorded_latency
+
+    recorded = recorded_latency(Path(trace)) if trace.endswith(".jsonl") and Path(trace).is_file() else None
+    return recorded or 0
 
 
 def _profiles(path: str) -> Any:
