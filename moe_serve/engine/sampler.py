@@ -76,7 +76,8 @@ def _scaled(logits: NDArray[np.float64], temperature: float) -> NDArray[np.float
     if not np.isfinite(top):
         return np.zeros_like(logits)  # every token is banned, or the model has overflowed: all are alike
     with np.errstate(over="ignore"):  # far below the maximum is -inf
-        return (logits - top) / temperature
+        below: NDArray[np.float64] = (logits - top) / temperature
+    return below
 
 
 def gumbel(seed: int, output_index: int, token_ids: NDArray[np.int64]) -> NDArray[np.float64]:
