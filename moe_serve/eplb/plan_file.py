@@ -87,8 +87,8 @@ def plan_from_trace(
 def fill_empty_slots(placement: Placement, tokens: NDArray[np.int64]) -> Placement:
     """Returns the placement with one more copy of an expert in every empty slot.
 
-    Each takes the expert that leaves the layer's largest rank load lowest, the lowest id on a tie, of those that its rank
-    does not hold yet (of all where it holds all).
+    Each takes the expert that leaves the layer's largest rank load lowest, the lowest id on a tie, of those that its
+    rank does not hold yet (of all where it holds all).
     """
     table = placement.physical_to_logical.copy()
     per_rank = placement.slots_per_rank
