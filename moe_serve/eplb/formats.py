@@ -7,6 +7,7 @@ Our placement file is JSON: {"format": "moe_serve.placement", "num_logical", "nu
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -50,7 +51,7 @@ def read_trace(
     Raises TraceError with file, line or key, what was expected and what was found.
     """
     if str(path).startswith("example:"):
-        return read_trace(_example(str(path)), progress=progress)
+        return replace(read_trace(_example(str(path)), progress=progress), source=str(path))
     path = Path(path)
     if path.is_dir():
         return _read_folder(path, progress, max_torch_bytes)
