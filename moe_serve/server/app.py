@@ -48,7 +48,7 @@ def _add_generate(app: FastAPI, config: ServeConfig, bridge: Bridge, tokenizer: 
     @app.api_route("/generate", methods=["POST", "PUT"])
     async def generate(request: Request) -> Response:
         """SGLang's native generation: text or input_ids, single or batch, JSON or a stream."""
-        given = parse_generate(await _read_body(request, max_bytes))
+        given = parse_generate(await _read_body(request, max_bytes), bridge.capacity)
         call = await start_call(given, bridge, tokenizer)
         return GenerateResponse(call, bridge, given.stream)
 

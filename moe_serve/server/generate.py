@@ -22,7 +22,7 @@ from moe_serve.server.bridge import Bridge
 from moe_serve.server.open_request import Changes, OpenRequest, RequestSpec
 from moe_serve.server.schemas import GenerateRequest, Prompt, derived_seed, draw_seed, fit_to_model
 
-_SHORT_TEXT = 4096  # characters; longer ones are tokenized beside the event loop
+_SHORT_CALL = 4096  # characters of all prompts; more are tokenized beside the event loop
 _DONE = b"data: [DONE]\n\n"
 
 json_bytes = msgspec.json.encode
@@ -46,8 +46,7 @@ async def start_call(given: GenerateRequest, bridge: Bridge, tokenizer: Tokenize
     limits = bridge.limits
     specs: list[RequestSpec] = []
     rids: list[str] = []
-    for prompt in given.prompts:
-        prompt_ids = await _prompt_ids(prompt, tokenizer, limits)
+    for prompt, prompt_ids in zip(given.prompts, await _tokenize(given.prompts, tokenizer, limits), strict=True):
         params = fit_to_model(prompt, prompt_ids, limits)
         if params.stop and tokenizer is None:
             raise RequestError(
@@ -72,7 +71,17 @@ async def start_call(given: GenerateRequest, bridge: Bridge, tokenizer: Tokenize
     return Call(bridge.submit(specs, changes), rids, changes, given.is_batch)
 
 
-async def _prompt_ids(prompt: Prompt, tokenizer: Tokenizer | None, limits: ModelLimits) -> list[int]:
+async def _tokenize(prompts: Sequence[Prompt], tokenizer: Tokenizer | None, limits: ModelLimits) -> Sequence[list[int]]:
+    """Returns the ids of each prompt. Long texts are encoded in a thread: other clients are served meanwhile."""
+
+    def work() -> list[list[int]]:
+        return [_prompt_ids(prompt, tokenizer, limits) for prompt in prompts]
+
+    is_short = sum(len(prompt.text or "") for prompt in prompts) <= _SHORT_CALL
+    return work() if is_short else await asyncio.to_thread(work)
+
+
+def _prompt_ids(prompt: Prompt, tokenizer: Tokenizer | None, limits: ModelLimits) -> list[int]:
     if prompt.token_ids is not None:
         return prompt.token_ids
     if tokenizer is None:
@@ -86,9 +95,7 @@ async def _prompt_ids(prompt: Prompt, tokenizer: Tokenizer | None, limits: Model
             f"text has {len(text)} characters, more than any prompt of {limits.max_prompt_len} tokens; shorten it",
             field="text",
         )
-    if len(text) <= _SHORT_TEXT:
-        return tokenizer.encode(text)
-    return await asyncio.to_thread(tokenizer.encode, text)
+    return tokenizer.encode(text)
 
 
 class GenerateResponse(Response):

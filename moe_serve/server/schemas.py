@@ -10,7 +10,7 @@ import math
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeGuard
 
 import msgspec
 
@@ -96,9 +96,15 @@ class GenerateRequest:
     rank: int | None  # the client chose the rank
 
 
-def parse_generate(body: bytes) -> GenerateRequest:
-    """Returns the checked request in a JSON body. Raises RequestError with the field, its value and what is wrong."""
-    values = _Fields(_parse_object(body), "", NEUTRAL_FIELDS)
+def parse_generate(body: bytes, max_prompts: int) -> GenerateRequest:
+    """Returns the checked request in a JSON body. max_prompts: a longer batch could never be taken.
+
+    Raises RequestError with the field, its value and what is wrong.
+    """
+    content = _parse_object(body)
+    # First of all: a small body can hold millions of prompts, and looking at each would stall every other client.
+    _check_num_prompts(content, max_prompts)
+    values = _Fields(content, "", NEUTRAL_FIELDS)
     texts = values.take("text", _text_or_texts)
     ids = values.take("input_ids", _ids_or_batch)
     if (texts is None) == (ids is None):
@@ -278,6 +284,17 @@ def _parse_object(body: bytes) -> dict[str, Any]:
     return values
 
 
+def _check_num_prompts(content: dict[str, Any], max_prompts: int) -> None:
+    for field in ("text", "input_ids"):
+        batch = content.get(field)
+        if _is_batch(batch) and len(batch) > max_prompts:
+            raise RequestError(
+                f"{field} has {len(batch)} prompts but at most {max_prompts} requests are held at a time "
+                "(engine.max_running_requests x ranks + engine.max_queued_requests); send fewer at once",
+                field=field,
+            )
+
+
 def _one_for_each(name: str, value: Any, count: int, is_batch: bool, check: Callable[[str, Any], Any]) -> list[Any]:
     """Returns one checked value for each prompt: the given list's, or the one value for all."""
     if not isinstance(value, list):
@@ -290,7 +307,7 @@ def _one_for_each(name: str, value: Any, count: int, is_batch: bool, check: Call
     return [None if item is None and not wants_none else check(f"{name}[{i}]", item) for i, item in enumerate(value)]
 
 
-def _is_batch(value: Any) -> bool:
+def _is_batch(value: Any) -> TypeGuard[list[Any]]:
     return isinstance(value, list) and (not value or not isinstance(value[0], int))
 
 

@@ -18,11 +18,24 @@ LIMITS = ModelLimits(
 
 
 def parse(**fields):
-    return parse_generate(json.dumps(fields).encode())
+    return parse_generate(json.dumps(fields).encode(), max_prompts=8)
 
 
 def params(**fields) -> SamplingParams:
     return parse(text="x", sampling_params=fields).prompts[0].params
+
+
+@pytest.mark.parametrize("field", ["text", "input_ids"])
+def test_a_batch_that_never_fits_is_refused_before_its_prompts_are_looked_at(field):
+    prompt = "a" if field == "text" else [5]
+    assert len(parse(**{field: [prompt] * 8}).prompts) == 8
+    with pytest.raises(RequestError, match=f"{field} has 9 prompts but at most 8 requests") as caught:
+        parse(**{field: [*[prompt] * 8, {"not": "a prompt"}]})
+    assert caught.value.field == field
+
+
+def test_a_long_single_prompt_is_not_a_batch():
+    assert parse(input_ids=[5] * 9).prompts[0].token_ids == [5] * 9
 
 
 def test_a_single_text_has_sglangs_defaults():
@@ -169,13 +182,13 @@ def test_a_bad_sampling_parameter_is_named_with_what_is_expected(fields, field, 
 )  # fmt: skip
 def test_a_body_that_is_not_a_json_object_is_refused(body):
     with pytest.raises(RequestError, match="body"):
-        parse_generate(body)
+        parse_generate(body, max_prompts=8)
 
 
 @given(st.binary(max_size=200))
 def test_any_bytes_give_a_request_or_a_request_error(body):
     with contextlib.suppress(RequestError):
-        parse_generate(body)
+        parse_generate(body, max_prompts=8)
 
 
 json_values = st.recursive(
