@@ -11,7 +11,7 @@ from collections.abc import Callable
 from moe_serve.dispatch.inbox import Int64Array
 from moe_serve.errors import PeerError
 
-SPINS = 300  # looks before the time slice is given up, where each rank has a core
+SPINS = 100  # looks, 10 µs, before the time slice is given up, where each rank has a core
 YIELD_S = 0.002  # how long a rank only yields; a step of computing passes in milliseconds
 LONGEST_SLEEP_S = 0.001
 CHECK_S = 0.005  # how often a waiting rank looks after its peers' health

@@ -1,10 +1,11 @@
-"""The work of the shared-memory transport on rows: plan, copy into lanes, place, add.
+"""The work of the shared-memory transport on rows, in four halves: send rows, place them, send results, add them.
 
 Here in plain numpy and torch, for every machine; `lane_work_native.py` has the same in C, with the same bits. No method
-here knows of flags or waits. Shape words as in send_plan.py.
+here knows of flags or waits: that data may be written, or are here, is the caller's business (low_latency.py). Shape
+words as in send_plan.py.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -16,66 +17,97 @@ from moe_serve.dispatch.inbox import InboxShape, Int64Array, Lane
 from moe_serve.dispatch.send_plan import SendPlan, placed_rows, plan_sends, starts
 from moe_serve.kernels.weighted_sum import weighted_sum
 
+Decode = Callable[[Tensor], Tensor]  # encoded rows [n, row_bytes] uint8 -> [n, H] compute dtype, contiguous
+
 
 @dataclass(frozen=True)
 class Lanes:
-    """Where a rank writes and reads. out: its lane in each peer's region;  inbox: each peer's lane in its own."""
+    """Where a rank writes and reads.
+
+    hidden, dtype: of decoded rows;  out: its lane in each peer's region;  inbox: each peer's lane in its own
+    """
 
     rank: int
     shape: InboxShape
+    hidden: int
+    dtype: torch.dtype
     out: list[Lane]
     inbox: list[Lane]
 
 
-@dataclass(frozen=True)
-class Heads:
-    """counts:   [R, S] entries from each source for each slot here
-    first:    [R + 1] where the entries of each source begin in arrival order
-    per_slot: [S] sum of counts
+class LaneWork(Protocol):
+    """The four halves. What one gives the next is opaque to the caller but for the attributes of Sent and Placed.
+
+    others: the ranks that take part beside this one
+    buffer: 0 or 1
+    own:    this rank's rows, encoded; they are read where they lie
+    decode: None where rows lie in the lanes as they are computed with
     """
 
-    counts: Int64Array
-    first: list[int]
-    per_slot: Int64Array
+    def send_rows(self, physical_ids: Tensor, own: Tensor, buffer: int, others: list[int]) -> "Sent":
+        """Plans, and writes rows and which of them each slot gets into the lanes of the others.
 
-
-class LaneWork(Protocol):
-    """others: the ranks that take part beside this one;  buffer: 0 or 1."""
-
-    def plan(self, physical_ids: Tensor) -> SendPlan:
-        """Returns what goes where. physical_ids: [T, K] int64"""
-        ...
-
-    def push_rows(self, plan: SendPlan, rows: Tensor, buffer: int, others: list[int]) -> None:
-        """Writes rows, and which of them each slot gets, into the lanes of the others. rows: [T, …] contiguous"""
-        ...
-
-    def read_heads(self, plan: SendPlan, buffer: int, others: list[int]) -> Heads:
-        """Returns how much has arrived; ranks that take no part have sent nothing."""
-        ...
-
-    def place_rows(
-        self, plan: SendPlan, heads: Heads, pieces: Sequence[Tensor], buffer: int, out: Tensor
-    ) -> Int64Array:
-        """Fills the placed layout and returns the placed row of each arrived entry: [M], by source, slot, flat index.
-
-        pieces: R of [n_r, H] compute dtype, contiguous: the rows of each source as they arrived; own ones: [T, H]
-        out:    [M, H]
+        physical_ids: [T, K] int64;  own: [T, …] contiguous
         """
         ...
 
-    def push_results(self, heads: Heads, placed: Int64Array, rows: Tensor, buffer: int, others: list[int]) -> None:
-        """Writes results into the lanes of their homes, in arrival order. rows: [M, …] contiguous, placed"""
+    def place_rows(self, sent: "Sent", own: Tensor, buffer: int, others: list[int], decode: Decode | None) -> "Placed":
+        """Puts a row for each arrived entry in the placed layout."""
         ...
 
-    def weighted_sum(self, plan: SendPlan, own_placed: Int64Array, pieces: Sequence[Tensor], weights: Tensor) -> Tensor:
+    def send_results(self, placed: "Placed", own: Tensor, buffer: int, others: list[int]) -> None:
+        """Writes results into the lanes of their homes, in arrival order. own: [M, …] contiguous, placed"""
+        ...
+
+    def add_results(self, placed: "Placed", own: Tensor, weights: Tensor, buffer: int, decode: Decode | None) -> Tensor:
         """Returns sum over k, in order, of weights[t, k] x result of (t, k), in fused float32 steps: [T, H].
 
-        pieces:     R of [n_r, H] compute dtype, contiguous: results of each rank's experts in the order of entries; own
-                    ones in the placed layout, where own_placed [n] says which row an entry is
-        weights:    [T, K] float32, not read where nothing was sent
+        weights: [T, K] float32, not read where nothing was sent
         """
         ...
+
+
+class Sent(Protocol):
+    @property
+    def first_entry(self) -> list[int]:
+        """[R + 1] where the entries sent to each rank begin."""
+        ...
+
+
+class Placed(Protocol):
+    @property
+    def x(self) -> Tensor:
+        """[M, H] the rows, in a buffer that is used again by the call after the next one."""
+        ...
+
+    @property
+    def rows_per_slot(self) -> Tensor:
+        """[S] int64"""
+        ...
+
+
+class PlacedRows:
+    """Room for the placed layout. Kept from call to call, since fresh pages cost as much as the copy into them."""
+
+    def __init__(self, hidden: int, dtype: torch.dtype):
+        self._rows = [torch.empty(0, hidden, dtype=dtype) for _ in range(2)]
+
+    def room(self, buffer: int, num_rows: int) -> Tensor:
+        """Returns [num_rows, H]."""
+        rows = self._rows[buffer]
+        if rows.shape[0] < num_rows:
+            rows = torch.empty(num_rows + num_rows // 4, rows.shape[1], dtype=rows.dtype)
+            self._rows[buffer] = rows
+        return rows[:num_rows]
+
+
+@dataclass(frozen=True)
+class _PlainPlaced:
+    plan: SendPlan
+    first: list[int]  # [R + 1] where the entries of each source begin in arrival order
+    placed: Int64Array  # [M] placed row of each arrived entry
+    x: Tensor
+    rows_per_slot: Tensor
 
 
 class PlainLaneWork:
@@ -83,12 +115,11 @@ class PlainLaneWork:
 
     def __init__(self, lanes: Lanes):
         self._lanes = lanes
+        self._room = PlacedRows(lanes.hidden, lanes.dtype)
 
-    def plan(self, physical_ids: Tensor) -> SendPlan:
-        return plan_sends(physical_ids.numpy(), self._lanes.shape.num_ranks, self._lanes.shape.slots_per_rank)
-
-    def push_rows(self, plan: SendPlan, rows: Tensor, buffer: int, others: list[int]) -> None:
+    def send_rows(self, physical_ids: Tensor, own: Tensor, buffer: int, others: list[int]) -> SendPlan:
         slots = self._lanes.shape.slots_per_rank
+        plan = plan_sends(physical_ids.numpy(), self._lanes.shape.num_ranks, slots)
         for peer in others:
             lane = self._lanes.out[peer]
             tokens = plan.tokens[plan.first_token[peer] : plan.first_token[peer + 1]]
@@ -96,41 +127,50 @@ class PlainLaneWork:
             lane.head[buffer][:slots] = plan.counts[peer * slots : (peer + 1) * slots]
             lane.head[buffer][slots] = tokens.shape[0]
             lane.entries[buffer][: end - first] = plan.row[first:end]
-            _take(rows, tokens, lane.rows[buffer])
+            _take(own, tokens, lane.rows[buffer])
+        return plan
 
-    def read_heads(self, plan: SendPlan, buffer: int, others: list[int]) -> Heads:
-        lanes, slots = self._lanes, self._lanes.shape.slots_per_rank
-        counts = np.zeros((lanes.shape.num_ranks, slots), dtype=np.int64)
+    def place_rows(self, sent: Sent, own: Tensor, buffer: int, others: list[int], decode: Decode | None) -> Placed:
+        assert isinstance(sent, SendPlan)
+        rank, slots, num_ranks = self._lanes.rank, self._lanes.shape.slots_per_rank, self._lanes.shape.num_ranks
+        counts = np.zeros((num_ranks, slots), dtype=np.int64)
         for peer in others:
-            counts[peer] = lanes.inbox[peer].head[buffer][:slots]
-        counts[lanes.rank] = plan.counts[lanes.rank * slots : (lanes.rank + 1) * slots]
-        return Heads(counts, starts(counts.sum(1)), counts.sum(0))
-
-    def place_rows(
-        self, plan: SendPlan, heads: Heads, pieces: Sequence[Tensor], buffer: int, out: Tensor
-    ) -> Int64Array:
-        rank, first = self._lanes.rank, heads.first
-        placed = placed_rows(heads.counts)
-        own_tokens = plan.tokens[plan.first_token[rank] : plan.first_token[rank + 1]]
-        words = _words(out).numpy()
-        for source, piece in enumerate(pieces):
+            counts[peer] = self._lanes.inbox[peer].head[buffer][:slots]
+        counts[rank] = sent.counts[rank * slots : (rank + 1) * slots]
+        first, placed = starts(counts.sum(1)), placed_rows(counts)
+        x = self._room.room(buffer, first[-1])
+        words = _words(x).numpy()
+        for source in [*others, rank]:
             if source == rank:
-                which = own_tokens[plan.row[plan.first_entry[rank] : plan.first_entry[rank + 1]]]
+                data = own
+                own_tokens = sent.tokens[sent.first_token[rank] : sent.first_token[rank + 1]]
+                which = own_tokens[sent.row[sent.first_entry[rank] : sent.first_entry[rank + 1]]]
             else:
-                which = self._lanes.inbox[source].entries[buffer][: first[source + 1] - first[source]].astype(np.int64)
+                lane = self._lanes.inbox[source]
+                data = lane.rows[buffer][: int(lane.head[buffer][slots])]
+                which = lane.entries[buffer][: first[source + 1] - first[source]].astype(np.int64)
+            piece = data if decode is None else decode(data)
             words[placed[first[source] : first[source + 1]]] = _words(piece).numpy()[which]
-        return placed
+        return _PlainPlaced(sent, first, placed, x, torch.from_numpy(counts.sum(0)))
 
-    def push_results(self, heads: Heads, placed: Int64Array, rows: Tensor, buffer: int, others: list[int]) -> None:
+    def send_results(self, placed: Placed, own: Tensor, buffer: int, others: list[int]) -> None:
+        assert isinstance(placed, _PlainPlaced)
         for peer in others:
-            _take(rows, placed[heads.first[peer] : heads.first[peer + 1]], self._lanes.out[peer].home[buffer])
+            which = placed.placed[placed.first[peer] : placed.first[peer + 1]]
+            _take(own, which, self._lanes.out[peer].home[buffer])
 
-    def weighted_sum(self, plan: SendPlan, own_placed: Int64Array, pieces: Sequence[Tensor], weights: Tensor) -> Tensor:
-        first = plan.first_entry
-        results = [piece[: first[source + 1] - first[source]] for source, piece in enumerate(pieces)]
-        own = pieces[self._lanes.rank]
-        results[self._lanes.rank] = own.index_select(0, torch.from_numpy(own_placed))
-        complete = plan.num_entries == plan.home.size
+    def add_results(self, placed: Placed, own: Tensor, weights: Tensor, buffer: int, decode: Decode | None) -> Tensor:
+        assert isinstance(placed, _PlainPlaced)
+        rank, plan = self._lanes.rank, placed.plan
+        results = []
+        for source in range(self._lanes.shape.num_ranks):
+            if source == rank:
+                which = torch.from_numpy(placed.placed[placed.first[rank] : placed.first[rank + 1]])
+                data = own.index_select(0, which)
+            else:
+                data = self._lanes.inbox[source].home[buffer][: plan.first_entry[source + 1] - plan.first_entry[source]]
+            results.append(data.view(self._lanes.dtype) if decode is None else decode(data))
+        complete = plan.first_entry[-1] == plan.home.size
         return weighted_sum(torch.cat(results), torch.from_numpy(plan.home), weights, complete)
 
 

@@ -19,8 +19,7 @@ import torch
 from torch import Tensor
 
 from moe_serve.dispatch.inbox import Int32Array, Int64Array, Lane
-from moe_serve.dispatch.lane_work import Heads, Lanes
-from moe_serve.dispatch.send_plan import SendPlan
+from moe_serve.dispatch.lane_work import Decode, Lanes, Placed, PlacedRows, Sent
 from moe_serve.kernels.weighted_sum import weighted_sum_reference
 
 # Above these sizes stores bypass the caches: what is written is not read again by this core soon.
@@ -28,101 +27,117 @@ STREAM_BYTES = 1 << 20
 _FLAGS = ("-O3", "-march=native", "-ffp-contract=fast", "-fPIC", "-shared")
 
 
+class _Trip:
+    """One dispatch and its combine: blocks of int64 whose parts lane_work.c names, and their addresses."""
+
+    x: Tensor
+    rows_per_slot: Tensor
+    heads: Int64Array
+    heads_at: int
+    placed: Int64Array
+
+    def __init__(self, ids: Tensor, block: Int64Array, num_ranks: int, slots: int):
+        self.ids, self.block, self.block_at = ids, block, _at(block)
+        self._num_ranks, self._slots = num_ranks, slots
+
+    @property
+    def first_entry(self) -> list[int]:
+        start = self._num_ranks * self._slots
+        return [int(number) for number in self.block[start : start + self._num_ranks + 1]]
+
+
 class NativeLaneWork:
     """LaneWork for a machine with a C compiler."""
 
     def __init__(self, lanes: Lanes, library: ctypes.CDLL):
         self._lanes, self._library = lanes, library
-        shape = lanes.shape
-        self._rank, self._num_ranks, self._slots = lanes.rank, shape.num_ranks, shape.slots_per_rank
-        self._tables = [
-            np.array(
-                [
-                    [*_addresses(out, b), *_addresses(inbox, b)]
-                    for out, inbox in zip(lanes.out, lanes.inbox, strict=True)
-                ]
-            )
-            for b in (0, 1)
-        ]
-        self._table_at = [table.ctypes.data for table in self._tables]
+        self._num_ranks, self._slots = lanes.shape.num_ranks, lanes.shape.slots_per_rank
+        self._facts = lane_facts(lanes)
+        self._facts_at = _at(self._facts)
+        self._row_bytes = lanes.hidden * lanes.dtype.itemsize
+        self._room = PlacedRows(lanes.hidden, lanes.dtype)
 
-    def plan(self, physical_ids: Tensor) -> SendPlan:
-        ids = physical_ids.contiguous()
+    def send_rows(self, physical_ids: Tensor, own: Tensor, buffer: int, others: list[int]) -> _Trip:
+        ids, num_ranks = physical_ids.contiguous(), self._num_ranks
         num_tokens, topk = ids.shape
-        num_ranks, num_slots, pairs = self._num_ranks, self._num_ranks * self._slots, ids.numel()
-        block = np.empty(num_slots + 2 * num_ranks + 2 + 2 * pairs + num_tokens * min(num_ranks, topk), dtype=np.int64)
-        self._library.plan_sends(
-            ids.data_ptr(), num_tokens, topk, num_ranks, self._slots, block.__array_interface__["data"][0]
+        size = num_ranks * (self._slots + 2) + 2 + num_tokens * (2 * topk + min(num_ranks, topk))
+        trip = _Trip(ids, np.empty(size, dtype=np.int64), num_ranks, self._slots)
+        self._library.send_rows(
+            self._facts_at, buffer, _mask(others), ids.data_ptr(), num_tokens, topk, own.data_ptr(), trip.block_at
         )
-        entry_at = num_slots
-        token_at = entry_at + num_ranks + 1
-        home_at = token_at + num_ranks + 1
-        ends = [int(number) for number in block[entry_at:home_at]]
-        return SendPlan(
-            counts=block[:num_slots],
-            home=block[home_at : home_at + pairs].reshape(num_tokens, topk),
-            row=block[home_at + pairs : home_at + 2 * pairs],
-            first_entry=ends[: num_ranks + 1],
-            tokens=block[home_at + 2 * pairs :],
-            first_token=ends[num_ranks + 1 :],
-        )
+        return trip
 
-    def push_rows(self, plan: SendPlan, rows: Tensor, buffer: int, others: list[int]) -> None:
-        at = _at(plan.counts)
-        entry_at = at + 8 * self._num_ranks * self._slots
-        token_at = entry_at + 8 * (self._num_ranks + 1)
-        self._library.push_rows(
-            self._table_at[buffer], self._num_ranks, self._slots, _mask(others), at, entry_at, token_at,
-            _at(plan.row), _at(plan.tokens), rows.data_ptr(), self._lanes.shape.row_bytes, STREAM_BYTES,
-        )  # fmt: skip
-
-    def read_heads(self, plan: SendPlan, buffer: int, others: list[int]) -> Heads:
-        num_ranks, slots = self._num_ranks, self._slots
-        block = np.empty(num_ranks * slots + num_ranks + 1 + slots, dtype=np.int64)
-        at, split = _at(block), num_ranks * slots
-        self._library.read_heads(
-            self._table_at[buffer], self._rank, num_ranks, slots, _mask(others), _at(plan.counts),
-            at, at + 8 * split, at + 8 * (split + num_ranks + 1),
-        )  # fmt: skip
-        first = [int(number) for number in block[split : split + num_ranks + 1]]
-        return Heads(block[:split].reshape(num_ranks, slots), first, block[split + num_ranks + 1 :])
-
-    def place_rows(
-        self, plan: SendPlan, heads: Heads, pieces: Sequence[Tensor], buffer: int, out: Tensor
-    ) -> Int64Array:
-        placed = np.empty(heads.first[-1], dtype=np.int64)
+    def place_rows(self, sent: Sent, own: Tensor, buffer: int, others: list[int], decode: Decode | None) -> _Trip:
+        assert isinstance(sent, _Trip)
+        num_counts = self._num_ranks * self._slots
+        sent.heads = np.empty(num_counts + self._num_ranks + 1 + self._slots, dtype=np.int64)
+        sent.heads_at = _at(sent.heads)
+        num_rows = self._library.read_heads(self._facts_at, buffer, _mask(others), sent.block_at, sent.heads_at)
+        sent.placed = np.empty(num_rows, dtype=np.int64)
+        sent.x = self._room.room(buffer, num_rows)
+        sent.rows_per_slot = torch.from_numpy(sent.heads[num_counts + self._num_ranks + 1 :])
+        pieces: list[Tensor] = []
+        if decode is not None:
+            pieces = [sent.x] * self._num_ranks  # a rank that takes no part has no entry, so nothing is read from it
+            for peer in others:
+                lane = self._lanes.inbox[peer]
+                pieces[peer] = decode(lane.rows[buffer][: int(lane.head[buffer][self._slots])])
+            pieces[self._lanes.rank] = decode(own)
         pointers = _pointers(pieces)
-        row_bytes = out.shape[1] * out.element_size()
         self._library.place_rows(
-            self._table_at[buffer], self._rank, self._num_ranks, self._slots, _at(heads.counts), _at(pointers),
-            _at(plan.row) + 8 * plan.first_entry[self._rank], _at(plan.tokens) + 8 * plan.first_token[self._rank],
-            _at(placed), out.data_ptr(), row_bytes, placed.shape[0], STREAM_BYTES,
+            self._facts_at, buffer, sent.block_at, sent.ids.numel(), sent.heads_at, _at(pointers) if pieces else 0,
+            own.data_ptr(), _at(sent.placed), sent.x.data_ptr(), self._row_bytes,
         )  # fmt: skip
-        return placed
+        return sent
 
-    def push_results(self, heads: Heads, placed: Int64Array, rows: Tensor, buffer: int, others: list[int]) -> None:
-        self._library.push_results(
-            self._table_at[buffer], self._num_ranks, _mask(others), _at(heads.counts) + 8 * heads.counts.size,
-            _at(placed), rows.data_ptr(), self._lanes.shape.home_row_bytes, STREAM_BYTES,
-        )  # fmt: skip
+    def send_results(self, placed: Placed, own: Tensor, buffer: int, others: list[int]) -> None:
+        assert isinstance(placed, _Trip)
+        self._library.send_results(
+            self._facts_at, buffer, _mask(others), placed.heads_at, _at(placed.placed), own.data_ptr()
+        )
 
-    def weighted_sum(self, plan: SendPlan, own_placed: Int64Array, pieces: Sequence[Tensor], weights: Tensor) -> Tensor:
-        num_tokens, topk = plan.home.shape
-        hidden, dtype = pieces[0].shape[1], pieces[0].dtype
-        if dtype not in (torch.bfloat16, torch.float32):
-            raise TypeError(f"{dtype} rows: only float32 and bfloat16 are computed on CPU")
-        out = torch.empty(num_tokens, hidden, dtype=dtype)
-        weights, pointers = weights.contiguous(), _pointers(pieces)
-        self._library.weighted_sum(
-            self._rank, num_tokens, topk, hidden, dtype == torch.bfloat16, _at(pointers),
-            _at(plan.counts) + 8 * self._num_ranks * self._slots, _at(own_placed), _at(plan.home),
-            weights.data_ptr(), out.data_ptr(),
+    def add_results(self, placed: Placed, own: Tensor, weights: Tensor, buffer: int, decode: Decode | None) -> Tensor:
+        assert isinstance(placed, _Trip)
+        weights = weights.contiguous()
+        num_tokens, topk = placed.ids.shape
+        out = torch.empty(num_tokens, self._lanes.hidden, dtype=self._lanes.dtype)
+        pieces: list[Tensor] = []
+        if decode is not None:
+            first = placed.first_entry
+            sizes = [first[source + 1] - first[source] for source in range(self._num_ranks)]
+            pieces = [decode(lane.home[buffer][:size]) for lane, size in zip(self._lanes.inbox, sizes, strict=True)]
+            pieces[self._lanes.rank] = decode(own)
+        pointers = _pointers(pieces)
+        self._library.add_results(
+            self._facts_at, buffer, placed.block_at, num_tokens, topk, placed.heads_at, _at(placed.placed),
+            _at(pointers) if pieces else 0, own.data_ptr(), weights.data_ptr(), out.data_ptr(),
         )  # fmt: skip
         return out
 
 
+def lane_facts(lanes: Lanes) -> Int64Array:
+    """Returns what lane_work.c knows of the lanes, in the order that it names."""
+    shape = lanes.shape
+    facts = [
+        lanes.rank,
+        shape.num_ranks,
+        shape.slots_per_rank,
+        shape.row_bytes,
+        shape.home_row_bytes,
+        lanes.hidden,
+        int(lanes.dtype == torch.bfloat16),
+        STREAM_BYTES,
+    ]
+    for buffer in (0, 1):
+        for out, inbox in zip(lanes.out, lanes.inbox, strict=True):
+            facts += [*_addresses(out, buffer), *_addresses(inbox, buffer)]
+    return np.array(facts, dtype=np.int64)
+
+
 def native_lane_work(lanes: Lanes) -> tuple[NativeLaneWork | None, str]:
     """Returns the C form and what it was built with, or None and why there is none."""
+    if lanes.dtype not in (torch.float32, torch.bfloat16):
+        return None, f"no C form for {lanes.dtype}"
     library, note = load_library()
     return (None, note) if library is None else (NativeLaneWork(lanes, library), note)
 
@@ -147,14 +162,13 @@ def load_library() -> tuple[ctypes.CDLL | None, str]:
         return None, f"{compiler} could not build the helper: {error}"
     for name, num_arguments in _ARGUMENTS.items():
         function = getattr(library, name)
-        function.restype, function.argtypes = None, [ctypes.c_int64] * num_arguments
+        function.restype, function.argtypes = ctypes.c_int64, [ctypes.c_int64] * num_arguments
     wrong = _differing_dtype(library)
     return (None, f"the helper built by {compiler} adds {wrong} in other bits") if wrong else (library, compiler)
 
 
 _ARGUMENTS = {
-    "plan_sends": 6, "push_rows": 12, "read_heads": 9, "place_rows": 13, "push_results": 8, "weighted_sum": 11,
-    "stream_copy": 3,
+    "send_rows": 8, "read_heads": 5, "place_rows": 10, "send_results": 6, "add_results": 11, "stream_copy": 3
 }  # fmt: skip
 
 
@@ -172,16 +186,19 @@ def _build(compiler: str, source: Path, path: Path) -> None:
 
 def _differing_dtype(library: ctypes.CDLL) -> torch.dtype | None:
     """Returns a dtype that the helper adds up differently from the reference; without fused steps it does."""
-    home = torch.arange(6 * 5).view(6, 5)
+    num_tokens, topk, hidden = 6, 5, 131
+    home = torch.arange(num_tokens * topk).view(num_tokens, topk)
     generator = torch.Generator().manual_seed(0)
-    weights = torch.randn(6, 5, generator=generator)
+    weights = torch.randn(num_tokens, topk, generator=generator)
+    counts, heads = np.array([home.numel()]), np.array([home.numel(), 0, home.numel()])
+    block = np.concatenate([counts, [0, home.numel()], [0, num_tokens], home.flatten().numpy()])
+    placed = np.arange(home.numel())
     for dtype in (torch.float32, torch.bfloat16):
-        rows = torch.randn(30, 131, generator=generator).to(dtype)
-        out = torch.empty(6, 131, dtype=dtype)
-        pieces, first = np.array([rows.data_ptr()]), np.array([0, 30])
-        own = np.arange(30)
-        library.weighted_sum(
-            0, 6, 5, 131, dtype == torch.bfloat16, _at(pieces), _at(first), _at(own), home.data_ptr(),
+        rows = torch.randn(home.numel(), hidden, generator=generator).to(dtype)
+        out = torch.empty(num_tokens, hidden, dtype=dtype)
+        facts = np.array([0, 1, 1, 0, 0, hidden, int(dtype == torch.bfloat16), STREAM_BYTES])
+        library.add_results(
+            _at(facts), 0, _at(block), num_tokens, topk, _at(heads), _at(placed), 0, rows.data_ptr(),
             weights.data_ptr(), out.data_ptr(),
         )  # fmt: skip
         if not torch.equal(out, weighted_sum_reference(rows, home, weights)):

@@ -16,7 +16,7 @@ wait is for something earlier in the one order of calls that all ranks share. A 
 deadline. docs/communication.md tells this at length.
 """
 
-from dataclasses import dataclass
+from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -33,26 +33,17 @@ from moe_serve.dispatch.inbox import (
     ROWS,
     ROWS_READ,
     InboxShape,
-    Int64Array,
     Lane,
     all_flags,
 )
-from moe_serve.dispatch.lane_work import Heads, Lanes, LaneWork, PlainLaneWork
+from moe_serve.dispatch.lane_work import Decode, Lanes, LaneWork, Placed, PlainLaneWork, Sent
 from moe_serve.dispatch.lane_work_native import native_lane_work
-from moe_serve.dispatch.send_plan import SendPlan
 from moe_serve.dispatch.symmetric import SymmetricMemory
 from moe_serve.dispatch.symmetric_shm import share_regions
 from moe_serve.dispatch.wire import Codec, Wire
 from moe_serve.errors import CapacityError, ConfigError, PeerError
 
 MIN_COUNTS = 4096  # numbers that one exchange of counts can carry at least: 32 KiB
-
-
-@dataclass(frozen=True)
-class _Handle:
-    plan: SendPlan
-    heads: Heads
-    placed: Int64Array  # [M] placed row of each arrived entry
 
 
 class LowLatencyAllToAll:
@@ -78,7 +69,7 @@ class LowLatencyAllToAll:
         """
         self._memory = memory
         self._rank, self._num_ranks = memory.rank, memory.num_ranks
-        self._shape, self._hidden, self._dtype = shape, hidden, dtype
+        self._shape, self._hidden = shape, hidden
         self._wire = wire
         self._inbox = [Lane(memory.region(self._rank), shape, source) for source in range(self._num_ranks)]
         self._peers = Peers(
@@ -91,15 +82,13 @@ class LowLatencyAllToAll:
         )
         for lane in self._peers.lanes:
             lane.set_canaries()
-        lanes = Lanes(self._rank, shape, self._peers.lanes, self._inbox)
+        lanes = Lanes(self._rank, shape, hidden, dtype, self._peers.lanes, self._inbox)
         native, self.note = native_lane_work(lanes) if compiled else (None, "not wanted")
         self._work: LaneWork = native or PlainLaneWork(lanes)
-        self._rows_here = [self._typed(wire.dispatch, [lane.rows[b] for lane in self._inbox]) for b in (0, 1)]
-        self._home_here = [self._typed(wire.combine, [lane.home[b] for lane in self._inbox]) for b in (0, 1)]
+        self._decode_rows, self._decode_home = self._decoder(wire.dispatch), self._decoder(wire.combine)
         self._counts = Channel(self._peers, "counts", COUNTS, COUNTS_READ)
         self._rows = Channel(self._peers, "dispatch", ROWS, ROWS_READ)
         self._home = Channel(self._peers, "combine", HOME, HOME_READ)
-        self._arrived = [torch.empty(0, dtype=torch.uint8) for _ in range(2)]
 
     def exchange_counts(self, counts: Tensor) -> Pending[Tensor]:
         num_counts = counts.shape[0]
@@ -125,83 +114,43 @@ class LowLatencyAllToAll:
 
     def dispatch(self, hidden: Tensor, physical_ids: Tensor, slot_counts: Tensor | None = None) -> Pending[Dispatched]:
         self._check(hidden, physical_ids)
-        plan = self._work.plan(physical_ids)
-        self._check_members(plan)
-        data = self._encode(self._wire.dispatch, hidden)
+        own = self._encode(self._wire.dispatch, hidden)
         call, epoch = self._rows.begin(), self._peers.epoch
-        self._work.push_rows(plan, data, call % 2, self._peers.others)
+        sent = self._work.send_rows(physical_ids, own, call % 2, self._peers.others)
+        self._check_members(sent)
         self._rows.announce(call)
 
         def receive() -> Dispatched:
             check_epoch(self._peers, epoch, "dispatch receive")
             self._rows.arrive(call)
-            arrived = self._place_rows(call % 2, plan, data)
+            placed = self._work.place_rows(sent, own, call % 2, self._peers.others, self._decode_rows)
             self._rows.finish(call)
-            return arrived
+            return Dispatched(PackedRows(placed.x, placed.rows_per_slot), placed)
 
         return Deferred(receive)
 
     def combine(self, expert_out: Tensor, weights: Tensor, handle: object) -> Pending[Tensor]:
-        assert isinstance(handle, _Handle), "the handle belongs to another transport"
-        data = self._encode(self._wire.combine, expert_out)
+        placed = cast(Placed, handle)
+        own = self._encode(self._wire.combine, expert_out)
         call, epoch = self._home.begin(), self._peers.epoch
-        self._work.push_results(handle.heads, handle.placed, data, call % 2, self._peers.others)
+        self._work.send_results(placed, own, call % 2, self._peers.others)
         self._home.announce(call)
 
         def receive() -> Tensor:
             check_epoch(self._peers, epoch, "combine receive")
             self._home.arrive(call)
-            combined = self._add_results(call % 2, handle, data, weights)
+            combined = self._work.add_results(placed, own, weights, call % 2, self._decode_home)
             self._home.finish(call)
             return combined
 
         return Deferred(receive)
 
-    def _place_rows(self, buffer: int, plan: SendPlan, own: Tensor) -> Dispatched:
-        """Decodes what has arrived and puts a row for each entry in the placed layout."""
-        heads = self._work.read_heads(plan, buffer, self._peers.others)
-        if self._wire.dispatch.is_identity:
-            pieces = list(self._rows_here[buffer])
-        else:
-            pieces = [own] * self._num_ranks
-            for peer in self._peers.others:
-                num_rows = int(self._inbox[peer].head[buffer][self._shape.slots_per_rank])
-                pieces[peer] = self._decode(self._wire.dispatch, self._inbox[peer].rows[buffer][:num_rows])
-        pieces[self._rank] = own if self._wire.dispatch.is_identity else self._decode(self._wire.dispatch, own)
-        x = self._arrival_buffer(buffer, heads.first[-1])
-        placed = self._work.place_rows(plan, heads, pieces, buffer, x)
-        return Dispatched(PackedRows(x, torch.from_numpy(heads.per_slot)), _Handle(plan, heads, placed))
-
-    def _add_results(self, buffer: int, handle: _Handle, own: Tensor, weights: Tensor) -> Tensor:
-        plan, codec = handle.plan, self._wire.combine
-        if codec.is_identity:
-            pieces = list(self._home_here[buffer])
-        else:
-            first = plan.first_entry
-            sizes = [first[source + 1] - first[source] for source in range(self._num_ranks)]
-            home = [self._inbox[source].home[buffer][: sizes[source]] for source in range(self._num_ranks)]
-            pieces = [self._decode(codec, rows) for rows in home]
-        # Own results stay where the experts left them.
-        pieces[self._rank] = own if codec.is_identity else self._decode(codec, own)
-        first_own, end_own = handle.heads.first[self._rank : self._rank + 2]
-        return self._work.weighted_sum(plan, handle.placed[first_own:end_own], pieces, weights)
-
-    def _typed(self, codec: Codec, parts: list[Tensor]) -> list[Tensor]:
-        """Returns parts of lanes as rows of the compute dtype, where they hold such rows."""
-        return [part.view(self._dtype) for part in parts] if codec.is_identity else []
-
     def _encode(self, codec: Codec, rows: Tensor) -> Tensor:
         return rows.contiguous() if codec.is_identity else codec.encode(rows)
 
-    def _decode(self, codec: Codec, data: Tensor) -> Tensor:
-        return codec.decode(data, self._hidden).contiguous()
-
-    def _arrival_buffer(self, buffer: int, num_rows: int) -> Tensor:
-        """Returns room for rows: [num_rows, H]. Kept, since fresh pages cost as much as the copy into them."""
-        num_bytes = num_rows * self._hidden * self._dtype.itemsize
-        if self._arrived[buffer].shape[0] < num_bytes:
-            self._arrived[buffer] = torch.empty(num_bytes + num_bytes // 4, dtype=torch.uint8)
-        return self._arrived[buffer][:num_bytes].view(self._dtype).view(num_rows, self._hidden)
+    def _decoder(self, codec: Codec) -> Decode | None:
+        """Returns what turns bytes of a lane into rows; None: they are rows."""
+        return None if codec.is_identity else lambda data: codec.decode(data, self._hidden).contiguous()
 
     def _check(self, hidden: Tensor, physical_ids: Tensor) -> None:
         shape = self._shape
@@ -216,10 +165,11 @@ class LowLatencyAllToAll:
                 f"{self._hidden} channels and {shape.topk} experts; build the transport for this model"
             )
 
-    def _check_members(self, plan: SendPlan) -> None:
+    def _check_members(self, sent: Sent) -> None:
+        """Refuses tokens for ranks that take no part; nothing of them was written, and the call is not announced."""
         if len(self._peers.others) + 1 == self._num_ranks:
             return
-        first = plan.first_entry
+        first = sent.first_entry
         named = [rank for rank in range(self._num_ranks) if first[rank + 1] > first[rank]]
         lost = [rank for rank in named if rank != self._rank and rank not in self._peers.others]
         if lost:

@@ -1,0 +1,209 @@
+"""Dispatch and combine over shared memory, against plain copies of the same bytes and against gloo.
+
+    python -m benchmarks.dispatch [--rounds 40] [--ranks 2,4]
+
+Every round runs all variants one after the other on all ranks at once; the slowest rank counts. Ratios are medians over
+rounds of ratios within a round, so that a busy machine slows both sides. memcpy is the fastest of torch copy_, memmove
+and a streaming copy, into the same shared segment.
+"""
+
+import argparse
+import contextlib
+import ctypes
+import os
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from benchmarks.conditions import conditions, save
+from moe_serve.dispatch.base import AllToAll, EpGroup, PackedRows, make_all_to_all
+from moe_serve.dispatch.lane_work import LaneWork, Sent
+from moe_serve.dispatch.lane_work_native import load_library
+from moe_serve.dispatch.symmetric_shm import share_regions
+from tests.ranks import run_ranks
+
+NUM_TOKENS, HIDDEN, TOPK, NUM_EXPERTS = 128, 7168, 8, 64
+ROW_BYTES = 2 * HIDDEN
+
+
+class ArrivalOnly:
+    """Dispatch up to the moment when every row lies in its destination's region: one row per (token, rank)."""
+
+    def __init__(self, work: LaneWork):
+        self.send_rows = work.send_rows
+
+    def place_rows(self, sent: Sent, own: Tensor, buffer: int, others: list[int], decode: Any) -> PackedRows:
+        return PackedRows(own[:0], torch.empty(0))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=40)
+    parser.add_argument("--ranks", default="2,4")
+    args = parser.parse_args()
+    facts = conditions()
+    rows: list[dict[str, Any]] = []
+    for num_ranks in map(int, args.ranks.split(",")):
+        per_rank = run_ranks(num_ranks, measure, args.rounds, timeout_s=1200)
+        rows += summarise(num_ranks, per_rank)
+    notes = (
+        f"T={NUM_TOKENS} tokens per rank, H={HIDDEN}, K={TOPK}, E={NUM_EXPERTS}, bf16 on the wire; ranks pinned, at raised "
+        "priority where allowed. Times are medians over rounds of the slowest rank, all ranks running at once; `min` is "
+        "the best round. `ratio`: best round over best round of the yardstick, and in brackets the median over rounds of "
+        "the ratio within a round; other work on the machine lengthens only what waits for a peer."
+    )
+    print(save("dispatch", "Dispatch and combine over shared memory", rows, facts, notes))
+
+
+def measure(rank: int, group: EpGroup, rounds: int) -> dict[str, list[float]]:
+    """Returns the seconds of every variant in every round on this rank."""
+    torch.manual_seed(rank)
+    cores = sorted(os.sched_getaffinity(0))
+    os.sched_setaffinity(0, {cores[rank % len(cores)]})  # the pool's processes end with this run
+    with contextlib.suppress(OSError):  # allowed to few; on a busy machine a rank that is preempted stops all others
+        os.setpriority(os.PRIO_PROCESS, 0, -15)
+    slots = NUM_EXPERTS // group.num_ranks
+    scores = torch.rand(NUM_TOKENS, NUM_EXPERTS)
+    ids = scores.topk(TOPK, dim=1).indices
+    hidden = torch.randn(NUM_TOKENS, HIDDEN).bfloat16()
+    weights = torch.rand(NUM_TOKENS, TOPK)
+    tiny = (hidden[:1].clone(), ids[:1].clone(), weights[:1].clone())
+    none = (hidden[:0], ids[:0], weights[:0])
+
+    def shm(compiled: bool) -> AllToAll:
+        limits = {"max_tokens_per_rank": NUM_TOKENS, "hidden": HIDDEN, "topk": TOPK}
+        return make_all_to_all("low_latency", group, slots, torch.bfloat16, compiled=compiled, **limits)
+
+    ours, plain = shm(True), shm(False)
+    gloo = make_all_to_all("collective", group, slots, torch.bfloat16)
+    arrival, plain_arrival = shm(True), shm(False)
+    for transport in (arrival, plain_arrival):
+        transport._work = ArrivalOnly(transport._work)  # type: ignore[attr-defined]
+    yardsticks = Yardsticks(group, NUM_TOKENS * TOPK * ROW_BYTES)
+    num_dedup = int(sum(len(set(row)) for row in (ids // slots).tolist()))
+    remote = ids // slots != rank
+    num_remote = int(sum(len(set(row) - {rank}) for row in (ids // slots).tolist()))
+    assert bool(remote.any())
+
+    def barrier() -> None:
+        ours.exchange_counts(torch.zeros(1, dtype=torch.int64)).wait()
+
+    variants: dict[str, Callable[[], float]] = {}
+
+    def add(name: str, run: Callable[[], Any]) -> None:
+        variants[name] = lambda: timed(run, barrier)
+
+    for size, num_rows in (("remote", num_remote), ("dedup", num_dedup), ("slabs", NUM_TOKENS * TOPK)):
+        for kind, copy in yardsticks.kinds.items():
+            add(f"memcpy {size} {kind}", lambda c=copy, n=num_rows: c(n * ROW_BYTES))
+    for name, transport in (("shm", ours), ("plain", plain), ("gloo", gloo)):
+        results = transport.dispatch(hidden, ids).wait()
+        assert isinstance(results.rows, PackedRows)
+        out = results.rows.x.clone()
+        handle = results.handle
+        add(f"{name} dispatch", lambda t=transport: t.dispatch(hidden, ids).wait())
+        add(f"{name} combine", lambda t=transport, o=out, h=handle: t.combine(o, weights, h).wait())
+        add(f"{name} one token", lambda t=transport: round_trip(t, *tiny))
+        add(f"{name} empty dispatch", lambda t=transport: t.dispatch(none[0], none[1]).wait())
+        add(f"{name} counts round", lambda t=transport: t.exchange_counts(torch.zeros(1, dtype=torch.int64)).wait())
+    add("shm arrival", lambda: arrival.dispatch(hidden, ids).wait())
+    add("plain arrival", lambda: plain_arrival.dispatch(hidden, ids).wait())
+    times: dict[str, list[float]] = {name: [] for name in variants}
+    for number in range(rounds + 2):
+        for name, variant in variants.items():
+            repeats = 20 if ("empty" in name or "round" in name or "token" in name) and "gloo" not in name else 1
+            took = statistics.median(variant() for _ in range(repeats))
+            if number >= 2:
+                times[name].append(took)
+    return times
+
+
+def round_trip(transport: AllToAll, hidden: Tensor, ids: Tensor, weights: Tensor) -> None:
+    arrived = transport.dispatch(hidden, ids).wait()
+    transport.combine(arrived.rows.x, weights, arrived.handle).wait()
+
+
+def timed(run: Callable[[], Any], barrier: Callable[[], None]) -> float:
+    barrier()
+    started_s = time.perf_counter()
+    run()
+    return time.perf_counter() - started_s
+
+
+class Yardsticks:
+    """Plain copies of private memory into the next rank's part of a shared segment."""
+
+    def __init__(self, group: EpGroup, num_bytes: int):
+        assert group.process_group is not None
+        memory = share_regions(group.process_group, num_bytes * group.num_ranks)
+        peer = memory.region((group.rank + 1) % group.num_ranks)
+        to = peer[group.rank * num_bytes :][:num_bytes]
+        source = torch.randint(0, 255, (num_bytes,), dtype=torch.uint8)
+        library, note = load_library()
+        assert library is not None, note
+        self.kinds: dict[str, Callable[[int], Any]] = {
+            "copy_": lambda n: to[:n].copy_(source[:n]),
+            "memmove": lambda n: ctypes.memmove(to.data_ptr(), source.data_ptr(), n),
+            "streaming": lambda n: library.stream_copy(to.data_ptr(), source.data_ptr(), n),
+        }
+        for copy in self.kinds.values():
+            copy(num_bytes)  # pages exist from here on
+
+
+def summarise(num_ranks: int, per_rank: list[dict[str, list[float]]]) -> list[dict[str, Any]]:
+    slowest = {name: np.max([times[name] for times in per_rank], axis=0) for name in per_rank[0]}
+
+    def fastest(size: str) -> np.ndarray:
+        kinds = [slowest[f"memcpy {size} {kind}"] for kind in ("copy_", "memmove", "streaming")]
+        return kinds[int(np.argmin([np.median(kind) for kind in kinds]))]
+
+    rows = []
+
+    def row(metric: str, name: str, yardstick: np.ndarray | None, against: str, goal: str) -> None:
+        took = slowest[name]
+        rows.append(
+            {
+                "ranks": num_ranks,
+                "metric": metric,
+                "median µs": float(np.median(took) * 1e6),
+                "min µs": float(np.min(took) * 1e6),
+                "ratio": ""
+                if yardstick is None
+                else f"{took.min() / yardstick.min():.2f} ({np.median(took / yardstick):.2f}) × {against}",
+                "goal": goal,
+            }
+        )
+
+    for size in ("remote", "dedup", "slabs"):
+        copied = fastest(size)
+        rows.append(
+            {"ranks": num_ranks, "metric": f"memcpy of the {size} rows", "median µs": float(np.median(copied) * 1e6),
+             "min µs": float(np.min(copied) * 1e6), "ratio": "", "goal": ""}
+        )  # fmt: skip
+    goals = num_ranks == 2
+    for name, label in (("shm", "compiled"), ("plain", "plain")):
+        goal = "≤ 1.3" if name == "shm" and goals else ""
+        row(f"dispatch, dedup rows in place, {label}", f"{name} arrival", fastest("dedup"), "memcpy dedup", goal)
+        row(f"dispatch, dedup rows in place, {label}", f"{name} arrival", fastest("remote"), "memcpy remote", "")
+        row(f"dispatch, dedup rows in place, {label}", f"{name} arrival", slowest["gloo dispatch"], "gloo", "≤ 1/6")
+        goal = "≤ 1.0" if name == "shm" and goals else ""
+        row(f"dispatch to expert rows, {label}", f"{name} dispatch", fastest("slabs"), "memcpy slabs", goal)
+        row(f"dispatch to expert rows, {label}", f"{name} dispatch", slowest["gloo dispatch"], "gloo", "")
+        row(f"weighted combine, {label}", f"{name} combine", fastest("slabs"), "memcpy slabs", goal)
+        row(f"weighted combine, {label}", f"{name} combine", slowest["gloo combine"], "gloo", "")
+        limit = {2: "≤ 10 µs", 4: "≤ 40 µs"}.get(num_ranks, "")
+        row(f"empty round (counts), {label}", f"{name} counts round", None, "", limit)
+        row(f"empty dispatch, {label}", f"{name} empty dispatch", None, "", limit)
+        row(f"one token, dispatch + combine, {label}", f"{name} one token", None, "", "≤ 60 µs")
+    for kind in ("dispatch", "combine", "one token", "empty dispatch", "counts round"):
+        row(f"gloo {kind}", f"gloo {kind}", None, "", "")
+    return rows
+
+
+if __name__ == "__main__":
+    main()
