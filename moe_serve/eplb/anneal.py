@@ -52,6 +52,9 @@ def anneal_counts(
         rows = (going[:, None] * chains + np.arange(chains)).ravel()
         layer = np.repeat(going, chains)
         tried = _neighbours(counts[rows], weight[layer], num_ranks, num_slots, draw)
+        if num_experts <= 8:  # so few that throwing dice finds what walking misses
+            dice = rows % 2 == 1
+            tried[dice] = _any_counts(int(dice.sum()), num_experts, num_ranks, num_slots, draw)
         copies = list_copies(tried, num_slots)
         own = None if fixed is None else fixed[layer]
         load = copy_load(weight[layer], tried, copies, own)
@@ -101,6 +104,15 @@ def _neighbours(
         take = moving & can_take & (draw.random(len(counts)) < 0.8) & (tried.sum(axis=1) < num_slots)
         tried[rows[take], taker[take]] += 1
     return tried
+
+
+def _any_counts(
+    num_rows: int, num_experts: int, max_copies: int, num_slots: int, draw: np.random.Generator
+) -> NDArray[np.int64]:
+    """Returns counts [num_rows, E] drawn from all that fit the slots."""
+    extra = draw.integers(0, num_slots - num_experts + 1, num_rows)
+    share = draw.dirichlet(np.ones(num_experts), num_rows)
+    return np.minimum(1 + draw.multinomial(extra, share), max_copies)
 
 
 def _tops(weight: Floats, table: Ids, fixed: Floats | None) -> Floats:
