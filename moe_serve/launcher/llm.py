@@ -34,6 +34,7 @@ T = TypeVar("T")
 Prompts = Sequence[str] | Sequence[list[int]]
 Params = SamplingParams | Sequence[SamplingParams] | None
 _WATCH_S = 0.1  # how often the processes are looked at
+_ROOM_POLL_S = 0.01  # how often a caller without any place looks for one
 _OWN_WORDS_S = 1.0  # a rank that exits by itself has said why to the bridge; its exit code says less
 _END_GRACE_S = 3.0
 
@@ -170,6 +171,8 @@ class LLM:
         params = replace(params, stop=_as_tuple(params.stop), stop_token_ids=tuple(params.stop_token_ids))
         try:
             params.validate()
+            # numpy's numbers are valid too, but have no form in a message.
+            params = replace(params, temperature=float(params.temperature), top_p=float(params.top_p))
             if isinstance(given, str):
                 if self._tokenizer is None:
                     raise RequestError("text needs a tokenizer; give token ids", field="prompts")
@@ -203,6 +206,9 @@ class LLM:
                     (request,) = self._bridge.submit([spec], changes)
                     open_requests[request.request_id] = request
                     index_of[request.request_id] = index
+                if not open_requests:  # other callers hold every place, and nobody tells us when one leaves
+                    await asyncio.sleep(_ROOM_POLL_S)
+                    continue
                 request = await changes.next()
                 if request.failure is not None:
                     raise request.failure

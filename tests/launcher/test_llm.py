@@ -4,6 +4,7 @@ import os
 import signal
 import threading
 
+import numpy as np
 import pytest
 
 from moe_serve.attention_dp.request import SamplingParams
@@ -105,6 +106,25 @@ def test_it_can_be_used_from_several_threads(llm):
     for thread in threads:
         thread.join()
     assert found == {seed: 2 + seed for seed in range(8)}
+
+
+def test_a_call_that_finds_no_room_waits_until_another_leaves_some():
+    with fake_llm("engine.max_running_requests=1", "engine.max_queued_requests=1") as small:
+        other = small.stream([[5]] * 20, greedy(200))
+        next(other)  # holds all places, and is not read on
+        found = []
+        call = threading.Thread(target=lambda: found.append(small.generate([[5]], greedy(3))), daemon=True)
+        call.start()
+        call.join(10)
+        other.close()
+        assert found
+        assert found[0][0].token_ids == [12, 13, 14]
+
+
+def test_numbers_of_numpy_are_numbers(llm):
+    params = SamplingParams(temperature=np.float64(0.5), top_p=np.float64(0.9), max_new_tokens=3, seed=10)
+    assert llm.generate([[5]], params)[0].token_ids == [12, 13, 14]
+    assert llm._bridge.num_open == 0
 
 
 def test_a_lost_rank_raises_its_name_and_close_leaves_nothing():
