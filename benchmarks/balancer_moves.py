@@ -28,14 +28,14 @@ CHURN_WINDOWS = 8
 
 def churn_rows() -> Iterable[dict[str, Any]]:
     """Slow drift, a plan in every window: served balance and slots moved of `deepseek` (EPLB) and `incremental`."""
-    goals = ((V3_EP32, "<= 6 %"), (Q3_EP16, "<= 6 %"), (V3_EP72, "<= 15 %"), (V3_EP144, "<= 15 %"))
-    for shape, goal in goals:
+    goals = ((V3_EP32, 0.06), (Q3_EP16, 0.06), (V3_EP72, 0.15), (V3_EP144, 0.15))
+    for shape, budget in goals:
         drift = SyntheticLoad(
             "lognormal", CHURN_WINDOWS, shape.num_layers, shape.num_logical, rho=0.98, tokens_per_step=100_000
         )
         found: dict[str, list[tuple[float, float, float]]] = {}
         for seed in SEEDS[:2]:
-            settings = ReplaySettings(shape.topology, shape.num_slots)
+            settings = ReplaySettings(shape.topology, shape.num_slots, max_moves=int(budget * shape.num_slots))
             report = replay(synthetic_trace(replace(drift, seed=seed)), ["deepseek", "incremental"], settings)
             for result in report.policies:
                 # The first plan fills the redundant slots for the first time: it is no rebalance under drift.
@@ -54,7 +54,7 @@ def churn_rows() -> Iterable[dict[str, Any]]:
                 "mean": round(float(served), 4),
                 "min": "",
                 "other": f"{share:.1%} of slots a rebalance, served {served - theirs:+.4f} to EPLB",
-                "goal": "" if name == "deepseek" else f"{goal} within 0.01",
+                "goal": "" if name == "deepseek" else f"<= {budget:.0%} within 0.01",
             }
 
 
