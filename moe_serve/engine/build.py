@@ -10,9 +10,13 @@ from moe_serve.engine.exchange import Exchange
 from moe_serve.engine.mailbox import Mailbox
 from moe_serve.engine.served_model import Progress, ServedModel, build_served_model
 from moe_serve.engine.step import StepSettings
+from moe_serve.eplb.load import LoadRecord
 from moe_serve.eplb.trace import TraceMeta
 from moe_serve.eplb.trace_jsonl import JsonlWriter
 from moe_serve.errors import ConfigError
+from moe_serve.log import get_logger
+
+log = get_logger(__name__)
 
 
 def build_engine(
@@ -26,7 +30,7 @@ def build_engine(
     """Returns a rank's engine with its model loaded. Raises what `build_served_model` raises."""
     served = build_served_model(config, group, progress)
     if config.eplb.record_path is not None and group.rank == 0:
-        served.on_record = _trace_writer(Path(config.eplb.record_path), served).add
+        record_to(Path(config.eplb.record_path), served)
     scheduler = Scheduler(
         num_blocks=served.num_blocks,
         block_size=config.cache.block_size,
@@ -54,12 +58,25 @@ def build_engine(
     )
 
 
-def _trace_writer(path: Path, served: ServedModel) -> JsonlWriter:
+def record_to(path: Path, served: ServedModel) -> None:
+    """Writes every load record of a model to a trace file, until the disk refuses one: serving goes on without.
+
+    Raises ConfigError when the file cannot be begun.
+    """
     spec = served.spec
     meta = TraceMeta(spec.num_logical, tuple(spec.moe_layer_ids), spec.topk, served.limits.model_name)
     try:
-        return JsonlWriter(path, meta)
+        writer = JsonlWriter(path, meta)
     except OSError as error:
         raise ConfigError(
             f"eplb.record_path: {path} cannot be written ({error.strerror}); name a file in a folder that exists"
         ) from None
+
+    def write(record: LoadRecord) -> None:
+        try:
+            writer.add(record)
+        except OSError as error:
+            served.on_record = None  # a line may be cut off, so nothing may follow it
+            log.error("eplb.record_path: the trace %s ends here (%s); serving goes on", path, error.strerror)
+
+    served.on_record = write

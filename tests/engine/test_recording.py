@@ -1,9 +1,15 @@
+import errno
 from pathlib import Path
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
 from moe_serve.attention_dp.request import SamplingParams
+from moe_serve.engine.build import record_to
 from moe_serve.eplb import read_trace
+from moe_serve.eplb.load import LoadRecord
+from moe_serve.eplb.trace_jsonl import JsonlWriter
 from tests.engine.offline import prompts_with_shared_beginnings, serve, submits_of
 from tests.ranks import RankFailure
 
@@ -28,3 +34,20 @@ def test_a_served_load_can_be_replayed(tmp_path: Path) -> None:
 def test_a_trace_that_cannot_be_written_is_one_clear_error(tmp_path: Path) -> None:
     with pytest.raises(RankFailure, match=r"eplb.record_path: .*missing/load.jsonl cannot be written"):
         serve(1, [], [f"eplb.record_path={tmp_path}/missing/load.jsonl"])
+
+
+def test_a_full_disk_ends_the_trace_and_not_the_serving(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "load.jsonl"
+    spec = SimpleNamespace(num_logical=4, moe_layer_ids=(1, 2), topk=2)
+    served = SimpleNamespace(spec=spec, limits=SimpleNamespace(model_name="m"), on_record=None)
+    record = LoadRecord(0, 1, "decode", np.ones((2, 4), dtype=np.int64))
+    record_to(path, served)  # type: ignore[arg-type]
+    served.on_record(record)
+
+    def full(writer: JsonlWriter, record: LoadRecord) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(JsonlWriter, "add", full)
+    served.on_record(record)
+    assert served.on_record is None
+    assert len(list(read_trace(path))) == 1
