@@ -37,8 +37,9 @@ def main() -> None:
             print(" | ".join(str(value) for value in row.values()), flush=True)
     notes = (
         "balancedness = mean / max of rank load per layer; mean: over layers and seeds, min: the worst layer of all. "
-        "Seeds 0-9 and, on lines that say so, seeds that were not looked at while the policies were written. Times are "
-        "CPU times of one thread; replay rows are wall clock, on a machine that others were using, beside their CPU time."
+        "Seeds 0-9 and, on lines that say so, seeds that were not looked at while the policies were written. Times "
+        "are CPU times of one thread; replay rows are wall clock, on a machine that others were using, beside their "
+        "CPU time."
     )
     if arguments.merge:
         found = _merged(found, RESULTS / f"{arguments.name}.json")
