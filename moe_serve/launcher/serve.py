@@ -92,8 +92,10 @@ def run_worker(config: ServeConfig, env: RankEnv) -> int:
         lost = _lost_peer(engine.exchange if engine else None, error)
         if lost is None:
             log.exception("the epoch is lost")
-            lost = env.rank
-        code = _epoch_lost(mailbox, env, f"{type(error).__name__}: {str(error).splitlines()[0]}", lost)
+            message, lost = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}", env.rank
+        else:
+            message = loss_message(lost, engine.step if engine else None, error)
+        code = _epoch_lost(mailbox, env, message, lost)
     finally:
         mailbox.close()
     return code
@@ -175,6 +177,14 @@ def _lost_peer(exchange: "Exchange | None", error: Exception) -> int | None:
                 return dead[0]
             time.sleep(0.01)
     return -1
+
+
+def loss_message(lost_rank: int, step: int | None, error: Exception) -> str:
+    """Returns what to tell of a rank that went away while this one waited for it, without the library's own story."""
+    who = f"rank {lost_rank}" if lost_rank >= 0 else "a rank"
+    when = "while the ranks started" if step is None else f"in the middle of step {step}"
+    mark = next((mark for mark in _PEER_LOST if mark in str(error)), type(error).__name__)
+    return f"{who} went away {when} ({mark}); look at its last lines, and start the ranks again"
 
 
 def _epoch_lost(mailbox: ZmqMailbox, env: RankEnv, message: str, lost_rank: int) -> int:

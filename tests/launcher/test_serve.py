@@ -1,0 +1,54 @@
+"""What a rank says when its epoch is lost."""
+
+import pytest
+
+from moe_serve.config import load_config
+from moe_serve.engine.messages import Fatal, Message
+from moe_serve.launcher import serve
+from moe_serve.launcher.rank_env import RankEnv
+from moe_serve.launcher.serve import loss_message, run_worker
+
+GLOO = "[/build/gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:37298. Look at the remote worker."
+
+
+class Said:
+    """A mailbox that keeps what is sent."""
+
+    def __init__(self, *_: str) -> None:
+        self.messages: list[Message] = []
+
+    def send(self, message: Message) -> None:
+        self.messages.append(message)
+
+    def close(self) -> None:
+        pass
+
+
+def last_words(error: Exception, monkeypatch: pytest.MonkeyPatch) -> Fatal:
+    """What rank 1 tells of an error while it starts."""
+    mailbox = Said()
+
+    def fail(*_: object) -> None:
+        raise error
+
+    monkeypatch.setattr(serve, "ZmqMailbox", lambda *_: mailbox)
+    monkeypatch.setattr(serve, "_start", fail)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    assert run_worker(load_config(), RankEnv(1, 2, 1, 2, "127.0.0.1", 0, 0, "test")) == 1
+    (fatal,) = [message for message in mailbox.messages if isinstance(message, Fatal)]
+    return fatal
+
+
+def test_an_error_without_words_is_told_by_its_name(monkeypatch):
+    fatal = last_words(AssertionError(), monkeypatch)
+    assert (fatal.message, fatal.lost_rank) == ("AssertionError: ", 1)
+
+
+def test_a_peer_that_went_away_is_told_in_our_words(monkeypatch):
+    fatal = last_words(RuntimeError(GLOO), monkeypatch)
+    assert fatal.lost_rank == -1
+    assert fatal.message.startswith("a rank went away while the ranks started (Connection closed by peer)")
+
+
+def test_a_loss_names_the_rank_and_the_step():
+    assert loss_message(0, 57, RuntimeError(GLOO)).startswith("rank 0 went away in the middle of step 57 (Connection")
