@@ -143,7 +143,9 @@ class ServerConfig(Section):
     worker_port: NonNegativeInt = Field(default=30001, le=65535)
     max_body_mib: PositiveFloat = 16.0  # a larger HTTP body is refused
     attach_deadline_s: PositiveFloat = 600.0  # how long the front end waits for all ranks at start
-    worker_deadline_s: PositiveFloat = 30.0  # a rank that was silent for longer is lost
+    # A rank ends when the front end was silent for longer, and is lost when it was silent itself for longer and for
+    # longer than engine.step_deadline_s.
+    worker_deadline_s: PositiveFloat = 30.0
     routing_load_gap: NonNegativeFloat = 512.0  # prefix and session affinity yield above this gap, in tokens
 
     @model_validator(mode="after")
@@ -175,6 +177,12 @@ class ServeConfig(Section):
             raise ValueError(
                 f"dispatch.backend is local but parallel.num_ranks is {self.parallel.num_ranks}; "
                 "local serves one rank: set dispatch.backend: auto"
+            )
+        if self.engine.heartbeat_s >= max(self.server.worker_deadline_s, self.engine.step_deadline_s):
+            raise ValueError(
+                f"engine.heartbeat_s is {self.engine.heartbeat_s:g} but a rank that is silent for "
+                f"server.worker_deadline_s = {self.server.worker_deadline_s:g} and engine.step_deadline_s = "
+                f"{self.engine.step_deadline_s:g} seconds is lost; lower heartbeat_s"
             )
         threads = self.parallel.threads_per_rank
         if self.engine.numerics == "batch_invariant" and threads not in (None, 1):

@@ -84,6 +84,8 @@ class Bridge:
         self._touch: asyncio.Task[None] | None = None
         self._socket: RouterSocket | None = None
         self._started_s = 0.0
+        # A rank speaks between steps, and a step may last until its own deadline.
+        self._silence_s = max(config.server.worker_deadline_s, config.engine.step_deadline_s)
         self._news = asyncio.Event()  # set whenever a rank attaches, gets ready, ends or is lost
 
     # --- life ---------------------------------------------------------------------------------------------------------
@@ -378,14 +380,15 @@ class Bridge:
                 self._send(view.identity, Alive())
             await asyncio.sleep(ALIVE_PERIOD_S)
             now_s = time.monotonic()
-            stalled, last_s = now_s - last_s > server.worker_deadline_s / 2, now_s
+            stalled, last_s = now_s - last_s > self._silence_s / 2, now_s
             if stalled or self.is_draining or self.workers.loss is not None:
                 continue  # after a pause of ours (a stopped process, a laptop's sleep) the ranks get a chance to speak
-            silent = self.workers.silent_rank(now_s, server.worker_deadline_s)
+            silent = self.workers.silent_rank(now_s, self._silence_s)
             if silent is not None:
                 self._end_epoch(
-                    f"rank {silent.rank} on {silent.host} was not heard for {now_s - silent.heard_s:.0f} s "
-                    f"(server.worker_deadline_s is {server.worker_deadline_s:g}); it hangs, or its host is gone",
+                    f"rank {silent.rank} on {silent.host} was not heard for {now_s - silent.heard_s:.0f} s (at most "
+                    f"{self._silence_s:g}: the larger of server.worker_deadline_s and engine.step_deadline_s); "
+                    "it hangs, or its host is gone",
                     silent.rank,
                 )
             elif not self.workers.is_ready and now_s - self._started_s > server.attach_deadline_s:
