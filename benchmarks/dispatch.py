@@ -11,6 +11,7 @@ import argparse
 import contextlib
 import ctypes
 import os
+import signal
 import statistics
 import time
 from collections.abc import Callable
@@ -22,9 +23,10 @@ from torch import Tensor
 
 from benchmarks.conditions import conditions, save
 from moe_serve.dispatch.base import AllToAll, EpGroup, PackedRows, make_all_to_all
-from moe_serve.dispatch.lane_work import LaneWork, Sent
+from moe_serve.dispatch.lane_work import LaneWork
 from moe_serve.dispatch.lane_work_native import load_library
 from moe_serve.dispatch.symmetric_shm import share_regions
+from tests.dispatch.faults import PHASES, Report, run_fault
 from tests.ranks import run_ranks
 
 NUM_TOKENS, HIDDEN, TOPK, NUM_EXPERTS = 128, 7168, 8, 64
@@ -37,7 +39,7 @@ class ArrivalOnly:
     def __init__(self, work: LaneWork):
         self.send_rows = work.send_rows
 
-    def place_rows(self, sent: Sent, own: Tensor, buffer: int, others: list[int], decode: Any) -> PackedRows:
+    def place_rows(self, sent: object, own: Tensor, buffer: int, others: list[int], decode: Any) -> PackedRows:
         return PackedRows(own[:0], torch.empty(0))
 
 
@@ -51,11 +53,13 @@ def main() -> None:
     for num_ranks in map(int, args.ranks.split(",")):
         per_rank = run_ranks(num_ranks, measure, args.rounds, timeout_s=1200)
         rows += summarise(num_ranks, per_rank)
+    rows += fault_rows()
     notes = (
-        f"T={NUM_TOKENS} tokens per rank, H={HIDDEN}, K={TOPK}, E={NUM_EXPERTS}, bf16 on the wire; ranks pinned, at raised "
-        "priority where allowed. Times are medians over rounds of the slowest rank, all ranks running at once; `min` is "
-        "the best round. `ratio`: best round over best round of the yardstick, and in brackets the median over rounds of "
-        "the ratio within a round; other work on the machine lengthens only what waits for a peer."
+        f"T={NUM_TOKENS} tokens per rank, H={HIDDEN}, K={TOPK}, E={NUM_EXPERTS}, bf16 on the wire; ranks pinned, at "
+        "raised priority where allowed. Times are medians over rounds of the slowest rank, all ranks running at once; "
+        "`min` is the best round. `ratio`: best round over best round of the yardstick, and in brackets the median over "
+        "rounds of the ratio within a round; other work on the machine lengthens only what waits for a peer. Faults: 3 "
+        "ranks, one of which is killed or stopped in each of the four phases, deadline 50 ms, counted from its end."
     )
     print(save("dispatch", "Dispatch and combine over shared memory", rows, facts, notes))
 
@@ -126,6 +130,25 @@ def measure(rank: int, group: EpGroup, rounds: int) -> dict[str, list[float]]:
 def round_trip(transport: AllToAll, hidden: Tensor, ids: Tensor, weights: Tensor) -> None:
     arrived = transport.dispatch(hidden, ids).wait()
     transport.combine(arrived.rows.x, weights, arrived.handle).wait()
+
+
+def fault_rows() -> list[dict[str, Any]]:
+    """Returns how fast a lost rank is reported, the survivors go on, and the rank comes back."""
+    rows = []
+    for sign, how in ((signal.SIGKILL, "killed"), (signal.SIGSTOP, "stopped")):
+        reports: list[Report] = []
+        for phase in PHASES * 3:
+            reports += run_fault(3, 1, phase, sign, deadline_s=0.05).values()
+        facts = [("reported", [r.reported_s for r in reports], "≤ 60 ms"),
+                 ("first good step", [r.recovered_s for r in reports], "≤ 150 ms")]  # fmt: skip
+        if sign == signal.SIGSTOP:
+            facts.append(("back after its wake", [r.rejoined_s for r in reports], "≤ 1 s"))
+        for what, seconds, goal in facts:
+            rows.append(
+                {"ranks": 3, "metric": f"rank {how}: {what}", "median µs": float(np.median(seconds) * 1e6),
+                 "min µs": float(np.min(seconds) * 1e6), "ratio": f"max {np.max(seconds) * 1e3:.0f} ms", "goal": goal}
+            )  # fmt: skip
+    return rows
 
 
 def timed(run: Callable[[], Any], barrier: Callable[[], None]) -> float:

@@ -1,6 +1,6 @@
 """One kind of call of the shared-memory transport: its numbers, its flags, and when its buffers may be used again."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from moe_serve.dispatch.flag_wait import FlagWait
 from moe_serve.dispatch.inbox import Int64Array, Lane
@@ -11,7 +11,7 @@ EPOCH_SHIFT = 40  # a stamp is epoch << 40 | sequence number: a day of calls eve
 
 @dataclass
 class Peers:
-    """Who takes part, shared by all channels of a transport; `regroup` in membership.py changes it.
+    """Who takes part, shared by all channels of a transport; membership.py changes it.
 
     rank:    of this process;  others: the ranks that take part beside it;  epoch: counts the groups
     lanes:   where this rank writes, by peer;  flags: [R, NUM_FLAGS], what peers have written here
@@ -23,6 +23,13 @@ class Peers:
     lanes: list[Lane]
     flags: Int64Array
     wait: FlagWait
+    channels: list["Channel"] = field(default_factory=list)
+
+    def begin_epoch(self, epoch: int, others: list[int]) -> None:
+        """Begins anew with these peers; what is in flight is never received."""
+        self.epoch, self.others = epoch, others
+        for channel in self.channels:
+            channel.restart()
 
 
 class Channel:
@@ -37,6 +44,7 @@ class Channel:
         self._data_here = [peers.flags[:, data_flag], peers.flags[:, data_flag + 1]]
         self._read_here = peers.flags[:, read_flag]
         self._sent = self._read = 0
+        peers.channels.append(self)
 
     def begin(self) -> int:
         """Returns the number of a new call, once every peer has read what lies in its buffer."""

@@ -1,4 +1,4 @@
-"""Waiting for peers: look, then yield, then sleep, and end by a deadline with an error that names who is missing.
+"""Waiting for peers: look, then yield, then sleep; whether to go on waiting is membership.py's to say.
 
 A rank looks only at flags in its own region. It looks without pause as long as a peer that runs at this moment may
 need; with more ranks than cores that is not at all, since the peer may need this very core.
@@ -9,7 +9,6 @@ import time
 from collections.abc import Callable
 
 from moe_serve.dispatch.inbox import Int64Array
-from moe_serve.errors import PeerError
 
 SPINS = 100  # looks, 10 µs, before the time slice is given up, where each rank has a core
 YIELD_S = 0.002  # how long a rank only yields; a step of computing passes in milliseconds
@@ -20,10 +19,11 @@ CHECK_S = 0.005  # how often a waiting rank looks after its peers' health
 class FlagWait:
     """Waits until flags hold a value."""
 
-    def __init__(self, num_ranks: int, deadline_s: float, check_peers: Callable[[list[int], str, int], None]):
-        """check_peers(missing ranks, phase, sequence): called now and then; raises PeerError when waiting is in vain"""
-        self._deadline_s = deadline_s
-        self._check_peers = check_peers
+    def __init__(self, num_ranks: int, deadline_s: float, check: Callable[[list[int], str, int, float], None]):
+        """check(missing ranks, phase, sequence, waited_s): raises PeerError when waiting is in vain, after the deadline
+        at the latest"""
+        self._check = check
+        self._check_s = min(CHECK_S, deadline_s / 5)
         self._spins = SPINS if num_ranks <= len(os.sched_getaffinity(0)) else 1
 
     def __call__(
@@ -40,29 +40,16 @@ class FlagWait:
                 looks += 1
                 if looks < self._spins:
                     continue
-                if started_s == 0.0:
-                    started_s = checked_s = time.monotonic()
                 now_s = time.monotonic()
+                if started_s == 0.0:
+                    started_s = checked_s = now_s
                 waited_s = now_s - started_s
                 if waited_s < YIELD_S:
                     os.sched_yield()
                 else:
                     time.sleep(min(LONGEST_SLEEP_S, waited_s / 20))
-                if now_s - checked_s > CHECK_S or waited_s > self._deadline_s:
+                if now_s - checked_s > self._check_s:
                     checked_s = now_s
                     missing = [r for r in ranks if (flags[r] < wanted if or_more else flags[r] != wanted)]
                     if missing:
-                        self._check_peers(missing, phase, sequence)
-                        if waited_s > self._deadline_s:
-                            raise late(missing[0], phase, sequence, self._deadline_s)
-
-
-def late(rank: int, phase: str, sequence: int, deadline_s: float) -> PeerError:
-    """Returns the error of a peer that missed a deadline."""
-    return PeerError(
-        f"rank {rank} did not arrive in {phase} {sequence} within {deadline_s:g} s; if its steps are really that slow, "
-        "raise dispatch.deadline_s",
-        rank,
-        phase,
-        sequence,
-    )
+                        self._check(missing, phase, sequence, waited_s)

@@ -36,7 +36,7 @@ class Lanes:
 
 
 class LaneWork(Protocol):
-    """The four halves. What one gives the next is opaque to the caller but for the attributes of Sent and Placed.
+    """The four halves. What one gives the next is opaque to the caller but for the attributes of Placed.
 
     others: the ranks that take part beside this one
     buffer: 0 or 1
@@ -44,14 +44,14 @@ class LaneWork(Protocol):
     decode: None where rows lie in the lanes as they are computed with
     """
 
-    def send_rows(self, physical_ids: Tensor, own: Tensor, buffer: int, others: list[int]) -> "Sent":
+    def send_rows(self, physical_ids: Tensor, own: Tensor, buffer: int, others: list[int]) -> object:
         """Plans, and writes rows and which of them each slot gets into the lanes of the others.
 
         physical_ids: [T, K] int64;  own: [T, …] contiguous
         """
         ...
 
-    def place_rows(self, sent: "Sent", own: Tensor, buffer: int, others: list[int], decode: Decode | None) -> "Placed":
+    def place_rows(self, sent: object, own: Tensor, buffer: int, others: list[int], decode: Decode | None) -> "Placed":
         """Puts a row for each arrived entry in the placed layout."""
         ...
 
@@ -64,13 +64,6 @@ class LaneWork(Protocol):
 
         weights: [T, K] float32, not read where nothing was sent
         """
-        ...
-
-
-class Sent(Protocol):
-    @property
-    def first_entry(self) -> list[int]:
-        """[R + 1] where the entries sent to each rank begin."""
         ...
 
 
@@ -130,7 +123,7 @@ class PlainLaneWork:
             _take(own, tokens, lane.rows[buffer])
         return plan
 
-    def place_rows(self, sent: Sent, own: Tensor, buffer: int, others: list[int], decode: Decode | None) -> Placed:
+    def place_rows(self, sent: object, own: Tensor, buffer: int, others: list[int], decode: Decode | None) -> Placed:
         assert isinstance(sent, SendPlan)
         rank, slots, num_ranks = self._lanes.rank, self._lanes.shape.slots_per_rank, self._lanes.shape.num_ranks
         counts = np.zeros((num_ranks, slots), dtype=np.int64)

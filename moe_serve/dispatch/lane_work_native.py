@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from moe_serve.dispatch.inbox import Int32Array, Int64Array, Lane
-from moe_serve.dispatch.lane_work import Decode, Lanes, Placed, PlacedRows, Sent
+from moe_serve.dispatch.lane_work import Decode, Lanes, Placed, PlacedRows
 from moe_serve.kernels.weighted_sum import weighted_sum_reference
 
 # Above these sizes stores bypass the caches: what is written is not read again by this core soon.
@@ -67,7 +67,7 @@ class NativeLaneWork:
         )
         return trip
 
-    def place_rows(self, sent: Sent, own: Tensor, buffer: int, others: list[int], decode: Decode | None) -> _Trip:
+    def place_rows(self, sent: object, own: Tensor, buffer: int, others: list[int], decode: Decode | None) -> _Trip:
         assert isinstance(sent, _Trip)
         num_counts = self._num_ranks * self._slots
         sent.heads = np.empty(num_counts + self._num_ranks + 1 + self._slots, dtype=np.int64)

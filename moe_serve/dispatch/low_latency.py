@@ -36,8 +36,9 @@ from moe_serve.dispatch.inbox import (
     Lane,
     all_flags,
 )
-from moe_serve.dispatch.lane_work import Decode, Lanes, LaneWork, Placed, PlainLaneWork, Sent
+from moe_serve.dispatch.lane_work import Decode, Lanes, LaneWork, Placed, PlainLaneWork
 from moe_serve.dispatch.lane_work_native import native_lane_work
+from moe_serve.dispatch.membership import Membership
 from moe_serve.dispatch.symmetric import SymmetricMemory
 from moe_serve.dispatch.symmetric_shm import share_regions
 from moe_serve.dispatch.wire import Codec, Wire
@@ -50,7 +51,8 @@ class LowLatencyAllToAll:
     """AllToAll among the ranks of one host, on CPU tensors.
 
     Rows that `dispatch` gives are valid until the receive of the call after the next one. What is given to `dispatch`
-    and `combine` must not change before the result was waited for: own rows are read where they lie.
+    and `combine` must not change before the result was waited for: own rows are read where they lie. After a PeerError
+    every rank that is left calls `membership.regroup`, and runs the step again.
     """
 
     def __init__(
@@ -72,14 +74,16 @@ class LowLatencyAllToAll:
         self._shape, self._hidden = shape, hidden
         self._wire = wire
         self._inbox = [Lane(memory.region(self._rank), shape, source) for source in range(self._num_ranks)]
+        self.membership = Membership(memory, deadline_s)
         self._peers = Peers(
             rank=self._rank,
             others=[rank for rank in range(self._num_ranks) if rank != self._rank],
             epoch=0,
             lanes=[Lane(memory.region(rank), shape, self._rank) for rank in range(self._num_ranks)],
             flags=all_flags(memory.region(self._rank), shape),
-            wait=FlagWait(self._num_ranks, deadline_s, self._check_peers),
+            wait=FlagWait(self._num_ranks, deadline_s, self.membership.check),
         )
+        self.membership.peers = self._peers
         for lane in self._peers.lanes:
             lane.set_canaries()
         lanes = Lanes(self._rank, shape, hidden, dtype, self._peers.lanes, self._inbox)
@@ -114,10 +118,10 @@ class LowLatencyAllToAll:
 
     def dispatch(self, hidden: Tensor, physical_ids: Tensor, slot_counts: Tensor | None = None) -> Pending[Dispatched]:
         self._check(hidden, physical_ids)
+        self._check_members(physical_ids)
         own = self._encode(self._wire.dispatch, hidden)
         call, epoch = self._rows.begin(), self._peers.epoch
         sent = self._work.send_rows(physical_ids, own, call % 2, self._peers.others)
-        self._check_members(sent)
         self._rows.announce(call)
 
         def receive() -> Dispatched:
@@ -165,13 +169,13 @@ class LowLatencyAllToAll:
                 f"{self._hidden} channels and {shape.topk} experts; build the transport for this model"
             )
 
-    def _check_members(self, sent: Sent) -> None:
-        """Refuses tokens for ranks that take no part; nothing of them was written, and the call is not announced."""
+    def _check_members(self, physical_ids: Tensor) -> None:
+        """Refuses tokens for ranks that take no part."""
         if len(self._peers.others) + 1 == self._num_ranks:
             return
-        first = sent.first_entry
-        named = [rank for rank in range(self._num_ranks) if first[rank + 1] > first[rank]]
-        lost = [rank for rank in named if rank != self._rank and rank not in self._peers.others]
+        named = physical_ids.div(self._shape.slots_per_rank, rounding_mode="floor")
+        masked = set(range(self._num_ranks)) - {self._rank, *self._peers.others}
+        lost = [rank for rank in sorted(masked) if bool((named == rank).any())]
         if lost:
             raise PeerError(
                 f"tokens are sent to experts of rank {lost[0]}, which is masked; use a placement without it",
@@ -179,11 +183,6 @@ class LowLatencyAllToAll:
                 "dispatch send",
                 self._peers.epoch,
             )
-
-    def _check_peers(self, missing: list[int], phase: str, sequence: int) -> None:
-        for rank in missing:
-            if not self._memory.lives(rank):
-                raise PeerError(f"rank {rank} died before {phase} {sequence}", rank, phase, sequence)
 
 
 def inbox_shape(num_ranks: int, limits: BufferLimits, wire: Wire) -> InboxShape:

@@ -1,0 +1,192 @@
+"""What is particular to the shared-memory transport: no hidden collective, its bounds, its buffers, its two forms."""
+
+import mmap
+import shutil
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from moe_serve.dispatch.base import BufferLimits, EpGroup, PackedRows, make_all_to_all
+from moe_serve.dispatch.lane_work import PlainLaneWork
+from moe_serve.dispatch.lane_work_native import NativeLaneWork, load_library
+from moe_serve.dispatch.low_latency import LowLatencyAllToAll, inbox_shape
+from moe_serve.dispatch.symmetric_shm import ShmMemory, check_machine, map_anonymous
+from moe_serve.dispatch.wire import make_wire
+from moe_serve.errors import CapacityError, ConfigError, PeerError
+from tests.dispatch import faults
+from tests.dispatch.contract import Scenario, check_scenario, slots_of_rows
+from tests.ranks import run_ranks, run_virtual_ranks
+
+ONE = Scenario((9, 0, 12), topk=5, slots_per_rank=3, hidden=200, gate="skewed")
+
+
+def make(group: EpGroup, one: Scenario = ONE, **changes: Any) -> LowLatencyAllToAll:
+    limits = {"max_tokens_per_rank": max(one.tokens) + 1, "hidden": one.hidden, "topk": one.topk, "deadline_s": 20}
+    transport = make_all_to_all("low_latency", group, one.slots_per_rank, one.dtype, one.wire, **(limits | changes))
+    assert isinstance(transport, LowLatencyAllToAll)
+    return transport
+
+
+def refuse(*args: Any, **kwargs: Any) -> None:
+    raise AssertionError("a step over shared memory called torch.distributed")
+
+
+def check_no_collective(rank: int, group: EpGroup, compiled: bool) -> None:
+    transport = make(group, compiled=compiled)
+    calls = [name for name in dir(dist) if callable(getattr(dist, name)) and name[0].islower()]
+    with mock.patch.multiple(dist, **dict.fromkeys(calls, refuse)):
+        with pytest.raises(AssertionError, match="called torch"):
+            dist.barrier()
+        assert torch.equal(transport.exchange_counts(torch.tensor([rank])).wait()[:, 0], torch.arange(3))
+        check_scenario(rank, lambda _: transport, ONE)
+
+
+@pytest.mark.parametrize("compiled", [True, False])
+def test_nothing_hides_behind_torch_distributed(compiled: bool) -> None:
+    run_ranks(3, check_no_collective, compiled)
+
+
+def check_nothing_left(rank: int, group: EpGroup) -> list[str]:
+    transport = make(group)
+    check_scenario(rank, lambda _: transport, ONE)
+    dist.barrier()
+    return [path.name for path in Path("/dev/shm").glob("moe_serve_*_[0-9]") if _mapped(path)]
+
+
+def _mapped(path: Path) -> bool:
+    return str(path) + "\n" in Path("/proc/self/maps").read_text()
+
+
+def test_segments_have_no_name_once_they_are_mapped() -> None:
+    assert run_ranks(3, check_nothing_left) == [[], [], []]
+
+
+def check_canaries(rank: int, group: EpGroup) -> None:
+    full = Scenario((12, 12, 12), topk=5, slots_per_rank=3, hidden=200, gate="one_slot")
+    transport = make(group, full, max_tokens_per_rank=12)
+    for _ in range(4):
+        check_scenario(rank, lambda _: transport, full)
+        transport.exchange_counts(torch.ones(transport._shape.max_counts, dtype=torch.int64)).wait()
+    dist.barrier()
+    assert not any(lane.overrun() for lane in transport._inbox)
+    transport._inbox[rank].home[0].view(-1)[-1:].as_strided((64,), (1,))[1:] = 1  # one byte too far, and more
+    assert transport._inbox[rank].overrun(), "the check can fail"
+
+
+def test_full_buffers_are_not_overrun() -> None:
+    run_ranks(3, check_canaries)
+
+
+def check_limits(rank: int, group: EpGroup) -> None:
+    transport = make(group)
+    wide, ids = torch.zeros(14, 200), torch.zeros(14, 5, dtype=torch.int64)
+    with pytest.raises(CapacityError, match=r"14 tokens in one dispatch, room for 13; raise dispatch.max_tokens"):
+        transport.dispatch(wide, ids)
+    with pytest.raises(CapacityError, match="200 channels and 5 experts"):
+        transport.dispatch(wide[:1], torch.zeros(1, 6, dtype=torch.int64))
+    with pytest.raises(CapacityError, match="room for 4096"):
+        transport.exchange_counts(torch.zeros(5000, dtype=torch.int64))
+    sent = [transport.dispatch(wide[:2], ids[:2]) for _ in range(2)]
+    with pytest.raises(AssertionError, match="a third dispatch while two are in flight"):
+        transport.dispatch(wide[:2], ids[:2])
+    for pending in sent:
+        pending.wait()
+
+
+def test_limits_are_said_before_anything_is_written() -> None:
+    run_ranks(3, check_limits)
+
+
+def check_room(rank: int, group: EpGroup) -> None:
+    with pytest.raises(CapacityError, match=r"lower dispatch.max_tokens_per_rank"):
+        make(group, max_tokens_per_rank=1 << 40)
+
+
+def test_buffers_larger_than_shared_memory_are_refused_on_all_ranks() -> None:
+    run_ranks(2, check_room)
+
+
+def test_another_processor_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"store order of x86-64 and this is aarch64; set dispatch.backend"):
+        check_machine("aarch64")
+
+
+def check_virtual(rank: int, mappings: list[mmap.mmap], one: Scenario, compiled: bool) -> None:
+    wire = make_wire(one.wire, one.dtype)
+    shape = inbox_shape(one.num_ranks, BufferLimits(max(one.tokens), one.hidden, one.topk, one.slots_per_rank), wire)
+    memory = ShmMemory(rank, mappings, watch_processes=False)
+    transport = LowLatencyAllToAll(memory, shape, one.hidden, one.dtype, wire, 20, compiled)
+    for _ in range(3):
+        check_scenario(rank, lambda _: transport, one)
+
+
+@pytest.mark.parametrize("compiled", [True, False])
+@pytest.mark.parametrize("wire", ["auto", "fp8"])
+def test_eight_virtual_ranks_in_one_process(wire: str, compiled: bool) -> None:
+    one = Scenario((3, 0, 5, 2, 8, 1, 4, 6), topk=4, slots_per_rank=2, hidden=64, wire=wire, gate="masked")
+    size = inbox_shape(8, BufferLimits(8, 64, 4, 2), make_wire(wire, one.dtype)).num_bytes
+    run_virtual_ranks(8, check_virtual, map_anonymous(8, size), one, compiled)
+
+
+def check_rounds(rank: int, mappings: list[mmap.mmap], num_rounds: int) -> bool:
+    """Rows say in which round they were sent: a stale one would show."""
+    transport = faults.make_transport(rank, mappings, deadline_s=60)
+    num_ranks = len(mappings)
+    weights = torch.ones(2, 1)
+    for number in range(num_rounds):
+        ids = torch.tensor([[(rank + number) % num_ranks * faults.SLOTS], [(rank + 1) % num_ranks * faults.SLOTS]])
+        hidden = torch.full((2, faults.HIDDEN), float(number * num_ranks + rank))
+        arrived = transport.dispatch(hidden, ids).wait()
+        assert isinstance(arrived.rows, PackedRows)
+        sources = [s for s in range(num_ranks) for t in (number, 1) if (s + t) % num_ranks == rank]
+        assert arrived.rows.x[:, -1].tolist() == [float(number * num_ranks + s) for s in sources], f"round {number}"
+        combined = transport.combine(arrived.rows.x + 1, weights, arrived.handle).wait()
+        assert combined[0, 0] == hidden[0, 0] + 1, f"round {number}"
+    return not any(lane.overrun() for lane in transport._inbox)
+
+
+@pytest.mark.parametrize("num_rounds", [1000, pytest.param(100_000, marks=pytest.mark.slow)])
+def test_rounds_without_a_stale_read(num_rounds: int) -> None:
+    assert all(faults.run_forked(2, check_rounds, faults.regions(2), num_rounds, timeout_s=280).values())
+
+
+def check_form(rank: int, group: EpGroup) -> tuple[bool, bool]:
+    return isinstance(make(group)._work, NativeLaneWork), isinstance(make(group, compiled=False)._work, PlainLaneWork)
+
+
+def test_the_c_form_is_used_where_there_is_a_compiler_and_the_plain_one_where_it_is_not_wanted() -> None:
+    assert run_ranks(1, check_form, timeout_s=60) == [(shutil.which("cc") is not None, True)]
+
+
+def test_without_a_compiler_there_is_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+    assert load_library() == (None, "no C compiler")
+
+
+def test_no_code_is_loaded_from_a_folder_that_others_can_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    (tmp_path / "moe_serve").mkdir()
+    (tmp_path / "moe_serve").chmod(0o777)
+    library, note = load_library()
+    assert library is None
+    assert "written by others" in note or note == "no C compiler"
+
+
+def check_masked(rank: int, mappings: list[mmap.mmap]) -> None:
+    transport = faults.make_transport(rank, mappings, deadline_s=1)
+    if rank == 2:
+        return
+    assert transport.membership.regroup({2}) == [0, 1]
+    with pytest.raises(PeerError, match="experts of rank 2, which is masked; use a placement without it"):
+        transport.dispatch(torch.zeros(1, faults.HIDDEN), torch.tensor([[2 * faults.SLOTS] * faults.TOPK]))
+    arrived = transport.dispatch(torch.ones(1, faults.HIDDEN), torch.tensor([[0] * faults.TOPK])).wait()
+    assert isinstance(arrived.rows, PackedRows)
+    assert slots_of_rows(arrived.rows, rank).shape[0] == (2 * faults.TOPK if rank == 0 else 0)
+
+
+def test_tokens_for_a_masked_rank_are_refused_and_the_next_step_is_good() -> None:
+    faults.run_forked(3, check_masked, faults.regions(3))
