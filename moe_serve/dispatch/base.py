@@ -149,6 +149,7 @@ def make_all_to_all(
     topk: int | None = None,
     deadline_s: float = 60.0,
     compiled: bool = True,
+    masked: bool = False,
 ) -> AllToAll:
     """Returns the transport of that name.
 
@@ -159,6 +160,7 @@ def make_all_to_all(
     max_tokens_per_rank, hidden, topk: most rows of one dispatch, and their shape; low_latency is sized by them
     deadline_s:          how long low_latency waits for a peer
     compiled:            let low_latency build a small C helper where it finds a compiler; the bits are the same
+    masked:              let low_latency give masked slabs in place of packed rows; a token must not name a slot twice
     Raises ConfigError for names unknown here and for `local` on several ranks, CapacityError when buffers do not fit.
     """
     from moe_serve.dispatch.wire import make_wire
@@ -188,6 +190,6 @@ def make_all_to_all(
                     "dispatch.backend low_latency needs max_tokens_per_rank, hidden and topk for its buffers"
                 )
             limits = BufferLimits(max_tokens_per_rank, hidden, topk, slots_per_rank)
-            return make_low_latency(group, limits, dtype, wire, deadline_s, compiled)
+            return make_low_latency(group, limits, dtype, wire, deadline_s, compiled, masked)
         case _:
             raise ConfigError(f"dispatch.backend is {backend!r}; choose one of auto, local, collective, low_latency")

@@ -10,7 +10,7 @@
 typedef int64_t i64;
 
 /* What never changes, in words: see NativeLaneWork. Lane tables follow, one for each buffer. */
-enum { RANK, NUM_RANKS, SLOTS, ROW_BYTES, HOME_ROW_BYTES, HIDDEN, IS_BF16, STREAM_BYTES, FACTS };
+enum { RANK, NUM_RANKS, SLOTS, ROW_BYTES, HOME_ROW_BYTES, HIDDEN, IS_BF16, STREAM_BYTES, SLAB_ROWS, FACTS };
 enum { OUT_HEAD, OUT_ENTRIES, OUT_ROWS, OUT_HOME, IN_HEAD, IN_ENTRIES, IN_ROWS, IN_HOME, LANE_WORDS };
 #define LANE(table, rank, field) ((void *)(table)[(rank) * LANE_WORDS + (field)])
 #define TAKES_PART(others, rank) (((others) >> (rank)) & 1)
@@ -170,7 +170,9 @@ void place_rows(const i64 *facts, i64 buffer, const i64 *block, i64 num_pairs, c
     i64 done[num_ranks];
     memset(done, 0, sizeof done);
     /* In the order of the result, so that its memory is written from front to back. */
-    for (i64 slot = 0; slot < slots_per_rank; slot++)
+    for (i64 slot = 0; slot < slots_per_rank; slot++) {
+        if (facts[SLAB_ROWS])
+            at = slot * facts[SLAB_ROWS];
         for (i64 source = 0; source < num_ranks; source++) {
             const int32_t *entries = LANE(table, source, IN_ENTRIES);
             const uint8_t *piece = pieces ? (const uint8_t *)pieces[source]
@@ -182,6 +184,7 @@ void place_rows(const i64 *facts, i64 buffer, const i64 *block, i64 num_pairs, c
                 copy_row(out + at * row_bytes, piece + from * row_bytes, row_bytes, stream);
             }
         }
+    }
     _mm_sfence();
 }
 

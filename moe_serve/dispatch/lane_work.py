@@ -15,6 +15,7 @@ from torch import Tensor
 
 from moe_serve.dispatch.inbox import InboxShape, Int64Array, Lane
 from moe_serve.dispatch.send_plan import SendPlan, placed_rows, plan_sends, starts
+from moe_serve.errors import CapacityError
 from moe_serve.kernels.weighted_sum import weighted_sum
 
 Decode = Callable[[Tensor], Tensor]  # encoded rows [n, row_bytes] uint8 -> [n, H] compute dtype, contiguous
@@ -25,6 +26,7 @@ class Lanes:
     """Where a rank writes and reads.
 
     hidden, dtype: of decoded rows;  out: its lane in each peer's region;  inbox: each peer's lane in its own
+    slab_rows:     0: arrived rows are packed; else each slot has a slab of so many rows
     """
 
     rank: int
@@ -33,6 +35,7 @@ class Lanes:
     dtype: torch.dtype
     out: list[Lane]
     inbox: list[Lane]
+    slab_rows: int = 0
 
 
 class LaneWork(Protocol):
@@ -70,7 +73,7 @@ class LaneWork(Protocol):
 class Placed(Protocol):
     @property
     def x(self) -> Tensor:
-        """[M, H] the rows, in a buffer that is used again by the call after the next one."""
+        """[M, H] the rows, or slabs one after the other, in a buffer that the call after the next one uses again."""
         ...
 
     @property
@@ -82,11 +85,19 @@ class Placed(Protocol):
 class PlacedRows:
     """Room for the placed layout. Kept from call to call, since fresh pages cost as much as the copy into them."""
 
-    def __init__(self, hidden: int, dtype: torch.dtype):
-        self._rows = [torch.empty(0, hidden, dtype=dtype) for _ in range(2)]
+    def __init__(self, lanes: Lanes):
+        self._slab_rows, self._num_slabs = lanes.slab_rows, lanes.shape.slots_per_rank
+        self._rows = [torch.empty(0, lanes.hidden, dtype=lanes.dtype) for _ in range(2)]
 
-    def room(self, buffer: int, num_rows: int) -> Tensor:
-        """Returns [num_rows, H]."""
+    def room(self, buffer: int, num_rows: int, largest_slot: int) -> Tensor:
+        """Returns [num_rows, H], or all slabs. largest_slot: rows of the slot that has most"""
+        if self._slab_rows:
+            if largest_slot > self._slab_rows:
+                raise CapacityError(
+                    f"a slot received {largest_slot} rows, its slab has {self._slab_rows}: a token named the same slot "
+                    "twice; use packed rows where ids may repeat"
+                )
+            num_rows = self._num_slabs * self._slab_rows
         rows = self._rows[buffer]
         if rows.shape[0] < num_rows:
             rows = torch.empty(num_rows + num_rows // 4, rows.shape[1], dtype=rows.dtype)
@@ -108,7 +119,7 @@ class PlainLaneWork:
 
     def __init__(self, lanes: Lanes):
         self._lanes = lanes
-        self._room = PlacedRows(lanes.hidden, lanes.dtype)
+        self._room = PlacedRows(lanes)
 
     def send_rows(self, physical_ids: Tensor, own: Tensor, buffer: int, others: list[int]) -> SendPlan:
         slots = self._lanes.shape.slots_per_rank
@@ -130,8 +141,9 @@ class PlainLaneWork:
         for peer in others:
             counts[peer] = self._lanes.inbox[peer].head[buffer][:slots]
         counts[rank] = sent.counts[rank * slots : (rank + 1) * slots]
-        first, placed = starts(counts.sum(1)), placed_rows(counts)
-        x = self._room.room(buffer, first[-1])
+        first, placed = starts(counts.sum(1)), placed_rows(counts, self._lanes.slab_rows)
+        per_slot = counts.sum(0)
+        x = self._room.room(buffer, first[-1], int(per_slot.max()))
         words = _words(x).numpy()
         for source in [*others, rank]:
             if source == rank:
@@ -144,7 +156,7 @@ class PlainLaneWork:
                 which = lane.entries[buffer][: first[source + 1] - first[source]].astype(np.int64)
             piece = data if decode is None else decode(data)
             words[placed[first[source] : first[source + 1]]] = _words(piece).numpy()[which]
-        return _PlainPlaced(sent, first, placed, x, torch.from_numpy(counts.sum(0)))
+        return _PlainPlaced(sent, first, placed, x, torch.from_numpy(per_slot))
 
     def send_results(self, placed: Placed, own: Tensor, buffer: int, others: list[int]) -> None:
         assert isinstance(placed, _PlainPlaced)

@@ -55,7 +55,7 @@ class NativeLaneWork:
         self._facts = lane_facts(lanes)
         self._facts_at = _at(self._facts)
         self._row_bytes = lanes.hidden * lanes.dtype.itemsize
-        self._room = PlacedRows(lanes.hidden, lanes.dtype)
+        self._room = PlacedRows(lanes)
 
     def send_rows(self, physical_ids: Tensor, own: Tensor, buffer: int, others: list[int]) -> _Trip:
         ids, num_ranks = physical_ids.contiguous(), self._num_ranks
@@ -74,8 +74,9 @@ class NativeLaneWork:
         sent.heads_at = _at(sent.heads)
         num_rows = self._library.read_heads(self._facts_at, buffer, _mask(others), sent.block_at, sent.heads_at)
         sent.placed = np.empty(num_rows, dtype=np.int64)
-        sent.x = self._room.room(buffer, num_rows)
-        sent.rows_per_slot = torch.from_numpy(sent.heads[num_counts + self._num_ranks + 1 :])
+        per_slot = sent.heads[num_counts + self._num_ranks + 1 :]
+        sent.rows_per_slot = torch.from_numpy(per_slot)
+        sent.x = self._room.room(buffer, num_rows, int(per_slot.max()) if self._lanes.slab_rows else 0)
         pieces: list[Tensor] = []
         if decode is not None:
             pieces = [sent.x] * self._num_ranks  # a rank that takes no part has no entry, so nothing is read from it
@@ -127,6 +128,7 @@ def lane_facts(lanes: Lanes) -> Int64Array:
         lanes.hidden,
         int(lanes.dtype == torch.bfloat16),
         STREAM_BYTES,
+        lanes.slab_rows,
     ]
     for buffer in (0, 1):
         for out, inbox in zip(lanes.out, lanes.inbox, strict=True):
@@ -196,7 +198,7 @@ def _differing_dtype(library: ctypes.CDLL) -> torch.dtype | None:
     for dtype in (torch.float32, torch.bfloat16):
         rows = torch.randn(home.numel(), hidden, generator=generator).to(dtype)
         out = torch.empty(num_tokens, hidden, dtype=dtype)
-        facts = np.array([0, 1, 1, 0, 0, hidden, int(dtype == torch.bfloat16), STREAM_BYTES])
+        facts = np.array([0, 1, 1, 0, 0, hidden, int(dtype == torch.bfloat16), STREAM_BYTES, 0])
         library.add_results(
             _at(facts), 0, _at(block), num_tokens, topk, _at(heads), _at(placed), 0, rows.data_ptr(),
             weights.data_ptr(), out.data_ptr(),

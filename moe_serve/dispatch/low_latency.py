@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from moe_serve.dispatch.base import BufferLimits, Deferred, Dispatched, EpGroup, PackedRows, Pending
+from moe_serve.dispatch.base import BufferLimits, Deferred, Dispatched, EpGroup, MaskedRows, PackedRows, Pending
 from moe_serve.dispatch.channel import Channel, Peers, check_epoch
 from moe_serve.dispatch.flag_wait import FlagWait
 from moe_serve.dispatch.inbox import (
@@ -64,15 +64,18 @@ class LowLatencyAllToAll:
         wire: Wire,
         deadline_s: float,
         compiled: bool = True,
+        masked: bool = False,
     ):
         """hidden, dtype: of the rows;  shape: of the regions in memory, sized for this wire
 
         compiled: do the copying and adding in C where a compiler can be found; the bits are the same
+        masked:   give rows as MaskedRows, slabs of num_ranks x max_tokens rows
         """
         self._memory = memory
         self._rank, self._num_ranks = memory.rank, memory.num_ranks
         self._shape, self._hidden = shape, hidden
         self._wire = wire
+        self._slab_rows = self._num_ranks * shape.max_tokens if masked else 0
         self._inbox = [Lane(memory.region(self._rank), shape, source) for source in range(self._num_ranks)]
         self.membership = Membership(memory, deadline_s)
         self._peers = Peers(
@@ -86,7 +89,7 @@ class LowLatencyAllToAll:
         self.membership.peers = self._peers
         for lane in self._peers.lanes:
             lane.set_canaries()
-        lanes = Lanes(self._rank, shape, hidden, dtype, self._peers.lanes, self._inbox)
+        lanes = Lanes(self._rank, shape, hidden, dtype, self._peers.lanes, self._inbox, self._slab_rows)
         native, self.note = native_lane_work(lanes) if compiled else (None, "not wanted")
         self._work: LaneWork = native or PlainLaneWork(lanes)
         self._decode_rows, self._decode_home = self._decoder(wire.dispatch), self._decoder(wire.combine)
@@ -129,13 +132,13 @@ class LowLatencyAllToAll:
             self._rows.arrive(call)
             placed = self._work.place_rows(sent, own, call % 2, self._peers.others, self._decode_rows)
             self._rows.finish(call)
-            return Dispatched(PackedRows(placed.x, placed.rows_per_slot), placed)
+            return Dispatched(self._rows_of(placed), placed)
 
         return Deferred(receive)
 
     def combine(self, expert_out: Tensor, weights: Tensor, handle: object) -> Pending[Tensor]:
         placed = cast(Placed, handle)
-        own = self._encode(self._wire.combine, expert_out)
+        own = self._encode(self._wire.combine, expert_out.view(-1, self._hidden) if self._slab_rows else expert_out)
         call, epoch = self._home.begin(), self._peers.epoch
         self._work.send_results(placed, own, call % 2, self._peers.others)
         self._home.announce(call)
@@ -148,6 +151,11 @@ class LowLatencyAllToAll:
             return combined
 
         return Deferred(receive)
+
+    def _rows_of(self, placed: Placed) -> PackedRows | MaskedRows:
+        if self._slab_rows:
+            return MaskedRows(placed.x.view(-1, self._slab_rows, self._hidden), placed.rows_per_slot)
+        return PackedRows(placed.x, placed.rows_per_slot)
 
     def _encode(self, codec: Codec, rows: Tensor) -> Tensor:
         return rows.contiguous() if codec.is_identity else codec.encode(rows)
@@ -199,7 +207,13 @@ def inbox_shape(num_ranks: int, limits: BufferLimits, wire: Wire) -> InboxShape:
 
 
 def make_low_latency(
-    group: EpGroup, limits: BufferLimits, dtype: torch.dtype, wire: Wire, deadline_s: float, compiled: bool = True
+    group: EpGroup,
+    limits: BufferLimits,
+    dtype: torch.dtype,
+    wire: Wire,
+    deadline_s: float,
+    compiled: bool = True,
+    masked: bool = False,
 ) -> LowLatencyAllToAll:
     """Maps the regions of a group and returns this rank's end; a collective call.
 
@@ -213,6 +227,6 @@ def make_low_latency(
     assert group.process_group is not None, "low_latency maps memory over a process group"
     shape = inbox_shape(group.num_ranks, limits, wire)
     memory = share_regions(group.process_group, shape.num_bytes)
-    transport = LowLatencyAllToAll(memory, shape, limits.hidden, dtype, wire, deadline_s, compiled)
+    transport = LowLatencyAllToAll(memory, shape, limits.hidden, dtype, wire, deadline_s, compiled, masked)
     dist.barrier(group=group.process_group)  # canaries and first flags are in place
     return transport

@@ -68,13 +68,16 @@ def starts(sizes: Int64Array) -> list[int]:
     return list(accumulate(map(int, sizes), initial=0))
 
 
-def placed_rows(counts: Int64Array) -> Int64Array:
+def placed_rows(counts: Int64Array, slab_rows: int = 0) -> Int64Array:
     """Returns the row of each arriving entry in the placed layout: [M], entries by source rank, slot, flat index.
 
-    counts: [R, S] entries of each source for each slot here
+    counts:    [R, S] entries of each source for each slot here
+    slab_rows: 0: slots follow each other without gaps; else each slot has a slab of so many rows
     """
     sizes = counts.reshape(-1)
     first_in_arrival = np.cumsum(sizes) - sizes
     by_slot = counts.T.reshape(-1)
-    first_in_placed = (np.cumsum(by_slot) - by_slot).reshape(counts.T.shape).T.reshape(-1)
-    return np.repeat(first_in_placed - first_in_arrival, sizes) + np.arange(int(sizes.sum()))
+    first_in_placed = (np.cumsum(by_slot) - by_slot).reshape(counts.T.shape).T
+    if slab_rows:
+        first_in_placed = first_in_placed - first_in_placed[0] + slab_rows * np.arange(counts.shape[1])
+    return np.repeat(first_in_placed.reshape(-1) - first_in_arrival, sizes) + np.arange(int(sizes.sum()))

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from moe_serve.dispatch.base import BufferLimits, EpGroup, PackedRows, make_all_to_all
+from moe_serve.dispatch.base import BufferLimits, EpGroup, MaskedRows, PackedRows, make_all_to_all
 from moe_serve.dispatch.lane_work import PlainLaneWork
 from moe_serve.dispatch.lane_work_native import NativeLaneWork, load_library
 from moe_serve.dispatch.low_latency import LowLatencyAllToAll, inbox_shape
@@ -48,6 +48,35 @@ def check_no_collective(rank: int, group: EpGroup, compiled: bool) -> None:
 @pytest.mark.parametrize("compiled", [True, False])
 def test_nothing_hides_behind_torch_distributed(compiled: bool) -> None:
     run_ranks(3, check_no_collective, compiled)
+
+
+def check_slabs(rank: int, group: EpGroup, one: Scenario, compiled: bool) -> None:
+    transport = make(group, one, compiled=compiled, masked=True)
+    for _ in range(3):
+        hidden, ids, weights = one.inputs(rank)
+        ids = torch.where(ids < 0, -1, (ids[:, :1] + torch.arange(one.topk)) % one.num_slots)  # no slot twice
+        arrived = transport.dispatch(hidden, ids).wait()
+        rows = arrived.rows
+        assert isinstance(rows, MaskedRows)
+        assert rows.x.shape == (one.slots_per_rank, group.num_ranks * (max(one.tokens) + 1), one.hidden)
+        packed = make_all_to_all("collective", group, one.slots_per_rank, one.dtype).dispatch(hidden, ids).wait()
+        filled = torch.cat([rows.x[slot, :count] for slot, count in enumerate(rows.rows_per_slot)])
+        assert torch.equal(filled, packed.rows.x), "the first rows of each slab are those of the packed form"
+        for slot, count in enumerate(rows.rows_per_slot):
+            rows.x[slot, count:] = float("nan")  # what lies beyond is never read
+        combined = transport.combine(rows.x * 2, weights, arrived.handle).wait()
+        total = torch.zeros_like(hidden)
+        for k in range(one.topk):
+            valid = (ids[:, k] >= 0)[:, None]
+            total = torch.where(valid, torch.addcmul(total, weights[:, k, None], 2 * hidden), total)
+        assert torch.equal(combined, total)
+
+
+@pytest.mark.parametrize("compiled", [True, False])
+@pytest.mark.parametrize("num_ranks", [1, 3])
+def test_masked_slabs_hold_the_same_rows(num_ranks: int, compiled: bool) -> None:
+    one = Scenario((7, 0, 5)[:num_ranks], topk=3, slots_per_rank=4, hidden=24, gate="masked")
+    run_ranks(num_ranks, check_slabs, one, compiled)
 
 
 def check_nothing_left(rank: int, group: EpGroup) -> list[str]:
