@@ -13,15 +13,15 @@ from typing import Any
 import numpy as np
 
 from benchmarks.balancer_instances import Q3_EP16, SEEDS, V3_EP32, V3_EP72, V3_EP144, Shape, load
-from moe_serve.eplb.cost import CostModel, load_hardware, load_model_profile
+from moe_serve.eplb.cost.model import CostModel, load_hardware, load_model_profile
+from moe_serve.eplb.files.trace import write_trace
 from moe_serve.eplb.load import LoadRecord
-from moe_serve.eplb.policy import PlanRequest, make_policy
-from moe_serve.eplb.rebalancer import RebalanceSettings
-from moe_serve.eplb.replay import ReplaySettings, make_run, replay, starting_placement
-from moe_serve.eplb.replay_costs import ProfileCosts
-from moe_serve.eplb.replay_score import Scorer
+from moe_serve.eplb.policies.policy import PlanRequest, make_policy
+from moe_serve.eplb.rebalance.rebalancer import RebalanceSettings
+from moe_serve.eplb.replay.costs import ProfileCosts
+from moe_serve.eplb.replay.replay import ReplaySettings, make_run, replay, starting_placement
+from moe_serve.eplb.replay.score import Scorer
 from moe_serve.eplb.synthetic import FAMILIES, FlippingLoad, SyntheticLoad, synthetic_trace
-from moe_serve.eplb.trace import write_trace
 
 CHURN_WINDOWS = 8
 
@@ -68,8 +68,8 @@ def churn_rows() -> Iterable[dict[str, Any]]:
 
 def split_rows() -> Iterable[dict[str, Any]]:
     """One layer, many batches: exact splits in Python and compiled, beside HiGHS."""
-    from moe_serve.eplb.replica_graph import ReplicaGraph
-    from moe_serve.eplb.split import make_split
+    from moe_serve.eplb.split.batch import make_split
+    from moe_serve.eplb.split.replica_graph import ReplicaGraph
 
     for shape, tokens_per_rank in ((V3_EP32, 32), (Shape("V3 320", 58, 256, 320, V3_EP32.topology), 32)):
         plan = make_policy("refined").plan(PlanRequest(load(shape, "lognormal", 0), shape.topology, shape.num_slots))

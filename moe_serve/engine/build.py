@@ -10,9 +10,9 @@ from moe_serve.engine.exchange import Exchange
 from moe_serve.engine.mailbox import Mailbox
 from moe_serve.engine.served_model import Progress, ServedModel, build_served_model
 from moe_serve.engine.step import StepSettings
+from moe_serve.eplb.files.trace import TraceMeta
+from moe_serve.eplb.files.trace_jsonl import JsonlWriter
 from moe_serve.eplb.load import LoadRecord
-from moe_serve.eplb.trace import TraceMeta
-from moe_serve.eplb.trace_jsonl import JsonlWriter
 from moe_serve.errors import ConfigError
 from moe_serve.log import get_logger
 

@@ -109,7 +109,7 @@ def make_placement(config: ServeConfig, spec: ModelSpec) -> Placement:
         return Placement.trivial(
             len(spec.moe_layer_ids), spec.num_logical, num_ranks, num_redundant, moe_layer_ids=spec.moe_layer_ids
         )
-    from moe_serve.eplb.formats import read_placement
+    from moe_serve.eplb.files.formats import read_placement
 
     return read_placement(Path(where), num_ranks, spec.num_logical, spec.moe_layer_ids)
 

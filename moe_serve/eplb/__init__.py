@@ -6,10 +6,10 @@ Names load on first use, so that importing one costs nothing of the others.
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from moe_serve.eplb.formats import read_trace
-    from moe_serve.eplb.migration import plan_migration
+    from moe_serve.eplb.files.formats import read_trace
+    from moe_serve.eplb.migration.plan import plan_migration
     from moe_serve.eplb.planner import plan
-    from moe_serve.eplb.split import split_batch
+    from moe_serve.eplb.split.batch import split_batch
     from moe_serve.topology import Topology
 
 __all__ = ["Topology", "plan", "plan_migration", "read_trace", "split_batch"]
@@ -17,9 +17,9 @@ __all__ = ["Topology", "plan", "plan_migration", "read_trace", "split_batch"]
 _HOME = {
     "Topology": "moe_serve.topology",
     "plan": "moe_serve.eplb.planner",
-    "plan_migration": "moe_serve.eplb.migration",
-    "read_trace": "moe_serve.eplb.formats",
-    "split_batch": "moe_serve.eplb.split",
+    "plan_migration": "moe_serve.eplb.migration.plan",
+    "read_trace": "moe_serve.eplb.files.formats",
+    "split_batch": "moe_serve.eplb.split.batch",
 }
 
 

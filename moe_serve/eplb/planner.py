@@ -7,7 +7,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from moe_serve.eplb.placement import Placement
-from moe_serve.eplb.policy import Plan, PlanRequest, make_policy
+from moe_serve.eplb.policies.policy import Plan, PlanRequest, make_policy
 from moe_serve.topology import Topology
 
 

@@ -1,6 +1,6 @@
 """The exact per-batch split on the device: how many tokens of a replicated expert each of its copies serves.
 
-The method is that of eplb/split_exact.py, cut to what one small kernel can do in a bounded time:
+The method is that of eplb/split/exact.py, cut to what one small kernel can do in a bounded time:
 1. each replicated expert, most tokens first, is water-filled over the ranks that hold it, `sweeps` times;
 2. the bound is ceil(total / ranks). While the heaviest rank is above it, look for a path of experts along which tokens
    can leave it. None: the ranks reached can lose nothing, which proves ceil(their load / their number) as the new

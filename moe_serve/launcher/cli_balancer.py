@@ -114,14 +114,14 @@ def replay(
     html: opt.HtmlOut = None,
     fail_below: opt.FailBelow = None,
 ) -> None:
-    from moe_serve.eplb.balance_log import is_balance_log
-    from moe_serve.eplb.formats import read_placement
-    from moe_serve.eplb.rebalancer import RebalanceSettings
-    from moe_serve.eplb.replay import ReplaySettings, num_passes
-    from moe_serve.eplb.replay import replay as run_replay
-    from moe_serve.eplb.report import to_json, to_table
-    from moe_serve.eplb.report_curve import with_redundancy_curve
-    from moe_serve.eplb.report_html import to_html
+    from moe_serve.eplb.files.formats import read_placement
+    from moe_serve.eplb.rebalance.balance_log import is_balance_log
+    from moe_serve.eplb.rebalance.rebalancer import RebalanceSettings
+    from moe_serve.eplb.replay.replay import ReplaySettings, num_passes
+    from moe_serve.eplb.replay.replay import replay as run_replay
+    from moe_serve.eplb.replay.report import to_json, to_table
+    from moe_serve.eplb.replay.report_curve import with_redundancy_curve
+    from moe_serve.eplb.replay.report_html import to_html
 
     if Path(trace).is_file():
         with Path(trace).open("rb") as file:
@@ -209,12 +209,12 @@ def simulate(
     html: opt.HtmlOut = None,
     fail_below: opt.FailBelow = None,
 ) -> None:
-    from moe_serve.eplb.cost import load_hardware, load_model_profile
-    from moe_serve.eplb.report_curve import with_redundancy_curve
-    from moe_serve.eplb.report_html import to_html
-    from moe_serve.eplb.report_sweep import sweep_curves, sweep_to_json, sweep_to_table
-    from moe_serve.eplb.simulator import Simulation, best_case, num_cases
-    from moe_serve.eplb.simulator import simulate as run_simulation
+    from moe_serve.eplb.cost.model import load_hardware, load_model_profile
+    from moe_serve.eplb.replay.report_curve import with_redundancy_curve
+    from moe_serve.eplb.replay.report_html import to_html
+    from moe_serve.eplb.replay.report_sweep import sweep_curves, sweep_to_json, sweep_to_table
+    from moe_serve.eplb.replay.simulator import Simulation, best_case, num_cases
+    from moe_serve.eplb.replay.simulator import simulate as run_simulation
     from moe_serve.eplb.synthetic import SyntheticLoad
 
     if list_loads:
@@ -304,8 +304,8 @@ def plan(
     json_output: opt.JsonOut = False,
     fail_below: opt.FailBelow = None,
 ) -> None:
-    from moe_serve.eplb.formats import write_placement
-    from moe_serve.eplb.plan_file import plan_from_trace, plan_to_json, plan_to_table
+    from moe_serve.eplb.files.formats import write_placement
+    from moe_serve.eplb.files.plan_file import plan_from_trace, plan_to_json, plan_to_table
 
     topology = opt.cluster(ranks, nodes)
     with opt.progress_bar("reading") as show:
@@ -354,8 +354,8 @@ def convert(
     ] = None,
     max_pt_gib: opt.MaxPt = 1.0,
 ) -> None:
-    from moe_serve.eplb.formats import read_placement, write_placement
-    from moe_serve.eplb.trace import write_trace
+    from moe_serve.eplb.files.formats import read_placement, write_placement
+    from moe_serve.eplb.files.trace import write_trace
 
     limit = int(max_pt_gib * 2**30)
     if output.suffix in (".npz", ".jsonl", ".csv"):
@@ -392,8 +392,8 @@ def _costs(model: str | None, hardware: str | None, topology: Any, phase: str, c
         raise ConfigError("--model and --hardware belong together; give both, or neither for a replay without times")
     if model is None or hardware is None:
         return None
-    from moe_serve.eplb.cost import CostModel, load_hardware, load_model_profile
-    from moe_serve.eplb.replay_costs import ProfileCosts
+    from moe_serve.eplb.cost.model import CostModel, load_hardware, load_model_profile
+    from moe_serve.eplb.replay.costs import ProfileCosts
 
     if phase not in ("prefill", "decode"):
         raise ConfigError(f"--phase is {phase!r}; give prefill or decode")
@@ -401,7 +401,7 @@ def _costs(model: str | None, hardware: str | None, topology: Any, phase: str, c
 
 
 def _latency(trace: str) -> int:
-    from moe_serve.eplb.trace_jsonl import recorded_latency
+    from moe_serve.eplb.files.trace_jsonl import recorded_latency
 
     recorded = recorded_latency(Path(trace)) if trace.endswith(".jsonl") and Path(trace).is_file() else None
     return recorded or 0
@@ -423,7 +423,7 @@ def _layer_range(text: str | None) -> tuple[int, ...]:
 
 
 def _show_log(path: Path, json_output: bool) -> None:
-    from moe_serve.eplb.report_log import log_to_json, log_to_table
+    from moe_serve.eplb.replay.report_log import log_to_json, log_to_table
 
     typer.echo(json.dumps(log_to_json(path), indent=1) if json_output else log_to_table(path), nl=json_output)
 

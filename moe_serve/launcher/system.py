@@ -69,13 +69,9 @@ def with_ports(config: ServeConfig, http_port: int) -> ServeConfig:
     if worker_port == 0:
         worker_port = free_port()
     else:
-        try:
-            open_port(server.worker_host, worker_port).close()
-        except LaunchError:
-            raise LaunchError(
-                f"port {worker_port} on {server.worker_host}, where ranks attach, is in use; end what uses it, or "
-                "choose another one by --set server.worker_port=… (0: any)"
-            ) from None
+        open_port(
+            server.worker_host, worker_port, "server.worker_host", "--set server.worker_port=… (0: any)"
+        ).close()
     server = server.model_copy(update={"port": http_port, "worker_port": worker_port})
     return config.model_copy(update={"server": server})
 

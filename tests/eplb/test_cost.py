@@ -5,10 +5,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from moe_serve.eplb.cost import Batch, CostModel, GateCost, load_hardware, load_model_profile
-from moe_serve.eplb.cost_links import busiest_rows, expected_places
-from moe_serve.eplb.cost_profiles import profile_names
-from moe_serve.eplb.migration import plan_migration
+from moe_serve.eplb.cost.links import busiest_rows, expected_places
+from moe_serve.eplb.cost.model import Batch, CostModel, GateCost, load_hardware, load_model_profile
+from moe_serve.eplb.cost.profile_files import profile_names
+from moe_serve.eplb.migration.plan import plan_migration
 from moe_serve.eplb.placement import Placement
 from moe_serve.errors import ConfigError
 from moe_serve.topology import Topology

@@ -3,11 +3,11 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from moe_serve.eplb.edits import EditState, all_overwrites, apply_edits, best_overwrites, best_swaps
-from moe_serve.eplb.incremental import holds
 from moe_serve.eplb.load import balancedness, rank_load
 from moe_serve.eplb.placement import Placement
-from moe_serve.eplb.policy import PlanRequest, make_policy
+from moe_serve.eplb.policies.edits import EditState, all_overwrites, apply_edits, best_overwrites, best_swaps
+from moe_serve.eplb.policies.incremental import holds
+from moe_serve.eplb.policies.policy import PlanRequest, make_policy
 from moe_serve.topology import Topology
 from tests.eplb.loads import drifting, grouped, lognormal
 

@@ -3,10 +3,10 @@
 import numpy as np
 
 from moe_serve.eplb.load import balancedness, rank_load
-from moe_serve.eplb.locality import off_node_share, tokens_by_node
-from moe_serve.eplb.policy import PlanRequest, make_policy
-from moe_serve.eplb.problem import problem_of
-from moe_serve.eplb.split import split_batch
+from moe_serve.eplb.policies.locality import off_node_share, tokens_by_node
+from moe_serve.eplb.policies.policy import PlanRequest, make_policy
+from moe_serve.eplb.policies.problem import problem_of
+from moe_serve.eplb.split.batch import split_batch
 from moe_serve.topology import Topology
 from tests.eplb.loads import lognormal
 

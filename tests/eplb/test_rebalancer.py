@@ -6,8 +6,11 @@ from dataclasses import dataclass, replace
 import numpy as np
 import pytest
 
-from moe_serve.eplb.cost import CostModel, GateCost, load_hardware, load_model_profile
-from moe_serve.eplb.events import (
+from moe_serve.eplb.cost.model import CostModel, GateCost, load_hardware, load_model_profile
+from moe_serve.eplb.load import LoadRecord, rank_load
+from moe_serve.eplb.placement import Placement
+from moe_serve.eplb.policies.policy import make_policy
+from moe_serve.eplb.rebalance.events import (
     MigrationFailed,
     PlanFailed,
     PlanReady,
@@ -16,10 +19,7 @@ from moe_serve.eplb.events import (
     StartRound,
     WindowClosed,
 )
-from moe_serve.eplb.load import LoadRecord, rank_load
-from moe_serve.eplb.placement import Placement
-from moe_serve.eplb.policy import make_policy
-from moe_serve.eplb.rebalancer import Rebalancer, RebalanceSettings
+from moe_serve.eplb.rebalance.rebalancer import Rebalancer, RebalanceSettings
 from moe_serve.eplb.synthetic import FAMILIES, SyntheticLoad, synthetic_trace
 from moe_serve.errors import ConfigError, PlacementError
 from moe_serve.topology import Topology

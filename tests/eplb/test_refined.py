@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 
 from moe_serve.eplb.load import balancedness, rank_load
-from moe_serve.eplb.policy import PlanRequest, make_policy
+from moe_serve.eplb.policies.policy import PlanRequest, make_policy
 from moe_serve.topology import Topology
 from tests.eplb.brute_force import best_top
 from tests.eplb.loads import lognormal, one_hot, zipf
@@ -89,7 +89,7 @@ def test_more_effort_is_never_worse():
 
 def test_a_load_that_costs_per_copy_prefers_fewer_copies():
     # Every copy of an active expert streams its weights; with that cost dominating, copies beyond the first only hurt.
-    from moe_serve.eplb.policy import RankCost
+    from moe_serve.eplb.policies.policy import RankCost
 
     tokens = lognormal(3, 16, 0.3)
     made = plan(tokens, 8, 32, objective="step_time", cost=RankCost(token_s=1e-12, activated_s=1.0))

@@ -7,10 +7,10 @@ import pytest
 
 from moe_serve.eplb.load import LoadRecord, LoadTrace
 from moe_serve.eplb.placement import Placement
-from moe_serve.eplb.policy import Plan, PlanRequest
-from moe_serve.eplb.replay import ReplaySettings, replay
-from moe_serve.eplb.replay_result import CEILING, FLOOR
-from moe_serve.eplb.replay_score import Scorer, arrivals
+from moe_serve.eplb.policies.policy import Plan, PlanRequest
+from moe_serve.eplb.replay.replay import ReplaySettings, replay
+from moe_serve.eplb.replay.result import CEILING, FLOOR
+from moe_serve.eplb.replay.score import Scorer, arrivals
 from moe_serve.eplb.synthetic import SyntheticLoad, synthetic_trace
 from moe_serve.errors import ConfigError, TraceError
 from moe_serve.topology import Topology

@@ -7,14 +7,14 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from moe_serve.eplb.cost import CostModel, load_hardware, load_model_profile
-from moe_serve.eplb.replay import ReplaySettings, replay
-from moe_serve.eplb.replay_costs import ProfileCosts
-from moe_serve.eplb.replay_result import ReplayReport
-from moe_serve.eplb.report import to_json, to_table, verdict
-from moe_serve.eplb.report_curve import curve_slots, with_redundancy_curve
-from moe_serve.eplb.report_html import page_data, to_html
-from moe_serve.eplb.report_units import as_bytes, as_seconds
+from moe_serve.eplb.cost.model import CostModel, load_hardware, load_model_profile
+from moe_serve.eplb.replay.costs import ProfileCosts
+from moe_serve.eplb.replay.replay import ReplaySettings, replay
+from moe_serve.eplb.replay.report import to_json, to_table, verdict
+from moe_serve.eplb.replay.report_curve import curve_slots, with_redundancy_curve
+from moe_serve.eplb.replay.report_html import page_data, to_html
+from moe_serve.eplb.replay.report_units import as_bytes, as_seconds
+from moe_serve.eplb.replay.result import ReplayReport
 from moe_serve.eplb.synthetic import SyntheticLoad, synthetic_trace
 from moe_serve.topology import Topology
 

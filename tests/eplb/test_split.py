@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moe_serve.eplb.replica_graph import ReplicaGraph
-from moe_serve.eplb.split import SPLITS, make_split, split_batch
-from moe_serve.eplb.split_exact import confined_load, split_exact
-from moe_serve.eplb.split_native import NativeSplit, build_library
+from moe_serve.eplb.split.batch import SPLITS, make_split, split_batch
+from moe_serve.eplb.split.exact import confined_load, split_exact
+from moe_serve.eplb.split.native import NativeSplit, build_library
+from moe_serve.eplb.split.replica_graph import ReplicaGraph
 from moe_serve.errors import ConfigError, PlacementError
 from moe_serve.topology import Topology
 

@@ -9,11 +9,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from moe_serve.eplb.formats import read_trace
+from moe_serve.eplb.files.formats import read_trace
+from moe_serve.eplb.files.trace import folded, write_trace
+from moe_serve.eplb.files.trace_jsonl import JsonlWriter, TraceMeta, read_events
 from moe_serve.eplb.load import LoadRecord, LoadTrace
 from moe_serve.eplb.placement import Placement
-from moe_serve.eplb.trace import folded, write_trace
-from moe_serve.eplb.trace_jsonl import JsonlWriter, TraceMeta, read_events
 from moe_serve.errors import TraceError
 
 

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from moe_serve.eplb.replica_graph import ReplicaGraph
-from moe_serve.eplb.split_exact import split_exact
+from moe_serve.eplb.split.exact import split_exact
+from moe_serve.eplb.split.replica_graph import ReplicaGraph
 from moe_serve.kernels.exact_split import CERTIFIED, REPAIRED, UNPROVEN, exact_split_reference, split_table
 from tests.kernels.conftest import RunCheck
 

@@ -11,8 +11,8 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from moe_serve.eplb.formats import read_placement, read_trace
-from moe_serve.eplb.trace import write_trace
+from moe_serve.eplb.files.formats import read_placement, read_trace
+from moe_serve.eplb.files.trace import write_trace
 from moe_serve.launcher.cli_balancer import add_balancer_commands
 
 DEMO = ["example:demo_unbalanced", "--ranks", "8", "--redundant", "8"]
@@ -170,7 +170,7 @@ def test_simulate_sweeps_and_draws(tmp_path: Path) -> None:
     profile = tmp_path / "tiny.yaml"
     from importlib import resources
 
-    text = (resources.files("moe_serve.eplb") / "profiles" / "models" / "Mixtral-8x7B.yaml").read_text()
+    text = (resources.files("moe_serve.eplb.cost") / "profiles" / "models" / "Mixtral-8x7B.yaml").read_text()
     profile.write_text(text)
     arguments = ["simulate", "--model", profile, "--hardware", "H100", "--nodes", 1, "--redundant", "0,8",
                  "--windows", 4, "-p", "greedy", "--window", "10,20", "--jobs", 1]  # fmt: skip

@@ -166,3 +166,10 @@ def test_a_port_in_use_is_one_message_before_anything_starts(setting):
             assert len(system.lines) == 1
             assert str(port) in system.output
             assert setting in system.output
+
+
+@pytest.mark.parametrize("setting", ["server.host", "server.worker_host"])
+def test_an_address_of_another_machine_is_not_called_a_port_in_use(setting):
+    with serving(f"{setting}=192.0.2.1") as system:
+        assert system.wait() == 2
+        assert f"{setting} is '192.0.2.1', which is no address of this machine" in system.output

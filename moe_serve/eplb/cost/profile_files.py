@@ -1,0 +1,179 @@
+"""What the cost model knows of machines and models: numbers from YAML files, each with its source.
+
+A file holds one profile:
+
+    name: H100
+    fp8_flops: {value: 1979e12, source: "where this number is from"}
+    ...
+
+The packaged ones are in profiles/hardware and profiles/models; a path to another file works as well.
+"""
+
+from dataclasses import MISSING, dataclass, field, fields, replace
+from importlib import resources
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Literal, Self
+
+import yaml
+
+from moe_serve.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class HardwareProfile:
+    """One GPU (or CPU process) and its ways to others. Rates are per rank; "link" joins ranks of a node, "nic" nodes.
+
+    fp8_flops, bf16_flops:   peak dense matrix rate, FLOP/s (a CPU profile gives its float32 rate for both)
+    hbm_bytes, hbm_bytes_per_s: memory and its peak rate
+    ranks_per_node:          ranks that share the fast link
+    link_bytes_per_s, nic_bytes_per_s: peak rate in each direction
+    node_nic_bytes_per_s:    what all NICs of a node carry together
+    tile_rows:               rows per tile of a grouped GEMM: an expert's rows are rounded up to it
+    gemm_efficiency, hbm_efficiency: share of the peaks that large grouped GEMMs reach
+    attention_flops, attention_bytes_per_s: what the attention kernel reaches
+    link_efficiency, nic_efficiency_low_latency, nic_efficiency_normal: shares that dispatch and combine reach
+    dispatch_latency_s, combine_latency_s: what a dispatch and a combine take without rows
+    step_overhead:           whole step / its modelled parts: gaps, elementwise kernels, scheduling
+    sources:                 field -> where its number is from
+    """
+
+    name: str
+    fp8_flops: float
+    bf16_flops: float
+    hbm_bytes: float
+    hbm_bytes_per_s: float
+    ranks_per_node: int
+    link_bytes_per_s: float
+    nic_bytes_per_s: float
+    node_nic_bytes_per_s: float
+    tile_rows: int
+    gemm_efficiency: float
+    hbm_efficiency: float
+    attention_flops: float
+    attention_bytes_per_s: float
+    link_efficiency: float
+    nic_efficiency_low_latency: float
+    nic_efficiency_normal: float
+    dispatch_latency_s: float
+    combine_latency_s: float
+    step_overhead: float
+    sources: MappingProxyType[str, str] = field(default_factory=lambda: MappingProxyType({}), compare=False)
+
+    def scaled(self, **factors: float) -> Self:
+        """Returns the profile with these fields multiplied: what-if, and how sensitive a decision is."""
+        numbers = [f.name for f in fields(self) if f.name not in ("name", "sources")]
+        unknown = sorted(set(factors) - set(numbers))
+        if unknown:
+            raise ConfigError(f"hardware profiles have no number {', '.join(unknown)}; they have {', '.join(numbers)}")
+        changed = {name: getattr(self, name) * factor for name, factor in factors.items()}
+        return replace(self, **changed)
+
+
+@dataclass(frozen=True)
+class ModelProfile:
+    """A model's shapes, as far as its time depends on them.
+
+    num_layers, num_moe_layers, hidden, vocab: all layers and those with experts
+    num_logical, topk, moe_intermediate: routed experts of a layer, experts per token, their width
+    num_shared, dense_intermediate: shared experts (as many widths in one); width of layers without experts, 0 = none
+    num_groups, topk_groups: router groups, and how many of them a token may use; 1, 1 = no groups
+    attention:   "mla" or "gqa"; num_heads, and of mla: q_lora (0 = none), kv_lora, nope_dim, rope_dim, v_dim; of gqa:
+                 num_kv_heads, head_dim
+    weight_bytes, kv_bytes, dispatch_bytes, combine_bytes: of one value, scales included
+    compute:     which matrix rate GEMMs run at
+    """
+
+    name: str
+    num_layers: int
+    num_moe_layers: int
+    hidden: int
+    vocab: int
+    num_logical: int
+    topk: int
+    moe_intermediate: int
+    num_shared: int
+    dense_intermediate: int
+    num_groups: int
+    topk_groups: int
+    attention: Literal["mla", "gqa"]
+    num_heads: int
+    weight_bytes: float
+    kv_bytes: float
+    dispatch_bytes: float
+    combine_bytes: float
+    compute: Literal["fp8", "bf16"]
+    q_lora: int = 0
+    kv_lora: int = 0
+    nope_dim: int = 0
+    rope_dim: int = 0
+    v_dim: int = 0
+    num_kv_heads: int = 0
+    head_dim: int = 0
+    sources: MappingProxyType[str, str] = field(default_factory=lambda: MappingProxyType({}), compare=False)
+
+    @property
+    def expert_bytes(self) -> int:
+        """Weights of one expert of one layer: gate, up and down."""
+        return round(3 * self.hidden * self.moe_intermediate * self.weight_bytes)
+
+
+def load_hardware(name_or_path: str | Path) -> HardwareProfile:
+    """Returns a packaged hardware profile by name ("H800", ...), or the one in a YAML file.
+
+    Raises ConfigError when there is no such profile, or one of its fields is missing, unknown or without a source.
+    """
+    return HardwareProfile(**_read(name_or_path, "hardware", HardwareProfile))
+
+
+def load_model_profile(name_or_path: str | Path) -> ModelProfile:
+    """Returns a packaged model profile by name ("DeepSeek-V3", ...), or the one in a YAML file; errors as above."""
+    return ModelProfile(**_read(name_or_path, "models", ModelProfile))
+
+
+def profile_names(kind: Literal["hardware", "models"]) -> list[str]:
+    """Returns the names of the packaged profiles."""
+    folder = resources.files("moe_serve.eplb.cost") / "profiles" / kind
+    return sorted(entry.name.removesuffix(".yaml") for entry in folder.iterdir() if entry.name.endswith(".yaml"))
+
+
+def _read(name_or_path: str | Path, kind: Literal["hardware", "models"], profile: type) -> dict[str, Any]:
+    names = profile_names(kind)
+    known = {name.lower(): name for name in names}
+    asked = str(name_or_path)
+    if asked.lower() in known:
+        entry = resources.files("moe_serve.eplb.cost") / "profiles" / kind / f"{known[asked.lower()]}.yaml"
+        text = entry.read_text(encoding="utf-8")
+    elif Path(asked).is_file():
+        text = Path(asked).read_text(encoding="utf-8")
+    else:
+        raise ConfigError(f"no {kind} profile {asked!r}; use one of {', '.join(names)}, or the path of a YAML file")
+    try:
+        raw = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{asked} is not YAML ({error}); see the packaged profiles for the form") from None
+    if not isinstance(raw, dict):
+        raise ConfigError(f"{asked} holds no mapping of fields; see the packaged profiles for the form")
+    return _checked(asked, raw, profile)
+
+
+def _checked(asked: str, raw: dict[str, Any], profile: type) -> dict[str, Any]:
+    types = {f.name: f for f in fields(profile) if f.name != "sources"}
+    raw = {key: value for key, value in raw.items() if not str(key).startswith("_")}  # _anything: YAML anchors
+    unknown = sorted(set(raw) - set(types))
+    missing = sorted(name for name, f in types.items() if f.default is MISSING and name not in raw)
+    if unknown or missing:
+        raise ConfigError(f"{asked}: unknown {unknown}, missing {missing}; give exactly {', '.join(sorted(types))}")
+    values: dict[str, Any] = {"name": str(raw.pop("name"))}
+    sources: dict[str, str] = {}
+    for name, item in raw.items():
+        if not isinstance(item, dict) or set(item) != {"value", "source"} or not str(item["source"]).strip():
+            raise ConfigError(f"{asked}: {name} is {item!r}; write {{value: ..., source: where it is from}}")
+        sources[name] = str(item["source"])
+        try:
+            values[name] = item["value"] if name in ("attention", "compute") else float(item["value"])
+        except (TypeError, ValueError):
+            raise ConfigError(f"{asked}: {name} is {item['value']!r}; give a number") from None
+        if types[name].type in (int, "int"):
+            values[name] = int(values[name])
+    return {**values, "sources": MappingProxyType(sources)}

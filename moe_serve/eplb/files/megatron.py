@@ -1,0 +1,116 @@
+"""Megatron's router trace, as a load trace: which experts each token of each rank and layer chose.
+
+Lines of {"step", "stage", "block", "layer", "rank", "num_tokens", "topk", "top_indices": [[topk ids] per token]},
+sorted by step. The number of experts is not in the file: it is the highest id + 1 unless it is given.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from moe_serve.eplb.files.trace import ByteProgress
+from moe_serve.eplb.load import LoadRecord, LoadTrace
+from moe_serve.errors import TraceError
+
+
+def is_router_line(content: Any) -> bool:
+    """Returns whether a parsed line is one of Megatron's."""
+    return isinstance(content, dict) and "top_indices" in content and "layer" in content
+
+
+def read_megatron(path: Path, progress: ByteProgress | None = None, num_logical: int | None = None) -> LoadTrace:
+    """Returns the trace, one record per step, with the counts of each source rank."""
+    layers: set[int] = set()
+    num_ranks, highest, topk, steps = 1, 0, 0, 0
+    last: int | None = None
+    for where, line in _lines(path, None):
+        layers.add(line["layer"])
+        num_ranks = max(num_ranks, line["rank"] + 1)
+        ids = line["ids"]
+        highest = max(highest, int(ids.max(initial=0)))
+        topk = max(topk, ids.shape[1] if ids.size else 0)
+        if last is not None and line["step"] < last:
+            raise TraceError(f"{where}: step {line['step']} after step {last}; sort the lines by step")
+        steps += line["step"] != last
+        last = line["step"]
+    if last is None:
+        raise TraceError(f"{path} has no lines; expected a router trace")
+    if num_logical is not None and highest >= num_logical:
+        raise TraceError(f"{path}: expert {highest} is chosen, expected ids below {num_logical} (--experts)")
+    experts = num_logical or highest + 1
+    seen = "" if num_logical else f", {experts} experts: the highest id + 1"
+    return LoadTrace(
+        _Reader(path, tuple(sorted(layers)), num_ranks, experts, progress),
+        experts,
+        tuple(sorted(layers)),
+        topk or None,
+        source=f"{path} (Megatron router{seen})",
+        num_records=steps,
+    )
+
+
+@dataclass(frozen=True)
+class _Reader:
+    path: Path
+    layers: tuple[int, ...]
+    num_ranks: int
+    num_experts: int
+    progress: ByteProgress | None
+
+    def __call__(self) -> Iterator[LoadRecord]:
+        row_of = {layer: row for row, layer in enumerate(self.layers)}
+        step: int | None = None
+        source = self._blank()
+        for _, line in _lines(self.path, self.progress):
+            if step is not None and line["step"] != step:
+                yield self._record(step, source)
+                source = self._blank()
+            step = line["step"]
+            ids = line["ids"]
+            counts = np.bincount(ids[ids >= 0], minlength=self.num_experts)
+            source[row_of[line["layer"]], line["rank"]] += counts
+        if step is not None:
+            yield self._record(step, source)
+
+    def _blank(self) -> np.ndarray:
+        return np.zeros((len(self.layers), self.num_ranks, self.num_experts), dtype=np.int64)
+
+    def _record(self, step: int, source: np.ndarray) -> LoadRecord:
+        return LoadRecord(step, 1, "mixed", source.sum(axis=1), by_source=source if self.num_ranks > 1 else None)
+
+
+def _lines(path: Path, progress: ByteProgress | None) -> Iterator[tuple[str, dict[str, Any]]]:
+    total, done = path.stat().st_size, 0
+    decode = msgspec.json.Decoder().decode
+    with path.open("rb") as file:
+        for number, text in enumerate(file, start=1):
+            done += len(text)
+            if not text.strip():
+                continue
+            where = f"{path} line {number}"
+            try:
+                line = decode(text)
+            except msgspec.DecodeError as problem:
+                raise TraceError(f"{where}: not JSON ({problem}); is the file cut off?") from None
+            if not is_router_line(line):
+                raise TraceError(f"{where}: expected 'layer' and 'top_indices', found {text[:60]!r}")
+            try:
+                ids = np.array(line["top_indices"], dtype=np.int64)
+            except (ValueError, TypeError):
+                raise TraceError(f"{where}, key top_indices: expected one list of topk ids per token") from None
+            if (ids.ndim != 2 and ids.size) or ids.min(initial=0) < -1:
+                raise TraceError(f"{where}, key top_indices: expected ids [tokens, topk], -1 = none, found {ids.shape}")
+            stated = line.get("num_tokens", len(ids))
+            if stated != len(ids):
+                raise TraceError(f"{where}, key top_indices: {len(ids)} tokens, expected {stated} (num_tokens)")
+            numbers = {name: line.get(name, 0) for name in ("step", "layer", "rank")}
+            for name, value in numbers.items():
+                if not isinstance(value, int) or value < 0:
+                    raise TraceError(f"{where}, key {name}: expected a whole number, found {value!r}")
+            yield where, {**numbers, "ids": ids.reshape(len(ids), -1)}
+            if progress is not None:
+                progress(done, total)

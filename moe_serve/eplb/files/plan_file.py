@@ -1,0 +1,175 @@
+"""One placement from a recorded load: what `moe-serve plan` does."""
+
+import io
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from rich.console import Console
+from rich.table import Table
+
+from moe_serve.eplb.files.formats import placement_to_json, read_placement
+from moe_serve.eplb.load import LoadTrace, balancedness, rank_load
+from moe_serve.eplb.placement import Placement
+from moe_serve.eplb.policies.policy import Plan, PlanRequest, make_policy
+from moe_serve.eplb.replay.replay import starting_placement
+from moe_serve.errors import TraceError
+from moe_serve.topology import Topology
+
+
+@dataclass(frozen=True, eq=False)
+class MadePlan:
+    """A plan beside the placement that it replaces. before: experts in order where none is in use."""
+
+    plan: Plan
+    before: Placement
+    before_in_use: bool
+    tokens: NDArray[np.int64]
+    num_windows: int
+    policy: str
+    source: str
+
+
+def plan_from_trace(
+    trace: LoadTrace,
+    topology: Topology,
+    num_slots: int,
+    policy: str = "refined",
+    current: Path | None = None,
+    last: int = 0,
+    max_moves: int | None = None,
+    num_groups: int | None = None,
+    off_home: float = 1.0,
+    seed: int = 0,
+    fill: bool = False,
+) -> MadePlan:
+    """Returns a plan for the sum of a trace's windows.
+
+    last: of its last so many only; 0 = of all.   fill: leave no slot empty, for engines that know no empty slots
+    """
+    recent: list[NDArray[np.int64]] = []
+    total = np.zeros((len(trace.moe_layer_ids), trace.num_logical), dtype=np.int64)
+    count = 0
+    for record in trace:
+        total = total + record.tokens
+        count += 1
+        if last:
+            recent.append(record.tokens)
+            if len(recent) > last:
+                total = total - recent.pop(0)
+    if not count:
+        raise TraceError(f"{trace.source or 'the trace'} has no windows; record while requests run")
+    in_use: Placement | None = None
+    if current is not None:
+        in_use = read_placement(current, topology.num_ranks, trace.num_logical, trace.moe_layer_ids)
+    request = PlanRequest(
+        total,
+        topology,
+        num_slots,
+        current=in_use,
+        num_groups=num_groups,
+        off_home=off_home,
+        max_moves=max_moves,
+        seed=seed,
+        moe_layer_ids=trace.moe_layer_ids,
+    )
+    chosen = make_policy(policy)
+    before = in_use or starting_placement(trace, topology, num_slots)
+    used = min(count, last) if last else count
+    made = chosen.plan(request)
+    if fill:
+        made = _filled(made, total)
+    return MadePlan(made, before, in_use is not None, total, used, policy, trace.source)
+
+
+def fill_empty_slots(placement: Placement, tokens: NDArray[np.int64]) -> Placement:
+    """Returns the placement with one more copy of an expert in every empty slot.
+
+    Each takes the expert that leaves the layer's largest rank load lowest, the lowest id on a tie, of those that its
+    rank does not hold yet (of all where it holds all).
+    """
+    table = placement.physical_to_logical.copy()
+    per_rank = placement.slots_per_rank
+    for row, slot in np.argwhere(table < 0).tolist():
+        rank = slot // per_rank
+        held = set(table[row, rank * per_rank : (rank + 1) * per_rank].tolist())
+        choices = [expert for expert in range(placement.num_logical) if expert not in held]
+        worth: list[tuple[float, int]] = []
+        for expert in choices or range(placement.num_logical):
+            table[row, slot] = expert
+            tried = Placement(table[row : row + 1], placement.num_logical, placement.num_ranks)
+            worth.append((float(rank_load(tokens[row : row + 1], tried).max()), expert))
+        table[row, slot] = min(worth)[1]
+    return replace(placement, physical_to_logical=table)
+
+
+def _filled(plan: Plan, tokens: NDArray[np.int64]) -> Plan:
+    placement = fill_empty_slots(plan.placement, tokens)
+    balance = balancedness(rank_load(tokens, placement))
+    num_moves = plan.num_moves + int((plan.placement.physical_to_logical < 0).sum()) if plan.num_moves else 0
+    return replace(
+        plan, placement=placement, balancedness=balance, gap=plan.bound - balance, num_moves=num_moves, shares=None
+    )
+
+
+def plan_to_json(made: MadePlan) -> dict[str, Any]:
+    """Returns the plan as plain JSON types, its placement included."""
+    before = balancedness(rank_load(made.tokens, made.before))
+    layers = zip(
+        made.plan.placement.moe_layer_ids, before, made.plan.balancedness, made.plan.bound, made.plan.gap, strict=True
+    )
+    return {
+        "format": "moe_serve.plan",
+        "source": made.source,
+        "windows": made.num_windows,
+        "policy": made.policy,
+        "truncated": made.plan.truncated,
+        "num_moves": made.plan.num_moves if made.before_in_use else None,
+        "layers": [
+            {"layer": layer, "before": float(b), "balancedness": float(p), "bound": float(u), "gap": float(g)}
+            for layer, b, p, u, g in layers
+        ],
+        "placement": placement_to_json(made.plan.placement),
+    }
+
+
+def plan_to_table(made: MadePlan, color: bool = False) -> str:
+    """Returns the plan for a terminal."""
+    plan, placement = made.plan, made.plan.placement
+    before = balancedness(rank_load(made.tokens, made.before))
+    console = Console(file=io.StringIO(), width=120, force_terminal=color, no_color=not color, highlight=False)
+    console.print(f"{made.policy} on {made.num_windows} windows of {made.source}", soft_wrap=True)
+    redundant = placement.num_slots - placement.num_logical
+    console.print(
+        f"{placement.num_layers} layers x {placement.num_logical} experts on {placement.num_ranks} ranks: "
+        f"{placement.num_slots} slots, {placement.slots_per_rank} a rank, {redundant} redundant"
+    )
+    console.print()
+    table = Table(box=None)
+    table.add_column("balancedness", style="bold")
+    for name in ("mean layer", "worst layer", "worst is layer"):
+        table.add_column(name, justify="right")
+    rows = [
+        ("in use" if made.before_in_use else "in order", before),
+        ("plan", plan.balancedness),
+        ("bound", plan.bound),
+    ]
+    for name, values in rows:
+        table.add_row(
+            name, f"{values.mean():.4f}", f"{values.min():.4f}", str(placement.moe_layer_ids[values.argmin()])
+        )
+    console.print(table)
+    console.print()
+    if made.before_in_use:
+        share = plan.num_moves / (placement.num_slots * placement.num_layers)
+        console.print(f"{plan.num_moves:,} experts move ({share:.1%} of all slots)")
+    if int(placement.num_duplicates.sum()):
+        console.print(
+            f"{int(placement.num_duplicates.sum())} slots repeat an expert of their rank: more slots than uses"
+        )
+    if plan.truncated:
+        console.print("The time budget ended the search early.")
+    assert isinstance(console.file, io.StringIO)
+    return "\n".join(line.rstrip() for line in console.file.getvalue().splitlines()) + "\n"

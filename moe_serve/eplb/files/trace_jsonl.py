@@ -1,0 +1,297 @@
+"""Our .jsonl trace: one JSON object per line, so that a live system can append and a reader can follow.
+
+{"format": "moe_serve.trace", "num_logical", "moe_layer_ids", "topk", "model_id"}      first line; optional
+{"first_step", "num_steps", "phase", "tokens": [[…]], …}                               a record; fields as in LoadRecord
+{"window", "layer", "counts": […]}                                                     or its plain form, line per layer
+{"event": "plan_ready", "step": …, …}                                                  what the balancer did
+"""
+
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from moe_serve.eplb.files.trace import OPTIONAL_FIELDS, TRACE_FORMAT, ByteProgress, TraceMeta
+from moe_serve.eplb.load import LoadRecord, LoadTrace
+from moe_serve.eplb.placement import Placement
+from moe_serve.errors import PlacementError, TraceError
+
+
+def is_trace_line(content: Any) -> bool:
+    """Returns whether a parsed line is one of ours."""
+    if not isinstance(content, dict):
+        return False
+    keys = content.keys()
+    return content.get("format") == TRACE_FORMAT or {"tokens", "first_step"} <= keys or {"window", "counts"} <= keys
+
+
+def looks_like_ours(line: bytes) -> bool:
+    """Returns whether a line that does not parse began as one of ours, so that the error can name it."""
+    start = line[:200]
+    return TRACE_FORMAT.encode() in start or b'"first_step"' in start or b'"window"' in start
+
+
+def read_jsonl(path: Path, progress: ByteProgress | None = None) -> LoadTrace:
+    """Returns the trace in a .jsonl file, read line by line."""
+    meta: TraceMeta | None = None
+    for where, content in _lines(path, None):
+        if content.get("format") == TRACE_FORMAT:
+            meta = TraceMeta.from_json(content, where)
+        elif "tokens" in content:
+            tokens = _counts(content["tokens"], where, "tokens", 2)
+            meta = TraceMeta(tokens.shape[1], tuple(range(len(tokens))))
+        elif "counts" in content:
+            meta = _plain_meta(path, where)
+        else:
+            continue
+        break
+    if meta is None:
+        raise TraceError(f"{path} has no load records; expected a line with 'tokens', or with 'window' and 'counts'")
+    return LoadTrace(
+        _Reader(path, meta, progress), meta.num_logical, meta.moe_layer_ids, meta.topk, meta.model_id, f"{path} (jsonl)"
+    )
+
+
+def read_events(path: Path) -> Iterator[dict[str, Any]]:
+    """Yields the event lines of a .jsonl trace, in order."""
+    for _, content in _lines(path, None):
+        if "event" in content:
+            yield content
+
+
+def recorded_latency(path: Path) -> int | None:
+    """Returns the median number of steps from a plan_requested to its plan_ready event; None = no plan was recorded."""
+    asked: int | None = None
+    waits: list[int] = []
+    for event in read_events(path):
+        if event["event"] == "plan_requested":
+            asked = int(event["step"])
+        elif event["event"] == "plan_ready" and asked is not None:
+            waits.append(int(event["step"]) - asked)
+            asked = None
+    return int(np.median(waits)) if waits else None
+
+
+@dataclass(frozen=True)
+class _Reader:
+    path: Path
+    meta: TraceMeta
+    progress: ByteProgress | None
+
+    def __call__(self) -> Iterator[LoadRecord]:
+        window = _Window(self.meta)
+        placement: Placement | None = None
+        for where, content in _lines(self.path, self.progress):
+            if "tokens" in content:
+                yield from window.close(where)
+                placement = self._placement(content, placement, where)
+                yield self._record(content, placement, where)
+            elif "counts" in content:
+                yield from window.add(content, where)
+            elif "event" not in content and content.get("format") != TRACE_FORMAT:
+                raise TraceError(f"{where}: expected 'tokens', 'counts' or 'event', found keys {sorted(content)[:6]}")
+        yield from window.close(f"{self.path}, end of file")
+
+    def _record(self, content: dict[str, Any], placement: Placement | None, where: str) -> LoadRecord:
+        tokens = _counts(content["tokens"], where, "tokens", 2)
+        shape = (len(self.meta.moe_layer_ids), self.meta.num_logical)
+        if tokens.shape != shape:
+            raise TraceError(
+                f"{where}: {tokens.shape[0]} layers x {tokens.shape[1]} experts, expected {shape[0]} x {shape[1]} "
+                f"(as at the top of the file)"
+            )
+        optional = {
+            name: _counts(content[name], where, name, 2 if name == "activations" else 3)
+            for name in OPTIONAL_FIELDS
+            if content.get(name) is not None
+        }
+        try:
+            return LoadRecord(
+                first_step=int(content.get("first_step", 0)),
+                num_steps=int(content.get("num_steps", 1)),
+                phase=str(content.get("phase", "mixed")),
+                tokens=tokens,
+                step_time_s=content.get("step_time_s"),
+                model_id=self.meta.model_id,
+                placement_version=content.get("placement_version"),
+                placement=placement,
+                **optional,
+            )
+        except (TraceError, TypeError, ValueError) as problem:
+            raise TraceError(f"{where}: {problem}") from None
+
+    def _placement(self, content: dict[str, Any], last: Placement | None, where: str) -> Placement | None:
+        """A record repeats its placement only when it changed; placement_version says which one it means."""
+        rows = content.get("physical_to_logical_map")
+        if rows is None:
+            return last
+        try:
+            return Placement(
+                np.array(rows, dtype=np.int32),
+                self.meta.num_logical,
+                int(content.get("num_ranks", 1)),
+                self.meta.moe_layer_ids,
+                int(content.get("placement_version") or 0),
+            )
+        except (PlacementError, ValueError, TypeError) as problem:
+            raise TraceError(f"{where}, key physical_to_logical_map: {problem}") from None
+
+
+class _Window:
+    """Gathers the layers of one window of the plain form."""
+
+    def __init__(self, meta: TraceMeta):
+        self._row_of = {layer: row for row, layer in enumerate(meta.moe_layer_ids)}
+        self._meta = meta
+        self._id: int | None = None
+        self._seen: set[int] = set()
+        self._tokens = np.zeros((0, 0), dtype=np.int64)
+
+    def add(self, content: dict[str, Any], where: str) -> Iterator[LoadRecord]:
+        window, layer = content.get("window"), content.get("layer")
+        if not isinstance(window, int) or not isinstance(layer, int):
+            raise TraceError(f"{where}: expected whole numbers under 'window' and 'layer', found {window!r}, {layer!r}")
+        if self._id is not None and window < self._id:
+            raise TraceError(f"{where}: window {window} after window {self._id}; sort the file by window")
+        if window != self._id:
+            yield from self.close(where)
+            self._id = window
+            self._tokens = np.zeros((len(self._row_of), self._meta.num_logical), dtype=np.int64)
+        if layer not in self._row_of:
+            raise TraceError(f"{where}: layer {layer}, expected one of {sorted(self._row_of)[:8]} (as in window one)")
+        if layer in self._seen:
+            raise TraceError(f"{where}: layer {layer} of window {window} a second time; are two traces mixed?")
+        counts = _counts(content["counts"], where, "counts", 1)
+        if len(counts) != self._meta.num_logical:
+            raise TraceError(f"{where}: {len(counts)} experts, expected {self._meta.num_logical} (as at the top)")
+        self._seen.add(layer)
+        self._tokens[self._row_of[layer]] = counts
+
+    def close(self, where: str) -> Iterator[LoadRecord]:
+        if self._id is None:
+            return
+        missing = self._row_of.keys() - self._seen
+        if missing:
+            raise TraceError(f"{where}: window {self._id} ends without layers {sorted(missing)[:8]}; is it cut off?")
+        yield LoadRecord(max(self._id, 0), 1, "mixed", self._tokens, model_id=self._meta.model_id)
+        self._id, self._seen = None, set()
+
+
+def _plain_meta(path: Path, where: str) -> TraceMeta:
+    """The shape of a trace in the plain form, from its first window."""
+    first: int | None = None
+    layers: list[int] = []
+    width = 0
+    for where, content in _lines(path, None):
+        if "counts" not in content:
+            continue
+        if first is None:
+            first = content.get("window")
+            width = len(_counts(content["counts"], where, "counts", 1))
+        if content.get("window") != first:
+            break
+        if not isinstance(content.get("layer"), int):
+            raise TraceError(f"{where}: expected a layer id under 'layer', found {content.get('layer')!r}")
+        layers.append(content["layer"])
+    return TraceMeta(width, tuple(sorted(set(layers))))
+
+
+def _lines(path: Path, progress: ByteProgress | None) -> Iterator[tuple[str, dict[str, Any]]]:
+    total = path.stat().st_size
+    done = 0
+    decode = msgspec.json.Decoder().decode
+    with path.open("rb") as file:
+        for number, line in enumerate(file, start=1):
+            done += len(line)
+            if not line.strip():
+                continue
+            where = f"{path} line {number}"
+            try:
+                content = decode(line)
+            except msgspec.DecodeError as problem:
+                cut = "" if line.endswith(b"\n") else "; the last line is cut off: delete it"
+                raise TraceError(f"{where}: not JSON ({problem}){cut}") from None
+            if not isinstance(content, dict):
+                raise TraceError(f"{where}: expected a JSON object, found {line[:40]!r}")
+            yield where, content
+            if progress is not None:
+                progress(done, total)
+
+
+def _counts(value: Any, where: str, name: str, ndim: int) -> np.ndarray:
+    try:
+        array = np.array(value)
+    except ValueError:
+        raise TraceError(f"{where}, key {name}: lists of different lengths") from None
+    if array.ndim != ndim or array.dtype.kind not in "iuf":
+        raise TraceError(f"{where}, key {name}: expected numbers in {ndim} dimensions, found {value!r:.60}")
+    return array
+
+
+class JsonlWriter:
+    """Appends records and events to a .jsonl trace; every line is whole before the next begins.
+
+    A record names its placement in full only when it changed since the record before.
+    """
+
+    def __init__(self, path: Path, meta: TraceMeta, append: bool = False):
+        self._file = path.open("ab" if append else "wb")
+        self._placement: Placement | None = None
+        if not append or self._file.tell() == 0:
+            self._write(meta.to_json())
+
+    def add(self, record: LoadRecord) -> None:
+        """Appends a record."""
+        line: dict[str, Any] = {
+            "first_step": record.first_step,
+            "num_steps": record.num_steps,
+            "phase": record.phase,
+            "tokens": record.tokens.tolist(),
+        }
+        for name in OPTIONAL_FIELDS:
+            value = getattr(record, name)
+            if value is not None:
+                line[name] = value.tolist()
+        for name in ("step_time_s", "placement_version"):
+            if getattr(record, name) is not None:
+                line[name] = getattr(record, name)
+        if record.placement is not None and record.placement is not self._placement:
+            line["num_ranks"] = record.placement.num_ranks
+            line["physical_to_logical_map"] = record.placement.physical_to_logical.tolist()
+            self._placement = record.placement
+        self._write(line)
+
+    def event(self, name: str, step: int, **fields: Any) -> None:
+        """Appends an event of the balancer, e.g. event("round_activated", step, version=7)."""
+        self._write({"event": name, "step": step, **fields})
+
+    def _write(self, line: dict[str, Any]) -> None:
+        self._file.write(msgspec.json.encode(line) + b"\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def write_jsonl(trace: LoadTrace, path: Path, progress: Callable[[int], None] | None = None) -> int:
+    """Writes a trace, atomically; returns the number of records."""
+    unfinished = path.with_name(f".{path.name}.{os.getpid()}")
+    number = 0
+    try:
+        writer = JsonlWriter(unfinished, TraceMeta.of(trace))
+        try:
+            for record in trace:
+                writer.add(record)
+                number += 1
+                if progress is not None:
+                    progress(number)
+        finally:
+            writer.close()
+        os.replace(unfinished, path)
+    finally:
+        unfinished.unlink(missing_ok=True)
+    return number

@@ -1,0 +1,193 @@
+"""From one placement to another with the fewest bytes over the slowest links, in rounds that are each legal.
+
+    plan = plan_migration(old, new, topology)
+    for round in plan.rounds:          # at most max_incoming experts arrive at a rank per round
+        old = apply_round(old, round)  # legal, and one version higher, after each of them
+    assert old.same_slots(plan.target)
+
+Three steps: `relabel` decides which rank plays which part of the new placement (migration_relabel.py), `layer_writes`
+which slot takes which expert and what must wait for what (migration_writes.py), `Schedule` in which round each write
+happens and from where (migration_rounds.py).
+
+Shape words: L = MoE layers, P = slots, R = ranks.
+"""
+
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from moe_serve.eplb.placement import Placement
+from moe_serve.errors import PlacementError
+from moe_serve.topology import Topology
+
+Relabel = Literal["ranks", "nodes", "none", "exact"]
+
+
+@dataclass(frozen=True, slots=True)
+class SlotMove:
+    """Writes one slot: the expert that src_slot held before the round. Slots are counted over all ranks (0 .. P-1).
+
+    layer: row of the placement.   src_rank == dst_rank: a copy inside the rank, no network.
+    src_rank = src_slot = -1: nothing is copied, the slot becomes empty.
+    """
+
+    layer: int
+    src_rank: int
+    src_slot: int
+    dst_rank: int
+    dst_slot: int
+
+
+@dataclass(frozen=True)
+class MigrationRound:
+    """Moves that take effect together: every source is read as it was before the round.
+
+    Moves inside a rank come first, in an order in which each may be done at once, before the experts that arrived are
+    put in place. Only a closed ring of them (relabel="exact") needs a spare buffer; it takes one of max_incoming.
+    """
+
+    moves: tuple[SlotMove, ...]
+
+    @property
+    def num_transfers(self) -> int:
+        """Experts that cross from one rank to another."""
+        return sum(move.src_rank not in (move.dst_rank, -1) for move in self.moves)
+
+    def busiest(self) -> int:
+        """Returns the most experts that one rank sends or receives."""
+        sent: dict[int, int] = {}
+        received: dict[int, int] = {}
+        for move in self.moves:
+            if move.src_rank not in (move.dst_rank, -1):
+                sent[move.src_rank] = sent.get(move.src_rank, 0) + 1
+                received[move.dst_rank] = received.get(move.dst_rank, 0) + 1
+        return max([0, *sent.values(), *received.values()])
+
+
+@dataclass(frozen=True, eq=False)
+class MigrationPlan:
+    """Rounds that lead from one placement to another.
+
+    from_version: version of the placement that the first round starts from; round i leads to from_version + i + 1
+    rounds:       in order; () where nothing has to move
+    target:       the placement after the last round: the new one with ranks and slots relabelled
+    new_slot:     [L, P] int64: slot s of target holds what slot new_slot[l, s] of the new placement holds, so that
+                  per-slot facts of a plan, such as shares, can follow
+    num_transfers:  experts that cross from one rank to another, over all rounds
+    num_off_node:   those that cross from one node to another
+    """
+
+    from_version: int
+    rounds: tuple[MigrationRound, ...]
+    target: Placement
+    new_slot: NDArray[np.int64]
+    num_transfers: int
+    num_off_node: int
+
+
+def plan_migration(
+    old: Placement,
+    new: Placement,
+    topology: Topology,
+    max_incoming: int = 1,
+    relabel: Relabel = "nodes",
+) -> MigrationPlan:
+    """Returns how to get from old to new.
+
+    max_incoming: experts that may arrive at a rank in one round, all layers together (staging slots), and leave it
+    relabel:      what may change places because it makes no difference to the new placement's worth:
+                  "ranks"  any rank may play the part of any other: for placements without a node structure
+                  "nodes"  whole nodes, and ranks inside a node: keeps together what shares a node
+                  "none"   nothing but the slots of one rank
+                  "exact"  not even those: the target is `new`, slot for slot
+    Raises PlacementError when the two do not fit each other or the topology, or an expert has no copy to move from.
+    """
+    from moe_serve.eplb.migration.relabel import relabel_ranks
+    from moe_serve.eplb.migration.rounds import Schedule
+    from moe_serve.eplb.migration.writes import layer_writes
+
+    _check_fit(old, new, topology, max_incoming)
+    old_rows, new_rows = old.physical_to_logical, new.physical_to_logical
+    new_slot = relabel_ranks(old, new, topology, relabel)
+    wanted = np.take_along_axis(new_rows, new_slot, axis=1)
+    schedule = Schedule(topology, old.slots_per_rank, max_incoming)
+    target = old_rows.copy()
+    for layer in np.flatnonzero((wanted != old_rows).any(axis=1)).tolist():
+        row = old_rows[layer].tolist()
+        writes = layer_writes(row, wanted[layer].tolist(), old.slots_per_rank, topology, exact=relabel == "exact")
+        for write in writes:
+            target[layer, write.slot] = write.expert
+        schedule.add_layer(layer, row, writes)
+    rounds = tuple(MigrationRound(moves) for moves in schedule.rounds())
+    if relabel != "exact":
+        new_slot = _follow_slots(target, new_rows, new_slot, old.slots_per_rank)
+    placement = replace(old, physical_to_logical=target, version=old.version + len(rounds), allow_lost=False)
+    node_of = topology.node_of
+    crossing = [m for r in rounds for m in r.moves if m.src_rank not in (m.dst_rank, -1)]
+    off_node = sum(node_of(m.src_rank) != node_of(m.dst_rank) for m in crossing)
+    return MigrationPlan(old.version, rounds, placement, new_slot, len(crossing), off_node)
+
+
+def apply_round(placement: Placement, migration_round: MigrationRound) -> Placement:
+    """Returns the placement after a round, one version higher.
+
+    Raises PlacementError when a move names a slot twice, a rank that does not own its slot, an empty source, or when
+    an expert would lose its last slot.
+    """
+    table = placement.physical_to_logical
+    after = table.copy()
+    written: set[tuple[int, int]] = set()
+    for move in migration_round.moves:
+        where = (move.layer, move.dst_slot)
+        for rank, slot in ((move.src_rank, move.src_slot), (move.dst_rank, move.dst_slot)):
+            if (rank, slot) != (-1, -1) and not (
+                0 <= slot < placement.num_slots and slot // placement.slots_per_rank == rank
+            ):
+                raise PlacementError(f"{move} names slot {slot} on rank {rank}, which is not its own; check the ranks")
+        if where in written or move.dst_slot < 0:
+            raise PlacementError(f"{move} writes a slot that this round has written already; split the round")
+        written.add(where)
+        expert = -1 if move.src_slot < 0 else table[move.layer, move.src_slot]
+        if move.src_slot >= 0 and expert < 0:
+            raise PlacementError(f"{move} reads an empty slot; plan the migration from the placement in use")
+        after[move.layer, move.dst_slot] = expert
+    return replace(placement, physical_to_logical=after, version=placement.version + 1)
+
+
+def _follow_slots(
+    target: NDArray[np.int32], new_rows: NDArray[np.int32], new_slot: NDArray[np.int64], slots_per_rank: int
+) -> NDArray[np.int64]:
+    """Inside each rank, pairs the slots of target with those of new that hold the same expert: [L, P]."""
+    num_layers = len(target)
+    wanted = np.take_along_axis(new_rows, new_slot, axis=1)
+    of_target = np.argsort(target.reshape(num_layers, -1, slots_per_rank), axis=2, kind="stable")
+    of_wanted = np.argsort(wanted.reshape(num_layers, -1, slots_per_rank), axis=2, kind="stable")
+    out = np.empty_like(of_target)
+    np.put_along_axis(out, of_target, np.take_along_axis(new_slot.reshape(of_wanted.shape), of_wanted, axis=2), axis=2)
+    return out.reshape(target.shape)
+
+
+def _check_fit(old: Placement, new: Placement, topology: Topology, max_incoming: int) -> None:
+    shape_old = (old.num_layers, old.num_logical, old.num_ranks, old.num_slots)
+    shape_new = (new.num_layers, new.num_logical, new.num_ranks, new.num_slots)
+    if shape_old != shape_new:
+        raise PlacementError(
+            f"old has (layers, experts, ranks, slots) = {shape_old}, new {shape_new}; a migration keeps the shape, so "
+            "plan for the one in use"
+        )
+    if topology.num_ranks != old.num_ranks:
+        raise PlacementError(f"topology has {topology.num_ranks} ranks, the placements {old.num_ranks}; give its own")
+    if int(max_incoming) != max_incoming or max_incoming < 1:
+        raise PlacementError(f"max_incoming is {max_incoming!r}; give a whole number of at least 1")
+    unreachable = (old.replica_count == 0) & (new.replica_count > 0)
+    if unreachable.any():
+        row, expert = np.argwhere(unreachable)[0]
+        raise PlacementError(
+            f"expert {expert} of row {row} has no copy to move from; load it from the checkpoint first"
+        )
+    gone = (old.replica_count > 0) & (new.replica_count == 0)
+    if gone.any():
+        row, expert = np.argwhere(gone)[0]
+        raise PlacementError(f"expert {expert} of row {row} has no slot in new; give every expert one")

@@ -1,0 +1,200 @@
+"""In which round each write happens, and which copy it reads.
+
+List scheduling on bit masks: bit t of a rank's mask says that it is full in round t, so "the first round in which all
+these ranks are free" is a few operations on whole numbers. Rings go first, as they need several ranks at once; then
+chains; then writes that any copy can serve fill the holes. A rank also sends at most max_incoming experts per round:
+a round is as slow as its busiest rank, and a hot expert's new copies soon serve as sources too. (Measured: 10 % more
+rounds, a third less time than with sources that are free to send.)
+"""
+
+from collections.abc import Iterable, Sequence
+
+from moe_serve.eplb.migration.plan import SlotMove
+from moe_serve.eplb.migration.writes import SlotWrite
+from moe_serve.topology import Topology
+
+
+class Schedule:
+    """Collects the writes of all layers, then orders them. Use once: add_layer for each layer, then rounds()."""
+
+    def __init__(self, topology: Topology, slots_per_rank: int, max_incoming: int) -> None:
+        self._topology = topology
+        self._slots_per_rank = slots_per_rank
+        num_ranks = topology.num_ranks
+        self._receiving = _Capacity(num_ranks, max_incoming)
+        self._sending = _Capacity(num_ranks, max_incoming)
+        self._moves: dict[int, list[SlotMove]] = {}
+        self._rings: list[tuple[int, list[tuple[int, int]]]] = []  # (layer, [(slot, expert it holds)])
+        self._chains: list[tuple[int, list[SlotWrite]]] = []
+        # (layer, expert) -> copies that stay: (slot, first round in which it can be read)
+        self._copies: dict[tuple[int, int], list[tuple[int, int]]] = {}
+
+    def add_layer(self, layer: int, old: Sequence[int], writes: Sequence[SlotWrite]) -> None:
+        """Adds the writes of one layer (see layer_writes) to its row old [P]."""
+        by_slot = {write.slot: write for write in writes}
+        wanted = {write.expert for write in writes}
+        for slot, expert in enumerate(old):
+            if slot not in by_slot and expert in wanted:
+                self._copies.setdefault((layer, expert), []).append((slot, 0))
+        done: set[int] = set()
+        for write in writes:
+            if write.after < 0:
+                chain = [write]  # each waits for the one before: the carrier that reads the next one's slot
+                while chain[-1].source >= 0:
+                    chain.append(by_slot[chain[-1].source])
+                done.update(w.slot for w in chain)
+                self._chains.append((layer, chain))
+        for write in writes:
+            if write.slot not in done:
+                ring = [write.slot]  # each slot's content goes to the next one
+                while by_slot[ring[-1]].after != ring[0]:
+                    ring.append(by_slot[ring[-1]].after)
+                done.update(ring)
+                self._rings.append((layer, [(slot, old[slot]) for slot in ring]))
+
+    def rounds(self) -> list[tuple[SlotMove, ...]]:
+        """Returns the moves of each round, in order."""
+        for layer, ring in sorted(self._rings, key=lambda item: -len(item[1])):
+            self._place_ring(layer, ring)
+        waiting: list[tuple[int, SlotWrite, int]] = []
+        for layer, chain in sorted(self._chains, key=lambda item: -len(item[1])):
+            earliest = 0
+            for write in chain:
+                if write.source < 0:
+                    waiting.append((layer, write, earliest))
+                else:
+                    earliest = self._place_from(layer, write, write.source, earliest)
+        for layer, write, earliest in waiting:
+            self._place_from_any(layer, write, earliest)
+        return [_in_order(self._moves[t]) for t in sorted(self._moves)]
+
+    def _place_ring(self, layer: int, ring: list[tuple[int, int]]) -> None:
+        """Each slot of the ring takes what the one before holds. Where the ring passes a rank more often than the rank
+        can receive, an arc of it is moved and the arc's last expert parked in its first slot, which stays in the ring.
+        """
+        earliest = 0
+        while len(ring) > 1:
+            length, receivers, senders = self._arc(ring)
+            arc = ring[:length]
+            t = self._first(receivers, senders, earliest)
+            for rank in receivers:
+                self._receiving.take(rank, t)
+            for rank in senders:
+                self._sending.take(rank, t)
+            for (source, expert), (slot, _) in zip(arc, arc[1:] + arc[:1], strict=True):
+                self._add(t, layer, source, slot)
+                if slot != arc[0][0] or length == len(ring):
+                    self._copies.setdefault((layer, expert), []).append((slot, t + 1))
+            ring = [] if length == len(ring) else [(arc[0][0], arc[-1][1]), *ring[length:]]
+            earliest = t + 1
+
+    def _arc(self, ring: list[tuple[int, int]]) -> tuple[int, list[int], list[int]]:
+        """Returns how much of the ring's beginning can move at once, and the ranks that receive and send for it."""
+        ranks = [slot // self._slots_per_rank for slot, _ in ring]
+        best, length = 2, 2
+        receives = [ranks[1]] if ranks[1] != ranks[0] else []
+        while True:
+            closing = [ranks[0]] if ranks[length - 1] != ranks[0] else []
+            if len(set(receives + closing)) == len(receives) + len(closing):
+                best = length
+            if length == len(ring) or len(set(receives)) < len(receives):
+                break
+            if ranks[length] != ranks[length - 1]:
+                receives.append(ranks[length])
+            length += 1
+        hops = [(a, b) for a, b in zip(ranks[:best], ranks[1:best] + ranks[:1], strict=True) if a != b]
+        if not hops:  # all on one rank: the spare buffer that the ring needs is a staging slot
+            return best, [ranks[0]], []
+        return best, [b for _, b in hops], [a for a, _ in hops]
+
+    def _place_from(self, layer: int, write: SlotWrite, source: int, earliest: int) -> int:
+        """Reads this very slot, as early as can be; returns the round."""
+        src, dst = source // self._slots_per_rank, write.slot // self._slots_per_rank
+        t = earliest
+        if src != dst:
+            t = self._first([dst], [src], earliest)
+            self._receiving.take(dst, t)
+            self._sending.take(src, t)
+        self._add(t, layer, source, write.slot)
+        self._copies.setdefault((layer, write.expert), []).append((write.slot, t + 1))
+        return t
+
+    def _place_from_any(self, layer: int, write: SlotWrite, earliest: int) -> None:
+        """Reads the nearest copy; among equally near ones the one that can serve first."""
+        if write.expert < 0:
+            self._moves.setdefault(earliest, []).append(
+                SlotMove(layer, -1, -1, write.slot // self._slots_per_rank, write.slot)
+            )
+            return
+        dst = write.slot // self._slots_per_rank
+        node = self._topology.node_of(dst)
+        ways: tuple[list[tuple[int, int]], ...] = ([], [], [])
+        for slot, ready in self._copies[layer, write.expert]:
+            src = slot // self._slots_per_rank
+            way = 0 if src == dst else 1 if self._topology.node_of(src) == node else 2
+            ways[way].append((slot, max(ready, earliest)))
+        if ways[0]:
+            slot, t = min(ways[0], key=lambda item: item[1])
+            self._add(t, layer, slot, write.slot)
+            self._copies[layer, write.expert].append((write.slot, t + 1))
+            return
+        near = ways[1] or ways[2]
+        t, slot = min((self._first([dst], [s // self._slots_per_rank], ready), s) for s, ready in near)
+        self._receiving.take(dst, t)
+        self._sending.take(slot // self._slots_per_rank, t)
+        self._add(t, layer, slot, write.slot)
+        self._copies[layer, write.expert].append((write.slot, t + 1))
+
+    def _first(self, receivers: Iterable[int], senders: Iterable[int], earliest: int) -> int:
+        """Returns the first round, not before earliest, in which all of them have room."""
+        rest = (self._receiving.taken(receivers) | self._sending.taken(senders)) >> earliest
+        return earliest + ((rest + 1) & ~rest).bit_length() - 1  # the lowest bit that is not set
+
+    def _add(self, t: int, layer: int, source: int, slot: int) -> None:
+        move = SlotMove(layer, source // self._slots_per_rank, source, slot // self._slots_per_rank, slot)
+        self._moves.setdefault(t, []).append(move)
+
+
+class _Capacity:
+    """How many experts each rank handles in each round."""
+
+    def __init__(self, num_ranks: int, limit: int) -> None:
+        self._limit = limit
+        self._full = [0] * num_ranks  # bit t: full in round t
+        self._count: list[dict[int, int]] = [{} for _ in range(num_ranks)]
+
+    def taken(self, ranks: Iterable[int]) -> int:
+        """Returns the mask of rounds in which one of the ranks is full."""
+        mask = 0
+        for rank in ranks:
+            mask |= self._full[rank]
+        return mask
+
+    def take(self, rank: int, t: int) -> None:
+        count = self._count[rank].get(t, 0) + 1
+        self._count[rank][t] = count
+        if count >= self._limit:
+            self._full[rank] |= 1 << t
+
+
+def _in_order(moves: list[SlotMove]) -> tuple[SlotMove, ...]:
+    """Moves inside a rank first, each before the one that overwrites what it reads; then the rest, by place."""
+    local = {(m.layer, m.dst_slot): m for m in moves if m.src_rank == m.dst_rank}
+    readers: dict[tuple[int, int], list[SlotMove]] = {}
+    for move in local.values():
+        readers.setdefault((move.layer, move.src_slot), []).append(move)
+    ordered: list[SlotMove] = []
+    seen: set[tuple[int, int]] = set()
+
+    def visit(move: SlotMove) -> None:
+        key = (move.layer, move.dst_slot)
+        if key not in seen:  # a closed ring starts anywhere
+            seen.add(key)
+            for reader in readers.get(key, ()):
+                visit(reader)
+            ordered.append(move)
+
+    for key in sorted(local):
+        visit(local[key])
+    rest = (m for m in moves if m.src_rank != m.dst_rank)
+    return (*ordered, *sorted(rest, key=lambda m: (m.layer, m.dst_slot)))

@@ -1,0 +1,121 @@
+"""Anneals replica counts with a full packing for every trial: the thorough search for few slots.
+
+Several independent chains per layer; a trial moves one or two copies between experts, packs, swaps, and is kept when it
+is not much worse, with less patience as rounds pass. The number of chains follows from how many trials of this size
+cost as much as a few plans of a large model, so small problems are searched nearly to the optimum and large ones a bit.
+
+Shape words: L = layers, C = chains, X = L x C.
+"""
+
+import numpy as np
+from numpy.typing import NDArray
+
+from moe_serve.eplb.policies.packing import pack_in_rounds, pack_longest_first, repair_duplicates
+from moe_serve.eplb.policies.replication import copies_of, copy_load, list_copies
+from moe_serve.eplb.policies.swapping import Deadline, swap_until_even
+
+Floats = NDArray[np.float64]
+Ids = NDArray[np.int32]
+
+
+def anneal_counts(
+    weight: Floats,
+    table: Ids,
+    rounds: int,
+    seed: int,
+    fixed: Floats | None = None,
+    good_enough: float = 0.999,
+    deadline: Deadline | None = None,
+    copies_per_round: int = 10_000,
+) -> bool:
+    """Improves tables in place; returns whether the deadline cut the search short.
+
+    weight: [L, E]; table: [L, R, K], the start, which is only ever replaced by better ones
+    copies_per_round: how many copies all trials of a round may hold together; sets the number of chains
+    good_enough: a layer that is this close to perfect is not tried any further
+    """
+    num_layers, num_ranks, slots = table.shape
+    num_experts = weight.shape[1]
+    num_slots = num_ranks * slots
+    chains = int(np.clip(copies_per_round // max(1, num_layers * num_slots), 1, 48))
+    draw = np.random.default_rng(seed)
+    top_of = _tops(weight, table, fixed)
+    mean = weight.sum(axis=1) / num_ranks + (0.0 if fixed is None else fixed.sum(axis=1) / num_ranks)
+    counts = np.repeat(copies_of(table, num_experts), chains, axis=0)
+    current = np.repeat(top_of, chains)
+    for step in range(rounds):
+        if deadline is not None and deadline.passed:
+            return True
+        going = np.flatnonzero(top_of * good_enough > mean)
+        if len(going) == 0:
+            return False
+        rows = (going[:, None] * chains + np.arange(chains)).ravel()
+        layer = np.repeat(going, chains)
+        tried = _neighbours(counts[rows], weight[layer], num_ranks, num_slots, draw)
+        if num_experts <= 8:  # so few that throwing dice finds what walking misses
+            dice = rows % 2 == 1
+            tried[dice] = _any_counts(int(dice.sum()), num_experts, num_ranks, num_slots, draw)
+        copies = list_copies(tried, num_slots)
+        own = None if fixed is None else fixed[layer]
+        load = copy_load(weight[layer], tried, copies, own)
+        if slots == 2 and step % 2 == 0:
+            # The best packing there is, unless experts with many copies had to be kept apart.
+            packed, load = pack_in_rounds(copies, load, num_ranks)
+            repair_duplicates(packed, load)
+        else:
+            # Packed by loads that are a little off, so that the same counts get other packings in other trials.
+            packed, _ = pack_longest_first(copies, load * draw.uniform(0.8, 1.25, load.shape), num_ranks)
+            load = copy_load(weight[layer], tried, packed, own)
+            repair_duplicates(packed, load)
+            swap_until_even(packed, load, 16, tolerance=1e-4)
+        top = load.sum(axis=2).max(axis=1)
+        patience = 0.06 * (1 - step / rounds) ** 2
+        keep = top <= current[rows] * (1 + patience * draw.random(len(rows)))
+        counts[rows[keep]], current[rows[keep]] = tried[keep], top[keep]
+        by_layer = top.reshape(len(going), chains)
+        winner = by_layer.argmin(axis=1)
+        value = by_layer[np.arange(len(going)), winner]
+        better = value < top_of[going] * (1 - 1e-12)
+        chosen = packed.reshape(len(going), chains, num_ranks, slots)[np.arange(len(going)), winner]
+        table[going[better]], top_of[going[better]] = chosen[better], value[better]
+    return False
+
+
+def _neighbours(
+    counts: NDArray[np.int64], weight: Floats, max_copies: int, num_slots: int, draw: np.random.Generator
+) -> NDArray[np.int64]:
+    """Returns counts [X, E] with one to three copies moved between experts, or to or from an empty slot."""
+    tried = counts.copy()
+    rows = np.arange(len(counts))
+    num_moves = draw.integers(1, 4, len(counts))
+    for step in range(3):
+        moving = step < num_moves
+        spare = np.where(tried > 1, draw.random(tried.shape), -1.0)
+        giver = spare.argmax(axis=1)
+        can_give = spare[rows, giver] >= 0
+        # Takers by load of a copy, softened: heavy copies are split more often, but any expert can be.
+        wish = draw.random(tried.shape) ** (1.0 / (0.3 + weight / tried / (weight.max(axis=1, keepdims=True) + 1e-300)))
+        taker = np.where(tried < max_copies, wish, -1.0).argmax(axis=1)
+        can_take = tried[rows, taker] < max_copies
+        full = tried.sum(axis=1) >= num_slots
+        give = moving & can_give & (full | (draw.random(len(counts)) < 0.3))
+        tried[rows[give], giver[give]] -= 1
+        # Sometimes a slot is better left empty: one copy less can make a better packing.
+        take = moving & can_take & (draw.random(len(counts)) < 0.8) & (tried.sum(axis=1) < num_slots)
+        tried[rows[take], taker[take]] += 1
+    return tried
+
+
+def _any_counts(
+    num_rows: int, num_experts: int, max_copies: int, num_slots: int, draw: np.random.Generator
+) -> NDArray[np.int64]:
+    """Returns counts [num_rows, E] drawn from all that fit the slots."""
+    extra = draw.integers(0, num_slots - num_experts + 1, num_rows)
+    share = draw.dirichlet(np.ones(num_experts), num_rows)
+    return np.minimum(1 + draw.multinomial(extra, share), max_copies)
+
+
+def _tops(weight: Floats, table: Ids, fixed: Floats | None) -> Floats:
+    counts = np.maximum(copies_of(table, weight.shape[1]), 1)
+    top: Floats = copy_load(weight, counts, table, fixed).sum(axis=2).max(axis=1)
+    return top

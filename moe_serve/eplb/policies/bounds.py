@@ -1,0 +1,102 @@
+"""How good any placement could be: upper bounds of balancedness under an even split, per layer.
+
+Every bound here is a proof: no placement with these slots is better. Three arguments, from cheap to tight:
+- the mean: the heaviest rank is at least the average one;
+- the heaviest copy: with P slots, no choice of copies makes the heaviest copy lighter than minimax replication does;
+- company: a rank of load at most T that holds a copy of more than T / 2 has K - 1 other slots, each empty or with a
+  copy of at most T minus that one. So there must be enough light copies, and making copies light costs slots too.
+  `counting_bound` proves for a given T that no choice of copies can have enough, by a linear program over (expert,
+  copies) with one constraint per copy size.
+"""
+
+import numpy as np
+from numpy.typing import NDArray
+
+from moe_serve.eplb.policies.replication import minimax_counts
+
+Floats = NDArray[np.float64]
+
+
+def balancedness_bound(
+    tokens: NDArray[np.number], num_ranks: int, slots_per_rank: int, heaviest: Floats | None = None
+) -> Floats:
+    """Returns the cheap bound, [L] float64: mean over the heaviest copy, at most 1.
+
+    tokens: [L, E]; num_ranks: ranks that take part; heaviest: [L] heaviest copy of minimax replication, where it is
+    known already. It holds for uneven shares too: a copy never serves more than its
+    rank does, so an expert of weight w needs w / T copies.
+    """
+    weight = np.asarray(tokens, dtype=np.float64)
+    if heaviest is None:
+        heaviest = (weight / minimax_counts(weight, num_ranks * slots_per_rank, num_ranks)).max(axis=1)
+    mean = weight.sum(axis=1) / num_ranks
+    return np.where(heaviest > 0, np.minimum(1.0, mean / np.where(heaviest > 0, heaviest, 1.0)), 1.0)
+
+
+def counting_bound(
+    tokens: NDArray[np.number],
+    num_ranks: int,
+    slots_per_rank: int,
+    reached: Floats | None = None,
+    accuracy: float = 2e-3,
+) -> Floats:
+    """Returns the tight bound of an even split, [L] float64, by bisection over linear programs (0.1 s per layer).
+
+    reached: [L] balancedness that some placement has: the bound is looked for above it, to within `accuracy`
+    Worth its time with two to four slots per rank, where the cheap bound is loose. Never below `reached`.
+    """
+    weight = np.asarray(tokens, dtype=np.float64)
+    cheap = balancedness_bound(weight, num_ranks, slots_per_rank)
+    known = np.zeros(len(weight)) if reached is None else reached
+    out = cheap.copy()
+    for layer, load in enumerate(weight):
+        mean = load.sum() / num_ranks
+        low, high = (
+            float(known[layer]),
+            float(cheap[layer]),
+        )  # proved possible, or nothing known; proved impossible above
+        if mean <= 0 or slots_per_rank < 2:
+            continue
+        while high - low > accuracy:
+            middle = 0.5 * (low + high)
+            if _may_be_possible(load / mean, num_ranks, slots_per_rank, 1.0 / middle):
+                low = middle
+            else:
+                high = middle
+        out[layer] = high
+    return np.maximum(out, known)
+
+
+def _may_be_possible(load: Floats, num_ranks: int, slots_per_rank: int, top: float) -> bool:
+    """Returns False only if no choice of copies can keep every rank at or below `top`: load [E] in mean rank loads.
+
+    The linear program chooses fractions of (expert, copies). For every size t > top / 2 it asks that ranks with a copy
+    of size >= t (one per rank) find K - 1 companions of size <= top - t. Empty slots count as companions, and so do all
+    copies of an expert with the most copies considered: more of them cost more slots and are no lighter than empty.
+    """
+    from scipy.optimize import linprog
+    from scipy.sparse import csr_matrix
+
+    num_experts, num_slots = len(load), num_ranks * slots_per_rank
+    spare = num_slots - num_experts
+    most = min(num_ranks, spare + 1, max(12, int(np.ceil(load.max() / top)) + 4))
+    copies = np.tile(np.arange(1, most + 1), num_experts)
+    expert = np.repeat(np.arange(num_experts), most)
+    size = load[expert] / copies
+    if most < min(num_ranks, spare + 1):
+        size = np.where(copies == most, 0.0, size)
+    keep = size <= top
+    copies, expert, size = copies[keep], expert[keep], size[keep]
+    if len(np.unique(expert)) < num_experts:
+        return False
+    levels = np.unique(size[size > top / 2])
+    heavy = size[None, :] >= levels[:, None]
+    light = size[None, :] <= top - levels[:, None]
+    # (K - 1) heavy <= light + empty, with empty = num_slots - all copies
+    rows = copies * ((slots_per_rank - 1) * heavy.astype(float) - light + 1.0)
+    limits = np.concatenate([rows, copies[None, :]]), np.full(len(levels) + 1, float(num_slots))
+    one_each = csr_matrix((np.ones(len(expert)), (expert, np.arange(len(expert)))), shape=(num_experts, len(expert)))
+    result = linprog(
+        np.zeros(len(expert)), A_ub=limits[0], b_ub=limits[1], A_eq=one_each, b_eq=np.ones(num_experts), method="highs"
+    )
+    return bool(result.status != 2)  # anything but a proof of infeasibility leaves it possible

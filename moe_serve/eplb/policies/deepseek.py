@@ -1,0 +1,134 @@
+"""DeepSeek's EPLB, for people who need to compare: same output on inputs without ties, all layers at once.
+
+The algorithm, as published: with a node hierarchy, expert groups are packed onto nodes, every node replicates its own
+experts, and packs the copies onto its ranks; without one, the whole cluster is treated as a single node. Packing gives
+each item, heaviest first, to the lightest pack with room; replication gives the next copy to the heaviest one.
+
+It computes in float32 as the original does, so counts above 2^24 lose digits, and it may put two copies of an expert on
+one rank. The other policies do neither.
+
+Shape words: X = rows planned at once, n = items of a row.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from moe_serve.eplb.policies.policy import Plan, PlanRequest
+from moe_serve.eplb.policies.problem import Problem, finish, problem_of
+
+Singles = NDArray[np.float32]
+Ids = NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class DeepSeekPolicy:
+    """EPLB as DeepSeek published it.
+
+    As there, `num_groups` chooses the method: hierarchical where it is given and divides over the nodes, else global.
+    Beyond the original: off_home = 0 without groups treats every expert as a group; 0 < off_home < 1 is our soft
+    hierarchy with fast packing; with excluded ranks that leave unequal nodes the method is global.
+    """
+
+    name: str = "deepseek"
+
+    def plan(self, request: PlanRequest) -> Plan:
+        """Returns EPLB's placement; `current`, `max_moves`, `seed` and `time_budget_s` mean nothing to it."""
+        problem = problem_of(request)
+        if not problem.is_global and request.off_home > 0:
+            from moe_serve.eplb.policies.hierarchy import plan_by_node
+
+            table, homes, _ = plan_by_node(problem, sweeps=0)
+            return finish(problem, table, homes=homes)
+        num_layers = len(problem.weight)
+        num_groups, num_nodes = self._hierarchy(problem)
+        flat = rebalance(problem.weight, problem.num_slots, num_groups, num_nodes, problem.num_ranks)
+        table = flat.reshape(num_layers, problem.num_ranks, problem.slots_per_rank).astype(np.int32)
+        return finish(problem, table, keep_slots=False)
+
+    def _hierarchy(self, problem: Problem) -> tuple[int, int]:
+        nodes = problem.num_nodes
+        groups = problem.request.num_groups
+        if groups is None and problem.request.off_home == 0:
+            groups = problem.weight.shape[1]
+        equal_nodes = len(set(np.bincount(problem.node_of).tolist())) == 1
+        return (groups, nodes) if groups is not None and groups % nodes == 0 and equal_nodes else (1, 1)
+
+
+def rebalance(weight: NDArray[np.number], num_slots: int, num_groups: int, num_nodes: int, num_ranks: int) -> Ids:
+    """Returns the expert of each slot: weight [L, E] -> [L, num_slots] int64. num_nodes = 1 is the global method.
+
+    num_groups divides E and is a multiple of num_nodes; num_nodes divides num_ranks; num_ranks divides num_slots.
+    """
+    load = weight.astype(np.float32)
+    num_layers, num_experts = load.shape
+    group_size = num_experts // num_groups
+
+    # Groups to nodes. `by_node` lists the experts in the order of the nodes that they now belong to.
+    group_load = load.reshape(num_layers, num_groups, group_size).sum(axis=2)
+    node, place = pack_balanced(group_load, num_nodes)
+    new_group = node * (num_groups // num_nodes) + place
+    group_at = np.empty_like(new_group)
+    np.put_along_axis(group_at, new_group, np.arange(num_groups)[None, :], axis=1)
+    by_node = (group_at[:, :, None] * group_size + np.arange(group_size)).reshape(num_layers, num_experts)
+
+    # Copies inside each node.
+    per_node = num_experts // num_nodes
+    local_load = np.take_along_axis(load, by_node, axis=1).reshape(-1, per_node)
+    local_expert, count = replicate(local_load, num_slots // num_nodes)
+
+    # Copies to ranks.
+    each: Singles = (local_load / count.astype(np.float32)).astype(np.float32)
+    copy_load = np.take_along_axis(each, local_expert, axis=1)
+    rank, place = pack_balanced(copy_load, num_ranks // num_nodes)
+    slot = rank * (num_slots // num_ranks) + place
+    at_slot = np.empty_like(local_expert)
+    np.put_along_axis(at_slot, slot, local_expert, axis=1)
+
+    at_slot = (
+        at_slot.reshape(num_layers, num_nodes, num_slots // num_nodes)
+        + (np.arange(num_nodes) * per_node)[None, :, None]
+    )
+    return np.take_along_axis(by_node, at_slot.reshape(num_layers, num_slots), axis=1)
+
+
+def pack_balanced(load: Singles, num_packs: int) -> tuple[Ids, Ids]:
+    """Returns the pack of each item and its place in it; every pack gets n / num_packs: load [X, n] -> 2 x [X, n].
+
+    Heaviest first, to the lightest pack with room (the first of equals). One item per pack: item i goes to pack i.
+    """
+    num_rows, num_items = load.shape
+    room = num_items // num_packs
+    if room == 1:
+        return np.tile(np.arange(num_items), (num_rows, 1)), np.zeros(load.shape, dtype=np.int64)
+    order = np.argsort(-load, axis=1, kind="stable")
+    pack, place = np.empty(load.shape, dtype=np.int64), np.empty(load.shape, dtype=np.int64)
+    key = np.zeros((num_rows, num_packs), dtype=np.float32)  # load of the pack, infinity once full
+    filled = np.zeros((num_rows, num_packs), dtype=np.int64)
+    rows = np.arange(num_rows)
+    for i in range(num_items):
+        item = order[:, i]
+        to = key.argmin(axis=1)
+        pack[rows, item], place[rows, item] = to, filled[rows, to]
+        filled[rows, to] += 1
+        key[rows, to] = np.where(filled[rows, to] == room, np.float32(np.inf), key[rows, to] + load[rows, item])
+    return pack, place
+
+
+def replicate(load: Singles, num_copies: int) -> tuple[Ids, Ids]:
+    """Returns the expert of each copy [X, num_copies] and the copies of each expert: load [X, n] -> ..., [X, n].
+
+    The first n copies are the experts themselves; each further one goes to the expert with the heaviest copies.
+    """
+    num_rows, num_experts = load.shape
+    expert = np.tile(np.arange(num_copies), (num_rows, 1))
+    count = np.ones((num_rows, num_experts), dtype=np.int64)
+    each = load.copy()
+    rows = np.arange(num_rows)
+    for i in range(num_experts, num_copies):
+        heaviest = each.argmax(axis=1)
+        expert[:, i] = heaviest
+        count[rows, heaviest] += 1
+        each[rows, heaviest] = load[rows, heaviest] / count[rows, heaviest].astype(np.float32)
+    return expert, count

@@ -1,0 +1,248 @@
+"""The cheapest edits of a placement in use: overwriting a redundant copy, and swapping two.
+
+What is lowered is a smooth maximum, the sum over ranks of exp(steepness x load / mean): the heaviest rank rules it, and
+it also keeps the next ones from becoming it when the load drifts. For one edit its change has a closed form:
+- a swap of slots a and b changes it by rest_a * size_b + rest_b * size_a - peak_a - peak_b, where size = exp of the
+  slot's load, peak = exp of its rank's load, rest = peak / size;
+- overwriting one of c copies of f on rank d with a copy of e makes f's other copies heavier by one known factor, e's
+  lighter by another, and replaces f's share of d's load by e's.
+Edits are compared by gain per expert that a rank must receive, counted against the placement in use.
+
+Shape words: L = layers, E = experts, R = ranks, K = slots per rank, P = R x K.
+"""
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from moe_serve.eplb.policies.replication import copies_of
+
+Floats = NDArray[np.float64]
+Ids = NDArray[np.int32]
+Bools = NDArray[np.bool_]
+MAX_EXPONENT = 600.0  # exp stays finite in float64
+
+
+@dataclass(eq=False)
+class EditState:
+    """Layers being edited. Everything is recomputed from `table` and `count` by `refresh`; arrays are changed in place.
+
+    unit:      [L, E] load in mean rank loads
+    table:     [L, R, K] int32
+    was_here:  [L, R, E] whether the rank holds the expert in the placement in use
+    steepness: of the smooth maximum, per mean rank load
+    risk:      a copy of load x counts as x + risk x^2. If loads drift by a normal factor of relative width s until
+               the plan is used, the expected smooth maximum is that of loads x + (steepness s^2 / 2) x^2: one copy of
+               load x is riskier than two of x / 2
+    fixed:     [L, E] cost of each copy on its own, or None
+    """
+
+    unit: Floats
+    table: Ids
+    was_here: Bools
+    steepness: float
+    risk: float = 0.0
+    fixed: Floats | None = None
+
+    def __post_init__(self) -> None:
+        self.refresh()
+
+    def refresh(self) -> None:
+        """Recomputes what follows from the table."""
+        num_layers, num_ranks, _ = self.table.shape
+        num_experts = self.unit.shape[1]
+        layer = np.arange(num_layers)[:, None, None]
+        flat = np.where(self.table < 0, num_experts, self.table)
+        self.count = copies_of(self.table, num_experts)
+        each = np.concatenate([self.size_of(np.maximum(self.count, 1)), np.zeros((num_layers, 1))], axis=1)
+        self.load = each[layer, flat]
+        self.rank_load = self.load.sum(axis=2)
+        held = np.zeros((num_layers, num_ranks, num_experts + 1), dtype=bool)
+        held[layer, np.arange(num_ranks)[None, :, None], flat] = True
+        self.held = held[:, :, :num_experts]
+        self.moved = (self.table >= 0) & ~np.take_along_axis(
+            np.concatenate([self.was_here, np.ones((num_layers, num_ranks, 1), dtype=bool)], axis=2), flat, axis=2
+        )
+        # Relative to the heaviest rank, so that exp cannot overflow and gains of layers compare.
+        self.peak_load = self.rank_load.max(axis=1)
+        self.peak = np.exp(self.steepness * (self.rank_load - self.peak_load[:, None]))
+
+    def rows(self, which: NDArray[np.integer]) -> "EditState":
+        """Returns the state of some layers, with copies of their tables."""
+        fixed = None if self.fixed is None else self.fixed[which]
+        return replace(self, unit=self.unit[which], table=self.table[which], was_here=self.was_here[which], fixed=fixed)
+
+    def size_of(self, count: NDArray[np.int64]) -> Floats:
+        """Returns what a copy of each expert counts when there are `count` [L, E] of it."""
+        share = self.unit / count
+        return share + self.risk * share * share + (0.0 if self.fixed is None else self.fixed)
+
+    @property
+    def num_moved(self) -> NDArray[np.int64]:
+        num: NDArray[np.int64] = self.moved.sum(axis=(1, 2))
+        return num
+
+
+@dataclass(frozen=True, eq=False)
+class Edits:
+    """The best edit of each layer: its gain in the smooth maximum, its cost in moves, and what it is.
+
+    gain [L] (-inf = none), cost [L]; slot, other: [L] flat slots r * K + k; expert: [L] what goes into `slot` for an
+    overwrite, -1 for a swap of `slot` with `other`.
+    """
+
+    gain: Floats
+    cost: NDArray[np.int64]
+    slot: NDArray[np.int64]
+    other: NDArray[np.int64]
+    expert: NDArray[np.int64]
+
+
+def best_swaps(
+    state: EditState,
+    room: NDArray[np.int64],
+    num_heavy: int,
+    allowed: Bools | None = None,
+    price: Floats | None = None,
+) -> Edits:
+    """Returns the swap with the most gain per move of each layer, from the `num_heavy` heaviest ranks to any rank.
+
+    room: [L] moves that the layer may still make; allowed: [R, R] which ranks may swap, None = all
+    price: [L] the best swap is then the one with the most gain minus price x moves
+    """
+    num_layers, num_ranks, slots = state.table.shape
+    num_heavy = min(num_heavy, num_ranks)
+    heavy = np.argsort(-state.rank_load, axis=1, kind="stable")[:, :num_heavy]
+    x = np.arange(num_layers)
+    rows = x[:, None]
+    table, load = state.table.reshape(num_layers, -1), state.load.reshape(num_layers, -1)
+    rank_of = np.repeat(np.arange(num_ranks), slots)
+    size = np.exp(state.steepness * load)
+    peak = state.peak[:, rank_of]
+    rest = peak / size
+    mine = (heavy[:, :, None] * slots + np.arange(slots)).reshape(num_layers, -1)  # [L, M]
+    my_table, my_size = table[rows, mine], size[rows, mine]
+    my_peak, my_rest = peak[rows, mine], rest[rows, mine]
+    my_rank = mine // slots
+    gain = my_peak[:, :, None] + peak[:, None, :]
+    gain -= my_rest[:, :, None] * size[:, None, :]
+    gain -= my_size[:, :, None] * rest[:, None, :]
+    # Neither rank may end with an expert twice.
+    held, was = _with_empty(state.held, False), _with_empty(state.was_here, True)
+    safe, my_safe = np.where(table < 0, -1, table), np.where(my_table < 0, -1, my_table)
+    theirs_here = held[x[:, None, None], my_rank[:, :, None], safe[:, None, :]]
+    mine_there = held[x[:, None, None], rank_of[None, None, :], my_safe[:, :, None]]
+    gain[theirs_here | mine_there] = -np.inf
+    if allowed is not None:
+        gain[~allowed[my_rank[:, :, None], rank_of[None, None, :]]] = -np.inf
+    moved = state.moved.reshape(num_layers, -1)
+    cost = (
+        (~was[x[:, None, None], my_rank[:, :, None], safe[:, None, :]]).astype(np.int8)
+        + (~was[x[:, None, None], rank_of[None, None, :], my_safe[:, :, None]])
+        - moved[rows, mine][:, :, None]
+        - moved[:, None, :].astype(np.int8)
+    )
+    if price is None:
+        best = _best_per_move(gain, cost, room)
+    else:
+        best = (gain - price[:, None, None] * cost).reshape(num_layers, -1).argmax(axis=1)
+    slot, other = mine[x, best // gain.shape[2]], best % gain.shape[2]
+    flat = gain.reshape(num_layers, -1)[x, best]
+    return Edits(flat, cost.reshape(num_layers, -1)[x, best].astype(np.int64), slot, other, np.full(num_layers, -1))
+
+
+@dataclass(frozen=True, eq=False)
+class Overwrites:
+    """All overwrites of redundant copies and empty slots.
+
+    gain, cost: [L, D, E], gain -inf = illegal; slot, old: [L, D] the flat slot and the expert in it
+    """
+
+    gain: Floats
+    cost: NDArray[np.int8]
+    slot: NDArray[np.int64]
+    old: NDArray[np.int64]
+
+
+def all_overwrites(state: EditState, allowed: Bools | None = None, must_stay: Bools | None = None) -> Overwrites:
+    """Returns gain and cost of putting any expert into any slot that can be spared; D = most such slots of a layer.
+
+    allowed: [L, R, E] which experts may have a copy on which rank, None = all
+    must_stay: [L, R, K] slots that may not be overwritten, None = none
+    """
+    num_layers, _, slots = state.table.shape
+    x = np.arange(num_layers)
+    table = state.table.reshape(num_layers, -1)
+    spare = (table < 0) | (np.take_along_axis(state.count, np.maximum(table, 0), axis=1) > 1)
+    if must_stay is not None:
+        spare &= ~must_stay.reshape(num_layers, -1)
+    width = int(spare.sum(axis=1).max(initial=0))
+    slot = np.argsort(~spare, axis=1, kind="stable")[:, :width]  # slots that can be spared first
+    usable = np.take_along_axis(spare, slot, axis=1)
+    old = np.take_along_axis(table, slot, axis=1)
+    safe = np.maximum(old, 0)
+    rank = slot // slots
+    steep = state.steepness
+    over = np.einsum("lre,lr->le", state.held, state.peak)  # sum of peaks of the ranks that hold e
+    each = state.size_of(np.maximum(state.count, 1))
+    fewer = state.size_of(np.maximum(state.count - 1, 1))
+    more = state.size_of(state.count + 1)
+    peak = np.take_along_axis(state.peak, rank, axis=1)
+    old_load = np.where(old < 0, 0.0, np.take_along_axis(each, safe, axis=1))
+    growth = np.exp(np.minimum(steep * (fewer - each), MAX_EXPONENT)) - 1
+    raised = (np.take_along_axis(over, safe, axis=1) - peak) * np.take_along_axis(growth, safe, axis=1)
+    raised = np.where(old < 0, 0.0, raised)
+    lowered = over * (np.exp(steep * (more - each)) - 1)
+    rest = peak * np.exp(-steep * old_load)
+    gain = (peak - raised)[:, :, None] - lowered[:, None, :]
+    gain -= rest[:, :, None] * np.exp(np.minimum(steep * more, MAX_EXPONENT))[:, None, :]
+    illegal = state.held[x[:, None], rank] | ~usable[:, :, None]
+    if allowed is not None:
+        illegal |= ~allowed[x[:, None], rank]
+    gain[illegal] = -np.inf
+    moved = np.take_along_axis(state.moved.reshape(num_layers, -1), slot, axis=1).astype(np.int8)
+    cost = (~state.was_here[x[:, None], rank]).astype(np.int8) - moved[:, :, None]
+    return Overwrites(gain, cost, slot, old.astype(np.int64))
+
+
+def best_overwrites(
+    state: EditState, room: NDArray[np.int64], allowed: Bools | None = None, must_stay: Bools | None = None
+) -> Edits:
+    """Returns, for each layer, the overwrite of a redundant copy (or empty slot) with the most gain per move."""
+    num_layers, num_experts = state.unit.shape
+    options = all_overwrites(state, allowed, must_stay)
+    if options.slot.shape[1] == 0:
+        zeros = np.zeros(num_layers, dtype=np.int64)
+        return Edits(np.full(num_layers, -np.inf), zeros, zeros, zeros, zeros)
+    best = _best_per_move(options.gain, options.cost, room)
+    x = np.arange(num_layers)
+    slot = options.slot[x, best // num_experts]
+    gain, cost = options.gain.reshape(num_layers, -1)[x, best], options.cost.reshape(num_layers, -1)[x, best]
+    return Edits(gain, cost.astype(np.int64), slot, slot, best % num_experts)
+
+
+def apply_edits(state: EditState, edits: Edits, which: Bools) -> None:
+    """Makes the edits of the layers in `which` [L] and refreshes the state."""
+    table = state.table.reshape(len(which), -1)
+    rows = np.flatnonzero(which)
+    slot, other, expert = edits.slot[rows], edits.other[rows], edits.expert[rows]
+    is_swap = expert < 0
+    kept = table[rows, slot].copy()
+    table[rows, slot] = np.where(is_swap, table[rows, other], expert)
+    table[rows[is_swap], other[is_swap]] = kept[is_swap]
+    state.refresh()
+
+
+def _best_per_move(gain: Floats, cost: NDArray[np.integer], room: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Returns the flat index of the best gain per move among edits that fit into the room left: [L, A, B] -> [L]."""
+    gain[cost > room[:, None, None]] = -np.inf
+    # An edit that costs nothing (or gives moves back) counts as a quarter of a move: take it first, but not any.
+    rate = np.where(gain > 0, gain / np.maximum(cost, 0.25), gain)
+    best: NDArray[np.int64] = rate.reshape(len(gain), -1).argmax(axis=1)
+    return best
+
+
+def _with_empty(table: Bools, value: bool) -> Bools:
+    """Returns [L, R, E + 1]: a last column for the id -1."""
+    return np.concatenate([table, np.full((*table.shape[:2], 1), value)], axis=2)

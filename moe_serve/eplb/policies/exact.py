@@ -1,0 +1,120 @@
+"""The exact placement of small cases, as a mixed-integer program: pulp builds it, HiGHS solves it.
+
+The oracle of the tests, and a policy for people with a dozen experts. Per layer it minimises the heaviest rank's load:
+- take[e, c]: expert e has c copies, exactly one c each
+- on[e, r, c]: one of the c copies of e sits on rank r; c of them where take[e, c], none elsewhere
+- every rank holds at most K copies and carries at most the maximum
+Under a hierarchy homes are chosen first, as for every policy, and the program is exact given those.
+"""
+
+import time
+from dataclasses import dataclass
+
+import numpy as np
+
+from moe_serve.eplb.policies.hierarchy import choose_homes
+from moe_serve.eplb.policies.incremental import holds
+from moe_serve.eplb.policies.policy import Plan, PlanRequest
+from moe_serve.eplb.policies.problem import Ids, Problem, finish, problem_of
+from moe_serve.eplb.policies.refined import RefinedPolicy
+from moe_serve.errors import PlacementError
+
+MAX_VARIABLES = 20_000
+
+
+@dataclass(frozen=True)
+class MilpPolicy:
+    """The optimum, layer by layer.
+
+    limit_s: longest solve of one layer; when it ends without a proof the best placement found is used and the plan is
+             marked truncated. `time_budget_s` of the request bounds the sum.
+    """
+
+    limit_s: float = 60.0
+    name: str = "milp"
+
+    def plan(self, request: PlanRequest) -> Plan:
+        """Returns the optimal plan; with `max_moves`, the best within that many moves per layer.
+
+        Raises PlacementError when a layer needs more than 20,000 binary variables, and when `max_moves` is too few for
+        any legal placement.
+        """
+        problem = problem_of(request)
+        num_layers, num_experts = problem.weight.shape
+        most = min(problem.num_ranks, problem.num_slots - num_experts + 1)
+        if num_experts * problem.num_ranks * most > MAX_VARIABLES:
+            raise PlacementError(
+                f"policy milp: {num_experts} experts x {problem.num_ranks} ranks x up to {most} copies is more than "
+                f"{MAX_VARIABLES} choices per layer; use policy 'refined'"
+            )
+        homes = None
+        if not problem.is_global:
+            homes = choose_homes(
+                problem.weight, np.bincount(problem.node_of), problem.slots_per_rank, request.num_groups
+            )
+        table = np.full((num_layers, problem.num_ranks, problem.slots_per_rank), -1, dtype=np.int32)
+        truncated = False
+        for layer in range(num_layers):
+            limit = self.limit_s
+            if problem.deadline.at is not None:
+                limit = min(limit, max(0.01, problem.deadline.at - time.perf_counter()))
+            solved, proved = _solve(problem, layer, most, limit, homes)
+            table[layer] = solved
+            truncated |= not proved
+        return finish(problem, table, truncated, homes)
+
+
+def _solve(problem: Problem, layer: int, most: int, limit_s: float, homes: np.ndarray | None) -> tuple[Ids, bool]:
+    """Returns the table [R, K] of one layer, and whether it was proved optimal."""
+    import pulp
+
+    weight = problem.weight[layer]
+    num_experts, num_ranks, slots = len(weight), problem.num_ranks, problem.slots_per_rank
+    fixed = np.zeros(num_experts) if problem.fixed is None else problem.fixed[layer]
+    mean = weight.sum() / num_ranks + fixed.sum() / num_ranks
+    scale = mean if mean > 0 else 1.0  # a well-scaled program: the mean rank has load about 1
+    model = pulp.LpProblem("placement", pulp.LpMinimize)
+    top = pulp.LpVariable("top", lowBound=weight.sum() / num_ranks / scale)
+    experts, ranks, copies = range(num_experts), range(num_ranks), range(1, most + 1)
+    take = {(e, c): pulp.LpVariable(f"take_{e}_{c}", cat="Binary") for e in experts for c in copies}
+    on = {
+        (e, r, c): pulp.LpVariable(f"on_{e}_{r}_{c}", cat="Binary") for e in experts for r in ranks for c in copies
+    }  # fmt: skip
+    model += top
+    for e in experts:
+        model += pulp.lpSum(take[e, c] for c in copies) == 1
+        for c in copies:
+            model += pulp.lpSum(on[e, r, c] for r in ranks) == c * take[e, c]
+            for r in ranks:
+                model += on[e, r, c] <= take[e, c]
+    load = {(e, c): float((weight[e] / c + fixed[e]) / scale) for e in experts for c in copies}
+    for r in ranks:
+        model += pulp.lpSum(on[e, r, c] for e in experts for c in copies) <= slots
+        model += pulp.lpSum(load[e, c] * on[e, r, c] for e in experts for c in copies) <= top
+    if homes is not None:
+        node, home = problem.node_of, homes[layer]
+        away = [(e, r) for e in experts for r in ranks if node[r] != home[e]]
+        share = pulp.lpSum(float(weight[e] / c / scale) * on[e, r, c] for e, r in away for c in copies)
+        model += share <= problem.request.off_home * float(weight.sum()) / scale
+        for e in experts:
+            model += pulp.lpSum(on[e, r, c] for r in ranks if node[r] == home[e] for c in copies) >= 1
+    most_moves = problem.request.max_moves
+    if most_moves is not None and problem.current is not None:
+        here = holds(problem.current[layer][None], num_experts)[0]
+        model += pulp.lpSum(on[e, r, c] for e in experts for r in ranks if not here[r, e] for c in copies) <= most_moves
+    status = model.solve(pulp.HiGHS(msg=False, timeLimit=limit_s, gapRel=1e-9, threads=1))
+    table = np.full((num_ranks, slots), -1, dtype=np.int32)
+    if top.value() is None or any(on[key].value() is None for key in on):
+        if status == pulp.LpStatusInfeasible or most_moves is not None:
+            raise PlacementError(
+                f"policy milp: no legal placement of row {layer} was found within max_moves={most_moves}; "
+                "raise max_moves"
+            )
+        return RefinedPolicy().plan(problem.request).placement.physical_to_logical[layer].reshape(
+            problem.request.topology.num_ranks, slots
+        )[problem.ranks], False
+    for r in ranks:
+        held = [e for e in experts for c in copies if on[e, r, c].value() > 0.5]
+        table[r, : len(held)] = held
+    proved = status == pulp.LpStatusOptimal and model.sol_status == pulp.LpSolutionOptimal
+    return table, proved

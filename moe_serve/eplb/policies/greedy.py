@@ -1,0 +1,59 @@
+"""The fast policy: exact minimax replication, then packing in rounds. A few milliseconds for 58 layers."""
+
+from dataclasses import dataclass
+
+from moe_serve.eplb.policies.locality import improve_locality
+from moe_serve.eplb.policies.packing import pack_in_rounds, repair_duplicates
+from moe_serve.eplb.policies.policy import Plan, PlanRequest
+from moe_serve.eplb.policies.problem import Floats, Ids, Problem, finish, problem_of
+from moe_serve.eplb.policies.replication import copy_load, list_copies, minimax_counts
+
+
+@dataclass(frozen=True)
+class GreedyPolicy:
+    """Replicates the heaviest copies, then deals copies to ranks round by round."""
+
+    name: str = "greedy"
+
+    def plan(self, request: PlanRequest) -> Plan:
+        """Returns the greedy plan; `max_moves` is not looked at, `incremental` is the policy for that."""
+        problem = problem_of(request)
+        if problem.is_global:
+            table, packed = first_packing(problem)
+            known = packed.max(axis=(1, 2)) if request.objective == "tokens" else None
+            return finish(problem, improve_locality(problem, table, 40), heaviest_copy=known)
+        from moe_serve.eplb.policies.hierarchy import plan_by_node
+
+        table, homes, _ = plan_by_node(problem, sweeps=0)
+        return finish(problem, table, homes=homes)
+
+
+def greedy_table(problem: Problem) -> Ids:
+    """Returns the table [L, R, K] of the greedy method, without node hierarchy."""
+    return first_packing(problem)[0]
+
+
+def first_packing(problem: Problem) -> tuple[Ids, Floats]:
+    """Returns minimax copies packed in rounds, without duplicates: table and loads [L, R, K].
+
+    Where a copy costs something on its own, all slots, half of the redundant ones and none are tried: a copy that saves
+    less than it costs is better left out.
+    """
+    num_experts = problem.weight.shape[1]
+    totals = [problem.num_slots]
+    if problem.fixed is not None:
+        totals += [(problem.num_slots + num_experts) // 2, num_experts]
+    best: tuple[Ids, Floats] | None = None
+    for total in dict.fromkeys(totals):
+        counts = minimax_counts(problem.weight, total, problem.num_ranks, problem.fixed)
+        copies = list_copies(counts, problem.num_slots)
+        load = copy_load(problem.weight, counts, copies, problem.fixed)
+        table, packed = pack_in_rounds(copies, load, problem.num_ranks)
+        repair_duplicates(table, packed)
+        if best is None:
+            best = table, packed
+            continue
+        better = packed.sum(axis=2).max(axis=1) < best[1].sum(axis=2).max(axis=1)
+        best[0][better], best[1][better] = table[better], packed[better]
+    assert best is not None
+    return best

@@ -1,0 +1,169 @@
+"""Placement under a node hierarchy, from hard (an expert never leaves its home node) to soft.
+
+Three steps: experts, in their groups where they have any, get home nodes; nodes get copies, at least one of each of
+their own experts, and in what slots are left further copies, also of other nodes' experts while the load that those
+serve stays within the budget `off_home`; then every node packs its copies onto its ranks.
+
+Shape words: L = layers, E = experts, N = nodes, G = groups.
+"""
+
+import numpy as np
+from numpy.typing import NDArray
+
+from moe_serve.eplb.policies.packing import pack_in_rounds, pack_longest_first, repair_duplicates
+from moe_serve.eplb.policies.problem import Problem
+from moe_serve.eplb.policies.replication import copy_load, list_copies
+from moe_serve.eplb.policies.swapping import swap_until_even
+
+Floats = NDArray[np.float64]
+Ids = NDArray[np.int32]
+Counts = NDArray[np.int64]
+STEEPNESS = 40.0  # of the smooth maximum, per mean rank load
+
+
+def plan_by_node(problem: Problem, sweeps: int, homes: Counts | None = None) -> tuple[Ids, Counts, bool]:
+    """Returns the table [L, R, K], the home node of each expert [L, E], and whether the deadline cut it short.
+
+    sweeps: effort of the swap refinement inside nodes; 0 = none. With effort, several budgets up to `off_home` are
+    tried, because a share that even splits cannot use well is better left at home.
+    """
+    ranks_of = np.bincount(problem.node_of)
+    if homes is None:
+        homes = choose_homes(problem.weight, ranks_of, problem.slots_per_rank, problem.request.num_groups)
+    off_home = problem.request.off_home
+    fractions = (1.0,) if sweeps == 0 or off_home == 0 else (1.0, 0.85, 0.6, 0.3)
+    best: Ids | None = None
+    best_top = np.full(len(problem.weight), np.inf)
+    truncated = False
+    for fraction in fractions:
+        copies = copies_by_node(problem.weight, homes, ranks_of, problem.slots_per_rank, off_home * fraction)
+        table, top, cut = _pack_nodes(problem, copies, sweeps)
+        truncated |= cut
+        if best is None:
+            best, best_top = table, top
+        else:
+            better = top < best_top * (1 - 1e-6)
+            best[better], best_top = table[better], np.minimum(top, best_top)
+        if truncated or (best_top <= problem.weight.sum(axis=1) / problem.num_ranks * 1.002).all():
+            break
+    assert best is not None
+    return best, homes, truncated
+
+
+def choose_homes(weight: Floats, ranks_of: Counts, slots_per_rank: int, num_groups: int | None) -> Counts:
+    """Returns the home node of each expert, [L, E] int64.
+
+    Whole groups, heaviest first, go to the node with the least load per rank; nodes take groups in proportion to their
+    ranks. Where the groups do not fit into the nodes' slots, single experts do the same.
+    """
+    num_layers, num_experts = weight.shape
+    room = ranks_of * slots_per_rank
+    for groups in dict.fromkeys((num_groups or num_experts, num_experts)):
+        size = num_experts // groups
+        fair = -(-groups * ranks_of // ranks_of.sum())
+        capacity = np.minimum(fair, room // size)
+        if capacity.sum() >= groups:
+            by_group = weight.reshape(num_layers, groups, size).sum(axis=2)
+            return np.repeat(_spread(by_group, capacity, ranks_of), size, axis=1)
+    raise AssertionError("num_slots holds every expert, so single experts always fit")
+
+
+def _spread(load: Floats, capacity: Counts, ranks_of: Counts) -> Counts:
+    """Returns the node of each item, heaviest first to the least loaded node with room: load [L, G] -> [L, G]."""
+    num_layers, num_items = load.shape
+    order = np.argsort(-load, axis=1, kind="stable")
+    node_load = np.zeros((num_layers, len(capacity)))
+    left = np.tile(capacity, (num_layers, 1))
+    where = np.empty((num_layers, num_items), dtype=np.int64)
+    rows = np.arange(num_layers)
+    for i in range(num_items):
+        node = np.where(left > 0, node_load / ranks_of, np.inf).argmin(axis=1)
+        item = order[:, i]
+        where[rows, item] = node
+        node_load[rows, node] += load[rows, item]
+        left[rows, node] -= 1
+    return where
+
+
+def copies_by_node(weight: Floats, homes: Counts, ranks_of: Counts, slots_per_rank: int, budget: float) -> Counts:
+    """Returns how many copies of each expert each node holds, [L, N, E] int64.
+
+    Every expert has a copy at home. Free slots are given out one at a time to the (node, expert) that lowers a smooth
+    maximum over ranks most, where a rank is seen as an average slice of its node, and as a heavy copy with light
+    company.
+    Copies away from home are allowed while the share of the load that they serve stays within `budget`.
+    """
+    num_layers, num_experts = weight.shape
+    num_nodes = len(ranks_of)
+    rows = np.arange(num_layers)
+    copies: Counts = (homes[:, None, :] == np.arange(num_nodes)[None, :, None]).astype(np.int64)
+    total = weight.sum(axis=1)
+    mean = np.where(total > 0, total, 1.0) / ranks_of.sum()
+    unit = weight / mean[:, None]  # loads in mean rank loads from here on
+    company = (slots_per_rank - 1) * np.sort(unit, axis=1)[:, : max(1, num_experts // 2)].mean(axis=1)
+    count = np.ones(weight.shape)
+    away = np.zeros(num_layers)  # load served away from home
+    allowed = budget * ranks_of.sum() + 1e-9
+    free = ranks_of * slots_per_rank - copies.sum(axis=2)
+    at_home_node = copies.astype(bool)
+    home_copies = np.ones(weight.shape)
+    for _ in range(int(free.sum(axis=1).max(initial=0))):
+        each = unit / count
+        next_each = unit / (count + 1)
+        node_load = (copies * each[:, None, :]).sum(axis=2) / ranks_of
+        peak = np.maximum(node_load.max(axis=1), (each.max(axis=1) + company))[:, None]
+        slope = np.exp(STEEPNESS * (node_load - peak))  # [L, N]: how much load on a node hurts
+        drop = each - next_each
+        relieved = np.einsum("ln,lne->le", slope, copies) * drop
+        heavy = count * np.exp(STEEPNESS * (each + company[:, None] - peak)) - (count + 1) * np.exp(
+            STEEPNESS * (next_each + company[:, None] - peak)
+        )
+        gain = (relieved + heavy / STEEPNESS)[:, None, :] - slope[:, :, None] * next_each[:, None, :]
+        # Where nothing helps, prefer the expert with the heaviest copies, at home.
+        gain += 1e-9 * next_each[:, None, :] + 1e-12 * (1.0 / count)[:, None, :]
+        legal = (free > 0)[:, :, None] & (copies < ranks_of[None, :, None])
+        new_away = away[:, None] + unit * ((count - home_copies + 1) / (count + 1) - (count - home_copies) / count)
+        legal &= at_home_node | ((new_away <= allowed) & (budget > 0))[:, None, :]
+        gain = np.where(legal, gain, -np.inf).reshape(num_layers, -1)
+        best = gain.argmax(axis=1)
+        x = rows[np.isfinite(gain[rows, best])]
+        if len(x) == 0:
+            break
+        node, expert = best[x] // num_experts, best[x] % num_experts
+        local = at_home_node[x, node, expert]
+        copies[x, node, expert] += 1
+        free[x, node] -= 1
+        count[x, expert] += 1
+        home_copies[x, expert] += local
+        away = (unit * (1.0 - home_copies / count)).sum(axis=1)
+    return copies
+
+
+def _pack_nodes(problem: Problem, copies: Counts, sweeps: int) -> tuple[Ids, Floats, bool]:
+    """Returns the table [L, R, K], its heaviest rank load [L], and whether the deadline passed."""
+    num_layers, _, num_experts = copies.shape
+    ranks_of = np.bincount(problem.node_of)
+    first_rank = np.cumsum(ranks_of) - ranks_of
+    slots = problem.slots_per_rank
+    count = copies.sum(axis=1)
+    table = np.empty((num_layers, problem.num_ranks, slots), dtype=np.int32)
+    top = np.zeros(num_layers)
+    cut = False
+    for size in np.unique(ranks_of):
+        nodes = np.flatnonzero(ranks_of == size)
+        ids = list_copies(copies[:, nodes].reshape(-1, num_experts), int(size) * slots)
+        load = copy_load(
+            np.repeat(problem.weight, len(nodes), axis=0),
+            np.repeat(count, len(nodes), axis=0),
+            ids,
+            None if problem.fixed is None else np.repeat(problem.fixed, len(nodes), axis=0),
+        )
+        packed, packed_load = (pack_longest_first if sweeps else pack_in_rounds)(ids, load, int(size))
+        repair_duplicates(packed, packed_load)
+        if sweeps:
+            cut |= swap_until_even(packed, packed_load, sweeps, deadline=problem.deadline)
+        by_layer = packed.reshape(num_layers, len(nodes), int(size), slots)
+        for i, node in enumerate(nodes):
+            table[:, first_rank[node] : first_rank[node] + size] = by_layer[:, i]
+        top = np.maximum(top, packed_load.sum(axis=2).reshape(num_layers, -1).max(axis=1))
+    return table, top, cut

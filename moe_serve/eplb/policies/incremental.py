@@ -1,0 +1,244 @@
+"""Edits the placement in use, as cheaply as it can, until the load is balanced well enough: what a live system runs.
+
+Cheap edits first (one move: overwrite a redundant copy; two: swap). Where ranks have two slots, single edits get stuck,
+so counts change first and chains of moves through many ranks follow, with a price per move that falls until the target
+is met or the budget is spent.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from moe_serve.eplb.policies.bounds import balancedness_bound
+from moe_serve.eplb.policies.chains import change_counts, reassign
+from moe_serve.eplb.policies.edits import Bools, Edits, EditState, apply_edits, best_overwrites, best_swaps
+from moe_serve.eplb.policies.greedy import greedy_table
+from moe_serve.eplb.policies.legal import HomeRule, make_legal
+from moe_serve.eplb.policies.policy import Plan, PlanRequest
+from moe_serve.eplb.policies.problem import Floats, Ids, Problem, finish, problem_of
+from moe_serve.eplb.policies.refined import RefinedPolicy
+
+Ints = NDArray[np.int64]
+PRICE_STEPS = 11
+
+
+@dataclass(frozen=True)
+class IncrementalPolicy:
+    """The fewest moves from the placement in use to a good one.
+
+    slack:     a layer is done when its balancedness is within this share of what a fresh greedy plan reaches. None =
+               0.003 where `max_moves` is given; else 0.05 with two slots per rank, 0.01 with three or four, else 0.013
+    steepness: of the smooth maximum, per mean rank load; about 1 / the relative drift of a rank until the next plan.
+               None = 20 with two slots per rank, else 30
+    risk:      see `edits.EditState`; only with two slots per rank, where a heavy copy has little company
+    max_edits: effort, per layer
+    Without a placement in use the plan is that of `refined`.
+    """
+
+    slack: float | None = None
+    steepness: float | None = None
+    risk: float = 0.1
+    max_edits: int = 400
+    name: str = "incremental"
+
+    def plan(self, request: PlanRequest) -> Plan:
+        """Returns the edited placement, with at most `max_moves` moves per layer where that is given.
+
+        An illegal start (an expert without a slot, or twice on a rank) is mended first, which may take more moves.
+        """
+        if request.current is None:
+            return RefinedPolicy().plan(request)
+        problem = problem_of(request)
+        assert problem.current is not None
+        table, truncated, homes = self._edit(problem)
+        return finish(problem, table, truncated, homes)
+
+    def _edit(self, problem: Problem) -> tuple[Ids, bool, Ints | None]:
+        """Returns the table, whether the deadline passed, and the homes of the hierarchy, if there is one."""
+        assert problem.current is not None
+        table, rule = make_legal(problem)
+        homes = None if rule is None else rule.homes
+        mean = problem.weight.sum(axis=1, keepdims=True) / problem.num_ranks
+        mean = np.where(mean > 0, mean, 1.0)
+        unit = problem.weight / mean
+        pairs = problem.slots_per_rank == 2 and problem.num_ranks > 2 and rule is None
+        state = EditState(
+            unit,
+            table,
+            holds(problem.current, unit.shape[1]),
+            self.steepness or (20.0 if pairs else 30.0),
+            self.risk if pairs else 0.0,
+            None if problem.fixed is None else problem.fixed / mean,
+        )
+        target = self._target(problem)
+        most = problem.request.max_moves
+        budget = np.full(len(table), problem.num_slots if most is None else most)
+        todo = np.flatnonzero((_reached(state) < target) & (state.num_moved < budget))
+        if len(todo) == 0:
+            return table, False, homes
+        work = state.rows(todo)
+        if rule is None:
+            _fill_empty_slots(work, target[todo], budget[todo])
+        if pairs:
+            truncated = _chain(work, target[todo], budget[todo], problem)
+        else:
+            some = None if rule is None else rule.rows(todo)
+            truncated = self._single_edits(work, target[todo], budget[todo], problem, some)
+        table[todo] = work.table
+        return table, truncated, homes
+
+    def _target(self, problem: Problem) -> Floats:
+        """Returns the balancedness [L] at which a layer is left alone."""
+        slack = self.slack
+        if slack is None and problem.request.max_moves is not None:
+            slack = 0.003  # the budget is what ends it
+        if slack is None:
+            slack = 0.05 if problem.slots_per_rank <= 2 else 0.01 if problem.slots_per_rank <= 4 else 0.013
+        if not problem.is_global:
+            bound = balancedness_bound(problem.weight, problem.num_ranks, problem.slots_per_rank)
+            return bound * (1 - slack)
+        fresh = greedy_table(problem)
+        state = EditState(problem.weight, fresh, holds(fresh, problem.weight.shape[1]), 0.0, fixed=problem.fixed)
+        return _reached(state) * (1 - slack)
+
+    def _single_edits(
+        self, state: EditState, target: Floats, budget: Ints, problem: Problem, rule: HomeRule | None
+    ) -> bool:
+        """Overwrites and swaps in place, most gain per move first. Returns whether the deadline passed."""
+        same_node = None if rule is None else problem.node_of[:, None] == problem.node_of[None, :]
+        active, work = np.arange(len(target)), state.rows(np.arange(len(target)))
+        for _ in range(self.max_edits):
+            if problem.deadline.passed:
+                state.table[active] = work.table
+                return True
+            going = (_reached(work) < target[active]) & (work.num_moved < budget[active])
+            room = budget[active] - work.num_moved
+            if rule is None:
+                overwrite = best_overwrites(work, room)
+            else:
+                here = rule.rows(active)
+                overwrite = best_overwrites(work, room, here.may_receive(work), here.must_stay(work))
+            edit, rate = better_of(overwrite, best_swaps(work, room, 6, same_node))
+            going &= rate > 1e-9
+            apply_edits(work, edit, going)
+            if not going.all():
+                state.table[active] = work.table
+                if not going.any():
+                    return False
+                active, work = active[going], work.rows(np.flatnonzero(going))
+        state.table[active] = work.table
+        return False
+
+
+def _fill_empty_slots(state: EditState, target: Floats, budget: Ints) -> None:
+    """Puts copies into empty slots while that helps: an excluded rank that came back, a mended start. In place."""
+    for _ in range(int((state.table < 0).sum(axis=(1, 2)).max(initial=0))):
+        edit = best_overwrites(state, budget - state.num_moved, must_stay=state.table >= 0)
+        which = (edit.gain > 1e-9) & (_reached(state) < target)
+        if not which.any():
+            return
+        apply_edits(state, edit, which)
+
+
+def better_of(first: Edits, second: Edits) -> tuple[Edits, Floats]:
+    """Returns, layer by layer, the edit with the better gain per move, and that rate (-inf = no gain)."""
+    rates = [np.where(e.gain > 0, e.gain / np.maximum(e.cost, 0.25), -np.inf) for e in (first, second)]
+    take = rates[1] >= rates[0]
+    fields = ("gain", "cost", "slot", "other", "expert")
+    edit = Edits(*(np.where(take, getattr(second, name), getattr(first, name)) for name in fields))
+    return edit, np.maximum(*rates)
+
+
+def _chain(state: EditState, target: Floats, budget: Ints, problem: Problem) -> bool:
+    """Counts, then chains at a price per move, two slots per rank. Returns whether the deadline passed.
+
+    The price is halved in on until the moves it buys just fit the budget. Each layer keeps the first table that meets
+    its target, else the one with the lowest smooth maximum within the budget, never one less balanced than the start.
+    """
+    num_layers, num_ranks, slots = state.table.shape
+    best = state.table.copy()
+    started = _reached(state)
+    best_value = _smooth(state)
+    change_counts(state, min(6, num_ranks), problem.request.seed)
+    draw = np.random.default_rng(problem.request.seed)
+    price, too_low, enough = np.full(num_layers, 2.0), np.zeros(num_layers), np.full(num_layers, np.inf)
+    done = np.zeros(num_layers, dtype=bool)
+    for _ in range(PRICE_STEPS):
+        for way in range(3):
+            if problem.deadline.passed:
+                state.table[:] = best
+                return True
+            _swap_at_price(state, price, ~done)
+            absolute = _absolute(state, price)
+            for layer in np.flatnonzero(~done).tolist():
+                load = state.load[layer]
+                choices = (load.argmin(axis=1), load.argmax(axis=1), draw.integers(0, slots, num_ranks))
+                slot_of: Ints = np.asarray(choices[way])
+                state.table[layer] = reassign(state, layer, slot_of, float(absolute[layer]))
+            state.refresh()
+            reached, within, value = _reached(state), state.num_moved <= budget, _smooth(state)
+            met = within & (reached >= target)
+            better = within & ~done & (reached >= started) & (met | (value < best_value))
+            best[better], best_value[better] = state.table[better], value[better]
+            done |= met
+        if done.all():
+            break
+        enough = np.where(within, np.minimum(enough, price), enough)
+        too_low = np.where(within, too_low, np.maximum(too_low, price))
+        price = np.where(
+            too_low == 0, enough * 0.75, np.where(np.isinf(enough), too_low * 2, np.sqrt(too_low * enough))
+        )
+    state.table[:] = best
+    state.refresh()
+    for _ in range(12):  # what the last price left of the budget
+        edit, rate = better_of(
+            best_overwrites(state, budget - state.num_moved), best_swaps(state, budget - state.num_moved, 12)
+        )
+        going = (_reached(state) < target) & (rate > 1e-9)
+        if not going.any():
+            break
+        apply_edits(state, edit, going)
+    return False
+
+
+def _swap_at_price(state: EditState, price: Floats, which: Bools) -> None:
+    """Makes a few swaps that gain more than the price of their moves."""
+    everything = np.full(len(price), state.table[0].size)
+    for _ in range(2):
+        absolute = _absolute(state, price)
+        swap = best_swaps(state, everything, 12, price=absolute)
+        going = (swap.gain - absolute * swap.cost > 1e-9) & which
+        if not going.any():
+            return
+        apply_edits(state, swap, going)
+
+
+def _smooth(state: EditState) -> Floats:
+    """Returns the smooth maximum of each layer on a scale that does not move with the heaviest rank."""
+    value: Floats = state.peak.sum(axis=1) * np.exp(np.minimum(state.steepness * (state.peak_load - 1.12), 200.0))
+    return value
+
+
+def _absolute(state: EditState, price: Floats) -> Floats:
+    """Returns the price per move on the scale of each layer's smooth maximum, where 1 is a rank at 1.12 of the mean."""
+    scaled: Floats = price * np.exp(np.minimum(-state.steepness * (state.peak_load - 1.12), 200.0))
+    return scaled
+
+
+def _reached(state: EditState) -> Floats:
+    """Returns the balancedness of each layer: the load itself, without risk."""
+    share = state.unit / np.maximum(state.count, 1) + (0.0 if state.fixed is None else state.fixed)
+    flat = state.table.reshape(len(share), -1)
+    load = np.where(flat < 0, 0.0, np.take_along_axis(share, np.maximum(flat, 0), axis=1))
+    rank = load.reshape(state.table.shape).sum(axis=2)
+    top = rank.max(axis=1)
+    return np.where(top > 0, rank.mean(axis=1) / np.where(top > 0, top, 1.0), 1.0)
+
+
+def holds(table: Ids, num_experts: int) -> Bools:
+    """Returns which rank holds which expert: [L, R, K] -> [L, R, E] bool."""
+    num_layers, num_ranks, _ = table.shape
+    out = np.zeros((num_layers, num_ranks, num_experts + 1), dtype=bool)
+    out[np.arange(num_layers)[:, None, None], np.arange(num_ranks)[None, :, None], table] = True  # -1: last column
+    return out[:, :, :num_experts]

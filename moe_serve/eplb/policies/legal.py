@@ -1,0 +1,121 @@
+"""Makes the placement in use a legal start for edits, and keeps edits inside the node hierarchy.
+
+A start can be illegal because a rank was excluded, an expert was lost, a rank holds one twice, or, under a hierarchy,
+because a home node misses one of its experts or drift has put too much load on copies away from home.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from moe_serve.eplb.policies.edits import Bools, EditState
+from moe_serve.eplb.policies.hierarchy import plan_by_node
+from moe_serve.eplb.policies.packing import duplicate_slots
+from moe_serve.eplb.policies.problem import Floats, Ids, Problem, copies_per_node, part_of
+from moe_serve.eplb.policies.replication import copies_of
+
+Ints = NDArray[np.int64]
+
+
+@dataclass(frozen=True, eq=False)
+class HomeRule:
+    """Which edits a node hierarchy allows: every expert keeps a copy at home, and the share served
+    away stays in budget.
+
+    homes: [L, E] home node; node_of: [R]; budget: share of the load
+    """
+
+    homes: Ints
+    node_of: Ints
+    budget: float
+
+    def rows(self, which: Ints) -> "HomeRule":
+        """Returns the rule of some layers."""
+        return HomeRule(self.homes[which], self.node_of, self.budget)
+
+    def home_copies(self, state: EditState) -> Ints:
+        """[L, E] copies at home."""
+        num_nodes = int(self.node_of[-1]) + 1
+        by_node = np.stack([state.held[:, self.node_of == n].sum(axis=1) for n in range(num_nodes)], axis=1)
+        at_home: Ints = np.take_along_axis(by_node, self.homes[:, None], axis=1)[:, 0]
+        return at_home
+
+    def may_receive(self, state: EditState) -> Bools:
+        """[L, R, E] whether one more copy of the expert on the rank keeps the rule."""
+        count, home = np.maximum(state.count, 1), self.home_copies(state)
+        away = state.unit * (1 - home / count)
+        total = np.maximum(state.unit.sum(axis=1), 1e-300)[:, None]
+        after = away.sum(axis=1, keepdims=True) - away + state.unit * (1 - home / (count + 1))
+        local = self.homes[:, None, :] == self.node_of[None, :, None]
+        may: Bools = local | (after <= self.budget * total)[:, None, :]
+        return may
+
+    def must_stay(self, state: EditState) -> Bools:
+        """[L, R, K] slots that may not be overwritten: the last copy at home, or a home copy of an expert that also
+        works away, whose share away would grow."""
+        flat = np.maximum(state.table, 0).reshape(len(state.table), -1)
+        home, count = self.home_copies(state), state.count
+        pinned = (home <= 1) | (home < count)
+        node = np.repeat(self.node_of, state.table.shape[2])
+        at_home = np.take_along_axis(self.homes, flat, axis=1) == node
+        stays: Bools = (at_home & np.take_along_axis(pinned, flat, axis=1)).reshape(state.table.shape)
+        stays &= state.table >= 0
+        return stays
+
+
+def make_legal(problem: Problem) -> tuple[Ids, HomeRule | None]:
+    """Returns a legal table [L, R, K] close to the one in use, and the rule that edits must keep (None = global).
+
+    A repeated copy is emptied; a lost expert takes an empty slot or overwrites a redundant copy on the lightest rank.
+    Layers whose homes cannot be read off the placement in use are planned anew.
+    """
+    assert problem.current is not None
+    table = problem.current.copy()
+    table[duplicate_slots(table)] = -1
+    rule = None
+    if not problem.is_global:
+        rule = _read_homes(problem, table)
+    num_experts = problem.weight.shape[1]
+    for layer in np.flatnonzero((copies_of(table, num_experts) == 0).any(axis=1)):
+        _place_lost(problem.weight[layer], table[layer], None if rule is None else rule.homes[layer], problem.node_of)
+    return table, rule
+
+
+def _read_homes(problem: Problem, table: Ids) -> HomeRule:
+    """Returns the homes that the table already respects; replans, in it, layers without such homes."""
+    request = problem.request
+    num_layers, num_experts = problem.weight.shape
+    groups = request.num_groups or num_experts
+    copies = copies_per_node(problem, table)  # [L, N, E]
+    present = (copies > 0).reshape(num_layers, problem.num_nodes, groups, -1)
+    complete = present.all(axis=3)
+    by_group = np.where(complete, copies.reshape(present.shape).sum(axis=3), -1)
+    homes = np.repeat(by_group.argmax(axis=1), num_experts // groups, axis=1)
+    wrong = ~np.all(np.any(complete, axis=1), axis=1)
+    at_home = np.take_along_axis(copies, homes[:, None], axis=1)[:, 0]
+    away = (problem.weight * (1 - at_home / np.maximum(copies.sum(axis=1), 1))).sum(axis=1)
+    wrong |= away > request.off_home * problem.weight.sum(axis=1) * (1 + 1e-9)
+    rows = np.flatnonzero(wrong)
+    if len(rows):
+        fresh, fresh_homes, _ = plan_by_node(part_of(problem, rows), sweeps=0)
+        table[rows], homes[rows] = fresh, fresh_homes
+    return HomeRule(homes, problem.node_of, request.off_home)
+
+
+def _place_lost(weight: Floats, table: Ids, homes: Ints | None, node_of: Ints) -> None:
+    """Gives every expert of one layer without a slot one, in place: table [R, K]."""
+    num_experts = len(weight)
+    count = copies_of(table[None], num_experts)[0]
+    for expert in sorted(np.flatnonzero(count == 0), key=lambda e: -weight[e]):
+        each = weight / np.maximum(count, 1)
+        load = np.where(table < 0, 0.0, each[np.maximum(table, 0)])
+        spare = (table < 0) | (count[np.maximum(table, 0)] > 1)
+        if homes is not None and spare[node_of == homes[expert]].any():
+            spare &= (node_of == homes[expert])[:, None]
+        after = np.where(spare, load.sum(axis=1, keepdims=True) - load, np.inf)
+        rank, slot = np.unravel_index(after.argmin(), table.shape)
+        if table[rank, slot] >= 0:
+            count[table[rank, slot]] -= 1
+        table[rank, slot] = expert
+        count[expert] += 1

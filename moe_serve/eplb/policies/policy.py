@@ -1,0 +1,260 @@
+"""What a balancer is asked, what it answers, and how one is chosen by name.
+
+Every policy plans all layers of one request at once, accepts `current=None`, and gives the same plan for the same
+request. Effort is counted in iterations; `time_budget_s` is only a stop, and a plan it cut short says `truncated`.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from moe_serve.eplb.load import MAX_EXACT
+from moe_serve.eplb.placement import Placement
+from moe_serve.errors import ConfigError, PlacementError
+from moe_serve.topology import Topology
+
+Floats = NDArray[np.float64]
+OBJECTIVES = ("tokens", "activated", "off_node", "step_time")
+POLICIES = ("deepseek", "greedy", "refined", "incremental", "milp", "static")
+
+
+@dataclass(frozen=True)
+class RankCost:
+    """What the `step_time` objective charges a rank of one MoE layer: the price of a token, of an expert that is
+    active at all (its weights are streamed once), and of a token that comes from another node. All in seconds."""
+
+    token_s: float
+    activated_s: float
+    off_node_token_s: float = 0.0
+
+
+@dataclass(frozen=True, eq=False)
+class PlanRequest:
+    """One question to a policy. Checked when built.
+
+    tokens:         [L, E] whole numbers up to 2^53, or finite float64 (a forecast); load to plan for
+    topology:       ranks and nodes
+    num_slots:      P, a multiple of the ranks, at least E on the ranks that take part
+    current:        placement in use; None = none yet
+    num_groups:     expert groups of the model's router; None = none. A group has one home node where groups can be
+                    spread evenly over nodes; otherwise single experts have homes
+    off_home:       0 .. 1, share of the load that may be served outside its expert's home node: 0 = hard hierarchy,
+                    1 = no hierarchy
+    max_moves:      slots per layer whose rank may have to receive an expert; None = no limit. Needs `current`
+    time_budget_s:  stop after this long and mark the plan truncated; None = no stop
+    seed:           breaks ties and drives searches
+    objective:      one of OBJECTIVES, or weights of several, e.g. {"tokens": 1.0, "activated": 0.3}. off_node is
+                    lowered by greedy and refined without a hierarchy (off_home = 1)
+    by_source:      [L, R, E] tokens by the rank they come from, for off_node, step_time; None = everywhere alike
+    activations:    [L, E] float64 in 0 .. 1, share of batches with a token for the expert; None = 1 where there is load
+    cost:           prices for step_time
+    excluded_ranks: ranks that get no expert at all
+    uneven_shares:  also plan uneven shares of an expert's tokens over its slots (Plan.shares)
+    planned_split:  "even" or "exact": how the per-batch split will share an expert's tokens over its replicas
+    moe_layer_ids:  model layer of each row; () = as in current, or 0 .. L-1
+    """
+
+    tokens: NDArray[np.number]
+    topology: Topology
+    num_slots: int
+    current: Placement | None = None
+    num_groups: int | None = None
+    off_home: float = 1.0
+    max_moves: int | None = None
+    time_budget_s: float | None = None
+    seed: int = 0
+    objective: str | Mapping[str, float] = "tokens"
+    by_source: NDArray[np.number] | None = None
+    activations: Floats | None = None
+    cost: RankCost | None = None
+    excluded_ranks: tuple[int, ...] = ()
+    uneven_shares: bool = False
+    planned_split: str = "even"
+    moe_layer_ids: tuple[int, ...] = field(default=())
+
+    def __post_init__(self) -> None:
+        tokens = _checked_load(self.tokens, "tokens", 2)
+        object.__setattr__(self, "tokens", tokens)
+        num_layers, num_logical = tokens.shape
+        num_ranks = self.topology.num_ranks
+        if num_layers < 1 or num_logical < 1:
+            raise PlacementError(f"tokens has shape {tokens.shape}; give at least one layer and one expert")
+        if int(self.num_slots) != self.num_slots or self.num_slots < 1 or self.num_slots % num_ranks:
+            down, up = self.num_slots // num_ranks * num_ranks, -(-max(1, self.num_slots) // num_ranks) * num_ranks
+            better = f"{down} or {up}" if down else f"{up}"
+            raise PlacementError(f"num_slots is {self.num_slots} but {num_ranks} ranks need a multiple of {num_ranks}; "
+                                 f"use {better}")  # fmt: skip
+        excluded = tuple(sorted({int(r) for r in self.excluded_ranks}))
+        object.__setattr__(self, "excluded_ranks", excluded)
+        if excluded and (excluded[0] < 0 or excluded[-1] >= num_ranks or len(excluded) == num_ranks):
+            raise PlacementError(f"excluded_ranks is {excluded} of {num_ranks} ranks; name ranks of the topology and "
+                                 "leave at least one")  # fmt: skip
+        room = self.num_slots // num_ranks * (num_ranks - len(excluded))
+        if room < num_logical:
+            raise PlacementError(
+                f"num_slots is {self.num_slots}, of which {room} on ranks that take part, but there are {num_logical} "
+                f"experts; use at least {-(-num_logical // (num_ranks - len(excluded))) * num_ranks} slots"
+            )
+        self._check_dials()
+        self._check_current(num_layers, num_logical, num_ranks)
+        self._check_objective(num_layers, num_logical, num_ranks)
+        ids = self.moe_layer_ids or (self.current.moe_layer_ids if self.current else tuple(range(num_layers)))
+        if len(ids) != num_layers:
+            raise PlacementError(f"moe_layer_ids names {len(ids)} layers but tokens has {num_layers}; give one each")
+        object.__setattr__(self, "moe_layer_ids", tuple(int(i) for i in ids))
+
+    def _check_dials(self) -> None:
+        if not 0.0 <= self.off_home <= 1.0:
+            raise PlacementError(
+                f"off_home is {self.off_home!r}; give a share between 0 (hard hierarchy) and 1 (global)"
+            )
+        groups = self.num_groups
+        if groups is not None and (int(groups) != groups or groups < 1 or self.tokens.shape[1] % groups):
+            raise PlacementError(f"num_groups is {groups!r} but {self.tokens.shape[1]} experts must divide into them; "
+                                 "give a divisor, or None")  # fmt: skip
+        if self.max_moves is not None and (int(self.max_moves) != self.max_moves or self.max_moves < 0):
+            raise PlacementError(f"max_moves is {self.max_moves!r}; give a whole number of at least 0, or None")
+        if self.max_moves is not None and self.current is None:
+            raise PlacementError("max_moves is set but current is None; give the placement in use, or drop max_moves")
+        if self.time_budget_s is not None and not self.time_budget_s > 0:
+            raise PlacementError(f"time_budget_s is {self.time_budget_s!r}; give seconds above 0, or None")
+        if self.planned_split not in ("even", "exact"):
+            raise PlacementError(f"planned_split is {self.planned_split!r}; give 'even' or 'exact'")
+
+    def _check_current(self, num_layers: int, num_logical: int, num_ranks: int) -> None:
+        if self.current is None:
+            return
+        have = (self.current.num_layers, self.current.num_logical, self.current.num_ranks, self.current.num_slots)
+        want = (num_layers, num_logical, num_ranks, self.num_slots)
+        if have != want:
+            raise PlacementError(
+                f"current has (layers, experts, ranks, slots) = {have}, the request {want}; plan for the shape in use, "
+                "or drop current"
+            )
+
+    def _check_objective(self, num_layers: int, num_logical: int, num_ranks: int) -> None:
+        weights = self.objective_weights
+        unknown = sorted(set(weights) - set(OBJECTIVES))
+        if (
+            unknown
+            or not weights
+            or any(not np.isfinite(w) or w < 0 for w in weights.values())
+            or not any(weights.values())
+        ):
+            raise PlacementError(f"objective is {self.objective!r}; give one of {', '.join(OBJECTIVES)}, or weights of "
+                                 "them that are >= 0 and not all 0")  # fmt: skip
+        if weights.get("step_time") and self.cost is None:
+            raise PlacementError("objective step_time needs prices; give cost=RankCost(...), e.g. from a cost model")
+        for name, shape in (
+            ("by_source", (num_layers, num_ranks, num_logical)),
+            ("activations", (num_layers, num_logical)),
+        ):
+            value = getattr(self, name)
+            if value is None:
+                continue
+            array = _checked_load(value, name, len(shape))
+            if array.shape != shape or (name == "activations" and array.size and array.max() > 1):
+                raise PlacementError(f"{name} has shape {array.shape} and maximum {array.max(initial=0)}; expected "
+                                     f"{shape}" + (", at most 1" if name == "activations" else ""))  # fmt: skip
+            object.__setattr__(self, name, array)
+
+    @property
+    def objective_weights(self) -> dict[str, float]:
+        """Returns the objective as weights."""
+        return {self.objective: 1.0} if isinstance(self.objective, str) else dict(self.objective)
+
+    @property
+    def live_ranks(self) -> NDArray[np.int64]:
+        """Ids of the ranks that take part, ascending."""
+        return np.setdiff1d(np.arange(self.topology.num_ranks), np.array(self.excluded_ranks, dtype=np.int64))
+
+
+@dataclass(frozen=True, eq=False)
+class Plan:
+    """A policy's answer.
+
+    placement:    where experts should live
+    balancedness: [L] float64, mean / max rank load of this placement on the planned load
+    bound:        [L] float64, no placement with these slots (and this split) can be better than this
+    gap:          [L] float64, bound - balancedness
+    truncated:    the time budget stopped the search before its effort was spent
+    num_moves:    slots, over all layers, whose rank must receive an expert; 0 without a current placement
+    elapsed_s:    wall clock of the planning
+    shares:       [L, P] float64, uneven share of its expert's tokens per slot; None = even
+    off_home:     [L] float64, share of the load served outside the expert's home node
+    """
+
+    placement: Placement
+    balancedness: Floats
+    bound: Floats
+    gap: Floats
+    truncated: bool
+    num_moves: int
+    elapsed_s: float
+    shares: Floats | None = None
+    off_home: Floats | None = None
+
+
+class PlacementPolicy(Protocol):
+    """Decides where experts live."""
+
+    @property
+    def name(self) -> str: ...
+
+    def plan(self, request: PlanRequest) -> Plan:
+        """Returns the plan of one request; a pure function of it, timings apart."""
+        ...
+
+
+def make_policy(name: str, **options: Any) -> PlacementPolicy:
+    """Returns the policy of this name; options are the fields of its class.
+
+    Raises ConfigError for an unknown name or option.
+    """
+    try:
+        match name:
+            case "deepseek":
+                from moe_serve.eplb.policies.deepseek import DeepSeekPolicy
+
+                return DeepSeekPolicy(**options)
+            case "greedy":
+                from moe_serve.eplb.policies.greedy import GreedyPolicy
+
+                return GreedyPolicy(**options)
+            case "refined":
+                from moe_serve.eplb.policies.refined import RefinedPolicy
+
+                return RefinedPolicy(**options)
+            case "incremental":
+                from moe_serve.eplb.policies.incremental import IncrementalPolicy
+
+                return IncrementalPolicy(**options)
+            case "milp":
+                from moe_serve.eplb.policies.exact import MilpPolicy
+
+                return MilpPolicy(**options)
+            case "static":
+                from moe_serve.eplb.policies.static import StaticPolicy
+
+                return StaticPolicy(**options)
+    except TypeError as error:
+        raise ConfigError(f"policy {name!r} does not take these options ({error}); see its class") from None
+    raise ConfigError(f"policy {name!r} is unknown; use one of {', '.join(POLICIES)}")
+
+
+def _checked_load(value: NDArray[np.number], name: str, ndim: int) -> NDArray[np.number]:
+    array = np.asarray(value)
+    if array.ndim != ndim or array.dtype.kind not in "iuf":
+        raise PlacementError(
+            f"{name} has shape {array.shape} and dtype {array.dtype}; give numbers with {ndim} dimensions"
+        )
+    if array.dtype.kind == "f" and not np.isfinite(array).all():
+        raise PlacementError(f"{name} holds NaN or infinity; clean the load first")
+    if array.size and (array.min() < 0 or array.max() > MAX_EXACT):
+        raise PlacementError(f"{name} ranges from {array.min()} to {array.max()}; loads lie between 0 and 2^53")
+    copy = array.astype(np.float64 if array.dtype.kind == "f" else np.int64, copy=True)
+    copy.setflags(write=False)
+    return copy

@@ -1,0 +1,108 @@
+"""The default policy: minimax replication, packing, swaps; with few slots per rank, a search over counts too."""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from moe_serve.eplb.policies.anneal import anneal_counts
+from moe_serve.eplb.policies.bounds import balancedness_bound
+from moe_serve.eplb.policies.count_search import pack_pairs, search_pair_counts, try_apportionments
+from moe_serve.eplb.policies.greedy import first_packing
+from moe_serve.eplb.policies.locality import improve_locality
+from moe_serve.eplb.policies.policy import Plan, PlanRequest
+from moe_serve.eplb.policies.problem import Floats, Ids, Problem, finish, problem_of
+from moe_serve.eplb.policies.swapping import swap_until_even
+
+
+@dataclass(frozen=True)
+class RefinedPolicy:
+    """The best placement for a load, without regard to the one in use.
+
+    sweeps:      rounds of swaps, at most
+    tolerance:   swaps end when the heaviest rank is this share above the mean
+    iterations:  of the search over counts with two slots per rank; 0 = no search there
+    rounds:      of annealing, for problems of up to 128 slots
+    good_enough: layers within this share of their bound are left as they are
+    prove:       compute the tight bound too, 0.1 s per layer; worth it with two to four slots per rank
+    """
+
+    sweeps: int = 90
+    tolerance: float = 7e-4
+    iterations: int = 160
+    rounds: int = 50
+    good_enough: float = 0.995
+    prove: bool = False
+    name: str = "refined"
+
+    def plan(self, request: PlanRequest) -> Plan:
+        """Returns the refined plan; `max_moves` is not looked at, `incremental` is the policy for that."""
+        problem = problem_of(request)
+        if not problem.is_global:
+            from moe_serve.eplb.policies.hierarchy import plan_by_node
+
+            table, homes, truncated = plan_by_node(problem, self.sweeps // 2)
+            return finish(problem, table, truncated, homes)
+        table, truncated = self.table(problem)
+        if request.planned_split == "exact" and problem.fixed is None and not truncated:
+            from moe_serve.eplb.policies.split_aware import best_for_exact_split
+
+            table = best_for_exact_split(problem, table, self.sweeps)
+        return finish(problem, improve_locality(problem, table, 200), truncated, tight=self.prove)
+
+    def table(self, problem: Problem) -> tuple[Ids, bool]:
+        """Returns the table [L, R, K] without node hierarchy, and whether the deadline cut the search short."""
+        table, packed = first_packing(problem)
+        if problem.slots_per_rank == 1:
+            return table, False  # nothing to pack: minimax replication is the optimum
+        truncated = problem.slots_per_rank > 2 and swap_until_even(
+            table, packed, self.sweeps, self.tolerance, problem.deadline
+        )
+        if problem.slots_per_rank <= 4 and not truncated:
+            truncated = self._search_counts(problem, table, packed)
+        if problem.num_slots <= 128 and not truncated:
+            truncated = anneal_counts(
+                problem.weight,
+                table,
+                self.rounds,
+                problem.request.seed,
+                problem.fixed,
+                good_enough=0.999,
+                deadline=problem.deadline,
+            )
+        return table, truncated
+
+    def _search_counts(self, problem: Problem, table: Ids, packed: Floats) -> bool:
+        """Replaces, in place, the layers that other counts make better. Returns whether the deadline passed."""
+        reached = _mean_over_max(packed)
+        bound = balancedness_bound(problem.weight, problem.num_ranks, problem.slots_per_rank)
+        rows = np.flatnonzero(reached < self.good_enough * bound)
+        if len(rows) == 0:
+            return False
+        weight = problem.weight[rows]
+        fixed = None if problem.fixed is None else problem.fixed[rows]
+        truncated = False
+        top = packed[rows].sum(axis=2).max(axis=1)
+        if problem.slots_per_rank == 2:
+            counts, truncated = search_pair_counts(
+                weight, problem.num_ranks, self.iterations, problem.request.seed, fixed, deadline=problem.deadline
+            )
+            candidates = iter([(*pack_pairs(weight, counts, problem.num_ranks, fixed), truncated)])
+        elif fixed is None:
+            candidates = try_apportionments(
+                weight, problem.num_ranks, problem.slots_per_rank, self.sweeps, problem.deadline
+            )
+        else:
+            return False
+        for other, other_load, cut in candidates:
+            truncated |= cut
+            other_top = other_load.sum(axis=2).max(axis=1)
+            better = other_top < top
+            table[rows[better]], packed[rows[better]] = other[better], other_load[better]
+            top = np.minimum(top, other_top)
+        return truncated
+
+
+def _mean_over_max(packed: Floats) -> Floats:
+    load = packed.sum(axis=2)
+    top = load.max(axis=1)
+    return np.where(top > 0, load.mean(axis=1) / np.where(top > 0, top, 1.0), 1.0)

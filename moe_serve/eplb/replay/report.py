@@ -1,0 +1,229 @@
+"""A replay in words: a table for the terminal, JSON for programs, and a verdict that says which limit binds.
+
+report_html.py draws the same numbers. Timings are apart from everything else in the JSON: the rest is the same on every
+run of the same trace.
+"""
+
+import io
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from moe_serve.eplb.replay.report_units import MISSING, as_bytes, as_number, as_percent, as_seconds
+from moe_serve.eplb.replay.result import CEILING, FLOOR, PolicyResult, ReplayReport
+
+
+def to_table(report: ReplayReport, width: int | None = None, color: bool = False) -> str:
+    """Returns the report for a terminal. width: characters a line; None = as wide as it takes, at most 160."""
+    console = Console(file=io.StringIO(), width=width or 160, force_terminal=color, no_color=not color, highlight=False)
+    for name, words in report.conditions.items():
+        console.print(f"[bold]{name:>10}[/]  {words}", soft_wrap=True)
+    console.print()
+    console.print(_table("balancedness: mean / max of rank load (1 = perfect)", *balance_cells(report), report))
+    console.print()
+    console.print(_table("what it takes (plan: CPU time)", *cost_cells(report), report))
+    for line in missing_lines(report):
+        console.print(line, style="dim")
+    console.print()
+    for sentence in verdict(report):
+        console.print(sentence, soft_wrap=width is None)
+    assert isinstance(console.file, io.StringIO)
+    return "\n".join(line.rstrip() for line in console.file.getvalue().splitlines()) + "\n"
+
+
+def _table(title: str, columns: list[str], rows: list[list[str]], report: ReplayReport) -> Table:
+    table = Table(title=title, title_justify="left", box=None)
+    table.add_column(columns[0], style="bold")
+    for name in columns[1:]:
+        table.add_column(name, justify="right")
+    for result, cells in zip(report.results, rows, strict=True):
+        table.add_row(*cells, style=_style(result, report))
+    return table
+
+
+def balance_cells(report: ReplayReport) -> tuple[list[str], list[list[str]]]:
+    """Returns the columns and cells of the balance table, one row per result."""
+    names = ("served_mean", "served_p50", "served_min", "worst", "fit_mean", "fit_min", "bound_mean")
+    rows = []
+    for result in report.results:
+        row = report.summary(result)
+        rows.append([result.name, *(as_number(row[name], 4) for name in names)])
+    return ["policy", "served", "median", "min layer", "worst", "fit", "fit min", "bound"], rows
+
+
+def cost_cells(report: ReplayReport) -> tuple[list[str], list[list[str]]]:
+    """Returns the columns and cells of the cost table, one row per result."""
+    columns = ["policy", "rebalances", "moves", "of slots", "bytes", "stall", "off-node", "active experts", "plan",
+               "step time", "tokens/s"]  # fmt: skip
+    rows = []
+    for result in report.results:
+        row = report.summary(result)
+        per_plan = result.plan_s[result.plan_s > 0]
+        rows.append(
+            [
+                result.name,
+                str(row["num_rebalances"]),
+                f"{row['moves']:,}",
+                f"{row['moved_share']:.1%}" if row["num_rebalances"] else "-",
+                as_bytes(row["bytes"]),
+                as_seconds(row["stall_s"]),
+                "-" if result.name == CEILING else as_percent(row["off_node"]),
+                "-" if result.name == CEILING else MISSING if row["activated"] is None else f"{row['activated']:.1f}",
+                "-" if not len(per_plan) else f"{per_plan.mean() * 1e3:.1f} ms",
+                as_seconds(row["step_s"]),
+                MISSING if row["tokens_per_s"] is None else f"{row['tokens_per_s']:,.0f}",
+            ]
+        )
+    return columns, rows
+
+
+def missing_lines(report: ReplayReport) -> list[str]:
+    """Returns one line per reason why columns are not filled."""
+    by_need: dict[str, list[str]] = {}
+    for column, needs in report.missing.items():
+        by_need.setdefault(needs, []).append(column)
+    return [f"{MISSING}: {', '.join(names)} need{'s' * (len(names) == 1)} {needs}" for needs, names in by_need.items()]
+
+
+def _style(result: PolicyResult, report: ReplayReport) -> str:
+    if result.name in (FLOOR, CEILING):
+        return "dim"
+    return "green" if result is report.best and len(report.policies) > 1 else ""
+
+
+def verdict(report: ReplayReport) -> tuple[str, ...]:
+    """Returns a few sentences: what was gained, which limit binds, and what to change."""
+    if not report.policies:
+        return ("No policy was replayed; name one with --policy.",)
+    best, floor = report.best, report.floor
+    row, base = report.summary(best), report.summary(floor)
+    sentences = [_gain(report, row, base)]
+    served, fit, bound = row["served_mean"], row["fit_mean"], row["bound_mean"]
+    losses = {"load": 1 - served}
+    if fit is not None and bound is not None:
+        losses = {"slots": 1 - bound, "packing": max(bound - fit, 0.0), "age": max(fit - served, 0.0)}
+    limit = max(losses, key=lambda name: losses[name])
+    if served >= 0.985:
+        sentences.append(f"The ranks are as good as balanced ({served:.3f}); no limit is worth attacking.")
+    elif limit == "slots":
+        sentences.append(
+            f"Slots bind: even an ideal placement with {report.num_slots} slots reaches "
+            f"{bound:.3f}. {_more_slots(report)}"
+        )
+    elif limit == "packing":
+        sentences.append(
+            f"Packing binds: {best.name} reaches {fit:.3f} where {bound:.3f} is possible. Try --policy refined, or "
+            f"raise --off-home if the node hierarchy holds experts at home."
+        )
+    elif limit == "age":
+        sentences.append(_age(report, best, fit, served))
+    sentences += _economics(report, best, row, base)
+    return tuple(sentences)
+
+
+def _gain(report: ReplayReport, row: dict[str, Any], base: dict[str, Any]) -> str:
+    text = (
+        f"{row['policy']} serves at balancedness {row['served_mean']:.3f}, doing nothing at {base['served_mean']:.3f}: "
+        f"the busiest rank works {_over(row['served_mean'])} instead of {_over(base['served_mean'])} over the mean"
+    )
+    if row["tokens_per_s"] and base["tokens_per_s"]:
+        change = row["tokens_per_s"] / base["tokens_per_s"] - 1
+        text += f", {change:+.1%} tokens/s with its moves paid for"
+    return text + "."
+
+
+def _over(balance: float) -> str:
+    return f"{1 / max(balance, 1e-9) - 1:.0%}"
+
+
+def _more_slots(report: ReplayReport) -> str:
+    served = [(slots, mean) for slots, mean, _ in report.redundancy if slots > report.num_slots]
+    enough = next(((slots, mean) for slots, mean in served if mean >= 0.98), served[-1] if served else None)
+    if enough is None:
+        return "Add slots (--slots), or fewer ranks for the same experts."
+    slots, mean = enough
+    extra = (slots - report.num_slots) // report.num_ranks
+    cost = "" if report.expert_bytes is None else (
+        f", {as_bytes(extra * report.expert_bytes * len(report.moe_layer_ids))} more memory on each rank"
+    )  # fmt: skip
+    return f"{slots} slots ({extra} more a rank{cost}) would fit at {mean:.3f}."
+
+
+def _age(report: ReplayReport, best: PolicyResult, fit: float, served: float) -> str:
+    per_cell = float(report.load.mean()) / max(len(best.served), 1)
+    noise = 1 / np.sqrt(max(per_cell * report.load.shape[1] / report.num_ranks, 1e-9))
+    text = (
+        f"Age binds: plans fit their own window at {fit:.3f}, but the next one differs and is served at {served:.3f}. "
+    )
+    if noise > 0.5 * (1 - served):
+        return text + (
+            f"With {per_cell:.0f} tokens an expert and window much of that is chance: use longer windows (--window) or "
+            f"more of them (--history)."
+        )
+    return text + "Plan more often on shorter windows; a better packer would not help."
+
+
+def _economics(report: ReplayReport, best: PolicyResult, row: dict[str, Any], base: dict[str, Any]) -> list[str]:
+    out = []
+    if row["tokens_per_s"] and base["tokens_per_s"]:
+        losers = [
+            result.name
+            for result in report.policies
+            if report.total_seconds(result) > 1.01 * report.total_seconds(report.floor)
+        ]
+        if losers:
+            out.append(f"Moving costs more than it brings for {', '.join(losers)}: rebalance less often, or gate it.")
+        ceiling = report.total_seconds(report.results[-1])
+        out.append(
+            f"Perfect balance would need {ceiling / report.total_seconds(best):.0%} of the time that {best.name} needs."
+        )
+    lean = min(
+        (r for r in report.policies if r.served.mean() >= best.served.mean() - 0.01),
+        key=lambda r: int(r.moves.sum()),
+    )
+    if lean is not best and best.moves.sum() > 2 * lean.moves.sum():
+        saved = 1 - lean.moves.sum() / best.moves.sum()
+        out.append(f"{lean.name} serves within 0.01 of that with {saved:.0%} fewer moves.")
+    return out
+
+
+def to_json(report: ReplayReport, timings: bool = True) -> dict[str, Any]:
+    """Returns the report as plain JSON types. timings False: only what is the same on every run."""
+    content: dict[str, Any] = {
+        "format": "moe_serve.replay_report",
+        "conditions": report.conditions,
+        "policies": [report.summary(result) for result in report.results],
+        "verdict": list(verdict(report)),
+        "missing": report.missing,
+        "redundancy": [{"num_slots": s, "mean": mean, "min": low} for s, mean, low in report.redundancy],
+        "windows": {
+            "first_step": report.first_steps.tolist(),
+            "num_steps": report.num_steps.tolist(),
+            "policies": {result.name: _series(result) for result in report.results},
+        },
+        "decisions": {result.name: result.decisions for result in report.policies if result.decisions},
+    }
+    if timings:
+        content["timings"] = {
+            result.name: {"plan_s_mean": float(times.mean()), "plan_s_max": float(times.max())}
+            for result in report.policies
+            if len(times := result.plan_s[result.plan_s > 0])
+        }
+    return content
+
+
+def _series(result: PolicyResult) -> dict[str, list[float | None]]:
+    def known(values: np.ndarray) -> list[float | None]:
+        return [float(value) if np.isfinite(value) else None for value in values]
+
+    return {
+        "served_mean": known(result.served.mean(axis=1)),
+        "served_min": known(result.served.min(axis=1)),
+        "fit_mean": known(result.fit.mean(axis=1)),
+        "moves": [int(value) for value in result.moves],
+        "off_node": known(result.off_node),
+        "step_s": known(result.step_s),
+        "stall_s": known(result.stall_s),
+    }

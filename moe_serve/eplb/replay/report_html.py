@@ -1,0 +1,185 @@
+"""A replay as one self-contained HTML page: the numbers as JSON, and a small script that draws them.
+
+The page asks nothing of a network. Big tables travel as bytes, 0..255: rank load over mean - span .. mean + span, the
+busiest rank of a layer over 1..3 times the mean, expert load as log2 of load over mean, -3..+3.
+"""
+
+import base64
+import html
+import json
+from importlib import resources
+from typing import Any
+
+import numpy as np
+
+from moe_serve.eplb.replay.report import balance_cells, cost_cells, missing_lines, verdict
+from moe_serve.eplb.replay.report_units import as_bytes, as_percent
+from moe_serve.eplb.replay.result import CEILING, FLOOR, PolicyResult, ReplayReport
+
+_MAX_COLUMNS = 600  # windows in a picture of rank load; more are averaged
+
+
+def to_html(report: ReplayReport, title: str = "Expert balancing replay", sweep: dict[str, Any] | None = None) -> str:
+    """Returns the page. sweep: of report_sweep.sweep_curves, drawn above the rest."""
+    assets = resources.files("moe_serve.eplb.replay") / "report_assets"
+    # "<" inside a script element could end it: JSON may say it as an escape instead.
+    data = json.dumps({**page_data(report), "sweep": sweep}, separators=(",", ":"), allow_nan=False).replace(
+        "<", "\\u003c"
+    )
+    page = (assets / "report.html").read_text(encoding="utf-8")
+    parts = {
+        "css": (assets / "report.css").read_text(encoding="utf-8"),
+        "js": (assets / "report.js").read_text(encoding="utf-8"),
+        "title": html.escape(title),
+        "data": data,
+    }
+    for name, text in parts.items():
+        page = page.replace("{{" + name + "}}", text)
+    return page
+
+
+def page_data(report: ReplayReport) -> dict[str, Any]:
+    """Returns what the page's script draws."""
+    best = report.best
+    columns, rows = _table_cells(report)
+    groups = _groups(len(report.first_steps))
+    policies = []
+    for index, (result, cells) in enumerate(zip(report.results, rows, strict=True)):
+        role = {FLOOR: "floor", CEILING: "ceiling"}.get(result.name, "policy")
+        policies.append(
+            {
+                "name": result.name,
+                "role": role,
+                "best": result is best and role == "policy",
+                "color": index - 1,
+                "cells": cells,
+                "served_mean": _grouped(result.served.mean(axis=1), groups, np.mean),
+                "served_min": _grouped(result.served.min(axis=1), groups, np.min),
+                "moved_share": _grouped(result.moves / (report.num_slots * len(report.moe_layer_ids)), groups, np.max),
+            }
+        )
+    return {
+        "conditions": [[name, words] for name, words in report.conditions.items()],
+        "cards": _cards(report),
+        "verdict": list(verdict(report)),
+        "columns": columns,
+        "policies": policies,
+        "missing": missing_lines(report),
+        "steps": [int(report.first_steps[group[0]]) for group in groups],
+        "time": _time_pictures(report, best, groups),
+        "heat": _heat(report),
+        "traffic": _traffic(report),
+        "trafficNeeds": f"Needs {report.missing.get('off-node', 'tokens by source rank in the trace')}.",
+        "redundancy": [list(row) for row in report.redundancy],
+        "numSlots": report.num_slots,
+        "slotLabel": f"slots (physical experts per layer, {report.num_ranks} ranks)",
+    }
+
+
+def _table_cells(report: ReplayReport) -> tuple[list[str], list[list[str]]]:
+    """The balance and the cost of each policy in one line."""
+    (names, balance), (more, costs) = balance_cells(report), cost_cells(report)
+    kept = [0, 1, 3, 5]  # policy, served, min layer, fit
+    rest = [i for i, name in enumerate(more) if name not in ("policy", "moves")]
+    rows = [[left[i] for i in kept] + [right[i] for i in rest] for left, right in zip(balance, costs, strict=True)]
+    short = {"active experts": "active", "rebalances": "times"}
+    return [names[i] for i in kept] + [short.get(more[i], more[i]) for i in rest], rows
+
+
+def _cards(report: ReplayReport) -> list[dict[str, str]]:
+    best, floor = report.summary(report.best), report.summary(report.floor)
+    cards = [
+        {
+            "label": f"served balancedness, {best['policy']}",
+            "value": f"{best['served_mean']:.3f}",
+            "from": f"doing nothing: {floor['served_mean']:.3f}",
+        },
+        {
+            "label": "busiest rank over the mean",
+            "value": f"+{1 / max(best['served_mean'], 1e-9) - 1:.0%}",
+            "from": f"doing nothing: +{1 / max(floor['served_mean'], 1e-9) - 1:.0%}",
+        },
+        {
+            "label": "slots rewritten per rebalance",
+            "value": as_percent(best["moved_share"]) if best["num_rebalances"] else "none",
+            "from": f"{best['num_rebalances']} rebalances"
+            + (f", {as_bytes(best['bytes'])} in all" if best["bytes"] is not None else ""),
+        },
+    ]
+    if best["tokens_per_s"] and floor["tokens_per_s"]:
+        cards.append(
+            {
+                "label": "predicted tokens/s, moves paid",
+                "value": f"{best['tokens_per_s'] / floor['tokens_per_s'] - 1:+.1%}",
+                "from": f"{best['tokens_per_s']:,.0f} against {floor['tokens_per_s']:,.0f}",
+            }
+        )
+    if best["off_node"] is not None:
+        cards.append(
+            {
+                "label": "routes that leave their node",
+                "value": as_percent(best["off_node"]),
+                "from": f"doing nothing: {as_percent(floor['off_node'])}",
+            }
+        )
+    return cards
+
+
+def _groups(num_windows: int) -> list[np.ndarray]:
+    return np.array_split(np.arange(num_windows), min(num_windows, _MAX_COLUMNS))
+
+
+def _grouped(values: np.ndarray, groups: list[np.ndarray], reduce: Any) -> list[float | None]:
+    out = [float(reduce(values[group])) for group in groups]
+    return [round(value, 5) if np.isfinite(value) else None for value in out]
+
+
+def _time_pictures(report: ReplayReport, best: PolicyResult, groups: list[np.ndarray]) -> dict[str, Any]:
+    """Rank load, and the busiest rank of each layer, over time, before and after."""
+    pictures: dict[str, Any] = {"span": _span(report)}
+    for side, result in (("before", report.floor), ("after", best)):
+        load = np.stack([result.rank_load[group].mean(axis=0) for group in groups], axis=1)  # [R, columns]
+        mean = load.mean(axis=0)
+        relative = load / np.where(mean > 0, mean, 1)
+        layers = np.stack([1 / np.maximum(result.served[group].mean(axis=0), 1e-6) for group in groups], axis=1)
+        pictures[side] = {
+            "name": f"{side}: {result.name}",
+            "ranks": load.shape[0],
+            "columns": load.shape[1],
+            "load": _encode((relative - 1) / (2 * pictures["span"]) + 0.5),
+            "layers": _encode((layers - 1) / 2),
+        }
+    return pictures
+
+
+def _span(report: ReplayReport) -> float:
+    """How far colours reach from the mean, so that what "do nothing" does is visible: 5 % to 100 %, a round number."""
+    load = report.floor.rank_load
+    mean = load.mean(axis=1, keepdims=True)
+    widest = float(np.quantile(np.abs(load / np.where(mean > 0, mean, 1) - 1), 0.995))
+    return next((step for step in (0.05, 0.1, 0.2, 0.3, 0.5) if widest <= step), 1.0)
+
+
+def _heat(report: ReplayReport) -> dict[str, Any]:
+    mean = report.load.mean(axis=1, keepdims=True)
+    relative = report.load / np.where(mean > 0, mean, 1)
+    return {
+        "layers": list(report.moe_layer_ids),
+        "columns": report.load.shape[1],
+        "data": _encode((np.log2(np.maximum(relative, 2.0**-6)) + 3) / 6),
+    }
+
+
+def _traffic(report: ReplayReport) -> list[list[Any]] | None:
+    pictures = []
+    for result in dict.fromkeys([report.floor, report.best]):
+        total = result.traffic.sum()
+        if not np.isfinite(total) or total <= 0:
+            return None
+        pictures.append([result.name, np.round(result.traffic / total, 6).tolist()])
+    return pictures
+
+
+def _encode(shares: np.ndarray) -> str:
+    """Values 0..1 as bytes, clipped, row by row."""
+    return base64.b64encode(np.clip(np.rint(shares * 255), 0, 255).astype(np.uint8).tobytes()).decode()

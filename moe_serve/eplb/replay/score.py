@@ -1,0 +1,199 @@
+"""What one window of load costs on one placement: the numbers of a replay, each computed from recorded data alone.
+
+Shape words: L = layers, E = experts, R = ranks, N = nodes, P = slots.
+"""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from moe_serve.eplb.files.trace import record_activations
+from moe_serve.eplb.load import LoadRecord, LoadTrace, balancedness, rank_load, slot_load
+from moe_serve.eplb.placement import Placement
+from moe_serve.errors import TraceError
+from moe_serve.topology import Topology
+
+Floats = NDArray[np.float64]
+
+
+@dataclass(frozen=True, eq=False)
+class Arrivals:
+    """Experts that ranks must receive to get from one placement to another.
+
+    from_node, from_afar: [R] int64, experts whose nearest copy is on the same node, or on another one
+    """
+
+    from_node: NDArray[np.int64]
+    from_afar: NDArray[np.int64]
+
+    @property
+    def num_moves(self) -> int:
+        return int(self.from_node.sum() + self.from_afar.sum())
+
+
+class ReplayCosts(Protocol):
+    """Prices for a replay, in seconds and bytes. `replay_costs.ProfileCosts` takes them from profiles."""
+
+    @property
+    def expert_bytes(self) -> int:
+        """Weights of one expert of one layer."""
+        ...
+
+    def check(self, trace: LoadTrace) -> None:
+        """Raises ConfigError when the trace is of another model."""
+        ...
+
+    def step_seconds(
+        self, tokens: Floats, placement: Placement | None, num_slots: int, tokens_per_step: float, phase: str
+    ) -> float:
+        """Returns the time of one step: tokens [L, E] routed in it, tokens_per_step of all ranks. placement None: every
+        slot has the same load."""
+        ...
+
+    def stall_seconds(self, arrivals: Arrivals) -> float:
+        """Returns how long serving stands still when these experts move at once, between two steps."""
+        ...
+
+
+@dataclass(frozen=True, eq=False)
+class WindowScore:
+    """One window on one placement.
+
+    balancedness: [L], mean / max rank load
+    ranks:        [R], load summed over layers
+    off_node:     share of routes that leave the node of their token; None = sources not recorded
+    traffic:      [N, N] routes from node to node; None likewise
+    activated:    experts active in a step on the rank that has most of them, mean over layers; a replica is active with
+                  its expert. None = activations not recorded
+    step_s:       predicted time of one step; None = no costs
+    """
+
+    balancedness: Floats
+    ranks: Floats
+    off_node: float | None = None
+    traffic: Floats | None = None
+    activated: float | None = None
+    step_s: float | None = None
+
+
+class Scorer:
+    """Scores windows.
+
+    split "window": replicas share an expert's tokens evenly, on the sums of the window. Others ("even", "exact",
+    "fewest_activated") split every single step, which has to be in the trace; balancedness and activated experts are
+    then means over steps.
+    """
+
+    def __init__(
+        self, topology: Topology, topk: int | None, costs: ReplayCosts | None = None, split: str = "window"
+    ) -> None:
+        self.topology, self.topk, self.costs, self.split = topology, topk, costs, split
+        self._splitter: StepSplitter | None = None
+
+    def score(self, record: LoadRecord, placement: Placement, shares: Floats | None = None) -> WindowScore:
+        """Returns the score of a window; shares as in `rank_load`, for split "window"."""
+        off_node, traffic = self._traffic(record, placement)
+        if self.split == "window":
+            load = rank_load(record.tokens, placement, shares)
+            balance, ranks, activated = balancedness(load), load.sum(axis=0), self._activated(record, placement)
+        else:
+            if self._splitter is None or self._splitter.placement is not placement:
+                self._splitter = StepSplitter(self.split, placement)
+            slots = self._splitter.slot_tokens(record)
+            by_rank = slots.reshape(*slots.shape[:2], placement.num_ranks, -1)
+            load = by_rank.sum(axis=3).astype(np.float64)  # [steps, L, R]
+            balance, ranks = balancedness(load).mean(axis=0), load.sum(axis=(0, 1))
+            activated = float((by_rank > 0).sum(axis=3).max(axis=2).mean())
+        return WindowScore(
+            balance, ranks, off_node, traffic, activated, self._step(record, placement, placement.num_slots)
+        )
+
+    def perfect(self, record: LoadRecord, slots_per_rank: int) -> WindowScore:
+        """Returns what no placement can beat: every rank has the mean load of every layer."""
+        num_layers, num_ranks = record.num_layers, self.topology.num_ranks
+        step_s = self._step(record, None, slots_per_rank * num_ranks)
+        ranks = np.full(num_ranks, record.tokens.sum() / num_ranks)
+        return WindowScore(np.ones(num_layers), ranks, step_s=step_s)
+
+    def tokens_per_step(self, record: LoadRecord) -> float:
+        """Returns the tokens of one step over all ranks; the layers agree on it up to dropped tokens."""
+        assert self.topk is not None
+        return float(record.tokens.sum(axis=1).max(initial=0)) / self.topk / max(record.num_steps, 1)
+
+    def _step(self, record: LoadRecord, placement: Placement | None, num_slots: int) -> float | None:
+        if self.costs is None or not record.num_steps or not self.topk:
+            return None
+        tokens = record.tokens / record.num_steps
+        return self.costs.step_seconds(tokens, placement, num_slots, self.tokens_per_step(record), record.phase)
+
+    def _activated(self, record: LoadRecord, placement: Placement) -> float | None:
+        active = record_activations(record)
+        if active is None or not record.num_steps:
+            return None
+        slots = slot_load(active * placement.replica_count, placement)  # slot_load divides by the replicas again
+        by_rank = slots.reshape(placement.num_layers, placement.num_ranks, -1).sum(axis=2)
+        return float(by_rank.max(axis=1).mean()) / record.num_steps
+
+    def _traffic(self, record: LoadRecord, placement: Placement) -> tuple[float | None, Floats | None]:
+        if record.by_source is None:
+            return None, None
+        nodes, per_node = self.topology.num_nodes, self.topology.ranks_per_node
+        layers, experts = placement.num_layers, placement.num_logical
+        by_node = record.by_source.reshape(layers, nodes, per_node, experts).sum(axis=2)
+        table = placement.physical_to_logical
+        homes = np.arange(placement.num_slots) // (placement.slots_per_rank * per_node)
+        # One cell per (layer, node, expert); the last expert column collects empty slots.
+        keys = (np.arange(layers)[:, None] * nodes + homes) * (experts + 1) + table % (experts + 1)
+        copies = np.bincount(keys.ravel(), minlength=layers * nodes * (experts + 1)).reshape(layers, nodes, -1)
+        share = copies[:, :, :-1] / placement.replica_count[:, None, :]
+        traffic = np.einsum("lne,lme->nm", by_node.astype(np.float64), share, optimize=True)
+        total = traffic.sum()
+        return (float(1 - np.trace(traffic) / total) if total else 0.0), traffic
+
+
+def arrivals(old: Placement, new: Placement, topology: Topology) -> Arrivals:
+    """Returns which ranks must receive how many experts; slots of a rank are interchangeable."""
+    before, after = _holds(old), _holds(new)
+    received = after & ~before
+    nodes = before.reshape(old.num_layers, topology.num_nodes, topology.ranks_per_node, -1).any(axis=2)
+    near = received & np.repeat(nodes, topology.ranks_per_node, axis=1)
+    from_node = near.sum(axis=(0, 2))
+    return Arrivals(from_node, received.sum(axis=(0, 2)) - from_node)
+
+
+def _holds(placement: Placement) -> NDArray[np.bool_]:
+    """[L, R, E] whether a rank holds an expert."""
+    table = placement.physical_to_logical.reshape(placement.num_layers, placement.num_ranks, -1)
+    out = np.zeros((placement.num_layers, placement.num_ranks, placement.num_logical + 1), dtype=bool)
+    np.put_along_axis(out, table.astype(np.int64) % (placement.num_logical + 1), True, axis=2)
+    return out[:, :, :-1]
+
+
+class StepSplitter:
+    """Splits every single step of a window over the replicas of one placement, as a server would batch by batch."""
+
+    def __init__(self, split: str, placement: Placement) -> None:
+        """split: of `make_split`, without sources."""
+        from moe_serve.eplb.split.batch import make_split
+        from moe_serve.eplb.split.replica_graph import ReplicaGraph
+
+        self.placement = placement
+        graphs = (
+            ReplicaGraph.of(row, placement.num_ranks, placement.num_logical) for row in placement.physical_to_logical
+        )
+        self._layers = [make_split(split, graph) for graph in graphs]
+
+    def slot_tokens(self, record: LoadRecord) -> NDArray[np.int64]:
+        """Returns [steps, L, P]. Raises TraceError when the record does not hold single steps."""
+        if record.per_step is not None:
+            steps = record.per_step
+        elif record.num_steps == 1:
+            steps = record.tokens[None]
+        else:
+            raise TraceError(
+                f"the window of step {record.first_step} sums {record.num_steps} steps, and a split per batch works on "
+                f"single ones; record per_step, or use --split window"
+            )
+        return np.stack([[layer.split(row) for layer, row in zip(self._layers, step, strict=True)] for step in steps])

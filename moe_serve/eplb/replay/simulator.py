@@ -1,0 +1,200 @@
+"""Clusters that do not exist yet: a model on a machine under a load, over a sweep of sizes.
+
+A simulation is a replay of a drawn or recorded load on every combination of the swept values, priced by the cost model.
+The policies, the scoring and the Rebalancer are those of replays and of the live system.
+"""
+
+import itertools
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from moe_serve.eplb.cost.model import CostModel
+from moe_serve.eplb.cost.profile_files import HardwareProfile, ModelProfile
+from moe_serve.eplb.files.trace import folded
+from moe_serve.eplb.load import LoadTrace
+from moe_serve.eplb.rebalance.rebalancer import RebalanceSettings
+from moe_serve.eplb.replay.costs import ProfileCosts
+from moe_serve.eplb.replay.replay import ReplaySettings, replay
+from moe_serve.eplb.replay.result import CEILING, ReplayReport
+from moe_serve.eplb.synthetic import SyntheticLoad, synthetic_trace
+from moe_serve.errors import ConfigError
+from moe_serve.topology import Topology
+
+
+@dataclass(frozen=True, eq=False)
+class Simulation:
+    """What to simulate. Every tuple is swept; all combinations run.
+
+    nodes:            machines;  ranks_per_node: None = as the hardware profile says
+    slots:            physical experts per layer; () = experts + redundant, rounded up to the ranks
+    redundant:        used where slots is (): extra slots per layer
+    window_steps:     steps per window of load
+    policies:         of `replay`
+    load:             shape of the synthetic load; its layers, experts, topk and groups come from the model profile
+    trace:            a recorded load instead; windows are folded to window_steps
+    tokens_per_rank:  tokens of one step of one rank (synthetic load)
+    plan_latency_s:   time from the question to a policy to its answer, for "gate:" policies
+    gate:             of "gate:" policies; bytes_per_expert is taken from the model
+    """
+
+    model: ModelProfile
+    hardware: HardwareProfile
+    load: SyntheticLoad = field(default_factory=SyntheticLoad)
+    trace: LoadTrace | None = None
+    nodes: tuple[int, ...] = (4,)
+    ranks_per_node: int | None = None
+    slots: tuple[int, ...] = ()
+    redundant: tuple[int, ...] = (32,)
+    window_steps: tuple[int, ...] = (100,)
+    policies: tuple[str, ...] = ("greedy", "refined")
+    tokens_per_rank: int = 128
+    context: float = 4096.0
+    history: int = 1
+    interval: int = 1
+    off_home: float = 1.0
+    use_groups: bool = False
+    plan_latency_s: float = 0.1
+    gate: RebalanceSettings = field(default_factory=RebalanceSettings)
+    seed: int = 0
+
+
+@dataclass(frozen=True, eq=False)
+class Case:
+    """One combination: its cluster, slots and window, and what its replay found.
+
+    memory_bytes: expert weights of one rank.   fits: they fit into its memory with a tenth to spare
+    """
+
+    topology: Topology
+    num_slots: int
+    window_steps: int
+    report: ReplayReport
+    memory_bytes: int
+    fits: bool
+
+    def rows(self) -> Iterator[dict[str, Any]]:
+        """Yields a row per policy: the summary of the replay and the swept values."""
+        for result in self.report.results:
+            yield {
+                "ranks": self.topology.num_ranks,
+                "nodes": self.topology.num_nodes,
+                "num_slots": self.num_slots,
+                "window_steps": self.window_steps,
+                "memory_bytes": self.memory_bytes,
+                "fits": self.fits,
+                **self.report.summary(result),
+            }
+
+
+def num_cases(simulation: Simulation) -> int:
+    """Returns how many combinations there are."""
+    return len(simulation.nodes) * len(simulation.slots or simulation.redundant) * len(simulation.window_steps)
+
+
+def simulate(
+    simulation: Simulation, progress: Callable[[int, int], None] | None = None, jobs: int = 1
+) -> tuple[Case, ...]:
+    """Returns the cases in the order of the sweep: nodes, then slots, then windows.
+
+    progress: called with (cases done, cases)
+    Raises ConfigError for combinations that cannot be, before anything runs.
+    """
+    combinations = [
+        (topology, slots, window)
+        for topology in _topologies(simulation)
+        for slots, window in itertools.product(_slots(simulation, topology), simulation.window_steps)
+    ]
+    cases = []
+    for index, (topology, slots, window) in enumerate(combinations):
+        cases.append(_run(simulation, topology, slots, window, jobs))
+        if progress is not None:
+            progress(index + 1, len(combinations))
+    return tuple(cases)
+
+
+def _topologies(simulation: Simulation) -> list[Topology]:
+    per_node = simulation.ranks_per_node or simulation.hardware.ranks_per_node
+    return [Topology(nodes, per_node) for nodes in simulation.nodes]
+
+
+def _slots(simulation: Simulation, topology: Topology) -> Sequence[int]:
+    ranks, experts = topology.num_ranks, simulation.model.num_logical
+    if simulation.slots:
+        for slots in simulation.slots:
+            if slots % ranks or slots < experts:
+                least = math.ceil(experts / ranks) * ranks
+                raise ConfigError(
+                    f"{slots} slots on {ranks} ranks for {experts} experts; use a multiple of {ranks} from {least} on, "
+                    f"or --redundant, which is rounded up"
+                )
+        return simulation.slots
+    return list(dict.fromkeys(math.ceil((experts + extra) / ranks) * ranks for extra in simulation.redundant))
+
+
+def _run(simulation: Simulation, topology: Topology, num_slots: int, window_steps: int, jobs: int) -> Case:
+    model = simulation.model
+    costs = ProfileCosts(
+        CostModel(simulation.hardware, model, topology),
+        "prefill" if simulation.load.phase == "prefill" else "decode",
+        simulation.context,
+    )
+    trace = _trace(simulation, topology, window_steps)
+    step_s = _first_step_seconds(trace, costs, num_slots) if simulation.plan_latency_s else 1.0
+    settings = ReplaySettings(
+        topology,
+        num_slots,
+        history=simulation.history,
+        interval=simulation.interval,
+        num_groups=model.num_groups if simulation.use_groups and model.num_groups > 1 else None,
+        off_home=simulation.off_home,
+        seed=simulation.seed,
+        costs=costs,
+        gate=replace(simulation.gate, bytes_per_expert=costs.expert_bytes, off_home=simulation.off_home),
+        gate_model=costs.gate(),
+        latency_steps=math.ceil(simulation.plan_latency_s / step_s),
+    )
+    report = replay(trace, simulation.policies, settings, jobs=jobs)
+    report = replace(report, conditions={**report.conditions, "prices": costs.words()})
+    memory = num_slots // topology.num_ranks * model.num_moe_layers * costs.expert_bytes
+    return Case(topology, num_slots, window_steps, report, memory, memory <= 0.9 * simulation.hardware.hbm_bytes)
+
+
+def _trace(simulation: Simulation, topology: Topology, window_steps: int) -> LoadTrace:
+    if simulation.trace is not None:
+        return folded(simulation.trace, window_steps)
+    model = simulation.model
+    return synthetic_trace(
+        replace(
+            simulation.load,
+            num_layers=model.num_moe_layers,
+            num_logical=model.num_logical,
+            topk=model.topk,
+            num_groups=model.num_groups if model.num_groups > 1 else simulation.load.num_groups,
+            tokens_per_step=simulation.tokens_per_rank * topology.num_ranks,
+            steps_per_window=window_steps,
+            seed=simulation.seed,
+        )
+    )
+
+
+def _first_step_seconds(trace: LoadTrace, costs: ProfileCosts, num_slots: int) -> float:
+    costs.check(trace)
+    for record in trace:
+        steps = max(record.num_steps, 1)
+        tokens = record.tokens / steps
+        per_step = float(tokens.sum(axis=1).max(initial=0)) / (trace.topk or costs.model.model.topk)
+        return max(costs.step_seconds(tokens, None, num_slots, per_step, record.phase), 1e-6)
+    return 1.0
+
+
+def best_case(cases: Sequence[Case]) -> Case:
+    """Returns the case with most tokens per second and rank among those that fit; the first of all where none does."""
+    fitting = [case for case in cases if case.fits] or list(cases)
+
+    def rate(case: Case) -> float:
+        rows = [row for row in case.rows() if row["policy"] != CEILING]
+        return float(max(row["tokens_per_s"] or row["served_mean"] for row in rows)) / case.topology.num_ranks
+
+    return max(fitting, key=rate)
