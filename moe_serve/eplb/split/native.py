@@ -1,4 +1,4 @@
-"""split_exact.c, built at first use with the machine's C compiler and called through ctypes.
+"""exact.c, built at first use with the machine's C compiler and called through ctypes.
 
 Never required: without a compiler the Python twin gives the same answer, some thirty times slower. The library is
 kept in the user's cache folder under a name with the hash of its source, so a new version never meets an old build.
@@ -33,7 +33,7 @@ class _Graph(ctypes.Structure):
 
 
 def build_library(cache_dir: Path | None = None) -> ctypes.CDLL:
-    """Compiles split_exact.c, or finds an earlier build of the same source, and loads it.
+    """Compiles exact.c, or finds an earlier build of the same source, and loads it.
 
     cache_dir: None = $XDG_CACHE_HOME/moe_serve, or ~/.cache/moe_serve
     Raises ConfigError when there is no compiler, or it fails.
