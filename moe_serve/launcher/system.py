@@ -17,10 +17,8 @@ import zmq
 
 from moe_serve.config import ServeConfig
 from moe_serve.engine.messages import Fatal, Hello, Progress, Ready, decode_to_front_end, encode
-from moe_serve.errors import LaunchError
 from moe_serve.launcher.display import StartDisplay
 from moe_serve.launcher.local import WORKER, Child, Death, LocalRanks, child_environment, describe_exit, new_token
-from moe_serve.launcher.rank_env import free_port
 from moe_serve.server.bridge import SUPERVISOR
 from moe_serve.server.ports import open_port
 
@@ -65,13 +63,9 @@ def serve_on_this_machine(config: ServeConfig, display: StartDisplay, worker: st
 def with_ports(config: ServeConfig, http_port: int) -> ServeConfig:
     """Returns the configuration with real port numbers where it says 0. Raises LaunchError when the ranks' is taken."""
     server = config.server
-    worker_port = server.worker_port
-    if worker_port == 0:
-        worker_port = free_port()
-    else:
-        open_port(
-            server.worker_host, worker_port, "server.worker_host", "--set server.worker_port=… (0: any)"
-        ).close()
+    which = "--set server.worker_port=… (0: any)"
+    with open_port(server.worker_host, server.worker_port, "server.worker_host", which) as probe:
+        worker_port = probe.getsockname()[1]
     server = server.model_copy(update={"port": http_port, "worker_port": worker_port})
     return config.model_copy(update={"server": server})
 

@@ -1,5 +1,6 @@
 """Opens the port of the HTTP server; apart from the server, so that the launcher can do it before anything starts."""
 
+import errno
 import os
 import socket
 
@@ -8,22 +9,27 @@ from moe_serve.errors import LaunchError
 _BACKLOG = 2048
 
 
-def open_port(host: str, port: int) -> socket.socket:
-    """Returns a listening socket; port 0 = any free one. Raises LaunchError when the address cannot be opened."""
+def open_port(host: str, port: int, where: str = "server.host", which: str = "--port or server.port") -> socket.socket:
+    """Returns a listening socket; port 0 = any free one. Raises LaunchError when the address cannot be opened.
+
+    where, which: the settings that the host and the port come from, for the error
+    """
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         listener = socket.socket(family, kind, protocol)
     except OSError as error:
-        raise LaunchError(f"server.host is {host!r}, which is no address of this machine ({error})") from None
+        raise LaunchError(f"{where} is {host!r}, which is no address of this machine ({error}); correct it") from None
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)
         listener.listen(_BACKLOG)
     except OSError as error:
         listener.close()
+        if error.errno == errno.EADDRNOTAVAIL:
+            raise LaunchError(f"{where} is {host!r}, which is no address of this machine; correct it") from None
         raise LaunchError(
             f"port {port} on {host} cannot be opened ({os.strerror(error.errno or 0)}); "
-            "end what uses it, or choose another one by --port or server.port"
+            f"end what uses it, or choose another one by {which}"
         ) from None
     listener.setblocking(False)
     return listener
