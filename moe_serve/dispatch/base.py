@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from moe_serve.errors import ConfigError
+from moe_serve.log import get_logger
 
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
@@ -153,7 +154,7 @@ def make_all_to_all(
 ) -> AllToAll:
     """Returns the transport of that name.
 
-    backend:             "auto" (local on one rank, else collective), "local", "collective", "low_latency" (ranks of one
+    backend:             "auto" (see choose.py; logs why), "local", "collective", "low_latency" (ranks of one
                          host; a collective call, since it maps shared memory)
     dtype:               compute dtype of hidden rows and expert outputs
     wire_dtype:          "auto" (compute dtype), "float32", "bf16", "fp8"; see wire.py
@@ -166,8 +167,15 @@ def make_all_to_all(
     from moe_serve.dispatch.wire import make_wire
 
     wire = make_wire(wire_dtype, dtype)
+    limits: BufferLimits | None = None
+    if max_tokens_per_rank is not None and hidden is not None and topk is not None:
+        limits = BufferLimits(max_tokens_per_rank, hidden, topk, slots_per_rank)
     if backend == "auto":
-        backend = "local" if group.num_ranks == 1 else "collective"
+        from moe_serve.dispatch.choose import choose_backend
+
+        choice = choose_backend(group, limits, wire)
+        backend = choice.backend
+        get_logger(__name__).info("dispatch.backend auto: %s (%s)", backend, choice.why)
     match backend:
         case "local":
             from moe_serve.dispatch.local import LocalAllToAll
@@ -185,11 +193,10 @@ def make_all_to_all(
         case "low_latency":
             from moe_serve.dispatch.low_latency import make_low_latency
 
-            if max_tokens_per_rank is None or hidden is None or topk is None:
+            if limits is None:
                 raise ConfigError(
                     "dispatch.backend low_latency needs max_tokens_per_rank, hidden and topk for its buffers"
                 )
-            limits = BufferLimits(max_tokens_per_rank, hidden, topk, slots_per_rank)
             return make_low_latency(group, limits, dtype, wire, deadline_s, compiled, masked)
         case _:
             raise ConfigError(f"dispatch.backend is {backend!r}; choose one of auto, local, collective, low_latency")

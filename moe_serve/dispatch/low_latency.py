@@ -23,6 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from moe_serve.dispatch.base import BufferLimits, Deferred, Dispatched, EpGroup, MaskedRows, PackedRows, Pending
+from moe_serve.dispatch.buffers import inbox_shape, most_tokens
 from moe_serve.dispatch.channel import Channel, Peers, check_epoch
 from moe_serve.dispatch.flag_wait import FlagWait
 from moe_serve.dispatch.inbox import (
@@ -43,8 +44,6 @@ from moe_serve.dispatch.symmetric import SymmetricMemory
 from moe_serve.dispatch.symmetric_shm import share_regions
 from moe_serve.dispatch.wire import Codec, Wire
 from moe_serve.errors import CapacityError, ConfigError, PeerError
-
-MIN_COUNTS = 4096  # numbers that one exchange of counts can carry at least: 32 KiB
 
 
 class LowLatencyAllToAll:
@@ -193,19 +192,6 @@ class LowLatencyAllToAll:
             )
 
 
-def inbox_shape(num_ranks: int, limits: BufferLimits, wire: Wire) -> InboxShape:
-    """Returns how the regions are divided for these limits."""
-    return InboxShape(
-        num_ranks=num_ranks,
-        slots_per_rank=limits.slots_per_rank,
-        topk=limits.topk,
-        max_tokens=limits.max_tokens_per_rank,
-        row_bytes=wire.dispatch.row_bytes(limits.hidden),
-        home_row_bytes=wire.combine.row_bytes(limits.hidden),
-        max_counts=max(MIN_COUNTS, num_ranks * limits.slots_per_rank),
-    )
-
-
 def make_low_latency(
     group: EpGroup,
     limits: BufferLimits,
@@ -226,7 +212,11 @@ def make_low_latency(
         )
     assert group.process_group is not None, "low_latency maps memory over a process group"
     shape = inbox_shape(group.num_ranks, limits, wire)
-    memory = share_regions(group.process_group, shape.num_bytes)
+
+    def advise(free_bytes: int) -> str:
+        return f" to {most_tokens(group.num_ranks, limits, wire, free_bytes)}"
+
+    memory = share_regions(group.process_group, shape.num_bytes, advise)
     transport = LowLatencyAllToAll(memory, shape, limits.hidden, dtype, wire, deadline_s, compiled, masked)
     dist.barrier(group=group.process_group)  # canaries and first flags are in place
     return transport

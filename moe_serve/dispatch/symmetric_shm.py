@@ -9,6 +9,7 @@ import mmap
 import os
 import platform
 import secrets
+from collections.abc import Callable
 
 import numpy as np
 import torch
@@ -19,7 +20,7 @@ from moe_serve.errors import CapacityError, ConfigError
 
 _HEAD_BYTES = 4096  # a page in front of the region: the owner's process id
 _FOLDER = "/dev/shm"
-_STORE_ORDER = ("x86_64", "AMD64")  # machines that make stores visible in program order
+STORE_ORDER = ("x86_64", "AMD64")  # machines that make stores visible in program order
 
 
 class ShmMemory:
@@ -52,18 +53,21 @@ def map_anonymous(num_ranks: int, num_bytes: int) -> list[mmap.mmap]:
     return [mmap.mmap(-1, _HEAD_BYTES + num_bytes) for _ in range(num_ranks)]
 
 
-def share_regions(group: dist.ProcessGroup, num_bytes: int) -> ShmMemory:
+def share_regions(
+    group: dist.ProcessGroup, num_bytes: int, advise: Callable[[int], str] = lambda free_bytes: ""
+) -> ShmMemory:
     """Returns the regions of a process group whose ranks are on one host; a collective call.
 
+    advise: gives from the free bytes what to add to the error when they do not suffice
     Raises CapacityError when /dev/shm has no room, ConfigError on a machine without the order of stores this relies on,
     or when the ranks are on several hosts.
     """
     check_machine(platform.machine())
     rank, num_ranks = group.rank(), group.size()
     size = _HEAD_BYTES + num_bytes
-    hosts, free_bytes, secret = _compare_hosts(group)
+    hosts, free_bytes, secret = compare_hosts(group)
     _check_one_host(hosts, rank)
-    _check_room(size, num_ranks, free_bytes)
+    _check_room(size, num_ranks, free_bytes, advise(free_bytes))
     paths = [f"{_FOLDER}/moe_serve_{secret:016x}_{owner}" for owner in range(num_ranks)]
     own = os.open(paths[rank], os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
     try:
@@ -81,14 +85,14 @@ def share_regions(group: dist.ProcessGroup, num_bytes: int) -> ShmMemory:
 
 def check_machine(machine: str) -> None:
     """Raises ConfigError where rows could become visible after the flag that announces them."""
-    if machine not in _STORE_ORDER:
+    if machine not in STORE_ORDER:
         raise ConfigError(
             f"dispatch.backend low_latency relies on the store order of x86-64 and this is {machine}; "
             "set dispatch.backend: collective"
         )
 
 
-def _compare_hosts(group: dist.ProcessGroup) -> tuple[list[int], int, int]:
+def compare_hosts(group: dist.ProcessGroup) -> tuple[list[int], int, int]:
     """Returns the host of each rank, the least room that a rank sees, and a secret of rank 0: equal on all ranks."""
     with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
         host = int(file.read().strip().replace("-", ""), 16) & (2**62 - 1)
@@ -109,12 +113,12 @@ def _check_one_host(hosts: list[int], rank: int) -> None:
         )
 
 
-def _check_room(size: int, num_ranks: int, free_bytes: int) -> None:
+def _check_room(size: int, num_ranks: int, free_bytes: int, advice: str) -> None:
     if size * num_ranks > free_bytes:
         raise CapacityError(
             f"low-latency buffers take up to {size * num_ranks / 2**30:.2f} GiB of {_FOLDER} for {num_ranks} ranks and "
-            f"{free_bytes / 2**30:.2f} GiB are free; lower dispatch.max_tokens_per_rank, or give the container more "
-            "shared memory (docker run --shm-size)"
+            f"{free_bytes / 2**30:.2f} GiB are free; lower dispatch.max_tokens_per_rank{advice}, or give the container "
+            "more shared memory (docker run --shm-size)"
         )
 
 

@@ -1,0 +1,63 @@
+"""Sizes of static buffers, and what `auto` chooses."""
+
+import logging
+import platform
+from dataclasses import replace
+from unittest import mock
+
+import pytest
+import torch
+
+from moe_serve.dispatch.base import BufferLimits, EpGroup, make_all_to_all
+from moe_serve.dispatch.buffers import buffer_sizes, inbox_shape, most_tokens
+from moe_serve.dispatch.choose import choose_backend
+from moe_serve.dispatch.wire import make_wire
+from tests.ranks import run_ranks
+
+WIRE = make_wire("bf16", torch.bfloat16)
+V3 = BufferLimits(max_tokens_per_rank=128, hidden=7168, topk=8, slots_per_rank=36)
+
+
+def test_a_hand_worked_size() -> None:
+    sizes = buffer_sizes(8, V3, WIRE)
+    assert sizes.parts["rows out"] == 2 * 8 * 128 * 7168 * 2
+    assert sizes.parts["results home"] == 2 * 8 * 128 * 8 * 7168 * 2
+    assert sum(sizes.parts.values()) <= sizes.total <= sum(sizes.parts.values()) * 1.01
+    assert "per rank" in sizes.lines()[0]
+
+
+def test_redundant_experts_are_counted() -> None:
+    with_redundant = replace(V3, slots_per_rank=1000)
+    assert buffer_sizes(8, with_redundant, WIRE).total > buffer_sizes(8, V3, WIRE).total
+
+
+@pytest.mark.parametrize("free_gib", [0.001, 0.1, 3, 700])
+def test_most_tokens_fit_and_one_more_does_not(free_gib: float) -> None:
+    free = int(free_gib * 2**30)
+    most = most_tokens(8, V3, WIRE, free)
+    assert 8 * inbox_shape(8, replace(V3, max_tokens_per_rank=most + 1), WIRE).num_bytes > free
+    assert most == 0 or 8 * inbox_shape(8, replace(V3, max_tokens_per_rank=most), WIRE).num_bytes <= free
+
+
+def check_choices(rank: int, group: EpGroup) -> list[str]:
+    def backend(limits: BufferLimits | None) -> str:
+        choice = choose_backend(group, limits, WIRE)
+        assert choice.why
+        return choice.backend
+
+    chosen = [backend(replace(V3, hidden=64)), backend(None), backend(replace(V3, max_tokens_per_rank=1 << 40))]
+    with mock.patch.object(platform, "machine", return_value="aarch64"):
+        chosen.append(backend(replace(V3, hidden=64)))
+    return chosen
+
+
+def test_auto_takes_shared_memory_on_one_host_and_says_why_not_elsewhere() -> None:
+    assert run_ranks(1, check_choices) == [["local"] * 4]
+    assert run_ranks(2, check_choices) == [["low_latency", "collective", "collective", "collective"]] * 2
+
+
+def test_auto_logs_its_reason(caplog: pytest.LogCaptureFixture) -> None:
+    logging.getLogger("moe_serve").propagate = True
+    with caplog.at_level(logging.INFO, logger="moe_serve"):
+        make_all_to_all("auto", EpGroup(0, 1, torch.device("cpu")), 4, torch.float32)
+    assert "dispatch.backend auto: local (one rank)" in caplog.text
