@@ -60,6 +60,7 @@ class Engine:
     settings: EngineSettings = field(default_factory=EngineSettings)
     counters: EngineCounters = field(default_factory=EngineCounters)
     step: int = 0
+    lost_front_end: bool = False  # why this rank asked for the end
     _requests: dict[str, Request] = field(default_factory=dict)
     _held_steps: int = 0
     _wants_stop: bool = False
@@ -252,5 +253,9 @@ class Engine:
         )
         silent_s = min(self.mailbox.front_end_silent_s(), now_s - self._started_s)
         if silent_s > self.settings.front_end_deadline_s and not self._wants_stop:
-            log.error("no front end was heard for %.0f s; the engine ends", silent_s)
-            self._wants_stop = True
+            log.error(
+                "no front end was heard for %.0f s; the engine ends. Start `moe-serve frontend` with the ranks' own "
+                "configuration, where they reach it at server.worker_host:worker_port",
+                silent_s,
+            )
+            self._wants_stop = self.lost_front_end = True

@@ -4,7 +4,8 @@
     mpirun -n 2 python -m moe_serve.launcher.serve --config configs/demo-cpu.yaml
 
 A front end (`moe-serve frontend`, started for you by `moe-serve serve`) must listen at server.worker_host:worker_port.
-Exits with 0 when told to end, 1 when the epoch was lost (a peer died, a step failed), 2 for a setting to correct.
+Exits with 0 when told to end, 1 when the epoch was lost (a peer or the front end is gone, a step failed), 2 for a
+setting to correct.
 """
 
 import os
@@ -82,6 +83,7 @@ def run_worker(config: ServeConfig, env: RankEnv) -> int:
         engine = _start(config, env, mailbox)
         engine.run()
         mailbox.send(Goodbye(env.rank, env.epoch))
+        code = 1 if engine.lost_front_end else 0
     except PeerError as error:
         code = _epoch_lost(mailbox, env, str(error), error.rank)
     except MoeServeError as error:
