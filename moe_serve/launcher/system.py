@@ -142,7 +142,8 @@ class _System:
             self.display.stop()
             address = _url(self.config.server.host, self.config.server.port)
             self.display.note(f"ready after {self.display.elapsed_s:.1f} s: {address}", style="green")
-            self.display.note(f"""  try: curl {address}/generate -d '{{"text": "def "}}'""")
+            prompt = '{"input_ids": [5, 6, 7]}' if self.config.model.skip_tokenizer else '{"text": "def "}'
+            self.display.note(f"  try: curl {address}/generate -d '{prompt}'")
 
     def _look_for_losses(self) -> None:
         """Reports a lost rank once, and ends the others; before the system was ready, all of it."""

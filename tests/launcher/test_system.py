@@ -41,6 +41,12 @@ def test_it_serves_and_ctrl_c_leaves_nothing(tmp_path, monkeypatch):
         assert "[rank 1] this is rank 1" in system.output
 
 
+def test_the_example_call_is_one_that_works():
+    with serving("model.skip_tokenizer=true") as system, system.client() as client:
+        body = system.wait_for(r"try: curl \S+ -d '(.*)'")[1]
+        assert client.post("/generate", content=body).status_code == 200
+
+
 def test_sigterm_while_starting_ends_everything():
     with serving(mishap="1:never ready") as system:
         system.wait_for("rank 1: loading weights")
