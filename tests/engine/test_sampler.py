@@ -49,6 +49,13 @@ def test_sampling_follows_the_softmax() -> None:
     np.testing.assert_allclose(shares, np.exp(logits), atol=0.015)
 
 
+@given(st.lists(st.integers(-3, 3), min_size=1, max_size=30), st.integers(1, 40))
+def test_top_k_keeps_what_a_whole_sort_keeps(values: list[int], top_k: int) -> None:
+    logits = np.array(values, dtype=np.float64)
+    best = sorted(range(len(values)), key=lambda index: (-values[index], index))[:top_k]
+    assert candidates(logits, SamplingParams(top_k=top_k)).tolist() == sorted(best)
+
+
 @pytest.mark.parametrize("temperature", [5e-324, 1e-310, 1e-300, 1e308])
 @pytest.mark.parametrize("top_p", [5e-324, 0.5, 1.0])
 def test_no_temperature_ends_the_engine(temperature: float, top_p: float) -> None:
@@ -59,7 +66,8 @@ def test_no_temperature_ends_the_engine(temperature: float, top_p: float) -> Non
 
 @pytest.mark.parametrize("value", [-np.inf, np.inf, np.nan], ids=["all banned", "overflow", "not a number"])
 def test_a_row_without_a_finite_maximum_gives_some_token(value: float) -> None:
-    assert 0 <= sample_row(np.full(4, value), SamplingParams(top_p=0.5), seed=3, output_index=0) < 4
+    for params in (SamplingParams(top_p=0.5), SamplingParams(top_k=2), SamplingParams()):
+        assert 0 <= sample_row(np.full(4, value), params, seed=3, output_index=0) < 4
 
 
 def test_neighbouring_indices_and_ids_draw_independent_noise() -> None:
