@@ -155,7 +155,7 @@ def make_all_to_all(
     """Returns the transport of that name.
 
     backend:             "auto" (see choose.py; logs why), "local", "collective", "low_latency" (ranks of one
-                         host; a collective call, since it maps shared memory)
+                         host; a collective call, since it maps shared memory), "deepep" (an installed DeepEP)
     dtype:               compute dtype of hidden rows and expert outputs
     wire_dtype:          "auto" (compute dtype), "float32", "bf16", "fp8"; see wire.py
     max_tokens_per_rank, hidden, topk: most rows of one dispatch, and their shape; low_latency is sized by them
@@ -198,5 +198,12 @@ def make_all_to_all(
                     "dispatch.backend low_latency needs max_tokens_per_rank, hidden and topk for its buffers"
                 )
             return make_low_latency(group, limits, dtype, wire, deadline_s, compiled, masked)
+        case "deepep":
+            from moe_serve.dispatch.deepep import make_deepep
+
+            if limits is None:
+                raise ConfigError("dispatch.backend deepep needs max_tokens_per_rank, hidden and topk for its buffers")
+            return make_deepep(group, limits, dtype, wire_dtype)
         case _:
-            raise ConfigError(f"dispatch.backend is {backend!r}; choose one of auto, local, collective, low_latency")
+            known = "auto, local, collective, low_latency, deepep"
+            raise ConfigError(f"dispatch.backend is {backend!r}; choose one of {known}")
