@@ -162,17 +162,19 @@ def fit_to_model(prompt: Prompt, prompt_ids: Sequence[int], limits: ModelLimits)
         raise RequestError(
             f"{field} has {len(prompt_ids)} tokens, at most {longest} are served; shorten it", field=field
         )
-    params, room = prompt.params, limits.max_model_len - len(prompt_ids)
+    # The cache of a rank holds max_prompt_len + 1 tokens where that is fewer; the last token needs no place in it.
+    max_tokens = min(limits.max_model_len, limits.max_prompt_len + 2)
+    params, room = prompt.params, max_tokens - len(prompt_ids)
     if params.max_new_tokens > room:
         if prompt.explicit_length:
             raise RequestError(
                 f"max_new_tokens is {params.max_new_tokens} and the prompt has {len(prompt_ids)} tokens, together more "
-                f"than the model's {limits.max_model_len}; ask for at most {room}",
+                f"than the {max_tokens} that are served; ask for at most {room}",
                 field="max_new_tokens",
             )
         if params.min_new_tokens > room:
             raise RequestError(
-                f"min_new_tokens is {params.min_new_tokens} but the model has room for {room} tokens after this prompt",
+                f"min_new_tokens is {params.min_new_tokens} but there is room for {room} tokens after this prompt",
                 field="min_new_tokens",
             )
         params = replace(params, max_new_tokens=room)

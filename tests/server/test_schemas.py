@@ -3,6 +3,7 @@
 import contextlib
 import json
 
+import msgspec
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -10,7 +11,7 @@ from hypothesis import strategies as st
 from moe_serve.attention_dp.request import SamplingParams
 from moe_serve.engine.messages import ModelLimits
 from moe_serve.errors import RequestError
-from moe_serve.server.schemas import MAX_SAMPLES, derived_seed, draw_seed, fit_to_model, parse_generate
+from moe_serve.server.schemas import MAX_SAMPLES, Prompt, derived_seed, draw_seed, fit_to_model, parse_generate
 
 LIMITS = ModelLimits(
     model_name="demo", vocab_size=100, max_model_len=32, max_prompt_len=30, eos_token_ids=[1], block_size=4
@@ -243,6 +244,12 @@ def test_what_a_model_cannot_serve_is_named(ids, sampling_params, field, words):
 def test_a_length_that_was_not_asked_for_is_cut_to_the_model():
     assert fit([1] * 20).max_new_tokens == 12
     assert fit([1] * 20, max_new_tokens=12).max_new_tokens == 12
+
+
+def test_a_length_that_was_not_asked_for_is_cut_to_the_cache():
+    limits = msgspec.structs.replace(LIMITS, max_model_len=1000)  # of which a rank's cache holds 31
+    prompt = Prompt(None, [1] * 20, SamplingParams(), 1, False, None, None)
+    assert fit_to_model(prompt, [1] * 20, limits).max_new_tokens == 12  # the last one needs no place there
 
 
 def test_top_k_beyond_the_vocabulary_means_all_tokens():
