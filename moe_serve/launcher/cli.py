@@ -154,12 +154,7 @@ def generate(
     from moe_serve.launcher.flags import effective_config
     from moe_serve.launcher.generate import generate_to
 
-    flags = {
-        "model.path": model_path,
-        "parallel.num_ranks": num_ranks,
-        "model.load_format": load_format,
-        "model.dtype": dtype,
-    }
+    flags = _model_flags(model_path, num_ranks, load_format, dtype)
     params = SamplingParams(
         max_new_tokens=max_new_tokens,
         temperature=temperature,
@@ -185,13 +180,20 @@ def check(
     from moe_serve.launcher.check import print_check
     from moe_serve.launcher.flags import effective_config
 
-    flags = {
+    flags = _model_flags(model_path, num_ranks, load_format, dtype)
+    raise typer.Exit(print_check(effective_config(config, flags, overrides or ())))
+
+
+def _model_flags(
+    model_path: str | None, num_ranks: int | None, load_format: str | None, dtype: str | None
+) -> dict[str, object]:
+    """Returns the settings that the flags of every command with a model stand for."""
+    return {
         "model.path": model_path,
         "parallel.num_ranks": num_ranks,
         "model.load_format": load_format,
         "model.dtype": dtype,
     }
-    raise typer.Exit(print_check(effective_config(config, flags, overrides or ())))
 
 
 def _add_balancer_commands(arguments: list[str]) -> None:
