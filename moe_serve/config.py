@@ -66,7 +66,9 @@ class ParallelConfig(Section):
 class DispatchConfig(Section):
     """How token rows travel between ranks."""
 
-    backend: Literal["auto", "local", "collective"] = "auto"  # auto: local on one rank, else collective
+    backend: Literal["auto", "local", "collective", "low_latency"] = (
+        "auto"  # auto: by ranks and hosts; see /server_info
+    )
     max_tokens_per_rank: PositiveInt | None = None  # rows of one dispatch; None: engine.max_batch_tokens
     wire_dtype: Literal["auto", "float32", "bf16", "fp8"] = "auto"  # auto: the compute dtype
 

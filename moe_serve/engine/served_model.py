@@ -165,6 +165,9 @@ def build_served_model(config: ServeConfig, group: EpGroup, progress: Progress |
         dtype,
         config.dispatch.wire_dtype,
         max_tokens_per_rank=max_tokens_per_rank,
+        hidden=spec.hidden,
+        topk=spec.topk,
+        deadline_s=config.engine.step_deadline_s,
     )
     recorder = LoadRecorder(len(spec.moe_layer_ids), spec.num_logical, group, placement.slots_per_rank)
     parallel = ExpertParallel(

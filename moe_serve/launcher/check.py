@@ -202,10 +202,8 @@ def _slots(placement: "Placement", spec: "ModelSpec") -> Line:
 
 def _describe_choices(report: Report, config: ServeConfig, device: str) -> None:
     num_ranks = config.parallel.num_ranks
-    auto = "auto: "
     backend = config.dispatch.backend
-    chosen = ("local" if num_ranks == 1 else "collective") if backend == "auto" else backend
-    wire = "NCCL" if device == "cuda" else "gloo"
+    dispatch, why_dispatch = _dispatch(backend, num_ranks, device)
     dtype = config.model.dtype
     if dtype == "auto":
         dtype = "float32" if device == "cpu" else "bfloat16"
@@ -214,11 +212,7 @@ def _describe_choices(report: Report, config: ServeConfig, device: str) -> None:
         Line("ranks", str(num_ranks), "each owns its requests and its share of the experts"),
         Line("device", device, "auto: what torch finds here" if config.parallel.device == "auto" else ""),
         Line("compute dtype", dtype, why_dtype if config.model.dtype == "auto" else ""),
-        Line(
-            "dispatch",
-            "local (rows stay on the rank)" if chosen == "local" else f"{chosen} (torch.distributed, {wire})",
-            (auto if backend == "auto" else "") + ("one rank" if num_ranks == 1 else f"{num_ranks} ranks"),
-        ),
+        Line("dispatch", dispatch, why_dispatch),
         Line(
             "wire dtype",
             dtype if config.dispatch.wire_dtype == "auto" else config.dispatch.wire_dtype,
@@ -232,6 +226,19 @@ def _describe_choices(report: Report, config: ServeConfig, device: str) -> None:
         Line("kernels", "Triton" if device == "cuda" else "plain torch", f"for {device}"),
         Line("numerics", config.engine.numerics, _numerics(config)),
     ]
+
+
+def _dispatch(backend: str, num_ranks: int, device: str) -> tuple[str, str]:
+    """Returns which transport will carry rows, and why; what only the ranks can find out is said as a condition."""
+    network = "collective (torch.distributed, NCCL)" if device == "cuda" else "collective (torch.distributed, gloo)"
+    words = {"local": "local (rows stay on the rank)", "collective": network, "low_latency": "low_latency (shared
+    memory)"} if backend != "auto":
+        return words.get(backend, backend), ""
+    if num_ranks == 1:
+        return words["local"], "auto: one rank"
+    if device == "cuda":
+        return network, f"auto: {num_ranks} ranks on GPUs"
+    return words["low_latency"], f"auto: {num_ranks} CPU ranks, if all are on one host; else {network}"
 
 
 def _numerics(config: ServeConfig) -> str:
