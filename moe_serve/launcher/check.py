@@ -231,8 +231,12 @@ def _describe_choices(report: Report, config: ServeConfig, device: str) -> None:
 def _dispatch(backend: str, num_ranks: int, device: str) -> tuple[str, str]:
     """Returns which transport will carry rows, and why; what only the ranks can find out is said as a condition."""
     network = "collective (torch.distributed, NCCL)" if device == "cuda" else "collective (torch.distributed, gloo)"
-    words = {"local": "local (rows stay on the rank)", "collective": network, "low_latency": "low_latency (shared
-    memory)"} if backend != "auto":
+    words = {
+        "local": "local (rows stay on the rank)",
+        "collective": network,
+        "low_latency": "low_latency (shared memory)",
+    }
+    if backend != "auto":
         return words.get(backend, backend), ""
     if num_ranks == 1:
         return words["local"], "auto: one rank"
