@@ -4,23 +4,29 @@ Everything a client can get wrong is refused here, before a rank hears of it, wi
 field. A known field whose feature is not offered passes only with its null or neutral value. Torch-free.
 """
 
-import difflib
 import hashlib
-import math
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeGuard
 
-import msgspec
-
 from moe_serve.attention_dp.request import MAX_SEED, SamplingParams
 from moe_serve.engine.messages import ModelLimits
 from moe_serve.errors import RequestError
+from moe_serve.server.json_fields import (
+    Fields,
+    boolean,
+    natural_number,
+    parse_object,
+    real_number,
+    short_name,
+    show,
+    token_ids,
+    whole_number,
+)
 
 MAX_SAMPLES = 128  # `n` of one prompt
 MAX_STOP_CHARS = 1024  # of one stop string
-MAX_NAME_CHARS = 256  # of rid, session_id and cache_salt
 
 # Fields of SGLang whose features are not offered: null, or one of these values, means "not asked for".
 NEUTRAL_FIELDS: Mapping[str, tuple[Any, ...]] = {
@@ -101,10 +107,10 @@ def parse_generate(body: bytes, max_prompts: int) -> GenerateRequest:
 
     Raises RequestError with the field, its value and what is wrong.
     """
-    content = _parse_object(body)
+    content = parse_object(body)
     # First of all: a small body can hold millions of prompts, and looking at each would stall every other client.
     _check_num_prompts(content, max_prompts)
-    values = _Fields(content, "", NEUTRAL_FIELDS)
+    values = Fields(content, "", NEUTRAL_FIELDS, OTHER_WORDS)
     texts = values.take("text", _text_or_texts)
     ids = values.take("input_ids", _ids_or_batch)
     if (texts is None) == (ids is None):
@@ -120,7 +126,7 @@ def parse_generate(body: bytes, max_prompts: int) -> GenerateRequest:
         return _one_for_each(name, values.take(name, lambda name, value: value), len(batch), is_batch, check)
 
     params = [_parse_params(name, value) for name, value in spread("sampling_params", lambda n, v: (n, v))]
-    rids, sessions = spread("rid", _name), spread("session_id", _name)
+    rids, sessions = spread("rid", short_name), spread("session_id", short_name)
     request = GenerateRequest(
         prompts=tuple(
             Prompt(
@@ -134,10 +140,10 @@ def parse_generate(body: bytes, max_prompts: int) -> GenerateRequest:
             )
             for i, item in enumerate(batch)
         ),
-        stream=bool(values.take("stream", _bool)),
+        stream=bool(values.take("stream", boolean)),
         is_batch=is_batch or any(item.num_samples > 1 for item in params),
-        salt=values.take("cache_salt", _name) or values.take("extra_key", _name) or "",
-        rank=_first(values.take("routed_dp_rank", _count), values.take("data_parallel_rank", _count)),
+        salt=values.take("cache_salt", short_name) or values.take("extra_key", short_name) or "",
+        rank=_first(values.take("routed_dp_rank", natural_number), values.take("data_parallel_rank", natural_number)),
     )
     values.refuse_the_rest()
     return request
@@ -213,21 +219,21 @@ def _parse_params(name: str, given: Any) -> _Params:
     if given is None:
         return _Params(SamplingParams(), 1, False)
     if not isinstance(given, dict):
-        raise RequestError(f"{name} is {_show(given)}, expected an object", field=name)
-    values = _Fields(given, f"{name}.", NEUTRAL_PARAMS)
+        raise RequestError(f"{name} is {show(given)}, expected an object", field=name)
+    values = Fields(given, f"{name}.", NEUTRAL_PARAMS, OTHER_WORDS)
     taken = {
-        "max_new_tokens": values.take("max_new_tokens", _whole),
-        "min_new_tokens": values.take("min_new_tokens", _whole),
-        "temperature": values.take("temperature", _number),
-        "top_p": values.take("top_p", _number),
-        "top_k": values.take("top_k", _whole),
+        "max_new_tokens": values.take("max_new_tokens", whole_number),
+        "min_new_tokens": values.take("min_new_tokens", whole_number),
+        "temperature": values.take("temperature", real_number),
+        "top_p": values.take("top_p", real_number),
+        "top_k": values.take("top_k", whole_number),
         "stop": values.take("stop", _stops),
-        "stop_token_ids": values.take("stop_token_ids", _whole_list),
-        "seed": values.take("sampling_seed", _whole),
-        "ignore_eos": values.take("ignore_eos", _bool),
-        "skip_special_tokens": values.take("skip_special_tokens", _bool),
+        "stop_token_ids": values.take("stop_token_ids", token_ids),
+        "seed": values.take("sampling_seed", whole_number),
+        "ignore_eos": values.take("ignore_eos", boolean),
+        "skip_special_tokens": values.take("skip_special_tokens", boolean),
     }
-    num_samples = values.take("n", _whole)
+    num_samples = values.take("n", whole_number)
     if num_samples is not None and not 1 <= num_samples <= MAX_SAMPLES:
         raise RequestError(f"{name}.n is {num_samples}, expected 1 to {MAX_SAMPLES}", field=f"{name}.n")
     values.refuse_the_rest()
@@ -240,50 +246,6 @@ def _parse_params(name: str, given: Any) -> _Params:
         message = f"{name}.{error}".replace(f"{name}.seed ", f"{name}.sampling_seed ", 1)
         raise RequestError(message, field=message.split()[0]) from None
     return _Params(params, num_samples or 1, taken["max_new_tokens"] is not None)
-
-
-class _Fields:
-    """The fields of one JSON object, taken out one by one; what is left over at the end is refused by name."""
-
-    def __init__(self, values: dict[str, Any], prefix: str, neutral: Mapping[str, tuple[Any, ...]]):
-        self._values = dict(values)
-        self._prefix = prefix
-        self._neutral = neutral
-        self._known = set(neutral)
-
-    def take(self, name: str, check: Callable[[str, Any], Any]) -> Any:
-        """Returns a field's checked value; None where it is absent or null."""
-        self._known.add(name)
-        value = self._values.pop(name, None)
-        return None if value is None else check(self._prefix + name, value)
-
-    def refuse_the_rest(self) -> None:
-        for name, value in self._values.items():
-            path = self._prefix + name
-            if name not in self._neutral:
-                near = OTHER_WORDS.get(name) or next(iter(difflib.get_close_matches(name, self._known, n=1)), None)
-                near = near if near in self._known else None
-                hint = f"; did you mean {near}?" if near else f"; known here: {', '.join(sorted(self._known))}"
-                raise RequestError(f"{path[:MAX_NAME_CHARS]} is not a field{hint}", field=path[:MAX_NAME_CHARS])
-            if value is not None and not any(_same(value, neutral) for neutral in self._neutral[name]):
-                raise RequestError(f"{path} is {_show(value)}, but this is not supported; leave it out", field=path)
-
-
-def _same(value: Any, neutral: Any) -> bool:
-    """Whether a value is the neutral one; 0 and false are different things in JSON."""
-    return bool(value == neutral) and isinstance(value, bool) == isinstance(neutral, bool)
-
-
-def _parse_object(body: bytes) -> dict[str, Any]:
-    if not body.strip():
-        raise RequestError("the body is empty, expected a JSON object with text or input_ids")
-    try:
-        values = msgspec.json.decode(body)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, ValueError) as error:
-        raise RequestError(f"the body is not valid JSON: {error}") from None
-    if not isinstance(values, dict):
-        raise RequestError(f"the body is {_show(values)}, expected a JSON object")
-    return values
 
 
 def _check_num_prompts(content: dict[str, Any], max_prompts: int) -> None:
@@ -321,92 +283,29 @@ def _text_or_texts(name: str, value: Any) -> str | list[str]:
         if wrong is None:
             return value
         name, value = f"{name}[{wrong}]", value[wrong]
-    raise RequestError(f"{name} is {_show(value)}, expected a string or a list of strings", field=name)
+    raise RequestError(f"{name} is {show(value)}, expected a string or a list of strings", field=name)
 
 
 def _ids_or_batch(name: str, value: Any) -> list[int] | list[list[int]]:
     if not isinstance(value, list):
-        raise RequestError(f"{name} is {_show(value)}, expected a list of token ids", field=name)
+        raise RequestError(f"{name} is {show(value)}, expected a list of token ids", field=name)
     if value and isinstance(value[0], list):
         for i, item in enumerate(value):
-            _whole_list(f"{name}[{i}]", item)
+            token_ids(f"{name}[{i}]", item)
         return value
     if not value:
         raise RequestError(f"{name} is an empty list, expected at least one token id", field=name)
-    return list(_whole_list(name, value))
-
-
-def _whole_list(name: str, value: Any) -> tuple[int, ...]:
-    if not isinstance(value, list):
-        raise RequestError(f"{name} is {_show(value)}, expected a list of token ids", field=name)
-    # type() and not isinstance(): true and false are ints to Python, and this loop runs over whole prompts.
-    wrong = next((i for i, item in enumerate(value) if type(item) is not int), None)
-    if wrong is not None:
-        raise RequestError(f"{name}[{wrong}] is {_show(value[wrong])}, expected a token id", field=f"{name}[{wrong}]")
-    return tuple(value)
+    return list(token_ids(name, value))
 
 
 def _stops(name: str, value: Any) -> tuple[str, ...]:
     stops = [value] if isinstance(value, str) else value
     if not isinstance(stops, list) or not all(isinstance(stop, str) for stop in stops):
-        raise RequestError(f"{name} is {_show(value)}, expected a string or a list of strings", field=name)
+        raise RequestError(f"{name} is {show(value)}, expected a string or a list of strings", field=name)
     if any(len(stop) > MAX_STOP_CHARS for stop in stops):
         raise RequestError(f"{name} holds a string of more than {MAX_STOP_CHARS} characters; shorten it", field=name)
     return tuple(stops)
 
 
-def _whole(name: str, value: Any) -> int:
-    if isinstance(value, float) and value.is_integer():
-        value = int(value)
-    if type(value) is not int:
-        raise RequestError(f"{name} is {_show(value)}, expected a whole number", field=name)
-    if abs(value) > MAX_SEED:
-        raise RequestError(f"{name} is {_show(value)}, too large; expected at most {MAX_SEED}", field=name)
-    return value
-
-
-def _count(name: str, value: Any) -> int:
-    number = _whole(name, value)
-    if number < 0:
-        raise RequestError(f"{name} is {number}, expected at least 0", field=name)
-    return number
-
-
-def _number(name: str, value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise RequestError(f"{name} is {_show(value)}, expected a number", field=name)
-    try:
-        number = float(value)
-    except OverflowError:
-        number = math.inf
-    if not math.isfinite(number):
-        raise RequestError(f"{name} is {_show(value)}, too large for a number", field=name)
-    return number
-
-
-def _bool(name: str, value: Any) -> bool:
-    if not isinstance(value, bool):
-        raise RequestError(f"{name} is {_show(value)}, expected true or false", field=name)
-    return value
-
-
-def _name(name: str, value: Any) -> str:
-    if not isinstance(value, str) or not value or len(value) > MAX_NAME_CHARS:
-        raise RequestError(
-            f"{name} is {_show(value)}, expected a string of 1 to {MAX_NAME_CHARS} characters", field=name
-        )
-    return value
-
-
 def _first(*values: Any) -> Any:
     return next((value for value in values if value is not None), None)
-
-
-def _show(value: Any) -> str:
-    """Returns a short view of a client's value for an error message."""
-    if isinstance(value, dict):
-        return "an object"
-    if isinstance(value, list):
-        return f"a list of {len(value)}"
-    text = msgspec.json.encode(value).decode() if not isinstance(value, int) or abs(value) < 2**63 else "a huge number"
-    return text if len(text) <= 60 else f"{text[:57]}..."

@@ -35,6 +35,12 @@ def test_a_batch_that_never_fits_is_refused_before_its_prompts_are_looked_at(fie
     assert caught.value.field == field
 
 
+def test_a_field_name_of_a_megabyte_is_refused_in_short():
+    with pytest.raises(RequestError, match="is not a field") as caught:
+        parse(text="a", **{"x" * 2**20: 1})
+    assert len(str(caught.value)) < 1000
+
+
 def test_a_long_single_prompt_is_not_a_batch():
     assert parse(input_ids=[5] * 9).prompts[0].token_ids == [5] * 9
 

@@ -1,0 +1,145 @@
+"""Takes the fields of a client's JSON object one by one, each through a check; knows nothing of what they mean.
+
+A check gets the field's name and its value (never null), and returns the value or raises RequestError with the field,
+the value and what was expected. Torch-free.
+"""
+
+import difflib
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import msgspec
+
+from moe_serve.attention_dp.request import MAX_SEED
+from moe_serve.errors import RequestError
+
+MAX_NAME_CHARS = 256  # of names that clients choose: rid, session_id, cache_salt
+
+
+class Fields:
+    """The fields of one JSON object, taken out one by one; what is left over at the end is refused by name."""
+
+    def __init__(
+        self,
+        values: dict[str, Any],
+        prefix: str,
+        neutral: Mapping[str, tuple[Any, ...]],
+        other_words: Mapping[str, str],
+    ):
+        """
+        prefix:      of the names in errors, "" or "sampling_params."
+        neutral:     fields that are known but not offered, with the values (beside null) that ask for nothing
+        other_words: what the same field is called elsewhere, for hints
+        """
+        self._values = dict(values)
+        self._prefix = prefix
+        self._neutral = neutral
+        self._other_words = other_words
+        self._known = set(neutral)
+
+    def take(self, name: str, check: Callable[[str, Any], Any]) -> Any:
+        """Returns a field's checked value; None where it is absent or null."""
+        self._known.add(name)
+        value = self._values.pop(name, None)
+        return None if value is None else check(self._prefix + name, value)
+
+    def refuse_the_rest(self) -> None:
+        """Raises RequestError for the first field that was not taken and asks for something."""
+        for name, value in self._values.items():
+            path = self._prefix + name
+            if name not in self._neutral:
+                close = difflib.get_close_matches(name[:MAX_NAME_CHARS], self._known, n=1)
+                near = self._other_words.get(name) or next(iter(close), None)
+                near = near if near in self._known else None
+                hint = f"; did you mean {near}?" if near else f"; known here: {', '.join(sorted(self._known))}"
+                raise RequestError(f"{path[:MAX_NAME_CHARS]} is not a field{hint}", field=path[:MAX_NAME_CHARS])
+            if value is not None and not any(_same(value, neutral) for neutral in self._neutral[name]):
+                raise RequestError(f"{path} is {show(value)}, but this is not supported; leave it out", field=path)
+
+
+def _same(value: Any, neutral: Any) -> bool:
+    """Whether a value is the neutral one; 0 and false are different things in JSON."""
+    return bool(value == neutral) and isinstance(value, bool) == isinstance(neutral, bool)
+
+
+def parse_object(body: bytes) -> dict[str, Any]:
+    """Returns the JSON object in a body."""
+    if not body.strip():
+        raise RequestError("the body is empty, expected a JSON object with text or input_ids")
+    try:
+        values = msgspec.json.decode(body)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, ValueError) as error:
+        raise RequestError(f"the body is not valid JSON: {error}") from None
+    if not isinstance(values, dict):
+        raise RequestError(f"the body is {show(values)}, expected a JSON object")
+    return values
+
+
+def token_ids(name: str, value: Any) -> tuple[int, ...]:
+    """Takes a list of whole numbers; whether a model knows them is checked later."""
+    if not isinstance(value, list):
+        raise RequestError(f"{name} is {show(value)}, expected a list of token ids", field=name)
+    # type() and not isinstance(): true and false are ints to Python, and this loop runs over whole prompts.
+    wrong = next((i for i, item in enumerate(value) if type(item) is not int), None)
+    if wrong is not None:
+        raise RequestError(f"{name}[{wrong}] is {show(value[wrong])}, expected a token id", field=f"{name}[{wrong}]")
+    return tuple(value)
+
+
+def whole_number(name: str, value: Any) -> int:
+    """Takes 5 and 5.0, up to the largest seed."""
+    if isinstance(value, float) and value.is_integer():
+        value = int(value)
+    if type(value) is not int:
+        raise RequestError(f"{name} is {show(value)}, expected a whole number", field=name)
+    if abs(value) > MAX_SEED:
+        raise RequestError(f"{name} is {show(value)}, too large; expected at most {MAX_SEED}", field=name)
+    return value
+
+
+def natural_number(name: str, value: Any) -> int:
+    """Takes 0 and above."""
+    number = whole_number(name, value)
+    if number < 0:
+        raise RequestError(f"{name} is {number}, expected at least 0", field=name)
+    return number
+
+
+def real_number(name: str, value: Any) -> float:
+    """Takes any finite number."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise RequestError(f"{name} is {show(value)}, expected a number", field=name)
+    try:
+        number = float(value)
+    except OverflowError:
+        number = math.inf
+    if not math.isfinite(number):
+        raise RequestError(f"{name} is {show(value)}, too large for a number", field=name)
+    return number
+
+
+def boolean(name: str, value: Any) -> bool:
+    """Takes true and false, not 0 and 1."""
+    if not isinstance(value, bool):
+        raise RequestError(f"{name} is {show(value)}, expected true or false", field=name)
+    return value
+
+
+def short_name(name: str, value: Any) -> str:
+    """Takes a name that a client chooses for itself."""
+    if not isinstance(value, str) or not value or len(value) > MAX_NAME_CHARS:
+        raise RequestError(
+            f"{name} is {show(value)}, expected a string of 1 to {MAX_NAME_CHARS} characters", field=name
+        )
+    return value
+
+
+def show(value: Any) -> str:
+    """Returns a short view of a client's value for an error message."""
+    if isinstance(value, dict):
+        return "an object"
+    if isinstance(value, list):
+        return f"a list of {len(value)}"
+    text = msgspec.json.encode(value).decode() if not isinstance(value, int) or abs(value) < 2**63 else "a huge number"
+    return text if len(text) <= 60 else f"{text[:57]}..."
