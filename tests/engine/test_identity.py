@@ -39,14 +39,15 @@ WAYS: dict[str, tuple[int, list[str], int | None]] = {
         2,
         [
             "cache.num_blocks=120", "cache.block_size=8", "cache.prefix_cache=true", "engine.max_batch_tokens=40",
-            "engine.max_running_requests=24", "dispatch.max_tokens_per_rank=16",
+            "engine.max_running_requests=24", "dispatch.max_tokens_per_rank=16", "dispatch.backend=collective",
         ],
         1,
     ),
 }  # fmt: skip
 # One thing at a time, on fewer prompts: says which one broke.
 SINGLE: dict[str, tuple[int, list[str], int | None]] = {
-    "two ranks": (2, [], None),
+    "two ranks over shared memory": (2, ["dispatch.backend=low_latency"], None),
+    "two ranks over gloo": (2, ["dispatch.backend=collective"], None),
     "four ranks": (4, [], None),
     "small batches": (1, ["engine.max_running_requests=7"], None),
     "another order": (1, [], 3),
@@ -161,7 +162,8 @@ def test_adding_expert_outputs_in_rank_order_would_be_noticed(
     expected = reference[2]
     placement = write_placement(tmp_path / "placement.json", shuffled_placement(read_spec(_demo()), 32))
     requests = requests_for("demo")
-    mutated = serve(2, requests[:20], [*PLAIN, placement], add_in_slot_order=True)
+    overrides = [*PLAIN, placement, "dispatch.backend=collective"]
+    mutated = serve(2, requests[:20], overrides, add_in_slot_order=True)
     with pytest.raises(AssertionError, match="requests differ"):
         same(mutated, expected)
 
