@@ -1,6 +1,7 @@
 """The gate: from a token to its experts and their weights, for every router that a RouterSpec describes.
 
 All in float32. Formulas are those of the reference implementations (transformers' Mixtral, Qwen3-MoE, DeepSeek-V3).
+On CUDA everything behind the logits is one kernel, which counts the load on the way.
 """
 
 import torch
@@ -10,6 +11,7 @@ from torch.nn import functional
 from moe_serve.ep.routing import RouterSpec, Routing
 from moe_serve.kernels.grouped_gemm import grouped_gemm
 from moe_serve.kernels.numerics import FAST, Numerics
+from moe_serve.kernels.topk_gate import GateShape, topk_gate
 
 WHOLE_VECTORS = 64  # rows; any number of experts x 64 is whole vectors of every CPU
 
@@ -33,7 +35,19 @@ class Gate:
             logits = grouped_gemm(x, self._weight[None], num_rows, self._numerics)
         else:
             logits = functional.linear(x, self._weight)
-        return route(logits, self._spec, self._bias)
+        return (route_and_count if x.is_cuda else route)(logits, self._spec, self._bias)
+
+
+def route_and_count(logits: Tensor, spec: RouterSpec, bias: Tensor | None = None) -> Routing:
+    """Returns what `route` does, and the load. Ties go to the lowest expert, which `route` leaves open."""
+    shape = GateShape(
+        spec.topk, spec.scoring, spec.norm_topk, spec.scaling, spec.num_groups, spec.topk_groups, spec.norm_eps
+    )
+    # Filled, not copied: a tensor made of a Python number on the host would wait for the stream.
+    num_tokens = torch.full((1,), logits.shape[0], dtype=torch.int64, device=logits.device)
+    load = torch.zeros(spec.num_logical, dtype=torch.int64, device=logits.device)
+    ids, weights = topk_gate(logits.contiguous(), bias, num_tokens, shape, load)
+    return Routing(ids, weights, load)
 
 
 def route(logits: Tensor, spec: RouterSpec, bias: Tensor | None = None) -> Routing:

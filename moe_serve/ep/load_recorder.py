@@ -23,6 +23,10 @@ class LoadRecorder:
         columns = topk_ids[:num_tokens].reshape(-1) + 1
         self._counts[layer_row].scatter_add_(0, columns, torch.ones_like(columns))
 
+    def add_counts(self, layer_row: int, counts: Tensor) -> None:
+        """Adds what was counted elsewhere: counts [E] int64, tokens of this rank for each expert."""
+        self._counts[layer_row, 1:] += counts
+
     def add_received(self, layer_row: int, rows_per_slot: Tensor) -> None:
         """Counts rows that arrived at this rank's slots: rows_per_slot [slots_per_rank] int64."""
         if self.slot_rows.shape[1]:

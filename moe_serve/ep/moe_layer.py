@@ -81,11 +81,16 @@ class MoeLayer:
     def _dispatch(self, rows: Tensor, routing: Routing) -> Pending[Dispatched]:
         """Counts, chooses the replicas and sends the rows on their way."""
         parallel, ids = self._parallel, routing.topk_ids
-        parallel.recorder.add(self._layer_row, ids, ids.shape[0])
+        load = routing.load
+        if load is None:
+            parallel.recorder.add(self._layer_row, ids, ids.shape[0])
+        else:
+            parallel.recorder.add_counts(self._layer_row, load)
         if not self._replicas.needs_counts:
             return parallel.all_to_all.dispatch(rows, self._replicas.only_slots(ids))
-        counts = parallel.all_to_all.exchange_counts(count_slots(ids, parallel.router.num_logical)).wait()
-        physical_ids, slot_counts = self._replicas.split_evenly(ids, counts, parallel.rank)
+        own = count_slots(ids, parallel.router.num_logical) if load is None else load
+        counts = parallel.all_to_all.exchange_counts(own).wait()
+        physical_ids, slot_counts = self._replicas.split(ids, counts, parallel.rank)
         return parallel.all_to_all.dispatch(rows, physical_ids, slot_counts)
 
 

@@ -1,4 +1,4 @@
-"""Which slot serves a routed token: the tables of a placement, and the even split over replicas.
+"""Which slot serves a routed token: the tables of a placement, and how replicas share the tokens of a batch.
 
 The tables never change address or shape, so that a new placement is copied over the old one between two steps and
 captured graphs stay valid. Every rank computes the same split from the same counts, in integers, without talking.
@@ -6,10 +6,13 @@ captured graphs stay valid. Every rank computes the same split from the same cou
 Shape words: L = MoE layers, E = num_logical, P = num_slots, R = num_ranks, M = most replicas of an expert, P - E + 1.
 """
 
+from typing import Literal
+
 import numpy as np
 import torch
 from torch import Tensor
 
+from moe_serve.ep.exact_shares import ExactShares, make_exact_shares
 from moe_serve.eplb.placement import Placement
 from moe_serve.errors import PlacementError
 
@@ -17,13 +20,20 @@ from moe_serve.errors import PlacementError
 class ReplicaMap:
     """The tables of all layers of a placement, on the compute device."""
 
-    def __init__(self, placement: Placement, device: torch.device | str = "cpu"):
+    def __init__(
+        self, placement: Placement, device: torch.device | str = "cpu", split: Literal["even", "exact"] = "even"
+    ):
+        """split: how replicas share a batch: "even" deals tokens out in turn, "exact" makes the largest rank load as
+        small as it can be (see exact_shares.py); equal on all ranks"""
         self._shape = _shape_of(placement)
         _, num_logical, num_slots, _ = self._shape
         self._room = num_slots - num_logical + 1  # the others need at least one slot each
         tables = _tables(placement, self._room)
         self._tables = {name: torch.from_numpy(table).to(device) for name, table in tables.items()}
         self.version = placement.version
+        self._exact: ExactShares | None = None
+        if split == "exact" and self._room > 1:
+            self._exact = make_exact_shares(placement, torch.device(device))
 
     def activate(self, placement: Placement) -> None:
         """Copies a new placement into the tables. Raises PlacementError when its shape is another one."""
@@ -34,21 +44,25 @@ class ReplicaMap:
             )
         for name, table in _tables(placement, self._room).items():
             self._tables[name].copy_(torch.from_numpy(table))
+        if self._exact is not None:
+            self._exact.activate(placement)
         self.version = placement.version
 
     def layer(self, row: int) -> "LayerReplicas":
         """Returns the tables of one row of the placement: views, which follow `activate`."""
-        return LayerReplicas({name: table[row] for name, table in self._tables.items()}, row)
+        return LayerReplicas({name: table[row] for name, table in self._tables.items()}, row, self._exact)
 
 
 class LayerReplicas:
     """The choice of replica in one layer."""
 
-    def __init__(self, tables: dict[str, Tensor], layer_row: int):
+    def __init__(self, tables: dict[str, Tensor], layer_row: int, exact: ExactShares | None = None):
         self._slots = tables["slots"]  # [E + 1, M] slots of an expert, ascending, padded with the first; [E] = -1
         self._count = tables["count"]  # [E + 1] replicas; [E] = 1
         self._logical = tables["logical"]  # [P] expert of a slot; E = empty
         self._ordinal = tables["ordinal"]  # [P] which replica of its expert a slot holds
+        self._by_expert = tables["by_expert"]  # [P] all slots, by expert, then slot; empty ones last
+        self._exact = exact
         self._layer_row = layer_row
         # A fact of the shape, not of the placement: with as many slots as experts nothing can have a replica.
         self.needs_counts = self._slots.shape[1] > 1
@@ -57,6 +71,27 @@ class LayerReplicas:
         """Returns the slot of each expert where none has replicas: [T, K] (-1 stays -1)."""
         assert not self.needs_counts, "experts may have replicas: the split needs the counts of all ranks"
         return self._slots[:, 0][topk_ids]  # -1 reads the last row, which holds -1
+
+    def split(self, topk_ids: Tensor, counts: Tensor, rank: int) -> tuple[Tensor, Tensor]:
+        """Returns physical ids and slot counts, as the map was told to split; see split_evenly for the arguments."""
+        if self._exact is None:
+            return self.split_evenly(topk_ids, counts, rank)
+        slot_counts = self._exact.slot_counts(self._layer_row, counts)
+        return self._follow(topk_ids, counts[rank], slot_counts[rank]), slot_counts
+
+    def _follow(self, topk_ids: Tensor, own: Tensor, own_slots: Tensor) -> Tensor:
+        """Returns physical ids [T, K]: an expert's tokens, in order, fill its slots in order, each to its share.
+
+        own: [E] tokens of this rank for each expert;  own_slots: [P] how many of them each slot takes
+        """
+        flat = topk_ids.reshape(-1)
+        order = torch.sort(torch.where(flat < 0, own.shape[0], flat), stable=True).indices
+        # What is left after all experts is -1, sorted to the end; so the size is known without reading anything back.
+        slots = torch.nn.functional.pad(self._by_expert, (0, 1), value=-1)
+        shares = torch.cat([own_slots[self._by_expert], flat.shape[0] - own.sum()[None]])
+        physical = torch.empty_like(flat)
+        physical[order] = slots.repeat_interleave(shares, output_size=flat.shape[0])
+        return physical.view(topk_ids.shape)
 
     def split_evenly(self, topk_ids: Tensor, counts: Tensor, rank: int) -> tuple[Tensor, Tensor]:
         """Deals the rows of an expert out to its replicas, one after the other, over all ranks.
@@ -136,4 +171,5 @@ def _tables(placement: Placement, room: int) -> dict[str, np.ndarray]:
     ordinal = np.zeros((num_layers, num_slots), dtype=np.int64)
     rows, experts, replicas = np.nonzero(listed >= 0)
     ordinal[rows, listed[rows, experts, replicas]] = replicas
-    return {"slots": slots, "count": count, "logical": logical, "ordinal": ordinal}
+    by_expert = np.argsort(logical, axis=1, kind="stable")
+    return {"slots": slots, "count": count, "logical": logical, "ordinal": ordinal, "by_expert": by_expert}

@@ -66,7 +66,13 @@ class RouterSpec:
 
 @dataclass(frozen=True)
 class Routing:
-    """Where tokens go: topk_ids [T, K] int64 logical experts (-1 = none), topk_weights [T, K] float32."""
+    """Where tokens go.
+
+    topk_ids:     [T, K] int64 logical experts, -1 = none
+    topk_weights: [T, K] float32
+    load:         [E] int64, how many ids name each expert, where the gate counted them on the way; else None
+    """
 
     topk_ids: "Tensor"
     topk_weights: "Tensor"
+    load: "Tensor | None" = None

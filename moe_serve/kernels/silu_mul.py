@@ -11,10 +11,14 @@ def silu_mul_reference(gate_up: Tensor) -> Tensor:
 
 
 def silu_mul(gate_up: Tensor) -> Tensor:
-    """Same contract as the reference. A row's bits depend on that row only, for any n.
+    """Same contract as the reference; Triton on CUDA. A row's bits depend on that row only, for any n.
 
-    The halves are strided views, so the CPU loop runs row by row: its ragged tail, which uses other instructions, falls
-    on the same elements of every row.
+    On CPU the halves are strided views, so the loop runs row by row: its ragged tail, which uses other instructions,
+    falls on the same elements of every row.
     """
+    if gate_up.is_cuda:
+        from moe_serve.kernels.silu_mul_triton import silu_mul_triton
+
+        return silu_mul_triton(gate_up.contiguous())
     gate, up = gate_up.chunk(2, dim=-1)
     return torch.nn.functional.silu(gate).mul_(up)

@@ -36,7 +36,7 @@ def topk_gate_reference(
     choice = scores if bias is None else scores + bias
     num_logical = logits.shape[1]
     if shape.num_groups > 1:
-        grouped = choice.view(len(choice), shape.num_groups, -1)
+        grouped = choice.view(len(choice), shape.num_groups, num_logical // shape.num_groups)
         best_two = grouped.topk(2, -1).values.sum(-1)
         order = best_two.sort(dim=-1, descending=True, stable=True).indices
         kept = torch.zeros_like(best_two, dtype=torch.bool).scatter_(1, order[:, : shape.topk_groups], True)

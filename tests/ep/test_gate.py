@@ -3,10 +3,11 @@
 import pytest
 import torch
 
-from moe_serve.ep.gate import Gate, route
+from moe_serve.ep.gate import Gate, route, route_and_count
 from moe_serve.ep.routing import RouterSpec
 from moe_serve.errors import ModelError
 from moe_serve.kernels.numerics import Numerics
+from tests.tolerance import FLOAT32, relative_error
 
 MIXTRAL = RouterSpec(8, 2, "softmax", norm_topk=True)
 QWEN3 = RouterSpec(6, 3, "softmax", norm_topk=False)
@@ -94,3 +95,36 @@ def test_fast_and_invariant_route_alike_and_zero_tokens_are_routed(name: str) ->
 def test_an_impossible_router_is_refused_by_its_config_key(wrong: dict[str, int], key: str) -> None:
     with pytest.raises(ModelError, match=key):
         RouterSpec(**{"num_logical": 8, "topk": 2} | wrong)  # type: ignore[arg-type]
+
+
+def check_counting(device: str, name: str, num_tokens: int) -> None:
+    spec = SPECS[name]
+    draw = torch.Generator().manual_seed(num_tokens)
+    logits = torch.randn(num_tokens, spec.num_logical, generator=draw)
+    bias = torch.randn(spec.num_logical, generator=draw) if spec.has_bias else None
+    expected = route(logits, spec, bias)
+    got = route_and_count(logits.to(device), spec, None if bias is None else bias.to(device))
+    assert torch.equal(got.topk_ids.cpu(), expected.topk_ids)
+    assert relative_error(got.topk_weights.cpu(), expected.topk_weights) < FLOAT32
+    assert got.load is not None
+    assert torch.equal(got.load.cpu(), torch.bincount(expected.topk_ids.flatten(), minlength=spec.num_logical))
+
+
+@pytest.mark.parametrize("num_tokens", [0, 1, 50])
+@pytest.mark.parametrize("name", SPECS)
+def test_the_counting_gate_routes_as_the_plain_one(name: str, num_tokens: int) -> None:
+    check_counting("cpu", name, num_tokens)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("name", SPECS)
+def test_the_gate_on_cuda_routes_as_the_plain_one_and_counts(name: str) -> None:
+    check_counting("cuda", name, 50)
+    spec = SPECS[name]
+    torch.manual_seed(1)
+    x, weight = torch.randn(20, 16), torch.randn(spec.num_logical, 16)
+    bias = torch.randn(spec.num_logical) if spec.has_bias else None
+    got = Gate(spec, weight.cuda(), None if bias is None else bias.cuda())(x.cuda())
+    assert torch.equal(got.topk_ids.cpu(), Gate(spec, weight, bias)(x).topk_ids)
+    assert got.load is not None

@@ -1,6 +1,7 @@
 """The whole layer on one and several ranks: right, exact in its counts, and the same bits wherever experts live."""
 
 from dataclasses import dataclass, replace
+from typing import Literal
 
 import numpy as np
 import pytest
@@ -8,7 +9,8 @@ import torch
 from torch import Tensor
 
 from moe_serve.dispatch.base import EpGroup, make_all_to_all
-from moe_serve.ep.gate import Gate
+from moe_serve.ep import gate as gate_module
+from moe_serve.ep.gate import Gate, route_and_count
 from moe_serve.ep.load_recorder import LoadRecorder
 from moe_serve.ep.moe_layer import ExpertParallel, MoeLayer, make_moe_layer
 from moe_serve.ep.replica_map import ReplicaMap
@@ -34,6 +36,7 @@ class Case:
     shared: bool = False
     wire: str = "auto"
     only_rank: int | None = None  # all tokens on this rank
+    split: Literal["even", "exact"] = "even"
 
     def share(self, rank: int) -> slice:
         if self.only_rank is not None:
@@ -68,7 +71,7 @@ def build(group: EpGroup, case: Case) -> tuple[list[MoeLayer], LoadRecorder]:
         rank=group.rank,
         router=SPEC,
         all_to_all=make_all_to_all(backend, group, slots, torch.float32, case.wire),
-        replica_map=ReplicaMap(placement),
+        replica_map=ReplicaMap(placement, split=case.split),
         recorder=recorder,
         max_tokens_per_rank=case.capacity,
         numerics=case.numerics,
@@ -148,6 +151,8 @@ SAME_BITS = {
     "three ranks": replace(BASE, placement=trivial(3, 2)),
     "four ranks, anywhere": replace(BASE, placement=shuffled(4, 12, seed=1)),
     "two ranks, anywhere": replace(BASE, placement=shuffled(2, 10, seed=2)),
+    "two ranks, exact": replace(BASE, placement=trivial(2, 5), split="exact"),
+    "four ranks, exact": replace(BASE, placement=shuffled(4, 12, seed=1), split="exact"),
     "in chunks": replace(BASE, placement=trivial(2), capacity=3),
     "one rank in chunks": replace(BASE, capacity=7),
     "an idle rank": replace(BASE, placement=trivial(2, 1), only_rank=1),
@@ -195,6 +200,17 @@ def test_every_replica_of_the_hot_expert_receives_rows() -> None:
         assert len(replicas) == 6
         assert replicas.max() - replicas.min() <= 1
         assert replicas.sum() == load[row, 0]
+
+
+@pytest.mark.parametrize("num_redundant", [0, 3])
+def test_counts_from_the_gate_are_the_counts_of_the_layer(num_redundant: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    group, case = EpGroup(0, 1, torch.device("cpu")), replace(BASE, placement=trivial(1, num_redundant))
+    expected = run_layers(0, group, case)
+    monkeypatch.setattr(gate_module, "route", route_and_count)  # what CUDA runs
+    out, load, received = run_layers(0, group, case)
+    assert np.array_equal(load, expected[1])
+    assert torch.equal(received, expected[2])
+    assert relative_error(out, expected[0]) < FLOAT32
 
 
 def test_a_second_window_starts_from_zero() -> None:

@@ -6,9 +6,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from moe_serve.dispatch.layout import count_slots
+from moe_serve.ep.exact_shares import DeviceShares
 from moe_serve.ep.replica_map import ReplicaMap, even_split_reference
 from moe_serve.eplb.placement import Placement
+from moe_serve.eplb.split.batch import split_batch
 from moe_serve.errors import PlacementError
+from moe_serve.kernels.exact_split import UNPROVEN
 
 
 def split_all_ranks(
@@ -86,3 +90,100 @@ def test_a_placement_that_cannot_serve_here_is_refused() -> None:
     lost = Placement(np.array([[0, 1, -1, 0]]), 3, 2, allow_lost=True)
     with pytest.raises(PlacementError, match="expert 2 of row 0"):
         replica_map.activate(lost)
+
+
+def exact_of_all_ranks(
+    placement: Placement, row: int, ids: list[torch.Tensor], replica_map: ReplicaMap | None = None
+) -> tuple[list[torch.Tensor], torch.Tensor]:
+    """Returns physical ids of every rank, and the [R, P] counts that all of them computed."""
+    replicas = (replica_map or ReplicaMap(placement, split="exact")).layer(row)
+    counts = torch.stack([count_slots(i, placement.num_logical) for i in ids])
+    outs = [replicas.split(i, counts, rank) for rank, i in enumerate(ids)]
+    assert all(torch.equal(slot_counts, outs[0][1]) for _, slot_counts in outs)
+    return [physical for physical, _ in outs], outs[0][1]
+
+
+def draw_step(data: st.DataObject) -> tuple[Placement, list[torch.Tensor]]:
+    num_ranks, num_logical = data.draw(st.integers(1, 4)), data.draw(st.integers(1, 9))
+    at_least = -(-num_logical // num_ranks)
+    num_slots = num_ranks * data.draw(st.integers(at_least, at_least + 3))
+    draw = np.random.default_rng(data.draw(st.integers(0, 1000)))
+    table = np.concatenate([np.arange(num_logical), draw.integers(-1, num_logical, num_slots - num_logical)])
+    placement = Placement(np.stack([draw.permutation(table) for _ in range(2)]), num_logical, num_ranks)
+    topk = data.draw(st.integers(1, 5))
+    # A skewed choice: without it every split is nearly even, and hardly anything is repaired.
+    ids = [(draw.random((draw.integers(0, 20), topk)) ** 3 * (num_logical + 1)).astype(np.int64) - 1 for _ in range(4)]
+    return placement, [torch.from_numpy(i) for i in ids[:num_ranks]]
+
+
+@settings(max_examples=80, deadline=None)
+@given(st.data())
+def test_exact_fills_slots_as_split_batch_says_by_prefix_sums(data: st.DataObject) -> None:
+    placement, ids = draw_step(data)
+    for row in range(2):
+        if placement.num_slots == placement.num_logical:
+            return
+        physical, slot_counts = exact_of_all_ranks(placement, row, ids)
+        counts = np.stack([count_slots(i, placement.num_logical).numpy() for i in ids])
+        table = placement.physical_to_logical[row]
+        assert np.array_equal(slot_counts.numpy(), split_batch(counts, table, placement.num_ranks))
+        for rank, (asked, got) in enumerate(zip(ids, physical, strict=True)):
+            for expert in range(placement.num_logical):
+                slots = np.flatnonzero(table == expert)
+                in_order = np.repeat(slots, slot_counts[rank].numpy()[slots])
+                assert got[asked == expert].tolist() == in_order.tolist(), "an expert's tokens fill its slots in order"
+            assert torch.equal(got < 0, asked < 0)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_the_device_way_of_exact_has_the_same_largest_load_where_it_proves_it(data: st.DataObject) -> None:
+    placement, ids = draw_step(data)
+    if placement.num_slots == placement.num_logical:
+        return
+    on_device = DeviceShares(placement, "cpu")
+    for row in range(2):
+        counts = torch.stack([count_slots(i, placement.num_logical) for i in ids])
+        before = int(on_device.outcomes[UNPROVEN])
+        got = on_device.slot_counts(row, counts)
+        table = torch.from_numpy(placement.physical_to_logical[row].astype(np.int64))
+        for expert in range(placement.num_logical):
+            assert torch.equal(got[:, table == expert].sum(1), counts[:, expert]), "every rank's tokens are placed"
+        assert got[:, table < 0].sum() == 0
+        best = torch.from_numpy(split_batch(counts.numpy(), table.numpy(), placement.num_ranks))
+        loads = [of.sum(0).view(placement.num_ranks, -1).sum(1).max() for of in (got, best)]
+        assert loads[0] == loads[1] or on_device.outcomes[UNPROVEN] > before
+
+
+def test_exact_levels_a_load_that_even_cannot() -> None:
+    placement = Placement(np.array([[0, 1, 2, 0]]), 3, 2)  # rank 0: experts 0, 1; rank 1: experts 2, 0
+    ids = [torch.tensor([[0], [0], [1], [1], [1], [1]]), torch.tensor([[0], [0]])]
+    _, even = split_all_ranks(placement, 0, ids)
+    _, exact = exact_of_all_ranks(placement, 0, ids)
+    assert even[0].sum(0).tolist() == [2, 4, 0, 2]
+    assert exact.sum(0).tolist() == [0, 4, 0, 4]
+
+
+@pytest.mark.parametrize("device_way", [False, True])
+def test_exact_follows_activation(device_way: bool) -> None:
+    old, new = Placement(np.array([[0, 1, 2, 0]]), 3, 2), Placement(np.array([[2, 1, 0, 1]]), 3, 2, version=7)
+    replica_map = ReplicaMap(old, split="exact")
+    if device_way:
+        replica_map._exact = DeviceShares(old, "cpu")
+    replicas = replica_map.layer(0)
+    ids = torch.tensor([[1], [1], [1], [0]])
+    counts = torch.stack([count_slots(ids, 3), torch.zeros(3, dtype=torch.int64)])
+    assert replicas.split(ids, counts, 0)[1].sum(0).tolist() == [0, 3, 0, 1]
+    replica_map.activate(new)
+    physical, slot_counts = replicas.split(ids, counts, 0)
+    assert slot_counts.sum(0).tolist() == [0, 2, 1, 1]
+    assert physical.tolist() == [[1], [1], [3], [2]]
+
+
+def test_exact_without_tokens_or_redundant_slots_works() -> None:
+    nobody = [torch.zeros(0, 2, dtype=torch.int64)] * 2
+    physical, counts = exact_of_all_ranks(Placement(np.array([[0, 1, 2, 0]]), 3, 2), 0, nobody)
+    assert physical[0].shape == (0, 2)
+    assert counts.sum() == 0
+    replicas = ReplicaMap(Placement(np.array([[2, 0, 3, 1]]), 4, 2), split="exact").layer(0)
+    assert not replicas.needs_counts
