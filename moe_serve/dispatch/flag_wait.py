@@ -22,6 +22,9 @@ class FlagWait:
     def __init__(self, num_ranks: int, deadline_s: float, check: Callable[[list[int], str, int, float], None]):
         """check(missing ranks, phase, sequence, waited_s): raises PeerError when waiting is in vain, after the deadline
         at the latest"""
+        self.waited_s = [0.0] * num_ranks
+        """Seconds that this rank has waited for each other one beyond the first looks, since it began: one row of the
+        wait matrix. Whoever is late for all shows as a column."""
         self._check = check
         self._check_s = min(CHECK_S, deadline_s / 5)
         self._spins = SPINS if num_ranks <= len(os.sched_getaffinity(0)) else 1
@@ -34,7 +37,7 @@ class FlagWait:
         Raises PeerError naming rank, phase and sequence number.
         """
         looks = 0
-        started_s = 0.0
+        started_s = counted_s = 0.0
         for rank in ranks:
             while (flags[rank] < wanted) if or_more else (flags[rank] != wanted):
                 looks += 1
@@ -42,7 +45,7 @@ class FlagWait:
                     continue
                 now_s = time.monotonic()
                 if started_s == 0.0:
-                    started_s = checked_s = now_s
+                    started_s = checked_s = counted_s = now_s
                 waited_s = now_s - started_s
                 if waited_s < YIELD_S:
                     os.sched_yield()
@@ -53,3 +56,7 @@ class FlagWait:
                     missing = [r for r in ranks if (flags[r] < wanted if or_more else flags[r] != wanted)]
                     if missing:
                         self._check(missing, phase, sequence, waited_s)
+            if started_s:
+                now_s = time.monotonic()
+                self.waited_s[rank] += now_s - counted_s
+                counted_s = now_s

@@ -96,6 +96,11 @@ class LowLatencyAllToAll:
         self._rows = Channel(self._peers, "dispatch", ROWS, ROWS_READ)
         self._home = Channel(self._peers, "combine", HOME, HOME_READ)
 
+    @property
+    def waited_s(self) -> list[float]:
+        """Seconds that this rank has waited for each other one: its row of the wait matrix."""
+        return list(self._peers.wait.waited_s)
+
     def exchange_counts(self, counts: Tensor) -> Pending[Tensor]:
         num_counts = counts.shape[0]
         if num_counts > self._shape.max_counts:

@@ -2,6 +2,7 @@
 
 import mmap
 import shutil
+import time
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -78,6 +79,22 @@ def check_slabs(rank: int, group: EpGroup, one: Scenario, compiled: bool) -> Non
 def test_masked_slabs_hold_the_same_rows(num_ranks: int, compiled: bool) -> None:
     one = Scenario((7, 0, 5)[:num_ranks], topk=3, slots_per_rank=4, hidden=24, gate="masked")
     run_ranks(num_ranks, check_slabs, one, compiled)
+
+
+def check_waits(rank: int, group: EpGroup) -> list[float]:
+    transport = make(group)
+    for _ in range(3):
+        if rank == 1:
+            time.sleep(0.02)
+        transport.exchange_counts(torch.zeros(1, dtype=torch.int64)).wait()
+    return transport.waited_s
+
+
+def test_the_wait_matrix_shows_who_is_late() -> None:
+    matrix = run_ranks(3, check_waits)
+    late = [sum(row[rank] for row in matrix) for rank in range(3)]
+    assert late[1] == max(late)
+    assert all(matrix[rank][rank] == 0 for rank in range(3))
 
 
 def check_nothing_left(rank: int, group: EpGroup) -> list[str]:
