@@ -14,7 +14,7 @@ import pytest
 from tests.launcher.running import Running, eventually, gone, pid_of_rank
 
 FIVE = {"input_ids": [7], "sampling_params": {"max_new_tokens": 5, "sampling_seed": 10}}
-ENDLESS = {"input_ids": [7], "sampling_params": {"max_new_tokens": 250}}
+ENDLESS = {"input_ids": [7], "sampling_params": {"max_new_tokens": 200}}
 
 
 def serving(*overrides: str, mishap: str = "") -> Running:
@@ -100,7 +100,7 @@ def test_no_process_outlives_a_parent_that_is_killed():
 def test_a_killed_rank_ends_every_call_and_is_named_on_ready():
     with serving() as system, system.client() as client:
         calls: list[httpx.Response] = []
-        fields = {"input_ids": [[7]] * 100, "sampling_params": {"max_new_tokens": 250}}
+        fields = {"input_ids": [[7]] * 100, "sampling_params": {"max_new_tokens": 200}}
         threads = [
             threading.Thread(
                 target=lambda stream=stream: calls.append(client.post("/generate", json=fields | {"stream": stream}))
