@@ -12,12 +12,12 @@ this protocol does not have them. So there every (token, expert) pair travels as
 comes home alone, and is added here in top-k order, with the bits of every other transport. That sends a row per expert
 where DeepEP would send one per rank; its own reduction is what one would add for speed.
 
-Limits are checked when the transport is built, with a message that says what to install or set.
+`by_batch` holds two of them, low_latency for decode-sized steps and one of the others for larger ones; the step plan
+says which. Limits are checked when the transport is built, with a message that says what to install or set.
 """
 
 import importlib
-import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import ModuleType
 from typing import Any
 
@@ -34,15 +34,15 @@ from moe_serve.dispatch.base import (
     Pending,
 )
 from moe_serve.dispatch.collective import CollectiveAllToAll
+from moe_serve.dispatch.deepep_checks import INSTALL, LOW_LATENCY_HIDDEN, LOW_LATENCY_TOPK, MODES, look, problems
 from moe_serve.dispatch.wire import make_wire
 from moe_serve.errors import CapacityError, ConfigError
 from moe_serve.kernels.weighted_sum import weighted_sum
+from moe_serve.log import get_logger
 
-MODES = ("low_latency", "normal", "elastic")
 MOST_LOW_LATENCY_TOKENS = 512  # above, the normal kernels are the faster ones and the buffers get large
-MOST_LOW_LATENCY_TOPK = 11  # compiled into V1
-NORMAL_BUFFER_BYTES = 1 << 30  # NVLink buffer of V1's normal kernels
-_INSTALL = "install DeepEP from its repository (it has no official wheels), or set dispatch.backend: auto"
+DECODE_TOKENS = 128  # of the low-latency half of by_batch: its buffers grow with it, 2 GiB for DeepSeek-V3
+MOST_LOW_LATENCY_BYTES = 16 * (2**31 - 1)  # DeepEP counts 16-byte words in an int
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,14 @@ class DeepEpAllToAll:
     """AllToAll over one DeepEP buffer."""
 
     def __init__(self, group: EpGroup, limits: BufferLimits, fp8: bool, mode: str, library: ModuleType):
-        """fp8: on the way out, low_latency only;  library: the module deep_ep"""
+        """fp8: on the way out, low_latency only;  library: the module deep_ep
+
+        Raises CapacityError when DeepEP could not count the bytes of the buffers.
+        """
+        self.is_bitwise = mode != "low_latency"
+        """Whether results have the bits of the other transports; if not, DeepEP adds in an order of its own."""
+        adds = "added here in top-k order" if self.is_bitwise else "added by DeepEP in its own order: bits may differ"
+        self.note = f"DeepEP {getattr(library, '__version__', 'of unknown version')}, {mode}; results {adds}"
         self._limits, self._fp8, self._mode = limits, fp8, mode
         self._num_slots = group.num_ranks * limits.slots_per_rank
         self._slots_per_rank = limits.slots_per_rank
@@ -65,6 +72,11 @@ class DeepEpAllToAll:
         match mode:
             case "low_latency":
                 size = library.Buffer.get_low_latency_rdma_size_hint(tokens, hidden, group.num_ranks, self._num_slots)
+                if size > MOST_LOW_LATENCY_BYTES:
+                    raise CapacityError(
+                        f"DeepEP's low-latency buffers would take {size / 2**30:.1f} GiB for {tokens} tokens, it can "
+                        "count 32; lower dispatch.max_tokens_per_rank"
+                    )
                 self._buffer = library.Buffer(
                     group.process_group,
                     num_rdma_bytes=size,
@@ -73,8 +85,13 @@ class DeepEpAllToAll:
                     explicitly_destroy=True,
                 )
             case "normal":
+                ranks = group.num_ranks
+                tuned = (library.Buffer.get_dispatch_config(ranks), library.Buffer.get_combine_config(ranks))
                 self._buffer = library.Buffer(
-                    group.process_group, num_nvl_bytes=NORMAL_BUFFER_BYTES, explicitly_destroy=True
+                    group.process_group,
+                    num_nvl_bytes=max(each.get_nvl_buffer_size_hint(2 * hidden, ranks) for each in tuned),
+                    num_rdma_bytes=max(each.get_rdma_buffer_size_hint(2 * hidden, ranks) for each in tuned),
+                    explicitly_destroy=True,
                 )
             case _:
                 self._buffer = library.ElasticBuffer(
@@ -184,65 +201,98 @@ class DeepEpAllToAll:
         self._buffer.destroy()
 
 
+class DeepEpByBatch:
+    """AllToAll over two of DeepEP's ways: low_latency for decode-sized steps, the other for larger ones.
+
+    Ranks must agree, and nothing is exchanged for that: whoever plans a step calls `plan_step` with the same number on
+    every rank. Until then all goes the way of large batches, which takes every size.
+    """
+
+    def __init__(self, small: DeepEpAllToAll, large: DeepEpAllToAll, small_tokens: int):
+        """small_tokens: what the buffers of `small` hold"""
+        self._small, self._large, self._small_tokens = small, large, small_tokens
+        self._now = large
+        self.is_bitwise = False
+        self.note = f"up to {small_tokens} tokens: {small.note}; above: {large.note}"
+
+    def plan_step(self, most_tokens: int) -> None:
+        """Chooses the way of the calls that follow. most_tokens: of any rank in one dispatch, equal on all ranks"""
+        self._now = self._small if most_tokens <= self._small_tokens else self._large
+
+    def exchange_counts(self, counts: Tensor) -> Pending[Tensor]:
+        return self._large.exchange_counts(counts)
+
+    def dispatch(self, hidden: Tensor, physical_ids: Tensor, slot_counts: Tensor | None = None) -> Pending[Dispatched]:
+        way = self._now
+        pending = way.dispatch(hidden, physical_ids, slot_counts)
+
+        def receive() -> Dispatched:
+            arrived = pending.wait()
+            return Dispatched(arrived.rows, (way, arrived.handle))  # it goes home as it came, whatever comes between
+
+        return Deferred(receive)
+
+    def combine(self, expert_out: Tensor, weights: Tensor, handle: object) -> Pending[Tensor]:
+        assert isinstance(handle, tuple), "the handle belongs to another transport"
+        way, theirs = handle
+        pending: Pending[Tensor] = way.combine(expert_out, weights, theirs)
+        return pending
+
+    def close(self) -> None:
+        """Gives both buffers back."""
+        self._small.close()
+        self._large.close()
+
+
 def make_deepep(
     group: EpGroup, limits: BufferLimits, dtype: torch.dtype, wire_dtype: str, mode: str = "auto"
-) -> DeepEpAllToAll:
-    """Returns the transport over the installed DeepEP. Raises ConfigError saying what to install or to set."""
+) -> DeepEpAllToAll | DeepEpByBatch:
+    """Returns the transport over the installed DeepEP; a collective call.
+
+    mode: "auto" (low_latency where all steps are small, else one of the others), or one by name
+    Raises ConfigError saying all that is to be installed or set, CapacityError when buffers would be too large.
+    """
     library = _load()
+    if mode not in (*MODES, "auto"):
+        raise ConfigError(f"DeepEP has no way {mode!r}; choose one of {', '.join(MODES)}")
+    if group.device.type != "cuda":
+        raise ConfigError(
+            f"dispatch.backend deepep needs CUDA ranks, this one computes on {group.device}; "
+            "set dispatch.backend: low_latency"
+        )
     mode = _choose_mode(library, limits) if mode == "auto" else mode
-    _check(library, group, limits, dtype, wire_dtype, mode)
-    return DeepEpAllToAll(group, limits, wire_dtype == "fp8", mode, library)
+    parts = [(mode, limits)]
+    if mode == "by_batch":
+        few = replace(limits, max_tokens_per_rank=min(limits.max_tokens_per_rank, DECODE_TOKENS))
+        parts = [("low_latency", few), (_large_mode(library), limits)]
+    machine = look(group)
+    wrong = [p for way, its in parts for p in problems(library, group, its, dtype, wire_dtype, way, machine)]
+    if wrong:
+        raise ConfigError(f"dispatch.backend deepep cannot serve here: {'. '.join(dict.fromkeys(wrong))}")
+    made = [DeepEpAllToAll(group, its, wire_dtype == "fp8", way, library) for way, its in parts]
+    transport: DeepEpAllToAll | DeepEpByBatch = made[0]
+    if mode == "by_batch":
+        transport = DeepEpByBatch(made[0], made[1], parts[0][1].max_tokens_per_rank)
+    get_logger(__name__).info("dispatch.backend deepep: %s", transport.note)
+    return transport
 
 
 def _load() -> ModuleType:
     try:
         return importlib.import_module("deep_ep")
     except ImportError as error:
-        raise ConfigError(f"dispatch.backend is deepep but it cannot be imported ({error}); {_INSTALL}") from None
+        raise ConfigError(f"dispatch.backend is deepep but it cannot be imported ({error}); {INSTALL}") from None
 
 
 def _choose_mode(library: ModuleType, limits: BufferLimits) -> str:
-    small = limits.max_tokens_per_rank <= MOST_LOW_LATENCY_TOKENS and limits.topk <= MOST_LOW_LATENCY_TOPK
-    if small and hasattr(library, "Buffer"):
+    fits = limits.topk <= LOW_LATENCY_TOPK and limits.hidden in LOW_LATENCY_HIDDEN
+    if fits and limits.max_tokens_per_rank <= MOST_LOW_LATENCY_TOKENS and hasattr(library, "Buffer"):
         return "low_latency"
+    return _large_mode(library)
+
+
+def _large_mode(library: ModuleType) -> str:
     return "elastic" if hasattr(library, "ElasticBuffer") else "normal"
-
-
-def _check(
-    library: ModuleType, group: EpGroup, limits: BufferLimits, dtype: torch.dtype, wire_dtype: str, mode: str
-) -> None:
-    if mode not in MODES:
-        raise ConfigError(f"DeepEP has no way {mode!r}; choose one of {', '.join(MODES)}")
-    needed = "ElasticBuffer" if mode == "elastic" else "Buffer"
-    if not hasattr(library, needed):
-        raise ConfigError(f"the installed DeepEP has no {needed}, which {mode} needs; {_INSTALL}")
-    if group.device.type != "cuda":
-        raise ConfigError(
-            f"dispatch.backend deepep needs CUDA ranks, this one computes on {group.device}; "
-            "set dispatch.backend: low_latency"
-        )
-    if dtype != torch.bfloat16 or wire_dtype == "float32":
-        raise ConfigError(
-            f"DeepEP carries bf16 rows, here they are {str(dtype).removeprefix('torch.')} and dispatch.wire_dtype is "
-            f"{wire_dtype}; set model.dtype: bfloat16 and dispatch.wire_dtype: auto"
-        )
-    if wire_dtype == "fp8" and (mode != "low_latency" or limits.hidden % 128):
-        raise ConfigError(
-            f"DeepEP takes fp8 rows here in low_latency and with hidden a multiple of 128, this is {mode} with "
-            f"{limits.hidden}; set dispatch.wire_dtype: auto"
-        )
-    if mode == "low_latency":
-        depth = int(os.environ.get("NVSHMEM_QP_DEPTH", "1024"))
-        if depth < 2 * (limits.max_tokens_per_rank + 1):
-            raise ConfigError(
-                f"NVSHMEM_QP_DEPTH is {depth} and {limits.max_tokens_per_rank} tokens need "
-                f"{2 * (limits.max_tokens_per_rank + 1)}; raise it, or lower dispatch.max_tokens_per_rank"
-            )
-        if limits.topk > MOST_LOW_LATENCY_TOPK:
-            raise ConfigError(
-                f"DeepEP's low-latency kernels take up to {MOST_LOW_LATENCY_TOPK} experts per token, this model has "
-                f"{limits.topk}; use its elastic way, or set dispatch.backend: auto"
-            )
 
 
 def _dequantise(values: Tensor, scales: Tensor) -> Tensor:
