@@ -66,9 +66,8 @@ class ParallelConfig(Section):
 class DispatchConfig(Section):
     """How token rows travel between ranks."""
 
-    backend: Literal["auto", "local", "collective", "low_latency"] = (
-        "auto"  # auto: by ranks and hosts; see /server_info
-    )
+    # auto: local on one rank, shared memory on one CPU host, else collective; deepep: an installed DeepEP, GPUs only
+    backend: Literal["auto", "local", "collective", "low_latency", "deepep"] = "auto"
     max_tokens_per_rank: PositiveInt | None = None  # rows of one dispatch; None: engine.max_batch_tokens
     wire_dtype: Literal["auto", "float32", "bf16", "fp8"] = "auto"  # auto: the compute dtype
 
@@ -78,7 +77,7 @@ class EplbConfig(Section):
 
     init_expert_location: str = "trivial"  # or a placement file: ours or SGLang's, .json or .pt
     num_redundant_experts: NonNegativeInt = 0  # extra slots per layer; the total is rounded up to a multiple of ranks
-    split: Literal["even"] = "even"  # how replicas share a batch's tokens
+    split: Literal["even", "exact"] = "even"  # how replicas share a batch; exact: smallest largest rank load
     record_window_steps: PositiveInt = 1000  # steps of one load record
     record_path: str | None = None  # write load records to this .jsonl trace, which `moe-serve replay` reads
 
@@ -186,6 +185,13 @@ class ServeConfig(Section):
                 f"server.worker_deadline_s = {self.server.worker_deadline_s:g} and engine.step_deadline_s = "
                 f"{self.engine.step_deadline_s:g} seconds is lost; lower heartbeat_s"
             )
+        if self.dispatch.backend == "deepep" and self.engine.numerics == "batch_invariant":
+            raise ValueError(
+                "dispatch.backend deepep adds expert outputs in an order of its own, which engine.numerics "
+                "batch_invariant excludes; set dispatch.backend: auto, or engine.numerics: fast"
+            )
+        if self.dispatch.backend == "deepep" and self.parallel.device == "cpu":
+            raise ValueError("dispatch.backend deepep runs on GPUs only; set dispatch.backend: auto")
         threads = self.parallel.threads_per_rank
         if self.engine.numerics == "batch_invariant" and threads not in (None, 1):
             raise ValueError(

@@ -53,6 +53,8 @@ def test_a_wrong_setting_is_named_with_its_fix(override: str, message: str) -> N
         ["engine.numerics=batch_invariant", "parallel.threads_per_rank=2"],
         ["engine.heartbeat_s=90"],
         ["eplb.init_expert_location=x.json", "eplb.num_redundant_experts=2"],
+        ["dispatch.backend=deepep", "engine.numerics=batch_invariant"],
+        ["dispatch.backend=deepep", "parallel.device=cpu"],
     ],
 )
 def test_settings_that_do_not_fit_together_are_refused(overrides: list[str]) -> None:

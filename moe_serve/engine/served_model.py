@@ -174,7 +174,7 @@ def build_served_model(config: ServeConfig, group: EpGroup, progress: Progress |
         rank=group.rank,
         router=spec.router,
         all_to_all=all_to_all,
-        replica_map=ReplicaMap(placement, device),
+        replica_map=ReplicaMap(placement, device, config.eplb.split),
         recorder=recorder,
         max_tokens_per_rank=max_tokens_per_rank,
         numerics=numerics,

@@ -59,7 +59,7 @@ SINGLE: dict[str, tuple[int, list[str], int | None]] = {
     "exchange over gloo": (2, ["engine.exchange=gloo"], None),
 }
 CASES = [(model, way) for model in ("demo", *TINY) for way in WAYS]
-PLACED = [("demo", 4, 8), *((model, 2, 4) for model in TINY)]
+PLACED = [("demo", 4, 8, "even"), ("demo", 2, 8, "exact"), *((model, 2, 4, "even") for model in TINY)]
 
 
 def model_overrides(model: str, folder: Path) -> list[str]:
@@ -134,9 +134,9 @@ def write_placement(path: Path, rows: np.ndarray) -> str:
     return f"eplb.init_expert_location={path}"
 
 
-@pytest.mark.parametrize(("reference", "num_ranks", "num_redundant"), PLACED, indirect=["reference"])
+@pytest.mark.parametrize(("reference", "num_ranks", "num_redundant", "split"), PLACED, indirect=["reference"])
 def test_tokens_do_not_depend_on_where_experts_live(
-    reference: tuple[str, Path, Served], num_ranks: int, num_redundant: int, tmp_path: Path
+    reference: tuple[str, Path, Served], num_ranks: int, num_redundant: int, split: str, tmp_path: Path
 ) -> None:
     model, folder, expected = reference
     overrides = model_overrides(model, folder)
@@ -144,7 +144,7 @@ def test_tokens_do_not_depend_on_where_experts_live(
     num_slots = -(-(spec.num_logical + num_redundant) // num_ranks) * num_ranks
     rows = shuffled_placement(spec, num_slots)
     placement = write_placement(tmp_path / "placement.json", rows)
-    served = serve(num_ranks, requests_for(model), [*PLAIN, *overrides, placement])
+    served = serve(num_ranks, requests_for(model), [*PLAIN, *overrides, placement, f"eplb.split={split}"])
     same(served, expected)
     received = np.array(served.slot_rows)
     load = np.zeros((len(rows), spec.num_logical), dtype=np.int64)
@@ -152,6 +152,8 @@ def test_tokens_do_not_depend_on_where_experts_live(
         np.add.at(load[layer], slots, received[layer])
     replicas = np.stack([np.bincount(slots, minlength=spec.num_logical)[slots] for slots in rows])
     hot = np.take_along_axis(load, rows, axis=1) >= 64 * num_ranks * replicas
+    if split == "exact":
+        return  # a replica on a busy rank may rightly receive nothing
     assert (received[hot & (replicas > 1)] > 0).all(), "a replica of a hot expert received no rows"
 
 
