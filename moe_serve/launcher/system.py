@@ -81,6 +81,7 @@ class _System:
         self._ready: set[int] = set()
         self._is_ready = False
         self._told: str | None = None  # why the epoch is over, in the front end's words
+        self._blamed: int = SUPERVISOR  # the rank that it holds responsible; SUPERVISOR: none by name
         self._deaths: list[Death] = []
         self._lost_at_s: float | None = None  # when we first heard of it
         self._is_reported = False
@@ -133,7 +134,7 @@ class _System:
                     self.display.phase(message.rank, "ready", 1.0)
                     self._one_is_ready(message.rank)
                 case Fatal():
-                    self._told = message.message
+                    self._told, self._blamed = message.message, message.lost_rank
 
     def _one_is_ready(self, rank: int) -> None:
         self._ready.add(rank)
@@ -153,8 +154,14 @@ class _System:
         now_s = time.monotonic()
         if self._lost_at_s is None:
             self._lost_at_s = now_s
-        cause = next(iter(sorted(self._deaths, key=lambda death: not death.was_killed)), None)
-        half_known = cause is None or self._told is None
+        # Ranks that end because another one did may be gone before it: the one that is blamed counts first.
+        cause = min(
+            self._deaths,
+            key=lambda death: (not death.was_killed, death.rank != self._blamed, death.code != 2),
+            default=None,
+        )
+        blamed_still_there = cause is not None and self._blamed not in (SUPERVISOR, cause.rank)
+        half_known = cause is None or self._told is None or blamed_still_there
         if half_known and not (cause and cause.was_killed) and now_s - self._lost_at_s < _OWN_WORDS_S:
             return  # the other half is on its way: what the rank said, or how it ended
         if self._told is None and cause is not None:

@@ -26,6 +26,8 @@ async def run() -> int:
         os.abort()
     worker = FakeWorker(rank, num_ranks, config.server.worker_port, token=os.environ["MOE_SERVE_TOKEN"])
     worker.tokens_at_once = 4
+    if os.environ.get("FAKE_RANK") == "all:slow":
+        worker.tokens_at_once, worker.round_s = 1, 0.05  # seconds for a request: time to do something to it
     task = asyncio.create_task(worker.run(ready=False))
     await asyncio.sleep(0.05)
     worker.say(Progress(rank, 0, "loading weights", 0.5))

@@ -98,7 +98,7 @@ def test_no_process_outlives_a_parent_that_is_killed():
 
 
 def test_a_killed_rank_ends_every_call_and_is_named_on_ready():
-    with serving() as system, system.client() as client:
+    with serving(mishap="all:slow") as system, system.client() as client:
         calls: list[httpx.Response] = []
         fields = {"input_ids": [[7]] * 100, "sampling_params": {"max_new_tokens": 200}}
         threads = [

@@ -64,6 +64,7 @@ class FakeWorker:
     limits: ModelLimits = LIMITS
     reply: Callable[[Submit], list[int]] = counting
     tokens_at_once: int = 1
+    round_s: float = 0.001  # between two rounds of tokens
     go: asyncio.Event = field(default_factory=asyncio.Event)
     submitted: list[Submit] = field(default_factory=list)
     aborted: list[str] = field(default_factory=list)
@@ -118,7 +119,7 @@ class FakeWorker:
             events = [self._step(submit) for submit in list(self.running.values())]
             if events:
                 self.say(Tokens(self.rank, self.epoch, events))
-            await asyncio.sleep(0.001)
+            await asyncio.sleep(self.round_s)
 
     def _step(self, submit: Submit) -> TokenEvent:
         start = self.produced[submit.request_id]
