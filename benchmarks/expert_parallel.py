@@ -157,6 +157,7 @@ class _Timed:
     """A transport that adds up the time of its calls and waits."""
 
     def __init__(self, inner: Any, times: dict[str, float]):
+        self.is_bitwise, self.note = inner.is_bitwise, inner.note
         for name, method in (("counts", "exchange_counts"), ("dispatch", "dispatch"), ("combine", "combine")):
             setattr(self, method, self._both_halves(getattr(inner, method), times, name))
 

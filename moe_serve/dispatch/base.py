@@ -113,7 +113,17 @@ class BufferLimits:
 
 
 class AllToAll(Protocol):
-    """Moves token rows to the ranks that hold their experts, and the results back."""
+    """Moves token rows to the ranks that hold their experts, and the results back.
+
+    is_bitwise: whether results have the bits of every other such transport: added at home, in top-k order, in float32
+    note:       what the operator should know of how it works here, one line; empty: nothing
+    """
+
+    @property
+    def is_bitwise(self) -> bool: ...
+
+    @property
+    def note(self) -> str: ...
 
     def exchange_counts(self, counts: Tensor) -> Pending[Tensor]:
         """Returns every rank's counts. counts: [n] int64, n equal on all ranks -> [R, n] int64, same device."""

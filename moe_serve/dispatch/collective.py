@@ -29,6 +29,9 @@ class _Handle:
 class CollectiveAllToAll:
     """AllToAll over a process group."""
 
+    is_bitwise = True
+    note = ""
+
     def __init__(self, group: EpGroup, slots_per_rank: int, wire: Wire):
         assert group.process_group is not None, "collective needs a process group"
         self._group = group.process_group

@@ -69,6 +69,7 @@ class DelayedAllToAll:
         self._inner = inner
         self._clock = clock or RealClock()
         self._link = _Link(bytes_per_s, latency_s, self._clock)
+        self.is_bitwise, self.note = inner.is_bitwise, inner.note
 
     def exchange_counts(self, counts: Tensor) -> Pending[Tensor]:
         return self._delay(self._inner.exchange_counts(counts), counts.numel() * counts.element_size())

@@ -69,6 +69,9 @@ class _Handle:
 class LocalAllToAll:
     """AllToAll over one rank, or over one of the virtual ranks of a fabric."""
 
+    is_bitwise = True
+    note = ""
+
     def __init__(self, slots_per_rank: int, wire: Wire, rank: int = 0, fabric: LocalFabric | None = None):
         self._fabric = fabric or LocalFabric(1)
         self._rank = rank

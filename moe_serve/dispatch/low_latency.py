@@ -54,6 +54,8 @@ class LowLatencyAllToAll:
     every rank that is left calls `membership.regroup`, and runs the step again.
     """
 
+    is_bitwise = True
+
     def __init__(
         self,
         memory: SymmetricMemory,
@@ -89,7 +91,8 @@ class LowLatencyAllToAll:
         for lane in self._peers.lanes:
             lane.set_canaries()
         lanes = Lanes(self._rank, shape, hidden, dtype, self._peers.lanes, self._inbox, self._slab_rows)
-        native, self.note = native_lane_work(lanes) if compiled else (None, "not wanted")
+        native, how = native_lane_work(lanes) if compiled else (None, "dispatch.compiled is off")
+        self.note = f"rows are moved by a C helper ({how})" if native else f"rows are moved by numpy: {how}"
         self._work: LaneWork = native or PlainLaneWork(lanes)
         self._decode_rows, self._decode_home = self._decoder(wire.dispatch), self._decoder(wire.combine)
         self._counts = Channel(self._peers, "counts", COUNTS, COUNTS_READ)
