@@ -66,10 +66,31 @@ class ParallelConfig(Section):
 class DispatchConfig(Section):
     """How token rows travel between ranks."""
 
-    # auto: local on one rank, shared memory on one CPU host, else collective; deepep: an installed DeepEP, GPUs only
-    backend: Literal["auto", "local", "collective", "low_latency", "deepep"] = "auto"
+    # auto: local on one rank, shared memory on one CPU host; on GPUs NVSHMEM for small steps where it reaches all
+    # ranks; else collective (NCCL, gloo). low_latency: shared memory on CPUs, NVSHMEM on GPUs. cuda_ipc: its kernels
+    # over the GPUs of one host, without NVSHMEM. deepep: an installed DeepEP
+    backend: Literal["auto", "local", "collective", "low_latency", "cuda_ipc", "deepep"] = "auto"
     max_tokens_per_rank: PositiveInt | None = None  # rows of one dispatch; None: engine.max_batch_tokens
     wire_dtype: Literal["auto", "float32", "bf16", "fp8"] = "auto"  # auto: the compute dtype
+    # A step in which some rank has so many rows runs its MoE layers in two rounds or more, experts of one round computing
+    # while rows of others travel. None: never
+    overlap_from_tokens: PositiveInt | None = None
+    # How rows lie before the experts: without gaps, or in a slab of fixed size for each slot (low_latency; on GPUs the
+    # only form that it gives). auto: packed on CPUs, what the transport gives on GPUs
+    rows: Literal["auto", "packed", "masked"] = "auto"
+    compiled: bool = True  # low_latency on CPUs moves rows by a C helper where a compiler is found; the same bits
+    deadline_s: PositiveFloat | None = None  # how long low_latency waits for a peer; None: engine.step_deadline_s
+
+    @model_validator(mode="after")
+    def _rows_fit_the_transport(self) -> Self:
+        if self.rows == "masked" and self.backend in ("local", "collective", "deepep"):
+            raise ValueError(
+                f"rows is masked but backend {self.backend} does not give masked slabs on request; set rows: auto, or "
+                "backend: low_latency"
+            )
+        if self.rows == "packed" and self.backend == "cuda_ipc":
+            raise ValueError("rows is packed but backend cuda_ipc gives masked slabs only; set rows: auto")
+        return self
 
 
 class EplbConfig(Section):
@@ -190,8 +211,13 @@ class ServeConfig(Section):
                 "dispatch.backend deepep adds expert outputs in an order of its own, which engine.numerics "
                 "batch_invariant excludes; set dispatch.backend: auto, or engine.numerics: fast"
             )
-        if self.dispatch.backend == "deepep" and self.parallel.device == "cpu":
-            raise ValueError("dispatch.backend deepep runs on GPUs only; set dispatch.backend: auto")
+        if self.dispatch.backend in ("deepep", "cuda_ipc") and self.parallel.device == "cpu":
+            raise ValueError(f"dispatch.backend {self.dispatch.backend} runs on GPUs only; set dispatch.backend: auto")
+        if self.dispatch.backend in ("low_latency", "cuda_ipc") and self.parallel.num_ranks == 1:
+            raise ValueError(
+                f"dispatch.backend is {self.dispatch.backend}, which joins several ranks, but parallel.num_ranks is 1; "
+                "set dispatch.backend: auto"
+            )
         threads = self.parallel.threads_per_rank
         if self.engine.numerics == "batch_invariant" and threads not in (None, 1):
             raise ValueError(

@@ -37,6 +37,14 @@ def test_overrides_win_over_the_file(tmp_path: Path) -> None:
         ("engine.max_batch_tokens=8", "raise max_batch_tokens or lower max_running_requests"),
         ("server.port=99999", "server.port"),
         ("server.port=30001", "give them different values"),
+        ("dispatch.rows=slabs", "dispatch.rows: .*'packed' or 'masked'"),
+        ("dispatch.deadline_s=0", r"dispatch.deadline_s: .* \(is 0\)"),
+        (
+            "dispatch.backend=low_latency",
+            "joins several ranks, but parallel.num_ranks is 1; set dispatch.backend: auto",
+        ),
+        ("dispatch={backend: collective, rows: masked}", "set rows: auto, or backend: low_latency"),
+        ("dispatch={backend: cuda_ipc, rows: packed}", "masked slabs only; set rows: auto"),
         ("numerics", "section.key=value"),
         ("engine.numerics=[", "not valid YAML"),
     ],
@@ -55,6 +63,7 @@ def test_a_wrong_setting_is_named_with_its_fix(override: str, message: str) -> N
         ["eplb.init_expert_location=x.json", "eplb.num_redundant_experts=2"],
         ["dispatch.backend=deepep", "engine.numerics=batch_invariant"],
         ["dispatch.backend=deepep", "parallel.device=cpu"],
+        ["dispatch.backend=cuda_ipc", "parallel.device=cpu", "parallel.num_ranks=2"],
     ],
 )
 def test_settings_that_do_not_fit_together_are_refused(overrides: list[str]) -> None:

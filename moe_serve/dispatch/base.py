@@ -11,7 +11,7 @@ and several calls may be in flight; all ranks make the same calls in the same or
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, Protocol, TypeVar, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -149,6 +149,29 @@ class AllToAll(Protocol):
         ...
 
 
+@runtime_checkable
+class FollowsSteps(Protocol):
+    """A transport that must hear of the steps of the engine; all ranks tell it the same."""
+
+    def begin_step(self, most_tokens: int) -> None:
+        """Prepares for the calls of a step. most_tokens: of any rank in one dispatch, equal on all ranks"""
+        ...
+
+    def end_step(self) -> None:
+        """Raises PeerError when rows of a peer did not come in this step, which is void then: nothing is sampled."""
+        ...
+
+
+@runtime_checkable
+class MeasuresWaits(Protocol):
+    """A transport that knows for whom it waited."""
+
+    @property
+    def waited_s(self) -> list[float]:
+        """[R] seconds that this rank has waited for each other one since the start: its row of the wait matrix."""
+        ...
+
+
 def make_all_to_all(
     backend: str,
     group: EpGroup,
@@ -160,7 +183,7 @@ def make_all_to_all(
     topk: int | None = None,
     deadline_s: float = 60.0,
     compiled: bool = True,
-    masked: bool = False,
+    masked: bool | None = None,
 ) -> AllToAll:
     """Returns the transport of that name.
 
@@ -171,7 +194,8 @@ def make_all_to_all(
     max_tokens_per_rank, hidden, topk: most rows of one dispatch, and their shape; low_latency is sized by them
     deadline_s:          how long low_latency waits for a peer
     compiled:            let low_latency build a small C helper where it finds a compiler; the bits are the same
-    masked:              let low_latency give masked slabs in place of packed rows; a token must not name a slot twice
+    masked:              True: masked slabs, which low_latency gives (a token must not name a slot twice); False: packed
+                         rows; None: packed on CPUs, on GPUs what the transport gives
     Raises ConfigError for names unknown here and for `local` on several ranks, CapacityError when buffers do not fit.
     """
     from moe_serve.dispatch.wire import make_wire
@@ -207,7 +231,7 @@ def make_all_to_all(
                 raise ConfigError(
                     "dispatch.backend low_latency needs max_tokens_per_rank, hidden and topk for its buffers"
                 )
-            return make_low_latency(group, limits, dtype, wire, deadline_s, compiled, masked)
+            return make_low_latency(group, limits, dtype, wire, deadline_s, compiled, bool(masked))
         case "deepep":
             from moe_serve.dispatch.deepep import make_deepep
 

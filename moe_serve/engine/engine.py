@@ -116,7 +116,8 @@ class Engine:
         return plan
 
     def _forward(self, chunks: Sequence[ScheduledChunk], plan: StepPlan) -> None:
-        logits = self.served.forward(ForwardBatch.build(chunks, *self.served.batch_form), plan.num_chunks)
+        self.served.begin_step(plan.max_tokens)
+        logits = self.served.forward(ForwardBatch.build(chunks, *self.served.batch_form), plan.num_chunks, plan.overlap)
         sampling = [chunk.request for chunk in chunks if chunk.samples]
         token_ids = iter(sample(logits, sampling, self.served.limits.eos_token_ids))
         events: list[TokenEvent] = []
@@ -249,6 +250,7 @@ class Engine:
                 num_blocks=scheduler.num_blocks,
                 pending_tokens=uncomputed,
                 counters=stats,
+                waited_s=self.served.waited_s,
             )
         )
         silent_s = min(self.mailbox.front_end_silent_s(), now_s - self._started_s)

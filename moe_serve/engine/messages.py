@@ -143,6 +143,7 @@ class Status(Message, tag="status", frozen=True):
     num_blocks: int
     pending_tokens: int  # prefill tokens still to compute
     counters: dict[str, float] = {}  # running totals: steps, tokens, preemptions, prefix hits, sleeps
+    waited_s: list[float] = []  # for each rank, how long this one has waited for its rows; empty: not measured
 
 
 class Fatal(Message, tag="fatal", frozen=True):

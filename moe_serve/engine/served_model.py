@@ -16,7 +16,7 @@ from torch import Tensor
 from moe_serve.attention_dp.batch import ForwardBatch
 from moe_serve.attention_dp.kv_cache import KvCache, bytes_per_block
 from moe_serve.config import ServeConfig, model_dir, served_name
-from moe_serve.dispatch.base import EpGroup, make_all_to_all
+from moe_serve.dispatch.base import AllToAll, EpGroup, FollowsSteps, MeasuresWaits, make_all_to_all
 from moe_serve.engine.messages import ModelLimits
 from moe_serve.ep.load_recorder import LoadRecorder
 from moe_serve.ep.moe_layer import ExpertParallel, MoeLayer, make_moe_layer
@@ -30,6 +30,7 @@ from moe_serve.models.spec import ModelSpec, read_spec
 from moe_serve.models.weights import dummy_weights, load_weights
 
 Progress = Callable[[str, float], None]  # (phase, fraction done)
+MANY_TOKENS = 1 << 30  # more than any step has
 
 
 @dataclass
@@ -45,6 +46,7 @@ class ServedModel:
     num_blocks: int
     numerics: Numerics
     device: torch.device
+    all_to_all: AllToAll
     info: dict[str, Any]
     on_record: Callable[[LoadRecord], None] | None = None
     _window_start: int = 0
@@ -55,14 +57,33 @@ class ServedModel:
         """Returns what `ForwardBatch.build` needs beside the chunks."""
         return self.limits.block_size, self.device, self.numerics
 
+    @property
+    def waited_s(self) -> list[float]:
+        """Seconds that this rank has waited for each other one; empty where the transport does not measure it."""
+        return self.all_to_all.waited_s if isinstance(self.all_to_all, MeasuresWaits) else []
+
+    def begin_step(self, max_tokens: int) -> None:
+        """Tells a transport that chooses by the size of the step. max_tokens: of the plan, equal on all ranks"""
+        if isinstance(self.all_to_all, FollowsSteps):
+            self.all_to_all.begin_step(max_tokens)
+
     @torch.inference_mode()
-    def forward(self, batch: ForwardBatch, num_chunks: int) -> Tensor:
-        """Returns the logits of the rows that are sampled, [len(logit_rows), vocab] float32."""
-        return self.decoder.forward(batch, self.cache, num_chunks)
+    def forward(self, batch: ForwardBatch, num_chunks: int, overlap: bool = False) -> Tensor:
+        """Returns the logits of the rows that are sampled, [len(logit_rows), vocab] float32.
+
+        Raises PeerError when a peer's rows did not come: the step is void.
+        """
+        logits = self.decoder.forward(batch, self.cache, num_chunks, overlap)
+        if isinstance(self.all_to_all, FollowsSteps):
+            self.all_to_all.end_step()
+        return logits
 
     def warm_up(self) -> None:
-        """Runs one empty step through every layer and collective, so that the first request does not pay for it."""
-        self.forward(ForwardBatch.empty(self.device, self.numerics), 1)
+        """Runs empty steps through every layer and collective, so that the first request does not pay for it."""
+        sizes = (0, MANY_TOKENS) if isinstance(self.all_to_all, FollowsSteps) else (0,)
+        for max_tokens in sizes:  # both ways of a transport that chooses by size
+            self.begin_step(max_tokens)
+            self.forward(ForwardBatch.empty(self.device, self.numerics), 1)
 
     def close_window(self, step: int) -> None:
         """Ends the load record with the step before `step`. All ranks take part: it is a reduction."""
@@ -167,8 +188,11 @@ def build_served_model(config: ServeConfig, group: EpGroup, progress: Progress |
         max_tokens_per_rank=max_tokens_per_rank,
         hidden=spec.hidden,
         topk=spec.topk,
-        deadline_s=config.engine.step_deadline_s,
+        deadline_s=config.dispatch.deadline_s or config.engine.step_deadline_s,
+        compiled=config.dispatch.compiled,
+        masked=None if config.dispatch.rows == "auto" else config.dispatch.rows == "masked",
     )
+    check_bits(all_to_all, config)
     recorder = LoadRecorder(len(spec.moe_layer_ids), spec.num_logical, group, placement.slots_per_rank)
     parallel = ExpertParallel(
         rank=group.rank,
@@ -212,9 +236,23 @@ def build_served_model(config: ServeConfig, group: EpGroup, progress: Progress |
         "num_redundant_experts": placement.num_slots - spec.num_logical,
         "num_cache_blocks": num_blocks,
         "all_to_all": type(all_to_all).__name__,
+        "all_to_all_note": all_to_all.note,
+        "all_to_all_is_bitwise": all_to_all.is_bitwise,
         "numerics": config.engine.numerics,
     }
-    return ServedModel(spec, decoder, cache, placement, recorder, limits, num_blocks, numerics, device, info)
+    return ServedModel(
+        spec, decoder, cache, placement, recorder, limits, num_blocks, numerics, device, all_to_all, info
+    )
+
+
+def check_bits(all_to_all: AllToAll, config: ServeConfig) -> None:
+    """Raises ConfigError for a transport outside the bitwise class in batch_invariant, whoever chose it."""
+    if config.engine.numerics == "batch_invariant" and not all_to_all.is_bitwise:
+        raise ConfigError(
+            f"dispatch.backend {config.dispatch.backend} gives {type(all_to_all).__name__} here ({all_to_all.note}), "
+            "whose sums depend on where experts live, which engine.numerics batch_invariant excludes; set "
+            "dispatch.backend: collective, or engine.numerics: fast"
+        )
 
 
 def _max_model_len(config: ServeConfig, spec: ModelSpec) -> int:

@@ -8,6 +8,7 @@ import time
 from typing import Any
 
 from fastapi import FastAPI, Request, Response
+from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
@@ -19,6 +20,7 @@ from moe_serve.models.tokenizer import Tokenizer
 from moe_serve.server.answers import WEIGHT_VERSION, error_body
 from moe_serve.server.bridge import Bridge
 from moe_serve.server.generate import GenerateResponse, error_response, json_bytes, start_call
+from moe_serve.server.metrics import make_registry
 from moe_serve.server.open_request import UnavailableError
 from moe_serve.server.schemas import parse_generate
 
@@ -39,6 +41,7 @@ def make_app(config: ServeConfig, bridge: Bridge, tokenizer: Tokenizer | None) -
     _add_generate(app, config, bridge, tokenizer)
     _add_health(app, bridge)
     _add_information(app, config, bridge)
+    _add_metrics(app, bridge)
     return app
 
 
@@ -132,6 +135,15 @@ def _add_information(app: FastAPI, config: ServeConfig, bridge: Bridge) -> None:
                 **bridge.describe(),
             }
         )
+
+
+def _add_metrics(app: FastAPI, bridge: Bridge) -> None:
+    registry = make_registry(bridge.workers)
+
+    @app.get("/metrics")
+    async def metrics() -> Response:
+        """What Prometheus scrapes."""
+        return Response(generate_latest(registry), media_type=CONTENT_TYPE_LATEST)
 
 
 def _add_errors(app: FastAPI) -> None:

@@ -138,5 +138,4 @@ class WorkerTable:
 
 
 def _status_json(status: Status) -> dict[str, Any]:
-    names = ("step", "num_running", "num_waiting", "num_free_blocks", "num_blocks", "pending_tokens", "counters")
-    return {name: getattr(status, name) for name in names}
+    return {name: getattr(status, name) for name in status.__struct_fields__ if name not in ("rank", "epoch")}
