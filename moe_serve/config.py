@@ -72,7 +72,7 @@ class DispatchConfig(Section):
     backend: Literal["auto", "local", "collective", "low_latency", "cuda_ipc", "deepep"] = "auto"
     max_tokens_per_rank: PositiveInt | None = None  # rows of one dispatch; None: engine.max_batch_tokens
     wire_dtype: Literal["auto", "float32", "bf16", "fp8"] = "auto"  # auto: the compute dtype
-    # A step in which some rank has so many rows runs its MoE layers in two rounds or more, experts of one round computing
+    # A step in which some rank has so many rows runs its MoE layers in two rounds or more: experts of one round compute
     # while rows of others travel. None: never
     overlap_from_tokens: PositiveInt | None = None
     # How rows lie before the experts: without gaps, or in a slab of fixed size for each slot (low_latency; on GPUs the

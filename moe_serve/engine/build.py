@@ -51,6 +51,7 @@ def build_engine(
             max_tokens_per_rank=config.dispatch.max_tokens_per_rank or config.engine.max_batch_tokens,
             prefill_hold_steps=config.engine.prefill_hold_steps,
             record_window_steps=config.eplb.record_window_steps,
+            overlap_from_tokens=config.dispatch.overlap_from_tokens,
         ),
         settings=EngineSettings(
             heartbeat_s=config.engine.heartbeat_s, front_end_deadline_s=config.server.worker_deadline_s

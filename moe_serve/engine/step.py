@@ -12,6 +12,7 @@ from typing import Self
 import numpy as np
 from numpy.typing import NDArray
 
+from moe_serve.dispatch.break_even import num_rounds
 from moe_serve.errors import PeerError
 
 Int64Array = NDArray[np.int64]
@@ -57,11 +58,13 @@ class StepSettings:
     max_tokens_per_rank: rows that one dispatch carries; a longer step runs in chunks
     prefill_hold_steps:  for how many steps a prefill may wait for the other ranks' prefills
     record_window_steps: a load record is closed every so many steps
+    overlap_from_tokens: a step in which some rank has so many rows overlaps its rounds; None: none does
     """
 
     max_tokens_per_rank: int
     prefill_hold_steps: int = 0
     record_window_steps: int = 1000
+    overlap_from_tokens: int | None = None
 
 
 @dataclass(frozen=True)
@@ -71,6 +74,7 @@ class StepPlan:
     phase:        "idle" (no rows anywhere), "decode", "prefill" or "mixed"
     max_tokens:   rows of the rank that has most
     num_chunks:   rounds of dispatch and combine in every MoE layer; ranks with fewer rows run empty ones
+    overlap:      experts of one round compute while rows of others travel; cuts a batch in two rounds at least
     hold_prefill: only the decode rows of the proposals run
     close_window: the load record ends with this step (and with the engine): all ranks take part in its reduction
     sleep:        nothing to do anywhere: wait for a request or a wake before the next exchange
@@ -81,6 +85,7 @@ class StepPlan:
     phase: str
     max_tokens: int
     num_chunks: int
+    overlap: bool
     hold_prefill: bool
     close_window: bool
     sleep: bool
@@ -116,11 +121,17 @@ def plan_step(states: Sequence[RankState], settings: StepSettings) -> StepPlan:
     has_prefill = not hold and any(state.prefill_tokens for state in states)
     phase = "mixed" if has_decode and has_prefill else "decode" if has_decode else "prefill" if has_prefill else "idle"
     max_tokens = max(rows)
+    num_chunks = -(-max_tokens // settings.max_tokens_per_rank)
+    overlap_from = settings.overlap_from_tokens
+    overlap = overlap_from is not None and max_tokens >= overlap_from
+    if overlap_from is not None and overlap:
+        num_chunks = max(num_chunks, num_rounds(max_tokens, overlap_from))
     return StepPlan(
         step=first.step,
         phase=phase,
         max_tokens=max_tokens,
-        num_chunks=-(-max_tokens // settings.max_tokens_per_rank),
+        num_chunks=num_chunks,
+        overlap=overlap,
         hold_prefill=hold,
         close_window=stop or (first.step + 1) % settings.record_window_steps == 0,
         sleep=sleep,

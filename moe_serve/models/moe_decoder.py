@@ -27,7 +27,7 @@ from moe_serve.models.weights import LoadedWeights
 class MoeLayerLike(Protocol):
     """What the decoder needs of ep.MoeLayer."""
 
-    def __call__(self, x: Tensor, num_tokens: int, num_chunks: int) -> Tensor:
+    def __call__(self, x: Tensor, num_tokens: int, num_chunks: int, overlap: bool = False) -> Tensor:
         """x: [T, H] -> [T, H], routed and shared experts together; rows from num_tokens on are padding"""
 
 
@@ -92,10 +92,11 @@ class MoeDecoder:
         return kv_layouts(self.spec)
 
     @torch.no_grad()
-    def forward(self, batch: ForwardBatch, cache: KvCache, num_chunks: int) -> Tensor:
+    def forward(self, batch: ForwardBatch, cache: KvCache, num_chunks: int, overlap: bool = False) -> Tensor:
         """Returns logits [len(batch.logit_rows), vocab_size] float32; the batch's keys and values go into the cache.
 
         num_chunks: dispatch rounds of every MoE layer, the same number on all ranks
+        overlap:    whether experts of one round compute while rows of others travel; the same on all ranks
         """
         eps = self.spec.norm_eps
         x = functional.embedding(batch.input_ids, self._embed)
@@ -108,7 +109,7 @@ class MoeDecoder:
                 x = x + layer.attention(normed, step)
             normed = rms_norm(x, layer.post_norm, eps)
             if layer.moe is not None:
-                x = x + layer.moe(normed, batch.num_tokens, num_chunks)
+                x = x + layer.moe(normed, batch.num_tokens, num_chunks, overlap)
             elif layer.mlp is not None and step is not None:
                 x = x + layer.mlp(normed)
         return self._logits(x, batch.logit_rows)

@@ -19,7 +19,7 @@ class ReferenceMoe:
     ):
         self.router, self.gate, self.bias, self.experts, self.shared = router, gate, bias, experts, shared
 
-    def __call__(self, x: Tensor, num_tokens: int, num_chunks: int) -> Tensor:
+    def __call__(self, x: Tensor, num_tokens: int, num_chunks: int, overlap: bool = False) -> Tensor:
         out = self.shared(x) if self.shared is not None else torch.zeros_like(x)
         for t in range(num_tokens):
             ids, weights = self._route(x[t])

@@ -59,17 +59,17 @@ def test_with_the_real_moe_layer_logits_are_the_same_bits_in_any_company(name: s
 def test_an_empty_batch_reaches_every_moe_layer(name: str, numerics: Numerics, oracle: Oracle) -> None:
     folder = oracle(name)[1]
     spec = read_spec(folder)
-    seen: list[tuple[int, int, int]] = []
+    seen: list[tuple[int, int, int, bool]] = []
 
     class Spy:
-        def __call__(self, x: torch.Tensor, num_tokens: int, num_chunks: int) -> torch.Tensor:
-            seen.append((x.shape[0], num_tokens, num_chunks))
+        def __call__(self, x: torch.Tensor, num_tokens: int, num_chunks: int, overlap: bool) -> torch.Tensor:
+            seen.append((x.shape[0], num_tokens, num_chunks, overlap))
             return x
 
     decoder = load_decoder(folder, numerics, make_moe_layer=lambda *args: Spy())
-    logits = decoder.forward(ForwardBatch.empty("cpu", numerics), Runner(decoder, numerics).cache, 3)
+    logits = decoder.forward(ForwardBatch.empty("cpu", numerics), Runner(decoder, numerics).cache, 3, True)
     assert logits.shape == (0, spec.vocab_size)
-    assert seen == [(0, 0, 3)] * spec.num_moe_layers
+    assert seen == [(0, 0, 3, True)] * spec.num_moe_layers
 
 
 @pytest.mark.parametrize("numerics", [FAST, INVARIANT], ids=["fast", "invariant"])
