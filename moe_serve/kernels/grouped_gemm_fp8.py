@@ -1,47 +1,114 @@
 """Grouped GEMM on FP8 experts as DeepSeek-V3 checkpoints carry them: e4m3 rows with a scale for every 1 x 128 values,
-e4m3 weights with a scale for every 128 x 128 block. Sums are float32; each block of 128 is scaled before it is added.
+e4m3 weights with a scale for every 128 x 128 block. Sums are float32; on a GPU each block of 128 is scaled before it
+is added.
 """
+
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from moe_serve.kernels.quantize import E4M3_MAX, GROUP, SMALLEST_AMAX, dequantize_reference, num_groups
+from moe_serve.kernels.grouped_gemm import grouped_gemm
+from moe_serve.kernels.numerics import FAST, Numerics
+from moe_serve.kernels.quantize import E4M3_MAX, GROUP, SMALLEST_AMAX, dequantize_reference, num_groups, widen_e4m3
 
 
-def quantize_weight(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """weight: [groups, n, k] -> (q like it float8_e4m3fn, scale [groups, ceil(n / 128), ceil(k / 128)] float32)"""
-    num_experts, n, k = weight.shape
-    padded = torch.nn.functional.pad(weight.float(), (0, -k % GROUP, 0, -n % GROUP))
-    blocks = padded.view(num_experts, num_groups(n), GROUP, num_groups(k), GROUP)
+@dataclass(frozen=True)
+class BlockScaled:
+    """FP8 matrices with a scale for every block.
+
+    q:     [groups, n, k] float8_e4m3fn
+    scale: [groups, parts x ceil(n / parts / 128), ceil(k / 128)] float32
+    parts: equal stacks of rows, each with blocks of its own: 2 for gate above up, because the checkpoint quantised
+           them apart and a width that is not a multiple of 128 would else put rows of both into one block
+    """
+
+    q: Tensor
+    scale: Tensor
+    parts: int = 1
+
+    def __post_init__(self) -> None:
+        groups, n, k = self.q.shape
+        wanted = (groups, num_scale_rows(n, self.parts), num_groups(k))
+        assert self.scale.shape == wanted, f"scales {tuple(self.scale.shape)} of FP8 matrices, expected {wanted}"
+
+
+def num_scale_rows(n: int, parts: int) -> int:
+    """Returns the number of block rows of a matrix of n rows in `parts` stacks."""
+    assert n % parts == 0, f"{n} rows are not {parts} equal stacks"
+    return parts * num_groups(n // parts)
+
+
+def quantize_weight(weight: Tensor, parts: int = 1) -> BlockScaled:
+    """Returns weight [groups, n, k] in e4m3, the largest value of each block at 448."""
+    groups, n, k = weight.shape
+    height = n // parts
+    stacks = weight.float().reshape(groups * parts, height, k)
+    padded = torch.nn.functional.pad(stacks, (0, -k % GROUP, 0, -height % GROUP))
+    blocks = padded.view(groups * parts, num_groups(height), GROUP, num_groups(k), GROUP)
     amax = blocks.abs().amax((2, 4), keepdim=True).clamp(min=SMALLEST_AMAX)
-    q = (blocks * (E4M3_MAX / amax)).clamp(-E4M3_MAX, E4M3_MAX).view(padded.shape)[:, :n, :k]
-    return q.contiguous().to(torch.float8_e4m3fn), (amax / E4M3_MAX)[:, :, 0, :, 0]
+    q = (blocks * (E4M3_MAX / amax)).clamp(-E4M3_MAX, E4M3_MAX).view(padded.shape)[:, :height, :k]
+    scale = (amax / E4M3_MAX).view(groups, num_scale_rows(n, parts), num_groups(k))
+    return BlockScaled(q.reshape(groups, n, k).to(torch.float8_e4m3fn), scale, parts)
 
 
-def dequantize_weight(q: Tensor, scale: Tensor) -> Tensor:
-    """Returns [groups, n, k] float32 of what quantize_weight gave."""
-    _, n, k = q.shape
-    spread = scale.repeat_interleave(GROUP, 1)[:, :n].repeat_interleave(GROUP, 2)[:, :, :k]
-    return q.float() * spread
+def dequantize_weight(weight: BlockScaled) -> Tensor:
+    """Returns the matrices [groups, n, k] in float32."""
+    k = weight.q.shape[2]
+    return weight.q.float() * _scale_of_rows(weight).repeat_interleave(GROUP, 2)[:, :, :k]
 
 
 def grouped_gemm_fp8_reference(
-    x: Tensor, x_scale: Tensor, weight: Tensor, weight_scale: Tensor, rows_per_group: Tensor
+    x: Tensor, x_scale: Tensor, weight: BlockScaled, rows_per_group: Tensor, dtype: torch.dtype = torch.bfloat16
 ) -> Tensor:
-    """x: [rows, k] float8_e4m3fn, x_scale: [rows, ceil(k / 128)] float32, weight: [groups, n, k] float8_e4m3fn,
-    weight_scale: [groups, ceil(n / 128), ceil(k / 128)] float32,
-    rows_per_group: [groups] int64 -> [rows, n] bfloat16"""
+    """x: [rows, k] float8_e4m3fn, x_scale: [rows, ceil(k / 128)] float32, weight: [groups, n, k],
+    rows_per_group: [groups] int64 -> [rows, n] dtype"""
     chunks = torch.split(dequantize_reference(x, x_scale, torch.float32), rows_per_group.tolist())
-    wide = dequantize_weight(weight, weight_scale)
-    return torch.cat([chunk @ w.T for chunk, w in zip(chunks, wide, strict=True)]).bfloat16()
+    wide = dequantize_weight(weight)
+    return torch.cat([chunk @ w.T for chunk, w in zip(chunks, wide, strict=True)]).to(dtype)
 
 
 def grouped_gemm_fp8(
-    x: Tensor, x_scale: Tensor, weight: Tensor, weight_scale: Tensor, rows_per_group: Tensor
+    x: Tensor,
+    x_scale: Tensor,
+    weight: BlockScaled,
+    rows_per_group: Tensor,
+    dtype: torch.dtype = torch.bfloat16,
+    numerics: Numerics = FAST,
 ) -> Tensor:
-    """Same contract as the reference; Triton on CUDA (sm_89 and later: earlier GPUs have no e4m3)."""
+    """Same contract as the reference; Triton on CUDA (sm_89 and later: earlier GPUs have no e4m3).
+
+    In batch_invariant a row's bits depend on that row and its matrix only. CPUs have no e4m3 arithmetic: there one
+    matrix at a time is widened to float32, which costs about a pass over memory for each expert that has rows.
+    """
     if x.is_cuda:
         from moe_serve.kernels.grouped_gemm_fp8_triton import grouped_gemm_fp8_triton
 
-        return grouped_gemm_fp8_triton(x, x_scale, weight, weight_scale, rows_per_group)
-    return grouped_gemm_fp8_reference(x, x_scale, weight, weight_scale, rows_per_group)
+        return grouped_gemm_fp8_triton(x, x_scale, weight, rows_per_group, dtype, numerics)
+    rows = dequantize_reference(x, x_scale, torch.float32)
+    out = torch.empty(x.shape[0], weight.q.shape[1], dtype=dtype, device=x.device)
+    scale = _scale_of_rows(weight)
+    start = 0
+    for group, num_rows in enumerate(rows_per_group.tolist()):
+        if num_rows:
+            end = start + num_rows
+            matrix = _widened(weight.q[group], scale[group])
+            out[start:end] = grouped_gemm(rows[start:end], matrix[None], torch.tensor([num_rows]), numerics)
+            start = end
+    return out
+
+
+def _scale_of_rows(weight: BlockScaled) -> Tensor:
+    """Returns [groups, n, ceil(k / 128)]: the scales of each row of the matrices."""
+    groups, n, _ = weight.q.shape
+    height = n // weight.parts
+    stacks = weight.scale.view(groups, weight.parts, num_groups(height), -1)
+    return stacks.repeat_interleave(GROUP, 2)[:, :, :height].flatten(1, 2)
+
+
+def _widened(q: Tensor, scale: Tensor) -> Tensor:
+    """Returns q [n, k] times scale [n, ceil(k / 128)] in float32, in the memory order of q."""
+    wide = widen_e4m3(q)
+    for block in range(scale.shape[1]):
+        wide[:, block * GROUP : (block + 1) * GROUP] *= scale[:, block, None]
+    return wide

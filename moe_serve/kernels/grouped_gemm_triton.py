@@ -3,7 +3,13 @@
 
 On Hopper and later the tiles come through the tensor memory accelerator (descriptors); elsewhere, and where a row is
 not a multiple of 16 bytes, through plain loads. Accumulation is float32 along k in steps of block_k.
+
+The kernel also serves FP8 with block scales (grouped_gemm_fp8_triton.py). One step of its loop is then one block of
+scales: the matrix unit adds 128 products in its own precision, and the scaled blocks are added in float32 by the
+ordinary units, which also cures the short accumulators that Hopper's e4m3 instructions have.
 """
+
+from dataclasses import dataclass
 
 import torch
 import triton
@@ -15,6 +21,7 @@ from moe_serve.kernels.gemm_tiles import GemmTile, bf16_tile
 from moe_serve.kernels.grouped_tiles_triton import count_tiles, locate_tile
 from moe_serve.kernels.mode_triton import as_dtype, dot, num_multiprocessors
 from moe_serve.kernels.numerics import FAST, Numerics
+from moe_serve.kernels.quantize import GROUP
 
 
 def grouped_gemm_triton(
@@ -30,7 +37,7 @@ def grouped_gemm_triton(
     y = torch.empty(x.shape[0], n, dtype=x.dtype, device=x.device)
     if y.numel():
         tile = tile or bf16_tile(x.shape[0] // num_groups, numerics.invariant)
-        _launch(x, weight, on_device(rows_per_group, x.device), y, 0, tile, described)
+        launch(x, weight, on_device(rows_per_group, x.device), y, 0, tile, described)
     return y
 
 
@@ -47,7 +54,7 @@ def slab_gemm_triton(
     if y.numel():
         tile = tile or bf16_tile(expected_rows, numerics.invariant)
         rows, out = x.view(slots * capacity, k), y.view(slots * capacity, -1)
-        _launch(rows, weight, on_device(rows_per_slot, x.device), out, capacity, tile, described)
+        launch(rows, weight, on_device(rows_per_slot, x.device), out, capacity, tile, described)
     return y
 
 
@@ -66,49 +73,85 @@ def has_tensor_memory_accelerator(x: Tensor, weight: Tensor) -> bool:
     return row_bytes % 16 == 0 and x.is_contiguous() and weight.is_contiguous() and x.data_ptr() % 16 == 0
 
 
-def _launch(
-    x: Tensor, weight: Tensor, rows_per_group: Tensor, y: Tensor, capacity: int, tile: GemmTile, described: bool | None
-) -> None:
+@dataclass(frozen=True)
+class Scales:
+    """What makes FP8 operands numbers: rows [rows, ceil(k / 128)], weight as in BlockScaled, of `parts` stacks."""
+
+    rows: Tensor
+    weight: Tensor
+    parts: int
+
+
+def launch(
+    x: Tensor, weight: Tensor, rows_per_group: Tensor, y: Tensor, capacity: int, tile: GemmTile,
+    described: bool | None, scales: Scales | None = None,
+) -> None:  # fmt: skip
+    """Fills y [rows, n] from x [rows, k] and weight [groups, n, k].
+
+    capacity: rows of a slab, when group g begins at row g * capacity; 0 when groups follow each other without gaps
+    """
     num_groups, n, k = weight.shape
+    parts = scales.parts if scales else 1
+    assert scales is None or (tile.block_k, GROUP % tile.block_n) == (GROUP, 0), "a step must lie in one block"
     if described is None:
         described = has_tensor_memory_accelerator(x, weight)
     rows_in = TensorDescriptor.from_tensor(x, [tile.block_m, tile.block_k]) if described else x
     weight_in = TensorDescriptor.from_tensor(weight.view(-1, k), [tile.block_n, tile.block_k]) if described else weight
     grid = (num_multiprocessors(x.device) * tile.programs_per_sm,)
     grouped_gemm_kernel[grid](
-        rows_in, weight_in, rows_per_group, y, num_groups, n, k, x.stride(0), capacity,
-        GROUPS=triton.next_power_of_2(num_groups), BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, BLOCK_K=tile.block_k,
-        GROUP_M=tile.group_m, DESCRIBED=described, num_warps=tile.num_warps, num_stages=tile.num_stages,
+        rows_in, weight_in, scales.rows if scales else None, scales.weight if scales else None, rows_per_group, y,
+        num_groups, n, k, x.stride(0), capacity, GROUPS=triton.next_power_of_2(num_groups), PARTS=parts,
+        BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, BLOCK_K=tile.block_k, GROUP_M=tile.group_m, DESCRIBED=described,
+        SCALED=scales is not None, num_warps=tile.num_warps, num_stages=tile.num_stages,
     )  # fmt: skip
 
 
 @triton.jit
 def grouped_gemm_kernel(
-    x, weight, rows_per_group, y, num_groups, n, k, x_stride, capacity,
-    GROUPS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    GROUP_M: tl.constexpr, DESCRIBED: tl.constexpr,
+    x, weight, x_scale, weight_scale, rows_per_group, y, num_groups, n, k, x_stride, capacity,
+    GROUPS: tl.constexpr, PARTS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    GROUP_M: tl.constexpr, DESCRIBED: tl.constexpr, SCALED: tl.constexpr,
 ):  # fmt: skip
-    num_n = tl.cdiv(n, BLOCK_N)
+    part_n = n // PARTS
+    part_tiles = tl.cdiv(part_n, BLOCK_N)
+    num_n = PARTS * part_tiles
+    num_steps = tl.cdiv(k, BLOCK_K)
     num_tiles = count_tiles(rows_per_group, num_groups, num_n, BLOCK_M, GROUPS)
     for tile in range(tl.program_id(0), num_tiles, tl.num_programs(0)):
         group, first_row, num_rows, tile_m, tile_n = locate_tile(
             tile, rows_per_group, num_groups, capacity, num_n, BLOCK_M, GROUPS, GROUP_M
         )
+        # Column tiles begin anew in every part, so that none has columns of two blocks of scales.
+        part, first_column, end_column = 0, tile_n * BLOCK_N, n
+        if PARTS > 1:
+            part = tile_n // part_tiles
+            tile_n = tile_n % part_tiles
+            first_column = part * part_n + tile_n * BLOCK_N
+            end_column = (part + 1) * part_n
         row = tile_m * BLOCK_M + tl.arange(0, BLOCK_M)
-        column = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
+        column = first_column + tl.arange(0, BLOCK_N)
         total = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
-        for step in range(tl.cdiv(k, BLOCK_K)):
+        if SCALED:
+            row_scale_at = x_scale + (first_row + row) * num_steps
+            block = (group * PARTS + part) * tl.cdiv(part_n, 128) + tile_n * BLOCK_N // 128
+            block_scale_at = weight_scale + block.to(tl.int64) * num_steps
+        for step in range(num_steps):
             if DESCRIBED:
                 # A tile may reach into the next expert's rows or weights: what it computes there is not stored.
                 a = x.load([(first_row + tile_m * BLOCK_M).to(tl.int32), step * BLOCK_K])
-                b = weight.load([group * n + tile_n * BLOCK_N, step * BLOCK_K])
+                b = weight.load([group * n + first_column, step * BLOCK_K])
             else:
                 depth = step * BLOCK_K + tl.arange(0, BLOCK_K)
                 a_at = x + (first_row + row)[:, None] * x_stride + depth[None, :]
                 b_at = weight + (group.to(tl.int64) * n + column)[:, None] * k + depth[None, :]
                 a = tl.load(a_at, mask=(row < num_rows)[:, None] & (depth < k)[None, :], other=0.0)
-                b = tl.load(b_at, mask=(column < n)[:, None] & (depth < k)[None, :], other=0.0)
-            total += dot(a, tl.trans(b))
-        inside = (row < num_rows)[:, None] & (column < n)[None, :]
+                b = tl.load(b_at, mask=(column < end_column)[:, None] & (depth < k)[None, :], other=0.0)
+            if SCALED:
+                row_scale = tl.load(row_scale_at + step, mask=row < num_rows, other=0.0)
+                block_scale = tl.load(block_scale_at + step)
+                total += dot(a, tl.trans(b)) * (row_scale * block_scale)[:, None]
+            else:
+                total += dot(a, tl.trans(b))
+        inside = (row < num_rows)[:, None] & (column < end_column)[None, :]
         at = y + (first_row + row)[:, None] * n + column[None, :]
         tl.store(at, as_dtype(total, y.dtype.element_ty), mask=inside)

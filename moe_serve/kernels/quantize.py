@@ -35,12 +35,15 @@ def dequantize_reference(q: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor
     return (q.float() * scale.repeat_interleave(GROUP, dim=1)[:, : q.shape[1]]).to(dtype)
 
 
-def quantize(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Same contract as the reference; Triton on CUDA."""
+def quantize(x: Tensor, rows_per_slot: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Same contract as the reference; Triton on CUDA.
+
+    There x may also be slabs [slots, capacity, width], of which only the first rows_per_slot [slots] rows are filled.
+    """
     if x.is_cuda:
         from moe_serve.kernels.quantize_triton import quantize_triton
 
-        return quantize_triton(x)
+        return quantize_triton(x, rows_per_slot)
     return quantize_reference(x)
 
 
@@ -51,3 +54,19 @@ def dequantize(q: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
 
         return dequantize_triton(q, scale, dtype)
     return dequantize_reference(q, scale, dtype)
+
+
+def widen_e4m3(q: Tensor) -> Tensor:
+    """Returns q float8_e4m3fn, of any shape and memory order, in float32; exact, but NaN becomes 480.
+
+    On CPU about eight times faster than q.float(), which converts one value at a time: e4m3 is a float16 whose
+    exponent is smaller by 8 and whose mantissa is shorter.
+    """
+    if q.device.type != "cpu":
+        return q.float()
+    bits = q.view(torch.int8).to(torch.int16)  # extends the sign
+    bits <<= 7
+    bits &= ~0x4000  # the sign's copy above the exponent
+    wide = bits.view(torch.float16).float()
+    wide *= 256
+    return wide

@@ -1,6 +1,8 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 """Triton twin of quantize.py. A program takes one row and some of its groups, so every group is read once."""
 
+import math
+
 import torch
 import triton
 import triton.language as tl
@@ -12,14 +14,22 @@ from moe_serve.kernels.quantize import GROUP, num_groups
 GROUPS_PER_PROGRAM = 16  # 2048 values: 16 bf16 values (two 16-byte loads) for each of 128 threads
 
 
-def quantize_triton(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Same contract as quantize_reference. Rows may be strided; values of a row are contiguous."""
-    rows, width = x.shape
-    q = torch.empty(rows, width, dtype=torch.float8_e4m3fn, device=x.device)
-    scale = torch.empty(rows, num_groups(width), dtype=torch.float32, device=x.device)
-    if rows:
-        grid = (rows, triton.cdiv(num_groups(width), GROUPS_PER_PROGRAM))
-        quantize_kernel[grid](x, q, scale, x.stride(0), width, scale.shape[1], GROUPS_PER_PROGRAM, GROUP)
+def quantize_triton(x: Tensor, rows_per_slot: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Same contract as quantize_reference. Rows may be strided; values of a row are contiguous.
+
+    x may be contiguous slabs [slots, capacity, width] with rows_per_slot [slots] int64 on the device: rows beyond a
+    slot's count are neither read nor written.
+    """
+    *shape, width = x.shape
+    q = torch.empty(*shape, width, dtype=torch.float8_e4m3fn, device=x.device)
+    scale = torch.empty(*shape, num_groups(width), dtype=torch.float32, device=x.device)
+    if q.numel():
+        grid = (math.prod(shape), triton.cdiv(num_groups(width), GROUPS_PER_PROGRAM))
+        capacity = 0 if rows_per_slot is None else shape[1]
+        quantize_kernel[grid](
+            x, rows_per_slot, q, scale, x.stride(-2), width, scale.shape[-1], capacity,
+            SLABS=rows_per_slot is not None, GROUPS=GROUPS_PER_PROGRAM, GROUP=GROUP,
+        )  # fmt: skip
     return q, scale
 
 
@@ -45,15 +55,22 @@ def quantize_groups(x):
 
 
 @triton.jit
-def quantize_kernel(x, q, scale, x_stride, width, num_groups, GROUPS: tl.constexpr, GROUP: tl.constexpr):
+def quantize_kernel(
+    x, rows_per_slot, q, scale, x_stride, width, num_groups, capacity,
+    SLABS: tl.constexpr, GROUPS: tl.constexpr, GROUP: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
-    group = tl.program_id(1) * GROUPS + tl.arange(0, GROUPS)
-    column = group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
-    inside = column < width
-    values = tl.load(x + row * x_stride + column, mask=inside, other=0.0).to(tl.float32)
-    quantized, scales = quantize_groups(values)
-    tl.store(q + row * width + column, quantized, mask=inside)
-    tl.store(scale + row * num_groups + group, scales, mask=group < num_groups)
+    filled = True
+    if SLABS:
+        filled = row % capacity < tl.load(rows_per_slot + row // capacity)
+    if filled:
+        group = tl.program_id(1) * GROUPS + tl.arange(0, GROUPS)
+        column = group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
+        inside = column < width
+        values = tl.load(x + row * x_stride + column, mask=inside, other=0.0).to(tl.float32)
+        quantized, scales = quantize_groups(values)
+        tl.store(q + row * width + column, quantized, mask=inside)
+        tl.store(scale + row * num_groups + group, scales, mask=group < num_groups)
 
 
 @triton.jit

@@ -6,6 +6,8 @@ Each function is one launch (or a few that belong together) of DeepSeek-V3's sha
 import torch
 from torch import Tensor
 
+from moe_serve.kernels.grouped_gemm_fp8 import BlockScaled
+
 HIDDEN, INTERMEDIATE, TOKENS, TOPK, EXPERTS = 7168, 2048, 128, 8, 36
 FP8 = torch.float8_e4m3fn
 
@@ -18,6 +20,7 @@ def quantize(capability: int) -> None:
     from moe_serve.kernels.quantize_triton import dequantize_triton, quantize_triton
 
     quantize_triton(some(TOKENS, HIDDEN))
+    quantize_triton(some(EXPERTS, 1024, HIDDEN), some(EXPERTS, dtype=torch.int64))
     dequantize_triton(some(TOKENS, HIDDEN, dtype=FP8), some(TOKENS, HIDDEN // 128, dtype=torch.float32), torch.bfloat16)
 
 
@@ -47,13 +50,25 @@ def slab_gemm(capability: int) -> None:
     slab_gemm_triton(some(EXPERTS, 1024, HIDDEN), some(EXPERTS, 4096, HIDDEN), counts, described=capability >= 90)
 
 
+def fp8_experts(slots: int) -> BlockScaled:
+    blocks = some(slots, 32, HIDDEN // 128, dtype=torch.float32)
+    return BlockScaled(some(slots, 2 * INTERMEDIATE, HIDDEN, dtype=FP8), blocks, parts=2)
+
+
 def packed_gemm_fp8(capability: int) -> None:
     from moe_serve.kernels.grouped_gemm_fp8_triton import grouped_gemm_fp8_triton
 
     for rows in (8, 64, 4096):
         x, scale = some(8 * rows, HIDDEN, dtype=FP8), some(8 * rows, HIDDEN // 128, dtype=torch.float32)
-        weight, blocks = some(8, 4096, HIDDEN, dtype=FP8), some(8, 32, HIDDEN // 128, dtype=torch.float32)
-        grouped_gemm_fp8_triton(x, scale, weight, blocks, some(8, dtype=torch.int64), described=capability >= 90)
+        grouped_gemm_fp8_triton(x, scale, fp8_experts(8), some(8, dtype=torch.int64), described=capability >= 90)
+
+
+def slab_gemm_fp8(capability: int) -> None:
+    from moe_serve.kernels.grouped_gemm_fp8_triton import slab_gemm_fp8_triton
+
+    x, scale = some(EXPERTS, 1024, HIDDEN, dtype=FP8), some(EXPERTS, 1024, HIDDEN // 128, dtype=torch.float32)
+    counts = some(EXPERTS, dtype=torch.int64)
+    slab_gemm_fp8_triton(x, scale, fp8_experts(EXPERTS), counts, described=capability >= 90)
 
 
 def silu_mul(capability: int) -> None:
@@ -66,6 +81,7 @@ def silu_mul_quantize(capability: int) -> None:
     from moe_serve.kernels.silu_mul_triton import silu_mul_quantize_triton
 
     silu_mul_quantize_triton(some(4096, 2 * INTERMEDIATE))
+    silu_mul_quantize_triton(some(EXPERTS, 1024, 2 * INTERMEDIATE), some(EXPERTS, dtype=torch.int64))
 
 
 def low_latency(capability: int, fp8: bool = False, nvshmem: bool = False, topk: int = TOPK) -> None:

@@ -8,6 +8,7 @@ from tests.kernels.data import randn, relative_error
 
 ROWS = [[0, 0, 0], [1, 0, 7], [4, 4, 4], [16, 0, 0], [5, 33, 17]]
 BF16_LIMIT = 4e-3  # one rounding of the result to bf16
+FLOAT32_LIMIT = 1e-5  # another order of the same float32 sums
 
 
 def expected_rows(x: torch.Tensor, weight: torch.Tensor, rows: list[int]) -> torch.Tensor:
@@ -59,44 +60,48 @@ def test_slabs_use_their_first_rows_only(on_device: RunCheck, counts: list[int])
     on_device(check_slab, counts, 8, 24, 40)
 
 
-def check_fp8(device: str, rows: list[int], n: int, k: int, small: bool) -> None:
+def check_fp8(device: str, rows: list[int], n: int, k: int, parts: int, small: bool) -> None:
     from moe_serve.kernels.gemm_tiles import GemmTile
-    from moe_serve.kernels.grouped_gemm_fp8 import dequantize_weight, quantize_weight
+    from moe_serve.kernels.grouped_gemm_fp8 import BlockScaled, dequantize_weight, quantize_weight
     from moe_serve.kernels.grouped_gemm_fp8_triton import grouped_gemm_fp8_triton, slab_gemm_fp8_triton
     from moe_serve.kernels.quantize import dequantize_reference, quantize_reference
 
     x, scale = quantize_reference(randn("cpu", sum(rows), k))
-    weight, weight_scale = quantize_weight(randn("cpu", len(rows), n, k, seed=1))
+    # The parts differ in size, so that a block's scale in the other part would show.
+    drawn = randn("cpu", len(rows), n, k, seed=1) * torch.arange(1, parts + 1).repeat_interleave(n // parts)[:, None]
+    weight = quantize_weight(drawn, parts)
     tile = GemmTile(16, 32, 128, 4, 2) if small else None
-    moved = [tensor.to(device) for tensor in (x, scale, weight, weight_scale)]
-    y = grouped_gemm_fp8_triton(*moved, torch.tensor(rows), tile=tile)
-    expected = expected_rows(
-        dequantize_reference(x, scale, torch.float32), dequantize_weight(weight, weight_scale), rows
-    )
+    q, q_scale = x.to(device), scale.to(device)
+    moved = BlockScaled(weight.q.to(device), weight.scale.to(device), parts)
+    y = grouped_gemm_fp8_triton(q, q_scale, moved, torch.tensor(rows), tile=tile)
+    expected = expected_rows(dequantize_reference(x, scale, torch.float32), dequantize_weight(weight), rows)
     assert relative_error(y, expected) < BF16_LIMIT
 
     capacity = max(rows) + 1  # the same rows in slabs
     slab = torch.zeros(len(rows), capacity, k, dtype=torch.uint8, device=device)
     slab_scale = torch.full((len(rows), capacity, scale.shape[1]), torch.nan, device=device)
-    for slot, (q, s) in enumerate(zip(moved[0].view(torch.uint8).split(rows), moved[1].split(rows), strict=True)):
-        slab[slot, : len(q)], slab_scale[slot, : len(q)] = q, s
-    out = slab_gemm_fp8_triton(
-        slab.view(torch.float8_e4m3fn), slab_scale, *moved[2:], torch.tensor(rows, device=device), tile=tile
-    )
+    for slot, (values, s) in enumerate(zip(q.view(torch.uint8).split(rows), q_scale.split(rows), strict=True)):
+        slab[slot, : len(values)], slab_scale[slot, : len(values)] = values, s
+    counts = torch.tensor(rows, device=device)
+    out = slab_gemm_fp8_triton(slab.view(torch.float8_e4m3fn), slab_scale, moved, counts, torch.float32, tile=tile)
+    assert out.dtype == torch.float32
     filled = torch.cat([out[slot, :count] for slot, count in enumerate(rows)])
-    assert relative_error(filled, expected) < BF16_LIMIT
+    assert relative_error(filled, expected) < FLOAT32_LIMIT
 
 
-@pytest.mark.parametrize("rows, n, k", [([1, 0, 7], 40, 130), ([16, 3], 200, 256)], ids=str)
-def test_fp8_block_scales_reach_their_blocks(on_device: RunCheck, rows: list[int], n: int, k: int) -> None:
-    on_device(check_fp8, rows, n, k, True)
+@pytest.mark.parametrize(
+    "rows, n, k, parts", [([1, 0, 7], 40, 130, 1), ([16, 3], 200, 256, 1), ([2, 5], 272, 130, 2)], ids=str
+)
+def test_fp8_block_scales_reach_their_blocks(on_device: RunCheck, rows: list[int], n: int, k: int, parts: int) -> None:
+    on_device(check_fp8, rows, n, k, parts, True)
 
 
 @pytest.mark.gpu
 def test_fp8_of_production_width() -> None:
     if not torch.cuda.is_available():
         pytest.skip("needs a CUDA device")
-    check_fp8("cuda", [0, 1, 300, 1024], 2048, 7168, False)
+    check_fp8("cuda", [0, 1, 300, 1024], 2048, 7168, 1, False)
+    check_fp8("cuda", [5, 300], 1408, 2048, 2, False)
 
 
 def check_invariance(device: str) -> None:
@@ -111,3 +116,22 @@ def check_invariance(device: str) -> None:
 
 def test_in_batch_invariant_a_row_does_not_know_its_neighbours(on_device: RunCheck) -> None:
     on_device(check_invariance)
+
+
+def check_invariance_fp8(device: str) -> None:
+    from moe_serve.kernels.grouped_gemm_fp8 import BlockScaled, quantize_weight
+    from moe_serve.kernels.grouped_gemm_fp8_triton import grouped_gemm_fp8_triton
+    from moe_serve.kernels.numerics import Numerics
+    from moe_serve.kernels.quantize import quantize_reference
+
+    x, scale = (part.to(device) for part in quantize_reference(randn("cpu", 70, 200)))
+    weight = quantize_weight(randn("cpu", 1, 40, 200, seed=1))
+    weight = BlockScaled(weight.q.to(device), weight.scale.to(device))
+    tiled = (torch.float32, Numerics(row_tile=8))
+    alone = grouped_gemm_fp8_triton(x[66:67], scale[66:67], weight, torch.tensor([1]), *tiled)
+    among = grouped_gemm_fp8_triton(x, scale, weight, torch.tensor([70]), *tiled)
+    assert torch.equal(alone[0], among[66])
+
+
+def test_in_batch_invariant_an_fp8_row_does_not_know_its_neighbours(on_device: RunCheck) -> None:
+    on_device(check_invariance_fp8)

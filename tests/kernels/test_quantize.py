@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from moe_serve.kernels.quantize import dequantize_reference, num_groups, quantize_reference
+from moe_serve.kernels.quantize import dequantize_reference, num_groups, quantize_reference, widen_e4m3
 from tests.kernels.conftest import RunCheck
 from tests.kernels.data import assert_equal_bits, randn, relative_error
 
@@ -54,3 +54,28 @@ def check_strided_rows(device: str) -> None:
 
 def test_rows_may_be_a_view(on_device: RunCheck) -> None:
     on_device(check_strided_rows)
+
+
+def check_slabs(device: str, counts: list[int], capacity: int, width: int) -> None:
+    from moe_serve.kernels.quantize_triton import quantize_triton
+
+    x = randn(device, len(counts), capacity, width)
+    q, scale = quantize_triton(x, torch.tensor(counts, device=device))
+    assert (q.shape, scale.shape) == (x.shape, (*x.shape[:2], num_groups(width)))
+    for slot, count in enumerate(counts):
+        expected, expected_scale = quantize_reference(x[slot, :count].cpu())
+        assert_equal_bits(q[slot, :count], expected)
+        assert_equal_bits(scale[slot, :count], expected_scale)
+
+
+def test_slabs_use_their_first_rows_only(on_device: RunCheck) -> None:
+    on_device(check_slabs, [0, 3, 1], 3, 200)
+
+
+def test_every_e4m3_number_is_widened_exactly() -> None:
+    every = torch.arange(256, dtype=torch.uint8)
+    numbers = every[(every & 0x7F) != 0x7F].view(torch.float8_e4m3fn)  # all but the two NaNs
+    assert torch.equal(widen_e4m3(numbers), numbers.float())
+    across = numbers[:250].view(10, 25).t()
+    assert torch.equal(widen_e4m3(across), across.float())
+    assert widen_e4m3(across).stride() == across.stride(), "memory order stays"

@@ -1,0 +1,64 @@
+"""Grouped GEMM on int8 experts, for CPUs: weights with one scale per output channel, rows quantised as they come.
+
+Both are symmetric, q = round(x / scale) with scale = largest |x| / 127. Products are added in int32, which is exact, so
+a row's bits depend on that row and its matrix alone, whatever the machine's kernel. These are not the checkpoint's
+numbers: each weight is rounded to one of 255 steps, each activation too.
+"""
+
+import torch
+from torch import Tensor
+
+LARGEST = 127  # of both signs: -128 has no counterpart
+SMALLEST_AMAX = 1e-30  # keeps a row of zeros from dividing by zero
+MAX_K = (2**31 - 1) // LARGEST**2  # products of one sum that int32 holds
+
+
+def has_vnni() -> bool:
+    """Returns whether this CPU adds int8 products in int32 at once (AVX-512 VNNI), as torch sees it.
+
+    Without it they go through int16 sums, which saturate: not slower numbers but wrong ones.
+    """
+    supported: bool = torch.cpu._is_vnni_supported()
+    return supported
+
+
+def quantize_int8(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Quantises each row for itself: rows of activations, or of a weight [.., n, k], whose rows are output channels.
+
+    x: [.., k] -> (q like it int8, scale [..] float32)
+    """
+    wide = x.float()
+    scale = wide.abs().amax(-1).clamp_(min=SMALLEST_AMAX).div_(LARGEST)
+    return (wide / scale[..., None]).round_().to(torch.int8), scale
+
+
+def dequantize_int8(q: Tensor, scale: Tensor) -> Tensor:
+    """q: [.., k] int8, scale: [..] float32 -> [.., k] float32"""
+    return q.float() * scale[..., None]
+
+
+def grouped_gemm_int8_reference(
+    x: Tensor, x_scale: Tensor, weight: Tensor, weight_scale: Tensor, rows_per_group: Tensor, dtype: torch.dtype
+) -> Tensor:
+    """x: [rows, k] int8, x_scale: [rows] float32, weight: [groups, n, k] int8, weight_scale: [groups, n] float32,
+    rows_per_group: [groups] int64 CPU, summing to rows -> [rows, n] dtype"""
+    chunks = torch.split(x.long(), rows_per_group.tolist())
+    sums = torch.cat([chunk @ w.long().T for chunk, w in zip(chunks, weight, strict=True)])
+    scales = torch.repeat_interleave(weight_scale, rows_per_group, 0)
+    return (sums.float() * x_scale[:, None] * scales).to(dtype)
+
+
+def grouped_gemm_int8(
+    x: Tensor, x_scale: Tensor, weight: Tensor, weight_scale: Tensor, rows_per_group: Tensor, dtype: torch.dtype
+) -> Tensor:
+    """Same contract as the reference, and the same bits; one VNNI GEMM for each group that has rows."""
+    assert x.shape[1] <= MAX_K, f"sums of {x.shape[1]} int8 products may leave int32"
+    out = torch.empty(x.shape[0], weight.shape[1], dtype=dtype)
+    start = 0
+    for group, num_rows in enumerate(rows_per_group.tolist()):
+        if num_rows:
+            end = start + num_rows
+            sums = torch._int_mm(x[start:end], weight[group].t()).float()
+            out[start:end] = sums.mul_(x_scale[start:end, None]).mul_(weight_scale[group])
+            start = end
+    return out
