@@ -187,7 +187,7 @@ def test_calls_are_the_same_whatever_the_sizes(num_rounds: int, most_handles: in
 def test_while_experts_run_the_next_rows_and_the_last_results_travel() -> None:
     events = watch([1] * 4)
     for number in (1, 2):
-        under_way = set()
+        under_way: set[str] = set()
         for event in events[: [i for i, e in enumerate(events) if e == "experts"][number]]:
             name, _, what = event.rpartition(" ")
             (under_way.add if what == "sent" else under_way.discard)(name)

@@ -57,7 +57,16 @@ SINGLE: dict[str, tuple[int, list[str], int | None]] = {
     "preempted": (1, ["cache.num_blocks=60", "cache.block_size=8"], None),
     "prefills wait for company": (2, ["engine.prefill_hold_steps=3"], 2),
     "exchange over gloo": (2, ["engine.exchange=gloo"], None),
-}
+    "overlapped rounds": (2, ["dispatch.overlap_from_tokens=2"], 3),
+    "overlapped rounds over gloo, exact split": (
+        3,
+        [
+            "dispatch.backend=collective", "dispatch.overlap_from_tokens=6", "eplb.num_redundant_experts=3",
+            "eplb.split=exact",
+        ],
+        None,
+    ),
+}  # fmt: skip
 CASES = [(model, way) for model in ("demo", *TINY) for way in WAYS]
 PLACED = [("demo", 4, 8, "even"), ("demo", 2, 8, "exact"), *((model, 2, 4, "even") for model in TINY)]
 

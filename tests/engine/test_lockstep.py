@@ -86,6 +86,7 @@ def test_all_ranks_make_the_same_collective_calls(model: Path, data: st.DataObje
     per_rank = data.draw(st.lists(st.lists(requests, max_size=5), min_size=num_ranks, max_size=num_ranks))
     exchange = data.draw(st.sampled_from(["gloo", "shm"]))
     backend = data.draw(st.sampled_from(["auto", "collective"]))
+    overlap = data.draw(st.sampled_from(["null", "1", "8"]))
     scripts: list[list[tuple[int, Inbound]]] = []
     expected: dict[str, int] = {}
     for rank, wanted in enumerate(per_rank):
@@ -104,6 +105,7 @@ def test_all_ranks_make_the_same_collective_calls(model: Path, data: st.DataObje
         "cache.num_blocks=12", "cache.block_size=8", "engine.max_running_requests=4", "engine.max_batch_tokens=16",
         "dispatch.max_tokens_per_rank=6", "eplb.record_window_steps=7", "engine.prefill_hold_steps=2",
         f"engine.exchange={exchange}", "engine.heartbeat_s=0.02", f"dispatch.backend={backend}",
+        f"dispatch.overlap_from_tokens={overlap}",
     ]  # fmt: skip
     with tempfile.TemporaryDirectory() as meeting:
         ranks = run_ranks(num_ranks, run_script, scripts, overrides, meeting, timeout_s=60)

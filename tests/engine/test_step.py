@@ -41,6 +41,23 @@ def test_the_plan_covers_every_rank(ranks: list[RankState]) -> None:
         assert plan.phase in ("decode", "idle")
 
 
+@given(st.lists(states, min_size=1, max_size=5), st.integers(1, 50))
+def test_overlap_is_decided_by_the_largest_rank(ranks: list[RankState], overlap_from_tokens: int) -> None:
+    plain = plan_step(ranks, SETTINGS)
+    plan = plan_step(ranks, replace(SETTINGS, overlap_from_tokens=overlap_from_tokens))
+    assert not plain.overlap
+    assert plan.overlap == (plan.max_tokens >= overlap_from_tokens)
+    if plan.overlap:
+        assert plan.num_chunks >= max(2, plain.num_chunks)
+    assert replace(plan, overlap=False, num_chunks=plain.num_chunks) == plain
+
+
+def test_rows_that_grow_are_cut_in_more_rounds() -> None:
+    settings = StepSettings(max_tokens_per_rank=1024, overlap_from_tokens=64)
+    cut = [plan_step([RankState(0, 0, decode_tokens=n, has_work=1)], settings).num_chunks for n in (63, 64, 200, 1024)]
+    assert cut == [1, 2, 3, 6]
+
+
 def test_everybody_sleeps_only_when_nobody_has_work() -> None:
     idle = RankState(epoch=0, step=3)
     assert plan_step([idle, idle], SETTINGS).sleep

@@ -27,7 +27,9 @@ INVARIANT = Numerics(row_tile=4)
 
 @dataclass(frozen=True)
 class Case:
-    """tokens: all tokens, dealt to ranks in runs as equal as can be; capacity: rows of one round"""
+    """tokens: all tokens, dealt to ranks in runs as equal as can be; capacity: rows of one round
+    overlapped: rounds that the plan asks for, overlapped; None: in turn, as few as hold all rows
+    """
 
     placement: Placement
     num_tokens: int = 40
@@ -37,6 +39,7 @@ class Case:
     wire: str = "auto"
     only_rank: int | None = None  # all tokens on this rank
     split: Literal["even", "exact"] = "even"
+    overlapped: int | None = None
 
     def share(self, rank: int) -> slice:
         if self.only_rank is not None:
@@ -95,9 +98,9 @@ def run_layers(rank: int, group: EpGroup, case: Case) -> tuple[Tensor, np.ndarra
     num_tokens = len(mine)
     x = torch.cat([mine, torch.full((case.numerics.padded(num_tokens) - num_tokens, HIDDEN), float("nan"))])
     counted = max(len(range(*case.share(r).indices(case.num_tokens))) for r in range(group.num_ranks))
-    num_chunks = max(1, -(-counted // case.capacity))
+    num_chunks = max(case.overlapped or 1, -(-counted // case.capacity))
     for layer in layers:
-        x = layer(x, num_tokens, num_chunks)
+        x = layer(x, num_tokens, num_chunks, overlap=case.overlapped is not None)
         assert torch.equal(x[num_tokens:].nan_to_num(), torch.zeros_like(x[num_tokens:])), "padding is not computed"
     return x[:num_tokens], recorder.take(0, 1).tokens, recorder.slot_rows
 
@@ -156,6 +159,14 @@ SAME_BITS = {
     "in chunks": replace(BASE, placement=trivial(2), capacity=3),
     "one rank in chunks": replace(BASE, capacity=7),
     "an idle rank": replace(BASE, placement=trivial(2, 1), only_rank=1),
+    "one rank, halves overlap": replace(BASE, overlapped=2),
+    "two ranks, halves overlap": replace(BASE, placement=trivial(2), overlapped=2),
+    "two ranks, redundant, rounds overlap": replace(BASE, placement=trivial(2, 5), overlapped=5),
+    "two ranks, exact, halves overlap": replace(BASE, placement=trivial(2, 5), split="exact", overlapped=2),
+    "three ranks, exact, chunks overlap": replace(
+        BASE, placement=trivial(3, 2), split="exact", overlapped=2, capacity=3
+    ),
+    "an idle rank, rounds overlap": replace(BASE, placement=trivial(2, 1), only_rank=1, overlapped=3),
 }
 
 
