@@ -28,6 +28,7 @@ class Peers:
     def begin_epoch(self, epoch: int, others: list[int]) -> None:
         """Begins anew with these peers; what is in flight is never received."""
         self.epoch, self.others = epoch, others
+        self.wait.drop()
         for channel in self.channels:
             channel.restart()
 

@@ -25,9 +25,18 @@ class FlagWait:
         self.waited_s = [0.0] * num_ranks
         """Seconds that this rank has waited for each other one beyond the first looks, since it began: one row of the
         wait matrix. Whoever is late for all shows as a column."""
+        self._kept_s = [0.0] * num_ranks
         self._check = check
         self._check_s = min(CHECK_S, deadline_s / 5)
         self._spins = SPINS if num_ranks <= len(os.sched_getaffinity(0)) else 1
+
+    def keep(self) -> None:
+        """Says that the step is done for which was waited."""
+        self._kept_s[:] = self.waited_s
+
+    def drop(self) -> None:
+        """Forgets what was waited since the last `keep`: that step is void."""
+        self.waited_s[:] = self._kept_s
 
     def __call__(
         self, flags: Int64Array, wanted: int, ranks: list[int], phase: str, sequence: int, or_more: bool = False

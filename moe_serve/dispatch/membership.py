@@ -1,14 +1,20 @@
 """Who takes part: late and dead peers are reported, survivors agree on a mask, a late rank comes back after a fence.
 
-A wait that ends without its peer voids the step: nothing is sampled from it. Every survivor then calls `regroup` (the
-engine learns in its next exchange that a step was voided), all agree on who is out, and the next epoch begins with new
-numbers; the step is run again with a placement that needs no rank that is out. Whatever a rank that is out still writes
-lies in its own lanes with stamps of an old epoch, and nobody looks there. It comes back by `rejoin`, when the others
-regroup with it; a process that died is replaced by a new one, in new segments.
+A wait that ends without its peer voids the step: nothing is sampled from it. Every survivor then calls `regroup` (who
+waits anywhere sees within milliseconds that a step was voided), all agree on who is out, and the next epoch begins with
+new numbers; the step is run again with a placement that needs no rank that is out. Whatever a rank that is out still
+writes lies in its own lanes with stamps of an old epoch, and nobody looks there. It comes back by `rejoin`, when the
+others regroup with it; a process that died is replaced by a new one, in new segments.
 
 Each rank owns a page of words that all others may read: the epoch it proposes, whom it leaves out of that, when it was
-last seen waiting, and whether it would like to come back. Sets of ranks are bit masks. Within an epoch a proposal only
-grows, and a rank leaves `regroup` when all that it has not left out propose the same: so all leave with the same set.
+last seen waiting, and whether it would like to come back. Sets of ranks are bit masks.
+
+Who proposes. Who misses a peer proposes the next epoch without it. A proposal only grows, by what others propose and by
+who stays away for two deadlines; a rank goes on when all that it has not left out propose the same.
+Who agrees. Nobody's word counts but the first that was appended to `decisions`: it is what this epoch is, for those
+that proposed otherwise too. Two ranks that give each other up at the same moment do not both go on.
+Why nobody is left waiting. Each wait is for ranks that are not left out, and those are left out in time; a rank that
+finds the epoch decided waits for nobody. Who was left out finds that in `decisions` whenever it comes.
 """
 
 import time
@@ -22,6 +28,7 @@ from moe_serve.errors import PeerError
 MAX_RANKS = 62  # bits of a mask
 _PROPOSED, _LEFT_OUT, _WAITING_NS, _WANTS_BACK = range(4)
 _WAITING_NOW_S = 0.03  # a rank that was seen waiting so recently is held up by somebody else
+_PAUSE_S = 0.5  # a waiting process looks every few milliseconds: if it did not for so long, it did not run
 _POLL_S = 0.0002
 
 
@@ -35,7 +42,29 @@ class Membership:
         self._deadline_s = deadline_s
         self._pages: list[Int64Array] = [owner_words(memory.region(rank)) for rank in range(memory.num_ranks)]
         self._own = self._pages[self._rank]
+        self._suspects: set[int] = set()
+        self._checked_s = self._paused_s = 0.0
         self.peers: Peers
+
+    @property
+    def epoch(self) -> int:
+        """Counts the groups; the same on all ranks that take part."""
+        return self.peers.epoch
+
+    @property
+    def members(self) -> list[int]:
+        """The ranks that take part, this one included, ascending."""
+        return sorted([self._rank, *self.peers.others])
+
+    @property
+    def masked(self) -> list[int]:
+        """The ranks that are out."""
+        return [rank for rank in range(self._memory.num_ranks) if rank != self._rank and rank not in self.peers.others]
+
+    @property
+    def is_void(self) -> bool:
+        """Whether this epoch is over, for this rank or for another one: all must regroup."""
+        return bool(self._suspects) or any(self._proposal(rank)[0] > self.epoch for rank in self.peers.others)
 
     def check(self, missing: list[int], phase: str, sequence: int, waited_s: float) -> None:
         """Raises PeerError when waiting for these ranks is in vain; called now and then by a rank that waits."""
@@ -44,46 +73,83 @@ class Membership:
             proposed, left_out = self._proposal(rank)
             if proposed > self.peers.epoch:
                 raise self._voided(rank, left_out, phase, sequence)
-        for rank in missing:
-            if not self._memory.lives(rank):
-                raise PeerError(f"rank {rank} died before {phase} {sequence}", rank, phase, sequence)
+        dead = [rank for rank in missing if not self._memory.lives(rank)]
+        if dead:
+            self._suspects.update(dead)
+            raise PeerError(f"rank {dead[0]} died before {phase} {sequence}", dead[0], phase, sequence)
+        waited_s -= self._own_pause_s(waited_s)
         if waited_s <= self._deadline_s:
             return
         # A peer that is itself waiting is not the one to blame, unless nobody else turns up in as much time again.
         stuck = [rank for rank in missing if not self._is_waiting(rank)]
         if stuck or waited_s > 2 * self._deadline_s:
-            rank = (stuck or missing)[0]
+            late = stuck or missing[:1]
+            self._suspects.update(late)
             raise PeerError(
-                f"rank {rank} did not arrive in {phase} {sequence} within {self._deadline_s:g} s; if its steps are "
-                "really that slow, raise dispatch.deadline_s",
-                rank,
+                f"rank {late[0]} did not arrive in {phase} {sequence} within {self._deadline_s:g} s; if its steps are "
+                "really that slow, raise engine.step_deadline_s (dispatch.deadline_s where it is set)",
+                late[0],
                 phase,
                 sequence,
             )
 
+    def step_done(self) -> None:
+        """Takes what was waited in this step into the wait matrix; a step that is voided leaves nothing there."""
+        self.peers.wait.keep()
+
     def regroup(self, suspects: Iterable[int] = (), joining: Iterable[int] = ()) -> list[int]:
         """Agrees with all that are left on who takes part from here on, and begins a new epoch; returns its ranks.
 
-        suspects: ranks known to be late or dead;  joining: ranks outside that wait in `rejoin`, the same on all ranks
-        Raises PeerError when the others have left this rank out.
+        suspects: ranks to leave out beside those that `check` found late or dead
+        joining:  ranks outside that wait to come back, the same on all ranks
+        Raises PeerError, naming this rank, when the others have left it out.
         """
-        members = {self._rank, *self.peers.others, *joining}
         everybody = set(range(self._memory.num_ranks))
-        return self._agree(self.peers.epoch + 1, _mask((everybody - members) | (set(suspects) - {self._rank})))
+        members = {self._rank, *self.peers.others, *joining} - ({*suspects, *self._suspects} - {self._rank})
+        return self._agree(self.epoch + 1, _mask(everybody - members))
+
+    def ask_back(self) -> None:
+        """Shows the others that this rank, which was left out, would like to come back.
+
+        It has ended all its calls: whatever it wrote in them lies before this word in the order of its stores.
+        """
+        self._own[_WANTS_BACK] = 1
+
+    def taken_back(self) -> bool:
+        """Returns whether the others have regrouped with this rank; to be asked again until they have.
+
+        Raises PeerError when no other rank lives.
+        """
+        others = [rank for rank in range(self._memory.num_ranks) if rank != self._rank and self._memory.lives(rank)]
+        if not others:
+            raise PeerError(
+                f"rank {self._rank} was left out and no other rank lives; start the ranks anew",
+                self._rank,
+                "rejoin",
+                self.epoch,
+            )
+        for rank in others:
+            proposed, left_out = self._proposal(rank)
+            if proposed > self.epoch and not left_out >> self._rank & 1:
+                try:
+                    self._agree(proposed, left_out)
+                except PeerError:
+                    return False  # some of them did not see the wish in time, and will
+                self._own[_WANTS_BACK] = 0
+                return True
+        return False
 
     def rejoin(self, timeout_s: float) -> list[int]:
         """Comes back after having been left out: waits for the others to regroup with this rank; returns the ranks.
 
         Raises PeerError when they do not do so in time.
         """
-        self._own[_WANTS_BACK] = 1
+        self.ask_back()
         deadline_s = time.monotonic() + timeout_s
         try:
             while time.monotonic() < deadline_s:
-                for rank in range(self._memory.num_ranks):
-                    proposed, left_out = self._proposal(rank)
-                    if rank != self._rank and proposed > self.peers.epoch and not left_out >> self._rank & 1:
-                        return self._agree(proposed, left_out)
+                if self.taken_back():
+                    return self.members
                 time.sleep(_POLL_S)
         finally:
             self._own[_WANTS_BACK] = 0
@@ -91,30 +157,31 @@ class Membership:
             f"rank {self._rank} was left out and not taken back within {timeout_s:g} s; start it anew",
             self._rank,
             "rejoin",
-            self.peers.epoch,
+            self.epoch,
         )
 
     def wanting_back(self) -> list[int]:
-        """Returns the ranks outside that wait in `rejoin`."""
-        inside = {self._rank, *self.peers.others}
-        return [rank for rank, page in enumerate(self._pages) if rank not in inside and page[_WANTS_BACK]]
+        """Returns the ranks outside that would like to come back."""
+        return [rank for rank in self.masked if self._pages[rank][_WANTS_BACK] and self._memory.lives(rank)]
 
     def _agree(self, epoch: int, left_out: int) -> list[int]:
+        decisions = self._memory.decisions
         self._propose(epoch, left_out)
         deadline_s = time.monotonic() + 2 * self._deadline_s  # the others see that the step is void only when they wait
-        while True:
+        while decisions.answer(epoch) is None:
             waiting_for = []
             for rank in range(self._memory.num_ranks):
-                if rank == self._rank or left_out >> rank & 1:
-                    continue
                 proposed, theirs = self._proposal(rank)
-                if proposed >= epoch and theirs >> self._rank & 1:
-                    raise self._voided(rank, theirs, "regroup", epoch)
-                if proposed == epoch and theirs & ~left_out:
-                    left_out |= theirs
-                    self._propose(epoch, left_out)
-                if proposed != epoch or theirs != left_out:
-                    waiting_for.append(rank)
+                if rank == self._rank or left_out >> rank & 1 or proposed > epoch:
+                    continue
+                # Somebody who leaves this rank out may have decided so: that is to be waited for, not copied.
+                if proposed == epoch and not theirs >> self._rank & 1:
+                    if theirs & ~left_out:
+                        left_out |= theirs
+                        self._propose(epoch, left_out)
+                    if theirs == left_out:
+                        continue
+                waiting_for.append(rank)
             waiting_for = [rank for rank in waiting_for if not left_out >> rank & 1]
             if not waiting_for:
                 break
@@ -124,7 +191,14 @@ class Membership:
                 left_out |= _mask(gone)
                 self._propose(epoch, left_out)
             time.sleep(_POLL_S)
-        members = [rank for rank in range(self._memory.num_ranks) if not left_out >> rank & 1]
+        decided = decisions.answer(epoch)
+        if decided is None:
+            decided = decisions.decide(epoch, left_out)
+        self._suspects.clear()
+        if decided >> self._rank & 1:
+            self.peers.epoch = epoch
+            raise self._left_out("by the others", "regroup", epoch)
+        members = [rank for rank in range(self._memory.num_ranks) if not decided >> rank & 1]
         self.peers.begin_epoch(epoch, [rank for rank in members if rank != self._rank])
         return members
 
@@ -141,17 +215,32 @@ class Membership:
                 return proposed, left_out
 
     def _is_waiting(self, rank: int) -> bool:
-        return (time.monotonic_ns() - int(self._pages[rank][_WAITING_NS])) * 1e-9 < _WAITING_NOW_S
+        # Who hangs has not looked for a whole deadline; on a busy machine a healthy rank may not for many milliseconds.
+        recent_s = max(_WAITING_NOW_S, self._deadline_s / 4)
+        return (time.monotonic_ns() - int(self._pages[rank][_WAITING_NS])) * 1e-9 < recent_s
+
+    def _own_pause_s(self, waited_s: float) -> float:
+        """Returns for how long of this wait the process itself did not run: nobody is late for that."""
+        now_s = time.monotonic()
+        gap_s, self._checked_s = now_s - self._checked_s, now_s
+        if gap_s > waited_s:
+            self._paused_s = 0.0  # the first look of this wait
+        elif gap_s > _PAUSE_S:
+            self._paused_s += gap_s
+        return self._paused_s
 
     def _voided(self, by: int, left_out: int, phase: str, sequence: int) -> PeerError:
         if left_out >> self._rank & 1:
-            text = f"rank {self._rank} came too late and was left out by rank {by}; rejoin, or start it anew"
-            return PeerError(text, self._rank, phase, sequence)
+            return self._left_out(f"by rank {by}", phase, sequence)
         new = [rank for rank in self.peers.others if left_out >> rank & 1]
-        missing = new[0] if new else by
+        whom = f"it misses rank {new[0]}" if new else "it goes on with another group"
         return PeerError(
-            f"rank {by} voided the step in {phase} {sequence}: it misses rank {missing}", missing, phase, sequence
+            f"rank {by} voided the step in {phase} {sequence}: {whom}", new[0] if new else -1, phase, sequence
         )
+
+    def _left_out(self, whose: str, phase: str, sequence: int) -> PeerError:
+        text = f"rank {self._rank} came too late and was left out {whose}; rejoin, or start it anew"
+        return PeerError(text, self._rank, phase, sequence)
 
 
 def _mask(ranks: Iterable[int]) -> int:

@@ -9,6 +9,8 @@ from typing import Protocol
 
 from torch import Tensor
 
+from moe_serve.dispatch.decisions import Decisions
+
 
 class SymmetricMemory(Protocol):
     """The regions of all ranks, as one rank sees them."""
@@ -21,6 +23,11 @@ class SymmetricMemory(Protocol):
 
     def region(self, rank: int) -> Tensor:
         """Returns the region of a rank, mapped here: [num_bytes] uint8, aligned to a cache line. Own rank included."""
+        ...
+
+    @property
+    def decisions(self) -> Decisions:
+        """What the ranks decide once and for all."""
         ...
 
     def lives(self, rank: int) -> bool:

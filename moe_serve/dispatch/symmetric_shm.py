@@ -10,12 +10,14 @@ import os
 import platform
 import secrets
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from moe_serve.dispatch.decisions import Decisions
 from moe_serve.errors import CapacityError, ConfigError
 
 _HEAD_BYTES = 4096  # a page in front of the region: the owner's process id
@@ -23,17 +25,30 @@ _FOLDER = "/dev/shm"
 STORE_ORDER = ("x86_64", "AMD64")  # machines that make stores visible in program order
 
 
+@dataclass(frozen=True)
+class Mappings:
+    """The memory of all ranks as one process has mapped it, and what they decide in. Its length is their number."""
+
+    segments: list[mmap.mmap]
+    decisions: Decisions
+
+    def __len__(self) -> int:
+        return len(self.segments)
+
+
 class ShmMemory:
     """SymmetricMemory over mappings that the ranks share. The mappings live as long as any tensor that views them."""
 
-    def __init__(self, rank: int, mappings: list[mmap.mmap], watch_processes: bool = True):
-        """mappings: of every rank, made by `map_anonymous`, or by name in `share_regions`; called once in each rank.
+    def __init__(self, rank: int, shared: Mappings, watch_processes: bool = True):
+        """shared: made by `map_anonymous`, or by name in `share_regions`; called once in each rank.
 
         watch_processes: ranks are processes that see each other's ids
         """
         check_machine(platform.machine())
         self.rank = rank
-        self.num_ranks = len(mappings)
+        self.num_ranks = len(shared)
+        self.decisions = shared.decisions
+        mappings = shared.segments
         self._watch = watch_processes
         self._regions = [torch.frombuffer(mapping, dtype=torch.uint8)[_HEAD_BYTES:] for mapping in mappings]
         self._pids = [np.frombuffer(mapping, dtype=np.int64, count=1) for mapping in mappings]
@@ -48,9 +63,9 @@ class ShmMemory:
         return not self._watch or pid == 0 or _runs(pid)  # 0: it has not come this far
 
 
-def map_anonymous(num_ranks: int, num_bytes: int) -> list[mmap.mmap]:
+def map_anonymous(num_ranks: int, num_bytes: int) -> Mappings:
     """Returns zeroed mappings without a name, which processes forked from here share."""
-    return [mmap.mmap(-1, _HEAD_BYTES + num_bytes) for _ in range(num_ranks)]
+    return Mappings([mmap.mmap(-1, _HEAD_BYTES + num_bytes) for _ in range(num_ranks)], Decisions.anonymous())
 
 
 def share_regions(
@@ -69,16 +84,20 @@ def share_regions(
     _check_one_host(hosts, rank)
     _check_room(size, num_ranks, free_bytes, advise(free_bytes))
     paths = [f"{_FOLDER}/moe_serve_{secret:016x}_{owner}" for owner in range(num_ranks)]
-    own = os.open(paths[rank], os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+    log = f"{_FOLDER}/moe_serve_{secret:016x}_log"
+    made = [paths[rank], *([log] if rank == 0 else [])]
+    own = [os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600) for path in made]
     try:
-        os.ftruncate(own, size)
+        os.ftruncate(own[0], size)
         dist.barrier(group=group)
-        mappings = [_map(path, size) for path in paths]
+        segments = [_map(path, size) for path in paths]
+        decisions = Decisions(os.open(log, os.O_RDWR | os.O_APPEND | os.O_CLOEXEC))
         dist.barrier(group=group)
     finally:
-        os.close(own)
-        os.unlink(paths[rank])
-    memory = ShmMemory(rank, mappings)
+        for path, descriptor in zip(made, own, strict=True):
+            os.close(descriptor)
+            os.unlink(path)
+    memory = ShmMemory(rank, Mappings(segments, decisions))
     dist.barrier(group=group)
     return memory
 

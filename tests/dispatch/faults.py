@@ -23,7 +23,7 @@ from torch import Tensor
 from moe_serve.dispatch.base import BufferLimits, PackedRows
 from moe_serve.dispatch.buffers import inbox_shape
 from moe_serve.dispatch.low_latency import LowLatencyAllToAll
-from moe_serve.dispatch.symmetric_shm import ShmMemory, map_anonymous
+from moe_serve.dispatch.symmetric_shm import Mappings, ShmMemory, map_anonymous
 from moe_serve.dispatch.wire import make_wire
 from moe_serve.errors import PeerError
 from moe_serve.kernels.weighted_sum import weighted_sum_reference
@@ -52,16 +52,14 @@ class Report:
     overruns: int = 0
 
 
-def make_transport(
-    rank: int, mappings: list[mmap.mmap], deadline_s: float, compiled: bool = True
-) -> LowLatencyAllToAll:
+def make_transport(rank: int, mappings: Mappings, deadline_s: float, compiled: bool = True) -> LowLatencyAllToAll:
     """Returns a rank's end over regions made by `regions`."""
     memory = ShmMemory(rank, mappings)
     shape = inbox_shape(len(mappings), BufferLimits(NUM_TOKENS, HIDDEN, TOPK, SLOTS), WIRE)
     return LowLatencyAllToAll(memory, shape, HIDDEN, torch.float32, WIRE, deadline_s, compiled)
 
 
-def regions(num_ranks: int) -> list[mmap.mmap]:
+def regions(num_ranks: int) -> Mappings:
     return map_anonymous(
         num_ranks, inbox_shape(num_ranks, BufferLimits(NUM_TOKENS, HIDDEN, TOPK, SLOTS), WIRE).num_bytes
     )
@@ -131,7 +129,7 @@ def end_in(transport: LowLatencyAllToAll, phase: str, kill: Callable[[], None]) 
 
 
 def body(
-    rank: int, mappings: list[mmap.mmap], clock: mmap.mmap, victim: int, phase: str, sign: int, deadline_s: float
+    rank: int, mappings: Mappings, clock: mmap.mmap, victim: int, phase: str, sign: int, deadline_s: float
 ) -> Report | None:
     transport = make_transport(rank, mappings, deadline_s)
     everybody = list(range(len(mappings)))

@@ -1,6 +1,5 @@
 """What is particular to the shared-memory transport: no hidden collective, its bounds, its buffers, its two forms."""
 
-import mmap
 import shutil
 import time
 from pathlib import Path
@@ -16,7 +15,7 @@ from moe_serve.dispatch.buffers import inbox_shape
 from moe_serve.dispatch.lane_work import PlainLaneWork
 from moe_serve.dispatch.lane_work_native import NativeLaneWork, load_library
 from moe_serve.dispatch.low_latency import LowLatencyAllToAll
-from moe_serve.dispatch.symmetric_shm import ShmMemory, check_machine, map_anonymous
+from moe_serve.dispatch.symmetric_shm import Mappings, ShmMemory, check_machine, map_anonymous
 from moe_serve.dispatch.wire import make_wire
 from moe_serve.errors import CapacityError, ConfigError, PeerError
 from tests.dispatch import faults
@@ -162,7 +161,7 @@ def test_another_processor_is_refused() -> None:
         check_machine("aarch64")
 
 
-def check_virtual(rank: int, mappings: list[mmap.mmap], one: Scenario, compiled: bool) -> None:
+def check_virtual(rank: int, mappings: Mappings, one: Scenario, compiled: bool) -> None:
     wire = make_wire(one.wire, one.dtype)
     shape = inbox_shape(one.num_ranks, BufferLimits(max(one.tokens), one.hidden, one.topk, one.slots_per_rank), wire)
     memory = ShmMemory(rank, mappings, watch_processes=False)
@@ -179,7 +178,7 @@ def test_eight_virtual_ranks_in_one_process(wire: str, compiled: bool) -> None:
     run_virtual_ranks(8, check_virtual, map_anonymous(8, size), one, compiled)
 
 
-def check_rounds(rank: int, mappings: list[mmap.mmap], num_rounds: int) -> bool:
+def check_rounds(rank: int, mappings: Mappings, num_rounds: int) -> bool:
     """Rows say in which round they were sent: a stale one would show."""
     transport = faults.make_transport(rank, mappings, deadline_s=60)
     num_ranks = len(mappings)
@@ -223,7 +222,7 @@ def test_no_code_is_loaded_from_a_folder_that_others_can_write(tmp_path: Path, m
     assert "written by others" in note or note == "no C compiler"
 
 
-def check_masked(rank: int, mappings: list[mmap.mmap]) -> None:
+def check_masked(rank: int, mappings: Mappings) -> None:
     transport = faults.make_transport(rank, mappings, deadline_s=1)
     if rank == 2:
         return
