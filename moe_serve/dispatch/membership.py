@@ -62,6 +62,11 @@ class Membership:
         return [rank for rank in range(self._memory.num_ranks) if rank != self._rank and rank not in self.peers.others]
 
     @property
+    def suspects(self) -> frozenset[int]:
+        """The ranks that this one has found late or dead in this epoch."""
+        return frozenset(self._suspects)
+
+    @property
     def is_void(self) -> bool:
         """Whether this epoch is over, for this rank or for another one: all must regroup."""
         return bool(self._suspects) or any(self._proposal(rank)[0] > self.epoch for rank in self.peers.others)
@@ -78,7 +83,7 @@ class Membership:
             self._suspects.update(dead)
             raise PeerError(f"rank {dead[0]} died before {phase} {sequence}", dead[0], phase, sequence)
         waited_s -= self._own_pause_s(waited_s)
-        if waited_s <= self._deadline_s:
+        if waited_s <= self._deadline_s or not missing:
             return
         # A peer that is itself waiting is not the one to blame, unless nobody else turns up in as much time again.
         stuck = [rank for rank in missing if not self._is_waiting(rank)]

@@ -1,7 +1,8 @@
 """The all-gather of `RankState` rows that precedes every step.
 
 Two implementations: `GlooExchange` (any number of hosts) and `ShmExchange` (one host: a page of shared memory,
-microseconds instead of a gloo round). Both end a wait at the deadline with a `PeerError` that names the rank.
+microseconds instead of a gloo round). Both end a wait at the deadline with a `PeerError` that names the rank. A
+`ShmExchange` can follow a group that ranks leave and come back to.
 """
 
 import mmap
@@ -16,12 +17,15 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from moe_serve.dispatch.channel import EPOCH_SHIFT
+from moe_serve.dispatch.membership import Membership
 from moe_serve.engine.step import ROW_LENGTH, Int64Array
 from moe_serve.errors import ConfigError, PeerError
 
 _LINE = 8  # int64 words of a cache line
 _SPINS = 200  # looks at a flag before the waiting rank gives up its time slice
 _PID_CHECK_S = 0.02  # how often a waiting rank looks whether its peers still live
+_MEMBER_CHECK_S = 0.005  # the same for a group that goes on without the lost; often enough to be seen waiting
 
 
 class Exchange(Protocol):
@@ -72,11 +76,13 @@ class ShmExchange:
     """One page of shared memory; every rank writes its own rows and reads everybody's.
 
     Layout, in int64 words: a page head of one cache line per rank (its pid), then for each rank two buffers of
-    [sequence number, row], each on cache lines of its own.
+    [stamp, row], each on cache lines of its own. A stamp is a sequence number; of a group that has changed, behind the
+    group's epoch, and then numbers begin anew.
 
-    Why it is right. A row is written first and its sequence number second, and x86-64 makes stores visible in program
-    order (each store below is one aligned 8-byte move), so whoever sees the number sees the row. Two buffers suffice:
-    to overwrite buffer s % 2 a rank must have passed gather s+1, which a peer enters only after it has read all of s.
+    Why it is right. A row is written first and its stamp second, and x86-64 makes stores visible in program order (each
+    store below is one aligned 8-byte move), so whoever sees the stamp sees the row. Two buffers suffice: to overwrite
+    buffer s % 2 a rank must have passed gather s+1, which a peer enters only after it has read all of s. In a new group
+    nobody reads rows of the old one any more: all its ranks have left their gather to agree on it.
     """
 
     def __init__(self, group: dist.ProcessGroup, deadline_s: float):
@@ -88,6 +94,10 @@ class ShmExchange:
         self._rank, self._num_ranks = group.rank(), group.size()
         self._deadline_s = deadline_s
         self._sequence = 0
+        self._membership: Membership | None = None
+        self._epoch = 0
+        self._members = np.arange(self._num_ranks)
+        self._check_s = _PID_CHECK_S
         buffer_words = -(-(ROW_LENGTH + 1) // _LINE) * _LINE
         num_words = self._num_ranks * (_LINE + 2 * buffer_words)
         self._map = _map_shared(group, num_words * 8)
@@ -98,15 +108,34 @@ class ShmExchange:
         dist.barrier(group=group)
         self._spins = _SPINS if self._num_ranks <= (os.cpu_count() or 1) else 1
 
+    def follow(self, membership: Membership) -> None:
+        """Gathers from now on the rows of those that take part; rows of others are zeros. Called before any gather.
+
+        A wait ends as those of the transport do: with the epoch of the group, which all must then agree upon anew.
+        """
+        self._membership = membership
+        self._check_s = min(_MEMBER_CHECK_S, self._deadline_s / 5)
+
     def gather(self, row: Int64Array, step: int) -> Int64Array:
+        membership = self._membership
+        if membership is not None and membership.epoch != self._epoch:
+            self._epoch, self._sequence = membership.epoch, 0
+            self._members = np.array(membership.members)
         self._sequence += 1
+        stamp = self._epoch << EPOCH_SHIFT | self._sequence
         buffers = self._buffers[:, self._sequence % 2]
         buffers[self._rank, 1 : 1 + ROW_LENGTH] = row
-        buffers[self._rank, 0] = self._sequence
-        flags = buffers[:, 0]
+        buffers[self._rank, 0] = stamp
+        self._wait(buffers[:, 0], stamp, step)
+        rows = np.zeros((self._num_ranks, ROW_LENGTH), dtype=np.int64)
+        rows[self._members] = buffers[self._members, 1 : 1 + ROW_LENGTH]
+        return rows
+
+    def _wait(self, flags: Int64Array, stamp: int, step: int) -> None:
+        members = self._members
         started_s = checked_s = time.monotonic()
         looks = 0
-        while not (flags == self._sequence).all():
+        while not (flags[members] == stamp).all():
             looks += 1
             if looks < self._spins:
                 continue
@@ -116,17 +145,28 @@ class ShmExchange:
                 os.sched_yield()
             else:
                 time.sleep(min(0.001, (now_s - started_s) / 20))
-            if now_s - checked_s > _PID_CHECK_S:
+            if now_s - checked_s > self._check_s:
                 checked_s = now_s
-                self._look_for_the_missing(flags, now_s - started_s, step)
-        return buffers[:, 1 : 1 + ROW_LENGTH].copy()
+                missing = [int(rank) for rank in members[flags[members] != stamp]]
+                try:
+                    self._look_for_the_missing(missing, now_s - started_s, step)
+                except PeerError:
+                    # Who has all rows may be in the next group already, to take a rank back: this one has them too.
+                    if self._suspects_somebody or not (flags[members] == stamp).all():
+                        raise
 
-    def _look_for_the_missing(self, flags: Int64Array, waited_s: float, step: int) -> None:
-        missing = [rank for rank in range(self._num_ranks) if flags[rank] != self._sequence]
+    @property
+    def _suspects_somebody(self) -> bool:
+        return self._membership is None or bool(self._membership.suspects)
+
+    def _look_for_the_missing(self, missing: list[int], waited_s: float, step: int) -> None:
+        if self._membership is not None:
+            self._membership.check(missing, "exchange", step, waited_s)
+            return
         dead = [rank for rank in self.dead_peers() if rank in missing]
         if dead:
             raise PeerError(f"rank {dead[0]} died before the exchange of step {step}", dead[0], "exchange", step)
-        if waited_s > self._deadline_s:
+        if missing and waited_s > self._deadline_s:
             raise PeerError(
                 f"rank {missing[0]} did not arrive at the exchange of step {step} within {self._deadline_s:g} s; "
                 "if its steps are really that slow, raise engine.step_deadline_s",

@@ -5,7 +5,7 @@ about a collective is private: each rank contributes one `RankState` row, and th
 same `StepPlan` of the same rows on every rank. Numpy only.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
 from typing import Self
 
@@ -27,6 +27,8 @@ class RankState:
     has_work:                      1 if requests are waiting or running, even where nothing can run now
     wants_stop:                    1 if it was told to end
     placement_version:             of the expert placement that its weights and tables follow
+    regrouped:                     1 in the first exchange of a group; the ranks may then be at different steps
+    masked, wanting_back:          sets of ranks, as bits: those that are out, and those of them that would come back
     """
 
     epoch: int
@@ -37,6 +39,9 @@ class RankState:
     has_work: int = 0
     wants_stop: int = 0
     placement_version: int = 0
+    regrouped: int = 0
+    masked: int = 0
+    wanting_back: int = 0
 
     def to_row(self) -> Int64Array:
         """Returns the state as one row, [num_fields] int64."""
@@ -77,6 +82,8 @@ class StepPlan:
     overlap:      experts of one round compute while rows of others travel; cuts a batch in two rounds at least
     hold_prefill: only the decode rows of the proposals run
     close_window: the load record ends with this step (and with the engine): all ranks take part in its reduction
+    regrouped:    ranks have left or come back: the load record ends before this step, with the placement it was of
+    take_back:    ranks that all others see waiting outside: the ranks regroup with them, and do nothing else
     sleep:        nothing to do anywhere: wait for a request or a wake before the next exchange
     stop:         the engine ends, on all ranks, without running a forward
     """
@@ -90,29 +97,36 @@ class StepPlan:
     close_window: bool
     sleep: bool
     stop: bool
+    regrouped: bool = False
+    take_back: tuple[int, ...] = ()
 
     @property
     def runs_forward(self) -> bool:
-        return not (self.sleep or self.stop or self.phase == "idle")
+        return not (self.sleep or self.stop or self.phase == "idle" or self.take_back)
 
 
-def plan_step(states: Sequence[RankState], settings: StepSettings) -> StepPlan:
-    """Returns the plan of one step from all ranks' states, in rank order.
+def plan_step(states: Sequence[RankState], settings: StepSettings, ranks: Sequence[int] = ()) -> StepPlan:
+    """Returns the plan of one step from the states of all ranks that take part, in rank order.
 
-    Raises PeerError where the ranks are not in the same epoch, step or placement: a rank that has lost the thread must
-    not run another collective.
+    ranks: whose states they are; none: 0, 1, 2, …
+    Raises PeerError where the ranks are not in the same epoch, group, step or placement: a rank that has lost the
+    thread must not run another collective. In the first step of a group they go on with the highest step: who finished
+    the one that was voided for others keeps it, and its number is not used again.
     """
     first = states[0]
-    for rank, state in enumerate(states):
-        for name in ("epoch", "step", "placement_version"):
-            if getattr(state, name) != getattr(first, name):
+    ranks = ranks or range(len(states))
+    regrouped = all(state.regrouped for state in states)
+    for rank, state in zip(ranks, states, strict=True):
+        for name in ("epoch", "step", "placement_version", "regrouped", "masked"):
+            if getattr(state, name) != getattr(first, name) and not (name == "step" and regrouped):
                 raise PeerError(
-                    f"rank {rank} is at {name} {getattr(state, name)} and rank 0 at {getattr(first, name)} "
+                    f"rank {rank} is at {name} {getattr(state, name)} and rank {ranks[0]} at {getattr(first, name)} "
                     f"(step {first.step}): the ranks have lost step; restart the engine",
                     rank=rank,
                     phase="exchange",
                     step=first.step,
                 )
+    step = max(state.step for state in states)
     stop = any(state.wants_stop for state in states)
     sleep = not stop and not any(state.has_work for state in states)
     hold = _hold_prefill(states, settings)
@@ -121,22 +135,38 @@ def plan_step(states: Sequence[RankState], settings: StepSettings) -> StepPlan:
     has_prefill = not hold and any(state.prefill_tokens for state in states)
     phase = "mixed" if has_decode and has_prefill else "decode" if has_decode else "prefill" if has_prefill else "idle"
     max_tokens = max(rows)
+    seen_by_all = -1
+    for state in states:
+        seen_by_all &= state.wanting_back
+    take_back = () if stop else ranks_of(seen_by_all & first.masked)
     num_chunks = -(-max_tokens // settings.max_tokens_per_rank)
     overlap_from = settings.overlap_from_tokens
     overlap = overlap_from is not None and max_tokens >= overlap_from
     if overlap_from is not None and overlap:
         num_chunks = max(num_chunks, num_rounds(max_tokens, overlap_from))
     return StepPlan(
-        step=first.step,
+        step=step,
         phase=phase,
         max_tokens=max_tokens,
         num_chunks=num_chunks,
         overlap=overlap,
         hold_prefill=hold,
-        close_window=stop or (first.step + 1) % settings.record_window_steps == 0,
-        sleep=sleep,
+        close_window=(stop or (step + 1) % settings.record_window_steps == 0) and not take_back,
+        sleep=sleep and not take_back,
         stop=stop,
+        regrouped=regrouped,
+        take_back=take_back,
     )
+
+
+def mask_of(ranks: Iterable[int]) -> int:
+    """Returns a set of ranks as bits."""
+    return sum(1 << rank for rank in set(ranks))
+
+
+def ranks_of(mask: int) -> tuple[int, ...]:
+    """Returns the ranks of a set of bits, ascending."""
+    return tuple(rank for rank in range(mask.bit_length()) if mask >> rank & 1)
 
 
 def _hold_prefill(states: Sequence[RankState], settings: StepSettings) -> bool:

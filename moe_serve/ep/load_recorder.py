@@ -1,5 +1,7 @@
 """Counts which experts the tokens of this rank ask for, on the device, and reduces over ranks once per window."""
 
+from collections.abc import Callable
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -7,16 +9,35 @@ from torch import Tensor
 from moe_serve.dispatch.base import EpGroup
 from moe_serve.eplb.load import LoadRecord
 
+GATHERED_AT_ONCE = 4096  # counts in one call; what buffers of transports have room for
+
+Gather = Callable[[Tensor], Tensor]  # counts [n] int64 of this rank -> [R, n] of all, zeros for one that is out
+
 
 class LoadRecorder:
-    """Counts of one window. Exact: every real token counts topk times per layer, nothing else counts."""
+    """Counts since the start, and what of them the records so far have told.
 
-    def __init__(self, num_layers: int, num_logical: int, group: EpGroup, slots_per_rank: int = 0):
-        """slots_per_rank: > 0 also counts the rows that each slot of this rank receives, in `slot_rows`"""
+    Exact: every real token counts topk times per layer, nothing else counts. A step that is voided counts nothing, and
+    a reduction that fails changes nothing: totals only grow, and a record is what they have grown by.
+    """
+
+    def __init__(
+        self, num_layers: int, num_logical: int, group: EpGroup, slots_per_rank: int = 0, gather: Gather | None = None
+    ):
+        """slots_per_rank: > 0 also counts the rows that each slot of this rank receives, in `slot_rows`
+
+        gather: reduces without ranks that are out; None: a reduction of the process group, which needs all of them
+        """
         self._group = group
+        self._gather = gather
         # Column 0 takes the -1 of tokens that have no expert.
         self._counts = torch.zeros(num_layers, num_logical + 1, dtype=torch.int64, device=group.device)
         self.slot_rows = torch.zeros(num_layers, slots_per_rank, dtype=torch.int64)  # since start, this rank only
+        self._kept, self._kept_rows = self._counts.clone(), self.slot_rows.clone()
+        # Totals of each rank as of the last record; of this rank only where the process group adds up.
+        self._told = torch.zeros(
+            group.num_ranks if gather else 1, num_layers * num_logical, dtype=torch.int64, device=group.device
+        )
 
     def add(self, layer_row: int, topk_ids: Tensor, num_tokens: int) -> None:
         """Counts the first num_tokens rows of topk_ids [T, K] int64 (-1 = none). Nothing is read back."""
@@ -32,10 +53,33 @@ class LoadRecorder:
         if self.slot_rows.shape[1]:
             self.slot_rows[layer_row] += rows_per_slot.to(self.slot_rows.device)
 
+    def step_done(self) -> None:
+        """Keeps what was counted since the last call: its step is done."""
+        self._kept.copy_(self._counts)
+        self._kept_rows.copy_(self.slot_rows)
+
+    def void_step(self) -> None:
+        """Forgets what was counted since the last `step_done`: that step is run again."""
+        self._counts.copy_(self._kept)
+        self.slot_rows.copy_(self._kept_rows)
+
     def take(self, first_step: int, num_steps: int, phase: str = "mixed") -> LoadRecord:
-        """Returns the load of all ranks since the last take, and begins a new window. All ranks call it together."""
-        counts = self._counts[:, 1:].clone()  # a copy even where one row is contiguous as it is: zeroed below
-        self._counts.zero_()
-        if self._group.process_group is not None and self._group.num_ranks > 1:
-            dist.all_reduce(counts, group=self._group.process_group)
-        return LoadRecord(first_step, num_steps, phase, counts.cpu().numpy())
+        """Returns the load of all ranks since the last take, and begins a new window. All ranks call it together.
+
+        What a rank counted before it was lost and had not told is in no record; what it counted before it came late and
+        was taken back is in the next.
+        """
+        own = self._counts[:, 1:].reshape(-1)
+        if self._gather is None:
+            new = own - self._told[0]
+            self._told[0] += new
+            if self._group.process_group is not None and self._group.num_ranks > 1:
+                dist.all_reduce(new, group=self._group.process_group)
+        else:
+            starts = range(0, own.shape[0], GATHERED_AT_ONCE)
+            parts = [self._gather(own[start : start + GATHERED_AT_ONCE]) for start in starts]
+            # The zeros of a rank that is out are not its total.
+            totals = torch.maximum(torch.cat(parts, dim=1), self._told)
+            new = (totals - self._told).sum(0)
+            self._told = totals
+        return LoadRecord(first_step, num_steps, phase, new.view(self._counts.shape[0], -1).cpu().numpy())

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moe_serve.engine.step import ROW_LENGTH, RankState, StepSettings, plan_step
+from moe_serve.engine.step import ROW_LENGTH, RankState, StepSettings, mask_of, plan_step, ranks_of
 from moe_serve.errors import PeerError
 
 SETTINGS = StepSettings(max_tokens_per_rank=8, prefill_hold_steps=3, record_window_steps=10)
@@ -87,6 +87,33 @@ def test_the_window_closes_by_the_step_number_alone() -> None:
     closes = [plan_step([RankState(0, step)], SETTINGS).close_window for step in range(20)]
     assert [step for step, close in enumerate(closes) if close] == [9, 19]
     assert plan_step([RankState(0, 3, wants_stop=1), RankState(0, 3)], SETTINGS).close_window, "the end ends a window"
+
+
+def test_a_new_group_goes_on_with_the_highest_step_and_only_then_may_steps_differ() -> None:
+    ahead = RankState(0, 8, regrouped=1, masked=0b10, has_work=1)
+    behind = replace(ahead, step=7, decode_tokens=2)
+    plan = plan_step([behind, ahead], SETTINGS, ranks=[0, 2])
+    assert (plan.step, plan.regrouped, plan.phase) == (8, True, "decode")
+    with pytest.raises(PeerError, match="rank 2 is at step 8 and rank 0 at 7"):
+        plan_step([replace(behind, regrouped=0), replace(ahead, regrouped=0)], SETTINGS, ranks=[0, 2])
+    with pytest.raises(PeerError, match="rank 2 is at masked 6"):
+        plan_step([behind, replace(ahead, masked=0b110)], SETTINGS, ranks=[0, 2])
+
+
+def test_a_rank_is_taken_back_when_all_see_it_waiting_and_nothing_else_happens_then() -> None:
+    state = RankState(0, 9, masked=0b1010, wanting_back=0b1010, decode_tokens=3, has_work=1)
+    plan = plan_step([state, replace(state, wanting_back=0b1000)], SETTINGS, ranks=[0, 2])
+    assert plan.take_back == (3,)
+    assert not any([plan.runs_forward, plan.close_window, plan.sleep, plan.stop])
+    assert plan_step([state, replace(state, wanting_back=0)], SETTINGS, ranks=[0, 2]).runs_forward
+    assert plan_step([state, replace(state, wants_stop=1)], SETTINGS, ranks=[0, 2]).take_back == ()
+    idle = replace(state, decode_tokens=0, has_work=0)
+    assert not plan_step([idle, idle], SETTINGS, ranks=[0, 2]).sleep, "who comes back is not waited for asleep"
+
+
+@given(st.sets(st.integers(0, 61)))
+def test_a_set_of_ranks_survives_its_bits(ranks: set[int]) -> None:
+    assert ranks_of(mask_of(ranks)) == tuple(sorted(ranks))
 
 
 def test_every_field_of_a_state_is_an_int() -> None:
