@@ -41,6 +41,9 @@ class ModelConfig(Section):
     served_name: str | None = None  # name in /v1/models; None: the folder's name
     load_format: Literal["auto", "dummy"] = "auto"  # dummy: random weights of the config, nothing read
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # auto: float32 on CPU, bfloat16 on GPU
+    # How experts are kept. auto: an FP8 checkpoint as it is where the GPU has e4m3, else dense (the compute dtype);
+    # int8: CPUs only, a quarter of float32, and not the checkpoint's numbers.
+    expert_weights: Literal["auto", "dense", "fp8", "int8"] = "auto"
     max_model_len: PositiveInt | None = None  # tokens, prompt + output; None: the model's own limit
     skip_tokenizer: bool = False  # ids in, ids out
     seed: NonNegativeInt = 0  # of dummy weights

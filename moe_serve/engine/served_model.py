@@ -18,6 +18,7 @@ from moe_serve.attention_dp.kv_cache import KvCache, bytes_per_block
 from moe_serve.config import ServeConfig, model_dir, served_name
 from moe_serve.dispatch.base import AllToAll, EpGroup, FollowsSteps, MeasuresWaits, make_all_to_all
 from moe_serve.engine.messages import ModelLimits
+from moe_serve.ep.expert_form import MEANING, ExpertForm, choose_expert_form, has_e4m3
 from moe_serve.ep.load_recorder import LoadRecorder
 from moe_serve.ep.moe_layer import ExpertParallel, MoeLayer, make_moe_layer
 from moe_serve.ep.replica_map import ReplicaMap
@@ -25,6 +26,7 @@ from moe_serve.eplb.load import LoadRecord
 from moe_serve.eplb.placement import Placement
 from moe_serve.errors import CapacityError, ConfigError
 from moe_serve.kernels.numerics import FAST, Numerics
+from moe_serve.log import get_logger
 from moe_serve.models.moe_decoder import MoeDecoder, build_decoder, kv_layouts
 from moe_serve.models.spec import ModelSpec, read_spec
 from moe_serve.models.weights import dummy_weights, load_weights
@@ -117,6 +119,11 @@ def compute_dtype(config: ServeConfig, device: torch.device) -> torch.dtype:
     return names.get(config.model.dtype, auto)
 
 
+def expert_form(config: ServeConfig, spec: ModelSpec, device: torch.device) -> ExpertForm:
+    """Returns how experts are kept under this configuration. Raises ConfigError where the setting cannot be."""
+    return choose_expert_form(config.model.expert_weights, spec.fp8_block, device.type, has_e4m3(device))
+
+
 def make_placement(config: ServeConfig, spec: ModelSpec) -> Placement:
     """Returns where experts live at start: the trivial placement, or the one in eplb.init_expert_location."""
     num_ranks = config.parallel.num_ranks
@@ -165,18 +172,21 @@ def build_served_model(config: ServeConfig, group: EpGroup, progress: Progress |
     dtype = compute_dtype(config, device)
     numerics = make_numerics(config)
     placement = make_placement(config, spec)
+    form = expert_form(config, spec, device)
+    if form != "dense" and group.rank == 0:
+        get_logger(__name__).info("%s expert weights: %s", form, MEANING[form])
     max_model_len = _max_model_len(config, spec)
     num_blocks = num_cache_blocks(config, spec, dtype, max_model_len)
 
     report("loading weights", 0.0)
     if config.model.load_format == "dummy":
-        weights = dummy_weights(spec, placement, group.rank, dtype, device, config.model.seed)
+        weights = dummy_weights(spec, placement, group.rank, dtype, device, config.model.seed, form)
     else:
 
         def report_bytes(num_done: int, num_total: int) -> None:
             report("loading weights", num_done / max(num_total, 1))
 
-        weights = load_weights(folder, spec, placement, group.rank, dtype, device, report_bytes)
+        weights = load_weights(folder, spec, placement, group.rank, dtype, device, report_bytes, form)
     loaded_s = time.monotonic()
     max_tokens_per_rank = config.dispatch.max_tokens_per_rank or config.engine.max_batch_tokens
     all_to_all = make_all_to_all(
@@ -227,6 +237,7 @@ def build_served_model(config: ServeConfig, group: EpGroup, progress: Progress |
     info = {
         "model_type": spec.model_type,
         "dtype": str(dtype).removeprefix("torch."),
+        "expert_weights": f"{form} ({MEANING[form]})",
         "device": str(device),
         "num_threads": torch.get_num_threads(),
         "bytes_read": weights.bytes_read,

@@ -1,23 +1,63 @@
-"""The experts' own work: SwiGLU over the rows that arrived at this rank's slots."""
+"""The experts' own work: SwiGLU over the rows that arrived at this rank's slots, in whichever form weights are kept."""
 
+import torch
 from torch import Tensor
 
 from moe_serve.dispatch.base import MaskedRows, PackedRows
 from moe_serve.ep.expert_store import ExpertStore
 from moe_serve.kernels.grouped_gemm import group_rows, slab_gemm
+from moe_serve.kernels.grouped_gemm_fp8 import grouped_gemm_fp8, slab_gemm_fp8
+from moe_serve.kernels.grouped_gemm_int8 import grouped_gemm_int8, quantize_int8
 from moe_serve.kernels.numerics import FAST, Numerics
+from moe_serve.kernels.quantize import quantize
 from moe_serve.kernels.silu_mul import silu_mul
+from moe_serve.kernels.silu_mul_quantize import silu_mul_quantize
 
 
 def expert_ffn(rows: PackedRows | MaskedRows, experts: ExpertStore, numerics: Numerics = FAST) -> Tensor:
     """Returns down(silu(gate(x)) * up(x)) of each row with its slot's weights, in the shape of rows.x.
 
     In masked rows what lies beyond a slot's count is undefined, before and after. In batch_invariant a row's bits
-    depend on that row and its slot's weights only.
+    depend on that row and its slot's weights only. Quantised experts quantise the rows of both products too, each row
+    by itself.
     """
-    gate_up, down = experts.matrix("gate_up"), experts.matrix("down")
     if isinstance(rows, PackedRows):
-        grouped = group_rows(rows.rows_per_slot, rows.x, numerics)
-        return grouped.gemm(silu_mul(grouped.gemm(rows.x, gate_up)), down)
-    between = silu_mul(slab_gemm(rows.x, gate_up, rows.rows_per_slot, numerics))
-    return slab_gemm(between, down, rows.rows_per_slot, numerics)
+        return _packed_ffn(rows.x, rows.rows_per_slot, experts, numerics)
+    if rows.x.device.type != "cpu":
+        return _slab_ffn(rows.x, rows.rows_per_slot, experts, numerics)
+    # Static sizes serve graphs; a CPU has none, and gathering the filled rows once is cheaper than computing all.
+    filled = torch.arange(rows.x.shape[1]) < rows.rows_per_slot[:, None]
+    out = torch.empty_like(rows.x)
+    out[filled] = _packed_ffn(rows.x[filled], rows.rows_per_slot, experts, numerics)
+    return out
+
+
+def _packed_ffn(x: Tensor, counts: Tensor, experts: ExpertStore, numerics: Numerics) -> Tensor:
+    """x: [rows, H], counts: [slots] int64 CPU -> [rows, H]"""
+    match experts.form:
+        case "dense":
+            grouped = group_rows(counts, x, numerics)
+            return grouped.gemm(silu_mul(grouped.gemm(x, experts.matrix("gate_up"))), experts.matrix("down"))
+        case "fp8":
+            gate_up, down = experts.block_scaled("gate_up"), experts.block_scaled("down")
+            between = grouped_gemm_fp8(*quantize(x), gate_up, counts, x.dtype, numerics)
+            return grouped_gemm_fp8(*silu_mul_quantize(between), down, counts, x.dtype, numerics)
+        case "int8":
+            gate_up_q, gate_up_scale = experts.matrix("gate_up"), experts.scale("gate_up")
+            between = grouped_gemm_int8(*quantize_int8(x), gate_up_q, gate_up_scale, counts, torch.float32)
+            middle = quantize_int8(silu_mul(between))
+            return grouped_gemm_int8(*middle, experts.matrix("down"), experts.scale("down"), counts, x.dtype)
+
+
+def _slab_ffn(x: Tensor, counts: Tensor, experts: ExpertStore, numerics: Numerics) -> Tensor:
+    """x: [slots, capacity, H], counts: [slots] int64 on the accelerator, never read by the host -> like x"""
+    match experts.form:
+        case "dense":
+            between = slab_gemm(x, experts.matrix("gate_up"), counts, numerics)
+            return slab_gemm(silu_mul(between, counts), experts.matrix("down"), counts, numerics)
+        case "fp8":
+            gate_up, down = experts.block_scaled("gate_up"), experts.block_scaled("down")
+            between = slab_gemm_fp8(*quantize(x, counts), gate_up, counts, x.dtype, numerics)
+            return slab_gemm_fp8(*silu_mul_quantize(between, counts), down, counts, x.dtype, numerics)
+        case "int8":
+            raise AssertionError("int8 experts live on CPUs, where slabs are packed")

@@ -5,18 +5,23 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-MATRICES = ("gate_up", "down")  # multiplied by rows: their memory order is this file's business
+from moe_serve.ep.expert_form import PARTS, ExpertForm, scale_of
+from moe_serve.kernels.grouped_gemm_fp8 import BlockScaled
 
 
 class ExpertStore:
     """dict[name, Tensor [slots, ...]] at fixed addresses, in the memory order that the GEMM wants.
 
-    On CPU a matrix [n, k] is kept as [k, n] (kernels/row_gemm.py), inside the bytes it came in. Who moves experts
-    between ranks sees a slot as the same list of contiguous tensors everywhere, and never interprets them.
+    On CPU a matrix [n, k] is kept as [k, n] (kernels/row_gemm.py; not int8, kernels/grouped_gemm_int8.py), inside the
+    bytes it came in. Who moves experts between ranks sees a slot as the same list of contiguous tensors everywhere, and
+    never interprets them.
     """
 
     def __init__(self, tensors: Mapping[str, Tensor]):
-        """tensors: by name, [slots, ...], contiguous. They become the store's own: do not use them afterwards."""
+        """tensors: by name, [slots, ...], contiguous, named as in expert_form.slot_tensors.
+
+        They become the store's own: do not use them afterwards.
+        """
         slots = {tensor.shape[0] for tensor in tensors.values()}
         assert len(slots) == 1, f"tensors disagree about the number of slots: {sorted(slots)}"
         self.num_slots = slots.pop()
@@ -27,6 +32,12 @@ class ExpertStore:
         return tuple(self._stored)
 
     @property
+    def form(self) -> ExpertForm:
+        """How the weights are kept."""
+        forms: dict[torch.dtype, ExpertForm] = {torch.float8_e4m3fn: "fp8", torch.int8: "int8"}
+        return forms.get(self._stored["gate_up"].dtype, "dense")
+
+    @property
     def slot_bytes(self) -> int:
         """Size of one expert."""
         return sum(tensor[0].numel() * tensor.element_size() for tensor in self._stored.values() if self.num_slots)
@@ -35,6 +46,14 @@ class ExpertStore:
         """Returns [slots, n, k], a view: y = x @ matrix[slot].T"""
         stored = self._stored[name]
         return stored.transpose(1, 2) if _is_reordered(name, stored) else stored
+
+    def scale(self, name: str) -> Tensor:
+        """Returns the scales of a matrix, [slots, ...]."""
+        return self._stored[scale_of(name)]
+
+    def block_scaled(self, name: str) -> BlockScaled:
+        """Returns an FP8 matrix with its scales, a view."""
+        return BlockScaled(self.matrix(name), self.scale(name), PARTS[name])
 
     def slot(self, slot_id: int) -> dict[str, Tensor]:
         """Returns the bytes of one expert as contiguous views, by name: what a mover sends, and writes into."""
@@ -55,7 +74,7 @@ class ExpertStore:
 
 
 def _is_reordered(name: str, tensor: Tensor) -> bool:
-    return name in MATRICES and tensor.device.type == "cpu"
+    return name in PARTS and tensor.device.type == "cpu" and tensor.dtype != torch.int8
 
 
 def _into_gemm_order(name: str, tensor: Tensor) -> Tensor:

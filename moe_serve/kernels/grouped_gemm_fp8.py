@@ -98,6 +98,22 @@ def grouped_gemm_fp8(
     return out
 
 
+def slab_gemm_fp8(
+    x: Tensor,
+    x_scale: Tensor,
+    weight: BlockScaled,
+    rows_per_slot: Tensor,
+    dtype: torch.dtype = torch.bfloat16,
+    numerics: Numerics = FAST,
+) -> Tensor:
+    """x: [slots, capacity, k] float8_e4m3fn, x_scale: [slots, capacity, ceil(k / 128)] float32, rows_per_slot: [slots]
+    int64 -> [slots, capacity, n] dtype; rows beyond a slot's count are undefined. On GPUs only: a CPU packs its rows.
+    """
+    from moe_serve.kernels.grouped_gemm_fp8_triton import slab_gemm_fp8_triton
+
+    return slab_gemm_fp8_triton(x, x_scale, weight, rows_per_slot, dtype, numerics)
+
+
 def _scale_of_rows(weight: BlockScaled) -> Tensor:
     """Returns [groups, n, ceil(k / 128)]: the scales of each row of the matrices."""
     groups, n, _ = weight.q.shape

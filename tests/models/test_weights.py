@@ -13,7 +13,8 @@ from torch import Tensor
 from moe_serve.eplb.placement import Placement
 from moe_serve.errors import ModelError
 from moe_serve.models.spec import ModelSpec, read_spec
-from moe_serve.models.weights import LoadedWeights, dequantise, dummy_weights, load_weights
+from moe_serve.models.weight_reader import dequantise
+from moe_serve.models.weights import LoadedWeights, dummy_weights, load_weights
 from tests.models.families import FAMILIES
 from tests.models.runner import one_rank
 

@@ -1,0 +1,108 @@
+"""How a rank keeps the weights of its experts (`model.expert_weights`), and which tensors a slot then has.
+
+dense   gate_up, down in the compute dtype
+fp8     the e4m3 values of an FP8 checkpoint with its float32 scale for each 128 x 128 block: half of bfloat16
+int8    a float32 scale for each output channel, quantised at load, CPU only: a quarter of float32, and other numbers
+        than the checkpoint's
+
+Shape words: H = hidden, I = width of an expert.
+"""
+
+from collections.abc import Mapping
+from typing import Literal
+
+import torch
+
+from moe_serve.errors import ConfigError
+from moe_serve.kernels.grouped_gemm_fp8 import num_scale_rows
+from moe_serve.kernels.grouped_gemm_int8 import has_vnni
+from moe_serve.kernels.quantize import GROUP, num_groups
+
+ExpertForm = Literal["dense", "fp8", "int8"]
+
+PARTS: Mapping[str, int] = {"gate_up": 2, "down": 1}  # matrices of an expert, and the stacks of rows each is made of
+MEANING: Mapping[ExpertForm, str] = {
+    "dense": "the checkpoint's numbers in the compute dtype",
+    "fp8": "the checkpoint's own FP8 values and scales; rows are quantised 1 x 128 before each product",
+    "int8": "not the checkpoint's numbers",
+}
+
+
+def choose_expert_form(wanted: str, fp8_block: int | None, device_type: str, has_e4m3: bool) -> ExpertForm:
+    """Returns the form that a setting means here.
+
+    wanted: model.expert_weights;  fp8_block: edge of the checkpoint's scale blocks, None where it is not FP8
+    has_e4m3: whether the GPU multiplies e4m3 (sm_89 and later)
+    Raises ConfigError for what cannot be, with the setting that can.
+    """
+    on_gpu = device_type == "cuda"
+    match wanted:
+        case "auto":
+            return "fp8" if on_gpu and has_e4m3 and fp8_block == GROUP else "dense"
+        case "dense":
+            return "dense"
+        case "fp8":
+            if fp8_block is None:
+                raise ConfigError(
+                    "model.expert_weights is fp8 but the checkpoint is not FP8 (config.json has no "
+                    "quantization_config); fp8 keeps what a checkpoint holds: set model.expert_weights: auto"
+                )
+            if fp8_block != GROUP:
+                raise ConfigError(
+                    f"model.expert_weights is fp8 but the checkpoint has blocks of {fp8_block} x {fp8_block} and the "
+                    f"kernels take {GROUP} x {GROUP}; set model.expert_weights: dense"
+                )
+            if on_gpu and not has_e4m3:
+                raise ConfigError(
+                    "model.expert_weights is fp8 but this GPU has no e4m3 (sm_89 and later have); "
+                    "set model.expert_weights: dense"
+                )
+            return "fp8"
+        case "int8":
+            if on_gpu:
+                raise ConfigError(
+                    "model.expert_weights is int8 but the ranks run on GPUs; int8 is for CPUs: "
+                    "set model.expert_weights: auto"
+                )
+            if not has_vnni():
+                raise ConfigError(
+                    "model.expert_weights is int8 but this CPU has no AVX-512 VNNI, and other int8 products saturate; "
+                    "set model.expert_weights: auto"
+                )
+            return "int8"
+        case _:
+            raise ConfigError(f"model.expert_weights is {wanted!r}; choose one of auto, dense, fp8, int8")
+
+
+def has_e4m3(device: torch.device | str) -> bool:
+    """Returns whether the CUDA device multiplies e4m3; True for one that is not here, since only a plan asks then."""
+    if torch.device(device).type != "cuda":
+        return False
+    return not torch.cuda.is_available() or torch.cuda.get_device_capability(device) >= (8, 9)
+
+
+def slot_tensors(
+    form: ExpertForm, hidden: int, width: int, dtype: torch.dtype
+) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    """Returns the shape and dtype of each tensor of one slot, by name.
+
+    gate_up: [2 I, H], gate rows first;  down: [H, I];  NAME_scale: fp8 [parts x ceil(n / parts / 128), ceil(k / 128)]
+    for a matrix of n x k, int8 [n]
+    """
+    tensors: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
+    for name, (n, k) in {"gate_up": (2 * width, hidden), "down": (hidden, width)}.items():
+        match form:
+            case "dense":
+                tensors[name] = (n, k), dtype
+            case "fp8":
+                tensors[name] = (n, k), torch.float8_e4m3fn
+                tensors[scale_of(name)] = (num_scale_rows(n, PARTS[name]), num_groups(k)), torch.float32
+            case "int8":
+                tensors[name] = (n, k), torch.int8
+                tensors[scale_of(name)] = (n,), torch.float32
+    return tensors
+
+
+def scale_of(name: str) -> str:
+    """Returns the name of a matrix's scales."""
+    return name + "_scale"

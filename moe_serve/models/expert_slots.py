@@ -1,0 +1,64 @@
+"""The slot tensors of one layer's experts while they are filled, from a checkpoint or at random."""
+
+import torch
+from torch import Tensor
+
+from moe_serve.ep.expert_form import PARTS, ExpertForm, scale_of, slot_tensors
+from moe_serve.kernels.grouped_gemm_fp8 import quantize_weight
+from moe_serve.kernels.grouped_gemm_int8 import quantize_int8
+from moe_serve.models.spec import ModelSpec
+from moe_serve.models.weight_plan import ExpertTensor
+
+
+def empty_slots(
+    plan: ExpertTensor,
+    form: ExpertForm,
+    spec: ModelSpec,
+    num_slots: int,
+    dtype: torch.dtype,
+    device: torch.device | str,
+) -> dict[str, Tensor]:
+    """Returns zeros for a matrix, and for its scales where the form has them, by name: [num_slots, ...]."""
+    wanted = slot_tensors(form, spec.hidden, spec.moe_intermediate, dtype)
+    names = (name for name in (plan.name, scale_of(plan.name)) if name in wanted)
+    return {
+        name: torch.zeros(num_slots, *shape, dtype=kind, device=device)
+        for name, (shape, kind) in ((name, wanted[name]) for name in names)
+    }
+
+
+def put_expert(slots: dict[str, Tensor], places: list[int], name: str, form: ExpertForm, values: Tensor) -> None:
+    """Writes one expert's matrix into its slots, turned into the form.
+
+    slots: as empty_slots gave them;  values: [n, k] float
+    """
+    first, *replicas = places
+    match form:
+        case "dense":
+            slots[name][first].copy_(values)
+        case "int8":
+            put_rows(slots, first, name, 0, *quantize_int8(values))
+        case "fp8":
+            weight = quantize_weight(values[None], PARTS[name])
+            slots[name][first].copy_(weight.q[0])
+            slots[scale_of(name)][first].copy_(weight.scale[0])
+    copy_to_replicas(slots, first, replicas)
+
+
+def put_rows(slots: dict[str, Tensor], slot: int, name: str, first_row: int, q: Tensor, scale: Tensor) -> None:
+    """Writes rows of a quantised matrix, and their scales: as many rows of scales as they have by the form.
+
+    q: [rows, k], whole stacks of the matrix from first_row on;  scale: [rows] int8, [block rows, block columns] fp8
+    """
+    rows, scales = slots[name][slot], slots[scale_of(name)][slot]
+    # Each stack has the same number of rows and of block rows.
+    first_scale = first_row * len(scales) // len(rows)
+    rows[first_row : first_row + len(q)].copy_(q)
+    scales[first_scale : first_scale + len(scale)].copy_(scale)
+
+
+def copy_to_replicas(slots: dict[str, Tensor], slot: int, replicas: list[int]) -> None:
+    """Gives other slots the bytes of one."""
+    for tensor in slots.values():
+        for replica in replicas:
+            tensor[replica].copy_(tensor[slot])
