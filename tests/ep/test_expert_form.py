@@ -1,0 +1,166 @@
+"""How experts are kept: which setting means what where, and the FFN over quantised experts."""
+
+import pytest
+import torch
+
+from moe_serve.dispatch.base import MaskedRows, PackedRows
+from moe_serve.ep import expert_form
+from moe_serve.ep.expert_ffn import expert_ffn
+from moe_serve.ep.expert_form import ExpertForm, choose_expert_form, scale_of, slot_tensors
+from moe_serve.ep.expert_store import ExpertStore
+from moe_serve.errors import ConfigError
+from moe_serve.kernels.grouped_gemm_fp8 import dequantize_weight, quantize_weight
+from moe_serve.kernels.grouped_gemm_int8 import dequantize_int8, has_vnni, quantize_int8
+from moe_serve.kernels.numerics import FAST, Numerics
+from moe_serve.kernels.quantize import dequantize, quantize
+from tests.tolerance import FP8_WIRE, INT8_EXPERT
+
+QUANTISED: list[ExpertForm] = ["fp8", "int8"]
+INVARIANT = Numerics(row_tile=4)
+
+
+@pytest.mark.parametrize(
+    ("wanted", "block", "device", "e4m3", "form"),
+    [
+        ("auto", None, "cpu", False, "dense"),
+        ("auto", 128, "cpu", False, "dense"),
+        ("auto", 128, "cuda", True, "fp8"),
+        ("auto", 128, "cuda", False, "dense"),
+        ("auto", 64, "cuda", True, "dense"),
+        ("auto", None, "cuda", True, "dense"),
+        ("dense", 128, "cuda", True, "dense"),
+        ("fp8", 128, "cuda", True, "fp8"),
+        ("fp8", 128, "cpu", False, "fp8"),
+        ("int8", None, "cpu", False, "int8"),
+        ("int8", 128, "cpu", False, "int8"),
+    ],
+)
+def test_a_setting_means_one_form(
+    monkeypatch: pytest.MonkeyPatch, wanted: str, block: int | None, device: str, e4m3: bool, form: ExpertForm
+) -> None:
+    monkeypatch.setattr(expert_form, "has_vnni", lambda: True)
+    assert choose_expert_form(wanted, block, device, e4m3) == form
+
+
+@pytest.mark.parametrize(
+    ("wanted", "block", "device", "message"),
+    [
+        ("fp8", None, "cpu", "the checkpoint is not FP8 .* set model.expert_weights: auto"),
+        ("fp8", 64, "cpu", "blocks of 64 x 64 .* set model.expert_weights: dense"),
+        ("fp8", 128, "cuda", "no e4m3 .* set model.expert_weights: dense"),
+        ("int8", None, "cuda", "the ranks run on GPUs; int8 is for CPUs: set model.expert_weights: auto"),
+        ("int8", None, "cpu", "no AVX-512 VNNI.* set model.expert_weights: auto"),
+        ("int4", None, "cpu", "choose one of auto, dense, fp8, int8"),
+    ],
+)
+def test_what_cannot_be_is_refused_with_what_can(
+    monkeypatch: pytest.MonkeyPatch, wanted: str, block: int | None, device: str, message: str
+) -> None:
+    monkeypatch.setattr(expert_form, "has_vnni", lambda: False)
+    with pytest.raises(ConfigError, match=message):
+        choose_expert_form(wanted, block, device, has_e4m3=False)
+
+
+def draw(form: ExpertForm, slots: int, hidden: int, width: int) -> tuple[dict[str, torch.Tensor], torch.Tensor, ...]:
+    """Returns the slot tensors, and what gate_up and down mean in float32."""
+    tensors, meant = {}, []
+    for name, shape, parts in (("gate_up", (2 * width, hidden), 2), ("down", (hidden, width), 1)):
+        drawn = torch.randn(slots, *shape) / shape[1] ** 0.5
+        if form == "fp8":
+            weight = quantize_weight(drawn, parts)
+            tensors[name], tensors[scale_of(name)] = weight.q, weight.scale
+            meant.append(dequantize_weight(weight))
+        else:
+            tensors[name], tensors[scale_of(name)] = quantize_int8(drawn)
+            meant.append(dequantize_int8(tensors[name], tensors[scale_of(name)]))
+    return tensors, *meant
+
+
+def stored(tensors: dict[str, torch.Tensor]) -> ExpertStore:
+    return ExpertStore({name: tensor.clone() for name, tensor in tensors.items()})
+
+
+def swiglu(gate_up: torch.Tensor) -> torch.Tensor:
+    gate, up = gate_up.chunk(2, -1)
+    return gate * gate.sigmoid() * up
+
+
+def rounded(form: ExpertForm, x: torch.Tensor) -> torch.Tensor:
+    """Returns rows as the form's products see them, in float64."""
+    back = dequantize(*quantize(x), torch.float32) if form == "fp8" else dequantize_int8(*quantize_int8(x))
+    return back.double()
+
+
+@pytest.mark.parametrize("form", QUANTISED)
+@pytest.mark.parametrize("numerics", [FAST, INVARIANT], ids=["fast", "invariant"])
+@pytest.mark.parametrize("rows", [[0, 0, 0], [1, 0, 7], [4, 4, 4], [0, 0, 60]], ids=lambda rows: str(rows))
+def test_packed_and_masked_rows_give_each_row_its_experts_output(
+    form: ExpertForm, numerics: Numerics, rows: list[int]
+) -> None:
+    if form == "int8" and not has_vnni():
+        pytest.skip("needs a CPU with AVX-512 VNNI")
+    torch.manual_seed(0)
+    tensors, gate_up, down = draw(form, 3, 200, 136)
+    store, counts, x = stored(tensors), torch.tensor(rows), torch.randn(sum(rows), 200)
+    packed = expert_ffn(PackedRows(x, counts), store, numerics)
+    assert packed.dtype == x.dtype
+
+    exact, stepwise = [], []
+    for part, a, b in zip(torch.split(x, rows), gate_up.double(), down.double(), strict=True):
+        exact.append(swiglu(part.double() @ a.T) @ b.T)
+        middle = swiglu(rounded(form, part) @ a.T).float()
+        stepwise.append(rounded(form, middle) @ b.T)
+    # The same roundings in float64: what differs is where a last bit before rounding decides a step.
+    assert distance(packed, torch.cat(stepwise)) < 2e-3
+    assert distance(packed, torch.cat(exact)) < 2 * (FP8_WIRE if form == "fp8" else INT8_EXPERT)
+
+    slab = torch.full((3, max(rows) + 2, 200), float("nan"))
+    filled = torch.arange(slab.shape[1]) < counts[:, None]
+    slab[filled] = x
+    masked = expert_ffn(MaskedRows(slab, counts), store, numerics)
+    assert masked.shape == slab.shape
+    if numerics.invariant or form == "int8":
+        assert torch.equal(masked[filled], packed), "both layouts give the same bits"
+    else:
+        assert distance(masked[filled], packed.double()) < 2e-3
+
+
+def distance(got: torch.Tensor, wanted: torch.Tensor) -> float:
+    if not got.numel():
+        assert got.shape == wanted.shape
+        return 0.0
+    return float((got.double() - wanted).norm() / wanted.norm())
+
+
+@pytest.mark.parametrize("form", QUANTISED)
+def test_in_batch_invariant_an_experts_output_is_bitwise_the_rows_own(form: ExpertForm) -> None:
+    if form == "int8" and not has_vnni():
+        pytest.skip("needs a CPU with AVX-512 VNNI")
+    torch.manual_seed(0)
+    for hidden, width in ((64, 48), (130, 33), (256, 136)):
+        store = stored(draw(form, 2, hidden, width)[0])
+        x = torch.randn(40, hidden)
+        whole = expert_ffn(PackedRows(x, torch.tensor([23, 17])), store, INVARIANT)
+        for start, length in ((0, 1), (22, 1), (5, 4), (1, 13)):
+            part = PackedRows(x[start : start + length], torch.tensor([length, 0]))
+            assert torch.equal(expert_ffn(part, store, INVARIANT), whole[start : start + length])
+
+
+@pytest.mark.parametrize("form", QUANTISED)
+def test_a_quantised_expert_moves_between_stores_with_its_scales(form: ExpertForm) -> None:
+    torch.manual_seed(0)
+    (source, *_), (target, *_) = draw(form, 2, 130, 72), draw(form, 3, 130, 72)
+    here, there = stored(source), stored(target)
+    assert here.form == form
+    assert here.names == ("gate_up", "gate_up_scale", "down", "down_scale")
+    shapes = slot_tensors(form, 130, 72, torch.float32)
+    assert here.slot_bytes == sum(torch.Size(shape).numel() * dtype.itemsize for shape, dtype in shapes.values())
+    staging = there.staging(1)
+    for name, tensor in here.slot(1).items():
+        assert tensor.is_contiguous(), "a mover sends it as it lies"
+        staging.slot(0)[name].copy_(tensor)
+    there.write_slot(2, staging.slot(0))
+    for name in ("gate_up", "down"):
+        assert torch.equal(there.matrix(name)[2].float(), source[name][1].float())
+        assert torch.equal(there.scale(name)[2], source[scale_of(name)][1])
+        assert torch.equal(there.matrix(name)[:2].float(), target[name][:2].float())

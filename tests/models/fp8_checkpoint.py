@@ -1,0 +1,71 @@
+"""Small FP8 checkpoints as DeepSeek-V3 writes them: e4m3 values with `weight_scale_inv` blocks of 128 x 128."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from moe_serve.models.spec import read_spec
+from moe_serve.models.weight_plan import Part, dense_tensors, expert_tensors
+
+# Widths that are not multiples of 128, so that blocks are partial and gate and up would share one if they were stacked.
+CONFIG: dict[str, Any] = {
+    "architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3", "vocab_size": 256, "hidden_size": 200,
+    "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 4,
+    "max_position_embeddings": 256, "bos_token_id": 1, "eos_token_id": 2, "rms_norm_eps": 1e-6, "rope_theta": 10000.0,
+    "tie_word_embeddings": False, "hidden_act": "silu", "attention_bias": False, "n_routed_experts": 8,
+    "num_experts_per_tok": 3, "moe_intermediate_size": 136, "n_shared_experts": 1, "n_group": 4, "topk_group": 2,
+    "first_k_dense_replace": 1, "q_lora_rank": 32, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16,
+    "v_head_dim": 16, "routed_scaling_factor": 2.5, "norm_topk_prob": True, "rope_interleave": True,
+    "scoring_func": "sigmoid", "topk_method": "noaux_tc",
+    "quantization_config": {
+        "quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128],
+    },
+}  # fmt: skip
+
+
+def write_fp8_checkpoint(folder: Path, **changes: Any) -> Path:
+    """Writes a random tiny model whose projections are FP8; returns the folder."""
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(CONFIG | changes))
+    spec = read_spec(folder)
+    generator = torch.Generator().manual_seed(0)
+    tensors: dict[str, Tensor] = {}
+
+    def add(part: Part) -> None:
+        values = torch.randn(part.shape, generator=generator)
+        if "_proj" in part.source:
+            # Each matrix has its own size, so that another one's scale would show.
+            size = float(torch.rand((), generator=generator)) + 0.5
+            values, tensors[part.source + "_scale_inv"] = quantise(values * size * part.shape[-1] ** -0.5)
+        elif len(part.shape) == 1:
+            values = 1 + 0.1 * values if "norm" in part.source else 0.1 * values
+        else:
+            values *= part.shape[-1] ** -0.5
+        tensors[part.source] = values
+
+    for dense in dense_tensors(spec):
+        for part in dense.parts:
+            add(part)
+    for plan in expert_tensors(spec):
+        for expert in range(spec.num_logical):
+            for part in plan.parts_of(expert):
+                add(part)
+    save_file(tensors, folder / "model.safetensors")
+    return folder
+
+
+def quantise(weight: Tensor, block: int = 128) -> tuple[Tensor, Tensor]:
+    """Returns (fp8 values, scales), block by block as the format defines it."""
+    rows, columns = weight.shape
+    scales = torch.zeros(-(-rows // block), -(-columns // block))
+    values = torch.zeros(rows, columns, dtype=torch.float8_e4m3fn)
+    for i in range(scales.shape[0]):
+        for j in range(scales.shape[1]):
+            square = (slice(i * block, (i + 1) * block), slice(j * block, (j + 1) * block))
+            scales[i, j] = weight[square].abs().max() / 448
+            values[square] = (weight[square] / scales[i, j]).to(torch.float8_e4m3fn)
+    return values, scales

@@ -1,0 +1,149 @@
+"""What a rank's expert slots hold in each form, against what the checkpoint says."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from moe_serve.ep.expert_form import ExpertForm, scale_of, slot_tensors
+from moe_serve.eplb.placement import Placement
+from moe_serve.errors import ModelError
+from moe_serve.kernels.grouped_gemm_int8 import dequantize_int8, quantize_int8
+from moe_serve.models.spec import ModelSpec, read_spec
+from moe_serve.models.weights import LoadedWeights, dummy_weights, load_weights
+from tests.models.fp8_checkpoint import write_fp8_checkpoint
+from tests.models.runner import one_rank
+
+QUANTISED: list[ExpertForm] = ["fp8", "int8"]
+
+
+@pytest.fixture(scope="module")
+def fp8_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_fp8_checkpoint(tmp_path_factory.mktemp("fp8") / "model")
+
+
+def load(folder: Path, form: ExpertForm, placement: Placement | None = None, rank: int = 0) -> LoadedWeights:
+    spec = read_spec(folder)
+    return load_weights(folder, spec, placement or one_rank(spec), rank, torch.float32, "cpu", expert_form=form)
+
+
+def same_bytes(a: Tensor, b: Tensor) -> bool:
+    return a.shape == b.shape and torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
+
+
+def replicated(spec: ModelSpec) -> Placement:
+    row = [3, 0, 3, -1, 5, 1, 2, 4, 6, 7, 0, -1]
+    return Placement([row] * spec.num_moe_layers, spec.num_logical, 2, spec.moe_layer_ids)
+
+
+def test_fp8_slots_hold_the_stored_bytes_with_gate_and_up_in_blocks_of_their_own(fp8_folder: Path) -> None:
+    """Width 136: two block rows of gate, two of up; one stack of 272 rows would have three."""
+    stored, spec = load_file(fp8_folder / "model.safetensors"), read_spec(fp8_folder)
+    loaded = load(fp8_folder, "fp8")
+    for layer in spec.moe_layer_ids:
+        slots = loaded.experts[layer]
+        assert slots["gate_up_scale"].shape == (8, 4, 2)
+        assert slots["down_scale"].shape == (8, 2, 2)
+        for expert in range(spec.num_logical):
+            of = f"model.layers.{layer}.mlp.experts.{expert}."
+            for name, sources in (("gate_up", ("gate_proj", "up_proj")), ("down", ("down_proj",))):
+                values = [stored[f"{of}{source}.weight"].view(torch.uint8) for source in sources]
+                scales = [stored[f"{of}{source}.weight_scale_inv"] for source in sources]
+                assert same_bytes(slots[name][expert], torch.cat(values))
+                assert same_bytes(slots[scale_of(name)][expert], torch.cat(scales))
+    assert loaded.bytes_read == load(fp8_folder, "dense").bytes_read
+    assert all(tensor.dtype == torch.float32 for tensor in loaded.dense.values())
+
+
+def test_int8_slots_hold_the_dense_weights_rounded_by_output_channel(fp8_folder: Path) -> None:
+    dense, quantised = load(fp8_folder, "dense"), load(fp8_folder, "int8")
+    for layer, tensors in quantised.experts.items():
+        for name in ("gate_up", "down"):
+            exact = dense.experts[layer][name]
+            q, scale = quantize_int8(exact)
+            assert same_bytes(tensors[name], q)
+            assert same_bytes(tensors[scale_of(name)], scale)
+            assert ((dequantize_int8(q, scale) - exact).abs() <= scale[..., None] * 0.5001).all()
+
+
+@pytest.mark.parametrize("form", ["dense", *QUANTISED])
+def test_replicas_hold_equal_bytes_and_empty_slots_zeros(form: ExpertForm, fp8_folder: Path) -> None:
+    spec = read_spec(fp8_folder)
+    placement = replicated(spec)
+    for whole, halves in (
+        (load(fp8_folder, form), [load(fp8_folder, form, placement, rank) for rank in range(2)]),
+        (
+            dummy_weights(spec, one_rank(spec), 0, torch.float32, "cpu", 1, form),
+            [dummy_weights(spec, placement, rank, torch.float32, "cpu", 1, form) for rank in range(2)],
+        ),
+    ):
+        for layer, tensors in whole.experts.items():
+            assert list(tensors) == list(halves[0].experts[layer])
+            for name, tensor in tensors.items():
+                raw = torch.cat([half.experts[layer][name].view(torch.uint8) for half in halves])
+                for slot, expert in enumerate(placement.physical_to_logical[0].tolist()):
+                    wanted = tensor[expert] if expert >= 0 else torch.zeros(tensor.shape[1:], dtype=tensor.dtype)
+                    assert same_bytes(raw[slot], wanted.view(torch.uint8))
+
+
+@pytest.mark.parametrize("form", ["dense", *QUANTISED])
+def test_loaded_and_drawn_slots_have_the_shapes_that_sizes_are_computed_from(
+    form: ExpertForm, fp8_folder: Path
+) -> None:
+    spec = read_spec(fp8_folder)
+    wanted = slot_tensors(form, spec.hidden, spec.moe_intermediate, torch.float32)
+    drawn = dummy_weights(spec, one_rank(spec), 0, torch.float32, "cpu", 1, form)
+    for weights in (load(fp8_folder, form), drawn):
+        for tensors in weights.experts.values():
+            assert {name: (tuple(t.shape[1:]), t.dtype) for name, t in tensors.items()} == wanted
+
+
+def rewritten(source: Path, folder: Path, tensors: dict[str, Tensor]) -> Path:
+    folder.mkdir()
+    shutil.copy(source / "config.json", folder)
+    save_file(tensors, folder / "model.safetensors")
+    return folder
+
+
+def fused(folder: Path, spec: ModelSpec) -> dict[str, Tensor]:
+    """Returns the checkpoint's tensors with all experts of a layer in one."""
+    tensors = load_file(folder / "model.safetensors")
+    for layer in spec.moe_layer_ids:
+        block = f"model.layers.{layer}.mlp.experts."
+        for suffix in ("", "_scale_inv"):
+            parts = [
+                torch.stack([tensors.pop(f"{block}{e}.{n}.weight{suffix}").view(torch.uint8) for e in range(8)])
+                for n in ("gate_proj", "up_proj", "down_proj")
+            ]
+            dtype = torch.float32 if suffix else torch.float8_e4m3fn
+            tensors[f"{block}gate_up_proj{suffix}"] = torch.cat(parts[:2], 1).view(dtype)
+            tensors[f"{block}down_proj{suffix}"] = parts[2].view(dtype)
+    return tensors
+
+
+def test_fused_fp8_experts_are_kept_alike_where_no_block_holds_both_gate_and_up(tmp_path: Path) -> None:
+    folder = write_fp8_checkpoint(tmp_path / "plain", moe_intermediate_size=128, num_hidden_layers=2)
+    spec = read_spec(folder)
+    plain = load(folder, "fp8")
+    whole = load(rewritten(folder, tmp_path / "fused", fused(folder, spec)), "fp8")
+    for layer, tensors in plain.experts.items():
+        for name, tensor in tensors.items():
+            assert same_bytes(whole.experts[layer][name], tensor)
+
+
+def test_what_cannot_be_kept_in_fp8_is_refused_by_name(fp8_folder: Path, tmp_path: Path) -> None:
+    tensors = load_file(fp8_folder / "model.safetensors")
+    name = "model.layers.2.mlp.experts.5.up_proj.weight"
+    del tensors[name + "_scale_inv"]
+    mixed = rewritten(fp8_folder, tmp_path / "mixed", tensors | {name: tensors[name].float()})
+    load(mixed, "dense")
+    with pytest.raises(ModelError, match=rf"{name} \(F32, and only F8_E4M3 is kept in fp8; set model.expert_weights"):
+        load(mixed, "fp8")
+    # 200 rows: two blocks each for gate and up, four for both; the third of a fused tensor holds rows of either.
+    folder = write_fp8_checkpoint(tmp_path / "wide", moe_intermediate_size=200, num_hidden_layers=2)
+    straddling = rewritten(folder, tmp_path / "straddling", fused(folder, read_spec(folder)))
+    with pytest.raises(ModelError, match=r"blocks of 128 rows hold both gate and up of width 200"):
+        load(straddling, "fp8")
