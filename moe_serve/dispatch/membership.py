@@ -19,7 +19,11 @@ finds the epoch decided waits for nobody. Who was left out finds that in `decisi
 
 import time
 from collections.abc import Iterable
+from typing import Protocol, runtime_checkable
 
+from torch import Tensor
+
+from moe_serve.dispatch.base import Pending
 from moe_serve.dispatch.channel import Peers
 from moe_serve.dispatch.inbox import Int64Array, owner_words
 from moe_serve.dispatch.symmetric import SymmetricMemory
@@ -30,6 +34,17 @@ _PROPOSED, _LEFT_OUT, _WAITING_NS, _WANTS_BACK = range(4)
 _WAITING_NOW_S = 0.03  # a rank that was seen waiting so recently is held up by somebody else
 _PAUSE_S = 0.5  # a waiting process looks every few milliseconds: if it did not for so long, it did not run
 _POLL_S = 0.0002
+
+
+@runtime_checkable
+class GoesOnWithoutTheLost(Protocol):
+    """A transport whose ranks can leave and come back: after a PeerError they regroup and run the step again."""
+
+    membership: "Membership"
+
+    def exchange_counts(self, counts: Tensor) -> Pending[Tensor]:
+        """As AllToAll.exchange_counts; the row of a rank that is out holds zeros."""
+        ...
 
 
 class Membership:

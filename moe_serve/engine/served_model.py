@@ -17,6 +17,7 @@ from moe_serve.attention_dp.batch import ForwardBatch
 from moe_serve.attention_dp.kv_cache import KvCache, bytes_per_block
 from moe_serve.config import ServeConfig, model_dir, served_name
 from moe_serve.dispatch.base import AllToAll, EpGroup, FollowsSteps, MeasuresWaits, make_all_to_all
+from moe_serve.dispatch.membership import GoesOnWithoutTheLost, Membership
 from moe_serve.engine.messages import ModelLimits
 from moe_serve.ep.expert_form import MEANING, ExpertForm, choose_expert_form, has_e4m3
 from moe_serve.ep.load_recorder import LoadRecorder
@@ -49,6 +50,7 @@ class ServedModel:
     numerics: Numerics
     device: torch.device
     all_to_all: AllToAll
+    replica_map: ReplicaMap
     info: dict[str, Any]
     on_record: Callable[[LoadRecord], None] | None = None
     _window_start: int = 0
@@ -73,12 +75,29 @@ class ServedModel:
     def forward(self, batch: ForwardBatch, num_chunks: int, overlap: bool = False) -> Tensor:
         """Returns the logits of the rows that are sampled, [len(logit_rows), vocab] float32.
 
-        Raises PeerError when a peer's rows did not come: the step is void.
+        Raises PeerError when a peer's rows did not come: the step is void, and `void_step` forgets what it counted.
         """
         logits = self.decoder.forward(batch, self.cache, num_chunks, overlap)
         if isinstance(self.all_to_all, FollowsSteps):
             self.all_to_all.end_step()
+        self.recorder.step_done()
+        if self.membership is not None:
+            self.membership.step_done()
         return logits
+
+    @property
+    def membership(self) -> Membership | None:
+        """Who takes part; None where the transport cannot go on without a rank."""
+        return self.all_to_all.membership if isinstance(self.all_to_all, GoesOnWithoutTheLost) else None
+
+    def void_step(self) -> None:
+        """Forgets what a step has counted that did not come to its end."""
+        self.recorder.void_step()
+
+    def activate(self, placement: Placement) -> None:
+        """Serves with another placement of the same shape, whose experts are where it says, from the next step on."""
+        self.replica_map.activate(placement)
+        self.placement = placement
 
     def warm_up(self) -> None:
         """Runs empty steps through every layer and collective, so that the first request does not pay for it."""
@@ -88,11 +107,14 @@ class ServedModel:
             self.forward(ForwardBatch.empty(self.device, self.numerics), 1)
 
     def close_window(self, step: int) -> None:
-        """Ends the load record with the step before `step`. All ranks take part: it is a reduction."""
-        first_step, self._window_start = self._window_start, step
-        now_s = time.monotonic()
-        seconds, self._window_start_s = now_s - self._window_start_s, now_s
+        """Ends the load record with the step before `step`. All ranks take part: it is a reduction.
+
+        Raises PeerError when a peer does not: then the record goes on.
+        """
+        first_step = self._window_start
         record = self.recorder.take(first_step, step - first_step)
+        now_s = time.monotonic()
+        seconds, self._window_start_s, self._window_start = now_s - self._window_start_s, now_s, step
         if self.on_record is not None:
             self.on_record(
                 replace(
@@ -203,12 +225,15 @@ def build_served_model(config: ServeConfig, group: EpGroup, progress: Progress |
         masked=None if config.dispatch.rows == "auto" else config.dispatch.rows == "masked",
     )
     check_bits(all_to_all, config)
-    recorder = LoadRecorder(len(spec.moe_layer_ids), spec.num_logical, group, placement.slots_per_rank)
+    # A transport that goes on without a rank also reduces without it; torch.distributed could not.
+    gather = all_to_all.exchange_counts if isinstance(all_to_all, GoesOnWithoutTheLost) else None
+    recorder = LoadRecorder(len(spec.moe_layer_ids), spec.num_logical, group, placement.slots_per_rank, gather)
+    replica_map = ReplicaMap(placement, device, config.eplb.split)
     parallel = ExpertParallel(
         rank=group.rank,
         router=spec.router,
         all_to_all=all_to_all,
-        replica_map=ReplicaMap(placement, device, config.eplb.split),
+        replica_map=replica_map,
         recorder=recorder,
         max_tokens_per_rank=max_tokens_per_rank,
         numerics=numerics,
@@ -252,7 +277,7 @@ def build_served_model(config: ServeConfig, group: EpGroup, progress: Progress |
         "numerics": config.engine.numerics,
     }
     return ServedModel(
-        spec, decoder, cache, placement, recorder, limits, num_blocks, numerics, device, all_to_all, info
+        spec, decoder, cache, placement, recorder, limits, num_blocks, numerics, device, all_to_all, replica_map, info
     )
 
 

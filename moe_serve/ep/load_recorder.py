@@ -6,12 +6,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from moe_serve.dispatch.base import EpGroup
+from moe_serve.dispatch.base import EpGroup, Pending
 from moe_serve.eplb.load import LoadRecord
 
 GATHERED_AT_ONCE = 4096  # counts in one call; what buffers of transports have room for
 
-Gather = Callable[[Tensor], Tensor]  # counts [n] int64 of this rank -> [R, n] of all, zeros for one that is out
+# Counts [n] int64 of this rank -> [R, n] of all, zeros for one that is out; as AllToAll.exchange_counts.
+Gather = Callable[[Tensor], Pending[Tensor]]
 
 
 class LoadRecorder:
@@ -77,7 +78,7 @@ class LoadRecorder:
                 dist.all_reduce(new, group=self._group.process_group)
         else:
             starts = range(0, own.shape[0], GATHERED_AT_ONCE)
-            parts = [self._gather(own[start : start + GATHERED_AT_ONCE]) for start in starts]
+            parts = [self._gather(own[start : start + GATHERED_AT_ONCE]).wait() for start in starts]
             # The zeros of a rank that is out are not its total.
             totals = torch.maximum(torch.cat(parts, dim=1), self._told)
             new = (totals - self._told).sum(0)
