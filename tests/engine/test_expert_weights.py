@@ -1,0 +1,103 @@
+"""Models served with quantised experts: near the dense ones, and bitwise the same however they are served."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from moe_serve.attention_dp.request import SamplingParams
+from moe_serve.config import load_config, model_dir
+from moe_serve.dispatch.base import EpGroup
+from moe_serve.engine.served_model import ServedModel, build_served_model
+from moe_serve.errors import ConfigError
+from moe_serve.kernels.grouped_gemm_int8 import has_vnni
+from moe_serve.models.spec import read_spec
+from tests.engine.offline import prompts_with_shared_beginnings, serve, submits_of
+from tests.engine.test_identity import same, shuffled_placement, write_placement
+from tests.models.fp8_checkpoint import write_fp8_checkpoint
+from tests.models.runner import Runner
+from tests.tolerance import FP8_EXPERT_LOGITS, INT8_EXPERT_LOGITS
+
+NUM_PROMPTS, NUM_TOKENS = 24, 12
+GREEDY = SamplingParams(max_new_tokens=NUM_TOKENS, temperature=0, ignore_eos=True)
+PLAIN = ["engine.numerics=batch_invariant", "cache.prefix_cache=false"]
+FORMS = [
+    "fp8",
+    pytest.param("int8", marks=pytest.mark.skipif(not has_vnni(), reason="needs a CPU with AVX-512 VNNI")),
+]
+WAYS = {  # name -> (ranks, overrides, stagger)
+    "two ranks, small batches, arriving one by one": (2, ["engine.max_running_requests=5"], 3),
+    "two ranks over gloo, prompts in chunks": (
+        2, ["dispatch.backend=collective", "engine.max_batch_tokens=24", "engine.max_running_requests=16"], None,
+    ),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def fp8_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_fp8_checkpoint(tmp_path_factory.mktemp("fp8") / "model")
+
+
+def model_of(form: str, fp8_folder: Path) -> list[str]:
+    """Returns overrides for the model that a form is tried on: the FP8 checkpoint, or the demo model."""
+    return [f"model.path={fp8_folder}"] if form == "fp8" else []
+
+
+def served(overrides: list[str]) -> ServedModel:
+    config = load_config(overrides=["cache.memory_gib=0.05", *overrides])
+    return build_served_model(config, EpGroup(0, 1, torch.device("cpu")))
+
+
+def logits(model: ServedModel, ids: list[int]) -> torch.Tensor:
+    runner = Runner(model.decoder, model.numerics)
+    request = runner.request("only", ids)
+    runner.prefill([request])
+    return runner.stacked(request)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_logits_stay_near_those_of_dense_experts(form: str, tmp_path: Path) -> None:
+    # All experts of the tiny model work on each token: a near-tie of the gate would let one rounding choose another.
+    every = {"num_experts_per_tok": 8, "n_group": 1, "topk_group": 1}
+    model = model_of(form, write_fp8_checkpoint(tmp_path / "model", **every))
+    dense, quantised = served(model), served([*model, f"model.expert_weights={form}"])
+    limit = FP8_EXPERT_LOGITS if form == "fp8" else INT8_EXPERT_LOGITS
+    errors = []
+    for ids in prompts_with_shared_beginnings(4, dense.spec.vocab_size, max_len=60):
+        wanted, got = logits(dense, ids), logits(quantised, ids)
+        errors.append(float((got - wanted).norm() / wanted.norm()))
+    print(f"{form}: relative errors of logits {[f'{error:.4f}' for error in errors]}")
+    assert 0 < min(errors), "the setting changed nothing"
+    assert max(errors) < limit
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_bits_do_not_depend_on_ranks_batches_or_placement(form: str, fp8_folder: Path, tmp_path: Path) -> None:
+    overrides = [*PLAIN, *model_of(form, fp8_folder), f"model.expert_weights={form}"]
+    spec = read_spec(model_dir(load_config(overrides=overrides).model))
+    requests = submits_of(prompts_with_shared_beginnings(NUM_PROMPTS, spec.vocab_size, max_len=40), GREEDY)
+    expected = serve(1, requests, overrides)
+    assert len(expected.tokens) == NUM_PROMPTS
+    for num_ranks, more, stagger in WAYS.values():
+        same(serve(num_ranks, requests, [*overrides, *more], stagger), expected)
+    rows = shuffled_placement(spec, spec.num_logical + 4)
+    placed = serve(2, requests, [*overrides, write_placement(tmp_path / "placement.json", rows)])
+    same(placed, expected)
+    assert (np.array(placed.slot_rows).sum(axis=1) > 0).all()
+    dense = serve(1, requests, [*PLAIN, *model_of(form, fp8_folder)])
+    with pytest.raises(AssertionError, match="requests differ"):
+        same(dense, expected)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_the_server_says_how_experts_are_kept(form: str, fp8_folder: Path) -> None:
+    said = served([*model_of(form, fp8_folder), f"model.expert_weights={form}"]).info["expert_weights"]
+    assert said.startswith(form)
+    assert ("not the checkpoint's numbers" in said) == (form == "int8")
+    assert served([f"model.path={fp8_folder}"]).info["expert_weights"].startswith("dense"), "auto, on a CPU"
+
+
+def test_a_form_that_the_model_cannot_have_is_refused_before_loading() -> None:
+    with pytest.raises(ConfigError, match="the checkpoint is not FP8"):
+        served(["model.expert_weights=fp8"])
