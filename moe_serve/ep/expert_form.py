@@ -8,6 +8,7 @@ int8    a float32 scale for each output channel, quantised at load, CPU only: a 
 Shape words: H = hidden, I = width of an expert.
 """
 
+import math
 from collections.abc import Mapping
 from typing import Literal
 
@@ -101,6 +102,11 @@ def slot_tensors(
                 tensors[name] = (n, k), torch.int8
                 tensors[scale_of(name)] = (n,), torch.float32
     return tensors
+
+
+def slot_bytes(form: ExpertForm, hidden: int, width: int, dtype: torch.dtype) -> int:
+    """Returns the size of one expert of one layer."""
+    return sum(math.prod(shape) * kind.itemsize for shape, kind in slot_tensors(form, hidden, width, dtype).values())
 
 
 def scale_of(name: str) -> str:

@@ -134,7 +134,8 @@ def _describe_sizes(report: Report, config: ServeConfig, spec: "ModelSpec", devi
     import torch
 
     from moe_serve.attention_dp.kv_cache import bytes_per_block
-    from moe_serve.engine.served_model import compute_dtype, make_placement, num_cache_blocks
+    from moe_serve.engine.served_model import compute_dtype, expert_form, make_placement, num_cache_blocks
+    from moe_serve.ep.expert_form import MEANING, slot_bytes
     from moe_serve.models.moe_decoder import kv_layouts
 
     dtype = compute_dtype(config, torch.device(device))
@@ -142,9 +143,10 @@ def _describe_sizes(report: Report, config: ServeConfig, spec: "ModelSpec", devi
     max_model_len = config.model.max_model_len or spec.max_position
     num_blocks = num_cache_blocks(config, spec, dtype, max_model_len)
     block_bytes = bytes_per_block(kv_layouts(spec), config.cache.block_size, dtype)
-    expert_bytes = spec.expert_bytes(dtype.itemsize)
+    form = expert_form(config, spec, torch.device(device))
+    expert_bytes = slot_bytes(form, spec.hidden, spec.moe_intermediate, dtype)
     num_tokens = config.dispatch.max_tokens_per_rank or config.engine.max_batch_tokens
-    report.model.append(_slots(placement, spec))
+    report.model += [_slots(placement, spec), Line("expert weights", form, MEANING[form])]
     report.memory += [
         ("attention, embeddings, shared experts", spec.dense_parameters * dtype.itemsize, "the same on every rank"),
         (

@@ -36,6 +36,17 @@ def test_more_ranks_hold_fewer_experts_each_and_replicas_cost_slots():
     assert slots.why.startswith("4 of 36 hold replicas")
 
 
+def test_quantised_experts_are_said_and_sized(monkeypatch: pytest.MonkeyPatch) -> None:
+    from moe_serve.ep import expert_form
+
+    monkeypatch.setattr(expert_form, "has_vnni", lambda: True)
+    report = checked("model.expert_weights=int8")
+    (said,) = [line for line in report.model if line.name == "expert weights"]
+    assert (said.value, said.why) == ("int8", "not the checkpoint's numbers")
+    scales = 4 * (2 * 64 + 192)  # one for each output channel
+    assert sizes(report)["expert slots"] == 32 * 4 * (3 * 192 * 64 + scales)
+
+
 def test_one_rank_sends_nothing():
     assert not any("dispatch" in name for name in sizes(checked("parallel.num_ranks=1")))
 
@@ -55,6 +66,7 @@ def test_choices_say_why():
         ("model.max_model_len=5000", "model.max_model_len is 5000"),
         ("cache.num_blocks=900000000", "of memory are available here"),
         ("eplb.init_expert_location=/nowhere.json", "no such file"),
+        ("model.expert_weights=fp8", "the checkpoint is not FP8"),
     ],
 )
 def test_what_stands_in_the_way_is_a_problem(override, words):
