@@ -1,0 +1,199 @@
+"""A whole MoE layer in turn and overlapped, on two ranks over shared memory, as it is and behind slower links.
+
+    python -m benchmarks.overlap [--repeats 9]
+
+First one round against two halves, at sizes on both sides of the break-even; then, with the break-even that came out as
+the setting, large batches in as many rounds as the step plan takes. Every repeat runs all variants one after the
+other, on both ranks at once; the slower rank counts, and of all repeats the best.
+"""
+
+import argparse
+import contextlib
+import json
+import os
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from benchmarks.conditions import RESULTS, conditions, save, table
+from moe_serve.dispatch.base import AllToAll, EpGroup, make_all_to_all
+from moe_serve.dispatch.break_even import break_even_tokens
+from moe_serve.dispatch.delayed import DelayedAllToAll
+from moe_serve.engine.step import RankState, StepSettings, plan_step
+from moe_serve.ep.load_recorder import LoadRecorder
+from moe_serve.ep.moe_layer import ExpertParallel, MoeLayer, make_moe_layer
+from moe_serve.ep.replica_map import ReplicaMap
+from moe_serve.ep.routing import RouterSpec
+from moe_serve.eplb.placement import Placement
+from moe_serve.kernels.numerics import FAST
+from tests.ranks import run_ranks
+
+NUM_RANKS, HIDDEN, WIDTH, NUM_EXPERTS, TOPK = 2, 1024, 512, 16, 4
+SMALL = (1, 4, 16, 64, 128, 256, 512)  # tokens of each rank
+LARGE = (1024, 2048)
+HERE = "shared memory"
+LINKS = {HERE: 0.0, "1 GB/s": 1e9, "400 MB/s": 4e8, "100 MB/s": 1e8}  # bytes per second; 0: no delay
+TOKEN_BYTES = 2 * TOPK * HIDDEN * 4  # out and home, float32
+
+
+@dataclass(frozen=True)
+class Variant:
+    link: str
+    num_tokens: int
+    num_rounds: int  # 1: in turn, more: overlapped
+
+
+Times = Mapping[Variant, float]  # seconds of the slower rank in the best repeat
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--repeats", type=int, default=9)
+    args = parser.parse_args()
+    facts = conditions()
+    # Neighbours in this order have other experts, so that none finds its weights in the cache.
+    halves = run([Variant(link, tokens, n) for tokens in SMALL for n in (1, 2) for link in LINKS], args.repeats)
+    evens = [break_even(halves, link) for link in LINKS]
+    planned = {
+        (link, tokens): planned_rounds(tokens, even["measured T"])
+        for link, even in zip(LINKS, evens, strict=True)
+        for tokens in LARGE
+    }
+    wanted = {Variant(*key, n) for key, rounds in planned.items() for n in (1, 2, rounds)}
+    wanted |= {Variant(HERE, tokens, 1) for tokens in LARGE}
+    whole = run(sorted(wanted, key=lambda v: (v.num_tokens, v.num_rounds, v.link)), max(3, args.repeats // 2))
+    rows = [row(halves, link, tokens, 2) for link in LINKS for tokens in SMALL]
+    large = [row(whole, *key, n) for key, rounds in planned.items() if rounds > 1 for n in sorted({2, rounds})]
+    text = save("overlap", "Overlapped rounds of an MoE layer", rows, facts, notes(evens, large, args.repeats))
+    path = RESULTS / "overlap.json"
+    record = json.loads(path.read_text()) | {"break_even": evens, "large": large}
+    path.write_text(json.dumps(record, indent=1) + "\n")
+    print(text)
+
+
+def notes(evens: list[dict[str, Any]], large: list[dict[str, Any]], repeats: int) -> str:
+    return (
+        f"One layer: hidden {HIDDEN}, width {WIDTH}, {NUM_EXPERTS} experts, top-{TOPK}, float32, no shared expert; "
+        f"{NUM_RANKS} ranks with one thread each, pinned, at raised priority where allowed, T tokens each; "
+        "neighbouring variants have different experts, so that weights come out of memory as in a model. Times are the "
+        f"best of {repeats} interleaved repeats (large batches: half as many) of the slower rank, since other work on "
+        f"the machine can only lengthen them; load average at the end: {os.getloadavg()[0]:.2f}. In turn: one round. A "
+        f"link carries one row for each (token, expert) and way, {TOKEN_BYTES // 1024} KiB a token on both "
+        "(`dispatch/delayed.py`). Transfer: those bytes at the link's rate. Compute: the layer in turn over shared "
+        "memory, its copies and its waits for the other rank included. Speed: time in turn over time overlapped. "
+        "Hidden: time in turn less time overlapped, as a share of the shorter of transfer and compute; above 100 % "
+        "where smaller rounds are faster by themselves.\n\n"
+        f"## Where two rounds begin to pay\n\n{table(evens)}\n\n"
+        "Measured: where the speed above passes 1, between two sizes on a line over log T. Predicted: from the "
+        "rows of shared memory alone, by `break_even_tokens(two rounds - one round, bytes of a token, rate)`.\n\n"
+        f"## Large batches, with `overlap_from_tokens` as measured\n\n{table(large)}\n\n"
+        "Two rounds, and as many as the step plan takes where those are more."
+    )
+
+
+def run(variants: Sequence[Variant], repeats: int) -> Times:
+    slowest = np.max(run_ranks(NUM_RANKS, measure, variants, repeats, timeout_s=1200), axis=0)  # [repeats, variants]
+    return dict(zip(variants, slowest.min(axis=0).tolist(), strict=True))
+
+
+def measure(rank: int, group: EpGroup, variants: Sequence[Variant], repeats: int) -> list[list[float]]:
+    """Returns the seconds of every variant in every repeat on this rank."""
+    torch.manual_seed(rank)
+    cores = sorted(os.sched_getaffinity(0))
+    if len(cores) > 1:  # the pool's processes end with this run
+        os.sched_setaffinity(0, {cores[rank % len(cores)]})
+    with contextlib.suppress(OSError):  # allowed to few; a rank that is preempted stops the other
+        os.setpriority(os.PRIO_PROCESS, 0, -15)
+    largest = max(variant.num_tokens for variant in variants)
+    limits: dict[str, Any] = {"max_tokens_per_rank": largest, "hidden": HIDDEN, "topk": TOPK}
+    transport = make_all_to_all("low_latency", group, NUM_EXPERTS // NUM_RANKS, torch.float32, **limits)
+    layers = make_layers(rank, group, transport, largest)
+    inputs = torch.randn(largest, HIDDEN)
+
+    def once(variant: Variant) -> float:
+        transport.exchange_counts(torch.zeros(1, dtype=torch.int64)).wait()  # both ranks begin together
+        started_s = time.perf_counter()
+        tokens, rounds = variant.num_tokens, variant.num_rounds
+        layers[variant.link](inputs[:tokens], tokens, rounds, overlap=rounds > 1)
+        return time.perf_counter() - started_s
+
+    return [[once(variant) for variant in variants] for _ in range(repeats + 1)][1:]
+
+
+def make_layers(rank: int, group: EpGroup, transport: AllToAll, largest: int) -> dict[str, MoeLayer]:
+    """Returns one layer for each link, over experts of its own."""
+    spec = RouterSpec(NUM_EXPERTS, TOPK, "softmax", norm_topk=True)
+    placement = Placement.trivial(1, NUM_EXPERTS, NUM_RANKS)
+    slots = placement.slots_per_rank
+    gate = torch.randn(NUM_EXPERTS, HIDDEN, generator=torch.Generator().manual_seed(7))
+    layers: dict[str, MoeLayer] = {}
+    for name, bytes_per_s in LINKS.items():
+        link = DelayedAllToAll(transport, bytes_per_s) if bytes_per_s else transport
+        recorder = LoadRecorder(1, NUM_EXPERTS, group, slots)
+        parallel = ExpertParallel(rank, spec, link, ReplicaMap(placement), recorder, largest, FAST)
+        experts = {
+            "gate_up": torch.randn(slots, 2 * WIDTH, HIDDEN) / HIDDEN**0.5,
+            "down": torch.randn(slots, HIDDEN, WIDTH) / WIDTH**0.5,
+        }
+        layers[name] = make_moe_layer(parallel, 0, gate, None, experts, None)
+    return layers
+
+
+def row(times: Times, link: str, tokens: int, rounds: int) -> dict[str, Any]:
+    in_turn_s, overlapped_s = times[Variant(link, tokens, 1)], times[Variant(link, tokens, rounds)]
+    compute_s = times[Variant(HERE, tokens, 1)]
+    transfer_s = tokens * TOKEN_BYTES / LINKS[link] if LINKS[link] else 0.0
+    hidden = (in_turn_s - overlapped_s) / min(transfer_s, compute_s) if transfer_s else 0.0
+    return {
+        "link": link,
+        "T": tokens,
+        "transfer ms": transfer_s * 1e3 if transfer_s else "",
+        "compute ms": compute_s * 1e3,
+        "in turn ms": in_turn_s * 1e3,
+        "rounds": rounds,
+        "overlapped ms": overlapped_s * 1e3,
+        "speed": f"{in_turn_s / overlapped_s:.2f}",
+        "hidden": "" if not transfer_s else f"{hidden:.0%}" if hidden > 0 else "none",
+    }
+
+
+def break_even(times: Times, link: str) -> dict[str, Any]:
+    """Returns where two rounds begin to pay on a link, as measured and as predicted from shared memory."""
+    sizes = [tokens for tokens in SMALL if tokens >= 2]
+
+    def won_s(name: str, tokens: int) -> float:
+        return times[Variant(name, tokens, 1)] - times[Variant(name, tokens, 2)]
+
+    gain = [won_s(link, t) / times[Variant(link, t, 2)] for t in sizes]
+    cells: dict[str, Any] = {"link": link, "measured T": crossing(sizes, gain), "predicted T": ""}
+    if LINKS[link]:
+        needed = [break_even_tokens(-won_s(HERE, t), TOKEN_BYTES, LINKS[link]) for t in sizes]
+        cells["predicted T"] = crossing(sizes, [t / n - 1 for t, n in zip(sizes, needed, strict=True)])
+    return cells
+
+
+def crossing(sizes: Sequence[int], gain: Sequence[float]) -> int | str:
+    """Returns the size from which gain stays above zero, between two sizes on a straight line over log T."""
+    below = [i for i, value in enumerate(gain) if value < 0]
+    if not below:
+        return sizes[0]
+    last = below[-1]
+    if last == len(sizes) - 1:
+        return f"above {sizes[-1]}"
+    low, high = np.log(sizes[last]), np.log(sizes[last + 1])
+    return round(float(np.exp(low - gain[last] / (gain[last + 1] - gain[last]) * (high - low))))
+
+
+def planned_rounds(tokens: int, overlap_from: int | str) -> int:
+    """Returns the rounds of a step of so many tokens; a break-even beyond what was measured means never."""
+    threshold = overlap_from if isinstance(overlap_from, int) else None
+    settings = StepSettings(max_tokens_per_rank=tokens, overlap_from_tokens=threshold)
+    return plan_step([RankState(0, 0, prefill_tokens=tokens, has_work=1)] * NUM_RANKS, settings).num_chunks
+
+
+if __name__ == "__main__":
+    main()
