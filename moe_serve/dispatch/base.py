@@ -187,8 +187,10 @@ def make_all_to_all(
 ) -> AllToAll:
     """Returns the transport of that name.
 
-    backend:             "auto" (see choose.py; logs why), "local", "collective", "low_latency" (ranks of one
-                         host; a collective call, since it maps shared memory), "deepep" (an installed DeepEP)
+    backend:             "auto" (see choose.py; logs why), "local", "collective", "low_latency" (shared memory among CPU
+                         ranks of one host, NVSHMEM among GPUs), "cuda_ipc" (its kernels over the GPUs of one host),
+                         "by_batch" (on GPUs: low_latency for small steps, collective for larger ones), "deepep" (an
+                         installed DeepEP). A collective call, since ranks map each other's memory
     dtype:               compute dtype of hidden rows and expert outputs
     wire_dtype:          "auto" (compute dtype), "float32", "bf16", "fp8"; see wire.py
     max_tokens_per_rank, hidden, topk: most rows of one dispatch, and their shape; low_latency is sized by them
@@ -196,7 +198,8 @@ def make_all_to_all(
     compiled:            let low_latency build a small C helper where it finds a compiler; the bits are the same
     masked:              True: masked slabs, which low_latency gives (a token must not name a slot twice); False: packed
                          rows; None: packed on CPUs, on GPUs what the transport gives
-    Raises ConfigError for names unknown here and for `local` on several ranks, CapacityError when buffers do not fit.
+    Raises ConfigError for names unknown here, for `local` on several ranks, for rows that the transport does not give,
+    and for what it cannot do on these devices; CapacityError when buffers do not fit.
     """
     from moe_serve.dispatch.wire import make_wire
 
@@ -207,9 +210,15 @@ def make_all_to_all(
     if backend == "auto":
         from moe_serve.dispatch.choose import choose_backend
 
-        choice = choose_backend(group, limits, wire)
+        choice = choose_backend(group, limits, dtype, wire_dtype, masked)
         backend = choice.backend
         get_logger(__name__).info("dispatch.backend auto: %s (%s)", backend, choice.why)
+    on_gpu = group.device.type == "cuda"
+    _check_rows(backend, on_gpu, masked)
+    if backend in ("cuda_ipc", "by_batch") and not on_gpu:
+        raise ConfigError(f"dispatch.backend {backend} runs on GPUs only; set dispatch.backend: auto")
+    if backend in ("low_latency", "cuda_ipc", "by_batch", "deepep") and limits is None:
+        raise ConfigError(f"dispatch.backend {backend} needs max_tokens_per_rank, hidden and topk for its buffers")
     match backend:
         case "local":
             from moe_serve.dispatch.local import LocalAllToAll
@@ -224,20 +233,39 @@ def make_all_to_all(
             from moe_serve.dispatch.collective import CollectiveAllToAll
 
             return CollectiveAllToAll(group, slots_per_rank, wire)
-        case "low_latency":
+        case "low_latency" if limits and not on_gpu:
+            from moe_serve.dispatch.buffers import buffer_sizes
             from moe_serve.dispatch.low_latency import make_low_latency
 
-            if limits is None:
-                raise ConfigError(
-                    "dispatch.backend low_latency needs max_tokens_per_rank, hidden and topk for its buffers"
-                )
+            for line in buffer_sizes(group.num_ranks, limits, wire).lines():
+                get_logger(__name__).info("%s", line)
             return make_low_latency(group, limits, dtype, wire, deadline_s, compiled, bool(masked))
-        case "deepep":
+        case "low_latency" | "cuda_ipc" | "by_batch" if limits:
+            from moe_serve.dispatch.low_latency_gpu import make_gpu_by_batch, make_gpu_low_latency
+
+            if backend == "by_batch":
+                return make_gpu_by_batch(group, limits, dtype, wire_dtype, deadline_s)
+            memory = "ipc" if backend == "cuda_ipc" else "nvshmem"
+            return make_gpu_low_latency(group, limits, dtype, wire_dtype, deadline_s, memory)
+        case "deepep" if limits:
             from moe_serve.dispatch.deepep import make_deepep
 
-            if limits is None:
-                raise ConfigError("dispatch.backend deepep needs max_tokens_per_rank, hidden and topk for its buffers")
             return make_deepep(group, limits, dtype, wire_dtype)
         case _:
-            known = "auto, local, collective, low_latency, deepep"
+            known = "auto, local, collective, low_latency, cuda_ipc, deepep"
             raise ConfigError(f"dispatch.backend is {backend!r}; choose one of {known}")
+
+
+def _check_rows(backend: str, on_gpu: bool, masked: bool | None) -> None:
+    """Raises ConfigError where the form of rows that is asked for is not what a transport gives."""
+    slabs_only = backend in ("cuda_ipc", "by_batch") or (backend == "low_latency" and on_gpu)
+    if masked is False and slabs_only:
+        raise ConfigError(
+            f"dispatch.rows is packed but {backend} gives masked slabs on GPUs; set dispatch.rows: auto, or "
+            "dispatch.backend: collective"
+        )
+    if masked and backend not in ("low_latency", "cuda_ipc"):
+        raise ConfigError(
+            f"dispatch.rows is masked but {backend}, which serves here, does not give slabs for every step; set "
+            "dispatch.rows: auto, or dispatch.backend: low_latency"
+        )

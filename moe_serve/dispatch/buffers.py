@@ -1,32 +1,40 @@
 """How large static buffers are, and how many tokens fit: arithmetic, before anything is allocated.
 
 Sizes follow from physical experts: redundant ones take slots, and slots take room. Regions are sparse on a host, so
-these are the most that they can ever take; what is never written takes nothing.
+these are the most that they can ever take; what is never written takes nothing. On a GPU all of it is taken at once.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+
+import torch
 
 from moe_serve.dispatch.base import BufferLimits
 from moe_serve.dispatch.inbox import InboxShape
 from moe_serve.dispatch.wire import Wire
+from moe_serve.kernels.low_latency_region import Region
 
 MIN_COUNTS = 4096  # numbers that one exchange of counts can carry at least: 32 KiB
 
 
 @dataclass(frozen=True)
 class BufferSizes:
-    """Bytes of one rank. parts: by what is in them, all sources and both buffers; total: with flags and padding"""
+    """Bytes of one rank. parts: by what is in them, all sources and both buffers; total: with flags and padding
+
+    max_tokens: per rank, what they are sized for
+    """
 
     parts: dict[str, int]
     total: int
     num_ranks: int
+    max_tokens: int
 
     def lines(self) -> list[str]:
         """Returns what to say at start."""
         shares = ", ".join(f"{name} {_mib(size)}" for name, size in self.parts.items())
         return [
-            f"low-latency buffers: up to {_mib(self.total)} per rank, {_mib(self.total * self.num_ranks)} for "
-            f"{self.num_ranks} ranks ({shares})"
+            f"low-latency buffers for {self.max_tokens} tokens per rank: up to {_mib(self.total)} per rank, "
+            f"{_mib(self.total * self.num_ranks)} for {self.num_ranks} ranks ({shares})"
         ]
 
 
@@ -46,17 +54,68 @@ def inbox_shape(num_ranks: int, limits: BufferLimits, wire: Wire) -> InboxShape:
 def buffer_sizes(num_ranks: int, limits: BufferLimits, wire: Wire) -> BufferSizes:
     shape = inbox_shape(num_ranks, limits, wire)
     names = {"rows": "rows out", "home": "results home", "entries": "indices", "counts": "counts", "head": "heads"}
-    parts = {names[name]: 2 * num_ranks * size for name, size in shape.part_bytes.items()}
-    return BufferSizes(parts, shape.num_bytes, num_ranks)
+    parts = {names.get(name, name): 2 * num_ranks * size for name, size in shape.part_bytes.items()}
+    return BufferSizes(parts, shape.num_bytes, num_ranks, limits.max_tokens_per_rank)
 
 
 def most_tokens(num_ranks: int, limits: BufferLimits, wire: Wire, free_bytes: int) -> int:
     """Returns the largest max_tokens_per_rank whose regions, of all ranks together, fit into free_bytes; 0 if none."""
+
+    def fits(tokens: int) -> bool:
+        shape = inbox_shape(num_ranks, replace(limits, max_tokens_per_rank=tokens), wire)
+        return num_ranks * shape.num_bytes <= free_bytes
+
+    return _largest(fits)
+
+
+def gpu_region(num_ranks: int, limits: BufferLimits, dtype: torch.dtype, wire_dtype: str, stages: bool) -> Region:
+    """Returns how the regions of the GPU transport are divided.
+
+    wire_dtype: "fp8", or the compute dtype under any name: gpu_facts.wire_problem refuses what else there is
+    stages:     whether rows are sent from memory, as NVSHMEM does
+    """
+    value_bytes, home_value_bytes = (1, 2) if wire_dtype == "fp8" else (dtype.itemsize, dtype.itemsize)
+    return Region(
+        num_ranks, limits.slots_per_rank, limits.max_tokens_per_rank, limits.hidden, limits.topk, value_bytes,
+        home_value_bytes, stages,
+    )  # fmt: skip
+
+
+def gpu_buffer_sizes(
+    num_ranks: int, limits: BufferLimits, dtype: torch.dtype, wire_dtype: str, stages: bool
+) -> BufferSizes:
+    """Returns what the GPU transport takes: regions, and the slabs that rows are unpacked to."""
+    region = gpu_region(num_ranks, limits, dtype, wire_dtype, stages)
+    rows = region.num_lanes * region.slots_per_rank * region.capacity
+    staged = region.num_lanes * region.max_tokens * region.row_bytes + rows * region.home_row_bytes
+    slabs = rows * (limits.hidden * dtype.itemsize + 8)  # 8: where each row came from
+    parts = {
+        "rows in": rows * region.row_bytes,
+        "results home": region.num_lanes * region.max_tokens * region.topk * region.home_row_bytes,
+        "sending": staged if stages else 0,
+        "slabs": slabs,
+    }
+    return BufferSizes(parts, region.region_bytes + slabs, num_ranks, limits.max_tokens_per_rank)
+
+
+def most_gpu_tokens(
+    num_ranks: int, limits: BufferLimits, dtype: torch.dtype, wire_dtype: str, stages: bool, free_bytes: int
+) -> int:
+    """Returns the largest max_tokens_per_rank whose buffers fit into the free memory of one GPU; 0 if none."""
+
+    def fits(tokens: int) -> bool:
+        some = replace(limits, max_tokens_per_rank=tokens)
+        return gpu_buffer_sizes(num_ranks, some, dtype, wire_dtype, stages).total <= free_bytes
+
+    return _largest(fits)
+
+
+def _largest(fits: Callable[[int], bool]) -> int:
+    """Returns the largest number that fits, where all smaller ones do; 0 if none."""
     low, high = 0, 1 << 32
     while high - low > 1:
         middle = (low + high) // 2
-        shape = inbox_shape(num_ranks, replace(limits, max_tokens_per_rank=middle), wire)
-        low, high = (middle, high) if num_ranks * shape.num_bytes <= free_bytes else (low, middle)
+        low, high = (middle, high) if fits(middle) else (low, middle)
     return low
 
 

@@ -12,12 +12,13 @@ this protocol does not have them. So there every (token, expert) pair travels as
 comes home alone, and is added here in top-k order, with the bits of every other transport. That sends a row per expert
 where DeepEP would send one per rank; its own reduction is what one would add for speed.
 
-`by_batch` holds two of them, low_latency for decode-sized steps and one of the others for larger ones; the step plan
-says which. Limits are checked when the transport is built, with a message that says what to install or set.
+`by_batch` holds two of them, low_latency for decode-sized steps and one of the others for larger ones (by_batch.py);
+the step plan says which. Limits are checked when the transport is built, with a message that says what to install or
+set.
 """
 
 import importlib
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
@@ -33,6 +34,7 @@ from moe_serve.dispatch.base import (
     PackedRows,
     Pending,
 )
+from moe_serve.dispatch.by_batch import ByBatchAllToAll, small_limits
 from moe_serve.dispatch.collective import CollectiveAllToAll
 from moe_serve.dispatch.deepep_checks import INSTALL, LOW_LATENCY_HIDDEN, LOW_LATENCY_TOPK, MODES, look, problems
 from moe_serve.dispatch.wire import make_wire
@@ -41,7 +43,6 @@ from moe_serve.kernels.weighted_sum import weighted_sum
 from moe_serve.log import get_logger
 
 MOST_LOW_LATENCY_TOKENS = 512  # above, the normal kernels are the faster ones and the buffers get large
-DECODE_TOKENS = 128  # of the low-latency half of by_batch: its buffers grow with it, 2 GiB for DeepSeek-V3
 MOST_LOW_LATENCY_BYTES = 16 * (2**31 - 1)  # DeepEP counts 16-byte words in an int
 
 
@@ -60,6 +61,7 @@ class DeepEpAllToAll:
 
         Raises CapacityError when DeepEP could not count the bytes of the buffers.
         """
+        self.most_handles = 2 if mode == "low_latency" else 3  # it has two low-latency buffers, and no more
         self.is_bitwise = mode != "low_latency"
         """Whether results have the bits of the other transports; if not, DeepEP adds in an order of its own."""
         adds = "added here in top-k order" if self.is_bitwise else "added by DeepEP in its own order: bits may differ"
@@ -201,52 +203,9 @@ class DeepEpAllToAll:
         self._buffer.destroy()
 
 
-class DeepEpByBatch:
-    """AllToAll over two of DeepEP's ways: low_latency for decode-sized steps, the other for larger ones.
-
-    Ranks must agree, and nothing is exchanged for that: whoever plans a step calls `plan_step` with the same number on
-    every rank. Until then all goes the way of large batches, which takes every size.
-    """
-
-    def __init__(self, small: DeepEpAllToAll, large: DeepEpAllToAll, small_tokens: int):
-        """small_tokens: what the buffers of `small` hold"""
-        self._small, self._large, self._small_tokens = small, large, small_tokens
-        self._now = large
-        self.is_bitwise = False
-        self.note = f"up to {small_tokens} tokens: {small.note}; above: {large.note}"
-
-    def plan_step(self, most_tokens: int) -> None:
-        """Chooses the way of the calls that follow. most_tokens: of any rank in one dispatch, equal on all ranks"""
-        self._now = self._small if most_tokens <= self._small_tokens else self._large
-
-    def exchange_counts(self, counts: Tensor) -> Pending[Tensor]:
-        return self._large.exchange_counts(counts)
-
-    def dispatch(self, hidden: Tensor, physical_ids: Tensor, slot_counts: Tensor | None = None) -> Pending[Dispatched]:
-        way = self._now
-        pending = way.dispatch(hidden, physical_ids, slot_counts)
-
-        def receive() -> Dispatched:
-            arrived = pending.wait()
-            return Dispatched(arrived.rows, (way, arrived.handle))  # it goes home as it came, whatever comes between
-
-        return Deferred(receive)
-
-    def combine(self, expert_out: Tensor, weights: Tensor, handle: object) -> Pending[Tensor]:
-        assert isinstance(handle, tuple), "the handle belongs to another transport"
-        way, theirs = handle
-        pending: Pending[Tensor] = way.combine(expert_out, weights, theirs)
-        return pending
-
-    def close(self) -> None:
-        """Gives both buffers back."""
-        self._small.close()
-        self._large.close()
-
-
 def make_deepep(
     group: EpGroup, limits: BufferLimits, dtype: torch.dtype, wire_dtype: str, mode: str = "auto"
-) -> DeepEpAllToAll | DeepEpByBatch:
+) -> DeepEpAllToAll | ByBatchAllToAll:
     """Returns the transport over the installed DeepEP; a collective call.
 
     mode: "auto" (low_latency where all steps are small, else one of the others), or one by name
@@ -263,16 +222,16 @@ def make_deepep(
     mode = _choose_mode(library, limits) if mode == "auto" else mode
     parts = [(mode, limits)]
     if mode == "by_batch":
-        few = replace(limits, max_tokens_per_rank=min(limits.max_tokens_per_rank, DECODE_TOKENS))
+        few = small_limits(limits)
         parts = [("low_latency", few), (_large_mode(library), limits)]
     machine = look(group)
     wrong = [p for way, its in parts for p in problems(library, group, its, dtype, wire_dtype, way, machine)]
     if wrong:
         raise ConfigError(f"dispatch.backend deepep cannot serve here: {'. '.join(dict.fromkeys(wrong))}")
     made = [DeepEpAllToAll(group, its, wire_dtype == "fp8", way, library) for way, its in parts]
-    transport: DeepEpAllToAll | DeepEpByBatch = made[0]
+    transport: DeepEpAllToAll | ByBatchAllToAll = made[0]
     if mode == "by_batch":
-        transport = DeepEpByBatch(made[0], made[1], parts[0][1].max_tokens_per_rank)
+        transport = ByBatchAllToAll(made[0], made[1], parts[0][1].max_tokens_per_rank)
     get_logger(__name__).info("dispatch.backend deepep: %s", transport.note)
     return transport
 

@@ -6,7 +6,6 @@ All that is wrong is said at once. The figures are those of DeepEP 2.1.0's sourc
 import inspect
 import os
 from dataclasses import dataclass
-from pathlib import Path
 from types import ModuleType
 
 import numpy as np
@@ -14,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from moe_serve.dispatch.base import BufferLimits, EpGroup
+from moe_serve.dispatch.gpu_facts import host_number, rdma_devices, unlinked_pairs
 
 MODES = ("low_latency", "normal", "elastic", "by_batch")
 LOW_LATENCY_TOPK = 11  # compiled into V1, as are the next two
@@ -67,18 +67,15 @@ class Machine:
 
 def look(group: EpGroup) -> Machine:
     """Returns the facts of this machine; a collective call where there is a process group."""
-    folder = Path("/sys/class/infiniband")
-    rdma = tuple(sorted(path.name for path in folder.iterdir())) if folder.is_dir() else ()
-    gpus = range(torch.cuda.device_count() if group.device.type == "cuda" else 0)
-    cut_off = tuple((a, b) for a in gpus for b in gpus if a < b and not torch.cuda.can_device_access_peer(a, b))
-    return Machine(_num_hosts(group), rdma, cut_off, int(os.environ.get("NVSHMEM_QP_DEPTH", DEFAULT_QP_DEPTH)))
+    cut_off = unlinked_pairs() if group.device.type == "cuda" else ()
+    qp_depth = int(os.environ.get("NVSHMEM_QP_DEPTH", DEFAULT_QP_DEPTH))
+    return Machine(_num_hosts(group), rdma_devices(), cut_off, qp_depth)
 
 
 def _num_hosts(group: EpGroup) -> int:
     if group.process_group is None:
         return 1
-    boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip().replace("-", "")
-    own = torch.tensor([int(boot, 16) & (2**62 - 1)], device=group.device)
+    own = torch.tensor([host_number()], device=group.device)
     hosts = [torch.empty_like(own) for _ in range(group.num_ranks)]
     dist.all_gather(hosts, own, group=group.process_group)
     return int(np.unique(torch.cat(hosts).cpu().numpy()).size)

@@ -18,8 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from moe_serve.dispatch.segmented import check_capacity
-from moe_serve.dispatch.symmetric_gpu import Sent, SymmetricRegions
-from moe_serve.errors import ConfigError
+from moe_serve.dispatch.symmetric_gpu import Sent, SymmetricRegions, refuse_capture
 from moe_serve.kernels.low_latency_receive_triton import combine_receive_kernel, dispatch_receive_kernel
 from moe_serve.kernels.low_latency_send_triton import combine_send_kernel, dispatch_send_kernel, finish_kernel
 from moe_serve.kernels.quantize import num_groups
@@ -58,16 +57,13 @@ class LowLatencyRanks:
     ) -> None:  # fmt: skip
         """dtype: of hidden rows and results;  keep_fp8: hand FP8 rows on as they are (needs an FP8 wire);
         max_spins: looks at a flag before a peer counts as late"""
-        if regions.peers.is_cuda and torch.cuda.is_current_stream_capturing():
-            raise ConfigError(
-                "low-latency buffers cannot be built while a CUDA graph is captured; build and run them once before"
-            )
+        refuse_capture("low-latency buffers")
         region = regions.region
         self._regions, self.region, self._max_spins = regions, region, max_spins
         self._fp8 = region.value_bytes == 1
         self._keep_fp8 = keep_fp8 and self._fp8
         self._wire = tl.float8e4nv if self._fp8 else _TL_DTYPE[dtype]
-        self._home_wire = tl.float32 if region.home_value_bytes == 4 else _TL_DTYPE[dtype]
+        self._home_wire = tl.bfloat16 if self._fp8 else _TL_DTYPE[dtype]
         device, local = regions.peers.device, regions.num_local
         rows = (local, region.slots_per_rank, region.capacity)
         x_dtype = torch.float8_e4m3fn if self._keep_fp8 else dtype

@@ -1,7 +1,8 @@
 """Symmetric memory for GPU kernels: every rank has one region, and a table of addresses says where.
 
-Two makers: virtual ranks (all regions are slices of one tensor on one device; the way to run and time the kernels of V
-ranks with one GPU, or in the interpreter with none), and NVSHMEM in symmetric_nvshmem.py.
+Three makers: virtual ranks (all regions are slices of one tensor on one device; the way to run and time the kernels of
+V ranks with one GPU, or in the interpreter with none), NVSHMEM in symmetric_nvshmem.py, and CUDA's handles between the
+processes of one host in symmetric_ipc.py.
 """
 
 from dataclasses import dataclass
@@ -10,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from moe_serve.errors import ConfigError
 from moe_serve.kernels.low_latency_region import Region
 
 
@@ -19,7 +21,7 @@ class SymmetricRegions:
 
     peers:      [R] int64 on the device, address of each rank's region (with NVSHMEM the own entry is the one in use)
     first_rank: rank of this process, or of its first virtual rank;  num_local: 1, or V
-    memory:     keeps the regions alive, [num_local, region_bytes] uint8
+    memory:     keeps the regions alive: a tensor, or what else owns them
     launchers:  by kernel name, what is launched instead of the kernel; NVSHMEM links its device library there
     """
 
@@ -27,7 +29,7 @@ class SymmetricRegions:
     peers: Tensor
     first_rank: int
     num_local: int
-    memory: Tensor
+    memory: object
     nvshmem: bool = False
     launchers: dict[str, Any] | None = None
 
@@ -42,6 +44,14 @@ class Sent:
 
     lane: int
     ids: Tensor
+
+
+def refuse_capture(what: str) -> None:
+    """Raises ConfigError while a CUDA graph is captured: what is allocated then belongs to the graph."""
+    if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+        raise ConfigError(
+            f"{what} cannot be made while a CUDA graph is captured; build the transport and run it once before"
+        )
 
 
 def virtual_regions(region: Region, device: torch.device) -> SymmetricRegions:

@@ -1,4 +1,4 @@
-"""What Prometheus sees of the ranks: read from their last status when it scrapes, nothing is counted here. Torch-free."""
+"""What Prometheus sees of the ranks: read from their last status, nothing is counted here. Torch-free."""
 
 from collections.abc import Iterator
 

@@ -1,5 +1,6 @@
 """Sizes of static buffers, and what `auto` chooses."""
 
+import io
 import logging
 import platform
 from dataclasses import replace
@@ -9,7 +10,14 @@ import pytest
 import torch
 
 from moe_serve.dispatch.base import BufferLimits, EpGroup, make_all_to_all
-from moe_serve.dispatch.buffers import buffer_sizes, inbox_shape, most_tokens
+from moe_serve.dispatch.buffers import (
+    buffer_sizes,
+    gpu_buffer_sizes,
+    gpu_region,
+    inbox_shape,
+    most_gpu_tokens,
+    most_tokens,
+)
 from moe_serve.dispatch.choose import choose_backend
 from moe_serve.dispatch.wire import make_wire
 from tests.ranks import run_ranks
@@ -39,9 +47,22 @@ def test_most_tokens_fit_and_one_more_does_not(free_gib: float) -> None:
     assert most == 0 or 8 * inbox_shape(8, replace(V3, max_tokens_per_rank=most), WIRE).num_bytes <= free
 
 
+def test_what_a_gpu_needs_is_its_region_and_the_slabs() -> None:
+    sizes = gpu_buffer_sizes(8, V3, torch.bfloat16, "fp8", stages=True)
+    region = gpu_region(8, V3, torch.bfloat16, "fp8", stages=True)
+    assert sizes.parts["slabs"] == 2 * 36 * 8 * 128 * (7168 * 2 + 8)
+    assert sizes.parts["rows in"] == 2 * 36 * 8 * 128 * region.row_bytes
+    assert sizes.total == region.region_bytes + sizes.parts["slabs"]
+    assert sum(sizes.parts.values()) <= sizes.total <= sum(sizes.parts.values()) * 1.01
+    assert gpu_buffer_sizes(8, V3, torch.bfloat16, "fp8", stages=False).total < sizes.total
+    most = most_gpu_tokens(8, V3, torch.bfloat16, "fp8", True, sizes.total)
+    assert most == 128
+    assert "for 128 tokens per rank" in sizes.lines()[0]
+
+
 def check_choices(rank: int, group: EpGroup) -> list[str]:
     def backend(limits: BufferLimits | None) -> str:
-        choice = choose_backend(group, limits, WIRE)
+        choice = choose_backend(group, limits, torch.bfloat16, "auto")
         assert choice.why
         return choice.backend
 
@@ -54,6 +75,26 @@ def check_choices(rank: int, group: EpGroup) -> list[str]:
 def test_auto_takes_shared_memory_on_one_host_and_says_why_not_elsewhere() -> None:
     assert run_ranks(1, check_choices) == [["local"] * 4]
     assert run_ranks(2, check_choices) == [["low_latency", "collective", "collective", "collective"]] * 2
+
+
+def check_log(rank: int, group: EpGroup, backend: str) -> str:
+    stream = io.StringIO()
+    handler = logging.StreamHandler(stream)
+    logger = logging.getLogger("moe_serve")
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    try:
+        make_all_to_all(backend, group, 4, torch.float32, max_tokens_per_rank=8, hidden=64, topk=2)
+    finally:
+        logger.removeHandler(handler)
+    return stream.getvalue()
+
+
+@pytest.mark.parametrize("backend", ["auto", "low_latency"])
+def test_sizes_of_buffers_are_logged_whoever_chose_them(backend: str) -> None:
+    for text in run_ranks(2, check_log, backend):
+        assert "low-latency buffers for 8 tokens per rank: up to" in text
+        assert ("dispatch.backend auto: low_latency (2 CPU ranks on one host)" in text) == (backend == "auto")
 
 
 def test_auto_logs_its_reason(caplog: pytest.LogCaptureFixture) -> None:

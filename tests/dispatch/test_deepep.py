@@ -254,7 +254,7 @@ def check_slabs(rank: int, group: EpGroup, wire: str, limit: float, num_ranks: i
     assert not ours.is_bitwise
     assert "bits may differ" in ours.note
     if mode == "by_batch":
-        ours.plan_step(8)
+        ours.begin_step(8)
     for name in CASES:
         one = on_ranks(name, num_ranks)
         hidden, ids, weights = one.inputs(rank)
@@ -292,7 +292,7 @@ def check_change_of_way(rank: int, group: EpGroup) -> None:
     hidden, ids, weights = one.inputs(rank)
     arrived = ours.dispatch(hidden, ids).wait()
     assert isinstance(arrived.rows, PackedRows), "nothing planned: the way that takes every size"
-    ours.plan_step(1)
+    ours.begin_step(1)
     assert isinstance(ours.dispatch(hidden[:1], distinct(ids[:1], one.num_slots)).wait().rows, MaskedRows)
     out = one.expert_out(arrived.rows.x, slots_of_rows(arrived.rows, rank))
     combined = ours.combine(out, weights, arrived.handle).wait()

@@ -211,19 +211,21 @@ def test_region_parts_do_not_overlap_and_are_aligned() -> None:
         assert region.home_rows_at - region.rows_at >= 5 * 3 * 7 * region.row_bytes
 
 
-def check_contract(device: str) -> None:
-    from moe_serve.dispatch.base import EpGroup
+def check_contract(device: str, dtype_name: str) -> None:
+    from moe_serve.dispatch.base import BufferLimits, EpGroup
+    from moe_serve.dispatch.buffers import gpu_region
     from moe_serve.dispatch.local import LocalAllToAll
-    from moe_serve.dispatch.low_latency_nvshmem import LowLatencyAllToAll, low_latency_region
+    from moe_serve.dispatch.low_latency_gpu import GpuLowLatencyAllToAll
     from moe_serve.dispatch.low_latency_triton import LowLatencyRanks
     from moe_serve.dispatch.symmetric_gpu import virtual_regions
     from moe_serve.dispatch.wire import make_wire
 
-    region = low_latency_region(1, 3, 4, 136, 2, torch.bfloat16, "fp8", stages=True)
-    ranks = LowLatencyRanks(virtual_regions(region, torch.device(device)), torch.bfloat16, max_spins=4)
-    low_latency = LowLatencyAllToAll(ranks, EpGroup(0, 1, torch.device(device)), region.num_lanes)
-    local = LocalAllToAll(3, make_wire("fp8", torch.bfloat16))
-    x, ids = randn("cpu", 3, 136), torch.tensor([[2, 0], [-1, 2], [1, 2]])
+    dtype = getattr(torch, dtype_name)
+    region = gpu_region(1, BufferLimits(4, 136, 2, 3), dtype, "fp8", stages=True)
+    ranks = LowLatencyRanks(virtual_regions(region, torch.device(device)), dtype, max_spins=4)
+    low_latency = GpuLowLatencyAllToAll(ranks, EpGroup(0, 1, torch.device(device)))
+    local = LocalAllToAll(3, make_wire("fp8", dtype))
+    x, ids = randn("cpu", 3, 136, dtype=dtype), torch.tensor([[2, 0], [-1, 2], [1, 2]])
     weights = randn("cpu", 3, 2, dtype=torch.float32)
     for _ in range(2):
         got = low_latency.dispatch(x.to(device), ids.to(device)).wait()
@@ -232,10 +234,12 @@ def check_contract(device: str) -> None:
         assert_equal_bits(filled, expected.rows.x)
         home = low_latency.combine(got.rows.x, weights.to(device), got.handle).wait()
         assert_equal_bits(home, local.combine(expected.rows.x, weights, expected.handle).wait())
+        low_latency.end_step()
 
 
-def test_the_gpu_transport_gives_the_bits_of_the_local_one(on_device: RunCheck) -> None:
-    on_device(check_contract)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_the_gpu_transport_gives_the_bits_of_the_local_one(on_device: RunCheck, dtype: str) -> None:
+    on_device(check_contract, dtype)
 
 
 def test_eight_virtual_ranks_in_one_process(on_device: RunCheck) -> None:
