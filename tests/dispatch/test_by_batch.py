@@ -1,0 +1,105 @@
+"""Two transports in one: which way a step takes, what the whole says of itself, and that rows go home as they came."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from moe_serve.dispatch.base import AllToAll, Dispatched, FollowsSteps, MaskedRows, PackedRows, Pending, Ready
+from moe_serve.dispatch.by_batch import DECODE_TOKENS, ByBatchAllToAll
+from moe_serve.dispatch.local import LocalAllToAll
+from moe_serve.dispatch.wire import make_wire
+from moe_serve.errors import PeerError
+
+
+class Slabs:
+    """A low-latency transport of one rank, which gives every row in a slab and hears of steps."""
+
+    note = "slabs"
+    most_handles = 2
+
+    def __init__(self, is_bitwise: bool = True):
+        self.is_bitwise = is_bitwise
+        self.steps: list[int] = []
+        self.late = False
+        self.inner = LocalAllToAll(4, make_wire("auto", torch.float32))
+
+    def begin_step(self, most_tokens: int) -> None:
+        self.steps.append(most_tokens)
+
+    def end_step(self) -> None:
+        if self.late:
+            raise PeerError("rank 3 did not send its rows", 3, "dispatch", 1)
+
+    def exchange_counts(self, counts: Tensor) -> Pending[Tensor]:
+        return Ready(-counts[None])  # shows that it was this one
+
+    def dispatch(self, hidden: Tensor, physical_ids: Tensor, slot_counts: Tensor | None = None) -> Pending[Dispatched]:
+        arrived = self.inner.dispatch(hidden, physical_ids).wait()
+        assert isinstance(arrived.rows, PackedRows)
+        return Ready(Dispatched(MaskedRows(arrived.rows.x, arrived.rows.rows_per_slot), arrived.handle))
+
+    def combine(self, expert_out: Tensor, weights: Tensor, handle: object) -> Pending[Tensor]:
+        return self.inner.combine(expert_out, weights, handle)
+
+
+@pytest.fixture
+def small() -> Slabs:
+    return Slabs()
+
+
+@pytest.fixture
+def both(small: Slabs) -> ByBatchAllToAll:
+    return ByBatchAllToAll(small, LocalAllToAll(4, make_wire("auto", torch.float32)), DECODE_TOKENS)
+
+
+HIDDEN, IDS, WEIGHTS = torch.randn(2, 8), torch.tensor([[0, 3], [1, 0]]), torch.rand(2, 2)
+
+
+def way(transport: AllToAll) -> type:
+    return type(transport.dispatch(HIDDEN, IDS).wait().rows)
+
+
+def test_the_size_of_the_step_says_which_way_and_before_any_step_all_sizes_go(both: ByBatchAllToAll) -> None:
+    assert way(both) is PackedRows
+    for most_tokens, expected in ((0, MaskedRows), (DECODE_TOKENS, MaskedRows), (DECODE_TOKENS + 1, PackedRows)):
+        both.begin_step(most_tokens)
+        assert way(both) is expected
+        assert (both.exchange_counts(torch.tensor([5])).wait().item() == -5) == (expected is MaskedRows)
+
+
+def test_rows_go_home_as_they_came_though_a_step_began_meanwhile(both: ByBatchAllToAll) -> None:
+    both.begin_step(1)
+    arrived = both.dispatch(HIDDEN, IDS).wait()
+    both.begin_step(5000)
+    combined = both.combine(arrived.rows.x, WEIGHTS, arrived.handle).wait()
+    assert torch.equal(combined, sum_of(HIDDEN))
+
+
+def sum_of(hidden: Tensor) -> Tensor:
+    local = LocalAllToAll(4, make_wire("auto", torch.float32))
+    arrived = local.dispatch(hidden, IDS).wait()
+    return local.combine(arrived.rows.x, WEIGHTS, arrived.handle).wait()
+
+
+def test_a_late_peer_voids_the_steps_of_its_own_way_only(both: ByBatchAllToAll, small: Slabs) -> None:
+    assert isinstance(both, FollowsSteps)
+    small.late = True
+    both.begin_step(5000)
+    both.end_step()
+    both.begin_step(3)
+    with pytest.raises(PeerError, match="rank 3"):
+        both.end_step()
+    assert small.steps == [3], "it hears of its own steps"
+
+
+def test_the_whole_is_in_the_bitwise_class_only_if_both_are(both: ByBatchAllToAll) -> None:
+    assert both.is_bitwise
+    assert both.note == f"up to {DECODE_TOKENS} tokens: slabs; above: LocalAllToAll"
+    assert not ByBatchAllToAll(Slabs(is_bitwise=False), both, 1).is_bitwise
+
+
+def test_as_many_handles_may_live_as_the_way_of_the_step_has_lanes(both: ByBatchAllToAll) -> None:
+    both.begin_step(1)
+    assert both.most_handles == 2
+    both.begin_step(5000)
+    assert both.most_handles == 3

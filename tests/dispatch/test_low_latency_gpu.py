@@ -1,0 +1,71 @@
+"""The GPU transport above its kernels: nothing is read back between the ends of a step, and how a late peer is told."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from moe_serve.dispatch.base import BufferLimits, EpGroup, MaskedRows
+from moe_serve.dispatch.buffers import gpu_region
+from moe_serve.dispatch.low_latency_gpu import GpuLowLatencyAllToAll
+from moe_serve.dispatch.symmetric_gpu import SymmetricRegions
+from moe_serve.errors import PeerError
+
+LIMITS = BufferLimits(max_tokens_per_rank=4, hidden=64, topk=2, slots_per_rank=3)
+
+
+class Launches(dict[str, Any]):
+    """In place of kernels: notes the name of each that would be launched."""
+
+    def __init__(self) -> None:
+        self.names: list[str] = []
+
+    def __missing__(self, name: str) -> Any:
+        launches = self
+
+        class Kernel:
+            def __getitem__(self, grid: tuple[int, ...]) -> Any:
+                return lambda *args, **kwargs: launches.names.append(name)
+
+        return Kernel()
+
+
+def make(device: str, launches: Launches) -> GpuLowLatencyAllToAll:
+    triton_ranks = pytest.importorskip("moe_serve.dispatch.low_latency_triton")
+    region = gpu_region(2, LIMITS, torch.bfloat16, "fp8", stages=True)
+    peers = torch.zeros(2, dtype=torch.int64, device=device)
+    regions = SymmetricRegions(region, peers, 0, 1, None, launchers=launches)
+    return GpuLowLatencyAllToAll(triton_ranks.LowLatencyRanks(regions, torch.bfloat16), EpGroup(0, 1, peers.device))
+
+
+@pytest.fixture
+def launches() -> Launches:
+    return Launches()
+
+
+def test_no_call_reads_a_tensor_back(launches: Launches) -> None:
+    transport = make("meta", launches)  # tensors without data: whoever looks into one gets an error
+    hidden = torch.empty(3, 64, dtype=torch.bfloat16, device="meta")
+    ids = torch.empty(3, 2, dtype=torch.int64, device="meta")
+    weights = torch.empty(3, 2, device="meta")
+    transport.begin_step(3)
+    sent = [transport.dispatch(hidden, ids) for _ in range(transport.most_handles)]
+    for pending in sent:
+        arrived = pending.wait()
+        assert isinstance(arrived.rows, MaskedRows)
+        assert arrived.rows.x.shape == (3, 2 * 4, 64)
+        assert arrived.rows.rows_per_slot.device.type == "meta"
+        assert transport.combine(arrived.rows.x, weights, arrived.handle).wait().shape == (3, 64)
+    round_trip = ["dispatch_receive_kernel", "combine_send_kernel", "finish_kernel", "combine_receive_kernel"]
+    assert launches.names == ["dispatch_send_kernel"] * 2 + round_trip * 2
+    with pytest.raises(NotImplementedError):
+        transport.end_step()  # which does look, once per step: so the test can fail
+
+
+def test_the_peer_that_was_missed_last_is_named_and_only_once_a_step_was_late(launches: Launches) -> None:
+    transport = make("cpu", launches)
+    transport.end_step()
+    transport._ranks.late[0] = torch.tensor([4, 9])
+    with pytest.raises(PeerError, match="rank 1 did not send its rows in round 9") as caught:
+        transport.end_step()
+    assert (caught.value.rank, caught.value.step) == (1, 9)
