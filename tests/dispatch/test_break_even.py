@@ -1,7 +1,12 @@
+import json
+from pathlib import Path
+
 from hypothesis import given
 from hypothesis import strategies as st
 
 from moe_serve.dispatch.break_even import break_even_tokens, num_rounds
+
+TABLE = Path(__file__).parents[2] / "benchmarks" / "results" / "overlap.json"
 
 
 def layer_s(num_tokens: int, rounds: int, token_s: float, round_s: float, way_s: float) -> float:
@@ -36,3 +41,11 @@ def test_by_hand() -> None:
     assert break_even_tokens(1e-3, 2 * 8192, 1e9) == 123
     assert break_even_tokens(0.0, 16384, 1e9) == 2, "one token cannot be cut"
     assert [num_rounds(tokens, 100) for tokens in (0, 99, 100, 299, 300, 599, 600, 1000)] == [1, 1, 2, 2, 3, 3, 4, 5]
+
+
+def test_the_committed_measurement_agrees() -> None:
+    rows = json.loads(TABLE.read_text())["break_even"]
+    behind_links = [row for row in rows if row["predicted T"] != ""]
+    assert len(behind_links) == 3
+    for row in behind_links:
+        assert 2 / 3 < row["predicted T"] / row["measured T"] < 3 / 2, row
