@@ -10,7 +10,7 @@ from torch import Tensor
 
 from moe_serve.kernels.grouped_gemm import grouped_gemm
 from moe_serve.kernels.numerics import FAST, Numerics
-from moe_serve.kernels.quantize import E4M3_MAX, GROUP, SMALLEST_AMAX, dequantize_reference, num_groups, widen_e4m3
+from moe_serve.kernels.quantize import E4M3_MAX, GROUP, SMALLEST_AMAX, dequantize_reference, e4m3_over_256, num_groups
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,7 @@ def grouped_gemm_fp8(
         return grouped_gemm_fp8_triton(x, x_scale, weight, rows_per_group, dtype, numerics)
     rows = dequantize_reference(x, x_scale, torch.float32)
     out = torch.empty(x.shape[0], weight.q.shape[1], dtype=dtype, device=x.device)
-    scale = _scale_of_rows(weight)
+    scale = _scale_of_rows(weight).transpose(1, 2).contiguous() * 256
     start = 0
     for group, num_rows in enumerate(rows_per_group.tolist()):
         if num_rows:
@@ -123,8 +123,8 @@ def _scale_of_rows(weight: BlockScaled) -> Tensor:
 
 
 def _widened(q: Tensor, scale: Tensor) -> Tensor:
-    """Returns q [n, k] times scale [n, ceil(k / 128)] in float32, in the memory order of q."""
-    wide = widen_e4m3(q)
-    for block in range(scale.shape[1]):
-        wide[:, block * GROUP : (block + 1) * GROUP] *= scale[:, block, None]
+    """Returns q [n, k] times scale [ceil(k / 128), n] / 256 in float32, in the memory order of q."""
+    wide = e4m3_over_256(q).float()
+    for block, column_scale in zip(torch.split(wide.t(), GROUP), scale, strict=True):
+        block *= column_scale
     return wide

@@ -53,12 +53,12 @@ def grouped_gemm_int8(
 ) -> Tensor:
     """Same contract as the reference, and the same bits; one VNNI GEMM for each group that has rows."""
     assert x.shape[1] <= MAX_K, f"sums of {x.shape[1]} int8 products may leave int32"
-    out = torch.empty(x.shape[0], weight.shape[1], dtype=dtype)
-    start = 0
-    for group, num_rows in enumerate(rows_per_group.tolist()):
-        if num_rows:
-            end = start + num_rows
-            sums = torch._int_mm(x[start:end], weight[group].t()).float()
-            out[start:end] = sums.mul_(x_scale[start:end, None]).mul_(weight_scale[group])
-            start = end
-    return out
+    counts = rows_per_group.tolist()
+    sums = torch.empty(x.shape[0], weight.shape[1], dtype=torch.int32)
+    pieces = zip(torch.split(x, counts), weight.transpose(1, 2).unbind(), torch.split(sums, counts), strict=True)
+    for rows, matrix, out in pieces:
+        if len(rows):
+            torch._int_mm(rows, matrix, out=out)
+    # Scaled together: with few rows a call for each group would cost as much as its product.
+    scales = torch.repeat_interleave(weight_scale, rows_per_group, 0, output_size=len(x))
+    return sums.float().mul_(x_scale[:, None]).mul_(scales).to(dtype)

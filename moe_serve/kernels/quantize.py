@@ -56,17 +56,13 @@ def dequantize(q: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     return dequantize_reference(q, scale, dtype)
 
 
-def widen_e4m3(q: Tensor) -> Tensor:
-    """Returns q float8_e4m3fn, of any shape and memory order, in float32; exact, but NaN becomes 480.
+def e4m3_over_256(q: Tensor) -> Tensor:
+    """Returns q / 256 in float16 for q float8_e4m3fn, of any shape and memory order; exact, but NaN becomes 480 / 256.
 
-    On CPU about eight times faster than q.float(), which converts one value at a time: e4m3 is a float16 whose
-    exponent is smaller by 8 and whose mantissa is shorter.
+    e4m3 is a float16 whose exponent is smaller by 8 and whose mantissa is shorter, so this moves bits; q.half()
+    converts one value at a time on CPU, about ten times slower.
     """
-    if q.device.type != "cpu":
-        return q.float()
     bits = q.view(torch.int8).to(torch.int16)  # extends the sign
     bits <<= 7
     bits &= ~0x4000  # the sign's copy above the exponent
-    wide = bits.view(torch.float16).float()
-    wide *= 256
-    return wide
+    return bits.view(torch.float16)

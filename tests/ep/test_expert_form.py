@@ -164,3 +164,20 @@ def test_a_quantised_expert_moves_between_stores_with_its_scales(form: ExpertFor
         assert torch.equal(there.matrix(name)[2].float(), source[name][1].float())
         assert torch.equal(there.scale(name)[2], source[scale_of(name)][1])
         assert torch.equal(there.matrix(name)[:2].float(), target[name][:2].float())
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("rows", [[0, 0, 0], [1, 0, 7], [0, 0, 300]], ids=lambda rows: str(rows))
+def test_on_a_gpu_fp8_experts_give_what_they_give_on_a_cpu(rows: list[int]) -> None:
+    torch.manual_seed(0)
+    tensors, *_ = draw("fp8", 3, 256, 136)
+    x, counts = torch.randn(sum(rows), 256).bfloat16(), torch.tensor(rows)
+    expected = expert_ffn(PackedRows(x, counts), stored(tensors)).double()
+    store = ExpertStore({name: tensor.cuda() for name, tensor in tensors.items()})
+    assert distance(expert_ffn(PackedRows(x.cuda(), counts), store).cpu(), expected) < 2e-2
+    slab = torch.full((3, max(rows) + 2, 256), float("nan"), dtype=x.dtype)
+    filled = torch.arange(slab.shape[1]) < counts[:, None]
+    slab[filled] = x
+    masked = expert_ffn(MaskedRows(slab.cuda(), counts.cuda()), store).cpu()
+    assert distance(masked[filled], expected) < 2e-2

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from moe_serve.kernels.quantize import dequantize_reference, num_groups, quantize_reference, widen_e4m3
+from moe_serve.kernels.quantize import dequantize_reference, e4m3_over_256, num_groups, quantize_reference
 from tests.kernels.conftest import RunCheck
 from tests.kernels.data import assert_equal_bits, randn, relative_error
 
@@ -72,10 +72,10 @@ def test_slabs_use_their_first_rows_only(on_device: RunCheck) -> None:
     on_device(check_slabs, [0, 3, 1], 3, 200)
 
 
-def test_every_e4m3_number_is_widened_exactly() -> None:
+def test_every_e4m3_number_is_a_float16_256_times_smaller() -> None:
     every = torch.arange(256, dtype=torch.uint8)
     numbers = every[(every & 0x7F) != 0x7F].view(torch.float8_e4m3fn)  # all but the two NaNs
-    assert torch.equal(widen_e4m3(numbers), numbers.float())
+    assert torch.equal(e4m3_over_256(numbers).float() * 256, numbers.float())
     across = numbers[:250].view(10, 25).t()
-    assert torch.equal(widen_e4m3(across), across.float())
-    assert widen_e4m3(across).stride() == across.stride(), "memory order stays"
+    assert torch.equal(e4m3_over_256(across).float() * 256, across.float())
+    assert e4m3_over_256(across).stride() == across.stride(), "memory order stays"
