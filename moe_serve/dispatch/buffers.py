@@ -29,12 +29,19 @@ class BufferSizes:
     num_ranks: int
     max_tokens: int
 
+    @property
+    def per_rank(self) -> str:
+        return f"up to {_mib(self.total)} per rank"
+
+    @property
+    def shares(self) -> str:
+        return ", ".join(f"{name} {_mib(size)}" for name, size in self.parts.items() if size)
+
     def lines(self) -> list[str]:
         """Returns what to say at start."""
-        shares = ", ".join(f"{name} {_mib(size)}" for name, size in self.parts.items())
         return [
-            f"low-latency buffers for {self.max_tokens} tokens per rank: up to {_mib(self.total)} per rank, "
-            f"{_mib(self.total * self.num_ranks)} for {self.num_ranks} ranks ({shares})"
+            f"low-latency buffers for {self.max_tokens} tokens per rank: {self.per_rank}, "
+            f"{_mib(self.total * self.num_ranks)} for {self.num_ranks} ranks ({self.shares})"
         ]
 
 

@@ -19,6 +19,7 @@ from moe_serve.server.ports import open_port
 
 if TYPE_CHECKING:
     from moe_serve.eplb.placement import Placement
+    from moe_serve.launcher.check_dispatch import TransportReport
     from moe_serve.models.spec import ModelSpec
 
 _LOGIT_BYTES = 4  # logits are float32
@@ -42,6 +43,7 @@ class Report:
     choices: list[Line] = field(default_factory=list)
     machine: list[Line] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
+    transport: "TransportReport | None" = None  # known with the model
 
     @property
     def memory_bytes(self) -> int:
@@ -134,8 +136,10 @@ def _describe_sizes(report: Report, config: ServeConfig, spec: "ModelSpec", devi
     import torch
 
     from moe_serve.attention_dp.kv_cache import bytes_per_block
+    from moe_serve.dispatch.base import BufferLimits
     from moe_serve.engine.served_model import compute_dtype, expert_form, make_placement, num_cache_blocks
     from moe_serve.ep.expert_form import MEANING, slot_bytes
+    from moe_serve.launcher.check_dispatch import describe_transport, look_here
     from moe_serve.models.moe_decoder import kv_layouts
 
     dtype = compute_dtype(config, torch.device(device))
@@ -147,11 +151,21 @@ def _describe_sizes(report: Report, config: ServeConfig, spec: "ModelSpec", devi
     expert_bytes = slot_bytes(form, spec.hidden, spec.moe_intermediate, dtype)
     num_tokens = config.dispatch.max_tokens_per_rank or config.engine.max_batch_tokens
     report.model += [_slots(placement, spec), Line("expert weights", form, MEANING[form])]
+    slot_bytes_of_rank = placement.slots_per_rank * spec.num_moe_layers * expert_bytes
+    dense_bytes = spec.dense_parameters * dtype.itemsize
+    report.transport = describe_transport(
+        config,
+        BufferLimits(num_tokens, spec.hidden, spec.topk, placement.slots_per_rank),
+        dtype,
+        device,
+        look_here(device, dense_bytes + slot_bytes_of_rank),
+    )
+    report.problems += report.transport.problems
     report.memory += [
-        ("attention, embeddings, shared experts", spec.dense_parameters * dtype.itemsize, "the same on every rank"),
+        ("attention, embeddings, shared experts", dense_bytes, "the same on every rank"),
         (
             "expert slots",
-            placement.slots_per_rank * spec.num_moe_layers * expert_bytes,
+            slot_bytes_of_rank,
             f"{placement.slots_per_rank} slots x {spec.num_moe_layers} layers x {_bytes(expert_bytes)}",
         ),
         (
@@ -159,7 +173,7 @@ def _describe_sizes(report: Report, config: ServeConfig, spec: "ModelSpec", devi
             num_blocks * block_bytes,
             f"{num_blocks} blocks of {config.cache.block_size} tokens: {num_blocks * config.cache.block_size} tokens",
         ),
-        *_buffers(config, spec, placement, num_tokens, dtype.itemsize),
+        *_buffers(config, spec, placement, report.transport, num_tokens, dtype.itemsize),
     ]
     if num_blocks * config.cache.block_size < max_model_len:
         report.model.append(
@@ -172,12 +186,20 @@ def _describe_sizes(report: Report, config: ServeConfig, spec: "ModelSpec", devi
 
 
 def _buffers(
-    config: ServeConfig, spec: "ModelSpec", placement: "Placement", num_tokens: int, element_bytes: int
+    config: ServeConfig,
+    spec: "ModelSpec",
+    placement: "Placement",
+    transport: "TransportReport",
+    num_tokens: int,
+    element_bytes: int,
 ) -> Iterator[tuple[str, int, str]]:
     """Yields what one step needs beside weights and cache, at its largest."""
     row_bytes = spec.hidden * element_bytes
     sent = num_tokens * spec.topk
-    if config.parallel.num_ranks > 1:
+    taken = transport.taken
+    if taken is not None:
+        yield "dispatch buffers", taken.total, f"for {taken.max_tokens} tokens per rank, taken at once"
+    if config.parallel.num_ranks > 1 and (taken is None or taken.max_tokens < num_tokens):
         text = f"{num_tokens} tokens x top-{spec.topk} rows of {_bytes(row_bytes)}, out and back"
         yield "dispatch, sending", 2 * sent * row_bytes, text
         worst = config.parallel.num_ranks * num_tokens * min(spec.topk, placement.slots_per_rank)
@@ -204,8 +226,6 @@ def _slots(placement: "Placement", spec: "ModelSpec") -> Line:
 
 def _describe_choices(report: Report, config: ServeConfig, device: str) -> None:
     num_ranks = config.parallel.num_ranks
-    backend = config.dispatch.backend
-    dispatch, why_dispatch = _dispatch(backend, num_ranks, device)
     dtype = config.model.dtype
     if dtype == "auto":
         dtype = "float32" if device == "cpu" else "bfloat16"
@@ -214,7 +234,7 @@ def _describe_choices(report: Report, config: ServeConfig, device: str) -> None:
         Line("ranks", str(num_ranks), "each owns its requests and its share of the experts"),
         Line("device", device, "auto: what torch finds here" if config.parallel.device == "auto" else ""),
         Line("compute dtype", dtype, why_dtype if config.model.dtype == "auto" else ""),
-        Line("dispatch", dispatch, why_dispatch),
+        *_transport_lines(report, config),
         Line(
             "wire dtype",
             dtype if config.dispatch.wire_dtype == "auto" else config.dispatch.wire_dtype,
@@ -230,21 +250,16 @@ def _describe_choices(report: Report, config: ServeConfig, device: str) -> None:
     ]
 
 
-def _dispatch(backend: str, num_ranks: int, device: str) -> tuple[str, str]:
-    """Returns which transport will carry rows, and why; what only the ranks can find out is said as a condition."""
-    network = "collective (torch.distributed, NCCL)" if device == "cuda" else "collective (torch.distributed, gloo)"
-    words = {
-        "local": "local (rows stay on the rank)",
-        "collective": network,
-        "low_latency": "low_latency (shared memory)",
-    }
-    if backend != "auto":
-        return words.get(backend, backend), ""
-    if num_ranks == 1:
-        return words["local"], "auto: one rank"
-    if device == "cuda":
-        return network, f"auto: {num_ranks} ranks on GPUs"
-    return words["low_latency"], f"auto: {num_ranks} CPU ranks, if all are on one host; else {network}"
+def _transport_lines(report: Report, config: ServeConfig) -> Iterator[Line]:
+    """Yields which transport will carry rows, and what it takes; where no model can be read, only its name."""
+    transport = report.transport
+    if transport is None:
+        yield Line("dispatch", config.dispatch.backend, "")
+        return
+    yield Line("dispatch", transport.name, transport.why)
+    yield from (Line(*fact) for fact in transport.facts)
+    if not transport.is_bitwise:
+        yield Line("", "adds results in an order of its own", "not for engine.numerics batch_invariant")
 
 
 def _numerics(config: ServeConfig) -> str:
@@ -300,7 +315,7 @@ def _describe_libraries(report: Report, device: str) -> None:
     for module, purpose, needed in (
         ("triton", "GPU kernels: pip install 'moe-serve[gpu]'", device == "cuda"),
         ("mpi4py", "mpirun: pip install 'moe-serve[mpi]'", False),
-        ("nvshmem", "not used yet", False),
+        ("nvshmem", "low latency between GPUs: pip install nvshmem4py-cu13", False),
     ):
         found = _is_installed(module)
         report.machine.append(Line(module, "installed" if found else "not installed", "" if found else purpose))

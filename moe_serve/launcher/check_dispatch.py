@@ -1,0 +1,179 @@
+"""What `moe-serve check` says of the transport: which one, why, how large its buffers are. Nothing is allocated.
+
+It asks the functions that the ranks themselves ask (dispatch/choose.py, dispatch/buffers.py), about this machine: what
+only all ranks together can find out is said as a condition.
+"""
+
+import os
+import platform
+from dataclasses import dataclass, replace
+
+import torch
+
+from moe_serve.config import ServeConfig
+from moe_serve.dispatch.base import BufferLimits
+from moe_serve.dispatch.buffers import BufferSizes, buffer_sizes, gpu_buffer_sizes, most_gpu_tokens, most_tokens
+from moe_serve.dispatch.by_batch import small_limits
+from moe_serve.dispatch.choose import Choice, choose_among_cpus, choose_among_gpus
+from moe_serve.dispatch.gpu_facts import (
+    GpuFacts,
+    ipc_problem,
+    nvshmem_lacks,
+    nvshmem_problem,
+    rdma_devices,
+    unlinked_pairs,
+    wire_problem,
+)
+from moe_serve.dispatch.lane_work_native import load_library
+from moe_serve.dispatch.wire import make_wire
+
+_SHARED = "/dev/shm"
+_WITH_BUFFERS = ("low_latency", "cuda_ipc", "by_batch")
+_UNKNOWN = "low_latency (NVSHMEM) or collective (NCCL)"
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What the rules ask of the machine that `check` runs on.
+
+    free_bytes: of shared memory, or of a GPU once the weights are there;  processor: its kind
+    gpu, num_gpus: facts of a GPU here, and how many there are; None: there is none to ask
+    """
+
+    free_bytes: int
+    processor: str = "x86_64"
+    gpu: GpuFacts | None = None
+    num_gpus: int = 0
+
+
+@dataclass(frozen=True)
+class TransportReport:
+    """name: for people;  why: the reason, or the condition;  facts: (name, value, why) of what else there is to say
+
+    is_bitwise: whether its results have the bits of other transports
+    taken:      buffers that are allocated at once, as on GPUs; shared memory is taken as it is written
+    problems:   why it cannot serve here, each with what to do
+    """
+
+    name: str
+    why: str
+    is_bitwise: bool
+    facts: tuple[tuple[str, str, str], ...] = ()
+    taken: BufferSizes | None = None
+    problems: tuple[str, ...] = ()
+
+
+def look_here(device: str, weight_bytes: int) -> Machine:
+    """Returns the facts of this machine. weight_bytes: what a rank has loaded before its transport is made"""
+    if device == "cpu":
+        stat = os.statvfs(_SHARED)
+        return Machine(stat.f_bavail * stat.f_frsize, platform.machine())
+    if not torch.cuda.is_available():
+        return Machine(0, platform.machine())
+    free_bytes = max(0, torch.cuda.mem_get_info()[0] - weight_bytes)
+    capability = torch.cuda.get_device_capability()
+    facts = GpuFacts(0, capability, free_bytes, nvshmem_lacks(), not unlinked_pairs(), bool(rdma_devices()))
+    return Machine(free_bytes, platform.machine(), facts, torch.cuda.device_count())
+
+
+def describe_transport(
+    config: ServeConfig, limits: BufferLimits, dtype: torch.dtype, device: str, machine: Machine
+) -> TransportReport:
+    """Returns what carries rows under this configuration, as far as one machine can tell."""
+    choice = _choose(config, limits, dtype, device, machine)
+    why = choice.why and f"auto: {choice.why}{_condition(config, device, machine)}"
+    backend = choice.backend
+    name = _words(backend, device, limits)
+    if backend not in _WITH_BUFFERS:
+        return TransportReport(name, why, backend != "deepep")
+    held = small_limits(limits) if backend == "by_batch" else limits
+    sizes, fit = _sizes(config, held, dtype, device, machine, backend)
+    room = f"; {fit} tokens would fit here" if machine.free_bytes else ""
+    facts = [("dispatch buffers", sizes.per_rank, f"for {sizes.max_tokens} tokens: {sizes.shares}{room}")]
+    if device == "cpu":
+        library, how = load_library() if config.dispatch.compiled else (None, "dispatch.compiled is off")
+        facts.insert(0, ("rows are moved by", "a C helper" if library else "numpy", how))
+    problems = _problems(config, held, dtype, device, machine, backend)
+    if machine.free_bytes and held.max_tokens_per_rank > fit:
+        problems.append(_no_room(config, sizes, device, machine, fit))
+    taken = None if device == "cpu" else sizes
+    return TransportReport(name, why, True, tuple(facts), taken, tuple(problems))
+
+
+def _choose(config: ServeConfig, limits: BufferLimits, dtype: torch.dtype, device: str, machine: Machine) -> Choice:
+    num_ranks, wire_dtype = config.parallel.num_ranks, config.dispatch.wire_dtype
+    if config.dispatch.backend != "auto":
+        return Choice(config.dispatch.backend, "")
+    if num_ranks == 1:
+        return Choice("local", "one rank")
+    if device == "cpu":
+        return choose_among_cpus([0] * num_ranks, machine.free_bytes, machine.processor, limits, dtype, wire_dtype)
+    if machine.gpu is None:
+        return Choice(_UNKNOWN, "there is no GPU here to ask; NVSHMEM for small steps where it joins all ranks")
+    masked = None if config.dispatch.rows == "auto" else config.dispatch.rows == "masked"
+    return choose_among_gpus(_alike(machine, num_ranks), limits, dtype, wire_dtype, masked)
+
+
+def _alike(machine: Machine, num_ranks: int) -> list[GpuFacts]:
+    """Returns the facts of all ranks if every machine is like this one and takes as many ranks as it has GPUs."""
+    assert machine.gpu is not None, "asked only where there is a GPU"
+    return [replace(machine.gpu, host=rank // machine.num_gpus) for rank in range(num_ranks)]
+
+
+def _condition(config: ServeConfig, device: str, machine: Machine) -> str:
+    num_ranks = config.parallel.num_ranks
+    if num_ranks == 1 or (device == "cuda" and num_ranks <= machine.num_gpus):
+        return ""
+    if device == "cpu":
+        return ", if all are on this one; else collective (gloo)"
+    return " (if all machines are like this one)"
+
+
+def _sizes(
+    config: ServeConfig, limits: BufferLimits, dtype: torch.dtype, device: str, machine: Machine, backend: str
+) -> tuple[BufferSizes, int]:
+    """Returns the sizes of the buffers, and the largest max_tokens_per_rank that would fit."""
+    num_ranks, wire_dtype = config.parallel.num_ranks, config.dispatch.wire_dtype
+    if device == "cpu":
+        wire = make_wire(wire_dtype, dtype)
+        return buffer_sizes(num_ranks, limits, wire), most_tokens(num_ranks, limits, wire, machine.free_bytes)
+    asked = (num_ranks, limits, dtype, wire_dtype, backend != "cuda_ipc")
+    return gpu_buffer_sizes(*asked), most_gpu_tokens(*asked, machine.free_bytes)
+
+
+def _problems(
+    config: ServeConfig, limits: BufferLimits, dtype: torch.dtype, device: str, machine: Machine, backend: str
+) -> list[str]:
+    if device == "cpu" or machine.gpu is None:
+        return []
+    ranks = _alike(machine, config.parallel.num_ranks)
+    reach = ipc_problem(ranks) if backend == "cuda_ipc" else nvshmem_problem(ranks)
+    found = (wire_problem(ranks, dtype, config.dispatch.wire_dtype), reach)
+    return [f"dispatch.backend {backend} cannot serve here: {problem}" for problem in found if problem]
+
+
+def _no_room(config: ServeConfig, sizes: BufferSizes, device: str, machine: Machine, fit: int) -> str:
+    num_ranks = config.parallel.num_ranks
+    free = f"{machine.free_bytes / 2**30:.2f} GiB"
+    fix = f"lower dispatch.max_tokens_per_rank to {fit}"
+    if device == "cpu":
+        return (
+            f"low-latency buffers take up to {sizes.total * num_ranks / 2**30:.2f} GiB of {_SHARED} for {num_ranks} "
+            f"ranks and {free} are free; {fix}, or give the container more shared memory (docker run --shm-size)"
+        )
+    return (
+        f"low-latency buffers take {sizes.total / 2**30:.2f} GiB of a GPU and {free} are left beside the weights; {fix}"
+    )
+
+
+def _words(backend: str, device: str, limits: BufferLimits) -> str:
+    few = small_limits(limits).max_tokens_per_rank
+    on_gpu = device == "cuda"
+    words = {
+        "local": "local (rows stay on the rank)",
+        "collective": f"collective (torch.distributed, {'NCCL' if on_gpu else 'gloo'})",
+        "low_latency": f"low_latency ({'NVSHMEM' if on_gpu else 'shared memory'})",
+        "cuda_ipc": "cuda_ipc (GPUs of one host map each other's memory)",
+        "by_batch": f"low_latency (NVSHMEM) up to {few} tokens, collective (NCCL) above",
+    }
+    return words.get(backend, backend)
