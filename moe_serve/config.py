@@ -145,7 +145,10 @@ class EngineConfig(Section):
         4  # rows of a GEMM tile in batch_invariant; tiles of 1 and 2 are not invariant everywhere
     )
     exchange: Literal["auto", "gloo", "shm"] = "auto"  # how step proposals travel; auto: shm on one machine
-    step_deadline_s: PositiveFloat = 60.0  # a peer that takes longer ends the epoch
+    step_deadline_s: PositiveFloat = 60.0  # a peer that takes longer is lost
+    # mask: the others go on without a lost rank where they can (CPU ranks of one host, an expert's slots on two ranks),
+    # and take it back when it was only late; end: they end, to be started again
+    on_lost_rank: Literal["mask", "end"] = "mask"
     heartbeat_s: PositiveFloat = 1.0  # how often a sleeping rank shows that it is alive
     prefill_hold_steps: NonNegativeInt = 0  # steps a lone prefill may wait so that ranks prefill together
 

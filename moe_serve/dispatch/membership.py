@@ -59,6 +59,7 @@ class Membership:
         self._own = self._pages[self._rank]
         self._suspects: set[int] = set()
         self._checked_s = self._paused_s = 0.0
+        self.is_left_out = False  # the others go on without this rank, until they have taken it back
         self.peers: Peers
 
     @property
@@ -86,8 +87,14 @@ class Membership:
         """Whether this epoch is over, for this rank or for another one: all must regroup."""
         return bool(self._suspects) or any(self._proposal(rank)[0] > self.epoch for rank in self.peers.others)
 
-    def check(self, missing: list[int], phase: str, sequence: int, waited_s: float) -> None:
-        """Raises PeerError when waiting for these ranks is in vain; called now and then by a rank that waits."""
+    def check(
+        self, missing: list[int], phase: str, sequence: int, waited_s: float, deadline_s: float | None = None
+    ) -> None:
+        """Raises PeerError when waiting for these ranks is in vain; called now and then by a rank that waits.
+
+        deadline_s: of this wait; None: the usual one
+        """
+        deadline_s = deadline_s or self._deadline_s
         self._own[_WAITING_NS] = time.monotonic_ns()
         for rank in self.peers.others:
             proposed, left_out = self._proposal(rank)
@@ -98,15 +105,15 @@ class Membership:
             self._suspects.update(dead)
             raise PeerError(f"rank {dead[0]} died before {phase} {sequence}", dead[0], phase, sequence)
         waited_s -= self._own_pause_s(waited_s)
-        if waited_s <= self._deadline_s or not missing:
+        if waited_s <= deadline_s or not missing:
             return
         # A peer that is itself waiting is not the one to blame, unless nobody else turns up in as much time again.
         stuck = [rank for rank in missing if not self._is_waiting(rank)]
-        if stuck or waited_s > 2 * self._deadline_s:
+        if stuck or waited_s > 2 * deadline_s:
             late = stuck or missing[:1]
             self._suspects.update(late)
             raise PeerError(
-                f"rank {late[0]} did not arrive in {phase} {sequence} within {self._deadline_s:g} s; if its steps are "
+                f"rank {late[0]} did not arrive in {phase} {sequence} within {deadline_s:g} s; if its steps are "
                 "really that slow, raise engine.step_deadline_s (dispatch.deadline_s where it is set)",
                 late[0],
                 phase,
@@ -216,8 +223,9 @@ class Membership:
             decided = decisions.decide(epoch, left_out)
         self._suspects.clear()
         if decided >> self._rank & 1:
-            self.peers.epoch = epoch
+            self.peers.epoch, self.is_left_out = epoch, True
             raise self._left_out("by the others", "regroup", epoch)
+        self.is_left_out = False
         members = [rank for rank in range(self._memory.num_ranks) if not decided >> rank & 1]
         self.peers.begin_epoch(epoch, [rank for rank in members if rank != self._rank])
         return members

@@ -8,6 +8,7 @@ from moe_serve.dispatch.base import EpGroup
 from moe_serve.engine.engine import Engine, EngineSettings
 from moe_serve.engine.exchange import Exchange
 from moe_serve.engine.mailbox import Mailbox
+from moe_serve.engine.recovery import Recovery, make_recovery, spareable_ranks
 from moe_serve.engine.served_model import Progress, ServedModel, build_served_model
 from moe_serve.engine.step import StepSettings
 from moe_serve.eplb.files.trace import TraceMeta
@@ -40,6 +41,8 @@ def build_engine(
         prefix_cache=config.cache.prefix_cache,
         model_key=served.limits.model_name.encode(),
     )
+    recovery = make_recovery(config, group.rank, served, exchange)
+    _say_what_a_loss_means(recovery, group.rank, served)
     return Engine(
         rank=group.rank,
         epoch=epoch,
@@ -56,7 +59,22 @@ def build_engine(
         settings=EngineSettings(
             heartbeat_s=config.engine.heartbeat_s, front_end_deadline_s=config.server.worker_deadline_s
         ),
+        recovery=recovery if isinstance(recovery, Recovery) else None,
     )
+
+
+def _say_what_a_loss_means(recovery: Recovery | str, rank: int, served: ServedModel) -> None:
+    """Tells the operator, in the log and on /server_info, what happens when a rank is lost."""
+    if isinstance(recovery, str):
+        served.info["on_lost_rank"] = f"end: {recovery}"
+        meaning = f"a lost rank ends the epoch: {recovery}"
+    else:
+        spareable = spareable_ranks(served.placement)
+        served.info |= {"on_lost_rank": "mask", "spareable_ranks": spareable}
+        which = ", ".join(map(str, spareable)) or "none: raise eplb.num_redundant_experts"
+        meaning = f"serving goes on without a lost rank where every expert has slots elsewhere; ranks to spare: {which}"
+    if rank == 0 and served.placement.num_ranks > 1:
+        log.info("%s", meaning)
 
 
 def record_to(path: Path, served: ServedModel) -> None:

@@ -1,8 +1,8 @@
 """The step loop of one rank: take requests, agree on a step with the other ranks, run it, send the tokens.
 
 One thread. A request is touched between steps only; from commit to the last combine an exception ends the epoch,
-because the other ranks wait in the collectives of this step. The loop ends when any rank asks for it, on all ranks at
-once.
+because the other ranks wait in the collectives of this step. One exception: where a `Recovery` is given, a lost peer
+voids the step, and those that are left run it again. The loop ends when any rank asks for it, on all ranks at once.
 """
 
 import time
@@ -14,14 +14,17 @@ from moe_serve.attention_dp.request import Request
 from moe_serve.attention_dp.scheduler import ScheduledChunk, Scheduler
 from moe_serve.engine.exchange import Exchange
 from moe_serve.engine.mailbox import Inbound, Mailbox
-from moe_serve.engine.messages import ALIVE_PERIOD_S, Abort, Shutdown, Status, Submit, TokenEvent, Tokens, Wake
+from moe_serve.engine.messages import ALIVE_PERIOD_S, Abort, Members, Shutdown, Submit, TokenEvent, Tokens, Wake
+from moe_serve.engine.recovery import Recovery
 from moe_serve.engine.sampler import sample
 from moe_serve.engine.served_model import ServedModel
+from moe_serve.engine.status import EngineCounters, make_status
 from moe_serve.engine.step import RankState, StepPlan, StepSettings, plan_step
-from moe_serve.errors import RequestError
+from moe_serve.errors import PeerError, RequestError
 from moe_serve.log import get_logger
 
 log = get_logger(__name__)
+_OUTSIDE_POLL_S = 0.002  # how often a rank that was left out looks whether it is taken back
 
 
 @dataclass(frozen=True)
@@ -30,20 +33,6 @@ class EngineSettings:
 
     heartbeat_s: float = 1.0
     front_end_deadline_s: float = 30.0
-
-
-@dataclass
-class EngineCounters:
-    """Totals since the start; they only grow."""
-
-    num_steps: int = 0  # exchanges
-    num_forwards: int = 0
-    num_sleeps: int = 0
-    num_decode_tokens: int = 0
-    num_prefill_tokens: int = 0
-    num_output_tokens: int = 0
-    num_finished: int = 0
-    num_aborted: int = 0
 
 
 @dataclass
@@ -59,10 +48,12 @@ class Engine:
     step_settings: StepSettings
     settings: EngineSettings = field(default_factory=EngineSettings)
     counters: EngineCounters = field(default_factory=EngineCounters)
+    recovery: Recovery | None = None  # None: a lost rank ends the epoch
     step: int = 0
     lost_front_end: bool = False  # why this rank asked for the end
     _requests: dict[str, Request] = field(default_factory=dict)
     _held_steps: int = 0
+    _has_regrouped: bool = False
     _wants_stop: bool = False
     _spoke_s: float = 0.0
     _started_s: float = 0.0
@@ -78,20 +69,26 @@ class Engine:
     def run(self) -> None:
         """Runs steps until the ranks agree to stop.
 
-        Raises PeerError when a rank is lost, and whatever the model raises: either ends the epoch.
+        Raises PeerError when a lost rank cannot be spared, and whatever the model raises: either ends the epoch.
         """
         self._started_s = time.monotonic()
         while True:
             self._receive(self.mailbox.poll(0.0))
             self._keep_in_touch()
-            plan = self.run_step()
+            try:
+                plan = self.run_step()
+            except PeerError as error:
+                if not self._recover(error):
+                    return
+                continue
             if plan.stop:
                 return
             if plan.sleep:
                 self._sleep()
 
     def run_step(self) -> StepPlan:
-        """Runs one step with all ranks, and returns its plan."""
+        """Runs one step with all ranks, and returns its plan. Raises PeerError when one is lost: the step is void."""
+        recovery = self.recovery
         proposal = self.scheduler.propose()
         num_prefill_tokens = sum(chunk.length for chunk in proposal.prefills)
         state = RankState(
@@ -103,14 +100,25 @@ class Engine:
             has_work=int(self.scheduler.has_work),
             wants_stop=int(self._wants_stop),
             placement_version=self.served.placement.version,
+            regrouped=int(self._has_regrouped),
+            masked=recovery.masked if recovery else 0,
+            wanting_back=recovery.wanting_back if recovery else 0,
         )
         rows = self.exchange.gather(state.to_row(), self.step)
-        plan = plan_step([RankState.from_row(row) for row in rows], self.step_settings)
-        self.step += 1
+        ranks = recovery.members if recovery else range(len(rows))
+        plan = plan_step([RankState.from_row(rows[rank]) for rank in ranks], self.step_settings, ranks)
+        self._has_regrouped = False
+        self.step = plan.step
         self.counters.num_steps += 1
-        self._held_steps = self._held_steps + 1 if plan.hold_prefill and num_prefill_tokens else 0
+        self._wants_stop |= plan.stop  # also when the rank that asked for it is lost before the end
+        if plan.regrouped:
+            self.served.close_window(self.step)
+        if plan.take_back:
+            self._regroup(f"rank {', '.join(map(str, plan.take_back))} came back", plan.take_back)
         if plan.runs_forward:
             self._forward(self.scheduler.commit(proposal, plan.hold_prefill), plan)
+        self.step += 1
+        self._held_steps = self._held_steps + 1 if plan.hold_prefill and num_prefill_tokens else 0
         if plan.close_window:
             self.served.close_window(self.step)
         return plan
@@ -131,6 +139,55 @@ class Engine:
         self._count(chunks, len(events))
         if events:
             self.mailbox.send(Tokens(self.rank, self.epoch, events))
+
+    def _recover(self, error: PeerError) -> bool:
+        """Goes on after a lost peer; returns False when this rank was the lost one and was told to end meanwhile.
+
+        Raises the error when a new group does not help, or PeerError when it cannot serve.
+        """
+        recovery = self.recovery
+        if recovery is None or not recovery.helps:
+            raise error
+        self.counters.num_voided_steps += 1
+        if not recovery.is_left_out:
+            try:
+                self._regroup(str(error))
+            except PeerError:
+                if not recovery.is_left_out:
+                    raise
+        return not recovery.is_left_out or self._come_back(recovery)
+
+    def _regroup(self, reason: str, joining: Sequence[int] = ()) -> None:
+        assert self.recovery is not None, "a group that changes has a recovery"
+        self.recovery.regroup(joining)
+        self._begin_group(self.recovery, reason)
+
+    def _begin_group(self, recovery: Recovery, reason: str) -> None:
+        self._has_regrouped = True
+        members = recovery.members
+        log.warning("%s; ranks %s go on from step %d", reason, ", ".join(map(str, members)), self.step)
+        self.mailbox.send(Members(self.rank, self.epoch, recovery.group_epoch, members, reason))
+
+    def _come_back(self, recovery: Recovery) -> bool:
+        """Waits outside until the others take this rank back; returns False when it was told to end."""
+        log.warning(
+            "this rank came too late in step %d and was left out: it drops its %d requests and waits to be taken back",
+            self.step,
+            len(self._requests),
+        )
+        self.counters.num_times_left_out += 1
+        for request_id in self._requests:
+            self.scheduler.abort(request_id)
+        self._requests.clear()
+        recovery.ask_back()
+        while not self._wants_stop:
+            # What was sent to this rank before the front end knew is with others by now.
+            self._wants_stop |= any(isinstance(message, Shutdown) for message in self.mailbox.poll(_OUTSIDE_POLL_S))
+            self._keep_in_touch()
+            if recovery.taken_back():
+                self._begin_group(recovery, f"rank {self.rank} came back")
+                return True
+        return False
 
     def _event(self, request: Request, token_id: int) -> TokenEvent:
         """Returns what to tell of a new token, and frees the request where it was the last."""
@@ -234,25 +291,8 @@ class Engine:
         if now_s - self._spoke_s < ALIVE_PERIOD_S * 0.9:
             return
         self._spoke_s = now_s
-        scheduler = self.scheduler
-        uncomputed, _ = scheduler.pending_tokens
-        stats = {name: float(value) for name, value in vars(self.counters).items()}
-        cache = scheduler.stats
-        stats |= {name: float(getattr(cache, name)) for name in cache.__slots__}
-        self.mailbox.send(
-            Status(
-                rank=self.rank,
-                epoch=self.epoch,
-                step=self.step,
-                num_running=scheduler.num_running,
-                num_waiting=scheduler.num_waiting,
-                num_free_blocks=scheduler.num_free_blocks,
-                num_blocks=scheduler.num_blocks,
-                pending_tokens=uncomputed,
-                counters=stats,
-                waited_s=self.served.waited_s,
-            )
-        )
+        status = make_status(self.rank, self.epoch, self.step, self.scheduler, self.counters, self.served.waited_s)
+        self.mailbox.send(status)
         silent_s = min(self.mailbox.front_end_silent_s(), now_s - self._started_s)
         if silent_s > self.settings.front_end_deadline_s and not self._wants_stop:
             log.error(

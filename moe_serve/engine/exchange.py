@@ -161,7 +161,7 @@ class ShmExchange:
 
     def _look_for_the_missing(self, missing: list[int], waited_s: float, step: int) -> None:
         if self._membership is not None:
-            self._membership.check(missing, "exchange", step, waited_s)
+            self._membership.check(missing, "exchange", step, waited_s, self._deadline_s)
             return
         dead = [rank for rank in self.dead_peers() if rank in missing]
         if dead:

@@ -146,6 +146,19 @@ class Status(Message, tag="status", frozen=True):
     waited_s: list[float] = []  # for each rank, how long this one has waited for its rows; empty: not measured
 
 
+class Members(Message, tag="members", frozen=True):
+    """The ranks that take part have changed; every one of them says so. A rank that is out has no requests any more.
+
+    group_epoch: counts the groups; the highest one holds. members: ascending. reason: why this rank regrouped
+    """
+
+    rank: int
+    epoch: int
+    group_epoch: int
+    members: list[int]
+    reason: str
+
+
 class Fatal(Message, tag="fatal", frozen=True):
     """This rank ends its epoch. lost_rank: the rank that it holds responsible, its own where the fault is its own."""
 
@@ -174,7 +187,7 @@ class Wake(Message, tag="wake", frozen=True):
 
 
 ToRank = Submit | Abort | Alive | Shutdown
-ToFrontEnd = Hello | Progress | Ready | Tokens | Status | Fatal | Goodbye
+ToFrontEnd = Hello | Progress | Ready | Tokens | Status | Members | Fatal | Goodbye
 
 _encoder = msgspec.msgpack.Encoder()
 _to_rank = msgspec.msgpack.Decoder(ToRank)

@@ -113,6 +113,8 @@ class ServedModel:
         """
         first_step = self._window_start
         record = self.recorder.take(first_step, step - first_step)
+        if record is None:
+            return
         now_s = time.monotonic()
         seconds, self._window_start_s, self._window_start = now_s - self._window_start_s, now_s, step
         if self.on_record is not None:

@@ -64,8 +64,10 @@ class LoadRecorder:
         self._counts.copy_(self._kept)
         self.slot_rows.copy_(self._kept_rows)
 
-    def take(self, first_step: int, num_steps: int, phase: str = "mixed") -> LoadRecord:
+    def take(self, first_step: int, num_steps: int, phase: str = "mixed") -> LoadRecord | None:
         """Returns the load of all ranks since the last take, and begins a new window. All ranks call it together.
+
+        A rank whose window has no step (it has just begun, and others close theirs) gets None, and goes on with it.
 
         What a rank counted before it was lost and had not told is in no record; what it counted before it came late and
         was taken back is in the next.
@@ -82,5 +84,7 @@ class LoadRecorder:
             # The zeros of a rank that is out are not its total.
             totals = torch.maximum(torch.cat(parts, dim=1), self._told)
             new = (totals - self._told).sum(0)
+            if num_steps == 0:
+                return None
             self._told = totals
         return LoadRecord(first_step, num_steps, phase, new.view(self._counts.shape[0], -1).cpu().numpy())

@@ -1,0 +1,44 @@
+"""What a rank tells of itself once a second."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from moe_serve.attention_dp.scheduler import Scheduler
+from moe_serve.engine.messages import Status
+
+
+@dataclass
+class EngineCounters:
+    """Totals since the start; they only grow."""
+
+    num_steps: int = 0  # exchanges
+    num_forwards: int = 0
+    num_voided_steps: int = 0  # begun, and left because a peer was lost
+    num_times_left_out: int = 0
+    num_sleeps: int = 0
+    num_decode_tokens: int = 0
+    num_prefill_tokens: int = 0
+    num_output_tokens: int = 0
+    num_finished: int = 0
+    num_aborted: int = 0
+
+
+def make_status(
+    rank: int, epoch: int, step: int, scheduler: Scheduler, counters: EngineCounters, waited_s: Sequence[float]
+) -> Status:
+    """Returns the report of a rank. waited_s: for each rank, how long this one has waited for its rows"""
+    uncomputed, _ = scheduler.pending_tokens
+    totals = {name: float(value) for name, value in vars(counters).items()}
+    totals |= {name: float(getattr(scheduler.stats, name)) for name in scheduler.stats.__slots__}
+    return Status(
+        rank=rank,
+        epoch=epoch,
+        step=step,
+        num_running=scheduler.num_running,
+        num_waiting=scheduler.num_waiting,
+        num_free_blocks=scheduler.num_free_blocks,
+        num_blocks=scheduler.num_blocks,
+        pending_tokens=uncomputed,
+        counters=totals,
+        waited_s=list(waited_s),
+    )

@@ -1,0 +1,244 @@
+"""Real engines on forked ranks, one of which dies or stops at a chosen moment; a front end's part is played by files.
+
+No process outlives its rank's death here as in tests/ranks.py: a dead rank is what is wanted. Every rank writes the
+tokens it sends into a file of its own; when the group leaves a rank out, the first of the others submits that rank's
+requests again, with the output in its file.
+"""
+
+import json
+import os
+import signal
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from moe_serve.config import load_config
+from moe_serve.dispatch.base import EpGroup
+from moe_serve.engine.build import build_engine
+from moe_serve.engine.engine import Engine
+from moe_serve.engine.exchange import make_exchange
+from moe_serve.engine.mailbox import Inbound, QueueMailbox
+from moe_serve.engine.messages import Members, Message, Shutdown, Submit, Tokens
+from moe_serve.errors import PeerError
+from tests.dispatch import faults
+
+CHANNELS = {"counts": "_counts", "dispatch": "_rows", "combine": "_home"}
+
+
+@dataclass(frozen=True)
+class Fault:
+    """phase: "exchange", "sample", or counts, dispatch or combine with send or receive;  calls: of it in that step that
+    pass unharmed;  sign: SIGKILL or SIGSTOP"""
+
+    victim: int
+    phase: str
+    step: int
+    calls: int = 0
+    sign: int = signal.SIGKILL
+
+
+@dataclass
+class Outcome:
+    """What one rank saw to its end. rows: computed by its finished steps; load: [layers] of all its records together"""
+
+    groups: list[list[int]] = field(default_factory=list)
+    counters: dict[str, int] = field(default_factory=dict)
+    load: list[int] = field(default_factory=list)
+    windows: list[tuple[int, int]] = field(default_factory=list)
+    told_of_victim: list[int] = field(default_factory=list)
+    rows: int = 0
+    step: int = 0
+    topk: int = 0
+    waited_s: list[float] = field(default_factory=list)
+    error: str = ""
+
+
+def mine(submits: Sequence[Submit], rank: int, num_ranks: int) -> list[Submit]:
+    return list(submits[rank::num_ranks])
+
+
+def tokens_in(file: Path) -> dict[str, tuple[list[int], bool]]:
+    """Returns output and whether it is all, of each request in a rank's file."""
+    found: dict[str, tuple[list[int], bool]] = {}
+    for line in file.read_text().splitlines() if file.exists() else ():
+        request_id, index, token_ids, finish = json.loads(line)
+        known, _ = found.get(request_id, ([], False))
+        known = known if known or not index else [-1] * index  # of an earlier attempt
+        assert index == len(known), "tokens come once and in order"
+        found[request_id] = (known + token_ids, finish is not None)
+    return found
+
+
+class FileMailbox(QueueMailbox):
+    """extra: a request for the victim, sent when it is back; the run ends when all requests have."""
+
+    def __init__(self, rank: int, num_ranks: int, submits: Sequence[Submit], fault: Fault | None, folder: Path):
+        super().__init__(mine(submits, rank, num_ranks), end_when_idle=False)
+        self._rank, self._num_ranks, self._submits, self._fault = rank, num_ranks, submits, fault
+        self._folder = folder
+        self._comes_back = fault is not None and fault.sign == signal.SIGSTOP
+        self._is_stopped = False
+        self.groups: list[list[int]] = []
+        (folder / f"pid{rank}").write_text(str(os.getpid()))
+
+    def send(self, message: Message) -> None:
+        if isinstance(message, Tokens):
+            with (self._folder / str(self._rank)).open("a") as file:
+                for event in message.events:
+                    assert event.finish != "error", event.message
+                    file.write(json.dumps([event.request_id, event.index, event.token_ids, event.finish]) + "\n")
+        elif isinstance(message, Members):
+            self._regroup(message.members)
+
+    def _regroup(self, members: list[int]) -> None:
+        assert self._fault is not None
+        victim = self._fault.victim
+        self.groups.append(members)
+        if victim not in members and self._rank == min(members):
+            self._is_stopped = self._comes_back
+            known = tokens_in(self._folder / str(victim))
+            for submit in mine(self._submits, victim, self._num_ranks):
+                output, is_all = known.get(submit.request_id, ([], False))
+                if not is_all:
+                    (self._folder / f"again.{submit.request_id}").write_text(json.dumps(output))
+                    again = Submit(
+                        submit.request_id, 1, submit.prompt_ids, submit.params, submit.seed, output_ids=output
+                    )
+                    self.put(again)
+        if victim in members and self._rank == victim:
+            first = self._submits[0]
+            self.put(Submit("extra", 0, first.prompt_ids, first.params, first.seed))
+
+    def poll(self, timeout_s: float) -> list[Inbound]:
+        if self._is_stopped and self._fault is not None:
+            # Again and again: on a busy machine it may have been left out before it stopped.
+            os.kill(int((self._folder / f"pid{self._fault.victim}").read_text()), signal.SIGCONT)
+        arrived = super().poll(timeout_s)
+        return [Shutdown()] if timeout_s > 0 and not arrived and self._all_done() else arrived
+
+    def _all_done(self) -> bool:
+        done = {
+            request_id
+            for rank in range(self._num_ranks)
+            for request_id, (_, is_all) in tokens_in(self._folder / str(rank)).items()
+            if is_all
+        }
+        wanted = {submit.request_id for submit in self._submits} | ({"extra"} if self._comes_back else set())
+        return done >= wanted
+
+
+def strike(engine: Engine, fault: Fault) -> None:
+    """Makes this rank die or stop where the fault says."""
+    transport: Any = engine.served.all_to_all
+    calls = fault.calls
+
+    def here() -> bool:
+        nonlocal calls
+        calls -= engine.step >= fault.step
+        return calls == -1
+
+    def end() -> None:
+        os.kill(os.getpid(), fault.sign)
+
+    def before(owner: Any, name: str) -> None:
+        original = getattr(owner, name)
+
+        def struck(*args: Any) -> Any:
+            if here():
+                end()
+            return original(*args)
+
+        setattr(owner, name, struck)
+
+    phase, _, half = fault.phase.partition(" ")
+    if phase == "exchange":
+        before(engine.exchange, "gather")
+    elif phase == "sample":
+        before(engine.scheduler, "complete")
+    elif phase == "window":
+        before(engine.served, "close_window")
+    elif half == "receive":
+        before(getattr(transport, CHANNELS[phase]), "arrive")
+    else:
+        channel = getattr(transport, CHANNELS[phase])
+        announce = channel.announce
+
+        def tell_one_and_end(call: int) -> None:
+            if here():
+                everybody = transport._peers.others
+                transport._peers.others = everybody[:1]  # the hardest case: some were told, some were not
+                announce(call)
+                transport._peers.others = everybody
+                end()
+            announce(call)
+
+        channel.announce = tell_one_and_end
+
+
+def run_engine(
+    rank: int, num_ranks: int, submits: Sequence[Submit], overrides: list[str], fault: Fault | None, folder: str
+) -> Outcome:
+    torch.set_num_threads(1)
+    store = dist.FileStore(f"{folder}/store", num_ranks)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=num_ranks)
+    group = EpGroup(rank, num_ranks, torch.device("cpu"), dist.group.WORLD)
+    config = load_config(overrides=overrides)
+    mailbox = FileMailbox(rank, num_ranks, submits, fault, Path(folder))
+    exchange = make_exchange(config.engine.exchange, dist.group.WORLD, True, config.engine.step_deadline_s)
+    engine = build_engine(config, group, exchange, mailbox)
+    engine.served.warm_up()
+    dist.barrier()
+    outcome = Outcome(topk=engine.served.spec.topk, groups=mailbox.groups)
+    load = torch.zeros(len(engine.served.spec.moe_layer_ids), dtype=torch.int64)
+
+    def add(record: Any) -> None:
+        load.add_(torch.from_numpy(record.tokens.sum(1)))
+        outcome.windows.append((record.first_step, record.num_steps))
+
+    engine.served.on_record = add
+    if fault is not None and rank == fault.victim:
+        strike(engine, fault)
+    try:
+        engine.run()
+    except PeerError as error:
+        outcome.error = str(error)
+        return outcome
+    engine.scheduler.check()
+    assert engine.scheduler.num_free_blocks == engine.scheduler.num_blocks
+    outcome.counters = dict(vars(engine.counters))
+    outcome.rows = engine.counters.num_decode_tokens + engine.counters.num_prefill_tokens
+    outcome.step = engine.step
+    outcome.load = load.tolist()
+    recorder = engine.served.recorder
+    if fault is not None:
+        outcome.told_of_victim = recorder._told[fault.victim].view(len(outcome.load), -1).sum(1).tolist()
+    outcome.waited_s = engine.served.waited_s
+    return outcome
+
+
+def serve_and_lose(
+    num_ranks: int, submits: Sequence[Submit], overrides: Sequence[str], fault: Fault | None
+) -> tuple[dict[int, Outcome], dict[str, list[int]]]:
+    """Returns what each rank saw that came to an end, and the tokens of each request as a reader would have them."""
+    settings = [
+        f"parallel.num_ranks={num_ranks}", "cache.num_blocks=256", "cache.block_size=8", "engine.heartbeat_s=0.02",
+        "dispatch.backend=low_latency", "engine.exchange=shm", "engine.numerics=batch_invariant", *overrides,
+    ]  # fmt: skip
+    dies = (fault.victim,) if fault is not None and fault.sign == signal.SIGKILL else ()
+    with tempfile.TemporaryDirectory() as folder:
+        outcomes = faults.run_forked(num_ranks, run_engine, num_ranks, submits, settings, fault, folder, dies=dies)
+        tokens: dict[str, list[int]] = {}
+        for rank in range(num_ranks):
+            for request_id, (output, is_all) in tokens_in(Path(folder) / str(rank)).items():
+                again = Path(folder) / f"again.{request_id}"
+                if is_all and output[0] == -1:
+                    before = json.loads(again.read_text())
+                    tokens[request_id] = before + output[len(before) :]
+                elif is_all:
+                    tokens[request_id] = output
+    return outcomes, tokens

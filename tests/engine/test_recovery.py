@@ -1,0 +1,116 @@
+"""A rank is lost in the middle of serving: the others go on, every token is the one it would have been, nothing is
+counted twice."""
+
+import signal
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from moe_serve.attention_dp.request import SamplingParams
+from moe_serve.engine.messages import Submit
+from tests.engine.losing import Fault, Outcome, serve_and_lose
+from tests.engine.offline import prompts_with_shared_beginnings, serve, submits_of, tiny_model
+
+NUM_RANKS, VICTIM = 3, 1
+PHASES = ("counts send", "counts receive", "dispatch send", "dispatch receive", "combine send", "combine receive")
+REDUNDANT = 8  # of 8 experts: every one has slots on two of three ranks
+
+
+def requests() -> list[Submit]:
+    """Greedy and seeded ones, more than run at a time, with beginnings that the prefix cache knows."""
+    prompts = prompts_with_shared_beginnings(12, 256, 30)
+    greedy = SamplingParams(max_new_tokens=10, temperature=0, ignore_eos=True)
+    sampled = SamplingParams(max_new_tokens=14, temperature=0.9, top_p=0.9, ignore_eos=True)
+    submits = submits_of(prompts, greedy)
+    return [
+        Submit(each.request_id, 0, each.prompt_ids, sampled if number % 2 else greedy, each.seed)
+        for number, each in enumerate(submits)
+    ]
+
+
+def settings_of(model: Path, deadline_s: float) -> list[str]:
+    return [
+        f"model.path={model}", "model.load_format=dummy", f"eplb.num_redundant_experts={REDUNDANT}",
+        "eplb.record_window_steps=5", "engine.max_running_requests=3", "engine.max_batch_tokens=16",
+        "dispatch.max_tokens_per_rank=6", f"engine.step_deadline_s={deadline_s}",
+    ]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_model(tmp_path_factory.mktemp("recovery"), "qwen3_moe")
+
+
+@cache
+def tokens_without_fault(model: Path) -> dict[str, list[int]]:
+    overrides = [f"model.path={model}", "model.load_format=dummy", "engine.numerics=batch_invariant"]
+    return serve(1, requests(), overrides).tokens
+
+
+def check_counts(outcomes: dict[int, Outcome], survivors: Sequence[int]) -> None:
+    """A survivor's records, all together: every row that was computed, top-k times in each layer."""
+    first = outcomes[survivors[0]]
+    rows = sum(outcomes[rank].rows for rank in survivors)
+    # What the lost rank had told before; a rank of which no part is missing says all of its own.
+    told = [0] * len(first.load) if VICTIM in survivors else first.told_of_victim
+    assert [load - theirs for load, theirs in zip(first.load, told, strict=True)] == [first.topk * rows] * len(told)
+    assert len(set(told)) == 1, "the lost rank counted in all layers or in none"
+    assert told[0] % first.topk == 0
+    assert sum(steps for _, steps in first.windows) == first.step
+    ends = [start + steps for start, steps in first.windows]
+    assert [start for start, _ in first.windows[1:]] == ends[:-1]
+
+
+@pytest.mark.parametrize(
+    ("phase", "step", "calls"),
+    [
+        *((phase, 4, number) for number, phase in enumerate(PHASES)),
+        ("exchange", 6, 0), ("sample", 5, 1), ("window", 4, 0),
+    ],
+)  # fmt: skip
+def test_the_others_go_on_and_every_token_is_right(model: Path, phase: str, step: int, calls: int) -> None:
+    fault = Fault(VICTIM, phase, step, calls)
+    outcomes, tokens = serve_and_lose(NUM_RANKS, requests(), settings_of(model, 20), fault)
+    assert tokens == tokens_without_fault(model)
+    assert sorted(outcomes) == [0, 2]
+    for outcome in outcomes.values():
+        assert outcome.error == ""
+        assert outcome.groups == [[0, 2]]
+        assert outcome.counters["num_voided_steps"] == 1
+        assert outcome.step == outcomes[0].step
+    check_counts(outcomes, [0, 2])
+
+
+@pytest.mark.parametrize(
+    ("phase", "step"), [("counts receive", 4), ("dispatch send", 4), ("combine receive", 4), ("exchange", 6)]
+)
+def test_a_rank_that_stops_is_left_out_and_taken_back(model: Path, phase: str, step: int) -> None:
+    fault = Fault(VICTIM, phase, step, calls=1, sign=signal.SIGSTOP)
+    outcomes, tokens = serve_and_lose(NUM_RANKS, requests(), settings_of(model, 1.0), fault)
+    right = tokens_without_fault(model)
+    assert tokens == right | {"extra": right["0"]}, "it serves again when it is back"
+    assert sorted(outcomes) == [0, 1, 2]
+    for rank, outcome in outcomes.items():
+        assert outcome.error == ""
+        assert outcome.groups == [[0, 1, 2]] if rank == VICTIM else [[0, 2], [0, 1, 2]]
+        assert outcome.counters["num_times_left_out"] == int(rank == VICTIM)
+        assert outcome.step == outcomes[0].step
+    check_counts(outcomes, [0, 1, 2])
+
+
+def test_a_rank_with_the_only_copy_of_an_expert_cannot_be_spared(model: Path) -> None:
+    overrides = [*settings_of(model, 20), "eplb.num_redundant_experts=0"]
+    outcomes, _ = serve_and_lose(NUM_RANKS, requests(), overrides, Fault(VICTIM, "dispatch receive", 4))
+    assert sorted(outcomes) == [0, 2]
+    for outcome in outcomes.values():
+        assert "rank 1 cannot be spared: 9 experts had their only slots there (layer 0: 3, 4, 5)" in outcome.error
+        assert "raise eplb.num_redundant_experts" in outcome.error
+
+
+def test_on_lost_rank_end_ends_the_epoch(model: Path) -> None:
+    overrides = [*settings_of(model, 20), "engine.on_lost_rank=end"]
+    outcomes, _ = serve_and_lose(NUM_RANKS, requests(), overrides, Fault(VICTIM, "combine send", 4))
+    assert {rank: outcome.groups for rank, outcome in outcomes.items()} == {0: [], 2: []}
+    assert all("rank 1" in outcome.error for outcome in outcomes.values())
