@@ -5,11 +5,14 @@ a row's bits depend on that row and its matrix alone, whatever the machine's ker
 numbers: each weight is rounded to one of 255 steps, each activation too.
 """
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 
 LARGEST = 127  # of both signs: -128 has no counterpart
 SMALLEST_AMAX = 1e-30  # keeps a row of zeros from dividing by zero
+RUN_ELEMENTS = 1 << 18  # sums that are scaled at once: 1 MiB of int32
 MAX_K = (2**31 - 1) // LARGEST**2  # products of one sum that int32 holds
 
 
@@ -53,12 +56,34 @@ def grouped_gemm_int8(
 ) -> Tensor:
     """Same contract as the reference, and the same bits; one VNNI GEMM for each group that has rows."""
     assert x.shape[1] <= MAX_K, f"sums of {x.shape[1]} int8 products may leave int32"
-    counts = rows_per_group.tolist()
-    sums = torch.empty(x.shape[0], weight.shape[1], dtype=torch.int32)
-    pieces = zip(torch.split(x, counts), weight.transpose(1, 2).unbind(), torch.split(sums, counts), strict=True)
-    for rows, matrix, out in pieces:
+    out = torch.empty(x.shape[0], weight.shape[1], dtype=dtype)
+    for groups, rows in _runs(rows_per_group.tolist(), max(1, RUN_ELEMENTS // max(1, weight.shape[1]))):
+        counts = rows_per_group[groups]
+        sums = _sums(x[rows], weight[groups], counts.tolist())
+        scales = torch.repeat_interleave(weight_scale[groups], counts, 0, output_size=len(sums))
+        out[rows] = sums.float().mul_(x_scale[rows, None]).mul_(scales)
+    return out
+
+
+def _sums(x: Tensor, weight: Tensor, counts: list[int]) -> Tensor:
+    """Returns [rows, n] int32, the products of each group's rows."""
+    out = torch.empty(x.shape[0], weight.shape[1], dtype=torch.int32)
+    pieces = zip(torch.split(x, counts), weight.transpose(1, 2).unbind(), torch.split(out, counts), strict=True)
+    for rows, matrix, sums in pieces:
         if len(rows):
-            torch._int_mm(rows, matrix, out=out)
-    # Scaled together: with few rows a call for each group would cost as much as its product.
-    scales = torch.repeat_interleave(weight_scale, rows_per_group, 0, output_size=len(x))
-    return sums.float().mul_(x_scale[:, None]).mul_(scales).to(dtype)
+            torch._int_mm(rows, matrix, out=sums)
+    return out
+
+
+def _runs(counts: list[int], most_rows: int) -> Iterator[tuple[slice, slice]]:
+    """Yields (groups, their rows) that are scaled together: about most_rows, and at least one group with rows.
+
+    With few rows a scaling for each group would cost as much as its product; with many, all sums at once would leave
+    the cache.
+    """
+    group = row = num_rows = 0
+    for end, count in enumerate(counts, 1):
+        num_rows += count
+        if num_rows >= most_rows or (num_rows and end == len(counts)):
+            yield slice(group, end), slice(row, row + num_rows)
+            group, row, num_rows = end, row + num_rows, 0

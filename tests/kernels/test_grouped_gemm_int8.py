@@ -5,6 +5,7 @@ import torch
 
 from moe_serve.kernels.grouped_gemm_int8 import (
     LARGEST,
+    RUN_ELEMENTS,
     dequantize_int8,
     grouped_gemm_int8,
     grouped_gemm_int8_reference,
@@ -13,8 +14,8 @@ from moe_serve.kernels.grouped_gemm_int8 import (
 )
 from tests.tolerance import INT8_EXPERT
 
-ROWS = [[0, 0, 0], [1, 0, 7], [4, 4, 4], [0, 3, 40], [1, 1, 1], [600, 0, 1]]
-WIDTHS = [(48, 40), (7, 3), (130, 17), (512, 96)]
+ROWS = [[0, 0, 0], [1, 0, 7], [4, 4, 4], [0, 3, 40], [1, 1, 1], [600, 0, 1], [90, 700, 0]]
+WIDTHS = [(48, 40), (7, 3), (130, 17), (512, 96), (16, RUN_ELEMENTS // 512)]  # the last one: runs of 512 rows
 
 pytestmark = pytest.mark.skipif(not has_vnni(), reason="needs a CPU with AVX-512 VNNI, as the setting itself does")
 
