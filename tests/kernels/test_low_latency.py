@@ -242,6 +242,37 @@ def test_the_gpu_transport_gives_the_bits_of_the_local_one(on_device: RunCheck, 
     on_device(check_contract, dtype)
 
 
+def check_overlap(device: str) -> None:
+    from moe_serve.dispatch.base import BufferLimits, EpGroup, Ready
+    from moe_serve.dispatch.buffers import gpu_region
+    from moe_serve.dispatch.local import LocalAllToAll
+    from moe_serve.dispatch.low_latency_gpu import GpuLowLatencyAllToAll
+    from moe_serve.dispatch.low_latency_triton import LowLatencyRanks
+    from moe_serve.dispatch.overlap import Round, run_in_turn, run_overlapped
+    from moe_serve.dispatch.symmetric_gpu import virtual_regions
+    from moe_serve.dispatch.wire import make_wire
+
+    region = gpu_region(1, BufferLimits(2, 136, 2, 3), torch.float32, "auto", stages=True)
+    ranks = LowLatencyRanks(virtual_regions(region, torch.device(device)), torch.float32, max_spins=4)
+    low_latency = GpuLowLatencyAllToAll(ranks, EpGroup(0, 1, torch.device(device)))
+    x, ids = randn("cpu", 6, 136, dtype=torch.float32), torch.tensor([[2, 0], [-1, 2], [1, 2], [0, 1], [2, 1], [0, -1]])
+    weights = randn("cpu", 6, 2, dtype=torch.float32)
+    results = []
+    for run, transport, where in (
+        (run_overlapped, low_latency, device),
+        (run_in_turn, LocalAllToAll(3, make_wire("auto", torch.float32)), "cpu"),
+    ):
+        parts = zip(*(part.to(where).tensor_split(4) for part in (x, ids, weights)), strict=True)
+        rounds = [lambda part=part: Ready(Round(*part)) for part in parts]
+        results.append(torch.cat(run(transport, rounds, lambda rows: rows.x * 3, lambda: None)[0]))
+    low_latency.end_step()
+    assert_equal_bits(*results)
+
+
+def test_overlapped_rounds_of_the_gpu_transport_have_the_bits_of_plain_local_ones(on_device: RunCheck) -> None:
+    on_device(check_overlap)
+
+
 def test_eight_virtual_ranks_in_one_process(on_device: RunCheck) -> None:
     on_device(check_round_trip, "random", 8, 1, 16, 2, "bf16", False)
 
