@@ -48,6 +48,9 @@ WAYS: dict[str, tuple[int, list[str], int | None]] = {
 SINGLE: dict[str, tuple[int, list[str], int | None]] = {
     "two ranks over shared memory": (2, ["dispatch.backend=low_latency"], None),
     "two ranks over gloo": (2, ["dispatch.backend=collective"], None),
+    "rows in slabs, moved without the helper": (
+        2, ["dispatch.backend=low_latency", "dispatch.rows=masked", "dispatch.compiled=false"], None,
+    ),
     "four ranks": (4, [], None),
     "small batches": (1, ["engine.max_running_requests=7"], None),
     "another order": (1, [], 3),

@@ -48,6 +48,16 @@ def test_the_effective_configuration_is_printed_and_served(system, client):
     assert [rank["info"]["slots_per_rank"] for rank in info["ranks"]] == [16, 16]
 
 
+def test_the_transport_and_who_waited_for_whom_are_told(client):
+    generate(client, text="x", sampling_params=GREEDY)
+    for rank in client.get("/server_info").json()["ranks"]:
+        assert rank["info"]["all_to_all"] == "LowLatencyAllToAll"
+        assert rank["info"]["all_to_all_note"].startswith("rows are moved by")
+        assert rank["info"]["all_to_all_is_bitwise"] is True
+    series = [f'moe_serve_all_to_all_wait_seconds_total{{peer="{1 - rank}",rank="{rank}"}}' for rank in (0, 1)]
+    assert eventually(lambda: all(name in client.get("/metrics").text for name in series))
+
+
 def test_text_comes_back_and_greedy_text_is_always_the_same(client):
     first = generate(client, text="def __init__(self", sampling_params=GREEDY)
     assert first["text"]

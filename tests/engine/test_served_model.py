@@ -1,0 +1,106 @@
+"""What a rank's model does with its transport: settings reach it, it hears of steps, and its bits are checked."""
+
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+from moe_serve.attention_dp.batch import ForwardBatch
+from moe_serve.config import load_config
+from moe_serve.dispatch.base import EpGroup
+from moe_serve.dispatch.local import LocalAllToAll
+from moe_serve.dispatch.wire import make_wire
+from moe_serve.engine import served_model
+from moe_serve.engine.served_model import MANY_TOKENS, ServedModel, build_served_model, check_bits
+from moe_serve.errors import ConfigError, PeerError
+
+ALONE = EpGroup(0, 1, torch.device("cpu"))
+
+
+class Listening(LocalAllToAll):
+    """A transport that hears of steps. late: it missed a peer's rows in the step that runs"""
+
+    note = "ears"
+
+    def __init__(self, slots_per_rank: int):
+        super().__init__(slots_per_rank, make_wire("auto", torch.float32))
+        self.heard: list[object] = []
+        self.late = False
+        self.waited_s = [0.0, 1.5]
+
+    def begin_step(self, most_tokens: int) -> None:
+        self.heard.append(most_tokens)
+
+    def end_step(self) -> None:
+        self.heard.append("end")
+        if self.late:
+            raise PeerError("rank 1 did not send its rows", 1, "dispatch", 5)
+
+
+def build(*overrides: str, **changes: Any) -> tuple[ServedModel, Listening, dict[str, Any]]:
+    """A model of one rank over such a transport, and with what its maker was called."""
+    asked: dict[str, Any] = {}
+
+    def make(backend: str, group: EpGroup, slots_per_rank: int, *args: Any, **kwargs: Any) -> Listening:
+        asked.update(kwargs, backend=backend)
+        transport = Listening(slots_per_rank)
+        vars(transport).update(changes)
+        return transport
+
+    config = load_config(overrides=["cache.num_blocks=8", "parallel.device=cpu", *overrides])
+    with mock.patch.object(served_model, "make_all_to_all", make):
+        served = build_served_model(config, ALONE)
+    assert isinstance(served.all_to_all, Listening)
+    return served, served.all_to_all, asked
+
+
+def test_settings_of_the_dispatch_reach_the_transport() -> None:
+    _, _, asked = build()
+    assert (asked["compiled"], asked["masked"], asked["deadline_s"]) == (True, None, 60.0)
+    _, _, asked = build(
+        "dispatch={backend: low_latency, rows: masked, compiled: false, deadline_s: 0.05}", "parallel.num_ranks=2"
+    )
+    assert (asked["compiled"], asked["masked"], asked["deadline_s"]) == (False, True, 0.05)
+    _, _, asked = build("dispatch.rows=packed", "engine.step_deadline_s=7")
+    assert (asked["masked"], asked["deadline_s"]) == (False, 7.0)
+
+
+def test_a_transport_hears_of_steps_and_a_late_peer_voids_one() -> None:
+    served, transport, _ = build()
+    served.warm_up()
+    assert transport.heard == [0, "end", MANY_TOKENS, "end"], "both ways of a transport by size are warm"
+    served.begin_step(12)
+    transport.late = True
+    with pytest.raises(PeerError, match="rank 1"):
+        served.forward(ForwardBatch.empty(served.device, served.numerics), 1)
+    assert transport.heard[4:] == [12, "end"]
+
+
+def test_what_it_is_and_for_whom_it_waited_is_told() -> None:
+    served, _, _ = build()
+    told = {name: served.info[name] for name in ("all_to_all", "all_to_all_note", "all_to_all_is_bitwise")}
+    assert told == {"all_to_all": "Listening", "all_to_all_note": "ears", "all_to_all_is_bitwise": True}
+    assert served.waited_s == [0.0, 1.5]
+    silent = LocalAllToAll(2, make_wire("auto", torch.float32))
+    served.all_to_all = silent
+    assert served.waited_s == []
+
+
+@pytest.mark.parametrize("backend", ["auto", "low_latency"])
+def test_bits_of_its_own_are_refused_in_batch_invariant_whoever_chose_the_transport(backend: str) -> None:
+    own = SimpleNamespace(is_bitwise=False, note="adds in an order of its own")
+    settings = [f"dispatch.backend={backend}", "parallel.num_ranks=2", "engine.numerics=batch_invariant"]
+    config = load_config(overrides=settings)
+    with pytest.raises(ConfigError, match=rf"backend {backend} gives .*order of its own.*dispatch.backend: collective"):
+        check_bits(own, config)  # type: ignore[arg-type]
+    own.is_bitwise = True
+    check_bits(own, config)  # type: ignore[arg-type]
+    own.is_bitwise = False
+    check_bits(own, load_config(overrides=settings[:2]))  # type: ignore[arg-type]
+
+
+def test_a_model_is_not_built_over_bits_of_its_own_in_batch_invariant() -> None:
+    with pytest.raises(ConfigError, match="batch_invariant excludes"):
+        build("engine.numerics=batch_invariant", is_bitwise=False)
