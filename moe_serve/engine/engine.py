@@ -137,6 +137,7 @@ class Engine:
             self.scheduler.complete(chunk, (token_id,))
             events.append(self._event(chunk.request, token_id))
         self._count(chunks, len(events))
+        self.counters.num_overlapped_forwards += plan.overlap
         if events:
             self.mailbox.send(Tokens(self.rank, self.epoch, events))
 

@@ -13,6 +13,7 @@ class EngineCounters:
 
     num_steps: int = 0  # exchanges
     num_forwards: int = 0
+    num_overlapped_forwards: int = 0  # of them, those whose rounds overlapped
     num_voided_steps: int = 0  # begun, and left because a peer was lost
     num_times_left_out: int = 0
     num_sleeps: int = 0
