@@ -130,6 +130,7 @@ def test_tokens_do_not_depend_on_one_thing(reference: tuple[str, Path, Served], 
     served = serve(num_ranks, requests, [*PLAIN, *overrides], stagger)
     assert len(served.tokens) == 60
     same(served, expected)
+    assert (served.counters["num_overlapped_forwards"] > 0) == ("overlapped" in way)
     assert way != "preempted" or served.stats["num_preempted"] > 0
     assert way != "cached prefixes" or served.stats["num_cached_prompt_tokens"] > 0
 

@@ -83,6 +83,16 @@ def test_the_others_go_on_and_every_token_is_right(model: Path, phase: str, step
     check_counts(outcomes, [0, 2])
 
 
+@pytest.mark.parametrize(("phase", "calls"), [("counts send", 2), ("dispatch receive", 3), ("combine send", 1)])
+def test_a_rank_may_be_lost_between_rounds_that_overlap(model: Path, phase: str, calls: int) -> None:
+    overrides = [*settings_of(model, 20), "dispatch.overlap_from_tokens=1"]
+    outcomes, tokens = serve_and_lose(NUM_RANKS, requests(), overrides, Fault(VICTIM, phase, 4, calls))
+    assert tokens == tokens_without_fault(model)
+    assert {rank: outcome.groups for rank, outcome in outcomes.items()} == {0: [[0, 2]], 2: [[0, 2]]}
+    assert all(outcome.counters["num_overlapped_forwards"] > 0 for outcome in outcomes.values())
+    check_counts(outcomes, [0, 2])
+
+
 @pytest.mark.parametrize(
     ("phase", "step"), [("counts receive", 4), ("dispatch send", 4), ("combine receive", 4), ("exchange", 6)]
 )
