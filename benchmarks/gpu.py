@@ -13,7 +13,7 @@ import platform
 import statistics
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -196,7 +196,28 @@ def slab_gemm(ceilings: Ceilings) -> list[Row]:
         rows.append(
             Row(f"masked bf16 GEMM, tile for {guess} rows", share, "%", *goal, f"{slots} experts x {filled} rows")
         )
-    return rows
+    return [*rows, *slab_gemm_fp8(ceilings, x, weight, counts)]
+
+
+def slab_gemm_fp8(ceilings: Ceilings, x: torch.Tensor, weight: torch.Tensor, counts: torch.Tensor) -> Iterator[Row]:
+    """x: [slots, capacity, k], weight: [slots, n, k] bfloat16, counts: [slots]"""
+    from moe_serve.kernels.grouped_gemm_fp8 import BlockScaled, quantize_weight
+    from moe_serve.kernels.grouped_gemm_fp8_triton import slab_gemm_fp8_triton
+    from moe_serve.kernels.quantize_triton import quantize_triton
+
+    pieces = [quantize_weight(one[None], parts=2) for one in weight]  # one by one: it widens to float32
+    values = torch.cat([piece.q.view(torch.uint8) for piece in pieces]).view(torch.float8_e4m3fn)
+    quantised = BlockScaled(values, torch.cat([piece.scale for piece in pieces]), parts=2)
+    x8, scale = quantize_triton(x, counts)
+    filled = int(counts[3])
+    got = slab_gemm_fp8_triton(x8, scale, quantised, counts, expected_rows=filled)
+    check_close(got[3, :filled], x[3, :filled].float() @ weight[3].float().T, 6e-2, "masked FP8 GEMM")
+    for guess in (16, 64):
+        micros = time_us([lambda guess=guess: slab_gemm_fp8_triton(x8, scale, quantised, counts, expected_rows=guess)])
+        share = quantised.q.numel() / micros / 1e3 / ceilings.read_gb_s * 100
+        yield Row(
+            f"masked FP8 GEMM, tile for {guess} rows", share, "%", "", None, f"{len(counts)} experts x {filled} rows"
+        )
 
 
 # -- low latency ----------------------------------------------------------------------------------------------------
