@@ -33,7 +33,8 @@ class LoadRecorder:
         self._gather = gather
         # Column 0 takes the -1 of tokens that have no expert.
         self._counts = torch.zeros(num_layers, num_logical + 1, dtype=torch.int64, device=group.device)
-        self.slot_rows = torch.zeros(num_layers, slots_per_rank, dtype=torch.int64)  # since start, this rank only
+        # Since start, this rank only; on the device, since masked rows are counted there and nobody waits for them.
+        self.slot_rows = torch.zeros(num_layers, slots_per_rank, dtype=torch.int64, device=group.device)
         self._kept, self._kept_rows = self._counts.clone(), self.slot_rows.clone()
         # Totals of each rank as of the last record; of this rank only where the process group adds up.
         self._told = torch.zeros(

@@ -9,7 +9,14 @@ from moe_serve.dispatch.base import BufferLimits, EpGroup, MaskedRows
 from moe_serve.dispatch.buffers import gpu_region
 from moe_serve.dispatch.low_latency_gpu import GpuLowLatencyAllToAll
 from moe_serve.dispatch.symmetric_gpu import SymmetricRegions
+from moe_serve.ep import moe_layer
+from moe_serve.ep.load_recorder import LoadRecorder
+from moe_serve.ep.moe_layer import ExpertParallel
+from moe_serve.ep.replica_map import ReplicaMap
+from moe_serve.ep.routing import RouterSpec
+from moe_serve.eplb.placement import Placement
 from moe_serve.errors import PeerError
+from moe_serve.kernels.numerics import FAST
 
 LIMITS = BufferLimits(max_tokens_per_rank=4, hidden=64, topk=2, slots_per_rank=3)
 
@@ -60,6 +67,25 @@ def test_no_call_reads_a_tensor_back(launches: Launches) -> None:
     assert launches.names == ["dispatch_send_kernel"] * 2 + round_trip * 2
     with pytest.raises(NotImplementedError):
         transport.end_step()  # which does look, once per step: so the test can fail
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_whole_moe_layer_around_it_reads_nothing_back(
+    launches: Launches, monkeypatch: pytest.MonkeyPatch, overlap: bool
+) -> None:
+    """Gate, load recorder, choice of replica and transport; the experts' own kernels are left out."""
+    transport, spec = make("meta", launches), RouterSpec(6, 2)
+    placement = Placement.trivial(1, 6, 2)
+    recorder = LoadRecorder(1, 6, EpGroup(0, 1, torch.device("meta")), slots_per_rank=3)
+    parallel = ExpertParallel(0, spec, transport, ReplicaMap(placement, "meta"), recorder, 4, FAST)
+    weight = torch.empty(6, 64, device="meta")
+    experts = {"gate_up": torch.empty(3, 32, 64, device="meta"), "down": torch.empty(3, 64, 16, device="meta")}
+    monkeypatch.setattr(moe_layer, "expert_ffn", lambda rows, experts, numerics: rows.x)
+    layer = moe_layer.make_moe_layer(parallel, 0, weight, None, experts, None)
+    hidden = torch.empty(7, 64, dtype=torch.bfloat16, device="meta")
+    out = layer(hidden, 7, num_chunks=2, overlap=overlap)
+    assert (out.shape, out.device.type) == ((7, 64), "meta")
+    assert launches.names.count("combine_receive_kernel") == 2
 
 
 def test_the_peer_that_was_missed_last_is_named_and_only_once_a_step_was_late(launches: Launches) -> None:
