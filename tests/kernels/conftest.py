@@ -36,6 +36,7 @@ def interpreter() -> Iterator[RunCheck]:
 
     yield run
     worker.stdin.close()
+    worker.terminate()  # ranks that were forked meanwhile hold the pipe open too, so its end may not be seen
     worker.wait(timeout=10)
 
 
