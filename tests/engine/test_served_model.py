@@ -8,13 +8,19 @@ import pytest
 import torch
 
 from moe_serve.attention_dp.batch import ForwardBatch
+from moe_serve.attention_dp.request import SamplingParams
 from moe_serve.config import load_config
 from moe_serve.dispatch.base import EpGroup
 from moe_serve.dispatch.local import LocalAllToAll
 from moe_serve.dispatch.wire import make_wire
 from moe_serve.engine import served_model
+from moe_serve.engine.build import build_engine
+from moe_serve.engine.exchange import make_exchange
+from moe_serve.engine.mailbox import QueueMailbox
+from moe_serve.engine.messages import Status, Submit
 from moe_serve.engine.served_model import MANY_TOKENS, ServedModel, build_served_model, check_bits
 from moe_serve.errors import ConfigError, PeerError
+from tests.ranks import run_ranks
 
 ALONE = EpGroup(0, 1, torch.device("cpu"))
 
@@ -86,6 +92,34 @@ def test_what_it_is_and_for_whom_it_waited_is_told() -> None:
     silent = LocalAllToAll(2, make_wire("auto", torch.float32))
     served.all_to_all = silent
     assert served.waited_s == []
+
+
+def check_engine(rank: int, group: EpGroup) -> tuple[list[object], list[list[float]]]:
+    settings = [
+        "cache.num_blocks=8",
+        "parallel.device=cpu",
+        "engine.max_batch_tokens=8",
+        "engine.max_running_requests=2",
+    ]
+    transports: list[Listening] = []
+
+    def make(backend: str, group: EpGroup, slots_per_rank: int, *args: Any, **kwargs: Any) -> Listening:
+        transports.append(Listening(slots_per_rank))
+        return transports[0]
+
+    params = SamplingParams(max_new_tokens=3, temperature=0, ignore_eos=True)
+    mailbox = QueueMailbox([Submit("a", 0, list(range(3, 14)), params, seed=0)])
+    with mock.patch.object(served_model, "make_all_to_all", make):
+        exchange = make_exchange("auto", group.process_group, True, 60.0)
+        engine = build_engine(load_config(overrides=settings), ALONE, exchange, mailbox)
+    engine.run()
+    return transports[0].heard, [one.waited_s for one in mailbox.sent if isinstance(one, Status)]
+
+
+def test_the_engine_tells_the_size_of_each_step_and_reports_the_waits() -> None:
+    ((heard, waits),) = run_ranks(1, check_engine)
+    assert heard == [8, "end", 3, "end", 1, "end", 1, "end"], "two chunks of the prompt, then token by token"
+    assert waits[0] == [0.0, 1.5]
 
 
 @pytest.mark.parametrize("backend", ["auto", "low_latency"])
