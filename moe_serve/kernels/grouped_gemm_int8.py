@@ -68,10 +68,10 @@ def grouped_gemm_int8(
 def _sums(x: Tensor, weight: Tensor, counts: list[int]) -> Tensor:
     """Returns [rows, n] int32, the products of each group's rows."""
     out = torch.empty(x.shape[0], weight.shape[1], dtype=torch.int32)
-    pieces = zip(torch.split(x, counts), weight.transpose(1, 2).unbind(), torch.split(out, counts), strict=True)
-    for rows, matrix, sums in pieces:
-        if len(rows):
-            torch._int_mm(rows, matrix, out=sums)
+    matrices, sizes = weight.transpose(1, 2), [count for count in counts if count]
+    busy = (group for group, count in enumerate(counts) if count)
+    for group, rows, sums in zip(busy, torch.split(x, sizes), torch.split(out, sizes), strict=True):
+        torch._int_mm(rows, matrices[group], out=sums)
     return out
 
 
