@@ -84,6 +84,15 @@ def describe_transport(
     why = choice.why and f"auto: {choice.why}{_condition(config, device, machine)}"
     backend = choice.backend
     name = _words(backend, device, limits)
+    if backend == _UNKNOWN:
+        few, wire_dtype = small_limits(limits), config.dispatch.wire_dtype
+        sizes = gpu_buffer_sizes(config.parallel.num_ranks, few, dtype, wire_dtype, stages=True)
+        fact = (
+            "dispatch buffers",
+            sizes.per_rank,
+            f"if NVSHMEM is taken, for {sizes.max_tokens} tokens: {sizes.shares}",
+        )
+        return TransportReport(name, why, True, (fact,))
     if backend not in _WITH_BUFFERS:
         return TransportReport(name, why, backend != "deepep")
     held = small_limits(limits) if backend == "by_batch" else limits
