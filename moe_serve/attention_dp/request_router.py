@@ -127,6 +127,11 @@ class RequestRouter:
         """Sends nothing to this rank any more."""
         self._ranks.pop(rank, None)
 
+    def mark_back(self, rank: int) -> None:
+        """A lost rank serves again. It has no requests; what it has cached is still there."""
+        if rank not in self._ranks:
+            self._ranks[rank] = _RankState(last_chosen=self._num_routed)
+
     def _choose(self, cached: dict[int, int], session_id: str | None) -> int:
         least = min(state.load for state in self._ranks.values())
         if session_id is not None:

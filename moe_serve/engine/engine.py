@@ -165,9 +165,12 @@ class Engine:
 
     def _begin_group(self, recovery: Recovery, reason: str) -> None:
         self._has_regrouped = True
-        members = recovery.members
-        log.warning("%s; ranks %s go on from step %d", reason, ", ".join(map(str, members)), self.step)
-        self.mailbox.send(Members(self.rank, self.epoch, recovery.group_epoch, members, reason))
+        log.debug(
+            "%s: ranks %s go on from step %d", reason, recovery.members, self.step
+        )  # whoever watches says it once
+        times_left_out = self.counters.num_times_left_out
+        news = Members(self.rank, self.epoch, recovery.group_epoch, recovery.members, reason, times_left_out)
+        self.mailbox.send(news)
 
     def _come_back(self, recovery: Recovery) -> bool:
         """Waits outside until the others take this rank back; returns False when it was told to end."""

@@ -149,7 +149,8 @@ class Status(Message, tag="status", frozen=True):
 class Members(Message, tag="members", frozen=True):
     """The ranks that take part have changed; every one of them says so. A rank that is out has no requests any more.
 
-    group_epoch: counts the groups; the highest one holds. members: ascending. reason: why this rank regrouped
+    group_epoch: counts the groups; the highest one holds. members: ascending. reason: why this rank regrouped.
+    times_left_out: of this rank; each time it has dropped its requests, whether or not others could tell before it
     """
 
     rank: int
@@ -157,6 +158,7 @@ class Members(Message, tag="members", frozen=True):
     group_epoch: int
     members: list[int]
     reason: str
+    times_left_out: int = 0
 
 
 class Fatal(Message, tag="fatal", frozen=True):

@@ -2,7 +2,8 @@
 
 The parent only watches. It hears from the front end what the ranks are doing (as supervisor, see server/bridge.py),
 sees first when a process ends, tells the front end, and ends everything in order: no new calls, then the ranks, then
-whatever is left. The front end outlives a lost rank, to say on /ready which one it was.
+whatever is left. Whether the others go on without a lost rank is their decision, which the front end passes on: then
+one line says so, and that is all. Else the front end outlives the ranks, to say on /ready which one it was.
 """
 
 import os
@@ -16,7 +17,7 @@ import msgspec
 import zmq
 
 from moe_serve.config import ServeConfig
-from moe_serve.engine.messages import Fatal, Hello, Progress, Ready, decode_to_front_end, encode
+from moe_serve.engine.messages import Fatal, Hello, Members, Progress, Ready, decode_to_front_end, encode
 from moe_serve.launcher.display import StartDisplay
 from moe_serve.launcher.local import WORKER, Child, Death, LocalRanks, child_environment, describe_exit, new_token
 from moe_serve.server.bridge import SUPERVISOR
@@ -82,7 +83,9 @@ class _System:
         self._is_ready = False
         self._told: str | None = None  # why the epoch is over, in the front end's words
         self._blamed: int = SUPERVISOR  # the rank that it holds responsible; SUPERVISOR: none by name
-        self._deaths: list[Death] = []
+        self._deaths: list[Death] = []  # of ranks that the others do not serve without
+        self._out: set[int] = set()
+        self._may_go_on = True  # all ranks have said that they go on without a lost one where they can
         self._lost_at_s: float | None = None  # when we first heard of it
         self._is_reported = False
         self._context = zmq.Context()
@@ -132,7 +135,10 @@ class _System:
                     self.display.phase(message.rank, message.phase, message.fraction)
                 case Ready():
                     self.display.phase(message.rank, "ready", 1.0)
+                    self._may_go_on &= message.info.get("on_lost_rank") == "mask"
                     self._one_is_ready(message.rank)
+                case Members():
+                    self._regroup(message)
                 case Fatal():
                     self._told, self._blamed = message.message, message.lost_rank
 
@@ -146,9 +152,35 @@ class _System:
             prompt = '{"input_ids": [5, 6, 7]}' if self.config.model.skip_tokenizer else '{"text": "def "}'
             self.display.note(f"  try: curl {address}/generate -d '{prompt}'")
 
+    def _regroup(self, message: Members) -> None:
+        """Says who is out or back, in one line each."""
+        self._see_deaths()
+        serving = ", ".join(map(str, message.members))
+        for rank in range(self.config.parallel.num_ranks):
+            if rank in self._out and rank in message.members:
+                self._out.remove(rank)
+                self.display.note(f"rank {rank} is back; ranks {serving} serve", style="green")
+            elif rank not in self._out and rank not in message.members:
+                self._out.add(rank)
+                deaths = [str(death) for death in self._deaths if death.rank == rank]
+                reason = deaths[0] if deaths else f"rank {rank} is out ({message.reason})"
+                self.display.note(f"{reason}; ranks {serving} serve on, and have its requests", style="yellow")
+        self._deaths = [death for death in self._deaths if death.rank not in self._out]
+
+    def _see_deaths(self) -> None:
+        for death in self.ranks.deaths():
+            if death.rank in self._out:
+                self.display.note(f"{death}; it was out already", style="yellow")
+                continue
+            self._deaths.append(death)
+            if self._is_ready and self._may_go_on:  # the answer is Members or Fatal, within the ranks' deadlines
+                self._socket.send(encode(Fatal(SUPERVISOR, 0, str(death), death.rank)))
+
     def _look_for_losses(self) -> None:
         """Reports a lost rank once, and ends the others; before the system was ready, all of it."""
-        self._deaths += self.ranks.deaths()
+        self._see_deaths()
+        if self._is_ready and self._may_go_on and self._told is None:
+            return
         if self._is_reported or not (self._deaths or self._told):
             return
         now_s = time.monotonic()

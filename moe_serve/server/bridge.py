@@ -4,13 +4,16 @@ Messages are taken as they arrive on the socket that all ranks attach to; one ta
 lives and looks for ranks that went silent. Every request that was taken ends: with tokens, or with an error.
 
 Besides the ranks, the launcher may attach as *supervisor* (`Hello` with rank -1). It hears of everything that happens
-while the ranks start, and may report the death of a rank (`Fatal`), which it sees first. Torch-free.
+while the ranks start, and may report the death of a rank (`Fatal`), which it sees first.
+
+A lost rank ends the epoch, unless all ranks have said at their start that they can go on without one. Then the front
+end waits for their word: `Members` when they go on, and the requests of the lost rank move to others; `Fatal` when they
+cannot. Torch-free.
 """
 
 import asyncio
 import contextlib
 import hmac
-import itertools
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -18,15 +21,14 @@ from typing import Any
 
 import msgspec
 
-from moe_serve.attention_dp.request_router import RankLoad, RequestRouter
 from moe_serve.config import ServeConfig
 from moe_serve.engine.messages import (
     ALIVE_PERIOD_S,
-    Abort,
     Alive,
     Fatal,
     Goodbye,
     Hello,
+    Members,
     Message,
     ModelLimits,
     Progress,
@@ -41,6 +43,7 @@ from moe_serve.engine.stop_matcher import Decoder
 from moe_serve.errors import QueueFullError, RequestError
 from moe_serve.log import get_logger
 from moe_serve.server.open_request import Changes, OpenRequest, RequestSpec, UnavailableError
+from moe_serve.server.request_book import RequestBook
 from moe_serve.server.router_socket import RouterSocket
 from moe_serve.server.workers import RankView, WorkerTable
 
@@ -49,6 +52,7 @@ log = get_logger(__name__)
 SUPERVISOR = -1  # the rank in the launcher's Hello
 _UNNAMED_LOSS_S = 0.5  # how long a report that cannot name the lost rank waits for one that can
 _GOODBYE_S = 3.0  # how long the ranks get to end
+_REGROUP_GRACE_S = 2.0
 
 Observer = Callable[[ToFrontEnd], None]
 
@@ -72,20 +76,20 @@ class Bridge:
         self.config = config
         self.tokenizer = tokenizer
         self.workers = WorkerTable(num_ranks)
-        self.counters = {"num_requests": 0, "num_finished": 0, "num_aborted": 0, "num_failed": 0, "num_refused": 0}
         self.is_draining = False
         self.capacity = config.engine.max_running_requests * num_ranks + config.engine.max_queued_requests
         self._observer = observer
         self._token = os.environ.get("MOE_SERVE_TOKEN", "") if token is None else token
-        self._router = self._new_router()
-        self._open: dict[str, OpenRequest] = {}
-        self._numbers = itertools.count()
+        self._book = RequestBook(config, tokenizer, self._send_to_rank)
         self._supervisors: set[bytes] = set()
         self._touch: asyncio.Task[None] | None = None
         self._socket: RouterSocket | None = None
         self._started_s = 0.0
         # A rank speaks between steps, and a step may last until its own deadline.
         self._silence_s = max(config.server.worker_deadline_s, config.engine.step_deadline_s)
+        # Those that are left see the loss when they next wait for it, at the end of a step at the latest, and agree
+        # within two deadlines.
+        self._regroup_s = 3 * config.engine.step_deadline_s + _REGROUP_GRACE_S
         self._news = asyncio.Event()  # set whenever a rank attaches, gets ready, ends or is lost
 
     # --- life ---------------------------------------------------------------------------------------------------------
@@ -105,7 +109,7 @@ class Bridge:
     def drain(self, reason: str = "the server is ending") -> None:
         """Takes no more requests, and ends the open ones with an error."""
         self.is_draining = True
-        self._fail_open(reason)
+        self._book.fail_all(reason)
         self._news.set()
 
     async def close(self) -> None:
@@ -117,7 +121,7 @@ class Bridge:
             self._send(view.identity, Shutdown())
         deadline_s = time.monotonic() + _GOODBYE_S
         # A rank that is still starting does not listen; whoever started it ends it.
-        while self.workers.loss is None and any(view.is_ready for view in self.workers):
+        while self.workers.loss is None and any(view.serves for view in self.workers):
             left_s = deadline_s - time.monotonic()
             if left_s <= 0 or not await self._wait_for_news(left_s):
                 break
@@ -156,12 +160,17 @@ class Bridge:
         return None
 
     def lose_rank(self, rank: int, reason: str) -> None:
-        """Ends the epoch because a rank is gone; for whoever watches the processes and sees it first."""
-        self._end_epoch(reason, rank)
+        """A rank is gone, says whoever watches the processes and sees it first."""
+        self._lose(rank, reason)
 
     @property
     def num_open(self) -> int:
-        return len(self._open)
+        return len(self._book)
+
+    @property
+    def counters(self) -> dict[str, int]:
+        """What has become of the requests since the start."""
+        return self._book.counters
 
     # --- requests -----------------------------------------------------------------------------------------------------
 
@@ -180,10 +189,10 @@ class Bridge:
                 "(engine.max_running_requests x ranks + engine.max_queued_requests); send fewer at once",
                 field="sampling_params.n",
             )
-        if len(self._open) + len(specs) > self.capacity:
+        if self.num_open + len(specs) > self.capacity:
             self.counters["num_refused"] += len(specs)
             raise QueueFullError(
-                f"{len(self._open)} requests are open and {len(specs)} more do not fit into {self.capacity} "
+                f"{self.num_open} requests are open and {len(specs)} more do not fit into {self.capacity} "
                 "(engine.max_running_requests x ranks + engine.max_queued_requests); come back later"
             )
         num_ranks = self.workers.num_ranks
@@ -192,41 +201,17 @@ class Bridge:
                 raise RequestError(
                     f"routed_dp_rank is {spec.rank}, expected 0 to {num_ranks - 1}", field="routed_dp_rank"
                 )
-        return [self._submit_one(spec, changes) for spec in specs]
-
-    def _submit_one(self, spec: RequestSpec, changes: Changes) -> OpenRequest:
-        request_id = f"{self._started_s:.6f}-{next(self._numbers)}"
-        rank = spec.rank  # a rank that the caller chose: its load shows in the rank's own reports
-        if rank is None:
-            rank = self._router.route(
-                spec.prompt_ids,
-                spec.session_id,
-                spec.salt,
-                request_id=request_id,
-                max_new_tokens=spec.params.max_new_tokens,
-            )
-        request = OpenRequest(request_id, spec, rank, self.tokenizer, self.limits.eos_token_ids, changes)
-        self._open[request_id] = request
-        self.counters["num_requests"] += 1
-        self._send_to_rank(rank, request.submit_message())
-        return request
+            if spec.rank in self.workers.out:
+                raise UnavailableError(
+                    f"routed_dp_rank is {spec.rank}, which takes no part now ({self.workers.out[spec.rank]}); leave "
+                    "routed_dp_rank away, or come back later"
+                )
+        prefix, eos_token_ids = f"{self._started_s:.6f}", self.limits.eos_token_ids
+        return [self._book.open(prefix, spec, eos_token_ids, changes) for spec in specs]
 
     def abort(self, request: OpenRequest) -> None:
         """Frees a request that nobody waits for any more."""
-        if request.request_id in self._open:
-            self.counters["num_aborted"] += 1
-            self._send_to_rank(request.rank, Abort(request.request_id))
-            self._forget(request)
-
-    def _forget(self, request: OpenRequest) -> None:
-        del self._open[request.request_id]
-        self._router.finished(request.request_id)
-
-    def _fail_open(self, reason: str) -> None:
-        for request in list(self._open.values()):
-            request.fail(UnavailableError(reason))
-            self.counters["num_failed"] += 1
-            self._forget(request)
+        self._book.abort(request)
 
     # --- messages -----------------------------------------------------------------------------------------------------
 
@@ -250,7 +235,7 @@ class Bridge:
             return
         if identity in self._supervisors:
             if isinstance(message, Fatal) and message.epoch >= self.workers.epoch:
-                self._end_epoch(message.message, message.lost_rank)
+                self._lose(message.lost_rank, message.message)
             return
         view = self.workers.by_identity(identity)
         if view is None or message.epoch != self.workers.epoch:
@@ -258,24 +243,27 @@ class Bridge:
         view.heard_s = time.monotonic()
         match message:
             case Tokens():
-                self._take_tokens(message)
+                self._book.take(message)
                 return
             case Status():
                 view.status = message
-                self._router.update(view.rank, RankLoad(prefill_tokens=message.pending_tokens))
+                self._book.take_status(message)
+                return
+            case Members():
+                self._regroup(message)
                 return
             case Progress():
                 self.workers.progress(view, message)
             case Ready():
                 self.workers.ready(view, message)
                 if self.workers.is_ready:
-                    self._router = self._new_router(self.limits.block_size)
+                    self._book.begin_epoch(self.limits.block_size)
             case Fatal():
                 self._take_fatal(view, message)
                 return
             case Goodbye():
                 view.ended = True
-                if not self.is_draining:
+                if not self.is_draining and view.out is None:
                     self._end_epoch(f"rank {view.rank} was told to end; start the ranks again", view.rank)
         self._tell(message)
 
@@ -296,34 +284,43 @@ class Bridge:
             self._send(identity, Shutdown())
             return
         if self.workers.epoch != epoch:
-            self._fail_open(f"the ranks started anew (epoch {self.workers.epoch}); send the request again")
+            self._book.fail_all(f"the ranks started anew (epoch {self.workers.epoch}); send the request again")
         self._send(identity, Alive())
         self._tell(hello)
 
-    def _take_tokens(self, message: Tokens) -> None:
-        for event in message.events:
-            request = self._open.get(event.request_id)
-            if request is None or request.rank != message.rank or event.attempt != request.attempt:
-                continue
-            if not request.num_output:
-                self._router.started(event.request_id)
-            request.apply(event)
-            if request.is_done:
-                self.counters["num_failed" if request.failure else "num_finished"] += 1
-                if event.finish is None:  # a stop string, which the rank knows nothing of
-                    self._send_to_rank(request.rank, Abort(request.request_id))
-                self._forget(request)
-
     def _take_fatal(self, view: RankView, message: Fatal) -> None:
-        view.ended = True
-        if message.lost_rank == view.rank:
-            self._end_epoch(f"rank {view.rank} on {view.host} failed: {message.message}", view.rank)
+        if view.out is not None:
+            log.warning("rank %d, which was out, has ended: %s", view.rank, message.message)
+        elif message.lost_rank == view.rank:
+            self._lose(view.rank, f"rank {view.rank} on {view.host} failed: {message.message}")
         elif message.lost_rank >= 0:
             reason = f"rank {message.lost_rank} is lost, says rank {view.rank}: {message.message}"
             self._end_epoch(reason, message.lost_rank)
         else:
             # Somebody is about to say which rank it is: another peer, or the launcher.
             self._end_epoch(f"a rank is lost, says rank {view.rank}: {message.message}", None, wait_s=_UNNAMED_LOSS_S)
+        view.ended = True
+
+    def _lose(self, rank: int, reason: str) -> None:
+        """A rank is gone. Where the others may go on without it, they are about to say whether they do."""
+        if not self.workers.can_spare(rank):
+            if rank not in self.workers.out:
+                self._end_epoch(reason, rank)
+            return
+        self.workers.suspect(rank, reason, time.monotonic())
+        self._book.suspect(rank)
+        self._news.set()
+
+    def _regroup(self, message: Members) -> None:
+        """Moves requests from ranks that are out, and serves by those that are back."""
+        gone, back = self.workers.regroup(message)
+        num_moved = self._book.regroup(gone, back)
+        if (gone or back) and not self._supervisors:  # who watches the ranks says it better
+            serving = ", ".join(map(str, message.members))
+            reason = f"rank {', '.join(map(str, back))} is back" if back else message.reason
+            log.warning("%s: ranks %s serve, %d requests go on there", reason, serving, num_moved)
+        if gone or back:
+            self._tell(message)
 
     def _end_epoch(self, reason: str, lost_rank: int | None, wait_s: float = 0.0) -> None:
         """Ends the epoch: no more requests are taken, and after wait_s the open ones end with an error."""
@@ -331,7 +328,7 @@ class Bridge:
         self.workers.end_epoch(reason, lost_rank)
         if wait_s > 0:
             asyncio.get_running_loop().call_later(wait_s, self._fail_lost, self.workers.epoch)
-        elif first or self._open:
+        elif first or self.num_open:
             self._fail_lost(self.workers.epoch)
         self._news.set()
 
@@ -341,7 +338,7 @@ class Bridge:
             return  # the ranks have started anew
         if not self.is_draining:
             log.error("%s", reason)
-        self._fail_open(reason)
+        self._book.fail_all(reason)
         blamed = SUPERVISOR if lost_rank is None else lost_rank
         self._tell(Fatal(blamed, epoch, reason, blamed))
 
@@ -383,33 +380,37 @@ class Bridge:
             stalled, last_s = now_s - last_s > self._silence_s / 2, now_s
             if stalled or self.is_draining or self.workers.loss is not None:
                 continue  # after a pause of ours (a stopped process, a laptop's sleep) the ranks get a chance to speak
-            silent = self.workers.silent_rank(now_s, self._silence_s)
-            if silent is not None:
-                self._end_epoch(
-                    f"rank {silent.rank} on {silent.host} was not heard for {now_s - silent.heard_s:.0f} s (at most "
-                    f"{self._silence_s:g}: the larger of server.worker_deadline_s and engine.step_deadline_s); "
-                    "it hangs, or its host is gone",
-                    silent.rank,
-                )
-            elif not self.workers.is_ready and now_s - self._started_s > server.attach_deadline_s:
+            self._look_for_silence(now_s)
+            if not self.workers.is_ready and now_s - self._started_s > server.attach_deadline_s:
                 self._end_epoch(
                     f"the ranks were not ready within server.attach_deadline_s = {server.attach_deadline_s:g} s "
                     f"({self.workers.missing()}); start the missing ranks, or allow more time",
                     None,
                 )
 
-    def _new_router(self, block_size: int | None = None) -> RequestRouter:
-        return RequestRouter(
-            self.config.parallel.num_ranks,
-            load_gap=self.config.server.routing_load_gap,
-            block_size=block_size or self.config.cache.block_size,
-        )
+    def _look_for_silence(self, now_s: float) -> None:
+        """Ends the epoch for a rank that is not heard, and for one that others should have said to go on without."""
+        limit_s, what = self._silence_s, "the larger of server.worker_deadline_s and engine.step_deadline_s"
+        if self.workers.goes_on:
+            limit_s, what = limit_s + self._regroup_s, f"{what}, and time for the others to go on without it"
+        suspect = self.workers.long_suspected(now_s, self._regroup_s)
+        silent = self.workers.silent_rank(now_s, limit_s)
+        if suspect is not None and suspect.suspicion is not None:
+            why = f"{suspect.suspicion[1]}; the others did not say within {self._regroup_s:g} s whether they go on"
+            self._end_epoch(why, suspect.rank)
+        elif silent is not None:
+            self._end_epoch(
+                f"rank {silent.rank} on {silent.host} was not heard for {now_s - silent.heard_s:.0f} s (at most "
+                f"{limit_s:g}: {what}); it hangs, or its host is gone",
+                silent.rank,
+            )
 
     def describe(self) -> dict[str, Any]:
         """Returns the state of the ranks and of the queue, for /server_info."""
         return {
             "state": self.problem() or "ready",
             "epoch": self.workers.epoch,
-            "requests": {"open": len(self._open), "capacity": self.capacity, **self.counters},
+            "requests": {"open": self.num_open, "capacity": self.capacity, **self.counters},
+            "ranks_out": {str(rank): reason for rank, reason in self.workers.out.items()},
             "ranks": self.workers.describe(time.monotonic()),
         }

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from prometheus_client import CollectorRegistry
-from prometheus_client.core import CounterMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from moe_serve.server.workers import WorkerTable
@@ -33,8 +33,24 @@ class WaitMatrix(Collector):
         yield family
 
 
+class ServingRanks(Collector):
+    """Which ranks take requests: moe_serve_rank_serving{rank}, 0 for one that is out, lost or not ready."""
+
+    def __init__(self, workers: WorkerTable):
+        self._workers = workers
+
+    def collect(self) -> Iterator[Metric]:
+        family = GaugeMetricFamily(
+            "moe_serve_rank_serving", "Whether a rank takes requests: 1, or 0 while it is out.", labels=("rank",)
+        )
+        for view in self._workers:
+            family.add_metric((str(view.rank),), float(view.serves and self._workers.loss is None))
+        yield family
+
+
 def make_registry(workers: WorkerTable) -> CollectorRegistry:
     """Returns what `/metrics` of one front end shows."""
     registry = CollectorRegistry()
     registry.register(WaitMatrix(workers))
+    registry.register(ServingRanks(workers))
     return registry

@@ -52,6 +52,7 @@ class Changes:
 class OpenRequest:
     """One submitted request.
 
+    rank:       which has it now
     attempt:    which submit of it counts; events of others are dropped
     matcher:    its output as the reader sees it
     failure:    set when it ends without an answer; RequestError = the client's fault
@@ -71,6 +72,7 @@ class OpenRequest:
         self.spec = spec
         self.rank = rank
         self.attempt = 0
+        self.has_started = False  # the rank has sent a token of this attempt
         self.matcher = StopMatcher(tokenizer, spec.params, eos_token_ids)
         self.failure: MoeServeError | None = None
         self.num_cached = 0
@@ -97,6 +99,12 @@ class OpenRequest:
             output_ids=list(self.matcher.output_ids),
             salt=self.spec.salt,
         )
+
+    def move_to(self, rank: int) -> None:
+        """Leaves its rank, which is lost, for another one; what it has produced stays."""
+        self.rank = rank
+        self.attempt += 1
+        self.has_started = False
 
     def apply(self, event: TokenEvent) -> None:
         """Takes one event of a rank: old and repeated tokens are dropped, a gap fails the request."""

@@ -2,20 +2,27 @@
 
 Pure state: no socket, and time is an argument. `Bridge` feeds it messages and acts on what it says. Torch-free.
 
-An *epoch* is one life of all ranks together: when one is lost the epoch is over, and ranks that attach with a higher
-epoch number begin the next one.
+An *epoch* is one life of all ranks together: when one is lost that cannot be spared the epoch is over, and ranks that
+attach with a higher epoch number begin the next one. Within an epoch ranks may be out and come back: the ranks agree on
+that among themselves and tell (`Members`); what a launcher says of a rank, or a rank of its own end, is a suspicion
+until then.
 """
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from moe_serve.engine.messages import Hello, ModelLimits, Progress, Ready, Status
+from moe_serve.engine.messages import Hello, Members, ModelLimits, Progress, Ready, Status
 
 
 @dataclass
 class RankView:
-    """One rank, as far as it has told. identity: its socket's name at our ROUTER."""
+    """One rank, as far as it has told. identity: its socket's name at our ROUTER.
+
+    out:       why the others serve without it; None while it takes part
+    suspicion: since when, and why it is said to be gone; the others are about to say that they go on, or that they end
+    times_out: how often it was left out
+    """
 
     rank: int
     identity: bytes
@@ -28,10 +35,23 @@ class RankView:
     info: dict[str, Any] = field(default_factory=dict)
     status: Status | None = None
     ended: bool = False
+    out: str | None = None
+    suspicion: tuple[float, str] | None = None
+    times_out: int = 0
 
     @property
     def is_ready(self) -> bool:
         return self.limits is not None and not self.ended
+
+    @property
+    def serves(self) -> bool:
+        """Whether it takes requests, as far as is known."""
+        return self.is_ready and self.out is None and self.suspicion is None
+
+    @property
+    def can_be_spared(self) -> bool:
+        """Whether this rank and the others are set up to go on without each other."""
+        return self.info.get("on_lost_rank") == "mask"
 
 
 class WorkerTable:
@@ -46,6 +66,7 @@ class WorkerTable:
         self.epoch = -1  # nobody has attached yet
         self.loss: str | None = None
         self.lost_rank: int | None = None
+        self.group_epoch = 0  # counts the groups of ranks within an epoch
         self._ranks: dict[int, RankView] = {}
 
     def __iter__(self) -> Iterator[RankView]:
@@ -58,8 +79,9 @@ class WorkerTable:
 
     @property
     def is_ready(self) -> bool:
-        """Whether all ranks take requests."""
-        return self.loss is None and len(self._ranks) == self.num_ranks and all(view.is_ready for view in self)
+        """Whether requests can be served: all ranks have come, and all that are not out take requests."""
+        has_all = self.loss is None and len(self._ranks) == self.num_ranks
+        return has_all and all(view.serves or view.out or view.suspicion for view in self)
 
     @property
     def limits(self) -> ModelLimits | None:
@@ -88,6 +110,7 @@ class WorkerTable:
             )
         if hello.epoch > self.epoch:
             self.epoch, self.loss, self.lost_rank = hello.epoch, None, None
+            self.group_epoch = 0
             self._ranks.clear()
         self._ranks[hello.rank] = RankView(hello.rank, identity, hello.pid, hello.host, now_s)
         return None
@@ -104,14 +127,62 @@ class WorkerTable:
         said: list[Progress | Ready] = [Progress(view.rank, self.epoch, view.phase, view.fraction)]
         return said if view.limits is None else [*said, Ready(view.rank, self.epoch, view.limits, view.info)]
 
+    @property
+    def goes_on(self) -> bool:
+        """Whether the ranks have said at their start that they go on without a lost one where they can."""
+        return self.is_ready and all(view.can_be_spared for view in self)
+
+    def can_spare(self, rank: int) -> bool:
+        """Returns whether the others may go on without a rank; they say themselves whether they do."""
+        return self.goes_on and any(view.serves for view in self if view.rank != rank)
+
+    def suspect(self, rank: int, reason: str, now_s: float) -> None:
+        """Notes that a rank is said to be gone."""
+        view = self._ranks[rank]
+        if view.out is None and view.suspicion is None:
+            view.suspicion = (now_s, reason)
+
+    def regroup(self, message: Members) -> tuple[list[int], list[int]]:
+        """Takes what a rank says of its group; returns the ranks that were left out since, and those that serve again.
+
+        A rank can be among both: it is back before the others' word of its absence was heard here.
+        """
+        gone: list[RankView] = []
+        back: list[RankView] = []
+        speaker = self._ranks[message.rank]
+        if speaker.times_out < message.times_left_out:
+            gone.append(speaker)
+            back.append(speaker)
+        if message.group_epoch > self.group_epoch:
+            self.group_epoch = message.group_epoch
+            for view in self:
+                if view.out is None and view.rank not in message.members:
+                    view.out, view.suspicion = view.suspicion[1] if view.suspicion else message.reason, None
+                    gone.append(view)
+                elif view.out is not None and view.rank in message.members:
+                    view.out = None
+                    back.append(view)
+        for view in gone:
+            view.times_out += 1
+        return [view.rank for view in gone], [view.rank for view in back]
+
+    @property
+    def out(self) -> dict[int, str]:
+        """The ranks that the others serve without, and why."""
+        return {view.rank: view.out for view in self if view.out is not None}
+
+    def long_suspected(self, now_s: float, patience_s: float) -> RankView | None:
+        """Returns a rank that is said to be lost, and of which the others have not said that they go on without it."""
+        return next((view for view in self if view.suspicion and now_s - view.suspicion[0] > patience_s), None)
+
     def end_epoch(self, reason: str, lost_rank: int | None) -> None:
         """Notes that the epoch is over. A report that names the rank is better than an earlier one that does not."""
         if self.loss is None or (self.lost_rank is None and lost_rank is not None):
             self.loss, self.lost_rank = reason, lost_rank
 
     def silent_rank(self, now_s: float, deadline_s: float) -> RankView | None:
-        """Returns a ready rank that was not heard for longer than the deadline."""
-        return next((view for view in self if view.is_ready and now_s - view.heard_s > deadline_s), None)
+        """Returns a rank that serves and was not heard for longer than the deadline."""
+        return next((view for view in self if view.serves and now_s - view.heard_s > deadline_s), None)
 
     def missing(self) -> str:
         """Returns what the start still waits for, in words."""
@@ -128,7 +199,8 @@ class WorkerTable:
                 "rank": view.rank,
                 "host": view.host,
                 "pid": view.pid,
-                "phase": "ended" if view.ended else view.phase,
+                "phase": "ended" if view.ended else "out" if view.out else view.phase,
+                "out": view.out,
                 "heard_s_ago": round(now_s - view.heard_s, 3),
                 "info": view.info,
                 "status": None if view.status is None else _status_json(view.status),

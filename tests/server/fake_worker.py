@@ -62,6 +62,7 @@ class FakeWorker:
     epoch: int = 0
     token: str = ""
     limits: ModelLimits = LIMITS
+    info: dict[str, object] = field(default_factory=lambda: {"backend": "fake"})
     reply: Callable[[Submit], list[int]] = counting
     tokens_at_once: int = 1
     round_s: float = 0.001  # between two rounds of tokens
@@ -92,7 +93,7 @@ class FakeWorker:
         self._socket.send(encode(message))
 
     def get_ready(self) -> None:
-        self.say(Ready(self.rank, self.epoch, self.limits, {"backend": "fake"}))
+        self.say(Ready(self.rank, self.epoch, self.limits, self.info))
 
     def load(self, num_running: int) -> None:
         self.say(Status(self.rank, self.epoch, 7, num_running, 0, 5, 10, 0, {"num_steps": 7.0}))
@@ -103,7 +104,7 @@ class FakeWorker:
                 case Submit() as message:
                     self.submitted.append(message)
                     self.running[message.request_id] = message
-                    self.produced[message.request_id] = 0
+                    self.produced[message.request_id] = len(message.output_ids)
                 case Abort(request_id):
                     self.aborted.append(request_id)
                     self.running.pop(request_id, None)

@@ -1,0 +1,141 @@
+"""The open requests of a front end: which rank has each, and how it moves to another one when that rank is lost.
+
+A request is a pure value, and what has come of it is known here. So a lost rank costs its requests some time and
+nothing else: they are submitted again, to ranks that serve, with the output so far and the next attempt number; what
+still arrives of an earlier attempt is dropped. Torch-free.
+"""
+
+import itertools
+from collections.abc import Callable, Sequence
+
+from moe_serve.attention_dp.request_router import RankLoad, RequestRouter
+from moe_serve.config import ServeConfig
+from moe_serve.engine.messages import Abort, Message, Status, Tokens
+from moe_serve.engine.stop_matcher import Decoder
+from moe_serve.server.open_request import Changes, OpenRequest, RequestSpec, UnavailableError
+
+MAX_MOVES = 3  # of one request: if every rank that gets it dies, it is the reason
+
+
+class RequestBook:
+    """send: sends a message to a rank, without waiting"""
+
+    def __init__(self, config: ServeConfig, tokenizer: Decoder | None, send: Callable[[int, Message], None]):
+        self.counters = {
+            "num_requests": 0, "num_finished": 0, "num_aborted": 0, "num_failed": 0, "num_refused": 0, "num_moved": 0,
+        }  # fmt: skip
+        self._config = config
+        self._tokenizer = tokenizer
+        self._send = send
+        self._open: dict[str, OpenRequest] = {}
+        self._numbers = itertools.count()
+        self._router = self._new_router(config.cache.block_size)
+
+    def __len__(self) -> int:
+        return len(self._open)
+
+    def begin_epoch(self, block_size: int) -> None:
+        """All ranks have started, and have nothing yet. block_size: of their caches"""
+        self._router = self._new_router(block_size)
+
+    def open(self, prefix: str, spec: RequestSpec, eos_token_ids: Sequence[int], changes: Changes) -> OpenRequest:
+        """Sends a new request to its rank. prefix: makes its id unique among front ends"""
+        request_id = f"{prefix}-{next(self._numbers)}"
+        rank = spec.rank  # a rank that the caller chose: its load shows in the rank's own reports
+        if rank is None:
+            rank = self._router.route(
+                spec.prompt_ids,
+                spec.session_id,
+                spec.salt,
+                request_id=request_id,
+                max_new_tokens=spec.params.max_new_tokens,
+            )
+        request = OpenRequest(request_id, spec, rank, self._tokenizer, eos_token_ids, changes)
+        self._open[request_id] = request
+        self.counters["num_requests"] += 1
+        self._send(rank, request.submit_message())
+        return request
+
+    def abort(self, request: OpenRequest) -> None:
+        """Frees a request that nobody waits for any more."""
+        if request.request_id in self._open:
+            self.counters["num_aborted"] += 1
+            self._send(request.rank, Abort(request.request_id))
+            self._forget(request)
+
+    def take(self, message: Tokens) -> None:
+        """Brings tokens to their requests; what a rank says of a request that it does not have any more is dropped."""
+        for event in message.events:
+            request = self._open.get(event.request_id)
+            if request is None or request.rank != message.rank or event.attempt != request.attempt:
+                continue
+            if not request.has_started:
+                request.has_started = True
+                self._router.started(event.request_id)
+            request.apply(event)
+            if request.is_done:
+                self.counters["num_failed" if request.failure else "num_finished"] += 1
+                if event.finish is None:  # a stop string, which the rank knows nothing of
+                    self._send(request.rank, Abort(request.request_id))
+                self._forget(request)
+
+    def take_status(self, status: Status) -> None:
+        self._router.update(status.rank, RankLoad(prefill_tokens=status.pending_tokens))
+
+    def fail_all(self, reason: str) -> None:
+        """Ends all requests with an error."""
+        for request in list(self._open.values()):
+            self._fail(request, reason)
+
+    def suspect(self, rank: int) -> None:
+        """Sends nothing new to a rank; what it has stays there until it is known to be out."""
+        self._router.mark_lost(rank)
+
+    def regroup(self, gone: Sequence[int], back: Sequence[int]) -> int:
+        """Moves the requests of ranks that were left out to others; returns how many.
+
+        back: serve again, and have no requests; a rank that is among both was out for a moment
+        """
+        for rank in gone:
+            self._router.mark_lost(rank)
+        for rank in back:
+            self._router.mark_back(rank)
+        requests = [request for request in self._open.values() if request.rank in gone]
+        for request in requests:
+            self._send(request.rank, Abort(request.request_id))  # it may live, and hold what came before it was out
+            if request.attempt < MAX_MOVES:
+                self._move(request)
+            else:
+                self._fail(
+                    request,
+                    f"{request.attempt + 1} ranks were lost while they served this request, the last one was rank "
+                    f"{request.rank}; it is not tried again",
+                )
+        self.counters["num_moved"] += len(requests)
+        return len(requests)
+
+    def _move(self, request: OpenRequest) -> None:
+        spec, output = request.spec, request.matcher.output_ids
+        rank = self._router.route(
+            [*spec.prompt_ids, *output],
+            spec.session_id,
+            spec.salt,
+            request_id=request.request_id,
+            max_new_tokens=spec.params.max_new_tokens - len(output),
+        )
+        request.move_to(rank)
+        self._send(rank, request.submit_message())
+
+    def _fail(self, request: OpenRequest, reason: str) -> None:
+        request.fail(UnavailableError(reason))
+        self.counters["num_failed"] += 1
+        self._forget(request)
+
+    def _forget(self, request: OpenRequest) -> None:
+        del self._open[request.request_id]
+        self._router.finished(request.request_id)
+
+    def _new_router(self, block_size: int) -> RequestRouter:
+        return RequestRouter(
+            self._config.parallel.num_ranks, load_gap=self._config.server.routing_load_gap, block_size=block_size
+        )
