@@ -11,7 +11,7 @@ and several calls may be in flight; all ranks make the same calls in the same or
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Generic, Protocol, TypeVar, runtime_checkable
+from typing import Generic, Literal, Protocol, TypeVar, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -20,6 +20,7 @@ from torch.distributed import ProcessGroup
 from moe_serve.errors import ConfigError
 from moe_serve.log import get_logger
 
+Combine = Literal["ordered", "rank_sum"]
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
 
@@ -96,10 +97,12 @@ class Dispatched:
 
     rows:   PackedRows or MaskedRows
     handle: what `combine` needs to send results home; meaningful to the transport that made it
+    out:    where results may be written so that `combine` need not copy them, in the shape of rows.x; None: anywhere
     """
 
     rows: PackedRows | MaskedRows
     handle: object
+    out: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -129,18 +132,25 @@ class AllToAll(Protocol):
         """Returns every rank's counts. counts: [n] int64, n equal on all ranks -> [R, n] int64, same device."""
         ...
 
-    def dispatch(self, hidden: Tensor, physical_ids: Tensor, slot_counts: Tensor | None = None) -> Pending[Dispatched]:
+    def dispatch(
+        self, hidden: Tensor, physical_ids: Tensor, slot_counts: Tensor | None = None, weights: Tensor | None = None
+    ) -> Pending[Dispatched]:
         """Sends each row to every slot that its ids name, and receives this rank's rows.
 
         hidden:       [T, H] compute dtype; T may differ from rank to rank, and be 0
         physical_ids: [T, K] int64, 0 <= id < P, -1 = none; the same id twice in one row sends the row twice
         slot_counts:  [R, P] int64, rows of every rank for every slot, equal on all ranks; None: the transport learns
                       the sizes itself, by a round of its own
+        weights:      [T, K] float32, what `combine` will get; needed with combine "rank_sum", else not looked at
         """
         ...
 
     def combine(self, expert_out: Tensor, weights: Tensor, handle: object) -> Pending[Tensor]:
         """Sends results home and adds them there, weighted, in top-k order in float32.
+
+        With combine "rank_sum", a faster mode outside the bitwise class, each rank adds up what its own experts made of
+        a token, rounds that sum to the wire, and home adds the sums in the order of ranks: one row for each (token,
+        rank) travels instead of one for each (token, expert), and bits depend on where experts live.
 
         expert_out: like the x of the rows that `dispatch` gave
         weights:    [T, K] float32; the weight of a -1 entry is never read
@@ -184,6 +194,7 @@ def make_all_to_all(
     deadline_s: float = 60.0,
     compiled: bool = True,
     masked: bool | None = None,
+    combine: Combine = "ordered",
 ) -> AllToAll:
     """Returns the transport of that name.
 
@@ -198,6 +209,7 @@ def make_all_to_all(
     compiled:            let low_latency build a small C helper where it finds a compiler; the bits are the same
     masked:              True: masked slabs, which low_latency gives (a token must not name a slot twice); False: packed
                          rows; None: packed on CPUs, on GPUs what the transport gives
+    combine:             "ordered": results are added at home, in top-k order; "rank_sum": see AllToAll.combine
     Raises ConfigError for names unknown here, for `local` on several ranks, for rows that the transport does not give,
     and for what it cannot do on these devices; CapacityError when buffers do not fit.
     """
@@ -228,18 +240,18 @@ def make_all_to_all(
                     f"dispatch.backend is local but there are {group.num_ranks} ranks; local serves one rank: "
                     "set dispatch.backend: auto"
                 )
-            return LocalAllToAll(slots_per_rank, wire)
+            return LocalAllToAll(slots_per_rank, wire, combine=combine)
         case "collective":
             from moe_serve.dispatch.collective import CollectiveAllToAll
 
-            return CollectiveAllToAll(group, slots_per_rank, wire)
+            return CollectiveAllToAll(group, slots_per_rank, wire, combine)
         case "low_latency" if limits and not on_gpu:
             from moe_serve.dispatch.buffers import buffer_sizes
             from moe_serve.dispatch.low_latency import make_low_latency
 
             for line in buffer_sizes(group.num_ranks, limits, wire).lines():
                 get_logger(__name__).info("%s", line)
-            return make_low_latency(group, limits, dtype, wire, deadline_s, compiled, bool(masked))
+            return make_low_latency(group, limits, dtype, wire, deadline_s, compiled, bool(masked), combine)
         case "low_latency" | "cuda_ipc" | "by_batch" if limits:
             from moe_serve.dispatch.low_latency_gpu import make_gpu_by_batch, make_gpu_low_latency
 

@@ -60,8 +60,13 @@ def inbox_shape(num_ranks: int, limits: BufferLimits, wire: Wire) -> InboxShape:
 
 def buffer_sizes(num_ranks: int, limits: BufferLimits, wire: Wire) -> BufferSizes:
     shape = inbox_shape(num_ranks, limits, wire)
-    names = {"rows": "rows out", "home": "results home", "entries": "indices", "counts": "counts", "head": "heads"}
-    parts = {names.get(name, name): 2 * num_ranks * size for name, size in shape.part_bytes.items()}
+    lanes = {name: 2 * num_ranks * size for name, size in shape.part_bytes.items()}
+    parts = {
+        "rows out": lanes.pop("rows"),
+        "results home": 2 * shape.results_bytes,
+        "counts": lanes.pop("counts"),
+        "indices": sum(lanes.values()),
+    }
     return BufferSizes(parts, shape.num_bytes, num_ranks, limits.max_tokens_per_rank)
 
 

@@ -56,6 +56,16 @@ class Channel:
         self._sent = call
         return call
 
+    @property
+    def num_sent(self) -> int:
+        """The number of the last call of this epoch."""
+        return self._sent
+
+    def was_read(self, call: int) -> bool:
+        """Returns whether every peer has read what this rank sent in a call; does not wait."""
+        stamp = self._stamp(call)
+        return call < 1 or all(self._read_here[peer] >= stamp for peer in self._peers.others)
+
     def announce(self, call: int) -> None:
         """Tells the peers that their data of this call are complete."""
         column, stamp = self._data_flag + call % 2, self._stamp(call)

@@ -1,7 +1,7 @@
 /* The row work of the shared-memory transport: the same results as PlainLaneWork in lane_work.py, bit for bit.
 
    Built at first use by lane_work_native.py for the machine it runs on; never required. All sizes are int64. A "lane
-   table" holds the addresses of one buffer: for each rank 8 words, see LANE below. Shape words as in send_plan.py. */
+   table" holds the addresses of one buffer: for each rank LANE_WORDS words. Shape words as in send_plan.py. */
 
 #include <immintrin.h>
 #include <stdint.h>
@@ -10,19 +10,55 @@
 typedef int64_t i64;
 
 /* What never changes, in words: see NativeLaneWork. Lane tables follow, one for each buffer. */
-enum { RANK, NUM_RANKS, SLOTS, ROW_BYTES, HOME_ROW_BYTES, HIDDEN, IS_BF16, STREAM_BYTES, SLAB_ROWS, FACTS };
-enum { OUT_HEAD, OUT_ENTRIES, OUT_ROWS, OUT_HOME, IN_HEAD, IN_ENTRIES, IN_ROWS, IN_HOME, LANE_WORDS };
+enum { RANK, NUM_RANKS, SLOTS, ROW_BYTES, HOME_ROW_BYTES, HIDDEN, IS_BF16, STREAM_BYTES, SLAB_ROWS, RANK_SUM,
+       MAX_TOPK, MAX_RESULTS, FACTS };
+enum { OUT_HEAD, OUT_ENTRIES, OUT_WEIGHTS, OUT_ROWS, OUT_STARTS,
+       IN_HEAD, IN_ENTRIES, IN_WEIGHTS, IN_ROWS, IN_STARTS, OUTBOX, LANE_WORDS };
 #define LANE(table, rank, field) ((void *)(table)[(rank) * LANE_WORDS + (field)])
 #define TAKES_PART(others, rank) (((others) >> (rank)) & 1)
+enum { FIRST = 1 << 30 }; /* in an entry: a new row begins */
 
 static const i64 *lane_table(const i64 *facts, i64 buffer)
 {
     return facts + FACTS + buffer * facts[NUM_RANKS] * LANE_WORDS;
 }
 
-enum { AHEAD = 1024 }; /* bytes: a page ends what the processor fetches on its own, and rows begin anywhere */
+/* What one dispatch leaves behind, in one block of words. */
+typedef struct {
+    /* of what arrived here: */
+    i64 *per_slot; /* [S] */
+    i64 *rows_of;  /* [R]        rows of each source */
+    i64 *arrived;  /* [R, S]     entries of each source for each slot */
+    i64 *starts;   /* [R, S]     where they begin in the packed order */
+    /* of what this rank sent: */
+    i64 *counts;   /* [P]        entries for each slot */
+    i64 *num_rows; /* [R]        rows for each rank */
+    i64 *tokens;   /* [R, T]     which */
+    i64 *home;     /* [T, K]     the how many-th entry of this rank for its slot each pair is, -1 = not sent */
+    /* with rank_sum, of each entry that arrived, by source, then row: */
+    i64 *placed;   /* [M]        row of x, + FIRST where a row begins */
+    float *weight; /* [M] */
+} Trip;
 
-/* Streaming stores do not read what they overwrite; they pay off where the data exceed what a core keeps in its cache. */
+static Trip trip_at(const i64 *facts, i64 *block, i64 num_tokens, i64 topk)
+{
+    i64 num_ranks = facts[NUM_RANKS], slots = facts[SLOTS];
+    Trip trip;
+    trip.per_slot = block;
+    trip.rows_of = trip.per_slot + slots;
+    trip.arrived = trip.rows_of + num_ranks;
+    trip.starts = trip.arrived + num_ranks * slots;
+    trip.counts = trip.starts + num_ranks * slots;
+    trip.num_rows = trip.counts + num_ranks * slots;
+    trip.tokens = trip.num_rows + num_ranks;
+    trip.home = trip.tokens + num_ranks * num_tokens;
+    trip.placed = trip.home + num_tokens * topk;
+    trip.weight = (float *)(trip.placed + facts[MAX_RESULTS]);
+    return trip;
+}
+
+/* Streaming stores do not read what they overwrite; they pay off where the data exceed this rank's share of the last
+   cache, and cost more where they do not. */
 static void copy_row(uint8_t *to, const uint8_t *from, i64 size, int stream)
 {
     if (!stream) {
@@ -30,14 +66,41 @@ static void copy_row(uint8_t *to, const uint8_t *from, i64 size, int stream)
         return;
     }
 #ifdef __AVX512F__
-    for (i64 i = 0; i < size; i += 64) {
-        _mm_prefetch((const char *)from + i + AHEAD, _MM_HINT_T0);
+    for (i64 i = 0; i < size; i += 64)
         _mm512_stream_si512((void *)(to + i), _mm512_loadu_si512(from + i));
-    }
 #else
     for (i64 i = 0; i < size; i += 16)
         _mm_stream_si128((void *)(to + i), _mm_loadu_si128((const void *)(from + i)));
 #endif
+}
+
+/* Writes one row to several places while it is at hand. */
+static void spread_row(uint8_t **to, i64 num, const uint8_t *from, i64 size, int stream)
+{
+#ifdef __AVX512F__
+    if (!stream && size % 64 == 0) {
+        for (; num >= 4; num -= 4, to += 4) {
+            uint8_t *a = to[0], *b = to[1], *c = to[2], *d = to[3];
+            for (i64 i = 0; i < size; i += 64) {
+                __m512i x = _mm512_loadu_si512(from + i);
+                _mm512_storeu_si512(a + i, x);
+                _mm512_storeu_si512(b + i, x);
+                _mm512_storeu_si512(c + i, x);
+                _mm512_storeu_si512(d + i, x);
+            }
+        }
+        for (; num >= 2; num -= 2, to += 2) {
+            uint8_t *a = to[0], *b = to[1];
+            for (i64 i = 0; i < size; i += 64) {
+                __m512i x = _mm512_loadu_si512(from + i);
+                _mm512_storeu_si512(a + i, x);
+                _mm512_storeu_si512(b + i, x);
+            }
+        }
+    }
+#endif
+    for (; num > 0; num--, to++)
+        copy_row(*to, from, size, stream);
 }
 
 static int may_stream(const void *to, i64 row_bytes, i64 num_rows, i64 stream_bytes)
@@ -52,155 +115,158 @@ void stream_copy(uint8_t *to, const uint8_t *from, i64 size)
     _mm_sfence();
 }
 
-/* block: counts [P] | first_entry [R + 1] | first_token [R + 1] | home [T * K] | row [T * K] | tokens [T * min(R, K)] */
-static void plan_sends(const i64 *ids, i64 num_tokens, i64 topk, i64 num_ranks, i64 slots_per_rank, i64 *block)
+/* Plans, and writes what each slot gets, and rows, into the lanes of the others; what this rank's own slots get, into
+   its own lane. weights [T, K], or NULL. */
+void send_rows(const i64 *facts, i64 buffer, i64 others, const i64 *ids, i64 num_tokens, i64 topk,
+               const uint8_t *data, const float *weights, i64 *block)
 {
-    i64 num_slots = num_ranks * slots_per_rank, num_pairs = num_tokens * topk;
-    i64 *counts = block, *first_entry = counts + num_slots, *first_token = first_entry + num_ranks + 1;
-    i64 *home = first_token + num_ranks + 1, *row = home + num_pairs, *tokens = row + num_pairs;
-    i64 next[num_slots], rank_of[num_slots], seen[num_ranks], number[num_ranks];
-
-    memset(counts, 0, num_slots * sizeof(i64));
-    memset(first_token, 0, (num_ranks + 1) * sizeof(i64));
-    for (i64 rank = 0, slot = 0; rank < num_ranks; rank++) {
-        seen[rank] = -1;
-        for (i64 i = 0; i < slots_per_rank; i++)
-            rank_of[slot++] = rank;
+    i64 num_ranks = facts[NUM_RANKS], slots = facts[SLOTS], row_bytes = facts[ROW_BYTES], rank = facts[RANK];
+    i64 num_slots = num_ranks * slots;
+    const i64 *table = lane_table(facts, buffer);
+    Trip trip = trip_at(facts, block, num_tokens, topk);
+    int32_t *entries[num_ranks];
+    float *entry_weights[num_ranks];
+    uint8_t *next_row[num_ranks];
+    i64 seen[num_ranks], rank_of[num_slots];
+    for (i64 r = 0, slot = 0; r < num_ranks; r++) {
+        entries[r] = LANE(table, r, OUT_ENTRIES);
+        entry_weights[r] = LANE(table, r, OUT_WEIGHTS);
+        next_row[r] = TAKES_PART(others, r) ? LANE(table, r, OUT_ROWS) : NULL;
+        seen[r] = -1;
+        trip.num_rows[r] = 0;
+        for (i64 i = 0; i < slots; i++)
+            rank_of[slot++] = r;
     }
-    for (i64 pair = 0, token = 0; token < num_tokens; token++)
-        for (i64 k = 0; k < topk; k++, pair++)
-            if (ids[pair] >= 0) {
-                i64 rank = rank_of[ids[pair]];
-                counts[ids[pair]]++;
-                if (seen[rank] != token) {
-                    seen[rank] = token;
-                    first_token[rank + 1]++;
-                }
-            }
-    i64 sum = 0;
-    for (i64 slot = 0; slot < num_slots; slot++) {
-        if (slot % slots_per_rank == 0)
-            first_entry[slot / slots_per_rank] = sum;
-        next[slot] = sum;
-        sum += counts[slot];
-    }
-    first_entry[num_ranks] = sum;
-    for (i64 rank = 0; rank < num_ranks; rank++) {
-        first_token[rank + 1] += first_token[rank];
-        seen[rank] = number[rank] = -1;
-    }
-    for (i64 pair = 0, token = 0; token < num_tokens; token++)
+    memset(trip.counts, 0, num_slots * sizeof(i64));
+    int stream = may_stream(NULL, row_bytes, num_tokens, facts[STREAM_BYTES]);
+    for (i64 pair = 0, token = 0; token < num_tokens; token++) {
+        uint8_t *to[num_ranks];
+        i64 num = 0;
         for (i64 k = 0; k < topk; k++, pair++) {
-            if (ids[pair] < 0) {
-                home[pair] = -1;
+            i64 id = ids[pair];
+            if (id < 0) {
+                trip.home[pair] = -1;
                 continue;
             }
-            i64 rank = rank_of[ids[pair]];
-            if (seen[rank] != token) {
-                seen[rank] = token;
-                number[rank]++;
-                tokens[first_token[rank] + number[rank]] = token;
+            i64 r = rank_of[id];
+            int32_t entry = (int32_t)(id - r * slots);
+            trip.home[pair] = trip.counts[id]++;
+            if (seen[r] != token) {
+                seen[r] = token;
+                entry |= FIRST;
+                trip.tokens[r * num_tokens + trip.num_rows[r]++] = token;
+                if (next_row[r]) {
+                    to[num++] = next_row[r];
+                    next_row[r] += row_bytes;
+                }
             }
-            i64 entry = next[ids[pair]]++;
-            home[pair] = entry;
-            row[entry] = number[rank];
+            *entries[r]++ = entry;
+            if (weights)
+                *entry_weights[r]++ = weights[pair];
         }
-}
-
-/* Plans, then writes rows, and which of them each slot gets, into the lanes of the others. */
-void send_rows(const i64 *facts, i64 buffer, i64 others, const i64 *ids, i64 num_tokens, i64 topk,
-               const uint8_t *data, i64 *block)
-{
-    i64 num_ranks = facts[NUM_RANKS], slots_per_rank = facts[SLOTS], row_bytes = facts[ROW_BYTES];
-    const i64 *table = lane_table(facts, buffer), *counts = block, *first_entry = counts + num_ranks * slots_per_rank;
-    const i64 *first_token = first_entry + num_ranks + 1, *row = first_token + num_ranks + 1 + num_tokens * topk;
-    const i64 *tokens = row + num_tokens * topk;
-    plan_sends(ids, num_tokens, topk, num_ranks, slots_per_rank, block);
-    for (i64 peer = 0; peer < num_ranks; peer++) {
-        if (!TAKES_PART(others, peer))
-            continue;
-        i64 *head = LANE(table, peer, OUT_HEAD);
-        int32_t *entries = LANE(table, peer, OUT_ENTRIES);
-        uint8_t *rows = LANE(table, peer, OUT_ROWS);
-        i64 num_rows = first_token[peer + 1] - first_token[peer];
-        int stream = may_stream(rows, row_bytes, num_rows, facts[STREAM_BYTES]);
-        memcpy(head, counts + peer * slots_per_rank, slots_per_rank * sizeof(i64));
-        head[slots_per_rank] = num_rows;
-        for (i64 entry = first_entry[peer]; entry < first_entry[peer + 1]; entry++)
-            *entries++ = (int32_t)row[entry];
-        for (i64 i = 0; i < num_rows; i++)
-            copy_row(rows + i * row_bytes, data + tokens[first_token[peer] + i] * row_bytes, row_bytes, stream);
+        spread_row(to, num, data + token * row_bytes, row_bytes, stream);
     }
+    for (i64 r = 0; r < num_ranks; r++)
+        if (r == rank || TAKES_PART(others, r)) {
+            i64 *head = LANE(table, r, OUT_HEAD);
+            memcpy(head, trip.counts + r * slots, slots * sizeof(i64));
+            head[slots] = trip.num_rows[r];
+        }
     _mm_sfence();
 }
 
-/* heads: counts [R, S] | first [R + 1] | per_slot [S]: entries that have arrived. Returns their number. */
-i64 read_heads(const i64 *facts, i64 buffer, i64 others, const i64 *block, i64 *heads)
+/* Where entries of each source for each slot go: arrived, starts, per_slot, rows_of. Returns their number. */
+static i64 read_heads(const i64 *facts, const i64 *table, i64 others, Trip trip)
 {
-    i64 num_ranks = facts[NUM_RANKS], slots_per_rank = facts[SLOTS], rank = facts[RANK];
-    const i64 *table = lane_table(facts, buffer);
-    i64 *counts = heads, *first = counts + num_ranks * slots_per_rank, *per_slot = first + num_ranks + 1;
-    memset(per_slot, 0, slots_per_rank * sizeof(i64));
-    first[0] = 0;
+    i64 num_ranks = facts[NUM_RANKS], slots = facts[SLOTS], rank = facts[RANK], sum = 0;
     for (i64 source = 0; source < num_ranks; source++) {
-        const i64 *head = source == rank ? block + rank * slots_per_rank : LANE(table, source, IN_HEAD);
-        i64 takes_part = source == rank || TAKES_PART(others, source), sum = 0;
-        for (i64 slot = 0; slot < slots_per_rank; slot++) {
-            i64 count = takes_part ? head[slot] : 0;
-            counts[source * slots_per_rank + slot] = count;
-            per_slot[slot] += count;
-            sum += count;
-        }
-        first[source + 1] = first[source] + sum;
+        const i64 *head = LANE(table, source, IN_HEAD);
+        int takes_part = source == rank || TAKES_PART(others, source);
+        for (i64 slot = 0; slot < slots; slot++)
+            trip.arrived[source * slots + slot] = takes_part ? head[slot] : 0;
+        trip.rows_of[source] = takes_part ? head[slots] : 0;
     }
-    return first[num_ranks];
+    for (i64 slot = 0; slot < slots; slot++) {
+        i64 before = sum;
+        for (i64 source = 0; source < num_ranks; source++) {
+            trip.starts[source * slots + slot] = sum;
+            sum += trip.arrived[source * slots + slot];
+        }
+        trip.per_slot[slot] = sum - before;
+    }
+    return sum;
 }
 
-/* pieces [R]: addresses of decoded rows, or NULL where they lie in the lanes as they are needed; own: this rank's.
-   placed [M]: where each entry went, in arrival order. */
-void place_rows(const i64 *facts, i64 buffer, const i64 *block, i64 num_pairs, const i64 *heads, const i64 *pieces,
-                const uint8_t *own, i64 *placed, uint8_t *out, i64 row_bytes)
+/* Where the first row of a source for a slot lies in x. */
+static i64 placed_start(const i64 *facts, Trip trip, i64 source, i64 slot)
 {
-    i64 num_ranks = facts[NUM_RANKS], slots_per_rank = facts[SLOTS], rank = facts[RANK], at = 0;
-    const i64 *table = lane_table(facts, buffer), *first_entry = block + num_ranks * slots_per_rank;
-    const i64 *first_token = first_entry + num_ranks + 1, *row = first_token + num_ranks + 1 + num_pairs;
-    const i64 *own_row = row + first_entry[rank], *own_tokens = row + num_pairs + first_token[rank];
-    const i64 *counts = heads, *first = counts + num_ranks * slots_per_rank;
-    int stream = may_stream(out, row_bytes, first[num_ranks], facts[STREAM_BYTES]);
-    i64 done[num_ranks];
-    memset(done, 0, sizeof done);
-    /* In the order of the result, so that its memory is written from front to back. */
-    for (i64 slot = 0; slot < slots_per_rank; slot++) {
-        if (facts[SLAB_ROWS])
-            at = slot * facts[SLAB_ROWS];
-        for (i64 source = 0; source < num_ranks; source++) {
-            const int32_t *entries = LANE(table, source, IN_ENTRIES);
-            const uint8_t *piece = pieces ? (const uint8_t *)pieces[source]
-                                   : source == rank ? own : LANE(table, source, IN_ROWS);
-            for (i64 i = 0; i < counts[source * slots_per_rank + slot]; i++, at++) {
-                i64 entry = done[source]++;
-                i64 from = source == rank ? own_tokens[own_row[entry]] : entries[entry];
-                placed[first[source] + entry] = at;
-                copy_row(out + at * row_bytes, piece + from * row_bytes, row_bytes, stream);
-            }
+    i64 start = trip.starts[source * facts[SLOTS] + slot];
+    return facts[SLAB_ROWS] ? slot * facts[SLAB_ROWS] + start - trip.starts[slot] : start;
+}
+
+/* Puts a row for each entry that arrived in the placed layout, and returns their number, or -1 where a slab is too
+   small. pieces [R]: addresses of decoded rows, or NULL where they lie in the lanes as they are needed; own: this
+   rank's */
+i64 place_rows(const i64 *facts, i64 buffer, i64 others, i64 num_tokens, i64 topk, const i64 *pieces, const uint8_t *own,
+               i64 row_bytes, uint8_t *out, i64 *block)
+{
+    i64 num_ranks = facts[NUM_RANKS], slots = facts[SLOTS], rank = facts[RANK], at = 0;
+    const i64 *table = lane_table(facts, buffer);
+    Trip trip = trip_at(facts, block, num_tokens, topk);
+    i64 total = read_heads(facts, table, others, trip);
+    for (i64 slot = 0; facts[SLAB_ROWS] && slot < slots; slot++)
+        if (trip.per_slot[slot] > facts[SLAB_ROWS])
+            return -1;
+    int stream = may_stream(out, row_bytes, total, facts[STREAM_BYTES]);
+    for (i64 source = 0; source < num_ranks; source++) {
+        const int32_t *entries = LANE(table, source, IN_ENTRIES);
+        const float *weights = LANE(table, source, IN_WEIGHTS);
+        const uint8_t *piece = pieces ? (const uint8_t *)pieces[source]
+                               : source == rank ? own : LANE(table, source, IN_ROWS);
+        i64 next[slots], num_entries = 0;
+        for (i64 slot = 0; slot < slots; slot++) {
+            next[slot] = placed_start(facts, trip, source, slot);
+            num_entries += trip.arrived[source * slots + slot];
+        }
+        for (i64 entry = 0, row = 0; entry < num_entries; row++) {
+            uint8_t *to[facts[MAX_TOPK] + 1];
+            i64 num = 0;
+            do {
+                i64 placed = next[entries[entry] & (FIRST - 1)]++;
+                if (facts[RANK_SUM]) {
+                    trip.placed[at] = num ? placed : placed | FIRST;
+                    trip.weight[at++] = weights[entry];
+                }
+                to[num++] = out + placed * row_bytes;
+                entry++;
+            } while (entry < num_entries && !(entries[entry] & FIRST));
+            i64 from = source == rank ? trip.tokens[rank * num_tokens + row] : row;
+            spread_row(to, num, piece + from * row_bytes, row_bytes, stream);
         }
     }
     _mm_sfence();
+    return total;
 }
 
-/* Writes results into the lanes of their homes, in arrival order. */
-void send_results(const i64 *facts, i64 buffer, i64 others, const i64 *heads, const i64 *placed, const uint8_t *data)
+/* Makes results ready in the outbox, unless they are there, and tells each home where its own begin. */
+void send_results(const i64 *facts, i64 buffer, i64 others, i64 num_tokens, i64 topk, i64 in_place,
+                  const uint8_t *data, i64 *block)
 {
-    i64 num_ranks = facts[NUM_RANKS], row_bytes = facts[HOME_ROW_BYTES];
-    const i64 *table = lane_table(facts, buffer), *first = heads + num_ranks * facts[SLOTS];
-    for (i64 peer = 0; peer < num_ranks; peer++) {
+    i64 num_ranks = facts[NUM_RANKS], slots = facts[SLOTS], row_bytes = facts[HOME_ROW_BYTES], first_row = 0;
+    const i64 *table = lane_table(facts, buffer);
+    Trip trip = trip_at(facts, block, num_tokens, topk);
+    uint8_t *outbox = LANE(table, facts[RANK], OUTBOX);
+    for (i64 peer = 0; peer < num_ranks; first_row += trip.rows_of[peer++]) {
         if (!TAKES_PART(others, peer))
             continue;
-        uint8_t *rows = LANE(table, peer, OUT_HOME);
-        i64 num_rows = first[peer + 1] - first[peer];
-        int stream = may_stream(rows, row_bytes, num_rows, facts[STREAM_BYTES]);
-        for (i64 i = 0; i < num_rows; i++)
-            copy_row(rows + i * row_bytes, data + placed[first[peer] + i] * row_bytes, row_bytes, stream);
+        i64 *starts = LANE(table, peer, OUT_STARTS);
+        memcpy(starts, trip.starts + peer * slots, slots * sizeof(i64));
+        if (facts[RANK_SUM])
+            starts[0] = first_row;
+        for (i64 slot = 0; slot < slots && !in_place; slot++)
+            memcpy(outbox + trip.starts[peer * slots + slot] * row_bytes,
+                   data + placed_start(facts, trip, peer, slot) * row_bytes,
+                   trip.arrived[peer * slots + slot] * row_bytes);
     }
     _mm_sfence();
 }
@@ -208,7 +274,7 @@ void send_results(const i64 *facts, i64 buffer, i64 others, const i64 *heads, co
 typedef float vf __attribute__((vector_size(64), aligned(4)));
 typedef uint32_t vu __attribute__((vector_size(64), aligned(4)));
 typedef uint16_t vh __attribute__((vector_size(32), aligned(2)));
-enum { WIDTH = 16, BLOCK = 64 };
+enum { WIDTH = 16, BLOCK = 64, AHEAD = 1024 }; /* AHEAD: bytes; a page ends what the processor fetches on its own */
 
 static inline float widen(uint16_t x)
 {
@@ -273,34 +339,94 @@ static void add_rows_f32(const float **rows, const float *weights, i64 num, i64 
     }
 }
 
-/* pieces [R]: addresses of decoded results, or NULL as above; own: this rank's, in the placed layout. */
-void add_results(const i64 *facts, i64 buffer, const i64 *block, i64 num_tokens, i64 topk, const i64 *heads,
-                 const i64 *placed, const i64 *pieces, const uint8_t *own, const float *weights, uint8_t *out)
+/* out [num_tokens, hidden]: for each token, the weighted sum of `num` rows */
+static void add_rows(const i64 *facts, const void **rows, const float *weights, i64 num, void *out)
 {
-    i64 num_ranks = facts[NUM_RANKS], slots_per_rank = facts[SLOTS], rank = facts[RANK], hidden = facts[HIDDEN];
-    const i64 *table = lane_table(facts, buffer), *first_entry = block + num_ranks * slots_per_rank;
-    const i64 *home = first_entry + 2 * (num_ranks + 1);
-    const i64 *own_placed = placed + heads[num_ranks * slots_per_rank + rank];
-    i64 row_bytes = hidden * (facts[IS_BF16] ? 2 : 4);
-    const void *rows[topk];
-    float scale[topk];
+    if (facts[IS_BF16])
+        add_rows_bf16((const uint16_t **)rows, weights, num, facts[HIDDEN], out);
+    else
+        add_rows_f32((const float **)rows, weights, num, facts[HIDDEN], out);
+}
+
+/* rows [T, K] int64 of `from` [.., hidden], -1 = nothing to add: the form that is held against the reference. */
+void weighted_rows(const i64 *facts, const i64 *rows, const float *weights, i64 num_tokens, i64 topk,
+                   const uint8_t *from, uint8_t *out)
+{
+    i64 row_bytes = facts[HIDDEN] * (facts[IS_BF16] ? 2 : 4);
+    const void *at[topk + 1];
+    float scale[topk + 1];
     for (i64 token = 0; token < num_tokens; token++) {
         i64 num = 0;
-        for (i64 k = 0; k < topk; k++) {
-            i64 entry = home[token * topk + k], source = 0;
-            if (entry < 0)
-                continue;
-            while (entry >= first_entry[source + 1])
-                source++;
-            i64 row = entry - first_entry[source];
-            const uint8_t *piece = pieces ? (const uint8_t *)pieces[source]
-                                   : source == rank ? own : LANE(table, source, IN_HOME);
-            rows[num] = piece + (source == rank ? own_placed[row] : row) * row_bytes;
-            scale[num++] = weights[token * topk + k];
-        }
-        if (facts[IS_BF16])
-            add_rows_bf16((const uint16_t **)rows, scale, num, hidden, (uint16_t *)(out + token * row_bytes));
+        for (i64 pair = token * topk; pair < (token + 1) * topk; pair++)
+            if (rows[pair] >= 0) {
+                at[num] = from + rows[pair] * row_bytes;
+                scale[num++] = weights[pair];
+            }
+        add_rows(facts, at, scale, num, out + token * row_bytes);
+    }
+}
+
+/* rank_sum, where the experts are: the weighted sum of each arrived row's results here, by source, then row. */
+void sum_results(const i64 *facts, i64 num_tokens, i64 topk, const uint8_t *data, uint8_t *out, i64 *block)
+{
+    i64 row_bytes = facts[HIDDEN] * (facts[IS_BF16] ? 2 : 4), num_entries = 0;
+    Trip trip = trip_at(facts, block, num_tokens, topk);
+    for (i64 i = 0; i < facts[NUM_RANKS] * facts[SLOTS]; i++)
+        num_entries += trip.arrived[i];
+    for (i64 entry = 0; entry < num_entries; out += row_bytes) {
+        const void *rows[facts[MAX_TOPK] + 1];
+        i64 first = entry;
+        do {
+            rows[entry - first] = data + (trip.placed[entry] & ~(i64)FIRST) * row_bytes;
+            entry++;
+        } while (entry < num_entries && !(trip.placed[entry] & FIRST));
+        add_rows(facts, rows, trip.weight + first, entry - first, out);
+    }
+}
+
+/* Adds each token's results, read where they lie: own ones in `own`, in the placed layout, others in their outboxes. */
+void add_results(const i64 *facts, i64 buffer, i64 others, const i64 *ids, i64 num_tokens, i64 topk,
+                 const uint8_t *own, const float *weights, uint8_t *out, i64 *block)
+{
+    i64 num_ranks = facts[NUM_RANKS], slots = facts[SLOTS], rank = facts[RANK], most = topk > num_ranks ? topk : num_ranks;
+    i64 row_bytes = facts[HIDDEN] * (facts[IS_BF16] ? 2 : 4), own_first = 0;
+    const i64 *table = lane_table(facts, buffer);
+    Trip trip = trip_at(facts, block, num_tokens, topk);
+    const uint8_t *first[num_ranks * slots]; /* of each slot, where this rank's results begin */
+    i64 next[num_ranks];
+    const void *rows[most + 1];
+    float scale[most + 1];
+    for (i64 source = 0; source < rank; source++)
+        own_first += trip.rows_of[source];
+    for (i64 source = 0; source < num_ranks; source++) {
+        next[source] = 0;
+        if (source != rank && !TAKES_PART(others, source))
+            continue; /* nothing was sent there, and nothing is read */
+        const i64 *starts = LANE(table, source, IN_STARTS);
+        const uint8_t *from = LANE(table, source, OUTBOX);
+        if (facts[RANK_SUM])
+            first[source] = from + (source == rank ? own_first : starts[0]) * row_bytes;
         else
-            add_rows_f32((const float **)rows, scale, num, hidden, (float *)(out + token * row_bytes));
+            for (i64 slot = 0; slot < slots; slot++)
+                first[source * slots + slot] = source == rank ? own + placed_start(facts, trip, rank, slot) * row_bytes
+                                                              : from + starts[slot] * row_bytes;
+    }
+    for (i64 token = 0; token < num_tokens; token++) {
+        i64 num = 0;
+        if (facts[RANK_SUM]) {
+            for (i64 source = 0; source < num_ranks; source++)
+                if (next[source] < trip.num_rows[source] &&
+                    trip.tokens[source * num_tokens + next[source]] == token) {
+                    rows[num] = first[source] + next[source]++ * row_bytes;
+                    scale[num++] = 1;
+                }
+        } else {
+            for (i64 pair = token * topk; pair < (token + 1) * topk; pair++)
+                if (trip.home[pair] >= 0) {
+                    rows[num] = first[ids[pair]] + trip.home[pair] * row_bytes;
+                    scale[num++] = weights[pair];
+                }
+        }
+        add_rows(facts, rows, scale, num, out + token * row_bytes);
     }
 }

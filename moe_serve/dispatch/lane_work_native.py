@@ -11,109 +11,148 @@ import platform
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from moe_serve.dispatch.inbox import Int32Array, Int64Array, Lane
-from moe_serve.dispatch.lane_work import Decode, Lanes, Placed, PlacedRows
+from moe_serve.dispatch.inbox import FIRST, Float32Array, Int32Array, Int64Array
+from moe_serve.dispatch.lane_work import Lanes, Placed, add_fetched, add_sums, encode_results, refuse_slab
+from moe_serve.dispatch.send_plan import placed_starts, plan_sends
 from moe_serve.kernels.weighted_sum import weighted_sum_reference
 
-# Above these sizes stores bypass the caches: what is written is not read again by this core soon.
-STREAM_BYTES = 1 << 20
 _FLAGS = ("-O3", "-march=native", "-ffp-contract=fast", "-fPIC", "-shared")
 
 
 class _Trip:
-    """One dispatch and its combine: blocks of int64 whose parts lane_work.c names, and their addresses."""
+    """One dispatch and its combine: a block of int64 whose parts lane_work.c names, those of arrivals first."""
 
     x: Tensor
-    rows_per_slot: Tensor
-    heads: Int64Array
-    heads_at: int
-    placed: Int64Array
 
-    def __init__(self, ids: Tensor, block: Int64Array, num_ranks: int, slots: int):
-        self.ids, self.block, self.block_at = ids, block, _at(block)
-        self._num_ranks, self._slots = num_ranks, slots
+    def __init__(self, ids: Tensor, num_ranks: int, slots: int, kept_entries: int):
+        self.ids = ids
+        self.num_tokens, self.topk = ids.shape
+        size = slots + num_ranks * (2 + 3 * slots + self.num_tokens) + ids.numel() + kept_entries * 3 // 2 + 1
+        block = np.empty(size, dtype=np.int64)
+        self.block_at = _at(block)
+        self.per_slot = block[:slots]
+        self.rows_of = block[slots : slots + num_ranks]
+        self.arrived = block[slots + num_ranks :][: num_ranks * slots]
 
     @property
-    def first_entry(self) -> list[int]:
-        start = self._num_ranks * self._slots
-        return [int(number) for number in self.block[start : start + self._num_ranks + 1]]
+    def rows_per_slot(self) -> Tensor:
+        return torch.from_numpy(self.per_slot)
 
 
 class NativeLaneWork:
     """LaneWork for a machine with a C compiler."""
 
+    writes_in_place = True
+
     def __init__(self, lanes: Lanes, library: ctypes.CDLL):
+        shape = lanes.shape
         self._lanes, self._library = lanes, library
-        self._num_ranks, self._slots = lanes.shape.num_ranks, lanes.shape.slots_per_rank
+        self._num_ranks, self._slots = shape.num_ranks, shape.slots_per_rank
         self._facts = lane_facts(lanes)
         self._facts_at = _at(self._facts)
         self._row_bytes = lanes.hidden * lanes.dtype.itemsize
-        self._room = PlacedRows(lanes)
+        self._outbox_at = [rows.data_ptr() for rows in lanes.outboxes[lanes.rank].rows]
+        # With rank_sum what each entry's row and weight are is kept until the results are there.
+        self._kept_entries = shape.max_results if lanes.rank_sum else 0
 
-    def send_rows(self, physical_ids: Tensor, own: Tensor, buffer: int, others: list[int]) -> _Trip:
-        ids, num_ranks = physical_ids.contiguous(), self._num_ranks
-        num_tokens, topk = ids.shape
-        size = num_ranks * (self._slots + 2) + 2 + num_tokens * (2 * topk + min(num_ranks, topk))
-        trip = _Trip(ids, np.empty(size, dtype=np.int64), num_ranks, self._slots)
+    def send_rows(
+        self, physical_ids: Tensor, own: Tensor, weights: Tensor | None, buffer: int, others: list[int]
+    ) -> _Trip:
+        trip = _Trip(physical_ids.contiguous(), self._num_ranks, self._slots, self._kept_entries)
+        weights_at = 0 if weights is None else weights.contiguous().data_ptr()
         self._library.send_rows(
-            self._facts_at, buffer, _mask(others), ids.data_ptr(), num_tokens, topk, own.data_ptr(), trip.block_at
-        )
+            self._facts_at, buffer, _mask(others), trip.ids.data_ptr(), trip.num_tokens, trip.topk, own.data_ptr(),
+            weights_at, trip.block_at,
+        )  # fmt: skip
         return trip
 
-    def place_rows(self, sent: object, own: Tensor, buffer: int, others: list[int], decode: Decode | None) -> _Trip:
+    def place_rows(self, sent: object, own: Tensor, room: Tensor, buffer: int, others: list[int]) -> _Trip:
         assert isinstance(sent, _Trip)
-        num_counts = self._num_ranks * self._slots
-        sent.heads = np.empty(num_counts + self._num_ranks + 1 + self._slots, dtype=np.int64)
-        sent.heads_at = _at(sent.heads)
-        num_rows = self._library.read_heads(self._facts_at, buffer, _mask(others), sent.block_at, sent.heads_at)
-        sent.placed = np.empty(num_rows, dtype=np.int64)
-        per_slot = sent.heads[num_counts + self._num_ranks + 1 :]
-        sent.rows_per_slot = torch.from_numpy(per_slot)
-        sent.x = self._room.room(buffer, num_rows, int(per_slot.max()) if self._lanes.slab_rows else 0)
-        pieces: list[Tensor] = []
-        if decode is not None:
-            pieces = [sent.x] * self._num_ranks  # a rank that takes no part has no entry, so nothing is read from it
-            for peer in others:
-                lane = self._lanes.inbox[peer]
-                pieces[peer] = decode(lane.rows[buffer][: int(lane.head[buffer][self._slots])])
-            pieces[self._lanes.rank] = decode(own)
-        pointers = _pointers(pieces)
-        self._library.place_rows(
-            self._facts_at, buffer, sent.block_at, sent.ids.numel(), sent.heads_at, _at(pointers) if pieces else 0,
-            own.data_ptr(), _at(sent.placed), sent.x.data_ptr(), self._row_bytes,
+        pieces = self._decoded(own, buffer, others)
+        pointers = np.array([piece.data_ptr() for piece in pieces], dtype=np.int64)
+        num_rows = self._library.place_rows(
+            self._facts_at, buffer, _mask(others), sent.num_tokens, sent.topk,
+            _at(pointers) if pieces else 0, own.data_ptr(), self._row_bytes, room.data_ptr(), sent.block_at,
         )  # fmt: skip
+        if num_rows < 0:
+            raise refuse_slab(int(sent.per_slot.max()), self._lanes.slab_rows)
+        sent.x = room if self._lanes.slab_rows else room[:num_rows]
         return sent
 
-    def send_results(self, placed: Placed, own: Tensor, buffer: int, others: list[int]) -> None:
+    def send_results(self, placed: Placed, results: Tensor, buffer: int, others: list[int]) -> Tensor:
         assert isinstance(placed, _Trip)
+        in_place = results.data_ptr() == self._outbox_at[buffer]
+        if self._lanes.rank_sum:
+            self._sum(placed, results, buffer)
+            own, in_place = results, True
+        else:
+            own = encode_results(self._lanes, results)
         self._library.send_results(
-            self._facts_at, buffer, _mask(others), placed.heads_at, _at(placed.placed), own.data_ptr()
-        )
+            self._facts_at, buffer, _mask(others), placed.num_tokens, placed.topk, in_place, own.data_ptr(),
+            placed.block_at,
+        )  # fmt: skip
+        return own
 
-    def add_results(self, placed: Placed, own: Tensor, weights: Tensor, buffer: int, decode: Decode | None) -> Tensor:
+    def add_results(
+        self, placed: Placed, own: object, weights: Tensor, buffer: int, others: list[int]
+    ) -> Tensor:
         assert isinstance(placed, _Trip)
+        assert isinstance(own, Tensor)
+        if not self._lanes.wire.combine.is_identity:
+            return self._add_decoded(placed, own, weights, buffer, others)
         weights = weights.contiguous()
-        num_tokens, topk = placed.ids.shape
-        out = torch.empty(num_tokens, self._lanes.hidden, dtype=self._lanes.dtype)
-        pieces: list[Tensor] = []
-        if decode is not None:
-            first = placed.first_entry
-            sizes = [first[source + 1] - first[source] for source in range(self._num_ranks)]
-            pieces = [decode(lane.home[buffer][:size]) for lane, size in zip(self._lanes.inbox, sizes, strict=True)]
-            pieces[self._lanes.rank] = decode(own)
-        pointers = _pointers(pieces)
+        out = torch.empty(placed.num_tokens, self._lanes.hidden, dtype=self._lanes.dtype)
         self._library.add_results(
-            self._facts_at, buffer, placed.block_at, num_tokens, topk, placed.heads_at, _at(placed.placed),
-            _at(pointers) if pieces else 0, own.data_ptr(), weights.data_ptr(), out.data_ptr(),
+            self._facts_at, buffer, _mask(others), placed.ids.data_ptr(), placed.num_tokens, placed.topk,
+            own.data_ptr(), weights.data_ptr(), out.data_ptr(), placed.block_at,
         )  # fmt: skip
         return out
+
+    def _decoded(self, own: Tensor, buffer: int, others: list[int]) -> list[Tensor]:
+        """Returns the rows of each source as they are computed with; empty: they lie in the lanes like that."""
+        codec, lanes = self._lanes.wire.dispatch, self._lanes
+        if codec.is_identity:
+            return []
+        pieces = [own] * self._num_ranks  # a rank that takes no part has no entry, so nothing is read from it
+        for source in [*others, lanes.rank]:
+            lane = lanes.inbox[source]
+            data = own if source == lanes.rank else lane.rows[buffer][: int(lane.head[buffer][self._slots])]
+            pieces[source] = codec.decode(data, lanes.hidden).contiguous()
+        return pieces
+
+    def _sum(self, placed: _Trip, results: Tensor, buffer: int) -> None:
+        """Writes the sum of each arrived row's results into the outbox."""
+        lanes = self._lanes
+        outbox = lanes.outboxes[lanes.rank].rows[buffer]
+        direct = lanes.wire.combine.is_identity
+        num_rows = int(placed.rows_of.sum())
+        sums = outbox if direct else torch.empty(num_rows, lanes.hidden, dtype=lanes.dtype)
+        self._library.sum_results(
+            self._facts_at, placed.num_tokens, placed.topk, results.data_ptr(), sums.data_ptr(),
+            placed.block_at,
+        )  # fmt: skip
+        if not direct:
+            outbox[:num_rows] = encode_results(lanes, sums)
+
+    def _add_decoded(
+        self, placed: _Trip, own: Tensor, weights: Tensor, buffer: int, others: list[int]
+    ) -> Tensor:
+        """Adds results that lie encoded, by way of the plain form."""
+        lanes, rank = self._lanes, self._lanes.rank
+        plan = plan_sends(placed.ids.numpy(), self._num_ranks, self._slots)
+        if lanes.rank_sum:
+            own_start = int(placed.rows_of[:rank].sum())
+            return add_sums(lanes, plan, own_start, placed.num_tokens, buffer, others)
+        arrived = placed.arrived.reshape(self._num_ranks, self._slots)
+        starts = placed_starts(arrived, lanes.slab_rows)[rank]
+        rows = starts[plan.entries[rank] & (FIRST - 1)] + plan.home.reshape(-1)[plan.pairs[rank]]
+        return add_fetched(lanes, plan, own.index_select(0, torch.from_numpy(rows)), weights, buffer, others)
 
 
 def lane_facts(lanes: Lanes) -> Int64Array:
@@ -127,13 +166,33 @@ def lane_facts(lanes: Lanes) -> Int64Array:
         shape.home_row_bytes,
         lanes.hidden,
         int(lanes.dtype == torch.bfloat16),
-        STREAM_BYTES,
+        stream_bytes(shape.num_ranks),
         lanes.slab_rows,
+        int(lanes.rank_sum),
+        shape.topk,
+        shape.max_results,
     ]
     for buffer in (0, 1):
-        for out, inbox in zip(lanes.out, lanes.inbox, strict=True):
-            facts += [*_addresses(out, buffer), *_addresses(inbox, buffer)]
+        for out, inbox, outbox in zip(lanes.out, lanes.inbox, lanes.outboxes, strict=True):
+            facts += [_at(part[buffer]) for part in (out.head, out.entries, out.weights)]
+            facts += [out.rows[buffer].data_ptr(), _at(out.starts[buffer])]
+            facts += [_at(part[buffer]) for part in (inbox.head, inbox.entries, inbox.weights)]
+            facts += [inbox.rows[buffer].data_ptr(), _at(inbox.starts[buffer]), outbox.rows[buffer].data_ptr()]
     return np.array(facts, dtype=np.int64)
+
+
+def stream_bytes(num_ranks: int) -> int:
+    """Returns from which size on a copy goes past the caches: a rank's share of the largest one.
+
+    Below it, plain stores were faster here by a third, since the rows are read again from there; above it, they read
+    from memory what they overwrite.
+    """
+    sizes = [
+        int(path.read_text().strip().removesuffix("K")) << 10
+        for path in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size")
+        if path.read_text().strip().endswith("K")
+    ]
+    return max(sizes, default=1 << 20) // num_ranks
 
 
 def native_lane_work(lanes: Lanes) -> tuple[NativeLaneWork | None, str]:
@@ -170,7 +229,8 @@ def load_library() -> tuple[ctypes.CDLL | None, str]:
 
 
 _ARGUMENTS = {
-    "send_rows": 8, "read_heads": 5, "place_rows": 10, "send_results": 6, "add_results": 11, "stream_copy": 3
+    "send_rows": 9, "place_rows": 10, "send_results": 8, "sum_results": 6, "add_results": 10, "weighted_rows": 7,
+    "stream_copy": 3,
 }  # fmt: skip
 
 
@@ -192,17 +252,13 @@ def _differing_dtype(library: ctypes.CDLL) -> torch.dtype | None:
     home = torch.arange(num_tokens * topk).view(num_tokens, topk)
     generator = torch.Generator().manual_seed(0)
     weights = torch.randn(num_tokens, topk, generator=generator)
-    counts, heads = np.array([home.numel()]), np.array([home.numel(), 0, home.numel()])
-    block = np.concatenate([counts, [0, home.numel()], [0, num_tokens], home.flatten().numpy()])
-    placed = np.arange(home.numel())
     for dtype in (torch.float32, torch.bfloat16):
         rows = torch.randn(home.numel(), hidden, generator=generator).to(dtype)
         out = torch.empty(num_tokens, hidden, dtype=dtype)
-        facts = np.array([0, 1, 1, 0, 0, hidden, int(dtype == torch.bfloat16), STREAM_BYTES, 0])
-        library.add_results(
-            _at(facts), 0, _at(block), num_tokens, topk, _at(heads), _at(placed), 0, rows.data_ptr(),
-            weights.data_ptr(), out.data_ptr(),
-        )  # fmt: skip
+        facts = np.array([0, 1, 1, 0, 0, hidden, int(dtype == torch.bfloat16)])
+        library.weighted_rows(
+            _at(facts), home.data_ptr(), weights.data_ptr(), num_tokens, topk, rows.data_ptr(), out.data_ptr()
+        )
         if not torch.equal(out, weighted_sum_reference(rows, home, weights)):
             return dtype
     return None
@@ -214,21 +270,7 @@ def _processor() -> str:
     return next((line for line in lines if line.startswith("flags")), platform.processor())
 
 
-def _addresses(lane: Lane, buffer: int) -> list[int]:
-    """Returns where the parts of one buffer lie, in the order of the lane table."""
-    return [
-        _at(lane.head[buffer]),
-        _at(lane.entries[buffer]),
-        lane.rows[buffer].data_ptr(),
-        lane.home[buffer].data_ptr(),
-    ]
-
-
-def _pointers(pieces: Sequence[Tensor]) -> Int64Array:
-    return np.array([piece.data_ptr() for piece in pieces], dtype=np.int64)
-
-
-def _at(array: Int64Array | Int32Array) -> int:
+def _at(array: Int64Array | Int32Array | Float32Array) -> int:
     address: int = array.__array_interface__["data"][0]
     return address
 

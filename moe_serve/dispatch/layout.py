@@ -1,10 +1,12 @@
 """Where every row goes: pure index arithmetic, the same on all ranks, without communication.
 
 An entry is one (token, k) pair with its flat index t * K + k. A rank sends its entries ordered by slot, then by flat
-index. Rows arrive ordered by source rank, then slot. The placed layout is ordered by slot, then source rank, then flat
-index: a pure function of all ranks' physical ids. No function here reads a tensor back to the host.
+index (`send_order`), or, where a row travels once to each rank that wants it, by rank, then by flat index
+(`rank_order`). Entries arrive ordered by source rank. The placed layout is ordered by slot, then source rank, then
+flat index: a pure function of all ranks' physical ids. No function here reads a tensor back to the host.
 
-Shape words: T tokens, K topk, R ranks, P slots, S = P / R slots of one rank, N entries sent, M rows received.
+Shape words: T tokens, K topk, R ranks, P slots, S = P / R slots of one rank, N entries sent, U rows sent, M entries
+received.
 """
 
 import torch
@@ -31,6 +33,25 @@ def send_order(physical_ids: Tensor, num_slots: int, num_entries: int) -> Tensor
     return torch.sort(flat, stable=True).indices[:num_entries]
 
 
+def rank_order(physical_ids: Tensor, num_slots: int, num_ranks: int) -> tuple[Tensor, Tensor]:
+    """Returns flat indices by destination rank, then by flat index, those of -1 last, and how many each rank gets.
+
+    physical_ids: [T, K] int64, -1 = none -> order [T * K] int64, entries_per_rank [R] int64
+    """
+    flat = physical_ids.reshape(-1)
+    ranks = torch.where(flat < 0, num_ranks, flat.div(num_slots // num_ranks, rounding_mode="floor"))
+    return torch.sort(ranks, stable=True).indices, count_slots((ranks + 1) % (num_ranks + 1) - 1, num_ranks)
+
+
+def row_begins(order: Tensor, entries_per_rank: Tensor, topk: int) -> Tensor:
+    """Returns which entries begin a row: the first of a token for a rank. order: [N] as above -> [N] bool"""
+    token = order.div(topk, rounding_mode="floor")
+    begins = torch.ones(token.shape[0] + 1, dtype=torch.bool, device=order.device)
+    begins[1:-1] = token[1:] != token[:-1]
+    begins[entries_per_rank.cumsum(0) - entries_per_rank] = True  # each rank's list begins anew, also with equal tokens
+    return begins[:-1]
+
+
 def home_index(order: Tensor, num_tokens: int, topk: int) -> Tensor:
     """Returns which sent row each entry became: order [N] -> [T, K] int64, -1 = was not sent."""
     num_entries = order.shape[0]
@@ -49,9 +70,13 @@ def placed_order(counts: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
     """
     num_ranks, slots_per_rank = counts.shape
     slots = torch.arange(slots_per_rank, device=counts.device).repeat(num_ranks)
-    slot_of_row = slots.repeat_interleave(counts.reshape(-1), output_size=num_rows)
-    # Stable: within a slot, rows keep the order of arrival, which is by source rank, then flat index.
-    to_placed = torch.sort(slot_of_row, stable=True).indices
+    return by_slot(slots.repeat_interleave(counts.reshape(-1), output_size=num_rows))
+
+
+def by_slot(slot_of_entry: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns the same two permutations from the slot of each arrival: [M] int64."""
+    # Stable: within a slot, entries keep the order of arrival, which is by source rank, then flat index.
+    to_placed = torch.sort(slot_of_entry, stable=True).indices
     to_arrival = torch.empty_like(to_placed)
-    to_arrival.scatter_(0, to_placed, torch.arange(num_rows, device=counts.device))
+    to_arrival.scatter_(0, to_placed, torch.arange(slot_of_entry.shape[0], device=slot_of_entry.device))
     return to_placed, to_arrival

@@ -11,8 +11,9 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from moe_serve.dispatch.base import Deferred, Dispatched, PackedRows, Pending, Ready
+from moe_serve.dispatch.base import Combine, Deferred, Dispatched, PackedRows, Pending, Ready
 from moe_serve.dispatch.layout import count_slots, home_index, send_order
+from moe_serve.dispatch.rank_sum import add_rank_sums
 from moe_serve.dispatch.wire import Wire
 from moe_serve.errors import PeerError
 from moe_serve.kernels.weighted_sum import weighted_sum
@@ -60,25 +61,34 @@ class _Sent:
 
 @dataclass(frozen=True)
 class _Handle:
+    hidden: int
     home: Tensor  # [T, K] which sent row each entry became, -1 = none
     complete: bool  # no entry is -1
-    sent: Tensor  # [P] rows that this rank sent to each slot
+    ranks: Tensor  # [T, K] rank of each entry, -1 = none
     received: Tensor  # [R, S] rows that came from each rank for each slot here
 
 
 class LocalAllToAll:
     """AllToAll over one rank, or over one of the virtual ranks of a fabric."""
 
-    is_bitwise = True
     note = ""
 
-    def __init__(self, slots_per_rank: int, wire: Wire, rank: int = 0, fabric: LocalFabric | None = None):
+    def __init__(
+        self,
+        slots_per_rank: int,
+        wire: Wire,
+        rank: int = 0,
+        fabric: LocalFabric | None = None,
+        combine: Combine = "ordered",
+    ):
         self._fabric = fabric or LocalFabric(1)
         self._rank = rank
         self._num_ranks = self._fabric.num_ranks
         self._slots_per_rank = slots_per_rank
         self._num_slots = self._num_ranks * slots_per_rank
         self._wire = wire
+        self._rank_sum = combine == "rank_sum"
+        self.is_bitwise = combine == "ordered"
         self._sequence = 0
 
     def exchange_counts(self, counts: Tensor) -> Pending[Tensor]:
@@ -87,7 +97,9 @@ class LocalAllToAll:
         call = self._post(counts)
         return Deferred(lambda: torch.stack(self._collect(call, Tensor)))
 
-    def dispatch(self, hidden: Tensor, physical_ids: Tensor, slot_counts: Tensor | None = None) -> Pending[Dispatched]:
+    def dispatch(
+        self, hidden: Tensor, physical_ids: Tensor, slot_counts: Tensor | None = None, weights: Tensor | None = None
+    ) -> Pending[Dispatched]:
         num_tokens, topk = physical_ids.shape
         # From the ids, not from slot_counts: the reference must notice when the two differ.
         counts = count_slots(physical_ids, self._num_slots)
@@ -95,10 +107,11 @@ class LocalAllToAll:
         order = send_order(physical_ids, self._num_slots, num_rows)
         rows = hidden.index_select(0, order.div(topk, rounding_mode="floor"))
         home, complete = home_index(order, num_tokens, topk), num_rows == num_tokens * topk
+        ranks = physical_ids.div(self._slots_per_rank, rounding_mode="floor")
         data = self._wire.dispatch.encode(rows)
         if self._num_ranks == 1:
             received = self._wire.dispatch.decode(data, hidden.shape[1])
-            return Ready(Dispatched(PackedRows(received, counts.cpu()), _Handle(home, complete, counts, counts[None])))
+            return Ready(Dispatched(PackedRows(received, counts.cpu()), _Handle(hidden.shape[1], home, complete, ranks, counts[None])))
         call = self._post(_Sent(data, counts))
 
         def receive() -> Dispatched:
@@ -111,16 +124,16 @@ class LocalAllToAll:
             data = torch.cat([pieces[source][slot] for slot in here for source in range(self._num_ranks)])
             received = torch.stack([s.counts[here.start : here.stop] for s in sent])
             placed = PackedRows(self._wire.dispatch.decode(data, hidden.shape[1]), received.sum(dim=0).cpu())
-            return Dispatched(placed, _Handle(home, complete, counts, received))
+            return Dispatched(placed, _Handle(hidden.shape[1], home, complete, ranks, received))
 
         return Deferred(receive)
 
     def combine(self, expert_out: Tensor, weights: Tensor, handle: object) -> Pending[Tensor]:
         assert isinstance(handle, _Handle), "the handle belongs to another transport"
-        hidden = expert_out.shape[1]
-        data = self._wire.combine.encode(expert_out)
+        # Sums are made at home here, of the very numbers that each rank would have summed: the plainest form.
+        data = expert_out if self._rank_sum else self._wire.combine.encode(expert_out)
         if self._num_ranks == 1:
-            return Ready(weighted_sum(self._wire.combine.decode(data, hidden), handle.home, weights, handle.complete))
+            return Ready(self._add(data, weights, handle))
         call = self._post(_Sent(data, handle.received.t().contiguous()))
 
         def receive() -> Tensor:
@@ -128,10 +141,22 @@ class LocalAllToAll:
             pieces = [iter(torch.split(r.data, r.counts.reshape(-1).tolist())) for r in returned]
             by_source = [[next(piece) for _ in range(self._slots_per_rank * self._num_ranks)] for piece in pieces]
             mine = [by_rank[self._rank :: self._num_ranks] for by_rank in by_source]  # slots of each rank, in order
-            data = torch.cat([piece for by_slot in mine for piece in by_slot])
-            return weighted_sum(self._wire.combine.decode(data, hidden), handle.home, weights, handle.complete)
+            return self._add(torch.cat([piece for by_slot in mine for piece in by_slot]), weights, handle)
 
         return Deferred(receive)
+
+    def _add(self, data: Tensor, weights: Tensor, handle: _Handle) -> Tensor:
+        """Returns the sum of each token's results. data: one row for each entry, in the order in which they were sent"""
+        if not self._rank_sum:
+            return weighted_sum(self._wire.combine.decode(data, handle.hidden), handle.home, weights, handle.complete)
+        sums, index = [], []
+        num_tokens, codec = handle.home.shape[0], self._wire.combine
+        for rank in range(self._num_ranks):
+            here = torch.where(handle.ranks == rank, handle.home, -1)
+            sums.append(codec.decode(codec.encode(weighted_sum(data, here, weights)), data.shape[1]))
+            rows = rank * num_tokens + torch.arange(num_tokens, device=data.device)
+            index.append(torch.where((here >= 0).any(1), rows, -1))
+        return add_rank_sums(torch.cat(sums), torch.stack(index, dim=1))
 
     def _post(self, value: object) -> int:
         self._sequence += 1

@@ -2,27 +2,29 @@
 
     dispatch send     plan, write rows into the own lane of each peer's region, raise its flag
     dispatch receive  wait for the flags of all ranks, put rows in the placed layout
-    combine send      write results into the own lane of each peer's region, raise its flag
-    combine receive   wait for the flags, add weighted in top-k order
+    combine send      see that results are in the own outbox, tell each peer where, raise its flag
+    combine receive   wait for the flags, fetch results from the peers' outboxes, adding them weighted in top-k order
 
 Why it is right. Data are written first and the flag second, an aligned 8-byte store, and x86-64 makes stores visible in
 program order (also after a string copy, and the C helper fences its streaming stores); so whoever sees the flag sees
 the data. A flag holds the stamp of its call, never a yes or no: nobody clears it, and a flag from a voided epoch cannot
-be taken for one of this. A lane has two buffers, so two handles may be in flight; before call n writes, the peer must
-have said that it has read call n - 2.
+be taken for one of this. Lanes and outboxes have two buffers, so two handles may be in flight; before call n writes,
+the peers must have said that they have read call n - 2. A rank that was given up while it fetched results may have read
+what was written later: so it looks, after it has read, whether its epoch still stands.
 
 Why it cannot deadlock. A send of call n waits for reads of call n - 2, a receive of call n for sends of call n: every
 wait is for something earlier in the one order of calls that all ranks share. A peer that does not come is met by the
 deadline. docs/communication.md tells this at length.
 """
 
+from dataclasses import dataclass
 from typing import cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from moe_serve.dispatch.base import BufferLimits, Deferred, Dispatched, EpGroup, MaskedRows, PackedRows, Pending
+from moe_serve.dispatch.base import BufferLimits, Combine, Deferred, Dispatched, EpGroup, MaskedRows, PackedRows, Pending
 from moe_serve.dispatch.buffers import inbox_shape, most_tokens
 from moe_serve.dispatch.channel import Channel, Peers, check_epoch
 from moe_serve.dispatch.flag_wait import FlagWait
@@ -35,9 +37,10 @@ from moe_serve.dispatch.inbox import (
     ROWS_READ,
     InboxShape,
     Lane,
+    Outbox,
     all_flags,
 )
-from moe_serve.dispatch.lane_work import Decode, Lanes, LaneWork, Placed, PlainLaneWork
+from moe_serve.dispatch.lane_work import Lanes, LaneWork, Placed, PlainLaneWork, Rooms
 from moe_serve.dispatch.lane_work_native import native_lane_work
 from moe_serve.dispatch.membership import Membership
 from moe_serve.dispatch.symmetric import SymmetricMemory
@@ -46,10 +49,20 @@ from moe_serve.dispatch.wire import Codec, Wire
 from moe_serve.errors import CapacityError, ConfigError, PeerError
 
 
+@dataclass(frozen=True, eq=False)
+class _Handle:
+    """room: where the rows lie"""
+
+    placed: Placed
+    room: int
+    epoch: int
+
+
 class LowLatencyAllToAll:
     """AllToAll among the ranks of one host, on CPU tensors.
 
-    Rows that `dispatch` gives are valid until the receive of the call after the next one. What is given to `dispatch`
+    Rows that `dispatch` gives are valid until their combine was waited for, or until the receive of the second dispatch
+    after theirs. What is given to `dispatch`
     and `combine` must not change before the result was waited for: own rows are read where they lie. After a PeerError
     every rank that is left calls `membership.regroup`, and runs the step again.
     """
@@ -66,11 +79,13 @@ class LowLatencyAllToAll:
         deadline_s: float,
         compiled: bool = True,
         masked: bool = False,
+        combine: Combine = "ordered",
     ):
         """hidden, dtype: of the rows;  shape: of the regions in memory, sized for this wire
 
         compiled: do the copying and adding in C where a compiler can be found; the bits are the same
         masked:   give rows as MaskedRows, slabs of num_ranks x max_tokens rows
+        combine:  see base.py
         """
         self._memory = memory
         self._rank, self._num_ranks = memory.rank, memory.num_ranks
@@ -88,13 +103,22 @@ class LowLatencyAllToAll:
             wait=FlagWait(self._num_ranks, deadline_s, self.membership.check),
         )
         self.membership.peers = self._peers
-        for lane in self._peers.lanes:
-            lane.set_canaries()
-        lanes = Lanes(self._rank, shape, hidden, dtype, self._peers.lanes, self._inbox, self._slab_rows)
+        outboxes = [Outbox(memory.region(rank), shape) for rank in range(self._num_ranks)]
+        self._outbox = outboxes[self._rank]
+        for part in (*self._peers.lanes, self._outbox):
+            part.set_canaries()
+        lanes = Lanes(
+            self._rank, shape, hidden, dtype, wire, self._peers.lanes, self._inbox, outboxes, self._slab_rows,
+            combine == "rank_sum",
+        )  # fmt: skip
         native, how = native_lane_work(lanes) if compiled else (None, "dispatch.compiled is off")
         self.note = f"rows are moved by a C helper ({how})" if native else f"rows are moved by numpy: {how}"
+        self.is_bitwise = combine == "ordered"
+        self._rank_sum = combine == "rank_sum"
         self._work: LaneWork = native or PlainLaneWork(lanes)
-        self._decode_rows, self._decode_home = self._decoder(wire.dispatch), self._decoder(wire.combine)
+        self._rooms = Rooms(lanes)
+        self._offers: list[_Handle | None] = [None, None]  # who may write results into each buffer of the outbox
+        self._dtype = dtype
         self._counts = Channel(self._peers, "counts", COUNTS, COUNTS_READ)
         self._rows = Channel(self._peers, "dispatch", ROWS, ROWS_READ)
         self._home = Channel(self._peers, "combine", HOME, HOME_READ)
@@ -126,38 +150,76 @@ class LowLatencyAllToAll:
 
         return Deferred(receive)
 
-    def dispatch(self, hidden: Tensor, physical_ids: Tensor, slot_counts: Tensor | None = None) -> Pending[Dispatched]:
+    def dispatch(
+        self, hidden: Tensor, physical_ids: Tensor, slot_counts: Tensor | None = None, weights: Tensor | None = None
+    ) -> Pending[Dispatched]:
         self._check(hidden, physical_ids)
         self._check_members(physical_ids)
+        if self._rank_sum and weights is None:
+            raise TypeError("with combine rank_sum, dispatch needs the weights")
         own = self._encode(self._wire.dispatch, hidden)
         call, epoch = self._rows.begin(), self._peers.epoch
-        sent = self._work.send_rows(physical_ids, own, call % 2, self._peers.others)
+        sent = self._work.send_rows(
+            physical_ids, own, weights if self._rank_sum else None, call % 2, self._peers.others
+        )
         self._rows.announce(call)
 
         def receive() -> Dispatched:
             check_epoch(self._peers, epoch, "dispatch receive")
             self._rows.arrive(call)
-            placed = self._work.place_rows(sent, own, call % 2, self._peers.others, self._decode_rows)
+            room = self._rooms.take()
+            placed = self._work.place_rows(sent, own, self._rooms.rows(room), call % 2, self._peers.others)
             self._rows.finish(call)
-            return Dispatched(self._rows_of(placed), placed)
+            handle = _Handle(placed, room, epoch)
+            return Dispatched(self._rows_of(placed), handle, self._offer(handle))
 
         return Deferred(receive)
 
     def combine(self, expert_out: Tensor, weights: Tensor, handle: object) -> Pending[Tensor]:
-        placed = cast(Placed, handle)
-        own = self._encode(self._wire.combine, expert_out.view(-1, self._hidden) if self._slab_rows else expert_out)
+        trip = cast(_Handle, handle)
+        check_epoch(self._peers, trip.epoch, "combine send")
+        results = expert_out.view(-1, self._hidden) if self._slab_rows else expert_out
         call, epoch = self._home.begin(), self._peers.epoch
-        self._work.send_results(placed, own, call % 2, self._peers.others)
+        self._check_offer(results, trip, call % 2)
+        own = self._work.send_results(trip.placed, results.contiguous(), call % 2, self._peers.others)
         self._home.announce(call)
 
         def receive() -> Tensor:
             check_epoch(self._peers, epoch, "combine receive")
             self._home.arrive(call)
-            combined = self._work.add_results(placed, own, weights, call % 2, self._decode_home)
+            combined = self._work.add_results(trip.placed, own, weights, call % 2, self._peers.others)
+            self.membership.check_epoch_stands("combine receive", call)
             self._home.finish(call)
+            self._rooms.leave(trip.room)
             return combined
 
         return Deferred(receive)
+
+    def _offer(self, handle: _Handle) -> Tensor | None:
+        """Returns where in the outbox the results of a handle may be written, so that nobody need copy them.
+
+        That is the buffer of the combine that will carry them home if handles are combined in the order of their
+        dispatches; None where it is not free yet, or where results are not sent as they are.
+        """
+        if self._slab_rows or self._rank_sum or not (self._work.writes_in_place and self._wire.combine.is_identity):
+            return None
+        standing = [offer for offer in self._offers if offer is not None and offer.epoch == handle.epoch]
+        call = self._home.num_sent + len(standing) + 1
+        if self._offers[call % 2] in standing or not self._home.was_read(call - 2):
+            return None
+        self._offers[call % 2] = handle
+        return self._outbox.rows[call % 2].view(self._dtype)[: handle.placed.x.shape[0]]
+
+    def _check_offer(self, results: Tensor, handle: _Handle, buffer: int) -> None:
+        """Refuses results that were written into a buffer of the outbox which another combine has used since."""
+        for other, rows in enumerate(self._outbox.rows):
+            if results.data_ptr() == rows.data_ptr() and results.shape[0] and self._offers[other] is not handle:
+                raise RuntimeError(
+                    "results lie in an outbox buffer that was given to another dispatch; combine handles in the order "
+                    "of their dispatches, or write results elsewhere"
+                )
+        self._offers = [None if offer is handle else offer for offer in self._offers]
+        self._offers[buffer] = None
 
     def _rows_of(self, placed: Placed) -> PackedRows | MaskedRows:
         if self._slab_rows:
@@ -166,10 +228,6 @@ class LowLatencyAllToAll:
 
     def _encode(self, codec: Codec, rows: Tensor) -> Tensor:
         return rows.contiguous() if codec.is_identity else codec.encode(rows)
-
-    def _decoder(self, codec: Codec) -> Decode | None:
-        """Returns what turns bytes of a lane into rows; None: they are rows."""
-        return None if codec.is_identity else lambda data: codec.decode(data, self._hidden).contiguous()
 
     def _check(self, hidden: Tensor, physical_ids: Tensor) -> None:
         shape = self._shape
@@ -208,6 +266,7 @@ def make_low_latency(
     deadline_s: float,
     compiled: bool = True,
     masked: bool = False,
+    combine: Combine = "ordered",
 ) -> LowLatencyAllToAll:
     """Maps the regions of a group and returns this rank's end; a collective call.
 
@@ -225,6 +284,6 @@ def make_low_latency(
         return f" to {most_tokens(group.num_ranks, limits, wire, free_bytes)}"
 
     memory = share_regions(group.process_group, shape.num_bytes, advise)
-    transport = LowLatencyAllToAll(memory, shape, limits.hidden, dtype, wire, deadline_s, compiled, masked)
+    transport = LowLatencyAllToAll(memory, shape, limits.hidden, dtype, wire, deadline_s, compiled, masked, combine)
     dist.barrier(group=group.process_group)  # canaries and first flags are in place
     return transport

@@ -96,10 +96,7 @@ class Membership:
         """
         deadline_s = deadline_s or self._deadline_s
         self._own[_WAITING_NS] = time.monotonic_ns()
-        for rank in self.peers.others:
-            proposed, left_out = self._proposal(rank)
-            if proposed > self.peers.epoch:
-                raise self._voided(rank, left_out, phase, sequence)
+        self.check_epoch_stands(phase, sequence)
         dead = [rank for rank in missing if not self._memory.lives(rank)]
         if dead:
             self._suspects.update(dead)
@@ -123,6 +120,13 @@ class Membership:
     def step_done(self) -> None:
         """Takes what was waited in this step into the wait matrix; a step that is voided leaves nothing there."""
         self.peers.wait.keep()
+
+    def check_epoch_stands(self, phase: str, sequence: int) -> None:
+        """Raises PeerError when another rank has begun to leave this epoch: what was just read of it may be newer."""
+        for rank in self.peers.others:
+            proposed, left_out = self._proposal(rank)
+            if proposed > self.peers.epoch:
+                raise self._voided(rank, left_out, phase, sequence)
 
     def regroup(self, suspects: Iterable[int] = (), joining: Iterable[int] = ()) -> list[int]:
         """Agrees with all that are left on who takes part from here on, and begins a new epoch; returns its ranks.

@@ -119,7 +119,7 @@ def check_canaries(rank: int, group: EpGroup) -> None:
         transport.exchange_counts(torch.ones(transport._shape.max_counts, dtype=torch.int64)).wait()
     dist.barrier()
     assert not any(lane.overrun() for lane in transport._inbox)
-    transport._inbox[rank].home[0].view(-1)[-1:].as_strided((64,), (1,))[1:] = 1  # one byte too far, and more
+    transport._inbox[rank].rows[0].view(-1)[-1:].as_strided((64,), (1,))[1:] = 1  # one byte too far, and more
     assert transport._inbox[rank].overrun(), "the check can fail"
 
 

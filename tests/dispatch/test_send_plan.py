@@ -1,12 +1,13 @@
-"""The plan of a dispatch with one row per (token, rank): each array against its meaning, plain and compiled alike."""
+"""The plan of a dispatch with one row per (token, rank): each array against its meaning; arrival puts rows in place."""
 
 import numpy as np
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moe_serve.dispatch.layout import count_slots, home_index, placed_order, send_order
-from moe_serve.dispatch.send_plan import placed_rows, plan_sends
+from moe_serve.dispatch.inbox import FIRST
+from moe_serve.dispatch.layout import count_slots, placed_order, rank_order, row_begins
+from moe_serve.dispatch.send_plan import occurrences, placed_starts, plan_sends, read_entries
 
 
 @settings(max_examples=60, deadline=None)
@@ -15,15 +16,23 @@ def test_a_row_goes_once_to_each_rank_that_wants_it(ranks: int, slots: int, toke
     ids = torch.randint(-1, ranks * slots, (tokens, topk), generator=torch.Generator().manual_seed(seed))
     plan = plan_sends(ids.numpy(), ranks, slots)
     assert plan.counts.tolist() == count_slots(ids, ranks * slots).tolist()
-    order = send_order(ids, ranks * slots, int((ids >= 0).sum()))
-    assert plan.home.tolist() == home_index(order, tokens, topk).tolist()
+    order, per_rank = rank_order(ids, ranks * slots, ranks)
+    begins = row_begins(order, per_rank, topk)
+    first = 0
     for rank in range(ranks):
-        sent = plan.tokens[plan.first_token[rank] : plan.first_token[rank + 1]]
         wanted = [t for t in range(tokens) if ((ids[t] >= 0) & (ids[t] // slots == rank)).any()]
-        assert sent.tolist() == wanted
-        first, end = plan.first_entry[rank], plan.first_entry[rank + 1]
-        assert sent[plan.row[first:end]].tolist() == (order[first:end] // topk).tolist()
-    assert plan.first_entry[-1] == len(order)
+        assert plan.tokens[rank].tolist() == wanted
+        pairs = [p for p, slot in enumerate(ids.flatten().tolist()) if slot >= 0 and slot // slots == rank]
+        assert plan.pairs[rank].tolist() == pairs
+        arrived = read_entries(plan.entries[rank])
+        assert [wanted[row] for row in arrived.row] == [pair // topk for pair in pairs]
+        assert (arrived.slot + rank * slots).tolist() == ids.flatten()[pairs].tolist()
+        assert arrived.number.tolist() == plan.home.reshape(-1)[pairs].tolist(), "both ends count the same"
+        mine = slice(first, first + int(per_rank[rank]))
+        assert order[mine].tolist() == pairs, "the torch form has the same order"
+        assert begins[mine].tolist() == (plan.entries[rank] >= FIRST).tolist()
+        first = mine.stop
+    assert (plan.home == -1).tolist() == (ids < 0).tolist()
 
 
 @settings(max_examples=40, deadline=None)
@@ -31,14 +40,24 @@ def test_a_row_goes_once_to_each_rank_that_wants_it(ranks: int, slots: int, toke
 def test_arrived_entries_go_where_the_placed_layout_says(num_ranks: int, num_slots: int, seed: int) -> None:
     counts = torch.randint(0, 4, (num_ranks, num_slots), generator=torch.Generator().manual_seed(seed))
     _, expected = placed_order(counts, int(counts.sum()))
-    assert placed_rows(counts.numpy()).tolist() == expected.tolist()
+    sizes = counts.numpy().reshape(-1)
+    within = np.concatenate([np.arange(size) for size in sizes])
+    assert (np.repeat(placed_starts(counts.numpy()).reshape(-1), sizes) + within).tolist() == expected.tolist()
+    slabs = placed_starts(counts.numpy(), slab_rows=100)
+    assert slabs[0].tolist() == [100 * slot for slot in range(num_slots)]
+    assert (np.diff(slabs, axis=0) == counts.numpy()[:-1]).all()
+
+
+@given(st.lists(st.integers(0, 5), max_size=30))
+def test_occurrences_count_what_came_before(values: list[int]) -> None:
+    expected = [values[:i].count(value) for i, value in enumerate(values)]
+    assert occurrences(np.array(values, dtype=np.int64)).tolist() == expected
 
 
 def test_one_hand_worked_plan() -> None:
     # Two ranks of two slots. Token 0 goes to slots 3, 0 and 2; token 1 to slot 3 twice.
     plan = plan_sends(np.array([[3, 0, 2], [3, -1, 3]]), 2, 2)
-    assert plan.tokens.tolist() == [0, 0, 1]  # rank 0 gets token 0; rank 1 gets tokens 0 and 1, each once
-    assert plan.first_token == [0, 1, 3]
-    assert plan.first_entry == [0, 1, 5]
-    assert plan.row.tolist() == [0, 0, 0, 1, 1]  # slot 0: row 0; slot 2: row 0; slot 3: rows 0, 1, 1
-    assert plan.home.tolist() == [[2, 0, 1], [3, -1, 4]]
+    assert [tokens.tolist() for tokens in plan.tokens] == [[0], [0, 1]]  # each token once to a rank
+    assert [entries.tolist() for entries in plan.entries] == [[FIRST + 0], [FIRST + 1, 0, FIRST + 1, 1]]
+    assert [pairs.tolist() for pairs in plan.pairs] == [[1], [0, 2, 3, 5]]
+    assert plan.home.tolist() == [[0, 0, 0], [1, -1, 2]]  # slot 3 has three entries: token 0's, and two of token 1
