@@ -2,14 +2,16 @@
 
     python -m benchmarks.dispatch [--rounds 40] [--ranks 2,4]
 
-Every round runs all variants one after the other on all ranks at once; the slowest rank counts. Ratios are medians over
-rounds of ratios within a round, so that a busy machine slows both sides. memcpy is the fastest of torch copy_, memmove
-and a streaming copy, into the same shared segment.
+Every round runs all variants one after the other on all ranks at once, each several times in a row, so that all find
+the caches as they left them themselves; the slowest rank counts. Ratios are medians over rounds of ratios within a
+round, so that a busy machine slows both sides. memcpy is the fastest of torch copy_, memmove and a streaming copy, into
+the same shared segment.
 """
 
 import argparse
 import contextlib
 import ctypes
+import functools
 import os
 import signal
 import statistics
@@ -22,9 +24,10 @@ import torch
 from torch import Tensor
 
 from benchmarks.conditions import conditions, save
-from moe_serve.dispatch.base import AllToAll, EpGroup, PackedRows, make_all_to_all
+from moe_serve.dispatch.base import AllToAll, Combine, Dispatched, EpGroup, PackedRows, Pending, make_all_to_all
 from moe_serve.dispatch.lane_work import LaneWork
 from moe_serve.dispatch.lane_work_native import load_library
+from moe_serve.dispatch.low_latency import LowLatencyAllToAll
 from moe_serve.dispatch.symmetric_shm import share_regions
 from tests.dispatch.faults import PHASES, Report, run_fault
 from tests.ranks import run_ranks
@@ -38,8 +41,9 @@ class ArrivalOnly:
 
     def __init__(self, work: LaneWork):
         self.send_rows = work.send_rows
+        self.writes_in_place = False
 
-    def place_rows(self, sent: object, own: Tensor, buffer: int, others: list[int], decode: Any) -> PackedRows:
+    def place_rows(self, sent: object, own: Tensor, room: Tensor, buffer: int, others: list[int]) -> PackedRows:
         return PackedRows(own[:0], torch.empty(0))
 
 
@@ -77,14 +81,19 @@ def measure(rank: int, group: EpGroup, rounds: int) -> dict[str, list[float]]:
     hidden = torch.randn(NUM_TOKENS, HIDDEN).bfloat16()
     weights = torch.rand(NUM_TOKENS, TOPK)
     tiny = (hidden[:1].clone(), ids[:1].clone(), weights[:1].clone())
-    none = (hidden[:0], ids[:0], weights[:0])
+    none = (hidden[:0], ids[:0], None, weights[:0])
+    results = torch.empty(2 * group.num_ranks * NUM_TOKENS * TOPK, HIDDEN, dtype=torch.bfloat16)
 
-    def shm(compiled: bool) -> AllToAll:
-        limits = {"max_tokens_per_rank": NUM_TOKENS, "hidden": HIDDEN, "topk": TOPK}
-        return make_all_to_all("low_latency", group, slots, torch.bfloat16, compiled=compiled, **limits)
+    def shm(compiled: bool, combine: Combine = "ordered") -> AllToAll:
+        return make_all_to_all(
+            "low_latency", group, slots, torch.bfloat16, max_tokens_per_rank=NUM_TOKENS, hidden=HIDDEN, topk=TOPK,
+            compiled=compiled, combine=combine,
+        )  # fmt: skip
 
-    ours, plain = shm(True), shm(False)
+    ours, plain, summed = shm(True), shm(False), shm(True, "rank_sum")
     gloo = make_all_to_all("collective", group, slots, torch.bfloat16)
+    gloo_summed = make_all_to_all("collective", group, slots, torch.bfloat16, combine="rank_sum")
+    transports = {"shm": ours, "plain": plain, "gloo": gloo, "shm rank_sum": summed, "gloo rank_sum": gloo_summed}
     arrival, plain_arrival = shm(True), shm(False)
     for transport in (arrival, plain_arrival):
         transport._work = ArrivalOnly(transport._work)  # type: ignore[attr-defined]
@@ -99,28 +108,35 @@ def measure(rank: int, group: EpGroup, rounds: int) -> dict[str, list[float]]:
 
     variants: dict[str, Callable[[], float]] = {}
 
-    def add(name: str, run: Callable[[], Any]) -> None:
-        variants[name] = lambda: timed(run, barrier)
+    def add(
+        name: str,
+        run: Callable[..., Any],
+        before: Callable[[], tuple[Any, ...]] = tuple,
+        after: Callable[[Any], None] = lambda result: None,
+    ) -> None:
+        """before gives what run takes, after gets what it gave; neither is timed."""
+        variants[name] = lambda: timed(run, before, after, barrier)
 
     for size, num_rows in (("remote", num_remote), ("dedup", num_dedup), ("slabs", NUM_TOKENS * TOPK)):
         for kind, copy in yardsticks.kinds.items():
             add(f"memcpy {size} {kind}", lambda c=copy, n=num_rows: c(n * ROW_BYTES))
-    for name, transport in (("shm", ours), ("plain", plain), ("gloo", gloo)):
-        results = transport.dispatch(hidden, ids).wait()
-        assert isinstance(results.rows, PackedRows)
-        out = results.rows.x.clone()
-        handle = results.handle
-        add(f"{name} dispatch", lambda t=transport: t.dispatch(hidden, ids).wait())
-        add(f"{name} combine", lambda t=transport, o=out, h=handle: t.combine(o, weights, h).wait())
-        add(f"{name} one token", lambda t=transport: round_trip(t, *tiny))
-        add(f"{name} empty dispatch", lambda t=transport: t.dispatch(none[0], none[1]).wait())
+    for name, transport in transports.items():
+        dispatch = functools.partial(transport.dispatch, hidden, ids, None, weights)
+        combine = functools.partial(combine_results, transport, weights)
+        add(f"{name} dispatch", functools.partial(dispatch_rows, dispatch), after=functools.partial(leave, transport))
+        add(f"{name} combine", combine, functools.partial(elsewhere, dispatch, results))
+        if name == "shm":
+            add(f"{name} combine in place", combine, functools.partial(in_place, dispatch))
+        add(f"{name} one token", functools.partial(round_trip, transport, *tiny))
+        add(f"{name} empty dispatch", functools.partial(dispatch_rows, functools.partial(transport.dispatch, *none)))
         add(f"{name} counts round", lambda t=transport: t.exchange_counts(torch.zeros(1, dtype=torch.int64)).wait())
     add("shm arrival", lambda: arrival.dispatch(hidden, ids).wait())
     add("plain arrival", lambda: plain_arrival.dispatch(hidden, ids).wait())
     times: dict[str, list[float]] = {name: [] for name in variants}
     for number in range(rounds + 2):
         for name, variant in variants.items():
-            repeats = 20 if ("empty" in name or "round" in name or "token" in name) and "gloo" not in name else 1
+            small = "empty" in name or "round" in name or "token" in name
+            repeats = 1 if "gloo" in name or "plain" in name else 20 if small else 11
             took = statistics.median(variant() for _ in range(repeats))
             if number >= 2:
                 times[name].append(took)
@@ -128,7 +144,7 @@ def measure(rank: int, group: EpGroup, rounds: int) -> dict[str, list[float]]:
 
 
 def round_trip(transport: AllToAll, hidden: Tensor, ids: Tensor, weights: Tensor) -> None:
-    arrived = transport.dispatch(hidden, ids).wait()
+    arrived = transport.dispatch(hidden, ids, None, weights).wait()
     transport.combine(arrived.rows.x, weights, arrived.handle).wait()
 
 
@@ -151,11 +167,46 @@ def fault_rows() -> list[dict[str, Any]]:
     return rows
 
 
-def timed(run: Callable[[], Any], barrier: Callable[[], None]) -> float:
+def timed(
+    run: Callable[..., Any],
+    before: Callable[[], tuple[Any, ...]],
+    after: Callable[[Any], None],
+    barrier: Callable[[], None],
+) -> float:
+    arguments = before()
     barrier()
     started_s = time.perf_counter()
-    run()
-    return time.perf_counter() - started_s
+    result = run(*arguments)
+    took_s = time.perf_counter() - started_s
+    after(result)
+    return took_s
+
+
+def dispatch_rows(dispatch: Callable[[], Pending[Dispatched]]) -> Dispatched:
+    return dispatch().wait()
+
+
+def leave(transport: AllToAll, arrived: Dispatched) -> None:
+    """Gives the memory of the rows back, as the receive of their combine does."""
+    if isinstance(transport, LowLatencyAllToAll):
+        transport._rooms.leave(arrived.handle.room)  # type: ignore[attr-defined]
+
+
+def combine_results(transport: AllToAll, weights: Tensor, results: Tensor, handle: object) -> Tensor:
+    return transport.combine(results, weights, handle).wait()
+
+
+def elsewhere(dispatch: Callable[[], Pending[Dispatched]], results: Tensor) -> tuple[Tensor, object]:
+    """Returns results of the experts in memory of their own, and their handle."""
+    arrived = dispatch().wait()
+    return results[: arrived.rows.x.shape[0]].copy_(arrived.rows.x), arrived.handle
+
+
+def in_place(dispatch: Callable[[], Pending[Dispatched]]) -> tuple[Tensor, object]:
+    """Returns results where the transport wants them, and their handle."""
+    arrived = dispatch().wait()
+    assert arrived.out is not None
+    return arrived.out.copy_(arrived.rows.x), arrived.handle
 
 
 class Yardsticks:
@@ -217,12 +268,17 @@ def summarise(num_ranks: int, per_rank: list[dict[str, list[float]]]) -> list[di
         goal = "≤ 1.0" if name == "shm" and goals else ""
         row(f"dispatch to expert rows, {label}", f"{name} dispatch", fastest("slabs"), "memcpy slabs", goal)
         row(f"dispatch to expert rows, {label}", f"{name} dispatch", slowest["gloo dispatch"], "gloo", "")
-        row(f"weighted combine, {label}", f"{name} combine", fastest("slabs"), "memcpy slabs", goal)
-        row(f"weighted combine, {label}", f"{name} combine", slowest["gloo combine"], "gloo", "")
+        if name == "shm":
+            in_place = f"{name} combine in place"
+            row("weighted combine, results written in place", in_place, fastest("slabs"), "memcpy slabs", goal)
+        row(f"weighted combine, results elsewhere, {label}", f"{name} combine", fastest("slabs"), "memcpy slabs", goal)
+        row(f"weighted combine, results elsewhere, {label}", f"{name} combine", slowest["gloo combine"], "gloo", "")
         limit = {2: "≤ 10 µs", 4: "≤ 40 µs"}.get(num_ranks, "")
         row(f"empty round (counts), {label}", f"{name} counts round", None, "", limit)
         row(f"empty dispatch, {label}", f"{name} empty dispatch", None, "", limit)
         row(f"one token, dispatch + combine, {label}", f"{name} one token", None, "", "≤ 60 µs")
+    row("combine rank_sum, compiled", "shm rank_sum combine", slowest["shm combine"], "ordered, elsewhere", "")
+    row("combine rank_sum, gloo", "gloo rank_sum combine", slowest["gloo combine"], "ordered on gloo", "")
     for kind in ("dispatch", "combine", "one token", "empty dispatch", "counts round"):
         row(f"gloo {kind}", f"gloo {kind}", None, "", "")
     return rows

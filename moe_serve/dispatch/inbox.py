@@ -11,13 +11,13 @@ A lane holds two buffers for every kind of call, counted by its sequence number:
              read (see the names below)
     counts   [max_counts] int64                       what exchange_counts gathers
     head     [S + 1] int64                            entries for each slot here, and how many rows follow
-    entries  [T_max * K] int32                        slot of each entry, by token, then k; FIRST marks where a row begins
+    entries  [T_max * K] int32                        slot of each entry, by token, then k; FIRST begins a row
     weights  [T_max * K] float32                      of the entries, where results are summed before they go home
     rows     [T_max, row_bytes]                       encoded rows, one for each token that comes here, by token
     starts   [S] int64                                where in this source's outbox the results of each slot begin
 
-An outbox has two buffers in the same way, each of [R * T_max * K, home_row_bytes] encoded results. A canary behind each part changes when
-somebody writes too far.
+An outbox has two buffers in the same way, each of [R * T_max * K, home_row_bytes] encoded results. A canary behind each
+part changes when somebody writes too far.
 
 Shape words: R ranks, S slots of one rank, T_max most tokens of a dispatch, K topk.
 """

@@ -10,7 +10,7 @@
 typedef int64_t i64;
 
 /* What never changes, in words: see NativeLaneWork. Lane tables follow, one for each buffer. */
-enum { RANK, NUM_RANKS, SLOTS, ROW_BYTES, HOME_ROW_BYTES, HIDDEN, IS_BF16, STREAM_BYTES, SLAB_ROWS, RANK_SUM,
+enum { RANK, NUM_RANKS, SLOTS, ROW_BYTES, HOME_ROW_BYTES, HIDDEN, IS_BF16, CACHED_BYTES, SLAB_ROWS, RANK_SUM,
        MAX_TOPK, MAX_RESULTS, FACTS };
 enum { OUT_HEAD, OUT_ENTRIES, OUT_WEIGHTS, OUT_ROWS, OUT_STARTS,
        IN_HEAD, IN_ENTRIES, IN_WEIGHTS, IN_ROWS, IN_STARTS, OUTBOX, LANE_WORDS };
@@ -57,61 +57,72 @@ static Trip trip_at(const i64 *facts, i64 *block, i64 num_tokens, i64 topk)
     return trip;
 }
 
-/* Streaming stores do not read what they overwrite; they pay off where the data exceed this rank's share of the last
-   cache, and cost more where they do not. */
-static void copy_row(uint8_t *to, const uint8_t *from, i64 size, int stream)
+/* Rows are written in two ways. The first CACHED_BYTES of an area are written through the caches, where the next reader
+   finds them; what lies beyond is streamed past them, which does not read what it overwrites. Both ways at once are
+   faster than either: they have limits of their own. */
+#ifdef __AVX512F__
+#define WORDS 64
+#define LOAD(from) _mm512_loadu_si512(from)
+#define STORE(to, words) _mm512_storeu_si512((void *)(to), words)
+#define STREAM(to, words) _mm512_stream_si512((void *)(to), words)
+typedef __m512i Words;
+#else
+#define WORDS 16
+#define LOAD(from) _mm_loadu_si128((const __m128i *)(from))
+#define STORE(to, words) _mm_storeu_si128((__m128i *)(to), words)
+#define STREAM(to, words) _mm_stream_si128((__m128i *)(to), words)
+typedef __m128i Words;
+#endif
+
+/* Writes one row to up to two cached and two streamed places; the numbers are constants where it is called. */
+static inline __attribute__((always_inline)) void spread(uint8_t *const *cached, int num_cached, uint8_t *const *streamed,
+                                                         int num_streamed, const uint8_t *from, i64 size)
 {
-    if (!stream) {
-        memcpy(to, from, size);
+    for (i64 i = 0; i < size; i += WORDS) {
+        Words words = LOAD(from + i);
+        for (int n = 0; n < num_cached; n++)
+            STORE(cached[n] + i, words);
+        for (int n = 0; n < num_streamed; n++)
+            STREAM(streamed[n] + i, words);
+    }
+}
+
+/* Writes one row to several places of an area while it is at hand. */
+static void spread_row(uint8_t **to, i64 num, const uint8_t *from, i64 size, const uint8_t *area, i64 cached_bytes)
+{
+    uint8_t *cached[num + 1], *streamed[num + 1], **c = cached, **s = streamed;
+    i64 num_cached = 0, num_streamed = 0;
+    if (((uintptr_t)area | (uintptr_t)size) % 64 != 0) {
+        for (i64 n = 0; n < num; n++)
+            memcpy(to[n], from, size);
         return;
     }
-#ifdef __AVX512F__
-    for (i64 i = 0; i < size; i += 64)
-        _mm512_stream_si512((void *)(to + i), _mm512_loadu_si512(from + i));
-#else
-    for (i64 i = 0; i < size; i += 16)
-        _mm_stream_si128((void *)(to + i), _mm_loadu_si128((const void *)(from + i)));
-#endif
-}
-
-/* Writes one row to several places while it is at hand. */
-static void spread_row(uint8_t **to, i64 num, const uint8_t *from, i64 size, int stream)
-{
-#ifdef __AVX512F__
-    if (!stream && size % 64 == 0) {
-        for (; num >= 4; num -= 4, to += 4) {
-            uint8_t *a = to[0], *b = to[1], *c = to[2], *d = to[3];
-            for (i64 i = 0; i < size; i += 64) {
-                __m512i x = _mm512_loadu_si512(from + i);
-                _mm512_storeu_si512(a + i, x);
-                _mm512_storeu_si512(b + i, x);
-                _mm512_storeu_si512(c + i, x);
-                _mm512_storeu_si512(d + i, x);
-            }
+    for (i64 n = 0; n < num; n++)
+        if (to[n] - area < cached_bytes)
+            cached[num_cached++] = to[n];
+        else
+            streamed[num_streamed++] = to[n];
+    while (num_cached > 0 || num_streamed > 0) {
+        int of_cached = num_cached < 2 ? num_cached : 2, of_streamed = num_streamed < 2 ? num_streamed : 2;
+        switch (3 * of_cached + of_streamed) {
+        case 1: spread(c, 0, s, 1, from, size); break;
+        case 2: spread(c, 0, s, 2, from, size); break;
+        case 3: spread(c, 1, s, 0, from, size); break;
+        case 4: spread(c, 1, s, 1, from, size); break;
+        case 5: spread(c, 1, s, 2, from, size); break;
+        case 6: spread(c, 2, s, 0, from, size); break;
+        case 7: spread(c, 2, s, 1, from, size); break;
+        case 8: spread(c, 2, s, 2, from, size); break;
         }
-        for (; num >= 2; num -= 2, to += 2) {
-            uint8_t *a = to[0], *b = to[1];
-            for (i64 i = 0; i < size; i += 64) {
-                __m512i x = _mm512_loadu_si512(from + i);
-                _mm512_storeu_si512(a + i, x);
-                _mm512_storeu_si512(b + i, x);
-            }
-        }
+        c += of_cached, num_cached -= of_cached;
+        s += of_streamed, num_streamed -= of_streamed;
     }
-#endif
-    for (; num > 0; num--, to++)
-        copy_row(*to, from, size, stream);
-}
-
-static int may_stream(const void *to, i64 row_bytes, i64 num_rows, i64 stream_bytes)
-{
-    return ((uintptr_t)to | (uintptr_t)row_bytes) % 64 == 0 && row_bytes * num_rows >= stream_bytes;
 }
 
 /* The yardstick of benchmarks/dispatch.py: one copy that bypasses the caches. */
 void stream_copy(uint8_t *to, const uint8_t *from, i64 size)
 {
-    copy_row(to, from, size, 1);
+    spread(NULL, 0, &to, 1, from, size);
     _mm_sfence();
 }
 
@@ -138,7 +149,6 @@ void send_rows(const i64 *facts, i64 buffer, i64 others, const i64 *ids, i64 num
             rank_of[slot++] = r;
     }
     memset(trip.counts, 0, num_slots * sizeof(i64));
-    int stream = may_stream(NULL, row_bytes, num_tokens, facts[STREAM_BYTES]);
     for (i64 pair = 0, token = 0; token < num_tokens; token++) {
         uint8_t *to[num_ranks];
         i64 num = 0;
@@ -164,7 +174,8 @@ void send_rows(const i64 *facts, i64 buffer, i64 others, const i64 *ids, i64 num
             if (weights)
                 *entry_weights[r]++ = weights[pair];
         }
-        spread_row(to, num, data + token * row_bytes, row_bytes, stream);
+        for (i64 n = 0; n < num; n++)
+            memcpy(to[n], data + token * row_bytes, row_bytes);
     }
     for (i64 r = 0; r < num_ranks; r++)
         if (r == rank || TAKES_PART(others, r)) {
@@ -217,7 +228,6 @@ i64 place_rows(const i64 *facts, i64 buffer, i64 others, i64 num_tokens, i64 top
     for (i64 slot = 0; facts[SLAB_ROWS] && slot < slots; slot++)
         if (trip.per_slot[slot] > facts[SLAB_ROWS])
             return -1;
-    int stream = may_stream(out, row_bytes, total, facts[STREAM_BYTES]);
     for (i64 source = 0; source < num_ranks; source++) {
         const int32_t *entries = LANE(table, source, IN_ENTRIES);
         const float *weights = LANE(table, source, IN_WEIGHTS);
@@ -241,7 +251,7 @@ i64 place_rows(const i64 *facts, i64 buffer, i64 others, i64 num_tokens, i64 top
                 entry++;
             } while (entry < num_entries && !(entries[entry] & FIRST));
             i64 from = source == rank ? trip.tokens[rank * num_tokens + row] : row;
-            spread_row(to, num, piece + from * row_bytes, row_bytes, stream);
+            spread_row(to, num, piece + from * row_bytes, row_bytes, out, facts[CACHED_BYTES]);
         }
     }
     _mm_sfence();
@@ -272,9 +282,8 @@ void send_results(const i64 *facts, i64 buffer, i64 others, i64 num_tokens, i64 
 }
 
 typedef float vf __attribute__((vector_size(64), aligned(4)));
-typedef uint32_t vu __attribute__((vector_size(64), aligned(4)));
-typedef uint16_t vh __attribute__((vector_size(32), aligned(2)));
-enum { WIDTH = 16, BLOCK = 64, AHEAD = 1024 }; /* AHEAD: bytes; a page ends what the processor fetches on its own */
+typedef uint32_t vu __attribute__((vector_size(64), aligned(2)));
+enum { WIDTH = 16, BLOCK = 4 * WIDTH, BLOCK_BF16 = 8 * WIDTH };
 
 static inline float widen(uint16_t x)
 {
@@ -291,26 +300,27 @@ static inline uint16_t narrow(float value) /* to nearest, ties to even; one NaN 
     return value != value ? 0x7fc0 : (uint16_t)((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
 }
 
-/* Each step is one fused multiply-add in float32, in the order of k, from zero. */
+static inline vu round_bf16(vf sum) /* as narrow, in the upper half of each word */
+{
+    vu bits = (vu)sum, nan = (vu)(sum != sum);
+    return ((bits + 0x7fff + ((bits >> 16) & 1)) & ~nan) | (nan & 0x7fc00000);
+}
+
+/* Each step is one fused multiply-add in float32, in the order of k, from zero. A word holds two values: the lower one is
+   shifted up, the upper one is masked, which costs less than to widen each half. */
 static void add_rows_bf16(const uint16_t **rows, const float *weights, i64 num, i64 hidden, uint16_t *out)
 {
     i64 h = 0;
-    for (; h + BLOCK <= hidden; h += BLOCK) {
-        vf sum[4] = {{0}, {0}, {0}, {0}};
-        for (i64 k = 0; k < num; k++) {
-            _mm_prefetch((const char *)(rows[k] + h) + AHEAD, _MM_HINT_T0);
-            _mm_prefetch((const char *)(rows[k] + h) + AHEAD + 64, _MM_HINT_T0);
+    for (; h + BLOCK_BF16 <= hidden; h += BLOCK_BF16) {
+        vf low[4] = {{0}, {0}, {0}, {0}}, high[4] = {{0}, {0}, {0}, {0}};
+        for (i64 k = 0; k < num; k++)
             for (int j = 0; j < 4; j++) {
-                vh half = *(const vh *)(rows[k] + h + j * WIDTH);
-                sum[j] += (vf)(__builtin_convertvector(half, vu) << 16) * weights[k];
+                vu words = *(const vu *)(rows[k] + h + j * 2 * WIDTH);
+                low[j] += (vf)(words << 16) * weights[k];
+                high[j] += (vf)(words & 0xffff0000) * weights[k];
             }
-        }
-        for (int j = 0; j < 4; j++) {
-            vu bits = (vu)sum[j];
-            vu rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
-            vu nan = (vu)(sum[j] != sum[j]);
-            *(vh *)(out + h + j * WIDTH) = __builtin_convertvector((rounded & ~nan) | (nan & 0x7fc0), vh);
-        }
+        for (int j = 0; j < 4; j++)
+            *(vu *)(out + h + j * 2 * WIDTH) = (round_bf16(low[j]) >> 16) | (round_bf16(high[j]) & 0xffff0000);
     }
     for (; h < hidden; h++) {
         float sum = 0;

@@ -91,9 +91,7 @@ class LaneWork(Protocol):
         """
         ...
 
-    def add_results(
-        self, placed: Placed, own: object, weights: Tensor, buffer: int, others: list[int]
-    ) -> Tensor:
+    def add_results(self, placed: Placed, own: object, weights: Tensor, buffer: int, others: list[int]) -> Tensor:
         """Returns sum over k, in order, of weights[t, k] x result of (t, k), in fused float32 steps: [T, H].
 
         weights: [T, K] float32, not read where nothing was sent
@@ -238,9 +236,7 @@ class PlainLaneWork:
             sums.append(weighted_sum(results, torch.from_numpy(index), torch.from_numpy(scale)))
         return torch.cat(sums)
 
-    def add_results(
-        self, placed: Placed, own: object, weights: Tensor, buffer: int, others: list[int]
-    ) -> Tensor:
+    def add_results(self, placed: Placed, own: object, weights: Tensor, buffer: int, others: list[int]) -> Tensor:
         assert isinstance(placed, _PlainPlaced)
         assert isinstance(own, Tensor)
         if self._lanes.rank_sum:
@@ -268,9 +264,7 @@ def decode_results(lanes: Lanes, data: Tensor) -> Tensor:
     return codec.decode(data, lanes.hidden)
 
 
-def add_fetched(
-    lanes: Lanes, plan: SendPlan, own: Tensor, weights: Tensor, buffer: int, others: list[int]
-) -> Tensor:
+def add_fetched(lanes: Lanes, plan: SendPlan, own: Tensor, weights: Tensor, buffer: int, others: list[int]) -> Tensor:
     """Fetches each entry's result from the outbox where it lies, and adds them in top-k order.
 
     own: encoded results of this rank's own entries, in their order
@@ -291,9 +285,7 @@ def add_fetched(
     return weighted_sum(results, torch.from_numpy(index.reshape(plan.home.shape)), weights, at == plan.home.size)
 
 
-def add_sums(
-    lanes: Lanes, plan: SendPlan, own_start: int, num_tokens: int, buffer: int, others: list[int]
-) -> Tensor:
+def add_sums(lanes: Lanes, plan: SendPlan, own_start: int, num_tokens: int, buffer: int, others: list[int]) -> Tensor:
     """Fetches the sum that each rank made for each token, and adds them in the order of ranks.
 
     own_start: row of this rank's own sums in its own outbox

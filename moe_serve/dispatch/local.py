@@ -111,7 +111,11 @@ class LocalAllToAll:
         data = self._wire.dispatch.encode(rows)
         if self._num_ranks == 1:
             received = self._wire.dispatch.decode(data, hidden.shape[1])
-            return Ready(Dispatched(PackedRows(received, counts.cpu()), _Handle(hidden.shape[1], home, complete, ranks, counts[None])))
+            return Ready(
+                Dispatched(
+                    PackedRows(received, counts.cpu()), _Handle(hidden.shape[1], home, complete, ranks, counts[None])
+                )
+            )
         call = self._post(_Sent(data, counts))
 
         def receive() -> Dispatched:
@@ -146,7 +150,7 @@ class LocalAllToAll:
         return Deferred(receive)
 
     def _add(self, data: Tensor, weights: Tensor, handle: _Handle) -> Tensor:
-        """Returns the sum of each token's results. data: one row for each entry, in the order in which they were sent"""
+        """Returns the sum of each token's results. data: one row for each entry, in the order of sending"""
         if not self._rank_sum:
             return weighted_sum(self._wire.combine.decode(data, handle.hidden), handle.home, weights, handle.complete)
         sums, index = [], []

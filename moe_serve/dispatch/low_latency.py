@@ -17,6 +17,8 @@ wait is for something earlier in the one order of calls that all ranks share. A 
 deadline. docs/communication.md tells this at length.
 """
 
+import weakref
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import cast
 
@@ -24,7 +26,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from moe_serve.dispatch.base import BufferLimits, Combine, Deferred, Dispatched, EpGroup, MaskedRows, PackedRows, Pending
+from moe_serve.dispatch.base import (
+    BufferLimits,
+    Combine,
+    Deferred,
+    Dispatched,
+    EpGroup,
+    MaskedRows,
+    PackedRows,
+    Pending,
+)
 from moe_serve.dispatch.buffers import inbox_shape, most_tokens
 from moe_serve.dispatch.channel import Channel, Peers, check_epoch
 from moe_serve.dispatch.flag_wait import FlagWait
@@ -105,8 +116,9 @@ class LowLatencyAllToAll:
         self.membership.peers = self._peers
         outboxes = [Outbox(memory.region(rank), shape) for rank in range(self._num_ranks)]
         self._outbox = outboxes[self._rank]
-        for part in (*self._peers.lanes, self._outbox):
-            part.set_canaries()
+        for lane in self._peers.lanes:
+            lane.set_canaries()
+        self._outbox.set_canaries()
         lanes = Lanes(
             self._rank, shape, hidden, dtype, wire, self._peers.lanes, self._inbox, outboxes, self._slab_rows,
             combine == "rank_sum",
@@ -117,8 +129,9 @@ class LowLatencyAllToAll:
         self._rank_sum = combine == "rank_sum"
         self._work: LaneWork = native or PlainLaneWork(lanes)
         self._rooms = Rooms(lanes)
-        self._offers: list[_Handle | None] = [None, None]  # who may write results into each buffer of the outbox
-        self._dtype = dtype
+        # Who may write results into each buffer of the outbox; a handle that nobody holds any more is no claim.
+        self._offers: list[Callable[[], _Handle | None]] = [lambda: None, lambda: None]
+        self._results = [rows.view(dtype) if wire.combine.is_identity else None for rows in self._outbox.rows]
         self._counts = Channel(self._peers, "counts", COUNTS, COUNTS_READ)
         self._rows = Channel(self._peers, "dispatch", ROWS, ROWS_READ)
         self._home = Channel(self._peers, "combine", HOME, HOME_READ)
@@ -201,25 +214,28 @@ class LowLatencyAllToAll:
         That is the buffer of the combine that will carry them home if handles are combined in the order of their
         dispatches; None where it is not free yet, or where results are not sent as they are.
         """
-        if self._slab_rows or self._rank_sum or not (self._work.writes_in_place and self._wire.combine.is_identity):
+        if self._slab_rows or self._rank_sum or not self._work.writes_in_place:
             return None
-        standing = [offer for offer in self._offers if offer is not None and offer.epoch == handle.epoch]
-        call = self._home.num_sent + len(standing) + 1
-        if self._offers[call % 2] in standing or not self._home.was_read(call - 2):
+        standing = [offer() for offer in self._offers]
+        standing = [other if other is not None and other.epoch == handle.epoch else None for other in standing]
+        call = self._home.num_sent + 3 - standing.count(None)
+        results = self._results[call % 2]
+        if results is None or standing[call % 2] is not None or not self._home.was_read(call - 2):
             return None
-        self._offers[call % 2] = handle
-        return self._outbox.rows[call % 2].view(self._dtype)[: handle.placed.x.shape[0]]
+        self._offers[call % 2] = weakref.ref(handle)
+        return results[: handle.placed.x.shape[0]]
 
     def _check_offer(self, results: Tensor, handle: _Handle, buffer: int) -> None:
         """Refuses results that were written into a buffer of the outbox which another combine has used since."""
         for other, rows in enumerate(self._outbox.rows):
-            if results.data_ptr() == rows.data_ptr() and results.shape[0] and self._offers[other] is not handle:
+            if results.data_ptr() == rows.data_ptr() and results.shape[0] and self._offers[other]() is not handle:
                 raise RuntimeError(
                     "results lie in an outbox buffer that was given to another dispatch; combine handles in the order "
                     "of their dispatches, or write results elsewhere"
                 )
-        self._offers = [None if offer is handle else offer for offer in self._offers]
-        self._offers[buffer] = None
+        for other in range(2):
+            if other == buffer or self._offers[other]() is handle:
+                self._offers[other] = lambda: None
 
     def _rows_of(self, placed: Placed) -> PackedRows | MaskedRows:
         if self._slab_rows:

@@ -103,7 +103,8 @@ def placed_starts(counts: Int64Array, slab_rows: int = 0) -> Int64Array:
     slab_rows: 0: slots follow each other without gaps; else each slot has a slab of so many rows
     """
     by_slot = counts.T.reshape(-1)
-    packed = (np.cumsum(by_slot) - by_slot).reshape(counts.T.shape).T
+    packed: Int64Array = (np.cumsum(by_slot) - by_slot).reshape(counts.T.shape).T
     if not slab_rows:
         return packed
-    return packed - packed[0] + slab_rows * np.arange(counts.shape[1])
+    slabs: Int64Array = packed - packed[0] + slab_rows * np.arange(counts.shape[1])
+    return slabs
