@@ -82,6 +82,9 @@ class DispatchConfig(Section):
     # How rows lie before the experts: without gaps, or in a slab of fixed size for each slot (low_latency; on GPUs the
     # only form that it gives). auto: packed on CPUs, what the transport gives on GPUs
     rows: Literal["auto", "packed", "masked"] = "auto"
+    # Where the results of a token's experts are added: ordered: at home, in top-k order, with the same bits everywhere;
+    # rank_sum: first on each rank, so that one row for each rank travels home instead of one for each expert
+    combine: Literal["ordered", "rank_sum"] = "ordered"
     compiled: bool = True  # low_latency on CPUs moves rows by a C helper where a compiler is found; the same bits
     deadline_s: PositiveFloat | None = None  # how long low_latency waits for a peer; None: engine.step_deadline_s
 
@@ -212,6 +215,11 @@ class ServeConfig(Section):
                 f"engine.heartbeat_s is {self.engine.heartbeat_s:g} but a rank that is silent for "
                 f"server.worker_deadline_s = {self.server.worker_deadline_s:g} and engine.step_deadline_s = "
                 f"{self.engine.step_deadline_s:g} seconds is lost; lower heartbeat_s"
+            )
+        if self.dispatch.combine == "rank_sum" and self.engine.numerics == "batch_invariant":
+            raise ValueError(
+                "dispatch.combine rank_sum adds expert outputs in an order that depends on where experts live, which "
+                "engine.numerics batch_invariant excludes; set dispatch.combine: ordered, or engine.numerics: fast"
             )
         if self.dispatch.backend == "deepep" and self.engine.numerics == "batch_invariant":
             raise ValueError(

@@ -219,16 +219,23 @@ def make_all_to_all(
     limits: BufferLimits | None = None
     if max_tokens_per_rank is not None and hidden is not None and topk is not None:
         limits = BufferLimits(max_tokens_per_rank, hidden, topk, slots_per_rank)
+    on_gpu = group.device.type == "cuda"
     if backend == "auto":
         from moe_serve.dispatch.choose import choose_backend
 
         choice = choose_backend(group, limits, dtype, wire_dtype, masked)
-        backend = choice.backend
-        get_logger(__name__).info("dispatch.backend auto: %s (%s)", backend, choice.why)
-    on_gpu = group.device.type == "cuda"
+        backend, why = choice.backend, choice.why
+        if combine == "rank_sum" and on_gpu and backend != "local":
+            backend, why = "collective", "the only transport that adds by rank on GPUs"
+        get_logger(__name__).info("dispatch.backend auto: %s (%s)", backend, why)
     _check_rows(backend, on_gpu, masked)
     if backend in ("cuda_ipc", "by_batch") and not on_gpu:
         raise ConfigError(f"dispatch.backend {backend} runs on GPUs only; set dispatch.backend: auto")
+    if combine == "rank_sum" and (backend == "deepep" or (on_gpu and backend not in ("local", "collective"))):
+        raise ConfigError(
+            f"dispatch.combine is rank_sum but {backend} adds results its own way; set dispatch.combine: ordered, or "
+            "dispatch.backend: collective"
+        )
     if backend in ("low_latency", "cuda_ipc", "by_batch", "deepep") and limits is None:
         raise ConfigError(f"dispatch.backend {backend} needs max_tokens_per_rank, hidden and topk for its buffers")
     match backend:

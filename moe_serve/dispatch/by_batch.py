@@ -42,13 +42,17 @@ class ByBatchAllToAll:
     def exchange_counts(self, counts: Tensor) -> Pending[Tensor]:
         return self._now.exchange_counts(counts)
 
-    def dispatch(self, hidden: Tensor, physical_ids: Tensor, slot_counts: Tensor | None = None) -> Pending[Dispatched]:
+    def dispatch(
+        self, hidden: Tensor, physical_ids: Tensor, slot_counts: Tensor | None = None, weights: Tensor | None = None
+    ) -> Pending[Dispatched]:
         way = self._now
-        pending = way.dispatch(hidden, physical_ids, slot_counts)
+        pending = way.dispatch(hidden, physical_ids, slot_counts, weights)
 
         def receive() -> Dispatched:
             arrived = pending.wait()
-            return Dispatched(arrived.rows, (way, arrived.handle))  # it goes home as it came, whatever comes between
+            return Dispatched(
+                arrived.rows, (way, arrived.handle), arrived.out
+            )  # it goes home as it came, whatever comes between
 
         return Deferred(receive)
 

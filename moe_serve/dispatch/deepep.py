@@ -108,7 +108,9 @@ class DeepEpAllToAll:
     def exchange_counts(self, counts: Tensor) -> Pending[Tensor]:
         return self._counts.exchange_counts(counts)
 
-    def dispatch(self, hidden: Tensor, physical_ids: Tensor, slot_counts: Tensor | None = None) -> Pending[Dispatched]:
+    def dispatch(
+        self, hidden: Tensor, physical_ids: Tensor, slot_counts: Tensor | None = None, weights: Tensor | None = None
+    ) -> Pending[Dispatched]:
         if hidden.shape[0] > self._limits.max_tokens_per_rank:
             raise CapacityError(
                 f"{hidden.shape[0]} tokens in one dispatch, room for {self._limits.max_tokens_per_rank}; raise "

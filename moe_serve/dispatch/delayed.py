@@ -88,8 +88,10 @@ class DelayedAllToAll:
     def exchange_counts(self, counts: Tensor) -> Pending[Tensor]:
         return self._delay(self._inner.exchange_counts(counts), counts.numel() * counts.element_size())
 
-    def dispatch(self, hidden: Tensor, physical_ids: Tensor, slot_counts: Tensor | None = None) -> Pending[Dispatched]:
-        sent = self._inner.dispatch(hidden, physical_ids, slot_counts)
+    def dispatch(
+        self, hidden: Tensor, physical_ids: Tensor, slot_counts: Tensor | None = None, weights: Tensor | None = None
+    ) -> Pending[Dispatched]:
+        sent = self._inner.dispatch(hidden, physical_ids, slot_counts, weights)
         num_rows = int(torch.count_nonzero(physical_ids >= 0))
 
         def receive() -> Dispatched:

@@ -127,8 +127,8 @@ void stream_copy(uint8_t *to, const uint8_t *from, i64 size)
 }
 
 /* Plans, and writes what each slot gets, and rows, into the lanes of the others; what this rank's own slots get, into
-   its own lane. weights [T, K], or NULL. */
-void send_rows(const i64 *facts, i64 buffer, i64 others, const i64 *ids, i64 num_tokens, i64 topk,
+   its own lane. weights [T, K], or NULL. Returns -1 where an id names no slot. */
+i64 send_rows(const i64 *facts, i64 buffer, i64 others, const i64 *ids, i64 num_tokens, i64 topk,
                const uint8_t *data, const float *weights, i64 *block)
 {
     i64 num_ranks = facts[NUM_RANKS], slots = facts[SLOTS], row_bytes = facts[ROW_BYTES], rank = facts[RANK];
@@ -158,6 +158,8 @@ void send_rows(const i64 *facts, i64 buffer, i64 others, const i64 *ids, i64 num
                 trip.home[pair] = -1;
                 continue;
             }
+            if (id >= num_slots)
+                return -1;
             i64 r = rank_of[id];
             int32_t entry = (int32_t)(id - r * slots);
             trip.home[pair] = trip.counts[id]++;
@@ -184,6 +186,7 @@ void send_rows(const i64 *facts, i64 buffer, i64 others, const i64 *ids, i64 num
             head[slots] = trip.num_rows[r];
         }
     _mm_sfence();
+    return 0;
 }
 
 /* Where entries of each source for each slot go: arrived, starts, per_slot, rows_of. Returns their number. */

@@ -133,6 +133,11 @@ class Rooms:
         return rows
 
 
+def refuse_id(physical_ids: Tensor, num_slots: int) -> IndexError:
+    """Returns what to raise when an id names no slot."""
+    return IndexError(f"physical id {int(physical_ids.max())} among {num_slots} slots; ids come from the replica map")
+
+
 def refuse_slab(num_rows: int, slab_rows: int) -> CapacityError:
     """Returns what to raise when a slot receives more rows than its slab has."""
     return CapacityError(
@@ -166,6 +171,8 @@ class PlainLaneWork:
         self, physical_ids: Tensor, own: Tensor, weights: Tensor | None, buffer: int, others: list[int]
     ) -> SendPlan:
         slots, rank = self._lanes.shape.slots_per_rank, self._lanes.rank
+        if physical_ids.numel() and physical_ids.max() >= slots * self._lanes.shape.num_ranks:
+            raise refuse_id(physical_ids, slots * self._lanes.shape.num_ranks)
         plan = plan_sends(physical_ids.numpy(), self._lanes.shape.num_ranks, slots)
         for peer in [*others, rank]:
             lane, tokens, entries = self._lanes.out[peer], plan.tokens[peer], plan.entries[peer]

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from moe_serve.dispatch.inbox import FIRST, Float32Array, Int32Array, Int64Array
-from moe_serve.dispatch.lane_work import Lanes, Placed, add_fetched, add_sums, encode_results, refuse_slab
+from moe_serve.dispatch.lane_work import Lanes, Placed, add_fetched, add_sums, encode_results, refuse_id, refuse_slab
 from moe_serve.dispatch.send_plan import placed_starts, plan_sends
 from moe_serve.kernels.weighted_sum import weighted_sum_reference
 
@@ -74,10 +74,12 @@ class NativeLaneWork:
     ) -> _Trip:
         trip = _Trip(physical_ids.contiguous(), self._num_ranks, self._slots, self._kept_entries)
         weights_at = 0 if weights is None else weights.contiguous().data_ptr()
-        self._library.send_rows(
+        status = self._library.send_rows(
             self._facts_at, buffer, self._mask(others), trip.ids.data_ptr(), trip.num_tokens, trip.topk, own.data_ptr(),
             weights_at, trip.at,
         )  # fmt: skip
+        if status < 0:
+            raise refuse_id(physical_ids, self._num_ranks * self._slots)
         return trip
 
     def place_rows(self, sent: object, own: Tensor, room: Tensor, buffer: int, others: list[int]) -> _Trip:

@@ -100,6 +100,8 @@ class LocalAllToAll:
     def dispatch(
         self, hidden: Tensor, physical_ids: Tensor, slot_counts: Tensor | None = None, weights: Tensor | None = None
     ) -> Pending[Dispatched]:
+        if self._rank_sum and weights is None:
+            raise TypeError("with combine rank_sum, dispatch needs the weights")
         num_tokens, topk = physical_ids.shape
         # From the ids, not from slot_counts: the reference must notice when the two differ.
         counts = count_slots(physical_ids, self._num_slots)

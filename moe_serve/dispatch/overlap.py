@@ -16,10 +16,10 @@ from typing import TypeVar
 
 from torch import Tensor
 
-from moe_serve.dispatch.base import AllToAll, Dispatched, MaskedRows, PackedRows, Pending
+from moe_serve.dispatch.base import AllToAll, Dispatched, Pending
 
 V = TypeVar("V")
-Experts = Callable[[PackedRows | MaskedRows], Tensor]  # gives one result for each row
+Experts = Callable[[Dispatched], Tensor]  # gives one result for each row, where `out` says if it likes
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ def run_in_turn(
         if not results:
             beside = meanwhile()
         arrived = pending.wait()
-        results.append(all_to_all.combine(experts(arrived.rows), weights, arrived.handle).wait())
+        results.append(all_to_all.combine(experts(arrived), weights, arrived.handle).wait())
     return results, beside
 
 
@@ -81,7 +81,7 @@ def run_overlapped(
                 results.append(going_home.wait())
                 going_home = None
             going_out.append(next(sends))
-        expert_out = experts(arrived.rows)
+        expert_out = experts(arrived)
         if going_home is not None:
             results.append(going_home.wait())
         going_home = all_to_all.combine(expert_out, weights, arrived.handle)
@@ -107,4 +107,5 @@ def _sends(all_to_all: AllToAll, rounds: Sequence[Begin]) -> Iterator[tuple[Pend
 
 
 def _send(all_to_all: AllToAll, batch: Round) -> tuple[Pending[Dispatched], Tensor]:
-    return all_to_all.dispatch(batch.hidden, batch.physical_ids, batch.slot_counts), batch.weights
+    sent = all_to_all.dispatch(batch.hidden, batch.physical_ids, batch.slot_counts, batch.weights)
+    return sent, batch.weights

@@ -225,6 +225,7 @@ def build_served_model(config: ServeConfig, group: EpGroup, progress: Progress |
         deadline_s=config.dispatch.deadline_s or config.engine.step_deadline_s,
         compiled=config.dispatch.compiled,
         masked=None if config.dispatch.rows == "auto" else config.dispatch.rows == "masked",
+        combine=config.dispatch.combine,
     )
     check_bits(all_to_all, config)
     # A transport that goes on without a rank also reduces without it; torch.distributed could not.

@@ -14,30 +14,36 @@ from moe_serve.kernels.silu_mul import silu_mul
 from moe_serve.kernels.silu_mul_quantize import silu_mul_quantize
 
 
-def expert_ffn(rows: PackedRows | MaskedRows, experts: ExpertStore, numerics: Numerics = FAST) -> Tensor:
+def expert_ffn(
+    rows: PackedRows | MaskedRows, experts: ExpertStore, numerics: Numerics = FAST, out: Tensor | None = None
+) -> Tensor:
     """Returns down(silu(gate(x)) * up(x)) of each row with its slot's weights, in the shape of rows.x.
 
     In masked rows what lies beyond a slot's count is undefined, before and after. In batch_invariant a row's bits
     depend on that row and its slot's weights only. Quantised experts quantise the rows of both products too, each row
     by itself.
+
+    out: where packed results may be written, in the shape of rows.x; a product that cannot ignores it
     """
     if isinstance(rows, PackedRows):
-        return _packed_ffn(rows.x, rows.rows_per_slot, experts, numerics)
+        return _packed_ffn(rows.x, rows.rows_per_slot, experts, numerics, out)
     if rows.x.device.type != "cpu":
         return _slab_ffn(rows.x, rows.rows_per_slot, experts, numerics)
     # Static sizes serve graphs; a CPU has none, and gathering the filled rows once is cheaper than computing all.
     filled = torch.arange(rows.x.shape[1]) < rows.rows_per_slot[:, None]
-    out = torch.empty_like(rows.x)
-    out[filled] = _packed_ffn(rows.x[filled], rows.rows_per_slot, experts, numerics)
-    return out
+    slabs = torch.empty_like(rows.x)
+    slabs[filled] = _packed_ffn(rows.x[filled], rows.rows_per_slot, experts, numerics)
+    return slabs
 
 
-def _packed_ffn(x: Tensor, counts: Tensor, experts: ExpertStore, numerics: Numerics) -> Tensor:
+def _packed_ffn(
+    x: Tensor, counts: Tensor, experts: ExpertStore, numerics: Numerics, out: Tensor | None = None
+) -> Tensor:
     """x: [rows, H], counts: [slots] int64 CPU -> [rows, H]"""
     match experts.form:
         case "dense":
             grouped = group_rows(counts, x, numerics)
-            return grouped.gemm(silu_mul(grouped.gemm(x, experts.matrix("gate_up"))), experts.matrix("down"))
+            return grouped.gemm(silu_mul(grouped.gemm(x, experts.matrix("gate_up"))), experts.matrix("down"), out)
         case "fp8":
             gate_up, down = experts.block_scaled("gate_up"), experts.block_scaled("down")
             between = grouped_gemm_fp8(*quantize(x), gate_up, counts, x.dtype, numerics)

@@ -12,7 +12,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from moe_serve.dispatch.base import AllToAll, Deferred, MaskedRows, PackedRows, Pending, Ready
+from moe_serve.dispatch.base import AllToAll, Deferred, Dispatched, Pending, Ready
 from moe_serve.dispatch.layout import count_slots
 from moe_serve.dispatch.overlap import Round, run_in_turn, run_overlapped
 from moe_serve.ep.expert_ffn import expert_ffn
@@ -93,9 +93,9 @@ class MoeLayer:
 
         return Deferred(choose_replicas)
 
-    def _run_experts(self, rows: PackedRows | MaskedRows) -> Tensor:
-        self._parallel.recorder.add_received(self._layer_row, rows.rows_per_slot)
-        return expert_ffn(rows, self.experts, self._parallel.numerics)
+    def _run_experts(self, arrived: Dispatched) -> Tensor:
+        self._parallel.recorder.add_received(self._layer_row, arrived.rows.rows_per_slot)
+        return expert_ffn(arrived.rows, self.experts, self._parallel.numerics, arrived.out)
 
     def _run_shared(self, x: Tensor) -> Tensor | None:
         return None if self._shared is None else self._shared(x)

@@ -36,8 +36,8 @@ class GroupedRows:
     numerics: Numerics
     group_of_row: Tensor | None  # [rows] int64; None: too many rows for a GEMM by row
 
-    def gemm(self, x: Tensor, weight: Tensor) -> Tensor:
-        """Returns [rows, n] of x [rows, k] and weight [groups, n, k]."""
+    def gemm(self, x: Tensor, weight: Tensor, out: Tensor | None = None) -> Tensor:
+        """Returns [rows, n] of x [rows, k] and weight [groups, n, k]; in `out` where BLAS is called by group."""
         if self.group_of_row is not None:
             if is_k_major(weight):
                 return row_gemm(x, weight, self.group_of_row)
@@ -52,9 +52,9 @@ class GroupedRows:
             return _by_tiles(x, weight, self.rows_per_group, self.numerics)
         if x.is_cuda and x.dtype == torch.bfloat16:
             ends = self.rows_per_group.cumsum(0).to(device=x.device, dtype=torch.int32)
-            out: Tensor = functional.grouped_mm(x, weight.transpose(1, 2), offs=ends)
-            return out
-        return _by_group(x, weight, self.rows_per_group)
+            product: Tensor = functional.grouped_mm(x, weight.transpose(1, 2), offs=ends)
+            return product
+        return _by_group(x, weight, self.rows_per_group, out)
 
 
 def group_rows(rows_per_group: Tensor, x: Tensor, numerics: Numerics = FAST) -> GroupedRows:
@@ -96,9 +96,9 @@ def slab_gemm(x: Tensor, weight: Tensor, rows_per_group: Tensor, numerics: Numer
     return torch.cat([torch.bmm(part, weight.transpose(1, 2)) for part in tiles], dim=1)[:, :capacity]
 
 
-def _by_group(x: Tensor, weight: Tensor, rows_per_group: Tensor) -> Tensor:
+def _by_group(x: Tensor, weight: Tensor, rows_per_group: Tensor, out: Tensor | None = None) -> Tensor:
     """One BLAS call for each group that has rows."""
-    out = x.new_empty(x.shape[0], weight.shape[1])
+    out = x.new_empty(x.shape[0], weight.shape[1]) if out is None else out
     start = 0
     for group, num_rows in enumerate(rows_per_group.tolist()):
         if num_rows:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_serve.dispatch.base import AllToAll, EpGroup, PackedRows, make_all_to_all
+from moe_serve.dispatch.base import AllToAll, Combine, EpGroup, PackedRows, make_all_to_all
 from moe_serve.dispatch.local import LocalAllToAll, LocalFabric
 from moe_serve.dispatch.wire import make_wire
 from moe_serve.kernels.weighted_sum import weighted_sum_reference
@@ -88,6 +88,21 @@ class Scenario:
         """Returns what the experts make of rows: something that depends on the slot. slots: [N] of each row."""
         return (x.float() * (1 + slots[:, None].float() / 7)).to(self.dtype)
 
+    def expected_rank_sums(self, rank: int) -> Tensor:
+        """Returns what comes home where each rank adds up its own experts' results of a token first."""
+        wire = make_wire(self.wire, self.dtype)
+        hidden, ids, weights = self.inputs(rank)
+        arrived = wire.dispatch.decode(wire.dispatch.encode(hidden), self.hidden)
+        out = self.expert_out(arrived.repeat_interleave(self.topk, 0), ids.clamp(min=0).flatten())
+        index = torch.arange(ids.numel()).view(ids.shape)
+        total = torch.zeros(hidden.shape)
+        for source in range(self.num_ranks):
+            here = (ids >= 0) & (ids // self.slots_per_rank == source)
+            sums = weighted_sum_reference(out, index.masked_fill(~here, -1), weights)
+            home = wire.combine.decode(wire.combine.encode(sums), self.hidden)
+            total = torch.where(here.any(1)[:, None], total + home.float(), total)
+        return total.to(self.dtype)
+
     def expected_combined(self, rank: int) -> Tensor:
         """Returns what comes home: rows through both codecs, added in top-k order with fused float32 steps."""
         wire = make_wire(self.wire, self.dtype)
@@ -100,7 +115,7 @@ class Scenario:
         return weighted_sum_reference(home, index, weights)
 
 
-MakeTransport = Callable[[Scenario], AllToAll]
+MakeTransport = Callable[..., AllToAll]  # (scenario, combine)
 
 
 def run_check(
@@ -113,7 +128,7 @@ def run_check(
 
 
 def on_process(rank: int, group: EpGroup, transport: str, check: Callable[..., Any], *args: Any) -> Any:
-    def make(scenario: Scenario) -> AllToAll:
+    def make(scenario: Scenario, combine: Combine = "ordered") -> AllToAll:
         return make_all_to_all(
             transport.removesuffix("_plain"),
             group,
@@ -125,6 +140,7 @@ def on_process(rank: int, group: EpGroup, transport: str, check: Callable[..., A
             topk=scenario.topk,
             deadline_s=20,
             compiled=transport == "low_latency",
+            combine=combine,
         )
 
     return check(rank, make, *args)
@@ -140,9 +156,9 @@ class VirtualRanks:
 def on_thread(rank: int, virtual: VirtualRanks, check: Callable[..., Any], *args: Any) -> Any:
     fabrics = iter(virtual.fabrics)
 
-    def make(scenario: Scenario) -> AllToAll:
+    def make(scenario: Scenario, combine: Combine = "ordered") -> AllToAll:
         wire = make_wire(scenario.wire, scenario.dtype)
-        return LocalAllToAll(scenario.slots_per_rank, wire, rank, next(fabrics))
+        return LocalAllToAll(scenario.slots_per_rank, wire, rank, next(fabrics), combine)
 
     return check(rank, make, *args)
 

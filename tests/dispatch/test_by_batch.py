@@ -33,7 +33,9 @@ class Slabs:
     def exchange_counts(self, counts: Tensor) -> Pending[Tensor]:
         return Ready(-counts[None])  # shows that it was this one
 
-    def dispatch(self, hidden: Tensor, physical_ids: Tensor, slot_counts: Tensor | None = None) -> Pending[Dispatched]:
+    def dispatch(
+        self, hidden: Tensor, physical_ids: Tensor, slot_counts: Tensor | None = None, weights: Tensor | None = None
+    ) -> Pending[Dispatched]:
         arrived = self.inner.dispatch(hidden, physical_ids).wait()
         assert isinstance(arrived.rows, PackedRows)
         return Ready(Dispatched(MaskedRows(arrived.rows.x, arrived.rows.rows_per_slot), arrived.handle))

@@ -242,3 +242,54 @@ class Reversed(Scenario):
 def test_the_checks_can_fail(transport: str) -> None:
     with pytest.raises(AssertionError, match="placed order"):
         run_check(transport, 2, check_scenario, Reversed((4, 4), topk=2, slots_per_rank=2, hidden=8))
+
+
+def check_rank_sums(rank: int, make: MakeTransport, scenarios: list[Scenario], with_counts: bool) -> list[Tensor]:
+    results = []
+    for one in scenarios:
+        transport = make(one, "rank_sum")
+        assert not transport.is_bitwise, "the mode says that its bits are its own"
+        hidden, ids, weights = one.inputs(rank)
+        for _ in range(3):
+            arrived = transport.dispatch(hidden, ids, one.slot_counts() if with_counts else None, weights).wait()
+            assert torch.equal(arrived.rows.x, one.expected_rows(rank))
+            out = one.expert_out(arrived.rows.x, slots_of_rows(arrived.rows, rank))
+            combined = transport.combine(out, weights, arrived.handle).wait()
+            assert torch.equal(combined, one.expected_rank_sums(rank)), "within a rank by k, then by rank"
+        results.append(combined)
+    return results
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3])
+def test_the_fast_mode_adds_on_each_rank_first(transport: str, num_ranks: int) -> None:
+    tokens = (7, 0, 12)[:num_ranks]
+    gates = ("random", "masked", "one_slot", "none")
+    scenarios = [Scenario(tokens, 6, 2, 70, gate=gate, wire=wire) for gate in gates for wire in ("auto", "bf16", "fp8")]
+    scenarios.append(Scenario(tokens, 6, 2, 70, dtype=torch.bfloat16))
+    for with_counts in (False, True):
+        run_check(transport, num_ranks, check_rank_sums, scenarios, with_counts)
+
+
+def check_two_sums_in_flight(rank: int, make: MakeTransport, one: Scenario) -> None:
+    transport = make(one, "rank_sum")
+    hidden, ids, weights = one.inputs(rank)
+    sent = [transport.dispatch(scale * hidden, ids, None, weights) for scale in (1, 2)]
+    arrived = [pending.wait() for pending in sent]
+    going = [transport.combine(a.rows.x, weights, a.handle) for a in arrived]
+    once, twice = (pending.wait() for pending in going)
+    assert torch.equal(2 * once, twice), "what a handle keeps of its entries is its own"
+
+
+def test_two_handles_of_the_fast_mode_in_flight(transport: str) -> None:
+    run_check(transport, 3, check_two_sums_in_flight, Scenario((5, 9, 0), 4, 3, 33))
+
+
+def test_the_fast_mode_needs_the_weights_with_the_rows(transport: str) -> None:
+    run_check(transport, 1, check_weights_are_needed)
+
+
+def check_weights_are_needed(rank: int, make: MakeTransport) -> None:
+    one = Scenario((3,), 2, 4, 16)
+    transport = make(one, "rank_sum")
+    with pytest.raises(TypeError, match="dispatch needs the weights"):
+        transport.dispatch(*one.inputs(rank)[:2])

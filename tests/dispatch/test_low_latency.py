@@ -18,6 +18,7 @@ from moe_serve.dispatch.low_latency import LowLatencyAllToAll
 from moe_serve.dispatch.symmetric_shm import Mappings, ShmMemory, check_machine, map_anonymous
 from moe_serve.dispatch.wire import make_wire
 from moe_serve.errors import CapacityError, ConfigError, PeerError
+from moe_serve.kernels.weighted_sum import weighted_sum_reference
 from tests.dispatch import faults
 from tests.dispatch.contract import Scenario, check_scenario, slots_of_rows
 from tests.ranks import run_ranks, run_virtual_ranks
@@ -134,6 +135,8 @@ def check_limits(rank: int, group: EpGroup) -> None:
         transport.dispatch(wide, ids)
     with pytest.raises(CapacityError, match="200 channels and 5 experts"):
         transport.dispatch(wide[:1], torch.zeros(1, 6, dtype=torch.int64))
+    with pytest.raises(IndexError, match="physical id 9 among 9 slots"):
+        transport._work.send_rows(torch.full((1, 5), 9), wide[:1], None, 0, [])
     with pytest.raises(CapacityError, match="room for 4096"):
         transport.exchange_counts(torch.zeros(5000, dtype=torch.int64))
     sent = [transport.dispatch(wide[:2], ids[:2]) for _ in range(2)]
@@ -236,3 +239,75 @@ def check_masked(rank: int, mappings: Mappings) -> None:
 
 def test_tokens_for_a_masked_rank_are_refused_and_the_next_step_is_good() -> None:
     faults.run_forked(3, check_masked, faults.regions(3))
+
+
+def check_in_place(rank: int, group: EpGroup) -> list[bool]:
+    """Results may be written into the outbox; then they are not copied, and come home with the same bits."""
+    transport = make(group)
+    offered = []
+    for number in range(6):
+        hidden, ids, weights = ONE.inputs(rank)
+        arrived = transport.dispatch(hidden + number, ids).wait()
+        out = ONE.expert_out(arrived.rows.x, slots_of_rows(arrived.rows, rank))
+        offered.append(arrived.out is not None)
+        if arrived.out is not None and number != 3:
+            assert arrived.out.shape == out.shape
+            out = arrived.out.copy_(out)
+        combined = transport.combine(out, weights, arrived.handle).wait()
+        home = ONE.expert_out((hidden + number).repeat_interleave(ONE.topk, 0), ids.flatten())
+        index = torch.arange(ids.numel()).view(ids.shape)
+        assert torch.equal(combined, weighted_sum_reference(home, index, weights))
+    return offered
+
+
+def test_results_written_in_place_come_home_with_the_same_bits() -> None:
+    assert run_ranks(3, check_in_place) == [[shutil.which("cc") is not None] * 6] * 3
+
+
+def check_order_of_offers(rank: int, group: EpGroup) -> None:
+    one = Scenario((9, 4), topk=5, slots_per_rank=3, hidden=200)
+    transport = make(group, one)
+    hidden, ids, weights = one.inputs(rank)
+    first, second = (transport.dispatch(scale * hidden, ids).wait() for scale in (1, 2))
+    if first.out is None or second.out is None:
+        return  # the plain form copies
+    assert first.out.data_ptr() != second.out.data_ptr()
+    results = [arrived.out.copy_(arrived.rows.x) for arrived in (first, second)]
+    expected = 2 * transport.combine(results[0], weights, first.handle).wait()
+    assert torch.equal(transport.combine(results[1], weights, second.handle).wait(), expected)
+    # The other way round, the second takes the buffer in which the results of the first lie.
+    first, second = (transport.dispatch(scale * hidden, ids).wait() for scale in (1, 2))
+    lies_there = first.out.copy_(first.rows.x)
+    transport.combine(second.rows.x.clone(), weights, second.handle).wait()
+    with pytest.raises(RuntimeError, match="combine handles in the order of their dispatches"):
+        transport.combine(lies_there, weights, first.handle)
+
+
+def test_results_in_a_buffer_that_another_combine_took_are_refused() -> None:
+    run_ranks(2, check_order_of_offers)
+
+
+def check_late_reader(rank: int, mappings: Mappings) -> None:
+    """Rank 1 fetches results while the others go on without it: what it read may be newer, so it must not use it."""
+    transport = faults.make_transport(rank, mappings, deadline_s=5)
+    work = transport._work
+    hidden, ids, weights = faults.inputs(0, rank, [0, 1])
+    arrived = transport.dispatch(hidden, ids).wait()
+    going = transport.combine(arrived.rows.x, weights, arrived.handle)
+    if rank == 0:
+        going.wait()
+        transport.membership.regroup({1})
+        return
+
+    def fetch_late(*args: Any) -> Any:
+        while not transport.membership.is_void:
+            time.sleep(0.001)
+        return add(*args)
+
+    add = work.add_results
+    with mock.patch.object(work, "add_results", fetch_late), pytest.raises(PeerError, match="came too late"):
+        going.wait()
+
+
+def test_what_a_rank_fetches_after_it_was_given_up_is_not_used() -> None:
+    faults.run_forked(2, check_late_reader, faults.regions(2))

@@ -13,7 +13,6 @@ from moe_serve.dispatch.base import (
     Deferred,
     Dispatched,
     EpGroup,
-    MaskedRows,
     PackedRows,
     Pending,
     Ready,
@@ -51,9 +50,9 @@ def total_s(
     inner = LocalAllToAll(ONE.slots_per_rank, make_wire("auto", ONE.dtype))
     delayed = DelayedAllToAll(inner, bytes_per_s=ROUND_BYTES / transfer_s, clock=clock)
 
-    def experts(rows: PackedRows | MaskedRows) -> Tensor:
+    def experts(arrived: Dispatched) -> Tensor:
         clock.spend(compute_s)
-        return rows.x * 2
+        return arrived.rows.x * 2
 
     run = run_overlapped if overlapped else run_in_turn
     results, _ = run(delayed, same_round_again(num_rounds), experts, lambda: clock.spend(shared_s))
@@ -123,7 +122,9 @@ class Watched:
 
         return Deferred(receive)
 
-    def dispatch(self, hidden: Tensor, physical_ids: Tensor, slot_counts: Tensor | None = None) -> Pending[Dispatched]:
+    def dispatch(
+        self, hidden: Tensor, physical_ids: Tensor, slot_counts: Tensor | None = None, weights: Tensor | None = None
+    ) -> Pending[Dispatched]:
         number, self._sent = self._sent, self._sent + 1
         self._handles += 1
         assert self._handles <= self.most_handles
@@ -161,9 +162,9 @@ def watch(sizes: list[int], most_handles: int = 3, with_counts: bool = False, ov
         counts = transport.exchange_counts(torch.tensor([number]))
         return Deferred(lambda: (counts.wait(), batch)[1])
 
-    def experts(rows: PackedRows | MaskedRows) -> Tensor:
+    def experts(arrived: Dispatched) -> Tensor:
         transport.events.append("experts")
-        return rows.x + 100
+        return arrived.rows.x + 100
 
     run = run_overlapped if overlapped else run_in_turn
     results, _ = run(transport, [partial(begin, n) for n in range(len(sizes))], experts, nothing)
@@ -249,8 +250,8 @@ def check_overlap(rank: int, group: EpGroup, backend: str, scenario: Scenario) -
     for num_rounds in (1, 2, 3, 5):
         parts = [part.tensor_split(num_rounds) for part in (hidden, ids, weights)]
         rounds = [partial(Ready, Round(*part)) for part in zip(*parts, strict=True)]
-        results, _ = run_overlapped(transport, rounds, lambda rows: rows.x * 3, nothing)
-        plain, _ = run_in_turn(transport, rounds, lambda rows: rows.x * 3, nothing)
+        results, _ = run_overlapped(transport, rounds, lambda arrived: arrived.rows.x * 3, nothing)
+        plain, _ = run_in_turn(transport, rounds, lambda arrived: arrived.rows.x * 3, nothing)
         assert all(torch.equal(a, b) for a, b in zip(plain, results, strict=True))
 
 
