@@ -73,9 +73,7 @@ class GpuLowLatencyAllToAll:
         """As the contract says, by one collective of the process group: small, and only the exact split needs it."""
         return Ready(counts[None]) if self._counts is None else self._counts.exchange_counts(counts)
 
-    def dispatch(
-        self, hidden: Tensor, physical_ids: Tensor, slot_counts: Tensor | None = None, weights: Tensor | None = None
-    ) -> Pending[Dispatched]:
+    def dispatch(self, hidden: Tensor, physical_ids: Tensor, slot_counts: Tensor | None = None) -> Pending[Dispatched]:
         """As the contract says; slot_counts is not needed: the segmented layout is a function of the own ids."""
         sent = self._ranks.dispatch_send(hidden[None], physical_ids[None], self._lane)
         self._lane = (self._lane + 1) % self._num_lanes

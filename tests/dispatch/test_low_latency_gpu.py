@@ -80,7 +80,7 @@ def test_a_whole_moe_layer_around_it_reads_nothing_back(
     parallel = ExpertParallel(0, spec, transport, ReplicaMap(placement, "meta"), recorder, 4, FAST)
     weight = torch.empty(6, 64, device="meta")
     experts = {"gate_up": torch.empty(3, 32, 64, device="meta"), "down": torch.empty(3, 64, 16, device="meta")}
-    monkeypatch.setattr(moe_layer, "expert_ffn", lambda rows, experts, numerics: rows.x)
+    monkeypatch.setattr(moe_layer, "expert_ffn", lambda rows, experts, numerics, out: rows.x)
     layer = moe_layer.make_moe_layer(parallel, 0, weight, None, experts, None)
     hidden = torch.empty(7, 64, dtype=torch.bfloat16, device="meta")
     out = layer(hidden, 7, num_chunks=2, overlap=overlap)
