@@ -11,6 +11,7 @@ import signal
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from types import FrameType
 
 import msgspec
@@ -26,6 +27,7 @@ from moe_serve.server.ports import open_port
 _POLL_MS = 50
 _END_GRACE_S = 4.0  # for the front end and the ranks to end in order
 _LOSS_GRACE_S = 3.0  # for the ranks that are left when one is lost
+_END_IS_SEEN_S = 0.3  # from when peers miss a process until its parent knows how it ended
 _OWN_WORDS_S = 1.0  # a rank that exits by itself has told the front end why; wait for that before saying it again
 
 
@@ -71,6 +73,15 @@ def with_ports(config: ServeConfig, http_port: int) -> ServeConfig:
     return config.model_copy(update={"server": server})
 
 
+@dataclass(frozen=True)
+class _Out:
+    """A rank that is out. serving: the others, in words"""
+
+    since_s: float
+    reason: str
+    serving: str
+
+
 class _System:
     def __init__(self, config: ServeConfig, display: StartDisplay, ranks: LocalRanks, token: str):
         self.config = config
@@ -85,6 +96,7 @@ class _System:
         self._blamed: int = SUPERVISOR  # the rank that it holds responsible; SUPERVISOR: none by name
         self._deaths: list[Death] = []  # of ranks that the others do not serve without
         self._out: set[int] = set()
+        self._unsaid: dict[int, _Out] = {}
         self._may_go_on = True  # all ranks have said that they go on without a lost one where they can
         self._lost_at_s: float | None = None  # when we first heard of it
         self._is_reported = False
@@ -153,28 +165,37 @@ class _System:
             self.display.note(f"  try: curl {address}/generate -d '{prompt}'")
 
     def _regroup(self, message: Members) -> None:
-        """Says who is out or back, in one line each."""
-        self._see_deaths()
+        """Notes who is out, and says who is back."""
         serving = ", ".join(map(str, message.members))
         for rank in range(self.config.parallel.num_ranks):
             if rank in self._out and rank in message.members:
+                self._say_who_is_out(at_once=True)
                 self._out.remove(rank)
                 self.display.note(f"rank {rank} is back; ranks {serving} serve", style="green")
             elif rank not in self._out and rank not in message.members:
                 self._out.add(rank)
-                deaths = [str(death) for death in self._deaths if death.rank == rank]
-                reason = deaths[0] if deaths else f"rank {rank} is out ({message.reason})"
-                self.display.note(f"{reason}; ranks {serving} serve on, and have its requests", style="yellow")
-        self._deaths = [death for death in self._deaths if death.rank not in self._out]
+                self._unsaid[rank] = _Out(time.monotonic(), message.reason, serving)
+
+    def _say_who_is_out(self, at_once: bool = False) -> None:
+        """Says that the others serve without a rank, and how it ended if it did: they may know it before its parent."""
+        for rank, out in list(self._unsaid.items()):
+            ends = [str(death) for death in self._deaths if death.rank == rank]
+            if not ends and time.monotonic() - out.since_s < _END_IS_SEEN_S and not at_once:
+                continue
+            del self._unsaid[rank]
+            self._deaths = [death for death in self._deaths if death.rank != rank]
+            reason = ends[0] if ends else f"rank {rank} is out ({out.reason})"
+            self.display.note(f"{reason}; ranks {out.serving} serve on, and have its requests", style="yellow")
 
     def _see_deaths(self) -> None:
         for death in self.ranks.deaths():
-            if death.rank in self._out:
+            if death.rank in self._out and death.rank not in self._unsaid:
                 self.display.note(f"{death}; it was out already", style="yellow")
                 continue
             self._deaths.append(death)
             if self._is_ready and self._may_go_on:  # the answer is Members or Fatal, within the ranks' deadlines
                 self._socket.send(encode(Fatal(SUPERVISOR, 0, str(death), death.rank)))
+        self._say_who_is_out()
 
     def _look_for_losses(self) -> None:
         """Reports a lost rank once, and ends the others; before the system was ready, all of it."""

@@ -304,8 +304,7 @@ class Bridge:
     def _lose(self, rank: int, reason: str) -> None:
         """A rank is gone. Where the others may go on without it, they are about to say whether they do."""
         if not self.workers.can_spare(rank):
-            if rank not in self.workers.out:
-                self._end_epoch(reason, rank)
+            self._end_epoch(reason, rank)
             return
         self.workers.suspect(rank, reason, time.monotonic())
         self._book.suspect(rank)

@@ -139,7 +139,9 @@ class WorkerTable:
     def suspect(self, rank: int, reason: str, now_s: float) -> None:
         """Notes that a rank is said to be gone."""
         view = self._ranks[rank]
-        if view.out is None and view.suspicion is None:
+        if view.out is not None:
+            view.out = reason  # how a process ended is more than that others missed it
+        elif view.suspicion is None:
             view.suspicion = (now_s, reason)
 
     def regroup(self, message: Members) -> tuple[list[int], list[int]]:

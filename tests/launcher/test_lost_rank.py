@@ -1,0 +1,126 @@
+"""The main job goes on when one of three ranks is killed or stopped in the middle of it: over HTTP, the demo model."""
+
+import json
+import os
+import signal
+import threading
+from itertools import pairwise
+
+import httpx
+import pytest
+
+from tests.launcher.running import Running, eventually, gone, pid_of_rank
+
+SETTINGS = (
+    "engine.numerics=batch_invariant", "eplb.num_redundant_experts=32", "engine.step_deadline_s=2",
+    "engine.heartbeat_s=0.2", "server.worker_port=0", "parallel.threads_per_rank=1",
+)  # fmt: skip
+LENGTH = 120
+PROMPTS = [("def __init__(self", 0.0), ("import os", 0.9), ("class A:", 0.0), ("The server", 0.7), ("x = [", 0.9)]
+
+
+def serve(num_ranks: int) -> Running:
+    sets = [word for setting in SETTINGS for word in ("--set", setting)]
+    return Running("moe_serve.launcher.cli", ["serve", "--port", "0", "--num-ranks", str(num_ranks), *sets])
+
+
+def body(number: int, max_new_tokens: int) -> dict[str, object]:
+    text, temperature = PROMPTS[number % len(PROMPTS)]
+    params = {"temperature": temperature, "sampling_seed": number, "ignore_eos": True}
+    return {"text": text, "sampling_params": params | {"max_new_tokens": max_new_tokens}}
+
+
+class Streams:
+    """Calls that stream, and what has come of them so far."""
+
+    def __init__(self, address: str, count: int):
+        self.answers: list[list[dict]] = [[] for _ in range(count)]
+        self._address = address
+        self._threads = [threading.Thread(target=self._read, args=(number,)) for number in range(count)]
+        for thread in self._threads:
+            thread.start()
+
+    def _read(self, number: int) -> None:
+        with httpx.Client(base_url=self._address, timeout=60, trust_env=False) as client:
+            call = body(number, LENGTH) | {"stream": True, "routed_dp_rank": number % 3}
+            with client.stream("POST", "/generate", json=call) as stream:
+                for line in stream.iter_lines():
+                    if line and line != "data: [DONE]":
+                        self.answers[number].append(json.loads(line.removeprefix("data: ")))
+
+    def have_begun(self) -> bool:
+        return all(len(answer) >= 3 for answer in self.answers)
+
+    def tokens(self) -> list[list[int]]:
+        """Returns the tokens of each stream, which has only grown."""
+        for thread in self._threads:
+            thread.join(60)
+        found = []
+        for answer in self.answers:
+            for shorter, longer in pairwise(answer):
+                assert longer["output_ids"][: len(shorter["output_ids"])] == shorter["output_ids"]
+                assert len(longer["output_ids"]) > len(shorter["output_ids"])
+            found.append(answer[-1]["output_ids"])
+        return found
+
+
+@pytest.fixture(scope="module")
+def right() -> list[list[int]]:
+    """What one rank makes of the calls, with nothing going wrong."""
+    from moe_serve import LLM, SamplingParams
+    from tests.server.fake_worker import demo_tokenizer
+
+    tokenizer = demo_tokenizer()
+    with LLM("demo", num_ranks=1, numerics="batch_invariant") as llm:
+        params = [
+            SamplingParams(max_new_tokens=LENGTH, temperature=PROMPTS[i % 5][1], seed=i, ignore_eos=True)
+            for i in range(6)
+        ]
+        outputs = llm.generate([tokenizer.encode(PROMPTS[i % 5][0]) for i in range(6)], params)
+    return [output.token_ids for output in outputs]
+
+
+@pytest.fixture(scope="module")
+def system():
+    with serve(3) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def client(system):
+    with system.client(timeout_s=120) as made:
+        yield made
+
+
+def test_a_stopped_rank_is_left_out_and_serves_again_when_it_goes_on(system, client, right):
+    streams = Streams(str(client.base_url), 6)
+    assert eventually(streams.have_begun, 30)
+    victim = pid_of_rank(client, 1)
+    os.kill(victim, signal.SIGSTOP)
+    system.wait_for(r"rank 1 is out \(.*\); ranks 0, 2 serve on")
+    assert client.get("/ready").status_code == 200
+    os.kill(victim, signal.SIGCONT)
+    assert streams.tokens() == right
+    system.wait_for("rank 1 is back; ranks 0, 1, 2 serve")
+    info = client.get("/server_info").json()
+    assert info["ranks_out"] == {}
+    assert info["requests"]["num_moved"] == 2
+    answer = client.post("/generate", json=body(0, 5) | {"routed_dp_rank": 1}).json()
+    assert answer["output_ids"] == right[0][:5]
+    assert answer["meta_info"]["dp_rank"] == 1
+
+
+def test_streams_of_a_killed_rank_end_with_the_right_tokens(system, client, right):
+    pids = system.descendants()
+    streams = Streams(str(client.base_url), 6)
+    assert eventually(streams.have_begun, 30)
+    os.kill(pid_of_rank(client, 1), signal.SIGKILL)
+    assert streams.tokens() == right
+    system.wait_for(r"rank 1 \(process \d+\) was killed by SIGKILL; ranks 0, 2 serve on")
+    assert client.get("/ready").status_code == 200
+    info = client.get("/server_info").json()
+    assert list(info["ranks_out"]) == ["1"]
+    assert [rank["info"]["on_lost_rank"] for rank in info["ranks"]] == ["mask"] * 3
+    assert client.post("/generate", json=body(0, 5)).json()["output_ids"] == right[0][:5]
+    assert system.end(signal.SIGINT) == 0
+    assert gone(pids)
