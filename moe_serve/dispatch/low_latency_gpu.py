@@ -32,7 +32,7 @@ if TYPE_CHECKING:  # loads triton
 log = get_logger(__name__)
 
 LOOKS_PER_S = 1_000_000  # of a waiting kernel, estimated: one atomic at system scope each; the deadline is as rough
-MOST_SPINS = 2**31 - 1
+START_S = 600.0  # deadline of the first step, in which each rank compiles its kernels at its own pace
 
 
 class GpuLowLatencyAllToAll:
@@ -40,8 +40,10 @@ class GpuLowLatencyAllToAll:
 
     is_bitwise = True
 
-    def __init__(self, ranks: "LowLatencyRanks", group: EpGroup, note: str = ""):
+    def __init__(self, ranks: "LowLatencyRanks", group: EpGroup, note: str = "", deadline_s: float | None = None):
+        """deadline_s: of waits after the first step; None: as ranks have it"""
         self._ranks, self._num_lanes = ranks, ranks.region.num_lanes
+        self._deadline_s = deadline_s
         self._counts: CollectiveAllToAll | None = None
         if group.process_group is not None:
             self._counts = CollectiveAllToAll(group, ranks.region.slots_per_rank, make_wire("auto", torch.bfloat16))
@@ -68,12 +70,16 @@ class GpuLowLatencyAllToAll:
                 "dispatch or combine",
                 int(late[rank]),
             )
+        if self._deadline_s is not None:
+            self._ranks.max_spins = spins_of(self._deadline_s)
 
     def exchange_counts(self, counts: Tensor) -> Pending[Tensor]:
         """As the contract says, by one collective of the process group: small, and only the exact split needs it."""
         return Ready(counts[None]) if self._counts is None else self._counts.exchange_counts(counts)
 
-    def dispatch(self, hidden: Tensor, physical_ids: Tensor, slot_counts: Tensor | None = None) -> Pending[Dispatched]:
+    def dispatch(
+        self, hidden: Tensor, physical_ids: Tensor, slot_counts: Tensor | None = None, weights: Tensor | None = None
+    ) -> Pending[Dispatched]:
         """As the contract says; slot_counts is not needed: the segmented layout is a function of the own ids."""
         sent = self._ranks.dispatch_send(hidden[None], physical_ids[None], self._lane)
         self._lane = (self._lane + 1) % self._num_lanes
@@ -120,9 +126,9 @@ def make_gpu_low_latency(
     check_room(group.num_ranks, limits, dtype, wire_dtype, stages, min(rank.free_bytes for rank in facts))
     for line in gpu_buffer_sizes(group.num_ranks, limits, dtype, wire_dtype, stages).lines():
         log.info("%s", line)
-    ranks = make_ranks(gpu_region(group.num_ranks, limits, dtype, wire_dtype, stages), group, dtype, deadline_s, memory)
+    ranks = make_ranks(gpu_region(group.num_ranks, limits, dtype, wire_dtype, stages), group, dtype, memory)
     how = "NVSHMEM" if stages else "CUDA IPC between the processes of one host"
-    return GpuLowLatencyAllToAll(ranks, group, f"Triton kernels over {how}, masked slabs")
+    return GpuLowLatencyAllToAll(ranks, group, f"Triton kernels over {how}, masked slabs", deadline_s)
 
 
 def make_gpu_by_batch(
@@ -152,7 +158,7 @@ def check_room(
         )
 
 
-def make_ranks(region: Region, group: EpGroup, dtype: torch.dtype, deadline_s: float, memory: str) -> "LowLatencyRanks":
+def make_ranks(region: Region, group: EpGroup, dtype: torch.dtype, memory: str) -> "LowLatencyRanks":
     """Returns the kernels' side of this rank, over regions that are allocated here; a collective call."""
     from moe_serve.dispatch.low_latency_triton import LowLatencyRanks
 
@@ -165,4 +171,12 @@ def make_ranks(region: Region, group: EpGroup, dtype: torch.dtype, deadline_s: f
         from moe_serve.dispatch.symmetric_ipc import ipc_regions
 
         regions = ipc_regions(region, group)
-    return LowLatencyRanks(regions, dtype, max_spins=min(int(deadline_s * LOOKS_PER_S), MOST_SPINS))
+    return LowLatencyRanks(regions, dtype, max_spins=spins_of(START_S))
+
+
+def spins_of(deadline_s: float) -> int:
+    """Returns how often a kernel looks before it gives a peer up.
+
+    Always odd: Triton compiles a kernel anew for a multiple of 16 where the last number was none.
+    """
+    return min(int(deadline_s * LOOKS_PER_S), 2**31 - 1) | 1

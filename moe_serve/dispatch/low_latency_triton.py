@@ -59,7 +59,7 @@ class LowLatencyRanks:
         max_spins: looks at a flag before a peer counts as late"""
         refuse_capture("low-latency buffers")
         region = regions.region
-        self._regions, self.region, self._max_spins = regions, region, max_spins
+        self._regions, self.region, self.max_spins = regions, region, max_spins
         self._fp8 = region.value_bytes == 1
         self._keep_fp8 = keep_fp8 and self._fp8
         self._wire = tl.float8e4nv if self._fp8 else _TL_DTYPE[dtype]
@@ -108,7 +108,7 @@ class LowLatencyRanks:
         grid = (region.slots_per_rank * region.num_ranks * ROW_SPLITS, regions.num_local)
         regions.launcher(dispatch_receive_kernel)[grid](
             slabs.x, slabs.scale, slabs.origin, slabs.rows_per_slot, self.late, self._peers[sent.lane],
-            self._rounds[sent.lane], regions.first_rank, self._max_spins,
+            self._rounds[sent.lane], regions.first_rank, self.max_spins,
             region.hidden, region.num_ranks, region.slots_per_rank, region.max_tokens,
             region.counts_at, region.arrived_at, region.rows_at, region.row_bytes, region.scales_at,
             TOPK=region.topk, HEADER_INTS=region.header_ints, HEADER=triton.next_power_of_2(region.header_ints),
@@ -144,7 +144,7 @@ class LowLatencyRanks:
         grid = (num_tokens * splits + 1, regions.num_local)
         regions.launcher(combine_receive_kernel)[grid](
             out, sent.ids, weights.contiguous(), self.late, self._peers[lane], self._rounds[lane], regions.first_rank,
-            self._max_spins, num_tokens, region.hidden, region.num_ranks, region.slots_per_rank,
+            self.max_spins, num_tokens, region.hidden, region.num_ranks, region.slots_per_rank,
             region.home_arrived_at, region.done_at, region.home_rows_at, region.home_row_bytes,
             TOPK=region.topk, W=triton.next_power_of_2(region.topk), RANKS=triton.next_power_of_2(region.num_ranks),
             SPLITS=splits, BLOCK=COMBINE_BLOCK, WIRE=self._home_wire,

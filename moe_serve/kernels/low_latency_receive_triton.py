@@ -85,7 +85,7 @@ def dispatch_receive_kernel(
             tl.atomic_max(late + local * num_ranks + source, round)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tokens"])  # changes from step to step; compiling takes seconds
 def combine_receive_kernel(
     out, ids, weights, late, peers, rounds, first_rank, max_spins, num_tokens, hidden, num_ranks, slots_per_rank,
     home_arrived_at, done_at, home_rows_at, home_row_bytes,

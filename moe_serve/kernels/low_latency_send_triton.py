@@ -17,7 +17,7 @@ from moe_serve.kernels.shmem_triton import put_and_signal, signal, signal_each
 TOKENS_BLOCK = tl.constexpr(128)  # tokens whose ids are looked through at a time
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tokens"])  # changes from step to step; compiling takes seconds
 def dispatch_send_kernel(
     x, ids, peers, rounds, first_rank, num_tokens, hidden, num_ranks, slots_per_rank, max_tokens,
     counts_at, arrived_at, rows_at, staged_at, row_bytes, scales_at,

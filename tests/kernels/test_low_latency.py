@@ -264,7 +264,7 @@ def check_overlap(device: str) -> None:
     ):
         parts = zip(*(part.to(where).tensor_split(4) for part in (x, ids, weights)), strict=True)
         rounds = [lambda part=part: Ready(Round(*part)) for part in parts]
-        results.append(torch.cat(run(transport, rounds, lambda rows: rows.x * 3, lambda: None)[0]))
+        results.append(torch.cat(run(transport, rounds, lambda arrived: arrived.rows.x * 3, lambda: None)[0]))
     low_latency.end_step()
     assert_equal_bits(*results)
 

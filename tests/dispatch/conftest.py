@@ -1,0 +1,3 @@
+"""Fixtures that are the kernels' own."""
+
+from tests.kernels.conftest import interpreter as interpreter
