@@ -223,19 +223,13 @@ def make_all_to_all(
     if backend == "auto":
         from moe_serve.dispatch.choose import choose_backend
 
-        choice = choose_backend(group, limits, dtype, wire_dtype, masked)
-        backend, why = choice.backend, choice.why
-        if combine == "rank_sum" and on_gpu and backend != "local":
-            backend, why = "collective", "the only transport that adds by rank on GPUs"
-        get_logger(__name__).info("dispatch.backend auto: %s (%s)", backend, why)
+        choice = choose_backend(group, limits, dtype, wire_dtype, masked, combine)
+        backend = choice.backend
+        get_logger(__name__).info("dispatch.backend auto: %s (%s)", backend, choice.why)
     _check_rows(backend, on_gpu, masked)
+    check_combine(backend, on_gpu, combine)
     if backend in ("cuda_ipc", "by_batch") and not on_gpu:
         raise ConfigError(f"dispatch.backend {backend} runs on GPUs only; set dispatch.backend: auto")
-    if combine == "rank_sum" and (backend == "deepep" or (on_gpu and backend not in ("local", "collective"))):
-        raise ConfigError(
-            f"dispatch.combine is rank_sum but {backend} adds results its own way; set dispatch.combine: ordered, or "
-            "dispatch.backend: collective"
-        )
     if backend in ("low_latency", "cuda_ipc", "by_batch", "deepep") and limits is None:
         raise ConfigError(f"dispatch.backend {backend} needs max_tokens_per_rank, hidden and topk for its buffers")
     match backend:
@@ -273,6 +267,15 @@ def make_all_to_all(
         case _:
             known = "auto, local, collective, low_latency, cuda_ipc, deepep"
             raise ConfigError(f"dispatch.backend is {backend!r}; choose one of {known}")
+
+
+def check_combine(backend: str, on_gpu: bool, combine: Combine) -> None:
+    """Raises ConfigError where a transport does not add results where dispatch.combine says."""
+    if combine == "rank_sum" and (backend == "deepep" or (on_gpu and backend not in ("local", "collective"))):
+        raise ConfigError(
+            f"dispatch.combine is rank_sum but {backend} adds results its own way; set dispatch.combine: ordered, or "
+            "dispatch.backend: collective"
+        )
 
 
 def _check_rows(backend: str, on_gpu: bool, masked: bool | None) -> None:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from moe_serve.dispatch.base import BufferLimits, EpGroup
+from moe_serve.dispatch.base import BufferLimits, Combine, EpGroup
 from moe_serve.dispatch.buffers import buffer_sizes, gpu_buffer_sizes, most_gpu_tokens, most_tokens
 from moe_serve.dispatch.by_batch import small_limits
 from moe_serve.dispatch.gpu_facts import GpuFacts, gather_facts, nvshmem_problem, wire_problem
@@ -31,12 +31,17 @@ class Choice:
 
 
 def choose_backend(
-    group: EpGroup, limits: BufferLimits | None, dtype: torch.dtype, wire_dtype: str, masked: bool | None = None
+    group: EpGroup,
+    limits: BufferLimits | None,
+    dtype: torch.dtype,
+    wire_dtype: str,
+    masked: bool | None = None,
+    combine: Combine = "ordered",
 ) -> Choice:
     """Returns the transport for these ranks; a collective call where there are several.
 
     limits: None where the caller does not know its shapes; then nothing with static buffers is chosen
-    dtype, wire_dtype, masked: as make_all_to_all takes them
+    dtype, wire_dtype, masked, combine: as make_all_to_all takes them
     """
     if group.num_ranks == 1:
         return Choice("local", "one rank")
@@ -44,7 +49,7 @@ def choose_backend(
         return Choice("collective", UNKNOWN_SHAPE)
     assert group.process_group is not None, "several ranks have a process group"
     if group.device.type == "cuda":
-        return choose_among_gpus(gather_facts(group), limits, dtype, wire_dtype, masked)
+        return choose_among_gpus(gather_facts(group), limits, dtype, wire_dtype, masked, combine)
     if group.device.type != "cpu":
         return Choice("collective", f"ranks compute on {group.device.type}")
     machine = platform.machine()
@@ -74,7 +79,12 @@ def choose_among_cpus(
 
 
 def choose_among_gpus(
-    ranks: Sequence[GpuFacts], limits: BufferLimits, dtype: torch.dtype, wire_dtype: str, masked: bool | None
+    ranks: Sequence[GpuFacts],
+    limits: BufferLimits,
+    dtype: torch.dtype,
+    wire_dtype: str,
+    masked: bool | None,
+    combine: Combine = "ordered",
 ) -> Choice:
     """Returns the transport for GPU ranks: NVSHMEM for decode-sized steps where it joins them all, NCCL for the rest.
 
@@ -83,6 +93,8 @@ def choose_among_gpus(
     """
     if masked is False:
         return Choice("collective", "dispatch.rows is packed, which only NCCL gives on GPUs")
+    if combine == "rank_sum":
+        return Choice("collective", "dispatch.combine is rank_sum, which only NCCL's rows have on GPUs")
     problem = wire_problem(ranks, dtype, wire_dtype) or nvshmem_problem(ranks)
     if problem:
         return Choice("collective", problem)

@@ -259,7 +259,7 @@ def _transport_lines(report: Report, config: ServeConfig) -> Iterator[Line]:
     yield Line("dispatch", transport.name, transport.why)
     yield from (Line(*fact) for fact in transport.facts)
     if not transport.is_bitwise:
-        yield Line("", "adds results in an order of its own", "not for engine.numerics batch_invariant")
+        yield Line("", "results are added in another order", "not for engine.numerics batch_invariant")
 
 
 def _numerics(config: ServeConfig) -> str:

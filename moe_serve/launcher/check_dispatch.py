@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from moe_serve.config import ServeConfig
-from moe_serve.dispatch.base import BufferLimits
+from moe_serve.dispatch.base import BufferLimits, check_combine
 from moe_serve.dispatch.buffers import BufferSizes, buffer_sizes, gpu_buffer_sizes, most_gpu_tokens, most_tokens
 from moe_serve.dispatch.by_batch import small_limits
 from moe_serve.dispatch.choose import Choice, choose_among_cpus, choose_among_gpus
@@ -26,6 +26,7 @@ from moe_serve.dispatch.gpu_facts import (
 )
 from moe_serve.dispatch.lane_work_native import load_library
 from moe_serve.dispatch.wire import make_wire
+from moe_serve.errors import ConfigError
 
 _SHARED = "/dev/shm"
 _WITH_BUFFERS = ("low_latency", "cuda_ipc", "by_batch")
@@ -84,6 +85,7 @@ def describe_transport(
     why = choice.why and f"auto: {choice.why}{_condition(config, device, machine)}"
     backend = choice.backend
     name = _words(backend, device, limits)
+    is_bitwise = backend != "deepep" and config.dispatch.combine == "ordered"
     if backend == _UNKNOWN:
         few, wire_dtype = small_limits(limits), config.dispatch.wire_dtype
         sizes = gpu_buffer_sizes(config.parallel.num_ranks, few, dtype, wire_dtype, stages=True)
@@ -92,9 +94,9 @@ def describe_transport(
             sizes.per_rank,
             f"if NVSHMEM is taken, for {sizes.max_tokens} tokens: {sizes.shares}",
         )
-        return TransportReport(name, why, True, (fact,))
+        return TransportReport(name, why, is_bitwise, (fact,))
     if backend not in _WITH_BUFFERS:
-        return TransportReport(name, why, backend != "deepep")
+        return TransportReport(name, why, is_bitwise, problems=tuple(_combine_problem(config, device, backend)))
     held = small_limits(limits) if backend == "by_batch" else limits
     sizes, fit = _sizes(config, held, dtype, device, machine, backend)
     room = f"; {fit} tokens would fit here" if machine.free_bytes else ""
@@ -102,11 +104,11 @@ def describe_transport(
     if device == "cpu":
         library, how = load_library() if config.dispatch.compiled else (None, "dispatch.compiled is off")
         facts.insert(0, ("rows are moved by", "a C helper" if library else "numpy", how))
-    problems = _problems(config, held, dtype, device, machine, backend)
+    problems = _combine_problem(config, device, backend) + _problems(config, held, dtype, device, machine, backend)
     if machine.free_bytes and held.max_tokens_per_rank > fit:
         problems.append(_no_room(config, sizes, device, machine, fit))
     taken = None if device == "cpu" else sizes
-    return TransportReport(name, why, True, tuple(facts), taken, tuple(problems))
+    return TransportReport(name, why, is_bitwise, tuple(facts), taken, tuple(problems))
 
 
 def _choose(config: ServeConfig, limits: BufferLimits, dtype: torch.dtype, device: str, machine: Machine) -> Choice:
@@ -120,7 +122,7 @@ def _choose(config: ServeConfig, limits: BufferLimits, dtype: torch.dtype, devic
     if machine.gpu is None:
         return Choice(_UNKNOWN, "there is no GPU here to ask; NVSHMEM for small steps where it joins all ranks")
     masked = None if config.dispatch.rows == "auto" else config.dispatch.rows == "masked"
-    return choose_among_gpus(_alike(machine, num_ranks), limits, dtype, wire_dtype, masked)
+    return choose_among_gpus(_alike(machine, num_ranks), limits, dtype, wire_dtype, masked, config.dispatch.combine)
 
 
 def _alike(machine: Machine, num_ranks: int) -> list[GpuFacts]:
@@ -148,6 +150,14 @@ def _sizes(
         return buffer_sizes(num_ranks, limits, wire), most_tokens(num_ranks, limits, wire, machine.free_bytes)
     asked = (num_ranks, limits, dtype, wire_dtype, backend != "cuda_ipc")
     return gpu_buffer_sizes(*asked), most_gpu_tokens(*asked, machine.free_bytes)
+
+
+def _combine_problem(config: ServeConfig, device: str, backend: str) -> list[str]:
+    try:
+        check_combine(backend, device == "cuda", config.dispatch.combine)
+    except ConfigError as error:
+        return [str(error)]
+    return []
 
 
 def _problems(

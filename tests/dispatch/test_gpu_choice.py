@@ -53,6 +53,14 @@ def test_auto_on_gpus(
     assert why in choice.why
 
 
+def test_sums_by_rank_need_nccl() -> None:
+    choice = choose_among_gpus([H100] * 8, DECODE, BF16, "auto", None, "rank_sum")
+    assert choice.backend == "collective"
+    with pytest.raises(ConfigError, match=r"rank_sum but cuda_ipc adds results its own way; set dispatch.combine: ord"):
+        made("cuda_ipc", [H100] * 2, combine="rank_sum")
+    assert not made("auto", [H100] * 2, combine="rank_sum").is_bitwise
+
+
 def test_fp8_is_refused_below_sm_89_and_the_rank_is_named() -> None:
     below = [wire_problem([H100, replace(H100, capability=c)], BF16, "fp8") for c in ((7, 5), (8, 0), (8, 6))]
     assert all(problem and "rank 1" in problem and "set dispatch.wire_dtype: auto" in problem for problem in below)

@@ -91,6 +91,16 @@ def test_deepep_is_outside_the_bitwise_class() -> None:
     assert not described(NODE, "dispatch.backend=deepep").is_bitwise
 
 
+def test_sums_by_rank_are_outside_the_bitwise_class_and_need_nccl_on_gpus() -> None:
+    by_rank = "dispatch.combine=rank_sum"
+    assert not described(HOST, by_rank, ranks=2, device="cpu").is_bitwise
+    said = described(NODE, by_rank)
+    assert (said.name, said.is_bitwise, said.problems) == ("collective (torch.distributed, NCCL)", False, ())
+    for backend in ("cuda_ipc", "deepep"):
+        problems = described(NODE, by_rank, f"dispatch.backend={backend}").problems
+        assert any(f"rank_sum but {backend} adds results its own way; set" in problem for problem in problems)
+
+
 def test_this_machine_can_be_looked_at() -> None:
     assert look_here("cpu", 0).free_bytes > 0
     assert look_here("cuda", 0).free_bytes == 0 or torch.cuda.is_available()
