@@ -1,5 +1,6 @@
 """Puts one rank's engine together from the configuration."""
 
+import os
 from pathlib import Path
 
 from moe_serve.attention_dp.scheduler import Scheduler
@@ -18,6 +19,7 @@ from moe_serve.errors import ConfigError
 from moe_serve.log import get_logger
 
 log = get_logger(__name__)
+_READ_BYTES = 1 << 16
 
 
 def build_engine(
@@ -30,8 +32,8 @@ def build_engine(
 ) -> Engine:
     """Returns a rank's engine with its model loaded. Raises what `build_served_model` raises."""
     served = build_served_model(config, group, progress)
-    if config.eplb.record_path is not None and group.rank == 0:
-        record_to(Path(config.eplb.record_path), served)
+    if config.eplb.record_path is not None:
+        record_to(Path(config.eplb.record_path), served, group.rank)
     scheduler = Scheduler(
         num_blocks=served.num_blocks,
         block_size=config.cache.block_size,
@@ -77,25 +79,52 @@ def _say_what_a_loss_means(recovery: Recovery | str, rank: int, served: ServedMo
         log.info("%s", meaning)
 
 
-def record_to(path: Path, served: ServedModel) -> None:
+def record_to(path: Path, served: ServedModel, rank: int = 0) -> None:
     """Writes every load record of a model to a trace file, until the disk refuses one: serving goes on without.
 
+    The first of the ranks that take part writes; rank 0 begins the file, and another one goes on with it when 0 is out.
     Raises ConfigError when the file cannot be begun.
     """
     spec = served.spec
     meta = TraceMeta(spec.num_logical, tuple(spec.moe_layer_ids), spec.topk, served.limits.model_name)
     try:
-        writer = JsonlWriter(path, meta)
+        writer = JsonlWriter(path, meta) if rank == 0 else None
     except OSError as error:
         raise ConfigError(
             f"eplb.record_path: {path} cannot be written ({error.strerror}); name a file in a folder that exists"
         ) from None
 
+    group_epoch = 0
+
     def write(record: LoadRecord) -> None:
+        nonlocal writer, group_epoch
+        membership = served.membership
+        if membership is not None and membership.members[0] != rank:
+            return
         try:
+            if writer is None or (membership is not None and membership.epoch != group_epoch):
+                # Others may have written since: behind their last line, with a placement that is named again.
+                cut_unfinished_line(path)
+                writer = JsonlWriter(path, meta, append=True)
+                group_epoch = membership.epoch if membership is not None else 0
             writer.add(record)
         except OSError as error:
             served.on_record = None  # a line may be cut off, so nothing may follow it
             log.error("eplb.record_path: the trace %s ends here (%s); serving goes on", path, error.strerror)
 
     served.on_record = write
+
+
+def cut_unfinished_line(path: Path) -> None:
+    """Removes what follows the last whole line of a file: the end of a process can cut a line off."""
+    with path.open("r+b") as file:
+        end = file.seek(0, os.SEEK_END)
+        while end > 0:
+            start = max(0, end - _READ_BYTES)
+            file.seek(start)
+            newline = file.read(end - start).rfind(b"\n")
+            if newline >= 0:
+                file.truncate(start + newline + 1)
+                return
+            end = start
+        file.truncate(0)

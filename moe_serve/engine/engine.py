@@ -54,6 +54,7 @@ class Engine:
     _requests: dict[str, Request] = field(default_factory=dict)
     _held_steps: int = 0
     _has_regrouped: bool = False
+    _has_come_back: bool = False
     _wants_stop: bool = False
     _spoke_s: float = 0.0
     _started_s: float = 0.0
@@ -111,9 +112,14 @@ class Engine:
         self.step = plan.step
         self.counters.num_steps += 1
         self._wants_stop |= plan.stop  # also when the rank that asked for it is lost before the end
-        if plan.regrouped:
+        if self._has_come_back:
+            self.served.come_back(self.step - 1)  # the others closed theirs with the step that took this rank back
+            self._has_come_back = False
+        self.served.confirm_windows()
+        if plan.regrouped or plan.take_back:
             self.served.close_window(self.step)
         if plan.take_back:
+            self.served.confirm_windows()  # who could not close it does not regroup, so that nobody comes back now
             self._regroup(f"rank {', '.join(map(str, plan.take_back))} came back", plan.take_back)
         if plan.runs_forward:
             self._forward(self.scheduler.commit(proposal, plan.hold_prefill), plan)
@@ -121,6 +127,8 @@ class Engine:
         self._held_steps = self._held_steps + 1 if plan.hold_prefill and num_prefill_tokens else 0
         if plan.close_window:
             self.served.close_window(self.step)
+        if plan.stop:
+            self.served.confirm_windows()
         return plan
 
     def _forward(self, chunks: Sequence[ScheduledChunk], plan: StepPlan) -> None:
@@ -189,6 +197,7 @@ class Engine:
             self._wants_stop |= any(isinstance(message, Shutdown) for message in self.mailbox.poll(_OUTSIDE_POLL_S))
             self._keep_in_touch()
             if recovery.taken_back():
+                self._has_come_back = True
                 self._begin_group(recovery, f"rank {self.rank} came back")
                 return True
         return False

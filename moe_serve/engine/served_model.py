@@ -36,6 +36,15 @@ Progress = Callable[[str, float], None]  # (phase, fraction done)
 MANY_TOKENS = 1 << 30  # more than any step has
 
 
+@dataclass(frozen=True)
+class _Window:
+    """Where a load record began, and where experts were."""
+
+    first_step: int
+    start_s: float
+    placement: Placement
+
+
 @dataclass
 class ServedModel:
     """A model that is ready to run steps on one rank."""
@@ -53,8 +62,10 @@ class ServedModel:
     replica_map: ReplicaMap
     info: dict[str, Any]
     on_record: Callable[[LoadRecord], None] | None = None
-    _window_start: int = 0
-    _window_start_s: float = field(default_factory=time.monotonic)
+    _closed: list[LoadRecord] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._window = self._confirmed_window = _Window(0, time.monotonic(), self.placement)
 
     @property
     def batch_form(self) -> tuple[int, torch.device, Numerics]:
@@ -91,8 +102,10 @@ class ServedModel:
         return self.all_to_all.membership if isinstance(self.all_to_all, GoesOnWithoutTheLost) else None
 
     def void_step(self) -> None:
-        """Forgets what a step has counted that did not come to its end."""
+        """Forgets what a step has counted that did not come to its end, and records that some rank may not have."""
         self.recorder.void_step()
+        self._window = self._confirmed_window
+        self._closed.clear()
 
     def activate(self, placement: Placement) -> None:
         """Serves with another placement of the same shape, whose experts are where it says, from the next step on."""
@@ -106,27 +119,41 @@ class ServedModel:
             self.begin_step(max_tokens)
             self.forward(ForwardBatch.empty(self.device, self.numerics), 1)
 
+    def come_back(self, first_step: int) -> None:
+        """This rank was out: its load record begins with first_step, where that of the others does."""
+        self.recorder.come_back()
+        self._window = self._confirmed_window = _Window(first_step, time.monotonic(), self.placement)
+
     def close_window(self, step: int) -> None:
         """Ends the load record with the step before `step`. All ranks take part: it is a reduction.
 
-        Raises PeerError when a peer does not: then the record goes on.
+        The record is written by `confirm_windows`. Raises PeerError when a peer does not take part: the record goes on.
         """
-        first_step = self._window_start
-        record = self.recorder.take(first_step, step - first_step)
+        now_s, window = time.monotonic(), self._window
+        num_steps = step - window.first_step
+        record = self.recorder.take(window.first_step, num_steps)
         if record is None:
             return
-        now_s = time.monotonic()
-        seconds, self._window_start_s, self._window_start = now_s - self._window_start_s, now_s, step
-        if self.on_record is not None:
-            self.on_record(
-                replace(
-                    record,
-                    model_id=self.limits.model_name,
-                    placement=self.placement,
-                    placement_version=self.placement.version,
-                    step_time_s=seconds / (step - first_step),
-                )
+        self._window = _Window(step, now_s, self.placement)
+        self._closed.append(
+            replace(
+                record,
+                model_id=self.limits.model_name,
+                placement=window.placement,
+                placement_version=window.placement.version,
+                step_time_s=(now_s - window.start_s) / num_steps,
             )
+        )
+
+    def confirm_windows(self) -> None:
+        """Writes the records that were closed: all ranks have come through their reduction, and none takes it back."""
+        if self._closed:
+            self.recorder.confirm()
+            self._confirmed_window = self._window
+            for record in self._closed:
+                if self.on_record is not None:
+                    self.on_record(record)
+            self._closed.clear()
 
 
 def make_numerics(config: ServeConfig) -> Numerics:

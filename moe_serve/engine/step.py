@@ -83,7 +83,8 @@ class StepPlan:
     hold_prefill: only the decode rows of the proposals run
     close_window: the load record ends with this step (and with the engine): all ranks take part in its reduction
     regrouped:    ranks have left or come back: the load record ends before this step, with the placement it was of
-    take_back:    ranks that all others see waiting outside: the ranks regroup with them, and do nothing else
+    take_back:    ranks that all others see waiting outside: the ranks end the load record, regroup with them, and do
+                  nothing else
     sleep:        nothing to do anywhere: wait for a request or a wake before the next exchange
     stop:         the engine ends, on all ranks, without running a forward
     """

@@ -18,8 +18,8 @@ Gather = Callable[[Tensor], Pending[Tensor]]
 class LoadRecorder:
     """Counts since the start, and what of them the records so far have told.
 
-    Exact: every real token counts topk times per layer, nothing else counts. A step that is voided counts nothing, and
-    a reduction that fails changes nothing: totals only grow, and a record is what they have grown by.
+    Exact: every real token counts topk times per layer, nothing else counts. Totals grow, a record is what they have
+    grown by, and a step that is voided takes both back to the last `step_done` and `confirm`.
     """
 
     def __init__(
@@ -36,10 +36,12 @@ class LoadRecorder:
         # Since start, this rank only; on the device, since masked rows are counted there and nobody waits for them.
         self.slot_rows = torch.zeros(num_layers, slots_per_rank, dtype=torch.int64, device=group.device)
         self._kept, self._kept_rows = self._counts.clone(), self.slot_rows.clone()
+        self._has_come_back = False
         # Totals of each rank as of the last record; of this rank only where the process group adds up.
         self._told = torch.zeros(
             group.num_ranks if gather else 1, num_layers * num_logical, dtype=torch.int64, device=group.device
         )
+        self._confirmed = (self._told, self._has_come_back)
 
     def add(self, layer_row: int, topk_ids: Tensor, num_tokens: int) -> None:
         """Counts the first num_tokens rows of topk_ids [T, K] int64 (-1 = none). Nothing is read back."""
@@ -61,9 +63,19 @@ class LoadRecorder:
         self._kept_rows.copy_(self.slot_rows)
 
     def void_step(self) -> None:
-        """Forgets what was counted since the last `step_done`: that step is run again."""
+        """Forgets what was counted since the last `step_done`, and records since the last `confirm`."""
         self._counts.copy_(self._kept)
         self.slot_rows.copy_(self._kept_rows)
+        self._told, self._has_come_back = self._confirmed
+
+    def confirm(self) -> None:
+        """Says that all ranks have the records taken so far: what is in them will be in no other."""
+        self._confirmed = (self._told, self._has_come_back)
+
+    def come_back(self) -> None:
+        """This rank was out and takes part again: what others counted meanwhile is in records that they have made."""
+        self._has_come_back = True
+        self.confirm()
 
     def take(self, first_step: int, num_steps: int, phase: str = "mixed") -> LoadRecord | None:
         """Returns the load of all ranks since the last take, and begins a new window. All ranks call it together.
@@ -76,7 +88,7 @@ class LoadRecorder:
         own = self._counts[:, 1:].reshape(-1)
         if self._gather is None:
             new = own - self._told[0]
-            self._told[0] += new
+            self._told = own.clone()[None]
             if self._group.process_group is not None and self._group.num_ranks > 1:
                 dist.all_reduce(new, group=self._group.process_group)
         else:
@@ -84,6 +96,11 @@ class LoadRecorder:
             parts = [self._gather(own[start : start + GATHERED_AT_ONCE]).wait() for start in starts]
             # The zeros of a rank that is out are not its total.
             totals = torch.maximum(torch.cat(parts, dim=1), self._told)
+            if self._has_come_back:
+                own_told = self._told[self._group.rank].clone()
+                self._told = totals.clone()
+                self._told[self._group.rank] = own_told
+                self._has_come_back = False
             new = (totals - self._told).sum(0)
             if num_steps == 0:
                 return None

@@ -2,7 +2,7 @@
 
 No process outlives its rank's death here as in tests/ranks.py: a dead rank is what is wanted. Every rank writes the
 tokens it sends into a file of its own; when the group leaves a rank out, the first of the others submits that rank's
-requests again, with the output in its file.
+requests again, with the output in the files.
 """
 
 import json
@@ -21,9 +21,12 @@ from moe_serve.config import load_config
 from moe_serve.dispatch.base import EpGroup
 from moe_serve.engine.build import build_engine
 from moe_serve.engine.engine import Engine
-from moe_serve.engine.exchange import make_exchange
+from moe_serve.engine.exchange import ShmExchange, make_exchange
 from moe_serve.engine.mailbox import Inbound, QueueMailbox
 from moe_serve.engine.messages import Members, Message, Shutdown, Submit, Tokens
+from moe_serve.engine.step import StepPlan
+from moe_serve.eplb import read_trace
+from moe_serve.eplb.load import LoadRecord
 from moe_serve.errors import PeerError
 from tests.dispatch import faults
 
@@ -44,12 +47,10 @@ class Fault:
 
 @dataclass
 class Outcome:
-    """What one rank saw to its end. rows: computed by its finished steps; load: [layers] of all its records together"""
+    """What one rank saw to its end. rows: computed by its finished steps"""
 
     groups: list[list[int]] = field(default_factory=list)
     counters: dict[str, int] = field(default_factory=dict)
-    load: list[int] = field(default_factory=list)
-    windows: list[tuple[int, int]] = field(default_factory=list)
     told_of_victim: list[int] = field(default_factory=list)
     rows: int = 0
     step: int = 0
@@ -62,16 +63,27 @@ def mine(submits: Sequence[Submit], rank: int, num_ranks: int) -> list[Submit]:
     return list(submits[rank::num_ranks])
 
 
-def tokens_in(file: Path) -> dict[str, tuple[list[int], bool]]:
-    """Returns output and whether it is all, of each request in a rank's file."""
-    found: dict[str, tuple[list[int], bool]] = {}
-    for line in file.read_text().splitlines() if file.exists() else ():
-        request_id, index, token_ids, finish = json.loads(line)
-        known, _ = found.get(request_id, ([], False))
-        known = known if known or not index else [-1] * index  # of an earlier attempt
-        assert index == len(known), "tokens come once and in order"
-        found[request_id] = (known + token_ids, finish is not None)
-    return found
+def tokens_in(folder: Path) -> dict[str, tuple[list[int], bool]]:
+    """Returns the output of each request, and whether it is all, from the files of all ranks.
+
+    A token that two ranks computed is the same; a reader sees no gap.
+    """
+    tokens: dict[str, dict[int, int]] = {}
+    finished = set()
+    for file in folder.glob("tokens.*"):
+        for line in file.read_text().splitlines():
+            request_id, index, token_ids, finish = json.loads(line)
+            known = tokens.setdefault(request_id, {})
+            for place, token in enumerate(token_ids, start=index):
+                assert known.setdefault(place, token) == token, f"two tokens at {place} of {request_id}"
+            if finish is not None:
+                finished.add(request_id)
+    for request_id, known in tokens.items():
+        assert sorted(known) == list(range(len(known))), f"a gap in {request_id}"
+    return {
+        request_id: ([known[place] for place in sorted(known)], request_id in finished)
+        for request_id, known in tokens.items()
+    }
 
 
 class FileMailbox(QueueMailbox):
@@ -88,29 +100,27 @@ class FileMailbox(QueueMailbox):
 
     def send(self, message: Message) -> None:
         if isinstance(message, Tokens):
-            with (self._folder / str(self._rank)).open("a") as file:
-                for event in message.events:
-                    assert event.finish != "error", event.message
-                    file.write(json.dumps([event.request_id, event.index, event.token_ids, event.finish]) + "\n")
+            assert all(event.finish != "error" for event in message.events)
+            rows = [[event.request_id, event.index, event.token_ids, event.finish] for event in message.events]
+            with (self._folder / f"tokens.{self._rank}").open("a") as file:
+                file.write("".join(json.dumps(row) + "\n" for row in rows))
         elif isinstance(message, Members):
             self._regroup(message.members)
 
     def _regroup(self, members: list[int]) -> None:
         assert self._fault is not None
-        victim = self._fault.victim
+        before = self.groups[-1] if self.groups else range(self._num_ranks)
         self.groups.append(members)
-        if victim not in members and self._rank == min(members):
-            self._is_stopped = self._comes_back
-            known = tokens_in(self._folder / str(victim))
-            for submit in mine(self._submits, victim, self._num_ranks):
-                output, is_all = known.get(submit.request_id, ([], False))
-                if not is_all:
-                    (self._folder / f"again.{submit.request_id}").write_text(json.dumps(output))
-                    again = Submit(
-                        submit.request_id, 1, submit.prompt_ids, submit.params, submit.seed, output_ids=output
-                    )
-                    self.put(again)
-        if victim in members and self._rank == victim:
+        if self._rank == min(members):
+            self._is_stopped |= self._comes_back and self._fault.victim not in members
+            known = tokens_in(self._folder)
+            for lost in set(before) - set(members):
+                for submit in mine(self._submits, lost, self._num_ranks):
+                    output, is_all = known.get(submit.request_id, ([], False))
+                    if not is_all:
+                        again = (submit.request_id, len(self.groups), submit.prompt_ids, submit.params, submit.seed)
+                        self.put(Submit(*again, output_ids=output))
+        if self._rank == self._fault.victim:
             first = self._submits[0]
             self.put(Submit("extra", 0, first.prompt_ids, first.params, first.seed))
 
@@ -122,14 +132,26 @@ class FileMailbox(QueueMailbox):
         return [Shutdown()] if timeout_s > 0 and not arrived and self._all_done() else arrived
 
     def _all_done(self) -> bool:
-        done = {
-            request_id
-            for rank in range(self._num_ranks)
-            for request_id, (_, is_all) in tokens_in(self._folder / str(rank)).items()
-            if is_all
-        }
+        done = {request_id for request_id, (_, is_all) in tokens_in(self._folder).items() if is_all}
         wanted = {submit.request_id for submit in self._submits} | ({"extra"} if self._comes_back else set())
         return done >= wanted
+
+
+def be_patient_at_first(engine: Engine) -> None:
+    """Lets ranks begin when they like: deadlines hold from step 2 on."""
+    membership, exchange, run_step = engine.served.membership, engine.exchange, engine.run_step
+    assert isinstance(exchange, ShmExchange)
+    if membership is None:
+        return
+    deadlines = membership._deadline_s, exchange._deadline_s
+    membership._deadline_s = exchange._deadline_s = 30.0
+
+    def count() -> StepPlan:
+        if engine.step == 2:
+            membership._deadline_s, exchange._deadline_s = deadlines
+        return run_step()
+
+    engine.run_step = count  # type: ignore[method-assign]
 
 
 def strike(engine: Engine, fault: Fault) -> None:
@@ -194,13 +216,7 @@ def run_engine(
     engine.served.warm_up()
     dist.barrier()
     outcome = Outcome(topk=engine.served.spec.topk, groups=mailbox.groups)
-    load = torch.zeros(len(engine.served.spec.moe_layer_ids), dtype=torch.int64)
-
-    def add(record: Any) -> None:
-        load.add_(torch.from_numpy(record.tokens.sum(1)))
-        outcome.windows.append((record.first_step, record.num_steps))
-
-    engine.served.on_record = add
+    be_patient_at_first(engine)
     if fault is not None and rank == fault.victim:
         strike(engine, fault)
     try:
@@ -213,32 +229,24 @@ def run_engine(
     outcome.counters = dict(vars(engine.counters))
     outcome.rows = engine.counters.num_decode_tokens + engine.counters.num_prefill_tokens
     outcome.step = engine.step
-    outcome.load = load.tolist()
-    recorder = engine.served.recorder
     if fault is not None:
-        outcome.told_of_victim = recorder._told[fault.victim].view(len(outcome.load), -1).sum(1).tolist()
+        told = engine.served.recorder._told[fault.victim]
+        outcome.told_of_victim = told.view(len(engine.served.spec.moe_layer_ids), -1).sum(1).tolist()
     outcome.waited_s = engine.served.waited_s
     return outcome
 
 
 def serve_and_lose(
     num_ranks: int, submits: Sequence[Submit], overrides: Sequence[str], fault: Fault | None
-) -> tuple[dict[int, Outcome], dict[str, list[int]]]:
-    """Returns what each rank saw that came to an end, and the tokens of each request as a reader would have them."""
+) -> tuple[dict[int, Outcome], dict[str, list[int]], list[LoadRecord]]:
+    """Returns what each rank saw that came to an end, the tokens of each request as a reader has them, the trace."""
     settings = [
         f"parallel.num_ranks={num_ranks}", "cache.num_blocks=256", "cache.block_size=8", "engine.heartbeat_s=0.02",
         "dispatch.backend=low_latency", "engine.exchange=shm", "engine.numerics=batch_invariant", *overrides,
     ]  # fmt: skip
     dies = (fault.victim,) if fault is not None and fault.sign == signal.SIGKILL else ()
     with tempfile.TemporaryDirectory() as folder:
+        settings.append(f"eplb.record_path={folder}/load.jsonl")
         outcomes = faults.run_forked(num_ranks, run_engine, num_ranks, submits, settings, fault, folder, dies=dies)
-        tokens: dict[str, list[int]] = {}
-        for rank in range(num_ranks):
-            for request_id, (output, is_all) in tokens_in(Path(folder) / str(rank)).items():
-                again = Path(folder) / f"again.{request_id}"
-                if is_all and output[0] == -1:
-                    before = json.loads(again.read_text())
-                    tokens[request_id] = before + output[len(before) :]
-                elif is_all:
-                    tokens[request_id] = output
-    return outcomes, tokens
+        tokens = {request_id: output for request_id, (output, is_all) in tokens_in(Path(folder)).items() if is_all}
+        return outcomes, tokens, list(read_trace(Path(folder) / "load.jsonl"))

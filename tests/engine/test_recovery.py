@@ -10,10 +10,11 @@ import pytest
 
 from moe_serve.attention_dp.request import SamplingParams
 from moe_serve.engine.messages import Submit
+from moe_serve.eplb.load import LoadRecord
 from tests.engine.losing import Fault, Outcome, serve_and_lose
 from tests.engine.offline import prompts_with_shared_beginnings, serve, submits_of, tiny_model
 
-NUM_RANKS, VICTIM = 3, 1
+NUM_RANKS = 3
 PHASES = ("counts send", "counts receive", "dispatch send", "dispatch receive", "combine send", "combine receive")
 REDUNDANT = 8  # of 8 experts: every one has slots on two of three ranks
 
@@ -49,70 +50,84 @@ def tokens_without_fault(model: Path) -> dict[str, list[int]]:
     return serve(1, requests(), overrides).tokens
 
 
-def check_counts(outcomes: dict[int, Outcome], survivors: Sequence[int]) -> None:
-    """A survivor's records, all together: every row that was computed, top-k times in each layer."""
-    first = outcomes[survivors[0]]
-    rows = sum(outcomes[rank].rows for rank in survivors)
-    # What the lost rank had told before; a rank of which no part is missing says all of its own.
-    told = [0] * len(first.load) if VICTIM in survivors else first.told_of_victim
-    assert [load - theirs for load, theirs in zip(first.load, told, strict=True)] == [first.topk * rows] * len(told)
+def check_trace(trace: Sequence[LoadRecord], outcomes: dict[int, Outcome], victim: int) -> None:
+    """Every row that was computed is in it, top-k times in each layer, whoever wrote it and whatever was voided."""
+    first = outcomes[min(outcomes)]
+    # What a lost rank had told before; one that came back has told all of its own.
+    told = [0] * 3 if victim in outcomes else first.told_of_victim
     assert len(set(told)) == 1, "the lost rank counted in all layers or in none"
     assert told[0] % first.topk == 0
-    assert sum(steps for _, steps in first.windows) == first.step
-    ends = [start + steps for start, steps in first.windows]
-    assert [start for start, _ in first.windows[1:]] == ends[:-1]
+    load = sum(record.tokens.sum(axis=1) for record in trace)
+    rows = sum(outcome.rows for outcome in outcomes.values())
+    assert (load - told).tolist() == [first.topk * rows] * len(told)
+    assert sum(record.num_steps for record in trace) == first.step
+    ends = [record.first_step + record.num_steps for record in trace]
+    assert [record.first_step for record in trace] == [0, *ends[:-1]]
+    for record in trace:
+        assert record.placement is not None
+        assert record.placement.num_ranks == NUM_RANKS
 
 
 @pytest.mark.parametrize(
-    ("phase", "step", "calls"),
+    ("victim", "phase", "step", "calls"),
     [
-        *((phase, 4, number) for number, phase in enumerate(PHASES)),
-        ("exchange", 6, 0), ("sample", 5, 1), ("window", 4, 0),
+        *((1, phase, 4, number) for number, phase in enumerate(PHASES)),
+        (1, "exchange", 6, 0), (2, "sample", 5, 1), (0, "window", 7, 0), (0, "combine receive", 6, 0),
     ],
 )  # fmt: skip
-def test_the_others_go_on_and_every_token_is_right(model: Path, phase: str, step: int, calls: int) -> None:
-    fault = Fault(VICTIM, phase, step, calls)
-    outcomes, tokens = serve_and_lose(NUM_RANKS, requests(), settings_of(model, 20), fault)
+def test_the_others_go_on_and_every_token_is_right(model: Path, victim: int, phase: str, step: int, calls: int) -> None:
+    fault = Fault(victim, phase, step, calls)
+    outcomes, tokens, trace = serve_and_lose(NUM_RANKS, requests(), settings_of(model, 20), fault)
     assert tokens == tokens_without_fault(model)
-    assert sorted(outcomes) == [0, 2]
+    survivors = [rank for rank in range(NUM_RANKS) if rank != victim]
+    assert sorted(outcomes) == survivors
     for outcome in outcomes.values():
         assert outcome.error == ""
-        assert outcome.groups == [[0, 2]]
+        assert outcome.groups == [survivors]
         assert outcome.counters["num_voided_steps"] == 1
-        assert outcome.step == outcomes[0].step
-    check_counts(outcomes, [0, 2])
+        assert outcome.step == outcomes[survivors[0]].step
+    check_trace(trace, outcomes, victim)
 
 
 @pytest.mark.parametrize(("phase", "calls"), [("counts send", 2), ("dispatch receive", 3), ("combine send", 1)])
 def test_a_rank_may_be_lost_between_rounds_that_overlap(model: Path, phase: str, calls: int) -> None:
     overrides = [*settings_of(model, 20), "dispatch.overlap_from_tokens=1"]
-    outcomes, tokens = serve_and_lose(NUM_RANKS, requests(), overrides, Fault(VICTIM, phase, 4, calls))
+    outcomes, tokens, trace = serve_and_lose(NUM_RANKS, requests(), overrides, Fault(1, phase, 4, calls))
     assert tokens == tokens_without_fault(model)
     assert {rank: outcome.groups for rank, outcome in outcomes.items()} == {0: [[0, 2]], 2: [[0, 2]]}
     assert all(outcome.counters["num_overlapped_forwards"] > 0 for outcome in outcomes.values())
-    check_counts(outcomes, [0, 2])
+    check_trace(trace, outcomes, 1)
 
 
 @pytest.mark.parametrize(
-    ("phase", "step"), [("counts receive", 4), ("dispatch send", 4), ("combine receive", 4), ("exchange", 6)]
+    ("victim", "phase", "step"),
+    [
+        (1, "counts receive", 4),
+        (0, "dispatch send", 6),
+        (1, "combine receive", 4),
+        (2, "exchange", 6),
+        (0, "window", 7),
+    ],
 )
-def test_a_rank_that_stops_is_left_out_and_taken_back(model: Path, phase: str, step: int) -> None:
-    fault = Fault(VICTIM, phase, step, calls=1, sign=signal.SIGSTOP)
-    outcomes, tokens = serve_and_lose(NUM_RANKS, requests(), settings_of(model, 1.0), fault)
+def test_a_rank_that_stops_is_left_out_and_taken_back(model: Path, victim: int, phase: str, step: int) -> None:
+    fault = Fault(victim, phase, step, sign=signal.SIGSTOP)
+    outcomes, tokens, trace = serve_and_lose(NUM_RANKS, requests(), settings_of(model, 1.0), fault)
     right = tokens_without_fault(model)
     assert tokens == right | {"extra": right["0"]}, "it serves again when it is back"
-    assert sorted(outcomes) == [0, 1, 2]
+    everybody = list(range(NUM_RANKS))
+    assert sorted(outcomes) == everybody
+    survivors = [rank for rank in everybody if rank != victim]
     for rank, outcome in outcomes.items():
         assert outcome.error == ""
-        assert outcome.groups == [[0, 1, 2]] if rank == VICTIM else [[0, 2], [0, 1, 2]]
-        assert outcome.counters["num_times_left_out"] == int(rank == VICTIM)
+        assert outcome.groups == ([everybody] if rank == victim else [survivors, everybody])
+        assert outcome.counters["num_times_left_out"] == int(rank == victim)
         assert outcome.step == outcomes[0].step
-    check_counts(outcomes, [0, 1, 2])
+    check_trace(trace, outcomes, victim)
 
 
 def test_a_rank_with_the_only_copy_of_an_expert_cannot_be_spared(model: Path) -> None:
     overrides = [*settings_of(model, 20), "eplb.num_redundant_experts=0"]
-    outcomes, _ = serve_and_lose(NUM_RANKS, requests(), overrides, Fault(VICTIM, "dispatch receive", 4))
+    outcomes, _, _ = serve_and_lose(NUM_RANKS, requests(), overrides, Fault(1, "dispatch receive", 4))
     assert sorted(outcomes) == [0, 2]
     for outcome in outcomes.values():
         assert "rank 1 cannot be spared: 9 experts had their only slots there (layer 0: 3, 4, 5)" in outcome.error
@@ -121,6 +136,6 @@ def test_a_rank_with_the_only_copy_of_an_expert_cannot_be_spared(model: Path) ->
 
 def test_on_lost_rank_end_ends_the_epoch(model: Path) -> None:
     overrides = [*settings_of(model, 20), "engine.on_lost_rank=end"]
-    outcomes, _ = serve_and_lose(NUM_RANKS, requests(), overrides, Fault(VICTIM, "combine send", 4))
+    outcomes, _, _ = serve_and_lose(NUM_RANKS, requests(), overrides, Fault(1, "combine send", 4))
     assert {rank: outcome.groups for rank, outcome in outcomes.items()} == {0: [], 2: []}
     assert all("rank 1" in outcome.error for outcome in outcomes.values())
