@@ -5,24 +5,24 @@ those of the plain form.
 """
 
 import ctypes
-import hashlib
-import os
-import platform
-import shutil
-import subprocess
-import tempfile
 from pathlib import Path
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from moe_serve.c_library import FOR_THIS_PROCESSOR, load_c_library
 from moe_serve.dispatch.inbox import FIRST, Float32Array, Int32Array, Int64Array
 from moe_serve.dispatch.lane_work import Lanes, Placed, add_fetched, add_sums, encode_results, refuse_id, refuse_slab
 from moe_serve.dispatch.send_plan import placed_starts, plan_sends
+from moe_serve.errors import ConfigError
 from moe_serve.kernels.weighted_sum import weighted_sum_reference
 
-_FLAGS = ("-O3", "-march=native", "-ffp-contract=fast", "-fPIC", "-shared")
+_SOURCE = Path(__file__).with_name("lane_work.c")
+_ARGUMENTS = {
+    "send_rows": 9, "place_rows": 10, "send_results": 8, "sum_results": 6, "add_results": 10, "weighted_rows": 7,
+    "stream_copy": 3,
+}  # fmt: skip
 
 
 class _Trip:
@@ -214,46 +214,13 @@ def native_lane_work(lanes: Lanes) -> tuple[NativeLaneWork | None, str]:
 
 
 def load_library() -> tuple[ctypes.CDLL | None, str]:
-    """Builds and loads lane_work.c, unless this user's cache has it for this machine."""
-    compiler = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
-    if compiler is None:
-        return None, "no C compiler"
-    source = Path(__file__).with_name("lane_work.c")
-    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "moe_serve"
-    facts = (source.read_bytes(), compiler, _FLAGS, platform.python_version(), _processor())
-    path = folder / f"lane_work_{hashlib.sha256(repr(facts).encode()).hexdigest()[:16]}.so"
+    """Returns lane_work.c and what it was built with, or None and why there is none."""
     try:
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        if folder.stat().st_uid != os.getuid() or folder.stat().st_mode & 0o022:
-            return None, f"{folder} can be written by others, so no code is loaded from it"
-        if not path.exists():
-            _build(compiler, source, path)
-        library = ctypes.CDLL(str(path))
-    except (OSError, subprocess.SubprocessError) as error:
-        return None, f"{compiler} could not build the helper: {error}"
-    for name, num_arguments in _ARGUMENTS.items():
-        function = getattr(library, name)
-        function.restype, function.argtypes = ctypes.c_int64, [ctypes.c_int64] * num_arguments
+        library, compiler = load_c_library(_SOURCE, _ARGUMENTS, (*FOR_THIS_PROCESSOR, "-ffp-contract=fast"))
+    except ConfigError as error:
+        return None, str(error)
     wrong = _differing_dtype(library)
     return (None, f"the helper built by {compiler} adds {wrong} in other bits") if wrong else (library, compiler)
-
-
-_ARGUMENTS = {
-    "send_rows": 9, "place_rows": 10, "send_results": 8, "sum_results": 6, "add_results": 10, "weighted_rows": 7,
-    "stream_copy": 3,
-}  # fmt: skip
-
-
-def _build(compiler: str, source: Path, path: Path) -> None:
-    """Several ranks may build at once: each into a file of its own, which then takes the name in one step."""
-    descriptor, built = tempfile.mkstemp(dir=path.parent, suffix=".so")
-    os.close(descriptor)
-    try:
-        command = [compiler, *_FLAGS, "-o", built, str(source)]
-        subprocess.run(command, check=True, capture_output=True, timeout=60, text=True)
-        os.replace(built, path)
-    finally:
-        Path(built).unlink(missing_ok=True)
 
 
 def _differing_dtype(library: ctypes.CDLL) -> torch.dtype | None:
@@ -272,12 +239,6 @@ def _differing_dtype(library: ctypes.CDLL) -> torch.dtype | None:
         if not torch.equal(out, weighted_sum_reference(rows, home, weights)):
             return dtype
     return None
-
-
-def _processor() -> str:
-    """Returns what -march=native looks at; a home folder may be shared by machines that differ."""
-    lines = Path("/proc/cpuinfo").read_text().splitlines()
-    return next((line for line in lines if line.startswith("flags")), platform.processor())
 
 
 def _at(array: Int64Array | Int32Array | Float32Array) -> int:

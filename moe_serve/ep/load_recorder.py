@@ -31,11 +31,14 @@ class LoadRecorder:
         """
         self._group = group
         self._gather = gather
+        self._on_host = group.device.type == "cpu"
+        self._new_counts: list[tuple[int, Tensor]] = []  # by layer row; not yet added
+        self._new_rows: list[tuple[int, Tensor]] = []
         # Column 0 takes the -1 of tokens that have no expert.
         self._counts = torch.zeros(num_layers, num_logical + 1, dtype=torch.int64, device=group.device)
         # Since start, this rank only; on the device, since masked rows are counted there and nobody waits for them.
-        self.slot_rows = torch.zeros(num_layers, slots_per_rank, dtype=torch.int64, device=group.device)
-        self._kept, self._kept_rows = self._counts.clone(), self.slot_rows.clone()
+        self._slot_rows = torch.zeros(num_layers, slots_per_rank, dtype=torch.int64, device=group.device)
+        self._kept, self._kept_rows = self._counts.clone(), self._slot_rows.clone()
         self._has_come_back = False
         # Totals of each rank as of the last record; of this rank only where the process group adds up.
         self._told = torch.zeros(
@@ -50,22 +53,45 @@ class LoadRecorder:
 
     def add_counts(self, layer_row: int, counts: Tensor) -> None:
         """Adds what was counted elsewhere: counts [E] int64, tokens of this rank for each expert."""
-        self._counts[layer_row, 1:] += counts
+        if self._on_host:
+            self._new_counts.append((layer_row, counts))
+        else:
+            self._counts[layer_row, 1:] += counts
 
     def add_received(self, layer_row: int, rows_per_slot: Tensor) -> None:
         """Counts rows that arrived at this rank's slots: rows_per_slot [slots_per_rank] int64."""
-        if self.slot_rows.shape[1]:
-            self.slot_rows[layer_row] += rows_per_slot.to(self.slot_rows.device)
+        if self._on_host:
+            self._new_rows.append((layer_row, rows_per_slot))
+        else:
+            self._slot_rows[layer_row] += rows_per_slot.to(self._slot_rows.device)
+
+    @property
+    def slot_rows(self) -> Tensor:
+        """Rows that each slot of this rank received since the start: [L, slots_per_rank] int64."""
+        self._add_up()
+        return self._slot_rows
+
+    def _add_up(self) -> None:
+        """Adds what layers have left to be added: once a step, since between two layers a small sum costs as much as
+        the sums of all."""
+        for new, total in ((self._new_counts, self._counts[:, 1:]), (self._new_rows, self._slot_rows)):
+            if new and total.shape[1]:
+                layer_rows = torch.tensor([layer_row for layer_row, _ in new])
+                total.index_add_(0, layer_rows, torch.stack([values for _, values in new]))
+            new.clear()
 
     def step_done(self) -> None:
         """Keeps what was counted since the last call: its step is done."""
+        self._add_up()
         self._kept.copy_(self._counts)
-        self._kept_rows.copy_(self.slot_rows)
+        self._kept_rows.copy_(self._slot_rows)
 
     def void_step(self) -> None:
         """Forgets what was counted since the last `step_done`, and records since the last `confirm`."""
+        self._new_counts.clear()
+        self._new_rows.clear()
         self._counts.copy_(self._kept)
-        self.slot_rows.copy_(self._kept_rows)
+        self._slot_rows.copy_(self._kept_rows)
         self._told, self._has_come_back = self._confirmed
 
     def confirm(self) -> None:
@@ -85,6 +111,7 @@ class LoadRecorder:
         What a rank counted before it was lost and had not told is in no record; what it counted before it came late and
         was taken back is in the next.
         """
+        self._add_up()
         own = self._counts[:, 1:].reshape(-1)
         if self._gather is None:
             new = own - self._told[0]

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from moe_serve.dispatch.base import AllToAll, Deferred, Dispatched, Pending, Ready
-from moe_serve.dispatch.layout import count_slots
 from moe_serve.dispatch.overlap import Round, run_in_turn, run_overlapped
 from moe_serve.ep.expert_ffn import expert_ffn
 from moe_serve.ep.expert_store import ExpertStore
@@ -78,14 +77,15 @@ class MoeLayer:
         """Routes rows [T, H] and counts them; where experts may have replicas, tells the other ranks how many."""
         parallel, routing = self._parallel, self._gate(rows)
         ids, load = routing.topk_ids, routing.load
+        if load is None and self._replicas.needs_counts:
+            load = self._replicas.count(ids)
         if load is None:
             parallel.recorder.add(self._layer_row, ids, ids.shape[0])
         else:
             parallel.recorder.add_counts(self._layer_row, load)
-        if not self._replicas.needs_counts:
+        if not self._replicas.needs_counts or load is None:
             return Ready(Round(rows, self._replicas.only_slots(ids), routing.topk_weights))
-        own = count_slots(ids, parallel.router.num_logical) if load is None else load
-        counts = parallel.all_to_all.exchange_counts(own)
+        counts = parallel.all_to_all.exchange_counts(load)
 
         def choose_replicas() -> Round:
             physical_ids, slot_counts = self._replicas.split(ids, counts.wait(), parallel.rank)

@@ -12,7 +12,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from moe_serve.dispatch.layout import count_slots
 from moe_serve.ep.exact_shares import ExactShares, make_exact_shares
+from moe_serve.ep.replica_deal import ReplicaDeal, make_deal
 from moe_serve.eplb.placement import Placement
 from moe_serve.errors import PlacementError
 
@@ -21,9 +23,15 @@ class ReplicaMap:
     """The tables of all layers of a placement, on the compute device."""
 
     def __init__(
-        self, placement: Placement, device: torch.device | str = "cpu", split: Literal["even", "exact"] = "even"
+        self,
+        placement: Placement,
+        device: torch.device | str = "cpu",
+        split: Literal["even", "exact"] = "even",
+        compiled: bool = True,
     ):
-        """split: how replicas share a batch: "even" deals tokens out in turn, "exact" makes the largest rank load as
+        """compiled: split evenly in C where a compiler is found, on CPUs; the numbers are the same
+
+        split: how replicas share a batch: "even" deals tokens out in turn, "exact" makes the largest rank load as
         small as it can be (see exact_shares.py); equal on all ranks"""
         self._shape = _shape_of(placement)
         _, num_logical, num_slots, _ = self._shape
@@ -31,6 +39,7 @@ class ReplicaMap:
         tables = _tables(placement, self._room)
         self._tables = {name: torch.from_numpy(table).to(device) for name, table in tables.items()}
         self.version = placement.version
+        self._deals = compiled and split == "even" and self._room > 1 and torch.device(device).type == "cpu"
         self._exact: ExactShares | None = None
         if split == "exact" and self._room > 1:
             self._exact = make_exact_shares(placement, torch.device(device))
@@ -50,19 +59,28 @@ class ReplicaMap:
 
     def layer(self, row: int) -> "LayerReplicas":
         """Returns the tables of one row of the placement: views, which follow `activate`."""
-        return LayerReplicas({name: table[row] for name, table in self._tables.items()}, row, self._exact)
+        tables = {name: table[row] for name, table in self._tables.items()}
+        deal = make_deal(tables, row, self._shape[3]) if self._deals else None
+        return LayerReplicas(tables, row, self._exact, deal)
 
 
 class LayerReplicas:
     """The choice of replica in one layer."""
 
-    def __init__(self, tables: dict[str, Tensor], layer_row: int, exact: ExactShares | None = None):
+    def __init__(
+        self,
+        tables: dict[str, Tensor],
+        layer_row: int,
+        exact: ExactShares | None = None,
+        deal: ReplicaDeal | None = None,
+    ):
         self._slots = tables["slots"]  # [E + 1, M] slots of an expert, ascending, padded with the first; [E] = -1
         self._count = tables["count"]  # [E + 1] replicas; [E] = 1
         self._logical = tables["logical"]  # [P] expert of a slot; E = empty
         self._ordinal = tables["ordinal"]  # [P] which replica of its expert a slot holds
         self._by_expert = tables["by_expert"]  # [P] all slots, by expert, then slot; empty ones last
         self._exact = exact
+        self._deal = deal
         self._layer_row = layer_row
         # A fact of the shape, not of the placement: with as many slots as experts nothing can have a replica.
         self.needs_counts = self._slots.shape[1] > 1
@@ -72,8 +90,14 @@ class LayerReplicas:
         assert not self.needs_counts, "experts may have replicas: the split needs the counts of all ranks"
         return self._slots[:, 0][topk_ids]  # -1 reads the last row, which holds -1
 
+    def count(self, topk_ids: Tensor) -> Tensor:
+        """Returns how many ids name each expert: [T, K] int64, -1 = none -> [E] int64."""
+        return count_slots(topk_ids, self._slots.shape[0] - 1) if self._deal is None else self._deal.count(topk_ids)
+
     def split(self, topk_ids: Tensor, counts: Tensor, rank: int) -> tuple[Tensor, Tensor]:
         """Returns physical ids and slot counts, as the map was told to split; see split_evenly for the arguments."""
+        if self._deal is not None:
+            return self._deal.deal(topk_ids, counts, rank)
         if self._exact is None:
             return self.split_evenly(topk_ids, counts, rank)
         slot_counts = self._exact.slot_counts(self._layer_row, counts)

@@ -213,7 +213,9 @@ def test_the_c_form_is_used_where_there_is_a_compiler_and_the_plain_one_where_it
 
 def test_without_a_compiler_there_is_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shutil, "which", lambda name: None)
-    assert load_library() == (None, "no C compiler")
+    library, note = load_library()
+    assert library is None
+    assert note.startswith("no C compiler")
 
 
 def test_no_code_is_loaded_from_a_folder_that_others_can_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -222,7 +224,7 @@ def test_no_code_is_loaded_from_a_folder_that_others_can_write(tmp_path: Path, m
     (tmp_path / "moe_serve").chmod(0o777)
     library, note = load_library()
     assert library is None
-    assert "written by others" in note or note == "no C compiler"
+    assert "written by others" in note or note.startswith("no C compiler")
 
 
 def check_masked(rank: int, mappings: Mappings) -> None:

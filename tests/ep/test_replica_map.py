@@ -1,5 +1,7 @@
 """The choice of replica: the same split on every rank, even to one row, following the placement in use."""
 
+import shutil
+
 import numpy as np
 import pytest
 import torch
@@ -22,6 +24,11 @@ def split_all_ranks(
     replicas = ReplicaMap(placement).layer(row)
     counts = torch.stack([torch.bincount(i.flatten() + 1, minlength=placement.num_logical + 1)[1:] for i in ids])
     outs = [replicas.split_evenly(i, counts, rank) for rank, i in enumerate(ids)]
+    for rank, (physical, slot_counts) in enumerate(outs):  # the form in C where there is a compiler
+        same, same_counts = replicas.split(ids[rank], counts, rank)
+        assert torch.equal(same, physical)
+        assert torch.equal(same_counts, slot_counts)
+        assert torch.equal(replicas.count(ids[rank]), counts[rank])
     return [physical for physical, _ in outs], [slot_counts for _, slot_counts in outs]
 
 
@@ -45,6 +52,22 @@ def test_the_split_deals_rows_out_as_the_reference_does(data: st.DataObject) -> 
         for slots in slots_of:
             received = expected_counts.sum(axis=0)[slots]
             assert received.max() - received.min() <= 1, "even to one row"
+
+
+def test_the_form_in_c_is_used_where_there_is_a_compiler_and_follows_a_new_placement() -> None:
+    old, new = (Placement(np.array([table]), 3, 2) for table in ([0, 1, 2, 0], [1, 2, 0, 2]))
+    replica_map = ReplicaMap(old)
+    replicas = replica_map.layer(0)
+    assert (replicas._deal is not None) == (shutil.which("cc") is not None)
+    assert ReplicaMap(old, compiled=False).layer(0)._deal is None
+    assert ReplicaMap(old, split="exact").layer(0)._deal is None
+    replica_map.activate(new)
+    ids = torch.tensor([[0, 1], [2, -1], [2, 1]])
+    counts = torch.stack([replicas.count(ids), replicas.count(ids)])
+    for rank in range(2):
+        dealt, expected = replicas.split(ids, counts, rank), replicas.split_evenly(ids, counts, rank)
+        assert all(torch.equal(a, b) for a, b in zip(dealt, expected, strict=True))
+        assert {int(new.physical_to_logical[0, slot]) for slot in dealt[0][dealt[0] >= 0]} == {0, 1, 2}
 
 
 def test_every_replica_of_a_hot_expert_receives_rows() -> None:

@@ -1,23 +1,17 @@
 """exact.c, built at first use with the machine's C compiler and called through ctypes.
 
-Never required: without a compiler the Python twin gives the same answer, some thirty times slower. The library is
-kept in the user's cache folder under a name with the hash of its source, so a new version never meets an old build.
+Never required: without a compiler the Python twin gives the same answer, some thirty times slower.
 """
 
 import ctypes
-import hashlib
-import os
-import shutil
-import subprocess
-import tempfile
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
+from moe_serve.c_library import load_c_library
 from moe_serve.eplb.split.exact import ExactSplit
 from moe_serve.eplb.split.replica_graph import ReplicaGraph
-from moe_serve.errors import ConfigError
 
 Int64s = NDArray[np.int64]
 _SOURCE = Path(__file__).with_name("exact.c")
@@ -33,38 +27,10 @@ class _Graph(ctypes.Structure):
 
 
 def build_library(cache_dir: Path | None = None) -> ctypes.CDLL:
-    """Compiles exact.c, or finds an earlier build of the same source, and loads it.
-
-    cache_dir: None = $XDG_CACHE_HOME/moe_serve, or ~/.cache/moe_serve
-    Raises ConfigError when there is no compiler, or it fails.
-    """
-    compiler = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
-    source = _SOURCE.read_bytes()
-    if cache_dir is None:
-        cache_dir = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "moe_serve"
-    machine = os.uname().machine
-    library = cache_dir / f"split_exact-{hashlib.sha256(source).hexdigest()[:16]}-{machine}.so"
-    # A library that another user could have put there is never loaded.
-    if not (library.is_file() and library.stat().st_uid == os.getuid()):
-        if compiler is None:
-            raise ConfigError(
-                "no C compiler (cc, gcc, clang) for the compiled split; install one, or use the plain one"
-            )
-        cache_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=cache_dir) as folder:
-            built = Path(folder) / "split.so"
-            # No -march=native: home folders are shared between machines.
-            done = subprocess.run([compiler, "-O3", "-shared", "-fPIC", "-o", str(built), str(_SOURCE)],
-                                  capture_output=True, text=True, timeout=60, check=False)  # fmt: skip
-            if done.returncode:
-                raise ConfigError(
-                    f"{compiler} cannot build {_SOURCE.name}: {done.stderr.strip()[-300:]}; use the plain one"
-                )
-            os.replace(built, library)  # atomic: ranks of one machine build at the same time
-    loaded = ctypes.CDLL(str(library))
-    loaded.moe_serve_split_exact.restype = ctypes.c_int64
-    loaded.moe_serve_split_exact.argtypes = [ctypes.c_void_p] * 9
-    return loaded
+    """Returns exact.c, built where no earlier build is found; see c_library.py for where, and what it raises."""
+    library, _ = load_c_library(_SOURCE, {"moe_serve_split_exact": 9}, folder=cache_dir)
+    library.moe_serve_split_exact.argtypes = [ctypes.c_void_p] * 9
+    return library
 
 
 class NativeSplit:
