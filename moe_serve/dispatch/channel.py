@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 
 from moe_serve.dispatch.flag_wait import FlagWait
-from moe_serve.dispatch.inbox import Int64Array, Lane
+from moe_serve.dispatch.inbox import PROGRESS, Int64Array, Lane, progress_word
 from moe_serve.errors import PeerError
 
 EPOCH_SHIFT = 40  # a stamp is epoch << 40 | sequence number: a day of calls every 80 ns
@@ -83,6 +83,15 @@ class Channel:
         for peer in self._peers.others:
             self._peers.lanes[peer].flags[self._read_flag] = stamp
         self._read = call
+
+    def progress(self, call: int) -> int:
+        """Returns the word that says that the entries of a call are here, and none of its rows yet."""
+        return progress_word(self._peers.epoch, call)
+
+    def await_rows(self, call: int, source: int, num_rows: int) -> None:
+        """Waits until a peer's entries and its first num_rows rows of this call are here."""
+        flags, wanted = self._peers.flags[:, PROGRESS + call % 2], progress_word(self._peers.epoch, call, num_rows)
+        self._peers.wait(flags, wanted, [source], f"{self._name} receive", call, or_more=True)
 
     def restart(self) -> None:
         """Begins anew in a new epoch: no peer reads anything of the old one."""

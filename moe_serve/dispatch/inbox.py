@@ -33,6 +33,7 @@ LINE_BYTES = 64
 NUM_FLAGS = 16  # words: two cache lines, since processors fetch lines in pairs
 COUNTS, ROWS, HOME = 0, 2, 4  # + buffer: stamp of the call whose data lie there
 COUNTS_READ, ROWS_READ, HOME_READ = 6, 7, 8  # stamp of the last call whose data this source has read
+PROGRESS = 9  # + buffer: the call, and how many of its rows are here by now; see progress_word
 OWNER_WORDS = 512  # the owner's page: a process may look at it while waiting
 CANARY = 0x5AFE_C0DE_0F_CA11
 FIRST = 1 << 30  # in an entry: a new row begins
@@ -143,6 +144,11 @@ class Outbox:
     def overrun(self) -> bool:
         """Returns whether the owner wrote past the end of a buffer."""
         return any((canary != CANARY).any() for canary in self._canaries)
+
+
+def progress_word(epoch: int, call: int, num_rows: int = 0) -> int:
+    """Returns what says that entries and the first num_rows rows of a dispatch are here; it grows within an epoch."""
+    return (epoch & 0x7FF) << 52 | (call & 0xFFF_FFFF) << 24 | num_rows
 
 
 def owner_words(region: Tensor) -> Int64Array:

@@ -12,7 +12,7 @@ typedef int64_t i64;
 /* What never changes, in words: see NativeLaneWork. Lane tables follow, one for each buffer. */
 enum { RANK, NUM_RANKS, SLOTS, ROW_BYTES, HOME_ROW_BYTES, HIDDEN, IS_BF16, CACHED_BYTES, SLAB_ROWS, RANK_SUM,
        MAX_TOPK, MAX_RESULTS, FACTS };
-enum { OUT_HEAD, OUT_ENTRIES, OUT_WEIGHTS, OUT_ROWS, OUT_STARTS,
+enum { OUT_HEAD, OUT_ENTRIES, OUT_WEIGHTS, OUT_ROWS, OUT_STARTS, OUT_PROGRESS,
        IN_HEAD, IN_ENTRIES, IN_WEIGHTS, IN_ROWS, IN_STARTS, OUTBOX, LANE_WORDS };
 #define LANE(table, rank, field) ((void *)(table)[(rank) * LANE_WORDS + (field)])
 #define TAKES_PART(others, rank) (((others) >> (rank)) & 1)
@@ -126,10 +126,19 @@ void stream_copy(uint8_t *to, const uint8_t *from, i64 size)
     _mm_sfence();
 }
 
+enum { ROWS_OF_PROGRESS = 16 }; /* so many rows are written before their number is told again */
+
+static void tell_progress(const i64 *table, i64 peer, i64 progress)
+{
+    _mm_sfence();
+    *(volatile i64 *)LANE(table, peer, OUT_PROGRESS) = progress;
+}
+
 /* Plans, and writes what each slot gets, and rows, into the lanes of the others; what this rank's own slots get, into
-   its own lane. weights [T, K], or NULL. Returns -1 where an id names no slot. */
+   its own lane. weights [T, K], or NULL; progress: the word that is told with 0 rows. Returns -1 where an id names no
+   slot. */
 i64 send_rows(const i64 *facts, i64 buffer, i64 others, const i64 *ids, i64 num_tokens, i64 topk,
-               const uint8_t *data, const float *weights, i64 *block)
+              const uint8_t *data, const float *weights, i64 progress, i64 *block)
 {
     i64 num_ranks = facts[NUM_RANKS], slots = facts[SLOTS], row_bytes = facts[ROW_BYTES], rank = facts[RANK];
     i64 num_slots = num_ranks * slots;
@@ -137,21 +146,17 @@ i64 send_rows(const i64 *facts, i64 buffer, i64 others, const i64 *ids, i64 num_
     Trip trip = trip_at(facts, block, num_tokens, topk);
     int32_t *entries[num_ranks];
     float *entry_weights[num_ranks];
-    uint8_t *next_row[num_ranks];
-    i64 seen[num_ranks], rank_of[num_slots];
+    i64 seen[num_ranks], done[num_ranks], rank_of[num_slots];
     for (i64 r = 0, slot = 0; r < num_ranks; r++) {
         entries[r] = LANE(table, r, OUT_ENTRIES);
         entry_weights[r] = LANE(table, r, OUT_WEIGHTS);
-        next_row[r] = TAKES_PART(others, r) ? LANE(table, r, OUT_ROWS) : NULL;
         seen[r] = -1;
-        trip.num_rows[r] = 0;
+        trip.num_rows[r] = done[r] = 0;
         for (i64 i = 0; i < slots; i++)
             rank_of[slot++] = r;
     }
     memset(trip.counts, 0, num_slots * sizeof(i64));
-    for (i64 pair = 0, token = 0; token < num_tokens; token++) {
-        uint8_t *to[num_ranks];
-        i64 num = 0;
+    for (i64 pair = 0, token = 0; token < num_tokens; token++)
         for (i64 k = 0; k < topk; k++, pair++) {
             i64 id = ids[pair];
             if (id < 0) {
@@ -167,23 +172,26 @@ i64 send_rows(const i64 *facts, i64 buffer, i64 others, const i64 *ids, i64 num_
                 seen[r] = token;
                 entry |= FIRST;
                 trip.tokens[r * num_tokens + trip.num_rows[r]++] = token;
-                if (next_row[r]) {
-                    to[num++] = next_row[r];
-                    next_row[r] += row_bytes;
-                }
             }
             *entries[r]++ = entry;
             if (weights)
                 *entry_weights[r]++ = weights[pair];
         }
-        for (i64 n = 0; n < num; n++)
-            memcpy(to[n], data + token * row_bytes, row_bytes);
-    }
     for (i64 r = 0; r < num_ranks; r++)
         if (r == rank || TAKES_PART(others, r)) {
             i64 *head = LANE(table, r, OUT_HEAD);
             memcpy(head, trip.counts + r * slots, slots * sizeof(i64));
             head[slots] = trip.num_rows[r];
+            if (r != rank)
+                tell_progress(table, r, progress);
+        }
+    for (i64 token = 0; token < num_tokens; token++)
+        for (i64 r = 0; r < num_ranks; r++) {
+            if (!TAKES_PART(others, r) || done[r] == trip.num_rows[r] || trip.tokens[r * num_tokens + done[r]] != token)
+                continue;
+            memcpy((uint8_t *)LANE(table, r, OUT_ROWS) + done[r]++ * row_bytes, data + token * row_bytes, row_bytes);
+            if (done[r] % ROWS_OF_PROGRESS == 0 || done[r] == trip.num_rows[r])
+                tell_progress(table, r, progress + done[r]);
         }
     _mm_sfence();
     return 0;
@@ -218,11 +226,11 @@ static i64 placed_start(const i64 *facts, Trip trip, i64 source, i64 slot)
     return facts[SLAB_ROWS] ? slot * facts[SLAB_ROWS] + start - trip.starts[slot] : start;
 }
 
-/* Puts a row for each entry that arrived in the placed layout, and returns their number, or -1 where a slab is too
+/* Puts a row for each entry that arrived in the placed layout, and returns the number of all, or -1 where a slab is too
    small. pieces [R]: addresses of decoded rows, or NULL where they lie in the lanes as they are needed; own: this
-   rank's */
+   rank's; wanted [S]: whether a slot's rows are placed now, or NULL for all */
 i64 place_rows(const i64 *facts, i64 buffer, i64 others, i64 num_tokens, i64 topk, const i64 *pieces, const uint8_t *own,
-               i64 row_bytes, uint8_t *out, i64 *block)
+               i64 row_bytes, const uint8_t *wanted, uint8_t *out, i64 *block)
 {
     i64 num_ranks = facts[NUM_RANKS], slots = facts[SLOTS], rank = facts[RANK], at = 0;
     const i64 *table = lane_table(facts, buffer);
@@ -245,12 +253,13 @@ i64 place_rows(const i64 *facts, i64 buffer, i64 others, i64 num_tokens, i64 top
             uint8_t *to[facts[MAX_TOPK] + 1];
             i64 num = 0;
             do {
-                i64 placed = next[entries[entry] & (FIRST - 1)]++;
+                i64 slot = entries[entry] & (FIRST - 1), placed = next[slot]++;
                 if (facts[RANK_SUM]) {
-                    trip.placed[at] = num ? placed : placed | FIRST;
+                    trip.placed[at] = entries[entry] & FIRST ? placed | FIRST : placed;
                     trip.weight[at++] = weights[entry];
                 }
-                to[num++] = out + placed * row_bytes;
+                if (!wanted || wanted[slot])
+                    to[num++] = out + placed * row_bytes;
                 entry++;
             } while (entry < num_entries && !(entries[entry] & FIRST));
             i64 from = source == rank ? trip.tokens[rank * num_tokens + row] : row;

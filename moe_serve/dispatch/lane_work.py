@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from moe_serve.dispatch.inbox import FIRST, Float32Array, InboxShape, Int64Array, Lane, Outbox
+from moe_serve.dispatch.inbox import FIRST, PROGRESS, Float32Array, InboxShape, Int64Array, Lane, Outbox
 from moe_serve.dispatch.send_plan import ArrivedEntries, SendPlan, placed_starts, plan_sends, read_entries, starts
 from moe_serve.dispatch.wire import Wire
 from moe_serve.errors import CapacityError
@@ -71,16 +71,28 @@ class LaneWork(Protocol):
     announced."""
 
     def send_rows(
-        self, physical_ids: Tensor, own: Tensor, weights: Tensor | None, buffer: int, others: list[int]
+        self,
+        physical_ids: Tensor,
+        own: Tensor,
+        weights: Tensor | None,
+        buffer: int,
+        others: list[int],
+        progress: int = 0,
     ) -> object:
         """Plans, and writes rows and what each slot gets of them into the lanes of the others.
 
         physical_ids: [T, K] int64;  own: [T, …] contiguous;  weights: [T, K] float32 where results are summed there
+        progress:     the word that says that entries are here and no row yet; rows are counted up from it
         """
         ...
 
-    def place_rows(self, sent: object, own: Tensor, room: Tensor, buffer: int, others: list[int]) -> "Placed":
-        """Puts a row for each arrived entry in the placed layout. room: [most_rows, H]"""
+    def place_rows(
+        self, sent: object, own: Tensor, room: Tensor, buffer: int, others: list[int], wanted: Tensor | None = None
+    ) -> "Placed":
+        """Puts a row for each arrived entry in the placed layout.
+
+        room: [most_rows, H];  wanted: [S] bool, the slots whose rows are here and not placed yet; None: all at once
+        """
         ...
 
     def send_results(self, placed: Placed, results: Tensor, buffer: int, others: list[int]) -> object:
@@ -168,7 +180,13 @@ class PlainLaneWork:
         self._lanes = lanes
 
     def send_rows(
-        self, physical_ids: Tensor, own: Tensor, weights: Tensor | None, buffer: int, others: list[int]
+        self,
+        physical_ids: Tensor,
+        own: Tensor,
+        weights: Tensor | None,
+        buffer: int,
+        others: list[int],
+        progress: int = 0,
     ) -> SendPlan:
         slots, rank = self._lanes.shape.slots_per_rank, self._lanes.rank
         if physical_ids.numel() and physical_ids.max() >= slots * self._lanes.shape.num_ranks:
@@ -182,10 +200,14 @@ class PlainLaneWork:
             if weights is not None:
                 lane.weights[buffer][: len(entries)] = weights.reshape(-1).numpy()[plan.pairs[peer]]
             if peer != rank:
+                lane.flags[PROGRESS + buffer] = progress
                 _take(own, tokens, lane.rows[buffer])
+                lane.flags[PROGRESS + buffer] = progress + len(tokens)
         return plan
 
-    def place_rows(self, sent: object, own: Tensor, room: Tensor, buffer: int, others: list[int]) -> Placed:
+    def place_rows(
+        self, sent: object, own: Tensor, room: Tensor, buffer: int, others: list[int], wanted: Tensor | None = None
+    ) -> Placed:
         assert isinstance(sent, SendPlan)
         lanes, slots = self._lanes, self._lanes.shape.slots_per_rank
         counts = np.zeros((lanes.shape.num_ranks, slots), dtype=np.int64)
@@ -209,8 +231,9 @@ class PlainLaneWork:
             placed.num_rows.append(num_rows)
             data = own if source == lanes.rank else lane.rows[buffer][:num_rows]
             which = sent.tokens[source][arrived.row] if source == lanes.rank else arrived.row
+            here = slice(None) if wanted is None else wanted.numpy()[arrived.slot]
             if num_entries:
-                words[placed.placed[source]] = _words(self._decode_rows(data)).numpy()[which]
+                words[placed.placed[source][here]] = _words(self._decode_rows(data)).numpy()[which[here]]
         return placed
 
     def send_results(self, placed: Placed, results: Tensor, buffer: int, others: list[int]) -> Tensor:
@@ -255,6 +278,20 @@ class PlainLaneWork:
     def _decode_rows(self, data: Tensor) -> Tensor:
         codec = self._lanes.wire.dispatch
         return data if codec.is_identity else codec.decode(data, self._lanes.hidden).contiguous()
+
+
+def rows_needed(lanes: Lanes, buffer: int, others: list[int]) -> Int64Array:
+    """Returns how many rows of each source must be here before all that a slot wants of them are: [R, S] int64.
+
+    To be called once entries are here. 0 for this rank's own rows, and where a slot wants none.
+    """
+    slots = lanes.shape.slots_per_rank
+    needed = np.zeros((lanes.shape.num_ranks, slots), dtype=np.int64)
+    for source in others:
+        lane = lanes.inbox[source]
+        arrived = read_entries(lane.entries[buffer][: int(lane.head[buffer][:slots].sum())])
+        np.maximum.at(needed[source], arrived.slot, arrived.row + 1)
+    return needed
 
 
 def encode_results(lanes: Lanes, results: Tensor) -> Tensor:

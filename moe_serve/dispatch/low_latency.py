@@ -18,10 +18,11 @@ deadline. docs/communication.md tells this at length.
 """
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import cast
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -47,17 +48,21 @@ from moe_serve.dispatch.inbox import (
     ROWS,
     ROWS_READ,
     InboxShape,
+    Int64Array,
     Lane,
     Outbox,
     all_flags,
 )
-from moe_serve.dispatch.lane_work import Lanes, LaneWork, Placed, PlainLaneWork, Rooms
+from moe_serve.dispatch.lane_work import Lanes, LaneWork, Placed, PlainLaneWork, Rooms, rows_needed
 from moe_serve.dispatch.lane_work_native import native_lane_work
 from moe_serve.dispatch.membership import Membership
 from moe_serve.dispatch.symmetric import SymmetricMemory
 from moe_serve.dispatch.symmetric_shm import share_regions
 from moe_serve.dispatch.wire import Codec, Wire
 from moe_serve.errors import CapacityError, ConfigError, PeerError
+
+SLOT_GROUPS = 8  # in so many steps slots are told by `by_slot`
+BySlot = tuple[Dispatched, Iterator[Sequence[int]]]
 
 
 @dataclass(frozen=True, eq=False)
@@ -67,6 +72,35 @@ class _Handle:
     placed: Placed
     room: int
     epoch: int
+
+
+class _ArrivingRows:
+    """A dispatch on its way, to be had whole or slot by slot."""
+
+    def __init__(
+        self, whole: Callable[[], Dispatched], by_slot: Callable[[], tuple[Dispatched, Iterator[Sequence[int]]]]
+    ):
+        self._whole, self._by_slot = whole, by_slot
+        self._arrived: Dispatched | None = None
+        self._slots: Iterator[Sequence[int]] = iter(())
+
+    def by_slot(self) -> BySlot:
+        if self._arrived is None:
+            self._arrived, self._slots = self._by_slot()
+        return self._arrived, self._slots
+
+    def wait(self) -> Dispatched:
+        if self._arrived is None:
+            self._arrived = self._whole()
+        for _ in self._slots:
+            pass
+        return self._arrived
+
+
+def _in_order_of_need(needed: Int64Array) -> list[Int64Array]:
+    """Returns slots in a few groups, those first that wait for the fewest rows. needed: [R, S]"""
+    order = np.argsort(needed.max(axis=0), kind="stable")
+    return np.array_split(order, min(SLOT_GROUPS, len(order)))
 
 
 class LowLatencyAllToAll:
@@ -123,6 +157,8 @@ class LowLatencyAllToAll:
             self._rank, shape, hidden, dtype, wire, self._peers.lanes, self._inbox, outboxes, self._slab_rows,
             combine == "rank_sum",
         )  # fmt: skip
+        self._lanes = lanes
+        self._no_slots = torch.zeros(shape.slots_per_rank, dtype=torch.bool)
         native, how = native_lane_work(lanes) if compiled else (None, "dispatch.compiled is off")
         self.note = f"rows are moved by a C helper ({how})" if native else f"rows are moved by numpy: {how}"
         self.is_bitwise = combine == "ordered"
@@ -173,20 +209,55 @@ class LowLatencyAllToAll:
         own = self._encode(self._wire.dispatch, hidden)
         call, epoch = self._rows.begin(), self._peers.epoch
         sent = self._work.send_rows(
-            physical_ids, own, weights if self._rank_sum else None, call % 2, self._peers.others
+            physical_ids,
+            own,
+            weights if self._rank_sum else None,
+            call % 2,
+            self._peers.others,
+            self._rows.progress(call),
         )
         self._rows.announce(call)
+
+        def place(room: int, wanted: Tensor | None = None) -> Placed:
+            return self._work.place_rows(sent, own, self._rooms.rows(room), call % 2, self._peers.others, wanted)
 
         def receive() -> Dispatched:
             check_epoch(self._peers, epoch, "dispatch receive")
             self._rows.arrive(call)
             room = self._rooms.take()
-            placed = self._work.place_rows(sent, own, self._rooms.rows(room), call % 2, self._peers.others)
+            placed = place(room)
             self._rows.finish(call)
-            handle = _Handle(placed, room, epoch)
-            return Dispatched(self._rows_of(placed), handle, self._offer(handle))
+            return self._dispatched(placed, room, epoch)
 
-        return Deferred(receive)
+        def receive_by_slot() -> BySlot:
+            if not self._wire.dispatch.is_identity:  # rows of a source are decoded together
+                return receive(), iter([range(self._shape.slots_per_rank)])
+            check_epoch(self._peers, epoch, "dispatch receive")
+            for source in self._peers.others:
+                self._rows.await_rows(call, source, 0)
+            room = self._rooms.take()
+            placed = place(room, self._no_slots)
+            needed = rows_needed(self._lanes, call % 2, self._peers.others)
+
+            def slots() -> Iterator[Sequence[int]]:
+                for group in _in_order_of_need(needed):
+                    check_epoch(self._peers, epoch, "dispatch receive")
+                    for source in self._peers.others:
+                        self._rows.await_rows(call, source, int(needed[source, group].max()))
+                    wanted = self._no_slots.clone()
+                    wanted[group] = True
+                    place(room, wanted)
+                    yield group.tolist()
+                self._rows.arrive(call)
+                self._rows.finish(call)
+
+            return self._dispatched(placed, room, epoch), slots()
+
+        return _ArrivingRows(receive, receive_by_slot)
+
+    def _dispatched(self, placed: Placed, room: int, epoch: int) -> Dispatched:
+        handle = _Handle(placed, room, epoch)
+        return Dispatched(self._rows_of(placed), handle, self._offer(handle))
 
     def combine(self, expert_out: Tensor, weights: Tensor, handle: object) -> Pending[Tensor]:
         trip = cast(_Handle, handle)
