@@ -22,6 +22,7 @@ from moe_serve.dispatch.membership import Membership
 from moe_serve.engine.step import ROW_LENGTH, Int64Array
 from moe_serve.errors import ConfigError, PeerError
 
+_EVERYBODY = slice(None)
 _LINE = 8  # int64 words of a cache line
 _SPINS = 200  # looks at a flag before the waiting rank gives up its time slice
 _PID_CHECK_S = 0.02  # how often a waiting rank looks whether its peers still live
@@ -92,11 +93,12 @@ class ShmExchange:
                 "set engine.exchange: gloo"
             )
         self._rank, self._num_ranks = group.rank(), group.size()
+        self._ranks = np.arange(self._num_ranks)
         self._deadline_s = deadline_s
         self._sequence = 0
         self._membership: Membership | None = None
         self._epoch = 0
-        self._members = np.arange(self._num_ranks)
+        self._members: slice | Int64Array = _EVERYBODY  # a slice costs half of what a list of all ranks would
         self._check_s = _PID_CHECK_S
         buffer_words = -(-(ROW_LENGTH + 1) // _LINE) * _LINE
         num_words = self._num_ranks * (_LINE + 2 * buffer_words)
@@ -120,13 +122,15 @@ class ShmExchange:
         membership = self._membership
         if membership is not None and membership.epoch != self._epoch:
             self._epoch, self._sequence = membership.epoch, 0
-            self._members = np.array(membership.members)
+            self._members = np.array(membership.members) if membership.masked else _EVERYBODY
         self._sequence += 1
         stamp = self._epoch << EPOCH_SHIFT | self._sequence
         buffers = self._buffers[:, self._sequence % 2]
         buffers[self._rank, 1 : 1 + ROW_LENGTH] = row
         buffers[self._rank, 0] = stamp
         self._wait(buffers[:, 0], stamp, step)
+        if self._members is _EVERYBODY:
+            return buffers[:, 1 : 1 + ROW_LENGTH].copy()
         rows = np.zeros((self._num_ranks, ROW_LENGTH), dtype=np.int64)
         rows[self._members] = buffers[self._members, 1 : 1 + ROW_LENGTH]
         return rows
@@ -147,7 +151,7 @@ class ShmExchange:
                 time.sleep(min(0.001, (now_s - started_s) / 20))
             if now_s - checked_s > self._check_s:
                 checked_s = now_s
-                missing = [int(rank) for rank in members[flags[members] != stamp]]
+                missing = [int(rank) for rank in self._ranks[members] if flags[rank] != stamp]
                 try:
                     self._look_for_the_missing(missing, now_s - started_s, step)
                 except PeerError:

@@ -39,6 +39,7 @@ class Recovery:
         self._membership = membership
         self._served = served
         self._everybody = served.placement  # where experts are while nobody is out
+        self._known_masked: Sequence[int] = ()
 
     @property
     def members(self) -> list[int]:
@@ -98,8 +99,10 @@ class Recovery:
         masked = self._membership.masked
         placement, lost = self._everybody.without_ranks(masked)
         if lost:
-            raise PeerError(_what_is_lost(placement, masked, lost), masked[0], "regroup", self._membership.epoch)
+            newest = next(rank for rank in masked if rank not in self._known_masked)
+            raise PeerError(_what_is_lost(placement, masked, lost), newest, "regroup", self._membership.epoch)
         self._served.activate(placement)
+        self._known_masked = masked
 
 
 def make_recovery(config: ServeConfig, rank: int, served: ServedModel, exchange: Exchange) -> Recovery | str:
@@ -128,7 +131,7 @@ def _what_is_lost(placement: Placement, masked: Sequence[int], lost: Sequence[tu
     row = lost[0][0]
     experts = [str(expert) for lost_row, expert in lost if lost_row == row]
     named = ", ".join(experts[:_NAMED_EXPERTS]) + (", …" if len(experts) > _NAMED_EXPERTS else "")
-    ranks = " and ".join(f"rank {rank}" for rank in masked)
+    ranks = " and ".join(f"rank {rank}" for rank in masked) + (" together" if len(masked) > 1 else "")
     return (
         f"{ranks} cannot be spared: {len(lost)} experts had their only slots there (layer "
         f"{placement.moe_layer_ids[row]}: {named}); start the ranks again, and give every expert slots on two ranks to "
