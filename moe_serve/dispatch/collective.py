@@ -12,13 +12,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from moe_serve.dispatch.base import Combine, Deferred, Dispatched, EpGroup, PackedRows, Pending
+from moe_serve.dispatch.base import Combine, Deferred, Dispatched, EpGroup, PackedRows, Pending, Ready
+from moe_serve.dispatch.inbox import FIRST
 from moe_serve.dispatch.layout import by_slot, count_slots, home_index, rank_order, row_begins
 from moe_serve.dispatch.rank_sum import add_rank_sums, index_by_row, rank_index
 from moe_serve.dispatch.wire import Wire
 from moe_serve.kernels.weighted_sum import weighted_sum
 
-FIRST = 1 << 30
 SMALL_BYTES = 1 << 16  # rows of one rank, if each entry sends its own: about what a round of gloo costs
 _ALIGNMENT = 16
 
@@ -77,25 +77,23 @@ class CollectiveAllToAll:
         (num_tokens, topk), width = physical_ids.shape, hidden.shape[1]
         order, per_rank = rank_order(physical_ids, self._num_slots, self._num_ranks)
         row_bytes = self._wire.dispatch.row_bytes(width)
+        sizes: Pending[Tensor]
         if slot_counts is not None and not self._rank_sum and self._is_small(slot_counts, row_bytes):
             by_rank = slot_counts.view(self._num_ranks, self._num_ranks, -1).sum(2)
             entries, arriving = by_rank[self._rank].tolist(), by_rank[:, self._rank].tolist()
-            sent, received = _Sizes(entries, entries), _Sizes(arriving, arriving)
             order = order[: sum(entries)]
             begins = torch.ones_like(order, dtype=torch.bool)
+            sent, sizes = _Sizes(entries, entries), Ready(torch.tensor([arriving, arriving]).t())
         else:
             begins = row_begins(order, per_rank, topk)
-            number = begins.cumsum(0)
+            rows_before = torch.nn.functional.pad(begins.cumsum(0), (1, 0))
             ends = torch.nn.functional.pad(per_rank.cumsum(0), (1, 0))
-            rows_before = torch.nn.functional.pad(number, (1, 0))[ends]
-            own = torch.stack([per_rank, rows_before.diff()], dim=1)
-            arriving_sizes = self._exchange(own)
-            entries, rows = own.t().tolist()
-            sent = _Sizes(entries, rows)
-            order, begins = order[: sum(entries)], begins[: sum(entries)]
-            arriving, arriving_rows = arriving_sizes.wait().t().tolist()
-            received = _Sizes(arriving, arriving_rows)
-        message = self._pack(hidden, physical_ids, order, begins, sent, weights)
+            own = torch.stack([per_rank, rows_before[ends].diff()], dim=1)
+            sizes = self._exchange(own)
+            sent = _Sizes(*own.t().tolist())
+            order, begins = order[: sum(sent.entries)], begins[: sum(sent.entries)]
+        message = self._pack(hidden, physical_ids, order, begins, sent, weights)  # while sizes travel
+        received = _Sizes(*sizes.wait().t().tolist())
         on_its_way = self._send_bytes(
             message,
             sent.message_bytes(self._entry_bytes, row_bytes),
