@@ -247,7 +247,7 @@ class LowLatencyAllToAll:
                     wanted = self._no_slots.clone()
                     wanted[group] = True
                     place(room, wanted)
-                    yield group.tolist()
+                    yield [int(slot) for slot in group]
                 self._rows.arrive(call)
                 self._rows.finish(call)
 
