@@ -144,8 +144,7 @@ class Engine:
             token_id = next(token_ids)
             self.scheduler.complete(chunk, (token_id,))
             events.append(self._event(chunk.request, token_id))
-        self._count(chunks, len(events))
-        self.counters.num_overlapped_forwards += plan.overlap
+        self.counters.count_forward(chunks, len(events), plan.overlap)
         if events:
             self.mailbox.send(Tokens(self.rank, self.epoch, events))
 
@@ -229,16 +228,6 @@ class Engine:
         if num_output >= params.max_new_tokens or request.num_known >= limits.max_model_len:
             return "length", None
         return None, None
-
-    def _count(self, chunks: Sequence[ScheduledChunk], num_output_tokens: int) -> None:
-        counters = self.counters
-        counters.num_forwards += 1
-        counters.num_output_tokens += num_output_tokens
-        for chunk in chunks:
-            if chunk.length == 1 and chunk.samples:
-                counters.num_decode_tokens += 1
-            else:
-                counters.num_prefill_tokens += chunk.length
 
     def _receive(self, messages: Sequence[Inbound]) -> bool:
         """Acts on messages; returns whether one of them is a wake for the exchange that comes next."""

@@ -6,7 +6,7 @@ steps, the rooms below it see tensors.
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from moe_serve.attention_dp.kv_cache import KvCache, bytes_per_block
 from moe_serve.config import ServeConfig, model_dir, served_name
 from moe_serve.dispatch.base import AllToAll, EpGroup, FollowsSteps, MeasuresWaits, make_all_to_all
 from moe_serve.dispatch.membership import GoesOnWithoutTheLost, Membership
+from moe_serve.engine.load_windows import LoadWindows
 from moe_serve.engine.messages import ModelLimits
 from moe_serve.ep.expert_form import MEANING, ExpertForm, choose_expert_form, has_e4m3
 from moe_serve.ep.load_recorder import LoadRecorder
@@ -34,15 +35,6 @@ from moe_serve.models.weights import dummy_weights, load_weights
 
 Progress = Callable[[str, float], None]  # (phase, fraction done)
 MANY_TOKENS = 1 << 30  # more than any step has
-
-
-@dataclass(frozen=True)
-class _Window:
-    """Where a load record began, and where experts were."""
-
-    first_step: int
-    start_s: float
-    placement: Placement
 
 
 @dataclass
@@ -62,10 +54,9 @@ class ServedModel:
     replica_map: ReplicaMap
     info: dict[str, Any]
     on_record: Callable[[LoadRecord], None] | None = None
-    _closed: list[LoadRecord] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self._window = self._confirmed_window = _Window(0, time.monotonic(), self.placement)
+        self._windows = LoadWindows(self.recorder, self.placement)
 
     @property
     def batch_form(self) -> tuple[int, torch.device, Numerics]:
@@ -103,9 +94,7 @@ class ServedModel:
 
     def void_step(self) -> None:
         """Forgets what a step has counted that did not come to its end, and records that some rank may not have."""
-        self.recorder.void_step()
-        self._window = self._confirmed_window
-        self._closed.clear()
+        self._windows.void()
 
     def activate(self, placement: Placement) -> None:
         """Serves with another placement of the same shape, whose experts are where it says, from the next step on."""
@@ -121,39 +110,20 @@ class ServedModel:
 
     def come_back(self, first_step: int) -> None:
         """This rank was out: its load record begins with first_step, where that of the others does."""
-        self.recorder.come_back()
-        self._window = self._confirmed_window = _Window(first_step, time.monotonic(), self.placement)
+        self._windows.come_back(first_step, self.placement)
 
     def close_window(self, step: int) -> None:
         """Ends the load record with the step before `step`. All ranks take part: it is a reduction.
 
-        The record is written by `confirm_windows`. Raises PeerError when a peer does not take part: the record goes on.
+        Raises PeerError when a peer does not: the record goes on.
         """
-        now_s, window = time.monotonic(), self._window
-        num_steps = step - window.first_step
-        record = self.recorder.take(window.first_step, num_steps)
-        if record is None:
-            return
-        self._window = _Window(step, now_s, self.placement)
-        self._closed.append(
-            replace(
-                record,
-                model_id=self.limits.model_name,
-                placement=window.placement,
-                placement_version=window.placement.version,
-                step_time_s=(now_s - window.start_s) / num_steps,
-            )
-        )
+        self._windows.close(step, self.placement)
 
     def confirm_windows(self) -> None:
-        """Writes the records that were closed: all ranks have come through their reduction, and none takes it back."""
-        if self._closed:
-            self.recorder.confirm()
-            self._confirmed_window = self._window
-            for record in self._closed:
-                if self.on_record is not None:
-                    self.on_record(record)
-            self._closed.clear()
+        """Hands on the records that were closed: all ranks have come through their reductions."""
+        for record in self._windows.confirm():
+            if self.on_record is not None:
+                self.on_record(replace(record, model_id=self.limits.model_name))
 
 
 def make_numerics(config: ServeConfig) -> Numerics:

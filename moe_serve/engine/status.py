@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from moe_serve.attention_dp.scheduler import Scheduler
+from moe_serve.attention_dp.scheduler import ScheduledChunk, Scheduler
 from moe_serve.engine.messages import Status
 
 
@@ -22,6 +22,17 @@ class EngineCounters:
     num_output_tokens: int = 0
     num_finished: int = 0
     num_aborted: int = 0
+
+    def count_forward(self, chunks: Sequence[ScheduledChunk], num_output_tokens: int, overlap: bool) -> None:
+        """Counts a step that is done."""
+        self.num_forwards += 1
+        self.num_overlapped_forwards += overlap
+        self.num_output_tokens += num_output_tokens
+        for chunk in chunks:
+            if chunk.length == 1 and chunk.samples:
+                self.num_decode_tokens += 1
+            else:
+                self.num_prefill_tokens += chunk.length
 
 
 def make_status(
