@@ -75,7 +75,7 @@ def with_ports(config: ServeConfig, http_port: int) -> ServeConfig:
 
 @dataclass(frozen=True)
 class _Out:
-    """A rank that is out. serving: the others, in words"""
+    """A rank that is out. serving: who goes on, in words"""
 
     since_s: float
     reason: str
@@ -166,12 +166,13 @@ class _System:
 
     def _regroup(self, message: Members) -> None:
         """Notes who is out, and says who is back."""
-        serving = ", ".join(map(str, message.members))
+        members = ", ".join(map(str, message.members))
+        serving = f"ranks {members} serve" if len(message.members) > 1 else f"rank {members} serves"
         for rank in range(self.config.parallel.num_ranks):
             if rank in self._out and rank in message.members:
                 self._say_who_is_out(at_once=True)
                 self._out.remove(rank)
-                self.display.note(f"rank {rank} is back; ranks {serving} serve", style="green")
+                self.display.note(f"rank {rank} is back; {serving}", style="green")
             elif rank not in self._out and rank not in message.members:
                 self._out.add(rank)
                 self._unsaid[rank] = _Out(time.monotonic(), message.reason, serving)
@@ -185,7 +186,7 @@ class _System:
             del self._unsaid[rank]
             self._deaths = [death for death in self._deaths if death.rank != rank]
             reason = ends[0] if ends else f"rank {rank} is out ({out.reason})"
-            self.display.note(f"{reason}; ranks {out.serving} serve on, and have its requests", style="yellow")
+            self.display.note(f"{reason}; {out.serving} on with its requests", style="yellow")
 
     def _see_deaths(self) -> None:
         for death in self.ranks.deaths():
