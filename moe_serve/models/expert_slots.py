@@ -1,9 +1,12 @@
 """The slot tensors of one layer's experts while they are filled, from a checkpoint or at random."""
 
+import math
+
 import torch
 from torch import Tensor
 
 from moe_serve.ep.expert_form import PARTS, ExpertForm, scale_of, slot_tensors
+from moe_serve.errors import CapacityError
 from moe_serve.kernels.grouped_gemm_fp8 import quantize_weight
 from moe_serve.kernels.grouped_gemm_int8 import quantize_int8
 from moe_serve.models.spec import ModelSpec
@@ -18,13 +21,23 @@ def empty_slots(
     dtype: torch.dtype,
     device: torch.device | str,
 ) -> dict[str, Tensor]:
-    """Returns zeros for a matrix, and for its scales where the form has them, by name: [num_slots, ...]."""
+    """Returns zeros for a matrix, and for its scales where the form has them, by name: [num_slots, ...].
+
+    Raises CapacityError when the device has no room for them.
+    """
     wanted = slot_tensors(form, spec.hidden, spec.moe_intermediate, dtype)
     names = (name for name in (plan.name, scale_of(plan.name)) if name in wanted)
-    return {
-        name: torch.zeros(num_slots, *shape, dtype=kind, device=device)
-        for name, (shape, kind) in ((name, wanted[name]) for name in names)
-    }
+    slots = {}
+    for name, (shape, kind) in ((name, wanted[name]) for name in names):
+        try:
+            slots[name] = torch.zeros(num_slots, *shape, dtype=kind, device=device)
+        except RuntimeError:  # how torch says that there is no memory, on CPUs and on GPUs
+            size = num_slots * math.prod(shape) * kind.itemsize
+            raise CapacityError(
+                f"{num_slots} expert slots of one layer take {size / 2**30:.2f} GiB for {name} alone, more than "
+                f"{device} has left; lower eplb.num_redundant_experts, or use more ranks"
+            ) from None
+    return slots
 
 
 def put_expert(slots: dict[str, Tensor], places: list[int], name: str, form: ExpertForm, values: Tensor) -> None:

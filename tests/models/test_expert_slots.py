@@ -10,9 +10,11 @@ from torch import Tensor
 
 from moe_serve.ep.expert_form import ExpertForm, scale_of, slot_tensors
 from moe_serve.eplb.placement import Placement
-from moe_serve.errors import ModelError
+from moe_serve.errors import CapacityError, ModelError
 from moe_serve.kernels.grouped_gemm_int8 import dequantize_int8, quantize_int8
+from moe_serve.models.expert_slots import empty_slots
 from moe_serve.models.spec import ModelSpec, read_spec
+from moe_serve.models.weight_plan import expert_tensors
 from moe_serve.models.weights import LoadedWeights, dummy_weights, load_weights
 from tests.models.fp8_checkpoint import write_fp8_checkpoint
 from tests.models.runner import one_rank
@@ -147,3 +149,10 @@ def test_what_cannot_be_kept_in_fp8_is_refused_by_name(fp8_folder: Path, tmp_pat
     straddling = rewritten(folder, tmp_path / "straddling", fused(folder, read_spec(folder)))
     with pytest.raises(ModelError, match=r"blocks of 128 rows hold both gate and up of width 200"):
         load(straddling, "fp8")
+
+
+def test_slots_that_no_memory_holds_are_refused_with_what_to_lower(fp8_folder: Path) -> None:
+    spec = read_spec(fp8_folder)
+    plan = next(expert_tensors(spec))
+    with pytest.raises(CapacityError, match=r"1099511627776 expert slots of one layer take .*lower eplb.num_redundant"):
+        empty_slots(plan, "dense", spec, 1 << 40, torch.float32, "cpu")
