@@ -233,6 +233,11 @@ class ServeConfig(Section):
                 f"dispatch.backend is {self.dispatch.backend}, which joins several ranks, but parallel.num_ranks is 1; "
                 "set dispatch.backend: auto"
             )
+        if self.dispatch.rows == "masked" and self.parallel.num_ranks == 1:
+            raise ValueError(
+                "dispatch.rows is masked but parallel.num_ranks is 1, and one rank's rows are packed; "
+                "set dispatch.rows: auto"
+            )
         threads = self.parallel.threads_per_rank
         if self.engine.numerics == "batch_invariant" and threads not in (None, 1):
             raise ValueError(

@@ -45,6 +45,7 @@ def test_overrides_win_over_the_file(tmp_path: Path) -> None:
         ),
         ("dispatch={backend: collective, rows: masked}", "set rows: auto, or backend: low_latency"),
         ("dispatch={backend: cuda_ipc, rows: packed}", "masked slabs only; set rows: auto"),
+        ("dispatch.rows=masked", "parallel.num_ranks is 1, and one rank's rows are packed; set dispatch.rows: auto"),
         ("numerics", "section.key=value"),
         ("engine.numerics=[", "not valid YAML"),
     ],
