@@ -232,7 +232,6 @@ class _Columns:
         self._name = name
         self._rows: dict[str, list[np.ndarray | float]] = {}
         self._traffic: np.ndarray | None = None
-        self._num_nodes = 1
 
     def add(self, served: Served, score: WindowScore, costs: ReplayCosts | None) -> None:
         unknown = np.full(len(score.balancedness), np.nan)

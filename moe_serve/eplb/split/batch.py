@@ -134,11 +134,6 @@ class ExactPolicy:
                 if compiled == "always":
                     raise
 
-    @property
-    def is_compiled(self) -> bool:
-        """Whether the C twin answers."""
-        return self._native is not None
-
     def split(self, counts: Int64s) -> Int64s:
         graph = self._graph
         # The short way for decode; experts without a slot take the long one, which names them.
