@@ -105,7 +105,7 @@ def test_a_rank_may_be_lost_between_rounds_that_overlap(model: Path, phase: str,
 )
 def test_a_rank_that_stops_is_left_out_and_taken_back(model: Path, victim: int, phase: str, step: int) -> None:
     fault = Fault(victim, phase, step, sign=signal.SIGSTOP)
-    outcomes, tokens, trace = serve_and_lose(NUM_RANKS, requests(), settings_of(model, 1.0), fault)
+    outcomes, tokens, trace = serve_and_lose(NUM_RANKS, requests(), settings_of(model, 1.5), fault)
     right = tokens_without_fault(model)
     assert tokens == right | {"extra": right["0"]}, "it serves again when it is back"
     everybody = list(range(NUM_RANKS))

@@ -12,7 +12,7 @@ import pytest
 from tests.launcher.running import Running, eventually, gone, pid_of_rank
 
 SETTINGS = (
-    "engine.numerics=batch_invariant", "eplb.num_redundant_experts=32", "engine.step_deadline_s=2",
+    "engine.numerics=batch_invariant", "eplb.num_redundant_experts=32", "engine.step_deadline_s=3",
     "engine.heartbeat_s=0.2", "server.worker_port=0", "parallel.threads_per_rank=1",
 )  # fmt: skip
 LENGTH = 120
