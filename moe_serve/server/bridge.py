@@ -317,7 +317,7 @@ class Bridge:
         if (gone or back) and not self._supervisors:  # who watches the ranks says it better
             serving = ", ".join(map(str, message.members))
             reason = f"rank {', '.join(map(str, back))} is back" if back else message.reason
-            log.warning("%s; serving: rank %s, %d requests went there", reason, serving, num_moved)
+            log.warning("%s; serving: %s; requests that moved: %d", reason, serving, num_moved)
         if gone or back:
             self._tell(message)
 

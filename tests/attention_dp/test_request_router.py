@@ -177,3 +177,21 @@ def test_own_load_is_the_sum_of_unfinished_requests_whatever_happens(events):
         for rank in router.ranks:
             own = sum(prefill + new for where, prefill, new in sent.values() if where == rank)
             assert router.load(rank) == own
+
+
+def test_a_rank_that_is_back_has_nothing_and_gets_its_sessions_again():
+    router = RequestRouter(3)
+    sessions = [str(number) for number in range(30)]
+    before = {session: router.route([1, 2], session) for session in sessions}
+    ranks = [router.route([5], request_id=str(i), max_new_tokens=50) for i in range(6)]
+    router.mark_lost(1)
+    for i, rank in enumerate(ranks):
+        if rank == 1:
+            assert router.route([5, 6], request_id=str(i), max_new_tokens=49) != 1
+    router.mark_back(1)
+    router.mark_back(1)
+    assert router.load(1) == 0
+    assert {session: router.route([1, 2], session) for session in sessions} == before
+    for i in range(6):
+        router.finished(str(i))
+    assert [router.load(rank) for rank in range(3)] == [0, 0, 0]

@@ -1,6 +1,6 @@
 """WorkerTable: what the front end believes of its ranks, as pure state."""
 
-from moe_serve.engine.messages import Hello, ModelLimits, Progress, Ready
+from moe_serve.engine.messages import Hello, Members, ModelLimits, Progress, Ready
 from moe_serve.server.workers import WorkerTable
 
 
@@ -83,3 +83,42 @@ def test_only_ready_ranks_can_be_silent():
     make_ready(table, 10, 10)
     table.by_identity(b"socket0").heard_s = 99.0
     assert table.silent_rank(now_s=100.0, deadline_s=5.0).rank == 1
+
+
+def group_of(*infos: str) -> WorkerTable:
+    table = attached(*range(len(infos)), num_ranks=len(infos))
+    for view, info in zip(table, infos, strict=True):
+        table.ready(view, Ready(view.rank, 0, limits(), {"on_lost_rank": info}))
+    return table
+
+
+def test_a_rank_can_be_spared_where_all_say_so_and_another_one_serves():
+    assert not group_of("mask", "end: one of them cannot").can_spare(0)
+    table = group_of("mask", "mask")
+    assert table.can_spare(0)
+    table.suspect(1, "rank 1 was killed", now_s=5.0)
+    assert not table.can_spare(0)
+    assert table.can_spare(1), "it is known already"
+    assert table.is_ready
+    assert table.long_suspected(now_s=6.0, patience_s=2.0) is None
+    assert table.long_suspected(now_s=8.0, patience_s=2.0).rank == 1
+
+
+def test_the_newest_group_holds_and_a_suspicion_is_the_better_reason():
+    table = group_of("mask", "mask", "mask")
+    table.suspect(1, "rank 1 was killed", now_s=5.0)
+    assert table.regroup(Members(0, 0, 2, [0, 2], "rank 1 died before exchange 3")) == ([1], [])
+    assert table.out == {1: "rank 1 was killed"}
+    assert table.regroup(Members(2, 0, 2, [0, 2], "rank 0 voided the step")) == ([], [])
+    assert table.regroup(Members(2, 0, 1, [1, 2], "old news")) == ([], [])
+    assert table.regroup(Members(0, 0, 3, [0, 1, 2], "rank 1 came back")) == ([], [1])
+    assert table.out == {}
+    assert all(view.serves for view in table)
+
+
+def test_ranks_that_are_out_are_not_missed_when_silent():
+    table = group_of("mask", "mask")
+    table.regroup(Members(0, 0, 1, [0], "rank 1 did not arrive"))
+    table.by_identity(b"socket0").heard_s = 99.0
+    assert table.silent_rank(now_s=100.0, deadline_s=5.0) is None
+    assert table.is_ready
