@@ -139,7 +139,7 @@ def _describe_sizes(report: Report, config: ServeConfig, spec: "ModelSpec", devi
     from moe_serve.dispatch.base import BufferLimits
     from moe_serve.engine.served_model import compute_dtype, expert_form, make_placement, num_cache_blocks
     from moe_serve.ep.expert_form import MEANING, slot_bytes
-    from moe_serve.launcher.check_dispatch import describe_transport, look_here
+    from moe_serve.launcher.check_dispatch import describe_loss, describe_transport, look_here
     from moe_serve.models.moe_decoder import kv_layouts
 
     dtype = compute_dtype(config, torch.device(device))
@@ -161,6 +161,7 @@ def _describe_sizes(report: Report, config: ServeConfig, spec: "ModelSpec", devi
         look_here(device, dense_bytes + slot_bytes_of_rank),
     )
     report.problems += report.transport.problems
+    report.model += [Line(*fact) for fact in describe_loss(config, placement, report.transport.shares_memory)]
     report.memory += [
         ("attention, embeddings, shared experts", dense_bytes, "the same on every rank"),
         (
@@ -195,14 +196,15 @@ def _buffers(
 ) -> Iterator[tuple[str, int, str]]:
     """Yields what one step needs beside weights and cache, at its largest."""
     row_bytes = spec.hidden * element_bytes
-    sent = num_tokens * spec.topk
+    at_once = min(num_tokens, config.engine.max_batch_tokens)  # what is not static holds the rows of one round
+    sent = at_once * spec.topk
     taken = transport.taken
     if taken is not None:
         yield "dispatch buffers", taken.total, f"for {taken.max_tokens} tokens per rank, taken at once"
     if config.parallel.num_ranks > 1 and (taken is None or taken.max_tokens < num_tokens):
-        text = f"{num_tokens} tokens x top-{spec.topk} rows of {_bytes(row_bytes)}, out and back"
+        text = f"{at_once} tokens x top-{spec.topk} rows of {_bytes(row_bytes)}, out and back"
         yield "dispatch, sending", 2 * sent * row_bytes, text
-        worst = config.parallel.num_ranks * num_tokens * min(spec.topk, placement.slots_per_rank)
+        worst = config.parallel.num_ranks * at_once * min(spec.topk, placement.slots_per_rank)
         yield (
             "dispatch, receiving (even load)",
             2 * sent * row_bytes,

@@ -26,6 +26,8 @@ from moe_serve.dispatch.gpu_facts import (
 )
 from moe_serve.dispatch.lane_work_native import load_library
 from moe_serve.dispatch.wire import make_wire
+from moe_serve.engine.recovery import spareable_ranks
+from moe_serve.eplb.placement import Placement
 from moe_serve.errors import ConfigError
 
 _SHARED = "/dev/shm"
@@ -52,6 +54,7 @@ class TransportReport:
     """name: for people;  why: the reason, or the condition;  facts: (name, value, why) of what else there is to say
 
     is_bitwise: whether its results have the bits of other transports
+    shares_memory: rows go through the shared memory of one host
     taken:      buffers that are allocated at once, as on GPUs; shared memory is taken as it is written
     problems:   why it cannot serve here, each with what to do
     """
@@ -59,6 +62,7 @@ class TransportReport:
     name: str
     why: str
     is_bitwise: bool
+    shares_memory: bool = False
     facts: tuple[tuple[str, str, str], ...] = ()
     taken: BufferSizes | None = None
     problems: tuple[str, ...] = ()
@@ -94,7 +98,7 @@ def describe_transport(
             sizes.per_rank,
             f"if NVSHMEM is taken, for {sizes.max_tokens} tokens: {sizes.shares}",
         )
-        return TransportReport(name, why, is_bitwise, (fact,))
+        return TransportReport(name, why, is_bitwise, facts=(fact,))
     if backend not in _WITH_BUFFERS:
         return TransportReport(name, why, is_bitwise, problems=tuple(_combine_problem(config, device, backend)))
     held = small_limits(limits) if backend == "by_batch" else limits
@@ -108,7 +112,25 @@ def describe_transport(
     if machine.free_bytes and held.max_tokens_per_rank > fit:
         problems.append(_no_room(config, sizes, device, machine, fit))
     taken = None if device == "cpu" else sizes
-    return TransportReport(name, why, is_bitwise, tuple(facts), taken, tuple(problems))
+    return TransportReport(name, why, is_bitwise, device == "cpu", tuple(facts), taken, tuple(problems))
+
+
+def describe_loss(config: ServeConfig, placement: Placement, shares_memory: bool) -> list[tuple[str, str, str]]:
+    """Returns what the loss of a rank would mean, as facts. shares_memory: of the ranks of one host"""
+    num_ranks = placement.num_ranks
+    if num_ranks == 1:
+        return []
+    ends = ("a lost rank", "ends serving")
+    if config.engine.on_lost_rank == "end":
+        return [(*ends, "engine.on_lost_rank is end")]
+    if not shares_memory or config.engine.exchange == "gloo":
+        return [(*ends, "CPU ranks with dispatch.backend low_latency and engine.exchange shm can go on")]
+    spared = spareable_ranks(placement)
+    if not spared:
+        return [(*ends, "each rank has the only slots of some experts; raise eplb.num_redundant_experts to go on")]
+    which = "any" if len(spared) == num_ranks else f"rank {', '.join(map(str, spared))}"
+    why = "every expert has slots on two ranks" if which == "any" else "raise eplb.num_redundant_experts for the others"
+    return [("a lost rank", f"the others serve on without {which}", why)]
 
 
 def _choose(config: ServeConfig, limits: BufferLimits, dtype: torch.dtype, device: str, machine: Machine) -> Choice:

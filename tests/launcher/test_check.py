@@ -51,6 +51,31 @@ def test_one_rank_sends_nothing():
     assert not any("dispatch" in name for name in sizes(checked("parallel.num_ranks=1")))
 
 
+@pytest.mark.parametrize(
+    "overrides, value, why",
+    [
+        ([], "ends serving", "each rank has the only slots of some experts; raise eplb.num_redundant_experts to go on"),
+        (["eplb.num_redundant_experts=64"], "the others serve on without any", "every expert has slots on two ranks"),
+        (["eplb.num_redundant_experts=64", "engine.on_lost_rank=end"], "ends serving", "engine.on_lost_rank is end"),
+        (
+            ["eplb.num_redundant_experts=64", "dispatch.backend=collective"],
+            "ends serving",
+            "CPU ranks with dispatch.ba",
+        ),
+        (["eplb.num_redundant_experts=64", "engine.exchange=gloo"], "ends serving", "CPU ranks with dispatch.backend"),
+    ],
+)
+def test_what_a_lost_rank_means_is_said(overrides: list[str], value: str, why: str) -> None:
+    (line,) = [line for line in checked("parallel.num_ranks=3", *overrides).model if line.name == "a lost rank"]
+    assert line.value == value
+    assert line.why.startswith(why)
+
+
+def test_room_that_steps_cannot_fill_is_not_counted() -> None:
+    asked = sizes(checked("parallel.num_ranks=2", "dispatch.max_tokens_per_rank=99999999999"))
+    assert asked == sizes(checked("parallel.num_ranks=2", "dispatch.backend=collective"))
+
+
 def test_choices_say_why():
     choices = {line.name: line for line in checked("parallel.num_ranks=2").choices}
     assert choices["dispatch"].value.startswith("low_latency")
