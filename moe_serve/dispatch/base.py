@@ -97,7 +97,8 @@ class Dispatched:
 
     rows:   PackedRows or MaskedRows
     handle: what `combine` needs to send results home; meaningful to the transport that made it
-    out:    where results may be written so that `combine` need not copy them, in the shape of rows.x; None: anywhere
+    out:    where results may be written so that `combine` need not copy them, in the shape of rows.x, as long as
+            handles are combined in the order of their dispatches; None: anywhere
     """
 
     rows: PackedRows | MaskedRows

@@ -62,9 +62,9 @@ class Channel:
         return self._sent
 
     def was_read(self, call: int) -> bool:
-        """Returns whether every peer has read what this rank sent in a call; does not wait."""
+        """Returns whether every rank, this one too, has read what this rank sent in a call; does not wait."""
         stamp = self._stamp(call)
-        return call < 1 or all(self._read_here[peer] >= stamp for peer in self._peers.others)
+        return call < 1 or (call <= self._read and all(self._read_here[peer] >= stamp for peer in self._peers.others))
 
     def announce(self, call: int) -> None:
         """Tells the peers that their data of this call are complete."""

@@ -112,6 +112,13 @@ class LaneWork(Protocol):
         ...
 
 
+@dataclass(frozen=True, eq=False)
+class Room:
+    """What one dispatch holds of the memory with this number, until another one takes it."""
+
+    number: int
+
+
 class Rooms:
     """Memory for the rows that arrive, kept from call to call: fresh pages cost as much as the copy into them.
 
@@ -122,26 +129,26 @@ class Rooms:
         self._lanes = lanes
         self._rows: list[Tensor | None] = [None, None]
         self._free = [1, 0]
-        self._taken: list[int] = []
+        self._taken: list[Room] = []
 
-    def take(self) -> int:
-        """Returns the number of a room; the one that was taken longest ago where none was left."""
-        room = self._free.pop() if self._free else self._taken.pop(0)
+    def take(self) -> Room:
+        """Returns a room; the one that was taken longest ago where none was left."""
+        room = Room(self._free.pop() if self._free else self._taken.pop(0).number)
         self._taken.append(room)
         return room
 
-    def leave(self, room: int) -> None:
-        """The rows of a room are needed no more."""
+    def leave(self, room: Room) -> None:
+        """The rows of a room are needed no more. Nothing happens where another dispatch has taken its memory."""
         if room in self._taken:
             self._taken.remove(room)
-            self._free.append(room)
+            self._free.append(room.number)
 
-    def rows(self, room: int) -> Tensor:
+    def rows(self, room: Room) -> Tensor:
         """Returns all rows of a room: [most_rows, H]; pages that are never written take no memory."""
-        rows = self._rows[room]
+        rows = self._rows[room.number]
         if rows is None:
             rows = torch.empty(self._lanes.most_rows, self._lanes.hidden, dtype=self._lanes.dtype)
-            self._rows[room] = rows
+            self._rows[room.number] = rows
         return rows
 
 

@@ -31,7 +31,7 @@ class _Trip:
     x: Tensor
 
     def __init__(self, ids: Tensor, num_ranks: int, slots: int, kept_entries: int):
-        self.ids = ids
+        self.ids = ids.clone(memory_format=torch.contiguous_format)  # read once more when results come home
         self.num_tokens, self.topk = ids.shape
         self._num_ranks, self._slots = num_ranks, slots
         size = slots + num_ranks * (2 + 3 * slots + self.num_tokens) + self.num_tokens * self.topk
@@ -78,11 +78,11 @@ class NativeLaneWork:
         others: list[int],
         progress: int = 0,
     ) -> _Trip:
-        trip = _Trip(physical_ids.contiguous(), self._num_ranks, self._slots, self._kept_entries)
-        weights_at = 0 if weights is None else weights.contiguous().data_ptr()
+        trip = _Trip(physical_ids, self._num_ranks, self._slots, self._kept_entries)
+        weights = None if weights is None else weights.contiguous()  # a name holds what has only an address below
         status = self._library.send_rows(
             self._facts_at, buffer, self._mask(others), trip.ids.data_ptr(), trip.num_tokens, trip.topk, own.data_ptr(),
-            weights_at, progress, trip.at,
+            0 if weights is None else weights.data_ptr(), progress, trip.at,
         )  # fmt: skip
         if status < 0:
             raise refuse_id(physical_ids, self._num_ranks * self._slots)

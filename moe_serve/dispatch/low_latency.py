@@ -53,7 +53,7 @@ from moe_serve.dispatch.inbox import (
     Outbox,
     all_flags,
 )
-from moe_serve.dispatch.lane_work import Lanes, LaneWork, Placed, PlainLaneWork, Rooms, rows_needed
+from moe_serve.dispatch.lane_work import Lanes, LaneWork, Placed, PlainLaneWork, Room, Rooms, rows_needed
 from moe_serve.dispatch.lane_work_native import native_lane_work
 from moe_serve.dispatch.membership import Membership
 from moe_serve.dispatch.symmetric import SymmetricMemory
@@ -70,7 +70,7 @@ class _Handle:
     """room: where the rows lie"""
 
     placed: Placed
-    room: int
+    room: Room
     epoch: int
 
 
@@ -83,17 +83,28 @@ class _ArrivingRows:
         self._whole, self._by_slot = whole, by_slot
         self._arrived: Dispatched | None = None
         self._slots: Iterator[Sequence[int]] = iter(())
+        self._failed: Exception | None = None
 
     def by_slot(self) -> BySlot:
         if self._arrived is None:
-            self._arrived, self._slots = self._by_slot()
+            self._arrived, slots = self._by_slot()
+            self._slots = self._draw(slots)
         return self._arrived, self._slots
+
+    def _draw(self, slots: Iterator[Sequence[int]]) -> Iterator[Sequence[int]]:
+        try:
+            yield from slots
+        except Exception as error:
+            self._failed = error
+            raise
 
     def wait(self) -> Dispatched:
         if self._arrived is None:
             self._arrived = self._whole()
         for _ in self._slots:
             pass
+        if self._failed is not None:  # some slots never came
+            raise self._failed
         return self._arrived
 
 
@@ -165,7 +176,9 @@ class LowLatencyAllToAll:
         self._rank_sum = combine == "rank_sum"
         self._work: LaneWork = native or PlainLaneWork(lanes)
         self._rooms = Rooms(lanes)
-        # Who may write results into each buffer of the outbox; a handle that nobody holds any more is no claim.
+        # Received and not combined, in order; and who may write results into each buffer of the outbox. A handle that
+        # nobody holds any more is in no queue, and is no claim.
+        self._queue: list[Callable[[], _Handle | None]] = []
         self._offers: list[Callable[[], _Handle | None]] = [lambda: None, lambda: None]
         self._results = [rows.view(dtype) if wire.combine.is_identity else None for rows in self._outbox.rows]
         self._counts = Channel(self._peers, "counts", COUNTS, COUNTS_READ)
@@ -218,7 +231,7 @@ class LowLatencyAllToAll:
         )
         self._rows.announce(call)
 
-        def place(room: int, wanted: Tensor | None = None) -> Placed:
+        def place(room: Room, wanted: Tensor | None = None) -> Placed:
             return self._work.place_rows(sent, own, self._rooms.rows(room), call % 2, self._peers.others, wanted)
 
         def receive() -> Dispatched:
@@ -255,7 +268,7 @@ class LowLatencyAllToAll:
 
         return _ArrivingRows(receive, receive_by_slot)
 
-    def _dispatched(self, placed: Placed, room: int, epoch: int) -> Dispatched:
+    def _dispatched(self, placed: Placed, room: Room, epoch: int) -> Dispatched:
         handle = _Handle(placed, room, epoch)
         return Dispatched(self._rows_of(placed), handle, self._offer(handle))
 
@@ -264,8 +277,8 @@ class LowLatencyAllToAll:
         check_epoch(self._peers, trip.epoch, "combine send")
         results = expert_out.view(-1, self._hidden) if self._slab_rows else expert_out
         call, epoch = self._home.begin(), self._peers.epoch
-        self._check_offer(results, trip, call % 2)
-        own = self._work.send_results(trip.placed, results.contiguous(), call % 2, self._peers.others)
+        results = self._take_back_offers(results.contiguous(), trip, call % 2)
+        own = self._work.send_results(trip.placed, results, call % 2, self._peers.others)
         self._home.announce(call)
 
         def receive() -> Tensor:
@@ -287,26 +300,36 @@ class LowLatencyAllToAll:
         """
         if self._slab_rows or self._rank_sum or not self._work.writes_in_place:
             return None
-        standing = [offer() for offer in self._offers]
-        standing = [other if other is not None and other.epoch == handle.epoch else None for other in standing]
-        call = self._home.num_sent + 3 - standing.count(None)
-        results = self._results[call % 2]
-        if results is None or standing[call % 2] is not None or not self._home.was_read(call - 2):
+        self._queue = [other for other in self._queue if (held := other()) and held.epoch == handle.epoch]
+        self._queue.append(weakref.ref(handle))
+        call = self._home.num_sent + len(self._queue)
+        results, standing = self._results[call % 2], self._offers[call % 2]()
+        if results is None or (standing and standing.epoch == handle.epoch) or not self._home.was_read(call - 2):
             return None
         self._offers[call % 2] = weakref.ref(handle)
         return results[: handle.placed.x.shape[0]]
 
-    def _check_offer(self, results: Tensor, handle: _Handle, buffer: int) -> None:
-        """Refuses results that were written into a buffer of the outbox which another combine has used since."""
+    def _take_back_offers(self, results: Tensor, handle: _Handle, buffer: int) -> Tensor:
+        """Ends the offers of a handle that is combined, and of the buffer of this combine. Returns results, moved where
+        they lie in the other buffer, which is offered anew before they are home.
+
+        Refuses results that were written into a buffer of the outbox which another combine has used since.
+        """
         for other, rows in enumerate(self._outbox.rows):
-            if results.data_ptr() == rows.data_ptr() and results.shape[0] and self._offers[other]() is not handle:
+            if results.data_ptr() != rows.data_ptr() or not results.shape[0]:
+                continue
+            if self._offers[other]() is not handle:
                 raise RuntimeError(
                     "results lie in an outbox buffer that was given to another dispatch; combine handles in the order "
                     "of their dispatches, or write results elsewhere"
                 )
+            if other != buffer:
+                results = results.clone()
         for other in range(2):
             if other == buffer or self._offers[other]() is handle:
                 self._offers[other] = lambda: None
+        self._queue = [other for other in self._queue if other() is not handle]
+        return results
 
     def _rows_of(self, placed: Placed) -> PackedRows | MaskedRows:
         if self._slab_rows:
