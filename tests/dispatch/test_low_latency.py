@@ -122,8 +122,13 @@ def check_canaries(rank: int, group: EpGroup) -> None:
         transport.exchange_counts(torch.ones(transport._shape.max_counts, dtype=torch.int64)).wait()
     dist.barrier()
     assert not any(lane.overrun() for lane in transport._inbox)
-    transport._inbox[rank].rows[0].view(-1)[-1:].as_strided((64,), (1,))[1:] = 1  # one byte too far, and more
-    assert transport._inbox[rank].overrun(), "the check can fail"
+    assert not transport._outbox.overrun()
+    for part, rows in (
+        (transport._inbox[rank], transport._inbox[rank].rows),
+        (transport._outbox, transport._outbox.rows),
+    ):
+        rows[0].view(-1)[-1:].as_strided((64,), (1,))[1:] = 1  # one byte too far, and more
+        assert part.overrun(), "the check can fail"
 
 
 def test_full_buffers_are_not_overrun() -> None:
