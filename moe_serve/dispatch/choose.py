@@ -14,6 +14,7 @@ from moe_serve.dispatch.base import BufferLimits, Combine, EpGroup
 from moe_serve.dispatch.buffers import buffer_sizes, gpu_buffer_sizes, most_gpu_tokens, most_tokens
 from moe_serve.dispatch.by_batch import small_limits
 from moe_serve.dispatch.gpu_facts import GpuFacts, gather_facts, nvshmem_problem, wire_problem
+from moe_serve.dispatch.symmetric import MAX_RANKS
 from moe_serve.dispatch.symmetric_shm import STORE_ORDER, compare_hosts
 from moe_serve.dispatch.wire import make_wire
 
@@ -67,6 +68,8 @@ def choose_among_cpus(
         return Choice("collective", f"shared memory relies on the store order of x86-64, this is {machine}")
     if len(set(hosts)) > 1:
         return Choice("collective", f"ranks are on {len(set(hosts))} hosts")
+    if len(hosts) > MAX_RANKS:
+        return Choice("collective", f"shared memory joins up to {MAX_RANKS} ranks, these are {len(hosts)}")
     wire = make_wire(wire_dtype, dtype)
     if buffer_sizes(len(hosts), limits, wire).total * len(hosts) > free_bytes // 2:
         fit = most_tokens(len(hosts), limits, wire, free_bytes // 2)

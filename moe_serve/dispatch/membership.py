@@ -26,10 +26,9 @@ from torch import Tensor
 from moe_serve.dispatch.base import Pending
 from moe_serve.dispatch.channel import Peers
 from moe_serve.dispatch.inbox import Int64Array, owner_words
-from moe_serve.dispatch.symmetric import SymmetricMemory
+from moe_serve.dispatch.symmetric import MAX_RANKS, SymmetricMemory
 from moe_serve.errors import PeerError
 
-MAX_RANKS = 62  # bits of a mask
 _PROPOSED, _LEFT_OUT, _WAITING_NS, _WANTS_BACK = range(4)
 _WAITING_NOW_S = 0.03  # a rank that was seen waiting so recently is held up by somebody else
 _PAUSE_S = 0.5  # a waiting process looks every few milliseconds: if it did not for so long, it did not run

@@ -11,6 +11,8 @@ from torch import Tensor
 
 from moe_serve.dispatch.decisions import Decisions
 
+MAX_RANKS = 62  # sets of ranks are the bits of one word
+
 
 class SymmetricMemory(Protocol):
     """The regions of all ranks, as one rank sees them."""

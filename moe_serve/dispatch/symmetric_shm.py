@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from moe_serve.dispatch.decisions import Decisions
+from moe_serve.dispatch.symmetric import MAX_RANKS
 from moe_serve.errors import CapacityError, ConfigError
 
 _HEAD_BYTES = 4096  # a page in front of the region: the owner's process id
@@ -75,10 +76,11 @@ def share_regions(
 
     advise: gives from the free bytes what to add to the error when they do not suffice
     Raises CapacityError when /dev/shm has no room, ConfigError on a machine without the order of stores this relies on,
-    or when the ranks are on several hosts.
+    when the ranks are on several hosts, or too many.
     """
     check_machine(platform.machine())
     rank, num_ranks = group.rank(), group.size()
+    check_ranks(num_ranks)
     size = _HEAD_BYTES + num_bytes
     hosts, free_bytes, secret = compare_hosts(group)
     _check_one_host(hosts, rank)
@@ -108,6 +110,15 @@ def check_machine(machine: str) -> None:
         raise ConfigError(
             f"dispatch.backend low_latency relies on the store order of x86-64 and this is {machine}; "
             "set dispatch.backend: collective"
+        )
+
+
+def check_ranks(num_ranks: int) -> None:
+    """Raises ConfigError where there are more ranks than one group can have."""
+    if num_ranks > MAX_RANKS:
+        raise ConfigError(
+            f"dispatch.backend low_latency joins up to {MAX_RANKS} CPU ranks and parallel.num_ranks is {num_ranks}; "
+            "set dispatch.backend: collective, or use fewer ranks with more threads"
         )
 
 

@@ -25,6 +25,7 @@ from moe_serve.dispatch.gpu_facts import (
     wire_problem,
 )
 from moe_serve.dispatch.lane_work_native import load_library
+from moe_serve.dispatch.symmetric_shm import check_ranks
 from moe_serve.dispatch.wire import make_wire
 from moe_serve.engine.recovery import spareable_ranks
 from moe_serve.eplb.placement import Placement
@@ -128,7 +129,11 @@ def describe_loss(config: ServeConfig, placement: Placement, shares_memory: bool
     spared = spareable_ranks(placement)
     if not spared:
         return [(*ends, "each rank has the only slots of some experts; raise eplb.num_redundant_experts to go on")]
-    which = "any" if len(spared) == num_ranks else f"rank {', '.join(map(str, spared))}"
+    which = (
+        "any"
+        if len(spared) == num_ranks
+        else f"rank {', '.join(map(str, spared[:8]))}" + (", …" if len(spared) > 8 else "")
+    )
     why = "every expert has slots on two ranks" if which == "any" else "raise eplb.num_redundant_experts for the others"
     return [("a lost rank", f"the others serve on without {which}", why)]
 
@@ -185,12 +190,22 @@ def _combine_problem(config: ServeConfig, device: str, backend: str) -> list[str
 def _problems(
     config: ServeConfig, limits: BufferLimits, dtype: torch.dtype, device: str, machine: Machine, backend: str
 ) -> list[str]:
-    if device == "cpu" or machine.gpu is None:
+    if device == "cpu":
+        return _too_many_ranks(config)
+    if machine.gpu is None:
         return []
     ranks = _alike(machine, config.parallel.num_ranks)
     reach = ipc_problem(ranks) if backend == "cuda_ipc" else nvshmem_problem(ranks)
     found = (wire_problem(ranks, dtype, config.dispatch.wire_dtype), reach)
     return [f"dispatch.backend {backend} cannot serve here: {problem}" for problem in found if problem]
+
+
+def _too_many_ranks(config: ServeConfig) -> list[str]:
+    try:
+        check_ranks(config.parallel.num_ranks)
+    except ConfigError as error:
+        return [str(error)]
+    return []
 
 
 def _no_room(config: ServeConfig, sizes: BufferSizes, device: str, machine: Machine, fit: int) -> str:

@@ -18,8 +18,10 @@ from moe_serve.dispatch.buffers import (
     most_gpu_tokens,
     most_tokens,
 )
-from moe_serve.dispatch.choose import choose_backend
+from moe_serve.dispatch.choose import choose_among_cpus, choose_backend
+from moe_serve.dispatch.symmetric_shm import check_ranks
 from moe_serve.dispatch.wire import make_wire
+from moe_serve.errors import ConfigError
 from tests.ranks import run_ranks
 
 WIRE = make_wire("bf16", torch.bfloat16)
@@ -75,6 +77,16 @@ def check_choices(rank: int, group: EpGroup) -> list[str]:
 def test_auto_takes_shared_memory_on_one_host_and_says_why_not_elsewhere() -> None:
     assert run_ranks(1, check_choices) == [["local"] * 4]
     assert run_ranks(2, check_choices) == [["low_latency", "collective", "collective", "collective"]] * 2
+
+
+def test_more_ranks_than_a_group_can_have_go_another_way() -> None:
+    def choice(num_ranks: int) -> str:
+        few = replace(V3, hidden=64, max_tokens_per_rank=1)
+        return choose_among_cpus([0] * num_ranks, 1 << 40, "x86_64", few, torch.bfloat16, "auto").backend
+
+    assert (choice(62), choice(63)) == ("low_latency", "collective")
+    with pytest.raises(ConfigError, match=r"up to 62 CPU ranks and parallel.num_ranks is 63; set dispatch.backend"):
+        check_ranks(63)
 
 
 def check_log(rank: int, group: EpGroup, backend: str) -> str:
