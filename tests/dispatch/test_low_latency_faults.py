@@ -1,10 +1,13 @@
 """A rank that dies or stops in any phase is named, the survivors go on without a wrong row, and it can come back."""
 
+import os
 import signal
 
 import pytest
 
-from tests.dispatch.faults import PHASES, run_fault
+from moe_serve.dispatch.symmetric_shm import Mappings
+from moe_serve.errors import PeerError
+from tests.dispatch.faults import PHASES, end_in, make_transport, regions, run_fault, run_forked, run_step, run_steps
 
 
 @pytest.mark.parametrize("phase", PHASES)
@@ -31,3 +34,24 @@ def test_a_stopped_rank_is_left_out_and_comes_back_through_the_same_mapping(num_
         assert report.missed == 0
         assert report.members == survivors
         assert report.overruns == 0
+
+
+def lose_two(rank: int, mappings: Mappings) -> list[int]:
+    """Rank 1 dies while it dispatches, rank 3 steps later while it waits for results; every row is checked."""
+    transport = make_transport(rank, mappings, deadline_s=20)
+    members = [0, 1, 2, 3]
+    for victim, phase in ((1, "dispatch send"), (3, "combine receive")):
+        first = 100 * victim
+        run_steps(transport, rank, range(first, first + 2), members)
+        if rank == victim:
+            end_in(transport, phase, lambda: os.kill(os.getpid(), signal.SIGKILL))
+        with pytest.raises(PeerError) as missed:
+            run_steps(transport, rank, range(first + 2, first + 5), members)
+        assert missed.value.rank == victim
+        members = transport.membership.regroup({victim})
+        run_step(transport, rank, first + 50, members)
+    return members
+
+
+def test_one_rank_after_the_other_may_be_lost() -> None:
+    assert run_forked(4, lose_two, regions(4), dies=(1, 3)) == {0: [0, 2], 2: [0, 2]}
