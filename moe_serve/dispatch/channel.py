@@ -44,6 +44,7 @@ class Channel:
         self._read_flag = read_flag
         self._data_here = [peers.flags[:, data_flag], peers.flags[:, data_flag + 1]]
         self._read_here = peers.flags[:, read_flag]
+        self._send_phase, self._receive_phase = f"{name} send", f"{name} receive"
         self._sent = self._read = 0
         peers.channels.append(self)
 
@@ -52,7 +53,7 @@ class Channel:
         assert self._sent - self._read < 2, f"a third {self._name} while two are in flight; wait for the first"
         call = self._sent + 1
         if call > 2:
-            self._wait(self._read_here, call - 2, "send", or_more=True)
+            self._wait(self._read_here, call - 2, self._send_phase, or_more=True)
         self._sent = call
         return call
 
@@ -75,7 +76,7 @@ class Channel:
     def arrive(self, call: int) -> None:
         """Waits until the data of all peers are here."""
         assert call == self._read + 1, f"{self._name} {call} is waited for before {self._read + 1}"
-        self._wait(self._data_here[call % 2], call, "receive")
+        self._wait(self._data_here[call % 2], call, self._receive_phase)
 
     def finish(self, call: int) -> None:
         """Tells the peers that this rank has read the data of this call."""
@@ -91,7 +92,7 @@ class Channel:
     def await_rows(self, call: int, source: int, num_rows: int) -> None:
         """Waits until a peer's entries and its first num_rows rows of this call are here."""
         flags, wanted = self._peers.flags[:, PROGRESS + call % 2], progress_word(self._peers.epoch, call, num_rows)
-        self._peers.wait(flags, wanted, [source], f"{self._name} receive", call, or_more=True)
+        self._peers.wait(flags, wanted, [source], self._receive_phase, call, or_more=True)
 
     def restart(self) -> None:
         """Begins anew in a new epoch: no peer reads anything of the old one."""
@@ -100,8 +101,8 @@ class Channel:
     def _stamp(self, call: int) -> int:
         return self._peers.epoch << EPOCH_SHIFT | call
 
-    def _wait(self, flags: Int64Array, call: int, half: str, or_more: bool = False) -> None:
-        self._peers.wait(flags, self._stamp(call), self._peers.others, f"{self._name} {half}", call, or_more)
+    def _wait(self, flags: Int64Array, call: int, phase: str, or_more: bool = False) -> None:
+        self._peers.wait(flags, self._stamp(call), self._peers.others, phase, call, or_more)
 
 
 def check_epoch(peers: Peers, epoch: int, phase: str) -> None:

@@ -17,16 +17,14 @@ wait is for something earlier in the one order of calls that all ranks share. A 
 deadline. docs/communication.md tells this at length.
 """
 
-import weakref
-from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import cast
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from moe_serve.dispatch.arriving import ArrivingRows, RowReceiver
 from moe_serve.dispatch.base import (
     BufferLimits,
     Combine,
@@ -48,21 +46,18 @@ from moe_serve.dispatch.inbox import (
     ROWS,
     ROWS_READ,
     InboxShape,
-    Int64Array,
     Lane,
     Outbox,
     all_flags,
 )
-from moe_serve.dispatch.lane_work import Lanes, LaneWork, Placed, PlainLaneWork, Room, Rooms, rows_needed
+from moe_serve.dispatch.lane_work import Lanes, LaneWork, Placed, PlainLaneWork, Room, Rooms
 from moe_serve.dispatch.lane_work_native import native_lane_work
 from moe_serve.dispatch.membership import Membership
+from moe_serve.dispatch.offers import OutboxOffers
 from moe_serve.dispatch.symmetric import SymmetricMemory
 from moe_serve.dispatch.symmetric_shm import share_regions
 from moe_serve.dispatch.wire import Codec, Wire
 from moe_serve.errors import CapacityError, ConfigError, PeerError
-
-SLOT_GROUPS = 8  # in so many steps slots are told by `by_slot`
-BySlot = tuple[Dispatched, Iterator[Sequence[int]]]
 
 
 @dataclass(frozen=True, eq=False)
@@ -74,56 +69,14 @@ class _Handle:
     epoch: int
 
 
-class _ArrivingRows:
-    """A dispatch on its way, to be had whole or slot by slot."""
-
-    def __init__(
-        self, whole: Callable[[], Dispatched], by_slot: Callable[[], tuple[Dispatched, Iterator[Sequence[int]]]]
-    ):
-        self._whole, self._by_slot = whole, by_slot
-        self._arrived: Dispatched | None = None
-        self._slots: Iterator[Sequence[int]] = iter(())
-        self._failed: Exception | None = None
-
-    def by_slot(self) -> BySlot:
-        if self._arrived is None:
-            self._arrived, slots = self._by_slot()
-            self._slots = self._draw(slots)
-        return self._arrived, self._slots
-
-    def _draw(self, slots: Iterator[Sequence[int]]) -> Iterator[Sequence[int]]:
-        try:
-            yield from slots
-        except Exception as error:
-            self._failed = error
-            raise
-
-    def wait(self) -> Dispatched:
-        if self._arrived is None:
-            self._arrived = self._whole()
-        for _ in self._slots:
-            pass
-        if self._failed is not None:  # some slots never came
-            raise self._failed
-        return self._arrived
-
-
-def _in_order_of_need(needed: Int64Array) -> list[Int64Array]:
-    """Returns slots in a few groups, those first that wait for the fewest rows. needed: [R, S]"""
-    order = np.argsort(needed.max(axis=0), kind="stable")
-    return np.array_split(order, min(SLOT_GROUPS, len(order)))
-
-
 class LowLatencyAllToAll:
     """AllToAll among the ranks of one host, on CPU tensors.
 
     Rows that `dispatch` gives are valid until their combine was waited for, or until the receive of the second dispatch
-    after theirs. What is given to `dispatch`
-    and `combine` must not change before the result was waited for: own rows are read where they lie. After a PeerError
-    every rank that is left calls `membership.regroup`, and runs the step again.
+    after theirs. What is given to `dispatch` and `combine` must not change before the result was waited for: own rows
+    are read where they lie. After a PeerError every rank that is left calls `membership.regroup`, and runs the step
+    again.
     """
-
-    is_bitwise = True
 
     def __init__(
         self,
@@ -160,30 +113,26 @@ class LowLatencyAllToAll:
         )
         self.membership.peers = self._peers
         outboxes = [Outbox(memory.region(rank), shape) for rank in range(self._num_ranks)]
-        self._outbox = outboxes[self._rank]
         for lane in self._peers.lanes:
             lane.set_canaries()
-        self._outbox.set_canaries()
+        outboxes[self._rank].set_canaries()
         lanes = Lanes(
             self._rank, shape, hidden, dtype, wire, self._peers.lanes, self._inbox, outboxes, self._slab_rows,
             combine == "rank_sum",
         )  # fmt: skip
-        self._lanes = lanes
-        self._no_slots = torch.zeros(shape.slots_per_rank, dtype=torch.bool)
         native, how = native_lane_work(lanes) if compiled else (None, "dispatch.compiled is off")
         self.note = f"rows are moved by a C helper ({how})" if native else f"rows are moved by numpy: {how}"
         self.is_bitwise = combine == "ordered"
         self._rank_sum = combine == "rank_sum"
         self._work: LaneWork = native or PlainLaneWork(lanes)
         self._rooms = Rooms(lanes)
-        # Received and not combined, in order; and who may write results into each buffer of the outbox. A handle that
-        # nobody holds any more is in no queue, and is no claim.
-        self._queue: list[Callable[[], _Handle | None]] = []
-        self._offers: list[Callable[[], _Handle | None]] = [lambda: None, lambda: None]
-        self._results = [rows.view(dtype) if wire.combine.is_identity else None for rows in self._outbox.rows]
         self._counts = Channel(self._peers, "counts", COUNTS, COUNTS_READ)
         self._rows = Channel(self._peers, "dispatch", ROWS, ROWS_READ)
         self._home = Channel(self._peers, "combine", HOME, HOME_READ)
+        self._receiver = RowReceiver(self._peers, self._rows, self._work, lanes, self._rooms, self._dispatched)
+        self._offers: OutboxOffers | None = None
+        if wire.combine.is_identity and self._work.writes_in_place and not (masked or self._rank_sum):
+            self._offers = OutboxOffers(outboxes[self._rank], self._home, dtype)
 
     @property
     def waited_s(self) -> list[float]:
@@ -220,7 +169,7 @@ class LowLatencyAllToAll:
         if self._rank_sum and weights is None:
             raise TypeError("with combine rank_sum, dispatch needs the weights")
         own = self._encode(self._wire.dispatch, hidden)
-        call, epoch = self._rows.begin(), self._peers.epoch
+        call = self._rows.begin()
         sent = self._work.send_rows(
             physical_ids,
             own,
@@ -231,53 +180,25 @@ class LowLatencyAllToAll:
         )
         self._rows.announce(call)
 
-        def place(room: Room, wanted: Tensor | None = None) -> Placed:
-            return self._work.place_rows(sent, own, self._rooms.rows(room), call % 2, self._peers.others, wanted)
-
-        def receive() -> Dispatched:
-            check_epoch(self._peers, epoch, "dispatch receive")
-            self._rows.arrive(call)
-            room = self._rooms.take()
-            placed = place(room)
-            self._rows.finish(call)
-            return self._dispatched(placed, room, epoch)
-
-        def receive_by_slot() -> BySlot:
-            if not self._wire.dispatch.is_identity:  # rows of a source are decoded together
-                return receive(), iter([range(self._shape.slots_per_rank)])
-            check_epoch(self._peers, epoch, "dispatch receive")
-            for source in self._peers.others:
-                self._rows.await_rows(call, source, 0)
-            room = self._rooms.take()
-            placed = place(room, self._no_slots)
-            needed = rows_needed(self._lanes, call % 2, self._peers.others)
-
-            def slots() -> Iterator[Sequence[int]]:
-                for group in _in_order_of_need(needed):
-                    check_epoch(self._peers, epoch, "dispatch receive")
-                    for source in self._peers.others:
-                        self._rows.await_rows(call, source, int(needed[source, group].max()))
-                    wanted = self._no_slots.clone()
-                    wanted[group] = True
-                    place(room, wanted)
-                    yield [int(slot) for slot in group]
-                self._rows.arrive(call)
-                self._rows.finish(call)
-
-            return self._dispatched(placed, room, epoch), slots()
-
-        return _ArrivingRows(receive, receive_by_slot)
+        return ArrivingRows(self._receiver, sent, own, call)
 
     def _dispatched(self, placed: Placed, room: Room, epoch: int) -> Dispatched:
         handle = _Handle(placed, room, epoch)
-        return Dispatched(self._rows_of(placed), handle, self._offer(handle))
+        if self._slab_rows:
+            slabs = placed.x.view(-1, self._slab_rows, self._hidden)
+            return Dispatched(MaskedRows(slabs, placed.rows_per_slot), handle)
+        x = placed.x
+        out = None if self._offers is None else self._offers.offer(handle, x.shape[0], epoch)
+        return Dispatched(PackedRows(x, placed.rows_per_slot), handle, out)
 
     def combine(self, expert_out: Tensor, weights: Tensor, handle: object) -> Pending[Tensor]:
         trip = cast(_Handle, handle)
         check_epoch(self._peers, trip.epoch, "combine send")
         results = expert_out.view(-1, self._hidden) if self._slab_rows else expert_out
+        results = results.contiguous()
         call, epoch = self._home.begin(), self._peers.epoch
-        results = self._take_back_offers(results.contiguous(), trip, call % 2)
+        if self._offers is not None:
+            results = self._offers.settle(trip, results, call % 2)
         own = self._work.send_results(trip.placed, results, call % 2, self._peers.others)
         self._home.announce(call)
 
@@ -291,50 +212,6 @@ class LowLatencyAllToAll:
             return combined
 
         return Deferred(receive)
-
-    def _offer(self, handle: _Handle) -> Tensor | None:
-        """Returns where in the outbox the results of a handle may be written, so that nobody need copy them.
-
-        That is the buffer of the combine that will carry them home if handles are combined in the order of their
-        dispatches; None where it is not free yet, or where results are not sent as they are.
-        """
-        if self._slab_rows or self._rank_sum or not self._work.writes_in_place:
-            return None
-        self._queue = [other for other in self._queue if (held := other()) and held.epoch == handle.epoch]
-        self._queue.append(weakref.ref(handle))
-        call = self._home.num_sent + len(self._queue)
-        results, standing = self._results[call % 2], self._offers[call % 2]()
-        if results is None or (standing and standing.epoch == handle.epoch) or not self._home.was_read(call - 2):
-            return None
-        self._offers[call % 2] = weakref.ref(handle)
-        return results[: handle.placed.x.shape[0]]
-
-    def _take_back_offers(self, results: Tensor, handle: _Handle, buffer: int) -> Tensor:
-        """Ends the offers of a handle that is combined, and of the buffer of this combine. Returns results, moved where
-        they lie in the other buffer, which is offered anew before they are home.
-
-        Refuses results that were written into a buffer of the outbox which another combine has used since.
-        """
-        for other, rows in enumerate(self._outbox.rows):
-            if results.data_ptr() != rows.data_ptr() or not results.shape[0]:
-                continue
-            if self._offers[other]() is not handle:
-                raise RuntimeError(
-                    "results lie in an outbox buffer that was given to another dispatch; combine handles in the order "
-                    "of their dispatches, or write results elsewhere"
-                )
-            if other != buffer:
-                results = results.clone()
-        for other in range(2):
-            if other == buffer or self._offers[other]() is handle:
-                self._offers[other] = lambda: None
-        self._queue = [other for other in self._queue if other() is not handle]
-        return results
-
-    def _rows_of(self, placed: Placed) -> PackedRows | MaskedRows:
-        if self._slab_rows:
-            return MaskedRows(placed.x.view(-1, self._slab_rows, self._hidden), placed.rows_per_slot)
-        return PackedRows(placed.x, placed.rows_per_slot)
 
     def _encode(self, codec: Codec, rows: Tensor) -> Tensor:
         return rows.contiguous() if codec.is_identity else codec.encode(rows)

@@ -11,12 +11,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from moe_serve.dispatch import offers
+from moe_serve.dispatch.arriving import SLOT_GROUPS
 from moe_serve.dispatch.base import BufferLimits, EpGroup, MaskedRows, PackedRows, arrive_by_slot, make_all_to_all
 from moe_serve.dispatch.buffers import inbox_shape
 from moe_serve.dispatch.inbox import PROGRESS, ROWS
 from moe_serve.dispatch.lane_work import PlainLaneWork, rows_needed
 from moe_serve.dispatch.lane_work_native import NativeLaneWork, load_library
-from moe_serve.dispatch.low_latency import SLOT_GROUPS, LowLatencyAllToAll
+from moe_serve.dispatch.low_latency import LowLatencyAllToAll
 from moe_serve.dispatch.symmetric_shm import Mappings, ShmMemory, check_machine, map_anonymous
 from moe_serve.dispatch.wire import make_wire
 from moe_serve.errors import CapacityError, ConfigError, PeerError
@@ -250,6 +252,7 @@ def test_tokens_for_a_masked_rank_are_refused_and_the_next_step_is_good() -> Non
     faults.run_forked(3, check_masked, faults.regions(3))
 
 
+@mock.patch.object(offers, "LEAST_BYTES", 0)
 def check_in_place(rank: int, group: EpGroup) -> list[bool]:
     """Results may be written into the outbox; then they are not copied, and come home with the same bits."""
     transport = make(group)
@@ -273,6 +276,7 @@ def test_results_written_in_place_come_home_with_the_same_bits() -> None:
     assert run_ranks(3, check_in_place) == [[shutil.which("cc") is not None] * 6] * 3
 
 
+@mock.patch.object(offers, "LEAST_BYTES", 0)
 def check_order_of_offers(rank: int, group: EpGroup) -> None:
     one = Scenario((9, 4), topk=5, slots_per_rank=3, hidden=200)
     transport = make(group, one)
@@ -343,7 +347,7 @@ def test_slots_are_named_while_rows_of_others_are_still_on_their_way(compiled: b
     lane.flags[ROWS + 1] = 0
     rows[here:] = 255
     arrived, arrivals = arrive_by_slot(sent[0])
-    needed = rows_needed(ends[0]._lanes, 1, [1])[1]
+    needed = rows_needed(ends[0]._receiver.lanes, 1, [1])[1]
     expected = one.expected_rows(0)
     starts = arrived.rows.rows_per_slot.cumsum(0) - arrived.rows.rows_per_slot
     early, late = [], []
