@@ -1,5 +1,5 @@
-/* The even split of replica_map.py: the same integers as `split_evenly`, dealt out in one pass. All sizes are int64.
-   Shape words: R ranks, E experts, P slots, M most replicas; tables as in LayerReplicas. */
+/* How replicas share a batch, as in replica_map.py: the same integers, in one pass. All sizes are int64. Shape words:
+   R ranks, E experts, P slots, M most replicas; tables as in LayerReplicas. */
 
 #include <stdint.h>
 
@@ -55,5 +55,29 @@ void deal_evenly(const i64 *facts, const i64 *ids, i64 num_ids, const i64 *count
         physical[i] = slots[expert * most + next[expert]];
         if (++next[expert] >= count[expert])
             next[expert] = 0;
+    }
+}
+
+/* An expert's tokens, in order, fill its slots in order, each to its share. shares [P]: tokens of this rank that each
+   slot takes; left [P], at [E]: scratch */
+void fill_shares(const i64 *facts, const i64 *ids, i64 num_ids, const i64 *shares, i64 *physical, i64 *left, i64 *at)
+{
+    i64 num_logical = facts[1], num_slots = facts[2], most = facts[3];
+    const i64 *slots = (const i64 *)facts[6], *count = (const i64 *)facts[7];
+    for (i64 expert = 0; expert < num_logical; expert++)
+        at[expert] = 0;
+    for (i64 slot = 0; slot < num_slots; slot++)
+        left[slot] = shares[slot];
+    for (i64 i = 0; i < num_ids; i++) {
+        i64 expert = ids[i];
+        if (expert < 0) {
+            physical[i] = -1;
+            continue;
+        }
+        const i64 *of_expert = slots + expert * most;
+        while (left[of_expert[at[expert]]] == 0 && at[expert] + 1 < count[expert])
+            at[expert]++;
+        physical[i] = of_expert[at[expert]];
+        left[physical[i]]--;
     }
 }

@@ -1,4 +1,4 @@
-"""The even split of a batch in C: the same integers as LayerReplicas.split_evenly, in a tenth of its time.
+"""How replicas share a batch, in C: the same integers as the torch forms of LayerReplicas, in a tenth of their time.
 
 Twenty small torch calls cost more than a decode step's rows take to travel. Never required: without a compiler, and on
 accelerators, the torch form serves.
@@ -14,7 +14,7 @@ from moe_serve.errors import ConfigError
 from moe_serve.log import get_logger
 
 _SOURCE = Path(__file__).with_name("replica_deal.c")
-_FUNCTIONS = {"count_ids": 4, "deal_evenly": 7}
+_FUNCTIONS = {"count_ids": 4, "deal_evenly": 7, "fill_shares": 7}
 
 
 class ReplicaDeal:
@@ -31,7 +31,7 @@ class ReplicaDeal:
         places = [part.data_ptr() for part in parts]
         self._facts = torch.tensor([*self._shape, most, layer_row, 0, *places], dtype=torch.int64)
         self._rank = self._facts[5:6].numpy()
-        self._scratch = torch.empty(num_logical, dtype=torch.int64)
+        self._scratch = torch.empty(num_logical + self._shape[2], dtype=torch.int64)
         self._facts_at, self._scratch_at = self._facts.data_ptr(), self._scratch.data_ptr()
 
     def count(self, topk_ids: Tensor) -> Tensor:
@@ -52,6 +52,16 @@ class ReplicaDeal:
             self._scratch_at,
         )  # fmt: skip
         return physical, slot_counts
+
+    def fill(self, topk_ids: Tensor, shares: Tensor) -> Tensor:
+        """Returns physical ids [T, K]: tokens of an expert, in order, fill its slots. shares: [P] of this rank"""
+        ids, shares = topk_ids.contiguous(), shares.contiguous()
+        physical = torch.empty_like(ids)
+        self._library.fill_shares(
+            self._facts_at, ids.data_ptr(), ids.numel(), shares.data_ptr(), physical.data_ptr(), self._scratch_at,
+            self._scratch_at + 8 * self._shape[2],
+        )  # fmt: skip
+        return physical
 
 
 def make_deal(tables: dict[str, Tensor], layer_row: int, num_ranks: int) -> ReplicaDeal | None:

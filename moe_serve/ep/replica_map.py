@@ -29,7 +29,7 @@ class ReplicaMap:
         split: Literal["even", "exact"] = "even",
         compiled: bool = True,
     ):
-        """compiled: split evenly in C where a compiler is found, on CPUs; the numbers are the same
+        """compiled: count and share in C where a compiler is found, on CPUs; the numbers are the same
 
         split: how replicas share a batch: "even" deals tokens out in turn, "exact" makes the largest rank load as
         small as it can be (see exact_shares.py); equal on all ranks"""
@@ -39,7 +39,7 @@ class ReplicaMap:
         tables = _tables(placement, self._room)
         self._tables = {name: torch.from_numpy(table).to(device) for name, table in tables.items()}
         self.version = placement.version
-        self._deals = compiled and split == "even" and self._room > 1 and torch.device(device).type == "cpu"
+        self._deals = compiled and self._room > 1 and torch.device(device).type == "cpu"
         self._exact: ExactShares | None = None
         if split == "exact" and self._room > 1:
             self._exact = make_exact_shares(placement, torch.device(device))
@@ -96,12 +96,14 @@ class LayerReplicas:
 
     def split(self, topk_ids: Tensor, counts: Tensor, rank: int) -> tuple[Tensor, Tensor]:
         """Returns physical ids and slot counts, as the map was told to split; see split_evenly for the arguments."""
+        if self._exact is not None:
+            slot_counts = self._exact.slot_counts(self._layer_row, counts)
+            if self._deal is not None:
+                return self._deal.fill(topk_ids, slot_counts[rank]), slot_counts
+            return self._follow(topk_ids, counts[rank], slot_counts[rank]), slot_counts
         if self._deal is not None:
             return self._deal.deal(topk_ids, counts, rank)
-        if self._exact is None:
-            return self.split_evenly(topk_ids, counts, rank)
-        slot_counts = self._exact.slot_counts(self._layer_row, counts)
-        return self._follow(topk_ids, counts[rank], slot_counts[rank]), slot_counts
+        return self.split_evenly(topk_ids, counts, rank)
 
     def _follow(self, topk_ids: Tensor, own: Tensor, own_slots: Tensor) -> Tensor:
         """Returns physical ids [T, K]: an expert's tokens, in order, fill its slots in order, each to its share.

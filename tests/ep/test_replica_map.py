@@ -60,7 +60,6 @@ def test_the_form_in_c_is_used_where_there_is_a_compiler_and_follows_a_new_place
     replicas = replica_map.layer(0)
     assert (replicas._deal is not None) == (shutil.which("cc") is not None)
     assert ReplicaMap(old, compiled=False).layer(0)._deal is None
-    assert ReplicaMap(old, split="exact").layer(0)._deal is None
     replica_map.activate(new)
     ids = torch.tensor([[0, 1], [2, -1], [2, 1]])
     counts = torch.stack([replicas.count(ids), replicas.count(ids)])
@@ -123,6 +122,9 @@ def exact_of_all_ranks(
     counts = torch.stack([count_slots(i, placement.num_logical) for i in ids])
     outs = [replicas.split(i, counts, rank) for rank, i in enumerate(ids)]
     assert all(torch.equal(slot_counts, outs[0][1]) for _, slot_counts in outs)
+    for rank, (physical, slot_counts) in enumerate(outs):
+        in_torch = replicas._follow(ids[rank], counts[rank], slot_counts[rank])
+        assert torch.equal(physical, in_torch), "the form in C has the same integers"
     return [physical for physical, _ in outs], outs[0][1]
 
 
