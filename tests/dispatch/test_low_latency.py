@@ -124,11 +124,9 @@ def check_canaries(rank: int, group: EpGroup) -> None:
         transport.exchange_counts(torch.ones(transport._shape.max_counts, dtype=torch.int64)).wait()
     dist.barrier()
     assert not any(lane.overrun() for lane in transport._inbox)
-    assert not transport._outbox.overrun()
-    for part, rows in (
-        (transport._inbox[rank], transport._inbox[rank].rows),
-        (transport._outbox, transport._outbox.rows),
-    ):
+    outbox = transport._receiver.lanes.outboxes[rank]
+    assert not outbox.overrun()
+    for part, rows in ((transport._inbox[rank], transport._inbox[rank].rows), (outbox, outbox.rows)):
         rows[0].view(-1)[-1:].as_strided((64,), (1,))[1:] = 1  # one byte too far, and more
         assert part.overrun(), "the check can fail"
 
