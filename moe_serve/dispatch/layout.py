@@ -62,19 +62,12 @@ def home_index(order: Tensor, num_tokens: int, topk: int) -> Tensor:
     return index.view(num_tokens, topk)
 
 
-def placed_order(counts: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
+def by_slot(slot_of_entry: Tensor) -> tuple[Tensor, Tensor]:
     """Returns how arrival and placed layout permute: (to_placed, to_arrival), both [M] int64.
 
-    counts: [R, S] int64, rows that arrive from each rank for each slot of this one;  num_rows: M, their sum
+    slot_of_entry: [M] int64, the slot of each arrival
     placed = arrived[to_placed] and arrived = placed[to_arrival]
     """
-    num_ranks, slots_per_rank = counts.shape
-    slots = torch.arange(slots_per_rank, device=counts.device).repeat(num_ranks)
-    return by_slot(slots.repeat_interleave(counts.reshape(-1), output_size=num_rows))
-
-
-def by_slot(slot_of_entry: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns the same two permutations from the slot of each arrival: [M] int64."""
     # Stable: within a slot, entries keep the order of arrival, which is by source rank, then flat index.
     to_placed = torch.sort(slot_of_entry, stable=True).indices
     to_arrival = torch.empty_like(to_placed)

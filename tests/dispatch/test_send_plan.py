@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moe_serve.dispatch.inbox import FIRST
-from moe_serve.dispatch.layout import count_slots, placed_order, rank_order, row_begins
+from moe_serve.dispatch.layout import by_slot, count_slots, rank_order, row_begins
 from moe_serve.dispatch.send_plan import occurrences, placed_starts, plan_sends, read_entries
 
 
@@ -39,7 +39,8 @@ def test_a_row_goes_once_to_each_rank_that_wants_it(ranks: int, slots: int, toke
 @given(st.integers(1, 5), st.integers(1, 6), st.integers(0, 1000))
 def test_arrived_entries_go_where_the_placed_layout_says(num_ranks: int, num_slots: int, seed: int) -> None:
     counts = torch.randint(0, 4, (num_ranks, num_slots), generator=torch.Generator().manual_seed(seed))
-    _, expected = placed_order(counts, int(counts.sum()))
+    slots = torch.arange(num_slots).repeat(num_ranks)
+    _, expected = by_slot(slots.repeat_interleave(counts.reshape(-1)))
     sizes = counts.numpy().reshape(-1)
     within = np.concatenate([np.arange(size) for size in sizes])
     assert (np.repeat(placed_starts(counts.numpy()).reshape(-1), sizes) + within).tolist() == expected.tolist()
