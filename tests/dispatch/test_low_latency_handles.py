@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from moe_serve.dispatch import offers
 from moe_serve.dispatch.base import BufferLimits, Dispatched, Pending, arrive_by_slot
 from moe_serve.dispatch.buffers import inbox_shape
 from moe_serve.dispatch.inbox import PROGRESS
@@ -18,6 +19,12 @@ from moe_serve.dispatch.symmetric_shm import ShmMemory, map_anonymous
 from moe_serve.dispatch.wire import make_wire
 from moe_serve.errors import PeerError
 from tests.dispatch.contract import Scenario, slots_of_rows
+
+
+@pytest.fixture(autouse=True)
+def few_rows_are_offered_a_place_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(offers, "LEAST_BYTES", 0)
+
 
 ONE = Scenario((20, 30), topk=4, slots_per_rank=4, hidden=64)
 
