@@ -61,7 +61,8 @@ class LoadRecorder:
     def add_received(self, layer_row: int, rows_per_slot: Tensor) -> None:
         """Counts rows that arrived at this rank's slots: rows_per_slot [slots_per_rank] int64."""
         if self._on_host:
-            self._new_rows.append((layer_row, rows_per_slot))
+            # A copy: the transport's tensor may be a piece of all that it kept of its rows.
+            self._new_rows.append((layer_row, rows_per_slot.clone()))
         else:
             self._slot_rows[layer_row] += rows_per_slot.to(self._slot_rows.device)
 

@@ -224,6 +224,15 @@ def test_counts_from_the_gate_are_the_counts_of_the_layer(num_redundant: int, mo
     assert relative_error(out, expected[0]) < FLOAT32
 
 
+def test_rows_that_are_added_later_count_as_they_were_and_keep_nothing_else_alive() -> None:
+    recorder = LoadRecorder(1, 4, EpGroup(0, 1, torch.device("cpu")), slots_per_rank=2)
+    all_that_is_kept = torch.arange(1000)
+    recorder.add_received(0, all_that_is_kept[3:5])
+    all_that_is_kept.fill_(-1)
+    recorder.add_received(0, torch.tensor([10, 20]))
+    assert recorder.slot_rows.tolist() == [[13, 24]]
+
+
 def test_a_second_window_starts_from_zero() -> None:
     group = EpGroup(0, 1, torch.device("cpu"))
     recorder = LoadRecorder(1, 4, group)
