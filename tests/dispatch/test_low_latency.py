@@ -37,6 +37,9 @@ def make(group: EpGroup, one: Scenario = ONE, **changes: Any) -> LowLatencyAllTo
     return transport
 
 
+COLLECTIVES = ("all", "barrier", "broadcast", "gather", "monitored_barrier", "recv", "reduce", "scatter", "send")
+
+
 def refuse(*args: Any, **kwargs: Any) -> None:
     raise AssertionError("a step over shared memory called torch.distributed")
 
@@ -44,9 +47,14 @@ def refuse(*args: Any, **kwargs: Any) -> None:
 def check_no_collective(rank: int, group: EpGroup, compiled: bool) -> None:
     transport = make(group, compiled=compiled)
     calls = [name for name in dir(dist) if callable(getattr(dist, name)) and name[0].islower()]
-    with mock.patch.multiple(dist, **dict.fromkeys(calls, refuse)):
-        with pytest.raises(AssertionError, match="called torch"):
-            dist.barrier()
+    below = [name for name in dir(dist.ProcessGroup) if name.removeprefix("_").startswith(COLLECTIVES)]
+    with (
+        mock.patch.multiple(dist, **dict.fromkeys(calls, refuse)),
+        mock.patch.multiple(dist.ProcessGroup, **dict.fromkeys(below, refuse)),
+    ):
+        for barrier in (dist.barrier, group.process_group.barrier):
+            with pytest.raises(AssertionError, match="called torch"):
+                barrier()
         assert torch.equal(transport.exchange_counts(torch.tensor([rank])).wait()[:, 0], torch.arange(3))
         check_scenario(rank, lambda _: transport, ONE)
 
