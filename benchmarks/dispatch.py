@@ -44,9 +44,10 @@ class ArrivalOnly:
 
     def __init__(self, work: LaneWork):
         self.send_rows = work.send_rows
-        self.writes_in_place = False
 
-    def place_rows(self, sent: object, own: Tensor, room: Tensor, buffer: int, others: list[int]) -> PackedRows:
+    def place_rows(
+        self, sent: object, own: Tensor, room: Tensor, buffer: int, others: list[int], wanted: Tensor | None
+    ) -> PackedRows:
         return PackedRows(own[:0], torch.empty(0))
 
 
@@ -99,7 +100,7 @@ def measure(rank: int, group: EpGroup, rounds: int) -> dict[str, list[float]]:
     transports = {"shm": ours, "plain": plain, "gloo": gloo, "shm rank_sum": summed, "gloo rank_sum": gloo_summed}
     arrival, plain_arrival = shm(True), shm(False)
     for transport in (arrival, plain_arrival):
-        transport._work = ArrivalOnly(transport._work)  # type: ignore[attr-defined]
+        transport._receiver.work = ArrivalOnly(transport._work)  # type: ignore[attr-defined]
     yardsticks = Yardsticks(group, NUM_TOKENS * TOPK * ROW_BYTES)
     num_dedup = int(sum(len(set(row)) for row in (ids // slots).tolist()))
     remote = ids // slots != rank
