@@ -79,7 +79,9 @@ class NativeLaneWork:
         progress: int = 0,
     ) -> _Trip:
         trip = _Trip(physical_ids, self._num_ranks, self._slots, self._kept_entries)
-        weights = None if weights is None else weights.contiguous()  # a name holds what has only an address below
+        if weights is not None:
+            assert (weights.dtype, weights.shape) == (torch.float32, trip.ids.shape), "one float32 weight for each id"
+            weights = weights.contiguous()  # a name holds what has only an address below
         status = self._library.send_rows(
             self._facts_at, buffer, self._mask(others), trip.ids.data_ptr(), trip.num_tokens, trip.topk, own.data_ptr(),
             0 if weights is None else weights.data_ptr(), progress, trip.at,
@@ -123,6 +125,7 @@ class NativeLaneWork:
         assert isinstance(own, Tensor)
         if not self._lanes.wire.combine.is_identity:
             return self._add_decoded(placed, own, weights, buffer, others)
+        assert (weights.dtype, weights.shape) == (torch.float32, placed.ids.shape), "one float32 weight for each id"
         weights = weights.contiguous()
         out = torch.empty(placed.num_tokens, self._lanes.hidden, dtype=self._lanes.dtype)
         self._library.add_results(

@@ -98,7 +98,7 @@ class LowLatencyAllToAll:
         """
         self._memory = memory
         self._rank, self._num_ranks = memory.rank, memory.num_ranks
-        self._shape, self._hidden = shape, hidden
+        self._shape, self._hidden, self._dtype = shape, hidden, dtype
         self._wire = wire
         self._slab_rows = self._num_ranks * shape.max_tokens if masked else 0
         self._inbox = [Lane(memory.region(self._rank), shape, source) for source in range(self._num_ranks)]
@@ -195,6 +195,8 @@ class LowLatencyAllToAll:
         trip = cast(_Handle, handle)
         check_epoch(self._peers, trip.epoch, "combine send")
         results = expert_out.view(-1, self._hidden) if self._slab_rows else expert_out
+        placed = trip.placed.x
+        assert (results.shape, results.dtype) == (placed.shape, placed.dtype), "results are like the rows that came"
         results = results.contiguous()
         call, epoch = self._home.begin(), self._peers.epoch
         if self._offers is not None:
@@ -218,6 +220,9 @@ class LowLatencyAllToAll:
 
     def _check(self, hidden: Tensor, physical_ids: Tensor) -> None:
         shape = self._shape
+        # C knows addresses only.
+        assert (hidden.dtype, physical_ids.dtype) == (self._dtype, torch.int64), "rows or ids of another dtype"
+        assert hidden.shape[0] == physical_ids.shape[0], "ids are one row for each token"
         if hidden.shape[0] > shape.max_tokens:
             raise CapacityError(
                 f"{hidden.shape[0]} tokens in one dispatch, room for {shape.max_tokens}; raise "

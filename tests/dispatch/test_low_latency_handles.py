@@ -152,3 +152,16 @@ def test_rows_of_which_some_never_came_are_not_given_by_a_second_wait() -> None:
     for wait in (lambda: list(slots), sent[0].wait, sent[0].wait):
         with pytest.raises(PeerError, match="rank 1 did not arrive in dispatch receive 1"):
             wait()
+
+
+def test_what_has_another_shape_or_dtype_is_refused_before_anything_is_read_past_its_end() -> None:
+    ends = Ends()
+    hidden, ids, weights = ONE.inputs(0)
+    for wrong in ((hidden.half(), ids), (hidden, ids.int()), (hidden[:3], ids)):
+        with pytest.raises(AssertionError, match=r"rows or ids|one row for each token"):
+            ends.ends[0].dispatch(*wrong)
+    arrived = ends.dispatch()
+    for rows in (arrived[0].rows.x[1:], arrived[0].rows.x.half()):
+        with pytest.raises(AssertionError, match="results are like the rows"):
+            ends.ends[0].combine(rows, weights, arrived[0].handle)
+    check_home(ends.combine(arrived, results_of(arrived)))
