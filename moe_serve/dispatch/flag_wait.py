@@ -8,7 +8,7 @@ import os
 import time
 from collections.abc import Callable
 
-from moe_serve.dispatch.inbox import Int64Array
+from moe_serve.dispatch.inbox import Int32Array, Int64Array
 
 SPINS = 100  # looks, 10 µs, before the time slice is given up, where each rank has a core
 YIELD_S = 0.002  # how long a rank only yields; a step of computing passes in milliseconds
@@ -39,9 +39,15 @@ class FlagWait:
         self.waited_s[:] = self._kept_s
 
     def __call__(
-        self, flags: Int64Array, wanted: int, ranks: list[int], phase: str, sequence: int, or_more: bool = False
+        self,
+        flags: Int64Array | Int32Array,
+        wanted: int,
+        ranks: list[int],
+        phase: str,
+        sequence: int,
+        or_more: bool = False,
     ) -> None:
-        """Returns when flags[r] is `wanted` (or more) for every r of `ranks`. flags: [R] int64, a view of memory.
+        """Returns when flags[r] is `wanted` (or more) for every r of `ranks`. flags: [R], a view of memory.
 
         Raises PeerError naming rank, phase and sequence number.
         """

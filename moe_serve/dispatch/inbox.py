@@ -147,8 +147,9 @@ class Outbox:
 
 
 def progress_word(epoch: int, call: int, num_rows: int = 0) -> int:
-    """Returns what says that entries and the first num_rows rows of a dispatch are here; it grows within an epoch."""
-    return (epoch & 0x7FF) << 52 | (call & 0xFFF_FFFF) << 24 | num_rows
+    """Returns what says that entries and the first num_rows rows of a dispatch are here: num_rows in the lower half, in
+    the upper one which dispatch it is. Calls and epochs that lie near each other differ there, also where it wraps."""
+    return (epoch * 0x9E37_79B1 + call & 0x7FFF_FFFF) << 32 | num_rows
 
 
 def owner_words(region: Tensor) -> Int64Array:
