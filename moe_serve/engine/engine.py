@@ -293,7 +293,10 @@ class Engine:
         if now_s - self._spoke_s < ALIVE_PERIOD_S * 0.9:
             return
         self._spoke_s = now_s
-        status = make_status(self.rank, self.epoch, self.step, self.scheduler, self.counters, self.served.waited_s)
+        served = self.served
+        status = make_status(
+            self.rank, self.epoch, self.step, self.scheduler, self.counters, served.waited_s, served.split_outcomes
+        )
         self.mailbox.send(status)
         silent_s = min(self.mailbox.front_end_silent_s(), now_s - self._started_s)
         if silent_s > self.settings.front_end_deadline_s and not self._wants_stop:

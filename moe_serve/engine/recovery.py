@@ -132,8 +132,10 @@ def _what_is_lost(placement: Placement, masked: Sequence[int], lost: Sequence[tu
     experts = [str(expert) for lost_row, expert in lost if lost_row == row]
     named = ", ".join(experts[:_NAMED_EXPERTS]) + (", …" if len(experts) > _NAMED_EXPERTS else "")
     ranks = " and ".join(f"rank {rank}" for rank in masked) + (" together" if len(masked) > 1 else "")
+    layers = len({lost_row for lost_row, _ in lost})
+    over = f" over {layers} layers" if layers > 1 else ""
     return (
-        f"{ranks} cannot be spared: {len(lost)} experts had their only slots there (layer "
+        f"{ranks} cannot be spared: {len(lost)} experts{over} had their only slots there (layer "
         f"{placement.moe_layer_ids[row]}: {named}); start the ranks again, and give every expert slots on two ranks to "
         "go on without one: raise eplb.num_redundant_experts, or change the file in eplb.init_expert_location"
     )

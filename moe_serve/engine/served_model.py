@@ -68,6 +68,12 @@ class ServedModel:
         """Seconds that this rank has waited for each other one; empty where the transport does not measure it."""
         return self.all_to_all.waited_s if isinstance(self.all_to_all, MeasuresWaits) else []
 
+    @property
+    def split_outcomes(self) -> list[int]:
+        """Batches that the exact split has proven at once, proven after repair, not proven; empty where none serves."""
+        outcomes = self.replica_map.split_outcomes
+        return [] if outcomes is None else [int(number) for number in outcomes.cpu()]
+
     def begin_step(self, max_tokens: int) -> None:
         """Tells a transport that chooses by the size of the step. max_tokens: of the plan, equal on all ranks"""
         if isinstance(self.all_to_all, FollowsSteps):

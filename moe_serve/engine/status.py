@@ -36,12 +36,25 @@ class EngineCounters:
 
 
 def make_status(
-    rank: int, epoch: int, step: int, scheduler: Scheduler, counters: EngineCounters, waited_s: Sequence[float]
+    rank: int,
+    epoch: int,
+    step: int,
+    scheduler: Scheduler,
+    counters: EngineCounters,
+    waited_s: Sequence[float],
+    split_outcomes: Sequence[int] = (),
 ) -> Status:
-    """Returns the report of a rank. waited_s: for each rank, how long this one has waited for its rows"""
+    """Returns the report of a rank.
+
+    waited_s:       for each rank, how long this one has waited for its rows
+    split_outcomes: batches that the exact split has proven at once, proven after repair, not proven; () = it does not
+                    serve. What was not proven may be exact, and is never called so
+    """
     uncomputed, _ = scheduler.pending_tokens
     totals = {name: float(value) for name, value in vars(counters).items()}
     totals |= {name: float(getattr(scheduler.stats, name)) for name in scheduler.stats.__slots__}
+    names = ("num_splits_proven", "num_splits_repaired", "num_splits_unproven")
+    totals |= {name: float(number) for name, number in zip(names, split_outcomes, strict=False)}
     return Status(
         rank=rank,
         epoch=epoch,

@@ -19,7 +19,12 @@ from moe_serve.kernels.exact_split import SplitTable, exact_split, split_table
 
 
 class ExactShares(Protocol):
-    """Shares batch after batch of any layer over the slots of the placement in use."""
+    """Shares batch after batch of any layer over the slots of the placement in use.
+
+    outcomes: [3] int64: batches proven at once, proven after repair, not proven; since start
+    """
+
+    outcomes: Tensor
 
     def activate(self, placement: Placement) -> None:
         """Goes over to another placement of the same shape."""
@@ -40,6 +45,8 @@ class HostShares:
 
     def __init__(self, placement: Placement):
         self._policies: list[SplitPolicy]
+        self.outcomes = torch.zeros(3, dtype=torch.int64)
+        self._proven = self.outcomes[:1].numpy()
         self.activate(placement)
 
     def activate(self, placement: Placement) -> None:
@@ -47,6 +54,7 @@ class HostShares:
         self._policies = [make_split("exact", graph) for graph in graphs]
 
     def slot_counts(self, layer_row: int, counts: Tensor) -> Tensor:
+        self._proven += 1  # always: it ends when nothing is left to improve
         return torch.from_numpy(self._policies[layer_row].split(counts.numpy()))
 
 
@@ -59,7 +67,6 @@ class DeviceShares:
         self._by_expert, self._logical = (order.to(device) for order in _slot_order(placement))
         self._num_slots = placement.num_slots
         self.outcomes = torch.zeros(3, dtype=torch.int64, device=device)
-        """[3] int64: batches proven at once, proven after repair, not proven; since start"""
 
     def activate(self, placement: Placement) -> None:
         new = (*_stacked(placement), *_slot_order(placement))

@@ -29,10 +29,11 @@ class ReplicaMap:
         split: Literal["even", "exact"] = "even",
         compiled: bool = True,
     ):
-        """compiled: count and share in C where a compiler is found, on CPUs; the numbers are the same
+        """split: how replicas share a batch: "even" deals tokens out in turn, "exact" makes the largest rank load as
+        small as it can be (see exact_shares.py); equal on all ranks
 
-        split: how replicas share a batch: "even" deals tokens out in turn, "exact" makes the largest rank load as
-        small as it can be (see exact_shares.py); equal on all ranks"""
+        compiled: count and share in C where a compiler is found, on CPUs; the numbers are the same
+        """
         self._shape = _shape_of(placement)
         _, num_logical, num_slots, _ = self._shape
         self._room = num_slots - num_logical + 1  # the others need at least one slot each
@@ -43,6 +44,14 @@ class ReplicaMap:
         self._exact: ExactShares | None = None
         if split == "exact" and self._room > 1:
             self._exact = make_exact_shares(placement, torch.device(device))
+
+    @property
+    def split_outcomes(self) -> Tensor | None:
+        """Returns how many batches the exact split has proven at once, proven after repair, and not proven: [3] int64.
+
+        None where batches are split evenly.
+        """
+        return None if self._exact is None else self._exact.outcomes
 
     def activate(self, placement: Placement) -> None:
         """Copies a new placement into the tables. Raises PlacementError when its shape is another one."""

@@ -10,7 +10,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from moe_serve.errors import ConfigError
+from moe_serve.kernels.contiguous import align_rows
 from moe_serve.kernels.numerics import FAST, Numerics
 
 Library = Literal["triton", "torch", "deep_gemm"]
@@ -52,7 +52,12 @@ def packed_gemm_on_gpu(
             y: Tensor = torch.nn.functional.grouped_mm(x, weight.transpose(1, 2), offs=ends)
             return y
         case "deep_gemm":
-            raise ConfigError("deep_gemm takes packed rows only when padded to 128 per expert; choose triton or torch")
+            from deep_gemm import m_grouped_bf16_gemm_nt_contiguous
+
+            rows = align_rows(x, rows_per_group)
+            product = rows.x.new_empty(rows.x.shape[0], weight.shape[1])
+            m_grouped_bf16_gemm_nt_contiguous(rows.x, weight, product, rows.m_indices)
+            return rows.packed(product)
 
 
 def slab_gemm_on_gpu(

@@ -122,6 +122,9 @@ def exact_of_all_ranks(
     counts = torch.stack([count_slots(i, placement.num_logical) for i in ids])
     outs = [replicas.split(i, counts, rank) for rank, i in enumerate(ids)]
     assert all(torch.equal(slot_counts, outs[0][1]) for _, slot_counts in outs)
+    if replica_map is None and replicas.needs_counts:
+        assert replicas._exact is not None
+        assert replicas._exact.outcomes.tolist() == [len(ids), 0, 0], "each batch is counted, and all are proven here"
     for rank, (physical, slot_counts) in enumerate(outs):
         in_torch = replicas._follow(ids[rank], counts[rank], slot_counts[rank])
         assert torch.equal(physical, in_torch), "the form in C has the same integers"

@@ -13,8 +13,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from moe_serve.dispatch.base import PackedRows
-
 DEEPGEMM_ALIGNMENT = 128  # rows of its largest tile
 
 
@@ -43,17 +41,17 @@ def aligned_starts(rows_per_slot: Tensor, alignment: int) -> tuple[Tensor, int]:
     return sizes.cumsum(0) - sizes, int(sizes.sum())
 
 
-def align_rows(rows: PackedRows, alignment: int = DEEPGEMM_ALIGNMENT) -> ContiguousRows:
-    """Returns packed rows in the contiguous layout, on the device of rows.x."""
-    counts, device = rows.rows_per_slot, rows.x.device
+def align_rows(packed: Tensor, rows_per_slot: Tensor, alignment: int = DEEPGEMM_ALIGNMENT) -> ContiguousRows:
+    """Returns packed rows [M, H] in the contiguous layout, on their device. rows_per_slot: [S] int64 on the host"""
+    counts, device = rows_per_slot, packed.device
     starts, num_aligned = aligned_starts(counts, alignment)
-    num_rows = rows.x.shape[0]
+    num_rows = packed.shape[0]
     shift = starts - (counts.cumsum(0) - counts)
     source = torch.arange(num_rows) + shift.repeat_interleave(counts, output_size=num_rows)
     m_indices = torch.full((num_aligned,), -1, dtype=torch.int32)
     m_indices[source] = torch.arange(counts.shape[0], dtype=torch.int32).repeat_interleave(counts, output_size=num_rows)
     source = source.to(device)
-    x = rows.x.new_zeros(num_aligned, rows.x.shape[1]).index_copy_(0, source, rows.x)
+    x = packed.new_zeros(num_aligned, packed.shape[1]).index_copy_(0, source, packed)
     return ContiguousRows(x, m_indices.to(device), (starts + counts).to(torch.int32).to(device), source)
 
 
