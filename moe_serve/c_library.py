@@ -34,7 +34,7 @@ def load_c_library(
     compiler = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
     if compiler is None:
         raise ConfigError(f"no C compiler (cc, gcc, clang) for {source.name}; install one, or use its plain twin")
-    folder = folder or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "moe_serve"
+    folder = folder or _cache_folder()
     facts = (source.read_bytes(), compiler, _FLAGS + flags, platform.python_version(), _processor())
     path = folder / f"{source.stem}_{hashlib.sha256(repr(facts).encode()).hexdigest()[:16]}.so"
     try:
@@ -53,6 +53,14 @@ def load_c_library(
         function = getattr(library, name)
         function.restype, function.argtypes = ctypes.c_int64, [ctypes.c_int64] * num_arguments
     return library, compiler
+
+
+def _cache_folder() -> Path:
+    cache = os.environ.get("XDG_CACHE_HOME")
+    try:
+        return Path(cache or Path.home() / ".cache") / "moe_serve"
+    except RuntimeError:
+        raise ConfigError("nobody's home folder is known here, so no C helper is kept; set XDG_CACHE_HOME") from None
 
 
 def _build(compiler: str, source: Path, path: Path, flags: tuple[str, ...]) -> None:

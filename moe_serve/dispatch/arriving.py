@@ -43,7 +43,9 @@ class ArrivingRows:
 
     def __init__(self, receiver: RowReceiver, sent: object, own: Tensor, call: int):
         """sent: what `send_rows` gave;  own: this rank's rows, encoded;  call: number of the dispatch"""
-        self._receiver, self._sent, self._own, self._call = receiver, sent, own, call
+        self._receiver, self._call = receiver, call
+        self._sent: object = sent
+        self._own: Tensor | None = own
         self._epoch = receiver.peers.epoch
         self._arrived: Dispatched | None = None
         self._slots: Iterator[Sequence[int]] = iter(())
@@ -52,7 +54,7 @@ class ArrivingRows:
     def wait(self) -> Dispatched:
         if self._arrived is None:
             self._arrived = self._receive()
-            self._sent = None
+            self._sent = self._own = None
         for _ in self._slots:
             pass
         if self._failed is not None:  # some slots never came
@@ -109,10 +111,11 @@ class ArrivingRows:
             yield [int(slot) for slot in group]
         receiver.channel.arrive(self._call)
         receiver.channel.finish(self._call)
-        self._sent = None
+        self._sent = self._own = None
 
     def _place(self, room: Room, wanted: Tensor | None = None) -> Placed:
         receiver = self._receiver
+        assert self._own is not None, "rows are placed before they are let go"
         return receiver.work.place_rows(
             self._sent, self._own, receiver.rooms.rows(room), self._call % 2, receiver.peers.others, wanted
         )

@@ -160,7 +160,8 @@ class AllToAll(Protocol):
         """Sends each row to every slot that its ids name, and receives this rank's rows.
 
         hidden:       [T, H] compute dtype; T may differ from rank to rank, and be 0
-        physical_ids: [T, K] int64, 0 <= id < P, -1 = none; the same id twice in one row sends the row twice
+        physical_ids: [T, K] int64, 0 <= id < P, -1 = none; the same id twice in one row sends the row twice; K is equal
+                      on all ranks
         slot_counts:  [R, P] int64, rows of every rank for every slot, equal on all ranks; None: the transport learns
                       the sizes itself, by a round of its own
         weights:      [T, K] float32, what `combine` will get; needed with combine "rank_sum", else not looked at

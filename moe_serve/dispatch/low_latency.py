@@ -194,7 +194,7 @@ class LowLatencyAllToAll:
     def combine(self, expert_out: Tensor, weights: Tensor, handle: object) -> Pending[Tensor]:
         trip = cast(_Handle, handle)
         check_epoch(self._peers, trip.epoch, "combine send")
-        results = expert_out.view(-1, self._hidden) if self._slab_rows else expert_out
+        results = expert_out.reshape(-1, self._hidden) if self._slab_rows else expert_out
         placed = trip.placed.x
         assert (results.shape, results.dtype) == (placed.shape, placed.dtype), "results are like the rows that came"
         results = results.contiguous()

@@ -380,3 +380,14 @@ def test_slots_are_named_while_rows_of_others_are_still_on_their_way(compiled: b
     assert torch.equal(arrived.rows.x, expected)
     assert sent[0].wait() is arrived
     sent[1].wait()
+
+
+def test_without_a_home_folder_there_is_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    def homeless() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(Path, "home", homeless)
+    library, note = load_library()
+    assert library is None
+    assert "set XDG_CACHE_HOME" in note or note.startswith("no C compiler")
