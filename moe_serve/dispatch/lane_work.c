@@ -1,4 +1,4 @@
-/* The row work of the shared-memory transport: the same results as PlainLaneWork in lane_work.py, bit for bit.
+/* The row work of the shared-memory transport: the same results as PlainLaneWork in lane_work_plain.py, bit for bit.
 
    Built at first use by lane_work_native.py for the machine it runs on; never required. All sizes are int64. A "lane
    table" holds the addresses of one buffer: for each rank LANE_WORDS words. Shape words as in send_plan.py. */

@@ -13,7 +13,8 @@ from torch import Tensor
 
 from moe_serve.c_library import FOR_THIS_PROCESSOR, load_c_library
 from moe_serve.dispatch.inbox import FIRST, PROGRESS, Float32Array, Int32Array, Int64Array
-from moe_serve.dispatch.lane_work import Lanes, Placed, add_fetched, add_sums, encode_results, refuse_id, refuse_slab
+from moe_serve.dispatch.lane_work import Lanes, Placed, encode_results, refuse_id, refuse_slab
+from moe_serve.dispatch.lane_work_plain import add_fetched, add_sums
 from moe_serve.dispatch.send_plan import placed_starts, plan_sends
 from moe_serve.errors import ConfigError
 from moe_serve.kernels.weighted_sum import weighted_sum_reference

@@ -50,8 +50,9 @@ from moe_serve.dispatch.inbox import (
     Outbox,
     all_flags,
 )
-from moe_serve.dispatch.lane_work import Lanes, LaneWork, Placed, PlainLaneWork, Room, Rooms
+from moe_serve.dispatch.lane_work import Lanes, LaneWork, Placed, Room, Rooms
 from moe_serve.dispatch.lane_work_native import native_lane_work
+from moe_serve.dispatch.lane_work_plain import PlainLaneWork
 from moe_serve.dispatch.membership import Membership
 from moe_serve.dispatch.offers import OutboxOffers
 from moe_serve.dispatch.symmetric import SymmetricMemory

@@ -10,7 +10,7 @@ Shape words: T tokens, K topk, R ranks, P slots, S = P / R, N entries for one ra
 """
 
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 import numpy as np
 
@@ -40,55 +40,57 @@ def plan_sends(physical_ids: Int64Array, num_ranks: int, slots_per_rank: int) ->
     num_tokens, topk = physical_ids.shape
     num_slots = num_ranks * slots_per_rank
     flat = physical_ids.reshape(-1)
-    counts = np.bincount(flat + 1, minlength=num_slots + 1)[1:]
-    home = np.where(flat < 0, -1, occurrences(np.where(flat < 0, num_slots, flat)))
-    rank_of_pair = flat // slots_per_rank
-    plan = SendPlan(counts, home.reshape(num_tokens, topk), [], [], [])
-    for rank in range(num_ranks):
-        pairs = np.flatnonzero(rank_of_pair == rank)
-        token = pairs // max(topk, 1)
-        begins = np.diff(token, prepend=-1) != 0
-        plan.pairs.append(pairs)
-        plan.entries.append((flat[pairs] - rank * slots_per_rank + np.where(begins, FIRST, 0)).astype(np.int32))
-        plan.tokens.append(token[begins])
-    return plan
+    slot = np.where(flat < 0, num_slots, flat)
+    counts = np.bincount(slot, minlength=num_slots + 1)
+    order = np.argsort(slot, kind="stable")
+    home = np.empty(flat.shape, dtype=np.int64)
+    home[order] = np.arange(flat.size) - (np.cumsum(counts) - counts)[slot[order]]
+    home[flat < 0] = -1
+    counts = counts[:num_slots]
+
+    by_rank = starts(counts.reshape(num_ranks, slots_per_rank).sum(1))
+    pairs = np.argsort(slot // slots_per_rank, kind="stable")[: by_rank[-1]]
+    token, slot = pairs // max(topk, 1), slot[pairs]
+    rank = slot // slots_per_rank
+    begins = np.ones(pairs.shape, dtype=bool)
+    begins[1:] = (token[1:] != token[:-1]) | (rank[1:] != rank[:-1])
+    entries = (slot - rank * slots_per_rank + begins * FIRST).astype(np.int32)
+    mine = [slice(begin, end) for begin, end in pairwise(by_rank)]
+    return SendPlan(
+        counts=counts,
+        home=home.reshape(num_tokens, topk),
+        pairs=[pairs[part] for part in mine],
+        entries=[entries[part] for part in mine],
+        tokens=[token[part][begins[part]] for part in mine],
+    )
 
 
 @dataclass(frozen=True)
 class ArrivedEntries:
-    """What one source's entries mean at this rank.
+    """What entries mean where they arrive, of one source or of several in a row.
 
-    row:    [N] of each entry, the number of its row among those of the source
-    slot:   [N] of each entry
-    number: [N] the how many-th of the source's entries for that slot it is
+    row:  [M] of each entry, the number of its row
+    slot: [M] of each entry
+    k:    [M] the how many-th entry of its row it is
     """
 
     row: Int64Array
     slot: Int64Array
-    number: Int64Array
+    k: Int64Array
 
-    @property
-    def k(self) -> Int64Array:
-        """Returns the how many-th entry of its row each is: [N]."""
-        return occurrences(self.row)
+    def packed(self) -> Int64Array:
+        """Returns where each entry's row goes: [M], by slot, then in the order of arrival."""
+        packed = np.empty(len(self.slot), dtype=np.int64)
+        packed[np.argsort(self.slot, kind="stable")] = np.arange(len(packed))
+        return packed
 
 
 def read_entries(entries: Int32Array) -> ArrivedEntries:
-    """entries: [N] int32 as in SendPlan."""
-    wide = entries.astype(np.int64)
-    slot = wide & (FIRST - 1)
-    return ArrivedEntries(np.cumsum(wide >= FIRST) - 1, slot, occurrences(slot))
-
-
-def occurrences(values: Int64Array) -> Int64Array:
-    """Returns for each of values [N] how many equal ones precede it: [N] int64."""
-    order = np.argsort(values, kind="stable")
-    ordered = values[order]
-    begins = np.flatnonzero(np.diff(ordered, prepend=-1))
-    first = np.repeat(begins, np.diff(begins, append=len(values)))
-    numbers = np.empty(len(values), dtype=np.int64)
-    numbers[order] = np.arange(len(values)) - first
-    return numbers
+    """entries: [M] int32 as in SendPlan."""
+    begins = entries >= FIRST
+    row = np.cumsum(begins) - 1
+    k = np.arange(len(entries)) - np.flatnonzero(begins)[row]
+    return ArrivedEntries(row, (entries & (FIRST - 1)).astype(np.int64), k)
 
 
 def starts(sizes: Int64Array) -> list[int]:

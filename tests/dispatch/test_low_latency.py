@@ -16,8 +16,9 @@ from moe_serve.dispatch.arriving import SLOT_GROUPS
 from moe_serve.dispatch.base import BufferLimits, EpGroup, MaskedRows, PackedRows, arrive_by_slot, make_all_to_all
 from moe_serve.dispatch.buffers import inbox_shape
 from moe_serve.dispatch.inbox import PROGRESS, ROWS
-from moe_serve.dispatch.lane_work import PlainLaneWork, rows_needed
+from moe_serve.dispatch.lane_work import rows_needed
 from moe_serve.dispatch.lane_work_native import NativeLaneWork, load_library
+from moe_serve.dispatch.lane_work_plain import PlainLaneWork
 from moe_serve.dispatch.low_latency import LowLatencyAllToAll
 from moe_serve.dispatch.symmetric_shm import Mappings, ShmMemory, check_machine, map_anonymous
 from moe_serve.dispatch.wire import make_wire

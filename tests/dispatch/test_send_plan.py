@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from moe_serve.dispatch.inbox import FIRST
 from moe_serve.dispatch.layout import by_slot, count_slots, rank_order, row_begins
-from moe_serve.dispatch.send_plan import occurrences, placed_starts, plan_sends, read_entries
+from moe_serve.dispatch.send_plan import placed_starts, plan_sends, read_entries
 
 
 @settings(max_examples=60, deadline=None)
@@ -27,7 +27,11 @@ def test_a_row_goes_once_to_each_rank_that_wants_it(ranks: int, slots: int, toke
         arrived = read_entries(plan.entries[rank])
         assert [wanted[row] for row in arrived.row] == [pair // topk for pair in pairs]
         assert (arrived.slot + rank * slots).tolist() == ids.flatten()[pairs].tolist()
-        assert arrived.number.tolist() == plan.home.reshape(-1)[pairs].tolist(), "both ends count the same"
+        within = [
+            slots_here[:i].count(slot) for slots_here in [arrived.slot.tolist()] for i, slot in enumerate(slots_here)
+        ]
+        assert within == plan.home.reshape(-1)[pairs].tolist(), "both ends count the same"
+        assert arrived.k.tolist() == [arrived.row[:i].tolist().count(row) for i, row in enumerate(arrived.row)]
         mine = slice(first, first + int(per_rank[rank]))
         assert order[mine].tolist() == pairs, "the torch form has the same order"
         assert begins[mine].tolist() == (plan.entries[rank] >= FIRST).tolist()
@@ -49,10 +53,21 @@ def test_arrived_entries_go_where_the_placed_layout_says(num_ranks: int, num_slo
     assert (np.diff(slabs, axis=0) == counts.numpy()[:-1]).all()
 
 
-@given(st.lists(st.integers(0, 5), max_size=30))
-def test_occurrences_count_what_came_before(values: list[int]) -> None:
-    expected = [values[:i].count(value) for i, value in enumerate(values)]
-    assert occurrences(np.array(values, dtype=np.int64)).tolist() == expected
+@settings(max_examples=40, deadline=None)
+@given(st.lists(st.lists(st.integers(0, 3), max_size=9), min_size=1, max_size=4))
+def test_entries_of_several_sources_are_packed_by_slot_then_source(slots_of_sources: list[list[int]]) -> None:
+    slots = [slot for source in slots_of_sources for slot in source]
+    packed = read_entries(np.array(slots, dtype=np.int32) | FIRST).packed()
+    counts = np.array([[source.count(slot) for slot in range(4)] for source in slots_of_sources])
+    assert sorted(packed.tolist()) == list(range(len(slots)))
+    assert [slots[i] for i in np.argsort(packed)] == sorted(slots)
+    begins = placed_starts(counts)
+    at = 0
+    for number, source in enumerate(slots_of_sources):
+        for slot in set(source):
+            mine = [int(packed[at + i]) for i, other in enumerate(source) if other == slot]
+            assert mine == list(range(int(begins[number, slot]), int(begins[number, slot]) + len(mine)))
+        at += len(source)
 
 
 def test_one_hand_worked_plan() -> None:
