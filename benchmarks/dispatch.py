@@ -146,8 +146,9 @@ def measure(rank: int, group: EpGroup, rounds: int) -> dict[str, list[float]]:
     for number in range(rounds + 2):
         for names in [*([name] for name in variants if name not in together), together]:
             small = any(word in names[0] for word in ("empty", "round", "token"))
-            slow = any(word in names[0] for word in ("gloo", "plain"))
-            took = [[variants[name]() for name in names] for _ in range(1 if slow else 20 if small else 11)]
+            is_gloo, is_plain = "gloo" in names[0], "plain" in names[0]
+            num_repeats = 1 if is_gloo else 20 if small else 1 if is_plain else 11
+            took = [[variants[name]() for name in names] for _ in range(num_repeats)]
             for name, seconds in zip(names, zip(*took, strict=True), strict=True):
                 if number >= 2:
                     times[name].append(statistics.median(seconds))
