@@ -65,8 +65,10 @@ def main() -> None:
     notes = (
         f"T={NUM_TOKENS} tokens per rank, H={HIDDEN}, K={TOPK}, E={NUM_EXPERTS}, bf16 on the wire; ranks pinned, at "
         "raised priority where allowed. Times are medians over rounds of the slowest rank, all ranks running at once; "
-        "`min` is the best round. `ratio`: best round over best round of the yardstick, and in brackets the median of "
-        "the ratios within a round; other work on the machine lengthens only what waits for a peer. Faults: 3 "
+        "`min` is the best round. `ratio`: the median of the ratios within a round, and in brackets best round over best "
+        "round of the yardstick: neighbours on the machine take half of its memory bandwidth in some rounds, so a single "
+        "round says little. Each variant runs 11 times in a row (20 the small ones, gloo and large plain ones once), and "
+        "its median counts. Faults: 3 "
         "ranks, one of which is killed or stopped in each of the four phases, deadline 50 ms, counted from its end."
     )
     print(save("dispatch", "Dispatch and combine over shared memory", rows, facts, notes))
