@@ -65,10 +65,10 @@ def main() -> None:
     notes = (
         f"T={NUM_TOKENS} tokens per rank, H={HIDDEN}, K={TOPK}, E={NUM_EXPERTS}, bf16 on the wire; ranks pinned, at "
         "raised priority where allowed. Times are medians over rounds of the slowest rank, all ranks running at once; "
-        "`min` is the best round. `ratio`: the median of the ratios within a round, and in brackets best round over best "
-        "round of the yardstick: neighbours on the machine take half of its memory bandwidth in some rounds, so a single "
-        "round says little. Each variant runs 11 times in a row (20 the small ones, gloo and large plain ones once), and "
-        "its median counts. Faults: 3 "
+        "`min` is the best round. `ratio`: the median of the ratios within a round, and in brackets best round over "
+        "best round of the yardstick: neighbours on the machine take half of its memory bandwidth in some rounds, so a "
+        "single round says little. Each variant runs 11 times in a row (20 the small ones, gloo and large plain ones "
+        "once), and its median counts. Faults: 3 "
         "ranks, one of which is killed or stopped in each of the four phases, deadline 50 ms, counted from its end."
     )
     print(save("dispatch", "Dispatch and combine over shared memory", rows, facts, notes))
@@ -292,7 +292,7 @@ def summarise(num_ranks: int, per_rank: list[dict[str, list[float]]]) -> list[di
                 "min µs": float(np.min(took) * 1e6),
                 "ratio": ""
                 if yardstick is None
-                else f"{took.min() / yardstick.min():.2f} ({np.median(took / yardstick):.2f}) × {against}",
+                else f"{np.median(took / yardstick):.2f} ({took.min() / yardstick.min():.2f}) × {against}",
                 "goal": goal,
             }
         )
