@@ -323,7 +323,7 @@ def summarise(num_ranks: int, per_rank: list[dict[str, list[float]]]) -> list[di
         row(f"one token, dispatch + combine, {label}", f"{name} one token", None, "", "≤ 60 µs")
     goal = "≤ 1.05" if goals else ""
     row(
-        "replicas + statistics + wait matrix",
+        "replicas + statistics (wait matrix in both)",
         "shm replicas dispatch",
         slowest["shm unreplicated dispatch"],
         "without",

@@ -1,6 +1,7 @@
 """The receive half of a dispatch over shared memory: all rows at once, or slot by slot as they come."""
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -16,24 +17,19 @@ PHASE = "dispatch receive"
 BySlot = tuple[Dispatched, Iterator[Sequence[int]]]
 
 
+@dataclass
 class RowReceiver:
     """What the receive halves of all dispatches of a transport share.
 
     finish: makes what the caller gets of rows that are placed in a room, in an epoch
     """
 
-    def __init__(
-        self,
-        peers: Peers,
-        channel: Channel,
-        work: LaneWork,
-        lanes: Lanes,
-        rooms: Rooms,
-        finish: Callable[[Placed, Room, int], Dispatched],
-    ):
-        self.peers, self.channel, self.work, self.lanes, self.rooms, self.finish = (
-            peers, channel, work, lanes, rooms, finish,
-        )  # fmt: skip
+    peers: Peers
+    channel: Channel
+    work: LaneWork
+    lanes: Lanes
+    rooms: Rooms
+    finish: Callable[[Placed, Room, int], Dispatched]
 
 
 class ArrivingRows:

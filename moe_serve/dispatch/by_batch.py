@@ -50,9 +50,8 @@ class ByBatchAllToAll:
 
         def receive() -> Dispatched:
             arrived = pending.wait()
-            return Dispatched(
-                arrived.rows, (way, arrived.handle), arrived.out
-            )  # it goes home as it came, whatever comes between
+            # Results go home the way the rows came, whatever step begins between.
+            return Dispatched(arrived.rows, (way, arrived.handle), arrived.out)
 
         return Deferred(receive)
 

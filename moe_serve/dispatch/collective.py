@@ -19,7 +19,7 @@ from moe_serve.dispatch.rank_sum import add_rank_sums, index_by_row, rank_index
 from moe_serve.dispatch.wire import Wire
 from moe_serve.kernels.weighted_sum import weighted_sum
 
-SMALL_BYTES = 1 << 16  # rows of one rank, if each entry sends its own: about what a round of gloo costs
+SMALL_BYTES = 1 << 16  # rows of one rank, if each entry sends its own: below, a round's latency weighs more
 _ALIGNMENT = 16
 
 

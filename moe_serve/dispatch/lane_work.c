@@ -286,9 +286,10 @@ void send_results(const i64 *facts, i64 buffer, i64 others, i64 num_tokens, i64 
         if (facts[RANK_SUM])
             starts[0] = first_row;
         for (i64 slot = 0; slot < slots && !in_place; slot++)
-            memcpy(outbox + trip.starts[peer * slots + slot] * row_bytes,
-                   data + placed_start(facts, trip, peer, slot) * row_bytes,
-                   trip.arrived[peer * slots + slot] * row_bytes);
+            if (trip.arrived[peer * slots + slot]) /* with no rows at all there may be no address either */
+                memcpy(outbox + trip.starts[peer * slots + slot] * row_bytes,
+                       data + placed_start(facts, trip, peer, slot) * row_bytes,
+                       trip.arrived[peer * slots + slot] * row_bytes);
     }
     _mm_sfence();
 }

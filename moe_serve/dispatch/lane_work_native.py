@@ -208,7 +208,8 @@ def lane_facts(lanes: Lanes) -> Int64Array:
 def cached_bytes(num_ranks: int) -> int:
     """Returns how much of the rows that arrive is written through the caches: half of a rank's share of the largest.
 
-    Measured with 14 MB of rows on two cores that share 32 MB: half and half took 0.6 to 0.8 of the time of either way.
+    Each way to memory has a limit of its own, so half and half is faster than either; benchmarks/dispatch.py shows what
+    it comes to.
     """
     sizes = [
         int(path.read_text().strip().removesuffix("K")) << 10

@@ -8,9 +8,9 @@
 Why it is right. Data are written first and the flag second, an aligned 8-byte store, and x86-64 makes stores visible in
 program order (also after a string copy, and the C helper fences its streaming stores); so whoever sees the flag sees
 the data. A flag holds the stamp of its call, never a yes or no: nobody clears it, and a flag from a voided epoch cannot
-be taken for one of this. Lanes and outboxes have two buffers, so two handles may be in flight; before call n writes,
-the peers must have said that they have read call n - 2. A rank that was given up while it fetched results may have read
-what was written later: so it looks, after it has read, whether its epoch still stands.
+be taken for one of this. Lanes and outboxes have two buffers, so two calls of a kind may be in flight; before call n
+writes, the peers must have said that they have read call n - 2. A rank that was given up while it fetched results may
+have read what was written later: so it looks, after it has read, whether its epoch still stands.
 
 Why it cannot deadlock. A send of call n waits for reads of call n - 2, a receive of call n for sends of call n: every
 wait is for something earlier in the one order of calls that all ranks share. A peer that does not come is met by the

@@ -3,8 +3,8 @@
 Transports carry uint8 rows of a fixed size, so each of them carries each wire dtype. Every row goes through the codec,
 also the one that stays on its rank: results do not depend on where an expert lives.
 
-fp8 is DeepSeek's recipe for the way out: blocks of 128 channels share a float32 scale, amax / 448 with amax at least
-1e-4, values are e4m3. Results come home in bf16, as they do there: they are partial sums, and fp8 would lose them.
+fp8 is DeepSeek's recipe for the way out (kernels/quantize.py): groups of 128 channels share a float32 scale. Results
+come home in bf16, as they do there: they are partial sums, and fp8 would lose them.
 """
 
 from dataclasses import dataclass
@@ -14,10 +14,7 @@ import torch
 from torch import Tensor
 
 from moe_serve.errors import ConfigError
-
-FP8_BLOCK = 128  # channels that share a scale
-FP8_MAX = 448.0  # largest e4m3 value
-AMAX_FLOOR = 1e-4  # keeps the scale of an all-zero block finite
+from moe_serve.kernels.quantize import dequantize, num_groups, quantize
 
 
 class Codec(Protocol):
@@ -74,36 +71,17 @@ class Fp8Codec:
         self._compute = compute_dtype
 
     def row_bytes(self, hidden: int) -> int:
-        return hidden + 4 * _num_blocks(hidden)
+        return hidden + 4 * num_groups(hidden)
 
     def encode(self, rows: Tensor) -> Tensor:
-        values, scales = quantise_fp8(rows)
+        values, scales = quantize(rows)
         return torch.cat([_bytes(values), _bytes(scales)], dim=1)
 
     def decode(self, data: Tensor, hidden: int) -> Tensor:
-        values = data[:, :hidden].view(torch.float8_e4m3fn)
+        values = data[:, :hidden].contiguous().view(torch.float8_e4m3fn)
         # A copy even of a single row, which is contiguous as it is, but may begin at an odd address.
         scales = data[:, hidden:].clone(memory_format=torch.contiguous_format).view(torch.float32)
-        return dequantise_fp8(values, scales, self._compute)
-
-
-def quantise_fp8(rows: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns values [n, hidden] float8_e4m3fn and scales [n, ceil(hidden / 128)] float32: rows ~ values x scale."""
-    num_rows, hidden = rows.shape
-    padded = torch.nn.functional.pad(rows.float(), (0, -hidden % FP8_BLOCK))
-    blocks = padded.view(num_rows, _num_blocks(hidden), FP8_BLOCK)
-    amax = blocks.abs().amax(dim=2).clamp(min=AMAX_FLOOR)
-    # Rounding of the factor may lift a block's largest value a hair above 448, where the cast has no room.
-    scaled = (blocks * (FP8_MAX / amax)[:, :, None]).clamp(-FP8_MAX, FP8_MAX)
-    values = scaled.to(torch.float8_e4m3fn).flatten(1)[:, :hidden].contiguous()
-    return values, amax / FP8_MAX
-
-
-def dequantise_fp8(values: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
-    """Returns values [n, hidden] x scales [n, ceil(hidden / 128)], as dtype."""
-    hidden = values.shape[1]
-    spread = scales.repeat_interleave(FP8_BLOCK, dim=1)[:, :hidden]
-    return (values.float() * spread).to(dtype)
+        return dequantize(values, scales, self._compute)
 
 
 def _bytes(rows: Tensor) -> Tensor:
@@ -112,10 +90,6 @@ def _bytes(rows: Tensor) -> Tensor:
     if rows.stride(1) != 1:  # a width of one may come with any stride, and view() minds
         rows = rows.as_strided(rows.shape, (rows.shape[1], 1))
     return rows.view(torch.uint8)
-
-
-def _num_blocks(hidden: int) -> int:
-    return -(-hidden // FP8_BLOCK)
 
 
 def make_wire(wire_dtype: str, compute_dtype: torch.dtype) -> Wire:

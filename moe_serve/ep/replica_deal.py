@@ -1,4 +1,4 @@
-"""How replicas share a batch, in C: the same integers as the torch forms of LayerReplicas, in a tenth of their time.
+"""How replicas share a batch, in C: the same integers as the torch forms of LayerReplicas, sooner.
 
 Twenty small torch calls cost more than a decode step's rows take to travel. Never required: without a compiler, and on
 accelerators, the torch form serves.

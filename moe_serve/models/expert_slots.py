@@ -31,7 +31,9 @@ def empty_slots(
     for name, (shape, kind) in ((name, wanted[name]) for name in names):
         try:
             slots[name] = torch.zeros(num_slots, *shape, dtype=kind, device=device)
-        except RuntimeError:  # how torch says that there is no memory, on CPUs and on GPUs
+        except RuntimeError as error:  # how torch says that there is no memory, on CPUs and on GPUs
+            if "memory" not in str(error):
+                raise
             size = num_slots * math.prod(shape) * kind.itemsize
             raise CapacityError(
                 f"{num_slots} expert slots of one layer take {size / 2**30:.2f} GiB for {name} alone, more than "

@@ -4,8 +4,9 @@ import pytest
 import torch
 
 from moe_serve.dispatch.base import EpGroup, make_all_to_all
-from moe_serve.dispatch.wire import dequantise_fp8, make_wire, quantise_fp8
+from moe_serve.dispatch.wire import make_wire
 from moe_serve.errors import ConfigError
+from moe_serve.kernels.quantize import dequantize_reference, quantize_reference
 
 SIZES = [(0, 128), (1, 1), (3, 127), (5, 128), (4, 129), (2, 384)]
 
@@ -45,10 +46,10 @@ def test_fp8_loses_at_most_a_sixteenth_of_each_value(rows: int, hidden: int) -> 
 def test_fp8_scales_are_those_of_the_recipe() -> None:
     x = torch.zeros(2, 256)
     x[0, 3], x[0, 200] = -896.0, 224.0
-    values, scales = quantise_fp8(x)
+    values, scales = quantize_reference(x)
     assert scales.tolist() == [[2.0, 0.5], pytest.approx([1e-4 / 448] * 2)]
     assert values[0, 3].item() == -448
-    assert torch.equal(dequantise_fp8(values, scales, torch.float32), x)
+    assert torch.equal(dequantize_reference(values, scales, torch.float32), x)
 
 
 def test_fp8_results_come_home_in_bf16() -> None:
@@ -65,3 +66,11 @@ def test_what_does_not_exist_is_refused_with_the_known_names() -> None:
         make_all_to_all("pigeon", group, 4, torch.float32)
     with pytest.raises(ConfigError, match="2 ranks; local serves one rank"):
         make_all_to_all("local", group, 4, torch.float32)
+
+
+def test_fp8_rows_have_the_bits_of_the_kernels_on_every_transport() -> None:
+    x = (torch.randn(40, 300) * torch.logspace(-4, 4, 40)[:, None]).bfloat16().float()  # often half-way between two
+    data = make_wire("fp8", torch.float32).dispatch.encode(x)
+    values, scales = quantize_reference(x)
+    assert torch.equal(data[:, :300], values.view(torch.uint8))
+    assert torch.equal(data[:, 300:].contiguous().view(torch.float32), scales)
