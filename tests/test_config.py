@@ -63,6 +63,7 @@ def test_a_wrong_setting_is_named_with_its_fix(override: str, message: str) -> N
         ["engine.heartbeat_s=90"],
         ["eplb.init_expert_location=x.json", "eplb.num_redundant_experts=2"],
         ["dispatch.backend=deepep", "engine.numerics=batch_invariant"],
+        ["dispatch.combine=rank_sum", "engine.numerics=batch_invariant"],
         ["dispatch.backend=deepep", "parallel.device=cpu"],
         ["dispatch.backend=cuda_ipc", "parallel.device=cpu", "parallel.num_ranks=2"],
     ],

@@ -70,7 +70,9 @@ def test_settings_of_the_dispatch_reach_the_transport() -> None:
     )
     assert (asked["compiled"], asked["masked"], asked["deadline_s"]) == (False, True, 0.05)
     _, _, asked = build("dispatch.rows=packed", "engine.step_deadline_s=7")
-    assert (asked["masked"], asked["deadline_s"]) == (False, 7.0)
+    assert (asked["masked"], asked["deadline_s"], asked["combine"]) == (False, 7.0, "ordered")
+    _, _, asked = build("dispatch.combine=rank_sum")
+    assert asked["combine"] == "rank_sum"
 
 
 def test_a_transport_hears_of_steps_and_a_late_peer_voids_one() -> None:

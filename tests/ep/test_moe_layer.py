@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from moe_serve.dispatch.base import EpGroup, make_all_to_all
+from moe_serve.dispatch.base import Combine, EpGroup, make_all_to_all
 from moe_serve.ep import gate as gate_module
 from moe_serve.ep.gate import Gate, route_and_count
 from moe_serve.ep.load_recorder import LoadRecorder
@@ -40,6 +40,8 @@ class Case:
     only_rank: int | None = None  # all tokens on this rank
     split: Literal["even", "exact"] = "even"
     overlapped: int | None = None
+    backend: str = "collective"  # of several ranks
+    combine: Combine = "ordered"
 
     def share(self, rank: int) -> slice:
         if self.only_rank is not None:
@@ -67,13 +69,23 @@ def double(x: Tensor) -> Tensor:
 
 def build(group: EpGroup, case: Case) -> tuple[list[MoeLayer], LoadRecorder]:
     placement = case.placement
-    backend = "collective" if group.process_group is not None else "local"
+    backend = case.backend if group.process_group is not None else "local"
     slots = placement.slots_per_rank
     recorder = LoadRecorder(LAYERS, SPEC.num_logical, group, slots_per_rank=slots)
     parallel = ExpertParallel(
         rank=group.rank,
         router=SPEC,
-        all_to_all=make_all_to_all(backend, group, slots, torch.float32, case.wire),
+        all_to_all=make_all_to_all(
+            backend,
+            group,
+            slots,
+            torch.float32,
+            case.wire,
+            max_tokens_per_rank=case.capacity,
+            hidden=HIDDEN,
+            topk=SPEC.topk,
+            combine=case.combine,
+        ),
         replica_map=ReplicaMap(placement, split=case.split),
         recorder=recorder,
         max_tokens_per_rank=case.capacity,
@@ -248,3 +260,14 @@ def test_narrow_wires_cost_accuracy_but_not_identity(wire: str, limit: float) ->
     one, two = (serve(replace(BASE, placement=trivial(n, 1), wire=wire))[0] for n in (1, 2))
     assert torch.equal(one, two), "the row that stays goes through the codec too"
     assert 0 < relative_error(one, reference(BASE)) < limit
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3])
+@pytest.mark.parametrize("backend", ["collective", "low_latency"])
+def test_sums_made_on_each_rank_give_the_same_layer_in_other_last_bits(backend: str, num_ranks: int) -> None:
+    case = replace(BASE, placement=trivial(num_ranks, 3), numerics=FAST, backend=backend, combine="rank_sum")
+    out, load, _ = serve(case)
+    assert relative_error(out, reference(case)) < FLOAT32
+    ordered, ordered_load, _ = serve(replace(case, combine="ordered"))
+    assert np.array_equal(load, ordered_load)
+    assert num_ranks == 1 or not torch.equal(out, ordered), "the mode was not used"
