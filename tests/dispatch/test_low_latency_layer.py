@@ -1,5 +1,6 @@
 """Whole MoE layers over shared memory have the bits of one rank, with packed rows and with masked slabs."""
 
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -12,11 +13,8 @@ from tests.ranks import run_ranks
 
 
 def over_shared_memory(rank: int, group: EpGroup, case: layers.Case, masked: bool) -> Tensor:
-    def make(backend: str, group: EpGroup, slots_per_rank: int, dtype: torch.dtype, wire: str) -> AllToAll:
-        return make_all_to_all(
-            "low_latency", group, slots_per_rank, dtype, wire,
-            max_tokens_per_rank=case.capacity, hidden=layers.HIDDEN, topk=layers.SPEC.topk, masked=masked,
-        )  # fmt: skip
+    def make(backend: str, group: EpGroup, slots_per_rank: int, *args: Any, **limits: Any) -> AllToAll:
+        return make_all_to_all("low_latency", group, slots_per_rank, *args, **limits, masked=masked)
 
     with mock.patch.object(layers, "make_all_to_all", make):
         out, _, _ = layers.run_layers(rank, group, case)
