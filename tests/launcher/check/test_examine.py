@@ -6,7 +6,7 @@ import socket
 import pytest
 
 from moe_serve.config import load_config
-from moe_serve.launcher.check import Report, examine, print_check
+from moe_serve.launcher.check.examine import Report, examine, print_check
 
 
 def checked(*overrides: str) -> Report:

@@ -9,10 +9,11 @@ from typer.testing import CliRunner
 
 from moe_serve.config import load_config
 from moe_serve.errors import ConfigError
-from moe_serve.launcher import cli, system
-from moe_serve.launcher.flags import DEMO_SETTINGS, effective_config, settings_of_flags
+from moe_serve.launcher import system
+from moe_serve.launcher.cli import app as cli
+from moe_serve.launcher.cli.flags import DEMO_SETTINGS, effective_config, settings_of_flags
 
-CONFIGS = Path(__file__).parents[2] / "configs"
+CONFIGS = Path(__file__).parents[3] / "configs"
 
 
 def moe_serve(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -35,7 +36,7 @@ def serve(*arguments: str) -> int:
 def test_help_does_not_import_what_is_heavy():
     code = (
         "import sys; sys.argv = ['moe-serve', '--help']\n"
-        "import moe_serve.launcher.cli as cli\n"
+        "import moe_serve.launcher.cli.app as cli\n"
         "try: cli.main()\n"
         "except SystemExit: pass\n"
         "heavy = {'torch', 'fastapi', 'uvicorn', 'scipy', 'zmq', 'tokenizers'} & set(sys.modules)\n"
@@ -50,7 +51,7 @@ def test_help_does_not_import_what_is_heavy():
 def test_serving_does_not_pay_for_the_balancers_commands():
     code = (
         "import sys; sys.argv = ['moe-serve', 'serve', '--help']\n"
-        "import moe_serve.launcher.cli as cli\n"
+        "import moe_serve.launcher.cli.app as cli\n"
         "try: cli.main()\n"
         "except SystemExit: pass\n"
         "assert 'numpy' not in sys.modules"

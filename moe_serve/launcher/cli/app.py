@@ -5,8 +5,6 @@ displays and logs to stderr.
 """
 
 import sys
-from importlib import import_module
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated
 
@@ -92,8 +90,8 @@ def serve(
     ] = False,
 ) -> None:
     """Serve a model: all ranks of this machine and the HTTP front end. Ctrl-C ends everything."""
+    from moe_serve.launcher.cli.flags import effective_config
     from moe_serve.launcher.display import StartDisplay
-    from moe_serve.launcher.flags import effective_config
     from moe_serve.launcher.preflight import look_for_files
     from moe_serve.launcher.system import serve_on_this_machine
 
@@ -151,7 +149,7 @@ def generate(
 ) -> None:
     """Continue a text and print it as it comes; starts the ranks, and ends them again."""
     from moe_serve.attention_dp.request import SamplingParams
-    from moe_serve.launcher.flags import effective_config
+    from moe_serve.launcher.cli.flags import effective_config
     from moe_serve.launcher.generate import generate_to
 
     flags = _model_flags(model_path, num_ranks, load_format, dtype)
@@ -177,8 +175,8 @@ def check(
     dtype: Dtype = None,
 ) -> None:
     """Explain a configuration without starting it: memory, experts, buffers, backends, what is missing here."""
-    from moe_serve.launcher.check import print_check
-    from moe_serve.launcher.flags import effective_config
+    from moe_serve.launcher.check.examine import print_check
+    from moe_serve.launcher.cli.flags import effective_config
 
     flags = _model_flags(model_path, num_ranks, load_format, dtype)
     raise typer.Exit(print_check(effective_config(config, flags, overrides or ())))
@@ -201,8 +199,9 @@ def _add_balancer_commands(arguments: list[str]) -> None:
     ours = {command.callback.__name__ for command in app.registered_commands if command.callback}
     if arguments and arguments[0] in ours:
         return
-    if find_spec("moe_serve.launcher.cli_balancer") is not None:
-        import_module("moe_serve.launcher.cli_balancer").add_balancer_commands(app)
+    from moe_serve.launcher.cli.balancer import add_balancer_commands
+
+    add_balancer_commands(app)
 
 
 def main() -> None:
@@ -213,7 +212,3 @@ def main() -> None:
     except MoeServeError as error:
         print(f"moe-serve: {error}", file=sys.stderr)
         raise SystemExit(2) from None
-
-
-if __name__ == "__main__":
-    main()

@@ -1,12 +1,5 @@
-"""The configuration of a serving system: one YAML file, plus overrides from the command line.
+"""The sections of the configuration: frozen pydantic models, each setting with its unit and its reason."""
 
-Sections are frozen pydantic models; unknown keys are refused, with the nearest known one. Nothing edits a config later:
-what is computed from it (`auto` choices, sizes read from the model) is a new object. Torch-free: the front end reads
-it.
-"""
-
-import difflib
-from collections.abc import Iterable, Mapping
 from importlib import resources
 from pathlib import Path
 from typing import Any, Literal, Self
@@ -20,12 +13,9 @@ from pydantic import (
     NonNegativeInt,
     PositiveFloat,
     PositiveInt,
-    ValidationError,
     field_validator,
     model_validator,
 )
-
-from moe_serve.errors import ConfigError
 
 DEMO_MODEL = "demo"  # the name of the model inside the package
 
@@ -261,85 +251,3 @@ def model_dir(config: ModelConfig) -> Path:
 def served_name(config: ModelConfig) -> str:
     """Returns the name of the model for clients: as configured, else `demo` or its folder's name."""
     return config.served_name or (DEMO_MODEL if config.path == DEMO_MODEL else model_dir(config).name)
-
-
-def load_config(
-    path: str | Path | None = None, overrides: Iterable[str] = (), base: Mapping[str, Any] | None = None
-) -> ServeConfig:
-    """Returns the configuration of a YAML file with overrides on top.
-
-    path:      YAML file; None: all defaults
-    overrides: "section.key=value" strings, as `--set` takes them; values are read as YAML
-    base:      nested values below the file, for callers that bring their own defaults
-    Raises ConfigError with one line per mistake: the file, the dotted key, and what to do.
-    """
-    where = str(path) if path is not None else "configuration"
-    values = _merge({}, base or {})
-    if path is not None:
-        values = _merge(values, _read_yaml(Path(path)))
-    for text in overrides:
-        values = _merge(values, _parse_override(text))
-    try:
-        return ServeConfig.model_validate(values)
-    except ValidationError as error:
-        raise ConfigError("\n".join(_explain(where, item) for item in error.errors())) from None
-
-
-def _read_yaml(path: Path) -> dict[str, Any]:
-    try:
-        loaded = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(f"{path}: cannot be read ({error.strerror}); give --config an existing YAML file") from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path}: is not valid YAML ({' '.join(str(error).split())}); mend the file") from None
-    if loaded is None:
-        return {}
-    if not isinstance(loaded, dict):
-        raise ConfigError(f"{path}: holds a {type(loaded).__name__}, expected sections such as 'model:' and 'engine:'")
-    return loaded
-
-
-def _parse_override(text: str) -> dict[str, Any]:
-    key, equals, value = text.partition("=")
-    parts = key.strip().split(".")
-    if not equals or not all(parts):
-        raise ConfigError(f"override {text!r} is not of the form section.key=value; e.g. --set engine.numerics=fast")
-    try:
-        nested: Any = yaml.safe_load(value)
-    except yaml.YAMLError:
-        raise ConfigError(f"override {text!r}: the value is not valid YAML; quote it") from None
-    for part in reversed(parts):
-        nested = {part: nested}
-    return dict(nested)
-
-
-def _merge(low: Mapping[str, Any], high: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns low with high's values over it, section by section."""
-    merged = dict(low)
-    for key, value in high.items():
-        below = merged.get(key)
-        merged[key] = _merge(below, value) if isinstance(below, dict) and isinstance(value, Mapping) else value
-    return merged
-
-
-def _explain(where: str, item: Any) -> str:
-    """Returns one line for one pydantic error: file, dotted key, what is and what is needed."""
-    location = [str(part) for part in item["loc"]]
-    key = ".".join(location) or "the sections together"
-    if item["type"] == "extra_forbidden":
-        known = _known_keys(location[:-1])
-        near = difflib.get_close_matches(location[-1], known, n=1)
-        hint = f"did you mean {near[0]!r}?" if near else f"known here: {', '.join(known)}"
-        return f"{where}: {key}: unknown setting; {hint}"
-    message = item["msg"].removeprefix("Value error, ")
-    return f"{where}: {key}: {message}" + ("" if item["type"] == "value_error" else f" (is {item['input']!r})")
-
-
-def _known_keys(location: list[str]) -> list[str]:
-    fields = ServeConfig.model_fields
-    for part in location:
-        section = fields[part].annotation if part in fields else None
-        if not (isinstance(section, type) and issubclass(section, BaseModel)):
-            return []
-        fields = section.model_fields
-    return list(fields)

@@ -11,8 +11,8 @@ from typing import Annotated, Any
 
 import typer
 
+import moe_serve.launcher.cli.balancer_options as opt
 from moe_serve.errors import ConfigError, PlacementError
-from moe_serve.launcher import balancer_options as opt
 
 REPLAY_HELP = """Replay a load trace through balancers: what would each have moved, how well would it have served?
 

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from moe_serve.eplb.files.formats import read_placement, read_trace
 from moe_serve.eplb.files.trace import write_trace
-from moe_serve.launcher.cli_balancer import add_balancer_commands
+from moe_serve.launcher.cli.balancer import add_balancer_commands
 
 DEMO = ["example:demo_unbalanced", "--ranks", "8", "--redundant", "8"]
 
@@ -207,7 +207,7 @@ def test_a_recorded_load_can_be_simulated(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("script", ["tools/replay_load.py", "tools/simulate_balancer.py"])
 def test_the_script_doors_open_without_torch(script: str) -> None:
-    root = Path(__file__).parents[2]
+    root = Path(__file__).parents[3]
     code = (
         f"import runpy, sys; sys.argv = [{script!r}, '--help']\n"
         f"try: runpy.run_path({script!r}, run_name='__main__')\n"

@@ -19,7 +19,7 @@ from moe_serve.server.ports import open_port
 
 if TYPE_CHECKING:
     from moe_serve.eplb.placement import Placement
-    from moe_serve.launcher.check_dispatch import TransportReport
+    from moe_serve.launcher.check.transport import TransportReport
     from moe_serve.models.spec import ModelSpec
 
 _LOGIT_BYTES = 4  # logits are float32
@@ -139,7 +139,7 @@ def _describe_sizes(report: Report, config: ServeConfig, spec: "ModelSpec", devi
     from moe_serve.dispatch.base import BufferLimits
     from moe_serve.engine.served_model import compute_dtype, expert_form, make_placement, num_cache_blocks
     from moe_serve.ep.expert_form import MEANING, slot_bytes
-    from moe_serve.launcher.check_dispatch import describe_loss, describe_transport, look_here
+    from moe_serve.launcher.check.transport import describe_loss, describe_transport, look_here
     from moe_serve.models.moe_decoder import kv_layouts
 
     dtype = compute_dtype(config, torch.device(device))

@@ -1,0 +1,35 @@
+"""The configuration of a serving system: one YAML file, plus overrides from the command line.
+
+Unknown keys are refused, with the nearest known one. Nothing edits a configuration later: what is computed from it
+(`auto` choices, sizes read from the model) is a new object. Torch-free: the front end reads it.
+"""
+
+from moe_serve.config.reading import load_config
+from moe_serve.config.sections import (
+    DEMO_MODEL,
+    CacheConfig,
+    DispatchConfig,
+    EngineConfig,
+    EplbConfig,
+    ModelConfig,
+    ParallelConfig,
+    ServeConfig,
+    ServerConfig,
+    model_dir,
+    served_name,
+)
+
+__all__ = [
+    "DEMO_MODEL",
+    "CacheConfig",
+    "DispatchConfig",
+    "EngineConfig",
+    "EplbConfig",
+    "ModelConfig",
+    "ParallelConfig",
+    "ServeConfig",
+    "ServerConfig",
+    "load_config",
+    "model_dir",
+    "served_name",
+]

@@ -1,0 +1,3 @@
+from moe_serve.launcher.cli import main
+
+main()
