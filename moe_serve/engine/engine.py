@@ -175,8 +175,9 @@ class Engine:
         log.debug(
             "%s: ranks %s go on from step %d", reason, recovery.members, self.step
         )  # whoever watches says it once
+        ended = [rank for rank in self.exchange.dead_peers() if rank not in recovery.members]
         times_left_out = self.counters.num_times_left_out
-        news = Members(self.rank, self.epoch, recovery.group_epoch, recovery.members, reason, times_left_out)
+        news = Members(self.rank, self.epoch, recovery.group_epoch, recovery.members, reason, times_left_out, ended)
         self.mailbox.send(news)
 
     def _come_back(self, recovery: Recovery) -> bool:

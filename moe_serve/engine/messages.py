@@ -147,10 +147,13 @@ class Status(Message, tag="status", frozen=True):
 
 
 class Members(Message, tag="members", frozen=True):
-    """The ranks that take part have changed; every one of them says so. A rank that is out has no requests any more.
+    """The ranks that take part have changed; every one of them reports it. A masked rank holds no requests any more.
 
-    group_epoch: counts the groups; the highest one holds. members: ascending. reason: why this rank regrouped.
-    times_left_out: of this rank; each time it has dropped its requests, whether or not others could tell before it
+    group_epoch:    counts the groups; the highest one holds
+    members:        ranks that take part, ascending
+    reason:         why this rank regrouped
+    times_left_out: how often this rank was masked; it dropped its requests each time, whether or not others noticed
+    ended:          masked ranks whose processes have ended; the other masked ranks were late and may rejoin
     """
 
     rank: int
@@ -159,6 +162,7 @@ class Members(Message, tag="members", frozen=True):
     members: list[int]
     reason: str
     times_left_out: int = 0
+    ended: list[int] = []
 
 
 class Fatal(Message, tag="fatal", frozen=True):

@@ -47,9 +47,10 @@ class Fault:
 
 @dataclass
 class Outcome:
-    """What one rank saw to its end. rows: computed by its finished steps"""
+    """What one rank saw to its end. rows: computed by its finished steps. ended: dead ranks, as told for each group"""
 
     groups: list[list[int]] = field(default_factory=list)
+    ended: list[list[int]] = field(default_factory=list)
     counters: dict[str, int] = field(default_factory=dict)
     told_of_victim: list[int] = field(default_factory=list)
     rows: int = 0
@@ -96,6 +97,7 @@ class FileMailbox(QueueMailbox):
         self._comes_back = fault is not None and fault.sign == signal.SIGSTOP
         self._is_stopped = False
         self.groups: list[list[int]] = []
+        self.ended: list[list[int]] = []
         (folder / f"pid{rank}").write_text(str(os.getpid()))
 
     def send(self, message: Message) -> None:
@@ -105,6 +107,7 @@ class FileMailbox(QueueMailbox):
             with (self._folder / f"tokens.{self._rank}").open("a") as file:
                 file.write("".join(json.dumps(row) + "\n" for row in rows))
         elif isinstance(message, Members):
+            self.ended.append(message.ended)
             self._regroup(message.members)
 
     def _regroup(self, members: list[int]) -> None:
@@ -215,7 +218,7 @@ def run_engine(
     engine = build_engine(config, group, exchange, mailbox)
     engine.served.warm_up()
     dist.barrier()
-    outcome = Outcome(topk=engine.served.spec.topk, groups=mailbox.groups)
+    outcome = Outcome(topk=engine.served.spec.topk, groups=mailbox.groups, ended=mailbox.ended)
     be_patient_at_first(engine)
     if fault is not None and rank == fault.victim:
         strike(engine, fault)

@@ -84,6 +84,7 @@ def test_the_others_go_on_and_every_token_is_right(model: Path, victim: int, pha
     for outcome in outcomes.values():
         assert outcome.error == ""
         assert outcome.groups == [survivors]
+        assert outcome.ended == [[victim]], "the front end is told that this one will not rejoin"
         assert outcome.counters["num_voided_steps"] == 1
         assert outcome.step == outcomes[survivors[0]].step
     check_trace(trace, outcomes, victim)
@@ -114,6 +115,7 @@ def test_a_rank_that_stops_is_left_out_and_taken_back(model: Path, victim: int, 
     for rank, outcome in outcomes.items():
         assert outcome.error == ""
         assert outcome.groups == ([everybody] if rank == victim else [survivors, everybody])
+        assert not any(outcome.ended), "late is not ended"
         assert outcome.counters["num_times_left_out"] == int(rank == victim)
         assert outcome.step == outcomes[0].step
     check_trace(trace, outcomes, victim)
