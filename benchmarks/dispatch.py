@@ -45,9 +45,7 @@ class ArrivalOnly:
     def __init__(self, work: LaneWork):
         self.send_rows = work.send_rows
 
-    def place_rows(
-        self, sent: object, own: Tensor, room: Tensor, buffer: int, others: list[int], wanted: Tensor | None
-    ) -> PackedRows:
+    def place_rows(self, sent: object, own: Tensor, room: Tensor, buffer: int, others: list[int]) -> PackedRows:
         return PackedRows(own[:0], torch.empty(0))
 
 
@@ -102,7 +100,7 @@ def measure(rank: int, group: EpGroup, rounds: int) -> dict[str, list[float]]:
     transports = {"shm": ours, "plain": plain, "gloo": gloo, "shm rank_sum": summed, "gloo rank_sum": gloo_summed}
     arrival, plain_arrival = shm(True), shm(False)
     for transport in (arrival, plain_arrival):
-        transport._receiver.work = ArrivalOnly(transport._work)  # type: ignore[attr-defined]
+        transport._work = ArrivalOnly(transport._work)  # type: ignore[attr-defined]
     yardsticks = Yardsticks(group, NUM_TOKENS * TOPK * ROW_BYTES)
     num_dedup = int(sum(len(set(row)) for row in (ids // slots).tolist()))
     remote = ids // slots != rank
@@ -168,7 +166,7 @@ class ReplicatedLayer:
         self._ids = logical_ids % placement.num_logical
         self._rank = group.rank
         self._replicas = ReplicaMap(placement).layer(0)
-        self._recorder = LoadRecorder(1, placement.num_logical, group, placement.slots_per_rank)
+        self._recorder = LoadRecorder(1, placement.num_logical, group)
         self._plain = ReplicaMap(Placement.trivial(1, NUM_EXPERTS, group.num_ranks)).layer(0)
         self._logical: Tensor | None = None
 
@@ -177,9 +175,7 @@ class ReplicatedLayer:
         self._recorder.add_counts(0, load)
         counts = transport.exchange_counts(load).wait()
         self._logical, slot_counts = self._replicas.split(self._ids, counts, self._rank)
-        arrived = transport.dispatch(hidden, self._logical, slot_counts).wait()
-        self._recorder.add_received(0, arrived.rows.rows_per_slot)
-        return arrived
+        return transport.dispatch(hidden, self._logical, slot_counts).wait()
 
     def dispatch_plain(self, transport: AllToAll, hidden: Tensor) -> Dispatched:
         """The same rows to the same slots, named as experts that have no replica."""

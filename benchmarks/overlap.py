@@ -22,7 +22,6 @@ import torch
 from benchmarks.conditions import RESULTS, conditions, save, table
 from moe_serve.dispatch.base import AllToAll, EpGroup, make_all_to_all
 from moe_serve.dispatch.break_even import break_even_tokens
-from moe_serve.dispatch.delayed import DelayedAllToAll
 from moe_serve.engine.step import RankState, StepSettings, plan_step
 from moe_serve.ep.load_recorder import LoadRecorder
 from moe_serve.ep.moe_layer import ExpertParallel, MoeLayer, make_moe_layer
@@ -30,6 +29,7 @@ from moe_serve.ep.replica_map import ReplicaMap
 from moe_serve.ep.routing import RouterSpec
 from moe_serve.eplb.placement import Placement
 from moe_serve.kernels.numerics import FAST
+from tests.dispatch.delayed import DelayedAllToAll
 from tests.ranks import run_ranks
 
 NUM_RANKS, HIDDEN, WIDTH, NUM_EXPERTS, TOPK = 2, 1024, 512, 16, 4
@@ -83,8 +83,8 @@ def notes(evens: list[dict[str, Any]], large: list[dict[str, Any]], repeats: int
         f"best of {repeats} interleaved repeats (large batches: half as many) of the slower rank, since other work on "
         f"the machine can only lengthen them; load average at the end: {os.getloadavg()[0]:.2f}. In turn: one round. A "
         f"link carries one row for each (token, expert) and way, {TOKEN_BYTES // 1024} KiB a token on both "
-        "(`dispatch/delayed.py`). Transfer: those bytes at the link's rate. Compute: the layer in turn over shared "
-        "memory, its copies and its waits for the other rank included. Speed: time in turn over time overlapped. "
+        "(`tests/dispatch/delayed.py`). Transfer: those bytes at the link's rate. Compute: the layer in turn over "
+        "shared memory, copies and waits for the other rank included. Speed: time in turn over time overlapped. "
         "Hidden: time in turn less time overlapped, as a share of the shorter of transfer and compute; above 100 % "
         "where smaller rounds are faster by themselves.\n\n"
         f"## Where two rounds begin to pay\n\n{table(evens)}\n\n"
@@ -133,7 +133,7 @@ def make_layers(rank: int, group: EpGroup, transport: AllToAll, largest: int) ->
     layers: dict[str, MoeLayer] = {}
     for name, bytes_per_s in LINKS.items():
         link = DelayedAllToAll(transport, bytes_per_s) if bytes_per_s else transport
-        recorder = LoadRecorder(1, NUM_EXPERTS, group, slots)
+        recorder = LoadRecorder(1, NUM_EXPERTS, group)
         parallel = ExpertParallel(rank, spec, link, ReplicaMap(placement), recorder, largest, FAST)
         experts = {
             "gate_up": torch.randn(slots, 2 * WIDTH, HIDDEN) / HIDDEN**0.5,

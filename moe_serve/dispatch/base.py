@@ -9,7 +9,7 @@ Every call has two halves: the call itself issues the sends, `Pending.wait()` re
 and several calls may be in flight; all ranks make the same calls in the same order and wait in the same order.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Generic, Literal, Protocol, TypeVar, runtime_checkable
 
@@ -104,27 +104,6 @@ class Dispatched:
     rows: PackedRows | MaskedRows
     handle: object
     out: Tensor | None = None
-
-
-@runtime_checkable
-class Arriving(Pending[Dispatched], Protocol):
-    """A dispatch that tells of each slot when all its rows are here."""
-
-    def by_slot(self) -> tuple[Dispatched, Iterator[Sequence[int]]]:
-        """Returns the rows as they will lie, and slots in the order in which all their rows have come, each once.
-
-        rows_per_slot is known at once; of rows.x only the rows of slots that were named may be read. The slots must be
-        drawn to the end before the next receive; `wait` may be called at any time.
-        """
-        ...
-
-
-def arrive_by_slot(sent: Pending[Dispatched]) -> tuple[Dispatched, Iterator[Sequence[int]]]:
-    """Returns what `Arriving.by_slot` does, of any transport: where rows come in one piece, all slots at once."""
-    if isinstance(sent, Arriving):
-        return sent.by_slot()
-    arrived = sent.wait()
-    return arrived, iter([range(arrived.rows.rows_per_slot.shape[0])])
 
 
 @dataclass(frozen=True)

@@ -2,10 +2,8 @@
 
 from dataclasses import dataclass, field
 
-import numpy as np
-
 from moe_serve.dispatch.flag_wait import FlagWait
-from moe_serve.dispatch.inbox import PROGRESS, Int64Array, Lane, progress_word
+from moe_serve.dispatch.inbox import Int64Array, Lane
 from moe_serve.errors import PeerError
 
 EPOCH_SHIFT = 40  # a stamp is epoch << 40 | sequence number: a day of calls every 80 ns
@@ -86,19 +84,6 @@ class Channel:
         for peer in self._peers.others:
             self._peers.lanes[peer].flags[self._read_flag] = stamp
         self._read = call
-
-    def progress(self, call: int) -> int:
-        """Returns the word that says that the entries of a call are here, and none of its rows yet."""
-        return progress_word(self._peers.epoch, call)
-
-    def await_rows(self, call: int, source: int, num_rows: int) -> None:
-        """Waits until a peer's entries and its first num_rows rows of this call are here."""
-        column = 2 * (PROGRESS + call % 2)
-        halves = self._peers.flags.view(np.int32)[:, column : column + 2]
-        which = progress_word(self._peers.epoch, call) >> 32
-        # Once it is this call, it stays so until this rank has read: the number of rows can only grow.
-        self._peers.wait(halves[:, 1], which, [source], self._receive_phase, call)
-        self._peers.wait(halves[:, 0], num_rows, [source], self._receive_phase, call, or_more=True)
 
     def restart(self) -> None:
         """Begins anew in a new epoch: no peer reads anything of the old one."""

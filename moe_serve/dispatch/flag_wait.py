@@ -8,7 +8,7 @@ import os
 import time
 from collections.abc import Callable
 
-from moe_serve.dispatch.inbox import Int32Array, Int64Array
+from moe_serve.dispatch.inbox import Int64Array
 
 SPINS = 100  # looks, 10 µs, before the time slice is given up, where each rank has a core
 YIELD_S = 0.002  # how long a rank only yields; a step of computing passes in milliseconds
@@ -40,7 +40,7 @@ class FlagWait:
 
     def __call__(
         self,
-        flags: Int64Array | Int32Array,
+        flags: Int64Array,
         wanted: int,
         ranks: list[int],
         phase: str,

@@ -33,7 +33,6 @@ LINE_BYTES = 64
 NUM_FLAGS = 16  # words: two cache lines, since processors fetch lines in pairs
 COUNTS, ROWS, HOME = 0, 2, 4  # + buffer: stamp of the call whose data lie there
 COUNTS_READ, ROWS_READ, HOME_READ = 6, 7, 8  # stamp of the last call whose data this source has read
-PROGRESS = 9  # + buffer: the call, and how many of its rows are here by now; see progress_word
 OWNER_WORDS = 512  # the owner's page: a process may look at it while waiting
 CANARY = 0x5AFE_C0DE_0F_CA11
 FIRST = 1 << 30  # in an entry: a new row begins
@@ -144,12 +143,6 @@ class Outbox:
     def overrun(self) -> bool:
         """Returns whether the owner wrote past the end of a buffer."""
         return any((canary != CANARY).any() for canary in self._canaries)
-
-
-def progress_word(epoch: int, call: int, num_rows: int = 0) -> int:
-    """Returns what says that entries and the first num_rows rows of a dispatch are here: num_rows in the lower half, in
-    the upper one which dispatch it is. Calls and epochs that lie near each other differ there, also where it wraps."""
-    return (epoch * 0x9E37_79B1 + call & 0x7FFF_FFFF) << 32 | num_rows
 
 
 def owner_words(region: Tensor) -> Int64Array:

@@ -12,7 +12,7 @@ typedef int64_t i64;
 /* What never changes, in words: see NativeLaneWork. Lane tables follow, one for each buffer. */
 enum { RANK, NUM_RANKS, SLOTS, ROW_BYTES, HOME_ROW_BYTES, HIDDEN, IS_BF16, CACHED_BYTES, SLAB_ROWS, RANK_SUM,
        MAX_TOPK, MAX_RESULTS, FACTS };
-enum { OUT_HEAD, OUT_ENTRIES, OUT_WEIGHTS, OUT_ROWS, OUT_STARTS, OUT_PROGRESS,
+enum { OUT_HEAD, OUT_ENTRIES, OUT_WEIGHTS, OUT_ROWS, OUT_STARTS,
        IN_HEAD, IN_ENTRIES, IN_WEIGHTS, IN_ROWS, IN_STARTS, OUTBOX, LANE_WORDS };
 #define LANE(table, rank, field) ((void *)(table)[(rank) * LANE_WORDS + (field)])
 #define TAKES_PART(others, rank) (((others) >> (rank)) & 1)
@@ -126,19 +126,10 @@ void stream_copy(uint8_t *to, const uint8_t *from, i64 size)
     _mm_sfence();
 }
 
-enum { ROWS_OF_PROGRESS = 16 }; /* so many rows are written before their number is told again */
-
-static void tell_progress(const i64 *table, i64 peer, i64 progress)
-{
-    _mm_sfence();
-    *(volatile i64 *)LANE(table, peer, OUT_PROGRESS) = progress;
-}
-
 /* Plans, and writes what each slot gets, and rows, into the lanes of the others; what this rank's own slots get, into
-   its own lane. weights [T, K], or NULL; progress: the word that is told with 0 rows. Returns -1 where an id names no
-   slot. */
+   its own lane. weights [T, K], or NULL. Returns -1 where an id names no slot. */
 i64 send_rows(const i64 *facts, i64 buffer, i64 others, const i64 *ids, i64 num_tokens, i64 topk,
-              const uint8_t *data, const float *weights, i64 progress, i64 *block)
+              const uint8_t *data, const float *weights, i64 *block)
 {
     i64 num_ranks = facts[NUM_RANKS], slots = facts[SLOTS], row_bytes = facts[ROW_BYTES], rank = facts[RANK];
     i64 num_slots = num_ranks * slots;
@@ -182,16 +173,12 @@ i64 send_rows(const i64 *facts, i64 buffer, i64 others, const i64 *ids, i64 num_
             i64 *head = LANE(table, r, OUT_HEAD);
             memcpy(head, trip.counts + r * slots, slots * sizeof(i64));
             head[slots] = trip.num_rows[r];
-            if (r != rank)
-                tell_progress(table, r, progress);
         }
     for (i64 token = 0; token < num_tokens; token++)
         for (i64 r = 0; r < num_ranks; r++) {
             if (!TAKES_PART(others, r) || done[r] == trip.num_rows[r] || trip.tokens[r * num_tokens + done[r]] != token)
                 continue;
             memcpy((uint8_t *)LANE(table, r, OUT_ROWS) + done[r]++ * row_bytes, data + token * row_bytes, row_bytes);
-            if (done[r] % ROWS_OF_PROGRESS == 0 || done[r] == trip.num_rows[r])
-                tell_progress(table, r, progress + done[r]);
         }
     _mm_sfence();
     return 0;
@@ -228,9 +215,9 @@ static i64 placed_start(const i64 *facts, Trip trip, i64 source, i64 slot)
 
 /* Puts a row for each entry that arrived in the placed layout, and returns the number of all, or -1 where a slab is too
    small. pieces [R]: addresses of decoded rows, or NULL where they lie in the lanes as they are needed; own: this
-   rank's; wanted [S]: whether a slot's rows are placed now, or NULL for all */
+   rank's */
 i64 place_rows(const i64 *facts, i64 buffer, i64 others, i64 num_tokens, i64 topk, const i64 *pieces, const uint8_t *own,
-               i64 row_bytes, const uint8_t *wanted, uint8_t *out, i64 *block)
+               i64 row_bytes, uint8_t *out, i64 *block)
 {
     i64 num_ranks = facts[NUM_RANKS], slots = facts[SLOTS], rank = facts[RANK], at = 0;
     const i64 *table = lane_table(facts, buffer);
@@ -258,8 +245,7 @@ i64 place_rows(const i64 *facts, i64 buffer, i64 others, i64 num_tokens, i64 top
                     trip.placed[at] = entries[entry] & FIRST ? placed | FIRST : placed;
                     trip.weight[at++] = weights[entry];
                 }
-                if (!wanted || wanted[slot])
-                    to[num++] = out + placed * row_bytes;
+                to[num++] = out + placed * row_bytes;
                 entry++;
             } while (entry < num_entries && !(entries[entry] & FIRST));
             i64 from = source == rank ? trip.tokens[rank * num_tokens + row] : row;

@@ -8,12 +8,10 @@ same bits. No method here knows of flags or waits: that data may be written, or 
 from dataclasses import dataclass
 from typing import Protocol
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from moe_serve.dispatch.inbox import InboxShape, Int64Array, Lane, Outbox
-from moe_serve.dispatch.send_plan import read_entries
+from moe_serve.dispatch.inbox import InboxShape, Lane, Outbox
 from moe_serve.dispatch.wire import Wire
 from moe_serve.errors import CapacityError
 
@@ -76,22 +74,15 @@ class LaneWork(Protocol):
         weights: Tensor | None,
         buffer: int,
         others: list[int],
-        progress: int = 0,
     ) -> object:
         """Plans, and writes rows and what each slot gets of them into the lanes of the others.
 
         physical_ids: [T, K] int64;  own: [T, …] contiguous;  weights: [T, K] float32 where results are summed there
-        progress:     the word that says that entries are here and no row yet; rows are counted up from it
         """
         ...
 
-    def place_rows(
-        self, sent: object, own: Tensor, room: Tensor, buffer: int, others: list[int], wanted: Tensor | None = None
-    ) -> "Placed":
-        """Puts a row for each arrived entry in the placed layout.
-
-        room: [most_rows, H];  wanted: [S] bool, the slots whose rows are here and not placed yet; None: all at once
-        """
+    def place_rows(self, sent: object, own: Tensor, room: Tensor, buffer: int, others: list[int]) -> "Placed":
+        """Puts a row for each arrived entry in the placed layout. room: [most_rows, H]"""
         ...
 
     def send_results(self, placed: Placed, results: Tensor, buffer: int, others: list[int]) -> object:
@@ -162,20 +153,6 @@ def refuse_slab(num_rows: int, slab_rows: int) -> CapacityError:
         f"a slot received {num_rows} rows, its slab has {slab_rows}: a token named the same slot twice; use packed "
         "rows where ids may repeat"
     )
-
-
-def rows_needed(lanes: Lanes, buffer: int, others: list[int]) -> Int64Array:
-    """Returns how many rows of each source must be here before all that a slot wants of them are: [R, S] int64.
-
-    To be called once entries are here. 0 for this rank's own rows, and where a slot wants none.
-    """
-    slots = lanes.shape.slots_per_rank
-    needed = np.zeros((lanes.shape.num_ranks, slots), dtype=np.int64)
-    for source in others:
-        lane = lanes.inbox[source]
-        arrived = read_entries(lane.entries[buffer][: int(lane.head[buffer][:slots].sum())])
-        np.maximum.at(needed[source], arrived.slot, arrived.row + 1)
-    return needed
 
 
 def encode_results(lanes: Lanes, results: Tensor) -> Tensor:

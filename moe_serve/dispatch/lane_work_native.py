@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from moe_serve.c_library import FOR_THIS_PROCESSOR, load_c_library
-from moe_serve.dispatch.inbox import FIRST, PROGRESS, Float32Array, Int32Array, Int64Array
+from moe_serve.dispatch.inbox import FIRST, Float32Array, Int32Array, Int64Array
 from moe_serve.dispatch.lane_work import Lanes, Placed, encode_results, refuse_id, refuse_slab
 from moe_serve.dispatch.lane_work_plain import add_fetched, add_sums
 from moe_serve.dispatch.send_plan import placed_starts, plan_sends
@@ -21,7 +21,7 @@ from moe_serve.kernels.weighted_sum import weighted_sum_reference
 
 _SOURCE = Path(__file__).with_name("lane_work.c")
 _ARGUMENTS = {
-    "send_rows": 10, "place_rows": 11, "send_results": 8, "sum_results": 6, "add_results": 10, "weighted_rows": 7,
+    "send_rows": 9, "place_rows": 10, "send_results": 8, "sum_results": 6, "add_results": 10, "weighted_rows": 7,
     "stream_copy": 3,
 }  # fmt: skip
 
@@ -77,7 +77,6 @@ class NativeLaneWork:
         weights: Tensor | None,
         buffer: int,
         others: list[int],
-        progress: int = 0,
     ) -> _Trip:
         trip = _Trip(physical_ids, self._num_ranks, self._slots, self._kept_entries)
         if weights is not None:
@@ -85,22 +84,20 @@ class NativeLaneWork:
             weights = weights.contiguous()  # a name holds what has only an address below
         status = self._library.send_rows(
             self._facts_at, buffer, self._mask(others), trip.ids.data_ptr(), trip.num_tokens, trip.topk, own.data_ptr(),
-            0 if weights is None else weights.data_ptr(), progress, trip.at,
+            0 if weights is None else weights.data_ptr(), trip.at,
         )  # fmt: skip
         if status < 0:
             raise refuse_id(physical_ids, self._num_ranks * self._slots)
         return trip
 
-    def place_rows(
-        self, sent: object, own: Tensor, room: Tensor, buffer: int, others: list[int], wanted: Tensor | None = None
-    ) -> _Trip:
+    def place_rows(self, sent: object, own: Tensor, room: Tensor, buffer: int, others: list[int]) -> _Trip:
         assert isinstance(sent, _Trip)
         pieces = self._decoded(own, buffer, others)
         pointers = torch.tensor([piece.data_ptr() for piece in pieces]) if pieces else None
         num_rows = self._library.place_rows(
             self._facts_at, buffer, self._mask(others), sent.num_tokens, sent.topk,
             0 if pointers is None else pointers.data_ptr(), own.data_ptr(), self._row_bytes,
-            0 if wanted is None else wanted.data_ptr(), room.data_ptr(), sent.at,
+            room.data_ptr(), sent.at,
         )  # fmt: skip
         if num_rows < 0:
             raise refuse_slab(int(sent.rows_per_slot.max()), self._lanes.slab_rows)
@@ -199,7 +196,7 @@ def lane_facts(lanes: Lanes) -> Int64Array:
     for buffer in (0, 1):
         for out, inbox, outbox in zip(lanes.out, lanes.inbox, lanes.outboxes, strict=True):
             facts += [_at(part[buffer]) for part in (out.head, out.entries, out.weights)]
-            facts += [out.rows[buffer].data_ptr(), _at(out.starts[buffer]), _at(out.flags[PROGRESS + buffer :])]
+            facts += [out.rows[buffer].data_ptr(), _at(out.starts[buffer])]
             facts += [_at(part[buffer]) for part in (inbox.head, inbox.entries, inbox.weights)]
             facts += [inbox.rows[buffer].data_ptr(), _at(inbox.starts[buffer]), outbox.rows[buffer].data_ptr()]
     return np.array(facts, dtype=np.int64)

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from moe_serve.dispatch.inbox import FIRST, PROGRESS, Float32Array, Int64Array
+from moe_serve.dispatch.inbox import FIRST, Float32Array, Int64Array
 from moe_serve.dispatch.lane_work import Lanes, Placed, decode_results, encode_results, refuse_id, refuse_slab
 from moe_serve.dispatch.send_plan import ArrivedEntries, SendPlan, placed_starts, plan_sends, read_entries, starts
 from moe_serve.kernels.weighted_sum import weighted_sum
@@ -45,7 +45,6 @@ class PlainLaneWork:
         weights: Tensor | None,
         buffer: int,
         others: list[int],
-        progress: int = 0,
     ) -> SendPlan:
         slots, rank = self._lanes.shape.slots_per_rank, self._lanes.rank
         if physical_ids.numel() and physical_ids.max() >= slots * self._lanes.shape.num_ranks:
@@ -59,14 +58,10 @@ class PlainLaneWork:
             if weights is not None:
                 lane.weights[buffer][: len(entries)] = weights.reshape(-1).numpy()[plan.pairs[peer]]
             if peer != rank:
-                lane.flags[PROGRESS + buffer] = progress
                 _take(own, tokens, lane.rows[buffer])
-                lane.flags[PROGRESS + buffer] = progress + len(tokens)
         return plan
 
-    def place_rows(
-        self, sent: object, own: Tensor, room: Tensor, buffer: int, others: list[int], wanted: Tensor | None = None
-    ) -> Placed:
+    def place_rows(self, sent: object, own: Tensor, room: Tensor, buffer: int, others: list[int]) -> Placed:
         assert isinstance(sent, SendPlan)
         lanes, slots = self._lanes, self._lanes.shape.slots_per_rank
         counts = np.zeros((lanes.shape.num_ranks, slots), dtype=np.int64)
@@ -96,7 +91,6 @@ class PlainLaneWork:
             rows_per_slot=torch.from_numpy(per_slot),
         )
         words = _words(placed.x).numpy()
-        here = None if wanted is None else wanted.numpy()[arrived.slot]
         for source in range(lanes.shape.num_ranks):
             part = placed.of(source)
             if not sizes[source]:
@@ -106,10 +100,7 @@ class PlainLaneWork:
                 data, which = own, sent.tokens[source][which]
             else:
                 data = lanes.inbox[source].rows[buffer][: rows[source]]
-            to = placed.placed[part]
-            if here is not None:
-                to, which = to[here[part]], which[here[part]]
-            words[to] = _words(self._decode_rows(data)).numpy()[which]
+            words[placed.placed[part]] = _words(self._decode_rows(data)).numpy()[which]
         return placed
 
     def send_results(self, placed: Placed, results: Tensor, buffer: int, others: list[int]) -> Tensor:

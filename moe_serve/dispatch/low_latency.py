@@ -24,7 +24,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from moe_serve.dispatch.arriving import ArrivingRows, RowReceiver
 from moe_serve.dispatch.base import (
     BufferLimits,
     Combine,
@@ -130,7 +129,6 @@ class LowLatencyAllToAll:
         self._counts = Channel(self._peers, "counts", COUNTS, COUNTS_READ)
         self._rows = Channel(self._peers, "dispatch", ROWS, ROWS_READ)
         self._home = Channel(self._peers, "combine", HOME, HOME_READ)
-        self._receiver = RowReceiver(self._peers, self._rows, self._work, lanes, self._rooms, self._dispatched)
         self._offers: OutboxOffers | None = None
         if wire.combine.is_identity and self._work.writes_in_place and not (masked or self._rank_sum):
             self._offers = OutboxOffers(outboxes[self._rank], self._home, dtype)
@@ -171,17 +169,20 @@ class LowLatencyAllToAll:
             raise TypeError("with combine rank_sum, dispatch needs the weights")
         own = self._encode(self._wire.dispatch, hidden)
         call = self._rows.begin()
-        sent = self._work.send_rows(
-            physical_ids,
-            own,
-            weights if self._rank_sum else None,
-            call % 2,
-            self._peers.others,
-            self._rows.progress(call),
-        )
+        call_weights = weights if self._rank_sum else None
+        sent = self._work.send_rows(physical_ids, own, call_weights, call % 2, self._peers.others)
         self._rows.announce(call)
+        epoch = self._peers.epoch
 
-        return ArrivingRows(self._receiver, sent, own, call)
+        def receive() -> Dispatched:
+            check_epoch(self._peers, epoch, "dispatch receive")
+            self._rows.arrive(call)
+            room = self._rooms.take()
+            placed = self._work.place_rows(sent, own, self._rooms.rows(room), call % 2, self._peers.others)
+            self._rows.finish(call)
+            return self._dispatched(placed, room, epoch)
+
+        return Deferred(receive)
 
     def _dispatched(self, placed: Placed, room: Room, epoch: int) -> Dispatched:
         handle = _Handle(placed, room, epoch)

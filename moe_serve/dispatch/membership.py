@@ -3,8 +3,8 @@
 A wait that ends without its peer voids the step: nothing is sampled from it. Every survivor then calls `regroup` (who
 waits anywhere sees within milliseconds that a step was voided), all agree on who is out, and the next epoch begins with
 new numbers; the step is run again with a placement that needs no rank that is out. Whatever a rank that is out still
-writes lies in its own lanes with stamps of an old epoch, and nobody looks there. It comes back by `rejoin`, when the
-others regroup with it; a process that died is replaced by a new one, in new segments.
+writes lies in its own lanes with stamps of an old epoch, and nobody looks there. It comes back when the others regroup
+with it; a process that died is replaced by a new one, in new segments.
 
 Each rank owns a page of words that all others may read: the epoch it proposes, whom it leaves out of that, when it was
 last seen waiting, and whether it would like to come back. Sets of ranks are bit masks.
@@ -168,27 +168,6 @@ class Membership:
                 self._own[_WANTS_BACK] = 0
                 return True
         return False
-
-    def rejoin(self, timeout_s: float) -> list[int]:
-        """Comes back after having been left out: waits for the others to regroup with this rank; returns the ranks.
-
-        Raises PeerError when they do not do so in time.
-        """
-        self.ask_back()
-        deadline_s = time.monotonic() + timeout_s
-        try:
-            while time.monotonic() < deadline_s:
-                if self.taken_back():
-                    return self.members
-                time.sleep(_POLL_S)
-        finally:
-            self._own[_WANTS_BACK] = 0
-        raise PeerError(
-            f"rank {self._rank} was left out and not taken back within {timeout_s:g} s; start it anew",
-            self._rank,
-            "rejoin",
-            self.epoch,
-        )
 
     def wanting_back(self) -> list[int]:
         """Returns the ranks outside that would like to come back."""

@@ -14,14 +14,11 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import TypeVar
 
-import torch
 from torch import Tensor
 
-from moe_serve.dispatch.base import AllToAll, Dispatched, MaskedRows, PackedRows, Pending, arrive_by_slot
+from moe_serve.dispatch.base import AllToAll, Dispatched, Pending
 
 V = TypeVar("V")
-# Writes the results of some slots' rows into the last argument, which has the shape of all rows.
-SlotExperts = Callable[[PackedRows | MaskedRows, Sequence[int], Tensor], None]
 Experts = Callable[[Dispatched], Tensor]  # gives one result for each row, where `out` says if it likes
 
 
@@ -91,28 +88,6 @@ def run_overlapped(
     beside = meanwhile()
     assert going_home is not None, "a layer runs at least one round"
     return [*results, going_home.wait()], beside
-
-
-def run_by_slot(
-    all_to_all: AllToAll, rounds: Sequence[Begin], experts: SlotExperts, meanwhile: Callable[[], V]
-) -> tuple[list[Tensor], V]:
-    """Returns what run_in_turn does; within a round, each expert runs as soon as all its own rows are here.
-
-    The overlap for batches too small to be cut in two: nothing is read twice. It hides what is on its way while some
-    experts have all their rows, which is much where each (token, slot) travels by itself, and little where a row that
-    many slots want travels once.
-    """
-    results: list[Tensor] = []
-    for begin in rounds:
-        pending, weights = _send(all_to_all, begin().wait())
-        if not results:
-            beside = meanwhile()
-        arrived, arrivals = arrive_by_slot(pending)
-        out = torch.empty_like(arrived.rows.x) if arrived.out is None else arrived.out
-        for slots in arrivals:
-            experts(arrived.rows, slots, out)
-        results.append(all_to_all.combine(out, weights, arrived.handle).wait())
-    return results, beside
 
 
 def most_handles(all_to_all: AllToAll) -> int:

@@ -233,7 +233,7 @@ def build_served_model(config: ServeConfig, group: EpGroup, progress: Progress |
     check_bits(all_to_all, config)
     # A transport that goes on without a rank also reduces without it; torch.distributed could not.
     gather = all_to_all.exchange_counts if isinstance(all_to_all, GoesOnWithoutTheLost) else None
-    recorder = LoadRecorder(len(spec.moe_layer_ids), spec.num_logical, group, placement.slots_per_rank, gather)
+    recorder = LoadRecorder(len(spec.moe_layer_ids), spec.num_logical, group, gather)
     replica_map = ReplicaMap(placement, device, config.eplb.split, config.dispatch.compiled)
     parallel = ExpertParallel(
         rank=group.rank,

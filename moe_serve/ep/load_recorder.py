@@ -22,23 +22,15 @@ class LoadRecorder:
     grown by, and a step that is voided takes both back to the last `step_done` and `confirm`.
     """
 
-    def __init__(
-        self, num_layers: int, num_logical: int, group: EpGroup, slots_per_rank: int = 0, gather: Gather | None = None
-    ):
-        """slots_per_rank: > 0 also counts the rows that each slot of this rank receives, in `slot_rows`
-
-        gather: reduces without ranks that are out; None: a reduction of the process group, which needs all of them
-        """
+    def __init__(self, num_layers: int, num_logical: int, group: EpGroup, gather: Gather | None = None):
+        """gather: reduces without ranks that are out; None: a reduction of the process group, which needs all ranks"""
         self._group = group
         self._gather = gather
         self._on_host = group.device.type == "cpu"
         self._new_counts: list[tuple[int, Tensor]] = []  # by layer row; not yet added
-        self._new_rows: list[tuple[int, Tensor]] = []
         # Column 0 takes the -1 of tokens that have no expert.
         self._counts = torch.zeros(num_layers, num_logical + 1, dtype=torch.int64, device=group.device)
-        # Since start, this rank only; on the device, since masked rows are counted there and nobody waits for them.
-        self._slot_rows = torch.zeros(num_layers, slots_per_rank, dtype=torch.int64, device=group.device)
-        self._kept, self._kept_rows = self._counts.clone(), self._slot_rows.clone()
+        self._kept = self._counts.clone()
         self._has_come_back = False
         # Totals of each rank as of the last record; of this rank only where the process group adds up.
         self._told = torch.zeros(
@@ -58,41 +50,23 @@ class LoadRecorder:
         else:
             self._counts[layer_row, 1:] += counts
 
-    def add_received(self, layer_row: int, rows_per_slot: Tensor) -> None:
-        """Counts rows that arrived at this rank's slots: rows_per_slot [slots_per_rank] int64."""
-        if self._on_host:
-            # A copy: the transport's tensor may be a piece of all that it kept of its rows.
-            self._new_rows.append((layer_row, rows_per_slot.clone()))
-        else:
-            self._slot_rows[layer_row] += rows_per_slot.to(self._slot_rows.device)
-
-    @property
-    def slot_rows(self) -> Tensor:
-        """Rows that each slot of this rank received since the start: [L, slots_per_rank] int64."""
-        self._add_up()
-        return self._slot_rows
-
     def _add_up(self) -> None:
         """Adds what layers have left to be added: once a step, since between two layers a small sum costs as much as
         the sums of all."""
-        for new, total in ((self._new_counts, self._counts[:, 1:]), (self._new_rows, self._slot_rows)):
-            if new and total.shape[1]:
-                layer_rows = torch.tensor([layer_row for layer_row, _ in new])
-                total.index_add_(0, layer_rows, torch.stack([values for _, values in new]))
-            new.clear()
+        if self._new_counts:
+            layer_rows = torch.tensor([layer_row for layer_row, _ in self._new_counts])
+            self._counts[:, 1:].index_add_(0, layer_rows, torch.stack([counts for _, counts in self._new_counts]))
+            self._new_counts.clear()
 
     def step_done(self) -> None:
         """Keeps what was counted since the last call: its step is done."""
         self._add_up()
         self._kept.copy_(self._counts)
-        self._kept_rows.copy_(self._slot_rows)
 
     def void_step(self) -> None:
         """Forgets what was counted since the last `step_done`, and records since the last `confirm`."""
         self._new_counts.clear()
-        self._new_rows.clear()
         self._counts.copy_(self._kept)
-        self._slot_rows.copy_(self._kept_rows)
         self._told, self._has_come_back = self._confirmed
 
     def confirm(self) -> None:

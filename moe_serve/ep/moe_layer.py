@@ -94,7 +94,6 @@ class MoeLayer:
         return Deferred(choose_replicas)
 
     def _run_experts(self, arrived: Dispatched) -> Tensor:
-        self._parallel.recorder.add_received(self._layer_row, arrived.rows.rows_per_slot)
         return expert_ffn(arrived.rows, self.experts, self._parallel.numerics, arrived.out)
 
     def _run_shared(self, x: Tensor) -> Tensor | None:

@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from moe_serve.dispatch.base import PackedRows, arrive_by_slot
+from moe_serve.dispatch.base import PackedRows
 from tests.dispatch.contract import TRANSPORTS, MakeTransport, Scenario, check_scenario, run_check, slots_of_rows
 
 pytestmark = pytest.mark.parametrize("transport", TRANSPORTS)
@@ -293,36 +293,3 @@ def check_weights_are_needed(rank: int, make: MakeTransport) -> None:
     transport = make(one, "rank_sum")
     with pytest.raises(TypeError, match="dispatch needs the weights"):
         transport.dispatch(*one.inputs(rank)[:2])
-
-
-def check_by_slot(rank: int, make: MakeTransport, scenarios: list[Scenario]) -> None:
-    for one in scenarios:
-        transport = make(one)
-        hidden, ids, weights = one.inputs(rank)
-        for _ in range(4):
-            arrived, arrivals = arrive_by_slot(transport.dispatch(hidden, ids))
-            assert isinstance(arrived.rows, PackedRows)
-            starts = arrived.rows.rows_per_slot.cumsum(0) - arrived.rows.rows_per_slot
-            expected, named = one.expected_rows(rank), []
-            out = torch.empty_like(arrived.rows.x)
-            for slots in arrivals:
-                for slot in slots:
-                    rows = slice(int(starts[slot]), int(starts[slot] + arrived.rows.rows_per_slot[slot]))
-                    assert torch.equal(arrived.rows.x[rows], expected[rows]), (
-                        "all rows of a slot that is named are here"
-                    )
-                    which = torch.full((rows.stop - rows.start,), rank * one.slots_per_rank + slot)
-                    out[rows] = one.expert_out(arrived.rows.x[rows], which)
-                    named.append(slot)
-            assert sorted(named) == list(range(one.slots_per_rank)), "each slot is named once"
-            combined = transport.combine(out, weights, arrived.handle).wait()
-            assert torch.equal(combined, one.expected_combined(rank))
-
-
-@pytest.mark.parametrize("num_ranks", [1, 3])
-def test_slots_are_named_when_all_their_rows_are_here(transport: str, num_ranks: int) -> None:
-    gates = ("random", "masked", "one_slot", "none")
-    scenarios = [
-        Scenario((9, 0, 14)[:num_ranks], 4, 11, 24, gate=gate, wire=w) for gate in gates for w in ("auto", "fp8")
-    ]
-    run_check(transport, num_ranks, check_by_slot, scenarios)

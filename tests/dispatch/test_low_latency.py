@@ -1,7 +1,6 @@
 """What is particular to the shared-memory transport: no hidden collective, its bounds, its buffers, its two forms."""
 
 import shutil
-import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -12,11 +11,8 @@ import torch
 import torch.distributed as dist
 
 from moe_serve.dispatch import offers
-from moe_serve.dispatch.arriving import SLOT_GROUPS
-from moe_serve.dispatch.base import BufferLimits, EpGroup, MaskedRows, PackedRows, arrive_by_slot, make_all_to_all
+from moe_serve.dispatch.base import BufferLimits, EpGroup, MaskedRows, PackedRows, make_all_to_all
 from moe_serve.dispatch.buffers import inbox_shape
-from moe_serve.dispatch.inbox import PROGRESS, ROWS
-from moe_serve.dispatch.lane_work import rows_needed
 from moe_serve.dispatch.lane_work_native import NativeLaneWork, load_library
 from moe_serve.dispatch.lane_work_plain import PlainLaneWork
 from moe_serve.dispatch.low_latency import LowLatencyAllToAll
@@ -133,7 +129,7 @@ def check_canaries(rank: int, group: EpGroup) -> None:
         transport.exchange_counts(torch.ones(transport._shape.max_counts, dtype=torch.int64)).wait()
     dist.barrier()
     assert not any(lane.overrun() for lane in transport._inbox)
-    outbox = transport._receiver.lanes.outboxes[rank]
+    outbox = transport._work._lanes.outboxes[rank]
     assert not outbox.overrun()
     for part, rows in ((transport._inbox[rank], transport._inbox[rank].rows), (outbox, outbox.rows)):
         rows[0].view(-1)[-1:].as_strided((64,), (1,))[1:] = 1  # one byte too far, and more
@@ -331,56 +327,6 @@ def check_late_reader(rank: int, mappings: Mappings) -> None:
 
 def test_what_a_rank_fetches_after_it_was_given_up_is_not_used() -> None:
     faults.run_forked(2, check_late_reader, faults.regions(2))
-
-
-@pytest.mark.parametrize("compiled", [True, False])
-def test_slots_are_named_while_rows_of_others_are_still_on_their_way(compiled: bool) -> None:
-    """Two ends in one process; rank 1's rows are taken back, and come in two pieces."""
-    one = Scenario((6, 20), topk=2, slots_per_rank=16, hidden=16)
-    limits = BufferLimits(20, one.hidden, one.topk, one.slots_per_rank)
-    wire = make_wire(one.wire, one.dtype)
-    shape = inbox_shape(2, limits, wire)
-    mappings = map_anonymous(2, shape.num_bytes)
-    ends = [
-        LowLatencyAllToAll(ShmMemory(rank, mappings, False), shape, one.hidden, one.dtype, wire, 20, compiled)
-        for rank in range(2)
-    ]
-    sent = [end.dispatch(*one.inputs(rank)[:2]) for rank, end in enumerate(ends)]
-    lane = ends[0]._inbox[1]
-    rows, flag = lane.rows[1], lane.flags[ROWS + 1]
-    full, last = rows.clone(), int(lane.flags[PROGRESS + 1])
-    here = (last & 0xFFFFFF) // 2
-    lane.flags[PROGRESS + 1] -= (last & 0xFFFFFF) - here
-    lane.flags[ROWS + 1] = 0
-    rows[here:] = 255
-    arrived, arrivals = arrive_by_slot(sent[0])
-    needed = rows_needed(ends[0]._receiver.lanes, 1, [1])[1]
-    expected = one.expected_rows(0)
-    starts = arrived.rows.rows_per_slot.cumsum(0) - arrived.rows.rows_per_slot
-    early, late = [], []
-    for _ in range(SLOT_GROUPS):
-        if not early or int(sorted(needed)[len(early) + 1]) <= here:
-            early += next(arrivals)
-    assert early, "some slots need no row that is not here"
-    assert all(needed[slot] <= here for slot in early)
-    for slot in early:
-        mine = slice(int(starts[slot]), int(starts[slot] + arrived.rows.rows_per_slot[slot]))
-        assert torch.equal(arrived.rows.x[mine], expected[mine])
-
-    def bring_the_rest() -> None:
-        time.sleep(0.02)
-        rows.copy_(full)
-        lane.flags[PROGRESS + 1] = last
-        lane.flags[ROWS + 1] = flag
-
-    thread = threading.Thread(target=bring_the_rest)
-    thread.start()
-    late = [slot for slots in arrivals for slot in slots]
-    thread.join()
-    assert sorted(early + late) == list(range(one.slots_per_rank))
-    assert torch.equal(arrived.rows.x, expected)
-    assert sent[0].wait() is arrived
-    sent[1].wait()
 
 
 def test_without_a_home_folder_there_is_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:

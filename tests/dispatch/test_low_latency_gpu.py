@@ -76,7 +76,7 @@ def test_a_whole_moe_layer_around_it_reads_nothing_back(
     """Gate, load recorder, choice of replica and transport; the experts' own kernels are left out."""
     transport, spec = make("meta", launches), RouterSpec(6, 2)
     placement = Placement.trivial(1, 6, 2)
-    recorder = LoadRecorder(1, 6, EpGroup(0, 1, torch.device("meta")), slots_per_rank=3)
+    recorder = LoadRecorder(1, 6, EpGroup(0, 1, torch.device("meta")))
     parallel = ExpertParallel(0, spec, transport, ReplicaMap(placement, "meta"), recorder, 4, FAST)
     weight = torch.empty(6, 64, device="meta")
     experts = {"gate_up": torch.empty(3, 32, 64, device="meta"), "down": torch.empty(3, 64, 16, device="meta")}

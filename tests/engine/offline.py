@@ -21,6 +21,7 @@ from moe_serve.engine.mailbox import Inbound, QueueMailbox
 from moe_serve.engine.messages import Shutdown, Submit, Tokens
 from moe_serve.engine.sampler import sample
 from moe_serve.eplb.load import LoadRecord
+from tests.ep.received import count_received
 from tests.ranks import run_ranks
 
 TINY: dict[str, dict[str, Any]] = {
@@ -204,7 +205,8 @@ def _serve_on_rank(rank: int, group: EpGroup, scripts: Sequence[Script], overrid
 
     engine_module.sample = sample_and_digest
     try:
-        engine.run()
+        with count_received() as received:
+            engine.run()
     finally:
         engine_module.sample = sample
     engine.scheduler.check()
@@ -217,7 +219,7 @@ def _serve_on_rank(rank: int, group: EpGroup, scripts: Sequence[Script], overrid
         stats={name: getattr(engine.scheduler.stats, name) for name in engine.scheduler.stats.__slots__},
         load=records,
         num_steps=engine.step,
-        slot_rows=engine.served.recorder.slot_rows.tolist(),
+        slot_rows=received.slot_rows.tolist(),
     )
     for message in mailbox.sent:
         if isinstance(message, Tokens):

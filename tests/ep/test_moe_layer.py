@@ -17,6 +17,7 @@ from moe_serve.ep.replica_map import ReplicaMap
 from moe_serve.ep.routing import RouterSpec
 from moe_serve.eplb.placement import Placement
 from moe_serve.kernels.numerics import FAST, Numerics
+from tests.ep.received import count_received
 from tests.ranks import run_ranks
 from tests.tolerance import FLOAT32, relative_error
 
@@ -71,7 +72,7 @@ def build(group: EpGroup, case: Case) -> tuple[list[MoeLayer], LoadRecorder]:
     placement = case.placement
     backend = case.backend if group.process_group is not None else "local"
     slots = placement.slots_per_rank
-    recorder = LoadRecorder(LAYERS, SPEC.num_logical, group, slots_per_rank=slots)
+    recorder = LoadRecorder(LAYERS, SPEC.num_logical, group)
     parallel = ExpertParallel(
         rank=group.rank,
         router=SPEC,
@@ -111,10 +112,11 @@ def run_layers(rank: int, group: EpGroup, case: Case) -> tuple[Tensor, np.ndarra
     x = torch.cat([mine, torch.full((case.numerics.padded(num_tokens) - num_tokens, HIDDEN), float("nan"))])
     counted = max(len(range(*case.share(r).indices(case.num_tokens))) for r in range(group.num_ranks))
     num_chunks = max(case.overlapped or 1, -(-counted // case.capacity))
-    for layer in layers:
-        x = layer(x, num_tokens, num_chunks, overlap=case.overlapped is not None)
-        assert torch.equal(x[num_tokens:].nan_to_num(), torch.zeros_like(x[num_tokens:])), "padding is not computed"
-    return x[:num_tokens], recorder.take(0, 1).tokens, recorder.slot_rows
+    with count_received() as received:
+        for layer in layers:
+            x = layer(x, num_tokens, num_chunks, overlap=case.overlapped is not None)
+            assert torch.equal(x[num_tokens:].nan_to_num(), torch.zeros_like(x[num_tokens:])), "padding is not computed"
+    return x[:num_tokens], recorder.take(0, 1).tokens, received.slot_rows
 
 
 def serve(case: Case) -> tuple[Tensor, np.ndarray, np.ndarray]:
@@ -234,15 +236,6 @@ def test_counts_from_the_gate_are_the_counts_of_the_layer(num_redundant: int, mo
     assert np.array_equal(load, expected[1])
     assert torch.equal(received, expected[2])
     assert relative_error(out, expected[0]) < FLOAT32
-
-
-def test_rows_that_are_added_later_count_as_they_were_and_keep_nothing_else_alive() -> None:
-    recorder = LoadRecorder(1, 4, EpGroup(0, 1, torch.device("cpu")), slots_per_rank=2)
-    all_that_is_kept = torch.arange(1000)
-    recorder.add_received(0, all_that_is_kept[3:5])
-    all_that_is_kept.fill_(-1)
-    recorder.add_received(0, torch.tensor([10, 20]))
-    assert recorder.slot_rows.tolist() == [[13, 24]]
 
 
 def test_a_second_window_starts_from_zero() -> None:

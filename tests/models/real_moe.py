@@ -25,7 +25,7 @@ def make_real_moe(spec: ModelSpec, numerics: Numerics, dtype: torch.dtype = torc
         spec.router,
         LocalAllToAll(slots, make_wire("auto", dtype)),
         ReplicaMap(placement),
-        LoadRecorder(placement.num_layers, placement.num_logical, group, slots),
+        LoadRecorder(placement.num_layers, placement.num_logical, group),
         4096,
         numerics,
     )

@@ -6,7 +6,6 @@ time an overlap hides without measuring any.
 """
 
 import time
-from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
@@ -71,32 +70,6 @@ class _Handle:
     inner: object
 
 
-class _DelayedRows:
-    """A dispatch whose rows come in the order of their slots, evenly until the last has arrived."""
-
-    def __init__(self, receive: Callable[[], Dispatched], begins_s: float, arrival_s: float, clock: Clock):
-        self._rows = Deferred(receive)
-        self._begins_s, self._arrival_s, self._clock = begins_s, arrival_s, clock
-
-    def by_slot(self) -> tuple[Dispatched, Iterator[Sequence[int]]]:
-        arrived = self._rows.wait()
-        counts = arrived.rows.rows_per_slot.cumsum(0)
-        lasts_s = self._arrival_s - self._begins_s
-
-        def slots() -> Iterator[Sequence[int]]:
-            for slot, so_far in enumerate(counts):
-                share = float(so_far) / max(float(counts[-1]), 1.0)
-                self._clock.sleep_until(self._begins_s + share * lasts_s)
-                yield [slot]
-            self._clock.sleep_until(self._arrival_s)
-
-        return arrived, slots()
-
-    def wait(self) -> Dispatched:
-        self._clock.sleep_until(self._arrival_s)
-        return self._rows.wait()
-
-
 class DelayedAllToAll:
     """AllToAll over another one.
 
@@ -125,9 +98,7 @@ class DelayedAllToAll:
             arrived = sent.wait()
             return Dispatched(arrived.rows, _Handle(int(arrived.rows.rows_per_slot.sum()), arrived.handle))
 
-        begins_s = self._clock.now_s()
-        arrival_s = self._link.arrival_s(num_rows * hidden.shape[1] * hidden.element_size())
-        return _DelayedRows(receive, begins_s, arrival_s, self._clock)
+        return self._delay(Deferred(receive), num_rows * hidden.shape[1] * hidden.element_size())
 
     def combine(self, expert_out: Tensor, weights: Tensor, handle: object) -> Pending[Tensor]:
         assert isinstance(handle, _Handle), "the handle belongs to another transport"
