@@ -1,7 +1,7 @@
 """The frozen instances of benchmarks/balancer.py: shapes, loads and seeds, written down before anything was tuned.
 
-Loads come from moe_serve.eplb.synthetic, whose families are frozen by a test. Seeds 0-9 were open while policies were
-written; HELD_OUT_SEEDS were not looked at before the first run of the whole benchmark.
+Loads come from moe_serve.eplb.replay.synthetic, whose families are frozen by a test. Seeds 0-9 were open while policies
+were written; HELD_OUT_SEEDS were not looked at before the first run of the whole benchmark.
 """
 
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from moe_serve.eplb.synthetic import static_load
+from moe_serve.eplb.replay.synthetic import static_load
 from moe_serve.topology import Topology
 
 SEEDS = tuple(range(10))

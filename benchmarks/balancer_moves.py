@@ -14,14 +14,15 @@ import numpy as np
 
 from benchmarks.balancer_instances import Q3_EP16, SEEDS, V3_EP32, V3_EP72, V3_EP144, Shape, load
 from moe_serve.eplb.cost.model import CostModel, load_hardware, load_model_profile
-from moe_serve.eplb.files.trace import write_trace
+from moe_serve.eplb.files.traces import write_trace
 from moe_serve.eplb.load import LoadRecord
-from moe_serve.eplb.policies.policy import PlanRequest, make_policy
+from moe_serve.eplb.policies.make import make_policy
+from moe_serve.eplb.policies.policy import PlanRequest
 from moe_serve.eplb.rebalance.rebalancer import RebalanceSettings
 from moe_serve.eplb.replay.costs import ProfileCosts
 from moe_serve.eplb.replay.replay import ReplaySettings, make_run, replay, starting_placement
 from moe_serve.eplb.replay.score import Scorer
-from moe_serve.eplb.synthetic import FAMILIES, FlippingLoad, SyntheticLoad, synthetic_trace
+from moe_serve.eplb.replay.synthetic import FAMILIES, FlippingLoad, SyntheticLoad, synthetic_trace
 
 CHURN_WINDOWS = 8
 

@@ -23,7 +23,8 @@ from benchmarks.balancer_instances import (
 )
 from moe_serve.eplb.load import balancedness, rank_load
 from moe_serve.eplb.placement import Placement
-from moe_serve.eplb.policies.policy import PlanRequest, make_policy
+from moe_serve.eplb.policies.make import make_policy
+from moe_serve.eplb.policies.policy import PlanRequest
 
 Planner = Callable[[NDArray[np.int64], Shape], tuple[Placement, float | None]]  # -> placement, off-home share
 

@@ -80,6 +80,37 @@ def test_imports_run_downwards(path: Path) -> None:
         assert fits, f"{path.relative_to(PACKAGE)}:{line} imports moe_serve.{name}; {room}/ may use {sorted(allowed)}"
 
 
+# The eplb library decides; its workbench (files/, replay/) studies decisions. Arrows run from the workbench to the
+# library only: part -> what it may import of eplb beside itself.
+EPLB_LIBRARY = {
+    "placement": set(),
+    "load": {"placement"},
+    "policies": {"placement", "load", "split"},
+    "planner": {"placement", "policies"},
+    "split": {"placement"},
+    "migration": {"placement"},
+    "cost": {"placement", "load", "policies.policy", "migration"},
+    "rebalance": {"placement", "load", "policies.policy", "migration", "cost"},
+}
+EPLB_WORKBENCH = {
+    "files": {"placement", "load"},
+    "replay": {"files", *EPLB_LIBRARY},
+}
+
+
+@pytest.mark.parametrize("path", sorted((PACKAGE / "eplb").rglob("*.py")), ids=lambda p: str(p.relative_to(PACKAGE)))
+def test_the_eplb_library_never_imports_its_workbench_and_readers_run_no_policy(path: Path) -> None:
+    part = path.relative_to(PACKAGE / "eplb").parts[0].removesuffix(".py")
+    if part == "__init__":  # hands names of both on, when they are asked for
+        return
+    allowed = (EPLB_LIBRARY | EPLB_WORKBENCH)[part]
+    for line, name in imports_of(path):
+        if name.startswith("eplb."):
+            inner = name.removeprefix("eplb.")
+            fits = inner.split(".")[0] == part or any(inner == door or inner.startswith(f"{door}.") for door in allowed)
+            assert fits, f"{path.relative_to(PACKAGE)}:{line} imports {name}; eplb/{part} may use {sorted(allowed)}"
+
+
 def run_python(code: str) -> str:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr

@@ -12,8 +12,8 @@ from moe_serve.engine.mailbox import Mailbox
 from moe_serve.engine.recovery import Recovery, make_recovery, spareable_ranks
 from moe_serve.engine.served_model import Progress, ServedModel, build_served_model
 from moe_serve.engine.step import StepSettings
-from moe_serve.eplb.files.trace import TraceMeta
-from moe_serve.eplb.files.trace_jsonl import JsonlWriter
+from moe_serve.eplb.files.jsonl_writer import JsonlWriter
+from moe_serve.eplb.files.trace_meta import TraceMeta
 from moe_serve.eplb.load import LoadRecord
 from moe_serve.errors import ConfigError
 from moe_serve.log import get_logger

@@ -6,7 +6,7 @@ Names load on first use, so that importing one costs nothing of the others.
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from moe_serve.eplb.files.formats import read_trace
+    from moe_serve.eplb.files.traces import read_trace
     from moe_serve.eplb.migration.plan import plan_migration
     from moe_serve.eplb.planner import plan
     from moe_serve.eplb.split.batch import split_batch
@@ -18,7 +18,7 @@ _HOME = {
     "Topology": "moe_serve.topology",
     "plan": "moe_serve.eplb.planner",
     "plan_migration": "moe_serve.eplb.migration.plan",
-    "read_trace": "moe_serve.eplb.files.formats",
+    "read_trace": "moe_serve.eplb.files.traces",
     "split_batch": "moe_serve.eplb.split.batch",
 }
 

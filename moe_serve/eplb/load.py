@@ -74,6 +74,14 @@ class LoadRecord:
                 raise TraceError(f"{name} has shape {array.shape}, expected {shape} beside tokens {self.tokens.shape}")
             object.__setattr__(self, name, array)
 
+    def active_steps(self) -> NDArray[np.int64] | None:
+        """Returns in how many steps each expert had a token, [L, E] int64; None where the record cannot tell."""
+        if self.activations is not None:
+            return self.activations
+        if self.per_step is not None:
+            return np.asarray((self.per_step > 0).sum(axis=0))
+        return (self.tokens > 0).astype(np.int64) if self.num_steps == 1 else None
+
     @property
     def num_layers(self) -> int:
         return int(self.tokens.shape[0])

@@ -4,10 +4,11 @@ from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
-from numpy.typing import ArrayLike
+from numpy.typing import ArrayLike, NDArray
 
 from moe_serve.eplb.placement import Placement
-from moe_serve.eplb.policies.policy import Plan, PlanRequest, make_policy
+from moe_serve.eplb.policies.make import make_policy
+from moe_serve.eplb.policies.policy import Plan, PlanRequest
 from moe_serve.topology import Topology
 
 
@@ -52,3 +53,12 @@ def plan(
         **more,
     )
     return make_policy(policy, **(options or {})).plan(request)
+
+
+def plan_counts(counts: NDArray[np.int64], num_ranks: int) -> NDArray[np.int32]:
+    """Returns the slots of a placement for counts alone, as few as the ranks allow: counts [L, E] -> [L, P] int32.
+
+    This is how `files.placements.read_placement` reads a file that holds counts instead of a placement.
+    """
+    num_slots = -(-counts.shape[1] // num_ranks) * num_ranks
+    return plan(counts, Topology(1, num_ranks), num_slots).placement.physical_to_logical

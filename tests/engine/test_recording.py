@@ -8,7 +8,7 @@ import pytest
 from moe_serve.attention_dp.request import SamplingParams
 from moe_serve.engine.build import cut_unfinished_line, record_to
 from moe_serve.eplb import read_trace
-from moe_serve.eplb.files.trace_jsonl import JsonlWriter
+from moe_serve.eplb.files.jsonl_writer import JsonlWriter
 from moe_serve.eplb.load import LoadRecord
 from moe_serve.eplb.placement import Placement
 from tests.engine.offline import prompts_with_shared_beginnings, serve, submits_of

@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moe_serve.eplb.policies.deepseek import rebalance
-from moe_serve.eplb.policies.policy import PlanRequest, make_policy
+from moe_serve.eplb.policies.make import make_policy
+from moe_serve.eplb.policies.policy import PlanRequest
 from moe_serve.topology import Topology
 
 # The example of DeepSeek's README: 12 experts in 4 groups, 16 slots, 2 nodes of 4 GPUs.

@@ -1,7 +1,8 @@
 import numpy as np
 import pytest
 
-from moe_serve.eplb.policies.policy import PlanRequest, make_policy
+from moe_serve.eplb.policies.make import make_policy
+from moe_serve.eplb.policies.policy import PlanRequest
 from moe_serve.errors import PlacementError
 from moe_serve.topology import Topology
 from tests.eplb.brute_force import best_top

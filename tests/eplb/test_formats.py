@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from moe_serve.eplb.files.formats import read_placement, write_placement
+from moe_serve.eplb.files.placements import read_placement, write_placement
 from moe_serve.eplb.placement import Placement
 from moe_serve.errors import PlacementError
 

@@ -9,8 +9,9 @@ import pytest
 import torch
 from safetensors.numpy import save_file
 
-from moe_serve.eplb.files.formats import read_placement, read_trace
-from moe_serve.eplb.rebalance.balance_log import read_balance_log
+from moe_serve.eplb.files.balance_log import read_balance_log
+from moe_serve.eplb.files.placements import read_placement
+from moe_serve.eplb.files.traces import read_trace
 from moe_serve.errors import TraceError
 
 RNG = np.random.default_rng(5)

@@ -6,8 +6,9 @@ from hypothesis import strategies as st
 
 from moe_serve.eplb.load import balancedness, rank_load
 from moe_serve.eplb.placement import Placement
+from moe_serve.eplb.policies.make import make_policy
 from moe_serve.eplb.policies.packing import duplicate_slots, pack_in_rounds, pack_longest_first, repair_duplicates
-from moe_serve.eplb.policies.policy import PlanRequest, make_policy
+from moe_serve.eplb.policies.policy import PlanRequest
 from moe_serve.eplb.policies.replication import copy_load, list_copies, minimax_counts
 from moe_serve.topology import Topology
 from tests.eplb.loads import lognormal, zipf

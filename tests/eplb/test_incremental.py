@@ -7,7 +7,8 @@ from moe_serve.eplb.load import balancedness, rank_load
 from moe_serve.eplb.placement import Placement
 from moe_serve.eplb.policies.edits import EditState, all_overwrites, apply_edits, best_overwrites, best_swaps
 from moe_serve.eplb.policies.incremental import holds
-from moe_serve.eplb.policies.policy import PlanRequest, make_policy
+from moe_serve.eplb.policies.make import make_policy
+from moe_serve.eplb.policies.policy import PlanRequest
 from moe_serve.topology import Topology
 from tests.eplb.loads import drifting, grouped, lognormal
 

@@ -4,7 +4,8 @@ import numpy as np
 
 from moe_serve.eplb.load import balancedness, rank_load
 from moe_serve.eplb.policies.locality import off_node_share, tokens_by_node
-from moe_serve.eplb.policies.policy import PlanRequest, make_policy
+from moe_serve.eplb.policies.make import make_policy
+from moe_serve.eplb.policies.policy import PlanRequest
 from moe_serve.eplb.policies.problem import problem_of
 from moe_serve.eplb.split.batch import split_batch
 from moe_serve.topology import Topology

@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moe_serve.eplb.migration.plan import MigrationRound, SlotMove, apply_round, plan_migration
+from moe_serve.eplb.migration.moves import MigrationRound, SlotMove, apply_round
+from moe_serve.eplb.migration.plan import plan_migration
 from moe_serve.eplb.migration.relabel import relabel_ranks
 from moe_serve.eplb.placement import Placement
 from moe_serve.errors import PlacementError

@@ -9,7 +9,7 @@ import pytest
 from moe_serve.eplb.cost.model import CostModel, GateCost, load_hardware, load_model_profile
 from moe_serve.eplb.load import LoadRecord, rank_load
 from moe_serve.eplb.placement import Placement
-from moe_serve.eplb.policies.policy import make_policy
+from moe_serve.eplb.policies.make import make_policy
 from moe_serve.eplb.rebalance.events import (
     MigrationFailed,
     PlanFailed,
@@ -20,7 +20,7 @@ from moe_serve.eplb.rebalance.events import (
     WindowClosed,
 )
 from moe_serve.eplb.rebalance.rebalancer import Rebalancer, RebalanceSettings
-from moe_serve.eplb.synthetic import FAMILIES, SyntheticLoad, synthetic_trace
+from moe_serve.eplb.replay.synthetic import FAMILIES, SyntheticLoad, synthetic_trace
 from moe_serve.errors import ConfigError, PlacementError
 from moe_serve.topology import Topology
 

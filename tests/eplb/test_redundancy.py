@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from moe_serve.eplb.redundancy import plan_redundancy
+from moe_serve.eplb.replay.redundancy import plan_redundancy
 from moe_serve.errors import PlacementError
 from moe_serve.topology import Topology
 from tests.eplb.loads import lognormal

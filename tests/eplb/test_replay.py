@@ -11,7 +11,7 @@ from moe_serve.eplb.policies.policy import Plan, PlanRequest
 from moe_serve.eplb.replay.replay import ReplaySettings, replay
 from moe_serve.eplb.replay.result import CEILING, FLOOR
 from moe_serve.eplb.replay.score import Scorer, arrivals
-from moe_serve.eplb.synthetic import SyntheticLoad, synthetic_trace
+from moe_serve.eplb.replay.synthetic import SyntheticLoad, synthetic_trace
 from moe_serve.errors import ConfigError, TraceError
 from moe_serve.topology import Topology
 

@@ -5,13 +5,15 @@ from pathlib import Path
 
 import numpy as np
 
-from moe_serve.eplb.files.trace_jsonl import JsonlWriter, TraceMeta, recorded_latency
+from moe_serve.eplb.files.jsonl_writer import JsonlWriter
+from moe_serve.eplb.files.trace_jsonl import recorded_latency
+from moe_serve.eplb.files.trace_meta import TraceMeta
 from moe_serve.eplb.load import LoadRecord, LoadTrace, rank_load
 from moe_serve.eplb.migration.plan import MigrationPlan
 from moe_serve.eplb.placement import Placement
 from moe_serve.eplb.rebalance.rebalancer import RebalanceSettings
 from moe_serve.eplb.replay.replay import ReplaySettings, replay
-from moe_serve.eplb.synthetic import SyntheticLoad, synthetic_trace
+from moe_serve.eplb.replay.synthetic import SyntheticLoad, synthetic_trace
 from moe_serve.topology import Topology
 
 TOPOLOGY = Topology(2, 2)

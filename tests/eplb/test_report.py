@@ -15,7 +15,7 @@ from moe_serve.eplb.replay.report_curve import curve_slots, with_redundancy_curv
 from moe_serve.eplb.replay.report_html import page_data, to_html
 from moe_serve.eplb.replay.report_units import as_bytes, as_seconds
 from moe_serve.eplb.replay.result import ReplayReport
-from moe_serve.eplb.synthetic import SyntheticLoad, synthetic_trace
+from moe_serve.eplb.replay.synthetic import SyntheticLoad, synthetic_trace
 from moe_serve.topology import Topology
 
 TOPOLOGY = Topology(2, 4)

@@ -7,7 +7,7 @@ import pytest
 from moe_serve.eplb.cost.model import load_hardware, load_model_profile
 from moe_serve.eplb.replay.report_sweep import sweep_curves, sweep_to_json, sweep_to_table, sweep_verdict
 from moe_serve.eplb.replay.simulator import Simulation, best_case, num_cases, simulate
-from moe_serve.eplb.synthetic import SyntheticLoad
+from moe_serve.eplb.replay.synthetic import SyntheticLoad
 from moe_serve.errors import ConfigError
 
 SMALL = Simulation(

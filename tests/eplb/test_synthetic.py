@@ -7,7 +7,14 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from moe_serve.eplb.synthetic import FAMILIES, FlippingLoad, SyntheticLoad, popularity, static_load, synthetic_trace
+from moe_serve.eplb.replay.synthetic import (
+    FAMILIES,
+    FlippingLoad,
+    SyntheticLoad,
+    popularity,
+    static_load,
+    synthetic_trace,
+)
 from moe_serve.errors import ConfigError
 
 SMALL = SyntheticLoad(num_windows=6, num_layers=3, num_logical=16, topk=2, num_groups=4, period=2,

@@ -23,7 +23,8 @@ from numpy.typing import NDArray
 from moe_serve.eplb.cost.links import Mode, Sharing, busiest_rows, carry_seconds, expected_places
 from moe_serve.eplb.cost.profile_files import HardwareProfile, ModelProfile, load_hardware, load_model_profile
 from moe_serve.eplb.load import slot_load
-from moe_serve.eplb.migration.plan import MigrationPlan, SlotMove
+from moe_serve.eplb.migration.moves import SlotMove
+from moe_serve.eplb.migration.plan import MigrationPlan
 from moe_serve.eplb.placement import Placement
 from moe_serve.eplb.policies.policy import RankCost
 from moe_serve.errors import ConfigError

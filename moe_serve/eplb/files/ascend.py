@@ -8,7 +8,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from moe_serve.eplb.files.placement_files import refuse_empty_slots
+from moe_serve.eplb.files.placement_rows import refuse_empty_slots
 from moe_serve.eplb.placement import Placement
 from moe_serve.errors import PlacementError
 

@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from moe_serve.eplb.files.trace import ByteProgress
+from moe_serve.eplb.files.trace_meta import ByteProgress
 from moe_serve.eplb.load import LoadRecord, LoadTrace
 from moe_serve.errors import TraceError
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from moe_serve.eplb.files.placement_files import refuse_empty_slots
+from moe_serve.eplb.files.placement_rows import refuse_empty_slots
 from moe_serve.eplb.placement import Placement
 from moe_serve.errors import PlacementError
 

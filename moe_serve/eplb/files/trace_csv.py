@@ -13,7 +13,7 @@ from typing import IO
 
 import numpy as np
 
-from moe_serve.eplb.files.trace import OPTIONAL_FIELDS, ByteProgress, TraceMeta
+from moe_serve.eplb.files.trace_meta import OPTIONAL_FIELDS, ByteProgress, TraceMeta
 from moe_serve.eplb.load import LoadRecord, LoadTrace
 from moe_serve.errors import TraceError
 

@@ -6,8 +6,7 @@
 {"event": "plan_ready", "step": …, …}                                                  what the balancer did
 """
 
-import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from moe_serve.eplb.files.trace import OPTIONAL_FIELDS, TRACE_FORMAT, ByteProgress, TraceMeta
+from moe_serve.eplb.files.trace_meta import OPTIONAL_FIELDS, TRACE_FORMAT, ByteProgress, TraceMeta
 from moe_serve.eplb.load import LoadRecord, LoadTrace
 from moe_serve.eplb.placement import Placement
 from moe_serve.errors import PlacementError, TraceError
@@ -230,68 +229,3 @@ def _counts(value: Any, where: str, name: str, ndim: int) -> np.ndarray:
     if array.ndim != ndim or array.dtype.kind not in "iuf":
         raise TraceError(f"{where}, key {name}: expected numbers in {ndim} dimensions, found {value!r:.60}")
     return array
-
-
-class JsonlWriter:
-    """Appends records and events to a .jsonl trace; every line is whole before the next begins.
-
-    A record names its placement in full only when it changed since the record before.
-    """
-
-    def __init__(self, path: Path, meta: TraceMeta, append: bool = False):
-        self._file = path.open("ab" if append else "wb")
-        self._placement: Placement | None = None
-        if not append or self._file.tell() == 0:
-            self._write(meta.to_json())
-
-    def add(self, record: LoadRecord) -> None:
-        """Appends a record."""
-        line: dict[str, Any] = {
-            "first_step": record.first_step,
-            "num_steps": record.num_steps,
-            "phase": record.phase,
-            "tokens": record.tokens.tolist(),
-        }
-        for name in OPTIONAL_FIELDS:
-            value = getattr(record, name)
-            if value is not None:
-                line[name] = value.tolist()
-        for name in ("step_time_s", "placement_version"):
-            if getattr(record, name) is not None:
-                line[name] = getattr(record, name)
-        if record.placement is not None and record.placement is not self._placement:
-            line["num_ranks"] = record.placement.num_ranks
-            line["physical_to_logical_map"] = record.placement.physical_to_logical.tolist()
-            self._placement = record.placement
-        self._write(line)
-
-    def event(self, name: str, step: int, **fields: Any) -> None:
-        """Appends an event of the balancer, e.g. event("round_activated", step, version=7)."""
-        self._write({"event": name, "step": step, **fields})
-
-    def _write(self, line: dict[str, Any]) -> None:
-        self._file.write(msgspec.json.encode(line) + b"\n")
-        self._file.flush()
-
-    def close(self) -> None:
-        self._file.close()
-
-
-def write_jsonl(trace: LoadTrace, path: Path, progress: Callable[[int], None] | None = None) -> int:
-    """Writes a trace, atomically; returns the number of records."""
-    unfinished = path.with_name(f".{path.name}.{os.getpid()}")
-    number = 0
-    try:
-        writer = JsonlWriter(unfinished, TraceMeta.of(trace))
-        try:
-            for record in trace:
-                writer.add(record)
-                number += 1
-                if progress is not None:
-                    progress(number)
-        finally:
-            writer.close()
-        os.replace(unfinished, path)
-    finally:
-        unfinished.unlink(missing_ok=True)
-    return number

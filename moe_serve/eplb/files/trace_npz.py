@@ -20,7 +20,7 @@ from typing import IO, Any
 
 import numpy as np
 
-from moe_serve.eplb.files.trace import OPTIONAL_FIELDS, ByteProgress, TraceMeta
+from moe_serve.eplb.files.trace_meta import OPTIONAL_FIELDS, ByteProgress, TraceMeta
 from moe_serve.eplb.load import LoadRecord, LoadTrace
 from moe_serve.eplb.placement import Placement
 from moe_serve.errors import PlacementError, TraceError

@@ -15,7 +15,7 @@ import msgspec
 import numpy as np
 
 from moe_serve.eplb.files.json_stream import iter_array
-from moe_serve.eplb.files.trace import ByteProgress
+from moe_serve.eplb.files.trace_meta import ByteProgress
 from moe_serve.eplb.load import LoadRecord, LoadTrace
 from moe_serve.errors import TraceError
 

@@ -5,15 +5,18 @@ giving part j to rank r is what r would have to receive: experts that r's node l
 more than all others together.
 """
 
+from typing import Literal
+
 import numpy as np
 from numpy.typing import NDArray
-from scipy.optimize import linear_sum_assignment
 
 from moe_serve.eplb.placement import Placement
 from moe_serve.topology import Topology
 
+Relabel = Literal["ranks", "nodes", "none", "exact"]
 
-def relabel_ranks(old: Placement, new: Placement, topology: Topology, relabel: str) -> NDArray[np.int64]:
+
+def relabel_ranks(old: Placement, new: Placement, topology: Topology, relabel: Relabel) -> NDArray[np.int64]:
     """Returns [L, P] int64: slot s should take what slot out[l, s] of new holds (slots of a rank stay together)."""
     num_layers, slots_per_rank, num_ranks = old.num_layers, old.slots_per_rank, old.num_ranks
     part = np.tile(np.arange(num_ranks), (num_layers, 1))
@@ -48,6 +51,8 @@ def _holds(row: NDArray[np.int32], num_logical: int, num_ranks: int) -> NDArray[
 
 def _cheapest(price: NDArray[np.float64]) -> NDArray[np.int64]:
     """Returns the part of each rank, [R]."""
+    from scipy.optimize import linear_sum_assignment  # takes half a second to import, and most starts never need it
+
     parts, ranks = linear_sum_assignment(price)
     out = np.empty(len(price), dtype=np.int64)
     out[ranks] = parts

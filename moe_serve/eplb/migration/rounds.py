@@ -9,7 +9,7 @@ rounds, a third less time than with sources that are free to send.)
 
 from collections.abc import Iterable, Sequence
 
-from moe_serve.eplb.migration.plan import SlotMove
+from moe_serve.eplb.migration.moves import SlotMove
 from moe_serve.eplb.migration.writes import SlotWrite
 from moe_serve.topology import Topology
 

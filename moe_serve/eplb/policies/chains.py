@@ -9,7 +9,6 @@ Two tools, both over many ranks at once:
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.optimize import linear_sum_assignment
 
 from moe_serve.eplb.policies.edits import Bools, Edits, EditState, all_overwrites, apply_edits
 
@@ -88,6 +87,8 @@ def reassign(state: EditState, layer: int, slot_of: NDArray[np.int64], price: fl
 
     Minimises the smooth maximum plus `price` for every expert that a rank must receive. No rank gets an expert twice.
     """
+    from scipy.optimize import linear_sum_assignment  # takes half a second to import, and most plans never need it
+
     table = state.table[layer]
     num_ranks = len(table)
     rank = np.arange(num_ranks)

@@ -9,7 +9,6 @@ Shape words: L = layers, E = experts, N = nodes, R = ranks, K = slots per rank.
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.optimize import linear_sum_assignment
 
 from moe_serve.eplb.policies.problem import Problem
 from moe_serve.eplb.policies.replication import copies_of, copy_load
@@ -67,6 +66,8 @@ def off_node_share(problem: Problem, table: Ids, local: Floats) -> Floats:
 
 def _trade_nodes(problem: Problem, table: Ids, local: Floats) -> Ids:
     """Gives the contents of nodes with equally many ranks to the nodes that send them most."""
+    from scipy.optimize import linear_sum_assignment  # takes half a second to import, and most plans never need it
+
     num_layers, num_experts = problem.weight.shape
     sizes = np.bincount(problem.node_of)
     if len(set(sizes.tolist())) > 1:

@@ -1,4 +1,4 @@
-"""What a balancer is asked, what it answers, and how one is chosen by name.
+"""What a balancer is asked, and what it answers.
 
 Every policy plans all layers of one request at once, accepts `current=None`, and gives the same plan for the same
 request. Effort is counted in iterations; `time_budget_s` is only a stop, and a plan it cut short says `truncated`.
@@ -6,19 +6,18 @@ request. Effort is counted in iterations; `time_budget_s` is only a stop, and a 
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from moe_serve.eplb.load import MAX_EXACT
 from moe_serve.eplb.placement import Placement
-from moe_serve.errors import ConfigError, PlacementError
+from moe_serve.errors import PlacementError
 from moe_serve.topology import Topology
 
 Floats = NDArray[np.float64]
 OBJECTIVES = ("tokens", "activated", "off_node", "step_time")
-POLICIES = ("deepseek", "greedy", "refined", "incremental", "milp", "static")
 
 
 @dataclass(frozen=True)
@@ -207,42 +206,6 @@ class PlacementPolicy(Protocol):
     def plan(self, request: PlanRequest) -> Plan:
         """Returns the plan of one request; a pure function of it, timings apart."""
         ...
-
-
-def make_policy(name: str, **options: Any) -> PlacementPolicy:
-    """Returns the policy of this name; options are the fields of its class.
-
-    Raises ConfigError for an unknown name or option.
-    """
-    try:
-        match name:
-            case "deepseek":
-                from moe_serve.eplb.policies.deepseek import DeepSeekPolicy
-
-                return DeepSeekPolicy(**options)
-            case "greedy":
-                from moe_serve.eplb.policies.greedy import GreedyPolicy
-
-                return GreedyPolicy(**options)
-            case "refined":
-                from moe_serve.eplb.policies.refined import RefinedPolicy
-
-                return RefinedPolicy(**options)
-            case "incremental":
-                from moe_serve.eplb.policies.incremental import IncrementalPolicy
-
-                return IncrementalPolicy(**options)
-            case "milp":
-                from moe_serve.eplb.policies.exact import MilpPolicy
-
-                return MilpPolicy(**options)
-            case "static":
-                from moe_serve.eplb.policies.static import StaticPolicy
-
-                return StaticPolicy(**options)
-    except TypeError as error:
-        raise ConfigError(f"policy {name!r} does not take these options ({error}); see its class") from None
-    raise ConfigError(f"policy {name!r} is unknown; use one of {', '.join(POLICIES)}")
 
 
 def _checked_load(value: NDArray[np.number], name: str, ndim: int) -> NDArray[np.number]:

@@ -10,7 +10,7 @@ where RequestPlan and StartRound are actions of the rebalancer, and the rest are
 from dataclasses import dataclass
 
 from moe_serve.eplb.load import LoadRecord
-from moe_serve.eplb.migration.plan import MigrationRound
+from moe_serve.eplb.migration.moves import MigrationRound
 from moe_serve.eplb.policies.policy import Plan, PlanRequest
 
 

@@ -21,7 +21,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moe_serve.eplb.load import LoadRecord, balancedness, rank_load
-from moe_serve.eplb.migration.plan import MigrationPlan, Relabel, apply_round, plan_migration
+from moe_serve.eplb.migration.moves import apply_round
+from moe_serve.eplb.migration.plan import MigrationPlan, plan_migration
+from moe_serve.eplb.migration.relabel import Relabel
 from moe_serve.eplb.placement import Placement
 from moe_serve.eplb.policies.policy import Plan, PlanRequest
 from moe_serve.eplb.rebalance.events import (

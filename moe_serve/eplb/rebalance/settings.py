@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from moe_serve.eplb.migration.plan import Relabel
+from moe_serve.eplb.migration.relabel import Relabel
 from moe_serve.eplb.policies.policy import RankCost
 from moe_serve.errors import ConfigError
 

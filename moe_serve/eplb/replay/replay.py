@@ -12,7 +12,8 @@ import numpy as np
 
 from moe_serve.eplb.load import LoadTrace
 from moe_serve.eplb.placement import Placement
-from moe_serve.eplb.policies.policy import PlacementPolicy, make_policy
+from moe_serve.eplb.policies.make import make_policy
+from moe_serve.eplb.policies.policy import PlacementPolicy
 from moe_serve.eplb.rebalance.rebalancer import GateModel, RebalanceSettings
 from moe_serve.eplb.replay.parallel import Task, run_beside, usable_jobs
 from moe_serve.eplb.replay.result import CEILING, FLOOR, PolicyResult, ReplayReport

@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import numpy as np
 
-from moe_serve.eplb.policies.policy import make_policy
-from moe_serve.eplb.redundancy import plan_redundancy
+from moe_serve.eplb.policies.make import make_policy
+from moe_serve.eplb.replay.redundancy import plan_redundancy
 from moe_serve.eplb.replay.result import ReplayReport
 from moe_serve.topology import Topology
 

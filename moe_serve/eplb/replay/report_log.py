@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from moe_serve.eplb.rebalance.balance_log import read_balance_log
+from moe_serve.eplb.files.balance_log import read_balance_log
 
 _NEEDS = (
     "A log says how balanced the ranks are, not which experts are busy. To replay balancers, record expert counts: "

@@ -9,7 +9,6 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from moe_serve.eplb.files.trace import record_activations
 from moe_serve.eplb.load import LoadRecord, LoadTrace, balancedness, rank_load, slot_load
 from moe_serve.eplb.placement import Placement
 from moe_serve.errors import TraceError
@@ -129,7 +128,7 @@ class Scorer:
         return self.costs.step_seconds(tokens, placement, num_slots, self.tokens_per_step(record), record.phase)
 
     def _activated(self, record: LoadRecord, placement: Placement) -> float | None:
-        active = record_activations(record)
+        active = record.active_steps()
         if active is None or not record.num_steps:
             return None
         slots = slot_load(active * placement.replica_count, placement)  # slot_load divides by the replicas again

@@ -12,13 +12,13 @@ from typing import Any
 
 from moe_serve.eplb.cost.model import CostModel
 from moe_serve.eplb.cost.profile_files import HardwareProfile, ModelProfile
-from moe_serve.eplb.files.trace import folded
+from moe_serve.eplb.files.fold import folded
 from moe_serve.eplb.load import LoadTrace
 from moe_serve.eplb.rebalance.rebalancer import RebalanceSettings
 from moe_serve.eplb.replay.costs import ProfileCosts
 from moe_serve.eplb.replay.replay import ReplaySettings, replay
 from moe_serve.eplb.replay.result import CEILING, ReplayReport
-from moe_serve.eplb.synthetic import SyntheticLoad, synthetic_trace
+from moe_serve.eplb.replay.synthetic import SyntheticLoad, synthetic_trace
 from moe_serve.errors import ConfigError
 from moe_serve.topology import Topology
 

@@ -12,7 +12,10 @@ from typing import Annotated, Any
 import typer
 
 import moe_serve.launcher.cli.balancer_options as opt
+from moe_serve.eplb.load import LoadTrace
+from moe_serve.eplb.placement import Placement
 from moe_serve.errors import ConfigError, PlacementError
+from moe_serve.topology import Topology
 
 REPLAY_HELP = """Replay a load trace through balancers: what would each have moved, how well would it have served?
 
@@ -114,8 +117,7 @@ def replay(
     html: opt.HtmlOut = None,
     fail_below: opt.FailBelow = None,
 ) -> None:
-    from moe_serve.eplb.files.formats import read_placement
-    from moe_serve.eplb.rebalance.balance_log import is_balance_log
+    from moe_serve.eplb.files.balance_log import is_balance_log
     from moe_serve.eplb.rebalance.rebalancer import RebalanceSettings
     from moe_serve.eplb.replay.replay import ReplaySettings, num_passes
     from moe_serve.eplb.replay.replay import replay as run_replay
@@ -133,7 +135,7 @@ def replay(
         load = opt.open_trace(trace, show, window, topk, experts, max_pt_gib)
     num_slots = opt.slots_of(slots, redundant, load.num_logical, topology)
     costs = _costs(model, hardware, topology, phase, context)
-    start = read_placement(current, topology.num_ranks, load.num_logical, load.moe_layer_ids) if current else None
+    start = _read_current(current, topology, load)
     gate = RebalanceSettings(num_groups=groups, off_home=off_home, max_moves=max_moves, seed=seed)
     settings = ReplaySettings(
         topology,
@@ -215,7 +217,7 @@ def simulate(
     from moe_serve.eplb.replay.report_sweep import sweep_curves, sweep_to_json, sweep_to_table
     from moe_serve.eplb.replay.simulator import Simulation, best_case, num_cases
     from moe_serve.eplb.replay.simulator import simulate as run_simulation
-    from moe_serve.eplb.synthetic import SyntheticLoad
+    from moe_serve.eplb.replay.synthetic import SyntheticLoad
 
     if list_loads:
         typer.echo((SyntheticLoad.__doc__ or "").partition("\n\n")[2])
@@ -304,8 +306,8 @@ def plan(
     json_output: opt.JsonOut = False,
     fail_below: opt.FailBelow = None,
 ) -> None:
-    from moe_serve.eplb.files.formats import write_placement
-    from moe_serve.eplb.files.plan_file import plan_from_trace, plan_to_json, plan_to_table
+    from moe_serve.eplb.files.placements import write_placement
+    from moe_serve.eplb.replay.plan_trace import plan_from_trace, plan_to_json, plan_to_table
 
     topology = opt.cluster(ranks, nodes)
     with opt.progress_bar("reading") as show:
@@ -315,7 +317,7 @@ def plan(
             topology,
             opt.slots_of(slots, redundant, load.num_logical, topology),
             policy=policy,
-            current=current,
+            current=_read_current(current, topology, load),
             last=last,
             max_moves=max_moves,
             num_groups=groups,
@@ -354,8 +356,9 @@ def convert(
     ] = None,
     max_pt_gib: opt.MaxPt = 1.0,
 ) -> None:
-    from moe_serve.eplb.files.formats import read_placement, write_placement
-    from moe_serve.eplb.files.trace import write_trace
+    from moe_serve.eplb.files.placements import read_placement, write_placement
+    from moe_serve.eplb.files.traces import write_trace
+    from moe_serve.eplb.planner import plan_counts
 
     limit = int(max_pt_gib * 2**30)
     if output.suffix in (".npz", ".jsonl", ".csv"):
@@ -371,7 +374,9 @@ def convert(
             f"from {load.source}"
         )
         return
-    placement = read_placement(source, ranks, experts, _layer_range(moe_layers), max_torch_bytes=limit)
+    placement = read_placement(
+        source, ranks, experts, _layer_range(moe_layers), plan_counts=plan_counts, max_torch_bytes=limit
+    )
     write_placement(placement, output, target or "moe_serve", num_model_layers=num_model_layers)
     typer.echo(
         f"{output}: {placement.num_layers} layers x {placement.num_slots} slots on {placement.num_ranks} ranks, "
@@ -398,6 +403,16 @@ def _costs(model: str | None, hardware: str | None, topology: Any, phase: str, c
     if phase not in ("prefill", "decode"):
         raise ConfigError(f"--phase is {phase!r}; give prefill or decode")
     return ProfileCosts(CostModel(load_hardware(hardware), load_model_profile(model), topology), phase, context)  # type: ignore[arg-type]
+
+
+def _read_current(path: Path | None, topology: Topology, load: LoadTrace) -> Placement | None:
+    """Returns the placement of --current, which fits the trace and the cluster."""
+    if path is None:
+        return None
+    from moe_serve.eplb.files.placements import read_placement
+    from moe_serve.eplb.planner import plan_counts
+
+    return read_placement(path, topology.num_ranks, load.num_logical, load.moe_layer_ids, plan_counts=plan_counts)
 
 
 def _latency(trace: str) -> int:

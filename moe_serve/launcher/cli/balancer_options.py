@@ -113,8 +113,8 @@ def open_trace(
     max_pt_gib: float = 1.0,
 ) -> LoadTrace:
     """Returns the trace of a command line."""
-    from moe_serve.eplb.files.formats import read_trace
-    from moe_serve.eplb.files.trace import folded
+    from moe_serve.eplb.files.fold import folded
+    from moe_serve.eplb.files.traces import read_trace
 
     trace = read_trace(path, progress=progress, num_logical=experts, max_torch_bytes=int(max_pt_gib * 2**30))
     if topk is not None and trace.topk not in (None, topk):

@@ -11,8 +11,8 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from moe_serve.eplb.files.formats import read_placement, read_trace
-from moe_serve.eplb.files.trace import write_trace
+from moe_serve.eplb.files.placements import read_placement
+from moe_serve.eplb.files.traces import read_trace, write_trace
 from moe_serve.launcher.cli.balancer import add_balancer_commands
 
 DEMO = ["example:demo_unbalanced", "--ranks", "8", "--redundant", "8"]
@@ -195,7 +195,7 @@ def test_simulate_lists_its_loads() -> None:
 
 
 def test_a_recorded_load_can_be_simulated(tmp_path: Path) -> None:
-    from moe_serve.eplb.synthetic import SyntheticLoad, synthetic_trace
+    from moe_serve.eplb.replay.synthetic import SyntheticLoad, synthetic_trace
 
     load = SyntheticLoad(num_windows=4, num_layers=32, num_logical=8, topk=2, tokens_per_step=256)
     write_trace(synthetic_trace(load), tmp_path / "t.npz")

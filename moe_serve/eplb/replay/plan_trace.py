@@ -2,7 +2,6 @@
 
 import io
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -10,10 +9,11 @@ from numpy.typing import NDArray
 from rich.console import Console
 from rich.table import Table
 
-from moe_serve.eplb.files.formats import placement_to_json, read_placement
+from moe_serve.eplb.files.placements import placement_to_json
 from moe_serve.eplb.load import LoadTrace, balancedness, rank_load
 from moe_serve.eplb.placement import Placement
-from moe_serve.eplb.policies.policy import Plan, PlanRequest, make_policy
+from moe_serve.eplb.policies.make import make_policy
+from moe_serve.eplb.policies.policy import Plan, PlanRequest
 from moe_serve.eplb.replay.replay import starting_placement
 from moe_serve.errors import TraceError
 from moe_serve.topology import Topology
@@ -37,7 +37,7 @@ def plan_from_trace(
     topology: Topology,
     num_slots: int,
     policy: str = "refined",
-    current: Path | None = None,
+    current: Placement | None = None,
     last: int = 0,
     max_moves: int | None = None,
     num_groups: int | None = None,
@@ -61,14 +61,11 @@ def plan_from_trace(
                 total = total - recent.pop(0)
     if not count:
         raise TraceError(f"{trace.source or 'the trace'} has no windows; record while requests run")
-    in_use: Placement | None = None
-    if current is not None:
-        in_use = read_placement(current, topology.num_ranks, trace.num_logical, trace.moe_layer_ids)
     request = PlanRequest(
         total,
         topology,
         num_slots,
-        current=in_use,
+        current=current,
         num_groups=num_groups,
         off_home=off_home,
         max_moves=max_moves,
@@ -76,12 +73,12 @@ def plan_from_trace(
         moe_layer_ids=trace.moe_layer_ids,
     )
     chosen = make_policy(policy)
-    before = in_use or starting_placement(trace, topology, num_slots)
+    before = current or starting_placement(trace, topology, num_slots)
     used = min(count, last) if last else count
     made = chosen.plan(request)
     if fill:
         made = _filled(made, total)
-    return MadePlan(made, before, in_use is not None, total, used, policy, trace.source)
+    return MadePlan(made, before, current is not None, total, used, policy, trace.source)
 
 
 def fill_empty_slots(placement: Placement, tokens: NDArray[np.int64]) -> Placement:

@@ -2,9 +2,9 @@
 
 import numpy as np
 
-from moe_serve.eplb.files.plan_file import fill_empty_slots, plan_from_trace
 from moe_serve.eplb.load import LoadRecord, LoadTrace, balancedness, rank_load
 from moe_serve.eplb.placement import Placement
+from moe_serve.eplb.replay.plan_trace import fill_empty_slots, plan_from_trace
 from moe_serve.topology import Topology
 
 

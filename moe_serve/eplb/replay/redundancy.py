@@ -6,7 +6,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import ArrayLike
 
-from moe_serve.eplb.policies.policy import PlacementPolicy, PlanRequest, make_policy
+from moe_serve.eplb.policies.make import make_policy
+from moe_serve.eplb.policies.policy import PlacementPolicy, PlanRequest
 from moe_serve.errors import PlacementError
 from moe_serve.topology import Topology
 

@@ -1,0 +1,69 @@
+"""What may be done to a trace between reading and writing it: longer windows, or counts alone. Both stream."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from moe_serve.eplb.load import LoadRecord, LoadTrace
+from moe_serve.errors import TraceError
+
+
+def folded(trace: LoadTrace, window_steps: int) -> LoadTrace:
+    """Returns the trace with consecutive records summed until a window holds at least window_steps steps.
+
+    Activated experts stay known where every record is a single step or brings them; per_step is dropped. A shorter rest
+    at the end is kept. Records never mix phases.
+    """
+    if window_steps < 1:
+        raise TraceError(f"window is {window_steps} steps; give a whole number of at least 1")
+    return replace(trace, open_records=_Folding(trace, window_steps), num_records=None)
+
+
+@dataclass(frozen=True)
+class _Folding:
+    trace: LoadTrace
+    window_steps: int
+
+    def __call__(self) -> Iterator[LoadRecord]:
+        pending: list[LoadRecord] = []
+        for record in self.trace:
+            if pending and pending[0].phase != record.phase:
+                yield _merged(pending)
+                pending = []
+            # A long record would keep its big optional parts alive until the window closes: reduce it at once.
+            pending = [_merged([*pending, record])]
+            if pending[0].num_steps >= self.window_steps:
+                yield pending.pop()
+        if pending:
+            yield _merged(pending)
+
+
+def _merged(records: list[LoadRecord]) -> LoadRecord:
+    first = records[0]
+    active = [part for part in (record.active_steps() for record in records) if part is not None]
+    sources = [record.by_source for record in records]
+    known = [part for part in sources if part is not None]
+    times = [(record.step_time_s, record.num_steps) for record in records]
+    steps = sum(record.num_steps for record in records)
+    return replace(
+        first,
+        num_steps=steps,
+        tokens=np.sum([record.tokens for record in records], axis=0),
+        per_step=None,
+        activations=np.sum(active, axis=0) if len(active) == len(records) else None,
+        by_source=np.sum(known, axis=0) if len(known) == len(sources) else None,
+        step_time_s=None
+        if any(t is None for t, _ in times) or not steps
+        else sum((t or 0) * n for t, n in times) / steps,
+    )
+
+
+def without_details(trace: LoadTrace) -> LoadTrace:
+    """Returns the trace with the counts of its records only."""
+
+    def open_records() -> Iterator[LoadRecord]:
+        for record in trace:
+            yield LoadRecord(record.first_step, record.num_steps, record.phase, record.tokens, model_id=record.model_id)
+
+    return replace(trace, open_records=open_records)

@@ -1,0 +1,76 @@
+"""A migration's moves, one slot each, and the rounds in which they take effect.
+
+Shape words: L = MoE layers, P = slots, R = ranks.
+"""
+
+from dataclasses import dataclass, replace
+
+from moe_serve.eplb.placement import Placement
+from moe_serve.errors import PlacementError
+
+
+@dataclass(frozen=True, slots=True)
+class SlotMove:
+    """Writes one slot: the expert that src_slot held before the round. Slots are counted over all ranks (0 .. P-1).
+
+    layer: row of the placement.   src_rank == dst_rank: a copy inside the rank, no network.
+    src_rank = src_slot = -1: nothing is copied, the slot becomes empty.
+    """
+
+    layer: int
+    src_rank: int
+    src_slot: int
+    dst_rank: int
+    dst_slot: int
+
+
+@dataclass(frozen=True)
+class MigrationRound:
+    """Moves that take effect together: every source is read as it was before the round.
+
+    Moves inside a rank come first, in an order in which each may be done at once, before the experts that arrived are
+    put in place. Only a closed ring of them (relabel="exact") needs a spare buffer; it takes one of max_incoming.
+    """
+
+    moves: tuple[SlotMove, ...]
+
+    @property
+    def num_transfers(self) -> int:
+        """Experts that cross from one rank to another."""
+        return sum(move.src_rank not in (move.dst_rank, -1) for move in self.moves)
+
+    def busiest(self) -> int:
+        """Returns the most experts that one rank sends or receives."""
+        sent: dict[int, int] = {}
+        received: dict[int, int] = {}
+        for move in self.moves:
+            if move.src_rank not in (move.dst_rank, -1):
+                sent[move.src_rank] = sent.get(move.src_rank, 0) + 1
+                received[move.dst_rank] = received.get(move.dst_rank, 0) + 1
+        return max([0, *sent.values(), *received.values()])
+
+
+def apply_round(placement: Placement, migration_round: MigrationRound) -> Placement:
+    """Returns the placement after a round, one version higher.
+
+    Raises PlacementError when a move names a slot twice, a rank that does not own its slot, an empty source, or when
+    an expert would lose its last slot.
+    """
+    table = placement.physical_to_logical
+    after = table.copy()
+    written: set[tuple[int, int]] = set()
+    for move in migration_round.moves:
+        where = (move.layer, move.dst_slot)
+        for rank, slot in ((move.src_rank, move.src_slot), (move.dst_rank, move.dst_slot)):
+            if (rank, slot) != (-1, -1) and not (
+                0 <= slot < placement.num_slots and slot // placement.slots_per_rank == rank
+            ):
+                raise PlacementError(f"{move} names slot {slot} on rank {rank}, which is not its own; check the ranks")
+        if where in written or move.dst_slot < 0:
+            raise PlacementError(f"{move} writes a slot that this round has written already; split the round")
+        written.add(where)
+        expert = -1 if move.src_slot < 0 else table[move.layer, move.src_slot]
+        if move.src_slot >= 0 and expert < 0:
+            raise PlacementError(f"{move} reads an empty slot; plan the migration from the placement in use")
+        after[move.layer, move.dst_slot] = expert
+    return replace(placement, physical_to_logical=after, version=placement.version + 1)
