@@ -24,15 +24,16 @@ import torch
 from torch import Tensor
 
 from benchmarks.conditions import conditions, save
-from moe_serve.dispatch.base import AllToAll, Combine, Dispatched, EpGroup, PackedRows, Pending, make_all_to_all
-from moe_serve.dispatch.lane_work import LaneWork
-from moe_serve.dispatch.lane_work_native import load_library
-from moe_serve.dispatch.low_latency import LowLatencyAllToAll
-from moe_serve.dispatch.symmetric_shm import share_regions
+from moe_serve.dispatch.base import AllToAll, Combine, Dispatched, EpGroup, PackedRows, Pending
+from moe_serve.dispatch.make import make_all_to_all
+from moe_serve.dispatch.shm.memory import share_regions
+from moe_serve.dispatch.shm.row_copy import LaneWork
+from moe_serve.dispatch.shm.row_copy_native import load_library
+from moe_serve.dispatch.shm.transport import ShmAllToAll
 from moe_serve.ep.load_recorder import LoadRecorder
 from moe_serve.ep.replica_map import ReplicaMap
 from moe_serve.eplb.placement import Placement
-from tests.dispatch.faults import PHASES, Report, run_fault
+from tests.dispatch.shm.faults import PHASES, Report, run_fault
 from tests.ranks import run_ranks
 
 NUM_TOKENS, HIDDEN, TOPK, NUM_EXPERTS = 128, 7168, 8, 64
@@ -228,7 +229,7 @@ def dispatch_rows(dispatch: Callable[[], Pending[Dispatched]]) -> Dispatched:
 
 def leave(transport: AllToAll, arrived: Dispatched) -> None:
     """Gives the memory of the rows back, as the receive of their combine does."""
-    if isinstance(transport, LowLatencyAllToAll):
+    if isinstance(transport, ShmAllToAll):
         transport._rooms.leave(arrived.handle.room)  # type: ignore[attr-defined]
 
 

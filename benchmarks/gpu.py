@@ -21,10 +21,10 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from moe_serve.dispatch.low_latency_triton import LowLatencyRanks
-from moe_serve.dispatch.symmetric_gpu import virtual_regions
+from moe_serve.dispatch.gpu.launch_triton import SlabRanks
+from moe_serve.dispatch.gpu.region import Region
+from moe_serve.dispatch.gpu.symmetric import virtual_regions
 from moe_serve.kernels.exact_split import SplitTable, exact_split_reference, split_table
-from moe_serve.kernels.low_latency_region import Region
 
 REPEATS = 30
 L2_BYTES = 64 << 20  # inputs rotate over at least four times this
@@ -223,9 +223,9 @@ def slab_gemm_fp8(ceilings: Ceilings, x: torch.Tensor, weight: torch.Tensor, cou
 # -- low latency ----------------------------------------------------------------------------------------------------
 
 
-def make_ranks(num_tokens: int, fp8: bool) -> LowLatencyRanks:
+def make_ranks(num_tokens: int, fp8: bool) -> SlabRanks:
     region = Region(RANKS, SLOTS, num_tokens, HIDDEN, TOPK, 1 if fp8 else 2, 2, num_lanes=1)
-    return LowLatencyRanks(virtual_regions(region, torch.device("cuda")), BF16, keep_fp8=fp8)
+    return SlabRanks(virtual_regions(region, torch.device("cuda")), BF16, keep_fp8=fp8)
 
 
 def random_ids(num_tokens: int) -> torch.Tensor:

@@ -20,9 +20,10 @@ import numpy as np
 import torch
 
 from benchmarks.conditions import RESULTS, conditions, save, table
-from moe_serve.dispatch.base import AllToAll, EpGroup, make_all_to_all
-from moe_serve.dispatch.break_even import break_even_tokens
+from moe_serve.dispatch.base import AllToAll, EpGroup
+from moe_serve.dispatch.make import make_all_to_all
 from moe_serve.engine.step import RankState, StepSettings, plan_step
+from moe_serve.ep.break_even import break_even_tokens
 from moe_serve.ep.load_recorder import LoadRecorder
 from moe_serve.ep.moe_layer import ExpertParallel, MoeLayer, make_moe_layer
 from moe_serve.ep.replica_map import ReplicaMap

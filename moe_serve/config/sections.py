@@ -67,7 +67,7 @@ class DispatchConfig(Section):
     wire_dtype: Literal["auto", "float32", "bf16", "fp8"] = "auto"  # auto: the compute dtype
     # A step in which some rank has so many rows runs its MoE layers in two rounds or more: experts of one round compute
     # while rows of others travel. None: never, which is right over the shared memory of one host, where a rank's own
-    # core does the copying (benchmarks/results/overlap.md). Behind a link: dispatch/break_even.py computes it
+    # core does the copying (benchmarks/results/overlap.md). Behind a link: ep/break_even.py computes it
     overlap_from_tokens: PositiveInt | None = None
     # How rows lie before the experts: without gaps, or in a slab of fixed size for each slot (low_latency; on GPUs the
     # only form that it gives). auto: packed on CPUs, what the transport gives on GPUs

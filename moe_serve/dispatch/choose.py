@@ -11,11 +11,11 @@ from dataclasses import dataclass
 import torch
 
 from moe_serve.dispatch.base import BufferLimits, Combine, EpGroup
-from moe_serve.dispatch.buffers import buffer_sizes, gpu_buffer_sizes, most_gpu_tokens, most_tokens
 from moe_serve.dispatch.by_batch import small_limits
-from moe_serve.dispatch.gpu_facts import GpuFacts, gather_facts, nvshmem_problem, wire_problem
-from moe_serve.dispatch.symmetric import MAX_RANKS
-from moe_serve.dispatch.symmetric_shm import STORE_ORDER, compare_hosts
+from moe_serve.dispatch.gpu.facts import GpuFacts, gather_facts, nvshmem_problem, wire_problem
+from moe_serve.dispatch.gpu.sizes import gpu_buffer_sizes, most_gpu_tokens
+from moe_serve.dispatch.shm.memory import MAX_RANKS, STORE_ORDER, compare_hosts
+from moe_serve.dispatch.shm.sizes import buffer_sizes, most_tokens
 from moe_serve.dispatch.wire import make_wire
 
 MOST_GPU_SHARE = 4  # buffers that nobody asked for take at most one in so many bytes of what is free

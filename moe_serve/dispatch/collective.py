@@ -13,9 +13,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from moe_serve.dispatch.base import Combine, Deferred, Dispatched, EpGroup, PackedRows, Pending, Ready
-from moe_serve.dispatch.inbox import FIRST
 from moe_serve.dispatch.layout import by_slot, count_slots, home_index, rank_order, row_begins
 from moe_serve.dispatch.rank_sum import add_rank_sums, index_by_row, rank_index
+from moe_serve.dispatch.shm.region import FIRST
 from moe_serve.dispatch.wire import Wire
 from moe_serve.kernels.weighted_sum import weighted_sum
 

@@ -17,8 +17,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from moe_serve.dispatch.channel import EPOCH_SHIFT
-from moe_serve.dispatch.membership import Membership
+from moe_serve.dispatch.shm.channel import EPOCH_SHIFT
+from moe_serve.dispatch.shm.membership import Membership
 from moe_serve.engine.step import ROW_LENGTH, Int64Array
 from moe_serve.errors import ConfigError, PeerError
 

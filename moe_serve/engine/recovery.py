@@ -2,7 +2,7 @@
 
     a wait ends in PeerError      in the exchange, the counts, a dispatch or combine, or the reduction of a load record
     regroup                       what the step has counted is forgotten; all that are left agree on who takes part
-                                  (dispatch/membership.py says how, and why that neither splits the group nor hangs)
+                                  (dispatch/shm/membership.py says how, and why that neither splits the group nor hangs)
     activate                      the placement without the ranks that are out: same tables, other entries
     exchange                      the first of the group; its plan has the highest step of all, and ends the load record
     the step runs again           of the same proposal or a newer one: no request was touched by the one that was voided
@@ -21,7 +21,7 @@ same placement and the same mask, and ends the epoch with the same error.
 from collections.abc import Sequence
 
 from moe_serve.config import ServeConfig
-from moe_serve.dispatch.membership import Membership
+from moe_serve.dispatch.shm.membership import Membership
 from moe_serve.engine.exchange import Exchange, ShmExchange
 from moe_serve.engine.served_model import ServedModel
 from moe_serve.engine.step import mask_of

@@ -16,8 +16,9 @@ from torch import Tensor
 from moe_serve.attention_dp.batch import ForwardBatch
 from moe_serve.attention_dp.kv_cache import KvCache, bytes_per_block
 from moe_serve.config import ServeConfig, model_dir, served_name
-from moe_serve.dispatch.base import AllToAll, EpGroup, FollowsSteps, MeasuresWaits, make_all_to_all
-from moe_serve.dispatch.membership import GoesOnWithoutTheLost, Membership
+from moe_serve.dispatch.base import AllToAll, EpGroup, FollowsSteps, MeasuresWaits
+from moe_serve.dispatch.make import make_all_to_all
+from moe_serve.dispatch.shm.membership import GoesOnWithoutTheLost, Membership
 from moe_serve.engine.load_windows import LoadWindows
 from moe_serve.engine.messages import ModelLimits
 from moe_serve.ep.expert_form import MEANING, ExpertForm, choose_expert_form, has_e4m3

@@ -12,7 +12,7 @@ from typing import Self
 import numpy as np
 from numpy.typing import NDArray
 
-from moe_serve.dispatch.break_even import num_rounds
+from moe_serve.ep.break_even import num_rounds
 from moe_serve.errors import PeerError
 
 Int64Array = NDArray[np.int64]

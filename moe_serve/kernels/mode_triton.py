@@ -52,3 +52,13 @@ def dot(a, b):
         a = a.to(tl.float32)
         b = b.to(tl.float32)
     return tl.dot(a, b)
+
+
+@triton.jit
+def multiply_add(weight, values, total):
+    """Returns weight * values + total, rounded once to float32: the step that defines the ordered combine."""
+    weights = tl.zeros_like(values) + weight
+    if INTERPRET:
+        # float64 holds the product exactly, so that rounding the sum is the rounding of a fused multiply-add.
+        return (weights.to(tl.float64) * values.to(tl.float64) + total.to(tl.float64)).to(tl.float32)
+    return tl.fma(weights, values, total)

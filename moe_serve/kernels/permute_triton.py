@@ -6,8 +6,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from moe_serve.kernels.low_latency_receive_triton import multiply_add
-from moe_serve.kernels.mode_triton import as_dtype
+from moe_serve.kernels.mode_triton import as_dtype, multiply_add
 
 BLOCK = 1024  # channels of one program: 8 for each of 128 threads, one 16-byte access
 

@@ -7,8 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_serve.dispatch.base import AllToAll, Combine, EpGroup, PackedRows, make_all_to_all
+from moe_serve.dispatch.base import AllToAll, Combine, EpGroup, PackedRows
 from moe_serve.dispatch.local import LocalAllToAll, LocalFabric
+from moe_serve.dispatch.make import make_all_to_all
 from moe_serve.dispatch.wire import make_wire
 from moe_serve.kernels.weighted_sum import weighted_sum_reference
 from tests.ranks import run_ranks, run_virtual_ranks

@@ -9,17 +9,12 @@ from unittest import mock
 import pytest
 import torch
 
-from moe_serve.dispatch.base import BufferLimits, EpGroup, make_all_to_all
-from moe_serve.dispatch.buffers import (
-    buffer_sizes,
-    gpu_buffer_sizes,
-    gpu_region,
-    inbox_shape,
-    most_gpu_tokens,
-    most_tokens,
-)
+from moe_serve.dispatch.base import BufferLimits, EpGroup
 from moe_serve.dispatch.choose import choose_among_cpus, choose_backend
-from moe_serve.dispatch.symmetric_shm import check_ranks
+from moe_serve.dispatch.gpu.sizes import gpu_buffer_sizes, gpu_region, most_gpu_tokens
+from moe_serve.dispatch.make import make_all_to_all
+from moe_serve.dispatch.shm.memory import check_ranks
+from moe_serve.dispatch.shm.sizes import buffer_sizes, most_tokens, region_shape
 from moe_serve.dispatch.wire import make_wire
 from moe_serve.errors import ConfigError
 from tests.ranks import run_ranks
@@ -45,8 +40,8 @@ def test_redundant_experts_are_counted() -> None:
 def test_most_tokens_fit_and_one_more_does_not(free_gib: float) -> None:
     free = int(free_gib * 2**30)
     most = most_tokens(8, V3, WIRE, free)
-    assert 8 * inbox_shape(8, replace(V3, max_tokens_per_rank=most + 1), WIRE).num_bytes > free
-    assert most == 0 or 8 * inbox_shape(8, replace(V3, max_tokens_per_rank=most), WIRE).num_bytes <= free
+    assert 8 * region_shape(8, replace(V3, max_tokens_per_rank=most + 1), WIRE).num_bytes > free
+    assert most == 0 or 8 * region_shape(8, replace(V3, max_tokens_per_rank=most), WIRE).num_bytes <= free
 
 
 def test_what_a_gpu_needs_is_its_region_and_the_slabs() -> None:

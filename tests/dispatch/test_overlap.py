@@ -8,17 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from moe_serve.dispatch.base import (
-    AllToAll,
-    Deferred,
-    Dispatched,
-    EpGroup,
-    PackedRows,
-    Pending,
-    Ready,
-    make_all_to_all,
-)
+from moe_serve.dispatch.base import AllToAll, Deferred, Dispatched, EpGroup, PackedRows, Pending, Ready
 from moe_serve.dispatch.local import LocalAllToAll
+from moe_serve.dispatch.make import make_all_to_all
 from moe_serve.dispatch.overlap import Round, run_in_turn, run_overlapped
 from moe_serve.dispatch.wire import make_wire
 from moe_serve.ep.moe_layer import ExpertParallel, MoeLayer, make_moe_layer

@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from moe_serve.dispatch.base import EpGroup, make_all_to_all
+from moe_serve.dispatch.base import EpGroup
+from moe_serve.dispatch.make import make_all_to_all
 from moe_serve.dispatch.wire import make_wire
 from moe_serve.errors import ConfigError
 from moe_serve.kernels.quantize import dequantize_reference, quantize_reference

@@ -28,7 +28,7 @@ from moe_serve.engine.step import StepPlan
 from moe_serve.eplb import read_trace
 from moe_serve.eplb.load import LoadRecord
 from moe_serve.errors import PeerError
-from tests.dispatch import faults
+from tests.dispatch.shm import faults
 
 CHANNELS = {"counts": "_counts", "dispatch": "_rows", "combine": "_home"}
 

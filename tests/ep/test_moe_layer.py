@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from moe_serve.dispatch.base import Combine, EpGroup, make_all_to_all
+from moe_serve.dispatch.base import Combine, EpGroup
+from moe_serve.dispatch.make import make_all_to_all
 from moe_serve.ep import gate as gate_module
 from moe_serve.ep.gate import Gate, route_and_count
 from moe_serve.ep.load_recorder import LoadRecorder

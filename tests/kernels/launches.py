@@ -85,15 +85,15 @@ def silu_mul_quantize(capability: int) -> None:
 
 
 def low_latency(capability: int, fp8: bool = False, nvshmem: bool = False, topk: int = TOPK) -> None:
-    from moe_serve.dispatch.low_latency_triton import LowLatencyRanks
-    from moe_serve.dispatch.symmetric_gpu import SymmetricRegions
-    from moe_serve.kernels.low_latency_region import Region
+    from moe_serve.dispatch.gpu.launch_triton import SlabRanks
+    from moe_serve.dispatch.gpu.region import Region
+    from moe_serve.dispatch.gpu.symmetric import SymmetricRegions
 
     region = Region(8, EXPERTS, TOKENS, HIDDEN, topk, 1 if fp8 else 2, 2, stages=nvshmem, num_lanes=1)
     peers = some(8, dtype=torch.int64)
     launchers = nvshmem_launchers() if nvshmem else None
     regions = SymmetricRegions(region, peers, 0, 1, some(1, dtype=torch.uint8), nvshmem, launchers)
-    ranks = LowLatencyRanks(regions, torch.bfloat16)
+    ranks = SlabRanks(regions, torch.bfloat16)
     sent = ranks.dispatch_send(some(1, TOKENS, HIDDEN), some(1, TOKENS, topk, dtype=torch.int64))
     ranks.combine_send(sent, ranks.dispatch_receive(sent).x)
     ranks.combine_receive(sent, some(1, TOKENS, topk, dtype=torch.float32))
@@ -143,6 +143,6 @@ def low_latency_nvshmem(capability: int) -> None:
 
 
 def nvshmem_launchers() -> dict[str, object]:
-    from moe_serve.dispatch import symmetric_nvshmem
+    from moe_serve.dispatch.gpu import nvshmem
 
-    return symmetric_nvshmem.nvshmem_launchers()
+    return nvshmem.nvshmem_launchers()

@@ -51,7 +51,7 @@ def test_the_effective_configuration_is_printed_and_served(system, client):
 def test_the_transport_and_who_waited_for_whom_are_told(client):
     generate(client, text="x", sampling_params=GREEDY)
     for rank in client.get("/server_info").json()["ranks"]:
-        assert rank["info"]["all_to_all"] == "LowLatencyAllToAll"
+        assert rank["info"]["all_to_all"] == "ShmAllToAll"
         assert rank["info"]["all_to_all_note"].startswith("rows are moved by")
         assert rank["info"]["all_to_all_is_bitwise"] is True
     series = [f'moe_serve_all_to_all_wait_seconds_total{{peer="{1 - rank}",rank="{rank}"}}' for rank in (0, 1)]

@@ -1,6 +1,6 @@
 """What `moe-serve check` says of the transport: which one, why, how large its buffers are. Nothing is allocated.
 
-It asks the functions that the ranks themselves ask (dispatch/choose.py, dispatch/buffers.py), about this machine: what
+It asks the functions that the ranks themselves ask (dispatch/choose.py, dispatch/*/sizes.py), about this machine: what
 only all ranks together can find out is said as a condition.
 """
 
@@ -11,11 +11,11 @@ from dataclasses import dataclass, replace
 import torch
 
 from moe_serve.config import ServeConfig
-from moe_serve.dispatch.base import BufferLimits, check_combine
-from moe_serve.dispatch.buffers import BufferSizes, buffer_sizes, gpu_buffer_sizes, most_gpu_tokens, most_tokens
+from moe_serve.dispatch.base import BufferLimits
+from moe_serve.dispatch.buffer_sizes import BufferSizes
 from moe_serve.dispatch.by_batch import small_limits
 from moe_serve.dispatch.choose import Choice, choose_among_cpus, choose_among_gpus
-from moe_serve.dispatch.gpu_facts import (
+from moe_serve.dispatch.gpu.facts import (
     GpuFacts,
     ipc_problem,
     nvshmem_lacks,
@@ -24,8 +24,11 @@ from moe_serve.dispatch.gpu_facts import (
     unlinked_pairs,
     wire_problem,
 )
-from moe_serve.dispatch.lane_work_native import load_library
-from moe_serve.dispatch.symmetric_shm import check_ranks
+from moe_serve.dispatch.gpu.sizes import gpu_buffer_sizes, most_gpu_tokens
+from moe_serve.dispatch.make import check_combine
+from moe_serve.dispatch.shm.memory import check_ranks
+from moe_serve.dispatch.shm.row_copy_native import load_library
+from moe_serve.dispatch.shm.sizes import buffer_sizes, most_tokens
 from moe_serve.dispatch.wire import make_wire
 from moe_serve.engine.recovery import spareable_ranks
 from moe_serve.eplb.placement import Placement

@@ -7,7 +7,7 @@ import torch
 
 from moe_serve.config import load_config
 from moe_serve.dispatch.base import BufferLimits
-from moe_serve.dispatch.gpu_facts import GpuFacts
+from moe_serve.dispatch.gpu.facts import GpuFacts
 from moe_serve.launcher.check.examine import examine
 from moe_serve.launcher.check.transport import Machine, TransportReport, describe_transport, look_here
 

@@ -1,0 +1,102 @@
+"""One kind of call of the shared-memory transport: its numbers, its flags, and when its buffers may be used again."""
+
+from dataclasses import dataclass, field
+
+from moe_serve.dispatch.shm.flag_wait import FlagWait
+from moe_serve.dispatch.shm.region import Int64Array, Lane
+from moe_serve.errors import PeerError
+
+EPOCH_SHIFT = 40  # a stamp is epoch << 40 | sequence number: a day of calls every 80 ns
+
+
+@dataclass
+class Peers:
+    """Who takes part, shared by all channels of a transport; membership.py changes it.
+
+    rank:    of this process;  others: the ranks that take part beside it;  epoch: counts the groups
+    lanes:   where this rank writes, by peer;  flags: [R, NUM_FLAGS], what peers have written here
+    """
+
+    rank: int
+    others: list[int]
+    epoch: int
+    lanes: list[Lane]
+    flags: Int64Array
+    wait: FlagWait
+    channels: list["Channel"] = field(default_factory=list)
+
+    def begin_epoch(self, epoch: int, others: list[int]) -> None:
+        """Begins anew with these peers; what is in flight is never received."""
+        self.epoch, self.others = epoch, others
+        self.wait.drop()
+        for channel in self.channels:
+            channel.restart()
+
+
+class Channel:
+    """Calls of one kind have numbers 1, 2, 3, …; call n uses buffer n % 2 of every lane."""
+
+    def __init__(self, peers: Peers, name: str, data_flag: int, read_flag: int):
+        """name: for errors;  data_flag: column of the first buffer's flag;  read_flag: column of the acknowledgement"""
+        self._peers = peers
+        self._name = name
+        self._data_flag = data_flag
+        self._read_flag = read_flag
+        self._data_here = [peers.flags[:, data_flag], peers.flags[:, data_flag + 1]]
+        self._read_here = peers.flags[:, read_flag]
+        self._send_phase, self._receive_phase = f"{name} send", f"{name} receive"
+        self._sent = self._read = 0
+        peers.channels.append(self)
+
+    def begin(self) -> int:
+        """Returns the number of a new call, once every peer has read what lies in its buffer."""
+        assert self._sent - self._read < 2, f"a third {self._name} while two are in flight; wait for the first"
+        call = self._sent + 1
+        if call > 2:
+            self._wait(self._read_here, call - 2, self._send_phase, or_more=True)
+        self._sent = call
+        return call
+
+    @property
+    def num_sent(self) -> int:
+        """The number of the last call of this epoch."""
+        return self._sent
+
+    def was_read(self, call: int) -> bool:
+        """Returns whether every rank, this one too, has read what this rank sent in a call; does not wait."""
+        stamp = self._stamp(call)
+        return call < 1 or (call <= self._read and all(self._read_here[peer] >= stamp for peer in self._peers.others))
+
+    def announce(self, call: int) -> None:
+        """Tells the peers that their data of this call are complete."""
+        column, stamp = self._data_flag + call % 2, self._stamp(call)
+        for peer in self._peers.others:
+            self._peers.lanes[peer].flags[column] = stamp
+
+    def arrive(self, call: int) -> None:
+        """Waits until the data of all peers are here."""
+        assert call == self._read + 1, f"{self._name} {call} is waited for before {self._read + 1}"
+        self._wait(self._data_here[call % 2], call, self._receive_phase)
+
+    def finish(self, call: int) -> None:
+        """Tells the peers that this rank has read the data of this call."""
+        stamp = self._stamp(call)
+        for peer in self._peers.others:
+            self._peers.lanes[peer].flags[self._read_flag] = stamp
+        self._read = call
+
+    def restart(self) -> None:
+        """Begins anew in a new epoch: no peer reads anything of the old one."""
+        self._sent = self._read = 0
+
+    def _stamp(self, call: int) -> int:
+        return self._peers.epoch << EPOCH_SHIFT | call
+
+    def _wait(self, flags: Int64Array, call: int, phase: str, or_more: bool = False) -> None:
+        self._peers.wait(flags, self._stamp(call), self._peers.others, phase, call, or_more)
+
+
+def check_epoch(peers: Peers, epoch: int, phase: str) -> None:
+    """Raises PeerError when a call of an epoch that has ended is waited for."""
+    if peers.epoch != epoch:
+        raise PeerError(f"{phase} belongs to epoch {epoch}, which was voided; run the step again", -1, phase, epoch)

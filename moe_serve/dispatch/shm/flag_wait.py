@@ -1,0 +1,77 @@
+"""Waiting for peers: look, then yield, then sleep; whether to go on waiting is membership.py's to say.
+
+A rank looks only at flags in its own region. It looks without pause as long as a peer that runs at this moment may
+need; with more ranks than cores that is not at all, since the peer may need this very core.
+"""
+
+import os
+import time
+from collections.abc import Callable
+
+from moe_serve.dispatch.shm.region import Int64Array
+
+SPINS = 100  # looks, 10 µs, before the time slice is given up, where each rank has a core
+YIELD_S = 0.002  # how long a rank only yields; a step of computing passes in milliseconds
+LONGEST_SLEEP_S = 0.001
+CHECK_S = 0.005  # how often a waiting rank looks after its peers' health
+
+
+class FlagWait:
+    """Waits until flags hold a value."""
+
+    def __init__(self, num_ranks: int, deadline_s: float, check: Callable[[list[int], str, int, float], None]):
+        """check(missing ranks, phase, sequence, waited_s): raises PeerError when waiting is in vain, after the deadline
+        at the latest"""
+        self.waited_s = [0.0] * num_ranks
+        """Seconds that this rank has waited for each other one beyond the first looks, since it began: one row of the
+        wait matrix. Whoever is late for all shows as a column."""
+        self._kept_s = [0.0] * num_ranks
+        self._check = check
+        self._check_s = min(CHECK_S, deadline_s / 5)
+        self._spins = SPINS if num_ranks <= len(os.sched_getaffinity(0)) else 1
+
+    def keep(self) -> None:
+        """Says that the step is done for which was waited."""
+        self._kept_s[:] = self.waited_s
+
+    def drop(self) -> None:
+        """Forgets what was waited since the last `keep`: that step is void."""
+        self.waited_s[:] = self._kept_s
+
+    def __call__(
+        self,
+        flags: Int64Array,
+        wanted: int,
+        ranks: list[int],
+        phase: str,
+        sequence: int,
+        or_more: bool = False,
+    ) -> None:
+        """Returns when flags[r] is `wanted` (or more) for every r of `ranks`. flags: [R], a view of memory.
+
+        Raises PeerError naming rank, phase and sequence number.
+        """
+        looks = 0
+        started_s = counted_s = 0.0
+        for rank in ranks:
+            while (flags[rank] < wanted) if or_more else (flags[rank] != wanted):
+                looks += 1
+                if looks < self._spins:
+                    continue
+                now_s = time.monotonic()
+                if started_s == 0.0:
+                    started_s = checked_s = counted_s = now_s
+                waited_s = now_s - started_s
+                if waited_s < YIELD_S:
+                    os.sched_yield()
+                else:
+                    time.sleep(min(LONGEST_SLEEP_S, waited_s / 20))
+                if now_s - checked_s > self._check_s:
+                    checked_s = now_s
+                    missing = [r for r in ranks if (flags[r] < wanted if or_more else flags[r] != wanted)]
+                    if missing:
+                        self._check(missing, phase, sequence, waited_s)
+            if started_s:
+                now_s = time.monotonic()
+                self.waited_s[rank] += now_s - counted_s
+                counted_s = now_s

@@ -1,0 +1,171 @@
+"""Symmetric memory among processes of one host: one segment of shared memory per rank, mapped by all.
+
+A segment loses its name as soon as everybody has mapped it, so nothing is left behind whatever happens to the ranks. It
+is sparse: room that is never written takes no memory. Forked processes can share regions without any name, and threads
+without any segment; both serve tests, where a rank may be killed.
+"""
+
+import mmap
+import os
+import platform
+import secrets
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from moe_serve.dispatch.shm.decisions import Decisions
+from moe_serve.errors import CapacityError, ConfigError
+
+MAX_RANKS = 62  # sets of ranks are the bits of one word
+_HEAD_BYTES = 4096  # a page in front of the region: the owner's process id
+_FOLDER = "/dev/shm"
+STORE_ORDER = ("x86_64", "AMD64")  # machines that make stores visible in program order
+
+
+@dataclass(frozen=True)
+class Mappings:
+    """The memory of all ranks as one process has mapped it, and what they decide in. Its length is their number."""
+
+    segments: list[mmap.mmap]
+    decisions: Decisions
+
+    def __len__(self) -> int:
+        return len(self.segments)
+
+
+class ShmMemory:
+    """The regions of all ranks as one rank sees them. The mappings live as long as any tensor that views them."""
+
+    def __init__(self, rank: int, shared: Mappings, watch_processes: bool = True):
+        """shared: made by `map_anonymous`, or by name in `share_regions`; called once in each rank.
+
+        watch_processes: ranks are processes that see each other's ids
+        """
+        check_machine(platform.machine())
+        self.rank = rank
+        self.num_ranks = len(shared)
+        self.decisions = shared.decisions
+        mappings = shared.segments
+        self._watch = watch_processes
+        self._regions = [torch.frombuffer(mapping, dtype=torch.uint8)[_HEAD_BYTES:] for mapping in mappings]
+        self._pids = [np.frombuffer(mapping, dtype=np.int64, count=1) for mapping in mappings]
+        if watch_processes:
+            self._pids[rank][0] = os.getpid()
+
+    def region(self, rank: int) -> Tensor:
+        """Returns the region of a rank, mapped here: [num_bytes] uint8, aligned to a cache line. Own rank included."""
+        return self._regions[rank]
+
+    def lives(self, rank: int) -> bool:
+        """Returns False once the process behind a rank is known to be dead; True where that cannot be told."""
+        pid = int(self._pids[rank][0])
+        return not self._watch or pid == 0 or _runs(pid)  # 0: it has not come this far
+
+
+def map_anonymous(num_ranks: int, num_bytes: int) -> Mappings:
+    """Returns zeroed mappings without a name, which processes forked from here share."""
+    return Mappings([mmap.mmap(-1, _HEAD_BYTES + num_bytes) for _ in range(num_ranks)], Decisions.anonymous())
+
+
+def share_regions(
+    group: dist.ProcessGroup, num_bytes: int, advise: Callable[[int], str] = lambda free_bytes: ""
+) -> ShmMemory:
+    """Returns the regions of a process group whose ranks are on one host; a collective call.
+
+    advise: gives from the free bytes what to add to the error when they do not suffice
+    Raises CapacityError when /dev/shm has no room, ConfigError on a machine without the order of stores this relies on,
+    when the ranks are on several hosts, or too many.
+    """
+    check_machine(platform.machine())
+    rank, num_ranks = group.rank(), group.size()
+    check_ranks(num_ranks)
+    size = _HEAD_BYTES + num_bytes
+    hosts, free_bytes, secret = compare_hosts(group)
+    _check_one_host(hosts, rank)
+    _check_room(size, num_ranks, free_bytes, advise(free_bytes))
+    paths = [f"{_FOLDER}/moe_serve_{secret:016x}_{owner}" for owner in range(num_ranks)]
+    log = f"{_FOLDER}/moe_serve_{secret:016x}_log"
+    made = [paths[rank], *([log] if rank == 0 else [])]
+    own = [os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600) for path in made]
+    try:
+        os.ftruncate(own[0], size)
+        dist.barrier(group=group)
+        segments = [_map(path, size) for path in paths]
+        decisions = Decisions(os.open(log, os.O_RDWR | os.O_APPEND | os.O_CLOEXEC))
+        dist.barrier(group=group)
+    finally:
+        for path, descriptor in zip(made, own, strict=True):
+            os.close(descriptor)
+            os.unlink(path)
+    memory = ShmMemory(rank, Mappings(segments, decisions))
+    dist.barrier(group=group)
+    return memory
+
+
+def check_machine(machine: str) -> None:
+    """Raises ConfigError where rows could become visible after the flag that announces them."""
+    if machine not in STORE_ORDER:
+        raise ConfigError(
+            f"dispatch.backend low_latency relies on the store order of x86-64 and this is {machine}; "
+            "set dispatch.backend: collective"
+        )
+
+
+def check_ranks(num_ranks: int) -> None:
+    """Raises ConfigError where there are more ranks than one group can have."""
+    if num_ranks > MAX_RANKS:
+        raise ConfigError(
+            f"dispatch.backend low_latency joins up to {MAX_RANKS} CPU ranks and parallel.num_ranks is {num_ranks}; "
+            "set dispatch.backend: collective, or use fewer ranks with more threads"
+        )
+
+
+def compare_hosts(group: dist.ProcessGroup) -> tuple[list[int], int, int]:
+    """Returns the host of each rank, the least room that a rank sees, and a secret of rank 0: equal on all ranks."""
+    with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
+        host = int(file.read().strip().replace("-", ""), 16) & (2**62 - 1)
+    stat = os.statvfs(_FOLDER)
+    facts = torch.tensor([host, stat.f_bavail * stat.f_frsize, secrets.randbits(62)], dtype=torch.int64)
+    gathered = [torch.empty_like(facts) for _ in range(group.size())]
+    dist.all_gather(gathered, facts, group=group)
+    rows = torch.stack(gathered).numpy()
+    return [int(row[0]) for row in rows], int(rows[:, 1].min()), int(rows[0, 2])
+
+
+def _check_one_host(hosts: list[int], rank: int) -> None:
+    elsewhere = [other for other, host in enumerate(hosts) if host != hosts[rank]]
+    if elsewhere:
+        raise ConfigError(
+            f"dispatch.backend is low_latency but ranks {elsewhere} are on another host than rank {rank}; shared "
+            "memory serves one host: set dispatch.backend: collective"
+        )
+
+
+def _check_room(size: int, num_ranks: int, free_bytes: int, advice: str) -> None:
+    if size * num_ranks > free_bytes:
+        raise CapacityError(
+            f"low-latency buffers take up to {size * num_ranks / 2**30:.2f} GiB of {_FOLDER} for {num_ranks} ranks and "
+            f"{free_bytes / 2**30:.2f} GiB are free; lower dispatch.max_tokens_per_rank{advice}, or give the container "
+            "more shared memory (docker run --shm-size)"
+        )
+
+
+def _map(path: str, size: int) -> mmap.mmap:
+    descriptor = os.open(path, os.O_RDWR)
+    try:
+        return mmap.mmap(descriptor, size)
+    finally:
+        os.close(descriptor)
+
+
+def _runs(pid: int) -> bool:
+    """Returns whether a process of this host runs; a zombie does not."""
+    try:
+        with open(f"/proc/{pid}/stat", encoding="ascii", errors="replace") as stat:
+            return stat.read().rpartition(")")[2].split()[0] not in ("Z", "X")
+    except OSError:
+        return False

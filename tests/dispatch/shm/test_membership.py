@@ -1,0 +1,99 @@
+"""Whatever ranks suspect, and however slow they are: one group goes on, and all in it know the same of it."""
+
+import os
+import random
+import time
+
+import pytest
+
+from moe_serve.dispatch.shm.decisions import Decisions
+from moe_serve.dispatch.shm.memory import Mappings
+from moe_serve.errors import PeerError
+from tests.dispatch.shm import faults
+
+ROUNDS = 60
+
+
+def decide_all(rank: int, decisions: Decisions, num_questions: int) -> list[int]:
+    return [decisions.decide(question, 10 * question + rank) for question in range(num_questions)]
+
+
+def test_all_processes_read_the_same_answers() -> None:
+    answers = faults.run_forked(4, decide_all, Decisions.anonymous(), 500)
+    assert answers[0] == answers[1] == answers[2] == answers[3]
+    assert all(answer // 10 == question for question, answer in enumerate(answers[0]))
+
+
+def test_what_is_decided_stays() -> None:
+    decisions = Decisions.anonymous()
+    assert decisions.answer(7) is None
+    assert decisions.decide(7, 1) == 1
+    assert decisions.decide(7, 2) == 1
+    assert decisions.answer(7) == 1
+
+
+def suspect_at_random(rank: int, mappings: Mappings, seed: int) -> list[tuple[int, list[int]]]:
+    """Regroups again and again with suspicions of its own; returns (epoch, members) of every group it was in."""
+    draw = random.Random(seed * 100 + rank)
+    transport = faults.make_transport(rank, mappings, deadline_s=0.01)
+    membership = transport.membership
+    groups = []
+    for _ in range(ROUNDS):
+        time.sleep(draw.choice([0, 0, 0.001, 0.03]))  # the last is later than two deadlines
+        suspects = {other for other in membership.members if other != rank and draw.random() < 0.2}
+        try:
+            groups.append((membership.epoch + 1, membership.regroup(suspects)))
+        except PeerError:
+            return groups
+        assert membership.members == groups[-1][1]
+    return groups
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_no_two_groups_share_an_epoch(seed: int) -> None:
+    found = faults.run_forked(4, suspect_at_random, faults.regions(4), seed)
+    groups: dict[int, list[int]] = {}
+    for rank, mine in found.items():
+        for epoch, members in mine:
+            assert rank in members
+            assert groups.setdefault(epoch, members) == members, f"epoch {epoch} has two groups"
+    lengths = [len(groups[epoch]) for epoch in sorted(groups)]
+    assert lengths == sorted(lengths, reverse=True), "nobody comes back unasked"
+
+
+def give_each_other_up(rank: int, mappings: Mappings) -> str:
+    membership = faults.make_transport(rank, mappings, deadline_s=0.2).membership
+    while time.monotonic() % 0.1 > 0.001:  # both at one moment
+        pass
+    try:
+        return str(membership.regroup({1 - rank}))
+    except PeerError as error:
+        return str(error)
+
+
+def test_two_that_give_each_other_up_do_not_both_go_on() -> None:
+    for _ in range(2):
+        answers = faults.run_forked(2, give_each_other_up, faults.regions(2))
+        assert sum("came too late and was left out" in answer for answer in answers.values()) == 1
+        assert sum(answer == f"[{rank}]" for rank, answer in answers.items()) == 1
+
+
+def come_late_to_two_epochs(rank: int, mappings: Mappings) -> list[int]:
+    """Ranks 0 and 1 go through an epoch that rank 2 has not left yet, and lose rank 3 in it."""
+    membership = faults.make_transport(rank, mappings, deadline_s=20).membership
+    if rank == 3:
+        os._exit(0)
+    if rank == 2:
+        membership._propose(1, 0b1000)  # as one that is about to leave `regroup` and loses its core there
+        while membership._proposal(0)[0] < 2:
+            time.sleep(0.001)
+        assert membership.regroup() == [0, 1, 2]
+        assert membership.is_void
+        return membership.regroup()
+    assert membership.regroup({3}) == [0, 1, 2]
+    return membership.regroup()
+
+
+def test_a_rank_that_leaves_an_epoch_late_finds_the_next_one() -> None:
+    found = faults.run_forked(4, come_late_to_two_epochs, faults.regions(4), dies=(3,), timeout_s=15)
+    assert list(found.values()) == [[0, 1, 2]] * 3
