@@ -97,8 +97,7 @@ def _rank(
     from moe_serve.attention_dp.request import SamplingParams
     from moe_serve.config import load_config
     from moe_serve.dispatch.base import EpGroup
-    from moe_serve.engine import served_model
-    from moe_serve.engine.build import build_engine
+    from moe_serve.engine import build
     from moe_serve.engine.exchange import make_exchange
     from moe_serve.engine.mailbox import QueueMailbox
     from moe_serve.engine.messages import Submit
@@ -108,8 +107,8 @@ def _rank(
     world = dist.group.WORLD
     assert world is not None
     times: dict[str, float] = defaultdict(float)
-    original = served_model.make_all_to_all
-    served_model.make_all_to_all = lambda *args, **kwargs: _Timed(original(*args, **kwargs), times)
+    original = build.make_all_to_all
+    build.make_all_to_all = lambda *args, **kwargs: _Timed(original(*args, **kwargs), times)
     config = load_config(
         overrides=[
             f"model.path={path}", f"parallel.num_ranks={num_ranks}", f"dispatch.backend={backend}",
@@ -124,7 +123,7 @@ def _rank(
 
     exchange = make_exchange("auto", world, True, 60.0)
     mailbox = QueueMailbox(submits(7))
-    engine = build_engine(config, EpGroup(rank, num_ranks, torch.device("cpu"), world), exchange, mailbox)
+    engine = build.build_engine(config, EpGroup(rank, num_ranks, torch.device("cpu"), world), exchange, mailbox)
     gather = exchange.gather
     exchange.gather = _timed(gather, times, "step exchange")  # type: ignore[method-assign]
     engine.run()  # warms up

@@ -1,23 +1,45 @@
-"""Puts one rank's engine together from the configuration."""
+"""Puts one rank's engine together from the configuration.
+
+`build_served_model` is the one place where attention, experts and balancing meet.
+"""
 
 import os
+import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+import torch
+from torch import Tensor
+
+from moe_serve.attention_dp.kv_cache import KvCache
 from moe_serve.attention_dp.scheduler import Scheduler
-from moe_serve.config import ServeConfig
-from moe_serve.dispatch.base import EpGroup
+from moe_serve.config import ServeConfig, model_dir, served_name
+from moe_serve.dispatch.base import AllToAll, EpGroup
+from moe_serve.dispatch.make import make_all_to_all
+from moe_serve.dispatch.shm.membership import GoesOnWithoutTheLost
 from moe_serve.engine.engine import Engine, EngineSettings
 from moe_serve.engine.exchange import Exchange
 from moe_serve.engine.mailbox import Mailbox
+from moe_serve.engine.messages import ModelLimits
+from moe_serve.engine.model_plan import ModelPlan
 from moe_serve.engine.recovery import Recovery, make_recovery, spareable_ranks
-from moe_serve.engine.served_model import Progress, ServedModel, build_served_model
+from moe_serve.engine.served_model import ServedModel
 from moe_serve.engine.step import StepSettings
+from moe_serve.ep.expert_form import MEANING
+from moe_serve.ep.load_recorder import LoadRecorder
+from moe_serve.ep.moe_layer import ExpertParallel, MoeLayer, make_moe_layer
+from moe_serve.ep.replica_map import ReplicaMap
 from moe_serve.eplb.files.jsonl_writer import JsonlWriter
 from moe_serve.eplb.files.trace_meta import TraceMeta
 from moe_serve.eplb.load import LoadRecord
 from moe_serve.errors import ConfigError
 from moe_serve.log import get_logger
+from moe_serve.models.moe_decoder import MakeMoeLayer, build_decoder, kv_layouts
+from moe_serve.models.spec import read_spec
+from moe_serve.models.weights import LoadedWeights, dummy_weights, load_weights
 
+Progress = Callable[[str, float], None]  # (phase, fraction done)
 log = get_logger(__name__)
 _READ_BYTES = 1 << 16
 
@@ -35,7 +57,7 @@ def build_engine(
     if config.eplb.record_path is not None:
         record_to(Path(config.eplb.record_path), served, group.rank)
     scheduler = Scheduler(
-        num_blocks=served.num_blocks,
+        num_blocks=served.cache.num_blocks,
         block_size=config.cache.block_size,
         max_running=config.engine.max_running_requests,
         max_batch_tokens=config.engine.max_batch_tokens,
@@ -77,6 +99,136 @@ def _say_what_a_loss_means(recovery: Recovery | str, rank: int, served: ServedMo
         meaning = f"serving goes on without a lost rank where every expert has slots elsewhere; ranks to spare: {which}"
     if rank == 0 and served.placement.num_ranks > 1:
         log.info("%s", meaning)
+
+
+def build_served_model(config: ServeConfig, group: EpGroup, progress: Progress | None = None) -> ServedModel:
+    """Returns this rank's part of the model, loaded and ready.
+
+    progress: called with (phase, fraction) while weights are read
+    Raises ModelError, PlacementError, ConfigError or CapacityError naming what does not fit.
+    """
+    started_s = time.monotonic()
+    plan = ModelPlan.of(config, read_spec(model_dir(config.model)), group.device)
+    if plan.expert_form != "dense" and group.rank == 0:
+        log.info("%s expert weights: %s", plan.expert_form, MEANING[plan.expert_form])
+    weights = _weights(config, plan, group.rank, progress or (lambda phase, fraction: None))
+    load_s = time.monotonic() - started_s
+    parallel = _expert_parallel(config, plan, group)
+    decoder = build_decoder(plan.spec, weights, _layer_maker(parallel, plan), plan.numerics, plan.device)
+    block_size = config.cache.block_size
+    limits = ModelLimits(
+        model_name=served_name(config.model),
+        vocab_size=plan.spec.vocab_size,
+        max_model_len=plan.max_model_len,
+        max_prompt_len=min(plan.max_model_len, plan.num_blocks * block_size) - 1,
+        eos_token_ids=list(plan.spec.eos_token_ids),
+        block_size=block_size,
+    )
+    return ServedModel(
+        spec=plan.spec,
+        decoder=decoder,
+        cache=KvCache(kv_layouts(plan.spec), plan.num_blocks, block_size, plan.dtype, plan.device),
+        placement=plan.placement,
+        recorder=parallel.recorder,
+        limits=limits,
+        numerics=plan.numerics,
+        device=plan.device,
+        all_to_all=parallel.all_to_all,
+        replica_map=parallel.replica_map,
+        info=_info(plan, parallel.all_to_all)
+        | {
+            "numerics": config.engine.numerics,
+            "bytes_read": weights.bytes_read,
+            "weight_load_s": round(load_s, 3),
+        },
+    )
+
+
+def check_bits(all_to_all: AllToAll, config: ServeConfig) -> None:
+    """Raises ConfigError for a transport outside the bitwise class in batch_invariant, whoever chose it."""
+    if config.engine.numerics == "batch_invariant" and not all_to_all.is_bitwise:
+        raise ConfigError(
+            f"dispatch.backend {config.dispatch.backend} gives {type(all_to_all).__name__} here ({all_to_all.note}), "
+            "whose sums depend on where experts live, which engine.numerics batch_invariant excludes; set "
+            "dispatch.backend: collective, or engine.numerics: fast"
+        )
+
+
+def _weights(config: ServeConfig, plan: ModelPlan, rank: int, progress: Progress) -> LoadedWeights:
+    phase = "loading weights"
+    progress(phase, 0.0)
+    where = (plan.spec, plan.placement, rank, plan.dtype, plan.device)
+    if config.model.load_format == "dummy":
+        return dummy_weights(*where, config.model.seed, plan.expert_form)
+
+    def report_bytes(num_done: int, num_total: int) -> None:
+        progress(phase, num_done / max(num_total, 1))
+
+    return load_weights(model_dir(config.model), *where, report_bytes, plan.expert_form)
+
+
+def _expert_parallel(config: ServeConfig, plan: ModelPlan, group: EpGroup) -> ExpertParallel:
+    """Returns what the MoE layers share; a collective call, since transports map each other's memory."""
+    spec, placement, dispatch = plan.spec, plan.placement, config.dispatch
+    all_to_all = make_all_to_all(
+        dispatch.backend,
+        group,
+        placement.slots_per_rank,
+        plan.dtype,
+        dispatch.wire_dtype,
+        max_tokens_per_rank=plan.max_tokens_per_rank,
+        hidden=spec.hidden,
+        topk=spec.topk,
+        deadline_s=dispatch.deadline_s or config.engine.step_deadline_s,
+        compiled=dispatch.compiled,
+        masked=None if dispatch.rows == "auto" else dispatch.rows == "masked",
+        combine=dispatch.combine,
+    )
+    check_bits(all_to_all, config)
+    # A transport that goes on without a rank also reduces without it; torch.distributed could not.
+    gather = all_to_all.exchange_counts if isinstance(all_to_all, GoesOnWithoutTheLost) else None
+    return ExpertParallel(
+        rank=group.rank,
+        router=spec.router,
+        all_to_all=all_to_all,
+        replica_map=ReplicaMap(placement, plan.device, config.eplb.split, dispatch.compiled),
+        recorder=LoadRecorder(len(spec.moe_layer_ids), spec.num_logical, group, gather),
+        max_tokens_per_rank=plan.max_tokens_per_rank,
+        numerics=plan.numerics,
+    )
+
+
+def _layer_maker(parallel: ExpertParallel, plan: ModelPlan) -> MakeMoeLayer:
+    layer_rows = {layer_id: row for row, layer_id in enumerate(plan.spec.moe_layer_ids)}
+
+    def make_layer(
+        layer_id: int,
+        gate_weight: Tensor,
+        correction_bias: Tensor | None,
+        experts: dict[str, Tensor],
+        shared: Callable[[Tensor], Tensor] | None,
+    ) -> MoeLayer:
+        return make_moe_layer(parallel, layer_rows[layer_id], gate_weight, correction_bias, experts, shared)
+
+    return make_layer
+
+
+def _info(plan: ModelPlan, all_to_all: AllToAll) -> dict[str, Any]:
+    """Returns what /server_info says of the model."""
+    return {
+        "model_type": plan.spec.model_type,
+        "dtype": str(plan.dtype).removeprefix("torch."),
+        "expert_weights": f"{plan.expert_form} ({MEANING[plan.expert_form]})",
+        "device": str(plan.device),
+        "num_threads": torch.get_num_threads(),
+        "num_slots": plan.placement.num_slots,
+        "slots_per_rank": plan.placement.slots_per_rank,
+        "num_redundant_experts": plan.placement.num_slots - plan.spec.num_logical,
+        "num_cache_blocks": plan.num_blocks,
+        "all_to_all": type(all_to_all).__name__,
+        "all_to_all_note": all_to_all.note,
+        "all_to_all_is_bitwise": all_to_all.is_bitwise,
+    }
 
 
 def record_to(path: Path, served: ServedModel, rank: int = 0) -> None:

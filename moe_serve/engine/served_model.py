@@ -1,40 +1,29 @@
-"""Everything of one rank that computes: decoder, experts, transport, KV cache and load recorder, built from the config.
+"""Everything of one rank that computes: decoder, experts, transport, KV cache and load recorder.
 
-`build_served_model` is the one place where attention, experts and balancing meet; the engine above it sees requests and
-steps, the rooms below it see tensors.
+The engine above sees requests and steps, the folders below see tensors. `engine/build.py` puts it together.
 """
 
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from moe_serve.attention_dp.batch import ForwardBatch
-from moe_serve.attention_dp.kv_cache import KvCache, bytes_per_block
-from moe_serve.config import ServeConfig, model_dir, served_name
-from moe_serve.dispatch.base import AllToAll, EpGroup, FollowsSteps, MeasuresWaits
-from moe_serve.dispatch.make import make_all_to_all
+from moe_serve.attention_dp.kv_cache import KvCache
+from moe_serve.dispatch.base import AllToAll, FollowsSteps, MeasuresWaits
 from moe_serve.dispatch.shm.membership import GoesOnWithoutTheLost, Membership
 from moe_serve.engine.load_windows import LoadWindows
 from moe_serve.engine.messages import ModelLimits
-from moe_serve.ep.expert_form import MEANING, ExpertForm, choose_expert_form, has_e4m3
 from moe_serve.ep.load_recorder import LoadRecorder
-from moe_serve.ep.moe_layer import ExpertParallel, MoeLayer, make_moe_layer
 from moe_serve.ep.replica_map import ReplicaMap
 from moe_serve.eplb.load import LoadRecord
 from moe_serve.eplb.placement import Placement
-from moe_serve.errors import CapacityError, ConfigError
-from moe_serve.kernels.numerics import FAST, Numerics
-from moe_serve.log import get_logger
-from moe_serve.models.moe_decoder import MoeDecoder, build_decoder, kv_layouts
-from moe_serve.models.spec import ModelSpec, read_spec
-from moe_serve.models.weights import dummy_weights, load_weights
+from moe_serve.kernels.numerics import Numerics
+from moe_serve.models.moe_decoder import MoeDecoder
+from moe_serve.models.spec import ModelSpec
 
-Progress = Callable[[str, float], None]  # (phase, fraction done)
 MANY_TOKENS = 1 << 30  # more than any step has
 
 
@@ -48,7 +37,6 @@ class ServedModel:
     placement: Placement
     recorder: LoadRecorder
     limits: ModelLimits
-    num_blocks: int
     numerics: Numerics
     device: torch.device
     all_to_all: AllToAll
@@ -131,180 +119,3 @@ class ServedModel:
         for record in self._windows.confirm():
             if self.on_record is not None:
                 self.on_record(replace(record, model_id=self.limits.model_name))
-
-
-def make_numerics(config: ServeConfig) -> Numerics:
-    """Returns how reductions are cut under this configuration."""
-    if config.engine.numerics == "fast":
-        return FAST
-    return Numerics(row_tile=config.engine.row_tile)
-
-
-def compute_dtype(config: ServeConfig, device: torch.device) -> torch.dtype:
-    """Returns the dtype of weights and activations; auto is float32 on CPU, where bfloat16 is several times slower."""
-    names = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-    auto = torch.float32 if device.type == "cpu" else torch.bfloat16
-    return names.get(config.model.dtype, auto)
-
-
-def expert_form(config: ServeConfig, spec: ModelSpec, device: torch.device) -> ExpertForm:
-    """Returns how experts are kept under this configuration. Raises ConfigError where the setting cannot be."""
-    return choose_expert_form(config.model.expert_weights, spec.fp8_block, device.type, has_e4m3(device))
-
-
-def make_placement(config: ServeConfig, spec: ModelSpec) -> Placement:
-    """Returns where experts live at start: the trivial placement, or the one in eplb.init_expert_location."""
-    num_ranks = config.parallel.num_ranks
-    where = config.eplb.init_expert_location
-    if where == "trivial":
-        # Uneven experts are padded with empty slots; the remainder of a redundant count is given to experts, not
-        # wasted.
-        num_redundant = config.eplb.num_redundant_experts
-        if num_redundant:
-            num_redundant += -(spec.num_logical + num_redundant) % num_ranks
-        return Placement.trivial(
-            len(spec.moe_layer_ids), spec.num_logical, num_ranks, num_redundant, moe_layer_ids=spec.moe_layer_ids
-        )
-    from moe_serve.eplb.files.placements import read_placement
-    from moe_serve.eplb.planner import plan_counts
-
-    return read_placement(Path(where), num_ranks, spec.num_logical, spec.moe_layer_ids, plan_counts=plan_counts)
-
-
-def num_cache_blocks(config: ServeConfig, spec: ModelSpec, dtype: torch.dtype, max_model_len: int) -> int:
-    """Returns how many blocks the KV cache of one rank has. Raises CapacityError where one request could not fit."""
-    block_size = config.cache.block_size
-    size_bytes = bytes_per_block(kv_layouts(spec), block_size, dtype)
-    num_blocks = config.cache.num_blocks or int(config.cache.memory_gib * 2**30 // size_bytes)
-    # More than every running request at full length, twice over for reusable prefixes, would never be touched.
-    if config.cache.num_blocks is None:
-        num_blocks = min(num_blocks, 2 * config.engine.max_running_requests * -(-max_model_len // block_size))
-    if num_blocks * block_size < 2:
-        raise CapacityError(
-            f"cache.memory_gib {config.cache.memory_gib:g} holds {num_blocks} blocks of {size_bytes / 2**20:.2f} MiB; "
-            "raise cache.memory_gib or set cache.num_blocks"
-        )
-    return num_blocks
-
-
-def build_served_model(config: ServeConfig, group: EpGroup, progress: Progress | None = None) -> ServedModel:
-    """Returns this rank's part of the model, loaded and ready.
-
-    progress: called with (phase, fraction) while weights are read
-    Raises ModelError, PlacementError, ConfigError or CapacityError naming what does not fit.
-    """
-    report = progress or (lambda phase, fraction: None)
-    started_s = time.monotonic()
-    folder = model_dir(config.model)
-    spec = read_spec(folder)
-    device = group.device
-    dtype = compute_dtype(config, device)
-    numerics = make_numerics(config)
-    placement = make_placement(config, spec)
-    form = expert_form(config, spec, device)
-    if form != "dense" and group.rank == 0:
-        get_logger(__name__).info("%s expert weights: %s", form, MEANING[form])
-    max_model_len = _max_model_len(config, spec)
-    num_blocks = num_cache_blocks(config, spec, dtype, max_model_len)
-
-    report("loading weights", 0.0)
-    if config.model.load_format == "dummy":
-        weights = dummy_weights(spec, placement, group.rank, dtype, device, config.model.seed, form)
-    else:
-
-        def report_bytes(num_done: int, num_total: int) -> None:
-            report("loading weights", num_done / max(num_total, 1))
-
-        weights = load_weights(folder, spec, placement, group.rank, dtype, device, report_bytes, form)
-    loaded_s = time.monotonic()
-    max_tokens_per_rank = config.dispatch.max_tokens_per_rank or config.engine.max_batch_tokens
-    all_to_all = make_all_to_all(
-        config.dispatch.backend,
-        group,
-        placement.slots_per_rank,
-        dtype,
-        config.dispatch.wire_dtype,
-        max_tokens_per_rank=max_tokens_per_rank,
-        hidden=spec.hidden,
-        topk=spec.topk,
-        deadline_s=config.dispatch.deadline_s or config.engine.step_deadline_s,
-        compiled=config.dispatch.compiled,
-        masked=None if config.dispatch.rows == "auto" else config.dispatch.rows == "masked",
-        combine=config.dispatch.combine,
-    )
-    check_bits(all_to_all, config)
-    # A transport that goes on without a rank also reduces without it; torch.distributed could not.
-    gather = all_to_all.exchange_counts if isinstance(all_to_all, GoesOnWithoutTheLost) else None
-    recorder = LoadRecorder(len(spec.moe_layer_ids), spec.num_logical, group, gather)
-    replica_map = ReplicaMap(placement, device, config.eplb.split, config.dispatch.compiled)
-    parallel = ExpertParallel(
-        rank=group.rank,
-        router=spec.router,
-        all_to_all=all_to_all,
-        replica_map=replica_map,
-        recorder=recorder,
-        max_tokens_per_rank=max_tokens_per_rank,
-        numerics=numerics,
-    )
-    layer_rows = {layer_id: row for row, layer_id in enumerate(spec.moe_layer_ids)}
-
-    def make_layer(
-        layer_id: int,
-        gate_weight: Tensor,
-        correction_bias: Tensor | None,
-        experts: dict[str, Tensor],
-        shared: Callable[[Tensor], Tensor] | None,
-    ) -> MoeLayer:
-        return make_moe_layer(parallel, layer_rows[layer_id], gate_weight, correction_bias, experts, shared)
-
-    decoder = build_decoder(spec, weights, make_layer, numerics, device)
-    cache = KvCache(kv_layouts(spec), num_blocks, config.cache.block_size, dtype, device)
-    limits = ModelLimits(
-        model_name=served_name(config.model),
-        vocab_size=spec.vocab_size,
-        max_model_len=max_model_len,
-        max_prompt_len=min(max_model_len, num_blocks * config.cache.block_size) - 1,
-        eos_token_ids=list(spec.eos_token_ids),
-        block_size=config.cache.block_size,
-    )
-    info = {
-        "model_type": spec.model_type,
-        "dtype": str(dtype).removeprefix("torch."),
-        "expert_weights": f"{form} ({MEANING[form]})",
-        "device": str(device),
-        "num_threads": torch.get_num_threads(),
-        "bytes_read": weights.bytes_read,
-        "weight_load_s": round(loaded_s - started_s, 3),
-        "num_slots": placement.num_slots,
-        "slots_per_rank": placement.slots_per_rank,
-        "num_redundant_experts": placement.num_slots - spec.num_logical,
-        "num_cache_blocks": num_blocks,
-        "all_to_all": type(all_to_all).__name__,
-        "all_to_all_note": all_to_all.note,
-        "all_to_all_is_bitwise": all_to_all.is_bitwise,
-        "numerics": config.engine.numerics,
-    }
-    return ServedModel(
-        spec, decoder, cache, placement, recorder, limits, num_blocks, numerics, device, all_to_all, replica_map, info
-    )
-
-
-def check_bits(all_to_all: AllToAll, config: ServeConfig) -> None:
-    """Raises ConfigError for a transport outside the bitwise class in batch_invariant, whoever chose it."""
-    if config.engine.numerics == "batch_invariant" and not all_to_all.is_bitwise:
-        raise ConfigError(
-            f"dispatch.backend {config.dispatch.backend} gives {type(all_to_all).__name__} here ({all_to_all.note}), "
-            "whose sums depend on where experts live, which engine.numerics batch_invariant excludes; set "
-            "dispatch.backend: collective, or engine.numerics: fast"
-        )
-
-
-def _max_model_len(config: ServeConfig, spec: ModelSpec) -> int:
-    wanted = config.model.max_model_len
-    if wanted is None:
-        return spec.max_position
-    if wanted > spec.max_position:
-        raise ConfigError(
-            f"model.max_model_len is {wanted} but the model knows {spec.max_position} positions; lower max_model_len"
-        )
-    return wanted

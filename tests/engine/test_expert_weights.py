@@ -9,7 +9,8 @@ import torch
 from moe_serve.attention_dp.request import SamplingParams
 from moe_serve.config import load_config, model_dir
 from moe_serve.dispatch.base import EpGroup
-from moe_serve.engine.served_model import ServedModel, build_served_model
+from moe_serve.engine.build import build_served_model
+from moe_serve.engine.served_model import ServedModel
 from moe_serve.errors import ConfigError
 from moe_serve.kernels.grouped_gemm_int8 import has_vnni
 from moe_serve.models.spec import read_spec

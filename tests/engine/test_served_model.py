@@ -13,12 +13,12 @@ from moe_serve.config import load_config
 from moe_serve.dispatch.base import EpGroup
 from moe_serve.dispatch.local import LocalAllToAll
 from moe_serve.dispatch.wire import make_wire
-from moe_serve.engine import served_model
-from moe_serve.engine.build import build_engine
+from moe_serve.engine import build as build_module
+from moe_serve.engine.build import build_engine, build_served_model, check_bits
 from moe_serve.engine.exchange import make_exchange
 from moe_serve.engine.mailbox import QueueMailbox
 from moe_serve.engine.messages import Status, Submit
-from moe_serve.engine.served_model import MANY_TOKENS, ServedModel, build_served_model, check_bits
+from moe_serve.engine.served_model import MANY_TOKENS, ServedModel
 from moe_serve.errors import ConfigError, PeerError
 from tests.ranks import run_ranks
 
@@ -56,7 +56,7 @@ def build(*overrides: str, **changes: Any) -> tuple[ServedModel, Listening, dict
         return transport
 
     config = load_config(overrides=["cache.num_blocks=8", "parallel.device=cpu", *overrides])
-    with mock.patch.object(served_model, "make_all_to_all", make):
+    with mock.patch.object(build_module, "make_all_to_all", make):
         served = build_served_model(config, ALONE)
     assert isinstance(served.all_to_all, Listening)
     return served, served.all_to_all, asked
@@ -111,7 +111,7 @@ def check_engine(rank: int, group: EpGroup) -> tuple[list[object], list[list[flo
 
     params = SamplingParams(max_new_tokens=3, temperature=0, ignore_eos=True)
     mailbox = QueueMailbox([Submit("a", 0, list(range(3, 14)), params, seed=0)])
-    with mock.patch.object(served_model, "make_all_to_all", make):
+    with mock.patch.object(build_module, "make_all_to_all", make):
         exchange = make_exchange("auto", group.process_group, True, 60.0)
         engine = build_engine(load_config(overrides=settings), ALONE, exchange, mailbox)
     engine.run()

@@ -137,7 +137,7 @@ def _describe_sizes(report: Report, config: ServeConfig, spec: "ModelSpec", devi
 
     from moe_serve.attention_dp.kv_cache import bytes_per_block
     from moe_serve.dispatch.base import BufferLimits
-    from moe_serve.engine.served_model import compute_dtype, expert_form, make_placement, num_cache_blocks
+    from moe_serve.engine.model_plan import compute_dtype, expert_form, make_placement, num_cache_blocks
     from moe_serve.ep.expert_form import MEANING, slot_bytes
     from moe_serve.launcher.check.transport import describe_loss, describe_transport, look_here
     from moe_serve.models.moe_decoder import kv_layouts

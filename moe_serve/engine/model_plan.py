@@ -1,0 +1,118 @@
+"""What the configuration and the model decide before any weight is read: dtypes, placement, sizes of the cache."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Self
+
+import torch
+
+from moe_serve.attention_dp.kv_cache import bytes_per_block
+from moe_serve.config import ServeConfig
+from moe_serve.ep.expert_form import ExpertForm, choose_expert_form, has_e4m3
+from moe_serve.eplb.placement import Placement
+from moe_serve.errors import CapacityError, ConfigError
+from moe_serve.kernels.numerics import FAST, Numerics
+from moe_serve.models.moe_decoder import kv_layouts
+from moe_serve.models.spec import ModelSpec
+
+
+@dataclass(frozen=True)
+class ModelPlan:
+    """The sizes and forms in which one rank serves a model.
+
+    max_model_len:       prompt and output tokens of one request
+    num_blocks:          of this rank's KV cache
+    max_tokens_per_rank: rows that one dispatch carries
+    """
+
+    spec: ModelSpec
+    device: torch.device
+    dtype: torch.dtype
+    numerics: Numerics
+    placement: Placement
+    expert_form: ExpertForm
+    max_model_len: int
+    num_blocks: int
+    max_tokens_per_rank: int
+
+    @classmethod
+    def of(cls, config: ServeConfig, spec: ModelSpec, device: torch.device) -> Self:
+        """Returns the plan for a device. Raises PlacementError, ConfigError or CapacityError naming what cannot be."""
+        dtype = compute_dtype(config, device)
+        max_model_len = _max_model_len(config, spec)
+        return cls(
+            spec=spec,
+            device=device,
+            dtype=dtype,
+            numerics=make_numerics(config),
+            placement=make_placement(config, spec),
+            expert_form=expert_form(config, spec, device),
+            max_model_len=max_model_len,
+            num_blocks=num_cache_blocks(config, spec, dtype, max_model_len),
+            max_tokens_per_rank=config.dispatch.max_tokens_per_rank or config.engine.max_batch_tokens,
+        )
+
+
+def make_numerics(config: ServeConfig) -> Numerics:
+    """Returns how reductions are cut under this configuration."""
+    if config.engine.numerics == "fast":
+        return FAST
+    return Numerics(row_tile=config.engine.row_tile)
+
+
+def compute_dtype(config: ServeConfig, device: torch.device) -> torch.dtype:
+    """Returns the dtype of weights and activations; auto is float32 on CPU, where bfloat16 is several times slower."""
+    names = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+    auto = torch.float32 if device.type == "cpu" else torch.bfloat16
+    return names.get(config.model.dtype, auto)
+
+
+def expert_form(config: ServeConfig, spec: ModelSpec, device: torch.device) -> ExpertForm:
+    """Returns how experts are kept under this configuration. Raises ConfigError where the setting cannot be."""
+    return choose_expert_form(config.model.expert_weights, spec.fp8_block, device.type, has_e4m3(device))
+
+
+def make_placement(config: ServeConfig, spec: ModelSpec) -> Placement:
+    """Returns where experts live at start: the trivial placement, or the one in eplb.init_expert_location."""
+    num_ranks = config.parallel.num_ranks
+    where = config.eplb.init_expert_location
+    if where == "trivial":
+        # Uneven experts are padded with empty slots; the remainder of a redundant count is given to experts, not
+        # wasted.
+        num_redundant = config.eplb.num_redundant_experts
+        if num_redundant:
+            num_redundant += -(spec.num_logical + num_redundant) % num_ranks
+        return Placement.trivial(
+            len(spec.moe_layer_ids), spec.num_logical, num_ranks, num_redundant, moe_layer_ids=spec.moe_layer_ids
+        )
+    from moe_serve.eplb.files.placements import read_placement
+    from moe_serve.eplb.planner import plan_counts
+
+    return read_placement(Path(where), num_ranks, spec.num_logical, spec.moe_layer_ids, plan_counts=plan_counts)
+
+
+def num_cache_blocks(config: ServeConfig, spec: ModelSpec, dtype: torch.dtype, max_model_len: int) -> int:
+    """Returns how many blocks the KV cache of one rank has. Raises CapacityError where one request could not fit."""
+    block_size = config.cache.block_size
+    size_bytes = bytes_per_block(kv_layouts(spec), block_size, dtype)
+    num_blocks = config.cache.num_blocks or int(config.cache.memory_gib * 2**30 // size_bytes)
+    # More than every running request at full length, twice over for reusable prefixes, would never be touched.
+    if config.cache.num_blocks is None:
+        num_blocks = min(num_blocks, 2 * config.engine.max_running_requests * -(-max_model_len // block_size))
+    if num_blocks * block_size < 2:
+        raise CapacityError(
+            f"cache.memory_gib {config.cache.memory_gib:g} holds {num_blocks} blocks of {size_bytes / 2**20:.2f} MiB; "
+            "raise cache.memory_gib or set cache.num_blocks"
+        )
+    return num_blocks
+
+
+def _max_model_len(config: ServeConfig, spec: ModelSpec) -> int:
+    wanted = config.model.max_model_len
+    if wanted is None:
+        return spec.max_position
+    if wanted > spec.max_position:
+        raise ConfigError(
+            f"model.max_model_len is {wanted} but the model knows {spec.max_position} positions; lower max_model_len"
+        )
+    return wanted
