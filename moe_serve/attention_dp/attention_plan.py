@@ -120,25 +120,26 @@ class _Builder:
         tables, seq_lens = batch.block_tables[:num_seqs], batch.seq_lens[:num_seqs]
         if tokens is not None:
             tables, seq_lens = batch.block_tables.index_select(0, tokens), batch.seq_lens.index_select(0, tokens)
-        mask = self._mask(torch.arange(num_keys, device=batch.device) >= seq_lens[:, None])
+        hidden = torch.arange(num_keys, device=batch.device) >= seq_lens[:, None]
+        mask = self._mask(hidden)
         if self._tile is not None:
             mask = mask.view(num_seqs, -1, 1, 1, self._tile)
         elif self._layout.kind == "gqa":
             mask = mask.repeat_interleave(self._layout.num_heads, 0)[:, None]
         else:
             mask = mask[:, None]
-        return DecodeGroup(tokens, num_seqs, num_keys, self._rows(tables, num_keys), mask)
+        return DecodeGroup(tokens, num_seqs, num_keys, self._rows(tables, hidden), mask)
 
     def chunk(self, seq: int, start: int, end: int) -> Chunk:
         batch = self._batch
         seq_len = batch.host_seq_lens[seq]
-        num_keys = self._padded(seq_len)
+        keys = torch.arange(self._padded(seq_len), device=batch.device)
         mask = None
         if self._tile is not None or seq_len > end - start:
-            keys = torch.arange(num_keys, device=batch.device)
             mask = self._mask(keys > batch.positions[start:end, None])
             mask = mask[None, None] if self._tile is None else mask.view(end - start, -1, self._tile)
-        return Chunk(start, end, seq_len, self._rows(batch.block_tables[seq : seq + 1], num_keys), mask)
+        rows = self._rows(batch.block_tables[seq : seq + 1], keys[None] >= seq_len)
+        return Chunk(start, end, seq_len, rows, mask)
 
     def _padded(self, num_keys: int) -> int:
         return num_keys if self._tile is None else -(-num_keys // self._tile) * self._tile
@@ -146,10 +147,15 @@ class _Builder:
     def _mask(self, hidden: Tensor) -> Tensor:
         return torch.zeros(hidden.shape, dtype=self._dtype, device=hidden.device).masked_fill_(hidden, -torch.inf)
 
-    def _rows(self, tables: Tensor, num_keys: int) -> Tensor:
+    def _rows(self, tables: Tensor, hidden: Tensor) -> Tensor:
+        """Returns what to gather for sequences with these block tables. hidden: [n, K] bool, keys beyond their ends
+
+        A hidden key reads its sequence's first one. Its weight is zero, but zero times what another sequence has left
+        in a block would be NaN if that is not finite.
+        """
         block_size = self._batch.block_size
-        keys = torch.arange(num_keys, device=tables.device)
-        # Keys beyond the table are masked; any legal block will do for them.
+        keys = torch.arange(hidden.shape[1], device=tables.device)
         blocks = tables.index_select(1, (keys // block_size).clamp_(max=tables.shape[1] - 1))
         slots = blocks * block_size + keys % block_size
+        slots = torch.where(hidden, slots[:, :1], slots)
         return self._layout.gather_rows(slots if self._tile is None else slots.view(-1, self._tile))

@@ -18,6 +18,7 @@ BLOCK_SIZE = 4
 SCALE = 0.3
 LAYOUTS = {"gqa": (KvLayout.gqa(2, 8), 3), "mha": (KvLayout.gqa(3, 8), 1), "mla": (KvLayout.mla(12, 4), 5)}
 MODES = {"fast": FAST, "invariant": Numerics(row_tile=4, kv_tile=16)}
+NOT_FINITE = [float("nan"), float("inf"), -float("inf")]
 # (start, length) of every sequence: decodes of very different lengths, a whole prompt, a chunk behind a prefix
 CASES = {
     "decodes": [(0, 1), (40, 1), (17, 1), (3, 1)],
@@ -27,10 +28,21 @@ CASES = {
 }
 
 
-def run(layout: KvLayout, group: int, numerics: Numerics, case: list[tuple[int, int]]) -> tuple[Tensor, Tensor]:
-    """Returns (what PagedAttention gives, what the reference gives), real rows only."""
+def run(
+    layout: KvLayout,
+    group: int,
+    numerics: Numerics,
+    case: list[tuple[int, int]],
+    stale: float = 0.0,
+    fault: tuple[int, float] | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Returns (what PagedAttention gives, what the reference gives), real rows only.
+
+    stale: what slots hold that no sequence has written;  fault: (sequence, value of one element of its first row)
+    """
     generator = torch.Generator().manual_seed(0)
     cache = KvCache([layout], 64, BLOCK_SIZE, torch.float32, "cpu")
+    cache.write(0, torch.arange(-1, 64 * BLOCK_SIZE), torch.full((64 * BLOCK_SIZE + 1, *layout.row_shape), stale))
     free = list(range(63, -1, -1))
     chunks = []
     rows = {}
@@ -38,6 +50,8 @@ def run(layout: KvLayout, group: int, numerics: Numerics, case: list[tuple[int, 
         end = start + length
         blocks = [free.pop((7 * len(free)) // 11) for _ in range(-(-end // BLOCK_SIZE))]
         rows[str(i)] = torch.randn(end, *layout.row_shape, generator=generator)
+        if fault is not None and fault[0] == i:
+            rows[str(i)][0, -1, 0] = fault[1]
         slots = [blocks[t // BLOCK_SIZE] * BLOCK_SIZE + t % BLOCK_SIZE for t in range(end)]
         cache.write(0, torch.tensor(slots), rows[str(i)])
         request = Request(str(i), 0, [0] * end, [], SamplingParams(), 0, block_ids=blocks)
@@ -65,6 +79,37 @@ def run(layout: KvLayout, group: int, numerics: Numerics, case: list[tuple[int, 
 def test_paged_attention_matches_the_formula(kind: str, case: str, mode: str) -> None:
     got, wanted = run(*LAYOUTS[kind], MODES[mode], CASES[case])
     assert relative_error(got, wanted) < FLOAT32
+
+
+@pytest.mark.parametrize("value", NOT_FINITE)
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("kind", LAYOUTS)
+def test_what_freed_blocks_and_slot_tails_hold_changes_no_bit(kind: str, case: str, mode: str, value: float) -> None:
+    layout, group = LAYOUTS[kind]
+    clean, _ = run(layout, group, MODES[mode], CASES[case])
+    dirty, _ = run(layout, group, MODES[mode], CASES[case], stale=value)
+    assert torch.equal(clean, dirty)
+
+
+@pytest.mark.parametrize("value", NOT_FINITE)
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("kind", LAYOUTS)
+def test_a_fault_in_one_sequences_cache_changes_no_bit_of_the_others(
+    kind: str, case: str, mode: str, value: float
+) -> None:
+    layout, group = LAYOUTS[kind]
+    lengths = [length for _, length in CASES[case]]
+    order = sorted(range(len(lengths)), key=lambda i: lengths[i])  # rows of the batch
+    clean, _ = run(layout, group, MODES[mode], CASES[case])
+    for faulty in range(len(lengths)):
+        dirty, _ = run(layout, group, MODES[mode], CASES[case], fault=(faulty, value))
+        for seq, before, after in zip(order, clean.split(sorted(lengths)), dirty.split(sorted(lengths)), strict=True):
+            if seq != faulty:
+                assert torch.equal(before, after), f"sequence {seq} reads the cache of sequence {faulty}"
+            else:
+                assert not after[-1].isfinite().all(), "the fault is hidden"
 
 
 @pytest.mark.parametrize("mode", MODES)
