@@ -43,7 +43,7 @@ TORCH_FREE = [
     *(f"moe_serve.{'.'.join(path.relative_to(PACKAGE).with_suffix('').parts)}"
       for room in ("eplb", "server") for path in sorted((PACKAGE / room).rglob("*.py"))),
     *(f"moe_serve.attention_dp.{name}"
-      for name in ("request", "scheduler", "block_pool", "prefix_cache", "request_router")),
+      for name in ("request", "scheduler", "request_blocks", "block_pool", "prefix_cache", "request_router")),
 ]  # fmt: skip
 
 # What a bare GPU machine lacks: these rooms must not need it. (models/ reads files with two of them, inside functions.)

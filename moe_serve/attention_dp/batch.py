@@ -25,8 +25,7 @@ class ForwardBatch:
     slot_mapping: [T_pad], cache slot = block * block_size + offset; -1 in padding rows
     block_tables: [num_seqs, max_blocks], blocks of each sequence in order; 0 beyond its end
     seq_lens:     [num_seqs], tokens in the cache after this step
-    query_lens:   [num_seqs], rows of each sequence, in the order of the rows
-    logit_rows:   [num_logit_rows], the rows that are sampled, in the order of the chunks the batch was built from
+    logit_rows:   [num_logit_rows], last rows of the chunks that sample, in the order of the chunks
     num_tokens:   real rows;  num_decodes: leading sequences with one row
     host_*:       the same numbers as Python ints, so that nobody waits for the device to learn a size
     """
@@ -36,7 +35,6 @@ class ForwardBatch:
     slot_mapping: Tensor
     block_tables: Tensor
     seq_lens: Tensor
-    query_lens: Tensor
     logit_rows: Tensor
     block_size: int
     num_tokens: int
@@ -64,56 +62,48 @@ class ForwardBatch:
     ) -> "ForwardBatch":
         """Returns the batch that computes these chunks.
 
-        Sequences are ordered by their number of new tokens; logit_rows keep the order of `chunks`. A sampling chunk has
-        one logit row for the last known token, and one more for each draft after it.
+        Sequences are ordered by their number of new tokens; logit_rows keep the order of `chunks`.
         """
         order = sorted(range(len(chunks)), key=lambda i: chunks[i].length)
         ids: list[int] = []
         positions: list[int] = []
         slots: list[int] = []
         tables: list[list[int]] = []
-        logit_rows: list[list[int]] = [[] for _ in chunks]
+        last_rows = [-1] * len(chunks)
         for index in order:
             request, start, length, samples = chunks[index]
             end = start + length
-            if samples:
-                first = max(request.num_known - 1, start)
-                logit_rows[index] = list(range(len(ids) + first - start, len(ids) + length))
             ids += request.token_ids(start, end)
             positions += range(start, end)
             table = request.block_ids[: -(-end // block_size)]
             tables.append(table)
             slots += [table[i // block_size] * block_size + i % block_size for i in range(start, end)]
+            if samples:
+                last_rows[index] = len(ids) - 1
         num_tokens = len(ids)
         padding = numerics.padded(num_tokens) - num_tokens
         widest = max(map(len, tables), default=0)
-        host_query_lens = tuple([chunks[i].length for i in order])
         host_seq_lens = tuple([chunks[i].start + chunks[i].length for i in order])
-        num_seqs = len(order)
+        host_query_lens = tuple([chunks[i].length for i in order])
         # One transfer for everything: small copies to an accelerator cost more than their bytes.
         flat = ids + [0] * padding + positions + [0] * padding + slots + [-1] * padding
         for table in tables:
             flat += table
             flat += [0] * (widest - len(table))
         flat += host_seq_lens
-        flat += host_query_lens
-        for rows in logit_rows:
-            flat += rows
+        flat += [row for row in last_rows if row >= 0]
         packed = torch.tensor(flat, dtype=torch.int64, device=device)
-        num_padded = num_tokens + padding
-        sizes = [num_padded] * 3 + [num_seqs * widest, num_seqs, num_seqs]
+        num_seqs = len(order)
+        sizes = [num_tokens + padding] * 3 + [num_seqs * widest, num_seqs]
         sizes.append(packed.shape[0] - sum(sizes))
-        input_ids, position_ids, slot_mapping, blocks, seq_lens, query_lens, rows_of_logits = packed.split_with_sizes(
-            sizes
-        )
+        input_ids, position_ids, slot_mapping, blocks, seq_lens, logit_rows = packed.split_with_sizes(sizes)
         return cls(
             input_ids=input_ids,
             positions=position_ids,
             slot_mapping=slot_mapping,
             block_tables=blocks.view(num_seqs, widest),
             seq_lens=seq_lens,
-            query_lens=query_lens,
-            logit_rows=rows_of_logits,
+            logit_rows=logit_rows,
             block_size=block_size,
             num_tokens=num_tokens,
             num_decodes=sum([length == 1 for length in host_query_lens]),

@@ -100,31 +100,6 @@ class KvCache:
         both = found.view(2, num_seqs, layout.num_heads, -1, layout.width)
         return both[0], both[1]
 
-    def export_blocks(self, block_ids: Sequence[int]) -> list[Tensor]:
-        """Returns copies of blocks, one tensor [num_blocks, block_size, *row_shape] per layer, for another engine."""
-        index = torch.tensor(block_ids, dtype=torch.int64, device=self._layers[0].device if self._layers else None)
-        return [self._blocks(layer).index_select(0, index) for layer in range(len(self._layers))]
-
-    def import_blocks(self, block_ids: Sequence[int], blocks: Sequence[Tensor]) -> None:
-        """Stores blocks that export_blocks returned, under other ids. The model and the dtype are the same.
-
-        Raises CapacityError when they come from a cache of another form.
-        """
-        for layer, layout in enumerate(self.layouts):
-            wanted = (len(block_ids), self.block_size, *layout.row_shape)
-            if len(blocks) != len(self.layouts) or tuple(blocks[layer].shape) != wanted:
-                got = [tuple(b.shape) for b in blocks]
-                raise CapacityError(
-                    f"blocks of shape {got} do not fit this cache, which needs {len(self.layouts)} x {wanted}; "
-                    "both engines must serve the same model with the same cache.block_size"
-                )
-        for layer, values in enumerate(blocks):
-            index = torch.tensor(block_ids, dtype=torch.int64, device=self._layers[layer].device)
-            self._blocks(layer).index_copy_(0, index, values.to(self._layers[layer]))
-
-    def _blocks(self, layer: int) -> Tensor:
-        return self._layers[layer][:-1].view(self.num_blocks, self.block_size, *self.layouts[layer].row_shape)
-
 
 def bytes_per_block(layouts: Sequence[KvLayout], block_size: int, dtype: torch.dtype) -> int:
     """Returns the bytes that one block takes over all layers."""

@@ -80,11 +80,6 @@ class PrefixCache:
             if key is not None:
                 del self._block_of[key]
 
-    def clear(self) -> None:
-        """Drops every entry."""
-        self._block_of.clear()
-        self._key_of.clear()
-
     def check(self) -> None:
         """Asserts that keys and blocks are one to one."""
         assert len(self._block_of) == len(self._key_of)

@@ -128,8 +128,7 @@ class Request:
     """A request on its rank. Only the scheduler changes the fields below `salt`; the sampler reads `output_ids`.
 
     The *known* tokens are prompt_ids + output_ids; their KV is computed from left to right, `num_computed` of them so
-    far. `draft_ids` are guesses that follow the known tokens (speculation): a decode row may carry them, and those that
-    the model confirms become output.
+    far.
     """
 
     request_id: str
@@ -144,12 +143,10 @@ class Request:
     block_ids: list[int] = field(default_factory=list)  # cache block i holds tokens i*block_size .. (i+1)*block_size
     num_computed: int = 0  # tokens whose KV is in the cache
     num_cached_prompt: int = 0  # prompt tokens that the prefix cache supplied at first admission
-    draft_ids: list[int] = field(default_factory=list)
     block_keys: list[bytes] = field(
         default_factory=list
     )  # prefix-cache keys of the leading full blocks, as far as known
     num_published: int = 0  # leading blocks that came from, or were offered to, the prefix cache
-    shares_blocks: bool = True  # False after a flush of the cache: what it computed before stays its own
     was_preempted: bool = False
     num_lost: int = 0  # tokens that were computed when it was preempted
 
@@ -159,13 +156,10 @@ class Request:
         return len(self.prompt_ids) + len(self.output_ids)
 
     def token_ids(self, start: int, end: int) -> list[int]:
-        """Returns tokens start..end of prompt, output and drafts, in that order."""
+        """Returns known tokens start..end."""
         num_prompt = len(self.prompt_ids)
         if end <= num_prompt:
             return self.prompt_ids[start:end]
         if start >= num_prompt:
-            start, end = start - num_prompt, end - num_prompt
-            if end <= len(self.output_ids):
-                return self.output_ids[start:end]
-            return (self.output_ids + self.draft_ids)[start:end]
-        return (self.prompt_ids + self.output_ids + self.draft_ids)[start:end]
+            return self.output_ids[start - num_prompt : end - num_prompt]
+        return self.prompt_ids[start:] + self.output_ids[: end - num_prompt]

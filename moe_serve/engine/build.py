@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from moe_serve.attention_dp.kv_cache import KvCache
+from moe_serve.attention_dp.request_blocks import RequestBlocks
 from moe_serve.attention_dp.scheduler import Scheduler
 from moe_serve.config import ServeConfig, model_dir, served_name
 from moe_serve.dispatch.base import AllToAll, EpGroup
@@ -56,14 +57,13 @@ def build_engine(
     served = build_served_model(config, group, progress)
     if config.eplb.record_path is not None:
         record_to(Path(config.eplb.record_path), served, group.rank)
+    model_key = served.limits.model_name.encode()
+    blocks = RequestBlocks(served.cache.num_blocks, config.cache.block_size, config.cache.prefix_cache, model_key)
     scheduler = Scheduler(
-        num_blocks=served.cache.num_blocks,
-        block_size=config.cache.block_size,
+        blocks,
         max_running=config.engine.max_running_requests,
         max_batch_tokens=config.engine.max_batch_tokens,
         max_model_len=served.limits.max_model_len,
-        prefix_cache=config.cache.prefix_cache,
-        model_key=served.limits.model_name.encode(),
     )
     recovery = make_recovery(config, group.rank, served, exchange)
     _say_what_a_loss_means(recovery, group.rank, served)

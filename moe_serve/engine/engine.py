@@ -142,7 +142,7 @@ class Engine:
                 self.scheduler.complete(chunk)
                 continue
             token_id = next(token_ids)
-            self.scheduler.complete(chunk, (token_id,))
+            self.scheduler.complete(chunk, token_id)
             events.append(self._event(chunk.request, token_id))
         self.counters.count_forward(chunks, len(events), plan.overlap)
         if events:

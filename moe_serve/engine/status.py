@@ -50,7 +50,6 @@ def make_status(
     split_outcomes: batches that the exact split has proven at once, proven after repair, not proven; () = it does not
                     serve. What was not proven may be exact, and is never called so
     """
-    uncomputed, _ = scheduler.pending_tokens
     totals = {name: float(value) for name, value in vars(counters).items()}
     totals |= {name: float(getattr(scheduler.stats, name)) for name in scheduler.stats.__slots__}
     names = ("num_splits_proven", "num_splits_repaired", "num_splits_unproven")
@@ -61,9 +60,9 @@ def make_status(
         step=step,
         num_running=scheduler.num_running,
         num_waiting=scheduler.num_waiting,
-        num_free_blocks=scheduler.num_free_blocks,
-        num_blocks=scheduler.num_blocks,
-        pending_tokens=uncomputed,
+        num_free_blocks=scheduler.blocks.num_free,
+        num_blocks=scheduler.blocks.num_blocks,
+        pending_tokens=scheduler.pending_tokens,
         counters=totals,
         waited_s=list(waited_s),
     )

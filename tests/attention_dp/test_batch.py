@@ -9,10 +9,8 @@ from moe_serve.attention_dp.scheduler import ScheduledChunk
 from moe_serve.kernels.numerics import FAST, Numerics
 
 
-def request(
-    name: str, prompt: list[int], blocks: list[int], output: tuple[int, ...] = (), drafts: tuple[int, ...] = ()
-) -> Request:
-    return Request(name, 0, prompt, list(output), SamplingParams(), 0, block_ids=blocks, draft_ids=list(drafts))
+def request(name: str, prompt: list[int], blocks: list[int], output: tuple[int, ...] = ()) -> Request:
+    return Request(name, 0, prompt, list(output), SamplingParams(), 0, block_ids=blocks)
 
 
 def test_rows_of_a_mixed_batch_are_worked_out_by_hand() -> None:
@@ -25,28 +23,26 @@ def test_rows_of_a_mixed_batch_are_worked_out_by_hand() -> None:
     assert batch.slot_mapping.tolist() == [4, 31, 8, 9, 10, 11, -1, -1]
     assert batch.block_tables.tolist() == [[9, 1], [7, 2]]
     assert batch.seq_lens.tolist() == list(batch.host_seq_lens) == [5, 8]
-    assert batch.query_lens.tolist() == list(batch.host_query_lens) == [1, 5]
+    assert batch.host_query_lens == (1, 5)
     assert batch.logit_rows.tolist() == [0]
     assert (batch.num_tokens, batch.num_decodes, batch.num_padded) == (6, 1, 8)
 
 
-def test_logit_rows_follow_the_chunks_and_drafts_have_rows_of_their_own() -> None:
+def test_logit_rows_follow_the_chunks() -> None:
     last = request("last", list(range(10)), [0, 1, 2])
     plain = request("plain", [1, 2], [3], (5,))
-    drafted = request("drafted", [1, 2], [4, 5], (6,), (7, 8))
-    chunks = [
-        ScheduledChunk(last, 6, 4, True), ScheduledChunk(plain, 2, 1, True), ScheduledChunk(drafted, 2, 3, True)
-    ]  # fmt: skip
+    again = request("again", [1, 2], [4, 5], (6, 7, 8))
+    chunks = [ScheduledChunk(last, 6, 4, True), ScheduledChunk(plain, 2, 1, True), ScheduledChunk(again, 2, 3, True)]
     batch = ForwardBatch.build(chunks, 4, "cpu", FAST)
     assert batch.input_ids.tolist() == [5, 6, 7, 8, 6, 7, 8, 9]
-    assert batch.logit_rows.tolist() == [7, 0, 1, 2, 3]
+    assert batch.logit_rows.tolist() == [7, 0, 3]
     assert batch.num_decodes == 1
 
 
 @pytest.mark.parametrize("numerics", [FAST, Numerics(row_tile=4)], ids=["fast", "invariant"])
 def test_the_empty_batch_has_every_field_with_no_rows(numerics: Numerics) -> None:
     batch = ForwardBatch.empty("cpu", numerics)
-    for name in ("input_ids", "positions", "slot_mapping", "block_tables", "seq_lens", "query_lens", "logit_rows"):
+    for name in ("input_ids", "positions", "slot_mapping", "block_tables", "seq_lens", "logit_rows"):
         tensor = getattr(batch, name)
         assert tensor.dtype == torch.int64
         assert tensor.shape[0] == 0

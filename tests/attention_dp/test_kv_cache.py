@@ -1,4 +1,4 @@
-"""The paged cache: rows by slot, blocks that move between engines, sizes."""
+"""The paged cache: rows by slot, and sizes."""
 
 import pytest
 import torch
@@ -40,35 +40,15 @@ def test_padding_rows_touch_no_block() -> None:
     layout = LAYOUTS[0]
     cache = KvCache([layout], 2, 4, torch.float32, "cpu")
     cache.write(0, torch.tensor([3, -1, -1]), rows_for(layout, [3, 7, 8]))
-    whole = cache.export_blocks([0, 1])[0].flatten(0, 1)
+    keys, values = cache.gather(0, layout.gather_rows(torch.arange(8)[None]), 1)
+    whole = torch.cat((keys, values), 1)[0].transpose(0, 1)
     assert torch.equal(whole[3], rows_for(layout, [3])[0])
     assert not whole[[0, 1, 2, 4, 5, 6, 7]].any()
 
 
-def test_exported_blocks_arrive_under_other_ids_in_another_cache() -> None:
-    source = KvCache(LAYOUTS, 4, 2, torch.float32, "cpu")
-    for layer, layout in enumerate(LAYOUTS):
-        source.write(layer, torch.arange(8), rows_for(layout, list(range(8))))
-    target = KvCache(LAYOUTS, 6, 2, torch.float32, "cpu")
-    target.import_blocks([5, 0], source.export_blocks([1, 3]))
-    for layer, layout in enumerate(LAYOUTS):
-        got = target.export_blocks([5, 0, 1])[layer].flatten(0, 1)
-        assert torch.equal(got[:4], rows_for(layout, [2, 3, 6, 7]))
-        assert not got[4:].any()
-
-
-def test_blocks_of_another_form_are_refused() -> None:
-    small = KvCache(LAYOUTS, 4, 2, torch.float32, "cpu").export_blocks([0])
-    with pytest.raises(CapacityError, match=r"cache\.block_size"):
-        KvCache(LAYOUTS, 4, 4, torch.float32, "cpu").import_blocks([0], small)
-    with pytest.raises(CapacityError):
-        KvCache(LAYOUTS, 4, 2, torch.float32, "cpu").import_blocks([0], small[:1])
-
-
 def test_bytes_per_block_are_those_of_the_tensors() -> None:
-    cache = KvCache(LAYOUTS, 3, 5, torch.bfloat16, "cpu")
-    exported = cache.export_blocks([0, 1, 2])
-    assert 3 * bytes_per_block(LAYOUTS, 5, torch.bfloat16) == sum(tensor.nbytes for tensor in exported)
+    blocks = [torch.empty(5, *layout.row_shape, dtype=torch.bfloat16) for layout in LAYOUTS]
+    assert bytes_per_block(LAYOUTS, 5, torch.bfloat16) == sum(block.nbytes for block in blocks)
 
 
 def test_a_cache_that_does_not_fit_says_which_setting_to_lower() -> None:

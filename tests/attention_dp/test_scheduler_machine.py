@@ -1,4 +1,4 @@
-"""A hypothesis machine that plays engine: random arrivals, aborts, holds, drafts and stops against a simulated cache.
+"""A hypothesis machine that plays engine: random arrivals, aborts, holds and stops against a simulated cache.
 
 The simulated cache stores, per slot, the tokens that its KV depends on. A row reads every slot before it, so a block
 that was shared or taken too early, written twice or left stale is seen as a wrong value, not only as a wrong count.
@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from moe_serve.attention_dp.request import Request, SamplingParams
+from moe_serve.attention_dp.request_blocks import RequestBlocks
 from moe_serve.attention_dp.scheduler import ScheduledChunk, Scheduler
 
 MAX_NEW_TOKENS = 6
@@ -35,13 +36,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         prefix_cache=st.booleans(),
     )
     def start(self, num_blocks, block_size, max_running, spare_tokens, prefix_cache):
-        self.scheduler = Scheduler(
-            num_blocks, block_size, max_running, max_running + spare_tokens, 64, prefix_cache=prefix_cache
-        )
+        self.blocks = RequestBlocks(num_blocks, block_size, prefix_cache)
+        self.scheduler = Scheduler(self.blocks, max_running, max_running + spare_tokens, 64)
         self.kv: dict[int, tuple[int, ...]] = {}  # slot -> the tokens its content was computed from
-        self.computed_at: dict[int, int] = {}  # slot -> number of cache flushes before
-        self.admitted_at: dict[str, int] = {}  # request -> number of cache flushes before
-        self.num_flushes = 0
         self.alive: dict[str, Request] = {}
         self.stop_after: dict[str, int] = {}
         self.num_added = 0
@@ -51,7 +48,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @rule(prompt=st.lists(st.integers(0, 1), min_size=1, max_size=20), data=st.data())
     def add(self, prompt, data):
-        room = self.scheduler.num_blocks * self.scheduler.block_size + 1 - len(prompt)
+        room = self.blocks.num_blocks * self.blocks.block_size + 1 - len(prompt)
         if room < 1:
             return
         max_new_tokens = data.draw(st.integers(1, min(MAX_NEW_TOKENS, room)))
@@ -69,16 +66,8 @@ class SchedulerMachine(RuleBasedStateMachine):
     def abort(self, data):
         self.abort_one(data)
 
-    @rule()
-    def flush(self):
-        self.scheduler.flush_prefix_cache()
-        self.num_flushes += 1
-
     @rule(data=st.data(), hold=st.booleans())
     def step(self, data, hold):
-        for request in self.alive.values():
-            if request.output_ids and data.draw(st.booleans()):
-                request.draft_ids = data.draw(st.lists(st.integers(0, 1), max_size=4))
         proposal = self.scheduler.propose()
         self.scheduler.check()
         chunks = proposal.decodes + proposal.prefills
@@ -107,7 +96,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.scheduler.check()
         assert self.scheduler.num_running + self.scheduler.num_waiting == len(self.alive)
         if not self.alive:
-            assert self.scheduler.num_free_blocks == self.scheduler.num_blocks, "blocks leaked"
+            assert self.blocks.num_free == self.blocks.num_blocks, "blocks leaked"
 
     def teardown(self):
         if not hasattr(self, "scheduler"):
@@ -131,11 +120,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         del self.alive[request_id]
 
     def check_admissions(self, chunks):
-        """First come, first served; and remembers who was admitted since when."""
-        for request_id in self.admitted_at.keys() - self.scheduler._running.keys():
-            del self.admitted_at[request_id]
-        for request_id in self.scheduler._running.keys() - self.admitted_at.keys():
-            self.admitted_at[request_id] = self.num_flushes
+        """First come, first served."""
         for chunk in chunks:
             if not chunk.request.was_preempted and chunk.request.arrival > self.last_admitted:
                 skipped = [
@@ -146,9 +131,9 @@ class SchedulerMachine(RuleBasedStateMachine):
                 assert not skipped, f"{chunk.request.request_id} overtook {skipped}"
                 self.last_admitted = chunk.request.arrival
 
-    def compute(self, chunks: tuple[ScheduledChunk, ...]) -> list[list[int]]:
+    def compute(self, chunks: tuple[ScheduledChunk, ...]) -> list[int | None]:
         """Runs the 'model': writes every row's slot, then reads all slots up to each row, then samples."""
-        size = self.scheduler.block_size
+        size = self.blocks.block_size
         for chunk in chunks:
             tokens = tuple(chunk.request.token_ids(0, chunk.start + chunk.length))
             assert len(tokens) == chunk.start + chunk.length
@@ -157,7 +142,6 @@ class SchedulerMachine(RuleBasedStateMachine):
                 holders = [request for request in self.alive.values() if block in request.block_ids]
                 assert len(holders) <= 1, f"block {block} is written while {len(holders)} requests hold it"
                 self.kv[block * size + position % size] = tokens[: position + 1]
-                self.computed_at[block * size + position % size] = self.num_flushes
         results = []
         for chunk in chunks:
             request = chunk.request
@@ -167,25 +151,13 @@ class SchedulerMachine(RuleBasedStateMachine):
                 assert self.kv[slot] == tokens[: position + 1], (
                     f"{request.request_id} reads a wrong value at {position}"
                 )
-            results.append(self.sample(request) if chunk.samples else [])
+            results.append(next_token(request.token_ids(0, request.num_known)) if chunk.samples else None)
         return results
 
-    @staticmethod
-    def sample(request: Request) -> list[int]:
-        """Returns the accepted drafts and one more token."""
-        known = request.token_ids(0, request.num_known)
-        sampled = []
-        for draft in request.draft_ids:
-            if draft != next_token(known):
-                break
-            sampled.append(draft)
-            known.append(draft)
-        return [*sampled, next_token(known)]
-
     def complete(self, chunks, results):
-        for chunk, token_ids in zip(chunks, results, strict=True):
+        for chunk, token_id in zip(chunks, results, strict=True):
             request = chunk.request
-            self.scheduler.complete(chunk, token_ids)
+            self.scheduler.complete(chunk, token_id)
             self.scheduler.check()
             if request.request_id not in self.alive:
                 continue

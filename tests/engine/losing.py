@@ -228,7 +228,7 @@ def run_engine(
         outcome.error = str(error)
         return outcome
     engine.scheduler.check()
-    assert engine.scheduler.num_free_blocks == engine.scheduler.num_blocks
+    assert engine.scheduler.blocks.num_free == engine.scheduler.blocks.num_blocks
     outcome.counters = dict(vars(engine.counters))
     outcome.rows = engine.counters.num_decode_tokens + engine.counters.num_prefill_tokens
     outcome.step = engine.step

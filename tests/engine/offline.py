@@ -210,7 +210,7 @@ def _serve_on_rank(rank: int, group: EpGroup, scripts: Sequence[Script], overrid
     finally:
         engine_module.sample = sample
     engine.scheduler.check()
-    assert engine.scheduler.num_free_blocks == engine.scheduler.num_blocks, "finished requests hold blocks"
+    assert engine.scheduler.blocks.num_free == engine.scheduler.blocks.num_blocks, "finished requests hold blocks"
     exchange.close()
     served = Served(
         digests=digests,

@@ -52,7 +52,7 @@ def run_script(
         for name, original in originals.items():
             setattr(dist, name, original)
     engine.scheduler.check()
-    assert engine.scheduler.num_free_blocks == engine.scheduler.num_blocks
+    assert engine.scheduler.blocks.num_free == engine.scheduler.blocks.num_blocks
     exchange.close()
     lengths: dict[str, int] = {}
     finished = set()

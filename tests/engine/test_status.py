@@ -1,13 +1,13 @@
 """The report of a rank: all its totals under their own names."""
 
+from moe_serve.attention_dp.request_blocks import RequestBlocks
 from moe_serve.attention_dp.scheduler import Scheduler
 from moe_serve.engine.status import EngineCounters, make_status
 
 
 def test_the_outcomes_of_the_exact_split_are_told_where_it_serves() -> None:
-    scheduler = Scheduler(
-        num_blocks=4, block_size=2, max_running=2, max_batch_tokens=4, max_model_len=8, prefix_cache=False
-    )
+    blocks = RequestBlocks(num_blocks=4, block_size=2, prefix_cache=False)
+    scheduler = Scheduler(blocks, max_running=2, max_batch_tokens=4, max_model_len=8)
     counters = EngineCounters(num_forwards=3)
     without = make_status(1, 0, 7, scheduler, counters, [0.5, 0.0])
     assert without.counters["num_forwards"] == 3

@@ -120,10 +120,9 @@ def exact_split(capability: int) -> None:
         exact_split_triton(some(256, dtype=torch.int64), SplitTable(*numbers, 288), some(3, dtype=torch.int64))
 
 
-def permute(capability: int) -> None:
-    from moe_serve.kernels.permute_triton import permute_triton, weighted_sum_triton
+def weighted_sum(capability: int) -> None:
+    from moe_serve.kernels.weighted_sum_triton import weighted_sum_triton
 
-    permute_triton(some(4096, HIDDEN), some(4096 * TOPK, dtype=torch.int64), TOPK)
     index, weights = some(4096, TOPK, dtype=torch.int64), some(4096, TOPK, dtype=torch.float32)
     weighted_sum_triton(some(4096 * TOPK, HIDDEN), index, weights)
 

@@ -13,8 +13,8 @@ SHARED_BYTES = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}  # what one pro
 MAX_REGISTERS = 255  # of a thread; the hardware's limit, at which values start to spill
 MAX_STACK_BYTES = 16  # a few bytes of addressing; a spilled block is hundreds
 
-ANY_GPU = ["packed_gemm_few_rows", "packed_gemm_some_rows", "packed_gemm_many_rows", "slab_gemm", "silu_mul", "permute",
-           "topk_gate", "exact_split", "low_latency", "low_latency_top16"]  # fmt: skip
+ANY_GPU = ["packed_gemm_few_rows", "packed_gemm_some_rows", "packed_gemm_many_rows", "slab_gemm", "silu_mul",
+           "weighted_sum", "topk_gate", "exact_split", "low_latency", "low_latency_top16"]  # fmt: skip
 # sm_89 and later have e4m3.
 WITH_E4M3 = ["quantize", "packed_gemm_fp8", "slab_gemm_fp8", "silu_mul_quantize", "low_latency_fp8"]
 USES_MATRIX_UNITS = {"grouped_gemm_kernel"}
@@ -48,7 +48,6 @@ def test_kernels_compile_without_spilling(capability: int) -> None:
         if report["kernel"] in (
             "dispatch_send_kernel",
             "combine_send_kernel",
-            "permute_kernel",
             "dispatch_receive_kernel",
         ):
             assert min(report["wide_loads"], report["wide_stores"]) > 0, report

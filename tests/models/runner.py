@@ -1,6 +1,7 @@
 """Drives a decoder over chosen chunks, as the engine would, and keeps the logits of every position."""
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -63,14 +64,13 @@ class Runner:
             end = request.num_computed + length
             while len(request.block_ids) * BLOCK_SIZE < end:
                 request.block_ids.append(self._free.pop())
-            scheduled.append(ScheduledChunk(_EveryRowSampled(request), request.num_computed, length, True))
+            scheduled.append(ScheduledChunk(request, request.num_computed, length, True))
         batch = ForwardBatch.build(scheduled, BLOCK_SIZE, "cpu", self.numerics)
-        rows = iter(self.decoder.forward(batch, self.cache, 1))
-        for chunk in scheduled:
-            request = chunk.request.inner
+        rows = iter(self.decoder.forward(replace(batch, logit_rows=torch.arange(batch.num_tokens)), self.cache, 1))
+        for chunk in sorted(scheduled, key=lambda chunk: chunk.length):  # as the batch orders them
             for position in range(chunk.start, chunk.start + chunk.length):
-                self.logits[request.request_id][position] = next(rows)
-            request.num_computed += chunk.length
+                self.logits[chunk.request.request_id][position] = next(rows)
+            chunk.request.num_computed += chunk.length
 
     def prefill(self, requests: Sequence[Request], chunk: int | None = None) -> None:
         """Computes all known tokens, `chunk` at a time and all requests together; None: in one piece."""
@@ -91,15 +91,3 @@ class Runner:
         """Returns the logits that this runner has seen, [positions, vocab]."""
         found = self.logits[request.request_id]
         return torch.stack([found[position] for position in sorted(found)])
-
-
-class _EveryRowSampled:
-    """A request whose chunk samples in every row: the first counts as the last known token, the others as drafts."""
-
-    def __init__(self, inner: Request):
-        self.inner = inner
-        self.block_ids = inner.block_ids
-        self.num_known = inner.num_computed + 1
-
-    def token_ids(self, start: int, end: int) -> list[int]:
-        return self.inner.token_ids(start, end)

@@ -1,5 +1,5 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
-"""Triton twins of permute.py and weighted_sum.py. Both are bound by memory: every row is read and written once."""
+"""Triton twin of weighted_sum.py, bound by memory: every row is read once."""
 
 import torch
 import triton
@@ -11,15 +11,6 @@ from moe_serve.kernels.mode_triton import as_dtype, multiply_add
 BLOCK = 1024  # channels of one program: 8 for each of 128 threads, one 16-byte access
 
 
-def permute_triton(x: Tensor, order: Tensor, topk: int) -> Tensor:
-    """Same contract as permute_reference."""
-    rows = torch.empty(order.shape[0], x.shape[1], dtype=x.dtype, device=x.device)
-    if rows.numel():
-        grid = (order.shape[0], triton.cdiv(x.shape[1], BLOCK))
-        permute_kernel[grid](x, order, rows, topk, x.shape[1], x.stride(0), BLOCK)
-    return rows
-
-
 def weighted_sum_triton(rows: Tensor, index: Tensor, weights: Tensor) -> Tensor:
     """Same contract as weighted_sum_reference: rows [num_rows, hidden], index and weights [tokens, topk]."""
     num_tokens, topk = index.shape
@@ -28,15 +19,6 @@ def weighted_sum_triton(rows: Tensor, index: Tensor, weights: Tensor) -> Tensor:
         grid = (num_tokens, triton.cdiv(rows.shape[1], BLOCK))
         weighted_sum_kernel[grid](rows, index, weights, out, rows.shape[1], TOPK=topk, BLOCK=BLOCK)
     return out
-
-
-@triton.jit
-def permute_kernel(x, order, rows, topk, width, x_stride, BLOCK: tl.constexpr):
-    row = tl.program_id(0).to(tl.int64)
-    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    entry = tl.load(order + row)
-    values = tl.load(x + entry // topk * x_stride + column, mask=(column < width) & (entry >= 0), other=0.0)
-    tl.store(rows + row * width + column, values, mask=column < width)
 
 
 @triton.jit

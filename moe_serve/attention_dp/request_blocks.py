@@ -1,0 +1,116 @@
+"""Which cache blocks each request holds: reserving, sharing equal beginnings, publishing, freeing. Never a tensor.
+
+BlockPool counts who refers to a block, PrefixCache knows what a block holds; here both follow the requests' own lists.
+"""
+
+from collections.abc import Iterable
+
+from moe_serve.attention_dp.block_pool import BlockPool
+from moe_serve.attention_dp.prefix_cache import PrefixCache, next_key, root_key
+from moe_serve.attention_dp.request import Request
+
+
+class RequestBlocks:
+    """The blocks of one rank's KV cache, and the requests that hold them."""
+
+    def __init__(self, num_blocks: int, block_size: int, prefix_cache: bool = True, model_key: bytes = b""):
+        """model_key: as in prefix_cache.root_key"""
+        self.block_size = block_size
+        self._model_key = model_key
+        self._pool = BlockPool(num_blocks)
+        self._cache = PrefixCache() if prefix_cache else None
+
+    @property
+    def num_blocks(self) -> int:
+        return self._pool.num_blocks
+
+    @property
+    def num_free(self) -> int:
+        """Returns how many blocks no request holds; they may hold reusable prefixes."""
+        return self._pool.num_free
+
+    def room(self, request: Request) -> int:
+        """Returns how many more tokens of the request the cache could take now."""
+        return (len(request.block_ids) + self._pool.num_free) * self.block_size - request.num_computed
+
+    def begin(self, request: Request) -> None:
+        """Makes a request that holds no blocks ready to be admitted."""
+        request.block_ids = []
+        request.num_computed = request.num_published = 0
+        self._extend_keys(request, request.num_known // self.block_size)
+
+    def find_prefix(self, request: Request) -> list[int]:
+        """Returns the published blocks that hold the beginning of the request.
+
+        They end before its last known token. That token's row is needed, and computing it writes its block, which must
+        not be a shared one.
+        """
+        if self._cache is None:
+            return []
+        return self._cache.match(request.block_keys[: (request.num_known - 1) // self.block_size])
+
+    def num_needed(self, num_tokens: int, prefix: list[int]) -> int:
+        """Returns how many free blocks it takes to hold num_tokens that begin with the blocks of `prefix`."""
+        return self._num_blocks(num_tokens) - len(prefix) + self._pool.num_free_among(prefix)
+
+    def share(self, request: Request, prefix: list[int]) -> None:
+        """Gives a request its first blocks, computed by others."""
+        self._pool.share(prefix)
+        request.block_ids += prefix
+        request.num_computed = len(prefix) * self.block_size
+        request.num_published = len(prefix)
+
+    def reserve(self, request: Request, end: int) -> None:
+        """Gives a request the blocks for its tokens up to `end`. The caller has checked that they are free."""
+        missing = self._num_blocks(end) - len(request.block_ids)
+        if missing > 0:
+            blocks = self._pool.allocate(missing)
+            if self._cache is not None:
+                self._cache.forget(blocks)
+            request.block_ids += blocks
+
+    def publish(self, request: Request) -> None:
+        """Offers the blocks that have become full to the prefix cache."""
+        num_full = request.num_computed // self.block_size
+        if num_full == request.num_published:
+            return
+        if self._cache is not None:
+            self._extend_keys(request, num_full)
+            for index in range(request.num_published, num_full):
+                self._cache.publish(request.block_keys[index], request.block_ids[index])
+        request.num_published = num_full
+
+    def release(self, request: Request) -> None:
+        """Takes a request's blocks away. The published ones stay reusable until they are taken by others."""
+        # The tail first: it is evicted first, and a prefix without its tail is still useful.
+        for block in reversed(request.block_ids):
+            self._pool.release(block, keep=self._cache is not None and block in self._cache)
+        request.block_ids = []
+
+    def withdraw(self, request: Request) -> None:
+        """Makes sure that no request admitted later reuses a block that this one holds."""
+        if self._cache is not None:
+            self._cache.forget(request.block_ids)
+
+    def check(self, running: Iterable[Request]) -> None:
+        """Asserts the block accounting, and that no block to be written is shared. For tests."""
+        running = list(running)
+        self._pool.check(request.block_ids for request in running)
+        for request in running:
+            assert len(request.block_ids) * self.block_size >= request.num_computed
+            for block in request.block_ids[request.num_computed // self.block_size :]:
+                assert self._pool.num_references(block) == 1, f"block {block} is shared but not computed"
+                assert self._cache is None or block not in self._cache, f"block {block} is published but not computed"
+        if self._cache is not None:
+            self._cache.check()
+
+    def _num_blocks(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.block_size)
+
+    def _extend_keys(self, request: Request, num_keys: int) -> None:
+        if self._cache is None:
+            return
+        keys, size = request.block_keys, self.block_size
+        for index in range(len(keys), num_keys):
+            previous = keys[-1] if keys else root_key(self._model_key, request.salt, size)
+            keys.append(next_key(previous, request.token_ids(index * size, (index + 1) * size)))
