@@ -26,7 +26,7 @@ ALLOWED = {
     "models": {"ep", "attention_dp", "eplb.placement", "kernels"},
     "engine": {"models", "ep", "attention_dp", "dispatch", "eplb", "kernels", "config", "topology"},
     "server": {
-        "engine.messages", "engine.stop_matcher", "models.tokenizer",
+        "engine.messages", "engine.incremental_decoder", "engine.stop_matcher", "models.tokenizer",
         "attention_dp.request", "attention_dp.request_router", "config",
     },
     "launcher": {
@@ -36,7 +36,7 @@ ALLOWED = {
 
 TORCH_FREE = [
     "moe_serve", "moe_serve.config", "moe_serve.topology", "moe_serve.c_library", "moe_serve.engine.messages",
-    "moe_serve.engine.mailbox",
+    "moe_serve.engine.mailbox", "moe_serve.engine.incremental_decoder",
     "moe_serve.engine.stop_matcher", "moe_serve.engine.step", "moe_serve.models.tokenizer", "moe_serve.models.spec",
     "moe_serve.launcher.cli.app", "moe_serve.launcher.cli.balancer", "moe_serve.launcher.serve",
     "moe_serve.launcher.rank_env",

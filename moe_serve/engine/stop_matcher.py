@@ -9,22 +9,10 @@ may still grow into a stop string is held back, so a reader never sees a part of
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal
 
 from moe_serve.attention_dp.request import SamplingParams
-
-_UNFINISHED = "\ufffd"  # what decoders put for bytes that are not a whole character (yet)
-_MAX_UNFINISHED = 3  # a UTF-8 character has at most 4 bytes, so at most 3 of them can wait for the rest
-_WINDOW_TOKENS = 16  # tokens that are decoded again with each new one, at most
-_CONTEXT_TOKENS = 8  # decoded in front of new tokens: a decoder may treat the first token of a text differently
-
-
-class Decoder(Protocol):
-    """What the matcher needs of a tokenizer."""
-
-    eos_token_ids: tuple[int, ...]
-
-    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str: ...
+from moe_serve.engine.incremental_decoder import Decoder, IncrementalDecoder
 
 
 @dataclass(frozen=True)
@@ -34,50 +22,6 @@ class FinishReason:
     kind: Literal["stop", "length", "abort", "error"]
     matched: int | str | None = None
     message: str | None = None
-
-
-class IncrementalDecoder:
-    """Decodes a growing list of ids, handing out text only once it is stable."""
-
-    def __init__(self, tokenizer: Decoder, skip_special_tokens: bool = True):
-        self._tokenizer = tokenizer
-        self._skip_special = skip_special_tokens
-        self._window: list[int] = []  # the last ids, from a place where a character begins
-        self._done = 0  # characters of the window's text that were handed out
-
-    def push(self, token_id: int) -> str:
-        """Returns the text that has become stable with one more token."""
-        self._window.append(token_id)
-        text = self._decode(self._window)
-        stable = len(text) - _num_unfinished(text)
-        new, self._done = text[self._done : stable], max(self._done, stable)
-        if len(self._window) >= _WINDOW_TOKENS:
-            self._shorten(waiting=len(text) - self._done)
-        return new
-
-    def flush(self) -> str:
-        """Returns what was waiting for more bytes; nothing comes after it."""
-        text = self._decode(self._window)
-        new, self._done = text[self._done :], len(text)
-        return new
-
-    def _shorten(self, waiting: int) -> None:
-        """Forgets all but the last tokens: bytes that never become a character must not grow the window for ever."""
-        # What waits depends on the last few bytes only, so the shorter window ends in the same unfinished characters,
-        # unless most of its tokens have no text at all (skipped special tokens): then it stays long a little more.
-        short = self._window[-_CONTEXT_TOKENS:]
-        num_chars = len(self._decode(short))
-        if num_chars >= waiting + _MAX_UNFINISHED or not waiting:
-            self._window, self._done = short, num_chars - waiting
-
-    def _decode(self, ids: list[int]) -> str:
-        return self._tokenizer.decode(ids, skip_special_tokens=self._skip_special)
-
-
-def _num_unfinished(text: str) -> int:
-    """Returns how many characters at the end may still change with the next bytes."""
-    tail = text[-_MAX_UNFINISHED:]
-    return len(tail) - len(tail.rstrip(_UNFINISHED))
 
 
 class StopMatcher:
@@ -93,11 +37,21 @@ class StopMatcher:
     """
 
     def __init__(
-        self, tokenizer: Decoder | None, params: SamplingParams, eos_token_ids: Sequence[int] | None = None
+        self,
+        tokenizer: Decoder | None,
+        params: SamplingParams,
+        eos_token_ids: Sequence[int] | None = None,
+        prompt_ids: Sequence[int] = (),
     ) -> None:
-        """tokenizer: None = ids only, without text or stop strings. eos_token_ids: None = the tokenizer's own."""
+        """
+        tokenizer:     None = ids only, without text or stop strings
+        eos_token_ids: None = the tokenizer's own
+        prompt_ids:    what the output continues; the text depends on the last few
+        """
         self._params = params
-        self._decoder = IncrementalDecoder(tokenizer, params.skip_special_tokens) if tokenizer else None
+        self._decoder = None
+        if tokenizer is not None:
+            self._decoder = IncrementalDecoder(tokenizer, params.skip_special_tokens, prompt_ids)
         if eos_token_ids is None:
             eos_token_ids = tokenizer.eos_token_ids if tokenizer else ()
         self._stop_ids = frozenset(params.stop_token_ids) | (

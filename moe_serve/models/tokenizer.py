@@ -77,6 +77,17 @@ class Tokenizer:
         """Returns the text of ids. Bytes that are not UTF-8 (yet) become U+FFFD; ids without text become nothing."""
         return str(self._backend.decode(ids, skip_special_tokens=skip_special_tokens))
 
+    def has_text(self, token_id: int, skip_special_tokens: bool = True) -> bool:
+        """Returns whether `decode` looks at an id: it is in the vocabulary, and not a special one to be skipped."""
+        if skip_special_tokens and token_id in self._special_ids:
+            return False
+        return self._backend.id_to_token(token_id) is not None
+
+    @cached_property
+    def _special_ids(self) -> frozenset[int]:
+        added = self._backend.get_added_tokens_decoder()
+        return frozenset(token_id for token_id, token in added.items() if token.special)
+
 
 def _read_json(path: Path) -> dict[str, Any]:
     """Returns a JSON object, or an empty one where there is no such file."""

@@ -22,6 +22,7 @@ from typing import Any
 import msgspec
 
 from moe_serve.config import ServeConfig
+from moe_serve.engine.incremental_decoder import Decoder
 from moe_serve.engine.messages import (
     ALIVE_PERIOD_S,
     Alive,
@@ -39,7 +40,6 @@ from moe_serve.engine.messages import (
     Tokens,
     decode_to_front_end,
 )
-from moe_serve.engine.stop_matcher import Decoder
 from moe_serve.errors import QueueFullError, RequestError
 from moe_serve.log import get_logger
 from moe_serve.server.open_request import Changes, OpenRequest, RequestSpec, UnavailableError

@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from moe_serve.attention_dp.request import SamplingParams
+from moe_serve.engine.incremental_decoder import Decoder
 from moe_serve.engine.messages import Submit, TokenEvent
-from moe_serve.engine.stop_matcher import Decoder, FinishReason, StopMatcher
+from moe_serve.engine.stop_matcher import FinishReason, StopMatcher
 from moe_serve.errors import MoeServeError, RequestError
 
 
@@ -73,7 +74,7 @@ class OpenRequest:
         self.rank = rank
         self.attempt = 0
         self.has_started = False  # the rank has sent a token of this attempt
-        self.matcher = StopMatcher(tokenizer, spec.params, eos_token_ids)
+        self.matcher = StopMatcher(tokenizer, spec.params, eos_token_ids, spec.prompt_ids)
         self.failure: MoeServeError | None = None
         self.num_cached = 0
         self.submitted_s = time.monotonic()

@@ -10,8 +10,8 @@ from collections.abc import Callable, Sequence
 
 from moe_serve.attention_dp.request_router import RankLoad, RequestRouter
 from moe_serve.config import ServeConfig
+from moe_serve.engine.incremental_decoder import Decoder
 from moe_serve.engine.messages import Abort, Message, Status, Tokens
-from moe_serve.engine.stop_matcher import Decoder
 from moe_serve.server.open_request import Changes, OpenRequest, RequestSpec, UnavailableError
 
 MAX_MOVES = 3  # of one request: if every rank that gets it dies, it is the reason
