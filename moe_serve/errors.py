@@ -17,6 +17,10 @@ class LaunchError(MoeServeError):
     """Processes that cannot start or find each other: rank counts, ports, environment variables."""
 
 
+class PortError(LaunchError):
+    """A port of this machine that cannot be opened, mostly because another process uses it."""
+
+
 class ModelError(MoeServeError):
     """A model folder, architecture or checkpoint that cannot be served."""
 

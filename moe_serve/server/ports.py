@@ -4,15 +4,16 @@ import errno
 import os
 import socket
 
-from moe_serve.errors import LaunchError
+from moe_serve.errors import LaunchError, PortError
 
 _BACKLOG = 2048
 
 
 def open_port(host: str, port: int, where: str = "server.host", which: str = "--port or server.port") -> socket.socket:
-    """Returns a listening socket; port 0 = any free one. Raises LaunchError when the address cannot be opened.
+    """Returns a listening socket; port 0 = any free one.
 
     where, which: the settings that the host and the port come from, for the error
+    Raises LaunchError when the host is not this machine, PortError when the port cannot be opened.
     """
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
@@ -27,7 +28,7 @@ def open_port(host: str, port: int, where: str = "server.host", which: str = "--
         listener.close()
         if error.errno == errno.EADDRNOTAVAIL:
             raise LaunchError(f"{where} is {host!r}, which is no address of this machine; correct it") from None
-        raise LaunchError(
+        raise PortError(
             f"port {port} on {host} cannot be opened ({os.strerror(error.errno or 0)}); "
             f"end what uses it, or choose another one by {which}"
         ) from None

@@ -175,11 +175,12 @@ def check(
     dtype: Dtype = None,
 ) -> None:
     """Explain a configuration without starting it: memory, experts, buffers, backends, what is missing here."""
-    from moe_serve.launcher.check.examine import print_check
     from moe_serve.launcher.cli.flags import effective_config
 
-    flags = _model_flags(model_path, num_ranks, load_format, dtype)
-    raise typer.Exit(print_check(effective_config(config, flags, overrides or ())))
+    settings = effective_config(config, _model_flags(model_path, num_ranks, load_format, dtype), overrides or ())
+    from moe_serve.launcher.check.show import print_check  # loads torch: a mistake in the settings is said without it
+
+    raise typer.Exit(print_check(settings))
 
 
 def _model_flags(

@@ -5,8 +5,11 @@ import socket
 
 import pytest
 
-from moe_serve.config import load_config
-from moe_serve.launcher.check.examine import Report, examine, print_check
+from moe_serve.config import load_config, model_dir
+from moe_serve.launcher.check import machine
+from moe_serve.launcher.check.examine import examine
+from moe_serve.launcher.check.report import Report
+from moe_serve.launcher.check.show import print_check
 
 
 def checked(*overrides: str) -> Report:
@@ -15,7 +18,7 @@ def checked(*overrides: str) -> Report:
 
 
 def sizes(report: Report) -> dict[str, int]:
-    return {name: num_bytes for name, num_bytes, _ in report.memory}
+    return {memory.name: memory.num_bytes for memory in report.memory}
 
 
 def test_the_demo_model_can_run_and_its_memory_is_explained():
@@ -108,7 +111,14 @@ def test_a_port_in_use_is_a_problem():
         taken.listen()
         port = taken.getsockname()[1]
         (problem,) = checked(f"server.port={port}").problems
-    assert problem == f"127.0.0.1:{port} is in use; end what uses it, or set server.port"
+    assert problem.startswith(f"port {port} on 127.0.0.1 cannot be opened (Address already in use)")
+    assert problem.endswith("end what uses it, or choose another one by server.port")
+
+
+def test_a_host_elsewhere_is_no_problem():
+    report = checked("server.worker_host=192.0.2.1")
+    assert report.problems == []
+    assert any("another machine's" in line.why for line in report.machine)
 
 
 def test_printing_ends_with_the_verdict_and_its_exit_code(capsys):
@@ -119,3 +129,15 @@ def test_printing_ends_with_the_verdict_and_its_exit_code(capsys):
     assert re.search(r"together +[\d.]+ MiB", out)
     assert print_check(load_config(overrides=[*settings, "model.path=/nowhere"])) == 1
     assert "cannot run: model.path is '/nowhere'" in capsys.readouterr().out
+
+
+def test_printed_text_keeps_its_brackets(capsys, monkeypatch, tmp_path):
+    monkeypatch.setattr(machine, "find_spec", lambda module: None)
+    folder = tmp_path / "[red]model"
+    folder.symlink_to(model_dir(load_config().model))
+    settings = ["server.port=0", "server.worker_port=0", "parallel.device=cpu", f"model.path={folder}"]
+    assert print_check(load_config(overrides=settings)) == 0
+    out = capsys.readouterr().out
+    assert "pip install 'moe-serve[gpu]'" in out
+    assert "pip install 'moe-serve[mpi]'" in out
+    assert "/[red]model" in out

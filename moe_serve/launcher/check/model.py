@@ -1,0 +1,119 @@
+"""The part of `moe-serve check` about the model: its shape, and the memory that one rank needs to serve it."""
+
+from collections.abc import Iterator
+
+import torch
+
+from moe_serve.attention_dp.kv_cache import bytes_per_block
+from moe_serve.config import ServeConfig, model_dir
+from moe_serve.dispatch.base import BufferLimits
+from moe_serve.dispatch.buffer_sizes import BufferSizes
+from moe_serve.engine.model_plan import ModelPlan
+from moe_serve.ep.expert_form import MEANING, slot_bytes
+from moe_serve.launcher.check.report import Line, Memory, Report, bytes_in_words, count_in_words
+from moe_serve.launcher.check.transport import describe_loss, describe_transport, look_here
+from moe_serve.models.moe_decoder import kv_layouts
+from moe_serve.models.spec import ModelSpec, read_spec
+
+_LOGIT_BYTES = 4  # logits are float32
+
+
+def describe_model(report: Report, config: ServeConfig, device: str) -> None:
+    """Adds the model, the memory of one rank and the transport. Raises an error of ours where it cannot be served.
+
+    device: "cpu" or "cuda"
+    """
+    spec = read_spec(model_dir(config.model))
+    report.model += _shape_lines(config, spec)
+    plan = ModelPlan.of(config, spec, torch.device(device))
+    report.model += [_slots(plan), Line("expert weights", plan.expert_form, MEANING[plan.expert_form])]
+    weights = list(_weights(plan))
+    report.transport = transport = describe_transport(
+        config,
+        BufferLimits(plan.max_tokens_per_rank, spec.hidden, spec.topk, plan.placement.slots_per_rank),
+        plan.dtype,
+        device,
+        look_here(device, sum(memory.num_bytes for memory in weights)),
+    )
+    report.problems += transport.problems
+    report.model += [Line(*fact) for fact in describe_loss(config, plan.placement, transport.shares_memory)]
+    report.memory += [*weights, _cache(config, plan)]
+    report.memory += [*_dispatch_buffers(config, plan, transport.taken), *_activations(config, plan)]
+    cache_tokens = plan.num_blocks * config.cache.block_size
+    if cache_tokens < plan.max_model_len:
+        why = "what the KV cache of one rank holds; raise cache.memory_gib for the model's own limit"
+        report.model.append(Line("longest request", f"{cache_tokens} tokens", why))
+
+
+def _shape_lines(config: ServeConfig, spec: ModelSpec) -> list[Line]:
+    total = spec.dense_parameters + spec.num_moe_layers * spec.num_logical * spec.expert_parameters
+    active = spec.dense_parameters + spec.num_moe_layers * spec.topk * spec.expert_parameters
+    router = spec.router
+    groups = "" if router.num_groups == 1 else f"{router.topk_groups} of {router.num_groups} groups are chosen first"
+    return [
+        Line("path", str(model_dir(config.model))),
+        Line("type", spec.model_type, f"{spec.num_layers} layers, {spec.num_moe_layers} of them with experts"),
+        Line("parameters", count_in_words(total), f"{count_in_words(active)} work on each token"),
+        Line("experts", f"{spec.num_logical} per layer, top-{spec.topk}", groups),
+        Line("context", f"{config.model.max_model_len or spec.max_position} tokens", "prompt + output"),
+    ]
+
+
+def _slots(plan: ModelPlan) -> Line:
+    placement = plan.placement
+    num_redundant = placement.num_slots - plan.spec.num_logical
+    empty = int((placement.physical_to_logical < 0).sum(axis=1).max()) if placement.num_layers else 0
+    replicas = int(placement.replica_count.max()) if placement.num_layers else 1
+    why = f"{num_redundant - empty} of {placement.num_slots} hold replicas (at most {replicas} of one expert)"
+    return Line(
+        "slots", f"{placement.slots_per_rank} per rank and layer", why + (f", {empty} stay empty" if empty else "")
+    )
+
+
+def _weights(plan: ModelPlan) -> Iterator[Memory]:
+    spec, num_slots = plan.spec, plan.placement.slots_per_rank
+    dense_bytes = spec.dense_parameters * plan.dtype.itemsize
+    yield Memory("attention, embeddings, shared experts", dense_bytes, "the same on every rank")
+    expert_bytes = slot_bytes(plan.expert_form, spec.hidden, spec.moe_intermediate, plan.dtype)
+    slots = f"{num_slots} slots x {spec.num_moe_layers} layers x {bytes_in_words(expert_bytes)}"
+    yield Memory("expert slots", num_slots * spec.num_moe_layers * expert_bytes, slots)
+
+
+def _cache(config: ServeConfig, plan: ModelPlan) -> Memory:
+    block_size = config.cache.block_size
+    num_bytes = plan.num_blocks * bytes_per_block(kv_layouts(plan.spec), block_size, plan.dtype)
+    blocks = f"{plan.num_blocks} blocks of {block_size} tokens: {plan.num_blocks * block_size} tokens"
+    return Memory("KV cache", num_bytes, blocks)
+
+
+def _dispatch_buffers(config: ServeConfig, plan: ModelPlan, taken: BufferSizes | None) -> Iterator[Memory]:
+    """Yields what rows take on the way between ranks, at its largest. taken: buffers that are allocated at the start"""
+    spec = plan.spec
+    if taken is not None:
+        yield Memory("dispatch buffers", taken.total, f"for {taken.max_tokens} tokens per rank, taken at once")
+    if config.parallel.num_ranks == 1 or (taken is not None and taken.max_tokens >= plan.max_tokens_per_rank):
+        return
+    tokens = _tokens_at_once(config, plan)
+    row_bytes = spec.hidden * plan.dtype.itemsize
+    sent_bytes = 2 * tokens * spec.topk * row_bytes
+    worst_rows = config.parallel.num_ranks * tokens * min(spec.topk, plan.placement.slots_per_rank)
+    rows = f"{tokens} tokens x top-{spec.topk} rows of {bytes_in_words(row_bytes)}, out and back"
+    yield Memory("dispatch, sending", sent_bytes, rows)
+    worst = f"if all tokens choose this rank's experts: {bytes_in_words(2 * worst_rows * row_bytes)}"
+    yield Memory("dispatch, receiving (even load)", sent_bytes, worst)
+
+
+def _activations(config: ServeConfig, plan: ModelPlan) -> Iterator[Memory]:
+    """Yields what one step computes beside the rows of dispatch, at its largest."""
+    spec = plan.spec
+    rows = _tokens_at_once(config, plan) * spec.topk
+    width_bytes = 3 * spec.moe_intermediate * plan.dtype.itemsize
+    yield Memory("expert activations (even load)", rows * width_bytes, f"{rows} rows x 3 x {spec.moe_intermediate}")
+    requests = config.engine.max_running_requests
+    logits = f"{requests} requests x {spec.vocab_size} tokens, float32"
+    yield Memory("logits", requests * spec.vocab_size * _LOGIT_BYTES, logits)
+
+
+def _tokens_at_once(config: ServeConfig, plan: ModelPlan) -> int:
+    """Returns the most tokens of one rank in one round of a step."""
+    return min(plan.max_tokens_per_rank, config.engine.max_batch_tokens)
