@@ -109,7 +109,9 @@ def prep(
             progress.update(task, description=f"encoding {name}", total=total, advance=1)
 
         corpus = prepare(domains, vocab, seed, work, on_document)
-    table = Table("domain", "documents", "characters", "tokens to train on", "held out", title=f"text in {work}")
+    table = Table(
+        "domain", "documents", "characters", "tokens to train on", "held out", title=f"text in {escape(str(work))}"
+    )
     for domain in domains:
         numbers = (
             len(domain.documents),
@@ -163,7 +165,7 @@ def train(
 
         model = run_training(shape, corpus, settings, work / "state.pt", resume, on_step)
     export(model, work / "tokenizer.json", out)
-    Console().print(f"{_describe(model)}: {out}", highlight=False, soft_wrap=True)
+    Console(markup=False, emoji=False).print(f"{_describe(model)}: {out}", highlight=False, soft_wrap=True)
 
 
 @app.command()
@@ -248,7 +250,12 @@ def _describe(model: "DemoModel") -> str:
 
 
 def _progress(*more: str) -> Progress:
-    columns = [SpinnerColumn(), TextColumn("{task.description}"), BarColumn(bar_width=16), MofNCompleteColumn()]
+    columns = [
+        SpinnerColumn(),
+        TextColumn("{task.description}", markup=False),
+        BarColumn(bar_width=16),
+        MofNCompleteColumn(),
+    ]
     return Progress(*columns, TimeElapsedColumn(), TimeLeft(), *map(TextColumn, more), console=stderr)
 
 

@@ -1,12 +1,10 @@
 """One placement from a recorded load: what `moe-serve plan` does."""
 
-import io
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from rich.console import Console
 from rich.table import Table
 
 from moe_serve.eplb.files.placements import placement_to_json
@@ -15,6 +13,7 @@ from moe_serve.eplb.placement import Placement
 from moe_serve.eplb.policies.make import make_policy
 from moe_serve.eplb.policies.policy import Plan, PlanRequest
 from moe_serve.eplb.replay.replay import starting_placement
+from moe_serve.eplb.replay.terminal import printed, text_console
 from moe_serve.errors import TraceError
 from moe_serve.topology import Topology
 
@@ -136,7 +135,7 @@ def plan_to_table(made: MadePlan, color: bool = False) -> str:
     """Returns the plan for a terminal."""
     plan, placement = made.plan, made.plan.placement
     before = balancedness(rank_load(made.tokens, made.before))
-    console = Console(file=io.StringIO(), width=120, force_terminal=color, no_color=not color, highlight=False)
+    console = text_console(120, color)
     console.print(f"{made.policy} on {made.num_windows} windows of {made.source}", soft_wrap=True)
     redundant = placement.num_slots - placement.num_logical
     console.print(
@@ -168,5 +167,4 @@ def plan_to_table(made: MadePlan, color: bool = False) -> str:
         )
     if plan.truncated:
         console.print("The time budget ended the search early.")
-    assert isinstance(console.file, io.StringIO)
-    return "\n".join(line.rstrip() for line in console.file.getvalue().splitlines()) + "\n"
+    return printed(console)

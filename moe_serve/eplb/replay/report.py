@@ -4,22 +4,22 @@ report_html.py draws the same numbers. Timings are apart from everything else in
 run of the same trace.
 """
 
-import io
 from typing import Any
 
 import numpy as np
-from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from moe_serve.eplb.replay.report_units import MISSING, as_bytes, as_number, as_percent, as_seconds
 from moe_serve.eplb.replay.result import CEILING, FLOOR, PolicyResult, ReplayReport
+from moe_serve.eplb.replay.terminal import printed, text_console
 
 
 def to_table(report: ReplayReport, width: int | None = None, color: bool = False) -> str:
     """Returns the report for a terminal. width: characters a line; None = as wide as it takes, at most 160."""
-    console = Console(file=io.StringIO(), width=width or 160, force_terminal=color, no_color=not color, highlight=False)
+    console = text_console(width or 160, color)
     for name, words in report.conditions.items():
-        console.print(f"[bold]{name:>10}[/]  {words}", soft_wrap=True)
+        console.print(Text(f"{name:>10}", style="bold"), "", words, soft_wrap=True)
     console.print()
     console.print(_table("balancedness: mean / max of rank load (1 = perfect)", *balance_cells(report), report))
     console.print()
@@ -29,8 +29,7 @@ def to_table(report: ReplayReport, width: int | None = None, color: bool = False
     console.print()
     for sentence in verdict(report):
         console.print(sentence, soft_wrap=width is None)
-    assert isinstance(console.file, io.StringIO)
-    return "\n".join(line.rstrip() for line in console.file.getvalue().splitlines()) + "\n"
+    return printed(console)
 
 
 def _table(title: str, columns: list[str], rows: list[list[str]], report: ReplayReport) -> Table:

@@ -1,27 +1,27 @@
 """The cases of a simulation: a table with one line per combination and policy, JSON, and the curve for a page."""
 
-import io
 from collections.abc import Sequence
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from moe_serve.eplb.replay.report import to_json, verdict
 from moe_serve.eplb.replay.report_units import MISSING, as_bytes, as_number, as_percent, as_seconds
 from moe_serve.eplb.replay.result import CEILING, FLOOR
 from moe_serve.eplb.replay.simulator import Case, best_case
+from moe_serve.eplb.replay.terminal import printed, text_console
 
 _SWEPT = (("ranks", "ranks"), ("num_slots", "slots"), ("window_steps", "window"))
 
 
 def sweep_to_table(cases: Sequence[Case], width: int | None = None, color: bool = False) -> str:
     """Returns the cases for a terminal: what they have in common first, then a line for each combination and policy."""
-    console = Console(file=io.StringIO(), width=width or 160, force_terminal=color, no_color=not color, highlight=False)
+    console = text_console(width or 160, color)
     for name, words in cases[0].report.conditions.items():
         if name in ("cluster", "windows") and len(cases) > 1:
             continue
-        console.print(f"[bold]{name:>10}[/]  {words}", soft_wrap=True)
+        console.print(Text(f"{name:>10}", style="bold"), "", words, soft_wrap=True)
     console.print()
     table = Table(box=None)
     columns, rows = sweep_cells(cases)
@@ -34,8 +34,7 @@ def sweep_to_table(cases: Sequence[Case], width: int | None = None, color: bool 
     console.print()
     for sentence in sweep_verdict(cases):
         console.print(sentence, soft_wrap=width is None)
-    assert isinstance(console.file, io.StringIO)
-    return "\n".join(line.rstrip() for line in console.file.getvalue().splitlines()) + "\n"
+    return printed(console)
 
 
 def sweep_cells(cases: Sequence[Case]) -> tuple[list[str], list[tuple[Case, list[str]]]]:

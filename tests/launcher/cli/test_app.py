@@ -5,12 +5,15 @@ import sys
 from pathlib import Path
 
 import pytest
+import typer
+from rich.text import Text
 from typer.testing import CliRunner
 
 from moe_serve.config import load_config
 from moe_serve.errors import ConfigError
 from moe_serve.launcher import system
 from moe_serve.launcher.cli import app as cli
+from moe_serve.launcher.cli.balancer import add_balancer_commands
 from moe_serve.launcher.cli.flags import DEMO_SETTINGS, effective_config, settings_of_flags
 
 CONFIGS = Path(__file__).parents[3] / "configs"
@@ -169,3 +172,15 @@ def test_a_folder_without_weights_or_tokenizer_is_named(tmp_path):
     look_for_files(
         load_config(overrides=[f"model.path={tmp_path}", "model.load_format=dummy", "model.skip_tokenizer=true"])
     )
+
+
+def test_help_keeps_its_brackets():
+    app = typer.Typer()
+    app.registered_commands += cli.app.registered_commands
+    add_balancer_commands(app)
+    group = typer.main.get_command(app)
+    assert len(group.commands) >= 8
+    for command in group.commands.values():
+        for text in (command.help, *(getattr(parameter, "help", None) for parameter in command.params)):
+            written = (text or "").replace("\b", "")  # click's mark of a paragraph that is not wrapped
+            assert Text.from_markup(written).plain == written, f"{command.name}: write \\[ for a bracket"

@@ -137,6 +137,14 @@ def test_plan_from_the_placement_in_use_counts_moves(tmp_path: Path) -> None:
     assert all(layer["balancedness"] <= layer["bound"] + 1e-9 for layer in content["layers"])
 
 
+@pytest.mark.parametrize("command", ["replay", "plan"])
+def test_reports_keep_the_brackets_of_paths(command: str, tmp_path: Path) -> None:
+    call("convert", "example:demo", tmp_path / "[red]t.npz")
+    code, out, _ = call(command, tmp_path / "[red]t.npz", "--ranks", 8, "-p", "greedy")
+    assert code == 0
+    assert "/[red]t.npz" in out
+
+
 @pytest.mark.parametrize("name", ["t.npz", "t.jsonl", "t.csv"])
 def test_convert_round_trips_traces(tmp_path: Path, name: str) -> None:
     code, out, _ = call("convert", "example:demo", tmp_path / name)
@@ -198,11 +206,11 @@ def test_a_recorded_load_can_be_simulated(tmp_path: Path) -> None:
     from moe_serve.eplb.replay.synthetic import SyntheticLoad, synthetic_trace
 
     load = SyntheticLoad(num_windows=4, num_layers=32, num_logical=8, topk=2, tokens_per_step=256)
-    write_trace(synthetic_trace(load), tmp_path / "t.npz")
+    write_trace(synthetic_trace(load), tmp_path / "[red]t.npz")
     code, out, _ = call("simulate", "--model", "Mixtral-8x7B", "--hardware", "H100", "--nodes", "1", "--trace",
-                        tmp_path / "t.npz", "-p", "greedy", "--redundant", "8")  # fmt: skip
+                        tmp_path / "[red]t.npz", "-p", "greedy", "--redundant", "8")  # fmt: skip
     assert code == 0
-    assert "t.npz" in out
+    assert "[red]t.npz" in out
 
 
 @pytest.mark.parametrize("script", ["tools/replay_load.py", "tools/simulate_balancer.py"])
