@@ -69,20 +69,25 @@ def churn_rows() -> Iterable[dict[str, Any]]:
 
 def split_rows() -> Iterable[dict[str, Any]]:
     """One layer, many batches: exact splits in Python and compiled, beside HiGHS."""
-    from moe_serve.eplb.split.batch import make_split
-    from moe_serve.eplb.split.replica_graph import ReplicaGraph
+    from moe_serve.eplb.split.layer_slots import LayerSlots
+    from moe_serve.eplb.split.make import make_split
+    from moe_serve.eplb.split.native import build_library
 
     for shape, tokens_per_rank in ((V3_EP32, 32), (Shape("V3 320", 58, 256, 320, V3_EP32.topology), 32)):
         plan = make_policy("refined").plan(PlanRequest(load(shape, "lognormal", 0), shape.topology, shape.num_slots))
         row = plan.placement.physical_to_logical[0]
-        graph = ReplicaGraph.of(row, shape.topology.num_ranks, shape.num_logical)
+        layer, library = LayerSlots.of(row, shape.topology, shape.num_logical), build_library()
         rng = np.random.default_rng(0)
         weights = load(shape, "lognormal", 0)[0] / load(shape, "lognormal", 0)[0].sum()
         batches = rng.multinomial(tokens_per_rank * shape.topology.num_ranks * 8, weights, size=200)
         replicated = int((plan.placement.replica_count[0] > 1).sum())
         optimum = [_highs(batch, row, shape.topology.num_ranks) for batch in batches[:40]]
-        for name, compiled in (("exact, Python", "never"), ("exact, compiled", "always"), ("even", None)):
-            policy = make_split("exact", graph, compiled=compiled) if compiled else make_split("even", graph)
+        for name, split, used in (
+            ("exact, Python", "exact", None),
+            ("exact, compiled", "exact", library),
+            ("even", "even", None),
+        ):
+            policy = make_split(split, layer, used)
             policy.split(batches[0])
             begin = time.process_time()
             shares = [policy.split(batch) for batch in batches]

@@ -24,7 +24,10 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from moe_serve.dispatch.gpu.launch_triton import SlabRanks
 from moe_serve.dispatch.gpu.region import Region
 from moe_serve.dispatch.gpu.symmetric import virtual_regions
-from moe_serve.kernels.exact_split import SplitTable, exact_split_reference, split_table
+from moe_serve.ep.device_split import split_table
+from moe_serve.eplb.split.layer_slots import LayerSlots
+from moe_serve.kernels.exact_split import SplitTable, exact_split_reference
+from moe_serve.topology import Topology
 
 REPEATS = 30
 L2_BYTES = 64 << 20  # inputs rotate over at least four times this
@@ -308,8 +311,8 @@ def exact_split(ceilings: Ceilings) -> list[Row]:
     popularity = torch.rand(experts, generator=generator).pow(-0.5)
     hot = popularity.argsort(descending=True)[:32]
     row = torch.cat([torch.arange(experts), hot])[torch.randperm(288, generator=generator)]
-    cpu = split_table(row, ranks, experts)
-    table = SplitTable(cpu.home_slot.cuda(), cpu.experts.cuda(), cpu.copy_slot.cuda(), cpu.num_slots)
+    cpu = split_table(LayerSlots.of(row.numpy(), Topology(1, ranks), experts))
+    table = SplitTable(cpu.fixed_slot.cuda(), cpu.experts.cuda(), cpu.replica_slot.cuda(), cpu.num_slots)
     counts = [torch.bincount(torch.multinomial(popularity, 32768, True, generator=generator), minlength=experts)
               for _ in range(batches)]  # fmt: skip
     on_gpu = [count.cuda() for count in counts]

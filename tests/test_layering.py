@@ -22,7 +22,7 @@ ALLOWED = {
     "dispatch": {"kernels"},
     "attention_dp": {"kernels"},
     "eplb": {"topology"},
-    "ep": {"dispatch", "eplb", "kernels"},
+    "ep": {"dispatch", "eplb", "kernels", "topology"},
     "models": {"ep", "attention_dp", "eplb.placement", "kernels"},
     "engine": {"models", "ep", "attention_dp", "dispatch", "eplb", "kernels", "config", "topology"},
     "server": {

@@ -95,7 +95,8 @@ class EplbConfig(Section):
 
     init_expert_location: str = "trivial"  # or a placement file: ours or SGLang's, .json or .pt
     num_redundant_experts: NonNegativeInt = 0  # extra slots per layer; the total is rounded up to a multiple of ranks
-    split: Literal["even", "exact"] = "even"  # how replicas share a batch; exact: smallest largest rank load
+    # how replicas share a batch. nearest: those of the own rank, else of the node; exact: smallest largest rank load
+    split: Literal["even", "nearest", "exact"] = "even"
     record_window_steps: PositiveInt = 1000  # steps of one load record
     record_path: str | None = None  # write load records to this .jsonl trace, which `moe-serve replay` reads
 

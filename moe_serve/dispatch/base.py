@@ -24,12 +24,16 @@ T_co = TypeVar("T_co", covariant=True)
 
 @dataclass(frozen=True)
 class EpGroup:
-    """The ranks among which experts are spread. rank: this one's ep_rank; process_group: None on one rank."""
+    """The ranks among which experts are spread.
+
+    rank: this one's ep_rank;  process_group: None on one rank;  num_nodes: equal machines, ranks numbered one by one
+    """
 
     rank: int
     num_ranks: int
     device: torch.device
     process_group: ProcessGroup | None = None
+    num_nodes: int = 1
 
 
 class Pending(Protocol[T_co]):

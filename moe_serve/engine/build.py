@@ -39,6 +39,7 @@ from moe_serve.log import get_logger
 from moe_serve.models.moe_decoder import MakeMoeLayer, build_decoder, kv_layouts
 from moe_serve.models.spec import read_spec
 from moe_serve.models.weights import LoadedWeights, dummy_weights, load_weights
+from moe_serve.topology import Topology
 
 Progress = Callable[[str, float], None]  # (phase, fraction done)
 log = get_logger(__name__)
@@ -170,6 +171,7 @@ def _weights(config: ServeConfig, plan: ModelPlan, rank: int, progress: Progress
 def _expert_parallel(config: ServeConfig, plan: ModelPlan, group: EpGroup) -> ExpertParallel:
     """Returns what the MoE layers share; a collective call, since transports map each other's memory."""
     spec, placement, dispatch = plan.spec, plan.placement, config.dispatch
+    topology = Topology(group.num_nodes, group.num_ranks // group.num_nodes)
     all_to_all = make_all_to_all(
         dispatch.backend,
         group,
@@ -191,7 +193,7 @@ def _expert_parallel(config: ServeConfig, plan: ModelPlan, group: EpGroup) -> Ex
         rank=group.rank,
         router=spec.router,
         all_to_all=all_to_all,
-        replica_map=ReplicaMap(placement, plan.device, config.eplb.split, dispatch.compiled),
+        replica_map=ReplicaMap(placement, plan.device, config.eplb.split, topology, dispatch.compiled),
         recorder=LoadRecorder(len(spec.moe_layer_ids), spec.num_logical, group, gather),
         max_tokens_per_rank=plan.max_tokens_per_rank,
         numerics=plan.numerics,

@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from moe_serve.eplb.files.traces import read_trace
     from moe_serve.eplb.migration.plan import plan_migration
     from moe_serve.eplb.planner import plan
-    from moe_serve.eplb.split.batch import split_batch
+    from moe_serve.eplb.split.make import split_batch
     from moe_serve.topology import Topology
 
 __all__ = ["Topology", "plan", "plan_migration", "read_trace", "split_batch"]
@@ -19,7 +19,7 @@ _HOME = {
     "plan": "moe_serve.eplb.planner",
     "plan_migration": "moe_serve.eplb.migration.plan",
     "read_trace": "moe_serve.eplb.files.traces",
-    "split_batch": "moe_serve.eplb.split.batch",
+    "split_batch": "moe_serve.eplb.split.make",
 }
 
 

@@ -1,4 +1,4 @@
-"""The exact per-batch split on the device: how many tokens of a replicated expert each of its copies serves.
+"""The exact per-batch split on the device: how many tokens of a replicated expert each of its replicas serves.
 
 The method is that of eplb/split/exact.py, cut to what one small kernel can do in a bounded time:
 1. each replicated expert, most tokens first, is water-filled over the ranks that hold it, `sweeps` times;
@@ -24,38 +24,22 @@ MAX_PUSHES = 32
 
 @dataclass(frozen=True)
 class SplitTable:
-    """One layer's replicas; fixed shapes, so that a rebalance can copy new values in place.
+    """One layer's replicas.
 
-    home_slot: [E] int64, slot of an expert that lives on one rank only, else -1
-    experts:   [N] int64, ids of the replicated experts, ascending; -1 = unused row
-    copy_slot: [N, R] int64, lowest slot of that expert on that rank, -1 = none
+    fixed_slot: [E] int64, slot of an expert that lives on one rank only, else -1
+    experts:    [N] int64, ids of the replicated experts, ascending; -1 = unused row
+    replica_slot: [N, R] int64, lowest slot of that expert on that rank, -1 = none
     num_slots: P
     """
 
-    home_slot: Tensor
+    fixed_slot: Tensor
     experts: Tensor
-    copy_slot: Tensor
+    replica_slot: Tensor
     num_slots: int
 
     @property
     def num_ranks(self) -> int:
-        return self.copy_slot.shape[1]
-
-
-def split_table(physical_to_logical: Tensor, num_ranks: int, num_logical: int) -> SplitTable:
-    """physical_to_logical: [P] int64 on the CPU, -1 = empty slot. Returns the table, N at least 1."""
-    num_slots = physical_to_logical.numel()
-    slots_per_rank = num_slots // num_ranks
-    where: list[dict[int, int]] = [{} for _ in range(num_logical)]
-    for slot, expert in enumerate(physical_to_logical.tolist()):
-        if expert >= 0:
-            where[expert].setdefault(slot // slots_per_rank, slot)
-    home = [next(iter(slots.values())) if len(slots) == 1 else -1 for slots in where]
-    experts = [expert for expert, slots in enumerate(where) if len(slots) > 1]
-    copies = [[where[expert].get(rank, -1) for rank in range(num_ranks)] for expert in experts]
-    return SplitTable(
-        torch.tensor(home), torch.tensor(experts or [-1]), torch.tensor(copies or [[-1] * num_ranks]), num_slots
-    )
+        return self.replica_slot.shape[1]
 
 
 def exact_split_reference(
@@ -66,15 +50,15 @@ def exact_split_reference(
     Tokens of an expert without a slot are dropped.
     """
     num_ranks, slots_per_rank = table.num_ranks, table.num_slots // table.num_ranks
-    experts, copy_slot = table.experts.tolist(), table.copy_slot.tolist()
+    experts, replica_slot = table.experts.tolist(), table.replica_slot.tolist()
     load, live = [0] * num_ranks, [False] * num_ranks
     slot_tokens = [0] * table.num_slots
-    for expert, slot in enumerate(table.home_slot.tolist()):
+    for expert, slot in enumerate(table.fixed_slot.tolist()):
         if slot >= 0:
             slot_tokens[slot] = int(counts[expert])
             load[slot // slots_per_rank] += slot_tokens[slot]
             live[slot // slots_per_rank] = True
-    held = [[slot >= 0 for slot in row] for row in copy_slot]
+    held = [[slot >= 0 for slot in row] for row in replica_slot]
     live = [live[r] or any(row[r] for row in held) for r in range(num_ranks)]
     tokens = [int(counts[expert]) if expert >= 0 else 0 for expert in experts]
     given = [[0] * num_ranks for _ in experts]
@@ -95,7 +79,7 @@ def exact_split_reference(
         else:
             _push(target, bound, load, given, via)
             pushes += 1
-    for i, row in enumerate(copy_slot):
+    for i, row in enumerate(replica_slot):
         for r, slot in enumerate(row):
             if slot >= 0:
                 slot_tokens[slot] = given[i][r]
@@ -154,17 +138,3 @@ def _push(target: int, bound: int, load: list[int], given: list[list[int]], via:
     for expert, giver, taker in path:
         given[expert][giver] -= amount
         given[expert][taker] += amount
-
-
-def exact_split(counts: Tensor, table: SplitTable, outcomes: Tensor) -> Tensor:
-    """Same contract as the reference -> tokens of each slot [P] int64; outcomes [3] int64 counts batches by outcome.
-
-    On CUDA one Triton program, read back by nobody; counts, table and outcomes on the same device.
-    """
-    if counts.is_cuda:
-        from moe_serve.kernels.exact_split_triton import exact_split_triton
-
-        return exact_split_triton(counts, table, outcomes)
-    slot_tokens, outcome = exact_split_reference(counts, table)
-    outcomes[outcome] += 1
-    return slot_tokens

@@ -18,30 +18,33 @@ ELEMENTS_PER_WARP = 1024  # of the [N, R] block; 2048 spill
 def exact_split_triton(
     counts: Tensor, table: SplitTable, outcomes: Tensor, sweeps: int = SWEEPS, max_pushes: int = MAX_PUSHES
 ) -> Tensor:
-    """Same contract as exact_split."""
-    num_experts, num_ranks = table.copy_slot.shape
+    """Returns the tokens of each slot [P] int64 and adds one to outcomes[outcome] ([3] int64); nothing is read back.
+
+    counts: [E] int64, sum below 2^31; all tensors on one CUDA device
+    """
+    num_experts, num_ranks = table.replica_slot.shape
     slot_tokens = torch.zeros(table.num_slots, dtype=torch.int64, device=counts.device)
     rows, ranks = triton.next_power_of_2(num_experts), triton.next_power_of_2(num_ranks)
     exact_split_kernel[(1,)](
-        counts, table.home_slot, table.experts, table.copy_slot, slot_tokens, outcomes,
+        counts, table.fixed_slot, table.experts, table.replica_slot, slot_tokens, outcomes,
         counts.shape[0], num_experts, num_ranks, table.num_slots // num_ranks, sweeps, max_pushes,
-        ROWS=rows, RANKS=ranks, HOMES=64, num_warps=max(1, min(8, rows * ranks // ELEMENTS_PER_WARP)),
+        ROWS=rows, RANKS=ranks, FIXED=64, num_warps=max(1, min(8, rows * ranks // ELEMENTS_PER_WARP)),
     )  # fmt: skip
     return slot_tokens
 
 
 @triton.jit
 def exact_split_kernel(
-    counts, home_slot, experts, copy_slot, slot_tokens, outcomes,
+    counts, fixed_slot, experts, replica_slot, slot_tokens, outcomes,
     num_logical, num_experts, num_ranks, slots_per_rank, sweeps, max_pushes,
-    ROWS: tl.constexpr, RANKS: tl.constexpr, HOMES: tl.constexpr,
+    ROWS: tl.constexpr, RANKS: tl.constexpr, FIXED: tl.constexpr,
 ):  # fmt: skip
     """int32 inside: a batch has fewer than 2^31 tokens."""
     rank = tl.arange(0, RANKS)
     row = tl.arange(0, ROWS)
-    load, used = home_load(counts, home_slot, slot_tokens, num_logical, slots_per_rank, rank, RANKS, HOMES)
+    load, used = fixed_load(counts, fixed_slot, slot_tokens, num_logical, slots_per_rank, rank, RANKS, FIXED)
     at = row[:, None] * num_ranks + rank[None, :]
-    slots = tl.load(copy_slot + at, mask=(row[:, None] < num_experts) & (rank[None, :] < num_ranks), other=-1)
+    slots = tl.load(replica_slot + at, mask=(row[:, None] < num_experts) & (rank[None, :] < num_ranks), other=-1)
     held = slots >= 0
     expert = tl.load(experts + row, mask=row < num_experts, other=-1)
     tokens = tl.load(counts + expert, mask=expert >= 0, other=0).to(tl.int32)
@@ -111,15 +114,15 @@ def exact_split_kernel(
 
 
 @triton.jit
-def home_load(
-    counts, home_slot, slot_tokens, num_logical, slots_per_rank, rank, RANKS: tl.constexpr, HOMES: tl.constexpr
+def fixed_load(
+    counts, fixed_slot, slot_tokens, num_logical, slots_per_rank, rank, RANKS: tl.constexpr, FIXED: tl.constexpr
 ):
     """Returns (load of the experts that live on one rank, [RANKS]; 1 where a rank has any), and stores their tokens."""
     load = tl.zeros((RANKS,), dtype=tl.int32)
     used = tl.zeros((RANKS,), dtype=tl.int32)
-    for start in range(0, num_logical, HOMES):
-        expert = start + tl.arange(0, HOMES)
-        slot = tl.load(home_slot + expert, mask=expert < num_logical, other=-1)
+    for start in range(0, num_logical, FIXED):
+        expert = start + tl.arange(0, FIXED)
+        slot = tl.load(fixed_slot + expert, mask=expert < num_logical, other=-1)
         tokens = tl.load(counts + expert, mask=expert < num_logical, other=0)
         tl.store(slot_tokens + slot, tokens, mask=slot >= 0)
         here = (slot >= 0)[:, None] & ((slot // slots_per_rank)[:, None] == rank[None, :])

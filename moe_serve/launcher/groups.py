@@ -99,14 +99,28 @@ def join_groups(env: RankEnv, config: ServeConfig) -> Groups:
     mesh = Mesh(pp=config.parallel.pp, dp=env.num_ranks, attn_tp=config.parallel.attn_tp)
     patient = dist.group.WORLD
     assert patient is not None
+    hosts = gather_bytes(_host_mark(), patient)
+    process_group = rows if env.num_ranks > 1 else None
     return Groups(
         env=env,
         mesh=mesh,
-        ep=EpGroup(mesh.ep_rank(env.rank), mesh.num_ranks, device, rows if env.num_ranks > 1 else None),
+        ep=EpGroup(mesh.ep_rank(env.rank), mesh.num_ranks, device, process_group, count_nodes(hosts)),
         control=control,
         patient=patient,
-        one_host=len(set(gather_bytes(_host_mark(), patient))) == 1,
+        one_host=len(set(hosts)) == 1,
     )
+
+
+def count_nodes(hosts: Sequence[bytes]) -> int:
+    """Returns how many nodes the ranks are on: equal ones, numbered one after the other.
+
+    Where hosts hold unequal numbers of ranks, or ranks alternate between them, each rank counts as a node of its own.
+    hosts: of each rank, equal bytes for ranks of one host
+    """
+    num_nodes = len(set(hosts))
+    per_node = len(hosts) // num_nodes
+    regular = len(hosts) % num_nodes == 0 and all(host == hosts[r - r % per_node] for r, host in enumerate(hosts))
+    return num_nodes if regular else len(hosts)
 
 
 def gather_bytes(data: bytes, group: dist.ProcessGroup) -> Sequence[bytes]:

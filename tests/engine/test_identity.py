@@ -71,7 +71,12 @@ SINGLE: dict[str, tuple[int, list[str], int | None]] = {
     ),
 }  # fmt: skip
 CASES = [(model, way) for model in ("demo", *TINY) for way in WAYS]
-PLACED = [("demo", 4, 8, "even"), ("demo", 2, 8, "exact"), *((model, 2, 4, "even") for model in TINY)]
+PLACED = [
+    ("demo", 4, 8, "even"),
+    ("demo", 2, 8, "exact"),
+    ("demo", 2, 8, "nearest"),
+    *((model, 2, 4, "even") for model in TINY),
+]
 
 
 def model_overrides(model: str, folder: Path) -> list[str]:

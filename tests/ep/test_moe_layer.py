@@ -18,6 +18,7 @@ from moe_serve.ep.replica_map import ReplicaMap
 from moe_serve.ep.routing import RouterSpec
 from moe_serve.eplb.placement import Placement
 from moe_serve.kernels.numerics import FAST, Numerics
+from moe_serve.topology import Topology
 from tests.ep.received import count_received
 from tests.ranks import run_ranks
 from tests.tolerance import FLOAT32, relative_error
@@ -40,7 +41,8 @@ class Case:
     shared: bool = False
     wire: str = "auto"
     only_rank: int | None = None  # all tokens on this rank
-    split: Literal["even", "exact"] = "even"
+    split: Literal["even", "nearest", "exact"] = "even"
+    nodes: Topology | None = None  # None: all ranks on one node
     overlapped: int | None = None
     backend: str = "collective"  # of several ranks
     combine: Combine = "ordered"
@@ -88,7 +90,7 @@ def build(group: EpGroup, case: Case) -> tuple[list[MoeLayer], LoadRecorder]:
             topk=SPEC.topk,
             combine=case.combine,
         ),
-        replica_map=ReplicaMap(placement, split=case.split),
+        replica_map=ReplicaMap(placement, split=case.split, topology=case.nodes),
         recorder=recorder,
         max_tokens_per_rank=case.capacity,
         numerics=case.numerics,
@@ -171,6 +173,7 @@ SAME_BITS = {
     "two ranks, anywhere": replace(BASE, placement=shuffled(2, 10, seed=2)),
     "two ranks, exact": replace(BASE, placement=trivial(2, 5), split="exact"),
     "four ranks, exact": replace(BASE, placement=shuffled(4, 12, seed=1), split="exact"),
+    "four ranks, nearest": replace(BASE, placement=shuffled(4, 12, seed=1), split="nearest", nodes=Topology(2, 2)),
     "in chunks": replace(BASE, placement=trivial(2), capacity=3),
     "one rank in chunks": replace(BASE, capacity=7),
     "an idle rank": replace(BASE, placement=trivial(2, 1), only_rank=1),

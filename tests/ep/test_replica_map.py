@@ -1,4 +1,4 @@
-"""The choice of replica: the same split on every rank, even to one row, following the placement in use."""
+"""The choice of replica: the same split on every rank, the split of a replay, following the placement in use."""
 
 import shutil
 
@@ -9,171 +9,106 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moe_serve.dispatch.layout import count_slots
-from moe_serve.ep.exact_shares import DeviceShares
-from moe_serve.ep.replica_map import ReplicaMap, even_split_reference
+from moe_serve.ep.device_split import DeviceSplit
+from moe_serve.ep.host_split import HostSplit
+from moe_serve.ep.replica_map import ReplicaMap
+from moe_serve.eplb.load import LoadRecord
 from moe_serve.eplb.placement import Placement
-from moe_serve.eplb.split.batch import split_batch
+from moe_serve.eplb.replay.score import StepSplitter
+from moe_serve.eplb.split.assign import assign_tokens
+from moe_serve.eplb.split.make import layers_of, split_batch
 from moe_serve.errors import PlacementError
 from moe_serve.kernels.exact_split import UNPROVEN
+from moe_serve.topology import Topology
+
+SPLITS = ("even", "nearest", "exact")
 
 
-def split_all_ranks(
-    placement: Placement, row: int, ids: list[torch.Tensor]
-) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """Returns physical ids and slot counts as each rank computes them."""
-    replicas = ReplicaMap(placement).layer(row)
-    counts = torch.stack([torch.bincount(i.flatten() + 1, minlength=placement.num_logical + 1)[1:] for i in ids])
-    outs = [replicas.split_evenly(i, counts, rank) for rank, i in enumerate(ids)]
-    for rank, (physical, slot_counts) in enumerate(outs):  # the form in C where there is a compiler
-        same, same_counts = replicas.split(ids[rank], counts, rank)
-        assert torch.equal(same, physical)
-        assert torch.equal(same_counts, slot_counts)
-        assert torch.equal(replicas.count(ids[rank]), counts[rank])
-    return [physical for physical, _ in outs], [slot_counts for _, slot_counts in outs]
-
-
-@settings(max_examples=80, deadline=None)
-@given(st.data())
-def test_the_split_deals_rows_out_as_the_reference_does(data: st.DataObject) -> None:
-    num_ranks, num_logical = data.draw(st.integers(1, 4)), data.draw(st.integers(1, 9))
-    num_slots = num_ranks * data.draw(st.integers(-(-num_logical // num_ranks), -(-num_logical // num_ranks) + 3))
-    draw = np.random.default_rng(data.draw(st.integers(0, 1000)))
-    table = np.concatenate([np.arange(num_logical), draw.integers(-1, num_logical, num_slots - num_logical)])
-    placement = Placement(np.stack([draw.permutation(table) for _ in range(2)]), num_logical, num_ranks)
-    topk = data.draw(st.integers(1, 5))
-    ids = [torch.from_numpy(draw.integers(-1, num_logical, (draw.integers(0, 9), topk))) for _ in range(num_ranks)]
-    for row in range(2):
-        slots_of = [[int(s) for s in slots if s >= 0] for slots in placement.logical_to_physical[row]]
-        expected, expected_counts = even_split_reference([i.numpy() for i in ids], slots_of, row, num_slots)
-        physical, counts = split_all_ranks(placement, row, ids)
-        for rank in range(num_ranks):
-            assert physical[rank].tolist() == expected[rank].tolist()
-            assert counts[rank].tolist() == expected_counts.tolist(), "every rank computes the counts of all"
-        for slots in slots_of:
-            received = expected_counts.sum(axis=0)[slots]
-            assert received.max() - received.min() <= 1, "even to one row"
-
-
-def test_the_form_in_c_is_used_where_there_is_a_compiler_and_follows_a_new_placement() -> None:
-    old, new = (Placement(np.array([table]), 3, 2) for table in ([0, 1, 2, 0], [1, 2, 0, 2]))
-    replica_map = ReplicaMap(old)
-    replicas = replica_map.layer(0)
-    assert (replicas._deal is not None) == (shutil.which("cc") is not None)
-    assert ReplicaMap(old, compiled=False).layer(0)._deal is None
-    replica_map.activate(new)
-    ids = torch.tensor([[0, 1], [2, -1], [2, 1]])
-    counts = torch.stack([replicas.count(ids), replicas.count(ids)])
-    for rank in range(2):
-        dealt, expected = replicas.split(ids, counts, rank), replicas.split_evenly(ids, counts, rank)
-        assert all(torch.equal(a, b) for a, b in zip(dealt, expected, strict=True))
-        assert {int(new.physical_to_logical[0, slot]) for slot in dealt[0][dealt[0] >= 0]} == {0, 1, 2}
-
-
-def test_every_replica_of_a_hot_expert_receives_rows() -> None:
-    placement = Placement(np.array([[0, 1, 0, 2, 0, 3]]), 4, 3)
-    ids = [torch.zeros(5, 1, dtype=torch.int64) for _ in range(3)]
-    _, counts = split_all_ranks(placement, 0, ids)
-    assert counts[0].sum(0).tolist() == [5, 0, 5, 0, 5, 0]
-
-
-def test_odd_rows_do_not_pile_up_on_the_lowest_slots() -> None:
-    num_logical = 12
-    table = np.concatenate([np.arange(num_logical), np.arange(num_logical)])[None]
-    ids = [torch.arange(num_logical)[:, None]]  # one row of each expert, two replicas of each
-    _, counts = split_all_ranks(Placement(table, num_logical, 1), 0, ids)
-    lower = int(counts[0][0, :num_logical].sum())
-    assert lower == num_logical // 2
-
-
-def test_without_redundant_slots_no_counts_are_needed() -> None:
-    replicas = ReplicaMap(Placement(np.array([[2, 0, 3, 1]]), 4, 2)).layer(0)
-    assert not replicas.needs_counts
-    assert replicas.only_slots(torch.tensor([[0, 1], [-1, 3]])).tolist() == [[1, 3], [-1, 2]]
-
-
-def test_activation_changes_the_choice_in_place() -> None:
-    old, new = Placement(np.array([[0, 1, 2, 0]]), 3, 2), Placement(np.array([[2, 1, 0, 1]]), 3, 2, version=7)
-    replica_map = ReplicaMap(old)
-    replicas = replica_map.layer(0)
-    addresses = [tensor.data_ptr() for tensor in replica_map._tables.values()]
-    replica_map.activate(new)
-    ids = torch.tensor([[2, 0]])
-    physical, counts = replicas.split_evenly(ids, torch.tensor([[1, 0, 1]]), 0)
-    assert physical.tolist() == [[0, 2]]
-    assert counts.tolist() == [[1, 0, 1, 0]]
-    assert replica_map.version == 7
-    assert [tensor.data_ptr() for tensor in replica_map._tables.values()] == addresses
-
-
-def test_a_placement_that_cannot_serve_here_is_refused() -> None:
-    replica_map = ReplicaMap(Placement(np.array([[0, 1, 2, 0]]), 3, 2))
-    with pytest.raises(PlacementError, match="same shape"):
-        replica_map.activate(Placement(np.array([[0, 1, 2, 0, 1, 2]]), 3, 2))
-    lost = Placement(np.array([[0, 1, -1, 0]]), 3, 2, allow_lost=True)
-    with pytest.raises(PlacementError, match="expert 2 of row 0"):
-        replica_map.activate(lost)
-
-
-def exact_of_all_ranks(
-    placement: Placement, row: int, ids: list[torch.Tensor], replica_map: ReplicaMap | None = None
-) -> tuple[list[torch.Tensor], torch.Tensor]:
-    """Returns physical ids of every rank, and the [R, P] counts that all of them computed."""
-    replicas = (replica_map or ReplicaMap(placement, split="exact")).layer(row)
-    counts = torch.stack([count_slots(i, placement.num_logical) for i in ids])
-    outs = [replicas.split(i, counts, rank) for rank, i in enumerate(ids)]
-    assert all(torch.equal(slot_counts, outs[0][1]) for _, slot_counts in outs)
-    if replica_map is None and replicas.needs_counts:
-        assert replicas._exact is not None
-        assert replicas._exact.outcomes.tolist() == [len(ids), 0, 0], "each batch is counted, and all are proven here"
-    for rank, (physical, slot_counts) in enumerate(outs):
-        in_torch = replicas._follow(ids[rank], counts[rank], slot_counts[rank])
-        assert torch.equal(physical, in_torch), "the form in C has the same integers"
-    return [physical for physical, _ in outs], outs[0][1]
-
-
-def draw_step(data: st.DataObject) -> tuple[Placement, list[torch.Tensor]]:
+def draw_step(data: st.DataObject) -> tuple[Placement, Topology, list[torch.Tensor]]:
+    """Returns a placement of two layers, its nodes, and the ids of every rank."""
     num_ranks, num_logical = data.draw(st.integers(1, 4)), data.draw(st.integers(1, 9))
     at_least = -(-num_logical // num_ranks)
     num_slots = num_ranks * data.draw(st.integers(at_least, at_least + 3))
     draw = np.random.default_rng(data.draw(st.integers(0, 1000)))
     table = np.concatenate([np.arange(num_logical), draw.integers(-1, num_logical, num_slots - num_logical)])
     placement = Placement(np.stack([draw.permutation(table) for _ in range(2)]), num_logical, num_ranks)
-    topk = data.draw(st.integers(1, 5))
+    topk, num_nodes = data.draw(st.integers(1, 5)), 2 if num_ranks % 2 == 0 else 1
     # A skewed choice: without it every split is nearly even, and hardly anything is repaired.
     ids = [(draw.random((draw.integers(0, 20), topk)) ** 3 * (num_logical + 1)).astype(np.int64) - 1 for _ in range(4)]
-    return placement, [torch.from_numpy(i) for i in ids[:num_ranks]]
+    return placement, Topology(num_nodes, num_ranks // num_nodes), [torch.from_numpy(i) for i in ids[:num_ranks]]
+
+
+def counts_of(ids: list[torch.Tensor], num_logical: int) -> torch.Tensor:
+    return torch.stack([count_slots(i, num_logical) for i in ids])
+
+
+@settings(max_examples=120, deadline=None)
+@given(st.data())
+def test_a_replay_of_a_recorded_batch_gets_the_servers_split_row_for_row(data: st.DataObject) -> None:
+    placement, topology, ids = draw_step(data)
+    if placement.num_slots == placement.num_logical:
+        return
+    counts = counts_of(ids, placement.num_logical)
+    by_source = np.stack([counts.numpy()] * 2)
+    record = LoadRecord(7, 1, "decode", by_source.sum(axis=1), by_source=by_source)
+    for split in SPLITS:
+        replayed = StepSplitter(split, placement, topology).slot_rows(record)[0]
+        for compiled in (True, False):
+            replica_map = ReplicaMap(placement, split=split, topology=topology, compiled=compiled)
+            for row, layer in enumerate(layers_of(placement, topology)):
+                for rank, asked in enumerate(ids):
+                    physical, slot_rows = replica_map.layer(row).split(asked, counts, rank)
+                    assert np.array_equal(slot_rows, replayed[row])
+                    assert np.array_equal(physical, assign_tokens(layer, asked.numpy(), replayed[row, rank]))
 
 
 @settings(max_examples=80, deadline=None)
 @given(st.data())
-def test_exact_fills_slots_as_split_batch_says_by_prefix_sums(data: st.DataObject) -> None:
-    placement, ids = draw_step(data)
-    for row in range(2):
-        if placement.num_slots == placement.num_logical:
-            return
-        physical, slot_counts = exact_of_all_ranks(placement, row, ids)
-        counts = np.stack([count_slots(i, placement.num_logical).numpy() for i in ids])
-        table = placement.physical_to_logical[row]
-        assert np.array_equal(slot_counts.numpy(), split_batch(counts, table, placement.num_ranks))
-        for rank, (asked, got) in enumerate(zip(ids, physical, strict=True)):
+def test_an_experts_tokens_fill_its_slots_in_order(data: st.DataObject) -> None:
+    placement, topology, ids = draw_step(data)
+    if placement.num_slots == placement.num_logical:
+        return
+    counts = counts_of(ids, placement.num_logical)
+    for split in SPLITS:
+        replicas = ReplicaMap(placement, split=split, topology=topology).layer(1)
+        for rank, asked in enumerate(ids):
+            assert torch.equal(replicas.count(asked), counts[rank])
+            physical, rows = replicas.split(asked, counts, rank)
             for expert in range(placement.num_logical):
-                slots = np.flatnonzero(table == expert)
-                in_order = np.repeat(slots, slot_counts[rank].numpy()[slots])
-                assert got[asked == expert].tolist() == in_order.tolist(), "an expert's tokens fill its slots in order"
-            assert torch.equal(got < 0, asked < 0)
+                slots = np.flatnonzero(placement.physical_to_logical[1] == expert)
+                assert physical[asked == expert].tolist() == np.repeat(slots, rows[rank].numpy()[slots]).tolist()
+            assert torch.equal(physical < 0, asked < 0)
+
+
+@settings(max_examples=80, deadline=None)
+@given(st.data())
+def test_devices_split_and_assign_with_the_same_integers(data: st.DataObject) -> None:
+    placement, topology, ids = draw_step(data)
+    counts = counts_of(ids, placement.num_logical)
+    for split in SPLITS:
+        on_device = DeviceSplit(placement, split, topology, "cpu")
+        on_host = HostSplit(placement, split, topology, compiled=True)
+        for row, layer in enumerate(layers_of(placement, topology)):
+            for rank, asked in enumerate(ids):
+                physical, slot_rows = on_device.split(row, asked, counts, rank)
+                own = assign_tokens(layer, asked.numpy(), slot_rows[rank].numpy())
+                assert np.array_equal(physical, own)
+                assert torch.equal(on_device.count(row, asked), counts[rank])
+                if split != "exact":
+                    assert torch.equal(slot_rows, on_host.split(row, asked, counts, rank)[1])
 
 
 @settings(max_examples=60, deadline=None)
 @given(st.data())
-def test_the_device_way_of_exact_has_the_same_largest_load_where_it_proves_it(data: st.DataObject) -> None:
-    placement, ids = draw_step(data)
+def test_exact_on_devices_has_the_same_largest_load_where_it_proves_it(data: st.DataObject) -> None:
+    placement, topology, ids = draw_step(data)
     if placement.num_slots == placement.num_logical:
         return
-    on_device = DeviceShares(placement, "cpu")
+    on_device = DeviceSplit(placement, "exact", topology, "cpu")
+    counts = counts_of(ids, placement.num_logical)
     for row in range(2):
-        counts = torch.stack([count_slots(i, placement.num_logical) for i in ids])
         before = int(on_device.outcomes[UNPROVEN])
-        got = on_device.slot_counts(row, counts)
+        _, got = on_device.split(row, ids[0], counts, 0)
         table = torch.from_numpy(placement.physical_to_logical[row].astype(np.int64))
         for expert in range(placement.num_logical):
             assert torch.equal(got[:, table == expert].sum(1), counts[:, expert]), "every rank's tokens are placed"
@@ -186,32 +121,79 @@ def test_the_device_way_of_exact_has_the_same_largest_load_where_it_proves_it(da
 def test_exact_levels_a_load_that_even_cannot() -> None:
     placement = Placement(np.array([[0, 1, 2, 0]]), 3, 2)  # rank 0: experts 0, 1; rank 1: experts 2, 0
     ids = [torch.tensor([[0], [0], [1], [1], [1], [1]]), torch.tensor([[0], [0]])]
-    _, even = split_all_ranks(placement, 0, ids)
-    _, exact = exact_of_all_ranks(placement, 0, ids)
-    assert even[0].sum(0).tolist() == [2, 4, 0, 2]
-    assert exact.sum(0).tolist() == [0, 4, 0, 4]
+    counts = counts_of(ids, 3)
+    received = {
+        split: ReplicaMap(placement, split=split).layer(0).split(ids[0], counts, 0)[1].sum(0).tolist()
+        for split in SPLITS
+    }
+    assert received == {"even": [2, 4, 0, 2], "nearest": [2, 4, 0, 2], "exact": [0, 4, 0, 4]}
 
 
-@pytest.mark.parametrize("device_way", [False, True])
-def test_exact_follows_activation(device_way: bool) -> None:
+def test_every_replica_of_a_hot_expert_receives_rows() -> None:
+    placement = Placement(np.array([[0, 1, 0, 2, 0, 3]]), 4, 3)
+    ids = [torch.zeros(5, 1, dtype=torch.int64) for _ in range(3)]
+    _, rows = ReplicaMap(placement).layer(0).split(ids[0], counts_of(ids, 4), 0)
+    assert rows.sum(0).tolist() == [5, 0, 5, 0, 5, 0]
+
+
+def test_the_form_in_c_is_used_where_there_is_a_compiler() -> None:
+    placement = Placement(np.array([[0, 1, 2, 0]]), 3, 2)
+    for compiled in (True, False):
+        host = HostSplit(placement, "even", Topology(1, 2), compiled)
+        assert (host._policies[0].native is not None) == (compiled and shutil.which("cc") is not None)
+
+
+def test_without_redundant_slots_no_counts_are_needed() -> None:
+    for split in SPLITS:
+        replicas = ReplicaMap(Placement(np.array([[2, 0, 3, 1]]), 4, 2), split=split).layer(0)
+        assert not replicas.needs_counts
+        assert replicas.only_slots(torch.tensor([[0, 1], [-1, 3]])).tolist() == [[1, 3], [-1, 2]]
+
+
+@pytest.mark.parametrize("split", SPLITS)
+@pytest.mark.parametrize("how", ["compiled", "plain", "device"])
+def test_activation_changes_the_choice(split: str, how: str) -> None:
     old, new = Placement(np.array([[0, 1, 2, 0]]), 3, 2), Placement(np.array([[2, 1, 0, 1]]), 3, 2, version=7)
-    replica_map = ReplicaMap(old, split="exact")
-    if device_way:
-        replica_map._exact = DeviceShares(old, "cpu")
+    replica_map = ReplicaMap(old, split=split, compiled=how == "compiled")  # type: ignore[arg-type]
+    if how == "device":
+        replica_map._split = DeviceSplit(old, split, Topology(1, 2), "cpu")
     replicas = replica_map.layer(0)
     ids = torch.tensor([[1], [1], [1], [0]])
-    counts = torch.stack([count_slots(ids, 3), torch.zeros(3, dtype=torch.int64)])
-    assert replicas.split(ids, counts, 0)[1].sum(0).tolist() == [0, 3, 0, 1]
+    counts = counts_of([ids, torch.zeros(0, 1, dtype=torch.int64)], 3)
+    assert replicas.split(ids, counts, 0)[1].sum(0).tolist() == ([0, 3, 0, 1] if split == "exact" else [1, 3, 0, 0])
     replica_map.activate(new)
-    physical, slot_counts = replicas.split(ids, counts, 0)
-    assert slot_counts.sum(0).tolist() == [0, 2, 1, 1]
-    assert physical.tolist() == [[1], [1], [3], [2]]
+    physical, rows = replicas.split(ids, counts, 0)
+    expected = {"even": [0, 1, 1, 2], "nearest": [0, 3, 1, 0], "exact": [0, 2, 1, 1]}[split]
+    assert rows.sum(0).tolist() == expected
+    assert physical.flatten().tolist() == [1] * expected[1] + [3] * expected[3] + [2]
+    assert replica_map.version == 7
+    proven = replica_map.split_outcomes
+    assert (None if proven is None else int(proven.sum())) == (2 if split == "exact" else None), "counted since start"
 
 
-def test_exact_without_tokens_or_redundant_slots_works() -> None:
-    nobody = [torch.zeros(0, 2, dtype=torch.int64)] * 2
-    physical, counts = exact_of_all_ranks(Placement(np.array([[0, 1, 2, 0]]), 3, 2), 0, nobody)
-    assert physical[0].shape == (0, 2)
-    assert counts.sum() == 0
-    replicas = ReplicaMap(Placement(np.array([[2, 0, 3, 1]]), 4, 2), split="exact").layer(0)
-    assert not replicas.needs_counts
+@pytest.mark.parametrize("split", SPLITS)
+def test_tables_on_devices_keep_their_addresses(split: str) -> None:
+    old, new = Placement(np.array([[0, 1, 2, 0]]), 3, 2), Placement(np.array([[2, 1, 0, 1]]), 3, 2)
+    on_device = DeviceSplit(old, split, Topology(1, 2), "cpu")
+    addresses = {name: table.data_ptr() for name, table in on_device._tables.items()}
+    on_device.activate(new)
+    assert {name: table.data_ptr() for name, table in on_device._tables.items()} == addresses
+    fresh = DeviceSplit(new, split, Topology(1, 2), "cpu")
+    assert all(torch.equal(table, fresh._tables[name]) for name, table in on_device._tables.items())
+
+
+def test_a_placement_that_cannot_serve_here_is_refused() -> None:
+    replica_map = ReplicaMap(Placement(np.array([[0, 1, 2, 0]]), 3, 2))
+    with pytest.raises(PlacementError, match="same shape"):
+        replica_map.activate(Placement(np.array([[0, 1, 2, 0, 1, 2]]), 3, 2))
+    lost = Placement(np.array([[0, 1, -1, 0]]), 3, 2, allow_lost=True)
+    with pytest.raises(PlacementError, match="expert 2 of row 0"):
+        replica_map.activate(lost)
+
+
+@pytest.mark.parametrize("split", SPLITS)
+def test_a_batch_without_tokens_works(split: str) -> None:
+    replicas = ReplicaMap(Placement(np.array([[0, 1, 2, 0]]), 3, 2), split=split).layer(0)  # type: ignore[arg-type]
+    physical, rows = replicas.split(torch.zeros(0, 2, dtype=torch.int64), torch.zeros(2, 3, dtype=torch.int64), 0)
+    assert physical.shape == (0, 2)
+    assert rows.tolist() == [[0] * 4] * 2

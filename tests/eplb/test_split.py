@@ -1,5 +1,6 @@
 """The per-batch split: exact against pulp + HiGHS and against all subsets of ranks, by source, and its alternatives."""
 
+from dataclasses import replace
 from itertools import combinations
 
 import numpy as np
@@ -7,9 +8,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moe_serve.eplb.split.batch import SPLITS, make_split, split_batch
-from moe_serve.eplb.split.exact import confined_load, split_exact
-from moe_serve.eplb.split.native import NativeSplit, build_library
+from moe_serve.eplb.placement import Placement
+from moe_serve.eplb.split.exact import UNPROVEN, ExactSplit, confined_load, is_proven, split_exact
+from moe_serve.eplb.split.layer_slots import LayerSlots
+from moe_serve.eplb.split.make import SPLITS, make_split, make_splits, split_batch
+from moe_serve.eplb.split.native import NativeSplit, build_library, find_library
 from moe_serve.eplb.split.replica_graph import ReplicaGraph
 from moe_serve.errors import ConfigError, PlacementError
 from moe_serve.topology import Topology
@@ -24,6 +27,15 @@ def random_case(rng, max_ranks=6, max_tokens=40):
     row = np.concatenate([np.arange(num_logical), rng.integers(-1, num_logical, num_slots - num_logical)])
     counts = rng.integers(0, max_tokens, num_logical) * (rng.random(num_logical) < 0.8)
     return rng.permutation(row), counts, num_ranks
+
+
+def layer_of(row, num_ranks, num_logical=None, num_nodes=1, layer_row=0):
+    return LayerSlots.of(row, Topology(num_nodes, num_ranks // num_nodes), num_logical, layer_row)
+
+
+def by_source_of(totals, num_ranks, seed):
+    """Returns counts [R, E] with these totals."""
+    return np.random.default_rng(seed).multinomial(totals, np.full(num_ranks, 1 / num_ranks)).T
 
 
 def rank_loads(slot_tokens, num_ranks):
@@ -91,10 +103,11 @@ def test_largest_load_is_ceil_of_the_lp_optimum_of_pulp_highs_on_thousands_of_ca
 @given(cases())
 def test_split_is_optimal_complete_and_its_certificate_proves_it(case):
     row, counts, num_ranks = case
-    graph = ReplicaGraph.of(row, num_ranks, len(counts))
+    graph = ReplicaGraph.of(layer_of(row, num_ranks, len(counts)))
     split = split_exact(graph, counts.tolist())
     assert split.max_load == split.rank_load.max() == best_by_subsets(graph, counts.tolist())
     assert -(-confined_load(graph, counts.tolist(), split.certificate) // len(split.certificate)) == split.max_load
+    assert is_proven(graph, counts.tolist(), split)
 
     slot_tokens = split_batch(counts, row, num_ranks)
     assert (slot_tokens >= 0).all()
@@ -121,7 +134,7 @@ def test_split_by_source_reaches_the_same_load_and_sends_what_each_rank_has(case
 
 @settings(max_examples=100, deadline=None)
 @given(cases(), st.integers(0, 2**32))
-def test_no_table_with_these_slot_totals_has_shorter_ways(case, seed):
+def test_no_table_with_these_slot_totals_has_shorter_routes(case, seed):
     pytest.importorskip("scipy")
     from scipy.optimize import linear_sum_assignment
 
@@ -146,30 +159,57 @@ def test_no_table_with_these_slot_totals_has_shorter_ways(case, seed):
 
 
 @settings(max_examples=200, deadline=None)
-@given(case=cases())
-def test_compiled_split_equals_the_plain_one(library, case):
-    row, counts, num_ranks = case
-    graph = ReplicaGraph.of(row, num_ranks, len(counts))
-    plain, native = split_exact(graph, counts.tolist()), NativeSplit(library, graph).split(counts)
-    for name in ("copy_tokens", "rank_load", "max_load", "certificate"):
-        assert np.array_equal(getattr(plain, name), getattr(native, name)), name
-    slot_tokens = NativeSplit(library, graph).slot_tokens(counts)
-    assert np.array_equal(slot_tokens, make_split("exact", graph, compiled="never").split(counts))
+@given(case=cases(), seed=st.integers(0, 2**32), name=st.sampled_from(["even", "nearest", "exact"]))
+def test_compiled_splits_equal_the_plain_ones(library, case, seed, name):
+    row, totals, num_ranks = case
+    layer = layer_of(row, num_ranks, len(totals), 2 if num_ranks % 2 == 0 else 1, seed % 5)
+    plain, native = make_split(name, layer), make_split(name, layer, library)
+    assert native.native is not None
+    counts = by_source_of(totals, num_ranks, seed)
+    assert np.array_equal(plain.split(counts), native.split(counts))
+    if name != "nearest":
+        assert np.array_equal(plain.split(totals), native.split(totals))
+    assert plain.outcomes.tolist() == native.outcomes.tolist()
 
 
-def test_compiled_split_equals_the_plain_one_on_a_large_layer(library):
+def test_compiled_exact_split_equals_the_plain_one_on_a_large_layer(library):
     rng = np.random.default_rng(1)
     for skew in (0.3, 0.8, 1.2):
         p = rng.permutation(np.arange(1.0, 257) ** -skew)
         row = rng.permutation(np.concatenate([np.arange(256), rng.choice(256, 64, p=p / p.sum())]))
-        graph = ReplicaGraph.of(row, 32, 256)
-        native = NativeSplit(library, graph)
+        layer = layer_of(row, 32, 256, 4)
+        plain, native = make_split("exact", layer), make_split("exact", layer, library)
         for scale in (10**3, 10**6, 2**52):
-            counts = rng.multinomial(scale, p / p.sum())
-            plain, compiled = split_exact(graph, counts.tolist()), native.split(counts)
-            assert np.array_equal(plain.copy_tokens, compiled.copy_tokens)
-            assert plain.max_load == compiled.max_load
-            assert plain.certificate == compiled.certificate
+            totals = rng.multinomial(scale, p / p.sum())
+            assert np.array_equal(plain.split(totals), native.split(totals))
+            counts = by_source_of(totals, 32, 0)
+            assert np.array_equal(plain.split(counts), native.split(counts))
+        assert plain.outcomes.tolist() == native.outcomes.tolist()
+        assert plain.outcomes.sum() == 6
+        assert plain.outcomes[UNPROVEN] == 0
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_batch_counts_as_proven_only_where_its_certificate_proves_it(compiled, request):
+    layer = layer_of([0, 1, 2, 3, 0, 1], 3)  # rank 0: experts 0, 1; rank 1: 2, 3; rank 2: 0, 1
+    reaches, graph = (1, 3, 3), ReplicaGraph.of(layer)
+    stops_early = replace(graph, live=(0,))  # its first bound, the load of all on rank 0, is above any load
+
+    def outcomes_of(counts, used):
+        if compiled:
+            native = NativeSplit(request.getfixturevalue("library"), layer, reaches, used)
+            native.split(np.array(counts))
+            return native.outcomes.tolist()
+        policy = ExactSplit(layer, reaches)
+        policy._graph = used
+        policy.split_plainly(np.array(counts))
+        return policy.outcomes.tolist()
+
+    level = [[2, 2, 1, 1], [0, 0, 1, 1], [2, 2, 0, 0]]
+    assert outcomes_of(level, graph) == [1, 0, 0], "own tokens stay, and all ranks have 4"
+    uneven = [[9, 9, 0, 0], [0, 0, 0, 0], [0, 0, 0, 0]]
+    assert outcomes_of(uneven, graph) == [0, 1, 0], "near replicas would take all; half is pushed away"
+    assert outcomes_of(uneven, stops_early) == [0, 0, 1]
 
 
 @pytest.mark.parametrize("name", SPLITS)
@@ -178,7 +218,7 @@ def test_every_policy_sends_every_token_to_a_slot_of_its_expert(name):
     for _ in range(100):
         row, totals, num_ranks = random_case(rng)
         counts = rng.multinomial(totals, np.full(num_ranks, 1 / num_ranks)).T
-        policy = make_split(name, ReplicaGraph.of(row, num_ranks, len(totals)), Topology(1, num_ranks), "never")
+        policy = make_split(name, layer_of(row, num_ranks, len(totals)))
         sent = policy.split(counts)
         kept = row >= 0
         for source in range(num_ranks):
@@ -188,34 +228,74 @@ def test_every_policy_sends_every_token_to_a_slot_of_its_expert(name):
             assert np.array_equal(np.bincount(row[kept], flat[kept], len(totals)), totals)
 
 
-def test_even_split_differs_by_at_most_one_token_between_copies():
-    row, num_ranks = np.array([0, 1, 0, 2, 0, 3]), 3
-    counts = np.random.default_rng(0).integers(0, 7, (num_ranks, 4))
-    sent = make_split("even", ReplicaGraph.of(row, num_ranks)).split(counts)
-    of_expert_0 = sent.sum(axis=0)[row == 0]
-    assert of_expert_0.max() - of_expert_0.min() <= 1
+@settings(max_examples=100, deadline=None)
+@given(cases(), st.integers(0, 2**32))
+def test_even_split_deals_rows_out_one_at_a_time_and_slots_differ_by_at_most_one(case, seed):
+    row, totals, num_ranks = case
+    layer_row = seed % 7
+    counts = by_source_of(totals, num_ranks, seed)
+    sent = make_split("even", layer_of(row, num_ranks, len(totals), layer_row=layer_row)).split(counts)
+    expected = np.zeros_like(sent)
+    for expert in range(len(totals)):
+        slots, turn = np.flatnonzero(row == expert), expert + layer_row
+        for source in range(num_ranks):
+            for _ in range(counts[source, expert]):
+                expected[source, slots[turn % len(slots)]] += 1
+                turn += 1
+        received = sent.sum(axis=0)[slots]
+        assert received.max() - received.min() <= 1
+    assert np.array_equal(sent, expected)
+
+
+def test_odd_rows_of_the_even_split_do_not_pile_up_on_the_lowest_slots():
+    row = np.concatenate([np.arange(12), np.arange(12)])
+    for layer_row in range(2):
+        sent = make_split("even", layer_of(row, 2, layer_row=layer_row)).split(np.ones(12, dtype=int))
+        assert rank_loads(sent, 2).tolist() == [6, 6]
+        assert sent[0] == (layer_row == 0), "layers begin at different replicas"
+
+
+@settings(max_examples=100, deadline=None)
+@given(cases(), st.integers(0, 2**32))
+def test_nearest_split_uses_the_own_rank_then_the_node_then_all_evenly(case, seed):
+    row, totals, num_ranks = case
+    per_node = 2 if num_ranks % 2 == 0 else 1
+    counts = by_source_of(totals, num_ranks, seed)
+    sent = make_split("nearest", layer_of(row, num_ranks, len(totals), num_ranks // per_node)).split(counts)
+    slot_rank = np.arange(len(row)) // (len(row) // num_ranks)
+    by_group = {}
+    for source in range(num_ranks):
+        for expert in range(len(totals)):
+            slots = np.flatnonzero(row == expert)
+            own = slots[slot_rank[slots] == source]
+            node = slots[slot_rank[slots] // per_node == source // per_node]
+            near = own if len(own) else node if len(node) else slots
+            assert sent[source, near].sum() == counts[source, expert]
+            by_group.setdefault((expert, *near.tolist(), len(own) > 0, len(node) > 0), []).append(sent[source, near])
+    for received in by_group.values():
+        together = np.sum(received, axis=0)
+        assert together.max() - together.min() <= 1, "those that use the same slots use them evenly"
 
 
 def test_nearest_split_stays_on_the_rank_then_on_the_node():
     # Two nodes of two ranks; expert 0 on ranks 1 and 2, expert 1 on rank 0, expert 2 on rank 3.
-    graph = ReplicaGraph.of([1, 0, 0, 2], 4)
     counts = np.array([[6, 0, 0], [5, 0, 0], [4, 0, 0], [3, 0, 0]])
-    sent = make_split("nearest", graph, Topology(2, 2)).split(counts)
+    sent = make_split("nearest", layer_of([1, 0, 0, 2], 4, num_nodes=2)).split(counts)
     assert sent[:, 1].tolist() == [6, 5, 0, 0]
     assert sent[:, 2].tolist() == [0, 0, 4, 3]
 
 
 def test_nearest_split_without_sources_says_what_it_needs():
     with pytest.raises(PlacementError, match="counts by source rank"):
-        make_split("nearest", ReplicaGraph.of([0, 1], 2)).split(np.array([1, 1]))
+        make_split("nearest", layer_of([0, 1], 2)).split(np.array([1, 1]))
 
 
 def test_fewest_activated_split_activates_as_few_experts_on_the_worst_rank_as_possible():
     rng = np.random.default_rng(5)
     for _ in range(200):
         row, counts, num_ranks = random_case(rng)
-        graph = ReplicaGraph.of(row, num_ranks, len(counts))
-        sent = make_split("fewest_activated", graph).split(counts)
+        graph = ReplicaGraph.of(layer_of(row, num_ranks, len(counts)))
+        sent = make_split("fewest_activated", graph.layer).split(counts)
         assert all((sent[row == e] > 0).sum() <= 1 for e in range(len(counts)))
         active = (counts > 0).astype(int)
         assert rank_loads((sent > 0).astype(int), num_ranks).max() == best_by_subsets(graph, active.tolist())
@@ -226,15 +306,15 @@ def test_zero_is_a_normal_size():
     assert split_batch([7], [0], 1).tolist() == [7]
     assert split_batch(np.zeros((2, 3), dtype=int), [0, 1, 2, 0], 2).tolist() == [[0, 0, 0, 0]] * 2
     for name in SPLITS:
-        assert make_split(name, ReplicaGraph.of([0, 1], 2)).split(np.array([[0, 3], [0, 0]])).sum() == 3
+        assert make_split(name, layer_of([0, 1], 2)).split(np.array([[0, 3], [0, 0]])).sum() == 3
 
 
-@pytest.mark.parametrize("compiled", ["auto", "never"])
+@pytest.mark.parametrize("compiled", [False, True])
 def test_an_expert_with_tokens_but_without_a_slot_is_named(compiled):
     with pytest.raises(PlacementError, match="expert 1 has tokens but no slot"):
         split_batch([1, 1, 1], [0, 2], 2)
     with pytest.raises(PlacementError, match="expert 1 has tokens but no slot"):
-        make_split("exact", ReplicaGraph.of([0, 2], 2, 3), compiled=compiled).split(np.array([1, 1, 1]))
+        make_split("exact", layer_of([0, 2], 2, 3), find_library() if compiled else None).split(np.array([1, 1, 1]))
 
 
 @pytest.mark.parametrize(
@@ -256,14 +336,18 @@ def test_wrong_input_is_named(counts, row, num_ranks, message):
 
 
 def test_unknown_split_and_missing_compiler_are_config_errors(tmp_path, monkeypatch):
-    graph = ReplicaGraph.of([0, 1], 2)
     with pytest.raises(ConfigError, match="even, nearest, exact"):
-        make_split("fair", graph)
+        make_split("fair", layer_of([0, 1], 2))
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert make_split("exact", graph, compiled="auto").split(np.array([3, 4])).tolist() == [3, 4]
+    assert find_library() is None
     with pytest.raises(ConfigError, match="no C compiler"):
-        make_split("exact", graph, compiled="always")
+        build_library()
+
+
+def test_a_topology_of_another_cluster_is_named():
+    with pytest.raises(PlacementError, match="the topology has 4 ranks, the placement 2"):
+        make_splits("even", Placement.trivial(1, 4, 2), Topology(2, 2))
 
 
 def test_a_broken_compiler_is_reported_not_hidden(tmp_path, monkeypatch):

@@ -4,19 +4,23 @@ import numpy as np
 import pytest
 import torch
 
+from moe_serve.ep.device_split import split_table
 from moe_serve.eplb.split.exact import split_exact
+from moe_serve.eplb.split.layer_slots import LayerSlots
 from moe_serve.eplb.split.replica_graph import ReplicaGraph
-from moe_serve.kernels.exact_split import CERTIFIED, REPAIRED, UNPROVEN, exact_split_reference, split_table
+from moe_serve.kernels.exact_split import CERTIFIED, REPAIRED, UNPROVEN, exact_split_reference
+from moe_serve.topology import Topology
 from tests.kernels.conftest import RunCheck
 
 
-def random_case(seed: int, num_ranks: int, slots_per_rank: int, num_logical: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns (physical_to_logical [P] with every expert somewhere when they fit, counts [E] with many zeros)."""
+def random_case(seed: int, num_ranks: int, slots_per_rank: int, num_logical: int) -> tuple[LayerSlots, torch.Tensor]:
+    """Returns (a layer with every expert somewhere when they fit, counts [E] with many zeros)."""
     rng = np.random.default_rng(seed)
     num_slots = num_ranks * slots_per_rank
     row = np.concatenate([rng.permutation(num_logical), rng.integers(-1, num_logical, num_slots - num_logical)])
     counts = (rng.pareto(1.0, num_logical) * 20).astype(np.int64) * rng.integers(0, 2, num_logical)
-    return torch.from_numpy(rng.permutation(row)), torch.from_numpy(counts)
+    layer = LayerSlots.of(rng.permutation(row), Topology(1, num_ranks), num_logical)
+    return layer, torch.from_numpy(counts)
 
 
 @pytest.mark.parametrize("shape", [(1, 4, 3), (4, 3, 7), (8, 5, 24), (3, 2, 2)], ids=str)
@@ -24,14 +28,13 @@ def test_an_exact_outcome_is_the_optimum_of_the_oracle(shape: tuple[int, int, in
     num_ranks, slots_per_rank, num_logical = shape
     outcomes = []
     for seed in range(60):
-        row, counts = random_case(seed, *shape)
-        slot_tokens, outcome = exact_split_reference(counts, split_table(row, num_ranks, num_logical))
+        layer, counts = random_case(seed, *shape)
+        slot_tokens, outcome = exact_split_reference(counts, split_table(layer))
         outcomes.append(outcome)
         assert (slot_tokens >= 0).all()
-        served = torch.zeros(num_logical, dtype=torch.int64)
-        served.index_add_(0, row.clamp(min=0), torch.where(row < 0, 0, slot_tokens))
-        assert torch.equal(served, counts)
-        best = split_exact(ReplicaGraph.of(row.numpy(), num_ranks, num_logical), counts.tolist()).max_load
+        served = np.bincount(layer.physical_to_logical, slot_tokens, num_logical + 1)
+        assert served.tolist() == [*counts.tolist(), 0]
+        best = split_exact(ReplicaGraph.of(layer), counts.tolist()).max_load
         heaviest = int(slot_tokens.view(num_ranks, slots_per_rank).sum(1).max())
         assert heaviest == best if outcome in (CERTIFIED, REPAIRED) else heaviest >= best
     assert UNPROVEN not in outcomes
@@ -40,10 +43,10 @@ def test_an_exact_outcome_is_the_optimum_of_the_oracle(shape: tuple[int, int, in
 def test_without_pushes_an_unproven_batch_says_so() -> None:
     outcomes = set()
     for seed in range(200):
-        row, counts = random_case(seed, 8, 5, 24)
-        table = split_table(row, 8, 24)
+        layer, counts = random_case(seed, 8, 5, 24)
+        table = split_table(layer)
         slot_tokens, outcome = exact_split_reference(counts, table, sweeps=1, max_pushes=0)
-        best = split_exact(ReplicaGraph.of(row.numpy(), 8, 24), counts.tolist()).max_load
+        best = split_exact(ReplicaGraph.of(layer), counts.tolist()).max_load
         outcomes.add(outcome)
         if int(slot_tokens.view(8, 5).sum(1).max()) > best:
             assert outcome == UNPROVEN
@@ -57,11 +60,13 @@ def check_split(device: str, shape: list[int], seeds: int, sweeps: int, max_push
     outcomes = torch.zeros(3, dtype=torch.int64, device=device)
     expected_outcomes = [0, 0, 0]
     for seed in range(seeds):
-        row, counts = random_case(seed, *shape)
-        table = split_table(row, shape[0], shape[2])
+        layer, counts = random_case(seed, *shape)
+        table = split_table(layer)
         expected, outcome = exact_split_reference(counts, table, sweeps, max_pushes)
         expected_outcomes[outcome] += 1
-        moved = SplitTable(*(t.to(device) for t in (table.home_slot, table.experts, table.copy_slot)), table.num_slots)
+        moved = SplitTable(
+            *(t.to(device) for t in (table.fixed_slot, table.experts, table.replica_slot)), table.num_slots
+        )
         got = exact_split_triton(counts.to(device), moved, outcomes, sweeps, max_pushes)
         assert torch.equal(got.cpu(), expected)
     assert outcomes.tolist() == expected_outcomes

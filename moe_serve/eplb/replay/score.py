@@ -80,9 +80,10 @@ class WindowScore:
 class Scorer:
     """Scores windows.
 
-    split "window": replicas share an expert's tokens evenly, on the sums of the window. Others ("even", "exact",
-    "fewest_activated") split every single step, which has to be in the trace; balancedness and activated experts are
-    then means over steps.
+    split "window": replicas share an expert's tokens evenly, on the sums of the window. Others ("even", "nearest",
+    "exact", "fewest_activated") split every single step, which has to be in the trace, with its sources for "nearest";
+    balancedness and activated experts are then means over steps, and traffic is that of the split where the sources of
+    single steps are known.
     """
 
     def __init__(
@@ -99,12 +100,16 @@ class Scorer:
             balance, ranks, activated = balancedness(load), load.sum(axis=0), self._activated(record, placement)
         else:
             if self._splitter is None or self._splitter.placement is not placement:
-                self._splitter = StepSplitter(self.split, placement)
-            slots = self._splitter.slot_tokens(record)
-            by_rank = slots.reshape(*slots.shape[:2], placement.num_ranks, -1)
+                self._splitter = StepSplitter(self.split, placement, self.topology)
+            rows = self._splitter.slot_rows(record)
+            by_rank = rows.sum(axis=2).reshape(*rows.shape[:2], placement.num_ranks, -1)
             load = by_rank.sum(axis=3).astype(np.float64)  # [steps, L, R]
             balance, ranks = balancedness(load).mean(axis=0), load.sum(axis=(0, 1))
             activated = float((by_rank > 0).sum(axis=3).max(axis=2).mean())
+            if rows.shape[2] == self.topology.num_ranks:
+                nodes, per_node = self.topology.num_nodes, self.topology.ranks_per_node
+                by_node = rows.sum(axis=(0, 1)).reshape(nodes, per_node, nodes, -1).sum(axis=(1, 3))
+                off_node, traffic = _off_node(by_node), by_node.astype(np.float64)
         return WindowScore(
             balance, ranks, off_node, traffic, activated, self._step(record, placement, placement.num_slots)
         )
@@ -148,8 +153,13 @@ class Scorer:
         copies = np.bincount(keys.ravel(), minlength=layers * nodes * (experts + 1)).reshape(layers, nodes, -1)
         share = copies[:, :, :-1] / placement.replica_count[:, None, :]
         traffic = np.einsum("lne,lme->nm", by_node.astype(np.float64), share, optimize=True)
-        total = traffic.sum()
-        return (float(1 - np.trace(traffic) / total) if total else 0.0), traffic
+        return _off_node(traffic), traffic
+
+
+def _off_node(traffic: NDArray[np.number]) -> float:
+    """Returns the share of routes [N, N] that leave their node."""
+    total = traffic.sum()
+    return float(1 - np.trace(traffic) / total) if total else 0.0
 
 
 def arrivals(old: Placement, new: Placement, topology: Topology) -> Arrivals:
@@ -171,22 +181,31 @@ def _holds(placement: Placement) -> NDArray[np.bool_]:
 
 
 class StepSplitter:
-    """Splits every single step of a window over the replicas of one placement, as a server would batch by batch."""
+    """Splits every single step of a window over the replicas of one placement, as a server does batch by batch."""
 
-    def __init__(self, split: str, placement: Placement) -> None:
-        """split: of `make_split`, without sources."""
-        from moe_serve.eplb.split.batch import make_split
-        from moe_serve.eplb.split.replica_graph import ReplicaGraph
+    def __init__(self, split: str, placement: Placement, topology: Topology) -> None:
+        """split: of `make_split`."""
+        from moe_serve.eplb.split.make import make_splits
+        from moe_serve.eplb.split.native import find_library
 
-        self.placement = placement
-        graphs = (
-            ReplicaGraph.of(row, placement.num_ranks, placement.num_logical) for row in placement.physical_to_logical
-        )
-        self._layers = [make_split(split, graph) for graph in graphs]
+        self.split, self.placement = split, placement
+        self._layers = make_splits(split, placement, topology, find_library())
 
-    def slot_tokens(self, record: LoadRecord) -> NDArray[np.int64]:
-        """Returns [steps, L, P]. Raises TraceError when the record does not hold single steps."""
-        if record.per_step is not None:
+    def slot_rows(self, record: LoadRecord) -> NDArray[np.int64]:
+        """Returns the rows that each source sends to each slot in every step: [steps, L, S, P].
+
+        S: source ranks, where the window is one step and its sources are known: then this is the server's own split;
+        else 1
+        Raises TraceError when the record does not hold single steps, or lacks the sources that the split needs.
+        """
+        if record.num_steps == 1 and record.by_source is not None:
+            steps = record.by_source[None]
+        elif self.split == "nearest":
+            raise TraceError(
+                f"the window of step {record.first_step} lacks what the nearest split needs: one step, with its tokens "
+                "by source rank (by_source); record that, or use --split window"
+            )
+        elif record.per_step is not None:
             steps = record.per_step
         elif record.num_steps == 1:
             steps = record.tokens[None]
@@ -195,4 +214,9 @@ class StepSplitter:
                 f"the window of step {record.first_step} sums {record.num_steps} steps, and a split per batch works on "
                 f"single ones; record per_step, or use --split window"
             )
-        return np.stack([[layer.split(row) for layer, row in zip(self._layers, step, strict=True)] for step in steps])
+        return np.array(
+            [
+                [np.atleast_2d(layer.split(counts)) for layer, counts in zip(self._layers, step, strict=True)]
+                for step in steps
+            ]
+        )

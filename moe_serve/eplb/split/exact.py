@@ -4,40 +4,82 @@ Minimising the largest rank load is a flow problem. Tokens of a replicated exper
 it; for any set S of ranks, the tokens of experts that live on S alone must stay there, so no split is better than
 ceil(confined(S) / |S|), and the best S attains it (max-flow min-cut; integer capacities have integer flows).
 
-1. Start: experts in descending order of tokens, each water-filled over its ranks, once. (Further sweeps were measured:
-   they cost more than the paths that they save.)
+1. Start: where sources are known, with what is near them. The rest: experts in descending order of tokens, each
+   water-filled over its ranks, once. (Further sweeps were measured: they cost more than the paths that they save.)
 2. L = ceil(total / ranks). While a rank carries more than L: search from it, along experts that have tokens to give,
    for a rank below L. Found: push tokens along the path. Not found: the ranks reached are such an S, so
    L <- ceil(load(S) / |S|): Newton's step on max over S (Dinkelbach). L only rises, and the flow is kept.
-3. The last S that raised L is the certificate: anybody can check it with a sum over experts.
+3. The last S that raised L is the certificate: anybody can check it with a sum over experts, and every batch is
+   counted as proven by that check alone.
 
-Whole numbers only, every tie broken by index: each rank and device gets the same answer. split_exact.c is this file
-in C, step by step; both give equal results.
+Whole numbers only, every tie broken by index: each rank gets the same answer, and split.c, which is this file step by
+step, the same integers.
 """
 
+import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
+from moe_serve.eplb.split.in_turn import TurnSplit
+from moe_serve.eplb.split.layer_slots import Int64s, LayerSlots
+from moe_serve.eplb.split.native import NativeSplit
+from moe_serve.eplb.split.policy import SplitPolicy
 from moe_serve.eplb.split.replica_graph import ReplicaGraph
+from moe_serve.eplb.split.routes import send_short
+
+PROVEN, REPAIRED, UNPROVEN = 0, 1, 2  # outcomes: optimal at once, optimal after repair, not proven
+
+
+class ExactSplit(SplitPolicy):
+    """The smallest possible largest rank load. reaches: 1, ranks of a node, all ranks."""
+
+    def __init__(self, layer: LayerSlots, reaches: tuple[int, ...], library: ctypes.CDLL | None = None):
+        self._graph = graph = ReplicaGraph.of(layer)
+        super().__init__("exact", layer, None if library is None else NativeSplit(library, layer, reaches, graph))
+        self._reaches = reaches
+        slots = np.full(layer.num_slots, layer.num_logical)
+        slots[list(graph.replica_slot)] = np.array(graph.experts, dtype=np.int64)[list(graph.owner)]
+        one_each = LayerSlots(slots, layer.num_logical, layer.topology, layer.layer_row)
+        self._near = TurnSplit("near", one_each, reaches[:-1])
+
+    def split_plainly(self, counts: Int64s) -> Int64s:
+        graph, totals = self._graph, counts.sum(axis=0).tolist()
+        if len(counts) == 1:
+            result = split_exact(graph, totals)
+            sent = result.replica_tokens[None]
+        else:
+            start = self._near.split_plainly(counts).sum(axis=0)[list(graph.replica_slot)]
+            result = split_exact(graph, totals, start.tolist())
+            sent = send_short(graph, self._reaches, counts[:, graph.experts], result.replica_tokens)
+        proven = is_proven(graph, totals, result)
+        self.outcomes[UNPROVEN if not proven else REPAIRED if result.num_pushes else PROVEN] += 1
+        return graph.to_slots(counts, sent)
 
 
 @dataclass(frozen=True, eq=False)
-class ExactSplit:
+class ExactResult:
     """An optimal split and the proof that it is one.
 
-    copy_tokens: [C] int64, tokens of each copy of the graph
-    rank_load:   [R] int64
-    max_load:    the largest rank load, the smallest possible one
-    certificate: ranks S, ascending, with ceil(confined_load(S) / |S|) == max_load
+    replica_tokens: [C] int64, tokens of each replica of the graph
+    rank_load:      [R] int64
+    max_load:       the largest rank load, the smallest possible one
+    certificate:    ranks S, ascending, with ceil(confined_load(S) / |S|) == max_load
+    num_pushes:     paths along which tokens were moved after the start
     """
 
-    copy_tokens: NDArray[np.int64]
-    rank_load: NDArray[np.int64]
+    replica_tokens: Int64s
+    rank_load: Int64s
     max_load: int
     certificate: tuple[int, ...]
+    num_pushes: int
+
+
+def is_proven(graph: ReplicaGraph, counts: Sequence[int], result: ExactResult) -> bool:
+    """Returns whether the certificate proves that no split has a smaller largest rank load. counts: [E]"""
+    least = -(-confined_load(graph, counts, result.certificate) // len(result.certificate))
+    return least == int(result.rank_load.max())
 
 
 def confined_load(graph: ReplicaGraph, counts: Sequence[int], ranks: Sequence[int]) -> int:
@@ -46,94 +88,94 @@ def confined_load(graph: ReplicaGraph, counts: Sequence[int], ranks: Sequence[in
     counts: [E], tokens of each expert
     """
     inside = set(ranks)
-    slots_per_rank = graph.slots_per_rank
+    slots_per_rank = graph.layer.slots_per_rank
     load = sum(
-        int(counts[e]) for e, s in enumerate(graph.home_slot.tolist()) if s >= 0 and s // slots_per_rank in inside
+        int(counts[e]) for e, s in enumerate(graph.fixed_slot.tolist()) if s >= 0 and s // slots_per_rank in inside
     )
     for i, expert in enumerate(graph.experts):
-        if inside.issuperset(graph.copy_rank[graph.copy_start[i] : graph.copy_start[i + 1]]):
+        if inside.issuperset(graph.replica_rank[graph.replica_start[i] : graph.replica_start[i + 1]]):
             load += int(counts[expert])
     return load
 
 
-def split_exact(graph: ReplicaGraph, counts: Sequence[int], start: Sequence[int] | None = None) -> ExactSplit:
+def split_exact(graph: ReplicaGraph, counts: Sequence[int], start: Sequence[int] | None = None) -> ExactResult:
     """Returns the split with the smallest possible largest rank load. See the module for the method.
 
     counts: [E] whole numbers >= 0
-    start:  [C] tokens per copy to begin from, at most its tokens for each expert; only the rest is water-filled, and
-            of the start only what must move is moved: one that is good for another reason, such as short ways, stays
+    start:  [C] tokens per replica to begin from, at most its tokens for each expert; only the rest is water-filled, and
+            of the start only what must move is moved: one that is good for another reason, such as short routes, stays
             mostly as it is. None = nothing
     """
     load = [0] * graph.num_ranks
-    slots_per_rank = graph.slots_per_rank
-    for slot, tokens in zip(graph.home_slot.tolist(), counts, strict=True):
+    slots_per_rank = graph.layer.slots_per_rank
+    for slot, tokens in zip(graph.fixed_slot.tolist(), counts, strict=True):
         if slot >= 0:
             load[slot // slots_per_rank] += tokens
-    given = [0] * graph.num_copies if start is None else list(start)
+    given = [0] * graph.num_replicas if start is None else list(start)
     tokens_of = [counts[e] for e in graph.experts]
     if start is not None:
         for i in range(len(tokens_of)):
-            for c in range(graph.copy_start[i], graph.copy_start[i + 1]):
-                load[graph.copy_rank[c]] += given[c]
+            for c in range(graph.replica_start[i], graph.replica_start[i + 1]):
+                load[graph.replica_rank[c]] += given[c]
                 tokens_of[i] -= given[c]
     _water_fill(graph, tokens_of, load, given)
-    max_load, cut = _level(graph, load, given)
-    return ExactSplit(np.array(given, dtype=np.int64), np.array(load, dtype=np.int64), max_load, tuple(cut))
+    max_load, cut, num_pushes = _level(graph, load, given)
+    return ExactResult(
+        np.array(given, dtype=np.int64), np.array(load, dtype=np.int64), max_load, tuple(cut), num_pushes
+    )
 
 
 def _water_fill(graph: ReplicaGraph, tokens_of: Sequence[int], load: list[int], given: list[int]) -> None:
     """Gives each replicated expert's tokens_of[i] to its least loaded ranks; adds to load and given."""
-    copy_start, copy_rank = graph.copy_start, graph.copy_rank
+    replica_start, replica_rank = graph.replica_start, graph.replica_rank
     for i in sorted(range(len(tokens_of)), key=lambda i: -tokens_of[i]):  # stable: ties stay in order of expert id
         tokens = tokens_of[i]
         if tokens == 0:
             break
-        first, end = copy_start[i], copy_start[i + 1]
+        first, end = replica_start[i], replica_start[i + 1]
         if end - first == 2:  # the usual case, in closed form
-            a, b = copy_rank[first], copy_rank[first + 1]
+            a, b = replica_rank[first], replica_rank[first + 1]
             to_a = min(max((tokens + load[b] - load[a] + 1) >> 1, 0), tokens)
             given[first] += to_a
             given[first + 1] += tokens - to_a
             load[a] += to_a
             load[b] += tokens - to_a
             continue
-        by_load = sorted(range(first, end), key=lambda c: load[copy_rank[c]])
+        by_load = sorted(range(first, end), key=lambda c: load[replica_rank[c]])
         # The least loaded ranks end level: the largest number of them whose tallest stays below that level.
         below, num_filled = 0, 0
         for c in by_load:
-            if num_filled * load[copy_rank[c]] - below >= tokens:
+            if num_filled * load[replica_rank[c]] - below >= tokens:
                 break
-            below += load[copy_rank[c]]
+            below += load[replica_rank[c]]
             num_filled += 1
         level, extra = divmod(tokens + below, num_filled)
         for place, c in enumerate(by_load[:num_filled]):
-            amount = level + (place < extra) - load[copy_rank[c]]
+            amount = level + (place < extra) - load[replica_rank[c]]
             given[c] += amount
-            load[copy_rank[c]] += amount
+            load[replica_rank[c]] += amount
 
 
-def _level(graph: ReplicaGraph, load: list[int], given: list[int]) -> tuple[int, list[int]]:
-    """Moves tokens between ranks until the largest load is optimal; returns it and its certificate."""
-    copy_rank, copy_start = graph.copy_rank, graph.copy_start
-    # A rank without any slot can take nothing, so it must not lower the first bound.
-    live = sorted(set(copy_rank).union((graph.home_slot[graph.home_slot >= 0] // graph.slots_per_rank).tolist()))
-    cut = live or list(range(graph.num_ranks))
+def _level(graph: ReplicaGraph, load: list[int], given: list[int]) -> tuple[int, list[int], int]:
+    """Moves tokens between ranks until the largest load is optimal; returns it, its certificate, and the moves."""
+    replica_rank, replica_start = graph.replica_rank, graph.replica_start
+    cut = list(graph.live)  # a rank without any slot can take nothing, so it must not lower the first bound
     bound = -(-sum(load) // len(cut))
-    owner = [i for i in range(len(graph.experts)) for _ in range(copy_start[i], copy_start[i + 1])]
+    num_pushes = 0
     heaviest = max(load)
     while heaviest > bound:
         source = load.index(heaviest)
-        # Breadth first, so that paths are short; via[r] = (copy that gives, copy on r that takes).
+        # Breadth first, so that paths are short; via[r] = (replica that gives, replica on r that takes).
         via: dict[int, tuple[int, int]] = {source: (-1, -1)}
         queue = [source]
         target = -1
         for rank in queue:
-            for give in graph.holder_copy[graph.holder_start[rank] : graph.holder_start[rank + 1]]:
+            for give in graph.holder_replica[graph.holder_start[rank] : graph.holder_start[rank + 1]]:
                 if given[give] == 0:
                     continue
-                i = owner[give]
-                for take in range(copy_start[i], copy_start[i + 1]):
-                    other = copy_rank[take]
+                i = graph.owner[give]
+                for take in range(replica_start[i], replica_start[i + 1]):
+                    other = replica_rank[take]
                     if other not in via:
                         via[other] = (give, take)
                         if load[other] < bound:
@@ -153,7 +195,7 @@ def _level(graph: ReplicaGraph, load: list[int], given: list[int]) -> tuple[int,
         while rank != source:
             give, _ = via[rank]
             amount = min(amount, given[give])
-            rank = copy_rank[give]
+            rank = replica_rank[give]
         load[source] -= amount
         load[target] += amount
         rank = target
@@ -161,6 +203,7 @@ def _level(graph: ReplicaGraph, load: list[int], given: list[int]) -> tuple[int,
             give, take = via[rank]
             given[give] -= amount
             given[take] += amount
-            rank = copy_rank[give]
+            rank = replica_rank[give]
         heaviest = max(load)
-    return bound, cut
+        num_pushes += 1
+    return bound, cut, num_pushes

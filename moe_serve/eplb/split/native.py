@@ -1,77 +1,86 @@
-"""exact.c, built at first use with the machine's C compiler and called through ctypes.
+"""split.c, built at first use with the machine's C compiler and called through ctypes.
 
-Never required: without a compiler the Python twin gives the same answer, some thirty times slower.
+Never required: without a compiler the plain forms give the same integers, later.
 """
 
 import ctypes
 from pathlib import Path
 
 import numpy as np
-from numpy.typing import NDArray
 
 from moe_serve.c_library import load_c_library
-from moe_serve.eplb.split.exact import ExactSplit
+from moe_serve.eplb.split.layer_slots import Int64s, LayerSlots
 from moe_serve.eplb.split.replica_graph import ReplicaGraph
+from moe_serve.errors import ConfigError
+from moe_serve.log import get_logger
 
-Int64s = NDArray[np.int64]
-_SOURCE = Path(__file__).with_name("exact.c")
-_ARRAYS = ("home_expert", "home_slot", "home_rank", "experts", "copy_start", "copy_rank", "copy_slot", "owner",
-           "holder_start", "holder_copy", "live")  # fmt: skip
-
-
-class _Graph(ctypes.Structure):
-    _fields_ = [
-        *((name, ctypes.c_int64) for name in ("num_ranks", "num_slots", "num_homes", "num_replicated", "num_live")),
-        *((name, ctypes.c_void_p) for name in _ARRAYS),
-    ]
+_SOURCE = Path(__file__).with_name("split.c")
+_FUNCTIONS = {"split_counts": 4, "split_and_assign": 7, "count_ids": 4}
 
 
 def build_library(cache_dir: Path | None = None) -> ctypes.CDLL:
-    """Returns exact.c, built where no earlier build is found; see c_library.py for where, and what it raises."""
-    library, _ = load_c_library(_SOURCE, {"moe_serve_split_exact": 9}, folder=cache_dir)
-    library.moe_serve_split_exact.argtypes = [ctypes.c_void_p] * 9
-    return library
+    """Returns split.c, built where no earlier build is found; see c_library.py for where, and what it raises."""
+    return load_c_library(_SOURCE, _FUNCTIONS, folder=cache_dir)[0]
+
+
+def find_library() -> ctypes.CDLL | None:
+    """Returns split.c, or None where it cannot be built."""
+    try:
+        return build_library()
+    except ConfigError as error:
+        get_logger(__name__).debug("batches are split by numpy: %s", error)
+        return None
 
 
 class NativeSplit:
-    """The compiled exact split of one graph. Keeps its buffers, so use one per thread."""
+    """One layer's split and assignment in C. Keeps its buffers, so use one per thread.
 
-    def __init__(self, library: ctypes.CDLL, graph: ReplicaGraph) -> None:
-        self.graph = graph
-        self._call = library.moe_serve_split_exact
-        homes = np.flatnonzero(graph.home_slot >= 0)
-        home_slot = graph.home_slot[homes]
-        home_rank = home_slot // graph.slots_per_rank
-        live = np.unique(np.concatenate([home_rank, np.array(graph.copy_rank, dtype=np.int64)]))
-        if not live.size:
-            live = np.arange(graph.num_ranks)
-        owner = np.repeat(np.arange(len(graph.experts)), np.diff(graph.copy_start))
-        values = (homes, home_slot, home_rank, graph.experts, graph.copy_start, graph.copy_rank, graph.copy_slot, owner,
-                  graph.holder_start, graph.holder_copy, live)  # fmt: skip
-        self._arrays = [np.ascontiguousarray(value, dtype=np.int64) for value in values]
-        self._struct = _Graph(graph.num_ranks, graph.num_slots, len(homes), len(graph.experts), len(live),
-                              *(a.ctypes.data for a in self._arrays))  # fmt: skip
-        self._given = np.zeros(graph.num_copies, dtype=np.int64)
-        self._load = np.zeros(graph.num_ranks, dtype=np.int64)
-        self._cut = np.zeros(graph.num_ranks + 1, dtype=np.int64)  # the last entry is how many count
-        self._scratch = np.zeros(2 * len(graph.experts) + graph.num_copies + 4 * graph.num_ranks, dtype=np.int64)
-        self._graph_at = ctypes.addressof(self._struct)
-        self._given_at, self._load_at, self._cut_at, self._scratch_at = (
-            a.ctypes.data for a in (self._given, self._load, self._cut, self._scratch)
-        )
-        self._num_cut_at = self._cut_at + 8 * graph.num_ranks
+    outcomes: as of SplitPolicy
+    """
 
-    def slot_tokens(self, counts: Int64s) -> Int64s:
-        """Returns tokens per slot [P] int64 of the optimal split. counts: [E] int64, contiguous."""
-        out = np.empty(self.graph.num_slots, dtype=np.int64)
-        self._call(self._graph_at, counts.ctypes.data, None, self._given_at, self._load_at, out.ctypes.data,
-                   self._cut_at, self._num_cut_at, self._scratch_at)  # fmt: skip
-        return out
+    def __init__(
+        self, library: ctypes.CDLL, layer: LayerSlots, reaches: tuple[int, ...], graph: ReplicaGraph | None = None
+    ):
+        """reaches: ranks that share their slots, ascending, see in_turn.py;  graph: for the exact split, else None"""
+        num_ranks = layer.topology.num_ranks
+        self.outcomes: Int64s = np.zeros(3, dtype=np.int64)
+        self._split, self._assign, self._count = library.split_counts, library.split_and_assign, library.count_ids
+        self._num_logical, self._num_slots = layer.num_logical, layer.num_slots
+        arrays: list[object] = [reaches, layer.slot_start, layer.by_expert]
+        sizes, num_replicas = [0, 0, 0], 0
+        if graph is None:
+            arrays += [()] * 11
+        else:
+            fixed = np.flatnonzero(graph.fixed_slot >= 0)
+            fixed_slot = graph.fixed_slot[fixed]
+            sizes, num_replicas = [len(fixed), len(graph.experts), len(graph.live)], graph.num_replicas
+            arrays += [fixed, fixed_slot, layer.slot_rank[fixed_slot], graph.experts, graph.replica_start,
+                       graph.replica_rank, graph.replica_slot, graph.owner, graph.holder_start, graph.holder_replica,
+                       graph.live]  # fmt: skip
+        room = 3 * layer.num_logical + layer.num_slots + 6 * num_ranks + 2 * (sizes[1] + num_replicas)
+        self._arrays = [np.ascontiguousarray(array, dtype=np.int64) for array in arrays]
+        self._arrays += [np.zeros(room, dtype=np.int64), self.outcomes]
+        numbers = [num_ranks, layer.num_logical, layer.num_slots, layer.layer_row, graph is not None, len(reaches)]
+        self._layer = np.array([*numbers, *sizes, *(array.ctypes.data for array in self._arrays)], dtype=np.int64)
+        self._layer_at = self._layer.ctypes.data
 
-    def split(self, counts: Int64s, start: Int64s | None = None) -> ExactSplit:
-        """Returns what `split_exact` returns. counts: [E], start: [C] or None; int64, contiguous."""
-        start_at = None if start is None else start.ctypes.data
-        max_load = self._call(self._graph_at, counts.ctypes.data, start_at, self._given_at, self._load_at, None,
-                              self._cut_at, self._num_cut_at, self._scratch_at)  # fmt: skip
-        cut = tuple(sorted(self._cut[: self._cut[-1]].tolist()))
-        return ExactSplit(self._given.copy(), self._load.copy(), int(max_load), cut)
+    def split(self, counts: Int64s) -> Int64s:
+        """Returns the rows of each slot: [S, E] -> [S, P] int64."""
+        counts = np.ascontiguousarray(counts, dtype=np.int64)
+        rows = np.empty((len(counts), self._num_slots), dtype=np.int64)
+        self._split(self._layer_at, counts.ctypes.data, len(counts), rows.ctypes.data)
+        return rows
+
+    def split_and_assign(
+        self, counts_at: int, rank: int, ids_at: int, num_ids: int, rows_at: int, physical_at: int
+    ) -> None:
+        """Splits a batch and assigns this rank's tokens to slots, between addresses of contiguous int64 arrays.
+
+        counts_at: [R, E];  ids_at: [num_ids] logical experts of this rank, -1 = none
+        rows_at: [R, P] out;  physical_at: [num_ids] out, the slot of each id
+        """
+        self._assign(self._layer_at, counts_at, rank, ids_at, num_ids, rows_at, physical_at)
+
+    def count(self, ids_at: int, num_ids: int, counts_at: int) -> None:
+        """Counts how many ids name each expert: [num_ids] -> [E], between addresses likewise."""
+        self._count(ids_at, num_ids, self._num_logical, counts_at)

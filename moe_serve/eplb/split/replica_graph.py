@@ -1,102 +1,85 @@
-"""Which ranks can serve which expert of one layer, laid out for the per-batch split.
+"""Which ranks can serve which expert of one layer, laid out for the exact split.
 
-Built once per placement and layer; every batch then reuses it. A copy is a (replicated expert, rank) pair: two slots
-of one expert on the same rank are one copy, served by the lower slot, because a rank streams the weights only once.
+Built once per placement and layer; every batch then reuses it. A replica here is a (replicated expert, rank) pair: two
+slots of one expert on the same rank are one replica, served by the lower slot, because a rank streams the weights only
+once.
 
-Shape words: E = num_logical, R = num_ranks, P = num_slots, C = copies of all replicated experts.
+Shape words: E = num_logical, R = num_ranks, P = num_slots, C = replicas of all replicated experts.
 """
 
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
 
-from moe_serve.errors import PlacementError
+from moe_serve.eplb.split.layer_slots import Int64s, LayerSlots
 
 
 @dataclass(frozen=True, eq=False)
 class ReplicaGraph:
     """The replicas of one layer. Build it with `of`.
 
-    num_logical, num_ranks, num_slots: E, R, P
-    home_slot:   [E] int64, the slot of an expert that lives on one rank only; -1 for a replicated or lost expert
-    experts:     ids of the experts that live on two or more ranks, ascending; "replicated" below
-    copy_start:  copies copy_start[i] .. copy_start[i+1]-1 belong to experts[i]
-    copy_rank, copy_slot: of each copy, ascending in rank for one expert
-    holder_start, holder_copy: copies holder_copy[holder_start[r] .. holder_start[r+1]-1] are on rank r
+    fixed_slot:    [E] int64, the slot of an expert that lives on one rank only; -1 for a replicated or lost expert
+    experts:       [X] ids of the experts that live on two or more ranks, ascending; "replicated" below
+    replica_start: [X + 1]: replicas replica_start[i] .. replica_start[i + 1] - 1 belong to experts[i]
+    replica_rank, replica_slot: [C], of each replica, ascending in rank for one expert
+    owner:         [C], of each replica, the i of experts[i]
+    holder_start, holder_replica: [R + 1], [C]: holder_replica[holder_start[r] : holder_start[r + 1]] are on rank r
+    live:          ranks that have a slot in use; all ranks where none has
     """
 
-    num_logical: int
-    num_ranks: int
-    num_slots: int
-    home_slot: NDArray[np.int64]
+    layer: LayerSlots
+    fixed_slot: Int64s
     experts: tuple[int, ...]
-    copy_start: tuple[int, ...]
-    copy_rank: tuple[int, ...]
-    copy_slot: tuple[int, ...]
+    replica_start: tuple[int, ...]
+    replica_rank: tuple[int, ...]
+    replica_slot: tuple[int, ...]
+    owner: tuple[int, ...]
     holder_start: tuple[int, ...]
-    holder_copy: tuple[int, ...]
+    holder_replica: tuple[int, ...]
+    live: tuple[int, ...]
 
     @classmethod
-    def of(cls, physical_to_logical: ArrayLike, num_ranks: int, num_logical: int | None = None) -> "ReplicaGraph":
-        """Reads one row of a placement: physical_to_logical [P] int, -1 = empty slot.
-
-        num_logical: E; None = highest id + 1
-        Raises PlacementError for another shape, a slot count that num_ranks does not divide, or an id out of range.
-        """
-        row = np.asarray(physical_to_logical)
-        if row.ndim != 1 or row.dtype.kind not in "iu" or row.size == 0:
-            raise PlacementError(
-                f"physical_to_logical has shape {row.shape} and dtype {row.dtype}; give the integers of one layer, "
-                "[num_slots]"
-            )
-        if num_ranks < 1 or row.size % num_ranks:
-            raise PlacementError(
-                f"physical_to_logical has {row.size} slots, which {num_ranks} ranks cannot share; give a multiple"
-            )
-        if num_logical is None:
-            num_logical = int(row.max()) + 1
-        if row.min() < -1 or row.max() >= num_logical:
-            raise PlacementError(f"physical_to_logical holds ids {row.min()} .. {row.max()}; they must lie in -1 .. "
-                                 f"{num_logical - 1}")  # fmt: skip
-        slots_per_rank = row.size // num_ranks
+    def of(cls, layer: LayerSlots) -> "ReplicaGraph":
+        """Returns the graph of one layer."""
         slots_of: dict[int, dict[int, int]] = {}
-        for slot, expert in enumerate(row.tolist()):
-            if expert >= 0:
-                slots_of.setdefault(expert, {}).setdefault(slot // slots_per_rank, slot)
-        home_slot = np.full(num_logical, -1, dtype=np.int64)
+        for slot, expert in enumerate(layer.physical_to_logical.tolist()):
+            slots_of.setdefault(expert, {}).setdefault(slot // layer.slots_per_rank, slot)
+        slots_of.pop(layer.num_logical, None)  # empty slots
+        fixed_slot = np.full(layer.num_logical, -1, dtype=np.int64)
         experts: list[int] = []
-        copy_start: list[int] = [0]
-        copy_rank: list[int] = []
-        copy_slot: list[int] = []
+        start: list[int] = [0]
+        rank_of: list[int] = []
+        slot_of: list[int] = []
+        owner: list[int] = []
         for expert in sorted(slots_of):
             where = slots_of[expert]
             if len(where) == 1:
-                home_slot[expert] = next(iter(where.values()))
+                fixed_slot[expert] = next(iter(where.values()))
                 continue
+            rank_of += where.keys()  # slots ascend, so ranks do
+            slot_of += where.values()
+            owner += [len(experts)] * len(where)
             experts.append(expert)
-            copy_rank += where.keys()  # slots ascend, so ranks do
-            copy_slot += where.values()
-            copy_start.append(len(copy_rank))
-        home_slot.setflags(write=False)
-        holder_copy = sorted(range(len(copy_rank)), key=copy_rank.__getitem__)
-        holder_start = np.searchsorted([copy_rank[c] for c in holder_copy], np.arange(num_ranks + 1)).tolist()
-        return cls(num_logical, num_ranks, row.size, home_slot, tuple(experts), tuple(copy_start), tuple(copy_rank),
-                   tuple(copy_slot), tuple(holder_start), tuple(holder_copy))  # fmt: skip
+            start.append(len(rank_of))
+        num_ranks = layer.topology.num_ranks
+        holder_replica = sorted(range(len(rank_of)), key=rank_of.__getitem__)
+        holder_start = np.searchsorted([rank_of[c] for c in holder_replica], np.arange(num_ranks + 1)).tolist()
+        live = sorted({rank for where in slots_of.values() for rank in where}) or range(num_ranks)
+        return cls(layer, fixed_slot, tuple(experts), tuple(start), tuple(rank_of), tuple(slot_of), tuple(owner),
+                   tuple(holder_start), tuple(holder_replica), tuple(live))  # fmt: skip
 
     @property
-    def slots_per_rank(self) -> int:
-        return self.num_slots // self.num_ranks
+    def num_ranks(self) -> int:
+        return self.layer.topology.num_ranks
 
     @property
-    def num_copies(self) -> int:
-        return len(self.copy_rank)
+    def num_replicas(self) -> int:
+        return len(self.replica_rank)
 
-    def check_served(self, totals: NDArray[np.int64]) -> None:
-        """Raises PlacementError when an expert has tokens (totals [E]) but no slot."""
-        lost = (self.home_slot < 0) & (totals > 0)
-        lost[list(self.experts)] = False
-        if lost.any():
-            raise PlacementError(
-                f"expert {int(np.argmax(lost))} has tokens but no slot; give a placement in which every expert has one"
-            )
+    def to_slots(self, counts: Int64s, replica_tokens: Int64s) -> Int64s:
+        """Returns rows of every slot: counts [S, E], replica_tokens [S, C] -> [S, P] int64."""
+        rows = np.zeros((len(counts), self.layer.num_slots), dtype=np.int64)
+        fixed = np.flatnonzero(self.fixed_slot >= 0)
+        rows[:, self.fixed_slot[fixed]] = counts[:, fixed]
+        rows[:, self.replica_slot] = replica_tokens
+        return rows

@@ -95,8 +95,8 @@ def replay(
     split: Annotated[
         str,
         typer.Option(
-            help="window: replicas share evenly, on window sums; even, exact, fewest_activated: split every "
-            "single step (they must be in the trace)."
+            help="window: replicas share evenly, on window sums; even, nearest, exact, fewest_activated: split every "
+            "single step as a server does (steps must be in the trace; for nearest by source rank)."
         ),
     ] = "window",
     latency_steps: Annotated[

@@ -1,0 +1,134 @@
+"""The split of batches on accelerators: eplb/split/in_turn.py and assign.py in torch, with the same integers, and the
+exact split by one small kernel. Nothing is read back to the host.
+
+The kernel bounds its work, so its split may differ from eplb/split/exact.py; the largest rank load is the same wherever
+the kernel proves its result, and `outcomes` counts how often it did.
+
+Shape words: L = MoE layers, E = num_logical, P = num_slots, R = num_ranks, N = most experts with replicas, P - E.
+"""
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from moe_serve.dispatch.layout import count_slots
+from moe_serve.eplb.placement import Placement
+from moe_serve.eplb.split.in_turn import turn_tables
+from moe_serve.eplb.split.layer_slots import LayerSlots
+from moe_serve.eplb.split.make import layers_of
+from moe_serve.eplb.split.replica_graph import ReplicaGraph
+from moe_serve.kernels.exact_split import SplitTable, exact_split_reference
+from moe_serve.topology import Topology
+
+
+class DeviceSplit:
+    """Splits batches of every layer from tables that never change address or shape; see ReplicaSplit."""
+
+    def __init__(self, placement: Placement, split: str, topology: Topology, device: torch.device | str):
+        self._topology, self._num_logical, self._is_exact = topology, placement.num_logical, split == "exact"
+        per_node, num_ranks = topology.ranks_per_node, topology.num_ranks
+        self._reaches = (1, per_node, num_ranks) if split == "nearest" else (num_ranks,)
+        self.outcomes = torch.zeros(3, dtype=torch.int64, device=device)
+        self._tables = {name: table.to(device) for name, table in self._make_tables(placement).items()}
+
+    def activate(self, placement: Placement) -> None:
+        for name, table in self._make_tables(placement).items():
+            self._tables[name].copy_(table)
+
+    def count(self, layer_row: int, topk_ids: Tensor) -> Tensor:
+        return count_slots(topk_ids, self._num_logical)
+
+    def split(self, layer_row: int, topk_ids: Tensor, counts: Tensor, rank: int) -> tuple[Tensor, Tensor]:
+        tables = {name: table[layer_row] for name, table in self._tables.items()}
+        rows = self._share_exactly(tables, counts) if self._is_exact else self._share_in_turn(tables, counts)
+        return _assign_tokens(tables["by_expert"], topk_ids, rows[rank]), rows
+
+    def _make_tables(self, placement: Placement) -> dict[str, Tensor]:
+        """Returns the tables of all layers, on the CPU: the first dimension of each is L."""
+        layers = layers_of(placement, self._topology)
+        tables = {
+            "logical": _stacked(torch.from_numpy(layer.physical_to_logical) for layer in layers),
+            "by_expert": _stacked(torch.from_numpy(layer.by_expert) for layer in layers),
+        }
+        if self._is_exact:
+            most = max(1, placement.num_slots - placement.num_logical)  # an expert on two ranks takes a slot more
+            splits = [split_table(layer, most) for layer in layers]
+            return tables | {
+                "fixed_slot": _stacked(table.fixed_slot for table in splits),
+                "experts": _stacked(table.experts for table in splits),
+                "replica_slot": _stacked(table.replica_slot for table in splits),
+            }
+        turns = [turn_tables(layer, self._reaches) for layer in layers]
+        return tables | {
+            "size": _stacked(torch.from_numpy(turn.size) for turn in turns),
+            "turn": _stacked(torch.from_numpy(turn.turn) for turn in turns),
+            "uses": _stacked(torch.from_numpy(turn.uses) for turn in turns),
+            "serves": _stacked(torch.from_numpy(turn.serves) for turn in turns),
+        }
+
+    def _share_in_turn(self, tables: dict[str, Tensor], counts: Tensor) -> Tensor:
+        """Same contract as TurnSplit.split_plainly."""
+        rows = counts.new_zeros(counts.shape[0], tables["logical"].shape[0])
+        for k, width in enumerate(self._reaches):
+            tokens = torch.where(tables["uses"][k], counts, 0)
+            group = tokens.view(-1, width, tokens.shape[1])
+            ahead = (group.cumsum(1) - group).view(tokens.shape)
+            mine, before = pad(torch.stack([tokens, ahead]), (0, 1))[:, :, tables["logical"]].unbind(0)
+            size = tables["size"][k]
+            share = mine // size + ((tables["turn"][k] - before) % size < mine % size)
+            rows += torch.where(tables["serves"][k], share, 0)
+        return rows
+
+    def _share_exactly(self, tables: dict[str, Tensor], counts: Tensor) -> Tensor:
+        by_expert, logical = tables["by_expert"], tables["logical"]
+        table = SplitTable(tables["fixed_slot"], tables["experts"], tables["replica_slot"], logical.shape[0])
+        slot_tokens = self._slot_tokens(counts.sum(0), table)
+        # Tokens of an expert lie in a row, by source rank; its slots cut the same row, in order of slot. Rows of all
+        # experts follow each other (a slot without an expert takes none, an expert without tokens has none).
+        rank_end = counts.t().reshape(-1).cumsum(0).view(counts.shape[1], -1).t()  # [R, E]
+        rank_end = pad(rank_end, (0, 1))  # column E: slots without an expert
+        slot_end = slot_tokens[by_expert].cumsum(0)
+        ends, starts = torch.empty_like(slot_end), torch.empty_like(slot_end)
+        ends[by_expert] = slot_end
+        starts[by_expert] = slot_end - slot_tokens[by_expert]
+        own_end = rank_end[:, logical]
+        own_start = own_end - pad(counts, (0, 1))[:, logical]
+        return (torch.minimum(ends, own_end) - torch.maximum(starts, own_start)).clamp(min=0)
+
+    def _slot_tokens(self, totals: Tensor, table: SplitTable) -> Tensor:
+        """Returns the tokens of each slot, [E] -> [P], and counts the outcome."""
+        if totals.is_cuda:
+            from moe_serve.kernels.exact_split_triton import exact_split_triton
+
+            return exact_split_triton(totals, table, self.outcomes)
+        slot_tokens, outcome = exact_split_reference(totals, table)
+        self.outcomes[outcome] += 1
+        return slot_tokens
+
+
+def split_table(layer: LayerSlots, num_rows: int = 1) -> SplitTable:
+    """Returns the kernel's table of one layer, on the CPU. num_rows: N; more where more experts have replicas"""
+    graph = ReplicaGraph.of(layer)
+    num_rows = max(num_rows, len(graph.experts))
+    experts = torch.full((num_rows,), -1)
+    experts[: len(graph.experts)] = torch.tensor(graph.experts, dtype=torch.int64)
+    replica_slot = torch.full((num_rows, graph.num_ranks), -1)
+    replica_slot[list(graph.owner), list(graph.replica_rank)] = torch.tensor(graph.replica_slot, dtype=torch.int64)
+    return SplitTable(torch.from_numpy(graph.fixed_slot), experts, replica_slot, layer.num_slots)
+
+
+def _stacked(tables: Iterable[Tensor]) -> Tensor:
+    return torch.stack(list(tables))
+
+
+def _assign_tokens(by_expert: Tensor, topk_ids: Tensor, own_rows: Tensor) -> Tensor:
+    """Same contract as eplb/split/assign.py; by_expert: [P] all slots by expert, empty ones last."""
+    flat = topk_ids.reshape(-1)
+    order = torch.sort(torch.where(flat < 0, by_expert.shape[0], flat), stable=True).indices
+    # What is left after all experts is -1, sorted to the end; so the size is known without reading anything back.
+    shares = torch.cat([own_rows[by_expert], flat.shape[0] - own_rows.sum()[None]])
+    physical = torch.empty_like(flat)
+    physical[order] = pad(by_expert, (0, 1), value=-1).repeat_interleave(shares, output_size=flat.shape[0])
+    return physical.view(topk_ids.shape)

@@ -1,0 +1,54 @@
+"""The split of batches on CPUs: eplb/split over torch's memory, in C where a compiler is found."""
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from moe_serve.dispatch.layout import count_slots
+from moe_serve.eplb.placement import Placement
+from moe_serve.eplb.split.assign import assign_tokens
+from moe_serve.eplb.split.make import make_splits
+from moe_serve.eplb.split.native import find_library
+from moe_serve.topology import Topology
+
+
+class HostSplit:
+    """Splits batches of every layer of a placement; see ReplicaSplit."""
+
+    def __init__(self, placement: Placement, split: str, topology: Topology, compiled: bool):
+        self._split, self._topology = split, topology
+        self._library = find_library() if compiled else None
+        self._outcomes = torch.zeros(3, dtype=torch.int64)  # of placements that are no longer in use
+        self._policies = make_splits(split, placement, topology, self._library)
+
+    @property
+    def outcomes(self) -> Tensor:
+        counted = np.array([policy.outcomes for policy in self._policies], dtype=np.int64)
+        return self._outcomes + torch.from_numpy(counted.reshape(-1, 3).sum(axis=0))
+
+    def activate(self, placement: Placement) -> None:
+        self._outcomes = self.outcomes
+        self._policies = make_splits(self._split, placement, self._topology, self._library)
+
+    def count(self, layer_row: int, topk_ids: Tensor) -> Tensor:
+        policy = self._policies[layer_row]
+        if policy.native is None:
+            return count_slots(topk_ids, policy.layer.num_logical)
+        ids = topk_ids.contiguous()
+        counts = torch.empty(policy.layer.num_logical, dtype=torch.int64)
+        policy.native.count(ids.data_ptr(), ids.numel(), counts.data_ptr())
+        return counts
+
+    def split(self, layer_row: int, topk_ids: Tensor, counts: Tensor, rank: int) -> tuple[Tensor, Tensor]:
+        policy = self._policies[layer_row]
+        if policy.native is None:
+            rows = policy.split(counts.numpy())
+            physical_ids = assign_tokens(policy.layer, topk_ids.numpy(), rows[rank])
+            return torch.from_numpy(physical_ids), torch.from_numpy(rows)
+        ids, counts = topk_ids.contiguous(), counts.contiguous()
+        physical = torch.empty_like(ids)
+        slot_rows = torch.empty(counts.shape[0], policy.layer.num_slots, dtype=torch.int64)
+        policy.native.split_and_assign(
+            counts.data_ptr(), rank, ids.data_ptr(), ids.numel(), slot_rows.data_ptr(), physical.data_ptr()
+        )
+        return physical, slot_rows

@@ -1,0 +1,96 @@
+"""Makes splits by name: for one layer, for a whole placement, or for a single batch."""
+
+import ctypes
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from moe_serve.eplb.placement import Placement
+from moe_serve.eplb.split.exact import ExactSplit
+from moe_serve.eplb.split.fewest_activated import FewestActivatedSplit
+from moe_serve.eplb.split.in_turn import TurnSplit
+from moe_serve.eplb.split.layer_slots import Int64s, LayerSlots
+from moe_serve.eplb.split.policy import SplitPolicy
+from moe_serve.errors import ConfigError, PlacementError
+from moe_serve.topology import Topology
+
+SPLITS = ("even", "nearest", "exact", "fewest_activated")
+MAX_TOKENS = 2**53
+
+
+def split_batch(
+    counts: ArrayLike, physical_to_logical: ArrayLike, num_ranks: int, topology: Topology | None = None
+) -> Int64s:
+    """Returns the exact split of one batch: tokens per slot, with the smallest possible largest rank load.
+
+    counts:              [num_logical] int, tokens of each expert in the batch, or [num_ranks, num_logical] by the rank
+                         they come from
+    physical_to_logical: [num_slots] int, one layer of a placement, -1 = empty slot
+    topology:            nodes, for counts by rank; None = all ranks on one node
+    returns:             [num_slots] int64, or [num_ranks, num_slots]: what each rank sends to each slot, over the
+                         shortest routes
+    Raises PlacementError when an expert with tokens has no slot, or shapes do not fit.
+    """
+    checked = _checked(counts, num_ranks)
+    layer = LayerSlots.of(physical_to_logical, topology or Topology(1, num_ranks), checked.shape[-1])
+    return make_split("exact", layer).split(checked)
+
+
+def make_split(name: str, layer: LayerSlots, library: ctypes.CDLL | None = None) -> SplitPolicy:
+    """Returns the split policy of this name for one layer.
+
+    even:             all slots of an expert get the same number of tokens, to within one
+    nearest:          every source uses the slots on its own rank, else those on its node, else all, evenly; needs
+                      counts by source
+    exact:            the smallest possible largest rank load; by source: over the shortest routes at that load
+    fewest_activated: all tokens of an expert on one replica, so that the rank with most active experts has as few as
+                      possible
+    library: of native.py, for the same integers in C; None = plain
+    Raises ConfigError for another name.
+    """
+    reaches = (1, layer.topology.ranks_per_node, layer.topology.num_ranks)
+    match name:
+        case "even":
+            return TurnSplit(name, layer, reaches[2:], library)
+        case "nearest":
+            return TurnSplit(name, layer, reaches, library)
+        case "exact":
+            return ExactSplit(layer, reaches, library)
+        case "fewest_activated":
+            return FewestActivatedSplit(layer)
+    raise ConfigError(f"split {name!r} is unknown; use one of {', '.join(SPLITS)}")
+
+
+def make_splits(
+    name: str, placement: Placement, topology: Topology | None = None, library: ctypes.CDLL | None = None
+) -> list[SplitPolicy]:
+    """Returns the split policy of every layer of a placement; topology None = all ranks on one node."""
+    return [make_split(name, layer, library) for layer in layers_of(placement, topology)]
+
+
+def layers_of(placement: Placement, topology: Topology | None = None) -> list[LayerSlots]:
+    """Returns the slots of every layer. Raises PlacementError when the topology has another number of ranks."""
+    topology = topology or Topology(1, placement.num_ranks)
+    if topology.num_ranks != placement.num_ranks:
+        raise PlacementError(
+            f"the topology has {topology.num_ranks} ranks, the placement {placement.num_ranks}; give those of one "
+            "cluster"
+        )
+    return [
+        LayerSlots.of(slots, topology, placement.num_logical, row)
+        for row, slots in enumerate(placement.physical_to_logical)
+    ]
+
+
+def _checked(counts: ArrayLike, num_ranks: int) -> Int64s:
+    array = np.asarray(counts)
+    if array.ndim not in (1, 2) or array.dtype.kind not in "iu" or (array.ndim == 2 and len(array) != num_ranks):
+        raise PlacementError(
+            f"counts has shape {array.shape} and dtype {array.dtype}; give whole numbers, [num_logical] or "
+            f"[{num_ranks} ranks, num_logical]"
+        )
+    if array.size and (array.min() < 0 or sum(array.ravel().tolist()) > MAX_TOKENS):
+        raise PlacementError(
+            f"counts ranges from {array.min()} to {array.max()}; tokens of a batch are >= 0 and sum to at most 2^53"
+        )
+    return array.astype(np.int64)
