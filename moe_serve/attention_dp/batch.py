@@ -25,7 +25,7 @@ class ForwardBatch:
     slot_mapping: [T_pad], cache slot = block * block_size + offset; -1 in padding rows
     block_tables: [num_seqs, max_blocks], blocks of each sequence in order; 0 beyond its end
     seq_lens:     [num_seqs], tokens in the cache after this step
-    logit_rows:   [num_logit_rows], last rows of the chunks that sample, in the order of the chunks
+    logit_rows:   [num_seqs], last row of each chunk: of those that sample, in the order of `chunks`, then of the others
     num_tokens:   real rows;  num_decodes: leading sequences with one row
     host_*:       the same numbers as Python ints, so that nobody waits for the device to learn a size
     """
@@ -62,24 +62,24 @@ class ForwardBatch:
     ) -> "ForwardBatch":
         """Returns the batch that computes these chunks.
 
-        Sequences are ordered by their number of new tokens; logit_rows keep the order of `chunks`.
+        Sequences are ordered by their number of new tokens. A chunk that does not sample has a logit row too: it reads
+        all that the chunk has written, so it tells whether these values are finite.
         """
         order = sorted(range(len(chunks)), key=lambda i: chunks[i].length)
         ids: list[int] = []
         positions: list[int] = []
         slots: list[int] = []
         tables: list[list[int]] = []
-        last_rows = [-1] * len(chunks)
+        last_rows = [0] * len(chunks)
         for index in order:
-            request, start, length, samples = chunks[index]
+            request, start, length, _ = chunks[index]
             end = start + length
             ids += request.token_ids(start, end)
             positions += range(start, end)
             table = request.block_ids[: -(-end // block_size)]
             tables.append(table)
             slots += [table[i // block_size] * block_size + i % block_size for i in range(start, end)]
-            if samples:
-                last_rows[index] = len(ids) - 1
+            last_rows[index] = len(ids) - 1
         num_tokens = len(ids)
         padding = numerics.padded(num_tokens) - num_tokens
         widest = max(map(len, tables), default=0)
@@ -91,11 +91,11 @@ class ForwardBatch:
             flat += table
             flat += [0] * (widest - len(table))
         flat += host_seq_lens
-        flat += [row for row in last_rows if row >= 0]
+        for sampled in (True, False):
+            flat += [row for row, chunk in zip(last_rows, chunks, strict=True) if chunk.samples == sampled]
         packed = torch.tensor(flat, dtype=torch.int64, device=device)
         num_seqs = len(order)
-        sizes = [num_tokens + padding] * 3 + [num_seqs * widest, num_seqs]
-        sizes.append(packed.shape[0] - sum(sizes))
+        sizes = [num_tokens + padding] * 3 + [num_seqs * widest, num_seqs, num_seqs]
         input_ids, position_ids, slot_mapping, blocks, seq_lens, logit_rows = packed.split_with_sizes(sizes)
         return cls(
             input_ids=input_ids,

@@ -133,6 +133,11 @@ class Scheduler:
         """Frees a request that has all its tokens. Its full blocks stay reusable by prefix until they are evicted."""
         self.abort(request_id)
 
+    def discard(self, request_id: str) -> None:
+        """Frees a running request whose values are not finite. None of its blocks is reused by a later request."""
+        self.blocks.withdraw(self._running[request_id])
+        self.abort(request_id)
+
     def propose(self) -> Proposal:
         """Returns what to run next and reserves its blocks. Costs O(running + admitted).
 

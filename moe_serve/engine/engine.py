@@ -16,7 +16,7 @@ from moe_serve.engine.exchange import Exchange
 from moe_serve.engine.mailbox import Inbound, Mailbox
 from moe_serve.engine.messages import ALIVE_PERIOD_S, Abort, Members, Shutdown, Submit, TokenEvent, Tokens, Wake
 from moe_serve.engine.recovery import Recovery
-from moe_serve.engine.sampler import sample
+from moe_serve.engine.sampler import has_finite_best, sample
 from moe_serve.engine.served_model import ServedModel
 from moe_serve.engine.status import EngineCounters, make_status
 from moe_serve.engine.step import RankState, StepPlan, StepSettings, plan_step
@@ -134,17 +134,23 @@ class Engine:
     def _forward(self, chunks: Sequence[ScheduledChunk], plan: StepPlan) -> None:
         self.served.begin_step(plan.max_tokens)
         logits = self.served.forward(ForwardBatch.build(chunks, *self.served.batch_form), plan.num_chunks, plan.overlap)
-        sampling = [chunk.request for chunk in chunks if chunk.samples]
-        token_ids = iter(sample(logits, sampling, self.served.limits.eos_token_ids))
+        sampling = [chunk for chunk in chunks if chunk.samples]
+        others = [chunk for chunk in chunks if not chunk.samples]
+        requests = [chunk.request for chunk in sampling]
+        token_ids = sample(logits[: len(sampling)], requests, self.served.limits.eos_token_ids)
         events: list[TokenEvent] = []
-        for chunk in chunks:
-            if not chunk.samples:
+        for chunk, token_id in zip(sampling, token_ids, strict=True):
+            if token_id is None:
+                events.append(self._fail(chunk.request))
+            else:
+                self.scheduler.complete(chunk, token_id)
+                events.append(self._event(chunk.request, token_id))
+        for chunk, is_finite in zip(others, has_finite_best(logits[len(sampling) :]), strict=True):
+            if is_finite:
                 self.scheduler.complete(chunk)
-                continue
-            token_id = next(token_ids)
-            self.scheduler.complete(chunk, token_id)
-            events.append(self._event(chunk.request, token_id))
-        self.counters.count_forward(chunks, len(events), plan.overlap)
+            else:
+                events.append(self._fail(chunk.request))
+        self.counters.count_forward(chunks, sum(len(event.token_ids) for event in events), plan.overlap)
         if events:
             self.mailbox.send(Tokens(self.rank, self.epoch, events))
 
@@ -217,6 +223,23 @@ class Engine:
             finish=finish,
             matched_id=matched_id,
             num_cached_prompt=request.num_cached_prompt,
+        )
+
+    def _fail(self, request: Request) -> TokenEvent:
+        """Ends a request whose logits are not finite, and returns what to tell of it. The others go on."""
+        self.scheduler.discard(request.request_id)
+        del self._requests[request.request_id]
+        self.counters.num_failed += 1
+        log.error("request %s ends: its logits are not finite", request.request_id)
+        return TokenEvent(
+            request_id=request.request_id,
+            attempt=request.attempt,
+            index=len(request.output_ids),
+            token_ids=[],
+            finish="error",
+            message=f"the logits of this request are NaN or infinite at output token {len(request.output_ids)}, so no "
+            "token can be chosen; other requests go on. Check the checkpoint for weights that are not finite; where "
+            "experts are quantised or bfloat16 overflows, set model.expert_weights: dense or model.dtype: float32",
         )
 
     def _finish(self, request: Request, token_id: int) -> tuple[str | None, int | None]:

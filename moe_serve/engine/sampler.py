@@ -22,28 +22,40 @@ _SHIFT = np.uint64(32)
 
 
 @torch.inference_mode()
-def sample(logits: Tensor, requests: Sequence[Request], eos_token_ids: Sequence[int]) -> list[int]:
-    """Returns one token id for each row.
+def sample(logits: Tensor, requests: Sequence[Request], eos_token_ids: Sequence[int]) -> list[int | None]:
+    """Returns one token id for each row, or None where the largest logit is not a finite number.
 
     logits:   [num_rows, vocab] float32, row i belongs to requests[i]; rows of requests that may not stop yet are masked
               in place
     requests: the output so far gives each row its output index
     """
-    for row, request in enumerate(requests):
-        if len(request.output_ids) < request.params.min_new_tokens:
-            banned = list(request.params.stop_token_ids)
-            if not request.params.ignore_eos:
-                banned += eos_token_ids
-            if banned:
-                logits[row, [token_id for token_id in banned if token_id < logits.shape[1]]] = -torch.inf
     if logits.shape[0] == 0:
         return []
-    chosen: list[int] = logits.argmax(dim=-1).tolist()  # of equal logits argmax takes the first
-    for row, request in enumerate(requests):
-        if request.params.temperature > 0:
-            values = logits[row].to(device="cpu", dtype=torch.float64).numpy()
-            chosen[row] = sample_row(values, request.params, request.seed, len(request.output_ids))
-    return chosen
+    best, chosen = logits.max(dim=-1)  # of equal logits the first; NaN is larger than any number
+    token_ids: list[int] = torch.where(best.isfinite(), chosen, -1).tolist()
+    return [
+        None if token_id < 0 else _sample_one(row, token_id, request, eos_token_ids)
+        for row, token_id, request in zip(logits, token_ids, requests, strict=True)
+    ]
+
+
+def has_finite_best(logits: Tensor) -> list[bool]:
+    """Returns for each row of logits [num_rows, vocab] whether a token could be chosen from it."""
+    sound: list[bool] = logits.amax(dim=-1).isfinite().tolist()
+    return sound
+
+
+def _sample_one(logits: Tensor, best_id: int, request: Request, eos_token_ids: Sequence[int]) -> int:
+    """Returns the token id of one row [vocab], which is masked in place. best_id: of the largest logit"""
+    params = request.params
+    if len(request.output_ids) < params.min_new_tokens:
+        banned = [*params.stop_token_ids, *(() if params.ignore_eos else eos_token_ids)]
+        logits[[token_id for token_id in banned if token_id < logits.shape[0]]] = -torch.inf
+        best_id = int(logits.argmax())
+    if params.temperature == 0:
+        return best_id
+    values = logits.to(device="cpu", dtype=torch.float64).numpy()
+    return sample_row(values, params, request.seed, len(request.output_ids))
 
 
 def sample_row(logits: NDArray[np.float64], params: SamplingParams, seed: int, output_index: int) -> int:

@@ -22,6 +22,7 @@ class EngineCounters:
     num_output_tokens: int = 0
     num_finished: int = 0
     num_aborted: int = 0
+    num_failed: int = 0  # ended because their logits were not finite
 
     def count_forward(self, chunks: Sequence[ScheduledChunk], num_output_tokens: int, overlap: bool) -> None:
         """Counts a step that is done."""

@@ -10,6 +10,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+LOWEST_CHOICE = -1e30  # what NaN counts as: below every score, and twice of it is still a number
+
 
 @dataclass(frozen=True)
 class GateShape:
@@ -31,9 +33,11 @@ def topk_gate_reference(
 
     logits: [T, E] float32;  bias: [E] float32, added for the choice only, or None;  num_tokens: [1] int64, rows from
     there on are padding: their ids are -1, their weights 0, and they are not counted;  load: [E] int64
+    A token whose logits are NaN still has topk different experts, and weights that are NaN.
     """
     scores = torch.softmax(logits, -1) if shape.scoring == "softmax" else logits.sigmoid()
     choice = scores if bias is None else scores + bias
+    choice = torch.where(choice.isnan(), LOWEST_CHOICE, choice)
     num_logical = logits.shape[1]
     if shape.num_groups > 1:
         grouped = choice.view(len(choice), shape.num_groups, num_logical // shape.num_groups)

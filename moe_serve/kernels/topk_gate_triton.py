@@ -51,6 +51,7 @@ def topk_gate_kernel(
     choice = scores
     if BIAS:
         choice += tl.load(bias + expert, mask=inside, other=0.0)
+    choice = tl.where(choice == choice, choice, -1e30)  # as LOWEST_CHOICE: NaN equals no maximum, so it has no id
     choice = tl.where(inside, choice, -float("inf"))
     if GROUPS > 1:
         best = tl.max(choice, axis=1)

@@ -24,18 +24,22 @@ def test_rows_of_a_mixed_batch_are_worked_out_by_hand() -> None:
     assert batch.block_tables.tolist() == [[9, 1], [7, 2]]
     assert batch.seq_lens.tolist() == list(batch.host_seq_lens) == [5, 8]
     assert batch.host_query_lens == (1, 5)
-    assert batch.logit_rows.tolist() == [0]
+    assert batch.logit_rows.tolist() == [0, 5]
     assert (batch.num_tokens, batch.num_decodes, batch.num_padded) == (6, 1, 8)
 
 
-def test_logit_rows_follow_the_chunks() -> None:
+def test_logit_rows_follow_the_chunks_first_those_that_sample() -> None:
     last = request("last", list(range(10)), [0, 1, 2])
     plain = request("plain", [1, 2], [3], (5,))
     again = request("again", [1, 2], [4, 5], (6, 7, 8))
-    chunks = [ScheduledChunk(last, 6, 4, True), ScheduledChunk(plain, 2, 1, True), ScheduledChunk(again, 2, 3, True)]
+    first = request("first", list(range(10)), [6])
+    chunks = [
+        ScheduledChunk(first, 0, 2, False), ScheduledChunk(last, 6, 4, True), ScheduledChunk(plain, 2, 1, True),
+        ScheduledChunk(again, 2, 3, True),
+    ]  # fmt: skip
     batch = ForwardBatch.build(chunks, 4, "cpu", FAST)
-    assert batch.input_ids.tolist() == [5, 6, 7, 8, 6, 7, 8, 9]
-    assert batch.logit_rows.tolist() == [7, 0, 3]
+    assert batch.input_ids.tolist() == [5, 0, 1, 6, 7, 8, 6, 7, 8, 9]
+    assert batch.logit_rows.tolist() == [9, 0, 5, 2]
     assert batch.num_decodes == 1
 
 

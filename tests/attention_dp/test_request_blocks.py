@@ -87,3 +87,30 @@ def test_the_tail_of_a_prefix_is_evicted_before_its_beginning():
     run_step(scheduler)
     scheduler.add(make_request("a2", num_prompt=13, max_new_tokens=1))
     assert shape(run_step(scheduler).prefills) == [("a2", 8, 5, True)]
+
+
+def test_no_block_of_a_discarded_request_is_reused_also_not_one_that_it_shared():
+    scheduler = make_scheduler()
+    scheduler.add(make_request("a", num_prompt=10, max_new_tokens=4))
+    run_step(scheduler)
+    scheduler.add(make_request("b", num_prompt=10, max_new_tokens=4))
+    assert shape(run_step(scheduler).prefills) == [("b", 8, 2, True)]
+    scheduler.discard("b")
+    scheduler.check()
+    scheduler.add(make_request("c", num_prompt=10))
+    assert shape(run_step(scheduler).prefills) == [("c", 0, 10, True)]
+
+
+def test_a_discarded_request_leaves_its_neighbours_blocks_to_them():
+    scheduler = make_scheduler()
+    a = make_request("a", num_prompt=10, max_new_tokens=4)
+    scheduler.add(a)
+    run_step(scheduler)
+    scheduler.add(make_request("b", num_prompt=10))
+    run_step(scheduler)
+    blocks = list(a.block_ids)
+    scheduler.discard("b")
+    while scheduler.has_work:
+        assert a.block_ids[: len(blocks)] == blocks
+        run_step(scheduler)
+    assert scheduler.blocks.num_free == 16

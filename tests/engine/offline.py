@@ -4,7 +4,7 @@ import hashlib
 import json
 import random
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from moe_serve.config import load_config
 from moe_serve.dispatch.base import EpGroup
 from moe_serve.engine import engine as engine_module
 from moe_serve.engine.build import build_engine
+from moe_serve.engine.engine import Engine
 from moe_serve.engine.exchange import make_exchange
 from moe_serve.engine.mailbox import Inbound, QueueMailbox
 from moe_serve.engine.messages import Shutdown, Submit, Tokens
@@ -99,6 +100,7 @@ class Served:
     num_steps: int = 0
 
 
+Prepare = Callable[[Engine], None]
 Script = Sequence[tuple[int, Inbound]]  # (number of polls before it arrives, message), in order
 
 
@@ -146,12 +148,14 @@ def serve(
     overrides: Sequence[str] = (),
     stagger: int | None = None,
     add_in_slot_order: bool = False,
+    prepare: Prepare | None = None,
     timeout_s: float = 240,
 ) -> Served:
     """Returns what num_ranks engines made of the requests; request i goes to rank i % num_ranks.
 
     stagger:           a seed by which requests arrive over time; None: all at once
     add_in_slot_order: a mutation: expert outputs are added as the ranks that computed them are numbered
+    prepare:           changes each rank's engine before it runs; at the top of its module
     """
     settings = [f"parallel.num_ranks={num_ranks}", "cache.memory_gib=0.05", "engine.heartbeat_s=0.02", *overrides]
     scripts: list[Script] = []
@@ -160,7 +164,7 @@ def serve(
         scripts.append([(0, submit) for submit in mine] if stagger is None else staggered(mine, stagger + rank))
     run = _serve_mutated if add_in_slot_order else _serve_on_rank
     with tempfile.TemporaryDirectory() as meeting:
-        return _merge(run_ranks(num_ranks, run, scripts, settings, meeting, timeout_s=timeout_s))
+        return _merge(run_ranks(num_ranks, run, scripts, settings, meeting, prepare, timeout_s=timeout_s))
 
 
 def _serve_mutated(rank: int, group: EpGroup, *args: Any) -> Served:
@@ -178,11 +182,15 @@ def _serve_mutated(rank: int, group: EpGroup, *args: Any) -> Served:
         collective.weighted_sum = original
 
 
-def _serve_on_rank(rank: int, group: EpGroup, scripts: Sequence[Script], overrides: list[str], meeting: str) -> Served:
+def _serve_on_rank(
+    rank: int, group: EpGroup, scripts: Sequence[Script], overrides: list[str], meeting: str, prepare: Prepare | None
+) -> Served:
     config = load_config(overrides=overrides)
     mailbox = ScriptedMailbox(scripts[rank], rank, group.num_ranks, Path(meeting))
     exchange = make_exchange(config.engine.exchange, group.process_group, True, 60.0)
     engine = build_engine(config, group, exchange, mailbox)
+    if prepare is not None:
+        prepare(engine)
     records: list[list[list[int]]] = []
     write = engine.served.on_record
 
@@ -195,7 +203,9 @@ def _serve_on_rank(rank: int, group: EpGroup, scripts: Sequence[Script], overrid
     digests: dict[str, list[str]] = {}
     gaps: dict[str, list[float]] = {}
 
-    def sample_and_digest(logits: Tensor, requests: Sequence[Request], eos_token_ids: Sequence[int]) -> list[int]:
+    def sample_and_digest(
+        logits: Tensor, requests: Sequence[Request], eos_token_ids: Sequence[int]
+    ) -> list[int | None]:
         for row, request in zip(logits, requests, strict=True):
             digest = hashlib.blake2b(row.numpy().tobytes(), digest_size=8).hexdigest()
             digests.setdefault(request.request_id, []).append(digest)

@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moe_serve.attention_dp.request import Request, SamplingParams
-from moe_serve.engine.sampler import candidates, gumbel, philox, sample, sample_row
+from moe_serve.engine.sampler import candidates, gumbel, has_finite_best, philox, sample, sample_row
 
 
 def request(params: SamplingParams, seed: int = 0, output_ids: list[int] | None = None) -> Request:
@@ -68,6 +68,18 @@ def test_no_temperature_ends_the_engine(temperature: float, top_p: float) -> Non
 def test_a_row_without_a_finite_maximum_gives_some_token(value: float) -> None:
     for params in (SamplingParams(top_p=0.5), SamplingParams(top_k=2), SamplingParams()):
         assert 0 <= sample_row(np.full(4, value), params, seed=3, output_index=0) < 4
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize("faulty", [[3.0, np.nan, 9.0, 0.0], [np.inf, 1.0, 2.0, 3.0], [np.nan] * 4, [-np.inf] * 4])
+def test_a_row_that_is_not_finite_gives_no_token_and_the_others_theirs(faulty: list[float], temperature: float) -> None:
+    logits = torch.tensor([[0.0, 1.0, 4.0, 2.0], faulty, [5.0, 1.0, -np.inf, 2.0]])
+    params = SamplingParams(temperature=temperature, min_new_tokens=2, stop_token_ids=(1,))
+    requests = [request(params, seed) for seed in range(3)]
+    assert has_finite_best(logits) == [True, False, True]
+    first, none, last = sample(logits.clone(), requests, [0])
+    assert none is None
+    assert [first, last] == sample(logits[[0, 2]], [requests[0], requests[2]], [0])
 
 
 def test_neighbouring_indices_and_ids_draw_independent_noise() -> None:

@@ -31,6 +31,28 @@ def test_the_reference_is_the_gate_of_the_ep_layer(name: str) -> None:
     assert load.sum() == 9 * shape.topk
 
 
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("name", ROUTERS)
+def test_a_row_that_is_not_finite_has_experts_and_changes_no_other_row(name: str, value: float) -> None:
+    shape = ROUTERS[name]
+    logits = randn("cpu", 9, EXPERTS, dtype=torch.float32)
+    fields = {field: getattr(shape, field) for field in shape.__dataclass_fields__}
+    clean = route(logits, RouterSpec(EXPERTS, **fields))
+    for faulty in (slice(None), slice(3, 4), slice(0, EXPERTS, 2)):
+        dirty = logits.clone()
+        dirty[4, faulty] = value
+        load = torch.zeros(EXPERTS, dtype=torch.int64)
+        ids, _ = topk_gate_reference(dirty, None, torch.tensor([9]), shape, load)
+        routed = route(dirty, RouterSpec(EXPERTS, **fields))
+        for chosen in (ids[4], routed.topk_ids[4]):
+            assert len(set(chosen.tolist())) == shape.topk
+            assert 0 <= chosen.min() <= chosen.max() < EXPERTS
+        assert load.sum() == 9 * shape.topk
+        others = torch.arange(9) != 4
+        assert torch.equal(routed.topk_ids[others], clean.topk_ids[others])
+        assert torch.equal(routed.topk_weights[others], clean.topk_weights[others])
+
+
 def check_gate(device: str, name: str, rows: int, num_tokens: int, with_bias: bool, ties: bool) -> None:
     from moe_serve.kernels.topk_gate_triton import topk_gate_triton
 
@@ -55,6 +77,30 @@ def check_gate(device: str, name: str, rows: int, num_tokens: int, with_bias: bo
 @pytest.mark.parametrize("name", ROUTERS)
 def test_the_kernel_chooses_weighs_and_counts_as_the_reference(on_device: RunCheck, name: str, with_bias: bool) -> None:
     on_device(check_gate, name, 4, 3, with_bias, False)
+
+
+def check_gate_not_finite(device: str, name: str, value: float) -> None:
+    from moe_serve.kernels.topk_gate_triton import topk_gate_triton
+
+    shape = ROUTERS[name]
+    logits = randn(device, 4, EXPERTS, dtype=torch.float32)
+    logits[1, ::2] = value
+    logits[2] = value
+    load, expected_load = (torch.zeros(EXPERTS, dtype=torch.int64) for _ in range(2))
+    load = load.to(device)
+    ids, weights = topk_gate_triton(logits, None, torch.tensor([4], device=device), shape, load)
+    expected_ids, expected = topk_gate_reference(logits.cpu(), None, torch.tensor([4]), shape, expected_load)
+    assert torch.equal(ids.cpu(), expected_ids)
+    assert torch.equal(load.cpu(), expected_load)
+    assert torch.equal(weights.cpu().isnan(), expected.isnan())
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("name", ROUTERS)
+def test_the_kernel_gives_a_row_that_is_not_finite_the_experts_of_the_reference(
+    on_device: RunCheck, name: str, value: float
+) -> None:
+    on_device(check_gate_not_finite, name, value)
 
 
 def test_ties_go_to_the_lowest_expert(on_device: RunCheck) -> None:

@@ -86,7 +86,7 @@ def test_bfloat16_stays_near_float32(name: str, numerics: Numerics, oracle: Orac
     assert float(error) < BFLOAT16_LOGITS
 
 
-def test_only_sampled_rows_give_logits_and_in_the_order_of_the_chunks(oracle: Oracle) -> None:
+def test_the_last_row_of_each_chunk_gives_logits_first_of_those_that_sample(oracle: Oracle) -> None:
     from moe_serve.attention_dp.request import Request, SamplingParams
     from moe_serve.attention_dp.scheduler import ScheduledChunk
 
@@ -98,9 +98,10 @@ def test_only_sampled_rows_give_logits_and_in_the_order_of_the_chunks(oracle: Or
     cache = KvCache(decoder.layouts, 8, BLOCK_SIZE, torch.float32, "cpu")
     requests = [Request(r.request_id, 0, r.prompt_ids, [], SamplingParams(), 0) for r in (long, short)]
     requests[0].block_ids, requests[1].block_ids = [5, 0, 3], [7]
-    chunks = [ScheduledChunk(requests[0], 0, 20, True), ScheduledChunk(requests[1], 0, 5, False)]
+    chunks = [ScheduledChunk(requests[1], 0, 5, False), ScheduledChunk(requests[0], 0, 20, True)]
     first = decoder.forward(ForwardBatch.build(chunks, BLOCK_SIZE, "cpu", FAST), cache, 1)
-    assert relative_error(first, runner.stacked(long)[-1:]) < LOGITS
+    wanted = torch.stack((runner.stacked(long)[-1], runner.stacked(short)[4]))
+    assert relative_error(first, wanted) < LOGITS
     requests[1].num_computed = 5
     chunks = [ScheduledChunk(requests[1], 5, 1, True)]
     assert (

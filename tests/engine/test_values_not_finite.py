@@ -1,0 +1,129 @@
+"""NaN or infinity in one request ends that request with an error; the bits of its neighbours stay what they were."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from moe_serve.attention_dp.batch import ForwardBatch
+from moe_serve.attention_dp.request import SamplingParams
+from moe_serve.engine.engine import Engine
+from moe_serve.engine.messages import Submit
+from tests.engine.offline import Prepare, Served, prompts_with_shared_beginnings, serve, submits_of
+
+VICTIM = "0"
+VICTIM_TOKEN = 2047  # in the prompt of the victim only
+GREEDY = SamplingParams(max_new_tokens=12, temperature=0, ignore_eos=True)
+INVARIANT = ["engine.numerics=batch_invariant"]
+
+
+def submits(num_prompts: int = 24) -> list[Submit]:
+    prompts = prompts_with_shared_beginnings(num_prompts, VICTIM_TOKEN, max_len=60)
+    prompts[0] = [*range(100, 140), VICTIM_TOKEN, *range(150, 160)]
+    return submits_of(prompts, GREEDY)
+
+
+def poison_embedding(engine: Engine, value: float) -> None:
+    """The row of one token holds the value; only the table is changed, not an output matrix tied to it."""
+    decoder = engine.served.decoder
+    decoder._embed = decoder._embed.clone()
+    decoder._embed[VICTIM_TOKEN, 5] = value
+
+
+def poison_cache(engine: Engine, value: float) -> None:
+    """Before the victim's fifth token its oldest block holds the value, in every layer."""
+    forward, requests, cache = engine.served.forward, engine._requests, engine.served.cache
+
+    def forward_poisoned(batch: ForwardBatch, num_chunks: int, overlap: bool = False) -> torch.Tensor:
+        victim = requests.get(VICTIM)
+        if victim is not None and len(victim.output_ids) == 4:
+            for layer in cache._layers:
+                layer[victim.block_ids[0] * cache.block_size] = value
+        return forward(batch, num_chunks, overlap)
+
+    engine.served.forward = forward_poisoned  # type: ignore[method-assign]
+
+
+def nan_in_embedding(engine: Engine) -> None:
+    poison_embedding(engine, math.nan)
+
+
+def infinity_in_embedding(engine: Engine) -> None:
+    poison_embedding(engine, math.inf)
+
+
+def nan_in_cache(engine: Engine) -> None:
+    poison_cache(engine, math.nan)
+
+
+def infinity_in_cache(engine: Engine) -> None:
+    poison_cache(engine, math.inf)
+
+
+# fault -> number of tokens that the victim has before it
+FAULTS: dict[Prepare, int] = {nan_in_embedding: 0, infinity_in_embedding: 0, nan_in_cache: 4, infinity_in_cache: 4}
+# name -> (ranks, overrides)
+WAYS: dict[str, tuple[int, list[str]]] = {
+    "one rank": (1, []),
+    "one rank, prompts in chunks": (1, ["engine.max_batch_tokens=32", "engine.max_running_requests=16"]),
+    "two ranks over shared memory": (2, []),
+    "two ranks over gloo, exact split": (
+        2, ["dispatch.backend=collective", "eplb.num_redundant_experts=4", "eplb.split=exact"]
+    ),
+    "two ranks, slabs": (2, ["dispatch.backend=low_latency", "dispatch.rows=masked"]),
+}  # fmt: skip
+
+
+def expect_only_the_victim_to_fail(served: Served, clean: Served, num_tokens: int) -> None:
+    assert served.finish[VICTIM] == "error"
+    assert "NaN or infinite" in served.messages[VICTIM]
+    assert "model.dtype" in served.messages[VICTIM]
+    assert served.tokens[VICTIM] == clean.tokens[VICTIM][:num_tokens]
+    for name in clean.tokens.keys() - {VICTIM}:
+        assert served.tokens[name] == clean.tokens[name], f"request {name} has other tokens"
+        assert served.digests[name] == clean.digests[name], f"request {name} has other logits"
+        assert served.finish[name] == "length"
+    assert served.counters["num_failed"] == 1
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_fault_in_one_request_ends_it_and_changes_no_bit_of_the_others(way: str) -> None:
+    num_ranks, overrides = WAYS[way]
+    clean = serve(num_ranks, submits(), [*INVARIANT, *overrides])
+    assert not any(VICTIM_TOKEN in tokens for tokens in clean.tokens.values()), "others must not meet the faulty row"
+    for fault, num_tokens in FAULTS.items():
+        served = serve(num_ranks, submits(), [*INVARIANT, *overrides], prepare=fault)
+        expect_only_the_victim_to_fail(served, clean, num_tokens)
+        load = np.array(served.load).sum(axis=0)
+        num_rows = served.counters["num_decode_tokens"] + served.counters["num_prefill_tokens"]
+        assert (load.sum(axis=1) == num_rows * load_topk(clean)).all(), "rows with NaN are counted like all others"
+
+
+def load_topk(clean: Served) -> int:
+    """Returns the experts of one token, from a run without a fault."""
+    num_rows = clean.counters["num_decode_tokens"] + clean.counters["num_prefill_tokens"]
+    return int(np.array(clean.load).sum(axis=(0, 2))[0]) // num_rows
+
+
+@pytest.mark.parametrize("fault", [nan_in_cache, infinity_in_cache])
+def test_blocks_of_a_failed_request_are_neither_reused_by_prefix_nor_harm_whoever_takes_them(fault: Prepare) -> None:
+    first = submits(1)[0]
+    again = Submit("again", 0, first.prompt_ids, GREEDY, seed=0)
+    # One request at a time, and a cache that one of them fills: the second takes the blocks of the first.
+    overrides = [*INVARIANT, "engine.max_running_requests=1", "cache.num_blocks=5", "cache.prefix_cache=true"]
+    clean = serve(1, [first, again], overrides)
+    assert clean.stats["num_cached_prompt_tokens"] > 0, "without a fault the prefix is reused"
+    served = serve(1, [first, again], overrides, prepare=fault)
+    expect_only_the_victim_to_fail(served, clean, 4)
+    assert served.stats["num_cached_prompt_tokens"] == 0
+
+
+def test_in_fast_too_neighbours_keep_their_tokens() -> None:
+    clean = serve(1, submits(8))
+    for fault in (nan_in_cache, infinity_in_cache):
+        served = serve(1, submits(8), prepare=fault)
+        assert served.finish.pop(VICTIM) == "error"
+        assert set(served.finish.values()) == {"length"}
+        for name in served.finish:
+            assert served.tokens[name] == clean.tokens[name]
