@@ -152,7 +152,8 @@ def check_close(got: torch.Tensor, expected: torch.Tensor, limit: float, what: s
 
 
 def packed_gemm(ceilings: Ceilings) -> list[Row]:
-    from moe_serve.kernels.grouped_gemm_fp8 import BlockScaled, quantize_weight
+    from moe_serve.kernels.block_scales import BlockScaled
+    from moe_serve.kernels.grouped_gemm_fp8 import quantize_weight
     from moe_serve.kernels.grouped_gemm_fp8_triton import grouped_gemm_fp8_triton
     from moe_serve.kernels.grouped_gemm_triton import grouped_gemm_triton
     from moe_serve.kernels.quantize_triton import quantize_triton
@@ -204,7 +205,8 @@ def slab_gemm(ceilings: Ceilings) -> list[Row]:
 
 def slab_gemm_fp8(ceilings: Ceilings, x: torch.Tensor, weight: torch.Tensor, counts: torch.Tensor) -> Iterator[Row]:
     """x: [slots, capacity, k], weight: [slots, n, k] bfloat16, counts: [slots]"""
-    from moe_serve.kernels.grouped_gemm_fp8 import BlockScaled, quantize_weight
+    from moe_serve.kernels.block_scales import BlockScaled
+    from moe_serve.kernels.grouped_gemm_fp8 import quantize_weight
     from moe_serve.kernels.grouped_gemm_fp8_triton import slab_gemm_fp8_triton
     from moe_serve.kernels.quantize_triton import quantize_triton
 
@@ -337,9 +339,9 @@ def exact_split(ceilings: Ceilings) -> list[Row]:
 
 
 def small_kernels(ceilings: Ceilings) -> list[Row]:
+    from moe_serve.kernels.gate_shape import GateShape
     from moe_serve.kernels.quantize_triton import quantize_triton
     from moe_serve.kernels.silu_mul_triton import silu_mul_quantize_triton
-    from moe_serve.kernels.topk_gate import GateShape
     from moe_serve.kernels.topk_gate_triton import topk_gate_triton
 
     rows = []

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from moe_serve.errors import ConfigError
-from moe_serve.kernels.quantize import dequantize, num_groups, quantize
+from moe_serve.kernels.block_scales import num_groups
+from moe_serve.kernels.quantize import dequantize, quantize
 
 
 class Codec(Protocol):

@@ -15,9 +15,8 @@ from typing import Literal
 import torch
 
 from moe_serve.errors import ConfigError
-from moe_serve.kernels.grouped_gemm_fp8 import num_scale_rows
+from moe_serve.kernels.block_scales import GROUP, num_groups, num_scale_rows
 from moe_serve.kernels.grouped_gemm_int8 import has_vnni
-from moe_serve.kernels.quantize import GROUP, num_groups
 
 ExpertForm = Literal["dense", "fp8", "int8"]
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from moe_serve.ep.expert_form import PARTS, ExpertForm, scale_of
-from moe_serve.kernels.grouped_gemm_fp8 import BlockScaled
+from moe_serve.kernels.block_scales import BlockScaled
 
 
 class ExpertStore:

@@ -9,9 +9,10 @@ from torch import Tensor
 from torch.nn import functional
 
 from moe_serve.ep.routing import RouterSpec, Routing
+from moe_serve.kernels.gate_shape import GateShape
 from moe_serve.kernels.grouped_gemm import grouped_gemm
 from moe_serve.kernels.numerics import FAST, Numerics
-from moe_serve.kernels.topk_gate import GateShape, topk_gate
+from moe_serve.kernels.topk_gate import topk_gate
 
 WHOLE_VECTORS = 64  # rows; any number of experts x 64 is whole vectors of every CPU
 

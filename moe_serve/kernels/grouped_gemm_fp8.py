@@ -3,40 +3,20 @@ e4m3 weights with a scale for every 128 x 128 block. Sums are float32; on a GPU 
 is added.
 """
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
+from moe_serve.kernels.block_scales import (
+    E4M3_MAX,
+    GROUP,
+    SMALLEST_AMAX,
+    BlockScaled,
+    num_groups,
+    num_scale_rows,
+)
 from moe_serve.kernels.grouped_gemm import grouped_gemm
 from moe_serve.kernels.numerics import FAST, Numerics
-from moe_serve.kernels.quantize import E4M3_MAX, GROUP, SMALLEST_AMAX, dequantize_reference, e4m3_over_256, num_groups
-
-
-@dataclass(frozen=True)
-class BlockScaled:
-    """FP8 matrices with a scale for every block.
-
-    q:     [groups, n, k] float8_e4m3fn
-    scale: [groups, parts x ceil(n / parts / 128), ceil(k / 128)] float32
-    parts: equal stacks of rows, each with blocks of its own: 2 for gate above up, because the checkpoint quantised
-           them apart and a width that is not a multiple of 128 would else put rows of both into one block
-    """
-
-    q: Tensor
-    scale: Tensor
-    parts: int = 1
-
-    def __post_init__(self) -> None:
-        groups, n, k = self.q.shape
-        wanted = (groups, num_scale_rows(n, self.parts), num_groups(k))
-        assert self.scale.shape == wanted, f"scales {tuple(self.scale.shape)} of FP8 matrices, expected {wanted}"
-
-
-def num_scale_rows(n: int, parts: int) -> int:
-    """Returns the number of block rows of a matrix of n rows in `parts` stacks."""
-    assert n % parts == 0, f"{n} rows are not {parts} equal stacks"
-    return parts * num_groups(n // parts)
+from moe_serve.kernels.quantize import dequantize_reference, e4m3_over_256
 
 
 def quantize_weight(weight: Tensor, parts: int = 1) -> BlockScaled:

@@ -4,8 +4,8 @@
 import torch
 from torch import Tensor
 
+from moe_serve.kernels.block_scales import BlockScaled
 from moe_serve.kernels.gemm_tiles import GemmTile, fp8_tile
-from moe_serve.kernels.grouped_gemm_fp8 import BlockScaled
 from moe_serve.kernels.grouped_gemm_triton import Scales, launch, on_device
 from moe_serve.kernels.numerics import FAST, Numerics
 

@@ -35,11 +35,6 @@ def quantize_int8(x: Tensor) -> tuple[Tensor, Tensor]:
     return (wide / scale[..., None]).round_().to(torch.int8), scale
 
 
-def dequantize_int8(q: Tensor, scale: Tensor) -> Tensor:
-    """q: [.., k] int8, scale: [..] float32 -> [.., k] float32"""
-    return q.float() * scale[..., None]
-
-
 def grouped_gemm_int8_reference(
     x: Tensor, x_scale: Tensor, weight: Tensor, weight_scale: Tensor, rows_per_group: Tensor, dtype: torch.dtype
 ) -> Tensor:

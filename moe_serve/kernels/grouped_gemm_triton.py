@@ -17,11 +17,11 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from moe_serve.kernels.block_scales import GROUP
 from moe_serve.kernels.gemm_tiles import GemmTile, bf16_tile
 from moe_serve.kernels.grouped_tiles_triton import count_tiles, locate_tile
 from moe_serve.kernels.mode_triton import as_dtype, dot, num_multiprocessors
 from moe_serve.kernels.numerics import FAST, Numerics
-from moe_serve.kernels.quantize import GROUP
 
 
 def grouped_gemm_triton(

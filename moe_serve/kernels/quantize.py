@@ -9,14 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-GROUP = 128  # values that share a scale
-E4M3_MAX = 448.0
-SMALLEST_AMAX = 1e-4
-
-
-def num_groups(width: int) -> int:
-    """Returns the number of scales of a row of `width` values."""
-    return -(-width // GROUP)
+from moe_serve.kernels.block_scales import E4M3_MAX, GROUP, SMALLEST_AMAX, num_groups
 
 
 def quantize_reference(x: Tensor) -> tuple[Tensor, Tensor]:

@@ -8,8 +8,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from moe_serve.kernels.block_scales import GROUP, num_groups
 from moe_serve.kernels.mode_triton import as_dtype, as_e4m3
-from moe_serve.kernels.quantize import GROUP, num_groups
 
 GROUPS_PER_PROGRAM = 16  # 2048 values: 16 bf16 values (two 16-byte loads) for each of 128 threads
 

@@ -6,8 +6,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from moe_serve.kernels.block_scales import GROUP, num_groups
 from moe_serve.kernels.mode_triton import as_dtype
-from moe_serve.kernels.quantize import GROUP, num_groups
 from moe_serve.kernels.quantize_triton import quantize_groups
 
 GROUPS_PER_PROGRAM = 8  # 1024 outputs: 8 for each of 128 threads, one 16-byte load of gate and one of up

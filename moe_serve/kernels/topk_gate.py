@@ -4,26 +4,10 @@ Ties go to the lowest expert id, in groups and in experts: torch.topk leaves the
 differently would count different loads.
 """
 
-from dataclasses import dataclass
-from typing import Literal
-
 import torch
 from torch import Tensor
 
-LOWEST_CHOICE = -1e30  # what NaN counts as: below every score, and twice of it is still a number
-
-
-@dataclass(frozen=True)
-class GateShape:
-    """How logits become a choice; the fields of ep.routing.RouterSpec that a kernel needs, under the same names."""
-
-    topk: int
-    scoring: Literal["softmax", "sigmoid"] = "softmax"
-    norm_topk: bool = True
-    scaling: float = 1.0
-    num_groups: int = 1
-    topk_groups: int = 1
-    norm_eps: float = 0.0
+from moe_serve.kernels.gate_shape import LOWEST_CHOICE, GateShape
 
 
 def topk_gate_reference(

@@ -6,7 +6,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from moe_serve.kernels.topk_gate import GateShape
+from moe_serve.kernels.gate_shape import LOWEST_CHOICE, GateShape
+
+LOWEST = tl.constexpr(LOWEST_CHOICE)
 
 
 def topk_gate_triton(
@@ -51,7 +53,7 @@ def topk_gate_kernel(
     choice = scores
     if BIAS:
         choice += tl.load(bias + expert, mask=inside, other=0.0)
-    choice = tl.where(choice == choice, choice, -1e30)  # as LOWEST_CHOICE: NaN equals no maximum, so it has no id
+    choice = tl.where(choice == choice, choice, LOWEST)  # NaN equals no maximum, so it would have no id
     choice = tl.where(inside, choice, -float("inf"))
     if GROUPS > 1:
         best = tl.max(choice, axis=1)

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from moe_serve.ep.expert_form import ExpertForm
 from moe_serve.errors import ModelError
+from moe_serve.kernels.block_scales import GROUP
 from moe_serve.kernels.grouped_gemm_int8 import quantize_int8
-from moe_serve.kernels.quantize import GROUP
 from moe_serve.models.checkpoint import DTYPES, Checkpoint
 from moe_serve.models.expert_slots import copy_to_replicas, empty_slots, put_rows
 from moe_serve.models.spec import ModelSpec

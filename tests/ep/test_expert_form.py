@@ -10,9 +10,10 @@ from moe_serve.ep.expert_form import ExpertForm, choose_expert_form, scale_of, s
 from moe_serve.ep.expert_store import ExpertStore
 from moe_serve.errors import ConfigError
 from moe_serve.kernels.grouped_gemm_fp8 import dequantize_weight, quantize_weight
-from moe_serve.kernels.grouped_gemm_int8 import dequantize_int8, has_vnni, quantize_int8
+from moe_serve.kernels.grouped_gemm_int8 import has_vnni, quantize_int8
 from moe_serve.kernels.numerics import FAST, Numerics
 from moe_serve.kernels.quantize import dequantize, quantize
+from tests.kernels.data import dequantize_int8
 from tests.tolerance import FP8_WIRE, INT8_EXPERT
 
 QUANTISED: list[ExpertForm] = ["fp8", "int8"]

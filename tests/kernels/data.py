@@ -23,3 +23,8 @@ def assert_equal_bits(got: Tensor, expected: Tensor) -> None:
     assert (got.shape, got.dtype) == (expected.shape, expected.dtype)
     if got.numel():
         assert torch.equal(got.contiguous().view(torch.uint8).cpu(), expected.contiguous().view(torch.uint8).cpu())
+
+
+def dequantize_int8(q: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """q: [.., k] int8, scale: [..] float32 -> [.., k] float32"""
+    return q.float() * scale[..., None]

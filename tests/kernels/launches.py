@@ -6,7 +6,7 @@ Each function is one launch (or a few that belong together) of DeepSeek-V3's sha
 import torch
 from torch import Tensor
 
-from moe_serve.kernels.grouped_gemm_fp8 import BlockScaled
+from moe_serve.kernels.block_scales import BlockScaled
 
 HIDDEN, INTERMEDIATE, TOKENS, TOPK, EXPERTS = 7168, 2048, 128, 8, 36
 FP8 = torch.float8_e4m3fn
@@ -128,7 +128,7 @@ def weighted_sum(capability: int) -> None:
 
 
 def topk_gate(capability: int) -> None:
-    from moe_serve.kernels.topk_gate import GateShape
+    from moe_serve.kernels.gate_shape import GateShape
     from moe_serve.kernels.topk_gate_triton import topk_gate_triton
 
     deepseek = GateShape(TOPK, "sigmoid", True, 2.5, num_groups=8, topk_groups=4, norm_eps=1e-20)

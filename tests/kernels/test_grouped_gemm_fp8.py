@@ -5,12 +5,11 @@ from itertools import product
 import pytest
 import torch
 
+from moe_serve.kernels.block_scales import BlockScaled, num_scale_rows
 from moe_serve.kernels.grouped_gemm_fp8 import (
-    BlockScaled,
     dequantize_weight,
     grouped_gemm_fp8,
     grouped_gemm_fp8_reference,
-    num_scale_rows,
     quantize_weight,
 )
 from moe_serve.kernels.numerics import FAST, Numerics

@@ -6,12 +6,12 @@ import torch
 from moe_serve.kernels.grouped_gemm_int8 import (
     LARGEST,
     RUN_ELEMENTS,
-    dequantize_int8,
     grouped_gemm_int8,
     grouped_gemm_int8_reference,
     has_vnni,
     quantize_int8,
 )
+from tests.kernels.data import dequantize_int8
 from tests.tolerance import INT8_EXPERT
 
 ROWS = [[0, 0, 0], [1, 0, 7], [4, 4, 4], [0, 3, 40], [1, 1, 1], [600, 0, 1], [90, 700, 0]]

@@ -61,8 +61,9 @@ def test_slabs_use_their_first_rows_only(on_device: RunCheck, counts: list[int])
 
 
 def check_fp8(device: str, rows: list[int], n: int, k: int, parts: int, small: bool) -> None:
+    from moe_serve.kernels.block_scales import BlockScaled
     from moe_serve.kernels.gemm_tiles import GemmTile
-    from moe_serve.kernels.grouped_gemm_fp8 import BlockScaled, dequantize_weight, quantize_weight
+    from moe_serve.kernels.grouped_gemm_fp8 import dequantize_weight, quantize_weight
     from moe_serve.kernels.grouped_gemm_fp8_triton import grouped_gemm_fp8_triton, slab_gemm_fp8_triton
     from moe_serve.kernels.quantize import dequantize_reference, quantize_reference
 
@@ -119,7 +120,8 @@ def test_in_batch_invariant_a_row_does_not_know_its_neighbours(on_device: RunChe
 
 
 def check_invariance_fp8(device: str) -> None:
-    from moe_serve.kernels.grouped_gemm_fp8 import BlockScaled, quantize_weight
+    from moe_serve.kernels.block_scales import BlockScaled
+    from moe_serve.kernels.grouped_gemm_fp8 import quantize_weight
     from moe_serve.kernels.grouped_gemm_fp8_triton import grouped_gemm_fp8_triton
     from moe_serve.kernels.numerics import Numerics
     from moe_serve.kernels.quantize import quantize_reference
@@ -142,7 +144,8 @@ def check_fp8_expert(device: str, rows: list[int], hidden: int, width: int) -> N
     from moe_serve.dispatch.base import PackedRows
     from moe_serve.ep.expert_ffn import expert_ffn
     from moe_serve.ep.expert_store import ExpertStore
-    from moe_serve.kernels.grouped_gemm_fp8 import BlockScaled, quantize_weight
+    from moe_serve.kernels.block_scales import BlockScaled
+    from moe_serve.kernels.grouped_gemm_fp8 import quantize_weight
     from moe_serve.kernels.grouped_gemm_fp8_triton import grouped_gemm_fp8_triton, slab_gemm_fp8_triton
     from moe_serve.kernels.quantize_triton import quantize_triton
     from moe_serve.kernels.silu_mul_triton import silu_mul_quantize_triton

@@ -11,11 +11,12 @@ from torch import Tensor
 from moe_serve.ep.expert_form import ExpertForm, scale_of, slot_tensors
 from moe_serve.eplb.placement import Placement
 from moe_serve.errors import CapacityError, ModelError
-from moe_serve.kernels.grouped_gemm_int8 import dequantize_int8, quantize_int8
+from moe_serve.kernels.grouped_gemm_int8 import quantize_int8
 from moe_serve.models.expert_slots import empty_slots
 from moe_serve.models.spec import ModelSpec, read_spec
 from moe_serve.models.weight_plan import expert_tensors
 from moe_serve.models.weights import LoadedWeights, dummy_weights, load_weights
+from tests.kernels.data import dequantize_int8
 from tests.models.fp8_checkpoint import write_fp8_checkpoint
 from tests.models.runner import one_rank
 

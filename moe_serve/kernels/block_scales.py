@@ -1,0 +1,43 @@
+"""The form of FP8 numbers: e4m3 with a float32 scale per 128 values of a row, or per 128 x 128 block of a matrix.
+
+Shared by the plain functions and their Triton twins; computes nothing on rows.
+"""
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+GROUP = 128  # values that share a scale
+E4M3_MAX = 448.0
+SMALLEST_AMAX = 1e-4
+
+
+def num_groups(width: int) -> int:
+    """Returns the number of scales of a row of `width` values."""
+    return -(-width // GROUP)
+
+
+@dataclass(frozen=True)
+class BlockScaled:
+    """FP8 matrices with a scale for every block.
+
+    q:     [groups, n, k] float8_e4m3fn
+    scale: [groups, parts x ceil(n / parts / 128), ceil(k / 128)] float32
+    parts: equal stacks of rows, each with blocks of its own: 2 for gate above up, because the checkpoint quantised
+           them apart and a width that is not a multiple of 128 would else put rows of both into one block
+    """
+
+    q: Tensor
+    scale: Tensor
+    parts: int = 1
+
+    def __post_init__(self) -> None:
+        groups, n, k = self.q.shape
+        wanted = (groups, num_scale_rows(n, self.parts), num_groups(k))
+        assert self.scale.shape == wanted, f"scales {tuple(self.scale.shape)} of FP8 matrices, expected {wanted}"
+
+
+def num_scale_rows(n: int, parts: int) -> int:
+    """Returns the number of block rows of a matrix of n rows in `parts` stacks."""
+    assert n % parts == 0, f"{n} rows are not {parts} equal stacks"
+    return parts * num_groups(n // parts)
