@@ -1,11 +1,11 @@
 """Attention over the paged cache: decode rows in padded groups, prefill chunks one by one.
 
-`fast` lets each library call reduce as it likes. In `batch_invariant` keys are reduced in tiles of kv_tile tokens that
-start at multiples of kv_tile, one after the other, and each GEMM has the query heads of one token as its rows (padded
-to the row tile), or as many tokens as are proven to give the same bits. Keys beyond a sequence's end add exact zeros.
+`fast` leaves the order of a reduction to the library. `batch_invariant` reduces keys in tiles of kv_tile tokens, in
+order, starting at multiples of kv_tile. Each of its GEMMs takes the query heads of one token as rows (padded to the row
+tile), or those of as many tokens as are proven to give the same bits. Keys beyond a sequence's end add exact zeros.
 
 Shape words: T = rows, heads = key/value heads, group = query heads of one key/value head, D = width of a key,
-Dv = width of a value, K = num_keys.
+Dv = width of a value, K = num_keys, C = query rows of one chunk, n = sequences.
 """
 
 import torch
@@ -19,9 +19,10 @@ from moe_serve.kernels.row_tiles import cut, proven_tiles
 
 
 def attention_reference(q: Tensor, keys: Tensor, values: Tensor, scale: float, first_position: int) -> Tensor:
-    """q: [C, heads, group, D], keys: [heads, K, D], values: [heads, K, Dv] -> [C, heads, group, Dv], in float32.
+    """Returns the attention of one sequence, [C, heads, group, Dv] float32.
 
-    Query i is at position first_position + i and sees the keys up to there.
+    q: [C, heads, group, D], keys: [heads, K, D], values: [heads, K, Dv]
+    Query i is at position first_position + i and sees the keys up to that position.
     """
     scores = torch.einsum("chgd,hkd->chgk", q.float(), keys.float()) * scale
     positions = torch.arange(len(q), device=q.device) + first_position
@@ -42,7 +43,7 @@ class PagedAttention:
         dtype: torch.dtype,
         device: torch.device | str,
     ):
-        """group: query heads per key/value head; scale: on the scores"""
+        """group: query heads per key/value head; scale: factor on the scores"""
         self._layout = layout
         self._group = group
         self._scale = scale
@@ -54,9 +55,10 @@ class PagedAttention:
             self._tiles = self._prove(like)
 
     def __call__(self, q: Tensor, cache: KvCache, layer: int, plan: AttentionPlan) -> Tensor:
-        """q: [T, heads, group, D] -> [T, heads, group, Dv]. T may include padding rows; they give zeros.
+        """Returns the attention of the rows, [T, heads, group, Dv]; padding rows give zeros.
 
-        The rows' own keys and values are already in the cache. plan.long_chunks are left to the caller.
+        q: [T, heads, group, D]. The keys and values of these rows are already in the cache. The caller attends
+        plan.long_chunks.
         """
         if len(plan.decodes) == 1 and plan.num_rows == q.shape[0] == plan.decodes[0].num_seqs:
             return self._decode(q, cache, layer, plan.decodes[0])
@@ -90,7 +92,7 @@ class PagedAttention:
             return self._chunk_in_tiles(q, cache, layer, chunk)
         keys, values = cache.gather(layer, chunk.rows, 1)
         if self._layout.kind == "mla":
-            values = keys  # one width for keys and values keeps the fused kernel; what is too much is cut off
+            values = keys  # the fused kernel needs one width for keys and values; the excess is cut off below
         out = attend_chunk(q, keys[0], values[0], chunk, self._scale)
         return out[..., : self._layout.value_width]
 
@@ -104,7 +106,7 @@ class PagedAttention:
         first_position = chunk.seq_len - num_rows
         for piece in cut(num_rows * rows, self._tiles):
             start, end = piece[0] // rows, piece[1] // rows
-            # Tiles behind the last position of the piece would add zeros only.
+            # Tiles behind the last position of the piece add only zeros.
             used = (first_position + end - 1) // self._kv_tile + 1
             mask = chunk.mask[start:end, :used].transpose(0, 1).repeat_interleave(rows, 1)[None, :, None]
             tokens = q[start:end].transpose(0, 1).flatten(1, 2)[None]
@@ -154,14 +156,17 @@ class PagedAttention:
 
 
 def _products(a: Tensor, b: Tensor) -> Tensor:
-    """Returns the batched product; one GEMM goes as a batch of two, as libraries have another path for a single one."""
+    """Returns the batched product. A single GEMM runs as a batch of two, since libraries compute it differently."""
     if a.shape[0] == 1:
         return torch.bmm(a.expand(2, -1, -1), b.expand(2, -1, -1))[:1]
     return torch.bmm(a, b)
 
 
 def attend_chunk(q: Tensor, keys: Tensor, values: Tensor, chunk: Chunk, scale: float) -> Tensor:
-    """q: [C, heads, group, D], keys: [heads, K, D], values: [heads, K, Dv] -> [C, heads, group, Dv]"""
+    """Returns the attention of one chunk, [C, heads, group, Dv], by torch's fused kernel.
+
+    q: [C, heads, group, D], keys: [heads, K, D], values: [heads, K, Dv]
+    """
     group = q.shape[2]
     out = functional.scaled_dot_product_attention(
         q.permute(1, 2, 0, 3),

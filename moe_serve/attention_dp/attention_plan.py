@@ -1,4 +1,4 @@
-"""Which cached rows each query of a step reads: computed once per step, used by all layers of one layout.
+"""Which cached rows each query of a step reads. Computed once per step and used by all layers of one layout.
 
 Shape words: n = sequences, K = num_keys, C = query rows of one chunk.
 """
@@ -13,18 +13,17 @@ from moe_serve.attention_dp.batch import ForwardBatch
 from moe_serve.attention_dp.kv_cache import KvLayout
 from moe_serve.kernels.numerics import Numerics
 
-ALWAYS_TOGETHER = 256  # keys; shorter sequences share a group whatever their lengths
-LARGEST_GATHER = 1 << 22  # elements of one group's copy of the cache, so that it stays near the processor
+ALWAYS_TOGETHER = 256  # keys; sequences up to this length share a group
+LARGEST_GATHER = 1 << 22  # elements gathered for one group, so that they stay in the processor's cache
 
 
 @dataclass(frozen=True)
 class DecodeGroup:
-    """Sequences with one query row each and similar lengths, padded to the longest.
+    """Sequences of similar length with one query row each, padded to the longest.
 
-    tokens: [n] int64, row of each sequence; None: rows 0 .. n
-    rows:   int64, what to gather, see KvLayout.gather_rows. In tiles: of n * K / kv_tile sequences of kv_tile keys
-    mask:   0 where a key is the sequence's own, -inf beyond its end: [n * heads, 1, K], in tiles [n, K / kv_tile, 1, 1,
-            kv_tile]
+    tokens: [n] int64, row of each sequence; None: rows 0 .. n - 1
+    rows:   int64, as KvLayout.gather_rows returns them; in tiles, for n * K / kv_tile sequences of kv_tile keys
+    mask:   0 for keys of the sequence, -inf beyond its end: [n * heads, 1, K], in tiles [n, K / kv_tile, 1, 1, kv_tile]
     """
 
     tokens: Tensor | None
@@ -36,11 +35,11 @@ class DecodeGroup:
 
 @dataclass(frozen=True)
 class Chunk:
-    """Rows start .. end of the batch: neighbouring tokens of one sequence, the last of which is its key number seq_len.
+    """Rows start .. end of the batch: consecutive tokens of one sequence, which has seq_len tokens after them.
 
-    rows: int64, what to gather, as in DecodeGroup with n = 1
-    mask: [1, 1, C, K], or in tiles [C, K / kv_tile, kv_tile]: 0 up to the token's own position, then -inf; None: the
-          chunk is the whole sequence, so that plain causal attention is meant
+    rows: as in DecodeGroup with n = 1
+    mask: [1, 1, C, K], or in tiles [C, K / kv_tile, kv_tile]: 0 up to the token's own position, then -inf; None: plain
+          causal attention, since the chunk is the whole sequence
     """
 
     start: int
@@ -52,7 +51,7 @@ class Chunk:
 
 @dataclass(frozen=True)
 class AttentionPlan:
-    """num_rows: leading rows of the batch that `decodes` and `chunks` cover; `long_chunks` cover those that follow."""
+    """What to attend in one step. `decodes` and `chunks` cover the first num_rows rows, `long_chunks` the next ones."""
 
     decodes: tuple[DecodeGroup, ...]
     chunks: tuple[Chunk, ...]
@@ -65,7 +64,7 @@ def plan_attention(
 ) -> AttentionPlan:
     """Returns the plan of a batch for layers of one layout.
 
-    long_from: chunks of at least so many rows become long_chunks; None: none do
+    long_from: chunks of at least this many rows become long_chunks; None: none do
     """
     builder = _Builder(batch, layout, numerics, dtype)
     decodes = [builder.decode_group(seqs) for seqs in _group(batch, layout)]
@@ -82,7 +81,7 @@ def plan_attention(
 
 
 def _group(batch: ForwardBatch, layout: KvLayout) -> list[Sequence[int]]:
-    """Returns decode sequences in groups of similar length: padding costs at most about as much as the keys."""
+    """Returns the decode sequences in groups of similar length, so that padding at most doubles the keys."""
     lens = batch.host_seq_lens
     num = batch.num_decodes
     per_key = layout.elements_per_token
@@ -115,7 +114,7 @@ class _Builder:
         batch = self._batch
         lens = [batch.host_seq_lens[i] for i in seqs]
         num_seqs, num_keys = len(lens), self._padded(max(lens))
-        # Decode rows come first and one per sequence, so a sequence's number is its row.
+        # Decode rows come first, one per sequence, so the index of a sequence is its row.
         tokens = None if isinstance(seqs, range) else torch.tensor(seqs, dtype=torch.int64, device=batch.device)
         tables, seq_lens = batch.block_tables[:num_seqs], batch.seq_lens[:num_seqs]
         if tokens is not None:
@@ -148,10 +147,10 @@ class _Builder:
         return torch.zeros(hidden.shape, dtype=self._dtype, device=hidden.device).masked_fill_(hidden, -torch.inf)
 
     def _rows(self, tables: Tensor, hidden: Tensor) -> Tensor:
-        """Returns what to gather for sequences with these block tables. hidden: [n, K] bool, keys beyond their ends
+        """Returns the cache rows of sequences with these block tables. hidden: [n, K] bool, keys beyond their ends
 
-        A hidden key reads its sequence's first one. Its weight is zero, but zero times what another sequence has left
-        in a block would be NaN if that is not finite.
+        A hidden key reads the first key of its own sequence. Its weight is zero, but zero times NaN is NaN, and another
+        sequence may have left NaN in a block.
         """
         block_size = self._batch.block_size
         keys = torch.arange(hidden.shape[1], device=tables.device)

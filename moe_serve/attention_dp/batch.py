@@ -1,6 +1,6 @@
-"""The tokens of one rank in one step, as tensors: what the decoder is handed.
+"""The tokens of one rank in one step, as the tensors that the decoder takes.
 
-Rows are tokens, ordered by how many a sequence brings: decodes (one) first, long prefill chunks last, then padding.
+Rows are tokens, ordered by the length of their chunk: decodes (length 1) first, long prefill chunks last, then padding.
 """
 
 from collections.abc import Sequence
@@ -21,13 +21,13 @@ class ForwardBatch:
     """One forward pass. All tensors int64 on the compute device; T_pad = num_tokens, padded as Numerics says.
 
     input_ids:    [T_pad], 0 in padding rows
-    positions:    [T_pad], place of the token in its sequence; 0 in padding rows
+    positions:    [T_pad], position of the token in its sequence; 0 in padding rows
     slot_mapping: [T_pad], cache slot = block * block_size + offset; -1 in padding rows
     block_tables: [num_seqs, max_blocks], blocks of each sequence in order; 0 beyond its end
     seq_lens:     [num_seqs], tokens in the cache after this step
     logit_rows:   [num_seqs], last row of each chunk: of those that sample, in the order of `chunks`, then of the others
     num_tokens:   real rows;  num_decodes: leading sequences with one row
-    host_*:       the same numbers as Python ints, so that nobody waits for the device to learn a size
+    host_*:       sizes as Python ints, so that no code waits for the device to learn one
     """
 
     input_ids: Tensor
@@ -53,7 +53,7 @@ class ForwardBatch:
 
     @classmethod
     def empty(cls, device: torch.device | str, numerics: Numerics, block_size: int = 1) -> "ForwardBatch":
-        """Returns the batch of a rank that has nothing to run: it still goes through every layer."""
+        """Returns the batch of a rank that has nothing to run. It still goes through every layer."""
         return cls.build((), block_size, device, numerics)
 
     @classmethod
@@ -62,8 +62,8 @@ class ForwardBatch:
     ) -> "ForwardBatch":
         """Returns the batch that computes these chunks.
 
-        Sequences are ordered by their number of new tokens. A chunk that does not sample has a logit row too: it reads
-        all that the chunk has written, so it tells whether these values are finite.
+        Sequences are ordered by their number of new tokens. A chunk that does not sample has a logit row too: that row
+        reads every key and value of the chunk, so its logits show whether they are finite.
         """
         order = sorted(range(len(chunks)), key=lambda i: chunks[i].length)
         ids: list[int] = []
@@ -85,7 +85,7 @@ class ForwardBatch:
         widest = max(map(len, tables), default=0)
         host_seq_lens = tuple([chunks[i].start + chunks[i].length for i in order])
         host_query_lens = tuple([chunks[i].length for i in order])
-        # One transfer for everything: small copies to an accelerator cost more than their bytes.
+        # One transfer for all: the latency of a copy to an accelerator costs more than these bytes.
         flat = ids + [0] * padding + positions + [0] * padding + slots + [-1] * padding
         for table in tables:
             flat += table

@@ -1,7 +1,7 @@
-"""Who holds which block of the paged KV cache: reference counts and the order in which free blocks are taken again.
+"""Reference counts of the blocks of the paged KV cache, and the order in which free blocks are allocated.
 
-A block is *free* when no request refers to it. A free block may still hold a useful prefix; the pool keeps such blocks
-back and gives away the one that was released longest ago (LRU). It never sees tokens, keys or tensors.
+A block is *free* when no request refers to it. A free block may still hold a useful prefix: the pool allocates such
+blocks last, the one released longest ago first (LRU). It never sees tokens, keys or tensors.
 """
 
 from collections import OrderedDict
@@ -16,7 +16,7 @@ class BlockPool:
     def __init__(self, num_blocks: int):
         self.num_blocks = num_blocks
         self._num_references = [0] * num_blocks
-        self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))  # next to be taken comes first
+        self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))  # in the order of allocation
 
     @property
     def num_free(self) -> int:
@@ -32,7 +32,7 @@ class BlockPool:
         return sum(self._num_references[block] == 0 for block in blocks)
 
     def allocate(self, count: int) -> list[int]:
-        """Takes `count` free blocks, each with one reference. The caller has checked num_free."""
+        """Returns `count` blocks that were free, each with one reference now. The caller has checked num_free."""
         free, references = self._free, self._num_references
         blocks = [free.popitem(last=False)[0] for _ in range(count)]
         for block in blocks:
@@ -47,8 +47,8 @@ class BlockPool:
             self._num_references[block] += 1
 
     def release(self, block: int, keep: bool) -> None:
-        """Drops one reference. A block that becomes free is taken again last (keep) or first."""
-        assert self._num_references[block] > 0, f"block {block} is released but nobody holds it"
+        """Drops one reference. A block that becomes free is allocated again last (keep) or first."""
+        assert self._num_references[block] > 0, f"block {block} is released but has no reference"
         self._num_references[block] -= 1
         if self._num_references[block] == 0:
             self._free[block] = None
@@ -56,7 +56,7 @@ class BlockPool:
                 self._free.move_to_end(block, last=False)
 
     def check(self, held: Iterable[Iterable[int]]) -> None:
-        """Asserts that the counts equal what the holders' block lists say, and that exactly the rest is free."""
+        """Asserts that the counts match the block lists of all holders, and that exactly the other blocks are free."""
         expected = [0] * self.num_blocks
         for blocks in held:
             for block in blocks:

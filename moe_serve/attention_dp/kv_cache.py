@@ -1,6 +1,6 @@
-"""The paged cache of keys and values of one rank: one tensor per layer, at one address for ever.
+"""The paged cache of keys and values of one rank: one tensor per layer, whose address never changes.
 
-A slot holds one token; a block is block_size neighbouring slots. Who owns which block is the scheduler's business.
+A slot holds one token; a block is block_size consecutive slots. The scheduler decides which request owns which block.
 """
 
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ from moe_serve.errors import CapacityError
 
 @dataclass(frozen=True)
 class KvLayout:
-    """What one layer keeps of one token.
+    """What one layer caches for one token.
 
     gqa: a key and a value for each of `num_heads` heads of `width`; a row is [2 * num_heads, width], keys first
     mla: one normed latent of `value_width` and one rotated key, together `width` wide; a row is [1, width]
@@ -56,7 +56,7 @@ class KvLayout:
 
 
 class KvCache:
-    """All layers' keys and values. `num_blocks` blocks can be handed out; slot -1 is a row that nobody reads."""
+    """All layers' keys and values. Slot -1, behind the num_blocks blocks, is a row that is never read."""
 
     def __init__(
         self,
@@ -71,7 +71,7 @@ class KvCache:
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.dtype = dtype
-        num_slots = num_blocks * block_size + 1  # the last takes what padding rows write
+        num_slots = num_blocks * block_size + 1  # padding rows write to the last one
         try:
             self._layers = [torch.zeros(num_slots, *layout.row_shape, dtype=dtype, device=device) for layout in layouts]
         except (RuntimeError, MemoryError) as error:
@@ -83,14 +83,14 @@ class KvCache:
             ) from None
 
     def write(self, layer: int, slot_mapping: Tensor, rows: Tensor) -> None:
-        """Stores what the layer keeps of each token. slot_mapping: [T], rows: [T, *row_shape] as in KvLayout"""
-        # A negative index counts from the end: padding rows land in the spare slot.
+        """Stores one row per token. slot_mapping: [T], rows: [T, *row_shape] as in KvLayout"""
+        # A negative index counts from the end, so padding rows write to the spare slot.
         self._layers[layer].index_put_((slot_mapping,), rows)
 
     def gather(self, layer: int, rows: Tensor, num_seqs: int) -> tuple[Tensor, Tensor]:
         """Returns copies of keys [num_seqs, heads, num_keys, width] and values [.., value_width].
 
-        rows: from KvLayout.gather_rows. mla: the values are the first part of the keys, the same memory.
+        rows: from KvLayout.gather_rows. With mla the values are a view of the first value_width elements of the keys.
         """
         layout = self.layouts[layer]
         found = self._layers[layer].view(-1, layout.width).index_select(0, rows)
@@ -102,5 +102,5 @@ class KvCache:
 
 
 def bytes_per_block(layouts: Sequence[KvLayout], block_size: int, dtype: torch.dtype) -> int:
-    """Returns the bytes that one block takes over all layers."""
+    """Returns the size of one block over all layers, in bytes."""
     return sum([layout.elements_per_token for layout in layouts]) * block_size * dtype.itemsize

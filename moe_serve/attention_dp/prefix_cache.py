@@ -1,7 +1,7 @@
-"""Which cache block holds which tokens, so that equal prompt beginnings are computed once.
+"""Which cache block holds which tokens, so that equal beginnings of prompts are computed once.
 
 A block's *key* is a link of a blake2b chain over (model key, salt, all tokens up to the block's end): equal keys mean
-equal tokens from the very first one. Keys depend on nothing else, so a front end computes the same ones as a rank.
+equal tokens from the first one on. Keys depend on nothing else, so a front end computes the same keys as a rank.
 Only full blocks have keys, and only blocks whose KV is computed are published; they are never written again.
 """
 
@@ -9,13 +9,13 @@ from array import array
 from collections.abc import Iterable, Sequence
 from hashlib import blake2b
 
-KEY_BYTES = 32  # prompts come from strangers: a collision would show one user's context to another
+KEY_BYTES = 32  # prompts are not trusted: a collision would show one user's context to another
 
 
 def root_key(model_key: bytes, salt: str, block_size: int) -> bytes:
     """Returns the start of the chain of all prompts of one model and salt.
 
-    model_key: whatever makes cached values differ: the model's identity, the version of its weights, the cache dtype
+    model_key: everything that makes cached values differ: the model's identity, its weights' version, the cache dtype
     salt:      requests share blocks only within one salt
     """
     start = blake2b(block_size.to_bytes(8, "little"), digest_size=KEY_BYTES)
@@ -41,7 +41,7 @@ def block_keys(root: bytes, token_ids: Sequence[int], block_size: int) -> list[b
 
 
 class PrefixCache:
-    """The published blocks by key. Reference counts and the eviction order are the pool's business."""
+    """The published blocks by key. BlockPool keeps reference counts and the order of eviction."""
 
     __slots__ = ("_block_of", "_key_of")
 
@@ -53,7 +53,7 @@ class PrefixCache:
         return len(self._block_of)
 
     def __contains__(self, block: object) -> bool:
-        """Tells whether the block is published."""
+        """Returns whether the block is published."""
         return block in self._key_of
 
     def match(self, keys: Iterable[bytes]) -> list[int]:
@@ -68,13 +68,13 @@ class PrefixCache:
         return blocks
 
     def publish(self, key: bytes, block: int) -> None:
-        """Offers a computed block. Where two requests computed the same tokens, the first one's block stays."""
+        """Publishes a computed block. Where two requests computed the same tokens, the first one's block stays."""
         if key not in self._block_of:
             self._block_of[key] = block
             self._key_of[block] = key
 
     def forget(self, blocks: Iterable[int]) -> None:
-        """Drops the entries of blocks that are about to be written by a new holder."""
+        """Drops the entries of these blocks: a new holder will write them, or their values cannot be trusted."""
         for block in blocks:
             key = self._key_of.pop(block, None)
             if key is not None:

@@ -1,4 +1,4 @@
-"""One generation request as a rank sees it: what was asked, what is produced so far, and what of it is in the cache.
+"""One generation request as a rank sees it: its parameters, its output so far, and how much of it is in the cache.
 
 What a rank computes for a request is a pure function of (prompt ids, output ids so far, parameters, seed). So
 preemption, crash recovery and hand-over between engines are one operation: submit again, with the output so far.
@@ -19,7 +19,7 @@ class SamplingParams:
     """How tokens are chosen and when to stop. Names and defaults follow SGLang."""
 
     max_new_tokens: int = 128
-    min_new_tokens: int = 0  # no end-of-sequence, stop token or stop string before so many tokens
+    min_new_tokens: int = 0  # no end-of-sequence, stop token or stop string before this many tokens
     temperature: float = 1.0  # 0 = greedy
     top_k: int = -1  # -1 = all
     top_p: float = 1.0
@@ -69,7 +69,7 @@ def check_length(
 
     num_prompt, num_output: tokens of the prompt, and produced before this submit
     max_model_len:          tokens of the model's context, prompt and output together
-    max_cached_tokens:      tokens that the rank's whole KV cache holds; the last output token needs no room
+    max_cached_tokens:      tokens that the rank's whole KV cache holds; the last output token needs no slot
     """
     if num_prompt == 0:
         raise RequestError("the prompt has no tokens, needs at least one; send some text or ids", field="input_ids")
@@ -97,7 +97,7 @@ def check_length(
 
 
 def _shorten(num_prompt: int, max_output: int) -> tuple[str, str]:
-    """Returns the field to change and how, for a prompt that leaves room for `max_output` tokens."""
+    """Returns the field to change and how, for a prompt that leaves space for `max_output` tokens."""
     if max_output >= 1:
         return "max_new_tokens", f"lower max_new_tokens to {max_output} or shorten the prompt"
     return "input_ids", f"shorten the prompt to {num_prompt + max_output - 1} tokens or fewer"
@@ -146,7 +146,7 @@ class Request:
     block_keys: list[bytes] = field(
         default_factory=list
     )  # prefix-cache keys of the leading full blocks, as far as known
-    num_published: int = 0  # leading blocks that came from, or were offered to, the prefix cache
+    num_published: int = 0  # leading blocks that came from, or were published to, the prefix cache
     was_preempted: bool = False
     num_lost: int = 0  # tokens that were computed when it was preempted
 

@@ -1,6 +1,7 @@
-"""Which cache blocks each request holds: reserving, sharing equal beginnings, publishing, freeing. Never a tensor.
+"""Which cache blocks each request holds: reserves, shares, publishes and frees them, without touching a tensor.
 
-BlockPool counts who refers to a block, PrefixCache knows what a block holds; here both follow the requests' own lists.
+BlockPool counts the references to each block and PrefixCache knows the tokens in it; RequestBlocks keeps both in step
+with the block list of each request.
 """
 
 from collections.abc import Iterable
@@ -29,8 +30,8 @@ class RequestBlocks:
         """Returns how many blocks no request holds; they may hold reusable prefixes."""
         return self._pool.num_free
 
-    def room(self, request: Request) -> int:
-        """Returns how many more tokens of the request the cache could take now."""
+    def num_tokens_left(self, request: Request) -> int:
+        """Returns how many more tokens of the request fit the cache now."""
         return (len(request.block_ids) + self._pool.num_free) * self.block_size - request.num_computed
 
     def begin(self, request: Request) -> None:
@@ -42,8 +43,8 @@ class RequestBlocks:
     def find_prefix(self, request: Request) -> list[int]:
         """Returns the published blocks that hold the beginning of the request.
 
-        They end before its last known token. That token's row is needed, and computing it writes its block, which must
-        not be a shared one.
+        They end before its last known token: its row must be computed, and that writes its block, which therefore must
+        not be shared.
         """
         if self._cache is None:
             return []
@@ -54,7 +55,7 @@ class RequestBlocks:
         return self._num_blocks(num_tokens) - len(prefix) + self._pool.num_free_among(prefix)
 
     def share(self, request: Request, prefix: list[int]) -> None:
-        """Gives a request its first blocks, computed by others."""
+        """Gives a request its first blocks, which others have computed."""
         self._pool.share(prefix)
         request.block_ids += prefix
         request.num_computed = len(prefix) * self.block_size
@@ -70,7 +71,7 @@ class RequestBlocks:
             request.block_ids += blocks
 
     def publish(self, request: Request) -> None:
-        """Offers the blocks that have become full to the prefix cache."""
+        """Publishes the blocks that have become full to the prefix cache."""
         num_full = request.num_computed // self.block_size
         if num_full == request.num_published:
             return
@@ -81,14 +82,14 @@ class RequestBlocks:
         request.num_published = num_full
 
     def release(self, request: Request) -> None:
-        """Takes a request's blocks away. The published ones stay reusable until they are taken by others."""
-        # The tail first: it is evicted first, and a prefix without its tail is still useful.
+        """Frees the blocks of a request. Published ones stay reusable until they are allocated again."""
+        # The tail is released, and so evicted, first: a prefix without its tail is still useful.
         for block in reversed(request.block_ids):
             self._pool.release(block, keep=self._cache is not None and block in self._cache)
         request.block_ids = []
 
     def withdraw(self, request: Request) -> None:
-        """Makes sure that no request admitted later reuses a block that this one holds."""
+        """Removes all blocks of a request from the prefix cache, so that no later request reuses them."""
         if self._cache is not None:
             self._cache.forget(request.block_ids)
 

@@ -1,9 +1,9 @@
-"""Chooses the rank that gets a new request: the least work in front of it, and the most of its prompt in the cache.
+"""Chooses the rank that gets a new request: the one with the least pending work and most of the prompt in its cache.
 
-A rank's *load* is counted in tokens: prompt tokens still to compute, plus tokens still to produce. A front end counts
-what it has sent the moment it sends it; what other front ends have sent is the rest of what the rank reports. A session
-stays with its rank, and a prompt goes where its beginning was sent before, until that rank's load is `load_gap` tokens
-above the least loaded one's. Torch-free: the front end runs it.
+A rank's *load* is counted in tokens: prompt tokens still to compute, plus tokens still to produce. A front end counts a
+request when it sends it; what a rank reports beyond that belongs to other front ends. A session stays with its rank,
+and a prompt goes where its beginning was sent before, until the load of that rank is `load_gap` tokens above the
+smallest one. Torch-free: the front end runs it.
 """
 
 from collections import OrderedDict
@@ -17,20 +17,12 @@ from moe_serve.errors import CapacityError
 MAX_KEYS = 65536  # entries of the affinity table, about 10 MB
 
 
-@dataclass(frozen=True, slots=True)
-class RankLoad:
-    """What a rank says it has in front of it, all front ends together."""
-
-    prefill_tokens: int = 0  # known tokens whose KV is not computed, running and waiting
-    new_tokens: int = 0  # tokens that its requests may still produce
-
-
 @dataclass(slots=True)
 class _Sent:
     """A request of this front end that is not finished."""
 
     rank: int
-    prefill_tokens: int  # expected not to be cached; 0 once the first token has come
+    prefill_tokens: int  # expected not to be cached; 0 once the first token has arrived
     new_tokens: int
 
 
@@ -49,7 +41,7 @@ class _RankState:
 
 
 class RequestRouter:
-    """Routes the requests of one front end over the ranks. Memory is bounded: LRU over prompt blocks."""
+    """Routes the requests of one front end to the ranks. Its memory is bounded: LRU over prompt blocks."""
 
     def __init__(self, num_ranks: int, load_gap: float = 512.0, block_size: int = 16, max_keys: int = MAX_KEYS):
         self.load_gap = load_gap
@@ -82,7 +74,7 @@ class RequestRouter:
         """Returns the rank for a request, and counts the request there until finished(request_id).
 
         prompt_ids:     everything to prefill: on a second attempt the output so far too
-        session_id:     requests of a session go to one rank; front ends agree on it without talking
+        session_id:     requests of a session go to one rank; front ends agree on it without messages
         request_id:     None: the request is not counted
         max_new_tokens: tokens that it may produce
         Raises CapacityError when all ranks are lost.
@@ -102,7 +94,7 @@ class RequestRouter:
         return rank
 
     def started(self, request_id: str) -> None:
-        """The request's first token has come: its prompt is no longer in front of the rank."""
+        """Takes the prompt of a request off its rank's load: its first token has arrived."""
         sent = self._sent.get(request_id)
         if sent is not None:
             if sent.rank in self._ranks:
@@ -110,25 +102,24 @@ class RequestRouter:
             sent.prefill_tokens = 0
 
     def finished(self, request_id: str) -> None:
-        """The request has ended, with its tokens, an abort or an error. Unknown ids are ignored."""
+        """Takes a request that has ended off its rank's load. Unknown ids are ignored."""
         self.started(request_id)
         sent = self._sent.pop(request_id, None)
         if sent is not None and sent.rank in self._ranks:
             self._ranks[sent.rank].own_new -= sent.new_tokens
 
-    def update(self, rank: int, load: RankLoad) -> None:
-        """Takes a rank's report; what is not explained by our own requests belongs to other front ends."""
+    def update(self, rank: int, prefill_tokens: int) -> None:
+        """Takes a rank's report: known tokens whose KV is not computed, over the requests of all front ends."""
         state = self._ranks.get(rank)
         if state is not None:
-            others_prefill = max(0, load.prefill_tokens - state.own_prefill)
-            state.others = others_prefill + max(0, load.new_tokens - state.own_new)
+            state.others = max(0, prefill_tokens - state.own_prefill)
 
     def mark_lost(self, rank: int) -> None:
-        """Sends nothing to this rank any more."""
+        """Stops sending requests to this rank."""
         self._ranks.pop(rank, None)
 
     def mark_back(self, rank: int) -> None:
-        """A lost rank serves again. It has no requests; what it has cached is still there."""
+        """Sends requests to a lost rank again. It has none now, but still its cached blocks."""
         if rank not in self._ranks:
             self._ranks[rank] = _RankState(last_chosen=self._num_routed)
 
@@ -140,7 +131,7 @@ class RequestRouter:
                 return rank
 
         def work(rank: int) -> tuple[int, int]:
-            """Tokens to compute before the request's first one, up to a constant; then who waited longest."""
+            """Returns (tokens to compute before the first new one, up to a constant; tie-break by turn)."""
             state = self._ranks[rank]
             is_near = state.load - least <= self.load_gap
             return state.load - (cached.get(rank, 0) if is_near else 0), state.last_chosen
@@ -148,7 +139,7 @@ class RequestRouter:
         return min(self._ranks, key=work)
 
     def _cached_tokens(self, keys: Sequence[bytes]) -> dict[int, int]:
-        """Returns for each rank that was sent a beginning of this prompt, how many tokens of it."""
+        """Returns how many tokens of this prompt's beginning each rank was sent; ranks with none are left out."""
         cached: dict[int, int] = {}
         holders = sum(1 << rank for rank in self._ranks)
         for num_blocks, key in enumerate(keys, start=1):
@@ -160,7 +151,7 @@ class RequestRouter:
         return cached
 
     def _remember(self, keys: Sequence[bytes], rank: int) -> None:
-        # Tail first, so that of one prompt the beginning is forgotten last.
+        # Tail first, so that the beginning of a prompt is evicted last.
         for key in reversed(keys[: self.max_keys]):
             self._ranks_of[key] = self._ranks_of.get(key, 0) | 1 << rank
             self._ranks_of.move_to_end(key)
@@ -174,7 +165,7 @@ class RequestRouter:
 
 
 def _rendezvous_weight(session_id: str, rank: int) -> bytes:
-    """Highest weight wins. When a rank is lost, only its own sessions move."""
+    """Returns the weight of a rank for a session; the highest wins. When a rank is lost, only its sessions move."""
     return blake2b(session_id.encode("utf-8", "surrogatepass") + b"\0" + rank.to_bytes(4, "little")).digest()
 
 

@@ -1,10 +1,10 @@
-"""Chooses what a rank runs in each step: continuous batching over a paged cache, without ever touching a tensor.
+"""Chooses what a rank runs in each step: continuous batching over a paged cache, without touching a tensor.
 
 One step is propose() -> (the ranks agree) -> commit() -> (the model runs) -> complete() for every committed chunk.
-Running requests are always older than waiting ones: admission is strictly first come first served, and a preempted
-request (the youngest, when blocks run out) returns to the front of the queue. From that follows that nobody starves:
-the oldest request can take a block from any other, and add() refuses what would not fit even alone.
-Nothing is ever rolled back: a proposal that is not run leaves its blocks with its requests, for the next proposal.
+Running requests are always older than waiting ones: admission is strictly first come, first served, and a preempted
+request (the youngest, when blocks run out) returns to the front of the queue. So no request starves: the oldest one can
+take a block from any other, and add() refuses a request that would not fit alone.
+Nothing is rolled back: the blocks of a proposal that did not run stay with its requests, for the next proposal.
 """
 
 from collections import OrderedDict
@@ -134,23 +134,23 @@ class Scheduler:
         self.abort(request_id)
 
     def discard(self, request_id: str) -> None:
-        """Frees a running request whose values are not finite. None of its blocks is reused by a later request."""
+        """Frees a running request whose values are not finite. No later request reuses its blocks by prefix."""
         self.blocks.withdraw(self._running[request_id])
         self.abort(request_id)
 
     def propose(self) -> Proposal:
         """Returns what to run next and reserves its blocks. Costs O(running + admitted).
 
-        Decodes first, then prefills that are under way, then admissions, each in order of arrival. Preempts only when a
-        decode finds no block. A prefill without blocks waits: only the youngest can lack some, because admission stops
-        at the first request whose prompt does not fit the step, so all others go on and end.
+        Decodes come first, then prefills that have begun, then admissions, each in order of arrival. Only a decode that
+        finds no block preempts. A prefill without blocks waits: only the youngest can lack some, because admission
+        stops at the first request whose prompt does not fit the step, so all others continue and end.
         """
         order = list(self._running.values())
         decodes, prefilling, preempted = self._propose_decodes(order)
         budget = self.max_batch_tokens - len(decodes)
         prefills: list[ScheduledChunk] = []
         for request in prefilling:
-            length = min(request.num_known - request.num_computed, budget, self.blocks.room(request))
+            length = min(request.num_known - request.num_computed, budget, self.blocks.num_tokens_left(request))
             if length == 0:
                 break
             prefills.append(self._extend(request, length))
@@ -213,8 +213,8 @@ class Scheduler:
                 prefilling.append(request)
                 continue
             if start == len(request.block_ids) * block_size:
-                # The youngest first, so victims have no chunk yet. The last one is the request itself: it then is the
-                # youngest, so nobody shares the block it has written last, and that one becomes free.
+                # The youngest first, so that victims have no chunk yet. The last victim may be the request itself: it
+                # is then the youngest, so its last block is not shared and becomes free.
                 while blocks.num_free == 0:
                     preempted.append(self._preempt(order.pop()))
                 if index > len(order):
@@ -231,12 +231,12 @@ class Scheduler:
             if self._running and self._refused_at is not None:
                 refused, num_free = self._refused_at
                 if refused is request and blocks.num_free <= num_free:
-                    return  # nothing was freed since: do not look its prefix up in every step
+                    return  # nothing was freed since, so its prefix need not be looked up again
             prefix = blocks.find_prefix(request)
             start = len(prefix) * blocks.block_size
             length = min(request.num_known - start, budget)
-            # A preempted request comes back only when all of it fits and every running request has one block to grow
-            # into; otherwise it would be preempted again at once.
+            # A preempted request is admitted again only when all of it fits and every running request has one block to
+            # grow into; otherwise it would be preempted again at once.
             end = request.num_known if request.was_preempted else start + length
             num_needed = blocks.num_needed(end, prefix) + (len(self._running) if request.was_preempted else 0)
             if self._running and num_needed > blocks.num_free:
@@ -267,7 +267,7 @@ class Scheduler:
         return ScheduledChunk(request, start, length, start + length == request.num_known)
 
     def _preempt(self, request: Request) -> str:
-        """Takes a running request's blocks away and puts it at the front of the queue."""
+        """Frees the blocks of a running request and puts it at the front of the queue; returns its id."""
         del self._running[request.request_id]
         request.was_preempted = True
         request.num_lost = request.num_computed

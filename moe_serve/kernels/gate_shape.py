@@ -1,9 +1,9 @@
-"""What the gate's kernels are told of a router, shared by the plain one and its Triton twin."""
+"""The parameters of the gate's kernels, shared by the plain function and its Triton twin."""
 
 from dataclasses import dataclass
 from typing import Literal
 
-LOWEST_CHOICE = -1e30  # what NaN counts as: below every score, and twice of it is still a number
+LOWEST_CHOICE = -1e30  # replaces NaN: below every score, and finite when two of them are added
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
-"""Which library multiplies the experts' matrices on a GPU: by name, from a table of measurements.
+"""Chooses the library that multiplies the experts' matrices on a GPU, from a table of measurements.
 
-A row says: on this kind of GPU, for this operation and up to this many rows per expert, this library was the fastest.
-`benchmarks/gpu.py` prints the rows. Where nothing was measured, our Triton kernel runs: it is always there with triton.
+A row of the table names the fastest library for a kind of GPU, an operation and a number of rows per expert.
+`benchmarks/gpu.py` prints the rows. Where nothing was measured, our Triton kernel runs.
 """
 
 from importlib.util import find_spec
@@ -16,7 +16,7 @@ from moe_serve.kernels.numerics import FAST, Numerics
 Library = Literal["triton", "torch", "deep_gemm"]
 Operation = Literal["packed", "slab"]
 
-# (compute capability, operation, largest rows per expert, library); first match wins. Empty: not run on a GPU yet.
+# (compute capability, operation, largest rows per expert, library); the first match wins. Empty: not measured yet.
 MEASURED: tuple[tuple[int, Operation, float, Library], ...] = ()
 MODULE_OF = {"triton": "triton", "torch": "torch", "deep_gemm": "deep_gemm"}
 
@@ -25,7 +25,7 @@ def choose_library(
     operation: Operation, rows_per_expert: float, capability: int,
     measured: tuple[tuple[int, Operation, float, Library], ...] = MEASURED,
 ) -> Library:  # fmt: skip
-    """Returns the fastest installed library by the table. capability: 90 for sm_90"""
+    """Returns the fastest installed library according to the table. capability: 90 for sm_90"""
     for row_capability, row_operation, most_rows, library in measured:
         fits = (row_capability, row_operation) == (capability, operation) and rows_per_expert <= most_rows
         if fits and find_spec(MODULE_OF[library]) is not None:
@@ -36,9 +36,10 @@ def choose_library(
 def packed_gemm_on_gpu(
     x: Tensor, weight: Tensor, rows_per_group: Tensor, numerics: Numerics = FAST, library: Library | None = None
 ) -> Tensor:
-    """x: [rows, k], weight: [groups, n, k], rows_per_group: [groups] int64 -> [rows, n]; library: None = by the table.
+    """Returns the product of each group's rows with its matrix, [rows, n].
 
-    In batch_invariant always Triton: the others choose their tiles by the number of rows.
+    x: [rows, k], weight: [groups, n, k], rows_per_group: [groups] int64; library: None = from the table
+    batch_invariant always takes Triton: the other libraries choose their tiles by the number of rows.
     """
     if library is None:
         library = _library("packed", x, x.shape[0] / weight.shape[0], numerics)
@@ -64,8 +65,9 @@ def slab_gemm_on_gpu(
     x: Tensor, weight: Tensor, rows_per_slot: Tensor, numerics: Numerics = FAST, expected_rows: int = 16,
     library: Library | None = None,
 ) -> Tensor:  # fmt: skip
-    """x: [slots, capacity, k], weight: [slots, n, k], rows_per_slot: [slots] int64 -> [slots, capacity, n].
+    """Returns the product of each slab with its matrix, [slots, capacity, n].
 
+    x: [slots, capacity, k], weight: [slots, n, k], rows_per_slot: [slots] int64
     expected_rows: a guess of the rows per slot, for the choice of library and tile only
     """
     if library is None:

@@ -1,6 +1,6 @@
 """One GEMM per group of rows, each with its own weight: the experts' matrix products, packed and in slabs.
 
-Weights are [groups, n, k] whatever their memory order; k-major ones (kernels/row_gemm.py) are served fastest on CPU.
+Weights are [groups, n, k] in any memory order; k-major ones (kernels/row_gemm.py) are fastest on CPU.
 """
 
 from dataclasses import dataclass
@@ -30,19 +30,19 @@ def grouped_gemm(x: Tensor, weight: Tensor, rows_per_group: Tensor, numerics: Nu
 
 @dataclass(frozen=True)
 class GroupedRows:
-    """How some rows belong to groups, and which way their GEMMs go: worked out once for several weights."""
+    """The groups of some rows and the choice of GEMM for them, computed once for several weights."""
 
     rows_per_group: Tensor  # [groups] int64 CPU
     numerics: Numerics
     group_of_row: Tensor | None  # [rows] int64; None: too many rows for a GEMM by row
 
     def gemm(self, x: Tensor, weight: Tensor, out: Tensor | None = None) -> Tensor:
-        """Returns [rows, n] of x [rows, k] and weight [groups, n, k]; in `out` where BLAS is called by group."""
+        """Returns [rows, n] of x [rows, k] and weight [groups, n, k]. BLAS by group writes to `out`."""
         if self.group_of_row is not None:
             if is_k_major(weight):
                 return row_gemm(x, weight, self.group_of_row)
             if self.numerics.invariant:
-                # Tiles of BLAS would not do: on some CPUs the bits of a row depend on its place in a tile of two.
+                # Not by BLAS tiles: on some CPUs the bits of a row depend on its position in a tile of two.
                 return row_gemm(x, weight.transpose(1, 2).contiguous().transpose(1, 2), self.group_of_row)
         if x.is_cuda and x.dtype == torch.bfloat16 and weight.is_contiguous():
             from moe_serve.kernels.gemm_choice import packed_gemm_on_gpu
@@ -58,7 +58,7 @@ class GroupedRows:
 
 
 def group_rows(rows_per_group: Tensor, x: Tensor, numerics: Numerics = FAST) -> GroupedRows:
-    """Returns how the GEMMs of the rows x [rows, ..] go. rows_per_group: [groups] int64 CPU, summing to rows."""
+    """Returns the groups of the rows x [rows, ..]. rows_per_group: [groups] int64 CPU, summing to rows"""
     num_rows = x.shape[0]
     if x.device.type != "cpu" or not (numerics.invariant or _few(rows_per_group, num_rows)):
         return GroupedRows(rows_per_group, numerics, None)
@@ -80,7 +80,7 @@ def slab_gemm_reference(x: Tensor, weight: Tensor, rows_per_group: Tensor) -> Te
 
 
 def slab_gemm(x: Tensor, weight: Tensor, rows_per_group: Tensor, numerics: Numerics = FAST) -> Tensor:
-    """Same contract as the reference. On an accelerator sizes are static and nothing is read back."""
+    """Same contract as the reference. On an accelerator sizes are static and the host reads nothing back."""
     if x.device.type == "cpu":
         out = x.new_empty(x.shape[0], x.shape[1], weight.shape[1])
         filled = torch.arange(x.shape[1]) < rows_per_group[:, None]
@@ -97,7 +97,7 @@ def slab_gemm(x: Tensor, weight: Tensor, rows_per_group: Tensor, numerics: Numer
 
 
 def _by_group(x: Tensor, weight: Tensor, rows_per_group: Tensor, out: Tensor | None = None) -> Tensor:
-    """One BLAS call for each group that has rows."""
+    """Returns [rows, n] from one BLAS call for each group that has rows."""
     out = x.new_empty(x.shape[0], weight.shape[1]) if out is None else out
     start = 0
     for group, num_rows in enumerate(rows_per_group.tolist()):
@@ -109,7 +109,7 @@ def _by_group(x: Tensor, weight: Tensor, rows_per_group: Tensor, out: Tensor | N
 
 
 def _by_tiles(x: Tensor, weight: Tensor, rows_per_group: Tensor, numerics: Numerics) -> Tensor:
-    """BLAS calls of exactly row_tile rows, each group padded to whole tiles."""
+    """Returns [rows, n] from BLAS calls of exactly row_tile rows, each group padded to whole tiles."""
     tile = numerics.row_tile or 1
     out = x.new_empty(x.shape[0], weight.shape[1])
     start = 0

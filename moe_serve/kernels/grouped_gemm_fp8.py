@@ -1,6 +1,6 @@
-"""Grouped GEMM on FP8 experts as DeepSeek-V3 checkpoints carry them: e4m3 rows with a scale for every 1 x 128 values,
-e4m3 weights with a scale for every 128 x 128 block. Sums are float32; on a GPU each block of 128 is scaled before it
-is added.
+"""Grouped GEMM on FP8 experts as in DeepSeek-V3 checkpoints: e4m3 rows with a scale for every 1 x 128 values, e4m3
+weights with a scale for every 128 x 128 block. Sums are float32; on a GPU each block of 128 is scaled before it is
+added.
 """
 
 import torch
@@ -58,8 +58,8 @@ def grouped_gemm_fp8(
 ) -> Tensor:
     """Same contract as the reference; Triton on CUDA (sm_89 and later: earlier GPUs have no e4m3).
 
-    In batch_invariant a row's bits depend on that row and its matrix only. CPUs have no e4m3 arithmetic: there one
-    matrix at a time is widened to float32, which costs about a pass over memory for each expert that has rows.
+    In batch_invariant a row's bits depend on that row and its matrix only. CPUs have no e4m3 arithmetic: one matrix at
+    a time is widened to float32, which costs about one pass over memory for each expert that has rows.
     """
     if x.is_cuda:
         from moe_serve.kernels.grouped_gemm_fp8_triton import grouped_gemm_fp8_triton

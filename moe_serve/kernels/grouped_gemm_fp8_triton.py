@@ -31,10 +31,11 @@ def slab_gemm_fp8_triton(
     x: Tensor, x_scale: Tensor, weight: BlockScaled, rows_per_slot: Tensor, dtype: torch.dtype = torch.bfloat16,
     numerics: Numerics = FAST, expected_rows: int = 16, tile: GemmTile | None = None, described: bool | None = None,
 ) -> Tensor:  # fmt: skip
-    """x: [slots, capacity, k] float8_e4m3fn, x_scale: [slots, capacity, ceil(k / 128)] float32,
-    rows_per_slot: [slots] int64 -> [slots, capacity, n] dtype. Rows beyond the count are neither read nor written.
+    """Returns the product of each slab with its matrix, [slots, capacity, n] dtype.
 
-    expected_rows: a guess that chooses the tile, nothing else
+    x: [slots, capacity, k] float8_e4m3fn, x_scale: [slots, capacity, ceil(k / 128)] float32, rows_per_slot: [slots]
+    int64; rows beyond it are neither read nor written
+    expected_rows: a guess, for the choice of the tile only
     """
     slots, capacity, k = x.shape
     y = torch.empty(slots, capacity, weight.q.shape[1], dtype=dtype, device=x.device)

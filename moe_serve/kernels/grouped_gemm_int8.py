@@ -1,8 +1,8 @@
-"""Grouped GEMM on int8 experts, for CPUs: weights with one scale per output channel, rows quantised as they come.
+"""Grouped GEMM on int8 experts, for CPUs: weights with one scale per output channel, rows with one scale each.
 
 Both are symmetric, q = round(x / scale) with scale = largest |x| / 127. Products are added in int32, which is exact, so
-a row's bits depend on that row and its matrix alone, whatever the machine's kernel. These are not the checkpoint's
-numbers: each weight is rounded to one of 255 steps, each activation too.
+a row's bits depend only on that row and its matrix, with any kernel. These are not the checkpoint's numbers: each
+weight and each activation is rounded to one of 255 steps.
 """
 
 from collections.abc import Iterator
@@ -17,18 +17,18 @@ MAX_K = (2**31 - 1) // LARGEST**2  # products of one sum that int32 holds
 
 
 def has_vnni() -> bool:
-    """Returns whether this CPU adds int8 products in int32 at once (AVX-512 VNNI), as torch sees it.
+    """Returns whether torch finds AVX-512 VNNI on this CPU, which adds int8 products directly in int32.
 
-    Without it they go through int16 sums, which saturate: not slower numbers but wrong ones.
+    Without it products are added in int16, which saturates and so gives wrong numbers.
     """
     supported: bool = torch.cpu._is_vnni_supported()
     return supported
 
 
 def quantize_int8(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Quantises each row for itself: rows of activations, or of a weight [.., n, k], whose rows are output channels.
+    """Quantises each row of x [.., k]: activations, or a weight [.., n, k], whose rows are output channels.
 
-    x: [.., k] -> (q like it int8, scale [..] float32)
+    Returns (q [.., k] int8, scale [..] float32).
     """
     wide = x.float()
     scale = wide.abs().amax(-1).clamp_(min=SMALLEST_AMAX).div_(LARGEST)
@@ -73,8 +73,8 @@ def _sums(x: Tensor, weight: Tensor, counts: list[int]) -> Tensor:
 def _runs(counts: list[int], most_rows: int) -> Iterator[tuple[slice, slice]]:
     """Yields (groups, their rows) that are scaled together: about most_rows, and at least one group with rows.
 
-    With few rows a scaling for each group would cost as much as its product; with many, all sums at once would leave
-    the cache.
+    With few rows, scaling each group would cost as much as its product; with many, the sums of all groups would not fit
+    the processor's cache.
     """
     group = row = num_rows = 0
     for end, count in enumerate(counts, 1):

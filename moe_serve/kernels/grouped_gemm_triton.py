@@ -5,8 +5,8 @@ On Hopper and later the tiles come through the tensor memory accelerator (descri
 not a multiple of 16 bytes, through plain loads. Accumulation is float32 along k in steps of block_k.
 
 The kernel also serves FP8 with block scales (grouped_gemm_fp8_triton.py). One step of its loop is then one block of
-scales: the matrix unit adds 128 products in its own precision, and the scaled blocks are added in float32 by the
-ordinary units, which also cures the short accumulators that Hopper's e4m3 instructions have.
+scales: the matrix unit adds 128 products, and the scaled blocks are added in float32 by the ordinary units. This also
+avoids the short accumulators of Hopper's e4m3 instructions.
 """
 
 from dataclasses import dataclass
@@ -28,10 +28,11 @@ def grouped_gemm_triton(
     x: Tensor, weight: Tensor, rows_per_group: Tensor, numerics: Numerics = FAST, tile: GemmTile | None = None,
     described: bool | None = None,
 ) -> Tensor:  # fmt: skip
-    """x: [rows, k], weight: [groups, n, k], rows_per_group: [groups] int64 summing to rows -> [rows, n] like x.
+    """Returns the product of each group's rows with its matrix, [rows, n] like x.
 
-    rows_per_group may lie on the host (copied without waiting) or on the device (never read by the host).
-    tile, described: for tests and tuning; None = by the table, and by what the device and the operands allow
+    x: [rows, k], weight: [groups, n, k], rows_per_group: [groups] int64 summing to rows, on the host (copied without
+    waiting) or on the device (never read by the host)
+    tile, described: for tests and tuning; None = from the table, and what the device and the operands allow
     """
     num_groups, n, _ = weight.shape
     y = torch.empty(x.shape[0], n, dtype=x.dtype, device=x.device)
@@ -45,9 +46,10 @@ def slab_gemm_triton(
     x: Tensor, weight: Tensor, rows_per_slot: Tensor, numerics: Numerics = FAST, expected_rows: int = 16,
     tile: GemmTile | None = None, described: bool | None = None,
 ) -> Tensor:  # fmt: skip
-    """x: [slots, capacity, k], weight: [slots, n, k], rows_per_slot: [slots] int64 -> [slots, capacity, n].
+    """Returns the product of each slab with its matrix, [slots, capacity, n].
 
-    Rows beyond rows_per_slot are neither read nor written. expected_rows: a guess that chooses the tile, nothing else
+    x: [slots, capacity, k], weight: [slots, n, k], rows_per_slot: [slots] int64; rows beyond it are neither read nor
+    written. expected_rows: a guess, for the choice of the tile only
     """
     slots, capacity, k = x.shape
     y = torch.empty(slots, capacity, weight.shape[1], dtype=x.dtype, device=x.device)
@@ -59,14 +61,14 @@ def slab_gemm_triton(
 
 
 def on_device(counts: Tensor, device: torch.device) -> Tensor:
-    """Returns counts on the device; from the host by a copy that nobody waits for."""
+    """Returns counts on the device; counts on the host are copied without waiting."""
     if counts.device == device:
         return counts
     return counts.pin_memory().to(device, non_blocking=True)
 
 
 def has_tensor_memory_accelerator(x: Tensor, weight: Tensor) -> bool:
-    """Whether both operands can be described to it: sm_90 or later, 16-byte aligned contiguous rows."""
+    """Returns whether both operands can go through it: sm_90 or later, 16-byte aligned contiguous rows."""
     if not x.is_cuda or torch.cuda.get_device_capability(x.device)[0] < 9:
         return False
     row_bytes = x.shape[-1] * x.element_size()
@@ -75,7 +77,7 @@ def has_tensor_memory_accelerator(x: Tensor, weight: Tensor) -> bool:
 
 @dataclass(frozen=True)
 class Scales:
-    """What makes FP8 operands numbers: rows [rows, ceil(k / 128)], weight as in BlockScaled, of `parts` stacks."""
+    """Scales of FP8 operands: rows [rows, ceil(k / 128)], weight as in BlockScaled, with `parts` stacks."""
 
     rows: Tensor
     weight: Tensor
@@ -121,7 +123,7 @@ def grouped_gemm_kernel(
         group, first_row, num_rows, tile_m, tile_n = locate_tile(
             tile, rows_per_group, num_groups, capacity, num_n, BLOCK_M, GROUPS, GROUP_M
         )
-        # Column tiles begin anew in every part, so that none has columns of two blocks of scales.
+        # Column tiles restart in every part, so that no tile spans two blocks of scales.
         part, first_column, end_column = 0, tile_n * BLOCK_N, n
         if PARTS > 1:
             part = tile_n // part_tiles
@@ -137,7 +139,7 @@ def grouped_gemm_kernel(
             block_scale_at = weight_scale + block.to(tl.int64) * num_steps
         for step in range(num_steps):
             if DESCRIBED:
-                # A tile may reach into the next expert's rows or weights: what it computes there is not stored.
+                # A tile may reach into the next expert's rows or weights; those results are not stored.
                 a = x.load([(first_row + tile_m * BLOCK_M).to(tl.int32), step * BLOCK_K])
                 b = weight.load([group * n + first_column, step * BLOCK_K])
             else:

@@ -1,8 +1,8 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
-"""From a tile number to an expert and its rows, on the device, for every grouped GEMM.
+"""Maps a tile number to an expert and its rows, on the device, for every grouped GEMM.
 
-Only the device knows the counts of a decode step, so nothing here needs them on the host: a fixed number of programs
-runs, each takes every num_programs-th tile until there are no more, and finds its tile in the counts itself.
+The host does not know the counts of a decode step. A fixed number of programs runs; each takes every num_programs-th
+tile until there are no more, and locates its tile from the counts.
 """
 
 import triton
@@ -40,7 +40,7 @@ def locate_tile(
         first_row = mine.to(tl.int64) * capacity
     else:
         first_row = tl.sum(rows * before_mine).to(tl.int64)
-    # GROUP_M row tiles go through all columns together: their weight tiles are then read from L2, not from memory.
+    # GROUP_M row tiles run through all columns together, so that their weight tiles are read from L2, not from memory.
     local = tile - first_tile
     band = local // (GROUP_M * num_n)
     band_m = tl.minimum(my_num_m - band * GROUP_M, GROUP_M)

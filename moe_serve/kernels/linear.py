@@ -1,8 +1,8 @@
 """Dense projections y = x W^T + b, with the weight prepared once for the machine it runs on.
 
 On CPU the weight is kept in oneDNN's blocked layout where that op exists: few rows then run near the speed of memory
-(measured 1.3 to 2.3 x over F.linear for 4 to 64 rows). The op belongs to torch's own compiler, not to its public
-interface, so its absence, or a dtype or size that gains nothing, means F.linear. Both compute the same function.
+(measured 1.3 to 2.3 x over F.linear for 4 to 64 rows). The op belongs to torch's compiler, not to its public interface:
+where it is absent, or the dtype or size gains nothing, F.linear runs. Both compute the same function.
 """
 
 import torch
@@ -12,7 +12,7 @@ from torch.nn import functional
 from moe_serve.kernels.numerics import Numerics
 from moe_serve.kernels.row_tiles import cut, proven_tiles
 
-SMALLEST_PACKED = 1 << 16  # weight elements; below, the call costs more than the layout saves
+SMALLEST_PACKED = 1 << 16  # weight elements; below this the call costs more than the layout saves
 
 
 def linear_reference(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -32,7 +32,7 @@ class Linear:
     ):
         """weight: [n, k], bias: [n] or None.
 
-        proven: row counts found for other weights of this shape; read and extended (the proof costs milliseconds)
+        proven: row counts proven for other weights of this shape; read and extended (a proof costs milliseconds)
         """
         self.out_features, self.in_features = weight.shape
         self._bias = bias
@@ -73,7 +73,7 @@ def _pack(weight: Tensor) -> Tensor | None:
         return None
     if not (torch._C._has_mkldnn and hasattr(torch.ops.mkldnn, "_reorder_linear_weight")):
         return None
-    # 16 rows as the hint: the layout that serves 1 to 256 rows, and whose results do not change with their number.
+    # A hint of 16 rows gives the layout that serves 1 to 256 rows, with results that do not depend on their number.
     packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), 16)
     return packed
 
@@ -99,7 +99,7 @@ class HeadLinear:
             self._tiles = known[key]
 
     def __call__(self, x: Tensor) -> Tensor:
-        """x: [rows, heads, k] -> [rows, heads, n]; in batch_invariant the rows come padded to whole row tiles."""
+        """x: [rows, heads, k] -> [rows, heads, n]; in batch_invariant the caller pads the rows to whole row tiles."""
         if self._row_tile is None or x.shape[0] in self._tiles:
             return self._multiply(x)
         return torch.cat([self._multiply(x[start:end]) for start, end in cut(x.shape[0], self._tiles)])

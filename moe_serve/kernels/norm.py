@@ -1,4 +1,4 @@
-"""Root mean square normalisation (arXiv:1910.07467). Every row is reduced on its own, in any batch."""
+"""Root mean square normalisation (arXiv:1910.07467). Every row is reduced by itself, in any batch."""
 
 import torch
 from torch import Tensor

@@ -1,9 +1,9 @@
-"""How reductions are cut: the one setting that every kernel of the forward is handed.
+"""How reductions are cut into tiles: the one setting that every kernel of the forward takes.
 
-`fast` lets each library call choose. `batch_invariant` cuts every GEMM into tiles of `row_tile` rows and every pass
-over the KV cache into tiles of `kv_tile` tokens, so that a row's bits do not depend on which rows travel with it, on
+`fast` leaves it to each library call. `batch_invariant` cuts every GEMM into tiles of `row_tile` rows and every pass
+over the KV cache into tiles of `kv_tile` tokens, so that a row's bits do not depend on the other rows of the batch, on
 chunking, or on the number of ranks. Activations are then padded to a multiple of `row_tile` rows, because elementwise
-CPU loops treat a ragged tail with other instructions.
+CPU loops compute a ragged tail with other instructions.
 """
 
 from dataclasses import dataclass

@@ -31,7 +31,7 @@ def dequantize_reference(q: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor
 def quantize(x: Tensor, rows_per_slot: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Same contract as the reference; Triton on CUDA.
 
-    There x may also be slabs [slots, capacity, width], of which only the first rows_per_slot [slots] rows are filled.
+    On CUDA x may also be slabs [slots, capacity, width], of which only the first rows_per_slot [slots] rows are filled.
     """
     if x.is_cuda:
         from moe_serve.kernels.quantize_triton import quantize_triton
@@ -50,10 +50,10 @@ def dequantize(q: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def e4m3_over_256(q: Tensor) -> Tensor:
-    """Returns q / 256 in float16 for q float8_e4m3fn, of any shape and memory order; exact, but NaN becomes 480 / 256.
+    """Returns q / 256 in float16 for q float8_e4m3fn of any shape and memory order: exact, but NaN becomes 480 / 256.
 
-    e4m3 is a float16 whose exponent is smaller by 8 and whose mantissa is shorter, so this moves bits; q.half()
-    converts one value at a time on CPU, about ten times slower.
+    e4m3 is a float16 whose exponent is smaller by 8 and whose mantissa is shorter, so this only moves bits; q.half()
+    converts one value at a time on CPU and takes about ten times as long.
     """
     bits = q.view(torch.int8).to(torch.int16)  # extends the sign
     bits <<= 7

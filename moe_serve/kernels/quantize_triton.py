@@ -1,5 +1,5 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
-"""Triton twin of quantize.py. A program takes one row and some of its groups, so every group is read once."""
+"""Triton twin of quantize.py. A program takes one row and some of its groups; every group is read once."""
 
 import math
 
@@ -45,10 +45,10 @@ def dequantize_triton(q: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
 
 @triton.jit
 def quantize_groups(x):
-    """x: [groups, 128] float32 -> (e4m3 [groups, 128], scale [groups] float32): the rounding of all FP8."""
+    """x: [groups, 128] float32 -> (e4m3 [groups, 128], scale [groups] float32), as all FP8 values are rounded."""
     amax = tl.maximum(tl.max(tl.abs(x), axis=1), 1e-4)
-    # The reference's steps with its roundings: bf16 inputs often fall half-way between two e4m3 values, where one bit
-    # of the factor decides.
+    # The reference's steps and roundings: bf16 inputs often lie half-way between two e4m3 values, where one bit of the
+    # factor decides.
     factor = tl.div_rn(tl.full(amax.shape, 1.0, tl.float32), amax) * 448.0
     q = tl.minimum(tl.maximum(x * factor[:, None], -448.0), 448.0)
     return as_e4m3(q), tl.div_rn(amax, tl.full(amax.shape, 448.0, tl.float32))

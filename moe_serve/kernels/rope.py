@@ -1,8 +1,8 @@
-"""Rotary position embedding of adjacent pairs: (x[2i], x[2i+1]) turns by the angle of (position, i).
+"""Rotary position embedding of adjacent pairs: (x[2i], x[2i+1]) is rotated by the angle of (position, i).
 
 Adjacent pairs are complex numbers, so a rotation is one complex product, in place. Checkpoints that pair i with
-i + dim/2 have their projection rows re-ordered at load (`pair_order`): queries and keys get the same order, so
-every dot product stays what it was.
+i + dim/2 have their projection rows reordered at load (`pair_order`): queries and keys get the same order, so every dot
+product keeps its value.
 """
 
 import torch
@@ -19,8 +19,8 @@ def rotate_reference(x: Tensor, turns: Tensor) -> Tensor:
 def rotate_(x: Tensor, turns: Tensor) -> None:
     """Rotates x in place; same contract as the reference. x is a slice of wider rows, contiguous in its last dimension.
 
-    A slice, so that the CPU loop ends its vectors with every head: over adjacent rows it would run on, and the ragged
-    end, computed with other instructions, would fall on a row by its place in the batch.
+    It must be a slice, so that the CPU loop ends with every head. Over adjacent rows the loop would run on, and its
+    ragged end, which uses other instructions, would hit a row according to its position in the batch.
     """
     pairs = (*x.shape[:-1], x.shape[-1] // 2, 2)
     if x.dtype == torch.float32:
@@ -32,5 +32,5 @@ def rotate_(x: Tensor, turns: Tensor) -> None:
 
 
 def pair_order(dim: int, device: torch.device) -> Tensor:
-    """Returns [dim] int64: the half-split index that comes to each place: 0, dim/2, 1, dim/2 + 1, .."""
+    """Returns the half-split index at each position, [dim] int64: 0, dim/2, 1, dim/2 + 1, .."""
     return torch.arange(dim, device=device).view(2, -1).T.reshape(-1)

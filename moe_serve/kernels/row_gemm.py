@@ -1,10 +1,10 @@
-"""A GEMM for few rows, each with its own weight matrix: as fast as the weights come from memory, and bitwise by row.
+"""A GEMM for few rows, each with its own weight matrix: as fast as memory streams the weights, and bitwise by row.
 
-On CPU, BLAS reads weights at a quarter of the memory's speed when a matrix meets one to eight rows: it packs them
-first. A weighted sum of weight rows is the same product, y = sum_k x[k] * W[k, :], and that is what `embedding_bag`
-does: it streams the k rows once, accumulates in registers, in order of k, and prefetches. One call serves all groups.
-Each bag is one row of x, so a row's bits depend on that row and its matrix alone: not on its neighbours, their number,
-or threads.
+On CPU, BLAS packs a matrix before it multiplies, so with one to eight rows it reads weights at a quarter of the
+memory's speed. A weighted sum of weight rows is the same product, y = sum_k x[k] * W[k, :], which `embedding_bag`
+computes: it streams the k rows once, prefetches, and accumulates in order of k. One call serves all groups.
+Each bag is one row of x, so a row's bits depend only on that row and its matrix, not on other rows, their number, or
+threads.
 """
 
 import torch
@@ -27,7 +27,7 @@ def is_k_major(weight: Tensor) -> bool:
 def row_gemm(x: Tensor, weight: Tensor, group_of_row: Tensor) -> Tensor:
     """Same contract as the reference, for CPU weights that are k-major; float32 accumulation in order of k.
 
-    Rows of one group should be neighbours: the group's matrix is then read from memory once.
+    Rows of one group should be adjacent, so that the group's matrix is read from memory once.
     """
     groups, n, k = weight.shape
     table = weight.transpose(1, 2).view(groups * k, n)

@@ -1,9 +1,9 @@
 """How many rows one GEMM may take in `batch_invariant` without changing a bit.
 
-A row tile of Numerics.row_tile rows is the definition of the result. Many libraries give the same bits for larger tiles
-too, because the order in which one output element is accumulated does not depend on how many rows there are; others do
-not. So it is tried, on the kernel and the shape in question, with random numbers: another order of accumulation would
-show in some of the many thousand elements. What passes is run in one call, what does not is cut.
+A tile of Numerics.row_tile rows defines the result. Many libraries give the same bits for larger tiles, because the
+order in which they accumulate one output element does not depend on the number of rows; others do not. So each kernel
+and shape is tried with random numbers: another order of accumulation would show in some of the many thousand elements.
+Row counts that pass run in one call; others are cut into tiles.
 """
 
 from collections.abc import Callable, Iterator
@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
-LARGEST_TILE = 128  # rows; above it a GEMM is no longer bound by streaming its weights
+LARGEST_TILE = 128  # rows; above this a GEMM is no longer bound by streaming its weights
 
 
 def proven_tiles(multiply: Callable[[Tensor], Tensor], width: int, row_tile: int, like: Tensor) -> tuple[int, ...]:
@@ -28,7 +28,7 @@ def proven_tiles(multiply: Callable[[Tensor], Tensor], width: int, row_tile: int
     tiles = torch.cat([multiply(rows[i : i + row_tile]) for i in range(0, len(rows), row_tile)])
     proven = [row_tile]
     for size in _candidates(row_tile):
-        # Twice, at another offset: alignment and position may choose another path through a kernel.
+        # Twice, at different offsets: a kernel may choose its path by alignment and position.
         if all(torch.equal(multiply(rows[at : at + size]), tiles[at : at + size]) for at in (0, row_tile)):
             proven.append(size)
     return tuple(reversed(proven))
@@ -40,7 +40,7 @@ def _candidates(row_tile: int) -> list[int]:
 
 
 def cut(num_rows: int, tiles: tuple[int, ...]) -> Iterator[tuple[int, int]]:
-    """Yields (start, end) of consecutive pieces whose sizes are in `tiles`; num_rows is a multiple of the smallest."""
+    """Yields (start, end) of consecutive pieces with sizes in `tiles`; num_rows is a multiple of the smallest size."""
     start = 0
     for size in tiles:
         while num_rows - start >= size:

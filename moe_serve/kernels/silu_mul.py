@@ -13,11 +13,11 @@ def silu_mul_reference(gate_up: Tensor) -> Tensor:
 def silu_mul(gate_up: Tensor, rows_per_slot: Tensor | None = None) -> Tensor:
     """Same contract as the reference; Triton on CUDA. A row's bits depend on that row only, for any n.
 
-    rows_per_slot: [slots], where gate_up is slabs [slots, capacity, 2 n] of which only the first rows are filled: the
-    others need not be computed
+    rows_per_slot: [slots], for slabs gate_up [slots, capacity, 2 n] of which only the first rows are filled; the others
+                   need not be computed
 
     On CPU the halves are strided views, so the loop runs row by row: its ragged tail, which uses other instructions,
-    falls on the same elements of every row.
+    hits the same elements of every row.
     """
     if gate_up.is_cuda:
         from moe_serve.kernels.silu_mul_triton import silu_mul_triton

@@ -1,6 +1,6 @@
-"""silu(gate) x up, quantised at once: the middle of an FP8 expert without a trip through memory in between.
+"""silu(gate) x up, quantised at once: the middle of an FP8 expert, without a round trip through memory.
 
-The product is quantised as it comes, in float32; rounding it to bf16 first would cost accuracy and save nothing.
+The product is quantised from float32; rounding it to bf16 first would cost accuracy and save nothing.
 """
 
 import torch

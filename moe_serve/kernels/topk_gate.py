@@ -1,6 +1,6 @@
 """The gate's choice, from logits to experts, weights and load counts in one pass.
 
-Ties go to the lowest expert id, in groups and in experts: torch.topk leaves them open, and two ranks that break a tie
+Ties go to the lowest id, among groups and among experts. torch.topk leaves them open, and two ranks that break a tie
 differently would count different loads.
 """
 
@@ -13,7 +13,7 @@ from moe_serve.kernels.gate_shape import LOWEST_CHOICE, GateShape
 def topk_gate_reference(
     logits: Tensor, bias: Tensor | None, num_tokens: Tensor, shape: GateShape, load: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Returns (ids [T, K] int64, weights [T, K] float32), and adds every real choice to load.
+    """Returns (ids [T, topk] int64, weights [T, topk] float32), and adds every real choice to load.
 
     logits: [T, E] float32;  bias: [E] float32, added for the choice only, or None;  num_tokens: [1] int64, rows from
     there on are padding: their ids are -1, their weights 0, and they are not counted;  load: [E] int64

@@ -1,4 +1,4 @@
-"""The ordered combine: expert outputs added at home, in top-k order, in float32.
+"""The ordered combine: adds expert outputs on the token's own rank, in top-k order, in float32.
 
 The order is part of the result: adding the same numbers by rank or by arrival changes bits, and with them tokens.
 """
@@ -28,7 +28,6 @@ def weighted_sum(rows: Tensor, index: Tensor, weights: Tensor, complete: bool = 
     """Same contract as the reference, with the same bits; Triton on CUDA.
 
     On CPU one call of `embedding_bag`, which adds the rows of a bag in order.
-
     complete: the caller knows that no index is -1
     """
     if rows.is_cuda:
@@ -44,6 +43,6 @@ def weighted_sum(rows: Tensor, index: Tensor, weights: Tensor, complete: bool = 
         valid = index >= 0
         counts = valid.sum(dim=1)
         flat, scale, offsets = index[valid], weights[valid], counts.cumsum(0) - counts
-    # Arguments: scale_grad_by_freq, mode 0 = sum, sparse, per_sample_weights (float32, as the sum: rows go up to it).
+    # Arguments: scale_grad_by_freq, mode 0 = sum, sparse, per_sample_weights. Rows are widened as the sum is.
     out: Tensor = torch.embedding_bag(rows.float(), flat, offsets, False, 0, False, scale)[0]
     return out.to(rows.dtype)

@@ -8,7 +8,7 @@ still arrives of an earlier attempt is dropped. Torch-free.
 import itertools
 from collections.abc import Callable, Sequence
 
-from moe_serve.attention_dp.request_router import RankLoad, RequestRouter
+from moe_serve.attention_dp.request_router import RequestRouter
 from moe_serve.config import ServeConfig
 from moe_serve.engine.incremental_decoder import Decoder
 from moe_serve.engine.messages import Abort, Message, Status, Tokens
@@ -80,7 +80,7 @@ class RequestBook:
                 self._forget(request)
 
     def take_status(self, status: Status) -> None:
-        self._router.update(status.rank, RankLoad(prefill_tokens=status.pending_tokens))
+        self._router.update(status.rank, status.pending_tokens)
 
     def fail_all(self, reason: str) -> None:
         """Ends all requests with an error."""

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moe_serve.attention_dp.request_router import RankLoad, RequestRouter
+from moe_serve.attention_dp.request_router import RequestRouter
 from moe_serve.errors import CapacityError
 
 
@@ -72,22 +72,22 @@ def test_affinity_yields_above_the_load_gap(session_id):
     router = RequestRouter(2, load_gap=512, block_size=16)
     rank = router.route(prompt(0, 2048), session_id, request_id="a")
     router.finished("a")
-    router.update(rank, RankLoad(new_tokens=512))
+    router.update(rank, 512)
     assert router.route(prompt(0, 2048), session_id) == rank
-    router.update(rank, RankLoad(new_tokens=513))
+    router.update(rank, 513)
     assert router.route(prompt(0, 2048), session_id) == 1 - rank
 
 
 def test_the_load_of_other_front_ends_is_what_our_own_requests_do_not_explain():
     router = RequestRouter(1)
     router.route(prompt(0, 100), request_id="a", max_new_tokens=50)
-    router.update(0, RankLoad(prefill_tokens=300, new_tokens=70))
-    assert router.load(0) == 370
+    router.update(0, 300)
+    assert router.load(0) == 350
     router.route(prompt(1000, 10), request_id="b", max_new_tokens=5)
-    assert router.load(0) == 385
+    assert router.load(0) == 365
     router.finished("a")
-    assert router.load(0) == 235
-    router.update(0, RankLoad())
+    assert router.load(0) == 215
+    router.update(0, 0)
     assert router.load(0) == 15
 
 
@@ -114,7 +114,7 @@ def test_a_lost_rank_gets_nothing_and_forgets_its_requests():
     router = RequestRouter(2)
     rank = router.route(prompt(0, 320), request_id="a", max_new_tokens=7)
     router.mark_lost(rank)
-    router.update(rank, RankLoad(5))
+    router.update(rank, 5)
     for i in range(4):
         assert router.route(prompt(0, 320), request_id=str(i)) == 1 - rank
     router.started("a")
