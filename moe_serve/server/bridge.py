@@ -312,13 +312,14 @@ class Bridge:
 
     def _regroup(self, message: Members) -> None:
         """Moves requests from ranks that are out, and serves by those that are back."""
-        gone, back = self.workers.regroup(message)
-        num_moved = self._book.regroup(gone, back)
-        if (gone or back) and not self._supervisors:  # who watches the ranks says it better
+        change = self.workers.regroup(message)
+        num_moved = self._book.regroup(change)
+        if (change.masked or change.rejoined) and not self._supervisors:  # who watches the ranks says it better
             serving = ", ".join(map(str, message.members))
-            reason = f"rank {', '.join(map(str, back))} is back" if back else message.reason
+            back = ", ".join(map(str, change.rejoined))
+            reason = f"rank {back} is back" if back else message.reason
             log.warning("%s; serving: %s; requests that moved: %d", reason, serving, num_moved)
-        if gone or back:
+        if change.masked or change.rejoined:
             self._tell(message)
 
     def _end_epoch(self, reason: str, lost_rank: int | None, wait_s: float = 0.0) -> None:

@@ -80,6 +80,8 @@ class OpenRequest:
         self.submitted_s = time.monotonic()
         self.finished_s: float | None = None
         self._changes = changes
+        self._num_losses = 0
+        self._num_output_at_loss = 0
 
     @property
     def is_done(self) -> bool:
@@ -106,6 +108,14 @@ class OpenRequest:
         self.rank = rank
         self.attempt += 1
         self.has_started = False
+
+    def count_loss(self) -> int:
+        """Notes that its rank has ended; returns how many did since the last token."""
+        if self.num_output > self._num_output_at_loss:
+            self._num_losses = 0
+        self._num_losses += 1
+        self._num_output_at_loss = self.num_output
+        return self._num_losses
 
     def apply(self, event: TokenEvent) -> None:
         """Takes one event of a rank: old and repeated tokens are dropped, a gap fails the request."""

@@ -13,8 +13,9 @@ from moe_serve.config import ServeConfig
 from moe_serve.engine.incremental_decoder import Decoder
 from moe_serve.engine.messages import Abort, Message, Status, Tokens
 from moe_serve.server.open_request import Changes, OpenRequest, RequestSpec, UnavailableError
+from moe_serve.server.workers import Regrouped
 
-MAX_MOVES = 3  # of one request: if every rank that gets it dies, it is the reason
+MAX_LOSSES = 3  # ranks that may end while they serve one request, without a token in between
 
 
 class RequestBook:
@@ -91,28 +92,32 @@ class RequestBook:
         """Sends nothing new to a rank; what it has stays there until it is known to be out."""
         self._router.mark_lost(rank)
 
-    def regroup(self, gone: Sequence[int], back: Sequence[int]) -> int:
-        """Moves the requests of ranks that were left out to others; returns how many.
+    def regroup(self, change: Regrouped) -> int:
+        """Moves the requests of masked ranks to others; returns how many moved.
 
-        back: serve again, and have no requests; a rank that is among both was out for a moment
+        A request fails when MAX_LOSSES ranks have ended with it and the next one ends, too: then it may be the reason.
+        A late rank is not counted, and a new token shows that the request was not the reason.
         """
-        for rank in gone:
+        for rank in change.masked:
             self._router.mark_lost(rank)
-        for rank in back:
+        for rank in change.rejoined:
             self._router.mark_back(rank)
-        requests = [request for request in self._open.values() if request.rank in gone]
+        requests = [request for request in self._open.values() if request.rank in change.masked]
+        num_moved = 0
         for request in requests:
-            self._send(request.rank, Abort(request.request_id))  # it may live, and hold what came before it was out
-            if request.attempt < MAX_MOVES:
-                self._move(request)
-            else:
+            self._send(request.rank, Abort(request.request_id))  # a late rank still holds it
+            num_losses = request.count_loss() if request.rank in change.ended else 0
+            if num_losses > MAX_LOSSES:
                 self._fail(
                     request,
-                    f"{request.attempt + 1} ranks were lost while they served this request, the last one was rank "
+                    f"{num_losses} ranks were lost while they served this request, the last one was rank "
                     f"{request.rank}; it is not tried again",
                 )
-        self.counters["num_moved"] += len(requests)
-        return len(requests)
+            else:
+                self._move(request)
+                num_moved += 1
+        self.counters["num_moved"] += num_moved
+        return num_moved
 
     def _move(self, request: OpenRequest) -> None:
         spec, output = request.spec, request.matcher.output_ids

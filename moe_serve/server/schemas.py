@@ -27,6 +27,7 @@ from moe_serve.server.json_fields import (
 
 MAX_SAMPLES = 128  # `n` of one prompt
 MAX_STOP_CHARS = 1024  # of one stop string
+_SALT_SEPARATOR = "\0"  # a request may have cache_salt, extra_key or both; prefixes are shared where all are the same
 
 # Fields of SGLang whose features are not offered: null, or one of these values, means "not asked for".
 NEUTRAL_FIELDS: Mapping[str, tuple[Any, ...]] = {
@@ -127,6 +128,7 @@ def parse_generate(body: bytes, max_prompts: int) -> GenerateRequest:
 
     params = [_parse_params(name, value) for name, value in spread("sampling_params", lambda n, v: (n, v))]
     rids, sessions = spread("rid", short_name), spread("session_id", short_name)
+    salts = values.take("cache_salt", short_name), values.take("extra_key", short_name)
     request = GenerateRequest(
         prompts=tuple(
             Prompt(
@@ -142,7 +144,7 @@ def parse_generate(body: bytes, max_prompts: int) -> GenerateRequest:
         ),
         stream=bool(values.take("stream", boolean)),
         is_batch=is_batch or any(item.num_samples > 1 for item in params),
-        salt=values.take("cache_salt", short_name) or values.take("extra_key", short_name) or "",
+        salt=_SALT_SEPARATOR.join(salt for salt in salts if salt is not None),
         rank=_first(values.take("routed_dp_rank", natural_number), values.take("data_parallel_rank", natural_number)),
     )
     values.refuse_the_rest()

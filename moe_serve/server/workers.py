@@ -54,6 +54,18 @@ class RankView:
         return self.info.get("on_lost_rank") == "mask"
 
 
+@dataclass(frozen=True)
+class Regrouped:
+    """What a new group changes. A rank may be in both lists: it rejoined before we heard that it was masked.
+
+    masked: their requests must move; ended: those of them whose process has ended, the others are late
+    """
+
+    masked: list[int]
+    rejoined: list[int]
+    ended: list[int]
+
+
 class WorkerTable:
     """All ranks of the current epoch.
 
@@ -144,11 +156,9 @@ class WorkerTable:
         elif view.suspicion is None:
             view.suspicion = (now_s, reason)
 
-    def regroup(self, message: Members) -> tuple[list[int], list[int]]:
-        """Takes what a rank says of its group; returns the ranks that were left out since, and those that serve again.
-
-        A rank can be among both: it is back before the others' word of its absence was heard here.
-        """
+    def regroup(self, message: Members) -> Regrouped:
+        """Takes a rank's report of its group and returns what is new in it."""
+        ended = [view.rank for view in self if view.suspicion is not None or view.rank in message.ended]
         gone: list[RankView] = []
         back: list[RankView] = []
         speaker = self._ranks[message.rank]
@@ -166,7 +176,8 @@ class WorkerTable:
                     back.append(view)
         for view in gone:
             view.times_out += 1
-        return [view.rank for view in gone], [view.rank for view in back]
+        masked = [view.rank for view in gone]
+        return Regrouped(masked, [view.rank for view in back], [rank for rank in masked if rank in ended])
 
     @property
     def out(self) -> dict[int, str]:

@@ -1,11 +1,12 @@
 """A rank is lost and the others serve on: its requests move to them, and no reader sees a gap. Over real sockets."""
 
 import asyncio
+from collections.abc import Sequence
 
 from moe_serve.engine.messages import Fatal, Members, TokenEvent, Tokens
 from moe_serve.server import bridge as bridge_module
 from moe_serve.server.open_request import Changes, OpenRequest, UnavailableError
-from moe_serve.server.request_book import MAX_MOVES
+from moe_serve.server.request_book import MAX_LOSSES
 from tests.server.fake_worker import Served, counting, in_event_loop, serving, until
 from tests.server.test_bridge import finished, spec
 
@@ -27,10 +28,14 @@ async def open_on_each(served: Served, changes: Changes, max_new_tokens: int = 4
 
 
 def say_group(
-    served: Served, group_epoch: int, members: list[int], reason: str = "rank 1 died before exchange 7"
+    served: Served,
+    group_epoch: int,
+    members: list[int],
+    reason: str = "rank 1 died before exchange 7",
+    ended: Sequence[int] = (),
 ) -> None:
     for rank in members:
-        served.workers[rank].say(Members(rank, 0, group_epoch, members, reason))
+        served.workers[rank].say(Members(rank, 0, group_epoch, members, reason, ended=list(ended)))
 
 
 async def all_right(served: Served, changes: Changes, requests: list[OpenRequest]) -> None:
@@ -120,13 +125,50 @@ async def test_a_request_that_ends_every_rank_that_gets_it_is_not_tried_for_ever
         changes = Changes()
         (request,) = served.bridge.submit([spec()], changes)
         members = list(range(6))
-        for group in range(1, MAX_MOVES + 2):
+        for group in range(1, MAX_LOSSES + 2):
             members.remove(request.rank)
-            say_group(served, group, members)
+            say_group(served, group, members, ended=[request.rank])
             await until(lambda group=group: request.attempt == group or request.is_done)
         assert isinstance(request.failure, UnavailableError)
-        assert f"{MAX_MOVES + 1} ranks were lost while they served this request" in str(request.failure)
+        assert f"{MAX_LOSSES + 1} ranks were lost while they served this request" in str(request.failure)
         assert served.bridge.problem() is None
+
+
+@in_event_loop
+async def test_a_request_whose_ranks_are_only_late_goes_on_however_often():
+    async with three_ranks() as served:
+        for worker in served.workers:
+            worker.go.clear()
+        changes = Changes()
+        (request,) = served.bridge.submit([spec(max_new_tokens=3)], changes)
+        for turn in range(MAX_LOSSES + 3):
+            late = request.rank
+            say_group(served, 2 * turn + 1, [rank for rank in range(3) if rank != late], f"rank {late} did not arrive")
+            await until(lambda turn=turn: request.attempt == turn + 1)
+            say_group(served, 2 * turn + 2, [0, 1, 2], f"rank {late} came back")
+            await until(lambda: served.bridge.workers.out == {})
+        await all_right(served, changes, [request])
+        assert served.bridge.counters["num_moved"] == MAX_LOSSES + 3
+
+
+@in_event_loop
+async def test_a_request_with_new_tokens_since_the_last_loss_is_not_blamed():
+    async with serving(7, info=GOES_ON) as served:
+        for worker in served.workers:
+            worker.go.clear()
+        changes = Changes()
+        (request,) = served.bridge.submit([spec(max_new_tokens=100)], changes)
+        members = list(range(7))
+        for group in range(1, MAX_LOSSES + 3):
+            if group == MAX_LOSSES + 1:
+                rank, index = request.rank, request.num_output
+                say = served.workers[rank].say
+                say(Tokens(rank, 0, [TokenEvent(request.request_id, request.attempt, index, [10])]))
+                await until(lambda: request.num_output == 1)
+            members.remove(request.rank)
+            say_group(served, group, members, ended=[request.rank])
+            await until(lambda group=group: request.attempt == group or request.is_done)
+        assert request.failure is None
 
 
 @in_event_loop

@@ -35,6 +35,13 @@ def test_a_batch_that_never_fits_is_refused_before_its_prompts_are_looked_at(fie
     assert caught.value.field == field
 
 
+def test_cache_salt_and_extra_key_are_taken_alone_and_together():
+    assert parse(text="x").salt == ""
+    assert parse(text="x", cache_salt="a").salt == parse(text="x", extra_key="a").salt == "a"
+    both = parse(text="x", cache_salt="a", extra_key="b").salt
+    assert both not in ("a", "b", parse(text="x", cache_salt="b", extra_key="a").salt)
+
+
 def test_a_field_name_of_a_megabyte_is_refused_in_short():
     with pytest.raises(RequestError, match="is not a field") as caught:
         parse(text="a", **{"x" * 2**20: 1})

@@ -1,7 +1,7 @@
 """WorkerTable: what the front end believes of its ranks, as pure state."""
 
 from moe_serve.engine.messages import Hello, Members, ModelLimits, Progress, Ready
-from moe_serve.server.workers import WorkerTable
+from moe_serve.server.workers import Regrouped, WorkerTable
 
 
 def hello(rank: int, num_ranks: int = 2, epoch: int = 0) -> Hello:
@@ -107,11 +107,11 @@ def test_a_rank_can_be_spared_where_all_say_so_and_another_one_serves():
 def test_the_newest_group_holds_and_a_suspicion_is_the_better_reason():
     table = group_of("mask", "mask", "mask")
     table.suspect(1, "rank 1 was killed", now_s=5.0)
-    assert table.regroup(Members(0, 0, 2, [0, 2], "rank 1 died before exchange 3")) == ([1], [])
+    assert table.regroup(Members(0, 0, 2, [0, 2], "rank 1 died before exchange 3")) == Regrouped([1], [], ended=[1])
     assert table.out == {1: "rank 1 was killed"}
-    assert table.regroup(Members(2, 0, 2, [0, 2], "rank 0 voided the step")) == ([], [])
-    assert table.regroup(Members(2, 0, 1, [1, 2], "old news")) == ([], [])
-    assert table.regroup(Members(0, 0, 3, [0, 1, 2], "rank 1 came back")) == ([], [1])
+    assert table.regroup(Members(2, 0, 2, [0, 2], "rank 0 voided the step")) == Regrouped([], [], ended=[])
+    assert table.regroup(Members(2, 0, 1, [1, 2], "old news")) == Regrouped([], [], ended=[])
+    assert table.regroup(Members(0, 0, 3, [0, 1, 2], "rank 1 came back")) == Regrouped([], [1], ended=[])
     assert table.out == {}
     assert all(view.serves for view in table)
 
@@ -122,3 +122,10 @@ def test_ranks_that_are_out_are_not_missed_when_silent():
     table.by_identity(b"socket0").heard_s = 99.0
     assert table.silent_rank(now_s=100.0, deadline_s=5.0) is None
     assert table.is_ready
+
+
+def test_a_masked_rank_has_ended_where_its_peers_or_its_launcher_say_so():
+    table = group_of("mask", "mask", "mask", "mask")
+    table.suspect(1, "rank 1 was killed", now_s=5.0)
+    message = Members(0, 0, 1, [0], "ranks 1, 2 and 3 did not arrive", ended=[2])
+    assert table.regroup(message) == Regrouped([1, 2, 3], [], ended=[1, 2])
