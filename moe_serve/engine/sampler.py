@@ -1,9 +1,9 @@
 """Chooses the next token of each sequence from its logits.
 
 Random choice is a pure function of (seed, output index, token id): philox4x32-10 gives each token its own uniform
-number, turned into Gumbel noise that is added to the filtered logits; the largest sum wins, ties go to the lowest id.
-No generator has a state, so a token does not depend on the batch, the rank, a preemption or a restart. (Salmon et al.,
-"Parallel random numbers: as easy as 1, 2, 3", SC 2011.)
+number, which becomes Gumbel noise and is added to the filtered logits; the largest sum wins, ties go to the lowest id.
+No generator keeps a state, so a token does not depend on the batch, the rank, a preemption or a restart. (Salmon et
+al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011.)
 """
 
 from collections.abc import Sequence
@@ -66,7 +66,7 @@ def sample_row(logits: NDArray[np.float64], params: SamplingParams, seed: int, o
 
 
 def candidates(logits: NDArray[np.float64], params: SamplingParams) -> NDArray[np.int64]:
-    """Returns the ids that top_k and then top_p leave, ascending; of equal logits the lower id comes first.
+    """Returns the ids that remain after top_k and then top_p, ascending; equal logits are ranked by id.
 
     top_p keeps the fewest tokens whose probability, among those that top_k left, adds up to at least top_p.
     """
@@ -88,7 +88,7 @@ def _scaled(logits: NDArray[np.float64], temperature: float) -> NDArray[np.float
     """Returns the logits below their maximum, over the temperature: at most 0, however small the temperature is."""
     top = logits.max()
     if not np.isfinite(top):
-        return np.zeros_like(logits)  # every token is banned, or the model has overflowed: all are alike
+        return np.zeros_like(logits)  # every token is banned, or the row is not finite: all are alike
     with np.errstate(over="ignore"):  # far below the maximum is -inf
         below: NDArray[np.float64] = (logits - top) / temperature
     return below

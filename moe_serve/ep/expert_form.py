@@ -1,9 +1,9 @@
-"""How a rank keeps the weights of its experts (`model.expert_weights`), and which tensors a slot then has.
+"""The forms in which a rank keeps its expert weights (`model.expert_weights`), and the tensors of a slot in each form.
 
-dense   gate_up, down in the compute dtype
+dense   gate_up and down in the compute dtype
 fp8     the e4m3 values of an FP8 checkpoint with its float32 scale for each 128 x 128 block: half of bfloat16
-int8    a float32 scale for each output channel, quantised at load, CPU only: a quarter of float32, and other numbers
-        than the checkpoint's
+int8    a float32 scale for each output channel, quantised at load, CPU only: a quarter of float32, with numbers that
+        differ from the checkpoint's
 
 Shape words: H = hidden, I = width of an expert.
 """
@@ -20,7 +20,7 @@ from moe_serve.kernels.grouped_gemm_int8 import has_vnni
 
 ExpertForm = Literal["dense", "fp8", "int8"]
 
-PARTS: Mapping[str, int] = {"gate_up": 2, "down": 1}  # matrices of an expert, and the stacks of rows each is made of
+PARTS: Mapping[str, int] = {"gate_up": 2, "down": 1}  # matrices of an expert: number of row stacks in each
 MEANING: Mapping[ExpertForm, str] = {
     "dense": "the checkpoint's numbers in the compute dtype",
     "fp8": "the checkpoint's own FP8 values and scales; rows are quantised 1 x 128 before each product",
@@ -29,11 +29,11 @@ MEANING: Mapping[ExpertForm, str] = {
 
 
 def choose_expert_form(wanted: str, fp8_block: int | None, device_type: str, has_e4m3: bool) -> ExpertForm:
-    """Returns the form that a setting means here.
+    """Returns the form that the setting selects for this checkpoint and device.
 
     wanted: model.expert_weights;  fp8_block: edge of the checkpoint's scale blocks, None where it is not FP8
     has_e4m3: whether the GPU multiplies e4m3 (sm_89 and later)
-    Raises ConfigError for what cannot be, with the setting that can.
+    Raises ConfigError for a form that is not possible, naming one that is.
     """
     on_gpu = device_type == "cuda"
     match wanted:
@@ -45,7 +45,7 @@ def choose_expert_form(wanted: str, fp8_block: int | None, device_type: str, has
             if fp8_block is None:
                 raise ConfigError(
                     "model.expert_weights is fp8 but the checkpoint is not FP8 (config.json has no "
-                    "quantization_config); fp8 keeps what a checkpoint holds: set model.expert_weights: auto"
+                    "quantization_config); fp8 keeps the values of an FP8 checkpoint: set model.expert_weights: auto"
                 )
             if fp8_block != GROUP:
                 raise ConfigError(
@@ -54,7 +54,7 @@ def choose_expert_form(wanted: str, fp8_block: int | None, device_type: str, has
                 )
             if on_gpu and not has_e4m3:
                 raise ConfigError(
-                    "model.expert_weights is fp8 but this GPU has no e4m3 (sm_89 and later have); "
+                    "model.expert_weights is fp8 but this GPU has no e4m3 (sm_89 and later do); "
                     "set model.expert_weights: dense"
                 )
             return "fp8"
@@ -75,7 +75,7 @@ def choose_expert_form(wanted: str, fp8_block: int | None, device_type: str, has
 
 
 def has_e4m3(device: torch.device | str) -> bool:
-    """Returns whether the CUDA device multiplies e4m3; True for one that is not here, since only a plan asks then."""
+    """Returns whether the CUDA device multiplies e4m3; True where no GPU is present, as `check` then plans for one."""
     if torch.device(device).type != "cuda":
         return False
     return not torch.cuda.is_available() or torch.cuda.get_device_capability(device) >= (8, 9)
@@ -104,7 +104,7 @@ def slot_tensors(
 
 
 def slot_bytes(form: ExpertForm, hidden: int, width: int, dtype: torch.dtype) -> int:
-    """Returns the size of one expert of one layer."""
+    """Returns the size of one expert of one layer, in bytes."""
     return sum(math.prod(shape) * kind.itemsize for shape, kind in slot_tensors(form, hidden, width, dtype).values())
 
 

@@ -1,4 +1,4 @@
-"""The expert weights of one rank and one layer, by slot. Slots never move: new experts are copied into them."""
+"""The expert weights of one rank and one layer, by slot. Addresses never change: new experts are copied into slots."""
 
 from collections.abc import Mapping
 
@@ -10,17 +10,17 @@ from moe_serve.kernels.block_scales import BlockScaled
 
 
 class ExpertStore:
-    """dict[name, Tensor [slots, ...]] at fixed addresses, in the memory order that the GEMM wants.
+    """dict[name, Tensor [slots, ...]] at fixed addresses, in the memory order of the GEMM.
 
-    On CPU a matrix [n, k] is kept as [k, n] (kernels/row_gemm.py; not int8, kernels/grouped_gemm_int8.py), inside the
-    bytes it came in. Who moves experts between ranks sees a slot as the same list of contiguous tensors everywhere, and
-    never interprets them.
+    On CPU a matrix [n, k] is kept as [k, n] (kernels/row_gemm.py; int8 is not, kernels/grouped_gemm_int8.py), rewritten
+    in the memory it was loaded into. A slot is the same list of contiguous tensors on every rank, so that moving an
+    expert copies bytes and interprets none.
     """
 
     def __init__(self, tensors: Mapping[str, Tensor]):
         """tensors: by name, [slots, ...], contiguous, named as in expert_form.slot_tensors.
 
-        They become the store's own: do not use them afterwards.
+        The store owns them afterwards: do not use them any more.
         """
         slots = {tensor.shape[0] for tensor in tensors.values()}
         assert len(slots) == 1, f"tensors disagree about the number of slots: {sorted(slots)}"
@@ -33,13 +33,13 @@ class ExpertStore:
 
     @property
     def form(self) -> ExpertForm:
-        """How the weights are kept."""
+        """The form in which the weights are kept."""
         forms: dict[torch.dtype, ExpertForm] = {torch.float8_e4m3fn: "fp8", torch.int8: "int8"}
         return forms.get(self._stored["gate_up"].dtype, "dense")
 
     @property
     def slot_bytes(self) -> int:
-        """Size of one expert."""
+        """Size of one expert, in bytes."""
         return sum(tensor[0].numel() * tensor.element_size() for tensor in self._stored.values() if self.num_slots)
 
     def matrix(self, name: str) -> Tensor:
@@ -56,17 +56,17 @@ class ExpertStore:
         return BlockScaled(self.matrix(name), self.scale(name), PARTS[name])
 
     def slot(self, slot_id: int) -> dict[str, Tensor]:
-        """Returns the bytes of one expert as contiguous views, by name: what a mover sends, and writes into."""
+        """Returns the tensors of one expert by name, as contiguous views to send from or receive into."""
         return {name: tensor[slot_id] for name, tensor in self._stored.items()}
 
     def write_slot(self, slot_id: int, expert: Mapping[str, Tensor]) -> None:
-        """Copies an expert, as `slot` of some store gave it, into a slot. Addresses stay."""
+        """Copies an expert, as `slot` of any store returns it, into a slot. Addresses do not change."""
         assert expert.keys() == self._stored.keys(), f"expert has {sorted(expert)}, the store {sorted(self._stored)}"
         for name, tensor in expert.items():
             self._stored[name][slot_id].copy_(tensor)
 
     def staging(self, num_slots: int) -> "ExpertStore":
-        """Returns an empty store of the same form, where incoming experts wait."""
+        """Returns a store of the same form filled with zeros, a staging buffer for incoming experts."""
         store = ExpertStore.__new__(ExpertStore)
         store.num_slots = num_slots
         store._stored = {name: t.new_zeros(num_slots, *t.shape[1:]) for name, t in self._stored.items()}
@@ -78,7 +78,7 @@ def _is_reordered(name: str, tensor: Tensor) -> bool:
 
 
 def _into_gemm_order(name: str, tensor: Tensor) -> Tensor:
-    """Returns [slots, k, n] over the memory of tensor [slots, n, k], rewritten slot by slot: no second copy of it."""
+    """Returns [slots, k, n] in the memory of tensor [slots, n, k], rewritten slot by slot, without a second copy."""
     assert tensor.is_contiguous(), f"{name} is not contiguous"
     if not _is_reordered(name, tensor):
         return tensor

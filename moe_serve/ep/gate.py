@@ -1,7 +1,7 @@
-"""The gate: from a token to its experts and their weights, for every router that a RouterSpec describes.
+"""The gate: chooses the experts of each token and their weights, for every router that a RouterSpec describes.
 
-All in float32. Formulas are those of the reference implementations (transformers' Mixtral, Qwen3-MoE, DeepSeek-V3).
-On CUDA everything behind the logits is one kernel, which counts the load on the way.
+All in float32, with the formulas of the reference implementations (transformers' Mixtral, Qwen3-MoE, DeepSeek-V3).
+On CUDA everything after the logits is one kernel, which also counts the load.
 """
 
 import torch
@@ -14,7 +14,7 @@ from moe_serve.kernels.grouped_gemm import grouped_gemm
 from moe_serve.kernels.numerics import FAST, Numerics
 from moe_serve.kernels.topk_gate import topk_gate
 
-WHOLE_VECTORS = 64  # rows; any number of experts x 64 is whole vectors of every CPU
+WHOLE_VECTORS = 64  # rows; 64 rows of any width fill whole vector registers on every CPU
 
 
 class Gate:
@@ -24,7 +24,7 @@ class Gate:
         """weight: [E, H];  bias: [E] correction bias, where spec.has_bias"""
         assert spec.has_bias == (bias is not None), "a correction bias goes with RouterSpec.has_bias"
         self._spec = spec
-        self._weight = weight.float().t().contiguous().t()  # k-major, as the GEMM by row wants it
+        self._weight = weight.float().t().contiguous().t()  # k-major, as row_gemm needs it
         self._bias = None if bias is None else bias.float()
         self._numerics = numerics
 
@@ -40,11 +40,11 @@ class Gate:
 
 
 def route_and_count(logits: Tensor, spec: RouterSpec, bias: Tensor | None = None) -> Routing:
-    """Returns what `route` does, and the load. Ties go to the lowest expert, which `route` leaves open."""
+    """Returns the Routing of `route`, with the load. Ties go to the lowest expert; `route` leaves them open."""
     shape = GateShape(
         spec.topk, spec.scoring, spec.norm_topk, spec.scaling, spec.num_groups, spec.topk_groups, spec.norm_eps
     )
-    # Filled, not copied: a tensor made of a Python number on the host would wait for the stream.
+    # Filled on the device: copying a number from the host would wait for the stream.
     num_tokens = torch.full((1,), logits.shape[0], dtype=torch.int64, device=logits.device)
     load = torch.zeros(spec.num_logical, dtype=torch.int64, device=logits.device)
     ids, weights = topk_gate(logits.contiguous(), bias, num_tokens, shape, load)
@@ -61,7 +61,7 @@ def route(logits: Tensor, spec: RouterSpec, bias: Tensor | None = None) -> Routi
         weights, ids = scores.topk(spec.topk, dim=-1)
     else:
         ids = choice.topk(spec.topk, dim=-1).indices
-        weights = scores.gather(1, ids)  # the bias and the mask choose; they are not part of the weight
+        weights = scores.gather(1, ids)  # bias and mask affect the choice only, not the weight
     if spec.norm_topk:
         total = weights.sum(dim=-1, keepdim=True)
         weights = weights / (total + spec.norm_eps if spec.norm_eps else total)
@@ -71,7 +71,7 @@ def route(logits: Tensor, spec: RouterSpec, bias: Tensor | None = None) -> Routi
 
 
 def _only_best_groups(choice: Tensor, spec: RouterSpec) -> Tensor:
-    """Returns choice with -inf outside each token's best groups; a group is as good as the sum of its two best."""
+    """Returns choice with -inf outside each token's best groups. The score of a group is the sum of its two best."""
     num_tokens, num_logical = choice.shape
     grouped = choice.view(num_tokens, spec.num_groups, num_logical // spec.num_groups)
     group_scores = grouped.topk(2, dim=-1).values.sum(dim=-1)
@@ -81,7 +81,8 @@ def _only_best_groups(choice: Tensor, spec: RouterSpec) -> Tensor:
 
 
 def _sigmoid_by_row(logits: Tensor) -> Tensor:
-    """Returns sigmoid(logits), a row's bits free of its place: CPU loops treat a ragged end with other instructions."""
+    """Returns sigmoid(logits). A row's bits do not depend on its position: no row falls in the loop's ragged end,
+    which uses other instructions."""
     num_tokens, num_logical = logits.shape
     if logits.device.type != "cpu" or num_tokens * num_logical % WHOLE_VECTORS == 0:
         return logits.sigmoid()

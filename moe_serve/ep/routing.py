@@ -1,4 +1,4 @@
-"""What a router is, and what it decides. Importable without torch: `models/spec.py` builds RouterSpecs."""
+"""A router's description and its result. Importable without torch: `models/spec.py` builds RouterSpecs."""
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
@@ -66,11 +66,11 @@ class RouterSpec:
 
 @dataclass(frozen=True)
 class Routing:
-    """Where tokens go.
+    """The experts of each token, and their weights.
 
-    topk_ids:     [T, K] int64 logical experts, -1 = none
-    topk_weights: [T, K] float32
-    load:         [E] int64, how many ids name each expert, where the gate counted them on the way; else None
+    topk_ids:     [T, topk] int64 logical experts, -1 = none
+    topk_weights: [T, topk] float32
+    load:         [E] int64, number of ids for each expert, where the gate has counted them; else None
     """
 
     topk_ids: "Tensor"

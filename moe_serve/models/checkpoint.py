@@ -1,7 +1,7 @@
 """Reads ranges of tensors out of safetensors files, and counts every byte.
 
 The format (a little-endian header length, a JSON header, then raw rows) is read here rather than through a library so
-that one expert out of a fused tensor costs its own bytes only, on any file system. Nothing is unpickled.
+that reading one expert of a fused tensor reads its bytes only, on any file system. Nothing is unpickled.
 """
 
 import json
@@ -37,7 +37,7 @@ DTYPES: Mapping[str, torch.dtype] = {
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """Where a tensor lies. start: byte in the file, counted from its beginning"""
+    """Where a tensor is stored. start: its first byte, counted from the beginning of the file"""
 
     path: Path
     dtype_name: str
@@ -77,10 +77,10 @@ class Checkpoint:
         self._files.clear()
 
     def read(self, name: str, first_row: int = 0, num_rows: int | None = None) -> Tensor:
-        """Returns rows of a stored tensor, on the CPU and in its stored dtype, reading their bytes only.
+        """Returns rows of a stored tensor, on the CPU and in its stored dtype; reads only their bytes.
 
         first_row, num_rows: along the first dimension; None: all
-        Raises ModelError when the file is shorter than it says.
+        Raises ModelError when the file is shorter than its header says.
         """
         stored = self.tensors[name]
         dtype = DTYPES[stored.dtype_name]
@@ -106,17 +106,19 @@ class Checkpoint:
 
 
 def read_header(path: Path) -> dict[str, StoredTensor]:
-    """Returns what a safetensors file holds. Raises ModelError, naming the file, when it is not a whole one."""
+    """Returns the tensors of a safetensors file. Raises ModelError, naming the file, when it is not a complete one."""
     try:
         size = path.stat().st_size
         with path.open("rb") as file:
             first = file.read(8)
             length = struct.unpack("<Q", first)[0] if len(first) == 8 else size
             if length > min(size - 8, LARGEST_HEADER):
-                raise ModelError(f"{path}: is {size} bytes and no whole safetensors file; download the file again")
+                raise ModelError(
+                    f"{path}: is {size} bytes, which is not a complete safetensors file; download the file again"
+                )
             header = json.loads(file.read(length))
         if not isinstance(header, dict):
-            raise ValueError("the header is no object")
+            raise ValueError("the header is not an object")
         return {
             name: _stored(path, entry, 8 + length, size) for name, entry in header.items() if name != "__metadata__"
         }

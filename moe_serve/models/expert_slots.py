@@ -23,7 +23,7 @@ def empty_slots(
 ) -> dict[str, Tensor]:
     """Returns zeros for a matrix, and for its scales where the form has them, by name: [num_slots, ...].
 
-    Raises CapacityError when the device has no room for them.
+    Raises CapacityError when the device has no memory for them.
     """
     wanted = slot_tensors(form, spec.hidden, spec.moe_intermediate, dtype)
     names = (name for name in (plan.name, scale_of(plan.name)) if name in wanted)
@@ -31,7 +31,7 @@ def empty_slots(
     for name, (shape, kind) in ((name, wanted[name]) for name in names):
         try:
             slots[name] = torch.zeros(num_slots, *shape, dtype=kind, device=device)
-        except RuntimeError as error:  # how torch says that there is no memory, on CPUs and on GPUs
+        except RuntimeError as error:  # torch raises it for a lack of memory, on CPUs and on GPUs
             if "memory" not in str(error):
                 raise
             size = num_slots * math.prod(shape) * kind.itemsize
@@ -42,12 +42,12 @@ def empty_slots(
     return slots
 
 
-def put_expert(slots: dict[str, Tensor], places: list[int], name: str, form: ExpertForm, values: Tensor) -> None:
-    """Writes one expert's matrix into its slots, turned into the form.
+def put_expert(slots: dict[str, Tensor], slot_ids: list[int], name: str, form: ExpertForm, values: Tensor) -> None:
+    """Writes one expert's matrix into its slots, in the form of the slots.
 
-    slots: as empty_slots gave them;  values: [n, k] float
+    slots: as empty_slots returned them;  values: [n, k] float
     """
-    first, *replicas = places
+    first, *replicas = slot_ids
     match form:
         case "dense":
             slots[name][first].copy_(values)
@@ -61,9 +61,9 @@ def put_expert(slots: dict[str, Tensor], places: list[int], name: str, form: Exp
 
 
 def put_rows(slots: dict[str, Tensor], slot: int, name: str, first_row: int, q: Tensor, scale: Tensor) -> None:
-    """Writes rows of a quantised matrix, and their scales: as many rows of scales as they have by the form.
+    """Writes rows of a quantised matrix and their scales.
 
-    q: [rows, k], whole stacks of the matrix from first_row on;  scale: [rows] int8, [block rows, block columns] fp8
+    q: [rows, k], whole stacks of the matrix from first_row on;  scale: int8 [rows], fp8 [block rows, block columns]
     """
     rows, scales = slots[name][slot], slots[scale_of(name)][slot]
     # Each stack has the same number of rows and of block rows.
@@ -73,7 +73,7 @@ def put_rows(slots: dict[str, Tensor], slot: int, name: str, first_row: int, q: 
 
 
 def copy_to_replicas(slots: dict[str, Tensor], slot: int, replicas: list[int]) -> None:
-    """Gives other slots the bytes of one."""
+    """Copies one slot to other slots."""
     for tensor in slots.values():
         for replica in replicas:
             tensor[replica].copy_(tensor[slot])

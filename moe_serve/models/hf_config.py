@@ -1,4 +1,4 @@
-"""Typed access to a config.json, so that every mistake in one ends as a ModelError. Torch-free."""
+"""Typed access to a config.json: every mistake in one raises a ModelError. Torch-free."""
 
 import json
 from collections.abc import Mapping
@@ -9,7 +9,7 @@ from moe_serve.errors import ModelError
 
 
 class HfConfig:
-    """A config.json whose missing and ill-typed entries end as ModelErrors that name the file and the key."""
+    """A config.json whose missing and ill-typed entries raise ModelErrors that name the file and the key."""
 
     def __init__(self, values: Mapping[str, Any], where: str):
         self.values = values
@@ -20,7 +20,7 @@ class HfConfig:
         return default if value is None else value
 
     def size(self, *keys: str, default: int | None = None, minimum: int = 1) -> int:
-        """Returns the whole number under the first of `keys` that is there."""
+        """Returns the whole number under the first of `keys` that is present."""
         for key in keys:
             value = self.values.get(key)
             if value is None:

@@ -22,7 +22,7 @@ from moe_serve.models.spec import GqaSpec
 
 
 class LinearFactory:
-    """Builds Linears of one model; proofs of row counts are shared between weights of equal shape."""
+    """Builds the Linears of one model; weights of equal shape share their proof of row counts."""
 
     def __init__(self, numerics: Numerics):
         self._numerics = numerics
@@ -36,7 +36,7 @@ class LinearFactory:
 
 
 class RopeTable:
-    """cos + i sin of every position and frequency, computed once, so that all batches and ranks see the same bits."""
+    """cos + i sin of every position and frequency, computed once, so that all batches and ranks use the same bits."""
 
     def __init__(self, rope: RopeSpec, max_position: int, device: torch.device | str):
         positions = torch.arange(max_position, dtype=torch.float32)
@@ -116,35 +116,36 @@ class GqaAttention:
         return GqaLayer(self, index, linear(qkv, bias), norm, linear(weights.pop("o"), weights.pop("o_bias", None)))
 
     def _reorder(self, qkv: Tensor, order: Tensor) -> Tensor:
-        """Returns the fused projection with the rows of every query and key head in another order."""
+        """Returns the fused projection with the rows of every query and key head reordered."""
         spec = self.spec
         heads = qkv.view(-1, spec.head_dim, *qkv.shape[1:])
         num_rotated = spec.num_heads + spec.num_kv_heads
         return torch.cat((heads[:num_rotated, order], heads[num_rotated:])).flatten(0, 1)
 
 
+@dataclass(frozen=True, eq=False)
 class GqaLayer:
     """Grouped-query attention of one layer.
 
-    qkv: x -> queries, keys and values of all heads;  norm: [query and key heads, head_dim] or None
+    qkv:  x -> queries, keys and values of all heads
+    norm: [query and key heads, head_dim] or None
     """
 
-    def __init__(self, form: GqaAttention, index: int, qkv: Linear, norm: Tensor | None, out: Linear):
-        self._form = form
-        self._index = index
-        self._qkv = qkv
-        self._norm = norm
-        self._out = out
+    form: GqaAttention
+    index: int
+    qkv: Linear
+    norm: Tensor | None
+    out: Linear
 
     def __call__(self, x: Tensor, step: AttentionStep) -> Tensor:
         """x: [T, H], normed -> [T, H]. Writes the rows' keys and values into the cache."""
-        form, spec = self._form, self._form.spec
+        form, spec = self.form, self.form.spec
         num_rotated = spec.num_heads + spec.num_kv_heads
-        qkv = self._qkv(x).view(x.shape[0], -1, spec.head_dim)
+        qkv = self.qkv(x).view(x.shape[0], -1, spec.head_dim)
         rotated = qkv[:, :num_rotated]
-        if self._norm is not None:
-            rms_norm_heads_(rotated, self._norm, form.norm_eps)
+        if self.norm is not None:
+            rms_norm_heads_(rotated, self.norm, form.norm_eps)
         rotate_(rotated, step.turns)
-        step.cache.write(self._index, step.batch.slot_mapping, qkv[:, spec.num_heads :])
+        step.cache.write(self.index, step.batch.slot_mapping, qkv[:, spec.num_heads :])
         q = qkv[:, : spec.num_heads].view(x.shape[0], spec.num_kv_heads, -1, spec.head_dim)
-        return self._out(form.attend(q, step.cache, self._index, step.plan).flatten(1))
+        return self.out(form.attend(q, step.cache, self.index, step.plan).flatten(1))

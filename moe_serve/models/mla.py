@@ -1,11 +1,14 @@
 """Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434, section 2.1) over a cache of latents.
 
-Two forms of the same function. Absorbed: queries are carried into the latent space, so all heads share one cached row
-per token, as in multi-query attention; few queries are then cheap. Expanded: keys and values of every head are made
-from the latents first, which pays off once a chunk has many queries. `batch_invariant` uses the absorbed form only.
+Two forms of the same function. Absorbed: queries are projected into the latent space, so all heads share one cached row
+per token, as in multi-query attention; this is cheap for few queries. Expanded: keys and values of every head are
+computed from the latents first, which is cheaper for chunks of many queries. `batch_invariant` uses only the absorbed
+form.
 
 Shape words: T = rows of the batch (padded), H = hidden, heads = num_heads, C = rows of one chunk, K = its keys.
 """
+
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -72,75 +75,64 @@ class MlaAttention:
         )
 
 
+@dataclass(frozen=True, eq=False)
 class MlaLayer:
     """Multi-head latent attention of one layer.
 
     q_kv_a: x -> (queries, or their latent with q-LoRA; then latent and unrotated key)
     q_b:    with q-LoRA, the query latent -> queries
-    absorb: [heads, nope_dim, kv_lora_rank], carries queries into the latent space
-    expand: [heads, kv_lora_rank, value_dim], makes values of latents
+    absorb: [heads, nope_dim, kv_lora_rank], projects queries into the latent space
+    expand: [heads, kv_lora_rank, value_dim], projects latents to values
     """
 
-    def __init__(
-        self,
-        form: MlaAttention,
-        index: int,
-        q_kv_a: Linear,
-        q_a_norm: Tensor | None,
-        q_b: Linear | None,
-        kv_a_norm: Tensor,
-        absorb: HeadLinear,
-        expand: HeadLinear,
-        out: Linear,
-    ):
-        self._form = form
-        self._index = index
-        self._q_kv_a = q_kv_a
-        self._q_a_norm = q_a_norm
-        self._q_b = q_b
-        self._kv_a_norm = kv_a_norm
-        self._absorb = absorb
-        self._expand = expand
-        self._out = out
+    form: MlaAttention
+    index: int
+    q_kv_a: Linear
+    q_a_norm: Tensor | None
+    q_b: Linear | None
+    kv_a_norm: Tensor
+    absorb: HeadLinear
+    expand: HeadLinear
+    out: Linear
 
     def __call__(self, x: Tensor, step: AttentionStep) -> Tensor:
         """x: [T, H], normed -> [T, H]. Writes the rows' latents and rotated keys into the cache."""
-        form, spec, plan = self._form, self._form.spec, step.plan
-        both = self._q_kv_a(x)
+        form, spec, plan = self.form, self.form.spec, step.plan
+        both = self.q_kv_a(x)
         q, row = both[:, : -spec.latent_dim], both[:, None, -spec.latent_dim :]
-        if self._q_b is not None:
-            assert self._q_a_norm is not None
-            q = self._q_b(rms_norm(q, self._q_a_norm, form.norm_eps))
+        if self.q_b is not None:
+            assert self.q_a_norm is not None
+            q = self.q_b(rms_norm(q, self.q_a_norm, form.norm_eps))
         q = q.view(x.shape[0], spec.num_heads, -1)
         rotate_(q[..., spec.nope_dim :], step.turns)
         rotate_(row[..., spec.kv_lora_rank :], step.turns)
         latent = row[..., : spec.kv_lora_rank]
-        latent.copy_(rms_norm(latent, self._kv_a_norm, form.norm_eps))
-        step.cache.write(self._index, step.batch.slot_mapping, row)
+        latent.copy_(rms_norm(latent, self.kv_a_norm, form.norm_eps))
+        step.cache.write(self.index, step.batch.slot_mapping, row)
         if not plan.long_chunks:
-            return self._out(self._absorbed(q, step).flatten(1))
+            return self.out(self._absorbed(q, step).flatten(1))
         out = q.new_zeros(*q.shape[:2], spec.value_dim)
         if plan.num_rows:
             out[: plan.num_rows] = self._absorbed(q[: plan.num_rows], step)
         for chunk in plan.long_chunks:
             out[chunk.start : chunk.end] = self._expanded(q[chunk.start : chunk.end], step.cache, chunk)
-        return self._out(out.flatten(1))
+        return self.out(out.flatten(1))
 
     def _absorbed(self, q: Tensor, step: AttentionStep) -> Tensor:
         """q: [T, heads, nope + rope] -> [T, heads, value_dim]"""
-        nope_dim = self._form.spec.nope_dim
-        carried = torch.cat((self._absorb(q[..., :nope_dim]), q[..., nope_dim:]), dim=-1)
-        return self._expand(self._form.attend(carried[:, None], step.cache, self._index, step.plan)[:, 0])
+        nope_dim = self.form.spec.nope_dim
+        latent_q = torch.cat((self.absorb(q[..., :nope_dim]), q[..., nope_dim:]), dim=-1)
+        return self.expand(self.form.attend(latent_q[:, None], step.cache, self.index, step.plan)[:, 0])
 
     def _expanded(self, q: Tensor, cache: KvCache, chunk: Chunk) -> Tensor:
         """q: [C, heads, nope + rope] -> [C, heads, value_dim]"""
-        spec = self._form.spec
-        rows = cache.gather(self._index, chunk.rows, 1)[0][0, 0]
+        spec = self.form.spec
+        rows = cache.gather(self.index, chunk.rows, 1)[0][0, 0]
         latents = rows[:, : spec.kv_lora_rank].expand(spec.num_heads, -1, -1)
         rotated = rows[:, spec.kv_lora_rank :].expand(spec.num_heads, -1, -1)
-        keys = torch.cat((torch.bmm(latents, self._absorb.weight.transpose(1, 2)), rotated), dim=-1)
-        values = torch.bmm(latents, self._expand.weight)
-        # Equal widths of keys and values keep the fused kernel of torch.
+        keys = torch.cat((torch.bmm(latents, self.absorb.weight.transpose(1, 2)), rotated), dim=-1)
+        values = torch.bmm(latents, self.expand.weight)
+        # The fused kernel of torch needs keys and values of one width.
         missing = spec.query_dim - spec.value_dim
         if missing > 0:
             values = functional.pad(values, (0, missing))
@@ -157,12 +149,12 @@ def expand_from(spec: MlaSpec) -> int:
     per_head = spec.nope_dim + spec.value_dim
     saved = 2 * spec.kv_lora_rank - per_head
     if saved <= 0:
-        return 1 << 30  # absorbed is always the cheaper one
+        return 1 << 30  # absorbed is always cheaper
     return -(-spec.kv_lora_rank * per_head // saved)
 
 
 def _reorder_tails(weight: Tensor, num_heads: int, order: Tensor, rows: slice) -> Tensor:
-    """Returns the weight with the last len(order) rows of each head re-ordered; `rows` are those of the heads."""
+    """Returns the weight with the last len(order) rows of each head reordered; the heads lie in `rows`."""
     weight = weight.clone()
     tails = weight[rows]
     heads = tails.view(num_heads, -1, *tails.shape[1:])

@@ -1,4 +1,4 @@
-"""How positions are rotated into queries and keys, as a config.json says it. Torch-free.
+"""The rotary embedding of queries and keys, read from a config.json. Torch-free.
 
 Rotary embedding: arXiv:2104.09864. YaRN: arXiv:2309.00071; DeepSeek's mscale_all_dim also scales the softmax.
 """
@@ -13,7 +13,7 @@ from moe_serve.errors import ModelError
 
 @dataclass(frozen=True)
 class YarnSpec:
-    """YaRN: low frequencies are divided by `factor`, high ones kept, with a ramp between the two borders."""
+    """YaRN: low frequencies are divided by `factor`, high ones kept, with a ramp between two borders."""
 
     factor: float
     original_max_position: int
@@ -39,10 +39,10 @@ SUPPORTED = ("default", "linear", "yarn")
 
 
 def read_rope(values: Mapping[str, Any], dim: int, interleaved: bool, where: str) -> RopeSpec:
-    """Returns the rotation of a config.json, in its old (rope_theta, rope_scaling) or new (rope_parameters) spelling.
+    """Returns the rotary embedding of a config.json, with old (rope_theta, rope_scaling) or new (rope_parameters) keys.
 
     dim: rotated width of a head.  where: the file, for messages
-    Raises ModelError for a rotation that is not SUPPORTED, and for missing or impossible numbers.
+    Raises ModelError for a kind that is not SUPPORTED, and for missing or impossible numbers.
     """
     given = values.get("rope_parameters") or values.get("rope_scaling") or {}
     if not isinstance(given, Mapping):
@@ -97,7 +97,7 @@ def mscale_of(factor: float, mscale: float) -> float:
 
 
 def yarn_ramp(rope: RopeSpec) -> tuple[float, float]:
-    """Returns the pair indices between which YaRN passes from kept to divided frequencies."""
+    """Returns the pair indices between which YaRN's ramp runs from kept to divided frequencies."""
     yarn = rope.yarn
     assert yarn is not None
 

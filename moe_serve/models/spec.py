@@ -1,7 +1,7 @@
 """What a model is: a Hugging Face `config.json` read into one frozen value. Torch-free; the front end reads it too.
 
-The decoder is written once and takes its form from here, so a new family is a reader below (and an entry in FAMILIES).
-A feature that would change the numbers and is not built is refused by name, never ignored.
+One decoder serves all families and takes its form from here: a new family is a reader below and an entry in FAMILIES.
+A feature that would change the numbers and is not implemented is refused by name, never ignored.
 
 Shape words: H = hidden, E = num_logical, I = moe_intermediate.
 """
@@ -57,7 +57,7 @@ class MlaSpec:
 
 @dataclass(frozen=True)
 class ExpertNames:
-    """How a family's checkpoint calls its MoE block and the three matrices of an expert."""
+    """The names of a family's MoE block and of an expert's three matrices in its checkpoint."""
 
     block: str = "mlp"
     gate: str = "gate_proj"
@@ -86,7 +86,7 @@ class ModelSpec:
     shared_intermediate: int  # width of the shared experts together; 0 = none
     dense_intermediate: int  # of the layers outside moe_layer_ids
     expert_names: ExpertNames = ExpertNames()
-    checkpoint_dtype: str | None = None  # as config.json says; None: unsaid
+    checkpoint_dtype: str | None = None  # as in config.json; None: not given
     fp8_block: int | None = None  # edge of the square scale blocks of an FP8 checkpoint
 
     @property
@@ -96,10 +96,6 @@ class ModelSpec:
     @property
     def topk(self) -> int:
         return self.router.topk
-
-    @property
-    def num_groups(self) -> int:
-        return self.router.num_groups
 
     @property
     def num_moe_layers(self) -> int:
@@ -136,16 +132,12 @@ class ModelSpec:
             + num_moe * moe + (self.num_layers - num_moe) * dense
         )  # fmt: skip
 
-    def expert_bytes(self, bytes_per_element: int) -> int:
-        """Returns the bytes of one expert of one layer in memory."""
-        return self.expert_parameters * bytes_per_element
-
 
 def read_spec(folder: str | Path) -> ModelSpec:
     """Returns the spec of the model in a Hugging Face folder.
 
     Raises ModelError when config.json cannot be read, when the architecture is not one of FAMILIES, or when the
-    configuration asks for a feature that is not built; each message names it.
+    configuration asks for a feature that is not implemented; each message names it.
     """
     path = Path(folder) / "config.json"
     values = read_json(path, "give a Hugging Face model folder, with config.json and *.safetensors")
@@ -157,7 +149,7 @@ def read_spec(folder: str | Path) -> ModelSpec:
             f"supported; supported are {', '.join(sorted(FAMILIES))}"
         )
     generation = path.with_name("generation_config.json")
-    extra = read_json(generation, "mend or remove it") if generation.is_file() else {}
+    extra = read_json(generation, "correct or remove it") if generation.is_file() else {}
     return family(config, _token_ids(config, extra))
 
 
@@ -172,7 +164,7 @@ def _token_ids(config: HfConfig, generation: Mapping[str, Any]) -> tuple[int, ..
 
 
 def _common(config: HfConfig, eos_token_ids: tuple[int, ...]) -> dict[str, Any]:
-    """Returns what every family spells alike, and refuses what no family here can have."""
+    """Returns the fields that all families share, and refuses what none of them supports."""
     if config.get("hidden_act", "silu") != "silu":
         raise config.refuse(f"hidden_act {config.get('hidden_act')!r}")
     return {
@@ -216,7 +208,7 @@ def _gqa(config: HfConfig, qk_norm: bool, bias: bool) -> GqaSpec:
 
 def _refuse_sliding_window(config: HfConfig, used: bool) -> None:
     window = config.get("sliding_window")
-    # A window that no sequence can outgrow masks nothing.
+    # A window as long as the longest sequence masks nothing.
     if used and window is not None and window < config.size("max_position_embeddings"):
         raise config.refuse(f"sliding-window attention (sliding_window {window})")
 

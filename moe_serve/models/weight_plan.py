@@ -1,4 +1,4 @@
-"""Which tensors a model has, and how its checkpoint calls them: one table for loading, checking and dummy weights.
+"""The tensors of a model and their names in its checkpoint: one table for loading, checking and dummy weights.
 
 Our names are short and fused where the forward uses one GEMM ("layers.3.qkv"); a tensor's parts are stacked along rows.
 
@@ -23,7 +23,7 @@ class Part:
 
 @dataclass(frozen=True)
 class DenseTensor:
-    """One tensor that every rank holds. kind says how dummy weights are drawn; "bias32" stays in float32."""
+    """One tensor that every rank holds. kind: how dummy weights are drawn; "bias32" stays in float32."""
 
     name: str
     parts: tuple[Part, ...]
@@ -95,8 +95,7 @@ def expert_tensors(spec: ModelSpec) -> Iterator[ExpertTensor]:
 def is_ignored(spec: ModelSpec, name: str) -> bool:
     """Returns whether a checkpoint tensor is known and not needed.
 
-    These are the layers for multi-token prediction behind the last one, buffers that are computed, and the copy of tied
-    embeddings.
+    These are layers for multi-token prediction behind the last layer, computed buffers, and a copy of tied embeddings.
     """
     if name == "lm_head.weight":
         return spec.tie_embeddings
@@ -120,7 +119,7 @@ def _mlp(ours: str, theirs: str, hidden: int, width: int) -> Iterator[DenseTenso
 
 def _moe(spec: ModelSpec, ours: str, theirs: str) -> Iterator[DenseTensor]:
     block = spec.expert_names.block
-    # transformers 5 calls every family's block "mlp" in memory, and some exporters write it so.
+    # transformers 5 names every family's block "mlp" in memory, and some exporters write that name.
     gate = Part(theirs + block + ".gate.weight", (spec.num_logical, spec.hidden), (theirs + "mlp.gate.weight",))
     yield DenseTensor(ours + "router", (gate,))
     if spec.router.has_bias:
@@ -149,7 +148,7 @@ def _mla(spec: MlaSpec, hidden: int, ours: str, theirs: str) -> Iterator[DenseTe
     kv_a = Part(theirs + "kv_a_proj_with_mqa.weight", (spec.latent_dim, hidden))
     kv_a_bias = Part(theirs + "kv_a_proj_with_mqa.bias", (spec.latent_dim,))
     if rank is None:
-        # Without q-LoRA the queries never have a bias of their own.
+        # Without q-LoRA the queries never have a bias.
         yield DenseTensor(ours + "q_kv_a", (Part(theirs + "q_proj.weight", (q, hidden)), kv_a))
         if spec.bias:
             yield DenseTensor(ours + "kv_a_bias", (kv_a_bias,), "bias")

@@ -1,7 +1,7 @@
-"""Reads planned tensors of one checkpoint: compares all of it with the plan, then brings one rank's part into place.
+"""Reads the planned tensors of one checkpoint: compares the whole checkpoint with the plan, then reads one rank's part.
 
 FP8 tensors are stored as e4m3 with a scale for every square block (128 x 128; the last of a row or column may be
-partial). Dense tensors are dequantised as they are read; experts are turned into the form that their slots have.
+partial). Dense tensors are dequantised as they are read; experts are converted to the form of their slots.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -24,7 +24,7 @@ NAMED_IN_A_MESSAGE = 8  # tensors of each kind; a wrong folder would name thousa
 
 
 class WeightReader:
-    """Reads planned tensors of one checkpoint and knows which layout each expert tensor is stored in."""
+    """Reads the planned tensors of one checkpoint, with experts stored one by one or fused."""
 
     def __init__(
         self,
@@ -49,7 +49,10 @@ class WeightReader:
         progress(0, self._total)
 
     def check(self) -> None:
-        """Compares the whole checkpoint with the plan, also what other ranks will read."""
+        """Compares the whole checkpoint with the plan, including what other ranks read.
+
+        Raises ModelError with all missing, unknown, mis-shaped and unreadable tensors.
+        """
         stored = self._checkpoint.tensors
         missing: list[str] = []
         misshaped: list[str] = []
@@ -70,7 +73,7 @@ class WeightReader:
             if tensor.dtype_name.startswith("F8"):
                 self._check_scale(name, scale, part, missing, misshaped, unreadable)
         if self._form == "fp8":
-            unreadable += self._not_to_keep()
+            unreadable += self._not_kept_in_fp8()
         extra = [name for name in stored if name not in known and not is_ignored(self._spec, name)]
         problems = [
             f"{len(names)} {what}: {', '.join(names[:NAMED_IN_A_MESSAGE])}{', ..' * (len(names) > NAMED_IN_A_MESSAGE)}"
@@ -102,8 +105,8 @@ class WeightReader:
         elif stored.shape != wanted:
             misshaped.append(f"{scale} {list(stored.shape)}, expected {list(wanted)}")
 
-    def _not_to_keep(self) -> Iterator[str]:
-        """Yields what stands against keeping each expert as it is stored."""
+    def _not_kept_in_fp8(self) -> Iterator[str]:
+        """Yields each reason why experts cannot keep their stored FP8 values."""
         instead = "set model.expert_weights: dense"
         for plan in expert_tensors(self._spec):
             if self._is_fused(plan) and plan.name == "gate_up" and self._spec.moe_intermediate % GROUP:
@@ -123,7 +126,7 @@ class WeightReader:
             yield from self._parts(plan, range(self._spec.num_logical))
 
     def _parts(self, plan: ExpertTensor, experts: Iterable[int]) -> Iterator[Part]:
-        """Yields what is stored for these experts: the fused tensor, or their own parts."""
+        """Yields the checkpoint tensors of these experts: the fused one, or their own parts."""
         if self._is_fused(plan):
             yield plan.fused
         else:
@@ -158,6 +161,7 @@ class WeightReader:
         return self._checkpoint.tensors[name].num_bytes + (scale.num_bytes if scale else 0)
 
     def dense(self, plan: DenseTensor) -> Tensor:
+        """Returns a dense tensor on the device."""
         dtype = torch.float32 if plan.kind == "bias32" else self._dtype
         out = torch.empty(plan.shape, dtype=dtype, device=self._device)
         row = 0
@@ -169,7 +173,7 @@ class WeightReader:
     def experts(self, plan: ExpertTensor, slots: dict[int, list[int]], slots_per_rank: int) -> dict[str, Tensor]:
         """Returns the slots of one matrix, and of its scales where the form has them, by name.
 
-        Each is [slots_per_rank, ...]. Every expert is read once, in ascending order: files are read forward.
+        Each is [slots_per_rank, ...]. Every expert is read once, in ascending order, so that files are read forward.
         """
         out = empty_slots(plan, self._form, self._spec, slots_per_rank, self._dtype, self._device)
         for expert in sorted(slots):
@@ -182,7 +186,7 @@ class WeightReader:
         return out
 
     def _put(self, part: Part, expert: int | None, slots: dict[str, Tensor], slot: int, name: str, row: int) -> None:
-        """Brings stored rows of one expert into its slot from `row` on, in the form of the slots."""
+        """Writes stored rows of one expert into its slot from `row` on, in the form of the slots."""
         match self._form:
             case "dense":
                 self._read(part, slots[name][slot, row : row + part.shape[-2]], expert)

@@ -1,7 +1,7 @@
-"""Brings a rank's weights into memory: from a checkpoint, or drawn at random.
+"""Loads a rank's weights from a checkpoint, or draws them at random.
 
-A rank holds all dense tensors and the experts of its own slots, and reads the bytes of those only. Experts come in the
-form that `model.expert_weights` means here (ep/expert_form.py); everything else in the compute dtype.
+A rank holds all dense tensors and the experts of its own slots, and reads only their bytes. Experts are kept in the
+form of `model.expert_weights` (ep/expert_form.py), everything else in the compute dtype.
 """
 
 import hashlib
@@ -50,7 +50,7 @@ def load_weights(
 ) -> LoadedWeights:
     """Returns the weights of one rank out of a folder of safetensors files.
 
-    placement: its moe_layer_ids are those of the spec; progress: called as bytes come in
+    placement: its moe_layer_ids are those of the spec;  progress: called as bytes are read
     Raises ModelError, naming all missing, unknown and mis-shaped tensors at once, or the file that is corrupt.
     """
     with Checkpoint(folder) as checkpoint:
@@ -98,9 +98,9 @@ def dummy_weights(
     experts: dict[int, dict[str, Tensor]] = {layer: {} for layer in spec.moe_layer_ids}
     for plan in expert_tensors(spec):
         tensors = empty_slots(plan, expert_form, spec, placement.slots_per_rank, dtype, device)
-        for expert, places in slots[plan.layer_id].items():
+        for expert, slot_ids in slots[plan.layer_id].items():
             name = f"layers.{plan.layer_id}.experts.{expert}.{plan.name}"
-            put_expert(tensors, places, plan.name, expert_form, draw(name, plan.shape, "matrix", torch.float32))
+            put_expert(tensors, slot_ids, plan.name, expert_form, draw(name, plan.shape, "matrix", torch.float32))
         experts[plan.layer_id] |= tensors
     return LoadedWeights(dense, experts, 0)
 

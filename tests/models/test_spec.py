@@ -49,7 +49,7 @@ def test_qwen3_30b_has_the_published_sizes(tmp_path: Path) -> None:
     assert (spec.num_logical, spec.topk, spec.num_moe_layers) == (128, 8, 48)
     total = spec.dense_parameters + spec.num_moe_layers * spec.num_logical * spec.expert_parameters
     assert total == pytest.approx(30.5e9, rel=0.01)
-    assert spec.expert_bytes(2) == 3 * 2048 * 768 * 2
+    assert spec.expert_parameters == 3 * 2048 * 768
     assert spec.eos_token_ids == (151645, 151643)
 
 

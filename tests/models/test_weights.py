@@ -118,7 +118,8 @@ def test_replicas_hold_equal_bytes_read_once_and_empty_slots_hold_zeros(oracle: 
                 assert torch.equal(got[slot], whole[expert] if expert >= 0 else torch.zeros_like(whole[0]))
     once = load(folder, Placement([[3, 0, 5] + [1, 2, 4, 6, 7] + [-1] * 2] * 2, 8, 2, spec.moe_layer_ids), 0)
     assert halves[0].bytes_read < everything.bytes_read
-    assert once.bytes_read - halves[0].bytes_read == 2 * (spec.expert_bytes(4))  # experts 1 and 2 of two layers, less 1
+    # Experts 1 and 2 of two layers, less one of them.
+    assert once.bytes_read - halves[0].bytes_read == 2 * 4 * spec.expert_parameters
 
 
 @pytest.mark.parametrize("name", FAMILIES)
