@@ -154,9 +154,9 @@ def check_close(got: torch.Tensor, expected: torch.Tensor, limit: float, what: s
 def packed_gemm(ceilings: Ceilings) -> list[Row]:
     from moe_serve.kernels.block_scales import BlockScaled
     from moe_serve.kernels.grouped_gemm_fp8 import quantize_weight
-    from moe_serve.kernels.grouped_gemm_fp8_triton import grouped_gemm_fp8_triton
-    from moe_serve.kernels.grouped_gemm_triton import grouped_gemm_triton
-    from moe_serve.kernels.quantize_triton import quantize_triton
+    from moe_serve.kernels.triton.grouped_gemm import grouped_gemm_triton
+    from moe_serve.kernels.triton.grouped_gemm_fp8 import grouped_gemm_fp8_triton
+    from moe_serve.kernels.triton.quantize import quantize_triton
 
     groups, each, n, k = 8, 4096, 4096, HIDDEN
     x = torch.randn(groups * each, k, dtype=BF16, device="cuda")
@@ -184,7 +184,7 @@ def packed_gemm(ceilings: Ceilings) -> list[Row]:
 
 
 def slab_gemm(ceilings: Ceilings) -> list[Row]:
-    from moe_serve.kernels.grouped_gemm_triton import slab_gemm_triton
+    from moe_serve.kernels.triton.grouped_gemm import slab_gemm_triton
 
     slots, filled, capacity, n, k = 32, 20, 1024, 4096, HIDDEN
     weight = torch.randn(slots, n, k, dtype=BF16, device="cuda")  # 1.9 GB: far larger than any cache
@@ -207,8 +207,8 @@ def slab_gemm_fp8(ceilings: Ceilings, x: torch.Tensor, weight: torch.Tensor, cou
     """x: [slots, capacity, k], weight: [slots, n, k] bfloat16, counts: [slots]"""
     from moe_serve.kernels.block_scales import BlockScaled
     from moe_serve.kernels.grouped_gemm_fp8 import quantize_weight
-    from moe_serve.kernels.grouped_gemm_fp8_triton import slab_gemm_fp8_triton
-    from moe_serve.kernels.quantize_triton import quantize_triton
+    from moe_serve.kernels.triton.grouped_gemm_fp8 import slab_gemm_fp8_triton
+    from moe_serve.kernels.triton.quantize import quantize_triton
 
     pieces = [quantize_weight(one[None], parts=2) for one in weight]  # one by one: it widens to float32
     values = torch.cat([piece.q.view(torch.uint8) for piece in pieces]).view(torch.float8_e4m3fn)
@@ -306,7 +306,7 @@ def small_batches(ceilings: Ceilings) -> list[Row]:
 
 
 def exact_split(ceilings: Ceilings) -> list[Row]:
-    from moe_serve.kernels.exact_split_triton import exact_split_triton
+    from moe_serve.kernels.triton.exact_split import exact_split_triton
 
     generator = torch.Generator().manual_seed(0)
     experts, ranks, batches = 256, 32, 200
@@ -340,9 +340,9 @@ def exact_split(ceilings: Ceilings) -> list[Row]:
 
 def small_kernels(ceilings: Ceilings) -> list[Row]:
     from moe_serve.kernels.gate_shape import GateShape
-    from moe_serve.kernels.quantize_triton import quantize_triton
-    from moe_serve.kernels.silu_mul_triton import silu_mul_quantize_triton
-    from moe_serve.kernels.topk_gate_triton import topk_gate_triton
+    from moe_serve.kernels.triton.quantize import quantize_triton
+    from moe_serve.kernels.triton.silu_mul import silu_mul_quantize_triton
+    from moe_serve.kernels.triton.topk_gate import topk_gate_triton
 
     rows = []
     x = [torch.randn(16384, HIDDEN, dtype=BF16, device="cuda") for _ in range(3)]

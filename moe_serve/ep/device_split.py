@@ -100,7 +100,7 @@ class DeviceSplit:
     def _slot_tokens(self, totals: Tensor, table: SplitTable) -> Tensor:
         """Returns the tokens of each slot, [E] -> [P], and counts the outcome."""
         if totals.is_cuda:
-            from moe_serve.kernels.exact_split_triton import exact_split_triton
+            from moe_serve.kernels.triton.exact_split import exact_split_triton
 
             return exact_split_triton(totals, table, self.outcomes)
         slot_tokens, outcome = exact_split_reference(totals, table)

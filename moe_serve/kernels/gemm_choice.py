@@ -45,7 +45,7 @@ def packed_gemm_on_gpu(
         library = _library("packed", x, x.shape[0] / weight.shape[0], numerics)
     match library:
         case "triton":
-            from moe_serve.kernels.grouped_gemm_triton import grouped_gemm_triton
+            from moe_serve.kernels.triton.grouped_gemm import grouped_gemm_triton
 
             return grouped_gemm_triton(x, weight, rows_per_group, numerics)
         case "torch":
@@ -74,7 +74,7 @@ def slab_gemm_on_gpu(
         library = _library("slab", x, expected_rows, numerics)
     match library:
         case "triton":
-            from moe_serve.kernels.grouped_gemm_triton import slab_gemm_triton
+            from moe_serve.kernels.triton.grouped_gemm import slab_gemm_triton
 
             return slab_gemm_triton(x, weight, rows_per_slot, numerics, expected_rows)
         case "torch":

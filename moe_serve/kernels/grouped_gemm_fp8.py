@@ -62,7 +62,7 @@ def grouped_gemm_fp8(
     a time is widened to float32, which costs about one pass over memory for each expert that has rows.
     """
     if x.is_cuda:
-        from moe_serve.kernels.grouped_gemm_fp8_triton import grouped_gemm_fp8_triton
+        from moe_serve.kernels.triton.grouped_gemm_fp8 import grouped_gemm_fp8_triton
 
         return grouped_gemm_fp8_triton(x, x_scale, weight, rows_per_group, dtype, numerics)
     rows = dequantize_reference(x, x_scale, torch.float32)
@@ -89,7 +89,7 @@ def slab_gemm_fp8(
     """x: [slots, capacity, k] float8_e4m3fn, x_scale: [slots, capacity, ceil(k / 128)] float32, rows_per_slot: [slots]
     int64 -> [slots, capacity, n] dtype; rows beyond a slot's count are undefined. On GPUs only: a CPU packs its rows.
     """
-    from moe_serve.kernels.grouped_gemm_fp8_triton import slab_gemm_fp8_triton
+    from moe_serve.kernels.triton.grouped_gemm_fp8 import slab_gemm_fp8_triton
 
     return slab_gemm_fp8_triton(x, x_scale, weight, rows_per_slot, dtype, numerics)
 

@@ -34,7 +34,7 @@ def quantize(x: Tensor, rows_per_slot: Tensor | None = None) -> tuple[Tensor, Te
     On CUDA x may also be slabs [slots, capacity, width], of which only the first rows_per_slot [slots] rows are filled.
     """
     if x.is_cuda:
-        from moe_serve.kernels.quantize_triton import quantize_triton
+        from moe_serve.kernels.triton.quantize import quantize_triton
 
         return quantize_triton(x, rows_per_slot)
     return quantize_reference(x)
@@ -43,7 +43,7 @@ def quantize(x: Tensor, rows_per_slot: Tensor | None = None) -> tuple[Tensor, Te
 def dequantize(q: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     """Same contract as the reference; Triton on CUDA."""
     if q.is_cuda:
-        from moe_serve.kernels.quantize_triton import dequantize_triton
+        from moe_serve.kernels.triton.quantize import dequantize_triton
 
         return dequantize_triton(q, scale, dtype)
     return dequantize_reference(q, scale, dtype)

@@ -20,7 +20,7 @@ def silu_mul(gate_up: Tensor, rows_per_slot: Tensor | None = None) -> Tensor:
     hits the same elements of every row.
     """
     if gate_up.is_cuda:
-        from moe_serve.kernels.silu_mul_triton import silu_mul_triton
+        from moe_serve.kernels.triton.silu_mul import silu_mul_triton
 
         return silu_mul_triton(gate_up.contiguous(), rows_per_slot)
     gate, up = gate_up.chunk(2, dim=-1)

@@ -22,7 +22,7 @@ def silu_mul_quantize(gate_up: Tensor, rows_per_slot: Tensor | None = None) -> t
     On CUDA gate_up may also be slabs [slots, capacity, 2 n] with rows_per_slot [slots]: the first rows are filled.
     """
     if gate_up.is_cuda:
-        from moe_serve.kernels.silu_mul_triton import silu_mul_quantize_triton
+        from moe_serve.kernels.triton.silu_mul import silu_mul_quantize_triton
 
         return silu_mul_quantize_triton(gate_up, rows_per_slot)
     return quantize_reference(silu_mul(gate_up.float()))

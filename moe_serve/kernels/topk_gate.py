@@ -46,7 +46,7 @@ def topk_gate(
 ) -> tuple[Tensor, Tensor]:
     """Same contract as the reference; Triton on CUDA, where num_tokens stays on the device."""
     if logits.is_cuda:
-        from moe_serve.kernels.topk_gate_triton import topk_gate_triton
+        from moe_serve.kernels.triton.topk_gate import topk_gate_triton
 
         return topk_gate_triton(logits, bias, num_tokens, shape, load)
     return topk_gate_reference(logits, bias, num_tokens, shape, load)

@@ -31,7 +31,7 @@ def weighted_sum(rows: Tensor, index: Tensor, weights: Tensor, complete: bool = 
     complete: the caller knows that no index is -1
     """
     if rows.is_cuda:
-        from moe_serve.kernels.weighted_sum_triton import weighted_sum_triton
+        from moe_serve.kernels.triton.weighted_sum import weighted_sum_triton
 
         return weighted_sum_triton(rows.contiguous(), index.contiguous(), weights.contiguous())
     num_tokens, topk = index.shape

@@ -17,7 +17,7 @@ def some(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
 
 
 def quantize(capability: int) -> None:
-    from moe_serve.kernels.quantize_triton import dequantize_triton, quantize_triton
+    from moe_serve.kernels.triton.quantize import dequantize_triton, quantize_triton
 
     quantize_triton(some(TOKENS, HIDDEN))
     quantize_triton(some(EXPERTS, 1024, HIDDEN), some(EXPERTS, dtype=torch.int64))
@@ -37,14 +37,14 @@ def packed_gemm_many_rows(capability: int) -> None:
 
 
 def _packed_gemm(capability: int, rows: int) -> None:
-    from moe_serve.kernels.grouped_gemm_triton import grouped_gemm_triton
+    from moe_serve.kernels.triton.grouped_gemm import grouped_gemm_triton
 
     counts = some(8, dtype=torch.int64)
     grouped_gemm_triton(some(8 * rows, HIDDEN), some(8, 4096, HIDDEN), counts, described=capability >= 90)
 
 
 def slab_gemm(capability: int) -> None:
-    from moe_serve.kernels.grouped_gemm_triton import slab_gemm_triton
+    from moe_serve.kernels.triton.grouped_gemm import slab_gemm_triton
 
     counts = some(EXPERTS, dtype=torch.int64)
     slab_gemm_triton(some(EXPERTS, 1024, HIDDEN), some(EXPERTS, 4096, HIDDEN), counts, described=capability >= 90)
@@ -56,7 +56,7 @@ def fp8_experts(slots: int) -> BlockScaled:
 
 
 def packed_gemm_fp8(capability: int) -> None:
-    from moe_serve.kernels.grouped_gemm_fp8_triton import grouped_gemm_fp8_triton
+    from moe_serve.kernels.triton.grouped_gemm_fp8 import grouped_gemm_fp8_triton
 
     for rows in (8, 64, 4096):
         x, scale = some(8 * rows, HIDDEN, dtype=FP8), some(8 * rows, HIDDEN // 128, dtype=torch.float32)
@@ -64,7 +64,7 @@ def packed_gemm_fp8(capability: int) -> None:
 
 
 def slab_gemm_fp8(capability: int) -> None:
-    from moe_serve.kernels.grouped_gemm_fp8_triton import slab_gemm_fp8_triton
+    from moe_serve.kernels.triton.grouped_gemm_fp8 import slab_gemm_fp8_triton
 
     x, scale = some(EXPERTS, 1024, HIDDEN, dtype=FP8), some(EXPERTS, 1024, HIDDEN // 128, dtype=torch.float32)
     counts = some(EXPERTS, dtype=torch.int64)
@@ -72,13 +72,13 @@ def slab_gemm_fp8(capability: int) -> None:
 
 
 def silu_mul(capability: int) -> None:
-    from moe_serve.kernels.silu_mul_triton import silu_mul_triton
+    from moe_serve.kernels.triton.silu_mul import silu_mul_triton
 
     silu_mul_triton(some(EXPERTS, 1024, 2 * INTERMEDIATE), some(EXPERTS, dtype=torch.int64))
 
 
 def silu_mul_quantize(capability: int) -> None:
-    from moe_serve.kernels.silu_mul_triton import silu_mul_quantize_triton
+    from moe_serve.kernels.triton.silu_mul import silu_mul_quantize_triton
 
     silu_mul_quantize_triton(some(4096, 2 * INTERMEDIATE))
     silu_mul_quantize_triton(some(EXPERTS, 1024, 2 * INTERMEDIATE), some(EXPERTS, dtype=torch.int64))
@@ -109,7 +109,7 @@ def low_latency_top16(capability: int) -> None:
 
 def exact_split(capability: int) -> None:
     from moe_serve.kernels.exact_split import SplitTable
-    from moe_serve.kernels.exact_split_triton import exact_split_triton
+    from moe_serve.kernels.triton.exact_split import exact_split_triton
 
     for replicated in (32, 64):
         numbers = [
@@ -121,7 +121,7 @@ def exact_split(capability: int) -> None:
 
 
 def weighted_sum(capability: int) -> None:
-    from moe_serve.kernels.weighted_sum_triton import weighted_sum_triton
+    from moe_serve.kernels.triton.weighted_sum import weighted_sum_triton
 
     index, weights = some(4096, TOPK, dtype=torch.int64), some(4096, TOPK, dtype=torch.float32)
     weighted_sum_triton(some(4096 * TOPK, HIDDEN), index, weights)
@@ -129,7 +129,7 @@ def weighted_sum(capability: int) -> None:
 
 def topk_gate(capability: int) -> None:
     from moe_serve.kernels.gate_shape import GateShape
-    from moe_serve.kernels.topk_gate_triton import topk_gate_triton
+    from moe_serve.kernels.triton.topk_gate import topk_gate_triton
 
     deepseek = GateShape(TOPK, "sigmoid", True, 2.5, num_groups=8, topk_groups=4, norm_eps=1e-20)
     for experts, bias, shape in ((256, some(256, dtype=torch.float32), deepseek), (128, None, GateShape(TOPK))):

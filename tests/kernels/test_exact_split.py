@@ -55,7 +55,7 @@ def test_without_pushes_an_unproven_batch_says_so() -> None:
 
 def check_split(device: str, shape: list[int], seeds: int, sweeps: int, max_pushes: int) -> None:
     from moe_serve.kernels.exact_split import SplitTable
-    from moe_serve.kernels.exact_split_triton import exact_split_triton
+    from moe_serve.kernels.triton.exact_split import exact_split_triton
 
     outcomes = torch.zeros(3, dtype=torch.int64, device=device)
     expected_outcomes = [0, 0, 0]

@@ -18,7 +18,7 @@ def expected_rows(x: torch.Tensor, weight: torch.Tensor, rows: list[int]) -> tor
 
 def check_packed(device: str, rows: list[int], n: int, k: int, small: bool) -> None:
     from moe_serve.kernels.gemm_tiles import GemmTile
-    from moe_serve.kernels.grouped_gemm_triton import grouped_gemm_triton
+    from moe_serve.kernels.triton.grouped_gemm import grouped_gemm_triton
 
     x, weight = randn(device, sum(rows), k), randn(device, len(rows), n, k, seed=1)
     tile = GemmTile(16, 16, 16, num_warps=4, num_stages=2, group_m=2) if small else None
@@ -43,7 +43,7 @@ def test_packed_rows_of_production_width(rows: list[int]) -> None:
 
 def check_slab(device: str, counts: list[int], capacity: int, n: int, k: int) -> None:
     from moe_serve.kernels.gemm_tiles import GemmTile
-    from moe_serve.kernels.grouped_gemm_triton import slab_gemm_triton
+    from moe_serve.kernels.triton.grouped_gemm import slab_gemm_triton
 
     slots = len(counts)
     x, weight = randn(device, slots, capacity, k), randn(device, slots, n, k, seed=1)
@@ -64,8 +64,8 @@ def check_fp8(device: str, rows: list[int], n: int, k: int, parts: int, small: b
     from moe_serve.kernels.block_scales import BlockScaled
     from moe_serve.kernels.gemm_tiles import GemmTile
     from moe_serve.kernels.grouped_gemm_fp8 import dequantize_weight, quantize_weight
-    from moe_serve.kernels.grouped_gemm_fp8_triton import grouped_gemm_fp8_triton, slab_gemm_fp8_triton
     from moe_serve.kernels.quantize import dequantize_reference, quantize_reference
+    from moe_serve.kernels.triton.grouped_gemm_fp8 import grouped_gemm_fp8_triton, slab_gemm_fp8_triton
 
     x, scale = quantize_reference(randn("cpu", sum(rows), k))
     # The parts differ in size, so that a block's scale in the other part would show.
@@ -106,8 +106,8 @@ def test_fp8_of_production_width() -> None:
 
 
 def check_invariance(device: str) -> None:
-    from moe_serve.kernels.grouped_gemm_triton import grouped_gemm_triton
     from moe_serve.kernels.numerics import Numerics
+    from moe_serve.kernels.triton.grouped_gemm import grouped_gemm_triton
 
     x, weight = randn(device, 70, 64), randn(device, 1, 40, 64, seed=1)
     alone = grouped_gemm_triton(x[66:67], weight, torch.tensor([1]), Numerics(row_tile=8))
@@ -122,9 +122,9 @@ def test_in_batch_invariant_a_row_does_not_know_its_neighbours(on_device: RunChe
 def check_invariance_fp8(device: str) -> None:
     from moe_serve.kernels.block_scales import BlockScaled
     from moe_serve.kernels.grouped_gemm_fp8 import quantize_weight
-    from moe_serve.kernels.grouped_gemm_fp8_triton import grouped_gemm_fp8_triton
     from moe_serve.kernels.numerics import Numerics
     from moe_serve.kernels.quantize import quantize_reference
+    from moe_serve.kernels.triton.grouped_gemm_fp8 import grouped_gemm_fp8_triton
 
     x, scale = (part.to(device) for part in quantize_reference(randn("cpu", 70, 200)))
     weight = quantize_weight(randn("cpu", 1, 40, 200, seed=1))
@@ -146,9 +146,9 @@ def check_fp8_expert(device: str, rows: list[int], hidden: int, width: int) -> N
     from moe_serve.ep.expert_store import ExpertStore
     from moe_serve.kernels.block_scales import BlockScaled
     from moe_serve.kernels.grouped_gemm_fp8 import quantize_weight
-    from moe_serve.kernels.grouped_gemm_fp8_triton import grouped_gemm_fp8_triton, slab_gemm_fp8_triton
-    from moe_serve.kernels.quantize_triton import quantize_triton
-    from moe_serve.kernels.silu_mul_triton import silu_mul_quantize_triton
+    from moe_serve.kernels.triton.grouped_gemm_fp8 import grouped_gemm_fp8_triton, slab_gemm_fp8_triton
+    from moe_serve.kernels.triton.quantize import quantize_triton
+    from moe_serve.kernels.triton.silu_mul import silu_mul_quantize_triton
 
     slots = len(rows)
     gate_up = quantize_weight(randn("cpu", slots, 2 * width, hidden) / hidden**0.5, 2)

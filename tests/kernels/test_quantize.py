@@ -27,7 +27,7 @@ def test_the_largest_value_of_a_group_becomes_448_and_zeros_stay_zero() -> None:
 
 
 def check_quantize(device: str, rows: int, width: int) -> None:
-    from moe_serve.kernels.quantize_triton import dequantize_triton, quantize_triton
+    from moe_serve.kernels.triton.quantize import dequantize_triton, quantize_triton
 
     x = randn(device, rows, width) * torch.logspace(-6, 4, max(width, 1), device=device).to(torch.bfloat16)
     if rows:
@@ -47,7 +47,7 @@ def test_quantize_gives_the_bits_of_the_reference(on_device: RunCheck, rows: int
 
 
 def check_strided_rows(device: str) -> None:
-    from moe_serve.kernels.quantize_triton import quantize_triton
+    from moe_serve.kernels.triton.quantize import quantize_triton
 
     x = randn(device, 3, 512)[:, 128:300]
     assert_equal_bits(quantize_triton(x)[0], quantize_reference(x.cpu())[0])
@@ -58,7 +58,7 @@ def test_rows_may_be_a_view(on_device: RunCheck) -> None:
 
 
 def check_slabs(device: str, counts: list[int], capacity: int, width: int) -> None:
-    from moe_serve.kernels.quantize_triton import quantize_triton
+    from moe_serve.kernels.triton.quantize import quantize_triton
 
     x = randn(device, len(counts), capacity, width)
     q, scale = quantize_triton(x, torch.tensor(counts, device=device))

@@ -11,7 +11,7 @@ from tests.kernels.data import randn, relative_error
 
 
 def check_silu_mul(device: str, rows: int, width: int) -> None:
-    from moe_serve.kernels.silu_mul_triton import silu_mul_quantize_triton, silu_mul_triton
+    from moe_serve.kernels.triton.silu_mul import silu_mul_quantize_triton, silu_mul_triton
 
     gate_up = randn(device, rows, 2 * width) * 3
     expected = silu_mul_reference(gate_up.cpu())
@@ -31,7 +31,7 @@ def test_silu_mul_matches_the_reference(on_device: RunCheck, rows: int, width: i
 
 
 def check_slabs(device: str, counts: list[int], capacity: int, width: int) -> None:
-    from moe_serve.kernels.silu_mul_triton import silu_mul_triton
+    from moe_serve.kernels.triton.silu_mul import silu_mul_triton
 
     gate_up = randn(device, len(counts), capacity, 2 * width)
     out = silu_mul_triton(gate_up, torch.tensor(counts, device=device))

@@ -55,7 +55,7 @@ def test_a_row_that_is_not_finite_has_experts_and_changes_no_other_row(name: str
 
 
 def check_gate(device: str, name: str, rows: int, num_tokens: int, with_bias: bool, ties: bool) -> None:
-    from moe_serve.kernels.topk_gate_triton import topk_gate_triton
+    from moe_serve.kernels.triton.topk_gate import topk_gate_triton
 
     shape = ROUTERS[name]
     logits = randn(device, rows, EXPERTS, dtype=torch.float32)
@@ -81,7 +81,7 @@ def test_the_kernel_chooses_weighs_and_counts_as_the_reference(on_device: RunChe
 
 
 def check_gate_not_finite(device: str, name: str, value: float) -> None:
-    from moe_serve.kernels.topk_gate_triton import topk_gate_triton
+    from moe_serve.kernels.triton.topk_gate import topk_gate_triton
 
     shape = ROUTERS[name]
     logits = randn(device, 4, EXPERTS, dtype=torch.float32)

@@ -9,7 +9,7 @@ from tests.kernels.data import assert_equal_bits, randn
 
 
 def check_weighted_sum(device: str, num_tokens: int, topk: int, width: int) -> None:
-    from moe_serve.kernels.weighted_sum_triton import weighted_sum_triton
+    from moe_serve.kernels.triton.weighted_sum import weighted_sum_triton
 
     rows = randn(device, 7, width)
     index = torch.randint(-1, 7, (num_tokens, topk), generator=torch.Generator().manual_seed(0))

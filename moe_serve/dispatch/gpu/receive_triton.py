@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from moe_serve.dispatch.gpu.shmem_triton import wait_for, wait_for_each
-from moe_serve.kernels.mode_triton import as_dtype, multiply_add
+from moe_serve.kernels.triton.mode import as_dtype, multiply_add
 
 
 @triton.jit

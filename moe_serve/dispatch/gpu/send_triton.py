@@ -11,8 +11,8 @@ import triton
 import triton.language as tl
 
 from moe_serve.dispatch.gpu.shmem_triton import put_and_signal, signal, signal_each
-from moe_serve.kernels.mode_triton import as_dtype
-from moe_serve.kernels.quantize_triton import quantize_groups
+from moe_serve.kernels.triton.mode import as_dtype
+from moe_serve.kernels.triton.quantize import quantize_groups
 
 TOKENS_BLOCK = tl.constexpr(128)  # tokens whose ids are looked through at a time
 

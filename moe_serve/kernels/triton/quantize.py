@@ -1,5 +1,5 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
-"""Triton twin of quantize.py. A program takes one row and some of its groups; every group is read once."""
+"""Triton twin of kernels/quantize.py. A program takes one row and some of its groups; every group is read once."""
 
 import math
 
@@ -9,7 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from moe_serve.kernels.block_scales import GROUP, num_groups
-from moe_serve.kernels.mode_triton import as_dtype, as_e4m3
+from moe_serve.kernels.triton.mode import as_dtype, as_e4m3
 
 GROUPS_PER_PROGRAM = 16  # 2048 values: 16 bf16 values (two 16-byte loads) for each of 128 threads
 

@@ -1,13 +1,13 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
-"""Triton twin of grouped_gemm_fp8.py, packed rows and masked slabs, by the kernel of grouped_gemm_triton.py."""
+"""Triton twin of kernels/grouped_gemm_fp8.py, packed rows and masked slabs, by the kernel of grouped_gemm.py here."""
 
 import torch
 from torch import Tensor
 
 from moe_serve.kernels.block_scales import BlockScaled
 from moe_serve.kernels.gemm_tiles import GemmTile, fp8_tile
-from moe_serve.kernels.grouped_gemm_triton import Scales, launch, on_device
 from moe_serve.kernels.numerics import FAST, Numerics
+from moe_serve.kernels.triton.grouped_gemm import Scales, launch, on_device
 
 
 def grouped_gemm_fp8_triton(

@@ -1,5 +1,5 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
-"""Triton twin of topk_gate.py: a program holds one token's scores in registers and picks the best topk times."""
+"""Triton twin of kernels/topk_gate.py: a program holds one token's scores in registers, picks the best topk times."""
 
 import torch
 import triton

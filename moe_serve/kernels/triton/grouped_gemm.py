@@ -1,10 +1,10 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
-"""Triton twin of grouped_gemm.py: y = x W^T per expert, packed rows and masked slabs, by one persistent kernel.
+"""Triton twin of kernels/grouped_gemm.py: y = x W^T per expert, packed rows and masked slabs, by one persistent kernel.
 
 On Hopper and later the tiles come through the tensor memory accelerator (descriptors); elsewhere, and where a row is
 not a multiple of 16 bytes, through plain loads. Accumulation is float32 along k in steps of block_k.
 
-The kernel also serves FP8 with block scales (grouped_gemm_fp8_triton.py). One step of its loop is then one block of
+The kernel also serves FP8 with block scales (grouped_gemm_fp8.py beside it). One step of its loop is then one block of
 scales: the matrix unit adds 128 products, and the scaled blocks are added in float32 by the ordinary units. This also
 avoids the short accumulators of Hopper's e4m3 instructions.
 """
@@ -19,9 +19,9 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from moe_serve.kernels.block_scales import GROUP
 from moe_serve.kernels.gemm_tiles import GemmTile, bf16_tile
-from moe_serve.kernels.grouped_tiles_triton import count_tiles, locate_tile
-from moe_serve.kernels.mode_triton import as_dtype, dot, num_multiprocessors
 from moe_serve.kernels.numerics import FAST, Numerics
+from moe_serve.kernels.triton.grouped_tiles import count_tiles, locate_tile
+from moe_serve.kernels.triton.mode import as_dtype, dot, num_multiprocessors
 
 
 def grouped_gemm_triton(

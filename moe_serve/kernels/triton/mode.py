@@ -1,8 +1,8 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
-"""What every Triton kernel of this folder knows about where it runs.
+"""What every Triton kernel must know about where it runs.
 
-Under TRITON_INTERPRET=1 (set before triton is imported) kernels run on CPU tensors, one program after the other. That
-is a test tool, far too slow to serve with. Three things differ there, and kernels branch on INTERPRET for them alone:
+Under TRITON_INTERPRET=1 (set before triton is imported) kernels run on CPU tensors, one program after the other. This
+is for tests only, far too slow to serve with. Three things differ there, and kernels branch on INTERPRET only for them:
 `tl.dot` multiplies the raw bits of bf16 operands, a float32 -> e4m3 cast rounds wrongly at binade edges, and a
 float32 -> bf16 cast truncates.
 """

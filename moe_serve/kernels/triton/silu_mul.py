@@ -1,5 +1,5 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
-"""Triton twins of silu_mul.py and silu_mul_quantize.py, for packed rows and for slabs of which few rows are filled."""
+"""Triton twins of kernels/silu_mul.py and silu_mul_quantize.py, for packed rows and for slabs with few filled rows."""
 
 import torch
 import triton
@@ -7,8 +7,8 @@ import triton.language as tl
 from torch import Tensor
 
 from moe_serve.kernels.block_scales import GROUP, num_groups
-from moe_serve.kernels.mode_triton import as_dtype
-from moe_serve.kernels.quantize_triton import quantize_groups
+from moe_serve.kernels.triton.mode import as_dtype
+from moe_serve.kernels.triton.quantize import quantize_groups
 
 GROUPS_PER_PROGRAM = 8  # 1024 outputs: 8 for each of 128 threads, one 16-byte load of gate and one of up
 

@@ -1,12 +1,12 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
-"""Triton twin of weighted_sum.py, bound by memory: every row is read once."""
+"""Triton twin of kernels/weighted_sum.py, bound by memory: every row is read once."""
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from moe_serve.kernels.mode_triton import as_dtype, multiply_add
+from moe_serve.kernels.triton.mode import as_dtype, multiply_add
 
 BLOCK = 1024  # channels of one program: 8 for each of 128 threads, one 16-byte access
 
