@@ -61,7 +61,7 @@ def test_deepseek_v3_has_the_published_sizes(tmp_path: Path) -> None:
     assert spec.rope.table_factor == 1.0
     assert spec.rope.interleaved
     assert spec.moe_layer_ids == tuple(range(3, 61))
-    assert (spec.num_groups, spec.router.topk_groups, spec.router.has_bias) == (8, 4, True)
+    assert (spec.router.num_groups, spec.router.topk_groups, spec.router.has_bias) == (8, 4, True)
     total = spec.dense_parameters + spec.num_moe_layers * spec.num_logical * spec.expert_parameters
     assert total == pytest.approx(671e9, rel=0.005)
     assert (spec.fp8_block, spec.checkpoint_dtype) == (128, "bfloat16")
