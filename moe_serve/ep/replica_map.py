@@ -1,7 +1,8 @@
 """Which slot serves a routed token: the placement in use, and how the replicas of an expert share a batch.
 
-Every rank computes the same split from the same counts, in integers, without talking. On devices a new placement is
-copied over the old one between two steps: tables never change address or shape, so captured graphs stay valid.
+Every rank computes the same split from the same counts, in integers, without further communication. On devices a new
+placement is copied over the old one between two steps: tables never change address or shape, so captured graphs stay
+valid.
 
 Shape words: E = num_logical, P = num_slots, R = num_ranks, T = tokens, K = topk.
 """
@@ -29,7 +30,7 @@ class ReplicaSplit(Protocol):
     def outcomes(self) -> Tensor: ...
 
     def activate(self, placement: Placement) -> None:
-        """Goes over to another placement of the same shape."""
+        """Switches to another placement of the same shape."""
         ...
 
     def count(self, layer_row: int, topk_ids: Tensor) -> Tensor:
@@ -79,7 +80,7 @@ class ReplicaMap:
         return self._split.outcomes if self._split is not None and self._is_exact else None
 
     def activate(self, placement: Placement) -> None:
-        """Goes over to a new placement, in place. Raises PlacementError when its shape is another one."""
+        """Switches to a new placement, in place. Raises PlacementError when its shape is another one."""
         if _shape_of(placement) != self._shape:
             raise PlacementError(
                 f"the new placement has (layers, experts, slots, ranks) {_shape_of(placement)}, serving runs with "

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-CERTIFIED, REPAIRED, UNPROVEN = 0, 1, 2  # outcomes; the first two are exact
+PROVEN, REPAIRED, UNPROVEN = 0, 1, 2  # outcomes: optimal at once, optimal after repair, not proven
 SWEEPS = 2  # on synthetic drifting loads 2 left 30 % of the batches to pushes, 4 left 17 %, at twice the time
 MAX_PUSHES = 32
 
@@ -26,10 +26,10 @@ MAX_PUSHES = 32
 class SplitTable:
     """One layer's replicas.
 
-    fixed_slot: [E] int64, slot of an expert that lives on one rank only, else -1
-    experts:    [N] int64, ids of the replicated experts, ascending; -1 = unused row
+    fixed_slot:   [E] int64, slot of an expert that lives on one rank only, else -1
+    experts:      [N] int64, ids of the replicated experts, ascending; -1 = unused row
     replica_slot: [N, R] int64, lowest slot of that expert on that rank, -1 = none
-    num_slots: P
+    num_slots:    P
     """
 
     fixed_slot: Tensor
@@ -83,7 +83,7 @@ def exact_split_reference(
         for r, slot in enumerate(row):
             if slot >= 0:
                 slot_tokens[slot] = given[i][r]
-    outcome = UNPROVEN if max(load) > bound else REPAIRED if pushes else CERTIFIED
+    outcome = UNPROVEN if max(load) > bound else REPAIRED if pushes else PROVEN
     return torch.tensor(slot_tokens), outcome
 
 
@@ -98,8 +98,8 @@ def _water_fill(tokens: int, held: list[bool], load: list[int], given: list[int]
         if all(load[r] <= level for r in filled):
             break
         filled = [r for r in filled if load[r] <= level]
-    for place, r in enumerate(filled):
-        given[r] = level + (place < extra) - load[r]
+    for position, r in enumerate(filled):
+        given[r] = level + (position < extra) - load[r]
         load[r] += given[r]
 
 

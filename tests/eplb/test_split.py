@@ -153,8 +153,8 @@ def test_no_table_with_these_slot_totals_has_shorter_routes(case, seed):
     for expert in range(len(totals)):
         slots = np.flatnonzero(row == expert)
         sources = np.repeat(ranks, counts[:, expert])
-        room = np.repeat(slots, sent[:, slots].sum(axis=0))
-        cost = price[sources][:, room]
+        taken = np.repeat(slots, sent[:, slots].sum(axis=0))
+        cost = price[sources][:, taken]
         assert (sent[:, slots] * price[:, slots]).sum() == cost[linear_sum_assignment(cost)].sum()
 
 

@@ -8,7 +8,7 @@ from moe_serve.ep.device_split import split_table
 from moe_serve.eplb.split.exact import split_exact
 from moe_serve.eplb.split.layer_slots import LayerSlots
 from moe_serve.eplb.split.replica_graph import ReplicaGraph
-from moe_serve.kernels.exact_split import CERTIFIED, REPAIRED, UNPROVEN, exact_split_reference
+from moe_serve.kernels.exact_split import PROVEN, REPAIRED, UNPROVEN, exact_split_reference
 from moe_serve.topology import Topology
 from tests.kernels.conftest import RunCheck
 
@@ -36,7 +36,7 @@ def test_an_exact_outcome_is_the_optimum_of_the_oracle(shape: tuple[int, int, in
         assert served.tolist() == [*counts.tolist(), 0]
         best = split_exact(ReplicaGraph.of(layer), counts.tolist()).max_load
         heaviest = int(slot_tokens.view(num_ranks, slots_per_rank).sum(1).max())
-        assert heaviest == best if outcome in (CERTIFIED, REPAIRED) else heaviest >= best
+        assert heaviest == best if outcome in (PROVEN, REPAIRED) else heaviest >= best
     assert UNPROVEN not in outcomes
 
 
@@ -50,7 +50,7 @@ def test_without_pushes_an_unproven_batch_says_so() -> None:
         outcomes.add(outcome)
         if int(slot_tokens.view(8, 5).sum(1).max()) > best:
             assert outcome == UNPROVEN
-    assert outcomes == {CERTIFIED, UNPROVEN}
+    assert outcomes == {PROVEN, UNPROVEN}
 
 
 def check_split(device: str, shape: list[int], seeds: int, sweeps: int, max_pushes: int) -> None:

@@ -150,8 +150,8 @@ def _water_fill(graph: ReplicaGraph, tokens_of: Sequence[int], load: list[int], 
             below += load[replica_rank[c]]
             num_filled += 1
         level, extra = divmod(tokens + below, num_filled)
-        for place, c in enumerate(by_load[:num_filled]):
-            amount = level + (place < extra) - load[replica_rank[c]]
+        for position, c in enumerate(by_load[:num_filled]):
+            amount = level + (position < extra) - load[replica_rank[c]]
             given[c] += amount
             load[replica_rank[c]] += amount
 

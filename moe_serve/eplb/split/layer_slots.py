@@ -20,7 +20,7 @@ class LayerSlots:
     """The slots of one layer. Build it with `of`.
 
     physical_to_logical: [P] int64, expert of each slot; E = empty slot
-    layer_row:           row of the placement; layers begin their turns at different replicas
+    layer_row:           row of the placement; the first turn of an expert differs from layer to layer
     """
 
     physical_to_logical: Int64s

@@ -1,6 +1,6 @@
 """split.c, built at first use with the machine's C compiler and called through ctypes.
 
-Never required: without a compiler the plain forms give the same integers, later.
+Never required: without a compiler the plain forms compute the same integers, more slowly.
 """
 
 import ctypes
@@ -57,9 +57,9 @@ class NativeSplit:
             arrays += [fixed, fixed_slot, layer.slot_rank[fixed_slot], graph.experts, graph.replica_start,
                        graph.replica_rank, graph.replica_slot, graph.owner, graph.holder_start, graph.holder_replica,
                        graph.live]  # fmt: skip
-        room = 3 * layer.num_logical + layer.num_slots + 6 * num_ranks + 2 * (sizes[1] + num_replicas)
+        scratch_size = 3 * layer.num_logical + layer.num_slots + 6 * num_ranks + 2 * (sizes[1] + num_replicas)
         self._arrays = [np.ascontiguousarray(array, dtype=np.int64) for array in arrays]
-        self._arrays += [np.zeros(room, dtype=np.int64), self.outcomes]
+        self._arrays += [np.zeros(scratch_size, dtype=np.int64), self.outcomes]
         numbers = [num_ranks, layer.num_logical, layer.num_slots, layer.layer_row, graph is not None, len(reaches)]
         self._layer = np.array([*numbers, *sizes, *(array.ctypes.data for array in self._arrays)], dtype=np.int64)
         self._layer_at = self._layer.ctypes.data

@@ -25,7 +25,7 @@ def send_short(graph: ReplicaGraph, reaches: tuple[int, ...], tokens: Int64s, re
     """
     num_ranks, num_replicas = len(tokens), graph.num_replicas
     rank, owner = np.array(graph.replica_rank, dtype=np.int64), np.array(graph.owner, dtype=np.int64)
-    left, room = tokens.copy(), replica_tokens.copy()
+    left, free = tokens.copy(), replica_tokens.copy()
     sent = np.zeros((num_replicas, num_ranks), dtype=np.int64)
     for width in reaches:
         group = rank // width
@@ -33,19 +33,19 @@ def send_short(graph: ReplicaGraph, reaches: tuple[int, ...], tokens: Int64s, re
         keys = owner * num_ranks + group
         first = np.searchsorted(keys, keys)
         by_group = left.reshape(num_ranks // width, width, tokens.shape[1]).swapaxes(1, 2)  # a view: [groups, X, width]
-        moved = _overlap(by_group[group, owner], room, first)
-        room -= moved.sum(axis=1)
+        moved = _overlap(by_group[group, owner], free, first)
+        free -= moved.sum(axis=1)
         sent.reshape(num_replicas, num_ranks // width, width)[np.arange(num_replicas), group] += moved
         np.subtract.at(by_group, (group, owner), moved)
     return sent.T
 
 
-def _overlap(supply: Int64s, room: Int64s, first: Int64s) -> Int64s:
-    """supply [C, S] (equal within a group), room [C] -> [C, S]: what each source sends to each replica, in order."""
+def _overlap(supply: Int64s, free: Int64s, first: Int64s) -> Int64s:
+    """supply [C, S] (equal within a group), free [C] -> [C, S]: what each source sends to each replica, in order."""
     supply_end = supply.cumsum(axis=1)
-    room_end = room.cumsum()
-    room_start = room_end - room
-    base = room_start[first]
-    low = np.maximum(supply_end - supply, (room_start - base)[:, None])
-    high = np.minimum(supply_end, (room_end - base)[:, None])
+    free_end = free.cumsum()
+    free_start = free_end - free
+    base = free_start[first]
+    low = np.maximum(supply_end - supply, (free_start - base)[:, None])
+    high = np.minimum(supply_end, (free_end - base)[:, None])
     return np.asarray(np.maximum(high - low, 0))

@@ -49,7 +49,7 @@ def exact_split_kernel(
     expert = tl.load(experts + row, mask=row < num_experts, other=-1)
     tokens = tl.load(counts + expert, mask=expert >= 0, other=0).to(tl.int32)
     live = tl.sum((tl.maximum(used, tl.max(held.to(tl.int32), axis=0)) > 0).to(tl.int32))
-    # Place of each expert when sorted by tokens, most first, ties by id.
+    # Position of each expert when sorted by tokens, most first, ties by id.
     ahead = (tokens[None, :] > tokens[:, None]) | ((tokens[None, :] == tokens[:, None]) & (row[None, :] < row[:, None]))
     order = tl.sum(ahead.to(tl.int32), axis=1)
 
@@ -89,7 +89,7 @@ def exact_split_kernel(
             found = tl.max(reached * (load < bound).to(tl.int32))
         # No branches from here on (the compiler takes loops inside them badly): a round without a target moves nothing.
         target = tl.where(found > 0, first_of((reached > 0) & (load < bound), rank, RANKS), source)
-        room = tl.minimum(at_rank(load, source, rank) - bound, bound - at_rank(load, target, rank))
+        amount = tl.minimum(at_rank(load, source, rank) - bound, bound - at_rank(load, target, rank))
         # The path's moves as one signed block: -1 where tokens leave, +1 where they arrive.
         moves = tl.zeros((ROWS, RANKS), dtype=tl.int32)
         taker = target
@@ -98,13 +98,13 @@ def exact_split_kernel(
             on_row = row[:, None] == at_rank(via_expert, taker, rank)
             leaves = on_row & (rank[None, :] == giver_rank)
             moves += (on_row & (rank[None, :] == taker)).to(tl.int32) - leaves.to(tl.int32)
-            room = tl.minimum(room, tl.sum(tl.where(leaves, given, 0)))
+            amount = tl.minimum(amount, tl.sum(tl.where(leaves, given, 0)))
             taker = giver_rank
         pushing = found * (pushes < max_pushes).to(tl.int32)
         stopped = found - pushing
         pushes += pushing
-        given += moves * (room * pushing)
-        load += ((rank == target).to(tl.int32) - (rank == source).to(tl.int32)) * (room * pushing)
+        given += moves * (amount * pushing)
+        load += ((rank == target).to(tl.int32) - (rank == source).to(tl.int32)) * (amount * pushing)
         members = tl.sum(reached)
         proven = (tl.sum(reached * load) + members - 1) // members
         bound = tl.where(found > 0, bound, proven)
@@ -140,8 +140,8 @@ def water_fill(tokens, filled, load):
         filled = filled & (load <= volume // number)
         number = tl.maximum(tl.sum(filled.to(tl.int32)), 1)
         volume = tokens + tl.sum(tl.where(filled, load, 0))
-    place = tl.cumsum(filled.to(tl.int32), axis=0) - 1
-    return tl.where(filled, volume // number + (place < volume % number).to(tl.int32) - load, 0)
+    position = tl.cumsum(filled.to(tl.int32), axis=0) - 1
+    return tl.where(filled, volume // number + (position < volume % number).to(tl.int32) - load, 0)
 
 
 @triton.jit
