@@ -13,7 +13,7 @@ from typing import Annotated
 
 import typer
 
-from moe_serve.config import ServeConfig, load_config, model_dir
+from moe_serve.config import ServeConfig, load_config
 from moe_serve.errors import MoeServeError
 from moe_serve.log import configure_logging, get_logger
 from moe_serve.server.ports import open_port
@@ -52,12 +52,12 @@ def run_front_end(config: ServeConfig, http_fd: int | None = None) -> None:
 
 
 async def _serve(config: ServeConfig, listener: socket.socket) -> None:
-    from moe_serve.models.tokenizer import Tokenizer
+    from moe_serve.launcher.preflight import load_tokenizer
     from moe_serve.server.app import make_app
     from moe_serve.server.bridge import Bridge
     from moe_serve.server.http import HttpServer
 
-    tokenizer = None if config.model.skip_tokenizer else Tokenizer.from_folder(model_dir(config.model))
+    tokenizer = load_tokenizer(config)
     bridge = Bridge(config, tokenizer)
     await bridge.start()
     try:

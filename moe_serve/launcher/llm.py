@@ -10,6 +10,7 @@ The bridge lives in an event loop of its own thread; the ranks are child process
 import asyncio
 import atexit
 import difflib
+import operator
 import threading
 from collections.abc import AsyncGenerator, Awaitable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -19,16 +20,16 @@ from typing import Any, Self, TypeVar
 from rich.progress import Progress as ProgressBar
 
 from moe_serve.attention_dp.request import SamplingParams
-from moe_serve.config import ServeConfig, load_config, model_dir
+from moe_serve.config import ServeConfig, load_config
 from moe_serve.engine.messages import Progress, Ready, ToFrontEnd
 from moe_serve.errors import ConfigError, RequestError
 from moe_serve.launcher.display import StartDisplay
 from moe_serve.launcher.local import WORKER, LocalRanks, new_token
-from moe_serve.launcher.preflight import look_for_files
-from moe_serve.models.tokenizer import Tokenizer
+from moe_serve.launcher.preflight import load_tokenizer, look_for_files
 from moe_serve.server.bridge import Bridge
 from moe_serve.server.open_request import Changes, OpenRequest, RequestSpec
-from moe_serve.server.schemas import Prompt, draw_seed, fit_to_model
+from moe_serve.server.prompts import draw_seed, encode_prompt, fit_to_model
+from moe_serve.server.schemas import Prompt
 
 T = TypeVar("T")
 Prompts = Sequence[str] | Sequence[list[int]]
@@ -87,7 +88,7 @@ class LLM:
     def _begin(self, config: ServeConfig, progress: bool, worker: str) -> None:
         look_for_files(config)
         self._progress = progress
-        self._tokenizer = None if config.model.skip_tokenizer else Tokenizer.from_folder(model_dir(config.model))
+        self._tokenizer = load_tokenizer(config)
         token = new_token()
         # The ranks' port is chosen by the bridge, and told to the ranks.
         config = config.model_copy(update={"server": config.server.model_copy(update={"worker_port": 0})})
@@ -173,13 +174,8 @@ class LLM:
             params.validate()
             # numpy's numbers are valid too, but have no form in a message.
             params = replace(params, temperature=float(params.temperature), top_p=float(params.top_p))
-            if isinstance(given, str):
-                if self._tokenizer is None:
-                    raise RequestError("text needs a tokenizer; give token ids", field="prompts")
-                ids = self._tokenizer.encode(given)
-            else:
-                ids = [int(token) for token in given]
-            prompt = Prompt(None, ids, params, 1, explicit_length=False, rid=None, session_id=None)
+            prompt = _prompt(given, params)
+            ids = encode_prompt(prompt, self._tokenizer, self._bridge.limits)
             fitted = fit_to_model(prompt, ids, self._bridge.limits)
         except RequestError as error:
             raise RequestError(f"prompts[{index}]: {error}", field=error.field) from None
@@ -291,6 +287,17 @@ def _output(request: OpenRequest) -> Output:
         num_cached_tokens=request.num_cached,
         rank=request.rank,
     )
+
+
+def _prompt(given: Any, params: SamplingParams) -> Prompt:
+    """Returns a prompt from text or token ids, which may be numpy's. Raises RequestError for anything else."""
+    text, ids = (given, None) if isinstance(given, str) else (None, given)
+    if ids is not None:
+        try:
+            ids = [operator.index(token) for token in ids]
+        except TypeError:
+            raise RequestError(f"{given!r:.60} is no prompt; give text or token ids", field="prompts") from None
+    return Prompt(text, ids, params, 1, explicit_length=False, rid=None, session_id=None)
 
 
 def _as_tuple(stop: Any) -> tuple[str, ...]:

@@ -4,6 +4,10 @@ from pathlib import Path
 
 from moe_serve.config import ServeConfig, model_dir
 from moe_serve.errors import ConfigError, ModelError
+from moe_serve.log import get_logger
+from moe_serve.models.tokenizer import Tokenizer
+
+log = get_logger(__name__)
 
 
 def look_for_files(config: ServeConfig) -> None:
@@ -25,11 +29,21 @@ def look_for_files(config: ServeConfig) -> None:
         raise ModelError(
             f"{folder}: there are no *.safetensors files; put the weights there, or set model.load_format: dummy"
         )
-    if not config.model.skip_tokenizer and not (folder / "tokenizer.json").is_file():
-        raise ModelError(
-            f"{folder}: there is no tokenizer.json; put it there, or set model.skip_tokenizer: true "
-            "(--skip-tokenizer-init) and send input_ids"
-        )
     location = config.eplb.init_expert_location
     if location != "trivial" and not Path(location).is_file():
         raise ConfigError(f"eplb.init_expert_location is {location!r} but there is no such file; correct the path")
+
+
+def has_tokenizer(config: ServeConfig) -> bool:
+    """Returns whether text is served; without a tokenizer, token ids alone are."""
+    return not config.model.skip_tokenizer and (model_dir(config.model) / "tokenizer.json").is_file()
+
+
+def load_tokenizer(config: ServeConfig) -> Tokenizer | None:
+    """Returns the tokenizer of the model, None without one; a log line tells when the model folder lacks it."""
+    folder = model_dir(config.model)
+    if has_tokenizer(config):
+        return Tokenizer.from_folder(folder)
+    if not config.model.skip_tokenizer:
+        log.warning("%s has no tokenizer.json: only token ids are served; put it there to serve text", folder)
+    return None

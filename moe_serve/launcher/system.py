@@ -21,6 +21,7 @@ from moe_serve.config import ServeConfig
 from moe_serve.engine.messages import Fatal, Hello, Members, Progress, Ready, decode_to_front_end, encode
 from moe_serve.launcher.display import StartDisplay
 from moe_serve.launcher.local import WORKER, Child, Death, LocalRanks, child_environment, describe_exit, new_token
+from moe_serve.launcher.preflight import has_tokenizer
 from moe_serve.server.bridge import SUPERVISOR
 from moe_serve.server.ports import open_port
 
@@ -161,7 +162,7 @@ class _System:
             self.display.stop()
             address = _url(self.config.server.host, self.config.server.port)
             self.display.note(f"ready after {self.display.elapsed_s:.1f} s: {address}", style="green")
-            prompt = '{"input_ids": [5, 6, 7]}' if self.config.model.skip_tokenizer else '{"text": "def "}'
+            prompt = '{"text": "def "}' if has_tokenizer(self.config) else '{"input_ids": [5, 6, 7]}'
             self.display.note(f"  try: curl {address}/generate -d '{prompt}'")
 
     def _regroup(self, message: Members) -> None:

@@ -4,12 +4,15 @@ Torch-free: the front end reads it. Encode, decode and the special ids; chat tem
 """
 
 import json
+import re
 from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from moe_serve.errors import ModelError
+from moe_serve.errors import ModelError, RequestError
+
+_LONE_SURROGATE = re.compile("[\ud800-\udfff]")  # Python strings may hold them, from os.fsdecode() for example
 
 
 class Tokenizer:
@@ -66,7 +69,11 @@ class Tokenizer:
         return max(len(token) for token in self._backend.get_vocab(with_added_tokens=True))
 
     def encode(self, text: str) -> list[int]:
-        """Returns the ids of a text, with the beginning-of-sequence token where this model wants one."""
+        """Returns the ids of a text, with the beginning-of-sequence token where this model wants one.
+
+        Raises RequestError for text that is not valid Unicode.
+        """
+        check_unicode("text", text)
         if self._add_bos is None:
             return list(self._backend.encode(text).ids)
         # Llama-like tokenizers say it in their configuration, which wins over the post-processor in the file.
@@ -87,6 +94,17 @@ class Tokenizer:
     def _special_ids(self) -> frozenset[int]:
         added = self._backend.get_added_tokens_decoder()
         return frozenset(token_id for token_id, token in added.items() if token.special)
+
+
+def check_unicode(field: str, text: str) -> None:
+    """Raises RequestError for a lone surrogate, which Python's strings may hold but UTF-8 cannot."""
+    found = _LONE_SURROGATE.search(text)
+    if found is not None:
+        raise RequestError(
+            f"{field} has the lone surrogate U+{ord(found.group()):04X} at character {found.start()}, which is not "
+            "valid Unicode; replace it, or read the text with the right encoding",
+            field=field,
+        )
 
 
 def _read_json(path: Path) -> dict[str, Any]:

@@ -40,7 +40,7 @@ def make_app(config: ServeConfig, bridge: Bridge, tokenizer: Tokenizer | None) -
     _add_errors(app)
     _add_generate(app, config, bridge, tokenizer)
     _add_health(app, bridge)
-    _add_information(app, config, bridge)
+    _add_information(app, config, bridge, has_tokenizer=tokenizer is not None)
     _add_metrics(app, bridge)
     return app
 
@@ -80,7 +80,7 @@ def _add_health(app: FastAPI, bridge: Bridge) -> None:
         return _json({"status": "ok"})
 
 
-def _add_information(app: FastAPI, config: ServeConfig, bridge: Bridge) -> None:
+def _add_information(app: FastAPI, config: ServeConfig, bridge: Bridge, has_tokenizer: bool) -> None:
     started_s = time.time()
     folder = str(model_dir(config.model))
     name = served_name(config.model)
@@ -113,7 +113,7 @@ def _add_information(app: FastAPI, config: ServeConfig, bridge: Bridge) -> None:
         return _json(
             {
                 "model_path": folder,
-                "tokenizer_path": None if config.model.skip_tokenizer else folder,
+                "tokenizer_path": folder if has_tokenizer else None,
                 "served_model_name": name,
                 "is_generation": True,
                 "weight_version": WEIGHT_VERSION,

@@ -15,12 +15,13 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from moe_serve.engine.messages import ModelLimits
-from moe_serve.errors import MoeServeError, QueueFullError, RequestError
+from moe_serve.errors import MoeServeError, QueueFullError
 from moe_serve.models.tokenizer import Tokenizer
 from moe_serve.server.answers import error_of, result, status_of
 from moe_serve.server.bridge import Bridge
 from moe_serve.server.open_request import Changes, OpenRequest, RequestSpec
-from moe_serve.server.schemas import GenerateRequest, Prompt, derived_seed, draw_seed, fit_to_model
+from moe_serve.server.prompts import derived_seed, draw_seed, encode_prompt, fit_to_model
+from moe_serve.server.schemas import GenerateRequest, Prompt
 
 _SHORT_CALL = 4096  # characters of all prompts; more are tokenized beside the event loop
 _DONE = b"data: [DONE]\n\n"
@@ -48,11 +49,6 @@ async def start_call(given: GenerateRequest, bridge: Bridge, tokenizer: Tokenize
     rids: list[str] = []
     for prompt, prompt_ids in zip(given.prompts, await _tokenize(given.prompts, tokenizer, limits), strict=True):
         params = fit_to_model(prompt, prompt_ids, limits)
-        if params.stop and tokenizer is None:
-            raise RequestError(
-                "stop needs a tokenizer, which this server runs without (model.skip_tokenizer); send stop_token_ids",
-                field="sampling_params.stop",
-            )
         seed = draw_seed() if params.seed is None else params.seed
         rid = prompt.rid or uuid.uuid4().hex
         for sample in range(prompt.num_samples):
@@ -75,27 +71,10 @@ async def _tokenize(prompts: Sequence[Prompt], tokenizer: Tokenizer | None, limi
     """Returns the ids of each prompt. Long texts are encoded in a thread: other clients are served meanwhile."""
 
     def work() -> list[list[int]]:
-        return [_prompt_ids(prompt, tokenizer, limits) for prompt in prompts]
+        return [encode_prompt(prompt, tokenizer, limits) for prompt in prompts]
 
     is_short = sum(len(prompt.text or "") for prompt in prompts) <= _SHORT_CALL
     return work() if is_short else await asyncio.to_thread(work)
-
-
-def _prompt_ids(prompt: Prompt, tokenizer: Tokenizer | None, limits: ModelLimits) -> list[int]:
-    if prompt.token_ids is not None:
-        return prompt.token_ids
-    if tokenizer is None:
-        raise RequestError(
-            "text needs a tokenizer, which this server runs without (model.skip_tokenizer); send input_ids",
-            field="text",
-        )
-    text = prompt.text or ""
-    if len(text) > limits.max_prompt_len * tokenizer.longest_token:
-        raise RequestError(
-            f"text has {len(text)} characters, more than any prompt of {limits.max_prompt_len} tokens; shorten it",
-            field="text",
-        )
-    return tokenizer.encode(text)
 
 
 class GenerateResponse(Response):

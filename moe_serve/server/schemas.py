@@ -4,14 +4,11 @@ Everything a client can get wrong is refused here, before a rank hears of it, wi
 field. A known field whose feature is not offered passes only with its null or neutral value. Torch-free.
 """
 
-import hashlib
-import secrets
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeGuard
 
-from moe_serve.attention_dp.request import MAX_SEED, SamplingParams
-from moe_serve.engine.messages import ModelLimits
+from moe_serve.attention_dp.request import SamplingParams
 from moe_serve.errors import RequestError
 from moe_serve.server.json_fields import (
     Fields,
@@ -149,65 +146,6 @@ def parse_generate(body: bytes, max_prompts: int) -> GenerateRequest:
     )
     values.refuse_the_rest()
     return request
-
-
-def fit_to_model(prompt: Prompt, prompt_ids: Sequence[int], limits: ModelLimits) -> SamplingParams:
-    """Returns the parameters of a prompt for one model: checked against its limits, cut to them where not asked for.
-
-    Raises RequestError for ids outside the vocabulary and lengths that cannot be served.
-    """
-    field = "text" if prompt.token_ids is None else "input_ids"
-    if not prompt_ids:
-        raise RequestError(f"{field} has no tokens; send at least one", field=field)
-    wrong = next((i for i, token in enumerate(prompt_ids) if not 0 <= token < limits.vocab_size), None)
-    if wrong is not None:
-        raise RequestError(
-            f"{field}[{wrong}] is {prompt_ids[wrong]}, outside the vocabulary; expected 0 to {limits.vocab_size - 1}",
-            field=field,
-        )
-    longest = min(limits.max_prompt_len, limits.max_model_len - 1)
-    if len(prompt_ids) > longest:
-        raise RequestError(
-            f"{field} has {len(prompt_ids)} tokens, at most {longest} are served; shorten it", field=field
-        )
-    # The cache of a rank holds max_prompt_len + 1 tokens where that is fewer; the last token needs no place in it.
-    max_tokens = min(limits.max_model_len, limits.max_prompt_len + 2)
-    params, room = prompt.params, max_tokens - len(prompt_ids)
-    if params.max_new_tokens > room:
-        if prompt.explicit_length:
-            raise RequestError(
-                f"max_new_tokens is {params.max_new_tokens} and the prompt has {len(prompt_ids)} tokens, together more "
-                f"than the {max_tokens} that are served; ask for at most {room}",
-                field="max_new_tokens",
-            )
-        if params.min_new_tokens > room:
-            raise RequestError(
-                f"min_new_tokens is {params.min_new_tokens} but there is room for {room} tokens after this prompt",
-                field="min_new_tokens",
-            )
-        params = replace(params, max_new_tokens=room)
-    for token in params.stop_token_ids:
-        if token >= limits.vocab_size:
-            raise RequestError(
-                f"stop_token_ids holds {token}, outside the vocabulary; expected 0 to {limits.vocab_size - 1}",
-                field="stop_token_ids",
-            )
-    if params.top_k >= limits.vocab_size:
-        params = replace(params, top_k=-1)
-    return params
-
-
-def draw_seed() -> int:
-    """Returns a seed for a request that brings none."""
-    return secrets.randbelow(MAX_SEED + 1)
-
-
-def derived_seed(seed: int, sample: int) -> int:
-    """Returns the seed of one of `n` samples: the request's own for the first, a hash for the others."""
-    if sample == 0:
-        return seed
-    digest = hashlib.blake2b(f"{seed}:{sample}".encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "little") & MAX_SEED
 
 
 @dataclass(frozen=True)

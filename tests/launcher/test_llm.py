@@ -1,6 +1,7 @@
 """LLM: the bridge without HTTP. Ranks without torch; the real ones are in test_end_to_end.py."""
 
 import os
+import shutil
 import signal
 import threading
 
@@ -8,7 +9,7 @@ import numpy as np
 import pytest
 
 from moe_serve.attention_dp.request import SamplingParams
-from moe_serve.config import load_config
+from moe_serve.config import load_config, model_dir
 from moe_serve.errors import ConfigError, MoeServeError, RequestError
 from moe_serve.launcher.llm import LLM, _merged
 from moe_serve.server.open_request import UnavailableError
@@ -87,6 +88,44 @@ def test_a_prompt_that_cannot_be_served_is_named(llm, prompts, params, words):
     with pytest.raises(RequestError, match=words):
         llm.generate(prompts, params)
     assert llm.generate([[1]], greedy(1))[0].token_ids == [12]
+
+
+@pytest.mark.parametrize(
+    "prompts, stop, words",
+    [
+        (["fine", "caf\udce9"], (), r"prompts\[1\]: text has the lone surrogate U\+DCE9 at character 3.*encoding"),
+        (["fine"], ("\ud800",), r"prompts\[0\]: stop has the lone surrogate U\+D800 at character 0"),
+        ([None], (), r"prompts\[0\]: None is no prompt; give text or token ids"),
+        ([[1, "a"]], (), r"prompts\[0\]: \[1, 'a'\] is no prompt"),
+        ([[1, 2.5]], (), r"prompts\[0\]: \[1, 2.5\] is no prompt"),
+        (["w" * 100_000], (), r"prompts\[0\]: text has 100000 characters"),
+    ],
+    ids=["surrogate", "stop", "none", "letters", "fraction", "long"],
+)
+def test_what_is_no_prompt_is_a_request_error_that_names_it(llm, prompts, stop, words):
+    with pytest.raises(RequestError, match=words):
+        llm.generate(prompts, SamplingParams(stop=stop))
+    assert llm._bridge.num_open == 0
+
+
+def test_ids_of_numpy_are_ids(llm):
+    (output,) = llm.generate([np.array([5, 6])], greedy(1))
+    assert output.prompt_token_ids == [5, 6]
+
+
+def test_a_folder_without_a_tokenizer_serves_ids_and_says_so(tmp_path, caplog):
+    folder = model_dir(load_config().model)
+    for name in ("config.json", "generation_config.json"):
+        shutil.copy(folder / name, tmp_path)
+    with fake_llm(f"model.path={tmp_path}", "model.load_format=dummy") as bare:
+        (output,) = bare.generate([[5]], greedy(2))
+        assert (output.text, output.token_ids) == ("", [12, 13])
+        with pytest.raises(RequestError, match=r"prompts\[0\]: text needs a tokenizer.*no tokenizer\.json.*input_ids"):
+            bare.generate(["text"])
+        with pytest.raises(RequestError, match=r"prompts\[0\]: stop needs a tokenizer"):
+            bare.generate([[5]], greedy(2, stop=("a",)))
+    lines = [record.getMessage() for record in caplog.records if "tokenizer" in record.getMessage()]
+    assert lines == [f"{tmp_path} has no tokenizer.json: only token ids are served; put it there to serve text"]
 
 
 def test_a_list_of_stop_strings_is_taken_too(llm):

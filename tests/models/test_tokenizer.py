@@ -1,13 +1,14 @@
 """Tokenizer: text there and back, the beginning token as the model wants it, ending ids, errors that say the fix."""
 
 import json
+import re
 
 import pytest
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, processors
 
 from moe_serve.config import ModelConfig, model_dir
-from moe_serve.errors import ModelError
+from moe_serve.errors import ModelError, RequestError
 from moe_serve.models.tokenizer import Tokenizer
 
 DEMO = model_dir(ModelConfig())
@@ -89,3 +90,17 @@ def test_a_broken_file_is_named(tmp_path, name):
     (folder / name).write_text("{broken")
     with pytest.raises(ModelError, match=name):
         Tokenizer.from_folder(folder)
+
+
+@pytest.mark.parametrize("text, place", [("\ud800", "U+D800 at character 0"), ("ab\udfff", "U+DFFF at character 2")])
+def test_a_lone_surrogate_is_refused_with_its_place(tmp_path, text, place):
+    tokenizer = Tokenizer.from_folder(make_folder(tmp_path))
+    with pytest.raises(RequestError, match=re.escape(place)):
+        tokenizer.encode(text)
+
+
+@pytest.mark.parametrize("token_id, shown, skipped", [(2, True, True), (1, True, False), (4, False, False)])
+def test_ids_have_text_unless_they_are_unknown_or_skipped(tmp_path, token_id, shown, skipped):
+    tokenizer = Tokenizer.from_folder(make_folder(tmp_path))
+    assert tokenizer.has_text(token_id, skip_special_tokens=False) == shown
+    assert tokenizer.has_text(token_id) == skipped

@@ -71,6 +71,7 @@ async def test_without_a_tokenizer_only_ids_are_filled():
         stop = await served.generate(input_ids=[5], sampling_params={"stop": "a"})
     assert (answer["text"], answer["output_ids"]) == ("", [12, 13, 14, 15, 16])
     assert text.status_code == stop.status_code == 400
+    assert "no tokenizer.json" in text.json()["error"]["message"]
     assert "input_ids" in text.json()["error"]["message"]
     assert "stop_token_ids" in stop.json()["error"]["message"]
 

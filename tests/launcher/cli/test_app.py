@@ -158,20 +158,22 @@ def test_a_mistake_is_one_line_on_stderr_and_exit_2(arguments, words):
         assert word in result.stderr
 
 
-def test_a_folder_without_weights_or_tokenizer_is_named(tmp_path):
+def test_a_folder_without_weights_is_named_and_one_without_a_tokenizer_serves_ids(tmp_path, caplog):
     from moe_serve.config import ModelConfig, model_dir
-    from moe_serve.launcher.preflight import look_for_files
+    from moe_serve.launcher.preflight import load_tokenizer, look_for_files
 
     (tmp_path / "config.json").write_bytes((model_dir(ModelConfig()) / "config.json").read_bytes())
     config = load_config(overrides=[f"model.path={tmp_path}"])
     with pytest.raises(Exception, match=r"no \*\.safetensors files.*load_format: dummy"):
         look_for_files(config)
     config = load_config(overrides=[f"model.path={tmp_path}", "model.load_format=dummy"])
-    with pytest.raises(Exception, match=r"no tokenizer\.json.*--skip-tokenizer-init"):
-        look_for_files(config)
-    look_for_files(
-        load_config(overrides=[f"model.path={tmp_path}", "model.load_format=dummy", "model.skip_tokenizer=true"])
-    )
+    look_for_files(config)
+    assert load_tokenizer(config) is None
+    assert "no tokenizer.json: only token ids are served" in caplog.text
+    caplog.clear()
+    config = load_config(overrides=[f"model.path={tmp_path}", "model.load_format=dummy", "model.skip_tokenizer=true"])
+    assert load_tokenizer(config) is None
+    assert caplog.text == "", "who asked for it knows"
 
 
 def test_help_keeps_its_brackets():
