@@ -1,6 +1,6 @@
 """`moe-serve serve`: all ranks of this machine and the front end, from start-up display to Ctrl-C. Torch-free.
 
-The parent only watches. It hears from the front end what the ranks are doing (as supervisor, see server/bridge.py),
+The parent only watches. It hears from the front end what the ranks are doing (as supervisor, see server/rank_link.py),
 sees first when a process ends, tells the front end, and ends everything in order: no new calls, then the ranks, then
 whatever is left. Whether the others go on without a lost rank is their decision, which the front end passes on: then
 one line says so, and that is all. Else the front end outlives the ranks, to say on /ready which one it was.
@@ -22,8 +22,8 @@ from moe_serve.engine.messages import Fatal, Hello, Members, Progress, Ready, de
 from moe_serve.launcher.display import StartDisplay
 from moe_serve.launcher.local import WORKER, Child, Death, LocalRanks, child_environment, describe_exit, new_token
 from moe_serve.launcher.preflight import has_tokenizer
-from moe_serve.server.bridge import SUPERVISOR
 from moe_serve.server.ports import open_port
+from moe_serve.server.rank_link import SUPERVISOR
 
 _POLL_MS = 50
 _END_GRACE_S = 4.0  # for the front end and the ranks to end in order

@@ -8,8 +8,9 @@ import zmq
 
 from moe_serve.engine.messages import Fatal, Hello, TokenEvent, Tokens, encode
 from moe_serve.errors import LaunchError
-from moe_serve.server.bridge import SUPERVISOR, Bridge
+from moe_serve.server.bridge import Bridge
 from moe_serve.server.open_request import Changes, OpenRequest, RequestSpec, UnavailableError
+from moe_serve.server.rank_link import SUPERVISOR
 from moe_serve.server.schemas import SamplingParams
 from tests.server.fake_worker import FakeWorker, Served, fake_config, in_event_loop, serving, until
 
@@ -69,7 +70,7 @@ async def test_a_peer_names_the_rank_that_is_lost():
     async with serving() as served:
         calls = await waiting_calls(served)
         served.workers[0].say(Fatal(0, 0, "connection closed by peer", 1))
-        await all_fail(calls, "rank 1 is lost, says rank 0")
+        await all_fail(calls, "rank 0 reports that rank 1 is lost")
 
 
 @in_event_loop
@@ -95,7 +96,7 @@ async def test_a_loss_that_nobody_can_name_still_ends_every_request():
     async with serving() as served:
         calls = await waiting_calls(served)
         served.workers[0].say(Fatal(0, 0, "connection closed by peer", -1))
-        await all_fail(calls, "a rank is lost, says rank 0")
+        await all_fail(calls, "rank 0 reports that a rank is lost")
 
 
 @in_event_loop
@@ -166,7 +167,7 @@ async def test_open_requests_end_when_a_new_epoch_begins():
     async with serving() as served:
         calls = await waiting_calls(served)
         task = asyncio.create_task(FakeWorker(0, 2, served.bridge.worker_port, epoch=1).run())
-        await all_fail(calls, "started anew")
+        await all_fail(calls, "were restarted")
         task.cancel()
 
 

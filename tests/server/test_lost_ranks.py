@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Sequence
 
 from moe_serve.engine.messages import Fatal, Members, TokenEvent, Tokens
-from moe_serve.server import bridge as bridge_module
+from moe_serve.server import rank_link as link_module
 from moe_serve.server.open_request import Changes, OpenRequest, UnavailableError
 from moe_serve.server.request_book import MAX_LOSSES
 from tests.server.fake_worker import Served, counting, in_event_loop, serving, until
@@ -77,7 +77,7 @@ async def test_requests_of_a_dead_rank_go_on_elsewhere_without_a_gap():
         assert 'moe_serve_rank_serving{rank="1"} 0.0' in metrics
         refused = await served.generate(input_ids=[7], routed_dp_rank=1)
         assert refused.status_code == 503
-        assert "takes no part now (rank 1 was killed by SIGKILL)" in refused.text
+        assert "masked now (rank 1 was killed by SIGKILL)" in refused.text
         await all_right(served, changes, requests)
         new = [served.bridge.submit([spec()], Changes())[0].rank for _ in range(6)]
         assert set(new) == {0, 2}
@@ -198,12 +198,12 @@ async def test_a_rank_that_reports_its_own_failure_is_waited_out_and_the_last_on
 
 @in_event_loop
 async def test_others_that_say_nothing_end_the_epoch(monkeypatch):
-    monkeypatch.setattr(bridge_module, "_REGROUP_GRACE_S", 0.2)
+    monkeypatch.setattr(link_module, "_REGROUP_GRACE_S", 0.2)
     async with three_ranks("engine.step_deadline_s=0.1") as served:
         served.bridge.lose_rank(1, "rank 1 was killed by SIGKILL")
         await asyncio.sleep(0)
         await until(lambda: served.bridge.problem() is not None)
-        assert "was killed by SIGKILL; the others did not say within 0.5 s" in served.bridge.problem()
+        assert "was killed by SIGKILL; its peers did not report within 0.5 s" in served.bridge.problem()
 
 
 def test_the_fake_rank_goes_on_where_an_earlier_attempt_stopped():

@@ -1,0 +1,308 @@
+"""The front end's conversation with the ranks: who attaches, what they report, who is silent, when an epoch ends.
+
+Messages are handled as they arrive on the socket that all ranks attach to. One task shows every second that the front
+end is alive, and looks for silent ranks.
+
+The launcher may attach too, as *supervisor* (`Hello` with rank -1). It hears what happens while the ranks start, and
+reports the death of a rank (`Fatal`), which it sees first.
+
+A lost rank ends the epoch, unless all ranks have said at their start that they can go on without one. Then the front
+end waits for their report: `Members` when they go on, and the requests of the lost rank move to others; `Fatal` when
+they cannot. Torch-free.
+"""
+
+import asyncio
+import contextlib
+import hmac
+import os
+import time
+from collections.abc import Callable
+
+import msgspec
+
+from moe_serve.config import ServeConfig
+from moe_serve.engine.incremental_decoder import Decoder
+from moe_serve.engine.messages import (
+    ALIVE_PERIOD_S,
+    Alive,
+    Fatal,
+    Goodbye,
+    Hello,
+    Members,
+    Message,
+    Progress,
+    Ready,
+    Shutdown,
+    Status,
+    ToFrontEnd,
+    Tokens,
+    decode_to_front_end,
+)
+from moe_serve.log import get_logger
+from moe_serve.server.request_book import RequestBook
+from moe_serve.server.router_socket import RouterSocket
+from moe_serve.server.workers import RankView, WorkerTable
+
+log = get_logger(__name__)
+
+SUPERVISOR = -1  # the rank in the launcher's Hello
+_UNNAMED_LOSS_S = 0.5  # how long a report that cannot name the lost rank waits for one that can
+_GOODBYE_S = 3.0  # how long the ranks may take to end
+_REGROUP_GRACE_S = 2.0
+
+Observer = Callable[[ToFrontEnd], None]
+
+
+class RankLink:
+    """The ranks and what they report: keeps the table of workers and the book of requests up to date.
+
+    is_draining: no new requests are taken, and ranks that end are expected to
+    """
+
+    def __init__(self, config: ServeConfig, tokenizer: Decoder | None, observer: Observer | None, token: str | None):
+        """See `Bridge`."""
+        self.workers = WorkerTable(config.parallel.num_ranks)
+        self.book = RequestBook(config, tokenizer, self._send_to_rank)
+        self.is_draining = False
+        self.started_s = 0.0
+        self._server = config.server
+        self._observer = observer
+        self._token = os.environ.get("MOE_SERVE_TOKEN", "") if token is None else token
+        self._supervisors: set[bytes] = set()
+        self._touch: asyncio.Task[None] | None = None
+        self._socket: RouterSocket | None = None
+        # A rank reports between steps, and a step may last until its own deadline.
+        self._silence_s = max(config.server.worker_deadline_s, config.engine.step_deadline_s)
+        # The peers of a lost rank see the loss when they next wait for it, at the end of a step at the latest, and
+        # agree within two deadlines.
+        self._regroup_s = 3 * config.engine.step_deadline_s + _REGROUP_GRACE_S
+        self._news = asyncio.Event()  # set whenever a rank attaches, gets ready, ends or is lost
+
+    def open(self) -> None:
+        """Binds the address that ranks attach to. Raises LaunchError when it is taken."""
+        self._socket = RouterSocket(self._server.worker_host, self._server.worker_port, self._receive)
+        self.started_s = time.monotonic()
+        self._touch = asyncio.create_task(self._keep_in_touch())
+
+    @property
+    def port(self) -> int:
+        """The port that ranks attach to, also where the configuration says 0."""
+        assert self._socket is not None, "open() first"
+        return self._socket.port
+
+    def drain(self, reason: str) -> None:
+        """Ends the open requests with an error; ranks may end from now on."""
+        self.is_draining = True
+        self.book.fail_all(reason)
+        self._news.set()
+
+    async def close(self) -> None:
+        """Ends the ranks and closes the socket; returns within a few seconds whatever the ranks do."""
+        if self._socket is None or self._touch is None:
+            return
+        for view in self.workers:
+            self._send(view.identity, Shutdown())
+        deadline_s = time.monotonic() + _GOODBYE_S
+        # A rank that is still starting does not listen; the process that started it ends it.
+        while self.workers.loss is None and any(view.serves for view in self.workers):
+            left_s = deadline_s - time.monotonic()
+            if left_s <= 0 or not await self.wait_for_news(left_s):
+                break
+        self._touch.cancel()
+        await asyncio.gather(self._touch, return_exceptions=True)
+        self._socket.close()
+        self._socket = None
+
+    async def wait_for_news(self, timeout_s: float) -> bool:
+        """Returns whether something happened to a rank within the timeout."""
+        self._news.clear()
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._news.wait(), timeout_s)
+            return True
+        return False
+
+    def lose(self, rank: int, reason: str) -> None:
+        """A rank is gone. If the others may go on without it, they are about to report whether they do."""
+        if not self.workers.can_spare(rank):
+            self._end_epoch(reason, rank)
+            return
+        self.workers.suspect(rank, reason, time.monotonic())
+        self.book.suspect(rank)
+        self._news.set()
+
+    # --- messages -----------------------------------------------------------------------------------------------------
+
+    def _receive(self, identity: bytes, data: bytes) -> None:
+        try:
+            message = decode_to_front_end(data)
+        except msgspec.DecodeError as error:
+            log.warning("dropped a message that is not one of ours: %s", error)
+            return
+        try:
+            self._take(identity, message)
+        except (
+            Exception
+        ):  # the outermost frame of the event loop: open requests must end, not hang on a mistake of ours
+            log.exception("the front end failed on a %s message", type(message).__name__)
+            self._end_epoch("the front end failed on a message of a rank; see its log", None)
+
+    def _take(self, identity: bytes, message: ToFrontEnd) -> None:
+        """Handles a message of a rank or a supervisor; drops those of strangers and of past epochs."""
+        if isinstance(message, Hello):
+            self._attach(identity, message)
+            return
+        if identity in self._supervisors:
+            if isinstance(message, Fatal) and message.epoch >= self.workers.epoch:
+                self.lose(message.lost_rank, message.message)
+            return
+        view = self.workers.by_identity(identity)
+        if view is None or message.epoch != self.workers.epoch:
+            return
+        view.heard_s = time.monotonic()
+        match message:
+            case Tokens():
+                self.book.take(message)
+                return
+            case Status():
+                view.status = message
+                self.book.take_status(message)
+                return
+            case Members():
+                self._regroup(message)
+                return
+            case Progress():
+                self.workers.progress(view, message)
+            case Ready():
+                self.workers.ready(view, message)
+                if self.workers.is_ready:
+                    self.book.begin_epoch(message.limits.block_size)
+            case Fatal():
+                self._take_fatal(view, message)
+                return
+            case Goodbye():
+                view.ended = True
+                if not self.is_draining and view.out is None:
+                    self._end_epoch(f"rank {view.rank} was told to end; start the ranks again", view.rank)
+        self._tell(message)
+
+    def _attach(self, identity: bytes, hello: Hello) -> None:
+        if not hmac.compare_digest(hello.token.encode(), self._token.encode()):
+            log.warning("refused rank %d from %s: its MOE_SERVE_TOKEN differs from ours", hello.rank, hello.host)
+            return
+        if hello.rank == SUPERVISOR:
+            self._supervisors.add(identity)
+            for view in self.workers:  # ranks that attached before the supervisor
+                for message in self.workers.story(view):
+                    self._send(identity, message)
+            return
+        epoch = self.workers.epoch
+        refusal = self.workers.attach(identity, hello, time.monotonic())
+        if refusal is not None:
+            log.warning("refused a rank: %s", refusal)
+            self._send(identity, Shutdown())
+            return
+        if self.workers.epoch != epoch:
+            self.book.fail_all(f"the ranks were restarted (epoch {self.workers.epoch}); send the request again")
+        self._send(identity, Alive())
+        self._tell(hello)
+
+    def _take_fatal(self, view: RankView, message: Fatal) -> None:
+        if view.out is not None:
+            log.warning("rank %d, which was masked, has ended: %s", view.rank, message.message)
+        elif message.lost_rank == view.rank:
+            self.lose(view.rank, f"rank {view.rank} on {view.host} failed: {message.message}")
+        elif message.lost_rank >= 0:
+            reason = f"rank {view.rank} reports that rank {message.lost_rank} is lost: {message.message}"
+            self._end_epoch(reason, message.lost_rank)
+        else:
+            # Another peer or the launcher is about to report which rank it is.
+            reason = f"rank {view.rank} reports that a rank is lost: {message.message}"
+            self._end_epoch(reason, None, wait_s=_UNNAMED_LOSS_S)
+        view.ended = True
+
+    def _regroup(self, message: Members) -> None:
+        """Moves the requests of masked ranks, and routes to ranks that have rejoined."""
+        change = self.workers.regroup(message)
+        num_moved = self.book.regroup(change)
+        if (change.masked or change.rejoined) and not self._supervisors:  # a supervisor logs it itself
+            serving = ", ".join(map(str, message.members))
+            rejoined = ", ".join(map(str, change.rejoined))
+            reason = f"rank {rejoined} has rejoined" if rejoined else message.reason
+            log.warning("%s; serving: %s; requests moved: %d", reason, serving, num_moved)
+        if change.masked or change.rejoined:
+            self._tell(message)
+
+    def _end_epoch(self, reason: str, lost_rank: int | None, wait_s: float = 0.0) -> None:
+        """Ends the epoch: no more requests are taken, and after wait_s the open ones end with an error."""
+        first = self.workers.loss is None
+        self.workers.end_epoch(reason, lost_rank)
+        if wait_s > 0:
+            asyncio.get_running_loop().call_later(wait_s, self._fail_lost, self.workers.epoch)
+        elif first or len(self.book):
+            self._fail_lost(self.workers.epoch)
+        self._news.set()
+
+    def _fail_lost(self, epoch: int) -> None:
+        reason, lost_rank = self.workers.loss, self.workers.lost_rank
+        if epoch != self.workers.epoch or reason is None:
+            return  # the ranks were restarted
+        if not self.is_draining:
+            log.error("%s", reason)
+        self.book.fail_all(reason)
+        blamed = SUPERVISOR if lost_rank is None else lost_rank
+        self._tell(Fatal(blamed, epoch, reason, blamed))
+
+    def _tell(self, message: ToFrontEnd) -> None:
+        """Passes on what happens while the ranks start and end, to the observer and the supervisors."""
+        self._news.set()
+        if self._observer is not None:
+            self._observer(message)
+        for identity in self._supervisors:
+            self._send(identity, message)
+
+    def _send_to_rank(self, rank: int, message: Message) -> None:
+        view = next((view for view in self.workers if view.rank == rank), None)
+        if view is not None:
+            self._send(view.identity, message)
+
+    def _send(self, identity: bytes, message: Message) -> None:
+        if self._socket is not None:
+            self._socket.send(identity, message)
+
+    # --- deadlines ----------------------------------------------------------------------------------------------------
+
+    async def _keep_in_touch(self) -> None:
+        server = self._server
+        last_s = time.monotonic()
+        while True:
+            for view in self.workers:
+                self._send(view.identity, Alive())
+            await asyncio.sleep(ALIVE_PERIOD_S)
+            now_s = time.monotonic()
+            stalled, last_s = now_s - last_s > self._silence_s / 2, now_s
+            if stalled or self.is_draining or self.workers.loss is not None:
+                continue  # after a pause of this process (stopped, laptop asleep) the ranks may report first
+            self._look_for_silence(now_s)
+            if not self.workers.is_ready and now_s - self.started_s > server.attach_deadline_s:
+                self._end_epoch(
+                    f"the ranks were not ready within server.attach_deadline_s = {server.attach_deadline_s:g} s "
+                    f"({self.workers.missing()}); start the missing ranks, or allow more time",
+                    None,
+                )
+
+    def _look_for_silence(self, now_s: float) -> None:
+        """Ends the epoch for a silent rank, and for a suspected one of which its peers report nothing."""
+        limit_s, what = self._silence_s, "the larger of server.worker_deadline_s and engine.step_deadline_s"
+        if self.workers.goes_on:
+            limit_s, what = limit_s + self._regroup_s, f"{what}, and time for its peers to go on without it"
+        suspect = self.workers.long_suspected(now_s, self._regroup_s)
+        silent = self.workers.silent_rank(now_s, limit_s)
+        if suspect is not None and suspect.suspicion is not None:
+            why = f"{suspect.suspicion[1]}; its peers did not report within {self._regroup_s:g} s whether they go on"
+            self._end_epoch(why, suspect.rank)
+        elif silent is not None:
+            self._end_epoch(
+                f"rank {silent.rank} on {silent.host} was not heard from for {now_s - silent.heard_s:.0f} s (at most "
+                f"{limit_s:g}: {what}); it hangs, or its host is gone",
+                silent.rank,
+            )
