@@ -4,40 +4,32 @@
         for output in llm.generate(["def fibonacci("], SamplingParams(temperature=0)):
             print(output.text)
 
-The bridge lives in an event loop of its own thread; the ranks are child processes and end with it.
+The ranks are child processes and end with this one (`background.py`).
 """
 
 import asyncio
-import atexit
 import difflib
 import operator
-import threading
-from collections.abc import AsyncGenerator, Awaitable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Iterator, Sequence
 from dataclasses import dataclass, replace
 from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import Any, Self
 
 from rich.progress import Progress as ProgressBar
 
 from moe_serve.attention_dp.request import SamplingParams
 from moe_serve.config import ServeConfig, load_config
-from moe_serve.engine.messages import Progress, Ready, ToFrontEnd
 from moe_serve.errors import ConfigError, RequestError
-from moe_serve.launcher.display import StartDisplay
-from moe_serve.launcher.local import WORKER, LocalRanks, new_token
+from moe_serve.launcher.background import BackgroundRanks
+from moe_serve.launcher.local import WORKER
 from moe_serve.launcher.preflight import load_tokenizer, look_for_files
-from moe_serve.server.bridge import Bridge
 from moe_serve.server.open_request import Changes, OpenRequest, RequestSpec
 from moe_serve.server.prompts import draw_seed, encode_prompt, fit_to_model
 from moe_serve.server.schemas import Prompt
 
-T = TypeVar("T")
 Prompts = Sequence[str] | Sequence[list[int]]
 Params = SamplingParams | Sequence[SamplingParams] | None
-_WATCH_S = 0.1  # how often the processes are looked at
 _ROOM_POLL_S = 0.01  # how often a caller without any place looks for one
-_OWN_WORDS_S = 1.0  # a rank that exits by itself has said why to the bridge; its exit code says less
-_END_GRACE_S = 3.0
 
 
 @dataclass(frozen=True)
@@ -89,23 +81,8 @@ class LLM:
         look_for_files(config)
         self._progress = progress
         self._tokenizer = load_tokenizer(config)
-        token = new_token()
-        # The ranks' port is chosen by the bridge, and told to the ranks.
-        config = config.model_copy(update={"server": config.server.model_copy(update={"worker_port": 0})})
-        self._bridge = Bridge(config, self._tokenizer, self._observe, token)
-        self._ranks: LocalRanks | None = None
-        self._watch: asyncio.Task[None] | None = None
-        self._display = StartDisplay(config.parallel.num_ranks) if progress else None
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name="moe_serve bridge", daemon=True)
-        self._thread.start()
-        atexit.register(self.close)
-        self._closed = False
-        try:
-            self._call(self._start(config, token, worker))
-        except BaseException:
-            self.close()
-            raise
+        self._ranks = BackgroundRanks(config, self._tokenizer, progress, worker)
+        self._bridge = self._ranks.bridge
 
     def __enter__(self) -> Self:
         return self
@@ -144,16 +121,7 @@ class LLM:
 
     def close(self) -> None:
         """Ends the ranks. Safe to call again."""
-        if self._closed:
-            return
-        self._closed = True
-        atexit.unregister(self.close)
-        try:
-            self._call(self._stop())
-        finally:
-            self._loop.call_soon_threadsafe(self._loop.stop)
-            self._thread.join()
-            self._loop.close()
+        self._ranks.close()
 
     # --- from prompts to requests -------------------------------------------------------------------------------------
 
@@ -184,10 +152,10 @@ class LLM:
     def _news(self, specs: Sequence[RequestSpec]) -> Iterator[tuple[int, Output]]:
         source = self._run(specs)
         try:
-            while (news := self._call(anext(source, None))) is not None:
+            while (news := self._ranks.call(anext(source, None))) is not None:
                 yield news
         finally:
-            self._call(source.aclose())
+            self._ranks.call(source.aclose())
 
     async def _run(self, specs: Sequence[RequestSpec]) -> AsyncGenerator[tuple[int, Output], None]:
         """Keeps as many requests open as the ranks take; aborts what is open when its reader stops early."""
@@ -215,66 +183,6 @@ class LLM:
             for request in open_requests.values():
                 self._bridge.abort(request)
 
-    # --- the ranks' life ----------------------------------------------------------------------------------------------
-
-    def _call(self, work: Awaitable[T]) -> T:
-        """Runs work in the bridge's thread; an interrupt here cancels it there."""
-        future = asyncio.run_coroutine_threadsafe(_as_coroutine(work), self._loop)
-        try:
-            return future.result()
-        except BaseException:
-            future.cancel()
-            raise
-
-    async def _start(self, config: ServeConfig, token: str, worker: str) -> None:
-        await self._bridge.start()
-        server = config.server.model_copy(update={"worker_port": self._bridge.worker_port})
-        # Started from this thread: the kernel counts the thread, not the process, as the parent that must live on.
-        config = config.model_copy(update={"server": server})
-        self._ranks = LocalRanks(config, self._line, token, module=worker)
-        if self._display is not None:
-            self._display.__enter__()
-        try:
-            self._ranks.start()
-            self._watch = asyncio.create_task(self._watch_ranks(self._ranks))
-            await self._bridge.wait_until_ready()
-        finally:
-            if self._display is not None:
-                self._display.stop()
-
-    async def _watch_ranks(self, ranks: LocalRanks) -> None:
-        while True:
-            await asyncio.sleep(_WATCH_S)
-            for death in ranks.deaths():
-                if not death.was_killed:
-                    await asyncio.sleep(_OWN_WORDS_S)
-                last_words = f"; its last words: {death.last_lines[-1]}" if death.last_lines else ""
-                self._bridge.lose_rank(death.rank, f"{death}{last_words}")
-
-    async def _stop(self) -> None:
-        if self._watch is not None:
-            self._watch.cancel()
-        await self._bridge.close()
-        if self._ranks is not None:
-            await asyncio.to_thread(self._ranks.end, _END_GRACE_S)
-
-    def _observe(self, message: ToFrontEnd) -> None:
-        if self._display is None:
-            return
-        match message:
-            case Progress():
-                self._display.phase(message.rank, message.phase, message.fraction)
-            case Ready():
-                self._display.phase(message.rank, "ready", 1.0)
-
-    def _line(self, who: str, line: str) -> None:
-        if self._display is not None:
-            self._display.line(who, line)
-
-
-async def _as_coroutine(work: Awaitable[T]) -> T:
-    return await work  # anext() gives an awaitable that the loop does not take as it is
-
 
 def _output(request: OpenRequest) -> Output:
     reason = request.matcher.finish_reason
@@ -291,12 +199,14 @@ def _output(request: OpenRequest) -> Output:
 
 def _prompt(given: Any, params: SamplingParams) -> Prompt:
     """Returns a prompt from text or token ids, which may be numpy's. Raises RequestError for anything else."""
-    text, ids = (given, None) if isinstance(given, str) else (None, given)
-    if ids is not None:
-        try:
-            ids = [operator.index(token) for token in ids]
-        except TypeError:
-            raise RequestError(f"{given!r:.60} is no prompt; give text or token ids", field="prompts") from None
+    text, ids = None, None
+    try:
+        if isinstance(given, str):
+            text = given
+        else:
+            ids = [operator.index(token) for token in given]
+    except TypeError:
+        raise RequestError(f"{given!r:.60} is no prompt; give text or token ids", field="prompts") from None
     return Prompt(text, ids, params, 1, explicit_length=False, rid=None, session_id=None)
 
 

@@ -168,17 +168,17 @@ def test_numbers_of_numpy_are_numbers(llm):
 
 def test_a_lost_rank_raises_its_name_and_close_leaves_nothing():
     with fake_llm() as doomed:
-        victim = doomed._ranks.children[1].process.pid
+        victim = doomed._ranks.ranks.children[1].process.pid
         os.kill(victim, signal.SIGKILL)
         with pytest.raises(UnavailableError, match=rf"rank 1 \(process {victim}\) was killed by SIGKILL"):
             doomed.generate([[5]] * 2000, greedy(200))
-        pids = [child.process.pid for child in doomed._ranks.children]
+        pids = [child.process.pid for child in doomed._ranks.ranks.children]
     assert gone(pids)
 
 
 def test_closing_ends_the_ranks_and_closing_again_does_nothing():
     made = fake_llm()
-    pids = [child.process.pid for child in made._ranks.children]
+    pids = [child.process.pid for child in made._ranks.ranks.children]
     made.close()
     made.close()
     assert gone(pids)

@@ -1,0 +1,123 @@
+"""Ranks on this machine behind a bridge that lives in a thread of its own, for callers without an event loop.
+
+The ranks are child processes, and end with this one. Torch-free.
+"""
+
+import asyncio
+import atexit
+import threading
+from collections.abc import Awaitable
+from typing import TypeVar
+
+from moe_serve.config import ServeConfig
+from moe_serve.engine.messages import Progress, Ready, ToFrontEnd
+from moe_serve.launcher.display import StartDisplay
+from moe_serve.launcher.local import LocalRanks, new_token
+from moe_serve.models.tokenizer import Tokenizer
+from moe_serve.server.bridge import Bridge
+
+T = TypeVar("T")
+_WATCH_S = 0.1  # how often the processes are looked at
+_EXIT_REPORT_S = 1.0  # a rank that exits by itself has told the bridge why; its exit code says less
+_END_GRACE_S = 3.0
+
+
+class BackgroundRanks:
+    """Running ranks, and the bridge to them.
+
+    bridge: for use in its own event loop only: `call` runs a coroutine there
+    """
+
+    def __init__(self, config: ServeConfig, tokenizer: Tokenizer | None, progress: bool, worker: str):
+        """Starts the ranks and waits until they are ready. worker: the module that is one rank.
+
+        Raises a MoeServeError when they do not start.
+        """
+        token = new_token()
+        # The bridge chooses the port that ranks attach to, and the ranks are told.
+        config = config.model_copy(update={"server": config.server.model_copy(update={"worker_port": 0})})
+        self.bridge = Bridge(config, tokenizer, self._observe, token)
+        self.ranks: LocalRanks | None = None
+        self._watch: asyncio.Task[None] | None = None
+        self._display = StartDisplay(config.parallel.num_ranks) if progress else None
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="moe_serve bridge", daemon=True)
+        self._thread.start()
+        atexit.register(self.close)
+        self._closed = False
+        try:
+            self.call(self._start(config, token, worker))
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Ends the ranks. Safe to call again."""
+        if self._closed:
+            return
+        self._closed = True
+        atexit.unregister(self.close)
+        try:
+            self.call(self._stop())
+        finally:
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join()
+            self._loop.close()
+
+    def call(self, work: Awaitable[T]) -> T:
+        """Runs work in the bridge's thread; an interrupt here cancels it there."""
+        future = asyncio.run_coroutine_threadsafe(_as_coroutine(work), self._loop)
+        try:
+            return future.result()
+        except BaseException:
+            future.cancel()
+            raise
+
+    async def _start(self, config: ServeConfig, token: str, worker: str) -> None:
+        await self.bridge.start()
+        server = config.server.model_copy(update={"worker_port": self.bridge.worker_port})
+        # Started from this thread: the kernel counts the thread, not the process, as the parent that must live on.
+        config = config.model_copy(update={"server": server})
+        self.ranks = LocalRanks(config, self._line, token, module=worker)
+        if self._display is not None:
+            self._display.__enter__()
+        try:
+            self.ranks.start()
+            self._watch = asyncio.create_task(self._watch_ranks(self.ranks))
+            await self.bridge.wait_until_ready()
+        finally:
+            if self._display is not None:
+                self._display.stop()
+
+    async def _watch_ranks(self, ranks: LocalRanks) -> None:
+        while True:
+            await asyncio.sleep(_WATCH_S)
+            for death in ranks.deaths():
+                if not death.was_killed:
+                    await asyncio.sleep(_EXIT_REPORT_S)
+                last_words = f"; its last words: {death.last_lines[-1]}" if death.last_lines else ""
+                self.bridge.lose_rank(death.rank, f"{death}{last_words}")
+
+    async def _stop(self) -> None:
+        if self._watch is not None:
+            self._watch.cancel()
+        await self.bridge.close()
+        if self.ranks is not None:
+            await asyncio.to_thread(self.ranks.end, _END_GRACE_S)
+
+    def _observe(self, message: ToFrontEnd) -> None:
+        if self._display is None:
+            return
+        match message:
+            case Progress():
+                self._display.phase(message.rank, message.phase, message.fraction)
+            case Ready():
+                self._display.phase(message.rank, "ready", 1.0)
+
+    def _line(self, who: str, line: str) -> None:
+        if self._display is not None:
+            self._display.line(who, line)
+
+
+async def _as_coroutine(work: Awaitable[T]) -> T:
+    return await work  # anext() gives an awaitable that the loop does not take as it is
