@@ -20,8 +20,6 @@ _LOOK_BACK = 32  # the last tokens of the prompt, among which those with text ar
 class Decoder(Protocol):
     """What is needed of a tokenizer."""
 
-    eos_token_ids: tuple[int, ...]
-
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str: ...
 
     def has_text(self, token_id: int, skip_special_tokens: bool = True) -> bool: ...

@@ -1,10 +1,8 @@
-"""Turns the tokens of one request into text, and finds where the request ends.
+"""Finds where a request ends, and releases its text up to there. Used by the HTTP server and by `LLM`. Torch-free.
 
-One place for all ending rules (end-of-sequence, stop ids, stop strings, length), used by the HTTP server and by `LLM`.
-Tokens are taken one by one, so the result does not depend on how a stream was cut into messages. Torch-free.
-
-Words: *stable* text cannot change any more, whatever token comes next; *released* text was handed out. Stable text that
-may still grow into a stop string is held back, so a reader never sees a part of one.
+All ending rules are here: end-of-sequence, stop ids, stop strings, length. Tokens are processed one by one, so the
+result does not depend on how a stream was cut into messages. Text that may still grow into a stop string is held back,
+so a reader never sees a part of one.
 """
 
 from collections.abc import Sequence
@@ -17,54 +15,50 @@ from moe_serve.engine.incremental_decoder import Decoder, IncrementalDecoder
 
 @dataclass(frozen=True)
 class FinishReason:
-    """Why a request ended. matched: the stop id or stop string; message: what went wrong, for abort and error."""
+    """Why a request ended. matched: the stop id or stop string."""
 
-    kind: Literal["stop", "length", "abort", "error"]
+    kind: Literal["stop", "length"]
     matched: int | str | None = None
-    message: str | None = None
 
 
 class StopMatcher:
     """The output of one request as its reader sees it.
 
-    output_ids: the tokens that count: up to and with the one that ended the request
-    text:       released text; a matched stop id or stop string is not part of it
-    finish_reason: None while the request goes on
+    output_ids:    the tokens that count, up to and including the one that ended the request
+    text:          released text, without a matched stop id or stop string
+    finish_reason: None while the request runs
 
     A request ends at the first of: an end-of-sequence or stop id after `min_new_tokens` others (until then the sampler
-    masks them); a stop string that is completed with `min_new_tokens` tokens or more; `max_new_tokens`. Of several stop
-    strings completed by one token, the one that is complete first wins. Tokens pushed after the end are ignored.
+    masks them); a stop string that is complete with at least `min_new_tokens` tokens; `max_new_tokens`. If one token
+    completes several stop strings, the one that ends first wins. Tokens pushed after the end are ignored.
     """
 
     def __init__(
         self,
         tokenizer: Decoder | None,
         params: SamplingParams,
-        eos_token_ids: Sequence[int] | None = None,
+        eos_token_ids: Sequence[int],
         prompt_ids: Sequence[int] = (),
     ) -> None:
         """
-        tokenizer:     None = ids only, without text or stop strings
-        eos_token_ids: None = the tokenizer's own
-        prompt_ids:    what the output continues; the text depends on the last few
+        tokenizer:  None = ids only, without text or stop strings
+        prompt_ids: what the output continues; its text depends on the last few
         """
         self._params = params
         self._decoder = None
         if tokenizer is not None:
             self._decoder = IncrementalDecoder(tokenizer, params.skip_special_tokens, prompt_ids)
-        if eos_token_ids is None:
-            eos_token_ids = tokenizer.eos_token_ids if tokenizer else ()
-        self._stop_ids = frozenset(params.stop_token_ids) | (
-            frozenset() if params.ignore_eos else frozenset(eos_token_ids)
-        )
+        self._stop_ids = frozenset(params.stop_token_ids)
+        if not params.ignore_eos:
+            self._stop_ids |= frozenset(eos_token_ids)
         self._longest_stop = max((len(stop) for stop in params.stop), default=0)
-        self._held = ""  # stable text that is not released
+        self._held = ""  # decoded text that is not released
         self.output_ids: list[int] = []
         self.text = ""
         self.finish_reason: FinishReason | None = None
 
     def push(self, token_ids: Sequence[int]) -> tuple[str, FinishReason | None]:
-        """Takes more tokens; returns the text released by them and, once the request has ended, why."""
+        """Adds tokens; returns the text that they release and, once the request has ended, why."""
         before = len(self.text)
         for token_id in token_ids:
             if self.finish_reason:
@@ -73,7 +67,7 @@ class StopMatcher:
         return self.text[before:], self.finish_reason
 
     def close(self, reason: FinishReason) -> str:
-        """Ends the request for a reason from elsewhere (abort, error); returns the text that was held back."""
+        """Ends the request for a reason that its rank gives; returns the text that was held back."""
         before = len(self.text)
         if not self.finish_reason:
             self._end(reason)
@@ -91,7 +85,7 @@ class StopMatcher:
             self._end(FinishReason("length"))
 
     def _take(self, new: str, may_stop: bool) -> None:
-        """Adds stable text; ends the request where it completes a stop string, else releases what cannot begin one."""
+        """Adds text; ends the request where it completes a stop string, else releases what cannot begin one."""
         if not self._longest_stop:
             self.text += new
             return
@@ -115,7 +109,7 @@ class StopMatcher:
 
 
 def _first_complete(text: str, old: int, stops: Sequence[str]) -> tuple[int, str] | None:
-    """Returns (start, stop) of the stop string that ends first beyond text[:old]; ending together, the longer wins."""
+    """Returns (start, stop) of the stop string that ends first beyond text[:old]; the longer one if two end there."""
     best: tuple[int, int, str] | None = None
     for stop in stops:
         start = text.find(stop, max(0, old - len(stop) + 1))
@@ -125,7 +119,7 @@ def _first_complete(text: str, old: int, stops: Sequence[str]) -> tuple[int, str
 
 
 def _possible_beginning(text: str, stops: Sequence[str], longest: int) -> int:
-    """Returns the length of the longest end of text that is a beginning, not the whole, of a stop string."""
+    """Returns the length of the longest proper prefix of a stop string that text ends with."""
     for length in range(min(longest - 1, len(text)), 0, -1):
         tail = text[-length:]
         if any(len(stop) > length and stop.startswith(tail) for stop in stops):

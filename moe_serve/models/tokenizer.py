@@ -1,6 +1,6 @@
 """Text to token ids and back, from the `tokenizer.json` of a model folder.
 
-Torch-free: the front end reads it. Encode, decode and the special ids; chat templates live elsewhere.
+Torch-free, since the front end uses it.
 """
 
 import json
@@ -18,16 +18,14 @@ _LONE_SURROGATE = re.compile("[\ud800-\udfff]")  # Python strings may hold them,
 class Tokenizer:
     """The tokenizer of one model."""
 
-    def __init__(self, backend: Any, bos_token_id: int | None, add_bos: bool | None, eos_token_ids: tuple[int, ...]):
+    def __init__(self, backend: Any, bos_token_id: int | None = None, add_bos: bool | None = None):
         """
-        backend:       a `tokenizers.Tokenizer`
-        bos_token_id:  id of the beginning-of-sequence token; None = the model has none
-        add_bos:       whether text is encoded with it in front; None = as the tokenizer's own post-processor does
-        eos_token_ids: ids that end a generation
+        backend:      a `tokenizers.Tokenizer`
+        bos_token_id: id of the beginning-of-sequence token; None = the model has none
+        add_bos:      whether to encode text with it in front; None = as the tokenizer's own post-processor does
         """
         self._backend = backend
-        self.bos_token_id = bos_token_id
-        self.eos_token_ids = eos_token_ids
+        self._bos_token_id = bos_token_id
         self._add_bos = add_bos
 
     @classmethod
@@ -55,17 +53,11 @@ class Tokenizer:
             backend,
             bos_token_id=bos,
             add_bos=add_bos if isinstance(add_bos, bool) and bos is not None else None,
-            eos_token_ids=_eos_token_ids(Path(folder), backend, settings),
         )
-
-    @property
-    def vocab_size(self) -> int:
-        """One more than the largest id that has text; a model's embedding may be padded beyond it."""
-        return int(self._backend.get_vocab_size(with_added_tokens=True))
 
     @cached_property
     def longest_token(self) -> int:
-        """The most characters that one token stands for: a longer text has more tokens than characters / this."""
+        """The characters of the longest token: a text has at least its characters divided by this many tokens."""
         return max(len(token) for token in self._backend.get_vocab(with_added_tokens=True))
 
     def encode(self, text: str) -> list[int]:
@@ -76,9 +68,9 @@ class Tokenizer:
         check_unicode("text", text)
         if self._add_bos is None:
             return list(self._backend.encode(text).ids)
-        # Llama-like tokenizers say it in their configuration, which wins over the post-processor in the file.
+        # The configuration of Llama-like tokenizers wins over the post-processor in tokenizer.json.
         ids = list(self._backend.encode(text, add_special_tokens=False).ids)
-        return [self.bos_token_id, *ids] if self._add_bos and self.bos_token_id is not None else ids
+        return [self._bos_token_id, *ids] if self._add_bos and self._bos_token_id is not None else ids
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Returns the text of ids. Bytes that are not UTF-8 (yet) become U+FFFD; ids without text become nothing."""
@@ -123,14 +115,3 @@ def _special_id(backend: Any, token: Any) -> int | None:
     content = token.get("content") if isinstance(token, dict) else token
     found = backend.token_to_id(content) if isinstance(content, str) else None
     return None if found is None else int(found)
-
-
-def _eos_token_ids(folder: Path, backend: Any, settings: dict[str, Any]) -> tuple[int, ...]:
-    """Returns the ending ids: generation_config.json wins over config.json; the tokenizer's own comes last."""
-    for name in ("generation_config.json", "config.json"):
-        value = _read_json(folder / name).get("eos_token_id")
-        ids = value if isinstance(value, list) else [value]
-        if all(isinstance(item, int) for item in ids) and ids:
-            return tuple(ids)
-    own = _special_id(backend, settings.get("eos_token"))
-    return () if own is None else (own,)

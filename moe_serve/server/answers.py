@@ -31,13 +31,9 @@ def finish_reason(request: OpenRequest) -> dict[str, Any] | None:
     reason = request.matcher.finish_reason
     if reason is None:
         return None
-    match reason.kind:
-        case "length":
-            return {"type": "length", "length": request.num_output}
-        case "stop":
-            return {"type": "stop", "matched": reason.matched}
-        case _:
-            return {"type": "abort", "message": reason.message}
+    if reason.kind == "length":
+        return {"type": "length", "length": request.num_output}
+    return {"type": "stop", "matched": reason.matched}
 
 
 def status_of(error: Exception) -> int:

@@ -51,4 +51,8 @@ KINDS: tuple[Callable[[], Tokenizer], ...] = (byte_level, byte_fallback, metaspa
 
 def _finished(backend: Backend) -> Tokenizer:
     backend.add_special_tokens([AddedToken(token, special=True) for token in SPECIALS])
-    return Tokenizer(backend, bos_token_id=1, add_bos=None, eos_token_ids=(EOS,))
+    return Tokenizer(backend)
+
+
+def vocab_size(tokenizer: Tokenizer) -> int:
+    return tokenizer._backend.get_vocab_size()

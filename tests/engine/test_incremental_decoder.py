@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 from moe_serve.config import ModelConfig, model_dir
 from moe_serve.engine.incremental_decoder import IncrementalDecoder
 from moe_serve.models.tokenizer import Tokenizer
-from tests.engine.small_tokenizers import EOS, KINDS, byte_fallback, metaspace
+from tests.engine.small_tokenizers import EOS, KINDS, byte_fallback, metaspace, vocab_size
 
 DEMO = Tokenizer.from_folder(model_dir(ModelConfig()))
-DEMO_EOS = DEMO.eos_token_ids[0]
+DEMO_EOS = 1
 TEXTS = ["", "def f(x):\n    return x", "naïve café — 😀😀 漢字", "\r\n\t\x00 x", "👩‍👩‍👧‍👦 family", "ends in €"]
 
 BYTE_LEVEL, BYTE_FALLBACK, METASPACE = TOKENIZERS = tuple(make() for make in KINDS)
@@ -87,7 +87,7 @@ def test_u_fffd_in_the_true_text_comes_out_at_the_end_or_sooner(tokenizer, count
 
 
 @settings(deadline=None, max_examples=300)
-@given(st.lists(st.integers(0, BYTE_LEVEL.vocab_size - 1), max_size=60), st.integers(0, 60))
+@given(st.lists(st.integers(0, vocab_size(BYTE_LEVEL) - 1), max_size=60), st.integers(0, 60))
 def test_any_ids_of_a_byte_level_tokenizer_decode_as_at_once(ids, cut):
     whole, prompt = BYTE_LEVEL.decode(ids), BYTE_LEVEL.decode(ids[:cut])
     assert decoded(BYTE_LEVEL, ids[cut:], ids[:cut]) == whole[common(whole, prompt) :]
@@ -101,7 +101,7 @@ def is_byte(token_id: int) -> bool:
 @given(
     st.lists(
         st.sampled_from([*BYTE_FALLBACK.encode("😀你")[1:], 3 + 0xFF, 3 + 0x41])
-        | st.integers(3 + 256, BYTE_FALLBACK.vocab_size - 1),
+        | st.integers(3 + 256, vocab_size(BYTE_FALLBACK) - 1),
         max_size=60,
     )
 )
@@ -124,7 +124,7 @@ def test_a_character_that_was_handed_out_stays_when_its_run_of_bytes_breaks():
 @settings(deadline=None, max_examples=50)
 @given(data=st.data())
 def test_each_token_costs_the_decoding_of_a_few(tokenizer, data):
-    ids = data.draw(st.lists(st.integers(0, tokenizer.vocab_size - 1), min_size=100, max_size=200))
+    ids = data.draw(st.lists(st.integers(0, vocab_size(tokenizer) - 1), min_size=100, max_size=200))
     num_decoded = 0
 
     class Counting:
@@ -167,7 +167,7 @@ def test_incremental_decoding_gives_the_text_back(text):
 
 
 @settings(deadline=None, max_examples=150)
-@given(st.lists(st.integers(0, DEMO.vocab_size - 1), max_size=60))
+@given(st.lists(st.integers(0, 2047), max_size=60))
 def test_incremental_decoding_of_any_ids_equals_decoding_them_at_once(ids):
     decoder = IncrementalDecoder(DEMO)
     assert "".join(decoder.push(i) for i in ids) + decoder.flush() == DEMO.decode(ids)

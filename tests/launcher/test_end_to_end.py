@@ -11,8 +11,8 @@ import httpx
 import pytest
 
 from tests.launcher.running import Running, eventually, gone, pid_of_rank
+from tests.server.fake_worker import demo_tokenizer as tokenizer_of_the_demo
 from tests.server.test_app import BAD
-from tests.server.test_app import demo_tokenizer as tokenizer_of_the_demo
 
 ANY_PORT = ("--port", "0", "--set", "server.worker_port=0")
 GREEDY = {"temperature": 0, "max_new_tokens": 24}

@@ -1,4 +1,4 @@
-"""Tokenizer: text there and back, the beginning token as the model wants it, ending ids, errors that say the fix."""
+"""Tokenizer: text to ids and back, the beginning token as the model wants it, errors that say the fix."""
 
 import json
 import re
@@ -33,12 +33,8 @@ def test_text_comes_back_unchanged(text):
     assert tokenizer.decode(tokenizer.encode(text)) == text
 
 
-def test_the_demo_model_wants_no_beginning_token_and_ends_with_its_own():
-    tokenizer = Tokenizer.from_folder(DEMO)
-    assert tokenizer.bos_token_id == 0
-    assert tokenizer.encode("a")[0] != 0
-    assert tokenizer.eos_token_ids == (1,)
-    assert tokenizer.vocab_size == 2048
+def test_the_demo_model_wants_no_beginning_token():
+    assert Tokenizer.from_folder(DEMO).encode("a")[0] != 0
 
 
 @pytest.mark.parametrize(
@@ -63,16 +59,6 @@ def test_the_configuration_wins_over_the_post_processor(tmp_path, add_bos, ids):
     assert Tokenizer.from_folder(folder).encode("a") == ids
 
 
-def test_ending_ids_come_from_the_generation_config_before_all_others(tmp_path):
-    folder = make_folder(tmp_path, config={"eos_token_id": 2}, tokenizer_config={"eos_token": "</s>"})
-    assert Tokenizer.from_folder(folder).eos_token_ids == (2,)
-    (folder / "generation_config.json").write_text('{"eos_token_id": [3, 1]}')
-    assert Tokenizer.from_folder(folder).eos_token_ids == (3, 1)
-    for name in ("generation_config.json", "config.json"):
-        (folder / name).unlink()
-    assert Tokenizer.from_folder(folder).eos_token_ids == (1,)
-
-
 def test_special_tokens_are_shown_on_request(tmp_path):
     tokenizer = Tokenizer.from_folder(make_folder(tmp_path))
     assert tokenizer.decode([2, 1]) == "a"
@@ -84,7 +70,7 @@ def test_a_folder_without_a_tokenizer_says_what_to_do(tmp_path):
         Tokenizer.from_folder(tmp_path)
 
 
-@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json", "config.json"])
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json"])
 def test_a_broken_file_is_named(tmp_path, name):
     folder = make_folder(tmp_path)
     (folder / name).write_text("{broken")
