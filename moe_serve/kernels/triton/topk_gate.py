@@ -79,4 +79,4 @@ def topk_gate_kernel(
     tl.store(ids + token * TOPK + slot, tl.where(real, chosen, -1), mask=slot < TOPK)
     tl.store(weights + token * TOPK + slot, chosen_scores, mask=slot < TOPK)
     # Counted here, where the ids are at hand; relaxed, because only the sum matters.
-    tl.atomic_add(load + chosen, tl.full((W,), 1, tl.int64), mask=(slot < TOPK) & real, sem="relaxed")
+    tl.atomic_add(load + chosen, tl.full((W,), 1, tl.int64), mask=slot < tl.where(real, TOPK, 0), sem="relaxed")
