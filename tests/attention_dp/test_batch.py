@@ -1,4 +1,4 @@
-"""ForwardBatch: which token is in which row, and where it is written."""
+"""ForwardBatch: which token is in which row, and the slot it is written to."""
 
 import pytest
 import torch

@@ -10,7 +10,7 @@ LAYOUTS = (KvLayout.gqa(2, 4), KvLayout.mla(6, 2))
 
 
 def rows_for(layout: KvLayout, ids: list[int]) -> torch.Tensor:
-    """Rows that identify themselves: token, then place in the row."""
+    """Returns rows that identify themselves: token id, then position in the row."""
     heads, width = layout.row_shape
     place = torch.arange(heads * width).view(heads, width) / 1000
     return torch.tensor(ids, dtype=torch.float32)[:, None, None] + place

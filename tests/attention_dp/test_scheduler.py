@@ -31,7 +31,7 @@ def test_a_long_prompt_is_cut_into_chunks_and_mixed_with_decodes():
     assert shape(run_step(scheduler).prefills) == [("b", 19, 1, True)]
 
 
-def test_nobody_overtakes_a_large_prompt_at_the_head_of_the_queue():
+def test_no_request_overtakes_a_large_prompt_at_the_head_of_the_queue():
     scheduler = make_scheduler(num_blocks=8, max_batch_tokens=64)
     scheduler.add(make_request("old", num_prompt=12, max_new_tokens=6))
     run_step(scheduler)  # holds 3 blocks, soon 4
@@ -77,7 +77,7 @@ def test_a_request_that_can_never_run_is_refused_with_the_fix(request_, field, w
 
 def test_a_request_may_fill_the_whole_cache():
     scheduler = make_scheduler(num_blocks=8)
-    scheduler.add(make_request("r", num_prompt=30, max_new_tokens=3))  # 32 cached tokens and one that needs no room
+    scheduler.add(make_request("r", num_prompt=30, max_new_tokens=3))  # 32 cached tokens and one that needs no slot
     for _ in range(4):
         run_step(scheduler)
     assert not scheduler.has_work
@@ -136,7 +136,7 @@ def test_the_youngest_is_preempted_and_comes_back_before_all_others_with_its_tok
 
 @pytest.mark.parametrize("num_prompt, num_blocks, max_batch_tokens", [(40, 50, 16), (16, 40, 64)])
 def test_under_memory_pressure_a_request_is_preempted_about_once(num_prompt, num_blocks, max_batch_tokens):
-    """Admitting preempted requests as soon as their first chunk fits would preempt each of them twice on average."""
+    """If preempted requests were admitted once their first chunk fits, each would be preempted twice on average."""
     scheduler = make_scheduler(num_blocks, 8, max_batch_tokens, max_model_len=512, prefix_cache=False)
     for i in range(8):
         scheduler.add(make_request(str(i), num_prompt, max_new_tokens=40, first=1000 * i))

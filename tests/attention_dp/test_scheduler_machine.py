@@ -1,4 +1,4 @@
-"""A hypothesis machine that plays engine: random arrivals, aborts, holds and stops against a simulated cache.
+"""A hypothesis machine in the role of the engine: random arrivals, aborts, holds and stops with a simulated cache.
 
 The simulated cache stores, per slot, the tokens that its KV depends on. A row reads every slot before it, so a block
 that was shared or taken too early, written twice or left stale is seen as a wrong value, not only as a wrong count.
@@ -48,10 +48,10 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @rule(prompt=st.lists(st.integers(0, 1), min_size=1, max_size=20), data=st.data())
     def add(self, prompt, data):
-        room = self.blocks.num_blocks * self.blocks.block_size + 1 - len(prompt)
-        if room < 1:
+        max_output = self.blocks.num_blocks * self.blocks.block_size + 1 - len(prompt)
+        if max_output < 1:
             return
-        max_new_tokens = data.draw(st.integers(1, min(MAX_NEW_TOKENS, room)))
+        max_new_tokens = data.draw(st.integers(1, min(MAX_NEW_TOKENS, max_output)))
         num_before = data.draw(st.integers(0, max_new_tokens - 1))  # resubmitted with the output of an earlier attempt
         request = Request(
             str(self.num_added), 0, prompt, continuation(prompt, num_before), SamplingParams(max_new_tokens), seed=0
@@ -169,7 +169,7 @@ class SchedulerMachine(RuleBasedStateMachine):
                 del self.alive[request.request_id]
 
     def watch_the_oldest(self, counts):
-        """However many requests arrive, the oldest one is done in a number of steps that depends on its size alone."""
+        """The oldest request ends within steps that depend on its size only, however many requests arrive."""
         oldest = min(self.alive.values(), key=lambda request: request.arrival, default=None)
         if oldest is not self.oldest:
             self.oldest, self.num_steps_as_oldest = oldest, 0

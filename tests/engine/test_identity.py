@@ -1,4 +1,4 @@
-"""The same request gives the same tokens, whatever else happens: `numerics: batch_invariant`, bit for bit.
+"""The same request gives the same tokens, whatever else the engine serves: `numerics: batch_invariant`, bit for bit.
 
 One rank that serves everything at once, without prefix cache, is the reference. Every other way of serving the same
 prompts must repeat it: more ranks, other placements, replicas, chunks, cached prefixes, preemption, another order.
@@ -58,7 +58,7 @@ SINGLE: dict[str, tuple[int, list[str], int | None]] = {
     "chunked dispatch": (2, ["dispatch.max_tokens_per_rank=10"], None),
     "cached prefixes": (1, ["cache.prefix_cache=true", "engine.max_running_requests=16"], 5),
     "preempted": (1, ["cache.num_blocks=60", "cache.block_size=8"], None),
-    "prefills wait for company": (2, ["engine.prefill_hold_steps=3"], 2),
+    "prefills wait for other ranks": (2, ["engine.prefill_hold_steps=3"], 2),
     "exchange over gloo": (2, ["engine.exchange=gloo"], None),
     "overlapped rounds": (2, ["dispatch.overlap_from_tokens=2"], 3),
     "overlapped rounds over gloo, exact split": (

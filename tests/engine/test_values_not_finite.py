@@ -64,7 +64,7 @@ def infinity_in_cache(engine: Engine) -> None:
 # fault -> number of tokens that the victim has before it
 FAULTS: dict[Prepare, int] = {nan_in_embedding: 0, infinity_in_embedding: 0, nan_in_cache: 4, infinity_in_cache: 4}
 # name -> (ranks, overrides)
-WAYS: dict[str, tuple[int, list[str]]] = {
+SETUPS: dict[str, tuple[int, list[str]]] = {
     "one rank": (1, []),
     "one rank, prompts in chunks": (1, ["engine.max_batch_tokens=32", "engine.max_running_requests=16"]),
     "two ranks over shared memory": (2, []),
@@ -87,9 +87,9 @@ def expect_only_the_victim_to_fail(served: Served, clean: Served, num_tokens: in
     assert served.counters["num_failed"] == 1
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_a_fault_in_one_request_ends_it_and_changes_no_bit_of_the_others(way: str) -> None:
-    num_ranks, overrides = WAYS[way]
+@pytest.mark.parametrize("setup", SETUPS)
+def test_a_fault_in_one_request_ends_it_and_changes_no_bit_of_the_others(setup: str) -> None:
+    num_ranks, overrides = SETUPS[setup]
     clean = serve(num_ranks, submits(), [*INVARIANT, *overrides])
     assert not any(VICTIM_TOKEN in tokens for tokens in clean.tokens.values()), "others must not meet the faulty row"
     for fault, num_tokens in FAULTS.items():

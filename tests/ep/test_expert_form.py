@@ -1,4 +1,4 @@
-"""How experts are kept: which setting means what where, and the FFN over quantised experts."""
+"""The forms of expert weights: which setting selects which, and the FFN over quantised experts."""
 
 import pytest
 import torch
@@ -36,7 +36,7 @@ INVARIANT = Numerics(row_tile=4)
         ("int8", 128, "cpu", False, "int8"),
     ],
 )
-def test_a_setting_means_one_form(
+def test_a_setting_selects_one_form(
     monkeypatch: pytest.MonkeyPatch, wanted: str, block: int | None, device: str, e4m3: bool, form: ExpertForm
 ) -> None:
     monkeypatch.setattr(expert_form, "has_vnni", lambda: True)
@@ -54,7 +54,7 @@ def test_a_setting_means_one_form(
         ("int4", None, "cpu", "choose one of auto, dense, fp8, int8"),
     ],
 )
-def test_what_cannot_be_is_refused_with_what_can(
+def test_an_impossible_form_is_refused_naming_a_possible_one(
     monkeypatch: pytest.MonkeyPatch, wanted: str, block: int | None, device: str, message: str
 ) -> None:
     monkeypatch.setattr(expert_form, "has_vnni", lambda: False)
@@ -158,7 +158,7 @@ def test_a_quantised_expert_moves_between_stores_with_its_scales(form: ExpertFor
     assert here.slot_bytes == sum(torch.Size(shape).numel() * dtype.itemsize for shape, dtype in shapes.values())
     staging = there.staging(1)
     for name, tensor in here.slot(1).items():
-        assert tensor.is_contiguous(), "a mover sends it as it lies"
+        assert tensor.is_contiguous(), "it is sent as it lies in memory"
         staging.slot(0)[name].copy_(tensor)
     there.write_slot(2, staging.slot(0))
     for name in ("gate_up", "down"):

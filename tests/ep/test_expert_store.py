@@ -1,4 +1,4 @@
-"""Expert slots: what goes in comes out, at addresses that never change; and the FFN over them."""
+"""Expert slots keep their contents and their addresses; and the FFN over them."""
 
 import pytest
 import torch
@@ -44,7 +44,7 @@ def test_an_expert_moves_between_stores_and_addresses_stay() -> None:
     staging = there.staging(1)
     before = [there.matrix(name).data_ptr() for name in there.names]
     for name, tensor in here.slot(1).items():
-        assert tensor.is_contiguous(), "a mover sends it as it lies"
+        assert tensor.is_contiguous(), "it is sent as it lies in memory"
         staging.slot(0)[name].copy_(tensor)
     there.write_slot(2, staging.slot(0))
     for name in source:

@@ -1,4 +1,4 @@
-"""Compiles the kernels of a launch for a GPU that is not here, and reports what they would use of it.
+"""Compiles the kernels of a launch for a GPU that is not present, and reports the resources they would use.
 
 The real wrapper runs with tensors of device "meta"; where it would start a kernel, the kernel is compiled for the
 target instead: the same tile, specialisation and options as in production. One process per target, because Triton
@@ -29,7 +29,7 @@ CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuob
 
 
 class AbsentGpu(DriverBase):
-    """As much of a driver as compiling asks for."""
+    """The part of a driver that compiling needs."""
 
     def __init__(self, capability: int):
         self._capability = capability

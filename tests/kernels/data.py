@@ -5,12 +5,12 @@ from torch import Tensor
 
 
 def randn(device: str, *shape: int, dtype: torch.dtype = torch.bfloat16, seed: int = 0) -> Tensor:
-    """Fresh random numbers, the same on every device."""
+    """Returns random numbers, the same on every device."""
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype).to(device)
 
 
 def relative_error(got: Tensor, expected: Tensor) -> float:
-    """||got - expected|| / ||expected|| in float64. NaN gives NaN, which no limit passes; empty tensors give 0."""
+    """Returns ||got - expected|| / ||expected|| in float64. NaN gives NaN, which no limit passes; empty ones give 0."""
     if got.numel() == 0:
         assert got.shape == expected.shape
         return 0.0
@@ -19,7 +19,7 @@ def relative_error(got: Tensor, expected: Tensor) -> float:
 
 
 def assert_equal_bits(got: Tensor, expected: Tensor) -> None:
-    """Equal shape, dtype and bits (so NaN equals NaN, and float8 compares at all)."""
+    """Asserts equal shape, dtype and bits, so that NaN equals NaN and float8 can be compared."""
     assert (got.shape, got.dtype) == (expected.shape, expected.dtype)
     if got.numel():
         assert torch.equal(got.contiguous().view(torch.uint8).cpu(), expected.contiguous().view(torch.uint8).cpu())

@@ -1,4 +1,4 @@
-"""Every kernel compiles for the GPUs we name, with no GPU here, and stays within what it may use of them."""
+"""Every kernel compiles for the GPUs we name, without one, and stays within their registers and shared memory."""
 
 import importlib.util
 import json

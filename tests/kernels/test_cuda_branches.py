@@ -1,4 +1,4 @@
-"""Where a tensor is on CUDA, the plain functions hand it to their Triton twins, with the reference's results."""
+"""For CUDA tensors the plain functions call their Triton twins, which give the results of the reference."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Grouped GEMM, GEMM by row, SwiGLU middle, ordered sum: fast against reference, and bits that stay with their row."""
+"""Grouped GEMM, GEMM by row, SwiGLU middle, ordered sum: fast against reference, and bits that depend on the row."""
 
 from itertools import product
 
@@ -97,7 +97,7 @@ def test_many_rows_are_cut_without_changing_bits() -> None:
 
 
 def test_the_mutation_blas_without_tiles_changes_bits() -> None:
-    """The invariance test can fail: uncut BLAS gives a row other bits in another company, on some shape."""
+    """The invariance test can fail: on some shape, uncut BLAS gives a row other bits in another batch."""
     torch.manual_seed(0)
     changed = 0
     for k, n in ((512, 512), (512, 96), (300, 70)):

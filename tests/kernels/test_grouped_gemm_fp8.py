@@ -61,7 +61,7 @@ def test_in_batch_invariant_a_rows_bits_do_not_depend_on_its_neighbours(k: int, 
         assert torch.equal(result(x[start : start + length], [length, 0]), whole[start : start + length])
 
 
-def test_blocks_begin_anew_in_every_part() -> None:
+def test_blocks_restart_in_every_part() -> None:
     """200 gate rows need two block rows, so do 200 up rows; in one stack of 400 there would be four, and one shared."""
     assert (num_scale_rows(400, 2), num_scale_rows(400, 1), num_scale_rows(144, 2)) == (4, 4, 2)
     weight = draw(2, 130, 400, 2)

@@ -115,7 +115,7 @@ def check_invariance(device: str) -> None:
     assert torch.equal(alone[0], among[66])
 
 
-def test_in_batch_invariant_a_row_does_not_know_its_neighbours(on_device: RunCheck) -> None:
+def test_in_batch_invariant_a_row_does_not_depend_on_its_neighbours(on_device: RunCheck) -> None:
     on_device(check_invariance)
 
 
@@ -135,12 +135,12 @@ def check_invariance_fp8(device: str) -> None:
     assert torch.equal(alone[0], among[66])
 
 
-def test_in_batch_invariant_an_fp8_row_does_not_know_its_neighbours(on_device: RunCheck) -> None:
+def test_in_batch_invariant_an_fp8_row_does_not_depend_on_its_neighbours(on_device: RunCheck) -> None:
     on_device(check_invariance_fp8)
 
 
 def check_fp8_expert(device: str, rows: list[int], hidden: int, width: int) -> None:
-    """The steps of ep/expert_ffn.py on a GPU, packed and in slabs, against its CPU way."""
+    """The steps of ep/expert_ffn.py on a GPU, packed and in slabs, against those on a CPU."""
     from moe_serve.dispatch.base import PackedRows
     from moe_serve.ep.expert_ffn import expert_ffn
     from moe_serve.ep.expert_store import ExpertStore

@@ -1,4 +1,4 @@
-"""Linear and HeadLinear against plain products, and a row's bits against its company."""
+"""Linear and HeadLinear against plain products, and a row's bits in different batches."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Drives a decoder over chosen chunks, as the engine would, and keeps the logits of every position."""
+"""Runs a decoder on chosen chunks, as the engine does, and keeps the logits of every position."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
@@ -88,6 +88,6 @@ class Runner:
             self.step([(request, 1) for request in requests])
 
     def stacked(self, request: Request) -> Tensor:
-        """Returns the logits that this runner has seen, [positions, vocab]."""
+        """Returns the logits of all computed positions, [positions, vocab]."""
         found = self.logits[request.request_id]
         return torch.stack([found[position] for position in sorted(found)])

@@ -39,7 +39,7 @@ def test_logits_with_the_real_moe_layer_match_the_oracle(name: str, numerics: Nu
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_with_the_real_moe_layer_logits_are_the_same_bits_in_any_company(name: str, oracle: Oracle) -> None:
+def test_with_the_real_moe_layer_logits_are_the_same_bits_in_any_batch(name: str, oracle: Oracle) -> None:
     folder = oracle(name)[1]
     decoder = load_decoder(folder, INVARIANT, make_moe_layer=make_real_moe(read_spec(folder), INVARIANT))
     runner = Runner(decoder, INVARIANT)

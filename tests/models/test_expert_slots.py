@@ -1,4 +1,4 @@
-"""What a rank's expert slots hold in each form, against what the checkpoint says."""
+"""The contents of a rank's expert slots in each form, against the checkpoint."""
 
 import shutil
 from pathlib import Path

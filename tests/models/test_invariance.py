@@ -24,7 +24,7 @@ def prompt(seed: int, length: int) -> list[int]:
 
 @pytest.mark.parametrize("row_tile", [4, 8, 1])
 @pytest.mark.parametrize("name", FAMILIES)
-def test_logits_are_the_same_bits_in_any_company(name: str, row_tile: int, oracle: Oracle) -> None:
+def test_logits_are_the_same_bits_in_any_batch(name: str, row_tile: int, oracle: Oracle) -> None:
     numerics = Numerics(row_tile=row_tile, kv_tile=32)
     runner = Runner(load_decoder(oracle(name)[1], numerics), numerics, num_blocks=512)
     ids = prompt(0, 75)
@@ -44,9 +44,9 @@ def test_logits_are_the_same_bits_in_any_company(name: str, row_tile: int, oracl
     others = [runner.request(f"other{i}", prompt(i + 1, n)) for i, n in enumerate((3, 40, 90, 131, 1))]
     lengths = iter([5, 1, 30, 1, 1, 17, 20])
     for step, length in enumerate(lengths):
-        company = [(r, min(1 + 9 * ((i + step) % 3), r.num_known - r.num_computed)) for i, r in enumerate(others)]
-        company = [(r, n) for r, n in company if n > 0]
-        runner.step([*company[: step % 3], (batched, length), *company[step % 3 :]])
+        others_now = [(r, min(1 + 9 * ((i + step) % 3), r.num_known - r.num_computed)) for i, r in enumerate(others)]
+        others_now = [(r, n) for r, n in others_now if n > 0]
+        runner.step([*others_now[: step % 3], (batched, length), *others_now[step % 3 :]])
 
     for request in (token_by_token, chunked, batched):
         assert torch.equal(runner.stacked(request), wanted), request.request_id

@@ -67,7 +67,7 @@ def test_deepseek_v3_has_the_published_sizes(tmp_path: Path) -> None:
     assert (spec.fp8_block, spec.checkpoint_dtype) == (128, "bfloat16")
 
 
-def test_old_and_new_spelling_of_the_rotation_are_the_same(tmp_path: Path) -> None:
+def test_old_and_new_keys_of_the_rotation_are_the_same(tmp_path: Path) -> None:
     old = {k: v for k, v in YARN.items() if k not in ("rope_type", "rope_theta")} | {"type": "yarn"}
     base = MLA | {"model_type": "deepseek_v3"}
     new = read_spec(folder(tmp_path, base | {"rope_parameters": YARN}))
@@ -125,7 +125,7 @@ def test_a_window_that_no_sequence_outgrows_is_no_window(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", '"x"'])
-def test_a_config_that_is_no_object_is_one_clear_error(text: str, tmp_path: Path) -> None:
+def test_a_config_that_is_not_an_object_is_one_clear_error(text: str, tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"config\.json"):
         read_spec(folder(tmp_path, text))
 

@@ -1,4 +1,4 @@
-"""What a rank reads of a checkpoint: its own bytes, the right values, and clear words when something does not fit."""
+"""What a rank reads of a checkpoint: its own bytes, the right values, and clear messages for what does not fit."""
 
 import json
 from collections.abc import Callable

@@ -28,9 +28,8 @@ def weighted_sum_kernel(rows, index, weights, out, width, TOPK: tl.constexpr, BL
     total = tl.zeros((BLOCK,), dtype=tl.float32)
     for k in tl.static_range(TOPK):
         row = tl.load(index + token * TOPK + k)
-        values = tl.load(rows + row * width + column, mask=column < tl.where(row >= 0, width, 0), other=0.0).to(
-            tl.float32
-        )
+        inside = column < tl.where(row >= 0, width, 0)
+        values = tl.load(rows + row * width + column, mask=inside, other=0.0).to(tl.float32)
         added = multiply_add(tl.load(weights + token * TOPK + k), values, total)
         total = tl.where(row >= 0, added, total)  # the weight of a -1 entry may be anything
     tl.store(out + token * width + column, as_dtype(total, out.dtype.element_ty), mask=column < width)
