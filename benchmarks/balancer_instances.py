@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from moe_serve.eplb.replay.synthetic import static_load
+from benchmarks.balancer_loads import static_load
 from moe_serve.topology import Topology
 
 SEEDS = tuple(range(10))

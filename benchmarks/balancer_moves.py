@@ -13,16 +13,20 @@ from typing import Any
 import numpy as np
 
 from benchmarks.balancer_instances import Q3_EP16, SEEDS, V3_EP32, V3_EP72, V3_EP144, Shape, load
-from moe_serve.eplb.cost.model import CostModel, load_hardware, load_model_profile
+from benchmarks.balancer_loads import FlippingLoad
+from moe_serve.eplb.cost.model import CostModel
+from moe_serve.eplb.cost.profile_files import load_hardware, load_model_profile
 from moe_serve.eplb.files.traces import write_trace
 from moe_serve.eplb.load import LoadRecord
 from moe_serve.eplb.policies.make import make_policy
-from moe_serve.eplb.policies.policy import PlanRequest
-from moe_serve.eplb.rebalance.rebalancer import RebalanceSettings
+from moe_serve.eplb.policies.policy import PlanRequest, PlanRules
+from moe_serve.eplb.rebalance.settings import RebalanceSettings
 from moe_serve.eplb.replay.costs import ProfileCosts
-from moe_serve.eplb.replay.replay import ReplaySettings, make_run, replay, starting_placement
+from moe_serve.eplb.replay.replay import replay
+from moe_serve.eplb.replay.run import make_run
 from moe_serve.eplb.replay.score import Scorer
-from moe_serve.eplb.replay.synthetic import FAMILIES, FlippingLoad, SyntheticLoad, synthetic_trace
+from moe_serve.eplb.replay.settings import ReplaySettings, starting_placement
+from moe_serve.eplb.replay.synthetic import FAMILIES, SyntheticLoad, synthetic_trace
 
 CHURN_WINDOWS = 8
 
@@ -43,7 +47,7 @@ def churn_rows() -> Iterable[dict[str, Any]]:
                 shape.topology,
                 shape.num_slots,
                 start=make_policy("refined").plan(first).placement,
-                max_moves=int(budget * shape.num_slots),
+                rules=PlanRules(max_moves=int(budget * shape.num_slots)),
             )
             report = replay(trace, ["deepseek", "incremental"], settings)
             for result in report.policies:
@@ -188,7 +192,7 @@ def _gated(shape: SyntheticLoad, records: Iterator[LoadRecord] | None) -> tuple[
         V3_EP32.num_slots,
         costs=costs[0],
         gate=RebalanceSettings(bytes_per_expert=costs[0].expert_bytes),
-        gate_model=costs[0].gate(),
+        gate_cost=costs[0].gate(),
         latency_steps=2,
     )
     start = starting_placement(synthetic_trace(shape), topology, V3_EP32.num_slots)

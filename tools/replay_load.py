@@ -2,7 +2,7 @@
 
 import typer
 
-from moe_serve.launcher.cli.balancer import REPLAY_HELP, replay
+from moe_serve.launcher.cli.replay import REPLAY_HELP, replay
 
 app = typer.Typer(add_completion=False)
 app.command(help=REPLAY_HELP)(replay)

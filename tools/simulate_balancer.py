@@ -2,7 +2,7 @@
 
 import typer
 
-from moe_serve.launcher.cli.balancer import SIMULATE_HELP, simulate
+from moe_serve.launcher.cli.simulate import SIMULATE_HELP, simulate
 
 app = typer.Typer(add_completion=False)
 app.command(help=SIMULATE_HELP)(simulate)

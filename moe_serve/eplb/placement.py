@@ -122,14 +122,6 @@ class Placement:
         lost = [(int(row), int(expert)) for row, expert in np.argwhere(left.replica_count == 0)]
         return left, lost
 
-    def with_version(self, version: int) -> "Placement":
-        """Returns the same placement under another version."""
-        return replace(self, version=int(version))
-
-    def same_slots(self, other: "Placement") -> bool:
-        """Returns whether both put the same experts into the same slots of the same ranks (versions may differ)."""
-        return self.num_ranks == other.num_ranks and np.array_equal(self.physical_to_logical, other.physical_to_logical)
-
     @classmethod
     def trivial(
         cls,

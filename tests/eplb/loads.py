@@ -4,6 +4,8 @@ import numpy as np
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
+from moe_serve.eplb.placement import Placement
+
 Loads = NDArray[np.int64]
 
 
@@ -70,3 +72,8 @@ def small_cases(draw: st.DrawFn) -> tuple[Loads, int, int, int]:
         "huge": random.integers(2**52, 2**53, shape),
     }[kind]
     return tokens.astype(np.int64), num_nodes, ranks_per_node, slots_per_rank * num_ranks
+
+
+def same_slots(one: Placement, other: Placement) -> bool:
+    """Returns whether both put the same experts into the same slots of the same ranks."""
+    return one.num_ranks == other.num_ranks and np.array_equal(one.physical_to_logical, other.physical_to_logical)

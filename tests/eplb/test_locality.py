@@ -3,10 +3,11 @@
 import numpy as np
 
 from moe_serve.eplb.load import balancedness, rank_load
-from moe_serve.eplb.policies.locality import off_node_share, tokens_by_node
+from moe_serve.eplb.policies.locality import tokens_by_node
 from moe_serve.eplb.policies.make import make_policy
 from moe_serve.eplb.policies.policy import PlanRequest
 from moe_serve.eplb.policies.problem import problem_of
+from moe_serve.eplb.policies.replication import copies_of as replicas_in
 from moe_serve.eplb.split.make import split_batch
 from moe_serve.topology import Topology
 from tests.eplb.loads import lognormal
@@ -24,9 +25,15 @@ def tokens_with_favourites(seed=0):
 
 
 def crossing(plan, request):
+    """The share of tokens that cross nodes under an even split."""
     problem = problem_of(request)
     table = plan.placement.physical_to_logical.reshape(3, 16, -1)
-    return off_node_share(problem, table, tokens_by_node(problem)).mean()
+    counts = replicas_in(table, 64)
+    kept = np.zeros(3)
+    for node in range(problem.num_nodes):
+        here = replicas_in(table[:, problem.node_of == node], 64)
+        kept += (tokens_by_node(problem)[:, node] * here / counts).sum(axis=1)
+    return (1.0 - kept).mean()
 
 
 def test_off_node_traffic_falls_and_balance_does_not_without_a_price_on_it():

@@ -58,14 +58,6 @@ def test_without_ranks_empties_their_slots_and_names_what_is_lost():
     assert placement.without_ranks([])[1] == []
 
 
-def test_versions_and_equality_of_slots():
-    placement = Placement.trivial(2, 8, 4)
-    later = placement.with_version(7)
-    assert later.version == 7
-    assert later.same_slots(placement)
-    assert not later.same_slots(Placement.trivial(2, 8, 2))
-
-
 @pytest.mark.parametrize(
     ("table", "num_logical", "num_ranks", "words"),
     [

@@ -4,20 +4,21 @@ import numpy as np
 
 from moe_serve.eplb.load import LoadRecord, LoadTrace, balancedness, rank_load
 from moe_serve.eplb.placement import Placement
-from moe_serve.eplb.replay.plan_trace import fill_empty_slots, plan_from_trace
+from moe_serve.eplb.replay.plan_trace import TracePlanSettings, fill_empty_slots, plan_from_trace
 from moe_serve.topology import Topology
 
 
 def test_only_the_last_windows_count() -> None:
     records = [LoadRecord(i, 1, "mixed", np.array([[2**i, 1]])) for i in range(5)]
-    made = plan_from_trace(LoadTrace.of(records), Topology(1, 2), 2, "greedy", last=2)
+    made = plan_from_trace(LoadTrace.of(records), TracePlanSettings(Topology(1, 2), 2, "greedy", last=2))
     assert made.tokens.tolist() == [[8 + 16, 2]]
     assert made.num_windows == 2
-    assert plan_from_trace(LoadTrace.of(records), Topology(1, 2), 2, "greedy").tokens.tolist() == [[31, 5]]
+    whole = plan_from_trace(LoadTrace.of(records), TracePlanSettings(Topology(1, 2), 2, "greedy"))
+    assert whole.tokens.tolist() == [[31, 5]]
 
 
-def test_an_empty_slot_takes_the_copy_that_helps_most() -> None:
-    # Rank 0 has 8 of expert 0 and 2 of expert 1; rank 1 has 2 of expert 2 and room: a copy of 0 evens it out best.
+def test_an_empty_slot_takes_the_replica_that_helps_most() -> None:
+    # Rank 0 has 8 of expert 0 and 2 of expert 1; rank 1 has 2 of expert 2 and room: a replica of 0 evens it out best.
     placement = Placement(np.array([[0, 1, 2, -1]]), 3, 2, (7,))
     filled = fill_empty_slots(placement, np.array([[8, 2, 2]]))
     assert filled.physical_to_logical.tolist() == [[0, 1, 2, 0]]
@@ -31,7 +32,8 @@ def test_a_rank_that_holds_all_experts_repeats_one() -> None:
 
 def test_a_filled_plan_says_its_own_balance() -> None:
     tokens = np.array([[5, 1, 0, 0]])
-    made = plan_from_trace(LoadTrace.of([LoadRecord(0, 1, "mixed", tokens)]), Topology(1, 2), 6, "refined", fill=True)
+    settings = TracePlanSettings(Topology(1, 2), 6, fill=True)
+    made = plan_from_trace(LoadTrace.of([LoadRecord(0, 1, "mixed", tokens)]), settings)
     assert (made.plan.placement.physical_to_logical >= 0).all()
     np.testing.assert_allclose(made.plan.balancedness, balancedness(rank_load(tokens, made.plan.placement)))
     np.testing.assert_allclose(made.plan.gap, made.plan.bound - made.plan.balancedness)

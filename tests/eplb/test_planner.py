@@ -50,10 +50,14 @@ def test_the_dial_trades_traffic_for_balance():
     assert made[0].off_home.max() == 0
 
 
-def test_importing_the_package_costs_neither_torch_nor_scipy():
-    code = "import sys, moe_serve.eplb as e; e.plan; e.Topology; print(*(m in sys.modules for m in ('torch', 'pulp')))"
-    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
-    assert out.split() == ["False", "False"]
+@pytest.mark.parametrize("policy", ["greedy", "deepseek", "refined"])
+def test_a_first_plan_loads_neither_torch_nor_scipy(policy):
+    code = (
+        "import sys, numpy as np, moe_serve.eplb as e\n"
+        f"e.plan(np.arange(1, 73).reshape(2, 36), e.Topology(2, 4), 40, policy={policy!r})\n"
+        "print(*(m for m in ('torch', 'scipy', 'pulp') if m in sys.modules))"
+    )
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split() == []
 
 
 def test_an_unknown_name_of_the_package_is_an_attribute_error():

@@ -8,12 +8,15 @@ import pytest
 from moe_serve.eplb.load import LoadRecord, LoadTrace
 from moe_serve.eplb.placement import Placement
 from moe_serve.eplb.policies.policy import Plan, PlanRequest
-from moe_serve.eplb.replay.replay import ReplaySettings, replay
+from moe_serve.eplb.replay.arrivals import arrivals
+from moe_serve.eplb.replay.replay import replay
 from moe_serve.eplb.replay.result import CEILING, FLOOR
-from moe_serve.eplb.replay.score import Scorer, arrivals
+from moe_serve.eplb.replay.score import Scorer
+from moe_serve.eplb.replay.settings import ReplaySettings
 from moe_serve.eplb.replay.synthetic import SyntheticLoad, synthetic_trace
 from moe_serve.errors import ConfigError, TraceError
 from moe_serve.topology import Topology
+from tests.eplb.loads import same_slots
 
 TOPOLOGY = Topology(2, 2)
 SMALL = SyntheticLoad(num_windows=5, num_layers=3, num_logical=12, topk=2, tokens_per_step=500, steps_per_window=4,
@@ -87,7 +90,7 @@ def test_processes_side_by_side_give_the_same_report() -> None:
                 np.testing.assert_array_equal(array, b.arrays()[name], err_msg=f"{a.name} {name}")
         assert (a.final is None) == (b.final is None)
         if a.final is not None and b.final is not None:
-            assert a.final.same_slots(b.final)
+            assert same_slots(a.final, b.final)
 
 
 class Failing:
@@ -152,7 +155,7 @@ def test_arrivals_ignore_slots_of_a_rank_and_know_the_nodes() -> None:
     old = Placement(np.array([[0, 1, 2, 3, 4, 5, 6, 7]]), 8, 4)
     new = Placement(np.array([[1, 0, 4, 3, 2, 5, 6, 7]]), 8, 4)  # rank 1 receives 4 from node 1, rank 2 receives 2
     moved = arrivals(old, new, TOPOLOGY)
-    assert (moved.from_node.tolist(), moved.from_afar.tolist()) == ([0, 0, 0, 0], [0, 1, 1, 0])
+    assert (moved.from_node.tolist(), moved.off_node.tolist()) == ([0, 0, 0, 0], [0, 1, 1, 0])
     near = Placement(np.array([[2, 1, 0, 3, 4, 5, 6, 7]]), 8, 4)
     assert arrivals(old, near, TOPOLOGY).from_node.tolist() == [1, 1, 0, 0]
 

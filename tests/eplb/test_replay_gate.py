@@ -11,8 +11,9 @@ from moe_serve.eplb.files.trace_meta import TraceMeta
 from moe_serve.eplb.load import LoadRecord, LoadTrace, rank_load
 from moe_serve.eplb.migration.plan import MigrationPlan
 from moe_serve.eplb.placement import Placement
-from moe_serve.eplb.rebalance.rebalancer import RebalanceSettings
-from moe_serve.eplb.replay.replay import ReplaySettings, replay
+from moe_serve.eplb.rebalance.settings import RebalanceSettings
+from moe_serve.eplb.replay.replay import replay
+from moe_serve.eplb.replay.settings import ReplaySettings
 from moe_serve.eplb.replay.synthetic import SyntheticLoad, synthetic_trace
 from moe_serve.topology import Topology
 
@@ -35,7 +36,7 @@ class Prices:
 
 def settings(per_expert: float, latency_steps: int = 0) -> ReplaySettings:
     gate = RebalanceSettings(max_regret=0.9)
-    return ReplaySettings(TOPOLOGY, 16, gate=gate, gate_model=Prices(per_expert), latency_steps=latency_steps)
+    return ReplaySettings(TOPOLOGY, 16, gate=gate, gate_cost=Prices(per_expert), latency_steps=latency_steps)
 
 
 def test_a_cheap_move_is_made_once_on_steady_load() -> None:

@@ -7,14 +7,16 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from moe_serve.eplb.cost.model import CostModel, load_hardware, load_model_profile
+from moe_serve.eplb.cost.model import CostModel
+from moe_serve.eplb.cost.profile_files import load_hardware, load_model_profile
 from moe_serve.eplb.replay.costs import ProfileCosts
-from moe_serve.eplb.replay.replay import ReplaySettings, replay
+from moe_serve.eplb.replay.replay import replay
 from moe_serve.eplb.replay.report import to_json, to_table, verdict
 from moe_serve.eplb.replay.report_curve import curve_slots, with_redundancy_curve
 from moe_serve.eplb.replay.report_html import page_data, to_html
 from moe_serve.eplb.replay.report_units import as_bytes, as_seconds
 from moe_serve.eplb.replay.result import ReplayReport
+from moe_serve.eplb.replay.settings import ReplaySettings
 from moe_serve.eplb.replay.synthetic import SyntheticLoad, synthetic_trace
 from moe_serve.topology import Topology
 
@@ -51,7 +53,7 @@ def test_predicted_rates_are_in_order(steady: ReplayReport) -> None:
 
 def test_too_few_slots_are_named_as_the_limit() -> None:
     found = report(replace(LOAD, skew=2.0), slots=8)
-    curved = with_redundancy_curve(found, TOPOLOGY, None, 1.0, 0)
+    curved = with_redundancy_curve(found, TOPOLOGY)
     words = " ".join(verdict(curved))
     assert "Slots bind" in words
     assert "more memory on each rank" in words

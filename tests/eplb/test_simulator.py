@@ -1,24 +1,29 @@
 """Simulations: every combination runs, sizes are checked first, and what does not fit says so."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
-from moe_serve.eplb.cost.model import load_hardware, load_model_profile
+from moe_serve.eplb.cost.profile_files import load_hardware, load_model_profile
 from moe_serve.eplb.replay.report_sweep import sweep_curves, sweep_to_json, sweep_to_table, sweep_verdict
-from moe_serve.eplb.replay.simulator import Simulation, best_case, num_cases, simulate
+from moe_serve.eplb.replay.simulator import Simulation, Sweep, best_case, simulate
 from moe_serve.eplb.replay.synthetic import SyntheticLoad
 from moe_serve.errors import ConfigError
 
 SMALL = Simulation(
     load_model_profile("Mixtral-8x7B"),
     load_hardware("H100"),
+    Sweep(nodes=(1, 2), redundant=(0, 8), window_steps=(10,)),
     load=SyntheticLoad(num_windows=3),
-    nodes=(1, 2),
-    redundant=(0, 8),
-    window_steps=(10,),
     policies=("greedy",),
 )
+
+
+def swept(
+    nodes: tuple[int, ...] = (1, 2), slots: tuple[int, ...] = (), redundant: tuple[int, ...] = (0, 8), **more: Any
+) -> Simulation:
+    return replace(SMALL, sweep=Sweep(nodes, slots, redundant, window_steps=(10,)), **more)
 
 
 def test_every_combination_runs_in_order() -> None:
@@ -27,7 +32,7 @@ def test_every_combination_runs_in_order() -> None:
     shapes = [(case.topology.num_ranks, case.num_slots) for case in cases]
     assert shapes == [(8, 8), (8, 16), (16, 16)]  # on 16 ranks, 0 and 8 redundant both round up to 16
     assert ticks[-1] == (3, 3)
-    assert num_cases(SMALL) == 4  # an upper bound, for the progress bar
+    assert SMALL.sweep.num_cases == 4  # an upper bound, for the progress bar
 
 
 def test_the_same_simulation_gives_the_same_rows() -> None:
@@ -37,7 +42,7 @@ def test_the_same_simulation_gives_the_same_rows() -> None:
 
 def test_memory_that_does_not_fit_is_marked() -> None:
     # Mixtral in bf16: 32 layers x 352 MB an expert; 8 slots on one rank are 90 GB.
-    cases = simulate(replace(SMALL, ranks_per_node=1, nodes=(1, 2), redundant=(0,)))
+    cases = simulate(swept(nodes=(1, 2), redundant=(0,), ranks_per_node=1))
     assert [case.fits for case in cases] == [False, True]
     assert cases[0].memory_bytes == 8 * 32 * cases[0].report.expert_bytes  # type: ignore[operator]
     assert best_case(cases) is cases[1]
@@ -47,7 +52,7 @@ def test_memory_that_does_not_fit_is_marked() -> None:
 
 def test_slots_are_checked_before_anything_runs() -> None:
     with pytest.raises(ConfigError, match="12 slots on 8 ranks for 8 experts; use a multiple of 8 from 8 on"):
-        simulate(replace(SMALL, slots=(16, 12)))
+        simulate(swept(slots=(16, 12)))
 
 
 def test_a_curve_needs_two_points_and_follows_what_was_swept() -> None:
@@ -60,6 +65,6 @@ def test_a_curve_needs_two_points_and_follows_what_was_swept() -> None:
 
 
 def test_more_ranks_serve_more_tokens() -> None:
-    cases = simulate(replace(SMALL, nodes=(1, 4), redundant=(8,), policies=()))
+    cases = simulate(swept(nodes=(1, 4), redundant=(8,), policies=()))
     rates = [row["tokens_per_s"] for case in cases for row in case.rows() if row["policy"] == "perfect"]
     assert rates[1] > rates[0]

@@ -9,10 +9,8 @@ import pytest
 
 from moe_serve.eplb.replay.synthetic import (
     FAMILIES,
-    FlippingLoad,
     SyntheticLoad,
     popularity,
-    static_load,
     synthetic_trace,
 )
 from moe_serve.errors import ConfigError
@@ -106,6 +104,8 @@ def test_bursts_follow_measured_profiles() -> None:
 
 
 def test_the_flipping_load_turns_when_experts_move() -> None:
+    from benchmarks.balancer_loads import FlippingLoad
+
     load = FlippingLoad(replace(SMALL, skew=2.0))
     quiet = [load.next_window(moved=False).tokens.argmax(axis=1).tolist() for _ in range(3)]
     assert quiet[0] == quiet[1] == quiet[2]
@@ -113,6 +113,8 @@ def test_the_flipping_load_turns_when_experts_move() -> None:
 
 
 def test_static_instances_are_frozen() -> None:
+    from benchmarks.balancer_loads import static_load
+
     table = static_load("lognormal", 2, 8, seed=0)
     assert table.sum(axis=1).tolist() == [1_000_000, 1_000_000]
     assert table[0].tolist() == STATIC

@@ -17,6 +17,7 @@ from moe_serve.eplb.files.traces import read_trace, write_trace
 from moe_serve.eplb.load import LoadRecord, LoadTrace
 from moe_serve.eplb.placement import Placement
 from moe_serve.errors import TraceError
+from tests.eplb.loads import same_slots
 
 
 def example(num_records: int = 5, full: bool = True) -> LoadTrace:
@@ -59,7 +60,7 @@ def assert_same(left: LoadTrace, right: LoadTrace) -> None:
             np.testing.assert_array_equal(getattr(a, name), getattr(b, name), err_msg=name)
         assert (a.placement is None) == (b.placement is None)
         if a.placement is not None and b.placement is not None:
-            assert a.placement.same_slots(b.placement)
+            assert same_slots(a.placement, b.placement)
 
 
 @pytest.mark.parametrize("name", ["t.npz", "t.jsonl"])

@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moe_serve.eplb.cost.links import Mode, Sharing, busiest_rows, carry_seconds, expected_places
-from moe_serve.eplb.cost.profile_files import HardwareProfile, ModelProfile, load_hardware, load_model_profile
+from moe_serve.eplb.cost.profile_files import HardwareProfile, ModelProfile
 from moe_serve.eplb.load import slot_load
 from moe_serve.eplb.migration.moves import SlotMove
 from moe_serve.eplb.migration.plan import MigrationPlan
@@ -29,8 +29,6 @@ from moe_serve.eplb.placement import Placement
 from moe_serve.eplb.policies.policy import RankCost
 from moe_serve.errors import ConfigError
 from moe_serve.topology import Topology
-
-__all__ = ["Batch", "CostModel", "GateCost", "LayerTime", "StepTime", "load_hardware", "load_model_profile"]
 
 Floats = NDArray[np.float64]
 
@@ -58,15 +56,11 @@ class Batch:
 
 @dataclass(frozen=True, eq=False)
 class LayerTime:
-    """Seconds of the MoE part of each layer, [L]; its rank with most to do sets each.
-
-    rank_ffn_s: [L, R], grouped GEMMs of every rank
-    """
+    """Seconds of the MoE part of each layer, [L]; the busiest rank sets each."""
 
     dispatch_s: Floats
     ffn_s: Floats
     combine_s: Floats
-    rank_ffn_s: Floats
 
     @property
     def total_s(self) -> Floats:
@@ -143,10 +137,8 @@ class CostModel:
         """
         by_rank = slot_rows.reshape(len(slot_rows), self.topology.num_ranks, -1)
         rank_rows = by_rank.sum(axis=2)
-        ffn = self.expert_ffn(by_rank, is_mean)
-        return LayerTime(
-            self.dispatch(rank_rows, mode, traffic), ffn.max(axis=1), self.combine(rank_rows, mode, traffic), ffn
-        )
+        ffn = self.expert_ffn(by_rank, is_mean).max(axis=1)
+        return LayerTime(self.dispatch(rank_rows, mode, traffic), ffn, self.combine(rank_rows, mode, traffic))
 
     def attention(self, batch: Batch) -> float:
         """Returns the time of the attention of one layer on one rank."""

@@ -53,17 +53,6 @@ def tokens_by_node(problem: Problem) -> Floats:
     return share
 
 
-def off_node_share(problem: Problem, table: Ids, local: Floats) -> Floats:
-    """Returns the share of tokens that cross nodes under an even split, [L]."""
-    num_layers, num_experts = problem.weight.shape
-    counts = np.maximum(copies_of(table, num_experts), 1)
-    kept = np.zeros(num_layers)
-    for node in range(problem.num_nodes):
-        here = copies_of(table[:, problem.node_of == node], num_experts)
-        kept += (local[:, node] * here / counts).sum(axis=1)
-    return 1.0 - kept
-
-
 def _trade_nodes(problem: Problem, table: Ids, local: Floats) -> Ids:
     """Gives the contents of nodes with equally many ranks to the nodes that send them most."""
     from scipy.optimize import linear_sum_assignment  # takes half a second to import, and most plans never need it

@@ -6,7 +6,7 @@ request. Effort is counted in iterations; `time_budget_s` is only a stop, and a 
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -169,6 +169,24 @@ class PlanRequest:
     def live_ranks(self) -> NDArray[np.int64]:
         """Ids of the ranks that take part, ascending."""
         return np.setdiff1d(np.arange(self.topology.num_ranks), np.array(self.excluded_ranks, dtype=np.int64))
+
+
+@dataclass(frozen=True)
+class PlanRules:
+    """What every request of one system says, whatever its load and placement. Fields as in PlanRequest."""
+
+    num_groups: int | None = None
+    off_home: float = 1.0
+    max_moves: int | None = None
+    time_budget_s: float | None = None
+    objective: str | Mapping[str, float] = "tokens"
+    cost: RankCost | None = None
+    planned_split: str = "even"
+    seed: int = 0
+
+    def request(self, tokens: NDArray[np.number], topology: Topology, num_slots: int, **more: Any) -> PlanRequest:
+        """Returns the request for one load. more: fields of PlanRequest that these rules do not set."""
+        return PlanRequest(tokens, topology, num_slots, **vars(self), **more)
 
 
 @dataclass(frozen=True, eq=False)

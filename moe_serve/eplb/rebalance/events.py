@@ -1,13 +1,14 @@
-"""What a rebalancer hears and what it asks for. Plain data: a trace file keeps it, replay and simulator rebuild it.
+"""What a rebalancer is told, what it asks for, and what it decided. Plain data; replay and simulator use the same.
 
-Events go in, actions come out; every one carries the engine step it belongs to. In time order a rebalance is
+Events go in, actions come out; each carries the engine step it belongs to. In time order a rebalance is
 
     WindowClosed -> RequestPlan -> PlanReady -> StartRound -> RoundActivated -> StartRound -> ... -> RoundActivated
 
-where RequestPlan and StartRound are actions of the rebalancer, and the rest are events from whoever drives it.
+where RequestPlan and StartRound are actions of the rebalancer, and the others are events from its driver.
 """
 
 from dataclasses import dataclass
+from typing import Literal
 
 from moe_serve.eplb.load import LoadRecord
 from moe_serve.eplb.migration.moves import MigrationRound
@@ -24,7 +25,7 @@ class WindowClosed:
 
 @dataclass(frozen=True)
 class PlanReady:
-    """The planner has answered. request_id: of the RequestPlan this answers; an answer to an older one is dropped."""
+    """The planner has answered. request_id: of the RequestPlan it answers; an answer to an older one is dropped."""
 
     step: int
     request_id: int
@@ -42,7 +43,7 @@ class PlanFailed:
 
 @dataclass(frozen=True)
 class RoundActivated:
-    """A round is live on all ranks from this step on. version: of the StartRound that it ends."""
+    """A round is active on all ranks from this step on. version: of its StartRound."""
 
     step: int
     version: int
@@ -50,7 +51,7 @@ class RoundActivated:
 
 @dataclass(frozen=True)
 class MigrationFailed:
-    """The running round was given up on all ranks; the placement before it stays in use. reason: for the log."""
+    """All ranks abandoned the running round; the placement before it stays in use. reason: for the decision log."""
 
     step: int
     reason: str
@@ -61,10 +62,10 @@ Event = WindowClosed | PlanReady | PlanFailed | RoundActivated | MigrationFailed
 
 @dataclass(frozen=True)
 class RequestPlan:
-    """Ask the planner; answer with PlanReady or PlanFailed of the same request_id, in any later step.
+    """Asks the planner; answer with PlanReady or PlanFailed of the same request_id, in any later step.
 
-    layer_rows: rows of the full placement that the request is about; `request.tokens`, `request.current` and the
-                plan hold only these rows, in this order
+    layer_rows: rows of the full placement to plan; `request.tokens`, `request.current` and the plan hold only these
+                rows, in this order
     """
 
     step: int
@@ -75,11 +76,11 @@ class RequestPlan:
 
 @dataclass(frozen=True)
 class StartRound:
-    """Bring these experts into staging, then activate them on all ranks at one step boundary: RoundActivated.
+    """Brings these experts into staging, then activates them on all ranks at one step boundary; answer RoundActivated.
 
     version:    of the placement once the round is active
     num_bytes:  the most that one rank receives or sends in this round
-    num_steps:  spread the transfer over at least this many steps, which keeps it inside the byte budget of a step:
+    num_steps:  steps to spread the transfer over, at least, to stay inside the byte budget of a step:
                 RoundActivated.step >= step + num_steps
     is_last:    no further round of this migration follows
     """
@@ -93,3 +94,22 @@ class StartRound:
 
 
 Action = RequestPlan | StartRound
+DecisionKind = Literal["watch", "plan", "move", "keep", "failed", "done"]
+
+
+@dataclass(frozen=True)
+class Decision:
+    """Why the rebalancer did or did not act at a step; reports and logs print it.
+
+    reason:     in words
+    layer_rows: the layers it is about
+    gain_s:     predicted gain over the horizon in seconds of serving time; 0 where none was computed
+    cost_s:     predicted cost of moving
+    """
+
+    step: int
+    kind: DecisionKind
+    reason: str
+    layer_rows: tuple[int, ...] = ()
+    gain_s: float = 0.0
+    cost_s: float = 0.0

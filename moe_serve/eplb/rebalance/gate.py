@@ -1,65 +1,54 @@
-"""Is a move worth it? Prices, what they turned out to be worth, and a bound on what may be lost.
+"""Decides whether a move is worth its cost, learns what moves turned out to be worth, and bounds what may be lost.
 
-The yardstick is "do nothing": the placement that was in use at the start, called home. Since the load of every closed
-window is known, its time at home and on the placement that served it can both be predicted, so each move's gain is
-measured afterwards, on load that nobody planned for. The lessons, all but the first one per layer:
+Every move is compared with doing nothing, that is with the baseline: the placement in use at the start. The load of a
+closed window is known, so its time on the baseline and on the placement that served it can both be predicted. Each
+move's gain is thus measured afterwards, on load that it was not planned for. What is learned, per layer except trust:
 
-- trust: what moves really gained against what was predicted scales the next prediction;
-- reach: a gain counts for as long as a layer's moves have lasted before the next one, at most the horizon;
-- back-off: after a move that did not earn its cost a layer stays put, twice as long each time;
-- memory: a plan is made from the latest window alone, or from several, whichever has foretold the next one better;
-- regret: all costs and losses, gains taken off, stay below a share of the serving time. A move has to fit into what is
-  left of that, together with the way back and a window as bad as moves have been so far. When it is used up, layers
-  that lose go home.
+- trust: the ratio of measured to predicted gains scales the next prediction;
+- reach: a gain counts for as long as a layer's moves have lasted so far, at most the horizon;
+- back-off: after a move that did not earn its cost, a layer stays put, twice as long after each failure;
+- memory: plans use the latest window alone or several, whichever has predicted the next window better;
+- regret: all costs and losses minus gains stay below a share of the serving time. A move must fit into what is left of
+  that bound, together with the cost of reverting it and one window as bad as moves have been so far. Once the bound is
+  used up, layers that lose revert to the baseline.
 
-Prices come from a model that may be wrong, so costs count `margin` times, and gains 1/sqrt(margin).
+Predicted times may be wrong, so costs count `gain_margin` times and gains 1/sqrt(gain_margin) times.
 
 Shape words: L = MoE layers, E = experts.
 """
 
 from collections import deque
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
+from moe_serve.eplb.cost.model import GateCost
 from moe_serve.eplb.load import LoadRecord
-from moe_serve.eplb.migration.plan import MigrationPlan
 from moe_serve.eplb.placement import Placement
-from moe_serve.topology import Topology
+from moe_serve.eplb.rebalance.settings import RebalanceSettings
 
 Floats = NDArray[np.float64]
 FIRST_TRUST = 0.5  # a plan looks better on the load that it was made from
-# Share of its time that a moved layer may lose in the window after it, until experience says otherwise: what an
-# adversary gains that knows the plan (tests/eplb/test_rebalancer.py) stays inside the bound with it.
+# Share of its time that a moved layer may lose in the next window, until measured. Large enough that an adversary that
+# knows the plan stays inside the bound (tests/eplb/test_gate.py).
 FIRST_SURPRISE = 0.3
 LEAST_SURPRISE = 0.01
-BOOKED = 0.75  # share of the regret bound that the books may spend; the rest is for what they cannot foresee
-
-
-class GateModel(Protocol):
-    """Prices the two sides of the gate. `cost.GateCost` is the real one; tests use simpler ones."""
-
-    def layer_seconds(self, tokens: Floats, placement: Placement) -> Floats:
-        """Returns the time of each MoE layer of one step: tokens [L, E] routed in the whole step -> [L] seconds."""
-        ...
-
-    def migration_seconds(self, plan: MigrationPlan, topology: Topology) -> float:
-        """Returns the serving time that carrying out all rounds of the plan costs."""
-        ...
+SPENDABLE = 0.75  # share of the regret bound that known costs may spend; the rest covers what cannot be foreseen
 
 
 @dataclass(frozen=True, eq=False)
 class _Window:
-    """tokens: [L, E] per step; home_s: [L] seconds of a step at home; known: the same of placements asked about.
+    """A closed window of load, as means over its steps.
 
-    by_source: [L, R, E] tokens per step, activations: [L, E] share of the steps; None = not recorded
+    tokens:      [L, E] per step
+    baseline_s:  [L] seconds of a step on the baseline;  known: the same for other placements, once computed
+    by_source:   [L, R, E] tokens per step;  activations: [L, E] share of the steps; None = not recorded
     """
 
     tokens: Floats
     num_steps: int
-    home_s: Floats
+    baseline_s: Floats
     by_source: Floats | None
     activations: Floats | None
     known: dict[Placement, Floats] = field(default_factory=dict)
@@ -67,8 +56,11 @@ class _Window:
 
 @dataclass(eq=False)
 class _Trial:
-    """A move that has yet to show its worth. rows: [L] bool; the rest [L]: seconds per window promised, of its cost,
-    and gained so far in num_windows."""
+    """A move whose gain is being measured.
+
+    before: the placement that it replaced;  rows: [L] bool, layers that moved
+    promised_s, cost_s, gained_s: [L] seconds: predicted gain per window, cost, and measured gain over num_windows
+    """
 
     before: Placement
     rows: NDArray[np.bool_]
@@ -79,19 +71,18 @@ class _Trial:
 
 
 class Gate:
-    """Keeps the books of one rebalancer."""
+    """Weighs gains against costs for one rebalancer."""
 
-    def __init__(
-        self, home: Placement, model: GateModel, history: int, decay: float, horizon: int, margin: float, regret: float
-    ) -> None:
-        """history, horizon: in windows; regret: share of the serving time that may be lost."""
-        self.home = home
-        self.model = model
-        self._horizon, self._margin, self._regret = float(horizon), margin, regret
-        self._windows: deque[_Window] = deque(maxlen=history)
-        self._fading = decay ** np.arange(history)[::-1]
-        num_layers = home.num_layers
-        self._error = np.zeros((2, num_layers))  # of foretelling a window from the latest one, and from all
+    def __init__(self, baseline: Placement, cost: GateCost, settings: RebalanceSettings) -> None:
+        """baseline: the placement in use at the start;  cost: predicts the time of layers and of migrations."""
+        self.baseline = baseline
+        self.cost = cost
+        self._horizon = float(settings.horizon_windows)
+        self._margin, self._regret = settings.gain_margin, settings.max_regret
+        self._windows: deque[_Window] = deque(maxlen=settings.history_windows)
+        self._fading = settings.decay ** np.arange(settings.history_windows)[::-1]
+        num_layers = baseline.num_layers
+        self._error = np.zeros((2, num_layers))  # of predicting a window from the latest one, and from all
         self._trust = FIRST_TRUST
         self._surprise = FIRST_SURPRISE
         self._elapsed_s = 0.0
@@ -104,32 +95,32 @@ class Gate:
         self._trial: _Trial | None = None
 
     def close_window(self, record: LoadRecord, first: Placement, last: Placement, whole: bool) -> None:
-        """Enters a window into the books.
+        """Adds a closed window.
 
         first, last: the placements in use at its beginning and end
-        whole: the last move was over when the window began, so that the window may judge it
+        whole: the last move was over before the window began, so the window measures its gain
         """
         steps = max(record.num_steps, 1)
         tokens = record.tokens / steps
         window = _Window(
             tokens,
             record.num_steps,
-            self.model.layer_seconds(tokens, self.home),
+            self.cost.layer_seconds(tokens, self.baseline),
             None if record.by_source is None else record.by_source / steps,
             None if record.activations is None else np.minimum(record.activations / steps, 1.0),
         )
         self._learn_memory(tokens)
         self._windows.append(window)
         self._now += 1
-        # How many steps each of the two served is not known here, so a layer counts its slower one.
+        # It is not known how many steps each placement served, so each layer counts its slower one.
         lost = (
-            np.maximum(self._seconds(window, first), self._seconds(window, last)) - window.home_s
+            np.maximum(self._seconds(window, first), self._seconds(window, last)) - window.baseline_s
         ) * window.num_steps
-        self._elapsed_s += float(window.home_s.sum()) * window.num_steps
+        self._elapsed_s += float(window.baseline_s.sum()) * window.num_steps
         self._lost_s += float(np.where(lost > 0, lost, lost / np.sqrt(self._margin)).sum())
-        away = self._away(last)
-        if away.any():
-            share = float(np.maximum(lost, 0)[away].sum() / (window.home_s[away].sum() * window.num_steps))
+        moved = self._moved(last)
+        if moved.any():
+            share = float(np.maximum(lost, 0)[moved].sum() / (window.baseline_s[moved].sum() * window.num_steps))
             self._surprise = max(0.8 * self._surprise, share, LEAST_SURPRISE)
         if self._trial is not None and whole:
             gained = self._seconds(window, self._trial.before) - self._seconds(window, last)
@@ -137,7 +128,7 @@ class Gate:
             self._trial.num_windows += 1
 
     def judge(self) -> str:
-        """Ends the trial of the last move, if there is one; returns what was learned, in words."""
+        """Ends the measurement of the last move, if there is one; returns what was learned, in words."""
         trial = self._trial
         if trial is None or not trial.num_windows:
             return ""
@@ -155,7 +146,7 @@ class Gate:
         )
 
     def back_off(self, rows: NDArray[np.bool_]) -> None:
-        """Lets these layers stay put, twice as long after every failure in a row. rows: [L] bool"""
+        """Keeps these layers in place, twice as long after each failure in a row. rows: [L] bool"""
         self._failures[rows] += 1
         self._shut_until[rows] = self._now + 2 ** np.minimum(self._failures[rows], 8)
 
@@ -166,17 +157,19 @@ class Gate:
 
     @property
     def capital_s(self) -> float:
-        """What may still be lost, in seconds weighted by margin. Negative: the bound on regret is used up."""
+        """What may still be lost, in seconds weighted by gain_margin. Negative: the regret bound is used up."""
         per_window = self._elapsed_s / max(self._now, 1)
-        return BOOKED * self._regret * max(self._elapsed_s, self._horizon * per_window) - self._lost_s
+        return SPENDABLE * self._regret * max(self._elapsed_s, self._horizon * per_window) - self._lost_s
 
     def free_layers(self, current: Placement) -> NDArray[np.bool_]:
-        """Returns [L] whether a layer may move: its back-off is over, or it does worse than home."""
-        return (self._shut_until <= self._now) | (self._saved(current, self.home) > 0)
+        """Returns [L], whether a layer may move: its back-off is over, or it is slower than on the baseline."""
+        return (self._shut_until <= self._now) | (self._saved(current, self.baseline) > 0)
 
     def planning_load(self) -> tuple[Floats, Floats | None, Floats | None]:
-        """Returns the load to plan for: [L, E] tokens per step; by source [L, R, E] and activations [L, E], where all
-        windows recorded them."""
+        """Returns the load to plan for: tokens per step [L, E], by source [L, R, E] and activations [L, E].
+
+        The last two are None unless all windows recorded them.
+        """
 
         def mean(parts: list[Floats | None]) -> Floats | None:
             kept = [part for part in parts if part is not None]
@@ -189,25 +182,25 @@ class Gate:
         return tokens, mean([w.by_source for w in self._windows]), mean([w.activations for w in self._windows])
 
     def gains(self, current: Placement, candidate: Placement) -> Floats:
-        """Returns [L] seconds per window that the candidate should save, as far as predictions can be trusted."""
+        """Returns [L], seconds per window that the candidate should save, scaled by trust."""
         return self._saved(current, candidate) * self._trust
 
-    def worth_going_home(self, current: Placement, costs_s: Floats) -> NDArray[np.int64]:
-        """Returns the rows to take home once the bound on regret is used up: they lose more than the way costs."""
-        return np.flatnonzero(self._saved(current, self.home) * self.reach > costs_s)
+    def worth_reverting(self, current: Placement, costs_s: Floats) -> NDArray[np.int64]:
+        """Returns the rows that lose more against the baseline than reverting them costs."""
+        return np.flatnonzero(self._saved(current, self.baseline) * self.reach > costs_s)
 
     def choose_layers(
-        self, gains_s: Floats, costs_s: Floats, returns_s: Floats, current: Placement, candidate: Placement
+        self, gains_s: Floats, costs_s: Floats, revert_s: Floats, current: Placement, candidate: Placement
     ) -> NDArray[np.int64]:
         """Returns the rows to move, best value first, that pay for themselves and fit into the capital.
 
-        gains_s:   [L] per window;   costs_s, returns_s: [L] of moving there, and from there back home
+        gains_s: [L] per window;  costs_s, revert_s: [L], of moving there, and of reverting to the baseline later
         """
         worth = gains_s * self.reach
         pays = self.free_layers(current) & (gains_s > 0) & (worth >= self._margin * costs_s)
-        # What layers that are away already could lose is set aside first; a move that makes a layer safer frees it.
+        # Set aside what layers that already moved could lose; a move that makes a layer safer frees it again.
         risk = self._risk(current)
-        needed = self._margin * (costs_s + returns_s) + self._risk(candidate) - risk
+        needed = self._margin * (costs_s + revert_s) + self._risk(candidate) - risk
         left = self.capital_s - float(risk.sum())
         rows = np.flatnonzero(pays)
         order = rows[np.lexsort((-worth[rows] / np.maximum(costs_s[rows], 1e-12), needed[rows] > 0))]
@@ -219,7 +212,7 @@ class Gate:
         return np.array(chosen, dtype=np.int64)
 
     def start_move(self, before: Placement, rows: NDArray[np.int64], promised_s: Floats, costs_s: Floats) -> None:
-        """Enters the cost of a move that begins now, and puts it on trial. promised_s, costs_s: [L]"""
+        """Charges the cost of a move that begins now, and begins to measure its gain. promised_s, costs_s: [L]"""
         moved = np.zeros(len(promised_s), dtype=bool)
         moved[rows] = True
         self._lost_s += self._margin * float(costs_s[moved].sum())
@@ -229,32 +222,32 @@ class Gate:
         zeros = np.zeros(len(promised_s))
         self._trial = _Trial(before, moved, np.where(moved, promised_s, 0), np.where(moved, costs_s, 0), zeros)
 
-    def _away(self, placement: Placement) -> NDArray[np.bool_]:
-        return np.asarray((placement.physical_to_logical != self.home.physical_to_logical).any(axis=1))
+    def _moved(self, placement: Placement) -> NDArray[np.bool_]:
+        return np.asarray((placement.physical_to_logical != self.baseline.physical_to_logical).any(axis=1))
 
     def _risk(self, placement: Placement) -> Floats:
-        """[L] seconds that a placement may lose against home in one window: the worst so far, and a surprise."""
-        away = self._away(placement)
-        if not away.any():
-            return np.zeros(len(away))
-        lost = [(self._seconds(w, placement) - w.home_s) * w.num_steps for w in self._windows]
-        typical = np.mean([w.home_s * w.num_steps for w in self._windows], axis=0)
-        return np.where(away, np.maximum(np.max(lost, axis=0), 0.0) + self._surprise * typical, 0.0)
+        """Returns [L], seconds that a placement may lose in one window: the worst so far, and a surprise."""
+        moved = self._moved(placement)
+        if not moved.any():
+            return np.zeros(len(moved))
+        lost = [(self._seconds(w, placement) - w.baseline_s) * w.num_steps for w in self._windows]
+        typical = np.mean([w.baseline_s * w.num_steps for w in self._windows], axis=0)
+        return np.where(moved, np.maximum(np.max(lost, axis=0), 0.0) + self._surprise * typical, 0.0)
 
     def _saved(self, current: Placement, candidate: Placement) -> Floats:
-        """[L] seconds per window that the candidate would have saved over the windows that plans are made from."""
+        """Returns [L], seconds per window that the candidate would have saved over the windows of the history."""
         saved = [(self._seconds(w, current) - self._seconds(w, candidate)) * w.num_steps for w in self._windows]
         return np.asarray((self._weights() * np.array(saved).T).sum(axis=1))
 
     def _seconds(self, window: _Window, placement: Placement) -> Floats:
-        if placement is self.home:
-            return window.home_s
+        if placement is self.baseline:
+            return window.baseline_s
         if placement not in window.known:
-            window.known[placement] = self.model.layer_seconds(window.tokens, placement)
+            window.known[placement] = self.cost.layer_seconds(window.tokens, placement)
         return window.known[placement]
 
     def _learn_memory(self, tokens: Floats) -> None:
-        """Compares what the latest window and all of them would have said about the window that now closed."""
+        """Compares how well the latest window, and all of them, would have predicted the window that now closed."""
         if len(self._windows) < 2:
             return
         truth = tokens / np.maximum(tokens.sum(axis=1, keepdims=True), 1)
@@ -265,7 +258,7 @@ class Gate:
             row += 0.3 * np.abs(share - truth).sum(axis=1)
 
     def _weights(self) -> Floats:
-        """[L, W] weight of each window in plans and predictions; rows sum to 1."""
+        """Returns [L, W], the weight of each window in plans and predictions; rows sum to 1."""
         num = len(self._windows)
         many = self._fading[-num:] / self._fading[-num:].sum()
         latest = np.eye(num)[-1]

@@ -1,10 +1,9 @@
 """How eager a rebalancer is."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from moe_serve.eplb.migration.relabel import Relabel
-from moe_serve.eplb.policies.policy import RankCost
+from moe_serve.eplb.policies.policy import PlanRules
 from moe_serve.errors import ConfigError
 
 
@@ -26,7 +25,7 @@ class RebalanceSettings:
     bytes_per_expert:    weights of one expert of one layer
     bytes_per_step:      what a rank may send or receive beside a step's own traffic; None = a round takes one step
     relabel:             which ranks a plan may exchange, see plan_migration
-    num_groups, off_home, max_moves, time_budget_s, objective, cost, planned_split, seed: passed on in every PlanRequest
+    rules:               what every PlanRequest says
     Raises ConfigError for values that cannot work.
     """
 
@@ -43,14 +42,7 @@ class RebalanceSettings:
     bytes_per_expert: int = 1
     bytes_per_step: int | None = None
     relabel: Relabel = "nodes"
-    num_groups: int | None = None
-    off_home: float = 1.0
-    max_moves: int | None = None
-    time_budget_s: float | None = None
-    objective: str | Mapping[str, float] = "tokens"
-    cost: RankCost | None = None
-    planned_split: str = "even"
-    seed: int = 0
+    rules: PlanRules = field(default_factory=PlanRules)
 
     def __post_init__(self) -> None:
         for name, least in (

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from moe_serve.eplb.cost.model import Batch, CostModel, GateCost
 from moe_serve.eplb.load import LoadTrace, slot_load
 from moe_serve.eplb.placement import Placement
-from moe_serve.eplb.replay.score import Arrivals
+from moe_serve.eplb.replay.arrivals import Arrivals
 from moe_serve.errors import ConfigError
 
 Floats = NDArray[np.float64]
@@ -57,7 +57,7 @@ class ProfileCosts:
 
     def stall_seconds(self, arrivals: Arrivals) -> float:
         """Returns how long the rank that receives most needs: moving at once, while serving stands still."""
-        busiest = {(int(near), int(far)) for near, far in zip(arrivals.from_node, arrivals.from_afar, strict=True)}
+        busiest = {(int(near), int(far)) for near, far in zip(arrivals.from_node, arrivals.off_node, strict=True)}
         return max(self.model.transfer_seconds(near, far) for near, far in busiest)
 
     def gate(self) -> GateCost:

@@ -1,6 +1,7 @@
 """One placement from a recorded load: what `moe-serve plan` does."""
 
-from dataclasses import dataclass, replace
+from collections import deque
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -11,8 +12,8 @@ from moe_serve.eplb.files.placements import placement_to_json
 from moe_serve.eplb.load import LoadTrace, balancedness, rank_load
 from moe_serve.eplb.placement import Placement
 from moe_serve.eplb.policies.make import make_policy
-from moe_serve.eplb.policies.policy import Plan, PlanRequest
-from moe_serve.eplb.replay.replay import starting_placement
+from moe_serve.eplb.policies.policy import Plan, PlanRules
+from moe_serve.eplb.replay.settings import starting_placement
 from moe_serve.eplb.replay.terminal import printed, text_console
 from moe_serve.errors import TraceError
 from moe_serve.topology import Topology
@@ -31,24 +32,42 @@ class MadePlan:
     source: str
 
 
-def plan_from_trace(
-    trace: LoadTrace,
-    topology: Topology,
-    num_slots: int,
-    policy: str = "refined",
-    current: Placement | None = None,
-    last: int = 0,
-    max_moves: int | None = None,
-    num_groups: int | None = None,
-    off_home: float = 1.0,
-    seed: int = 0,
-    fill: bool = False,
-) -> MadePlan:
-    """Returns a plan for the sum of a trace's windows.
+@dataclass(frozen=True, eq=False)
+class TracePlanSettings:
+    """How to plan one placement from a trace.
 
-    last: of its last so many only; 0 = of all.   fill: leave no slot empty, for engines that know no empty slots
+    topology, num_slots: the cluster; num_slots is a multiple of its ranks
+    current: placement in use; None = none yet
+    last:    plan on the last so many windows only; 0 = on all
+    fill:    leave no slot empty, for engines without empty slots
     """
-    recent: list[NDArray[np.int64]] = []
+
+    topology: Topology
+    num_slots: int
+    policy: str = "refined"
+    current: Placement | None = None
+    last: int = 0
+    fill: bool = False
+    rules: PlanRules = field(default_factory=PlanRules)
+
+
+def plan_from_trace(trace: LoadTrace, settings: TracePlanSettings) -> MadePlan:
+    """Returns a plan for the sum of a trace's windows. Raises TraceError when the trace has none."""
+    tokens, num_windows = _summed(trace, settings.last)
+    request = settings.rules.request(
+        tokens, settings.topology, settings.num_slots, current=settings.current, moe_layer_ids=trace.moe_layer_ids
+    )
+    chosen = make_policy(settings.policy)
+    before = settings.current or starting_placement(trace, settings.topology, settings.num_slots)
+    made = chosen.plan(request)
+    if settings.fill:
+        made = _filled(made, tokens)
+    return MadePlan(made, before, settings.current is not None, tokens, num_windows, settings.policy, trace.source)
+
+
+def _summed(trace: LoadTrace, last: int) -> tuple[NDArray[np.int64], int]:
+    """Returns the tokens [L, E] of the last windows (0: of all), and how many windows these are."""
+    recent: deque[NDArray[np.int64]] = deque()
     total = np.zeros((len(trace.moe_layer_ids), trace.num_logical), dtype=np.int64)
     count = 0
     for record in trace:
@@ -57,31 +76,14 @@ def plan_from_trace(
         if last:
             recent.append(record.tokens)
             if len(recent) > last:
-                total = total - recent.pop(0)
+                total = total - recent.popleft()
     if not count:
         raise TraceError(f"{trace.source or 'the trace'} has no windows; record while requests run")
-    request = PlanRequest(
-        total,
-        topology,
-        num_slots,
-        current=current,
-        num_groups=num_groups,
-        off_home=off_home,
-        max_moves=max_moves,
-        seed=seed,
-        moe_layer_ids=trace.moe_layer_ids,
-    )
-    chosen = make_policy(policy)
-    before = current or starting_placement(trace, topology, num_slots)
-    used = min(count, last) if last else count
-    made = chosen.plan(request)
-    if fill:
-        made = _filled(made, total)
-    return MadePlan(made, before, current is not None, total, used, policy, trace.source)
+    return total, min(count, last) if last else count
 
 
 def fill_empty_slots(placement: Placement, tokens: NDArray[np.int64]) -> Placement:
-    """Returns the placement with one more copy of an expert in every empty slot.
+    """Returns the placement with one more replica of an expert in every empty slot.
 
     Each takes the expert that leaves the layer's largest rank load lowest, the lowest id on a tie, of those that its
     rank does not hold yet (of all where it holds all).

@@ -7,7 +7,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from moe_serve.eplb.policies.make import make_policy
-from moe_serve.eplb.policies.policy import PlacementPolicy, PlanRequest
+from moe_serve.eplb.policies.policy import PlacementPolicy, PlanRules
 from moe_serve.errors import PlacementError
 from moe_serve.topology import Topology
 
@@ -46,10 +46,7 @@ def plan_redundancy(
     slots: Iterable[int] | None = None,
     policy: str | PlacementPolicy = "refined",
     bytes_per_expert: int | None = None,
-    on_worst_layer: bool = False,
-    num_groups: int | None = None,
-    off_home: float = 1.0,
-    seed: int = 0,
+    rules: PlanRules | None = None,
 ) -> RedundancyPlan:
     """Returns balancedness over the number of slots, and the fewest that reach `target`.
 
@@ -57,7 +54,7 @@ def plan_redundancy(
     slots:    numbers of slots to try; None = from the fewest possible, one slot per rank more at a time, up to
               twice the experts or four more per rank, whichever is less
     bytes_per_expert: weights of one expert in one layer, e.g. ModelSpec.expert_bytes; gives extra_bytes
-    on_worst_layer: the target is for the worst layer, not the mean
+    rules:    what every request says
     Raises PlacementError for a target that is not in (0, 1] or slots that do not fit the ranks.
 
     More slots never hurt: a point that plans worse than one with fewer slots takes over that one's value, because the
@@ -78,7 +75,7 @@ def plan_redundancy(
     points: list[RedundancyPoint] = []
     best = np.zeros(num_layers)
     for num_slots in sorted(set(slots)):
-        plan = planner.plan(PlanRequest(load, topology, num_slots, num_groups=num_groups, off_home=off_home, seed=seed))
+        plan = planner.plan((rules or PlanRules()).request(load, topology, num_slots))
         best = np.maximum(best, plan.balancedness)
         extra = num_slots // num_ranks - fewest
         points.append(
@@ -91,5 +88,5 @@ def plan_redundancy(
                 extra_bytes=None if bytes_per_expert is None else extra * bytes_per_expert * num_layers,
             )
         )
-    reaches = [p for p in points if (p.worst if on_worst_layer else p.balancedness) >= target]
+    reaches = [p for p in points if p.balancedness >= target]
     return RedundancyPlan(tuple(points), target, reaches[0] if reaches else None)

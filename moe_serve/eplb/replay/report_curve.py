@@ -5,6 +5,7 @@ from dataclasses import replace
 import numpy as np
 
 from moe_serve.eplb.policies.make import make_policy
+from moe_serve.eplb.policies.policy import PlanRules
 from moe_serve.eplb.replay.redundancy import plan_redundancy
 from moe_serve.eplb.replay.result import ReplayReport
 from moe_serve.topology import Topology
@@ -12,15 +13,13 @@ from moe_serve.topology import Topology
 _POINTS = 9
 
 
-def with_redundancy_curve(
-    report: ReplayReport, topology: Topology, num_groups: int | None, off_home: float, seed: int
-) -> ReplayReport:
+def with_redundancy_curve(report: ReplayReport, topology: Topology, rules: PlanRules | None = None) -> ReplayReport:
     """Returns the report with `redundancy` filled: from the fewest slots to twice as many, and the number in use."""
     tokens = np.rint(report.load).astype(np.int64)
     # Without the searches over replica counts: a curve wants many plans that are nearly best, not one that is.
     policy = make_policy("refined", iterations=0, rounds=0)
     slots = curve_slots(tokens.shape[1], topology.num_ranks, report.num_slots)
-    found = plan_redundancy(tokens, topology, 1.0, slots, policy, num_groups=num_groups, off_home=off_home, seed=seed)
+    found = plan_redundancy(tokens, topology, 1.0, slots, policy, rules=rules)
     rows = ((point.num_slots, point.balancedness, point.worst) for point in found.points)
     return replace(report, redundancy=tuple(rows))
 

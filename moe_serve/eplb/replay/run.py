@@ -14,8 +14,10 @@ from typing import Protocol
 
 import numpy as np
 
+from moe_serve.eplb.cost.model import GateCost
 from moe_serve.eplb.load import Floats, LoadRecord
 from moe_serve.eplb.placement import Placement
+from moe_serve.eplb.policies.make import make_policy
 from moe_serve.eplb.policies.policy import PlacementPolicy, PlanRequest
 from moe_serve.eplb.rebalance.events import (
     Event,
@@ -26,10 +28,12 @@ from moe_serve.eplb.rebalance.events import (
     StartRound,
     WindowClosed,
 )
-from moe_serve.eplb.rebalance.rebalancer import GateModel, Rebalancer, RebalanceSettings
-from moe_serve.eplb.replay.score import Arrivals, arrivals
-from moe_serve.errors import PlacementError
-from moe_serve.topology import Topology
+from moe_serve.eplb.rebalance.rebalancer import Rebalancer
+from moe_serve.eplb.replay.arrivals import Arrivals, arrivals
+from moe_serve.eplb.replay.settings import ReplaySettings
+from moe_serve.errors import ConfigError, PlacementError
+
+GATE = "gate:"
 
 
 @dataclass(frozen=True, eq=False)
@@ -84,22 +88,6 @@ class StaticRun:
         pass
 
 
-@dataclass(frozen=True, eq=False)
-class PlanSettings:
-    """What every request of an ungated run says. history, interval: in windows; the rest as in PlanRequest."""
-
-    topology: Topology
-    num_slots: int
-    history: int = 1
-    interval: int = 1
-    num_groups: int | None = None
-    off_home: float = 1.0
-    max_moves: int | None = None
-    objective: str = "tokens"
-    planned_split: str = "even"
-    seed: int = 0
-
-
 @dataclass
 class PlannedRun:
     """Plans every `interval` windows on the sum of the last `history` ones, and moves everything at once."""
@@ -107,7 +95,7 @@ class PlannedRun:
     name: str
     policy: PlacementPolicy
     placement: Placement
-    settings: PlanSettings
+    settings: ReplaySettings
     decisions: tuple[tuple[int, str, str], ...] = ()
     _recent: deque[LoadRecord] = field(default_factory=deque)
     _seen: int = 0
@@ -144,43 +132,31 @@ class PlannedRun:
         active = [record.activations for record in self._recent if record.activations is not None]
         steps = sum(record.num_steps for record in self._recent)
         whole = len(self._recent)
-        return PlanRequest(
-            tokens=tokens,
-            topology=s.topology,
-            num_slots=s.num_slots,
+        return s.plan_rules.request(
+            tokens,
+            s.topology,
+            s.num_slots,
             current=self.placement,
-            num_groups=s.num_groups,
-            off_home=s.off_home,
-            max_moves=s.max_moves,
-            seed=s.seed,
-            objective=s.objective,
             by_source=np.sum(sources, axis=0) if len(sources) == whole else None,
             activations=np.sum(active, axis=0) / steps if len(active) == whole and steps else None,
-            planned_split=s.planned_split,
             moe_layer_ids=self.placement.moe_layer_ids,
         )
 
 
 class GatedRun:
-    """The Rebalancer drives: a plan is asked for when the load calls for it, and experts move when it pays.
+    """Lets the Rebalancer decide: it plans when the load calls for it, and moves experts when that pays.
 
-    latency_steps: steps between the question to the policy and its answer. A round counts from the first whole window
-    after its activation.
+    A plan arrives `settings.latency_steps` after its request. A round counts from the first whole window after its
+    activation.
     """
 
     def __init__(
-        self,
-        name: str,
-        policy: PlacementPolicy,
-        placement: Placement,
-        topology: Topology,
-        settings: RebalanceSettings,
-        model: GateModel,
-        latency_steps: int = 0,
+        self, name: str, policy: PlacementPolicy, placement: Placement, settings: ReplaySettings, cost: GateCost
     ) -> None:
         self.name = name
-        self._policy, self._topology, self._model, self._latency = policy, topology, model, latency_steps
-        self._rebalancer = Rebalancer(placement, topology, settings, model)
+        self._policy, self._topology, self._cost = policy, settings.topology, cost
+        self._latency = settings.latency_steps
+        self._rebalancer = Rebalancer(placement, settings.topology, settings.gate, cost)
         self._events: list[tuple[int, int, Event]] = []
         self._order = itertools.count()
         self._fit: tuple[Floats, Floats] | None = None
@@ -218,7 +194,7 @@ class GatedRun:
                     self._push(RoundActivated(action.step + max(action.num_steps, 1), action.version))
         started = self._rebalancer.migration
         if started is not None and started is not moving:
-            self._stall_s += self._model.migration_seconds(started, self._topology)
+            self._stall_s += self._cost.migration_seconds(started, self._topology)
 
     def _answer(self, action: RequestPlan) -> PlanReady | PlanFailed:
         begin = time.process_time()
@@ -237,3 +213,20 @@ class GatedRun:
 
     def _push(self, event: Event) -> None:
         heapq.heappush(self._events, (event.step, next(self._order), event))
+
+
+def make_run(policy: str | PlacementPolicy, start: Placement, settings: ReplaySettings) -> Run:
+    """Returns the run of a policy. policy: a name of `make_policy`, "gate:<name>" behind the gate, or a policy itself.
+
+    Raises ConfigError for an unknown name, or a gated run without `settings.gate_cost`.
+    """
+    if not isinstance(policy, str):
+        return PlannedRun(policy.name, policy, start, settings)
+    chosen = make_policy(policy.removeprefix(GATE))
+    if not policy.startswith(GATE):
+        return PlannedRun(chosen.name, chosen, start, settings)
+    if settings.gate_cost is None:
+        raise ConfigError(
+            f"policy {policy!r} weighs gains against costs, which needs predicted times; name --model and --hardware"
+        )
+    return GatedRun(f"{GATE}{chosen.name}", chosen, start, settings, settings.gate_cost)

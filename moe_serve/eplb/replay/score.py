@@ -4,56 +4,17 @@ Shape words: L = layers, E = experts, R = ranks, N = nodes, P = slots.
 """
 
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from moe_serve.eplb.load import LoadRecord, LoadTrace, balancedness, rank_load, slot_load
+from moe_serve.eplb.load import LoadRecord, balancedness, rank_load, slot_load
 from moe_serve.eplb.placement import Placement
+from moe_serve.eplb.replay.costs import ProfileCosts
 from moe_serve.errors import TraceError
 from moe_serve.topology import Topology
 
 Floats = NDArray[np.float64]
-
-
-@dataclass(frozen=True, eq=False)
-class Arrivals:
-    """Experts that ranks must receive to get from one placement to another.
-
-    from_node, from_afar: [R] int64, experts whose nearest copy is on the same node, or on another one
-    """
-
-    from_node: NDArray[np.int64]
-    from_afar: NDArray[np.int64]
-
-    @property
-    def num_moves(self) -> int:
-        return int(self.from_node.sum() + self.from_afar.sum())
-
-
-class ReplayCosts(Protocol):
-    """Prices for a replay, in seconds and bytes. `replay_costs.ProfileCosts` takes them from profiles."""
-
-    @property
-    def expert_bytes(self) -> int:
-        """Weights of one expert of one layer."""
-        ...
-
-    def check(self, trace: LoadTrace) -> None:
-        """Raises ConfigError when the trace is of another model."""
-        ...
-
-    def step_seconds(
-        self, tokens: Floats, placement: Placement | None, num_slots: int, tokens_per_step: float, phase: str
-    ) -> float:
-        """Returns the time of one step: tokens [L, E] routed in it, tokens_per_step of all ranks. placement None: every
-        slot has the same load."""
-        ...
-
-    def stall_seconds(self, arrivals: Arrivals) -> float:
-        """Returns how long serving stands still when these experts move at once, between two steps."""
-        ...
 
 
 @dataclass(frozen=True, eq=False)
@@ -87,7 +48,7 @@ class Scorer:
     """
 
     def __init__(
-        self, topology: Topology, topk: int | None, costs: ReplayCosts | None = None, split: str = "window"
+        self, topology: Topology, topk: int | None, costs: ProfileCosts | None = None, split: str = "window"
     ) -> None:
         self.topology, self.topk, self.costs, self.split = topology, topk, costs, split
         self._splitter: StepSplitter | None = None
@@ -160,24 +121,6 @@ def _off_node(traffic: NDArray[np.number]) -> float:
     """Returns the share of routes [N, N] that leave their node."""
     total = traffic.sum()
     return float(1 - np.trace(traffic) / total) if total else 0.0
-
-
-def arrivals(old: Placement, new: Placement, topology: Topology) -> Arrivals:
-    """Returns which ranks must receive how many experts; slots of a rank are interchangeable."""
-    before, after = _holds(old), _holds(new)
-    received = after & ~before
-    nodes = before.reshape(old.num_layers, topology.num_nodes, topology.ranks_per_node, -1).any(axis=2)
-    near = received & np.repeat(nodes, topology.ranks_per_node, axis=1)
-    from_node = near.sum(axis=(0, 2))
-    return Arrivals(from_node, received.sum(axis=(0, 2)) - from_node)
-
-
-def _holds(placement: Placement) -> NDArray[np.bool_]:
-    """[L, R, E] whether a rank holds an expert."""
-    table = placement.physical_to_logical.reshape(placement.num_layers, placement.num_ranks, -1)
-    out = np.zeros((placement.num_layers, placement.num_ranks, placement.num_logical + 1), dtype=bool)
-    np.put_along_axis(out, table.astype(np.int64) % (placement.num_logical + 1), True, axis=2)
-    return out[:, :, :-1]
 
 
 class StepSplitter:

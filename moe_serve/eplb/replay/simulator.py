@@ -14,50 +14,65 @@ from moe_serve.eplb.cost.model import CostModel
 from moe_serve.eplb.cost.profile_files import HardwareProfile, ModelProfile
 from moe_serve.eplb.files.fold import folded
 from moe_serve.eplb.load import LoadTrace
-from moe_serve.eplb.rebalance.rebalancer import RebalanceSettings
+from moe_serve.eplb.policies.policy import PlanRules
+from moe_serve.eplb.rebalance.settings import RebalanceSettings
 from moe_serve.eplb.replay.costs import ProfileCosts
-from moe_serve.eplb.replay.replay import ReplaySettings, replay
+from moe_serve.eplb.replay.replay import replay
 from moe_serve.eplb.replay.result import CEILING, ReplayReport
+from moe_serve.eplb.replay.settings import ReplaySettings
 from moe_serve.eplb.replay.synthetic import SyntheticLoad, synthetic_trace
 from moe_serve.errors import ConfigError
 from moe_serve.topology import Topology
 
 
+@dataclass(frozen=True)
+class Sweep:
+    """The values to combine; all combinations run.
+
+    nodes:        machines
+    slots:        physical experts per layer; () = experts + redundant, rounded up to the ranks
+    redundant:    used where slots is (): extra slots per layer
+    window_steps: steps per window of load
+    """
+
+    nodes: tuple[int, ...] = (4,)
+    slots: tuple[int, ...] = ()
+    redundant: tuple[int, ...] = (32,)
+    window_steps: tuple[int, ...] = (100,)
+
+    @property
+    def num_cases(self) -> int:
+        """How many combinations there are, at most: numbers of slots may be the same once rounded up."""
+        return len(self.nodes) * len(self.slots or self.redundant) * len(self.window_steps)
+
+
 @dataclass(frozen=True, eq=False)
 class Simulation:
-    """What to simulate. Every tuple is swept; all combinations run.
+    """What to simulate.
 
-    nodes:            machines;  ranks_per_node: None = as the hardware profile says
-    slots:            physical experts per layer; () = experts + redundant, rounded up to the ranks
-    redundant:        used where slots is (): extra slots per layer
-    window_steps:     steps per window of load
-    policies:         of `replay`
-    load:             shape of the synthetic load; its layers, experts, topk and groups come from the model profile
-    trace:            a recorded load instead; windows are folded to window_steps
-    tokens_per_rank:  tokens of one step of one rank (synthetic load)
-    plan_latency_s:   time from the question to a policy to its answer, for "gate:" policies
-    gate:             of "gate:" policies; bytes_per_expert is taken from the model
+    sweep:           sizes, slots and windows to combine
+    ranks_per_node:  None = as the hardware profile says
+    load:            shape of the synthetic load; its layers, experts, topk and groups come from the model profile
+    trace:           a recorded load instead; windows are folded to window_steps
+    tokens_per_rank: tokens of one step of one rank (synthetic load)
+    context:         tokens in the cache per request (decode), or length of a prompt (prefill)
+    policies, history, interval, rules: as in `replay`; rules.seed also draws the load
+    plan_latency_s:  time from a request to its plan, for "gate:" policies
     """
 
     model: ModelProfile
     hardware: HardwareProfile
+    sweep: Sweep = field(default_factory=Sweep)
+    ranks_per_node: int | None = None
     load: SyntheticLoad = field(default_factory=SyntheticLoad)
     trace: LoadTrace | None = None
-    nodes: tuple[int, ...] = (4,)
-    ranks_per_node: int | None = None
-    slots: tuple[int, ...] = ()
-    redundant: tuple[int, ...] = (32,)
-    window_steps: tuple[int, ...] = (100,)
-    policies: tuple[str, ...] = ("greedy", "refined")
     tokens_per_rank: int = 128
     context: float = 4096.0
+    policies: tuple[str, ...] = ("greedy", "refined")
     history: int = 1
     interval: int = 1
-    off_home: float = 1.0
-    use_groups: bool = False
+    rules: PlanRules = field(default_factory=PlanRules)
     plan_latency_s: float = 0.1
-    gate: RebalanceSettings = field(default_factory=RebalanceSettings)
-    seed: int = 0
 
 
 @dataclass(frozen=True, eq=False)
@@ -88,11 +103,6 @@ class Case:
             }
 
 
-def num_cases(simulation: Simulation) -> int:
-    """Returns how many combinations there are."""
-    return len(simulation.nodes) * len(simulation.slots or simulation.redundant) * len(simulation.window_steps)
-
-
 def simulate(
     simulation: Simulation, progress: Callable[[int, int], None] | None = None, jobs: int = 1
 ) -> tuple[Case, ...]:
@@ -104,7 +114,7 @@ def simulate(
     combinations = [
         (topology, slots, window)
         for topology in _topologies(simulation)
-        for slots, window in itertools.product(_slots(simulation, topology), simulation.window_steps)
+        for slots, window in itertools.product(_slots(simulation, topology), simulation.sweep.window_steps)
     ]
     cases = []
     for index, (topology, slots, window) in enumerate(combinations):
@@ -116,21 +126,21 @@ def simulate(
 
 def _topologies(simulation: Simulation) -> list[Topology]:
     per_node = simulation.ranks_per_node or simulation.hardware.ranks_per_node
-    return [Topology(nodes, per_node) for nodes in simulation.nodes]
+    return [Topology(nodes, per_node) for nodes in simulation.sweep.nodes]
 
 
 def _slots(simulation: Simulation, topology: Topology) -> Sequence[int]:
     ranks, experts = topology.num_ranks, simulation.model.num_logical
-    if simulation.slots:
-        for slots in simulation.slots:
+    if simulation.sweep.slots:
+        for slots in simulation.sweep.slots:
             if slots % ranks or slots < experts:
                 least = math.ceil(experts / ranks) * ranks
                 raise ConfigError(
                     f"{slots} slots on {ranks} ranks for {experts} experts; use a multiple of {ranks} from {least} on, "
                     f"or --redundant, which is rounded up"
                 )
-        return simulation.slots
-    return list(dict.fromkeys(math.ceil((experts + extra) / ranks) * ranks for extra in simulation.redundant))
+        return simulation.sweep.slots
+    return list(dict.fromkeys(math.ceil((experts + extra) / ranks) * ranks for extra in simulation.sweep.redundant))
 
 
 def _run(simulation: Simulation, topology: Topology, num_slots: int, window_steps: int, jobs: int) -> Case:
@@ -147,12 +157,10 @@ def _run(simulation: Simulation, topology: Topology, num_slots: int, window_step
         num_slots,
         history=simulation.history,
         interval=simulation.interval,
-        num_groups=model.num_groups if simulation.use_groups and model.num_groups > 1 else None,
-        off_home=simulation.off_home,
-        seed=simulation.seed,
+        rules=simulation.rules,
         costs=costs,
-        gate=replace(simulation.gate, bytes_per_expert=costs.expert_bytes, off_home=simulation.off_home),
-        gate_model=costs.gate(),
+        gate=RebalanceSettings(bytes_per_expert=costs.expert_bytes, rules=simulation.rules),
+        gate_cost=costs.gate(),
         latency_steps=math.ceil(simulation.plan_latency_s / step_s),
     )
     report = replay(trace, simulation.policies, settings, jobs=jobs)
@@ -174,7 +182,7 @@ def _trace(simulation: Simulation, topology: Topology, window_steps: int) -> Loa
             num_groups=model.num_groups if model.num_groups > 1 else simulation.load.num_groups,
             tokens_per_step=simulation.tokens_per_rank * topology.num_ranks,
             steps_per_window=window_steps,
-            seed=simulation.seed,
+            seed=simulation.rules.seed,
         )
     )
 

@@ -1,23 +1,34 @@
-"""What the balancer commands share: options that describe a cluster, prices and the trace, and how they fail.
+"""The options that the balancer commands share, as dataclasses: a field is an option, a method says what they mean.
 
+A command takes one dataclass, made of these by inheritance; `balancer_command` shows its fields to typer as parameters.
 Nothing here imports torch; reading a `.pt` does, in the reader.
 """
 
 import functools
+import inspect
+import json
+import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import MISSING, dataclass, fields, replace
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, get_type_hints
 
 import typer
 
-from moe_serve.eplb.load import LoadTrace
 from moe_serve.errors import ConfigError, MoeServeError
 from moe_serve.topology import Topology
 
-Trace = Annotated[
+if TYPE_CHECKING:
+    from moe_serve.eplb.load import LoadTrace
+    from moe_serve.eplb.placement import Placement
+    from moe_serve.eplb.policies.policy import PlanRules
+    from moe_serve.eplb.replay.costs import ProfileCosts
+
+Options = TypeVar("Options")
+
+TracePath = Annotated[
     str,
     typer.Argument(
         help="Load trace, recognised by content: ours (.npz, .jsonl, .csv), an SGLang recorder dump (.pt, or the "
@@ -26,112 +37,238 @@ Trace = Annotated[
         show_default=False,
     ),
 ]
-Ranks = Annotated[int | None, typer.Option("--ranks", min=1, help="Expert ranks (GPUs).", show_default="8 a node")]
-Nodes = Annotated[int, typer.Option("--nodes", min=1, help="Machines that the ranks are spread over.")]
-Slots = Annotated[
-    int | None,
-    typer.Option("--slots", min=1, help="Physical experts per layer, a multiple of the ranks.", show_default=False),
-]
-Redundant = Annotated[
-    int,
-    typer.Option("--redundant", min=0, help="Instead of --slots: slots above one per expert, rounded up to the ranks."),
-]
 Window = Annotated[
     int,
     typer.Option("--window", min=0, help="Fold so many steps into one window of load; 0 = windows as recorded."),
 ]
-Model = Annotated[
-    str | None,
-    typer.Option("--model", help="Model profile for predicted times: DeepSeek-V3, Qwen3-235B-A22B, … or a YAML file."),
-]
-Hardware = Annotated[
-    str | None, typer.Option("--hardware", help="Hardware profile: H800, H100, H200, GB200, … or a YAML file.")
-]
-Context = Annotated[float, typer.Option("--context", min=1, help="Tokens in the cache per request (decode).")]
-Phase = Annotated[str, typer.Option("--phase", help="prefill or decode, for windows that do not say it.")]
-Groups = Annotated[int | None, typer.Option("--groups", min=1, help="Expert groups of the router (DeepSeek-V3: 8).")]
-OffHome = Annotated[
-    float,
-    typer.Option("--off-home", min=0, max=1, help="Share of the load that may leave its expert's home node; 0 = "
-                 "DeepSeek's hard hierarchy, 1 = none."),
-]  # fmt: skip
 Topk = Annotated[int | None, typer.Option("--topk", min=1, help="Experts per token, where the trace does not say it.")]
 Experts = Annotated[
     int | None, typer.Option("--experts", min=1, help="Experts per layer, where the trace does not say it.")
 ]
 MaxPt = Annotated[float, typer.Option("--max-pt-gib", min=0, help="Largest .pt file to load whole, in GiB.")]
-Seed = Annotated[int, typer.Option("--seed", min=0, help="Breaks ties and drives searches.")]
-JsonOut = Annotated[bool, typer.Option("--json", help="The report as JSON on stdout instead of tables.")]
-HtmlOut = Annotated[
-    Path | None, typer.Option("--html", help="Also write one self-contained page with pictures.", show_default=False)
-]
-FailBelow = Annotated[
-    float | None,
-    typer.Option("--fail-below", min=0, max=1, help="Exit with 1 when the best balancedness is below this (for CI).",
-                 show_default=False),
+History = Annotated[int, typer.Option(min=1, help="Windows that a plan is made from.")]
+Interval = Annotated[int, typer.Option(min=1, help="Windows between plans (not of gated policies).")]
+Jobs = Annotated[int | None, typer.Option(min=1, help="Policies to replay at once.", show_default="CPUs")]
+Context = Annotated[float, typer.Option("--context", min=1, help="Tokens in the cache per request (decode).")]
+Phase = Annotated[str, typer.Option("--phase", help="prefill or decode, for windows that do not say it.")]
+OffHome = Annotated[
+    float,
+    typer.Option("--off-home", min=0, max=1, help="Share of the load that may leave its expert's home node; 0 = "
+                 "DeepSeek's hard hierarchy, 1 = none."),
 ]  # fmt: skip
-
-Command = TypeVar("Command", bound=Callable[..., None])
-
-
-def one_line_errors(command: Command) -> Command:
-    """Returns the command with our errors turned into one line on stderr and exit code 2."""
-
-    @functools.wraps(command)
-    def run(*args: Any, **kwargs: Any) -> None:
-        try:
-            command(*args, **kwargs)
-        except MoeServeError as problem:
-            typer.echo(f"error: {problem}", err=True)
-            raise typer.Exit(2) from None
-        except BrokenPipeError:  # somebody looked at the head of the output only
-            sys.stderr.close()
-            raise typer.Exit(0) from None
-
-    return run  # type: ignore[return-value]
+Seed = Annotated[int, typer.Option("--seed", min=0, help="Breaks ties and drives searches.")]
+ModelLayers = Annotated[
+    int | None,
+    typer.Option(
+        "--model-layers",
+        min=1,
+        help="All layers of the model, dense ones too (sglang).",
+        show_default="up to the last MoE layer",
+    ),
+]
 
 
-def cluster(ranks: int | None, nodes: int) -> Topology:
-    """Returns the topology of --ranks and --nodes."""
-    total = ranks or 8 * nodes
-    if total % nodes:
-        raise ConfigError(f"{total} ranks do not divide over {nodes} nodes; give a multiple of {nodes} for --ranks")
-    return Topology(nodes, total // nodes)
+@dataclass(frozen=True, kw_only=True)
+class ClusterOptions:
+    """The cluster that a trace is replayed or planned on."""
+
+    ranks: Annotated[int | None, typer.Option(min=1, help="Expert ranks (GPUs).", show_default="8 a node")] = None
+    nodes: Annotated[int, typer.Option(min=1, help="Machines that the ranks are spread over.")] = 1
+    slots: Annotated[
+        int | None,
+        typer.Option(min=1, help="Physical experts per layer, a multiple of the ranks.", show_default=False),
+    ] = None
+    redundant: Annotated[
+        int, typer.Option(min=0, help="Instead of --slots: slots above one per expert, rounded up to the ranks.")
+    ] = 0
+
+    def topology(self) -> Topology:
+        """Returns the ranks and nodes. Raises ConfigError when the ranks do not divide over the nodes."""
+        total = self.ranks or 8 * self.nodes
+        if total % self.nodes:
+            raise ConfigError(
+                f"{total} ranks do not divide over {self.nodes} nodes; give a multiple of {self.nodes} for --ranks"
+            )
+        return Topology(self.nodes, total // self.nodes)
+
+    def num_slots(self, num_logical: int) -> int:
+        """Returns the slots per layer."""
+        num_ranks = self.topology().num_ranks
+        return self.slots or -(-(num_logical + self.redundant) // num_ranks) * num_ranks
 
 
-def slots_of(slots: int | None, redundant: int, num_logical: int, topology: Topology) -> int:
-    """Returns the slots per layer of --slots or --redundant."""
-    return slots or -(-(num_logical + redundant) // topology.num_ranks) * topology.num_ranks
+@dataclass(frozen=True, kw_only=True)
+class TraceOptions:
+    """How a load trace is read."""
+
+    window: Window = 0
+    experts: Experts = None
+    max_pt_gib: MaxPt = 1.0
+
+    def open_trace(
+        self, path: str, progress: Callable[[int, int], None] | None = None, topk: int | None = None
+    ) -> "LoadTrace":
+        """Returns the trace, folded to --window; it is read, and progress called, while it is iterated."""
+        from moe_serve.eplb.files.fold import folded
+        from moe_serve.eplb.files.traces import read_trace
+
+        limit = int(self.max_pt_gib * 2**30)
+        trace = read_trace(path, progress=progress, num_logical=self.experts, max_torch_bytes=limit)
+        if topk is not None and trace.topk not in (None, topk):
+            raise ConfigError(f"--topk is {topk} but the trace says {trace.topk}; leave --topk out")
+        if topk is not None:
+            trace = replace(trace, topk=topk)
+        return folded(trace, self.window) if self.window else trace
 
 
-def open_trace(
-    path: str,
-    progress: Callable[[int, int], None] | None,
-    window: int = 0,
-    topk: int | None = None,
-    experts: int | None = None,
-    max_pt_gib: float = 1.0,
-) -> LoadTrace:
-    """Returns the trace of a command line."""
-    from moe_serve.eplb.files.fold import folded
-    from moe_serve.eplb.files.traces import read_trace
+@dataclass(frozen=True, kw_only=True)
+class PlanOptions:
+    """What every plan keeps to."""
 
-    trace = read_trace(path, progress=progress, num_logical=experts, max_torch_bytes=int(max_pt_gib * 2**30))
-    if topk is not None and trace.topk not in (None, topk):
-        raise ConfigError(f"--topk is {topk} but the trace says {trace.topk}; leave --topk out")
-    if topk is not None:
-        trace = replace(trace, topk=topk)
-    return folded(trace, window) if window else trace
+    groups: Annotated[int | None, typer.Option(min=1, help="Expert groups of the router (DeepSeek-V3: 8).")] = None
+    off_home: OffHome = 1.0
+    max_moves: Annotated[
+        int | None, typer.Option(min=0, help="Slots per layer a plan may move.", show_default=False)
+    ] = None
+    current: Annotated[
+        Path | None, typer.Option(help="Placement in use at the start.", show_default="experts in order")
+    ] = None
+    seed: Seed = 0
+
+    def rules(self) -> "PlanRules":
+        """Returns what every request says."""
+        from moe_serve.eplb.policies.policy import PlanRules
+
+        return PlanRules(num_groups=self.groups, off_home=self.off_home, max_moves=self.max_moves, seed=self.seed)
+
+    def read_current(self, topology: Topology, load: "LoadTrace") -> "Placement | None":
+        """Returns the placement of --current, checked against the trace and the cluster."""
+        if self.current is None:
+            return None
+        from moe_serve.eplb.files.placements import read_placement
+        from moe_serve.eplb.planner import plan_counts
+
+        return read_placement(
+            self.current, topology.num_ranks, load.num_logical, load.moe_layer_ids, plan_counts=plan_counts
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class CostOptions:
+    """What predicts times."""
+
+    model: Annotated[
+        str | None,
+        typer.Option(help="Model profile for predicted times: DeepSeek-V3, Qwen3-235B-A22B, … or a YAML file."),
+    ] = None
+    hardware: Annotated[
+        str | None, typer.Option(help="Hardware profile: H800, H100, H200, GB200, … or a YAML file.")
+    ] = None
+    context: Context = 4096
+    phase: Phase = "decode"
+
+    def costs(self, topology: Topology) -> "ProfileCosts | None":
+        """Returns the cost model; None without --model and --hardware."""
+        if (self.model is None) != (self.hardware is None):
+            raise ConfigError(
+                "--model and --hardware belong together; give both, or neither for a replay without times"
+            )
+        if self.model is None or self.hardware is None:
+            return None
+        from moe_serve.eplb.cost.model import CostModel
+        from moe_serve.eplb.cost.profile_files import load_hardware, load_model_profile
+        from moe_serve.eplb.replay.costs import ProfileCosts
+
+        phase: Literal["prefill", "decode"]
+        match self.phase:
+            case "prefill" | "decode" as phase:
+                model = CostModel(load_hardware(self.hardware), load_model_profile(self.model), topology)
+                return ProfileCosts(model, phase, self.context)
+        raise ConfigError(f"--phase is {self.phase!r}; give prefill or decode")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReportOptions:
+    """Where a report goes, and when the command fails."""
+
+    json_output: Annotated[bool, typer.Option("--json", help="The report as JSON on stdout instead of tables.")] = False
+    fail_below: Annotated[
+        float | None,
+        typer.Option("--fail-below", min=0, max=1, help="Exit with 1 when the best balancedness is below this (for "
+                     "CI).", show_default=False),
+    ] = None  # fmt: skip
+
+    def print(self, as_json: Callable[[], Any], as_table: Callable[[bool], str]) -> None:
+        """Prints the report: plain JSON types, or a table. as_table: takes whether to colour it"""
+        color = sys.stdout.isatty() and "NO_COLOR" not in os.environ
+        typer.echo(json.dumps(as_json(), indent=1) if self.json_output else as_table(color), nl=self.json_output)
+
+    def check(self, balance: float) -> None:
+        """Ends the command with exit code 1 when the balancedness is below --fail-below."""
+        if self.fail_below is not None and balance < self.fail_below:
+            typer.echo(f"balancedness {balance:.4f} is below --fail-below {self.fail_below}", err=True)
+            raise typer.Exit(1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PageOptions(ReportOptions):
+    """A report that may also be an HTML page."""
+
+    html: Annotated[
+        Path | None,
+        typer.Option("--html", help="Also write one self-contained page with pictures.", show_default=False),
+    ] = None
+
+    def write_page(self, page: str) -> None:
+        """Writes the page to --html."""
+        assert self.html is not None
+        self.html.write_text(page, encoding="utf-8")
+        typer.echo(f"wrote {self.html}", err=True)
+
+
+def balancer_command(options: type[Options]) -> Callable[[Callable[[Options], None]], Callable[..., None]]:
+    """Returns a decorator for a command that takes one dataclass: typer sees its fields as parameters.
+
+    An error of ours becomes one line on stderr and exit code 2.
+    """
+    hints = get_type_hints(options, include_extras=True)
+    parameters = [
+        inspect.Parameter(
+            field.name,
+            inspect.Parameter.KEYWORD_ONLY,
+            default=inspect.Parameter.empty if field.default is MISSING else field.default,
+            annotation=hints[field.name],
+        )
+        for field in fields(options)  # type: ignore[arg-type]
+    ]
+
+    def decorate(command: Callable[[Options], None]) -> Callable[..., None]:
+        @functools.wraps(command)
+        def run(**values: Any) -> None:
+            try:
+                command(options(**values))
+            except MoeServeError as problem:
+                typer.echo(f"error: {problem}", err=True)
+                raise typer.Exit(2) from None
+            except BrokenPipeError:  # the reader of a pipe has closed it
+                sys.stderr.close()
+                raise typer.Exit(0) from None
+
+        run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        run.__annotations__ = hints
+        return run
+
+    return decorate
 
 
 @contextmanager
-def progress_bar(words: str, quiet: bool = False) -> Iterator[Callable[[float, float | None], None]]:
+def progress_bar(words: str) -> Iterator[Callable[[float, float | None], None]]:
     """Yields a function (done, total or None) that moves a bar on stderr, and without a terminal, nothing."""
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
     console = Console(stderr=True)
-    if quiet or not console.is_terminal:
+    if not console.is_terminal:
         yield lambda done, total: None
         return
     columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.percentage:>3.0f}%"),

@@ -1,0 +1,56 @@
+"""`moe-serve plan`."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+import moe_serve.launcher.cli.balancer_options as opt
+
+PLAN_HELP = """Plan one placement from a load trace, and write it for the engine you run.
+
+\b
+  moe-serve plan dump.pt --nodes 4 --slots 288 -o p.json --for sglang
+  moe-serve plan statistics/ --ranks 36 -o lb.yaml --for tensorrt_llm
+  moe-serve plan dump.pt --slots 288 --current p.json --max-moves 8
+"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanCommandOptions(opt.ReportOptions, opt.PlanOptions, opt.TraceOptions, opt.ClusterOptions):
+    """The options of `moe-serve plan`."""
+
+    trace: opt.TracePath
+    output: Annotated[Path | None, typer.Option("--output", "-o", help="Where to write it.", show_default=False)] = None
+    target: Annotated[str, typer.Option("--for", help="moe_serve, sglang, tensorrt_llm or vllm_ascend.")] = "moe_serve"
+    policy: Annotated[str, typer.Option("--policy", "-p", help="Balancer.")] = "refined"
+    last: Annotated[int, typer.Option(min=0, help="Plan on the last so many windows only; 0 = on all.")] = 0
+    num_model_layers: opt.ModelLayers = None
+
+
+@opt.balancer_command(PlanCommandOptions)
+def plan(options: PlanCommandOptions) -> None:
+    """Plans on the sum of a trace's windows, prints what it gains, and writes the placement."""
+    from moe_serve.eplb.files.placements import write_placement
+    from moe_serve.eplb.replay.plan_trace import TracePlanSettings, plan_from_trace, plan_to_json, plan_to_table
+
+    topology = options.topology()
+    with opt.progress_bar("reading") as show:
+        load = options.open_trace(options.trace, show)
+        settings = TracePlanSettings(
+            topology,
+            options.num_slots(load.num_logical),
+            policy=options.policy,
+            current=options.read_current(topology, load),
+            last=options.last,
+            fill=options.target != "moe_serve",
+            rules=options.rules(),
+        )
+        made = plan_from_trace(load, settings)
+    if options.output is not None:
+        write_placement(made.plan.placement, options.output, options.target, num_model_layers=options.num_model_layers)
+    options.print(lambda: plan_to_json(made), lambda color: plan_to_table(made, color=color))
+    if options.output is not None:
+        typer.echo(f"wrote {options.output} for {options.target}", err=True)
+    options.check(float(made.plan.balancedness.mean()))

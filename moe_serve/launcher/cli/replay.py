@@ -1,0 +1,139 @@
+"""`moe-serve replay`."""
+
+import json
+import os
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+import moe_serve.launcher.cli.balancer_options as opt
+
+if TYPE_CHECKING:
+    from moe_serve.eplb.load import LoadTrace
+    from moe_serve.eplb.replay.settings import ReplaySettings
+
+REPLAY_HELP = """Replay a load trace through balancers: what would each have moved, how well would it have served?
+
+Every policy plans on the past and is scored on the window that comes next. "do nothing" and "perfect" are always in
+the table as floor and ceiling.
+
+\b
+  moe-serve replay example:demo_unbalanced --ranks 8 --redundant 8
+  moe-serve replay dump.pt --nodes 4 --slots 288 --html report.html
+  moe-serve replay dump.pt --window 50 --model DeepSeek-V3 --hardware H800
+"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReplayOptions(opt.PageOptions, opt.CostOptions, opt.PlanOptions, opt.TraceOptions, opt.ClusterOptions):
+    """The options of `moe-serve replay`."""
+
+    trace: opt.TracePath
+    policy: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--policy",
+            "-p",
+            help="deepseek, greedy, refined, incremental, static; 'gate:NAME' moves only when it pays. "
+            "Repeat the option.",
+            show_default="deepseek greedy refined incremental",
+        ),
+    ] = None
+    history: opt.History = 1
+    interval: opt.Interval = 1
+    split: Annotated[
+        str,
+        typer.Option(
+            help="window: replicas share evenly, on window sums; even, nearest, exact, fewest_activated: split every "
+            "single step as a server does (steps must be in the trace; for nearest by source rank)."
+        ),
+    ] = "window"
+    latency_steps: Annotated[
+        int | None,
+        typer.Option(
+            min=0,
+            help="Steps a plan takes to arrive (gated policies).",
+            show_default="as recorded in a .jsonl trace, else 0",
+        ),
+    ] = None
+    topk: opt.Topk = None
+    curve: Annotated[bool, typer.Option(help="Also plan for other numbers of slots.")] = True
+    jobs: opt.Jobs = None
+
+    def settings(self, load: "LoadTrace") -> "ReplaySettings":
+        """Returns how the trace is replayed."""
+        from moe_serve.eplb.rebalance.settings import RebalanceSettings
+        from moe_serve.eplb.replay.settings import ReplaySettings
+
+        topology = self.topology()
+        costs = self.costs(topology)
+        start = self.read_current(topology, load)
+        keeps_slots = start is not None and not self.slots and not self.redundant
+        gate = RebalanceSettings(rules=self.rules())
+        return ReplaySettings(
+            topology,
+            start.num_slots if start is not None and keeps_slots else self.num_slots(load.num_logical),
+            start=start,
+            history=self.history,
+            interval=self.interval,
+            rules=self.rules(),
+            split=self.split,
+            costs=costs,
+            gate=replace(gate, bytes_per_expert=costs.expert_bytes) if costs else gate,
+            gate_cost=costs.gate() if costs else None,
+            latency_steps=_recorded_latency(self.trace) if self.latency_steps is None else self.latency_steps,
+        )
+
+
+@opt.balancer_command(ReplayOptions)
+def replay(options: ReplayOptions) -> None:
+    """Replays a trace, or shows the balancedness in an engine's log."""
+    from moe_serve.eplb.replay.replay import num_passes
+    from moe_serve.eplb.replay.replay import replay as run_replay
+    from moe_serve.eplb.replay.report import to_json, to_table
+    from moe_serve.eplb.replay.report_curve import with_redundancy_curve
+    from moe_serve.eplb.replay.report_html import to_html
+
+    if _is_log(Path(options.trace)):
+        _show_log(Path(options.trace), options.json_output)
+        return
+    load = options.open_trace(options.trace, topk=options.topk)
+    settings = options.settings(load)
+    policies = options.policy or ["deepseek", "greedy", "refined", "incremental"]
+    jobs = options.jobs or os.cpu_count() or 1
+    with opt.progress_bar("replaying") as show:
+        total = load.num_records * num_passes(len(policies), jobs) if load.num_records else None
+        report = run_replay(load, policies, settings, lambda done: show(done, total), jobs)
+    if settings.costs is not None:
+        report = replace(report, conditions={**report.conditions, "prices": settings.costs.words()})
+    if options.curve:
+        rules = replace(settings.rules, max_moves=None)
+        report = with_redundancy_curve(report, settings.topology, rules)
+    options.print(lambda: to_json(report), lambda color: to_table(report, color=color))
+    if options.html is not None:
+        options.write_page(to_html(report, f"Replay of {Path(options.trace).name}"))
+    options.check(report.summary(report.best)["served_mean"])
+
+
+def _recorded_latency(trace: str) -> int:
+    from moe_serve.eplb.files.trace_jsonl import recorded_latency
+
+    recorded = recorded_latency(Path(trace)) if trace.endswith(".jsonl") and Path(trace).is_file() else None
+    return recorded or 0
+
+
+def _is_log(path: Path) -> bool:
+    from moe_serve.eplb.files.balance_log import is_balance_log
+
+    if not path.is_file():
+        return False
+    with path.open("rb") as file:
+        return is_balance_log(file.read(1 << 16))
+
+
+def _show_log(path: Path, json_output: bool) -> None:
+    from moe_serve.eplb.replay.report_log import log_to_json, log_to_table
+
+    typer.echo(json.dumps(log_to_json(path), indent=1) if json_output else log_to_table(path), nl=json_output)

@@ -1,0 +1,155 @@
+"""`moe-serve simulate`."""
+
+import os
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+import moe_serve.launcher.cli.balancer_options as opt
+from moe_serve.errors import ConfigError
+
+if TYPE_CHECKING:
+    from moe_serve.eplb.cost.profile_files import HardwareProfile, ModelProfile
+    from moe_serve.eplb.replay.simulator import Simulation
+    from moe_serve.eplb.replay.synthetic import SyntheticLoad
+
+SIMULATE_HELP = """Simulate a cluster that does not exist: model x hardware x size x load, swept over several values.
+
+The load is drawn (--load; see --list-loads) or recorded (--trace). Options that say so take several values with
+commas: all combinations run, priced by the cost model.
+
+\b
+  moe-serve simulate --nodes 4,9,18 --redundant 32
+  moe-serve simulate --nodes 18 --redundant 32,176 --html sim.html
+  moe-serve simulate --model Qwen3-235B-A22B --hardware H200 --load bursts
+"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SimulateOptions(opt.PageOptions):
+    """The options of `moe-serve simulate`."""
+
+    model: Annotated[str, typer.Option(help="Model profile, or a YAML file.")] = "DeepSeek-V3"
+    hardware: Annotated[str, typer.Option(help="Hardware profile, or a YAML file.")] = "H800"
+    nodes: Annotated[str, typer.Option(help="Machines; several with commas.")] = "4"
+    ranks_per_node: Annotated[
+        int | None, typer.Option(min=1, help="GPUs of a machine.", show_default="of the hardware")
+    ] = None
+    slots: Annotated[str | None, typer.Option(help="Physical experts per layer; several with commas.")] = None
+    redundant: Annotated[
+        str, typer.Option(help="Instead of --slots: slots above one per expert; several with commas.")
+    ] = "32"
+    window: Annotated[str, typer.Option(help="Steps per window of load; several with commas.")] = "100"
+    policy: Annotated[
+        list[str] | None, typer.Option("--policy", "-p", help="As of replay.", show_default="greedy refined")
+    ] = None
+    load: Annotated[str, typer.Option(help="Synthetic load; see --list-loads.")] = "lognormal"
+    skew: Annotated[float | None, typer.Option(help="How skewed it is.", show_default="of the load")] = None
+    rho: Annotated[float, typer.Option(min=0, max=1, help="Correlation of neighbouring windows (drift).")] = 0.98
+    period: Annotated[int, typer.Option(min=1, help="Windows between jumps, turns or bursts.")] = 10
+    windows: Annotated[int, typer.Option(min=2, help="Windows to draw.")] = 40
+    domains: Annotated[str | None, typer.Option(help="A trace whose records are the domains of --load bursts.")] = None
+    trace: Annotated[str | None, typer.Option(help="A recorded load instead.")] = None
+    tokens_per_rank: Annotated[int, typer.Option(min=1, help="Tokens of one step of one rank.")] = 128
+    context: opt.Context = 4096
+    phase: opt.Phase = "decode"
+    history: opt.History = 1
+    interval: opt.Interval = 1
+    off_home: opt.OffHome = 1.0
+    plan_latency_ms: Annotated[float, typer.Option(min=0, help="Time a plan takes to arrive (gated policies).")] = 100
+    sources: Annotated[bool, typer.Option(help="Also draw where tokens come from, for off-node traffic.")] = False
+    seed: opt.Seed = 0
+    jobs: opt.Jobs = None
+    list_loads: Annotated[bool, typer.Option("--list-loads", help="Say what the synthetic loads are, and end.")] = False
+
+    def simulation(self) -> "Simulation":
+        """Returns what to simulate."""
+        from moe_serve.eplb.cost.profile_files import load_hardware, load_model_profile
+        from moe_serve.eplb.policies.policy import PlanRules
+        from moe_serve.eplb.replay.simulator import Simulation, Sweep
+
+        profile, hardware = load_model_profile(self.model), load_hardware(self.hardware)
+        sweep = Sweep(
+            _numbers(self.nodes, "--nodes"),
+            _numbers(self.slots, "--slots") if self.slots else (),
+            _numbers(self.redundant, "--redundant"),
+            _numbers(self.window, "--window"),
+        )
+        return Simulation(
+            profile,
+            hardware,
+            sweep,
+            ranks_per_node=self.ranks_per_node,
+            load=self._load(profile, hardware, sweep.nodes),
+            trace=opt.TraceOptions().open_trace(self.trace) if self.trace else None,
+            tokens_per_rank=self.tokens_per_rank,
+            context=self.context,
+            policies=tuple(self.policy or ("greedy", "refined")),
+            history=self.history,
+            interval=self.interval,
+            rules=PlanRules(off_home=self.off_home, seed=self.seed),
+            plan_latency_s=self.plan_latency_ms / 1e3,
+        )
+
+    def _load(self, profile: "ModelProfile", hardware: "HardwareProfile", nodes: tuple[int, ...]) -> "SyntheticLoad":
+        import numpy as np
+
+        from moe_serve.eplb.replay.synthetic import SyntheticLoad
+
+        load = SyntheticLoad(
+            family=self.load,
+            num_windows=self.windows,
+            skew=self.skew,
+            rho=self.rho,
+            period=self.period,
+            phase=self.phase,
+            seed=self.seed,
+        )
+        if self.domains is not None:
+            records = opt.TraceOptions().open_trace(self.domains)
+            load = replace(
+                load,
+                profiles=np.array([record.tokens for record in records], dtype=np.float64),
+                num_layers=profile.num_moe_layers,
+                num_logical=profile.num_logical,
+                topk=profile.topk,
+            )
+        if self.sources:
+            if len(nodes) > 1:
+                raise ConfigError("--sources draws the tokens of one number of ranks; give one value for --nodes")
+            load = replace(load, num_sources=nodes[0] * (self.ranks_per_node or hardware.ranks_per_node))
+        return load
+
+
+@opt.balancer_command(SimulateOptions)
+def simulate(options: SimulateOptions) -> None:
+    """Runs all combinations, and reports them with the replay of the best."""
+    from moe_serve.eplb.replay.report_curve import with_redundancy_curve
+    from moe_serve.eplb.replay.report_html import to_html
+    from moe_serve.eplb.replay.report_sweep import sweep_curves, sweep_to_json, sweep_to_table
+    from moe_serve.eplb.replay.simulator import best_case
+    from moe_serve.eplb.replay.simulator import simulate as run_simulation
+    from moe_serve.eplb.replay.synthetic import SyntheticLoad
+
+    if options.list_loads:
+        typer.echo((SyntheticLoad.__doc__ or "").partition("\n\n")[2])
+        return
+    simulation = options.simulation()
+    with opt.progress_bar("simulating") as show:
+        show(0, simulation.sweep.num_cases)
+        cases = run_simulation(simulation, show, options.jobs or os.cpu_count() or 1)
+    options.print(lambda: sweep_to_json(cases), lambda color: sweep_to_table(cases, color=color))
+    best = best_case(cases)
+    if options.html is not None:
+        report = with_redundancy_curve(best.report, best.topology, simulation.rules)
+        title = f"{simulation.model.name} on {best.topology.num_ranks} x {simulation.hardware.name}"
+        options.write_page(to_html(report, title, sweep_curves(cases)))
+    options.check(best.report.summary(best.report.best)["served_mean"])
+
+
+def _numbers(text: str, option: str) -> tuple[int, ...]:
+    try:
+        return tuple(int(part) for part in text.split(","))
+    except ValueError:
+        raise ConfigError(f"{option} is {text!r}; give whole numbers with commas between them, like 1,4,18") from None
