@@ -55,19 +55,8 @@ def anneal_counts(
         if num_experts <= 8:  # so few that throwing dice finds what walking misses
             dice = rows % 2 == 1
             tried[dice] = _any_counts(int(dice.sum()), num_experts, num_ranks, num_slots, draw)
-        copies = list_copies(tried, num_slots)
         own = None if fixed is None else fixed[layer]
-        load = copy_load(weight[layer], tried, copies, own)
-        if slots == 2 and step % 2 == 0:
-            # The best packing there is, unless experts with many copies had to be kept apart.
-            packed, load = pack_in_rounds(copies, load, num_ranks)
-            repair_duplicates(packed, load)
-        else:
-            # Packed by loads that are a little off, so that the same counts get other packings in other trials.
-            packed, _ = pack_longest_first(copies, load * draw.uniform(0.8, 1.25, load.shape), num_ranks)
-            load = copy_load(weight[layer], tried, packed, own)
-            repair_duplicates(packed, load)
-            swap_until_even(packed, load, 16, tolerance=1e-4)
+        packed, load = _pack(tried, weight[layer], own, num_ranks, slots, slots == 2 and step % 2 == 0, draw)
         top = load.sum(axis=2).max(axis=1)
         patience = 0.06 * (1 - step / rounds) ** 2
         keep = top <= current[rows] * (1 + patience * draw.random(len(rows)))
@@ -79,6 +68,31 @@ def anneal_counts(
         chosen = packed.reshape(len(going), chains, num_ranks, slots)[np.arange(len(going)), winner]
         table[going[better]], top_of[going[better]] = chosen[better], value[better]
     return False
+
+
+def _pack(
+    counts: NDArray[np.int64],
+    weight: Floats,
+    fixed: Floats | None,
+    num_ranks: int,
+    slots: int,
+    in_pairs: bool,
+    draw: np.random.Generator,
+) -> tuple[Ids, Floats]:
+    """Returns the tables [X, R, K] of these counts [X, E] and the load of each slot; in_pairs: two slots per rank."""
+    replicas = list_copies(counts, num_ranks * slots)
+    load = copy_load(weight, counts, replicas, fixed)
+    if in_pairs:
+        # The best packing there is, unless experts with many replicas had to be kept apart.
+        packed, load = pack_in_rounds(replicas, load, num_ranks)
+        repair_duplicates(packed, load)
+        return packed, load
+    # Packed by loads that are a little off, so that the same counts get other packings in other trials.
+    packed, _ = pack_longest_first(replicas, load * draw.uniform(0.8, 1.25, load.shape), num_ranks)
+    load = copy_load(weight, counts, packed, fixed)
+    repair_duplicates(packed, load)
+    swap_until_even(packed, load, 16, tolerance=1e-4)
+    return packed, load
 
 
 def _neighbours(

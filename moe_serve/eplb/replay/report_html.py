@@ -29,7 +29,7 @@ def to_html(report: ReplayReport, title: str = "Expert balancing replay", sweep:
     page = (assets / "report.html").read_text(encoding="utf-8")
     parts = {
         "css": (assets / "report.css").read_text(encoding="utf-8"),
-        "js": (assets / "report.js").read_text(encoding="utf-8"),
+        "js": "".join((assets / name).read_text(encoding="utf-8") for name in ("charts.js", "report.js")),
         "title": html.escape(title),
         "data": data,
     }
