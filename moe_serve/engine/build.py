@@ -3,7 +3,6 @@
 `build_served_model` is the one place where attention, experts and balancing meet.
 """
 
-import os
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -24,16 +23,17 @@ from moe_serve.engine.exchange import Exchange
 from moe_serve.engine.mailbox import Mailbox
 from moe_serve.engine.messages import ModelLimits
 from moe_serve.engine.model_plan import ModelPlan
-from moe_serve.engine.recovery import Recovery, make_recovery, spareable_ranks
+from moe_serve.engine.recording import LoadWindows, TraceWriter, begin_trace
+from moe_serve.engine.recovery import Rank, Recovery, make_recovery, spareable_ranks
+from moe_serve.engine.requests import OpenRequests
 from moe_serve.engine.served_model import ServedModel
+from moe_serve.engine.status import EngineCounters
 from moe_serve.engine.step import StepSettings
 from moe_serve.ep.expert_form import MEANING
 from moe_serve.ep.load_recorder import LoadRecorder
 from moe_serve.ep.moe_layer import ExpertParallel, MoeLayer, make_moe_layer
 from moe_serve.ep.replica_map import ReplicaMap
-from moe_serve.eplb.files.jsonl_writer import JsonlWriter
 from moe_serve.eplb.files.trace_meta import TraceMeta
-from moe_serve.eplb.load import LoadRecord
 from moe_serve.errors import ConfigError
 from moe_serve.log import get_logger
 from moe_serve.models.moe_decoder import MakeMoeLayer, build_decoder, kv_layouts
@@ -43,7 +43,6 @@ from moe_serve.topology import Topology
 
 Progress = Callable[[str, float], None]  # (phase, fraction done)
 log = get_logger(__name__)
-_READ_BYTES = 1 << 16
 
 
 def build_engine(
@@ -56,8 +55,6 @@ def build_engine(
 ) -> Engine:
     """Returns a rank's engine with its model loaded. Raises what `build_served_model` raises."""
     served = build_served_model(config, group, progress)
-    if config.eplb.record_path is not None:
-        record_to(Path(config.eplb.record_path), served, group.rank)
     model_key = served.limits.model_name.encode()
     blocks = RequestBlocks(served.cache.num_blocks, config.cache.block_size, config.cache.prefix_cache, model_key)
     scheduler = Scheduler(
@@ -66,15 +63,20 @@ def build_engine(
         max_batch_tokens=config.engine.max_batch_tokens,
         max_model_len=served.limits.max_model_len,
     )
-    recovery = make_recovery(config, group.rank, served, exchange)
+    counters = EngineCounters()
+    requests = OpenRequests(scheduler, served.limits, counters)
+    recovery = make_recovery(config, Rank(group.rank, epoch, exchange, mailbox, requests, counters), served)
     _say_what_a_loss_means(recovery, group.rank, served)
     return Engine(
         rank=group.rank,
         epoch=epoch,
         served=served,
         scheduler=scheduler,
+        requests=requests,
         exchange=exchange,
         mailbox=mailbox,
+        recovery=recovery,
+        counters=counters,
         step_settings=StepSettings(
             max_tokens_per_rank=config.dispatch.max_tokens_per_rank or config.engine.max_batch_tokens,
             prefill_hold_steps=config.engine.prefill_hold_steps,
@@ -84,15 +86,14 @@ def build_engine(
         settings=EngineSettings(
             heartbeat_s=config.engine.heartbeat_s, front_end_deadline_s=config.server.worker_deadline_s
         ),
-        recovery=recovery if isinstance(recovery, Recovery) else None,
     )
 
 
-def _say_what_a_loss_means(recovery: Recovery | str, rank: int, served: ServedModel) -> None:
+def _say_what_a_loss_means(recovery: Recovery, rank: int, served: ServedModel) -> None:
     """Tells the operator, in the log and on /server_info, what happens when a rank is lost."""
-    if isinstance(recovery, str):
-        served.info["on_lost_rank"] = f"end: {recovery}"
-        meaning = f"a lost rank ends the epoch: {recovery}"
+    if recovery.why_end is not None:
+        served.info["on_lost_rank"] = f"end: {recovery.why_end}"
+        meaning = f"a lost rank ends the epoch: {recovery.why_end}"
     else:
         spareable = spareable_ranks(served.placement)
         served.info |= {"on_lost_rank": "mask", "spareable_ranks": spareable}
@@ -110,6 +111,7 @@ def build_served_model(config: ServeConfig, group: EpGroup, progress: Progress |
     """
     started_s = time.monotonic()
     plan = ModelPlan.of(config, read_spec(model_dir(config.model)), group.device)
+    trace = _begin_trace(config, plan, group.rank)
     if plan.expert_form != "dense" and group.rank == 0:
         log.info("%s expert weights: %s", plan.expert_form, MEANING[plan.expert_form])
     weights = _weights(config, plan, group.rank, progress or (lambda phase, fraction: None))
@@ -125,17 +127,17 @@ def build_served_model(config: ServeConfig, group: EpGroup, progress: Progress |
         eos_token_ids=list(plan.spec.eos_token_ids),
         block_size=block_size,
     )
-    return ServedModel(
+    served = ServedModel(
         spec=plan.spec,
         decoder=decoder,
         cache=KvCache(kv_layouts(plan.spec), plan.num_blocks, block_size, plan.dtype, plan.device),
-        placement=plan.placement,
-        recorder=parallel.recorder,
         limits=limits,
         numerics=plan.numerics,
         device=plan.device,
         all_to_all=parallel.all_to_all,
         replica_map=parallel.replica_map,
+        recorder=parallel.recorder,
+        windows=LoadWindows(parallel.recorder, plan.placement, limits.model_name),
         info=_info(plan, parallel.all_to_all)
         | {
             "numerics": config.engine.numerics,
@@ -143,6 +145,9 @@ def build_served_model(config: ServeConfig, group: EpGroup, progress: Progress |
             "weight_load_s": round(load_s, 3),
         },
     )
+    if trace is not None:
+        served.windows.on_record = TraceWriter(*trace, group.rank, served.membership).add
+    return served
 
 
 def check_bits(all_to_all: AllToAll, config: ServeConfig) -> None:
@@ -153,6 +158,20 @@ def check_bits(all_to_all: AllToAll, config: ServeConfig) -> None:
             "whose sums depend on where experts live, which engine.numerics batch_invariant excludes; set "
             "dispatch.backend: collective, or engine.numerics: fast"
         )
+
+
+def _begin_trace(config: ServeConfig, plan: ModelPlan, rank: int) -> tuple[Path, TraceMeta] | None:
+    """Returns the trace file of this model and what it says of itself; None where no load is written.
+
+    Raises ConfigError when rank 0 finds that it cannot be written: before weights are read, which takes minutes.
+    """
+    if config.eplb.record_path is None:
+        return None
+    path, spec = Path(config.eplb.record_path), plan.spec
+    meta = TraceMeta(spec.num_logical, tuple(spec.moe_layer_ids), spec.topk, served_name(config.model))
+    if rank == 0:
+        begin_trace(path, meta)
+    return path, meta
 
 
 def _weights(config: ServeConfig, plan: ModelPlan, rank: int, progress: Progress) -> LoadedWeights:
@@ -231,54 +250,3 @@ def _info(plan: ModelPlan, all_to_all: AllToAll) -> dict[str, Any]:
         "all_to_all_note": all_to_all.note,
         "all_to_all_is_bitwise": all_to_all.is_bitwise,
     }
-
-
-def record_to(path: Path, served: ServedModel, rank: int = 0) -> None:
-    """Writes every load record of a model to a trace file, until the disk refuses one: serving goes on without.
-
-    The first of the ranks that take part writes; rank 0 begins the file, and another one goes on with it when 0 is out.
-    Raises ConfigError when the file cannot be begun.
-    """
-    spec = served.spec
-    meta = TraceMeta(spec.num_logical, tuple(spec.moe_layer_ids), spec.topk, served.limits.model_name)
-    try:
-        writer = JsonlWriter(path, meta) if rank == 0 else None
-    except OSError as error:
-        raise ConfigError(
-            f"eplb.record_path: {path} cannot be written ({error.strerror}); name a file in a folder that exists"
-        ) from None
-
-    group_epoch = 0
-
-    def write(record: LoadRecord) -> None:
-        nonlocal writer, group_epoch
-        membership = served.membership
-        if membership is not None and membership.members[0] != rank:
-            return
-        try:
-            if writer is None or (membership is not None and membership.epoch != group_epoch):
-                # Others may have written since: behind their last line, with a placement that is named again.
-                cut_unfinished_line(path)
-                writer = JsonlWriter(path, meta, append=True)
-                group_epoch = membership.epoch if membership is not None else 0
-            writer.add(record)
-        except OSError as error:
-            served.on_record = None  # a line may be cut off, so nothing may follow it
-            log.error("eplb.record_path: the trace %s ends here (%s); serving goes on", path, error.strerror)
-
-    served.on_record = write
-
-
-def cut_unfinished_line(path: Path) -> None:
-    """Removes what follows the last whole line of a file: the end of a process can cut a line off."""
-    with path.open("r+b") as file:
-        end = file.seek(0, os.SEEK_END)
-        while end > 0:
-            start = max(0, end - _READ_BYTES)
-            file.seek(start)
-            newline = file.read(end - start).rfind(b"\n")
-            if newline >= 0:
-                file.truncate(start + newline + 1)
-                return
-            end = start
-        file.truncate(0)

@@ -11,7 +11,7 @@ import platform
 import secrets
 import time
 from datetime import timedelta
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 import numpy as np
 import torch
@@ -30,20 +30,31 @@ _MEMBER_CHECK_S = 0.005  # the same for a group that goes on without the lost; o
 
 
 class Exchange(Protocol):
-    """Gathers one row from every rank."""
+    """Gathers one row from every rank.
+
+    survives_lost_rank: whether it can gather without a masked rank, once it follows a membership
+    """
+
+    survives_lost_rank: ClassVar[bool] = False
 
     def gather(self, row: Int64Array, step: int) -> Int64Array:
         """Returns all ranks' rows, [num_ranks, ROW_LENGTH] int64. Raises PeerError at the deadline."""
         ...
 
+    def follow(self, membership: Membership) -> None:
+        """Gathers from now on the rows of the ranks that take part. Only where it survives a lost rank."""
+        raise AssertionError(f"{type(self).__name__} cannot gather without a rank")
+
     def dead_peers(self) -> list[int]:
         """Returns the ranks that are known to be dead; empty where this exchange cannot tell."""
-        ...
+        return []
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Frees what the exchange holds."""
+        return
 
 
-class GlooExchange:
+class GlooExchange(Exchange):
     """One gloo all-gather. A step in which a peer is missing ends by the process group's timeout."""
 
     def __init__(self, group: dist.ProcessGroup, deadline_s: float):
@@ -66,14 +77,8 @@ class GlooExchange:
             ) from None
         return torch.stack(rows).numpy()
 
-    def dead_peers(self) -> list[int]:
-        return []
 
-    def close(self) -> None:
-        pass
-
-
-class ShmExchange:
+class ShmExchange(Exchange):
     """One page of shared memory; every rank writes its own rows and reads everybody's.
 
     Layout, in int64 words: a page head of one cache line per rank (its pid), then for each rank two buffers of
@@ -85,6 +90,8 @@ class ShmExchange:
     buffer s % 2 a rank must have passed gather s+1, which a peer enters only after it has read all of s. In a new group
     nobody reads rows of the old one any more: all its ranks have left their gather to agree on it.
     """
+
+    survives_lost_rank = True
 
     def __init__(self, group: dist.ProcessGroup, deadline_s: float):
         if platform.machine() not in ("x86_64", "AMD64"):

@@ -1,125 +1,204 @@
-"""How one rank goes on when another is lost, and how it comes back when it was itself the one that came too late.
+"""Which ranks take part in a step, what happens when one is lost, and how a late one rejoins.
 
     a wait ends in PeerError      in the exchange, the counts, a dispatch or combine, or the reduction of a load record
-    regroup                       what the step has counted is forgotten; all that are left agree on who takes part
-                                  (dispatch/shm/membership.py says how, and why that neither splits the group nor hangs)
-    activate                      the placement without the ranks that are out: same tables, other entries
+    regroup                       what the step has counted is forgotten; the remaining ranks agree on who takes part
+                                  (dispatch/shm/membership.py says how, and why the group neither splits nor hangs)
+    activate                      the placement without the masked ranks: same tables, other entries
     exchange                      the first of the group; its plan has the highest step of all, and ends the load record
-    the step runs again           of the same proposal or a newer one: no request was touched by the one that was voided
+    the step runs again           of the same proposal or a newer one: the voided step touched no request
 
 A rank that had all its rows before another one missed some has finished its part: its tokens are right, are kept, and
 perhaps sent. So steps may differ by one when a group begins; nothing else that ranks know of each other may.
 
-A rank that was left out drops its requests (the front end has given them to others), shows that it would like to come
-back, and waits. The others say in their states whom they see waiting; when all see it, the plan makes that step the one
-in which they regroup with it, and the placement of all ranks is active again.
+A masked rank that still runs drops its requests (the front end has given them to others), shows that it wants to
+rejoin, and waits. The others say in their states which ranks they see waiting; when all see one, the plan makes that
+step the one in which they regroup with it, and the placement of all ranks is active again.
 
 Where an expert had its only slots on the lost ranks, serving cannot go on: every rank finds that out alone, from the
 same placement and the same mask, and ends the epoch with the same error.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from moe_serve.config import ServeConfig
 from moe_serve.dispatch.shm.membership import Membership
-from moe_serve.engine.exchange import Exchange, ShmExchange
+from moe_serve.engine.exchange import Exchange
+from moe_serve.engine.mailbox import Mailbox
+from moe_serve.engine.messages import Members
+from moe_serve.engine.requests import OpenRequests
 from moe_serve.engine.served_model import ServedModel
-from moe_serve.engine.step import mask_of
+from moe_serve.engine.status import EngineCounters
+from moe_serve.engine.step import StepPlan, mask_of
 from moe_serve.eplb.placement import Placement
 from moe_serve.errors import PeerError
+from moe_serve.log import get_logger
 
+log = get_logger(__name__)
 _NAMED_EXPERTS = 5  # of those that are lost, in an error
 
 
 class Recovery:
-    """One rank's way on without others, and back to them."""
+    """All ranks take part in all steps, and a lost one ends the epoch. `MaskingRecovery` goes on without it.
 
-    def __init__(self, rank: int, membership: Membership, served: ServedModel):
-        self._rank = rank
-        self._membership = membership
-        self._served = served
-        self._everybody = served.placement  # where experts are while nobody is out
-        self._known_masked: Sequence[int] = ()
+    why_end:      why a lost rank ends the epoch; None where it does not
+    members:      the ranks that take part, ascending
+    regrouped:    1 before the first exchange of a group
+    masked, wanting_back: the masked ranks, and those of them that are seen waiting to rejoin, as bits
+    """
+
+    regrouped = 0
+
+    def __init__(self, served: ServedModel, why_end: str | None):
+        self.served = served
+        self.why_end = why_end
 
     @property
-    def members(self) -> list[int]:
-        """The ranks that take part, ascending."""
-        return self._membership.members
-
-    @property
-    def group_epoch(self) -> int:
-        """Counts the groups; the same on all ranks that take part."""
-        return self._membership.epoch
+    def members(self) -> Sequence[int]:
+        return range(self.served.placement.num_ranks)
 
     @property
     def masked(self) -> int:
-        """The ranks that are out, as bits."""
+        return 0
+
+    @property
+    def wanting_back(self) -> int:
+        return 0
+
+    def begin_step(self, plan: StepPlan) -> None:
+        """Ends the load record and regroups where the plan says so. Raises PeerError when a peer does not take part."""
+        self.served.windows.begin_step(plan)
+
+    def recover(self, error: PeerError, wait: Callable[[], bool]) -> bool:
+        """Goes on after a lost peer; returns False when this rank was told to end while it was masked.
+
+        wait: passes a moment while this rank is masked; returns False when it was told to end
+        Raises the error, or a PeerError that says more, when the ranks cannot go on.
+        """
+        raise error
+
+
+@dataclass(frozen=True)
+class Rank:
+    """What recovery works with besides the model: one rank's requests, counters and ways to reach others."""
+
+    rank: int
+    epoch: int
+    exchange: Exchange
+    mailbox: Mailbox
+    requests: OpenRequests
+    counters: EngineCounters
+
+
+class MaskingRecovery(Recovery):
+    """The remaining ranks go on without a lost one; a rank that was only late rejoins."""
+
+    def __init__(self, own: Rank, served: ServedModel, membership: Membership):
+        super().__init__(served, why_end=None)
+        self._own = own
+        self._membership = membership
+        self._full_placement = served.placement  # where experts are while no rank is masked
+        self._known_masked: Sequence[int] = ()
+        self._has_rejoined = False
+
+    @property
+    def members(self) -> Sequence[int]:
+        return self._membership.members
+
+    @property
+    def masked(self) -> int:
         return mask_of(self._membership.masked)
 
     @property
     def wanting_back(self) -> int:
-        """The ranks that this one sees waiting outside, as bits."""
         return mask_of(self._membership.wanting_back())
 
-    @property
-    def helps(self) -> bool:
-        """Whether this group is over, so that a new one mends an error; some errors have other reasons."""
-        return self._membership.is_void or self.is_left_out
+    def begin_step(self, plan: StepPlan) -> None:
+        if self._has_rejoined:
+            self.served.windows.rejoin(plan.step - 1)  # the others began theirs with the step that took this rank back
+        self._has_rejoined = False
+        self.regrouped = 0
+        self.served.windows.begin_step(plan)
+        if plan.take_back:
+            self._regroup(f"rank {', '.join(map(str, plan.take_back))} came back", plan.take_back)
 
-    @property
-    def is_left_out(self) -> bool:
-        """Whether the others go on without this rank."""
-        return self._membership.is_left_out
+    def recover(self, error: PeerError, wait: Callable[[], bool]) -> bool:
+        membership = self._membership
+        if not (membership.is_void or membership.is_left_out):
+            raise error  # the group is not over: a new one would not mend this
+        self._own.counters.num_voided_steps += 1
+        if not membership.is_left_out:
+            try:
+                self._regroup(str(error))
+            except PeerError:
+                if not membership.is_left_out:
+                    raise
+        return not membership.is_left_out or self._rejoin(wait)
 
-    def regroup(self, joining: Sequence[int] = ()) -> None:
-        """Voids the running step, agrees with all that are left on a new group, and serves with its placement.
+    def _regroup(self, reason: str, joining: Sequence[int] = ()) -> None:
+        """Voids the running step, agrees with the remaining ranks on a new group, and serves with its placement.
 
         joining: ranks to take back, the same on all ranks
-        Raises PeerError when the others have left this rank out, and when experts are lost.
+        Raises PeerError when the others have masked this rank, and when experts are lost.
         """
-        self._served.void_step()
+        self.served.void_step()
         self._membership.regroup(joining=joining)
         self._activate()
+        self._begin_group(reason)
 
-    def ask_back(self) -> None:
-        """Shows the others that this rank, which they have left out, would like to come back."""
-        self._membership.ask_back()
+    def _rejoin(self, wait: Callable[[], bool]) -> bool:
+        """Drops all requests and waits until the others take this rank back; returns False when it was told to end.
 
-    def taken_back(self) -> bool:
-        """Returns whether the others have taken this rank back; to be asked again until they have.
-
-        Raises PeerError when nobody is left to do so.
+        Raises PeerError when no other rank lives.
         """
-        if not self._membership.taken_back():
-            return False
-        self._activate()
-        return True
+        own = self._own
+        log.warning(
+            "this rank came too late and was masked: it drops its %d requests and waits to rejoin", len(own.requests)
+        )
+        own.counters.num_times_left_out += 1
+        own.requests.drop_all()
+        self._membership.ask_back()
+        while wait():
+            if self._membership.taken_back():
+                self._has_rejoined = True
+                self._activate()
+                self._begin_group(f"rank {own.rank} came back")
+                return True
+        return False
 
     def _activate(self) -> None:
         masked = self._membership.masked
-        placement, lost = self._everybody.without_ranks(masked)
+        placement, lost = self._full_placement.without_ranks(masked)
         if lost:
             newest = next(rank for rank in masked if rank not in self._known_masked)
             raise PeerError(_what_is_lost(placement, masked, lost), newest, "regroup", self._membership.epoch)
-        self._served.activate(placement)
+        self.served.activate(placement)
         self._known_masked = masked
 
+    def _begin_group(self, reason: str) -> None:
+        own, members = self._own, self._membership.members
+        self.regrouped = 1
+        log.debug("%s: ranks %s go on", reason, members)  # the front end or launcher says it once, louder
+        ended = [rank for rank in own.exchange.dead_peers() if rank not in members]
+        times = own.counters.num_times_left_out
+        own.mailbox.send(Members(own.rank, own.epoch, self._membership.epoch, members, reason, times, ended))
 
-def make_recovery(config: ServeConfig, rank: int, served: ServedModel, exchange: Exchange) -> Recovery | str:
-    """Returns this rank's way on when another one is lost, or why there is none: then that ends the epoch."""
-    num_ranks = served.placement.num_ranks
-    if num_ranks == 1:
-        return "there is one rank"
-    if config.engine.on_lost_rank == "end":
-        return "engine.on_lost_rank is end"
+
+def make_recovery(config: ServeConfig, own: Rank, served: ServedModel) -> Recovery:
+    """Returns what this rank does when another one is lost, as the setting, the transport and the exchange allow."""
     membership = served.membership
+    if served.placement.num_ranks == 1:
+        return Recovery(served, "there is one rank")
+    if config.engine.on_lost_rank == "end":
+        return Recovery(served, "engine.on_lost_rank is end")
     if membership is None:
         name = type(served.all_to_all).__name__
-        return f"{name} cannot go on without a rank (dispatch.backend: low_latency on CPUs can)"
-    if not isinstance(exchange, ShmExchange):
-        return "the exchange cannot go on without a rank (engine.exchange: shm can)"
-    exchange.follow(membership)
-    return Recovery(rank, membership, served)
+        why_end = f"{name} cannot go on without a rank (dispatch.backend: low_latency on CPUs can)"
+        return Recovery(served, why_end)
+    if not own.exchange.survives_lost_rank:
+        return Recovery(served, "the exchange cannot go on without a rank (engine.exchange: shm can)")
+    own.exchange.follow(membership)
+    return MaskingRecovery(own, served, membership)
 
 
 def spareable_ranks(placement: Placement) -> list[int]:

@@ -3,8 +3,7 @@
 The engine above sees requests and steps, the folders below see tensors. `engine/build.py` puts it together.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,11 +13,10 @@ from moe_serve.attention_dp.batch import ForwardBatch
 from moe_serve.attention_dp.kv_cache import KvCache
 from moe_serve.dispatch.base import AllToAll, FollowsSteps, MeasuresWaits
 from moe_serve.dispatch.shm.membership import GoesOnWithoutTheLost, Membership
-from moe_serve.engine.load_windows import LoadWindows
 from moe_serve.engine.messages import ModelLimits
+from moe_serve.engine.recording import LoadWindows
 from moe_serve.ep.load_recorder import LoadRecorder
 from moe_serve.ep.replica_map import ReplicaMap
-from moe_serve.eplb.load import LoadRecord
 from moe_serve.eplb.placement import Placement
 from moe_serve.kernels.numerics import Numerics
 from moe_serve.models.moe_decoder import MoeDecoder
@@ -29,23 +27,24 @@ MANY_TOKENS = 1 << 30  # more than any step has
 
 @dataclass
 class ServedModel:
-    """A model that is ready to run steps on one rank."""
+    """A model that is ready to run steps on one rank. info: what /server_info tells of it"""
 
     spec: ModelSpec
     decoder: MoeDecoder
     cache: KvCache
-    placement: Placement
-    recorder: LoadRecorder
     limits: ModelLimits
     numerics: Numerics
     device: torch.device
     all_to_all: AllToAll
     replica_map: ReplicaMap
+    recorder: LoadRecorder
+    windows: LoadWindows
     info: dict[str, Any]
-    on_record: Callable[[LoadRecord], None] | None = None
 
-    def __post_init__(self) -> None:
-        self._windows = LoadWindows(self.recorder, self.placement)
+    @property
+    def placement(self) -> Placement:
+        """Where experts are now."""
+        return self.windows.placement
 
     @property
     def batch_form(self) -> tuple[int, torch.device, Numerics]:
@@ -84,17 +83,17 @@ class ServedModel:
 
     @property
     def membership(self) -> Membership | None:
-        """Who takes part; None where the transport cannot go on without a rank."""
+        """Who takes part; None where the transport cannot mask one."""
         return self.all_to_all.membership if isinstance(self.all_to_all, GoesOnWithoutTheLost) else None
 
     def void_step(self) -> None:
         """Forgets what a step has counted that did not come to its end, and records that some rank may not have."""
-        self._windows.void()
+        self.windows.void()
 
     def activate(self, placement: Placement) -> None:
         """Serves with another placement of the same shape, whose experts are where it says, from the next step on."""
         self.replica_map.activate(placement)
-        self.placement = placement
+        self.windows.placement = placement
 
     def warm_up(self) -> None:
         """Runs empty steps through every layer and collective, so that the first request does not pay for it."""
@@ -102,20 +101,3 @@ class ServedModel:
         for max_tokens in sizes:  # both ways of a transport that chooses by size
             self.begin_step(max_tokens)
             self.forward(ForwardBatch.empty(self.device, self.numerics), 1)
-
-    def come_back(self, first_step: int) -> None:
-        """This rank was out: its load record begins with first_step, where that of the others does."""
-        self._windows.come_back(first_step, self.placement)
-
-    def close_window(self, step: int) -> None:
-        """Ends the load record with the step before `step`. All ranks take part: it is a reduction.
-
-        Raises PeerError when a peer does not: the record goes on.
-        """
-        self._windows.close(step, self.placement)
-
-    def confirm_windows(self) -> None:
-        """Hands on the records that were closed: all ranks have come through their reductions."""
-        for record in self._windows.confirm():
-            if self.on_record is not None:
-                self.on_record(replace(record, model_id=self.limits.model_name))

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from moe_serve.attention_dp.scheduler import ScheduledChunk, Scheduler
+from moe_serve.attention_dp.scheduler import ScheduledChunk, Scheduler, SchedulerStats
 from moe_serve.engine.messages import Status
 
 
@@ -36,25 +36,22 @@ class EngineCounters:
                 self.num_prefill_tokens += chunk.length
 
 
-def make_status(
-    rank: int,
-    epoch: int,
-    step: int,
-    scheduler: Scheduler,
-    counters: EngineCounters,
-    waited_s: Sequence[float],
-    split_outcomes: Sequence[int] = (),
-) -> Status:
-    """Returns the report of a rank.
+def totals_of(counters: EngineCounters, stats: SchedulerStats, split_outcomes: Sequence[int]) -> dict[str, float]:
+    """Returns all counters of a rank, by name.
 
-    waited_s:       for each rank, how long this one has waited for its rows
     split_outcomes: batches that the exact split has proven at once, proven after repair, not proven; () = it does not
                     serve. What was not proven may be exact, and is never called so
     """
     totals = {name: float(value) for name, value in vars(counters).items()}
-    totals |= {name: float(getattr(scheduler.stats, name)) for name in scheduler.stats.__slots__}
+    totals |= {name: float(getattr(stats, name)) for name in stats.__slots__}
     names = ("num_splits_proven", "num_splits_repaired", "num_splits_unproven")
-    totals |= {name: float(number) for name, number in zip(names, split_outcomes, strict=False)}
+    return totals | {name: float(number) for name, number in zip(names, split_outcomes, strict=False)}
+
+
+def make_status(
+    rank: int, epoch: int, step: int, scheduler: Scheduler, totals: dict[str, float], waited_s: Sequence[float]
+) -> Status:
+    """Returns the report of a rank. waited_s: for each rank, how long this one has waited for its rows"""
     return Status(
         rank=rank,
         epoch=epoch,

@@ -2,12 +2,13 @@
 
 from collections.abc import Callable
 
+import numpy as np
 import torch
 import torch.distributed as dist
+from numpy.typing import NDArray
 from torch import Tensor
 
 from moe_serve.dispatch.base import EpGroup, Pending
-from moe_serve.eplb.load import LoadRecord
 
 GATHERED_AT_ONCE = 4096  # counts in one call; what buffers of transports have room for
 
@@ -31,12 +32,12 @@ class LoadRecorder:
         # Column 0 takes the -1 of tokens that have no expert.
         self._counts = torch.zeros(num_layers, num_logical + 1, dtype=torch.int64, device=group.device)
         self._kept = self._counts.clone()
-        self._has_come_back = False
+        self._has_rejoined = False
         # Totals of each rank as of the last record; of this rank only where the process group adds up.
         self._told = torch.zeros(
             group.num_ranks if gather else 1, num_layers * num_logical, dtype=torch.int64, device=group.device
         )
-        self._confirmed = (self._told, self._has_come_back)
+        self._confirmed = (self._told, self._has_rejoined)
 
     def add(self, layer_row: int, topk_ids: Tensor, num_tokens: int) -> None:
         """Counts the first num_tokens rows of topk_ids [T, K] int64 (-1 = none). Nothing is read back."""
@@ -67,24 +68,24 @@ class LoadRecorder:
         """Forgets what was counted since the last `step_done`, and records since the last `confirm`."""
         self._new_counts.clear()
         self._counts.copy_(self._kept)
-        self._told, self._has_come_back = self._confirmed
+        self._told, self._has_rejoined = self._confirmed
 
     def confirm(self) -> None:
         """Says that all ranks have the records taken so far: what is in them will be in no other."""
-        self._confirmed = (self._told, self._has_come_back)
+        self._confirmed = (self._told, self._has_rejoined)
 
-    def come_back(self) -> None:
-        """This rank was out and takes part again: what others counted meanwhile is in records that they have made."""
-        self._has_come_back = True
+    def rejoin(self) -> None:
+        """Says that this rank was masked and takes part again: the others' records hold what they counted meanwhile."""
+        self._has_rejoined = True
         self.confirm()
 
-    def take(self, first_step: int, num_steps: int, phase: str = "mixed") -> LoadRecord | None:
-        """Returns the load of all ranks since the last take, and begins a new window. All ranks call it together.
+    def take(self, begins_anew: bool = True) -> NDArray[np.int64]:
+        """Returns the load of all ranks since the last take, [L, E] int64. All ranks call it together.
 
-        A rank whose window has no step (it has just begun, and others close theirs) gets None, and goes on with it.
+        begins_anew: what this rank has told is in this record; False where it has none and others close theirs
 
-        What a rank counted before it was lost and had not told is in no record; what it counted before it came late and
-        was taken back is in the next.
+        What a rank counted before it was lost and had not told is in no record; what a late rank counted before it was
+        masked is in the first record after it rejoins.
         """
         self._add_up()
         own = self._counts[:, 1:].reshape(-1)
@@ -96,15 +97,15 @@ class LoadRecorder:
         else:
             starts = range(0, own.shape[0], GATHERED_AT_ONCE)
             parts = [self._gather(own[start : start + GATHERED_AT_ONCE]).wait() for start in starts]
-            # The zeros of a rank that is out are not its total.
+            # The zeros of a masked rank are not its total.
             totals = torch.maximum(torch.cat(parts, dim=1), self._told)
-            if self._has_come_back:
+            if self._has_rejoined:
                 own_told = self._told[self._group.rank].clone()
                 self._told = totals.clone()
                 self._told[self._group.rank] = own_told
-                self._has_come_back = False
+                self._has_rejoined = False
             new = (totals - self._told).sum(0)
-            if num_steps == 0:
-                return None
-            self._told = totals
-        return LoadRecord(first_step, num_steps, phase, new.view(self._counts.shape[0], -1).cpu().numpy())
+            if begins_anew:
+                self._told = totals
+        tokens: NDArray[np.int64] = new.view(self._counts.shape[0], -1).cpu().numpy()
+        return tokens

@@ -186,7 +186,7 @@ def strike(engine: Engine, fault: Fault) -> None:
     elif phase == "sample":
         before(engine.scheduler, "complete")
     elif phase == "window":
-        before(engine.served, "close_window")
+        before(engine.served.windows, "close")
     elif half == "receive":
         before(getattr(transport, CHANNELS[phase]), "arrive")
     else:

@@ -192,14 +192,14 @@ def _serve_on_rank(
     if prepare is not None:
         prepare(engine)
     records: list[list[list[int]]] = []
-    write = engine.served.on_record
+    write = engine.served.windows.on_record
 
     def keep(record: LoadRecord) -> None:
         records.append(record.tokens.tolist())
         if write is not None:
             write(record)
 
-    engine.served.on_record = keep
+    engine.served.windows.on_record = keep
     digests: dict[str, list[str]] = {}
     gaps: dict[str, list[float]] = {}
 

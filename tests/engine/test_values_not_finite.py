@@ -33,7 +33,7 @@ def poison_embedding(engine: Engine, value: float) -> None:
 
 def poison_cache(engine: Engine, value: float) -> None:
     """Before the victim's fifth token its oldest block holds the value, in every layer."""
-    forward, requests, cache = engine.served.forward, engine._requests, engine.served.cache
+    forward, requests, cache = engine.served.forward, engine.requests._open, engine.served.cache
 
     def forward_poisoned(batch: ForwardBatch, num_chunks: int, overlap: bool = False) -> torch.Tensor:
         victim = requests.get(VICTIM)

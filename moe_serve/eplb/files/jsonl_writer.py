@@ -18,7 +18,9 @@ class JsonlWriter:
     A record names its placement in full only when it changed since the record before.
     """
 
-    def __init__(self, path: Path, meta: TraceMeta, append: bool = False):
+    def __init__(self, path: Path, meta: TraceMeta, append: bool = False, step_zero: int = 0):
+        """append: write behind what the file holds. step_zero: added to all steps, so that those of a trace go on"""
+        self._step_zero = step_zero
         self._file = path.open("ab" if append else "wb")
         self._placement: Placement | None = None
         if not append or self._file.tell() == 0:
@@ -27,7 +29,7 @@ class JsonlWriter:
     def add(self, record: LoadRecord) -> None:
         """Appends a record."""
         line: dict[str, Any] = {
-            "first_step": record.first_step,
+            "first_step": self._step_zero + record.first_step,
             "num_steps": record.num_steps,
             "phase": record.phase,
             "tokens": record.tokens.tolist(),
@@ -47,7 +49,7 @@ class JsonlWriter:
 
     def event(self, name: str, step: int, **fields: Any) -> None:
         """Appends an event of the balancer, e.g. event("round_activated", step, version=7)."""
-        self._write({"event": name, "step": step, **fields})
+        self._write({"event": name, "step": self._step_zero + step, **fields})
 
     def _write(self, line: dict[str, Any]) -> None:
         self._file.write(msgspec.json.encode(line) + b"\n")

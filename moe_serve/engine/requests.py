@@ -1,0 +1,107 @@
+"""The open requests of one rank: from `Submit` to the last token, an abort, or the moment the rank is masked."""
+
+from moe_serve.attention_dp.request import Request
+from moe_serve.attention_dp.scheduler import Scheduler
+from moe_serve.engine.messages import ModelLimits, Submit, TokenEvent
+from moe_serve.engine.status import EngineCounters
+from moe_serve.errors import RequestError
+from moe_serve.log import get_logger
+
+log = get_logger(__name__)
+
+
+class OpenRequests:
+    """Requests by id. They are touched between steps only; the scheduler decides when each one runs."""
+
+    def __init__(self, scheduler: Scheduler, limits: ModelLimits, counters: EngineCounters):
+        self._scheduler = scheduler
+        self._limits = limits
+        self._counters = counters
+        self._open: dict[str, Request] = {}
+
+    def __len__(self) -> int:
+        return len(self._open)
+
+    def submit(self, message: Submit) -> TokenEvent | None:
+        """Adds a request, in place of its earlier attempt; returns the event that refuses it, None if it is taken."""
+        earlier = self._open.get(message.request_id)
+        if earlier is not None:
+            if earlier.attempt >= message.attempt:
+                return None  # a repeated or late message
+            self._remove(earlier)
+        request = message.to_request()
+        try:
+            self._scheduler.add(request)
+        except RequestError as error:
+            return TokenEvent(
+                request_id=message.request_id,
+                attempt=message.attempt,
+                index=len(message.output_ids),
+                token_ids=[],
+                finish="error",
+                message=str(error),
+                field=error.field,
+            )
+        self._open[message.request_id] = request
+        return None
+
+    def abort(self, request_id: str) -> None:
+        """Forgets a request; an unknown one has ended before."""
+        request = self._open.get(request_id)
+        if request is not None:
+            self._remove(request)
+            self._counters.num_aborted += 1
+
+    def drop_all(self) -> None:
+        """Forgets all requests: other ranks serve them from here on."""
+        for request in list(self._open.values()):
+            self._remove(request)
+
+    def extended(self, request: Request, token_id: int) -> TokenEvent:
+        """Returns the event of a token that a request has just got, and frees the request where it is the last."""
+        finish, matched_id = self._finish(request, token_id)
+        if finish is not None:
+            self._scheduler.finish(request.request_id)
+            del self._open[request.request_id]
+            self._counters.num_finished += 1
+        return TokenEvent(
+            request_id=request.request_id,
+            attempt=request.attempt,
+            index=len(request.output_ids) - 1,
+            token_ids=[token_id],
+            finish=finish,
+            matched_id=matched_id,
+            num_cached_prompt=request.num_cached_prompt,
+        )
+
+    def fail(self, request: Request) -> TokenEvent:
+        """Ends a request whose logits are not finite, and returns what to tell of it. The others go on."""
+        self._scheduler.discard(request.request_id)
+        del self._open[request.request_id]
+        self._counters.num_failed += 1
+        log.error("request %s ends: its logits are not finite", request.request_id)
+        return TokenEvent(
+            request_id=request.request_id,
+            attempt=request.attempt,
+            index=len(request.output_ids),
+            token_ids=[],
+            finish="error",
+            message=f"the logits of this request are NaN or infinite at output token {len(request.output_ids)}, so no "
+            "token can be chosen; other requests go on. Check the checkpoint for weights that are not finite; where "
+            "experts are quantised or bfloat16 overflows, set model.expert_weights: dense or model.dtype: float32",
+        )
+
+    def _remove(self, request: Request) -> None:
+        self._scheduler.abort(request.request_id)
+        del self._open[request.request_id]
+
+    def _finish(self, request: Request, token_id: int) -> tuple[str | None, int | None]:
+        """Returns why a request ends with this token, and the id that ended it; (None, None) while it goes on."""
+        params, limits = request.params, self._limits
+        num_output = len(request.output_ids)
+        is_stop = token_id in params.stop_token_ids or (token_id in limits.eos_token_ids and not params.ignore_eos)
+        if is_stop and num_output > params.min_new_tokens:
+            return "stop", token_id
+        if num_output >= params.max_new_tokens or request.num_known >= limits.max_model_len:
+            return "length", None
+        return None, None
