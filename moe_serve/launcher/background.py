@@ -1,6 +1,6 @@
-"""Ranks on this machine behind a bridge that lives in a thread of its own, for callers without an event loop.
+"""Starts ranks as child processes, and runs the bridge to them in a thread, for callers without an event loop.
 
-The ranks are child processes, and end with this one. Torch-free.
+The ranks end with this process. Torch-free.
 """
 
 import asyncio
@@ -17,7 +17,7 @@ from moe_serve.models.tokenizer import Tokenizer
 from moe_serve.server.bridge import Bridge
 
 T = TypeVar("T")
-_WATCH_S = 0.1  # how often the processes are looked at
+_WATCH_S = 0.1  # how often the processes are checked
 _EXIT_REPORT_S = 1.0  # a rank that exits by itself has told the bridge why; its exit code says less
 _END_GRACE_S = 3.0
 
@@ -25,7 +25,7 @@ _END_GRACE_S = 3.0
 class BackgroundRanks:
     """Running ranks, and the bridge to them.
 
-    bridge: for use in its own event loop only: `call` runs a coroutine there
+    bridge: to be used in its own event loop, where `call` runs a coroutine
     """
 
     def __init__(self, config: ServeConfig, tokenizer: Tokenizer | None, progress: bool, worker: str):
@@ -65,7 +65,7 @@ class BackgroundRanks:
             self._loop.close()
 
     def call(self, work: Awaitable[T]) -> T:
-        """Runs work in the bridge's thread; an interrupt here cancels it there."""
+        """Returns the result of work, run in the bridge's thread; an interrupt here cancels it there."""
         future = asyncio.run_coroutine_threadsafe(_as_coroutine(work), self._loop)
         try:
             return future.result()
@@ -76,7 +76,7 @@ class BackgroundRanks:
     async def _start(self, config: ServeConfig, token: str, worker: str) -> None:
         await self.bridge.start()
         server = config.server.model_copy(update={"worker_port": self.bridge.worker_port})
-        # Started from this thread: the kernel counts the thread, not the process, as the parent that must live on.
+        # Started from this thread: the kernel takes the thread, not the process, for the parent that must stay alive.
         config = config.model_copy(update={"server": server})
         self.ranks = LocalRanks(config, self._line, token, module=worker)
         if self._display is not None:
@@ -120,4 +120,4 @@ class BackgroundRanks:
 
 
 async def _as_coroutine(work: Awaitable[T]) -> T:
-    return await work  # anext() gives an awaitable that the loop does not take as it is
+    return await work  # run_coroutine_threadsafe() refuses the awaitable of anext()

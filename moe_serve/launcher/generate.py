@@ -1,4 +1,4 @@
-"""`moe-serve generate`: prompts in, their continuations on a stream as they come. Torch-free."""
+"""`moe-serve generate`: writes the continuations of prompts to a stream as they arrive. Torch-free."""
 
 from collections.abc import Sequence
 from typing import TextIO
@@ -9,7 +9,7 @@ from moe_serve.launcher.llm import LLM
 
 
 def generate_to(out: TextIO, config: ServeConfig, prompts: Sequence[str], params: SamplingParams) -> None:
-    """Writes each prompt with its continuation, in order. All are computed at once, the first is shown as it comes."""
+    """Writes each prompt with its continuation, in order. All are computed at once; one at a time is shown growing."""
     with LLM.from_config(config, progress=True) as llm:
         texts = [""] * len(prompts)
         finished = [False] * len(prompts)

@@ -29,14 +29,14 @@ from moe_serve.server.schemas import Prompt
 
 Prompts = Sequence[str] | Sequence[list[int]]
 Params = SamplingParams | Sequence[SamplingParams] | None
-_ROOM_POLL_S = 0.01  # how often a caller without any place looks for one
+_CAPACITY_POLL_S = 0.01  # how often a caller looks for capacity while other callers hold all of it
 
 
 @dataclass(frozen=True)
 class Output:
-    """What one prompt gave. text and token_ids are the new ones only.
+    """The output of one prompt. text and token_ids exclude the prompt's.
 
-    finish_reason: "length", or "stop" with `matched`, the stop string or id that ended it; None while a stream goes on
+    finish_reason: "length", or "stop" with `matched`, the stop string or id that ended it; None while it runs
     """
 
     prompt_token_ids: list[int]
@@ -55,8 +55,8 @@ class LLM:
     num_ranks: processes; experts and requests are spread over them
     dtype:     "float32", "bfloat16" or "auto"
     progress:  show the start, and a bar while generating, on stderr
-    overrides: further settings: a section with its settings (`engine={"numerics": "batch_invariant"}`), or the name of
-               one setting that only one section has (`max_running_requests=8`)
+    overrides: more settings: a section with its settings (`engine={"numerics": "batch_invariant"}`), or a setting
+               whose name only one section has (`max_running_requests=8`)
 
     Raises a MoeServeError when the settings cannot work or the ranks do not start.
     """
@@ -97,7 +97,7 @@ class LLM:
         prompts: Prompts,
         params: Params = None,
     ) -> list[Output]:
-        """Returns one output for each prompt, in their order. params: one for all, or one for each.
+        """Returns one output for each prompt, in order. params: one for all, or one for each.
 
         Raises RequestError for a prompt that cannot be served, and UnavailableError when a rank is lost.
         """
@@ -116,7 +116,7 @@ class LLM:
         prompts: Prompts,
         params: Params = None,
     ) -> Iterator[tuple[int, Output]]:
-        """Yields (index of the prompt, its output so far) as tokens come; the last of each has a finish_reason."""
+        """Yields (index of the prompt, its output so far) as tokens arrive; its last output has a finish_reason."""
         yield from self._news(self._specs(prompts, params))
 
     def close(self) -> None:
@@ -140,7 +140,7 @@ class LLM:
         params = replace(params, stop=_as_tuple(params.stop), stop_token_ids=tuple(params.stop_token_ids))
         try:
             params.validate()
-            # numpy's numbers are valid too, but have no form in a message.
+            # numpy's numbers are valid, but messages cannot encode them.
             params = replace(params, temperature=float(params.temperature), top_p=float(params.top_p))
             prompt = _prompt(given, params)
             ids = encode_prompt(prompt, self._tokenizer, self._bridge.limits)
@@ -158,7 +158,7 @@ class LLM:
             self._ranks.call(source.aclose())
 
     async def _run(self, specs: Sequence[RequestSpec]) -> AsyncGenerator[tuple[int, Output], None]:
-        """Keeps as many requests open as the ranks take; aborts what is open when its reader stops early."""
+        """Keeps as many requests open as the ranks take; aborts the open ones when its reader stops early."""
         changes = Changes()
         waiting = list(enumerate(specs))[::-1]
         index_of: dict[str, int] = {}
@@ -170,8 +170,8 @@ class LLM:
                     (request,) = self._bridge.submit([spec], changes)
                     open_requests[request.request_id] = request
                     index_of[request.request_id] = index
-                if not open_requests:  # other callers hold every place, and nobody tells us when one leaves
-                    await asyncio.sleep(_ROOM_POLL_S)
+                if not open_requests:  # other callers hold all capacity, and nothing signals when that ends
+                    await asyncio.sleep(_CAPACITY_POLL_S)
                     continue
                 request = await changes.next()
                 if request.failure is not None:
@@ -215,7 +215,7 @@ def _as_tuple(stop: Any) -> tuple[str, ...]:
 
 
 def _merged(base: dict[str, dict[str, Any]], overrides: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """Returns nested settings with keyword overrides on top. Raises ConfigError for names in no section, or in two."""
+    """Returns base with keyword overrides merged in. Raises ConfigError for a name in no section, or in two."""
     sections = ServeConfig.model_fields
     merged = {section: dict(values) for section, values in base.items()}
     for name, value in overrides.items():
@@ -224,12 +224,12 @@ def _merged(base: dict[str, dict[str, Any]], overrides: dict[str, Any]) -> dict[
                 raise ConfigError(f"{name} is a section; give its settings as a dict, e.g. {name}={{...}}")
             merged.setdefault(name, {}).update(value)
             continue
-        homes = [section for section, field in sections.items() if name in field.annotation.model_fields]  # type: ignore[union-attr]
-        if len(homes) != 1:
+        owners = [section for section, field in sections.items() if name in field.annotation.model_fields]  # type: ignore[union-attr]
+        if len(owners) != 1:
             every = {key for field in sections.values() for key in field.annotation.model_fields}  # type: ignore[union-attr]
             near = difflib.get_close_matches(name, every, n=1)
-            hint = f"two sections have it: give {homes[0]}={{{name!r}: ...}}" if homes else "no section has it"
-            hint += f"; did you mean {near[0]!r}?" if near and not homes else ""
+            hint = f"two sections have it: give {owners[0]}={{{name!r}: ...}}" if owners else "no section has it"
+            hint += f"; did you mean {near[0]!r}?" if near and not owners else ""
             raise ConfigError(f"LLM({name}=...): {hint}")
-        merged.setdefault(homes[0], {})[name] = value
+        merged.setdefault(owners[0], {})[name] = value
     return merged

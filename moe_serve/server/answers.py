@@ -9,7 +9,7 @@ WEIGHT_VERSION = "default"  # weights do not change while serving
 
 
 def result(request: OpenRequest, rid: str) -> dict[str, Any]:
-    """Returns the `/generate` object of one request: everything so far, also in a stream (`text` is cumulative)."""
+    """Returns the `/generate` object of one request: everything so far, in a stream too (`text` is cumulative)."""
     meta: dict[str, Any] = {
         "id": rid,
         "finish_reason": finish_reason(request),
@@ -25,7 +25,7 @@ def result(request: OpenRequest, rid: str) -> dict[str, Any]:
 
 
 def finish_reason(request: OpenRequest) -> dict[str, Any] | None:
-    """Returns why a request ended, None while it goes on."""
+    """Returns why a request ended, None while it runs."""
     if request.failure is not None:
         return {"type": "abort", "message": str(request.failure)}
     reason = request.matcher.finish_reason
@@ -50,7 +50,7 @@ def status_of(error: Exception) -> int:
 
 
 def error_body(message: str, status: int, field: str | None = None) -> dict[str, Any]:
-    """Returns the body of every error: what is wrong, the field to change where there is one, whether to try again."""
+    """Returns the body of an error: what is wrong, the field to change (None: no single one), whether to try again."""
     kind = {429: "rate_limit_error", 503: "unavailable_error"}.get(status)
     kind = kind or ("invalid_request_error" if status < 500 else "internal_error")
     return {
@@ -59,5 +59,5 @@ def error_body(message: str, status: int, field: str | None = None) -> dict[str,
 
 
 def error_of(error: MoeServeError) -> dict[str, Any]:
-    """Returns the body for one of our errors."""
+    """Returns the body of an error."""
     return error_body(str(error), status_of(error), error.field if isinstance(error, RequestError) else None)

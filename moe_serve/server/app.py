@@ -1,6 +1,6 @@
-"""The HTTP face of a serving system: FastAPI routes over a `Bridge`. Torch-free.
+"""The HTTP routes of a serving system, over a `Bridge`. Torch-free.
 
-Every error, from a wrong path to a lost rank, has the one JSON form of `answers.error_body`.
+Every error, from a wrong path to a lost rank, has the JSON form of `answers.error_body`.
 """
 
 import asyncio
@@ -26,7 +26,7 @@ from moe_serve.server.schemas import parse_generate
 
 log = get_logger(__name__)
 
-_BODY_DEADLINE_S = 60.0  # for a client to send its body
+_BODY_DEADLINE_S = 60.0  # for a client to send the whole body
 
 
 class BodyTooLarge(RequestError):
@@ -34,8 +34,8 @@ class BodyTooLarge(RequestError):
 
 
 def make_app(config: ServeConfig, bridge: Bridge, tokenizer: Tokenizer | None) -> FastAPI:
-    """Returns the application over a bridge, which somebody else starts and closes."""
-    # No /docs page: it would load scripts from elsewhere.
+    """Returns the application over a bridge, which the caller starts and closes."""
+    # No /docs page, since it loads scripts from other servers.
     app = FastAPI(title="moe_serve", version=moe_serve.__version__, docs_url=None, redoc_url=None)
     _add_errors(app)
     _add_generate(app, config, bridge, tokenizer)
@@ -71,12 +71,12 @@ def _add_health(app: FastAPI, bridge: Bridge) -> None:
     @app.get("/ready")
     @app.get("/readyz")
     async def readiness() -> Response:
-        """200 exactly when new requests are taken; 503 says why not, and names the rank."""
+        """200 while new requests are accepted; 503 says why not, and names the rank."""
         return ready()
 
     @app.get("/ping")
     async def ping() -> Response:
-        """200 as long as this process answers."""
+        """200 while this process answers."""
         return _json({"status": "ok"})
 
 
@@ -104,7 +104,7 @@ def _add_information(app: FastAPI, config: ServeConfig, bridge: Bridge, has_toke
     @app.get("/v1/models/{model_id:path}")
     async def model(model_id: str) -> Response:
         if model_id != name:
-            raise HTTPException(404, f"there is no model {model_id[:100]!r} here; this server has {name!r}")
+            raise HTTPException(404, f"there is no model {model_id[:100]!r}; this server serves {name!r}")
         return _json(model_object())
 
     @app.get("/model_info")
@@ -142,7 +142,7 @@ def _add_metrics(app: FastAPI, bridge: Bridge) -> None:
 
     @app.get("/metrics")
     async def metrics() -> Response:
-        """What Prometheus scrapes."""
+        """The metrics in Prometheus' text format."""
         return Response(generate_latest(registry), media_type=CONTENT_TYPE_LATEST)
 
 
@@ -155,13 +155,13 @@ def _add_errors(app: FastAPI) -> None:
 
     @app.exception_handler(ClientDisconnect)
     async def gone(request: Request, error: ClientDisconnect) -> Response:
-        return Response(status_code=400)  # for nobody
+        return Response(status_code=400)  # nobody receives it
 
     @app.exception_handler(HTTPException)
     async def http(request: Request, error: HTTPException) -> Response:
         message = error.detail
         if error.status_code == 404 and message == "Not Found":
-            message = f"there is no {request.url.path[:200]} here; see /openapi.json for what there is"
+            message = f"there is no path {request.url.path[:200]}; /openapi.json lists the paths"
         elif error.status_code == 405:
             message = f"{request.url.path[:200]} does not take {request.method}"
         response = _json(error_body(message, error.status_code), error.status_code)
@@ -170,17 +170,17 @@ def _add_errors(app: FastAPI) -> None:
 
     @app.exception_handler(Exception)
     async def mistake(request: Request, error: Exception) -> Response:
-        # Starlette logs nothing by itself once a handler exists, and raises the error again after this answer.
+        # With a handler, Starlette logs nothing itself; it raises the error again after this answer.
         log.exception("%s %s failed", request.method, request.url.path, exc_info=error)
-        return _json(error_body("the server failed on this request; its log says more", 500), 500)
+        return _json(error_body("the server failed on this request; see its log", 500), 500)
 
 
 async def _read_body(request: Request, max_bytes: int) -> bytes:
-    """Returns the body of a request. Raises BodyTooLarge as soon as that is known, and RequestError when it is late."""
+    """Returns the body of a request. Raises BodyTooLarge as soon as its size is known, RequestError after a minute."""
 
     def too_large(what: str) -> BodyTooLarge:
         return BodyTooLarge(
-            f"the body has {what} bytes, at most {max_bytes} are taken (server.max_body_mib); send less"
+            f"the body has {what} bytes, at most {max_bytes} are allowed (server.max_body_mib); send less"
         )
 
     announced = request.headers.get("content-length", "")

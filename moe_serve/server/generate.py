@@ -1,6 +1,6 @@
-"""`/generate`: a checked body becomes requests of the bridge, and their news becomes one JSON answer or a stream.
+"""`/generate`: submits the requests of a checked body, and sends their results as one JSON answer or a stream.
 
-The answer watches its client while it waits: a client that goes away aborts its requests and frees what they hold.
+When the client disconnects, its requests are aborted and free what they hold.
 """
 
 import asyncio
@@ -23,7 +23,7 @@ from moe_serve.server.open_request import Changes, OpenRequest, RequestSpec
 from moe_serve.server.prompts import derived_seed, draw_seed, encode_prompt, fit_to_model
 from moe_serve.server.schemas import GenerateRequest, Prompt
 
-_SHORT_CALL = 4096  # characters of all prompts; more are tokenized beside the event loop
+_SHORT_CALL = 4096  # characters of all prompts; a longer call is tokenized in a thread
 _DONE = b"data: [DONE]\n\n"
 
 json_bytes = msgspec.json.encode
@@ -31,7 +31,7 @@ json_bytes = msgspec.json.encode
 
 @dataclass(frozen=True)
 class Call:
-    """The open requests of one HTTP call, in the order of its answer, and the name each has for the client."""
+    """The open requests of one HTTP call, in the order of its answer, and the id that the client knows each by."""
 
     requests: Sequence[OpenRequest]
     rids: Sequence[str]
@@ -40,10 +40,7 @@ class Call:
 
 
 async def start_call(given: GenerateRequest, bridge: Bridge, tokenizer: Tokenizer | None) -> Call:
-    """Submits all requests of a call, or none.
-
-    Raises RequestError, QueueFullError and UnavailableError, each with what to do.
-    """
+    """Submits all requests of a call, or none. Raises RequestError, QueueFullError or UnavailableError."""
     limits = bridge.limits
     specs: list[RequestSpec] = []
     rids: list[str] = []
@@ -68,7 +65,7 @@ async def start_call(given: GenerateRequest, bridge: Bridge, tokenizer: Tokenize
 
 
 async def _tokenize(prompts: Sequence[Prompt], tokenizer: Tokenizer | None, limits: ModelLimits) -> Sequence[list[int]]:
-    """Returns the ids of each prompt. Long texts are encoded in a thread: other clients are served meanwhile."""
+    """Returns the ids of each prompt. Encodes long texts in a thread, so that other clients are served meanwhile."""
 
     def work() -> list[list[int]]:
         return [encode_prompt(prompt, tokenizer, limits) for prompt in prompts]
@@ -78,7 +75,7 @@ async def _tokenize(prompts: Sequence[Prompt], tokenizer: Tokenizer | None, limi
 
 
 class GenerateResponse(Response):
-    """The answer to one call, JSON or server-sent events. Aborts what is still open when it ends, however it ends."""
+    """The answer to one call, as JSON or server-sent events. When it ends, for any reason, it aborts what is open."""
 
     def __init__(self, call: Call, bridge: Bridge, stream: bool):
         super().__init__()
@@ -94,7 +91,7 @@ class GenerateResponse(Response):
             if answer.done():
                 answer.result()
         except OSError:
-            pass  # the client left while we were sending
+            pass  # the client disconnected while we were sending
         finally:
             for task in (answer, gone):
                 task.cancel()
@@ -139,7 +136,7 @@ class GenerateResponse(Response):
 
 
 def error_response(error: MoeServeError) -> Response:
-    """Returns the answer for one of our errors."""
+    """Returns the answer for an error."""
     headers = {}
     if isinstance(error, QueueFullError):
         headers["Retry-After"] = str(max(1, math.ceil(error.retry_after_s)))
@@ -153,7 +150,7 @@ async def _send_part(send: Send, data: bytes) -> None:
 
 
 async def _client_left(receive: Receive) -> None:
-    """Returns when the client has closed its connection."""
+    """Returns once the client has closed its connection."""
     while (await receive())["type"] != "http.disconnect":
         pass
 

@@ -1,4 +1,4 @@
-"""Runs the application on a port until it is told to end, within seconds. Torch-free."""
+"""Runs the application on a port; told to end, it does so within seconds. Torch-free."""
 
 import asyncio
 import contextlib
@@ -10,11 +10,11 @@ from fastapi import FastAPI
 
 from moe_serve.server.bridge import Bridge
 
-_END_DEADLINE_S = 3  # for answers on their way, once the server was told to end
+_END_DEADLINE_S = 3  # for answers in progress, once the server is told to end
 
 
 class HttpServer(uvicorn.Server):
-    """uvicorn with one way to end: no new calls, the open ones end with an error, then the process may leave."""
+    """uvicorn that ends without delay: it takes no new calls, and the open ones end with an error."""
 
     def __init__(self, app: FastAPI, bridge: Bridge, handle_signals: bool):
         super().__init__(
@@ -31,7 +31,7 @@ class HttpServer(uvicorn.Server):
         self._handle_signals = handle_signals
 
     def stop(self) -> None:
-        """Begins to end; a second call does not wait for answers any more."""
+        """Begins to end. A second call no longer waits for answers."""
         self.force_exit = self.should_exit
         self.should_exit = True
         self._bridge.drain()

@@ -1,6 +1,6 @@
-"""Takes the fields of a client's JSON object one by one, each through a check; knows nothing of what they mean.
+"""Checks the fields of a client's JSON object, without knowing what they mean.
 
-A check gets the field's name and its value (never null), and returns the value or raises RequestError with the field,
+A check gets the field's name and its value (never null). It returns the value, or raises RequestError with the field,
 the value and what was expected. Torch-free.
 """
 
@@ -14,11 +14,11 @@ import msgspec
 from moe_serve.attention_dp.request import MAX_SEED
 from moe_serve.errors import RequestError
 
-MAX_NAME_CHARS = 256  # of names that clients choose: rid, session_id, cache_salt
+MAX_NAME_CHARS = 256  # of the names that clients choose: rid, session_id, cache_salt, extra_key
 
 
 class Fields:
-    """The fields of one JSON object, taken out one by one; what is left over at the end is refused by name."""
+    """The fields of one JSON object. Each is taken once; those left over at the end are refused by name."""
 
     def __init__(
         self,
@@ -28,9 +28,9 @@ class Fields:
         other_words: Mapping[str, str],
     ):
         """
-        prefix:      of the names in errors, "" or "sampling_params."
-        neutral:     fields that are known but not offered, with the values (beside null) that ask for nothing
-        other_words: what the same field is called elsewhere, for hints
+        prefix:      of the names in errors: "" or "sampling_params."
+        neutral:     known fields that are not supported, with the values besides null that ask for nothing
+        other_words: names of the same field in other APIs, for hints
         """
         self._values = dict(values)
         self._prefix = prefix
@@ -45,7 +45,7 @@ class Fields:
         return None if value is None else check(self._prefix + name, value)
 
     def refuse_the_rest(self) -> None:
-        """Raises RequestError for the first field that was not taken and asks for something."""
+        """Raises RequestError for the first field that was not taken, unless its value asks for nothing."""
         for name, value in self._values.items():
             path = self._prefix + name
             if name not in self._neutral:
@@ -59,7 +59,7 @@ class Fields:
 
 
 def _same(value: Any, neutral: Any) -> bool:
-    """Whether a value is the neutral one; 0 and false are different things in JSON."""
+    """Returns whether a value is the neutral one; in JSON, 0 and false differ."""
     return bool(value == neutral) and isinstance(value, bool) == isinstance(neutral, bool)
 
 
@@ -77,10 +77,10 @@ def parse_object(body: bytes) -> dict[str, Any]:
 
 
 def token_ids(name: str, value: Any) -> tuple[int, ...]:
-    """Takes a list of whole numbers; whether a model knows them is checked later."""
+    """Checks a list of whole numbers; the vocabulary is checked later."""
     if not isinstance(value, list):
         raise RequestError(f"{name} is {show(value)}, expected a list of token ids", field=name)
-    # type() and not isinstance(): true and false are ints to Python, and this loop runs over whole prompts.
+    # type() and not isinstance(): true and false are ints in Python, and this loop runs over whole prompts.
     wrong = next((i for i, item in enumerate(value) if type(item) is not int), None)
     if wrong is not None:
         raise RequestError(f"{name}[{wrong}] is {show(value[wrong])}, expected a token id", field=f"{name}[{wrong}]")
@@ -88,7 +88,7 @@ def token_ids(name: str, value: Any) -> tuple[int, ...]:
 
 
 def whole_number(name: str, value: Any) -> int:
-    """Takes 5 and 5.0, up to the largest seed."""
+    """Checks a whole number, 5 or 5.0, up to the largest seed."""
     if isinstance(value, float) and value.is_integer():
         value = int(value)
     if type(value) is not int:
@@ -99,7 +99,7 @@ def whole_number(name: str, value: Any) -> int:
 
 
 def natural_number(name: str, value: Any) -> int:
-    """Takes 0 and above."""
+    """Checks a whole number of at least 0."""
     number = whole_number(name, value)
     if number < 0:
         raise RequestError(f"{name} is {number}, expected at least 0", field=name)
@@ -107,7 +107,7 @@ def natural_number(name: str, value: Any) -> int:
 
 
 def real_number(name: str, value: Any) -> float:
-    """Takes any finite number."""
+    """Checks a finite number."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise RequestError(f"{name} is {show(value)}, expected a number", field=name)
     try:
@@ -120,14 +120,14 @@ def real_number(name: str, value: Any) -> float:
 
 
 def boolean(name: str, value: Any) -> bool:
-    """Takes true and false, not 0 and 1."""
+    """Checks for true or false; 0 and 1 are neither."""
     if not isinstance(value, bool):
         raise RequestError(f"{name} is {show(value)}, expected true or false", field=name)
     return value
 
 
 def short_name(name: str, value: Any) -> str:
-    """Takes a name that a client chooses for itself."""
+    """Checks a name that the client chose."""
     if not isinstance(value, str) or not value or len(value) > MAX_NAME_CHARS:
         raise RequestError(
             f"{name} is {show(value)}, expected a string of 1 to {MAX_NAME_CHARS} characters", field=name

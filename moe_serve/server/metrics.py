@@ -1,4 +1,4 @@
-"""What Prometheus sees of the ranks: read from their last status, nothing is counted here. Torch-free."""
+"""The Prometheus metrics of the ranks, read from their last status; nothing is counted here. Torch-free."""
 
 from collections.abc import Iterator
 
@@ -10,11 +10,11 @@ from moe_serve.server.workers import WorkerTable
 
 
 class WaitMatrix(Collector):
-    """For whom each rank has waited: moe_serve_all_to_all_wait_seconds_total{rank, peer}.
+    """How long each rank has waited for each peer: moe_serve_all_to_all_wait_seconds_total{rank, peer}.
 
-    Whoever is late for all shows as a column, a peer with much on every rank; a rank that waits for everybody has less
-    to do than they, or a faster machine. A transport that does not measure its waits has no series. The totals begin
-    anew with an epoch, as counters may.
+    A slow rank shows as a peer that every rank waits for. A rank that waits for all peers has less work than they, or a
+    faster machine. A transport that does not measure its waits has no series. The totals restart with an epoch, as
+    counters may.
     """
 
     def __init__(self, workers: WorkerTable):
@@ -23,7 +23,7 @@ class WaitMatrix(Collector):
     def collect(self) -> Iterator[Metric]:
         family = CounterMetricFamily(
             "moe_serve_all_to_all_wait_seconds",
-            "Seconds that a rank has waited for the rows of a peer, beyond its first looks.",
+            "Seconds that a rank has waited for the rows of a peer, after its first polls.",
             labels=("rank", "peer"),
         )
         for view in self._workers:
@@ -34,14 +34,14 @@ class WaitMatrix(Collector):
 
 
 class ServingRanks(Collector):
-    """Which ranks take requests: moe_serve_rank_serving{rank}, 0 for one that is out, lost or not ready."""
+    """Which ranks take requests: moe_serve_rank_serving{rank}, 0 for a rank that is masked, lost or not ready."""
 
     def __init__(self, workers: WorkerTable):
         self._workers = workers
 
     def collect(self) -> Iterator[Metric]:
         family = GaugeMetricFamily(
-            "moe_serve_rank_serving", "Whether a rank takes requests: 1, or 0 while it is out.", labels=("rank",)
+            "moe_serve_rank_serving", "Whether a rank takes requests: 1, or 0 while it is masked.", labels=("rank",)
         )
         for view in self._workers:
             family.add_metric((str(view.rank),), float(view.serves and self._workers.loss is None))
@@ -49,7 +49,7 @@ class ServingRanks(Collector):
 
 
 def make_registry(workers: WorkerTable) -> CollectorRegistry:
-    """Returns what `/metrics` of one front end shows."""
+    """Returns the metrics of one front end."""
     registry = CollectorRegistry()
     registry.register(WaitMatrix(workers))
     registry.register(ServingRanks(workers))

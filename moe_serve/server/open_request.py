@@ -1,4 +1,4 @@
-"""A request on its way: what was submitted, what has come back, and how its reader hears of news. Torch-free."""
+"""An open request: what was submitted, what has come back, and how its reader is notified. Torch-free."""
 
 import asyncio
 import time
@@ -13,14 +13,16 @@ from moe_serve.errors import MoeServeError, RequestError
 
 
 class UnavailableError(MoeServeError):
-    """The engine cannot serve now: it is starting, ending, or a rank is lost. The same request may work later."""
+    """The engine cannot serve now: it is starting or ending, or a rank is lost. The same request may succeed later."""
 
 
 @dataclass(frozen=True)
 class RequestSpec:
-    """What to generate: a pure value that may be submitted again at any time.
+    """What to generate: a value that may be submitted again at any time.
 
-    session_id: requests of one session go to one rank; rank: the caller chose it; salt: see Submit.
+    salt:       requests share cached prefixes only with those of the same salt
+    session_id: requests of one session go to one rank
+    rank:       the rank that the caller chose; None = any
     """
 
     prompt_ids: list[int]
@@ -32,10 +34,10 @@ class RequestSpec:
 
 
 class Changes:
-    """Tells one reader which of its requests have news. News of one request that was not read yet counts once."""
+    """Tells one reader which of its requests have changed; a request with several unread changes is told once."""
 
     def __init__(self) -> None:
-        self._changed: dict[int, OpenRequest] = {}  # in the order of their news
+        self._changed: dict[int, OpenRequest] = {}  # in the order of their changes
         self._event = asyncio.Event()
 
     def notify(self, request: "OpenRequest") -> None:
@@ -43,7 +45,7 @@ class Changes:
         self._event.set()
 
     async def next(self) -> "OpenRequest":
-        """Returns a request with news, waiting for it."""
+        """Waits for a request that has changed, and returns it."""
         while not self._changed:
             self._event.clear()
             await self._event.wait()
@@ -53,11 +55,11 @@ class Changes:
 class OpenRequest:
     """One submitted request.
 
-    rank:       which has it now
-    attempt:    which submit of it counts; events of others are dropped
+    rank:       the rank that serves it now
+    attempt:    the submit that counts; events of other attempts are dropped
     matcher:    its output as the reader sees it
-    failure:    set when it ends without an answer; RequestError = the client's fault
-    num_cached: prompt tokens that the prefix cache supplied
+    failure:    set when it ends without an answer; RequestError: the client's fault
+    num_cached: prompt tokens from the prefix cache
     """
 
     def __init__(
@@ -92,7 +94,7 @@ class OpenRequest:
         return len(self.matcher.output_ids)
 
     def submit_message(self) -> Submit:
-        """Returns what a rank needs to start, or to go on where an earlier attempt stopped."""
+        """Returns what a rank needs to start, or to continue where an earlier attempt stopped."""
         return Submit(
             request_id=self.request_id,
             attempt=self.attempt,
@@ -104,13 +106,13 @@ class OpenRequest:
         )
 
     def move_to(self, rank: int) -> None:
-        """Leaves its rank, which is lost, for another one; what it has produced stays."""
+        """Assigns a lost rank's request to another rank; its output so far stays."""
         self.rank = rank
         self.attempt += 1
         self.has_started = False
 
     def count_loss(self) -> int:
-        """Notes that its rank has ended; returns how many did since the last token."""
+        """Counts that its rank has ended; returns how many ranks have since the last token."""
         if self.num_output > self._num_output_at_loss:
             self._num_losses = 0
         self._num_losses += 1
@@ -118,7 +120,7 @@ class OpenRequest:
         return self._num_losses
 
     def apply(self, event: TokenEvent) -> None:
-        """Takes one event of a rank: old and repeated tokens are dropped, a gap fails the request."""
+        """Handles an event of its rank: drops old and repeated tokens, fails on a gap."""
         if self.is_done or event.attempt != self.attempt:
             return
         if event.finish == "error":

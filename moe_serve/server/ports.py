@@ -1,4 +1,4 @@
-"""Opens the port of the HTTP server; apart from the server, so that the launcher can do it before anything starts."""
+"""Opens the port of the HTTP server, before the server itself is started."""
 
 import errno
 import os
@@ -12,7 +12,7 @@ _BACKLOG = 2048
 def open_port(host: str, port: int, where: str = "server.host", which: str = "--port or server.port") -> socket.socket:
     """Returns a listening socket; port 0 = any free one.
 
-    where, which: the settings that the host and the port come from, for the error
+    where, which: the settings of the host and the port, for the error
     Raises LaunchError when the host is not this machine, PortError when the port cannot be opened.
     """
     try:
@@ -30,7 +30,7 @@ def open_port(host: str, port: int, where: str = "server.host", which: str = "--
             raise LaunchError(f"{where} is {host!r}, which is no address of this machine; correct it") from None
         raise PortError(
             f"port {port} on {host} cannot be opened ({os.strerror(error.errno or 0)}); "
-            f"end what uses it, or choose another one by {which}"
+            f"end the process that uses it, or choose another port with {which}"
         ) from None
     listener.setblocking(False)
     return listener

@@ -1,4 +1,4 @@
-"""From a checked prompt to what a rank gets: token ids, parameters that fit the model, a seed. Torch-free.
+"""Turns a checked prompt into what a rank gets: token ids, parameters that fit the model, a seed. Torch-free.
 
 Used by the HTTP server and by `LLM`.
 """
@@ -44,7 +44,7 @@ def encode_prompt(prompt: Prompt, tokenizer: Tokenizer | None, limits: ModelLimi
 
 
 def fit_to_model(prompt: Prompt, prompt_ids: Sequence[int], limits: ModelLimits) -> SamplingParams:
-    """Returns the parameters of a prompt for one model: checked against its limits, cut to them where not asked for.
+    """Returns the parameters of a prompt, checked against a model's limits; a default length is reduced to them.
 
     Raises RequestError for ids outside the vocabulary and lengths that cannot be served.
     """
@@ -62,22 +62,22 @@ def fit_to_model(prompt: Prompt, prompt_ids: Sequence[int], limits: ModelLimits)
         raise RequestError(
             f"{field} has {len(prompt_ids)} tokens, at most {longest} are served; shorten it", field=field
         )
-    # The cache of a rank holds max_prompt_len + 1 tokens where that is fewer; the last token needs no place in it.
+    # The cache of a rank may hold fewer: max_prompt_len + 1 tokens; the last output token is not cached.
     max_tokens = min(limits.max_model_len, limits.max_prompt_len + 2)
-    params, room = prompt.params, max_tokens - len(prompt_ids)
-    if params.max_new_tokens > room:
+    params, num_free = prompt.params, max_tokens - len(prompt_ids)
+    if params.max_new_tokens > num_free:
         if prompt.explicit_length:
             raise RequestError(
                 f"max_new_tokens is {params.max_new_tokens} and the prompt has {len(prompt_ids)} tokens, together more "
-                f"than the {max_tokens} that are served; ask for at most {room}",
+                f"than the {max_tokens} that are served; ask for at most {num_free}",
                 field="max_new_tokens",
             )
-        if params.min_new_tokens > room:
+        if params.min_new_tokens > num_free:
             raise RequestError(
-                f"min_new_tokens is {params.min_new_tokens} but there is room for {room} tokens after this prompt",
+                f"min_new_tokens is {params.min_new_tokens} but only {num_free} tokens fit after this prompt",
                 field="min_new_tokens",
             )
-        params = replace(params, max_new_tokens=room)
+        params = replace(params, max_new_tokens=num_free)
     for token in params.stop_token_ids:
         if token >= limits.vocab_size:
             raise RequestError(
@@ -90,12 +90,12 @@ def fit_to_model(prompt: Prompt, prompt_ids: Sequence[int], limits: ModelLimits)
 
 
 def draw_seed() -> int:
-    """Returns a seed for a request that brings none."""
+    """Returns a random seed for a request without one."""
     return secrets.randbelow(MAX_SEED + 1)
 
 
 def derived_seed(seed: int, sample: int) -> int:
-    """Returns the seed of one of `n` samples: the request's own for the first, a hash for the others."""
+    """Returns the seed of one of `n` samples: the request's own for the first, a hash for each other one."""
     if sample == 0:
         return seed
     digest = hashlib.blake2b(f"{seed}:{sample}".encode(), digest_size=8).digest()

@@ -1,8 +1,8 @@
-"""The open requests of a front end: which rank has each, and how it moves to another one when that rank is lost.
+"""The open requests of a front end: which rank serves each, and how it moves to another one when that rank is lost.
 
-A request is a pure value, and what has come of it is known here. So a lost rank costs its requests some time and
-nothing else: they are submitted again, to ranks that serve, with the output so far and the next attempt number; what
-still arrives of an earlier attempt is dropped. Torch-free.
+A request is a value, and its output so far is known here. So a lost rank costs its requests only time: they are
+submitted to other ranks, with the output so far and the next attempt number. Events of earlier attempts are dropped.
+Torch-free.
 """
 
 import itertools
@@ -19,7 +19,10 @@ MAX_LOSSES = 3  # ranks that may end while they serve one request, without a tok
 
 
 class RequestBook:
-    """send: sends a message to a rank, without waiting"""
+    """All open requests, the router that chooses their ranks, and counters.
+
+    send: sends a message to a rank, without waiting
+    """
 
     def __init__(self, config: ServeConfig, tokenizer: Decoder | None, send: Callable[[int, Message], None]):
         self.counters = {
@@ -36,13 +39,13 @@ class RequestBook:
         return len(self._open)
 
     def begin_epoch(self, block_size: int) -> None:
-        """All ranks have started, and have nothing yet. block_size: of their caches"""
+        """Starts with an empty router: all ranks are new. block_size: of their caches, in tokens"""
         self._router = self._new_router(block_size)
 
     def open(self, prefix: str, spec: RequestSpec, eos_token_ids: Sequence[int], changes: Changes) -> OpenRequest:
-        """Sends a new request to its rank. prefix: makes its id unique among front ends"""
+        """Sends a new request to a rank. prefix: makes its id unique among front ends"""
         request_id = f"{prefix}-{next(self._numbers)}"
-        rank = spec.rank  # a rank that the caller chose: its load shows in the rank's own reports
+        rank = spec.rank  # the load of a rank that the caller chose shows in that rank's own reports
         if rank is None:
             rank = self._router.route(
                 spec.prompt_ids,
@@ -58,14 +61,14 @@ class RequestBook:
         return request
 
     def abort(self, request: OpenRequest) -> None:
-        """Frees a request that nobody waits for any more."""
+        """Ends a request that nobody waits for any more."""
         if request.request_id in self._open:
             self.counters["num_aborted"] += 1
             self._send(request.rank, Abort(request.request_id))
             self._forget(request)
 
     def take(self, message: Tokens) -> None:
-        """Brings tokens to their requests; what a rank says of a request that it does not have any more is dropped."""
+        """Hands tokens to their requests; drops those of requests that the rank no longer serves."""
         for event in message.events:
             request = self._open.get(event.request_id)
             if request is None or request.rank != message.rank or event.attempt != request.attempt:
@@ -76,7 +79,7 @@ class RequestBook:
             request.apply(event)
             if request.is_done:
                 self.counters["num_failed" if request.failure else "num_finished"] += 1
-                if event.finish is None:  # a stop string, which the rank knows nothing of
+                if event.finish is None:  # a stop string, which ranks do not know
                     self._send(request.rank, Abort(request.request_id))
                 self._forget(request)
 
@@ -89,7 +92,7 @@ class RequestBook:
             self._fail(request, reason)
 
     def suspect(self, rank: int) -> None:
-        """Sends nothing new to a rank; what it has stays there until it is known to be out."""
+        """Sends nothing new to a rank; its requests stay until it is known to be masked."""
         self._router.mark_lost(rank)
 
     def regroup(self, change: Regrouped) -> int:

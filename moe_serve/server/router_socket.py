@@ -1,7 +1,7 @@
-"""The one socket that all ranks attach to: a ZeroMQ ROUTER in the event loop of the front end.
+"""The socket that all ranks attach to: a ZeroMQ ROUTER in the event loop of the front end. Torch-free.
 
-Not `zmq.asyncio`: sending must never wait (a rank that reads nothing must not stop the others), and a future for each
-of thousands of small messages costs more than the messages. Torch-free.
+Not `zmq.asyncio`: sending must never wait, since a rank that reads nothing must not stop the others; and a future costs
+more than a small message.
 """
 
 import asyncio
@@ -14,13 +14,11 @@ import zmq
 from moe_serve.engine.messages import MAX_MESSAGE_BYTES, Message, encode
 from moe_serve.errors import LaunchError
 
-_HIGH_WATER = (
-    100_000  # messages that wait for one rank; beyond it the rank is as good as lost, and its deadline says so
-)
+_HIGH_WATER = 100_000  # messages queued for one rank; further ones are dropped, and the rank will miss its deadline
 
 
 class RouterSocket:
-    """Sends to ranks by identity, and hands (identity, data) of what arrives to one function, in the event loop."""
+    """Sends to ranks by identity, and calls a function with (identity, data) of each message that arrives."""
 
     def __init__(self, host: str, port: int, on_message: Callable[[bytes, bytes], None]):
         """port: 0 = any free one. Raises LaunchError when the address cannot be opened."""
@@ -40,7 +38,7 @@ class RouterSocket:
             self._context.term()
             raise LaunchError(
                 f"the address of the ranks, {host}:{port}, cannot be opened ({os.strerror(error.errno or 0)}); "
-                "end what uses it, or choose another one by server.worker_host and server.worker_port"
+                "end the process that uses it, or set server.worker_host and server.worker_port"
             ) from None
         self.port = int(self._socket.getsockopt_string(zmq.LAST_ENDPOINT).rpartition(":")[2])
         self._on_message = on_message
@@ -51,10 +49,10 @@ class RouterSocket:
         self._read_soon()
 
     def send(self, identity: bytes, message: Message) -> None:
-        """Sends without waiting. A message to a rank that is gone is dropped."""
+        """Sends without waiting. Drops messages to ranks that are gone."""
         with contextlib.suppress(zmq.Again, zmq.ZMQError):
             self._socket.send_multipart([identity, encode(message)], zmq.NOBLOCK)
-        # ZeroMQ's file descriptor tells of changes once, and sending may swallow the news of an arrival.
+        # ZeroMQ's file descriptor is edge-triggered: sending may consume the signal of an arrival.
         self._read_soon()
 
     def close(self) -> None:

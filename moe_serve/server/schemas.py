@@ -1,7 +1,7 @@
-"""What `/generate` takes: JSON bytes in, checked values out. SGLang's names and defaults.
+"""Parses the body of `/generate`: JSON bytes in, checked values out. SGLang's names and defaults. Torch-free.
 
-Everything a client can get wrong is refused here, before a rank hears of it, with one RequestError that names the
-field. A known field whose feature is not offered passes only with its null or neutral value. Torch-free.
+Invalid values are refused here, before a rank sees them, with one RequestError that names the field. A known field
+whose feature is not supported is accepted only with null or its neutral value.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -26,7 +26,7 @@ MAX_SAMPLES = 128  # `n` of one prompt
 MAX_STOP_CHARS = 1024  # of one stop string
 _SALT_SEPARATOR = "\0"  # a request may have cache_salt, extra_key or both; prefixes are shared where all are the same
 
-# Fields of SGLang whose features are not offered: null, or one of these values, means "not asked for".
+# Fields of SGLang whose features are not supported: null, or one of these values, means "not asked for".
 NEUTRAL_FIELDS: Mapping[str, tuple[Any, ...]] = {
     "input_embeds": (),
     "image_data": (),
@@ -65,7 +65,7 @@ NEUTRAL_PARAMS: Mapping[str, tuple[Any, ...]] = {
     "custom_params": (),
     "stream_interval": (1,),
 }
-OTHER_WORDS: Mapping[str, str] = {  # what the same thing is called elsewhere
+OTHER_WORDS: Mapping[str, str] = {  # names of the same fields in other APIs
     "prompt": "text",
     "prompt_ids": "input_ids",
     "token_ids": "input_ids",
@@ -78,13 +78,13 @@ OTHER_WORDS: Mapping[str, str] = {  # what the same thing is called elsewhere
 
 @dataclass(frozen=True)
 class Prompt:
-    """One prompt: its text, or its ids where the client sent ids. Exactly one of the two is given."""
+    """One prompt: text or token ids; the other is None."""
 
     text: str | None
     token_ids: list[int] | None
     params: SamplingParams
     num_samples: int  # `n`
-    explicit_length: bool  # the client said max_new_tokens, so it is not cut to the model's limit
+    explicit_length: bool  # the client set max_new_tokens, so it is not reduced to the model's limit
     rid: str | None
     session_id: str | None
 
@@ -101,12 +101,12 @@ class GenerateRequest:
 
 
 def parse_generate(body: bytes, max_prompts: int) -> GenerateRequest:
-    """Returns the checked request in a JSON body. max_prompts: a longer batch could never be taken.
+    """Returns the checked request in a JSON body. max_prompts: a longer batch can never be accepted.
 
-    Raises RequestError with the field, its value and what is wrong.
+    Raises RequestError with the field, its value and what was expected.
     """
     content = parse_object(body)
-    # First of all: a small body can hold millions of prompts, and looking at each would stall every other client.
+    # First, since a small body can hold millions of prompts, and checking each would stall all other clients.
     _check_num_prompts(content, max_prompts)
     values = Fields(content, "", NEUTRAL_FIELDS, OTHER_WORDS)
     texts = values.take("text", _text_or_texts)
@@ -200,7 +200,7 @@ def _check_num_prompts(content: dict[str, Any], max_prompts: int) -> None:
 
 
 def _one_for_each(name: str, value: Any, count: int, is_batch: bool, check: Callable[[str, Any], Any]) -> list[Any]:
-    """Returns one checked value for each prompt: the given list's, or the one value for all."""
+    """Returns one checked value for each prompt: from a list of them, or one value for all."""
     if not isinstance(value, list):
         return [check(name, value) if value is not None or name == "sampling_params" else None] * count
     if not is_batch:

@@ -1,11 +1,11 @@
-"""What the front end knows of its ranks: who has attached, who is ready, who was heard when, who is lost.
+"""The front end's table of ranks: which are attached, ready, masked or lost, and when each was last heard from.
 
-Pure state: no socket, and time is an argument. `Bridge` feeds it messages and acts on what it says. Torch-free.
+Pure state: no socket, and time is an argument. `RankLink` feeds it messages and acts on its answers. Torch-free.
 
-An *epoch* is one life of all ranks together: when one is lost that cannot be spared the epoch is over, and ranks that
-attach with a higher epoch number begin the next one. Within an epoch ranks may be out and come back: the ranks agree on
-that among themselves and tell (`Members`); what a launcher says of a rank, or a rank of its own end, is a suspicion
-until then.
+An *epoch* is one life of all ranks together. It is over when a rank is lost that the others cannot spare; ranks that
+attach with a higher epoch number begin the next one. Within an epoch ranks may be masked and rejoin: the ranks agree on
+that among themselves and report it (`Members`). Until then, a launcher's report of a dead rank, or a rank's report of
+its own failure, is a suspicion.
 """
 
 from collections.abc import Iterator
@@ -17,11 +17,11 @@ from moe_serve.engine.messages import Hello, Members, ModelLimits, Progress, Rea
 
 @dataclass
 class RankView:
-    """One rank, as far as it has told. identity: its socket's name at our ROUTER.
+    """One rank, as far as it has reported. identity: its socket's name at our ROUTER.
 
-    out:       why the others serve without it; None while it takes part
-    suspicion: since when, and why it is said to be gone; the others are about to say that they go on, or that they end
-    times_out: how often it was left out
+    out:       why it is masked; None while it takes part
+    suspicion: (since when, why) it is presumed lost; its peers are about to report that they go on, or that they end
+    times_out: how often it was masked
     """
 
     rank: int
@@ -45,12 +45,12 @@ class RankView:
 
     @property
     def serves(self) -> bool:
-        """Whether it takes requests, as far as is known."""
+        """Whether it takes requests, as far as is known here."""
         return self.is_ready and self.out is None and self.suspicion is None
 
     @property
     def can_be_spared(self) -> bool:
-        """Whether this rank and the others are set up to go on without each other."""
+        """Whether this rank and its peers are set up to go on without each other."""
         return self.info.get("on_lost_rank") == "mask"
 
 
@@ -70,7 +70,7 @@ class WorkerTable:
     """All ranks of the current epoch.
 
     loss:      why the epoch is over, naming the rank; None while it lives
-    lost_rank: the rank that is held responsible; None where it cannot be told
+    lost_rank: the rank that is held responsible; None where that is unknown
     """
 
     def __init__(self, num_ranks: int):
@@ -91,7 +91,7 @@ class WorkerTable:
 
     @property
     def is_ready(self) -> bool:
-        """Whether requests can be served: all ranks have come, and all that are not out take requests."""
+        """Whether requests can be served: all ranks are attached, and all that are not masked take requests."""
         has_all = self.loss is None and len(self._ranks) == self.num_ranks
         return has_all and all(view.serves or view.out or view.suspicion for view in self)
 
@@ -104,7 +104,7 @@ class WorkerTable:
         return min(known, key=lambda limits: (limits.max_prompt_len, limits.max_model_len))
 
     def attach(self, identity: bytes, hello: Hello, now_s: float) -> str | None:
-        """Takes a rank in; returns why it is refused, None if it is not. A higher epoch begins anew."""
+        """Adds a rank; returns why it is refused, None if it is not. A higher epoch replaces the current one."""
         if hello.num_ranks != self.num_ranks:
             return (
                 f"rank {hello.rank} belongs to {hello.num_ranks} ranks but this front end serves {self.num_ranks}; "
@@ -135,24 +135,24 @@ class WorkerTable:
         view.limits, view.info = message.limits, message.info
 
     def story(self, view: RankView) -> list[Progress | Ready]:
-        """Returns what a rank has said so far, for a listener that comes late."""
+        """Returns what a rank has reported so far, for a listener that attaches later."""
         said: list[Progress | Ready] = [Progress(view.rank, self.epoch, view.phase, view.fraction)]
         return said if view.limits is None else [*said, Ready(view.rank, self.epoch, view.limits, view.info)]
 
     @property
     def goes_on(self) -> bool:
-        """Whether the ranks have said at their start that they go on without a lost one where they can."""
+        """Whether the ranks have reported at their start that they go on without a lost one if they can."""
         return self.is_ready and all(view.can_be_spared for view in self)
 
     def can_spare(self, rank: int) -> bool:
-        """Returns whether the others may go on without a rank; they say themselves whether they do."""
+        """Returns whether the peers of a rank may go on without it; they report themselves whether they do."""
         return self.goes_on and any(view.serves for view in self if view.rank != rank)
 
     def suspect(self, rank: int, reason: str, now_s: float) -> None:
-        """Notes that a rank is said to be gone."""
+        """Notes that a rank is presumed lost."""
         view = self._ranks[rank]
         if view.out is not None:
-            view.out = reason  # how a process ended is more than that others missed it
+            view.out = reason  # how its process ended is the better reason
         elif view.suspicion is None:
             view.suspicion = (now_s, reason)
 
@@ -181,24 +181,24 @@ class WorkerTable:
 
     @property
     def out(self) -> dict[int, str]:
-        """The ranks that the others serve without, and why."""
+        """The masked ranks, and why."""
         return {view.rank: view.out for view in self if view.out is not None}
 
     def long_suspected(self, now_s: float, patience_s: float) -> RankView | None:
-        """Returns a rank that is said to be lost, and of which the others have not said that they go on without it."""
+        """Returns a rank that has been suspected for longer than patience_s, without a report from its peers."""
         return next((view for view in self if view.suspicion and now_s - view.suspicion[0] > patience_s), None)
 
     def end_epoch(self, reason: str, lost_rank: int | None) -> None:
-        """Notes that the epoch is over. A report that names the rank is better than an earlier one that does not."""
+        """Notes that the epoch is over. A report that names the rank replaces an earlier one that does not."""
         if self.loss is None or (self.lost_rank is None and lost_rank is not None):
             self.loss, self.lost_rank = reason, lost_rank
 
     def silent_rank(self, now_s: float, deadline_s: float) -> RankView | None:
-        """Returns a rank that serves and was not heard for longer than the deadline."""
+        """Returns a serving rank that was not heard from for longer than the deadline."""
         return next((view for view in self if view.serves and now_s - view.heard_s > deadline_s), None)
 
     def missing(self) -> str:
-        """Returns what the start still waits for, in words."""
+        """Returns the ranks that the start waits for, as text."""
         absent = [str(rank) for rank in range(self.num_ranks) if rank not in self._ranks]
         parts = [f"rank {view.rank}: {view.phase}" for view in self if not view.is_ready]
         if absent:

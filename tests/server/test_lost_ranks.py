@@ -1,4 +1,4 @@
-"""A rank is lost and the others serve on: its requests move to them, and no reader sees a gap. Over real sockets."""
+"""A rank is lost and its peers serve on: its requests move to them without a gap. Over real sockets."""
 
 import asyncio
 from collections.abc import Sequence

@@ -28,7 +28,7 @@ def fit(ids, **sampling_params) -> SamplingParams:
         ([-1], {}, "input_ids", r"input_ids\[0\] is -1"),
         ([1] * 31, {}, "input_ids", "31 tokens, at most 30"),
         ([1] * 20, {"max_new_tokens": 13}, "max_new_tokens", "at most 12"),
-        ([1] * 20, {"min_new_tokens": 13}, "min_new_tokens", "room for 12"),
+        ([1] * 20, {"min_new_tokens": 13}, "min_new_tokens", "only 12 tokens fit"),
         ([1], {"stop_token_ids": [100]}, "stop_token_ids", "0 to 99"),
     ],
 )

@@ -1,4 +1,4 @@
-"""`/generate` bodies: SGLang's forms are taken, everything else is refused with one error that names the field."""
+"""`/generate` bodies: SGLang's forms are accepted, everything else is refused with one error that names the field."""
 
 import contextlib
 import json

@@ -1,4 +1,4 @@
-"""WorkerTable: what the front end believes of its ranks, as pure state."""
+"""WorkerTable: the front end's state of its ranks."""
 
 from moe_serve.engine.messages import Hello, Members, ModelLimits, Progress, Ready
 from moe_serve.server.workers import Regrouped, WorkerTable

@@ -112,7 +112,7 @@ def test_a_port_in_use_is_a_problem():
         port = taken.getsockname()[1]
         (problem,) = checked(f"server.port={port}").problems
     assert problem.startswith(f"port {port} on 127.0.0.1 cannot be opened (Address already in use)")
-    assert problem.endswith("end what uses it, or choose another one by server.port")
+    assert problem.endswith("end the process that uses it, or choose another port with server.port")
 
 
 def test_a_host_elsewhere_is_no_problem():
