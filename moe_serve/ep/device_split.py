@@ -24,7 +24,7 @@ from moe_serve.topology import Topology
 
 
 class DeviceSplit:
-    """Splits batches of every layer from tables that never change address or shape; see ReplicaSplit."""
+    """Splits batches of every layer from tables that never change address or shape; see HostSplit."""
 
     def __init__(self, placement: Placement, split: str, topology: Topology, device: torch.device | str):
         self._topology, self._num_logical, self._is_exact = topology, placement.num_logical, split == "exact"

@@ -13,7 +13,7 @@ from moe_serve.topology import Topology
 
 
 class HostSplit:
-    """Splits batches of every layer of a placement; see ReplicaSplit."""
+    """Splits batches of every layer of the placement in use. DeviceSplit has the same methods."""
 
     def __init__(self, placement: Placement, split: str, topology: Topology, compiled: bool):
         self._split, self._topology = split, topology
@@ -23,14 +23,17 @@ class HostSplit:
 
     @property
     def outcomes(self) -> Tensor:
+        """Returns how many exact splits were proven at once, after repair, or not at all: [3] int64, since start."""
         counted = np.array([policy.outcomes for policy in self._policies], dtype=np.int64)
         return self._outcomes + torch.from_numpy(counted.reshape(-1, 3).sum(axis=0))
 
     def activate(self, placement: Placement) -> None:
+        """Switches to another placement of the same shape."""
         self._outcomes = self.outcomes
         self._policies = make_splits(self._split, placement, self._topology, self._library)
 
     def count(self, layer_row: int, topk_ids: Tensor) -> Tensor:
+        """Same contract as LayerReplicas.count."""
         policy = self._policies[layer_row]
         if policy.native is None:
             return count_slots(topk_ids, policy.layer.num_logical)
@@ -40,6 +43,7 @@ class HostSplit:
         return counts
 
     def split(self, layer_row: int, topk_ids: Tensor, counts: Tensor, rank: int) -> tuple[Tensor, Tensor]:
+        """Same contract as LayerReplicas.split."""
         policy = self._policies[layer_row]
         if policy.native is None:
             rows = policy.split(counts.numpy())

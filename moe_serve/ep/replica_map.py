@@ -7,7 +7,7 @@ valid.
 Shape words: E = num_logical, P = num_slots, R = num_ranks, T = tokens, K = topk.
 """
 
-from typing import Literal, Protocol
+from typing import Literal
 
 import numpy as np
 import torch
@@ -18,28 +18,6 @@ from moe_serve.ep.host_split import HostSplit
 from moe_serve.eplb.placement import Placement
 from moe_serve.errors import PlacementError
 from moe_serve.topology import Topology
-
-
-class ReplicaSplit(Protocol):
-    """Splits batches of every layer over the slots of the placement in use: on CPUs, or on a device.
-
-    outcomes: [3] int64, exact splits proven at once, proven after repair, not proven; since start
-    """
-
-    @property
-    def outcomes(self) -> Tensor: ...
-
-    def activate(self, placement: Placement) -> None:
-        """Switches to another placement of the same shape."""
-        ...
-
-    def count(self, layer_row: int, topk_ids: Tensor) -> Tensor:
-        """Returns how many ids name each expert: [T, K] int64, -1 = none -> [E] int64."""
-        ...
-
-    def split(self, layer_row: int, topk_ids: Tensor, counts: Tensor, rank: int) -> tuple[Tensor, Tensor]:
-        """Same contract as LayerReplicas.split."""
-        ...
 
 
 class ReplicaMap:
@@ -61,7 +39,7 @@ class ReplicaMap:
         self._shape = _shape_of(placement)
         self._first_slot = _first_slots(placement).to(device)
         self.version = placement.version
-        self._split: ReplicaSplit | None = None
+        self._split: HostSplit | DeviceSplit | None = None
         self._is_exact = split == "exact"
         topology = topology or Topology(1, placement.num_ranks)
         # A fact of the shape, not of the placement: with as many slots as experts nothing can have a replica.
@@ -102,7 +80,7 @@ class LayerReplicas:
     needs_counts: whether `split`, with the counts of all ranks, has to choose; False: `only_slots` does without
     """
 
-    def __init__(self, first_slot: Tensor, layer_row: int, split: ReplicaSplit | None):
+    def __init__(self, first_slot: Tensor, layer_row: int, split: HostSplit | DeviceSplit | None):
         self._first_slot = first_slot  # [E + 1] lowest slot of an expert; [E] = -1
         self._layer_row = layer_row
         self._split = split

@@ -133,14 +133,6 @@ def _water_fill(graph: ReplicaGraph, tokens_of: Sequence[int], load: list[int], 
         if tokens == 0:
             break
         first, end = replica_start[i], replica_start[i + 1]
-        if end - first == 2:  # the usual case, in closed form
-            a, b = replica_rank[first], replica_rank[first + 1]
-            to_a = min(max((tokens + load[b] - load[a] + 1) >> 1, 0), tokens)
-            given[first] += to_a
-            given[first + 1] += tokens - to_a
-            load[a] += to_a
-            load[b] += tokens - to_a
-            continue
         by_load = sorted(range(first, end), key=lambda c: load[replica_rank[c]])
         # The least loaded ranks end level: the largest number of them whose tallest stays below that level.
         below, num_filled = 0, 0

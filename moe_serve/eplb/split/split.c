@@ -67,17 +67,6 @@ static void water_fill(const Layer *l, const i64 *tokens_of, i64 *load, i64 *giv
     for (i64 k = 0; k < n; k++) {
         i64 i = order[k], tokens = tokens_of[i], first = l->replica_start[i], end = l->replica_start[i + 1];
         if (tokens == 0) break;
-        if (end - first == 2) {
-            i64 a = l->replica_rank[first], b = l->replica_rank[first + 1];
-            i64 to_a = (tokens + load[b] - load[a] + 1) >> 1;
-            if (to_a < 0) to_a = 0;
-            if (to_a > tokens) to_a = tokens;
-            given[first] += to_a;
-            given[first + 1] += tokens - to_a;
-            load[a] += to_a;
-            load[b] += tokens - to_a;
-            continue;
-        }
         i64 *by_load = order + n, m = end - first; /* behind the n indices */
         for (i64 j = 0; j < m; j++) {
             i64 c = first + j, at = j;
