@@ -17,6 +17,7 @@ import signal
 import statistics
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -24,10 +25,19 @@ import torch
 from torch import Tensor
 
 from benchmarks.conditions import conditions, save
-from moe_serve.dispatch.base import AllToAll, Combine, Dispatched, EpGroup, PackedRows, Pending
+from moe_serve.dispatch.base import (
+    AnyAllToAll,
+    BufferLimits,
+    Dispatched,
+    EpGroup,
+    PackedRows,
+    Pending,
+    TransportRequest,
+)
+from moe_serve.dispatch.capabilities import Combine
 from moe_serve.dispatch.make import make_all_to_all
 from moe_serve.dispatch.shm.memory import share_regions
-from moe_serve.dispatch.shm.row_copy import LaneWork
+from moe_serve.dispatch.shm.row_copy import RowCopier
 from moe_serve.dispatch.shm.row_copy_native import load_library
 from moe_serve.dispatch.shm.transport import ShmAllToAll
 from moe_serve.ep.load_recorder import LoadRecorder
@@ -43,10 +53,10 @@ ROW_BYTES = 2 * HIDDEN
 class ArrivalOnly:
     """Dispatch up to the moment when every row lies in its destination's region: one row per (token, rank)."""
 
-    def __init__(self, work: LaneWork):
-        self.send_rows = work.send_rows
+    def __init__(self, copier: RowCopier[Any, Any]):
+        self.send_rows = copier.send_rows
 
-    def place_rows(self, sent: object, own: Tensor, room: Tensor, buffer: int, others: list[int]) -> PackedRows:
+    def place_rows(self, sent: object, own: Tensor, staging: Tensor, buffer: int, others: list[int]) -> PackedRows:
         return PackedRows(own[:0], torch.empty(0))
 
 
@@ -89,19 +99,18 @@ def measure(rank: int, group: EpGroup, rounds: int) -> dict[str, list[float]]:
     none = (hidden[:0], ids[:0], None, weights[:0])
     results = torch.empty(2 * group.num_ranks * NUM_TOKENS * TOPK, HIDDEN, dtype=torch.bfloat16)
 
-    def shm(compiled: bool, combine: Combine = "ordered") -> AllToAll:
-        return make_all_to_all(
-            "low_latency", group, slots, torch.bfloat16, max_tokens_per_rank=NUM_TOKENS, hidden=HIDDEN, topk=TOPK,
-            compiled=compiled, combine=combine,
-        )  # fmt: skip
+    request = TransportRequest("collective", BufferLimits(NUM_TOKENS, HIDDEN, TOPK, slots), torch.bfloat16)
+
+    def shm(compiled: bool, combine: Combine = "ordered") -> AnyAllToAll:
+        return make_all_to_all(group, replace(request, backend="low_latency", compiled=compiled, combine=combine))
 
     ours, plain, summed = shm(True), shm(False), shm(True, "rank_sum")
-    gloo = make_all_to_all("collective", group, slots, torch.bfloat16)
-    gloo_summed = make_all_to_all("collective", group, slots, torch.bfloat16, combine="rank_sum")
+    gloo = make_all_to_all(group, request)
+    gloo_summed = make_all_to_all(group, replace(request, combine="rank_sum"))
     transports = {"shm": ours, "plain": plain, "gloo": gloo, "shm rank_sum": summed, "gloo rank_sum": gloo_summed}
     arrival, plain_arrival = shm(True), shm(False)
     for transport in (arrival, plain_arrival):
-        transport._work = ArrivalOnly(transport._work)  # type: ignore[attr-defined]
+        transport._copier = ArrivalOnly(transport._copier)  # type: ignore[attr-defined]
     yardsticks = Yardsticks(group, NUM_TOKENS * TOPK * ROW_BYTES)
     num_dedup = int(sum(len(set(row)) for row in (ids // slots).tolist()))
     remote = ids // slots != rank
@@ -171,20 +180,20 @@ class ReplicatedLayer:
         self._plain = ReplicaMap(Placement.trivial(1, NUM_EXPERTS, group.num_ranks)).layer(0)
         self._logical: Tensor | None = None
 
-    def dispatch(self, transport: AllToAll, hidden: Tensor) -> Dispatched:
+    def dispatch(self, transport: AnyAllToAll, hidden: Tensor) -> Dispatched[Any]:
         load = self._replicas.count(self._ids)
         self._recorder.add_counts(0, load)
         counts = transport.exchange_counts(load).wait()
         self._logical, slot_counts = self._replicas.split(self._ids, counts, self._rank)
         return transport.dispatch(hidden, self._logical, slot_counts).wait()
 
-    def dispatch_plain(self, transport: AllToAll, hidden: Tensor) -> Dispatched:
+    def dispatch_plain(self, transport: AnyAllToAll, hidden: Tensor) -> Dispatched[Any]:
         """The same rows to the same slots, named as experts that have no replica."""
         assert self._logical is not None, "the other way runs first"
         return transport.dispatch(hidden, self._plain.only_slots(self._logical)).wait()
 
 
-def round_trip(transport: AllToAll, hidden: Tensor, ids: Tensor, weights: Tensor) -> None:
+def round_trip(transport: AnyAllToAll, hidden: Tensor, ids: Tensor, weights: Tensor) -> None:
     arrived = transport.dispatch(hidden, ids, None, weights).wait()
     transport.combine(arrived.rows.x, weights, arrived.handle).wait()
 
@@ -223,27 +232,27 @@ def timed(
     return took_s
 
 
-def dispatch_rows(dispatch: Callable[[], Pending[Dispatched]]) -> Dispatched:
+def dispatch_rows(dispatch: Callable[[], Pending[Dispatched[Any]]]) -> Dispatched[Any]:
     return dispatch().wait()
 
 
-def leave(transport: AllToAll, arrived: Dispatched) -> None:
+def leave(transport: AnyAllToAll, arrived: Dispatched[Any]) -> None:
     """Gives the memory of the rows back, as the receive of their combine does."""
     if isinstance(transport, ShmAllToAll):
-        transport._rooms.leave(arrived.handle.room)  # type: ignore[attr-defined]
+        transport._staging.give_back(arrived.handle.staging)  # type: ignore[attr-defined]
 
 
-def combine_results(transport: AllToAll, weights: Tensor, results: Tensor, handle: object) -> Tensor:
+def combine_results(transport: AnyAllToAll, weights: Tensor, results: Tensor, handle: object) -> Tensor:
     return transport.combine(results, weights, handle).wait()
 
 
-def elsewhere(dispatch: Callable[[], Pending[Dispatched]], results: Tensor) -> tuple[Tensor, object]:
+def elsewhere(dispatch: Callable[[], Pending[Dispatched[Any]]], results: Tensor) -> tuple[Tensor, object]:
     """Returns results of the experts in memory of their own, and their handle."""
     arrived = dispatch().wait()
     return results[: arrived.rows.x.shape[0]].copy_(arrived.rows.x), arrived.handle
 
 
-def in_place(dispatch: Callable[[], Pending[Dispatched]]) -> tuple[Tensor, object]:
+def in_place(dispatch: Callable[[], Pending[Dispatched[Any]]]) -> tuple[Tensor, object]:
     """Returns results where the transport wants them, and their handle."""
     arrived = dispatch().wait()
     assert arrived.out is not None

@@ -156,9 +156,12 @@ class _Timed:
     """A transport that adds up the time of its calls and waits."""
 
     def __init__(self, inner: Any, times: dict[str, float]):
-        self.is_bitwise, self.note = inner.is_bitwise, inner.note
+        self._inner = inner
         for name, method in (("counts", "exchange_counts"), ("dispatch", "dispatch"), ("combine", "combine")):
             setattr(self, method, self._both_halves(getattr(inner, method), times, name))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
 
     @staticmethod
     def _both_halves(function: Callable[..., Any], times: dict[str, float], name: str) -> Callable[..., Any]:

@@ -229,7 +229,7 @@ def slab_gemm_fp8(ceilings: Ceilings, x: torch.Tensor, weight: torch.Tensor, cou
 
 
 def make_ranks(num_tokens: int, fp8: bool) -> SlabRanks:
-    region = Region(RANKS, SLOTS, num_tokens, HIDDEN, TOPK, 1 if fp8 else 2, 2, num_lanes=1)
+    region = Region(RANKS, SLOTS, num_tokens, HIDDEN, TOPK, 1 if fp8 else 2, 2, num_queues=1)
     return SlabRanks(virtual_regions(region, torch.device("cuda")), BF16, keep_fp8=fp8)
 
 

@@ -20,12 +20,12 @@ import numpy as np
 import torch
 
 from benchmarks.conditions import RESULTS, conditions, save, table
-from moe_serve.dispatch.base import AllToAll, EpGroup
+from moe_serve.dispatch.base import AnyAllToAll, BufferLimits, EpGroup, TransportRequest
 from moe_serve.dispatch.make import make_all_to_all
 from moe_serve.engine.step import RankState, StepSettings, plan_step
 from moe_serve.ep.break_even import break_even_tokens
 from moe_serve.ep.load_recorder import LoadRecorder
-from moe_serve.ep.moe_layer import ExpertParallel, MoeLayer, make_moe_layer
+from moe_serve.ep.moe_layer import ExpertParallel, MoeLayer, MoeWeights
 from moe_serve.ep.replica_map import ReplicaMap
 from moe_serve.ep.routing import RouterSpec
 from moe_serve.eplb.placement import Placement
@@ -110,8 +110,8 @@ def measure(rank: int, group: EpGroup, variants: Sequence[Variant], repeats: int
     with contextlib.suppress(OSError):  # allowed to few; a rank that is preempted stops the other
         os.setpriority(os.PRIO_PROCESS, 0, -15)
     largest = max(variant.num_tokens for variant in variants)
-    limits: dict[str, Any] = {"max_tokens_per_rank": largest, "hidden": HIDDEN, "topk": TOPK}
-    transport = make_all_to_all("low_latency", group, NUM_EXPERTS // NUM_RANKS, torch.float32, **limits)
+    limits = BufferLimits(largest, HIDDEN, TOPK, NUM_EXPERTS // NUM_RANKS)
+    transport = make_all_to_all(group, TransportRequest("low_latency", limits, torch.float32))
     layers = make_layers(rank, group, transport, largest)
     inputs = torch.randn(largest, HIDDEN)
 
@@ -125,7 +125,7 @@ def measure(rank: int, group: EpGroup, variants: Sequence[Variant], repeats: int
     return [[once(variant) for variant in variants] for _ in range(repeats + 1)][1:]
 
 
-def make_layers(rank: int, group: EpGroup, transport: AllToAll, largest: int) -> dict[str, MoeLayer]:
+def make_layers(rank: int, group: EpGroup, transport: AnyAllToAll, largest: int) -> dict[str, MoeLayer]:
     """Returns one layer for each link, over experts of its own."""
     spec = RouterSpec(NUM_EXPERTS, TOPK, "softmax", norm_topk=True)
     placement = Placement.trivial(1, NUM_EXPERTS, NUM_RANKS)
@@ -140,7 +140,7 @@ def make_layers(rank: int, group: EpGroup, transport: AllToAll, largest: int) ->
             "gate_up": torch.randn(slots, 2 * WIDTH, HIDDEN) / HIDDEN**0.5,
             "down": torch.randn(slots, HIDDEN, WIDTH) / WIDTH**0.5,
         }
-        layers[name] = make_moe_layer(parallel, 0, gate, None, experts, None)
+        layers[name] = MoeLayer(parallel, 0, MoeWeights(gate, None, experts))
     return layers
 
 

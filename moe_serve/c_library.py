@@ -35,7 +35,8 @@ def load_c_library(
     if compiler is None:
         raise ConfigError(f"no C compiler (cc, gcc, clang) for {source.name}; install one, or use its plain twin")
     folder = folder or _cache_folder()
-    facts = (source.read_bytes(), compiler, _FLAGS + flags, platform.python_version(), _processor())
+    headers = [path.read_bytes() for path in sorted(source.parent.glob("*.h"))]
+    facts = (source.read_bytes(), headers, compiler, _FLAGS + flags, platform.python_version(), _processor())
     path = folder / f"{source.stem}_{hashlib.sha256(repr(facts).encode()).hexdigest()[:16]}.so"
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)

@@ -17,6 +17,8 @@ from pydantic import (
     model_validator,
 )
 
+from moe_serve.dispatch.capabilities import Backend, Combine, Rows, Wanted, refusals
+
 DEMO_MODEL = "demo"  # the name of the model inside the package
 
 
@@ -62,7 +64,7 @@ class DispatchConfig(Section):
     # auto: local on one rank, shared memory on one CPU host; on GPUs NVSHMEM for small steps where it reaches all
     # ranks; else collective (NCCL, gloo). low_latency: shared memory on CPUs, NVSHMEM on GPUs. cuda_ipc: its kernels
     # over the GPUs of one host, without NVSHMEM. deepep: an installed DeepEP
-    backend: Literal["auto", "local", "collective", "low_latency", "cuda_ipc", "deepep"] = "auto"
+    backend: Backend = "auto"
     max_tokens_per_rank: PositiveInt | None = None  # rows of one dispatch; None: engine.max_batch_tokens
     wire_dtype: Literal["auto", "float32", "bf16", "fp8"] = "auto"  # auto: the compute dtype
     # A step in which some rank has so many rows runs its MoE layers in two rounds or more: experts of one round compute
@@ -71,23 +73,12 @@ class DispatchConfig(Section):
     overlap_from_tokens: PositiveInt | None = None
     # How rows lie before the experts: without gaps, or in a slab of fixed size for each slot (low_latency; on GPUs the
     # only form that it gives). auto: packed on CPUs, what the transport gives on GPUs
-    rows: Literal["auto", "packed", "masked"] = "auto"
+    rows: Rows = "auto"
     # Where the results of a token's experts are added: ordered: at home, in top-k order, with the same bits everywhere;
     # rank_sum: first on each rank, so that one row for each rank travels home instead of one for each expert
-    combine: Literal["ordered", "rank_sum"] = "ordered"
+    combine: Combine = "ordered"
     compiled: bool = True  # low_latency on CPUs moves rows by a C helper where a compiler is found; the same bits
     deadline_s: PositiveFloat | None = None  # how long low_latency waits for a peer; None: engine.step_deadline_s
-
-    @model_validator(mode="after")
-    def _rows_fit_the_transport(self) -> Self:
-        if self.rows == "masked" and self.backend in ("local", "collective", "deepep"):
-            raise ValueError(
-                f"rows is masked but backend {self.backend} does not give masked slabs on request; set rows: auto, or "
-                "backend: low_latency"
-            )
-        if self.rows == "packed" and self.backend == "cuda_ipc":
-            raise ValueError("rows is packed but backend cuda_ipc gives masked slabs only; set rows: auto")
-        return self
 
 
 class EplbConfig(Section):
@@ -196,38 +187,11 @@ class ServeConfig(Section):
 
     @model_validator(mode="after")
     def _sections_fit_together(self) -> Self:
-        if self.dispatch.backend == "local" and self.parallel.num_ranks > 1:
-            raise ValueError(
-                f"dispatch.backend is local but parallel.num_ranks is {self.parallel.num_ranks}; "
-                "local serves one rank: set dispatch.backend: auto"
-            )
         if self.engine.heartbeat_s >= max(self.server.worker_deadline_s, self.engine.step_deadline_s):
             raise ValueError(
                 f"engine.heartbeat_s is {self.engine.heartbeat_s:g} but a rank that is silent for "
                 f"server.worker_deadline_s = {self.server.worker_deadline_s:g} and engine.step_deadline_s = "
                 f"{self.engine.step_deadline_s:g} seconds is lost; lower heartbeat_s"
-            )
-        if self.dispatch.combine == "rank_sum" and self.engine.numerics == "batch_invariant":
-            raise ValueError(
-                "dispatch.combine rank_sum adds expert outputs in an order that depends on where experts live, which "
-                "engine.numerics batch_invariant excludes; set dispatch.combine: ordered, or engine.numerics: fast"
-            )
-        if self.dispatch.backend == "deepep" and self.engine.numerics == "batch_invariant":
-            raise ValueError(
-                "dispatch.backend deepep adds expert outputs in an order of its own, which engine.numerics "
-                "batch_invariant excludes; set dispatch.backend: auto, or engine.numerics: fast"
-            )
-        if self.dispatch.backend in ("deepep", "cuda_ipc") and self.parallel.device == "cpu":
-            raise ValueError(f"dispatch.backend {self.dispatch.backend} runs on GPUs only; set dispatch.backend: auto")
-        if self.dispatch.backend in ("low_latency", "cuda_ipc") and self.parallel.num_ranks == 1:
-            raise ValueError(
-                f"dispatch.backend is {self.dispatch.backend}, which joins several ranks, but parallel.num_ranks is 1; "
-                "set dispatch.backend: auto"
-            )
-        if self.dispatch.rows == "masked" and self.parallel.num_ranks == 1:
-            raise ValueError(
-                "dispatch.rows is masked but parallel.num_ranks is 1, and one rank's rows are packed; "
-                "set dispatch.rows: auto"
             )
         threads = self.parallel.threads_per_rank
         if self.engine.numerics == "batch_invariant" and threads not in (None, 1):
@@ -235,6 +199,20 @@ class ServeConfig(Section):
                 f"parallel.threads_per_rank is {threads} but engine.numerics batch_invariant holds for one thread per "
                 "rank only; set parallel.threads_per_rank: 1 and use more ranks"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _a_transport_can_do_what_is_asked(self) -> Self:
+        wanted = Wanted(
+            num_ranks=self.parallel.num_ranks,
+            device=self.parallel.device,
+            rows=self.dispatch.rows,
+            combine=self.dispatch.combine,
+            batch_invariant=self.engine.numerics == "batch_invariant",
+        )
+        refused = refusals(self.dispatch.backend, wanted)
+        if refused:
+            raise ValueError(". ".join(refused))
         return self
 
     def to_yaml(self) -> str:

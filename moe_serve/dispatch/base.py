@@ -9,16 +9,20 @@ Every call has two halves: the call itself issues the sends, `Pending.wait()` re
 and several calls may be in flight; all ranks make the same calls in the same order and wait in the same order.
 """
 
-from collections.abc import Callable
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Generic, Literal, Protocol, TypeVar, runtime_checkable
+from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-Combine = Literal["ordered", "rank_sum"]
+from moe_serve.dispatch.capabilities import Capabilities, Combine, Rows, Wanted
+from moe_serve.dispatch.shm.membership import Membership
+
 T = TypeVar("T")
+H = TypeVar("H")
 T_co = TypeVar("T_co", covariant=True)
 
 
@@ -93,17 +97,17 @@ class MaskedRows:
 
 
 @dataclass(frozen=True)
-class Dispatched:
+class Dispatched(Generic[H]):
     """Token rows as they arrive at one rank's experts.
 
     rows:   PackedRows or MaskedRows
-    handle: what `combine` needs to send results home; meaningful to the transport that made it
+    handle: what `combine` needs to send results home; a type of the transport that made it
     out:    where results may be written so that `combine` need not copy them, in the shape of rows.x, as long as
             handles are combined in the order of their dispatches; None: anywhere
     """
 
     rows: PackedRows | MaskedRows
-    handle: object
+    handle: H
     out: Tensor | None = None
 
 
@@ -117,26 +121,59 @@ class BufferLimits:
     slots_per_rank: int
 
 
-class AllToAll(Protocol):
-    """Moves token rows to the ranks that hold their experts, and the results back.
+@dataclass(frozen=True)
+class TransportRequest:
+    """What a transport is made for, the same on all ranks.
 
-    is_bitwise: whether results have the bits of every other such transport: added at home, in top-k order, in float32
-    note:       what the operator should know of how it works here, one line; empty: nothing
+    backend:    a dispatch.backend, or the name of a transport in capabilities.py
+    limits:     what static buffers are sized for
+    dtype:      compute dtype of hidden rows and expert outputs
+    wire_dtype: "auto" (compute dtype), "float32", "bf16", "fp8"; see wire.py
+    rows:       form of rows that the experts get; "auto": what the transport gives, packed on CPUs
+    combine:    where results are added; see AllToAll.combine
+    deadline_s: how long the transport waits for a peer, where it has a deadline
+    compiled:   let shared memory move rows by a C helper where a compiler is found; the bits are the same
     """
 
-    @property
-    def is_bitwise(self) -> bool: ...
+    backend: str
+    limits: BufferLimits
+    dtype: torch.dtype
+    wire_dtype: str = "auto"
+    rows: Rows = "auto"
+    combine: Combine = "ordered"
+    deadline_s: float = 60.0
+    compiled: bool = True
 
-    @property
-    def note(self) -> str: ...
+    def wanted(self, group: EpGroup) -> Wanted:
+        """Returns what is asked of the transport, to be held against capabilities."""
+        return Wanted(group.num_ranks, group.device.type, self.rows, self.combine)
 
+
+class AllToAll(ABC, Generic[H]):
+    """Moves token rows to the ranks that hold their experts, and the results back. H: the type of its handles.
+
+    capabilities: what it can do as it was made
+    note:         what the operator should know of how it works here, one line; empty: nothing
+    membership:   who takes part, where the others can go on without a lost rank; None: a lost rank ends the epoch
+    step_sizes:   one number of tokens for each path that a step may take, to warm all of them up
+    """
+
+    capabilities: Capabilities
+    note: str = ""
+    membership: Membership | None = None
+    step_sizes: Sequence[int] = (0,)
+
+    @abstractmethod
     def exchange_counts(self, counts: Tensor) -> Pending[Tensor]:
-        """Returns every rank's counts. counts: [n] int64, n equal on all ranks -> [R, n] int64, same device."""
-        ...
+        """Returns every rank's counts, zeros for a lost one.
 
+        counts: [n] int64, n equal on all ranks -> [R, n] int64, same device
+        """
+
+    @abstractmethod
     def dispatch(
         self, hidden: Tensor, physical_ids: Tensor, slot_counts: Tensor | None = None, weights: Tensor | None = None
-    ) -> Pending[Dispatched]:
+    ) -> Pending[Dispatched[H]]:
         """Sends each row to every slot that its ids name, and receives this rank's rows.
 
         hidden:       [T, H] compute dtype; T may differ from rank to rank, and be 0
@@ -146,9 +183,9 @@ class AllToAll(Protocol):
                       the sizes itself, by a round of its own
         weights:      [T, K] float32, what `combine` will get; needed with combine "rank_sum", else not looked at
         """
-        ...
 
-    def combine(self, expert_out: Tensor, weights: Tensor, handle: object) -> Pending[Tensor]:
+    @abstractmethod
+    def combine(self, expert_out: Tensor, weights: Tensor, handle: H) -> Pending[Tensor]:
         """Sends results home and adds them there, weighted, in top-k order in float32.
 
         With combine "rank_sum", a faster mode outside the bitwise class, each rank adds up what its own experts made of
@@ -159,27 +196,28 @@ class AllToAll(Protocol):
         weights:    [T, K] float32; the weight of a -1 entry is never read
         returns:    [T, H] dtype of expert_out; a row without any expert is zero
         """
-        ...
 
-
-@runtime_checkable
-class FollowsSteps(Protocol):
-    """A transport that must hear of the steps of the engine; all ranks tell it the same."""
-
-    def begin_step(self, most_tokens: int) -> None:
-        """Prepares for the calls of a step. most_tokens: of any rank in one dispatch, equal on all ranks"""
-        ...
-
-    def end_step(self) -> None:
-        """Raises PeerError when rows of a peer did not come in this step, which is void then: nothing is sampled."""
-        ...
-
-
-@runtime_checkable
-class MeasuresWaits(Protocol):
-    """A transport that knows for whom it waited."""
+    @property
+    def live_handles(self) -> int:
+        """How many handles may exist in this step between a dispatch and the receipt of its combine."""
+        return self.capabilities.live_handles
 
     @property
     def waited_s(self) -> list[float]:
-        """[R] seconds that this rank has waited for each other one since the start: its row of the wait matrix."""
-        ...
+        """[R] seconds that this rank has waited for each other one since the start; empty: not measured."""
+        return []
+
+    def begin_step(self, most_tokens: int) -> None:
+        """Prepares for the calls of a step. most_tokens: of any rank in one dispatch, equal on all ranks"""
+
+    def end_step(self) -> None:
+        """Ends a step whose results have all been received.
+
+        Raises PeerError when rows of a peer did not come: the step is void then, and nothing is sampled from it.
+        """
+
+    def close(self) -> None:
+        """Gives buffers back. All ranks call it, after their last step."""
+
+
+AnyAllToAll = AllToAll[Any]  # for callers that pass handles on without looking at them

@@ -28,12 +28,13 @@ class BufferSizes:
     def shares(self) -> str:
         return ", ".join(f"{name} {_mib(size)}" for name, size in self.parts.items() if size)
 
-    def lines(self) -> list[str]:
-        """Returns what to say at start."""
-        return [
+    @property
+    def line(self) -> str:
+        """What to log at start."""
+        return (
             f"low-latency buffers for {self.max_tokens} tokens per rank: {self.per_rank}, "
             f"{_mib(self.total * self.num_ranks)} for {self.num_ranks} ranks ({self.shares})"
-        ]
+        )
 
 
 def largest_that_fits(fits: Callable[[int], bool]) -> int:

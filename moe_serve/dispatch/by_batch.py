@@ -1,77 +1,80 @@
-"""Two transports in one: a low-latency one for decode-sized steps, another for larger ones, which takes every size.
+"""Two transports in one: a low-latency one for decode-sized steps, another one for larger steps.
 
-Static slabs for a whole prefill would take many times the memory that they fill, and one-sided rows pay off where
-latency is all: so small steps and large ones want different ways. Which one a step takes follows from the step plan
-alone, so ranks agree without a word: whoever runs a step calls `begin_step` with the same number on every rank.
+Static slabs for a whole prefill would take many times the memory that they fill, while decode waits for latency alone.
+Which one a step uses follows from the step plan, so ranks agree without talking: all call `begin_step` with the same
+number.
 """
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import Any
 
 from torch import Tensor
 
-from moe_serve.dispatch.base import AllToAll, BufferLimits, Deferred, Dispatched, FollowsSteps, Pending
+from moe_serve.dispatch.base import AllToAll, AnyAllToAll, BufferLimits, Deferred, Dispatched, Pending
+from moe_serve.dispatch.capabilities import TRANSPORTS
 
-DECODE_TOKENS = 128  # of the small way, per rank: its buffers grow with it
+DECODE_TOKENS = 128  # per rank, of the small transport: its buffers grow with it
 
 
-class ByBatchAllToAll:
-    """AllToAll over two others. Until a step is begun all goes the way of large ones."""
+@dataclass(frozen=True)
+class ByBatchHandle:
+    """handle: of the transport that carried the rows"""
 
-    def __init__(self, small: AllToAll, large: AllToAll, small_tokens: int):
+    transport: AnyAllToAll
+    handle: Any
+
+
+class ByBatchAllToAll(AllToAll[ByBatchHandle]):
+    """AllToAll over two others. Before the first step everything goes to the one for large steps."""
+
+    def __init__(self, small: AnyAllToAll, large: AnyAllToAll, small_tokens: int):
         """small_tokens: what the buffers of `small` hold"""
         self._small, self._large, self._small_tokens = small, large, small_tokens
-        self._now = large
-        self.is_bitwise = small.is_bitwise and large.is_bitwise
-        parts = (f"up to {small_tokens} tokens: {_say(small)}", f"above: {_say(large)}")
-        self.note = "; ".join(parts)
+        self._current = large
+        bitwise = small.capabilities.bitwise and large.capabilities.bitwise
+        self.capabilities = replace(TRANSPORTS["by_batch"], bitwise=bitwise)
+        self.note = f"up to {small_tokens} tokens: {_describe(small)}; above: {_describe(large)}"
+        self.step_sizes = (0, small_tokens + 1)
 
     @property
-    def most_handles(self) -> int:
-        """How many handles may live at once on the way of this step; see overlap.py."""
-        return int(getattr(self._now, "most_handles", 3))
+    def live_handles(self) -> int:
+        return self._current.live_handles
 
     def begin_step(self, most_tokens: int) -> None:
-        self._now = self._small if most_tokens <= self._small_tokens else self._large
-        if isinstance(self._now, FollowsSteps):
-            self._now.begin_step(most_tokens)
+        self._current = self._small if most_tokens <= self._small_tokens else self._large
+        self._current.begin_step(most_tokens)
 
     def end_step(self) -> None:
-        if isinstance(self._now, FollowsSteps):
-            self._now.end_step()
+        self._current.end_step()
 
     def exchange_counts(self, counts: Tensor) -> Pending[Tensor]:
-        return self._now.exchange_counts(counts)
+        return self._current.exchange_counts(counts)
 
     def dispatch(
         self, hidden: Tensor, physical_ids: Tensor, slot_counts: Tensor | None = None, weights: Tensor | None = None
-    ) -> Pending[Dispatched]:
-        way = self._now
-        pending = way.dispatch(hidden, physical_ids, slot_counts, weights)
+    ) -> Pending[Dispatched[ByBatchHandle]]:
+        transport = self._current
+        pending = transport.dispatch(hidden, physical_ids, slot_counts, weights)
 
-        def receive() -> Dispatched:
+        def receive() -> Dispatched[ByBatchHandle]:
             arrived = pending.wait()
-            # Results go home the way the rows came, whatever step begins between.
-            return Dispatched(arrived.rows, (way, arrived.handle), arrived.out)
+            # Results return through the transport that carried the rows, whatever step begins in between.
+            return Dispatched(arrived.rows, ByBatchHandle(transport, arrived.handle), arrived.out)
 
         return Deferred(receive)
 
-    def combine(self, expert_out: Tensor, weights: Tensor, handle: object) -> Pending[Tensor]:
-        assert isinstance(handle, tuple), "the handle belongs to another transport"
-        way, theirs = handle
-        pending: Pending[Tensor] = way.combine(expert_out, weights, theirs)
-        return pending
+    def combine(self, expert_out: Tensor, weights: Tensor, handle: ByBatchHandle) -> Pending[Tensor]:
+        return handle.transport.combine(expert_out, weights, handle.handle)
 
     def close(self) -> None:
-        """Gives back the buffers of a way that can."""
-        for way in (self._small, self._large):
-            if hasattr(way, "close"):
-                way.close()
+        self._small.close()
+        self._large.close()
 
 
 def small_limits(limits: BufferLimits) -> BufferLimits:
-    """Returns what the buffers of the small way are made for."""
+    """Returns what the buffers for decode-sized steps are made for."""
     return replace(limits, max_tokens_per_rank=min(limits.max_tokens_per_rank, DECODE_TOKENS))
 
 
-def _say(way: AllToAll) -> str:
-    return way.note or type(way).__name__
+def _describe(transport: AnyAllToAll) -> str:
+    return transport.note or type(transport).__name__

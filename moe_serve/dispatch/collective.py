@@ -6,16 +6,16 @@ they go home, and the rows. A sized receive needs host numbers, so a small round
 that a round costs more than its bytes sends a row for each entry, if its sizes are known to all without that round.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from moe_serve.dispatch.base import Combine, Deferred, Dispatched, EpGroup, PackedRows, Pending, Ready
-from moe_serve.dispatch.layout import by_slot, count_slots, home_index, rank_order, row_begins
+from moe_serve.dispatch.base import AllToAll, Deferred, Dispatched, EpGroup, PackedRows, Pending, Ready
+from moe_serve.dispatch.capabilities import TRANSPORTS, Combine
+from moe_serve.dispatch.layout import FIRST, by_slot, count_slots, home_index, rank_order, row_begins
 from moe_serve.dispatch.rank_sum import add_rank_sums, index_by_row, rank_index
-from moe_serve.dispatch.shm.region import FIRST
 from moe_serve.dispatch.wire import Wire
 from moe_serve.kernels.weighted_sum import weighted_sum
 
@@ -24,7 +24,7 @@ _ALIGNMENT = 16
 
 
 @dataclass(frozen=True)
-class _Handle:
+class CollectiveHandle:
     order: Tensor  # [N] flat index of each entry sent
     shape: tuple[int, int]  # T, K
     sent: "_Sizes"
@@ -49,7 +49,7 @@ class _Sizes:
         ]
 
 
-class CollectiveAllToAll:
+class CollectiveAllToAll(AllToAll[CollectiveHandle]):
     """AllToAll over a process group."""
 
     def __init__(self, group: EpGroup, slots_per_rank: int, wire: Wire, combine: Combine = "ordered"):
@@ -62,8 +62,7 @@ class CollectiveAllToAll:
         self._wire = wire
         self._rank_sum = combine == "rank_sum"
         self._entry_bytes = 8 if self._rank_sum else 4
-        self.is_bitwise = combine == "ordered"
-        self.note = ""
+        self.capabilities = replace(TRANSPORTS["collective"], bitwise=not self._rank_sum)
 
     def exchange_counts(self, counts: Tensor) -> Pending[Tensor]:
         # An all-to-all of equal rows: gloo takes 0.4 to 0.7 of an all-gather's time for it.
@@ -71,7 +70,7 @@ class CollectiveAllToAll:
 
     def dispatch(
         self, hidden: Tensor, physical_ids: Tensor, slot_counts: Tensor | None = None, weights: Tensor | None = None
-    ) -> Pending[Dispatched]:
+    ) -> Pending[Dispatched[CollectiveHandle]]:
         if self._rank_sum and weights is None:
             raise TypeError("with combine rank_sum, dispatch needs the weights")
         (num_tokens, topk), width = physical_ids.shape, hidden.shape[1]
@@ -101,21 +100,20 @@ class CollectiveAllToAll:
         )
         sent_rows = begins.cumsum(0) - 1
 
-        def receive() -> Dispatched:
+        def receive() -> Dispatched[CollectiveHandle]:
             entries, entry_weights, data = self._unpack(on_its_way.wait(), received, row_bytes)
             slots = (entries & (FIRST - 1)).to(torch.int64)
             arrived_rows = (entries >= FIRST).cumsum(0) - 1
             to_placed, to_arrival = by_slot(slots)
             x = self._wire.dispatch.decode(data, width).index_select(0, arrived_rows[to_placed])
-            handle = _Handle(
+            handle = CollectiveHandle(
                 order, (num_tokens, topk), sent, received, to_arrival, sent_rows, arrived_rows, entry_weights
             )
             return Dispatched(PackedRows(x, count_slots(slots[:, None], self._slots_per_rank).cpu()), handle)
 
         return Deferred(receive)
 
-    def combine(self, expert_out: Tensor, weights: Tensor, handle: object) -> Pending[Tensor]:
-        assert isinstance(handle, _Handle), "the handle belongs to another transport"
+    def combine(self, expert_out: Tensor, weights: Tensor, handle: CollectiveHandle) -> Pending[Tensor]:
         if self._rank_sum:
             return self._combine_sums(expert_out, handle)
         data = self._wire.combine.encode(expert_out.index_select(0, handle.to_arrival))
@@ -130,7 +128,7 @@ class CollectiveAllToAll:
 
         return Deferred(receive)
 
-    def _combine_sums(self, expert_out: Tensor, handle: _Handle) -> Pending[Tensor]:
+    def _combine_sums(self, expert_out: Tensor, handle: CollectiveHandle) -> Pending[Tensor]:
         num_tokens, topk = handle.shape
         num_rows = sum(handle.received.rows)
         index, scale = index_by_row(handle.arrived_rows, handle.to_arrival, handle.arrived_weights, num_rows, topk)

@@ -12,6 +12,8 @@ received.
 import torch
 from torch import Tensor
 
+FIRST = 1 << 30  # in an int32 entry of a message: its row begins here
+
 
 def count_slots(physical_ids: Tensor, num_slots: int) -> Tensor:
     """Returns how many entries name each slot: physical_ids [T, K] int64 (-1 = none) -> [P] int64."""

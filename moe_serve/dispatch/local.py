@@ -5,13 +5,14 @@ the pieces it wants by slicing, in the order that the layout defines.
 """
 
 import threading
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 import torch
 from torch import Tensor
 
-from moe_serve.dispatch.base import Combine, Deferred, Dispatched, PackedRows, Pending, Ready
+from moe_serve.dispatch.base import AllToAll, Deferred, Dispatched, PackedRows, Pending, Ready
+from moe_serve.dispatch.capabilities import TRANSPORTS, Combine
 from moe_serve.dispatch.layout import count_slots, home_index, send_order
 from moe_serve.dispatch.rank_sum import add_rank_sums
 from moe_serve.dispatch.wire import Wire
@@ -60,7 +61,7 @@ class _Sent:
 
 
 @dataclass(frozen=True)
-class _Handle:
+class LocalHandle:
     hidden: int
     home: Tensor  # [T, K] which sent row each entry became, -1 = none
     complete: bool  # no entry is -1
@@ -68,10 +69,8 @@ class _Handle:
     received: Tensor  # [R, S] rows that came from each rank for each slot here
 
 
-class LocalAllToAll:
+class LocalAllToAll(AllToAll[LocalHandle]):
     """AllToAll over one rank, or over one of the virtual ranks of a fabric."""
-
-    note = ""
 
     def __init__(
         self,
@@ -88,7 +87,7 @@ class LocalAllToAll:
         self._num_slots = self._num_ranks * slots_per_rank
         self._wire = wire
         self._rank_sum = combine == "rank_sum"
-        self.is_bitwise = combine == "ordered"
+        self.capabilities = replace(TRANSPORTS["local"], bitwise=not self._rank_sum)
         self._sequence = 0
 
     def exchange_counts(self, counts: Tensor) -> Pending[Tensor]:
@@ -99,7 +98,7 @@ class LocalAllToAll:
 
     def dispatch(
         self, hidden: Tensor, physical_ids: Tensor, slot_counts: Tensor | None = None, weights: Tensor | None = None
-    ) -> Pending[Dispatched]:
+    ) -> Pending[Dispatched[LocalHandle]]:
         if self._rank_sum and weights is None:
             raise TypeError("with combine rank_sum, dispatch needs the weights")
         num_tokens, topk = physical_ids.shape
@@ -115,12 +114,13 @@ class LocalAllToAll:
             received = self._wire.dispatch.decode(data, hidden.shape[1])
             return Ready(
                 Dispatched(
-                    PackedRows(received, counts.cpu()), _Handle(hidden.shape[1], home, complete, ranks, counts[None])
+                    PackedRows(received, counts.cpu()),
+                    LocalHandle(hidden.shape[1], home, complete, ranks, counts[None]),
                 )
             )
         call = self._post(_Sent(data, counts))
 
-        def receive() -> Dispatched:
+        def receive() -> Dispatched[LocalHandle]:
             sent = self._collect(call, _Sent)
             if slot_counts is not None:
                 counted = torch.stack([s.counts for s in sent])
@@ -130,12 +130,11 @@ class LocalAllToAll:
             data = torch.cat([pieces[source][slot] for slot in here for source in range(self._num_ranks)])
             received = torch.stack([s.counts[here.start : here.stop] for s in sent])
             placed = PackedRows(self._wire.dispatch.decode(data, hidden.shape[1]), received.sum(dim=0).cpu())
-            return Dispatched(placed, _Handle(hidden.shape[1], home, complete, ranks, received))
+            return Dispatched(placed, LocalHandle(hidden.shape[1], home, complete, ranks, received))
 
         return Deferred(receive)
 
-    def combine(self, expert_out: Tensor, weights: Tensor, handle: object) -> Pending[Tensor]:
-        assert isinstance(handle, _Handle), "the handle belongs to another transport"
+    def combine(self, expert_out: Tensor, weights: Tensor, handle: LocalHandle) -> Pending[Tensor]:
         # Sums are made at home here, of the very numbers that each rank would have summed: the plainest form.
         data = expert_out if self._rank_sum else self._wire.combine.encode(expert_out)
         if self._num_ranks == 1:
@@ -151,7 +150,7 @@ class LocalAllToAll:
 
         return Deferred(receive)
 
-    def _add(self, data: Tensor, weights: Tensor, handle: _Handle) -> Tensor:
+    def _add(self, data: Tensor, weights: Tensor, handle: LocalHandle) -> Tensor:
         """Returns the sum of each token's results. data: one row for each entry, in the order of sending"""
         if not self._rank_sum:
             return weighted_sum(self._wire.combine.decode(data, handle.hidden), handle.home, weights, handle.complete)

@@ -9,15 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from moe_serve.attention_dp.kv_cache import KvCache
 from moe_serve.attention_dp.request_blocks import RequestBlocks
 from moe_serve.attention_dp.scheduler import Scheduler
 from moe_serve.config import ServeConfig, model_dir, served_name
-from moe_serve.dispatch.base import AllToAll, EpGroup
+from moe_serve.dispatch.base import AnyAllToAll, BufferLimits, EpGroup, TransportRequest
 from moe_serve.dispatch.make import make_all_to_all
-from moe_serve.dispatch.shm.membership import GoesOnWithoutTheLost
 from moe_serve.engine.engine import Engine, EngineSettings
 from moe_serve.engine.exchange import Exchange
 from moe_serve.engine.mailbox import Mailbox
@@ -31,12 +29,12 @@ from moe_serve.engine.status import EngineCounters
 from moe_serve.engine.step import StepSettings
 from moe_serve.ep.expert_form import MEANING
 from moe_serve.ep.load_recorder import LoadRecorder
-from moe_serve.ep.moe_layer import ExpertParallel, MoeLayer, make_moe_layer
+from moe_serve.ep.moe_layer import ExpertParallel
 from moe_serve.ep.replica_map import ReplicaMap
 from moe_serve.eplb.files.trace_meta import TraceMeta
 from moe_serve.errors import ConfigError
 from moe_serve.log import get_logger
-from moe_serve.models.moe_decoder import MakeMoeLayer, build_decoder, kv_layouts
+from moe_serve.models.moe_decoder import build_decoder, kv_layouts
 from moe_serve.models.spec import read_spec
 from moe_serve.models.weights import LoadedWeights, dummy_weights, load_weights
 from moe_serve.topology import Topology
@@ -117,7 +115,7 @@ def build_served_model(config: ServeConfig, group: EpGroup, progress: Progress |
     weights = _weights(config, plan, group.rank, progress or (lambda phase, fraction: None))
     load_s = time.monotonic() - started_s
     parallel = _expert_parallel(config, plan, group)
-    decoder = build_decoder(plan.spec, weights, _layer_maker(parallel, plan), plan.numerics, plan.device)
+    decoder = build_decoder(plan.spec, weights, parallel, plan.device)
     block_size = config.cache.block_size
     limits = ModelLimits(
         model_name=served_name(config.model),
@@ -150,9 +148,9 @@ def build_served_model(config: ServeConfig, group: EpGroup, progress: Progress |
     return served
 
 
-def check_bits(all_to_all: AllToAll, config: ServeConfig) -> None:
+def check_bits(all_to_all: AnyAllToAll, config: ServeConfig) -> None:
     """Raises ConfigError for a transport outside the bitwise class in batch_invariant, whoever chose it."""
-    if config.engine.numerics == "batch_invariant" and not all_to_all.is_bitwise:
+    if config.engine.numerics == "batch_invariant" and not all_to_all.capabilities.bitwise:
         raise ConfigError(
             f"dispatch.backend {config.dispatch.backend} gives {type(all_to_all).__name__} here ({all_to_all.note}), "
             "whose sums depend on where experts live, which engine.numerics batch_invariant excludes; set "
@@ -191,23 +189,20 @@ def _expert_parallel(config: ServeConfig, plan: ModelPlan, group: EpGroup) -> Ex
     """Returns what the MoE layers share; a collective call, since transports map each other's memory."""
     spec, placement, dispatch = plan.spec, plan.placement, config.dispatch
     topology = Topology(group.num_nodes, group.num_ranks // group.num_nodes)
-    all_to_all = make_all_to_all(
-        dispatch.backend,
-        group,
-        placement.slots_per_rank,
-        plan.dtype,
-        dispatch.wire_dtype,
-        max_tokens_per_rank=plan.max_tokens_per_rank,
-        hidden=spec.hidden,
-        topk=spec.topk,
+    request = TransportRequest(
+        backend=dispatch.backend,
+        limits=BufferLimits(plan.max_tokens_per_rank, spec.hidden, spec.topk, placement.slots_per_rank),
+        dtype=plan.dtype,
+        wire_dtype=dispatch.wire_dtype,
+        rows=dispatch.rows,
+        combine=dispatch.combine,
         deadline_s=dispatch.deadline_s or config.engine.step_deadline_s,
         compiled=dispatch.compiled,
-        masked=None if dispatch.rows == "auto" else dispatch.rows == "masked",
-        combine=dispatch.combine,
     )
+    all_to_all = make_all_to_all(group, request)
     check_bits(all_to_all, config)
     # A transport that goes on without a rank also reduces without it; torch.distributed could not.
-    gather = all_to_all.exchange_counts if isinstance(all_to_all, GoesOnWithoutTheLost) else None
+    gather = None if all_to_all.membership is None else all_to_all.exchange_counts
     return ExpertParallel(
         rank=group.rank,
         router=spec.router,
@@ -219,22 +214,7 @@ def _expert_parallel(config: ServeConfig, plan: ModelPlan, group: EpGroup) -> Ex
     )
 
 
-def _layer_maker(parallel: ExpertParallel, plan: ModelPlan) -> MakeMoeLayer:
-    layer_rows = {layer_id: row for row, layer_id in enumerate(plan.spec.moe_layer_ids)}
-
-    def make_layer(
-        layer_id: int,
-        gate_weight: Tensor,
-        correction_bias: Tensor | None,
-        experts: dict[str, Tensor],
-        shared: Callable[[Tensor], Tensor] | None,
-    ) -> MoeLayer:
-        return make_moe_layer(parallel, layer_rows[layer_id], gate_weight, correction_bias, experts, shared)
-
-    return make_layer
-
-
-def _info(plan: ModelPlan, all_to_all: AllToAll) -> dict[str, Any]:
+def _info(plan: ModelPlan, all_to_all: AnyAllToAll) -> dict[str, Any]:
     """Returns what /server_info says of the model."""
     return {
         "model_type": plan.spec.model_type,
@@ -248,5 +228,5 @@ def _info(plan: ModelPlan, all_to_all: AllToAll) -> dict[str, Any]:
         "num_cache_blocks": plan.num_blocks,
         "all_to_all": type(all_to_all).__name__,
         "all_to_all_note": all_to_all.note,
-        "all_to_all_is_bitwise": all_to_all.is_bitwise,
+        "all_to_all_is_bitwise": all_to_all.capabilities.bitwise,
     }

@@ -22,6 +22,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from moe_serve.config import ServeConfig
+from moe_serve.dispatch.capabilities import survivors
 from moe_serve.dispatch.shm.membership import Membership
 from moe_serve.engine.exchange import Exchange
 from moe_serve.engine.mailbox import Mailbox
@@ -193,7 +194,7 @@ def make_recovery(config: ServeConfig, own: Rank, served: ServedModel) -> Recove
         return Recovery(served, "engine.on_lost_rank is end")
     if membership is None:
         name = type(served.all_to_all).__name__
-        why_end = f"{name} cannot go on without a rank (dispatch.backend: low_latency on CPUs can)"
+        why_end = f"{name} cannot go on without a rank ({survivors()} can)"
         return Recovery(served, why_end)
     if not own.exchange.survives_lost_rank:
         return Recovery(served, "the exchange cannot go on without a rank (engine.exchange: shm can)")

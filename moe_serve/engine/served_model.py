@@ -11,8 +11,8 @@ from torch import Tensor
 
 from moe_serve.attention_dp.batch import ForwardBatch
 from moe_serve.attention_dp.kv_cache import KvCache
-from moe_serve.dispatch.base import AllToAll, FollowsSteps, MeasuresWaits
-from moe_serve.dispatch.shm.membership import GoesOnWithoutTheLost, Membership
+from moe_serve.dispatch.base import AnyAllToAll
+from moe_serve.dispatch.shm.membership import Membership
 from moe_serve.engine.messages import ModelLimits
 from moe_serve.engine.recording import LoadWindows
 from moe_serve.ep.load_recorder import LoadRecorder
@@ -21,8 +21,6 @@ from moe_serve.eplb.placement import Placement
 from moe_serve.kernels.numerics import Numerics
 from moe_serve.models.moe_decoder import MoeDecoder
 from moe_serve.models.spec import ModelSpec
-
-MANY_TOKENS = 1 << 30  # more than any step has
 
 
 @dataclass
@@ -35,7 +33,7 @@ class ServedModel:
     limits: ModelLimits
     numerics: Numerics
     device: torch.device
-    all_to_all: AllToAll
+    all_to_all: AnyAllToAll
     replica_map: ReplicaMap
     recorder: LoadRecorder
     windows: LoadWindows
@@ -54,7 +52,7 @@ class ServedModel:
     @property
     def waited_s(self) -> list[float]:
         """Seconds that this rank has waited for each other one; empty where the transport does not measure it."""
-        return self.all_to_all.waited_s if isinstance(self.all_to_all, MeasuresWaits) else []
+        return self.all_to_all.waited_s
 
     @property
     def split_outcomes(self) -> list[int]:
@@ -64,8 +62,7 @@ class ServedModel:
 
     def begin_step(self, max_tokens: int) -> None:
         """Tells a transport that chooses by the size of the step. max_tokens: of the plan, equal on all ranks"""
-        if isinstance(self.all_to_all, FollowsSteps):
-            self.all_to_all.begin_step(max_tokens)
+        self.all_to_all.begin_step(max_tokens)
 
     @torch.inference_mode()
     def forward(self, batch: ForwardBatch, num_chunks: int, overlap: bool = False) -> Tensor:
@@ -74,17 +71,14 @@ class ServedModel:
         Raises PeerError when a peer's rows did not come: the step is void, and `void_step` forgets what it counted.
         """
         logits = self.decoder.forward(batch, self.cache, num_chunks, overlap)
-        if isinstance(self.all_to_all, FollowsSteps):
-            self.all_to_all.end_step()
+        self.all_to_all.end_step()
         self.recorder.step_done()
-        if self.membership is not None:
-            self.membership.step_done()
         return logits
 
     @property
     def membership(self) -> Membership | None:
         """Who takes part; None where the transport cannot mask one."""
-        return self.all_to_all.membership if isinstance(self.all_to_all, GoesOnWithoutTheLost) else None
+        return self.all_to_all.membership
 
     def void_step(self) -> None:
         """Forgets what a step has counted that did not come to its end, and records that some rank may not have."""
@@ -97,7 +91,6 @@ class ServedModel:
 
     def warm_up(self) -> None:
         """Runs empty steps through every layer and collective, so that the first request does not pay for it."""
-        sizes = (0, MANY_TOKENS) if isinstance(self.all_to_all, FollowsSteps) else (0,)
-        for max_tokens in sizes:  # both ways of a transport that chooses by size
+        for max_tokens in self.all_to_all.step_sizes:
             self.begin_step(max_tokens)
             self.forward(ForwardBatch.empty(self.device, self.numerics), 1)

@@ -6,15 +6,13 @@ collectives.
 Shape words: T = rows of the batch (padded), H = hidden, E = num_logical.
 """
 
-from collections.abc import Callable
-from typing import Protocol
-
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from moe_serve.attention_dp.batch import ForwardBatch
 from moe_serve.attention_dp.kv_cache import KvCache, KvLayout
+from moe_serve.ep.moe_layer import ExpertParallel, MoeLayer, MoeWeights
 from moe_serve.kernels.linear import Linear
 from moe_serve.kernels.norm import rms_norm
 from moe_serve.kernels.numerics import Numerics
@@ -22,27 +20,6 @@ from moe_serve.models.layers import AttentionStep, GatedMlp, GqaAttention, GqaLa
 from moe_serve.models.mla import MlaAttention, MlaLayer
 from moe_serve.models.spec import GqaSpec, ModelSpec
 from moe_serve.models.weights import LoadedWeights
-
-
-class MoeLayerLike(Protocol):
-    """What the decoder needs of ep.MoeLayer."""
-
-    def __call__(self, x: Tensor, num_tokens: int, num_chunks: int, overlap: bool = False) -> Tensor:
-        """x: [T, H] -> [T, H], routed and shared experts together; rows from num_tokens on are padding"""
-
-
-class MakeMoeLayer(Protocol):
-    """Builds the MoE layer of a model layer; a closure of the engine over its group, placement and recorder."""
-
-    def __call__(
-        self,
-        layer_id: int,
-        gate_weight: Tensor,
-        correction_bias: Tensor | None,
-        experts: dict[str, Tensor],
-        shared: Callable[[Tensor], Tensor] | None,
-    ) -> MoeLayerLike:
-        """gate_weight: [E, H]; correction_bias: [E] float32; experts: as in LoadedWeights; shared: [T, H] -> [T, H]"""
 
 
 class DecoderLayer:
@@ -53,7 +30,7 @@ class DecoderLayer:
         input_norm: Tensor,
         attention: GqaLayer | MlaLayer,
         post_norm: Tensor,
-        moe: MoeLayerLike | None,
+        moe: MoeLayer | None,
         mlp: GatedMlp | None,
     ):
         self.input_norm = input_norm
@@ -126,12 +103,11 @@ class MoeDecoder:
 def build_decoder(
     spec: ModelSpec,
     weights: LoadedWeights,
-    make_moe_layer: MakeMoeLayer,
-    numerics: Numerics,
+    parallel: ExpertParallel,
     device: torch.device | str,
 ) -> MoeDecoder:
     """Returns the decoder. Takes the dense tensors out of `weights`, so that none is held twice once it is packed."""
-    dense = weights.dense
+    dense, numerics = weights.dense, parallel.numerics
     linear = LinearFactory(numerics)
     embed, norm = dense.pop("embed"), dense.pop("norm")
     if isinstance(spec.attention, GqaSpec):
@@ -140,17 +116,18 @@ def build_decoder(
         )
     else:
         attention = MlaAttention(spec.attention, spec.norm_eps, numerics, embed.dtype, device)
-    moe_layers = set(spec.moe_layer_ids)
+    layer_rows = {layer_id: row for row, layer_id in enumerate(spec.moe_layer_ids)}
     layers = []
     for layer_id in range(spec.num_layers):
         prefix = f"layers.{layer_id}."
         mine = {name.removeprefix(prefix): dense.pop(name) for name in list(dense) if name.startswith(prefix)}
         attention_layer = attention.layer(layer_id, mine, spec.rope, linear)
         moe, mlp = None, None
-        if layer_id in moe_layers:
+        if layer_id in layer_rows:
             shared = _mlp(mine, "shared_", linear) if spec.shared_intermediate else None
             experts = weights.experts[layer_id]
-            moe = make_moe_layer(layer_id, mine.pop("router"), mine.pop("router_bias", None), experts, shared)
+            mine_moe = MoeWeights(mine.pop("router"), mine.pop("router_bias", None), experts, shared)
+            moe = MoeLayer(parallel, layer_rows[layer_id], mine_moe)
         else:
             mlp = _mlp(mine, "", linear)
         layers.append(DecoderLayer(mine.pop("input_norm"), attention_layer, mine.pop("post_norm"), moe, mlp))

@@ -7,13 +7,12 @@ time an overlap hides without measuring any.
 
 import time
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
-from moe_serve.dispatch.base import AllToAll, Deferred, Dispatched, Pending
-from moe_serve.dispatch.overlap import most_handles
+from moe_serve.dispatch.base import AllToAll, AnyAllToAll, Deferred, Dispatched, Pending
 
 T = TypeVar("T")
 
@@ -65,43 +64,42 @@ class _Link:
 
 
 @dataclass(frozen=True)
-class _Handle:
-    num_rows: int  # that arrived here, and whose results go home
-    inner: object
+class DelayedHandle:
+    num_rows: int  # that arrived here, and whose results are sent back
+    inner: Any
 
 
-class DelayedAllToAll:
+class DelayedAllToAll(AllToAll[DelayedHandle]):
     """AllToAll over another one.
 
-    The link carries one row for each (token, slot), also where the slot is this rank's own or that row went to its rank
+    The link carries one row for each (token, slot), also where the slot is this rank's own or the row went to its rank
     already: as between so many ranks that hardly two slots of a token share one. The own link stands for those of the
     peers, which carry as much where load is even.
     """
 
-    def __init__(self, inner: AllToAll, bytes_per_s: float, latency_s: float = 0.0, clock: Clock | None = None):
+    def __init__(self, inner: AnyAllToAll, bytes_per_s: float, latency_s: float = 0.0, clock: Clock | None = None):
         self._inner = inner
         self._clock = clock or RealClock()
         self._link = _Link(bytes_per_s, latency_s, self._clock)
-        self.is_bitwise, self.note = inner.is_bitwise, inner.note
-        self.most_handles = most_handles(inner)
+        self.capabilities, self.note = inner.capabilities, inner.note
 
     def exchange_counts(self, counts: Tensor) -> Pending[Tensor]:
         return self._delay(self._inner.exchange_counts(counts), counts.numel() * counts.element_size())
 
     def dispatch(
         self, hidden: Tensor, physical_ids: Tensor, slot_counts: Tensor | None = None, weights: Tensor | None = None
-    ) -> Pending[Dispatched]:
+    ) -> Pending[Dispatched[DelayedHandle]]:
         sent = self._inner.dispatch(hidden, physical_ids, slot_counts, weights)
         num_rows = int(torch.count_nonzero(physical_ids >= 0))
 
-        def receive() -> Dispatched:
+        def receive() -> Dispatched[DelayedHandle]:
             arrived = sent.wait()
-            return Dispatched(arrived.rows, _Handle(int(arrived.rows.rows_per_slot.sum()), arrived.handle))
+            num_arrived = int(arrived.rows.rows_per_slot.sum())
+            return Dispatched(arrived.rows, DelayedHandle(num_arrived, arrived.handle))
 
         return self._delay(Deferred(receive), num_rows * hidden.shape[1] * hidden.element_size())
 
-    def combine(self, expert_out: Tensor, weights: Tensor, handle: object) -> Pending[Tensor]:
-        assert isinstance(handle, _Handle), "the handle belongs to another transport"
+    def combine(self, expert_out: Tensor, weights: Tensor, handle: DelayedHandle) -> Pending[Tensor]:
         sent = self._inner.combine(expert_out, weights, handle.inner)
         return self._delay(sent, handle.num_rows * expert_out.shape[-1] * expert_out.element_size())
 

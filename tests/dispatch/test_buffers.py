@@ -9,14 +9,13 @@ from unittest import mock
 import pytest
 import torch
 
-from moe_serve.dispatch.base import BufferLimits, EpGroup
-from moe_serve.dispatch.choose import choose_among_cpus, choose_backend
+from moe_serve.dispatch.base import BufferLimits, EpGroup, TransportRequest
+from moe_serve.dispatch.capabilities import Wanted, problems
+from moe_serve.dispatch.choose import choose_among_cpus, choose_transport
 from moe_serve.dispatch.gpu.sizes import gpu_buffer_sizes, gpu_region, most_gpu_tokens
 from moe_serve.dispatch.make import make_all_to_all
-from moe_serve.dispatch.shm.memory import check_ranks
 from moe_serve.dispatch.shm.sizes import buffer_sizes, most_tokens, region_shape
 from moe_serve.dispatch.wire import make_wire
-from moe_serve.errors import ConfigError
 from tests.ranks import run_ranks
 
 WIRE = make_wire("bf16", torch.bfloat16)
@@ -28,7 +27,7 @@ def test_a_hand_worked_size() -> None:
     assert sizes.parts["rows out"] == 2 * 8 * 128 * 7168 * 2
     assert sizes.parts["results home"] == 2 * 8 * 128 * 8 * 7168 * 2
     assert sum(sizes.parts.values()) <= sizes.total <= sum(sizes.parts.values()) * 1.01
-    assert "per rank" in sizes.lines()[0]
+    assert "per rank" in sizes.line
 
 
 def test_redundant_experts_are_counted() -> None:
@@ -54,34 +53,36 @@ def test_what_a_gpu_needs_is_its_region_and_the_slabs() -> None:
     assert gpu_buffer_sizes(8, V3, torch.bfloat16, "fp8", stages=False).total < sizes.total
     most = most_gpu_tokens(8, V3, torch.bfloat16, "fp8", True, sizes.total)
     assert most == 128
-    assert "for 128 tokens per rank" in sizes.lines()[0]
+    assert "for 128 tokens per rank" in sizes.line
 
 
 def check_choices(rank: int, group: EpGroup) -> list[str]:
-    def backend(limits: BufferLimits | None) -> str:
-        choice = choose_backend(group, limits, torch.bfloat16, "auto")
+    def transport(max_tokens: int = 128) -> str:
+        limits = replace(V3, hidden=64, max_tokens_per_rank=max_tokens)
+        choice = choose_transport(group, TransportRequest("auto", limits, torch.bfloat16))
         assert choice.why
-        return choice.backend
+        return choice.transport
 
-    chosen = [backend(replace(V3, hidden=64)), backend(None), backend(replace(V3, max_tokens_per_rank=1 << 40))]
+    chosen = [transport(), transport(1 << 40)]
     with mock.patch.object(platform, "machine", return_value="aarch64"):
-        chosen.append(backend(replace(V3, hidden=64)))
+        chosen.append(transport())
     return chosen
 
 
 def test_auto_takes_shared_memory_on_one_host_and_says_why_not_elsewhere() -> None:
-    assert run_ranks(1, check_choices) == [["local"] * 4]
-    assert run_ranks(2, check_choices) == [["low_latency", "collective", "collective", "collective"]] * 2
+    assert run_ranks(1, check_choices) == [["local"] * 3]
+    assert run_ranks(2, check_choices) == [["shm", "collective", "collective"]] * 2
 
 
 def test_more_ranks_than_a_group_can_have_go_another_way() -> None:
     def choice(num_ranks: int) -> str:
         few = replace(V3, hidden=64, max_tokens_per_rank=1)
-        return choose_among_cpus([0] * num_ranks, 1 << 40, "x86_64", few, torch.bfloat16, "auto").backend
+        request = TransportRequest("auto", few, torch.bfloat16)
+        return choose_among_cpus([0] * num_ranks, 1 << 40, "x86_64", request).transport
 
-    assert (choice(62), choice(63)) == ("low_latency", "collective")
-    with pytest.raises(ConfigError, match=r"up to 62 CPU ranks and parallel.num_ranks is 63; set dispatch.backend"):
-        check_ranks(63)
+    assert (choice(62), choice(63)) == ("shm", "collective")
+    (problem,) = problems("shm", Wanted(63, "cpu"))
+    assert "joins up to 62 CPU ranks and parallel.num_ranks is 63; set dispatch.backend" in problem
 
 
 def check_log(rank: int, group: EpGroup, backend: str) -> str:
@@ -91,7 +92,7 @@ def check_log(rank: int, group: EpGroup, backend: str) -> str:
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)
     try:
-        make_all_to_all(backend, group, 4, torch.float32, max_tokens_per_rank=8, hidden=64, topk=2)
+        make_all_to_all(group, TransportRequest(backend, BufferLimits(8, 64, 2, 4), torch.float32))
     finally:
         logger.removeHandler(handler)
     return stream.getvalue()
@@ -101,11 +102,12 @@ def check_log(rank: int, group: EpGroup, backend: str) -> str:
 def test_sizes_of_buffers_are_logged_whoever_chose_them(backend: str) -> None:
     for text in run_ranks(2, check_log, backend):
         assert "low-latency buffers for 8 tokens per rank: up to" in text
-        assert ("dispatch.backend auto: low_latency (2 CPU ranks on one host)" in text) == (backend == "auto")
+        assert ("dispatch.backend auto: shm (2 CPU ranks on one host)" in text) == (backend == "auto")
 
 
 def test_auto_logs_its_reason(caplog: pytest.LogCaptureFixture) -> None:
     logging.getLogger("moe_serve").propagate = True
     with caplog.at_level(logging.INFO, logger="moe_serve"):
-        make_all_to_all("auto", EpGroup(0, 1, torch.device("cpu")), 4, torch.float32)
+        request = TransportRequest("auto", BufferLimits(8, 64, 2, 4), torch.float32)
+        make_all_to_all(EpGroup(0, 1, torch.device("cpu")), request)
     assert "dispatch.backend auto: local (one rank)" in caplog.text

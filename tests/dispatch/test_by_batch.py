@@ -1,24 +1,26 @@
 """Two transports in one: which way a step takes, what the whole says of itself, and that rows go home as they came."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor
 
-from moe_serve.dispatch.base import AllToAll, Dispatched, FollowsSteps, MaskedRows, PackedRows, Pending, Ready
+from moe_serve.dispatch.base import AllToAll, AnyAllToAll, Dispatched, MaskedRows, PackedRows, Pending, Ready
 from moe_serve.dispatch.by_batch import DECODE_TOKENS, ByBatchAllToAll
-from moe_serve.dispatch.local import LocalAllToAll
+from moe_serve.dispatch.capabilities import TRANSPORTS
+from moe_serve.dispatch.local import LocalAllToAll, LocalHandle
 from moe_serve.dispatch.wire import make_wire
 from moe_serve.errors import PeerError
 
 
-class Slabs:
-    """A low-latency transport of one rank, which gives every row in a slab and hears of steps."""
+class Slabs(AllToAll[LocalHandle]):
+    """A low-latency transport of one rank, which gives every row in a slab and notes the steps."""
 
     note = "slabs"
-    most_handles = 2
 
-    def __init__(self, is_bitwise: bool = True):
-        self.is_bitwise = is_bitwise
+    def __init__(self, bitwise: bool = True):
+        self.capabilities = replace(TRANSPORTS["nvshmem"], bitwise=bitwise)
         self.steps: list[int] = []
         self.late = False
         self.inner = LocalAllToAll(4, make_wire("auto", torch.float32))
@@ -35,12 +37,12 @@ class Slabs:
 
     def dispatch(
         self, hidden: Tensor, physical_ids: Tensor, slot_counts: Tensor | None = None, weights: Tensor | None = None
-    ) -> Pending[Dispatched]:
+    ) -> Pending[Dispatched[LocalHandle]]:
         arrived = self.inner.dispatch(hidden, physical_ids).wait()
         assert isinstance(arrived.rows, PackedRows)
         return Ready(Dispatched(MaskedRows(arrived.rows.x, arrived.rows.rows_per_slot), arrived.handle))
 
-    def combine(self, expert_out: Tensor, weights: Tensor, handle: object) -> Pending[Tensor]:
+    def combine(self, expert_out: Tensor, weights: Tensor, handle: LocalHandle) -> Pending[Tensor]:
         return self.inner.combine(expert_out, weights, handle)
 
 
@@ -57,7 +59,7 @@ def both(small: Slabs) -> ByBatchAllToAll:
 HIDDEN, IDS, WEIGHTS = torch.randn(2, 8), torch.tensor([[0, 3], [1, 0]]), torch.rand(2, 2)
 
 
-def way(transport: AllToAll) -> type:
+def way(transport: AnyAllToAll) -> type:
     return type(transport.dispatch(HIDDEN, IDS).wait().rows)
 
 
@@ -84,7 +86,6 @@ def sum_of(hidden: Tensor) -> Tensor:
 
 
 def test_a_late_peer_voids_the_steps_of_its_own_way_only(both: ByBatchAllToAll, small: Slabs) -> None:
-    assert isinstance(both, FollowsSteps)
     small.late = True
     both.begin_step(5000)
     both.end_step()
@@ -95,13 +96,13 @@ def test_a_late_peer_voids_the_steps_of_its_own_way_only(both: ByBatchAllToAll, 
 
 
 def test_the_whole_is_in_the_bitwise_class_only_if_both_are(both: ByBatchAllToAll) -> None:
-    assert both.is_bitwise
+    assert both.capabilities.bitwise
     assert both.note == f"up to {DECODE_TOKENS} tokens: slabs; above: LocalAllToAll"
-    assert not ByBatchAllToAll(Slabs(is_bitwise=False), both, 1).is_bitwise
+    assert not ByBatchAllToAll(Slabs(bitwise=False), both, 1).capabilities.bitwise
 
 
 def test_as_many_handles_may_live_as_the_way_of_the_step_has_lanes(both: ByBatchAllToAll) -> None:
     both.begin_step(1)
-    assert both.most_handles == 2
+    assert both.live_handles == 2
     both.begin_step(5000)
-    assert both.most_handles == 3
+    assert both.live_handles == 3

@@ -248,7 +248,7 @@ def check_rank_sums(rank: int, make: MakeTransport, scenarios: list[Scenario], w
     results = []
     for one in scenarios:
         transport = make(one, "rank_sum")
-        assert not transport.is_bitwise, "the mode says that its bits are its own"
+        assert not transport.capabilities.bitwise, "the mode says that its bits are its own"
         hidden, ids, weights = one.inputs(rank)
         for _ in range(3):
             arrived = transport.dispatch(hidden, ids, one.slot_counts() if with_counts else None, weights).wait()

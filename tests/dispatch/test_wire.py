@@ -1,9 +1,11 @@
 """Codecs: what comes back, how much of it is lost, and how large a row is on the wire."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
-from moe_serve.dispatch.base import EpGroup
+from moe_serve.dispatch.base import BufferLimits, EpGroup, TransportRequest
 from moe_serve.dispatch.make import make_all_to_all
 from moe_serve.dispatch.wire import make_wire
 from moe_serve.errors import ConfigError
@@ -63,10 +65,11 @@ def test_what_does_not_exist_is_refused_with_the_known_names() -> None:
     group = EpGroup(0, 2, torch.device("cpu"))
     with pytest.raises(ConfigError, match="auto, float32, bf16, fp8"):
         make_wire("int4", torch.float32)
-    with pytest.raises(ConfigError, match="pigeon"):
-        make_all_to_all("pigeon", group, 4, torch.float32)
-    with pytest.raises(ConfigError, match="2 ranks; local serves one rank"):
-        make_all_to_all("local", group, 4, torch.float32)
+    request = TransportRequest("pigeon", BufferLimits(8, 16, 2, 4), torch.float32)
+    with pytest.raises(ConfigError, match="'pigeon'; choose one of auto, local, collective, low_latency"):
+        make_all_to_all(group, request)
+    with pytest.raises(ConfigError, match="num_ranks is 2; local serves one rank"):
+        make_all_to_all(group, replace(request, backend="local"))
 
 
 def test_fp8_rows_have_the_bits_of_the_kernels_on_every_transport() -> None:

@@ -1,5 +1,6 @@
 """What a rank's model does with its transport: settings reach it, it hears of steps, and its bits are checked."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -10,7 +11,7 @@ import torch
 from moe_serve.attention_dp.batch import ForwardBatch
 from moe_serve.attention_dp.request import SamplingParams
 from moe_serve.config import load_config
-from moe_serve.dispatch.base import EpGroup
+from moe_serve.dispatch.base import EpGroup, TransportRequest
 from moe_serve.dispatch.local import LocalAllToAll
 from moe_serve.dispatch.wire import make_wire
 from moe_serve.engine import build as build_module
@@ -18,7 +19,7 @@ from moe_serve.engine.build import build_engine, build_served_model, check_bits
 from moe_serve.engine.exchange import make_exchange
 from moe_serve.engine.mailbox import QueueMailbox
 from moe_serve.engine.messages import Status, Submit
-from moe_serve.engine.served_model import MANY_TOKENS, ServedModel
+from moe_serve.engine.served_model import ServedModel
 from moe_serve.errors import ConfigError, PeerError
 from tests.ranks import run_ranks
 
@@ -29,12 +30,16 @@ class Listening(LocalAllToAll):
     """A transport that hears of steps. late: it missed a peer's rows in the step that runs"""
 
     note = "ears"
+    step_sizes = (0, 129)
 
     def __init__(self, slots_per_rank: int):
         super().__init__(slots_per_rank, make_wire("auto", torch.float32))
         self.heard: list[object] = []
         self.late = False
-        self.waited_s = [0.0, 1.5]
+
+    @property
+    def waited_s(self) -> list[float]:
+        return [0.0, 1.5]
 
     def begin_step(self, most_tokens: int) -> None:
         self.heard.append(most_tokens)
@@ -45,40 +50,40 @@ class Listening(LocalAllToAll):
             raise PeerError("rank 1 did not send its rows", 1, "dispatch", 5)
 
 
-def build(*overrides: str, **changes: Any) -> tuple[ServedModel, Listening, dict[str, Any]]:
+def build(*overrides: str, **changes: Any) -> tuple[ServedModel, Listening, TransportRequest]:
     """A model of one rank over such a transport, and with what its maker was called."""
-    asked: dict[str, Any] = {}
+    asked: list[TransportRequest] = []
 
-    def make(backend: str, group: EpGroup, slots_per_rank: int, *args: Any, **kwargs: Any) -> Listening:
-        asked.update(kwargs, backend=backend)
-        transport = Listening(slots_per_rank)
-        vars(transport).update(changes)
+    def make(group: EpGroup, request: TransportRequest) -> Listening:
+        asked.append(request)
+        transport = Listening(request.limits.slots_per_rank)
+        transport.capabilities = replace(transport.capabilities, **changes)
         return transport
 
     config = load_config(overrides=["cache.num_blocks=8", "parallel.device=cpu", *overrides])
     with mock.patch.object(build_module, "make_all_to_all", make):
         served = build_served_model(config, ALONE)
     assert isinstance(served.all_to_all, Listening)
-    return served, served.all_to_all, asked
+    return served, served.all_to_all, asked[0]
 
 
 def test_settings_of_the_dispatch_reach_the_transport() -> None:
     _, _, asked = build()
-    assert (asked["compiled"], asked["masked"], asked["deadline_s"]) == (True, None, 60.0)
+    assert (asked.compiled, asked.rows, asked.deadline_s) == (True, "auto", 60.0)
     _, _, asked = build(
         "dispatch={backend: low_latency, rows: masked, compiled: false, deadline_s: 0.05}", "parallel.num_ranks=2"
     )
-    assert (asked["compiled"], asked["masked"], asked["deadline_s"]) == (False, True, 0.05)
+    assert (asked.compiled, asked.rows, asked.deadline_s) == (False, "masked", 0.05)
     _, _, asked = build("dispatch.rows=packed", "engine.step_deadline_s=7")
-    assert (asked["masked"], asked["deadline_s"], asked["combine"]) == (False, 7.0, "ordered")
+    assert (asked.rows, asked.deadline_s, asked.combine) == ("packed", 7.0, "ordered")
     _, _, asked = build("dispatch.combine=rank_sum")
-    assert asked["combine"] == "rank_sum"
+    assert asked.combine == "rank_sum"
 
 
 def test_a_transport_hears_of_steps_and_a_late_peer_voids_one() -> None:
     served, transport, _ = build()
     served.warm_up()
-    assert transport.heard == [0, "end", MANY_TOKENS, "end"], "both ways of a transport by size are warm"
+    assert transport.heard == [0, "end", 129, "end"], "each path that a step may take is warm"
     served.begin_step(12)
     transport.late = True
     with pytest.raises(PeerError, match="rank 1"):
@@ -105,8 +110,8 @@ def check_engine(rank: int, group: EpGroup) -> tuple[list[object], list[list[flo
     ]
     transports: list[Listening] = []
 
-    def make(backend: str, group: EpGroup, slots_per_rank: int, *args: Any, **kwargs: Any) -> Listening:
-        transports.append(Listening(slots_per_rank))
+    def make(group: EpGroup, request: TransportRequest) -> Listening:
+        transports.append(Listening(request.limits.slots_per_rank))
         return transports[0]
 
     params = SamplingParams(max_new_tokens=3, temperature=0, ignore_eos=True)
@@ -126,17 +131,17 @@ def test_the_engine_tells_the_size_of_each_step_and_reports_the_waits() -> None:
 
 @pytest.mark.parametrize("backend", ["auto", "low_latency"])
 def test_bits_of_its_own_are_refused_in_batch_invariant_whoever_chose_the_transport(backend: str) -> None:
-    own = SimpleNamespace(is_bitwise=False, note="adds in an order of its own")
+    own = SimpleNamespace(capabilities=SimpleNamespace(bitwise=False), note="adds in an order of its own")
     settings = [f"dispatch.backend={backend}", "parallel.num_ranks=2", "engine.numerics=batch_invariant"]
     config = load_config(overrides=settings)
     with pytest.raises(ConfigError, match=rf"backend {backend} gives .*order of its own.*dispatch.backend: collective"):
         check_bits(own, config)  # type: ignore[arg-type]
-    own.is_bitwise = True
+    own.capabilities.bitwise = True
     check_bits(own, config)  # type: ignore[arg-type]
-    own.is_bitwise = False
+    own.capabilities.bitwise = False
     check_bits(own, load_config(overrides=settings[:2]))  # type: ignore[arg-type]
 
 
 def test_a_model_is_not_built_over_bits_of_its_own_in_batch_invariant() -> None:
     with pytest.raises(ConfigError, match="batch_invariant excludes"):
-        build("engine.numerics=batch_invariant", is_bitwise=False)
+        build("engine.numerics=batch_invariant", bitwise=False)

@@ -8,12 +8,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from moe_serve.dispatch.base import Combine, EpGroup
+from moe_serve.dispatch.base import BufferLimits, EpGroup, TransportRequest
+from moe_serve.dispatch.capabilities import Combine
 from moe_serve.dispatch.make import make_all_to_all
 from moe_serve.ep import gate as gate_module
 from moe_serve.ep.gate import Gate, route_and_count
 from moe_serve.ep.load_recorder import LoadRecorder
-from moe_serve.ep.moe_layer import ExpertParallel, MoeLayer, make_moe_layer
+from moe_serve.ep.moe_layer import ExpertParallel, MoeLayer, MoeWeights
 from moe_serve.ep.replica_map import ReplicaMap
 from moe_serve.ep.routing import RouterSpec
 from moe_serve.eplb.placement import Placement
@@ -75,21 +76,13 @@ def build(group: EpGroup, case: Case) -> tuple[list[MoeLayer], LoadRecorder]:
     placement = case.placement
     backend = case.backend if group.process_group is not None else "local"
     slots = placement.slots_per_rank
+    limits = BufferLimits(case.capacity, HIDDEN, SPEC.topk, slots)
+    request = TransportRequest(backend, limits, torch.float32, case.wire, combine=case.combine)
     recorder = LoadRecorder(LAYERS, SPEC.num_logical, group)
     parallel = ExpertParallel(
         rank=group.rank,
         router=SPEC,
-        all_to_all=make_all_to_all(
-            backend,
-            group,
-            slots,
-            torch.float32,
-            case.wire,
-            max_tokens_per_rank=case.capacity,
-            hidden=HIDDEN,
-            topk=SPEC.topk,
-            combine=case.combine,
-        ),
+        all_to_all=make_all_to_all(group, request),
         replica_map=ReplicaMap(placement, split=case.split, topology=case.nodes),
         recorder=recorder,
         max_tokens_per_rank=case.capacity,
@@ -103,7 +96,7 @@ def build(group: EpGroup, case: Case) -> tuple[list[MoeLayer], LoadRecorder]:
             name: torch.stack([full[e] if e >= 0 else torch.zeros_like(full[0]) for e in here])
             for name, full in (("gate_up", gate_up), ("down", down))
         }
-        layers.append(make_moe_layer(parallel, row, gate, None, experts, double if case.shared else None))
+        layers.append(MoeLayer(parallel, row, MoeWeights(gate, None, experts, double if case.shared else None)))
     return layers, recorder
 
 

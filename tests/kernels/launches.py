@@ -89,7 +89,7 @@ def low_latency(capability: int, fp8: bool = False, nvshmem: bool = False, topk:
     from moe_serve.dispatch.gpu.region import Region
     from moe_serve.dispatch.gpu.symmetric import SymmetricRegions
 
-    region = Region(8, EXPERTS, TOKENS, HIDDEN, topk, 1 if fp8 else 2, 2, stages=nvshmem, num_lanes=1)
+    region = Region(8, EXPERTS, TOKENS, HIDDEN, topk, 1 if fp8 else 2, 2, stages=nvshmem, num_queues=1)
     peers = some(8, dtype=torch.int64)
     launchers = nvshmem_launchers() if nvshmem else None
     regions = SymmetricRegions(region, peers, 0, 1, some(1, dtype=torch.uint8), nvshmem, launchers)

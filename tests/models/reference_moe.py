@@ -1,23 +1,18 @@
 """A plain MoE layer for one rank that routes and runs every token on its own, to test the decoder without ep/."""
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from moe_serve.ep.routing import RouterSpec
-
-Shared = Callable[[Tensor], Tensor] | None
+from moe_serve.ep.moe_layer import ExpertParallel, MoeWeights
 
 
 class ReferenceMoe:
     """Its result cannot depend on the batch: each token is computed alone, experts added in top-k order in float32."""
 
-    def __init__(
-        self, router: RouterSpec, gate: Tensor, bias: Tensor | None, experts: dict[str, Tensor], shared: Shared
-    ):
-        self.router, self.gate, self.bias, self.experts, self.shared = router, gate, bias, experts, shared
+    def __init__(self, parallel: ExpertParallel, layer_row: int, weights: MoeWeights):
+        self.router, self.gate, self.bias = parallel.router, weights.gate, weights.correction_bias
+        self.experts, self.shared = weights.experts, weights.shared
 
     def __call__(self, x: Tensor, num_tokens: int, num_chunks: int, overlap: bool = False) -> Tensor:
         out = self.shared(x) if self.shared is not None else torch.zeros_like(x)
@@ -45,14 +40,3 @@ class ReferenceMoe:
         if router.norm_topk:
             weights = weights / (weights.sum() + router.norm_eps)
         return ids, weights * router.scaling
-
-
-def make_reference_moe(router: RouterSpec) -> Callable[..., ReferenceMoe]:
-    """Returns the make_moe_layer closure of build_decoder."""
-
-    def make(
-        layer_id: int, gate: Tensor, bias: Tensor | None, experts: dict[str, Tensor], shared: Shared
-    ) -> ReferenceMoe:
-        return ReferenceMoe(router, gate, bias, experts, shared)
-
-    return make

@@ -1,8 +1,10 @@
 """Runs a decoder on chosen chunks, as the engine does, and keeps the logits of every position."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -11,12 +13,19 @@ from moe_serve.attention_dp.batch import ForwardBatch
 from moe_serve.attention_dp.kv_cache import KvCache
 from moe_serve.attention_dp.request import Request, SamplingParams
 from moe_serve.attention_dp.scheduler import ScheduledChunk
+from moe_serve.dispatch.base import EpGroup
+from moe_serve.dispatch.local import LocalAllToAll
+from moe_serve.dispatch.wire import make_wire
+from moe_serve.ep.load_recorder import LoadRecorder
+from moe_serve.ep.moe_layer import ExpertParallel
+from moe_serve.ep.replica_map import ReplicaMap
 from moe_serve.eplb.placement import Placement
 from moe_serve.kernels.numerics import FAST, Numerics
-from moe_serve.models.moe_decoder import MakeMoeLayer, MoeDecoder, build_decoder
+from moe_serve.models import moe_decoder
+from moe_serve.models.moe_decoder import MoeDecoder, build_decoder
 from moe_serve.models.spec import ModelSpec, read_spec
-from moe_serve.models.weights import load_weights
-from tests.models.reference_moe import make_reference_moe
+from moe_serve.models.weights import LoadedWeights, load_weights
+from tests.models.reference_moe import ReferenceMoe
 
 BLOCK_SIZE = 8
 INVARIANT = Numerics(row_tile=4)
@@ -26,15 +35,41 @@ def one_rank(spec: ModelSpec) -> Placement:
     return Placement.trivial(spec.num_moe_layers, spec.num_logical, 1, moe_layer_ids=spec.moe_layer_ids)
 
 
+def one_rank_parallel(spec: ModelSpec, numerics: Numerics, dtype: torch.dtype = torch.float32) -> ExpertParallel:
+    placement = one_rank(spec)
+    group = EpGroup(0, 1, torch.device("cpu"))
+    return ExpertParallel(
+        rank=0,
+        router=spec.router,
+        all_to_all=LocalAllToAll(placement.slots_per_rank, make_wire("auto", dtype)),
+        replica_map=ReplicaMap(placement),
+        recorder=LoadRecorder(placement.num_layers, placement.num_logical, group),
+        max_tokens_per_rank=4096,
+        numerics=numerics,
+    )
+
+
 def load_decoder(
     folder: Path,
     numerics: Numerics = FAST,
     dtype: torch.dtype = torch.float32,
-    make_moe_layer: MakeMoeLayer | None = None,
+    moe_layer: Callable[..., Any] = ReferenceMoe,
 ) -> MoeDecoder:
+    """moe_layer: made in place of MoeLayer, with its arguments"""
     spec = read_spec(folder)
     weights = load_weights(folder, spec, one_rank(spec), 0, dtype, "cpu")
-    return build_decoder(spec, weights, make_moe_layer or make_reference_moe(spec.router), numerics, "cpu")
+    return decoder_with(moe_layer, spec, weights, numerics, dtype)
+
+
+def decoder_with(
+    moe_layer: Callable[..., Any],
+    spec: ModelSpec,
+    weights: LoadedWeights,
+    numerics: Numerics = FAST,
+    dtype: torch.dtype = torch.float32,
+) -> MoeDecoder:
+    with mock.patch.object(moe_decoder, "MoeLayer", moe_layer):
+        return build_decoder(spec, weights, one_rank_parallel(spec, numerics, dtype), "cpu")
 
 
 class Runner:

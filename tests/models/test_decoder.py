@@ -9,14 +9,14 @@ import torch
 
 from moe_serve.attention_dp.batch import ForwardBatch
 from moe_serve.attention_dp.kv_cache import KvCache
+from moe_serve.ep.moe_layer import MoeLayer
 from moe_serve.kernels.numerics import FAST, Numerics
-from moe_serve.models.moe_decoder import build_decoder, kv_layouts
+from moe_serve.models.moe_decoder import kv_layouts
 from moe_serve.models.spec import read_spec
 from moe_serve.models.weights import dummy_weights
 from tests.models.families import oracle_logits
-from tests.models.real_moe import make_real_moe
-from tests.models.reference_moe import make_reference_moe
-from tests.models.runner import BLOCK_SIZE, INVARIANT, Runner, load_decoder, one_rank
+from tests.models.reference_moe import ReferenceMoe
+from tests.models.runner import BLOCK_SIZE, INVARIANT, Runner, decoder_with, load_decoder, one_rank
 from tests.tolerance import BFLOAT16_LOGITS, LOGITS, relative_error
 
 Oracle = Callable[[str], tuple[Any, Path]]
@@ -31,8 +31,7 @@ def prompt(seed: int, length: int) -> list[int]:
 @pytest.mark.parametrize("name", NAMES)
 def test_logits_with_the_real_moe_layer_match_the_oracle(name: str, numerics: Numerics, oracle: Oracle) -> None:
     model, folder = oracle(name)
-    spec = read_spec(folder)
-    runner = Runner(load_decoder(folder, numerics, make_moe_layer=make_real_moe(spec, numerics)), numerics)
+    runner = Runner(load_decoder(folder, numerics, moe_layer=MoeLayer), numerics)
     request = runner.request("request", prompt(0, 60))
     runner.prefill([request], chunk=25)
     assert relative_error(runner.stacked(request), oracle_logits(model, request.prompt_ids)) < LOGITS
@@ -41,7 +40,7 @@ def test_logits_with_the_real_moe_layer_match_the_oracle(name: str, numerics: Nu
 @pytest.mark.parametrize("name", NAMES)
 def test_with_the_real_moe_layer_logits_are_the_same_bits_in_any_batch(name: str, oracle: Oracle) -> None:
     folder = oracle(name)[1]
-    decoder = load_decoder(folder, INVARIANT, make_moe_layer=make_real_moe(read_spec(folder), INVARIANT))
+    decoder = load_decoder(folder, INVARIANT, moe_layer=MoeLayer)
     runner = Runner(decoder, INVARIANT)
     alone = runner.request("alone", prompt(0, 60))
     runner.prefill([alone])
@@ -66,7 +65,7 @@ def test_an_empty_batch_reaches_every_moe_layer(name: str, numerics: Numerics, o
             seen.append((x.shape[0], num_tokens, num_chunks, overlap))
             return x
 
-    decoder = load_decoder(folder, numerics, make_moe_layer=lambda *args: Spy())
+    decoder = load_decoder(folder, numerics, moe_layer=lambda *args: Spy())
     logits = decoder.forward(ForwardBatch.empty("cpu", numerics), Runner(decoder, numerics).cache, 3, True)
     assert logits.shape == (0, spec.vocab_size)
     assert seen == [(0, 0, 3, True)] * spec.num_moe_layers
@@ -116,7 +115,7 @@ def test_dummy_weights_run_and_give_finite_logits_of_a_sensible_size(oracle: Ora
     for name in NAMES:
         spec = read_spec(oracle(name)[1])
         weights = dummy_weights(spec, one_rank(spec), 0, torch.float32, "cpu", seed=5)
-        decoder = build_decoder(spec, weights, make_reference_moe(spec.router), FAST, "cpu")
+        decoder = decoder_with(ReferenceMoe, spec, weights)
         runner = Runner(decoder, FAST)
         request = runner.request("request", prompt(0, 12))
         runner.prefill([request])

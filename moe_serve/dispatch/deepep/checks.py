@@ -12,10 +12,9 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from moe_serve.dispatch.base import BufferLimits, EpGroup
+from moe_serve.dispatch.base import BufferLimits, EpGroup, TransportRequest
 from moe_serve.dispatch.gpu.facts import host_number, rdma_devices, unlinked_pairs
 
-MODES = ("low_latency", "normal", "elastic", "by_batch")
 LOW_LATENCY_TOPK = 11  # compiled into V1, as are the next two
 LOW_LATENCY_HIDDEN = (2048, 2560, 3072, 4096, 5120, 6144, 7168, 8192)
 NORMAL_RANKS = (2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 144, 160)
@@ -55,7 +54,7 @@ _CALLS: dict[str, dict[str, tuple[str, ...]]] = {
 class Machine:
     """num_hosts:   hosts of the group
     rdma:        names of this host's RDMA devices
-    cut_off:     pairs of visible GPUs without a way to each other's memory
+    cut_off:     pairs of visible GPUs that cannot reach each other's memory
     qp_depth:    NVSHMEM_QP_DEPTH
     """
 
@@ -81,16 +80,9 @@ def _num_hosts(group: EpGroup) -> int:
     return int(np.unique(torch.cat(hosts).cpu().numpy()).size)
 
 
-def problems(
-    library: ModuleType,
-    group: EpGroup,
-    limits: BufferLimits,
-    dtype: torch.dtype,
-    wire_dtype: str,
-    mode: str,
-    machine: Machine,
-) -> list[str]:
-    """Returns what keeps a mode (not by_batch) from serving here, each with what to do; empty: nothing."""
+def problems(library: ModuleType, group: EpGroup, request: TransportRequest, mode: str, machine: Machine) -> list[str]:
+    """Returns what keeps a mode from serving here, each with what to do; empty: nothing."""
+    limits, dtype, wire_dtype = request.limits, request.dtype, request.wire_dtype
     found = _calls_missing(library, mode)
     if group.process_group is None:
         found.append("DeepEP joins the ranks of a process group and here is one rank; set dispatch.backend: local")
@@ -138,12 +130,12 @@ def _low_latency_problems(limits: BufferLimits, machine: Machine) -> list[str]:
     if limits.topk > LOW_LATENCY_TOPK:
         found.append(
             f"DeepEP's low-latency kernels take up to {LOW_LATENCY_TOPK} experts per token, this model has "
-            f"{limits.topk}; use its elastic way, or set dispatch.backend: auto"
+            f"{limits.topk}; use its elastic mode, or set dispatch.backend: auto"
         )
     if limits.hidden not in LOW_LATENCY_HIDDEN:
         found.append(
             f"DeepEP's low-latency kernels are compiled for hidden {', '.join(map(str, LOW_LATENCY_HIDDEN))}, this "
-            f"model has {limits.hidden}; use its elastic way, or set dispatch.backend: auto"
+            f"model has {limits.hidden}; use its elastic mode, or set dispatch.backend: auto"
         )
     return found
 

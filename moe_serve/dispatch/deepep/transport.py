@@ -1,24 +1,22 @@
-"""The transport over an installed DeepEP, behind the same protocol. Never required; bf16 rows on CUDA ranks.
+"""The transport over an installed DeepEP, behind the same contract. Never required; bf16 rows on CUDA ranks.
 
-Three of its ways, by name:
+It chooses one of three modes:
 
     low_latency  V1 `Buffer.low_latency_*`: masked slabs, receive hooks. Its weighted reduction is outside the bitwise
-                 class: the order in which it adds is its own.
+                 class, since it adds in an order of its own.
     normal       V1 `Buffer.dispatch / combine`
     elastic      V2 `ElasticBuffer`, expanded layout
 
-DeepEP's normal and elastic combine add up a token's results without weights, or want the weights on the way out, where
-this protocol does not have them. So there every (token, expert) pair travels as a token with one expert: its result
-comes home alone, and is added here in top-k order, with the bits of every other transport. That sends a row per expert
-where DeepEP would send one per rank; its own reduction is what one would add for speed.
+DeepEP's normal and elastic combine sum a token's results without weights, or need the weights with the dispatch, where
+this contract does not have them. So in these modes every (token, expert) pair is sent as a token with one expert: its
+result comes back alone and is added here in top-k order, with the bits of every other transport. That sends a row per
+expert where DeepEP would send one per rank; its own reduction would be the next step for speed.
 
-`by_batch` holds two of them, low_latency for decode-sized steps and one of the others for larger ones (by_batch.py);
-the step plan says which. Limits are checked when the transport is built, with a message that says what to install or
-set.
+Limits are checked before the buffers are made, with a message that says what to install or set.
 """
 
 import importlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import ModuleType
 from typing import Any
 
@@ -26,6 +24,7 @@ import torch
 from torch import Tensor
 
 from moe_serve.dispatch.base import (
+    AllToAll,
     BufferLimits,
     Deferred,
     Dispatched,
@@ -33,87 +32,61 @@ from moe_serve.dispatch.base import (
     MaskedRows,
     PackedRows,
     Pending,
+    TransportRequest,
 )
-from moe_serve.dispatch.by_batch import ByBatchAllToAll, small_limits
+from moe_serve.dispatch.capabilities import MASKED, PACKED, TRANSPORTS
 from moe_serve.dispatch.collective import CollectiveAllToAll
-from moe_serve.dispatch.deepep.checks import INSTALL, LOW_LATENCY_HIDDEN, LOW_LATENCY_TOPK, MODES, look, problems
+from moe_serve.dispatch.deepep.checks import INSTALL, LOW_LATENCY_HIDDEN, LOW_LATENCY_TOPK, look, problems
 from moe_serve.dispatch.wire import make_wire
 from moe_serve.errors import CapacityError, ConfigError
 from moe_serve.kernels.weighted_sum import weighted_sum
 from moe_serve.log import get_logger
 
-MOST_LOW_LATENCY_TOKENS = 512  # above, the normal kernels are the faster ones and the buffers get large
+MOST_LOW_LATENCY_TOKENS = 512  # above, the normal kernels are faster and the buffers get large
 MOST_LOW_LATENCY_BYTES = 16 * (2**31 - 1)  # DeepEP counts 16-byte words in an int
 
 
 @dataclass(frozen=True)
-class _Handle:
+class DeepEpHandle:
+    """theirs: DeepEP's own handle"""
+
     theirs: Any
     ids: Tensor  # [T, K] slots
     order: Tensor | None = None  # [M] placed row -> arrived row, where they differ
 
 
-class DeepEpAllToAll:
+class DeepEpAllToAll(AllToAll[DeepEpHandle]):
     """AllToAll over one DeepEP buffer."""
 
     def __init__(self, group: EpGroup, limits: BufferLimits, fp8: bool, mode: str, library: ModuleType):
-        """fp8: on the way out, low_latency only;  library: the module deep_ep
+        """fp8: rows of a dispatch, low_latency only;  library: the module deep_ep
 
         Raises CapacityError when DeepEP could not count the bytes of the buffers.
         """
-        self.most_handles = 2 if mode == "low_latency" else 3  # it has two low-latency buffers, and no more
-        self.is_bitwise = mode != "low_latency"
-        """Whether results have the bits of the other transports; if not, DeepEP adds in an order of its own."""
-        adds = "added here in top-k order" if self.is_bitwise else "added by DeepEP in its own order: bits may differ"
+        low_latency = mode == "low_latency"
+        # DeepEP has two low-latency buffers, and no more.
+        self.capabilities = replace(
+            TRANSPORTS["deepep"],
+            rows=MASKED if low_latency else PACKED,
+            bitwise=not low_latency,
+            live_handles=2 if low_latency else 3,
+        )
+        adds = "added by DeepEP in its own order: bits may differ" if low_latency else "added here in top-k order"
         self.note = f"DeepEP {getattr(library, '__version__', 'of unknown version')}, {mode}; results {adds}"
         self._limits, self._fp8, self._mode = limits, fp8, mode
         self._num_slots = group.num_ranks * limits.slots_per_rank
-        self._slots_per_rank = limits.slots_per_rank
         self._counts = CollectiveAllToAll(group, limits.slots_per_rank, make_wire("auto", torch.bfloat16))
-        tokens, hidden = limits.max_tokens_per_rank, limits.hidden
-        match mode:
-            case "low_latency":
-                size = library.Buffer.get_low_latency_rdma_size_hint(tokens, hidden, group.num_ranks, self._num_slots)
-                if size > MOST_LOW_LATENCY_BYTES:
-                    raise CapacityError(
-                        f"DeepEP's low-latency buffers would take {size / 2**30:.1f} GiB for {tokens} tokens, it can "
-                        "count 32; lower dispatch.max_tokens_per_rank"
-                    )
-                self._buffer = library.Buffer(
-                    group.process_group,
-                    num_rdma_bytes=size,
-                    low_latency_mode=True,
-                    num_qps_per_rank=limits.slots_per_rank,
-                    explicitly_destroy=True,
-                )
-            case "normal":
-                ranks = group.num_ranks
-                tuned = (library.Buffer.get_dispatch_config(ranks), library.Buffer.get_combine_config(ranks))
-                self._buffer = library.Buffer(
-                    group.process_group,
-                    num_nvl_bytes=max(each.get_nvl_buffer_size_hint(2 * hidden, ranks) for each in tuned),
-                    num_rdma_bytes=max(each.get_rdma_buffer_size_hint(2 * hidden, ranks) for each in tuned),
-                    explicitly_destroy=True,
-                )
-            case _:
-                self._buffer = library.ElasticBuffer(
-                    group.process_group,
-                    num_max_tokens_per_rank=tokens * limits.topk,
-                    hidden=hidden,
-                    num_topk=1,
-                    deterministic=True,
-                    explicitly_destroy=True,
-                )
+        self._buffer = _make_buffer(group, limits, mode, library)
 
     def exchange_counts(self, counts: Tensor) -> Pending[Tensor]:
         return self._counts.exchange_counts(counts)
 
     def dispatch(
         self, hidden: Tensor, physical_ids: Tensor, slot_counts: Tensor | None = None, weights: Tensor | None = None
-    ) -> Pending[Dispatched]:
+    ) -> Pending[Dispatched[DeepEpHandle]]:
         if hidden.shape[0] > self._limits.max_tokens_per_rank:
             raise CapacityError(
-                f"{hidden.shape[0]} tokens in one dispatch, room for {self._limits.max_tokens_per_rank}; raise "
+                f"{hidden.shape[0]} tokens in one dispatch, buffers hold {self._limits.max_tokens_per_rank}; raise "
                 "dispatch.max_tokens_per_rank, or run the step in chunks of it"
             )
         match self._mode:
@@ -124,17 +97,16 @@ class DeepEpAllToAll:
             case _:
                 return self._dispatch_elastic(hidden, physical_ids)
 
-    def combine(self, expert_out: Tensor, weights: Tensor, handle: object) -> Pending[Tensor]:
-        assert isinstance(handle, _Handle), "the handle belongs to another transport"
+    def combine(self, expert_out: Tensor, weights: Tensor, handle: DeepEpHandle) -> Pending[Tensor]:
         if self._mode == "low_latency":
             combined, _, hook = self._buffer.low_latency_combine(
                 expert_out, handle.ids, weights.masked_fill(handle.ids < 0, 0), handle.theirs, return_recv_hook=True
             )
             return Deferred(lambda: _after(hook, combined))
         rows = expert_out
-        if handle.order is not None:  # back into the order in which they came
+        if handle.order is not None:  # back into the order of arrival
             rows = torch.empty_like(expert_out).index_copy_(0, handle.order, expert_out)
-        # As many results as there are pairs, each the sum of one.
+        # Each result is the sum of one pair.
         results, _, event = self._buffer.combine(rows, handle.theirs, **self._in_background())
 
         def receive() -> Tensor:
@@ -144,19 +116,19 @@ class DeepEpAllToAll:
 
         return Deferred(receive)
 
-    def _dispatch_low_latency(self, hidden: Tensor, ids: Tensor) -> Pending[Dispatched]:
+    def _dispatch_low_latency(self, hidden: Tensor, ids: Tensor) -> Pending[Dispatched[DeepEpHandle]]:
         received, counts, theirs, _, hook = self._buffer.low_latency_dispatch(
             hidden, ids, self._limits.max_tokens_per_rank, self._num_slots, use_fp8=self._fp8, return_recv_hook=True
         )
 
-        def receive() -> Dispatched:
+        def receive() -> Dispatched[DeepEpHandle]:
             hook()
             x = _dequantise(*received) if self._fp8 else received
-            return Dispatched(MaskedRows(x, counts.to(torch.int64)), _Handle(theirs, ids))
+            return Dispatched(MaskedRows(x, counts.to(torch.int64)), DeepEpHandle(theirs, ids))
 
         return Deferred(receive)
 
-    def _dispatch_normal(self, hidden: Tensor, ids: Tensor) -> Pending[Dispatched]:
+    def _dispatch_normal(self, hidden: Tensor, ids: Tensor) -> Pending[Dispatched[DeepEpHandle]]:
         rows, pairs = self._pairs(hidden, ids)
         per_rank, per_rdma_rank, per_expert, in_rank, _ = self._buffer.get_dispatch_layout(pairs, self._num_slots)
         x, local_ids, _, counts, theirs, event = self._buffer.dispatch(
@@ -170,26 +142,26 @@ class DeepEpAllToAll:
             async_finish=True,
         )
 
-        def receive() -> Dispatched:
+        def receive() -> Dispatched[DeepEpHandle]:
             event.current_stream_wait()
-            # They come by source rank; stable, so within a slot they stay so.
+            # Rows arrive by source rank; a stable sort keeps that order within a slot.
             order = torch.sort(local_ids.reshape(-1), stable=True).indices
             packed = PackedRows(x.index_select(0, order), torch.tensor(counts, dtype=torch.int64))
-            return Dispatched(packed, _Handle(theirs, ids, order))
+            return Dispatched(packed, DeepEpHandle(theirs, ids, order))
 
         return Deferred(receive)
 
-    def _dispatch_elastic(self, hidden: Tensor, ids: Tensor) -> Pending[Dispatched]:
+    def _dispatch_elastic(self, hidden: Tensor, ids: Tensor) -> Pending[Dispatched[DeepEpHandle]]:
         rows, pairs = self._pairs(hidden, ids)
         x, _, _, theirs, event = self._buffer.dispatch(
             rows, topk_idx=pairs, num_experts=self._num_slots, expert_alignment=1, do_cpu_sync=True, do_expand=True,
             **self._in_background(),
         )  # fmt: skip
 
-        def receive() -> Dispatched:
+        def receive() -> Dispatched[DeepEpHandle]:
             event.current_stream_wait()
             counts = torch.tensor(theirs.num_recv_tokens_per_expert_list, dtype=torch.int64)
-            return Dispatched(PackedRows(x, counts), _Handle(theirs, ids))
+            return Dispatched(PackedRows(x, counts), DeepEpHandle(theirs, ids))
 
         return Deferred(receive)
 
@@ -201,41 +173,68 @@ class DeepEpAllToAll:
         return {"async_finish": True} if self._mode == "normal" else {"async_with_compute_stream": True}
 
     def close(self) -> None:
-        """Gives the buffer back; DeepEP's destructor could hang while an exception is handled."""
-        self._buffer.destroy()
+        self._buffer.destroy()  # DeepEP's destructor could hang while an exception is handled
 
 
-def make_deepep(
-    group: EpGroup, limits: BufferLimits, dtype: torch.dtype, wire_dtype: str, mode: str = "auto"
-) -> DeepEpAllToAll | ByBatchAllToAll:
+def make_deepep(group: EpGroup, request: TransportRequest) -> DeepEpAllToAll:
     """Returns the transport over the installed DeepEP; a collective call.
 
-    mode: "auto" (low_latency where all steps are small, else one of the others), or one by name
     Raises ConfigError saying all that is to be installed or set, CapacityError when buffers would be too large.
     """
     library = _load()
-    if mode not in (*MODES, "auto"):
-        raise ConfigError(f"DeepEP has no way {mode!r}; choose one of {', '.join(MODES)}")
-    if group.device.type != "cuda":
-        raise ConfigError(
-            f"dispatch.backend deepep needs CUDA ranks, this one computes on {group.device}; "
-            "set dispatch.backend: low_latency"
-        )
-    mode = _choose_mode(library, limits) if mode == "auto" else mode
-    parts = [(mode, limits)]
-    if mode == "by_batch":
-        few = small_limits(limits)
-        parts = [("low_latency", few), (_large_mode(library), limits)]
-    machine = look(group)
-    wrong = [p for way, its in parts for p in problems(library, group, its, dtype, wire_dtype, way, machine)]
+    mode = choose_mode(library, request.limits)
+    wrong = problems(library, group, request, mode, look(group))
     if wrong:
         raise ConfigError(f"dispatch.backend deepep cannot serve here: {'. '.join(dict.fromkeys(wrong))}")
-    made = [DeepEpAllToAll(group, its, wire_dtype == "fp8", way, library) for way, its in parts]
-    transport: DeepEpAllToAll | ByBatchAllToAll = made[0]
-    if mode == "by_batch":
-        transport = ByBatchAllToAll(made[0], made[1], parts[0][1].max_tokens_per_rank)
+    transport = DeepEpAllToAll(group, request.limits, request.wire_dtype == "fp8", mode, library)
     get_logger(__name__).info("dispatch.backend deepep: %s", transport.note)
     return transport
+
+
+def choose_mode(library: ModuleType, limits: BufferLimits) -> str:
+    """Returns low_latency where all steps are small, else what the installed DeepEP has for large ones."""
+    fits = limits.topk <= LOW_LATENCY_TOPK and limits.hidden in LOW_LATENCY_HIDDEN
+    if fits and limits.max_tokens_per_rank <= MOST_LOW_LATENCY_TOKENS and hasattr(library, "Buffer"):
+        return "low_latency"
+    return "elastic" if hasattr(library, "ElasticBuffer") else "normal"
+
+
+def _make_buffer(group: EpGroup, limits: BufferLimits, mode: str, library: ModuleType) -> Any:
+    """Returns DeepEP's buffer for a mode."""
+    num_ranks, tokens, hidden = group.num_ranks, limits.max_tokens_per_rank, limits.hidden
+    match mode:
+        case "low_latency":
+            num_slots = num_ranks * limits.slots_per_rank
+            size = library.Buffer.get_low_latency_rdma_size_hint(tokens, hidden, num_ranks, num_slots)
+            if size > MOST_LOW_LATENCY_BYTES:
+                raise CapacityError(
+                    f"DeepEP's low-latency buffers would take {size / 2**30:.1f} GiB for {tokens} tokens, it can "
+                    "count 32; lower dispatch.max_tokens_per_rank"
+                )
+            return library.Buffer(
+                group.process_group,
+                num_rdma_bytes=size,
+                low_latency_mode=True,
+                num_qps_per_rank=limits.slots_per_rank,
+                explicitly_destroy=True,
+            )
+        case "normal":
+            tuned = (library.Buffer.get_dispatch_config(num_ranks), library.Buffer.get_combine_config(num_ranks))
+            return library.Buffer(
+                group.process_group,
+                num_nvl_bytes=max(each.get_nvl_buffer_size_hint(2 * hidden, num_ranks) for each in tuned),
+                num_rdma_bytes=max(each.get_rdma_buffer_size_hint(2 * hidden, num_ranks) for each in tuned),
+                explicitly_destroy=True,
+            )
+        case _:
+            return library.ElasticBuffer(
+                group.process_group,
+                num_max_tokens_per_rank=tokens * limits.topk,
+                hidden=hidden,
+                num_topk=1,
+                deterministic=True,
+                explicitly_destroy=True,
+            )
 
 
 def _load() -> ModuleType:
@@ -243,17 +242,6 @@ def _load() -> ModuleType:
         return importlib.import_module("deep_ep")
     except ImportError as error:
         raise ConfigError(f"dispatch.backend is deepep but it cannot be imported ({error}); {INSTALL}") from None
-
-
-def _choose_mode(library: ModuleType, limits: BufferLimits) -> str:
-    fits = limits.topk <= LOW_LATENCY_TOPK and limits.hidden in LOW_LATENCY_HIDDEN
-    if fits and limits.max_tokens_per_rank <= MOST_LOW_LATENCY_TOKENS and hasattr(library, "Buffer"):
-        return "low_latency"
-    return _large_mode(library)
-
-
-def _large_mode(library: ModuleType) -> str:
-    return "elastic" if hasattr(library, "ElasticBuffer") else "normal"
 
 
 def _dequantise(values: Tensor, scales: Tensor) -> Tensor:

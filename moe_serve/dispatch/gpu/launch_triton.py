@@ -49,7 +49,7 @@ class Slabs:
 
 
 class SlabRanks:
-    """The ranks of this process. A handle's combine must be received before its lane is used again."""
+    """The ranks of this process. A handle's combine must be received before its queue is used again."""
 
     def __init__(
         self, regions: SymmetricRegions, dtype: torch.dtype, keep_fp8: bool = False,
@@ -63,13 +63,13 @@ class SlabRanks:
         self._fp8 = region.value_bytes == 1
         self._keep_fp8 = keep_fp8 and self._fp8
         self._wire = tl.float8e4nv if self._fp8 else _TL_DTYPE[dtype]
-        self._home_wire = tl.bfloat16 if self._fp8 else _TL_DTYPE[dtype]
+        self._result_wire = tl.bfloat16 if self._fp8 else _TL_DTYPE[dtype]
         device, local = regions.peers.device, regions.num_local
         rows = (local, region.slots_per_rank, region.capacity)
         x_dtype = torch.float8_e4m3fn if self._keep_fp8 else dtype
-        lanes = range(region.num_lanes)
-        self._peers = [regions.peers + lane * region.lane_bytes for lane in lanes]
-        self._rounds = [torch.zeros(local, dtype=torch.int64, device=device) for _ in lanes]
+        queues = range(region.num_queues)
+        self._peers = [regions.peers + queue * region.queue_bytes for queue in queues]
+        self._rounds = [torch.zeros(local, dtype=torch.int64, device=device) for _ in queues]
         self._slabs = [
             Slabs(
                 torch.empty(*rows, region.hidden, dtype=x_dtype, device=device),
@@ -77,12 +77,12 @@ class SlabRanks:
                 torch.zeros(rows[:2], dtype=torch.int64, device=device),
                 torch.zeros(rows, dtype=torch.int64, device=device),
             )
-            for _ in lanes
+            for _ in queues
         ]
         self.late = torch.zeros(local, region.num_ranks, dtype=torch.int64, device=device)
         """[V, R] int64: the last round in which this rank waited for that one in vain; 0 = never."""
 
-    def dispatch_send(self, x: Tensor, ids: Tensor, lane: int = 0) -> Sent:
+    def dispatch_send(self, x: Tensor, ids: Tensor, queue: int = 0) -> Sent:
         """x: [V, T, H], ids: [V, T, K] int64 physical ids, -1 = none, T <= max_tokens, may be 0."""
         region, regions = self.region, self._regions
         num_tokens, topk = ids.shape[1:]
@@ -92,7 +92,7 @@ class SlabRanks:
         num_slots = region.num_ranks * region.slots_per_rank
         grid = (num_tokens + triton.cdiv(num_slots, SLOTS_PER_PROGRAM), regions.num_local)
         regions.launcher(dispatch_send_kernel)[grid](
-            x, ids, self._peers[lane], self._rounds[lane], regions.first_rank, num_tokens, region.hidden,
+            x, ids, self._peers[queue], self._rounds[queue], regions.first_rank, num_tokens, region.hidden,
             region.num_ranks, region.slots_per_rank, region.max_tokens,
             region.counts_at, region.arrived_at, region.rows_at, region.staged_at, region.row_bytes, region.scales_at,
             TOPK=topk, W=triton.next_power_of_2(topk), HEADER_INTS=region.header_ints,
@@ -100,15 +100,15 @@ class SlabRanks:
             SLOTS=SLOTS_PER_PROGRAM, WIRE=self._wire, FP8=self._fp8, STAGES=region.stages, NVSHMEM=regions.nvshmem,
             num_warps=8,
         )  # fmt: skip
-        return Sent(lane, ids)
+        return Sent(queue, ids)
 
     def dispatch_receive(self, sent: Sent) -> Slabs:
-        """Returns the slabs of that handle; valid until its lane is used again."""
-        region, regions, slabs = self.region, self._regions, self._slabs[sent.lane]
+        """Returns the slabs of that handle; valid until its queue is used again."""
+        region, regions, slabs = self.region, self._regions, self._slabs[sent.queue]
         grid = (region.slots_per_rank * region.num_ranks * ROW_SPLITS, regions.num_local)
         regions.launcher(dispatch_receive_kernel)[grid](
-            slabs.x, slabs.scale, slabs.origin, slabs.rows_per_slot, self.late, self._peers[sent.lane],
-            self._rounds[sent.lane], regions.first_rank, self.max_spins,
+            slabs.x, slabs.scale, slabs.origin, slabs.rows_per_slot, self.late, self._peers[sent.queue],
+            self._rounds[sent.queue], regions.first_rank, self.max_spins,
             region.hidden, region.num_ranks, region.slots_per_rank, region.max_tokens,
             region.counts_at, region.arrived_at, region.rows_at, region.row_bytes, region.scales_at,
             TOPK=region.topk, HEADER_INTS=region.header_ints, HEADER=triton.next_power_of_2(region.header_ints),
@@ -119,14 +119,14 @@ class SlabRanks:
 
     def combine_send(self, sent: Sent, results: Tensor) -> None:
         """results: [V, S, capacity, H], rows where dispatch_receive put the inputs."""
-        region, regions, slabs = self.region, self._regions, self._slabs[sent.lane]
-        peers, rounds = self._peers[sent.lane], self._rounds[sent.lane]
+        region, regions, slabs = self.region, self._regions, self._slabs[sent.queue]
+        peers, rounds = self._peers[sent.queue], self._rounds[sent.queue]
         grid = (region.slots_per_rank * COMBINE_SPLITS, regions.num_local)
         regions.launcher(combine_send_kernel)[grid](
             results, slabs.origin, slabs.rows_per_slot, peers, rounds, regions.first_rank,
             region.hidden, region.num_ranks, region.slots_per_rank, region.max_tokens,
-            region.home_arrived_at, region.home_rows_at, region.home_staged_at, region.home_row_bytes,
-            SPLITS=COMBINE_SPLITS, BLOCK=triton.next_power_of_2(region.hidden), WIRE=self._home_wire,
+            region.result_arrived_at, region.result_rows_at, region.result_staged_at, region.result_row_bytes,
+            SPLITS=COMBINE_SPLITS, BLOCK=triton.next_power_of_2(region.hidden), WIRE=self._result_wire,
             STAGES=region.stages, NVSHMEM=regions.nvshmem, num_warps=8,
         )  # fmt: skip
         regions.launcher(finish_kernel)[(1, regions.num_local)](
@@ -136,17 +136,17 @@ class SlabRanks:
 
     def combine_receive(self, sent: Sent, weights: Tensor) -> Tensor:
         """weights: [V, T, K] float32 -> [V, T, H]; a token without any expert is zero."""
-        region, regions, lane = self.region, self._regions, sent.lane
+        region, regions, queue = self.region, self._regions, sent.queue
         num_tokens = sent.ids.shape[1]
-        dtype = self._slabs[lane].x.dtype if not self._keep_fp8 else torch.bfloat16
+        dtype = self._slabs[queue].x.dtype if not self._keep_fp8 else torch.bfloat16
         out = torch.empty(regions.num_local, num_tokens, region.hidden, dtype=dtype, device=weights.device)
         splits = triton.cdiv(region.hidden, COMBINE_BLOCK)
         grid = (num_tokens * splits + 1, regions.num_local)
         regions.launcher(combine_receive_kernel)[grid](
-            out, sent.ids, weights.contiguous(), self.late, self._peers[lane], self._rounds[lane], regions.first_rank,
+            out, sent.ids, weights.contiguous(), self.late, self._peers[queue], self._rounds[queue], regions.first_rank,
             self.max_spins, num_tokens, region.hidden, region.num_ranks, region.slots_per_rank,
-            region.home_arrived_at, region.done_at, region.home_rows_at, region.home_row_bytes,
+            region.result_arrived_at, region.done_at, region.result_rows_at, region.result_row_bytes,
             TOPK=region.topk, W=triton.next_power_of_2(region.topk), RANKS=triton.next_power_of_2(region.num_ranks),
-            SPLITS=splits, BLOCK=COMBINE_BLOCK, WIRE=self._home_wire,
+            SPLITS=splits, BLOCK=COMBINE_BLOCK, WIRE=self._result_wire,
         )  # fmt: skip
         return out

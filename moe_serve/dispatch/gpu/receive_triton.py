@@ -88,7 +88,7 @@ def dispatch_receive_kernel(
 @triton.jit(do_not_specialize=["num_tokens"])  # changes from step to step; compiling takes seconds
 def combine_receive_kernel(
     out, ids, weights, late, peers, rounds, first_rank, max_spins, num_tokens, hidden, num_ranks, slots_per_rank,
-    home_arrived_at, done_at, home_rows_at, home_row_bytes,
+    result_arrived_at, done_at, result_rows_at, result_row_bytes,
     TOPK: tl.constexpr, W: tl.constexpr, RANKS: tl.constexpr, SPLITS: tl.constexpr, BLOCK: tl.constexpr,
     WIRE: tl.constexpr,
 ):  # fmt: skip
@@ -110,21 +110,21 @@ def combine_receive_kernel(
         # All flags first, then all rows: the loads of K rows are then in flight together.
         first_k = tl.min(tl.where(slots[:, None] == slots[None, :], column[None, :], W), axis=1)
         places = token * TOPK + first_k
-        came = wait_for_each(own, home_arrived_at + places.to(tl.int64) * 8, round, slots >= 0, max_spins)
+        came = wait_for_each(own, result_arrived_at + places.to(tl.int64) * 8, round, slots >= 0, max_spins)
         lost = (slots >= 0) & (came == 0)
         tl.atomic_max(late + local * num_ranks + slots // slots_per_rank, tl.zeros((W,), tl.int64) + round, mask=lost)
         total = tl.zeros((BLOCK,), dtype=tl.float32)
         for k in tl.static_range(TOPK):
             adds = tl.max(tl.where(column == k, came.to(tl.int32), 0)) != 0
             place = tl.sum(tl.where(column == k, places, 0)).to(tl.int64)
-            values_at = tl.multiple_of((own + home_rows_at + place * home_row_bytes).to(tl.pointer_type(WIRE)), 16)
+            values_at = tl.multiple_of((own + result_rows_at + place * result_row_bytes).to(tl.pointer_type(WIRE)), 16)
             values = tl.load(values_at + channel, mask=(channel < hidden) & adds, other=0.0).to(tl.float32)
             added = multiply_add(tl.load(weights + entry + k), values, total)
             total = tl.where(adds, added, total)  # the weight of a -1 entry may be anything
         at_out = out + (local * num_tokens + token).to(tl.int64) * hidden + channel
         tl.store(at_out, as_dtype(total, out.dtype.element_ty), mask=channel < hidden)
     else:
-        # From here on every peer has read what this rank sent: the next round of this lane may overwrite it.
+        # From here on every peer has read what this rank sent: the next round of this queue may overwrite it.
         ranks = tl.arange(0, RANKS)
         flags_at = (own + done_at).to(tl.pointer_type(tl.int64)) + ranks
         flags = tl.load(flags_at, mask=ranks < num_ranks, other=0, volatile=True)

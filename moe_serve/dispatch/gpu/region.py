@@ -1,14 +1,14 @@
 """How one rank's region of symmetric memory is divided for low-latency dispatch and combine.
 
-Every rank has a region of the same shape; peers write into it, its owner reads. One lane serves one handle in flight.
-A lane, in order (offsets in bytes):
+Every rank has a region of the same shape; peers write into it, its owner reads. One queue serves one handle in flight.
+A queue, in order (offsets in bytes):
 
     counts        [S, R] int64        round << 32 | rows that source r sends to slot s
     done          [R] int64           last round of which rank r has read all its rows
     arrived       [S, R * T_max] int64   round in which this row was last written
     home_arrived  [T_max, K] int64       the same, for results that come home
     rows          [S, R * T_max] x row_bytes        header | values | scales
-    home_rows     [T_max, K] x home_row_bytes
+    home_rows     [T_max, K] x result_row_bytes
     staged, home_staged               only for transports that send from memory: [T_max] and [S, R * T_max] rows
 
 Flags hold the number of a round, never a yes or no: nobody has to clear them, and a flag that is late from a voided
@@ -27,7 +27,7 @@ ALIGNMENT = 128  # bytes: what a cache line and every vector access like
 
 @dataclass(frozen=True)
 class Region:
-    """Sizes and offsets. value_bytes: of one value of a row (1 = e4m3 with scales), home_value_bytes: of a result.
+    """Sizes and offsets. value_bytes: of one value of a row (1 = e4m3 with scales), result_value_bytes: of a result.
 
     stages: whether rows are sent from memory (NVSHMEM) and not from registers
     """
@@ -38,9 +38,9 @@ class Region:
     hidden: int
     topk: int
     value_bytes: int
-    home_value_bytes: int
+    result_value_bytes: int
     stages: bool = False
-    num_lanes: int = 2
+    num_queues: int = 2
 
     @property
     def capacity(self) -> int:
@@ -62,8 +62,8 @@ class Region:
         return _up(self.scales_at + scale_bytes, 16)
 
     @property
-    def home_row_bytes(self) -> int:
-        return _up(self.hidden * self.home_value_bytes, 16)
+    def result_row_bytes(self) -> int:
+        return _up(self.hidden * self.result_value_bytes, 16)
 
     @property
     def counts_at(self) -> int:
@@ -78,34 +78,34 @@ class Region:
         return self.done_at + _up(8 * self.num_ranks, ALIGNMENT)
 
     @property
-    def home_arrived_at(self) -> int:
+    def result_arrived_at(self) -> int:
         return self.arrived_at + _up(8 * self.slots_per_rank * self.capacity, ALIGNMENT)
 
     @property
     def rows_at(self) -> int:
-        return self.home_arrived_at + _up(8 * self.max_tokens * self.topk, ALIGNMENT)
+        return self.result_arrived_at + _up(8 * self.max_tokens * self.topk, ALIGNMENT)
 
     @property
-    def home_rows_at(self) -> int:
+    def result_rows_at(self) -> int:
         return self.rows_at + _up(self.slots_per_rank * self.capacity * self.row_bytes, ALIGNMENT)
 
     @property
     def staged_at(self) -> int:
-        return self.home_rows_at + _up(self.max_tokens * self.topk * self.home_row_bytes, ALIGNMENT)
+        return self.result_rows_at + _up(self.max_tokens * self.topk * self.result_row_bytes, ALIGNMENT)
 
     @property
-    def home_staged_at(self) -> int:
+    def result_staged_at(self) -> int:
         return self.staged_at + (_up(self.max_tokens * self.row_bytes, ALIGNMENT) if self.stages else 0)
 
     @property
-    def lane_bytes(self) -> int:
-        home_staged = self.slots_per_rank * self.capacity * self.home_row_bytes if self.stages else 0
-        return self.home_staged_at + _up(home_staged, ALIGNMENT)
+    def queue_bytes(self) -> int:
+        home_staged = self.slots_per_rank * self.capacity * self.result_row_bytes if self.stages else 0
+        return self.result_staged_at + _up(home_staged, ALIGNMENT)
 
     @property
     def region_bytes(self) -> int:
         """Symmetric memory that every rank must provide."""
-        return self.num_lanes * self.lane_bytes
+        return self.num_queues * self.queue_bytes
 
 
 def _up(size: int, multiple: int) -> int:

@@ -93,7 +93,7 @@ def dispatch_send_kernel(
 @triton.jit
 def combine_send_kernel(
     results, origin, rows_per_slot, peers, rounds, first_rank, hidden, num_ranks, slots_per_rank, max_tokens,
-    home_arrived_at, home_rows_at, home_staged_at, home_row_bytes,
+    result_arrived_at, result_rows_at, result_staged_at, result_row_bytes,
     SPLITS: tl.constexpr, BLOCK: tl.constexpr, WIRE: tl.constexpr, STAGES: tl.constexpr, NVSHMEM: tl.constexpr,
 ):  # fmt: skip
     """Sends every result to its place at home. Program: (slot, split); the splits take rows of the slot in turn.
@@ -111,22 +111,22 @@ def combine_send_kernel(
         whence = tl.load(origin + slab + row)
         home = (whence >> 32).to(tl.int32)
         entry = whence & 0xFFFFFFFF
-        from_at = home_staged_at + (slot.to(tl.int64) * capacity + row) * home_row_bytes
+        from_at = result_staged_at + (slot.to(tl.int64) * capacity + row) * result_row_bytes
         if STAGES:
             at = tl.load(peers + rank) + from_at
         else:
-            at = tl.load(peers + home) + home_rows_at + entry * home_row_bytes
+            at = tl.load(peers + home) + result_rows_at + entry * result_row_bytes
         target = tl.multiple_of(at.to(tl.pointer_type(WIRE)), 16)
         values = tl.load(results + (slab + row) * hidden + channel, mask=channel < hidden)
         tl.store(target + channel, as_dtype(values.to(tl.float32), WIRE), mask=channel < hidden)
         tl.debug_barrier()
         if STAGES:
             put_and_signal(
-                peers, rank, home, home_rows_at + entry * home_row_bytes, from_at, home_row_bytes,
-                home_arrived_at + entry * 8, round, NVSHMEM, 1024,
+                peers, rank, home, result_rows_at + entry * result_row_bytes, from_at, result_row_bytes,
+                result_arrived_at + entry * 8, round, NVSHMEM, 1024,
             )  # fmt: skip
         else:
-            signal(peers, rank, home, home_arrived_at + entry * 8, round, NVSHMEM)
+            signal(peers, rank, home, result_arrived_at + entry * 8, round, NVSHMEM)
 
 
 @triton.jit

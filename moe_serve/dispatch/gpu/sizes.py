@@ -18,10 +18,10 @@ def gpu_region(num_ranks: int, limits: BufferLimits, dtype: torch.dtype, wire_dt
     wire_dtype: "fp8", or the compute dtype under any name: facts.wire_problem refuses what else there is
     stages:     whether rows are sent from memory, as NVSHMEM does
     """
-    value_bytes, home_value_bytes = (1, 2) if wire_dtype == "fp8" else (dtype.itemsize, dtype.itemsize)
+    value_bytes, result_value_bytes = (1, 2) if wire_dtype == "fp8" else (dtype.itemsize, dtype.itemsize)
     return Region(
         num_ranks, limits.slots_per_rank, limits.max_tokens_per_rank, limits.hidden, limits.topk, value_bytes,
-        home_value_bytes, stages,
+        result_value_bytes, stages,
     )  # fmt: skip
 
 
@@ -30,12 +30,12 @@ def gpu_buffer_sizes(
 ) -> BufferSizes:
     """Returns what the GPU transport takes: regions, and the slabs that rows are unpacked to."""
     region = gpu_region(num_ranks, limits, dtype, wire_dtype, stages)
-    rows = region.num_lanes * region.slots_per_rank * region.capacity
-    staged = region.num_lanes * region.max_tokens * region.row_bytes + rows * region.home_row_bytes
+    rows = region.num_queues * region.slots_per_rank * region.capacity
+    staged = region.num_queues * region.max_tokens * region.row_bytes + rows * region.result_row_bytes
     slabs = rows * (limits.hidden * dtype.itemsize + 8)  # 8: where each row came from
     parts = {
         "rows in": rows * region.row_bytes,
-        "results home": region.num_lanes * region.max_tokens * region.topk * region.home_row_bytes,
+        "results home": region.num_queues * region.max_tokens * region.topk * region.result_row_bytes,
         "sending": staged if stages else 0,
         "slabs": slabs,
     }

@@ -40,9 +40,9 @@ class SymmetricRegions:
 
 @dataclass(frozen=True)
 class Sent:
-    """One handle in flight: its lane, and the ids it was sent with ([V, T, K] int64)."""
+    """One handle in flight: its queue, and the ids it was sent with ([V, T, K] int64)."""
 
-    lane: int
+    queue: int
     ids: Tensor
 
 

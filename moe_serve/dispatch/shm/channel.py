@@ -1,32 +1,32 @@
-"""One kind of call of the shared-memory transport: its numbers, its flags, and when its buffers may be used again."""
+"""One kind of call of the shared-memory transport: its sequence numbers, its flags, and when buffers may be reused."""
 
 from dataclasses import dataclass, field
 
 from moe_serve.dispatch.shm.flag_wait import FlagWait
-from moe_serve.dispatch.shm.region import Int64Array, Lane
+from moe_serve.dispatch.shm.region import Int64Array, ReceiveSlice
 from moe_serve.errors import PeerError
 
-EPOCH_SHIFT = 40  # a stamp is epoch << 40 | sequence number: a day of calls every 80 ns
+EPOCH_SHIFT = 40  # a flag is epoch << 40 | sequence number: enough for a call every 80 ns during a day
 
 
 @dataclass
 class Peers:
     """Who takes part, shared by all channels of a transport; membership.py changes it.
 
-    rank:    of this process;  others: the ranks that take part beside it;  epoch: counts the groups
-    lanes:   where this rank writes, by peer;  flags: [R, NUM_FLAGS], what peers have written here
+    rank:   of this process;  others: the ranks that take part beside it;  epoch: counts the groups
+    slices: where this rank writes, by peer;  flags: [R, NUM_FLAGS], what peers have written here
     """
 
     rank: int
     others: list[int]
     epoch: int
-    lanes: list[Lane]
+    slices: list[ReceiveSlice]
     flags: Int64Array
     wait: FlagWait
     channels: list["Channel"] = field(default_factory=list)
 
     def begin_epoch(self, epoch: int, others: list[int]) -> None:
-        """Begins anew with these peers; what is in flight is never received."""
+        """Starts over with these peers; what is in flight is never received."""
         self.epoch, self.others = epoch, others
         self.wait.drop()
         for channel in self.channels:
@@ -34,7 +34,7 @@ class Peers:
 
 
 class Channel:
-    """Calls of one kind have numbers 1, 2, 3, …; call n uses buffer n % 2 of every lane."""
+    """Calls of one kind have the numbers 1, 2, 3, …; call n uses buffer n % 2 of every slice."""
 
     def __init__(self, peers: Peers, name: str, data_flag: int, read_flag: int):
         """name: for errors;  data_flag: column of the first buffer's flag;  read_flag: column of the acknowledgement"""
@@ -49,7 +49,7 @@ class Channel:
         peers.channels.append(self)
 
     def begin(self) -> int:
-        """Returns the number of a new call, once every peer has read what lies in its buffer."""
+        """Returns the number of a new call, once every peer has read what its buffer held before."""
         assert self._sent - self._read < 2, f"a third {self._name} while two are in flight; wait for the first"
         call = self._sent + 1
         if call > 2:
@@ -64,39 +64,39 @@ class Channel:
 
     def was_read(self, call: int) -> bool:
         """Returns whether every rank, this one too, has read what this rank sent in a call; does not wait."""
-        stamp = self._stamp(call)
-        return call < 1 or (call <= self._read and all(self._read_here[peer] >= stamp for peer in self._peers.others))
+        flag = self._flag(call)
+        return call < 1 or (call <= self._read and all(self._read_here[peer] >= flag for peer in self._peers.others))
 
-    def announce(self, call: int) -> None:
+    def signal(self, call: int) -> None:
         """Tells the peers that their data of this call are complete."""
-        column, stamp = self._data_flag + call % 2, self._stamp(call)
+        column, flag = self._data_flag + call % 2, self._flag(call)
         for peer in self._peers.others:
-            self._peers.lanes[peer].flags[column] = stamp
+            self._peers.slices[peer].flags[column] = flag
 
-    def arrive(self, call: int) -> None:
+    def wait(self, call: int) -> None:
         """Waits until the data of all peers are here."""
         assert call == self._read + 1, f"{self._name} {call} is waited for before {self._read + 1}"
         self._wait(self._data_here[call % 2], call, self._receive_phase)
 
-    def finish(self, call: int) -> None:
+    def acknowledge(self, call: int) -> None:
         """Tells the peers that this rank has read the data of this call."""
-        stamp = self._stamp(call)
+        flag = self._flag(call)
         for peer in self._peers.others:
-            self._peers.lanes[peer].flags[self._read_flag] = stamp
+            self._peers.slices[peer].flags[self._read_flag] = flag
         self._read = call
 
     def restart(self) -> None:
-        """Begins anew in a new epoch: no peer reads anything of the old one."""
+        """Numbers calls from 1 again; in a new epoch no peer reads anything of the old one."""
         self._sent = self._read = 0
 
-    def _stamp(self, call: int) -> int:
+    def _flag(self, call: int) -> int:
         return self._peers.epoch << EPOCH_SHIFT | call
 
     def _wait(self, flags: Int64Array, call: int, phase: str, or_more: bool = False) -> None:
-        self._peers.wait(flags, self._stamp(call), self._peers.others, phase, call, or_more)
+        self._peers.wait(flags, self._flag(call), self._peers.others, phase, call, or_more)
 
 
 def check_epoch(peers: Peers, epoch: int, phase: str) -> None:
-    """Raises PeerError when a call of an epoch that has ended is waited for."""
+    """Raises PeerError when a call belongs to an epoch that has ended."""
     if peers.epoch != epoch:
         raise PeerError(f"{phase} belongs to epoch {epoch}, which was voided; run the step again", -1, phase, epoch)

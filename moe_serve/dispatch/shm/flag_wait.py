@@ -1,7 +1,7 @@
-"""Waiting for peers: look, then yield, then sleep; whether to go on waiting is membership.py's to say.
+"""Waits for flags of peers: spin, then yield, then sleep. Whether to go on waiting is decided in membership.py.
 
-A rank looks only at flags in its own region. It looks without pause as long as a peer that runs at this moment may
-need; with more ranks than cores that is not at all, since the peer may need this very core.
+A rank reads only flags in its own region. It spins for about as long as a running peer needs; with more ranks than
+cores it does not spin at all, since the peer may need this very core.
 """
 
 import os
@@ -10,32 +10,31 @@ from collections.abc import Callable
 
 from moe_serve.dispatch.shm.region import Int64Array
 
-SPINS = 100  # looks, 10 µs, before the time slice is given up, where each rank has a core
-YIELD_S = 0.002  # how long a rank only yields; a step of computing passes in milliseconds
+SPINS = 100  # reads, 10 µs, before the time slice is given up, where each rank has a core
+YIELD_S = 0.002  # how long a rank only yields; most computing steps end within it
 LONGEST_SLEEP_S = 0.001
-CHECK_S = 0.005  # how often a waiting rank looks after its peers' health
+CHECK_S = 0.005  # how often a waiting rank checks whether its peers live
 
 
 class FlagWait:
     """Waits until flags hold a value."""
 
     def __init__(self, num_ranks: int, deadline_s: float, check: Callable[[list[int], str, int, float], None]):
-        """check(missing ranks, phase, sequence, waited_s): raises PeerError when waiting is in vain, after the deadline
-        at the latest"""
+        """check(missing ranks, phase, sequence, waited_s): raises PeerError where waiting is useless"""
         self.waited_s = [0.0] * num_ranks
-        """Seconds that this rank has waited for each other one beyond the first looks, since it began: one row of the
-        wait matrix. Whoever is late for all shows as a column."""
+        """Seconds that this rank has waited for each other one since the start, spinning not counted: its row of the
+        wait matrix. A rank that is late for all shows as a column."""
         self._kept_s = [0.0] * num_ranks
         self._check = check
         self._check_s = min(CHECK_S, deadline_s / 5)
         self._spins = SPINS if num_ranks <= len(os.sched_getaffinity(0)) else 1
 
     def keep(self) -> None:
-        """Says that the step is done for which was waited."""
+        """Keeps the waits so far: their step is done."""
         self._kept_s[:] = self.waited_s
 
     def drop(self) -> None:
-        """Forgets what was waited since the last `keep`: that step is void."""
+        """Forgets the waits since the last `keep`: their step is void."""
         self.waited_s[:] = self._kept_s
 
     def __call__(

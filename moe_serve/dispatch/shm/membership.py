@@ -1,56 +1,43 @@
-"""Who takes part: late and dead peers are reported, survivors agree on a mask, a late rank comes back after a fence.
+"""Who takes part: ranks that are late or dead are reported, the others agree on a mask, a late rank rejoins.
 
-A wait that ends without its peer voids the step: nothing is sampled from it. Every survivor then calls `regroup` (who
-waits anywhere sees within milliseconds that a step was voided), all agree on who is out, and the next epoch begins with
-new numbers; the step is run again with a placement that needs no rank that is out. Whatever a rank that is out still
-writes lies in its own lanes with stamps of an old epoch, and nobody looks there. It comes back when the others regroup
-with it; a process that died is replaced by a new one, in new segments.
+A wait that ends without its peer voids the step: nothing is sampled from it. Every remaining rank then calls `regroup`
+(a rank that waits anywhere sees within milliseconds that a step was voided). All agree on the ranks to mask, the next
+epoch begins with new numbers, and the step runs again with a placement that needs no masked rank. What a masked rank
+still writes lies in its own slices with flags of an old epoch, and nobody reads it. It rejoins when the others regroup
+with it. A process that died is replaced by a new one, in new segments.
 
-Each rank owns a page of words that all others may read: the epoch it proposes, whom it leaves out of that, when it was
-last seen waiting, and whether it would like to come back. Sets of ranks are bit masks.
+Each rank owns a page of words that all others may read: the epoch that it proposes, the ranks that it masks in it, when
+it was last seen waiting, and whether it wants to rejoin. Sets of ranks are bit masks.
 
-Who proposes. Who misses a peer proposes the next epoch without it. A proposal only grows, by what others propose and by
-who stays away for two deadlines; a rank goes on when all that it has not left out propose the same.
-Who agrees. Nobody's word counts but the first that was appended to `decisions`: it is what this epoch is, for those
-that proposed otherwise too. Two ranks that give each other up at the same moment do not both go on.
-Why nobody is left waiting. Each wait is for ranks that are not left out, and those are left out in time; a rank that
-finds the epoch decided waits for nobody. Who was left out finds that in `decisions` whenever it comes.
+Proposing: a rank that misses a peer proposes the next epoch without it. A proposal only grows, by what others propose
+and by ranks that stay away for two deadlines. A rank goes on when all that it has not masked propose the same.
+Agreeing: the first record that is appended to `decisions` defines the epoch, also for ranks that proposed something
+else. So two ranks that give each other up at the same moment do not both go on.
+Not hanging: each wait is for ranks that are not masked, and those are masked in time; a rank that finds the epoch
+decided waits for nobody. A masked rank finds that in `decisions` whenever it comes.
 """
 
 import time
 from collections.abc import Iterable
-from typing import Protocol, runtime_checkable
 
-from torch import Tensor
-
-from moe_serve.dispatch.base import Pending
+from moe_serve.dispatch.capabilities import TRANSPORTS
 from moe_serve.dispatch.shm.channel import Peers
-from moe_serve.dispatch.shm.memory import MAX_RANKS, ShmMemory
+from moe_serve.dispatch.shm.memory import ShmMemory
 from moe_serve.dispatch.shm.region import Int64Array, owner_words
 from moe_serve.errors import PeerError
 
 _PROPOSED, _LEFT_OUT, _WAITING_NS, _WANTS_BACK = range(4)
-_WAITING_NOW_S = 0.03  # a rank that was seen waiting so recently is held up by somebody else
-_PAUSE_S = 0.5  # a waiting process looks every few milliseconds: if it did not for so long, it did not run
+_WAITING_NOW_S = 0.03  # a rank that was seen waiting so recently is held up by another one
+_PAUSE_S = 0.5  # a waiting process checks every few milliseconds; after such a gap it was suspended
 _POLL_S = 0.0002
-
-
-@runtime_checkable
-class GoesOnWithoutTheLost(Protocol):
-    """A transport whose ranks can leave and come back: after a PeerError they regroup and run the step again."""
-
-    membership: "Membership"
-
-    def exchange_counts(self, counts: Tensor) -> Pending[Tensor]:
-        """As AllToAll.exchange_counts; the row of a rank that is out holds zeros."""
-        ...
 
 
 class Membership:
     """The group as one rank sees it."""
 
     def __init__(self, memory: ShmMemory, deadline_s: float):
-        assert memory.num_ranks <= MAX_RANKS, f"more than {MAX_RANKS} ranks on one host"
+        max_ranks = TRANSPORTS["shm"].max_ranks
+        assert max_ranks is None or memory.num_ranks <= max_ranks, f"more than {max_ranks} ranks on one host"
         self._memory = memory
         self._rank = memory.rank
         self._deadline_s = deadline_s
@@ -115,10 +102,6 @@ class Membership:
                 phase,
                 sequence,
             )
-
-    def step_done(self) -> None:
-        """Takes what was waited in this step into the wait matrix; a step that is voided leaves nothing there."""
-        self.peers.wait.keep()
 
     def check_epoch_stands(self, phase: str, sequence: int) -> None:
         """Raises PeerError when another rank has begun to leave this epoch: what was just read of it may be newer."""

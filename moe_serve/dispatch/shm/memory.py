@@ -1,8 +1,7 @@
-"""Symmetric memory among processes of one host: one segment of shared memory per rank, mapped by all.
+"""Shared memory of the processes of one host: one segment per rank, mapped by all of them.
 
-A segment loses its name as soon as everybody has mapped it, so nothing is left behind whatever happens to the ranks. It
-is sparse: room that is never written takes no memory. Forked processes can share regions without any name, and threads
-without any segment; both serve tests, where a rank may be killed.
+A segment loses its name as soon as all ranks have mapped it, so nothing is left behind when they end. It is sparse:
+pages that are never written take no memory. Processes that are forked from one parent can share regions without names.
 """
 
 import mmap
@@ -20,7 +19,6 @@ from torch import Tensor
 from moe_serve.dispatch.shm.decisions import Decisions
 from moe_serve.errors import CapacityError, ConfigError
 
-MAX_RANKS = 62  # sets of ranks are the bits of one word
 _HEAD_BYTES = 4096  # a page in front of the region: the owner's process id
 _FOLDER = "/dev/shm"
 STORE_ORDER = ("x86_64", "AMD64")  # machines that make stores visible in program order
@@ -28,7 +26,7 @@ STORE_ORDER = ("x86_64", "AMD64")  # machines that make stores visible in progra
 
 @dataclass(frozen=True)
 class Mappings:
-    """The memory of all ranks as one process has mapped it, and what they decide in. Its length is their number."""
+    """The segments of all ranks as one process has mapped them, and their decisions; one segment for each rank."""
 
     segments: list[mmap.mmap]
     decisions: Decisions
@@ -63,7 +61,7 @@ class ShmMemory:
     def lives(self, rank: int) -> bool:
         """Returns False once the process behind a rank is known to be dead; True where that cannot be told."""
         pid = int(self._pids[rank][0])
-        return not self._watch or pid == 0 or _runs(pid)  # 0: it has not come this far
+        return not self._watch or pid == 0 or _runs(pid)  # 0: it has not started yet
 
 
 def map_anonymous(num_ranks: int, num_bytes: int) -> Mappings:
@@ -76,17 +74,16 @@ def share_regions(
 ) -> ShmMemory:
     """Returns the regions of a process group whose ranks are on one host; a collective call.
 
-    advise: gives from the free bytes what to add to the error when they do not suffice
-    Raises CapacityError when /dev/shm has no room, ConfigError on a machine without the order of stores this relies on,
-    when the ranks are on several hosts, or too many.
+    advise: returns from the free bytes what to add to the error when they do not suffice
+    Raises CapacityError when /dev/shm is too small, ConfigError on a machine without x86-64's order of stores and when
+    the ranks are on several hosts.
     """
     check_machine(platform.machine())
     rank, num_ranks = group.rank(), group.size()
-    check_ranks(num_ranks)
     size = _HEAD_BYTES + num_bytes
     hosts, free_bytes, secret = compare_hosts(group)
     _check_one_host(hosts, rank)
-    _check_room(size, num_ranks, free_bytes, advise(free_bytes))
+    _check_free(size, num_ranks, free_bytes, advise(free_bytes))
     paths = [f"{_FOLDER}/moe_serve_{secret:016x}_{owner}" for owner in range(num_ranks)]
     log = f"{_FOLDER}/moe_serve_{secret:016x}_log"
     made = [paths[rank], *([log] if rank == 0 else [])]
@@ -115,17 +112,8 @@ def check_machine(machine: str) -> None:
         )
 
 
-def check_ranks(num_ranks: int) -> None:
-    """Raises ConfigError where there are more ranks than one group can have."""
-    if num_ranks > MAX_RANKS:
-        raise ConfigError(
-            f"dispatch.backend low_latency joins up to {MAX_RANKS} CPU ranks and parallel.num_ranks is {num_ranks}; "
-            "set dispatch.backend: collective, or use fewer ranks with more threads"
-        )
-
-
 def compare_hosts(group: dist.ProcessGroup) -> tuple[list[int], int, int]:
-    """Returns the host of each rank, the least room that a rank sees, and a secret of rank 0: equal on all ranks."""
+    """Returns each rank's host, the least free bytes of any rank, and a secret of rank 0; the same on all ranks."""
     with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
         host = int(file.read().strip().replace("-", ""), 16) & (2**62 - 1)
     stat = os.statvfs(_FOLDER)
@@ -145,7 +133,7 @@ def _check_one_host(hosts: list[int], rank: int) -> None:
         )
 
 
-def _check_room(size: int, num_ranks: int, free_bytes: int, advice: str) -> None:
+def _check_free(size: int, num_ranks: int, free_bytes: int, advice: str) -> None:
     if size * num_ranks > free_bytes:
         raise CapacityError(
             f"low-latency buffers take up to {size * num_ranks / 2**30:.2f} GiB of {_FOLDER} for {num_ranks} ranks and "

@@ -1,4 +1,4 @@
-"""Which dispatch may have its results written straight into the outbox, so that nobody need copy them."""
+"""Lets experts write results straight into the send buffer, so that `combine` need not copy them."""
 
 import weakref
 from collections.abc import Callable
@@ -7,34 +7,34 @@ import torch
 from torch import Tensor
 
 from moe_serve.dispatch.shm.channel import Channel
-from moe_serve.dispatch.shm.region import Outbox
+from moe_serve.dispatch.shm.region import SendBuffer
 
-LEAST_BYTES = 1 << 16  # below it, copying costs less than keeping account of who writes where
-_LONGEST_QUEUE = 8  # handles that nobody combines are looked for when it grows beyond
-Handles = Callable[[], object | None]  # a handle, as long as somebody holds it
-_NOBODY: Handles = lambda: None  # noqa: E731
+LEAST_BYTES = 1 << 16  # below it, a copy costs less than keeping track of who writes where
+_LONGEST_QUEUE = 8  # handles that nobody combines are dropped once the queue is longer
+HandleRef = Callable[[], object | None]  # the handle, as long as somebody holds it
+_NOBODY: HandleRef = lambda: None  # noqa: E731
 
 
 class ResultBuffers:
-    """The two buffers of a rank's outbox, and whose results each is kept for.
+    """The two buffers of this rank's send buffer, and the handle for which each is reserved.
 
-    A combine uses the buffer of its number, so an offer is a guess: handles are combined in the order of their
-    dispatches. Where the guess fails results are copied, and results that lie where another combine has written are
-    refused. A handle that nobody holds any more has no claim.
+    A combine uses the buffer of its number, so a reservation is a guess that handles are combined in the order of their
+    dispatches. Where the guess is wrong, results are copied; results that another combine has overwritten are refused.
+    A handle that nobody holds any more has no claim.
     """
 
-    def __init__(self, outbox: Outbox, combines: Channel, dtype: torch.dtype):
+    def __init__(self, send_buffer: SendBuffer, combines: Channel, dtype: torch.dtype):
         """combines: the channel that counts them;  dtype: of results"""
-        self._rows = [rows.view(dtype) for rows in outbox.rows]
-        self._row_bytes = outbox.rows[0].shape[1]
-        self._at = [rows.data_ptr() for rows in outbox.rows]
+        self._rows = [rows.view(dtype) for rows in send_buffer.rows]
+        self._row_bytes = send_buffer.rows[0].shape[1]
+        self._addresses = [rows.data_ptr() for rows in send_buffer.rows]
         self._combines = combines
-        self._holders: list[Handles] = [_NOBODY, _NOBODY]
-        self._queue: list[Handles] = []  # received and not combined, in order
+        self._holders: list[HandleRef] = [_NOBODY, _NOBODY]
+        self._queue: list[HandleRef] = []  # received and not combined yet, in order
         self._epoch = -1
 
-    def offer(self, handle: object, num_rows: int, epoch: int) -> Tensor | None:
-        """Returns [num_rows, H] of the outbox for the results of a handle; None: too few, or it is not free yet."""
+    def reserve(self, handle: object, num_rows: int, epoch: int) -> Tensor | None:
+        """Returns [num_rows, H] of the send buffer for the results of a handle; None: too few rows, or not free yet."""
         if epoch != self._epoch:
             self._holders, self._queue, self._epoch = [_NOBODY, _NOBODY], [], epoch
         elif len(self._queue) > _LONGEST_QUEUE:
@@ -50,18 +50,18 @@ class ResultBuffers:
         self._holders[buffer] = weakref.ref(handle)
         return self._rows[buffer][:num_rows]
 
-    def settle(self, handle: object, results: Tensor, buffer: int) -> Tensor:
-        """Takes a buffer for the combine of a handle. Returns the results, moved where they lie in the other buffer,
-        which is offered anew before they are home.
+    def release(self, handle: object, results: Tensor, buffer: int) -> Tensor:
+        """Ends the reservation of a handle whose combine uses a buffer; returns the results, to be sent from there.
 
-        Raises RuntimeError when they lie where another combine has written since.
+        Results that lie in the other buffer are copied, since it may be reserved again before peers have read them.
+        Raises RuntimeError when another combine has overwritten the results.
         """
-        at = results.data_ptr()
-        if at in self._at and results.shape[0]:
-            other = self._at.index(at)
+        address = results.data_ptr()
+        if address in self._addresses and results.shape[0]:
+            other = self._addresses.index(address)
             if self._holders[other]() is not handle:
                 raise RuntimeError(
-                    "results lie in an outbox buffer that was given to another dispatch; combine handles in the order "
+                    "results lie in a send buffer that was given to another dispatch; combine handles in the order "
                     "of their dispatches, or write results elsewhere"
                 )
             if other != buffer:

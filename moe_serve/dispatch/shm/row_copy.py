@@ -1,29 +1,31 @@
-"""The work of the shared-memory transport on rows, in four halves: send rows, place them, send results, add them.
+"""What the shared-memory transport does with rows: send them, place them, send results, add results.
 
-`row_copy_plain.py` does it in numpy and torch, on every machine; `row_copy_native.py` has the same in C, with the
-same bits. No method here knows of flags or waits: that data may be written, or are here, is the caller's business
-(transport.py). Shape words as in send_plan.py.
+`row_copy_plain.py` does it in numpy and torch on every machine, `row_copy_native.py` in C with the same bits. Nothing
+here knows of flags or waits: the caller (transport.py) sees to it that buffers may be written and that data are here.
+Shape words as in send_plan.py.
 """
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
-from moe_serve.dispatch.shm.region import Lane, Outbox, RegionShape
+from moe_serve.dispatch.shm.region import ReceiveSlice, RegionShape, SendBuffer
 from moe_serve.dispatch.wire import Wire
 from moe_serve.errors import CapacityError
 
 
 @dataclass(frozen=True)
-class Lanes:
+class RowBuffers:
     """Where a rank writes and reads, and what.
 
-    hidden, dtype: of decoded rows;  out: its lane in each rank's region;  inbox: each rank's lane in its own (its own
-    lane is in both)
-    outboxes:      of all ranks;  slab_rows: 0: arrived rows are packed; else each slot has a slab of so many rows
-    rank_sum:      results are added up by the rank that made them, and one row for each (token, rank) comes home
+    hidden, dtype: of decoded rows
+    to_peers:      this rank's slice of each rank's receive buffer, its own included
+    received:      the slices of this rank's receive buffer, by source rank
+    send_buffers:  of all ranks
+    slab_rows:     0: arrived rows are packed; else each slot has a slab of so many rows
+    rank_sum:      results are summed by the rank that made them, and one row for each (token, rank) is sent back
     """
 
     rank: int
@@ -31,9 +33,9 @@ class Lanes:
     hidden: int
     dtype: torch.dtype
     wire: Wire
-    out: list[Lane]
-    inbox: list[Lane]
-    outboxes: list[Outbox]
+    to_peers: list[ReceiveSlice]
+    received: list[ReceiveSlice]
+    send_buffers: list[SendBuffer]
     slab_rows: int = 0
     rank_sum: bool = False
 
@@ -44,9 +46,11 @@ class Lanes:
 
 
 class Placed(Protocol):
+    """Rows that have been placed for the experts."""
+
     @property
     def x(self) -> Tensor:
-        """[M, H] the rows, or slabs one after the other, in a room."""
+        """[M, H] the rows, or slabs one after the other, in a staging buffer."""
         ...
 
     @property
@@ -55,45 +59,44 @@ class Placed(Protocol):
         ...
 
 
-class LaneWork(Protocol):
-    """The four halves. What one gives the next is opaque to the caller but for the attributes of Placed.
+Sent = TypeVar("Sent")
+PlacedT = TypeVar("PlacedT", bound=Placed)
+
+
+class RowCopier(Protocol[Sent, PlacedT]):
+    """The four halves of a dispatch and its combine; what one returns the next one takes.
 
     others: the ranks that take part beside this one
     buffer: 0 or 1, of the call
-    own:    this rank's rows, encoded; they are read where they lie
+    own:    this rank's rows, encoded; they are not copied before they are placed
     """
 
     writes_in_place: bool
-    """Whether results may be written straight into the outbox: this form's stores are fenced before they are
-    announced."""
+    """Whether results may be written straight into the send buffer: stores are fenced before they are signalled."""
 
     def send_rows(
-        self,
-        physical_ids: Tensor,
-        own: Tensor,
-        weights: Tensor | None,
-        buffer: int,
-        others: list[int],
-    ) -> object:
-        """Plans, and writes rows and what each slot gets of them into the lanes of the others.
+        self, physical_ids: Tensor, own: Tensor, weights: Tensor | None, buffer: int, others: list[int]
+    ) -> Sent:
+        """Plans, and writes rows and entries into this rank's slices of the others' receive buffers.
 
-        physical_ids: [T, K] int64;  own: [T, …] contiguous;  weights: [T, K] float32 where results are summed there
+        physical_ids: [T, K] int64;  own: [T, …] contiguous
+        weights:      [T, K] float32 with rank_sum, else None
         """
         ...
 
-    def place_rows(self, sent: object, own: Tensor, room: Tensor, buffer: int, others: list[int]) -> "Placed":
-        """Puts a row for each arrived entry in the placed layout. room: [most_rows, H]"""
+    def place_rows(self, sent: Sent, own: Tensor, staging: Tensor, buffer: int, others: list[int]) -> PlacedT:
+        """Copies a row for each arrived entry to its place in the placed layout. staging: [most_rows, H]"""
         ...
 
-    def send_results(self, placed: Placed, results: Tensor, buffer: int, others: list[int]) -> object:
-        """Makes results ready in the outbox, and tells each home where its own begin.
+    def send_results(self, placed: PlacedT, results: Tensor, buffer: int, others: list[int]) -> Tensor:
+        """Leaves results in the send buffer, and tells each source rank where its own begin.
 
-        results: [M, H] compute dtype, contiguous, in the layout of x; nothing is copied where they are in the outbox
+        results: [M, H] compute dtype, contiguous, in the layout of x; not copied where they are in the send buffer
         Returns what `add_results` needs of this rank's own results.
         """
         ...
 
-    def add_results(self, placed: Placed, own: object, weights: Tensor, buffer: int, others: list[int]) -> Tensor:
+    def add_results(self, placed: PlacedT, own: Tensor, weights: Tensor, buffer: int, others: list[int]) -> Tensor:
         """Returns sum over k, in order, of weights[t, k] x result of (t, k), in fused float32 steps: [T, H].
 
         weights: [T, K] float32, not read where nothing was sent
@@ -103,42 +106,42 @@ class LaneWork(Protocol):
 
 
 @dataclass(frozen=True, eq=False)
-class Room:
-    """What one dispatch holds of the memory with this number, until another one takes it."""
+class StagingBuffer:
+    """The memory of this number, held by one dispatch until another one takes it."""
 
     number: int
 
 
-class Rooms:
-    """Memory for the rows that arrive, kept from call to call: fresh pages cost as much as the copy into them.
+class StagingBuffers:
+    """Memory for rows that arrive, kept from call to call: fresh pages cost as much as the copy into them.
 
-    Two, since two handles may be in flight; the one that was left last is taken first, while its memory is warm.
+    Two, since two handles may be in flight; the one that was given back last is taken first, while it is in the cache.
     """
 
-    def __init__(self, lanes: Lanes):
-        self._lanes = lanes
+    def __init__(self, buffers: RowBuffers):
+        self._buffers = buffers
         self._rows: list[Tensor | None] = [None, None]
         self._free = [1, 0]
-        self._taken: list[Room] = []
+        self._taken: list[StagingBuffer] = []
 
-    def take(self) -> Room:
-        """Returns a room; the one that was taken longest ago where none was left."""
-        room = Room(self._free.pop() if self._free else self._taken.pop(0).number)
-        self._taken.append(room)
-        return room
+    def take(self) -> StagingBuffer:
+        """Returns a buffer; the one that was taken longest ago where none was given back."""
+        staging = StagingBuffer(self._free.pop() if self._free else self._taken.pop(0).number)
+        self._taken.append(staging)
+        return staging
 
-    def leave(self, room: Room) -> None:
-        """The rows of a room are needed no more. Nothing happens where another dispatch has taken its memory."""
-        if room in self._taken:
-            self._taken.remove(room)
-            self._free.append(room.number)
+    def give_back(self, staging: StagingBuffer) -> None:
+        """Frees a buffer. Does nothing where another dispatch has taken its memory."""
+        if staging in self._taken:
+            self._taken.remove(staging)
+            self._free.append(staging.number)
 
-    def rows(self, room: Room) -> Tensor:
-        """Returns all rows of a room: [most_rows, H]; pages that are never written take no memory."""
-        rows = self._rows[room.number]
+    def rows(self, staging: StagingBuffer) -> Tensor:
+        """Returns all rows of a buffer: [most_rows, H]; pages that are never written take no memory."""
+        rows = self._rows[staging.number]
         if rows is None:
-            rows = torch.empty(self._lanes.most_rows, self._lanes.hidden, dtype=self._lanes.dtype)
-            self._rows[room.number] = rows
+            rows = torch.empty(self._buffers.most_rows, self._buffers.hidden, dtype=self._buffers.dtype)
+            self._rows[staging.number] = rows
         return rows
 
 
@@ -155,15 +158,15 @@ def refuse_slab(num_rows: int, slab_rows: int) -> CapacityError:
     )
 
 
-def encode_results(lanes: Lanes, results: Tensor) -> Tensor:
-    """Returns results as they lie in an outbox: [n, …], the same rows or their bytes."""
-    codec = lanes.wire.combine
+def encode_results(buffers: RowBuffers, results: Tensor) -> Tensor:
+    """Returns results as they lie in a send buffer: [n, …], the same rows or their bytes."""
+    codec = buffers.wire.combine
     return results if codec.is_identity else codec.encode(results)
 
 
-def decode_results(lanes: Lanes, data: Tensor) -> Tensor:
+def decode_results(buffers: RowBuffers, data: Tensor) -> Tensor:
     """Returns [n, H] compute dtype of what `encode_results` gave, or of its bytes."""
-    codec = lanes.wire.combine
+    codec = buffers.wire.combine
     if codec.is_identity:
-        return data if data.dtype == lanes.dtype else data.view(lanes.dtype)
-    return codec.decode(data, lanes.hidden)
+        return data if data.dtype == buffers.dtype else data.view(buffers.dtype)
+    return codec.decode(data, buffers.hidden)

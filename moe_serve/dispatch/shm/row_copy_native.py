@@ -1,7 +1,7 @@
-"""LaneWork in C: row_copy.c, built at first use where there is a compiler, and kept in the user's cache.
+"""RowCopier in C: row_copy.c, built at first use where there is a compiler, and kept in the user's cache.
 
-Never required: `native_lane_work` gives None, and the reason, where it cannot be built or where its bits differ from
-those of the plain form.
+It is never required: where it cannot be built, or its bits differ from those of the plain form, `native_row_copier`
+returns None and the reason.
 """
 
 import ctypes
@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from moe_serve.c_library import FOR_THIS_PROCESSOR, load_c_library
-from moe_serve.dispatch.shm.region import FIRST, Float32Array, Int32Array, Int64Array
-from moe_serve.dispatch.shm.row_copy import Lanes, Placed, encode_results, refuse_id, refuse_slab
+from moe_serve.dispatch.layout import FIRST
+from moe_serve.dispatch.shm.region import Float32Array, Int32Array, Int64Array
+from moe_serve.dispatch.shm.row_copy import RowBuffers, encode_results, refuse_id, refuse_slab
 from moe_serve.dispatch.shm.row_copy_plain import add_fetched, add_sums
 from moe_serve.dispatch.shm.send_plan import placed_starts, plan_sends
 from moe_serve.errors import ConfigError
@@ -26,13 +27,13 @@ _ARGUMENTS = {
 }  # fmt: skip
 
 
-class _Trip:
-    """One dispatch and its combine: a block of int64 whose parts row_copy.c names, those of arrivals first."""
+class _NativePlaced:
+    """One dispatch and its combine: a block of int64 whose parts row_copy.h names, those of arrivals first."""
 
     x: Tensor
 
     def __init__(self, ids: Tensor, num_ranks: int, slots: int, kept_entries: int):
-        self.ids = ids.clone(memory_format=torch.contiguous_format)  # read once more when results come home
+        self.ids = ids.clone(memory_format=torch.contiguous_format)  # read once more when results are added
         self.num_tokens, self.topk = ids.shape
         self._num_ranks, self._slots = num_ranks, slots
         size = slots + num_ranks * (2 + 3 * slots + self.num_tokens) + self.num_tokens * self.topk
@@ -52,23 +53,23 @@ class _Trip:
         return self._block.numpy()[start : start + size].reshape(self._num_ranks, self._slots)
 
 
-class NativeLaneWork:
-    """LaneWork for a machine with a C compiler."""
+class NativeRowCopier:
+    """RowCopier for a machine with a C compiler."""
 
     writes_in_place = True
 
-    def __init__(self, lanes: Lanes, library: ctypes.CDLL):
-        shape = lanes.shape
-        self._lanes, self._library = lanes, library
+    def __init__(self, buffers: RowBuffers, library: ctypes.CDLL):
+        shape = buffers.shape
+        self._buffers, self._library = buffers, library
         self._num_ranks, self._slots = shape.num_ranks, shape.slots_per_rank
-        self._facts = lane_facts(lanes)
+        self._facts = buffer_facts(buffers)
         self._facts_at = _at(self._facts)
-        self._row_bytes = lanes.hidden * lanes.dtype.itemsize
+        self._row_bytes = buffers.hidden * buffers.dtype.itemsize
         self._others: list[int] = []
         self._bits = 0
-        self._outbox_at = [rows.data_ptr() for rows in lanes.outboxes[lanes.rank].rows]
-        # With rank_sum what each entry's row and weight are is kept until the results are there.
-        self._kept_entries = shape.max_results if lanes.rank_sum else 0
+        self._send_buffer_at = [rows.data_ptr() for rows in buffers.send_buffers[buffers.rank].rows]
+        # With rank_sum, the row and weight of each entry are kept until the results are there.
+        self._kept_entries = shape.max_results if buffers.rank_sum else 0
 
     def send_rows(
         self,
@@ -77,55 +78,55 @@ class NativeLaneWork:
         weights: Tensor | None,
         buffer: int,
         others: list[int],
-    ) -> _Trip:
-        trip = _Trip(physical_ids, self._num_ranks, self._slots, self._kept_entries)
+    ) -> _NativePlaced:
+        placed = _NativePlaced(physical_ids, self._num_ranks, self._slots, self._kept_entries)
         if weights is not None:
-            assert (weights.dtype, weights.shape) == (torch.float32, trip.ids.shape), "one float32 weight for each id"
-            weights = weights.contiguous()  # a name holds what has only an address below
+            assert (weights.dtype, weights.shape) == (torch.float32, placed.ids.shape), "one float32 weight for each id"
+            weights = weights.contiguous()  # keeps alive what the C helper gets as an address
         status = self._library.send_rows(
-            self._facts_at, buffer, self._mask(others), trip.ids.data_ptr(), trip.num_tokens, trip.topk, own.data_ptr(),
-            0 if weights is None else weights.data_ptr(), trip.at,
+            self._facts_at, buffer, self._mask(others), placed.ids.data_ptr(), placed.num_tokens, placed.topk,
+            own.data_ptr(), 0 if weights is None else weights.data_ptr(), placed.at,
         )  # fmt: skip
         if status < 0:
             raise refuse_id(physical_ids, self._num_ranks * self._slots)
-        return trip
+        return placed
 
-    def place_rows(self, sent: object, own: Tensor, room: Tensor, buffer: int, others: list[int]) -> _Trip:
-        assert isinstance(sent, _Trip)
+    def place_rows(
+        self, sent: _NativePlaced, own: Tensor, staging: Tensor, buffer: int, others: list[int]
+    ) -> _NativePlaced:
         pieces = self._decoded(own, buffer, others)
         pointers = torch.tensor([piece.data_ptr() for piece in pieces]) if pieces else None
         num_rows = self._library.place_rows(
             self._facts_at, buffer, self._mask(others), sent.num_tokens, sent.topk,
             0 if pointers is None else pointers.data_ptr(), own.data_ptr(), self._row_bytes,
-            room.data_ptr(), sent.at,
+            staging.data_ptr(), sent.at,
         )  # fmt: skip
         if num_rows < 0:
-            raise refuse_slab(int(sent.rows_per_slot.max()), self._lanes.slab_rows)
-        sent.x = room if self._lanes.slab_rows else room[:num_rows]
+            raise refuse_slab(int(sent.rows_per_slot.max()), self._buffers.slab_rows)
+        sent.x = staging if self._buffers.slab_rows else staging[:num_rows]
         return sent
 
-    def send_results(self, placed: Placed, results: Tensor, buffer: int, others: list[int]) -> Tensor:
-        assert isinstance(placed, _Trip)
-        in_place = results.data_ptr() == self._outbox_at[buffer]
-        if self._lanes.rank_sum:
+    def send_results(self, placed: _NativePlaced, results: Tensor, buffer: int, others: list[int]) -> Tensor:
+        in_place = results.data_ptr() == self._send_buffer_at[buffer]
+        if self._buffers.rank_sum:
             self._sum(placed, results, buffer)
             own, in_place = results, True
         else:
-            own = encode_results(self._lanes, results)
+            own = encode_results(self._buffers, results)
         self._library.send_results(
             self._facts_at, buffer, self._mask(others), placed.num_tokens, placed.topk, in_place, own.data_ptr(),
             placed.at,
         )  # fmt: skip
         return own
 
-    def add_results(self, placed: Placed, own: object, weights: Tensor, buffer: int, others: list[int]) -> Tensor:
-        assert isinstance(placed, _Trip)
-        assert isinstance(own, Tensor)
-        if not self._lanes.wire.combine.is_identity:
+    def add_results(
+        self, placed: _NativePlaced, own: Tensor, weights: Tensor, buffer: int, others: list[int]
+    ) -> Tensor:
+        if not self._buffers.wire.combine.is_identity:
             return self._add_decoded(placed, own, weights, buffer, others)
         assert (weights.dtype, weights.shape) == (torch.float32, placed.ids.shape), "one float32 weight for each id"
         weights = weights.contiguous()
-        out = torch.empty(placed.num_tokens, self._lanes.hidden, dtype=self._lanes.dtype)
+        out = torch.empty(placed.num_tokens, self._buffers.hidden, dtype=self._buffers.dtype)
         self._library.add_results(
             self._facts_at, buffer, self._mask(others), placed.ids.data_ptr(), placed.num_tokens, placed.topk,
             own.data_ptr(), weights.data_ptr(), out.data_ptr(), placed.at,
@@ -139,74 +140,75 @@ class NativeLaneWork:
         return self._bits
 
     def _decoded(self, own: Tensor, buffer: int, others: list[int]) -> list[Tensor]:
-        """Returns the rows of each source as they are computed with; empty: they lie in the lanes like that."""
-        codec, lanes = self._lanes.wire.dispatch, self._lanes
+        """Returns the rows of each source as they are computed with; empty: they need no decoding."""
+        codec, buffers = self._buffers.wire.dispatch, self._buffers
         if codec.is_identity:
             return []
         pieces = [own] * self._num_ranks  # a rank that takes no part has no entry, so nothing is read from it
-        for source in [*others, lanes.rank]:
-            lane = lanes.inbox[source]
-            data = own if source == lanes.rank else lane.rows[buffer][: int(lane.head[buffer][self._slots])]
-            pieces[source] = codec.decode(data, lanes.hidden).contiguous()
+        for source in [*others, buffers.rank]:
+            each = buffers.received[source]
+            data = own if source == buffers.rank else each.rows[buffer][: int(each.head[buffer][self._slots])]
+            pieces[source] = codec.decode(data, buffers.hidden).contiguous()
         return pieces
 
-    def _sum(self, placed: _Trip, results: Tensor, buffer: int) -> None:
-        """Writes the sum of each arrived row's results into the outbox."""
-        lanes = self._lanes
-        outbox = lanes.outboxes[lanes.rank].rows[buffer]
-        direct = lanes.wire.combine.is_identity
+    def _sum(self, placed: _NativePlaced, results: Tensor, buffer: int) -> None:
+        """Writes the sum of each arrived row's results into the send buffer."""
+        buffers = self._buffers
+        send_buffer = buffers.send_buffers[buffers.rank].rows[buffer]
+        direct = buffers.wire.combine.is_identity
         num_rows = int(placed.rows_of.sum())
-        sums = outbox if direct else torch.empty(num_rows, lanes.hidden, dtype=lanes.dtype)
+        sums = send_buffer if direct else torch.empty(num_rows, buffers.hidden, dtype=buffers.dtype)
         self._library.sum_results(
             self._facts_at, placed.num_tokens, placed.topk, results.data_ptr(), sums.data_ptr(),
             placed.at,
         )  # fmt: skip
         if not direct:
-            outbox[:num_rows] = encode_results(lanes, sums)
+            send_buffer[:num_rows] = encode_results(buffers, sums)
 
-    def _add_decoded(self, placed: _Trip, own: Tensor, weights: Tensor, buffer: int, others: list[int]) -> Tensor:
-        """Adds results that lie encoded, by way of the plain form."""
-        lanes, rank = self._lanes, self._lanes.rank
+    def _add_decoded(
+        self, placed: _NativePlaced, own: Tensor, weights: Tensor, buffer: int, others: list[int]
+    ) -> Tensor:
+        """Adds encoded results with the plain form."""
+        buffers, rank = self._buffers, self._buffers.rank
         plan = plan_sends(placed.ids.numpy(), self._num_ranks, self._slots)
-        if lanes.rank_sum:
+        if buffers.rank_sum:
             own_start = int(placed.rows_of[:rank].sum())
-            return add_sums(lanes, plan, own_start, placed.num_tokens, buffer, others)
-        starts = placed_starts(placed.arrived, lanes.slab_rows)[rank]
+            return add_sums(buffers, plan, own_start, placed.num_tokens, buffer, others)
+        starts = placed_starts(placed.arrived, buffers.slab_rows)[rank]
         rows = starts[plan.entries[rank] & (FIRST - 1)] + plan.home.reshape(-1)[plan.pairs[rank]]
-        return add_fetched(lanes, plan, own.index_select(0, torch.from_numpy(rows)), weights, buffer, others)
+        return add_fetched(buffers, plan, own.index_select(0, torch.from_numpy(rows)), weights, buffer, others)
 
 
-def lane_facts(lanes: Lanes) -> Int64Array:
-    """Returns what row_copy.c knows of the lanes, in the order that it names."""
-    shape = lanes.shape
+def buffer_facts(buffers: RowBuffers) -> Int64Array:
+    """Returns what the C helper knows of the buffers, in the order of row_copy.h."""
+    shape = buffers.shape
     facts = [
-        lanes.rank,
+        buffers.rank,
         shape.num_ranks,
         shape.slots_per_rank,
         shape.row_bytes,
-        shape.home_row_bytes,
-        lanes.hidden,
-        int(lanes.dtype == torch.bfloat16),
+        shape.result_row_bytes,
+        buffers.hidden,
+        int(buffers.dtype == torch.bfloat16),
         cached_bytes(shape.num_ranks),
-        lanes.slab_rows,
-        int(lanes.rank_sum),
+        buffers.slab_rows,
+        int(buffers.rank_sum),
         shape.topk,
         shape.max_results,
     ]
     for buffer in (0, 1):
-        for out, inbox, outbox in zip(lanes.out, lanes.inbox, lanes.outboxes, strict=True):
+        for out, here, send_buffer in zip(buffers.to_peers, buffers.received, buffers.send_buffers, strict=True):
             facts += [_at(part[buffer]) for part in (out.head, out.entries, out.weights)]
             facts += [out.rows[buffer].data_ptr(), _at(out.starts[buffer])]
-            facts += [_at(part[buffer]) for part in (inbox.head, inbox.entries, inbox.weights)]
-            facts += [inbox.rows[buffer].data_ptr(), _at(inbox.starts[buffer]), outbox.rows[buffer].data_ptr()]
+            facts += [_at(part[buffer]) for part in (here.head, here.entries, here.weights)]
+            facts += [here.rows[buffer].data_ptr(), _at(here.starts[buffer]), send_buffer.rows[buffer].data_ptr()]
     return np.array(facts, dtype=np.int64)
 
 
 def cached_bytes(num_ranks: int) -> int:
-    """Returns how much of the rows that arrive is written through the caches: half of a rank's share of the largest.
+    """Returns how many bytes of arriving rows are written through the caches: half of a rank's share of the largest.
 
-    Each way to memory has a limit of its own, so half and half is faster than either; benchmarks/dispatch.py shows what
-    it comes to.
+    The rest is streamed past the caches. Each path has a limit of its own, so both together are faster than either.
     """
     sizes = [
         int(path.read_text().strip().removesuffix("K")) << 10
@@ -216,12 +218,12 @@ def cached_bytes(num_ranks: int) -> int:
     return max(sizes, default=1 << 20) // num_ranks // 2
 
 
-def native_lane_work(lanes: Lanes) -> tuple[NativeLaneWork | None, str]:
+def native_row_copier(buffers: RowBuffers) -> tuple[NativeRowCopier | None, str]:
     """Returns the C form and what it was built with, or None and why there is none."""
-    if lanes.dtype not in (torch.float32, torch.bfloat16):
-        return None, f"no C form for {lanes.dtype}"
+    if buffers.dtype not in (torch.float32, torch.bfloat16):
+        return None, f"no C form for {buffers.dtype}"
     library, note = load_library()
-    return (None, note) if library is None else (NativeLaneWork(lanes, library), note)
+    return (None, note) if library is None else (NativeRowCopier(buffers, library), note)
 
 
 def load_library() -> tuple[ctypes.CDLL | None, str]:

@@ -1,11 +1,11 @@
-"""What a rank sends where when a row travels once to each rank that wants it, and where rows go on arrival.
+"""What a rank sends where when a row is sent once to each rank that needs it, and where rows go on arrival.
 
-An entry is one (token, k) pair that has an expert. For each rank, entries are listed by token, then k; a row goes there
-once, however many of its slots want it, and the first of its entries is marked. Both ends count the same: the n-th
-entry of a source for a slot is the n-th of its rows there in the placed layout, so nothing has to travel back but the
-results, and where those of each slot begin.
+An entry is one (token, k) pair that has an expert. For each rank, entries are listed by token, then k; a row is sent
+there once, however many of its slots need it, and the first of its entries is marked. Both ends count the same: the
+n-th entry of a source for a slot is the n-th of its rows there in the placed layout. So only the results travel back,
+and the numbers where those of each slot begin.
 
-numpy on purpose: these run on the host beside the copies, where a torch call would cost more than its work.
+numpy, since a torch call would cost more than the work here.
 Shape words: T tokens, K topk, R ranks, P slots, S = P / R, N entries for one rank, U rows for it, M entries received.
 """
 
@@ -14,7 +14,8 @@ from itertools import accumulate, pairwise
 
 import numpy as np
 
-from moe_serve.dispatch.shm.region import FIRST, Int32Array, Int64Array
+from moe_serve.dispatch.layout import FIRST
+from moe_serve.dispatch.shm.region import Int32Array, Int64Array
 
 
 @dataclass(frozen=True)
@@ -22,7 +23,7 @@ class SendPlan:
     """Lists have one item for each rank.
 
     counts:  [P] entries for each slot
-    home:    [T, K] the how many-th entry of this rank for its slot each pair is, -1 = not sent
+    home:    [T, K] for the i-th entry of this rank for its slot i, -1 = not sent
     pairs:   [N] flat index t * K + k of each entry
     entries: [N] int32 its slot, counted within the rank; + FIRST where a row begins
     tokens:  [U] tokens that travel, ascending
@@ -71,7 +72,7 @@ class ArrivedEntries:
 
     row:  [M] of each entry, the number of its row
     slot: [M] of each entry
-    k:    [M] the how many-th entry of its row it is
+    k:    [M] for the i-th entry of its row i
     """
 
     row: Int64Array

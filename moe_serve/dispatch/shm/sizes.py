@@ -21,7 +21,7 @@ def region_shape(num_ranks: int, limits: BufferLimits, wire: Wire) -> RegionShap
         topk=limits.topk,
         max_tokens=limits.max_tokens_per_rank,
         row_bytes=wire.dispatch.row_bytes(limits.hidden),
-        home_row_bytes=wire.combine.row_bytes(limits.hidden),
+        result_row_bytes=wire.combine.row_bytes(limits.hidden),
         max_counts=max(MIN_COUNTS, num_ranks * limits.slots_per_rank),
     )
 

@@ -11,9 +11,10 @@ from dataclasses import dataclass, replace
 import torch
 
 from moe_serve.config import ServeConfig
-from moe_serve.dispatch.base import BufferLimits
+from moe_serve.dispatch.base import BufferLimits, TransportRequest
 from moe_serve.dispatch.buffer_sizes import BufferSizes
 from moe_serve.dispatch.by_batch import small_limits
+from moe_serve.dispatch.capabilities import TRANSPORTS, Wanted, problems, survivors, transports_of
 from moe_serve.dispatch.choose import Choice, choose_among_cpus, choose_among_gpus
 from moe_serve.dispatch.gpu.facts import (
     GpuFacts,
@@ -25,18 +26,15 @@ from moe_serve.dispatch.gpu.facts import (
     wire_problem,
 )
 from moe_serve.dispatch.gpu.sizes import gpu_buffer_sizes, most_gpu_tokens
-from moe_serve.dispatch.make import check_combine
-from moe_serve.dispatch.shm.memory import check_ranks
 from moe_serve.dispatch.shm.row_copy_native import load_library
 from moe_serve.dispatch.shm.sizes import buffer_sizes, most_tokens
 from moe_serve.dispatch.wire import make_wire
 from moe_serve.engine.recovery import spareable_ranks
 from moe_serve.eplb.placement import Placement
-from moe_serve.errors import ConfigError
 
 _SHARED = "/dev/shm"
-_WITH_BUFFERS = ("low_latency", "cuda_ipc", "by_batch")
-_UNKNOWN = "low_latency (NVSHMEM) or collective (NCCL)"
+_WITH_BUFFERS = ("shm", "nvshmem", "cuda_ipc", "by_batch")
+_UNKNOWN = "low_latency (NVSHMEM) or collective (NCCL)"  # without a GPU to ask, auto may be either
 
 
 @dataclass(frozen=True)
@@ -89,34 +87,33 @@ def describe_transport(
     config: ServeConfig, limits: BufferLimits, dtype: torch.dtype, device: str, machine: Machine
 ) -> TransportReport:
     """Returns what carries rows under this configuration, as far as one machine can tell."""
-    choice = _choose(config, limits, dtype, device, machine)
+    request = _request(config, limits, dtype)
+    choice = _choose(request, config.parallel.num_ranks, device, machine)
     why = choice.why and f"auto: {choice.why}{_condition(config, device, machine)}"
-    backend = choice.backend
-    name = _words(backend, device, limits)
-    is_bitwise = backend != "deepep" and config.dispatch.combine == "ordered"
-    if backend == _UNKNOWN:
-        few, wire_dtype = small_limits(limits), config.dispatch.wire_dtype
-        sizes = gpu_buffer_sizes(config.parallel.num_ranks, few, dtype, wire_dtype, stages=True)
-        fact = (
-            "dispatch buffers",
-            sizes.per_rank,
-            f"if NVSHMEM is taken, for {sizes.max_tokens} tokens: {sizes.shares}",
-        )
-        return TransportReport(name, why, is_bitwise, facts=(fact,))
-    if backend not in _WITH_BUFFERS:
-        return TransportReport(name, why, is_bitwise, problems=tuple(_combine_problem(config, device, backend)))
-    held = small_limits(limits) if backend == "by_batch" else limits
-    sizes, fit = _sizes(config, held, dtype, device, machine, backend)
-    room = f"; {fit} tokens would fit here" if machine.free_bytes else ""
-    facts = [("dispatch buffers", sizes.per_rank, f"for {sizes.max_tokens} tokens: {sizes.shares}{room}")]
-    if device == "cpu":
-        library, how = load_library() if config.dispatch.compiled else (None, "dispatch.compiled is off")
+    if choice.transport == _UNKNOWN:
+        sizes = _sizes(request, small_limits(limits), config.parallel.num_ranks, "nvshmem")
+        text = f"if NVSHMEM is taken, for {sizes.max_tokens} tokens: {sizes.shares}"
+        ordered = request.combine == "ordered"
+        return TransportReport(_UNKNOWN, why, ordered, facts=(("dispatch buffers", sizes.per_rank, text),))
+    transport, name = choice.transport, _name(choice.transport, device, limits)
+    is_bitwise = TRANSPORTS[transport].bitwise and request.combine == "ordered"
+    wanted = Wanted(config.parallel.num_ranks, device, request.rows, request.combine)
+    found = problems(transport, wanted)
+    if transport not in _WITH_BUFFERS:
+        return TransportReport(name, why, is_bitwise, problems=tuple(found))
+    held = small_limits(limits) if transport == "by_batch" else limits
+    sizes = _sizes(request, held, wanted.num_ranks, transport)
+    fit = _most_tokens(request, held, wanted.num_ranks, transport, machine.free_bytes)
+    advice = f"; {fit} tokens would fit here" if machine.free_bytes else ""
+    facts = [("dispatch buffers", sizes.per_rank, f"for {sizes.max_tokens} tokens: {sizes.shares}{advice}")]
+    if transport == "shm":
+        library, how = load_library() if request.compiled else (None, "dispatch.compiled is off")
         facts.insert(0, ("rows are moved by", "a C helper" if library else "numpy", how))
-    problems = _combine_problem(config, device, backend) + _problems(config, held, dtype, device, machine, backend)
+    found += _gpu_problems(request, wanted.num_ranks, transport, machine)
     if machine.free_bytes and held.max_tokens_per_rank > fit:
-        problems.append(_no_room(config, sizes, device, machine, fit))
-    taken = None if device == "cpu" else sizes
-    return TransportReport(name, why, is_bitwise, device == "cpu", tuple(facts), taken, tuple(problems))
+        found.append(_too_small(sizes, device, machine, fit))
+    taken = None if transport == "shm" else sizes
+    return TransportReport(name, why, is_bitwise, transport == "shm", tuple(facts), taken, tuple(found))
 
 
 def describe_loss(config: ServeConfig, placement: Placement, shares_memory: bool) -> list[tuple[str, str, str]]:
@@ -128,7 +125,7 @@ def describe_loss(config: ServeConfig, placement: Placement, shares_memory: bool
     if config.engine.on_lost_rank == "end":
         return [(*ends, "engine.on_lost_rank is end")]
     if not shares_memory or config.engine.exchange == "gloo":
-        return [(*ends, "CPU ranks with dispatch.backend low_latency and engine.exchange shm can go on")]
+        return [(*ends, f"{survivors()} and engine.exchange shm can go on")]
     spared = spareable_ranks(placement)
     if not spared:
         return [(*ends, "each rank has the only slots of some experts; raise eplb.num_redundant_experts to go on")]
@@ -141,18 +138,29 @@ def describe_loss(config: ServeConfig, placement: Placement, shares_memory: bool
     return [("a lost rank", f"the others serve on without {which}", why)]
 
 
-def _choose(config: ServeConfig, limits: BufferLimits, dtype: torch.dtype, device: str, machine: Machine) -> Choice:
-    num_ranks, wire_dtype = config.parallel.num_ranks, config.dispatch.wire_dtype
-    if config.dispatch.backend != "auto":
-        return Choice(config.dispatch.backend, "")
+def _request(config: ServeConfig, limits: BufferLimits, dtype: torch.dtype) -> TransportRequest:
+    dispatch = config.dispatch
+    return TransportRequest(
+        dispatch.backend,
+        limits,
+        dtype,
+        dispatch.wire_dtype,
+        dispatch.rows,
+        dispatch.combine,
+        compiled=dispatch.compiled,
+    )
+
+
+def _choose(request: TransportRequest, num_ranks: int, device: str, machine: Machine) -> Choice:
+    if request.backend != "auto":
+        return Choice(transports_of(request.backend, device, num_ranks)[0], "")
     if num_ranks == 1:
         return Choice("local", "one rank")
     if device == "cpu":
-        return choose_among_cpus([0] * num_ranks, machine.free_bytes, machine.processor, limits, dtype, wire_dtype)
+        return choose_among_cpus([0] * num_ranks, machine.free_bytes, machine.processor, request)
     if machine.gpu is None:
         return Choice(_UNKNOWN, "there is no GPU here to ask; NVSHMEM for small steps where it joins all ranks")
-    masked = None if config.dispatch.rows == "auto" else config.dispatch.rows == "masked"
-    return choose_among_gpus(_alike(machine, num_ranks), limits, dtype, wire_dtype, masked, config.dispatch.combine)
+    return choose_among_gpus(_alike(machine, num_ranks), request)
 
 
 def _alike(machine: Machine, num_ranks: int) -> list[GpuFacts]:
@@ -170,69 +178,50 @@ def _condition(config: ServeConfig, device: str, machine: Machine) -> str:
     return " (if all machines are like this one)"
 
 
-def _sizes(
-    config: ServeConfig, limits: BufferLimits, dtype: torch.dtype, device: str, machine: Machine, backend: str
-) -> tuple[BufferSizes, int]:
-    """Returns the sizes of the buffers, and the largest max_tokens_per_rank that would fit."""
-    num_ranks, wire_dtype = config.parallel.num_ranks, config.dispatch.wire_dtype
-    if device == "cpu":
-        wire = make_wire(wire_dtype, dtype)
-        return buffer_sizes(num_ranks, limits, wire), most_tokens(num_ranks, limits, wire, machine.free_bytes)
-    asked = (num_ranks, limits, dtype, wire_dtype, backend != "cuda_ipc")
-    return gpu_buffer_sizes(*asked), most_gpu_tokens(*asked, machine.free_bytes)
+def _sizes(request: TransportRequest, limits: BufferLimits, num_ranks: int, transport: str) -> BufferSizes:
+    if transport == "shm":
+        return buffer_sizes(num_ranks, limits, make_wire(request.wire_dtype, request.dtype))
+    return gpu_buffer_sizes(num_ranks, limits, request.dtype, request.wire_dtype, transport != "cuda_ipc")
 
 
-def _combine_problem(config: ServeConfig, device: str, backend: str) -> list[str]:
-    try:
-        check_combine(backend, device == "cuda", config.dispatch.combine)
-    except ConfigError as error:
-        return [str(error)]
-    return []
+def _most_tokens(
+    request: TransportRequest, limits: BufferLimits, num_ranks: int, transport: str, free_bytes: int
+) -> int:
+    """Returns the largest max_tokens_per_rank whose buffers would fit."""
+    if transport == "shm":
+        return most_tokens(num_ranks, limits, make_wire(request.wire_dtype, request.dtype), free_bytes)
+    stages = transport != "cuda_ipc"
+    return most_gpu_tokens(num_ranks, limits, request.dtype, request.wire_dtype, stages, free_bytes)
 
 
-def _problems(
-    config: ServeConfig, limits: BufferLimits, dtype: torch.dtype, device: str, machine: Machine, backend: str
-) -> list[str]:
-    if device == "cpu":
-        return _too_many_ranks(config)
-    if machine.gpu is None:
+def _gpu_problems(request: TransportRequest, num_ranks: int, transport: str, machine: Machine) -> list[str]:
+    if transport == "shm" or machine.gpu is None:
         return []
-    ranks = _alike(machine, config.parallel.num_ranks)
-    reach = ipc_problem(ranks) if backend == "cuda_ipc" else nvshmem_problem(ranks)
-    found = (wire_problem(ranks, dtype, config.dispatch.wire_dtype), reach)
-    return [f"dispatch.backend {backend} cannot serve here: {problem}" for problem in found if problem]
+    ranks = _alike(machine, num_ranks)
+    reach = ipc_problem(ranks) if transport == "cuda_ipc" else nvshmem_problem(ranks)
+    found = (wire_problem(ranks, request.dtype, request.wire_dtype), reach)
+    return [f"dispatch.backend {TRANSPORTS[transport].backend} cannot serve here: {text}" for text in found if text]
 
 
-def _too_many_ranks(config: ServeConfig) -> list[str]:
-    try:
-        check_ranks(config.parallel.num_ranks)
-    except ConfigError as error:
-        return [str(error)]
-    return []
-
-
-def _no_room(config: ServeConfig, sizes: BufferSizes, device: str, machine: Machine, fit: int) -> str:
-    num_ranks = config.parallel.num_ranks
+def _too_small(sizes: BufferSizes, device: str, machine: Machine, fit: int) -> str:
     free = f"{machine.free_bytes / 2**30:.2f} GiB"
     fix = f"lower dispatch.max_tokens_per_rank to {fit}"
     if device == "cpu":
         return (
-            f"low-latency buffers take up to {sizes.total * num_ranks / 2**30:.2f} GiB of {_SHARED} for {num_ranks} "
-            f"ranks and {free} are free; {fix}, or give the container more shared memory (docker run --shm-size)"
+            f"low-latency buffers take up to {sizes.total * sizes.num_ranks / 2**30:.2f} GiB of {_SHARED} for "
+            f"{sizes.num_ranks} ranks and {free} are free; {fix}, or give the container more shared memory "
+            "(docker run --shm-size)"
         )
     return (
         f"low-latency buffers take {sizes.total / 2**30:.2f} GiB of a GPU and {free} are left beside the weights; {fix}"
     )
 
 
-def _words(backend: str, device: str, limits: BufferLimits) -> str:
-    few = small_limits(limits).max_tokens_per_rank
-    on_gpu = device == "cuda"
-    words = {
-        "local": "local (rows stay on the rank)",
-        "collective": f"collective (torch.distributed, {'NCCL' if on_gpu else 'gloo'})",
-        "low_latency": f"low_latency ({'NVSHMEM' if on_gpu else 'shared memory'})",
-        "cuda_ipc": "cuda_ipc (GPUs of one host map each other's memory)",
-        "by_batch": f"low_latency (NVSHMEM) up to {few} tokens, collective (NCCL) above",
-    }
-    return words.get(backend, backend)
+def _name(transport: str, device: str, limits: BufferLimits) -> str:
+    """Returns the transport's name for people."""
+    if transport == "collective":
+        return f"collective (torch.distributed, {'NCCL' if device == 'cuda' else 'gloo'})"
+    if transport == "by_batch":
+        small = small_limits(limits).max_tokens_per_rank
+        return f"low_latency (NVSHMEM) up to {small} tokens, collective (NCCL) above"
+    return TRANSPORTS[transport].label

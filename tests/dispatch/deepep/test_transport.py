@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from moe_serve.dispatch.base import BufferLimits, EpGroup, MaskedRows, PackedRows
+from moe_serve.dispatch.base import BufferLimits, EpGroup, MaskedRows, PackedRows, TransportRequest
 from moe_serve.dispatch.deepep import checks as deepep_checks
 from moe_serve.dispatch.deepep import transport as deepep
 from moe_serve.dispatch.deepep.checks import LOW_LATENCY_HIDDEN, LOW_LATENCY_TOPK, NORMAL_RANKS, Machine, look
@@ -212,8 +212,13 @@ def library() -> Any:
 
 
 def transport(group: EpGroup, mode: str, wire: str = "auto") -> Any:
-    with mock.patch.object(deepep, "_load", library), mock.patch.object(deepep, "look", return_value=Machine()):
-        return deepep.make_deepep(replace(group, device=torch.device("cuda", 0)), LIMITS, torch.bfloat16, wire, mode)
+    with (
+        mock.patch.object(deepep, "_load", library),
+        mock.patch.object(deepep, "look", return_value=Machine()),
+        mock.patch.object(deepep, "choose_mode", return_value=mode),
+    ):
+        request = TransportRequest("deepep", LIMITS, torch.bfloat16, wire)
+        return deepep.make_deepep(replace(group, device=torch.device("cuda", 0)), request)
 
 
 def on_ranks(name: str, num_ranks: int) -> Scenario:
@@ -222,7 +227,7 @@ def on_ranks(name: str, num_ranks: int) -> Scenario:
 
 def check_packed(rank: int, group: EpGroup, mode: str, num_ranks: int) -> None:
     ours = transport(group, mode)
-    assert ours.is_bitwise
+    assert ours.capabilities.bitwise
     for name in CASES:
         one = on_ranks(name, num_ranks)
         hidden, ids, weights = one.inputs(rank)
@@ -250,12 +255,10 @@ def distinct(ids: Tensor, num_slots: int) -> Tensor:
     return torch.where(ids < 0, -1, (ids[:, :1].clamp(min=0) + 5 * torch.arange(ids.shape[1])) % num_slots)
 
 
-def check_slabs(rank: int, group: EpGroup, wire: str, limit: float, num_ranks: int, mode: str) -> None:
-    ours = transport(group, mode, wire)
-    assert not ours.is_bitwise
+def check_slabs(rank: int, group: EpGroup, wire: str, limit: float, num_ranks: int) -> None:
+    ours = transport(group, "low_latency", wire)
+    assert not ours.capabilities.bitwise
     assert "bits may differ" in ours.note
-    if mode == "by_batch":
-        ours.begin_step(8)
     for name in CASES:
         one = on_ranks(name, num_ranks)
         hidden, ids, weights = one.inputs(rank)
@@ -280,29 +283,7 @@ def check_slabs(rank: int, group: EpGroup, wire: str, limit: float, num_ranks: i
 @pytest.mark.parametrize("num_ranks", [2, 4])
 @pytest.mark.parametrize("wire, limit", [("auto", BFLOAT16), ("fp8", FP8_WIRE)])
 def test_low_latency_gives_slabs_and_adds_in_its_own_order(wire: str, limit: float, num_ranks: int) -> None:
-    run_ranks(num_ranks, check_slabs, wire, limit, num_ranks, "low_latency")
-
-
-@needs_source
-def test_by_batch_takes_small_steps_through_low_latency() -> None:
-    run_ranks(2, check_slabs, "auto", BFLOAT16, 2, "by_batch")
-
-
-def check_change_of_way(rank: int, group: EpGroup) -> None:
-    ours, one = transport(group, "by_batch"), on_ranks("uneven", 2)
-    hidden, ids, weights = one.inputs(rank)
-    arrived = ours.dispatch(hidden, ids).wait()
-    assert isinstance(arrived.rows, PackedRows), "nothing planned: the way that takes every size"
-    ours.begin_step(1)
-    assert isinstance(ours.dispatch(hidden[:1], distinct(ids[:1], one.num_slots)).wait().rows, MaskedRows)
-    out = one.expert_out(arrived.rows.x, slots_of_rows(arrived.rows, rank))
-    combined = ours.combine(out, weights, arrived.handle).wait()
-    assert torch.equal(combined, one.expected_combined(rank)), "it goes home as it came"
-
-
-@needs_source
-def test_rows_go_home_the_way_they_came_though_the_plan_changed() -> None:
-    run_ranks(2, check_change_of_way)
+    run_ranks(num_ranks, check_slabs, wire, limit, num_ranks)
 
 
 @needs_source
@@ -325,25 +306,24 @@ def test_the_limits_are_those_of_the_source() -> None:
 
 
 def make(**changes: Any) -> Any:
-    facts = {"group": CUDA, "limits": LIMITS, "dtype": torch.bfloat16, "wire_dtype": "auto", "mode": "low_latency"}
     library = changes.pop("library", SimpleNamespace(Buffer=object, ElasticBuffer=object))
-    machine = changes.pop("machine", Machine())
+    machine, mode = changes.pop("machine", Machine()), changes.pop("mode", "low_latency")
+    group = changes.pop("group", CUDA)
     with (
         mock.patch.object(deepep, "_load", return_value=library),
         mock.patch.object(deepep, "look", return_value=machine),
+        mock.patch.object(deepep, "choose_mode", return_value=mode),
     ):
-        return deepep.make_deepep(**(facts | changes))
+        return deepep.make_deepep(group, replace(TransportRequest("deepep", LIMITS, torch.bfloat16), **changes))
 
 
 @pytest.mark.parametrize(
     "changes, message",
     [
-        ({"group": EpGroup(0, 1, torch.device("cpu"))}, "needs CUDA ranks.*set dispatch.backend: low_latency"),
         ({"dtype": torch.float32}, "set model.dtype: bfloat16"),
         ({"limits": BufferLimits(600, 256, 3, 4)}, "NVSHMEM_QP_DEPTH is 1024 and 600 tokens need 1202"),
         ({"limits": BufferLimits(8, 256, 16, 4)}, "up to 11 experts per token"),
         ({"wire_dtype": "fp8", "mode": "normal"}, "set dispatch.wire_dtype: auto"),
-        ({"mode": "fast"}, "choose one of low_latency, normal, elastic, by_batch"),
         ({"mode": "elastic", "library": SimpleNamespace(Buffer=object)}, "has no ElasticBuffer"),
         ({"library": SimpleNamespace(Buffer=object, __version__="0.9")}, "DeepEP 0.9 has no Buffer.get_low_latency"),
         ({"limits": BufferLimits(8, 2000, 3, 4)}, "compiled for hidden 2048, .* this model has 2000"),
@@ -353,7 +333,7 @@ def make(**changes: Any) -> Any:
         ({"group": replace(CUDA, num_ranks=1, process_group=None)}, "set dispatch.backend: local"),
         ({"machine": Machine(num_hosts=2)}, "on 2 hosts, .* mlx5 device, here is none"),
         ({"machine": Machine(cut_off=((0, 3),))}, "GPUs 0 and 3 cannot reach"),
-        ({"mode": "by_batch", "wire_dtype": "fp8"}, "fp8 rows here in low_latency .* this is elastic"),
+        ({"mode": "elastic", "wire_dtype": "fp8"}, "fp8 rows here in low_latency .* this is elastic"),
     ],
 )
 def test_limits_are_checked_at_start(changes: dict[str, Any], message: str) -> None:
@@ -363,7 +343,7 @@ def test_limits_are_checked_at_start(changes: dict[str, Any], message: str) -> N
 
 def test_without_deepep_the_error_says_what_to_install() -> None:
     with mock.patch.dict("sys.modules", {"deep_ep": None}), pytest.raises(ConfigError, match="install DeepEP from"):
-        deepep.make_deepep(CUDA, LIMITS, torch.bfloat16, "auto")
+        deepep.make_deepep(CUDA, TransportRequest("deepep", LIMITS, torch.bfloat16))
 
 
 def test_all_that_is_wrong_is_said_at_once() -> None:

@@ -19,7 +19,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from moe_serve.dispatch.base import BufferLimits, EpGroup, MaskedRows
+from moe_serve.dispatch.base import EpGroup, MaskedRows
 from moe_serve.dispatch.gpu.ipc import HANDLE_BYTES, CudaDriver, exchange_handles
 from moe_serve.errors import CapacityError, ConfigError, PeerError
 from tests.dispatch.contract import Scenario
@@ -135,15 +135,15 @@ def make_transport(group: EpGroup, one: Scenario, folder: str, deadline_s: float
     from moe_serve.dispatch.gpu.facts import GpuFacts
 
     facts = [GpuFacts(host=1, capability=(9, 0), free_bytes=1 << 30)] * group.num_ranks
-    limits = BufferLimits(max(one.tokens), one.hidden, one.topk, one.slots_per_rank)
+    request = one.request("cuda_ipc", deadline_s=deadline_s)
     with mock.patch.object(ipc, "CudaDriver", return_value=SharedFiles(folder, group.rank)):
-        return transport.make_gpu_slabs(group, limits, one.dtype, one.wire, deadline_s, "ipc", facts)
+        return transport.make_gpu_slabs(group, request, "cuda_ipc", facts)
 
 
 def check_rounds(rank: int, transport, one: Scenario, device: str) -> None:
-    assert transport.is_bitwise
+    assert transport.capabilities.bitwise
     assert "CUDA IPC" in transport.note
-    for _ in range(3):  # both lanes, and one of them again
+    for _ in range(3):  # both queues, and one of them again
         hidden, ids, weights = (part.to(device) for part in one.inputs(rank))
         transport.begin_step(hidden.shape[0])
         arrived = transport.dispatch(hidden, ids).wait()
@@ -200,7 +200,7 @@ def check_lost(rank: int, group: EpGroup, folder: str) -> str | None:
     step()
     transport.end_step()
     step()
-    with pytest.raises(PeerError, match="rank 1 did not send its rows in round 1") as caught:  # of the other lane
+    with pytest.raises(PeerError, match="rank 1 did not send its rows in round 1") as caught:  # of the other queue
         transport.end_step()
     assert (caught.value.rank, caught.value.step) == (1, 1)
     return "voided"
@@ -230,8 +230,7 @@ def on_gpu(rank: int, num_ranks: int, store: str) -> None:
     group = EpGroup(rank, num_ranks, torch.device("cuda", 0), dist.group.WORLD)
     torch.cuda.set_device(0)
     for one in (ONE, replace(ONE, hidden=7168, tokens=(64, 128), topk=8, slots_per_rank=16)):
-        limits = {"max_tokens_per_rank": max(one.tokens), "hidden": one.hidden, "topk": one.topk}
-        transport = make_all_to_all("cuda_ipc", group, one.slots_per_rank, one.dtype, deadline_s=20, **limits)
+        transport = make_all_to_all(group, one.request("cuda_ipc"))
         check_rounds(rank, transport, one, "cuda")
     dist.barrier()  # nobody leaves while a peer may still write into its region
 

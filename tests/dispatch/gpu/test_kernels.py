@@ -47,18 +47,18 @@ def check_round_trip(
 ) -> None:
     max_tokens = 3
     region = Region(
-        num_ranks, slots_per_rank, max_tokens, hidden, topk, value_bytes=1 if wire == "fp8" else 2, home_value_bytes=2,
-        stages=stages,
+        num_ranks, slots_per_rank, max_tokens, hidden, topk, value_bytes=1 if wire == "fp8" else 2,
+        result_value_bytes=2, stages=stages,
     )  # fmt: skip
     ranks = make_ranks(device, region, torch.bfloat16, max_spins=4)
     num_slots = num_ranks * slots_per_rank
-    for turn in range(3):  # the same lane again: rows and flags of earlier rounds lie in the buffers
+    for turn in range(3):  # the same queue again: rows and flags of earlier rounds lie in the buffers
         x = randn(device, num_ranks, max_tokens, hidden, seed=turn)
         ids = make_ids(routing, num_ranks, max_tokens, topk, num_slots, seed=turn)
         x = x[:, : ids.shape[1]]
         weights = randn(device, *ids.shape, dtype=torch.float32, seed=turn + 10)
         weights[ids.to(device) < 0] = torch.nan  # never read
-        sent = ranks.dispatch_send(x, ids.to(device), lane=turn % 2)
+        sent = ranks.dispatch_send(x, ids.to(device), queue=turn % 2)
         slabs = ranks.dispatch_receive(sent)
         wired = x.cpu()
         if wire == "fp8":
@@ -106,17 +106,17 @@ def test_eight_ranks_of_production_width(routing: str, wire: str) -> None:
 
 
 def check_two_in_flight(device: str) -> None:
-    region = Region(2, 1, 2, 32, 1, value_bytes=2, home_value_bytes=2)
+    region = Region(2, 1, 2, 32, 1, value_bytes=2, result_value_bytes=2)
     ranks = make_ranks(device, region, torch.bfloat16, max_spins=4)
     ids = torch.tensor([[[1], [0]], [[0], [1]]], device=device)
     ones = torch.ones(2, 2, 1, device=device)
     for turn in range(2):
-        inputs = [randn(device, 2, 2, 32, seed=2 * turn + lane) for lane in range(2)]
-        sent = [ranks.dispatch_send(inputs[lane], ids, lane) for lane in range(2)]
-        for lane in range(2):
-            ranks.combine_send(sent[lane], ranks.dispatch_receive(sent[lane]).x)
-        for lane in range(2):
-            assert torch.equal(ranks.combine_receive(sent[lane], ones), inputs[lane])
+        inputs = [randn(device, 2, 2, 32, seed=2 * turn + queue) for queue in range(2)]
+        sent = [ranks.dispatch_send(inputs[queue], ids, queue) for queue in range(2)]
+        for queue in range(2):
+            ranks.combine_send(sent[queue], ranks.dispatch_receive(sent[queue]).x)
+        for queue in range(2):
+            assert torch.equal(ranks.combine_receive(sent[queue], ones), inputs[queue])
 
 
 def test_two_handles_in_flight_do_not_meet(on_device: RunCheck) -> None:
@@ -127,7 +127,7 @@ def check_missing_peer(device: str) -> None:
     from moe_serve.dispatch.gpu.launch_triton import SlabRanks
     from moe_serve.dispatch.gpu.symmetric import SymmetricRegions, virtual_regions
 
-    region = Region(2, 1, 2, 32, 1, value_bytes=2, home_value_bytes=2)
+    region = Region(2, 1, 2, 32, 1, value_bytes=2, result_value_bytes=2)
     both = virtual_regions(region, torch.device(device))
     alone = SlabRanks(SymmetricRegions(region, both.peers, 0, 1, both.memory), torch.bfloat16, max_spins=3)
     sent = alone.dispatch_send(randn(device, 1, 2, 32), torch.tensor([[[1], [0]]], device=device))
@@ -147,14 +147,14 @@ def check_canaries(device: str) -> None:
     from moe_serve.dispatch.gpu.launch_triton import SlabRanks
     from moe_serve.dispatch.gpu.symmetric import SymmetricRegions
 
-    region = Region(2, 2, 2, 40, 2, value_bytes=1, home_value_bytes=2, stages=True)
+    region = Region(2, 2, 2, 40, 2, value_bytes=1, result_value_bytes=2, stages=True)
     room = region.region_bytes + 256
     memory = torch.full((2, room), 0xA5, dtype=torch.uint8, device=device)
     memory[:, 128:-128] = 0
     peers = memory.data_ptr() + 128 + torch.arange(2, device=device) * room
     ranks = SlabRanks(SymmetricRegions(region, peers, 0, 2, memory), torch.bfloat16, max_spins=4)
-    for lane in range(2):
-        sent = ranks.dispatch_send(randn(device, 2, 2, 40), torch.tensor([[[3, 0]] * 2] * 2, device=device), lane)
+    for queue in range(2):
+        sent = ranks.dispatch_send(randn(device, 2, 2, 40), torch.tensor([[[3, 0]] * 2] * 2, device=device), queue)
         ranks.combine_send(sent, ranks.dispatch_receive(sent).x)
         ranks.combine_receive(sent, torch.ones(2, 2, 2, device=device))
     assert (memory[:, :128] == 0xA5).all()
@@ -169,7 +169,7 @@ def test_nothing_is_written_outside_a_region(on_device: RunCheck) -> None:
 def test_a_captured_graph_replays_fresh_rounds() -> None:
     if not torch.cuda.is_available():
         pytest.skip("needs a CUDA device")
-    region = Region(4, 4, 8, 256, 4, value_bytes=1, home_value_bytes=2)
+    region = Region(4, 4, 8, 256, 4, value_bytes=1, result_value_bytes=2)
     ranks = make_ranks("cuda", region, torch.bfloat16)
     x, weights = torch.empty(4, 8, 256, dtype=torch.bfloat16, device="cuda"), torch.rand(4, 8, 4, device="cuda")
     ids = make_ids("random", 4, 8, 4, 16).cuda()
@@ -202,13 +202,13 @@ def test_segment_rows_count_earlier_tokens_of_the_same_slot() -> None:
 def test_region_parts_do_not_overlap_and_are_aligned() -> None:
     for stages in (False, True):
         region = Region(3, 5, 7, 200, 6, 1, 2, stages)
-        starts = [region.counts_at, region.done_at, region.arrived_at, region.home_arrived_at, region.rows_at,
-                  region.home_rows_at, region.staged_at, region.home_staged_at, region.lane_bytes]  # fmt: skip
+        starts = [region.counts_at, region.done_at, region.arrived_at, region.result_arrived_at, region.rows_at,
+                  region.result_rows_at, region.staged_at, region.result_staged_at, region.queue_bytes]  # fmt: skip
         assert starts == sorted(starts)
         assert all(start % 128 == 0 for start in starts)
         assert region.row_bytes % 16 == 0
         assert region.scales_at % 16 == 0
-        assert region.home_rows_at - region.rows_at >= 5 * 3 * 7 * region.row_bytes
+        assert region.result_rows_at - region.rows_at >= 5 * 3 * 7 * region.row_bytes
 
 
 def check_contract(device: str, dtype_name: str) -> None:
@@ -242,15 +242,29 @@ def test_the_gpu_transport_gives_the_bits_of_the_local_one(on_device: RunCheck, 
     on_device(check_contract, dtype)
 
 
+def one_round(transport, hidden, ids, weights):
+    """A round as MoeLayer's, with experts that multiply by three."""
+    yield
+    sent = transport.dispatch(hidden, ids)
+    yield
+    arrived = sent.wait()
+    yield
+    results = arrived.rows.x * 3
+    yield
+    sent = transport.combine(results, weights, arrived.handle)
+    yield
+    return sent.wait()
+
+
 def check_overlap(device: str) -> None:
-    from moe_serve.dispatch.base import BufferLimits, EpGroup, Ready
+    from moe_serve.dispatch.base import BufferLimits, EpGroup
     from moe_serve.dispatch.gpu.launch_triton import SlabRanks
     from moe_serve.dispatch.gpu.sizes import gpu_region
     from moe_serve.dispatch.gpu.symmetric import virtual_regions
     from moe_serve.dispatch.gpu.transport import GpuSlabAllToAll
     from moe_serve.dispatch.local import LocalAllToAll
-    from moe_serve.dispatch.overlap import Round, run_in_turn, run_overlapped
     from moe_serve.dispatch.wire import make_wire
+    from moe_serve.ep.rounds import SHARED, advance, in_turn, overlapped
 
     region = gpu_region(1, BufferLimits(2, 136, 2, 3), torch.float32, "auto", stages=True)
     ranks = SlabRanks(virtual_regions(region, torch.device(device)), torch.float32, max_spins=4)
@@ -258,13 +272,14 @@ def check_overlap(device: str) -> None:
     x, ids = randn("cpu", 6, 136, dtype=torch.float32), torch.tensor([[2, 0], [-1, 2], [1, 2], [0, 1], [2, 1], [0, -1]])
     weights = randn("cpu", 6, 2, dtype=torch.float32)
     results = []
-    for run, transport, where in (
-        (run_overlapped, low_latency, device),
-        (run_in_turn, LocalAllToAll(3, make_wire("auto", torch.float32)), "cpu"),
+    for order, transport, where in (
+        (overlapped(4, 2), low_latency, device),
+        (in_turn(4), LocalAllToAll(3, make_wire("auto", torch.float32)), "cpu"),
     ):
         parts = zip(*(part.to(where).tensor_split(4) for part in (x, ids, weights)), strict=True)
-        rounds = [lambda part=part: Ready(Round(*part)) for part in parts]
-        results.append(torch.cat(run(transport, rounds, lambda arrived: arrived.rows.x * 3, lambda: None)[0]))
+        rounds = [one_round(transport, *part) for part in parts]
+        done = [advance(rounds[number]) for number in order if number != SHARED]
+        results.append(torch.cat([result for result in done if result is not None]))
     low_latency.end_step()
     assert_equal_bits(*results)
 
@@ -281,13 +296,13 @@ def test_eight_virtual_ranks_in_one_process(on_device: RunCheck) -> None:
 def test_the_same_step_gives_the_same_bits_every_time() -> None:
     if not torch.cuda.is_available():
         pytest.skip("needs a CUDA device")
-    region = Region(8, 36, 32, 7168, 8, value_bytes=1, home_value_bytes=2)
+    region = Region(8, 36, 32, 7168, 8, value_bytes=1, result_value_bytes=2)
     ranks = make_ranks("cuda", region, torch.bfloat16)
     x, ids = randn("cuda", 8, 32, 7168), make_ids("random", 8, 32, 8, 288).cuda()
     weights = torch.rand(8, 32, 8, device="cuda")
     first = None
     for turn in range(20):
-        sent = ranks.dispatch_send(x, ids, lane=turn % 2)
+        sent = ranks.dispatch_send(x, ids, queue=turn % 2)
         ranks.combine_send(sent, ranks.dispatch_receive(sent).x)
         out = ranks.combine_receive(sent, weights)
         first = out if first is None else first

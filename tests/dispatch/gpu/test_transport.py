@@ -56,7 +56,7 @@ def test_no_call_reads_a_tensor_back(launches: Launches) -> None:
     ids = torch.empty(3, 2, dtype=torch.int64, device="meta")
     weights = torch.empty(3, 2, device="meta")
     transport.begin_step(3)
-    sent = [transport.dispatch(hidden, ids) for _ in range(transport.most_handles)]
+    sent = [transport.dispatch(hidden, ids) for _ in range(transport.live_handles)]
     for pending in sent:
         arrived = pending.wait()
         assert isinstance(arrived.rows, MaskedRows)
@@ -81,7 +81,7 @@ def test_a_whole_moe_layer_around_it_reads_nothing_back(
     weight = torch.empty(6, 64, device="meta")
     experts = {"gate_up": torch.empty(3, 32, 64, device="meta"), "down": torch.empty(3, 64, 16, device="meta")}
     monkeypatch.setattr(moe_layer, "expert_ffn", lambda rows, experts, numerics, out: rows.x)
-    layer = moe_layer.make_moe_layer(parallel, 0, weight, None, experts, None)
+    layer = moe_layer.MoeLayer(parallel, 0, moe_layer.MoeWeights(weight, None, experts))
     hidden = torch.empty(7, 64, dtype=torch.bfloat16, device="meta")
     out = layer(hidden, 7, num_chunks=2, overlap=overlap)
     assert (out.shape, out.device.type) == ((7, 64), "meta")

@@ -20,7 +20,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from moe_serve.dispatch.base import BufferLimits, PackedRows
+from moe_serve.dispatch.base import BufferLimits, PackedRows, TransportRequest
 from moe_serve.dispatch.shm.memory import Mappings, ShmMemory, map_anonymous
 from moe_serve.dispatch.shm.sizes import region_shape
 from moe_serve.dispatch.shm.transport import ShmAllToAll
@@ -31,7 +31,7 @@ from moe_serve.kernels.weighted_sum import weighted_sum_reference
 HIDDEN, TOPK, SLOTS, NUM_TOKENS = 32, 4, 3, 6
 PHASES = ("dispatch send", "dispatch receive", "combine send", "combine receive")
 GOOD_STEPS = 3
-WIRE = make_wire("auto", torch.float32)
+LIMITS = BufferLimits(NUM_TOKENS, HIDDEN, TOPK, SLOTS)
 
 
 @dataclass(frozen=True)
@@ -54,15 +54,12 @@ class Report:
 
 def make_transport(rank: int, mappings: Mappings, deadline_s: float, compiled: bool = True) -> ShmAllToAll:
     """Returns a rank's end over regions made by `regions`."""
-    memory = ShmMemory(rank, mappings)
-    shape = region_shape(len(mappings), BufferLimits(NUM_TOKENS, HIDDEN, TOPK, SLOTS), WIRE)
-    return ShmAllToAll(memory, shape, HIDDEN, torch.float32, WIRE, deadline_s, compiled)
+    request = TransportRequest("shm", LIMITS, torch.float32, deadline_s=deadline_s, compiled=compiled)
+    return ShmAllToAll(ShmMemory(rank, mappings), request)
 
 
 def regions(num_ranks: int) -> Mappings:
-    return map_anonymous(
-        num_ranks, region_shape(num_ranks, BufferLimits(NUM_TOKENS, HIDDEN, TOPK, SLOTS), WIRE).num_bytes
-    )
+    return map_anonymous(num_ranks, region_shape(num_ranks, LIMITS, make_wire("auto", torch.float32)).num_bytes)
 
 
 def inputs(step: int, rank: int, members: list[int]) -> tuple[Tensor, Tensor, Tensor]:
@@ -103,29 +100,29 @@ def run_steps(transport: ShmAllToAll, rank: int, steps: range, members: list[int
 
 def end_in(transport: ShmAllToAll, phase: str, kill: Callable[[], None]) -> None:
     """Makes this rank call `kill` in the middle of a phase of its next step."""
-    channel = transport._rows if phase.startswith("dispatch") else transport._home
+    channel = transport._rows if phase.startswith("dispatch") else transport._results
     if phase.endswith("send"):
 
-        def tell_one_and_end(call: int) -> None:
+        def signal_one_and_end(call: int) -> None:
             everybody = transport._peers.others
             transport._peers.others = everybody[:1]  # the hardest case: some were told, some were not
-            announce(call)
+            signal_all(call)
             transport._peers.others = everybody
-            channel.announce = announce  # type: ignore[method-assign]
+            channel.signal = signal_all  # type: ignore[method-assign]
             kill()
-            announce(call)
+            signal_all(call)
 
-        announce = channel.announce
-        channel.announce = tell_one_and_end  # type: ignore[method-assign]
+        signal_all = channel.signal
+        channel.signal = signal_one_and_end  # type: ignore[method-assign]
     else:
 
         def end(call: int) -> None:
-            channel.arrive = arrive  # type: ignore[method-assign]
+            channel.wait = wait  # type: ignore[method-assign]
             kill()
-            arrive(call)
+            wait(call)
 
-        arrive = channel.arrive
-        channel.arrive = end  # type: ignore[method-assign]
+        wait = channel.wait
+        channel.wait = end  # type: ignore[method-assign]
 
 
 def rejoin(transport: ShmAllToAll, timeout_s: float) -> list[int]:
@@ -193,7 +190,7 @@ def body(
         rejoined_s = time.monotonic() - started_s
     return Report(
         error.rank, error.phase, error.step, reported_s - ended_s, recovered_s - ended_s, tuple(members), rejoined_s,
-        sum(lane.overrun() for lane in transport._inbox),
+        sum(each.overrun() for each in transport._received),
     )  # fmt: skip
 
 

@@ -10,12 +10,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from moe_serve.dispatch.base import BufferLimits, Dispatched, Pending
+from moe_serve.dispatch.base import Dispatched, Pending
 from moe_serve.dispatch.shm import result_buffers
 from moe_serve.dispatch.shm.memory import ShmMemory, map_anonymous
 from moe_serve.dispatch.shm.region import ROWS
 from moe_serve.dispatch.shm.sizes import region_shape
-from moe_serve.dispatch.shm.transport import ShmAllToAll
+from moe_serve.dispatch.shm.transport import ShmAllToAll, ShmHandle
 from moe_serve.dispatch.wire import make_wire
 from moe_serve.errors import PeerError
 from tests.dispatch.contract import Scenario, slots_of_rows
@@ -33,27 +33,24 @@ class Ends:
     """Both ends of a transport, and what passes between them."""
 
     def __init__(self, deadline_s: float = 20, **options: Any):
-        wire = make_wire(ONE.wire, ONE.dtype)
-        shape = region_shape(2, BufferLimits(max(ONE.tokens), ONE.hidden, ONE.topk, ONE.slots_per_rank), wire)
+        request = ONE.request("shm", deadline_s=deadline_s, **options)
+        shape = region_shape(2, request.limits, make_wire(ONE.wire, ONE.dtype))
         mappings = map_anonymous(2, shape.num_bytes)
-        self.ends = [
-            ShmAllToAll(ShmMemory(rank, mappings, False), shape, ONE.hidden, ONE.dtype, wire, deadline_s, **options)
-            for rank in range(2)
-        ]
+        self.ends = [ShmAllToAll(ShmMemory(rank, mappings, False), request) for rank in range(2)]
 
-    def send(self, scale: float = 1) -> list[Pending[Dispatched]]:
+    def send(self, scale: float = 1) -> list[Pending[Dispatched[ShmHandle]]]:
         return [end.dispatch(scale * ONE.inputs(rank)[0], ONE.inputs(rank)[1]) for rank, end in enumerate(self.ends)]
 
-    def dispatch(self, scale: float = 1) -> list[Dispatched]:
+    def dispatch(self, scale: float = 1) -> list[Dispatched[ShmHandle]]:
         return [sent.wait() for sent in self.send(scale)]
 
-    def combine(self, arrived: Sequence[Dispatched], results: Sequence[Tensor]) -> list[Pending[Tensor]]:
+    def combine(self, arrived: Sequence[Dispatched[ShmHandle]], results: Sequence[Tensor]) -> list[Pending[Tensor]]:
         return [
             end.combine(results[rank], ONE.inputs(rank)[2], arrived[rank].handle) for rank, end in enumerate(self.ends)
         ]
 
 
-def results_of(arrived: Sequence[Dispatched], in_place: bool = True) -> list[Tensor]:
+def results_of(arrived: Sequence[Dispatched[ShmHandle]], in_place: bool = True) -> list[Tensor]:
     """Returns what the experts make of rows, in place where that is offered."""
     results = []
     for rank, rows in enumerate(arrived):
@@ -145,7 +142,7 @@ def test_weights_that_are_added_elsewhere_may_lie_in_any_order(compiled: bool) -
 def test_rows_that_never_came_are_not_given_by_a_second_wait_either() -> None:
     ends = Ends(deadline_s=0.02)
     sent = ends.send()
-    ends.ends[0]._inbox[1].flags[ROWS + 1] -= 1
+    ends.ends[0]._received[1].flags[ROWS + 1] -= 1
     for _ in range(2):
         with pytest.raises(PeerError, match="rank 1 did not arrive in dispatch receive 1"):
             sent[0].wait()

@@ -5,8 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moe_serve.dispatch.layout import by_slot, count_slots, rank_order, row_begins
-from moe_serve.dispatch.shm.region import FIRST
+from moe_serve.dispatch.layout import FIRST, by_slot, count_slots, rank_order, row_begins
 from moe_serve.dispatch.shm.send_plan import placed_starts, plan_sends, read_entries
 
 

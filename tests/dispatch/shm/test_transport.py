@@ -2,6 +2,7 @@
 
 import shutil
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -14,10 +15,10 @@ from moe_serve.dispatch.base import BufferLimits, EpGroup, MaskedRows, PackedRow
 from moe_serve.dispatch.make import make_all_to_all
 from moe_serve.dispatch.shm import result_buffers
 from moe_serve.dispatch.shm.memory import Mappings, ShmMemory, check_machine, map_anonymous
-from moe_serve.dispatch.shm.row_copy_native import NativeLaneWork, load_library
-from moe_serve.dispatch.shm.row_copy_plain import PlainLaneWork
+from moe_serve.dispatch.shm.row_copy_native import NativeRowCopier, load_library
+from moe_serve.dispatch.shm.row_copy_plain import PlainRowCopier
 from moe_serve.dispatch.shm.sizes import region_shape
-from moe_serve.dispatch.shm.transport import ShmAllToAll
+from moe_serve.dispatch.shm.transport import ShmAllToAll, make_shm
 from moe_serve.dispatch.wire import make_wire
 from moe_serve.errors import CapacityError, ConfigError, PeerError
 from moe_serve.kernels.weighted_sum import weighted_sum_reference
@@ -29,10 +30,7 @@ ONE = Scenario((9, 0, 12), topk=5, slots_per_rank=3, hidden=200, gate="skewed")
 
 
 def make(group: EpGroup, one: Scenario = ONE, **changes: Any) -> ShmAllToAll:
-    limits = {"max_tokens_per_rank": max(one.tokens) + 1, "hidden": one.hidden, "topk": one.topk, "deadline_s": 20}
-    transport = make_all_to_all("low_latency", group, one.slots_per_rank, one.dtype, one.wire, **(limits | changes))
-    assert isinstance(transport, ShmAllToAll)
-    return transport
+    return make_shm(group, one.request("shm", 1, **changes))
 
 
 COLLECTIVES = ("all", "barrier", "broadcast", "gather", "monitored_barrier", "recv", "reduce", "scatter", "send")
@@ -63,7 +61,7 @@ def test_nothing_hides_behind_torch_distributed(compiled: bool) -> None:
 
 
 def check_slabs(rank: int, group: EpGroup, one: Scenario, compiled: bool) -> None:
-    transport = make(group, one, compiled=compiled, masked=True)
+    transport = make(group, one, compiled=compiled, rows="masked")
     for _ in range(3):
         hidden, ids, weights = one.inputs(rank)
         ids = torch.where(ids < 0, -1, (ids[:, :1] + torch.arange(one.topk)) % one.num_slots)  # no slot twice
@@ -71,7 +69,7 @@ def check_slabs(rank: int, group: EpGroup, one: Scenario, compiled: bool) -> Non
         rows = arrived.rows
         assert isinstance(rows, MaskedRows)
         assert rows.x.shape == (one.slots_per_rank, group.num_ranks * (max(one.tokens) + 1), one.hidden)
-        packed = make_all_to_all("collective", group, one.slots_per_rank, one.dtype).dispatch(hidden, ids).wait()
+        packed = make_all_to_all(group, one.request("collective")).dispatch(hidden, ids).wait()
         filled = torch.cat([rows.x[slot, :count] for slot, count in enumerate(rows.rows_per_slot)])
         assert torch.equal(filled, packed.rows.x), "the first rows of each slab are those of the packed form"
         for slot, count in enumerate(rows.rows_per_slot):
@@ -124,15 +122,15 @@ def test_segments_have_no_name_once_they_are_mapped() -> None:
 
 def check_canaries(rank: int, group: EpGroup) -> None:
     full = Scenario((12, 12, 12), topk=5, slots_per_rank=3, hidden=200, gate="one_slot")
-    transport = make(group, full, max_tokens_per_rank=12)
+    transport = make(group, full, limits=full.request("shm").limits)
     for _ in range(4):
         check_scenario(rank, lambda _: transport, full)
         transport.exchange_counts(torch.ones(transport._shape.max_counts, dtype=torch.int64)).wait()
     dist.barrier()
-    assert not any(lane.overrun() for lane in transport._inbox)
-    outbox = transport._work._lanes.outboxes[rank]
-    assert not outbox.overrun()
-    for part, rows in ((transport._inbox[rank], transport._inbox[rank].rows), (outbox, outbox.rows)):
+    assert not any(each.overrun() for each in transport._received)
+    send_buffer = transport._copier._buffers.send_buffers[rank]
+    assert not send_buffer.overrun()
+    for part, rows in ((transport._received[rank], transport._received[rank].rows), (send_buffer, send_buffer.rows)):
         rows[0].view(-1)[-1:].as_strided((64,), (1,))[1:] = 1  # one byte too far, and more
         assert part.overrun(), "the check can fail"
 
@@ -144,13 +142,13 @@ def test_full_buffers_are_not_overrun() -> None:
 def check_limits(rank: int, group: EpGroup) -> None:
     transport = make(group)
     wide, ids = torch.zeros(14, 200), torch.zeros(14, 5, dtype=torch.int64)
-    with pytest.raises(CapacityError, match=r"14 tokens in one dispatch, room for 13; raise dispatch.max_tokens"):
+    with pytest.raises(CapacityError, match=r"14 tokens in one dispatch, buffers hold 13; raise dispatch.max_tokens"):
         transport.dispatch(wide, ids)
     with pytest.raises(CapacityError, match="200 channels and 5 experts"):
         transport.dispatch(wide[:1], torch.zeros(1, 6, dtype=torch.int64))
     with pytest.raises(IndexError, match="physical id 9 among 9 slots"):
-        transport._work.send_rows(torch.full((1, 5), 9), wide[:1], None, 0, [])
-    with pytest.raises(CapacityError, match="room for 4096"):
+        transport._copier.send_rows(torch.full((1, 5), 9), wide[:1], None, 0, [])
+    with pytest.raises(CapacityError, match="buffers hold 4096"):
         transport.exchange_counts(torch.zeros(5000, dtype=torch.int64))
     sent = [transport.dispatch(wide[:2], ids[:2]) for _ in range(2)]
     with pytest.raises(AssertionError, match="a third dispatch while two are in flight"):
@@ -163,13 +161,13 @@ def test_limits_are_said_before_anything_is_written() -> None:
     run_ranks(3, check_limits)
 
 
-def check_room(rank: int, group: EpGroup) -> None:
+def check_too_large(rank: int, group: EpGroup) -> None:
     with pytest.raises(CapacityError, match=r"lower dispatch.max_tokens_per_rank to [1-9][0-9]+, or"):
-        make(group, max_tokens_per_rank=1 << 40)
+        make(group, limits=replace(ONE.request("shm").limits, max_tokens_per_rank=1 << 40))
 
 
 def test_buffers_larger_than_shared_memory_are_refused_on_all_ranks() -> None:
-    run_ranks(2, check_room)
+    run_ranks(2, check_too_large)
 
 
 def test_another_processor_is_refused() -> None:
@@ -178,10 +176,8 @@ def test_another_processor_is_refused() -> None:
 
 
 def check_virtual(rank: int, mappings: Mappings, one: Scenario, compiled: bool) -> None:
-    wire = make_wire(one.wire, one.dtype)
-    shape = region_shape(one.num_ranks, BufferLimits(max(one.tokens), one.hidden, one.topk, one.slots_per_rank), wire)
     memory = ShmMemory(rank, mappings, watch_processes=False)
-    transport = ShmAllToAll(memory, shape, one.hidden, one.dtype, wire, 20, compiled)
+    transport = ShmAllToAll(memory, one.request("shm", compiled=compiled))
     for _ in range(3):
         check_scenario(rank, lambda _: transport, one)
 
@@ -208,7 +204,7 @@ def check_rounds(rank: int, mappings: Mappings, num_rounds: int) -> bool:
         assert arrived.rows.x[:, -1].tolist() == [float(number * num_ranks + s) for s in sources], f"round {number}"
         combined = transport.combine(arrived.rows.x + 1, weights, arrived.handle).wait()
         assert combined[0, 0] == hidden[0, 0] + 1, f"round {number}"
-    return not any(lane.overrun() for lane in transport._inbox)
+    return not any(each.overrun() for each in transport._received)
 
 
 @pytest.mark.parametrize("num_rounds", [1000, pytest.param(100_000, marks=pytest.mark.slow)])
@@ -217,7 +213,9 @@ def test_rounds_without_a_stale_read(num_rounds: int) -> None:
 
 
 def check_form(rank: int, group: EpGroup) -> tuple[bool, bool]:
-    return isinstance(make(group)._work, NativeLaneWork), isinstance(make(group, compiled=False)._work, PlainLaneWork)
+    return isinstance(make(group)._copier, NativeRowCopier), isinstance(
+        make(group, compiled=False)._copier, PlainRowCopier
+    )
 
 
 def test_the_c_form_is_used_where_there_is_a_compiler_and_the_plain_one_where_it_is_not_wanted() -> None:
@@ -258,7 +256,7 @@ def test_tokens_for_a_masked_rank_are_refused_and_the_next_step_is_good() -> Non
 
 @mock.patch.object(result_buffers, "LEAST_BYTES", 0)
 def check_in_place(rank: int, group: EpGroup) -> list[bool]:
-    """Results may be written into the outbox; then they are not copied, and come home with the same bits."""
+    """Results may be written into the send_buffer; then they are not copied, and come home with the same bits."""
     transport = make(group)
     offered = []
     for number in range(6):
@@ -307,7 +305,7 @@ def test_results_in_a_buffer_that_another_combine_took_are_refused() -> None:
 def check_late_reader(rank: int, mappings: Mappings) -> None:
     """Rank 1 fetches results while the others go on without it: what it read may be newer, so it must not use it."""
     transport = faults.make_transport(rank, mappings, deadline_s=5)
-    work = transport._work
+    copier = transport._copier
     hidden, ids, weights = faults.inputs(0, rank, [0, 1])
     arrived = transport.dispatch(hidden, ids).wait()
     going = transport.combine(arrived.rows.x, weights, arrived.handle)
@@ -321,8 +319,8 @@ def check_late_reader(rank: int, mappings: Mappings) -> None:
             time.sleep(0.001)
         return add(*args)
 
-    add = work.add_results
-    with mock.patch.object(work, "add_results", fetch_late), pytest.raises(PeerError, match="came too late"):
+    add = copier.add_results
+    with mock.patch.object(copier, "add_results", fetch_late), pytest.raises(PeerError, match="came too late"):
         going.wait()
 
 
