@@ -1,6 +1,6 @@
-"""The serving system as its clients see it, the HTTP server and `LLM`: is it ready, submit, abort, end.
+"""The serving system as the HTTP server and `LLM` see it: is it ready, submit, abort, end.
 
-Every request that was taken ends: with tokens, or with an error. How ranks attach, report and get lost: `rank_link.py`.
+Every accepted request ends, with tokens or with an error. How ranks attach, report and get lost: `rank_link.py`.
 Torch-free.
 """
 
@@ -106,7 +106,7 @@ class Bridge:
     def submit(self, specs: Sequence[RequestSpec], changes: Changes) -> list[OpenRequest]:
         """Sends requests to their ranks, all or none.
 
-        Raises UnavailableError when no request can be served now, QueueFullError when there is no room for all of them,
+        Raises UnavailableError when no request can be served now, QueueFullError when not all of them fit,
         and RequestError when there never can be.
         """
         problem = self.problem()
@@ -130,16 +130,16 @@ class Bridge:
                 raise RequestError(
                     f"routed_dp_rank is {spec.rank}, expected 0 to {num_ranks - 1}", field="routed_dp_rank"
                 )
-            if spec.rank in self.workers.out:
+            if spec.rank in self.workers.masked:
                 raise UnavailableError(
-                    f"routed_dp_rank is {spec.rank}, which is masked now ({self.workers.out[spec.rank]}); leave "
+                    f"routed_dp_rank is {spec.rank}, which is masked now ({self.workers.masked[spec.rank]}); leave "
                     "routed_dp_rank out, or try again later"
                 )
         prefix, eos_token_ids = f"{self._link.started_s:.6f}", self.limits.eos_token_ids
         return [self._book.open(prefix, spec, eos_token_ids, changes) for spec in specs]
 
     def abort(self, request: OpenRequest) -> None:
-        """Frees a request that nobody waits for any more."""
+        """Ends a request that nobody waits for any more."""
         self._book.abort(request)
 
     def describe(self) -> dict[str, Any]:
@@ -148,6 +148,6 @@ class Bridge:
             "state": self.problem() or "ready",
             "epoch": self.workers.epoch,
             "requests": {"open": self.num_open, "capacity": self.capacity, **self.counters},
-            "ranks_out": {str(rank): reason for rank, reason in self.workers.out.items()},
+            "ranks_out": {str(rank): reason for rank, reason in self.workers.masked.items()},
             "ranks": self.workers.describe(time.monotonic()),
         }

@@ -56,7 +56,7 @@ Observer = Callable[[ToFrontEnd], None]
 class RankLink:
     """The ranks and what they report: keeps the table of workers and the book of requests up to date.
 
-    is_draining: no new requests are taken, and ranks that end are expected to
+    is_draining: no new requests are accepted, and ranks are expected to end
     """
 
     def __init__(self, config: ServeConfig, tokenizer: Decoder | None, observer: Observer | None, token: str | None):
@@ -181,7 +181,7 @@ class RankLink:
                 return
             case Goodbye():
                 view.ended = True
-                if not self.is_draining and view.out is None:
+                if not self.is_draining and view.mask_reason is None:
                     self._end_epoch(f"rank {view.rank} was told to end; start the ranks again", view.rank)
         self._tell(message)
 
@@ -207,7 +207,7 @@ class RankLink:
         self._tell(hello)
 
     def _take_fatal(self, view: RankView, message: Fatal) -> None:
-        if view.out is not None:
+        if view.mask_reason is not None:
             log.warning("rank %d, which was masked, has ended: %s", view.rank, message.message)
         elif message.lost_rank == view.rank:
             self.lose(view.rank, f"rank {view.rank} on {view.host} failed: {message.message}")

@@ -19,9 +19,9 @@ from moe_serve.engine.messages import Hello, Members, ModelLimits, Progress, Rea
 class RankView:
     """One rank, as far as it has reported. identity: its socket's name at our ROUTER.
 
-    out:       why it is masked; None while it takes part
-    suspicion: (since when, why) it is presumed lost; its peers are about to report that they go on, or that they end
-    times_out: how often it was masked
+    mask_reason:  why it is masked; None while it takes part
+    suspicion:    (since when, why) it is presumed lost; its peers are about to report that they go on, or that they end
+    times_masked: how often it was masked
     """
 
     rank: int
@@ -35,9 +35,9 @@ class RankView:
     info: dict[str, Any] = field(default_factory=dict)
     status: Status | None = None
     ended: bool = False
-    out: str | None = None
+    mask_reason: str | None = None
     suspicion: tuple[float, str] | None = None
-    times_out: int = 0
+    times_masked: int = 0
 
     @property
     def is_ready(self) -> bool:
@@ -46,7 +46,7 @@ class RankView:
     @property
     def serves(self) -> bool:
         """Whether it takes requests, as far as is known here."""
-        return self.is_ready and self.out is None and self.suspicion is None
+        return self.is_ready and self.mask_reason is None and self.suspicion is None
 
     @property
     def can_be_spared(self) -> bool:
@@ -93,7 +93,7 @@ class WorkerTable:
     def is_ready(self) -> bool:
         """Whether requests can be served: all ranks are attached, and all that are not masked take requests."""
         has_all = self.loss is None and len(self._ranks) == self.num_ranks
-        return has_all and all(view.serves or view.out or view.suspicion for view in self)
+        return has_all and all(view.serves or view.mask_reason or view.suspicion for view in self)
 
     @property
     def limits(self) -> ModelLimits | None:
@@ -136,8 +136,10 @@ class WorkerTable:
 
     def story(self, view: RankView) -> list[Progress | Ready]:
         """Returns what a rank has reported so far, for a listener that attaches later."""
-        said: list[Progress | Ready] = [Progress(view.rank, self.epoch, view.phase, view.fraction)]
-        return said if view.limits is None else [*said, Ready(view.rank, self.epoch, view.limits, view.info)]
+        reported: list[Progress | Ready] = [Progress(view.rank, self.epoch, view.phase, view.fraction)]
+        if view.limits is not None:
+            reported.append(Ready(view.rank, self.epoch, view.limits, view.info))
+        return reported
 
     @property
     def goes_on(self) -> bool:
@@ -151,8 +153,8 @@ class WorkerTable:
     def suspect(self, rank: int, reason: str, now_s: float) -> None:
         """Notes that a rank is presumed lost."""
         view = self._ranks[rank]
-        if view.out is not None:
-            view.out = reason  # how its process ended is the better reason
+        if view.mask_reason is not None:
+            view.mask_reason = reason  # how its process ended is the better reason
         elif view.suspicion is None:
             view.suspicion = (now_s, reason)
 
@@ -162,27 +164,27 @@ class WorkerTable:
         gone: list[RankView] = []
         back: list[RankView] = []
         speaker = self._ranks[message.rank]
-        if speaker.times_out < message.times_left_out:
+        if speaker.times_masked < message.times_left_out:
             gone.append(speaker)
             back.append(speaker)
         if message.group_epoch > self.group_epoch:
             self.group_epoch = message.group_epoch
             for view in self:
-                if view.out is None and view.rank not in message.members:
-                    view.out, view.suspicion = view.suspicion[1] if view.suspicion else message.reason, None
+                if view.mask_reason is None and view.rank not in message.members:
+                    view.mask_reason, view.suspicion = view.suspicion[1] if view.suspicion else message.reason, None
                     gone.append(view)
-                elif view.out is not None and view.rank in message.members:
-                    view.out = None
+                elif view.mask_reason is not None and view.rank in message.members:
+                    view.mask_reason = None
                     back.append(view)
         for view in gone:
-            view.times_out += 1
+            view.times_masked += 1
         masked = [view.rank for view in gone]
         return Regrouped(masked, [view.rank for view in back], [rank for rank in masked if rank in ended])
 
     @property
-    def out(self) -> dict[int, str]:
+    def masked(self) -> dict[int, str]:
         """The masked ranks, and why."""
-        return {view.rank: view.out for view in self if view.out is not None}
+        return {view.rank: view.mask_reason for view in self if view.mask_reason is not None}
 
     def long_suspected(self, now_s: float, patience_s: float) -> RankView | None:
         """Returns a rank that has been suspected for longer than patience_s, without a report from its peers."""
@@ -212,8 +214,8 @@ class WorkerTable:
                 "rank": view.rank,
                 "host": view.host,
                 "pid": view.pid,
-                "phase": "ended" if view.ended else "out" if view.out else view.phase,
-                "out": view.out,
+                "phase": "ended" if view.ended else "out" if view.mask_reason else view.phase,
+                "out": view.mask_reason,
                 "heard_s_ago": round(now_s - view.heard_s, 3),
                 "info": view.info,
                 "status": None if view.status is None else _status_json(view.status),

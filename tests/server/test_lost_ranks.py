@@ -97,7 +97,7 @@ async def test_a_late_rank_is_not_heard_until_it_is_back_and_then_gets_requests_
         await until(lambda: {request.request_id for request in moved} <= set(late.aborted))
         await all_right(served, changes, requests)
         say_group(served, 2, [0, 1, 2], "rank 1 came back")
-        await until(lambda: served.bridge.workers.out == {})
+        await until(lambda: served.bridge.workers.masked == {})
         assert {served.bridge.submit([spec()], Changes())[0].rank for _ in range(9)} == {0, 1, 2}
 
 
@@ -110,7 +110,7 @@ async def test_a_rank_that_was_out_for_a_moment_only_has_dropped_its_requests_al
         served.workers[1].running.clear()
         served.workers[1].say(Members(1, 0, 2, [0, 1, 2], "rank 1 came back", times_left_out=1))
         await until(lambda: sum(request.attempt for request in requests) == 2)
-        assert served.bridge.workers.out == {}
+        assert served.bridge.workers.masked == {}
         say_group(served, 1, [0, 2])
         say_group(served, 2, [0, 1, 2])
         await all_right(served, changes, requests)
@@ -146,7 +146,7 @@ async def test_a_request_whose_ranks_are_only_late_goes_on_however_often():
             say_group(served, 2 * turn + 1, [rank for rank in range(3) if rank != late], f"rank {late} did not arrive")
             await until(lambda turn=turn: request.attempt == turn + 1)
             say_group(served, 2 * turn + 2, [0, 1, 2], f"rank {late} came back")
-            await until(lambda: served.bridge.workers.out == {})
+            await until(lambda: served.bridge.workers.masked == {})
         await all_right(served, changes, [request])
         assert served.bridge.counters["num_moved"] == MAX_LOSSES + 3
 
@@ -190,8 +190,8 @@ async def test_a_rank_that_reports_its_own_failure_is_waited_out_and_the_last_on
         await until(lambda: served.bridge.workers.can_spare(1) and not served.bridge.workers.can_spare(0))
         assert served.bridge.problem() is None
         say_group(served, 1, [0])
-        await until(lambda: 1 in served.bridge.workers.out)
-        assert served.bridge.workers.out[1] == "rank 1 on testhost failed: out of memory"
+        await until(lambda: 1 in served.bridge.workers.masked)
+        assert served.bridge.workers.masked[1] == "rank 1 on testhost failed: out of memory"
         served.workers[0].say(Fatal(0, 0, "out of memory too", 0))
         await until(lambda: served.bridge.problem() is not None)
 

@@ -108,11 +108,11 @@ def test_the_newest_group_holds_and_a_suspicion_is_the_better_reason():
     table = group_of("mask", "mask", "mask")
     table.suspect(1, "rank 1 was killed", now_s=5.0)
     assert table.regroup(Members(0, 0, 2, [0, 2], "rank 1 died before exchange 3")) == Regrouped([1], [], ended=[1])
-    assert table.out == {1: "rank 1 was killed"}
+    assert table.masked == {1: "rank 1 was killed"}
     assert table.regroup(Members(2, 0, 2, [0, 2], "rank 0 voided the step")) == Regrouped([], [], ended=[])
     assert table.regroup(Members(2, 0, 1, [1, 2], "old news")) == Regrouped([], [], ended=[])
     assert table.regroup(Members(0, 0, 3, [0, 1, 2], "rank 1 came back")) == Regrouped([], [1], ended=[])
-    assert table.out == {}
+    assert table.masked == {}
     assert all(view.serves for view in table)
 
 
