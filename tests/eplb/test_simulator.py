@@ -9,7 +9,7 @@ from moe_serve.eplb.cost.profile_files import load_hardware, load_model_profile
 from moe_serve.eplb.replay.report_sweep import sweep_curves, sweep_to_json, sweep_to_table, sweep_verdict
 from moe_serve.eplb.replay.simulator import Simulation, Sweep, best_case, simulate
 from moe_serve.eplb.replay.synthetic import SyntheticLoad
-from moe_serve.errors import ConfigError
+from moe_serve.errors import ConfigError, TraceError
 
 SMALL = Simulation(
     load_model_profile("Mixtral-8x7B"),
@@ -68,3 +68,16 @@ def test_more_ranks_serve_more_tokens() -> None:
     cases = simulate(swept(nodes=(1, 4), redundant=(8,), policies=()))
     rates = [row["tokens_per_s"] for case in cases for row in case.rows() if row["policy"] == "perfect"]
     assert rates[1] > rates[0]
+
+
+def test_a_simulated_step_is_split_as_a_server_splits_it() -> None:
+    load = SyntheticLoad(num_windows=3, num_sources=16)
+    one_step = replace(SMALL, load=load, sweep=Sweep(nodes=(2,), slots=(32,), window_steps=(1,)))
+    rows: dict[str, dict[str, Any]] = {}
+    for split in ("even", "nearest", "exact"):
+        report = simulate(replace(one_step, split=split))[0].report
+        rows[split] = report.summary(report.results[1])
+    assert rows["exact"]["served_mean"] >= rows["even"]["served_mean"]
+    assert rows["nearest"]["off_node"] < rows["even"]["off_node"]
+    with pytest.raises(TraceError, match="--window 1 --sources"):
+        simulate(replace(one_step, split="nearest", load=SyntheticLoad(num_windows=3)))

@@ -146,7 +146,7 @@ class StepSplitter:
         elif self.split == "nearest":
             raise TraceError(
                 f"the window of step {record.first_step} lacks what the nearest split needs: one step, with its tokens "
-                "by source rank (by_source); record that, or use --split window"
+                "by source rank (by_source); record that, draw it (--window 1 --sources), or use --split window"
             )
         elif record.per_step is not None:
             steps = record.per_step
@@ -155,7 +155,7 @@ class StepSplitter:
         else:
             raise TraceError(
                 f"the window of step {record.first_step} sums {record.num_steps} steps, and a split per batch works on "
-                f"single ones; record per_step, or use --split window"
+                f"single ones; record per_step, draw windows of one step (--window 1), or use --split window"
             )
         return np.array(
             [

@@ -56,7 +56,7 @@ class Simulation:
     trace:           a recorded load instead; windows are folded to window_steps
     tokens_per_rank: tokens of one step of one rank (synthetic load)
     context:         tokens in the cache per request (decode), or length of a prompt (prefill)
-    policies, history, interval, rules: as in `replay`; rules.seed also draws the load
+    policies, history, interval, split, rules: as in `replay`; rules.seed also draws the load
     plan_latency_s:  time from a request to its plan, for "gate:" policies
     """
 
@@ -71,6 +71,7 @@ class Simulation:
     policies: tuple[str, ...] = ("greedy", "refined")
     history: int = 1
     interval: int = 1
+    split: str = "window"
     rules: PlanRules = field(default_factory=PlanRules)
     plan_latency_s: float = 0.1
 
@@ -157,6 +158,7 @@ def _run(simulation: Simulation, topology: Topology, num_slots: int, window_step
         num_slots,
         history=simulation.history,
         interval=simulation.interval,
+        split=simulation.split,
         rules=simulation.rules,
         costs=costs,
         gate=RebalanceSettings(bytes_per_expert=costs.expert_bytes, rules=simulation.rules),

@@ -56,6 +56,12 @@ OffHome = Annotated[
     typer.Option("--off-home", min=0, max=1, help="Share of the load that may leave its expert's home node; 0 = "
                  "DeepSeek's hard hierarchy, 1 = none."),
 ]  # fmt: skip
+Split = Annotated[
+    str,
+    typer.Option("--split", help="window: replicas share evenly, on window sums; even, nearest, exact, "
+                 "fewest_activated: split every single step as a server does (steps must be in the trace, or drawn "
+                 "with --window 1; for nearest by source rank)."),
+]  # fmt: skip
 Seed = Annotated[int, typer.Option("--seed", min=0, help="Breaks ties and drives searches.")]
 ModelLayers = Annotated[
     int | None,

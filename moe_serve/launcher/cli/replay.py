@@ -43,13 +43,7 @@ class ReplayOptions(opt.PageOptions, opt.CostOptions, opt.PlanOptions, opt.Trace
     ] = None
     history: opt.History = 1
     interval: opt.Interval = 1
-    split: Annotated[
-        str,
-        typer.Option(
-            help="window: replicas share evenly, on window sums; even, nearest, exact, fewest_activated: split every "
-            "single step as a server does (steps must be in the trace; for nearest by source rank)."
-        ),
-    ] = "window"
+    split: opt.Split = "window"
     latency_steps: Annotated[
         int | None,
         typer.Option(

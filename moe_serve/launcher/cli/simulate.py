@@ -56,6 +56,7 @@ class SimulateOptions(opt.PageOptions):
     phase: opt.Phase = "decode"
     history: opt.History = 1
     interval: opt.Interval = 1
+    split: opt.Split = "window"
     off_home: opt.OffHome = 1.0
     plan_latency_ms: Annotated[float, typer.Option(min=0, help="Time a plan takes to arrive (gated policies).")] = 100
     sources: Annotated[bool, typer.Option(help="Also draw where tokens come from, for off-node traffic.")] = False
@@ -88,6 +89,7 @@ class SimulateOptions(opt.PageOptions):
             policies=tuple(self.policy or ("greedy", "refined")),
             history=self.history,
             interval=self.interval,
+            split=self.split,
             rules=PlanRules(off_home=self.off_home, seed=self.seed),
             plan_latency_s=self.plan_latency_ms / 1e3,
         )
