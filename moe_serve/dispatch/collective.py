@@ -1,9 +1,9 @@
 """The transport over torch.distributed: gloo on CPU, NCCL on GPU; rows travel as bytes in sized all-to-alls.
 
-A row travels once to each rank that wants it, however many of its slots do. What goes to a rank is one message: its
-entries (int32 slot within the rank, + FIRST where the next row begins), their weights where results are summed before
-they go home, and the rows. A sized receive needs host numbers, so a small round of sizes goes ahead. A step so small
-that a round costs more than its bytes sends a row for each entry, if its sizes are known to all without that round.
+A row is sent once to each rank that needs it, however many of its slots do. Each rank gets one message: its entries
+(int32 slot within the rank, + FIRST where the next row begins), their weights where results are summed before they are
+sent back, and the rows. A sized receive needs host numbers, so a small round of sizes goes first. A step whose bytes
+cost less than such a round sends a row for each entry instead, if all ranks know its sizes already.
 """
 
 from dataclasses import dataclass, replace
@@ -17,9 +17,10 @@ from moe_serve.dispatch.capabilities import TRANSPORTS, Combine
 from moe_serve.dispatch.layout import FIRST, by_slot, count_slots, home_index, rank_order, row_begins
 from moe_serve.dispatch.rank_sum import add_rank_sums, index_by_row, rank_index
 from moe_serve.dispatch.wire import Wire
+from moe_serve.errors import PeerError
 from moe_serve.kernels.weighted_sum import weighted_sum
 
-SMALL_BYTES = 1 << 16  # rows of one rank, if each entry sends its own: below, a round's latency weighs more
+SMALL_BYTES = 1 << 16  # rows of one rank, one for each entry: below it, the latency of a round costs more
 _ALIGNMENT = 16
 
 
@@ -65,7 +66,7 @@ class CollectiveAllToAll(AllToAll[CollectiveHandle]):
         self.capabilities = replace(TRANSPORTS["collective"], bitwise=not self._rank_sum)
 
     def exchange_counts(self, counts: Tensor) -> Pending[Tensor]:
-        # An all-to-all of equal rows: gloo takes 0.4 to 0.7 of an all-gather's time for it.
+        # As an all-to-all of equal rows, which takes gloo 0.4 to 0.7 of the time of an all-gather.
         return self._exchange(counts.expand(self._num_ranks, -1).contiguous())
 
     def dispatch(
@@ -93,7 +94,7 @@ class CollectiveAllToAll(AllToAll[CollectiveHandle]):
             order, begins = order[: sum(sent.entries)], begins[: sum(sent.entries)]
         message = self._pack(hidden, physical_ids, order, begins, sent, weights)  # while sizes travel
         received = _Sizes(*sizes.wait().t().tolist())
-        on_its_way = self._send_bytes(
+        pending = self._send_bytes(
             message,
             sent.message_bytes(self._entry_bytes, row_bytes),
             received.message_bytes(self._entry_bytes, row_bytes),
@@ -101,7 +102,7 @@ class CollectiveAllToAll(AllToAll[CollectiveHandle]):
         sent_rows = begins.cumsum(0) - 1
 
         def receive() -> Dispatched[CollectiveHandle]:
-            entries, entry_weights, data = self._unpack(on_its_way.wait(), received, row_bytes)
+            entries, entry_weights, data = self._unpack(pending.wait(), received, row_bytes)
             slots = (entries & (FIRST - 1)).to(torch.int64)
             arrived_rows = (entries >= FIRST).cumsum(0) - 1
             to_placed, to_arrival = by_slot(slots)
@@ -117,13 +118,13 @@ class CollectiveAllToAll(AllToAll[CollectiveHandle]):
         if self._rank_sum:
             return self._combine_sums(expert_out, handle)
         data = self._wire.combine.encode(expert_out.index_select(0, handle.to_arrival))
-        rows_on_their_way = self._send(data, handle.received.entries, handle.sent.entries)
+        pending_rows = self._send(data, handle.received.entries, handle.sent.entries)
         num_tokens, topk = handle.shape
         home, complete = home_index(handle.order, num_tokens, topk), handle.order.shape[0] == num_tokens * topk
         width = expert_out.shape[1]
 
         def receive() -> Tensor:
-            rows = self._wire.combine.decode(rows_on_their_way.wait(), width)
+            rows = self._wire.combine.decode(pending_rows.wait(), width)
             return weighted_sum(rows, home, weights, complete)
 
         return Deferred(receive)
@@ -133,18 +134,18 @@ class CollectiveAllToAll(AllToAll[CollectiveHandle]):
         num_rows = sum(handle.received.rows)
         index, scale = index_by_row(handle.arrived_rows, handle.to_arrival, handle.arrived_weights, num_rows, topk)
         sums = weighted_sum(expert_out, index, scale)
-        rows_on_their_way = self._send(self._wire.combine.encode(sums), handle.received.rows, handle.sent.rows)
+        pending_rows = self._send(self._wire.combine.encode(sums), handle.received.rows, handle.sent.rows)
         token_of_entry = handle.order.div(max(topk, 1), rounding_mode="floor")
         home = rank_index(token_of_entry, handle.rows, handle.sent.entries, num_tokens)
         width = expert_out.shape[1]
 
         def receive() -> Tensor:
-            return add_rank_sums(self._wire.combine.decode(rows_on_their_way.wait(), width), home)
+            return add_rank_sums(self._wire.combine.decode(pending_rows.wait(), width), home)
 
         return Deferred(receive)
 
     def _is_small(self, slot_counts: Tensor, row_bytes: int) -> bool:
-        """Returns whether one round of sizes would cost more than rows that are sent twice: alike on all ranks."""
+        """Returns whether a round of sizes would cost more than sending some rows twice; the same on all ranks."""
         return int(slot_counts.sum()) * row_bytes <= SMALL_BYTES * self._num_ranks
 
     def _pack(
@@ -156,11 +157,11 @@ class CollectiveAllToAll(AllToAll[CollectiveHandle]):
         sent: _Sizes,
         weights: Tensor | None,
     ) -> Tensor:
-        """Returns the messages to all ranks, one behind the other: [bytes] uint8."""
+        """Returns the messages to all ranks, concatenated: [bytes] uint8."""
         topk = max(physical_ids.shape[1], 1)
         tokens = order.div(topk, rounding_mode="floor")[begins]
         row_bytes = self._wire.dispatch.row_bytes(hidden.shape[1])
-        encoded = self._wire.dispatch.encode(hidden)  # each token once, also where several ranks want it
+        encoded = self._wire.dispatch.encode(hidden)  # each token once, also where several ranks need it
         slots = physical_ids.reshape(-1)[order] % self._slots_per_rank
         entries = (slots + begins.to(torch.int64) * FIRST).to(torch.int32)
         flat_weights = weights.reshape(-1)[order].to(torch.float32) if self._rank_sum and weights is not None else None
@@ -188,39 +189,55 @@ class CollectiveAllToAll(AllToAll[CollectiveHandle]):
             at += _aligned(num_entries * self._entry_bytes)
             rows.append(message[at : at + num_rows * row_bytes].view(num_rows, row_bytes))
             at += num_rows * row_bytes
-        # A copy is aligned as its new type wants it, which a piece of the message need not be.
+        # torch.cat copies, so the bytes are aligned for their new type, which a piece of the message need not be.
         return torch.cat(entries).view(torch.int32), torch.cat(weights).view(torch.float32), torch.cat(rows)
 
     def _exchange(self, rows: Tensor) -> Pending[Tensor]:
         """Sends row r of rows [R, n] to rank r, and receives one row from each."""
         out = torch.empty_like(rows)
-        return _Receive(dist.all_to_all_single(out, rows, group=self._group, async_op=True), out, rows)
+        return self._all_to_all("the round of sizes or counts", out, rows)
 
     def _send(self, data: Tensor, sent: list[int], received: list[int]) -> Pending[Tensor]:
         """Sends data [N, row_bytes], its first sent[0] rows to rank 0 and so on."""
         out = torch.empty(sum(received), data.shape[1], dtype=torch.uint8, device=data.device)
-        work = dist.all_to_all_single(out, data, received, sent, group=self._group, async_op=True)
-        return _Receive(work, out, data)
+        return self._all_to_all("combine", out, data, received, sent)
 
     def _send_bytes(self, message: Tensor, sent: list[int], received: list[int]) -> Pending[Tensor]:
         out = message.new_empty(sum(received))
-        work = dist.all_to_all_single(out, message, received, sent, group=self._group, async_op=True)
-        return _Receive(work, out, message)
+        return self._all_to_all("dispatch", out, message, received, sent)
+
+    def _all_to_all(
+        self, phase: str, out: Tensor, data: Tensor, received: list[int] | None = None, sent: list[int] | None = None
+    ) -> Pending[Tensor]:
+        try:
+            work = dist.all_to_all_single(out, data, received, sent, group=self._group, async_op=True)
+        except RuntimeError as error:
+            raise _lost_peer(phase) from error
+        return _Receive(work, out, data, phase)
 
 
 class _Receive:
     """The receive half of one all-to-all. Holds the bytes that are sent until it is done."""
 
-    def __init__(self, work: dist.Work, out: Tensor, sent: Tensor):
+    def __init__(self, work: dist.Work, out: Tensor, sent: Tensor, phase: str):
         self._work: dist.Work | None = work
-        self._out = out
+        self._out, self._phase = out, phase
         self._sent: Tensor | None = sent
 
     def wait(self) -> Tensor:
         if self._work is not None:
-            self._work.wait()
+            try:
+                self._work.wait()
+            except RuntimeError as error:
+                raise _lost_peer(self._phase) from error
             self._work = self._sent = None
         return self._out
+
+
+def _lost_peer(phase: str) -> PeerError:
+    """Returns what to raise when torch.distributed fails: a connection broke, or its timeout is over."""
+    text = f"a rank went away in {phase}; look at the last lines of the other ranks, and start the ranks again"
+    return PeerError(text, -1, phase, -1)
 
 
 def _aligned(size: int) -> int:

@@ -85,7 +85,8 @@ def run_worker(config: ServeConfig, env: RankEnv) -> int:
         mailbox.send(Goodbye(env.rank, env.epoch))
         code = 1 if engine.lost_front_end else 0
     except PeerError as error:
-        code = _epoch_lost(mailbox, env, str(error), error.rank)
+        rank = error.rank if error.rank >= 0 else _dead_peer(engine.exchange if engine else None)
+        code = _epoch_lost(mailbox, env, str(error), rank)
     except MoeServeError as error:
         mailbox.send(Fatal(env.rank, env.epoch, str(error), env.rank))
         log.error("%s", error)
@@ -170,8 +171,11 @@ def _end_on_signals(engine: "Engine") -> None:
 
 def _lost_peer(exchange: "Exchange | None", error: Exception) -> int | None:
     """Returns the rank whose loss explains an error inside a step, -1 where it cannot be told, None if none does."""
-    if not any(mark in str(error) for mark in _PEER_LOST):
-        return None
+    return _dead_peer(exchange) if any(mark in str(error) for mark in _PEER_LOST) else None
+
+
+def _dead_peer(exchange: "Exchange | None") -> int:
+    """Returns a rank whose process has ended; -1 where that cannot be told."""
     if exchange is not None:
         for _ in range(20):  # the connection breaks a moment before the process is gone
             dead = exchange.dead_peers()
