@@ -30,7 +30,7 @@ from moe_serve.eplb.load import LoadRecord
 from moe_serve.errors import PeerError
 from tests.dispatch.shm import faults
 
-CHANNELS = {"counts": "_counts", "dispatch": "_rows", "combine": "_home"}
+CHANNELS = {"counts": "_counts", "dispatch": "_rows", "combine": "_results"}
 
 
 @dataclass(frozen=True)
@@ -188,21 +188,21 @@ def strike(engine: Engine, fault: Fault) -> None:
     elif phase == "window":
         before(engine.served.windows, "close")
     elif half == "receive":
-        before(getattr(transport, CHANNELS[phase]), "arrive")
+        before(getattr(transport, CHANNELS[phase]), "wait")
     else:
         channel = getattr(transport, CHANNELS[phase])
-        announce = channel.announce
+        signal_all = channel.signal
 
-        def tell_one_and_end(call: int) -> None:
+        def signal_one_and_end(call: int) -> None:
             if here():
                 everybody = transport._peers.others
-                transport._peers.others = everybody[:1]  # the hardest case: some were told, some were not
-                announce(call)
+                transport._peers.others = everybody[:1]  # the hardest case: some have the flag, some have not
+                signal_all(call)
                 transport._peers.others = everybody
                 end()
-            announce(call)
+            signal_all(call)
 
-        channel.announce = tell_one_and_end
+        channel.signal = signal_one_and_end
 
 
 def run_engine(

@@ -105,7 +105,7 @@ def end_in(transport: ShmAllToAll, phase: str, kill: Callable[[], None]) -> None
 
         def signal_one_and_end(call: int) -> None:
             everybody = transport._peers.others
-            transport._peers.others = everybody[:1]  # the hardest case: some were told, some were not
+            transport._peers.others = everybody[:1]  # the hardest case: some have the flag, some have not
             signal_all(call)
             transport._peers.others = everybody
             channel.signal = signal_all  # type: ignore[method-assign]
