@@ -5,7 +5,7 @@ prompts must repeat it: more ranks, other placements, replicas, chunks, cached p
 """
 
 import json
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import msgspec
@@ -24,12 +24,12 @@ from tests.engine.offline import (
     tiny_model,
 )
 
-NUM_PROMPTS, NUM_TOKENS = 200, 64
+SIZES = {"small": (40, 20), "large": (200, 64)}  # prompts, tokens of each
 INVARIANT = ["engine.numerics=batch_invariant", "engine.max_running_requests=64"]
 PLAIN = [*INVARIANT, "cache.prefix_cache=false"]
-GREEDY = SamplingParams(max_new_tokens=NUM_TOKENS, temperature=0, ignore_eos=True)
+GREEDY = SamplingParams(max_new_tokens=12, temperature=0, ignore_eos=True)
 
-# name -> (ranks, overrides, stagger). The first three together cover everything, at full size and on every model.
+# name -> (ranks, overrides, stagger). These three together cover everything, on every model.
 WAYS: dict[str, tuple[int, list[str], int | None]] = {
     "two ranks, small batches, arriving one by one": (2, ["engine.max_running_requests=13"], 3),
     "four ranks, prompts and dispatches in chunks": (
@@ -38,13 +38,13 @@ WAYS: dict[str, tuple[int, list[str], int | None]] = {
     "preempted, cached prefixes, chunks, all at once": (
         2,
         [
-            "cache.num_blocks=120", "cache.block_size=8", "cache.prefix_cache=true", "engine.max_batch_tokens=40",
+            "cache.num_blocks=60", "cache.block_size=8", "cache.prefix_cache=true", "engine.max_batch_tokens=40",
             "engine.max_running_requests=24", "dispatch.max_tokens_per_rank=16", "dispatch.backend=collective",
         ],
         1,
     ),
 }  # fmt: skip
-# One thing at a time, on fewer prompts: says which one broke.
+# One thing at a time, on one model: says which one broke.
 SINGLE: dict[str, tuple[int, list[str], int | None]] = {
     "two ranks over shared memory": (2, ["dispatch.backend=low_latency"], None),
     "two ranks over gloo": (2, ["dispatch.backend=collective"], None),
@@ -70,12 +70,21 @@ SINGLE: dict[str, tuple[int, list[str], int | None]] = {
         None,
     ),
 }  # fmt: skip
-CASES = [(model, way) for model in ("demo", *TINY) for way in WAYS]
+DEMO = ("demo", "small")
+MODELS = [(model, size) for size in SIZES for model in ("demo", *TINY)]
+
+
+def marked(reference: tuple[str, str], *case: object) -> object:
+    name = "-".join(map(str, (*reference, *case)))
+    return pytest.param(reference, *case, id=name, marks=pytest.mark.slow if reference[1] == "large" else ())
+
+
+PLACED_DEMO = [(4, 8, "even"), (2, 8, "exact"), (2, 8, "nearest")]  # ranks, redundant experts, split
+CASES = [marked(reference, way) for reference in MODELS for way in WAYS]
 PLACED = [
-    ("demo", 4, 8, "even"),
-    ("demo", 2, 8, "exact"),
-    ("demo", 2, 8, "nearest"),
-    *((model, 2, 4, "even") for model in TINY),
+    marked(reference, *case)
+    for reference in MODELS
+    for case in (PLACED_DEMO if reference[0] == "demo" else [(2, 4, "even")])
 ]
 
 
@@ -85,20 +94,33 @@ def model_overrides(model: str, folder: Path) -> list[str]:
     return [f"model.path={tiny_model(folder, model)}", "model.load_format=dummy"]
 
 
-def requests_for(model: str) -> list[Submit]:
-    vocab = 2048 if model == "demo" else 256
-    prompts = prompts_with_shared_beginnings(NUM_PROMPTS, vocab, max_len=60)
-    return submits_of(prompts, GREEDY)
+def requests_for(model: str, size: str) -> list[Submit]:
+    num_prompts, num_tokens = SIZES[size]
+    prompts = prompts_with_shared_beginnings(num_prompts, 2048 if model == "demo" else 256, max_len=60)
+    return submits_of(prompts, replace(GREEDY, max_new_tokens=num_tokens))
+
+
+@dataclass(frozen=True)
+class Reference:
+    """What one rank made of the requests, all at once."""
+
+    requests: list[Submit]
+    overrides: list[str]  # that name the model
+    served: Served
+
+
+def lengths(requests: list[Submit]) -> dict[str, int]:
+    return {submit.request_id: submit.params.max_new_tokens for submit in requests}
 
 
 @pytest.fixture(scope="module")
-def reference(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path, Served]:
-    model = request.param
-    folder = tmp_path_factory.mktemp(model)
-    served = serve(1, requests_for(model), [*PLAIN, *model_overrides(model, folder)])
-    assert all(len(tokens) == NUM_TOKENS for tokens in served.tokens.values())
-    assert len(served.tokens) == NUM_PROMPTS
-    return model, folder, served
+def reference(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Reference:
+    model, size = request.param
+    overrides = model_overrides(model, tmp_path_factory.mktemp(model))
+    requests = requests_for(model, size)
+    served = serve(1, requests, [*PLAIN, *overrides])
+    assert {name: len(tokens) for name, tokens in served.tokens.items()} == lengths(requests)
+    return Reference(requests, overrides, served)
 
 
 def same(served: Served, reference: Served) -> None:
@@ -113,28 +135,24 @@ def same(served: Served, reference: Served) -> None:
 
 
 @pytest.mark.parametrize(("reference", "way"), CASES, indirect=["reference"])
-def test_tokens_do_not_depend_on_how_they_are_served(reference: tuple[str, Path, Served], way: str) -> None:
-    model, folder, expected = reference
+def test_tokens_do_not_depend_on_how_they_are_served(reference: Reference, way: str) -> None:
     num_ranks, overrides, stagger = WAYS[way]
-    served = serve(num_ranks, requests_for(model), [*PLAIN, *model_overrides(model, folder), *overrides], stagger)
-    assert set(served.tokens) == set(expected.tokens)
-    assert all(len(tokens) == NUM_TOKENS for tokens in served.tokens.values())
-    same(served, expected)
+    served = serve(num_ranks, reference.requests, [*PLAIN, *reference.overrides, *overrides], stagger)
+    assert {name: len(tokens) for name, tokens in served.tokens.items()} == lengths(reference.requests)
+    same(served, reference.served)
     if "preempted" in way:
         assert served.stats["num_preempted"] > 0, "the cache was not small enough to preempt anybody"
         assert served.stats["num_cached_prompt_tokens"] > 0, "no prefix was reused"
 
 
-@pytest.mark.parametrize("reference", ["demo"], indirect=True)
+@pytest.mark.parametrize("reference", [DEMO], indirect=True)
 @pytest.mark.parametrize("way", SINGLE)
-def test_tokens_do_not_depend_on_one_thing(reference: tuple[str, Path, Served], way: str) -> None:
-    _, _, expected = reference
+def test_tokens_do_not_depend_on_one_thing(reference: Reference, way: str) -> None:
     num_ranks, overrides, stagger = SINGLE[way]
-    fewer = replace(GREEDY, max_new_tokens=20)
-    requests = [msgspec.structs.replace(submit, params=fewer) for submit in requests_for("demo")[:60]]
+    requests = [msgspec.structs.replace(submit, params=GREEDY) for submit in reference.requests]
     served = serve(num_ranks, requests, [*PLAIN, *overrides], stagger)
-    assert len(served.tokens) == 60
-    same(served, expected)
+    assert set(served.tokens) == set(reference.served.tokens)
+    same(served, reference.served)
     assert (served.counters["num_overlapped_forwards"] > 0) == ("overlapped" in way)
     assert way != "preempted" or served.stats["num_preempted"] > 0
     assert way != "cached prefixes" or served.stats["num_cached_prompt_tokens"] > 0
@@ -154,16 +172,15 @@ def write_placement(path: Path, rows: np.ndarray) -> str:
 
 @pytest.mark.parametrize(("reference", "num_ranks", "num_redundant", "split"), PLACED, indirect=["reference"])
 def test_tokens_do_not_depend_on_where_experts_live(
-    reference: tuple[str, Path, Served], num_ranks: int, num_redundant: int, split: str, tmp_path: Path
+    reference: Reference, num_ranks: int, num_redundant: int, split: str, tmp_path: Path
 ) -> None:
-    model, folder, expected = reference
-    overrides = model_overrides(model, folder)
+    overrides = reference.overrides
     spec = read_spec(Path(overrides[0].partition("=")[2]) if overrides else _demo())
     num_slots = -(-(spec.num_logical + num_redundant) // num_ranks) * num_ranks
     rows = shuffled_placement(spec, num_slots)
     placement = write_placement(tmp_path / "placement.json", rows)
-    served = serve(num_ranks, requests_for(model), [*PLAIN, *overrides, placement, f"eplb.split={split}"])
-    same(served, expected)
+    served = serve(num_ranks, reference.requests, [*PLAIN, *overrides, placement, f"eplb.split={split}"])
+    same(served, reference.served)
     received = np.array(served.slot_rows)
     load = np.zeros((len(rows), spec.num_logical), dtype=np.int64)
     for layer, slots in enumerate(rows):
@@ -175,25 +192,18 @@ def test_tokens_do_not_depend_on_where_experts_live(
     assert (received[hot & (replicas > 1)] > 0).all(), "a replica of a hot expert received no rows"
 
 
-@pytest.mark.parametrize("reference", ["demo"], indirect=True)
-def test_adding_expert_outputs_in_rank_order_would_be_noticed(
-    reference: tuple[str, Path, Served], tmp_path: Path
-) -> None:
-    expected = reference[2]
+@pytest.mark.parametrize("reference", [DEMO], indirect=True)
+def test_adding_expert_outputs_in_rank_order_would_be_noticed(reference: Reference, tmp_path: Path) -> None:
     placement = write_placement(tmp_path / "placement.json", shuffled_placement(read_spec(_demo()), 32))
-    requests = requests_for("demo")
     overrides = [*PLAIN, placement, "dispatch.backend=collective"]
-    mutated = serve(2, requests[:20], overrides, add_in_slot_order=True)
+    mutated = serve(2, reference.requests[:20], overrides, add_in_slot_order=True)
     with pytest.raises(AssertionError, match="requests differ"):
-        same(mutated, expected)
+        same(mutated, reference.served)
 
 
-@pytest.mark.parametrize("reference", ["demo"], indirect=True)
-def test_counted_load_is_exactly_the_tokens_that_ran(reference: tuple[str, Path, Served]) -> None:
-    model, folder, _ = reference
-    overrides = model_overrides(model, folder)
-    spec = read_spec(Path(overrides[0].partition("=")[2]) if overrides else _demo())
-    served = serve(2, requests_for(model), [*PLAIN, *overrides, "eplb.record_window_steps=5"])
+def test_counted_load_is_exactly_the_tokens_that_ran() -> None:
+    spec = read_spec(_demo())
+    served = serve(2, requests_for(*DEMO), [*PLAIN, "eplb.record_window_steps=5"])
     counters = served.counters
     num_tokens = counters["num_decode_tokens"] + counters["num_prefill_tokens"]
     load = np.array(served.load).sum(axis=0)
@@ -201,21 +211,21 @@ def test_counted_load_is_exactly_the_tokens_that_ran(reference: tuple[str, Path,
     assert (load.sum(axis=1) == num_tokens * spec.topk).all()
 
 
-SAMPLED = SamplingParams(max_new_tokens=32, temperature=0.9, top_k=50, top_p=0.95, ignore_eos=True)
+SAMPLED = SamplingParams(max_new_tokens=20, temperature=0.9, top_k=50, top_p=0.95, ignore_eos=True)
 
 
 def test_sampled_tokens_depend_on_the_seed_alone() -> None:
-    prompts = prompts_with_shared_beginnings(60, 2048, max_len=30)
-    seeds = [1000 + index for index in range(60)]
+    prompts = prompts_with_shared_beginnings(30, 2048, max_len=30)
+    seeds = [1000 + index for index in range(30)]
     expected = serve(1, submits_of(prompts, SAMPLED, seeds), PLAIN)
     for num_ranks, overrides, stagger in (
         (2, [], None),
         (1, ["engine.max_running_requests=5"], 4),
-        (2, ["cache.num_blocks=30"], 2),
+        (2, ["cache.num_blocks=16"], 2),
     ):
         same(serve(num_ranks, submits_of(prompts, SAMPLED, seeds), [*PLAIN, *overrides], stagger), expected)
     other = serve(1, submits_of(prompts, SAMPLED, [seed + 1 for seed in seeds]), PLAIN)
-    assert sum(other.tokens[name] != expected.tokens[name] for name in expected.tokens) > 55
+    assert sum(other.tokens[name] != expected.tokens[name] for name in expected.tokens) > 27
 
 
 def _demo() -> Path:

@@ -42,7 +42,7 @@ def test_incremental_edits_come_close_to_the_best_within_the_same_moves():
     draw = np.random.default_rng(5)
     top = Topology(1, 3)
     ratios = []
-    for _ in range(8):
+    for _ in range(4):
         current = make_policy("refined").plan(PlanRequest(draw.integers(50, 900, (1, 6)), top, 9)).placement
         tokens = draw.integers(50, 900, (1, 6))
         best = make_policy("milp").plan(PlanRequest(tokens, top, 9, current=current, max_moves=3))

@@ -65,15 +65,16 @@ def test_few_slots_per_rank_reach_the_goals_of_the_joint_search():
     assert plan(zipf(2, 128, 1.0), 64, 192).balancedness.mean() >= 0.99
 
 
-def test_never_worse_than_greedy():
-    for seed in range(3):
-        for tokens, ranks, slots in [
-            (lognormal(4, 64, 1.2, seed), 32, 64),
-            (lognormal(4, 64, 1.2, seed), 32, 96),
-            (zipf(4, 60, 1.2, seed), 20, 80),
-            (lognormal(4, 30, 0.5, seed), 30, 60),
-        ]:
-            assert (plan(tokens, ranks, slots).balancedness >= plan(tokens, ranks, slots, "greedy").balancedness).all()
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.slow)])
+def test_never_worse_than_greedy(seed):
+    num_layers = 4 if seed else 2
+    for tokens, ranks, slots in [
+        (lognormal(num_layers, 64, 1.2, seed), 32, 64),
+        (lognormal(num_layers, 64, 1.2, seed), 32, 96),
+        (zipf(num_layers, 60, 1.2, seed), 20, 80),
+        (lognormal(num_layers, 30, 0.5, seed), 30, 60),
+    ]:
+        assert (plan(tokens, ranks, slots).balancedness >= plan(tokens, ranks, slots, "greedy").balancedness).all()
 
 
 def test_one_slot_per_rank_is_the_minimax_replication():

@@ -104,7 +104,7 @@ def test_a_page_cannot_be_broken_out_of(steady: ReplayReport) -> None:
 
 
 def test_long_traces_are_averaged_for_the_page() -> None:
-    found = report(replace(LOAD, num_windows=1401, num_layers=32, num_sources=0, tokens_per_step=64), policies=())
+    found = report(replace(LOAD, num_windows=1201, num_layers=32, num_sources=0, tokens_per_step=64), policies=())
     assert len(page_data(found)["steps"]) == 600
 
 

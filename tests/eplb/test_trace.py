@@ -215,7 +215,7 @@ def test_an_npz_with_objects_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["t.npz", "t.jsonl", "t.csv"])
 def test_reading_and_writing_need_memory_for_one_record_only(tmp_path: Path, name: str) -> None:
-    num_records, tokens = 600, np.arange(20 * 64).reshape(20, 64)
+    num_records, tokens = 300, np.arange(20 * 64).reshape(20, 64)
 
     def open_records() -> Iterator[LoadRecord]:
         return (LoadRecord(i, 1, "mixed", tokens) for i in range(num_records))
@@ -228,7 +228,7 @@ def test_reading_and_writing_need_memory_for_one_record_only(tmp_path: Path, nam
     assert sum(int(r.tokens.sum()) for r in read_trace(tmp_path / name)) == num_records * tokens.sum()
     read_peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
-    whole = num_records * tokens.nbytes  # 6 MB; a chunk of csv lines is larger, but does not grow with the file
+    whole = num_records * tokens.nbytes  # 3 MB; a chunk of csv lines is larger, but does not grow with the file
     limit = whole / 2 if name != "t.csv" else 6 * whole
     assert written_peak < limit
     assert read_peak < (limit if name != "t.csv" else 10 * whole)
