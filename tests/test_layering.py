@@ -111,6 +111,29 @@ def test_the_eplb_library_never_imports_its_workbench_and_readers_run_no_policy(
             assert fits, f"{path.relative_to(PACKAGE)}:{line} imports {name}; eplb/{part} may use {sorted(allowed)}"
 
 
+def test_no_import_circles() -> None:
+    # Imports inside functions count: they hide a circle, they do not break it.
+    files = {
+        ".".join(path.relative_to(PACKAGE).with_suffix("").parts).removesuffix(".__init__"): path for path in modules()
+    }
+    graph = {name: imported_files(path, files) - {name} for name, path in files.items()}
+    while leaves := {name for name, needs in graph.items() if not needs}:
+        graph = {name: needs - leaves for name, needs in graph.items() if name not in leaves}
+    assert not graph, f"these files import each other, or lead to files that do: {sorted(graph)}"
+
+
+def imported_files(path: Path, files: dict[str, Path]) -> set[str]:
+    """Returns the modules of the package that a file imports; `from a import b` names a.b where that is a file."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.ImportFrom) and node.module:
+            module = node.module.removeprefix("moe_serve.")
+            found |= {name for alias in node.names if (name := f"{module}.{alias.name}") in files} or {module}
+        elif isinstance(node, ast.Import):
+            found |= {alias.name.removeprefix("moe_serve.") for alias in node.names}
+    return found & set(files)
+
+
 def run_python(code: str) -> str:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr

@@ -1,0 +1,33 @@
+"""What the documentation names exists: linked pages, files and tests."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PAGES = ["README.md", "CONTRIBUTING.md", *(f"docs/{path.name}" for path in sorted((ROOT / "docs").glob("*.md")))]
+FILE = re.compile(r"(?<![*\w./-])[\w./-]*\w\.(?:py|md)\b")
+OF_OTHERS = {"eplb.py"}  # DeepSeek's
+
+
+def code_spans(text: str) -> list[str]:
+    """Returns what stands in `code` spans; blocks of commands are left out, since they name files of users."""
+    return re.findall(r"`([^`\n]+)`", re.sub(r"```.*?```", "", text, flags=re.S))
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_links_lead_somewhere(page: str) -> None:
+    text = (ROOT / page).read_text(encoding="utf-8")
+    targets = [target for target in re.findall(r"\]\(([^)#]+)", text) if not target.startswith("http")]
+    assert [target for target in targets if not ((ROOT / page).parent / target).exists()] == []
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_files_that_a_page_names_exist(page: str) -> None:
+    spans = code_spans((ROOT / page).read_text(encoding="utf-8"))
+    named = {name for span in spans for name in FILE.findall(span) if "FILE" not in name} - OF_OTHERS
+    folders = ("moe_serve", "tests", "benchmarks", "docs", "configs", "tools")
+    files = {str(path.relative_to(ROOT)) for folder in folders for path in (ROOT / folder).rglob("*.*")}
+    missing = [name for name in sorted(named) if not any(f"/{path}".endswith(f"/{name}") for path in files)]
+    assert missing == [], f"{page} names files that do not exist"
