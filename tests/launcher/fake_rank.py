@@ -34,6 +34,8 @@ async def run() -> int:
     if mishap == "never ready":
         await asyncio.sleep(1000)
     if mishap == "tells why":
+        while not worker.num_alive:  # the front end may be slower than this process, and a message to nobody is lost
+            await asyncio.sleep(0.01)
         worker.say(Fatal(rank, 0, "cache.memory_gib 0.001 holds 1 block; raise it", rank))
         await asyncio.sleep(0.2)
         return 2

@@ -56,7 +56,7 @@ def test_sigterm_while_starting_ends_everything():
 
 
 def test_open_calls_end_with_an_error_when_the_system_ends():
-    with serving() as system, system.client() as client:
+    with serving(mishap="all:slow") as system, system.client() as client:
         answers: list[httpx.Response] = []
         fields = {"input_ids": [[7]] * 40, "sampling_params": ENDLESS["sampling_params"], "stream": True}
         call = threading.Thread(target=lambda: answers.append(client.post("/generate", json=fields)))
