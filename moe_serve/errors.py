@@ -61,3 +61,12 @@ class PeerError(MoeServeError):
         self.rank = rank
         self.phase = phase
         self.step = step
+
+
+class LostConnectionError(PeerError):
+    """A call among all ranks failed: a rank is gone or late, and the call cannot tell which. reason: in a few words"""
+
+    def __init__(self, reason: str, phase: str):
+        advice = "look at the last lines of the other ranks, and start the ranks again"
+        super().__init__(f"a rank went away in {phase} ({reason}); {advice}", rank=-1, phase=phase, step=-1)
+        self.reason = reason

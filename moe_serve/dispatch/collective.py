@@ -15,9 +15,9 @@ from torch import Tensor
 from moe_serve.dispatch.base import AllToAll, Deferred, Dispatched, EpGroup, PackedRows, Pending, Ready
 from moe_serve.dispatch.capabilities import TRANSPORTS, Combine
 from moe_serve.dispatch.layout import FIRST, by_slot, count_slots, home_index, rank_order, row_begins
+from moe_serve.dispatch.peer_calls import lost_connection
 from moe_serve.dispatch.rank_sum import add_rank_sums, index_by_row, rank_index
 from moe_serve.dispatch.wire import Wire
-from moe_serve.errors import PeerError
 from moe_serve.kernels.weighted_sum import weighted_sum
 
 SMALL_BYTES = 1 << 16  # rows of one rank, one for each entry: below it, the latency of a round costs more
@@ -212,7 +212,7 @@ class CollectiveAllToAll(AllToAll[CollectiveHandle]):
         try:
             work = dist.all_to_all_single(out, data, received, sent, group=self._group, async_op=True)
         except RuntimeError as error:
-            raise _lost_peer(phase) from error
+            raise lost_connection(error, phase) from error
         return _Receive(work, out, data, phase)
 
 
@@ -229,15 +229,9 @@ class _Receive:
             try:
                 self._work.wait()
             except RuntimeError as error:
-                raise _lost_peer(self._phase) from error
+                raise lost_connection(error, self._phase) from error
             self._work = self._sent = None
         return self._out
-
-
-def _lost_peer(phase: str) -> PeerError:
-    """Returns what to raise when torch.distributed fails: a connection broke, or its timeout is over."""
-    text = f"a rank went away in {phase}; look at the last lines of the other ranks, and start the ranks again"
-    return PeerError(text, -1, phase, -1)
 
 
 def _aligned(size: int) -> int:

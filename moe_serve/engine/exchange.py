@@ -17,6 +17,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from moe_serve.dispatch.peer_calls import barrier, broadcast
 from moe_serve.dispatch.shm.channel import EPOCH_SHIFT
 from moe_serve.dispatch.shm.membership import Membership
 from moe_serve.engine.step import ROW_LENGTH, Int64Array
@@ -114,7 +115,7 @@ class ShmExchange(Exchange):
         self._pids = words[: self._num_ranks * _LINE].reshape(self._num_ranks, _LINE)[:, 0]
         self._buffers = words[self._num_ranks * _LINE :].reshape(self._num_ranks, 2, buffer_words)
         self._pids[self._rank] = os.getpid()
-        dist.barrier(group=group)
+        barrier(group)
         self._spins = _SPINS if self._num_ranks <= (os.cpu_count() or 1) else 1
 
     def follow(self, membership: Membership) -> None:
@@ -207,18 +208,18 @@ def make_exchange(kind: str, group: dist.ProcessGroup, one_host: bool, deadline_
 def _map_shared(group: dist.ProcessGroup, num_bytes: int) -> mmap.mmap:
     """Returns a zeroed mapping that all ranks of the group share; its name is gone before this returns."""
     name = torch.tensor([secrets.randbits(62)], dtype=torch.int64)
-    dist.broadcast(name, group_src=0, group=group)
+    broadcast(name, group)
     path = f"/dev/shm/moe_serve_{int(name):016x}"
     if group.rank() == 0:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
         os.ftruncate(descriptor, num_bytes)
-    dist.barrier(group=group)
+    barrier(group)
     try:
         if group.rank() != 0:
             descriptor = os.open(path, os.O_RDWR)
         mapping = mmap.mmap(descriptor, num_bytes)
         os.close(descriptor)
-        dist.barrier(group=group)
+        barrier(group)
     finally:
         if group.rank() == 0:  # nothing is left behind, whatever happens to the ranks from here on
             os.unlink(path)

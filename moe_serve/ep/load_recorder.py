@@ -4,11 +4,11 @@ from collections.abc import Callable
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
 
 from moe_serve.dispatch.base import EpGroup, Pending
+from moe_serve.dispatch.peer_calls import all_reduce
 
 GATHERED_AT_ONCE = 4096  # counts in one call; what buffers of transports have room for
 
@@ -93,7 +93,7 @@ class LoadRecorder:
             new = own - self._told[0]
             self._told = own.clone()[None]
             if self._group.process_group is not None and self._group.num_ranks > 1:
-                dist.all_reduce(new, group=self._group.process_group)
+                all_reduce(new, self._group.process_group)
         else:
             starts = range(0, own.shape[0], GATHERED_AT_ONCE)
             parts = [self._gather(own[start : start + GATHERED_AT_ONCE]).wait() for start in starts]

@@ -16,6 +16,7 @@ from torch.distributed import HashStore
 
 from moe_serve.config import ServeConfig
 from moe_serve.dispatch.base import EpGroup
+from moe_serve.dispatch.peer_calls import all_gather
 from moe_serve.errors import LaunchError
 from moe_serve.launcher.rank_env import RankEnv, interface_towards
 
@@ -129,7 +130,7 @@ def gather_bytes(data: bytes, group: dist.ProcessGroup) -> Sequence[bytes]:
     mine = torch.zeros(_ADDRESS_BYTES, dtype=torch.uint8)
     mine[: len(data)] = torch.tensor(list(data), dtype=torch.uint8)
     rows = [torch.empty_like(mine) for _ in range(group.size())]
-    dist.all_gather(rows, mine, group=group)
+    all_gather(rows, mine, group)
     return [bytes(row.tolist()).rstrip(b"\0") for row in rows]
 
 

@@ -22,20 +22,16 @@ import typer
 from moe_serve.config import ServeConfig, load_config
 from moe_serve.engine.mailbox import ZmqMailbox
 from moe_serve.engine.messages import Fatal, Goodbye, Hello, Progress, Ready
-from moe_serve.errors import MoeServeError, PeerError
+from moe_serve.errors import LostConnectionError, MoeServeError, PeerError
 from moe_serve.launcher.rank_env import RankEnv, check_num_ranks, read_rank_env
 from moe_serve.log import configure_logging, get_logger
 
 if TYPE_CHECKING:
     from moe_serve.engine.engine import Engine
-    from moe_serve.engine.exchange import Exchange
     from moe_serve.launcher.groups import Groups
 
 log = get_logger(__name__)
 app = typer.Typer(add_completion=False)
-
-# What the libraries say when it was the other side that went away.
-_PEER_LOST = ("Connection closed by peer", "Connection reset", "Broken pipe", "Timed out", "timed out", "NCCL")
 
 
 @app.command()
@@ -84,21 +80,20 @@ def run_worker(config: ServeConfig, env: RankEnv) -> int:
         engine.run()
         mailbox.send(Goodbye(env.rank, env.epoch))
         code = 1 if engine.lost_front_end else 0
+    except LostConnectionError as error:
+        lost = _dead_peer(engine)
+        code = _epoch_lost(mailbox, env, loss_message(lost, engine.step if engine else None, error), lost)
     except PeerError as error:
-        rank = error.rank if error.rank >= 0 else _dead_peer(engine.exchange if engine else None)
+        rank = error.rank if error.rank >= 0 else _dead_peer(engine)
         code = _epoch_lost(mailbox, env, str(error), rank)
     except MoeServeError as error:
         mailbox.send(Fatal(env.rank, env.epoch, str(error), env.rank))
         log.error("%s", error)
         code = 2
     except Exception as error:
-        lost = _lost_peer(engine.exchange if engine else None, error)
-        if lost is None:
-            log.exception("the epoch is lost")
-            message, lost = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}", env.rank
-        else:
-            message = loss_message(lost, engine.step if engine else None, error)
-        code = _epoch_lost(mailbox, env, message, lost)
+        log.exception("the epoch is lost")
+        message = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+        code = _epoch_lost(mailbox, env, message, env.rank)
     finally:
         mailbox.close()
     return code
@@ -129,8 +124,7 @@ def _start(config: ServeConfig, env: RankEnv, mailbox: ZmqMailbox) -> "Engine":
 
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     report("joining the ranks", 0.0)
-    import torch.distributed as dist
-
+    from moe_serve.dispatch.peer_calls import barrier
     from moe_serve.launcher.groups import gather_bytes, join_groups
 
     groups = join_groups(env, config)
@@ -138,7 +132,7 @@ def _start(config: ServeConfig, env: RankEnv, mailbox: ZmqMailbox) -> "Engine":
     mailbox.connect_peers([address.decode() for rank, address in enumerate(addresses) if rank != env.rank])
     engine = _build_engine(config, groups, mailbox, report)
     report("waiting for the other ranks", 1.0)
-    dist.barrier(group=groups.patient)
+    barrier(groups.patient)
     report("warming up", 0.0)
     engine.served.warm_up()
     engine.served.info["start_s"] = round(time.monotonic() - started_s, 3)
@@ -169,28 +163,22 @@ def _end_on_signals(engine: "Engine") -> None:
     signal.signal(signal.SIGTERM, ask)
 
 
-def _lost_peer(exchange: "Exchange | None", error: Exception) -> int | None:
-    """Returns the rank whose loss explains an error inside a step, -1 where it cannot be told, None if none does."""
-    return _dead_peer(exchange) if any(mark in str(error) for mark in _PEER_LOST) else None
-
-
-def _dead_peer(exchange: "Exchange | None") -> int:
-    """Returns a rank whose process has ended; -1 where that cannot be told."""
-    if exchange is not None:
+def _dead_peer(engine: "Engine | None") -> int:
+    """Returns the rank whose death explains a lost connection, -1 where it cannot be told."""
+    if engine is not None:
         for _ in range(20):  # the connection breaks a moment before the process is gone
-            dead = exchange.dead_peers()
+            dead = engine.exchange.dead_peers()
             if dead:
                 return dead[0]
             time.sleep(0.01)
     return -1
 
 
-def loss_message(lost_rank: int, step: int | None, error: Exception) -> str:
-    """Returns what to tell of a rank that went away while this one waited for it, without the library's own story."""
+def loss_message(lost_rank: int, step: int | None, error: LostConnectionError) -> str:
+    """Returns what to tell of a rank that went away while this one waited for it. step: None while the ranks start"""
     who = f"rank {lost_rank}" if lost_rank >= 0 else "a rank"
     when = "while the ranks started" if step is None else f"in the middle of step {step}"
-    mark = next((mark for mark in _PEER_LOST if mark in str(error)), type(error).__name__)
-    return f"{who} went away {when} ({mark}); look at its last lines, and start the ranks again"
+    return f"{who} went away {when} ({error.reason}); look at its last lines, and start the ranks again"
 
 
 def _epoch_lost(mailbox: ZmqMailbox, env: RankEnv, message: str, lost_rank: int) -> int:

@@ -1,9 +1,12 @@
 """What a rank says when its epoch is lost."""
 
 import pytest
+import torch.distributed as dist
 
 from moe_serve.config import load_config
+from moe_serve.dispatch.peer_calls import barrier
 from moe_serve.engine.messages import Fatal, Message
+from moe_serve.errors import LostConnectionError
 from moe_serve.launcher import serve
 from moe_serve.launcher.rank_env import RankEnv
 from moe_serve.launcher.serve import loss_message, run_worker
@@ -45,10 +48,22 @@ def test_an_error_without_words_is_told_by_its_name(monkeypatch):
 
 
 def test_a_peer_that_went_away_is_told_in_our_words(monkeypatch):
-    fatal = last_words(RuntimeError(GLOO), monkeypatch)
+    def fail(*_: object, **__: object) -> None:
+        raise RuntimeError(GLOO)
+
+    monkeypatch.setattr(dist, "barrier", fail)
+    with pytest.raises(LostConnectionError) as caught:
+        barrier(None)
+    fatal = last_words(caught.value, monkeypatch)
     assert fatal.lost_rank == -1
     assert fatal.message.startswith("a rank went away while the ranks started (Connection closed by peer)")
 
 
+def test_an_error_of_this_rank_is_its_own_whatever_its_words(monkeypatch):
+    fatal = last_words(RuntimeError("the tokenizer Timed out"), monkeypatch)
+    assert (fatal.message, fatal.lost_rank) == ("RuntimeError: the tokenizer Timed out", 1)
+
+
 def test_a_loss_names_the_rank_and_the_step():
-    assert loss_message(0, 57, RuntimeError(GLOO)).startswith("rank 0 went away in the middle of step 57 (Connection")
+    error = LostConnectionError("Connection closed by peer", "an all-to-all")
+    assert loss_message(0, 57, error).startswith("rank 0 went away in the middle of step 57 (Connection")

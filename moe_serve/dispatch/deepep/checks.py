@@ -10,10 +10,10 @@ from types import ModuleType
 
 import numpy as np
 import torch
-import torch.distributed as dist
 
 from moe_serve.dispatch.base import BufferLimits, EpGroup, TransportRequest
 from moe_serve.dispatch.gpu.facts import host_number, rdma_devices, unlinked_pairs
+from moe_serve.dispatch.peer_calls import all_gather
 
 LOW_LATENCY_TOPK = 11  # compiled into V1, as are the next two
 LOW_LATENCY_HIDDEN = (2048, 2560, 3072, 4096, 5120, 6144, 7168, 8192)
@@ -76,7 +76,7 @@ def _num_hosts(group: EpGroup) -> int:
         return 1
     own = torch.tensor([host_number()], device=group.device)
     hosts = [torch.empty_like(own) for _ in range(group.num_ranks)]
-    dist.all_gather(hosts, own, group=group.process_group)
+    all_gather(hosts, own, group.process_group)
     return int(np.unique(torch.cat(hosts).cpu().numpy()).size)
 
 

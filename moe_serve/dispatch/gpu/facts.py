@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from moe_serve.dispatch.base import EpGroup
+from moe_serve.dispatch.peer_calls import all_gather
 
 E4M3_SINCE = (8, 9)  # compute capability
 NVSHMEM_LACKS = (
@@ -57,7 +58,7 @@ def gather_facts(group: EpGroup) -> list[GpuFacts]:
         dtype=torch.int64,
     ).to(exchange_device(group))
     rows = [torch.empty_like(own) for _ in range(group.num_ranks)]
-    dist.all_gather(rows, own, group=group.process_group)
+    all_gather(rows, own, group.process_group)
     numbers = torch.stack(rows).cpu().numpy()
     return [
         GpuFacts(int(host), (int(major), int(minor)), int(free), int(lacks), bool(linked), bool(rdma))

@@ -11,12 +11,12 @@ from typing import Any, Protocol
 
 import numpy as np
 import torch
-import torch.distributed as dist
 
 from moe_serve.dispatch.base import EpGroup
 from moe_serve.dispatch.gpu.facts import exchange_device
 from moe_serve.dispatch.gpu.region import Region
 from moe_serve.dispatch.gpu.symmetric import SymmetricRegions, refuse_capture
+from moe_serve.dispatch.peer_calls import all_gather
 from moe_serve.errors import CapacityError, ConfigError
 
 HANDLE_BYTES = 64
@@ -62,7 +62,7 @@ def exchange_handles(handle: bytes, group: EpGroup) -> list[bytes]:
     assert len(handle) == HANDLE_BYTES, f"a handle of {len(handle)} bytes"
     own = torch.from_numpy(np.frombuffer(handle, dtype=np.uint8).copy()).to(exchange_device(group))
     rows = [torch.empty_like(own) for _ in range(group.num_ranks)]
-    dist.all_gather(rows, own, group=group.process_group)
+    all_gather(rows, own, group.process_group)
     return [row.cpu().numpy().tobytes() for row in rows]
 
 

@@ -11,12 +11,12 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 
 from moe_serve.dispatch.base import EpGroup
 from moe_serve.dispatch.gpu.facts import NVSHMEM_LACKS, exchange_device
 from moe_serve.dispatch.gpu.region import Region
 from moe_serve.dispatch.gpu.symmetric import SymmetricRegions, refuse_capture
+from moe_serve.dispatch.peer_calls import broadcast
 from moe_serve.errors import ConfigError
 
 OWN_HEAP_BYTES = 128 << 20  # what NVSHMEM wants of its heap for itself, generously
@@ -59,7 +59,7 @@ def exchange_unique_id(core: Any, group: EpGroup) -> Any:
     uid = core.get_unique_id(empty=group.rank != 0)
     flat = uid._data.view(np.uint8).reshape(-1)  # the id's own memory
     data = torch.from_numpy(flat.copy()).to(exchange_device(group))
-    dist.broadcast(data, src=dist.get_global_rank(group.process_group, 0), group=group.process_group)
+    broadcast(data, group.process_group)
     flat[:] = data.cpu().numpy()
     return uid
 

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from moe_serve.dispatch.peer_calls import all_gather, barrier
 from moe_serve.dispatch.shm.decisions import Decisions
 from moe_serve.errors import CapacityError, ConfigError
 
@@ -90,16 +91,16 @@ def share_regions(
     own = [os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600) for path in made]
     try:
         os.ftruncate(own[0], size)
-        dist.barrier(group=group)
+        barrier(group)
         segments = [_map(path, size) for path in paths]
         decisions = Decisions(os.open(log, os.O_RDWR | os.O_APPEND | os.O_CLOEXEC))
-        dist.barrier(group=group)
+        barrier(group)
     finally:
         for path, descriptor in zip(made, own, strict=True):
             os.close(descriptor)
             os.unlink(path)
     memory = ShmMemory(rank, Mappings(segments, decisions))
-    dist.barrier(group=group)
+    barrier(group)
     return memory
 
 
@@ -119,7 +120,7 @@ def compare_hosts(group: dist.ProcessGroup) -> tuple[list[int], int, int]:
     stat = os.statvfs(_FOLDER)
     facts = torch.tensor([host, stat.f_bavail * stat.f_frsize, secrets.randbits(62)], dtype=torch.int64)
     gathered = [torch.empty_like(facts) for _ in range(group.size())]
-    dist.all_gather(gathered, facts, group=group)
+    all_gather(gathered, facts, group)
     rows = torch.stack(gathered).numpy()
     return [int(row[0]) for row in rows], int(rows[:, 1].min()), int(rows[0, 2])
 

@@ -22,7 +22,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from moe_serve.dispatch.base import (
@@ -36,6 +35,7 @@ from moe_serve.dispatch.base import (
     TransportRequest,
 )
 from moe_serve.dispatch.capabilities import TRANSPORTS
+from moe_serve.dispatch.peer_calls import barrier
 from moe_serve.dispatch.shm.channel import Channel, Peers, check_epoch
 from moe_serve.dispatch.shm.flag_wait import FlagWait
 from moe_serve.dispatch.shm.membership import Membership
@@ -259,5 +259,5 @@ def make_shm(group: EpGroup, request: TransportRequest) -> ShmAllToAll:
 
     shape = region_shape(group.num_ranks, limits, wire)
     transport = ShmAllToAll(share_regions(group.process_group, shape.num_bytes, advise), request)
-    dist.barrier(group=group.process_group)  # canaries and first flags are in place
+    barrier(group.process_group)  # canaries and first flags are in place
     return transport

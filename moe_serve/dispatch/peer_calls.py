@@ -1,0 +1,59 @@
+"""Calls of torch.distributed that fail by type: LostConnectionError where a peer is gone or late, whatever the words.
+
+gloo and NCCL raise RuntimeError for a broken connection, for a deadline, and for wrong arguments. The arguments here
+are right, so a call that fails misses a peer.
+"""
+
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch.distributed as dist
+from torch import Tensor
+
+from moe_serve.errors import LostConnectionError
+
+_SOURCE_LINE = re.compile(r"^\[[^]]*\] *")  # where in gloo it happened
+
+
+def barrier(group: dist.ProcessGroup | None) -> None:
+    """Waits for all ranks of a group."""
+    with _peers("a barrier"):
+        dist.barrier(group=group)
+
+
+def all_gather(rows: Sequence[Tensor], own: Tensor, group: dist.ProcessGroup | None) -> None:
+    """Fills rows with what each rank gives as its own, in rank order."""
+    with _peers("an all-gather"):
+        dist.all_gather(list(rows), own, group=group)
+
+
+def broadcast(data: Tensor, group: dist.ProcessGroup | None) -> None:
+    """Gives the data of the group's rank 0 to all its ranks."""
+    with _peers("a broadcast"):
+        dist.broadcast(data, group_src=0, group=group)
+
+
+def all_reduce(data: Tensor, group: dist.ProcessGroup | None) -> None:
+    """Adds up the data of all ranks, in place."""
+    with _peers("an all-reduce"):
+        dist.all_reduce(data, group=group)
+
+
+def lost_connection(error: RuntimeError, phase: str) -> LostConnectionError:
+    """Returns what to raise for an error of torch.distributed in a phase of a step."""
+    return LostConnectionError(_reason(error), phase)
+
+
+@contextmanager
+def _peers(call: str) -> Iterator[None]:
+    try:
+        yield
+    except RuntimeError as error:
+        raise lost_connection(error, call) from error
+
+
+def _reason(error: RuntimeError) -> str:
+    """Returns the library's reason in a few words: without its source line, addresses and advice."""
+    first_line = (str(error).splitlines() or [type(error).__name__])[0]
+    return re.split(r" \[|\. ", _SOURCE_LINE.sub("", first_line))[0].rstrip(".")
