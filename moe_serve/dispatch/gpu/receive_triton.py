@@ -118,7 +118,7 @@ def combine_receive_kernel(
             adds = tl.max(tl.where(column == k, came.to(tl.int32), 0)) != 0
             place = tl.sum(tl.where(column == k, places, 0)).to(tl.int64)
             values_at = tl.multiple_of((own + result_rows_at + place * result_row_bytes).to(tl.pointer_type(WIRE)), 16)
-            values = tl.load(values_at + channel, mask=(channel < hidden) & adds, other=0.0).to(tl.float32)
+            values = tl.load(values_at + channel, mask=channel < tl.where(adds, hidden, 0), other=0.0).to(tl.float32)
             added = multiply_add(tl.load(weights + entry + k), values, total)
             total = tl.where(adds, added, total)  # the weight of a -1 entry may be anything
         at_out = out + (local * num_tokens + token).to(tl.int64) * hidden + channel
