@@ -9,18 +9,34 @@ launches). Eight "ranks" are virtual: eight regions on one device. Nothing here 
 
 import argparse
 import json
-import platform
 import statistics
-import subprocess
 import sys
-from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 
 import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+from benchmarks.gpu_gemm import packed_gemm, slab_gemm
+from benchmarks.gpu_timing import (
+    BF16,
+    HIDDEN,
+    LAUNCH_CYCLES,
+    RANKS,
+    REPEATS,
+    SLOTS,
+    TOKENS,
+    TOPK,
+    Ceilings,
+    Row,
+    graph_us,
+    measure_ceilings,
+    print_machine,
+    sets_for,
+    time_us,
+)
 from moe_serve.dispatch.gpu.launch_triton import SlabRanks
 from moe_serve.dispatch.gpu.region import Region
 from moe_serve.dispatch.gpu.symmetric import virtual_regions
@@ -29,25 +45,7 @@ from moe_serve.eplb.split.layer_slots import LayerSlots
 from moe_serve.kernels.exact_split import SplitTable, exact_split_reference
 from moe_serve.topology import Topology
 
-REPEATS = 30
-L2_BYTES = 64 << 20  # inputs rotate over at least four times this
-HIDDEN, TOPK, RANKS, SLOTS, TOKENS = 7168, 8, 8, 36, 128  # DeepSeek-V3, 8 ranks, 288 slots
-BF16 = torch.bfloat16
-LAUNCH_CYCLES = 1_000_000  # the GPU idles so long before a timed call, while the host queues all of it
 LINK_GB_S = 50  # per rank and direction, what overlap is measured against: one 400 Gb/s network card
-QUERIED = "clocks.sm,clocks.mem,temperature.gpu,power.draw,driver_version"
-
-
-@dataclass(frozen=True)
-class Row:
-    """One line of the table; met is None where there is no goal."""
-
-    name: str
-    value: float
-    unit: str
-    goal: str
-    met: bool | None
-    conditions: str
 
 
 def main() -> None:
@@ -73,155 +71,6 @@ def main() -> None:
     if arguments.json:
         arguments.json.write_text(
             json.dumps({"ceilings": asdict(ceilings), "rows": [asdict(row) for row in rows]}, indent=1)
-        )
-
-
-def print_machine(when: str) -> None:
-    import triton
-
-    clocks = subprocess.run(
-        ["nvidia-smi", f"--query-gpu={QUERIED}", "--format=csv,noheader"],
-        capture_output=True, text=True, check=False,
-    ).stdout.strip()  # fmt: skip
-    gpu = torch.cuda.get_device_properties(0)
-    print(f"{when}: {gpu.name}, {gpu.multi_processor_count} multiprocessors; {QUERIED}: {clocks}")
-    print(f"torch {torch.__version__}, triton {triton.__version__}, Python {platform.python_version()}")
-
-
-# -- timing ---------------------------------------------------------------------------------------------------------
-
-
-def time_us(calls: list[Callable[[], object]], repeats: int = REPEATS) -> float:
-    """Returns the median time of one call; the calls are taken in turn, so that each finds the L2 full of others'."""
-    for call in calls[:3]:
-        call()
-    torch.cuda.synchronize()
-    times = []
-    for repeat in range(repeats):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        torch.cuda._sleep(LAUNCH_CYCLES)
-        start.record()
-        calls[repeat % len(calls)]()
-        end.record()
-        times.append((start, end))
-    torch.cuda.synchronize()
-    return statistics.median(start.elapsed_time(end) * 1e3 for start, end in times)
-
-
-def graph_us(step: Callable[[], object], inner: int = 20) -> float:
-    """Returns the time of one step when `inner` steps are replayed from one graph: no launch gaps."""
-    step()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for _ in range(inner):
-            step()
-    return time_us([graph.replay]) / inner
-
-
-def sets_for(bytes_of_one: int) -> int:
-    return max(2, -(-4 * L2_BYTES // max(1, bytes_of_one)))
-
-
-@dataclass(frozen=True)
-class Ceilings:
-    copy_gb_s: float  # bytes read + bytes written
-    read_gb_s: float
-    matrix_tflop_s: float
-
-
-def measure_ceilings() -> Ceilings:
-    source = torch.randn(1 << 29, device="cuda").view(torch.uint8)  # 2 GiB
-    target = torch.empty_like(source)
-    copy = 2 * source.numel() / time_us([lambda: target.copy_(source)], 10) / 1e3
-    halves = source.view(torch.float32)
-    read = source.numel() / time_us([lambda: halves.sum()], 10) / 1e3
-    a, b = (torch.randn(8192, 8192, dtype=BF16, device="cuda") for _ in range(2))
-    rate = 2 * 8192**3 / time_us([lambda: a @ b], 10) / 1e6
-    print(f"ceilings: copy {copy:.0f} GB/s (read + write), read {read:.0f} GB/s, bf16 8192^3 {rate:.0f} TFLOP/s")
-    return Ceilings(copy, read, rate)
-
-
-def check_close(got: torch.Tensor, expected: torch.Tensor, limit: float, what: str) -> None:
-    error = float((got.double() - expected.double()).norm() / expected.double().norm())
-    if not error < limit:
-        sys.exit(f"{what} is wrong: relative error {error}; not timed")
-
-
-# -- grouped GEMM ---------------------------------------------------------------------------------------------------
-
-
-def packed_gemm(ceilings: Ceilings) -> list[Row]:
-    from moe_serve.kernels.block_scales import BlockScaled
-    from moe_serve.kernels.grouped_gemm_fp8 import quantize_weight
-    from moe_serve.kernels.triton.grouped_gemm import grouped_gemm_triton
-    from moe_serve.kernels.triton.grouped_gemm_fp8 import grouped_gemm_fp8_triton
-    from moe_serve.kernels.triton.quantize import quantize_triton
-
-    groups, each, n, k = 8, 4096, 4096, HIDDEN
-    x = torch.randn(groups * each, k, dtype=BF16, device="cuda")
-    weight = torch.randn(groups, n, k, dtype=BF16, device="cuda")
-    counts = torch.full((groups,), each, device="cuda")
-    ends = counts.cumsum(0).int()
-    flop = 2 * groups * each * n * k
-    exact = x[each : each + 64].float() @ weight[1].float().T
-    check_close(grouped_gemm_triton(x, weight, counts)[each : each + 64], exact, 4e-3, "bf16 grouped GEMM")
-    ours = flop / time_us([lambda: grouped_gemm_triton(x, weight, counts)]) / 1e6
-    library = torch.nn.functional.grouped_mm if hasattr(torch.nn.functional, "grouped_mm") else torch._grouped_mm
-    torchs = flop / time_us([lambda: library(x, weight.transpose(1, 2), offs=ends)]) / 1e6
-    conditions = f"{groups} x {each} rows, N {n}, K {k}, random data"
-    rows = [
-        Row("bf16 grouped GEMM", ours, "TFLOP/s", ">= 600, > torch", ours >= 600 and ours > torchs, conditions),
-        Row("  torch grouped_mm", torchs, "TFLOP/s", "", None, conditions),
-    ]
-    x8, scale = quantize_triton(x)
-    weight8 = quantize_weight(weight.cpu())
-    weight8 = BlockScaled(weight8.q.cuda(), weight8.scale.cuda())
-    got = grouped_gemm_fp8_triton(x8, scale, weight8, counts)[each : each + 64]
-    check_close(got, exact, 6e-2, "FP8 grouped GEMM")  # against unquantised operands
-    rate = flop / time_us([lambda: grouped_gemm_fp8_triton(x8, scale, weight8, counts)]) / 1e6
-    return [*rows, Row("FP8 block-scaled grouped GEMM", rate, "TFLOP/s", ">= 800", rate >= 800, conditions)]
-
-
-def slab_gemm(ceilings: Ceilings) -> list[Row]:
-    from moe_serve.kernels.triton.grouped_gemm import slab_gemm_triton
-
-    slots, filled, capacity, n, k = 32, 20, 1024, 4096, HIDDEN
-    weight = torch.randn(slots, n, k, dtype=BF16, device="cuda")  # 1.9 GB: far larger than any cache
-    x = torch.randn(slots, capacity, k, dtype=BF16, device="cuda")
-    counts = torch.full((slots,), filled, device="cuda")
-    got = slab_gemm_triton(x, weight, counts, expected_rows=filled)
-    check_close(got[3, :filled], x[3, :filled].float() @ weight[3].float().T, 4e-3, "masked GEMM")
-    rows = []
-    for guess in (16, 64):  # both tiles that could serve this, so that the table can be filled
-        micros = time_us([lambda guess=guess: slab_gemm_triton(x, weight, counts, expected_rows=guess)])
-        share = weight.numel() * 2 / micros / 1e3 / ceilings.read_gb_s * 100
-        goal = (">= 75 % of read", share >= 75) if guess == 64 else ("", None)
-        rows.append(
-            Row(f"masked bf16 GEMM, tile for {guess} rows", share, "%", *goal, f"{slots} experts x {filled} rows")
-        )
-    return [*rows, *slab_gemm_fp8(ceilings, x, weight, counts)]
-
-
-def slab_gemm_fp8(ceilings: Ceilings, x: torch.Tensor, weight: torch.Tensor, counts: torch.Tensor) -> Iterator[Row]:
-    """x: [slots, capacity, k], weight: [slots, n, k] bfloat16, counts: [slots]"""
-    from moe_serve.kernels.block_scales import BlockScaled
-    from moe_serve.kernels.grouped_gemm_fp8 import quantize_weight
-    from moe_serve.kernels.triton.grouped_gemm_fp8 import slab_gemm_fp8_triton
-    from moe_serve.kernels.triton.quantize import quantize_triton
-
-    pieces = [quantize_weight(one[None], parts=2) for one in weight]  # one by one: it widens to float32
-    values = torch.cat([piece.q.view(torch.uint8) for piece in pieces]).view(torch.float8_e4m3fn)
-    quantised = BlockScaled(values, torch.cat([piece.scale for piece in pieces]), parts=2)
-    x8, scale = quantize_triton(x, counts)
-    filled = int(counts[3])
-    got = slab_gemm_fp8_triton(x8, scale, quantised, counts, expected_rows=filled)
-    check_close(got[3, :filled], x[3, :filled].float() @ weight[3].float().T, 6e-2, "masked FP8 GEMM")
-    for guess in (16, 64):
-        micros = time_us([lambda guess=guess: slab_gemm_fp8_triton(x8, scale, quantised, counts, expected_rows=guess)])
-        share = quantised.q.numel() / micros / 1e3 / ceilings.read_gb_s * 100
-        yield Row(
-            f"masked FP8 GEMM, tile for {guess} rows", share, "%", "", None, f"{len(counts)} experts x {filled} rows"
         )
 
 

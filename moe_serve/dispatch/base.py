@@ -1,9 +1,9 @@
-"""The contract of all transports: token rows go to the ranks that hold their experts, and results come home.
+"""The contract of all transports: token rows go to the ranks that hold their experts, and results come back.
 
 Words: T = num_tokens of this rank, H = hidden, K = topk, R = num_ranks, P = num_slots = R x slots_per_rank. A
 physical id is a slot; slot s lives on rank s // slots_per_rank. -1 = no expert: such an entry is not sent, and adds
-nothing at home. Nothing here knows of placements, models or logical experts. Transports carry bytes; `wire.py` encodes
-above them.
+nothing. Nothing here knows of placements, models or logical experts. Transports carry bytes; `wire.py` encodes above
+them.
 
 Every call has two halves: the call itself issues the sends, `Pending.wait()` receives. Other work may run in between,
 and several calls may be in flight; all ranks make the same calls in the same order and wait in the same order.
@@ -41,7 +41,7 @@ class EpGroup:
 
 
 class Pending(Protocol[T_co]):
-    """A result that is on its way."""
+    """A result that has not been received yet."""
 
     def wait(self) -> T_co:
         """Returns the result; blocks until it is here. May be called again."""
@@ -50,7 +50,7 @@ class Pending(Protocol[T_co]):
 
 @dataclass(frozen=True)
 class Ready(Generic[T]):
-    """A result that is here already."""
+    """A result that needs no receive."""
 
     value: T
 
@@ -101,7 +101,7 @@ class Dispatched(Generic[H]):
     """Token rows as they arrive at one rank's experts.
 
     rows:   PackedRows or MaskedRows
-    handle: what `combine` needs to send results home; a type of the transport that made it
+    handle: what `combine` needs to send results back; a type of the transport that made it
     out:    where results may be written so that `combine` need not copy them, in the shape of rows.x, as long as
             handles are combined in the order of their dispatches; None: anywhere
     """
@@ -186,11 +186,11 @@ class AllToAll(ABC, Generic[H]):
 
     @abstractmethod
     def combine(self, expert_out: Tensor, weights: Tensor, handle: H) -> Pending[Tensor]:
-        """Sends results home and adds them there, weighted, in top-k order in float32.
+        """Sends results back to the tokens' ranks and adds them there, weighted, in top-k order in float32.
 
         With combine "rank_sum", a faster mode outside the bitwise class, each rank adds up what its own experts made of
-        a token, rounds that sum to the wire, and home adds the sums in the order of ranks: one row for each (token,
-        rank) travels instead of one for each (token, expert), and bits depend on where experts live.
+        a token and rounds that sum to the wire, and the token's rank adds the sums in the order of ranks. One row for
+        each (token, rank) is sent instead of one for each (token, expert); bits depend on where experts live.
 
         expert_out: like the x of the rows that `dispatch` gave
         weights:    [T, K] float32; the weight of a -1 entry is never read

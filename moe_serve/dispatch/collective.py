@@ -14,7 +14,7 @@ from torch import Tensor
 
 from moe_serve.dispatch.base import AllToAll, Deferred, Dispatched, EpGroup, PackedRows, Pending, Ready
 from moe_serve.dispatch.capabilities import TRANSPORTS, Combine
-from moe_serve.dispatch.layout import FIRST, by_slot, count_slots, home_index, rank_order, row_begins
+from moe_serve.dispatch.layout import FIRST, by_slot, count_slots, rank_order, row_begins, sent_index
 from moe_serve.dispatch.peer_calls import lost_connection
 from moe_serve.dispatch.rank_sum import add_rank_sums, index_by_row, rank_index
 from moe_serve.dispatch.wire import Wire
@@ -92,7 +92,7 @@ class CollectiveAllToAll(AllToAll[CollectiveHandle]):
             sizes = self._exchange(own)
             sent = _Sizes(*own.t().tolist())
             order, begins = order[: sum(sent.entries)], begins[: sum(sent.entries)]
-        message = self._pack(hidden, physical_ids, order, begins, sent, weights)  # while sizes travel
+        message = self._pack(hidden, physical_ids, order, begins, sent, weights)  # while the sizes are exchanged
         received = _Sizes(*sizes.wait().t().tolist())
         pending = self._send_bytes(
             message,
@@ -120,12 +120,12 @@ class CollectiveAllToAll(AllToAll[CollectiveHandle]):
         data = self._wire.combine.encode(expert_out.index_select(0, handle.to_arrival))
         pending_rows = self._send(data, handle.received.entries, handle.sent.entries)
         num_tokens, topk = handle.shape
-        home, complete = home_index(handle.order, num_tokens, topk), handle.order.shape[0] == num_tokens * topk
+        index, complete = sent_index(handle.order, num_tokens, topk), handle.order.shape[0] == num_tokens * topk
         width = expert_out.shape[1]
 
         def receive() -> Tensor:
             rows = self._wire.combine.decode(pending_rows.wait(), width)
-            return weighted_sum(rows, home, weights, complete)
+            return weighted_sum(rows, index, weights, complete)
 
         return Deferred(receive)
 
@@ -136,11 +136,11 @@ class CollectiveAllToAll(AllToAll[CollectiveHandle]):
         sums = weighted_sum(expert_out, index, scale)
         pending_rows = self._send(self._wire.combine.encode(sums), handle.received.rows, handle.sent.rows)
         token_of_entry = handle.order.div(max(topk, 1), rounding_mode="floor")
-        home = rank_index(token_of_entry, handle.rows, handle.sent.entries, num_tokens)
+        per_rank = rank_index(token_of_entry, handle.rows, handle.sent.entries, num_tokens)
         width = expert_out.shape[1]
 
         def receive() -> Tensor:
-            return add_rank_sums(self._wire.combine.decode(pending_rows.wait(), width), home)
+            return add_rank_sums(self._wire.combine.decode(pending_rows.wait(), width), per_rank)
 
         return Deferred(receive)
 

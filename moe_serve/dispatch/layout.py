@@ -1,7 +1,7 @@
 """Where every row goes: pure index arithmetic, the same on all ranks, without communication.
 
 An entry is one (token, k) pair with its flat index t * K + k. A rank sends its entries ordered by slot, then by flat
-index (`send_order`), or, where a row travels once to each rank that wants it, by rank, then by flat index
+index (`send_order`), or, where a row is sent once to each rank that needs it, by rank, then by flat index
 (`rank_order`). Entries arrive ordered by source rank. The placed layout is ordered by slot, then source rank, then
 flat index: a pure function of all ranks' physical ids. No function here reads a tensor back to the host.
 
@@ -54,7 +54,7 @@ def row_begins(order: Tensor, entries_per_rank: Tensor, topk: int) -> Tensor:
     return begins[:-1]
 
 
-def home_index(order: Tensor, num_tokens: int, topk: int) -> Tensor:
+def sent_index(order: Tensor, num_tokens: int, topk: int) -> Tensor:
     """Returns which sent row each entry became: order [N] -> [T, K] int64, -1 = was not sent."""
     num_entries = order.shape[0]
     index = torch.empty(num_tokens * topk, dtype=torch.int64, device=order.device)

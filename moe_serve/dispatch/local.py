@@ -1,7 +1,7 @@
 """The transport without a network: one rank, or several virtual ranks (threads) of one process.
 
-The plainest one, and the reference of the others. Virtual ranks hand encoded rows over through mailboxes; a rank picks
-the pieces it wants by slicing, in the order that the layout defines.
+The plainest one, and the reference of the others. Virtual ranks exchange encoded rows through mailboxes; a rank slices
+out its pieces, in the order that the layout defines.
 """
 
 import threading
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from moe_serve.dispatch.base import AllToAll, Deferred, Dispatched, PackedRows, Pending, Ready
 from moe_serve.dispatch.capabilities import TRANSPORTS, Combine
-from moe_serve.dispatch.layout import count_slots, home_index, send_order
+from moe_serve.dispatch.layout import count_slots, send_order, sent_index
 from moe_serve.dispatch.rank_sum import add_rank_sums
 from moe_serve.dispatch.wire import Wire
 from moe_serve.errors import PeerError
@@ -63,7 +63,7 @@ class _Sent:
 @dataclass(frozen=True)
 class LocalHandle:
     hidden: int
-    home: Tensor  # [T, K] which sent row each entry became, -1 = none
+    index: Tensor  # [T, K] which sent row each entry became, -1 = none
     complete: bool  # no entry is -1
     ranks: Tensor  # [T, K] rank of each entry, -1 = none
     received: Tensor  # [R, S] rows that came from each rank for each slot here
@@ -107,7 +107,7 @@ class LocalAllToAll(AllToAll[LocalHandle]):
         num_rows = int(counts.sum())
         order = send_order(physical_ids, self._num_slots, num_rows)
         rows = hidden.index_select(0, order.div(topk, rounding_mode="floor"))
-        home, complete = home_index(order, num_tokens, topk), num_rows == num_tokens * topk
+        index, complete = sent_index(order, num_tokens, topk), num_rows == num_tokens * topk
         ranks = physical_ids.div(self._slots_per_rank, rounding_mode="floor")
         data = self._wire.dispatch.encode(rows)
         if self._num_ranks == 1:
@@ -115,7 +115,7 @@ class LocalAllToAll(AllToAll[LocalHandle]):
             return Ready(
                 Dispatched(
                     PackedRows(received, counts.cpu()),
-                    LocalHandle(hidden.shape[1], home, complete, ranks, counts[None]),
+                    LocalHandle(hidden.shape[1], index, complete, ranks, counts[None]),
                 )
             )
         call = self._post(_Sent(data, counts))
@@ -130,12 +130,12 @@ class LocalAllToAll(AllToAll[LocalHandle]):
             data = torch.cat([pieces[source][slot] for slot in here for source in range(self._num_ranks)])
             received = torch.stack([s.counts[here.start : here.stop] for s in sent])
             placed = PackedRows(self._wire.dispatch.decode(data, hidden.shape[1]), received.sum(dim=0).cpu())
-            return Dispatched(placed, LocalHandle(hidden.shape[1], home, complete, ranks, received))
+            return Dispatched(placed, LocalHandle(hidden.shape[1], index, complete, ranks, received))
 
         return Deferred(receive)
 
     def combine(self, expert_out: Tensor, weights: Tensor, handle: LocalHandle) -> Pending[Tensor]:
-        # Sums are made at home here, of the very numbers that each rank would have summed: the plainest form.
+        # Sums are made by the receiver, of the numbers that each rank would have summed: the plainest form.
         data = expert_out if self._rank_sum else self._wire.combine.encode(expert_out)
         if self._num_ranks == 1:
             return Ready(self._add(data, weights, handle))
@@ -153,11 +153,11 @@ class LocalAllToAll(AllToAll[LocalHandle]):
     def _add(self, data: Tensor, weights: Tensor, handle: LocalHandle) -> Tensor:
         """Returns the sum of each token's results. data: one row for each entry, in the order of sending"""
         if not self._rank_sum:
-            return weighted_sum(self._wire.combine.decode(data, handle.hidden), handle.home, weights, handle.complete)
+            return weighted_sum(self._wire.combine.decode(data, handle.hidden), handle.index, weights, handle.complete)
         sums, index = [], []
-        num_tokens, codec = handle.home.shape[0], self._wire.combine
+        num_tokens, codec = handle.index.shape[0], self._wire.combine
         for rank in range(self._num_ranks):
-            here = torch.where(handle.ranks == rank, handle.home, -1)
+            here = torch.where(handle.ranks == rank, handle.index, -1)
             sums.append(codec.decode(codec.encode(weighted_sum(data, here, weights)), data.shape[1]))
             rows = rank * num_tokens + torch.arange(num_tokens, device=data.device)
             index.append(torch.where((here >= 0).any(1), rows, -1))

@@ -1,4 +1,4 @@
-"""The fast combine mode: each rank sums what its experts made of a token, and home adds one row for each rank.
+"""The fast combine mode: each rank sums its experts' results of a token, the token's rank adds one row for each rank.
 
 Reductions in float32 with fused steps, in a fixed order: within a rank by k, between ranks by rank; each rank's sum is
 rounded to the compute dtype and to the wire in between. So results are the same in every run and on every transport,

@@ -1,10 +1,10 @@
-"""How a row looks on the wire: codecs between compute dtype and bytes, above every transport.
+"""The form of a row on the wire: codecs between compute dtype and bytes, above every transport.
 
 Transports carry uint8 rows of a fixed size, so each of them carries each wire dtype. Every row goes through the codec,
 also the one that stays on its rank: results do not depend on where an expert lives.
 
-fp8 is DeepSeek's recipe for the way out (kernels/quantize.py): groups of 128 channels share a float32 scale. Results
-come home in bf16, as they do there: they are partial sums, and fp8 would lose them.
+fp8 is DeepSeek's recipe for dispatch (kernels/quantize.py): groups of 128 channels share a float32 scale. Results are
+sent back in bf16, as DeepSeek does, since fp8 would be too coarse for partial sums.
 """
 
 from dataclasses import dataclass
@@ -39,7 +39,7 @@ class Codec(Protocol):
 
 @dataclass(frozen=True)
 class Wire:
-    """The codecs of the two ways: out to the experts, and home."""
+    """The codecs of the two directions."""
 
     dispatch: Codec
     combine: Codec

@@ -112,7 +112,7 @@ class MaskingRecovery(Recovery):
 
     @property
     def wanting_back(self) -> int:
-        return mask_of(self._membership.wanting_back())
+        return mask_of(self._membership.waiting_to_rejoin())
 
     def begin_step(self, plan: StepPlan) -> None:
         if self._has_rejoined:
@@ -125,16 +125,16 @@ class MaskingRecovery(Recovery):
 
     def recover(self, error: PeerError, wait: Callable[[], bool]) -> bool:
         membership = self._membership
-        if not (membership.is_void or membership.is_left_out):
+        if not (membership.is_void or membership.is_masked):
             raise error  # the group is not over: a new one would not mend this
         self._own.counters.num_voided_steps += 1
-        if not membership.is_left_out:
+        if not membership.is_masked:
             try:
                 self._regroup(str(error))
             except PeerError:
-                if not membership.is_left_out:
+                if not membership.is_masked:
                     raise
-        return not membership.is_left_out or self._rejoin(wait)
+        return not membership.is_masked or self._rejoin(wait)
 
     def _regroup(self, reason: str, joining: Sequence[int] = ()) -> None:
         """Voids the running step, agrees with the remaining ranks on a new group, and serves with its placement.
@@ -158,9 +158,9 @@ class MaskingRecovery(Recovery):
         )
         own.counters.num_times_left_out += 1
         own.requests.drop_all()
-        self._membership.ask_back()
+        self._membership.ask_to_rejoin()
         while wait():
-            if self._membership.taken_back():
+            if self._membership.try_rejoin():
                 self._has_rejoined = True
                 self._activate()
                 self._begin_group(f"rank {own.rank} came back")

@@ -24,8 +24,8 @@ V3 = BufferLimits(max_tokens_per_rank=128, hidden=7168, topk=8, slots_per_rank=3
 
 def test_a_hand_worked_size() -> None:
     sizes = buffer_sizes(8, V3, WIRE)
-    assert sizes.parts["rows out"] == 2 * 8 * 128 * 7168 * 2
-    assert sizes.parts["results home"] == 2 * 8 * 128 * 8 * 7168 * 2
+    assert sizes.parts["rows"] == 2 * 8 * 128 * 7168 * 2
+    assert sizes.parts["results"] == 2 * 8 * 128 * 8 * 7168 * 2
     assert sum(sizes.parts.values()) <= sizes.total <= sum(sizes.parts.values()) * 1.01
     assert "per rank" in sizes.line
 
@@ -47,7 +47,7 @@ def test_what_a_gpu_needs_is_its_region_and_the_slabs() -> None:
     sizes = gpu_buffer_sizes(8, V3, torch.bfloat16, "fp8", stages=True)
     region = gpu_region(8, V3, torch.bfloat16, "fp8", stages=True)
     assert sizes.parts["slabs"] == 2 * 36 * 8 * 128 * (7168 * 2 + 8)
-    assert sizes.parts["rows in"] == 2 * 36 * 8 * 128 * region.row_bytes
+    assert sizes.parts["rows"] == 2 * 36 * 8 * 128 * region.row_bytes
     assert sizes.total == region.region_bytes + sizes.parts["slabs"]
     assert sum(sizes.parts.values()) <= sizes.total <= sum(sizes.parts.values()) * 1.01
     assert gpu_buffer_sizes(8, V3, torch.bfloat16, "fp8", stages=False).total < sizes.total

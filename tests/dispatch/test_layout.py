@@ -4,7 +4,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moe_serve.dispatch.layout import by_slot, count_slots, home_index, send_order
+from moe_serve.dispatch.layout import by_slot, count_slots, send_order, sent_index
 
 SHAPES = st.tuples(st.integers(0, 9), st.integers(1, 16), st.integers(1, 12), st.integers(0, 1000))
 
@@ -24,7 +24,7 @@ def test_counts_order_and_way_home_match_brute_force(shape: tuple[int, int, int,
     expected = [entry for slot in range(num_slots) for entry, named in enumerate(flat) if named == slot]
     order = send_order(ids, num_slots, len(expected))
     assert order.tolist() == expected
-    home = home_index(order, num_tokens, topk)
+    home = sent_index(order, num_tokens, topk)
     assert home.flatten().tolist() == [expected.index(e) if e in expected else -1 for e in range(len(flat))]
 
 
@@ -44,7 +44,7 @@ def test_one_hand_worked_step() -> None:
     assert count_slots(ids, 4).tolist() == [1, 0, 0, 2]
     order = send_order(ids, 4, 3)
     assert order.tolist() == [1, 0, 3]  # to slot 0: token 0 (k=1); to slot 3: token 0 (k=0), token 1 (k=1)
-    assert home_index(order, 2, 2).tolist() == [[1, 0], [-1, 2]]
+    assert sent_index(order, 2, 2).tolist() == [[1, 0], [-1, 2]]
 
 
 def test_no_rows_need_no_order() -> None:

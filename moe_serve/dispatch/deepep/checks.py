@@ -1,6 +1,6 @@
 """What DeepEP can carry, checked before its buffers are made, so that a setting is named and not an assertion of C++.
 
-All that is wrong is said at once. The figures are those of DeepEP 2.1.0's source; tests compare them with it.
+All problems are reported at once. The figures are those of DeepEP 2.1.0's source; tests compare them with it.
 """
 
 import inspect

@@ -143,7 +143,7 @@ def rdma_devices() -> tuple[str, ...]:
 
 
 def unlinked_pairs() -> tuple[tuple[int, int], ...]:
-    """Returns the pairs of visible GPUs without a way to each other's memory."""
+    """Returns the pairs of visible GPUs that cannot reach each other's memory."""
     gpus = range(torch.cuda.device_count())
     return tuple((a, b) for a in gpus for b in gpus if a < b and not torch.cuda.can_device_access_peer(a, b))
 

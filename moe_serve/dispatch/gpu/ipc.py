@@ -1,9 +1,9 @@
 """Regions that the processes of one host map from each other's GPU memory by CUDA's IPC handles; no NVSHMEM needed.
 
 One process per GPU, or several on one. Kernels reach every peer by its address and write rows straight into its region;
-flags are released at system scope, as between virtual ranks. A handle is 64 bytes and travels over the process group as
-bytes. Memory comes from the driver and not from torch's allocator, whose blocks lie inside larger ones and may be taken
-back. Not run on a GPU yet: tests run the protocol on memory that processes share, in Triton's interpreter.
+flags are released at system scope, as between virtual ranks. A handle is 64 bytes, sent over the process group. Memory
+comes from the driver, since torch's allocator cuts blocks from larger ones and may take them back. Not run on a GPU
+yet: tests run the protocol on memory that processes share, in Triton's interpreter.
 """
 
 import ctypes
@@ -44,13 +44,14 @@ def ipc_regions(region: Region, group: EpGroup, driver: IpcDriver | None = None)
     """Allocates this rank's region, and maps those of all others; a collective call. Regions live with the process.
 
     driver: None: CUDA's, for group.device
-    Raises CapacityError when the GPU has no room, ConfigError when a handle cannot be opened or in a graph capture.
+    Raises CapacityError when the GPU's memory does not suffice, ConfigError when a handle cannot be opened and in a
+    graph capture.
     """
     refuse_capture("regions of GPU memory")
     assert group.process_group is not None, "several ranks have a process group"
     driver = driver or CudaDriver(group.device)
     own = driver.allocate(region.region_bytes)
-    # Handles come from ranks whose region is cleared, so nobody writes into one that is still being cleared.
+    # Ranks send their handle once their region is cleared, so no peer writes into it before.
     handles = exchange_handles(driver.handle_of(own), group)
     addresses = [own if rank == group.rank else driver.open(handle) for rank, handle in enumerate(handles)]
     peers = torch.tensor(addresses, dtype=torch.int64).to(group.device)
@@ -74,7 +75,7 @@ class CudaDriver:
     """IpcDriver over libcuda. Maps a peer's memory for the device of this rank, also where it lies on another one."""
 
     def __init__(self, device: torch.device, library: Any = None):
-        """library: what offers the driver's functions; None: libcuda.so.1"""
+        """library: what has the driver's functions; None: libcuda.so.1"""
         self._device = device
         if library is None:
             # The driver's calls work in the context that is current in this thread: the one torch has for the device.

@@ -2,7 +2,7 @@
 
     dispatch_send     quantise, write rows and flags into the peers' regions
     dispatch_receive  wait for flags, close the gaps: slabs whose first rows are filled, as masked GEMMs take them
-    combine_send      write each result to its place at home; end the round
+    combine_send      write each result to its place on the source rank; end the round
     combine_receive   wait, add weighted in top-k order
 
 One object drives one rank of its process, or V virtual ranks on one GPU: tensors have a leading dimension for them, 1
@@ -56,7 +56,7 @@ class SlabRanks:
         max_spins: int = DEFAULT_MAX_SPINS,
     ) -> None:  # fmt: skip
         """dtype: of hidden rows and results;  keep_fp8: hand FP8 rows on as they are (needs an FP8 wire);
-        max_spins: looks at a flag before a peer counts as late"""
+        max_spins: reads of a flag before a peer counts as late"""
         refuse_capture("low-latency buffers")
         region = regions.region
         self._regions, self.region, self.max_spins = regions, region, max_spins

@@ -19,14 +19,14 @@ from moe_serve.dispatch.gpu.symmetric import SymmetricRegions, refuse_capture
 from moe_serve.dispatch.peer_calls import broadcast
 from moe_serve.errors import ConfigError
 
-OWN_HEAP_BYTES = 128 << 20  # what NVSHMEM wants of its heap for itself, generously
+OWN_HEAP_BYTES = 128 << 20  # what NVSHMEM takes of its heap for itself, rounded up
 
 
 def start_nvshmem(group: EpGroup, heap_bytes: int) -> None:
     """Starts NVSHMEM on all ranks, unless this process has done so before; a collective call.
 
     heap_bytes: what will be allocated of its heap; $NVSHMEM_SYMMETRIC_SIZE, where it is set, goes before
-    Raises ConfigError when nvshmem4py is missing, inside a graph capture, and when NVSHMEM was started by somebody else
+    Raises ConfigError when nvshmem4py is missing, inside a graph capture, and when another library started NVSHMEM
     for other ranks.
     """
     refuse_capture("NVSHMEM's heap")
@@ -71,7 +71,7 @@ def nvshmem_regions(region: Region, group: EpGroup) -> SymmetricRegions:
     """
     if not region.stages:
         raise ConfigError("NVSHMEM sends rows from memory; build the Region with stages=True")
-    launchers = nvshmem_launchers()  # before anything is started: what is missing is said at once
+    launchers = nvshmem_launchers()  # before anything is started, so that what is missing is reported first
     start_nvshmem(group, region.region_bytes)
     core = _library()
     memory = core.tensor((1, region.region_bytes), dtype=torch.uint8)

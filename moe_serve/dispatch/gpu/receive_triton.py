@@ -2,8 +2,8 @@
 """The receiving halves of low-latency dispatch and combine. Only these kernels wait.
 
 They are launched after every send that they wait for has been launched, on this GPU or by a peer that makes the same
-calls, and every wait ends after max_spins looks: what did not come is noted in `late` and the step is void. A row is
-read only after its own flag says that this round wrote it.
+calls, and every wait ends after max_spins reads: a missing peer is noted in `late` and the step is void. A row is read
+only after its own flag holds the number of this round.
 """
 
 import triton

@@ -6,15 +6,15 @@ A queue, in order (offsets in bytes):
     counts        [S, R] int64        round << 32 | rows that source r sends to slot s
     done          [R] int64           last round of which rank r has read all its rows
     arrived       [S, R * T_max] int64   round in which this row was last written
-    home_arrived  [T_max, K] int64       the same, for results that come home
+    result_arrived [T_max, K] int64      the same, for results
     rows          [S, R * T_max] x row_bytes        header | values | scales
-    home_rows     [T_max, K] x result_row_bytes
-    staged, home_staged               only for transports that send from memory: [T_max] and [S, R * T_max] rows
+    result_rows   [T_max, K] x result_row_bytes
+    staged, result_staged             only for transports that send from memory: [T_max] and [S, R * T_max] rows
 
 Flags hold the number of a round, never a yes or no: nobody has to clear them, and a flag that is late from a voided
 round cannot be taken for one of this round. Numbers of rounds only grow; a new epoch uses new regions.
 
-A row's header is int32: the token's number at home, then its K physical ids; so one staged row serves all K
+A row's header is int32: the token's number on the source rank, then its K physical ids; so one staged row serves all K
 destinations, and a slot finds in it which of the K results it computes.
 """
 
@@ -99,8 +99,8 @@ class Region:
 
     @property
     def queue_bytes(self) -> int:
-        home_staged = self.slots_per_rank * self.capacity * self.result_row_bytes if self.stages else 0
-        return self.result_staged_at + _up(home_staged, ALIGNMENT)
+        result_staged = self.slots_per_rank * self.capacity * self.result_row_bytes if self.stages else 0
+        return self.result_staged_at + _up(result_staged, ALIGNMENT)
 
     @property
     def region_bytes(self) -> int:

@@ -1,4 +1,4 @@
-"""The segmented layout: which row of which slab a token takes when nobody has exchanged counts.
+"""The segmented layout: which row of which slab a token takes when no counts were exchanged.
 
 Source rank r owns rows [r * T_max, (r + 1) * T_max) of every slot's slab, so a row's place depends on its own rank's
 ids alone: the n-th token of r that names slot s lies at row r * T_max + n of slab s. A token takes a row of a slot
@@ -45,6 +45,6 @@ def check_capacity(num_tokens: int, max_tokens: int) -> None:
     """Raises CapacityError when a rank brings more tokens than its segments hold; the step plan chunks before this."""
     if num_tokens > max_tokens:
         raise CapacityError(
-            f"{num_tokens} tokens in one dispatch, room for {max_tokens}; raise dispatch.max_tokens_per_rank, or run "
-            "the step in chunks of it"
+            f"{num_tokens} tokens in one dispatch, buffers hold {max_tokens}; raise dispatch.max_tokens_per_rank, or "
+            "run the step in chunks of it"
         )

@@ -96,7 +96,7 @@ def combine_send_kernel(
     result_arrived_at, result_rows_at, result_staged_at, result_row_bytes,
     SPLITS: tl.constexpr, BLOCK: tl.constexpr, WIRE: tl.constexpr, STAGES: tl.constexpr, NVSHMEM: tl.constexpr,
 ):  # fmt: skip
-    """Sends every result to its place at home. Program: (slot, split); the splits take rows of the slot in turn.
+    """Sends every result to its place on the source rank. Program: (slot, split); splits take rows of the slot in turn.
 
     results: [V, S, capacity, hidden], origin: [V, S, capacity] int64, source rank << 32 | t * K + k
     """
@@ -108,32 +108,32 @@ def combine_send_kernel(
     num_rows = tl.load(rows_per_slot + tl.program_id(1) * slots_per_rank + slot)
     channel = tl.arange(0, BLOCK)
     for row in range(tl.program_id(0) % SPLITS, num_rows, SPLITS):
-        whence = tl.load(origin + slab + row)
-        home = (whence >> 32).to(tl.int32)
-        entry = whence & 0xFFFFFFFF
+        row_origin = tl.load(origin + slab + row)
+        source = (row_origin >> 32).to(tl.int32)
+        entry = row_origin & 0xFFFFFFFF
         from_at = result_staged_at + (slot.to(tl.int64) * capacity + row) * result_row_bytes
         if STAGES:
             at = tl.load(peers + rank) + from_at
         else:
-            at = tl.load(peers + home) + result_rows_at + entry * result_row_bytes
+            at = tl.load(peers + source) + result_rows_at + entry * result_row_bytes
         target = tl.multiple_of(at.to(tl.pointer_type(WIRE)), 16)
         values = tl.load(results + (slab + row) * hidden + channel, mask=channel < hidden)
         tl.store(target + channel, as_dtype(values.to(tl.float32), WIRE), mask=channel < hidden)
         tl.debug_barrier()
         if STAGES:
             put_and_signal(
-                peers, rank, home, result_rows_at + entry * result_row_bytes, from_at, result_row_bytes,
+                peers, rank, source, result_rows_at + entry * result_row_bytes, from_at, result_row_bytes,
                 result_arrived_at + entry * 8, round, NVSHMEM, 1024,
             )  # fmt: skip
         else:
-            signal(peers, rank, home, result_arrived_at + entry * 8, round, NVSHMEM)
+            signal(peers, rank, source, result_arrived_at + entry * 8, round, NVSHMEM)
 
 
 @triton.jit
 def finish_kernel(peers, rounds, first_rank, num_ranks, done_at, RANKS: tl.constexpr, NVSHMEM: tl.constexpr):
-    """Ends the round: tells all peers that this rank has read and answered all its rows, and counts the round.
+    """Ends the round: signals all peers that this rank has read and answered all its rows, and counts the round.
 
-    A launch of its own, because only the end of a launch says that all programs of the one before are done.
+    A launch of its own, since only the end of a launch guarantees that all its programs are done.
     """
     rank = first_rank + tl.program_id(1)
     round = tl.load(rounds + tl.program_id(1)) + 1

@@ -13,7 +13,7 @@ assumes that two rows, or a row and another signal, arrive in order.
 import triton
 import triton.language as tl
 
-try:  # exists where torch sees a GPU; elsewhere NVSHMEM=True cannot be compiled and nobody asks for it
+try:  # exists where torch sees a GPU; elsewhere NVSHMEM=True cannot be compiled, and is never asked for
     from torch.distributed._symmetric_memory._nvshmem_triton import putmem_signal_block, signal_op
 except ImportError:
     putmem_signal_block = signal_op = None

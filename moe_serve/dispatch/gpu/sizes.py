@@ -34,9 +34,9 @@ def gpu_buffer_sizes(
     staged = region.num_queues * region.max_tokens * region.row_bytes + rows * region.result_row_bytes
     slabs = rows * (limits.hidden * dtype.itemsize + 8)  # 8: where each row came from
     parts = {
-        "rows in": rows * region.row_bytes,
-        "results home": region.num_queues * region.max_tokens * region.topk * region.result_row_bytes,
-        "sending": staged if stages else 0,
+        "rows": rows * region.row_bytes,
+        "results": region.num_queues * region.max_tokens * region.topk * region.result_row_bytes,
+        "send staging": staged if stages else 0,
         "slabs": slabs,
     }
     return BufferSizes(parts, region.region_bytes + slabs, num_ranks, limits.max_tokens_per_rank)

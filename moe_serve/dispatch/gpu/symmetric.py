@@ -1,7 +1,7 @@
 """Symmetric memory for GPU kernels: every rank has one region, and a table of addresses says where.
 
-Three makers: virtual ranks (all regions are slices of one tensor on one device; the way to run and time the kernels of
-V ranks with one GPU, or in the interpreter with none), NVSHMEM in nvshmem.py, and CUDA's handles between the
+Three makers: virtual ranks (all regions are slices of one tensor on one device; so the kernels of V ranks run on one
+GPU, or in the interpreter on none), NVSHMEM in nvshmem.py, and CUDA's handles between the
 processes of one host in ipc.py.
 """
 

@@ -26,7 +26,7 @@ from moe_serve.dispatch.shm.memory import ShmMemory
 from moe_serve.dispatch.shm.region import Int64Array, owner_words
 from moe_serve.errors import PeerError
 
-_PROPOSED, _LEFT_OUT, _WAITING_NS, _WANTS_BACK = range(4)
+_PROPOSED, _MASK, _WAITING_NS, _WANTS_REJOIN = range(4)
 _WAITING_NOW_S = 0.03  # a rank that was seen waiting so recently is held up by another one
 _PAUSE_S = 0.5  # a waiting process checks every few milliseconds; after such a gap it was suspended
 _POLL_S = 0.0002
@@ -45,7 +45,7 @@ class Membership:
         self._own = self._pages[self._rank]
         self._suspects: set[int] = set()
         self._checked_s = self._paused_s = 0.0
-        self.is_left_out = False  # the others go on without this rank, until they have taken it back
+        self.is_masked = False  # the others go on without this rank, until it rejoins
         self.peers: Peers
 
     @property
@@ -60,7 +60,7 @@ class Membership:
 
     @property
     def masked(self) -> list[int]:
-        """The ranks that are out."""
+        """The ranks that do not take part, ascending."""
         return [rank for rank in range(self._memory.num_ranks) if rank != self._rank and rank not in self.peers.others]
 
     @property
@@ -76,7 +76,7 @@ class Membership:
     def check(
         self, missing: list[int], phase: str, sequence: int, waited_s: float, deadline_s: float | None = None
     ) -> None:
-        """Raises PeerError when waiting for these ranks is in vain; called now and then by a rank that waits.
+        """Raises PeerError when waiting for these ranks is useless; called every few milliseconds by a waiting rank.
 
         deadline_s: of this wait; None: the usual one
         """
@@ -90,7 +90,7 @@ class Membership:
         waited_s -= self._own_pause_s(waited_s)
         if waited_s <= deadline_s or not missing:
             return
-        # A peer that is itself waiting is not the one to blame, unless nobody else turns up in as much time again.
+        # A peer that is itself waiting is not to blame, unless no other one is found within a second deadline.
         stuck = [rank for rank in missing if not self._is_waiting(rank)]
         if stuck or waited_s > 2 * deadline_s:
             late = stuck or missing[:1]
@@ -104,135 +104,135 @@ class Membership:
             )
 
     def check_epoch_stands(self, phase: str, sequence: int) -> None:
-        """Raises PeerError when another rank has begun to leave this epoch: what was just read of it may be newer."""
+        """Raises PeerError when another rank has begun to leave this epoch, so that data just read may be newer."""
         for rank in self.peers.others:
-            proposed, left_out = self._proposal(rank)
+            proposed, masked = self._proposal(rank)
             if proposed > self.peers.epoch:
-                raise self._voided(rank, left_out, phase, sequence)
+                raise self._voided(rank, masked, phase, sequence)
 
     def regroup(self, suspects: Iterable[int] = (), joining: Iterable[int] = ()) -> list[int]:
-        """Agrees with all that are left on who takes part from here on, and begins a new epoch; returns its ranks.
+        """Agrees with all remaining ranks on who takes part, and begins a new epoch; returns its ranks.
 
-        suspects: ranks to leave out beside those that `check` found late or dead
-        joining:  ranks outside that wait to come back, the same on all ranks
-        Raises PeerError, naming this rank, when the others have left it out.
+        suspects: ranks to mask beside those that `check` found late or dead
+        joining:  masked ranks that wait to rejoin, the same on all ranks
+        Raises PeerError, naming this rank, when the others have masked it.
         """
-        everybody = set(range(self._memory.num_ranks))
+        all_ranks = set(range(self._memory.num_ranks))
         members = {self._rank, *self.peers.others, *joining} - ({*suspects, *self._suspects} - {self._rank})
-        return self._agree(self.epoch + 1, _mask(everybody - members))
+        return self._agree(self.epoch + 1, _mask(all_ranks - members))
 
-    def ask_back(self) -> None:
-        """Shows the others that this rank, which was left out, would like to come back.
+    def ask_to_rejoin(self) -> None:
+        """Shows the others that this rank, which was masked, wants to rejoin.
 
         It has ended all its calls: whatever it wrote in them lies before this word in the order of its stores.
         """
-        self._own[_WANTS_BACK] = 1
+        self._own[_WANTS_REJOIN] = 1
 
-    def taken_back(self) -> bool:
-        """Returns whether the others have regrouped with this rank; to be asked again until they have.
+    def try_rejoin(self) -> bool:
+        """Returns whether the others have regrouped with this rank; to be called again until they have.
 
         Raises PeerError when no other rank lives.
         """
         others = [rank for rank in range(self._memory.num_ranks) if rank != self._rank and self._memory.lives(rank)]
         if not others:
             raise PeerError(
-                f"rank {self._rank} was left out and no other rank lives; start the ranks anew",
+                f"rank {self._rank} was masked and no other rank lives; start the ranks again",
                 self._rank,
                 "rejoin",
                 self.epoch,
             )
         for rank in others:
-            proposed, left_out = self._proposal(rank)
-            if proposed > self.epoch and not left_out >> self._rank & 1:
+            proposed, masked = self._proposal(rank)
+            if proposed > self.epoch and not masked >> self._rank & 1:
                 try:
-                    self._agree(proposed, left_out)
+                    self._agree(proposed, masked)
                 except PeerError:
-                    return False  # some of them did not see the wish in time, and will
-                self._own[_WANTS_BACK] = 0
+                    return False  # some of them have not seen the request yet
+                self._own[_WANTS_REJOIN] = 0
                 return True
         return False
 
-    def wanting_back(self) -> list[int]:
-        """Returns the ranks outside that would like to come back."""
-        return [rank for rank in self.masked if self._pages[rank][_WANTS_BACK] and self._memory.lives(rank)]
+    def waiting_to_rejoin(self) -> list[int]:
+        """Returns the masked ranks that want to rejoin."""
+        return [rank for rank in self.masked if self._pages[rank][_WANTS_REJOIN] and self._memory.lives(rank)]
 
-    def _agree(self, epoch: int, left_out: int) -> list[int]:
+    def _agree(self, epoch: int, masked: int) -> list[int]:
         decisions = self._memory.decisions
-        self._propose(epoch, left_out)
-        deadline_s = time.monotonic() + 2 * self._deadline_s  # the others see that the step is void only when they wait
+        self._propose(epoch, masked)
+        deadline_s = time.monotonic() + 2 * self._deadline_s  # a rank sees that the step is void only once it waits
         while decisions.answer(epoch) is None:
             waiting_for = []
             for rank in range(self._memory.num_ranks):
                 proposed, theirs = self._proposal(rank)
-                if rank == self._rank or left_out >> rank & 1 or proposed > epoch:
+                if rank == self._rank or masked >> rank & 1 or proposed > epoch:
                     continue
-                # Somebody who leaves this rank out may have decided so: that is to be waited for, not copied.
+                # A rank that masks this one may have decided so: wait for that, do not copy it.
                 if proposed == epoch and not theirs >> self._rank & 1:
-                    if theirs & ~left_out:
-                        left_out |= theirs
-                        self._propose(epoch, left_out)
-                    if theirs == left_out:
+                    if theirs & ~masked:
+                        masked |= theirs
+                        self._propose(epoch, masked)
+                    if theirs == masked:
                         continue
                 waiting_for.append(rank)
-            waiting_for = [rank for rank in waiting_for if not left_out >> rank & 1]
+            waiting_for = [rank for rank in waiting_for if not masked >> rank & 1]
             if not waiting_for:
                 break
             late = time.monotonic() > deadline_s
             gone = [rank for rank in waiting_for if late or not self._memory.lives(rank)]
             if gone:
-                left_out |= _mask(gone)
-                self._propose(epoch, left_out)
+                masked |= _mask(gone)
+                self._propose(epoch, masked)
             time.sleep(_POLL_S)
         decided = decisions.answer(epoch)
         if decided is None:
-            decided = decisions.decide(epoch, left_out)
+            decided = decisions.decide(epoch, masked)
         self._suspects.clear()
         if decided >> self._rank & 1:
-            self.peers.epoch, self.is_left_out = epoch, True
-            raise self._left_out("by the others", "regroup", epoch)
-        self.is_left_out = False
+            self.peers.epoch, self.is_masked = epoch, True
+            raise self._masked_by("by the others", "regroup", epoch)
+        self.is_masked = False
         members = [rank for rank in range(self._memory.num_ranks) if not decided >> rank & 1]
         self.peers.begin_epoch(epoch, [rank for rank in members if rank != self._rank])
         return members
 
-    def _propose(self, epoch: int, left_out: int) -> None:
-        self._own[_LEFT_OUT] = left_out
+    def _propose(self, epoch: int, masked: int) -> None:
+        self._own[_MASK] = masked
         self._own[_PROPOSED] = epoch
 
     def _proposal(self, rank: int) -> tuple[int, int]:
-        """Returns a rank's proposed epoch, and whom it leaves out of that."""
+        """Returns a rank's proposed epoch, and the ranks that it masks in it."""
         page = self._pages[rank]
         while True:
-            proposed, left_out = int(page[_PROPOSED]), int(page[_LEFT_OUT])
+            proposed, masked = int(page[_PROPOSED]), int(page[_MASK])
             if proposed == page[_PROPOSED]:
-                return proposed, left_out
+                return proposed, masked
 
     def _is_waiting(self, rank: int) -> bool:
-        # Who hangs has not looked for a whole deadline; on a busy machine a healthy rank may not for many milliseconds.
+        # A rank that hangs shows no sign for a whole deadline; on a busy machine a healthy one may pause briefly.
         recent_s = max(_WAITING_NOW_S, self._deadline_s / 4)
         return (time.monotonic_ns() - int(self._pages[rank][_WAITING_NS])) * 1e-9 < recent_s
 
     def _own_pause_s(self, waited_s: float) -> float:
-        """Returns for how long of this wait the process itself did not run: nobody is late for that."""
+        """Returns for how long of this wait this process was suspended; no peer is late for that."""
         now_s = time.monotonic()
         gap_s, self._checked_s = now_s - self._checked_s, now_s
         if gap_s > waited_s:
-            self._paused_s = 0.0  # the first look of this wait
+            self._paused_s = 0.0  # the first check of this wait
         elif gap_s > _PAUSE_S:
             self._paused_s += gap_s
         return self._paused_s
 
-    def _voided(self, by: int, left_out: int, phase: str, sequence: int) -> PeerError:
-        if left_out >> self._rank & 1:
-            return self._left_out(f"by rank {by}", phase, sequence)
-        new = [rank for rank in self.peers.others if left_out >> rank & 1]
+    def _voided(self, by: int, masked: int, phase: str, sequence: int) -> PeerError:
+        if masked >> self._rank & 1:
+            return self._masked_by(f"by rank {by}", phase, sequence)
+        new = [rank for rank in self.peers.others if masked >> rank & 1]
         whom = f"it misses rank {new[0]}" if new else "it goes on with another group"
         return PeerError(
             f"rank {by} voided the step in {phase} {sequence}: {whom}", new[0] if new else -1, phase, sequence
         )
 
-    def _left_out(self, whose: str, phase: str, sequence: int) -> PeerError:
-        text = f"rank {self._rank} came too late and was left out {whose}; rejoin, or start it anew"
+    def _masked_by(self, whose: str, phase: str, sequence: int) -> PeerError:
+        text = f"rank {self._rank} came too late and was masked {whose}; it must rejoin, or be started again"
         return PeerError(text, self._rank, phase, sequence)
 
 

@@ -175,7 +175,7 @@ class NativeRowCopier:
             own_start = int(placed.rows_of[:rank].sum())
             return add_sums(buffers, plan, own_start, placed.num_tokens, buffer, others)
         starts = placed_starts(placed.arrived, buffers.slab_rows)[rank]
-        rows = starts[plan.entries[rank] & (FIRST - 1)] + plan.home.reshape(-1)[plan.pairs[rank]]
+        rows = starts[plan.entries[rank] & (FIRST - 1)] + plan.nth.reshape(-1)[plan.pairs[rank]]
         return add_fetched(buffers, plan, own.index_select(0, torch.from_numpy(rows)), weights, buffer, others)
 
 
@@ -239,17 +239,17 @@ def load_library() -> tuple[ctypes.CDLL | None, str]:
 def _differing_dtype(library: ctypes.CDLL) -> torch.dtype | None:
     """Returns a dtype that the helper adds up differently from the reference; without fused steps it does."""
     num_tokens, topk, hidden = 6, 5, 269
-    home = torch.arange(num_tokens * topk).view(num_tokens, topk)
+    index = torch.arange(num_tokens * topk).view(num_tokens, topk)
     generator = torch.Generator().manual_seed(0)
     weights = torch.randn(num_tokens, topk, generator=generator)
     for dtype in (torch.float32, torch.bfloat16):
-        rows = torch.randn(home.numel(), hidden, generator=generator).to(dtype)
+        rows = torch.randn(index.numel(), hidden, generator=generator).to(dtype)
         out = torch.empty(num_tokens, hidden, dtype=dtype)
         facts = np.array([0, 1, 1, 0, 0, hidden, int(dtype == torch.bfloat16)])
         library.weighted_rows(
-            _at(facts), home.data_ptr(), weights.data_ptr(), num_tokens, topk, rows.data_ptr(), out.data_ptr()
+            _at(facts), index.data_ptr(), weights.data_ptr(), num_tokens, topk, rows.data_ptr(), out.data_ptr()
         )
-        if not torch.equal(out, weighted_sum_reference(rows, home, weights)):
+        if not torch.equal(out, weighted_sum_reference(rows, index, weights)):
             return dtype
     return None
 

@@ -149,7 +149,7 @@ def add_fetched(
 
     own: encoded results of this rank's own entries, in their order
     """
-    index = np.full(plan.home.size, -1, dtype=np.int64)
+    index = np.full(plan.nth.size, -1, dtype=np.int64)
     pieces, at = [], 0
     for source in sorted([*others, buffers.rank]):
         pairs = plan.pairs[source]
@@ -157,12 +157,12 @@ def add_fetched(
             pieces.append(own)
         else:
             where = buffers.received[source].starts[buffer]
-            rows = where[plan.entries[source] & (FIRST - 1)] + plan.home.reshape(-1)[pairs]
+            rows = where[plan.entries[source] & (FIRST - 1)] + plan.nth.reshape(-1)[pairs]
             pieces.append(_pick(buffers.send_buffers[source].rows[buffer], rows))
         index[pairs] = at + np.arange(len(pairs))
         at += len(pairs)
     results = torch.cat([decode_results(buffers, piece) for piece in pieces])
-    return weighted_sum(results, torch.from_numpy(index.reshape(plan.home.shape)), weights, at == plan.home.size)
+    return weighted_sum(results, torch.from_numpy(index.reshape(plan.nth.shape)), weights, at == plan.nth.size)
 
 
 def add_sums(

@@ -2,8 +2,8 @@
 
 An entry is one (token, k) pair that has an expert. For each rank, entries are listed by token, then k; a row is sent
 there once, however many of its slots need it, and the first of its entries is marked. Both ends count the same: the
-n-th entry of a source for a slot is the n-th of its rows there in the placed layout. So only the results travel back,
-and the numbers where those of each slot begin.
+n-th entry of a source for a slot is the n-th of its rows there in the placed layout. So only the results are sent
+back, and the numbers where those of each slot begin.
 
 numpy, since a torch call would cost more than the work here.
 Shape words: T tokens, K topk, R ranks, P slots, S = P / R, N entries for one rank, U rows for it, M entries received.
@@ -23,14 +23,14 @@ class SendPlan:
     """Lists have one item for each rank.
 
     counts:  [P] entries for each slot
-    home:    [T, K] for the i-th entry of this rank for its slot i, -1 = not sent
+    nth:     [T, K] for the i-th entry of this rank for its slot i, -1 = not sent
     pairs:   [N] flat index t * K + k of each entry
     entries: [N] int32 its slot, counted within the rank; + FIRST where a row begins
-    tokens:  [U] tokens that travel, ascending
+    tokens:  [U] tokens that are sent, ascending
     """
 
     counts: Int64Array
-    home: Int64Array
+    nth: Int64Array
     pairs: list[Int64Array]
     entries: list[Int32Array]
     tokens: list[Int64Array]
@@ -44,9 +44,9 @@ def plan_sends(physical_ids: Int64Array, num_ranks: int, slots_per_rank: int) ->
     slot = np.where(flat < 0, num_slots, flat)
     counts = np.bincount(slot, minlength=num_slots + 1)
     order = np.argsort(slot, kind="stable")
-    home = np.empty(flat.shape, dtype=np.int64)
-    home[order] = np.arange(flat.size) - (np.cumsum(counts) - counts)[slot[order]]
-    home[flat < 0] = -1
+    nth = np.empty(flat.shape, dtype=np.int64)
+    nth[order] = np.arange(flat.size) - (np.cumsum(counts) - counts)[slot[order]]
+    nth[flat < 0] = -1
     counts = counts[:num_slots]
 
     by_rank = starts(counts.reshape(num_ranks, slots_per_rank).sum(1))
@@ -59,7 +59,7 @@ def plan_sends(physical_ids: Int64Array, num_ranks: int, slots_per_rank: int) ->
     mine = [slice(begin, end) for begin, end in pairwise(by_rank)]
     return SendPlan(
         counts=counts,
-        home=home.reshape(num_tokens, topk),
+        nth=nth.reshape(num_tokens, topk),
         pairs=[pairs[part] for part in mine],
         entries=[entries[part] for part in mine],
         tokens=[token[part][begins[part]] for part in mine],

@@ -28,12 +28,12 @@ def region_shape(num_ranks: int, limits: BufferLimits, wire: Wire) -> RegionShap
 
 def buffer_sizes(num_ranks: int, limits: BufferLimits, wire: Wire) -> BufferSizes:
     shape = region_shape(num_ranks, limits, wire)
-    lanes = {name: 2 * num_ranks * size for name, size in shape.part_bytes.items()}
+    slices = {name: 2 * num_ranks * size for name, size in shape.part_bytes.items()}
     parts = {
-        "rows out": lanes.pop("rows"),
-        "results home": 2 * shape.results_bytes,
-        "counts": lanes.pop("counts"),
-        "indices": sum(lanes.values()),
+        "rows": slices.pop("rows"),
+        "results": 2 * shape.results_bytes,
+        "counts": slices.pop("counts"),
+        "indices": sum(slices.values()),
     }
     return BufferSizes(parts, shape.num_bytes, num_ranks, limits.max_tokens_per_rank)
 

@@ -127,9 +127,9 @@ def end_in(transport: ShmAllToAll, phase: str, kill: Callable[[], None]) -> None
 
 def rejoin(transport: ShmAllToAll, timeout_s: float) -> list[int]:
     """Waits until the others have taken this rank back; returns the ranks."""
-    transport.membership.ask_back()
+    transport.membership.ask_to_rejoin()
     deadline_s = time.monotonic() + timeout_s
-    while not transport.membership.taken_back():
+    while not transport.membership.try_rejoin():
         assert time.monotonic() < deadline_s, f"not taken back within {timeout_s:g} s"
         time.sleep(0.0002)
     return transport.membership.members
@@ -178,7 +178,7 @@ def body(
     rejoined_s = 0.0
     if rejoins:
         started_s = time.monotonic()
-        while transport.membership.wanting_back() != [victim]:
+        while transport.membership.waiting_to_rejoin() != [victim]:
             assert time.monotonic() - started_s < 20, "the late rank does not come back"
             if rank == min(members):  # again and again: on a busy machine it may be missed before it stops itself
                 os.kill(int(transport._memory._pids[victim][0]), signal.SIGCONT)  # type: ignore[attr-defined]

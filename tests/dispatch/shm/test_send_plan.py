@@ -29,13 +29,13 @@ def test_a_row_goes_once_to_each_rank_that_wants_it(ranks: int, slots: int, toke
         within = [
             slots_here[:i].count(slot) for slots_here in [arrived.slot.tolist()] for i, slot in enumerate(slots_here)
         ]
-        assert within == plan.home.reshape(-1)[pairs].tolist(), "both ends count the same"
+        assert within == plan.nth.reshape(-1)[pairs].tolist(), "both ends count the same"
         assert arrived.k.tolist() == [arrived.row[:i].tolist().count(row) for i, row in enumerate(arrived.row)]
         mine = slice(first, first + int(per_rank[rank]))
         assert order[mine].tolist() == pairs, "the torch form has the same order"
         assert begins[mine].tolist() == (plan.entries[rank] >= FIRST).tolist()
         first = mine.stop
-    assert (plan.home == -1).tolist() == (ids < 0).tolist()
+    assert (plan.nth == -1).tolist() == (ids < 0).tolist()
 
 
 @settings(max_examples=40, deadline=None)
@@ -75,4 +75,4 @@ def test_one_hand_worked_plan() -> None:
     assert [tokens.tolist() for tokens in plan.tokens] == [[0], [0, 1]]  # each token once to a rank
     assert [entries.tolist() for entries in plan.entries] == [[FIRST + 0], [FIRST + 1, 0, FIRST + 1, 1]]
     assert [pairs.tolist() for pairs in plan.pairs] == [[1], [0, 2, 3, 5]]
-    assert plan.home.tolist() == [[0, 0, 0], [1, -1, 2]]  # slot 3 has three entries: token 0's, and two of token 1
+    assert plan.nth.tolist() == [[0, 0, 0], [1, -1, 2]]  # slot 3 has three entries: token 0's, and two of token 1

@@ -15,8 +15,6 @@ from moe_serve.dispatch.base import BufferLimits, EpGroup, MaskedRows, PackedRow
 from moe_serve.dispatch.make import make_all_to_all
 from moe_serve.dispatch.shm import result_buffers
 from moe_serve.dispatch.shm.memory import Mappings, ShmMemory, check_machine, map_anonymous
-from moe_serve.dispatch.shm.row_copy_native import NativeRowCopier, load_library
-from moe_serve.dispatch.shm.row_copy_plain import PlainRowCopier
 from moe_serve.dispatch.shm.sizes import region_shape
 from moe_serve.dispatch.shm.transport import ShmAllToAll, make_shm
 from moe_serve.dispatch.wire import make_wire
@@ -212,32 +210,6 @@ def test_rounds_without_a_stale_read(num_rounds: int) -> None:
     assert all(faults.run_forked(2, check_rounds, faults.regions(2), num_rounds, timeout_s=280).values())
 
 
-def check_form(rank: int, group: EpGroup) -> tuple[bool, bool]:
-    return isinstance(make(group)._copier, NativeRowCopier), isinstance(
-        make(group, compiled=False)._copier, PlainRowCopier
-    )
-
-
-def test_the_c_form_is_used_where_there_is_a_compiler_and_the_plain_one_where_it_is_not_wanted() -> None:
-    assert run_ranks(1, check_form, timeout_s=60) == [(shutil.which("cc") is not None, True)]
-
-
-def test_without_a_compiler_there_is_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shutil, "which", lambda name: None)
-    library, note = load_library()
-    assert library is None
-    assert note.startswith("no C compiler")
-
-
-def test_no_code_is_loaded_from_a_folder_that_others_can_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    (tmp_path / "moe_serve").mkdir()
-    (tmp_path / "moe_serve").chmod(0o777)
-    library, note = load_library()
-    assert library is None
-    assert "written by others" in note or note.startswith("no C compiler")
-
-
 def check_masked(rank: int, mappings: Mappings) -> None:
     transport = faults.make_transport(rank, mappings, deadline_s=1)
     if rank == 2:
@@ -326,14 +298,3 @@ def check_late_reader(rank: int, mappings: Mappings) -> None:
 
 def test_what_a_rank_fetches_after_it_was_given_up_is_not_used() -> None:
     faults.run_forked(2, check_late_reader, faults.regions(2))
-
-
-def test_without_a_home_folder_there_is_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
-    def homeless() -> Path:
-        raise RuntimeError("Could not determine home directory.")
-
-    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
-    monkeypatch.setattr(Path, "home", homeless)
-    library, note = load_library()
-    assert library is None
-    assert "set XDG_CACHE_HOME" in note or note.startswith("no C compiler")

@@ -83,7 +83,7 @@ def test_without_a_gpu_to_ask_the_rule_is_said() -> None:
     assert not said.problems, "that there is none is said elsewhere"
     ((name, _, why),) = said.facts
     assert name == "dispatch buffers"
-    assert why.startswith("if NVSHMEM is taken, for 128 tokens: rows in")
+    assert why.startswith("if NVSHMEM is taken, for 128 tokens: rows")
     assert described(Machine(0), "dispatch.backend=cuda_ipc").taken is not None, "sizes need no GPU"
 
 
