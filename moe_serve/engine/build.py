@@ -36,6 +36,7 @@ from moe_serve.errors import ConfigError
 from moe_serve.log import get_logger
 from moe_serve.models.moe_decoder import build_decoder, kv_layouts
 from moe_serve.models.spec import read_spec
+from moe_serve.models.weight_share import WeightShare
 from moe_serve.models.weights import LoadedWeights, dummy_weights, load_weights
 from moe_serve.topology import Topology
 
@@ -175,14 +176,14 @@ def _begin_trace(config: ServeConfig, plan: ModelPlan, rank: int) -> tuple[Path,
 def _weights(config: ServeConfig, plan: ModelPlan, rank: int, progress: Progress) -> LoadedWeights:
     phase = "loading weights"
     progress(phase, 0.0)
-    where = (plan.spec, plan.placement, rank, plan.dtype, plan.device)
+    share = WeightShare(plan.spec, plan.placement, rank, plan.dtype, plan.device, plan.expert_form)
     if config.model.load_format == "dummy":
-        return dummy_weights(*where, config.model.seed, plan.expert_form)
+        return dummy_weights(share, config.model.seed)
 
     def report_bytes(num_done: int, num_total: int) -> None:
         progress(phase, num_done / max(num_total, 1))
 
-    return load_weights(model_dir(config.model), *where, report_bytes, plan.expert_form)
+    return load_weights(model_dir(config.model), share, report_bytes)
 
 
 def _expert_parallel(config: ServeConfig, plan: ModelPlan, group: EpGroup) -> ExpertParallel:

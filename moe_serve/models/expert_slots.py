@@ -9,35 +9,29 @@ from moe_serve.ep.expert_form import PARTS, ExpertForm, scale_of, slot_tensors
 from moe_serve.errors import CapacityError
 from moe_serve.kernels.grouped_gemm_fp8 import quantize_weight
 from moe_serve.kernels.grouped_gemm_int8 import quantize_int8
-from moe_serve.models.spec import ModelSpec
 from moe_serve.models.weight_plan import ExpertTensor
+from moe_serve.models.weight_share import WeightShare
 
 
-def empty_slots(
-    plan: ExpertTensor,
-    form: ExpertForm,
-    spec: ModelSpec,
-    num_slots: int,
-    dtype: torch.dtype,
-    device: torch.device | str,
-) -> dict[str, Tensor]:
+def empty_slots(plan: ExpertTensor, share: WeightShare) -> dict[str, Tensor]:
     """Returns zeros for a matrix, and for its scales where the form has them, by name: [num_slots, ...].
 
     Raises CapacityError when the device has no memory for them.
     """
-    wanted = slot_tensors(form, spec.hidden, spec.moe_intermediate, dtype)
+    spec, num_slots = share.spec, share.num_slots
+    wanted = slot_tensors(share.form, spec.hidden, spec.moe_intermediate, share.dtype)
     names = (name for name in (plan.name, scale_of(plan.name)) if name in wanted)
     slots = {}
     for name, (shape, kind) in ((name, wanted[name]) for name in names):
         try:
-            slots[name] = torch.zeros(num_slots, *shape, dtype=kind, device=device)
+            slots[name] = torch.zeros(num_slots, *shape, dtype=kind, device=share.device)
         except RuntimeError as error:  # torch raises it for a lack of memory, on CPUs and on GPUs
             if "memory" not in str(error):
                 raise
             size = num_slots * math.prod(shape) * kind.itemsize
             raise CapacityError(
                 f"{num_slots} expert slots of one layer take {size / 2**30:.2f} GiB for {name} alone, more than "
-                f"{device} has left; lower eplb.num_redundant_experts, or use more ranks"
+                f"{share.device} has left; lower eplb.num_redundant_experts, or use more ranks"
             ) from None
     return slots
 

@@ -9,14 +9,13 @@ from collections.abc import Callable, Iterable, Iterator
 import torch
 from torch import Tensor
 
-from moe_serve.ep.expert_form import ExpertForm
 from moe_serve.errors import ModelError
 from moe_serve.kernels.block_scales import GROUP
 from moe_serve.kernels.grouped_gemm_int8 import quantize_int8
 from moe_serve.models.checkpoint import DTYPES, Checkpoint
 from moe_serve.models.expert_slots import copy_to_replicas, empty_slots, put_rows
-from moe_serve.models.spec import ModelSpec
 from moe_serve.models.weight_plan import DenseTensor, ExpertTensor, Part, dense_tensors, expert_tensors, is_ignored
+from moe_serve.models.weight_share import WeightShare
 
 Progress = Callable[[int, int], None]  # (bytes read so far, bytes to read)
 
@@ -26,26 +25,16 @@ NAMED_IN_A_MESSAGE = 8  # tensors of each kind; a wrong folder would name thousa
 class WeightReader:
     """Reads the planned tensors of one checkpoint, with experts stored one by one or fused."""
 
-    def __init__(
-        self,
-        checkpoint: Checkpoint,
-        spec: ModelSpec,
-        dtype: torch.dtype,
-        device: torch.device | str,
-        form: ExpertForm = "dense",
-    ):
-        """form: of the experts' slots"""
+    def __init__(self, checkpoint: Checkpoint, share: WeightShare):
         self._checkpoint = checkpoint
-        self._spec = spec
-        self._dtype = dtype
-        self._device = device
-        self._form = form
+        self._share = share
+        self._spec = share.spec
         self._progress: Progress | None = None
         self._total = 0
 
-    def report_to(self, progress: Progress, slots: dict[int, dict[int, list[int]]]) -> None:
-        """Calls `progress` from now on, with the bytes that a rank with these slots reads as the total."""
-        self._progress, self._total = progress, self.num_bytes(slots)
+    def report_to(self, progress: Progress) -> None:
+        """Calls `progress` from now on, with the bytes that the rank reads as the total."""
+        self._progress, self._total = progress, self.num_bytes()
         progress(0, self._total)
 
     def check(self) -> None:
@@ -72,7 +61,7 @@ class WeightReader:
                 unreadable.append(f"{name} ({tensor.dtype_name})")
             if tensor.dtype_name.startswith("F8"):
                 self._check_scale(name, scale, part, missing, misshaped, unreadable)
-        if self._form == "fp8":
+        if self._share.form == "fp8":
             unreadable += self._not_kept_in_fp8()
         extra = [name for name in stored if name not in known and not is_ignored(self._spec, name)]
         problems = [
@@ -143,11 +132,11 @@ class WeightReader:
     def _scale_name(name: str) -> str:
         return name + "_scale_inv"
 
-    def num_bytes(self, slots: dict[int, dict[int, list[int]]]) -> int:
-        """Returns how many bytes a rank with these slots reads."""
+    def num_bytes(self) -> int:
+        """Returns how many bytes the rank reads."""
         total = sum(self._part_bytes(part) for plan in dense_tensors(self._spec) for part in plan.parts)
         for plan in expert_tensors(self._spec):
-            experts = slots[plan.layer_id]
+            experts = self._share.slots[plan.layer_id]
             if self._is_fused(plan):
                 total += self._part_bytes(plan.fused) // self._spec.num_logical * len(experts)
             else:
@@ -162,20 +151,21 @@ class WeightReader:
 
     def dense(self, plan: DenseTensor) -> Tensor:
         """Returns a dense tensor on the device."""
-        dtype = torch.float32 if plan.kind == "bias32" else self._dtype
-        out = torch.empty(plan.shape, dtype=dtype, device=self._device)
+        dtype = torch.float32 if plan.kind == "bias32" else self._share.dtype
+        out = torch.empty(plan.shape, dtype=dtype, device=self._share.device)
         row = 0
         for part in plan.parts:
             self._read(part, out[row : row + part.shape[0]])
             row += part.shape[0]
         return out
 
-    def experts(self, plan: ExpertTensor, slots: dict[int, list[int]], slots_per_rank: int) -> dict[str, Tensor]:
+    def experts(self, plan: ExpertTensor) -> dict[str, Tensor]:
         """Returns the slots of one matrix, and of its scales where the form has them, by name.
 
-        Each is [slots_per_rank, ...]. Every expert is read once, in ascending order, so that files are read forward.
+        Each is [num_slots, ...]. Every expert is read once, in ascending order, so that files are read forward.
         """
-        out = empty_slots(plan, self._form, self._spec, slots_per_rank, self._dtype, self._device)
+        out = empty_slots(plan, self._share)
+        slots = self._share.slots[plan.layer_id]
         for expert in sorted(slots):
             first, *replicas = slots[expert]
             row = 0
@@ -187,7 +177,7 @@ class WeightReader:
 
     def _put(self, part: Part, expert: int | None, slots: dict[str, Tensor], slot: int, name: str, row: int) -> None:
         """Writes stored rows of one expert into its slot from `row` on, in the form of the slots."""
-        match self._form:
+        match self._share.form:
             case "dense":
                 self._read(part, slots[name][slot, row : row + part.shape[-2]], expert)
             case "int8":

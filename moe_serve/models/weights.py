@@ -7,20 +7,15 @@ form of `model.expert_weights` (ep/expert_form.py), everything else in the compu
 import hashlib
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from moe_serve.ep.expert_form import ExpertForm
 from moe_serve.models.checkpoint import Checkpoint
 from moe_serve.models.expert_slots import empty_slots, put_expert
-from moe_serve.models.spec import ModelSpec
 from moe_serve.models.weight_plan import dense_tensors, expert_tensors
 from moe_serve.models.weight_reader import Progress, WeightReader
-
-if TYPE_CHECKING:
-    from moe_serve.eplb.placement import Placement
+from moe_serve.models.weight_share import WeightShare
 
 
 @dataclass(frozen=True)
@@ -38,50 +33,34 @@ class LoadedWeights:
     bytes_read: int
 
 
-def load_weights(
-    folder: str | Path,
-    spec: ModelSpec,
-    placement: "Placement",
-    rank: int,
-    dtype: torch.dtype,
-    device: torch.device | str,
-    progress: Progress | None = None,
-    expert_form: ExpertForm = "dense",
-) -> LoadedWeights:
+def load_weights(folder: str | Path, share: WeightShare, progress: Progress | None = None) -> LoadedWeights:
     """Returns the weights of one rank out of a folder of safetensors files.
 
-    placement: its moe_layer_ids are those of the spec;  progress: called as bytes are read
+    progress: called as bytes are read
     Raises ModelError, naming all missing, unknown and mis-shaped tensors at once, or the file that is corrupt.
     """
+    spec = share.spec
     with Checkpoint(folder) as checkpoint:
-        reader = WeightReader(checkpoint, spec, dtype, device, expert_form)
+        reader = WeightReader(checkpoint, share)
         reader.check()
-        slots = _slots_of(placement, rank)
         if progress is not None:
-            reader.report_to(progress, slots)
+            reader.report_to(progress)
         dense = {plan.name: reader.dense(plan) for plan in dense_tensors(spec)}
         experts: dict[int, dict[str, Tensor]] = {layer: {} for layer in spec.moe_layer_ids}
         for plan in expert_tensors(spec):
-            experts[plan.layer_id] |= reader.experts(plan, slots[plan.layer_id], placement.slots_per_rank)
+            experts[plan.layer_id] |= reader.experts(plan)
         return LoadedWeights(dense, experts, checkpoint.bytes_read)
 
 
-def dummy_weights(
-    spec: ModelSpec,
-    placement: "Placement",
-    rank: int,
-    dtype: torch.dtype,
-    device: torch.device | str,
-    seed: int = 0,
-    expert_form: ExpertForm = "dense",
-) -> LoadedWeights:
+def dummy_weights(share: WeightShare, seed: int = 0) -> LoadedWeights:
     """Returns random weights of the model's shapes, of a size that keeps activations near one.
 
     Every tensor is drawn from (seed, its name), so an expert has the same values on any rank and in any placement; a
     quantised form rounds those of the dense one.
     """
+    spec, device = share.spec, share.device
 
-    def draw(name: str, shape: tuple[int, ...], kind: str, dtype: torch.dtype = dtype) -> Tensor:
+    def draw(name: str, shape: tuple[int, ...], kind: str, dtype: torch.dtype = share.dtype) -> Tensor:
         digest = hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=8).digest()
         generator = torch.Generator(device).manual_seed(int.from_bytes(digest, "little") >> 1)
         values = torch.randn(shape, generator=generator, device=device)
@@ -94,24 +73,11 @@ def dummy_weights(
         return values if kind == "bias32" else values.to(dtype)
 
     dense = {plan.name: draw(plan.name, plan.shape, plan.kind) for plan in dense_tensors(spec)}
-    slots = _slots_of(placement, rank)
     experts: dict[int, dict[str, Tensor]] = {layer: {} for layer in spec.moe_layer_ids}
     for plan in expert_tensors(spec):
-        tensors = empty_slots(plan, expert_form, spec, placement.slots_per_rank, dtype, device)
-        for expert, slot_ids in slots[plan.layer_id].items():
+        tensors = empty_slots(plan, share)
+        for expert, slot_ids in share.slots[plan.layer_id].items():
             name = f"layers.{plan.layer_id}.experts.{expert}.{plan.name}"
-            put_expert(tensors, slot_ids, plan.name, expert_form, draw(name, plan.shape, "matrix", torch.float32))
+            put_expert(tensors, slot_ids, plan.name, share.form, draw(name, plan.shape, "matrix", torch.float32))
         experts[plan.layer_id] |= tensors
     return LoadedWeights(dense, experts, 0)
-
-
-def _slots_of(placement: "Placement", rank: int) -> dict[int, dict[int, list[int]]]:
-    """Returns the rank's local slots of each expert, {model layer id: {expert: [slot, ..]}}."""
-    width = placement.slots_per_rank
-    found: dict[int, dict[int, list[int]]] = {}
-    for layer, row in zip(placement.moe_layer_ids, placement.physical_to_logical, strict=True):
-        slots = found[layer] = {}
-        for slot, expert in enumerate(row[rank * width : (rank + 1) * width].tolist()):
-            if expert >= 0:
-                slots.setdefault(expert, []).append(slot)
-    return found

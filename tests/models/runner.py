@@ -24,6 +24,7 @@ from moe_serve.kernels.numerics import FAST, Numerics
 from moe_serve.models import moe_decoder
 from moe_serve.models.moe_decoder import MoeDecoder, build_decoder
 from moe_serve.models.spec import ModelSpec, read_spec
+from moe_serve.models.weight_share import WeightShare
 from moe_serve.models.weights import LoadedWeights, load_weights
 from tests.models.reference_moe import ReferenceMoe
 
@@ -57,7 +58,7 @@ def load_decoder(
 ) -> MoeDecoder:
     """moe_layer: made in place of MoeLayer, with its arguments"""
     spec = read_spec(folder)
-    weights = load_weights(folder, spec, one_rank(spec), 0, dtype, "cpu")
+    weights = load_weights(folder, WeightShare(spec, one_rank(spec), 0, dtype, "cpu"))
     return decoder_with(moe_layer, spec, weights, numerics, dtype)
 
 

@@ -13,6 +13,7 @@ from moe_serve.ep.moe_layer import MoeLayer
 from moe_serve.kernels.numerics import FAST, Numerics
 from moe_serve.models.moe_decoder import kv_layouts
 from moe_serve.models.spec import read_spec
+from moe_serve.models.weight_share import WeightShare
 from moe_serve.models.weights import dummy_weights
 from tests.models.families import oracle_logits
 from tests.models.reference_moe import ReferenceMoe
@@ -114,7 +115,7 @@ def test_the_last_row_of_each_chunk_gives_logits_first_of_those_that_sample(orac
 def test_dummy_weights_run_and_give_finite_logits_of_a_sensible_size(oracle: Oracle) -> None:
     for name in NAMES:
         spec = read_spec(oracle(name)[1])
-        weights = dummy_weights(spec, one_rank(spec), 0, torch.float32, "cpu", seed=5)
+        weights = dummy_weights(WeightShare(spec, one_rank(spec), 0, torch.float32, "cpu"), seed=5)
         decoder = decoder_with(ReferenceMoe, spec, weights)
         runner = Runner(decoder, FAST)
         request = runner.request("request", prompt(0, 12))

@@ -2,6 +2,7 @@
 
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from moe_serve.kernels.grouped_gemm_int8 import quantize_int8
 from moe_serve.models.expert_slots import empty_slots
 from moe_serve.models.spec import ModelSpec, read_spec
 from moe_serve.models.weight_plan import expert_tensors
+from moe_serve.models.weight_share import WeightShare
 from moe_serve.models.weights import LoadedWeights, dummy_weights, load_weights
 from tests.kernels.data import dequantize_int8
 from tests.models.fp8_checkpoint import write_fp8_checkpoint
@@ -29,8 +31,11 @@ def fp8_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def load(folder: Path, form: ExpertForm, placement: Placement | None = None, rank: int = 0) -> LoadedWeights:
-    spec = read_spec(folder)
-    return load_weights(folder, spec, placement or one_rank(spec), rank, torch.float32, "cpu", expert_form=form)
+    return load_weights(folder, share_of(read_spec(folder), form, placement, rank))
+
+
+def share_of(spec: ModelSpec, form: ExpertForm, placement: Placement | None = None, rank: int = 0) -> WeightShare:
+    return WeightShare(spec, placement or one_rank(spec), rank, torch.float32, "cpu", form)
 
 
 def same_bytes(a: Tensor, b: Tensor) -> bool:
@@ -79,8 +84,8 @@ def test_replicas_hold_equal_bytes_and_empty_slots_zeros(form: ExpertForm, fp8_f
     for whole, halves in (
         (load(fp8_folder, form), [load(fp8_folder, form, placement, rank) for rank in range(2)]),
         (
-            dummy_weights(spec, one_rank(spec), 0, torch.float32, "cpu", 1, form),
-            [dummy_weights(spec, placement, rank, torch.float32, "cpu", 1, form) for rank in range(2)],
+            dummy_weights(share_of(spec, form), 1),
+            [dummy_weights(share_of(spec, form, placement, rank), 1) for rank in range(2)],
         ),
     ):
         for layer, tensors in whole.experts.items():
@@ -98,7 +103,7 @@ def test_loaded_and_drawn_slots_have_the_shapes_that_sizes_are_computed_from(
 ) -> None:
     spec = read_spec(fp8_folder)
     wanted = slot_tensors(form, spec.hidden, spec.moe_intermediate, torch.float32)
-    drawn = dummy_weights(spec, one_rank(spec), 0, torch.float32, "cpu", 1, form)
+    drawn = dummy_weights(share_of(spec, form), 1)
     for weights in (load(fp8_folder, form), drawn):
         for tensors in weights.experts.values():
             assert {name: (tuple(t.shape[1:]), t.dtype) for name, t in tensors.items()} == wanted
@@ -155,5 +160,6 @@ def test_what_cannot_be_kept_in_fp8_is_refused_by_name(fp8_folder: Path, tmp_pat
 def test_slots_that_no_memory_holds_are_refused_with_what_to_lower(fp8_folder: Path) -> None:
     spec = read_spec(fp8_folder)
     plan = next(expert_tensors(spec))
+    huge = SimpleNamespace(slots_per_rank=1 << 40)
     with pytest.raises(CapacityError, match=r"1099511627776 expert slots of one layer take .*lower eplb.num_redundant"):
-        empty_slots(plan, "dense", spec, 1 << 40, torch.float32, "cpu")
+        empty_slots(plan, share_of(spec, "dense", huge))

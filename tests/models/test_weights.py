@@ -14,6 +14,7 @@ from moe_serve.eplb.placement import Placement
 from moe_serve.errors import ModelError
 from moe_serve.models.spec import ModelSpec, read_spec
 from moe_serve.models.weight_reader import dequantise
+from moe_serve.models.weight_share import WeightShare
 from moe_serve.models.weights import LoadedWeights, dummy_weights, load_weights
 from tests.models.families import FAMILIES
 from tests.models.runner import one_rank
@@ -27,8 +28,12 @@ def placed(spec: ModelSpec, num_ranks: int, num_redundant: int = 0) -> Placement
     )
 
 
+def share_of(spec: ModelSpec, placement: Placement, rank: int = 0) -> WeightShare:
+    return WeightShare(spec, placement, rank, torch.float32, "cpu")
+
+
 def load(folder: Path, placement: Placement, rank: int = 0, **options: Any) -> LoadedWeights:
-    return load_weights(folder, read_spec(folder), placement, rank, torch.float32, "cpu", **options)
+    return load_weights(folder, share_of(read_spec(folder), placement, rank), **options)
 
 
 def rewritten(
@@ -127,18 +132,18 @@ def test_dummy_weights_have_the_form_of_loaded_ones_and_follow_the_expert(name: 
     folder = oracle(name)[1]
     spec = read_spec(folder)
     loaded = load(folder, one_rank(spec))
-    whole = dummy_weights(spec, one_rank(spec), 0, torch.float32, "cpu", seed=1)
+    whole = dummy_weights(share_of(spec, one_rank(spec)), seed=1)
     assert {k: v.shape for k, v in whole.dense.items()} == {k: v.shape for k, v in loaded.dense.items()}
     assert sum(t.numel() for t in loaded.dense.values()) == spec.dense_parameters
     width = spec.num_logical // 2
     for rank in range(2):
-        half = dummy_weights(spec, placed(spec, 2), rank, torch.float32, "cpu", seed=1)
+        half = dummy_weights(share_of(spec, placed(spec, 2), rank), seed=1)
         for layer, tensors in half.experts.items():
             for key, tensor in tensors.items():
                 assert tensor.shape[1:] == loaded.experts[layer][key].shape[1:]
                 assert torch.equal(tensor, whole.experts[layer][key][rank * width : (rank + 1) * width])
     assert sum(t[0].numel() for t in whole.experts[spec.moe_layer_ids[0]].values()) == spec.expert_parameters
-    other = dummy_weights(spec, one_rank(spec), 0, torch.float32, "cpu", seed=2)
+    other = dummy_weights(share_of(spec, one_rank(spec)), seed=2)
     assert not torch.equal(other.dense["embed"], whole.dense["embed"])
 
 

@@ -98,12 +98,13 @@ def test_the_exported_folder_loads_into_the_serving_model(made):
 
     from moe_serve.eplb.placement import Placement
     from moe_serve.models.spec import read_spec
+    from moe_serve.models.weight_share import WeightShare
     from moe_serve.models.weights import load_weights
 
     spec = read_spec(made / "model")
     assert (spec.num_layers, spec.num_logical, spec.topk, spec.moe_layer_ids) == (2, 8, 2, (1,))
     placement = Placement.trivial(1, 8, num_ranks=2, moe_layer_ids=(1,))
-    loaded = load_weights(made / "model", spec, placement, 1, torch.float32, torch.device("cpu"))
+    loaded = load_weights(made / "model", WeightShare(spec, placement, 1, torch.float32, "cpu"))
     assert loaded.experts[1]["gate_up"].shape == (4, 32, 32)
     assert loaded.experts[1]["gate_up"].abs().sum() > 0
 
