@@ -6,6 +6,8 @@ collectives.
 Shape words: T = rows of the batch (padded), H = hidden, E = num_logical.
 """
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 from torch.nn import functional
@@ -22,51 +24,29 @@ from moe_serve.models.spec import GqaSpec, ModelSpec
 from moe_serve.models.weights import LoadedWeights
 
 
+@dataclass(frozen=True, eq=False)
 class DecoderLayer:
-    """One layer's weights; exactly one of `moe` and `mlp` is there."""
+    """One layer's weights; it has either `moe` or `mlp`."""
 
-    def __init__(
-        self,
-        input_norm: Tensor,
-        attention: GqaLayer | MlaLayer,
-        post_norm: Tensor,
-        moe: MoeLayer | None,
-        mlp: GatedMlp | None,
-    ):
-        self.input_norm = input_norm
-        self.attention = attention
-        self.post_norm = post_norm
-        self.moe = moe
-        self.mlp = mlp
+    input_norm: Tensor
+    attention: GqaLayer | MlaLayer
+    post_norm: Tensor
+    moe: MoeLayer | None
+    mlp: GatedMlp | None
 
 
+@dataclass(frozen=True, eq=False)
 class MoeDecoder:
     """A model on one rank. Made by build_decoder."""
 
-    def __init__(
-        self,
-        spec: ModelSpec,
-        numerics: Numerics,
-        embed: Tensor,
-        attention: GqaAttention | MlaAttention,
-        rope: RopeTable,
-        layers: list[DecoderLayer],
-        norm: Tensor,
-        head: Linear,
-    ):
-        self.spec = spec
-        self._numerics = numerics
-        self._embed = embed
-        self._attention = attention
-        self._rope = rope
-        self._layers = layers
-        self._norm = norm
-        self._head = head
-
-    @property
-    def layouts(self) -> tuple[KvLayout, ...]:
-        """The cache layout of every layer."""
-        return kv_layouts(self.spec)
+    spec: ModelSpec
+    numerics: Numerics
+    embed: Tensor
+    attention: GqaAttention | MlaAttention
+    rope: RopeTable
+    layers: list[DecoderLayer]
+    norm: Tensor
+    head: Linear
 
     @torch.no_grad()
     def forward(self, batch: ForwardBatch, cache: KvCache, num_chunks: int, overlap: bool = False) -> Tensor:
@@ -76,11 +56,11 @@ class MoeDecoder:
         overlap:    whether experts of one round compute while rows of others travel; the same on all ranks
         """
         eps = self.spec.norm_eps
-        x = functional.embedding(batch.input_ids, self._embed)
+        x = functional.embedding(batch.input_ids, self.embed)
         step = None
         if batch.num_tokens:
-            step = AttentionStep(batch, cache, self._attention.plan(batch), self._rope(batch.positions))
-        for layer in self._layers:
+            step = AttentionStep(batch, cache, self.attention.plan(batch), self.rope(batch.positions))
+        for layer in self.layers:
             if step is not None:
                 normed = rms_norm(x, layer.input_norm, eps)
                 x = x + layer.attention(normed, step)
@@ -93,11 +73,11 @@ class MoeDecoder:
 
     def _logits(self, x: Tensor, rows: Tensor) -> Tensor:
         num_rows = rows.shape[0]
-        padding = self._numerics.padded(num_rows) - num_rows
+        padding = self.numerics.padded(num_rows) - num_rows
         if padding:
             rows = functional.pad(rows, (0, padding))
-        x = rms_norm(x.index_select(0, rows), self._norm, self.spec.norm_eps)
-        return self._head(x)[:num_rows].float()
+        x = rms_norm(x.index_select(0, rows), self.norm, self.spec.norm_eps)
+        return self.head(x)[:num_rows].float()
 
 
 def build_decoder(

@@ -1,6 +1,7 @@
 """NaN or infinity in one request ends that request with an error; the bits of its neighbours stay what they were."""
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -26,9 +27,9 @@ def submits(num_prompts: int = 24) -> list[Submit]:
 
 def poison_embedding(engine: Engine, value: float) -> None:
     """The row of one token holds the value; only the table is changed, not an output matrix tied to it."""
-    decoder = engine.served.decoder
-    decoder._embed = decoder._embed.clone()
-    decoder._embed[VICTIM_TOKEN, 5] = value
+    embed = engine.served.decoder.embed.clone()
+    embed[VICTIM_TOKEN, 5] = value
+    engine.served.decoder = replace(engine.served.decoder, embed=embed)
 
 
 def poison_cache(engine: Engine, value: float) -> None:

@@ -22,7 +22,7 @@ from moe_serve.ep.replica_map import ReplicaMap
 from moe_serve.eplb.placement import Placement
 from moe_serve.kernels.numerics import FAST, Numerics
 from moe_serve.models import moe_decoder
-from moe_serve.models.moe_decoder import MoeDecoder, build_decoder
+from moe_serve.models.moe_decoder import MoeDecoder, build_decoder, kv_layouts
 from moe_serve.models.spec import ModelSpec, read_spec
 from moe_serve.models.weight_share import WeightShare
 from moe_serve.models.weights import LoadedWeights, load_weights
@@ -81,7 +81,7 @@ class Runner:
     ):
         self.decoder = decoder
         self.numerics = numerics
-        self.cache = KvCache(decoder.layouts, num_blocks, BLOCK_SIZE, dtype, "cpu")
+        self.cache = KvCache(kv_layouts(decoder.spec), num_blocks, BLOCK_SIZE, dtype, "cpu")
         self._free = [(i * 7) % num_blocks for i in range(num_blocks)]  # 7 and num_blocks have no common factor
         self.logits: dict[str, dict[int, Tensor]] = {}  # request id -> position -> [vocab]
 
