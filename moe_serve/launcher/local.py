@@ -141,11 +141,10 @@ class LocalRanks:
     module: what runs as a rank
     """
 
-    def __init__(self, config: ServeConfig, on_line: OnLine, token: str, epoch: int = 0, module: str = WORKER):
+    def __init__(self, config: ServeConfig, on_line: OnLine, token: str, module: str = WORKER):
         self.config = config
         self._on_line = on_line
         self._token = token
-        self._epoch = epoch
         self._module = module
         self._folder: Path | None = None
         self._reported: set[int] = set()
@@ -171,7 +170,6 @@ class LocalRanks:
                 "LOCAL_WORLD_SIZE": str(num_ranks),
                 "MASTER_ADDR": "127.0.0.1",
                 "MASTER_PORT": str(master_port),
-                "TORCHELASTIC_RESTART_COUNT": str(self._epoch),
             }
             arguments = ["--config", str(self.config_file)]
             child = Child(f"rank {rank}", self._module, arguments, environ, self._on_line)

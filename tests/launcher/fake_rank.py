@@ -1,6 +1,7 @@
 """A process in a rank's place, without torch: `python -m tests.launcher.fake_rank --config FILE`.
 
-It speaks the real messages as tests/server/fake_worker.py does. $FAKE_RANK chooses a mishap: "RANK:NAME", see below.
+It speaks the real messages as tests/server/fake_worker.py does. $FAKE_RANK chooses mishaps: "RANK:NAME", with
+commas between them; RANK may be all. See below.
 """
 
 import asyncio
@@ -16,36 +17,36 @@ from tests.server.fake_worker import FakeWorker
 async def run() -> int:
     config = load_config(Path(sys.argv[sys.argv.index("--config") + 1]))
     rank, num_ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    blamed, _, mishap = os.environ.get("FAKE_RANK", "").partition(":")
-    mishap = mishap if blamed == str(rank) else ""
+    chosen = [each.partition(":") for each in os.environ.get("FAKE_RANK", "").split(",")]
+    mishaps = {name for who, _, name in chosen if who in (str(rank), "all")}
     print(f"this is rank {rank}", flush=True)
-    if mishap == "settings":
+    if "settings" in mishaps:
         print("moe-serve worker: the setting x is wrong; set y", file=sys.stderr, flush=True)
         return 2
-    if mishap == "dies at start":
+    if "dies at start" in mishaps:
         os.abort()
     worker = FakeWorker(rank, num_ranks, config.server.worker_port, token=os.environ["MOE_SERVE_TOKEN"])
     worker.tokens_at_once = 4
-    if os.environ.get("FAKE_RANK") == "all:slow":
+    if "slow" in mishaps:
         worker.tokens_at_once, worker.round_s = 1, 0.05  # seconds for a request: time to do something to it
     task = asyncio.create_task(worker.run(ready=False))
     await asyncio.sleep(0.05)
     worker.say(Progress(rank, 0, "loading weights", 0.5))
-    if mishap == "never ready":
+    if "never ready" in mishaps:
         await asyncio.sleep(1000)
-    if mishap == "tells why":
-        while not worker.num_alive:  # the front end may be slower than this process, and a message to nobody is lost
-            await asyncio.sleep(0.01)
+    if "tells why" in mishaps:
+        while not worker.num_alive:  # until the front end listens
+            await asyncio.sleep(0.02)
         worker.say(Fatal(rank, 0, "cache.memory_gib 0.001 holds 1 block; raise it", rank))
         await asyncio.sleep(0.2)
         return 2
-    if mishap == "hangs at the end":
+    if "hangs at the end" in mishaps:
         worker.say = lambda message, say=worker.say: None if isinstance(message, Goodbye) else say(message)
     worker.get_ready()
     while not task.done():
         worker.load(len(worker.running))
         await asyncio.wait({task}, timeout=0.5)
-    while mishap == "hangs at the end":
+    while "hangs at the end" in mishaps:
         await asyncio.sleep(1000)
     await task
     return 0

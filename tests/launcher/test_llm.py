@@ -15,7 +15,7 @@ from moe_serve.launcher.llm import LLM, _merged
 from moe_serve.server.open_request import UnavailableError
 from tests.conftest import _descendants
 from tests.launcher.running import eventually, gone
-from tests.server.fake_worker import demo_tokenizer
+from tests.server.served import demo_tokenizer
 
 FAKE = "tests.launcher.fake_rank"
 

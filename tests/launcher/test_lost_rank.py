@@ -68,7 +68,7 @@ class Streams:
 def right() -> list[list[int]]:
     """What one rank makes of the calls, with nothing going wrong."""
     from moe_serve import LLM, SamplingParams
-    from tests.server.fake_worker import demo_tokenizer
+    from tests.server.served import demo_tokenizer
 
     tokenizer = demo_tokenizer()
     with LLM("demo", num_ranks=1, numerics="batch_invariant") as llm:

@@ -47,19 +47,6 @@ def torchrun(*arguments: str) -> Running:
 
 
 @pytest.mark.slow
-def test_torchrun_with_a_front_end_beside_it(settings):
-    with front_end(settings) as (server, client):
-        assert client.get("/ready").status_code == 503
-        with torchrun("--standalone", "--nproc-per-node", "2", "-m", WORKER, *settings) as ranks:
-            assert becomes_ready(client), ranks.output
-            assert len(client.post("/generate", json=FIVE).json()["output_ids"]) == 5
-            info = client.get("/server_info").json()
-            assert {rank["info"]["launched_by"] for rank in info["ranks"]} == {"torchrun"}
-            assert server.end(signal.SIGINT) == 0  # ends the ranks, and so torchrun
-            assert ranks.wait() == 0
-
-
-@pytest.mark.slow
 def test_two_torchruns_joined_on_one_host(settings):
     port = str(free_port())
     join = ("--nnodes", "2", "--nproc-per-node", "1", "--master-addr", "127.0.0.1", "--master-port", port)
@@ -68,9 +55,12 @@ def test_two_torchruns_joined_on_one_host(settings):
         torchrun(*join, "--node-rank", "0", "-m", WORKER, *settings) as first,
         torchrun(*join, "--node-rank", "1", "-m", WORKER, *settings) as second,
     ):
+        assert client.get("/ready").status_code == 503
         assert becomes_ready(client), first.output + second.output
         assert len(client.post("/generate", json=FIVE).json()["output_ids"]) == 5
-        assert server.end(signal.SIGINT) == 0
+        info = client.get("/server_info").json()
+        assert {rank["info"]["launched_by"] for rank in info["ranks"]} == {"torchrun"}
+        assert server.end(signal.SIGINT) == 0  # ends the ranks, and so torchrun
         assert (first.wait(), second.wait()) == (0, 0)
 
 
@@ -104,12 +94,11 @@ def test_a_front_end_that_is_gone_ends_the_ranks(settings):
         assert "Start `moe-serve frontend`" in ranks.output
 
 
-@pytest.mark.parametrize("num_started", ["1", "3"])
-def test_a_wrong_number_of_ranks_is_one_message_that_says_what_to_do(settings, num_started):
-    with torchrun("--standalone", "--nproc-per-node", num_started, "-m", WORKER, *settings) as ranks:
+def test_a_wrong_number_of_ranks_is_one_message_that_says_what_to_do(settings):
+    with torchrun("--standalone", "--nproc-per-node", "3", "-m", WORKER, *settings) as ranks:
         assert ranks.wait() != 0
-        assert f"torchrun started {num_started} ranks but parallel.num_ranks is 2" in ranks.output
-        assert f"--set parallel.num_ranks={num_started}" in ranks.output
+        assert "torchrun started 3 ranks but parallel.num_ranks is 2" in ranks.output
+        assert "--set parallel.num_ranks=3" in ranks.output
 
 
 def test_a_worker_that_is_started_alone_says_how_to_start_it(settings):

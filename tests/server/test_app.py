@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from moe_serve.config import model_dir
-from tests.server.fake_worker import in_event_loop, serving, until
+from tests.server.served import in_event_loop, serving, until
 
 FIVE = {"max_new_tokens": 5, "sampling_seed": 10}
 

@@ -12,7 +12,8 @@ from moe_serve.server.bridge import Bridge
 from moe_serve.server.open_request import Changes, OpenRequest, RequestSpec, UnavailableError
 from moe_serve.server.rank_link import SUPERVISOR
 from moe_serve.server.schemas import SamplingParams
-from tests.server.fake_worker import FakeWorker, Served, fake_config, in_event_loop, serving, until
+from tests.server.fake_worker import FakeWorker
+from tests.server.served import Served, fake_config, in_event_loop, serving, until
 
 LONG = {"max_new_tokens": 50}
 

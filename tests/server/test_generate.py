@@ -10,7 +10,7 @@ import json
 import httpx
 import pytest
 
-from tests.server.fake_worker import Served, demo_tokenizer, in_event_loop, serving, until
+from tests.server.served import Served, demo_tokenizer, in_event_loop, serving, until
 
 TEXT = demo_tokenizer()
 FIVE = {"max_new_tokens": 5, "sampling_seed": 10}

@@ -7,7 +7,8 @@ from moe_serve.engine.messages import Fatal, Members, TokenEvent, Tokens
 from moe_serve.server import rank_link as link_module
 from moe_serve.server.open_request import Changes, OpenRequest, UnavailableError
 from moe_serve.server.request_book import MAX_LOSSES
-from tests.server.fake_worker import Served, counting, in_event_loop, serving, until
+from tests.server.fake_worker import counting
+from tests.server.served import Served, in_event_loop, serving, until
 from tests.server.test_bridge import finished, spec
 
 GOES_ON = {"on_lost_rank": "mask"}

@@ -3,7 +3,7 @@
 from prometheus_client.parser import text_string_to_metric_families
 
 from moe_serve.engine.messages import Status
-from tests.server.fake_worker import Served, in_event_loop, serving, until
+from tests.server.served import Served, in_event_loop, serving, until
 
 WAITS = "moe_serve_all_to_all_wait_seconds_total"
 

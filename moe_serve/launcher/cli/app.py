@@ -5,11 +5,11 @@ displays and logs to stderr.
 """
 
 import sys
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
+import moe_serve.launcher.cli.options as opt
 from moe_serve.errors import MoeServeError
 
 app = typer.Typer(
@@ -20,74 +20,29 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
-Config = Annotated[Path | None, typer.Option(help="YAML file with settings; none: the demo model on this CPU, 2 ranks")]
-Overrides = Annotated[
-    list[str] | None,
-    typer.Option("--set", metavar="section.key=value", help="override one setting; repeat for more; wins over all"),
-]
-ModelPath = Annotated[str | None, typer.Option("--model-path", "--model", help="model.path: a folder, or demo")]
-NumRanks = Annotated[
-    int | None,
-    typer.Option("--ep-size", "--ep", "--expert-parallel-size", "--num-ranks", help="parallel.num_ranks"),
-]
-LoadFormat = Annotated[str | None, typer.Option(help="model.load_format: auto, or dummy for random weights")]
-Dtype = Annotated[str | None, typer.Option(help="model.dtype: auto, float32 or bfloat16")]
-SkipTokenizer = Annotated[bool, typer.Option("--skip-tokenizer-init", help="model.skip_tokenizer: ids in, ids out")]
-
 
 @app.command()
 def serve(
-    config: Config = None,
-    overrides: Overrides = None,
-    model_path: ModelPath = None,
-    num_ranks: NumRanks = None,
-    attn_dp_size: Annotated[
-        int | None,
-        typer.Option(
-            "--attn-dp-size",
-            "--attention-data-parallel-size",
-            "--dp-size",
-            "--data-parallel-size",
-            help="parallel.num_ranks as well: attention is data-parallel over all ranks",
-        ),
-    ] = None,
-    host: Annotated[str | None, typer.Option(help="server.host")] = None,
-    port: Annotated[int | None, typer.Option(help="server.port; 0: any free one")] = None,
-    served_model_name: Annotated[str | None, typer.Option(help="model.served_name")] = None,
-    load_format: LoadFormat = None,
-    dtype: Dtype = None,
-    device: Annotated[str | None, typer.Option(help="parallel.device: auto, cpu or cuda")] = None,
-    context_length: Annotated[
-        int | None, typer.Option("--context-length", "--max-model-len", help="model.max_model_len, tokens")
-    ] = None,
-    skip_tokenizer_init: SkipTokenizer = False,
-    init_expert_location: Annotated[
-        str | None, typer.Option(help="eplb.init_expert_location: trivial, or a placement file (ours or SGLang's)")
-    ] = None,
-    redundant_experts: Annotated[
-        int | None, typer.Option("--ep-num-redundant-experts", help="eplb.num_redundant_experts, per layer")
-    ] = None,
-    max_running_requests: Annotated[
-        int | None,
-        typer.Option("--max-running-requests", "--max-num-seqs", help="engine.max_running_requests, per rank"),
-    ] = None,
-    max_queued_requests: Annotated[
-        int | None, typer.Option(help="engine.max_queued_requests, over all ranks; beyond it: HTTP 429")
-    ] = None,
-    chunked_prefill_size: Annotated[
-        int | None,
-        typer.Option(
-            "--chunked-prefill-size",
-            "--max-num-batched-tokens",
-            help="engine.max_batch_tokens: tokens of one step of one rank",
-        ),
-    ] = None,
-    page_size: Annotated[
-        int | None, typer.Option("--page-size", "--block-size", help="cache.block_size, tokens")
-    ] = None,
-    disable_radix_cache: Annotated[
-        bool, typer.Option("--disable-radix-cache", help="cache.prefix_cache: false")
-    ] = False,
+    config: opt.Config = None,
+    overrides: opt.Overrides = None,
+    model_path: opt.ModelPath = None,
+    num_ranks: opt.NumRanks = None,
+    attn_dp_size: opt.AttentionSize = None,
+    host: opt.Host = None,
+    port: opt.Port = None,
+    served_model_name: opt.ServedName = None,
+    load_format: opt.LoadFormat = None,
+    dtype: opt.Dtype = None,
+    device: opt.Device = None,
+    context_length: opt.ContextLength = None,
+    skip_tokenizer_init: opt.SkipTokenizer = False,
+    init_expert_location: opt.InitExpertLocation = None,
+    redundant_experts: opt.RedundantExperts = None,
+    max_running_requests: opt.MaxRunning = None,
+    max_queued_requests: opt.MaxQueued = None,
+    chunked_prefill_size: opt.MaxBatchTokens = None,
+    page_size: opt.PageSize = None,
+    disable_radix_cache: opt.NoPrefixCache = False,
 ) -> None:
     """Serve a model: all ranks of this machine and the HTTP front end. Ctrl-C ends everything."""
     from moe_serve.launcher.cli.flags import effective_config
@@ -95,14 +50,10 @@ def serve(
     from moe_serve.launcher.preflight import look_for_files
     from moe_serve.launcher.system import serve_on_this_machine
 
-    flags = {
-        "model.path": model_path,
+    flags = _model_flags(model_path, [num_ranks, attn_dp_size], load_format, dtype) | {
         "model.served_name": served_model_name,
-        "model.load_format": load_format,
-        "model.dtype": dtype,
         "model.max_model_len": context_length,
         "model.skip_tokenizer": True if skip_tokenizer_init else None,
-        "parallel.num_ranks": [num_ranks, attn_dp_size],
         "parallel.device": device,
         "server.host": host,
         "server.port": port,
@@ -124,7 +75,7 @@ def serve(
 
 
 @app.command()
-def frontend(config: Config = None, overrides: Overrides = None) -> None:
+def frontend(config: opt.Config = None, overrides: opt.Overrides = None) -> None:
     """Run only the HTTP front end, beside ranks that torchrun or mpirun starts."""
     from moe_serve.launcher.frontend import main as front_end
 
@@ -134,12 +85,12 @@ def frontend(config: Config = None, overrides: Overrides = None) -> None:
 @app.command()
 def generate(
     prompts: Annotated[list[str], typer.Argument(help="one or more texts to continue")],
-    config: Config = None,
-    overrides: Overrides = None,
-    model_path: ModelPath = None,
-    num_ranks: NumRanks = None,
-    load_format: LoadFormat = None,
-    dtype: Dtype = None,
+    config: opt.Config = None,
+    overrides: opt.Overrides = None,
+    model_path: opt.ModelPath = None,
+    num_ranks: opt.NumRanks = None,
+    load_format: opt.LoadFormat = None,
+    dtype: opt.Dtype = None,
     max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", "--max-tokens", min=1)] = 128,
     temperature: Annotated[float, typer.Option(min=0.0, help="0 = always the likeliest token")] = 0.0,
     top_k: Annotated[int, typer.Option(help="-1 = all")] = -1,
@@ -152,7 +103,7 @@ def generate(
     from moe_serve.launcher.cli.flags import effective_config
     from moe_serve.launcher.generate import generate_to
 
-    flags = _model_flags(model_path, num_ranks, load_format, dtype)
+    flags = _model_flags(model_path, [num_ranks], load_format, dtype)
     params = SamplingParams(
         max_new_tokens=max_new_tokens,
         temperature=temperature,
@@ -167,26 +118,26 @@ def generate(
 
 @app.command()
 def check(
-    config: Config = None,
-    overrides: Overrides = None,
-    model_path: ModelPath = None,
-    num_ranks: NumRanks = None,
-    load_format: LoadFormat = None,
-    dtype: Dtype = None,
+    config: opt.Config = None,
+    overrides: opt.Overrides = None,
+    model_path: opt.ModelPath = None,
+    num_ranks: opt.NumRanks = None,
+    load_format: opt.LoadFormat = None,
+    dtype: opt.Dtype = None,
 ) -> None:
     """Explain a configuration without starting it: memory, experts, buffers, backends, what is missing here."""
     from moe_serve.launcher.cli.flags import effective_config
 
-    settings = effective_config(config, _model_flags(model_path, num_ranks, load_format, dtype), overrides or ())
+    settings = effective_config(config, _model_flags(model_path, [num_ranks], load_format, dtype), overrides or ())
     from moe_serve.launcher.check.show import print_check  # loads torch: a mistake in the settings is said without it
 
     raise typer.Exit(print_check(settings))
 
 
 def _model_flags(
-    model_path: str | None, num_ranks: int | None, load_format: str | None, dtype: str | None
+    model_path: str | None, num_ranks: list[int | None], load_format: str | None, dtype: str | None
 ) -> dict[str, object]:
-    """Returns the settings that the flags of every command with a model stand for."""
+    """Returns the settings of the flags that every command with a model has. num_ranks: of several flags"""
     return {
         "model.path": model_path,
         "parallel.num_ranks": num_ranks,

@@ -149,13 +149,22 @@ def test_text_values_arrive_unchanged():
     ],
     ids=lambda value: " ".join(value[:2]),
 )
-def test_a_mistake_is_one_line_on_stderr_and_exit_2(arguments, words):
-    result = moe_serve(*arguments)
-    assert result.returncode == 2
-    assert result.stdout == ""
-    assert len(result.stderr.strip().splitlines()) == 1, result.stderr
+def test_a_mistake_is_one_line_on_stderr_and_exit_2(arguments, words, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["moe-serve", *arguments])
+    with pytest.raises(SystemExit) as end:
+        cli.main()
+    assert end.value.code == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert len(err.strip().splitlines()) == 1, err
     for word in words:
-        assert word in result.stderr
+        assert word in err
+
+
+def test_the_command_as_a_process_ends_with_one_line_too():
+    result = moe_serve("serve", "--config", "/nowhere.yaml")
+    assert (result.returncode, result.stdout) == (2, "")
+    assert len(result.stderr.strip().splitlines()) == 1, result.stderr
 
 
 def test_a_folder_without_weights_is_named_and_one_without_a_tokenizer_serves_ids(tmp_path, caplog):

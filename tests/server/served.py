@@ -1,0 +1,100 @@
+"""A whole served system: the real front end with fake ranks behind it, in one process."""
+
+import asyncio
+import contextlib
+import functools
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass
+
+import httpx
+
+from moe_serve.config import ServeConfig, load_config, model_dir
+from moe_serve.models.tokenizer import Tokenizer
+from moe_serve.server.app import make_app
+from moe_serve.server.bridge import Bridge
+from moe_serve.server.http import HttpServer
+from moe_serve.server.ports import open_port
+from tests.server.fake_worker import FakeWorker
+
+
+def demo_tokenizer() -> Tokenizer:
+    return Tokenizer.from_folder(model_dir(load_config().model))
+
+
+@dataclass
+class Served:
+    """A served system: HTTP client, bridge and fake ranks."""
+
+    client: httpx.AsyncClient
+    bridge: Bridge
+    workers: list[FakeWorker]
+    tasks: list[asyncio.Task[None]]
+    server: HttpServer
+
+    async def generate(self, **fields: object) -> httpx.Response:
+        return await self.client.post("/generate", json=fields)
+
+    def kill(self, rank: int) -> None:
+        """Ends a rank without a word."""
+        self.tasks[rank].cancel()
+
+
+@contextlib.asynccontextmanager
+async def serving(
+    num_ranks: int = 2, *overrides: str, tokenizer: bool = True, start: bool = True, **worker_fields: object
+) -> AsyncIterator[Served]:
+    """A front end with fake ranks behind it; ready when start is true."""
+    config = fake_config(num_ranks, *overrides)
+    text = demo_tokenizer() if tokenizer else None
+    bridge = Bridge(config, text)
+    await bridge.start()
+    listener = open_port("127.0.0.1", 0)
+    server = HttpServer(make_app(config, bridge, text), bridge, handle_signals=False)
+    http = asyncio.create_task(server.serve(sockets=[listener]))
+    workers = [
+        FakeWorker(rank, num_ranks, bridge.worker_port, **worker_fields)  # type: ignore[arg-type]
+        for rank in range(num_ranks)
+    ]
+    tasks: list[asyncio.Task[None]] = []
+    address = f"http://127.0.0.1:{listener.getsockname()[1]}"
+    async with httpx.AsyncClient(base_url=address, timeout=20, trust_env=False) as client:
+        try:
+            if start:
+                tasks += [asyncio.create_task(worker.run()) for worker in workers]
+                await bridge.wait_until_ready()
+            yield Served(client, bridge, workers, tasks, server)
+        finally:
+            server.stop()
+            await http
+            await bridge.close()
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            listener.close()
+
+
+def fake_config(num_ranks: int, *overrides: str) -> ServeConfig:
+    return load_config(
+        overrides=[f"parallel.num_ranks={num_ranks}", "server.port=0", "server.worker_port=0", *overrides]
+    )
+
+
+def in_event_loop(test: Callable[..., Awaitable[None]]) -> Callable[..., None]:
+    """Runs an async test, with a deadline."""
+
+    @functools.wraps(test)
+    def run(*args: object, **kwargs: object) -> None:
+        async def bounded() -> None:
+            async with asyncio.timeout(30):
+                await test(*args, **kwargs)
+
+        asyncio.run(bounded())
+
+    return run
+
+
+async def until(condition: Callable[[], bool], timeout_s: float = 5.0) -> None:
+    """Waits until something is true."""
+    async with asyncio.timeout(timeout_s):
+        while not condition():
+            await asyncio.sleep(0.005)
