@@ -1,7 +1,7 @@
-"""Small helpers in C beside their Python twins: built at first use, kept in the user's cache, never required.
+"""Builds small C helpers at first use and keeps them in the user's cache. None is required: each has a Python twin.
 
-Whoever calls falls back to the twin and says why. Numbers in and out are int64 and addresses, so one prototype serves
-all functions.
+Callers fall back to the twin and report why. All arguments and results are int64 (numbers or addresses), so one
+prototype serves all functions.
 """
 
 import ctypes
@@ -18,18 +18,18 @@ from moe_serve.errors import ConfigError
 
 _FLAGS = ("-O3", "-fPIC", "-shared")
 FOR_THIS_PROCESSOR = ("-march=native",)
-_SECONDS = 60  # that a compiler may take
+_TIMEOUT_S = 60  # of the compiler
 
 
 def load_c_library(
     source: Path, arguments: Mapping[str, int], flags: tuple[str, ...] = (), folder: Path | None = None
 ) -> tuple[ctypes.CDLL, str]:
-    """Returns the library of a C file, and the compiler that builds it here.
+    """Returns the library of a C file, and the compiler that built it.
 
-    arguments: how many arguments each of its functions takes, all of int64; each returns int64, or nothing
+    arguments: the number of arguments of each function, all int64; each returns int64 or nothing
     flags:     beside the usual ones, e.g. FOR_THIS_PROCESSOR
     folder:    None: $XDG_CACHE_HOME/moe_serve, or ~/.cache/moe_serve
-    Raises ConfigError when there is no compiler, when it fails, or when others could have put a library there.
+    Raises ConfigError when there is no compiler, when it fails, or when other users can write to the folder.
     """
     compiler = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
     if compiler is None:
@@ -61,23 +61,23 @@ def _cache_folder() -> Path:
     try:
         return Path(cache or Path.home() / ".cache") / "moe_serve"
     except RuntimeError:
-        raise ConfigError("nobody's home folder is known here, so no C helper is kept; set XDG_CACHE_HOME") from None
+        raise ConfigError("there is no home folder to keep the C helper in; set XDG_CACHE_HOME") from None
 
 
 def _build(compiler: str, source: Path, path: Path, flags: tuple[str, ...]) -> None:
-    """Several ranks may build at once: each into a file of its own, which then takes the name in one step."""
+    """Builds into a temporary file and renames it, since several ranks may build at once."""
     descriptor, built = tempfile.mkstemp(dir=path.parent, suffix=".so")
     os.close(descriptor)
     try:
         command = [compiler, *_FLAGS, *flags, "-o", built, str(source)]
-        subprocess.run(command, check=True, capture_output=True, timeout=_SECONDS, text=True)
+        subprocess.run(command, check=True, capture_output=True, timeout=_TIMEOUT_S, text=True)
         os.replace(built, path)
     finally:
         Path(built).unlink(missing_ok=True)
 
 
 def _processor() -> str:
-    """Returns what -march=native looks at; a home folder may be shared by machines that differ."""
+    """Returns the processor's features, on which -march=native depends: different machines may share a home folder."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:

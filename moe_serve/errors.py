@@ -1,6 +1,6 @@
 """The errors a user of moe_serve can meet.
 
-Every message has three parts: what is, what is needed, what to do. It names the setting, the rank and the numbers.
+A message has three parts: what is, what is needed, what to do. It names the setting, the rank and the numbers.
 A command that ends with one of these prints one line and exits with 2; an HTTP request gets a 4xx with the text.
 """
 
@@ -46,7 +46,7 @@ class RequestError(MoeServeError):
 
 
 class QueueFullError(MoeServeError):
-    """Too many requests are waiting; the client should come back after `retry_after_s`."""
+    """Too many requests are waiting; the client should retry after `retry_after_s`."""
 
     def __init__(self, message: str, retry_after_s: float = 1.0):
         super().__init__(message)
@@ -54,7 +54,7 @@ class QueueFullError(MoeServeError):
 
 
 class PeerError(MoeServeError):
-    """A rank that did not arrive by the deadline, or died. Voids the step: nothing is sampled from it."""
+    """A peer that did not arrive by the deadline, or ended. Its step is void: nothing is sampled from it."""
 
     def __init__(self, message: str, rank: int, phase: str, step: int):
         super().__init__(message)

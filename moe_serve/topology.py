@@ -1,4 +1,4 @@
-"""Which rank is on which node. No torch: planning imports this.
+"""Maps ranks to nodes. Torch-free: planning imports it.
 
 Ranks are numbered node by node: rank r lives on node r // ranks_per_node.
 """

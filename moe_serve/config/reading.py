@@ -19,7 +19,7 @@ def load_config(
 
     path:      YAML file; None: all defaults
     overrides: "section.key=value" strings, as `--set` takes them; values are read as YAML
-    base:      nested values below the file, for callers that bring their own defaults
+    base:      nested values that the file overrides, for callers with their own defaults
     Raises ConfigError with one line per mistake: the file, the dotted key, and what to do.
     """
     where = str(path) if path is not None else "configuration"
@@ -40,7 +40,7 @@ def _read_yaml(path: Path) -> dict[str, Any]:
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read ({error.strerror}); give --config an existing YAML file") from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path}: is not valid YAML ({' '.join(str(error).split())}); mend the file") from None
+        raise ConfigError(f"{path}: is not valid YAML ({' '.join(str(error).split())}); correct the file") from None
     if loaded is None:
         return {}
     if not isinstance(loaded, dict):

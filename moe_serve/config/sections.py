@@ -27,14 +27,14 @@ class Section(BaseModel):
 
 
 class ModelConfig(Section):
-    """Which model, and how its weights come into memory."""
+    """The model, and how its weights are loaded."""
 
     path: str = DEMO_MODEL  # a Hugging Face model folder, or "demo"
     served_name: str | None = None  # name in /v1/models; None: the folder's name
-    load_format: Literal["auto", "dummy"] = "auto"  # dummy: random weights of the config, nothing read
+    load_format: Literal["auto", "dummy"] = "auto"  # dummy: random weights of the right shapes, none is read
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # auto: float32 on CPU, bfloat16 on GPU
-    # How experts are kept. auto: an FP8 checkpoint as it is where the GPU has e4m3, else dense (the compute dtype);
-    # int8: CPUs only, a quarter of float32, and not the checkpoint's numbers.
+    # How expert weights are stored. auto: an FP8 checkpoint as it is where the GPU has e4m3, else dense (the compute
+    # dtype); int8: CPUs only, a quarter of the memory of float32, rounded from the checkpoint's values.
     expert_weights: Literal["auto", "dense", "fp8", "int8"] = "auto"
     max_model_len: PositiveInt | None = None  # tokens, prompt + output; None: the model's own limit
     skip_tokenizer: bool = False  # ids in, ids out
@@ -42,7 +42,7 @@ class ModelConfig(Section):
 
 
 class ParallelConfig(Section):
-    """How many ranks, and on what. Attention is data-parallel and experts are expert-parallel over all ranks."""
+    """The ranks and their devices. Over all of them attention is data-parallel and experts are expert-parallel."""
 
     num_ranks: PositiveInt = 1
     device: Literal["auto", "cpu", "cuda"] = "auto"
@@ -67,29 +67,29 @@ class DispatchConfig(Section):
     backend: Backend = "auto"
     max_tokens_per_rank: PositiveInt | None = None  # rows of one dispatch; None: engine.max_batch_tokens
     wire_dtype: Literal["auto", "float32", "bf16", "fp8"] = "auto"  # auto: the compute dtype
-    # A step in which some rank has so many rows runs its MoE layers in two rounds or more: experts of one round compute
-    # while rows of others travel. None: never, which is right over the shared memory of one host, where a rank's own
-    # core does the copying (benchmarks/results/overlap.md). Behind a link: ep/break_even.py computes it
+    # A step in which some rank has at least this many rows runs its MoE layers in two or more rounds: the experts of
+    # one round compute while rows of others travel. None: never, which is best over shared memory of one host, where
+    # the rank's own core copies the rows (benchmarks/results/overlap.md). For a network, ep/break_even.py computes it.
     overlap_from_tokens: PositiveInt | None = None
-    # How rows lie before the experts: without gaps, or in a slab of fixed size for each slot (low_latency; on GPUs the
-    # only form that it gives). auto: packed on CPUs, what the transport gives on GPUs
+    # Layout of the rows that experts receive. packed: without gaps; masked: a slab of fixed size for each slot
+    # (low_latency; its only layout on GPUs). auto: packed on CPUs, the transport's own on GPUs
     rows: Rows = "auto"
-    # Where the results of a token's experts are added: ordered: at home, in top-k order, with the same bits everywhere;
-    # rank_sum: first on each rank, so that one row for each rank travels home instead of one for each expert
+    # Where the results of a token's experts are added. ordered: on its source rank, in top-k order, with the same bits
+    # on every transport; rank_sum: first on each destination rank, which returns one row, not one for each expert
     combine: Combine = "ordered"
-    compiled: bool = True  # low_latency on CPUs moves rows by a C helper where a compiler is found; the same bits
+    compiled: bool = True  # low_latency on CPUs moves rows with a C helper if there is a compiler; same bits either way
     deadline_s: PositiveFloat | None = None  # how long low_latency waits for a peer; None: engine.step_deadline_s
 
 
 class EplbConfig(Section):
-    """Where experts live and how the tokens of a replicated expert are shared."""
+    """The placement of experts, and how the tokens of a replicated expert are split over its replicas."""
 
     init_expert_location: str = "trivial"  # or a placement file: ours or SGLang's, .json or .pt
     num_redundant_experts: NonNegativeInt = 0  # extra slots per layer; the total is rounded up to a multiple of ranks
-    # how replicas share a batch. nearest: those of the own rank, else of the node; exact: smallest largest rank load
+    # How replicas share a batch. nearest: prefer the own rank, then the own node; exact: minimise the largest rank load
     split: Literal["even", "nearest", "exact"] = "even"
     record_window_steps: PositiveInt = 1000  # steps of one load record
-    record_path: str | None = None  # write load records to this .jsonl trace, which `moe-serve replay` reads
+    record_path: str | None = None  # .jsonl trace to which load records are written; `moe-serve replay` reads it
 
     @field_validator("record_path")
     @classmethod
@@ -116,7 +116,7 @@ class CacheConfig(Section):
     block_size: PositiveInt = 16  # tokens per block
     num_blocks: PositiveInt | None = None  # per rank; None: from memory_gib
     memory_gib: PositiveFloat = 1.0  # per rank, where num_blocks is None
-    prefix_cache: bool = True  # reuse the blocks of equal prompt beginnings
+    prefix_cache: bool = True  # reuse the blocks of equal prompt prefixes
 
 
 class EngineConfig(Section):
@@ -126,15 +126,13 @@ class EngineConfig(Section):
     max_queued_requests: PositiveInt = 1024  # over all ranks, at the front end; beyond it: HTTP 429
     max_batch_tokens: PositiveInt = 1024  # token budget of one step of one rank; longer prompts are prefilled in chunks
     numerics: Literal["fast", "batch_invariant"] = "fast"
-    row_tile: Literal[4, 8, 16] = (
-        4  # rows of a GEMM tile in batch_invariant; tiles of 1 and 2 are not invariant everywhere
-    )
-    exchange: Literal["auto", "gloo", "shm"] = "auto"  # how step proposals travel; auto: shm on one machine
+    row_tile: Literal[4, 8, 16] = 4  # rows of a GEMM tile in batch_invariant; 1 and 2 are not invariant everywhere
+    exchange: Literal["auto", "gloo", "shm"] = "auto"  # how step proposals are exchanged; auto: shm on one machine
     step_deadline_s: PositiveFloat = 60.0  # a peer that takes longer is lost
-    # mask: the others go on without a lost rank where they can (CPU ranks of one host, an expert's slots on two ranks),
-    # and take it back when it was only late; end: they end, to be started again
+    # mask: the others go on without a lost rank where they can (CPU ranks of one host, every expert on two ranks), and
+    # a rank that was only late rejoins; end: all ranks end, to be started again
     on_lost_rank: Literal["mask", "end"] = "mask"
-    heartbeat_s: PositiveFloat = 1.0  # how often a sleeping rank shows that it is alive
+    heartbeat_s: PositiveFloat = 1.0  # how often an idle rank shows that it is alive
     prefill_hold_steps: NonNegativeInt = 0  # steps a lone prefill may wait so that ranks prefill together
 
     @model_validator(mode="after")
@@ -157,8 +155,8 @@ class ServerConfig(Section):
     worker_port: NonNegativeInt = Field(default=30001, le=65535)
     max_body_mib: PositiveFloat = 16.0  # a larger HTTP body is refused
     attach_deadline_s: PositiveFloat = 600.0  # how long the front end waits for all ranks at start
-    # A rank ends when the front end was silent for longer, and is lost when it was silent itself for longer and for
-    # longer than engine.step_deadline_s.
+    # A rank ends when the front end is silent for longer than this. A rank is lost when it is silent for longer than
+    # this and than engine.step_deadline_s.
     worker_deadline_s: PositiveFloat = 30.0
     routing_load_gap: NonNegativeFloat = 512.0  # prefix and session affinity yield above this gap, in tokens
 
@@ -170,7 +168,7 @@ class ServerConfig(Section):
 
 
 class ServeConfig(Section):
-    """Everything a serving system is told."""
+    """The whole configuration of a serving system."""
 
     model: ModelConfig = ModelConfig()
     parallel: ParallelConfig = ParallelConfig()

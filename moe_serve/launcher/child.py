@@ -1,8 +1,7 @@
 """Runs a module as a child that cannot outlive its parent: `python -m moe_serve.launcher.child PARENT_PID MODULE ARGS…`
 
-The kernel kills the child when its parent is gone, however that ended. The child asks for this itself, so that the
-parent needs no code between fork and exec, which is unsafe beside threads. Linux; elsewhere the ranks' own deadlines
-end them.
+On Linux the kernel kills the child when its parent ends, for whatever reason. The child asks for this itself, because
+code between fork and exec in the parent is unsafe beside threads. Elsewhere the ranks' own deadlines end them.
 """
 
 import ctypes
@@ -15,7 +14,7 @@ _PR_SET_PDEATHSIG = 1
 
 
 def die_with_parent(parent_pid: int) -> None:
-    """Asks the kernel to kill this process when its parent ends; ends at once where that has happened already."""
+    """Asks the kernel to kill this process when its parent ends; exits at once if it has already ended."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
     if os.getppid() != parent_pid:

@@ -1,6 +1,6 @@
-"""What a user sees while a system starts: one line for each rank, and the ranks' own words above. To stderr.
+"""Shows a system as it starts: one line for each rank, and the ranks' own output above. To stderr.
 
-On a terminal the lines are live; elsewhere (a file, a container's log) each new phase is one plain line.
+On a terminal the lines are updated in place; elsewhere (a file, a container's log) each new phase is one plain line.
 """
 
 import threading
@@ -43,7 +43,7 @@ class StartDisplay:
         return time.monotonic() - self._started_s
 
     def stop(self) -> None:
-        """Takes the live lines away; lines of the ranks still come through `line`."""
+        """Removes the live lines; output of the ranks is still printed by `line`."""
         if self._live is not None:
             self._live.stop()
             self._live = None
@@ -57,12 +57,12 @@ class StartDisplay:
             self.note(f"rank {rank}: {phase} ({self.elapsed_s:.1f} s)")
 
     def line(self, who: str, line: str) -> None:
-        """Passes on one line that a process has printed."""
+        """Prints one line of a process's output, with its name."""
         prefix = "" if f"[{who}]" in line else f"[{who}] "
         self.console.print(Text(prefix + line), soft_wrap=True)
 
     def note(self, text: str, style: str = "") -> None:
-        """Prints one line of our own."""
+        """Prints one line of this process."""
         self.console.print(Text(text, style=style), soft_wrap=True)
 
     def _render(self) -> RenderableType:

@@ -28,7 +28,7 @@ def main(
     overrides: Annotated[
         list[str] | None, typer.Option("--set", metavar="section.key=value", help="override one setting; repeatable")
     ] = None,
-    http_fd: Annotated[int | None, typer.Option(hidden=True, help="a listening socket that was handed down")] = None,
+    http_fd: Annotated[int | None, typer.Option(hidden=True, help="a listening socket from the parent")] = None,
 ) -> None:
     """Runs the HTTP front end; ranks attach to it at server.worker_host:worker_port."""
     configure_logging(who="front end")

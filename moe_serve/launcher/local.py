@@ -1,7 +1,7 @@
 """The processes of a serving system on this machine: all ranks, and whatever else is started beside them.
 
-Each child has a process group of its own, dies with its parent, and has its output collected line by line: what it said
-last is what a user needs when it is gone. Torch-free.
+Each child has its own process group, dies with its parent, and has its output collected line by line, since its last
+lines explain its end. Torch-free.
 """
 
 import contextlib
@@ -26,14 +26,15 @@ from moe_serve.launcher.rank_env import free_port
 WORKER = "moe_serve.launcher.serve"  # the module that is one rank
 LAST_LINES = 15  # of a child's output, kept for a report of its end
 TERMINATE_S = 2.0  # between SIGTERM and SIGKILL
-_LAUNCH_VARIABLES = ("TORCHELASTIC_", "OMPI_", "PMI_", "PMIX_", "MPI_LOCAL", "SLURM_")  # of a launcher above us
+# Set by a launcher that started this process.
+_LAUNCH_VARIABLES = ("TORCHELASTIC_", "OMPI_", "PMI_", "PMIX_", "MPI_LOCAL", "SLURM_")
 
 OnLine = Callable[[str, str], None]  # (who, line)
 
 
 @dataclass(frozen=True)
 class Death:
-    """A rank that ended. was_killed: by a signal, so it could not say why."""
+    """A rank that ended. was_killed: by a signal, so it could not report why."""
 
     rank: int
     pid: int
@@ -81,7 +82,7 @@ class Child:
             stderr=subprocess.STDOUT,
             env=environ,
             pass_fds=tuple(pass_fds),
-            process_group=0,  # Ctrl-C reaches the parent alone, which ends its children in order
+            process_group=0,  # so that Ctrl-C reaches only the parent, which ends its children in order
             text=True,
             errors="replace",
         )
@@ -122,7 +123,7 @@ class Child:
 
 
 def end_children(children: Sequence[Child], grace_s: float) -> None:
-    """Ends processes: waits for those on their way out, then SIGTERM, then SIGKILL. Nothing is left when it returns."""
+    """Ends processes: waits for those that are ending, then SIGTERM, then SIGKILL. None is left when it returns."""
     steps: list[tuple[float, signal.Signals | None]] = [(grace_s, signal.SIGTERM), (TERMINATE_S, None)]
     for wait_s, next_signal in steps:
         deadline_s = time.monotonic() + wait_s
@@ -137,8 +138,9 @@ def end_children(children: Sequence[Child], grace_s: float) -> None:
 class LocalRanks:
     """All ranks of one system, on this machine.
 
-    config: effective, with a real server.worker_port; token: the secret that ranks show to the front end;
-    module: what runs as a rank
+    config: effective, with a real server.worker_port
+    token:  the secret by which the front end knows its ranks
+    module: the Python module that runs as one rank
     """
 
     def __init__(self, config: ServeConfig, on_line: OnLine, token: str, module: str = WORKER):
@@ -152,7 +154,7 @@ class LocalRanks:
 
     @property
     def config_file(self) -> Path:
-        """The effective configuration, as the processes read it; there from start() to end()."""
+        """The file with the effective configuration, which the processes read; it exists from start() to end()."""
         assert self._folder is not None, "start() first"
         return self._folder / "effective.yaml"
 
@@ -176,7 +178,7 @@ class LocalRanks:
             self.children.append(child)
 
     def deaths(self) -> list[Death]:
-        """Returns the ranks that ended since the last call; those that were killed come first: they are the cause."""
+        """Returns the ranks that ended since the last call. Those that were killed come first, as the likely cause."""
         found = []
         for rank, child in enumerate(self.children):
             code = child.code
@@ -186,14 +188,14 @@ class LocalRanks:
         return sorted(found, key=lambda death: not death.was_killed)
 
     def end(self, grace_s: float) -> None:
-        """Ends all ranks; those on their way out get grace_s for it."""
+        """Ends all ranks; those that are ending get grace_s to do so."""
         end_children(self.children, grace_s)
         if self._folder is not None:
             shutil.rmtree(self._folder, ignore_errors=True)
 
 
 def child_environment(token: str) -> dict[str, str]:
-    """Returns the environment for a child: ours, without the marks of a launcher above us."""
+    """Returns the environment for a child: that of this process, without the variables of a launcher."""
     environ = {name: value for name, value in os.environ.items() if not name.startswith(_LAUNCH_VARIABLES)}
     package_home = str(Path(moe_serve.__file__).parent.parent)
     paths = [package_home, *filter(None, [os.environ.get("PYTHONPATH")])]
@@ -201,5 +203,5 @@ def child_environment(token: str) -> dict[str, str]:
 
 
 def new_token() -> str:
-    """Returns a secret for one system: the one in $MOE_SERVE_TOKEN, or a new one."""
+    """Returns the secret of one system: $MOE_SERVE_TOKEN, or a new one."""
     return os.environ.get("MOE_SERVE_TOKEN") or secrets.token_hex(16)

@@ -1,4 +1,4 @@
-"""Looks at the files that a configuration names, before any process is started. Torch-free."""
+"""Checks the files that a configuration names before any process is started. Torch-free."""
 
 from pathlib import Path
 

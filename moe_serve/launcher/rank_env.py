@@ -1,7 +1,7 @@
-"""Which rank is this process? Reads what torchrun, MPI, Slurm or `moe-serve serve` left for it.
+"""Reads which rank this process is from what torchrun, MPI, Slurm or `moe-serve serve` set.
 
-Under MPI the facts come from mpi4py itself (rank, ranks of this host, an address that rank 0 picks), not from variables
-that differ from one MPI to the next. Torch-free.
+Under MPI, rank, local rank and an address chosen by rank 0 come from mpi4py itself, because the variables differ
+between MPI implementations. Torch-free.
 """
 
 import os
@@ -16,7 +16,7 @@ _MPI_MARKS = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK")
 
 @dataclass(frozen=True)
 class RankEnv:
-    """This process's place in the launch. epoch: how often the ranks were restarted before. source: who started it."""
+    """This process's place in the launch. epoch: number of restarts so far. source: the launcher, in words."""
 
     rank: int
     num_ranks: int
@@ -102,7 +102,7 @@ def _from_mpi() -> RankEnv:
 
     world = MPI.COMM_WORLD
     local = world.Split_type(MPI.COMM_TYPE_SHARED)
-    # Raw bytes on purpose: mpi4py's lowercase calls pickle.
+    # Raw bytes on purpose: the lower-case calls of mpi4py pickle.
     address = np.zeros(256, dtype=np.uint8)
     if world.rank == 0:
         host = "127.0.0.1" if local.size == world.size else socket.getfqdn()
@@ -111,7 +111,7 @@ def _from_mpi() -> RankEnv:
     world.Bcast(address, root=0)
     host, _, port = bytes(address).rstrip(b"\0").decode().rpartition(":")
     env = RankEnv(world.rank, world.size, local.rank, local.size, host, int(port), 0, "mpirun")
-    # MPI has done its work. A worker leaves by os._exit, and an MPI that was not finalized leaves shared memory behind.
+    # Finalize now: a worker exits by os._exit, and an MPI that was not finalized leaves shared memory behind.
     local.Free()
     MPI.Finalize()
     return env
@@ -145,9 +145,9 @@ def free_port(host: str = "127.0.0.1") -> int:
 
 
 def interface_towards(address: str) -> str | None:
-    """Returns the name of the network interface that routes to an address; None where that cannot be found out.
+    """Returns the name of the network interface that routes to an address; None if it cannot be determined.
 
-    gloo otherwise binds to whatever the host's own name resolves to, often 127.0.0.1, and peers on other hosts fail.
+    Without it gloo binds to the address of the host's own name, often 127.0.0.1, and peers on other hosts fail.
     """
     try:
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:

@@ -1,9 +1,10 @@
 """`moe-serve serve`: all ranks of this machine and the front end, from start-up display to Ctrl-C. Torch-free.
 
-The parent only watches. It hears from the front end what the ranks are doing (as supervisor, see server/rank_link.py),
-sees first when a process ends, tells the front end, and ends everything in order: no new calls, then the ranks, then
-whatever is left. Whether the others go on without a lost rank is their decision, which the front end passes on: then
-one line says so, and that is all. Else the front end outlives the ranks, to say on /ready which one it was.
+The parent only supervises. It receives the ranks' progress from the front end (as supervisor, see server/rank_link.py),
+notices first when a process ends, reports it to the front end, and shuts everything down in order: no new calls, then
+the ranks, then whatever is left. The ranks decide whether they go on without a lost one; the front end passes their
+decision on, and the parent prints it. If they do not, the front end outlives the ranks and names the lost rank on
+/ready.
 """
 
 import os
@@ -28,12 +29,12 @@ from moe_serve.server.rank_link import SUPERVISOR
 _POLL_MS = 50
 _END_GRACE_S = 4.0  # for the front end and the ranks to end in order
 _LOSS_GRACE_S = 3.0  # for the ranks that are left when one is lost
-_END_IS_SEEN_S = 0.3  # from when peers miss a process until its parent knows how it ended
-_OWN_WORDS_S = 1.0  # a rank that exits by itself has told the front end why; wait for that before saying it again
+_EXIT_SEEN_S = 0.3  # peers may miss a process this long before its parent knows how it ended
+_OWN_REPORT_S = 1.0  # a rank that exits by itself has reported why; wait so long for that report
 
 
 class _Ended(Exception):
-    """The system is over; the value is the exit code."""
+    """Ends `watch` with an exit code."""
 
     def __init__(self, code: int):
         super().__init__(code)
@@ -41,7 +42,7 @@ class _Ended(Exception):
 
 
 def serve_on_this_machine(config: ServeConfig, display: StartDisplay, worker: str = WORKER) -> int:
-    """Serves until Ctrl-C or SIGTERM; returns the exit code: 0 as told, 1 a process was lost, 2 a setting to correct.
+    """Serves until Ctrl-C or SIGTERM. Returns the exit code: 0 = as asked, 1 = lost a process, 2 = a wrong setting.
 
     Raises LaunchError before anything is started, when a port is taken.
     """
@@ -65,7 +66,7 @@ def serve_on_this_machine(config: ServeConfig, display: StartDisplay, worker: st
 
 
 def with_ports(config: ServeConfig, http_port: int) -> ServeConfig:
-    """Returns the configuration with real port numbers where it says 0. Raises LaunchError when the ranks' is taken."""
+    """Returns the configuration with port numbers in place of 0. Raises PortError when the ranks' port is taken."""
     server = config.server
     which = "--set server.worker_port=… (0: any)"
     with open_port(server.worker_host, server.worker_port, "server.worker_host", which) as probe:
@@ -75,8 +76,8 @@ def with_ports(config: ServeConfig, http_port: int) -> ServeConfig:
 
 
 @dataclass(frozen=True)
-class _Out:
-    """A rank that is out. serving: who goes on, in words"""
+class _Masked:
+    """A rank that the others serve without. serving: which ranks go on, in words"""
 
     since_s: float
     reason: str
@@ -93,13 +94,13 @@ class _System:
         self._front_end: Child | None = None
         self._ready: set[int] = set()
         self._is_ready = False
-        self._told: str | None = None  # why the epoch is over, in the front end's words
-        self._blamed: int = SUPERVISOR  # the rank that it holds responsible; SUPERVISOR: none by name
+        self._fatal: str | None = None  # why the epoch ended, as the front end reports it
+        self._blamed: int = SUPERVISOR  # the rank that ended it; SUPERVISOR: not known
         self._deaths: list[Death] = []  # of ranks that the others do not serve without
-        self._out: set[int] = set()
-        self._unsaid: dict[int, _Out] = {}
-        self._may_go_on = True  # all ranks have said that they go on without a lost one where they can
-        self._lost_at_s: float | None = None  # when we first heard of it
+        self._masked: set[int] = set()
+        self._unprinted: dict[int, _Masked] = {}
+        self._may_go_on = True  # whether every rank goes on without a lost one where it can
+        self._lost_at_s: float | None = None  # when the loss was first noticed
         self._is_reported = False
         self._context = zmq.Context()
         self._socket: zmq.Socket[bytes] = self._context.socket(zmq.DEALER)
@@ -122,7 +123,7 @@ class _System:
         self._socket.send(encode(hello))
 
     def watch(self) -> None:
-        """Shows and passes on what happens, until _Ended is raised."""
+        """Prints and forwards what happens, until _Ended is raised."""
         while True:
             if self.stop_signals:
                 self.display.stop()
@@ -149,13 +150,13 @@ class _System:
                 case Ready():
                     self.display.phase(message.rank, "ready", 1.0)
                     self._may_go_on &= message.info.get("on_lost_rank") == "mask"
-                    self._one_is_ready(message.rank)
+                    self._rank_is_ready(message.rank)
                 case Members():
                     self._regroup(message)
                 case Fatal():
-                    self._told, self._blamed = message.message, message.lost_rank
+                    self._fatal, self._blamed = message.message, message.lost_rank
 
-    def _one_is_ready(self, rank: int) -> None:
+    def _rank_is_ready(self, rank: int) -> None:
         self._ready.add(rank)
         if len(self._ready) == self.config.parallel.num_ranks and not self._is_ready:
             self._is_ready = True
@@ -166,60 +167,60 @@ class _System:
             self.display.note(f"  try: curl {address}/generate -d '{prompt}'")
 
     def _regroup(self, message: Members) -> None:
-        """Notes who is out, and says who is back."""
+        """Notes which ranks are masked, and prints which rejoin."""
         members = ", ".join(map(str, message.members))
         serving = f"ranks {members} serve" if len(message.members) > 1 else f"rank {members} serves"
         for rank in range(self.config.parallel.num_ranks):
-            if rank in self._out and rank in message.members:
-                self._say_who_is_out(at_once=True)
-                self._out.remove(rank)
-                self.display.note(f"rank {rank} is back; {serving}", style="green")
-            elif rank not in self._out and rank not in message.members:
-                self._out.add(rank)
-                self._unsaid[rank] = _Out(time.monotonic(), message.reason, serving)
+            if rank in self._masked and rank in message.members:
+                self._print_masked(at_once=True)
+                self._masked.remove(rank)
+                self.display.note(f"rank {rank} rejoined; {serving}", style="green")
+            elif rank not in self._masked and rank not in message.members:
+                self._masked.add(rank)
+                self._unprinted[rank] = _Masked(time.monotonic(), message.reason, serving)
 
-    def _say_who_is_out(self, at_once: bool = False) -> None:
-        """Says that the others serve without a rank, and how it ended if it did: they may know it before its parent."""
-        for rank, out in list(self._unsaid.items()):
+    def _print_masked(self, at_once: bool = False) -> None:
+        """Prints which ranks are masked, and how they ended; peers may notice a loss before this process does."""
+        for rank, masked in list(self._unprinted.items()):
             ends = [str(death) for death in self._deaths if death.rank == rank]
-            if not ends and time.monotonic() - out.since_s < _END_IS_SEEN_S and not at_once:
+            if not ends and time.monotonic() - masked.since_s < _EXIT_SEEN_S and not at_once:
                 continue
-            del self._unsaid[rank]
+            del self._unprinted[rank]
             self._deaths = [death for death in self._deaths if death.rank != rank]
-            reason = ends[0] if ends else f"rank {rank} is out ({out.reason})"
-            self.display.note(f"{reason}; {out.serving} on with its requests", style="yellow")
+            reason = ends[0] if ends else f"rank {rank} is masked ({masked.reason})"
+            self.display.note(f"{reason}; {masked.serving} on with its requests", style="yellow")
 
-    def _see_deaths(self) -> None:
+    def _notice_deaths(self) -> None:
         for death in self.ranks.deaths():
-            if death.rank in self._out and death.rank not in self._unsaid:
-                self.display.note(f"{death}; it was out already", style="yellow")
+            if death.rank in self._masked and death.rank not in self._unprinted:
+                self.display.note(f"{death}; it was masked already", style="yellow")
                 continue
             self._deaths.append(death)
             if self._is_ready and self._may_go_on:  # the answer is Members or Fatal, within the ranks' deadlines
                 self._socket.send(encode(Fatal(SUPERVISOR, 0, str(death), death.rank)))
-        self._say_who_is_out()
+        self._print_masked()
 
     def _look_for_losses(self) -> None:
-        """Reports a lost rank once, and ends the others; before the system was ready, all of it."""
-        self._see_deaths()
-        if self._is_ready and self._may_go_on and self._told is None:
+        """Reports a lost rank once, then ends the other ranks; before the system was ready, ends the whole system."""
+        self._notice_deaths()
+        if self._is_ready and self._may_go_on and self._fatal is None:
             return
-        if self._is_reported or not (self._deaths or self._told):
+        if self._is_reported or not (self._deaths or self._fatal):
             return
         now_s = time.monotonic()
         if self._lost_at_s is None:
             self._lost_at_s = now_s
-        # Ranks that end because another one did may be gone before it: the one that is blamed counts first.
+        # Ranks that end because of a lost one may be gone before it does, so the blamed rank comes first.
         cause = min(
             self._deaths,
             key=lambda death: (not death.was_killed, death.rank != self._blamed, death.code != 2),
             default=None,
         )
         blamed_still_there = cause is not None and self._blamed not in (SUPERVISOR, cause.rank)
-        half_known = cause is None or self._told is None or blamed_still_there
-        if half_known and not (cause and cause.was_killed) and now_s - self._lost_at_s < _OWN_WORDS_S:
-            return  # the other half is on its way: what the rank said, or how it ended
-        if self._told is None and cause is not None:
+        half_known = cause is None or self._fatal is None or blamed_still_there
+        if half_known and not (cause and cause.was_killed) and now_s - self._lost_at_s < _OWN_REPORT_S:
+            return  # the rest is still to come: the rank's own report, or how it ended
+        if self._fatal is None and cause is not None:
             self._socket.send(encode(Fatal(SUPERVISOR, 0, str(cause), cause.rank)))
         self._is_reported = True
         self.display.stop()
@@ -230,19 +231,19 @@ class _System:
         self.display.note("no rank is left; /ready says why until you press Ctrl-C", style="red")
 
     def _report(self, cause: Death | None) -> None:
-        told = self._told if cause is None or self._told != str(cause) else None
-        self.display.note(": ".join(str(part) for part in (cause, told) if part is not None), style="red")
-        if cause is not None and (cause.was_killed or told is None):
+        reported = self._fatal if cause is None or self._fatal != str(cause) else None
+        self.display.note(": ".join(str(part) for part in (cause, reported) if part is not None), style="red")
+        if cause is not None and (cause.was_killed or reported is None):
             for line in cause.last_lines:
                 self.display.note(f"  {line}")
 
     def end(self) -> None:
-        """Ends every process; at the second signal without waiting."""
+        """Ends every process; after a second signal, without waiting."""
         front_end = self._front_end
         if front_end is not None:
             front_end.signal(signal.SIGTERM)
         if not self._is_ready or front_end is None or front_end.code is not None:
-            for child in self.ranks.children:  # nobody asks them, or they do not listen yet
+            for child in self.ranks.children:  # no front end asks them to end, or they do not listen yet
                 child.signal(signal.SIGTERM)
         children = [*self.ranks.children, *filter(None, [front_end])]
         deadline_s = time.monotonic() + _END_GRACE_S
@@ -259,7 +260,7 @@ class _System:
 
 @contextmanager
 def _signals_stop(system: _System) -> Iterator[None]:
-    """Counts SIGINT, SIGTERM and SIGHUP instead of raising from wherever the program is."""
+    """Counts SIGINT, SIGTERM and SIGHUP, so that none raises in the middle of something."""
 
     def count(number: int, frame: FrameType | None) -> None:
         system.stop_signals += 1

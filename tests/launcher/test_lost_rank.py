@@ -97,11 +97,11 @@ def test_a_stopped_rank_is_left_out_and_serves_again_when_it_goes_on(system, cli
     assert eventually(streams.have_begun, 30)
     victim = pid_of_rank(client, 1)
     os.kill(victim, signal.SIGSTOP)
-    system.wait_for(r"rank 1 is out \(.*\); ranks 0, 2 serve on")
+    system.wait_for(r"rank 1 is masked \(.*\); ranks 0, 2 serve on")
     assert client.get("/ready").status_code == 200
     os.kill(victim, signal.SIGCONT)
     assert streams.tokens() == right
-    system.wait_for("rank 1 is back; ranks 0, 1, 2 serve")
+    system.wait_for("rank 1 rejoined; ranks 0, 1, 2 serve")
     info = client.get("/server_info").json()
     assert info["ranks_out"] == {}
     assert info["requests"]["num_moved"] == 2

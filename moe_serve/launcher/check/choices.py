@@ -1,4 +1,4 @@
-"""The part of `moe-serve check` about choices: what each `auto` becomes, and why."""
+"""The part of `moe-serve check` on choices: what each `auto` becomes, and why."""
 
 from collections.abc import Iterator
 

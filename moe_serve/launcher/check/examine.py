@@ -1,6 +1,6 @@
-"""`moe-serve check`: what a configuration means, without starting it.
+"""`moe-serve check`: explains a configuration without starting it.
 
-It calls the functions that the ranks themselves size things with, so what it says is what they will do.
+It calls the functions by which the ranks choose and size things, so its report is what they will do.
 """
 
 import torch
@@ -14,7 +14,7 @@ from moe_serve.launcher.preflight import look_for_files
 
 
 def examine(config: ServeConfig) -> Report:
-    """Returns everything there is to say about a configuration, as far as its files can be read."""
+    """Returns the findings about a configuration, as far as its files can be read."""
     report = Report()
     with report.noting_problems():
         look_for_files(config)

@@ -1,4 +1,4 @@
-"""The part of `moe-serve check` about this machine: cores, memory, GPUs, libraries, ports."""
+"""The part of `moe-serve check` on this machine: cores, memory, GPUs, libraries, ports."""
 
 import os
 import shutil
@@ -54,7 +54,8 @@ def _describe_gpus(report: Report, config: ServeConfig, device: str) -> None:
         report.machine.append(Line("GPU", "none", f"torch {torch.__version__} sees no CUDA device"))
         if device == "cuda":
             report.problems.append(
-                "parallel.device is cuda but torch sees no GPU here; set parallel.device: cpu, or check where one is"
+                "parallel.device is cuda but torch sees no GPU here; set parallel.device: cpu, or run check where "
+                "one is"
             )
         return
     num_gpus = torch.cuda.device_count()
@@ -97,6 +98,6 @@ def _describe_port(report: Report, purpose: str, host: str, port: int, setting: 
         report.problems.append(str(error))
     except LaunchError:
         report.machine.append(Line(name, address, "cannot be opened here"))
-        report.machine.append(Line("", "", f"{host} is another machine's: the front end must run there"))
+        report.machine.append(Line("", "", f"{host} belongs to another machine: the front end must run there"))
     else:
         report.machine.append(Line(name, address, "free" if port else "any free one"))

@@ -1,4 +1,4 @@
-"""The part of `moe-serve check` about the model: its shape, and the memory that one rank needs to serve it."""
+"""The part of `moe-serve check` on the model: its shape, and the memory that one rank needs to serve it."""
 
 from collections.abc import Iterator
 
@@ -41,7 +41,7 @@ def describe_model(report: Report, config: ServeConfig, device: str) -> None:
     report.memory += [*_dispatch_buffers(config, plan, transport.taken), *_activations(config, plan)]
     cache_tokens = plan.num_blocks * config.cache.block_size
     if cache_tokens < plan.max_model_len:
-        why = "what the KV cache of one rank holds; raise cache.memory_gib for the model's own limit"
+        why = "what the KV cache of one rank holds; raise cache.memory_gib to reach the model's limit"
         report.model.append(Line("longest request", f"{cache_tokens} tokens", why))
 
 
@@ -87,10 +87,10 @@ def _cache(config: ServeConfig, plan: ModelPlan) -> Memory:
 
 
 def _dispatch_buffers(config: ServeConfig, plan: ModelPlan, taken: BufferSizes | None) -> Iterator[Memory]:
-    """Yields what rows take on the way between ranks, at its largest. taken: buffers that are allocated at the start"""
+    """Yields the largest memory of rows between ranks. taken: buffers that are allocated at the start"""
     spec = plan.spec
     if taken is not None:
-        yield Memory("dispatch buffers", taken.total, f"for {taken.max_tokens} tokens per rank, taken at once")
+        yield Memory("dispatch buffers", taken.total, f"for {taken.max_tokens} tokens per rank, allocated at the start")
     if config.parallel.num_ranks == 1 or (taken is not None and taken.max_tokens >= plan.max_tokens_per_rank):
         return
     tokens = _tokens_at_once(config, plan)
@@ -104,7 +104,7 @@ def _dispatch_buffers(config: ServeConfig, plan: ModelPlan, taken: BufferSizes |
 
 
 def _activations(config: ServeConfig, plan: ModelPlan) -> Iterator[Memory]:
-    """Yields what one step computes beside the rows of dispatch, at its largest."""
+    """Yields the largest intermediate results of one step, beside the rows between ranks."""
     spec = plan.spec
     rows = _tokens_at_once(config, plan) * spec.topk
     width_bytes = 3 * spec.moe_intermediate * plan.dtype.itemsize

@@ -28,7 +28,7 @@ class Memory:
 
 @dataclass
 class Report:
-    """What there is to say about a configuration. problems: why it cannot run here; each says what to do."""
+    """The findings about a configuration. problems: why it cannot run here; each says what to do."""
 
     model: list[Line] = field(default_factory=list)
     memory: list[Memory] = field(default_factory=list)
@@ -44,7 +44,7 @@ class Report:
 
     @contextmanager
     def noting_problems(self) -> Iterator[None]:
-        """Turns an error of ours into a problem of the report, which goes on with its next part."""
+        """Turns a MoeServeError into a problem of the report, which then goes on with its next part."""
         try:
             yield
         except MoeServeError as error:

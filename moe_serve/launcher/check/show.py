@@ -1,4 +1,4 @@
-"""Prints what `moe-serve check` found: tables on stdout, then the verdict."""
+"""Prints the report of `moe-serve check` to stdout: tables, then the verdict."""
 
 from collections.abc import Iterable
 
@@ -13,7 +13,7 @@ _FILE_WIDTH = 400  # a file has no width, and wrapped cells are hard to search
 
 
 def print_check(config: ServeConfig) -> int:
-    """Prints what a configuration means to stdout; returns the exit code: 0, or 1 when it cannot run here."""
+    """Examines a configuration and prints the report; returns the exit code: 0, or 1 when it cannot run here."""
     report = examine(config)
     # No markup and no emoji: paths, model names and messages may hold brackets and colons.
     console = Console(highlight=False, markup=False, emoji=False)

@@ -1,7 +1,7 @@
-"""The `moe-serve` command. Each subcommand parses, calls the package and prints; what is heavy is imported inside.
+"""The `moe-serve` command. Each subcommand parses, calls the package and prints; heavy imports are inside.
 
-Exit 0 = done, 1 = it failed while running, 2 = something to correct: one message, no traceback. Results go to stdout,
-displays and logs to stderr.
+Exit 0 = done, 1 = failed while running, 2 = the user has something to correct: one message, no traceback. Results go to
+stdout, displays and logs to stderr.
 """
 
 import sys
@@ -129,7 +129,9 @@ def check(
     from moe_serve.launcher.cli.flags import effective_config
 
     settings = effective_config(config, _model_flags(model_path, [num_ranks], load_format, dtype), overrides or ())
-    from moe_serve.launcher.check.show import print_check  # loads torch: a mistake in the settings is said without it
+    from moe_serve.launcher.check.show import (
+        print_check,
+    )  # loads torch, which an error in the settings should not wait for
 
     raise typer.Exit(print_check(settings))
 
@@ -147,7 +149,7 @@ def _model_flags(
 
 
 def _add_balancer_commands(arguments: list[str]) -> None:
-    """Adds `replay`, `simulate` and their like, which live with the balancers, unless a command of ours is called."""
+    """Adds replay, simulate, plan and convert, unless another command is called: they need numpy."""
     ours = {command.callback.__name__ for command in app.registered_commands if command.callback}
     if arguments and arguments[0] in ours:
         return
@@ -157,7 +159,7 @@ def _add_balancer_commands(arguments: list[str]) -> None:
 
 
 def main() -> None:
-    """The console script: one line on stderr for every mistake that a user can correct."""
+    """Runs the console script. A mistake that the user can correct is one line on stderr and exit code 2."""
     _add_balancer_commands(sys.argv[1:])
     try:
         app()

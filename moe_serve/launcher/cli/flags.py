@@ -1,6 +1,6 @@
-"""Command-line flags of SGLang and vLLM that mean the same as a setting of ours, and the settings without a file.
+"""Turns command-line flags, named as in SGLang and vLLM, into overrides of settings; holds the defaults without a file.
 
-A flag becomes an override of one setting, so it wins over the file, as `--set` does.
+A flag overrides one setting, so it wins over the file, as `--set` does.
 """
 
 from collections.abc import Iterable, Mapping
@@ -16,7 +16,7 @@ DEMO_SETTINGS: Mapping[str, Any] = {"model": {"path": DEMO_MODEL}, "parallel": {
 
 
 def settings_of_flags(flags: Mapping[str, Any]) -> list[str]:
-    """Returns the overrides for flags by setting ("section.key"); None means not given.
+    """Returns the overrides for flags by setting ("section.key"); a flag that is None was not given.
 
     A setting may be given by several flags (`--ep-size`, `--attn-dp-size`), as a list: they must agree.
     Raises ConfigError when they do not.
@@ -41,7 +41,7 @@ def effective_config(path: Any, flags: Mapping[str, Any], overrides: Iterable[st
     if path is None:
         base = DEMO_SETTINGS
         if load_config(overrides=above, base={"parallel": {"num_ranks": 2}}).model.path != DEMO_MODEL:
-            base = {"parallel": {"num_ranks": 2}}  # another model runs where it can run best
+            base = {"parallel": {"num_ranks": 2}}  # a model other than the demo may use GPUs
     return load_config(path, above, base)
 
 

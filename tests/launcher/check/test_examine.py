@@ -118,7 +118,7 @@ def test_a_port_in_use_is_a_problem():
 def test_a_host_elsewhere_is_no_problem():
     report = checked("server.worker_host=192.0.2.1")
     assert report.problems == []
-    assert any("another machine's" in line.why for line in report.machine)
+    assert any("another machine" in line.why for line in report.machine)
 
 
 def test_printing_ends_with_the_verdict_and_its_exit_code(capsys):
