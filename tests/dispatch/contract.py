@@ -97,7 +97,7 @@ class Scenario:
         return (x.float() * (1 + slots[:, None].float() / 7)).to(self.dtype)
 
     def expected_rank_sums(self, rank: int) -> Tensor:
-        """Returns what comes home where each rank adds up its own experts' results of a token first."""
+        """Returns what returns where each rank adds up its own experts' results of a token first."""
         wire = make_wire(self.wire, self.dtype)
         hidden, ids, weights = self.inputs(rank)
         arrived = wire.dispatch.decode(wire.dispatch.encode(hidden), self.hidden)
@@ -112,7 +112,7 @@ class Scenario:
         return total.to(self.dtype)
 
     def expected_combined(self, rank: int) -> Tensor:
-        """Returns what comes home: rows through both codecs, added in top-k order with fused float32 steps."""
+        """Returns what returns: rows through both codecs, added in top-k order with fused float32 steps."""
         wire = make_wire(self.wire, self.dtype)
         hidden, ids, weights = self.inputs(rank)
         arrived = wire.dispatch.decode(wire.dispatch.encode(hidden), self.hidden)

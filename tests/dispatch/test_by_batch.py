@@ -1,4 +1,4 @@
-"""Two transports in one: which way a step takes, what the whole says of itself, and that rows go home as they came."""
+"""Two transports in one: which one a step uses, what the whole declares, and that results return as the rows came."""
 
 from dataclasses import replace
 
@@ -59,19 +59,21 @@ def both(small: Slabs) -> ByBatchAllToAll:
 HIDDEN, IDS, WEIGHTS = torch.randn(2, 8), torch.tensor([[0, 3], [1, 0]]), torch.rand(2, 2)
 
 
-def way(transport: AnyAllToAll) -> type:
+def form_of_rows(transport: AnyAllToAll) -> type:
     return type(transport.dispatch(HIDDEN, IDS).wait().rows)
 
 
-def test_the_size_of_the_step_says_which_way_and_before_any_step_all_sizes_go(both: ByBatchAllToAll) -> None:
-    assert way(both) is PackedRows
+def test_the_size_of_a_step_decides_and_before_any_step_the_large_one_serves(
+    both: ByBatchAllToAll,
+) -> None:
+    assert form_of_rows(both) is PackedRows
     for most_tokens, expected in ((0, MaskedRows), (DECODE_TOKENS, MaskedRows), (DECODE_TOKENS + 1, PackedRows)):
         both.begin_step(most_tokens)
-        assert way(both) is expected
+        assert form_of_rows(both) is expected
         assert (both.exchange_counts(torch.tensor([5])).wait().item() == -5) == (expected is MaskedRows)
 
 
-def test_rows_go_home_as_they_came_though_a_step_began_meanwhile(both: ByBatchAllToAll) -> None:
+def test_results_return_as_rows_came_though_a_step_began_meanwhile(both: ByBatchAllToAll) -> None:
     both.begin_step(1)
     arrived = both.dispatch(HIDDEN, IDS).wait()
     both.begin_step(5000)
@@ -85,7 +87,7 @@ def sum_of(hidden: Tensor) -> Tensor:
     return local.combine(arrived.rows.x, WEIGHTS, arrived.handle).wait()
 
 
-def test_a_late_peer_voids_the_steps_of_its_own_way_only(both: ByBatchAllToAll, small: Slabs) -> None:
+def test_a_late_peer_voids_the_steps_of_its_own_transport_only(both: ByBatchAllToAll, small: Slabs) -> None:
     small.late = True
     both.begin_step(5000)
     both.end_step()
@@ -101,7 +103,7 @@ def test_the_whole_is_in_the_bitwise_class_only_if_both_are(both: ByBatchAllToAl
     assert not ByBatchAllToAll(Slabs(bitwise=False), both, 1).capabilities.bitwise
 
 
-def test_as_many_handles_may_live_as_the_way_of_the_step_has_lanes(both: ByBatchAllToAll) -> None:
+def test_as_many_handles_may_live_as_the_transport_of_the_step_has(both: ByBatchAllToAll) -> None:
     both.begin_step(1)
     assert both.live_handles == 2
     both.begin_step(5000)

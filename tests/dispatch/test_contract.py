@@ -201,7 +201,7 @@ def check_order_matters(rank: int, make: MakeTransport, one: Scenario) -> None:
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3, 4])
-def test_adding_per_rank_before_sending_home_would_change_bits(transport: str, num_ranks: int) -> None:
+def test_adding_per_rank_before_sending_results_would_change_bits(transport: str, num_ranks: int) -> None:
     one = scenario(num_ranks, tokens=(16,) * num_ranks, topk=6, hidden=64)
     run_check(transport, num_ranks, check_order_matters, one)
 

@@ -15,7 +15,7 @@ def draw_ids(num_tokens: int, topk: int, num_slots: int, seed: int) -> torch.Ten
 
 @settings(max_examples=60, deadline=None)
 @given(SHAPES)
-def test_counts_order_and_way_home_match_brute_force(shape: tuple[int, int, int, int]) -> None:
+def test_counts_order_and_way_back_match_brute_force(shape: tuple[int, int, int, int]) -> None:
     num_tokens, topk, num_slots, seed = shape
     ids = draw_ids(num_tokens, topk, num_slots, seed)
     flat = ids.flatten().tolist()

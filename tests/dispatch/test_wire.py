@@ -55,7 +55,7 @@ def test_fp8_scales_are_those_of_the_recipe() -> None:
     assert torch.equal(dequantize_reference(values, scales, torch.float32), x)
 
 
-def test_fp8_results_come_home_in_bf16() -> None:
+def test_fp8_results_return_in_bf16() -> None:
     wire = make_wire("fp8", torch.float32)
     x = torch.randn(3, 40)
     assert torch.equal(wire.combine.decode(wire.combine.encode(x), 40), x.bfloat16().float())

@@ -31,7 +31,7 @@ def test_two_half_batches_pay_from_the_break_even_on(round_s: float, bytes_per_s
 def test_no_other_number_of_rounds_is_better(num_tokens: int, from_tokens: int) -> None:
     best = num_rounds(num_tokens, from_tokens)
     assert best == 1 if num_tokens < from_tokens else best >= 2
-    way_s, round_s = 1.0, float(from_tokens)  # half of both ways of from_tokens tokens is one round
+    way_s, round_s = 1.0, float(from_tokens)  # half of both paths of from_tokens tokens is one round
     times = {n: layer_s(num_tokens, n, 5.0, round_s, way_s) for n in range(1, best + 5)}
     assert times[best] <= min(times.values()) * (1 + 1e-9)
 

@@ -73,7 +73,7 @@ def check_packed(rank: int, group: EpGroup, mode: str, num_ranks: int) -> None:
 @needs_source
 @pytest.mark.parametrize("num_ranks", [2, 4])
 @pytest.mark.parametrize("mode", ["normal", "elastic"])
-def test_pairs_that_travel_alone_come_home_with_our_bits(mode: str, num_ranks: int) -> None:
+def test_pairs_that_travel_alone_return_with_our_bits(mode: str, num_ranks: int) -> None:
     run_ranks(num_ranks, check_packed, mode, num_ranks)
 
 

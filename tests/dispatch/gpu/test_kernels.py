@@ -1,4 +1,4 @@
-"""Low-latency dispatch and combine over virtual ranks: every row arrives once, in its place, and comes home."""
+"""Low-latency dispatch and combine over virtual ranks: every row arrives once, in its place, and returns."""
 
 import pytest
 import torch
@@ -83,7 +83,7 @@ def check_round_trip(
 
 
 @pytest.mark.parametrize("routing", ROUTINGS)
-def test_rows_arrive_by_slot_and_source_and_come_home_in_topk_order(on_device: RunCheck, routing: str) -> None:
+def test_rows_arrive_by_slot_and_source_and_return_in_topk_order(on_device: RunCheck, routing: str) -> None:
     on_device(check_round_trip, routing, 2, 2, 136, 3, "bf16", False)
 
 
@@ -148,10 +148,10 @@ def check_canaries(device: str) -> None:
     from moe_serve.dispatch.gpu.symmetric import SymmetricRegions
 
     region = Region(2, 2, 2, 40, 2, value_bytes=1, result_value_bytes=2, stages=True)
-    room = region.region_bytes + 256
-    memory = torch.full((2, room), 0xA5, dtype=torch.uint8, device=device)
+    size = region.region_bytes + 256
+    memory = torch.full((2, size), 0xA5, dtype=torch.uint8, device=device)
     memory[:, 128:-128] = 0
-    peers = memory.data_ptr() + 128 + torch.arange(2, device=device) * room
+    peers = memory.data_ptr() + 128 + torch.arange(2, device=device) * size
     ranks = SlabRanks(SymmetricRegions(region, peers, 0, 2, memory), torch.bfloat16, max_spins=4)
     for queue in range(2):
         sent = ranks.dispatch_send(randn(device, 2, 2, 40), torch.tensor([[[3, 0]] * 2] * 2, device=device), queue)

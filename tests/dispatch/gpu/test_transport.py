@@ -1,4 +1,4 @@
-"""The GPU transport above its kernels: nothing is read back between the ends of a step, and how a late peer is told."""
+"""The GPU transport above its kernels: nothing is read back within a step, and how a late peer is reported."""
 
 from typing import Any
 
@@ -73,7 +73,7 @@ def test_no_call_reads_a_tensor_back(launches: Launches) -> None:
 def test_a_whole_moe_layer_around_it_reads_nothing_back(
     launches: Launches, monkeypatch: pytest.MonkeyPatch, overlap: bool
 ) -> None:
-    """Gate, load recorder, choice of replica and transport; the experts' own kernels are left out."""
+    """Gate, load recorder, choice of replica and transport; the experts' own kernels do not run."""
     transport, spec = make("meta", launches), RouterSpec(6, 2)
     placement = Placement.trivial(1, 6, 2)
     recorder = LoadRecorder(1, 6, EpGroup(0, 1, torch.device("meta")))

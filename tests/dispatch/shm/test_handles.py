@@ -22,7 +22,7 @@ from tests.dispatch.contract import Scenario, slots_of_rows
 
 
 @pytest.fixture(autouse=True)
-def few_rows_are_offered_a_place_too(monkeypatch: pytest.MonkeyPatch) -> None:
+def small_results_get_a_buffer_too(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(result_buffers, "LEAST_BYTES", 0)
 
 
@@ -51,7 +51,7 @@ class Ends:
 
 
 def results_of(arrived: Sequence[Dispatched[ShmHandle]], in_place: bool = True) -> list[Tensor]:
-    """Returns what the experts make of rows, in place where that is offered."""
+    """Returns what the experts make of rows, in place where a buffer is reserved."""
     results = []
     for rank, rows in enumerate(arrived):
         out = ONE.expert_out(rows.rows.x, slots_of_rows(rows.rows, rank))  # type: ignore[arg-type]
@@ -59,23 +59,23 @@ def results_of(arrived: Sequence[Dispatched[ShmHandle]], in_place: bool = True) 
     return results
 
 
-def check_home(combined: Sequence[Pending[Tensor]], scale: float = 1) -> None:
+def check_results(combined: Sequence[Pending[Tensor]], scale: float = 1) -> None:
     for rank, pending in enumerate(combined):
         assert torch.equal(pending.wait(), scale * ONE.expected_combined(rank))
 
 
-def test_rows_stay_while_an_older_handle_whose_memory_they_took_comes_home() -> None:
+def test_rows_stay_while_an_older_handle_whose_memory_they_took_returns() -> None:
     ends = Ends()
     first, _ = ends.dispatch(1), ends.dispatch(2)
     results = results_of(first, in_place=False)
     third = ends.dispatch(4)
-    check_home(ends.combine(first, results))
+    check_results(ends.combine(first, results))
     ends.dispatch(8)
     for rank, arrived in enumerate(third):
         assert torch.equal(arrived.rows.x, 4 * ONE.expected_rows(rank))
 
 
-def test_each_handle_is_offered_its_own_buffer_also_when_the_one_before_was_offered_none() -> None:
+def test_each_handle_gets_its_own_buffer_also_when_the_one_before_got_none() -> None:
     """It was not since the peer had not read yet what lay there, and by now it has."""
     ends = Ends()
     going = []
@@ -85,12 +85,12 @@ def test_each_handle_is_offered_its_own_buffer_also_when_the_one_before_was_offe
     third = ends.dispatch(4)
     results = results_of(third)
     assert all(arrived.out is None for arrived in third)
-    check_home(going[0])
+    check_results(going[0])
     fourth = ends.dispatch(8)
     more = results_of(fourth)
-    check_home(going[1], 2)
-    check_home(ends.combine(third, results), 4)
-    check_home(ends.combine(fourth, more), 8)
+    check_results(going[1], 2)
+    check_results(ends.combine(third, results), 4)
+    check_results(ends.combine(fourth, more), 8)
 
 
 def test_results_are_not_overwritten_before_this_rank_itself_has_added_them() -> None:
@@ -106,14 +106,14 @@ def test_results_are_not_overwritten_before_this_rank_itself_has_added_them() ->
     assert all(arrived.out is not None for arrived in second)
 
 
-def test_results_of_the_handle_after_a_dropped_one_stay_until_they_are_home() -> None:
+def test_results_of_the_handle_after_a_dropped_one_stay_until_they_are_received() -> None:
     ends = Ends()
     dropped, second = ends.dispatch(2), ends.dispatch()
     results = results_of(second)
     del dropped
     going = ends.combine(second, results)
     results_of(ends.dispatch(4))
-    check_home(going)
+    check_results(going)
 
 
 @pytest.mark.parametrize("compiled", [True, False])
@@ -124,7 +124,7 @@ def test_ids_may_change_once_rows_are_here(compiled: bool) -> None:
     arrived = [rows.wait() for rows in sent]
     for changed in ids:
         changed.fill_(2**40)
-    check_home(ends.combine(arrived, results_of(arrived)))
+    check_results(ends.combine(arrived, results_of(arrived)))
 
 
 @pytest.mark.parametrize("compiled", [True, False])
@@ -158,4 +158,4 @@ def test_what_has_another_shape_or_dtype_is_refused_before_anything_is_read_past
     for rows in (arrived[0].rows.x[1:], arrived[0].rows.x.half()):
         with pytest.raises(AssertionError, match="results are like the rows"):
             ends.ends[0].combine(rows, weights, arrived[0].handle)
-    check_home(ends.combine(arrived, results_of(arrived)))
+    check_results(ends.combine(arrived, results_of(arrived)))

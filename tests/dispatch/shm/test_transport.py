@@ -228,14 +228,14 @@ def test_tokens_for_a_masked_rank_are_refused_and_the_next_step_is_good() -> Non
 
 @mock.patch.object(result_buffers, "LEAST_BYTES", 0)
 def check_in_place(rank: int, group: EpGroup) -> list[bool]:
-    """Results may be written into the send_buffer; then they are not copied, and come home with the same bits."""
+    """Results may be written into the send_buffer; then they are not copied, and return with the same bits."""
     transport = make(group)
-    offered = []
+    in_place = []
     for number in range(6):
         hidden, ids, weights = ONE.inputs(rank)
         arrived = transport.dispatch(hidden + number, ids).wait()
         out = ONE.expert_out(arrived.rows.x, slots_of_rows(arrived.rows, rank))
-        offered.append(arrived.out is not None)
+        in_place.append(arrived.out is not None)
         if arrived.out is not None and number != 3:
             assert arrived.out.shape == out.shape
             out = arrived.out.copy_(out)
@@ -243,15 +243,15 @@ def check_in_place(rank: int, group: EpGroup) -> list[bool]:
         home = ONE.expert_out((hidden + number).repeat_interleave(ONE.topk, 0), ids.flatten())
         index = torch.arange(ids.numel()).view(ids.shape)
         assert torch.equal(combined, weighted_sum_reference(home, index, weights))
-    return offered
+    return in_place
 
 
-def test_results_written_in_place_come_home_with_the_same_bits() -> None:
+def test_results_written_in_place_return_with_the_same_bits() -> None:
     assert run_ranks(3, check_in_place) == [[shutil.which("cc") is not None] * 6] * 3
 
 
 @mock.patch.object(result_buffers, "LEAST_BYTES", 0)
-def check_order_of_offers(rank: int, group: EpGroup) -> None:
+def check_order_of_reservations(rank: int, group: EpGroup) -> None:
     one = Scenario((9, 4), topk=5, slots_per_rank=3, hidden=200)
     transport = make(group, one)
     hidden, ids, weights = one.inputs(rank)
@@ -271,11 +271,11 @@ def check_order_of_offers(rank: int, group: EpGroup) -> None:
 
 
 def test_results_in_a_buffer_that_another_combine_took_are_refused() -> None:
-    run_ranks(2, check_order_of_offers)
+    run_ranks(2, check_order_of_reservations)
 
 
 def check_late_reader(rank: int, mappings: Mappings) -> None:
-    """Rank 1 fetches results while the others go on without it: what it read may be newer, so it must not use it."""
+    """Rank 1 reads results while the others go on without it: what it read may be newer, so it must not use it."""
     transport = faults.make_transport(rank, mappings, deadline_s=5)
     copier = transport._copier
     hidden, ids, weights = faults.inputs(0, rank, [0, 1])
@@ -286,15 +286,15 @@ def check_late_reader(rank: int, mappings: Mappings) -> None:
         transport.membership.regroup({1})
         return
 
-    def fetch_late(*args: Any) -> Any:
+    def read_late(*args: Any) -> Any:
         while not transport.membership.is_void:
             time.sleep(0.001)
         return add(*args)
 
     add = copier.add_results
-    with mock.patch.object(copier, "add_results", fetch_late), pytest.raises(PeerError, match="came too late"):
+    with mock.patch.object(copier, "add_results", read_late), pytest.raises(PeerError, match="came too late"):
         going.wait()
 
 
-def test_what_a_rank_fetches_after_it_was_given_up_is_not_used() -> None:
+def test_what_a_rank_reads_after_it_was_masked_is_not_used() -> None:
     faults.run_forked(2, check_late_reader, faults.regions(2))
