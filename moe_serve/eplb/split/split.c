@@ -67,6 +67,16 @@ static void water_fill(const Layer *l, const i64 *tokens_of, i64 *load, i64 *giv
     for (i64 k = 0; k < n; k++) {
         i64 i = order[k], tokens = tokens_of[i], first = l->replica_start[i], end = l->replica_start[i + 1];
         if (tokens == 0) break;
+        if (end - first == 2) { /* the usual case in closed form, with the ties of the general one */
+            i64 swap = load[l->replica_rank[first + 1]] < load[l->replica_rank[first]];
+            i64 low = first + swap, high = first + 1 - swap, a = l->replica_rank[low], b = l->replica_rank[high];
+            i64 to_low = least(tokens, (tokens + load[b] - load[a] + 1) >> 1);
+            given[low] += to_low;
+            given[high] += tokens - to_low;
+            load[a] += to_low;
+            load[b] += tokens - to_low;
+            continue;
+        }
         i64 *by_load = order + n, m = end - first; /* behind the n indices */
         for (i64 j = 0; j < m; j++) {
             i64 c = first + j, at = j;
