@@ -35,11 +35,11 @@ static void share_in_turn(const Layer *l, i64 num_reaches, const i64 *counts, i6
         for (i64 i = 0; i < num_experts; i++) {
             i64 expert = experts ? experts[i] : i, tokens = counts[source * l->num_logical + expert];
             i64 first = start[i], end = start[i + 1];
-            if (tokens == 0) continue;
-            if (end - first == 1) {
+            if (end - first == 1) { /* first, without a test for zero, whose branch would be mispredicted */
                 rows[slots[first]] += tokens;
                 continue;
             }
+            if (tokens == 0) continue;
             for (i64 k = 0; k < num_reaches; k++) {
                 i64 width = l->reaches[k] * slots_per_rank, begin = source / l->reaches[k] * width, low = first, high;
                 while (low < end && slots[low] < begin) low++;
