@@ -63,9 +63,9 @@ def test_one_rank_sends_nothing():
         (
             ["eplb.num_redundant_experts=64", "dispatch.backend=collective"],
             "ends serving",
-            "CPU ranks with dispatch.ba",
+            "low_latency (shared memory) and",
         ),
-        (["eplb.num_redundant_experts=64", "engine.exchange=gloo"], "ends serving", "CPU ranks with dispatch.backend"),
+        (["eplb.num_redundant_experts=64", "engine.exchange=gloo"], "ends serving", "low_latency (shared memory) and"),
     ],
 )
 def test_what_a_lost_rank_means_is_said(overrides: list[str], value: str, why: str) -> None:
