@@ -1,6 +1,6 @@
-"""How much each expert had to do: records of it, and what it means for ranks.
+"""The recorded load of experts, and the load of slots and ranks that follows from it.
 
-A LoadRecord is one window of steps. It counts real tokens only: padding, dummy and warm-up rows are never in it.
+A LoadRecord covers one window of steps. It counts real tokens only, never padding, dummy or warm-up rows.
 Balancedness is mean / max of the load of ranks, per layer: 1 is perfect, and 1 / balancedness is how much longer the
 most loaded rank works than the average one.
 
@@ -28,8 +28,8 @@ class LoadRecord:
     first_step, num_steps: the window; steps of an engine epoch
     phase:         "prefill", "decode" or "mixed"
     tokens:        [L, E] int64, (token, expert) pairs routed to each expert in the window
-    per_step:      [num_steps, L, E] int64, the same step by step; None = not recorded
-    by_source:     [L, R, E] int64, the same by the rank the tokens came from; None = not recorded
+    per_step:      [num_steps, L, E] int64, the same for each step; None = not recorded
+    by_source:     [L, R, E] int64, the same by source rank; None = not recorded
     activations:   [L, E] int64, in how many batches the expert had at least one token; None = not recorded
     step_time_s:   mean measured time of a step; None = not recorded
     model_id:      which model, "" = unknown
@@ -93,15 +93,16 @@ class LoadRecord:
 
 @dataclass(frozen=True, eq=False)
 class LoadTrace:
-    """Load records in order, and what they are about. Iterating opens the source anew, so a trace may be larger than
-    memory and may be read more than once.
+    """Load records in order, and the model they are from.
+
+    Iterating opens the source anew, so a trace may be larger than memory and may be read more than once.
 
     open_records:  starts one pass over the records
     num_logical:   E of every record
     moe_layer_ids: model layer of each row of the records
     topk:          experts per token; None = unknown
     model_id:      which model; "" = unknown
-    source:        where the trace came from, for reports: a path and a format, or the words of a generator
+    source:        where the trace came from, for reports: a path and a format, or a description of a generator
     num_records:   how many records there are; None = not known before the end
     """
 
@@ -141,7 +142,7 @@ class LoadTrace:
 
 @dataclass(frozen=True)
 class _Kept:
-    """Opens records that are in memory."""
+    """Opens records that are kept in memory."""
 
     records: tuple[LoadRecord, ...] = field(repr=False)
 

@@ -1,6 +1,6 @@
-"""Which expert sits in which slot, for every MoE layer.
+"""Which expert each slot holds, for every MoE layer.
 
-A slot is room for one expert's weights on one rank: slot s lives on rank s // slots_per_rank, and there are always
+A slot holds one expert's weights on one rank: slot s is on rank s // slots_per_rank, and there are always
 num_ranks x slots_per_rank of them. -1 is an empty slot, so uneven experts and excluded ranks need no special shape.
 Replicas of an expert are numbered by ascending slot. Nothing here knows of loads, weights or networks.
 
@@ -78,7 +78,7 @@ class Placement:
 
     @cached_property
     def replica_count(self) -> Ints:
-        """[L, E] int32, slots of each expert."""
+        """The number of slots of each expert, [L, E] int32."""
         return _read_only(count_replicas(self.physical_to_logical, self.num_logical))
 
     @cached_property
@@ -87,7 +87,7 @@ class Placement:
 
     @cached_property
     def logical_to_physical(self) -> Ints:
-        """[L, E, max_replicas] int32, the slots of each expert in ascending order; -1 = no more replicas."""
+        """The slots of each expert in ascending order, [L, E, max_replicas] int32; -1 = no more replicas."""
         table = self.physical_to_logical
         # A stable sort by expert keeps slots ascending inside an expert; empty slots (-1) come first and are dropped.
         order = np.argsort(table, axis=1, kind="stable")
@@ -101,7 +101,7 @@ class Placement:
 
     @cached_property
     def num_duplicates(self) -> NDArray[np.int64]:
-        """[L] int64, slots that repeat an expert already on their rank."""
+        """The number of slots that repeat an expert of their rank, [L] int64."""
         by_rank = np.sort(
             self.physical_to_logical.reshape(self.num_layers, self.num_ranks, self.slots_per_rank), axis=2
         )
@@ -111,7 +111,7 @@ class Placement:
     def without_ranks(self, rank_ids: Iterable[int]) -> tuple["Placement", list[tuple[int, int]]]:
         """Returns the placement with the slots of these ranks emptied, and the experts that lost their last slot.
 
-        Lost experts are (row, expert) pairs, ascending; where there are none the placement can go on serving.
+        Lost experts are (row, expert) pairs, ascending; without any, the placement can go on serving.
         """
         ids = sorted({int(r) for r in rank_ids})
         if any(r < 0 or r >= self.num_ranks for r in ids):
@@ -168,12 +168,12 @@ def _fill_round_robin(row: Ints, filled: NDArray[np.integer], num_logical: int, 
     """Puts num_redundant further experts into the free slots of row [num_ranks, slots_per_rank], rank by rank."""
     expert, num_ranks = 0, len(row)
     filled = filled.copy()
-    # The emptiest rank first, so that copies of neighbouring experts do not pile up on one rank.
+    # The emptiest rank first, so that replicas of neighbouring experts do not pile up on one rank.
     for _ in range(num_redundant):
         rank = int(np.argmin(filled))
         held = set(row[rank, : filled[rank]].tolist())
         if len(held) == num_logical:
-            return  # every rank at this fill level holds all experts: leave the rest empty rather than repeat one
+            return  # all ranks hold all experts: leave the other slots empty rather than repeat one
         while expert % num_logical in held:
             expert += 1
         row[rank, filled[rank]] = expert % num_logical

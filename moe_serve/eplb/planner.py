@@ -1,4 +1,4 @@
-"""The entry point that people script against: numbers in, a plan out."""
+"""The entry point for scripts: loads in, a plan out."""
 
 from collections.abc import Mapping
 from typing import Any

@@ -47,14 +47,14 @@ def rebalance_slowly(load, num_slots, num_groups, num_nodes, num_ranks):
     for node_groups in groups:
         experts = [g * size + i for g in node_groups for i in range(size)]
         count = dict.fromkeys(experts, 1)
-        copies = list(experts)
-        while len(copies) < num_slots // num_nodes:
+        replicas = list(experts)
+        while len(replicas) < num_slots // num_nodes:
             heaviest = max(experts, key=lambda e: load[e] / np.float32(count[e]))
             count[heaviest] += 1
-            copies.append(heaviest)
-        each = [load[e] / np.float32(count[e]) for e in copies]
+            replicas.append(heaviest)
+        each = [load[e] / np.float32(count[e]) for e in replicas]
         for rank in pack_slowly(each, num_ranks // num_nodes):
-            slots += [copies[i] for i in rank]
+            slots += [replicas[i] for i in rank]
     return slots
 
 
@@ -66,7 +66,7 @@ def tie_free(seed, num_layers, num_experts):
 
 
 def has_ties(load, slots):
-    """Whether two copies of different experts can have the same load in float32."""
+    """Whether two replicas of different experts can have the same load in float32."""
     most = slots - load.shape[1] + 1
     for row in load.astype(np.float32):
         each = np.concatenate([row / np.float32(c) for c in range(1, most + 1)])
@@ -128,7 +128,7 @@ def test_output_equals_the_original(shape):
         )
         expected = original.rebalance_experts(torch.tensor(load), slots, groups, nodes, ranks)[0].numpy()
         for row, want, tokens in zip(plan.placement.physical_to_logical, expected, load, strict=True):
-            # Equal loads of copies are ties too; layers with one may differ.
+            # Equal loads of replicas are ties too; layers with one may differ.
             count = np.bincount(want, minlength=256)
             each = (tokens / count).astype(np.float32)
             if len(np.unique(each)) == 256:

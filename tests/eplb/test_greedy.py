@@ -9,7 +9,7 @@ from moe_serve.eplb.placement import Placement
 from moe_serve.eplb.policies.make import make_policy
 from moe_serve.eplb.policies.packing import duplicate_slots, pack_in_rounds, pack_longest_first, repair_duplicates
 from moe_serve.eplb.policies.policy import PlanRequest
-from moe_serve.eplb.policies.replication import copy_load, list_copies, minimax_counts
+from moe_serve.eplb.policies.replication import list_replicas, minimax_counts, replica_load
 from moe_serve.topology import Topology
 from tests.eplb.loads import lognormal, zipf
 
@@ -64,13 +64,13 @@ def test_duplicates_are_repaired_whenever_copies_fit_the_ranks(seed, num_ranks, 
     num_experts = draw.integers(slots, num_ranks * slots + 1)
     weight = np.exp(2 * draw.standard_normal((4, num_experts)))
     counts = minimax_counts(weight, num_ranks * slots, num_ranks)
-    copies = list_copies(counts, num_ranks * slots)
+    replicas = list_replicas(counts, num_ranks * slots)
     pack = pack_in_rounds if in_rounds else pack_longest_first
-    table, load = pack(copies, copy_load(weight, counts, copies), num_ranks)
+    table, load = pack(replicas, replica_load(weight, counts, replicas), num_ranks)
     repair_duplicates(table, load)
     assert not duplicate_slots(table).any()
-    assert (np.sort(table.reshape(4, -1), axis=1) == np.sort(copies, axis=1)).all()
-    np.testing.assert_allclose(load, copy_load(weight, counts, table))
+    assert (np.sort(table.reshape(4, -1), axis=1) == np.sort(replicas, axis=1)).all()
+    np.testing.assert_allclose(load, replica_load(weight, counts, table))
 
 
 def test_duplicates_are_repaired_from_the_worst_start():

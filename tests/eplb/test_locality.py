@@ -7,7 +7,7 @@ from moe_serve.eplb.policies.locality import tokens_by_node
 from moe_serve.eplb.policies.make import make_policy
 from moe_serve.eplb.policies.policy import PlanRequest
 from moe_serve.eplb.policies.problem import problem_of
-from moe_serve.eplb.policies.replication import copies_of as replicas_in
+from moe_serve.eplb.policies.replication import replicas_in
 from moe_serve.eplb.split.make import split_batch
 from moe_serve.topology import Topology
 from tests.eplb.loads import lognormal

@@ -177,7 +177,7 @@ def test_an_expert_that_two_ranks_of_a_node_need_crosses_the_slow_link_once():
 
 
 def test_sources_are_spread_over_the_copies_of_an_expert():
-    # Expert 0 has copies on ranks 0 and 1 and is wanted by ranks 2 .. 5; with one send a rank that is two rounds.
+    # Expert 0 has replicas on ranks 0 and 1 and is wanted by ranks 2 .. 5; with one send a rank that is two rounds.
     old = one_layer([0, 1, 0, 2, 3, 3, 4, 4, 5, 5, 6, 6], 7, 6)
     new = one_layer([0, 1, 0, 2, 3, 0, 4, 0, 5, 0, 6, 0], 7, 6)
     plan = check_migration(old, new, Topology(1, 6), 1, "none")
@@ -218,7 +218,7 @@ def test_slots_can_become_empty_and_be_filled_again():
 def test_an_expert_without_any_copy_is_named():
     left, lost = one_layer([0, 1, 2, 3], 4, 2).without_ranks([1])
     assert lost == [(0, 2), (0, 3)]
-    with pytest.raises(PlacementError, match="expert 2 of row 0 has no copy to move from"):
+    with pytest.raises(PlacementError, match="expert 2 of row 0 has no replica to move from"):
         plan_migration(left, one_layer([0, 1, 2, 3], 4, 2), Topology(1, 2))
 
 

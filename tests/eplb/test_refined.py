@@ -90,7 +90,8 @@ def test_more_effort_is_never_worse():
 
 
 def test_a_load_that_costs_per_copy_prefers_fewer_copies():
-    # Every copy of an active expert streams its weights; with that cost dominating, copies beyond the first only hurt.
+    # Every replica of an active expert streams its weights; with that cost dominating, replicas beyond the first only
+    # hurt.
     from moe_serve.eplb.policies.policy import RankCost
 
     tokens = lognormal(3, 16, 0.3)

@@ -129,7 +129,7 @@ def test_off_node_share_and_traffic_follow_the_sources() -> None:
     assert score.traffic is not None
     assert score.traffic.tolist() == [[6, 0], [2, 2]]
     assert score.off_node == pytest.approx(0.2)
-    # A second copy of expert 0 on node 1 takes half of everybody's tokens: an even split does not know the nodes.
+    # A second replica of expert 0 on node 1 takes half of everybody's tokens: an even split does not know the nodes.
     two = Placement(np.array([[0, 1, 2, 3, 0, -1, 1, 3]]), 4, 4)
     other = Scorer(TOPOLOGY, 1).score(record, two).traffic
     assert other is not None

@@ -1,7 +1,7 @@
-"""What one all-to-all puts on the ways between ranks, and how long the slowest of them takes.
+"""The rows that one all-to-all sends over links and NICs, and the time of the slowest of them.
 
 Low latency sends one row per (token, expert). Normal sends one per (token, node) over the NICs, where any rank of the
-node may receive it for the others, and one per (token, rank) over the links, also of what came over a NIC.
+node may receive it for the others, and one per (token, rank) over the links, also for rows that came over a NIC.
 
 Shape words: R = ranks, N = nodes.
 """
@@ -22,7 +22,7 @@ Mode = Literal["low_latency", "normal"]
 
 @dataclass(frozen=True)
 class Sharing:
-    """Rows that are sent per route where one row serves several experts of a token: per node, and per rank."""
+    """Rows sent per route where one row serves several experts of a token: per node, and per rank."""
 
     node: float
     rank: float
@@ -40,7 +40,7 @@ class BusiestRows:
 def busiest_rows(
     rank_rows: Floats, topology: Topology, traffic: Floats | None = None, sharing: Sharing | None = None
 ) -> BusiestRows:
-    """Returns the most that any way carries.
+    """Returns the most rows that any link or NIC carries.
 
     rank_rows: [..., R] routes that end at each rank
     traffic:   [..., R, R] routes from rank to rank; None = every rank sends the same everywhere
@@ -69,7 +69,7 @@ def busiest_rows(
 
 
 def carry_seconds(rows: BusiestRows, row_bytes: float, hardware: HardwareProfile, mode: Mode) -> Floats:
-    """Returns the time of the slowest way: [...]."""
+    """Returns the time of the slowest link or NIC: [...]."""
     share = hardware.nic_efficiency_low_latency if mode == "low_latency" else hardware.nic_efficiency_normal
     link = rows.link / (hardware.link_bytes_per_s * hardware.link_efficiency)
     nic = rows.nic / (hardware.nic_bytes_per_s * share)
@@ -78,10 +78,10 @@ def carry_seconds(rows: BusiestRows, row_bytes: float, hardware: HardwareProfile
 
 
 def expected_places(num_places: int, num_logical: int, topk: int, num_groups: int, topk_groups: int) -> float:
-    """Returns on how many places (nodes, or ranks) the experts of a token are, on average.
+    """Returns on how many nodes (or ranks), called places here, the experts of a token are on average.
 
-    Tokens pick topk_groups of num_groups groups, then topk experts inside them, all alike. Places hold whole groups, or
-    equal parts of one; where neither fits, experts are taken to be spread at random.
+    Tokens pick topk_groups of num_groups groups, then topk experts inside them, uniformly. Places hold whole groups, or
+    equal parts of one; otherwise experts are assumed to be spread at random.
     """
     per_place = num_logical / num_places
     per_group = num_logical // num_groups
@@ -101,7 +101,7 @@ def expected_places(num_places: int, num_logical: int, topk: int, num_groups: in
 
 
 def _miss(total: int, here: float, picks: int) -> float:
-    """Chance that none of `picks` of `total` experts is one of `here`."""
+    """Returns the chance that none of `picks` of `total` experts is one of `here`."""
     chance = 1.0
     for taken in range(picks):
         chance *= max(0.0, 1 - here / (total - taken)) if total > taken else 0.0

@@ -1,17 +1,16 @@
 """Predicted time of MoE layers and of whole steps, from a placement's load and two profiles.
 
-What is modelled, and in which shape:
-- grouped GEMM: rows are rounded up to tiles, the weights of every expert that is active at all are streamed once, and
-  compute and memory time join as the root of their squares: near the ridge neither hides the other;
-- dispatch and combine: a fixed latency, then the busiest of all links: of each rank to its node, of each NIC, of each
-  node. Low latency sends a row per (token, expert), normal one per (token, node) and (token, rank);
+The model:
+- grouped GEMM: rows are rounded up to tiles, the weights of every active expert are streamed once, and the total is the
+  root of the summed squares of compute and memory time, since near the ridge neither hides the other;
+- dispatch and combine: a fixed latency, then the busiest of all links of ranks, NICs, and NICs of a node together. Low
+  latency sends a row per (token, expert), normal one per (token, node) and (token, rank);
 - attention: projections as GEMMs, the core by its KV bytes or its FLOPs;
-- overlap: none but the shared expert under the dispatch, or two half-batches of which one computes while the other
-  travels;
+- overlap: the shared expert during the dispatch, or two half-batches of which one computes while the other is sent;
 - everything else (gaps, elementwise kernels, scheduling) is one factor.
 
-docs/cost-model.md says what the numbers were fitted on and how far off the rest is. Everything is vectorised over
-layers. Shape words: L = layers, R = ranks, P = slots, K = slots per rank.
+docs/cost-model.md says what the numbers were fitted on, and the error elsewhere. Everything is vectorised over layers.
+Shape words: L = layers, R = ranks, P = slots, K = slots per rank.
 """
 
 from dataclasses import dataclass
@@ -50,7 +49,7 @@ class Batch:
 
     @property
     def mode(self) -> Mode:
-        """Which dispatch kernels such a batch uses."""
+        """The dispatch kernels that such a batch uses."""
         return "low_latency" if self.phase == "decode" else "normal"
 
 
@@ -69,7 +68,7 @@ class LayerTime:
 
 @dataclass(frozen=True)
 class StepTime:
-    """Seconds of one step, overhead and overlap already in `total_s`; the parts are plain sums over layers."""
+    """Seconds of one step. `total_s` includes overhead and overlap; the parts are plain sums over layers."""
 
     total_s: float
     attention_s: float
@@ -81,10 +80,10 @@ class StepTime:
 
 
 class CostModel:
-    """Times of one model on one cluster."""
+    """Predicts times of one model on one cluster."""
 
     def __init__(self, hardware: HardwareProfile, model: ModelProfile, topology: Topology) -> None:
-        """topology: its ranks_per_node may differ from the profile's: then the links are shared as it says."""
+        """topology: where its ranks_per_node differs from the profile's, links are shared as the topology says."""
         self.hardware, self.model, self.topology = hardware, model, topology
         self._flops = hardware.gemm_efficiency * (hardware.fp8_flops if model.compute == "fp8" else hardware.bf16_flops)
         self._hbm = hardware.hbm_efficiency * hardware.hbm_bytes_per_s
@@ -95,10 +94,10 @@ class CostModel:
     def grouped_gemm(self, rows: Floats, n: int, k: int, is_mean: bool = False) -> Floats:
         """Returns the time of [rows_g, k] x [k, n] over groups g: rows [..., groups] -> [...].
 
-        is_mean: rows are means over steps, so that a group with few rows is not always active, nor a tile always full
+        is_mean: rows are means over steps, so a group with few rows is not always active, nor a tile always full
         """
         tile = self.hardware.tile_rows
-        if is_mean:  # arrivals as in a Poisson process: active unless none came; a started tile is half full
+        if is_mean:  # Poisson arrivals: active unless no row arrived; a started tile is half full
             active = 1 - np.exp(-rows)
             tiles = np.maximum(active, rows / tile + 0.5 * active)
         else:
@@ -124,7 +123,7 @@ class CostModel:
         return self.hardware.dispatch_latency_s + self._carry(rank_rows, self.model.dispatch_bytes, mode, traffic)
 
     def combine(self, rank_rows: Floats, mode: Mode, traffic: Floats | None = None) -> Floats:
-        """Returns the time of one combine; arguments as of the dispatch that it answers."""
+        """Returns the time of one combine; arguments as for its dispatch."""
         return self.hardware.combine_latency_s + self._carry(rank_rows, self.model.combine_bytes, mode, traffic)
 
     def moe_layer(
@@ -167,8 +166,8 @@ class CostModel:
     def step(self, batch: Batch, slot_rows: Floats | None = None, is_mean: bool = False) -> StepTime:
         """Returns the time of a whole step.
 
-        slot_rows: [num_moe_layers, P] rows of each slot in the step; None = perfectly even over slots, as many as there
-                   are experts (rounded up to the ranks)
+        slot_rows: [num_moe_layers, P] rows of each slot in the step; None = perfectly even over as many slots as
+                   experts (rounded up to the ranks)
         """
         m = self.model
         if slot_rows is None:
@@ -204,8 +203,10 @@ class CostModel:
         )
 
     def migration_seconds(self, plan: MigrationPlan, topology: Topology | None = None) -> float:
-        """Returns how long all rounds of a migration take when nothing hides them: each as long as its busiest way,
-        then a copy from staging into the slot."""
+        """Returns the time of all rounds of a migration without overlap.
+
+        Each takes as long as its busiest link or NIC, then a copy from staging into the slot.
+        """
         topology = topology or self.topology
         return sum(self.transfer_seconds(*_busiest(moves.moves, topology)) for moves in plan.rounds)
 
@@ -217,8 +218,7 @@ class CostModel:
         return max(link, nic) + (by_link + by_nic) * 2 * size / self._hbm
 
     def rank_cost(self, mode: Mode) -> RankCost:
-        """Returns the linear prices of the step_time objective: of a token, of an active expert, of a token from
-        another node."""
+        """Returns the linear prices of the step_time objective."""
         m, hardware = self.model, self.hardware
         row = m.hidden * (m.dispatch_bytes + m.combine_bytes)
         nic = hardware.nic_efficiency_low_latency if mode == "low_latency" else hardware.nic_efficiency_normal
@@ -242,7 +242,7 @@ class CostModel:
 
 @dataclass(frozen=True)
 class GateCost:
-    """The cost model as the rebalancer asks it: loads are means over a window's steps.
+    """What the rebalancer's gate asks the cost model; loads are means over a window's steps.
 
     mode: of the dispatch kernels that serve the load
     """
@@ -251,22 +251,23 @@ class GateCost:
     mode: Mode = "low_latency"
 
     def layer_seconds(self, tokens: Floats, placement: Placement) -> Floats:
-        """tokens [L, E] routed in one step of all ranks -> [L] seconds of the MoE part, overhead included."""
+        """Returns the seconds of each MoE layer of one step, overhead included: tokens [L, E] of all ranks -> [L]."""
         times = self.costs.moe_layer(slot_load(tokens, placement), self.mode, is_mean=True)
         return times.total_s * self.costs.hardware.step_overhead
 
     def migration_seconds(self, plan: MigrationPlan, topology: Topology) -> float:
+        """Returns the serving time that all rounds of the plan cost."""
         return self.costs.migration_seconds(plan, topology)
 
 
 def _busiest(moves: tuple[SlotMove, ...], topology: Topology) -> tuple[int, int]:
-    """Experts that the busiest rank of a round moves over its link, and over its NIC."""
+    """Returns how many experts the busiest rank of a round moves over its link, and over its NIC."""
     link: dict[tuple[str, int], int] = {}
     nic: dict[tuple[str, int], int] = {}
     for move in moves:
         if move.src_rank in (move.dst_rank, -1):
             continue
-        ways = link if topology.node_of(move.src_rank) == topology.node_of(move.dst_rank) else nic
+        counts = link if topology.node_of(move.src_rank) == topology.node_of(move.dst_rank) else nic
         for key in (("out", move.src_rank), ("in", move.dst_rank)):
-            ways[key] = ways.get(key, 0) + 1
+            counts[key] = counts.get(key, 0) + 1
     return max(link.values(), default=0), max(nic.values(), default=0)

@@ -1,4 +1,4 @@
-"""What the cost model knows of machines and models: numbers from YAML files, each with its source.
+"""Profiles of machines and models for the cost model: numbers from YAML files, each with its source.
 
 A file holds one profile:
 
@@ -22,18 +22,18 @@ from moe_serve.errors import ConfigError
 
 @dataclass(frozen=True)
 class HardwareProfile:
-    """One GPU (or CPU process) and its ways to others. Rates are per rank; "link" joins ranks of a node, "nic" nodes.
+    """One GPU (or CPU process) and its network. Rates are per rank; "link" joins ranks of a node, "nic" joins nodes.
 
     fp8_flops, bf16_flops:   peak dense matrix rate, FLOP/s (a CPU profile gives its float32 rate for both)
     hbm_bytes, hbm_bytes_per_s: memory and its peak rate
     ranks_per_node:          ranks that share the fast link
     link_bytes_per_s, nic_bytes_per_s: peak rate in each direction
-    node_nic_bytes_per_s:    what all NICs of a node carry together
+    node_nic_bytes_per_s:    rate of all NICs of a node together
     tile_rows:               rows per tile of a grouped GEMM: an expert's rows are rounded up to it
     gemm_efficiency, hbm_efficiency: share of the peaks that large grouped GEMMs reach
-    attention_flops, attention_bytes_per_s: what the attention kernel reaches
+    attention_flops, attention_bytes_per_s: rates that the attention kernel reaches
     link_efficiency, nic_efficiency_low_latency, nic_efficiency_normal: shares that dispatch and combine reach
-    dispatch_latency_s, combine_latency_s: what a dispatch and a combine take without rows
+    dispatch_latency_s, combine_latency_s: time of a dispatch and a combine without rows
     step_overhead:           whole step / its modelled parts: gaps, elementwise kernels, scheduling
     sources:                 field -> where its number is from
     """
@@ -61,7 +61,7 @@ class HardwareProfile:
     sources: MappingProxyType[str, str] = field(default_factory=lambda: MappingProxyType({}), compare=False)
 
     def scaled(self, **factors: float) -> Self:
-        """Returns the profile with these fields multiplied: what-if, and how sensitive a decision is."""
+        """Returns the profile with these fields multiplied, to see what would change."""
         numbers = [f.name for f in fields(self) if f.name not in ("name", "sources")]
         unknown = sorted(set(factors) - set(numbers))
         if unknown:
@@ -72,7 +72,7 @@ class HardwareProfile:
 
 @dataclass(frozen=True)
 class ModelProfile:
-    """A model's shapes, as far as its time depends on them.
+    """The shapes of a model that its time depends on.
 
     num_layers, num_moe_layers, hidden, vocab: all layers and those with experts
     num_logical, topk, moe_intermediate: routed experts of a layer, experts per token, their width
@@ -81,7 +81,7 @@ class ModelProfile:
     attention:   "mla" or "gqa"; num_heads, and of mla: q_lora (0 = none), kv_lora, nope_dim, rope_dim, v_dim; of gqa:
                  num_kv_heads, head_dim
     weight_bytes, kv_bytes, dispatch_bytes, combine_bytes: of one value, scales included
-    compute:     which matrix rate GEMMs run at
+    compute:     the matrix rate of GEMMs
     """
 
     name: str

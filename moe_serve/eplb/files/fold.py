@@ -1,4 +1,4 @@
-"""What may be done to a trace between reading and writing it: longer windows, or counts alone. Both stream."""
+"""Traces with longer windows, or with counts alone. Both stream."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -12,8 +12,8 @@ from moe_serve.errors import TraceError
 def folded(trace: LoadTrace, window_steps: int) -> LoadTrace:
     """Returns the trace with consecutive records summed until a window holds at least window_steps steps.
 
-    Activated experts stay known where every record is a single step or brings them; per_step is dropped. A shorter rest
-    at the end is kept. Records never mix phases.
+    Activations are kept where every record is a single step or has them; per_step is dropped. A shorter window at the
+    end is kept. Windows never mix phases.
     """
     if window_steps < 1:
         raise TraceError(f"window is {window_steps} steps; give a whole number of at least 1")
@@ -31,7 +31,7 @@ class _Folding:
             if pending and pending[0].phase != record.phase:
                 yield _merged(pending)
                 pending = []
-            # A long record would keep its big optional parts alive until the window closes: reduce it at once.
+            # Reduce at once: a long record would keep its large optional parts in memory until the window closes.
             pending = [_merged([*pending, record])]
             if pending[0].num_steps >= self.window_steps:
                 yield pending.pop()

@@ -1,7 +1,7 @@
 """Reads the elements of one array inside a large JSON file, one after another, in bounded memory.
 
-Only the structure is scanned (brackets, braces and quotes); each element is then parsed as ordinary JSON. So a file of
-any size needs memory for its largest element.
+Only the structure is scanned (brackets, braces and quotes); each element is then parsed as ordinary JSON, so memory
+is needed for the largest element only.
 """
 
 import re

@@ -13,7 +13,7 @@ from moe_serve.eplb.placement import Placement
 
 
 class JsonlWriter:
-    """Appends records and events to a .jsonl trace; every line is whole before the next begins.
+    """Appends records and events to a .jsonl trace; every line is complete before the next begins.
 
     A record names its placement in full only when it changed since the record before.
     """

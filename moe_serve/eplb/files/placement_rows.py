@@ -1,7 +1,7 @@
-"""What the placement readers and writers of all formats share: one job, checking rows of slots.
+"""Checks rows of slots for the placement readers and writers of all formats.
 
-L = rows of the file, P = slots. Rows are checked here with the file's name and the row's key, so that a wrong file is
-told apart from a wrong placement; `Placement` checks the rest (every expert somewhere).
+L = rows of the file, P = slots. Errors name the file and the key of the row, so that a wrong file is not
+mistaken for a wrong placement; `Placement` checks the rest (every expert somewhere).
 """
 
 import json
@@ -71,13 +71,13 @@ def make_placement(
 
 
 def refuse_empty_slots(placement: Placement, target: str) -> None:
-    """Raises when a placement has empty slots and the target format has no word for them."""
+    """Raises when a placement has empty slots and the target format cannot express them."""
     empty = np.argwhere(placement.physical_to_logical < 0)
     if len(empty):
         row, slot = (int(i) for i in empty[0])
         raise PlacementError(
             f"{len(empty)} slots are empty (the first: layer {_layer_ids(placement)[row]}, slot {slot}) and {target} "
-            f"cannot say that; plan with a number of slots that the experts fill, or write our own json"
+            f"cannot express that; plan with a number of slots that the experts fill, or write our own json"
         )
 
 

@@ -93,7 +93,7 @@ def write_placement(
     """Writes a placement for an engine. target: moe_serve, sglang, tensorrt_llm or vllm_ascend.
 
     num_model_layers: for sglang, all layers of the model, dense ones included (None: up to the last MoE layer).
-    Raises PlacementError when the target cannot say what the placement says (an empty slot).
+    Raises PlacementError when the target cannot express the placement (an empty slot).
     """
     path = Path(path)
     match target:

@@ -118,7 +118,7 @@ def _described(path: Path) -> tuple[TraceMeta | None, int, str]:
     try:
         content = json.loads(first[1:])
     except json.JSONDecodeError:
-        return None, 1, "mixed"  # somebody's remark
+        return None, 1, "mixed"  # another comment
     if not isinstance(content, dict) or "num_logical" not in content:
         return None, 1, "mixed"
     meta = TraceMeta.from_json(content, f"{path} line 1")

@@ -3,7 +3,7 @@
 {"format": "moe_serve.trace", "num_logical", "moe_layer_ids", "topk", "model_id"}      first line; optional
 {"first_step", "num_steps", "phase", "tokens": [[…]], …}                               a record; fields as in LoadRecord
 {"window", "layer", "counts": […]}                                                     or its plain form, line per layer
-{"event": "plan_ready", "step": …, …}                                                  what the balancer did
+{"event": "plan_ready", "step": …, …}                                                  an event of the balancer
 """
 
 from collections.abc import Iterator
@@ -124,7 +124,7 @@ class _Reader:
             raise TraceError(f"{where}: {problem}") from None
 
     def _placement(self, content: dict[str, Any], last: Placement | None, where: str) -> Placement | None:
-        """A record repeats its placement only when it changed; placement_version says which one it means."""
+        """Returns the record's placement; a record repeats it only when it changed."""
         rows = content.get("physical_to_logical_map")
         if rows is None:
             return last
@@ -181,7 +181,7 @@ class _Window:
 
 
 def _plain_meta(path: Path, where: str) -> TraceMeta:
-    """The shape of a trace in the plain form, from its first window."""
+    """Returns the shape of a trace in the plain form, from its first window."""
     first: int | None = None
     layers: list[int] = []
     width = 0

@@ -1,4 +1,4 @@
-"""What our three trace formats (.npz, .jsonl, .csv) share: the description of a trace, and words for their fields."""
+"""What our three trace formats (.npz, .jsonl, .csv) share: the description of a trace and the names of fields."""
 
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -3,7 +3,7 @@
 Members: counts; first_step, num_steps [T] int64; phase [T] text; step_time_s [T] float64 (NaN = none);
 placement_version [T] int64 (-1 = none); activations [T, L, E]; by_source [T, L, R, E]; per_step [T, S, L, E];
 phy2log [T, L, P] with num_ranks in meta. Only `counts` is required, so a plain np.savez(counts=...) is a trace.
-Read row by row out of the zip, and written through temporary files beside the target, so neither needs the whole.
+Read row by row from the zip, and written through temporary files beside the target, so neither holds the whole trace.
 """
 
 import json
@@ -163,7 +163,7 @@ def write_npz(trace: LoadTrace, path: Path, progress: Callable[[int], None] | No
 
 
 class _Writer:
-    """Collects rows in one raw file per member, then zips them with headers that know how many there are."""
+    """Collects rows in one raw file per member, then zips them with headers that give their number."""
 
     def __init__(self, folder: Path, path: Path, meta: TraceMeta):
         self._folder, self._path, self._meta = folder, path, meta

@@ -11,10 +11,11 @@ from moe_serve.errors import PlacementError
 
 @dataclass(frozen=True, slots=True)
 class SlotMove:
-    """Writes one slot: the expert that src_slot held before the round. Slots are counted over all ranks (0 .. P-1).
+    """Writes into dst_slot the expert that src_slot held before the round. Slots are counted over all ranks (0 .. P-1).
 
-    layer: row of the placement.   src_rank == dst_rank: a copy inside the rank, no network.
-    src_rank = src_slot = -1: nothing is copied, the slot becomes empty.
+    layer: row of the placement
+    src_rank == dst_rank: a copy inside the rank, without the network
+    src_rank = src_slot = -1: nothing is copied; the slot becomes empty
     """
 
     layer: int
@@ -28,8 +29,8 @@ class SlotMove:
 class MigrationRound:
     """Moves that take effect together: every source is read as it was before the round.
 
-    Moves inside a rank come first, in an order in which each may be done at once, before the experts that arrived are
-    put in place. Only a closed ring of them (relabel="exact") needs a spare buffer; it takes one of max_incoming.
+    Moves inside a rank come first, in an order in which each can be done directly, before received experts are written.
+    Only a closed ring of them (relabel="exact") needs a spare buffer, one of max_incoming.
     """
 
     moves: tuple[SlotMove, ...]
@@ -65,7 +66,7 @@ def apply_round(placement: Placement, migration_round: MigrationRound) -> Placem
             if (rank, slot) != (-1, -1) and not (
                 0 <= slot < placement.num_slots and slot // placement.slots_per_rank == rank
             ):
-                raise PlacementError(f"{move} names slot {slot} on rank {rank}, which is not its own; check the ranks")
+                raise PlacementError(f"{move} names slot {slot} on rank {rank}, which does not own it; check the ranks")
         if where in written or move.dst_slot < 0:
             raise PlacementError(f"{move} writes a slot that this round has written already; split the round")
         written.add(where)

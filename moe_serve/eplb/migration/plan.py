@@ -1,13 +1,13 @@
-"""From one placement to another with the fewest bytes over the slowest links, in rounds that are each legal.
+"""Plans a migration from one placement to another: few bytes over slow links, in rounds that are each legal.
 
     plan = plan_migration(old, new, topology)
-    for round in plan.rounds:          # at most max_incoming experts arrive at a rank per round
+    for round in plan.rounds:          # a rank receives at most max_incoming experts per round
         old = apply_round(old, round)  # legal, and one version higher, after each of them
     # old now holds what plan.target holds
 
-Three steps: `relabel` decides which rank plays which part of the new placement (migration_relabel.py), `layer_writes`
-which slot takes which expert and what must wait for what (migration_writes.py), `Schedule` in which round each write
-happens and from where (migration_rounds.py).
+Three steps: `relabel_ranks` decides which rank takes which part of the new placement (relabel.py), `layer_writes` which
+slot gets which expert and which writes must wait for others (writes.py), and `Schedule` in which round each write
+happens and which replica it reads (rounds.py).
 
 Shape words: L = MoE layers, P = slots, R = ranks.
 """
@@ -32,7 +32,7 @@ class MigrationPlan:
 
     from_version: version of the placement that the first round starts from; round i leads to from_version + i + 1
     rounds:       in order; () where nothing has to move
-    target:       the placement after the last round: the new one with ranks and slots relabelled
+    target:       the placement after the last round: the new one, with ranks and slots relabelled
     new_slot:     [L, P] int64: slot s of target holds what slot new_slot[l, s] of the new placement holds, so that
                   per-slot facts of a plan, such as shares, can follow
     num_transfers:  experts that cross from one rank to another, over all rounds
@@ -54,15 +54,15 @@ def plan_migration(
     max_incoming: int = 1,
     relabel: Relabel = "nodes",
 ) -> MigrationPlan:
-    """Returns how to get from old to new.
+    """Returns the rounds that lead from old to new.
 
-    max_incoming: experts that may arrive at a rank in one round, all layers together (staging slots), and leave it
-    relabel:      what may change places because it makes no difference to the new placement's worth:
-                  "ranks"  any rank may play the part of any other: for placements without a node structure
-                  "nodes"  whole nodes, and ranks inside a node: keeps together what shares a node
-                  "none"   nothing but the slots of one rank
-                  "exact"  not even those: the target is `new`, slot for slot
-    Raises PlacementError when the two do not fit each other or the topology, or an expert has no copy to move from.
+    max_incoming: experts that a rank may receive, and send, in one round, all layers together (staging slots)
+    relabel:      what may be exchanged because the new placement is equally good after it:
+                  "ranks"  any two ranks, for placements without a node structure
+                  "nodes"  whole nodes, and ranks inside a node: what shares a node still does
+                  "none"   only the slots of one rank
+                  "exact"  nothing: the target is `new`, slot for slot
+    Raises PlacementError when the two do not fit each other or the topology, or an expert has no replica to move from.
     """
     _check_fit(old, new, topology, max_incoming)
     old_rows, new_rows = old.physical_to_logical, new.physical_to_logical
@@ -89,7 +89,7 @@ def plan_migration(
 def _follow_slots(
     target: NDArray[np.int32], new_rows: NDArray[np.int32], new_slot: NDArray[np.int64], slots_per_rank: int
 ) -> NDArray[np.int64]:
-    """Inside each rank, pairs the slots of target with those of new that hold the same expert: [L, P]."""
+    """Returns, for each slot of target, the slot of new on its rank that holds the same expert: [L, P]."""
     num_layers = len(target)
     wanted = np.take_along_axis(new_rows, new_slot, axis=1)
     of_target = np.argsort(target.reshape(num_layers, -1, slots_per_rank), axis=2, kind="stable")
@@ -115,7 +115,7 @@ def _check_fit(old: Placement, new: Placement, topology: Topology, max_incoming:
     if unreachable.any():
         row, expert = np.argwhere(unreachable)[0]
         raise PlacementError(
-            f"expert {expert} of row {row} has no copy to move from; load it from the checkpoint first"
+            f"expert {expert} of row {row} has no replica to move from; load it from the checkpoint first"
         )
     gone = (old.replica_count > 0) & (new.replica_count == 0)
     if gone.any():

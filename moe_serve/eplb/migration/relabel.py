@@ -1,8 +1,8 @@
-"""Which rank plays which part of a new placement: an assignment problem per layer.
+"""Decides which rank takes which part of a new placement: an assignment problem per layer.
 
-Ranks of a node are alike, and so are nodes, so a plan that only renames them moves nothing for no reason. The price of
-giving part j to rank r is what r would have to receive: experts that r's node lacks come over the slow link and weigh
-more than all others together.
+Ranks of a node are interchangeable, and so are nodes, so a placement that only renames them should move nothing. The
+price of giving part j to rank r is what r would have to receive; experts that r's node lacks come over the slow link
+and weigh more than all others together.
 """
 
 from typing import Literal
@@ -37,13 +37,13 @@ def _price(old: NDArray[np.int32], new: NDArray[np.int32], num_logical: int, top
     wants = _holds(new, num_logical, topology.num_ranks)
     size = wants.sum(axis=1, keepdims=True)
     arriving, off_node = size - wants @ held.T, size - wants @ held_near.T
-    # Half a move for keeping the name: a rank changes its part only where that saves something.
+    # Keeping its part saves a rank half a move, so parts change only where that saves a move.
     keep = 0.5 / topology.num_ranks * np.eye(topology.num_ranks)
     return np.asarray((len(old) + 1) * off_node + arriving - keep)
 
 
 def _holds(row: NDArray[np.int32], num_logical: int, num_ranks: int) -> NDArray[np.float64]:
-    """[P] -> [R, E]: 1 where a rank holds an expert."""
+    """Returns 1 where a rank holds an expert: [P] -> [R, E]."""
     out = np.zeros((num_ranks, num_logical + 1))
     out[np.repeat(np.arange(num_ranks), len(row) // num_ranks), row] = 1.0  # -1 lands in the last column
     return out[:, :-1]
@@ -51,7 +51,7 @@ def _holds(row: NDArray[np.int32], num_logical: int, num_ranks: int) -> NDArray[
 
 def _cheapest(price: NDArray[np.float64]) -> NDArray[np.int64]:
     """Returns the part of each rank, [R]."""
-    from scipy.optimize import linear_sum_assignment  # takes half a second to import, and most starts never need it
+    from scipy.optimize import linear_sum_assignment  # half a second to import; exact migrations never do
 
     parts, ranks = linear_sum_assignment(price)
     out = np.empty(len(price), dtype=np.int64)

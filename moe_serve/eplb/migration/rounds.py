@@ -1,10 +1,10 @@
-"""In which round each write happens, and which copy it reads.
+"""Decides in which round each write happens, and which replica it reads.
 
-List scheduling on bit masks: bit t of a rank's mask says that it is full in round t, so "the first round in which all
-these ranks are free" is a few operations on whole numbers. Rings go first, as they need several ranks at once; then
-chains; then writes that any copy can serve fill the holes. A rank also sends at most max_incoming experts per round:
-a round is as slow as its busiest rank, and a hot expert's new copies soon serve as sources too. (Measured: 10 % more
-rounds, a third less time than with sources that are free to send.)
+List scheduling on bit masks: bit t of a rank's mask says that the rank is full in round t, so the first round in which
+several ranks are free takes a few integer operations. Rings come first, since they need several ranks at once; then
+chains; writes that any replica can serve fill the gaps. A rank also sends at most max_incoming experts per round, since
+a round is as slow as its busiest rank, and new replicas of a hot expert soon serve as sources too. (Measured: 10 % more
+rounds and a third less time than with unlimited sending.)
 """
 
 from collections.abc import Iterable, Sequence
@@ -15,7 +15,7 @@ from moe_serve.topology import Topology
 
 
 class Schedule:
-    """Collects the writes of all layers, then orders them. Use once: add_layer for each layer, then rounds()."""
+    """Collects the writes of all layers, then schedules them. Use once: add_layer for each layer, then rounds()."""
 
     def __init__(self, topology: Topology, slots_per_rank: int, max_incoming: int) -> None:
         self._topology = topology
@@ -26,8 +26,8 @@ class Schedule:
         self._moves: dict[int, list[SlotMove]] = {}
         self._rings: list[tuple[int, list[tuple[int, int]]]] = []  # (layer, [(slot, expert it holds)])
         self._chains: list[tuple[int, list[SlotWrite]]] = []
-        # (layer, expert) -> copies that stay: (slot, first round in which it can be read)
-        self._copies: dict[tuple[int, int], list[tuple[int, int]]] = {}
+        # (layer, expert) -> replicas that stay: (slot, first round in which it can be read)
+        self._replicas: dict[tuple[int, int], list[tuple[int, int]]] = {}
 
     def add_layer(self, layer: int, old: Sequence[int], writes: Sequence[SlotWrite]) -> None:
         """Adds the writes of one layer (see layer_writes) to its row old [P]."""
@@ -35,7 +35,7 @@ class Schedule:
         wanted = {write.expert for write in writes}
         for slot, expert in enumerate(old):
             if slot not in by_slot and expert in wanted:
-                self._copies.setdefault((layer, expert), []).append((slot, 0))
+                self._replicas.setdefault((layer, expert), []).append((slot, 0))
         done: set[int] = set()
         for write in writes:
             if write.after < 0:
@@ -69,8 +69,10 @@ class Schedule:
         return [_in_order(self._moves[t]) for t in sorted(self._moves)]
 
     def _place_ring(self, layer: int, ring: list[tuple[int, int]]) -> None:
-        """Each slot of the ring takes what the one before holds. Where the ring passes a rank more often than the rank
-        can receive, an arc of it is moved and the arc's last expert parked in its first slot, which stays in the ring.
+        """Schedules a ring, in which each slot takes what the one before holds.
+
+        Where the ring passes a rank more often than the rank can receive, one arc is moved and its last expert parked
+        in its first slot, which stays in the ring.
         """
         earliest = 0
         while len(ring) > 1:
@@ -84,12 +86,12 @@ class Schedule:
             for (source, expert), (slot, _) in zip(arc, arc[1:] + arc[:1], strict=True):
                 self._add(t, layer, source, slot)
                 if slot != arc[0][0] or length == len(ring):
-                    self._copies.setdefault((layer, expert), []).append((slot, t + 1))
+                    self._replicas.setdefault((layer, expert), []).append((slot, t + 1))
             ring = [] if length == len(ring) else [(arc[0][0], arc[-1][1]), *ring[length:]]
             earliest = t + 1
 
     def _arc(self, ring: list[tuple[int, int]]) -> tuple[int, list[int], list[int]]:
-        """Returns how much of the ring's beginning can move at once, and the ranks that receive and send for it."""
+        """Returns the length of the first arc that can move at once, and the ranks that receive and send for it."""
         ranks = [slot // self._slots_per_rank for slot, _ in ring]
         best, length = 2, 2
         receives = [ranks[1]] if ranks[1] != ranks[0] else []
@@ -103,12 +105,12 @@ class Schedule:
                 receives.append(ranks[length])
             length += 1
         hops = [(a, b) for a, b in zip(ranks[:best], ranks[1:best] + ranks[:1], strict=True) if a != b]
-        if not hops:  # all on one rank: the spare buffer that the ring needs is a staging slot
+        if not hops:  # all on one rank: the ring needs a staging slot as its spare buffer
             return best, [ranks[0]], []
         return best, [b for _, b in hops], [a for a, _ in hops]
 
     def _place_from(self, layer: int, write: SlotWrite, source: int, earliest: int) -> int:
-        """Reads this very slot, as early as can be; returns the round."""
+        """Schedules a write that reads this slot, as early as possible; returns the round."""
         src, dst = source // self._slots_per_rank, write.slot // self._slots_per_rank
         t = earliest
         if src != dst:
@@ -116,11 +118,11 @@ class Schedule:
             self._receiving.take(dst, t)
             self._sending.take(src, t)
         self._add(t, layer, source, write.slot)
-        self._copies.setdefault((layer, write.expert), []).append((write.slot, t + 1))
+        self._replicas.setdefault((layer, write.expert), []).append((write.slot, t + 1))
         return t
 
     def _place_from_any(self, layer: int, write: SlotWrite, earliest: int) -> None:
-        """Reads the nearest copy; among equally near ones the one that can serve first."""
+        """Schedules a write that reads the nearest replica; among equally near ones the one that is ready first."""
         if write.expert < 0:
             self._moves.setdefault(earliest, []).append(
                 SlotMove(layer, -1, -1, write.slot // self._slots_per_rank, write.slot)
@@ -128,25 +130,25 @@ class Schedule:
             return
         dst = write.slot // self._slots_per_rank
         node = self._topology.node_of(dst)
-        ways: tuple[list[tuple[int, int]], ...] = ([], [], [])
-        for slot, ready in self._copies[layer, write.expert]:
+        by_distance: tuple[list[tuple[int, int]], ...] = ([], [], [])  # same rank, same node, other node
+        for slot, ready in self._replicas[layer, write.expert]:
             src = slot // self._slots_per_rank
-            way = 0 if src == dst else 1 if self._topology.node_of(src) == node else 2
-            ways[way].append((slot, max(ready, earliest)))
-        if ways[0]:
-            slot, t = min(ways[0], key=lambda item: item[1])
+            distance = 0 if src == dst else 1 if self._topology.node_of(src) == node else 2
+            by_distance[distance].append((slot, max(ready, earliest)))
+        if by_distance[0]:
+            slot, t = min(by_distance[0], key=lambda item: item[1])
             self._add(t, layer, slot, write.slot)
-            self._copies[layer, write.expert].append((write.slot, t + 1))
+            self._replicas[layer, write.expert].append((write.slot, t + 1))
             return
-        near = ways[1] or ways[2]
+        near = by_distance[1] or by_distance[2]
         t, slot = min((self._first([dst], [s // self._slots_per_rank], ready), s) for s, ready in near)
         self._receiving.take(dst, t)
         self._sending.take(slot // self._slots_per_rank, t)
         self._add(t, layer, slot, write.slot)
-        self._copies[layer, write.expert].append((write.slot, t + 1))
+        self._replicas[layer, write.expert].append((write.slot, t + 1))
 
     def _first(self, receivers: Iterable[int], senders: Iterable[int], earliest: int) -> int:
-        """Returns the first round, not before earliest, in which all of them have room."""
+        """Returns the first round, not before earliest, in which all of them have capacity left."""
         rest = (self._receiving.taken(receivers) | self._sending.taken(senders)) >> earliest
         return earliest + ((rest + 1) & ~rest).bit_length() - 1  # the lowest bit that is not set
 
@@ -178,7 +180,7 @@ class _Capacity:
 
 
 def _in_order(moves: list[SlotMove]) -> tuple[SlotMove, ...]:
-    """Moves inside a rank first, each before the one that overwrites what it reads; then the rest, by place."""
+    """Returns moves inside a rank first, each before the one that overwrites what it reads; then the others by slot."""
     local = {(m.layer, m.dst_slot): m for m in moves if m.src_rank == m.dst_rank}
     readers: dict[tuple[int, int], list[SlotMove]] = {}
     for move in local.values():
@@ -188,7 +190,7 @@ def _in_order(moves: list[SlotMove]) -> tuple[SlotMove, ...]:
 
     def visit(move: SlotMove) -> None:
         key = (move.layer, move.dst_slot)
-        if key not in seen:  # a closed ring starts anywhere
+        if key not in seen:  # a closed ring may start anywhere
             seen.add(key)
             for reader in readers.get(key, ()):
                 visit(reader)

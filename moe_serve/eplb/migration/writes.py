@@ -1,12 +1,12 @@
-"""Which slots of a layer are written, and which write must not happen before which.
+"""Decides which slots of a layer are written, and which writes must wait for others.
 
-An expert that keeps a slot can be read at any time and is never lost. For one that keeps none, one write is its
-carrier: it copies from a slot that the expert leaves, so whoever overwrites that slot must not be earlier than the
-carrier. Every write waits for at most one other and is waited for by at most one, so the writes of a layer fall into
-chains and rings. A ring has to happen in one round.
+An expert that keeps a slot can be read at any time and is never lost. For an expert that keeps none, one write is its
+carrier: it copies from a slot that the expert leaves, so the write to that slot must not happen before the carrier.
+Each write waits for at most one other, and at most one other waits for it, so the writes of a layer form chains and
+rings. A ring has to happen in one round.
 
-Where slots of a rank are alike we choose which leaving expert makes room for which arriving one, so that there are
-few rings, and none that passes a rank twice.
+Where the slots of a rank are interchangeable, arriving experts are paired with slots so that there are few rings, and
+none that passes a rank twice.
 """
 
 from collections.abc import Sequence
@@ -20,8 +20,8 @@ class SlotWrite:
     """One slot to be written.
 
     expert: what it will hold; -1 = it becomes empty
-    source: slot to read, for the carrier of an expert that keeps no slot; -1 = any copy
-    after:  slot whose write must not be later than this one; -1 = none. It is the carrier that reads this slot
+    source: slot to read, for the carrier of an expert that keeps no slot; -1 = any replica
+    after:  slot whose write, the carrier that reads this slot, must not be later than this one; -1 = none
     """
 
     slot: int
@@ -32,8 +32,12 @@ class SlotWrite:
 
 @dataclass(slots=True)
 class _Changes:
-    """A layer's changes. leaving: slots to be written; rank, expert: of each arrival; carrier: of an expert that keeps
-    no slot, (arrival that carries it, slot it reads)."""
+    """A layer's changes.
+
+    leaving:      slots to be written
+    rank, expert: of each arrival
+    carrier:      expert that keeps no slot -> (arrival that carries it, slot it reads)
+    """
 
     leaving: list[int]
     rank: list[int]
@@ -46,7 +50,7 @@ def layer_writes(
 ) -> list[SlotWrite]:
     """Returns the writes that turn old [P] into wanted [P], ascending by slot, at most one per slot.
 
-    exact: False lets the experts of a rank take any of its slots; those that stay keep theirs
+    exact: False lets arriving experts take any free slot of their rank; those that stay keep theirs
     """
     if exact:
         slots = [slot for slot, (have, want) in enumerate(zip(old, wanted, strict=True)) if have != want]
@@ -64,7 +68,7 @@ def layer_writes(
 
 
 def _arrivals(old: Sequence[int], wanted: Sequence[int], slots_per_rank: int) -> _Changes:
-    """Compares what each rank holds with what it should hold, whatever the order of slots."""
+    """Returns the differences between what each rank holds and should hold, whatever the order of its slots."""
     changes = _Changes([], [], [], {})
     for first in range(0, len(old), slots_per_rank):
         slots = range(first, first + slots_per_rank)
@@ -83,7 +87,7 @@ def _arrivals(old: Sequence[int], wanted: Sequence[int], slots_per_rank: int) ->
 
 
 def _choose_carriers(old: Sequence[int], changes: _Changes, slots_per_rank: int, topology: Topology) -> None:
-    """Picks the carrier of each expert that keeps no slot: the arrival and leaving slot with the shortest way."""
+    """Picks the carrier of each expert that keeps no slot: the nearest pair of arrival and leaving slot."""
     leaving = set(changes.leaving)
     kept = {expert for slot, expert in enumerate(old) if slot not in leaving}
     sources: dict[int, list[int]] = {}
@@ -94,14 +98,14 @@ def _choose_carriers(old: Sequence[int], changes: _Changes, slots_per_rank: int,
     for arrival, (rank, expert) in enumerate(zip(changes.rank, changes.expert, strict=True)):
         for source in sources.get(expert, ()):
             other = source // slots_per_rank
-            way = 0 if other == rank else 1 if topology.node_of(other) == topology.node_of(rank) else 2
-            if expert not in best or way < best[expert][0]:
-                best[expert] = (way, arrival, source)
+            distance = 0 if other == rank else 1 if topology.node_of(other) == topology.node_of(rank) else 2
+            if expert not in best or distance < best[expert][0]:
+                best[expert] = (distance, arrival, source)
     changes.carrier = {expert: (arrival, source) for expert, (_, arrival, source) in best.items()}
 
 
 def _pair_slots(old: Sequence[int], changes: _Changes, slots_per_rank: int) -> list[int]:
-    """Returns the slot of each arrival, one of those that are left on its rank."""
+    """Returns the slot of each arrival, among those that experts leave on its rank."""
     num_ranks = len(old) // slots_per_rank
     held_by = {source: arrival for arrival, source in changes.carrier.values()}  # slot -> carrier that reads it
     loose: list[list[int]] = [[] for _ in range(num_ranks)]
@@ -115,8 +119,8 @@ def _pair_slots(old: Sequence[int], changes: _Changes, slots_per_rank: int) -> l
         (carried if arrival in carrying else others)[rank].append(arrival)
 
     slot_of = [-1] * len(changes.rank)
-    # A carrier on a loose slot ends a chain, and an arrival that any copy can serve may wait on a held slot. Only what
-    # is left over has to put a carrier on a held slot, which is where rings can come from.
+    # A carrier that writes a loose slot ends a chain, and an arrival that any replica can serve may wait for a held
+    # slot. Only the remaining carriers have to write held slots, and only these can form rings.
     through: list[list[int]] = []
     for rank in range(num_ranks):
         num_through = max(0, len(carried[rank]) - len(loose[rank]))
@@ -144,18 +148,18 @@ def _pair_slots(old: Sequence[int], changes: _Changes, slots_per_rank: int) -> l
 def _close_rings(
     start: int, through: list[list[int]], held_by: dict[int, int], rank_of: Sequence[int], slot_of: list[int]
 ) -> None:
-    """Walks over held slots from rank to rank and closes a ring whenever it meets its own path: rings stay simple."""
+    """Follows held slots from rank to rank and closes a ring whenever the path meets itself, so rings stay simple."""
     path: list[int] = []  # held slots, each on the rank to which the carrier of the one before goes
-    place = {start: 0}
+    position = {start: 0}
     rank = start
     while through[rank]:
         path.append(through[rank].pop())
         rank = rank_of[held_by[path[-1]]]
-        if rank not in place:
-            place[rank] = len(path)
+        if rank not in position:
+            position[rank] = len(path)
             continue
-        ring = path[place[rank] :]
-        del path[place[rank] :]
+        ring = path[position[rank] :]
+        del path[position[rank] :]
         for slot, following in zip(ring, ring[1:] + ring[:1], strict=True):
             slot_of[held_by[slot]] = following
-        place = {r: at for r, at in place.items() if at <= len(path)}
+        position = {r: at for r, at in position.items() if at <= len(path)}

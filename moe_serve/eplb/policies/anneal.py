@@ -1,8 +1,8 @@
 """Anneals replica counts with a full packing for every trial: the thorough search for few slots.
 
-Several independent chains per layer; a trial moves one or two copies between experts, packs, swaps, and is kept when it
-is not much worse, with less patience as rounds pass. The number of chains follows from how many trials of this size
-cost as much as a few plans of a large model, so small problems are searched nearly to the optimum and large ones a bit.
+Each layer has several independent chains. A trial moves one or two replicas between experts, packs, swaps, and is kept
+unless it is much worse; the tolerance shrinks from round to round. Larger problems get fewer chains, so that a round
+costs about the same: small problems are searched nearly to the optimum, large ones only a little.
 
 Shape words: L = layers, C = chains, X = L x C.
 """
@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moe_serve.eplb.policies.packing import pack_in_rounds, pack_longest_first, repair_duplicates
-from moe_serve.eplb.policies.replication import copies_of, copy_load, list_copies
+from moe_serve.eplb.policies.replication import list_replicas, replica_load, replicas_in
 from moe_serve.eplb.policies.swapping import Deadline, swap_until_even
 
 Floats = NDArray[np.float64]
@@ -26,22 +26,22 @@ def anneal_counts(
     fixed: Floats | None = None,
     good_enough: float = 0.999,
     deadline: Deadline | None = None,
-    copies_per_round: int = 10_000,
+    replicas_per_round: int = 10_000,
 ) -> bool:
     """Improves tables in place; returns whether the deadline cut the search short.
 
-    weight: [L, E]; table: [L, R, K], the start, which is only ever replaced by better ones
-    copies_per_round: how many copies all trials of a round may hold together; sets the number of chains
-    good_enough: a layer that is this close to perfect is not tried any further
+    weight: [L, E]; table: [L, R, K], the start; a layer's table is replaced only by a better one
+    replicas_per_round: replicas in all trials of a round together; sets the number of chains
+    good_enough: balancedness at which a layer is left alone
     """
     num_layers, num_ranks, slots = table.shape
     num_experts = weight.shape[1]
     num_slots = num_ranks * slots
-    chains = int(np.clip(copies_per_round // max(1, num_layers * num_slots), 1, 48))
+    chains = int(np.clip(replicas_per_round // max(1, num_layers * num_slots), 1, 48))
     draw = np.random.default_rng(seed)
     top_of = _tops(weight, table, fixed)
     mean = weight.sum(axis=1) / num_ranks + (0.0 if fixed is None else fixed.sum(axis=1) / num_ranks)
-    counts = np.repeat(copies_of(table, num_experts), chains, axis=0)
+    counts = np.repeat(replicas_in(table, num_experts), chains, axis=0)
     current = np.repeat(top_of, chains)
     for step in range(rounds):
         if deadline is not None and deadline.passed:
@@ -52,7 +52,7 @@ def anneal_counts(
         rows = (going[:, None] * chains + np.arange(chains)).ravel()
         layer = np.repeat(going, chains)
         tried = _neighbours(counts[rows], weight[layer], num_ranks, num_slots, draw)
-        if num_experts <= 8:  # so few that throwing dice finds what walking misses
+        if num_experts <= 8:  # so few counts that random ones find what small steps miss
             dice = rows % 2 == 1
             tried[dice] = _any_counts(int(dice.sum()), num_experts, num_ranks, num_slots, draw)
         own = None if fixed is None else fixed[layer]
@@ -80,25 +80,25 @@ def _pack(
     draw: np.random.Generator,
 ) -> tuple[Ids, Floats]:
     """Returns the tables [X, R, K] of these counts [X, E] and the load of each slot; in_pairs: two slots per rank."""
-    replicas = list_copies(counts, num_ranks * slots)
-    load = copy_load(weight, counts, replicas, fixed)
+    replicas = list_replicas(counts, num_ranks * slots)
+    load = replica_load(weight, counts, replicas, fixed)
     if in_pairs:
-        # The best packing there is, unless experts with many replicas had to be kept apart.
+        # Optimal, unless experts with many replicas had to be kept apart.
         packed, load = pack_in_rounds(replicas, load, num_ranks)
         repair_duplicates(packed, load)
         return packed, load
-    # Packed by loads that are a little off, so that the same counts get other packings in other trials.
+    # Perturb the loads, so that the same counts get different packings in different trials.
     packed, _ = pack_longest_first(replicas, load * draw.uniform(0.8, 1.25, load.shape), num_ranks)
-    load = copy_load(weight, counts, packed, fixed)
+    load = replica_load(weight, counts, packed, fixed)
     repair_duplicates(packed, load)
     swap_until_even(packed, load, 16, tolerance=1e-4)
     return packed, load
 
 
 def _neighbours(
-    counts: NDArray[np.int64], weight: Floats, max_copies: int, num_slots: int, draw: np.random.Generator
+    counts: NDArray[np.int64], weight: Floats, max_replicas: int, num_slots: int, draw: np.random.Generator
 ) -> NDArray[np.int64]:
-    """Returns counts [X, E] with one to three copies moved between experts, or to or from an empty slot."""
+    """Returns counts [X, E] with one to three replicas moved between experts, or to or from an empty slot."""
     tried = counts.copy()
     rows = np.arange(len(counts))
     num_moves = draw.integers(1, 4, len(counts))
@@ -107,29 +107,29 @@ def _neighbours(
         spare = np.where(tried > 1, draw.random(tried.shape), -1.0)
         giver = spare.argmax(axis=1)
         can_give = spare[rows, giver] >= 0
-        # Takers by load of a copy, softened: heavy copies are split more often, but any expert can be.
+        # Draw takers by a softened replica load: heavy replicas are split more often, but any expert can be.
         wish = draw.random(tried.shape) ** (1.0 / (0.3 + weight / tried / (weight.max(axis=1, keepdims=True) + 1e-300)))
-        taker = np.where(tried < max_copies, wish, -1.0).argmax(axis=1)
-        can_take = tried[rows, taker] < max_copies
+        taker = np.where(tried < max_replicas, wish, -1.0).argmax(axis=1)
+        can_take = tried[rows, taker] < max_replicas
         full = tried.sum(axis=1) >= num_slots
         give = moving & can_give & (full | (draw.random(len(counts)) < 0.3))
         tried[rows[give], giver[give]] -= 1
-        # Sometimes a slot is better left empty: one copy less can make a better packing.
+        # One replica fewer can allow a better packing, so a slot may also stay empty.
         take = moving & can_take & (draw.random(len(counts)) < 0.8) & (tried.sum(axis=1) < num_slots)
         tried[rows[take], taker[take]] += 1
     return tried
 
 
 def _any_counts(
-    num_rows: int, num_experts: int, max_copies: int, num_slots: int, draw: np.random.Generator
+    num_rows: int, num_experts: int, max_replicas: int, num_slots: int, draw: np.random.Generator
 ) -> NDArray[np.int64]:
     """Returns counts [num_rows, E] drawn from all that fit the slots."""
     extra = draw.integers(0, num_slots - num_experts + 1, num_rows)
     share = draw.dirichlet(np.ones(num_experts), num_rows)
-    return np.minimum(1 + draw.multinomial(extra, share), max_copies)
+    return np.minimum(1 + draw.multinomial(extra, share), max_replicas)
 
 
 def _tops(weight: Floats, table: Ids, fixed: Floats | None) -> Floats:
-    counts = np.maximum(copies_of(table, weight.shape[1]), 1)
-    top: Floats = copy_load(weight, counts, table, fixed).sum(axis=2).max(axis=1)
+    counts = np.maximum(replicas_in(table, weight.shape[1]), 1)
+    top: Floats = replica_load(weight, counts, table, fixed).sum(axis=2).max(axis=1)
     return top

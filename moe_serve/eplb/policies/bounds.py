@@ -1,12 +1,13 @@
-"""How good any placement could be: upper bounds of balancedness under an even split, per layer.
+"""Upper bounds of the balancedness that any placement can reach under an even split, per layer.
 
-Every bound here is a proof: no placement with these slots is better. Three arguments, from cheap to tight:
-- the mean: the heaviest rank is at least the average one;
-- the heaviest copy: with P slots, no choice of copies makes the heaviest copy lighter than minimax replication does;
-- company: a rank of load at most T that holds a copy of more than T / 2 has K - 1 other slots, each empty or with a
-  copy of at most T minus that one. So there must be enough light copies, and making copies light costs slots too.
-  `counting_bound` proves for a given T that no choice of copies can have enough, by a linear program over (expert,
-  copies) with one constraint per copy size.
+Each bound is proved: no placement with these slots is better. Three arguments, from cheap to tight:
+- the mean: the heaviest rank carries at least the mean load;
+- the heaviest replica: with P slots, no choice of replicas makes the heaviest replica lighter than minimax replication
+  does;
+- company: a rank of load at most T that holds a replica of more than T / 2 has K - 1 other slots, each empty or with a
+  replica of at most T minus that one. So there must be enough light replicas, and making replicas light costs slots
+  too. `counting_bound` proves for a given T that no choice of replicas can have enough, by a linear program over
+  (expert, replicas) with one constraint per replica size.
 """
 
 import numpy as np
@@ -20,11 +21,11 @@ Floats = NDArray[np.float64]
 def balancedness_bound(
     tokens: NDArray[np.number], num_ranks: int, slots_per_rank: int, heaviest: Floats | None = None
 ) -> Floats:
-    """Returns the cheap bound, [L] float64: mean over the heaviest copy, at most 1.
+    """Returns the cheap bound, [L] float64: mean over the heaviest replica, at most 1.
 
-    tokens: [L, E]; num_ranks: ranks that take part; heaviest: [L] heaviest copy of minimax replication, where it is
-    known already. It holds for uneven shares too: a copy never serves more than its
-    rank does, so an expert of weight w needs w / T copies.
+    tokens: [L, E]; num_ranks: ranks that take part; heaviest: [L] heaviest replica of minimax replication, if known
+    The bound holds for uneven shares too: a replica never serves more than its rank, so an expert of weight w needs
+    w / T replicas.
     """
     weight = np.asarray(tokens, dtype=np.float64)
     if heaviest is None:
@@ -42,8 +43,8 @@ def counting_bound(
 ) -> Floats:
     """Returns the tight bound of an even split, [L] float64, by bisection over linear programs (0.1 s per layer).
 
-    reached: [L] balancedness that some placement has: the bound is looked for above it, to within `accuracy`
-    Worth its time with two to four slots per rank, where the cheap bound is loose. Never below `reached`.
+    reached: [L] balancedness of some placement; the bound is searched above it, to within `accuracy`
+    Worth its time with two to four slots per rank, where the cheap bound is loose.
     """
     weight = np.asarray(tokens, dtype=np.float64)
     cheap = balancedness_bound(weight, num_ranks, slots_per_rank)
@@ -68,11 +69,12 @@ def counting_bound(
 
 
 def _may_be_possible(load: Floats, num_ranks: int, slots_per_rank: int, top: float) -> bool:
-    """Returns False only if no choice of copies can keep every rank at or below `top`: load [E] in mean rank loads.
+    """Returns False only if no choice of replicas can keep every rank at or below `top`: load [E] in mean rank loads.
 
-    The linear program chooses fractions of (expert, copies). For every size t > top / 2 it asks that ranks with a copy
-    of size >= t (one per rank) find K - 1 companions of size <= top - t. Empty slots count as companions, and so do all
-    copies of an expert with the most copies considered: more of them cost more slots and are no lighter than empty.
+    The linear program chooses fractions of (expert, replicas). For every size t > top / 2 it asks that ranks with a
+    replica of size >= t (one per rank) find K - 1 companions of size <= top - t. Empty slots count as companions, and
+    so do all replicas of an expert with the most replicas considered: more of them cost more slots and are no lighter
+    than empty.
     """
     from scipy.optimize import linprog
     from scipy.sparse import csr_matrix
@@ -80,21 +82,21 @@ def _may_be_possible(load: Floats, num_ranks: int, slots_per_rank: int, top: flo
     num_experts, num_slots = len(load), num_ranks * slots_per_rank
     spare = num_slots - num_experts
     most = min(num_ranks, spare + 1, max(12, int(np.ceil(load.max() / top)) + 4))
-    copies = np.tile(np.arange(1, most + 1), num_experts)
+    replicas = np.tile(np.arange(1, most + 1), num_experts)
     expert = np.repeat(np.arange(num_experts), most)
-    size = load[expert] / copies
+    size = load[expert] / replicas
     if most < min(num_ranks, spare + 1):
-        size = np.where(copies == most, 0.0, size)
+        size = np.where(replicas == most, 0.0, size)
     keep = size <= top
-    copies, expert, size = copies[keep], expert[keep], size[keep]
+    replicas, expert, size = replicas[keep], expert[keep], size[keep]
     if len(np.unique(expert)) < num_experts:
         return False
     levels = np.unique(size[size > top / 2])
     heavy = size[None, :] >= levels[:, None]
     light = size[None, :] <= top - levels[:, None]
-    # (K - 1) heavy <= light + empty, with empty = num_slots - all copies
-    rows = copies * ((slots_per_rank - 1) * heavy.astype(float) - light + 1.0)
-    limits = np.concatenate([rows, copies[None, :]]), np.full(len(levels) + 1, float(num_slots))
+    # (K - 1) heavy <= light + empty, with empty = num_slots - all replicas
+    rows = replicas * ((slots_per_rank - 1) * heavy.astype(float) - light + 1.0)
+    limits = np.concatenate([rows, replicas[None, :]]), np.full(len(levels) + 1, float(num_slots))
     one_each = csr_matrix((np.ones(len(expert)), (expert, np.arange(len(expert)))), shape=(num_experts, len(expert)))
     result = linprog(
         np.zeros(len(expert)), A_ub=limits[0], b_ub=limits[1], A_eq=one_each, b_eq=np.ones(num_experts), method="highs"

@@ -1,10 +1,10 @@
-"""Chains of moves where single edits get stuck: with few slots per rank nearly every rank is full and tight.
+"""Chains of moves for cases where single edits get stuck, as they do with few slots per rank.
 
-Two tools, both over many ranks at once:
-- `choose_counts`: which copies to give up and which to add, judged by the best packing of the new copies (two slots per
-  rank: lightest beside heaviest) and by what the change does to the placement as it is;
-- `reassign`: every rank lets go of one copy, and all of them are handed out again by a minimum-cost assignment. Its
-  solution is the best set of cycles of moves through any number of ranks, each with a price per move.
+Two tools, each over many ranks at once:
+- `change_counts` drops some replicas and adds others, judged by the best packing of the new replicas (two slots per
+  rank: lightest beside heaviest) and by the effect on the placement in use;
+- `reassign` takes one replica from every rank and assigns all of them anew at minimum cost. The solution is the
+  best set of cycles of moves through any number of ranks, with a price per move.
 """
 
 import numpy as np
@@ -19,10 +19,10 @@ Ids = NDArray[np.int32]
 def change_counts(
     state: EditState, num_changes: int, seed: int, proposals: int = 64, allowed: Bools | None = None
 ) -> None:
-    """Overwrites up to `num_changes` redundant copies of each layer where that makes a better packing possible.
+    """Overwrites up to `num_changes` redundant replicas of each layer where that makes a better packing possible.
 
-    Each change is the best of `proposals` exchanges (copy of f given up, copy of e added) for the packing lightest
-    beside heaviest; among those about as good, the one that disturbs the placement least. Two slots per rank only.
+    Each change is the best of `proposals` exchanges (drop a replica of f, add one of e) for the packing of lightest
+    beside heaviest; among equally good ones, the one that disturbs the placement least. Two slots per rank only.
     """
     num_layers, num_experts = state.unit.shape
     num_ranks = state.table.shape[1]
@@ -37,7 +37,7 @@ def change_counts(
         takers = np.argsort(-state.unit / np.maximum(count, 1), axis=1, kind="stable")
         random = draw.random((2, num_layers, proposals))
         giver = givers[x, (num_givers * random[0] ** 1.5).astype(np.int64)]
-        random[1][:, ::2] **= 3  # half of the proposals lean to the heaviest copies
+        random[1][:, ::2] **= 3  # half of the proposals prefer the heaviest replicas
         taker = takers[x, (num_experts * random[1]).astype(np.int64)]
         tried = np.repeat(count[:, None], proposals, axis=1)
         tried[x, m, giver] -= 1
@@ -74,37 +74,37 @@ def _packed_peak(state: EditState, counts: NDArray[np.int64], num_ranks: int) ->
     empty = 2 * num_ranks - counts.sum(axis=2, keepdims=True)
     repeats = np.concatenate([counts, empty], axis=2).reshape(rows, -1)
     values = np.concatenate([size, np.zeros((num_layers, num_options, 1), dtype=np.float32)], axis=2).reshape(rows, -1)
-    copies = np.repeat(values.ravel(), repeats.ravel()).reshape(rows, 2 * num_ranks)
-    copies.sort(axis=1)
-    pairs = copies[:, :num_ranks] + copies[:, : num_ranks - 1 : -1]
+    replicas = np.repeat(values.ravel(), repeats.ravel()).reshape(rows, 2 * num_ranks)
+    replicas.sort(axis=1)
+    pairs = replicas[:, :num_ranks] + replicas[:, : num_ranks - 1 : -1]
     exponent = np.minimum(state.steepness * (pairs - np.float32(1.1)), 60.0)
     peak: Floats = np.exp(exponent).sum(axis=1).reshape(num_layers, num_options)
     return peak
 
 
 def reassign(state: EditState, layer: int, slot_of: NDArray[np.int64], price: float) -> Ids:
-    """Returns the table [R, K] of one layer after the copies in slot_of [R] (one per rank) were handed out anew.
+    """Returns the table [R, K] of one layer after assigning the replicas in slot_of [R] (one per rank) anew.
 
     Minimises the smooth maximum plus `price` for every expert that a rank must receive. No rank gets an expert twice.
     """
-    from scipy.optimize import linear_sum_assignment  # takes half a second to import, and most plans never need it
+    from scipy.optimize import linear_sum_assignment  # half a second to import; most plans never do
 
     table = state.table[layer]
     num_ranks = len(table)
     rank = np.arange(num_ranks)
-    copies, size = table[rank, slot_of], state.load[layer][rank, slot_of]
+    replicas, size = table[rank, slot_of], state.load[layer][rank, slot_of]
     rest = state.rank_load[layer] - size
     cost = np.exp(
         np.minimum(state.steepness * (rest[:, None] + size[None, :] - state.peak_load[layer]), 200.0)
-    )  # [rank, copy]
-    safe = np.maximum(copies, 0)
-    new = ~state.was_here[layer][:, safe] & (copies >= 0)
+    )  # [rank, replica]
+    safe = np.maximum(replicas, 0)
+    new = ~state.was_here[layer][:, safe] & (replicas >= 0)
     others = table.copy()
     others[rank, slot_of] = -1
-    twice = (others[:, :, None] == copies[None, None, :]).any(axis=1) & (copies >= 0)
+    twice = (others[:, :, None] == replicas[None, None, :]).any(axis=1) & (replicas >= 0)
     cost += price * new
     cost[twice] = cost.max() * num_ranks + 1.0
     ranks, chosen = linear_sum_assignment(cost)
     out: Ids = table.copy()
-    out[ranks, slot_of[ranks]] = copies[chosen]
+    out[ranks, slot_of[ranks]] = replicas[chosen]
     return out

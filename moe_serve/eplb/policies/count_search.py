@@ -1,10 +1,10 @@
 """Chooses replica counts and packing together, for two to four slots per rank.
 
-Minimax replication makes the heaviest copy light, but with few slots per rank what matters is the company a heavy copy
-gets: often it is better to leave an expert whole and to split a small one, whose halves then sit beside heavy copies.
+Minimax replication makes the heaviest replica light. With few slots per rank, though, what a heavy replica shares its
+rank with matters more: often it is better to split a small expert, whose halves then sit beside heavy replicas.
 
-With two slots the best packing of given copies is known (lightest beside heaviest), so the search is over counts alone,
-thousands of them, all layers at once. With three or four slots a handful of apportionments are packed and compared.
+With two slots per rank the best packing of given replicas is known (lightest beside heaviest), so the search tries
+thousands of counts alone, all layers at once. With three or four slots it packs and compares a few apportionments.
 
 Shape words: L = layers, E = experts, M = proposals per layer and iteration.
 """
@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moe_serve.eplb.policies.packing import pack_in_rounds, pack_longest_first, repair_duplicates
-from moe_serve.eplb.policies.replication import apportion, copy_load, list_copies, minimax_counts
+from moe_serve.eplb.policies.replication import apportion, list_replicas, minimax_counts, replica_load
 from moe_serve.eplb.policies.swapping import Deadline, swap_until_even
 
 Floats = NDArray[np.float64]
@@ -23,7 +23,7 @@ Singles = NDArray[np.float32]
 Ids = NDArray[np.int32]
 Counts = NDArray[np.int64]
 
-# (rounding, power) of `apportion`; found to win on Zipf and lognormal loads where minimax (0, 1) does not.
+# (rounding, power) of `apportion` that win on Zipf and lognormal loads where minimax (0, 1) does not.
 APPORTIONMENTS = ((0.0, 0.85), (0.25, 0.85), (0.75, 0.7), (0.75, 1.0), (1.0, 0.85), (0.5, 1.15), (0.0, 0.7), (0.5, 0.7))
 
 
@@ -38,9 +38,8 @@ def search_pair_counts(
 ) -> tuple[Counts, bool]:
     """Returns replica counts for two slots per rank, [L, E] int64, and whether the deadline cut the search short.
 
-    Every iteration proposes M exchanges (one or two copies taken from experts that stay light with one less, given to
-    others) in each layer and keeps the best if a steep power mean of the pair loads does not rise. Never worse than
-    minimax.
+    Every iteration proposes M exchanges in each layer (one or two replicas from experts that stay light without them go
+    to others) and keeps the best if a steep power mean of the pair loads does not rise. Never worse than minimax.
     """
     num_layers, num_experts = weight.shape
     num_slots = 2 * num_ranks
@@ -75,7 +74,7 @@ def search_pair_counts(
 
 
 def _start(unit: Floats, fixed: Floats | None, num_slots: int, num_ranks: int) -> tuple[Counts, Singles]:
-    """Returns the best of minimax counts with a copies fewer, the a lightest experts split instead, over all a."""
+    """Returns the best counts over all a: minimax with a replicas fewer, and the a lightest experts split instead."""
     num_experts = unit.shape[1]
     lightest = np.argsort(unit, axis=1, kind="stable")
     best, best_top = None, np.full(len(unit), np.inf, dtype=np.float32)
@@ -92,8 +91,8 @@ def _start(unit: Floats, fixed: Floats | None, num_slots: int, num_ranks: int) -
     return best, best_top
 
 
-def _propose(unit: Floats, counts: Counts, proposals: int, max_copies: int, draw: np.random.Generator) -> Counts:
-    """Returns counts [L, M, E] that differ from `counts` [L, E] by one or two copies moved between experts."""
+def _propose(unit: Floats, counts: Counts, proposals: int, max_replicas: int, draw: np.random.Generator) -> Counts:
+    """Returns counts [L, M, E] that differ from `counts` [L, E] by one or two replicas moved between experts."""
     num_layers, num_experts = counts.shape
     x, m = np.arange(num_layers)[:, None], np.arange(proposals)[None, :]
     can_give = counts > 1
@@ -105,33 +104,33 @@ def _propose(unit: Floats, counts: Counts, proposals: int, max_copies: int, draw
     for step in range(2):
         giver = givers[x, (num_givers * random[2 * step] ** 1.5).astype(np.int64)]
         position = random[2 * step + 1].copy()
-        position[:, : proposals // 2] **= 2  # half of the proposals lean to the lightest experts
+        position[:, : proposals // 2] **= 2  # half of the proposals prefer the lightest experts
         taker = takers[x, (num_experts * position).astype(np.int64)]
-        # Every third proposal moves two copies.
+        # Every third proposal moves two replicas.
         moved = (num_givers > 0) & ((m % 3 == 0) | (step == 0))
         tried[x, m, giver] -= moved
         tried[x, m, taker] += moved
-    illegal = ((tried < 1) | (tried > max_copies)).any(axis=2)
+    illegal = ((tried < 1) | (tried > max_replicas)).any(axis=2)
     rows, columns = np.nonzero(illegal)
     tried[rows, columns] = counts[rows]
     return tried
 
 
 def _pair_loads(unit: Floats, counts: Counts, fixed: Floats | None, num_slots: int) -> Singles:
-    """Returns the rank loads when the lightest copy sits beside the heaviest, and so on: [X, num_slots / 2] float32."""
+    """Returns rank loads with the lightest replica beside the heaviest, and so on: [X, num_slots / 2] float32."""
     each = (unit / counts if fixed is None else unit / counts + fixed).astype(np.float32)
     empty = num_slots - counts.sum(axis=1, keepdims=True)
     repeats = np.concatenate([counts, empty], axis=1)
     values = np.concatenate([each, np.zeros((len(unit), 1), dtype=np.float32)], axis=1)
-    copies = np.repeat(values.ravel(), repeats.ravel()).reshape(len(unit), num_slots)
-    copies.sort(axis=1)
+    replicas = np.repeat(values.ravel(), repeats.ravel()).reshape(len(unit), num_slots)
+    replicas.sort(axis=1)
     half = num_slots // 2
-    pairs: Singles = copies[:, :half] + copies[:, : half - 1 : -1]
+    pairs: Singles = replicas[:, :half] + replicas[:, : half - 1 : -1]
     return pairs
 
 
 def _power_sum(pairs: Singles, reference: Singles) -> Singles:
-    """Returns the sum of (pair / reference) ** 64: smooth, but ruled by the heaviest pairs."""
+    """Returns the sum of (pair / reference) ** 64: smooth, but dominated by the heaviest pairs."""
     power = np.minimum(pairs / reference[:, None], np.float32(3.5))  # 3.5 ** 64 x 2^10 stays finite in float32
     for _ in range(6):
         power *= power
@@ -146,14 +145,14 @@ def try_apportionments(
     sweeps: int,
     deadline: Deadline | None = None,
 ) -> Iterator[tuple[Ids, Floats, bool]]:
-    """Yields (table [L, R, K], its loads [L, R, K], deadline passed) for each way to hand out copies."""
+    """Yields (table [L, R, K], its loads [L, R, K], deadline passed) for each apportionment of replicas."""
     num_layers = len(weight)
     num_slots = num_ranks * slots_per_rank
     for rounding, power in APPORTIONMENTS:
         counts = apportion(weight, num_slots, num_ranks, np.full(num_layers, rounding), np.full(num_layers, power))
-        copies = list_copies(counts, num_slots)
-        load = copy_load(weight, counts, copies)
-        table, packed = pack_longest_first(copies, load, num_ranks)
+        replicas = list_replicas(counts, num_slots)
+        load = replica_load(weight, counts, replicas)
+        table, packed = pack_longest_first(replicas, load, num_ranks)
         repair_duplicates(table, packed)
         cut = swap_until_even(table, packed, sweeps, deadline=deadline)
         yield table, packed, cut
@@ -162,8 +161,8 @@ def try_apportionments(
 
 
 def pack_pairs(weight: Floats, counts: Counts, num_ranks: int, fixed: Floats | None = None) -> tuple[Ids, Floats]:
-    """Returns the best packing of these copies with two slots per rank, free of duplicates."""
-    copies = list_copies(counts, 2 * num_ranks)
-    table, load = pack_in_rounds(copies, copy_load(weight, counts, copies, fixed), num_ranks)
+    """Returns the best packing of these replicas with two slots per rank, free of duplicates."""
+    replicas = list_replicas(counts, 2 * num_ranks)
+    table, load = pack_in_rounds(replicas, replica_load(weight, counts, replicas, fixed), num_ranks)
     repair_duplicates(table, load)
     return table, load

@@ -1,11 +1,11 @@
-"""DeepSeek's EPLB, for people who need to compare: same output on inputs without ties, all layers at once.
+"""DeepSeek's EPLB for comparison: the same output on inputs without ties, all layers at once.
 
-The algorithm, as published: with a node hierarchy, expert groups are packed onto nodes, every node replicates its own
-experts, and packs the copies onto its ranks; without one, the whole cluster is treated as a single node. Packing gives
-each item, heaviest first, to the lightest pack with room; replication gives the next copy to the heaviest one.
+The algorithm as published: with a node hierarchy, expert groups are packed onto nodes, and every node replicates its
+own experts and packs the replicas onto its ranks; without one, the whole cluster counts as a single node. Packing puts
+each item, heaviest first, into the lightest pack with room; replication gives the next replica to the heaviest one.
 
-It computes in float32 as the original does, so counts above 2^24 lose digits, and it may put two copies of an expert on
-one rank. The other policies do neither.
+It computes in float32 as the original does, so counts above 2^24 lose digits, and it may put two replicas of an expert
+on one rank. The other policies do neither.
 
 Shape words: X = rows planned at once, n = items of a row.
 """
@@ -26,7 +26,7 @@ Ids = NDArray[np.int64]
 class DeepSeekPolicy:
     """EPLB as DeepSeek published it.
 
-    As there, `num_groups` chooses the method: hierarchical where it is given and divides over the nodes, else global.
+    `num_groups` chooses the method: hierarchical where it is given and divides over the nodes, else global.
     Beyond the original: off_home = 0 without groups treats every expert as a group; 0 < off_home < 1 is our soft
     hierarchy with fast packing; with excluded ranks that leave unequal nodes the method is global.
     """
@@ -34,7 +34,7 @@ class DeepSeekPolicy:
     name: str = "deepseek"
 
     def plan(self, request: PlanRequest) -> Plan:
-        """Returns EPLB's placement; `current`, `max_moves`, `seed` and `time_budget_s` mean nothing to it."""
+        """Returns EPLB's placement, which ignores `current`, `max_moves`, `seed` and `time_budget_s`."""
         problem = problem_of(request)
         if not problem.is_global and request.off_home > 0:
             from moe_serve.eplb.policies.hierarchy import plan_by_node
@@ -65,7 +65,7 @@ def rebalance(weight: NDArray[np.number], num_slots: int, num_groups: int, num_n
     num_layers, num_experts = load.shape
     group_size = num_experts // num_groups
 
-    # Groups to nodes. `by_node` lists the experts in the order of the nodes that they now belong to.
+    # Groups to nodes. `by_node` lists the experts in the order of their nodes.
     group_load = load.reshape(num_layers, num_groups, group_size).sum(axis=2)
     node, place = pack_balanced(group_load, num_nodes)
     new_group = node * (num_groups // num_nodes) + place
@@ -73,15 +73,15 @@ def rebalance(weight: NDArray[np.number], num_slots: int, num_groups: int, num_n
     np.put_along_axis(group_at, new_group, np.arange(num_groups)[None, :], axis=1)
     by_node = (group_at[:, :, None] * group_size + np.arange(group_size)).reshape(num_layers, num_experts)
 
-    # Copies inside each node.
+    # Replicas inside each node.
     per_node = num_experts // num_nodes
     local_load = np.take_along_axis(load, by_node, axis=1).reshape(-1, per_node)
     local_expert, count = replicate(local_load, num_slots // num_nodes)
 
-    # Copies to ranks.
+    # Replicas to ranks.
     each: Singles = (local_load / count.astype(np.float32)).astype(np.float32)
-    copy_load = np.take_along_axis(each, local_expert, axis=1)
-    rank, place = pack_balanced(copy_load, num_ranks // num_nodes)
+    replica_load = np.take_along_axis(each, local_expert, axis=1)
+    rank, place = pack_balanced(replica_load, num_ranks // num_nodes)
     slot = rank * (num_slots // num_ranks) + place
     at_slot = np.empty_like(local_expert)
     np.put_along_axis(at_slot, slot, local_expert, axis=1)
@@ -94,7 +94,7 @@ def rebalance(weight: NDArray[np.number], num_slots: int, num_groups: int, num_n
 
 
 def pack_balanced(load: Singles, num_packs: int) -> tuple[Ids, Ids]:
-    """Returns the pack of each item and its place in it; every pack gets n / num_packs: load [X, n] -> 2 x [X, n].
+    """Returns the pack of each item and its position in it; each pack gets n / num_packs: load [X, n] -> 2 x [X, n].
 
     Heaviest first, to the lightest pack with room (the first of equals). One item per pack: item i goes to pack i.
     """
@@ -116,17 +116,17 @@ def pack_balanced(load: Singles, num_packs: int) -> tuple[Ids, Ids]:
     return pack, place
 
 
-def replicate(load: Singles, num_copies: int) -> tuple[Ids, Ids]:
-    """Returns the expert of each copy [X, num_copies] and the copies of each expert: load [X, n] -> ..., [X, n].
+def replicate(load: Singles, num_replicas: int) -> tuple[Ids, Ids]:
+    """Returns the expert of each replica [X, num_replicas] and the replicas of each expert: load [X, n] -> ..., [X, n].
 
-    The first n copies are the experts themselves; each further one goes to the expert with the heaviest copies.
+    The first n replicas are the experts themselves; each further one goes to the expert with the heaviest replicas.
     """
     num_rows, num_experts = load.shape
-    expert = np.tile(np.arange(num_copies), (num_rows, 1))
+    expert = np.tile(np.arange(num_replicas), (num_rows, 1))
     count = np.ones((num_rows, num_experts), dtype=np.int64)
     each = load.copy()
     rows = np.arange(num_rows)
-    for i in range(num_experts, num_copies):
+    for i in range(num_experts, num_replicas):
         heaviest = each.argmax(axis=1)
         expert[:, i] = heaviest
         count[rows, heaviest] += 1

@@ -1,11 +1,11 @@
-"""The cheapest edits of a placement in use: overwriting a redundant copy, and swapping two.
+"""The cheapest edits of a placement in use: overwriting a redundant replica, and swapping two replicas.
 
-What is lowered is a smooth maximum, the sum over ranks of exp(steepness x load / mean): the heaviest rank rules it, and
-it also keeps the next ones from becoming it when the load drifts. For one edit its change has a closed form:
+Edits lower a smooth maximum, the sum over ranks of exp(steepness x load / mean). The heaviest rank dominates it, and it
+also holds down the next ones, which could become the heaviest when the load drifts. One edit changes it in closed form:
 - a swap of slots a and b changes it by rest_a * size_b + rest_b * size_a - peak_a - peak_b, where size = exp of the
   slot's load, peak = exp of its rank's load, rest = peak / size;
-- overwriting one of c copies of f on rank d with a copy of e makes f's other copies heavier by one known factor, e's
-  lighter by another, and replaces f's share of d's load by e's.
+- overwriting one of c replicas of f on rank d with a replica of e makes f's other replicas heavier by one known factor,
+  e's lighter by another, and replaces f's share of d's load by e's.
 Edits are compared by gain per expert that a rank must receive, counted against the placement in use.
 
 Shape words: L = layers, E = experts, R = ranks, K = slots per rank, P = R x K.
@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from moe_serve.eplb.policies.replication import copies_of
+from moe_serve.eplb.policies.replication import replicas_in
 
 Floats = NDArray[np.float64]
 Ids = NDArray[np.int32]
@@ -26,16 +26,16 @@ MAX_EXPONENT = 600.0  # exp stays finite in float64
 
 @dataclass(eq=False)
 class EditState:
-    """Layers being edited. Everything is recomputed from `table` and `count` by `refresh`; arrays are changed in place.
+    """Layers being edited. `refresh` recomputes everything from `table` and `count`; arrays are changed in place.
 
     unit:      [L, E] load in mean rank loads
     table:     [L, R, K] int32
     was_here:  [L, R, E] whether the rank holds the expert in the placement in use
     steepness: of the smooth maximum, per mean rank load
-    risk:      a copy of load x counts as x + risk x^2. If loads drift by a normal factor of relative width s until
-               the plan is used, the expected smooth maximum is that of loads x + (steepness s^2 / 2) x^2: one copy of
-               load x is riskier than two of x / 2
-    fixed:     [L, E] cost of each copy on its own, or None
+    risk:      a replica of load x counts as x + risk x^2. If loads drift by a normal factor of relative width s until
+               the plan is used, the expected smooth maximum is that of loads x + (steepness s^2 / 2) x^2: one replica
+               of load x is riskier than two of x / 2
+    fixed:     [L, E] cost of each replica on its own, or None
     """
 
     unit: Floats
@@ -54,7 +54,7 @@ class EditState:
         num_experts = self.unit.shape[1]
         layer = np.arange(num_layers)[:, None, None]
         flat = np.where(self.table < 0, num_experts, self.table)
-        self.count = copies_of(self.table, num_experts)
+        self.count = replicas_in(self.table, num_experts)
         each = np.concatenate([self.size_of(np.maximum(self.count, 1)), np.zeros((num_layers, 1))], axis=1)
         self.load = each[layer, flat]
         self.rank_load = self.load.sum(axis=2)
@@ -74,7 +74,7 @@ class EditState:
         return replace(self, unit=self.unit[which], table=self.table[which], was_here=self.was_here[which], fixed=fixed)
 
     def size_of(self, count: NDArray[np.int64]) -> Floats:
-        """Returns what a copy of each expert counts when there are `count` [L, E] of it."""
+        """Returns the size of one replica of each expert, risk included, with `count` [L, E] replicas of it."""
         share = self.unit / count
         return share + self.risk * share * share + (0.0 if self.fixed is None else self.fixed)
 
@@ -86,10 +86,10 @@ class EditState:
 
 @dataclass(frozen=True, eq=False)
 class Edits:
-    """The best edit of each layer: its gain in the smooth maximum, its cost in moves, and what it is.
+    """The best edit of each layer: its gain in the smooth maximum, its cost in moves, and its slots.
 
-    gain [L] (-inf = none), cost [L]; slot, other: [L] flat slots r * K + k; expert: [L] what goes into `slot` for an
-    overwrite, -1 for a swap of `slot` with `other`.
+    gain [L] (-inf = none), cost [L]; slot, other: [L] flat slots r * K + k; expert: [L] the expert that overwrites
+    `slot`, or -1 for a swap of `slot` with `other`
     """
 
     gain: Floats
@@ -108,8 +108,8 @@ def best_swaps(
 ) -> Edits:
     """Returns the swap with the most gain per move of each layer, from the `num_heavy` heaviest ranks to any rank.
 
-    room: [L] moves that the layer may still make; allowed: [R, R] which ranks may swap, None = all
-    price: [L] the best swap is then the one with the most gain minus price x moves
+    room: [L] moves left for the layer; allowed: [R, R] which ranks may swap, None = all
+    price: [L] the best swap is then that with the highest gain - price x moves
     """
     num_layers, num_ranks, slots = state.table.shape
     num_heavy = min(num_heavy, num_ranks)
@@ -154,7 +154,7 @@ def best_swaps(
 
 @dataclass(frozen=True, eq=False)
 class Overwrites:
-    """All overwrites of redundant copies and empty slots.
+    """All overwrites of redundant replicas and empty slots.
 
     gain, cost: [L, D, E], gain -inf = illegal; slot, old: [L, D] the flat slot and the expert in it
     """
@@ -166,9 +166,9 @@ class Overwrites:
 
 
 def all_overwrites(state: EditState, allowed: Bools | None = None, must_stay: Bools | None = None) -> Overwrites:
-    """Returns gain and cost of putting any expert into any slot that can be spared; D = most such slots of a layer.
+    """Returns gain and cost of putting any expert into any redundant slot; D = most such slots of a layer.
 
-    allowed: [L, R, E] which experts may have a copy on which rank, None = all
+    allowed: [L, R, E] which experts may have a replica on which rank, None = all
     must_stay: [L, R, K] slots that may not be overwritten, None = none
     """
     num_layers, _, slots = state.table.shape
@@ -178,7 +178,7 @@ def all_overwrites(state: EditState, allowed: Bools | None = None, must_stay: Bo
     if must_stay is not None:
         spare &= ~must_stay.reshape(num_layers, -1)
     width = int(spare.sum(axis=1).max(initial=0))
-    slot = np.argsort(~spare, axis=1, kind="stable")[:, :width]  # slots that can be spared first
+    slot = np.argsort(~spare, axis=1, kind="stable")[:, :width]  # redundant slots first
     usable = np.take_along_axis(spare, slot, axis=1)
     old = np.take_along_axis(table, slot, axis=1)
     safe = np.maximum(old, 0)
@@ -209,7 +209,7 @@ def all_overwrites(state: EditState, allowed: Bools | None = None, must_stay: Bo
 def best_overwrites(
     state: EditState, room: NDArray[np.int64], allowed: Bools | None = None, must_stay: Bools | None = None
 ) -> Edits:
-    """Returns, for each layer, the overwrite of a redundant copy (or empty slot) with the most gain per move."""
+    """Returns, for each layer, the overwrite of a redundant replica (or empty slot) with the most gain per move."""
     num_layers, num_experts = state.unit.shape
     options = all_overwrites(state, allowed, must_stay)
     if options.slot.shape[1] == 0:
@@ -235,9 +235,9 @@ def apply_edits(state: EditState, edits: Edits, which: Bools) -> None:
 
 
 def _best_per_move(gain: Floats, cost: NDArray[np.integer], room: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Returns the flat index of the best gain per move among edits that fit into the room left: [L, A, B] -> [L]."""
+    """Returns the flat index of the best gain per move among edits that fit into the moves left: [L, A, B] -> [L]."""
     gain[cost > room[:, None, None]] = -np.inf
-    # An edit that costs nothing (or gives moves back) counts as a quarter of a move: take it first, but not any.
+    # An edit that costs nothing (or takes moves back) counts as a quarter of a move, so that small gains do not win.
     rate = np.where(gain > 0, gain / np.maximum(cost, 0.25), gain)
     best: NDArray[np.int64] = rate.reshape(len(gain), -1).argmax(axis=1)
     return best

@@ -1,10 +1,10 @@
 """The exact placement of small cases, as a mixed-integer program: pulp builds it, HiGHS solves it.
 
-The oracle of the tests, and a policy for people with a dozen experts. Per layer it minimises the heaviest rank's load:
-- take[e, c]: expert e has c copies, exactly one c each
-- on[e, r, c]: one of the c copies of e sits on rank r; c of them where take[e, c], none elsewhere
-- every rank holds at most K copies and carries at most the maximum
-Under a hierarchy homes are chosen first, as for every policy, and the program is exact given those.
+A policy for a dozen experts, and the reference in tests. Per layer it minimises the heaviest rank's load:
+- take[e, c]: expert e has c replicas, exactly one c each
+- on[e, r, c]: one of the c replicas of e sits on rank r; c of them where take[e, c], none elsewhere
+- every rank holds at most K replicas and carries at most the maximum
+Under a hierarchy home nodes are chosen first, as for every policy; the program is exact given those.
 """
 
 import time
@@ -26,7 +26,7 @@ MAX_VARIABLES = 20_000
 class MilpPolicy:
     """The optimum, layer by layer.
 
-    limit_s: longest solve of one layer; when it ends without a proof the best placement found is used and the plan is
+    limit_s: longest solve of one layer; without a proof by then, the best placement found is used and the plan is
              marked truncated. `time_budget_s` of the request bounds the sum.
     """
 
@@ -44,7 +44,7 @@ class MilpPolicy:
         most = min(problem.num_ranks, problem.num_slots - num_experts + 1)
         if num_experts * problem.num_ranks * most > MAX_VARIABLES:
             raise PlacementError(
-                f"policy milp: {num_experts} experts x {problem.num_ranks} ranks x up to {most} copies is more than "
+                f"policy milp: {num_experts} experts x {problem.num_ranks} ranks x up to {most} replicas is more than "
                 f"{MAX_VARIABLES} choices per layer; use policy 'refined'"
             )
         homes = None
@@ -75,33 +75,35 @@ def _solve(problem: Problem, layer: int, most: int, limit_s: float, homes: np.nd
     scale = mean if mean > 0 else 1.0  # a well-scaled program: the mean rank has load about 1
     model = pulp.LpProblem("placement", pulp.LpMinimize)
     top = pulp.LpVariable("top", lowBound=weight.sum() / num_ranks / scale)
-    experts, ranks, copies = range(num_experts), range(num_ranks), range(1, most + 1)
-    take = {(e, c): pulp.LpVariable(f"take_{e}_{c}", cat="Binary") for e in experts for c in copies}
+    experts, ranks, replicas = range(num_experts), range(num_ranks), range(1, most + 1)
+    take = {(e, c): pulp.LpVariable(f"take_{e}_{c}", cat="Binary") for e in experts for c in replicas}
     on = {
-        (e, r, c): pulp.LpVariable(f"on_{e}_{r}_{c}", cat="Binary") for e in experts for r in ranks for c in copies
+        (e, r, c): pulp.LpVariable(f"on_{e}_{r}_{c}", cat="Binary") for e in experts for r in ranks for c in replicas
     }  # fmt: skip
     model += top
     for e in experts:
-        model += pulp.lpSum(take[e, c] for c in copies) == 1
-        for c in copies:
+        model += pulp.lpSum(take[e, c] for c in replicas) == 1
+        for c in replicas:
             model += pulp.lpSum(on[e, r, c] for r in ranks) == c * take[e, c]
             for r in ranks:
                 model += on[e, r, c] <= take[e, c]
-    load = {(e, c): float((weight[e] / c + fixed[e]) / scale) for e in experts for c in copies}
+    load = {(e, c): float((weight[e] / c + fixed[e]) / scale) for e in experts for c in replicas}
     for r in ranks:
-        model += pulp.lpSum(on[e, r, c] for e in experts for c in copies) <= slots
-        model += pulp.lpSum(load[e, c] * on[e, r, c] for e in experts for c in copies) <= top
+        model += pulp.lpSum(on[e, r, c] for e in experts for c in replicas) <= slots
+        model += pulp.lpSum(load[e, c] * on[e, r, c] for e in experts for c in replicas) <= top
     if homes is not None:
         node, home = problem.node_of, homes[layer]
         away = [(e, r) for e in experts for r in ranks if node[r] != home[e]]
-        share = pulp.lpSum(float(weight[e] / c / scale) * on[e, r, c] for e, r in away for c in copies)
+        share = pulp.lpSum(float(weight[e] / c / scale) * on[e, r, c] for e, r in away for c in replicas)
         model += share <= problem.request.off_home * float(weight.sum()) / scale
         for e in experts:
-            model += pulp.lpSum(on[e, r, c] for r in ranks if node[r] == home[e] for c in copies) >= 1
+            model += pulp.lpSum(on[e, r, c] for r in ranks if node[r] == home[e] for c in replicas) >= 1
     most_moves = problem.request.max_moves
     if most_moves is not None and problem.current is not None:
         here = holds(problem.current[layer][None], num_experts)[0]
-        model += pulp.lpSum(on[e, r, c] for e in experts for r in ranks if not here[r, e] for c in copies) <= most_moves
+        model += (
+            pulp.lpSum(on[e, r, c] for e in experts for r in ranks if not here[r, e] for c in replicas) <= most_moves
+        )
     status = model.solve(pulp.HiGHS(msg=False, timeLimit=limit_s, gapRel=1e-9, threads=1))
     table = np.full((num_ranks, slots), -1, dtype=np.int32)
     if top.value() is None or any(on[key].value() is None for key in on):
@@ -114,7 +116,7 @@ def _solve(problem: Problem, layer: int, most: int, limit_s: float, homes: np.nd
             problem.request.topology.num_ranks, slots
         )[problem.ranks], False
     for r in ranks:
-        held = [e for e in experts for c in copies if on[e, r, c].value() > 0.5]
+        held = [e for e in experts for c in replicas if on[e, r, c].value() > 0.5]
         table[r, : len(held)] = held
     proved = status == pulp.LpStatusOptimal and model.sol_status == pulp.LpSolutionOptimal
     return table, proved

@@ -6,22 +6,22 @@ from moe_serve.eplb.policies.locality import improve_locality
 from moe_serve.eplb.policies.packing import pack_in_rounds, repair_duplicates
 from moe_serve.eplb.policies.policy import Plan, PlanRequest
 from moe_serve.eplb.policies.problem import Floats, Ids, Problem, finish, problem_of
-from moe_serve.eplb.policies.replication import copy_load, list_copies, minimax_counts
+from moe_serve.eplb.policies.replication import list_replicas, minimax_counts, replica_load
 
 
 @dataclass(frozen=True)
 class GreedyPolicy:
-    """Replicates the heaviest copies, then deals copies to ranks round by round."""
+    """Replicates the heaviest experts, then assigns replicas to ranks round by round."""
 
     name: str = "greedy"
 
     def plan(self, request: PlanRequest) -> Plan:
-        """Returns the greedy plan; `max_moves` is not looked at, `incremental` is the policy for that."""
+        """Returns the greedy plan. It ignores `max_moves`; use `incremental` for that."""
         problem = problem_of(request)
         if problem.is_global:
             table, packed = first_packing(problem)
             known = packed.max(axis=(1, 2)) if request.objective == "tokens" else None
-            return finish(problem, improve_locality(problem, table, 40), heaviest_copy=known)
+            return finish(problem, improve_locality(problem, table, 40), heaviest_replica=known)
         from moe_serve.eplb.policies.hierarchy import plan_by_node
 
         table, homes, _ = plan_by_node(problem, sweeps=0)
@@ -34,9 +34,9 @@ def greedy_table(problem: Problem) -> Ids:
 
 
 def first_packing(problem: Problem) -> tuple[Ids, Floats]:
-    """Returns minimax copies packed in rounds, without duplicates: table and loads [L, R, K].
+    """Returns minimax replicas packed in rounds, without duplicates: table and loads [L, R, K].
 
-    Where a copy costs something on its own, all slots, half of the redundant ones and none are tried: a copy that saves
+    Where each replica has a cost of its own, it tries all redundant slots, half of them and none: a replica that saves
     less than it costs is better left out.
     """
     num_experts = problem.weight.shape[1]
@@ -46,9 +46,9 @@ def first_packing(problem: Problem) -> tuple[Ids, Floats]:
     best: tuple[Ids, Floats] | None = None
     for total in dict.fromkeys(totals):
         counts = minimax_counts(problem.weight, total, problem.num_ranks, problem.fixed)
-        copies = list_copies(counts, problem.num_slots)
-        load = copy_load(problem.weight, counts, copies, problem.fixed)
-        table, packed = pack_in_rounds(copies, load, problem.num_ranks)
+        replicas = list_replicas(counts, problem.num_slots)
+        load = replica_load(problem.weight, counts, replicas, problem.fixed)
+        table, packed = pack_in_rounds(replicas, load, problem.num_ranks)
         repair_duplicates(table, packed)
         if best is None:
             best = table, packed

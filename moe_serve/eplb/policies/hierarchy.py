@@ -1,8 +1,8 @@
 """Placement under a node hierarchy, from hard (an expert never leaves its home node) to soft.
 
-Three steps: experts, in their groups where they have any, get home nodes; nodes get copies, at least one of each of
-their own experts, and in what slots are left further copies, also of other nodes' experts while the load that those
-serve stays within the budget `off_home`; then every node packs its copies onto its ranks.
+Three steps. Experts, or groups of them, get home nodes. Nodes get replicas: at least one of each of their own experts,
+and in the slots left further ones, also of other nodes' experts while the load that those serve stays within the budget
+`off_home`. Then every node packs its replicas onto its ranks.
 
 Shape words: L = layers, E = experts, N = nodes, G = groups.
 """
@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from moe_serve.eplb.policies.packing import pack_in_rounds, pack_longest_first, repair_duplicates
 from moe_serve.eplb.policies.problem import Problem
-from moe_serve.eplb.policies.replication import copy_load, list_copies
+from moe_serve.eplb.policies.replication import list_replicas, replica_load
 from moe_serve.eplb.policies.swapping import swap_until_even
 
 Floats = NDArray[np.float64]
@@ -24,8 +24,8 @@ STEEPNESS = 40.0  # of the smooth maximum, per mean rank load
 def plan_by_node(problem: Problem, sweeps: int, homes: Counts | None = None) -> tuple[Ids, Counts, bool]:
     """Returns the table [L, R, K], the home node of each expert [L, E], and whether the deadline cut it short.
 
-    sweeps: effort of the swap refinement inside nodes; 0 = none. With effort, several budgets up to `off_home` are
-    tried, because a share that even splits cannot use well is better left at home.
+    sweeps: effort of the swap refinement inside nodes; 0 = none. With it, several budgets up to `off_home` are tried,
+    because load off home that an even split cannot use well is better served at home.
     """
     ranks_of = np.bincount(problem.node_of)
     if homes is None:
@@ -36,8 +36,8 @@ def plan_by_node(problem: Problem, sweeps: int, homes: Counts | None = None) -> 
     best_top = np.full(len(problem.weight), np.inf)
     truncated = False
     for fraction in fractions:
-        copies = copies_by_node(problem.weight, homes, ranks_of, problem.slots_per_rank, off_home * fraction)
-        table, top, cut = _pack_nodes(problem, copies, sweeps)
+        replicas = replicas_by_node(problem.weight, homes, ranks_of, problem.slots_per_rank, off_home * fraction)
+        table, top, cut = _pack_nodes(problem, replicas, sweeps)
         truncated |= cut
         if best is None:
             best, best_top = table, top
@@ -85,44 +85,43 @@ def _spread(load: Floats, capacity: Counts, ranks_of: Counts) -> Counts:
     return where
 
 
-def copies_by_node(weight: Floats, homes: Counts, ranks_of: Counts, slots_per_rank: int, budget: float) -> Counts:
-    """Returns how many copies of each expert each node holds, [L, N, E] int64.
+def replicas_by_node(weight: Floats, homes: Counts, ranks_of: Counts, slots_per_rank: int, budget: float) -> Counts:
+    """Returns how many replicas of each expert each node holds, [L, N, E] int64.
 
-    Every expert has a copy at home. Free slots are given out one at a time to the (node, expert) that lowers a smooth
-    maximum over ranks most, where a rank is seen as an average slice of its node, and as a heavy copy with light
-    company.
-    Copies away from home are allowed while the share of the load that they serve stays within `budget`.
+    Every expert has a replica on its home node. Free slots go one at a time to the (node, expert) that lowers a smooth
+    maximum over ranks most, where a rank is modelled as an average slice of its node, and as a heavy replica beside
+    light ones. Replicas off home are allowed while they serve a share of the load within `budget`.
     """
     num_layers, num_experts = weight.shape
     num_nodes = len(ranks_of)
     rows = np.arange(num_layers)
-    copies: Counts = (homes[:, None, :] == np.arange(num_nodes)[None, :, None]).astype(np.int64)
+    replicas: Counts = (homes[:, None, :] == np.arange(num_nodes)[None, :, None]).astype(np.int64)
     total = weight.sum(axis=1)
     mean = np.where(total > 0, total, 1.0) / ranks_of.sum()
     unit = weight / mean[:, None]  # loads in mean rank loads from here on
     company = (slots_per_rank - 1) * np.sort(unit, axis=1)[:, : max(1, num_experts // 2)].mean(axis=1)
     count = np.ones(weight.shape)
-    away = np.zeros(num_layers)  # load served away from home
+    away = np.zeros(num_layers)  # load served off home
     allowed = budget * ranks_of.sum() + 1e-9
-    free = ranks_of * slots_per_rank - copies.sum(axis=2)
-    at_home_node = copies.astype(bool)
-    home_copies = np.ones(weight.shape)
+    free = ranks_of * slots_per_rank - replicas.sum(axis=2)
+    at_home_node = replicas.astype(bool)
+    home_replicas = np.ones(weight.shape)
     for _ in range(int(free.sum(axis=1).max(initial=0))):
         each = unit / count
         next_each = unit / (count + 1)
-        node_load = (copies * each[:, None, :]).sum(axis=2) / ranks_of
+        node_load = (replicas * each[:, None, :]).sum(axis=2) / ranks_of
         peak = np.maximum(node_load.max(axis=1), (each.max(axis=1) + company))[:, None]
         slope = np.exp(STEEPNESS * (node_load - peak))  # [L, N]: how much load on a node hurts
         drop = each - next_each
-        relieved = np.einsum("ln,lne->le", slope, copies) * drop
+        relieved = np.einsum("ln,lne->le", slope, replicas) * drop
         heavy = count * np.exp(STEEPNESS * (each + company[:, None] - peak)) - (count + 1) * np.exp(
             STEEPNESS * (next_each + company[:, None] - peak)
         )
         gain = (relieved + heavy / STEEPNESS)[:, None, :] - slope[:, :, None] * next_each[:, None, :]
-        # Where nothing helps, prefer the expert with the heaviest copies, at home.
+        # Where nothing helps, prefer the expert with the heaviest replicas, at home.
         gain += 1e-9 * next_each[:, None, :] + 1e-12 * (1.0 / count)[:, None, :]
-        legal = (free > 0)[:, :, None] & (copies < ranks_of[None, :, None])
-        new_away = away[:, None] + unit * ((count - home_copies + 1) / (count + 1) - (count - home_copies) / count)
+        legal = (free > 0)[:, :, None] & (replicas < ranks_of[None, :, None])
+        new_away = away[:, None] + unit * ((count - home_replicas + 1) / (count + 1) - (count - home_replicas) / count)
         legal &= at_home_node | ((new_away <= allowed) & (budget > 0))[:, None, :]
         gain = np.where(legal, gain, -np.inf).reshape(num_layers, -1)
         best = gain.argmax(axis=1)
@@ -131,28 +130,28 @@ def copies_by_node(weight: Floats, homes: Counts, ranks_of: Counts, slots_per_ra
             break
         node, expert = best[x] // num_experts, best[x] % num_experts
         local = at_home_node[x, node, expert]
-        copies[x, node, expert] += 1
+        replicas[x, node, expert] += 1
         free[x, node] -= 1
         count[x, expert] += 1
-        home_copies[x, expert] += local
-        away = (unit * (1.0 - home_copies / count)).sum(axis=1)
-    return copies
+        home_replicas[x, expert] += local
+        away = (unit * (1.0 - home_replicas / count)).sum(axis=1)
+    return replicas
 
 
-def _pack_nodes(problem: Problem, copies: Counts, sweeps: int) -> tuple[Ids, Floats, bool]:
+def _pack_nodes(problem: Problem, replicas: Counts, sweeps: int) -> tuple[Ids, Floats, bool]:
     """Returns the table [L, R, K], its heaviest rank load [L], and whether the deadline passed."""
-    num_layers, _, num_experts = copies.shape
+    num_layers, _, num_experts = replicas.shape
     ranks_of = np.bincount(problem.node_of)
     first_rank = np.cumsum(ranks_of) - ranks_of
     slots = problem.slots_per_rank
-    count = copies.sum(axis=1)
+    count = replicas.sum(axis=1)
     table = np.empty((num_layers, problem.num_ranks, slots), dtype=np.int32)
     top = np.zeros(num_layers)
     cut = False
     for size in np.unique(ranks_of):
         nodes = np.flatnonzero(ranks_of == size)
-        ids = list_copies(copies[:, nodes].reshape(-1, num_experts), int(size) * slots)
-        load = copy_load(
+        ids = list_replicas(replicas[:, nodes].reshape(-1, num_experts), int(size) * slots)
+        load = replica_load(
             np.repeat(problem.weight, len(nodes), axis=0),
             np.repeat(count, len(nodes), axis=0),
             ids,

@@ -1,8 +1,8 @@
-"""Edits the placement in use, as cheaply as it can, until the load is balanced well enough: what a live system runs.
+"""Edits the placement in use with as few moves as it can until the load is balanced well enough, for live systems.
 
-Cheap edits first (one move: overwrite a redundant copy; two: swap). Where ranks have two slots, single edits get stuck,
-so counts change first and chains of moves through many ranks follow, with a price per move that falls until the target
-is met or the budget is spent.
+Cheap edits come first: overwriting a redundant replica takes one move, a swap two. With two slots per rank single edits
+get stuck, so replica counts change first and chains of moves through many ranks follow, at a price per move that falls
+until the target is met or the budget is spent.
 """
 
 from dataclasses import dataclass
@@ -31,7 +31,7 @@ class IncrementalPolicy:
                0.003 where `max_moves` is given; else 0.05 with two slots per rank, 0.01 with three or four, else 0.013
     steepness: of the smooth maximum, per mean rank load; about 1 / the relative drift of a rank until the next plan.
                None = 20 with two slots per rank, else 30
-    risk:      see `edits.EditState`; only with two slots per rank, where a heavy copy has little company
+    risk:      see `edits.EditState`; used with two slots per rank only
     max_edits: effort, per layer
     Without a placement in use the plan is that of `refined`.
     """
@@ -45,7 +45,7 @@ class IncrementalPolicy:
     def plan(self, request: PlanRequest) -> Plan:
         """Returns the edited placement, with at most `max_moves` moves per layer where that is given.
 
-        An illegal start (an expert without a slot, or twice on a rank) is mended first, which may take more moves.
+        An illegal start (an expert without a slot, or twice on a rank) is repaired first, which may take more moves.
         """
         if request.current is None:
             return RefinedPolicy().plan(request)
@@ -89,10 +89,10 @@ class IncrementalPolicy:
         return table, truncated, homes
 
     def _target(self, problem: Problem) -> Floats:
-        """Returns the balancedness [L] at which a layer is left alone."""
+        """Returns the balancedness [L] at which a layer needs no edits."""
         slack = self.slack
         if slack is None and problem.request.max_moves is not None:
-            slack = 0.003  # the budget is what ends it
+            slack = 0.003  # the budget ends the edits
         if slack is None:
             slack = 0.05 if problem.slots_per_rank <= 2 else 0.01 if problem.slots_per_rank <= 4 else 0.013
         if not problem.is_global:
@@ -132,7 +132,7 @@ class IncrementalPolicy:
 
 
 def _fill_empty_slots(state: EditState, target: Floats, budget: Ints) -> None:
-    """Puts copies into empty slots while that helps: an excluded rank that came back, a mended start. In place."""
+    """Puts replicas into empty slots, in place, while that helps: after a rank rejoined, or a start was repaired."""
     for _ in range(int((state.table < 0).sum(axis=(1, 2)).max(initial=0))):
         edit = best_overwrites(state, budget - state.num_moved, must_stay=state.table >= 0)
         which = (edit.gain > 1e-9) & (_reached(state) < target)
@@ -151,9 +151,9 @@ def better_of(first: Edits, second: Edits) -> tuple[Edits, Floats]:
 
 
 def _chain(state: EditState, target: Floats, budget: Ints, problem: Problem) -> bool:
-    """Counts, then chains at a price per move, two slots per rank. Returns whether the deadline passed.
+    """Changes counts, then moves in chains at a price per move; two slots per rank. Returns whether it was cut short.
 
-    The price is halved in on until the moves it buys just fit the budget. Each layer keeps the first table that meets
+    The price is found by bisection so that its moves just fit the budget. Each layer keeps the first table that meets
     its target, else the one with the lowest smooth maximum within the budget, never one less balanced than the start.
     """
     num_layers, num_ranks, slots = state.table.shape
@@ -165,7 +165,7 @@ def _chain(state: EditState, target: Floats, budget: Ints, problem: Problem) -> 
     price, too_low, enough = np.full(num_layers, 2.0), np.zeros(num_layers), np.full(num_layers, np.inf)
     done = np.zeros(num_layers, dtype=bool)
     for _ in range(PRICE_STEPS):
-        for way in range(3):
+        for attempt in range(3):
             if problem.deadline.passed:
                 state.table[:] = best
                 return True
@@ -174,7 +174,7 @@ def _chain(state: EditState, target: Floats, budget: Ints, problem: Problem) -> 
             for layer in np.flatnonzero(~done).tolist():
                 load = state.load[layer]
                 choices = (load.argmin(axis=1), load.argmax(axis=1), draw.integers(0, slots, num_ranks))
-                slot_of: Ints = np.asarray(choices[way])
+                slot_of: Ints = np.asarray(choices[attempt])
                 state.table[layer] = reassign(state, layer, slot_of, float(absolute[layer]))
             state.refresh()
             reached, within, value = _reached(state), state.num_moved <= budget, _smooth(state)
@@ -191,7 +191,7 @@ def _chain(state: EditState, target: Floats, budget: Ints, problem: Problem) -> 
         )
     state.table[:] = best
     state.refresh()
-    for _ in range(12):  # what the last price left of the budget
+    for _ in range(12):  # spend what the last price left of the budget
         edit, rate = better_of(
             best_overwrites(state, budget - state.num_moved), best_swaps(state, budget - state.num_moved, 12)
         )
@@ -215,7 +215,7 @@ def _swap_at_price(state: EditState, price: Floats, which: Bools) -> None:
 
 
 def _smooth(state: EditState) -> Floats:
-    """Returns the smooth maximum of each layer on a scale that does not move with the heaviest rank."""
+    """Returns the smooth maximum of each layer on a scale that is independent of the heaviest rank."""
     value: Floats = state.peak.sum(axis=1) * np.exp(np.minimum(state.steepness * (state.peak_load - 1.12), 200.0))
     return value
 

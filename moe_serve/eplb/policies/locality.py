@@ -1,8 +1,8 @@
-"""Fewer tokens between nodes, for the objectives off_node and step_time. It needs the load by source rank.
+"""Lowers the number of tokens that cross nodes, for the objectives off_node and step_time; needs load by source rank.
 
-Under an even split a copy of e on node n gets its share of every source's tokens for e; those from n itself stay on the
-node. So what counts is how many tokens of e come from the nodes that hold its copies. Two steps: whole nodes trade
-places (free: no rank's load changes), then copies of similar load on different nodes do.
+Under an even split a replica of expert e on node n gets its share of every source's tokens for e; those from n stay on
+the node. So it matters how many tokens of e come from the nodes that hold its replicas. First whole nodes trade their
+contents, which changes no rank's load; then replicas of similar load on different nodes are swapped.
 
 Shape words: L = layers, E = experts, N = nodes, R = ranks, K = slots per rank.
 """
@@ -11,14 +11,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moe_serve.eplb.policies.problem import Problem
-from moe_serve.eplb.policies.replication import copies_of, copy_load
+from moe_serve.eplb.policies.replication import replica_load, replicas_in
 
 Floats = NDArray[np.float64]
 Ids = NDArray[np.int32]
 
 
 def improve_locality(problem: Problem, table: Ids, sweeps: int) -> Ids:
-    """Returns a table [L, R, K] with fewer tokens between nodes; the same table where the objective does not ask.
+    """Returns a table [L, R, K] with fewer tokens between nodes; the same one unless the objective asks for it.
 
     A swap may raise the heaviest rank as far as the weights of the objective allow: by the mean rank load times
     (weight of off_node x the share of tokens saved). With off_node alone the maximum never rises.
@@ -55,15 +55,15 @@ def tokens_by_node(problem: Problem) -> Floats:
 
 def _trade_nodes(problem: Problem, table: Ids, local: Floats) -> Ids:
     """Gives the contents of nodes with equally many ranks to the nodes that send them most."""
-    from scipy.optimize import linear_sum_assignment  # takes half a second to import, and most plans never need it
+    from scipy.optimize import linear_sum_assignment  # half a second to import; most plans never do
 
     num_layers, num_experts = problem.weight.shape
     sizes = np.bincount(problem.node_of)
     if len(set(sizes.tolist())) > 1:
         return table
-    counts = np.maximum(copies_of(table, num_experts), 1)
+    counts = np.maximum(replicas_in(table, num_experts), 1)
     by_node = table.reshape(num_layers, problem.num_nodes, sizes[0], -1)
-    here = np.stack([copies_of(by_node[:, n], num_experts) for n in range(problem.num_nodes)], axis=1)
+    here = np.stack([replicas_in(by_node[:, n], num_experts) for n in range(problem.num_nodes)], axis=1)
     kept = np.einsum("lae,lbe->lab", here / counts[:, None], local)  # contents a on node b
     out = np.empty_like(by_node)
     for layer in range(num_layers):
@@ -73,11 +73,11 @@ def _trade_nodes(problem: Problem, table: Ids, local: Floats) -> Ids:
 
 
 def _swap_between_nodes(problem: Problem, table: Ids, local: Floats, price: float, sweeps: int) -> None:
-    """Swaps copies between ranks of different nodes, paired at random, in place."""
+    """Swaps replicas between ranks of different nodes, paired at random, in place."""
     num_layers, num_experts = problem.weight.shape
     num_ranks, slots = table.shape[1:]
-    counts = np.maximum(copies_of(table, num_experts), 1)
-    load = copy_load(problem.weight, counts, table, problem.fixed)
+    counts = np.maximum(replicas_in(table, num_experts), 1)
+    load = replica_load(problem.weight, counts, table, problem.fixed)
     mean = np.maximum(load.sum(axis=(1, 2)) / num_ranks, 1e-300)
     kept = np.concatenate([local / counts[:, None], np.zeros((num_layers, problem.num_nodes, 1))], axis=2)
     draw = np.random.default_rng(problem.request.seed)
@@ -93,7 +93,7 @@ def _swap_between_nodes(problem: Problem, table: Ids, local: Floats, price: floa
         third = rows[:, :, None]
         gain_a = (
             kept[third, node_b, ids_a] - kept[third, node_a, ids_a]
-        )  # what moving a's copies to b's node keeps local
+        )  # tokens that stay local when a's replicas move to b's node
         gain_b = kept[third, node_a, ids_b] - kept[third, node_b, ids_b]
         gain = gain_a[:, :, :, None] + gain_b[:, :, None, :]
         shift = load_a[:, :, :, None] - load_b[:, :, None, :]
@@ -109,7 +109,7 @@ def _swap_between_nodes(problem: Problem, table: Ids, local: Floats, price: floa
         flat = gain.reshape(num_layers, half, -1)
         best = flat.argmax(axis=2)
         value = np.take_along_axis(flat, best[:, :, None], axis=2)[:, :, 0]
-        # Where a swap may raise the maximum, only the best one of the layer is made, so that they cannot add up.
+        # Only the best swap of a layer may raise the maximum, so that such swaps cannot add up.
         which = value > 1e-12
         if not np.isinf(price):
             raises = np.take_along_axis(rise.reshape(num_layers, half, -1), best[:, :, None], axis=2)[:, :, 0] > 0

@@ -1,9 +1,9 @@
-"""Which copies sit together on a rank: rounds, longest-first, repair of duplicates. All rows at once.
+"""Packs replicas onto ranks: in rounds, longest first, and without duplicates. All rows at once.
 
-Every rank has the same number of slots; an empty slot is the copy -1 with load 0. Refinement by swaps is in
+Every rank has the same number of slots; an empty slot is the replica -1 with load 0. Refinement by swaps is in
 `swapping.py`.
 
-Shape words: X = rows planned at once, R = ranks of a row, K = slots per rank, n = R x K copies of a row.
+Shape words: X = rows planned at once, R = ranks of a row, K = slots per rank, n = R x K replicas of a row.
 """
 
 import numpy as np
@@ -13,16 +13,16 @@ Floats = NDArray[np.float64]
 Ids = NDArray[np.int32]
 
 
-def pack_in_rounds(copies: Ids, load: Floats, num_ranks: int) -> tuple[Ids, Floats]:
-    """Returns a fast packing: in each of K rounds the next R heaviest copies go to the ranks, heaviest to lightest.
+def pack_in_rounds(replicas: Ids, load: Floats, num_ranks: int) -> tuple[Ids, Floats]:
+    """Returns a fast packing: in each of K rounds the next R heaviest replicas go to the ranks, heaviest to lightest.
 
-    copies: [X, n] int32 expert ids, load: [X, n] float64 -> table [X, R, K] int32, its loads [X, R, K] float64
-    For two slots per rank this is the best packing of these copies there is.
+    replicas: [X, n] int32 expert ids, load: [X, n] float64 -> table [X, R, K] int32, its loads [X, R, K] float64
+    For two slots per rank this is the best packing of these replicas.
     """
-    num_rows, num_copies = copies.shape
-    num_rounds = num_copies // num_ranks
+    num_rows, num_replicas = replicas.shape
+    num_rounds = num_replicas // num_ranks
     order = np.argsort(-load, axis=1, kind="stable")
-    by_round = np.take_along_axis(copies, order, axis=1).reshape(num_rows, num_rounds, num_ranks)
+    by_round = np.take_along_axis(replicas, order, axis=1).reshape(num_rows, num_rounds, num_ranks)
     load_by_round = np.take_along_axis(load, order, axis=1).reshape(num_rows, num_rounds, num_ranks)
     table = np.empty((num_rows, num_rounds, num_ranks), dtype=np.int32)
     packed = np.empty((num_rows, num_rounds, num_ranks))
@@ -35,24 +35,24 @@ def pack_in_rounds(copies: Ids, load: Floats, num_ranks: int) -> tuple[Ids, Floa
     return table.transpose(0, 2, 1).copy(), packed.transpose(0, 2, 1).copy()
 
 
-def pack_longest_first(copies: Ids, load: Floats, num_ranks: int) -> tuple[Ids, Floats]:
-    """Returns the packing in which each copy, heaviest first, goes to the lightest rank with a free slot.
+def pack_longest_first(replicas: Ids, load: Floats, num_ranks: int) -> tuple[Ids, Floats]:
+    """Returns the packing in which each replica, heaviest first, goes to the lightest rank with a free slot.
 
-    Same arguments and result as `pack_in_rounds`; slower, and better where few copies are very heavy.
+    Same arguments and result as `pack_in_rounds`; slower, and better where few replicas are very heavy.
     """
-    num_rows, num_copies = copies.shape
-    slots = num_copies // num_ranks
+    num_rows, num_replicas = replicas.shape
+    slots = num_replicas // num_ranks
     order = np.argsort(-load, axis=1, kind="stable")
-    copies, load = np.take_along_axis(copies, order, axis=1), np.take_along_axis(load, order, axis=1)
+    replicas, load = np.take_along_axis(replicas, order, axis=1), np.take_along_axis(load, order, axis=1)
     table = np.full((num_rows, num_ranks, slots), -1, dtype=np.int32)
     packed = np.zeros((num_rows, num_ranks, slots))
     filled = np.zeros((num_rows, num_ranks), dtype=np.int64)
     key = np.zeros((num_rows, num_ranks))  # load, or infinity once full
     rows = np.arange(num_rows)
-    for i in range(num_copies):
+    for i in range(num_replicas):
         rank = key.argmin(axis=1)
         slot = filled[rows, rank]
-        table[rows, rank, slot] = copies[:, i]
+        table[rows, rank, slot] = replicas[:, i]
         packed[rows, rank, slot] = load[:, i]
         filled[rows, rank] = slot + 1
         key[rows, rank] = np.where(slot + 1 == slots, np.inf, key[rows, rank] + load[:, i])
@@ -71,10 +71,10 @@ def duplicate_slots(table: Ids) -> NDArray[np.bool_]:
 
 
 def repair_duplicates(table: Ids, load: Floats) -> None:
-    """Swaps copies between ranks, in place, until no rank holds an expert twice; table [X, R, K], load [X, R, K].
+    """Swaps replicas between ranks, in place, until no rank holds an expert twice; table [X, R, K], load [X, R, K].
 
     Among the swaps that take a duplicate away, the one with the most similar loads is chosen. An expert with no more
-    copies than ranks can always be repaired: a rank without it either holds a duplicate itself, or an expert that the
+    replicas than ranks can always be repaired: a rank without it either holds a duplicate itself, or an expert that the
     crowded rank lacks. So every step leaves fewer duplicates.
     """
     num_slots = table.shape[2]
@@ -98,7 +98,7 @@ def repair_duplicates(table: Ids, load: Floats) -> None:
         best = cost.argmin(axis=1)
         can = np.isfinite(cost[each, best])
         if not can.any():
-            return  # more copies than ranks: nothing can be done
+            return  # more replicas than ranks: nothing can be done
         rows, rank, slot, best = rows[can], rank[can], slot[can], best[can]
         other, other_slot = best // num_slots, best % num_slots
         for array in (table, load):

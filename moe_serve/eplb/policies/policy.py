@@ -1,4 +1,4 @@
-"""What a balancer is asked, and what it answers.
+"""The question to a placement policy, and its answer.
 
 Every policy plans all layers of one request at once, accepts `current=None`, and gives the same plan for the same
 request. Effort is counted in iterations; `time_budget_s` is only a stop, and a plan it cut short says `truncated`.
@@ -22,8 +22,12 @@ OBJECTIVES = ("tokens", "activated", "off_node", "step_time")
 
 @dataclass(frozen=True)
 class RankCost:
-    """What the `step_time` objective charges a rank of one MoE layer: the price of a token, of an expert that is
-    active at all (its weights are streamed once), and of a token that comes from another node. All in seconds."""
+    """What the `step_time` objective charges a rank of one MoE layer, in seconds.
+
+    token_s:          per token
+    activated_s:      per expert with at least one token, whose weights are streamed once
+    off_node_token_s: per token from another node
+    """
 
     token_s: float
     activated_s: float
@@ -48,7 +52,7 @@ class PlanRequest:
     objective:      one of OBJECTIVES, or weights of several, e.g. {"tokens": 1.0, "activated": 0.3}. off_node is
                     lowered by greedy and refined without a hierarchy (off_home = 1)
     by_source:      [L, R, E] tokens by the rank they come from, for off_node, step_time; None = everywhere alike
-    activations:    [L, E] float64 in 0 .. 1, share of batches with a token for the expert; None = 1 where there is load
+    activations:    [L, E] float64, 0 .. 1, share of batches with a token for the expert; None = 1 where there is load
     cost:           prices for step_time
     excluded_ranks: ranks that get no expert at all
     uneven_shares:  also plan uneven shares of an expert's tokens over its slots (Plan.shares)
@@ -173,7 +177,7 @@ class PlanRequest:
 
 @dataclass(frozen=True)
 class PlanRules:
-    """What every request of one system says, whatever its load and placement. Fields as in PlanRequest."""
+    """The fields of PlanRequest that stay the same for every load and placement of one system."""
 
     num_groups: int | None = None
     off_home: float = 1.0

@@ -1,7 +1,7 @@
-"""A plan request as dense arrays, and a finished table as a Plan: the first and the last line of every policy.
+"""Turns a plan request into dense arrays, and a finished table into a Plan: the first and last step of every policy.
 
 Inside, a placement is a table [L, R, K] of expert ids over the ranks that take part (excluded ranks are left out), and
-an expert has two numbers: `weight`, shared evenly by its copies, and `fixed`, which every copy costs on its own.
+an expert has two numbers: `weight`, which its replicas share evenly, and `fixed`, which each replica costs on its own.
 
 Shape words: L = layers, E = experts, R = ranks that take part, K = slots per rank, N = nodes with such ranks.
 """
@@ -28,7 +28,7 @@ class Problem:
     """What the packers see of a request.
 
     weight:   [L, E] load that the objective balances; in tokens for the objective "tokens"
-    fixed:    [L, E] cost of each copy beside its share of weight, or None
+    fixed:    [L, E] cost of each replica beside its share of weight, or None
     ranks:    [R] ids of the ranks that take part
     node_of:  [R] node of each, renumbered 0 .. N-1
     current:  [L, R, K] table in use, or None
@@ -84,14 +84,14 @@ def problem_of(request: PlanRequest) -> Problem:
 
 
 def objective_weights(request: PlanRequest) -> tuple[Floats, Floats | None]:
-    """Returns the weight that copies share and the cost that each has on its own, both [L, E] (the latter or None).
+    """Returns the weight that replicas share and the cost that each has on its own, both [L, E] (the latter or None).
 
     tokens:    the load itself
-    activated: the share of batches in which an expert is active. One copy of it works in each of them (that is how the
-               fewest-activated split serves it), so copies share this number as they share tokens
-    step_time: tokens cost their compute; streaming an expert's weights is paid by every copy that works, which under an
-               even split is each of them
-    off_node:  follows from where copies are, not from how many: see `locality.py`. Alone, it balances tokens
+    activated: the share of batches in which an expert is active. One replica of it works in each of them (that is how
+               the fewest-activated split serves it), so replicas share this number as they share tokens
+    step_time: tokens cost their compute; streaming an expert's weights is paid by every replica that works, which under
+               an even split is each of them
+    off_node:  depends on where replicas are, not on how many: see `locality.py`. On its own it balances tokens
     Several are brought to the same scale (their mean over experts) before they are added.
     """
     tokens = request.tokens.astype(np.float64)
@@ -129,13 +129,13 @@ def finish(
     homes: NDArray[np.int64] | None = None,
     keep_slots: bool = True,
     tight: bool = False,
-    heaviest_copy: Floats | None = None,
+    heaviest_replica: Floats | None = None,
 ) -> Plan:
     """Returns the plan that a table [L, R, K] is: slots kept where an expert stays on its rank, and the measures.
 
-    homes: [L, E] home node of each expert; None = the node with the most copies
-    tight: spend time on the tight bound
-    heaviest_copy: [L] of minimax replication of the tokens, where it is known
+    homes: [L, E] home node of each expert; None = the node with the most replicas
+    tight: also compute the tight bound, which takes time
+    heaviest_replica: [L] of minimax replication of the tokens, where it is known
     """
     request = problem.request
     num_moves = 0
@@ -155,7 +155,7 @@ def finish(
     shares = even_out_shares(request.tokens, placement, problem.ranks) if request.uneven_shares else None
     reached = balancedness(rank_load(request.tokens, placement, shares), problem.ranks)
     bound = np.maximum(
-        balancedness_bound(request.tokens, problem.num_ranks, problem.slots_per_rank, heaviest_copy), reached
+        balancedness_bound(request.tokens, problem.num_ranks, problem.slots_per_rank, heaviest_replica), reached
     )
     if tight and shares is None:
         bound = counting_bound(request.tokens, problem.num_ranks, problem.slots_per_rank, reached)
@@ -200,12 +200,12 @@ def keep_slots_of(old: Ids, new: Ids) -> Ids:
 
 
 def off_home_share(problem: Problem, table: Ids, homes: NDArray[np.int64] | None) -> Floats:
-    """Returns the share of each layer's load that copies outside the home node serve, under an even split: [L]."""
-    copies = copies_per_node(problem, table)
+    """Returns the share of each layer's load that replicas outside the home node serve, under an even split: [L]."""
+    replicas = replicas_per_node(problem, table)
     if homes is None:
-        homes = copies.argmax(axis=1)
-    at_home = np.take_along_axis(copies, homes[:, None], axis=1)[:, 0]
-    everywhere = np.maximum(copies.sum(axis=1), 1)
+        homes = replicas.argmax(axis=1)
+    at_home = np.take_along_axis(replicas, homes[:, None], axis=1)[:, 0]
+    everywhere = np.maximum(replicas.sum(axis=1), 1)
     tokens = problem.request.tokens.astype(np.float64)
     total = tokens.sum(axis=1)
     away = (tokens * (1.0 - at_home / everywhere)).sum(axis=1)
@@ -213,8 +213,8 @@ def off_home_share(problem: Problem, table: Ids, homes: NDArray[np.int64] | None
     return share
 
 
-def copies_per_node(problem: Problem, table: Ids) -> NDArray[np.int64]:
-    """Returns how many copies of each expert each node holds: [L, R, K] -> [L, N, E] int64."""
+def replicas_per_node(problem: Problem, table: Ids) -> NDArray[np.int64]:
+    """Returns how many replicas of each expert each node holds: [L, R, K] -> [L, N, E] int64."""
     num_layers, num_experts = problem.weight.shape
     num_nodes = problem.num_nodes
     cell = (np.arange(num_layers)[:, None, None] * num_nodes + problem.node_of[None, :, None]) * num_experts + table

@@ -35,7 +35,7 @@ class RefinedPolicy:
     name: str = "refined"
 
     def plan(self, request: PlanRequest) -> Plan:
-        """Returns the refined plan; `max_moves` is not looked at, `incremental` is the policy for that."""
+        """Returns the refined plan. It ignores `max_moves`; use `incremental` for that."""
         problem = problem_of(request)
         if not problem.is_global:
             from moe_serve.eplb.policies.hierarchy import plan_by_node
@@ -72,7 +72,7 @@ class RefinedPolicy:
         return table, truncated
 
     def _search_counts(self, problem: Problem, table: Ids, packed: Floats) -> bool:
-        """Replaces, in place, the layers that other counts make better. Returns whether the deadline passed."""
+        """Replaces, in place, layers for which other counts are better. Returns whether the deadline passed."""
         reached = _mean_over_max(packed)
         bound = balancedness_bound(problem.weight, problem.num_ranks, problem.slots_per_rank)
         rows = np.flatnonzero(reached < self.good_enough * bound)

@@ -1,6 +1,6 @@
-"""Uneven shares: how the copies of an expert should split its tokens so that ranks come out even.
+"""Plans uneven shares of an expert's tokens over its replicas, so that rank loads become even.
 
-This is the planned split, fixed until the next plan; the split of a single batch is in `split.py`.
+These shares are fixed until the next plan; the split of a single batch is in `split/`.
 
 Shape words: L = layers, E = experts, R = ranks, P = slots.
 """
@@ -19,9 +19,9 @@ def even_out_shares(
 ) -> Floats:
     """Returns the share of its expert's tokens that each slot serves, [L, P] float64; shares of an expert sum to 1.
 
-    Water-filling: one replicated expert after the other moves its whole load to where its ranks are lowest, at a common
-    level. Every step is exact for its expert and never raises the maximum, so the sweeps approach the optimum of the
-    linear program from above. All layers take the same step at once; `ranks` are those that take part.
+    Water-filling: one replicated expert after the other spreads its whole load over its ranks up to a common level.
+    Each step is exact for its expert and never raises the maximum, so sweeps approach the optimum of the linear program
+    from above. All layers take the same step at once; `ranks` are those that take part.
     """
     num_layers = placement.num_layers
     load = slot_load(tokens, placement)
@@ -29,7 +29,7 @@ def even_out_shares(
     whole = np.asarray(tokens, dtype=np.float64)
     count = placement.replica_count
     width = int((count > 1).sum(axis=1).max(initial=0))
-    # Replicated experts of each layer, heaviest first; layers with fewer repeat an expert that has nothing to share.
+    # Replicated experts of each layer, heaviest first; layers with fewer repeat one whose step changes nothing.
     order = np.argsort(-np.where(count > 1, whole, -1.0), axis=1, kind="stable")[:, :width]
     rows = np.arange(num_layers)
     best, best_top = load.copy(), total.max(axis=1)
@@ -41,7 +41,7 @@ def even_out_shares(
             slots = np.where(used, slots, 0)
             rank = slots // placement.slots_per_rank
             own = np.where(used, load[rows[:, None], slots], 0.0)
-            # An expert repeated on one rank: its copies see each other's load as the rank's.
+            # Replicas of an expert on the same rank count each other's load as the rank's.
             rest = np.where(used, total[rows[:, None], rank] - own, np.inf)
             new = np.where(used, _fill_to_a_level(rest, whole[rows, expert]), 0.0)
             x, c = np.nonzero(used)
@@ -60,15 +60,15 @@ def even_out_shares(
 
 
 def _fill_to_a_level(rest: Floats, amount: Floats) -> Floats:
-    """Returns how much of `amount` goes to each place so that all places that get some end at one level.
+    """Returns how much of `amount` goes to each column so that all columns that get some end at one level.
 
-    rest: [X, C] load already there, infinity = not a place; amount: [X] -> [X, C]
+    rest: [X, C] load already there, infinity = unused column; amount: [X] -> [X, C]
     """
     ascending = np.sort(rest, axis=1)
     finite = np.isfinite(ascending)
     filled = np.cumsum(np.where(finite, ascending, 0.0), axis=1)
     places = np.arange(1, rest.shape[1] + 1)
-    level = (amount[:, None] + filled) / places  # if the lowest `places` share it
+    level = (amount[:, None] + filled) / places  # if the lowest `places` columns share it
     following = np.concatenate([ascending[:, 1:], np.full((len(rest), 1), np.inf)], axis=1)
     fits = finite & (level <= following)
     first = fits.argmax(axis=1)

@@ -1,11 +1,11 @@
-"""A placement made for the exact per-batch split, which shares an expert's tokens anew in every batch.
+"""Plans placements for the exact split, which divides an expert's tokens over its replicas anew in every batch.
 
-The even split wants equal rank loads. The exact split wants ranks to be linked: tokens can flow from a heavy rank to a
-light one through experts that both hold, so every rank should be reachable, by copies with enough tokens. Linking all
-ranks in a ring by the heaviest experts does that, but leaves none for experts that need three copies and more.
+The even split needs equal rank loads. The exact split needs linked ranks: tokens can shift from a heavy rank to a light
+one through experts that both hold, so every rank should be reachable through replicas with enough tokens. A ring that
+links all ranks by the heaviest experts does that, but leaves no slots for experts that need three replicas or more.
 
-So several placements are made, from all links to none, and the one whose heaviest rank is lowest over sampled batches
-under a fractional optimal split is taken, layer by layer.
+So it makes several placements, from all links to none, and takes, layer by layer, the one whose heaviest rank is lowest
+over sampled batches under a fractional optimal split.
 
 Shape words: L = layers, E = experts, R = ranks, K = slots per rank, B = sampled batches.
 """
@@ -17,7 +17,7 @@ from moe_serve.eplb.load import balancedness, rank_load
 from moe_serve.eplb.placement import Placement
 from moe_serve.eplb.policies.packing import pack_longest_first, repair_duplicates
 from moe_serve.eplb.policies.problem import Ids, Problem
-from moe_serve.eplb.policies.replication import copies_of, copy_load, list_copies, minimax_counts
+from moe_serve.eplb.policies.replication import list_replicas, minimax_counts, replica_load, replicas_in
 from moe_serve.eplb.policies.shares import even_out_shares
 from moe_serve.eplb.policies.swapping import swap_until_even
 
@@ -68,16 +68,16 @@ def split_balance(problem: Problem, table: Ids, batches: NDArray[np.int64]) -> F
 
 
 def _linked(problem: Problem, links: int) -> Ids:
-    """Returns a table in which `links` experts have one copy on rank i and one on rank i + 1; other copies by minimax.
+    """Returns a table with `links` experts that have one replica on rank i and one on rank i + 1; the rest by minimax.
 
-    The experts of the ring are the heaviest that minimax replication of the remaining slots leaves with one copy each.
+    The experts of the ring are the heaviest that minimax replication of the other slots leaves with one replica each.
     """
     num_layers, num_experts = problem.weight.shape
     num_ranks, slots = problem.num_ranks, problem.slots_per_rank
     counts = minimax_counts(problem.weight, problem.num_slots - links, num_ranks)
     single = np.where(counts == 1, problem.weight, -1.0)
     ring = np.argsort(-single, axis=1, kind="stable")[:, :links]
-    # Heavy beside light, so that neighbours in the ring add up alike.
+    # Heavy beside light, so that neighbours in the ring have similar sums.
     order = np.empty(links, dtype=np.int64)
     order[::2], order[1::2] = np.arange((links + 1) // 2), np.arange(links - 1, (links + 1) // 2 - 1, -1)
     ring = ring[:, order].astype(np.int32)
@@ -89,25 +89,25 @@ def _linked(problem: Problem, links: int) -> Ids:
     np.put_along_axis(rest, ring.astype(np.int64), np.take_along_axis(rest, ring.astype(np.int64), axis=1) - 2, 1)
     rest = np.maximum(rest, 0)
     each = problem.weight / counts
-    _fill(table, list_copies(rest, problem.num_slots - 2 * links), each)
-    load = copy_load(problem.weight, np.maximum(copies_of(table, num_experts), 1), table)
+    _fill(table, list_replicas(rest, problem.num_slots - 2 * links), each)
+    load = replica_load(problem.weight, np.maximum(replicas_in(table, num_experts), 1), table)
     repair_duplicates(table, load)
     return table
 
 
-def _fill(table: Ids, copies: Ids, each: Floats) -> None:
-    """Puts copies [L, n] (-1 = none), heaviest first, into free slots of the lightest ranks, in place."""
+def _fill(table: Ids, replicas: Ids, each: Floats) -> None:
+    """Puts replicas [L, n] (-1 = none), heaviest first, into free slots of the lightest ranks, in place."""
     num_layers = len(table)
     rows = np.arange(num_layers)
-    load = np.where(copies < 0, -1.0, np.take_along_axis(each, np.maximum(copies, 0), axis=1))
+    load = np.where(replicas < 0, -1.0, np.take_along_axis(each, np.maximum(replicas, 0), axis=1))
     order = np.argsort(-load, axis=1, kind="stable")
     held = np.where(table < 0, 0.0, np.take_along_axis(each, np.maximum(table, 0).reshape(num_layers, -1), 1).reshape(
         table.shape
     ))  # fmt: skip
     total = held.sum(axis=2)
     free = (table < 0).sum(axis=2)
-    for i in range(copies.shape[1]):
-        expert = np.take_along_axis(copies, order[:, i : i + 1], axis=1)[:, 0]
+    for i in range(replicas.shape[1]):
+        expert = np.take_along_axis(replicas, order[:, i : i + 1], axis=1)[:, 0]
         rank = np.where(free > 0, total, np.inf).argmin(axis=1)
         x = rows[expert >= 0]
         slot = (table[x, rank[x]] < 0).argmax(axis=1)
@@ -117,8 +117,8 @@ def _fill(table: Ids, copies: Ids, each: Floats) -> None:
 
 
 def _packed(problem: Problem, counts: NDArray[np.int64], sweeps: int) -> Ids:
-    copies = list_copies(counts, problem.num_slots)
-    table, load = pack_longest_first(copies, copy_load(problem.weight, counts, copies), problem.num_ranks)
+    replicas = list_replicas(counts, problem.num_slots)
+    table, load = pack_longest_first(replicas, replica_load(problem.weight, counts, replicas), problem.num_ranks)
     repair_duplicates(table, load)
     swap_until_even(table, load, sweeps)
     return table

@@ -10,7 +10,7 @@ from moe_serve.errors import PlacementError
 
 @dataclass(frozen=True)
 class StaticPolicy:
-    """Plans nothing: the current placement, or experts in order where there is none."""
+    """Keeps the current placement, or experts in order where there is none."""
 
     name: str = "static"
 

@@ -1,4 +1,4 @@
-"""Makes a packing better by swapping copies between ranks. All rows at once, effort counted in sweeps.
+"""Improves a packing by swapping replicas between ranks. All rows at once; effort is counted in sweeps.
 
 Shape words: X = rows, R = ranks, K = slots per rank.
 """
@@ -31,13 +31,13 @@ class Deadline:
 def swap_until_even(
     table: Ids, load: Floats, sweeps: int, tolerance: float = 3e-4, deadline: Deadline | None = None
 ) -> bool:
-    """Swaps copies in place until the heaviest rank of each row is within `tolerance` of the mean, or for `sweeps`.
+    """Swaps replicas in place until the heaviest rank of each row is within `tolerance` of the mean, or for `sweeps`.
 
     table: [X, R, K] int32 expert ids, load: [X, R, K] float64. Never makes a rank hold an expert twice.
     Returns True when the deadline stopped it.
 
-    A sweep pairs heavy ranks with light ones and takes in each pair the swap that evens it most; later sweeps pair them
-    differently. Where pairs no longer help the heaviest rank, it is tried against all ranks.
+    A sweep pairs heavy ranks with light ones and makes in each pair the swap that evens it most; later sweeps pair them
+    differently. Where pairs no longer help the heaviest rank, it is compared with all ranks.
     """
     num_ranks = table.shape[1]
     if num_ranks < 2 or len(table) == 0:
@@ -72,7 +72,7 @@ def swap_until_even(
 
 
 def _swap_pairs(table: Ids, load: Floats, total: Floats, heavy: NDArray[np.int64], light: NDArray[np.int64]) -> None:
-    """Takes the most evening swap of each (heavy, light) pair of ranks: heavy, light [X, pairs]."""
+    """Makes the swap that evens each (heavy, light) pair of ranks most: heavy, light [X, pairs]."""
     num_rows, num_pairs = heavy.shape
     slots = table.shape[2]
     rows = np.arange(num_rows)[:, None]
@@ -96,7 +96,7 @@ def _swap_pairs(table: Ids, load: Floats, total: Floats, heavy: NDArray[np.int64
 
 
 def _swap_worst(table: Ids, load: Floats, total: Floats, worst: NDArray[np.int64]) -> NDArray[np.bool_]:
-    """Takes, for the heaviest rank of each row, the swap with any rank that leaves the lowest maximum of the two."""
+    """Makes, for the heaviest rank of each row, the swap with any rank that leaves the lowest maximum of the two."""
     num_rows, num_ranks, slots = table.shape
     each = np.arange(num_rows)
     ids, own = table[each, worst], load[each, worst]  # [X, K]
@@ -106,7 +106,7 @@ def _swap_worst(table: Ids, load: Floats, total: Floats, worst: NDArray[np.int64
     result = np.maximum(top[:, None, None, None] - delta, new_other)
     same = (ids[:, :, None, None] == table[:, None, :, :]) & (ids >= 0)[:, :, None, None]
     result[same.any(axis=3)] = np.inf
-    other_holds = same.any(axis=1)  # [X, R, K]: the other copy is on the worst rank already
+    other_holds = same.any(axis=1)  # [X, R, K]: the other replica is on the worst rank already
     result = np.where(other_holds[:, None], np.inf, result)
     result[each, :, worst] = np.inf
     flat = result.reshape(num_rows, -1)

@@ -1,4 +1,4 @@
-"""What a rebalancer is told, what it asks for, and what it decided. Plain data; replay and simulator use the same.
+"""Events, actions and decisions of a rebalancer, as plain data that the live system, replay and simulator share.
 
 Events go in, actions come out; each carries the engine step it belongs to. In time order a rebalance is
 

@@ -53,7 +53,7 @@ def with_plan(current: Placement, plan: Plan, rows: tuple[int, ...]) -> Placemen
 
 
 def ranks_without_experts(placement: Placement) -> NDArray[np.int64]:
-    """Returns the ranks that hold no expert at all, such as lost ones; they are planned without."""
+    """Returns the ranks that hold no expert, such as lost ones; plans leave them empty."""
     used = (placement.physical_to_logical >= 0).reshape(-1, placement.num_ranks, placement.slots_per_rank)
     return np.flatnonzero(~used.any(axis=(0, 2)))
 

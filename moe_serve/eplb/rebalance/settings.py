@@ -25,7 +25,7 @@ class RebalanceSettings:
     bytes_per_expert:    weights of one expert of one layer
     bytes_per_step:      what a rank may send or receive beside a step's own traffic; None = a round takes one step
     relabel:             which ranks a plan may exchange, see plan_migration
-    rules:               what every PlanRequest says
+    rules:               fields of every PlanRequest
     Raises ConfigError for values that cannot work.
     """
 

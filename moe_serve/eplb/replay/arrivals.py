@@ -1,4 +1,4 @@
-"""What ranks must receive to get from one placement to another."""
+"""Counts the experts that ranks must receive to get from one placement to another."""
 
 from dataclasses import dataclass
 

@@ -1,4 +1,4 @@
-"""What a replay was run on, in words, and what its columns lack."""
+"""Describes what a replay was run on, and what its empty columns need."""
 
 import numpy as np
 
@@ -34,7 +34,7 @@ def _ordinal(number: int) -> str:
 
 
 def missing(floor: PolicyResult, trace: LoadTrace, settings: ReplaySettings) -> dict[str, str]:
-    """Returns, for every column that cannot be filled, what would fill it."""
+    """Returns what each empty column needs."""
     out: dict[str, str] = {}
     if not np.isfinite(floor.off_node).all():
         out["off-node"] = "tokens by source rank (by_source) in the trace"

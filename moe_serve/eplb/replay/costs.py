@@ -1,4 +1,4 @@
-"""Prices for replays and simulations, from a model profile and a hardware profile."""
+"""Predicted times for replays and simulations, from a model profile and a hardware profile."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -17,7 +17,7 @@ Floats = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class ProfileCosts:
-    """The cost model, asked by a replay.
+    """What a replay asks the cost model.
 
     phase:   of windows that do not say it ("mixed")
     context: decode: tokens in the cache per request; prefill: length of a prompt
@@ -45,8 +45,12 @@ class ProfileCosts:
     def step_seconds(
         self, tokens: Floats, placement: Placement | None, num_slots: int, tokens_per_step: float, phase: str
     ) -> float:
-        """Returns the time of one step: tokens [L, E] routed in it (means over a window's steps), tokens_per_step
-        of all ranks. placement None: every slot has the same load."""
+        """Returns the time of one step in seconds.
+
+        tokens:          [L, E] routed in it, as means over a window's steps
+        placement:       None = every slot has the same load
+        tokens_per_step: of all ranks
+        """
         if placement is None:
             rows = np.repeat(tokens.sum(axis=1, keepdims=True) / num_slots, num_slots, axis=1)
         else:
@@ -56,12 +60,12 @@ class ProfileCosts:
         return self.model.step(batch, rows, is_mean=True).total_s
 
     def stall_seconds(self, arrivals: Arrivals) -> float:
-        """Returns how long the rank that receives most needs: moving at once, while serving stands still."""
+        """Returns how long serving stops when these experts move at once: the time of the rank that receives most."""
         busiest = {(int(near), int(far)) for near, far in zip(arrivals.from_node, arrivals.off_node, strict=True)}
         return max(self.model.transfer_seconds(near, far) for near, far in busiest)
 
     def gate(self) -> GateCost:
-        """Returns the same prices as the rebalancer's gate asks them."""
+        """Returns the same cost model for the rebalancer's gate."""
         return GateCost(self.model, Batch(self.phase, 1, self.context).mode)
 
     def words(self) -> str:

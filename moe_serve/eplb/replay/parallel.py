@@ -1,7 +1,7 @@
-"""Runs the policies of a replay beside each other in forked processes, which answer in bytes (numpy arrays and JSON).
+"""Runs the policies of a replay in parallel in forked processes, which answer in bytes (numpy arrays and JSON).
 
-A replay is one pass over the trace per policy, and policies know nothing of each other, so the result is the same as
-one after another. Children read the trace themselves: nothing large passes between processes.
+A replay is one pass over the trace per policy, and policies are independent, so the result is the same as in sequence.
+Children read the trace themselves, so nothing large passes between processes.
 """
 
 import io
@@ -28,11 +28,11 @@ def usable_jobs(jobs: int, num_tasks: int) -> int:
     return min(jobs, num_tasks) if hasattr(os, "fork") else 1
 
 
-def run_beside(tasks: Sequence[Task], jobs: int, progress: Callable[[], None] | None = None) -> list[PolicyResult]:
+def run_in_parallel(tasks: Sequence[Task], jobs: int, progress: Callable[[], None] | None = None) -> list[PolicyResult]:
     """Returns the results of all tasks, in their order; at most `jobs` at a time.
 
-    progress: called once per window of any task. The first error of a task is raised again here, as its own kind if it
-    is one of ours, when the others have ended.
+    progress: called once per window of any task
+    Raises the first error of a task again, once the others have ended; one of ours keeps its type.
     """
     with tempfile.TemporaryDirectory(prefix="moe_serve_replay.") as name:
         folder = Path(name)
@@ -69,7 +69,7 @@ def run_beside(tasks: Sequence[Task], jobs: int, progress: Callable[[], None] | 
 
 
 def _work(tasks: Sequence[Task], folder: Path, claims: int, ticks: int) -> None:
-    """Works off tasks until none is left, then ends the process."""
+    """Runs tasks until none is left, then ends the process."""
     status = 0
     try:
         while claim := os.read(claims, 1):

@@ -1,4 +1,4 @@
-"""How many slots a model needs: balancedness as a function of redundancy, and what it costs in memory."""
+"""Balancedness and memory as functions of the number of slots."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ from moe_serve.topology import Topology
 
 @dataclass(frozen=True)
 class RedundancyPoint:
-    """What a number of slots gives and costs.
+    """The balancedness and memory of one number of slots.
 
     num_slots:        per layer, a multiple of the ranks
     num_redundant:    of these, beyond one per expert
@@ -32,7 +32,7 @@ class RedundancyPoint:
 
 @dataclass(frozen=True)
 class RedundancyPlan:
-    """The curve, and the fewest slots that reach the target (None = none of those tried does)."""
+    """The curve, and the fewest slots that reach the target (None = none of them does)."""
 
     points: tuple[RedundancyPoint, ...]
     target: float
@@ -54,11 +54,11 @@ def plan_redundancy(
     slots:    numbers of slots to try; None = from the fewest possible, one slot per rank more at a time, up to
               twice the experts or four more per rank, whichever is less
     bytes_per_expert: weights of one expert in one layer, e.g. ModelSpec.expert_bytes; gives extra_bytes
-    rules:    what every request says
+    rules:    fields of every request
     Raises PlacementError for a target that is not in (0, 1] or slots that do not fit the ranks.
 
-    More slots never hurt: a point that plans worse than one with fewer slots takes over that one's value, because the
-    smaller placement with empty slots is one of its choices.
+    More slots never hurt: a point whose plan is worse than one with fewer slots takes that one's value, since it could
+    leave its additional slots empty.
     """
     load = np.asarray(tokens)
     if not 0 < target <= 1:

@@ -14,7 +14,7 @@ from moe_serve.eplb.load import LoadTrace
 from moe_serve.eplb.placement import Placement
 from moe_serve.eplb.policies.policy import PlacementPolicy
 from moe_serve.eplb.replay.conditions import conditions, missing
-from moe_serve.eplb.replay.parallel import Task, run_beside, usable_jobs
+from moe_serve.eplb.replay.parallel import Task, run_in_parallel, usable_jobs
 from moe_serve.eplb.replay.result import CEILING, FLOOR, PolicyResult, ReplayReport
 from moe_serve.eplb.replay.rows import ResultRows
 from moe_serve.eplb.replay.run import Run, Served, StaticRun, make_run
@@ -41,7 +41,7 @@ def replay(
     if settings.costs is not None:
         settings.costs.check(trace)
     for policy in policies:
-        make_run(policy, start, settings)  # a wrong name ends it here, not after the first pass
+        make_run(policy, start, settings)  # refuse a wrong name now, not after the first pass
     jobs = usable_jobs(jobs, len(policies))
     tick = _Ticks(progress)
     if jobs <= 1:
@@ -50,7 +50,7 @@ def replay(
     else:
         frame, results = _replay_pass(trace, [StaticRun(FLOOR, start)], settings, start, lambda _: tick())
         tasks = [_task(policy, trace, settings, start) for policy in policies]
-        results[1:1] = run_beside(tasks, jobs, tick)
+        results[1:1] = run_in_parallel(tasks, jobs, tick)
     return ReplayReport(
         conditions=conditions(trace, settings, frame.count),
         results=tuple(results),
@@ -85,7 +85,7 @@ class _Ticks:
 
 @dataclass
 class _Frame:
-    """What all policies have in common. windows: (first step, steps, tokens) of the scored ones."""
+    """What all policies share. windows: (first step, steps, tokens) of the scored ones."""
 
     load: np.ndarray
     windows: list[tuple[int, int, float]] = field(default_factory=list)
@@ -111,7 +111,7 @@ def _replay_pass(
                 f"{settings.topology.num_ranks}; replay on the ranks it was recorded on, or convert the trace with "
                 f"--counts-only"
             )
-        # The first plan is made from `history` windows: all policies are scored after it.
+        # The first plan is made from `history` windows; all policies are scored on the windows after it.
         scored = frame.count >= settings.history
         for run, scorer, row in zip(runs, scorers, rows, strict=True):
             served = run.before(record.first_step)

@@ -1,7 +1,7 @@
-"""A replay in words: a table for the terminal, JSON for programs, and a verdict that says which limit binds.
+"""Reports of a replay: tables for the terminal, JSON for programs, and a verdict about the limit that binds.
 
-report_html.py draws the same numbers. Timings are apart from everything else in the JSON: the rest is the same on every
-run of the same trace.
+report_html.py draws the same numbers. Measured times stand apart in the JSON: the rest is the same on every run of the
+same trace.
 """
 
 from typing import Any

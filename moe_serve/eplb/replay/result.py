@@ -1,6 +1,6 @@
-"""What a replay found, as plain arrays: one result per policy, and what they were replayed on.
+"""The results of a replay as plain arrays: one per policy, and what they share.
 
-Equal traces and settings give equal results, apart from the fields whose name says that they were timed (plan_s).
+Equal traces and settings give equal results, except measured times (plan_s).
 Shape words: W = scored windows, L = layers, R = ranks, N = nodes, E = experts.
 """
 
@@ -24,9 +24,9 @@ class PolicyResult:
     fit, bound:    [W, L] float32, balancedness of the newest plan on the load it was made for, and its bound
     rank_load:     [W, R] float32, tokens of each rank, summed over layers
     moves:         [W] int64, experts that ranks had to receive before the window
-    moves_afar:    [W] int64, those of them that came from another node
+    moves_off_node: [W] int64, those of them from another node
     num_rounds:    [W] int64, migration rounds before the window (gated runs)
-    off_node, activated, step_s, stall_s: [W] float64, see WindowScore; stall_s: serving stood still before the window
+    off_node, activated, step_s, stall_s: [W] float64, see WindowScore; stall_s: pause of serving before the window
     plan_s:        [W] float64, measured CPU time of planning before the window
     traffic:       [N, N] float64, routes from node to node over all windows; all NaN = not known
     final:         placement after the last window; None for the ceiling
@@ -39,7 +39,7 @@ class PolicyResult:
     bound: NDArray[np.float32]
     rank_load: NDArray[np.float32]
     moves: NDArray[np.int64]
-    moves_afar: NDArray[np.int64]
+    moves_off_node: NDArray[np.int64]
     num_rounds: NDArray[np.int64]
     off_node: Floats
     activated: Floats
@@ -96,19 +96,21 @@ class ReplayReport:
 
     @property
     def best(self) -> PolicyResult:
-        """The policy that serves most tokens a second, or is best balanced where times are not known."""
+        """The policy with most tokens per second, or the best balanced one where times are not known."""
         runs = self.policies or self.results[:1]
         if all(np.isfinite(run.step_s).all() for run in runs):
             return min(runs, key=lambda run: self.total_seconds(run))
         return max(runs, key=lambda run: float(run.served.mean()))
 
     def total_seconds(self, result: PolicyResult) -> float:
-        """Returns the predicted time of the whole trace: steps, and standing still while experts move."""
+        """Returns the predicted time of the whole trace: steps, and pauses while experts move."""
         return float((result.step_s * self.num_steps).sum() + result.stall_s.sum())
 
     def summary(self, result: PolicyResult) -> dict[str, Any]:
-        """Returns the row of a policy as numbers; None = not known. Balancedness: mean, median and worst over layers,
-        each averaged over windows; `worst` is the lowest of all."""
+        """Returns the row of a policy as numbers; None = not known.
+
+        Balancedness: mean, median and worst over layers, each averaged over windows; `worst` is the lowest of all.
+        """
         windows = max(len(result.served), 1)
         total = self.total_seconds(result)
         planned = np.isfinite(result.fit).all(axis=1)
@@ -132,7 +134,7 @@ class ReplayReport:
             "moved_share": float(moved.mean() / slots) if len(moved) else 0.0,  # of all slots, per rebalance
             "num_rebalances": len(moved),
             "bytes": int(result.moves.sum()) * self.expert_bytes if self.expert_bytes is not None else None,
-            "afar_share": float(result.moves_afar.sum() / result.moves.sum()) if result.moves.sum() else None,
+            "afar_share": float(result.moves_off_node.sum() / result.moves.sum()) if result.moves.sum() else None,
             "stall_s": known(result.stall_s.sum()),
             "off_node": known(result.off_node.mean()),
             "activated": known(result.activated.mean()),

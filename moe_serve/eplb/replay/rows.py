@@ -29,7 +29,7 @@ class ResultRows:
             "bound": unknown if served.bound is None else served.bound,
             "rank_load": score.ranks,
             "moves": moved.num_moves if moved else 0,
-            "moves_afar": int(moved.off_node.sum()) if moved else 0,
+            "moves_off_node": int(moved.off_node.sum()) if moved else 0,
             "num_rounds": served.num_rounds,
             "off_node": np.nan if score.off_node is None else score.off_node,
             "activated": np.nan if score.activated is None else score.activated,
@@ -44,7 +44,7 @@ class ResultRows:
             self._traffic = score.traffic if self._traffic is None else self._traffic + score.traffic
 
     def result(self, decisions: tuple[tuple[int, str, str], ...], final: Placement | None) -> PolicyResult:
-        whole = {"moves", "moves_afar", "num_rounds"}
+        whole = {"moves", "moves_off_node", "num_rounds"}
         arrays = {
             name: np.array(values, dtype=np.int64 if name in whole else None) for name, values in self._rows.items()
         }

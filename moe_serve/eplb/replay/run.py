@@ -1,8 +1,8 @@
-"""One policy's way through a trace: what it would have done, window after window.
+"""What one policy would have done on a trace, window after window.
 
-A run is asked for the placement that serves a window before it has seen it, and shown the window afterwards. Of three
-kinds, StaticRun never moves; PlannedRun plans every `interval` windows and moves at once, as engines with a fixed
-interval do; GatedRun lets the Rebalancer decide, and moves in rounds.
+A run names the placement that serves a window before it sees the window. StaticRun never moves. PlannedRun plans every
+`interval` windows and moves at once, as engines with a fixed interval do. GatedRun lets the Rebalancer decide, and
+moves in rounds.
 """
 
 import heapq
@@ -38,10 +38,11 @@ GATE = "gate:"
 
 @dataclass(frozen=True, eq=False)
 class Served:
-    """What serves the coming window, and what happened since the last one.
+    """What serves the next window, and what happened since the last one.
 
-    fit, bound: [L] of the newest plan; None = no plan yet.   moved: experts received; None = none.
-    stall_s: of a gated run's migrations, predicted; None = ask the costs about `moved`
+    fit, bound: [L] of the newest plan; None = no plan yet
+    moved:      experts received; None = none
+    stall_s:    predicted pause of a gated run's migrations; None = ask the costs about `moved`
     """
 
     placement: Placement
@@ -55,7 +56,7 @@ class Served:
 
 
 class Run(Protocol):
-    """A policy on its way through a trace."""
+    """A policy that is being replayed."""
 
     name: str
 
@@ -64,18 +65,18 @@ class Run(Protocol):
         ...
 
     def after(self, record: LoadRecord) -> None:
-        """Takes the window that was just served."""
+        """Shows the window that was just served."""
         ...
 
     @property
     def decisions(self) -> tuple[tuple[int, str, str], ...]:
-        """(step, kind, reason) of a gated run."""
+        """The decisions of a gated run: (step, kind, reason)."""
         ...
 
 
 @dataclass
 class StaticRun:
-    """Keeps a placement for ever: the floor of every table."""
+    """Keeps a placement: the floor of every table."""
 
     name: str
     placement: Placement
@@ -104,9 +105,9 @@ class PlannedRun:
     _fit: tuple[Floats, Floats] | None = None
 
     def before(self, first_step: int) -> Served:
-        coming, self._next = self._next, None
+        next_up, self._next = self._next, None
         fit, bound = self._fit or (None, None)
-        return coming or Served(self.placement, self._shares, fit, bound)
+        return next_up or Served(self.placement, self._shares, fit, bound)
 
     def after(self, record: LoadRecord) -> None:
         self._recent.append(record)

@@ -1,4 +1,4 @@
-"""What one window of load costs on one placement: the numbers of a replay, each computed from recorded data alone.
+"""Scores one window of load on one placement, from recorded data alone.
 
 Shape words: L = layers, E = experts, R = ranks, N = nodes, P = slots.
 """
@@ -25,8 +25,8 @@ class WindowScore:
     ranks:        [R], load summed over layers
     off_node:     share of routes that leave the node of their token; None = sources not recorded
     traffic:      [N, N] routes from node to node; None likewise
-    activated:    experts active in a step on the rank that has most of them, mean over layers; a replica is active with
-                  its expert. None = activations not recorded
+    activated:    experts active in a step on the rank that has most, mean over layers; a replica is active when its
+                  expert is. None = activations not recorded
     step_s:       predicted time of one step; None = no costs
     """
 
@@ -76,7 +76,7 @@ class Scorer:
         )
 
     def perfect(self, record: LoadRecord, slots_per_rank: int) -> WindowScore:
-        """Returns what no placement can beat: every rank has the mean load of every layer."""
+        """Returns the score of perfect balance: every rank has the mean load of every layer."""
         num_layers, num_ranks = record.num_layers, self.topology.num_ranks
         step_s = self._step(record, None, slots_per_rank * num_ranks)
         ranks = np.full(num_ranks, record.tokens.sum() / num_ranks)
@@ -108,11 +108,11 @@ class Scorer:
         layers, experts = placement.num_layers, placement.num_logical
         by_node = record.by_source.reshape(layers, nodes, per_node, experts).sum(axis=2)
         table = placement.physical_to_logical
-        homes = np.arange(placement.num_slots) // (placement.slots_per_rank * per_node)
-        # One cell per (layer, node, expert); the last expert column collects empty slots.
-        keys = (np.arange(layers)[:, None] * nodes + homes) * (experts + 1) + table % (experts + 1)
-        copies = np.bincount(keys.ravel(), minlength=layers * nodes * (experts + 1)).reshape(layers, nodes, -1)
-        share = copies[:, :, :-1] / placement.replica_count[:, None, :]
+        node_of_slot = np.arange(placement.num_slots) // (placement.slots_per_rank * per_node)
+        # One cell per (layer, node, expert); the last column of experts counts empty slots.
+        keys = (np.arange(layers)[:, None] * nodes + node_of_slot) * (experts + 1) + table % (experts + 1)
+        replicas = np.bincount(keys.ravel(), minlength=layers * nodes * (experts + 1)).reshape(layers, nodes, -1)
+        share = replicas[:, :, :-1] / placement.replica_count[:, None, :]
         traffic = np.einsum("lne,lme->nm", by_node.astype(np.float64), share, optimize=True)
         return _off_node(traffic), traffic
 

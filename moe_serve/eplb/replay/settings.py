@@ -19,7 +19,7 @@ class ReplaySettings:
     topology, num_slots: the cluster; num_slots is a multiple of its ranks
     start:      placement before the first window; None: `starting_placement`
     history:    windows that a plan is made from;  interval: windows between two plans of an ungated policy
-    rules:      what every request of an ungated policy says
+    rules:      fields of every request of an ungated policy
     split:      how replicas share tokens when windows are scored, see Scorer
     costs:      predicts the time of steps and moves; None: no times
     gate, gate_cost, latency_steps: of policies named "gate:<policy>"; latency_steps: from a request to its plan

@@ -1,4 +1,4 @@
-"""Loads that nobody recorded: popularity of experts over time, and token counts drawn from it.
+"""Synthetic loads: popularity of experts over time, and token counts drawn from it.
 
 A family says how popular each expert of each layer is in each window (a row of weights that sums to 1); counts are then
 drawn for real: tokens by a multinomial, batches with at least one token by a binomial. Equal arguments give equal

@@ -1,4 +1,4 @@
-"""The options that the balancer commands share, as dataclasses: a field is an option, a method says what they mean.
+"""The options that the balancer commands share, as dataclasses: a field is an option, and methods interpret them.
 
 A command takes one dataclass, made of these by inheritance; `balancer_command` shows its fields to typer as parameters.
 Nothing here imports torch; reading a `.pt` does, in the reader.
@@ -142,7 +142,7 @@ class PlanOptions:
     seed: Seed = 0
 
     def rules(self) -> "PlanRules":
-        """Returns what every request says."""
+        """Returns the fields that every request shares."""
         from moe_serve.eplb.policies.policy import PlanRules
 
         return PlanRules(num_groups=self.groups, off_home=self.off_home, max_moves=self.max_moves, seed=self.seed)
