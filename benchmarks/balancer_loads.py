@@ -1,4 +1,4 @@
-"""Loads of benchmarks/balancer.py beside the synthetic families: one window without time, and an adversary."""
+"""Loads of benchmarks/balancer.py beside the synthetic families: single windows, and an adversary."""
 
 from dataclasses import dataclass
 
@@ -12,7 +12,7 @@ from moe_serve.eplb.replay.synthetic import FAMILIES, SyntheticLoad, popularity,
 def static_load(
     kind: str, num_layers: int, num_logical: int, seed: int, skew: float | None = None, num_groups: int = 8
 ) -> NDArray[np.int64]:
-    """Returns [L, E] int64, one window of a family without time: the instance of a planning benchmark.
+    """Returns [L, E] int64, one window of a family: the instance of a planning benchmark.
 
     kind: uniform, zipf, lognormal, group, hot or tiny; about a million tokens per layer (tiny: half a one per expert).
     """

@@ -1,8 +1,8 @@
 """Retrains the demo model from text on this machine: prep (text), train, stats (expert load), sample, or all by `make`.
 
-The model is a 6-million-parameter DeepSeek-V3 (MLA, 32 experts top-4). An hour on two CPU cores gives what is shipped
-in moe_serve/demo_model; `--size tiny --steps 30` goes through everything in seconds. Torch is imported where it is
-needed, so that --help answers at once.
+The model is a 6-million-parameter DeepSeek-V3 (MLA, 32 experts top-4). An hour on two CPU cores gives the model in
+moe_serve/demo_model; `--size tiny --steps 30` runs everything in seconds. Torch is imported where it is
+needed, so that --help is fast.
 """
 
 import json
@@ -48,8 +48,8 @@ Resume = Annotated[bool, typer.Option("--resume", help="go on with the training 
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="replace a model that is in --out already")]
 
 
-def says_the_fix(command: Callable[..., None]) -> Callable[..., None]:
-    """A mistake of the user ends with one line and exit code 2, not with a traceback."""
+def one_line_errors(command: Callable[..., None]) -> Callable[..., None]:
+    """Returns the command with user errors turned into one line and exit code 2 instead of a traceback."""
 
     @wraps(command)
     def run(*args: Any, **options: Any) -> None:
@@ -63,7 +63,7 @@ def says_the_fix(command: Callable[..., None]) -> Callable[..., None]:
 
 
 @app.command()
-@says_the_fix
+@one_line_errors
 def make(
     work: Work = Path("demo-work"),
     out: Out = Path("demo-model"),
@@ -88,7 +88,7 @@ def make(
 
 
 @app.command()
-@says_the_fix
+@one_line_errors
 def prep(
     work: Work = Path("demo-work"),
     docs: Docs = None,
@@ -124,7 +124,7 @@ def prep(
 
 
 @app.command()
-@says_the_fix
+@one_line_errors
 def train(
     work: Work = Path("demo-work"),
     out: Out = Path("demo-model"),
@@ -169,7 +169,7 @@ def train(
 
 
 @app.command()
-@says_the_fix
+@one_line_errors
 def stats(work: Work = Path("demo-work"), out: Out = Path("demo-model"), seq: Seq = 512, threads: Threads = 2) -> None:
     """Count each expert's tokens on held-out text, by domain, into expert_load.json."""
     import numpy as np
@@ -193,7 +193,7 @@ def stats(work: Work = Path("demo-work"), out: Out = Path("demo-model"), seq: Se
 
 
 @app.command()
-@says_the_fix
+@one_line_errors
 def sample(
     out: Out = Path("demo-model"),
     prompt: Annotated[list[str] | None, typer.Option(help="text to continue; repeatable")] = None,

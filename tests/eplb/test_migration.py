@@ -239,7 +239,7 @@ def test_what_does_not_fit_is_named(topology, new, max_incoming, message):
     ("moves", "message"),
     [
         ([SlotMove(0, 0, 0, 1, 1)], "has no slot"),
-        ([SlotMove(0, 1, 0, 1, 1)], "not its own"),
+        ([SlotMove(0, 1, 0, 1, 1)], "does not own it"),
         ([SlotMove(0, 0, 0, 1, 1), SlotMove(0, 1, 1, 1, 1)], "written already"),
     ],
 )

@@ -1,4 +1,4 @@
-"""Writes a trained demo model as a Hugging Face folder, reads one back, and counts what its experts get to do."""
+"""Writes a trained demo model as a Hugging Face folder, reads one back, and counts the load of its experts."""
 
 import json
 import shutil
@@ -14,7 +14,7 @@ from demo_training.text import BOS_ID, EOS_ID, SPECIAL_TOKENS, Corpus
 from demo_training.training import held_out_windows
 from moe_serve.errors import ModelError
 
-LOAD_WINDOWS = 64  # held-out windows per domain that the expert load is counted on
+LOAD_WINDOWS = 64  # held-out windows per domain for counting the expert load
 
 
 def export(model: DemoModel, tokenizer_json: Path, out: Path) -> None:

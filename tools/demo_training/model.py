@@ -1,7 +1,7 @@
 """A small DeepSeek-V3 for training on a CPU: MLA, a group-limited sigmoid gate with correction bias, a shared expert.
 
-The serving model in moe_serve.models keeps caches and places experts; this one keeps gradients, and all experts in two
-tensors for one grouped GEMM. Shape words: batch, seq (tokens), hidden, heads, experts, topk.
+The serving model in moe_serve.models keeps caches and places experts; this one has gradients, and keeps all experts in
+two tensors for one grouped GEMM. Shape words: batch, seq (tokens), hidden, heads, experts, topk.
 """
 
 import math
@@ -19,7 +19,7 @@ ROPE_THETA = 10000.0
 
 @dataclass(frozen=True)
 class ModelShape:
-    """Sizes, in the words of the Hugging Face configuration."""
+    """Sizes, with the names of the Hugging Face configuration."""
 
     vocab_size: int = 2048
     hidden_size: int = 192
@@ -40,12 +40,12 @@ class ModelShape:
 
     @property
     def intermediate_size(self) -> int:
-        """Returns the width of dense layers: of the experts that one token meets."""
+        """Returns the width of dense layers: that of all experts of one token."""
         return self.num_experts_per_tok * self.moe_intermediate_size
 
 
 def named_shape(size: str, vocab_size: int) -> ModelShape:
-    """Returns the shape called "demo" (6 M parameters, as shipped) or "tiny" (for trying the tool out)."""
+    """Returns the shape called "demo" (6 M parameters, as shipped) or "tiny" (to try the tool)."""
     match size:
         case "demo":
             return ModelShape(vocab_size=vocab_size)

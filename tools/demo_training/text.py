@@ -1,7 +1,7 @@
 """Text of this machine as training data: domains of documents, a byte-level BPE vocabulary, arrays of token ids.
 
-Domains matter: the demo model is there to show experts whose load moves with what is being read. Without any folder
-given there are two, from the running Python: the code of its standard library, and the docstrings in it (prose).
+Domains matter: the demo model shows experts whose load depends on the text. Without a folder there are two domains,
+from the running Python: the code of its standard library, and its docstrings (prose).
 Torch-free.
 """
 
@@ -22,7 +22,7 @@ from moe_serve.errors import ConfigError
 BOS_ID, EOS_ID = 0, 1
 SPECIAL_TOKENS = ["<|bos|>", "<|eos|>"]
 MIN_CHARS, MAX_CHARS = 400, 400_000  # documents outside are scraps, or data in disguise
-VOCABULARY_CHARS = 40_000  # of each document, so that a few large ones do not own the vocabulary
+VOCABULARY_CHARS = 40_000  # of each document, so that a few large ones do not dominate the vocabulary
 VALIDATION_EVERY = 40  # one document in so many is held out
 SUFFIXES = (".txt", ".rst", ".md", ".html", ".htm", ".py")
 _NOT_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "__pycache__", "ensurepip"}

@@ -1,7 +1,7 @@
 """The training loop: AdamW, warm-up, plateau, linear decay; expert load balanced without a loss term.
 
-Every batch is a pure function of (seed, step), so that a run that was interrupted and resumed gives the weights of one
-that was not.
+Every batch is a pure function of (seed, step), so an interrupted and resumed run gives the same weights as an
+uninterrupted one.
 """
 
 import time

@@ -11,14 +11,13 @@ from typing import Any
 
 import msgspec
 
+from moe_serve.eplb.files.trace_meta import ByteProgress
 from moe_serve.errors import TraceError
 
 _CHUNK = 1 << 20
 _MAX_ELEMENT = 1 << 28  # 256 MiB: an element larger than this is not a record, but a file of another kind
 _STRUCTURE = re.compile(rb'["\[\]{}]')
 _STRING_END = re.compile(rb'["\\]')
-
-ByteProgress = Callable[[int, int], None]  # (bytes read, bytes in all)
 
 
 def iter_array(path: Path, key: str, progress: ByteProgress | None = None) -> Iterator[Any]:

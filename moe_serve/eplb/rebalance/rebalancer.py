@@ -92,11 +92,6 @@ class Rebalancer:
         """The running migration, or None."""
         return None if self._running is None else self._running.plan
 
-    @property
-    def capital_s(self) -> float:
-        """What moves may still lose against the baseline, in seconds that count costs gain_margin times."""
-        return self._gate.capital_s
-
     def handle(self, event: Event) -> tuple[Action, ...]:
         """Takes one event and returns what to do now, in order; () = nothing.
 

@@ -84,10 +84,10 @@ class ReplayOptions(opt.PageOptions, opt.CostOptions, opt.PlanOptions, opt.Trace
 @opt.balancer_command(ReplayOptions)
 def replay(options: ReplayOptions) -> None:
     """Replays a trace, or shows the balancedness in an engine's log."""
+    from moe_serve.eplb.replay.redundancy import with_redundancy_curve
     from moe_serve.eplb.replay.replay import num_passes
     from moe_serve.eplb.replay.replay import replay as run_replay
     from moe_serve.eplb.replay.report import to_json, to_table
-    from moe_serve.eplb.replay.report_curve import with_redundancy_curve
     from moe_serve.eplb.replay.report_html import to_html
 
     if _is_log(Path(options.trace)):
