@@ -28,7 +28,7 @@ def test_a_session_that_leaves_something_behind_fails_and_names_it(what: str, tm
         "import os\nfor pid in c._descendants(os.getpid()): os.kill(pid, 9)\nsys.exit(status)"
     )
     done = subprocess.run(
-        [sys.executable, "-c", code, str(tmp_path)], cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)},
+        [sys.executable, "-c", code, str(tmp_path)], cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"},
         capture_output=True, text=True, timeout=60,
     )  # fmt: skip
     for left in Path("/dev/shm").glob("moe_serve_left_*"):

@@ -71,9 +71,8 @@ class Scenario:
         """Returns rows of every rank for every slot [R, P]."""
         counts = torch.zeros(self.num_ranks, self.num_slots, dtype=torch.int64)
         for rank in range(self.num_ranks):
-            for slot in self.inputs(rank)[1].flatten().tolist():
-                if slot >= 0:
-                    counts[rank, slot] += 1
+            ids = self.inputs(rank)[1]
+            counts[rank] = torch.bincount(ids[ids >= 0], minlength=self.num_slots)
         return counts
 
     def placed(self, rank: int) -> list[tuple[int, int, int]]:

@@ -51,7 +51,7 @@ def test_zero_is_a_normal_size(transport: str, num_ranks: int) -> None:
     run_check(transport, num_ranks, check_all, cases)
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=15, deadline=None, suppress_health_check=list(HealthCheck))
 @given(data=st.data())
 def test_any_shape_is_carried(transport: str, data: st.DataObject) -> None:
     num_ranks = data.draw(st.integers(1, 4))
@@ -250,12 +250,13 @@ def check_rank_sums(rank: int, make: MakeTransport, scenarios: list[Scenario], w
         transport = make(one, "rank_sum")
         assert not transport.capabilities.bitwise, "the mode says that its bits are its own"
         hidden, ids, weights = one.inputs(rank)
+        rows, sums = one.expected_rows(rank), one.expected_rank_sums(rank)
         for _ in range(3):
             arrived = transport.dispatch(hidden, ids, one.slot_counts() if with_counts else None, weights).wait()
-            assert torch.equal(arrived.rows.x, one.expected_rows(rank))
+            assert torch.equal(arrived.rows.x, rows)
             out = one.expert_out(arrived.rows.x, slots_of_rows(arrived.rows, rank))
             combined = transport.combine(out, weights, arrived.handle).wait()
-            assert torch.equal(combined, one.expected_rank_sums(rank)), "within a rank by k, then by rank"
+            assert torch.equal(combined, sums), "within a rank by k, then by rank"
         results.append(combined)
     return results
 
@@ -263,8 +264,8 @@ def check_rank_sums(rank: int, make: MakeTransport, scenarios: list[Scenario], w
 @pytest.mark.parametrize("num_ranks", [1, 2, 3])
 def test_the_fast_mode_adds_on_each_rank_first(transport: str, num_ranks: int) -> None:
     tokens = (7, 0, 12)[:num_ranks]
-    gates = ("random", "masked", "one_slot", "none")
-    scenarios = [Scenario(tokens, 6, 2, 70, gate=gate, wire=wire) for gate in gates for wire in ("auto", "bf16", "fp8")]
+    scenarios = [Scenario(tokens, 6, 2, 70, gate=gate) for gate in ("random", "one_slot", "none")]
+    scenarios += [Scenario(tokens, 6, 2, 70, gate="masked", wire=wire) for wire in ("auto", "bf16", "fp8")]
     scenarios.append(Scenario(tokens, 6, 2, 70, dtype=torch.bfloat16))
     for with_counts in (False, True):
         run_check(transport, num_ranks, check_rank_sums, scenarios, with_counts)

@@ -82,10 +82,9 @@ def oracle_logits(model: Any, ids: list[int]) -> torch.Tensor:
         return model(torch.tensor([ids])).logits[0].float()
 
 
-def oracle_greedy(model: Any, ids: list[int], num_tokens: int) -> list[int]:
-    """Returns the next `num_tokens` greedy tokens, end-of-sequence ignored, by recomputing everything each time."""
-    ids = list(ids)
-    start = len(ids)
-    for _ in range(num_tokens):
-        ids.append(int(oracle_logits(model, ids)[-1].argmax()))
-    return ids[start:]
+def logits_behind(model: Any, prompt: list[int], output: list[int]) -> torch.Tensor:
+    """Returns the logits that each token of the output was chosen from, [len(output), vocab] float32.
+
+    The output is greedy where every token is the argmax of its row: one forward says so for all of them.
+    """
+    return oracle_logits(model, prompt + output)[len(prompt) - 1 : -1]

@@ -22,8 +22,14 @@ def prompt(seed: int, length: int) -> list[int]:
     return torch.randint(3, 256, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
 
 
-@pytest.mark.parametrize("row_tile", [4, 8, 1])
-@pytest.mark.parametrize("name", FAMILIES)
+FIRST_TILE, OTHER_TILES = 4, (8, 1)
+TILED = [(name, FIRST_TILE) for name in FAMILIES]
+TILED += [
+    pytest.param(name, tile, marks=pytest.mark.slow if "-" in name else ()) for name in FAMILIES for tile in OTHER_TILES
+]
+
+
+@pytest.mark.parametrize(("name", "row_tile"), TILED)
 def test_logits_are_the_same_bits_in_any_batch(name: str, row_tile: int, oracle: Oracle) -> None:
     numerics = Numerics(row_tile=row_tile, kv_tile=32)
     runner = Runner(load_decoder(oracle(name)[1], numerics), numerics, num_blocks=512)
