@@ -27,10 +27,10 @@ def test_a_session_that_leaves_something_behind_fails_and_names_it(what: str, tm
         "status = pytest.main(['-q', '-p', 'no:cacheprovider', '--rootdir', sys.argv[1], sys.argv[1]], plugins=[c])\n"
         "import os\nfor pid in c._descendants(os.getpid()): os.kill(pid, 9)\nsys.exit(status)"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code, str(tmp_path)], cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"},
-        capture_output=True, text=True, timeout=60,
-    )  # fmt: skip
+    # Without plugins a session starts in half the time.
+    environ = os.environ | {"PYTHONPATH": str(ROOT), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+    command = [sys.executable, "-c", code, str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True, timeout=120)
     for left in Path("/dev/shm").glob("moe_serve_left_*"):
         left.unlink()
     if what == "nothing":
