@@ -8,6 +8,7 @@ import torch
 from moe_serve.config import load_config
 from moe_serve.dispatch.base import BufferLimits
 from moe_serve.dispatch.gpu.facts import GpuFacts
+from moe_serve.errors import ConfigError
 from moe_serve.launcher.check.examine import examine
 from moe_serve.launcher.check.transport import Machine, TransportReport, describe_transport, look_here
 
@@ -97,8 +98,8 @@ def test_sums_by_rank_are_outside_the_bitwise_class_and_need_nccl_on_gpus() -> N
     said = described(NODE, by_rank)
     assert (said.name, said.is_bitwise, said.problems) == ("collective (torch.distributed, NCCL)", False, ())
     for backend in ("cuda_ipc", "deepep"):
-        problems = described(NODE, by_rank, f"dispatch.backend={backend}").problems
-        assert any(f"rank_sum but {backend} adds results its own way; set" in problem for problem in problems)
+        with pytest.raises(ConfigError, match=f"rank_sum but {backend} adds results its own way; set"):
+            described(NODE, by_rank, f"dispatch.backend={backend}")
 
 
 def test_this_machine_can_be_looked_at() -> None:
