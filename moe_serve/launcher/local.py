@@ -1,4 +1,4 @@
-"""The processes of a serving system on this machine: all ranks, and whatever else is started beside them.
+"""The processes of a serving system on this machine: the ranks, and other children such as the front end.
 
 Each child has its own process group, dies with its parent, and has its output collected line by line, since its last
 lines explain its end. Torch-free.
@@ -19,10 +19,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import moe_serve
 from moe_serve.config import ServeConfig
 from moe_serve.launcher.rank_env import free_port
 
+_IMPORT_PATH = str(Path(__file__).parents[2])  # where children find this package
 WORKER = "moe_serve.launcher.serve"  # the module that is one rank
 LAST_LINES = 15  # of a child's output, kept for a report of its end
 TERMINATE_S = 2.0  # between SIGTERM and SIGKILL
@@ -197,8 +197,7 @@ class LocalRanks:
 def child_environment(token: str) -> dict[str, str]:
     """Returns the environment for a child: that of this process, without the variables of a launcher."""
     environ = {name: value for name, value in os.environ.items() if not name.startswith(_LAUNCH_VARIABLES)}
-    package_home = str(Path(moe_serve.__file__).parent.parent)
-    paths = [package_home, *filter(None, [os.environ.get("PYTHONPATH")])]
+    paths = [_IMPORT_PATH, *filter(None, [os.environ.get("PYTHONPATH")])]
     return environ | {"MOE_SERVE_TOKEN": token, "PYTHONUNBUFFERED": "1", "PYTHONPATH": os.pathsep.join(paths)}
 
 

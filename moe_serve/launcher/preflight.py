@@ -40,7 +40,7 @@ def has_tokenizer(config: ServeConfig) -> bool:
 
 
 def load_tokenizer(config: ServeConfig) -> Tokenizer | None:
-    """Returns the tokenizer of the model, None without one; a log line tells when the model folder lacks it."""
+    """Returns the tokenizer of the model, None without one; a log line says so when the model folder lacks it."""
     folder = model_dir(config.model)
     if has_tokenizer(config):
         return Tokenizer.from_folder(folder)

@@ -34,7 +34,7 @@ async def run() -> int:
     worker.say(Progress(rank, 0, "loading weights", 0.5))
     if "never ready" in mishaps:
         await asyncio.sleep(1000)
-    if "tells why" in mishaps:
+    if "reports why" in mishaps:
         while not worker.num_alive:  # until the front end listens
             await asyncio.sleep(0.02)
         worker.say(Fatal(rank, 0, "cache.memory_gib 0.001 holds 1 block; raise it", rank))

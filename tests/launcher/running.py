@@ -126,6 +126,6 @@ def eventually(condition: Callable[[], Any], timeout_s: float = 10.0) -> bool:
 
 
 def pid_of_rank(client: httpx.Client, rank: int) -> int:
-    """Returns the process of a rank, as /server_info tells."""
+    """Returns the process of a rank, as /server_info reports it."""
     ranks = client.get("/server_info").json()["ranks"]
     return int(next(each["pid"] for each in ranks if each["rank"] == rank))

@@ -48,7 +48,7 @@ def test_the_effective_configuration_is_printed_and_served(system, client):
     assert [rank["info"]["slots_per_rank"] for rank in info["ranks"]] == [16, 16]
 
 
-def test_the_transport_and_who_waited_for_whom_are_told(client):
+def test_the_transport_and_its_waits_are_reported(client):
     generate(client, text="x", sampling_params=GREEDY)
     for rank in client.get("/server_info").json()["ranks"]:
         assert rank["info"]["all_to_all"] == "ShmAllToAll"

@@ -185,7 +185,7 @@ def test_closing_ends_the_ranks_and_closing_again_does_nothing():
 
 
 def test_ranks_that_cannot_start_raise_their_reason(monkeypatch):
-    monkeypatch.setenv("FAKE_RANK", "1:tells why")
+    monkeypatch.setenv("FAKE_RANK", "1:reports why")
     before = _descendants(os.getpid())
     with pytest.raises(MoeServeError, match=r"rank 1.*cache\.memory_gib 0\.001 holds 1 block"):
         fake_llm()

@@ -19,7 +19,7 @@ FIVE = {"text": "def ", "sampling_params": {"temperature": 0, "max_new_tokens": 
 
 @pytest.fixture
 def settings() -> list[str]:
-    """What front end and ranks are both told: the demo model on two ranks, and ports of their own."""
+    """The settings of both front end and ranks: the demo model on two ranks, and ports of their own."""
     values = {
         "parallel.num_ranks": 2,
         "parallel.device": "cpu",
@@ -88,7 +88,7 @@ def test_a_front_end_that_is_gone_ends_the_ranks(settings):
         assert becomes_ready(client), ranks.output
         pids = ranks.descendants()
         server.process.kill()
-        assert ranks.wait() != 0, "nobody told the ranks to end"
+        assert ranks.wait() != 0, "the ranks were not asked to end"
         assert gone(pids)
         assert "Start `moe-serve frontend`" in ranks.output
 

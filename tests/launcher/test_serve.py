@@ -28,7 +28,7 @@ class Said:
 
 
 def last_words(error: Exception, monkeypatch: pytest.MonkeyPatch) -> Fatal:
-    """What rank 1 tells of an error while it starts."""
+    """What rank 1 reports of an error while it starts."""
     mailbox = Said()
 
     def fail(*_: object) -> None:
@@ -42,12 +42,12 @@ def last_words(error: Exception, monkeypatch: pytest.MonkeyPatch) -> Fatal:
     return fatal
 
 
-def test_an_error_without_words_is_told_by_its_name(monkeypatch):
+def test_an_error_without_words_is_reported_by_its_name(monkeypatch):
     fatal = last_words(AssertionError(), monkeypatch)
     assert (fatal.message, fatal.lost_rank) == ("AssertionError: ", 1)
 
 
-def test_a_peer_that_went_away_is_told_in_our_words(monkeypatch):
+def test_a_peer_that_went_away_is_reported_without_library_text(monkeypatch):
     def fail(*_: object, **__: object) -> None:
         raise RuntimeError(GLOO)
 

@@ -41,7 +41,7 @@ def test_it_serves_and_ctrl_c_leaves_nothing(tmp_path, monkeypatch):
         with socket.socket() as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             probe.bind(("127.0.0.1", port))
-        assert "rank 0: ready" in system.output  # earlier phases are shown to whoever listens in time
+        assert "rank 0: ready" in system.output  # earlier phases are shown if the parent listens in time
         assert "[rank 1] this is rank 1" in system.output
 
 
@@ -84,7 +84,7 @@ def test_no_process_outlives_a_parent_that_is_killed():
         pids = system.descendants()
         os.kill(system.process.pid, signal.SIGKILL)
         assert eventually(lambda: gone(pids))
-    for folder in Path(tempfile.gettempdir()).glob("moe_serve-*"):  # nobody was left to remove it
+    for folder in Path(tempfile.gettempdir()).glob("moe_serve-*"):  # no process was left to remove it
         (folder / "effective.yaml").unlink()
         folder.rmdir()
 
@@ -107,7 +107,7 @@ def test_a_killed_rank_ends_every_call_and_is_named_on_ready():
         os.kill(victim, signal.SIGKILL)
         for thread in threads:
             thread.join(15)
-        words = "rank 1"  # said by the launcher, with the signal, or by the other rank: whoever is first
+        words = "rank 1"  # reported by the launcher, with the signal, or by the other rank, whichever is first
         assert len(calls) == 2
         assert all(words in call.text for call in calls)
         assert sorted(call.status_code for call in calls) == [200, 503]  # the stream had begun
@@ -117,7 +117,7 @@ def test_a_killed_rank_ends_every_call_and_is_named_on_ready():
         assert eventually(lambda: gone([other]))
         system.wait_for("no rank is left")
         assert words in system.output
-        assert "this is rank 1" in system.output.partition(words)[2]  # its last words again, beside the report
+        assert "this is rank 1" in system.output.partition(words)[2]  # its last lines again, after the report
         assert system.end(signal.SIGINT) == 1
 
 
@@ -126,7 +126,7 @@ def test_a_killed_rank_ends_every_call_and_is_named_on_ready():
     [
         ("1:settings", 2, ["rank 1", "exited with code 2", "the setting x is wrong; set y"]),
         ("0:dies at start", 1, ["rank 0", "was killed by SIGABRT"]),
-        ("1:tells why", 2, ["rank 1", "cache.memory_gib 0.001 holds 1 block; raise it"]),
+        ("1:reports why", 2, ["rank 1", "cache.memory_gib 0.001 holds 1 block; raise it"]),
     ],
 )
 def test_a_rank_that_cannot_start_ends_the_system_with_its_reason(mishap, code, words):

@@ -84,7 +84,7 @@ def _describe_libraries(report: Report, device: str) -> None:
         report.machine.append(Line(module, "installed" if found else "not installed", "" if found else purpose))
         if needed and not found:
             report.problems.append(f"{module} is not installed; {purpose}")
-    # The wheel's mpirun lies beside this Python, which need not be on the path.
+    # The wheel installs mpirun next to this Python, which need not be on the path.
     mpirun = shutil.which("mpirun", path=str(Path(sys.executable).parent)) or shutil.which("mpirun")
     report.machine.append(Line("mpirun", mpirun or "not found", "only for a start by MPI"))
 

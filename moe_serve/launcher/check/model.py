@@ -19,7 +19,7 @@ _LOGIT_BYTES = 4  # logits are float32
 
 
 def describe_model(report: Report, config: ServeConfig, device: str) -> None:
-    """Adds the model, the memory of one rank and the transport. Raises an error of ours where it cannot be served.
+    """Adds the model, the memory of one rank and the transport. Raises a MoeServeError where it cannot be served.
 
     device: "cpu" or "cuda"
     """
@@ -104,7 +104,7 @@ def _dispatch_buffers(config: ServeConfig, plan: ModelPlan, taken: BufferSizes |
 
 
 def _activations(config: ServeConfig, plan: ModelPlan) -> Iterator[Memory]:
-    """Yields the largest intermediate results of one step, beside the rows between ranks."""
+    """Yields the largest intermediate results of one step, apart from the rows between ranks."""
     spec = plan.spec
     rows = _tokens_at_once(config, plan) * spec.topk
     width_bytes = 3 * spec.moe_intermediate * plan.dtype.itemsize

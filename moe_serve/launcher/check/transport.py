@@ -117,7 +117,7 @@ def describe_transport(
 
 
 def describe_loss(config: ServeConfig, placement: Placement, shares_memory: bool) -> list[tuple[str, str, str]]:
-    """Returns what the loss of a rank would mean, as facts. shares_memory: of the ranks of one host"""
+    """Returns facts on what the loss of a rank would mean. shares_memory: whether rows go through shared memory"""
     num_ranks = placement.num_ranks
     if num_ranks == 1:
         return []
@@ -125,7 +125,7 @@ def describe_loss(config: ServeConfig, placement: Placement, shares_memory: bool
     if config.engine.on_lost_rank == "end":
         return [(*ends, "engine.on_lost_rank is end")]
     if not shares_memory or config.engine.exchange == "gloo":
-        return [(*ends, f"{survivors()} and engine.exchange shm can go on")]
+        return [(*ends, f"{survivors()} with engine.exchange shm can go on")]
     spared = spareable_ranks(placement)
     if not spared:
         return [(*ends, "each rank has the only slots of some experts; raise eplb.num_redundant_experts to go on")]
@@ -213,7 +213,7 @@ def _too_small(sizes: BufferSizes, device: str, machine: Machine, fit: int) -> s
             "(docker run --shm-size)"
         )
     return (
-        f"low-latency buffers take {sizes.total / 2**30:.2f} GiB of a GPU and {free} are left beside the weights; {fix}"
+        f"low-latency buffers take {sizes.total / 2**30:.2f} GiB of a GPU and {free} are left after the weights; {fix}"
     )
 
 
