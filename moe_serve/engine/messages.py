@@ -109,7 +109,8 @@ class TokenEvent(msgspec.Struct, frozen=True, array_like=True):
     """New tokens of one request. index: output index of the first. finish: None while it goes on, else its reason.
 
     finish: "length" (max_new_tokens or the model's limit), "stop" (matched_id: the end-of-sequence or stop id, which is
-    the last of token_ids), or "error" (message says what happened; no tokens).
+    the last of token_ids), or "error" (message says what happened; no tokens). field: of the request, to be
+    changed; None: the model failed.
     """
 
     request_id: str
@@ -120,7 +121,7 @@ class TokenEvent(msgspec.Struct, frozen=True, array_like=True):
     matched_id: int | None = None
     num_cached_prompt: int = 0
     message: str | None = None
-    field: str | None = None  # the request field to change, where an error has one
+    field: str | None = None
 
 
 class Tokens(Message, tag="tokens", frozen=True):

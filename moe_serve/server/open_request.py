@@ -9,7 +9,7 @@ from moe_serve.attention_dp.request import SamplingParams
 from moe_serve.engine.incremental_decoder import Decoder
 from moe_serve.engine.messages import Submit, TokenEvent
 from moe_serve.engine.stop_matcher import FinishReason, StopMatcher
-from moe_serve.errors import MoeServeError, RequestError
+from moe_serve.errors import ModelError, MoeServeError, RequestError
 
 
 class UnavailableError(MoeServeError):
@@ -125,7 +125,7 @@ class OpenRequest:
             return
         if event.finish == "error":
             message = event.message or "the rank could not serve this request"
-            self.fail(RequestError(message, event.field) if event.field else UnavailableError(message))
+            self.fail(RequestError(message, event.field) if event.field else ModelError(message))
             return
         if event.index > self.num_output:
             self.fail(

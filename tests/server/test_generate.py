@@ -202,6 +202,22 @@ async def test_a_request_that_the_rank_refuses_gets_its_words():
 
 
 @in_event_loop
+async def test_a_request_that_the_model_failed_is_not_worth_another_try():
+    from moe_serve.engine.messages import TokenEvent
+
+    async with serving() as served:
+        for worker in served.workers:
+            worker._step = lambda submit, worker=worker: (
+                worker.running.pop(submit.request_id)
+                and TokenEvent(submit.request_id, 0, 0, [], "error", message="the logits of this request are NaN")
+            )
+        response = await served.generate(text="a")
+    assert response.status_code == 500
+    assert response.json()["error"]["message"] == "the logits of this request are NaN"
+    assert not response.json()["error"]["retryable"]
+
+
+@in_event_loop
 async def test_many_clients_at_once_each_get_their_own_answer():
     async with serving() as served:
 
