@@ -7,6 +7,8 @@ slots take memory.
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from moe_serve.errors import CapacityError
+
 
 @dataclass(frozen=True)
 class BufferSizes:
@@ -34,6 +36,15 @@ class BufferSizes:
         return (
             f"low-latency buffers for {self.max_tokens} tokens per rank: {self.per_rank}, "
             f"{_mib(self.total * self.num_ranks)} for {self.num_ranks} ranks ({self.shares})"
+        )
+
+
+def check_capacity(num_tokens: int, max_tokens: int) -> None:
+    """Raises CapacityError when a rank brings more tokens than its buffers hold; the step plan chunks before this."""
+    if num_tokens > max_tokens:
+        raise CapacityError(
+            f"{num_tokens} tokens in one dispatch, buffers hold {max_tokens}; raise dispatch.max_tokens_per_rank, or "
+            "run the step in chunks of it"
         )
 
 

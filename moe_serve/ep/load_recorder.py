@@ -17,7 +17,7 @@ Gather = Callable[[Tensor], Pending[Tensor]]
 
 
 class LoadRecorder:
-    """Counts since the start, and what of them the records so far have told.
+    """Counts since the start, and what of them the records so far have reported.
 
     Exact: every real token counts topk times per layer, nothing else counts. Totals grow, a record is what they have
     grown by, and a step that is voided takes both back to the last `step_done` and `confirm`.
@@ -34,10 +34,10 @@ class LoadRecorder:
         self._kept = self._counts.clone()
         self._has_rejoined = False
         # Totals of each rank as of the last record; of this rank only where the process group adds up.
-        self._told = torch.zeros(
+        self._reported = torch.zeros(
             group.num_ranks if gather else 1, num_layers * num_logical, dtype=torch.int64, device=group.device
         )
-        self._confirmed = (self._told, self._has_rejoined)
+        self._confirmed = (self._reported, self._has_rejoined)
 
     def add(self, layer_row: int, topk_ids: Tensor, num_tokens: int) -> None:
         """Counts the first num_tokens rows of topk_ids [T, K] int64 (-1 = none). Nothing is read back."""
@@ -68,11 +68,11 @@ class LoadRecorder:
         """Forgets what was counted since the last `step_done`, and records since the last `confirm`."""
         self._new_counts.clear()
         self._counts.copy_(self._kept)
-        self._told, self._has_rejoined = self._confirmed
+        self._reported, self._has_rejoined = self._confirmed
 
     def confirm(self) -> None:
         """Says that all ranks have the records taken so far: what is in them will be in no other."""
-        self._confirmed = (self._told, self._has_rejoined)
+        self._confirmed = (self._reported, self._has_rejoined)
 
     def rejoin(self) -> None:
         """Says that this rank was masked and takes part again: the others' records hold what they counted meanwhile."""
@@ -82,30 +82,30 @@ class LoadRecorder:
     def take(self, begins_anew: bool = True) -> NDArray[np.int64]:
         """Returns the load of all ranks since the last take, [L, E] int64. All ranks call it together.
 
-        begins_anew: what this rank has told is in this record; False where it has none and others close theirs
+        begins_anew: what this rank has reported is in this record; False where it has none and others close theirs
 
-        What a rank counted before it was lost and had not told is in no record; what a late rank counted before it was
-        masked is in the first record after it rejoins.
+        What a rank counted before it was lost and had not reported is in no record; what a late rank counted before it
+        was masked is in the first record after it rejoins.
         """
         self._add_up()
         own = self._counts[:, 1:].reshape(-1)
         if self._gather is None:
-            new = own - self._told[0]
-            self._told = own.clone()[None]
+            new = own - self._reported[0]
+            self._reported = own.clone()[None]
             if self._group.process_group is not None and self._group.num_ranks > 1:
                 all_reduce(new, self._group.process_group)
         else:
             starts = range(0, own.shape[0], GATHERED_AT_ONCE)
             parts = [self._gather(own[start : start + GATHERED_AT_ONCE]).wait() for start in starts]
             # The zeros of a masked rank are not its total.
-            totals = torch.maximum(torch.cat(parts, dim=1), self._told)
+            totals = torch.maximum(torch.cat(parts, dim=1), self._reported)
             if self._has_rejoined:
-                own_told = self._told[self._group.rank].clone()
-                self._told = totals.clone()
-                self._told[self._group.rank] = own_told
+                own_reported = self._reported[self._group.rank].clone()
+                self._reported = totals.clone()
+                self._reported[self._group.rank] = own_reported
                 self._has_rejoined = False
-            new = (totals - self._told).sum(0)
+            new = (totals - self._reported).sum(0)
             if begins_anew:
-                self._told = totals
+                self._reported = totals
         tokens: NDArray[np.int64] = new.view(self._counts.shape[0], -1).cpu().numpy()
         return tokens

@@ -233,7 +233,7 @@ def run_engine(
     outcome.rows = engine.counters.num_decode_tokens + engine.counters.num_prefill_tokens
     outcome.step = engine.step
     if fault is not None:
-        told = engine.served.recorder._told[fault.victim]
+        told = engine.served.recorder._reported[fault.victim]
         outcome.told_of_victim = told.view(len(engine.served.spec.moe_layer_ids), -1).sum(1).tolist()
     outcome.waited_s = engine.served.waited_s
     return outcome

@@ -34,6 +34,7 @@ from moe_serve.dispatch.base import (
     Pending,
     TransportRequest,
 )
+from moe_serve.dispatch.buffer_sizes import check_capacity
 from moe_serve.dispatch.capabilities import MASKED, PACKED, TRANSPORTS
 from moe_serve.dispatch.collective import CollectiveAllToAll
 from moe_serve.dispatch.deepep.checks import INSTALL, LOW_LATENCY_HIDDEN, LOW_LATENCY_TOPK, look, problems
@@ -84,11 +85,7 @@ class DeepEpAllToAll(AllToAll[DeepEpHandle]):
     def dispatch(
         self, hidden: Tensor, physical_ids: Tensor, slot_counts: Tensor | None = None, weights: Tensor | None = None
     ) -> Pending[Dispatched[DeepEpHandle]]:
-        if hidden.shape[0] > self._limits.max_tokens_per_rank:
-            raise CapacityError(
-                f"{hidden.shape[0]} tokens in one dispatch, buffers hold {self._limits.max_tokens_per_rank}; raise "
-                "dispatch.max_tokens_per_rank, or run the step in chunks of it"
-            )
+        check_capacity(hidden.shape[0], self._limits.max_tokens_per_rank)
         match self._mode:
             case "low_latency":
                 return self._dispatch_low_latency(hidden, physical_ids)

@@ -5,6 +5,9 @@
     combine_send      write each result to its place on the source rank; end the round
     combine_receive   wait, add weighted in top-k order
 
+Source rank r owns rows [r * T_max, (r + 1) * T_max) of every slot's slab: the n-th token of r that names slot s lies in
+row r * T_max + n. A token takes a row of a slot once, also where its ids name the slot twice, so T_max rows suffice.
+
 One object drives one rank of its process, or V virtual ranks on one GPU: tensors have a leading dimension for them, 1
 or V. Nothing is read back to the host and all addresses are fixed, so the four calls can be captured in a graph;
 building the object inside a capture is refused. A round that misses a peer ends too: `late` names it, the step is void.
@@ -17,8 +20,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from moe_serve.dispatch.buffer_sizes import check_capacity
 from moe_serve.dispatch.gpu.receive_triton import combine_receive_kernel, dispatch_receive_kernel
-from moe_serve.dispatch.gpu.segmented import check_capacity
 from moe_serve.dispatch.gpu.send_triton import combine_send_kernel, dispatch_send_kernel, finish_kernel
 from moe_serve.dispatch.gpu.symmetric import Sent, SymmetricRegions, refuse_capture
 from moe_serve.kernels.block_scales import num_groups

@@ -34,6 +34,7 @@ from moe_serve.dispatch.base import (
     Pending,
     TransportRequest,
 )
+from moe_serve.dispatch.buffer_sizes import check_capacity
 from moe_serve.dispatch.capabilities import TRANSPORTS
 from moe_serve.dispatch.peer_calls import barrier
 from moe_serve.dispatch.shm.channel import Channel, Peers, check_epoch
@@ -216,11 +217,7 @@ class ShmAllToAll(AllToAll[ShmHandle]):
         # The C helper gets addresses only, so dtypes and shapes are checked here.
         assert (hidden.dtype, physical_ids.dtype) == (self._dtype, torch.int64), "rows or ids of another dtype"
         assert hidden.shape[0] == physical_ids.shape[0], "ids are one row for each token"
-        if hidden.shape[0] > shape.max_tokens:
-            raise CapacityError(
-                f"{hidden.shape[0]} tokens in one dispatch, buffers hold {shape.max_tokens}; raise "
-                "dispatch.max_tokens_per_rank, or run the step in chunks of it"
-            )
+        check_capacity(hidden.shape[0], shape.max_tokens)
         if physical_ids.shape[1] > shape.topk or hidden.shape[1] != self._hidden:
             raise CapacityError(
                 f"rows of {hidden.shape[1]} channels to {physical_ids.shape[1]} experts, buffers are made for "

@@ -4,13 +4,11 @@ Source rank r owns rows [r * T_max, (r + 1) * T_max) of every slot's slab, so a 
 ids alone: the n-th token of r that names slot s lies at row r * T_max + n of slab s. A token takes a row of a slot
 once, also where its ids name the slot twice (both entries share the row and its result): T_max rows always suffice.
 
-Shape words: T tokens, K topk, R ranks, P slots, S = P / R slots of one rank. Nothing here reads a tensor back.
+Shape words: T tokens, K topk, R ranks, P slots, S = P / R slots of one rank.
 """
 
 import torch
 from torch import Tensor
-
-from moe_serve.errors import CapacityError
 
 
 def segment_rows(physical_ids: Tensor, num_slots: int) -> tuple[Tensor, Tensor]:
@@ -39,12 +37,3 @@ def slab_reference(hidden: list[Tensor], physical_ids: list[Tensor], num_slots: 
         ]
         for rank in range(num_ranks)
     ]
-
-
-def check_capacity(num_tokens: int, max_tokens: int) -> None:
-    """Raises CapacityError when a rank brings more tokens than its segments hold; the step plan chunks before this."""
-    if num_tokens > max_tokens:
-        raise CapacityError(
-            f"{num_tokens} tokens in one dispatch, buffers hold {max_tokens}; raise dispatch.max_tokens_per_rank, or "
-            "run the step in chunks of it"
-        )
