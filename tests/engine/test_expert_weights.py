@@ -20,7 +20,7 @@ from tests.models.fp8_checkpoint import write_fp8_checkpoint
 from tests.models.runner import Runner
 from tests.tolerance import FP8_EXPERT_LOGITS, INT8_EXPERT_LOGITS
 
-NUM_PROMPTS, NUM_TOKENS = 24, 12
+NUM_PROMPTS, NUM_TOKENS = 16, 10
 GREEDY = SamplingParams(max_new_tokens=NUM_TOKENS, temperature=0, ignore_eos=True)
 PLAIN = ["engine.numerics=batch_invariant", "cache.prefix_cache=false"]
 FORMS = [

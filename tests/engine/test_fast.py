@@ -8,13 +8,13 @@ from moe_serve.attention_dp.request import SamplingParams
 from tests.engine.offline import TINY, prompts_with_shared_beginnings, serve, submits_of, tiny_model
 
 NEAR_TIE = 1e-4  # gap of the reference's two best logits below which the choice may flip
-GREEDY = SamplingParams(max_new_tokens=32, temperature=0, ignore_eos=True)
+GREEDY = SamplingParams(max_new_tokens=20, temperature=0, ignore_eos=True)
 
 
 @pytest.mark.parametrize("model", ["demo", *TINY])
 def test_fast_gives_the_tokens_of_the_reference_up_to_the_first_near_tie(model: str, tmp_path: Path) -> None:
     overrides = [] if model == "demo" else [f"model.path={tiny_model(tmp_path, model)}", "model.load_format=dummy"]
-    prompts = prompts_with_shared_beginnings(60, 256, max_len=50)
+    prompts = prompts_with_shared_beginnings(32, 256, max_len=50)
     requests = submits_of(prompts, GREEDY)
     reference = serve(1, requests, [*overrides, "engine.numerics=batch_invariant", "cache.prefix_cache=false"])
     fast = serve(2, requests, [*overrides, "engine.max_running_requests=9"], stagger=1)
