@@ -6,6 +6,7 @@ No generator keeps a state, so a token does not depend on the batch, the rank, a
 al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011.)
 """
 
+import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -31,30 +32,33 @@ def sample(logits: Tensor, requests: Sequence[Request], eos_token_ids: Sequence[
     """
     if logits.shape[0] == 0:
         return []
-    best, chosen = logits.max(dim=-1)  # of equal logits the first; NaN is larger than any number
-    token_ids: list[int] = torch.where(best.isfinite(), chosen, -1).tolist()
+    best_ids = logits.argmax(dim=-1)  # of equal logits the first; NaN is larger than any number
+    best = logits.gather(1, best_ids[:, None]).squeeze(1)
+    rows = zip(requests, best_ids.tolist(), best.tolist(), strict=True)
     return [
-        None if token_id < 0 else _sample_one(row, token_id, request, eos_token_ids)
-        for row, token_id, request in zip(logits, token_ids, requests, strict=True)
+        _sample_one(logits, row, best_id, request, eos_token_ids) if math.isfinite(value) else None
+        for row, (request, best_id, value) in enumerate(rows)
     ]
 
 
 def has_finite_best(logits: Tensor) -> list[bool]:
     """Returns for each row of logits [num_rows, vocab] whether a token could be chosen from it."""
+    if logits.shape[0] == 0:
+        return []
     sound: list[bool] = logits.amax(dim=-1).isfinite().tolist()
     return sound
 
 
-def _sample_one(logits: Tensor, best_id: int, request: Request, eos_token_ids: Sequence[int]) -> int:
-    """Returns the token id of one row [vocab], which is masked in place. best_id: of the largest logit"""
+def _sample_one(logits: Tensor, row: int, best_id: int, request: Request, eos_token_ids: Sequence[int]) -> int:
+    """Returns the token id of one row of logits, which is masked in place. best_id: of its largest logit"""
     params = request.params
     if len(request.output_ids) < params.min_new_tokens:
         banned = [*params.stop_token_ids, *(() if params.ignore_eos else eos_token_ids)]
-        logits[[token_id for token_id in banned if token_id < logits.shape[0]]] = -torch.inf
-        best_id = int(logits.argmax())
+        logits[row, [token_id for token_id in banned if token_id < logits.shape[1]]] = -torch.inf
+        best_id = int(logits[row].argmax())
     if params.temperature == 0:
         return best_id
-    values = logits.to(device="cpu", dtype=torch.float64).numpy()
+    values = logits[row].to(device="cpu", dtype=torch.float64).numpy()
     return sample_row(values, params, request.seed, len(request.output_ids))
 
 

@@ -45,12 +45,12 @@ class RankState:
 
     def to_row(self) -> Int64Array:
         """Returns the state as one row, [num_fields] int64."""
-        return np.array([getattr(self, field.name) for field in fields(self)], dtype=np.int64)
+        return np.array(list(vars(self).values()), dtype=np.int64)
 
     @classmethod
     def from_row(cls, row: Int64Array) -> Self:
         """Returns the state in a row of `to_row`."""
-        return cls(*(int(value) for value in row))
+        return cls(*row.tolist())
 
 
 ROW_LENGTH = len(fields(RankState))
