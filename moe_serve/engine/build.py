@@ -1,6 +1,6 @@
 """Puts one rank's engine together from the configuration.
 
-`build_served_model` is the one place where attention, experts and balancing meet.
+`build_served_model` is the only function that knows attention, experts and balancing together.
 """
 
 import time
@@ -65,7 +65,7 @@ def build_engine(
     counters = EngineCounters()
     requests = OpenRequests(scheduler, served.limits, counters)
     recovery = make_recovery(config, Rank(group.rank, epoch, exchange, mailbox, requests, counters), served)
-    _say_what_a_loss_means(recovery, group.rank, served)
+    _report_on_lost_rank(recovery, group.rank, served)
     return Engine(
         rank=group.rank,
         epoch=epoch,
@@ -88,8 +88,8 @@ def build_engine(
     )
 
 
-def _say_what_a_loss_means(recovery: Recovery, rank: int, served: ServedModel) -> None:
-    """Tells the operator, in the log and on /server_info, what happens when a rank is lost."""
+def _report_on_lost_rank(recovery: Recovery, rank: int, served: ServedModel) -> None:
+    """Writes to the log and to /server_info what happens when a rank is lost."""
     if recovery.why_end is not None:
         served.info["on_lost_rank"] = f"end: {recovery.why_end}"
         meaning = f"a lost rank ends the epoch: {recovery.why_end}"
@@ -160,9 +160,9 @@ def check_bits(all_to_all: AnyAllToAll, config: ServeConfig) -> None:
 
 
 def _begin_trace(config: ServeConfig, plan: ModelPlan, rank: int) -> tuple[Path, TraceMeta] | None:
-    """Returns the trace file of this model and what it says of itself; None where no load is written.
+    """Returns the trace file and its description of this model; None where no load is recorded.
 
-    Raises ConfigError when rank 0 finds that it cannot be written: before weights are read, which takes minutes.
+    Raises ConfigError on rank 0 when it cannot be written. Called before the weights are read, which takes minutes.
     """
     if config.eplb.record_path is None:
         return None
@@ -187,7 +187,7 @@ def _weights(config: ServeConfig, plan: ModelPlan, rank: int, progress: Progress
 
 
 def _expert_parallel(config: ServeConfig, plan: ModelPlan, group: EpGroup) -> ExpertParallel:
-    """Returns what the MoE layers share; a collective call, since transports map each other's memory."""
+    """Returns what the MoE layers share. Collective: transports map each other's memory."""
     spec, placement, dispatch = plan.spec, plan.placement, config.dispatch
     topology = Topology(group.num_nodes, group.num_ranks // group.num_nodes)
     request = TransportRequest(
@@ -202,7 +202,7 @@ def _expert_parallel(config: ServeConfig, plan: ModelPlan, group: EpGroup) -> Ex
     )
     all_to_all = make_all_to_all(group, request)
     check_bits(all_to_all, config)
-    # A transport that goes on without a rank also reduces without it; torch.distributed could not.
+    # A transport that can mask a rank can also reduce without it; torch.distributed cannot.
     gather = None if all_to_all.membership is None else all_to_all.exchange_counts
     return ExpertParallel(
         rank=group.rank,
@@ -216,7 +216,7 @@ def _expert_parallel(config: ServeConfig, plan: ModelPlan, group: EpGroup) -> Ex
 
 
 def _info(plan: ModelPlan, all_to_all: AnyAllToAll) -> dict[str, Any]:
-    """Returns what /server_info says of the model."""
+    """Returns the facts about the model that /server_info shows."""
     return {
         "model_type": plan.spec.model_type,
         "dtype": str(plan.dtype).removeprefix("torch."),

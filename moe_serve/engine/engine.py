@@ -1,4 +1,4 @@
-"""The step loop of one rank: take requests, agree on a step with the other ranks, run it, send the tokens.
+"""The step loop of one rank: receive requests, agree on a step with the other ranks, run it, send the tokens.
 
 One thread. Requests are touched between steps only; from commit to the last combine an exception ends the epoch,
 because the other ranks wait in the collectives of this step. One exception: where a lost rank can be masked, its loss
@@ -24,12 +24,12 @@ from moe_serve.errors import PeerError
 from moe_serve.log import get_logger
 
 log = get_logger(__name__)
-_MASKED_POLL_S = 0.002  # how often a masked rank looks whether it is taken back
+_MASKED_POLL_S = 0.002  # how often a masked rank checks whether the others regroup with it
 
 
 @dataclass(frozen=True)
 class EngineSettings:
-    """Times of the loop, in seconds. front_end_deadline_s: the engine ends when no front end was heard for so long."""
+    """Times of the loop, in seconds. front_end_deadline_s: the engine ends after this much silence of the front end."""
 
     heartbeat_s: float = 1.0
     front_end_deadline_s: float = 30.0
@@ -37,9 +37,9 @@ class EngineSettings:
 
 @dataclass
 class Engine:
-    """One rank's requests, model and place among the ranks. Everything it works with is handed in.
+    """One rank's step loop over its requests and its model. All collaborators are passed in.
 
-    lost_front_end: whether this rank asked for the end because no front end was heard
+    lost_front_end: whether this rank asked for the end because it heard no front end
     """
 
     rank: int
@@ -71,7 +71,7 @@ class Engine:
     def run(self) -> None:
         """Runs steps until the ranks agree to stop.
 
-        Raises PeerError when a lost rank cannot be spared, and whatever the model raises: either ends the epoch.
+        Raises PeerError when the ranks cannot go on without a lost one, and any error of the model: both end the epoch.
         """
         self._started_s = time.monotonic()
         while True:
@@ -100,7 +100,7 @@ class Engine:
         return plan
 
     def _exchange(self, proposal: Proposal) -> StepPlan:
-        """Returns what all ranks do with what each of them proposes."""
+        """Returns the plan that all ranks compute from what each of them proposes."""
         recovery = self.recovery
         prefill_tokens = sum(chunk.length for chunk in proposal.prefills)
         state = RankState(
@@ -114,14 +114,14 @@ class Engine:
             placement_version=self.served.placement.version,
             regrouped=recovery.regrouped,
             masked=recovery.masked,
-            wanting_back=recovery.wanting_back,
+            asking_to_rejoin=recovery.asking_to_rejoin,
         )
         rows, ranks = self.exchange.gather(state.to_row(), self.step), recovery.members
         plan = plan_step([RankState.from_row(rows[rank]) for rank in ranks], self.step_settings, ranks)
-        self.step = plan.step  # of the rank that is furthest, when a group begins
+        self.step = plan.step  # when a group begins, the highest step of its ranks
         self.counters.num_steps += 1
         self._held_steps = self._held_steps + 1 if plan.hold_prefill and prefill_tokens else 0
-        self._wants_stop |= plan.stop  # also when the rank that asked for it is lost before the end
+        self._wants_stop |= plan.stop  # kept in case the rank that asked is lost before the end
         return plan
 
     def _forward(self, chunks: Sequence[ScheduledChunk], plan: StepPlan) -> None:
@@ -151,7 +151,7 @@ class Engine:
             self.mailbox.send(Tokens(self.rank, self.epoch, events))
 
     def _receive(self, messages: Sequence[Inbound]) -> bool:
-        """Acts on messages; returns whether one of them is a wake for the exchange that comes next."""
+        """Acts on messages; returns whether one of them is a wake for the next exchange."""
         woken = False
         for message in messages:
             match message:
@@ -167,10 +167,10 @@ class Engine:
         return woken
 
     def _sleep(self) -> None:
-        """Waits for work. All ranks sleep after the same step; whoever wakes first wakes the others.
+        """Waits for work. All ranks sleep after the same step; the first to wake up wakes the others.
 
-        A rank wakes by its first request, by a wake that names the next exchange, and by its heartbeat, so that a rank
-        that died in its sleep is missed within a heartbeat and a deadline.
+        A rank wakes up for a request, for a wake that names the next exchange, and at its heartbeat, so that the death
+        of a sleeping rank is noticed within a heartbeat and a deadline.
         """
         self.counters.num_sleeps += 1
         wake = Wake(self.epoch, self.step)
@@ -184,7 +184,7 @@ class Engine:
         self.mailbox.wake_peers(wake)
 
     def _keep_in_touch(self) -> None:
-        """Says once a second that this rank lives, and asks for the end when the front end is gone."""
+        """Reports to the front end once a second, and asks for the end when the front end is gone."""
         now_s = time.monotonic()
         if now_s - self._spoke_s < ALIVE_PERIOD_S * 0.9:
             return
@@ -202,9 +202,9 @@ class Engine:
             self._wants_stop = self.lost_front_end = True
 
     def _wait_masked(self) -> bool:
-        """Passes a moment while the others serve without this rank; returns False when it was told to end.
+        """Waits a moment while this rank is masked; returns False when it should end.
 
-        Requests that were sent before the front end knew are with other ranks by now.
+        Drops requests: those sent before the front end knew of the mask have moved to other ranks by now.
         """
         self._wants_stop |= any(isinstance(message, Shutdown) for message in self.mailbox.poll(_MASKED_POLL_S))
         self._keep_in_touch()

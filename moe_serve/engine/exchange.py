@@ -1,8 +1,8 @@
 """The all-gather of `RankState` rows that precedes every step.
 
 Two implementations: `GlooExchange` (any number of hosts) and `ShmExchange` (one host: a page of shared memory,
-microseconds instead of a gloo round). Both end a wait at the deadline with a `PeerError` that names the rank. A
-`ShmExchange` can follow a group that ranks leave and come back to.
+microseconds instead of a gloo round). Both end a wait at the deadline with a `PeerError`. A `ShmExchange` can go on
+without masked ranks.
 """
 
 import mmap
@@ -23,11 +23,11 @@ from moe_serve.dispatch.shm.membership import Membership
 from moe_serve.engine.step import ROW_LENGTH, Int64Array
 from moe_serve.errors import ConfigError, PeerError
 
-_EVERYBODY = slice(None)
+_ALL_RANKS = slice(None)
 _LINE = 8  # int64 words of a cache line
-_SPINS = 200  # looks at a flag before the waiting rank gives up its time slice
-_PID_CHECK_S = 0.02  # how often a waiting rank looks whether its peers still live
-_MEMBER_CHECK_S = 0.005  # the same for a group that goes on without the lost; often enough to be seen waiting
+_SPINS = 200  # checks of a flag before the waiting rank yields its time slice
+_PID_CHECK_S = 0.02  # how often a waiting rank checks that its peers are alive
+_MEMBER_CHECK_S = 0.005  # the same where ranks can be masked; often enough for peers to see that it waits
 
 
 class Exchange(Protocol):
@@ -80,16 +80,16 @@ class GlooExchange(Exchange):
 
 
 class ShmExchange(Exchange):
-    """One page of shared memory; every rank writes its own rows and reads everybody's.
+    """One page of shared memory: every rank writes its own rows and reads those of all.
 
     Layout, in int64 words: a page head of one cache line per rank (its pid), then for each rank two buffers of
-    [stamp, row], each on cache lines of its own. A stamp is a sequence number; of a group that has changed, behind the
-    group's epoch, and then numbers begin anew.
+    [flag, row], each on cache lines of its own. A flag is a sequence number with the group's epoch in its high bits;
+    each group counts anew.
 
-    Why it is right. A row is written first and its stamp second, and x86-64 makes stores visible in program order (each
-    store below is one aligned 8-byte move), so whoever sees the stamp sees the row. Two buffers suffice: to overwrite
-    buffer s % 2 a rank must have passed gather s+1, which a peer enters only after it has read all of s. In a new group
-    nobody reads rows of the old one any more: all its ranks have left their gather to agree on it.
+    Why it is right: a row is written first and its flag second, and x86-64 makes stores visible in program order (each
+    store below is one aligned 8-byte move), so a rank that sees the flag sees the row. Two buffers suffice: to
+    overwrite buffer s % 2 a rank must have passed gather s+1, which a peer enters only after it has read all of s. No
+    rank of a new group reads rows of the old one: all of them have left their gather to agree on the new group.
     """
 
     survives_lost_rank = True
@@ -106,7 +106,7 @@ class ShmExchange(Exchange):
         self._sequence = 0
         self._membership: Membership | None = None
         self._epoch = 0
-        self._members: slice | Int64Array = _EVERYBODY  # a slice costs half of what a list of all ranks would
+        self._members: slice | Int64Array = _ALL_RANKS  # a slice costs half as much as a list of all ranks
         self._check_s = _PID_CHECK_S
         buffer_words = -(-(ROW_LENGTH + 1) // _LINE) * _LINE
         num_words = self._num_ranks * (_LINE + 2 * buffer_words)
@@ -119,9 +119,9 @@ class ShmExchange(Exchange):
         self._spins = _SPINS if self._num_ranks <= (os.cpu_count() or 1) else 1
 
     def follow(self, membership: Membership) -> None:
-        """Gathers from now on the rows of those that take part; rows of others are zeros. Called before any gather.
+        """Gathers from now on without masked ranks, whose rows are zeros. Called before any gather.
 
-        A wait ends as those of the transport do: with the epoch of the group, which all must then agree upon anew.
+        As in the transport, a wait that fails ends the epoch of the group, and all ranks must agree on a new one.
         """
         self._membership = membership
         self._check_s = min(_MEMBER_CHECK_S, self._deadline_s / 5)
@@ -130,48 +130,48 @@ class ShmExchange(Exchange):
         membership = self._membership
         if membership is not None and membership.epoch != self._epoch:
             self._epoch, self._sequence = membership.epoch, 0
-            self._members = np.array(membership.members) if membership.masked else _EVERYBODY
+            self._members = np.array(membership.members) if membership.masked else _ALL_RANKS
         self._sequence += 1
-        stamp = self._epoch << EPOCH_SHIFT | self._sequence
+        flag = self._epoch << EPOCH_SHIFT | self._sequence
         buffers = self._buffers[:, self._sequence % 2]
         buffers[self._rank, 1 : 1 + ROW_LENGTH] = row
-        buffers[self._rank, 0] = stamp
-        self._wait(buffers[:, 0], stamp, step)
-        if self._members is _EVERYBODY:
+        buffers[self._rank, 0] = flag
+        self._wait(buffers[:, 0], flag, step)
+        if self._members is _ALL_RANKS:
             return buffers[:, 1 : 1 + ROW_LENGTH].copy()
         rows = np.zeros((self._num_ranks, ROW_LENGTH), dtype=np.int64)
         rows[self._members] = buffers[self._members, 1 : 1 + ROW_LENGTH]
         return rows
 
-    def _wait(self, flags: Int64Array, stamp: int, step: int) -> None:
+    def _wait(self, flags: Int64Array, flag: int, step: int) -> None:
         members = self._members
         started_s = checked_s = time.monotonic()
-        looks = 0
-        while not (flags[members] == stamp).all():
-            looks += 1
-            if looks < self._spins:
+        checks = 0
+        while not (flags[members] == flag).all():
+            checks += 1
+            if checks < self._spins:
                 continue
             now_s = time.monotonic()
-            # A step of computing passes in milliseconds: yield at first, then sleep longer the longer it takes.
+            # A computing step takes milliseconds: yield at first, then sleep longer the longer it takes.
             if now_s - started_s < 0.002:
                 os.sched_yield()
             else:
                 time.sleep(min(0.001, (now_s - started_s) / 20))
             if now_s - checked_s > self._check_s:
                 checked_s = now_s
-                missing = [int(rank) for rank in self._ranks[members] if flags[rank] != stamp]
+                missing = [int(rank) for rank in self._ranks[members] if flags[rank] != flag]
                 try:
-                    self._look_for_the_missing(missing, now_s - started_s, step)
+                    self._check_missing(missing, now_s - started_s, step)
                 except PeerError:
-                    # Who has all rows may be in the next group already, to take a rank back: this one has them too.
-                    if self._suspects_somebody or not (flags[members] == stamp).all():
+                    # A peer that had all rows may have begun the next group, with a rank that rejoins.
+                    if self._has_suspects or not (flags[members] == flag).all():
                         raise
 
     @property
-    def _suspects_somebody(self) -> bool:
+    def _has_suspects(self) -> bool:
         return self._membership is None or bool(self._membership.suspects)
 
-    def _look_for_the_missing(self, missing: list[int], waited_s: float, step: int) -> None:
+    def _check_missing(self, missing: list[int], waited_s: float, step: int) -> None:
         if self._membership is not None:
             self._membership.check(missing, "exchange", step, waited_s, self._deadline_s)
             return
@@ -191,7 +191,7 @@ class ShmExchange(Exchange):
         return [rank for rank in range(self._num_ranks) if not _lives(int(self._pids[rank]))]
 
     def close(self) -> None:
-        # numpy views keep the map open; dropping them lets it go.
+        # numpy views keep the map open; without them it can be closed.
         del self._pids, self._buffers
         self._map.close()
 
@@ -206,7 +206,7 @@ def make_exchange(kind: str, group: dist.ProcessGroup, one_host: bool, deadline_
 
 
 def _map_shared(group: dist.ProcessGroup, num_bytes: int) -> mmap.mmap:
-    """Returns a zeroed mapping that all ranks of the group share; its name is gone before this returns."""
+    """Returns a zeroed mapping that all ranks of the group share. Its name is removed before this returns."""
     name = torch.tensor([secrets.randbits(62)], dtype=torch.int64)
     broadcast(name, group)
     path = f"/dev/shm/moe_serve_{int(name):016x}"
@@ -221,13 +221,13 @@ def _map_shared(group: dist.ProcessGroup, num_bytes: int) -> mmap.mmap:
         os.close(descriptor)
         barrier(group)
     finally:
-        if group.rank() == 0:  # nothing is left behind, whatever happens to the ranks from here on
+        if group.rank() == 0:  # nothing is left behind, whatever happens to the ranks later
             os.unlink(path)
     return mapping
 
 
 def _lives(pid: int) -> bool:
-    """Returns whether a process of this host runs; a zombie does not."""
+    """Returns whether a process of this host is alive; a zombie is not."""
     try:
         with open(f"/proc/{pid}/stat", encoding="ascii", errors="replace") as stat:
             return stat.read().rpartition(")")[2].split()[0] not in ("Z", "X")

@@ -1,6 +1,6 @@
-"""A rank's post: requests from the front end, wakes from its peers, events back. Never blocks a step.
+"""The messages of one rank: requests from the front end, wakes from its peers, events back. Never blocks a step.
 
-Two implementations: `ZmqMailbox` (the live system) and `QueueMailbox` (one process, for `tests` and offline runs).
+Two implementations: `ZmqMailbox` (the live system) and `QueueMailbox` (one process, for tests and offline runs).
 Both are driven by one thread, the engine's. Torch-free.
 """
 
@@ -33,10 +33,10 @@ Inbound = ToRank | Wake
 
 
 class Mailbox(Protocol):
-    """Where a rank's messages arrive and leave."""
+    """Receives and sends a rank's messages."""
 
     def poll(self, timeout_s: float) -> list[Inbound]:
-        """Returns what has arrived, waiting up to timeout_s for the first message; `Alive` is swallowed."""
+        """Returns the messages that have arrived, without `Alive`; waits up to timeout_s for the first one."""
         ...
 
     def send(self, message: Message) -> None:
@@ -48,7 +48,7 @@ class Mailbox(Protocol):
         ...
 
     def front_end_silent_s(self) -> float:
-        """Returns for how long nothing came from the front end, in seconds."""
+        """Returns the seconds since the last message from the front end."""
         ...
 
     def close(self) -> None: ...
@@ -76,14 +76,14 @@ class ZmqMailbox:
 
     def _socket(self, kind: int) -> "zmq.Socket[bytes]":
         socket: zmq.Socket[bytes] = self._context.socket(kind)
-        socket.setsockopt(zmq.LINGER, 1000)  # the last words of a rank get a second to leave
+        socket.setsockopt(zmq.LINGER, 1000)  # the last messages of a rank get a second to leave
         socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
         socket.setsockopt(zmq.SNDHWM, 100_000)
         socket.setsockopt(zmq.RCVHWM, 100_000)
         return socket
 
     def connect_peers(self, wake_addresses: Sequence[str]) -> None:
-        """Connects to the other ranks' wake addresses (this rank's own left out)."""
+        """Connects to the other ranks' wake addresses (not to its own)."""
         for address in wake_addresses:
             peer = self._socket(zmq.PUSH)
             peer.connect(address)
@@ -111,7 +111,7 @@ class ZmqMailbox:
                 try:
                     message = decode_to_rank(data)
                 except msgspec.DecodeError as error:
-                    log.warning("dropped a message that is not one of ours: %s", error)
+                    log.warning("dropped a message of an unknown form: %s", error)
                     continue
                 if not isinstance(message, Alive):
                     messages.append(message)
@@ -125,11 +125,11 @@ class ZmqMailbox:
                 try:
                     messages.append(decode_wake(data))
                 except msgspec.DecodeError as error:
-                    log.warning("dropped a wake that is not one of ours: %s", error)
+                    log.warning("dropped a wake of an unknown form: %s", error)
         return messages
 
     def send(self, message: Message) -> None:
-        with contextlib.suppress(zmq.Again):  # a front end that reads nothing for 100,000 messages is gone
+        with contextlib.suppress(zmq.Again):  # a front end that has not read 100,000 messages is gone
             self._front_end.send(encode(message), zmq.NOBLOCK)
 
     def wake_peers(self, wake: Wake) -> None:
@@ -148,10 +148,10 @@ class ZmqMailbox:
 
 
 class QueueMailbox:
-    """A mailbox without sockets: requests are put in, events are taken out of `sent`.
+    """A mailbox without sockets: `put` adds a request, `sent` holds the events.
 
-    Wakes reach no one, so ranks that sleep wake by their heartbeat; with `end_when_idle` a rank asks for the end of the
-    engine as soon as nothing is left in its box.
+    Wakes reach no peer, so sleeping ranks wake up at their heartbeats. With `end_when_idle` a rank asks for the end of
+    the engine as soon as its queue is empty and it would wait.
     """
 
     def __init__(self, requests: Sequence[Submit] = (), end_when_idle: bool = True):

@@ -1,9 +1,9 @@
-"""What the front end and the ranks say to each other: msgspec structs, sent as MessagePack over ZeroMQ.
+"""The messages between the front end and the ranks: msgspec structs, sent as MessagePack over ZeroMQ.
 
 The front end binds one ROUTER socket; every rank connects one DEALER socket and says `Hello`, then `Ready`. A request
 is a pure value (`Submit`), so a front end may send it again, to any rank, with the output so far and a higher attempt.
-Events carry (epoch, attempt, output index): whoever receives drops old and repeated ones. Nothing here is ever
-unpickled. Torch-free.
+Events carry (epoch, attempt, output index), so that a receiver can drop old and repeated ones. Nothing is pickled.
+Torch-free.
 """
 
 from typing import Any
@@ -13,7 +13,7 @@ import msgspec
 from moe_serve.attention_dp.request import Request, SamplingParams
 
 MAX_MESSAGE_BYTES = 64 * 2**20  # a larger frame is dropped by the socket
-ALIVE_PERIOD_S = 1.0  # how often each side shows that it lives
+ALIVE_PERIOD_S = 1.0  # how often each side shows that it is alive
 
 
 class Message(msgspec.Struct, frozen=True, array_like=True):
@@ -48,13 +48,13 @@ class Submit(Message, tag="submit", frozen=True):
 
 
 class Abort(Message, tag="abort", frozen=True):
-    """Forget this request; nothing more is said of it."""
+    """Forget this request; no more events of it are sent."""
 
     request_id: str
 
 
 class Alive(Message, tag="alive", frozen=True):
-    """The front end lives; sent every ALIVE_PERIOD_S."""
+    """The front end is alive; sent every ALIVE_PERIOD_S."""
 
 
 class Shutdown(Message, tag="shutdown", frozen=True):
@@ -66,12 +66,12 @@ class Shutdown(Message, tag="shutdown", frozen=True):
 
 
 class ModelLimits(msgspec.Struct, frozen=True):
-    """What a request must respect. The engine measures it, the front end checks by it: one object for both."""
+    """Limits of a request. The engine measures them, the front end checks requests against them."""
 
     model_name: str
     vocab_size: int
     max_model_len: int  # prompt + output tokens
-    max_prompt_len: int  # prompt tokens: what fits the cache of one rank and leaves room for one output token
+    max_prompt_len: int  # prompt tokens: they fit one rank's cache beside one output token
     eos_token_ids: list[int]
     block_size: int
 
@@ -88,7 +88,7 @@ class Hello(Message, tag="hello", frozen=True):
 
 
 class Progress(Message, tag="progress", frozen=True):
-    """What a rank is doing while it starts. fraction: 0..1 of this phase."""
+    """The phase of a rank's start. fraction: 0..1 of this phase"""
 
     rank: int
     epoch: int
@@ -97,7 +97,7 @@ class Progress(Message, tag="progress", frozen=True):
 
 
 class Ready(Message, tag="ready", frozen=True):
-    """A rank takes requests from now on. info: facts for /server_info (backends, memory, placement, timings)."""
+    """A rank accepts requests from now on. info: facts for /server_info (backends, memory, placement, timings)"""
 
     rank: int
     epoch: int
@@ -106,10 +106,10 @@ class Ready(Message, tag="ready", frozen=True):
 
 
 class TokenEvent(msgspec.Struct, frozen=True, array_like=True):
-    """New tokens of one request. index: output index of the first. finish: None while it goes on, else its reason.
+    """New tokens of one request. index: output index of the first. finish: None while it runs, else why it ended.
 
     finish: "length" (max_new_tokens or the model's limit), "stop" (matched_id: the end-of-sequence or stop id, which is
-    the last of token_ids), or "error" (message says what happened; no tokens). field: of the request, to be
+    the last of token_ids), or "error" (no tokens; see message). field: of the request, to be
     changed; None: the model failed.
     """
 
@@ -125,7 +125,7 @@ class TokenEvent(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Tokens(Message, tag="tokens", frozen=True):
-    """All that one step of one rank produced."""
+    """All tokens that one step of one rank produced."""
 
     rank: int
     epoch: int
@@ -133,7 +133,7 @@ class Tokens(Message, tag="tokens", frozen=True):
 
 
 class Status(Message, tag="status", frozen=True):
-    """A rank lives; sent every ALIVE_PERIOD_S, and what it is loaded with."""
+    """A rank is alive, and its load; sent every ALIVE_PERIOD_S."""
 
     rank: int
     epoch: int
@@ -144,7 +144,7 @@ class Status(Message, tag="status", frozen=True):
     num_blocks: int
     pending_tokens: int  # prefill tokens still to compute
     counters: dict[str, float] = {}  # running totals: steps, tokens, preemptions, prefix hits, sleeps
-    waited_s: list[float] = []  # for each rank, how long this one has waited for its rows; empty: not measured
+    waited_s: list[float] = []  # for each rank, how long this one has waited for its rows; empty = not measured
 
 
 class Members(Message, tag="members", frozen=True):
@@ -153,7 +153,7 @@ class Members(Message, tag="members", frozen=True):
     group_epoch:    counts the groups; the highest one holds
     members:        ranks that take part, ascending
     reason:         why this rank regrouped
-    times_left_out: how often this rank was masked; it dropped its requests each time, whether or not others noticed
+    times_masked: how often this rank was masked; it dropped its requests each time, whether or not others noticed
     ended:          masked ranks whose processes have ended; the other masked ranks were late and may rejoin
     """
 
@@ -162,12 +162,12 @@ class Members(Message, tag="members", frozen=True):
     group_epoch: int
     members: list[int]
     reason: str
-    times_left_out: int = 0
+    times_masked: int = 0
     ended: list[int] = []
 
 
 class Fatal(Message, tag="fatal", frozen=True):
-    """This rank ends its epoch. lost_rank: the rank that it holds responsible, its own where the fault is its own."""
+    """This rank ends its epoch. lost_rank: the rank that caused it, -1 = unknown; its own for a fault of its own"""
 
     rank: int
     epoch: int
@@ -176,7 +176,7 @@ class Fatal(Message, tag="fatal", frozen=True):
 
 
 class Goodbye(Message, tag="goodbye", frozen=True):
-    """This rank ends because it was told to."""
+    """This rank ends because it was asked to."""
 
     rank: int
     epoch: int
@@ -187,7 +187,7 @@ class Goodbye(Message, tag="goodbye", frozen=True):
 
 
 class Wake(Message, tag="wake", frozen=True):
-    """Enter exchange `step` of `epoch`: a sleeping rank has work. Older and repeated ones are ignored."""
+    """Enter exchange `step` of `epoch`: a sleeping rank has work. Old and repeated ones are ignored."""
 
     epoch: int
     step: int

@@ -1,8 +1,8 @@
-"""Load records of one rank: when each begins, when it counts, and the trace file that it is written to.
+"""Load records of one rank: when each begins, when it is final, and the trace file that it is written to.
 
-A record is closed by a reduction over all ranks, and counts from the next exchange on: a rank that comes through that
-knows that all have come through the reduction. Until then a lost rank takes the record back on all remaining ranks, and
-its counts are in the next one. So no token is in two records or in none, whichever rank writes them.
+A reduction over all ranks closes a record. The next exchange makes it final: a rank that completes the exchange knows
+that all ranks have completed the reduction. If a rank is lost before that, all remaining ranks drop the record and its
+counts go into the next one. So every token is in exactly one record, whichever rank writes it.
 """
 
 import mmap
@@ -38,10 +38,10 @@ class _Window:
 
 
 class LoadWindows:
-    """The record that is being counted, and those that were closed and may still be taken back.
+    """The record that is being counted, and those that are closed but not yet final.
 
     placement: where experts are now
-    on_record: gets each record once it counts
+    on_record: called with each record once it is final
     """
 
     def __init__(
@@ -59,30 +59,30 @@ class LoadWindows:
         self._window = self._confirmed = _Window(0, time.monotonic(), placement)
 
     def begin_step(self, plan: StepPlan) -> None:
-        """Hands on the closed records, and ends the running one where ranks have left or rejoin. Collective there.
+        """Confirms the closed records, and closes the running one where the group changes. Collective in that case.
 
         Raises PeerError when a peer does not take part: the record goes on.
         """
         self.confirm()
-        if plan.regrouped or plan.take_back:
+        if plan.regrouped or plan.rejoining:
             self.close(plan.step)
-        if plan.take_back:
-            self.confirm()  # a rank that could not close it does not regroup, so that nobody rejoins now
+        if plan.rejoining:
+            self.confirm()  # a rank that could not close it does not regroup, so no rank rejoins now
 
     def end_step(self, plan: StepPlan) -> None:
-        """Ends the record behind the step where the plan says so. Collective there; raises as `begin_step`."""
+        """Closes the record after the step where the plan says so. Collective in that case; raises as `begin_step`."""
         if plan.close_window:
             self.close(plan.step + 1)
         if plan.stop:
             self.confirm()
 
     def close(self, step: int) -> None:
-        """Ends the record with the step before `step`; a collective call. Raises PeerError as `begin_step`."""
+        """Closes the record, whose last step is the one before `step`. Collective; raises as `begin_step`."""
         now_s, window = time.monotonic(), self._window
         num_steps = step - window.first_step
         tokens = self._recorder.take(begins_anew=num_steps > 0)
         if num_steps == 0:
-            return  # this rank has just begun, and others close theirs
+            return  # this rank has just begun its record, and others close theirs
         self._window = _Window(step, now_s, self.placement)
         self._closed.append(
             LoadRecord(
@@ -98,7 +98,7 @@ class LoadWindows:
         )
 
     def confirm(self) -> None:
-        """Hands on the records that were closed: all ranks have come through their reductions."""
+        """Passes the closed records on: all ranks have completed their reductions."""
         if not self._closed:
             return
         self._recorder.confirm()
@@ -109,20 +109,20 @@ class LoadWindows:
                 self.on_record(record)
 
     def void(self) -> None:
-        """Takes back what was counted and closed since the last step that is done, and since `confirm`."""
+        """Drops what was counted since the last finished step, and the records closed since `confirm`."""
         self._recorder.void_step()
         self._window, self._closed = self._confirmed, []
 
     def rejoin(self, first_step: int) -> None:
-        """Begins this masked rank's record anew with first_step, where that of the others begins."""
+        """Begins the record of a rank that rejoins at first_step, where the other ranks' record begins."""
         self._recorder.rejoin()
         self._window = self._confirmed = _Window(first_step, time.monotonic(), self.placement)
 
 
 def begin_trace(path: Path, meta: TraceMeta) -> None:
-    """Makes sure that records can be written to a trace file: begins it, or finds that it holds the same model's load.
+    """Creates the trace file, or checks that an existing one holds the load of the same model and can be continued.
 
-    Raises ConfigError when it cannot be written, or holds anything else: no file is ever overwritten.
+    Raises ConfigError when the file cannot be written or holds anything else; it never overwrites a file.
     """
     try:
         if not path.exists() or path.stat().st_size == 0 or _is_unfinished_header(path, meta):
@@ -136,7 +136,7 @@ def begin_trace(path: Path, meta: TraceMeta) -> None:
         ) from None
     except TraceError as error:
         raise ConfigError(
-            f"eplb.record_path: {path} is there and is not a .jsonl load trace that can be continued ({error}); "
+            f"eplb.record_path: {path} exists and is not a .jsonl load trace that can be continued ({error}); "
             "name another file, or move this one away"
         ) from None
     if found != meta:
@@ -147,24 +147,24 @@ def begin_trace(path: Path, meta: TraceMeta) -> None:
 
 
 def end_of_trace(path: Path) -> int:
-    """Returns the step behind the last record of a trace, 0 without records, and cuts off an unfinished last line.
+    """Returns the step after the last record of a trace, 0 without records, and removes an unfinished last line.
 
-    The end of a process can cut a line off. Raises OSError, and TraceError when the last lines are not of a trace.
+    A process that ends while it writes leaves one. Raises OSError, and TraceError for lines that are not of a trace.
     """
     with path.open("a+b") as file:
         if file.seek(0, os.SEEK_END) == 0:
             return 0
         with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as text:
             end = text.rfind(b"\n") + 1
-            step = _step_behind(text, end, path)
+            step = _step_after(text, end, path)
         file.truncate(end)
     return step
 
 
 class TraceWriter:
-    """Appends records to a trace file, until the disk refuses one: serving goes on without.
+    """Appends records to a trace file. When a write fails, the trace ends and serving continues.
 
-    Every rank has one. The first of the ranks that take part writes, so that the trace goes on when rank 0 is masked.
+    Every rank has a writer; the lowest rank that takes part writes, so that the trace continues when rank 0 is masked.
     """
 
     def __init__(self, path: Path, meta: TraceMeta, rank: int, membership: Membership | None):
@@ -178,25 +178,25 @@ class TraceWriter:
         self._has_failed = False
 
     def add(self, record: LoadRecord) -> None:
-        """Writes a record where it is this rank's turn."""
+        """Writes a record if this rank is the one that writes."""
         membership = self._membership
         first, group_epoch = (0, 0) if membership is None else (membership.members[0], membership.epoch)
         if self._has_failed or first != self._rank:
             return
         try:
             if self._writer is None or group_epoch != self._group_epoch:
-                self._writer = self._open_behind_others(record)
+                self._writer = self._open_to_append(record)
                 self._group_epoch = group_epoch
             self._writer.add(record)
         except (OSError, TraceError) as error:
-            self._has_failed = True  # a line may be cut off, so nothing may follow it
+            self._has_failed = True  # the last line may be incomplete, so nothing may follow it
             reason = error.strerror if isinstance(error, OSError) else error
-            log.error("eplb.record_path: the trace %s ends here (%s); serving goes on", self._path, reason)
+            log.error("eplb.record_path: the trace %s ends here (%s); serving continues", self._path, reason)
 
-    def _open_behind_others(self, record: LoadRecord) -> JsonlWriter:
-        """Opens the file behind what an earlier run or another rank has written, with a placement that is named again.
+    def _open_to_append(self, record: LoadRecord) -> JsonlWriter:
+        """Opens the file to append to what an earlier run or another rank has written.
 
-        Steps of a run count from 0 and steps of the trace go on, so the first record says where this run begins in it.
+        Steps of a run count from 0, steps of the trace continue: the first record tells where the run begins in it.
         """
         if self._writer is not None:
             self._writer.close()
@@ -209,8 +209,8 @@ def _is_unfinished_header(path: Path, meta: TraceMeta) -> bool:
     return path.stat().st_size <= len(header) and header.startswith(path.read_bytes())
 
 
-def _step_behind(text: mmap.mmap, end: int, path: Path) -> int:
-    """Returns the step behind the last record among the lines that end at byte `end`."""
+def _step_after(text: mmap.mmap, end: int, path: Path) -> int:
+    """Returns the step after the last record in the lines before byte `end`."""
     while end > 0:
         start = text.rfind(b"\n", 0, end - 1) + 1
         try:

@@ -1,21 +1,21 @@
 """Which ranks take part in a step, what happens when one is lost, and how a late one rejoins.
 
     a wait ends in PeerError      in the exchange, the counts, a dispatch or combine, or the reduction of a load record
-    regroup                       what the step has counted is forgotten; the remaining ranks agree on who takes part
+    regroup                       the counts of the step are dropped; the remaining ranks agree on who takes part
                                   (dispatch/shm/membership.py says how, and why the group neither splits nor hangs)
     activate                      the placement without the masked ranks: same tables, other entries
     exchange                      the first of the group; its plan has the highest step of all, and ends the load record
-    the step runs again           of the same proposal or a newer one: the voided step touched no request
+    the step runs again           with the same proposal or a newer one: the voided step changed no request
 
 A rank that had all its rows before another one missed some has finished its part: its tokens are right, are kept, and
-perhaps sent. So steps may differ by one when a group begins; nothing else that ranks know of each other may.
+may have been sent. So steps may differ by one when a group begins, but no other state that ranks share.
 
-A masked rank that still runs drops its requests (the front end has given them to others), shows that it wants to
-rejoin, and waits. The others say in their states which ranks they see waiting; when all see one, the plan makes that
-step the one in which they regroup with it, and the placement of all ranks is active again.
+A masked rank that still runs drops its requests (the front end has moved them to other ranks), asks to rejoin, and
+waits. The other ranks' states say which ranks they see waiting. When all of them see one, the step's plan is to regroup
+with it, and then the placement of all ranks is active again.
 
-Where an expert had its only slots on the lost ranks, serving cannot go on: every rank finds that out alone, from the
-same placement and the same mask, and ends the epoch with the same error.
+Where an expert had its only slots on lost ranks, serving cannot go on. Every rank concludes that alone, from the same
+placement and the same mask, and ends the epoch with the same error.
 """
 
 from collections.abc import Callable, Sequence
@@ -40,12 +40,12 @@ _NAMED_EXPERTS = 5  # of those that are lost, in an error
 
 
 class Recovery:
-    """All ranks take part in all steps, and a lost one ends the epoch. `MaskingRecovery` goes on without it.
+    """All ranks take part in all steps, and a lost rank ends the epoch. `MaskingRecovery` goes on without it.
 
     why_end:      why a lost rank ends the epoch; None where it does not
     members:      the ranks that take part, ascending
     regrouped:    1 before the first exchange of a group
-    masked, wanting_back: the masked ranks, and those of them that are seen waiting to rejoin, as bits
+    masked, asking_to_rejoin: the masked ranks, and those of them that this rank sees waiting, as bits
     """
 
     regrouped = 0
@@ -63,25 +63,25 @@ class Recovery:
         return 0
 
     @property
-    def wanting_back(self) -> int:
+    def asking_to_rejoin(self) -> int:
         return 0
 
     def begin_step(self, plan: StepPlan) -> None:
-        """Ends the load record and regroups where the plan says so. Raises PeerError when a peer does not take part."""
+        """Closes the load record and regroups where the plan says so. Raises PeerError when a peer is missing."""
         self.served.windows.begin_step(plan)
 
     def recover(self, error: PeerError, wait: Callable[[], bool]) -> bool:
-        """Goes on after a lost peer; returns False when this rank was told to end while it was masked.
+        """Goes on after a lost peer; returns False when this rank should end while it is masked.
 
-        wait: passes a moment while this rank is masked; returns False when it was told to end
-        Raises the error, or a PeerError that says more, when the ranks cannot go on.
+        wait: waits a moment while this rank is masked; returns False when the rank should end
+        Raises the error, or a PeerError with more detail, when the ranks cannot go on.
         """
         raise error
 
 
 @dataclass(frozen=True)
 class Rank:
-    """What recovery works with besides the model: one rank's requests, counters and ways to reach others."""
+    """What recovery needs of a rank beside the model: its requests, its counters, its connections."""
 
     rank: int
     epoch: int
@@ -111,22 +111,22 @@ class MaskingRecovery(Recovery):
         return mask_of(self._membership.masked)
 
     @property
-    def wanting_back(self) -> int:
+    def asking_to_rejoin(self) -> int:
         return mask_of(self._membership.waiting_to_rejoin())
 
     def begin_step(self, plan: StepPlan) -> None:
         if self._has_rejoined:
-            self.served.windows.rejoin(plan.step - 1)  # the others began theirs with the step that took this rank back
+            self.served.windows.rejoin(plan.step - 1)  # the others' record began with the step of the rejoin
         self._has_rejoined = False
         self.regrouped = 0
         self.served.windows.begin_step(plan)
-        if plan.take_back:
-            self._regroup(f"rank {', '.join(map(str, plan.take_back))} came back", plan.take_back)
+        if plan.rejoining:
+            self._regroup(f"rank {', '.join(map(str, plan.rejoining))} rejoined", plan.rejoining)
 
     def recover(self, error: PeerError, wait: Callable[[], bool]) -> bool:
         membership = self._membership
         if not (membership.is_void or membership.is_masked):
-            raise error  # the group is not over: a new one would not mend this
+            raise error  # the group is intact, so a new one would not help
         self._own.counters.num_voided_steps += 1
         if not membership.is_masked:
             try:
@@ -139,7 +139,7 @@ class MaskingRecovery(Recovery):
     def _regroup(self, reason: str, joining: Sequence[int] = ()) -> None:
         """Voids the running step, agrees with the remaining ranks on a new group, and serves with its placement.
 
-        joining: ranks to take back, the same on all ranks
+        joining: ranks that rejoin, the same on all ranks
         Raises PeerError when the others have masked this rank, and when experts are lost.
         """
         self.served.void_step()
@@ -148,14 +148,12 @@ class MaskingRecovery(Recovery):
         self._begin_group(reason)
 
     def _rejoin(self, wait: Callable[[], bool]) -> bool:
-        """Drops all requests and waits until the others take this rank back; returns False when it was told to end.
+        """Drops all requests and waits until the others regroup with this rank; returns False when it should end.
 
         Raises PeerError when no other rank lives.
         """
         own = self._own
-        log.warning(
-            "this rank came too late and was masked: it drops its %d requests and waits to rejoin", len(own.requests)
-        )
+        log.warning("this rank was late and is masked: it drops its %d requests and waits to rejoin", len(own.requests))
         own.counters.num_times_left_out += 1
         own.requests.drop_all()
         self._membership.ask_to_rejoin()
@@ -163,7 +161,7 @@ class MaskingRecovery(Recovery):
             if self._membership.try_rejoin():
                 self._has_rejoined = True
                 self._activate()
-                self._begin_group(f"rank {own.rank} came back")
+                self._begin_group(f"rank {own.rank} rejoined")
                 return True
         return False
 
@@ -179,14 +177,14 @@ class MaskingRecovery(Recovery):
     def _begin_group(self, reason: str) -> None:
         own, members = self._own, self._membership.members
         self.regrouped = 1
-        log.debug("%s: ranks %s go on", reason, members)  # the front end or launcher says it once, louder
+        log.debug("%s: ranks %s go on", reason, members)  # the front end or the launcher logs it once for all ranks
         ended = [rank for rank in own.exchange.dead_peers() if rank not in members]
         times = own.counters.num_times_left_out
         own.mailbox.send(Members(own.rank, own.epoch, self._membership.epoch, members, reason, times, ended))
 
 
 def make_recovery(config: ServeConfig, own: Rank, served: ServedModel) -> Recovery:
-    """Returns what this rank does when another one is lost, as the setting, the transport and the exchange allow."""
+    """Returns what this rank does about a lost one, as the setting, the transport and the exchange allow."""
     membership = served.membership
     if served.placement.num_ranks == 1:
         return Recovery(served, "there is one rank")
@@ -203,7 +201,7 @@ def make_recovery(config: ServeConfig, own: Rank, served: ServedModel) -> Recove
 
 
 def spareable_ranks(placement: Placement) -> list[int]:
-    """Returns the ranks each of which serving can go on without: every expert has a slot on another one."""
+    """Returns the ranks of which any one can be lost: every expert has a slot on another rank."""
     return [rank for rank in range(placement.num_ranks) if not placement.without_ranks([rank])[1]]
 
 

@@ -11,7 +11,7 @@ log = get_logger(__name__)
 
 
 class OpenRequests:
-    """Requests by id. They are touched between steps only; the scheduler decides when each one runs."""
+    """Requests by id. They change between steps only; the scheduler decides when each one runs."""
 
     def __init__(self, scheduler: Scheduler, limits: ModelLimits, counters: EngineCounters):
         self._scheduler = scheduler
@@ -23,7 +23,7 @@ class OpenRequests:
         return len(self._open)
 
     def submit(self, message: Submit) -> TokenEvent | None:
-        """Adds a request, in place of its earlier attempt; returns the event that refuses it, None if it is taken."""
+        """Adds a request, replacing its earlier attempt; returns the event that refuses it, None if it was added."""
         earlier = self._open.get(message.request_id)
         if earlier is not None:
             if earlier.attempt >= message.attempt:
@@ -46,19 +46,19 @@ class OpenRequests:
         return None
 
     def abort(self, request_id: str) -> None:
-        """Forgets a request; an unknown one has ended before."""
+        """Drops a request, if it is still open."""
         request = self._open.get(request_id)
         if request is not None:
             self._remove(request)
             self._counters.num_aborted += 1
 
     def drop_all(self) -> None:
-        """Forgets all requests: other ranks serve them from here on."""
+        """Drops all requests: other ranks serve them from now on."""
         for request in list(self._open.values()):
             self._remove(request)
 
     def extended(self, request: Request, token_id: int) -> TokenEvent:
-        """Returns the event of a token that a request has just got, and frees the request where it is the last."""
+        """Returns the event for a request's newest token, and closes the request if it is the last one."""
         finish, matched_id = self._finish(request, token_id)
         if finish is not None:
             self._scheduler.finish(request.request_id)
@@ -75,7 +75,7 @@ class OpenRequests:
         )
 
     def fail(self, request: Request) -> TokenEvent:
-        """Ends a request whose logits are not finite, and returns what to tell of it. The others go on."""
+        """Ends a request whose logits are not finite; returns the event that says so. Other requests go on."""
         self._scheduler.discard(request.request_id)
         del self._open[request.request_id]
         self._counters.num_failed += 1
@@ -96,7 +96,7 @@ class OpenRequests:
         del self._open[request.request_id]
 
     def _finish(self, request: Request, token_id: int) -> tuple[str | None, int | None]:
-        """Returns why a request ends with this token, and the id that ended it; (None, None) while it goes on."""
+        """Returns why a request ends with this token, and the id that ended it; (None, None) while it continues."""
         params, limits = request.params, self._limits
         num_output = len(request.output_ids)
         is_stop = token_id in params.stop_token_ids or (token_id in limits.eos_token_ids and not params.ignore_eos)

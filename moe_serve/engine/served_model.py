@@ -25,7 +25,7 @@ from moe_serve.models.spec import ModelSpec
 
 @dataclass
 class ServedModel:
-    """A model that is ready to run steps on one rank. info: what /server_info tells of it"""
+    """A model that is ready to run steps on one rank. info: facts for /server_info"""
 
     spec: ModelSpec
     decoder: MoeDecoder
@@ -61,14 +61,14 @@ class ServedModel:
         return [] if outcomes is None else [int(number) for number in outcomes.cpu()]
 
     def begin_step(self, max_tokens: int) -> None:
-        """Tells a transport that chooses by the size of the step. max_tokens: of the plan, equal on all ranks"""
+        """Announces a step to the transport. max_tokens: as in the plan, equal on all ranks"""
         self.all_to_all.begin_step(max_tokens)
 
     @torch.inference_mode()
     def forward(self, batch: ForwardBatch, num_chunks: int, overlap: bool = False) -> Tensor:
         """Returns the logits of the rows that are sampled, [len(logit_rows), vocab] float32.
 
-        Raises PeerError when a peer's rows did not come: the step is void, and `void_step` forgets what it counted.
+        Raises PeerError when a peer's rows did not arrive: the step is void, and `void_step` drops its counts.
         """
         logits = self.decoder.forward(batch, self.cache, num_chunks, overlap)
         self.all_to_all.end_step()
@@ -77,15 +77,15 @@ class ServedModel:
 
     @property
     def membership(self) -> Membership | None:
-        """Who takes part; None where the transport cannot mask one."""
+        """The ranks that take part; None where the transport cannot mask one."""
         return self.all_to_all.membership
 
     def void_step(self) -> None:
-        """Forgets what a step has counted that did not come to its end, and records that some rank may not have."""
+        """Drops the counts of an unfinished step, and the load records that some rank may lack."""
         self.windows.void()
 
     def activate(self, placement: Placement) -> None:
-        """Serves with another placement of the same shape, whose experts are where it says, from the next step on."""
+        """Serves with another placement of the same shape from the next step on; its experts are in their slots."""
         self.replica_map.activate(placement)
         self.windows.placement = placement
 

@@ -1,4 +1,4 @@
-"""What a rank tells of itself once a second."""
+"""The status that a rank reports once a second."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,8 +14,8 @@ class EngineCounters:
     num_steps: int = 0  # exchanges
     num_forwards: int = 0
     num_overlapped_forwards: int = 0  # of them, those whose rounds overlapped
-    num_voided_steps: int = 0  # begun, and left because a peer was lost
-    num_times_left_out: int = 0
+    num_voided_steps: int = 0  # abandoned because a peer was lost
+    num_times_left_out: int = 0  # this rank was masked
     num_sleeps: int = 0
     num_decode_tokens: int = 0
     num_prefill_tokens: int = 0

@@ -1,8 +1,8 @@
-"""The step contract: what every rank says before a step, and the plan that all of them read out of it.
+"""The step contract: the state that every rank shares before a step, and the plan that all ranks compute from it.
 
-Expert-parallel ranks must make the same collective calls in the same order, or they hang. So nothing that decides
-about a collective is private: each rank contributes one `RankState` row, and the pure function `plan_step` makes the
-same `StepPlan` of the same rows on every rank. Numpy only.
+Expert-parallel ranks must make the same collective calls in the same order, or they hang. So no private state decides
+about a collective: each rank contributes one `RankState` row, and the pure function `plan_step` turns the same rows
+into the same `StepPlan` on every rank. Numpy only.
 """
 
 from collections.abc import Iterable, Sequence
@@ -20,15 +20,15 @@ Int64Array = NDArray[np.int64]
 
 @dataclass(frozen=True)
 class RankState:
-    """One rank's row of the exchange: a fixed number of int64, all known before the tokens of the previous step are.
+    """One rank's row of the exchange: a fixed number of int64, known before the tokens of the previous step.
 
     decode_tokens, prefill_tokens: rows that this rank proposes to run
     held_steps:                    for how many steps in a row its prefill was held back
     has_work:                      1 if requests are waiting or running, even where nothing can run now
-    wants_stop:                    1 if it was told to end
+    wants_stop:                    1 if it was asked to end
     placement_version:             of the expert placement that its weights and tables follow
     regrouped:                     1 in the first exchange of a group; the ranks may then be at different steps
-    masked, wanting_back:          sets of ranks, as bits: those that are out, and those of them that would come back
+    masked, asking_to_rejoin:      sets of ranks, as bits: the masked ones, and those of them that ask to rejoin
     """
 
     epoch: int
@@ -41,7 +41,7 @@ class RankState:
     placement_version: int = 0
     regrouped: int = 0
     masked: int = 0
-    wanting_back: int = 0
+    asking_to_rejoin: int = 0
 
     def to_row(self) -> Int64Array:
         """Returns the state as one row, [num_fields] int64."""
@@ -58,12 +58,12 @@ ROW_LENGTH = len(fields(RankState))
 
 @dataclass(frozen=True)
 class StepSettings:
-    """What `plan_step` must know of the configuration; the same on every rank.
+    """The part of the configuration that `plan_step` needs; the same on every rank.
 
     max_tokens_per_rank: rows that one dispatch carries; a longer step runs in chunks
-    prefill_hold_steps:  for how many steps a prefill may wait for the other ranks' prefills
+    prefill_hold_steps:  how many steps a prefill may wait for prefills of the other ranks
     record_window_steps: a load record is closed every so many steps
-    overlap_from_tokens: a step in which some rank has so many rows overlaps its rounds; None: none does
+    overlap_from_tokens: a step overlaps its rounds from this many rows of one rank on; None = never
     """
 
     max_tokens_per_rank: int
@@ -77,13 +77,13 @@ class StepPlan:
     """What every rank does in this step.
 
     phase:        "idle" (no rows anywhere), "decode", "prefill" or "mixed"
-    max_tokens:   rows of the rank that has most
+    max_tokens:   rows of the rank with the most
     num_chunks:   rounds of dispatch and combine in every MoE layer; ranks with fewer rows run empty ones
-    overlap:      experts of one round compute while rows of others travel; cuts a batch in two rounds at least
+    overlap:      experts of one round compute while rows of others travel; needs two rounds at least
     hold_prefill: only the decode rows of the proposals run
     close_window: the load record ends with this step (and with the engine): all ranks take part in its reduction
-    regrouped:    ranks have left or come back: the load record ends before this step, with the placement it was of
-    take_back:    ranks that all others see waiting outside: the ranks end the load record, regroup with them, and do
+    regrouped:    ranks were masked or have rejoined: the load record ends before this step, with its placement
+    rejoining:    masked ranks that all others see waiting: the ranks end the load record, regroup with them, and do
                   nothing else
     sleep:        nothing to do anywhere: wait for a request or a wake before the next exchange
     stop:         the engine ends, on all ranks, without running a forward
@@ -99,20 +99,20 @@ class StepPlan:
     sleep: bool
     stop: bool
     regrouped: bool = False
-    take_back: tuple[int, ...] = ()
+    rejoining: tuple[int, ...] = ()
 
     @property
     def runs_forward(self) -> bool:
-        return not (self.sleep or self.stop or self.phase == "idle" or self.take_back)
+        return not (self.sleep or self.stop or self.phase == "idle" or self.rejoining)
 
 
 def plan_step(states: Sequence[RankState], settings: StepSettings, ranks: Sequence[int] = ()) -> StepPlan:
     """Returns the plan of one step from the states of all ranks that take part, in rank order.
 
     ranks: whose states they are; none: 0, 1, 2, …
-    Raises PeerError where the ranks are not in the same epoch, group, step or placement: a rank that has lost the
-    thread must not run another collective. In the first step of a group they go on with the highest step: who finished
-    the one that was voided for others keeps it, and its number is not used again.
+    Raises PeerError where the ranks are not in the same epoch, group, step or placement: a rank that is out of step
+    must not run another collective. In the first step of a group they go on with the highest step: a rank that finished
+    a step that was voided for others keeps it, and its number is not used again.
     """
     first = states[0]
     ranks = ranks or range(len(states))
@@ -122,7 +122,7 @@ def plan_step(states: Sequence[RankState], settings: StepSettings, ranks: Sequen
             if getattr(state, name) != getattr(first, name) and not (name == "step" and regrouped):
                 raise PeerError(
                     f"rank {rank} is at {name} {getattr(state, name)} and rank {ranks[0]} at {getattr(first, name)} "
-                    f"(step {first.step}): the ranks have lost step; restart the engine",
+                    f"(step {first.step}): the ranks are out of step; restart the engine",
                     rank=rank,
                     phase="exchange",
                     step=first.step,
@@ -138,8 +138,8 @@ def plan_step(states: Sequence[RankState], settings: StepSettings, ranks: Sequen
     max_tokens = max(rows)
     seen_by_all = -1
     for state in states:
-        seen_by_all &= state.wanting_back
-    take_back = () if stop else ranks_of(seen_by_all & first.masked)
+        seen_by_all &= state.asking_to_rejoin
+    rejoining = () if stop else ranks_of(seen_by_all & first.masked)
     num_chunks = -(-max_tokens // settings.max_tokens_per_rank)
     overlap_from = settings.overlap_from_tokens
     overlap = overlap_from is not None and max_tokens >= overlap_from
@@ -152,11 +152,11 @@ def plan_step(states: Sequence[RankState], settings: StepSettings, ranks: Sequen
         num_chunks=num_chunks,
         overlap=overlap,
         hold_prefill=hold,
-        close_window=(stop or (step + 1) % settings.record_window_steps == 0) and not take_back,
-        sleep=sleep and not take_back,
+        close_window=(stop or (step + 1) % settings.record_window_steps == 0) and not rejoining,
+        sleep=sleep and not rejoining,
         stop=stop,
         regrouped=regrouped,
-        take_back=take_back,
+        rejoining=rejoining,
     )
 
 
@@ -171,7 +171,7 @@ def ranks_of(mask: int) -> tuple[int, ...]:
 
 
 def _hold_prefill(states: Sequence[RankState], settings: StepSettings) -> bool:
-    """Returns whether prefills wait: some rank has none, some rank has decode rows meanwhile, and none waited long."""
+    """Returns whether prefills wait: some ranks have none, some rank has decode rows, and none has waited too long."""
     lonely = 0 < sum(state.prefill_tokens > 0 for state in states) < len(states)
     busy = any(state.decode_tokens for state in states)
     patient = all(state.held_steps < settings.prefill_hold_steps for state in states)

@@ -10,21 +10,21 @@ from torch import Tensor
 from moe_serve.dispatch.base import EpGroup, Pending
 from moe_serve.dispatch.peer_calls import all_reduce
 
-GATHERED_AT_ONCE = 4096  # counts in one call; what buffers of transports have room for
+GATHERED_AT_ONCE = 4096  # counts in one call; transports size their buffers for so many
 
-# Counts [n] int64 of this rank -> [R, n] of all, zeros for one that is out; as AllToAll.exchange_counts.
+# Counts [n] int64 of this rank -> [R, n] of all, zeros for a masked one; as AllToAll.exchange_counts.
 Gather = Callable[[Tensor], Pending[Tensor]]
 
 
 class LoadRecorder:
-    """Counts since the start, and what of them the records so far have reported.
+    """Expert counts since the start, and how much of them is in records so far.
 
-    Exact: every real token counts topk times per layer, nothing else counts. Totals grow, a record is what they have
-    grown by, and a step that is voided takes both back to the last `step_done` and `confirm`.
+    Exact: every real token counts topk times per layer, nothing else counts. A record holds the growth of the totals
+    since the record before. A voided step resets both to the last `step_done` and `confirm`.
     """
 
     def __init__(self, num_layers: int, num_logical: int, group: EpGroup, gather: Gather | None = None):
-        """gather: reduces without ranks that are out; None: a reduction of the process group, which needs all ranks"""
+        """gather: reduces without masked ranks; None: a reduction of the process group, which needs all ranks"""
         self._group = group
         self._gather = gather
         self._on_host = group.device.type == "cpu"
@@ -33,7 +33,7 @@ class LoadRecorder:
         self._counts = torch.zeros(num_layers, num_logical + 1, dtype=torch.int64, device=group.device)
         self._kept = self._counts.clone()
         self._has_rejoined = False
-        # Totals of each rank as of the last record; of this rank only where the process group adds up.
+        # Totals of each rank as of the last record; of this rank alone where the process group reduces.
         self._reported = torch.zeros(
             group.num_ranks if gather else 1, num_layers * num_logical, dtype=torch.int64, device=group.device
         )
@@ -52,40 +52,39 @@ class LoadRecorder:
             self._counts[layer_row, 1:] += counts
 
     def _add_up(self) -> None:
-        """Adds what layers have left to be added: once a step, since between two layers a small sum costs as much as
-        the sums of all."""
+        """Adds the counts of all layers at once: one sum costs as much as each of many small ones."""
         if self._new_counts:
             layer_rows = torch.tensor([layer_row for layer_row, _ in self._new_counts])
             self._counts[:, 1:].index_add_(0, layer_rows, torch.stack([counts for _, counts in self._new_counts]))
             self._new_counts.clear()
 
     def step_done(self) -> None:
-        """Keeps what was counted since the last call: its step is done."""
+        """Keeps the counts since the last call: their step is done."""
         self._add_up()
         self._kept.copy_(self._counts)
 
     def void_step(self) -> None:
-        """Forgets what was counted since the last `step_done`, and records since the last `confirm`."""
+        """Drops the counts since the last `step_done`, and the records since the last `confirm`."""
         self._new_counts.clear()
         self._counts.copy_(self._kept)
         self._reported, self._has_rejoined = self._confirmed
 
     def confirm(self) -> None:
-        """Says that all ranks have the records taken so far: what is in them will be in no other."""
+        """Makes the records taken so far final: all ranks have them."""
         self._confirmed = (self._reported, self._has_rejoined)
 
     def rejoin(self) -> None:
-        """Says that this rank was masked and takes part again: the others' records hold what they counted meanwhile."""
+        """Prepares a masked rank to take part again: the other ranks have recorded their own counts meanwhile."""
         self._has_rejoined = True
         self.confirm()
 
     def take(self, begins_anew: bool = True) -> NDArray[np.int64]:
         """Returns the load of all ranks since the last take, [L, E] int64. All ranks call it together.
 
-        begins_anew: what this rank has reported is in this record; False where it has none and others close theirs
+        begins_anew: this rank closes a record; False where it only takes part, since its own has just begun
 
-        What a rank counted before it was lost and had not reported is in no record; what a late rank counted before it
-        was masked is in the first record after it rejoins.
+        Counts that a lost rank had not yet reported are in no record. Counts of a late rank from before it was masked
+        are in the first record after it rejoins.
         """
         self._add_up()
         own = self._counts[:, 1:].reshape(-1)
@@ -97,7 +96,7 @@ class LoadRecorder:
         else:
             starts = range(0, own.shape[0], GATHERED_AT_ONCE)
             parts = [self._gather(own[start : start + GATHERED_AT_ONCE]).wait() for start in starts]
-            # The zeros of a masked rank are not its total.
+            # A masked rank's zeros are not its total.
             totals = torch.maximum(torch.cat(parts, dim=1), self._reported)
             if self._has_rejoined:
                 own_reported = self._reported[self._group.rank].clone()

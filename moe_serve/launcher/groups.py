@@ -49,7 +49,7 @@ class Groups:
 
     ep:       carries token rows (gloo on CPU, NCCL on GPU); a collective that takes longer than the step deadline fails
     control:  gloo, for the exchange before each step and for small host tensors
-    patient:  gloo, with the deadline of the start: ranks read their weights at their own pace
+    patient:  gloo, with the longer deadline of the start, since ranks differ in how long they read weights
     one_host: whether all ranks share one machine and its shared memory
     """
 
@@ -66,9 +66,9 @@ class Groups:
 
 
 def join_groups(env: RankEnv, config: ServeConfig) -> Groups:
-    """Returns this rank's groups; blocks until all ranks have come.
+    """Returns this rank's groups; blocks until all ranks have joined.
 
-    Raises LaunchError when they do not come within server.attach_deadline_s, or the device is missing.
+    Raises LaunchError when they do not join within server.attach_deadline_s, or the device is missing.
     """
     device = _device(env, config)
     if env.num_local_ranks < env.num_ranks and "GLOO_SOCKET_IFNAME" not in os.environ:
@@ -152,7 +152,7 @@ def _device(env: RankEnv, config: ServeConfig) -> torch.device:
 
 
 def _host_mark() -> bytes:
-    """Returns bytes that are equal for two processes exactly if they share a kernel, its processes and /dev/shm."""
+    """Returns bytes that are equal for two processes exactly if they share a kernel, a pid namespace and /dev/shm."""
     facts = []
     with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as boot_id:
         facts.append(boot_id.read().strip())

@@ -4,7 +4,7 @@
     mpirun -n 2 python -m moe_serve.launcher.serve --config configs/demo-cpu.yaml
 
 A front end (`moe-serve frontend`, started for you by `moe-serve serve`) must listen at server.worker_host:worker_port.
-Exits with 0 when told to end, 1 when the epoch was lost (a peer or the front end is gone, a step failed), 2 for a
+Exits with 0 when asked to end, 1 when the epoch was lost (a peer or the front end is gone, a step failed), 2 for a
 setting to correct.
 """
 
@@ -41,7 +41,7 @@ def serve(
         list[str] | None, typer.Option("--set", metavar="section.key=value", help="override one setting; repeatable")
     ] = None,
 ) -> None:
-    """Runs one rank of a serving engine until it is told to end."""
+    """Runs one rank of a serving engine until it is asked to end."""
     try:
         settings = load_config(config, overrides or ())
         env = read_rank_env()
@@ -59,7 +59,7 @@ def serve(
 
 
 def run_worker(config: ServeConfig, env: RankEnv) -> int:
-    """Returns the exit code of one rank's life: join, load, serve, end."""
+    """Joins the other ranks, loads the model and serves; returns the exit code."""
     limit_threads(config, env)
     server = config.server
     mailbox = ZmqMailbox(f"tcp://{server.worker_host}:{server.worker_port}", _own_address(server.worker_host))
@@ -100,7 +100,7 @@ def run_worker(config: ServeConfig, env: RankEnv) -> int:
 
 
 def limit_threads(config: ServeConfig, env: RankEnv) -> int:
-    """Returns the CPU threads of this rank and tells OpenMP, which reads it when torch is imported.
+    """Returns the CPU threads of this rank, and sets them for OpenMP, which reads them when torch is imported.
 
     Two ranks with two threads each on two cores run a hundred times slower than with one each.
     """
@@ -152,7 +152,7 @@ def _build_engine(config: ServeConfig, groups: "Groups", mailbox: ZmqMailbox, re
 
 
 def _end_on_signals(engine: "Engine") -> None:
-    """Lets SIGINT and SIGTERM end the engine at the next step, on all ranks together; a second one ends it at once."""
+    """Makes SIGINT and SIGTERM end all ranks at the next step; a second signal ends this rank at once."""
 
     def ask(signum: int, frame: FrameType | None) -> None:
         if engine.stopping:
@@ -164,9 +164,9 @@ def _end_on_signals(engine: "Engine") -> None:
 
 
 def _dead_peer(engine: "Engine | None") -> int:
-    """Returns the rank whose death explains a lost connection, -1 where it cannot be told."""
+    """Returns the rank whose death explains a lost connection, -1 = unknown."""
     if engine is not None:
-        for _ in range(20):  # the connection breaks a moment before the process is gone
+        for _ in range(20):  # a connection breaks a moment before its process is gone
             dead = engine.exchange.dead_peers()
             if dead:
                 return dead[0]
@@ -175,7 +175,7 @@ def _dead_peer(engine: "Engine | None") -> int:
 
 
 def loss_message(lost_rank: int, step: int | None, error: LostConnectionError) -> str:
-    """Returns what to tell of a rank that went away while this one waited for it. step: None while the ranks start"""
+    """Returns the report about a lost rank. lost_rank: -1 = unknown. step: None while the ranks start"""
     who = f"rank {lost_rank}" if lost_rank >= 0 else "a rank"
     when = "while the ranks started" if step is None else f"in the middle of step {step}"
     return f"{who} went away {when} ({error.reason}); look at its last lines, and start the ranks again"

@@ -164,7 +164,7 @@ class WorkerTable:
         gone: list[RankView] = []
         back: list[RankView] = []
         speaker = self._ranks[message.rank]
-        if speaker.times_masked < message.times_left_out:
+        if speaker.times_masked < message.times_masked:
             gone.append(speaker)
             back.append(speaker)
         if message.group_epoch > self.group_epoch:

@@ -1,7 +1,7 @@
 """Real engines on forked ranks, one of which dies or stops at a chosen moment; a front end's part is played by files.
 
 No process outlives its rank's death here as in tests/ranks.py: a dead rank is what is wanted. Every rank writes the
-tokens it sends into a file of its own; when the group leaves a rank out, the first of the others submits that rank's
+tokens it sends into a file of its own; when the group masks a rank, the first of the others submits that rank's
 requests again, with the output in the files.
 """
 
@@ -47,12 +47,12 @@ class Fault:
 
 @dataclass
 class Outcome:
-    """What one rank saw to its end. rows: computed by its finished steps. ended: dead ranks, as told for each group"""
+    """What one rank saw until its end. rows: computed by its finished steps. ended: the dead ranks of each group"""
 
     groups: list[list[int]] = field(default_factory=list)
     ended: list[list[int]] = field(default_factory=list)
     counters: dict[str, int] = field(default_factory=dict)
-    told_of_victim: list[int] = field(default_factory=list)
+    reported_by_victim: list[int] = field(default_factory=list)
     rows: int = 0
     step: int = 0
     topk: int = 0
@@ -129,7 +129,7 @@ class FileMailbox(QueueMailbox):
 
     def poll(self, timeout_s: float) -> list[Inbound]:
         if self._is_stopped and self._fault is not None:
-            # Again and again: on a busy machine it may have been left out before it stopped.
+            # Repeatedly: on a busy machine it may have been masked before it stopped.
             os.kill(int((self._folder / f"pid{self._fault.victim}").read_text()), signal.SIGCONT)
         arrived = super().poll(timeout_s)
         return [Shutdown()] if timeout_s > 0 and not arrived and self._all_done() else arrived
@@ -195,10 +195,10 @@ def strike(engine: Engine, fault: Fault) -> None:
 
         def signal_one_and_end(call: int) -> None:
             if here():
-                everybody = transport._peers.others
-                transport._peers.others = everybody[:1]  # the hardest case: some have the flag, some have not
+                others = transport._peers.others
+                transport._peers.others = others[:1]  # the hardest case: some have the flag, some have not
                 signal_all(call)
-                transport._peers.others = everybody
+                transport._peers.others = others
                 end()
             signal_all(call)
 
@@ -233,8 +233,8 @@ def run_engine(
     outcome.rows = engine.counters.num_decode_tokens + engine.counters.num_prefill_tokens
     outcome.step = engine.step
     if fault is not None:
-        told = engine.served.recorder._reported[fault.victim]
-        outcome.told_of_victim = told.view(len(engine.served.spec.moe_layer_ids), -1).sum(1).tolist()
+        reported = engine.served.recorder._reported[fault.victim]
+        outcome.reported_by_victim = reported.view(len(engine.served.spec.moe_layer_ids), -1).sum(1).tolist()
     outcome.waited_s = engine.served.waited_s
     return outcome
 

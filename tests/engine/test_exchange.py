@@ -1,4 +1,4 @@
-"""Both exchanges keep one contract: everybody's rows, in rank order, however fast or slow a rank is."""
+"""Both exchanges keep one contract: the rows of all ranks, in rank order, however fast or slow a rank is."""
 
 import os
 import signal

@@ -1,4 +1,4 @@
-"""An idle system sleeps: it is counted what its ranks do between heartbeats, and who wakes whom. No time is judged."""
+"""An idle system sleeps: the tests count what its ranks do between heartbeats, and never judge a time."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -25,7 +25,7 @@ AN_HOUR_S = 3600.0  # a rank that only its heartbeat wakes never answers in a te
 
 @dataclass(frozen=True)
 class Idle:
-    """What one rank has done. naps: polls in which it was ready to wait"""
+    """What one rank has done. naps: polls that were allowed to wait"""
 
     steps: int
     sleeps: int
@@ -111,7 +111,7 @@ def test_a_heartbeat_of_an_idle_system_is_one_exchange_and_no_forward(tmp_path: 
         assert did.sleeps >= NUM_HEARTBEATS
         assert did.forwards == 0
         assert did.steps <= did.sleeps + 1, "one exchange for each sleep, and one to stop"
-        # A sleep ends by its heartbeat or by a peer's wake; a wake that comes behind the peer's exchange is one more.
+        # A sleep ends at its heartbeat or by a peer's wake; a late wake, for an exchange that is over, costs one more.
         assert did.naps <= 2 * did.sleeps + 2, "a sleeping rank waits in one call and does not poll"
 
 

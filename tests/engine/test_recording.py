@@ -60,7 +60,7 @@ def test_a_full_disk_ends_the_trace_and_not_the_serving(tmp_path: Path, monkeypa
     monkeypatch.setattr(JsonlWriter, "add", full)
     writer.add(record(1))
     writer.add(record(2))
-    assert len(calls) == 1, "nothing may follow a line that may be cut off"
+    assert len(calls) == 1, "nothing may follow a line that may be incomplete"
     assert len(list(read_trace(path))) == 1
 
 
@@ -85,9 +85,9 @@ def test_a_restart_goes_on_with_the_trace_and_does_not_overwrite_it(tmp_path: Pa
 @pytest.mark.parametrize(
     ("content", "reason"),
     [
-        (b"not a trace", "is there and is not a .jsonl load trace that can be continued"),
-        (b'{"some": "json"}\n', "is there and is not a .jsonl load trace that can be continued"),
-        (b"PK\x03\x04 an npz file\n\x00", "is there and is not a .jsonl load trace that can be continued"),
+        (b"not a trace", "exists and is not a .jsonl load trace that can be continued"),
+        (b'{"some": "json"}\n', "exists and is not a .jsonl load trace that can be continued"),
+        (b"PK\x03\x04 an npz file\n\x00", "exists and is not a .jsonl load trace that can be continued"),
         (
             b'{"format":"moe_serve.trace","num_logical":8,"moe_layer_ids":[1,2],"topk":2,"model_id":"m"}\n',
             r"the load of m \(2 MoE layers from 1 to 2, 8 experts, topk 2\), and this server runs m \(.*4 experts",
@@ -111,7 +111,7 @@ def test_a_file_that_is_no_trace_of_this_model_is_refused_and_stays_as_it_is(
 def test_a_rank_refuses_such_a_file_before_it_serves(tmp_path: Path) -> None:
     path = tmp_path / "load.jsonl"
     path.write_text("my notes")
-    with pytest.raises(RankFailure, match="is there and is not a"):
+    with pytest.raises(RankFailure, match="exists and is not a"):
         serve(1, [], [f"eplb.record_path={path}"])
     assert path.read_text() == "my notes"
 

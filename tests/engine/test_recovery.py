@@ -51,15 +51,15 @@ def tokens_without_fault(model: Path) -> dict[str, list[int]]:
 
 
 def check_trace(trace: Sequence[LoadRecord], outcomes: dict[int, Outcome], victim: int) -> None:
-    """Every row that was computed is in it, top-k times in each layer, whoever wrote it and whatever was voided."""
+    """Every computed row is in the trace, topk times in each layer, whichever rank wrote it and whatever was voided."""
     first = outcomes[min(outcomes)]
-    # What a lost rank had told before; one that came back has told all of its own.
-    told = [0] * 3 if victim in outcomes else first.told_of_victim
-    assert len(set(told)) == 1, "the lost rank counted in all layers or in none"
-    assert told[0] % first.topk == 0
+    # What a lost rank had reported before; one that rejoined has reported all its counts.
+    reported = [0] * 3 if victim in outcomes else first.reported_by_victim
+    assert len(set(reported)) == 1, "the lost rank counted in all layers or in none"
+    assert reported[0] % first.topk == 0
     load = sum(record.tokens.sum(axis=1) for record in trace)
     rows = sum(outcome.rows for outcome in outcomes.values())
-    assert (load - told).tolist() == [first.topk * rows] * len(told)
+    assert (load - reported).tolist() == [first.topk * rows] * len(reported)
     assert sum(record.num_steps for record in trace) == first.step
     ends = [record.first_step + record.num_steps for record in trace]
     assert [record.first_step for record in trace] == [0, *ends[:-1]]
@@ -104,24 +104,24 @@ def test_a_rank_may_be_lost_between_rounds_that_overlap(model: Path, phase: str,
     ("victim", "phase", "step"),
     [(1, "combine receive", 4), (2, "exchange", 6), (0, "window", 7)],
 )
-def test_a_rank_that_stops_is_left_out_and_taken_back(model: Path, victim: int, phase: str, step: int) -> None:
+def test_a_rank_that_stops_is_masked_and_rejoins(model: Path, victim: int, phase: str, step: int) -> None:
     fault = Fault(victim, phase, step, sign=signal.SIGSTOP)
     outcomes, tokens, trace = serve_and_lose(NUM_RANKS, requests(), settings_of(model, 1.5), fault)
     right = tokens_without_fault(model)
-    assert tokens == right | {"extra": right["0"]}, "it serves again when it is back"
-    everybody = list(range(NUM_RANKS))
-    assert sorted(outcomes) == everybody
-    survivors = [rank for rank in everybody if rank != victim]
+    assert tokens == right | {"extra": right["0"]}, "it serves again once it has rejoined"
+    all_ranks = list(range(NUM_RANKS))
+    assert sorted(outcomes) == all_ranks
+    survivors = [rank for rank in all_ranks if rank != victim]
     for rank, outcome in outcomes.items():
         assert outcome.error == ""
-        assert outcome.groups == ([everybody] if rank == victim else [survivors, everybody])
+        assert outcome.groups == ([all_ranks] if rank == victim else [survivors, all_ranks])
         assert not any(outcome.ended), "late is not ended"
         assert outcome.counters["num_times_left_out"] == int(rank == victim)
         assert outcome.step == outcomes[0].step
     check_trace(trace, outcomes, victim)
 
 
-def test_a_rank_with_the_only_copy_of_an_expert_cannot_be_spared(model: Path) -> None:
+def test_a_rank_with_the_only_replica_of_an_expert_cannot_be_spared(model: Path) -> None:
     overrides = [*settings_of(model, 20), "eplb.num_redundant_experts=0"]
     outcomes, _, _ = serve_and_lose(NUM_RANKS, requests(), overrides, Fault(1, "dispatch receive", 4))
     assert sorted(outcomes) == [0, 2]

@@ -72,7 +72,7 @@ def test_a_lone_prefill_waits_for_company_but_not_for_long() -> None:
     assert not plan_step([decoding, replace(prefilling, held_steps=3)], SETTINGS).hold_prefill
     both = replace(decoding, prefill_tokens=5)
     assert not plan_step([both, prefilling], SETTINGS).hold_prefill
-    assert not plan_step([RankState(0, 3), prefilling], SETTINGS).hold_prefill, "nobody decodes: waiting wins nothing"
+    assert not plan_step([RankState(0, 3), prefilling], SETTINGS).hold_prefill, "no rank decodes: waiting gains nothing"
 
 
 @pytest.mark.parametrize("field", ["epoch", "step", "placement_version"])
@@ -100,15 +100,17 @@ def test_a_new_group_goes_on_with_the_highest_step_and_only_then_may_steps_diffe
         plan_step([behind, replace(ahead, masked=0b110)], SETTINGS, ranks=[0, 2])
 
 
-def test_a_rank_is_taken_back_when_all_see_it_waiting_and_nothing_else_happens_then() -> None:
-    state = RankState(0, 9, masked=0b1010, wanting_back=0b1010, decode_tokens=3, has_work=1)
-    plan = plan_step([state, replace(state, wanting_back=0b1000)], SETTINGS, ranks=[0, 2])
-    assert plan.take_back == (3,)
+def test_a_rank_rejoins_when_all_see_it_waiting_and_nothing_else_happens_in_that_step() -> None:
+    state = RankState(0, 9, masked=0b1010, asking_to_rejoin=0b1010, decode_tokens=3, has_work=1)
+    plan = plan_step([state, replace(state, asking_to_rejoin=0b1000)], SETTINGS, ranks=[0, 2])
+    assert plan.rejoining == (3,)
     assert not any([plan.runs_forward, plan.close_window, plan.sleep, plan.stop])
-    assert plan_step([state, replace(state, wanting_back=0)], SETTINGS, ranks=[0, 2]).runs_forward
-    assert plan_step([state, replace(state, wants_stop=1)], SETTINGS, ranks=[0, 2]).take_back == ()
+    assert plan_step([state, replace(state, asking_to_rejoin=0)], SETTINGS, ranks=[0, 2]).runs_forward
+    assert plan_step([state, replace(state, wants_stop=1)], SETTINGS, ranks=[0, 2]).rejoining == ()
     idle = replace(state, decode_tokens=0, has_work=0)
-    assert not plan_step([idle, idle], SETTINGS, ranks=[0, 2]).sleep, "who comes back is not waited for asleep"
+    assert not plan_step([idle, idle], SETTINGS, ranks=[0, 2]).sleep, (
+        "the ranks do not sleep in a step in which one rejoins"
+    )
 
 
 @given(st.sets(st.integers(0, 61)))

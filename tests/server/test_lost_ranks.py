@@ -97,7 +97,7 @@ async def test_a_late_rank_is_not_heard_until_it_is_back_and_then_gets_requests_
             late.say(Tokens(1, 0, [TokenEvent(request.request_id, 0, request.num_output, [999])]))
         await until(lambda: {request.request_id for request in moved} <= set(late.aborted))
         await all_right(served, changes, requests)
-        say_group(served, 2, [0, 1, 2], "rank 1 came back")
+        say_group(served, 2, [0, 1, 2], "rank 1 rejoined")
         await until(lambda: served.bridge.workers.masked == {})
         assert {served.bridge.submit([spec()], Changes())[0].rank for _ in range(9)} == {0, 1, 2}
 
@@ -109,7 +109,7 @@ async def test_a_rank_that_was_out_for_a_moment_only_has_dropped_its_requests_al
         requests = await open_on_each(served, changes)
         # Its own word is here before the others' word of the group in between.
         served.workers[1].running.clear()
-        served.workers[1].say(Members(1, 0, 2, [0, 1, 2], "rank 1 came back", times_left_out=1))
+        served.workers[1].say(Members(1, 0, 2, [0, 1, 2], "rank 1 rejoined", times_masked=1))
         await until(lambda: sum(request.attempt for request in requests) == 2)
         assert served.bridge.workers.masked == {}
         say_group(served, 1, [0, 2])
@@ -146,7 +146,7 @@ async def test_a_request_whose_ranks_are_only_late_goes_on_however_often():
             late = request.rank
             say_group(served, 2 * turn + 1, [rank for rank in range(3) if rank != late], f"rank {late} did not arrive")
             await until(lambda turn=turn: request.attempt == turn + 1)
-            say_group(served, 2 * turn + 2, [0, 1, 2], f"rank {late} came back")
+            say_group(served, 2 * turn + 2, [0, 1, 2], f"rank {late} rejoined")
             await until(lambda: served.bridge.workers.masked == {})
         await all_right(served, changes, [request])
         assert served.bridge.counters["num_moved"] == MAX_LOSSES + 3

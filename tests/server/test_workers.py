@@ -111,7 +111,7 @@ def test_the_newest_group_holds_and_a_suspicion_is_the_better_reason():
     assert table.masked == {1: "rank 1 was killed"}
     assert table.regroup(Members(2, 0, 2, [0, 2], "rank 0 voided the step")) == Regrouped([], [], ended=[])
     assert table.regroup(Members(2, 0, 1, [1, 2], "old news")) == Regrouped([], [], ended=[])
-    assert table.regroup(Members(0, 0, 3, [0, 1, 2], "rank 1 came back")) == Regrouped([], [1], ended=[])
+    assert table.regroup(Members(0, 0, 3, [0, 1, 2], "rank 1 rejoined")) == Regrouped([], [1], ended=[])
     assert table.masked == {}
     assert all(view.serves for view in table)
 
