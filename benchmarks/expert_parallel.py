@@ -99,8 +99,8 @@ def _rank(
     from moe_serve.dispatch.base import EpGroup
     from moe_serve.engine import build
     from moe_serve.engine.exchange import make_exchange
-    from moe_serve.engine.mailbox import QueueMailbox
     from moe_serve.engine.messages import Submit
+    from tests.engine.queue_mailbox import QueueMailbox
 
     torch.set_num_threads(num_threads)
     dist.init_process_group("gloo", store=dist.FileStore(store, num_ranks), rank=rank, world_size=num_ranks)

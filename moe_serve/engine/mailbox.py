@@ -1,12 +1,11 @@
 """The messages of one rank: requests from the front end, wakes from its peers, events back. Never blocks a step.
 
-Two implementations: `ZmqMailbox` (the live system) and `QueueMailbox` (one process, for tests and offline runs).
-Both are driven by one thread, the engine's. Torch-free.
+`ZmqMailbox` is that of the live system; tests and benchmarks bring one without sockets. One thread drives a mailbox,
+the engine's. Torch-free.
 """
 
 import contextlib
 import time
-from collections import deque
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -17,8 +16,6 @@ from moe_serve.engine.messages import (
     MAX_MESSAGE_BYTES,
     Alive,
     Message,
-    Shutdown,
-    Submit,
     ToRank,
     Wake,
     decode_to_rank,
@@ -145,40 +142,3 @@ class ZmqMailbox:
         for socket in (self._front_end, self._wakes, *self._peers):
             socket.close()
         self._context.term()
-
-
-class QueueMailbox:
-    """A mailbox without sockets: `put` adds a request, `sent` holds the events.
-
-    Wakes reach no peer, so sleeping ranks wake up at their heartbeats. With `end_when_idle` a rank asks for the end of
-    the engine as soon as its queue is empty and it would wait.
-    """
-
-    def __init__(self, requests: Sequence[Submit] = (), end_when_idle: bool = True):
-        self._inbox: deque[Inbound] = deque(requests)
-        self._end_when_idle = end_when_idle
-        self.sent: list[Message] = []
-
-    def put(self, message: Inbound) -> None:
-        self._inbox.append(message)
-
-    def poll(self, timeout_s: float) -> list[Inbound]:
-        arrived = list(self._inbox)
-        self._inbox.clear()
-        if not arrived and timeout_s > 0:
-            if self._end_when_idle:
-                return [Shutdown()]
-            time.sleep(min(timeout_s, 0.001))
-        return arrived
-
-    def send(self, message: Message) -> None:
-        self.sent.append(message)
-
-    def wake_peers(self, wake: Wake) -> None:
-        pass
-
-    def front_end_silent_s(self) -> float:
-        return 0.0
-
-    def close(self) -> None:
-        pass

@@ -60,10 +60,6 @@ class Groups:
     patient: dist.ProcessGroup
     one_host: bool
 
-    @property
-    def dp_rank(self) -> int:
-        return self.mesh.dp_rank(self.env.rank)
-
 
 def join_groups(env: RankEnv, config: ServeConfig) -> Groups:
     """Returns this rank's groups; blocks until all ranks have joined.

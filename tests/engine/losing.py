@@ -22,13 +22,14 @@ from moe_serve.dispatch.base import EpGroup
 from moe_serve.engine.build import build_engine
 from moe_serve.engine.engine import Engine
 from moe_serve.engine.exchange import ShmExchange, make_exchange
-from moe_serve.engine.mailbox import Inbound, QueueMailbox
+from moe_serve.engine.mailbox import Inbound
 from moe_serve.engine.messages import Members, Message, Shutdown, Submit, Tokens
 from moe_serve.engine.step import StepPlan
 from moe_serve.eplb import read_trace
 from moe_serve.eplb.load import LoadRecord
 from moe_serve.errors import PeerError
 from tests.dispatch.shm import faults
+from tests.engine.queue_mailbox import QueueMailbox
 
 CHANNELS = {"counts": "_counts", "dispatch": "_rows", "combine": "_results"}
 

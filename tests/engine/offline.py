@@ -18,10 +18,11 @@ from moe_serve.engine import engine as engine_module
 from moe_serve.engine.build import build_engine
 from moe_serve.engine.engine import Engine
 from moe_serve.engine.exchange import make_exchange
-from moe_serve.engine.mailbox import Inbound, QueueMailbox
+from moe_serve.engine.mailbox import Inbound
 from moe_serve.engine.messages import Shutdown, Submit, Tokens
 from moe_serve.engine.sampler import sample
 from moe_serve.eplb.load import LoadRecord
+from tests.engine.queue_mailbox import QueueMailbox
 from tests.ep.received import count_received
 from tests.ranks import run_ranks
 
