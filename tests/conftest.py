@@ -17,7 +17,7 @@ if "torch" in sys.modules:
     sys.modules["torch"].set_num_threads(1)
 
 PR_SET_CHILD_SUBREAPER = 36
-LEAVE_S = 5.0  # how long processes that are on their way out may take
+LEAVE_S = 30.0  # a hang guard: processes that are on their way out may take this long
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:

