@@ -24,10 +24,10 @@ from tests.engine.offline import (
     tiny_model,
 )
 
-SIZES = {"small": (40, 12), "large": (200, 64)}  # prompts, tokens of each
+SIZES = {"small": (40, 20), "large": (200, 64)}  # prompts, tokens of each
 INVARIANT = ["engine.numerics=batch_invariant", "engine.max_running_requests=64"]
 PLAIN = [*INVARIANT, "cache.prefix_cache=false"]
-GREEDY = SamplingParams(max_new_tokens=8, temperature=0, ignore_eos=True)
+GREEDY = SamplingParams(max_new_tokens=12, temperature=0, ignore_eos=True)
 
 # name -> (ranks, overrides, stagger). These three together cover everything, on every model.
 WAYS: dict[str, tuple[int, list[str], int | None]] = {
@@ -211,7 +211,7 @@ def test_counted_load_is_exactly_the_tokens_that_ran() -> None:
     assert (load.sum(axis=1) == num_tokens * spec.topk).all()
 
 
-SAMPLED = SamplingParams(max_new_tokens=12, temperature=0.9, top_k=50, top_p=0.95, ignore_eos=True)
+SAMPLED = SamplingParams(max_new_tokens=20, temperature=0.9, top_k=50, top_p=0.95, ignore_eos=True)
 
 
 def test_sampled_tokens_depend_on_the_seed_alone() -> None:

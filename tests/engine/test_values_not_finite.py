@@ -16,7 +16,7 @@ from tests.engine.offline import Prepare, Served, prompts_with_shared_beginnings
 
 VICTIM = "0"
 VICTIM_TOKEN = 2047  # in the prompt of the victim only
-GREEDY = SamplingParams(max_new_tokens=8, temperature=0, ignore_eos=True)
+GREEDY = SamplingParams(max_new_tokens=12, temperature=0, ignore_eos=True)
 INVARIANT = ["engine.numerics=batch_invariant"]
 
 
