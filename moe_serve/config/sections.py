@@ -84,6 +84,9 @@ class DispatchConfig(Section):
 class EplbConfig(Section):
     """The placement of experts, and how the tokens of a replicated expert are split over its replicas."""
 
+    # off: experts stay where they start and their load is not recorded; static: they stay, and it is; dynamic: the
+    # balancer moves them while the server serves, when it expects the move to pay
+    mode: Literal["off", "static", "dynamic"] = "static"
     init_expert_location: str = "trivial"  # or a placement file: ours or SGLang's, .json or .pt
     num_redundant_experts: NonNegativeInt = 0  # extra slots per layer; the total is rounded up to a multiple of ranks
     # How replicas share a batch. nearest: prefer the own rank, then the own node; exact: minimise the largest rank load

@@ -61,6 +61,29 @@ class Shutdown(Message, tag="shutdown", frozen=True):
     """End the engine, all ranks together, at the next step."""
 
 
+class RecordCommand(Message, tag="record", frozen=True):
+    """Start, stop or dump the recorder of expert load; the lowest rank that takes part answers with `Answer`.
+
+    command: one of engine.step.RECORD_COMMANDS
+    """
+
+    call_id: int
+    command: str
+
+
+class Rebalance(Message, tag="rebalance", frozen=True):
+    """Plan now, without waiting for the next window; answered as RecordCommand."""
+
+    call_id: int
+
+
+class SetPlacement(Message, tag="set_placement", frozen=True):
+    """Move experts to these slots: [layers][slots], -1 = empty. Answered as RecordCommand; a refusal says why."""
+
+    call_id: int
+    physical_to_logical: list[list[int]]
+
+
 # --- rank -> front end
 # -------------------------------------------------------------------------------------------------
 
@@ -166,6 +189,65 @@ class Members(Message, tag="members", frozen=True):
     ended: list[int] = []
 
 
+class Answer(Message, tag="answer", frozen=True):
+    """The answer to a command of the front end. text: what was done, or why not;  facts: such as names of files"""
+
+    rank: int
+    epoch: int
+    call_id: int
+    ok: bool
+    text: str
+    facts: dict[str, Any] = {}
+
+
+class WindowReport(msgspec.Struct, frozen=True, array_like=True):
+    """The load of a closed window. balancedness: mean / max of rank load, of each layer"""
+
+    first_step: int
+    num_steps: int
+    phase: str
+    step_time_s: float
+    balancedness: list[float]
+    rank_load: list[list[float]]  # [layers][ranks] tokens, under the split in use, evenly shared
+    tokens: list[list[int]]  # [layers][experts]
+
+
+class DecisionReport(msgspec.Struct, frozen=True, array_like=True):
+    """What the balancer decided, and why. at_s: seconds since the epoch (wall clock);  kind: see rebalance/events.py"""
+
+    at_s: float
+    step: int
+    kind: str
+    reason: str
+    num_layers: int
+    gain_s: float  # predicted, over the horizon
+    cost_s: float  # predicted
+
+
+class BalanceReport(Message, tag="balance", frozen=True):
+    """Where experts are and what the balancer does: sent by the lowest rank that takes part, at every change.
+
+    state:     "watching", "planning", "moving", or "off"
+    alarm:     why the balancer has switched itself off; "" = it has not
+    window:    the newest closed window, in the report that follows its end only
+    decisions: those since the last report, oldest first
+    totals:    running totals by name: see engine/balancer.py
+    placement: [layers][slots] logical experts, in the report that follows a change only
+    """
+
+    rank: int
+    epoch: int
+    step: int
+    mode: str
+    state: str
+    placement_version: int
+    totals: dict[str, float]
+    alarm: str = ""
+    window: WindowReport | None = None
+    decisions: list[DecisionReport] = []
+    placement: list[list[int]] | None = None
+
+
 class Fatal(Message, tag="fatal", frozen=True):
     """This rank ends its epoch. lost_rank: the rank that caused it, -1 = unknown; its own for a fault of its own"""
 
@@ -193,8 +275,8 @@ class Wake(Message, tag="wake", frozen=True):
     step: int
 
 
-ToRank = Submit | Abort | Alive | Shutdown
-ToFrontEnd = Hello | Progress | Ready | Tokens | Status | Members | Fatal | Goodbye
+ToRank = Submit | Abort | Alive | Shutdown | RecordCommand | Rebalance | SetPlacement
+ToFrontEnd = Hello | Progress | Ready | Tokens | Status | Members | Answer | BalanceReport | Fatal | Goodbye
 
 _encoder = msgspec.msgpack.Encoder()
 _to_rank = msgspec.msgpack.Decoder(ToRank)

@@ -16,6 +16,13 @@ from moe_serve.ep.break_even import num_rounds
 from moe_serve.errors import PeerError
 
 Int64Array = NDArray[np.int64]
+PHASES = ("decode", "prefill", "mixed")  # of a step with rows
+MOVE_FAULTS = (
+    "an expert arrived with a wrong checksum",
+    "the experts did not arrive in time",
+    "it cannot read or write the experts of this round",
+)
+RECORD_COMMANDS = ("start", "stop", "dump")  # of the recorder that clients control
 
 
 @dataclass(frozen=True)
@@ -29,6 +36,13 @@ class RankState:
     placement_version:             of the expert placement that its weights and tables follow
     regrouped:                     1 in the first exchange of a group; the ranks may then be at different steps
     masked, asking_to_rejoin:      sets of ranks, as bits: the masked ones, and those of them that ask to rejoin
+    message_words:                 int64 words of the message that it has for all ranks; 0 = none
+    needs_placement:               1 if it has rejoined, and must be told where experts are
+    staged:                        version of the round whose experts it has staged and checked; 0 = none
+    fault, fault_layer:            why it gives up the running round, as 1 + index into MOVE_FAULTS, 0 = it does not;
+                                   and the row of the layer where
+    record_command:                what the client of the load recorder asks for, as 1 + index into RECORD_COMMANDS
+    even_phases:                   phases in which the exact split does not pay, as bits in the order of PHASES
     """
 
     epoch: int
@@ -42,6 +56,13 @@ class RankState:
     regrouped: int = 0
     masked: int = 0
     asking_to_rejoin: int = 0
+    message_words: int = 0
+    needs_placement: int = 0
+    staged: int = 0
+    fault: int = 0
+    fault_layer: int = 0
+    record_command: int = 0
+    even_phases: int = 0
 
     def to_row(self) -> Int64Array:
         """Returns the state as one row, [num_fields] int64."""
@@ -73,6 +94,39 @@ class StepSettings:
 
 
 @dataclass(frozen=True)
+class Broadcast:
+    """A message that one rank sends to all in this step, before the forward. words: int64 words that it has"""
+
+    source: int
+    words: int
+
+
+@dataclass(frozen=True)
+class MoveCancelled:
+    """Why the running round ends without effect. layer: row of the placement"""
+
+    rank: int
+    reason: str
+    layer: int
+
+
+@dataclass(frozen=True)
+class MovePlan:
+    """What happens to experts in a step.
+
+    activate:       version of the round that all ranks have staged: its experts serve from this step on; 0 = none
+    cancel:         the running round ends without effect
+    placement_from: the rank that tells all where experts are, since one has rejoined; None = nobody has to
+    message:        what one rank tells all, such as the next round
+    """
+
+    activate: int = 0
+    cancel: MoveCancelled | None = None
+    placement_from: int | None = None
+    message: Broadcast | None = None
+
+
+@dataclass(frozen=True)
 class StepPlan:
     """What every rank does in this step.
 
@@ -87,6 +141,9 @@ class StepPlan:
                   nothing else
     sleep:        nothing to do anywhere: wait for a request or a wake before the next exchange
     stop:         the engine ends, on all ranks, without running a forward
+    moves:        what happens to experts, before the forward
+    record:       the recorder that clients control starts, stops or dumps after this step; None = goes on
+    split_evenly: the batches of this step are split evenly, whatever eplb.split says
     """
 
     step: int
@@ -100,6 +157,9 @@ class StepPlan:
     stop: bool
     regrouped: bool = False
     rejoining: tuple[int, ...] = ()
+    moves: MovePlan = MovePlan()
+    record: str | None = None
+    split_evenly: bool = False
 
     @property
     def runs_forward(self) -> bool:
@@ -112,23 +172,17 @@ def plan_step(states: Sequence[RankState], settings: StepSettings, ranks: Sequen
     ranks: whose states they are; none: 0, 1, 2, …
     Raises PeerError where the ranks are not in the same epoch, group, step or placement: a rank that is out of step
     must not run another collective. In the first step of a group they go on with the highest step: a rank that finished
-    a step that was voided for others keeps it, and its number is not used again.
+    a step that was voided for others keeps it, and its number is not used again. The same holds for a round that some
+    ranks have activated in such a step, and the others have staged.
     """
-    first = states[0]
     ranks = ranks or range(len(states))
     regrouped = all(state.regrouped for state in states)
-    for rank, state in zip(ranks, states, strict=True):
-        for name in ("epoch", "step", "placement_version", "regrouped", "masked"):
-            if getattr(state, name) != getattr(first, name) and not (name == "step" and regrouped):
-                raise PeerError(
-                    f"rank {rank} is at {name} {getattr(state, name)} and rank {ranks[0]} at {getattr(first, name)} "
-                    f"(step {first.step}): the ranks are out of step; restart the engine",
-                    rank=rank,
-                    phase="exchange",
-                    step=first.step,
-                )
+    activate = _round_to_activate([state for state in states if not state.needs_placement], regrouped)
+    _check_agreement(states, ranks, regrouped, activate)
+    first = states[0]
     step = max(state.step for state in states)
     stop = any(state.wants_stop for state in states)
+    record = next((RECORD_COMMANDS[state.record_command - 1] for state in states if state.record_command), None)
     sleep = not stop and not any(state.has_work for state in states)
     hold = _hold_prefill(states, settings)
     rows = [state.decode_tokens + (0 if hold else state.prefill_tokens) for state in states]
@@ -152,11 +206,58 @@ def plan_step(states: Sequence[RankState], settings: StepSettings, ranks: Sequen
         num_chunks=num_chunks,
         overlap=overlap,
         hold_prefill=hold,
-        close_window=(stop or (step + 1) % settings.record_window_steps == 0) and not rejoining,
+        close_window=(stop or record is not None or (step + 1) % settings.record_window_steps == 0) and not rejoining,
         sleep=sleep and not rejoining,
         stop=stop,
         regrouped=regrouped,
         rejoining=rejoining,
+        moves=MovePlan() if rejoining else _plan_moves(states, ranks, activate),
+        record=None if rejoining else record,
+        split_evenly=phase in PHASES and bool(first.even_phases >> PHASES.index(phase) & 1),
+    )
+
+
+def _round_to_activate(states: Sequence[RankState], regrouped: bool) -> int:
+    """Returns the version of the round that all ranks can serve with from now on; 0 = none."""
+    newest = max(state.placement_version for state in states)
+    behind = [state for state in states if state.placement_version < newest]
+    if behind:
+        return newest if regrouped and all(state.staged == newest for state in behind) else 0
+    return newest + 1 if not regrouped and all(state.staged == newest + 1 for state in states) else 0
+
+
+def _check_agreement(states: Sequence[RankState], ranks: Sequence[int], regrouped: bool, activate: int) -> None:
+    first = states[0]
+    for rank, state in zip(ranks, states, strict=True):
+        for name in ("epoch", "step", "placement_version", "regrouped", "masked"):
+            if getattr(state, name) == getattr(first, name):
+                continue
+            in_a_new_group = regrouped and (
+                name == "step"
+                or (name == "placement_version" and bool(activate or state.needs_placement or first.needs_placement))
+            )
+            if not in_a_new_group:
+                raise PeerError(
+                    f"rank {rank} is at {name} {getattr(state, name)} and rank {ranks[0]} at {getattr(first, name)} "
+                    f"(step {first.step}): the ranks are out of step; restart the engine",
+                    rank=rank,
+                    phase="exchange",
+                    step=first.step,
+                )
+
+
+def _plan_moves(states: Sequence[RankState], ranks: Sequence[int], activate: int) -> MovePlan:
+    by_rank = list(zip(ranks, states, strict=True))
+    faults = [
+        MoveCancelled(rank, MOVE_FAULTS[state.fault - 1], state.fault_layer) for rank, state in by_rank if state.fault
+    ]
+    knowing = [rank for rank, state in by_rank if not state.needs_placement]
+    messages = [Broadcast(rank, state.message_words) for rank, state in by_rank if state.message_words]
+    return MovePlan(
+        activate=activate,
+        cancel=faults[0] if faults else None,
+        placement_from=knowing[0] if len(knowing) < len(states) else None,
+        message=messages[0] if messages else None,
     )
 
 

@@ -4,7 +4,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moe_serve.engine.step import ROW_LENGTH, RankState, StepSettings, mask_of, plan_step, ranks_of
+from moe_serve.engine.step import (
+    MOVE_FAULTS,
+    ROW_LENGTH,
+    Broadcast,
+    MoveCancelled,
+    RankState,
+    StepSettings,
+    mask_of,
+    plan_step,
+    ranks_of,
+)
 from moe_serve.errors import PeerError
 
 SETTINGS = StepSettings(max_tokens_per_rank=8, prefill_hold_steps=3, record_window_steps=10)
@@ -120,3 +130,45 @@ def test_a_set_of_ranks_survives_its_bits(ranks: set[int]) -> None:
 
 def test_every_field_of_a_state_is_an_int() -> None:
     assert all(field.type == "int" or field.type is int for field in fields(RankState))
+
+
+def test_a_round_is_activated_once_all_ranks_have_staged_it() -> None:
+    staged = RankState(epoch=0, step=9, placement_version=4, staged=5)
+    assert plan_step([staged, replace(staged, staged=0)], SETTINGS).moves.activate == 0
+    assert plan_step([staged, staged], SETTINGS).moves.activate == 5
+    assert plan_step([replace(staged, staged=4)] * 2, SETTINGS).moves.activate == 0, "an old one is over"
+
+
+def test_a_new_group_drops_the_running_round_unless_some_rank_has_activated_it() -> None:
+    staged = RankState(epoch=0, step=9, placement_version=4, staged=5, regrouped=1)
+    assert plan_step([staged, staged], SETTINGS).moves.activate == 0
+    assert plan_step([replace(staged, placement_version=5, staged=0), staged], SETTINGS).moves.activate == 5
+    with pytest.raises(PeerError, match="placement_version"):
+        plan_step([replace(staged, placement_version=5), replace(staged, staged=0)], SETTINGS)
+
+
+def test_a_rank_that_rejoined_is_told_the_placement_by_one_that_knows_it() -> None:
+    known = RankState(epoch=0, step=9, placement_version=7, regrouped=1)
+    moves = plan_step([replace(known, placement_version=3, needs_placement=1), known, known], SETTINGS).moves
+    assert (moves.placement_from, moves.activate) == (1, 0)
+
+
+def test_a_fault_of_one_rank_cancels_the_round_and_is_named() -> None:
+    moves = plan_step([RankState(0, 0), RankState(0, 0, fault=1, fault_layer=3)], SETTINGS).moves
+    assert moves.cancel == MoveCancelled(1, MOVE_FAULTS[0], 3)
+
+
+def test_the_message_of_one_rank_reaches_all_with_its_length() -> None:
+    assert plan_step([RankState(0, 0), RankState(0, 0, message_words=40)], SETTINGS).moves.message == Broadcast(1, 40)
+
+
+def test_a_recorder_command_ends_the_window_of_its_step() -> None:
+    plan = plan_step([RankState(0, 3, record_command=3), RankState(0, 3)], SETTINGS)
+    assert (plan.record, plan.close_window) == ("dump", True)
+
+
+def test_the_split_of_a_phase_follows_the_lowest_rank() -> None:
+    decode = RankState(0, 0, decode_tokens=4, has_work=1, even_phases=1)
+    assert plan_step([decode, replace(decode, even_phases=0)], SETTINGS).split_evenly
+    mixed = replace(decode, prefill_tokens=3)
+    assert not plan_step([mixed, mixed], SETTINGS).split_evenly, "this bit is that of decode steps"
