@@ -36,7 +36,7 @@ class RankState:
     placement_version:             of the expert placement that its weights and tables follow
     regrouped:                     1 in the first exchange of a group; the ranks may then be at different steps
     masked, asking_to_rejoin:      sets of ranks, as bits: the masked ones, and those of them that ask to rejoin
-    message_words:                 int64 words of the message that it has for all ranks; 0 = none
+    has_message:                   1 if it has a message for all ranks, such as the next round of a migration
     needs_placement:               1 if it has rejoined, and must be told where experts are
     staged:                        version of the round whose experts it has staged and checked; 0 = none
     fault, fault_layer:            why it gives up the running round, as 1 + index into MOVE_FAULTS, 0 = it does not;
@@ -56,7 +56,7 @@ class RankState:
     regrouped: int = 0
     masked: int = 0
     asking_to_rejoin: int = 0
-    message_words: int = 0
+    has_message: int = 0
     needs_placement: int = 0
     staged: int = 0
     fault: int = 0
@@ -94,14 +94,6 @@ class StepSettings:
 
 
 @dataclass(frozen=True)
-class Broadcast:
-    """A message that one rank sends to all in this step, before the forward. words: int64 words that it has"""
-
-    source: int
-    words: int
-
-
-@dataclass(frozen=True)
 class MoveCancelled:
     """Why the running round ends without effect. layer: row of the placement"""
 
@@ -117,13 +109,13 @@ class MovePlan:
     activate:       version of the round that all ranks have staged: its experts serve from this step on; 0 = none
     cancel:         the running round ends without effect
     placement_from: the rank that tells all where experts are, since one has rejoined; None = nobody has to
-    message:        what one rank tells all, such as the next round
+    message_from:   the rank that tells all something, such as the next round; None = nobody does
     """
 
     activate: int = 0
     cancel: MoveCancelled | None = None
     placement_from: int | None = None
-    message: Broadcast | None = None
+    message_from: int | None = None
 
 
 @dataclass(frozen=True)
@@ -252,12 +244,12 @@ def _plan_moves(states: Sequence[RankState], ranks: Sequence[int], activate: int
         MoveCancelled(rank, MOVE_FAULTS[state.fault - 1], state.fault_layer) for rank, state in by_rank if state.fault
     ]
     knowing = [rank for rank, state in by_rank if not state.needs_placement]
-    messages = [Broadcast(rank, state.message_words) for rank, state in by_rank if state.message_words]
+    speakers = [rank for rank, state in by_rank if state.has_message]
     return MovePlan(
         activate=activate,
         cancel=faults[0] if faults else None,
         placement_from=knowing[0] if len(knowing) < len(states) else None,
-        message=messages[0] if messages else None,
+        message_from=speakers[0] if speakers else None,
     )
 
 

@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 from moe_serve.engine.step import (
     MOVE_FAULTS,
     ROW_LENGTH,
-    Broadcast,
     MoveCancelled,
+    MovePlan,
     RankState,
     StepSettings,
     mask_of,
@@ -158,8 +158,9 @@ def test_a_fault_of_one_rank_cancels_the_round_and_is_named() -> None:
     assert moves.cancel == MoveCancelled(1, MOVE_FAULTS[0], 3)
 
 
-def test_the_message_of_one_rank_reaches_all_with_its_length() -> None:
-    assert plan_step([RankState(0, 0), RankState(0, 0, message_words=40)], SETTINGS).moves.message == Broadcast(1, 40)
+def test_the_plan_says_who_has_a_message() -> None:
+    assert plan_step([RankState(0, 0), RankState(0, 0, has_message=1)], SETTINGS).moves.message_from == 1
+    assert plan_step([RankState(0, 0)] * 2, SETTINGS).moves == MovePlan()
 
 
 def test_a_recorder_command_ends_the_window_of_its_step() -> None:
