@@ -19,6 +19,11 @@ def test_the_effective_configuration_reads_back() -> None:
     assert ServeConfig.model_validate(yaml.safe_load(config.to_yaml())) == config
 
 
+@pytest.mark.parametrize("text", ["off", "'off'", "false"])
+def test_a_mode_of_off_is_a_word_in_yaml_too(text: str) -> None:
+    assert load_config(overrides=[f"eplb.mode={text}"]).eplb.mode == "off"
+
+
 def test_overrides_win_over_the_file(tmp_path: Path) -> None:
     path = tmp_path / "c.yaml"
     path.write_text("engine:\n  max_running_requests: 8\n  row_tile: 8\ncache:\n")
@@ -45,6 +50,7 @@ def test_overrides_win_over_the_file(tmp_path: Path) -> None:
         ),
         ("dispatch={backend: cuda_ipc, rows: packed}", "masked slabs only; set dispatch.rows: auto"),
         ("dispatch.rows=masked", "parallel.num_ranks is 1, and one rank's rows are packed; set dispatch.rows: auto"),
+        ("eplb={mode: off, record_path: a.jsonl}", "mode is off, which records nothing; set mode: static"),
         ("numerics", "section.key=value"),
         ("engine.numerics=[", "not valid YAML"),
     ],

@@ -94,6 +94,11 @@ class EplbConfig(Section):
     record_window_steps: PositiveInt = 1000  # steps of one load record
     record_path: str | None = None  # .jsonl trace to which load records are written; `moe-serve replay` reads it
 
+    @field_validator("mode", mode="before")
+    @classmethod
+    def _off_is_a_word(cls, mode: object) -> object:
+        return "off" if mode is False else mode  # YAML reads a bare `off` as false
+
     @field_validator("record_path")
     @classmethod
     def _traces_are_jsonl(cls, path: str | None) -> str | None:
@@ -102,6 +107,15 @@ class EplbConfig(Section):
                 f"a running server writes .jsonl traces; name the file e.g. {Path(path).stem or 'load'}.jsonl"
             )
         return path
+
+    @model_validator(mode="after")
+    def _off_records_nothing(self) -> Self:
+        if self.mode == "off" and self.record_path is not None:
+            raise ValueError(
+                f"record_path is {self.record_path} but mode is off, which records nothing; set mode: static, or leave "
+                "record_path out"
+            )
+        return self
 
     @model_validator(mode="after")
     def _file_brings_its_own_slots(self) -> Self:

@@ -22,6 +22,7 @@ from moe_serve.server.bridge import Bridge
 from moe_serve.server.generate import GenerateResponse, error_response, json_bytes, start_call
 from moe_serve.server.metrics import make_registry
 from moe_serve.server.open_request import UnavailableError
+from moe_serve.server.recorder import add_recorder
 from moe_serve.server.schemas import parse_generate
 
 log = get_logger(__name__)
@@ -42,6 +43,7 @@ def make_app(config: ServeConfig, bridge: Bridge, tokenizer: Tokenizer | None) -
     _add_health(app, bridge)
     _add_information(app, config, bridge, has_tokenizer=tokenizer is not None)
     _add_metrics(app, bridge)
+    add_recorder(app, config, bridge)
     return app
 
 

@@ -10,10 +10,13 @@ from typing import Any
 
 from moe_serve.config import ServeConfig
 from moe_serve.engine.incremental_decoder import Decoder
-from moe_serve.engine.messages import ModelLimits
+from moe_serve.engine.messages import Answer, ModelLimits
 from moe_serve.errors import QueueFullError, RequestError
+from moe_serve.server.commands import Command
 from moe_serve.server.open_request import Changes, OpenRequest, RequestSpec, UnavailableError
 from moe_serve.server.rank_link import Observer, RankLink
+
+_WRITE_S = 60.0  # for what a rank does to carry out a command, such as writing a dump
 
 
 class Bridge:
@@ -35,6 +38,8 @@ class Bridge:
         self.capacity = (
             config.engine.max_running_requests * config.parallel.num_ranks + config.engine.max_queued_requests
         )
+        # A rank carries a command out between two steps, and writes a file at most.
+        self._command_deadline_s = config.engine.step_deadline_s + _WRITE_S
         self._link = RankLink(config, tokenizer, observer, token)
         self.workers = self._link.workers
         self._book = self._link.book
@@ -100,6 +105,17 @@ class Bridge:
     def counters(self) -> dict[str, int]:
         """What has become of the requests since the start."""
         return self._book.counters
+
+    async def command(self, command: Command) -> Answer:
+        """Sends a command to all ranks that take part, and returns the leader's answer. Fills in its call_id.
+
+        Raises UnavailableError when the ranks cannot take it or do not answer, QueueFullError when too many are open.
+        """
+        problem = self.problem()
+        if problem is not None:
+            raise UnavailableError(problem)
+        serving = [view.rank for view in self.workers if view.serves]
+        return await self._link.commands.call(command, serving, self._command_deadline_s)
 
     # --- requests -----------------------------------------------------------------------------------------------------
 

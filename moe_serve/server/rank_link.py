@@ -25,6 +25,7 @@ from moe_serve.engine.incremental_decoder import Decoder
 from moe_serve.engine.messages import (
     ALIVE_PERIOD_S,
     Alive,
+    Answer,
     Fatal,
     Goodbye,
     Hello,
@@ -39,6 +40,7 @@ from moe_serve.engine.messages import (
     decode_to_front_end,
 )
 from moe_serve.log import get_logger
+from moe_serve.server.commands import CommandBook
 from moe_serve.server.request_book import RequestBook
 from moe_serve.server.router_socket import RouterSocket
 from moe_serve.server.workers import RankView, WorkerTable
@@ -63,6 +65,7 @@ class RankLink:
         """See `Bridge`."""
         self.workers = WorkerTable(config.parallel.num_ranks)
         self.book = RequestBook(config, tokenizer, self._send_to_rank)
+        self.commands = CommandBook(self._send_to_rank)
         self.is_draining = False
         self.started_s = 0.0
         self._server = config.server
@@ -93,7 +96,7 @@ class RankLink:
     def drain(self, reason: str) -> None:
         """Ends the open requests with an error; ranks may end from now on."""
         self.is_draining = True
-        self.book.fail_all(reason)
+        self._fail_all(reason)
         self._news.set()
 
     async def close(self) -> None:
@@ -170,6 +173,9 @@ class RankLink:
             case Members():
                 self._regroup(message)
                 return
+            case Answer():
+                self.commands.take(message)
+                return
             case Progress():
                 self.workers.progress(view, message)
             case Ready():
@@ -202,7 +208,7 @@ class RankLink:
             self._send(identity, Shutdown())
             return
         if self.workers.epoch != epoch:
-            self.book.fail_all(f"the ranks were restarted (epoch {self.workers.epoch}); send the request again")
+            self._fail_all(f"the ranks were restarted (epoch {self.workers.epoch}); send the request again")
         self._send(identity, Alive())
         self._tell(hello)
 
@@ -224,6 +230,7 @@ class RankLink:
         """Moves the requests of masked ranks, and routes to ranks that have rejoined."""
         change = self.workers.regroup(message)
         num_moved = self.book.regroup(change)
+        self.commands.lose(change.masked)
         if (change.masked or change.rejoined) and not self._supervisors:  # a supervisor logs it itself
             serving = ", ".join(map(str, message.members))
             rejoined = ", ".join(map(str, change.rejoined))
@@ -248,9 +255,13 @@ class RankLink:
             return  # the ranks were restarted
         if not self.is_draining:
             log.error("%s", reason)
-        self.book.fail_all(reason)
+        self._fail_all(reason)
         blamed = SUPERVISOR if lost_rank is None else lost_rank
         self._tell(Fatal(blamed, epoch, reason, blamed))
+
+    def _fail_all(self, reason: str) -> None:
+        self.book.fail_all(reason)
+        self.commands.fail_all(reason)
 
     def _tell(self, message: ToFrontEnd) -> None:
         """Passes on what happens while the ranks start and end, to the observer and the supervisors."""

@@ -15,11 +15,15 @@ import zmq.asyncio
 from moe_serve.engine.messages import (
     Abort,
     Alive,
+    Answer,
     Goodbye,
     Hello,
     Message,
     ModelLimits,
     Ready,
+    Rebalance,
+    RecordCommand,
+    SetPlacement,
     Shutdown,
     Status,
     Submit,
@@ -56,6 +60,8 @@ class FakeWorker:
     go: asyncio.Event = field(default_factory=asyncio.Event)
     submitted: list[Submit] = field(default_factory=list)
     aborted: list[str] = field(default_factory=list)
+    commands: list[RecordCommand | Rebalance | SetPlacement] = field(default_factory=list)
+    answer: Callable[[int], Answer] | None = None  # by call_id, given to each command; None: no answer
     running: dict[str, Submit] = field(default_factory=dict)
     produced: dict[str, int] = field(default_factory=dict)
     num_alive: int = 0
@@ -95,6 +101,10 @@ class FakeWorker:
                 case Abort(request_id):
                     self.aborted.append(request_id)
                     self.running.pop(request_id, None)
+                case RecordCommand() | Rebalance() | SetPlacement() as command:
+                    self.commands.append(command)
+                    if self.answer is not None:
+                        self.say(self.answer(command.call_id))
                 case Alive():
                     self.num_alive += 1
                 case Shutdown():

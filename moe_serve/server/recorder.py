@@ -1,0 +1,42 @@
+"""SGLang's routes of the expert load recorder: start, stop and dump. Torch-free."""
+
+from fastapi import FastAPI, Response
+
+from moe_serve.config import ServeConfig
+from moe_serve.engine.messages import RecordCommand
+from moe_serve.errors import RequestError
+from moe_serve.server.answers import error_body
+from moe_serve.server.bridge import Bridge
+from moe_serve.server.generate import json_bytes
+
+_BOTH = ["GET", "POST"]  # SGLang takes either
+
+
+def add_recorder(app: FastAPI, config: ServeConfig, bridge: Bridge) -> None:
+    """Adds `/{start,stop,dump}_expert_distribution_record`: SGLang's plain text, then the files that were written."""
+
+    async def run(command: str, done: str) -> Response:
+        if config.eplb.mode == "off":
+            raise RequestError(
+                "eplb.mode is off, so expert load is not recorded; start the server with eplb.mode=static"
+            )
+        answer = await bridge.command(RecordCommand(0, command))
+        if not answer.ok:
+            return Response(json_bytes(error_body(answer.text, 500)), 500, media_type="application/json")
+        lines = [done, *answer.facts.get("files", [])]
+        return Response("".join(f"{line}\n" for line in lines), media_type="text/plain")
+
+    @app.api_route("/start_expert_distribution_record", methods=_BOTH)
+    async def start() -> Response:
+        """Begins a recording; one that runs is dropped."""
+        return await run("start", "Start recording expert distribution.")
+
+    @app.api_route("/stop_expert_distribution_record", methods=_BOTH)
+    async def stop() -> Response:
+        """Ends the recording, which is kept for a dump."""
+        return await run("stop", "Stop recording expert distribution.")
+
+    @app.api_route("/dump_expert_distribution_record", methods=_BOTH)
+    async def dump() -> Response:
+        """Writes what was recorded since the start or the last dump; the answer names the files."""
+        return await run("dump", "Dump expert distribution record.")
