@@ -91,8 +91,16 @@ class EplbConfig(Section):
     num_redundant_experts: NonNegativeInt = 0  # extra slots per layer; the total is rounded up to a multiple of ranks
     # How replicas share a batch. nearest: prefer the own rank, then the own node; exact: minimise the largest rank load
     split: Literal["even", "nearest", "exact"] = "even"
-    record_window_steps: PositiveInt = 1000  # steps of one load record
+    record_window_steps: PositiveInt = 1000  # steps of one load record; the balancer thinks after each of them
     record_path: str | None = None  # .jsonl trace to which load records are written; `moe-serve replay` reads it
+    # Of mode dynamic. policy plans placements: incremental edits the one in use with few moves; the others plan anew
+    policy: Literal["incremental", "greedy", "refined", "deepseek"] = "incremental"
+    trigger: float = Field(default=0.95, ge=0, le=1)  # plan layers whose balancedness (mean / max of ranks) is below
+    horizon_windows: PositiveInt = 20  # load records over which the gain of a move must pay for it
+    plan_deadline_s: PositiveFloat = 60.0  # a plan that takes longer is given up, and its process is started again
+    staging_slots: PositiveInt = 1  # experts that a rank receives in one round of moves; each takes memory of an expert
+    move_step_share: float = Field(default=0.05, gt=0, le=1)  # how much longer steps may be while experts move
+    move_deadline_s: PositiveFloat = 60.0  # a round of moves that takes longer is given up
 
     @field_validator("mode", mode="before")
     @classmethod

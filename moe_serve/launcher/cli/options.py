@@ -45,6 +45,17 @@ InitExpertLocation = Annotated[
 RedundantExperts = Annotated[
     int | None, typer.Option("--ep-num-redundant-experts", help="eplb.num_redundant_experts, per layer")
 ]
+EnableEplb = Annotated[bool, typer.Option("--enable-eplb", help="eplb.mode: dynamic, experts move while serving")]
+EplbAlgorithm = Annotated[
+    str | None, typer.Option("--eplb-algorithm", help="eplb.policy: incremental, greedy, refined or deepseek")
+]
+EplbTrigger = Annotated[
+    float | None,
+    typer.Option(
+        "--eplb-min-rebalancing-utilization-threshold",
+        help="eplb.trigger: plan layers whose balancedness (mean / max of ranks) is below",
+    ),
+]
 
 MaxRunning = Annotated[
     int | None,
