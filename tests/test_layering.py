@@ -85,12 +85,13 @@ def test_imports_run_downwards(path: Path) -> None:
 EPLB_LIBRARY = {
     "placement": set(),
     "load": {"placement"},
-    "policies": {"placement", "load", "split"},
+    "repair": {"placement"},
+    "policies": {"placement", "load", "split", "repair"},
     "planner": {"placement", "policies"},
     "split": {"placement"},
     "migration": {"placement"},
     "cost": {"placement", "load", "policies.policy", "migration"},
-    "rebalance": {"placement", "load", "policies.policy", "migration", "cost"},
+    "rebalance": {"placement", "load", "policies.policy", "migration", "cost", "repair"},
 }
 EPLB_WORKBENCH = {
     "files": {"placement", "load"},

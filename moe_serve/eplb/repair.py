@@ -1,0 +1,244 @@
+"""Puts slots back under experts after ranks were lost: a second one for the next loss, a first one for a lost expert.
+
+Both functions are pure, deterministic, and never change the slots of a lost rank. Ranks are lost where no slot of any
+layer holds an expert, unless the caller names them.
+
+An expert needs two ranks, and giving it a second one is a flow problem: it takes a slot on another rank, whose expert
+goes on to a third, and so on until a spare slot is found. Nearly always the first rank has a spare slot. Where it has
+not, the cheapest chain is found by Bellman-Ford over ranks, so that as many experts as possible get a second rank with
+as few changed slots as possible.
+
+Shape words: L = layers, E = experts, R = ranks, K = slots per rank.
+"""
+
+from collections.abc import Collection
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from moe_serve.eplb.placement import Ints, Placement
+from moe_serve.errors import PlacementError
+
+
+@dataclass(frozen=True)
+class ReloadedExpert:
+    """An expert that lost all its slots, and the slot that it gets. slot: counted over all ranks"""
+
+    layer_row: int
+    expert: int
+    slot: int
+
+
+def with_second_slots(placement: Placement, lost_ranks: Collection[int] | None = None) -> Placement:
+    """Returns a placement in which as many experts as possible are on two ranks, with as few changed slots as possible.
+
+    A slot is spare where it is empty, holds an expert that is on three or more ranks, or holds one that its rank has
+    twice. No expert on two ranks is left with one. Returns the same object when nothing can be improved.
+    """
+    live = _live_ranks(placement, lost_ranks)
+    table = _by_rank(placement)
+    changed = False
+    for row in range(placement.num_layers):
+        holders = _Holders(table[row], live)
+        if holders.give_second_ranks():
+            holders.write(table[row])
+            changed = True
+    if not changed:
+        return placement
+    return replace(placement, physical_to_logical=_flat(table), version=placement.version + 1)
+
+
+def with_lost_experts(
+    placement: Placement, lost_ranks: Collection[int] | None = None
+) -> tuple[Placement, list[ReloadedExpert]]:
+    """Returns a placement in which every expert has a slot, and what has to be read from the checkpoint for it.
+
+    A lost expert takes an empty slot, or else that of an expert with other slots: of a repeated one on the same rank,
+    then of the one with the most. The experts to read are spread over the ranks, over all layers together.
+    Raises PlacementError when the ranks that are left have fewer slots than there are experts.
+    """
+    live = _live_ranks(placement, lost_ranks)
+    num_slots = len(live) * placement.slots_per_rank
+    if num_slots < placement.num_logical:
+        raise PlacementError(
+            f"the {len(live)} ranks that are left have {num_slots} slots per layer and there are "
+            f"{placement.num_logical} experts; they need {-(-placement.num_logical // len(live))} slots each, and have "
+            f"{placement.slots_per_rank}"
+        )
+    table = _by_rank(placement)
+    reloads = np.zeros(placement.num_ranks, dtype=np.int64)  # of each rank
+    found = []
+    for row, expert in np.argwhere(placement.replica_count == 0).tolist():
+        rank, slot = _slot_to_reload(table[row], live, reloads)
+        table[row, rank, slot] = expert
+        reloads[rank] += 1
+        found.append(ReloadedExpert(row, expert, rank * placement.slots_per_rank + slot))
+    version = placement.version + 1
+    return replace(placement, physical_to_logical=_flat(table), version=version, allow_lost=False), found
+
+
+def _live_ranks(placement: Placement, lost_ranks: Collection[int] | None) -> list[int]:
+    if lost_ranks is not None:
+        return [rank for rank in range(placement.num_ranks) if rank not in lost_ranks]
+    return np.flatnonzero((_by_rank(placement) >= 0).any(axis=(0, 2))).tolist()
+
+
+def _by_rank(placement: Placement) -> Ints:
+    """Returns a table of its own, [L, R, K]."""
+    return placement.physical_to_logical.reshape(placement.num_layers, placement.num_ranks, -1).copy()
+
+
+def _flat(table: Ints) -> Ints:
+    return table.reshape(len(table), -1)
+
+
+def _slot_to_reload(table: Ints, live: list[int], reloads: np.ndarray) -> tuple[int, int]:
+    """Returns rank and slot of the layer for one more expert: table [R, K], reloads [R]."""
+    slots_of, ranks_of = _counts(table)
+    best: tuple[tuple[int, ...], int, int] | None = None
+    for rank in live:
+        for slot, expert in enumerate(table[rank].tolist()):
+            if expert < 0:
+                key = (0, 0, int(reloads[rank]), rank, slot)
+            elif slots_of[expert] > 1:
+                is_repeated = (table[rank] == expert).sum() > 1
+                leaves_one_rank = not is_repeated and ranks_of[expert] == 2
+                key = (2 if leaves_one_rank else 1, -slots_of[expert], int(reloads[rank]), rank, slot)
+            else:
+                continue
+            if best is None or key < best[0]:
+                best = key, rank, slot
+    assert best is not None, "as many slots as experts, so an expert without a slot leaves one empty or repeated"
+    return best[1], best[2]
+
+
+def _counts(table: Ints) -> tuple[dict[int, int], dict[int, int]]:
+    """Returns the slots of each expert of one layer, and the ranks that hold it: table [R, K]."""
+    slots_of: dict[int, int] = {}
+    ranks_of: dict[int, int] = {}
+    for row in table.tolist():
+        for expert in row:
+            slots_of[expert] = slots_of.get(expert, 0) + 1
+        for expert in set(row):
+            ranks_of[expert] = ranks_of.get(expert, 0) + 1
+    return slots_of, ranks_of
+
+
+class _Holders:
+    """Which live rank holds which experts of one layer, each once; a repeated slot counts as an empty one."""
+
+    def __init__(self, table: Ints, live: list[int]):
+        """table: [R, K]"""
+        self._slots = int(table.shape[1])
+        self._live = live
+        self._on: dict[int, set[int]] = {
+            rank: {expert for expert in table[rank].tolist() if expert >= 0} for rank in live
+        }
+        self._at: dict[int, set[int]] = {}  # expert -> its ranks
+        for rank, experts in self._on.items():
+            for expert in experts:
+                self._at.setdefault(expert, set()).add(rank)
+        self._was_on = {rank: frozenset(experts) for rank, experts in self._on.items()}
+
+    def give_second_ranks(self) -> bool:
+        """Gives every expert on one rank a second one, as far as spare slots go. Returns whether any got one."""
+        single = sorted(expert for expert, ranks in self._at.items() if len(ranks) == 1)
+        left = []
+        for expert in single:
+            rank = self._rank_with_spare_slot(self._home(expert))
+            if rank is None:
+                left.append(expert)
+            else:
+                self._take_spare_slot(expert, rank)
+        # A spare slot that is left now is on the home of all of these: any other expert would have taken it.
+        while left and (chain := self._cheapest_chain(self._home(left[0]))):
+            self._follow(left.pop(0), chain)
+        return len(left) < len(single)
+
+    def write(self, table: Ints) -> None:
+        """Writes what ranks hold anew into slots of the layer: empty ones, repeated ones, then given up ones."""
+        for rank in self._live:
+            row = table[rank]
+            new = sorted(self._on[rank] - self._was_on[rank])
+            if not new:
+                continue
+            first = {expert: slot for slot, expert in reversed(list(enumerate(row.tolist())))}
+            empty = [slot for slot, expert in enumerate(row.tolist()) if expert < 0]
+            repeated = [slot for slot, expert in enumerate(row.tolist()) if expert >= 0 and first[expert] != slot]
+            given_up = [first[expert] for expert in sorted(self._was_on[rank] - self._on[rank])]
+            for slot, expert in zip([*empty, *repeated, *given_up], new, strict=False):
+                row[slot] = expert
+
+    def _home(self, expert: int) -> int:
+        (home,) = self._at[expert]
+        return home
+
+    def _num_free(self, rank: int) -> int:
+        return self._slots - len(self._on[rank])
+
+    def _donor(self, rank: int) -> int | None:
+        """Returns the expert that can leave this rank: the one with the most ranks, of three at least."""
+        candidates = [expert for expert in self._on[rank] if len(self._at[expert]) > 2]
+        return min(candidates, key=lambda e: (-len(self._at[e]), e), default=None)
+
+    def _rank_with_spare_slot(self, home: int) -> int | None:
+        """Returns the rank other than home with the most free slots, or else one with an expert to give up."""
+        others = [rank for rank in self._live if rank != home]
+        emptiest = max(others, key=lambda rank: (self._num_free(rank), -rank), default=None)
+        if emptiest is None or self._num_free(emptiest) > 0:
+            return emptiest
+        donors = {rank: donor for rank in others if (donor := self._donor(rank)) is not None}
+        return min(donors, key=lambda rank: (-len(self._at[donors[rank]]), rank), default=None)
+
+    def _take_spare_slot(self, expert: int, rank: int) -> None:
+        if not self._num_free(rank):
+            donor = self._donor(rank)
+            assert donor is not None
+            self._leave(donor, rank)
+        self._enter(expert, rank)
+
+    def _cheapest_chain(self, home: int) -> list[tuple[int, int]]:
+        """Returns the way to a slot for an expert on `home` that changes the fewest slots, [] where there is none.
+
+        Links (rank, expert that leaves it for the rank of the next link), the last with -1: that rank has a spare slot.
+        """
+        ends = [rank for rank in self._live if self._num_free(rank) or self._donor(rank) is not None]
+        if not ends:
+            return []
+        cost = {rank: 0 for rank in self._live if rank != home}
+        came: dict[int, tuple[int, int]] = {}  # rank -> (rank before, the expert that leaves that one)
+        lower = True
+        while lower:
+            lower = False
+            for rank in sorted(cost):
+                for expert in sorted(expert for expert in self._on[rank] if len(self._at[expert]) == 2):
+                    undone = int(expert not in self._was_on[rank])
+                    for other in (other for other in self._live if other not in self._at[expert]):
+                        total = cost[rank] - undone + int(expert not in self._was_on[other])
+                        if total < cost.get(other, np.inf):
+                            cost[other], came[other], lower = total, (rank, expert), True
+        reached = [rank for rank in ends if rank in cost]
+        if not reached:
+            return []
+        links = [(min(reached, key=lambda rank: (cost[rank], rank)), -1)]
+        while links[0][0] in came:
+            links.insert(0, came[links[0][0]])
+        return links
+
+    def _follow(self, expert: int, links: list[tuple[int, int]]) -> None:
+        """Moves experts along a chain, from its end on, so that each finds a free slot."""
+        arriving = [expert, *(leaving for _, leaving in links[:-1])]
+        for (rank, leaving), comes in reversed(list(zip(links, arriving, strict=True))):
+            if leaving >= 0:
+                self._leave(leaving, rank)
+                self._enter(comes, rank)
+            else:
+                self._take_spare_slot(comes, rank)
+
+    def _enter(self, expert: int, rank: int) -> None:
+        self._on[rank].add(expert)
+        self._at[expert].add(rank)
+
+    def _leave(self, expert: int, rank: int) -> None:
+        self._on[rank].remove(expert)
+        self._at[expert].remove(rank)

@@ -1,0 +1,143 @@
+"""After a loss every expert gets a second rank where that is possible, and a lost one gets a slot to load into."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from scipy.optimize import LinearConstraint, milp
+
+from moe_serve.eplb.migration.moves import apply_round
+from moe_serve.eplb.migration.plan import plan_migration
+from moe_serve.eplb.placement import Placement
+from moe_serve.eplb.repair import ReloadedExpert, with_lost_experts, with_second_slots
+from moe_serve.errors import PlacementError
+from moe_serve.topology import Topology
+
+
+def holders(placement: Placement) -> np.ndarray:
+    """Returns which rank holds which expert, [L, R, E] bool."""
+    table = placement.physical_to_logical.reshape(placement.num_layers, placement.num_ranks, -1)
+    return (table[:, :, :, None] == np.arange(placement.num_logical)).any(axis=2)
+
+
+def num_changes(old: Placement, new: Placement) -> np.ndarray:
+    return (old.physical_to_logical != new.physical_to_logical).sum(axis=1)
+
+
+def best_by_integer_program(placement: Placement, row: int, live: list[int]) -> tuple[int, int]:
+    """Returns the most experts that can be on two ranks, and the fewest slots to change for it.
+
+    Variables: whether rank r holds expert e, and whether e is on two ranks. A single one stays where it is.
+    """
+    num_ranks, num_experts, slots = len(live), placement.num_logical, placement.slots_per_rank
+    held = holders(placement)[row][live]
+    count = held.sum(axis=0)
+    size = num_ranks * num_experts
+
+    def on(r: int, e: int) -> np.ndarray:
+        row = np.zeros(size + num_experts)
+        row[r * num_experts + e] = 1
+        return row
+
+    rules = [LinearConstraint(sum(on(r, e) for e in range(num_experts)), 0, slots) for r in range(num_ranks)]
+    for e in range(num_experts):
+        total = sum(on(r, e) for r in range(num_ranks))
+        total[size + e] = -1
+        rules.append(LinearConstraint(total, 1 if count[e] else 0, np.inf if count[e] else 0))
+    least = np.zeros(size + num_experts)
+    least[size:] = count >= 2
+    new = np.concatenate([~held.ravel(), np.zeros(num_experts)]).astype(float)
+    covered = np.concatenate([np.zeros(size), np.ones(num_experts)])
+    most = np.concatenate([np.ones(size), (count > 0).astype(float)])
+    solved = milp(new - 1000 * covered, constraints=rules, integrality=np.ones(size + num_experts),
+                  bounds=(least, most))  # fmt: skip
+    assert solved.success
+    return round(float(covered @ solved.x)), round(float(new @ solved.x))
+
+
+@st.composite
+def after_a_loss(draw: st.DrawFn) -> tuple[Placement, list[int]]:
+    """Returns any placement from which ranks were lost, experts too, with the ranks that are left."""
+    num_ranks, slots = draw(st.integers(1, 4)), draw(st.integers(1, 3))
+    num_experts = draw(st.integers(1, num_ranks * slots))
+    rows = []
+    for _ in range(draw(st.integers(1, 2))):
+        free = num_ranks * slots - num_experts
+        more = draw(st.lists(st.integers(-1, num_experts - 1), min_size=free, max_size=free))
+        rows.append(draw(st.permutations([*range(num_experts), *more])))
+    lost = draw(st.sets(st.integers(0, num_ranks - 1), max_size=num_ranks - 1))
+    placement, _ = Placement(np.array(rows), num_experts, num_ranks, version=7).without_ranks(lost)
+    return placement, [rank for rank in range(num_ranks) if rank not in lost]
+
+
+@given(after_a_loss())
+def test_as_many_experts_as_possible_get_a_second_rank_with_the_fewest_changes(case: tuple[Placement, list[int]]):
+    placement, live = case
+    lost = set(range(placement.num_ranks)) - set(live)
+    repaired = with_second_slots(placement, lost)
+    before, after = holders(placement).sum(axis=1), holders(repaired).sum(axis=1)
+    assert (after >= np.minimum(before, 2)).all(), "no expert on two ranks is left with one"
+    assert not holders(repaired)[:, sorted(lost)].any()
+    changes = num_changes(placement, repaired)
+    for row in range(placement.num_layers):
+        most, fewest = best_by_integer_program(placement, row, live)
+        assert ((after[row] >= 2).sum(), changes[row]) == (most, fewest)
+    assert (repaired is placement) == (not changes.any())
+    assert with_second_slots(repaired, lost) is repaired, "and a second time there is nothing left to do"
+    if (before > 0).all():
+        migration = plan_migration(placement, repaired, Topology(1, placement.num_ranks), relabel="exact")
+        for each in migration.rounds:
+            placement = apply_round(placement, each)
+
+
+@given(after_a_loss())
+def test_every_lost_expert_gets_a_slot_where_there_are_enough(case: tuple[Placement, list[int]]):
+    placement, live = case
+    lost = set(range(placement.num_ranks)) - set(live)
+    if len(live) * placement.slots_per_rank < placement.num_logical:
+        with pytest.raises(PlacementError, match=f"the {len(live)} ranks that are left have"):
+            with_lost_experts(placement, lost)
+        return
+    full, reloaded = with_lost_experts(placement, lost)
+    assert full.replica_count.all()
+    assert not full.allow_lost
+    assert full.version == placement.version + 1
+    assert not holders(full)[:, sorted(lost)].any()
+    gone = np.argwhere(placement.replica_count == 0).tolist()
+    assert [[each.layer_row, each.expert] for each in reloaded] == gone, "each once"
+    assert num_changes(placement, full).sum() == len(gone), "and nothing else changes"
+    for each in reloaded:
+        assert full.physical_to_logical[each.layer_row, each.slot] == each.expert
+
+
+def test_a_second_rank_is_made_by_moving_another_expert_where_that_is_the_only_way():
+    """Expert 0 is on rank 0, where the only spare slot is: expert 1 moves there from rank 1."""
+    placement = Placement(np.array([[0, -1, 1, 2, 1, 2]]), 3, 3)
+    repaired = with_second_slots(placement)
+    assert num_changes(placement, repaired) == 2
+    assert (holders(repaired).sum(axis=1) == 2).all()
+
+
+def test_experts_to_reload_take_empty_slots_first_and_are_spread_over_the_ranks():
+    rows = [[0, 1, -1, 2, 3, -1, 4, 5, 6], [0, 1, 2, 0, 1, 2, 3, 4, 5]]
+    placement, lost = Placement(np.array(rows), 7, 3, allow_lost=True).without_ranks([2])
+    assert len(lost) == 3 + 4
+    with pytest.raises(
+        PlacementError, match=r"2 ranks that are left have 6 slots .* 7 experts; they need 4 slots each"
+    ):
+        with_lost_experts(placement)
+    rows = [[0, 1, -1, 2, 3, -1, 4, 5, 4], [0, 1, 2, 0, 1, 3, 3, 4, 5]]
+    placement, _ = Placement(np.array(rows), 6, 3).without_ranks([2])
+    full, reloaded = with_lost_experts(placement)
+    assert reloaded == [
+        ReloadedExpert(0, 4, 2), ReloadedExpert(0, 5, 5),  # the empty ones
+        ReloadedExpert(1, 4, 0), ReloadedExpert(1, 5, 4),  # one of two replicas of 0, then of 1, on different ranks
+    ]  # fmt: skip
+    assert full.physical_to_logical.tolist() == [[0, 1, 4, 2, 3, 5, -1, -1, -1], [4, 1, 2, 0, 5, 3, -1, -1, -1]]
+
+
+def test_a_live_rank_without_experts_is_used_where_the_caller_names_the_lost_ones():
+    placement = Placement(np.array([[0, 1, -1]]), 2, 3)
+    assert with_second_slots(placement) is placement
+    repaired = with_second_slots(placement, lost_ranks=[])
+    assert repaired.physical_to_logical.tolist() == [[0, 1, 0]]
