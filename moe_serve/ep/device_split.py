@@ -4,10 +4,10 @@ exact split by one small kernel. Nothing is read back to the host.
 The kernel bounds its work, so its split may differ from eplb/split/exact.py; the largest rank load is the same wherever
 the kernel proves its result, and `outcomes` counts how often it did.
 
-Shape words: L = MoE layers, E = num_logical, P = num_slots, R = num_ranks, N = most experts with replicas, P - E.
+Shape words: E = num_logical, P = num_slots, R = num_ranks, N = most experts with replicas, P - E.
 """
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -27,46 +27,43 @@ class DeviceSplit:
     """Splits batches of every layer from tables that never change address or shape; see HostSplit."""
 
     def __init__(self, placement: Placement, split: str, topology: Topology, device: torch.device | str):
-        self._topology, self._num_logical, self._is_exact = topology, placement.num_logical, split == "exact"
+        self._num_logical, self._is_exact = placement.num_logical, split == "exact"
+        # Rows of the exact split's table: an expert on two ranks takes a slot more than others.
+        self._most_replicated = max(1, placement.num_slots - placement.num_logical)
         per_node, num_ranks = topology.ranks_per_node, topology.num_ranks
         self._reaches = (1, per_node, num_ranks) if split == "nearest" else (num_ranks,)
+        self._serves_exact = self._is_exact  # for the batches to come
         self.outcomes = torch.zeros(3, dtype=torch.int64, device=device)
-        self._tables = {name: table.to(device) for name, table in self._make_tables(placement).items()}
+        made = [self._make_tables(layer) for layer in layers_of(placement, topology)]
+        self._tables = {name: torch.stack([tables[name] for tables in made]).to(device) for name in made[0]}
 
-    def activate(self, placement: Placement) -> None:
-        for name, table in self._make_tables(placement).items():
-            self._tables[name].copy_(table)
+    def split_evenly(self, flag: bool) -> None:
+        """As of HostSplit. The choice is made on the host: a captured graph holds one of the two paths."""
+        self._serves_exact = self._is_exact and not flag
+
+    def activate(self, layers: Sequence[LayerSlots]) -> None:
+        made = [self._make_tables(layer) for layer in layers]
+        rows = torch.tensor([layer.layer_row for layer in layers], device=self.outcomes.device)
+        for name, table in self._tables.items():
+            table.index_copy_(0, rows, torch.stack([tables[name] for tables in made]).to(table.device))
 
     def count(self, layer_row: int, topk_ids: Tensor) -> Tensor:
         return count_slots(topk_ids, self._num_logical)
 
     def split(self, layer_row: int, topk_ids: Tensor, counts: Tensor, rank: int) -> tuple[Tensor, Tensor]:
         tables = {name: table[layer_row] for name, table in self._tables.items()}
-        rows = self._share_exactly(tables, counts) if self._is_exact else self._share_in_turn(tables, counts)
+        rows = self._share_exactly(tables, counts) if self._serves_exact else self._share_in_turn(tables, counts)
         return _assign_tokens(tables["by_expert"], topk_ids, rows[rank]), rows
 
-    def _make_tables(self, placement: Placement) -> dict[str, Tensor]:
-        """Returns the tables of all layers, on the CPU: the first dimension of each is L."""
-        layers = layers_of(placement, self._topology)
-        tables = {
-            "logical": _stacked(torch.from_numpy(layer.physical_to_logical) for layer in layers),
-            "by_expert": _stacked(torch.from_numpy(layer.by_expert) for layer in layers),
-        }
+    def _make_tables(self, layer: LayerSlots) -> dict[str, Tensor]:
+        """Returns one layer's tables, on the CPU: those of the turns, and of the exact split where it serves."""
+        turns = turn_tables(layer, self._reaches)
+        arrays = {"logical": layer.physical_to_logical, "by_expert": layer.by_expert} | vars(turns)
+        tables = {name: torch.from_numpy(array) for name, array in arrays.items()}
         if self._is_exact:
-            most = max(1, placement.num_slots - placement.num_logical)  # an expert on two ranks takes a slot more
-            splits = [split_table(layer, most) for layer in layers]
-            return tables | {
-                "fixed_slot": _stacked(table.fixed_slot for table in splits),
-                "experts": _stacked(table.experts for table in splits),
-                "replica_slot": _stacked(table.replica_slot for table in splits),
-            }
-        turns = [turn_tables(layer, self._reaches) for layer in layers]
-        return tables | {
-            "size": _stacked(torch.from_numpy(turn.size) for turn in turns),
-            "turn": _stacked(torch.from_numpy(turn.turn) for turn in turns),
-            "uses": _stacked(torch.from_numpy(turn.uses) for turn in turns),
-            "serves": _stacked(torch.from_numpy(turn.serves) for turn in turns),
-        }
+            table = split_table(layer, self._most_replicated)
+            tables |= {"fixed_slot": table.fixed_slot, "experts": table.experts, "replica_slot": table.replica_slot}
+        return tables
 
     def _share_in_turn(self, tables: dict[str, Tensor], counts: Tensor) -> Tensor:
         """Same contract as TurnSplit.split_plainly."""
@@ -117,10 +114,6 @@ def split_table(layer: LayerSlots, num_rows: int = 1) -> SplitTable:
     replica_slot = torch.full((num_rows, graph.num_ranks), -1)
     replica_slot[list(graph.owner), list(graph.replica_rank)] = torch.tensor(graph.replica_slot, dtype=torch.int64)
     return SplitTable(torch.from_numpy(graph.fixed_slot), experts, replica_slot, layer.num_slots)
-
-
-def _stacked(tables: Iterable[Tensor]) -> Tensor:
-    return torch.stack(list(tables))
 
 
 def _assign_tokens(by_expert: Tensor, topk_ids: Tensor, own_rows: Tensor) -> Tensor:

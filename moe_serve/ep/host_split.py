@@ -1,5 +1,7 @@
 """The split of batches on CPUs: eplb/split over torch's memory, in C where a compiler is found."""
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -7,30 +9,42 @@ from torch import Tensor
 from moe_serve.dispatch.layout import count_slots
 from moe_serve.eplb.placement import Placement
 from moe_serve.eplb.split.assign import assign_tokens
-from moe_serve.eplb.split.make import make_splits
+from moe_serve.eplb.split.layer_slots import LayerSlots
+from moe_serve.eplb.split.make import layers_of, make_split
 from moe_serve.eplb.split.native import find_library
+from moe_serve.eplb.split.policy import SplitPolicy
 from moe_serve.topology import Topology
+
+_Pair = tuple[SplitPolicy, SplitPolicy]  # one layer's own split and its even one: the same where only one can serve
 
 
 class HostSplit:
     """Splits batches of every layer of the placement in use. DeviceSplit has the same methods."""
 
     def __init__(self, placement: Placement, split: str, topology: Topology, compiled: bool):
-        self._split, self._topology = split, topology
+        self._split = split
         self._library = find_library() if compiled else None
-        self._outcomes = torch.zeros(3, dtype=torch.int64)  # of placements that are no longer in use
-        self._policies = make_splits(split, placement, topology, self._library)
+        self._outcomes = torch.zeros(3, dtype=torch.int64)  # of layers' placements that are no longer in use
+        pairs = [self._make(layer) for layer in layers_of(placement, topology)]
+        self._own, self._even = [own for own, _ in pairs], [even for _, even in pairs]
+        self._policies = self._own  # those that serve
 
     @property
     def outcomes(self) -> Tensor:
         """Returns how many exact splits were proven at once, after repair, or not at all: [3] int64, since start."""
-        counted = np.array([policy.outcomes for policy in self._policies], dtype=np.int64)
+        counted = np.array([policy.outcomes for policy in self._own], dtype=np.int64)
         return self._outcomes + torch.from_numpy(counted.reshape(-1, 3).sum(axis=0))
 
-    def activate(self, placement: Placement) -> None:
-        """Switches to another placement of the same shape."""
-        self._outcomes = self.outcomes
-        self._policies = make_splits(self._split, placement, self._topology, self._library)
+    def split_evenly(self, flag: bool) -> None:
+        """Splits the next batches evenly, or again as the exact split does; the even and nearest splits stay."""
+        self._policies = self._even if flag else self._own
+
+    def activate(self, layers: Sequence[LayerSlots]) -> None:
+        """Switches these layers to another placement of the same shape."""
+        for layer in layers:
+            row = layer.layer_row
+            self._outcomes += torch.from_numpy(self._own[row].outcomes)
+            self._own[row], self._even[row] = self._make(layer)
 
     def count(self, layer_row: int, topk_ids: Tensor) -> Tensor:
         """Same contract as LayerReplicas.count."""
@@ -56,3 +70,7 @@ class HostSplit:
             counts.data_ptr(), rank, ids.data_ptr(), ids.numel(), slot_rows.data_ptr(), physical.data_ptr()
         )
         return physical, slot_rows
+
+    def _make(self, layer: LayerSlots) -> _Pair:
+        own = make_split(self._split, layer, self._library)
+        return own, make_split("even", layer, self._library) if self._split == "exact" else own

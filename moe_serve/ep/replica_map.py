@@ -7,6 +7,7 @@ valid.
 Shape words: E = num_logical, P = num_slots, R = num_ranks, T = tokens, K = topk.
 """
 
+from collections.abc import Sequence
 from typing import Literal
 
 import numpy as np
@@ -16,6 +17,8 @@ from torch import Tensor
 from moe_serve.ep.device_split import DeviceSplit
 from moe_serve.ep.host_split import HostSplit
 from moe_serve.eplb.placement import Placement
+from moe_serve.eplb.split.layer_slots import LayerSlots
+from moe_serve.eplb.split.make import layers_of
 from moe_serve.errors import PlacementError
 from moe_serve.topology import Topology
 
@@ -36,18 +39,22 @@ class ReplicaMap:
 
         compiled: on CPUs, split in C where a compiler is found; the numbers are the same
         """
-        self._shape = _shape_of(placement)
-        self._first_slot = _first_slots(placement).to(device)
-        self.version = placement.version
+        self._topology = topology = topology or Topology(1, placement.num_ranks)
+        self._placement = placement
+        self._first_slot = _first_slots(layers_of(placement, topology)).to(device)
         self._split: HostSplit | DeviceSplit | None = None
         self._is_exact = split == "exact"
-        topology = topology or Topology(1, placement.num_ranks)
         # A fact of the shape, not of the placement: with as many slots as experts nothing can have a replica.
         if placement.num_slots > placement.num_logical:
             if torch.device(device).type == "cpu":
                 self._split = HostSplit(placement, split, topology, compiled)
             else:
                 self._split = DeviceSplit(placement, split, topology, device)
+
+    @property
+    def version(self) -> int:
+        """The version of the placement in use."""
+        return self._placement.version
 
     @property
     def split_outcomes(self) -> Tensor | None:
@@ -57,17 +64,33 @@ class ReplicaMap:
         """
         return self._split.outcomes if self._split is not None and self._is_exact else None
 
+    def split_evenly(self, flag: bool) -> None:
+        """Splits the next batches evenly instead of exactly, or exactly again; other splits stay as they are.
+
+        Call it between steps, with what the plan says: the ranks must split a batch alike. On devices the host
+        chooses between two code paths, so a captured graph holds the one that was in use.
+        """
+        if self._split is not None:
+            self._split.split_evenly(flag)
+
     def activate(self, placement: Placement) -> None:
-        """Switches to a new placement, in place. Raises PlacementError when its shape is another one."""
-        if _shape_of(placement) != self._shape:
+        """Switches to a new placement, in place. Only the layers in which it is new cost time.
+
+        Raises PlacementError, and changes nothing, when its shape is another one or an expert has no slot.
+        """
+        if _shape_of(placement) != _shape_of(self._placement):
             raise PlacementError(
                 f"the new placement has (layers, experts, slots, ranks) {_shape_of(placement)}, serving runs with "
-                f"{self._shape}; give a placement of the same shape, or restart with it"
+                f"{_shape_of(self._placement)}; give a placement of the same shape, or restart with it"
             )
-        self._first_slot.copy_(_first_slots(placement))
-        if self._split is not None:
-            self._split.activate(placement)
-        self.version = placement.version
+        is_new = (placement.physical_to_logical != self._placement.physical_to_logical).any(axis=1)
+        layers = layers_of(placement, self._topology, map(int, np.flatnonzero(is_new)))
+        if layers:
+            rows = torch.tensor([layer.layer_row for layer in layers], device=self._first_slot.device)
+            self._first_slot.index_copy_(0, rows, _first_slots(layers).to(self._first_slot.device))
+            if self._split is not None:
+                self._split.activate(layers)
+        self._placement = placement
 
     def layer(self, row: int) -> "LayerReplicas":
         """Returns the choice of replica in one row of the placement; it follows `activate`."""
@@ -111,12 +134,19 @@ def _shape_of(placement: Placement) -> tuple[int, int, int, int]:
     return placement.num_layers, placement.num_logical, placement.num_slots, placement.num_ranks
 
 
-def _first_slots(placement: Placement) -> Tensor:
-    """Returns the lowest slot of every expert: [L, E + 1] int64, the last one -1."""
-    if not placement.replica_count.all():
-        row, expert = np.argwhere(placement.replica_count == 0)[0]
-        raise PlacementError(
-            f"expert {expert} of row {row} has no slot, so its tokens cannot be served; place every expert"
-        )
-    first = placement.logical_to_physical[:, :, 0].astype(np.int64)
-    return torch.from_numpy(np.pad(first, ((0, 0), (0, 1)), constant_values=-1))
+def _first_slots(layers: Sequence[LayerSlots]) -> Tensor:
+    """Returns the lowest slot of every expert: [layers, E + 1] int64, the last one -1.
+
+    Raises PlacementError for an expert without a slot.
+    """
+    first = []
+    for layer in layers:
+        start = layer.slot_start
+        lost = np.flatnonzero(start[1:] == start[:-1])
+        if len(lost):
+            raise PlacementError(
+                f"expert {lost[0]} of row {layer.layer_row} has no slot, so its tokens cannot be served; place every "
+                "expert"
+            )
+        first.append(np.append(layer.by_expert[start[:-1]], -1))
+    return torch.from_numpy(np.array(first, dtype=np.int64))

@@ -1,6 +1,7 @@
 """The choice of replica: the same split on every rank, the split of a replay, following the placement in use."""
 
 import shutil
+from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -16,12 +17,13 @@ from moe_serve.eplb.load import LoadRecord
 from moe_serve.eplb.placement import Placement
 from moe_serve.eplb.replay.score import StepSplitter
 from moe_serve.eplb.split.assign import assign_tokens
+from moe_serve.eplb.split.layer_slots import LayerSlots
 from moe_serve.eplb.split.make import layers_of, split_batch
 from moe_serve.errors import PlacementError
 from moe_serve.kernels.exact_split import UNPROVEN
 from moe_serve.topology import Topology
 
-SPLITS = ("even", "nearest", "exact")
+SPLITS: tuple[Literal["even", "nearest", "exact"], ...] = ("even", "nearest", "exact")
 
 
 def draw_step(data: st.DataObject) -> tuple[Placement, Topology, list[torch.Tensor]]:
@@ -140,7 +142,7 @@ def test_the_form_in_c_is_used_where_there_is_a_compiler() -> None:
     placement = Placement(np.array([[0, 1, 2, 0]]), 3, 2)
     for compiled in (True, False):
         host = HostSplit(placement, "even", Topology(1, 2), compiled)
-        assert (host._policies[0].native is not None) == (compiled and shutil.which("cc") is not None)
+        assert (host._own[0].native is not None) == (compiled and shutil.which("cc") is not None)
 
 
 def test_without_redundant_slots_no_counts_are_needed() -> None:
@@ -171,12 +173,75 @@ def test_activation_changes_the_choice(split: str, how: str) -> None:
     assert (None if proven is None else int(proven.sum())) == (2 if split == "exact" else None), "counted since start"
 
 
+def draw_successor(data: st.DataObject, placement: Placement, version: int) -> Placement:
+    """Returns a placement with the slots of some layers permuted, of the others as they are."""
+    draw = np.random.default_rng(data.draw(st.integers(0, 1000)))
+    rows = data.draw(st.sets(st.integers(0, 1)))
+    table = np.array(
+        [draw.permutation(slots) if row in rows else slots for row, slots in enumerate(placement.physical_to_logical)]
+    )
+    return Placement(table, placement.num_logical, placement.num_ranks, version=version)
+
+
+@settings(max_examples=80, deadline=None)
+@given(st.data())
+def test_activations_and_switches_in_any_order_split_as_a_new_map_does(data: st.DataObject) -> None:
+    placement, topology, ids = draw_step(data)
+    if placement.num_slots == placement.num_logical:
+        return
+    counts = counts_of(ids, placement.num_logical)
+    split: Literal["even", "nearest", "exact"] = data.draw(st.sampled_from(SPLITS))
+    how = data.draw(st.sampled_from(["compiled", "plain", "device"]))
+
+    def new_map(placement: Placement, split: Literal["even", "nearest", "exact"]) -> ReplicaMap:
+        replica_map = ReplicaMap(placement, split=split, topology=topology, compiled=how == "compiled")
+        if how == "device":
+            replica_map._split = DeviceSplit(placement, split, topology, "cpu")
+        return replica_map
+
+    replica_map, num_exact = new_map(placement, split), 0
+    for version in range(1, 6):
+        if data.draw(st.booleans(), label="activate"):
+            placement = draw_successor(data, placement, version)
+            replica_map.activate(placement)
+            assert replica_map.version == version
+        evenly = data.draw(st.booleans(), label="split evenly")
+        replica_map.split_evenly(evenly)
+        fresh = new_map(placement, "even" if evenly and split == "exact" else split)
+        assert torch.equal(replica_map._first_slot, fresh._first_slot)
+        for row in range(2):
+            got = replica_map.layer(row).split(ids[0], counts, 0)
+            assert all(map(torch.equal, got, fresh.layer(row).split(ids[0], counts, 0)))
+            num_exact += split == "exact" and not evenly
+    outcomes = replica_map.split_outcomes
+    assert (None if outcomes is None else int(outcomes.sum())) == (num_exact if split == "exact" else None)
+
+
+def test_an_activation_builds_only_the_layers_that_change(monkeypatch: pytest.MonkeyPatch) -> None:
+    table = np.array([[0, 1, 2, 0], [1, 2, 0, 0], [2, 1, 0, 1]])
+    replica_map = ReplicaMap(Placement(table, 3, 2), split="exact")
+    built: list[int] = []
+
+    def make(self: HostSplit, layer: LayerSlots) -> Any:
+        built.append(layer.layer_row)
+        return original(self, layer)
+
+    original = HostSplit._make
+    monkeypatch.setattr(HostSplit, "_make", make)
+    table[1] = [2, 1, 0, 0]
+    replica_map.activate(Placement(table, 3, 2, version=1))
+    assert built == [1]
+    replica_map.activate(Placement(table, 3, 2, version=2))
+    assert built == [1]
+    assert replica_map.version == 2
+
+
 @pytest.mark.parametrize("split", SPLITS)
 def test_tables_on_devices_keep_their_addresses(split: str) -> None:
     old, new = Placement(np.array([[0, 1, 2, 0]]), 3, 2), Placement(np.array([[2, 1, 0, 1]]), 3, 2)
     on_device = DeviceSplit(old, split, Topology(1, 2), "cpu")
     addresses = {name: table.data_ptr() for name, table in on_device._tables.items()}
-    on_device.activate(new)
+    on_device.activate(layers_of(new, Topology(1, 2)))
     assert {name: table.data_ptr() for name, table in on_device._tables.items()} == addresses
     fresh = DeviceSplit(new, split, Topology(1, 2), "cpu")
     assert all(torch.equal(table, fresh._tables[name]) for name, table in on_device._tables.items())
@@ -189,6 +254,8 @@ def test_a_placement_that_cannot_serve_here_is_refused() -> None:
     lost = Placement(np.array([[0, 1, -1, 0]]), 3, 2, allow_lost=True)
     with pytest.raises(PlacementError, match="expert 2 of row 0"):
         replica_map.activate(lost)
+    replicas, ids = replica_map.layer(0), torch.tensor([[2]])
+    assert replicas.split(ids, counts_of([ids, ids], 3), 0)[0].tolist() == [[2]], "and changes nothing"
 
 
 @pytest.mark.parametrize("split", SPLITS)

@@ -19,6 +19,7 @@ step, the same integers.
 import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
@@ -39,10 +40,15 @@ class ExactSplit(SplitPolicy):
         self._graph = graph = ReplicaGraph.of(layer)
         super().__init__("exact", layer, None if library is None else NativeSplit(library, layer, reaches, graph))
         self._reaches = reaches
+
+    @cached_property
+    def _near(self) -> TurnSplit:
+        """The split of the start: within all reaches but the last, over the replicas of the graph."""
+        layer, graph = self.layer, self._graph
         slots = np.full(layer.num_slots, layer.num_logical)
         slots[list(graph.replica_slot)] = np.array(graph.experts, dtype=np.int64)[list(graph.owner)]
         one_each = LayerSlots(slots, layer.num_logical, layer.topology, layer.layer_row)
-        self._near = TurnSplit("near", one_each, reaches[:-1])
+        return TurnSplit("near", one_each, self._reaches[:-1])
 
     def split_plainly(self, counts: Int64s) -> Int64s:
         graph, totals = self._graph, counts.sum(axis=0).tolist()

@@ -1,6 +1,7 @@
 """Makes splits by name: for one layer, for a whole placement, or for a single batch."""
 
 import ctypes
+from collections.abc import Iterable
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -68,18 +69,22 @@ def make_splits(
     return [make_split(name, layer, library) for layer in layers_of(placement, topology)]
 
 
-def layers_of(placement: Placement, topology: Topology | None = None) -> list[LayerSlots]:
-    """Returns the slots of every layer. Raises PlacementError when the topology has another number of ranks."""
+def layers_of(
+    placement: Placement, topology: Topology | None = None, rows: Iterable[int] | None = None
+) -> list[LayerSlots]:
+    """Returns the slots of these rows of a placement, None = of all layers.
+
+    Raises PlacementError when the topology has another number of ranks.
+    """
     topology = topology or Topology(1, placement.num_ranks)
     if topology.num_ranks != placement.num_ranks:
         raise PlacementError(
             f"the topology has {topology.num_ranks} ranks, the placement {placement.num_ranks}; give those of one "
             "cluster"
         )
-    return [
-        LayerSlots.of(slots, topology, placement.num_logical, row)
-        for row, slots in enumerate(placement.physical_to_logical)
-    ]
+    table = placement.physical_to_logical
+    rows = range(len(table)) if rows is None else rows
+    return [LayerSlots.of(table[row], topology, placement.num_logical, row) for row in rows]
 
 
 def _checked(counts: ArrayLike, num_ranks: int) -> Int64s:

@@ -41,32 +41,31 @@ class ReplicaGraph:
     @classmethod
     def of(cls, layer: LayerSlots) -> "ReplicaGraph":
         """Returns the graph of one layer."""
-        slots_of: dict[int, dict[int, int]] = {}
-        for slot, expert in enumerate(layer.physical_to_logical.tolist()):
-            slots_of.setdefault(expert, {}).setdefault(slot // layer.slots_per_rank, slot)
-        slots_of.pop(layer.num_logical, None)  # empty slots
-        fixed_slot = np.full(layer.num_logical, -1, dtype=np.int64)
-        experts: list[int] = []
-        start: list[int] = [0]
-        rank_of: list[int] = []
-        slot_of: list[int] = []
-        owner: list[int] = []
-        for expert in sorted(slots_of):
-            where = slots_of[expert]
-            if len(where) == 1:
-                fixed_slot[expert] = next(iter(where.values()))
-                continue
-            rank_of += where.keys()  # slots ascend, so ranks do
-            slot_of += where.values()
-            owner += [len(experts)] * len(where)
-            experts.append(expert)
-            start.append(len(rank_of))
         num_ranks = layer.topology.num_ranks
-        holder_replica = sorted(range(len(rank_of)), key=rank_of.__getitem__)
-        holder_start = np.searchsorted([rank_of[c] for c in holder_replica], np.arange(num_ranks + 1)).tolist()
-        live = sorted({rank for where in slots_of.values() for rank in where}) or range(num_ranks)
-        return cls(layer, fixed_slot, tuple(experts), tuple(start), tuple(rank_of), tuple(slot_of), tuple(owner),
-                   tuple(holder_start), tuple(holder_replica), tuple(live))  # fmt: skip
+        slots = layer.by_expert[: layer.slot_start[-1]]  # without the empty ones
+        expert_of, rank_of = layer.physical_to_logical[slots], slots // layer.slots_per_rank
+        # Slots of an expert ascend, so a rank's are neighbours, the lowest first.
+        is_lowest = np.ones(len(slots), dtype=bool)
+        is_lowest[1:] = (expert_of[1:] != expert_of[:-1]) | (rank_of[1:] != rank_of[:-1])
+        slots, expert_of, rank_of = slots[is_lowest], expert_of[is_lowest], rank_of[is_lowest]
+        ranks_with = np.bincount(expert_of, minlength=layer.num_logical)
+        is_fixed = ranks_with[expert_of] == 1
+        fixed_slot = np.full(layer.num_logical, -1, dtype=np.int64)
+        fixed_slot[expert_of[is_fixed]] = slots[is_fixed]
+        experts = np.flatnonzero(ranks_with > 1)
+        replica_rank, num_replicas = rank_of[~is_fixed], ranks_with[experts]
+        holder_replica = np.argsort(replica_rank, kind="stable")
+        arrays = (
+            experts,
+            np.concatenate([[0], num_replicas.cumsum()]),
+            replica_rank,
+            slots[~is_fixed],
+            np.repeat(np.arange(len(experts)), num_replicas),
+            np.searchsorted(replica_rank[holder_replica], np.arange(num_ranks + 1)),
+            holder_replica,
+            np.flatnonzero(np.bincount(rank_of, minlength=num_ranks)) if len(slots) else np.arange(num_ranks),
+        )
+        return cls(layer, fixed_slot, *(tuple(array.tolist()) for array in arrays))
 
     @property
     def num_ranks(self) -> int:
