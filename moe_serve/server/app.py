@@ -3,7 +3,6 @@
 Every error, from a wrong path to a lost rank, has the JSON form of `answers.error_body`.
 """
 
-import asyncio
 import time
 from typing import Any
 
@@ -18,20 +17,18 @@ from moe_serve.errors import MoeServeError, RequestError
 from moe_serve.log import get_logger
 from moe_serve.models.tokenizer import Tokenizer
 from moe_serve.server.answers import WEIGHT_VERSION, error_body
+from moe_serve.server.balance_json import summary_json
+from moe_serve.server.body import BodyTooLarge, read_body
 from moe_serve.server.bridge import Bridge
+from moe_serve.server.eplb import add_eplb
 from moe_serve.server.generate import GenerateResponse, error_response, json_bytes, start_call
 from moe_serve.server.metrics import make_registry
 from moe_serve.server.open_request import UnavailableError
+from moe_serve.server.peer_metrics import PEERS
 from moe_serve.server.recorder import add_recorder
 from moe_serve.server.schemas import parse_generate
 
 log = get_logger(__name__)
-
-_BODY_DEADLINE_S = 60.0  # for a client to send the whole body
-
-
-class BodyTooLarge(RequestError):
-    """A request body beyond server.max_body_mib."""
 
 
 def make_app(config: ServeConfig, bridge: Bridge, tokenizer: Tokenizer | None) -> FastAPI:
@@ -44,6 +41,7 @@ def make_app(config: ServeConfig, bridge: Bridge, tokenizer: Tokenizer | None) -
     _add_information(app, config, bridge, has_tokenizer=tokenizer is not None)
     _add_metrics(app, bridge)
     add_recorder(app, config, bridge)
+    add_eplb(app, config, bridge)
     return app
 
 
@@ -53,22 +51,25 @@ def _add_generate(app: FastAPI, config: ServeConfig, bridge: Bridge, tokenizer: 
     @app.api_route("/generate", methods=["POST", "PUT"])
     async def generate(request: Request) -> Response:
         """SGLang's native generation: text or input_ids, single or batch, JSON or a stream."""
-        given = parse_generate(await _read_body(request, max_bytes), bridge.capacity)
+        given = parse_generate(await read_body(request, max_bytes), bridge.capacity)
         call = await start_call(given, bridge, tokenizer)
         return GenerateResponse(call, bridge, given.stream)
 
 
 def _add_health(app: FastAPI, bridge: Bridge) -> None:
-    def ready() -> Response:
+    def ready(**more: Any) -> Response:
         problem = bridge.problem()
         if problem is not None:
             return error_response(UnavailableError(problem))
-        return _json({"status": "ready"})
+        return _json({"status": "ready", **more})
 
     @app.get("/health")
     async def health() -> Response:
-        """200 while the system serves; 503 while it starts or ends, or when a rank is lost."""
-        return ready()
+        """200 while the system serves; 503 while it starts or ends, or when a rank is lost.
+
+        An alarm of the balancer is shown and makes nothing unhealthy: serving goes on without it.
+        """
+        return ready(balancer=summary_json(bridge.balance, time.time()))
 
     @app.get("/ready")
     @app.get("/readyz")
@@ -140,12 +141,14 @@ def _add_information(app: FastAPI, config: ServeConfig, bridge: Bridge, has_toke
 
 
 def _add_metrics(app: FastAPI, bridge: Bridge) -> None:
-    registry = make_registry(bridge.workers)
+    registries = {"": make_registry(bridge), **{peer: make_registry(bridge, peer) for peer in PEERS}}
 
     @app.get("/metrics")
-    async def metrics() -> Response:
-        """The metrics in Prometheus' text format."""
-        return Response(generate_latest(registry), media_type=CONTENT_TYPE_LATEST)
+    async def metrics(names: str = "") -> Response:
+        """The metrics in Prometheus' text format. names: `sglang` or `vllm` adds those with an equal there."""
+        if names not in registries:
+            raise RequestError(f"names is {names[:100]!r}, expected {' or '.join(PEERS)}, or nothing", field="names")
+        return Response(generate_latest(registries[names]), media_type=CONTENT_TYPE_LATEST)
 
 
 def _add_errors(app: FastAPI) -> None:
@@ -175,29 +178,6 @@ def _add_errors(app: FastAPI) -> None:
         # With a handler, Starlette logs nothing itself; it raises the error again after this answer.
         log.exception("%s %s failed", request.method, request.url.path, exc_info=error)
         return _json(error_body("the server failed on this request; see its log", 500), 500)
-
-
-async def _read_body(request: Request, max_bytes: int) -> bytes:
-    """Returns the body of a request. Raises BodyTooLarge as soon as its size is known, RequestError after a minute."""
-
-    def too_large(what: str) -> BodyTooLarge:
-        return BodyTooLarge(
-            f"the body has {what} bytes, at most {max_bytes} are allowed (server.max_body_mib); send less"
-        )
-
-    announced = request.headers.get("content-length", "")
-    if announced.isdigit() and int(announced) > max_bytes:
-        raise too_large(announced)
-    body = bytearray()
-    try:
-        async with asyncio.timeout(_BODY_DEADLINE_S):
-            async for part in request.stream():
-                body += part
-                if len(body) > max_bytes:
-                    raise too_large(f"more than {max_bytes}")
-    except TimeoutError:
-        raise RequestError(f"the body did not arrive within {_BODY_DEADLINE_S:g} s; send it again") from None
-    return bytes(body)
 
 
 def _json(value: Any, status: int = 200) -> Response:

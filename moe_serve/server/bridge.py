@@ -42,6 +42,7 @@ class Bridge:
         self._command_deadline_s = config.engine.step_deadline_s + _WRITE_S
         self._link = RankLink(config, tokenizer, observer, token)
         self.workers = self._link.workers
+        self.balance = self._link.balance
         self._book = self._link.book
 
     # --- life ---------------------------------------------------------------------------------------------------------

@@ -65,25 +65,35 @@ def _same(value: Any, neutral: Any) -> bool:
 
 def parse_object(body: bytes) -> dict[str, Any]:
     """Returns the JSON object in a body."""
-    if not body.strip():
-        raise RequestError("the body is empty, expected a JSON object with text or input_ids")
-    try:
-        values = msgspec.json.decode(body)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, ValueError) as error:
-        raise RequestError(f"the body is not valid JSON: {error}") from None
+    values = parse_json(body, "a JSON object with text or input_ids")
     if not isinstance(values, dict):
         raise RequestError(f"the body is {show(values)}, expected a JSON object")
     return values
 
 
+def parse_json(body: bytes, expected: str) -> Any:
+    """Returns the JSON value in a body. expected: for the error of an empty one"""
+    if not body.strip():
+        raise RequestError(f"the body is empty, expected {expected}")
+    try:
+        return msgspec.json.decode(body)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, ValueError) as error:
+        raise RequestError(f"the body is not valid JSON: {error}") from None
+
+
 def token_ids(name: str, value: Any) -> tuple[int, ...]:
     """Checks a list of whole numbers; the vocabulary is checked later."""
+    return id_list(name, value, "token id")
+
+
+def id_list(name: str, value: Any, what: str) -> tuple[int, ...]:
+    """Checks a list of whole numbers. what: they are, for errors"""
     if not isinstance(value, list):
-        raise RequestError(f"{name} is {show(value)}, expected a list of token ids", field=name)
+        raise RequestError(f"{name} is {show(value)}, expected a list of {what}s", field=name)
     # type() and not isinstance(): true and false are ints in Python, and this loop runs over whole prompts.
     wrong = next((i for i, item in enumerate(value) if type(item) is not int), None)
     if wrong is not None:
-        raise RequestError(f"{name}[{wrong}] is {show(value[wrong])}, expected a token id", field=f"{name}[{wrong}]")
+        raise RequestError(f"{name}[{wrong}] is {show(value[wrong])}, expected a {what}", field=f"{name}[{wrong}]")
     return tuple(value)
 
 

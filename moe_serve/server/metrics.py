@@ -1,4 +1,4 @@
-"""The Prometheus metrics of the ranks, read from their last status; nothing is counted here. Torch-free."""
+"""The Prometheus metrics of the ranks, read from what they reported last; nothing is counted here. Torch-free."""
 
 from collections.abc import Iterator
 
@@ -6,6 +6,10 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from moe_serve.config import served_name
+from moe_serve.server.balance_metrics import BalanceMetrics
+from moe_serve.server.bridge import Bridge
+from moe_serve.server.peer_metrics import PeerMetrics
 from moe_serve.server.workers import WorkerTable
 
 
@@ -48,9 +52,12 @@ class ServingRanks(Collector):
         yield family
 
 
-def make_registry(workers: WorkerTable) -> CollectorRegistry:
-    """Returns the metrics of one front end."""
+def make_registry(bridge: Bridge, peer: str | None = None) -> CollectorRegistry:
+    """Returns the metrics of one front end. peer: also under the names of this engine, one of PEERS"""
     registry = CollectorRegistry()
-    registry.register(WaitMatrix(workers))
-    registry.register(ServingRanks(workers))
+    registry.register(WaitMatrix(bridge.workers))
+    registry.register(ServingRanks(bridge.workers))
+    registry.register(BalanceMetrics(bridge.balance, bridge.workers))
+    if peer is not None:
+        registry.register(PeerMetrics(peer, bridge.workers, bridge.balance, served_name(bridge.config.model)))
     return registry

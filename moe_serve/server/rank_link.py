@@ -26,6 +26,7 @@ from moe_serve.engine.messages import (
     ALIVE_PERIOD_S,
     Alive,
     Answer,
+    BalanceReport,
     Fatal,
     Goodbye,
     Hello,
@@ -40,6 +41,7 @@ from moe_serve.engine.messages import (
     decode_to_front_end,
 )
 from moe_serve.log import get_logger
+from moe_serve.server.balance import BalanceBook
 from moe_serve.server.commands import CommandBook
 from moe_serve.server.request_book import RequestBook
 from moe_serve.server.router_socket import RouterSocket
@@ -66,6 +68,7 @@ class RankLink:
         self.workers = WorkerTable(config.parallel.num_ranks)
         self.book = RequestBook(config, tokenizer, self._send_to_rank)
         self.commands = CommandBook(self._send_to_rank)
+        self.balance = BalanceBook(config.eplb.mode)
         self.is_draining = False
         self.started_s = 0.0
         self._server = config.server
@@ -143,9 +146,7 @@ class RankLink:
             return
         try:
             self._take(identity, message)
-        except (
-            Exception
-        ):  # the outermost frame of the event loop: open requests must end, not hang on a mistake of ours
+        except Exception:  # the outermost frame: open requests must end, not hang on a mistake of ours
             log.exception("the front end failed on a %s message", type(message).__name__)
             self._end_epoch("the front end failed on a message of a rank; see its log", None)
 
@@ -165,31 +166,30 @@ class RankLink:
         match message:
             case Tokens():
                 self.book.take(message)
-                return
             case Status():
                 view.status = message
                 self.book.take_status(message)
-                return
             case Members():
                 self._regroup(message)
-                return
             case Answer():
                 self.commands.take(message)
-                return
+            case BalanceReport() if view.mask_reason is None:  # a masked rank leads no more
+                self.balance.take(message, time.time())
+            case Fatal():
+                self._take_fatal(view, message)
             case Progress():
                 self.workers.progress(view, message)
+                self._tell(message)
             case Ready():
                 self.workers.ready(view, message)
                 if self.workers.is_ready:
                     self.book.begin_epoch(message.limits.block_size)
-            case Fatal():
-                self._take_fatal(view, message)
-                return
+                self._tell(message)
             case Goodbye():
                 view.ended = True
                 if not self.is_draining and view.mask_reason is None:
                     self._end_epoch(f"rank {view.rank} was told to end; start the ranks again", view.rank)
-        self._tell(message)
+                self._tell(message)
 
     def _attach(self, identity: bytes, hello: Hello) -> None:
         if not hmac.compare_digest(hello.token.encode(), self._token.encode()):

@@ -103,6 +103,11 @@ class WorkerTable:
             return None
         return min(known, key=lambda limits: (limits.max_prompt_len, limits.max_model_len))
 
+    @property
+    def info(self) -> dict[str, Any]:
+        """Facts about the model, which are the same on every rank; {} until one is ready."""
+        return next((view.info for view in self if view.is_ready), {})
+
     def attach(self, identity: bytes, hello: Hello, now_s: float) -> str | None:
         """Adds a rank; returns why it is refused, None if it is not. A higher epoch replaces the current one."""
         if hello.num_ranks != self.num_ranks:

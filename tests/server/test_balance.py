@@ -1,0 +1,160 @@
+"""What the front end knows of the balancer, whoever leads the ranks. Pure."""
+
+import logging
+
+import pytest
+
+from moe_serve.engine.messages import BalanceReport, DecisionReport, WindowReport
+from moe_serve.server.balance import NUM_EVENTS, NUM_POINTS, BalanceBook
+from moe_serve.server.balance_json import status_json
+from moe_serve.server.generate import json_bytes
+
+
+def report(step=0, version=0, rank=0, epoch=0, state="watching", **more) -> BalanceReport:
+    return BalanceReport(rank, epoch, step, "dynamic", state, version, more.pop("totals", {}), **more)
+
+
+def window(first_step: int, *balance: float, num_ranks: int = 2) -> WindowReport:
+    loads = [[1.0, 2 / b - 1] + [0.0] * (num_ranks - 2) for b in balance]
+    return WindowReport(first_step, 100, "decode", 0.01 / balance[0], list(balance), loads, [[3, 4]] * len(balance))
+
+
+def decision(kind: str, step: int, reason: str = "why", gain_s: float = 0.0) -> DecisionReport:
+    return DecisionReport(1000.0 + step, step, kind, reason, 2, gain_s, gain_s / 10)
+
+
+def told(book: BalanceBook, *reports: BalanceReport) -> BalanceBook:
+    for number, one in enumerate(reports):
+        book.take(one, 2000.0 + number)
+    return book
+
+
+def a_move(book: BalanceBook, first_step: int, **more) -> None:
+    """Balancedness 0.5, a move of 3 experts in 2 rounds, then 0.9."""
+    moved = {"num_experts_moved": 3.0, "num_rounds": 2.0, "num_bytes_moved": 600.0}
+    told(
+        book,
+        report(first_step + 100, window=window(first_step, 0.4, 0.6), totals={"num_rounds": 0.0}, **more),
+        report(first_step + 100, state="moving", decisions=[decision("move", first_step + 100, gain_s=5.0)], **more),
+        report(
+            first_step + 110, version=1, state="moving", totals={"num_experts_moved": 2.0, "num_rounds": 1.0}, **more
+        ),
+        report(first_step + 120, version=2, totals=moved, decisions=[decision("done", first_step + 120)], **more),
+        report(first_step + 200, version=2, totals=moved, window=window(first_step + 100, 0.5, 0.7), **more),
+        report(first_step + 300, version=2, totals=moved, window=window(first_step + 200, 0.9, 0.9), **more),
+    )
+
+
+def test_a_move_is_told_from_its_decision_to_what_it_brought(caplog):
+    book = BalanceBook("dynamic")
+    with caplog.at_level(logging.INFO, "moe_serve"):
+        a_move(book, 0)
+    (move,) = book.moves
+    assert (move.version, move.num_experts, move.num_rounds, move.num_bytes) == (2, 3, 2, 600)
+    assert (move.before, move.after) == (pytest.approx(0.5), pytest.approx(0.9))
+    assert move.step_before_s > move.step_after_s
+    assert move.failed is None
+    assert book.moves.running is None
+    assert [event.kind for event in book.events] == ["move", "done"]
+    assert "why: 3 experts moved in 2 rounds" in caplog.text
+    assert "placement 2 serves at balancedness 0.90, 0.50 before" in caplog.text
+    assert caplog.text.count("serves at") == 1, "the window in which it moved says nothing of it"
+
+
+def test_a_move_under_way_shows_how_far_it_is():
+    book = told(
+        BalanceBook("dynamic"),
+        report(100, state="moving", decisions=[decision("move", 100)]),
+        report(110, version=1, state="moving", totals={"num_experts_moved": 2.0, "num_rounds": 1.0}),
+    )
+    status = status_json(book, 2010.0)
+    assert status["move"]["summary"] == "2 experts moved in 1 round"
+    assert status["move"]["state"] == status["state"] == "moving"
+    assert status["placement"] == {"version": 1, "age_s": 9.0}
+
+
+def test_a_failed_move_says_why_and_the_placement_stays(caplog):
+    failed = decision("failed", 130, "round 1 was abandoned: rank 3, layer 2, step 130: checksum")
+    book = told(BalanceBook("dynamic"), report(100, state="moving", decisions=[decision("move", 100)]))
+    told(book, report(130, decisions=[failed], totals={"num_failures": 1.0}))
+    status = status_json(book, 2000.0)
+    assert status["move"] is None
+    assert status["moves"][0]["state"] == "failed"
+    assert "rank 3, layer 2, step 130: checksum" in status["moves"][0]["summary"]
+    assert status["last_decision"]["kind"] == "failed"
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+
+
+def test_totals_and_history_live_on_when_the_leader_changes_and_when_ranks_are_restarted():
+    book = BalanceBook("dynamic")
+    a_move(book, 0)
+    first = {"num_rounds": 2.0, "longest_pause_seconds": 0.5}
+    told(
+        book,
+        report(400, 2, totals=first),
+        report(410, 2, rank=1, totals={"num_rounds": 1.0, "longest_pause_seconds": 0.2}),
+    )
+    assert book.totals == {"num_rounds": 3.0, "longest_pause_seconds": 0.5}
+    told(book, report(10, 0, epoch=1, totals={"num_rounds": 4.0, "longest_pause_seconds": 0.7}))
+    assert book.totals == {"num_rounds": 7.0, "longest_pause_seconds": 0.7}
+    assert book.version == 0
+    texts = [event.text for event in book.events if event.kind == "leader"]
+    assert texts == ["rank 1 leads now", "the ranks were restarted"]
+    assert len(book.points) == 3
+
+
+def test_a_new_leader_ends_the_move_of_the_old_one():
+    book = told(BalanceBook("dynamic"), report(100, state="moving", decisions=[decision("move", 100)]))
+    told(book, report(120, rank=1))
+    assert book.moves.running is None
+    assert "rank 1 leads now" in next(iter(book.moves)).failed
+
+
+def test_windows_after_a_restart_do_not_judge_a_move_before_it():
+    book = BalanceBook("dynamic")
+    a_move(book, 0)
+    told(book, report(600, epoch=1, window=window(500, 0.2)), report(700, epoch=1, window=window(600, 0.2)))
+    assert next(iter(book.moves)).after == pytest.approx(0.9)
+
+
+def test_an_alarm_is_told_once_and_when_it_is_over(caplog):
+    book = told(BalanceBook("dynamic"), *[report(1, alarm="no progress for 60 s", state="off")] * 3)
+    assert status_json(book, 2000.0)["alarm"] == "no progress for 60 s"
+    assert [record.levelname for record in caplog.records] == ["ERROR"]
+    told(book, report(2))
+    assert status_json(book, 2000.0)["alarm"] is None
+    assert [event.text for event in book.events] == ["no progress for 60 s", "the alarm is over"]
+
+
+def test_progress_is_news_and_not_a_sign_of_life():
+    book = BalanceBook("dynamic")
+    book.take(report(100, window=window(0, 0.5)), 10.0)
+    book.take(report(150), 20.0)
+    assert (book.heard_s, book.progress_s) == (20.0, 10.0)
+    for number, news in enumerate([{"version": 1}, {"version": 1, "decisions": [decision("keep", 1)]}]):
+        book.take(report(200, **news), 30.0 + number)
+        assert book.progress_s == 30.0 + number
+
+
+def test_every_list_is_bounded():
+    book = BalanceBook("dynamic")
+    for number in range(1000):
+        news = [decision("move", number), decision("failed", number), decision("watch", number)]
+        book.take(report(number, window=window(100 * number, 0.5), decisions=news), float(number))
+    assert (len(book.points), len(book.events), len(list(book.moves))) == (NUM_POINTS, NUM_EVENTS, 50)
+    assert (book.num_windows, book.num_events) == (1000, 3000)
+    assert len(json_bytes(status_json(book, 0.0))) < 30_000
+    assert book.decisions == {"move": 1000, "failed": 1000, "watch": 1000}
+
+
+@pytest.mark.parametrize(
+    "odd",
+    [
+        WindowReport(0, 0, "idle", 0.0, [], [], []),
+        WindowReport(0, 5, "mixed", float("nan"), [1.0], [[0.0]], [[0]]),
+        WindowReport(0, 5, "mixed", 0.0, [1.0, 0.5], [[0.0], [1.0, 2.0]], [[0], [1]]),
+    ],
+)
+def test_no_report_makes_the_front_end_fail(odd):
+    book = told(BalanceBook("static"), report(1, window=odd), report(2, decisions=[decision("done", 2)]))
+    json_bytes(status_json(book, 5.0))
