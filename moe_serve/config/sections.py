@@ -93,6 +93,7 @@ class EplbConfig(Section):
     split: Literal["even", "nearest", "exact"] = "even"
     record_window_steps: PositiveInt = 1000  # steps of one load record; the balancer thinks after each of them
     record_path: str | None = None  # .jsonl trace to which load records are written; `moe-serve replay` reads it
+    record_max_mib: PositiveFloat = 1024.0  # of that trace; at half of it, the file becomes NAME.1.jsonl
     # Of mode dynamic. policy plans placements: incremental edits the one in use with few moves; the others plan anew
     policy: Literal["incremental", "greedy", "refined", "deepseek"] = "incremental"
     trigger: float = Field(default=0.95, ge=0, le=1)  # plan layers whose balancedness (mean / max of ranks) is below

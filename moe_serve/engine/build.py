@@ -18,19 +18,21 @@ from moe_serve.dispatch.base import AnyAllToAll, BufferLimits, EpGroup, Transpor
 from moe_serve.dispatch.make import make_all_to_all
 from moe_serve.engine.engine import Engine, EngineSettings
 from moe_serve.engine.exchange import Exchange
+from moe_serve.engine.load_windows import LoadWindows
 from moe_serve.engine.mailbox import Mailbox
 from moe_serve.engine.messages import ModelLimits
 from moe_serve.engine.model_plan import ModelPlan
-from moe_serve.engine.recording import LoadWindows, TraceWriter, begin_trace
 from moe_serve.engine.recovery import Rank, Recovery, make_recovery, spareable_ranks
 from moe_serve.engine.requests import OpenRequests
 from moe_serve.engine.served_model import ServedModel
 from moe_serve.engine.status import EngineCounters
 from moe_serve.engine.step import StepSettings
+from moe_serve.engine.trace_writer import TraceWriter
 from moe_serve.ep.expert_form import MEANING
 from moe_serve.ep.load_recorder import LoadRecorder
 from moe_serve.ep.moe_layer import ExpertParallel
 from moe_serve.ep.replica_map import ReplicaMap
+from moe_serve.eplb.files.rolling_trace import RollingTrace, begin_trace
 from moe_serve.eplb.files.trace_meta import TraceMeta
 from moe_serve.errors import ConfigError
 from moe_serve.log import get_logger
@@ -145,7 +147,9 @@ def build_served_model(config: ServeConfig, group: EpGroup, progress: Progress |
         },
     )
     if trace is not None:
-        served.windows.on_record = TraceWriter(*trace, group.rank, served.membership).add
+        served.trace = TraceWriter(trace, group.rank, served.membership)
+        served.windows.listeners.append(served.trace.add)
+        served.windows.at_end.append(served.trace.close)
     return served
 
 
@@ -159,8 +163,8 @@ def check_bits(all_to_all: AnyAllToAll, config: ServeConfig) -> None:
         )
 
 
-def _begin_trace(config: ServeConfig, plan: ModelPlan, rank: int) -> tuple[Path, TraceMeta] | None:
-    """Returns the trace file and its description of this model; None where no load is recorded.
+def _begin_trace(config: ServeConfig, plan: ModelPlan, rank: int) -> RollingTrace | None:
+    """Returns the trace of this model's load; None where none is written.
 
     Raises ConfigError on rank 0 when it cannot be written. Called before the weights are read, which takes minutes.
     """
@@ -168,9 +172,8 @@ def _begin_trace(config: ServeConfig, plan: ModelPlan, rank: int) -> tuple[Path,
         return None
     path, spec = Path(config.eplb.record_path), plan.spec
     meta = TraceMeta(spec.num_logical, tuple(spec.moe_layer_ids), spec.topk, served_name(config.model))
-    if rank == 0:
-        begin_trace(path, meta)
-    return path, meta
+    lock = begin_trace(path, meta) if rank == 0 else None
+    return RollingTrace(path, meta, int(config.eplb.record_max_mib * 2**20), lock)
 
 
 def _weights(config: ServeConfig, plan: ModelPlan, rank: int, progress: Progress) -> LoadedWeights:
@@ -204,12 +207,15 @@ def _expert_parallel(config: ServeConfig, plan: ModelPlan, group: EpGroup) -> Ex
     check_bits(all_to_all, config)
     # A transport that can mask a rank can also reduce without it; torch.distributed cannot.
     gather = None if all_to_all.membership is None else all_to_all.exchange_counts
+    recorder = None
+    if config.eplb.mode != "off":
+        recorder = LoadRecorder(len(spec.moe_layer_ids), spec.num_logical, group, gather)
     return ExpertParallel(
         rank=group.rank,
         router=spec.router,
         all_to_all=all_to_all,
         replica_map=ReplicaMap(placement, plan.device, config.eplb.split, topology, dispatch.compiled),
-        recorder=LoadRecorder(len(spec.moe_layer_ids), spec.num_logical, group, gather),
+        recorder=recorder,
         max_tokens_per_rank=plan.max_tokens_per_rank,
         numerics=plan.numerics,
     )

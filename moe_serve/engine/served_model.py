@@ -13,8 +13,9 @@ from moe_serve.attention_dp.batch import ForwardBatch
 from moe_serve.attention_dp.kv_cache import KvCache
 from moe_serve.dispatch.base import AnyAllToAll
 from moe_serve.dispatch.shm.membership import Membership
+from moe_serve.engine.load_windows import LoadWindows
 from moe_serve.engine.messages import ModelLimits
-from moe_serve.engine.recording import LoadWindows
+from moe_serve.engine.trace_writer import TraceWriter
 from moe_serve.ep.load_recorder import LoadRecorder
 from moe_serve.ep.replica_map import ReplicaMap
 from moe_serve.eplb.placement import Placement
@@ -25,7 +26,11 @@ from moe_serve.models.spec import ModelSpec
 
 @dataclass
 class ServedModel:
-    """A model that is ready to run steps on one rank. info: facts for /server_info"""
+    """A model that is ready to run steps on one rank.
+
+    recorder: None: no load is recorded;  trace: the file that records and events go to, or None
+    info:     facts for /server_info
+    """
 
     spec: ModelSpec
     decoder: MoeDecoder
@@ -35,9 +40,10 @@ class ServedModel:
     device: torch.device
     all_to_all: AnyAllToAll
     replica_map: ReplicaMap
-    recorder: LoadRecorder
+    recorder: LoadRecorder | None
     windows: LoadWindows
     info: dict[str, Any]
+    trace: TraceWriter | None = None
 
     @property
     def placement(self) -> Placement:
@@ -72,7 +78,8 @@ class ServedModel:
         """
         logits = self.decoder.forward(batch, self.cache, num_chunks, overlap)
         self.all_to_all.end_step()
-        self.recorder.step_done()
+        if self.recorder is not None:
+            self.recorder.step_done()
         return logits
 
     @property

@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from moe_serve.dispatch.base import EpGroup, Pending
-from moe_serve.dispatch.peer_calls import all_reduce
+from moe_serve.dispatch.peer_calls import all_gather
 
 GATHERED_AT_ONCE = 4096  # counts in one call; transports size their buffers for so many
 
@@ -24,7 +24,7 @@ class LoadRecorder:
     """
 
     def __init__(self, num_layers: int, num_logical: int, group: EpGroup, gather: Gather | None = None):
-        """gather: reduces without masked ranks; None: a reduction of the process group, which needs all ranks"""
+        """gather: reaches all ranks but the masked ones; None: a call of the process group, which needs all ranks"""
         self._group = group
         self._gather = gather
         self._on_host = group.device.type == "cpu"
@@ -33,7 +33,7 @@ class LoadRecorder:
         self._counts = torch.zeros(num_layers, num_logical + 1, dtype=torch.int64, device=group.device)
         self._kept = self._counts.clone()
         self._has_rejoined = False
-        # Totals of each rank as of the last record; of this rank alone where the process group reduces.
+        # Totals of each rank as of the last record; of this rank alone where the process group gathers.
         self._reported = torch.zeros(
             group.num_ranks if gather else 1, num_layers * num_logical, dtype=torch.int64, device=group.device
         )
@@ -79,7 +79,7 @@ class LoadRecorder:
         self.confirm()
 
     def take(self, begins_anew: bool = True) -> NDArray[np.int64]:
-        """Returns the load of all ranks since the last take, [L, E] int64. All ranks call it together.
+        """Returns the load of each rank since the last take, [L, R, E] int64. All ranks call it together.
 
         begins_anew: this rank closes a record; False where it only takes part, since its own has just begun
 
@@ -89,10 +89,12 @@ class LoadRecorder:
         self._add_up()
         own = self._counts[:, 1:].reshape(-1)
         if self._gather is None:
-            new = own - self._reported[0]
+            new = (own - self._reported[0])[None]
             self._reported = own.clone()[None]
             if self._group.process_group is not None and self._group.num_ranks > 1:
-                all_reduce(new, self._group.process_group)
+                rows = new.new_empty(self._group.num_ranks, own.shape[0])
+                all_gather(list(rows), new[0], self._group.process_group)
+                new = rows
         else:
             starts = range(0, own.shape[0], GATHERED_AT_ONCE)
             parts = [self._gather(own[start : start + GATHERED_AT_ONCE]).wait() for start in starts]
@@ -103,8 +105,9 @@ class LoadRecorder:
                 self._reported = totals.clone()
                 self._reported[self._group.rank] = own_reported
                 self._has_rejoined = False
-            new = (totals - self._reported).sum(0)
+            new = totals - self._reported
             if begins_anew:
                 self._reported = totals
-        tokens: NDArray[np.int64] = new.view(self._counts.shape[0], -1).cpu().numpy()
-        return tokens
+        num_layers = self._counts.shape[0]
+        by_rank: NDArray[np.int64] = new.view(new.shape[0], num_layers, -1).cpu().numpy()
+        return by_rank.transpose(1, 0, 2)

@@ -26,6 +26,7 @@ from moe_serve.kernels.numerics import Numerics
 class ExpertParallel:
     """What all MoE layers of a rank share.
 
+    recorder:            None: no load is recorded
     max_tokens_per_rank: rows of one round of dispatch and combine
     """
 
@@ -33,7 +34,7 @@ class ExpertParallel:
     router: RouterSpec
     all_to_all: AnyAllToAll
     replica_map: ReplicaMap
-    recorder: LoadRecorder
+    recorder: LoadRecorder | None
     max_tokens_per_rank: int
     numerics: Numerics
 
@@ -115,6 +116,8 @@ class MoeLayer:
         recorder, load = self._parallel.recorder, routing.load
         if load is None and self._replicas.needs_counts:
             load = self._replicas.count(routing.topk_ids)
+        if recorder is None:
+            return load
         if load is None:
             recorder.add(self._layer_row, routing.topk_ids, routing.topk_ids.shape[0])
         else:

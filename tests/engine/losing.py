@@ -234,6 +234,7 @@ def run_engine(
     outcome.rows = engine.counters.num_decode_tokens + engine.counters.num_prefill_tokens
     outcome.step = engine.step
     if fault is not None:
+        assert engine.served.recorder is not None
         reported = engine.served.recorder._reported[fault.victim]
         outcome.reported_by_victim = reported.view(len(engine.served.spec.moe_layer_ids), -1).sum(1).tolist()
     outcome.waited_s = engine.served.waited_s

@@ -12,6 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from moe_serve.attention_dp.request import Request, SamplingParams
+from moe_serve.attention_dp.scheduler import Proposal, ScheduledChunk
 from moe_serve.config import load_config
 from moe_serve.dispatch.base import EpGroup
 from moe_serve.engine import engine as engine_module
@@ -97,6 +98,8 @@ class Served:
     counters: dict[str, int] = field(default_factory=dict)
     stats: dict[str, int] = field(default_factory=dict)
     load: list[list[list[int]]] = field(default_factory=list)  # per record, [layers][logical]
+    records: list[LoadRecord] = field(default_factory=list)  # those of rank 0
+    rows: list[dict[int, tuple[int, int]]] = field(default_factory=list)  # by rank: step -> decode and prefill rows
     slot_rows: list[list[int]] = field(default_factory=list)  # [layers][slots], rows that each received
     num_steps: int = 0
 
@@ -192,15 +195,9 @@ def _serve_on_rank(
     engine = build_engine(config, group, exchange, mailbox)
     if prepare is not None:
         prepare(engine)
-    records: list[list[list[int]]] = []
-    write = engine.served.windows.on_record
-
-    def keep(record: LoadRecord) -> None:
-        records.append(record.tokens.tolist())
-        if write is not None:
-            write(record)
-
-    engine.served.windows.on_record = keep
+    records: list[LoadRecord] = []
+    engine.served.windows.listeners.append(records.append)
+    rows = log_rows(engine)
     digests: dict[str, list[str]] = {}
     gaps: dict[str, list[float]] = {}
 
@@ -228,7 +225,9 @@ def _serve_on_rank(
         gaps=gaps,
         counters=dict(vars(engine.counters)),
         stats={name: getattr(engine.scheduler.stats, name) for name in engine.scheduler.stats.__slots__},
-        load=records,
+        load=[record.tokens.tolist() for record in records],
+        records=records,
+        rows=[rows],
         num_steps=engine.step,
         slot_rows=received.slot_rows.tolist(),
     )
@@ -244,12 +243,28 @@ def _serve_on_rank(
     return served
 
 
+def log_rows(engine: Engine) -> dict[int, tuple[int, int]]:
+    """Returns a log, filled while the engine runs: the decode and prefill rows that its scheduler commits, by step."""
+    rows: dict[int, tuple[int, int]] = {}
+    commit = engine.scheduler.commit
+
+    def logged(proposal: Proposal, hold_prefill: bool = False) -> tuple[ScheduledChunk, ...]:
+        chunks = commit(proposal, hold_prefill)
+        decodes = sum(chunk in proposal.decodes for chunk in chunks)
+        rows[engine.step] = (decodes, sum(chunk.length for chunk in chunks) - decodes)
+        return chunks
+
+    engine.scheduler.commit = logged  # type: ignore[method-assign]
+    return rows
+
+
 def _merge(parts: Sequence[Served]) -> Served:
     assert len({part.num_steps for part in parts}) == 1, "all ranks make the same steps"
     layers = range(len(parts[0].slot_rows))
     slot_rows = [[rows for part in parts for rows in part.slot_rows[layer]] for layer in layers]
-    whole = Served(load=parts[0].load, num_steps=parts[0].num_steps, slot_rows=slot_rows)
+    whole = Served(load=parts[0].load, records=parts[0].records, num_steps=parts[0].num_steps, slot_rows=slot_rows)
     for part in parts:
+        whole.rows += part.rows
         whole.tokens |= part.tokens
         whole.digests |= part.digests
         whole.gaps |= part.gaps

@@ -251,6 +251,24 @@ def test_folding_sums_steps_and_keeps_activations_exact() -> None:
     assert windows[0].step_time_s == pytest.approx(1.5)
 
 
+def test_idle_records_fold_into_any_window_and_keep_its_time() -> None:
+    idle = np.zeros((1, 3))
+    busy = np.array([[1, 2, 3]])
+    records = [
+        LoadRecord(0, 1, "mixed", idle),
+        LoadRecord(1, 1, "decode", busy, step_time_s=2.0),
+        LoadRecord(2, 5, "mixed", idle),
+        LoadRecord(7, 1, "decode", busy, step_time_s=4.0),
+        LoadRecord(8, 1, "prefill", busy, step_time_s=9.0),
+        LoadRecord(9, 1, "mixed", idle),
+    ]
+    windows = list(folded(LoadTrace.of(records), 100))
+    assert [(w.first_step, w.num_steps, w.phase) for w in windows] == [(0, 8, "decode"), (8, 2, "prefill")]
+    assert windows[0].step_time_s is not None
+    assert 2.0 < windows[0].step_time_s < 4.0
+    assert windows[1].step_time_s == 9.0
+
+
 def test_folding_forgets_activations_it_cannot_know() -> None:
     records = [LoadRecord(0, 5, "mixed", np.array([[3]])), LoadRecord(5, 5, "mixed", np.array([[3]]))]
     assert next(iter(folded(LoadTrace.of(records), 10))).activations is None

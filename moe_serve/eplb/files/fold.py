@@ -13,7 +13,7 @@ def folded(trace: LoadTrace, window_steps: int) -> LoadTrace:
     """Returns the trace with consecutive records summed until a window holds at least window_steps steps.
 
     Activations are kept where every record is a single step or has them; per_step is dropped. A shorter window at the
-    end is kept. Windows never mix phases.
+    end is kept. Windows never mix phases; records of idle steps belong to any.
     """
     if window_steps < 1:
         raise TraceError(f"window is {window_steps} steps; give a whole number of at least 1")
@@ -28,7 +28,7 @@ class _Folding:
     def __call__(self) -> Iterator[LoadRecord]:
         pending: list[LoadRecord] = []
         for record in self.trace:
-            if pending and pending[0].phase != record.phase:
+            if pending and pending[0].phase != record.phase and not (_is_idle(pending[0]) or _is_idle(record)):
                 yield _merged(pending)
                 pending = []
             # Reduce at once: a long record would keep its large optional parts in memory until the window closes.
@@ -39,23 +39,29 @@ class _Folding:
             yield _merged(pending)
 
 
+def _is_idle(record: LoadRecord) -> bool:
+    return record.step_time_s is None and not record.tokens.any()
+
+
 def _merged(records: list[LoadRecord]) -> LoadRecord:
     first = records[0]
+    busy = [record for record in records if not _is_idle(record)] or records
     active = [part for part in (record.active_steps() for record in records) if part is not None]
     sources = [record.by_source for record in records]
     known = [part for part in sources if part is not None]
-    times = [(record.step_time_s, record.num_steps) for record in records]
-    steps = sum(record.num_steps for record in records)
+    times = [(record.step_time_s, record.num_steps) for record in busy]
+    timed_steps = sum(record.num_steps for record in busy)
     return replace(
         first,
-        num_steps=steps,
+        num_steps=sum(record.num_steps for record in records),
+        phase=busy[0].phase,
         tokens=np.sum([record.tokens for record in records], axis=0),
         per_step=None,
         activations=np.sum(active, axis=0) if len(active) == len(records) else None,
         by_source=np.sum(known, axis=0) if len(known) == len(sources) else None,
         step_time_s=None
-        if any(t is None for t, _ in times) or not steps
-        else sum((t or 0) * n for t, n in times) / steps,
+        if any(t is None for t, _ in times) or not timed_steps
+        else sum((t or 0) * n for t, n in times) / timed_steps,
     )
 
 

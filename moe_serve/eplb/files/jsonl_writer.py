@@ -16,20 +16,21 @@ class JsonlWriter:
     """Appends records and events to a .jsonl trace; every line is complete before the next begins.
 
     A record names its placement in full only when it changed since the record before.
+    file: open for appending
     """
 
     def __init__(self, path: Path, meta: TraceMeta, append: bool = False, step_zero: int = 0):
         """append: write behind what the file holds. step_zero: added to all steps, so that those of a trace go on"""
-        self._step_zero = step_zero
-        self._file = path.open("ab" if append else "wb")
+        self.step_zero = step_zero
+        self.file = path.open("ab" if append else "wb")
         self._placement: Placement | None = None
-        if not append or self._file.tell() == 0:
+        if not append or self.file.tell() == 0:
             self._write(meta.to_json())
 
     def add(self, record: LoadRecord) -> None:
         """Appends a record."""
         line: dict[str, Any] = {
-            "first_step": self._step_zero + record.first_step,
+            "first_step": self.step_zero + record.first_step,
             "num_steps": record.num_steps,
             "phase": record.phase,
             "tokens": record.tokens.tolist(),
@@ -49,14 +50,14 @@ class JsonlWriter:
 
     def event(self, name: str, step: int, **fields: Any) -> None:
         """Appends an event of the balancer, e.g. event("round_activated", step, version=7)."""
-        self._write({"event": name, "step": self._step_zero + step, **fields})
+        self._write({"event": name, "step": self.step_zero + step, **fields})
 
     def _write(self, line: dict[str, Any]) -> None:
-        self._file.write(msgspec.json.encode(line) + b"\n")
-        self._file.flush()
+        self.file.write(msgspec.json.encode(line) + b"\n")
+        self.file.flush()
 
     def close(self) -> None:
-        self._file.close()
+        self.file.close()
 
 
 def write_jsonl(trace: LoadTrace, path: Path, progress: Callable[[int], None] | None = None) -> int:

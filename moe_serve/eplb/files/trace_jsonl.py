@@ -4,6 +4,8 @@
 {"first_step", "num_steps", "phase", "tokens": [[…]], …}                               a record; fields as in LoadRecord
 {"window", "layer", "counts": […]}                                                     or its plain form, line per layer
 {"event": "plan_ready", "step": …, …}                                                  an event of the balancer
+
+A trace of limited size may have an older part, which is read first (`trace_parts.py`).
 """
 
 from collections.abc import Iterator
@@ -15,6 +17,7 @@ import msgspec
 import numpy as np
 
 from moe_serve.eplb.files.trace_meta import OPTIONAL_FIELDS, TRACE_FORMAT, ByteProgress, TraceMeta
+from moe_serve.eplb.files.trace_parts import parts_of
 from moe_serve.eplb.load import LoadRecord, LoadTrace
 from moe_serve.eplb.placement import Placement
 from moe_serve.errors import PlacementError, TraceError
@@ -56,7 +59,7 @@ def read_jsonl(path: Path, progress: ByteProgress | None = None) -> LoadTrace:
 
 
 def read_events(path: Path) -> Iterator[dict[str, Any]]:
-    """Yields the event lines of a .jsonl trace, in order."""
+    """Yields the event lines of a .jsonl trace, in order; those of its older part first."""
     for _, content in _lines(path, None):
         if "event" in content:
             yield content
@@ -200,25 +203,28 @@ def _plain_meta(path: Path, where: str) -> TraceMeta:
 
 
 def _lines(path: Path, progress: ByteProgress | None) -> Iterator[tuple[str, dict[str, Any]]]:
-    total = path.stat().st_size
+    """Yields the lines of a trace and where each stands, those of the older part first."""
+    parts = parts_of(path)
+    total = sum(part.stat().st_size for part in parts)
     done = 0
     decode = msgspec.json.Decoder().decode
-    with path.open("rb") as file:
-        for number, line in enumerate(file, start=1):
-            done += len(line)
-            if not line.strip():
-                continue
-            where = f"{path} line {number}"
-            try:
-                content = decode(line)
-            except msgspec.DecodeError as problem:
-                cut = "" if line.endswith(b"\n") else "; the last line is cut off: delete it"
-                raise TraceError(f"{where}: not JSON ({problem}){cut}") from None
-            if not isinstance(content, dict):
-                raise TraceError(f"{where}: expected a JSON object, found {line[:40]!r}")
-            yield where, content
-            if progress is not None:
-                progress(done, total)
+    for part in parts:
+        with part.open("rb") as file:
+            for number, line in enumerate(file, start=1):
+                done += len(line)
+                if not line.strip():
+                    continue
+                where = f"{part} line {number}"
+                try:
+                    content = decode(line)
+                except msgspec.DecodeError as problem:
+                    cut = "" if line.endswith(b"\n") else "; the last line is cut off: delete it"
+                    raise TraceError(f"{where}: not JSON ({problem}){cut}") from None
+                if not isinstance(content, dict):
+                    raise TraceError(f"{where}: expected a JSON object, found {line[:40]!r}")
+                yield where, content
+                if progress is not None:
+                    progress(done, total)
 
 
 def _counts(value: Any, where: str, name: str, ndim: int) -> np.ndarray:

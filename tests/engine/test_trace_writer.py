@@ -1,14 +1,18 @@
 import errno
+import json
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 
 from moe_serve.attention_dp.request import SamplingParams
-from moe_serve.engine.recording import TraceWriter, begin_trace, end_of_trace
+from moe_serve.engine.trace_writer import TraceWriter
 from moe_serve.eplb import read_trace
 from moe_serve.eplb.files.jsonl_writer import JsonlWriter
+from moe_serve.eplb.files.rolling_trace import RollingTrace, begin_trace
+from moe_serve.eplb.files.trace_jsonl import read_events, recorded_latency
 from moe_serve.eplb.files.trace_meta import TraceMeta
 from moe_serve.eplb.load import LoadRecord
 from moe_serve.eplb.placement import Placement
@@ -42,14 +46,18 @@ def test_a_trace_that_cannot_be_written_is_one_clear_error(tmp_path: Path) -> No
 META = TraceMeta(4, (1, 2), 2, "m")
 
 
+def writer_to(path: Path, rank: int = 0, membership: Any = None) -> TraceWriter:
+    return TraceWriter(RollingTrace(path, META, 2**30), rank, membership)
+
+
 def record(first_step: int, placement: Placement | None = None) -> LoadRecord:
     return LoadRecord(first_step, 1, "decode", np.full((2, 4), first_step + 1), placement=placement)
 
 
 def test_a_full_disk_ends_the_trace_and_not_the_serving(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "load.jsonl"
-    begin_trace(path, META)
-    writer = TraceWriter(path, META, 0, None)
+    begin_trace(path, META).close()
+    writer = writer_to(path)
     writer.add(record(0))
     calls = []
 
@@ -82,32 +90,6 @@ def test_a_restart_goes_on_with_the_trace_and_does_not_overwrite_it(tmp_path: Pa
     assert num_ranks == [1] * len(first.load) + [2] * len(second.load)
 
 
-@pytest.mark.parametrize(
-    ("content", "reason"),
-    [
-        (b"not a trace", "exists and is not a .jsonl load trace that can be continued"),
-        (b'{"some": "json"}\n', "exists and is not a .jsonl load trace that can be continued"),
-        (b"PK\x03\x04 an npz file\n\x00", "exists and is not a .jsonl load trace that can be continued"),
-        (
-            b'{"format":"moe_serve.trace","num_logical":8,"moe_layer_ids":[1,2],"topk":2,"model_id":"m"}\n',
-            r"the load of m \(2 MoE layers from 1 to 2, 8 experts, topk 2\), and this server runs m \(.*4 experts",
-        ),
-        (
-            b'{"format":"moe_serve.trace","num_logical":4,"moe_layer_ids":[1,2],"topk":2,"model_id":"other"}\n',
-            "holds the load of other",
-        ),
-    ],
-)
-def test_a_file_that_is_no_trace_of_this_model_is_refused_and_stays_as_it_is(
-    tmp_path: Path, content: bytes, reason: str
-) -> None:
-    path = tmp_path / "load.jsonl"
-    path.write_bytes(content)
-    with pytest.raises(ConfigError, match=f"eplb.record_path: .*{reason}.*name another file, or move this one away"):
-        begin_trace(path, META)
-    assert path.read_bytes() == content
-
-
 def test_a_rank_refuses_such_a_file_before_it_serves(tmp_path: Path) -> None:
     path = tmp_path / "load.jsonl"
     path.write_text("my notes")
@@ -116,37 +98,14 @@ def test_a_rank_refuses_such_a_file_before_it_serves(tmp_path: Path) -> None:
     assert path.read_text() == "my notes"
 
 
-@pytest.mark.parametrize("cut", [1, 20, 60])
-def test_a_first_line_that_was_cut_off_is_written_again(tmp_path: Path, cut: int) -> None:
-    path = tmp_path / "load.jsonl"
-    begin_trace(path, META)
-    whole = path.read_bytes()
-    path.write_bytes(whole[:-cut])
-    begin_trace(path, META)
-    assert path.read_bytes() == whole
-
-
-@pytest.mark.parametrize("rest", ["", "x", '{"first_step": 7, "num_st', "y" * 200_000])
-def test_a_line_that_was_cut_off_is_removed(tmp_path: Path, rest: str) -> None:
-    path = tmp_path / "load.jsonl"
-    for whole, step in (
-        ("", 0),
-        ('{"a": 1}\n', 0),
-        ('{"first_step": 3, "num_steps": 5}\n{"event": "' + "b" * 100_000 + '"}\n', 8),
-    ):
-        path.write_text(whole + rest)
-        assert end_of_trace(path) == step
-        assert path.read_text() == whole
-
-
 def test_the_first_of_the_ranks_that_take_part_writes_the_trace(tmp_path: Path) -> None:
     """Rank 0 is masked for a while and rejoins; its file and its idea of the placement are not what they were."""
     path = tmp_path / "load.jsonl"
-    begin_trace(path, META)
+    begin_trace(path, META).close()
     whole = Placement.trivial(2, 4, 2, 4, moe_layer_ids=(1, 2))
     masked = whole.without_ranks([0])[0]
     groups = [SimpleNamespace(members=[0, 1], epoch=0) for _ in range(2)]
-    ranks = [TraceWriter(path, META, rank, group) for rank, group in enumerate(groups)]  # type: ignore[arg-type]
+    ranks = [writer_to(path, rank, group) for rank, group in enumerate(groups)]
 
     def close_window(first_step: int, placement: Placement, *taking_part: int) -> None:
         for rank in taking_part:
@@ -163,3 +122,40 @@ def test_the_first_of_the_ranks_that_take_part_writes_the_trace(tmp_path: Path) 
     assert [record.first_step for record in records] == [0, 1, 2, 3]
     placements = [record.placement.physical_to_logical.tolist() for record in records]
     assert placements == [each.physical_to_logical.tolist() for each in (whole, masked, masked, whole)]
+
+
+def test_events_of_a_run_stand_between_its_records_at_their_steps_of_the_trace(tmp_path: Path) -> None:
+    """Rank 0 is masked between plan_requested and plan_ready; a second run goes on behind the first."""
+    path = tmp_path / "load.jsonl"
+    for _ in range(2):
+        begin_trace(path, META).close()
+        groups = [SimpleNamespace(members=[0, 1], epoch=0) for _ in range(2)]
+        ranks = [writer_to(path, rank, group) for rank, group in enumerate(groups)]
+        for writer in ranks:
+            writer.event("started", 0)
+            writer.add(record(0))
+            writer.event("plan_requested", 1, layers=[0, 1])
+        groups[1].members, groups[1].epoch = [1], 1
+        ranks[1].event("plan_ready", 4)
+        ranks[1].add(record(1))
+        ranks[1].event("round_activated", 2, version=1)
+        for writer in ranks:
+            writer.close()
+    lines = [json.loads(line) for line in path.read_text().splitlines()[1:]]
+    names = [line.get("event", "record") for line in lines]
+    assert names == ["started", "record", "plan_requested", "plan_ready", "record", "round_activated"] * 2
+    events = list(read_events(path))
+    assert [event["step"] for event in events] == [0, 1, 4, 2, 2, 3, 6, 4]
+    assert events[1] == {"event": "plan_requested", "step": 1, "layers": [0, 1]}
+    assert recorded_latency(path) == 3
+    assert [each.first_step for each in read_trace(path)] == [0, 1, 2, 3]
+
+
+def test_a_server_that_has_ended_leaves_its_trace_to_the_next(tmp_path: Path) -> None:
+    path = tmp_path / "load.jsonl"
+    writer = TraceWriter(RollingTrace(path, META, 2**30, begin_trace(path, META)), 0, None)
+    writer.add(record(0))
+    with pytest.raises(ConfigError, match="another server writes"):
+        begin_trace(path, META)
+    writer.close()
+    begin_trace(path, META).close()

@@ -1,0 +1,143 @@
+"""Load records of one rank: when each begins and ends, what its steps did, and when it is final.
+
+A call of all ranks closes a record. The next exchange makes it final: a rank that completes the exchange knows that all
+ranks have completed the call. If a rank is lost before that, all remaining ranks drop the record and its counts go into
+the next one. So every token is in exactly one record, whichever rank writes it.
+"""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from moe_serve.engine.step import StepPlan
+from moe_serve.ep.load_recorder import LoadRecorder
+from moe_serve.eplb.load import LoadRecord
+from moe_serve.eplb.placement import Placement
+
+Listener = Callable[[LoadRecord], None]
+
+
+@dataclass
+class _Window:
+    """The steps of one record. placement: at its beginning;  phases, num_forwards, forward_s: of steps with rows"""
+
+    first_step: int
+    placement: Placement
+    phases: set[str] = field(default_factory=set)
+    num_forwards: int = 0
+    forward_s: float = 0.0
+
+    def count(self, phase: str, seconds: float) -> None:
+        self.phases.add(phase)
+        self.num_forwards += 1
+        self.forward_s += seconds
+
+    def append(self, later: "_Window") -> None:
+        """Goes on over the steps of a later window."""
+        self.phases |= later.phases
+        self.num_forwards += later.num_forwards
+        self.forward_s += later.forward_s
+
+    @property
+    def phase(self) -> str:
+        """The phase of all steps with rows; "mixed" where they differ, and where there is none."""
+        return next(iter(self.phases)) if len(self.phases) == 1 else "mixed"
+
+    @property
+    def step_time_s(self) -> float | None:
+        """Mean time of a step with rows, from its plan to its tokens; None where there is none."""
+        return self.forward_s / self.num_forwards if self.num_forwards else None
+
+
+class LoadWindows:
+    """The record that is being counted, and those that are closed but not yet final.
+
+    placement: where experts are now
+    listeners: each is called with each record once it is final, in this order, on every rank at the same step
+    at_end:    called after the last record, when the engine ends
+    """
+
+    def __init__(self, recorder: LoadRecorder | None, placement: Placement, model_id: str):
+        """recorder: None: no load is recorded, so there are no records"""
+        self.placement = placement
+        self.listeners: list[Listener] = []
+        self.at_end: list[Callable[[], None]] = []
+        self._recorder = recorder
+        self._model_id = model_id
+        self._closed: list[tuple[_Window, LoadRecord]] = []
+        self._window = _Window(0, placement)
+        self._step_began_s = 0.0
+
+    def begin_step(self, plan: StepPlan) -> None:
+        """Confirms the closed records, and closes the running one where the group changes. Collective in that case.
+
+        Raises PeerError when a peer does not take part: the record goes on.
+        """
+        self.confirm()
+        if plan.regrouped or plan.rejoining:
+            self.close(plan.step)
+        if plan.rejoining:
+            self.confirm()  # a rank that could not close it does not regroup, so no rank rejoins now
+        self._step_began_s = time.perf_counter()
+
+    def end_step(self, plan: StepPlan) -> None:
+        """Closes the record after the step where the plan says so. Collective in that case; raises as `begin_step`."""
+        if plan.runs_forward and self._recorder is not None:
+            self._window.count(plan.phase, time.perf_counter() - self._step_began_s)
+        if plan.close_window:
+            self.close(plan.step + 1)
+        if plan.stop:
+            self.confirm()
+            for end in self.at_end:
+                end()
+
+    def close(self, step: int) -> None:
+        """Closes the record, whose last step is the one before `step`. Collective; raises as `begin_step`."""
+        if self._recorder is None:
+            return
+        window = self._window
+        num_steps = step - window.first_step
+        by_source = self._recorder.take(begins_anew=num_steps > 0)
+        if num_steps == 0:
+            return  # this rank has just begun its record, and others close theirs
+        record = LoadRecord(
+            first_step=window.first_step,
+            num_steps=num_steps,
+            phase=window.phase,
+            tokens=by_source.sum(1),
+            by_source=by_source,
+            step_time_s=window.step_time_s,
+            model_id=self._model_id,
+            placement_version=window.placement.version,
+            placement=window.placement,
+        )
+        self._closed.append((window, record))
+        self._window = _Window(step, self.placement)
+
+    def confirm(self) -> None:
+        """Passes the closed records on: all ranks have completed them."""
+        if self._recorder is None or not self._closed:
+            return
+        self._recorder.confirm()
+        closed, self._closed = self._closed, []
+        for _, record in closed:
+            for listener in self.listeners:
+                listener(record)
+
+    def void(self) -> None:
+        """Drops what was counted since the last finished step, and the records closed since `confirm`."""
+        if self._recorder is None:
+            return
+        self._recorder.void_step()
+        if self._closed:
+            later = [*(window for window, _ in self._closed[1:]), self._window]
+            self._window = self._closed[0][0]
+            for window in later:
+                self._window.append(window)
+            self._closed = []
+
+    def rejoin(self, first_step: int) -> None:
+        """Begins the record of a rank that rejoins at first_step, where the other ranks' record begins."""
+        if self._recorder is not None:
+            self._recorder.rejoin()
+        self._window = _Window(first_step, self.placement)
