@@ -3,15 +3,14 @@
 Both functions are pure, deterministic, and never change the slots of a lost rank. Ranks are lost where no slot of any
 layer holds an expert, unless the caller names them.
 
-An expert needs two ranks, and giving it a second one is a flow problem: it takes a slot on another rank, whose expert
-goes on to a third, and so on until a spare slot is found. Nearly always the first rank has a spare slot. Where it has
-not, the cheapest chain is found by Bellman-Ford over ranks, so that as many experts as possible get a second rank with
-as few changed slots as possible.
+Giving an expert one more rank is a flow problem: it takes a slot on another rank, whose expert goes on to a third, and
+so on until a spare slot is found. Nearly always the first rank has a spare slot. Where it has not, the cheapest chain
+is found by Bellman-Ford over ranks, so that as many experts as possible get their ranks with few changed slots.
 
 Shape words: L = layers, E = experts, R = ranks, K = slots per rank.
 """
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -37,15 +36,20 @@ def with_second_slots(placement: Placement, lost_ranks: Collection[int] | None =
     """
     live = _live_ranks(placement, lost_ranks)
     table = _by_rank(placement)
-    changed = False
-    for row in range(placement.num_layers):
-        holders = _Holders(table[row], live)
-        if holders.give_second_ranks():
-            holders.write(table[row])
-            changed = True
-    if not changed:
+    if not sum(give_ranks(table[row], live, 2) for row in range(placement.num_layers)):
         return placement
     return replace(placement, physical_to_logical=_flat(table), version=placement.version + 1)
+
+
+def give_ranks(table: Ints, live: Sequence[int], num_wanted: int) -> int:
+    """Gives the experts of one layer that have a slot further ranks until each is on num_wanted, in place.
+
+    table: [R, K];  live: ranks that may hold experts
+    A slot is spare where it is empty, holds an expert on more than num_wanted ranks, or repeats one of its rank.
+    Returns the number of slots that changed, for two ranks the fewest possible.
+    """
+    holders = _Holders(table, live, num_wanted)
+    return holders.write(table) if holders.give() else 0
 
 
 def with_lost_experts(
@@ -127,10 +131,11 @@ def _counts(table: Ints) -> tuple[dict[int, int], dict[int, int]]:
 class _Holders:
     """Which live rank holds which experts of one layer, each once; a repeated slot counts as an empty one."""
 
-    def __init__(self, table: Ints, live: list[int]):
-        """table: [R, K]"""
+    def __init__(self, table: Ints, live: Sequence[int], num_wanted: int):
+        """table: [R, K];  num_wanted: ranks that every expert should be on"""
         self._slots = int(table.shape[1])
         self._live = live
+        self._wanted = num_wanted
         self._on: dict[int, set[int]] = {
             rank: {expert for expert in table[rank].tolist() if expert >= 0} for rank in live
         }
@@ -140,26 +145,32 @@ class _Holders:
                 self._at.setdefault(expert, set()).add(rank)
         self._was_on = {rank: frozenset(experts) for rank, experts in self._on.items()}
 
-    def give_second_ranks(self) -> bool:
-        """Gives every expert on one rank a second one, as far as spare slots go. Returns whether any got one."""
-        single = sorted(expert for expert, ranks in self._at.items() if len(ranks) == 1)
+    def give(self) -> bool:
+        """Gives every expert the wanted ranks, as far as spare slots go. Returns whether any got one."""
+        missing = [expert for expert in sorted(self._at) for _ in range(self._wanted - len(self._at[expert]))]
         left = []
-        for expert in single:
-            rank = self._rank_with_spare_slot(self._home(expert))
+        for expert in missing:
+            rank = self._rank_with_spare_slot(expert)
             if rank is None:
                 left.append(expert)
             else:
                 self._take_spare_slot(expert, rank)
-        # A spare slot that is left now is on the home of all of these: any other expert would have taken it.
-        while left and (chain := self._cheapest_chain(self._home(left[0]))):
-            self._follow(left.pop(0), chain)
-        return len(left) < len(single)
+        # Spare slots that are left now are on ranks that hold these experts already: chains lead to them.
+        num_given = len(missing) - len(left)
+        for expert in left:
+            chain = self._cheapest_chain(expert)
+            if chain:
+                self._follow(expert, chain)
+                num_given += 1
+        return num_given > 0
 
-    def write(self, table: Ints) -> None:
-        """Writes what ranks hold anew into slots of the layer: empty ones, repeated ones, then given up ones."""
+    def write(self, table: Ints) -> int:
+        """Writes what ranks hold anew into empty slots, repeated ones, then given up ones. Returns how many."""
+        num_written = 0
         for rank in self._live:
             row = table[rank]
             new = sorted(self._on[rank] - self._was_on[rank])
+            num_written += len(new)
             if not new:
                 continue
             first = {expert: slot for slot, expert in reversed(list(enumerate(row.tolist())))}
@@ -168,22 +179,19 @@ class _Holders:
             given_up = [first[expert] for expert in sorted(self._was_on[rank] - self._on[rank])]
             for slot, expert in zip([*empty, *repeated, *given_up], new, strict=False):
                 row[slot] = expert
-
-    def _home(self, expert: int) -> int:
-        (home,) = self._at[expert]
-        return home
+        return num_written
 
     def _num_free(self, rank: int) -> int:
         return self._slots - len(self._on[rank])
 
     def _donor(self, rank: int) -> int | None:
-        """Returns the expert that can leave this rank: the one with the most ranks, of three at least."""
-        candidates = [expert for expert in self._on[rank] if len(self._at[expert]) > 2]
+        """Returns the expert that can leave this rank: the one with the most ranks, of more than it needs."""
+        candidates = [expert for expert in self._on[rank] if len(self._at[expert]) > self._wanted]
         return min(candidates, key=lambda e: (-len(self._at[e]), e), default=None)
 
-    def _rank_with_spare_slot(self, home: int) -> int | None:
-        """Returns the rank other than home with the most free slots, or else one with an expert to give up."""
-        others = [rank for rank in self._live if rank != home]
+    def _rank_with_spare_slot(self, expert: int) -> int | None:
+        """Returns the rank without the expert with the most free slots, or else one with an expert to give up."""
+        others = [rank for rank in self._live if rank not in self._at[expert]]
         emptiest = max(others, key=lambda rank: (self._num_free(rank), -rank), default=None)
         if emptiest is None or self._num_free(emptiest) > 0:
             return emptiest
@@ -197,21 +205,23 @@ class _Holders:
             self._leave(donor, rank)
         self._enter(expert, rank)
 
-    def _cheapest_chain(self, home: int) -> list[tuple[int, int]]:
-        """Returns the way to a slot for an expert on `home` that changes the fewest slots, [] where there is none.
+    def _cheapest_chain(self, arriving: int) -> list[tuple[int, int]]:
+        """Returns the way to one more slot for an expert that changes the fewest slots, [] where there is none.
 
         Links (rank, expert that leaves it for the rank of the next link), the last with -1: that rank has a spare slot.
         """
         ends = [rank for rank in self._live if self._num_free(rank) or self._donor(rank) is not None]
         if not ends:
             return []
-        cost = {rank: 0 for rank in self._live if rank != home}
+        cost = {rank: 0 for rank in self._live if rank not in self._at[arriving]}
         came: dict[int, tuple[int, int]] = {}  # rank -> (rank before, the expert that leaves that one)
         lower = True
         while lower:
             lower = False
             for rank in sorted(cost):
-                for expert in sorted(expert for expert in self._on[rank] if len(self._at[expert]) == 2):
+                for expert in sorted(self._on[rank]):
+                    if len(self._at[expert]) > self._wanted:
+                        continue  # it can leave for nothing: the rank is an end
                     undone = int(expert not in self._was_on[rank])
                     for other in (other for other in self._live if other not in self._at[expert]):
                         total = cost[rank] - undone + int(expert not in self._was_on[other])

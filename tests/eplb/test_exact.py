@@ -17,6 +17,13 @@ def test_the_program_finds_the_optimum_of_brute_force(num_experts, num_ranks, sl
     np.testing.assert_allclose(plan.balancedness, best, rtol=1e-6)
 
 
+def test_the_program_finds_the_best_plan_with_two_replicas_of_each():
+    tokens = np.random.default_rng(7).integers(0, 1000, (2, 4))
+    plan = make_policy("milp").plan(PlanRequest(tokens, Topology(1, 3), 9, min_replicas=2))
+    best = [w.sum() / 3 / best_top(w, 3, 3, min_replicas=2) for w in tokens.astype(float)]
+    np.testing.assert_allclose(plan.balancedness, best, rtol=1e-6)
+
+
 def test_moves_stay_within_the_budget_and_more_moves_never_hurt():
     draw = np.random.default_rng(3)
     top = Topology(1, 3)

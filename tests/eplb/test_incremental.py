@@ -7,9 +7,9 @@ import pytest
 from moe_serve.eplb.load import balancedness, rank_load
 from moe_serve.eplb.placement import Placement
 from moe_serve.eplb.policies.edits import EditState, all_overwrites, apply_edits, best_overwrites, best_swaps
-from moe_serve.eplb.policies.incremental import holds
 from moe_serve.eplb.policies.make import make_policy
 from moe_serve.eplb.policies.policy import PlanRequest
+from moe_serve.eplb.policies.problem import holds
 from moe_serve.topology import Topology
 from tests.eplb.loads import drifting, grouped, lognormal, same_slots
 
@@ -129,6 +129,21 @@ def test_lost_ranks_are_repaired():
     assert (table[:, 2] == -1).all()
     assert (made.placement.replica_count >= 1).all()
     assert made.num_moves < 3 * 48 / 2
+
+
+def test_second_replicas_are_put_back_whatever_they_cost_and_then_the_budget_holds():
+    tokens = lognormal(3, 16, 0.8)
+    top = Topology(1, 6)
+    current = plan(tokens, top, 48, name="greedy", min_replicas=2).placement
+    made = plan(tokens, top, 48, current, excluded_ranks=(2,), min_replicas=2, max_moves=1)
+    assert (made.placement.without_ranks([2])[0].replica_count >= 2).all()
+    repaired = made.placement
+    gone = (current.without_ranks([2])[0].replica_count < 2).sum()
+    assert made.num_moves == gone > 3, "one move for each expert that had lost its second replica, and no other"
+    later = lognormal(3, 16, 0.8, seed=1)
+    made = plan(later, top, 48, repaired, excluded_ranks=(2,), min_replicas=2, max_moves=1)
+    assert 0 < made.num_moves <= 3
+    assert (made.placement.replica_count >= 2).all()
 
 
 def test_an_illegal_start_with_duplicates_is_mended():

@@ -1,8 +1,10 @@
 """The contract that every policy keeps, on awkward small sizes."""
 
+from contextlib import suppress
+
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 from moe_serve.eplb.load import balancedness, rank_load
@@ -98,6 +100,55 @@ def test_a_placement_in_use_is_accepted_and_moves_are_counted(name, case, seed, 
 
 
 @pytest.mark.parametrize("name", OURS)
+@given(
+    case=small_cases(), least=st.integers(1, 3), more=st.integers(0, 2), off_home=st.sampled_from([1.0, 0.3, 0.0]),
+    has_current=st.booleans(), split=st.sampled_from(["even", "exact"]),
+    excluded=st.sets(st.integers(0, 11), max_size=2),
+)  # fmt: skip
+@settings(RELAXED, max_examples=25)
+def test_every_expert_is_on_min_replicas_ranks(name, case, least, more, off_home, has_current, split, excluded):
+    tokens, nodes, ranks, _ = case
+    top = Topology(nodes, ranks)
+    excluded = tuple(rank for rank in excluded if rank < top.num_ranks)
+    num_live = top.num_ranks - len(excluded)
+    assume(num_live > 0)
+    least = min(least, num_live)
+    slots = (-(-tokens.shape[1] * least // num_live) + more) * top.num_ranks
+    current = run("greedy", PlanRequest(tokens[:, ::-1], top, slots)).placement if has_current else None
+    request = PlanRequest(tokens, top, slots, current=current, min_replicas=least, off_home=off_home,
+                          planned_split=split, excluded_ranks=excluded)  # fmt: skip
+    if off_home < 1.0 or (name == "static" and has_current):
+        with suppress(PlacementError):  # refused by name: see below
+            check_replicas(run(name, request), request)
+    else:
+        check_replicas(run(name, request), request)
+
+
+def check_replicas(plan: Plan, request: PlanRequest) -> None:
+    check(plan, request)
+    table = plan.placement.physical_to_logical.reshape(len(request.tokens), request.topology.num_ranks, -1)
+    ranks_of = (table[:, :, :, None] == np.arange(request.tokens.shape[1])).any(axis=2).sum(axis=1)
+    assert (ranks_of >= request.min_replicas).all()
+
+
+def test_one_expert_is_planned_for_the_exact_split():
+    request = PlanRequest(np.array([[7]]), Topology(1, 3), 6, planned_split="exact")
+    assert run("refined", request).placement.replica_count.tolist() == [[3]]
+
+
+def test_replicas_that_a_policy_cannot_give_are_refused_by_name():
+    tokens = lognormal(1, 8, 0.8)
+    alone = PlanRequest(tokens, Topology(4, 1), 16, min_replicas=2, off_home=0.0)
+    with pytest.raises(PlacementError, match="are on the 1 ranks of one node"):
+        run("deepseek", alone)
+    with pytest.raises(PlacementError, match="have 1, 1, 1, 1 ranks of 4 slots and cannot be home to 2 replicas"):
+        run("greedy", alone)
+    current = Placement.trivial(1, 8, 4, 8 - 1)
+    with pytest.raises(PlacementError, match="is on 1 of the ranks that take part and min_replicas is 2"):
+        run("static", PlanRequest(tokens, Topology(1, 4), 16, current=current, min_replicas=2))
+
+
+@pytest.mark.parametrize("name", OURS)
 def test_the_same_request_gives_the_same_plan(name):
     tokens = lognormal(3, 24, 0.8)
     top = Topology(2, 6)
@@ -169,6 +220,8 @@ def test_an_unknown_policy_or_option_names_the_known_ones():
     [
         ({"num_slots": 30}, "use 24 or 32"),
         ({"num_slots": 8}, "at least 16"),
+        ({"min_replicas": 2}, "experts, each with 2 replicas at least; use at least 32 slots"),
+        ({"min_replicas": 8, "excluded_ranks": (0,)}, "from 1 to 7"),
         ({"off_home": 1.5}, "off_home"),
         ({"num_groups": 5}, "num_groups"),
         ({"max_moves": 3}, "current is None"),

@@ -9,7 +9,7 @@ from scipy.optimize import LinearConstraint, milp
 from moe_serve.eplb.migration.moves import apply_round
 from moe_serve.eplb.migration.plan import plan_migration
 from moe_serve.eplb.placement import Placement
-from moe_serve.eplb.repair import ReloadedExpert, with_lost_experts, with_second_slots
+from moe_serve.eplb.repair import ReloadedExpert, give_ranks, with_lost_experts, with_second_slots
 from moe_serve.errors import PlacementError
 from moe_serve.topology import Topology
 
@@ -24,10 +24,10 @@ def num_changes(old: Placement, new: Placement) -> np.ndarray:
     return (old.physical_to_logical != new.physical_to_logical).sum(axis=1)
 
 
-def best_by_integer_program(placement: Placement, row: int, live: list[int]) -> tuple[int, int]:
-    """Returns the most experts that can be on two ranks, and the fewest slots to change for it.
+def best_by_integer_program(placement: Placement, row: int, live: list[int], num_wanted: int) -> tuple[int, int]:
+    """Returns the most ranks that experts can be on, counted up to num_wanted each, and the fewest changes for that.
 
-    Variables: whether rank r holds expert e, and whether e is on two ranks. A single one stays where it is.
+    Variables: whether rank r holds expert e, and how many of the wanted ranks e has.
     """
     num_ranks, num_experts, slots = len(live), placement.num_logical, placement.slots_per_rank
     held = holders(placement)[row][live]
@@ -43,12 +43,12 @@ def best_by_integer_program(placement: Placement, row: int, live: list[int]) -> 
     for e in range(num_experts):
         total = sum(on(r, e) for r in range(num_ranks))
         total[size + e] = -1
-        rules.append(LinearConstraint(total, 1 if count[e] else 0, np.inf if count[e] else 0))
+        rules.append(LinearConstraint(total, 0, np.inf if count[e] else 0))
     least = np.zeros(size + num_experts)
-    least[size:] = count >= 2
+    least[size:] = np.minimum(count, num_wanted)
     new = np.concatenate([~held.ravel(), np.zeros(num_experts)]).astype(float)
     covered = np.concatenate([np.zeros(size), np.ones(num_experts)])
-    most = np.concatenate([np.ones(size), (count > 0).astype(float)])
+    most = np.concatenate([np.ones(size), num_wanted * (count > 0)])
     solved = milp(new - 1000 * covered, constraints=rules, integrality=np.ones(size + num_experts),
                   bounds=(least, most))  # fmt: skip
     assert solved.success
@@ -70,6 +70,20 @@ def after_a_loss(draw: st.DrawFn) -> tuple[Placement, list[int]]:
     return placement, [rank for rank in range(num_ranks) if rank not in lost]
 
 
+@given(after_a_loss(), st.integers(1, 4))
+def test_experts_get_as_many_ranks_as_spare_slots_allow(case: tuple[Placement, list[int]], num_wanted: int):
+    placement, live = case
+    for row in range(placement.num_layers):
+        table = placement.physical_to_logical[row].reshape(placement.num_ranks, -1).copy()
+        num_changed = give_ranks(table, live, num_wanted)
+        after = Placement(table.reshape(1, -1), placement.num_logical, placement.num_ranks, allow_lost=True)
+        ranks_of = holders(after)[0].sum(axis=0)
+        most, _ = best_by_integer_program(placement, row, live, num_wanted)
+        assert np.minimum(ranks_of, num_wanted).sum() == most
+        assert (ranks_of >= np.minimum(holders(placement)[row].sum(axis=0), num_wanted)).all()
+        assert num_changed == (table.ravel() != placement.physical_to_logical[row]).sum()
+
+
 @given(after_a_loss())
 def test_as_many_experts_as_possible_get_a_second_rank_with_the_fewest_changes(case: tuple[Placement, list[int]]):
     placement, live = case
@@ -80,8 +94,7 @@ def test_as_many_experts_as_possible_get_a_second_rank_with_the_fewest_changes(c
     assert not holders(repaired)[:, sorted(lost)].any()
     changes = num_changes(placement, repaired)
     for row in range(placement.num_layers):
-        most, fewest = best_by_integer_program(placement, row, live)
-        assert ((after[row] >= 2).sum(), changes[row]) == (most, fewest)
+        assert (np.minimum(after[row], 2).sum(), changes[row]) == best_by_integer_program(placement, row, live, 2)
     assert (repaired is placement) == (not changes.any())
     assert with_second_slots(repaired, lost) is repaired, "and a second time there is nothing left to do"
     if (before > 0).all():

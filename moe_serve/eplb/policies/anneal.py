@@ -27,6 +27,7 @@ def anneal_counts(
     good_enough: float = 0.999,
     deadline: Deadline | None = None,
     replicas_per_round: int = 10_000,
+    min_replicas: int = 1,
 ) -> bool:
     """Improves tables in place; returns whether the deadline cut the search short.
 
@@ -38,6 +39,7 @@ def anneal_counts(
     num_experts = weight.shape[1]
     num_slots = num_ranks * slots
     chains = int(np.clip(replicas_per_round // max(1, num_layers * num_slots), 1, 48))
+    limits = (min_replicas, num_ranks)
     draw = np.random.default_rng(seed)
     top_of = _tops(weight, table, fixed)
     mean = weight.sum(axis=1) / num_ranks + (0.0 if fixed is None else fixed.sum(axis=1) / num_ranks)
@@ -51,10 +53,10 @@ def anneal_counts(
             return False
         rows = (going[:, None] * chains + np.arange(chains)).ravel()
         layer = np.repeat(going, chains)
-        tried = _neighbours(counts[rows], weight[layer], num_ranks, num_slots, draw)
+        tried = _neighbours(counts[rows], weight[layer], limits, num_slots, draw)
         if num_experts <= 8:  # so few counts that random ones find what small steps miss
             dice = rows % 2 == 1
-            tried[dice] = _any_counts(int(dice.sum()), num_experts, num_ranks, num_slots, draw)
+            tried[dice] = _any_counts(int(dice.sum()), num_experts, limits, num_slots, draw)
         own = None if fixed is None else fixed[layer]
         packed, load = _pack(tried, weight[layer], own, num_ranks, slots, slots == 2 and step % 2 == 0, draw)
         top = load.sum(axis=2).max(axis=1)
@@ -96,15 +98,19 @@ def _pack(
 
 
 def _neighbours(
-    counts: NDArray[np.int64], weight: Floats, max_replicas: int, num_slots: int, draw: np.random.Generator
+    counts: NDArray[np.int64], weight: Floats, limits: tuple[int, int], num_slots: int, draw: np.random.Generator
 ) -> NDArray[np.int64]:
-    """Returns counts [X, E] with one to three replicas moved between experts, or to or from an empty slot."""
+    """Returns counts [X, E] with one to three replicas moved between experts, or to or from an empty slot.
+
+    limits: fewest and most replicas of an expert
+    """
+    min_replicas, max_replicas = limits
     tried = counts.copy()
     rows = np.arange(len(counts))
     num_moves = draw.integers(1, 4, len(counts))
     for step in range(3):
         moving = step < num_moves
-        spare = np.where(tried > 1, draw.random(tried.shape), -1.0)
+        spare = np.where(tried > min_replicas, draw.random(tried.shape), -1.0)
         giver = spare.argmax(axis=1)
         can_give = spare[rows, giver] >= 0
         # Draw takers by a softened replica load: heavy replicas are split more often, but any expert can be.
@@ -121,12 +127,13 @@ def _neighbours(
 
 
 def _any_counts(
-    num_rows: int, num_experts: int, max_replicas: int, num_slots: int, draw: np.random.Generator
+    num_rows: int, num_experts: int, limits: tuple[int, int], num_slots: int, draw: np.random.Generator
 ) -> NDArray[np.int64]:
-    """Returns counts [num_rows, E] drawn from all that fit the slots."""
-    extra = draw.integers(0, num_slots - num_experts + 1, num_rows)
+    """Returns counts [num_rows, E] drawn from all that fit the slots and the limits of an expert's replicas."""
+    min_replicas, max_replicas = limits
+    extra = draw.integers(0, num_slots - num_experts * min_replicas + 1, num_rows)
     share = draw.dirichlet(np.ones(num_experts), num_rows)
-    return np.minimum(1 + draw.multinomial(extra, share), max_replicas)
+    return np.minimum(min_replicas + draw.multinomial(extra, share), max_replicas)
 
 
 def _tops(weight: Floats, table: Ids, fixed: Floats | None) -> Floats:

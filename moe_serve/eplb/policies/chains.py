@@ -31,7 +31,7 @@ def change_counts(
     layer = np.arange(num_layers)
     for _ in range(num_changes):
         count = state.count
-        can_give = count > 1
+        can_give = count > state.min_replicas
         num_givers = can_give.sum(axis=1, keepdims=True)
         givers = np.argsort(np.where(can_give, state.unit / np.maximum(count - 1, 1), np.inf), axis=1, kind="stable")
         takers = np.argsort(-state.unit / np.maximum(count, 1), axis=1, kind="stable")

@@ -35,6 +35,7 @@ def search_pair_counts(
     fixed: Floats | None = None,
     proposals: int = 16,
     deadline: Deadline | None = None,
+    min_replicas: int = 1,
 ) -> tuple[Counts, bool]:
     """Returns replica counts for two slots per rank, [L, E] int64, and whether the deadline cut the search short.
 
@@ -46,7 +47,7 @@ def search_pair_counts(
     mean = weight.sum(axis=1) / num_ranks
     unit = weight / np.where(mean > 0, mean, 1.0)[:, None]
     unit_fixed = None if fixed is None else fixed / np.where(mean > 0, mean, 1.0)[:, None]
-    counts, top = _start(unit, unit_fixed, num_slots, num_ranks)
+    counts, top = _start(unit, unit_fixed, num_slots, num_ranks, min_replicas)
     best, best_top = counts.copy(), top.copy()
     draw = np.random.default_rng(seed)
     layer = np.arange(num_layers)
@@ -60,7 +61,7 @@ def search_pair_counts(
             pairs = _pair_loads(unit, counts, unit_fixed, num_slots)
             reference = np.maximum(pairs.max(axis=1), np.float32(1e-30))
             value = _power_sum(pairs, reference)
-        tried = _propose(unit, counts, proposals, num_ranks, draw)
+        tried = _propose(unit, counts, proposals, (min_replicas, num_ranks), draw)
         pairs = _pair_loads(many_unit, tried.reshape(-1, num_experts), many_fixed, num_slots)
         values = _power_sum(pairs, np.repeat(reference, proposals)).reshape(num_layers, proposals)
         chosen = values.argmin(axis=1)
@@ -73,14 +74,16 @@ def search_pair_counts(
     return best, False
 
 
-def _start(unit: Floats, fixed: Floats | None, num_slots: int, num_ranks: int) -> tuple[Counts, Singles]:
+def _start(
+    unit: Floats, fixed: Floats | None, num_slots: int, num_ranks: int, min_replicas: int
+) -> tuple[Counts, Singles]:
     """Returns the best counts over all a: minimax with a replicas fewer, and the a lightest experts split instead."""
     num_experts = unit.shape[1]
     lightest = np.argsort(unit, axis=1, kind="stable")
     best, best_top = None, np.full(len(unit), np.inf, dtype=np.float32)
-    spare = num_slots - num_experts
+    spare = num_slots - num_experts * min_replicas
     for split in range(0, min(spare, num_experts) + 1, max(1, spare // 16)):
-        counts = minimax_counts(unit, num_slots - split, num_ranks, fixed)
+        counts = minimax_counts(unit, num_slots - split, num_ranks, fixed, min_replicas)
         light = lightest[:, :split]
         now = np.take_along_axis(counts, light, axis=1)
         np.put_along_axis(counts, light, np.minimum(now + 1, num_ranks), axis=1)
@@ -91,11 +94,17 @@ def _start(unit: Floats, fixed: Floats | None, num_slots: int, num_ranks: int) -
     return best, best_top
 
 
-def _propose(unit: Floats, counts: Counts, proposals: int, max_replicas: int, draw: np.random.Generator) -> Counts:
-    """Returns counts [L, M, E] that differ from `counts` [L, E] by one or two replicas moved between experts."""
+def _propose(
+    unit: Floats, counts: Counts, proposals: int, limits: tuple[int, int], draw: np.random.Generator
+) -> Counts:
+    """Returns counts [L, M, E] that differ from `counts` [L, E] by one or two replicas moved between experts.
+
+    limits: fewest and most replicas of an expert
+    """
     num_layers, num_experts = counts.shape
+    min_replicas, max_replicas = limits
     x, m = np.arange(num_layers)[:, None], np.arange(proposals)[None, :]
-    can_give = counts > 1
+    can_give = counts > min_replicas
     givers = np.argsort(np.where(can_give, unit / np.maximum(counts - 1, 1), np.inf), axis=1, kind="stable")
     takers = np.argsort(unit / (counts + 1), axis=1, kind="stable")
     num_givers = can_give.sum(axis=1, keepdims=True)
@@ -110,7 +119,7 @@ def _propose(unit: Floats, counts: Counts, proposals: int, max_replicas: int, dr
         moved = (num_givers > 0) & ((m % 3 == 0) | (step == 0))
         tried[x, m, giver] -= moved
         tried[x, m, taker] += moved
-    illegal = ((tried < 1) | (tried > max_replicas)).any(axis=2)
+    illegal = ((tried < min_replicas) | (tried > max_replicas)).any(axis=2)
     rows, columns = np.nonzero(illegal)
     tried[rows, columns] = counts[rows]
     return tried
@@ -144,12 +153,14 @@ def try_apportionments(
     slots_per_rank: int,
     sweeps: int,
     deadline: Deadline | None = None,
+    min_replicas: int = 1,
 ) -> Iterator[tuple[Ids, Floats, bool]]:
     """Yields (table [L, R, K], its loads [L, R, K], deadline passed) for each apportionment of replicas."""
     num_layers = len(weight)
     num_slots = num_ranks * slots_per_rank
     for rounding, power in APPORTIONMENTS:
-        counts = apportion(weight, num_slots, num_ranks, np.full(num_layers, rounding), np.full(num_layers, power))
+        how = np.full(num_layers, rounding), np.full(num_layers, power)
+        counts = apportion(weight, num_slots, num_ranks, *how, min_replicas)
         replicas = list_replicas(counts, num_slots)
         load = replica_load(weight, counts, replicas)
         table, packed = pack_longest_first(replicas, load, num_ranks)

@@ -17,6 +17,8 @@ from numpy.typing import NDArray
 
 from moe_serve.eplb.policies.policy import Plan, PlanRequest
 from moe_serve.eplb.policies.problem import Problem, finish, problem_of
+from moe_serve.eplb.repair import give_ranks
+from moe_serve.errors import PlacementError
 
 Singles = NDArray[np.float32]
 Ids = NDArray[np.int64]
@@ -28,13 +30,17 @@ class DeepSeekPolicy:
 
     `num_groups` chooses the method: hierarchical where it is given and divides over the nodes, else global.
     Beyond the original: off_home = 0 without groups treats every expert as a group; 0 < off_home < 1 is our soft
-    hierarchy with fast packing; with excluded ranks that leave unequal nodes the method is global.
+    hierarchy with fast packing; with excluded ranks that leave unequal nodes the method is global. min_replicas above 1
+    is met by changing slots of the finished placement, on the nodes that the experts are on.
     """
 
     name: str = "deepseek"
 
     def plan(self, request: PlanRequest) -> Plan:
-        """Returns EPLB's placement, which ignores `current`, `max_moves`, `seed` and `time_budget_s`."""
+        """Returns EPLB's placement, which ignores `current`, `max_moves`, `seed` and `time_budget_s`.
+
+        Raises PlacementError where a node has too few ranks for min_replicas of its experts.
+        """
         problem = problem_of(request)
         if not problem.is_global and request.off_home > 0:
             from moe_serve.eplb.policies.hierarchy import plan_by_node
@@ -45,6 +51,8 @@ class DeepSeekPolicy:
         num_groups, num_nodes = self._hierarchy(problem)
         flat = rebalance(problem.weight, problem.num_slots, num_groups, num_nodes, problem.num_ranks)
         table = flat.reshape(num_layers, problem.num_ranks, problem.slots_per_rank).astype(np.int32)
+        if problem.min_replicas > 1:
+            _spread_replicas(table, num_nodes, problem.min_replicas)
         return finish(problem, table, keep_slots=False)
 
     def _hierarchy(self, problem: Problem) -> tuple[int, int]:
@@ -54,6 +62,18 @@ class DeepSeekPolicy:
             groups = problem.weight.shape[1]
         equal_nodes = len(set(np.bincount(problem.node_of).tolist())) == 1
         return (groups, nodes) if groups is not None and groups % nodes == 0 and equal_nodes else (1, 1)
+
+
+def _spread_replicas(table: NDArray[np.int32], num_nodes: int, min_replicas: int) -> None:
+    """Puts every expert on min_replicas ranks of its node, in place, with few changed slots: table [L, R, K]."""
+    num_layers, num_ranks, slots = table.shape
+    if num_ranks // num_nodes < min_replicas:
+        raise PlacementError(
+            f"policy deepseek: min_replicas is {min_replicas}, and all replicas of an expert are on the "
+            f"{num_ranks // num_nodes} ranks of one node; use off_home 1 without num_groups, or another policy"
+        )
+    for ranks in table.reshape(num_layers * num_nodes, num_ranks // num_nodes, slots):
+        give_ranks(ranks, range(len(ranks)), min_replicas)
 
 
 def rebalance(weight: NDArray[np.number], num_slots: int, num_groups: int, num_nodes: int, num_ranks: int) -> Ids:

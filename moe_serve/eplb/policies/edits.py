@@ -36,6 +36,7 @@ class EditState:
                the plan is used, the expected smooth maximum is that of loads x + (steepness s^2 / 2) x^2: one replica
                of load x is riskier than two of x / 2
     fixed:     [L, E] cost of each replica on its own, or None
+    min_replicas: an expert with no more of them keeps them all
     """
 
     unit: Floats
@@ -44,6 +45,7 @@ class EditState:
     steepness: float
     risk: float = 0.0
     fixed: Floats | None = None
+    min_replicas: int = 1
 
     def __post_init__(self) -> None:
         self.refresh()
@@ -174,7 +176,7 @@ def all_overwrites(state: EditState, allowed: Bools | None = None, must_stay: Bo
     num_layers, _, slots = state.table.shape
     x = np.arange(num_layers)
     table = state.table.reshape(num_layers, -1)
-    spare = (table < 0) | (np.take_along_axis(state.count, np.maximum(table, 0), axis=1) > 1)
+    spare = (table < 0) | (np.take_along_axis(state.count, np.maximum(table, 0), axis=1) > state.min_replicas)
     if must_stay is not None:
         spare &= ~must_stay.reshape(num_layers, -1)
     width = int(spare.sum(axis=1).max(initial=0))

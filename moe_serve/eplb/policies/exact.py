@@ -13,9 +13,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from moe_serve.eplb.policies.hierarchy import choose_homes
-from moe_serve.eplb.policies.incremental import holds
 from moe_serve.eplb.policies.policy import Plan, PlanRequest
-from moe_serve.eplb.policies.problem import Ids, Problem, finish, problem_of
+from moe_serve.eplb.policies.problem import Ids, Problem, finish, holds, problem_of
 from moe_serve.eplb.policies.refined import RefinedPolicy
 from moe_serve.errors import PlacementError
 
@@ -41,7 +40,7 @@ class MilpPolicy:
         """
         problem = problem_of(request)
         num_layers, num_experts = problem.weight.shape
-        most = min(problem.num_ranks, problem.num_slots - num_experts + 1)
+        most = min(problem.num_ranks, problem.num_slots - (num_experts - 1) * problem.min_replicas)
         if num_experts * problem.num_ranks * most > MAX_VARIABLES:
             raise PlacementError(
                 f"policy milp: {num_experts} experts x {problem.num_ranks} ranks x up to {most} replicas is more than "
@@ -49,9 +48,7 @@ class MilpPolicy:
             )
         homes = None
         if not problem.is_global:
-            homes = choose_homes(
-                problem.weight, np.bincount(problem.node_of), problem.slots_per_rank, request.num_groups
-            )
+            homes = choose_homes(problem, request.num_groups)
         table = np.full((num_layers, problem.num_ranks, problem.slots_per_rank), -1, dtype=np.int32)
         truncated = False
         for layer in range(num_layers):
@@ -75,7 +72,7 @@ def _solve(problem: Problem, layer: int, most: int, limit_s: float, homes: np.nd
     scale = mean if mean > 0 else 1.0  # a well-scaled program: the mean rank has load about 1
     model = pulp.LpProblem("placement", pulp.LpMinimize)
     top = pulp.LpVariable("top", lowBound=weight.sum() / num_ranks / scale)
-    experts, ranks, replicas = range(num_experts), range(num_ranks), range(1, most + 1)
+    experts, ranks, replicas = range(num_experts), range(num_ranks), range(problem.min_replicas, most + 1)
     take = {(e, c): pulp.LpVariable(f"take_{e}_{c}", cat="Binary") for e in experts for c in replicas}
     on = {
         (e, r, c): pulp.LpVariable(f"on_{e}_{r}_{c}", cat="Binary") for e in experts for r in ranks for c in replicas

@@ -39,13 +39,13 @@ def first_packing(problem: Problem) -> tuple[Ids, Floats]:
     Where each replica has a cost of its own, it tries all redundant slots, half of them and none: a replica that saves
     less than it costs is better left out.
     """
-    num_experts = problem.weight.shape[1]
+    least = problem.weight.shape[1] * problem.min_replicas
     totals = [problem.num_slots]
     if problem.fixed is not None:
-        totals += [(problem.num_slots + num_experts) // 2, num_experts]
+        totals += [(problem.num_slots + least) // 2, least]
     best: tuple[Ids, Floats] | None = None
     for total in dict.fromkeys(totals):
-        counts = minimax_counts(problem.weight, total, problem.num_ranks, problem.fixed)
+        counts = minimax_counts(problem.weight, total, problem.num_ranks, problem.fixed, problem.min_replicas)
         replicas = list_replicas(counts, problem.num_slots)
         load = replica_load(problem.weight, counts, replicas, problem.fixed)
         table, packed = pack_in_rounds(replicas, load, problem.num_ranks)

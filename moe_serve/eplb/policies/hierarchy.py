@@ -14,6 +14,7 @@ from moe_serve.eplb.policies.packing import pack_in_rounds, pack_longest_first, 
 from moe_serve.eplb.policies.problem import Problem
 from moe_serve.eplb.policies.replication import list_replicas, replica_load
 from moe_serve.eplb.policies.swapping import swap_until_even
+from moe_serve.errors import PlacementError
 
 Floats = NDArray[np.float64]
 Ids = NDArray[np.int32]
@@ -27,16 +28,15 @@ def plan_by_node(problem: Problem, sweeps: int, homes: Counts | None = None) -> 
     sweeps: effort of the swap refinement inside nodes; 0 = none. With it, several budgets up to `off_home` are tried,
     because load off home that an even split cannot use well is better served at home.
     """
-    ranks_of = np.bincount(problem.node_of)
     if homes is None:
-        homes = choose_homes(problem.weight, ranks_of, problem.slots_per_rank, problem.request.num_groups)
+        homes = choose_homes(problem, problem.request.num_groups)
     off_home = problem.request.off_home
     fractions = (1.0,) if sweeps == 0 or off_home == 0 else (1.0, 0.85, 0.6, 0.3)
     best: Ids | None = None
     best_top = np.full(len(problem.weight), np.inf)
     truncated = False
     for fraction in fractions:
-        replicas = replicas_by_node(problem.weight, homes, ranks_of, problem.slots_per_rank, off_home * fraction)
+        replicas = replicas_by_node(problem, homes, off_home * fraction)
         table, top, cut = _pack_nodes(problem, replicas, sweeps)
         truncated |= cut
         if best is None:
@@ -50,14 +50,16 @@ def plan_by_node(problem: Problem, sweeps: int, homes: Counts | None = None) -> 
     return best, homes, truncated
 
 
-def choose_homes(weight: Floats, ranks_of: Counts, slots_per_rank: int, num_groups: int | None) -> Counts:
-    """Returns the home node of each expert, [L, E] int64.
+def choose_homes(problem: Problem, num_groups: int | None) -> Counts:
+    """Returns the home node of each expert, [L, E] int64; it has room for min_replicas of each.
 
     Whole groups, heaviest first, go to the node with the least load per rank; nodes take groups in proportion to their
     ranks. Where the groups do not fit into the nodes' slots, single experts do the same.
+    Raises PlacementError where single experts do not fit either, which can be with min_replicas above 1 only.
     """
+    weight, ranks_of, least = problem.weight, np.bincount(problem.node_of), problem.min_replicas
     num_layers, num_experts = weight.shape
-    room = ranks_of * slots_per_rank
+    room = np.where(ranks_of < least, 0, ranks_of * problem.slots_per_rank // least)
     for groups in dict.fromkeys((num_groups or num_experts, num_experts)):
         size = num_experts // groups
         fair = -(-groups * ranks_of // ranks_of.sum())
@@ -65,7 +67,11 @@ def choose_homes(weight: Floats, ranks_of: Counts, slots_per_rank: int, num_grou
         if capacity.sum() >= groups:
             by_group = weight.reshape(num_layers, groups, size).sum(axis=2)
             return np.repeat(_spread(by_group, capacity, ranks_of), size, axis=1)
-    raise AssertionError("num_slots holds every expert, so single experts always fit")
+    raise PlacementError(
+        f"min_replicas is {least} and off_home {problem.request.off_home:g}: the nodes that take part have "
+        f"{', '.join(map(str, ranks_of))} ranks of {problem.slots_per_rank} slots and cannot be home to {least} "
+        f"replicas of each of {num_experts} experts; use more slots, or off_home 1"
+    )
 
 
 def _spread(load: Floats, capacity: Counts, ranks_of: Counts) -> Counts:
@@ -85,27 +91,28 @@ def _spread(load: Floats, capacity: Counts, ranks_of: Counts) -> Counts:
     return where
 
 
-def replicas_by_node(weight: Floats, homes: Counts, ranks_of: Counts, slots_per_rank: int, budget: float) -> Counts:
+def replicas_by_node(problem: Problem, homes: Counts, budget: float) -> Counts:
     """Returns how many replicas of each expert each node holds, [L, N, E] int64.
 
-    Every expert has a replica on its home node. Free slots go one at a time to the (node, expert) that lowers a smooth
-    maximum over ranks most, where a rank is modelled as an average slice of its node, and as a heavy replica beside
-    light ones. Replicas off home are allowed while they serve a share of the load within `budget`.
+    Every expert has min_replicas on its home node. Free slots go one at a time to the (node, expert) that lowers a
+    smooth maximum over ranks most, where a rank is modelled as an average slice of its node, and as a heavy replica
+    beside light ones. Replicas off home are allowed while they serve a share of the load within `budget`.
     """
+    weight, ranks_of, slots_per_rank = problem.weight, np.bincount(problem.node_of), problem.slots_per_rank
     num_layers, num_experts = weight.shape
-    num_nodes = len(ranks_of)
+    num_nodes, least = len(ranks_of), problem.min_replicas
     rows = np.arange(num_layers)
-    replicas: Counts = (homes[:, None, :] == np.arange(num_nodes)[None, :, None]).astype(np.int64)
+    at_home_node = homes[:, None, :] == np.arange(num_nodes)[None, :, None]
+    replicas: Counts = least * at_home_node.astype(np.int64)
     total = weight.sum(axis=1)
     mean = np.where(total > 0, total, 1.0) / ranks_of.sum()
     unit = weight / mean[:, None]  # loads in mean rank loads from here on
     company = (slots_per_rank - 1) * np.sort(unit, axis=1)[:, : max(1, num_experts // 2)].mean(axis=1)
-    count = np.ones(weight.shape)
+    count = np.full(weight.shape, float(least))
     away = np.zeros(num_layers)  # load served off home
     allowed = budget * ranks_of.sum() + 1e-9
     free = ranks_of * slots_per_rank - replicas.sum(axis=2)
-    at_home_node = replicas.astype(bool)
-    home_replicas = np.ones(weight.shape)
+    home_replicas = count.copy()
     for _ in range(int(free.sum(axis=1).max(initial=0))):
         each = unit / count
         next_each = unit / (count + 1)

@@ -16,7 +16,7 @@ from moe_serve.eplb.policies.edits import Bools, Edits, EditState, apply_edits, 
 from moe_serve.eplb.policies.greedy import greedy_table
 from moe_serve.eplb.policies.legal import HomeRule, make_legal
 from moe_serve.eplb.policies.policy import Plan, PlanRequest
-from moe_serve.eplb.policies.problem import Floats, Ids, Problem, finish, problem_of
+from moe_serve.eplb.policies.problem import Floats, Ids, Problem, finish, holds, problem_of
 from moe_serve.eplb.policies.refined import RefinedPolicy
 
 Ints = NDArray[np.int64]
@@ -45,7 +45,8 @@ class IncrementalPolicy:
     def plan(self, request: PlanRequest) -> Plan:
         """Returns the edited placement, with at most `max_moves` moves per layer where that is given.
 
-        An illegal start (an expert without a slot, or twice on a rank) is repaired first, which may take more moves.
+        An illegal start (an expert without a slot, on fewer than min_replicas ranks, or twice on one) is repaired
+        first, which may take more moves.
         """
         if request.current is None:
             return RefinedPolicy().plan(request)
@@ -70,6 +71,7 @@ class IncrementalPolicy:
             self.steepness or (20.0 if pairs else 30.0),
             self.risk if pairs else 0.0,
             None if problem.fixed is None else problem.fixed / mean,
+            problem.min_replicas,
         )
         target = self._target(problem)
         most = problem.request.max_moves
@@ -234,11 +236,3 @@ def _reached(state: EditState) -> Floats:
     rank = load.reshape(state.table.shape).sum(axis=2)
     top = rank.max(axis=1)
     return np.where(top > 0, rank.mean(axis=1) / np.where(top > 0, top, 1.0), 1.0)
-
-
-def holds(table: Ids, num_experts: int) -> Bools:
-    """Returns which rank holds which expert: [L, R, K] -> [L, R, E] bool."""
-    num_layers, num_ranks, _ = table.shape
-    out = np.zeros((num_layers, num_ranks, num_experts + 1), dtype=bool)
-    out[np.arange(num_layers)[:, None, None], np.arange(num_ranks)[None, :, None], table] = True  # -1: last column
-    return out[:, :, :num_experts]

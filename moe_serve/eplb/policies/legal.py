@@ -1,7 +1,8 @@
 """Makes the placement in use a legal start for edits, and keeps edits inside the node hierarchy.
 
-A start can be illegal because a rank was excluded, an expert was lost, or a rank holds one twice; under a hierarchy
-also because a home node lacks one of its experts or drift has put too much load on replicas off home.
+A start can be illegal because a rank was excluded, an expert was lost or is on fewer than min_replicas ranks, or a rank
+holds one twice; under a hierarchy also because a home node lacks one of its experts or drift has put too much load on
+replicas off home.
 """
 
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from moe_serve.eplb.policies.hierarchy import plan_by_node
 from moe_serve.eplb.policies.packing import duplicate_slots
 from moe_serve.eplb.policies.problem import Floats, Ids, Problem, part_of, replicas_per_node
 from moe_serve.eplb.policies.replication import replicas_in
+from moe_serve.eplb.repair import give_ranks
 
 Ints = NDArray[np.int64]
 
@@ -70,7 +72,8 @@ def make_legal(problem: Problem) -> tuple[Ids, HomeRule | None]:
     """Returns a legal table [L, R, K] close to the one in use, and the rule that edits must keep (None = global).
 
     A repeated replica is emptied; a lost expert takes an empty slot or overwrites a redundant replica on the lightest
-    rank. Layers whose home nodes the placement in use does not show are planned anew.
+    rank; then experts on too few ranks get further ones, with few changed slots. Layers whose home nodes the placement
+    in use does not show are planned anew.
     """
     assert problem.current is not None
     table = problem.current.copy()
@@ -81,6 +84,9 @@ def make_legal(problem: Problem) -> tuple[Ids, HomeRule | None]:
     num_experts = problem.weight.shape[1]
     for layer in np.flatnonzero((replicas_in(table, num_experts) == 0).any(axis=1)):
         _place_lost(problem.weight[layer], table[layer], None if rule is None else rule.homes[layer], problem.node_of)
+    if rule is None and problem.min_replicas > 1:
+        for rows in table:
+            give_ranks(rows, range(problem.num_ranks), problem.min_replicas)
     return table, rule
 
 
@@ -96,6 +102,8 @@ def _read_homes(problem: Problem, table: Ids) -> HomeRule:
     homes = np.repeat(by_group.argmax(axis=1), num_experts // groups, axis=1)
     wrong = ~np.all(np.any(complete, axis=1), axis=1)
     at_home = np.take_along_axis(replicas, homes[:, None], axis=1)[:, 0]
+    if problem.min_replicas > 1:
+        wrong |= (at_home < problem.min_replicas).any(axis=1)
     away = (problem.weight * (1 - at_home / np.maximum(replicas.sum(axis=1), 1))).sum(axis=1)
     wrong |= away > request.off_home * problem.weight.sum(axis=1) * (1 + 1e-9)
     rows = np.flatnonzero(wrong)

@@ -47,6 +47,8 @@ class PlanRequest:
     off_home:       0 .. 1, share of the load that may be served outside its expert's home node: 0 = hard hierarchy,
                     1 = no hierarchy
     max_moves:      slots per layer whose rank may have to receive an expert; None = no limit. Needs `current`
+    min_replicas:   ranks that every expert is on, at least: with 2, any one rank can be lost. Under a hierarchy
+                    (off_home < 1) all of them are on the home node
     time_budget_s:  stop after this long and mark the plan truncated; None = no stop
     seed:           breaks ties and drives searches
     objective:      one of OBJECTIVES, or weights of several, e.g. {"tokens": 1.0, "activated": 0.3}. off_node is
@@ -76,6 +78,7 @@ class PlanRequest:
     excluded_ranks: tuple[int, ...] = ()
     uneven_shares: bool = False
     planned_split: str = "even"
+    min_replicas: int = 1
     moe_layer_ids: tuple[int, ...] = field(default=())
 
     def __post_init__(self) -> None:
@@ -95,19 +98,28 @@ class PlanRequest:
         if excluded and (excluded[0] < 0 or excluded[-1] >= num_ranks or len(excluded) == num_ranks):
             raise PlacementError(f"excluded_ranks is {excluded} of {num_ranks} ranks; name ranks of the topology and "
                                  "leave at least one")  # fmt: skip
-        room = self.num_slots // num_ranks * (num_ranks - len(excluded))
-        if room < num_logical:
-            raise PlacementError(
-                f"num_slots is {self.num_slots}, of which {room} on ranks that take part, but there are {num_logical} "
-                f"experts; use at least {-(-num_logical // (num_ranks - len(excluded))) * num_ranks} slots"
-            )
         self._check_dials()
+        self._check_room(num_logical, num_ranks)
         self._check_current(num_layers, num_logical, num_ranks)
         self._check_objective(num_layers, num_logical, num_ranks)
         ids = self.moe_layer_ids or (self.current.moe_layer_ids if self.current else tuple(range(num_layers)))
         if len(ids) != num_layers:
             raise PlacementError(f"moe_layer_ids names {len(ids)} layers but tokens has {num_layers}; give one each")
         object.__setattr__(self, "moe_layer_ids", tuple(int(i) for i in ids))
+
+    def _check_room(self, num_logical: int, num_ranks: int) -> None:
+        num_live, least = num_ranks - len(self.excluded_ranks), self.min_replicas
+        if int(least) != least or not 1 <= least <= num_live:
+            raise PlacementError(
+                f"min_replicas is {least!r} and {num_live} ranks take part; give a whole number from 1 to {num_live}"
+            )
+        room = self.num_slots // num_ranks * num_live
+        if room < num_logical * least:
+            times = "" if least == 1 else f", each with {least} replicas at least"
+            raise PlacementError(
+                f"num_slots is {self.num_slots}, of which {room} on ranks that take part, but there are {num_logical} "
+                f"experts{times}; use at least {-(-num_logical * least // num_live) * num_ranks} slots"
+            )
 
     def _check_dials(self) -> None:
         if not 0.0 <= self.off_home <= 1.0:
@@ -186,6 +198,7 @@ class PlanRules:
     objective: str | Mapping[str, float] = "tokens"
     cost: RankCost | None = None
     planned_split: str = "even"
+    min_replicas: int = 1
     seed: int = 0
 
     def request(self, tokens: NDArray[np.number], topology: Topology, num_slots: int, **more: Any) -> PlanRequest:

@@ -49,6 +49,10 @@ class Problem:
         return len(self.ranks)
 
     @property
+    def min_replicas(self) -> int:
+        return self.request.min_replicas
+
+    @property
     def num_nodes(self) -> int:
         return int(self.node_of[-1]) + 1
 
@@ -197,6 +201,14 @@ def keep_slots_of(old: Ids, new: Ids) -> Ids:
     np.put_along_axis(out, target, new, axis=2)
     distinct = (np.sort(target, axis=2) == np.arange(slots)).all(axis=2)
     return np.where(distinct[:, :, None], out, new)
+
+
+def holds(table: Ids, num_experts: int) -> NDArray[np.bool_]:
+    """Returns which rank holds which expert: [L, R, K] -> [L, R, E] bool."""
+    num_layers, num_ranks, _ = table.shape
+    out = np.zeros((num_layers, num_ranks, num_experts + 1), dtype=bool)
+    out[np.arange(num_layers)[:, None, None], np.arange(num_ranks)[None, :, None], table] = True  # -1: last column
+    return out[:, :, :num_experts]
 
 
 def off_home_share(problem: Problem, table: Ids, homes: NDArray[np.int64] | None) -> Floats:

@@ -68,6 +68,7 @@ class RefinedPolicy:
                 problem.fixed,
                 good_enough=0.999,
                 deadline=problem.deadline,
+                min_replicas=problem.min_replicas,
             )
         return table, truncated
 
@@ -84,12 +85,18 @@ class RefinedPolicy:
         top = packed[rows].sum(axis=2).max(axis=1)
         if problem.slots_per_rank == 2:
             counts, truncated = search_pair_counts(
-                weight, problem.num_ranks, self.iterations, problem.request.seed, fixed, deadline=problem.deadline
+                weight,
+                problem.num_ranks,
+                self.iterations,
+                problem.request.seed,
+                fixed,
+                deadline=problem.deadline,
+                min_replicas=problem.min_replicas,
             )
             candidates = iter([(*pack_pairs(weight, counts, problem.num_ranks, fixed), truncated)])
         elif fixed is None:
             candidates = try_apportionments(
-                weight, problem.num_ranks, problem.slots_per_rank, self.sweeps, problem.deadline
+                weight, problem.num_ranks, problem.slots_per_rank, self.sweeps, problem.deadline, problem.min_replicas
             )
         else:
             return False

@@ -10,14 +10,17 @@ Floats = NDArray[np.float64]
 Counts = NDArray[np.int64]
 
 
-def minimax_counts(weight: Floats, num_replicas: int, max_replicas: int, fixed: Floats | None = None) -> Counts:
+def minimax_counts(
+    weight: Floats, num_replicas: int, max_replicas: int, fixed: Floats | None = None, min_replicas: int = 1
+) -> Counts:
     """Returns the replicas of each expert so that the heaviest replica is as light as it can be.
 
     weight:     [X, E] float64 >= 0
-    num_replicas: replicas to hand out per row; at least E. Fewer are used where every expert has max_replicas already
+    num_replicas: replicas to hand out per row; at least E x min_replicas. Fewer are used where every expert has
+                max_replicas already
     max_replicas: most replicas of one expert (the ranks that could hold one each)
     fixed:      [X, E] cost that each replica has on its own, on top of its share weight / replicas; None = none
-    returns:    [X, E] int64 >= 1
+    returns:    [X, E] int64 >= min_replicas
 
     Giving the next replica to the currently heaviest one is exact: it is Adams' method of apportionment. Replicas of
     experts without load go to the expert with the fewest.
@@ -26,7 +29,10 @@ def minimax_counts(weight: Floats, num_replicas: int, max_replicas: int, fixed: 
     if num_rows == 0:
         return np.ones((0, num_experts), dtype=np.int64)
     total = min(num_replicas, num_experts * max_replicas)
-    counts = _sure_counts(weight, total, max_replicas) if fixed is None else np.ones(weight.shape, dtype=np.int64)
+    if fixed is None:
+        counts = _sure_counts(weight, total, min_replicas, max_replicas)
+    else:
+        counts = np.full(weight.shape, min_replicas, dtype=np.int64)
     spare = total - counts.sum(axis=1)
     rows = np.arange(num_rows)
     key = _replica_key(weight, counts, fixed)
@@ -49,35 +55,37 @@ def _replica_key(weight: Floats, counts: Counts, fixed: Floats | None) -> Floats
     return key if fixed is None else key + fixed
 
 
-def _sure_counts(weight: Floats, total: int, max_replicas: int) -> Counts:
+def _sure_counts(weight: Floats, total: int, min_replicas: int, max_replicas: int) -> Counts:
     """Returns counts that the one-by-one method passes through.
 
-    It splits all replicas above a load t first, so ceil(weight / t) is one of its states for every t at which that
-    needs at most `total` replicas.
+    It splits all replicas above a load t first, so ceil(weight / t), at least min_replicas, is one of its states for
+    every t at which that needs at most `total` replicas.
     """
-    num_experts = weight.shape[1]
-    spread = max(total - num_experts, 0)
+    least = min_replicas * weight.shape[1]
+    spread = max(total - least, 0)
     if spread == 0:
-        return np.ones(weight.shape, dtype=np.int64)
-    safe = weight.sum(axis=1, keepdims=True) / spread  # sum of ceil(w / t) <= sum of w / t + E = total
+        return np.full(weight.shape, min_replicas, dtype=np.int64)
+    safe = weight.sum(axis=1, keepdims=True) / spread  # sum of ceil(w / t) <= sum of w / t + least = total
     low, high = safe * (spread / total), safe
-    counts = _counts_at(weight, high, max_replicas)
+    counts = _counts_at(weight, high, min_replicas, max_replicas)
     for _ in range(min(12, spread // 8)):
         middle = 0.5 * (low + high)
-        tried = _counts_at(weight, middle, max_replicas)
+        tried = _counts_at(weight, middle, min_replicas, max_replicas)
         fits = tried.sum(axis=1, keepdims=True) <= total
         counts = np.where(fits, tried, counts)
         high, low = np.where(fits, middle, high), np.where(fits, low, middle)
     return counts
 
 
-def _counts_at(weight: Floats, load: Floats, max_replicas: int) -> Counts:
+def _counts_at(weight: Floats, load: Floats, min_replicas: int, max_replicas: int) -> Counts:
     # Slightly less than exact division, so that rounding never gives a replica that the one-by-one method would not.
     quotient = np.divide(weight * (1 - 1e-12), load, out=np.zeros_like(weight), where=load > 0)
-    return np.clip(np.ceil(quotient), 1, max_replicas).astype(np.int64)
+    return np.clip(np.ceil(quotient), min_replicas, max_replicas).astype(np.int64)
 
 
-def apportion(weight: Floats, num_replicas: int, max_replicas: int, rounding: Floats, power: Floats) -> Counts:
+def apportion(
+    weight: Floats, num_replicas: int, max_replicas: int, rounding: Floats, power: Floats, min_replicas: int = 1
+) -> Counts:
     """Returns counts by a divisor method: the next replica goes to the largest weight**power / (replicas + rounding).
 
     rounding: [X] 0 = Adams (minimax), 0.5 = Webster (proportional), 1 = Jefferson
@@ -87,10 +95,12 @@ def apportion(weight: Floats, num_replicas: int, max_replicas: int, rounding: Fl
     num_rows, num_experts = weight.shape
     total = min(num_replicas, num_experts * max_replicas)
     scaled = weight ** power[:, None]
-    counts = np.ones(weight.shape, dtype=np.int64)
+    counts = np.full(weight.shape, min_replicas, dtype=np.int64)
     rows = np.arange(num_rows)
-    key = scaled / (1.0 + rounding[:, None])
-    for _ in range(total - num_experts):
+    key = scaled / (min_replicas + rounding[:, None])
+    if min_replicas == max_replicas:
+        return counts
+    for _ in range(total - num_experts * min_replicas):
         heaviest = key.argmax(axis=1)
         counts[rows, heaviest] += 1
         now = counts[rows, heaviest]

@@ -29,15 +29,18 @@ TOKENS_PER_RANK = 256  # (token, expert) pairs of a sampled batch: 32 tokens, to
 def best_for_exact_split(problem: Problem, table: Ids, sweeps: int) -> Ids:
     """Returns, layer by layer, the best of `table` [L, R, K] and linked placements for the exact split."""
     num_layers, num_experts = problem.weight.shape
-    spare = problem.num_slots - num_experts
+    spare = problem.num_slots - num_experts * problem.min_replicas
     if spare <= 0 or problem.num_ranks < 2 or problem.slots_per_rank < 2:
         return table
     candidates = [table]
-    most_links = min(spare, problem.num_ranks)
+    # Where every expert is on two ranks, all are linked already.
+    most_links = min(spare, problem.num_ranks, num_experts) if problem.min_replicas == 1 else 0
     for links in dict.fromkeys((most_links, most_links // 2, most_links // 4)):
         if links >= 2:
             candidates.append(_linked(problem, links))
-    capped = minimax_counts(problem.weight, problem.num_slots, min(3, problem.num_ranks))
+    least = problem.min_replicas
+    most = min(max(3, least), problem.num_ranks)
+    capped = minimax_counts(problem.weight, problem.num_slots, most, min_replicas=least)
     candidates.append(_packed(problem, capped, sweeps))
     batches = sample_batches(problem.weight, problem.num_ranks, problem.request.seed)
     score = np.stack([split_balance(problem, candidate, batches) for candidate in candidates])
