@@ -21,16 +21,12 @@ from moe_serve.log import get_logger
 log = get_logger(__name__)
 
 BLOCK_STEPS = 8  # split alike, before the other split has its turn
-JUDGED_AT = (
-    16,
-    32,
-    48,
-)  # pairs of blocks: the trial ends at the first with a clear result, and at the last in any case
+JUDGED_AT = (16, 32, 64, 128)  # pairs of blocks: a trial ends with the first clear result, or with the last number
 CONFIDENCE = 0.99  # of the interval of one judgement
 WARM_UP_STEPS = 64  # of a phase, before a trial and after a change of the placement
 RETRY_STEPS = 100_000  # of a phase, from one trial to the next while the placement stays
 TRIAL_SHARE = 0.02  # of a phase's steps may run the split that is not in use, and beyond that
-TRIAL_ALLOWANCE = BLOCK_STEPS * JUDGED_AT[-1]  # as many as the first trial needs
+TRIAL_ALLOWANCE = (BLOCK_STEPS + 2) * JUDGED_AT[-1]  # what a trial needs where no difference shows
 _KEPT_TIMES = 64  # of each size
 _KNOWN_FROM = 8  # times of a size that make its usual time
 
@@ -184,7 +180,7 @@ class _PhaseTrials:
         self._begin_at = self.num_steps + WARM_UP_STEPS
 
     def _can_afford_pair(self) -> bool:
-        return self.num_tried + BLOCK_STEPS <= TRIAL_ALLOWANCE + TRIAL_SHARE * self.num_steps
+        return self.num_tried + BLOCK_STEPS + 1 <= TRIAL_ALLOWANCE + TRIAL_SHARE * self.num_steps
 
     def _end_pair(self, pair: _Pair) -> None:
         self._pair = None

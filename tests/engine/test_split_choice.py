@@ -57,7 +57,7 @@ def decode(num_steps: int) -> list[tuple[str, int]]:
 @pytest.mark.parametrize("seed", range(5))
 def test_the_exact_split_serves_on_only_where_it_saves_time(gain: float, split: str, seed: int) -> None:
     machine = Machine(gain, seed=seed)
-    machine.run(decode(2000))
+    machine.run(decode(3000))
     assert machine.split_of("decode") == split
     assert machine.plans[-1].split_evenly == (split == "even")
     told = machine.choice.describe()["phases"]["decode"]["exact_gain"]
@@ -99,7 +99,7 @@ def test_few_steps_run_the_split_that_is_not_in_use(gain: float) -> None:
         machine.choice.placement_changed()
         told = machine.choice.describe()["phases"]["decode"]
         assert told["num_steps"] == len(machine.plans)
-        assert told["num_trial_steps"] <= TRIAL_ALLOWANCE + TRIAL_SHARE * len(machine.plans) + 1
+        assert told["num_trial_steps"] <= TRIAL_ALLOWANCE + TRIAL_SHARE * len(machine.plans)
 
 
 def test_it_measures_again_after_the_placement_changed() -> None:
