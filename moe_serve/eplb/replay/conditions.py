@@ -24,7 +24,8 @@ def conditions(trace: LoadTrace, settings: ReplaySettings, num_windows: int) -> 
     if settings.rules.off_home < 1:
         words["hierarchy"] = f"at most {settings.rules.off_home:.0%} of the load outside its home node"
     if settings.split != "window":
-        words["split"] = f"{settings.split}, every step"
+        chosen = settings.split == "exact" and any(settings.even_steps.phases)
+        words["split"] = f"{settings.split}, every step" + (", even where the server chose so" if chosen else "")
     return words
 
 

@@ -100,7 +100,7 @@ def _replay_pass(
     progress: Callable[[int], None],
 ) -> tuple[_Frame, list[PolicyResult]]:
     """Returns the results of these runs and of the ceiling, after one pass over the trace."""
-    scorers = [Scorer(settings.topology, trace.topk, settings.costs, settings.split) for _ in runs]
+    scorers = [Scorer(settings.topology, trace.topk, settings.costs, settings.split, settings.even_steps) for _ in runs]
     rows = [ResultRows(run.name) for run in runs]
     ceiling = ResultRows(CEILING)
     frame = _Frame(np.zeros((len(trace.moe_layer_ids), trace.num_logical)))

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from moe_serve.eplb.load import LoadRecord, balancedness, rank_load, slot_load
 from moe_serve.eplb.placement import Placement
 from moe_serve.eplb.replay.costs import ProfileCosts
+from moe_serve.eplb.replay.even_steps import NO_STEPS, EvenSteps
 from moe_serve.errors import TraceError
 from moe_serve.topology import Topology
 
@@ -44,13 +45,18 @@ class Scorer:
     split "window": replicas share an expert's tokens evenly, on the sums of the window. Others ("even", "nearest",
     "exact", "fewest_activated") split every single step, which has to be in the trace, with its sources for "nearest";
     balancedness and activated experts are then means over steps, and traffic is that of the split where the sources of
-    single steps are known.
+    single steps are known. even_steps: those that "exact" splits evenly, as the server did.
     """
 
     def __init__(
-        self, topology: Topology, topk: int | None, costs: ProfileCosts | None = None, split: str = "window"
+        self,
+        topology: Topology,
+        topk: int | None,
+        costs: ProfileCosts | None = None,
+        split: str = "window",
+        even_steps: EvenSteps = NO_STEPS,
     ) -> None:
-        self.topology, self.topk, self.costs, self.split = topology, topk, costs, split
+        self.topology, self.topk, self.costs, self.split, self.even_steps = topology, topk, costs, split, even_steps
         self._splitter: StepSplitter | None = None
 
     def score(self, record: LoadRecord, placement: Placement, shares: Floats | None = None) -> WindowScore:
@@ -61,7 +67,7 @@ class Scorer:
             balance, ranks, activated = balancedness(load), load.sum(axis=0), self._activated(record, placement)
         else:
             if self._splitter is None or self._splitter.placement is not placement:
-                self._splitter = StepSplitter(self.split, placement, self.topology)
+                self._splitter = StepSplitter(self.split, placement, self.topology, self.even_steps)
             rows = self._splitter.slot_rows(record)
             by_rank = rows.sum(axis=2).reshape(*rows.shape[:2], placement.num_ranks, -1)
             load = by_rank.sum(axis=3).astype(np.float64)  # [steps, L, R]
@@ -126,13 +132,15 @@ def _off_node(traffic: NDArray[np.number]) -> float:
 class StepSplitter:
     """Splits every single step of a window over the replicas of one placement, as a server does batch by batch."""
 
-    def __init__(self, split: str, placement: Placement, topology: Topology) -> None:
-        """split: of `make_split`."""
+    def __init__(self, split: str, placement: Placement, topology: Topology, even_steps: EvenSteps = NO_STEPS) -> None:
+        """split: of `make_split`;  even_steps: those that "exact" splits evenly"""
         from moe_serve.eplb.split.make import make_splits
         from moe_serve.eplb.split.native import find_library
 
         self.split, self.placement = split, placement
+        self._even_steps = even_steps if split == "exact" else NO_STEPS
         self._layers = make_splits(split, placement, topology, find_library())
+        self._even_layers = make_splits("even", placement, topology, find_library()) if self._even_steps.steps else []
 
     def slot_rows(self, record: LoadRecord) -> NDArray[np.int64]:
         """Returns the rows that each source sends to each slot in every step: [steps, L, S, P].
@@ -157,9 +165,9 @@ class StepSplitter:
                 f"the window of step {record.first_step} sums {record.num_steps} steps, and a split per batch works on "
                 f"single ones; record per_step, draw windows of one step (--window 1), or use --split window"
             )
-        return np.array(
-            [
-                [np.atleast_2d(layer.split(counts)) for layer, counts in zip(self._layers, step, strict=True)]
-                for step in steps
-            ]
-        )
+        rows = []
+        for number, step in enumerate(steps):
+            evenly = (record.first_step + number, record.phase) in self._even_steps
+            layers = self._even_layers if evenly else self._layers
+            rows.append([np.atleast_2d(layer.split(counts)) for layer, counts in zip(layers, step, strict=True)])
+        return np.array(rows)

@@ -8,6 +8,7 @@ from moe_serve.eplb.placement import Placement
 from moe_serve.eplb.policies.policy import PlanRules
 from moe_serve.eplb.rebalance.settings import RebalanceSettings
 from moe_serve.eplb.replay.costs import ProfileCosts
+from moe_serve.eplb.replay.even_steps import NO_STEPS, EvenSteps
 from moe_serve.errors import ConfigError
 from moe_serve.topology import Topology
 
@@ -20,7 +21,7 @@ class ReplaySettings:
     start:      placement before the first window; None: `starting_placement`
     history:    windows that a plan is made from;  interval: windows between two plans of an ungated policy
     rules:      fields of every request of an ungated policy
-    split:      how replicas share tokens when windows are scored, see Scorer
+    split:      how replicas share tokens when windows are scored, see Scorer;  even_steps: likewise
     costs:      predicts the time of steps and moves; None: no times
     gate, gate_cost, latency_steps: of policies named "gate:<policy>"; latency_steps: from a request to its plan
     Raises ConfigError for values that cannot work.
@@ -33,6 +34,7 @@ class ReplaySettings:
     interval: int = 1
     rules: PlanRules = field(default_factory=PlanRules)
     split: str = "window"
+    even_steps: EvenSteps = NO_STEPS
     costs: ProfileCosts | None = None
     gate: RebalanceSettings = field(default_factory=RebalanceSettings)
     gate_cost: GateCost | None = None

@@ -12,6 +12,7 @@ import moe_serve.launcher.cli.balancer_options as opt
 
 if TYPE_CHECKING:
     from moe_serve.eplb.load import LoadTrace
+    from moe_serve.eplb.replay.even_steps import EvenSteps
     from moe_serve.eplb.replay.settings import ReplaySettings
 
 REPLAY_HELP = """Replay a load trace through balancers: what would each have moved, how well would it have served?
@@ -74,6 +75,7 @@ class ReplayOptions(opt.PageOptions, opt.CostOptions, opt.PlanOptions, opt.Trace
             interval=self.interval,
             rules=self.rules(),
             split=self.split,
+            even_steps=_recorded_even_steps(self.trace, self.split),
             costs=costs,
             gate=replace(gate, bytes_per_expert=costs.expert_bytes) if costs else gate,
             gate_cost=costs.gate() if costs else None,
@@ -114,8 +116,18 @@ def replay(options: ReplayOptions) -> None:
 def _recorded_latency(trace: str) -> int:
     from moe_serve.eplb.files.trace_jsonl import recorded_latency
 
-    recorded = recorded_latency(Path(trace)) if trace.endswith(".jsonl") and Path(trace).is_file() else None
-    return recorded or 0
+    return (recorded_latency(Path(trace)) if _may_hold_events(trace) else None) or 0
+
+
+def _recorded_even_steps(trace: str, split: str) -> "EvenSteps":
+    from moe_serve.eplb.files.trace_jsonl import read_events
+    from moe_serve.eplb.replay.even_steps import EvenSteps
+
+    return EvenSteps.of(read_events(Path(trace)) if split == "exact" and _may_hold_events(trace) else ())
+
+
+def _may_hold_events(trace: str) -> bool:
+    return trace.endswith(".jsonl") and Path(trace).is_file()
 
 
 def _is_log(path: Path) -> bool:
