@@ -94,6 +94,12 @@ class EplbConfig(Section):
     record_window_steps: PositiveInt = 1000  # steps of one load record; the balancer thinks after each of them
     record_path: str | None = None  # .jsonl trace to which load records are written; `moe-serve replay` reads it
     record_max_mib: PositiveFloat = 1024.0  # of that trace; at half of it, the file becomes NAME.1.jsonl
+    # What /start_expert_distribution_record records, as SGLang's: sums over the ranks per load record; counts of every
+    # rank's slots per forward pass; or the slots of every token. Dumps go to recorder_dir; None: to
+    # $SGLANG_EXPERT_DISTRIBUTION_RECORDER_DIR, or where temporary files go
+    recorder_mode: Literal["stat", "per_pass", "per_token"] = "stat"
+    recorder_dir: str | None = None
+    recorder_max_mib: PositiveFloat = 512.0  # memory of one recording on one rank; it ends there, and can be dumped
     # Of mode dynamic. policy plans placements: incremental edits the one in use with few moves; the others plan anew
     policy: Literal["incremental", "greedy", "refined", "deepseek"] = "incremental"
     trigger: float = Field(default=0.95, ge=0, le=1)  # plan layers whose balancedness (mean / max of ranks) is below

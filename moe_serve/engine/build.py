@@ -16,12 +16,15 @@ from moe_serve.attention_dp.scheduler import Scheduler
 from moe_serve.config import ServeConfig, model_dir, served_name
 from moe_serve.dispatch.base import AnyAllToAll, BufferLimits, EpGroup, TransportRequest
 from moe_serve.dispatch.make import make_all_to_all
+from moe_serve.engine.dump_recorder import DumpRecorder, RecorderSettings
 from moe_serve.engine.engine import Engine, EngineSettings
 from moe_serve.engine.exchange import Exchange
+from moe_serve.engine.load_dump import ModelRows
 from moe_serve.engine.load_windows import LoadWindows
 from moe_serve.engine.mailbox import Mailbox
 from moe_serve.engine.messages import ModelLimits
 from moe_serve.engine.model_plan import ModelPlan
+from moe_serve.engine.record_control import RecordControl, Speaker
 from moe_serve.engine.recovery import Rank, Recovery, make_recovery, spareable_ranks
 from moe_serve.engine.requests import OpenRequests
 from moe_serve.engine.served_model import ServedModel
@@ -31,6 +34,7 @@ from moe_serve.engine.trace_writer import TraceWriter
 from moe_serve.ep.expert_form import MEANING
 from moe_serve.ep.load_recorder import LoadRecorder
 from moe_serve.ep.moe_layer import ExpertParallel
+from moe_serve.ep.pass_recorder import PassRecorder
 from moe_serve.ep.replica_map import ReplicaMap
 from moe_serve.eplb.files.rolling_trace import RollingTrace, begin_trace
 from moe_serve.eplb.files.trace_meta import TraceMeta
@@ -77,6 +81,7 @@ def build_engine(
         exchange=exchange,
         mailbox=mailbox,
         recovery=recovery,
+        records=_record_control(config, Speaker(group.rank, epoch, lambda: recovery.members[0], mailbox.send), served),
         counters=counters,
         step_settings=StepSettings(
             max_tokens_per_rank=config.dispatch.max_tokens_per_rank or config.engine.max_batch_tokens,
@@ -88,6 +93,15 @@ def build_engine(
             heartbeat_s=config.engine.heartbeat_s, front_end_deadline_s=config.server.worker_deadline_s
         ),
     )
+
+
+def _record_control(config: ServeConfig, speaker: Speaker, served: ServedModel) -> RecordControl:
+    """Returns what carries out the commands of clients to the recorder of expert load."""
+    if served.recorder is None:
+        return RecordControl(speaker, served.windows, None)
+    rows = ModelRows(served.spec.num_layers, tuple(served.spec.moe_layer_ids))
+    recorder = DumpRecorder(speaker.rank, RecorderSettings.of(config.eplb), rows, served.passes)
+    return RecordControl(speaker, served.windows, recorder)
 
 
 def _report_on_lost_rank(recovery: Recovery, rank: int, served: ServedModel) -> None:
@@ -138,6 +152,7 @@ def build_served_model(config: ServeConfig, group: EpGroup, progress: Progress |
         all_to_all=parallel.all_to_all,
         replica_map=parallel.replica_map,
         recorder=parallel.recorder,
+        passes=parallel.passes,
         windows=LoadWindows(parallel.recorder, plan.placement, limits.model_name),
         info=_info(plan, parallel.all_to_all)
         | {
@@ -207,9 +222,12 @@ def _expert_parallel(config: ServeConfig, plan: ModelPlan, group: EpGroup) -> Ex
     check_bits(all_to_all, config)
     # A transport that can mask a rank can also reduce without it; torch.distributed cannot.
     gather = None if all_to_all.membership is None else all_to_all.exchange_counts
-    recorder = None
+    recorder = passes = None
     if config.eplb.mode != "off":
         recorder = LoadRecorder(len(spec.moe_layer_ids), spec.num_logical, group, gather)
+        if config.eplb.recorder_mode != "stat":
+            per_token = config.eplb.recorder_mode == "per_token"
+            passes = PassRecorder(len(spec.moe_layer_ids), placement.num_slots, per_token, plan.device)
     return ExpertParallel(
         rank=group.rank,
         router=spec.router,
@@ -218,6 +236,7 @@ def _expert_parallel(config: ServeConfig, plan: ModelPlan, group: EpGroup) -> Ex
         recorder=recorder,
         max_tokens_per_rank=plan.max_tokens_per_rank,
         numerics=plan.numerics,
+        passes=passes,
     )
 
 

@@ -13,7 +13,8 @@ from moe_serve.attention_dp.batch import ForwardBatch
 from moe_serve.attention_dp.scheduler import Proposal, ScheduledChunk, Scheduler
 from moe_serve.engine.exchange import Exchange
 from moe_serve.engine.mailbox import Inbound, Mailbox
-from moe_serve.engine.messages import ALIVE_PERIOD_S, Abort, Shutdown, Submit, TokenEvent, Tokens, Wake
+from moe_serve.engine.messages import ALIVE_PERIOD_S, Abort, RecordCommand, Shutdown, Submit, TokenEvent, Tokens, Wake
+from moe_serve.engine.record_control import RecordControl
 from moe_serve.engine.recovery import Recovery
 from moe_serve.engine.requests import OpenRequests
 from moe_serve.engine.sampler import has_finite_best, sample
@@ -50,6 +51,7 @@ class Engine:
     exchange: Exchange
     mailbox: Mailbox
     recovery: Recovery
+    records: RecordControl
     counters: EngineCounters
     step_settings: StepSettings
     settings: EngineSettings
@@ -96,6 +98,7 @@ class Engine:
         if plan.runs_forward:
             self._forward(self.scheduler.commit(proposal, plan.hold_prefill), plan)
         self.step += 1
+        self.records.end_step(plan)
         self.served.windows.end_step(plan)
         return plan
 
@@ -115,6 +118,7 @@ class Engine:
             regrouped=recovery.regrouped,
             masked=recovery.masked,
             asking_to_rejoin=recovery.asking_to_rejoin,
+            record_command=self.records.to_show(),
         )
         rows, ranks = self.exchange.gather(state.to_row(), self.step), recovery.members
         plan = plan_step([RankState.from_row(rows[rank]) for rank in ranks], self.step_settings, ranks)
@@ -160,6 +164,8 @@ class Engine:
                     self._send([] if refusal is None else [refusal])
                 case Abort():
                     self.requests.abort(message.request_id)
+                case RecordCommand():
+                    self.records.ask(message)
                 case Shutdown():
                     self._wants_stop = True
                 case Wake():
@@ -175,7 +181,7 @@ class Engine:
         self.counters.num_sleeps += 1
         wake = Wake(self.epoch, self.step)
         heartbeat_at_s = time.monotonic() + self.settings.heartbeat_s
-        while not (self.scheduler.has_work or self._wants_stop):
+        while not (self.scheduler.has_work or self.records.has_work or self._wants_stop):
             left_s = heartbeat_at_s - time.monotonic()
             if left_s <= 0:
                 break
@@ -206,6 +212,7 @@ class Engine:
 
         Drops requests: those sent before the front end knew of the mask have moved to other ranks by now.
         """
+        self.records.forget()
         self._wants_stop |= any(isinstance(message, Shutdown) for message in self.mailbox.poll(_MASKED_POLL_S))
         self._keep_in_touch()
         return not self._wants_stop

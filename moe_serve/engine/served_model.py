@@ -17,6 +17,7 @@ from moe_serve.engine.load_windows import LoadWindows
 from moe_serve.engine.messages import ModelLimits
 from moe_serve.engine.trace_writer import TraceWriter
 from moe_serve.ep.load_recorder import LoadRecorder
+from moe_serve.ep.pass_recorder import PassRecorder
 from moe_serve.ep.replica_map import ReplicaMap
 from moe_serve.eplb.placement import Placement
 from moe_serve.kernels.numerics import Numerics
@@ -29,6 +30,7 @@ class ServedModel:
     """A model that is ready to run steps on one rank.
 
     recorder: None: no load is recorded;  trace: the file that records and events go to, or None
+    passes:   None: clients cannot record passes
     info:     facts for /server_info
     """
 
@@ -44,6 +46,7 @@ class ServedModel:
     windows: LoadWindows
     info: dict[str, Any]
     trace: TraceWriter | None = None
+    passes: PassRecorder | None = None
 
     @property
     def placement(self) -> Placement:
@@ -76,6 +79,8 @@ class ServedModel:
 
         Raises PeerError when a peer's rows did not arrive: the step is void, and `void_step` drops its counts.
         """
+        if self.passes is not None:
+            self.passes.begin(batch.input_ids[: batch.num_tokens], batch.positions[: batch.num_tokens])
         logits = self.decoder.forward(batch, self.cache, num_chunks, overlap)
         self.all_to_all.end_step()
         if self.recorder is not None:

@@ -16,6 +16,7 @@ from moe_serve.ep.expert_ffn import expert_ffn
 from moe_serve.ep.expert_store import ExpertStore
 from moe_serve.ep.gate import Gate
 from moe_serve.ep.load_recorder import LoadRecorder
+from moe_serve.ep.pass_recorder import PassRecorder
 from moe_serve.ep.replica_map import ReplicaMap
 from moe_serve.ep.rounds import SHARED, Round, advance, in_turn, overlapped
 from moe_serve.ep.routing import RouterSpec, Routing
@@ -28,6 +29,7 @@ class ExpertParallel:
 
     recorder:            None: no load is recorded
     max_tokens_per_rank: rows of one round of dispatch and combine
+    passes:              None: clients cannot record passes
     """
 
     rank: int
@@ -37,6 +39,7 @@ class ExpertParallel:
     recorder: LoadRecorder | None
     max_tokens_per_rank: int
     numerics: Numerics
+    passes: PassRecorder | None = None
 
 
 @dataclass(frozen=True)
@@ -101,6 +104,8 @@ class MoeLayer:
             slots, slot_counts = replicas.only_slots(routing.topk_ids), None
         else:
             slots, slot_counts = replicas.split(routing.topk_ids, pending_counts.wait(), self._parallel.rank)
+        if (passes := self._parallel.passes) is not None and passes.is_on:
+            passes.add(self._layer_row, slots)
         pending_rows = all_to_all.dispatch(x, slots, slot_counts, routing.topk_weights)
         yield
         arrived = pending_rows.wait()

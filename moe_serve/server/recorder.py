@@ -13,7 +13,7 @@ _BOTH = ["GET", "POST"]  # SGLang takes either
 
 
 def add_recorder(app: FastAPI, config: ServeConfig, bridge: Bridge) -> None:
-    """Adds `/{start,stop,dump}_expert_distribution_record`: SGLang's plain text, then the files that were written."""
+    """Adds `/{start,stop,dump}_expert_distribution_record`: SGLang's plain text, then what was done, and the files."""
 
     async def run(command: str, done: str) -> Response:
         if config.eplb.mode == "off":
@@ -22,8 +22,8 @@ def add_recorder(app: FastAPI, config: ServeConfig, bridge: Bridge) -> None:
             )
         answer = await bridge.command(RecordCommand(0, command))
         if not answer.ok:
-            return Response(json_bytes(error_body(answer.text, 500)), 500, media_type="application/json")
-        lines = [done, *answer.facts.get("files", [])]
+            return Response(json_bytes(error_body(answer.text, 409)), 409, media_type="application/json")
+        lines = [done, answer.text, *answer.facts.get("files", [])]
         return Response("".join(f"{line}\n" for line in lines), media_type="text/plain")
 
     @app.api_route("/start_expert_distribution_record", methods=_BOTH)

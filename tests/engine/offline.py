@@ -20,7 +20,7 @@ from moe_serve.engine.build import build_engine
 from moe_serve.engine.engine import Engine
 from moe_serve.engine.exchange import make_exchange
 from moe_serve.engine.mailbox import Inbound
-from moe_serve.engine.messages import Shutdown, Submit, Tokens
+from moe_serve.engine.messages import Answer, Shutdown, Submit, Tokens
 from moe_serve.engine.sampler import sample
 from moe_serve.eplb.load import LoadRecord
 from tests.engine.queue_mailbox import QueueMailbox
@@ -100,6 +100,7 @@ class Served:
     load: list[list[list[int]]] = field(default_factory=list)  # per record, [layers][logical]
     records: list[LoadRecord] = field(default_factory=list)  # those of rank 0
     rows: list[dict[int, tuple[int, int]]] = field(default_factory=list)  # by rank: step -> decode and prefill rows
+    answers: list[Answer] = field(default_factory=list)  # to commands
     slot_rows: list[list[int]] = field(default_factory=list)  # [layers][slots], rows that each received
     num_steps: int = 0
 
@@ -231,6 +232,7 @@ def _serve_on_rank(
         num_steps=engine.step,
         slot_rows=received.slot_rows.tolist(),
     )
+    served.answers = [message for message in mailbox.sent if isinstance(message, Answer)]
     for message in mailbox.sent:
         if isinstance(message, Tokens):
             for event in message.events:
@@ -265,6 +267,7 @@ def _merge(parts: Sequence[Served]) -> Served:
     whole = Served(load=parts[0].load, records=parts[0].records, num_steps=parts[0].num_steps, slot_rows=slot_rows)
     for part in parts:
         whole.rows += part.rows
+        whole.answers += part.answers
         whole.tokens |= part.tokens
         whole.digests |= part.digests
         whole.gaps |= part.gaps

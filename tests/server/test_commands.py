@@ -28,7 +28,7 @@ async def test_the_recorder_is_controlled_as_sglangs(method: str):
         }
         for command, text in wanted.items():
             response = await served.client.request(method, f"/{command}_expert_distribution_record")
-            assert (response.status_code, response.text) == (200, text + files[0] + "\n")
+            assert (response.status_code, response.text) == (200, f"{text}done\n{files[0]}\n")
         await until(lambda: len(served.workers[1].commands) == 3)
         for worker in served.workers:
             assert worker.commands == [RecordCommand(i, name) for i, name in enumerate(wanted, 1)]
@@ -39,7 +39,7 @@ async def test_a_command_that_fails_says_why():
     async with serving(2) as served:
         served.workers[0].answer = lambda call_id: Answer(0, 0, call_id, False, "No space left on device")
         response = await served.client.post(DUMP)
-        assert response.status_code == 500
+        assert response.status_code == 409
         assert response.json()["error"]["message"] == "No space left on device"
 
 

@@ -56,6 +56,10 @@ EplbTrigger = Annotated[
         help="eplb.trigger: plan layers whose balancedness (mean / max of ranks) is below",
     ),
 ]
+RecorderMode = Annotated[
+    str | None,
+    typer.Option("--expert-distribution-recorder-mode", help="eplb.recorder_mode: stat, per_pass or per_token"),
+]
 
 MaxRunning = Annotated[
     int | None,

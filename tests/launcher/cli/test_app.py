@@ -96,6 +96,7 @@ def test_the_demo_configuration_file_says_what_serve_does_without_arguments():
         (["--ep-num-redundant-experts", "2"], "eplb", {"num_redundant_experts": 2}),
         (["--enable-eplb", "--eplb-algorithm", "greedy"], "eplb", {"mode": "dynamic", "policy": "greedy"}),
         (["--eplb-min-rebalancing-utilization-threshold", "0.8"], "eplb", {"trigger": 0.8}),
+        (["--expert-distribution-recorder-mode", "per_pass"], "eplb", {"recorder_mode": "per_pass"}),
         (["--max-running-requests", "7"], "engine", {"max_running_requests": 7}),
         (["--max-num-seqs", "7", "--max-queued-requests", "9"], "engine", {"max_queued_requests": 9}),
         (["--chunked-prefill-size", "256"], "engine", {"max_batch_tokens": 256}),

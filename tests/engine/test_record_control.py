@@ -1,0 +1,283 @@
+"""Recordings that clients control: same steps on all ranks, right totals, SGLang's files, and what may go wrong."""
+
+from collections.abc import Sequence
+from concurrent.futures import wait
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from moe_serve.attention_dp.request import SamplingParams
+from moe_serve.config import load_config
+from moe_serve.engine.dump_recorder import DumpRecorder, RecorderSettings
+from moe_serve.engine.engine import Engine
+from moe_serve.engine.load_dump import ModelRows
+from moe_serve.engine.messages import Answer, Message, RecordCommand
+from moe_serve.engine.record_control import RecordControl, Speaker
+from moe_serve.engine.step import RECORD_COMMANDS
+from moe_serve.ep.pass_recorder import PassRecorder
+from moe_serve.eplb import read_trace
+from moe_serve.eplb.load import LoadRecord
+from moe_serve.eplb.placement import Placement
+from tests.engine.offline import ScriptedMailbox, Served, prompts_with_shared_beginnings, serve, submits_of
+from tests.engine.test_load_windows import plan, windows_of_one_rank
+
+TOPK = 4  # of the demo model
+Commands = Sequence[tuple[int, str]]  # (poll, command)
+START_STOP_DUMP = ((3, "start"), (14, "stop"), (15, "dump"))
+
+
+def send_commands(commands: Commands, engine: Engine) -> None:
+    """Every rank hears of the commands, rank 1 a few polls later; the first polls of a script bring its requests."""
+    mailbox = engine.mailbox
+    assert isinstance(mailbox, ScriptedMailbox)
+    mailbox._script += [(poll + 2 * engine.rank, RecordCommand(poll, name)) for poll, name in commands]
+    mailbox._script.sort(key=lambda item: item[0])
+
+
+def record(folder: Path, mode: str, commands: Commands = START_STOP_DUMP, *overrides: str) -> Served:
+    params = SamplingParams(max_new_tokens=40, temperature=0, ignore_eos=True)
+    requests = submits_of(prompts_with_shared_beginnings(7, 2048, 30), params)
+    settings = [f"eplb.recorder_dir={folder}", f"eplb.recorder_mode={mode}", "eplb.record_window_steps=4", *overrides]
+    return serve(2, requests, settings, prepare=partial(send_commands, commands))
+
+
+def rows_in(served: Served, rank: int, step: int) -> int:
+    return sum(served.rows[rank].get(step, (0, 0)))
+
+
+def test_stat_dumps_hold_the_windows_between_start_and_stop(tmp_path: Path) -> None:
+    served = record(tmp_path, "stat")
+    assert [(answer.rank, answer.call_id, answer.ok) for answer in served.answers] == [
+        (0, n, True) for n in (3, 14, 15)
+    ]
+    (path,) = served.answers[2].facts["files"]
+    assert [str(each) for each in tmp_path.iterdir()] == [path]
+    content = torch.load(path, weights_only=True)
+    counts = content["logical_count"]
+    assert (content["rank"], counts.shape[1:]) == (0, (5, 32)), "all layers of the model; the first is dense"
+    assert not counts[:, 0].any()
+    tokens = [each.tokens.tolist() for each in served.records]
+    first = tokens.index(counts[0, 1:].tolist())
+    windows = served.records[first : first + len(counts)]
+    assert [each.tokens.tolist() for each in windows] == counts[:, 1:].tolist()
+    steps = range(windows[0].first_step, windows[-1].first_step + windows[-1].num_steps)
+    assert 8 <= len(steps) <= 14
+    assert served.answers[1].text == f"{len(windows)} windows, {counts[:, 1:].nbytes / 2**20:.1f} MiB"
+    trace = read_trace(path)
+    assert trace.moe_layer_ids == (1, 2, 3, 4)
+    wanted = TOPK * sum(rows_in(served, rank, step) for step in steps for rank in range(2))
+    assert sum(each.tokens.sum(1) for each in trace).tolist() == [wanted] * 4  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("mode", ["per_pass", "per_token"])
+def test_passes_know_their_step_their_source_rank_and_their_tokens(tmp_path: Path, mode: str) -> None:
+    commands = [*START_STOP_DUMP, (20, "start"), (24, "dump")]  # the second recording runs on
+    served = record(tmp_path / "new", mode, commands, "eplb.num_redundant_experts=4", "dispatch.max_tokens_per_rank=6")
+    assert all(answer.ok for answer in served.answers)
+    assert len(list((tmp_path / "new").iterdir())) == 4
+    trace = read_trace(tmp_path / "new")
+    assert trace.moe_layer_ids == (1, 2, 3, 4)
+    assert trace.topk in (None, TOPK)
+    contents = [torch.load(path, weights_only=True) for path in (tmp_path / "new").iterdir()]
+    steps = sorted({each["forward_pass_id"] for content in contents for each in content["records"]})
+    gap = next(i for i in range(1, len(steps)) if steps[i] - steps[i - 1] > 1)
+    first = range(steps[0], steps[gap - 1] + 1)
+    assert 8 <= len(first) <= 14
+    for each, step in zip(trace, steps, strict=True):
+        assert each.by_source is not None
+        for rank in range(2):
+            assert (each.by_source[:, rank].sum(1) == TOPK * rows_in(served, rank, step)).all()
+    for content in contents:
+        assert content["last_physical_to_logical_map"].shape == (5, 36)
+        for each in content["records"]:
+            rows = rows_in(served, each["rank"], each["forward_pass_id"])
+            if mode == "per_token":
+                assert each["topk_ids_of_layer"].shape == (5, rows, TOPK)
+                assert each["topk_ids_of_layer"].dtype == torch.int32
+                assert len(each["input_ids"]) == len(each["positions"]) == rows
+            else:
+                assert each["global_physical_count"].shape == (5, 36)
+
+
+# --- one rank, without a model
+# ----------------------------------------------------------------------------------------
+
+FIRST = Placement(np.array([[0, 1, 2, 3, 0, 1]], dtype=np.int32), 4, 1)
+LATER = Placement(np.array([[3, 2, 1, 0, 3, 2]], dtype=np.int32), 4, 1, version=1)
+
+
+class Rank:
+    """A rank whose one layer sends token t of step s to slot s + t. leader: who answers"""
+
+    def __init__(self, folder: Path, mode: str = "per_pass", max_mib: float = 1.0):
+        self.records: list[LoadRecord] = []
+        self.windows, self.counter = windows_of_one_rank(self.records)
+        self.windows.placement = FIRST
+        self.passes = None if mode == "stat" else PassRecorder(1, 6, mode == "per_token")
+        settings = RecorderSettings(mode, folder, int(max_mib * 2**20))
+        self.dumps = DumpRecorder(0, settings, ModelRows(2, (1,)), self.passes)
+        self.sent: list[Message] = []
+        self.leader = 0
+        self.control = RecordControl(Speaker(0, 0, lambda: self.leader, self.sent.append), self.windows, self.dumps)
+        self.step = 0
+
+    def ask(self, command: str) -> None:
+        self.control.ask(RecordCommand(len(self.sent), command))
+
+    def run(self, num_tokens: int = 2, **fields: Any) -> None:
+        """One step, as the engine runs it."""
+        shown = self.control.to_show()
+        command = RECORD_COMMANDS[shown - 1] if shown else None
+        step = plan(self.step, "decode", record=command, **({"close_window": command is not None} | fields))
+        self.windows.begin_step(step)
+        tokens = torch.arange(num_tokens)
+        slots = (tokens + self.step)[:, None] % 6
+        if self.passes is not None:
+            self.passes.begin(tokens, tokens)
+            if self.passes.is_on:
+                self.passes.add(0, slots)
+        experts = torch.tensor(self.windows.placement.physical_to_logical[0])[slots.ravel()]
+        self.counter.add_counts(0, torch.bincount(experts, minlength=4))
+        self.counter.step_done()
+        self.step += 1
+        self.control.end_step(step)
+        self.windows.end_step(step)
+
+    def run_until_answered(self, command: str) -> Answer:
+        num_sent = len(self.sent)
+        self.ask(command)
+        for _ in range(2):
+            self.run()
+        if self.control._dump is not None:
+            wait([self.control._dump[1].done], 10)
+        self.control.to_show()
+        answer = self.sent[num_sent]
+        assert isinstance(answer, Answer)
+        return answer
+
+
+@pytest.mark.parametrize("mode", ["per_pass", "per_token"])
+def test_after_a_change_of_placement_all_passes_read_with_the_last_map(tmp_path: Path, mode: str) -> None:
+    rank = Rank(tmp_path, mode)
+    assert rank.run_until_answered("start").text == f"mode {mode}, into {tmp_path}"
+    for placement in (FIRST, LATER, FIRST, LATER):
+        rank.windows.placement = placement
+        rank.run()
+    answer = rank.run_until_answered("dump")
+    (path,) = answer.facts["files"]
+    content = torch.load(path, weights_only=True)
+    assert content["last_physical_to_logical_map"].tolist() == [[0] * 6, [3, 2, 1, 0, 3, 2]]
+    tables = [FIRST, FIRST, LATER, FIRST, LATER, LATER]
+    expected = []
+    for step, placement in enumerate(tables, start=content["records"][0]["forward_pass_id"]):
+        slots = np.arange(step, step + 2) % 6
+        expected.append(np.bincount(placement.physical_to_logical[0, slots], minlength=4).tolist())
+    assert [each.tokens[0].tolist() for each in read_trace(path)] == expected
+    slots = [
+        s % 6 for s in range(content["records"][-1]["forward_pass_id"], content["records"][-1]["forward_pass_id"] + 2)
+    ]
+    last = content["records"][-1]
+    if mode == "per_pass":
+        assert last["global_physical_count"][1].nonzero()[:, 0].tolist() == sorted(slots), "its own split is kept"
+    else:
+        assert last["topk_ids_of_layer"][1, :, 0].tolist() == slots
+
+
+def test_a_full_disk_is_answered_and_serving_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rank = Rank(tmp_path / "full")
+    rank.run_until_answered("start")
+    to_file = Path.open
+    monkeypatch.setattr(Path, "open", lambda self, mode: to_file(Path("/dev/full"), mode))
+    answer = rank.run_until_answered("dump")
+    assert not answer.ok
+    assert "No space left on device" in answer.text
+    assert "eplb.recorder_dir" in answer.text
+    assert list((tmp_path / "full").iterdir()) == []
+    monkeypatch.undo()
+    rank.run()
+    assert rank.run_until_answered("dump").ok, "the recording goes on after a dump"
+
+
+@pytest.mark.parametrize("mode", ["stat", "per_pass", "per_token"])
+def test_memory_is_bounded_and_the_dump_says_so(tmp_path: Path, mode: str) -> None:
+    rank = Rank(tmp_path, mode, max_mib=1e-4)  # 104 bytes
+    rank.run_until_answered("start")
+    for _ in range(8):
+        rank.run(close_window=True) if mode == "stat" else rank.run()
+    assert rank.passes is None or not rank.passes.is_on
+    answer = rank.run_until_answered("dump")
+    assert "it ended before step" in answer.text
+    assert "it has reached eplb.recorder_max_mib" in answer.text
+    content = torch.load(answer.facts["files"][0], weights_only=True)
+    assert len(content["logical_count"] if mode == "stat" else content["records"]) < 6
+    assert rank.run_until_answered("dump").text.startswith("nothing is recorded: start a recording first")
+
+
+def test_a_command_whose_record_was_dropped_is_shown_again(tmp_path: Path) -> None:
+    rank = Rank(tmp_path)
+    rank.ask("start")
+    rank.run()
+    rank.windows.void()
+    assert rank.control.to_show() == 0, "it is still on its way"
+    rank.run(regrouped=True)
+    assert rank.sent == []
+    assert rank.control.to_show() == 1
+    rank.run()
+    rank.run()
+    assert [message.ok for message in rank.sent if isinstance(message, Answer)] == [True]
+    assert rank.passes is not None
+    assert rank.passes.is_on
+
+
+@pytest.mark.parametrize("mode", ["stat", "per_pass"])
+def test_a_recording_ends_when_the_group_changes(tmp_path: Path, mode: str) -> None:
+    rank = Rank(tmp_path, mode)
+    rank.run_until_answered("start")
+    num_steps = 3
+    for _ in range(num_steps):
+        rank.run()
+    rank.run(regrouped=True)
+    rank.run()
+    answer = rank.run_until_answered("dump")
+    assert "ranks were lost or have rejoined" in answer.text
+    assert sum(int(each.tokens.sum()) for each in read_trace(answer.facts["files"][0])) == 2 * (num_steps + 1)
+
+
+def test_only_the_leader_keeps_commands_and_their_number_is_bounded(tmp_path: Path) -> None:
+    rank = Rank(tmp_path)
+    rank.leader = 1
+    rank.ask("start")
+    assert not rank.control.has_work
+    rank.leader = 0
+    for _ in range(17):
+        rank.ask("start")
+    rank.ask("erase")
+    answers = [message for message in rank.sent if isinstance(message, Answer)]
+    assert [answer.ok for answer in answers] == [False, False]
+    assert "it takes start, stop, dump" in answers[1].text
+    rank.control.forget()
+    assert rank.control.to_show() == 0
+
+
+def test_without_recording_a_command_is_refused() -> None:
+    sent: list[Message] = []
+    windows, _ = windows_of_one_rank([])
+    control = RecordControl(Speaker(0, 0, lambda: 0, sent.append), windows, None)
+    control.ask(RecordCommand(5, "start"))
+    assert [(each.call_id, each.ok) for each in sent if isinstance(each, Answer)] == [(5, False)]
+
+
+def test_the_folder_is_that_of_the_setting_of_sglang_or_of_temporary_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    name = "SGLANG_EXPERT_DISTRIBUTION_RECORDER_DIR"
+    monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("TMPDIR", "")
+    eplb = load_config().eplb
+    assert RecorderSettings.of(eplb).folder.is_dir()
+    monkeypatch.setenv(name, "/dumps")
+    assert RecorderSettings.of(eplb).folder == Path("/dumps")
+    named = load_config(overrides=["eplb.recorder_dir=/named"]).eplb
+    assert RecorderSettings.of(named).folder == Path("/named")
