@@ -129,7 +129,7 @@ class Engine:
         return plan
 
     def _forward(self, chunks: Sequence[ScheduledChunk], plan: StepPlan) -> None:
-        self.served.begin_step(plan.max_tokens)
+        self.served.begin_step(plan.max_tokens, plan.split_evenly)
         logits = self.served.forward(ForwardBatch.build(chunks, *self.served.batch_form), plan.num_chunks, plan.overlap)
         sampling = [chunk for chunk in chunks if chunk.samples]
         others = [chunk for chunk in chunks if not chunk.samples]

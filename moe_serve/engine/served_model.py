@@ -69,9 +69,10 @@ class ServedModel:
         outcomes = self.replica_map.split_outcomes
         return [] if outcomes is None else [int(number) for number in outcomes.cpu()]
 
-    def begin_step(self, max_tokens: int) -> None:
-        """Announces a step to the transport. max_tokens: as in the plan, equal on all ranks"""
+    def begin_step(self, max_tokens: int, split_evenly: bool = False) -> None:
+        """Prepares for the forward of a step. Arguments as in the plan, equal on all ranks."""
         self.all_to_all.begin_step(max_tokens)
+        self.replica_map.split_evenly(split_evenly)
 
     @torch.inference_mode()
     def forward(self, batch: ForwardBatch, num_chunks: int, overlap: bool = False) -> Tensor:
