@@ -1,5 +1,6 @@
 """The expert weights of one rank and one layer, by slot. Addresses never change: new experts are copied into slots."""
 
+import math
 from collections.abc import Mapping
 
 import torch
@@ -40,7 +41,12 @@ class ExpertStore:
     @property
     def slot_bytes(self) -> int:
         """Size of one expert, in bytes."""
-        return sum(tensor[0].numel() * tensor.element_size() for tensor in self._stored.values() if self.num_slots)
+        return sum(math.prod(tensor.shape[1:]) * tensor.element_size() for tensor in self._stored.values())
+
+    @property
+    def shapes(self) -> tuple[tuple[str, torch.Size, torch.dtype], ...]:
+        """Name, shape [slots, ...] and dtype of each tensor: equal for stores that can exchange experts."""
+        return tuple((name, tensor.shape, tensor.dtype) for name, tensor in self._stored.items())
 
     def matrix(self, name: str) -> Tensor:
         """Returns [slots, n, k], a view: y = x @ matrix[slot].T"""

@@ -35,7 +35,7 @@ def test_matrices_hold_what_was_loaded_inside_the_same_memory(slots: int, hidden
     for name, tensor in experts.items():
         assert torch.equal(store.matrix(name), tensor)
         assert store.matrix(name).data_ptr() == given[name].data_ptr()
-    assert store.slot_bytes == (4 * 3 * hidden * width if slots else 0)
+    assert store.slot_bytes == 4 * 3 * hidden * width
 
 
 def test_an_expert_moves_between_stores_and_addresses_stay() -> None:

@@ -26,6 +26,17 @@ STORE_ORDER = ("x86_64", "AMD64")  # machines that make stores visible in progra
 
 
 @dataclass(frozen=True)
+class SegmentUse:
+    """What segments are for, in the words of the error when they do not fit.
+
+    advise: returns from the free bytes which setting to lower
+    """
+
+    what: str = "low-latency buffers"
+    advise: Callable[[int], str] = lambda free_bytes: "lower dispatch.max_tokens_per_rank"
+
+
+@dataclass(frozen=True)
 class Mappings:
     """The segments of all ranks as one process has mapped them, and their decisions; one segment for each rank."""
 
@@ -70,12 +81,9 @@ def map_anonymous(num_ranks: int, num_bytes: int) -> Mappings:
     return Mappings([mmap.mmap(-1, _HEAD_BYTES + num_bytes) for _ in range(num_ranks)], Decisions.anonymous())
 
 
-def share_regions(
-    group: dist.ProcessGroup, num_bytes: int, advise: Callable[[int], str] = lambda free_bytes: ""
-) -> ShmMemory:
+def share_regions(group: dist.ProcessGroup, num_bytes: int, use: SegmentUse = SegmentUse()) -> ShmMemory:
     """Returns the regions of a process group whose ranks are on one host; a collective call.
 
-    advise: returns from the free bytes what to add to the error when they do not suffice
     Raises CapacityError when /dev/shm is too small, ConfigError on a machine without x86-64's order of stores and when
     the ranks are on several hosts.
     """
@@ -84,7 +92,7 @@ def share_regions(
     size = _HEAD_BYTES + num_bytes
     hosts, free_bytes, secret = compare_hosts(group)
     _check_one_host(hosts, rank)
-    _check_free(size, num_ranks, free_bytes, advise(free_bytes))
+    _check_free(size, num_ranks, free_bytes, use)
     paths = [f"{_FOLDER}/moe_serve_{secret:016x}_{owner}" for owner in range(num_ranks)]
     log = f"{_FOLDER}/moe_serve_{secret:016x}_log"
     made = [paths[rank], *([log] if rank == 0 else [])]
@@ -134,11 +142,11 @@ def _check_one_host(hosts: list[int], rank: int) -> None:
         )
 
 
-def _check_free(size: int, num_ranks: int, free_bytes: int, advice: str) -> None:
+def _check_free(size: int, num_ranks: int, free_bytes: int, use: SegmentUse) -> None:
     if size * num_ranks > free_bytes:
         raise CapacityError(
-            f"low-latency buffers take up to {size * num_ranks / 2**30:.2f} GiB of {_FOLDER} for {num_ranks} ranks and "
-            f"{free_bytes / 2**30:.2f} GiB are free; lower dispatch.max_tokens_per_rank{advice}, or give the container "
+            f"{use.what} take up to {size * num_ranks / 2**30:.2f} GiB of {_FOLDER} for {num_ranks} ranks and "
+            f"{free_bytes / 2**30:.2f} GiB are free; {use.advise(free_bytes)}, or give the container "
             "more shared memory (docker run --shm-size)"
         )
 

@@ -40,7 +40,7 @@ from moe_serve.dispatch.peer_calls import barrier
 from moe_serve.dispatch.shm.channel import Channel, Peers, check_epoch
 from moe_serve.dispatch.shm.flag_wait import FlagWait
 from moe_serve.dispatch.shm.membership import Membership
-from moe_serve.dispatch.shm.memory import ShmMemory, share_regions
+from moe_serve.dispatch.shm.memory import SegmentUse, ShmMemory, share_regions
 from moe_serve.dispatch.shm.region import (
     COUNTS,
     COUNTS_READ,
@@ -252,9 +252,9 @@ def make_shm(group: EpGroup, request: TransportRequest) -> ShmAllToAll:
     limits, wire = request.limits, make_wire(request.wire_dtype, request.dtype)
 
     def advise(free_bytes: int) -> str:
-        return f" to {most_tokens(group.num_ranks, limits, wire, free_bytes)}"
+        return f"lower dispatch.max_tokens_per_rank to {most_tokens(group.num_ranks, limits, wire, free_bytes)}"
 
     shape = region_shape(group.num_ranks, limits, wire)
-    transport = ShmAllToAll(share_regions(group.process_group, shape.num_bytes, advise), request)
+    transport = ShmAllToAll(share_regions(group.process_group, shape.num_bytes, SegmentUse(advise=advise)), request)
     barrier(group.process_group)  # canaries and first flags are in place
     return transport
