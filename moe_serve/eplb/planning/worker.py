@@ -1,0 +1,62 @@
+"""A planner process: `python -m moe_serve.eplb.planning.worker PARENT_PID` answers requests on stdin until it ends.
+
+It takes what time serving leaves, ends with its parent, and never loads torch. A request that a policy refuses is
+answered in words; any other error ends the process with a traceback, and its parent starts another one.
+"""
+
+import contextlib
+import ctypes
+import os
+import signal
+import sys
+
+from moe_serve.eplb.planning.wire import PIECE_BYTES, Ask, MessageReader, Reply, pieces
+from moe_serve.eplb.policies.make import make_policy
+from moe_serve.errors import MoeServeError
+
+_PR_SET_PDEATHSIG = 1
+
+
+def answer(ask: Ask) -> Reply:
+    """Returns the plan that is asked for, or why the policy gives none."""
+    try:
+        return Reply(ask.request_id, make_policy(ask.policy).plan(ask.request))
+    except MoeServeError as refusal:
+        return Reply(ask.request_id, None, str(refusal))
+
+
+def serve(source: int, sink: int) -> None:
+    """Answers the requests of one file descriptor on another one, until the first ends."""
+    reader = MessageReader(Ask)
+    while data := os.read(source, PIECE_BYTES):
+        ask = reader.feed(data)
+        if ask is not None:
+            for piece in pieces(answer(ask)):
+                _write_all(sink, piece)
+
+
+def _write_all(sink: int, data: bytes) -> None:
+    left = memoryview(data)
+    while left:
+        left = left[os.write(sink, left) :]
+
+
+def _end_with(parent_pid: int) -> None:
+    """Asks the kernel to kill this process when its parent ends; exits at once if it has already ended."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
+    if os.getppid() != parent_pid:
+        os._exit(1)
+
+
+def main() -> None:
+    _end_with(int(sys.argv[1]))
+    with contextlib.suppress(OSError):
+        os.nice(19)
+    sink = os.dup(1)
+    os.dup2(2, 1)  # whatever prints must not get between the bytes of an answer
+    serve(0, sink)
+
+
+if __name__ == "__main__":
+    main()
