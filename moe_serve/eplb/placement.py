@@ -86,6 +86,12 @@ class Placement:
         return int(self.replica_count.max(initial=1))
 
     @cached_property
+    def live_ranks(self) -> NDArray[np.int64]:
+        """The ranks that hold an expert, ascending; the others, such as lost ones, take no part."""
+        used = (self.physical_to_logical >= 0).reshape(-1, self.num_ranks, self.slots_per_rank)
+        return _read_only(np.flatnonzero(used.any(axis=(0, 2))))
+
+    @cached_property
     def logical_to_physical(self) -> Ints:
         """The slots of each expert in ascending order, [L, E, max_replicas] int32; -1 = no more replicas."""
         table = self.physical_to_logical

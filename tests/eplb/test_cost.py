@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from moe_serve.eplb.cost.links import busiest_rows, expected_places
-from moe_serve.eplb.cost.model import Batch, CostModel, GateCost
+from moe_serve.eplb.cost.model import Batch, CostModel, PredictedCost
 from moe_serve.eplb.cost.profile_files import load_hardware, load_model_profile, profile_names
 from moe_serve.eplb.migration.plan import plan_migration
 from moe_serve.eplb.placement import Placement
@@ -268,7 +268,7 @@ def test_every_pair_of_profiles_gives_finite_times(model, hardware):
 
 def test_gate_cost_prices_layers_and_moves():
     costs = cluster(8)
-    gate = GateCost(costs)
+    gate = PredictedCost(costs)
     placement = Placement.trivial(2, 16, 8)
     tokens = np.full((2, 16), 64.0)
     tokens[1, :2] *= 20

@@ -6,7 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from moe_serve.eplb.cost.model import CostModel, GateCost
+from moe_serve.eplb.cost.model import CostModel, PredictedCost
 from moe_serve.eplb.cost.profile_files import load_hardware, load_model_profile
 from moe_serve.eplb.load import LoadRecord
 from moe_serve.eplb.placement import Placement
@@ -32,7 +32,7 @@ def costs(compute=1.0, links=1.0):
         dispatch_latency_s=1 / links,
         combine_latency_s=1 / links,
     )
-    return GateCost(CostModel(hardware, MODEL, CLUSTER))
+    return PredictedCost(CostModel(hardware, MODEL, CLUSTER))
 
 
 SCORES = [costs(compute, links) for compute in (0.7, 1.0, 1.3) for links in (0.7, 1.0, 1.3)]

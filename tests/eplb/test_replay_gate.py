@@ -5,6 +5,7 @@ from pathlib import Path
 
 import numpy as np
 
+from moe_serve.eplb.cost.gate_cost import GateCost
 from moe_serve.eplb.files.jsonl_writer import JsonlWriter
 from moe_serve.eplb.files.trace_jsonl import recorded_latency
 from moe_serve.eplb.files.trace_meta import TraceMeta
@@ -22,7 +23,7 @@ STEADY = SyntheticLoad("zipf", 12, 3, 12, 2, skew=1.0, tokens_per_step=20_000, s
 
 
 @dataclass(frozen=True)
-class Prices:
+class Prices(GateCost):
     """A layer takes as long as its busiest rank; a transfer takes `per_expert` seconds."""
 
     per_expert: float

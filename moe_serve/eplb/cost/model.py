@@ -19,6 +19,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from moe_serve.eplb.cost.gate_cost import GateCost
 from moe_serve.eplb.cost.links import Mode, Sharing, busiest_rows, carry_seconds, expected_places
 from moe_serve.eplb.cost.profile_files import HardwareProfile, ModelProfile
 from moe_serve.eplb.load import slot_load
@@ -241,22 +242,18 @@ class CostModel:
 
 
 @dataclass(frozen=True)
-class GateCost:
-    """What the rebalancer's gate asks the cost model; loads are means over a window's steps.
-
-    mode: of the dispatch kernels that serve the load
-    """
+class PredictedCost(GateCost):
+    """Costs as the model predicts them. mode: of the dispatch kernels that serve the load"""
 
     costs: CostModel
     mode: Mode = "low_latency"
 
     def layer_seconds(self, tokens: Floats, placement: Placement) -> Floats:
-        """Returns the seconds of each MoE layer of one step, overhead included: tokens [L, E] of all ranks -> [L]."""
+        """Returns the seconds of the MoE part of each layer, overhead included: tokens [L, E] of all ranks -> [L]."""
         times = self.costs.moe_layer(slot_load(tokens, placement), self.mode, is_mean=True)
         return times.total_s * self.costs.hardware.step_overhead
 
     def migration_seconds(self, plan: MigrationPlan, topology: Topology) -> float:
-        """Returns the serving time that all rounds of the plan cost."""
         return self.costs.migration_seconds(plan, topology)
 
 

@@ -6,7 +6,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from moe_serve.eplb.cost.model import Batch, CostModel, GateCost
+from moe_serve.eplb.cost.model import Batch, CostModel, PredictedCost
 from moe_serve.eplb.load import LoadTrace, slot_load
 from moe_serve.eplb.placement import Placement
 from moe_serve.eplb.replay.arrivals import Arrivals
@@ -64,9 +64,9 @@ class ProfileCosts:
         busiest = {(int(near), int(far)) for near, far in zip(arrivals.from_node, arrivals.off_node, strict=True)}
         return max(self.model.transfer_seconds(near, far) for near, far in busiest)
 
-    def gate(self) -> GateCost:
+    def gate(self) -> PredictedCost:
         """Returns the same cost model for the rebalancer's gate."""
-        return GateCost(self.model, Batch(self.phase, 1, self.context).mode)
+        return PredictedCost(self.model, Batch(self.phase, 1, self.context).mode)
 
     def words(self) -> str:
         """Returns one line for reports."""

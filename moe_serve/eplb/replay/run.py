@@ -14,7 +14,7 @@ from typing import Protocol
 
 import numpy as np
 
-from moe_serve.eplb.cost.model import GateCost
+from moe_serve.eplb.cost.gate_cost import GateCost
 from moe_serve.eplb.load import Floats, LoadRecord
 from moe_serve.eplb.placement import Placement
 from moe_serve.eplb.policies.make import make_policy

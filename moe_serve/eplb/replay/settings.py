@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field, replace
 
-from moe_serve.eplb.cost.model import GateCost
+from moe_serve.eplb.cost.gate_cost import GateCost
 from moe_serve.eplb.load import LoadTrace
 from moe_serve.eplb.placement import Placement
 from moe_serve.eplb.policies.policy import PlanRules

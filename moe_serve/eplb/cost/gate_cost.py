@@ -1,0 +1,42 @@
+"""What the rebalancer's gate asks about times, and what it tells so that they can be learned.
+
+`model.PredictedCost` answers from profiles of a model and its hardware, `measured.MeasuredCost` from what the running
+system has measured. Shape words: L = MoE layers, E = experts.
+"""
+
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from moe_serve.eplb.load import LoadRecord
+from moe_serve.eplb.migration.moves import MigrationRound
+from moe_serve.eplb.migration.plan import MigrationPlan
+from moe_serve.eplb.placement import Placement
+from moe_serve.topology import Topology
+
+Floats = NDArray[np.float64]
+
+
+class GateCost(Protocol):
+    """Predicts serving time. A pure function of what it was told; loads are means over a window's steps."""
+
+    def layer_seconds(self, tokens: Floats, placement: Placement) -> Floats:
+        """Returns the seconds of a step that depend on the placement, by layer: tokens [L, E] of all ranks -> [L]."""
+        ...
+
+    def migration_seconds(self, plan: MigrationPlan, topology: Topology) -> float:
+        """Returns the serving time that all rounds of the plan cost."""
+        ...
+
+    def other_seconds(self, tokens: Floats, placement: Placement) -> float:
+        """Returns the seconds of a step beside those of `layer_seconds`, as far as they are known."""
+        return 0.0
+
+    def learn_window(self, record: LoadRecord, placement: Placement) -> bool:
+        """Takes a window that this placement served from its first step to its last; returns whether prices changed."""
+        return False
+
+    def learn_round(self, finished: MigrationRound, move_s: float, pause_s: float) -> None:
+        """Takes a round of moves. move_s: from its start to its activation;  pause_s: for which serving stood still"""
+        return

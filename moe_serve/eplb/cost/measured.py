@@ -1,0 +1,133 @@
+"""Prices of serving and moving, learned from the step times and move times of the running system.
+
+A step is taken to last
+
+    base_s  +  token_s x tokens of the mean rank  +  skew_s x tokens by which the busiest rank exceeds the mean
+
+with tokens counted as (token, expert) pairs and summed over layers. Attention and all else that grows with the batch is
+in token_s, so that a larger batch is not mistaken for a worse placement: what a better placement saves is skew_s. The
+three are fitted by least squares over closed windows, of which older ones fade and outliers count less; until the load
+has varied enough to tell them apart, weak assumptions from the sizes of the model hold. The price of moved experts is
+the median over the last rounds.
+
+Shape words: L = MoE layers, E = experts, R = ranks.
+"""
+
+from collections import deque
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from moe_serve.eplb.cost.gate_cost import GateCost
+from moe_serve.eplb.load import LoadRecord, rank_load
+from moe_serve.eplb.migration.moves import MigrationRound
+from moe_serve.eplb.migration.plan import MigrationPlan
+from moe_serve.eplb.placement import Placement
+from moe_serve.topology import Topology
+
+Floats = NDArray[np.float64]
+FADING = 0.98  # weight of a window against the next newer one
+OUTLIER = 2.0  # errors above so many times the usual one count less, in inverse proportion
+LEAST_ERROR = 0.01  # of a step: differences below it are noise, even if the last windows happened to fit better
+MOE_SHARE = 0.5  # assumed share of token_s that the busiest rank's experts take, before the skew has varied
+NUM_ROUNDS = 15  # of which the price of a moved expert is the median
+
+
+@dataclass(frozen=True)
+class PriorPrices:
+    """Prices before anything is measured, in seconds.
+
+    token_s:  of a (token, expert) pair on its rank, attention and all
+    expert_s: of serving time, for each expert that the busiest rank of a round receives
+    """
+
+    token_s: float
+    expert_s: float
+
+
+class MeasuredCost(GateCost):
+    """The costs of one running system. Deterministic: the same windows and rounds give the same prices.
+
+    step_share: how much longer steps may be while experts move, so that a moving second costs this share of one
+    """
+
+    def __init__(self, prior: PriorPrices, step_share: float) -> None:
+        self._prior = prior
+        self._step_share = step_share
+        self._prices = np.array([0.0, prior.token_s, MOE_SHARE * prior.token_s])
+        self._normal = np.zeros((3, 3))  # of the least squares over windows
+        self._right = np.zeros(3)
+        self._error_s: float | None = None  # usual error of a predicted step
+        self._expert_s: deque[float] = deque([prior.expert_s], maxlen=NUM_ROUNDS)
+
+    @property
+    def base_s(self) -> float:
+        """Seconds of a step without tokens."""
+        return float(self._prices[0])
+
+    @property
+    def token_s(self) -> float:
+        """Seconds for each (token, expert) pair of the mean rank, summed over layers."""
+        return float(self._prices[1])
+
+    @property
+    def skew_s(self) -> float:
+        """Seconds for each pair by which the busiest rank of a layer exceeds the mean."""
+        return float(self._prices[2])
+
+    @property
+    def expert_s(self) -> float:
+        """Seconds of serving time for each expert that the busiest rank of a round receives."""
+        return float(np.median(self._expert_s))
+
+    def layer_seconds(self, tokens: Floats, placement: Placement) -> Floats:
+        busiest: Floats = rank_load(tokens, placement).max(axis=1)
+        return self.skew_s * busiest
+
+    def other_seconds(self, tokens: Floats, placement: Placement) -> float:
+        mean = float(tokens.sum()) / len(placement.live_ranks)
+        return self.base_s + (self.token_s - self.skew_s) * mean
+
+    def migration_seconds(self, plan: MigrationPlan, topology: Topology) -> float:
+        return self.expert_s * sum(max(moves.busiest(), 1) for moves in plan.rounds)
+
+    def learn_window(self, record: LoadRecord, placement: Placement) -> bool:
+        if record.step_time_s is None or not record.num_steps:
+            return False
+        load = rank_load(record.tokens / record.num_steps, placement)[:, placement.live_ranks]
+        mean = float(load.mean(axis=1).sum())
+        row = np.array([1.0, mean, float(load.max(axis=1).sum()) - mean])
+        error = abs(record.step_time_s - float(row @ self._prices))
+        usual = error if self._error_s is None else self._error_s
+        scale = max(usual, LEAST_ERROR * record.step_time_s, 1e-9)
+        weight = 1.0 / scale**2 if error <= OUTLIER * scale else OUTLIER / (scale * error)
+        self._normal = FADING * self._normal + weight * np.outer(row, row)
+        self._right = FADING * self._right + weight * record.step_time_s * row
+        self._error_s = 0.8 * usual + 0.2 * min(error, 3 * scale)
+        self._fit(record.step_time_s)
+        return True
+
+    def learn_round(self, finished: MigrationRound, move_s: float, pause_s: float) -> None:
+        self._expert_s.append((pause_s + self._step_share * move_s) / max(finished.busiest(), 1))
+
+    def _fit(self, step_s: float) -> None:
+        """Fits the prices to the windows so far, none below zero, with the assumptions as further observations.
+
+        step_s: of the last window, the scale on which the time of an empty step is unknown
+        """
+        token_s = self._prior.token_s
+        assumed = np.diag([1.0 / step_s**2, 1.0 / (3.0 * token_s) ** 2, 0.0])
+        right = np.array([0.0, 1.0 / (9.0 * token_s), 0.0])
+        # skew_s = MOE_SHARE x token_s, give or take as much
+        ratio = np.array([0.0, -MOE_SHARE, 1.0]) / (MOE_SHARE * max(self.token_s, token_s / 100))
+        normal, right = self._normal + assumed + np.outer(ratio, ratio), self._right + right
+        free = [0, 1, 2]
+        while True:
+            prices = np.zeros(3)
+            unit = np.sqrt(np.diag(normal))[free]  # the columns differ by many orders of magnitude
+            prices[free] = np.linalg.solve(normal[np.ix_(free, free)] / np.outer(unit, unit), right[free] / unit) / unit
+            if (prices >= 0).all():
+                break
+            free = [index for index in free if prices[index] >= 0]
+        self._prices = prices
