@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import pytest
 
+from moe_serve.eplb.cost.gate_cost import GateCost
 from moe_serve.eplb.load import LoadRecord, rank_load
 from moe_serve.eplb.placement import Placement
 from moe_serve.eplb.policies.make import make_policy
@@ -27,7 +28,7 @@ STEPS = 100
 
 
 @dataclass
-class LinearPrices:
+class LinearPrices(GateCost):
     """Seconds follow the tokens of the most loaded rank; moves cost so much each."""
 
     token_s: float = 1e-6
@@ -158,7 +159,7 @@ def test_answers_to_older_questions_are_dropped():
 
 
 def test_a_failed_planner_is_asked_again_only_after_a_while():
-    rebalancer = Rebalancer(START, TOPOLOGY, settings(), LinearPrices())
+    rebalancer = Rebalancer(START, TOPOLOGY, settings(max_failures=9), LinearPrices())
     waits = []
     index = 0
     for _ in range(3):

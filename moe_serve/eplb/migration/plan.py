@@ -46,6 +46,14 @@ class MigrationPlan:
     num_transfers: int
     num_off_node: int
 
+    @property
+    def layer_rows(self) -> tuple[int, ...]:
+        """The rows of the placement in which something moves, ascending."""
+        return tuple(sorted({move.layer for moves in self.rounds for move in moves.moves}))
+
+    def __str__(self) -> str:
+        return f"{len(self.layer_rows)} layers, {self.num_transfers} experts in {len(self.rounds)} rounds"
+
 
 def plan_migration(
     old: Placement,

@@ -4,14 +4,17 @@ Events go in, actions come out; each carries the engine step it belongs to. In t
 
     WindowClosed -> RequestPlan -> PlanReady -> StartRound -> RoundActivated -> StartRound -> ... -> RoundActivated
 
-where RequestPlan and StartRound are actions of the rebalancer, and the others are events from its driver.
+where RequestPlan and StartRound are actions of the rebalancer, and the others are events from its driver. A driver may
+also say that ranks were lost or have rejoined, carry out a person's command, or switch the rebalancer off.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from moe_serve.eplb.load import LoadRecord
 from moe_serve.eplb.migration.moves import MigrationRound
+from moe_serve.eplb.placement import Placement
 from moe_serve.eplb.policies.policy import Plan, PlanRequest
 
 
@@ -43,10 +46,16 @@ class PlanFailed:
 
 @dataclass(frozen=True)
 class RoundActivated:
-    """A round is active on all ranks from this step on. version: of its StartRound."""
+    """A round is active on all ranks from this step on.
+
+    version: of its StartRound
+    move_s:  measured seconds from its start to here;  pause_s: of them, those in which serving stood still
+    """
 
     step: int
     version: int
+    move_s: float = 0.0
+    pause_s: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -57,7 +66,54 @@ class MigrationFailed:
     reason: str
 
 
-Event = WindowClosed | PlanReady | PlanFailed | RoundActivated | MigrationFailed
+@dataclass(frozen=True)
+class GroupChanged:
+    """Ranks were lost or have rejoined; nothing of the running migration counts any more.
+
+    placement: in use from this step on; ranks that take no part hold no experts
+    """
+
+    step: int
+    placement: Placement
+
+
+@dataclass(frozen=True)
+class PlanNow:
+    """A person asks for a plan, however balanced the load is. Refused with PlacementError when none can be made."""
+
+    step: int
+
+
+@dataclass(frozen=True)
+class PlaceAt:
+    """A person says where experts should live, whatever it costs; refused with PlacementError when they cannot.
+
+    table: [layers][slots] logical experts, -1 = empty
+    """
+
+    step: int
+    table: Sequence[Sequence[int]]
+
+
+@dataclass(frozen=True)
+class SwitchOff:
+    """Nothing comes of what was asked or started; no more plans until a person or a new group begins anew."""
+
+    step: int
+    reason: str
+
+
+Event = (
+    WindowClosed
+    | PlanReady
+    | PlanFailed
+    | RoundActivated
+    | MigrationFailed
+    | GroupChanged
+    | PlanNow
+    | PlaceAt
+    | SwitchOff
+)
 
 
 @dataclass(frozen=True)
@@ -94,7 +150,10 @@ class StartRound:
 
 
 Action = RequestPlan | StartRound
-DecisionKind = Literal["watch", "plan", "move", "keep", "failed", "done"]
+# watch: what the last move turned out to gain; plan, keep, move: a plan is asked for, is not worth it, is moved to;
+# restore: second slots are put back; manual: a person's placement is moved to; group: other ranks take part;
+# failed: no plan, or a move without effect; done: a move is live; off: the rebalancer is switched off
+DecisionKind = Literal["watch", "plan", "move", "restore", "manual", "keep", "failed", "done", "group", "off"]
 
 
 @dataclass(frozen=True)
@@ -103,8 +162,10 @@ class Decision:
 
     reason:     in words
     layer_rows: the layers it is about
-    gain_s:     predicted gain over the horizon in seconds of serving time; 0 where none was computed
+    gain_s:     predicted gain over the horizon in seconds of serving time; 0 where none was computed. Of "watch": what
+                the last move had promised for the windows in which it was measured
     cost_s:     predicted cost of moving
+    realised_s: of "watch": what the last move has gained in them
     """
 
     step: int
@@ -113,3 +174,4 @@ class Decision:
     layer_rows: tuple[int, ...] = ()
     gain_s: float = 0.0
     cost_s: float = 0.0
+    realised_s: float = 0.0

@@ -1,8 +1,9 @@
 """Decides whether a move is worth its cost, learns what moves turned out to be worth, and bounds what may be lost.
 
-Every move is compared with doing nothing, that is with the baseline: the placement in use at the start. The load of a
-closed window is known, so its time on the baseline and on the placement that served it can both be predicted. Each
-move's gain is thus measured afterwards, on load that it was not planned for. What is learned, per layer except trust:
+Every move is compared with doing nothing, that is with the baseline: the placement in use at the start, or the last one
+that was not the gate's choice. The load of a closed window is known, so its time on the baseline and on the placement
+that served it can both be predicted. Each move's gain is thus measured afterwards, on load that it was not planned for.
+What is learned, per layer except trust:
 
 - trust: the ratio of measured to predicted gains scales the next prediction;
 - reach: a gain counts for as long as a layer's moves have lasted so far, at most the horizon;
@@ -23,7 +24,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from moe_serve.eplb.cost.model import GateCost
+from moe_serve.eplb.cost.gate_cost import GateCost
 from moe_serve.eplb.load import LoadRecord
 from moe_serve.eplb.placement import Placement
 from moe_serve.eplb.rebalance.settings import RebalanceSettings
@@ -42,13 +43,12 @@ class _Window:
     """A closed window of load, as means over its steps.
 
     tokens:      [L, E] per step
-    baseline_s:  [L] seconds of a step on the baseline;  known: the same for other placements, once computed
     by_source:   [L, R, E] tokens per step;  activations: [L, E] share of the steps; None = not recorded
+    known:       placement -> [L] seconds of a step on it, once computed, at the newest prices
     """
 
     tokens: Floats
     num_steps: int
-    baseline_s: Floats
     by_source: Floats | None
     activations: Floats | None
     known: dict[Placement, Floats] = field(default_factory=dict)
@@ -70,19 +70,50 @@ class _Trial:
     num_windows: int = 0
 
 
+@dataclass(frozen=True)
+class Verdict:
+    """What a move turned out to gain.
+
+    promised_s, realised_s: seconds per window, of the layers that moved
+    num_windows: on which it was measured
+    num_failed:  of num_rows layers, those that did not earn their cost
+    """
+
+    promised_s: float
+    realised_s: float
+    num_windows: int
+    num_failed: int
+    num_rows: int
+
+    @property
+    def totals_s(self) -> tuple[float, float]:
+        """What was promised, and what was gained, over the windows in which it was measured."""
+        return self.promised_s * self.num_windows, self.realised_s * self.num_windows
+
+    def __str__(self) -> str:
+        return (
+            f"the last move gains {self.realised_s:.3g} s a window of {self.promised_s:.3g} s promised; "
+            f"{self.num_failed} of {self.num_rows} layers did not earn their cost and stay put for a while"
+        )
+
+
 class Gate:
     """Weighs gains against costs for one rebalancer."""
 
     def __init__(self, baseline: Placement, cost: GateCost, settings: RebalanceSettings) -> None:
         """baseline: the placement in use at the start;  cost: predicts the time of layers and of migrations."""
-        self.baseline = baseline
         self.cost = cost
         self._horizon = float(settings.horizon_windows)
         self._margin, self._regret = settings.gain_margin, settings.max_regret
         self._windows: deque[_Window] = deque(maxlen=settings.history_windows)
         self._fading = settings.decay ** np.arange(settings.history_windows)[::-1]
+        self._error = np.zeros((2, baseline.num_layers))  # of predicting a window from the latest one, and from all
+        self.rebase(baseline)
+
+    def rebase(self, baseline: Placement) -> None:
+        """Begins anew with another baseline: only the load and the prices that are known still count."""
         num_layers = baseline.num_layers
-        self._error = np.zeros((2, num_layers))  # of predicting a window from the latest one, and from all
+        self.baseline = baseline
         self._trust = FIRST_TRUST
         self._surprise = FIRST_SURPRISE
         self._elapsed_s = 0.0
@@ -94,44 +125,51 @@ class Gate:
         self._spacing = np.full(num_layers, self._horizon)
         self._trial: _Trial | None = None
 
+    @property
+    def has_load(self) -> bool:
+        """Whether a window has been closed."""
+        return bool(self._windows)
+
     def close_window(self, record: LoadRecord, first: Placement, last: Placement, whole: bool) -> None:
         """Adds a closed window.
 
         first, last: the placements in use at its beginning and end
         whole: the last move was over before the window began, so the window measures its gain
         """
+        if whole and first is last and self.cost.learn_window(record, last):
+            for known in self._windows:
+                known.known.clear()
         steps = max(record.num_steps, 1)
         tokens = record.tokens / steps
         window = _Window(
             tokens,
             record.num_steps,
-            self.cost.layer_seconds(tokens, self.baseline),
             None if record.by_source is None else record.by_source / steps,
             None if record.activations is None else np.minimum(record.activations / steps, 1.0),
         )
         self._learn_memory(tokens)
         self._windows.append(window)
         self._now += 1
+        baseline_s = self._seconds(window, self.baseline)
         # It is not known how many steps each placement served, so each layer counts its slower one.
-        lost = (
-            np.maximum(self._seconds(window, first), self._seconds(window, last)) - window.baseline_s
-        ) * window.num_steps
-        self._elapsed_s += float(window.baseline_s.sum()) * window.num_steps
+        lost = (np.maximum(self._seconds(window, first), self._seconds(window, last)) - baseline_s) * window.num_steps
+        other_s = self.cost.other_seconds(tokens, self.baseline)
+        self._elapsed_s += (float(baseline_s.sum()) + other_s) * window.num_steps
         self._lost_s += float(np.where(lost > 0, lost, lost / np.sqrt(self._margin)).sum())
         moved = self._moved(last)
         if moved.any():
-            share = float(np.maximum(lost, 0)[moved].sum() / (window.baseline_s[moved].sum() * window.num_steps))
+            share = float(np.maximum(lost, 0)[moved].sum() / (baseline_s[moved].sum() * window.num_steps))
             self._surprise = max(0.8 * self._surprise, share, LEAST_SURPRISE)
         if self._trial is not None and whole:
             gained = self._seconds(window, self._trial.before) - self._seconds(window, last)
             self._trial.gained_s += gained * window.num_steps
             self._trial.num_windows += 1
 
-    def judge(self) -> str:
-        """Ends the measurement of the last move, if there is one; returns what was learned, in words."""
+    def judge(self) -> Verdict | None:
+        """Ends the measurement of the last move, and learns from it; None: there is no move to judge."""
         trial = self._trial
         if trial is None or not trial.num_windows:
-            return ""
+            return None
         self._trial = None
         gained = trial.gained_s / trial.num_windows
         promised, realised = float(trial.promised_s.sum()), float(gained[trial.rows].sum())
@@ -140,15 +178,17 @@ class Gate:
         failed = trial.rows & (gained * self.reach < trial.cost_s)
         self._failures[trial.rows & ~failed] = 0
         self.back_off(failed)
-        return (
-            f"the last move gains {realised:.3g} s a window of {promised:.3g} s promised; {int(failed.sum())} of "
-            f"{int(trial.rows.sum())} layers did not earn their cost and stay put for a while"
-        )
+        return Verdict(promised, realised, trial.num_windows, int(failed.sum()), int(trial.rows.sum()))
 
     def back_off(self, rows: NDArray[np.bool_]) -> None:
         """Keeps these layers in place, twice as long after each failure in a row. rows: [L] bool"""
         self._failures[rows] += 1
         self._shut_until[rows] = self._now + 2 ** np.minimum(self._failures[rows], 8)
+
+    def free_all(self) -> None:
+        """Ends the back-off of all layers."""
+        self._failures[:] = 0
+        self._shut_until[:] = 0
 
     @property
     def reach(self) -> Floats:
@@ -230,8 +270,9 @@ class Gate:
         moved = self._moved(placement)
         if not moved.any():
             return np.zeros(len(moved))
-        lost = [(self._seconds(w, placement) - w.baseline_s) * w.num_steps for w in self._windows]
-        typical = np.mean([w.baseline_s * w.num_steps for w in self._windows], axis=0)
+        baseline_s = [self._seconds(w, self.baseline) * w.num_steps for w in self._windows]
+        lost = [self._seconds(w, placement) * w.num_steps for w in self._windows] - np.array(baseline_s)
+        typical = np.mean(baseline_s, axis=0)
         return np.where(moved, np.maximum(np.max(lost, axis=0), 0.0) + self._surprise * typical, 0.0)
 
     def _saved(self, current: Placement, candidate: Placement) -> Floats:
@@ -240,8 +281,6 @@ class Gate:
         return np.asarray((self._weights() * np.array(saved).T).sum(axis=1))
 
     def _seconds(self, window: _Window, placement: Placement) -> Floats:
-        if placement is self.baseline:
-            return window.baseline_s
         if placement not in window.known:
             window.known[placement] = self.cost.layer_seconds(window.tokens, placement)
         return window.known[placement]

@@ -11,7 +11,8 @@ only in who turns RequestPlan into PlanReady and StartRound into RoundActivated,
             case StartRound(): ...    # transfer; later: rebalancer.handle(RoundActivated(step, action.version))
 
 Carry out every returned action, and call handle() in step order. At most one plan and one migration run at a time, and
-no plan is requested while a migration runs.
+no plan is requested while a migration runs. When several plans or moves in a row fail, the rebalancer switches itself
+off, and says so: `journal.alarm`.
 """
 
 from dataclasses import replace
@@ -20,7 +21,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from moe_serve.eplb.cost.model import GateCost
+from moe_serve.eplb.cost.gate_cost import GateCost
 from moe_serve.eplb.load import LoadRecord, balancedness, rank_load
 from moe_serve.eplb.migration.plan import MigrationPlan, plan_migration
 from moe_serve.eplb.migration.relabel import Relabel
@@ -28,24 +29,30 @@ from moe_serve.eplb.placement import Placement
 from moe_serve.eplb.rebalance.events import (
     Action,
     Decision,
-    DecisionKind,
     Event,
+    GroupChanged,
     MigrationFailed,
+    PlaceAt,
     PlanFailed,
+    PlanNow,
     PlanReady,
     RequestPlan,
     RoundActivated,
+    SwitchOff,
     WindowClosed,
 )
 from moe_serve.eplb.rebalance.gate import Gate
-from moe_serve.eplb.rebalance.requests import arrivals, ranks_without_experts, request_for, with_plan
-from moe_serve.eplb.rebalance.running import RunningMigration
+from moe_serve.eplb.rebalance.journal import Journal
+from moe_serve.eplb.rebalance.move_costs import arrivals, costs_by_layer
+from moe_serve.eplb.rebalance.requests import check_fit, placed_as, request_for, with_plan
+from moe_serve.eplb.rebalance.running import Cause, RunningMigration
 from moe_serve.eplb.rebalance.settings import RebalanceSettings
+from moe_serve.eplb.repair import with_second_slots
 from moe_serve.errors import PlacementError
 from moe_serve.topology import Topology
 
 Floats = NDArray[np.float64]
-State = Literal["watching", "planning", "moving"]
+State = Literal["watching", "planning", "moving", "off"]
 
 
 class Rebalancer:
@@ -54,9 +61,8 @@ class Rebalancer:
     def __init__(self, placement: Placement, topology: Topology, settings: RebalanceSettings, cost: GateCost) -> None:
         """placement: in use at the start, and the baseline of the regret bound;  cost: predicts times for the gate."""
         if topology.num_ranks != placement.num_ranks:
-            raise PlacementError(
-                f"topology has {topology.num_ranks} ranks, the placement {placement.num_ranks}; give its own"
-            )
+            have = f"topology has {topology.num_ranks} ranks, the placement {placement.num_ranks}"
+            raise PlacementError(f"{have}; give its own")
         self._settings = settings
         self._topology = topology
         self._placement = placement
@@ -68,7 +74,7 @@ class Rebalancer:
         self._request: RequestPlan | None = None
         self._next_request_id = 0
         self._running: RunningMigration | None = None
-        self._decisions: list[Decision] = []
+        self.journal = Journal(settings.max_failures)
 
     @property
     def placement(self) -> Placement:
@@ -77,15 +83,19 @@ class Rebalancer:
 
     @property
     def state(self) -> State:
-        """watching: neither a plan nor a migration runs; planning: waits for PlanReady; moving: for RoundActivated."""
+        """watching: neither a plan nor a migration runs; planning: waits for PlanReady; moving: for RoundActivated.
+
+        off: switched off, and no migration runs any more.
+        """
         if self._running is not None:
             return "moving"
+        if self.journal.alarm:
+            return "off"
         return "watching" if self._request is None else "planning"
 
     @property
     def decisions(self) -> tuple[Decision, ...]:
-        """All decisions so far, oldest first."""
-        return tuple(self._decisions)
+        return self.journal.decisions
 
     @property
     def migration(self) -> MigrationPlan | None:
@@ -95,8 +105,9 @@ class Rebalancer:
     def handle(self, event: Event) -> tuple[Action, ...]:
         """Takes one event and returns what to do now, in order; () = nothing.
 
-        Raises PlacementError when a record does not fit the placement, or a RoundActivated names another version
-        than the running StartRound. An invalid plan is no error: it ends as a "failed" decision.
+        Raises PlacementError when a record does not fit the placement, a RoundActivated names another version than the
+        running StartRound, or a person's command cannot be carried out, which then changes nothing. An invalid plan is
+        no error: it ends as a "failed" decision.
         """
         match event:
             case WindowClosed():
@@ -104,26 +115,27 @@ class Rebalancer:
             case PlanReady():
                 return self._plan_ready(event)
             case PlanFailed():
-                if self._request is not None and event.request_id == self._request.request_id:
-                    self._request = None
-                    self._fail(event.step, f"no plan: {event.reason}")
-                return ()
+                if self._request is None or event.request_id != self._request.request_id:
+                    return ()
+                self._request = None
+                return self._fail(event.step, f"no plan: {event.reason}")
             case RoundActivated():
                 return self._round_activated(event)
             case MigrationFailed():
-                if self._running is not None:
-                    number = self._running.num_started
-                    self._running, self._live_step = None, event.step
-                    self._fail(event.step, f"round {number} was abandoned: {event.reason}")
+                return self._migration_failed(event)
+            case GroupChanged():
+                return self._group_changed(event)
+            case PlanNow():
+                return self._plan_now(event.step)
+            case PlaceAt():
+                return self._place_at(event)
+            case SwitchOff():
+                self._request = None
+                self.journal.switch_off(event.step, event.reason)
                 return ()
 
     def _window_closed(self, step: int, record: LoadRecord) -> tuple[Action, ...]:
-        shape = (self._placement.num_layers, self._placement.num_logical)
-        if record.tokens.shape != shape:
-            raise PlacementError(
-                f"the record of step {record.first_step} has shape {record.tokens.shape}, the placement {shape}; feed "
-                "records of the model that is served"
-            )
+        check_fit(record, self._placement)
         before, self._before = self._before, self._placement
         if not record.num_steps or not record.tokens.any():
             return ()  # an idle window says nothing
@@ -135,24 +147,27 @@ class Rebalancer:
         self._rest -= 1
         if self._rest > 0:
             return ()
-        learned = self._gate.judge()
-        if learned:
-            self._decide(step, "watch", learned)
+        verdict = self._gate.judge()
+        if verdict is not None:
+            promised_s, realised_s = verdict.totals_s
+            self.journal.add(Decision(step, "watch", str(verdict), gain_s=promised_s, realised_s=realised_s))
         return self._revert(step) if self._gate.capital_s < 0 else self._ask(step)
 
     def _ask(self, step: int) -> tuple[Action, ...]:
         load, current = self._gate.planning_load(), self._placement
-        live = np.setdiff1d(np.arange(current.num_ranks), ranks_without_experts(current))
-        balance = balancedness(rank_load(load[0], current), live)
+        balance = balancedness(rank_load(load[0], current), current.live_ranks)
         free = self._gate.free_layers(current)
         worst = float(balance[free].min(initial=1.0))
         if worst >= self._settings.trigger:
             return ()
         rows = np.flatnonzero(free & (balance < self._settings.release))
-        request = request_for(current, rows, load, self._topology, self._settings.rules)
+        return self._request_plan(step, rows, f"balancedness is down to {worst:.3f}; {len(rows)} layers to plan")
+
+    def _request_plan(self, step: int, rows: NDArray[np.int64], reason: str) -> tuple[Action, ...]:
+        request = request_for(self._placement, rows, self._gate.planning_load(), self._topology, self._settings)
         self._request = RequestPlan(step, self._next_request_id, tuple(rows.tolist()), request)
         self._next_request_id += 1
-        self._decide(step, "plan", f"balancedness is down to {worst:.3f}; {len(rows)} layers to plan", rows)
+        self.journal.add(Decision(step, "plan", reason, self._request.layer_rows))
         return (self._request,)
 
     def _plan_ready(self, event: PlanReady) -> tuple[Action, ...]:
@@ -163,25 +178,28 @@ class Rebalancer:
         try:
             move = self._migration_to(with_plan(self._placement, event.plan, asked.layer_rows))
         except PlacementError as error:
-            self._fail(event.step, f"the plan is not legal: {error}")
-            return ()
+            return self._fail(event.step, f"the plan is not legal: {error}")
         gains = self._gate.gains(self._placement, move.target)
-        costs, price = self._costs(move)
+        costs, price = costs_by_layer(self._gate.cost, move, self._placement, self._topology)
         revert_costs = price * arrivals(move.target, self._gate.baseline)
         rows = self._gate.choose_layers(gains, costs, revert_costs, self._placement, move.target)
         if not len(rows):
             worth = gains * self._gate.reach
             pays = bool((worth[costs > 0] >= self._settings.gain_margin * costs[costs > 0]).any())
             reason = "worth it, but the regret bound does not cover the risk" if pays else "no layer is worth its move"
-            self._decide(event.step, "keep", reason, (), float(np.maximum(worth, 0).sum()), float(costs.sum()))
+            self.journal.add(
+                Decision(event.step, "keep", reason, (), float(worth[worth > 0].sum()), float(costs.sum()))
+            )
             self._rest = self._settings.cooldown_windows
+            self.journal.succeed()
             return ()
         return self._start(event.step, move.target, rows, gains, costs)
 
     def _revert(self, step: int) -> tuple[Action, ...]:
         """Reverts the layers that lose against the baseline, once the regret bound is used up."""
         baseline = self._gate.baseline
-        costs, _ = self._costs(self._migration_to(baseline, "exact"))
+        move = self._migration_to(baseline, "exact")
+        costs, _ = costs_by_layer(self._gate.cost, move, self._placement, self._topology)
         rows = self._gate.worth_reverting(self._placement, costs)
         if not len(rows):
             return ()
@@ -201,53 +219,102 @@ class Rebalancer:
         if not move.rounds:
             return ()
         self._gate.start_move(self._placement, rows, gains, costs)
-        self._running = RunningMigration(move, self._placement, self._settings)
         gain_s, cost_s = float(gains[rows].sum()), float(costs[rows].sum())
-        reason = (
-            f"{len(rows)} layers, {move.num_transfers} experts in {len(move.rounds)} rounds: {why}saves {gain_s:.3g} s "
-            f"a window for {cost_s:.3g} s"
-        )
-        self._decide(step, "move", reason, rows, float((gains * self._gate.reach)[rows].sum()), cost_s)
+        reason = f"{move}: {why}saves {gain_s:.3g} s a window for {cost_s:.3g} s"
+        worth_s = float((gains * self._gate.reach)[rows].sum())
+        self.journal.add(Decision(step, "move", reason, tuple(rows.tolist()), worth_s, cost_s))
+        return self._run(step, move, "move")
+
+    def _run(self, step: int, move: MigrationPlan, cause: Cause) -> tuple[Action, ...]:
+        self._running = RunningMigration(move, self._placement, self._settings, cause)
         return (self._running.start_round(step),)
 
     def _round_activated(self, event: RoundActivated) -> tuple[Action, ...]:
-        if self._running is None:
+        running = self._running
+        if running is None:
             raise PlacementError(
-                f"round of version {event.version} was activated at step {event.step}, but no round is running; "
-                "activate rounds in the order of StartRound"
+                f"round of version {event.version} is active at step {event.step}, but no round is running"
             )
-        self._running.activate(event.step, event.version)
-        self._placement = self._running.placement
-        if not self._running.is_done:
-            return (self._running.start_round(event.step),)
+        finished = running.activate(event.step, event.version)
+        self._placement = running.placement
+        self._gate.cost.learn_round(finished, event.move_s, event.pause_s)
+        if not running.is_done and not self.journal.alarm:
+            return (running.start_round(event.step),)
         self._running = None
         self._rest, self._live_step = self._settings.cooldown_windows, event.step
-        self._decide(event.step, "done", f"placement {self._placement.version} is live")
+        if not running.is_done:
+            self.journal.add(Decision(event.step, "failed", "the rest of the move is given up: it is switched off"))
+            return ()
+        self.journal.succeed()
+        if running.cause != "move":
+            self._gate.rebase(self._placement)
+        self.journal.add(Decision(event.step, "done", f"placement {self._placement.version} is live"))
         return ()
+
+    def _migration_failed(self, event: MigrationFailed) -> tuple[Action, ...]:
+        running, self._running = self._running, None
+        if running is None:
+            return ()
+        self._live_step = event.step
+        self._fail(event.step, f"round {running.num_started} was abandoned: {event.reason}")
+        return self._restore(event.step) if running.cause == "restore" and not self.journal.alarm else ()
+
+    def _group_changed(self, event: GroupChanged) -> tuple[Action, ...]:
+        """Begins anew with the ranks that take part; whatever failed before may work with them."""
+        self._request = self._running = None
+        self._placement = self._before = event.placement
+        self._live_step, self._rest = event.step, self._settings.cooldown_windows
+        self.journal.switch_on()
+        self._gate.rebase(event.placement)
+        reason = f"ranks {event.placement.live_ranks.tolist()} of {event.placement.num_ranks} hold the experts now"
+        self.journal.add(Decision(event.step, "group", reason))
+        return self._restore(event.step)
+
+    def _restore(self, step: int) -> tuple[Action, ...]:
+        """Puts a second slot back under experts that have only one, whatever it costs: the next loss would end them."""
+        wanted = with_second_slots(self._placement)
+        if wanted is self._placement:
+            return ()
+        return self._move_at_once(step, wanted, "restore", "experts on one rank only get a second one")
+
+    def _plan_now(self, step: int) -> tuple[Action, ...]:
+        self._check_idle()
+        if not self._gate.has_load:
+            raise PlacementError(
+                "no load is recorded yet; send requests and wait for the end of a record (eplb.record_window_steps)"
+            )
+        self.journal.switch_on()
+        self._gate.free_all()
+        rows = np.arange(self._placement.num_layers)
+        return self._request_plan(step, rows, f"a plan of all {len(rows)} layers is asked for by hand")
+
+    def _place_at(self, event: PlaceAt) -> tuple[Action, ...]:
+        self._check_idle()
+        wanted = placed_as(self._placement, event.table)
+        self.journal.switch_on()
+        return self._move_at_once(event.step, wanted, "manual", "set by hand")
+
+    def _move_at_once(
+        self, step: int, wanted: Placement, cause: Literal["restore", "manual"], why: str
+    ) -> tuple[Action, ...]:
+        """Begins to move to this placement, whatever that costs."""
+        move = self._migration_to(wanted, "exact")
+        self.journal.add(Decision(step, cause, f"{move}: {why}", move.layer_rows))
+        return self._run(step, move, cause) if move.rounds else ()
+
+    def _check_idle(self) -> None:
+        if self._running is not None:
+            raise PlacementError(f"a move is under way, {self._running.plan}; try again when it is done")
+        if self._request is not None:
+            raise PlacementError("a plan is being made; try again when it is ready")
 
     def _migration_to(self, wanted: Placement, relabel: Relabel | None = None) -> MigrationPlan:
         return plan_migration(
             self._placement, wanted, self._topology, self._settings.max_incoming, relabel or self._settings.relabel
         )
 
-    def _costs(self, move: MigrationPlan) -> tuple[Floats, float]:
-        """Returns the cost of a migration in seconds, shared out over layers by transfers [L], and that of one."""
-        seconds = self._gate.cost.migration_seconds(move, self._topology)
-        received = arrivals(self._placement, move.target)
-        price = seconds / max(float(received.sum()), 1.0)
-        return price * received, price
-
-    def _fail(self, step: int, reason: str) -> None:
+    def _fail(self, step: int, reason: str) -> tuple[Action, ...]:
+        """Notes that a plan or a move came to nothing, and gives all layers a rest. The placement in use stays."""
         self._gate.back_off(np.ones(self._placement.num_layers, dtype=bool))
-        self._decide(step, "failed", reason)
-
-    def _decide(
-        self,
-        step: int,
-        kind: DecisionKind,
-        reason: str,
-        rows: NDArray[np.int64] | tuple[int, ...] = (),
-        gain_s: float = 0.0,
-        cost_s: float = 0.0,
-    ) -> None:
-        self._decisions.append(Decision(step, kind, reason, tuple(int(r) for r in rows), gain_s, cost_s))
+        self.journal.fail(step, reason)
+        return ()

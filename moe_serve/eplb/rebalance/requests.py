@@ -3,13 +3,16 @@
 Shape words: L = MoE layers, E = experts, P = slots.
 """
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
 
+from moe_serve.eplb.load import LoadRecord
 from moe_serve.eplb.placement import Placement
-from moe_serve.eplb.policies.policy import Plan, PlanRequest, PlanRules
+from moe_serve.eplb.policies.policy import Plan, PlanRequest
+from moe_serve.eplb.rebalance.settings import RebalanceSettings
 from moe_serve.errors import PlacementError
 from moe_serve.topology import Topology
 
@@ -21,7 +24,7 @@ def request_for(
     rows: NDArray[np.int64],
     load: tuple[Floats, Floats | None, Floats | None],
     topology: Topology,
-    rules: PlanRules,
+    settings: RebalanceSettings,
 ) -> PlanRequest:
     """Returns the request for these rows of the placement. load: of all layers, as from `Gate.planning_load`."""
     tokens, by_source, activations = load
@@ -30,14 +33,15 @@ def request_for(
         physical_to_logical=current.physical_to_logical[rows],
         moe_layer_ids=tuple(current.moe_layer_ids[row] for row in rows),
     )
-    return rules.request(
+    lost = np.setdiff1d(np.arange(current.num_ranks), current.live_ranks)
+    return settings.rules.request(
         tokens[rows],
         topology,
         current.num_slots,
         current=part,
         by_source=None if by_source is None else by_source[rows],
         activations=None if activations is None else activations[rows],
-        excluded_ranks=tuple(ranks_without_experts(current).tolist()),
+        excluded_ranks=tuple(lost.tolist()),
     )
 
 
@@ -52,19 +56,34 @@ def with_plan(current: Placement, plan: Plan, rows: tuple[int, ...]) -> Placemen
     return replace(current, physical_to_logical=table)
 
 
-def ranks_without_experts(placement: Placement) -> NDArray[np.int64]:
-    """Returns the ranks that hold no expert, such as lost ones; plans leave them empty."""
-    used = (placement.physical_to_logical >= 0).reshape(-1, placement.num_ranks, placement.slots_per_rank)
-    return np.flatnonzero(~used.any(axis=(0, 2)))
+def check_fit(record: LoadRecord, placement: Placement) -> None:
+    """Raises PlacementError where the record is of another model than the placement."""
+    shape = (placement.num_layers, placement.num_logical)
+    if record.tokens.shape != shape:
+        raise PlacementError(
+            f"the record of step {record.first_step} has shape {record.tokens.shape}, the placement {shape}; feed "
+            "records of the model that is served"
+        )
 
 
-def arrivals(old: Placement, new: Placement) -> Floats:
-    """Returns [L], how many experts ranks of each layer must receive to get from old to new."""
-    out = np.zeros(old.num_layers)
-    changed = np.flatnonzero((old.physical_to_logical != new.physical_to_logical).any(axis=1))
-    held, wanted = (
-        p.physical_to_logical[changed].reshape(len(changed), p.num_ranks, p.slots_per_rank) for p in (old, new)
-    )
-    present = (wanted[:, :, :, None] == held[:, :, None, :]).any(axis=3)
-    out[changed] = (~present & (wanted >= 0)).sum(axis=(1, 2))
-    return out
+def placed_as(current: Placement, table: Sequence[Sequence[int]]) -> Placement:
+    """Returns the placement with these rows: [layers][slots] logical experts, -1 = empty.
+
+    Raises PlacementError, saying why, where it does not fit: another shape, an expert without a slot, a slot of a rank
+    that takes no part.
+    """
+    have = (len(table), sorted({len(row) for row in table}))
+    need = (current.num_layers, [current.num_slots])
+    if have != need:
+        raise PlacementError(
+            f"the placement has {have[0]} layers of {have[1]} slots, the one in use {need[0]} of {need[1]}; give "
+            "[layers][slots] of logical experts, as GET /eplb/placement shows them"
+        )
+    wanted = replace(current, physical_to_logical=np.array(table, dtype=np.int64))
+    lost = np.setdiff1d(wanted.live_ranks, current.live_ranks)
+    if len(lost):
+        raise PlacementError(
+            f"ranks {lost.tolist()} take no part now, and their slots must stay empty (-1); the others are ranks "
+            f"{current.live_ranks.tolist()}"
+        )
+    return wanted

@@ -26,6 +26,8 @@ class RebalanceSettings:
     bytes_per_step:      what a rank may send or receive beside a step's own traffic; None = a round takes one step
     relabel:             which ranks a plan may exchange, see plan_migration
     rules:               fields of every PlanRequest
+    min_replicas:        ranks that plans keep every expert on, as far as the slots of the ranks that take part suffice
+    max_failures:        plans and moves in a row that may fail before the rebalancer switches itself off
     Raises ConfigError for values that cannot work.
     """
 
@@ -43,6 +45,8 @@ class RebalanceSettings:
     bytes_per_step: int | None = None
     relabel: Relabel = "nodes"
     rules: PlanRules = field(default_factory=PlanRules)
+    min_replicas: int = 1
+    max_failures: int = 3
 
     def __post_init__(self) -> None:
         for name, least in (
@@ -53,6 +57,8 @@ class RebalanceSettings:
             ("max_incoming", 1),
             ("bytes_per_expert", 1),
             ("bytes_per_step", 1),
+            ("min_replicas", 1),
+            ("max_failures", 1),
         ):
             value = getattr(self, name)
             if value is not None and (int(value) != value or value < least):
