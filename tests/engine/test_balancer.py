@@ -1,0 +1,316 @@
+"""The leader's part in balancing: what it tells the engine, the front end and the trace."""
+
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from moe_serve.config import load_config
+from moe_serve.engine.balance_reports import BalanceReports
+from moe_serve.engine.balancer import Balancer, Reporter, balancer_settings
+from moe_serve.eplb.load import LoadRecord, rank_load
+from moe_serve.eplb.placement import Placement
+from moe_serve.eplb.planning.process import PlanAnswer, PlannerProcess, PlanProblem
+from moe_serve.eplb.policies.make import POLICIES, make_policy
+from moe_serve.eplb.rebalance.make import BalancerSettings, SystemFacts
+from moe_serve.errors import PlacementError
+
+STEPS = 20
+START = Placement.trivial(3, 8, 4, 4)
+SKEWED = np.array([[50, 50, 1, 1, 1, 1, 1, 1], [10] * 8, [1, 1, 1, 1, 1, 1, 80, 80]])
+FACTS = SystemFacts(num_nodes=1, bytes_per_expert=1000, token_s=1e-5, expert_s=1e-5, survives_loss=False)
+
+
+@dataclass
+class PlannerHere:
+    """Plans at the poll after `delay` others; `failure`: gives no plan but this reason."""
+
+    policy: str = "greedy"
+    delay: int = 0
+    failure: str = ""
+    asked: list = field(default_factory=list)
+    polls: int = 0
+    started: int = 0
+    closed: bool = False
+
+    def start(self):
+        self.started += 1
+
+    def submit(self, request_id, request):
+        self.asked, self.polls = [(request_id, request)], 0
+
+    def poll(self):
+        self.polls += 1
+        if not self.asked or self.polls <= self.delay:
+            return None
+        ((number, request),) = self.asked
+        self.asked = []
+        return (
+            PlanProblem(number, self.failure)
+            if self.failure
+            else PlanAnswer(number, make_policy(self.policy).plan(request))
+        )
+
+    def close(self):
+        self.closed = True
+
+
+class Engine:
+    """What an engine does with a balancer: steps, windows of load, and rounds that are live after three steps.
+
+    The time of a step follows the busiest rank of each layer, as in a system whose ranks have cores of their own.
+    """
+
+    def __init__(self, planner=None, placement=START, facts=FACTS, on_event=None, **choices):
+        self.clock = 0.0
+        self.events, self.reports, self.rounds = [], [], []
+        self.planner = planner or PlannerHere()
+        settings = BalancerSettings(**({"horizon_windows": 20} | choices))
+        note = on_event or (lambda name, step, **fields: self.events.append((name, step, fields)))
+        self.balancer = Balancer(
+            placement,
+            settings,
+            facts,
+            self.planner,
+            BalanceReports(2, 5, "dynamic", lambda: 1e9),
+            note,
+            lambda: self.clock,
+        )
+        self.step = 0
+        self.running = None
+
+    def turn(self):
+        """One turn of the engine's loop."""
+        balancer = self.balancer
+        if self.running is not None and self.step >= self.running[1]:
+            start, self.running = self.running[0], None
+            self.rounds.append(start)
+            balancer.activated(self.step, start.version, 1000 * start.round.num_transfers, 0.03, 0.001)
+        if self.running is None and balancer.has_work:
+            start = balancer.next_round()
+            balancer.round_sent(start.version)
+            self.running = (start, self.step + 3)
+        self.step += 1
+        self.clock += 0.01
+        balancer.poll(self.step)
+        report = balancer.report(self.step)
+        if report is not None:
+            self.reports.append(report)
+
+    def record(self, load):
+        tokens = np.asarray(load) * STEPS
+        seconds = 0.002 + 1e-5 * rank_load(np.asarray(load), self.balancer.placement).max(axis=1).sum()
+        return LoadRecord(
+            self.step, STEPS, "decode", tokens, step_time_s=float(seconds), placement=self.balancer.placement
+        )
+
+    def window(self, load=SKEWED):
+        record = self.record(load)
+        for _ in range(STEPS):
+            self.turn()
+        self.balancer.window_closed(record, self.step)
+
+    def decisions(self):
+        return [decision.kind for report in self.reports for decision in report.decisions]
+
+    def names(self):
+        return [name for name, _, _ in self.events]
+
+
+def test_every_policy_of_the_configuration_exists_and_settings_follow_it():
+    config = load_config(overrides=["eplb={mode: dynamic, trigger: 0.8, staging_slots: 2, policy: refined}"])
+    settings = balancer_settings(config.eplb)
+    assert (settings.trigger, settings.staging_slots, settings.policy) == (0.8, 2, "refined")
+    for name in ("incremental", "greedy", "refined", "deepseek"):
+        assert name in POLICIES
+        assert load_config(overrides=[f"eplb.policy={name}"]).eplb.policy == name
+
+
+def test_a_skewed_load_is_balanced_within_a_few_windows_and_reported():
+    engine = Engine()
+    for _ in range(12):
+        engine.window()
+    engine.turn()
+    before, after = (rank_load(SKEWED, p).max(axis=1) for p in (START, engine.balancer.placement))
+    assert (after[[0, 2]] < 0.7 * before[[0, 2]]).all()
+    assert engine.balancer.placement.version == len(engine.rounds) > 0
+    assert {"plan", "move", "done"} <= set(engine.decisions())
+    first, last = engine.reports[0], engine.reports[-1]
+    assert (first.rank, first.epoch, first.mode, first.state) == (2, 5, "dynamic", "watching")
+    assert first.placement == START.physical_to_logical.tolist()
+    placements = [report.placement for report in engine.reports if report.placement is not None]
+    assert placements[-1] == engine.balancer.placement.physical_to_logical.tolist()
+    assert len(placements) == 1 + len(engine.rounds)
+    windows = [report.window for report in engine.reports if report.window is not None]
+    assert len(windows) == 12
+    assert windows[0].balancedness[0] == pytest.approx(rank_load(SKEWED, START)[0].mean() / before[0])
+    assert windows[0].tokens == (SKEWED * STEPS).tolist()
+    totals = last.totals
+    assert totals["num_windows"] == 12
+    assert totals["num_rounds"] == len(engine.rounds)
+    assert totals["num_experts_moved"] >= len(engine.rounds)
+    assert totals["num_bytes_moved"] == sum(1000 * start.round.num_transfers for start in engine.rounds)
+    assert totals["longest_pause_seconds"] == 0.001
+    assert totals["move_seconds"] == pytest.approx(0.03 * len(engine.rounds))
+    assert totals["realised_gain_seconds"] > 0
+    assert engine.planner.started == 1
+
+
+def test_nothing_is_reported_when_nothing_changes():
+    engine = Engine()
+    for _ in range(30):
+        engine.turn()
+    assert len(engine.reports) == 1
+
+
+def test_a_round_is_told_once_and_stays_until_then():
+    engine = Engine()
+    while not engine.balancer.has_work:
+        record = engine.record(SKEWED)
+        engine.step += STEPS
+        engine.balancer.window_closed(record, engine.step)
+        engine.balancer.poll(engine.step)
+    start = engine.balancer.next_round()
+    assert engine.balancer.next_round() is start
+    engine.balancer.round_sent(start.version)
+    assert engine.balancer.next_round() is None
+    assert not engine.balancer.has_work
+    engine.balancer.cancelled(engine.step, "rank 1 is late")
+    assert engine.balancer.next_round() is None
+    assert engine.balancer.placement.version == 0
+
+
+def test_events_carry_what_a_replay_needs_in_order():
+    engine = Engine(PlannerHere(delay=7))
+    for _ in range(6):
+        engine.window()
+    names = engine.names()
+    assert names[0] == "balancer_started"
+    assert engine.events[0][2]["token_s"] == FACTS.token_s
+    asked, ready = names.index("plan_requested"), names.index("plan_ready")
+    assert ready == asked + 1
+    assert engine.events[ready][1] - engine.events[asked][1] == 8
+    activated = [(step, fields) for name, step, fields in engine.events if name == "round_activated"]
+    assert [fields["version"] for _, fields in activated] == [start.version for start in engine.rounds]
+    assert activated[0][1]["pause_s"] == 0.001
+
+
+def test_a_failing_planner_raises_an_alarm_and_a_person_switches_it_on_again():
+    engine = Engine(PlannerHere(failure="the planner process was killed by SIGKILL"))
+    for _ in range(60):
+        engine.window()
+    assert engine.balancer.alarm
+    assert engine.reports[-1].alarm == engine.balancer.alarm
+    assert engine.reports[-1].state == "off"
+    assert engine.reports[-1].totals["num_failures"] == 3
+    assert engine.decisions().count("plan") == 3
+    engine.planner.failure = ""
+    assert "plan of all layers" in engine.balancer.rebalance_now(engine.step)
+    engine.window()
+    assert engine.balancer.alarm == ""
+    assert "done" in engine.decisions()
+
+
+def test_a_plan_that_never_comes_raises_an_alarm():
+    engine = Engine(PlannerHere(delay=10**9), plan_deadline_s=3.0)
+    for _ in range(120):
+        engine.window()
+    assert "neither a plan nor a refusal" in engine.balancer.alarm
+    assert "switched_off" in engine.names()
+
+
+def test_a_round_that_the_ranks_are_never_told_raises_an_alarm_and_blocks_nothing():
+    engine = Engine(move_deadline_s=3.0)
+    while not engine.balancer.has_work:
+        record = engine.record(SKEWED)
+        engine.step += STEPS
+        engine.balancer.window_closed(record, engine.step)
+        engine.balancer.poll(engine.step)
+    for _ in range(2000):
+        engine.clock += 0.01
+        engine.balancer.poll(engine.step)
+    assert "neither live nor given up" in engine.balancer.alarm
+    assert not engine.balancer.has_work
+    assert engine.balancer.rebalance_now(engine.step)
+
+
+def test_a_pause_of_all_ranks_is_no_reason_for_an_alarm():
+    engine = Engine(PlannerHere(delay=30), plan_deadline_s=3.0)
+    for _ in range(3):
+        engine.window()
+        engine.clock += 1000.0
+    for _ in range(10):
+        engine.clock += 0.5
+        engine.balancer.poll(engine.step)
+    assert engine.balancer.alarm == ""
+
+
+def test_a_person_places_experts_and_hears_why_not():
+    engine = Engine()
+    table = np.roll(START.physical_to_logical, 3, axis=1).tolist()
+    assert "rounds" in engine.balancer.set_placement(0, table)
+    with pytest.raises(PlacementError, match="move is under way"):
+        engine.balancer.set_placement(0, table)
+    for _ in range(200):
+        engine.turn()
+    assert engine.balancer.placement.physical_to_logical.tolist() == table
+    assert engine.names().count("place_at") == 1  # a refused command is no event
+    with pytest.raises(PlacementError, match="no load"):
+        Engine().balancer.rebalance_now(0)
+
+
+def test_a_lost_rank_ends_what_runs_and_the_next_plan_leaves_it_out():
+    engine = Engine(PlannerHere(delay=10**9))
+    for _ in range(3):
+        engine.window()
+    assert engine.planner.asked
+    lost = Placement(np.tile([0, 1, 2, 3, 4, 5, 6, 7, 0, -1, -1, -1], (3, 1)), 8, 4, version=1)
+    engine.balancer.group_changed(engine.step, lost)
+    engine.planner.delay = 0
+    engine.balancer.poll(engine.step)  # the plan of the old group comes, and is dropped
+    assert engine.names()[-1] == "group_changed"
+    for _ in range(8):
+        engine.window()
+    assert (engine.balancer.placement.physical_to_logical[:, 9:] == -1).all()
+    assert engine.decisions()[-1] in {"done", "watch", "keep", "plan", "group"}
+
+
+def test_the_static_leader_reports_the_load_and_refuses_to_move():
+    reporter = Reporter(START, BalanceReports(0, 0, "static"))
+    first = reporter.report(0)
+    assert first.placement is not None
+    assert reporter.report(1) is None
+    reporter.window_closed(LoadRecord(0, STEPS, "mixed", SKEWED), STEPS)
+    second = reporter.report(STEPS)
+    assert second.window is not None
+    assert second.placement is None
+    assert second.totals == {"num_windows": 1}
+    left, _ = START.without_ranks([3])
+    reporter.group_changed(30, left)
+    assert reporter.report(31).placement is not None
+    assert not reporter.has_work
+    for command in (lambda: reporter.rebalance_now(1), lambda: reporter.set_placement(1, [])):
+        with pytest.raises(PlacementError, match="start the server with eplb"):
+            command()
+
+
+def test_it_plans_in_a_process_of_its_own_and_leaves_none():
+    planner = PlannerProcess("incremental", 60.0)
+    engine = Engine(planner)
+    try:
+        for _ in range(3):
+            engine.window()
+        pid = planner.pid
+        assert pid is not None
+        while "plan_ready" not in engine.names():
+            assert "plan_failed" not in engine.names()
+            engine.balancer.poll(engine.step)
+            time.sleep(0.002)
+        for _ in range(20):
+            engine.turn()
+        assert "done" in engine.decisions()
+    finally:
+        engine.balancer.close()
+    assert not Path(f"/proc/{pid}").exists()
