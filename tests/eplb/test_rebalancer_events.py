@@ -100,6 +100,17 @@ def test_after_a_loss_plans_leave_the_lost_rank_empty():
     assert request.request.excluded_ranks == (3,)
 
 
+def test_plans_keep_experts_on_two_ranks_as_far_as_slots_go():
+    rebalancer = make(TWICE, min_replicas=2)
+    assert asked(rebalancer).request.min_replicas == 2
+    lost, _ = TWICE.without_ranks([3])
+    run_rounds(rebalancer, rebalancer.handle(GroupChanged(1000, lost)))
+    assert (num_ranks_of(rebalancer.placement) >= 2).all()
+    (request,) = rebalancer.handle(PlanNow(1001))
+    assert request.request.min_replicas == 2  # 18 slots for 8 experts
+    assert asked(make(min_replicas=2)).request.min_replicas == 1  # 12 slots for 8 experts
+
+
 def test_a_person_gets_a_plan_without_a_trigger():
     rebalancer = make(trigger=0.0)
     with pytest.raises(PlacementError, match="no load"):

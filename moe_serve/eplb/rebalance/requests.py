@@ -34,7 +34,8 @@ def request_for(
         moe_layer_ids=tuple(current.moe_layer_ids[row] for row in rows),
     )
     lost = np.setdiff1d(np.arange(current.num_ranks), current.live_ranks)
-    return settings.rules.request(
+    rules = replace(settings.rules, min_replicas=_replicas_that_fit(current, settings.min_replicas))
+    return rules.request(
         tokens[rows],
         topology,
         current.num_slots,
@@ -43,6 +44,12 @@ def request_for(
         activations=None if activations is None else activations[rows],
         excluded_ranks=tuple(lost.tolist()),
     )
+
+
+def _replicas_that_fit(placement: Placement, wanted: int) -> int:
+    """Returns on how many ranks each expert can be, at most as many as wanted."""
+    num_live = len(placement.live_ranks)
+    return max(1, min(wanted, num_live, num_live * placement.slots_per_rank // placement.num_logical))
 
 
 def with_plan(current: Placement, plan: Plan, rows: tuple[int, ...]) -> Placement:
