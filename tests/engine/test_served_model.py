@@ -62,7 +62,7 @@ def build(*overrides: str, **changes: Any) -> tuple[ServedModel, Listening, Tran
 
     config = load_config(overrides=["cache.num_blocks=8", "parallel.device=cpu", *overrides])
     with mock.patch.object(build_module, "make_all_to_all", make):
-        served = build_served_model(config, ALONE)
+        served = build_served_model(config, EpGroup(0, config.parallel.num_ranks, torch.device("cpu")))
     assert isinstance(served.all_to_all, Listening)
     return served, served.all_to_all, asked[0]
 
