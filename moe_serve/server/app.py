@@ -20,6 +20,7 @@ from moe_serve.server.answers import WEIGHT_VERSION, error_body
 from moe_serve.server.balance_json import summary_json
 from moe_serve.server.body import BodyTooLarge, read_body
 from moe_serve.server.bridge import Bridge
+from moe_serve.server.dashboard.routes import add_dashboard
 from moe_serve.server.eplb import add_eplb
 from moe_serve.server.generate import GenerateResponse, error_response, json_bytes, start_call
 from moe_serve.server.metrics import make_registry
@@ -42,6 +43,7 @@ def make_app(config: ServeConfig, bridge: Bridge, tokenizer: Tokenizer | None) -
     _add_metrics(app, bridge)
     add_recorder(app, config, bridge)
     add_eplb(app, config, bridge)
+    add_dashboard(app, config, bridge)
     return app
 
 

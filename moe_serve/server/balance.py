@@ -155,8 +155,6 @@ class BalanceBook:
             case "failed":
                 self.moves.give_up(at_s, step, reason)
                 level = logging.WARNING
-            case "watch":
-                level = logging.DEBUG
         log.log(level, "balancer, step %d: %s", step, reason)
 
     def _change_alarm(self, report: BalanceReport, now_s: float) -> None:

@@ -9,7 +9,10 @@ _NUM_RECENT = 20  # decisions and moves in a status
 
 
 def status_json(book: BalanceBook, now_s: float) -> dict[str, Any]:
-    """Returns what /eplb/status answers. Times are seconds; ages are None where nothing has been reported yet."""
+    """Returns what /eplb/status answers. Times are seconds; ages are None where nothing has been reported yet.
+
+    gain: seconds, predicted and realised, of all moves in the windows in which they were measured
+    """
     recent = [event_json(event) for event in book.events if event.kind in book.decisions]
     move = book.moves.running
     return {
@@ -19,6 +22,7 @@ def status_json(book: BalanceBook, now_s: float) -> dict[str, Any]:
         "leader": None if book.leader is None else book.leader[1],
         "placement": {"version": book.version, "age_s": _age(book.version_since_s, now_s)},
         "last_decision": None if book.last_decision is None else event_json(book.last_decision),
+        "gain": {name: book.totals.get(f"{name}_gain_seconds", 0.0) for name in ("predicted", "realised")},
         "move": None if move is None else move_json(move),
         "moves": [move_json(move) for move in book.moves][: -_NUM_RECENT - 1 : -1],
         "window": window_json(book),

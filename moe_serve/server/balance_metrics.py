@@ -16,20 +16,24 @@ _OUTCOMES = ("proven", "repaired", "unproven")
 _MODES = ("off", "static", "dynamic")
 _STATES = ("off", "watching", "planning", "moving")
 
-# Totals of the leader (engine/balancer.py) -> what they count.
+# Totals of the leader, see engine/balancer.py -> what they count.
 _TOTALS = {
-    "num_experts_moved": "Experts that were copied into a slot of another rank or of their own.",
-    "num_bytes_moved": "Bytes of expert weights that ranks received.",
-    "num_rounds": "Rounds of moves that went live.",
+    "num_plans": "Plans that were asked for.",
     "num_failures": "Plans and moves that failed; the placement in use stayed.",
+    "num_rounds": "Rounds of moves that went live.",
+    "num_experts_moved": "Experts that were copied into a slot.",
+    "num_bytes_moved": "Bytes of expert weights that were copied.",
     "plan_seconds": "Seconds that the planner has planned.",
     "move_seconds": "Seconds from the start of a round until it was live.",
-    "realised_gain_seconds": "Seconds of step time that moves have saved, as measured.",
+    "pause_seconds": "Seconds that steps were held up by the activation of rounds.",
 }
-_LONGEST = {
+# Largest values, and sums that may go down.
+_GAUGES = {
     "longest_plan_seconds": "Seconds of the longest plan.",
     "longest_move_seconds": "Seconds of the longest round.",
     "longest_pause_seconds": "Longest pause at the activation of a round.",
+    "predicted_gain_seconds": "What the moves so far had promised for the windows in which they were measured.",
+    "realised_gain_seconds": "What the moves so far have gained in these windows; negative: lost.",
 }
 
 
@@ -87,19 +91,19 @@ class BalanceMetrics(Collector):
         move = book.moves.last_done
         if move is None:
             return
-        yield _gauge("predicted_gain_seconds", "Newest move: predicted gain over the horizon.", move.decision.gain_s)
-        yield _gauge("predicted_cost_seconds", "Newest move: predicted cost.", move.decision.cost_s)
+        decision = move.decision
+        yield _gauge("last_move_predicted_gain_seconds", "Newest move: gain over the horizon.", decision.gain_s)
+        yield _gauge("last_move_predicted_cost_seconds", "Newest move: cost.", decision.cost_s)
         if move.before is not None and move.after is not None:
-            yield _gauge(
-                "realised_gain", "Newest move: balancedness after less before, measured.", move.after - move.before
-            )
+            gain = move.after - move.before
+            yield _gauge("last_move_balancedness_gain", "Newest move: mean balancedness after less before.", gain)
 
     def _totals(self) -> Iterator[Metric]:
         totals = self._book.totals
         for name, text in _TOTALS.items():
             if name in totals:
                 yield CounterMetricFamily(f"moe_serve_eplb_{name.removeprefix('num_')}", text, value=totals[name])
-        for name, text in _LONGEST.items():
+        for name, text in _GAUGES.items():
             if name in totals:
                 yield _gauge(name, text, totals[name])
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from statistics import fmean
 
 NUM_MOVES = 50
-TRIAL_WINDOWS = 4  # a move is judged by the mean of so many windows before it and after it
+TRIAL_WINDOWS = 4  # a move is judged by the mean of so many windows after it
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class Move:
     num_experts, num_rounds, num_bytes: what has moved so far
     ended_s:       when it was live or given up; None: under way
     failed:        why it was given up; None: it was not
-    before, after: mean balancedness of the windows before and after it; None: there is none yet
+    before, after: mean balancedness of the last window before it and of the windows after it; None: there is none yet
     step_before_s, step_after_s: mean time of a step in these windows
     """
 
@@ -109,7 +109,9 @@ class MoveLog:
     def begin(self, decision: Event, version: int, totals: Mapping[str, float], points: Sequence[WindowPoint]) -> None:
         """Notes the decision to move. totals: before anything moved;  points: this epoch's windows"""
         self.give_up(decision.at_s, decision.step, "another move began")
-        before = [point for point in points if point.end_step <= decision.step][-TRIAL_WINDOWS:]
+        before = [point for point in points if point.end_step <= decision.step][
+            -1:
+        ]  # of an earlier one the load may differ
         self._at_start = totals
         self._moves.append(Move(decision, version, before=_balance(before), step_before_s=_step_time(before)))
 

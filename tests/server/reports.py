@@ -30,6 +30,7 @@ class Story:
     tokens_per_window: int = 40_000
     window_s: float = 5.0
     began_s: float = 1_790_000_000.0
+    policy: str = "incremental"
     seed: int = 3
     rank: int = 0
     epoch: int = 0
@@ -53,47 +54,52 @@ class Story:
             self.num_layers, self.num_experts, self.num_ranks, self.num_slots - self.num_experts
         )
         self.totals = dict.fromkeys(("num_experts_moved", "num_bytes_moved", "num_rounds", "plan_seconds"), 0.0)
-        version, rest = 0, 0
-        yield self.began_s, self._report(0, version, placement=placement.physical_to_logical.tolist())
+        uneven = 0
+        yield self.began_s, self._report(0, placement=placement.physical_to_logical.tolist())
         for number in range(self.num_windows):
             if number in self.shifts:
                 popularity = self._popularity(rng)
             tokens = np.stack([rng.multinomial(self.tokens_per_window, layer) for layer in popularity])
             load = rank_load(tokens, placement)
             balance = balancedness(load)
-            step, at_s = (number + 1) * WINDOW_STEPS, self.began_s + (number + 1) * self.window_s
             step_s = 0.011 * (0.55 + 0.45 / float(balance.mean())) * float(rng.normal(1, 0.01))
+            first = number * WINDOW_STEPS
             window = WindowReport(
-                step - WINDOW_STEPS, WINDOW_STEPS, "decode", step_s, balance.tolist(), load.tolist(), tokens.tolist()
+                first, WINDOW_STEPS, "decode", step_s, balance.tolist(), load.tolist(), tokens.tolist()
             )
-            yield at_s, self._report(step, version, window=window)
-            worst = float(balance.min())
-            rest -= 1
-            if worst > 0.9 or rest > 0 or number < 2:
-                continue
-            old = placement
-            new = plan(tokens, Topology(1, self.num_ranks), self.num_slots, "greedy", current=old).placement
-            moved = int((new.physical_to_logical != old.physical_to_logical).sum())
-            rounds = -(-moved // (self.num_ranks * 2))
-            reason = f"balancedness is down to {worst:.3f}; {self.num_layers} layers to plan"
-            yield at_s, self._report(step, version, "planning", decisions=[self._decision(at_s, step, "plan", reason)])
-            gain_s = float(step_s - 0.011) * WINDOW_STEPS
-            reason = (
-                f"{self.num_layers} layers, {moved} experts in {rounds} rounds: saves {gain_s:.3g} s a window for 0.2 s"
-            )
-            decision = self._decision(at_s + 0.4, step, "move", reason, gain_s * 20, 0.21)
-            self.totals["plan_seconds"] += 0.35
-            yield at_s + 0.4, self._report(step, version, "moving", decisions=[decision])
-            for count in np.diff(np.linspace(0, moved, rounds + 1).astype(int)):
-                version += 1
-                self.totals["num_rounds"] += 1
-                self.totals["num_experts_moved"] += int(count)
-                self.totals["num_bytes_moved"] += int(count) * EXPERT_BYTES
-                yield at_s + 0.6, self._report(step + 5, version, "moving")
-            placement, rest = new, 4
-            done = self._decision(at_s + 1.2, step + 30, "done", f"placement {version} is live")
-            table = placement.physical_to_logical.tolist()
-            yield at_s + 1.2, self._report(step + 30, version, decisions=[done], placement=table)
+            at_s = self.began_s + (number + 1) * self.window_s
+            yield at_s, self._report(first + WINDOW_STEPS, window=window)
+            uneven = uneven + 1 if balance.min() < 0.9 else 0
+            if uneven == 3:  # the balancer waits for three uneven windows
+                uneven, old = 0, placement
+                placement = plan(
+                    tokens, Topology(1, self.num_ranks), self.num_slots, self.policy, current=old
+                ).placement
+                yield from self._move(at_s, window, old, placement)
+
+    def _move(
+        self, at_s: float, window: WindowReport, old: Placement, new: Placement
+    ) -> Iterator[tuple[float, BalanceReport]]:
+        """A plan, the decision to move, rounds of one expert a rank, and the end."""
+        step = window.first_step + window.num_steps
+        moved = int((new.physical_to_logical != old.physical_to_logical).sum())
+        rounds = -(-moved // self.num_ranks)
+        reason = f"balancedness is down to {min(window.balancedness):.3f}; {self.num_layers} layers to plan"
+        yield at_s, self._report(step, "planning", decisions=[self._decision(at_s, step, "plan", reason)])
+        gain_s = (window.step_time_s - 0.011) * WINDOW_STEPS
+        reason = (
+            f"{self.num_layers} layers, {moved} experts in {rounds} rounds: saves {gain_s:.3g} s a window for 0.2 s"
+        )
+        self.totals["plan_seconds"] += 0.35
+        decision = self._decision(at_s + 0.4, step, "move", reason, gain_s * 20, 0.21)
+        yield at_s + 0.4, self._report(step, "moving", decisions=[decision])
+        for count in np.diff(np.linspace(0, moved, rounds + 1).astype(int)):
+            self.totals["num_rounds"] += 1
+            self.totals["num_experts_moved"] += int(count)
+            self.totals["num_bytes_moved"] += int(count) * EXPERT_BYTES
+            yield at_s + 0.6, self._report(step + 5, "moving")
+        done = self._decision(at_s + 1.2, step + 30, "done", f"placement {self.totals['num_rounds']:.0f} is live")
+        yield at_s + 1.2, self._report(step + 30, decisions=[done], placement=new.physical_to_logical.tolist())
 
     def statuses(self, window: int) -> list[Status]:
         """What the ranks report of requests and cache."""
@@ -106,7 +112,7 @@ class Story:
                 "num_steps": float(window * WINDOW_STEPS),
                 "num_output_tokens": float(window * (2400 + 100 * rank)),
                 "num_prompt_tokens": prompt,
-                "num_cached_prompt_tokens": prompt * (0.31 + 0.04 * rank),
+                "num_cached_prompt_tokens": prompt * (0.31 + 0.04 * (rank % 8)),
             }
             waiting = int(rng.integers(0, 3))
             out.append(
@@ -118,7 +124,9 @@ class Story:
         weights = rng.lognormal(0, self.skew, (self.num_layers, self.num_experts))
         return weights / weights.sum(axis=1, keepdims=True)
 
-    def _report(self, step: int, version: int, state: str = "watching", **more: object) -> BalanceReport:
+    def _report(self, step: int, state: str = "watching", **more: object) -> BalanceReport:
+        """A report; each round that is live has made a version of the placement."""
+        version = int(self.totals["num_rounds"])
         return BalanceReport(self.rank, self.epoch, step, "dynamic", state, version, dict(self.totals), **more)  # type: ignore[arg-type]
 
     def _decision(

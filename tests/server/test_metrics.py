@@ -88,7 +88,7 @@ async def test_the_balancers_metrics_are_those_of_its_reports():
     assert values(found["moe_serve_eplb_decisions"])[("move",)] == len(list(book.moves)) > 0
     assert values(found["moe_serve_eplb_splits"]) == {("proven", "1"): 9, ("unproven", "1"): 3}
     assert 0 <= values(found["moe_serve_eplb_progress_age_seconds"])[()] < 60
-    assert values(found["moe_serve_eplb_realised_gain"])[()] > 0
+    assert values(found["moe_serve_eplb_last_move_balancedness_gain"])[()] > 0
     assert not any(name.startswith(("sglang", "vllm")) for name in found)
     num_series = sum(len(family.samples) for name, family in found.items() if name.startswith("moe_serve_eplb"))
     assert num_series < 60, "one for each layer, one for each rank, never their product"
