@@ -10,6 +10,8 @@ from torch import Tensor
 from moe_serve.dispatch.base import EpGroup, Pending
 from moe_serve.dispatch.peer_calls import all_gather
 
+STEPS_AT_ONCE = 32  # on a CPU, steps whose ids wait to be counted together,
+IDS_AT_ONCE = 2**18  # and ids, 2 MiB: a long prefill is counted with its own step
 GATHERED_AT_ONCE = 4096  # counts in one call; transports size their buffers for so many
 
 # Counts [n] int64 of this rank -> [R, n] of all, zeros for a masked one; as AllToAll.exchange_counts.
@@ -28,7 +30,11 @@ class LoadRecorder:
         self._group = group
         self._gather = gather
         self._on_host = group.device.type == "cpu"
-        self._new_counts: list[tuple[int, Tensor]] = []  # by layer row; not yet added
+        # Of this rank, not yet added: (layer row, ids [T, K] or counts [E]); the first ones are of steps that are done.
+        self._ids: list[tuple[int, Tensor]] = []
+        self._new_counts: list[tuple[int, Tensor]] = []
+        self._num_done = (0, 0)
+        self._num_steps = self._num_waiting = 0
         # Column 0 takes the -1 of tokens that have no expert.
         self._counts = torch.zeros(num_layers, num_logical + 1, dtype=torch.int64, device=group.device)
         self._kept = self._counts.clone()
@@ -41,8 +47,13 @@ class LoadRecorder:
 
     def add(self, layer_row: int, topk_ids: Tensor, num_tokens: int) -> None:
         """Counts the first num_tokens rows of topk_ids [T, K] int64 (-1 = none). Nothing is read back."""
-        columns = topk_ids[:num_tokens].reshape(-1) + 1
-        self._counts[layer_row].scatter_add_(0, columns, torch.ones_like(columns))
+        ids = topk_ids if num_tokens == topk_ids.shape[0] else topk_ids[:num_tokens]
+        if self._on_host:
+            self._ids.append((layer_row, ids))
+            self._num_waiting += ids.numel()
+        else:
+            columns = ids.reshape(-1) + 1
+            self._counts[layer_row].scatter_add_(0, columns, torch.ones_like(columns))
 
     def add_counts(self, layer_row: int, counts: Tensor) -> None:
         """Adds what was counted elsewhere: counts [E] int64, tokens of this rank for each expert."""
@@ -51,23 +62,36 @@ class LoadRecorder:
         else:
             self._counts[layer_row, 1:] += counts
 
-    def _add_up(self) -> None:
-        """Adds the counts of all layers at once: one sum costs as much as each of many small ones."""
-        if self._new_counts:
-            layer_rows = torch.tensor([layer_row for layer_row, _ in self._new_counts])
-            self._counts[:, 1:].index_add_(0, layer_rows, torch.stack([counts for _, counts in self._new_counts]))
-            self._new_counts.clear()
-
     def step_done(self) -> None:
         """Keeps the counts since the last call: their step is done."""
-        self._add_up()
-        self._kept.copy_(self._counts)
+        self._num_done = len(self._ids), len(self._new_counts)
+        self._num_steps += 1
+        if not self._on_host or self._num_steps == STEPS_AT_ONCE or self._num_waiting > IDS_AT_ONCE:
+            self._add_up()
 
     def void_step(self) -> None:
         """Drops the counts since the last `step_done`, and the records since the last `confirm`."""
-        self._new_counts.clear()
+        num_ids, num_counts = self._num_done
+        del self._ids[num_ids:], self._new_counts[num_counts:]
         self._counts.copy_(self._kept)
         self._reported, self._has_rejoined = self._confirmed
+
+    def _add_up(self) -> None:
+        """Adds and keeps the counts so far. Those of many layers and steps at once cost as much as those of one."""
+        ids_of: dict[int, list[Tensor]] = {}
+        for layer_row, ids in self._ids:
+            ids_of.setdefault(layer_row, []).append(ids)
+        for layer_row, parts in ids_of.items():
+            columns = torch.cat(parts).reshape(-1) + 1
+            self._counts[layer_row] += torch.bincount(columns, minlength=self._counts.shape[1])
+        if self._new_counts:
+            layer_rows = torch.tensor([layer_row for layer_row, _ in self._new_counts])
+            self._counts[:, 1:].index_add_(0, layer_rows, torch.stack([counts for _, counts in self._new_counts]))
+        self._ids.clear()
+        self._new_counts.clear()
+        self._num_done = (0, 0)
+        self._num_steps = self._num_waiting = 0
+        self._kept.copy_(self._counts)
 
     def confirm(self) -> None:
         """Makes the records taken so far final: all ranks have them."""
@@ -79,7 +103,7 @@ class LoadRecorder:
         self.confirm()
 
     def take(self, begins_anew: bool = True) -> NDArray[np.int64]:
-        """Returns the load of each rank since the last take, [L, R, E] int64. All ranks call it together.
+        """Returns the load of each rank since the last take, [L, R, E] int64. All ranks call it between two steps.
 
         begins_anew: this rank closes a record; False where it only takes part, since its own has just begun
 
