@@ -25,7 +25,7 @@ class BalanceBook:
 
     mode:        as configured until a rank has reported
     version:     of the placement in use, counted within one start of the ranks
-    placement:   [layers][slots], -1 = empty slot; None = no rank has reported it yet
+    placement:   [layers][slots], -1 = empty slot; None = no rank has reported it yet;  num_placements: how many came
     window:      the newest closed window
     points:      the curve of balancedness, oldest first;  num_windows: how many there were in all
     events:      the timeline, oldest first;  num_events: how many there were in all
@@ -44,6 +44,7 @@ class BalanceBook:
         self.version = 0
         self.version_since_s: float | None = None
         self.placement: list[list[int]] | None = None
+        self.num_placements = 0
         self.window: WindowReport | None = None
         self.points: deque[WindowPoint] = deque(maxlen=NUM_POINTS)
         self.num_windows = 0
@@ -79,6 +80,7 @@ class BalanceBook:
         self._totals = dict(report.totals)
         if report.placement is not None:
             self.placement = report.placement
+            self.num_placements += 1
         if report.placement_version != version or self.version_since_s is None:
             self.version, self.version_since_s = report.placement_version, now_s
             has_news = True
@@ -109,6 +111,7 @@ class BalanceBook:
             self.moves.give_up(now_s, report.step, reason)
             if restarted:
                 self.moves.stop_trial()
+                self.version_since_s = None
             self._note(Event(now_s, report.step, "leader", reason))
             log.info("balancer: %s", reason)
         self.leader = (report.epoch, report.rank)

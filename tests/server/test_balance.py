@@ -1,10 +1,16 @@
 """What the front end knows of the balancer, whoever leads the ranks. Pure."""
 
+import json
 import logging
 
+import numpy as np
 import pytest
 
+from moe_serve.engine.balance_reports import BalanceReports
 from moe_serve.engine.messages import BalanceReport, DecisionReport, WindowReport
+from moe_serve.eplb.load import LoadRecord
+from moe_serve.eplb.placement import Placement
+from moe_serve.eplb.rebalance.events import Decision
 from moe_serve.server.balance import NUM_EVENTS, NUM_POINTS, BalanceBook
 from moe_serve.server.balance_json import status_json
 from moe_serve.server.generate import json_bytes
@@ -97,7 +103,7 @@ def test_totals_and_history_live_on_when_the_leader_changes_and_when_ranks_are_r
     assert book.totals == {"num_rounds": 3.0, "longest_pause_seconds": 0.5}
     told(book, report(10, 0, epoch=1, totals={"num_rounds": 4.0, "longest_pause_seconds": 0.7}))
     assert book.totals == {"num_rounds": 7.0, "longest_pause_seconds": 0.7}
-    assert book.version == 0
+    assert (book.version, status_json(book, 2000.0)["placement"]["age_s"]) == (0, 0.0)
     texts = [event.text for event in book.events if event.kind == "leader"]
     assert texts == ["rank 1 leads now", "the ranks were restarted"]
     assert len(book.points) == 3
@@ -158,3 +164,18 @@ def test_every_list_is_bounded():
 def test_no_report_makes_the_front_end_fail(odd):
     book = told(BalanceBook("static"), report(1, window=odd), report(2, decisions=[decision("done", 2)]))
     json_bytes(status_json(book, 5.0))
+
+
+def test_the_reports_of_a_leader_are_what_is_kept_here():
+    placement = Placement(np.array([[0, 1, 2, 0], [1, 0, 2, 1]]), num_logical=3, num_ranks=2)
+    record = LoadRecord(0, 100, "decode", np.array([[40, 30, 30], [10, 10, 0]]), step_time_s=0.01)
+    reports = BalanceReports(rank=0, epoch=0, mode="dynamic", wall_s=lambda: 1000.0)
+    reports.window_closed(record, placement)
+    book = BalanceBook("dynamic")
+    decided = [Decision(100, "move", "why", (0,), 5.0, 0.5)]
+    told(book, reports.make(100, "moving", placement, {"num_rounds": 1.0}, decided))
+    status = json.loads(json_bytes(status_json(book, 2003.0)))
+    assert status["move"]["predicted_gain_s"] == 5.0
+    assert status["window"]["balancedness"]["min"] == pytest.approx(10 / 15)
+    assert book.placement == placement.physical_to_logical.tolist()
+    assert book.rank_tokens == pytest.approx([50 + 15, 50 + 5])

@@ -15,7 +15,7 @@ _Item = TypeVar("_Item")
 
 @dataclass(frozen=True)
 class Seen:
-    """What a page has already: of this start of the front end, so many windows and events, and a placement.
+    """What a page has already: of this start of the front end, so many windows, events and placements.
 
     start: identifies one start of the front end; a page that knows another one has nothing
     """
@@ -23,16 +23,15 @@ class Seen:
     start: str = ""
     windows: int = 0
     events: int = 0
-    version: int = -1
+    placements: int = 0
 
     @classmethod
     def from_query(cls, query: Mapping[str, str]) -> Self:
         """Raises RequestError for a number that is none; other keys are ignored."""
         numbers = {}
-        for name, default in (("windows", 0), ("events", 0), ("version", -1)):
-            text = query.get(name, str(default))
-            digits = text.removeprefix("-")
-            if not (digits.isascii() and digits.isdigit()) or len(digits) > 15:
+        for name in ("windows", "events", "placements"):
+            text = query.get(name, "0")
+            if not (text.isascii() and text.isdigit()) or len(text) > 15:
                 raise RequestError(f"{name} is {text[:60]!r}, expected a whole number", field=name)
             numbers[name] = int(text)
         return cls(start=query.get("start", ""), **numbers)
@@ -57,6 +56,7 @@ def page_data(
         "ranks": [_rank(view, workers) for view in workers],
         "num_windows": book.num_windows,
         "num_events": book.num_events,
+        "num_placements": book.num_placements,
         "points": [
             [round(point.at_s, 3), point.first_step, point.num_steps, point.phase, point.step_time_s]
             + [_short(value) for value in (point.lowest, point.middle, point.mean)]
@@ -65,7 +65,7 @@ def page_data(
         "events": [event_json(event) for event in _newest(book.events, book.num_events - seen.events)],
         "moves": [move_json(move) for move in book.moves],
         "load": _load(workers, book) if is_new else None,
-        "placement": book.placement if book.version != seen.version else None,
+        "placement": book.placement if book.num_placements != seen.placements else None,
     }
 
 

@@ -9,7 +9,7 @@ const view = { curve: null, heat: {}, cursor: { curve: null, experts: null, rank
 const element = (id) => document.getElementById(id);
 
 function nothing() {
-  return { start: "", windows: 0, events: 0, version: -1, points: [], timeline: [], load: null, placement: null, answer: null, totals: [], heardMs: 0 };
+  return { start: "", windows: 0, events: 0, placements: 0, points: [], timeline: [], load: null, placement: null, answer: null, totals: [], heardMs: 0 };
 }
 
 // --- news from the server
@@ -19,7 +19,7 @@ function take(answer) {
   known.start = answer.start;
   known.windows = answer.num_windows;
   known.events = answer.num_events;
-  known.version = answer.balancer.placement.version;
+  known.placements = answer.num_placements;
   for (const [at, first, steps, phase, step_s, lowest, middle, mean] of answer.points) {
     known.points.push({ at, first, steps, phase, step_s, lowest, middle, mean });
   }
@@ -36,7 +36,7 @@ function take(answer) {
 
 async function ask() {
   if (!document.hidden) {
-    const query = new URLSearchParams({ start: known.start, windows: known.windows, events: known.events, version: known.version });
+    const query = new URLSearchParams({ start: known.start, windows: known.windows, events: known.events, placements: known.placements });
     try {
       const response = await fetch(`dashboard/data?${query}`, { cache: "no-store", signal: AbortSignal.timeout(DEADLINE_MS) });
       if (!response.ok) throw new Error(`HTTP ${response.status}`);
@@ -94,7 +94,7 @@ function show() {
   showCards();
   showTable();
   showTimeline();
-  const drawing = JSON.stringify([known.start, known.windows, known.events, known.version, view.cursor, Math.floor(known.answer.now_s / 5)]);
+  const drawing = JSON.stringify([known.start, known.windows, known.events, known.placements, view.cursor, Math.floor(known.answer.now_s / 5)]);
   if (drawing !== view.drawn) {
     view.drawn = drawing;
     requestAnimationFrame(draw);
@@ -212,8 +212,8 @@ function draw() {
     const last = points[points.length - 1];
     if (view.cursor.curve === null) put("curve-text", `Now ${share(last.mean)}; lowest layer ${share(last.lowest)}. ${points.length} windows, the last of ${last.steps} steps, ${milliseconds(last.step_s)} a step.`);
   }
-  view.heat.experts = drawHeat(element("experts"), timesMean(load.tokens), (value) => value / 4, load.layers, colors.hot, view.cursor.experts);
-  view.heat.ranks = drawHeat(element("ranks"), timesMean(load.ranks), (value) => value - 0.5, load.layers, colors.even, view.cursor.ranks);
+  view.heat.experts = drawHeat(element("experts"), timesMean("experts"), (value) => value / 4, load.layers, colors.hot, view.cursor.experts);
+  view.heat.ranks = drawHeat(element("ranks"), timesMean("ranks"), (value) => value - 0.5, load.layers, colors.even, view.cursor.ranks);
   for (const id of ["experts", "ranks"]) if (!view.cursor[id]) put(`${id}-text`, hottest(id));
 }
 
@@ -223,10 +223,12 @@ function waiting() {
   for (const id of ["curve", "experts", "ranks"]) put(`${id}-text`, off ? "No load is recorded: eplb.mode is off." : "Waiting for the first window.");
 }
 
-/** Returns each value over the mean of its row; 0 in a row without load. */
-function timesMean(rows) {
+/** Returns each value over the mean of its row; 0 in a row without load. A rank without any load counts as masked. */
+function timesMean(id) {
+  const rows = id === "experts" ? known.load.tokens : known.load.ranks;
+  const live = id === "experts" ? rows[0].length : rows[0].filter((_, column) => rows.some((row) => row[column] > 0)).length;
   return rows.map((row) => {
-    const mean = row.reduce((a, b) => a + b, 0) / row.length;
+    const mean = row.reduce((a, b) => a + b, 0) / Math.max(live, 1);
     return row.map((value) => (mean ? value / mean : 0));
   });
 }
@@ -234,13 +236,13 @@ function timesMean(rows) {
 /** Returns the cell of the largest load over the mean of its layer, in words. */
 function hottest(id) {
   let best = [0, 0, -1];
-  timesMean(id === "experts" ? known.load.tokens : known.load.ranks).forEach((row, i) => row.forEach((value, j) => value > best[2] && (best = [i, j, value])));
+  timesMean(id).forEach((row, i) => row.forEach((value, j) => value > best[2] && (best = [i, j, value])));
   return `Busiest: ${cellText(id, best[0], best[1])}`;
 }
 
 function cellText(id, row, column) {
   const { load, placement } = known, values = (id === "experts" ? load.tokens : load.ranks)[row];
-  const mean = values.reduce((a, b) => a + b, 0) / values.length, times = mean ? (values[column] / mean).toFixed(2) : "0";
+  const times = timesMean(id)[row][column].toFixed(2);
   const text = `layer ${load.layers[row]}, ${id === "experts" ? "expert" : "rank"} ${column}: ${whole(values[column])} tokens, ${times} × the mean`;
   if (id === "ranks") return `${text}; balancedness of the layer ${share(load.balancedness[row])}`;
   if (!placement || !placement[row]) return text;
