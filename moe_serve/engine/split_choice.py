@@ -99,11 +99,6 @@ class SplitChoice:
         }
 
 
-def phase_names(bits: int) -> list[str]:
-    """Returns the phases in a set of bits, such as those of `even_phases`."""
-    return [name for number, name in enumerate(PHASES) if bits >> number & 1]
-
-
 def median_interval(values: list[float], confidence: float) -> tuple[float, float]:
     """Returns an interval of the true median, between two of the values: whatever their distribution.
 
