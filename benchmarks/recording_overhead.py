@@ -1,6 +1,6 @@
 """What recording the load costs a step: one engine on two ranks, recording on and off in turn, every 50 steps.
 
-    python -m benchmarks.recording_overhead [--steps 10000] [--batches 1,16] [--mode stat]
+    python -m benchmarks.recording_overhead [--steps 10000] [--batches 1,16] [--ranks 2] [--mode stat]
 
 The ranks decode greedily with a fixed number of requests each; steps in which some rank prefills are left out. "Off" is
 what eplb.mode off runs: no layer counts, no window is closed. A pair is a stretch without and the next one with
@@ -23,7 +23,6 @@ import numpy as np
 
 from benchmarks.conditions import conditions, save
 
-NUM_RANKS = 2
 STRETCH = 50  # steps
 WINDOW = 1000  # steps of a load record, as by default; ends with a stretch that records
 NUM_PROMPT, NUM_OUTPUT = 16, 400
@@ -33,16 +32,21 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=10_000)
     parser.add_argument("--batches", default="1,16", help="running requests of each rank")
+    parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--mode", choices=["stat", "per_pass", "per_token"], default="stat")
     args = parser.parse_args()
     facts = conditions()
     rows = []
     for batch in (int(text) for text in args.batches.split(",")):
-        rows.append(measure(batch, args.steps, args.mode))
+        rows.append(measure(args.ranks, batch, args.steps, args.mode))
         print(rows[-1], flush=True)
-    name = "recording_overhead" if args.mode == "stat" else f"recording_overhead_{args.mode}"
+    name = "_".join(
+        ["recording_overhead"]
+        + ([] if args.mode == "stat" else [args.mode])
+        + ([] if args.ranks == 2 else [str(args.ranks), "rank" if args.ranks == 1 else "ranks"])
+    )
     notes = (
-        f"Demo model, {NUM_RANKS} ranks of one thread, prompts of {NUM_PROMPT} and outputs of {NUM_OUTPUT} tokens; "
+        f"Demo model, {args.ranks} rank(s) of one thread, prompts of {NUM_PROMPT} and outputs of {NUM_OUTPUT} tokens; "
         f"eplb.record_window_steps {WINDOW}, with a trace file"
         + ("" if args.mode == "stat" else f" and a client's recording of mode {args.mode}")
         + f". {STRETCH} steps without recording, then {STRETCH} with it, in turn. Interval: 95 % of 2000 bootstrap "
@@ -52,14 +56,14 @@ def main() -> None:
     print(save(name, "Step time with recording over step time without", rows, facts, notes))
 
 
-def measure(batch: int, num_steps: int, mode: str) -> dict[str, Any]:
+def measure(num_ranks: int, batch: int, num_steps: int, mode: str) -> dict[str, Any]:
     """Returns a row of the table."""
     context = get_context("fork")
     with tempfile.TemporaryDirectory() as folder:
-        pipes = [context.Pipe() for _ in range(NUM_RANKS)]
+        pipes = [context.Pipe() for _ in range(num_ranks)]
         ranks = [
-            context.Process(target=_rank, args=(rank, folder, batch, num_steps, mode, pipes[rank][1]))
-            for rank in range(NUM_RANKS)
+            context.Process(target=_rank, args=(rank, num_ranks, folder, batch, num_steps, mode, pipes[rank][1]))
+            for rank in range(num_ranks)
         ]
         for rank in ranks:
             rank.start()
@@ -135,7 +139,7 @@ class Refill:
         pass
 
 
-def _rank(rank: int, folder: str, batch: int, num_steps: int, mode: str, answer: Connection) -> None:
+def _rank(rank: int, num_ranks: int, folder: str, batch: int, num_steps: int, mode: str, answer: Connection) -> None:
     """Sends (stretch, seconds) of each decode step, once the engine has ended."""
     os.environ["OMP_NUM_THREADS"] = "1"
     import torch
@@ -149,16 +153,16 @@ def _rank(rank: int, folder: str, batch: int, num_steps: int, mode: str, answer:
     from moe_serve.engine.step import StepPlan
 
     torch.set_num_threads(1)
-    store = dist.FileStore(str(Path(folder) / "store"), NUM_RANKS)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=NUM_RANKS)
+    store = dist.FileStore(str(Path(folder) / "store"), num_ranks)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=num_ranks)
     world = dist.group.WORLD
     overrides = [
-        f"parallel.num_ranks={NUM_RANKS}", "cache.num_blocks=1024", f"eplb.record_window_steps={WINDOW}",
+        f"parallel.num_ranks={num_ranks}", "cache.num_blocks=1024", f"eplb.record_window_steps={WINDOW}",
         f"eplb.record_path={folder}/load.jsonl", f"eplb.recorder_mode={mode}", f"eplb.recorder_dir={folder}",
     ]  # fmt: skip
     exchange = make_exchange("shm", world, True, 30.0)
     mailbox = Refill(rank, batch, num_steps, RecordCommand(1, "start"))
-    group = EpGroup(rank, NUM_RANKS, torch.device("cpu"), world)
+    group = EpGroup(rank, num_ranks, torch.device("cpu"), world)
     engine = build_engine(load_config(overrides=overrides), group, exchange, mailbox)
     engine.served.warm_up()
     switch = Switch(engine)

@@ -10,6 +10,7 @@ import threading
 import httpx
 import pytest
 
+from moe_serve.eplb import read_trace
 from tests.launcher.running import Running, eventually, gone, pid_of_rank
 from tests.server.served import demo_tokenizer as tokenizer_of_the_demo
 from tests.server.test_app import BAD
@@ -24,8 +25,13 @@ def serve(*arguments: str) -> Running:
 
 
 @pytest.fixture(scope="module")
-def system():
-    with serve() as running:
+def dumps(tmp_path_factory):
+    return tmp_path_factory.mktemp("dumps")
+
+
+@pytest.fixture(scope="module")
+def system(dumps):
+    with serve("--set", f"eplb.recorder_dir={dumps}") as running:
         yield running
 
 
@@ -56,6 +62,31 @@ def test_the_transport_and_its_waits_are_reported(client):
         assert rank["info"]["all_to_all_is_bitwise"] is True
     series = [f'moe_serve_all_to_all_wait_seconds_total{{peer="{1 - rank}",rank="{rank}"}}' for rank in (0, 1)]
     assert eventually(lambda: all(name in client.get("/metrics").text for name in series))
+
+
+def test_a_recording_holds_what_clients_were_served_and_nothing_else(client, dumps):
+    def tell_recorder(command: str) -> list[str]:
+        response = client.post(f"/{command}_expert_distribution_record")
+        assert response.status_code == 200, response.text
+        return response.text.splitlines()
+
+    generate(client, text="before", sampling_params=GREEDY)
+    assert tell_recorder("start") == ["Start recording expert distribution.", f"mode stat, into {dumps}"]
+    metas = [
+        generate(client, text=text, sampling_params=GREEDY, routed_dp_rank=rank)["meta_info"]
+        for rank, text in enumerate(["one prompt", "another, longer prompt"])
+    ]
+    assert tell_recorder("stop")[0] == "Stop recording expert distribution."
+    generate(client, text="after", sampling_params=GREEDY)
+    said, text, path = tell_recorder("dump")
+    assert said == "Dump expert distribution record."
+    assert "window" in text
+    assert list(map(str, dumps.iterdir())) == [path]
+    rows = sum(meta["prompt_tokens"] - meta["cached_tokens"] + meta["completion_tokens"] - 1 for meta in metas)
+    assert sum(record.tokens.sum(1) for record in read_trace(path)).tolist() == [4 * rows] * 4, "top 4 in 4 layers"
+    refused = client.post("/dump_expert_distribution_record")
+    assert refused.status_code == 409
+    assert "start a recording first" in refused.json()["error"]["message"]
 
 
 def test_text_comes_back_and_greedy_text_is_always_the_same(client):
