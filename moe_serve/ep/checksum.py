@@ -2,7 +2,7 @@
 
 The bytes of each piece are read as rows of 64-bit words. What is kept is the sum of every row and, over all pieces, the
 sum of every column: two passes of plain additions, as fast as memory. In the end the sums are mixed with their
-positions and added up, to one number for rows and one for columns. A changed byte changes a row and a column for
+positions and added up, to one number for columns and one for rows. A changed byte changes a row and a column for
 certain. Two words that change places change rows or columns, also where they differ in one bit. It guards against
 errors and torn copies, not against an attacker.
 """
@@ -39,7 +39,8 @@ class Checksum:
         """Returns [2] int64 on the device of the bytes."""
         assert self._columns is not None, "no bytes were added"
         size = torch.full((1,), self._num_bytes, device=self._columns.device)  # zeros at the end count too
-        return torch.stack([_mixed(torch.cat([*self._rows, size])), _mixed(self._columns)])
+        mixed = _mixed(torch.cat([self._columns, *self._rows, size]))
+        return torch.stack([mixed[:COLUMNS].sum(), mixed[COLUMNS:].sum()])
 
 
 def checksum_reference(pieces: Iterable[bytes]) -> tuple[int, int]:
@@ -53,16 +54,16 @@ def checksum_reference(pieces: Iterable[bytes]) -> tuple[int, int]:
             rows.append(sum(words))
             columns = [before + word for before, word in zip(columns, words, strict=True)]
 
-    def mixed(sums: list[int]) -> int:
+    def mixed(sums: list[int], first: int) -> int:
         total = 0
-        for i, value in enumerate(sums):
-            x = (value + (i + 1) * _STRIDE) % _WORD
+        for position, value in enumerate(sums, first):
+            x = (value + position * _STRIDE) % _WORD
             x = (x ^ x >> 30) * _FIRST % _WORD
             x = (x ^ x >> 27) * _SECOND % _WORD
             total += x ^ x >> 31
         return _signed(total)
 
-    return mixed([*rows, num_bytes]), mixed(columns)
+    return mixed(columns, 1), mixed([*rows, num_bytes], 1 + COLUMNS)
 
 
 def _as_words(piece: Tensor) -> Tensor:
@@ -76,12 +77,12 @@ def _as_words(piece: Tensor) -> Tensor:
 
 
 def _mixed(sums: Tensor) -> Tensor:
-    """Returns the sum of sums [n] int64, each mixed with its position by splitmix64; int64 wraps around."""
+    """Returns sums [n] int64, each mixed with its position by splitmix64; int64 wraps around."""
     position = torch.arange(1, len(sums) + 1, device=sums.device)
     x = sums + position * _signed(_STRIDE)
     x = _xor_shift(x, 30) * _signed(_FIRST)
     x = _xor_shift(x, 27) * _signed(_SECOND)
-    return _xor_shift(x, 31).sum()
+    return _xor_shift(x, 31)
 
 
 def _xor_shift(x: Tensor, bits: int) -> Tensor:

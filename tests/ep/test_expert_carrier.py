@@ -146,6 +146,27 @@ def test_a_round_may_end_at_any_point_and_leaves_nothing_to_the_next(kind: str) 
     run_ranks(3, check_ends, kind)
 
 
+def check_quarantine(rank: int, group: EpGroup) -> None:
+    carrier = make("collective", group)
+    edges = GRAPHS[0]
+    Round(rank, carrier, 0, edges)
+    if rank == 0:
+        assert carrier.carry(1 << 20) > 0
+        carrier.end()
+        moved = Round(rank, carrier, 1, edges)
+        assert carrier.carry(1 << 20) == 0, "its buffers belong to exchanges that the others have not joined"
+    agree(group, True)
+    if rank != 0:
+        carrier.end()
+        moved = Round(rank, carrier, 1, edges)
+    moved.check(group)
+    carrier.close()
+
+
+def test_a_buffer_that_may_still_be_written_is_not_used_again() -> None:
+    run_ranks(3, check_quarantine)
+
+
 def check_wrong_sum(rank: int, group: EpGroup, kind: str) -> None:
     carrier = make(kind, group)
     edges = GRAPHS[3]

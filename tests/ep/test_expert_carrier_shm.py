@@ -138,3 +138,7 @@ def test_a_source_copies_nothing_for_who_waits_for_another_round() -> None:
     destination.start(receiving(5, IncomingExpert(0, 0, 0, expert_of(0))))
     assert source.carry(1 << 20) == PIECE * NUM_PIECES
     assert source.carry(1 << 20) == 0
+    source.end()
+    destination.end()
+    source.start(sending(5))
+    assert source.carry(1 << 20) == 0, "who has ended its round waits for nothing"
