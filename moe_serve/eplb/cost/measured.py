@@ -6,9 +6,9 @@ A step is taken to last
 
 with tokens counted as (token, expert) pairs and summed over layers. Attention and all else that grows with the batch is
 in token_s, so that a larger batch is not mistaken for a worse placement: what a better placement saves is skew_s. The
-three are fitted by least squares over closed windows, of which older ones fade and outliers count less; until the load
-has varied enough to tell them apart, weak assumptions from the sizes of the model hold. The price of moved experts is
-the median over the last rounds.
+three are fitted by least squares over the last windows, of which older ones fade and outliers count less. Until the
+load has varied enough to tell them apart, weak assumptions from the sizes of the model hold. The price of moved experts
+is the median over the last rounds.
 
 Shape words: L = MoE layers, E = experts, R = ranks.
 """
@@ -27,9 +27,11 @@ from moe_serve.eplb.placement import Placement
 from moe_serve.topology import Topology
 
 Floats = NDArray[np.float64]
+NUM_WINDOWS = 64
 FADING = 0.98  # weight of a window against the next newer one
 OUTLIER = 2.0  # errors above so many times the usual one count less, in inverse proportion
-LEAST_ERROR = 0.01  # of a step: differences below it are noise, even if the last windows happened to fit better
+LEAST_ERROR = 0.01  # of a step: no window tells its time more exactly; of few windows not even that
+NUM_REFITS = 6  # with the weights that follow from the errors of the fit before
 MOE_SHARE = 0.5  # assumed share of token_s that the busiest rank's experts take, before the skew has varied
 NUM_ROUNDS = 15  # of which the price of a moved expert is the median
 
@@ -56,9 +58,8 @@ class MeasuredCost(GateCost):
         self._prior = prior
         self._step_share = step_share
         self._prices = np.array([0.0, prior.token_s, MOE_SHARE * prior.token_s])
-        self._normal = np.zeros((3, 3))  # of the least squares over windows
-        self._right = np.zeros(3)
-        self._error_s: float | None = None  # usual error of a predicted step
+        self._rows: deque[Floats] = deque(maxlen=NUM_WINDOWS)  # of each window: 1, tokens of the mean rank, and beyond
+        self._step_s: deque[float] = deque(maxlen=NUM_WINDOWS)
         self._expert_s: deque[float] = deque([prior.expert_s], maxlen=NUM_ROUNDS)
 
     @property
@@ -97,37 +98,45 @@ class MeasuredCost(GateCost):
             return False
         load = rank_load(record.tokens / record.num_steps, placement)[:, placement.live_ranks]
         mean = float(load.mean(axis=1).sum())
-        row = np.array([1.0, mean, float(load.max(axis=1).sum()) - mean])
-        error = abs(record.step_time_s - float(row @ self._prices))
-        usual = error if self._error_s is None else self._error_s
-        scale = max(usual, LEAST_ERROR * record.step_time_s, 1e-9)
-        weight = 1.0 / scale**2 if error <= OUTLIER * scale else OUTLIER / (scale * error)
-        self._normal = FADING * self._normal + weight * np.outer(row, row)
-        self._right = FADING * self._right + weight * record.step_time_s * row
-        self._error_s = 0.8 * usual + 0.2 * min(error, 3 * scale)
-        self._fit(record.step_time_s)
+        self._rows.append(np.array([1.0, mean, float(load.max(axis=1).sum()) - mean]))
+        self._step_s.append(record.step_time_s)
+        self._fit()
         return True
 
     def learn_round(self, finished: MigrationRound, move_s: float, pause_s: float) -> None:
         self._expert_s.append((pause_s + self._step_share * move_s) / max(finished.busiest(), 1))
 
-    def _fit(self, step_s: float) -> None:
-        """Fits the prices to the windows so far, none below zero, with the assumptions as further observations.
+    def _fit(self) -> None:
+        """Fits the prices to the last windows, again and again with less weight on those that fit badly."""
+        rows, step_s = np.array(self._rows), np.array(self._step_s)
+        num = len(step_s)
+        fading = FADING ** np.arange(num)[::-1]
+        typical_s = float(np.median(step_s))
+        least_s = LEAST_ERROR * (1 + 10 / num) * typical_s
+        weights, error_s = np.ones(num), 0.1 * typical_s
+        for _ in range(NUM_REFITS):
+            scaled = (fading * weights / error_s**2)[:, None] * rows
+            self._prices = self._solve(scaled.T @ rows, scaled.T @ step_s, typical_s)
+            errors = np.abs(step_s - rows @ self._prices)
+            error_s = max(1.5 * float(np.median(errors)), least_s)
+            weights = np.minimum(1.0, OUTLIER * error_s / np.maximum(errors, 1e-12))
 
-        step_s: of the last window, the scale on which the time of an empty step is unknown
+    def _solve(self, normal: Floats, right: Floats, typical_s: float) -> Floats:
+        """Returns the prices that fit best, none below zero, with the assumptions as further observations.
+
+        typical_s: of a step, the scale on which the time of an empty one is unknown
         """
         token_s = self._prior.token_s
-        assumed = np.diag([1.0 / step_s**2, 1.0 / (3.0 * token_s) ** 2, 0.0])
-        right = np.array([0.0, 1.0 / (9.0 * token_s), 0.0])
+        assumed = np.diag([1.0 / typical_s**2, 1.0 / (100.0 * token_s) ** 2, 0.0])
         # skew_s = MOE_SHARE x token_s, give or take as much
-        ratio = np.array([0.0, -MOE_SHARE, 1.0]) / (MOE_SHARE * max(self.token_s, token_s / 100))
-        normal, right = self._normal + assumed + np.outer(ratio, ratio), self._right + right
+        ratio = np.array([0.0, -MOE_SHARE, 1.0]) / (MOE_SHARE * max(self.token_s, token_s / 1000))
+        normal = normal + assumed + np.outer(ratio, ratio)
+        right = right + np.array([0.0, 1.0 / (100.0**2 * token_s), 0.0])
         free = [0, 1, 2]
         while True:
             prices = np.zeros(3)
             unit = np.sqrt(np.diag(normal))[free]  # the columns differ by many orders of magnitude
             prices[free] = np.linalg.solve(normal[np.ix_(free, free)] / np.outer(unit, unit), right[free] / unit) / unit
             if (prices >= 0).all():
-                break
+                return prices
             free = [index for index in free if prices[index] >= 0]
-        self._prices = prices

@@ -158,7 +158,8 @@ class Gate:
         self._lost_s += float(np.where(lost > 0, lost, lost / np.sqrt(self._margin)).sum())
         moved = self._moved(last)
         if moved.any():
-            share = float(np.maximum(lost, 0)[moved].sum() / (baseline_s[moved].sum() * window.num_steps))
+            served_s = max(float(baseline_s[moved].sum()) * window.num_steps, 1e-12)  # nothing where no skew costs time
+            share = float(np.maximum(lost, 0)[moved].sum()) / served_s
             self._surprise = max(0.8 * self._surprise, share, LEAST_SURPRISE)
         if self._trial is not None and whole:
             gained = self._seconds(window, self._trial.before) - self._seconds(window, last)
