@@ -60,9 +60,17 @@ def read_jsonl(path: Path, progress: ByteProgress | None = None) -> LoadTrace:
 
 def read_events(path: Path) -> Iterator[dict[str, Any]]:
     """Yields the event lines of a .jsonl trace, in order; those of its older part first."""
+    for _, event in events_between_records(path):
+        yield event
+
+
+def events_between_records(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Yields the event lines in order, each with the number of records before it."""
+    num_records = 0
     for _, content in _lines(path, None):
+        num_records += "tokens" in content
         if "event" in content:
-            yield content
+            yield num_records, content
 
 
 def recorded_latency(path: Path) -> int | None:

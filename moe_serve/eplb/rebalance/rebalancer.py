@@ -61,10 +61,10 @@ class Rebalancer:
     def __init__(self, placement: Placement, topology: Topology, settings: RebalanceSettings, cost: GateCost) -> None:
         """placement: in use at the start, and the baseline of the regret bound;  cost: predicts times for the gate."""
         if topology.num_ranks != placement.num_ranks:
-            have = f"topology has {topology.num_ranks} ranks, the placement {placement.num_ranks}"
-            raise PlacementError(f"{have}; give its own")
+            raise PlacementError(f"topology has {topology.num_ranks} ranks, the placement {placement.num_ranks} ranks")
+        self.cost = cost
         self._settings = settings
-        self._topology = topology
+        self.topology = topology
         self._placement = placement
         self._gate = Gate(placement, cost, settings)
         self._before = placement  # in use at the beginning of the running window
@@ -164,7 +164,7 @@ class Rebalancer:
         return self._request_plan(step, rows, f"balancedness is down to {worst:.3f}; {len(rows)} layers to plan")
 
     def _request_plan(self, step: int, rows: NDArray[np.int64], reason: str) -> tuple[Action, ...]:
-        request = request_for(self._placement, rows, self._gate.planning_load(), self._topology, self._settings)
+        request = request_for(self._placement, rows, self._gate.planning_load(), self.topology, self._settings)
         self._request = RequestPlan(step, self._next_request_id, tuple(rows.tolist()), request)
         self._next_request_id += 1
         self.journal.add(Decision(step, "plan", reason, self._request.layer_rows))
@@ -180,7 +180,7 @@ class Rebalancer:
         except PlacementError as error:
             return self._fail(event.step, f"the plan is not legal: {error}")
         gains = self._gate.gains(self._placement, move.target)
-        costs, price = costs_by_layer(self._gate.cost, move, self._placement, self._topology)
+        costs, price = costs_by_layer(self.cost, move, self._placement, self.topology)
         revert_costs = price * arrivals(move.target, self._gate.baseline)
         rows = self._gate.choose_layers(gains, costs, revert_costs, self._placement, move.target)
         if not len(rows):
@@ -199,7 +199,7 @@ class Rebalancer:
         """Reverts the layers that lose against the baseline, once the regret bound is used up."""
         baseline = self._gate.baseline
         move = self._migration_to(baseline, "exact")
-        costs, _ = costs_by_layer(self._gate.cost, move, self._placement, self._topology)
+        costs, _ = costs_by_layer(self.cost, move, self._placement, self.topology)
         rows = self._gate.worth_reverting(self._placement, costs)
         if not len(rows):
             return ()
@@ -237,7 +237,7 @@ class Rebalancer:
             )
         finished = running.activate(event.step, event.version)
         self._placement = running.placement
-        self._gate.cost.learn_round(finished, event.move_s, event.pause_s)
+        self.cost.learn_round(finished, event.move_s, event.pause_s)
         if not running.is_done and not self.journal.alarm:
             return (running.start_round(event.step),)
         self._running = None
@@ -310,7 +310,7 @@ class Rebalancer:
 
     def _migration_to(self, wanted: Placement, relabel: Relabel | None = None) -> MigrationPlan:
         return plan_migration(
-            self._placement, wanted, self._topology, self._settings.max_incoming, relabel or self._settings.relabel
+            self._placement, wanted, self.topology, self._settings.max_incoming, relabel or self._settings.relabel
         )
 
     def _fail(self, step: int, reason: str) -> tuple[Action, ...]:

@@ -14,10 +14,11 @@ from moe_serve.eplb.load import LoadTrace
 from moe_serve.eplb.placement import Placement
 from moe_serve.eplb.policies.policy import PlacementPolicy
 from moe_serve.eplb.replay.conditions import conditions, missing
+from moe_serve.eplb.replay.make_run import make_run
 from moe_serve.eplb.replay.parallel import Task, run_in_parallel, usable_jobs
 from moe_serve.eplb.replay.result import CEILING, FLOOR, PolicyResult, ReplayReport
 from moe_serve.eplb.replay.rows import ResultRows
-from moe_serve.eplb.replay.run import Run, Served, StaticRun, make_run
+from moe_serve.eplb.replay.run import Run, Served, StaticRun
 from moe_serve.eplb.replay.score import Scorer
 from moe_serve.eplb.replay.settings import ReplaySettings
 from moe_serve.errors import TraceError
@@ -130,7 +131,8 @@ def _replay_pass(
             f"{trace.source or 'the trace'} has {frame.count} windows and plans are made from {settings.history}, so "
             f"none is left to score; fold fewer steps into a window (--window), or lower --history"
         )
-    results = [row.result(run.decisions, run.before(0).placement) for row, run in zip(rows, runs, strict=True)]
+    ends = [run.end() for run in runs]
+    results = [row.result(run.decisions, end) for row, run, end in zip(rows, runs, ends, strict=True)]
     return frame, [*results, ceiling.result((), None)]
 
 

@@ -1,12 +1,10 @@
 """What one policy would have done on a trace, window after window.
 
 A run names the placement that serves a window before it sees the window. StaticRun never moves. PlannedRun plans every
-`interval` windows and moves at once, as engines with a fixed interval do. GatedRun lets the Rebalancer decide, and
-moves in rounds.
+`interval` windows and moves at once, as engines with a fixed interval do. In gated_run.py and live_run.py the
+Rebalancer decides.
 """
 
-import heapq
-import itertools
 import time
 from collections import deque
 from dataclasses import dataclass, field
@@ -14,26 +12,11 @@ from typing import Protocol
 
 import numpy as np
 
-from moe_serve.eplb.cost.gate_cost import GateCost
 from moe_serve.eplb.load import Floats, LoadRecord
 from moe_serve.eplb.placement import Placement
-from moe_serve.eplb.policies.make import make_policy
 from moe_serve.eplb.policies.policy import PlacementPolicy, PlanRequest
-from moe_serve.eplb.rebalance.events import (
-    Event,
-    PlanFailed,
-    PlanReady,
-    RequestPlan,
-    RoundActivated,
-    StartRound,
-    WindowClosed,
-)
-from moe_serve.eplb.rebalance.rebalancer import Rebalancer
 from moe_serve.eplb.replay.arrivals import Arrivals, arrivals
 from moe_serve.eplb.replay.settings import ReplaySettings
-from moe_serve.errors import ConfigError, PlacementError
-
-GATE = "gate:"
 
 
 @dataclass(frozen=True, eq=False)
@@ -68,9 +51,13 @@ class Run(Protocol):
         """Shows the window that was just served."""
         ...
 
+    def end(self) -> Placement:
+        """Returns the placement after the last window."""
+        ...
+
     @property
     def decisions(self) -> tuple[tuple[int, str, str], ...]:
-        """The decisions of a gated run: (step, kind, reason)."""
+        """The decisions of a rebalancer: (step, kind, reason)."""
         ...
 
 
@@ -87,6 +74,9 @@ class StaticRun:
 
     def after(self, record: LoadRecord) -> None:
         pass
+
+    def end(self) -> Placement:
+        return self.placement
 
 
 @dataclass
@@ -126,6 +116,9 @@ class PlannedRun:
             self.placement, self._shares, plan.balancedness, plan.bound, moved, int(moved.num_moves > 0), plan_s=plan_s
         )
 
+    def end(self) -> Placement:
+        return self.placement
+
     def _request(self) -> PlanRequest:
         s = self.settings
         tokens = np.sum([record.tokens for record in self._recent], axis=0)
@@ -142,92 +135,3 @@ class PlannedRun:
             activations=np.sum(active, axis=0) / steps if len(active) == whole and steps else None,
             moe_layer_ids=self.placement.moe_layer_ids,
         )
-
-
-class GatedRun:
-    """Lets the Rebalancer decide: it plans when the load calls for it, and moves experts when that pays.
-
-    A plan arrives `settings.latency_steps` after its request. A round counts from the first whole window after its
-    activation.
-    """
-
-    def __init__(
-        self, name: str, policy: PlacementPolicy, placement: Placement, settings: ReplaySettings, cost: GateCost
-    ) -> None:
-        self.name = name
-        self._policy, self._topology, self._cost = policy, settings.topology, cost
-        self._latency = settings.latency_steps
-        self._rebalancer = Rebalancer(placement, settings.topology, settings.gate, cost)
-        self._events: list[tuple[int, int, Event]] = []
-        self._order = itertools.count()
-        self._fit: tuple[Floats, Floats] | None = None
-        self._last = placement
-        self._num_rounds = 0
-        self._stall_s = 0.0
-        self._plan_s = 0.0
-
-    @property
-    def decisions(self) -> tuple[tuple[int, str, str], ...]:
-        return tuple((d.step, d.kind, d.reason) for d in self._rebalancer.decisions)
-
-    def before(self, first_step: int) -> Served:
-        while self._events and self._events[0][0] <= first_step:
-            self._handle(heapq.heappop(self._events)[2])
-        placement = self._rebalancer.placement
-        moved = None if placement is self._last else arrivals(self._last, placement, self._topology)
-        fit, bound = self._fit or (None, None)
-        served = Served(placement, None, fit, bound, moved, self._num_rounds, self._stall_s, self._plan_s)
-        self._last, self._num_rounds, self._stall_s, self._plan_s = placement, 0, 0.0, 0.0
-        return served
-
-    def after(self, record: LoadRecord) -> None:
-        self._handle(WindowClosed(record.first_step + record.num_steps, record))
-
-    def _handle(self, event: Event) -> None:
-        if isinstance(event, RoundActivated):
-            self._num_rounds += 1
-        moving = self._rebalancer.migration
-        for action in self._rebalancer.handle(event):
-            match action:
-                case RequestPlan():
-                    self._push(self._answer(action))
-                case StartRound():
-                    self._push(RoundActivated(action.step + max(action.num_steps, 1), action.version))
-        started = self._rebalancer.migration
-        if started is not None and started is not moving:
-            self._stall_s += self._cost.migration_seconds(started, self._topology)
-
-    def _answer(self, action: RequestPlan) -> PlanReady | PlanFailed:
-        begin = time.process_time()
-        try:
-            plan = self._policy.plan(action.request)
-        except PlacementError as problem:
-            return PlanFailed(action.step + self._latency, action.request_id, str(problem))
-        self._plan_s += time.process_time() - begin
-        layers = self._rebalancer.placement.num_layers
-        fit, bound = self._fit or (np.full(layers, np.nan), np.full(layers, np.nan))
-        fit, bound = fit.copy(), bound.copy()
-        rows = list(action.layer_rows)
-        fit[rows], bound[rows] = plan.balancedness, plan.bound
-        self._fit = (fit, bound)
-        return PlanReady(action.step + self._latency, action.request_id, plan)
-
-    def _push(self, event: Event) -> None:
-        heapq.heappush(self._events, (event.step, next(self._order), event))
-
-
-def make_run(policy: str | PlacementPolicy, start: Placement, settings: ReplaySettings) -> Run:
-    """Returns the run of a policy. policy: a name of `make_policy`, "gate:<name>" behind the gate, or a policy itself.
-
-    Raises ConfigError for an unknown name, or a gated run without `settings.gate_cost`.
-    """
-    if not isinstance(policy, str):
-        return PlannedRun(policy.name, policy, start, settings)
-    chosen = make_policy(policy.removeprefix(GATE))
-    if not policy.startswith(GATE):
-        return PlannedRun(chosen.name, chosen, start, settings)
-    if settings.gate_cost is None:
-        raise ConfigError(
-            f"policy {policy!r} weighs gains against costs, which needs predicted times; name --model and --hardware"
-        )
-    return GatedRun(f"{GATE}{chosen.name}", chosen, start, settings, settings.gate_cost)

@@ -9,6 +9,7 @@ from moe_serve.eplb.policies.policy import PlanRules
 from moe_serve.eplb.rebalance.settings import RebalanceSettings
 from moe_serve.eplb.replay.costs import ProfileCosts
 from moe_serve.eplb.replay.even_steps import NO_STEPS, EvenSteps
+from moe_serve.eplb.replay.server_replay import ServerReplay
 from moe_serve.errors import ConfigError
 from moe_serve.topology import Topology
 
@@ -24,6 +25,7 @@ class ReplaySettings:
     split:      how replicas share tokens when windows are scored, see Scorer;  even_steps: likewise
     costs:      predicts the time of steps and moves; None: no times
     gate, gate_cost, latency_steps: of policies named "gate:<policy>"; latency_steps: from a request to its plan
+    server:     of the policy "live": what a server's own balancer began with
     Raises ConfigError for values that cannot work.
     """
 
@@ -39,6 +41,7 @@ class ReplaySettings:
     gate: RebalanceSettings = field(default_factory=RebalanceSettings)
     gate_cost: GateCost | None = None
     latency_steps: int = 0
+    server: ServerReplay | None = None
 
     def __post_init__(self) -> None:
         for name in ("history", "interval"):

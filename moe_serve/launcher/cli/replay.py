@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 import moe_serve.launcher.cli.balancer_options as opt
+from moe_serve.errors import ConfigError
 
 if TYPE_CHECKING:
     from moe_serve.eplb.load import LoadTrace
@@ -24,6 +25,7 @@ the table as floor and ceiling.
   moe-serve replay example:demo_unbalanced --ranks 8 --redundant 8
   moe-serve replay dump.pt --nodes 4 --slots 288 --html report.html
   moe-serve replay dump.pt --window 50 --model DeepSeek-V3 --hardware H800
+  moe-serve replay load.jsonl --like-server server.yaml
 """
 
 
@@ -53,6 +55,15 @@ class ReplayOptions(opt.PageOptions, opt.CostOptions, opt.PlanOptions, opt.Trace
             show_default="as recorded in a .jsonl trace, else 0",
         ),
     ] = None
+    like_server: Annotated[
+        Path | None,
+        typer.Option(
+            help="A server's configuration: also replay what its own balancer does with these settings (policy "
+            "'live'). Ranks and slots are those of the trace, and so are, with the settings it was recorded with, the "
+            "steps at which plans were ready and rounds were live.",
+            show_default=False,
+        ),
+    ] = None
     topk: opt.Topk = None
     curve: Annotated[bool, typer.Option(help="Also plan for other numbers of slots.")] = True
     jobs: opt.Jobs = None
@@ -61,10 +72,19 @@ class ReplayOptions(opt.PageOptions, opt.CostOptions, opt.PlanOptions, opt.Trace
         """Returns how the trace is replayed."""
         from moe_serve.eplb.rebalance.settings import RebalanceSettings
         from moe_serve.eplb.replay.settings import ReplaySettings
+        from moe_serve.topology import Topology
 
-        topology = self.topology()
+        topology, server = self.topology(), None
+        if self.like_server is None:
+            start = self.read_current(topology, load)
+        else:
+            from moe_serve.launcher.cli.like_server import server_replay
+
+            self._check_alone()
+            trace_file = Path(self.trace) if _may_hold_events(self.trace) else None
+            server, start = server_replay(self.like_server, trace_file, load, self.nodes)
+            topology = Topology(server.facts.num_nodes, start.num_ranks // server.facts.num_nodes)
         costs = self.costs(topology)
-        start = self.read_current(topology, load)
         keeps_slots = start is not None and not self.slots and not self.redundant
         gate = RebalanceSettings(rules=self.rules())
         return ReplaySettings(
@@ -80,12 +100,29 @@ class ReplayOptions(opt.PageOptions, opt.CostOptions, opt.PlanOptions, opt.Trace
             gate=replace(gate, bytes_per_expert=costs.expert_bytes) if costs else gate,
             gate_cost=costs.gate() if costs else None,
             latency_steps=_recorded_latency(self.trace) if self.latency_steps is None else self.latency_steps,
+            server=server,
         )
+
+    def _check_alone(self) -> None:
+        """Raises ConfigError for options that contradict --like-server."""
+        given = {
+            "--ranks": self.ranks,
+            "--slots": self.slots,
+            "--redundant": self.redundant,
+            "--current": self.current,
+            "--window": self.window,
+        }
+        wrong = [name for name, value in given.items() if value]
+        if wrong:
+            raise ConfigError(
+                f"--like-server takes ranks, slots and windows from the trace; leave {', '.join(wrong)} out"
+            )
 
 
 @opt.balancer_command(ReplayOptions)
 def replay(options: ReplayOptions) -> None:
     """Replays a trace, or shows the balancedness in an engine's log."""
+    from moe_serve.eplb.replay.live_run import LIVE
     from moe_serve.eplb.replay.redundancy import with_redundancy_curve
     from moe_serve.eplb.replay.replay import num_passes
     from moe_serve.eplb.replay.replay import replay as run_replay
@@ -97,7 +134,9 @@ def replay(options: ReplayOptions) -> None:
         return
     load = options.open_trace(options.trace, topk=options.topk)
     settings = options.settings(load)
-    policies = options.policy or ["deepseek", "greedy", "refined", "incremental"]
+    policies = options.policy or (["deepseek", "greedy", "refined", "incremental"] if settings.server is None else [])
+    if settings.server is not None and LIVE not in policies:
+        policies = [LIVE, *policies]
     jobs = options.jobs or os.cpu_count() or 1
     with opt.progress_bar("replaying") as show:
         total = load.num_records * num_passes(len(policies), jobs) if load.num_records else None

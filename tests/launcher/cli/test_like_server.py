@@ -1,0 +1,82 @@
+"""`moe-serve replay --like-server`: a server's own file says how its load is balanced."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from moe_serve.eplb.files.jsonl_writer import JsonlWriter
+from moe_serve.eplb.files.trace_meta import TraceMeta
+from moe_serve.eplb.load import LoadRecord
+from moe_serve.eplb.placement import Placement
+from tests.engine.test_balancer import FACTS, START
+from tests.engine.test_replay_equals_live import RecordedEngine, loads
+from tests.launcher.cli.test_balancer import call
+
+SERVER = """
+model: {path: demo}
+parallel: {num_ranks: 4, device: cpu}
+eplb: {mode: dynamic, policy: greedy, horizon_windows: 30}
+"""
+
+
+def write_server(folder: Path) -> Path:
+    path = folder / "server.yaml"
+    path.write_text(SERVER)
+    return path
+
+
+def test_a_live_trace_is_replayed_with_the_servers_decisions(tmp_path: Path) -> None:
+    engine = RecordedEngine(tmp_path / "load.jsonl")
+    for load in loads(30):
+        engine.window(load)
+    code, out, err = call(
+        "replay", tmp_path / "load.jsonl", "--like-server", write_server(tmp_path), "--json", "--no-curve"
+    )
+    assert code == 0, err
+    report = json.loads(out)
+    assert [[*said[:3]] for said in engine.said()] == report["decisions"]["live"]
+
+
+def test_a_trace_without_a_balancer_shows_what_one_would_do(tmp_path: Path) -> None:
+    writer = JsonlWriter(tmp_path / "load.jsonl", TraceMeta(8, (0, 1, 2)))
+    for index, load in enumerate(loads(20)):
+        writer.add(LoadRecord(20 * index, 20, "decode", load * 20, step_time_s=0.01 + 1e-4 * index, placement=START))
+    writer.close()
+    code, out, err = call(
+        "replay",
+        tmp_path / "load.jsonl",
+        "--like-server",
+        write_server(tmp_path),
+        "-p",
+        "greedy",
+        "--json",
+        "--no-curve",
+    )
+    assert code == 0, err
+    report = json.loads(out)
+    assert "plan" in {kind for _, kind, _ in report["decisions"]["live"]}
+    assert {"live", "greedy"} <= {policy["policy"] for policy in report["policies"]}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (("--like-server", "server.yaml", "--ranks", "4", "--window", "40"), "leave --ranks, --window out"),
+        (("-p", "live"), "name its file with --like-server"),
+        (("--like-server", "missing.yaml"), "missing.yaml"),
+    ],
+)
+def test_what_contradicts_is_one_line(
+    arguments: tuple[str, ...], says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    write_server(tmp_path)
+    writer = JsonlWriter(tmp_path / "load.jsonl", TraceMeta(8, (0, 1, 2)))
+    for load in loads(3):
+        writer.add(LoadRecord(0, 20, "decode", load, placement=Placement.trivial(3, 8, 4, 4)))
+    writer.event("balancer_started", 0, **FACTS.to_event())
+    writer.close()
+    code, _, err = call("replay", "load.jsonl", *arguments)
+    assert code == 2
+    assert says in err
