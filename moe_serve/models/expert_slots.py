@@ -13,12 +13,13 @@ from moe_serve.models.weight_plan import ExpertTensor
 from moe_serve.models.weight_share import WeightShare
 
 
-def empty_slots(plan: ExpertTensor, share: WeightShare) -> dict[str, Tensor]:
+def empty_slots(plan: ExpertTensor, share: WeightShare, num_slots: int | None = None) -> dict[str, Tensor]:
     """Returns zeros for a matrix, and for its scales where the form has them, by name: [num_slots, ...].
 
+    num_slots: None: those of the rank
     Raises CapacityError when the device has no memory for them.
     """
-    spec, num_slots = share.spec, share.num_slots
+    spec, num_slots = share.spec, share.num_slots if num_slots is None else num_slots
     wanted = slot_tensors(share.form, spec.hidden, spec.moe_intermediate, share.dtype)
     names = (name for name in (plan.name, scale_of(plan.name)) if name in wanted)
     slots = {}

@@ -14,6 +14,7 @@ from torch.nn import functional
 
 from moe_serve.attention_dp.batch import ForwardBatch
 from moe_serve.attention_dp.kv_cache import KvCache, KvLayout
+from moe_serve.ep.expert_store import ExpertStore
 from moe_serve.ep.moe_layer import ExpertParallel, MoeLayer, MoeWeights
 from moe_serve.kernels.linear import Linear
 from moe_serve.kernels.norm import rms_norm
@@ -47,6 +48,11 @@ class MoeDecoder:
     layers: list[DecoderLayer]
     norm: Tensor
     head: Linear
+
+    @property
+    def experts(self) -> list[ExpertStore]:
+        """The expert weights of every MoE layer, by row of the placement."""
+        return [layer.moe.experts for layer in self.layers if layer.moe is not None]
 
     @torch.no_grad()
     def forward(self, batch: ForwardBatch, cache: KvCache, num_chunks: int, overlap: bool = False) -> Tensor:

@@ -168,12 +168,21 @@ class WeightReader:
         slots = self._share.slots[plan.layer_id]
         for expert in sorted(slots):
             first, *replicas = slots[expert]
-            row = 0
-            for part in self._parts(plan, (expert,)):
-                self._put(part, expert if self._is_fused(plan) else None, out, first, plan.name, row)
-                row += part.shape[-2]
+            self._put_expert(plan, expert, out, first)
             copy_to_replicas(out, first, replicas)
         return out
+
+    def expert(self, plan: ExpertTensor, expert: int) -> dict[str, Tensor]:
+        """Returns one expert of a matrix, and its scales where the form has them, by name: [1, ...]."""
+        out = empty_slots(plan, self._share, num_slots=1)
+        self._put_expert(plan, expert, out, 0)
+        return out
+
+    def _put_expert(self, plan: ExpertTensor, expert: int, slots: dict[str, Tensor], slot: int) -> None:
+        row = 0
+        for part in self._parts(plan, (expert,)):
+            self._put(part, expert if self._is_fused(plan) else None, slots, slot, plan.name, row)
+            row += part.shape[-2]
 
     def _put(self, part: Part, expert: int | None, slots: dict[str, Tensor], slot: int, name: str, row: int) -> None:
         """Writes stored rows of one expert into its slot from `row` on, in the form of the slots."""

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from moe_serve.models.checkpoint import Checkpoint
 from moe_serve.models.expert_slots import empty_slots, put_expert
-from moe_serve.models.weight_plan import dense_tensors, expert_tensors
+from moe_serve.models.weight_plan import DenseTensor, ExpertTensor, dense_tensors, expert_tensors
 from moe_serve.models.weight_reader import Progress, WeightReader
 from moe_serve.models.weight_share import WeightShare
 
@@ -58,10 +58,43 @@ def dummy_weights(share: WeightShare, seed: int = 0) -> LoadedWeights:
     Every tensor is drawn from (seed, its name), so an expert has the same values on any rank and in any placement; a
     quantised form rounds those of the dense one.
     """
-    spec, device = share.spec, share.device
+    spec, weights = share.spec, DummyWeights(share, seed)
+    dense = {plan.name: weights.dense(plan) for plan in dense_tensors(spec)}
+    experts: dict[int, dict[str, Tensor]] = {layer: {} for layer in spec.moe_layer_ids}
+    for plan in expert_tensors(spec):
+        tensors = empty_slots(plan, share)
+        for expert, slot_ids in share.slots[plan.layer_id].items():
+            weights.put_expert(plan, expert, tensors, slot_ids)
+        experts[plan.layer_id] |= tensors
+    return LoadedWeights(dense, experts, 0)
 
-    def draw(name: str, shape: tuple[int, ...], kind: str, dtype: torch.dtype = share.dtype) -> Tensor:
-        digest = hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=8).digest()
+
+@dataclass(frozen=True)
+class DummyWeights:
+    """Draws single tensors; see `dummy_weights`."""
+
+    share: WeightShare
+    seed: int
+
+    def dense(self, plan: DenseTensor) -> Tensor:
+        """Returns a dense tensor on the device."""
+        return self._draw(plan.name, plan.shape, plan.kind, self.share.dtype)
+
+    def expert(self, plan: ExpertTensor, expert: int) -> dict[str, Tensor]:
+        """Returns one expert of a matrix, and its scales where the form has them, by name: [1, ...]."""
+        out = empty_slots(plan, self.share, num_slots=1)
+        self.put_expert(plan, expert, out, [0])
+        return out
+
+    def put_expert(self, plan: ExpertTensor, expert: int, slots: dict[str, Tensor], slot_ids: list[int]) -> None:
+        """Writes one expert of a matrix into these slots."""
+        name = f"layers.{plan.layer_id}.experts.{expert}.{plan.name}"
+        values = self._draw(name, plan.shape, "matrix", torch.float32)
+        put_expert(slots, slot_ids, plan.name, self.share.form, values)
+
+    def _draw(self, name: str, shape: tuple[int, ...], kind: str, dtype: torch.dtype) -> Tensor:
+        digest = hashlib.blake2b(f"{self.seed}/{name}".encode(), digest_size=8).digest()
+        device = self.share.device
         generator = torch.Generator(device).manual_seed(int.from_bytes(digest, "little") >> 1)
         values = torch.randn(shape, generator=generator, device=device)
         if kind == "matrix":
@@ -71,13 +104,3 @@ def dummy_weights(share: WeightShare, seed: int = 0) -> LoadedWeights:
         if kind == "norm":
             values += 1
         return values if kind == "bias32" else values.to(dtype)
-
-    dense = {plan.name: draw(plan.name, plan.shape, plan.kind) for plan in dense_tensors(spec)}
-    experts: dict[int, dict[str, Tensor]] = {layer: {} for layer in spec.moe_layer_ids}
-    for plan in expert_tensors(spec):
-        tensors = empty_slots(plan, share)
-        for expert, slot_ids in share.slots[plan.layer_id].items():
-            name = f"layers.{plan.layer_id}.experts.{expert}.{plan.name}"
-            put_expert(tensors, slot_ids, plan.name, share.form, draw(name, plan.shape, "matrix", torch.float32))
-        experts[plan.layer_id] |= tensors
-    return LoadedWeights(dense, experts, 0)
