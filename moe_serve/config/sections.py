@@ -161,7 +161,7 @@ class EngineConfig(Section):
     row_tile: Literal[4, 8, 16] = 4  # rows of a GEMM tile in batch_invariant; 1 and 2 are not invariant everywhere
     exchange: Literal["auto", "gloo", "shm"] = "auto"  # how step proposals are exchanged; auto: shm on one machine
     step_deadline_s: PositiveFloat = 60.0  # a peer that takes longer is lost
-    # mask: the others go on without a lost rank where they can (CPU ranks of one host, every expert on two ranks), and
+    # mask: the others go on without a lost rank where they can (CPU ranks of one host, slots for all experts), and
     # a rank that was only late rejoins; end: all ranks end, to be started again
     on_lost_rank: Literal["mask", "end"] = "mask"
     heartbeat_s: PositiveFloat = 1.0  # how often an idle rank shows that it is alive

@@ -19,13 +19,14 @@ from moe_serve.dispatch.make import make_all_to_all
 from moe_serve.engine.dump_recorder import DumpRecorder, RecorderSettings
 from moe_serve.engine.engine import Engine, EngineSettings
 from moe_serve.engine.exchange import Exchange
+from moe_serve.engine.full_placement import meaning_of_a_loss, spareable_ranks
 from moe_serve.engine.load_dump import ModelRows
 from moe_serve.engine.load_windows import LoadWindows
 from moe_serve.engine.mailbox import Mailbox
 from moe_serve.engine.messages import ModelLimits
 from moe_serve.engine.model_plan import ModelPlan
 from moe_serve.engine.record_control import RecordControl, Speaker
-from moe_serve.engine.recovery import Rank, Recovery, make_recovery, spareable_ranks
+from moe_serve.engine.recovery import Rank, Recovery, make_recovery
 from moe_serve.engine.requests import OpenRequests
 from moe_serve.engine.served_model import ServedModel
 from moe_serve.engine.status import EngineCounters
@@ -40,6 +41,7 @@ from moe_serve.eplb.files.rolling_trace import RollingTrace, begin_trace
 from moe_serve.eplb.files.trace_meta import TraceMeta
 from moe_serve.errors import ConfigError
 from moe_serve.log import get_logger
+from moe_serve.models.expert_reload import ExpertReloader
 from moe_serve.models.moe_decoder import build_decoder, kv_layouts
 from moe_serve.models.spec import read_spec
 from moe_serve.models.weight_share import WeightShare
@@ -110,10 +112,8 @@ def _report_on_lost_rank(recovery: Recovery, rank: int, served: ServedModel) -> 
         served.info["on_lost_rank"] = f"end: {recovery.why_end}"
         meaning = f"a lost rank ends the epoch: {recovery.why_end}"
     else:
-        spareable = spareable_ranks(served.placement)
-        served.info |= {"on_lost_rank": "mask", "spareable_ranks": spareable}
-        which = ", ".join(map(str, spareable)) or "none: raise eplb.num_redundant_experts"
-        meaning = f"serving goes on without a lost rank where every expert has slots elsewhere; ranks to spare: {which}"
+        served.info |= {"on_lost_rank": "mask", "spareable_ranks": spareable_ranks(served.placement)}
+        meaning = "a lost rank: " + ", ".join(meaning_of_a_loss(served.placement))
     if rank == 0 and served.placement.num_ranks > 1:
         log.info("%s", meaning)
 
@@ -129,7 +129,8 @@ def build_served_model(config: ServeConfig, group: EpGroup, progress: Progress |
     trace = _begin_trace(config, plan, group.rank)
     if plan.expert_form != "dense" and group.rank == 0:
         log.info("%s expert weights: %s", plan.expert_form, MEANING[plan.expert_form])
-    weights = _weights(config, plan, group.rank, progress or (lambda phase, fraction: None))
+    share = WeightShare(plan.spec, plan.placement, group.rank, plan.dtype, plan.device, plan.expert_form)
+    weights = _weights(config, share, progress or (lambda phase, fraction: None))
     load_s = time.monotonic() - started_s
     parallel = _expert_parallel(config, plan, group)
     decoder = build_decoder(plan.spec, weights, parallel, plan.device)
@@ -154,6 +155,7 @@ def build_served_model(config: ServeConfig, group: EpGroup, progress: Progress |
         recorder=parallel.recorder,
         passes=parallel.passes,
         windows=LoadWindows(parallel.recorder, plan.placement, limits.model_name),
+        reloader=ExpertReloader(share, _checkpoint(config), config.model.seed),
         info=_info(plan, parallel.all_to_all)
         | {
             "numerics": config.engine.numerics,
@@ -191,17 +193,22 @@ def _begin_trace(config: ServeConfig, plan: ModelPlan, rank: int) -> RollingTrac
     return RollingTrace(path, meta, int(config.eplb.record_max_mib * 2**20), lock)
 
 
-def _weights(config: ServeConfig, plan: ModelPlan, rank: int, progress: Progress) -> LoadedWeights:
+def _checkpoint(config: ServeConfig) -> Path | None:
+    """Returns the folder that weights come from; None: they are drawn."""
+    return None if config.model.load_format == "dummy" else model_dir(config.model)
+
+
+def _weights(config: ServeConfig, share: WeightShare, progress: Progress) -> LoadedWeights:
     phase = "loading weights"
     progress(phase, 0.0)
-    share = WeightShare(plan.spec, plan.placement, rank, plan.dtype, plan.device, plan.expert_form)
-    if config.model.load_format == "dummy":
+    folder = _checkpoint(config)
+    if folder is None:
         return dummy_weights(share, config.model.seed)
 
     def report_bytes(num_done: int, num_total: int) -> None:
         progress(phase, num_done / max(num_total, 1))
 
-    return load_weights(model_dir(config.model), share, report_bytes)
+    return load_weights(folder, share, report_bytes)
 
 
 def _expert_parallel(config: ServeConfig, plan: ModelPlan, group: EpGroup) -> ExpertParallel:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from moe_serve.attention_dp.batch import ForwardBatch
 from moe_serve.attention_dp.scheduler import Proposal, ScheduledChunk, Scheduler
+from moe_serve.engine.broadcast import broadcast
 from moe_serve.engine.exchange import Exchange
 from moe_serve.engine.mailbox import Inbound, Mailbox
 from moe_serve.engine.messages import ALIVE_PERIOD_S, Abort, RecordCommand, Shutdown, Submit, TokenEvent, Tokens, Wake
@@ -95,6 +96,9 @@ class Engine:
         proposal = self.scheduler.propose()
         plan = self._exchange(proposal)
         self.recovery.begin_step(plan)
+        if plan.moves.placement_from is not None:
+            self._tell_placement(plan.moves.placement_from)
+        self.recovery.reload_lost_experts(plan)
         if plan.runs_forward:
             self._forward(self.scheduler.commit(proposal, plan.hold_prefill), plan)
         self.step += 1
@@ -118,6 +122,7 @@ class Engine:
             regrouped=recovery.regrouped,
             masked=recovery.masked,
             asking_to_rejoin=recovery.asking_to_rejoin,
+            needs_placement=recovery.needs_placement,
             record_command=self.records.to_show(),
         )
         rows, ranks = self.exchange.gather(state.to_row(), self.step), recovery.members
@@ -127,6 +132,11 @@ class Engine:
         self._held_steps = self._held_steps + 1 if plan.hold_prefill and prefill_tokens else 0
         self._wants_stop |= plan.stop  # kept in case the rank that asked is lost before the end
         return plan
+
+    def _tell_placement(self, source: int) -> None:
+        """Serves with the placement that rank `source` knows. Collective."""
+        data = self.recovery.placement_bytes() if source == self.rank else None
+        self.recovery.take_placement(broadcast(self.served.all_to_all, source, data, self.served.device))
 
     def _forward(self, chunks: Sequence[ScheduledChunk], plan: StepPlan) -> None:
         self.served.begin_step(plan.max_tokens, plan.split_evenly)

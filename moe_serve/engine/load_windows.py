@@ -59,7 +59,7 @@ class LoadWindows:
 
     def __init__(self, recorder: LoadRecorder | None, placement: Placement, model_id: str):
         """recorder: None: no load is recorded, so there are no records"""
-        self.placement = placement
+        self._placement = placement
         self.listeners: list[Listener] = []
         self.at_end: list[Callable[[], None]] = []
         self._recorder = recorder
@@ -67,6 +67,16 @@ class LoadWindows:
         self._closed: list[tuple[_Window, LoadRecord]] = []
         self._window = _Window(0, placement)
         self._step_began_s = 0.0
+
+    @property
+    def placement(self) -> Placement:
+        return self._placement
+
+    @placement.setter
+    def placement(self, placement: Placement) -> None:
+        self._placement = placement
+        if not self._window.num_forwards:
+            self._window.placement = placement  # its record has no steps with another one
 
     def begin_step(self, plan: StepPlan) -> None:
         """Confirms the closed records, and closes the running one where the group changes. Collective in that case.

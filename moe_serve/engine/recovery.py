@@ -5,6 +5,8 @@
                                   (dispatch/shm/membership.py says how, and why the group neither splits nor hangs)
     activate                      the placement without the masked ranks: same tables, other entries
     exchange                      the first of the group; its plan has the highest step of all, and ends the load record
+    take_placement                where ranks know different placements, one that knows the newest tells all
+    reload_lost_experts           experts whose only slots were on lost ranks are read from the checkpoint by the others
     the step runs again           with the same proposal or a newer one: the voided step changed no request
 
 A rank that had all its rows before another one missed some has finished its part: its tokens are right, are kept, and
@@ -12,18 +14,22 @@ may have been sent. So steps may differ by one when a group begins, but no other
 
 A masked rank that still runs drops its requests (the front end has moved them to other ranks), asks to rejoin, and
 waits. The other ranks' states say which ranks they see waiting. When all of them see one, the step's plan is to regroup
-with it, and then the placement of all ranks is active again.
+with it. In the first step of that group it is told where experts are, reads those of its own slots that differ (it may
+have been stopped before others activated a round, or before they gave one up), and serves again.
 
-Where an expert had its only slots on lost ranks, serving cannot go on. Every rank concludes that alone, from the same
-placement and the same mask, and ends the epoch with the same error.
+Every rank computes the same reloads, from the same placement and the same mask, and reads those of its own slots. It
+waits for the first exchange with that: only then do all know one placement. Where the remaining ranks have fewer slots
+than there are experts, each concludes that alone, and ends the epoch with the same error.
 """
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from moe_serve.config import ServeConfig
 from moe_serve.dispatch.capabilities import survivors
 from moe_serve.dispatch.shm.membership import Membership
+from moe_serve.engine import full_placement
 from moe_serve.engine.exchange import Exchange
 from moe_serve.engine.mailbox import Mailbox
 from moe_serve.engine.messages import Members
@@ -31,12 +37,13 @@ from moe_serve.engine.requests import OpenRequests
 from moe_serve.engine.served_model import ServedModel
 from moe_serve.engine.status import EngineCounters
 from moe_serve.engine.step import StepPlan, mask_of
+from moe_serve.eplb.migration.moves import MigrationRound, apply_round
 from moe_serve.eplb.placement import Placement
-from moe_serve.errors import PeerError
+from moe_serve.errors import ModelError, PeerError
 from moe_serve.log import get_logger
+from moe_serve.models.expert_reload import ExpertToRead
 
 log = get_logger(__name__)
-_NAMED_EXPERTS = 5  # of those that are lost, in an error
 
 
 class Recovery:
@@ -45,10 +52,12 @@ class Recovery:
     why_end:      why a lost rank ends the epoch; None where it does not
     members:      the ranks that take part, ascending
     regrouped:    1 before the first exchange of a group
+    needs_placement: 1 from rejoining until `take_placement`
     masked, asking_to_rejoin: the masked ranks, and those of them that this rank sees waiting, as bits
     """
 
     regrouped = 0
+    needs_placement = 0
 
     def __init__(self, served: ServedModel, why_end: str | None):
         self.served = served
@@ -69,6 +78,28 @@ class Recovery:
     def begin_step(self, plan: StepPlan) -> None:
         """Closes the load record and regroups where the plan says so. Raises PeerError when a peer is missing."""
         self.served.windows.begin_step(plan)
+
+    def activate_round(self, migration_round: MigrationRound) -> None:
+        """Serves with the experts where a round has brought them. They are in their slots, on all ranks."""
+        self.served.activate(apply_round(self.served.placement, migration_round))
+
+    def placement_bytes(self) -> bytes:
+        """Returns what this rank knows about where experts are."""
+        return full_placement.encode(self.served.placement)
+
+    def take_placement(self, data: bytes) -> None:
+        """Serves with the placement that a rank has told all, after reading what own slots do not hold of it.
+
+        Called on all ranks, where the plan names who tells (MovePlan.placement_from).
+        Raises PeerError when it does not fit, ModelError when an expert cannot be read.
+        """
+        raise AssertionError("no rank is behind where none can be masked")
+
+    def reload_lost_experts(self, plan: StepPlan) -> None:
+        """Serves all experts again, in the first step of a group. Called after activation and `take_placement`.
+
+        Raises ModelError when one cannot be read.
+        """
 
     def recover(self, error: PeerError, wait: Callable[[], bool]) -> bool:
         """Goes on after a lost peer; returns False when this rank should end while it is masked.
@@ -98,7 +129,8 @@ class MaskingRecovery(Recovery):
         super().__init__(served, why_end=None)
         self._own = own
         self._membership = membership
-        self._full_placement = served.placement  # where experts are while no rank is masked
+        self._full = served.placement  # the slots of masked ranks included: see full_placement.py
+        self._lost: Sequence[tuple[int, int]] = ()  # experts that only masked ranks hold: (row, expert)
         self._known_masked: Sequence[int] = ()
         self._has_rejoined = False
 
@@ -140,11 +172,11 @@ class MaskingRecovery(Recovery):
         """Voids the running step, agrees with the remaining ranks on a new group, and serves with its placement.
 
         joining: ranks that rejoin, the same on all ranks
-        Raises PeerError when the others have masked this rank, and when experts are lost.
+        Raises PeerError when the others have masked this rank, and when the ranks that are left have too few slots.
         """
         self.served.void_step()
         self._membership.regroup(joining=joining)
-        self._activate()
+        self._serve(self._full)
         self._begin_group(reason)
 
     def _rejoin(self, wait: Callable[[], bool]) -> bool:
@@ -160,18 +192,71 @@ class MaskingRecovery(Recovery):
         while wait():
             if self._membership.try_rejoin():
                 self._has_rejoined = True
-                self._activate()
+                self.needs_placement = 1
+                self._serve(self._full)
                 self._begin_group(f"rank {own.rank} rejoined")
                 return True
         return False
 
-    def _activate(self) -> None:
+    def activate_round(self, migration_round: MigrationRound) -> None:
+        self._serve(apply_round(self._full, migration_round))
+
+    def placement_bytes(self) -> bytes:
+        return full_placement.encode(self._full)
+
+    def take_placement(self, data: bytes) -> None:
+        told = full_placement.decode(data, self._full)
+        if told.version == self._full.version and not self.needs_placement:
+            if (told.physical_to_logical != self._full.physical_to_logical).any():
+                text = (
+                    f"rank {self._own.rank} was told another placement {told.version} than it knows; restart the engine"
+                )
+                raise PeerError(text, self._own.rank, "placement", told.version)
+            return
+        to_read = full_placement.slots_to_read(self._full, told, self._own.rank)
+        if to_read:
+            log.warning("%d of this rank's slots hold other experts than the others know: it reads them", len(to_read))
+            self._read(to_read)
+        self.needs_placement = 0
+        self._serve(told)
+
+    def reload_lost_experts(self, plan: StepPlan) -> None:
+        if not self._lost or not plan.regrouped or plan.rejoining:
+            return
+        masked, rank = self._membership.masked, self._own.rank
+        full, reloaded = full_placement.with_reloads(self._full, masked)
+        to_read = full_placement.slots_to_read(self._full, full, rank)
+        what = full_placement.what_is_lost(full, masked, self._lost)
+        log.warning("%s: rank %d reads %d of %d from the checkpoint", what, rank, len(to_read), len(reloaded))
+        started_s = time.monotonic()
+        self._read(to_read)
+        log.info("rank %d has read %d experts in %.2f s", rank, len(to_read), time.monotonic() - started_s)
+        self._serve(full)
+
+    def _read(self, experts: Sequence[ExpertToRead]) -> None:
+        try:
+            self.served.read_experts(experts)
+        except ModelError as error:
+            # Not a PeerError: some slots may hold other experts now than this rank would tell.
+            raise ModelError(
+                f"rank {self._own.rank} must read {len(experts)} experts again to go on: {error}"
+            ) from None
+
+    def _serve(self, full: Placement) -> None:
+        """Serves with a placement without the masked ranks, or leaves it to `reload_lost_experts` where experts lack.
+
+        Raises PeerError when the ranks that take part have too few slots for all experts.
+        """
         masked = self._membership.masked
-        placement, lost = self._full_placement.without_ranks(masked)
+        placement, lost = full.without_ranks(masked)
+        if not full_placement.has_slots_without(full, len(masked)):
+            newest = next((rank for rank in masked if rank not in self._known_masked), masked[0])
+            raise PeerError(full_placement.too_few_slots(full, masked), newest, "regroup", self._membership.epoch)
+        self._full, self._lost = full, lost
         if lost:
-            newest = next(rank for rank in masked if rank not in self._known_masked)
-            raise PeerError(_what_is_lost(placement, masked, lost), newest, "regroup", self._membership.epoch)
-        self.served.activate(placement)
+            self.served.windows.placement = placement  # no forward runs before `reload_lost_experts`
+        else:
+            self.served.activate(placement)
         self._known_masked = masked
 
     def _begin_group(self, reason: str) -> None:
@@ -198,22 +283,3 @@ def make_recovery(config: ServeConfig, own: Rank, served: ServedModel) -> Recove
         return Recovery(served, "the exchange cannot go on without a rank (engine.exchange: shm can)")
     own.exchange.follow(membership)
     return MaskingRecovery(own, served, membership)
-
-
-def spareable_ranks(placement: Placement) -> list[int]:
-    """Returns the ranks of which any one can be lost: every expert has a slot on another rank."""
-    return [rank for rank in range(placement.num_ranks) if not placement.without_ranks([rank])[1]]
-
-
-def _what_is_lost(placement: Placement, masked: Sequence[int], lost: Sequence[tuple[int, int]]) -> str:
-    row = lost[0][0]
-    experts = [str(expert) for lost_row, expert in lost if lost_row == row]
-    named = ", ".join(experts[:_NAMED_EXPERTS]) + (", …" if len(experts) > _NAMED_EXPERTS else "")
-    ranks = " and ".join(f"rank {rank}" for rank in masked) + (" together" if len(masked) > 1 else "")
-    layers = len({lost_row for lost_row, _ in lost})
-    over = f" over {layers} layers" if layers > 1 else ""
-    return (
-        f"{ranks} cannot be spared: {len(lost)} experts{over} had their only slots there (layer "
-        f"{placement.moe_layer_ids[row]}: {named}); start the ranks again, and give every expert slots on two ranks to "
-        "go on without one: raise eplb.num_redundant_experts, or change the file in eplb.init_expert_location"
-    )

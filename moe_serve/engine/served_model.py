@@ -3,6 +3,7 @@
 The engine above sees requests and steps, the folders below see tensors. `engine/build.py` puts it together.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +22,7 @@ from moe_serve.ep.pass_recorder import PassRecorder
 from moe_serve.ep.replica_map import ReplicaMap
 from moe_serve.eplb.placement import Placement
 from moe_serve.kernels.numerics import Numerics
+from moe_serve.models.expert_reload import ExpertReloader, ExpertToRead
 from moe_serve.models.moe_decoder import MoeDecoder
 from moe_serve.models.spec import ModelSpec
 
@@ -44,6 +46,7 @@ class ServedModel:
     replica_map: ReplicaMap
     recorder: LoadRecorder | None
     windows: LoadWindows
+    reloader: ExpertReloader
     info: dict[str, Any]
     trace: TraceWriter | None = None
     passes: PassRecorder | None = None
@@ -101,6 +104,10 @@ class ServedModel:
         """Serves with another placement of the same shape from the next step on; its experts are in their slots."""
         self.replica_map.activate(placement)
         self.windows.placement = placement
+
+    def read_experts(self, experts: Sequence[ExpertToRead]) -> None:
+        """Reads experts from the checkpoint into slots of this rank. Raises ModelError when that fails."""
+        self.reloader.read(experts, self.decoder.experts)
 
     def warm_up(self) -> None:
         """Runs empty steps through every layer and collective, so that the first request does not pay for it."""

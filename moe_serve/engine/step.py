@@ -165,12 +165,13 @@ def plan_step(states: Sequence[RankState], settings: StepSettings, ranks: Sequen
     Raises PeerError where the ranks are not in the same epoch, group, step or placement: a rank that is out of step
     must not run another collective. In the first step of a group they go on with the highest step: a rank that finished
     a step that was voided for others keeps it, and its number is not used again. The same holds for a round that some
-    ranks have activated in such a step, and the others have staged.
+    ranks have activated in such a step, and the others have staged. Where they know other placements for any other
+    reason, one of those that know the newest tells all.
     """
     ranks = ranks or range(len(states))
     regrouped = all(state.regrouped for state in states)
     activate = _round_to_activate([state for state in states if not state.needs_placement], regrouped)
-    _check_agreement(states, ranks, regrouped, activate)
+    _check_agreement(states, ranks, regrouped)
     first = states[0]
     step = max(state.step for state in states)
     stop = any(state.wants_stop for state in states)
@@ -211,24 +212,20 @@ def plan_step(states: Sequence[RankState], settings: StepSettings, ranks: Sequen
 
 def _round_to_activate(states: Sequence[RankState], regrouped: bool) -> int:
     """Returns the version of the round that all ranks can serve with from now on; 0 = none."""
-    newest = max(state.placement_version for state in states)
+    newest = max((state.placement_version for state in states), default=0)
     behind = [state for state in states if state.placement_version < newest]
-    if behind:
+    if behind or not states:
         return newest if regrouped and all(state.staged == newest for state in behind) else 0
     return newest + 1 if not regrouped and all(state.staged == newest + 1 for state in states) else 0
 
 
-def _check_agreement(states: Sequence[RankState], ranks: Sequence[int], regrouped: bool, activate: int) -> None:
+def _check_agreement(states: Sequence[RankState], ranks: Sequence[int], regrouped: bool) -> None:
     first = states[0]
     for rank, state in zip(ranks, states, strict=True):
         for name in ("epoch", "step", "placement_version", "regrouped", "masked"):
             if getattr(state, name) == getattr(first, name):
                 continue
-            in_a_new_group = regrouped and (
-                name == "step"
-                or (name == "placement_version" and bool(activate or state.needs_placement or first.needs_placement))
-            )
-            if not in_a_new_group:
+            if not (regrouped and name in ("step", "placement_version")):
                 raise PeerError(
                     f"rank {rank} is at {name} {getattr(state, name)} and rank {ranks[0]} at {getattr(first, name)} "
                     f"(step {first.step}): the ranks are out of step; restart the engine",
@@ -243,14 +240,23 @@ def _plan_moves(states: Sequence[RankState], ranks: Sequence[int], activate: int
     faults = [
         MoveCancelled(rank, MOVE_FAULTS[state.fault - 1], state.fault_layer) for rank, state in by_rank if state.fault
     ]
-    knowing = [rank for rank, state in by_rank if not state.needs_placement]
     speakers = [rank for rank, state in by_rank if state.has_message]
     return MovePlan(
         activate=activate,
         cancel=faults[0] if faults else None,
-        placement_from=knowing[0] if len(knowing) < len(states) else None,
+        placement_from=_teller(by_rank, activate),
         message_from=speakers[0] if speakers else None,
     )
+
+
+def _teller(by_rank: Sequence[tuple[int, RankState]], activate: int) -> int | None:
+    """Returns the rank that tells all where experts are; None where all know, once they have activated a round."""
+    knowing = [(rank, state) for rank, state in by_rank if not state.needs_placement] or by_rank
+    newest = max(state.placement_version for _, state in knowing)
+    is_behind = not activate and any(state.placement_version < newest for _, state in knowing)
+    if not is_behind and not any(state.needs_placement for _, state in by_rank):
+        return None
+    return next(rank for rank, state in knowing if state.placement_version == newest)
 
 
 def mask_of(ranks: Iterable[int]) -> int:

@@ -49,6 +49,8 @@ class ExpertReloader:
         One expert at a time is held beside the slots.
         Raises ModelError, naming the file, when it cannot be read; slots that were not reached keep what they held.
         """
+        if not experts:
+            return
         if self.folder is None:
             self._copy(DummyWeights(self.share, self.seed), experts, stores)
             return

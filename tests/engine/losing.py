@@ -7,6 +7,7 @@ requests again, with the output in the files.
 
 import json
 import os
+import random
 import signal
 import tempfile
 from collections.abc import Sequence
@@ -14,6 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -27,7 +29,10 @@ from moe_serve.engine.messages import Members, Message, Shutdown, Submit, Tokens
 from moe_serve.engine.step import StepPlan
 from moe_serve.eplb import read_trace
 from moe_serve.eplb.load import LoadRecord
+from moe_serve.eplb.migration.moves import MigrationRound, SlotMove
+from moe_serve.eplb.placement import Placement
 from moe_serve.errors import PeerError
+from moe_serve.models.expert_reload import ExpertToRead
 from tests.dispatch.shm import faults
 from tests.engine.queue_mailbox import QueueMailbox
 
@@ -36,19 +41,30 @@ CHANNELS = {"counts": "_counts", "dispatch": "_rows", "combine": "_results"}
 
 @dataclass(frozen=True)
 class Fault:
-    """phase: "exchange", "sample", or counts, dispatch or combine with send or receive;  calls: of it in that step that
-    pass unharmed;  sign: SIGKILL or SIGSTOP"""
+    """phase: "exchange", "sample", "window", "activate", "bring" (the expert of a move into its slot), "reload", or
+    counts, dispatch or combine with send or receive, "exchange receive" after others can read this rank's row
+    calls: of it in that step that pass unharmed
+    sign: SIGKILL or SIGSTOP;  then: another rank that dies"""
 
     victim: int
     phase: str
     step: int
     calls: int = 0
     sign: int = signal.SIGKILL
+    then: "Fault | None" = None
+
+    @property
+    def all(self) -> "list[Fault]":
+        return [self, *(self.then.all if self.then is not None else [])]
 
 
 @dataclass
 class Outcome:
-    """What one rank saw until its end. rows: computed by its finished steps. ended: the dead ranks of each group"""
+    """What one rank saw until its end. rows: computed by its finished steps. ended: the dead ranks of each group
+
+    num_read: experts that it read again;  num_told: how often it was told a placement that it did not know
+    version: of the placement at the end
+    """
 
     groups: list[list[int]] = field(default_factory=list)
     ended: list[list[int]] = field(default_factory=list)
@@ -57,6 +73,9 @@ class Outcome:
     rows: int = 0
     step: int = 0
     topk: int = 0
+    num_read: int = 0
+    num_told: int = 0
+    version: int = 0
     waited_s: list[float] = field(default_factory=list)
     error: str = ""
 
@@ -141,6 +160,65 @@ class FileMailbox(QueueMailbox):
         return done >= wanted
 
 
+class RandomRounds:
+    """Moves experts while the ranks serve, without a mover: in every other step that begins no group, all ranks write
+    the experts of a random legal round into their slots, and activate it."""
+
+    def __init__(self, engine: Engine):
+        self._engine = engine
+        self._begin_step = engine.recovery.begin_step
+        engine.recovery.begin_step = self._move  # type: ignore[method-assign]
+
+    def _move(self, plan: StepPlan) -> None:
+        self._begin_step(plan)
+        recovery, served = self._engine.recovery, self._engine.served
+        if plan.step % 2 or plan.regrouped or plan.rejoining:
+            return
+        table, rank = served.placement, self._engine.rank
+        legal = random_round(table, recovery.members, random.Random(plan.step))
+        for move in legal.moves:
+            if move.dst_rank == rank:
+                expert = int(table.physical_to_logical[move.layer, move.src_slot])
+                self.bring(ExpertToRead(move.layer, expert, move.dst_slot % table.slots_per_rank))
+        recovery.activate_round(legal)
+
+    def bring(self, expert: ExpertToRead) -> None:
+        served = self._engine.served
+        served.reloader.read([expert], served.decoder.experts)
+
+
+def random_round(placement: Placement, members: Sequence[int], draw: random.Random) -> MigrationRound:
+    """Returns moves to ranks that take part, two for each of them, after which every expert has a slot."""
+    slots, table = placement.slots_per_rank, placement.physical_to_logical
+    moves: list[SlotMove] = []
+    for dst in [*members, *members]:
+        layer = draw.randrange(placement.num_layers)
+        if any(move.layer == layer for move in moves):
+            continue  # one move a layer: no expert loses two slots
+        own = table[layer, dst * slots : (dst + 1) * slots].tolist()
+        free = [slot for slot, held in enumerate(own) if held < 0 or placement.replica_count[layer, held] > 1]
+        read = [slot for slot, held in enumerate(table[layer].tolist()) if held >= 0 and held not in own]
+        if free and read:
+            src = draw.choice(read)
+            moves.append(SlotMove(layer, src // slots, src, dst, dst * slots + draw.choice(free)))
+    return MigrationRound(tuple(moves))
+
+
+def count_repairs(engine: Engine, outcome: Outcome) -> None:
+    read, take, recovery = engine.served.read_experts, engine.recovery.take_placement, engine.recovery
+
+    def counted(experts: Sequence[ExpertToRead]) -> None:
+        outcome.num_read += len(experts)
+        read(experts)
+
+    def told(data: bytes) -> None:
+        before = engine.served.placement
+        take(data)
+        outcome.num_told += engine.served.placement is not before
+
+    engine.served.read_experts, recovery.take_placement = counted, told  # type: ignore[method-assign]
+
+
 def be_patient_at_first(engine: Engine) -> None:
     """Lets ranks begin when they like: deadlines hold from step 2 on."""
     membership, exchange, run_step = engine.served.membership, engine.exchange, engine.run_step
@@ -158,7 +236,7 @@ def be_patient_at_first(engine: Engine) -> None:
     engine.run_step = count  # type: ignore[method-assign]
 
 
-def strike(engine: Engine, fault: Fault) -> None:
+def strike(engine: Engine, fault: Fault, rounds: RandomRounds | None = None) -> None:
     """Makes this rank die or stop where the fault says."""
     transport: Any = engine.served.all_to_all
     calls = fault.calls
@@ -183,11 +261,18 @@ def strike(engine: Engine, fault: Fault) -> None:
 
     phase, _, half = fault.phase.partition(" ")
     if phase == "exchange":
-        before(engine.exchange, "gather")
+        before(engine.exchange, "_wait" if half == "receive" else "gather")
     elif phase == "sample":
         before(engine.scheduler, "complete")
     elif phase == "window":
         before(engine.served.windows, "close")
+    elif phase == "activate":
+        before(engine.recovery, "activate_round")
+    elif phase == "bring":
+        assert rounds is not None
+        before(rounds, "bring")
+    elif phase == "reload":
+        before(engine.recovery, "_read")
     elif half == "receive":
         before(getattr(transport, CHANNELS[phase]), "wait")
     else:
@@ -206,8 +291,27 @@ def strike(engine: Engine, fault: Fault) -> None:
         channel.signal = signal_one_and_end
 
 
+def check_slots(engine: Engine) -> None:
+    """Every slot of this rank holds the bytes of its expert."""
+    served, table = engine.served, engine.served.placement
+    own = table.physical_to_logical.reshape(table.num_layers, table.num_ranks, -1)[:, engine.rank]
+    stores = [store.staging(store.num_slots) for store in served.decoder.experts]
+    experts = [ExpertToRead(row, int(own[row, slot]), slot) for row, slot in np.argwhere(own >= 0).tolist()]
+    served.reloader.read(experts, stores)
+    for each in experts:
+        held = served.decoder.experts[each.layer_row].slot(each.slot)
+        for name, tensor in stores[each.layer_row].slot(each.slot).items():
+            assert torch.equal(held[name], tensor), f"{each} has other bytes"
+
+
 def run_engine(
-    rank: int, num_ranks: int, submits: Sequence[Submit], overrides: list[str], fault: Fault | None, folder: str
+    rank: int,
+    num_ranks: int,
+    submits: Sequence[Submit],
+    overrides: list[str],
+    fault: Fault | None,
+    moves: bool,
+    folder: str,
 ) -> Outcome:
     torch.set_num_threads(1)
     store = dist.FileStore(f"{folder}/store", num_ranks)
@@ -221,8 +325,11 @@ def run_engine(
     dist.barrier()
     outcome = Outcome(topk=engine.served.spec.topk, groups=mailbox.groups, ended=mailbox.ended)
     be_patient_at_first(engine)
-    if fault is not None and rank == fault.victim:
-        strike(engine, fault)
+    count_repairs(engine, outcome)
+    rounds = RandomRounds(engine) if moves else None
+    for each in fault.all if fault is not None else []:
+        if rank == each.victim:
+            strike(engine, each, rounds)
     try:
         engine.run()
     except PeerError as error:
@@ -233,25 +340,33 @@ def run_engine(
     outcome.counters = dict(vars(engine.counters))
     outcome.rows = engine.counters.num_decode_tokens + engine.counters.num_prefill_tokens
     outcome.step = engine.step
+    outcome.version = engine.served.placement.version
+    check_slots(engine)
     if fault is not None:
-        assert engine.served.recorder is not None
-        reported = engine.served.recorder._reported[fault.victim]
+        recorder = engine.served.recorder
+        assert recorder is not None
+        reported = torch.stack([recorder._reported[each.victim] for each in fault.all]).sum(0)
         outcome.reported_by_victim = reported.view(len(engine.served.spec.moe_layer_ids), -1).sum(1).tolist()
     outcome.waited_s = engine.served.waited_s
     return outcome
 
 
 def serve_and_lose(
-    num_ranks: int, submits: Sequence[Submit], overrides: Sequence[str], fault: Fault | None
+    num_ranks: int, submits: Sequence[Submit], overrides: Sequence[str], fault: Fault | None, moves: bool = False
 ) -> tuple[dict[int, Outcome], dict[str, list[int]], list[LoadRecord]]:
-    """Returns what each rank saw that came to an end, the tokens of each request as a reader has them, the trace."""
+    """Returns what each rank saw that came to an end, the tokens of each request as a reader has them, the trace.
+
+    moves: experts move while the ranks serve, see RandomRounds
+    """
     settings = [
         f"parallel.num_ranks={num_ranks}", "cache.num_blocks=256", "cache.block_size=8", "engine.heartbeat_s=0.02",
         "dispatch.backend=low_latency", "engine.exchange=shm", "engine.numerics=batch_invariant", *overrides,
     ]  # fmt: skip
-    dies = (fault.victim,) if fault is not None and fault.sign == signal.SIGKILL else ()
+    dies = tuple(each.victim for each in fault.all if each.sign == signal.SIGKILL) if fault is not None else ()
     with tempfile.TemporaryDirectory() as folder:
         settings.append(f"eplb.record_path={folder}/load.jsonl")
-        outcomes = faults.run_forked(num_ranks, run_engine, num_ranks, submits, settings, fault, folder, dies=dies)
+        outcomes = faults.run_forked(
+            num_ranks, run_engine, num_ranks, submits, settings, fault, moves, folder, dies=dies
+        )
         tokens = {request_id: output for request_id, (output, is_all) in tokens_in(Path(folder)).items() if is_all}
         return outcomes, tokens, list(read_trace(Path(folder) / "load.jsonl"))

@@ -10,7 +10,9 @@ import pytest
 
 from moe_serve.attention_dp.request import SamplingParams
 from moe_serve.engine.messages import Submit
+from moe_serve.eplb.files.placements import write_placement
 from moe_serve.eplb.load import LoadRecord
+from moe_serve.eplb.placement import Placement
 from tests.engine.losing import Fault, Outcome, serve_and_lose
 from tests.engine.offline import prompts_with_shared_beginnings, serve, submits_of, tiny_model
 
@@ -50,7 +52,9 @@ def tokens_without_fault(model: Path) -> dict[str, list[int]]:
     return serve(1, requests(), overrides).tokens
 
 
-def check_trace(trace: Sequence[LoadRecord], outcomes: dict[int, Outcome], victim: int) -> None:
+def check_trace(
+    trace: Sequence[LoadRecord], outcomes: dict[int, Outcome], victim: int, num_ranks: int = NUM_RANKS
+) -> None:
     """Every computed row is in the trace, topk times in each layer, whichever rank wrote it and whatever was voided."""
     first = outcomes[min(outcomes)]
     # What a lost rank had reported before; one that rejoined has reported all its counts.
@@ -65,19 +69,22 @@ def check_trace(trace: Sequence[LoadRecord], outcomes: dict[int, Outcome], victi
     assert [record.first_step for record in trace] == [0, *ends[:-1]]
     for record in trace:
         assert record.placement is not None
-        assert record.placement.num_ranks == NUM_RANKS
+        assert record.placement.num_ranks == num_ranks
 
 
 @pytest.mark.parametrize(
-    ("victim", "phase", "step", "calls"),
+    ("victim", "phase", "step", "calls", "moves"),
     [
-        *((1, phase, 4, number) for number, phase in enumerate(PHASES)),
-        (1, "exchange", 6, 0), (2, "sample", 5, 1), (0, "window", 7, 0), (0, "combine receive", 6, 0),
+        *((1, phase, 4, number, number % 2 == 1) for number, phase in enumerate(PHASES)),
+        (1, "exchange", 6, 0, True), (2, "sample", 5, 1, False), (0, "window", 7, 0, False),
+        (0, "combine receive", 6, 0, False), (2, "activate", 4, 0, True),
     ],
 )  # fmt: skip
-def test_the_others_go_on_and_every_token_is_right(model: Path, victim: int, phase: str, step: int, calls: int) -> None:
+def test_the_others_go_on_and_every_token_is_right(
+    model: Path, victim: int, phase: str, step: int, calls: int, moves: bool
+) -> None:
     fault = Fault(victim, phase, step, calls)
-    outcomes, tokens, trace = serve_and_lose(NUM_RANKS, requests(), settings_of(model, 20), fault)
+    outcomes, tokens, trace = serve_and_lose(NUM_RANKS, requests(), settings_of(model, 20), fault, moves)
     assert tokens == tokens_without_fault(model)
     survivors = [rank for rank in range(NUM_RANKS) if rank != victim]
     assert sorted(outcomes) == survivors
@@ -101,12 +108,13 @@ def test_a_rank_may_be_lost_between_rounds_that_overlap(model: Path, phase: str,
 
 
 @pytest.mark.parametrize(
-    ("victim", "phase", "step"),
-    [(1, "combine receive", 4), (2, "exchange", 6), (0, "window", 7)],
-)
-def test_a_rank_that_stops_is_masked_and_rejoins(model: Path, victim: int, phase: str, step: int) -> None:
+    ("victim", "phase", "step", "moves"),
+    [(1, "combine receive", 4, False), (2, "exchange", 6, True), (0, "window", 7, False), (0, "bring", 4, True),
+     (1, "exchange receive", 4, True)],
+)  # fmt: skip
+def test_a_rank_that_stops_is_masked_and_rejoins(model: Path, victim: int, phase: str, step: int, moves: bool) -> None:
     fault = Fault(victim, phase, step, sign=signal.SIGSTOP)
-    outcomes, tokens, trace = serve_and_lose(NUM_RANKS, requests(), settings_of(model, 1.5), fault)
+    outcomes, tokens, trace = serve_and_lose(NUM_RANKS, requests(), settings_of(model, 1.5), fault, moves)
     right = tokens_without_fault(model)
     assert tokens == right | {"extra": right["0"]}, "it serves again once it has rejoined"
     all_ranks = list(range(NUM_RANKS))
@@ -117,20 +125,75 @@ def test_a_rank_that_stops_is_masked_and_rejoins(model: Path, victim: int, phase
         assert outcome.groups == ([all_ranks] if rank == victim else [survivors, all_ranks])
         assert not any(outcome.ended), "late is not ended"
         assert outcome.counters["num_times_left_out"] == int(rank == victim)
-        assert outcome.step == outcomes[0].step
+        assert (outcome.step, outcome.version) == (outcomes[0].step, outcomes[0].version)
+        assert outcome.num_told == int(rank == victim), "it alone is told where experts are"
+    if phase == "exchange receive":
+        assert outcomes[victim].num_read > 0, "it never heard that the others activated a round, and reads its part"
     check_trace(trace, outcomes, victim)
 
 
-def test_a_rank_with_the_only_replica_of_an_expert_cannot_be_spared(model: Path) -> None:
+def check_survivors(outcomes: dict[int, Outcome], groups: list[list[int]]) -> None:
+    assert sorted(outcomes) == groups[-1]
+    for outcome in outcomes.values():
+        assert outcome.error == ""
+        assert outcome.groups == groups
+    assert len({outcome.version for outcome in outcomes.values()}) == 1
+
+
+def test_experts_that_were_lost_are_read_again_by_the_others(model: Path) -> None:
+    """Four slots on each of three ranks: the eight that are left are just enough for eight experts."""
+    victim = 0  # it writes the trace
+    overrides = [*settings_of(model, 20), "eplb.num_redundant_experts=4"]
+    outcomes, tokens, trace = serve_and_lose(NUM_RANKS, requests(), overrides, Fault(victim, "dispatch receive", 4))
+    check_survivors(outcomes, [[1, 2]])
+    assert tokens == tokens_without_fault(model)
+    first, last = trace[0].placement, trace[-1].placement
+    assert first is not None
+    assert last is not None
+    lost = first.without_ranks([victim])[1]
+    assert sum(outcome.num_read for outcome in outcomes.values()) == len(lost) > 0
+    assert last.without_ranks([victim])[1] == [], "and their records say where they are now"
+    check_trace(trace, outcomes, victim)
+
+
+def test_two_ranks_are_lost_one_after_the_other(model: Path) -> None:
+    """16 slots on four ranks, every expert on two: the second loss leaves just enough slots, and experts to read."""
+    overrides = [*settings_of(model, 20), "eplb.num_redundant_experts=8"]
+    fault = Fault(1, "counts receive", 4, then=Fault(2, "combine send", 7))
+    outcomes, tokens, trace = serve_and_lose(4, requests(), overrides, fault)
+    check_survivors(outcomes, [[0, 2, 3], [0, 3]])
+    assert tokens == tokens_without_fault(model)
+    assert sum(outcome.num_read for outcome in outcomes.values()) == 2 * 3, "two of each layer"
+    check_trace(trace, outcomes, 1, num_ranks=4)
+
+
+@pytest.mark.parametrize(("phase", "calls", "told"), [("reload", 0, 0), ("counts send", 1, 1)])
+def test_a_rank_may_be_lost_before_all_have_read_again(
+    model: Path, tmp_path: Path, phase: str, calls: int, told: int
+) -> None:
+    """Experts 4 and 5 are on rank 1 alone. When rank 3 ends, both others have read them, or only the one that has had
+    its part of the load record: it then tells the other one, which reads its slots later."""
+    row = [0, 1, 2, 3, 4, 5, 0, 1, 2, 3, 6, 7, 6, 7, 2, 0]
+    write_placement(Placement([row] * 3, 8, 4), tmp_path / "placement.json")
+    where = f"eplb.init_expert_location={tmp_path}/placement.json"
+    overrides = [*settings_of(model, 20), "eplb.num_redundant_experts=0", where]
+    fault = Fault(1, "dispatch receive", 4, then=Fault(3, phase, 4, calls))
+    outcomes, tokens, trace = serve_and_lose(4, requests(), overrides, fault)
+    check_survivors(outcomes, [[0, 2, 3], [0, 2]])
+    assert [outcomes[0].num_told, outcomes[2].num_told] == [0, told]
+    assert tokens == tokens_without_fault(model)
+    check_trace(trace, outcomes, 1, num_ranks=4)
+
+
+def test_ranks_with_too_few_slots_end_with_what_is_needed(model: Path) -> None:
     overrides = [*settings_of(model, 20), "eplb.num_redundant_experts=0"]
     outcomes, _, _ = serve_and_lose(NUM_RANKS, requests(), overrides, Fault(1, "dispatch receive", 4))
     assert sorted(outcomes) == [0, 2]
     for outcome in outcomes.values():
         assert (
-            "rank 1 cannot be spared: 9 experts over 3 layers had their only slots there (layer 0: 3, 4, 5)"
-            in outcome.error
+            "rank 1 cannot be spared: the 2 ranks that are left have 6 slots per layer for 8 experts" in outcome.error
         )
-        assert "raise eplb.num_redundant_experts" in outcome.error
+        assert "raise eplb.num_redundant_experts to 4" in outcome.error
 
 
 def test_on_lost_rank_end_ends_the_epoch(model: Path) -> None:

@@ -144,7 +144,20 @@ def test_a_new_group_drops_the_running_round_unless_some_rank_has_activated_it()
     assert plan_step([staged, staged], SETTINGS).moves.activate == 0
     assert plan_step([replace(staged, placement_version=5, staged=0), staged], SETTINGS).moves.activate == 5
     with pytest.raises(PeerError, match="placement_version"):
-        plan_step([replace(staged, placement_version=5), replace(staged, staged=0)], SETTINGS)
+        plan_step([replace(staged, placement_version=5, regrouped=0), replace(staged, regrouped=0)], SETTINGS)
+
+
+def test_in_a_new_group_ranks_that_are_behind_are_told_the_newest_placement() -> None:
+    known = RankState(epoch=0, step=9, placement_version=7, regrouped=1)
+    behind = replace(known, placement_version=5)
+    assert plan_step([behind, known, known], SETTINGS, ranks=[0, 2, 3]).moves.placement_from == 2
+    moves = plan_step([replace(behind, staged=6), known], SETTINGS).moves
+    assert (moves.placement_from, moves.activate) == (1, 0), "a round for the placement before is not taken for it"
+    rejoined = replace(behind, needs_placement=1)
+    assert plan_step([rejoined, replace(rejoined, placement_version=6)], SETTINGS).moves.placement_from == 1
+    staged = replace(known, placement_version=6, staged=7)
+    moves = plan_step([rejoined, staged, known], SETTINGS).moves
+    assert (moves.placement_from, moves.activate) == (2, 7), "one that has it before activation, too"
 
 
 def test_a_rank_that_rejoined_is_told_the_placement_by_one_that_knows_it() -> None:

@@ -29,7 +29,7 @@ from moe_serve.dispatch.gpu.sizes import gpu_buffer_sizes, most_gpu_tokens
 from moe_serve.dispatch.shm.row_copy_native import load_library
 from moe_serve.dispatch.shm.sizes import buffer_sizes, most_tokens
 from moe_serve.dispatch.wire import make_wire
-from moe_serve.engine.recovery import spareable_ranks
+from moe_serve.engine.full_placement import meaning_of_a_loss
 from moe_serve.eplb.placement import Placement
 
 _SHARED = "/dev/shm"
@@ -126,16 +126,7 @@ def describe_loss(config: ServeConfig, placement: Placement, shares_memory: bool
         return [(*ends, "engine.on_lost_rank is end")]
     if not shares_memory or config.engine.exchange == "gloo":
         return [(*ends, f"{survivors()} with engine.exchange shm can go on")]
-    spared = spareable_ranks(placement)
-    if not spared:
-        return [(*ends, "each rank has the only slots of some experts; raise eplb.num_redundant_experts to go on")]
-    which = (
-        "any"
-        if len(spared) == num_ranks
-        else f"rank {', '.join(map(str, spared[:8]))}" + (", …" if len(spared) > 8 else "")
-    )
-    why = "every expert has slots on two ranks" if which == "any" else "raise eplb.num_redundant_experts for the others"
-    return [("a lost rank", f"the others serve on without {which}", why)]
+    return [("a lost rank", *meaning_of_a_loss(placement))]
 
 
 def _request(config: ServeConfig, limits: BufferLimits, dtype: torch.dtype) -> TransportRequest:

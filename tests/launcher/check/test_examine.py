@@ -59,7 +59,8 @@ def test_one_rank_sends_nothing():
 @pytest.mark.parametrize(
     "overrides, value, why",
     [
-        ([], "ends serving", "each rank has the only slots of some experts; raise eplb.num_redundant_experts to go on"),
+        ([], "ends serving", "the 2 ranks that are left have 22 slots per layer for 32 experts; to go on, raise"),
+        (["eplb.num_redundant_experts=16"], "the others serve on without any", "after the loss of any they first read"),
         (["eplb.num_redundant_experts=64"], "the others serve on without any", "every expert has slots on two ranks"),
         (["eplb.num_redundant_experts=64", "engine.on_lost_rank=end"], "ends serving", "engine.on_lost_rank is end"),
         (["eplb.num_redundant_experts=64", "dispatch.backend=collective"], "ends serving", GO_ON),

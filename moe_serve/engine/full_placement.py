@@ -1,0 +1,118 @@
+"""Where experts are on all ranks, masked ones included: what a rank knows, tells, and compares with its own slots.
+
+A masked rank keeps the slots that it had when it was masked, and the others go on moving experts without it. So the
+full placement has the slots of live ranks as they serve, and those of a masked rank as it holds them.
+"""
+
+from collections.abc import Collection, Sequence
+from dataclasses import replace
+
+import msgspec
+import numpy as np
+
+from moe_serve.eplb.placement import Placement
+from moe_serve.eplb.repair import ReloadedExpert, with_lost_experts
+from moe_serve.errors import PeerError, PlacementError
+from moe_serve.models.expert_reload import ExpertToRead
+
+_FORM = 1  # of the message
+_NAMED_EXPERTS = 5  # of those that are lost, in a message
+
+
+class _Message(msgspec.Struct, frozen=True, array_like=True):
+    """form: of this message;  table: physical_to_logical as little-endian int32, row by row"""
+
+    form: int
+    version: int
+    table: bytes
+
+
+def encode(full: Placement) -> bytes:
+    """Returns what a rank tells the others."""
+    return msgspec.msgpack.encode(_Message(_FORM, full.version, full.physical_to_logical.astype("<i4").tobytes()))
+
+
+def decode(data: bytes, like: Placement) -> Placement:
+    """Returns the placement that a rank was told. like: one of the same shape. Raises PeerError for anything else."""
+    try:
+        message = msgspec.msgpack.decode(data, type=_Message)
+        if message.form != _FORM:
+            raise PlacementError(f"form {message.form}, expected {_FORM}")
+        table = np.frombuffer(message.table, dtype="<i4").reshape(like.physical_to_logical.shape)
+        return replace(like, physical_to_logical=table, version=message.version)
+    except (msgspec.DecodeError, ValueError, PlacementError) as error:
+        text = f"the placement that this rank was told does not fit ({error}); start all ranks with one version"
+        raise PeerError(text, -1, "placement", 0) from None
+
+
+def slots_to_read(holds: Placement, wanted: Placement, rank: int) -> list[ExpertToRead]:
+    """Returns the experts of a rank's own slots in `wanted` that those slots do not hold."""
+    first, end = rank * wanted.slots_per_rank, (rank + 1) * wanted.slots_per_rank
+    own = wanted.physical_to_logical[:, first:end]
+    differs = (own != holds.physical_to_logical[:, first:end]) & (own >= 0)
+    return [ExpertToRead(row, int(own[row, slot]), slot) for row, slot in np.argwhere(differs).tolist()]
+
+
+def with_reloads(full: Placement, masked: Collection[int]) -> tuple[Placement, list[ReloadedExpert]]:
+    """Returns the full placement in which experts that only masked ranks hold have slots on the others, too.
+
+    Raises PlacementError when these have too few slots.
+    """
+    serving, reloaded = with_lost_experts(full.without_ranks(masked)[0], masked)
+    table = serving.physical_to_logical.copy()
+    for rank in masked:
+        slots = slice(rank * full.slots_per_rank, (rank + 1) * full.slots_per_rank)
+        table[:, slots] = full.physical_to_logical[:, slots]
+    # Not the next version: that may be the one of a round that some rank still has staged for the placement before.
+    return replace(full, physical_to_logical=table, version=full.version + 2), reloaded
+
+
+def has_slots_without(placement: Placement, num_lost: int) -> bool:
+    """Returns whether the others have slots for all experts when so many ranks are lost."""
+    return (placement.num_ranks - num_lost) * placement.slots_per_rank >= placement.num_logical
+
+
+def spareable_ranks(placement: Placement) -> list[int]:
+    """Returns the ranks of which any one can be lost: all where the others have slots for all experts, else none."""
+    return list(range(placement.num_ranks)) if has_slots_without(placement, 1) else []
+
+
+def meaning_of_a_loss(placement: Placement) -> tuple[str, str]:
+    """Returns what the loss of one rank means for serving, and why."""
+    if not has_slots_without(placement, 1):
+        return "ends serving", _slots_without(placement, 1)
+    goes_on = "the others serve on without any"
+    lost = {rank: len(placement.without_ranks([rank])[1]) for rank in range(placement.num_ranks)}
+    most = max(lost.values())
+    if not most:
+        return goes_on, "every expert has slots on two ranks"
+    which = [str(rank) for rank, number in lost.items() if number]
+    of = "any" if len(which) == len(lost) else f"rank {', '.join(which[:8])}" + (", …" if len(which) > 8 else "")
+    return goes_on, f"after the loss of {of} they first read up to {most} experts from the checkpoint again"
+
+
+def too_few_slots(full: Placement, masked: Sequence[int]) -> str:
+    """Returns why serving ends without these ranks."""
+    ranks = " and ".join(f"rank {rank}" for rank in masked) + (" together" if len(masked) > 1 else "")
+    return f"{ranks} cannot be spared: {_slots_without(full, len(masked))}; start the ranks again"
+
+
+def _slots_without(placement: Placement, num_lost: int) -> str:
+    left = placement.num_ranks - num_lost
+    wanted = -(-placement.num_logical // left) * placement.num_ranks - placement.num_logical
+    ranks = "rank that is left has" if left == 1 else "ranks that are left have"
+    return (
+        f"the {left} {ranks} {left * placement.slots_per_rank} slots per layer for {placement.num_logical} experts; "
+        f"to go on, raise eplb.num_redundant_experts to {wanted}, or change the file in eplb.init_expert_location"
+    )
+
+
+def what_is_lost(full: Placement, masked: Sequence[int], lost: Sequence[tuple[int, int]]) -> str:
+    """Returns who is lost, and with them the only slots of which experts. lost: (row, expert), ascending"""
+    row = lost[0][0]
+    experts = [str(expert) for lost_row, expert in lost if lost_row == row]
+    named = ", ".join(experts[:_NAMED_EXPERTS]) + (", …" if len(experts) > _NAMED_EXPERTS else "")
+    ranks = " and ".join(f"rank {rank}" for rank in masked)
+    layers = len({lost_row for lost_row, _ in lost})
+    over = f" over {layers} layers" if layers > 1 else ""
+    return f"{ranks} held the only slots of {len(lost)} experts{over} (layer {full.moe_layer_ids[row]}: {named})"
