@@ -90,9 +90,9 @@ EPLB_LIBRARY = {
     "policies": {"placement", "load", "split", "repair"},
     "planner": {"placement", "policies"},
     "split": {"placement"},
-    "migration": {"placement"},
+    "migration": {"placement", "policies.policy"},
     "cost": {"placement", "load", "policies.policy", "migration"},
-    "planning": {"policies"},
+    "planning": {"policies", "migration"},
     "rebalance": {"placement", "load", "policies.policy", "migration", "cost", "repair"},
 }
 EPLB_WORKBENCH = {

@@ -266,7 +266,7 @@ class Balancer:
         match answer:
             case PlanAnswer():
                 self._count_seconds("plan_seconds", answer.plan.elapsed_s)
-                self._handle(PlanReady(step, answer.request_id, answer.plan))
+                self._handle(PlanReady(step, answer.request_id, answer.plan, answer.migration))
             case PlanProblem():
                 self._handle(PlanFailed(step, answer.request_id, answer.reason))
 
@@ -282,7 +282,7 @@ class Balancer:
             match action:
                 case RequestPlan():
                     self._asked = action.request_id
-                    self._planner.submit(action.request_id, action.request)
+                    self._planner.submit(action.request_id, action.request, action.max_incoming, action.relabel)
                     self._on_event(REQUESTED, action.step, request_id=action.request_id, layers=len(action.layer_rows))
                 case StartRound():
                     self._round, self._is_told = action, False

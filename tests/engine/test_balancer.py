@@ -11,6 +11,7 @@ from moe_serve.config import load_config
 from moe_serve.engine.balance_reports import BalanceReports
 from moe_serve.engine.balancer import Balancer, Reporter, balancer_settings
 from moe_serve.eplb.load import LoadRecord, rank_load
+from moe_serve.eplb.migration.plan import migration_to
 from moe_serve.eplb.placement import Placement
 from moe_serve.eplb.planning.process import PlanAnswer, PlannerProcess, PlanProblem
 from moe_serve.eplb.policies.make import POLICIES, make_policy
@@ -38,20 +39,19 @@ class PlannerHere:
     def start(self):
         self.started += 1
 
-    def submit(self, request_id, request):
-        self.asked, self.polls = [(request_id, request)], 0
+    def submit(self, request_id, request, max_incoming, relabel):
+        self.asked, self.polls = [(request_id, request, max_incoming, relabel)], 0
 
     def poll(self):
         self.polls += 1
         if not self.asked or self.polls <= self.delay:
             return None
-        ((number, request),) = self.asked
+        ((number, request, *rules),) = self.asked
         self.asked = []
-        return (
-            PlanProblem(number, self.failure)
-            if self.failure
-            else PlanAnswer(number, make_policy(self.policy).plan(request))
-        )
+        if self.failure:
+            return PlanProblem(number, self.failure)
+        plan = make_policy(self.policy).plan(request)
+        return PlanAnswer(number, plan, migration_to(request, plan, *rules))
 
     def close(self):
         self.closed = True

@@ -14,6 +14,7 @@ import msgspec
 import numpy as np
 import pytest
 
+from moe_serve.eplb.migration.plan import migration_to
 from moe_serve.eplb.placement import Placement
 from moe_serve.eplb.planning.process import PlanAnswer, PlannerProcess, PlanProblem
 from moe_serve.eplb.planning.wire import PIECE_BYTES, Ask, MessageReader, Reply, WireError, pieces
@@ -62,16 +63,16 @@ class TestWire:
             moe_layer_ids=(7, 8, 9),
             max_moves=2,
         )
-        back = MessageReader(Ask).feed(joined(Ask(4, "greedy", asked)))
+        back = MessageReader(Ask).feed(joined(Ask(4, "greedy", asked, 1, "nodes")))
         assert (back.request_id, back.policy) == (4, "greedy")
         assert same(asked, back.request)
         plan = make_policy("refined").plan(request(uneven_shares=True))
         assert plan.shares is not None
-        assert same(plan, MessageReader(Reply).feed(joined(Reply(5, plan))).plan)
+        assert same(plan, MessageReader(Reply).feed(joined(Reply(5, plan, None))).plan)
 
     @pytest.mark.parametrize("size", [1, 7, 4096])
     def test_bytes_may_arrive_in_any_pieces(self, size):
-        data = joined(Ask(1, "greedy", request())) + joined(Ask(2, "greedy", request()))
+        data = joined(Ask(1, "greedy", request(), 1, "nodes")) + joined(Ask(2, "greedy", request(), 1, "nodes"))
         reader, seen = MessageReader(Ask), []
         for first in range(0, len(data), size):
             message = reader.feed(data[first : first + size])
@@ -84,13 +85,13 @@ class TestWire:
         large = request(
             num_layers=40, num_logical=256, num_redundant=0, by_source=np.ones((40, 4, 256), dtype=np.int64)
         )
-        parts = list(pieces(Ask(1, "greedy", large)))
+        parts = list(pieces(Ask(1, "greedy", large, 1, "nodes")))
         assert len(parts) > 3
         assert max(map(len, parts)) <= PIECE_BYTES + 8
         assert same(large, MessageReader(Ask).feed(b"".join(parts)).request)
 
     def test_every_flipped_byte_is_noticed(self):
-        data = joined(Reply(1, make_policy("greedy").plan(request())))
+        data = joined(Reply(1, make_policy("greedy").plan(request()), None))
         rng = np.random.default_rng(0)
         for at in [*range(40), *rng.integers(0, len(data), 100).tolist()]:
             wrong = bytearray(data)
@@ -118,7 +119,7 @@ class TestWire:
 
     def test_a_request_that_a_policy_refuses_is_answered_in_words(self):
         asked = request(num_groups=2, off_home=0.0)
-        reply = answer(Ask(3, "no such policy", asked))
+        reply = answer(Ask(3, "no such policy", asked, 1, "nodes"))
         assert reply.plan is None
         assert "no such policy" in reply.problem
 
@@ -169,12 +170,13 @@ def test_it_plans_what_the_policy_plans_and_stays_for_the_next_request(planners)
     pids = set()
     for number in range(3):
         asked = request(seed=number)
-        planner.submit(number, asked)
+        planner.submit(number, asked, 1, "nodes")
         outcome = wait(planner)
         assert isinstance(outcome, PlanAnswer)
         assert outcome.request_id == number
         wanted = make_policy("greedy").plan(asked).placement.physical_to_logical
         assert outcome.plan.placement.physical_to_logical.tolist() == wanted.tolist()
+        assert outcome.migration.rounds == migration_to(asked, outcome.plan, 1, "nodes").rounds
         pids.add(planner.pid)
         assert planner.poll() is None
     assert len(pids) == 1
@@ -182,7 +184,7 @@ def test_it_plans_what_the_policy_plans_and_stays_for_the_next_request(planners)
 
 def test_it_runs_at_the_lowest_priority_with_one_thread_and_without_torch(planners):
     planner = planners()
-    planner.submit(1, request())
+    planner.submit(1, request(), 1, "nodes")
     assert isinstance(wait(planner), PlanAnswer)
     assert os.getpriority(os.PRIO_PROCESS, planner.pid) == 19
     environ = Path(f"/proc/{planner.pid}/environ").read_bytes()
@@ -193,13 +195,13 @@ def test_it_runs_at_the_lowest_priority_with_one_thread_and_without_torch(planne
 
 def test_a_killed_planner_is_named_and_the_next_request_has_another_one(planners):
     planner = planners()
-    planner.submit(1, request())
+    planner.submit(1, request(), 1, "nodes")
     pid = wait_for_process(planner)
     os.kill(pid, signal.SIGSTOP)  # so that it cannot have answered before
     os.kill(pid, signal.SIGKILL)
     outcome = wait(planner)
     assert outcome == PlanProblem(1, "the planner process was killed by SIGKILL")
-    planner.submit(2, request())
+    planner.submit(2, request(), 1, "nodes")
     assert isinstance(wait(planner), PlanAnswer)
     assert planner.pid != pid
 
@@ -210,14 +212,14 @@ def test_a_planner_that_dies_between_requests_costs_nothing(planners):
     pid = planner.pid
     os.kill(pid, signal.SIGKILL)
     os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
-    planner.submit(1, request())
+    planner.submit(1, request(), 1, "nodes")
     assert isinstance(wait(planner), PlanAnswer)
 
 
 def test_a_stopped_planner_is_given_up_at_the_deadline(planners):
     clock = [0.0]
     planner = planners(deadline_s=5.0, now=lambda: clock[0])
-    planner.submit(1, request())
+    planner.submit(1, request(), 1, "nodes")
     pid = wait_for_process(planner)
     os.kill(pid, signal.SIGSTOP)
     clock[0] = 4.9
@@ -227,7 +229,7 @@ def test_a_stopped_planner_is_given_up_at_the_deadline(planners):
     assert isinstance(outcome, PlanProblem)
     assert "more than 5 s" in outcome.reason
     assert planner.pid is None
-    planner.submit(2, request())
+    planner.submit(2, request(), 1, "nodes")
     assert planner.poll() is None
     assert planner.pid is None  # not at once after a failure
     clock[0] = 6.0
@@ -246,7 +248,7 @@ def test_a_stopped_planner_is_given_up_at_the_deadline(planners):
 )
 def test_whatever_a_process_does_is_a_problem_in_words(planners, code, reason):
     planner = planners(command=python(code))
-    planner.submit(1, request())
+    planner.submit(1, request(), 1, "nodes")
     outcome = wait(planner)
     assert isinstance(outcome, PlanProblem)
     assert reason in outcome.reason
@@ -257,20 +259,20 @@ def test_an_answer_to_another_request_is_refused(planners):
     code = (
         "import sys\n"
         "from moe_serve.eplb.planning.wire import Reply, pieces\n"
-        "sys.stdout.buffer.write(b''.join(pieces(Reply(77, None, 'x')))); sys.stdout.flush(); input()"
+        "sys.stdout.buffer.write(b''.join(pieces(Reply(77, None, None, 'x')))); sys.stdout.flush(); input()"
     )
     planner = planners(command=python(code))
-    planner.submit(1, request())
+    planner.submit(1, request(), 1, "nodes")
     outcome = wait(planner)
     assert "request 77" in outcome.reason
 
 
 def test_a_new_request_takes_the_place_of_the_open_one(planners):
     planner = planners()
-    planner.submit(1, request())
+    planner.submit(1, request(), 1, "nodes")
     first = wait_for_process(planner)
     os.kill(first, signal.SIGSTOP)
-    planner.submit(2, request())
+    planner.submit(2, request(), 1, "nodes")
     outcome = wait(planner)
     assert isinstance(outcome, PlanAnswer)
     assert outcome.request_id == 2
@@ -280,14 +282,14 @@ def test_a_new_request_takes_the_place_of_the_open_one(planners):
 def test_a_program_that_cannot_be_started_is_a_problem(planners):
     planner = planners(command=("/no/such/program",))
     planner.start()
-    planner.submit(1, request())
+    planner.submit(1, request(), 1, "nodes")
     assert "cannot be started" in wait(planner).reason
 
 
 def test_a_request_larger_than_the_pipe_never_blocks(planners):
     planner = planners(command=python("import time; time.sleep(600)"))
     large = request(num_layers=60, num_logical=256, num_redundant=0, by_source=np.ones((60, 4, 256), dtype=np.int64))
-    planner.submit(1, large)
+    planner.submit(1, large, 1, "nodes")
     for _ in range(200):
         assert planner.poll() is None
 

@@ -22,6 +22,7 @@ from moe_serve.eplb.migration.relabel import Relabel, relabel_ranks
 from moe_serve.eplb.migration.rounds import Schedule
 from moe_serve.eplb.migration.writes import layer_writes
 from moe_serve.eplb.placement import Placement
+from moe_serve.eplb.policies.policy import Plan, PlanRequest
 from moe_serve.errors import PlacementError
 from moe_serve.topology import Topology
 
@@ -92,6 +93,16 @@ def plan_migration(
     crossing = [m for r in rounds for m in r.moves if m.src_rank not in (m.dst_rank, -1)]
     off_node = sum(node_of(m.src_rank) != node_of(m.dst_rank) for m in crossing)
     return MigrationPlan(old.version, rounds, placement, new_slot, len(crossing), off_node)
+
+
+def migration_to(request: PlanRequest, plan: Plan, max_incoming: int, relabel: Relabel) -> MigrationPlan:
+    """Returns the migration from the placement of a request to a plan for it; arguments and errors as plan_migration.
+
+    Its layers are those of the request.
+    """
+    if request.current is None:
+        raise PlacementError("the request names no current placement, so there is nothing to migrate from")
+    return plan_migration(request.current, plan.placement, request.topology, max_incoming, relabel)
 
 
 def _follow_slots(

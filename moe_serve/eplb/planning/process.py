@@ -17,6 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
+from moe_serve.eplb.migration.plan import MigrationPlan
+from moe_serve.eplb.migration.relabel import Relabel
 from moe_serve.eplb.planning.wire import PIECE_BYTES, Ask, MessageReader, Reply, WireError, pieces
 from moe_serve.eplb.policies.policy import Plan, PlanRequest
 
@@ -30,10 +32,11 @@ _KILL_S = 10.0  # for a killed process to be gone
 
 @dataclass(frozen=True)
 class PlanAnswer:
-    """The plan of a request."""
+    """The plan of a request, and the migration to it."""
 
     request_id: int
     plan: Plan
+    migration: MigrationPlan
 
 
 @dataclass(frozen=True)
@@ -51,8 +54,8 @@ class Planner(Protocol):
         """Prepares for a plan that will be asked for, so that it comes sooner."""
         ...
 
-    def submit(self, request_id: int, request: PlanRequest) -> None:
-        """Asks for a plan."""
+    def submit(self, request_id: int, request: PlanRequest, max_incoming: int, relabel: Relabel) -> None:
+        """Asks for a plan and the migration to it; arguments as in RequestPlan."""
         ...
 
     def poll(self) -> PlanAnswer | PlanProblem | None:
@@ -112,10 +115,10 @@ class PlannerProcess:
             with contextlib.suppress(OSError):  # the plan that needs it says why it cannot be started
                 self._child = self._start()
 
-    def submit(self, request_id: int, request: PlanRequest) -> None:
+    def submit(self, request_id: int, request: PlanRequest, max_incoming: int, relabel: Relabel) -> None:
         if self._open is not None or (self._child is not None and self._child.poll() is not None):
             self._end_child()  # it works on the request that this one replaces, or has ended while there was none
-        ask = Ask(request_id, self._policy, request)
+        ask = Ask(request_id, self._policy, request, max_incoming, relabel)
         self._open = _Open(request_id, self._now() + self._deadline_s, pieces(ask), memoryview(b""))
 
     def poll(self) -> PlanAnswer | PlanProblem | None:
@@ -198,9 +201,9 @@ class PlannerProcess:
         if reply.request_id != asked.request_id:
             raise WireError(f"an answer to request {reply.request_id}, which is not open")
         self._open, self._failures = None, 0
-        if reply.plan is None:
+        if reply.plan is None or reply.migration is None:
             return PlanProblem(reply.request_id, reply.problem)
-        return PlanAnswer(reply.request_id, reply.plan)
+        return PlanAnswer(reply.request_id, reply.plan, reply.migration)
 
     def _look_for_end(self, child: subprocess.Popen[bytes], asked: _Open, now_s: float) -> PlanProblem | None:
         assert asked.ended_s is not None

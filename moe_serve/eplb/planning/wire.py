@@ -16,6 +16,8 @@ from typing import Any, Generic, TypeVar
 import msgspec
 import numpy as np
 
+from moe_serve.eplb.migration.plan import MigrationPlan
+from moe_serve.eplb.migration.relabel import Relabel
 from moe_serve.eplb.policies.policy import Plan, PlanRequest
 from moe_serve.errors import MoeServeError
 
@@ -32,18 +34,21 @@ class WireError(Exception):
 
 
 class Ask(msgspec.Struct, frozen=True):
-    """Plan this. policy: a name of `make_policy`"""
+    """Plan this. policy: a name of `make_policy`;  max_incoming, relabel: of the migration to the plan"""
 
     request_id: int
     policy: str
     request: PlanRequest
+    max_incoming: int
+    relabel: Relabel
 
 
 class Reply(msgspec.Struct, frozen=True):
-    """The plan of a request, or why there is none."""
+    """The plan of a request and the migration to it, or why there is none."""
 
     request_id: int
     plan: Plan | None
+    migration: MigrationPlan | None
     problem: str = ""
 
 

@@ -10,6 +10,7 @@ import os
 import signal
 import sys
 
+from moe_serve.eplb.migration.plan import migration_to
 from moe_serve.eplb.planning.wire import PIECE_BYTES, Ask, MessageReader, Reply, pieces
 from moe_serve.eplb.policies.make import make_policy
 from moe_serve.errors import MoeServeError
@@ -18,11 +19,12 @@ _PR_SET_PDEATHSIG = 1
 
 
 def answer(ask: Ask) -> Reply:
-    """Returns the plan that is asked for, or why the policy gives none."""
+    """Returns the plan that is asked for and the migration to it, or why there is none."""
     try:
-        return Reply(ask.request_id, make_policy(ask.policy).plan(ask.request))
+        plan = make_policy(ask.policy).plan(ask.request)
+        return Reply(ask.request_id, plan, migration_to(ask.request, plan, ask.max_incoming, ask.relabel))
     except MoeServeError as refusal:
-        return Reply(ask.request_id, None, str(refusal))
+        return Reply(ask.request_id, None, None, str(refusal))
 
 
 def serve(source: int, sink: int) -> None:

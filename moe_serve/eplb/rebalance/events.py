@@ -14,6 +14,8 @@ from typing import Literal
 
 from moe_serve.eplb.load import LoadRecord
 from moe_serve.eplb.migration.moves import MigrationRound
+from moe_serve.eplb.migration.plan import MigrationPlan
+from moe_serve.eplb.migration.relabel import Relabel
 from moe_serve.eplb.placement import Placement
 from moe_serve.eplb.policies.policy import Plan, PlanRequest
 
@@ -28,11 +30,16 @@ class WindowClosed:
 
 @dataclass(frozen=True)
 class PlanReady:
-    """The planner has answered. request_id: of the RequestPlan it answers; an answer to an older one is dropped."""
+    """The planner has answered.
+
+    request_id: of the RequestPlan it answers; an answer to an older one is dropped
+    migration:  `migration_to` of the request and the plan, where the planner has made it too, since that takes as long
+    """
 
     step: int
     request_id: int
     plan: Plan
+    migration: MigrationPlan | None = None
 
 
 @dataclass(frozen=True)
@@ -122,12 +129,15 @@ class RequestPlan:
 
     layer_rows: rows of the full placement to plan; `request.tokens`, `request.current` and the plan hold only these
                 rows, in this order
+    max_incoming, relabel: of the migration to the plan, see `plan_migration`
     """
 
     step: int
     request_id: int
     layer_rows: tuple[int, ...]
     request: PlanRequest
+    max_incoming: int
+    relabel: Relabel
 
 
 @dataclass(frozen=True)

@@ -11,9 +11,14 @@ from moe_serve.topology import Topology
 Floats = NDArray[np.float64]
 
 
-def costs_by_layer(cost: GateCost, move: MigrationPlan, current: Placement, topology: Topology) -> tuple[Floats, float]:
-    """Returns the cost of a migration in seconds, shared out over layers by transfers [L], and that of one."""
-    received = arrivals(current, move.target)
+def costs_by_layer(
+    cost: GateCost, move: MigrationPlan, current: Placement, target: Placement, topology: Topology
+) -> tuple[Floats, float]:
+    """Returns the cost of a migration in seconds, shared out over layers by transfers [L], and that of one.
+
+    move: from current to target; of all layers, or only of those that change
+    """
+    received = arrivals(current, target)
     price = cost.migration_seconds(move, topology) / max(float(received.sum()), 1.0)
     return price * received, price
 

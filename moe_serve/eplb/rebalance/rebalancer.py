@@ -23,8 +23,7 @@ from numpy.typing import NDArray
 
 from moe_serve.eplb.cost.gate_cost import GateCost
 from moe_serve.eplb.load import LoadRecord, balancedness, rank_load
-from moe_serve.eplb.migration.plan import MigrationPlan, plan_migration
-from moe_serve.eplb.migration.relabel import Relabel
+from moe_serve.eplb.migration.plan import MigrationPlan, migration_to, plan_migration
 from moe_serve.eplb.placement import Placement
 from moe_serve.eplb.rebalance.events import (
     Action,
@@ -44,7 +43,7 @@ from moe_serve.eplb.rebalance.events import (
 from moe_serve.eplb.rebalance.gate import Gate
 from moe_serve.eplb.rebalance.journal import Journal
 from moe_serve.eplb.rebalance.move_costs import arrivals, costs_by_layer
-from moe_serve.eplb.rebalance.requests import check_fit, placed_as, request_for, with_plan
+from moe_serve.eplb.rebalance.requests import check_fit, placed_as, request_for, with_rows
 from moe_serve.eplb.rebalance.running import Cause, RunningMigration
 from moe_serve.eplb.rebalance.settings import RebalanceSettings
 from moe_serve.eplb.repair import with_second_slots
@@ -164,10 +163,12 @@ class Rebalancer:
         return self._request_plan(step, rows, f"balancedness is down to {worst:.3f}; {len(rows)} layers to plan")
 
     def _request_plan(self, step: int, rows: NDArray[np.int64], reason: str) -> tuple[Action, ...]:
-        request = request_for(self._placement, rows, self._gate.planning_load(), self.topology, self._settings)
-        self._request = RequestPlan(step, self._next_request_id, tuple(rows.tolist()), request)
+        number, rules = self._next_request_id, self._settings
+        request = request_for(self._placement, rows, self._gate.planning_load(), self.topology, rules)
+        layer_rows = tuple(rows.tolist())
+        self._request = RequestPlan(step, number, layer_rows, request, rules.max_incoming, rules.relabel)
         self._next_request_id += 1
-        self.journal.add(Decision(step, "plan", reason, self._request.layer_rows))
+        self.journal.add(Decision(step, "plan", reason, layer_rows))
         return (self._request,)
 
     def _plan_ready(self, event: PlanReady) -> tuple[Action, ...]:
@@ -176,13 +177,14 @@ class Rebalancer:
             return ()
         self._request = None
         try:
-            move = self._migration_to(with_plan(self._placement, event.plan, asked.layer_rows))
+            move = event.migration or migration_to(asked.request, event.plan, asked.max_incoming, asked.relabel)
+            target = with_rows(self._placement, move.target, asked.layer_rows)
         except PlacementError as error:
             return self._fail(event.step, f"the plan is not legal: {error}")
-        gains = self._gate.gains(self._placement, move.target)
-        costs, price = costs_by_layer(self.cost, move, self._placement, self.topology)
-        revert_costs = price * arrivals(move.target, self._gate.baseline)
-        rows = self._gate.choose_layers(gains, costs, revert_costs, self._placement, move.target)
+        gains = self._gate.gains(self._placement, target)
+        costs, price = costs_by_layer(self.cost, move, self._placement, target, self.topology)
+        revert_costs = price * arrivals(target, self._gate.baseline)
+        rows = self._gate.choose_layers(gains, costs, revert_costs, self._placement, target)
         if not len(rows):
             worth = gains * self._gate.reach
             pays = bool((worth[costs > 0] >= self._settings.gain_margin * costs[costs > 0]).any())
@@ -193,13 +195,13 @@ class Rebalancer:
             self._rest = self._settings.cooldown_windows
             self.journal.succeed()
             return ()
-        return self._start(event.step, move.target, rows, gains, costs)
+        return self._start(event.step, target, rows, gains, costs)
 
     def _revert(self, step: int) -> tuple[Action, ...]:
         """Reverts the layers that lose against the baseline, once the regret bound is used up."""
         baseline = self._gate.baseline
-        move = self._migration_to(baseline, "exact")
-        costs, _ = costs_by_layer(self.cost, move, self._placement, self.topology)
+        move = self._exact_migration(baseline)
+        costs, _ = costs_by_layer(self.cost, move, self._placement, baseline, self.topology)
         rows = self._gate.worth_reverting(self._placement, costs)
         if not len(rows):
             return ()
@@ -215,7 +217,7 @@ class Rebalancer:
         """Begins to move these rows. gains: [L] seconds per window; costs: [L] seconds; why: beyond the gain"""
         table = self._placement.physical_to_logical.copy()
         table[rows] = wanted.physical_to_logical[rows]
-        move = self._migration_to(replace(self._placement, physical_to_logical=table), "exact")
+        move = self._exact_migration(replace(self._placement, physical_to_logical=table))
         if not move.rounds:
             return ()
         self._gate.start_move(self._placement, rows, gains, costs)
@@ -298,7 +300,7 @@ class Rebalancer:
         self, step: int, wanted: Placement, cause: Literal["restore", "manual"], why: str
     ) -> tuple[Action, ...]:
         """Begins to move to this placement, whatever that costs."""
-        move = self._migration_to(wanted, "exact")
+        move = self._exact_migration(wanted)
         self.journal.add(Decision(step, cause, f"{move}: {why}", move.layer_rows))
         return self._run(step, move, cause) if move.rounds else ()
 
@@ -308,10 +310,8 @@ class Rebalancer:
         if self._request is not None:
             raise PlacementError("a plan is being made; try again when it is ready")
 
-    def _migration_to(self, wanted: Placement, relabel: Relabel | None = None) -> MigrationPlan:
-        return plan_migration(
-            self._placement, wanted, self.topology, self._settings.max_incoming, relabel or self._settings.relabel
-        )
+    def _exact_migration(self, wanted: Placement) -> MigrationPlan:
+        return plan_migration(self._placement, wanted, self.topology, self._settings.max_incoming, "exact")
 
     def _fail(self, step: int, reason: str) -> tuple[Action, ...]:
         """Notes that a plan or a move came to nothing, and gives all layers a rest. The placement in use stays."""

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from moe_serve.eplb.load import LoadRecord
 from moe_serve.eplb.placement import Placement
-from moe_serve.eplb.policies.policy import Plan, PlanRequest
+from moe_serve.eplb.policies.policy import PlanRequest
 from moe_serve.eplb.rebalance.settings import RebalanceSettings
 from moe_serve.errors import PlacementError
 from moe_serve.topology import Topology
@@ -52,14 +52,14 @@ def _replicas_that_fit(placement: Placement, wanted: int) -> int:
     return max(1, min(wanted, num_live, num_live * placement.slots_per_rank // placement.num_logical))
 
 
-def with_plan(current: Placement, plan: Plan, rows: tuple[int, ...]) -> Placement:
-    """Returns the placement with the plan's layers in these rows. Raises PlacementError where the plan does not fit."""
-    have = (plan.placement.num_layers, plan.placement.num_logical, plan.placement.num_slots)
+def with_rows(current: Placement, part: Placement, rows: tuple[int, ...]) -> Placement:
+    """Returns the placement with another one's layers in these rows. Raises PlacementError where they do not fit."""
+    have = (part.num_layers, part.num_logical, part.num_slots)
     need = (len(rows), current.num_logical, current.num_slots)
     if have != need:
         raise PlacementError(f"the plan has (layers, experts, slots) = {have}, the request {need}")
     table = current.physical_to_logical.copy()
-    table[list(rows)] = plan.placement.physical_to_logical
+    table[list(rows)] = part.physical_to_logical
     return replace(current, physical_to_logical=table)
 
 
