@@ -16,6 +16,7 @@ from moe_serve.attention_dp.scheduler import Scheduler
 from moe_serve.config import ServeConfig, model_dir, served_name
 from moe_serve.dispatch.base import AnyAllToAll, BufferLimits, EpGroup, TransportRequest
 from moe_serve.dispatch.make import make_all_to_all
+from moe_serve.engine.build_balancing import make_balancing
 from moe_serve.engine.dump_recorder import DumpRecorder, RecorderSettings
 from moe_serve.engine.engine import Engine, EngineSettings
 from moe_serve.engine.exchange import Exchange
@@ -72,7 +73,9 @@ def build_engine(
     )
     counters = EngineCounters()
     requests = OpenRequests(scheduler, served.limits, counters)
-    recovery = make_recovery(config, Rank(group.rank, epoch, exchange, mailbox, requests, counters), served)
+    own = Rank(group.rank, epoch, exchange, mailbox, requests, counters)
+    recovery = make_recovery(config, own, served)
+    balancing = make_balancing(config, own, group, served, recovery)
     _report_on_lost_rank(recovery, group.rank, served)
     return Engine(
         rank=group.rank,
@@ -84,6 +87,7 @@ def build_engine(
         mailbox=mailbox,
         recovery=recovery,
         records=_record_control(config, Speaker(group.rank, epoch, lambda: recovery.members[0], mailbox.send), served),
+        balancing=balancing,
         counters=counters,
         step_settings=StepSettings(
             max_tokens_per_rank=config.dispatch.max_tokens_per_rank or config.engine.max_batch_tokens,

@@ -11,10 +11,21 @@ from dataclasses import dataclass
 
 from moe_serve.attention_dp.batch import ForwardBatch
 from moe_serve.attention_dp.scheduler import Proposal, ScheduledChunk, Scheduler
-from moe_serve.engine.broadcast import broadcast
+from moe_serve.engine.balancing import Balancing
 from moe_serve.engine.exchange import Exchange
 from moe_serve.engine.mailbox import Inbound, Mailbox
-from moe_serve.engine.messages import ALIVE_PERIOD_S, Abort, RecordCommand, Shutdown, Submit, TokenEvent, Tokens, Wake
+from moe_serve.engine.messages import (
+    ALIVE_PERIOD_S,
+    Abort,
+    Rebalance,
+    RecordCommand,
+    SetPlacement,
+    Shutdown,
+    Submit,
+    TokenEvent,
+    Tokens,
+    Wake,
+)
 from moe_serve.engine.record_control import RecordControl
 from moe_serve.engine.recovery import Recovery
 from moe_serve.engine.requests import OpenRequests
@@ -53,6 +64,7 @@ class Engine:
     mailbox: Mailbox
     recovery: Recovery
     records: RecordControl
+    balancing: Balancing
     counters: EngineCounters
     step_settings: StepSettings
     settings: EngineSettings
@@ -66,6 +78,11 @@ class Engine:
     @property
     def stopping(self) -> bool:
         return self._wants_stop
+
+    @property
+    def has_work(self) -> bool:
+        """Whether there is a reason for steps: requests, or experts that are to move."""
+        return self.scheduler.has_work or self.balancing.has_work
 
     def request_stop(self) -> None:
         """Asks all ranks to end at the next step. Safe to call from a signal handler."""
@@ -96,19 +113,21 @@ class Engine:
         proposal = self.scheduler.propose()
         plan = self._exchange(proposal)
         self.recovery.begin_step(plan)
-        if plan.moves.placement_from is not None:
-            self._tell_placement(plan.moves.placement_from)
-        self.recovery.reload_lost_experts(plan)
+        self.balancing.begin_step(plan)
+        started_s = time.perf_counter()
         if plan.runs_forward:
             self._forward(self.scheduler.commit(proposal, plan.hold_prefill), plan)
+        step_s = time.perf_counter() - started_s
         self.step += 1
         self.records.end_step(plan)
         self.served.windows.end_step(plan)
+        self.balancing.end_step(plan, step_s)
         return plan
 
     def _exchange(self, proposal: Proposal) -> StepPlan:
         """Returns the plan that all ranks compute from what each of them proposes."""
-        recovery = self.recovery
+        recovery, balancing = self.recovery, self.balancing
+        fault, fault_layer = balancing.fault
         prefill_tokens = sum(chunk.length for chunk in proposal.prefills)
         state = RankState(
             epoch=self.epoch,
@@ -116,14 +135,19 @@ class Engine:
             decode_tokens=proposal.num_tokens - prefill_tokens,
             prefill_tokens=prefill_tokens,
             held_steps=self._held_steps,
-            has_work=int(self.scheduler.has_work),
+            has_work=int(self.has_work),
             wants_stop=int(self._wants_stop),
             placement_version=self.served.placement.version,
             regrouped=recovery.regrouped,
             masked=recovery.masked,
             asking_to_rejoin=recovery.asking_to_rejoin,
-            needs_placement=recovery.needs_placement,
             record_command=self.records.to_show(),
+            has_message=balancing.has_message,
+            needs_placement=recovery.needs_placement,
+            staged=balancing.staged,
+            fault=fault,
+            fault_layer=fault_layer,
+            even_phases=balancing.even_phases,
         )
         rows, ranks = self.exchange.gather(state.to_row(), self.step), recovery.members
         plan = plan_step([RankState.from_row(rows[rank]) for rank in ranks], self.step_settings, ranks)
@@ -132,11 +156,6 @@ class Engine:
         self._held_steps = self._held_steps + 1 if plan.hold_prefill and prefill_tokens else 0
         self._wants_stop |= plan.stop  # kept in case the rank that asked is lost before the end
         return plan
-
-    def _tell_placement(self, source: int) -> None:
-        """Serves with the placement that rank `source` knows. Collective."""
-        data = self.recovery.placement_bytes() if source == self.rank else None
-        self.recovery.take_placement(broadcast(self.served.all_to_all, source, data, self.served.device))
 
     def _forward(self, chunks: Sequence[ScheduledChunk], plan: StepPlan) -> None:
         self.served.begin_step(plan.max_tokens, plan.split_evenly)
@@ -176,6 +195,8 @@ class Engine:
                     self.requests.abort(message.request_id)
                 case RecordCommand():
                     self.records.ask(message)
+                case Rebalance() | SetPlacement():
+                    self.balancing.command(message, self.step)
                 case Shutdown():
                     self._wants_stop = True
                 case Wake():
@@ -191,7 +212,7 @@ class Engine:
         self.counters.num_sleeps += 1
         wake = Wake(self.epoch, self.step)
         heartbeat_at_s = time.monotonic() + self.settings.heartbeat_s
-        while not (self.scheduler.has_work or self.records.has_work or self._wants_stop):
+        while not (self.has_work or self.records.has_work or self._wants_stop):
             left_s = heartbeat_at_s - time.monotonic()
             if left_s <= 0:
                 break

@@ -233,6 +233,7 @@ class BalanceReport(Message, tag="balance", frozen=True):
     decisions: those since the last report, oldest first
     totals:    running totals by name: see engine/balancer.py
     placement: [layers][slots] logical experts, in the report that follows a change only
+    splits:    how batches of each phase are split, and what the exact split gains: SplitChoice.describe
     """
 
     rank: int
@@ -246,6 +247,7 @@ class BalanceReport(Message, tag="balance", frozen=True):
     window: WindowReport | None = None
     decisions: list[DecisionReport] = []
     placement: list[list[int]] | None = None
+    splits: dict[str, Any] = {}
 
 
 class Fatal(Message, tag="fatal", frozen=True):

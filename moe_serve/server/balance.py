@@ -8,6 +8,7 @@ import logging
 from collections import Counter, deque
 from itertools import zip_longest
 from statistics import fmean, median
+from typing import Any
 
 from moe_serve.engine.messages import BalanceReport, DecisionReport, WindowReport
 from moe_serve.log import get_logger
@@ -26,6 +27,7 @@ class BalanceBook:
     mode:        as configured until a rank has reported
     version:     of the placement in use, counted within one start of the ranks
     placement:   [layers][slots], -1 = empty slot; None = no rank has reported it yet;  num_placements: how many came
+    splits:      how batches of each phase are split, and what the exact split gains there
     window:      the newest closed window
     points:      the curve of balancedness, oldest first;  num_windows: how many there were in all
     events:      the timeline, oldest first;  num_events: how many there were in all
@@ -44,6 +46,7 @@ class BalanceBook:
         self.version = 0
         self.version_since_s: float | None = None
         self.placement: list[list[int]] | None = None
+        self.splits: dict[str, Any] = {}
         self.num_placements = 0
         self.window: WindowReport | None = None
         self.points: deque[WindowPoint] = deque(maxlen=NUM_POINTS)
@@ -77,7 +80,7 @@ class BalanceBook:
             has_news = True
         version, totals = self.version, self.totals
         self.heard_s, self.step, self.mode, self.state = now_s, report.step, report.mode, report.state
-        self._totals = dict(report.totals)
+        self._totals, self.splits = dict(report.totals), report.splits
         if report.placement is not None:
             self.placement = report.placement
             self.num_placements += 1

@@ -25,6 +25,7 @@ def status_json(book: BalanceBook, now_s: float) -> dict[str, Any]:
         "gain": {name: book.totals.get(f"{name}_gain_seconds", 0.0) for name in ("predicted", "realised")},
         "move": None if move is None else move_json(move),
         "moves": [move_json(move) for move in book.moves][: -_NUM_RECENT - 1 : -1],
+        "splits": book.splits,
         "window": window_json(book),
         "decisions": recent[: -_NUM_RECENT - 1 : -1],
         "totals": book.totals,

@@ -1,0 +1,109 @@
+"""Experts move while requests are served, and no token notices: bit for bit, in batch_invariant."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from moe_serve.engine.engine import Engine
+from moe_serve.engine.messages import Submit
+from tests.engine.moving import DYNAMIC, lead_restlessly, move_in_every_step
+from tests.engine.offline import Served, serve, tiny_model
+from tests.engine.test_identity import GREEDY, PLAIN, requests_for, same
+
+MODEL = "qwen3_moe"
+# ranks, redundant experts (of 8), transport, split
+WAYS = [
+    (2, 0, "low_latency", "even"),
+    (2, 2, "collective", "exact"),
+    (2, 8, "low_latency", "nearest"),
+    (4, 2, "low_latency", "exact"),
+    (4, 8, "collective", "even"),
+    (1, 2, "auto", "exact"),
+]
+EVERY_WAY = [
+    pytest.param(num_ranks, redundant, backend, split, marks=pytest.mark.slow)
+    for num_ranks in (1, 2, 4)
+    for redundant in (0, 2, 8)
+    for backend in (("auto",) if num_ranks == 1 else ("low_latency", "collective"))
+    for split in ("even", "nearest", "exact")
+    if (num_ranks, redundant, backend, split) not in WAYS
+]
+
+
+def keep_moving(engine: Engine) -> None:
+    lead_restlessly(engine)
+    count_activations(engine)
+
+
+def count_activations(engine: Engine) -> None:
+    activate = engine.recovery.activate_round
+    engine.counters.num_activations = 0  # type: ignore[attr-defined]
+
+    def counted(this: object) -> None:
+        engine.counters.num_activations += 1  # type: ignore[attr-defined]
+        activate(this)  # type: ignore[arg-type]
+
+    engine.recovery.activate_round = counted  # type: ignore[method-assign]
+
+
+def move_always(engine: Engine) -> None:
+    move_in_every_step(engine)
+    count_activations(engine)
+
+
+def requests() -> list[Submit]:
+    few = requests_for(MODEL, "small")[:24]
+    return [replace_params(submit) for submit in few]
+
+
+def replace_params(submit: Submit) -> Submit:
+    params = replace(GREEDY, max_new_tokens=10)
+    return Submit(submit.request_id, submit.attempt, submit.prompt_ids, params, submit.seed)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    folder: Path = tmp_path_factory.mktemp("live")
+    return [f"model.path={tiny_model(folder, MODEL)}", "model.load_format=dummy"]
+
+
+@pytest.fixture(scope="module")
+def reference(model: list[str]) -> Served:
+    return serve(1, requests(), [*PLAIN, *model, "eplb.mode=off"])
+
+
+def settings(model: list[str], redundant: int, backend: str, split: str) -> list[str]:
+    small = ["engine.max_running_requests=5", "engine.max_batch_tokens=24", "dispatch.max_tokens_per_rank=10"]
+    ways = [f"eplb.num_redundant_experts={redundant}", f"dispatch.backend={backend}", f"eplb.split={split}"]
+    return [*PLAIN, *small, *model, *ways]
+
+
+@pytest.mark.parametrize(("num_ranks", "redundant", "backend", "split"), [*WAYS, *EVERY_WAY])
+def test_tokens_do_not_notice_a_round_in_every_step(
+    model: list[str], reference: Served, num_ranks: int, redundant: int, backend: str, split: str
+) -> None:
+    overrides = [*settings(model, redundant, backend, split), *DYNAMIC]
+    served = serve(num_ranks, requests(), overrides, stagger=3, prepare=move_always)
+    same(served, reference)
+    assert set(served.tokens) == set(reference.tokens)
+    assert served.counters["num_activations"] >= num_ranks * (served.num_steps - 2) > 10
+
+
+@pytest.mark.parametrize(("num_ranks", "redundant", "backend", "split"), [*WAYS, *EVERY_WAY])
+def test_tokens_do_not_notice_a_leader_that_never_rests(
+    model: list[str], reference: Served, num_ranks: int, redundant: int, backend: str, split: str
+) -> None:
+    overrides = [*settings(model, redundant, backend, split), *DYNAMIC]
+    served = serve(num_ranks, requests(), overrides, stagger=3, prepare=keep_moving)
+    same(served, reference)
+    assert set(served.tokens) == set(reference.tokens)
+    assert served.counters["num_activations"] == 60 * num_ranks
+
+
+@pytest.mark.parametrize("mode", ["off", "static", "dynamic"])
+def test_tokens_do_not_depend_on_the_mode(model: list[str], reference: Served, mode: str) -> None:
+    overrides = [*settings(model, 8, "auto", "even"), f"eplb.mode={mode}", "eplb.record_window_steps=5"]
+    served = serve(2, requests(), overrides, stagger=3)
+    same(served, reference)
+    assert bool(served.load) == (mode != "off")
