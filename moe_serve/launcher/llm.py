@@ -23,6 +23,7 @@ from moe_serve.errors import ConfigError, RequestError
 from moe_serve.launcher.background import BackgroundRanks
 from moe_serve.launcher.local import WORKER
 from moe_serve.launcher.preflight import load_tokenizer, look_for_files
+from moe_serve.server.balance import BalanceBook
 from moe_serve.server.open_request import Changes, OpenRequest, RequestSpec
 from moe_serve.server.prompts import draw_seed, encode_prompt, fit_to_model
 from moe_serve.server.schemas import Prompt
@@ -118,6 +119,11 @@ class LLM:
     ) -> Iterator[tuple[int, Output]]:
         """Yields (index of the prompt, its output so far) as tokens arrive; its last output has a finish_reason."""
         yield from self._news(self._specs(prompts, params))
+
+    @property
+    def balance(self) -> BalanceBook:
+        """What the balancer has reported so far; it grows while requests run, in another thread."""
+        return self._bridge.balance
 
     def close(self) -> None:
         """Ends the ranks. Safe to call again."""

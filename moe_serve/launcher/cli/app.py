@@ -11,6 +11,8 @@ import typer
 
 import moe_serve.launcher.cli.options as opt
 from moe_serve.errors import MoeServeError
+from moe_serve.launcher.cli.demo_balance import HELP as DEMO_BALANCE_HELP
+from moe_serve.launcher.cli.demo_balance import demo_balance
 
 app = typer.Typer(
     name="moe-serve",
@@ -142,6 +144,9 @@ def check(
     )  # loads torch, which an error in the settings should not wait for
 
     raise typer.Exit(print_check(settings))
+
+
+app.command(help=DEMO_BALANCE_HELP)(demo_balance)
 
 
 def _model_flags(
