@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 HELP = """Serve the demo model to clients that change from code to prose, and watch the balancer follow.
 
 Each line is a window of load: how balanced the ranks were (mean / max of their load, mean of the layers), and how
-balanced the placement at the start would have been with the same tokens. Takes about a minute.
+balanced the placement at the start would have been with the same tokens. Takes a minute or two.
 
 \b
   moe-serve demo-balance
@@ -26,7 +26,7 @@ _FLOOR = 0.6  # where a bar begins
 def demo_balance(
     ranks: Annotated[int, typer.Option("--ranks", min=2, help="Processes, each with its share of the experts.")] = 4,
     redundant: Annotated[int, typer.Option("--redundant", min=0, help="Slots above one per expert, per layer.")] = 8,
-    windows: Annotated[int, typer.Option("--windows", min=6, help="Windows of load of each domain.")] = 20,
+    windows: Annotated[int, typer.Option("--windows", min=6, help="Windows of load of each domain.")] = 12,
     window_steps: Annotated[int, typer.Option("--window-steps", min=10, help="Steps of a window.")] = 60,
     picture: Annotated[
         Path | None, typer.Option("--picture", help="Also draw the story as an .svg file.", show_default=False)
