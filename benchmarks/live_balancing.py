@@ -109,7 +109,7 @@ def measure_latency(num_ranks: int, num_pairs: int) -> list[Row]:
     draw, table_draw = random.Random(0), np.random.default_rng(0)
     halves: list[tuple[bool, float, float]] = []
     # The balancer itself is kept quiet, so that only the migrations asked for here run.
-    with LLM.from_config(settings(num_ranks, 8, "eplb.record_window_steps=1000000")) as llm:
+    with LLM.from_config(settings(num_ranks, 8, "eplb.record_window_steps=200", "eplb.trigger=0")) as llm:
         clock = TokenClock(llm)
         time.sleep(2.0)
         for _ in range(num_pairs):
