@@ -54,7 +54,8 @@ class BalanceReports:
             alarm=alarm,
             window=window,
             decisions=[
-                DecisionReport(at_s, d.step, d.kind, d.reason, len(d.layer_rows), d.gain_s, d.cost_s) for d in decisions
+                DecisionReport(at_s, d.step, d.kind, d.reason, len(d.layer_rows), d.gain_s, d.cost_s, d.realised_s)
+                for d in decisions
             ],
             placement=placement.physical_to_logical.tolist() if is_new else None,
         )

@@ -220,8 +220,9 @@ class DecisionReport(msgspec.Struct, frozen=True, array_like=True):
     kind: str
     reason: str
     num_layers: int
-    gain_s: float  # predicted, over the horizon
+    gain_s: float  # predicted, over the horizon; of "watch": what the last move had promised
     cost_s: float  # predicted
+    realised_s: float = 0.0  # of "watch": what the last move has gained
 
 
 class BalanceReport(Message, tag="balance", frozen=True):

@@ -146,7 +146,9 @@ class BalanceBook:
     def _decide(self, decision: DecisionReport, epoch: int, version: int, totals: dict[str, float]) -> None:
         """version, totals: before this report"""
         at_s, step, kind, reason = decision.at_s, decision.step, decision.kind, decision.reason
-        event = Event(at_s, step, kind, reason, decision.num_layers, decision.gain_s, decision.cost_s)
+        event = Event(
+            at_s, step, kind, reason, decision.num_layers, decision.gain_s, decision.cost_s, decision.realised_s
+        )
         self.decisions[kind] += 1
         self.last_decision = event
         self._note(event)

@@ -58,7 +58,11 @@ def what_to_set(mode: str) -> str | None:
 
 
 def event_json(event: Event) -> dict[str, Any]:
-    """Returns a decision or another event. at_s: seconds since 1970; gain and cost as predicted, over the horizon"""
+    """Returns a decision or another event. at_s: seconds since 1970; gain and cost as predicted, over the horizon.
+
+    realised_gain_s: of "watch", what the last move has gained; predicted_gain_s is then what it had promised for the
+    same windows. None for all others.
+    """
     return {
         "at_s": round(event.at_s, 3),
         "step": event.step,
@@ -67,6 +71,7 @@ def event_json(event: Event) -> dict[str, Any]:
         "num_layers": event.num_layers,
         "predicted_gain_s": event.gain_s,
         "predicted_cost_s": event.cost_s,
+        "realised_gain_s": event.realised_s if event.kind == "watch" else None,
     }
 
 

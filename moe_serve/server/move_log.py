@@ -36,7 +36,9 @@ class WindowPoint:
 class Event:
     """Something on the timeline: a decision of the balancer (kinds of rebalance/events.py), "alarm" or "leader".
 
-    gain_s, cost_s: predicted seconds over the horizon; 0 where nothing was predicted
+    gain_s, cost_s: predicted seconds over the horizon; 0 where nothing was predicted. Of "watch": what the last move
+                had promised for the windows in which it was measured
+    realised_s: of "watch": what the last move has gained in them
     """
 
     at_s: float
@@ -46,6 +48,7 @@ class Event:
     num_layers: int = 0
     gain_s: float = 0.0
     cost_s: float = 0.0
+    realised_s: float = 0.0
 
 
 @dataclass(frozen=True)

@@ -172,10 +172,12 @@ def test_the_reports_of_a_leader_are_what_is_kept_here():
     reports = BalanceReports(rank=0, epoch=0, mode="dynamic", wall_s=lambda: 1000.0)
     reports.window_closed(record, placement)
     book = BalanceBook("dynamic")
-    decided = [Decision(100, "move", "why", (0,), 5.0, 0.5)]
+    decided = [Decision(100, "watch", "so so", (), 4.0, 0.0, -1.5), Decision(100, "move", "why", (0,), 5.0, 0.5)]
     told(book, reports.make(100, "moving", placement, {"num_rounds": 1.0}, decided))
     status = json.loads(json_bytes(status_json(book, 2003.0)))
     assert status["move"]["predicted_gain_s"] == 5.0
+    gains = [(one["kind"], one["predicted_gain_s"], one["realised_gain_s"]) for one in status["decisions"]]
+    assert gains == [("move", 5.0, None), ("watch", 4.0, -1.5)]
     assert status["window"]["balancedness"]["min"] == pytest.approx(10 / 15)
     assert book.placement == placement.physical_to_logical.tolist()
     assert book.rank_tokens == pytest.approx([50 + 15, 50 + 5])

@@ -58,7 +58,7 @@ const milliseconds = (value) => (value ? `${(value * 1000).toFixed(1)}\u00a0ms` 
 function seconds(value) {
   if (value === null) return "–";
   if (Math.abs(value) < 10) return `${Number(value.toPrecision(2))}\u00a0s`;
-  for (const [unit, size] of [["s", 1], ["min", 60], ["h", 3600]]) if (value < 120 * size) return `${Math.round(value / size)}\u00a0${unit}`;
+  for (const [unit, size] of [["s", 1], ["min", 60], ["h", 3600]]) if (Math.abs(value) < 120 * size) return `${Math.round(value / size)}\u00a0${unit}`;
   return `${Math.round(value / 86400)}\u00a0days`;
 }
 
@@ -186,7 +186,8 @@ function timelineItem(event, moves) {
   const text = tag("div");
   text.append(tag("p", event.reason));
   const more = [];
-  if (event.kind !== "watch" && (event.predicted_gain_s || event.predicted_cost_s)) more.push(`predicted: gains ${seconds(event.predicted_gain_s)}, costs ${seconds(event.predicted_cost_s)}`);
+  if (event.realised_gain_s !== null) more.push(`gained ${seconds(event.realised_gain_s)} of ${seconds(event.predicted_gain_s)} promised`);
+  else if (event.predicted_gain_s || event.predicted_cost_s) more.push(`predicted: gains ${seconds(event.predicted_gain_s)}, costs ${seconds(event.predicted_cost_s)}`);
   const move = event.kind === "done" ? moves.find((one) => one.ended_s === event.at_s) : event.kind === "move" ? moves.find((one) => one.began_s === event.at_s) : null;
   if (move && (event.kind === "done" || move.state === "moving")) more.push(move.summary.replace("->", "→"));
   if (move && event.kind === "done" && move.num_bytes) more.push(bytes(move.num_bytes));

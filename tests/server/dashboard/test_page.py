@@ -3,6 +3,8 @@
 import time
 from importlib import resources
 
+import msgspec
+
 from moe_serve.engine.messages import DecisionReport
 from tests.server.dashboard.browser import Page, browser_page
 from tests.server.reports import Story
@@ -104,6 +106,9 @@ async def test_a_desktop_shows_load_moves_and_a_decision_that_comes_later():
             await page.shows("#timeline li:nth-child(2)", hostile)
             assert "it failed 3 times" in await page.text("#timeline li:first-child")
             assert "it failed 3 times" in await page.text("#alarm")
+            judged = DecisionReport(time.time(), 9100, "watch", "the last move is judged", 0, 4.0, 0.0, 2.5)
+            served.workers[0].say(msgspec.structs.replace(report, step=9100, decisions=[judged]))
+            await page.shows("#timeline li:first-child", "gained 2.5\u00a0s of 4\u00a0s promised")
             await check(page, served)
 
 
