@@ -5,6 +5,12 @@ from collections.abc import Iterator
 from moe_serve.config import ServeConfig
 from moe_serve.launcher.check.report import Line, Report
 
+_BALANCING = {
+    "off": "experts stay where they start, and their load is not recorded",
+    "static": "experts stay where they start; their load is recorded and shown; dynamic: they move",
+    "dynamic": "experts move while the server serves, where that pays",
+}
+
 
 def describe_choices(report: Report, config: ServeConfig, device: str) -> None:
     """Adds what the configuration chooses on this device. Expects the transport in the report, where it is known."""
@@ -26,6 +32,7 @@ def describe_choices(report: Report, config: ServeConfig, device: str) -> None:
         *_transport_lines(report, config),
         Line("wire dtype", wire_dtype, why_wire),
         Line("step exchange", exchange, why_exchange),
+        Line("eplb.mode", config.eplb.mode, _BALANCING[config.eplb.mode]),
         Line("kernels", "Triton" if device == "cuda" else "plain torch", f"for {device}"),
         Line("numerics", config.engine.numerics, _numerics(config)),
     ]

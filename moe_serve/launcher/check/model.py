@@ -27,7 +27,7 @@ def describe_model(report: Report, config: ServeConfig, device: str) -> None:
     report.model += _shape_lines(config, spec)
     plan = ModelPlan.of(config, spec, torch.device(device))
     report.model += [_slots(plan), Line("expert weights", plan.expert_form, MEANING[plan.expert_form])]
-    weights = list(_weights(plan))
+    weights = list(_weights(config, plan))
     report.transport = transport = describe_transport(
         config,
         BufferLimits(plan.max_tokens_per_rank, spec.hidden, spec.topk, plan.placement.slots_per_rank),
@@ -70,13 +70,17 @@ def _slots(plan: ModelPlan) -> Line:
     )
 
 
-def _weights(plan: ModelPlan) -> Iterator[Memory]:
+def _weights(config: ServeConfig, plan: ModelPlan) -> Iterator[Memory]:
     spec, num_slots = plan.spec, plan.placement.slots_per_rank
     dense_bytes = spec.dense_parameters * plan.dtype.itemsize
     yield Memory("attention, embeddings, shared experts", dense_bytes, "the same on every rank")
     expert_bytes = slot_bytes(plan.expert_form, spec.hidden, spec.moe_intermediate, plan.dtype)
     slots = f"{num_slots} slots x {spec.num_moe_layers} layers x {bytes_in_words(expert_bytes)}"
     yield Memory("expert slots", num_slots * spec.num_moe_layers * expert_bytes, slots)
+    if config.eplb.mode == "dynamic" and config.parallel.num_ranks > 1:
+        staging = config.eplb.staging_slots
+        why = f"eplb.staging_slots {staging} x {bytes_in_words(expert_bytes)}, to send and to receive"
+        yield Memory("experts that move", 2 * staging * expert_bytes, why)
 
 
 def _cache(config: ServeConfig, plan: ModelPlan) -> Memory:

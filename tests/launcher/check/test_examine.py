@@ -140,3 +140,11 @@ def test_printed_text_keeps_its_brackets(capsys, monkeypatch, tmp_path):
     assert "pip install 'moe-serve[gpu]'" in out
     assert "pip install 'moe-serve[mpi]'" in out
     assert "/[red]model" in out
+
+
+def test_experts_that_move_need_memory_for_those_under_way():
+    assert "experts that move" not in sizes(checked("parallel.num_ranks=2"))
+    moving = checked("parallel.num_ranks=2", "eplb.mode=dynamic", "eplb.staging_slots=3")
+    assert sizes(moving)["experts that move"] == 2 * 3 * (3 * 192 * 64) * 4
+    (said,) = [line for line in moving.choices if line.name == "eplb.mode"]
+    assert said.value == "dynamic"
