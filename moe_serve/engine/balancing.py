@@ -92,10 +92,14 @@ class Balancing:
         """Whether steps must go on although no request runs."""
         return self._running is not None or (self._leader is not None and self._leader.has_work)
 
-    @property
-    def has_message(self) -> int:
-        leader = self._leader
-        self._to_tell = None if leader is None or self._running is not None else leader.next_round()
+    def announce(self) -> int:
+        """Returns 1 where this rank has a round to tell in the coming step, and keeps that round for it.
+
+        Nothing is announced to a new group: the leader first has to hear who is left (`begin_step`).
+        """
+        self._to_tell = None
+        if self._leader is not None and self._running is None and not self._recovery.regrouped:
+            self._to_tell = self._leader.next_round()
         return int(self._to_tell is not None)
 
     @property
@@ -160,11 +164,11 @@ class Balancing:
             self._leader.window_closed(record, record.first_step + record.num_steps)
 
     def close(self) -> None:
-        """Ends what the rank has started beside serving."""
-        if self._mover is not None:
-            self._mover.close()
+        """Ends what the rank has started beside serving: the planner of a leader, and the ways that experts take."""
         if self._leader is not None:
             self._leader.close()
+        if self._mover is not None:
+            self._mover.close()
 
     def _lead(self, step: int) -> None:
         """Begins or ends to lead, as the group says."""

@@ -35,9 +35,7 @@ def make_balancing(
         recovery=recovery,
         mover=_make_mover(config, group, served) if eplb.mode == "dynamic" else None,
         split_choice=SplitChoice(eplb.split, has_replicas=placement.num_slots > placement.num_logical),
-        make_leader=None
-        if eplb.mode == "off"
-        else lambda step: _make_leader(config, own, group, served, recovery, step),
+        make_leader=None if eplb.mode == "off" else make_leader,
         send=own.mailbox.send,
         on_event=_event_writer(served),
     )

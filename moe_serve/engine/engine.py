@@ -124,6 +124,13 @@ class Engine:
         self.balancing.end_step(plan, step_s)
         return plan
 
+    def close(self) -> None:
+        """Ends what this rank has started beside its steps. All ranks call it, after `run`."""
+        self.balancing.close()
+        self.records.close()
+        self.served.all_to_all.close()
+        self.exchange.close()
+
     def _exchange(self, proposal: Proposal) -> StepPlan:
         """Returns the plan that all ranks compute from what each of them proposes."""
         recovery, balancing = self.recovery, self.balancing
@@ -142,7 +149,7 @@ class Engine:
             masked=recovery.masked,
             asking_to_rejoin=recovery.asking_to_rejoin,
             record_command=self.records.to_show(),
-            has_message=balancing.has_message,
+            has_message=balancing.announce(),
             needs_placement=recovery.needs_placement,
             staged=balancing.staged,
             fault=fault,

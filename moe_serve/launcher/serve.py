@@ -79,7 +79,7 @@ def run_worker(config: ServeConfig, env: RankEnv) -> int:
         engine = _start(config, env, mailbox)
         engine.run()
         mailbox.send(Goodbye(env.rank, env.epoch))
-        engine.served.all_to_all.close()
+        engine.close()
         code = 1 if engine.lost_front_end else 0
     except LostConnectionError as error:
         lost = _dead_peer(engine)

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import os
 import random
 import tempfile
 from collections.abc import Callable, Sequence
@@ -220,7 +221,9 @@ def _serve_on_rank(
         engine_module.sample = sample
     engine.scheduler.check()
     assert engine.scheduler.blocks.num_free == engine.scheduler.blocks.num_blocks, "finished requests hold blocks"
-    exchange.close()
+    engine.close()
+    children = Path(f"/proc/self/task/{os.getpid()}/children").read_text()
+    assert not children, "an engine that ends leaves no process behind"
     served = Served(
         digests=digests,
         gaps=gaps,
