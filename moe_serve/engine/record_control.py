@@ -11,6 +11,7 @@ A command whose record was dropped, because a rank was lost, is shown again.
 
 from collections import deque
 from collections.abc import Callable
+from concurrent.futures import wait
 from dataclasses import dataclass
 
 from moe_serve.engine.dump_recorder import Dump, DumpRecorder
@@ -22,6 +23,7 @@ from moe_serve.log import get_logger
 
 log = get_logger(__name__)
 _MAX_WAITING = 16  # commands
+_CLOSE_S = 10.0  # for a dump that is being written when the engine ends
 _START_FIRST = "nothing is recorded: start a recording first (POST /start_expert_distribution_record)"
 
 
@@ -87,10 +89,19 @@ class RecordControl:
         """Drops the commands of a masked rank; the front end has told its clients so."""
         self._waiting.clear()
 
+    def close(self) -> None:
+        """Lets a dump that is being written come to its end."""
+        if self._dump is not None:
+            wait([self._dump[1].done], _CLOSE_S)
+            self._finish_dump()
+
     def to_show(self) -> int:
         """Returns the command that this rank shows in its row, as 1 + index into RECORD_COMMANDS; 0 = none."""
         self._finish_dump()
         if not self._waiting or self._agreed is not None or self._dump is not None:
+            return 0
+        if not self._speaker.is_leader:
+            self._hand_back()
             return 0
         return 1 + RECORD_COMMANDS.index(self._waiting[0].command)
 
@@ -122,6 +133,13 @@ class RecordControl:
                 self._answer(agreed.call, self._recorder.stop(agreed.until))
             case "dump":
                 self._begin_dump(self._recorder, agreed.call)
+
+    def _hand_back(self) -> None:
+        """Refuses the commands that wait: a lower rank has rejoined, and leads now without having heard of them."""
+        while self._waiting:
+            call, leader = self._waiting.popleft(), self._speaker.leader()
+            text = f"rank {leader} has rejoined and leads now; send the {call.command} command again"
+            self._speaker.answer(call, False, text)
 
     def _begin_dump(self, recorder: DumpRecorder, call: RecordCommand | None) -> None:
         dump = recorder.dump(self._speaker.is_leader, self._windows.placement)

@@ -263,6 +263,19 @@ def test_only_the_leader_keeps_commands_and_their_number_is_bounded(tmp_path: Pa
     assert rank.control.to_show() == 0
 
 
+def test_commands_of_a_leader_that_leads_no_more_are_refused_once(tmp_path: Path) -> None:
+    rank = Rank(tmp_path)
+    rank.control.ask(RecordCommand(7, "start"))
+    rank.leader = 1
+    for _ in range(3):
+        rank.run()
+    answers = [message for message in rank.sent if isinstance(message, Answer)]
+    assert [(answer.call_id, answer.ok) for answer in answers] == [(7, False)]
+    assert "leads now" in answers[0].text
+    assert rank.passes is not None
+    assert not rank.passes.is_on
+
+
 def test_without_recording_a_command_is_refused() -> None:
     sent: list[Message] = []
     windows, _ = windows_of_one_rank([])
