@@ -157,7 +157,11 @@ def test_a_placement_that_does_not_fit_is_refused_with_the_reason():
     rebalancer.handle(GroupChanged(10, left))
     with pytest.raises(PlacementError, match=r"ranks \[3\] take no part"):
         rebalancer.handle(PlaceAt(11, TWICE.physical_to_logical.tolist()))
-    assert rebalancer.state == "watching"
+    rebalancer.handle(SwitchOff(10, "for this test"))
+    without_seven = np.where(left.physical_to_logical == 7, 6, left.physical_to_logical)
+    with pytest.raises(PlacementError, match="expert 7 of row 0"):
+        rebalancer.handle(PlaceAt(11, without_seven.tolist()))
+    assert rebalancer.state == "off", "a refused command changes nothing"
 
 
 def test_three_failures_in_a_row_switch_it_off_until_a_person_comes():

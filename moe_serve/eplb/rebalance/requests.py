@@ -86,7 +86,8 @@ def placed_as(current: Placement, table: Sequence[Sequence[int]]) -> Placement:
             f"the placement has {have[0]} layers of {have[1]} slots, the one in use {need[0]} of {need[1]}; give "
             "[layers][slots] of logical experts, as GET /eplb/placement shows them"
         )
-    wanted = replace(current, physical_to_logical=np.array(table, dtype=np.int64))
+    # The placement in use may be one of a group without lost ranks, which lets experts be lost; a new one must not.
+    wanted = replace(current, physical_to_logical=np.array(table, dtype=np.int64), allow_lost=False)
     lost = np.setdiff1d(wanted.live_ranks, current.live_ranks)
     if len(lost):
         raise PlacementError(
