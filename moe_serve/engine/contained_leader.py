@@ -17,7 +17,7 @@ T = TypeVar("T")
 
 
 class ContainedLeader(Leader):
-    """A leader whose first error of its own ends it. Refusals (PlacementError of commands) pass.
+    """A leader whose first error ends it. Only the refusal of a command (PlacementError) passes.
 
     placement: returns where experts are, for the report of the end
     """
@@ -54,12 +54,10 @@ class ContainedLeader(Leader):
         self._call(lambda leader: leader.group_changed(step, placement), None)
 
     def rebalance_now(self, step: int) -> str:
-        text = self._call(lambda leader: leader.rebalance_now(step), "")
-        return text or self._refuse()
+        return self._command(lambda leader: leader.rebalance_now(step))
 
     def set_placement(self, step: int, table: list[list[int]]) -> str:
-        text = self._call(lambda leader: leader.set_placement(step, table), "")
-        return text or self._refuse()
+        return self._command(lambda leader: leader.set_placement(step, table))
 
     def report(self, step: int) -> BalanceReport | None:
         report = self._call(lambda leader: leader.report(step), None)
@@ -71,8 +69,24 @@ class ContainedLeader(Leader):
     def close(self) -> None:
         self._call(lambda leader: leader.close(), None)
 
-    def _refuse(self) -> str:
-        raise PlacementError(f"{self._alarm}; restart the server to balance again")
+    def _command(self, act: Callable[[Leader], str]) -> str:
+        """Returns what a command does. Raises PlacementError where the leader refuses it, or has ended."""
+        refusal: PlacementError | None = None
+
+        def try_to(leader: Leader) -> str:
+            nonlocal refusal
+            try:
+                return act(leader)
+            except PlacementError as error:
+                refusal = error
+                return ""
+
+        text = self._call(try_to, "")
+        if refusal is not None:
+            raise refusal
+        if self._leader is None:
+            raise PlacementError(f"{self._alarm}; restart the server to balance again")
+        return text
 
     def _call(self, act: Callable[[Leader], T], otherwise: T) -> T:
         leader = self._leader
@@ -80,8 +94,6 @@ class ContainedLeader(Leader):
             return otherwise
         try:
             return act(leader)
-        except PlacementError:
-            raise
         except Exception as error:  # the balancer is not worth a served token: it ends here, and says so
             log.exception("the balancer has failed; serving goes on without it")
             self._leader = None

@@ -49,6 +49,18 @@ def test_a_mistake_raises_an_alarm_once_and_nothing_else_moves() -> None:
     leader.close()
 
 
+def test_a_placement_error_outside_of_commands_is_a_mistake_too() -> None:
+    class Confused(RestlessLeader):
+        def activated(self, step: int, version: int, num_bytes: int, move_s: float, pause_s: float) -> None:
+            raise PlacementError("version 3 was activated but version 2 is running")
+
+    leader = contained(Confused(PLACEMENT, 5))
+    leader.activated(6, 3, 0, 0.0, 0.0)
+    report = leader.report(7)
+    assert report is not None
+    assert "version 2 is running" in report.alarm
+
+
 def test_a_refused_command_is_no_mistake() -> None:
     leader = contained(Mistaken(PLACEMENT, 5))
     with pytest.raises(PlacementError, match="it does not fit"):
