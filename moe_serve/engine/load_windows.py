@@ -117,6 +117,7 @@ class LoadWindows:
             tokens=by_source.sum(1),
             by_source=by_source,
             step_time_s=window.step_time_s,
+            num_forwards=window.num_forwards,
             model_id=self._model_id,
             placement_version=window.placement.version,
             placement=window.placement,

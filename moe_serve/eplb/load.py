@@ -31,7 +31,8 @@ class LoadRecord:
     per_step:      [num_steps, L, E] int64, the same for each step; None = not recorded
     by_source:     [L, R, E] int64, the same by source rank; None = not recorded
     activations:   [L, E] int64, in how many batches the expert had at least one token; None = not recorded
-    step_time_s:   mean measured time of a step; None = not recorded
+    step_time_s:   mean measured time of a step with tokens; None = not recorded
+    num_forwards:  steps with tokens; None = not recorded, all of them
     model_id:      which model, "" = unknown
     placement_version: version of the placement in use, None = unknown
     placement:     the placement in use, None = unknown
@@ -46,6 +47,7 @@ class LoadRecord:
     by_source: NDArray[np.int64] | None = None
     activations: NDArray[np.int64] | None = None
     step_time_s: float | None = None
+    num_forwards: int | None = None
     model_id: str = ""
     placement_version: int | None = None
     placement: Placement | None = None
@@ -58,6 +60,8 @@ class LoadRecord:
                 f"first_step is {self.first_step} and num_steps {self.num_steps}; steps count from 0 and a window has "
                 "at least 0 of them"
             )
+        if self.num_forwards is not None and not 0 <= self.num_forwards <= self.num_steps:
+            raise TraceError(f"num_forwards is {self.num_forwards}; give 0 to num_steps ({self.num_steps}), or None")
         object.__setattr__(self, "tokens", checked_counts(self.tokens, "tokens", 2))
         num_layers, num_logical = self.tokens.shape
         expected = {
@@ -81,6 +85,11 @@ class LoadRecord:
         if self.per_step is not None:
             return np.asarray((self.per_step > 0).sum(axis=0))
         return (self.tokens > 0).astype(np.int64) if self.num_steps == 1 else None
+
+    @property
+    def busy_steps(self) -> int:
+        """How many steps share the tokens: those that ran a forward, where the record tells, else all."""
+        return self.num_steps if self.num_forwards is None else self.num_forwards
 
     @property
     def num_layers(self) -> int:

@@ -42,6 +42,7 @@ def check_against_the_scheduler(served: Served, num_ranks: int) -> None:
         }
         assert record.phase == (phases.pop() if len(phases) == 1 else "mixed")
         assert (record.step_time_s is None) == (not record.tokens.any())
+        assert record.num_forwards == np.count_nonzero(np.sum(rows, axis=(0, 2)))
 
 
 @pytest.mark.parametrize(

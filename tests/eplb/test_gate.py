@@ -12,6 +12,7 @@ from moe_serve.eplb.load import LoadRecord
 from moe_serve.eplb.placement import Placement
 from moe_serve.eplb.policies.make import make_policy
 from moe_serve.eplb.rebalance.events import PlanReady, RequestPlan, RoundActivated, WindowClosed
+from moe_serve.eplb.rebalance.gate import Gate
 from moe_serve.eplb.rebalance.rebalancer import Rebalancer
 from moe_serve.eplb.rebalance.settings import RebalanceSettings
 from moe_serve.eplb.replay.synthetic import FAMILIES, SyntheticLoad, synthetic_trace
@@ -159,3 +160,18 @@ def worst_for_it(rng, placement):
 @pytest.mark.parametrize("draw", [two_in_turn, lambda: anything_new, lambda: worst_for_it], ids=["two", "new", "worst"])
 def test_a_load_that_flips_after_each_move_costs_one_percent_at_most(draw, steps):
     assert max(replay(flipping(draw(), steps))) <= 1.01
+
+
+def test_idle_steps_of_a_window_change_no_gain() -> None:
+    start = Placement.trivial(NUM_LAYERS, NUM_LOGICAL, CLUSTER.num_ranks, CLUSTER.num_ranks)
+    other = Placement(np.roll(start.physical_to_logical, 3, axis=1), NUM_LOGICAL, CLUSTER.num_ranks)
+    tokens = np.random.default_rng(0).integers(0, 9000, (NUM_LAYERS, NUM_LOGICAL))
+    busy = LoadRecord(0, 20, "decode", tokens)
+    gains = []
+    for record in (busy, replace(busy, num_steps=300, num_forwards=20)):
+        gate = Gate(start, costs(), RebalanceSettings())
+        gate.close_window(record, start, start, whole=True)
+        gains.append(gate.gains(start, other))
+        assert gate.planning_load()[0] == pytest.approx(tokens / 20)
+    assert gains[0].any()
+    assert (gains[0] == gains[1]).all()

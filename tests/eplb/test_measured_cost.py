@@ -83,6 +83,18 @@ def test_a_constant_load_leaves_the_assumed_share_and_nothing_below_zero():
     assert cost.skew_s == 0.0
 
 
+def test_idle_steps_of_a_window_change_no_price():
+    costs = [MeasuredCost(PriorPrices(TOKEN_S, 1e-3), 0.05) for _ in range(2)]
+    rng = np.random.default_rng(5)
+    for _ in range(30):
+        record = world(draw(rng), START, rng, 0.02)
+        idle = int(rng.integers(0, 500))
+        for cost, steps in zip(costs, (STEPS, STEPS + idle), strict=True):
+            assert cost.learn_window(replace(record, num_steps=steps, num_forwards=STEPS), START)
+    assert (costs[0].base_s, costs[0].token_s, costs[0].skew_s) == (costs[1].base_s, costs[1].token_s, costs[1].skew_s)
+    assert costs[0].token_s == pytest.approx(TOKEN_S, rel=0.1)
+
+
 def test_windows_without_a_time_teach_nothing():
     cost = MeasuredCost(PriorPrices(TOKEN_S, 1e-3), 0.05)
     record = replace(world(draw(np.random.default_rng(0)), START), step_time_s=None)

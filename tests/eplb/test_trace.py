@@ -37,6 +37,7 @@ def example(num_records: int = 5, full: bool = True) -> LoadTrace:
                 by_source=by_source if full else None,
                 activations=(per_step > 0).sum(axis=0) if full else None,
                 step_time_s=0.01 * (index + 1) if full else None,
+                num_forwards=index % 4 if full else None,
                 placement_version=7 if full else None,
                 placement=placement if full else None,
             )
@@ -54,7 +55,7 @@ def assert_same(left: LoadTrace, right: LoadTrace) -> None:
     records = list(zip(left, right, strict=True))
     assert records
     for a, b in records:
-        for name in ("first_step", "num_steps", "phase", "step_time_s", "placement_version"):
+        for name in ("first_step", "num_steps", "num_forwards", "phase", "step_time_s", "placement_version"):
             assert getattr(a, name) == getattr(b, name), name
         for name in ("tokens", "per_step", "by_source", "activations"):
             np.testing.assert_array_equal(getattr(a, name), getattr(b, name), err_msg=name)
@@ -267,6 +268,10 @@ def test_idle_records_fold_into_any_window_and_keep_its_time() -> None:
     assert windows[0].step_time_s is not None
     assert 2.0 < windows[0].step_time_s < 4.0
     assert windows[1].step_time_s == 9.0
+    assert windows[0].num_forwards is None
+    forwards = [replace(record, num_forwards=int(record.tokens.any())) for record in records]
+    windows = list(folded(LoadTrace.of(forwards), 100))
+    assert [(w.num_steps, w.num_forwards, w.step_time_s) for w in windows] == [(8, 2, 3.0), (2, 1, 9.0)]
 
 
 def test_folding_forgets_activations_it_cannot_know() -> None:

@@ -94,9 +94,9 @@ class MeasuredCost(GateCost):
         return self.expert_s * sum(max(moves.busiest(), 1) for moves in plan.rounds)
 
     def learn_window(self, record: LoadRecord, placement: Placement) -> bool:
-        if record.step_time_s is None or not record.num_steps:
+        if record.step_time_s is None or not record.busy_steps:
             return False
-        load = rank_load(record.tokens / record.num_steps, placement)[:, placement.live_ranks]
+        load = rank_load(record.tokens / record.busy_steps, placement)[:, placement.live_ranks]
         mean = float(load.mean(axis=1).sum())
         self._rows.append(np.array([1.0, mean, float(load.max(axis=1).sum()) - mean]))
         self._step_s.append(record.step_time_s)

@@ -49,8 +49,9 @@ def _merged(records: list[LoadRecord]) -> LoadRecord:
     active = [part for part in (record.active_steps() for record in records) if part is not None]
     sources = [record.by_source for record in records]
     known = [part for part in sources if part is not None]
-    times = [(record.step_time_s, record.num_steps) for record in busy]
-    timed_steps = sum(record.num_steps for record in busy)
+    times = [(record.step_time_s, record.busy_steps) for record in busy]
+    timed_steps = sum(record.busy_steps for record in busy)
+    counts_forwards = any(record.num_forwards is not None for record in records)
     return replace(
         first,
         num_steps=sum(record.num_steps for record in records),
@@ -59,6 +60,7 @@ def _merged(records: list[LoadRecord]) -> LoadRecord:
         per_step=None,
         activations=np.sum(active, axis=0) if len(active) == len(records) else None,
         by_source=np.sum(known, axis=0) if len(known) == len(sources) else None,
+        num_forwards=sum(record.busy_steps for record in records) if counts_forwards else None,
         step_time_s=None
         if any(t is None for t, _ in times) or not timed_steps
         else sum((t or 0) * n for t, n in times) / timed_steps,

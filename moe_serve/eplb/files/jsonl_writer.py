@@ -39,7 +39,7 @@ class JsonlWriter:
             value = getattr(record, name)
             if value is not None:
                 line[name] = value.tolist()
-        for name in ("step_time_s", "placement_version"):
+        for name in ("step_time_s", "num_forwards", "placement_version"):
             if getattr(record, name) is not None:
                 line[name] = getattr(record, name)
         if record.placement is not None and record.placement is not self._placement:

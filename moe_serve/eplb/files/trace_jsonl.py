@@ -126,6 +126,7 @@ class _Reader:
                 phase=str(content.get("phase", "mixed")),
                 tokens=tokens,
                 step_time_s=content.get("step_time_s"),
+                num_forwards=content.get("num_forwards"),
                 model_id=self.meta.model_id,
                 placement_version=content.get("placement_version"),
                 placement=placement,

@@ -1,8 +1,9 @@
 """Our .npz trace: `counts` [T, L, E] int64 and, where recorded, more arrays with one row per record; `meta` is JSON.
 
 Members: counts; first_step, num_steps [T] int64; phase [T] text; step_time_s [T] float64 (NaN = none);
-placement_version [T] int64 (-1 = none); activations [T, L, E]; by_source [T, L, R, E]; per_step [T, S, L, E];
-phy2log [T, L, P] with num_ranks in meta. Only `counts` is required, so a plain np.savez(counts=...) is a trace.
+num_forwards, placement_version [T] int64 (-1 = none); activations [T, L, E]; by_source [T, L, R, E];
+per_step [T, S, L, E]; phy2log [T, L, P] with num_ranks in meta. Only `counts` is required, so a plain
+np.savez(counts=...) is a trace.
 Read row by row from the zip, and written through temporary files beside the target, so neither holds the whole trace.
 """
 
@@ -26,6 +27,9 @@ from moe_serve.eplb.placement import Placement
 from moe_serve.errors import PlacementError, TraceError
 
 _COPY = 1 << 18
+_FIELDS = (
+    "counts", "first_step", "num_steps", "phase", "step_time_s", "num_forwards", "placement_version", "phy2log",
+)  # fmt: skip
 
 
 def is_trace_npz(path: Path) -> bool:
@@ -68,8 +72,7 @@ class _Reader:
     def __call__(self) -> Iterator[LoadRecord]:
         with _archive(self.path) as archive:
             present = {name[:-4] for name in archive.namelist() if name.endswith(".npy")}
-            known = {"counts", "first_step", "num_steps", "phase", "step_time_s", "placement_version", "phy2log"}
-            rows = {name: _Rows(archive, name, self.path) for name in sorted(present & (known | set(OPTIONAL_FIELDS)))}
+            rows = {name: _Rows(archive, name, self.path) for name in sorted(present & {*_FIELDS, *OPTIONAL_FIELDS})}
             total = len(rows["counts"])
             for name, member in rows.items():
                 if len(member) != total:
@@ -82,7 +85,7 @@ class _Reader:
                 if "phy2log" in row and self.num_ranks:
                     placement = self._placement(row["phy2log"], placement, index)
                 version = int(row.get("placement_version", -1))
-                time_s = float(row.get("step_time_s", math.nan))
+                time_s, forwards = float(row.get("step_time_s", math.nan)), int(row.get("num_forwards", -1))
                 try:
                     yield LoadRecord(
                         first_step=int(row.get("first_step", step)),
@@ -93,6 +96,7 @@ class _Reader:
                         placement_version=None if version < 0 else version,
                         placement=placement,
                         step_time_s=None if math.isnan(time_s) else time_s,
+                        num_forwards=None if forwards < 0 else forwards,
                         **{name: row[name] for name in OPTIONAL_FIELDS if name in row},
                     )
                 except TraceError as problem:
@@ -178,6 +182,7 @@ class _Writer:
             "num_steps": np.int64(record.num_steps),
             "phase": np.array(record.phase, dtype="U8"),
             "step_time_s": np.float64(math.nan if record.step_time_s is None else record.step_time_s),
+            "num_forwards": np.int64(-1 if record.num_forwards is None else record.num_forwards),
             "placement_version": np.int64(-1 if record.placement_version is None else record.placement_version),
         }
         row |= {name: getattr(record, name) for name in OPTIONAL_FIELDS if getattr(record, name) is not None}

@@ -40,7 +40,7 @@ SPENDABLE = 0.75  # share of the regret bound that known costs may spend; the re
 
 @dataclass(frozen=True, eq=False)
 class _Window:
-    """A closed window of load, as means over its steps.
+    """A closed window of load, as means over its steps with tokens, of which there are num_steps.
 
     tokens:      [L, E] per step
     by_source:   [L, R, E] tokens per step;  activations: [L, E] share of the steps; None = not recorded
@@ -139,11 +139,11 @@ class Gate:
         if whole and first is last and self.cost.learn_window(record, last):
             for known in self._windows:
                 known.known.clear()
-        steps = max(record.num_steps, 1)
+        steps = max(record.busy_steps, 1)
         tokens = record.tokens / steps
         window = _Window(
             tokens,
-            record.num_steps,
+            steps,
             None if record.by_source is None else record.by_source / steps,
             None if record.activations is None else np.minimum(record.activations / steps, 1.0),
         )
