@@ -162,8 +162,9 @@ class StartRound:
 Action = RequestPlan | StartRound
 # watch: what the last move turned out to gain; plan, keep, move: a plan is asked for, is not worth it, is moved to;
 # restore: second slots are put back; manual: a person's placement is moved to; group: other ranks take part;
-# failed: no plan, or a move without effect; done: a move is live; off: the rebalancer is switched off
-DecisionKind = Literal["watch", "plan", "move", "restore", "manual", "keep", "failed", "done", "group", "off"]
+# failed: no plan, or a move without effect; done: a move is live; off: the rebalancer is switched off;
+# replay: a replay decides otherwise than the server that recorded its trace
+DecisionKind = Literal["watch", "plan", "move", "restore", "manual", "keep", "failed", "done", "group", "off", "replay"]
 
 
 @dataclass(frozen=True)

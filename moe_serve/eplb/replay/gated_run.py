@@ -11,6 +11,7 @@ from moe_serve.eplb.placement import Placement
 from moe_serve.eplb.policies.policy import PlacementPolicy, Plan
 from moe_serve.eplb.rebalance.events import (
     Action,
+    Decision,
     Event,
     PlanFailed,
     PlanReady,
@@ -43,8 +44,8 @@ class GatedRun:
         self._plan_s = 0.0
 
     @property
-    def decisions(self) -> tuple[tuple[int, str, str], ...]:
-        return tuple((d.step, d.kind, d.reason) for d in self._rebalancer.decisions)
+    def decisions(self) -> tuple[Decision, ...]:
+        return self._rebalancer.decisions
 
     def before(self, first_step: int) -> Served:
         while self._events and self._events[0][0] <= first_step:

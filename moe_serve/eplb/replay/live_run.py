@@ -15,7 +15,7 @@ from moe_serve.eplb.load import LoadRecord
 from moe_serve.eplb.placement import Placement
 from moe_serve.eplb.policies.make import make_policy
 from moe_serve.eplb.rebalance.event_fields import REQUESTED, STARTED, event_of, placement_in
-from moe_serve.eplb.rebalance.events import Action, RequestPlan, StartRound
+from moe_serve.eplb.rebalance.events import Action, Decision, RequestPlan, StartRound
 from moe_serve.eplb.rebalance.make import SystemFacts, make_rebalancer
 from moe_serve.eplb.replay.gated_run import GatedRun
 from moe_serve.eplb.replay.run import Served
@@ -30,16 +30,16 @@ class LiveRun(GatedRun):
 
     def __init__(self, start: Placement, server: ServerReplay, latency_steps: int) -> None:
         self._server = server
-        self._earlier: tuple[tuple[int, str, str], ...] = ()  # decisions of balancers before the running one
+        self._earlier: tuple[Decision, ...] = ()  # decisions of balancers before the running one
         self._recorded = deque(server.events)
         self._num_records = 0  # so far
         self._open: RequestPlan | StartRound | None = None  # the newest action
-        self._parted: tuple[int, str, str] | None = None  # since when, and why, the events of the trace no longer fit
+        self._parted: Decision | None = None  # since when, and why, the events of the trace no longer fit
         rebalancer = make_rebalancer(start, server.settings, server.facts)
         super().__init__(LIVE, make_policy(server.settings.policy), rebalancer, latency_steps)
 
     @property
-    def decisions(self) -> tuple[tuple[int, str, str], ...]:
+    def decisions(self) -> tuple[Decision, ...]:
         return (*self._earlier, *super().decisions, *([] if self._parted is None else [self._parted]))
 
     def before(self, first_step: int) -> Served:
@@ -111,6 +111,6 @@ class LiveRun(GatedRun):
         """Leaves the recorded plans and rounds from here on, and takes up itself what is open."""
         if self._parted is not None:
             return
-        self._parted = (step, "replay", f"{why}; from here on plans and rounds are not those of the trace")
+        self._parted = Decision(step, "replay", f"{why}; from here on plans and rounds are not those of the trace")
         if self._open is not None and self._rebalancer.state in ("planning", "moving"):
             super()._act(self._open)

@@ -11,12 +11,14 @@ import select
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from moe_serve.eplb.placement import Placement
+from moe_serve.eplb.rebalance.events import Decision
 from moe_serve.eplb.replay.result import PolicyResult
 from moe_serve.errors import MoeServeError, TraceError
 
@@ -116,7 +118,7 @@ def _our_error(text: str) -> MoeServeError:
 def result_to_bytes(result: PolicyResult) -> bytes:
     """Returns a result as an .npz."""
     final = result.final
-    words: dict[str, Any] = {"name": result.name, "decisions": result.decisions}
+    words: dict[str, Any] = {"name": result.name, "decisions": [asdict(each) for each in result.decisions]}
     arrays = result.arrays()
     if final is not None:
         words["final"] = [final.num_logical, final.num_ranks, final.moe_layer_ids, final.version]
@@ -135,5 +137,5 @@ def result_from_bytes(content: bytes) -> PolicyResult:
     if "final" in words:
         num_logical, num_ranks, layer_ids, version = words["final"]
         final = Placement(arrays.pop("final"), num_logical, num_ranks, tuple(layer_ids), version)
-    decisions = tuple((int(step), str(kind), str(reason)) for step, kind, reason in words["decisions"])
+    decisions = tuple(Decision(**each | {"layer_rows": tuple(each["layer_rows"])}) for each in words["decisions"])
     return PolicyResult(words["name"], **arrays, final=final, decisions=decisions)

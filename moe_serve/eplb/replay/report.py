@@ -4,12 +4,14 @@ report_html.py draws the same numbers. Measured times stand apart in the JSON: t
 same trace.
 """
 
+from dataclasses import asdict
 from typing import Any
 
 import numpy as np
 from rich.table import Table
 from rich.text import Text
 
+from moe_serve.eplb.replay.report_decisions import decision_table
 from moe_serve.eplb.replay.report_units import MISSING, as_bytes, as_number, as_percent, as_seconds
 from moe_serve.eplb.replay.result import CEILING, FLOOR, PolicyResult, ReplayReport
 from moe_serve.eplb.replay.terminal import printed, text_console
@@ -27,6 +29,10 @@ def to_table(report: ReplayReport, width: int | None = None, color: bool = False
     for line in missing_lines(report):
         console.print(line, style="dim")
     console.print()
+    for result in report.policies:
+        if result.decisions:
+            console.print(decision_table(result))
+            console.print()
     for sentence in verdict(report):
         console.print(sentence, soft_wrap=width is None)
     return printed(console)
@@ -202,7 +208,9 @@ def to_json(report: ReplayReport, timings: bool = True) -> dict[str, Any]:
             "num_steps": report.num_steps.tolist(),
             "policies": {result.name: _series(result) for result in report.results},
         },
-        "decisions": {result.name: result.decisions for result in report.policies if result.decisions},
+        "decisions": {
+            result.name: [asdict(each) for each in result.decisions] for result in report.policies if result.decisions
+        },
     }
     if timings:
         content["timings"] = {

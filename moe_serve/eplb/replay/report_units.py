@@ -19,7 +19,8 @@ def as_seconds(value: float | None) -> str:
         return MISSING
     if value == 0:
         return "0"
-    return f"{value:.2f} s" if value >= 1 else f"{value * 1e3:.2f} ms" if value >= 1e-3 else f"{value * 1e6:.0f} µs"
+    size = abs(value)
+    return f"{value:.2f} s" if size >= 1 else f"{value * 1e3:.2f} ms" if size >= 1e-3 else f"{value * 1e6:.0f} µs"
 
 
 def as_bytes(value: int | None) -> str:

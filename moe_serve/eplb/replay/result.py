@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moe_serve.eplb.placement import Placement
+from moe_serve.eplb.rebalance.events import Decision
 
 Floats = NDArray[np.float64]
 FLOOR, CEILING = "do nothing", "perfect"
@@ -30,7 +31,7 @@ class PolicyResult:
     plan_s:        [W] float64, measured CPU time of planning before the window
     traffic:       [N, N] float64, routes from node to node over all windows; all NaN = not known
     final:         placement after the last window; None for the ceiling
-    decisions:     of a gated run, in words: (step, kind, reason)
+    decisions:     of a rebalancer; () = none decides
     """
 
     name: str
@@ -48,7 +49,7 @@ class PolicyResult:
     plan_s: Floats
     traffic: Floats
     final: Placement | None = None
-    decisions: tuple[tuple[int, str, str], ...] = ()
+    decisions: tuple[Decision, ...] = ()
 
     @property
     def num_plans(self) -> int:

@@ -3,6 +3,7 @@
 import numpy as np
 
 from moe_serve.eplb.placement import Placement
+from moe_serve.eplb.rebalance.events import Decision
 from moe_serve.eplb.replay.costs import ProfileCosts
 from moe_serve.eplb.replay.result import PolicyResult
 from moe_serve.eplb.replay.run import Served
@@ -43,7 +44,7 @@ class ResultRows:
         if score.traffic is not None:
             self._traffic = score.traffic if self._traffic is None else self._traffic + score.traffic
 
-    def result(self, decisions: tuple[tuple[int, str, str], ...], final: Placement | None) -> PolicyResult:
+    def result(self, decisions: tuple[Decision, ...], final: Placement | None) -> PolicyResult:
         whole = {"moves", "moves_off_node", "num_rounds"}
         arrays = {
             name: np.array(values, dtype=np.int64 if name in whole else None) for name, values in self._rows.items()

@@ -15,6 +15,7 @@ import numpy as np
 from moe_serve.eplb.load import Floats, LoadRecord
 from moe_serve.eplb.placement import Placement
 from moe_serve.eplb.policies.policy import PlacementPolicy, PlanRequest
+from moe_serve.eplb.rebalance.events import Decision
 from moe_serve.eplb.replay.arrivals import Arrivals, arrivals
 from moe_serve.eplb.replay.settings import ReplaySettings
 
@@ -56,8 +57,8 @@ class Run(Protocol):
         ...
 
     @property
-    def decisions(self) -> tuple[tuple[int, str, str], ...]:
-        """The decisions of a rebalancer: (step, kind, reason)."""
+    def decisions(self) -> tuple[Decision, ...]:
+        """The decisions of a rebalancer; () = none decides."""
         ...
 
 
@@ -67,7 +68,7 @@ class StaticRun:
 
     name: str
     placement: Placement
-    decisions: tuple[tuple[int, str, str], ...] = ()
+    decisions: tuple[Decision, ...] = ()
 
     def before(self, first_step: int) -> Served:
         return Served(self.placement)
@@ -87,7 +88,7 @@ class PlannedRun:
     policy: PlacementPolicy
     placement: Placement
     settings: ReplaySettings
-    decisions: tuple[tuple[int, str, str], ...] = ()
+    decisions: tuple[Decision, ...] = ()
     _recent: deque[LoadRecord] = field(default_factory=deque)
     _seen: int = 0
     _next: Served | None = None

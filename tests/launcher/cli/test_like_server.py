@@ -9,6 +9,8 @@ from moe_serve.eplb.files.jsonl_writer import JsonlWriter
 from moe_serve.eplb.files.trace_meta import TraceMeta
 from moe_serve.eplb.load import LoadRecord
 from moe_serve.eplb.placement import Placement
+from moe_serve.eplb.replay.report_decisions import NUM_SHOWN, decision_cells
+from moe_serve.eplb.replay.report_units import as_seconds
 from tests.engine.test_balancer import FACTS, START
 from tests.engine.test_replay_equals_live import RecordedEngine, loads
 from tests.launcher.cli.test_balancer import call
@@ -35,7 +37,29 @@ def test_a_live_trace_is_replayed_with_the_servers_decisions(tmp_path: Path) -> 
     )
     assert code == 0, err
     report = json.loads(out)
-    assert [[*said[:3]] for said in engine.said()] == report["decisions"]["live"]
+    decisions = [
+        (one["step"], one["kind"], one["reason"], tuple(one["layer_rows"])) for one in report["decisions"]["live"]
+    ]
+    assert decisions == engine.said()
+
+
+def test_the_decisions_are_a_table_for_people(tmp_path: Path) -> None:
+    engine = RecordedEngine(tmp_path / "load.jsonl")
+    for load in loads(60):
+        engine.window(load)
+    code, out, err = call("replay", tmp_path / "load.jsonl", "--like-server", write_server(tmp_path), "--no-curve")
+    assert code == 0, err
+    said = engine.balancer._rebalancer.decisions
+    assert len(said) > NUM_SHOWN
+    title = f"decisions of live; {len(said) - NUM_SHOWN} earlier ones are in --json"
+    table = out[out.index(title) :]
+    for cells, each in zip(decision_cells(said[-NUM_SHOWN:]), said[-NUM_SHOWN:], strict=True):
+        assert (cells[0], cells[1], cells[5]) == (str(each.step), each.kind, each.reason)
+        row = next(line for line in table.splitlines() if line.split()[:2] == cells[:2])
+        assert cells[3] in row
+        assert each.reason[:30] in row
+    watch = next(each for each in said if each.kind == "watch")
+    assert decision_cells([watch])[0][3] == f"{as_seconds(watch.realised_s)} of {as_seconds(watch.gain_s)}"
 
 
 def test_a_trace_without_a_balancer_shows_what_one_would_do(tmp_path: Path) -> None:
@@ -55,7 +79,7 @@ def test_a_trace_without_a_balancer_shows_what_one_would_do(tmp_path: Path) -> N
     )
     assert code == 0, err
     report = json.loads(out)
-    assert "plan" in {kind for _, kind, _ in report["decisions"]["live"]}
+    assert "plan" in {one["kind"] for one in report["decisions"]["live"]}
     assert {"live", "greedy"} <= {policy["policy"] for policy in report["policies"]}
 
 

@@ -1,0 +1,125 @@
+"""Watches real engines whose experts move: what each rank's slots received in every step, and what was decided.
+
+Every rank writes a file when its engine ends; `Watched.read` puts them together.
+"""
+
+import json
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from moe_serve.engine.engine import Engine
+from moe_serve.engine.split_choice import SplitChoice
+from moe_serve.engine.step import PHASES, StepPlan
+from moe_serve.eplb.placement import Placement
+from moe_serve.eplb.rebalance.events import Decision
+from tests.ep.received import count_received
+
+Ints = NDArray[np.int64]
+LONGEST_START_S = 60.0  # of the planner's process
+
+
+class RestlessSplit(SplitChoice):
+    """Draws anew, at each step, the phases that are split evenly, as a trial of the exact split would."""
+
+    def __init__(self) -> None:
+        super().__init__("exact", has_replicas=True)
+        self._draw = np.random.default_rng(0)
+        self._even = 0
+
+    @property
+    def even_phases(self) -> int:
+        return self._even
+
+    def observe(self, plan: StepPlan, step_s: float) -> None:
+        self._even = int(self._draw.integers(2 ** len(PHASES)))
+
+
+@dataclass(frozen=True)
+class Watched:
+    """What was seen of all ranks.
+
+    rows:       step -> [layers, slots], rows that each slot received;  placements: step -> the one that served it
+    decisions:  of the leader, oldest first
+    even_steps: those that were split evenly by the leader's choice
+    """
+
+    rows: dict[int, Ints]
+    placements: dict[int, Placement]
+    decisions: tuple[Decision, ...]
+    final: Placement
+    even_steps: frozenset[int]
+
+    @classmethod
+    def read(cls, folder: Path, like: Placement) -> "Watched":
+        """Returns what the ranks have written. like: a placement of the same shape"""
+        parts = [json.loads((folder / f"{rank}.json").read_bytes()) for rank in range(like.num_ranks)]
+        first = parts[0]
+
+        def placement(table: Any, version: int) -> Placement:
+            return Placement(np.array(table, np.int32), like.num_logical, like.num_ranks, like.moe_layer_ids, version)
+
+        tables = [placement(*each) for each in first["tables"]]
+        rows = {
+            int(step): np.concatenate([np.array(part["rows"][step]) for part in parts], axis=1)
+            for step in first["rows"]
+        }
+        return cls(
+            rows,
+            {int(step): tables[index] for step, index in first["placements"].items()},
+            tuple(Decision(**each | {"layer_rows": tuple(each["layer_rows"])}) for each in first["decisions"]),
+            tables[-1],
+            frozenset(first["even_steps"]),
+        )
+
+
+def watch(folder: Path, engine: Engine) -> None:
+    """Writes what this rank's engine does into a folder when it ends.
+
+    The first plan is waited for: the planner's process has to start, and a busy machine takes its time.
+    """
+    served, seen = engine.served, {"rows": {}, "placements": {}, "even_steps": []}  # type: ignore[var-annotated]
+    forward, tables = served.forward, [served.placement]
+
+    def watched(*args: Any) -> Tensor:
+        if engine.balancing.leads:
+            _wait_for_first_plan(engine)
+        with count_received() as received:
+            logits: Tensor = forward(*args)
+        if served.placement is not tables[-1]:
+            tables.append(served.placement)
+        seen["rows"][engine.step] = received.slot_rows.tolist()
+        seen["placements"][engine.step] = len(tables) - 1
+        return logits
+
+    begin = served.begin_step
+
+    def begin_step(max_tokens: int, evenly: bool) -> None:
+        if evenly:
+            seen["even_steps"].append(engine.step)
+        begin(max_tokens, evenly)
+
+    def write() -> None:
+        leader: Any = engine.balancing._leader
+        tables.append(served.placement)
+        seen["tables"] = [(each.physical_to_logical.tolist(), each.version) for each in tables]
+        seen["decisions"] = [] if leader is None else list(leader._leader._rebalancer.decisions)
+        (folder / f"{engine.rank}.json").write_bytes(msgspec.json.encode(seen))
+
+    served.forward = watched  # type: ignore[method-assign]
+    served.begin_step = begin_step  # type: ignore[method-assign]
+    served.windows.at_end.append(write)
+
+
+def _wait_for_first_plan(engine: Engine) -> None:
+    leader: Any = engine.balancing._leader
+    balancer, deadline_s = leader._leader, time.monotonic() + LONGEST_START_S
+    while [each.kind for each in balancer._rebalancer.decisions] == ["plan"] and time.monotonic() < deadline_s:
+        time.sleep(0.01)
+        balancer.poll(engine.step + 1)
