@@ -27,6 +27,7 @@ WARM_UP_STEPS = 64  # of a phase, before a trial and after a change of the place
 RETRY_STEPS = 100_000  # of a phase, from one trial to the next while the placement stays
 TRIAL_SHARE = 0.02  # of a phase's steps may run the split that is not in use, and beyond that
 TRIAL_ALLOWANCE = (BLOCK_STEPS + 2) * JUDGED_AT[-1]  # what a trial needs where no difference shows
+_NO_MOVES = MovePlan()
 _KEPT_TIMES = 64  # of each size
 _KNOWN_FROM = 8  # times of a size that make its usual time
 
@@ -59,29 +60,33 @@ class Gain:
 
 
 class SplitChoice:
-    """The leader's choice between the exact split and the even one. `observe` it after each step with a forward."""
+    """The leader's choice between the exact split and the even one. `observe` it after each step with a forward.
+
+    even_phases: the phases whose next batches are to be split evenly, as bits in the order of PHASES
+    """
 
     def __init__(self, split: str, has_replicas: bool):
         """split: of the configuration; only "exact" has an alternative.  has_replicas: whether experts can have some"""
         self._split = split
         self._phases = {phase: _PhaseTrials(phase) for phase in PHASES} if split == "exact" and has_replicas else {}
-
-    @property
-    def even_phases(self) -> int:
-        """The phases whose next batches are to be split evenly, as bits in the order of PHASES."""
-        return sum(phase.wants_even << PHASES.index(name) for name, phase in self._phases.items())
+        self.even_phases = 0
 
     def observe(self, plan: StepPlan, step_s: float) -> None:
         """Learns how long a step took, from its exchange to its tokens, and chooses for the next ones."""
         phase = self._phases.get(plan.phase)
         if phase is not None:
-            does_more = plan.moves != MovePlan() or plan.close_window or plan.regrouped
+            does_more = plan.moves != _NO_MOVES or plan.close_window or plan.regrouped
             phase.observe(plan.max_tokens, plan.split_evenly, None if does_more else step_s)
+            self._note_wishes()
 
     def placement_changed(self) -> None:
         """Measures anew, after some steps: what was measured held for other replicas."""
         for phase in self._phases.values():
             phase.begin_anew()
+        self._note_wishes()
+
+    def _note_wishes(self) -> None:
+        self.even_phases = sum(phase.wants_even << number for number, phase in enumerate(self._phases.values()))
 
     def describe(self) -> dict[str, Any]:
         """Returns the split of each phase and what the exact one gains there, for /server_info and the status."""

@@ -120,13 +120,13 @@ class WeightMover:
         self.staged = 0 if self._incoming else version
 
     def advance(self, step_s: float) -> None:
-        """Carries a part of the round, as much as fits between two steps, and checks what is complete. Never waits.
+        """Carries a part of the round, if one runs, as much as fits between two steps, and checks what is complete.
 
-        To be called between any two steps, also while no round runs: exchanges of a cancelled one may be left.
+        Never waits. To be called between any two steps.
 
         step_s: measured seconds of the last step with rows; 0 = the engine is idle
         """
-        if self.fault is not None:
+        if not self.running or self.fault is not None:
             return
         started_s = time.perf_counter()
         num_bytes, is_lost = 0, False
@@ -134,7 +134,7 @@ class WeightMover:
             num_bytes = self._carrier.carry(self._budget.allowance(step_s))
         except LostConnectionError:
             is_lost = True
-        if self.running and not self.staged:  # what was staged stays so: the others may have been told already
+        if not self.staged:  # what was staged stays so: the others may have been told already
             self._check(is_lost)
         elapsed_s = time.perf_counter() - started_s
         self._budget.record(num_bytes, elapsed_s)
