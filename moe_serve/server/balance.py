@@ -154,12 +154,14 @@ class BalanceBook:
         self._note(event)
         level = logging.INFO
         match kind:
-            case "move":
+            case "move" | "manual" | "restore" if decision.num_layers:  # 0: everything is where it should be already
                 self.moves.begin(event, version, totals, self._points_of(epoch))
             case "done" if self.moves.running is not None:
                 self.moves.grow(self.version, self.totals)
                 reason = f"{reason}: {self.moves.running.summary}"
                 self.moves.end(at_s, step)
+            case "group":
+                self.moves.give_up(at_s, step, "other ranks take part now")
             case "failed":
                 self.moves.give_up(at_s, step, reason)
                 level = logging.WARNING

@@ -79,6 +79,21 @@ def test_a_move_under_way_shows_how_far_it_is():
     assert status["placement"] == {"version": 1, "age_s": 9.0}
 
 
+@pytest.mark.parametrize("kind", ["manual", "restore"])
+def test_a_move_that_a_person_or_a_loss_asks_for_is_told_as_any_other(kind):
+    book = told(
+        BalanceBook("dynamic"),
+        report(100, state="moving", decisions=[decision(kind, 100)]),
+        report(110, version=1, state="moving", totals={"num_experts_moved": 2.0, "num_rounds": 1.0}),
+    )
+    assert status_json(book, 2010.0)["move"]["summary"] == "2 experts moved in 1 round"
+    told(book, report(120, version=2, decisions=[decision("group", 120)]))
+    assert status_json(book, 2010.0)["move"] is None
+    nothing = DecisionReport(1130.0, 130, kind, "0 experts", 0, 0.0, 0.0)
+    told(book, report(130, version=2, decisions=[nothing]))
+    assert status_json(book, 2010.0)["move"] is None, "there was nothing to move"
+
+
 def test_a_failed_move_says_why_and_the_placement_stays(caplog):
     failed = decision("failed", 130, "round 1 was abandoned: rank 3, layer 2, step 130: checksum")
     book = told(BalanceBook("dynamic"), report(100, state="moving", decisions=[decision("move", 100)]))
