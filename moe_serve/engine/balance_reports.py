@@ -27,8 +27,12 @@ class BalanceReports:
         self._placement: Placement | None = None  # of the last report
 
     def window_closed(self, record: LoadRecord, placement: Placement) -> None:
-        """Takes the newest window for the next report. placement: where experts are, unless the record knows"""
-        self._window = window_report(record, record.placement or placement)
+        """Takes the newest window for the next report; one without tokens says nothing, and is not reported.
+
+        placement: where experts are, unless the record knows
+        """
+        if record.tokens.any():
+            self._window = window_report(record, record.placement or placement)
 
     def make(
         self,

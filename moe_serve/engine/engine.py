@@ -120,7 +120,7 @@ class Engine:
         step_s = time.perf_counter() - started_s
         self.step += 1
         self.records.end_step(plan)
-        self.served.windows.end_step(plan)
+        self.served.windows.end_step(plan, step_s)
         self.balancing.end_step(plan, step_s)
         return plan
 

@@ -5,7 +5,6 @@ ranks have completed the call. If a rank is lost before that, all remaining rank
 the next one. So every token is in exactly one record, whichever rank writes it.
 """
 
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -45,7 +44,7 @@ class _Window:
 
     @property
     def step_time_s(self) -> float | None:
-        """Mean time of a step with rows, from its plan to its tokens; None where there is none."""
+        """Mean time of a step with rows, its tokens included; None where there is none."""
         return self.forward_s / self.num_forwards if self.num_forwards else None
 
 
@@ -66,7 +65,6 @@ class LoadWindows:
         self._model_id = model_id
         self._closed: list[tuple[_Window, LoadRecord]] = []
         self._window = _Window(0, placement)
-        self._step_began_s = 0.0
 
     @property
     def placement(self) -> Placement:
@@ -88,12 +86,14 @@ class LoadWindows:
             self.close(plan.step)
         if plan.rejoining:
             self.confirm()  # a rank that could not close it does not regroup, so no rank rejoins now
-        self._step_began_s = time.perf_counter()
 
-    def end_step(self, plan: StepPlan) -> None:
-        """Closes the record after the step where the plan says so. Collective in that case; raises as `begin_step`."""
+    def end_step(self, plan: StepPlan, step_s: float) -> None:
+        """Counts the step, and closes the record after it where the plan says so. Collective then; raises as above.
+
+        step_s: seconds of its forward and its tokens: activating a round and reading experts do not count
+        """
         if plan.runs_forward and self._recorder is not None:
-            self._window.count(plan.phase, time.perf_counter() - self._step_began_s)
+            self._window.count(plan.phase, step_s)
         if plan.close_window:
             self.close(plan.step + 1)
         if plan.stop:

@@ -287,6 +287,8 @@ def test_the_static_leader_reports_the_load_and_refuses_to_move():
     assert second.window is not None
     assert second.placement is None
     assert second.totals == {"num_windows": 1}
+    reporter.window_closed(LoadRecord(STEPS, STEPS, "mixed", 0 * SKEWED), 2 * STEPS)
+    assert reporter.report(2 * STEPS).window is None, "nobody asked for anything: that is no balance"
     left, _ = START.without_ranks([3])
     reporter.group_changed(30, left)
     assert reporter.report(31).placement is not None

@@ -145,7 +145,7 @@ class Rank:
         self.counter.step_done()
         self.step += 1
         self.control.end_step(step)
-        self.windows.end_step(step)
+        self.windows.end_step(step, 0.01)
 
     def run_until_answered(self, command: str) -> Answer:
         num_sent = len(self.sent)
