@@ -2,7 +2,8 @@
 
     python -m benchmarks.live_balancing [--ranks 2 4] [--pairs 40] [--windows 24] [--picture docs/live-balancing.svg]
 
-Four parts for each number of ranks:
+Five parts for each number of ranks:
+- gain: tokens per second in a placement planned for the load, over those in the one at the start, in pairs;
 - latency: every second, a migration is asked for or not, in pairs; p99 of the time between tokens with over without;
 - activation: the longest pause of a rank at the activation of a round, beside the median step;
 - shift: clients change from code to prose; balancedness over time, beside what the placement at the start would give;
@@ -27,10 +28,14 @@ from benchmarks.conditions import conditions, save
 from moe_serve.attention_dp.request import SamplingParams
 from moe_serve.config import ServeConfig, load_config
 from moe_serve.engine.messages import SetPlacement
+from moe_serve.eplb.load import balancedness, rank_load
+from moe_serve.eplb.placement import Placement
+from moe_serve.eplb.planner import plan
 from moe_serve.launcher.balance_picture import timeline_svg
 from moe_serve.launcher.demo_balance import run_demo
 from moe_serve.launcher.domains import prompts_of
 from moe_serve.launcher.llm import LLM
+from moe_serve.topology import Topology
 
 _NUM_STREAMS = 4
 _PAIR_HALF_S = 1.0
@@ -50,6 +55,7 @@ def main() -> None:
     rows: list[Row] = []
     for num_ranks in args.ranks:
         rows += measure_latency(num_ranks, args.pairs)
+        rows += measure_gain(num_ranks, args.pairs)
         rows += measure_shift(num_ranks, args.windows, args.picture)
     if 4 in args.ranks:
         rows += measure_loss()
@@ -151,6 +157,45 @@ def measure_latency(num_ranks: int, num_pairs: int) -> list[Row]:
     ]
 
 
+def measure_gain(num_ranks: int, num_pairs: int) -> list[Row]:
+    """Pairs of equal stretches in two placements, in random order: is a balanced one faster here?"""
+    draw = random.Random(0)
+    with LLM.from_config(settings(num_ranks, 8, "eplb.record_window_steps=60", "eplb.trigger=0")) as llm:
+        clock = TokenClock(llm)
+        _wait_for(lambda: llm.balance.num_windows >= 2)
+        window, start = llm.balance.window, np.array(llm.balance.placement)
+        assert window is not None
+        current = Placement(start, _EXPERTS, num_ranks)
+        planned = plan(window.tokens, Topology(1, num_ranks), start.shape[1], current=current).placement
+        tables = {"planned": planned.physical_to_logical, "start": start}
+        rates: dict[str, list[float]] = {name: [] for name in tables}
+        for _ in range(num_pairs):
+            for name in draw.sample(sorted(tables), 2):
+                _move_to(llm, tables[name])
+                begin_s, before = time.monotonic(), len(clock.gaps)
+                time.sleep(_PAIR_HALF_S)
+                rates[name].append((len(clock.gaps) - before) / (time.monotonic() - begin_s))
+        clock.close()
+    ratios = np.array(rates["planned"]) / np.array(rates["start"])
+    low, high = _bootstrap(ratios)
+    balance = [float(balancedness(rank_load(np.array(window.tokens), p)).mean()) for p in (current, planned)]
+    return [
+        {
+            "ranks": num_ranks,
+            "what": "tokens per second, planned placement / placement at the start",
+            "value": f"{np.median(ratios):.3f} × ({low:.3f} … {high:.3f})",
+            "detail": f"{statistics.median(rates['planned']):.0f} / {statistics.median(rates['start']):.0f} tok/s, "
+            f"balancedness {balance[1]:.3f} / {balance[0]:.3f}, {num_pairs} pairs",
+        }
+    ]
+
+
+def _move_to(llm: LLM, table: np.ndarray) -> None:
+    if (np.array(llm.balance.placement) != table).any():
+        llm._ranks.call(llm._bridge.command(SetPlacement(0, table.tolist())))
+        _wait_for(lambda: bool((np.array(llm.balance.placement) == table).all()))
+
+
 def _ask_for_moves(llm: LLM, num_ranks: int, draw: np.random.Generator) -> None:
     """Asks for a placement with a few experts in other slots in every layer."""
     table = np.array(llm.balance.placement)
@@ -188,9 +233,9 @@ def measure_shift(num_ranks: int, num_windows: int, picture: Path | None) -> lis
             "ranks": num_ranks,
             "what": f"balancedness, {words}",
             "value": f"{served:.3f}",
-            "detail": f"{kept:.3f} with the placement at the start",
+            "detail": f"none: {kept:.3f}" + ("" if stale is None else f", static (placed for code): {stale:.3f}"),
         }
-        for words, served, kept in story.summary()
+        for words, served, kept, stale in story.summary()
     ]
     after = story.points[story.num_before_shift :]
     settled = statistics.fmean(point.served for point in after[-4:])

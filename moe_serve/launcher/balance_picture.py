@@ -12,21 +12,34 @@ text{font:13px system-ui,sans-serif;fill:#57606a}
 .grid{stroke:#d0d7de;stroke-width:1}
 .served{fill:none;stroke:#0969da;stroke-width:2.5;stroke-linejoin:round}
 .kept{fill:none;stroke:#9a6700;stroke-width:2;stroke-dasharray:5 4;stroke-linejoin:round}
+.stale{fill:none;stroke:#8250df;stroke-width:2;stroke-dasharray:2 3;stroke-linejoin:round}
 .mark{stroke:#cf222e;stroke-width:1.5}
 .move{fill:#0969da;fill-opacity:.14}
-@media(prefers-color-scheme:dark){text{fill:#9198a1}.title{fill:#f0f6fc}.grid{stroke:#3d444d}
-.served{stroke:#4493f8}.kept{stroke:#d29922}.mark{stroke:#f85149}.move{fill:#4493f8;fill-opacity:.22}}
+@media(prefers-color-scheme:dark){
+text{fill:#9198a1}
+.title{fill:#f0f6fc}
+.grid{stroke:#3d444d}
+.served{stroke:#4493f8}
+.kept{stroke:#d29922}
+.stale{stroke:#ab7df8}
+.mark{stroke:#f85149}
+.move{fill:#4493f8;fill-opacity:.22}
+}
 """
 
 
 @dataclass(frozen=True)
 class TimelinePoint:
-    """One window. at_s: its end;  served, kept: mean balancedness of the layers, as served, and as the placement at the
-    start would have served the same tokens"""
+    """One window: mean balancedness of the layers with the same tokens, in placements of different age.
+
+    at_s: its end;  served: in the placement in use;  kept: in the one at the start;  stale: in the one in use when the
+    clients changed; None before
+    """
 
     at_s: float
     served: float
     kept: float
+    stale: float | None = None
 
 
 @dataclass(frozen=True)
@@ -43,7 +56,8 @@ def timeline_svg(timeline: Timeline) -> str:
     """Returns the picture as an SVG document."""
     points = timeline.points
     begin, end = points[0].at_s, points[-1].at_s
-    lowest = min(min(point.served, point.kept) for point in points)
+    stale = [(point.at_s, point.stale) for point in points if point.stale is not None]
+    lowest = min([*(min(point.served, point.kept) for point in points), *(value for _, value in stale)])
     floor = max(0.0, (int(lowest * 20) - 1) / 20)
 
     def x(at_s: float) -> float:
@@ -53,8 +67,8 @@ def timeline_svg(timeline: Timeline) -> str:
     def y(value: float) -> float:
         return round(_TOP + (1 - value) / (1 - floor) * (_HEIGHT - _TOP - _BOTTOM), 1)
 
-    def line(kind: str, values: Sequence[float]) -> str:
-        path = " ".join(f"{x(point.at_s)},{y(value)}" for point, value in zip(points, values, strict=True))
+    def line(kind: str, values: Sequence[tuple[float, float]]) -> str:
+        path = " ".join(f"{x(at_s)},{y(value)}" for at_s, value in values)
         return f'<polyline class="{kind}" points="{path}"/>'
 
     parts = [
@@ -74,11 +88,17 @@ def timeline_svg(timeline: Timeline) -> str:
     for at_s, words in timeline.marks:
         parts.append(f'<line class="mark" x1="{x(at_s)}" x2="{x(at_s)}" y1="{_TOP}" y2="{bottom}"/>')
         parts.append(f'<text x="{x(at_s) + 5}" y="{bottom - 8}">{html.escape(words)}</text>')
-    parts.append(line("kept", [point.kept for point in points]))
-    parts.append(line("served", [point.served for point in points]))
+    parts.append(line("kept", [(point.at_s, point.kept) for point in points]))
+    parts.append(line("stale", stale))
+    parts.append(line("served", [(point.at_s, point.served) for point in points]))
     for seconds in range(0, int(end - begin) + 1, max(1, int((end - begin) / 6))):
         parts.append(f'<text x="{x(begin + seconds)}" y="{bottom + 18}" text-anchor="middle">{seconds} s</text>')
-    keys = (("served", "served"), ("kept", "the placement at the start, same tokens"), ("move", "experts move"))
+    keys = (
+        ("served", "served"),
+        ("kept", "placement at the start, same tokens"),
+        ("stale", "placement before the change, same tokens"),
+        ("move", "experts move"),
+    )
     left = _LEFT
     for kind, words in keys:
         parts.append(

@@ -64,7 +64,7 @@ class Clients:
 
 @dataclass
 class Story:
-    """What happened. shift_s: when the domain changed; before, during, after: (served, kept) mean balancedness"""
+    """What happened. shift_s: when the domain changed;  moves: (begin, end)"""
 
     points: list[TimelinePoint] = field(default_factory=list)
     shift_s: float = 0.0
@@ -72,8 +72,8 @@ class Story:
     moves: list[tuple[float, float]] = field(default_factory=list)
     num_experts: int = 0
 
-    def summary(self) -> list[tuple[str, float, float]]:
-        """Returns (when, balancedness served, balancedness of the placement at the start), means of a few windows."""
+    def summary(self) -> list[tuple[str, float, float, float | None]]:
+        """Returns (when, balancedness served, kept, stale), means of a few windows: see TimelinePoint."""
         first, second = self.points[: self.num_before_shift], self.points[self.num_before_shift :]
         parts = (
             (f"{DOMAINS[0]}, at the start", first[:_NUM_COMPARED]),
@@ -81,7 +81,16 @@ class Story:
             (f"{DOMAINS[1]}, right after the change", second[1 : 1 + 2]),
             (f"{DOMAINS[1]}, balanced", second[-_NUM_COMPARED:]),
         )
-        return [(words, fmean(p.served for p in part), fmean(p.kept for p in part)) for words, part in parts if part]
+        return [
+            (
+                words,
+                fmean(p.served for p in part),
+                fmean(p.kept for p in part),
+                None if part[0].stale is None else fmean(p.stale or 0.0 for p in part),
+            )
+            for words, part in parts
+            if part
+        ]
 
     def timeline(self) -> Timeline:
         """Returns the picture's content."""
@@ -99,6 +108,7 @@ def run_demo(config: ServeConfig, num_windows: int, show: Callable[[str, Timelin
     with LLM.from_config(config) as llm, Clients(llm) as clients:
         book = llm.balance
         start: Placement | None = None
+        stale: Placement | None = None
         num_windows_seen = num_events_seen = 0
         waiting = threading.Event()
         while len(story.points) < 2 * num_windows:
@@ -110,13 +120,14 @@ def run_demo(config: ServeConfig, num_windows: int, show: Callable[[str, Timelin
             if start is None or book.window is None or book.num_windows == num_windows_seen:
                 continue
             num_windows_seen = book.num_windows
-            point = _point(book.points[-1].at_s, book.window, start)
+            point = _point(book.points[-1].at_s, book.window, start, stale)
             story.points.append(point)
             news = [event.text for event in list(book.events)[-(book.num_events - num_events_seen) :]]
             show(clients.domain, point, news if book.num_events > num_events_seen else [])
             num_events_seen = book.num_events
             if len(story.points) == num_windows:
                 clients.domain, story.shift_s, story.num_before_shift = DOMAINS[1], point.at_s, num_windows
+                stale = _placement(book, config)
         story.moves = [(move.decision.at_s, move.ended_s or story.points[-1].at_s) for move in book.moves]
         story.num_experts = sum(move.num_experts for move in book.moves)
     return story
@@ -128,6 +139,12 @@ def _placement(book: BalanceBook, config: ServeConfig) -> Placement:
     return Placement(table, int(table.max()) + 1, config.parallel.num_ranks)
 
 
-def _point(at_s: float, window: WindowReport, start: Placement) -> TimelinePoint:
-    kept = balancedness(rank_load(np.array(window.tokens), start))
-    return TimelinePoint(at_s, fmean(window.balancedness), float(kept.mean()))
+def _point(at_s: float, window: WindowReport, start: Placement, stale: Placement | None) -> TimelinePoint:
+    tokens = np.array(window.tokens)
+
+    def balance_in(placement: Placement) -> float:
+        return float(balancedness(rank_load(tokens, placement)).mean())
+
+    return TimelinePoint(
+        at_s, fmean(window.balancedness), balance_in(start), None if stale is None else balance_in(stale)
+    )

@@ -65,8 +65,10 @@ def demo_balance(
 
 
 def _summary(story: "Story") -> str:
-    lines = ["", f"{'balancedness (1 = all ranks equally busy)':42s}  served  kept placement"]
-    lines += [f"{words:42s}  {served:.3f}   {kept:.3f}" for words, served, kept in story.summary()]
+    lines = ["", f"{'balancedness (1 = all ranks equally busy)':42s}  served  placed at the start  placed for code"]
+    for words, served, kept, stale in story.summary():
+        shown = "" if stale is None else f"{stale:.3f}"
+        lines.append(f"{words:42s}  {served:.3f}   {kept:.3f}                {shown}".rstrip())
     times = "time" if len(story.moves) == 1 else "times"
     lines.append(f"{story.num_experts} experts moved, {len(story.moves)} {times}, while requests were served.")
     return "\n".join(lines)
