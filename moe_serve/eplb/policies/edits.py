@@ -22,6 +22,9 @@ Floats = NDArray[np.float64]
 Ids = NDArray[np.int32]
 Bools = NDArray[np.bool_]
 MAX_EXPONENT = 600.0  # exp stays finite in float64
+# By cost 0, 1, 2, -2, -1: what a gain is multiplied by. An edit that costs nothing (or takes moves back) counts as a
+# quarter of a move, so that small gains do not win.
+_PER_MOVE = np.array([4.0, 1.0, 0.5, 4.0, 4.0])
 
 
 @dataclass(eq=False)
@@ -117,41 +120,38 @@ def best_swaps(
     num_heavy = min(num_heavy, num_ranks)
     heavy = np.argsort(-state.rank_load, axis=1, kind="stable")[:, :num_heavy]
     x = np.arange(num_layers)
-    rows = x[:, None]
-    table, load = state.table.reshape(num_layers, -1), state.load.reshape(num_layers, -1)
-    rank_of = np.repeat(np.arange(num_ranks), slots)
-    size = np.exp(state.steepness * load)
-    peak = state.peak[:, rank_of]
-    rest = peak / size
-    mine = (heavy[:, :, None] * slots + np.arange(slots)).reshape(num_layers, -1)  # [L, M]
-    my_table, my_size = table[rows, mine], size[rows, mine]
-    my_peak, my_rest = peak[rows, mine], rest[rows, mine]
-    my_rank = mine // slots
-    gain = my_peak[:, :, None] + peak[:, None, :]
-    gain -= my_rest[:, :, None] * size[:, None, :]
-    gain -= my_size[:, :, None] * rest[:, None, :]
-    # Neither rank may end with an expert twice.
+    rows, num_slots = x[:, None], num_ranks * slots
+    size = np.exp(state.steepness * state.load)
+    rest = state.peak[:, :, None] / size
+    my_table, my_peak = state.table[rows, heavy], state.peak[rows, heavy][:, :, None, None]
+    my_size, my_rest = size[rows, heavy][..., None], rest[rows, heavy][..., None]
+    # [L, H, K, P]: the slots of the heavy ranks against all slots
+    gain = np.broadcast_to(my_peak, (*my_table.shape, num_slots)) + np.repeat(state.peak, slots, axis=1)[:, None, None]
+    product = my_rest * size.reshape(num_layers, 1, 1, -1)
+    gain -= product
+    gain -= np.multiply(my_size, rest.reshape(num_layers, 1, 1, -1), out=product)
+    # Neither rank may end with an expert twice. Looked up once for each rank, not for each pair of slots.
     held, was = _with_empty(state.held, False), _with_empty(state.was_here, True)
+    table = state.table.reshape(num_layers, -1)
     safe, my_safe = np.where(table < 0, -1, table), np.where(my_table < 0, -1, my_table)
-    theirs_here = held[x[:, None, None], my_rank[:, :, None], safe[:, None, :]]
-    mine_there = held[x[:, None, None], rank_of[None, None, :], my_safe[:, :, None]]
-    gain[theirs_here | mine_there] = -np.inf
+    at_mine = x[:, None, None], heavy[:, :, None], safe[:, None]  # [L, H, P]: theirs on my rank
+    at_theirs = x[:, None, None, None], np.arange(num_ranks), my_safe[..., None]  # [L, H, K, R]: mine on their rank
+    gain += np.where(held[at_mine], -np.inf, 0.0)[:, :, None]
+    gain += np.repeat(np.where(held[at_theirs], -np.inf, 0.0), slots, axis=3)
     if allowed is not None:
-        gain[~allowed[my_rank[:, :, None], rank_of[None, None, :]]] = -np.inf
-    moved = state.moved.reshape(num_layers, -1)
-    cost = (
-        (~was[x[:, None, None], my_rank[:, :, None], safe[:, None, :]]).astype(np.int8)
-        + (~was[x[:, None, None], rank_of[None, None, :], my_safe[:, :, None]])
-        - moved[rows, mine][:, :, None]
-        - moved[:, None, :].astype(np.int8)
-    )
+        gain += np.repeat(np.where(allowed[heavy], 0.0, -np.inf), slots, axis=2)[:, :, None]
+    moved = state.moved.astype(np.int8)
+    mine = (~was[at_theirs]).astype(np.int8) - moved[rows, heavy][..., None]
+    theirs = (~was[at_mine]).astype(np.int8) - moved.reshape(num_layers, 1, -1)
+    cost = np.repeat(mine, slots, axis=3) + theirs[:, :, None]
+    gain, cost = gain.reshape(num_layers, -1), cost.reshape(num_layers, -1)
     if price is None:
         best = _best_per_move(gain, cost, room)
     else:
-        best = (gain - price[:, None, None] * cost).reshape(num_layers, -1).argmax(axis=1)
-    slot, other = mine[x, best // gain.shape[2]], best % gain.shape[2]
-    flat = gain.reshape(num_layers, -1)[x, best]
-    return Edits(flat, cost.reshape(num_layers, -1)[x, best].astype(np.int64), slot, other, np.full(num_layers, -1))
+        best = (gain - price[:, None] * cost).argmax(axis=1)
+    first, other = best // num_slots, best % num_slots
+    slot = heavy[x, first // slots] * slots + first % slots
+    return Edits(gain[x, best], cost[x, best].astype(np.int64), slot, other, np.full(num_layers, -1))
 
 
 @dataclass(frozen=True, eq=False)
@@ -202,7 +202,7 @@ def all_overwrites(state: EditState, allowed: Bools | None = None, must_stay: Bo
     illegal = state.held[x[:, None], rank] | ~usable[:, :, None]
     if allowed is not None:
         illegal |= ~allowed[x[:, None], rank]
-    gain[illegal] = -np.inf
+    np.copyto(gain, -np.inf, where=illegal)
     moved = np.take_along_axis(state.moved.reshape(num_layers, -1), slot, axis=1).astype(np.int8)
     cost = (~state.was_here[x[:, None], rank]).astype(np.int8) - moved[:, :, None]
     return Overwrites(gain, cost, slot, old.astype(np.int64))
@@ -217,11 +217,11 @@ def best_overwrites(
     if options.slot.shape[1] == 0:
         zeros = np.zeros(num_layers, dtype=np.int64)
         return Edits(np.full(num_layers, -np.inf), zeros, zeros, zeros, zeros)
-    best = _best_per_move(options.gain, options.cost, room)
+    gain, cost = options.gain.reshape(num_layers, -1), options.cost.reshape(num_layers, -1)
+    best = _best_per_move(gain, cost, room)
     x = np.arange(num_layers)
     slot = options.slot[x, best // num_experts]
-    gain, cost = options.gain.reshape(num_layers, -1)[x, best], options.cost.reshape(num_layers, -1)[x, best]
-    return Edits(gain, cost.astype(np.int64), slot, slot, best % num_experts)
+    return Edits(gain[x, best], cost[x, best].astype(np.int64), slot, slot, best % num_experts)
 
 
 def apply_edits(state: EditState, edits: Edits, which: Bools) -> None:
@@ -236,12 +236,16 @@ def apply_edits(state: EditState, edits: Edits, which: Bools) -> None:
     state.refresh()
 
 
-def _best_per_move(gain: Floats, cost: NDArray[np.integer], room: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Returns the flat index of the best gain per move among edits that fit into the moves left: [L, A, B] -> [L]."""
-    gain[cost > room[:, None, None]] = -np.inf
-    # An edit that costs nothing (or takes moves back) counts as a quarter of a move, so that small gains do not win.
-    rate = np.where(gain > 0, gain / np.maximum(cost, 0.25), gain)
-    best: NDArray[np.int64] = rate.reshape(len(gain), -1).argmax(axis=1)
+def _best_per_move(gain: Floats, cost: NDArray[np.int8], room: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Returns the index of the best gain per move among edits that fit into the moves left: [L, N] -> [L].
+
+    Any index of a layer where nothing gains. cost: from -2 to 2
+    """
+    if room.min(initial=2) < 2:  # no edit costs more than two moves
+        gain[cost > np.clip(room, -3, 2)[:, None].astype(np.int8)] = -np.inf
+    rate = _PER_MOVE.take(cost)
+    rate *= gain
+    best: NDArray[np.int64] = rate.argmax(axis=1)
     return best
 
 
