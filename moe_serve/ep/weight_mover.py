@@ -53,30 +53,12 @@ class MoveFault:
     layer_row: int
 
 
-@dataclass
-class MoveTotals:
-    """What a rank has moved since it started.
-
-    num_experts, num_bytes: received from other ranks, checked
-    num_rounds:             activated
-    advance_s, activate_s:  seconds spent between steps on moving, and on activating;  longest_activate_s: of one round
-    """
-
-    num_experts: int = 0
-    num_bytes: int = 0
-    num_rounds: int = 0
-    advance_s: float = 0.0
-    activate_s: float = 0.0
-    longest_activate_s: float = 0.0
-
-
 class WeightMover:
     """Moves experts between the slots of this rank and those of others, one round at a time.
 
     running: version of the running round, 0 = none
     staged:  version of the round whose experts this rank has staged and checked, 0 = none
     fault:   why this rank gives the running round up; None = it does not
-    totals:  what was moved so far
     """
 
     def __init__(self, stores: Sequence[ExpertStore], rank: int, carrier: ExpertCarrier, settings: MoveSettings):
@@ -93,7 +75,6 @@ class WeightMover:
         self._deadline: MoveDeadline
         self.running = self.staged = 0
         self.fault: MoveFault | None = None
-        self.totals = MoveTotals()
 
     def start(self, migration_round: MigrationRound, version: int) -> None:
         """Begins a round that leads to this version of the placement, > 0. Copies nothing."""
@@ -136,24 +117,17 @@ class WeightMover:
             is_lost = True
         if not self.staged:  # what was staged stays so: the others may have been told already
             self._check(is_lost)
-        elapsed_s = time.perf_counter() - started_s
-        self._budget.record(num_bytes, elapsed_s)
-        self.totals.advance_s += elapsed_s
+        self._budget.record(num_bytes, time.perf_counter() - started_s)
 
     def activate(self, version: int) -> None:
         """Writes the experts of a round into the slots, at a step boundary. All ranks have staged it."""
         assert version == self.running == self.staged, f"round {version} is not staged; round {self.running} runs"
-        started_s = time.perf_counter()
         self._carrier.end()
         self._move_inside()
         for staging_slot, (move, _) in enumerate(self._moves.incoming):
             store = self._stores[move.layer]
             store.write_slot(self._local_slot(move.dst_slot), self._staging.slot(staging_slot))
         self.running = self.staged = 0
-        elapsed_s = time.perf_counter() - started_s
-        self.totals.num_rounds += 1
-        self.totals.activate_s += elapsed_s
-        self.totals.longest_activate_s = max(self.totals.longest_activate_s, elapsed_s)
 
     def cancel(self) -> None:
         """Ends the running round, if one runs, without effect on any slot."""
@@ -174,8 +148,6 @@ class WeightMover:
             self.fault = MoveFault("checksum", self._incoming[rights.index(False)].layer_row)
         elif None not in rights:
             self.staged = self.running
-            self.totals.num_experts += len(rights)
-            self.totals.num_bytes += len(rights) * self._staging.slot_bytes
         elif is_lost or is_late:
             self.fault = MoveFault("unreadable" if is_lost else "late", self._incoming[rights.index(None)].layer_row)
 

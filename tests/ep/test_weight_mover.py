@@ -223,7 +223,7 @@ def test_rounds_of_one_version_with_other_moves_are_different_rounds() -> None:
     assert all(0 < round_id(one, version) < 2**63 for version in range(100))
 
 
-def test_a_staged_round_stays_staged_and_the_mover_counts_what_it_did() -> None:
+def test_a_staged_round_stays_staged_until_it_is_active() -> None:
     ranks = three_ranks()
     swap = rounds_of_three(exchange=(0, 1))
     ranks.start(swap)
@@ -232,10 +232,6 @@ def test_a_staged_round_stays_staged_and_the_mover_counts_what_it_did() -> None:
         mover.advance(0.0)
         assert mover.staged == mover.running == 1
     ranks.activate(apply_round(ranks.placement, swap))
-    totals = [mover.totals for mover in ranks.movers]
-    assert [total.num_experts for total in totals] == [1, 1, 0]
-    assert [total.num_bytes for total in totals] == [ranks.slot_bytes, ranks.slot_bytes, 0]
-    assert all(total.num_rounds == 1 and 0 < total.longest_activate_s <= total.activate_s for total in totals)
     assert all(not mover.running and not mover.staged for mover in ranks.movers)
 
 
