@@ -19,6 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from moe_serve.child_process import describe_exit
 from moe_serve.config import ServeConfig
 from moe_serve.launcher.rank_env import free_port
 
@@ -47,16 +48,6 @@ class Death:
 
     def __str__(self) -> str:
         return f"rank {self.rank} (process {self.pid}) {describe_exit(self.code)}"
-
-
-def describe_exit(code: int) -> str:
-    """Returns how a process ended, in words."""
-    if code >= 0:
-        return f"exited with code {code}"
-    try:
-        return f"was killed by {signal.Signals(-code).name}"
-    except ValueError:
-        return f"was killed by signal {-code}"
 
 
 class Child:

@@ -18,10 +18,11 @@ from types import FrameType
 import msgspec
 import zmq
 
+from moe_serve.child_process import describe_exit
 from moe_serve.config import ServeConfig
 from moe_serve.engine.messages import Fatal, Hello, Members, Progress, Ready, decode_to_front_end, encode
 from moe_serve.launcher.display import StartDisplay
-from moe_serve.launcher.local import WORKER, Child, Death, LocalRanks, child_environment, describe_exit, new_token
+from moe_serve.launcher.local import WORKER, Child, Death, LocalRanks, child_environment, new_token
 from moe_serve.launcher.preflight import has_tokenizer
 from moe_serve.server.ports import open_port
 from moe_serve.server.rank_link import SUPERVISOR

@@ -240,7 +240,7 @@ def test_a_stopped_planner_is_given_up_at_the_deadline(planners):
     ("code", "reason"),
     [
         ("import sys; sys.stdout.write('hello, this is not a plan' * 9); sys.stdout.flush(); input()", "nonsense"),
-        ("raise SystemExit(3)", "ended with exit code 3"),
+        ("raise SystemExit(3)", "exited with code 3"),
         ("import os; os.close(1); input()", "closed its output"),
         ("import os, signal; os.kill(os.getpid(), signal.SIGSEGV)", "was killed by SIGSEGV"),
     ],
@@ -292,6 +292,26 @@ def test_a_request_larger_than_the_pipe_never_blocks(planners):
     planner.submit(1, large, 1, "nodes")
     for _ in range(200):
         assert planner.poll() is None
+
+
+def test_a_small_request_is_sent_in_one_turn_since_an_idle_engine_turns_once_a_second(planners):
+    planner = planners(command=python("import time; time.sleep(600)"))
+    planner.submit(1, request(), 1, "nodes")
+    assert planner.poll() is None
+    assert planner._open.is_sent
+
+
+def test_a_planner_that_was_given_up_leaves_no_zombie_while_nobody_asks(planners):
+    planner = planners(deadline_s=0.0, command=python("import time; time.sleep(600)"))
+    planner.start()
+    pid = planner.pid
+    planner.submit(1, request(), 1, "nodes")
+    assert isinstance(planner.poll(), PlanProblem)
+    give_up_s = time.monotonic() + PATIENCE_S
+    while os.path.exists(f"/proc/{pid}"):
+        assert planner.poll() is None
+        assert time.monotonic() < give_up_s
+        time.sleep(0.005)
 
 
 def test_it_ends_with_its_parent():

@@ -8,7 +8,6 @@ block; when a plan takes too long, or the process ends or answers nonsense, the 
 import contextlib
 import fcntl
 import os
-import signal
 import subprocess
 import sys
 import time
@@ -17,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
+from moe_serve.child_process import describe_exit
 from moe_serve.eplb.migration.plan import MigrationPlan
 from moe_serve.eplb.migration.relabel import Relabel
 from moe_serve.eplb.planning.wire import PIECE_BYTES, Ask, MessageReader, Reply, WireError, pieces
@@ -122,10 +122,11 @@ class PlannerProcess:
         self._open = _Open(request_id, self._now() + self._deadline_s, pieces(ask), memoryview(b""))
 
     def poll(self) -> PlanAnswer | PlanProblem | None:
+        if self._killed:
+            self._killed = [child for child in self._killed if child.poll() is None]
         asked = self._open
         if asked is None:
             return None
-        self._killed = [child for child in self._killed if child.poll() is None]
         now_s = self._now()
         if now_s >= asked.deadline_s:
             return self._fail(
@@ -176,15 +177,18 @@ class PlannerProcess:
         return child
 
     def _write(self, child: subprocess.Popen[bytes], asked: _Open) -> None:
-        """Writes at most one piece of the request, as far as the pipe takes it."""
-        if asked.is_sent:
-            return
+        """Writes of the request what fits into one turn, as far as the pipe takes it: small pieces all at once."""
         assert child.stdin is not None
-        if not asked.piece:
-            asked.piece = memoryview(next(asked.unsent, b""))
-            asked.is_sent = not asked.piece
+        num_written = 0
         with contextlib.suppress(BlockingIOError, BrokenPipeError):  # the end of the output tells of a process's end
-            asked.piece = asked.piece[os.write(child.stdin.fileno(), asked.piece) :]
+            while num_written < PIECE_BYTES and not asked.is_sent:
+                if not asked.piece:
+                    asked.piece = memoryview(next(asked.unsent, b""))
+                    asked.is_sent = not asked.piece
+                    continue
+                taken = os.write(child.stdin.fileno(), asked.piece)
+                asked.piece = asked.piece[taken:]
+                num_written += taken
 
     def _read(self, child: subprocess.Popen[bytes], asked: _Open, now_s: float) -> PlanAnswer | PlanProblem | None:
         assert child.stdout is not None
@@ -210,8 +214,9 @@ class PlannerProcess:
         code = child.poll()
         if code is None and now_s < asked.ended_s + _END_S:
             return None
-        how = "closed its output" if code is None else _describe_exit(code)
-        return self._fail(asked, f"the planner process {how}")
+        how = "closed its output" if code is None else describe_exit(code)
+        where = "; its last lines are in the log of this rank" if code is not None and code >= 0 else ""
+        return self._fail(asked, f"the planner process {how}{where}")
 
     def _fail(self, asked: _Open, reason: str) -> PlanProblem:
         self._open = None
@@ -229,12 +234,3 @@ class PlannerProcess:
             assert pipe is not None
             pipe.close()
         self._killed.append(child)
-
-
-def _describe_exit(code: int) -> str:
-    if code >= 0:
-        return f"ended with exit code {code}; its last lines are in the log of this rank"
-    try:
-        return f"was killed by {signal.Signals(-code).name}"
-    except ValueError:
-        return f"was killed by signal {-code}"

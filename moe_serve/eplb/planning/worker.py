@@ -5,17 +5,14 @@ answered in words; any other error ends the process with a traceback, and its pa
 """
 
 import contextlib
-import ctypes
 import os
-import signal
 import sys
 
+from moe_serve.child_process import die_with_parent
 from moe_serve.eplb.migration.plan import migration_to
 from moe_serve.eplb.planning.wire import PIECE_BYTES, Ask, MessageReader, Reply, pieces
 from moe_serve.eplb.policies.make import make_policy
 from moe_serve.errors import MoeServeError
-
-_PR_SET_PDEATHSIG = 1
 
 
 def answer(ask: Ask) -> Reply:
@@ -43,16 +40,8 @@ def _write_all(sink: int, data: bytes) -> None:
         left = left[os.write(sink, left) :]
 
 
-def _end_with(parent_pid: int) -> None:
-    """Asks the kernel to kill this process when its parent ends; exits at once if it has already ended."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
-    if os.getppid() != parent_pid:
-        os._exit(1)
-
-
 def main() -> None:
-    _end_with(int(sys.argv[1]))
+    die_with_parent(int(sys.argv[1]))
     with contextlib.suppress(OSError):
         os.nice(19)
     sink = os.dup(1)
