@@ -10,10 +10,10 @@ import os
 import random
 import signal
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Literal
 
 import numpy as np
 import torch
@@ -34,28 +34,12 @@ from moe_serve.eplb.placement import Placement
 from moe_serve.errors import PeerError
 from moe_serve.models.expert_reload import ExpertToRead
 from tests.dispatch.shm import faults
+from tests.engine.moving import DYNAMIC, lead_restlessly, real_balancer
 from tests.engine.queue_mailbox import QueueMailbox
+from tests.engine.strikes import Fault, strike
 
-CHANNELS = {"counts": "_counts", "dispatch": "_rows", "combine": "_results"}
-
-
-@dataclass(frozen=True)
-class Fault:
-    """phase: "exchange", "sample", "window", "activate", "bring" (the expert of a move into its slot), "reload", or
-    counts, dispatch or combine with send or receive, "exchange receive" after others can read this rank's row
-    calls: of it in that step that pass unharmed
-    sign: SIGKILL or SIGSTOP;  then: another rank that dies"""
-
-    victim: int
-    phase: str
-    step: int
-    calls: int = 0
-    sign: int = signal.SIGKILL
-    then: "Fault | None" = None
-
-    @property
-    def all(self) -> "list[Fault]":
-        return [self, *(self.then.all if self.then is not None else [])]
+Moves = Literal["none", "written", "carried", "decided"]
+NUM_ROUNDS = 40  # of each leader
 
 
 @dataclass
@@ -63,7 +47,8 @@ class Outcome:
     """What one rank saw until its end. rows: computed by its finished steps. ended: the dead ranks of each group
 
     num_read: experts that it read again;  num_told: how often it was told a placement that it did not know
-    version: of the placement at the end
+    version: of the placement at the end;  activated: how many ranks took part in each activation
+    decisions: kinds of those that a real balancer made on this rank
     """
 
     groups: list[list[int]] = field(default_factory=list)
@@ -76,6 +61,8 @@ class Outcome:
     num_read: int = 0
     num_told: int = 0
     version: int = 0
+    activated: list[int] = field(default_factory=list)
+    decisions: list[str] = field(default_factory=list)
     waited_s: list[float] = field(default_factory=list)
     error: str = ""
 
@@ -116,6 +103,7 @@ class FileMailbox(QueueMailbox):
         self._folder = folder
         self._comes_back = fault is not None and fault.sign == signal.SIGSTOP
         self._is_stopped = False
+        self.may_continue: Callable[[], bool] = lambda: True  # a stopped rank
         self.groups: list[list[int]] = []
         self.ended: list[list[int]] = []
         (folder / f"pid{rank}").write_text(str(os.getpid()))
@@ -148,7 +136,7 @@ class FileMailbox(QueueMailbox):
             self.put(Submit("extra", 0, first.prompt_ids, first.params, first.seed))
 
     def poll(self, timeout_s: float) -> list[Inbound]:
-        if self._is_stopped and self._fault is not None:
+        if self._is_stopped and self._fault is not None and self.may_continue():
             # Repeatedly: on a busy machine it may have been masked before it stopped.
             os.kill(int((self._folder / f"pid{self._fault.victim}").read_text()), signal.SIGCONT)
         arrived = super().poll(timeout_s)
@@ -205,11 +193,16 @@ def random_round(placement: Placement, members: Sequence[int], draw: random.Rand
 
 
 def count_repairs(engine: Engine, outcome: Outcome) -> None:
-    read, take, recovery = engine.served.read_experts, engine.recovery.take_placement, engine.recovery
+    recovery = engine.recovery
+    read, take, activate = engine.served.read_experts, recovery.take_placement, recovery.activate_round
 
     def counted(experts: Sequence[ExpertToRead]) -> None:
         outcome.num_read += len(experts)
         read(experts)
+
+    def activated(this: MigrationRound) -> None:
+        activate(this)
+        outcome.activated.append(len(recovery.members))
 
     def told(data: bytes) -> None:
         before = engine.served.placement
@@ -217,6 +210,7 @@ def count_repairs(engine: Engine, outcome: Outcome) -> None:
         outcome.num_told += engine.served.placement is not before
 
     engine.served.read_experts, recovery.take_placement = counted, told  # type: ignore[method-assign]
+    recovery.activate_round = activated  # type: ignore[method-assign]
 
 
 def be_patient_at_first(engine: Engine) -> None:
@@ -234,61 +228,6 @@ def be_patient_at_first(engine: Engine) -> None:
         return run_step()
 
     engine.run_step = count  # type: ignore[method-assign]
-
-
-def strike(engine: Engine, fault: Fault, rounds: RandomRounds | None = None) -> None:
-    """Makes this rank die or stop where the fault says."""
-    transport: Any = engine.served.all_to_all
-    calls = fault.calls
-
-    def here() -> bool:
-        nonlocal calls
-        calls -= engine.step >= fault.step
-        return calls == -1
-
-    def end() -> None:
-        os.kill(os.getpid(), fault.sign)
-
-    def before(owner: Any, name: str) -> None:
-        original = getattr(owner, name)
-
-        def struck(*args: Any) -> Any:
-            if here():
-                end()
-            return original(*args)
-
-        setattr(owner, name, struck)
-
-    phase, _, half = fault.phase.partition(" ")
-    if phase == "exchange":
-        before(engine.exchange, "_wait" if half == "receive" else "gather")
-    elif phase == "sample":
-        before(engine.scheduler, "complete")
-    elif phase == "window":
-        before(engine.served.windows, "close")
-    elif phase == "activate":
-        before(engine.recovery, "activate_round")
-    elif phase == "bring":
-        assert rounds is not None
-        before(rounds, "bring")
-    elif phase == "reload":
-        before(engine.recovery, "_read")
-    elif half == "receive":
-        before(getattr(transport, CHANNELS[phase]), "wait")
-    else:
-        channel = getattr(transport, CHANNELS[phase])
-        signal_all = channel.signal
-
-        def signal_one_and_end(call: int) -> None:
-            if here():
-                others = transport._peers.others
-                transport._peers.others = others[:1]  # the hardest case: some have the flag, some have not
-                signal_all(call)
-                transport._peers.others = others
-                end()
-            signal_all(call)
-
-        channel.signal = signal_one_and_end
 
 
 def check_slots(engine: Engine) -> None:
@@ -310,7 +249,7 @@ def run_engine(
     submits: Sequence[Submit],
     overrides: list[str],
     fault: Fault | None,
-    moves: bool,
+    moves: Moves,
     folder: str,
 ) -> Outcome:
     torch.set_num_threads(1)
@@ -326,7 +265,10 @@ def run_engine(
     outcome = Outcome(topk=engine.served.spec.topk, groups=mailbox.groups, ended=mailbox.ended)
     be_patient_at_first(engine)
     count_repairs(engine, outcome)
-    rounds = RandomRounds(engine) if moves else None
+    rounds = RandomRounds(engine) if moves == "written" else None
+    if moves == "carried":
+        lead_restlessly(engine, NUM_ROUNDS)
+        mailbox.may_continue = lambda: num_ranks - 1 in outcome.activated
     for each in fault.all if fault is not None else []:
         if rank == each.victim:
             strike(engine, each, rounds)
@@ -342,6 +284,8 @@ def run_engine(
     outcome.step = engine.step
     outcome.version = engine.served.placement.version
     check_slots(engine)
+    if moves == "decided" and engine.balancing.leads:
+        outcome.decisions = [decision.kind for decision in real_balancer(engine)._rebalancer.decisions]
     if fault is not None:
         recorder = engine.served.recorder
         assert recorder is not None
@@ -352,11 +296,12 @@ def run_engine(
 
 
 def serve_and_lose(
-    num_ranks: int, submits: Sequence[Submit], overrides: Sequence[str], fault: Fault | None, moves: bool = False
+    num_ranks: int, submits: Sequence[Submit], overrides: Sequence[str], fault: Fault | None, moves: Moves = "none"
 ) -> tuple[dict[int, Outcome], dict[str, list[int]], list[LoadRecord]]:
     """Returns what each rank saw that came to an end, the tokens of each request as a reader has them, the trace.
 
-    moves: experts move while the ranks serve, see RandomRounds
+    moves: how experts move while the ranks serve: "written", see RandomRounds; "carried" by the movers, as a restless
+           leader says, NUM_ROUNDS rounds by each leader; "decided" by a real balancer
     """
     settings = [
         f"parallel.num_ranks={num_ranks}", "cache.num_blocks=256", "cache.block_size=8", "engine.heartbeat_s=0.02",
@@ -365,6 +310,7 @@ def serve_and_lose(
     dies = tuple(each.victim for each in fault.all if each.sign == signal.SIGKILL) if fault is not None else ()
     with tempfile.TemporaryDirectory() as folder:
         settings.append(f"eplb.record_path={folder}/load.jsonl")
+        settings += DYNAMIC if moves in ("carried", "decided") else []
         outcomes = faults.run_forked(
             num_ranks, run_engine, num_ranks, submits, settings, fault, moves, folder, dies=dies
         )

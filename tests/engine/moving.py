@@ -5,6 +5,8 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
+from moe_serve.engine.balancer import Balancer
+from moe_serve.engine.contained_leader import ContainedLeader
 from moe_serve.engine.engine import Engine
 from moe_serve.engine.messages import BalanceReport
 from moe_serve.engine.step import StepPlan
@@ -111,6 +113,14 @@ def lead_restlessly(engine: Engine, num_rounds: int = 60, seed: int = 0) -> Rest
         return None
     balancing._leader = leader = make(0)
     return leader
+
+
+def real_balancer(engine: Engine) -> Balancer:
+    """Returns what decides on the leading rank of an engine in mode dynamic."""
+    leader = engine.balancing._leader
+    assert isinstance(leader, ContainedLeader)
+    assert isinstance(leader._leader, Balancer), f"it has failed: {leader._alarm}"
+    return leader._leader
 
 
 def move_in_every_step(engine: Engine, seed: int = 0) -> Callable[[], int]:

@@ -13,8 +13,9 @@ from moe_serve.engine.messages import Submit
 from moe_serve.eplb.files.placements import write_placement
 from moe_serve.eplb.load import LoadRecord
 from moe_serve.eplb.placement import Placement
-from tests.engine.losing import Fault, Outcome, serve_and_lose
+from tests.engine.losing import Outcome, serve_and_lose
 from tests.engine.offline import prompts_with_shared_beginnings, serve, submits_of, tiny_model
+from tests.engine.strikes import Fault
 
 NUM_RANKS = 3
 PHASES = ("counts send", "counts receive", "dispatch send", "dispatch receive", "combine send", "combine receive")
@@ -84,7 +85,9 @@ def test_the_others_go_on_and_every_token_is_right(
     model: Path, victim: int, phase: str, step: int, calls: int, moves: bool
 ) -> None:
     fault = Fault(victim, phase, step, calls)
-    outcomes, tokens, trace = serve_and_lose(NUM_RANKS, requests(), settings_of(model, 20), fault, moves)
+    outcomes, tokens, trace = serve_and_lose(
+        NUM_RANKS, requests(), settings_of(model, 20), fault, "written" if moves else "none"
+    )
     assert tokens == tokens_without_fault(model)
     survivors = [rank for rank in range(NUM_RANKS) if rank != victim]
     assert sorted(outcomes) == survivors
@@ -114,7 +117,9 @@ def test_a_rank_may_be_lost_between_rounds_that_overlap(model: Path, phase: str,
 )  # fmt: skip
 def test_a_rank_that_stops_is_masked_and_rejoins(model: Path, victim: int, phase: str, step: int, moves: bool) -> None:
     fault = Fault(victim, phase, step, sign=signal.SIGSTOP)
-    outcomes, tokens, trace = serve_and_lose(NUM_RANKS, requests(), settings_of(model, 1.5), fault, moves)
+    outcomes, tokens, trace = serve_and_lose(
+        NUM_RANKS, requests(), settings_of(model, 1.5), fault, "written" if moves else "none"
+    )
     right = tokens_without_fault(model)
     assert tokens == right | {"extra": right["0"]}, "it serves again once it has rejoined"
     all_ranks = list(range(NUM_RANKS))
