@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from moe_serve.eplb.files.placements import write_placement
+from moe_serve.eplb.placement import Placement
 from tests.engine.losing import NUM_ROUNDS, Outcome, serve_and_lose
 from tests.engine.offline import tiny_model
 from tests.engine.strikes import Fault
@@ -81,11 +83,14 @@ def test_a_stopped_rank_rejoins_and_experts_move_to_it_again(model: Path, victim
     check_trace(trace, outcomes, victim)
 
 
-def test_second_slots_are_put_back_and_the_next_loss_needs_no_reload(model: Path) -> None:
-    """24 slots on four ranks: the 18 of three are enough for two slots of each expert, the 12 of two for one."""
+def test_second_slots_are_put_back_and_the_next_loss_needs_no_reload(model: Path, tmp_path: Path) -> None:
+    """24 slots on four ranks: the 18 of three are enough for two slots of each expert, the 12 of two for one. Without
+    rank 1, experts 6 and 7 have one slot; without ranks 1 and 2, expert 6 would have none."""
+    row = [0, 1, 2, 3, 4, 5, 6, 7, 0, 1, 2, 3, 6, 0, 1, 2, 4, 5, 7, 0, 1, 3, 4, 5]
+    write_placement(Placement([row] * 3, 8, 4), tmp_path / "placement.json")
+    where = ["eplb.num_redundant_experts=0", f"eplb.init_expert_location={tmp_path}/placement.json", "eplb.trigger=0"]
     fault = Fault(1, "dispatch receive", 4, then=Fault(2, "restored", 5))
-    overrides = [*settings_of(model, 20), "eplb.num_redundant_experts=16", "eplb.trigger=0"]
-    outcomes, tokens, trace = serve_and_lose(4, requests(), overrides, fault, "decided")
+    outcomes, tokens, trace = serve_and_lose(4, requests(), [*settings_of(model, 20), *where], fault, "decided")
     check_survivors(outcomes, [[0, 2, 3], [0, 3]])
     assert tokens == tokens_without_fault(model)
     for outcome in outcomes.values():

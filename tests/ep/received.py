@@ -25,7 +25,7 @@ class ReceivedRows:
     @property
     def slot_rows(self) -> Tensor:
         """[num_layers, slots_per_rank] int64"""
-        return torch.stack(list(self._of_layer.values()))
+        return torch.stack(list(self._of_layer.values())) if self._of_layer else torch.zeros(0, 0)
 
 
 @contextmanager
