@@ -26,7 +26,8 @@ class ContainedLeader(Leader):
         self._leader: Leader | None = leader
         self._reports, self._placement = reports, placement
         self._alarm = ""
-        self._is_reported = False
+        self._totals: dict[str, float] = {}  # of the last report
+        self._reported: Placement | None = None  # since the end
 
     @property
     def has_work(self) -> bool:
@@ -61,9 +62,11 @@ class ContainedLeader(Leader):
 
     def report(self, step: int) -> BalanceReport | None:
         report = self._call(lambda leader: leader.report(step), None)
-        if report is None and self._alarm and not self._is_reported:
-            self._is_reported = True
-            return self._reports.make(step, "off", self._placement(), {}, alarm=self._alarm)
+        if report is not None:
+            self._totals = report.totals
+        elif self._alarm and self._reported is not self._placement():  # a round may go live after the end
+            self._reported = self._placement()
+            return self._reports.make(step, "off", self._reported, self._totals, alarm=self._alarm)
         return report
 
     def close(self) -> None:

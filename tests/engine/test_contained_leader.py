@@ -1,9 +1,12 @@
 """A mistake of the balancer ends the balancing, not the serving."""
 
+from dataclasses import replace
+
 import pytest
 
 from moe_serve.engine.balance_reports import BalanceReports
 from moe_serve.engine.contained_leader import ContainedLeader
+from moe_serve.engine.messages import BalanceReport
 from moe_serve.eplb.placement import Placement
 from moe_serve.errors import PlacementError
 from tests.engine.moving import RestlessLeader
@@ -59,6 +62,24 @@ def test_a_placement_error_outside_of_commands_is_a_mistake_too() -> None:
     report = leader.report(7)
     assert report is not None
     assert "version 2 is running" in report.alarm
+
+
+def test_where_experts_are_is_told_after_the_end_too_and_totals_stay() -> None:
+    class Busy(Mistaken):
+        def report(self, step: int) -> BalanceReport | None:
+            return BalanceReports(0, 0, "dynamic").make(step, "moving", PLACEMENT, {"num_rounds": 3.0})
+
+    in_use = [PLACEMENT]
+    leader = ContainedLeader(Busy(PLACEMENT, 5), BalanceReports(0, 0, "dynamic"), lambda: in_use[-1])
+    assert leader.report(3) is not None
+    leader.poll(4)
+    assert leader.report(4) is not None
+    assert leader.report(5) is None
+    in_use.append(replace(PLACEMENT, version=1))  # the round that all ranks were told before goes live
+    report = leader.report(6)
+    assert report is not None
+    assert (report.placement_version, report.totals) == (1, {"num_rounds": 3.0})
+    assert report.placement is not None
 
 
 def test_a_refused_command_is_no_mistake() -> None:
