@@ -25,8 +25,8 @@ MOMENTS = [
     ("carry send", 0), ("carry receive", 0), ("carry send", 3), ("carry receive", 4),
     ("write", 0), ("activate", 0), ("activate", 2), ("window", 0), ("sample", 1),
 ]  # fmt: skip
-KILLED_BY_DEFAULT = [(0, "hear receive", 1), (0, "activate", 0), (1, "carry send", 3), (1, "exchange receive", 0)]
-STOPPED_BY_DEFAULT = [(0, "hear send", 1), (1, "carry receive", 0), (1, "write", 0)]
+KILLED_BY_DEFAULT = [(0, "hear receive", 1), (0, "activate", 0), (1, "carry send", 3)]
+STOPPED_BY_DEFAULT = [(0, "hear send", 1), (1, "write", 0)]
 
 
 def cases(by_default: list[tuple[int, str, int]]) -> list[object]:

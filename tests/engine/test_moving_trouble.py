@@ -250,8 +250,7 @@ def check_counts(served: Served) -> None:
         assert sum(sum(record[layer]) for record in served.load) == topk * rows > 0
 
 
-@pytest.mark.parametrize("split", ["even", "exact"])
-@pytest.mark.parametrize("idle", [True, False])
+@pytest.mark.parametrize(("split", "idle"), [("exact", True), ("even", False)])
 def test_experts_move_beside_a_rank_without_requests_or_with_prefills_only(
     model: list[str], split: str, idle: bool
 ) -> None:

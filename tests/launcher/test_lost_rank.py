@@ -1,4 +1,5 @@
-"""The main job goes on when one of three ranks is killed or stopped in the middle of it: over HTTP, the demo model."""
+"""The main job goes on when one of three ranks, or the planner, is killed or stopped, and when a person moves experts:
+over HTTP, the demo model."""
 
 import json
 import os
@@ -9,10 +10,12 @@ from itertools import pairwise
 import httpx
 import pytest
 
+from tests.conftest import _command
 from tests.launcher.running import Running, eventually, gone, pid_of_rank
 
 SETTINGS = (
     "engine.numerics=batch_invariant", "eplb.num_redundant_experts=32", "engine.step_deadline_s=3",
+    "eplb.mode=dynamic", "eplb.trigger=0", "eplb.record_window_steps=8",
     "engine.heartbeat_s=0.2", "server.worker_port=0", "parallel.threads_per_rank=1",
 )  # fmt: skip
 LENGTH = 120
@@ -108,6 +111,46 @@ def test_a_stopped_rank_is_left_out_and_serves_again_when_it_goes_on(system, cli
     answer = client.post("/generate", json=body(0, 5) | {"routed_dp_rank": 1}).json()
     assert answer["output_ids"] == right[0][:5]
     assert answer["meta_info"]["dp_rank"] == 1
+
+
+def balance(client: httpx.Client) -> dict:
+    return client.get("/eplb/status").json()
+
+
+def planners(system: Running) -> list[int]:
+    return [pid for pid in system.descendants() if "planning.worker" in _command(pid)]
+
+
+def test_experts_move_where_a_person_wants_them(client, right):
+    placement = client.get("/eplb/placement").json()
+    wanted = placement["physical_to_logical_map"]
+    for row in wanted:  # two experts of ranks 0 and 2 swap their slots
+        theirs = next(i for i in range(2 * len(row) // 3, len(row)) if row[i] not in row[: len(row) // 3])
+        ours = next(i for i in range(len(row) // 3) if row[i] not in row[2 * len(row) // 3 :])
+        row[ours], row[theirs] = row[theirs], row[ours]
+    answer = client.post("/eplb/placement", json=placement)
+    assert answer.status_code == 200, answer.text
+    assert eventually(lambda: client.get("/eplb/placement").json()["physical_to_logical_map"] == wanted)
+    assert eventually(lambda: balance(client)["state"] == "watching")
+    assert balance(client)["placement"]["version"] > placement["version"]
+    answers = [client.post("/generate", json=body(0, 5) | {"routed_dp_rank": rank}).json() for rank in range(3)]
+    assert [answer["output_ids"] for answer in answers] == [right[0][:5]] * 3
+
+
+def test_a_killed_planner_is_replaced_when_a_plan_is_asked_for(system, client, right):
+    assert eventually(lambda: planners(system))
+    killed = planners(system)
+    for pid in killed:
+        os.kill(pid, signal.SIGKILL)
+    assert client.post("/generate", json=body(0, 5)).json()["output_ids"] == right[0][:5]
+    num_plans = balance(client)["totals"].get("num_plans", 0)
+    answer = client.post("/eplb/rebalance")
+    assert answer.status_code == 200, answer.text
+    assert eventually(lambda: balance(client)["totals"].get("num_plans", 0) > num_plans)
+    assert eventually(lambda: balance(client)["state"] == "watching")
+    assert balance(client)["last_decision"]["kind"] in ("keep", "done")
+    assert balance(client)["alarm"] is None
+    assert set(planners(system)) - set(killed)
 
 
 def test_streams_of_a_killed_rank_end_with_the_right_tokens(system, client, right):
