@@ -91,13 +91,16 @@ def same_decisions(seen: Watched, config: Path, path: Path) -> None:
     """The replay of `moe-serve replay --like-server`, record by record."""
     load = read_jsonl(path)
     server, start = server_replay(config, path, load, nodes=1)
-    run = WatchedReplay(start, server, 0)
+    run, num_compared = WatchedReplay(start, server, 0), 0
     for record in load:
         assert record.placement is not None
         placement = run.before(record.first_step).placement
-        assert placement.physical_to_logical.tolist() == record.placement.physical_to_logical.tolist()
-        assert placement.version == record.placement_version
+        if record.first_step in seen.rows:  # a record that begins idle names the placement of its first forward
+            assert placement.physical_to_logical.tolist() == record.placement.physical_to_logical.tolist()
+            assert placement.version == record.placement_version
+            num_compared += 1
         run.after(record)
+    assert num_compared > 5
     final = run.end()
     assert run.decisions == seen.decisions
     assert final.physical_to_logical.tolist() == seen.final.physical_to_logical.tolist()

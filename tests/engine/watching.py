@@ -22,7 +22,8 @@ from moe_serve.eplb.rebalance.events import Decision
 from tests.ep.received import count_received
 
 Ints = NDArray[np.int64]
-LONGEST_START_S = 60.0  # of the planner's process
+STEPS_OF_A_PLAN = 4
+LONGEST_PLAN_S = 60.0
 
 
 class RestlessSplit(SplitChoice):
@@ -31,14 +32,9 @@ class RestlessSplit(SplitChoice):
     def __init__(self) -> None:
         super().__init__("exact", has_replicas=True)
         self._draw = np.random.default_rng(0)
-        self._even = 0
-
-    @property
-    def even_phases(self) -> int:
-        return self._even
 
     def observe(self, plan: StepPlan, step_s: float) -> None:
-        self._even = int(self._draw.integers(2 ** len(PHASES)))
+        self.even_phases = int(self._draw.integers(2 ** len(PHASES)))
 
 
 @dataclass(frozen=True)
@@ -82,14 +78,14 @@ class Watched:
 def watch(folder: Path, engine: Engine) -> None:
     """Writes what this rank's engine does into a folder when it ends.
 
-    The first plan is waited for: the planner's process has to start, and a busy machine takes its time.
+    A plan is waited for after a few steps: the planner has the lowest priority, and a busy machine takes its time.
     """
     served, seen = engine.served, {"rows": {}, "placements": {}, "even_steps": []}  # type: ignore[var-annotated]
     forward, tables = served.forward, [served.placement]
 
     def watched(*args: Any) -> Tensor:
         if engine.balancing.leads:
-            _wait_for_first_plan(engine)
+            _wait_for_plan(engine)
         with count_received() as received:
             logits: Tensor = forward(*args)
         if served.placement is not tables[-1]:
@@ -105,21 +101,27 @@ def watch(folder: Path, engine: Engine) -> None:
             seen["even_steps"].append(engine.step)
         begin(max_tokens, evenly)
 
-    def write() -> None:
+    close = engine.balancing.close
+
+    def write_and_close() -> None:  # after the last step, in which a plan may still arrive
         leader: Any = engine.balancing._leader
         tables.append(served.placement)
         seen["tables"] = [(each.physical_to_logical.tolist(), each.version) for each in tables]
         seen["decisions"] = [] if leader is None else list(leader._leader._rebalancer.decisions)
         (folder / f"{engine.rank}.json").write_bytes(msgspec.json.encode(seen))
+        close()
 
     served.forward = watched  # type: ignore[method-assign]
     served.begin_step = begin_step  # type: ignore[method-assign]
-    served.windows.at_end.append(write)
+    engine.balancing.close = write_and_close  # type: ignore[method-assign]
 
 
-def _wait_for_first_plan(engine: Engine) -> None:
+def _wait_for_plan(engine: Engine) -> None:
     leader: Any = engine.balancing._leader
-    balancer, deadline_s = leader._leader, time.monotonic() + LONGEST_START_S
-    while [each.kind for each in balancer._rebalancer.decisions] == ["plan"] and time.monotonic() < deadline_s:
+    balancer, deadline_s = leader._leader, time.monotonic() + LONGEST_PLAN_S
+    decisions = balancer._rebalancer.decisions
+    if not decisions or engine.step < decisions[-1].step + STEPS_OF_A_PLAN:
+        return
+    while balancer._rebalancer.state == "planning" and time.monotonic() < deadline_s:
         time.sleep(0.01)
         balancer.poll(engine.step + 1)
