@@ -4,9 +4,11 @@ Stays light: tests of policies, schedulers and the server must not pay for impor
 """
 
 import ctypes
+import logging
 import os
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -18,6 +20,16 @@ if "torch" in sys.modules:
 
 PR_SET_CHILD_SUBREAPER = 36
 LEAVE_S = 30.0  # a hang guard: processes that are on their way out may take this long
+
+
+@pytest.fixture(autouse=True)
+def _logging_as_before() -> Iterator[None]:
+    """A command that runs inside a test sends log lines to that test's stderr, which is closed after it."""
+    logger = logging.getLogger("moe_serve")
+    before = list(logger.handlers), logger.level, logger.propagate
+    yield
+    logger.handlers[:], logger.propagate = before[0], before[2]
+    logger.setLevel(before[1])
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:

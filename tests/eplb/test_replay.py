@@ -77,15 +77,7 @@ def report_of_three() -> ReplayReport:
     return replay(synthetic_trace(SMALL), THREE, SETTINGS)
 
 
-def test_the_same_trace_gives_the_same_report() -> None:
-    one, two = report_of_three(), replay(synthetic_trace(SMALL), THREE, SETTINGS)
-    for a, b in zip(one.results, two.results, strict=True):
-        for name, array in a.arrays().items():
-            if name != "plan_s":
-                np.testing.assert_array_equal(array, b.arrays()[name], err_msg=f"{a.name} {name}")
-
-
-def test_processes_side_by_side_give_the_same_report() -> None:
+def test_the_same_trace_gives_the_same_report_also_in_processes_side_by_side() -> None:
     ticks: list[int] = []
     alone = report_of_three()
     beside = replay(synthetic_trace(SMALL), THREE, SETTINGS, progress=ticks.append, jobs=2)
