@@ -53,7 +53,11 @@ class MigrationPlan:
         return tuple(sorted({move.layer for moves in self.rounds for move in moves.moves}))
 
     def __str__(self) -> str:
-        return f"{len(self.layer_rows)} layers, {self.num_transfers} experts in {len(self.rounds)} rounds"
+        layers, rounds = len(self.layer_rows), len(self.rounds)
+        return (
+            f"{layers} layer{'s' * (layers != 1)}, {self.num_transfers} expert{'s' * (self.num_transfers != 1)} in "
+            f"{rounds} round{'s' * (rounds != 1)}"
+        )
 
 
 def plan_migration(
