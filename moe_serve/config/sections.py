@@ -158,6 +158,9 @@ class EngineConfig(Section):
     max_queued_requests: PositiveInt = 1024  # over all ranks, at the front end; beyond it: HTTP 429
     max_batch_tokens: PositiveInt = 1024  # token budget of one step of one rank; longer prompts are prefilled in chunks
     numerics: Literal["fast", "batch_invariant"] = "fast"
+    # auto: CPU ranks compute with C kernels where there is a compiler and compute is float32; their tokens never depend
+    # on what else runs, whatever `numerics` says. torch: plain torch, for comparison or where ranks have no compiler
+    cpu_kernels: Literal["auto", "torch"] = "auto"
     row_tile: Literal[4, 8, 16] = 4  # rows of a GEMM tile in batch_invariant; 1 and 2 are not invariant everywhere
     exchange: Literal["auto", "gloo", "shm"] = "auto"  # how step proposals are exchanged; auto: shm on one machine
     step_deadline_s: PositiveFloat = 60.0  # a peer that takes longer is lost
