@@ -8,11 +8,15 @@ Shape words: T = rows, heads = key/value heads, group = query heads of one key/v
 Dv = width of a value, K = num_keys, C = query rows of one chunk, n = sequences.
 """
 
+from dataclasses import dataclass
+from typing import Protocol
+
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from moe_serve.attention_dp.attention_plan import AttentionPlan, Chunk, DecodeGroup
+from moe_serve.attention_dp.attention_plan import AttentionPlan, Chunk, DecodeGroup, plan_attention
+from moe_serve.attention_dp.batch import ForwardBatch
 from moe_serve.attention_dp.kv_cache import KvCache, KvLayout
 from moe_serve.kernels.numerics import Numerics
 from moe_serve.kernels.row_tiles import cut, proven_tiles
@@ -31,35 +35,76 @@ def attention_reference(q: Tensor, keys: Tensor, values: Tensor, scale: float, f
     return torch.einsum("chgk,hkd->chgd", scores.softmax(-1), values.float())
 
 
+@dataclass(frozen=True)
+class AttentionShape:
+    """What the layers of one model attend alike.
+
+    group:     query heads per key/value head;  scale: factor on the scores
+    long_from: chunks of at least this many rows are left to the caller, where torch attends; None: none are
+    """
+
+    layout: KvLayout
+    group: int
+    scale: float
+    long_from: int | None = None
+
+
+class StepAttention(Protocol):
+    """The attention of one step, whose rows all layers share."""
+
+    @property
+    def long_chunks(self) -> tuple[Chunk, ...]:
+        """The chunks that the caller attends, behind all other rows."""
+        ...
+
+    def __call__(self, q: Tensor, layer: int) -> Tensor:
+        """Returns the attention of the rows, [T, heads, group, Dv]; zeros for padding rows and long chunks.
+
+        q: [T, heads, group, D]. The keys and values of these rows are already in the cache.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class PagedStep:
+    """StepAttention by torch."""
+
+    attention: "PagedAttention"
+    cache: KvCache
+    plan: AttentionPlan
+
+    @property
+    def long_chunks(self) -> tuple[Chunk, ...]:
+        return self.plan.long_chunks
+
+    def __call__(self, q: Tensor, layer: int) -> Tensor:
+        return self.attention(q, self.cache, layer, self.plan)
+
+
 class PagedAttention:
     """The attention of all layers that share a cache layout. Stateless between calls."""
 
-    def __init__(
-        self,
-        layout: KvLayout,
-        group: int,
-        scale: float,
-        numerics: Numerics,
-        dtype: torch.dtype,
-        device: torch.device | str,
-    ):
-        """group: query heads per key/value head; scale: factor on the scores"""
-        self._layout = layout
-        self._group = group
-        self._scale = scale
+    def __init__(self, shape: AttentionShape, numerics: Numerics, dtype: torch.dtype, device: torch.device | str):
+        self._shape = shape
+        self._layout = shape.layout
+        self._group = shape.group
+        self._scale = shape.scale
+        self._numerics = numerics
+        self._dtype = dtype
         self._kv_tile = numerics.kv_tile
-        self._token_rows = numerics.padded(group)  # GEMM rows of one token
+        self._token_rows = numerics.padded(shape.group)  # GEMM rows of one token
         self._tiles: tuple[int, ...] | None = None
         if numerics.row_tile is not None:
             like = torch.zeros((), dtype=dtype, device=device)
             self._tiles = self._prove(like)
 
-    def __call__(self, q: Tensor, cache: KvCache, layer: int, plan: AttentionPlan) -> Tensor:
-        """Returns the attention of the rows, [T, heads, group, Dv]; padding rows give zeros.
+    def begin(self, batch: ForwardBatch, cache: KvCache) -> PagedStep:
+        """Returns the attention of a step. The plan of the batch is made once, for all layers."""
+        plan = plan_attention(batch, self._layout, self._numerics, self._dtype, self._shape.long_from)
+        return PagedStep(self, cache, plan)
 
-        q: [T, heads, group, D]. The keys and values of these rows are already in the cache. The caller attends
-        plan.long_chunks.
-        """
+    def __call__(self, q: Tensor, cache: KvCache, layer: int, plan: AttentionPlan) -> Tensor:
+        """Same contract as StepAttention."""
         if len(plan.decodes) == 1 and plan.num_rows == q.shape[0] == plan.decodes[0].num_seqs:
             return self._decode(q, cache, layer, plan.decodes[0])
         out = q.new_zeros(*q.shape[:-1], self._layout.value_width)

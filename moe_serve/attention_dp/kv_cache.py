@@ -82,10 +82,9 @@ class KvCache:
                 "lower cache.num_blocks or cache.memory_gib"
             ) from None
 
-    def write(self, layer: int, slot_mapping: Tensor, rows: Tensor) -> None:
-        """Stores one row per token. slot_mapping: [T], rows: [T, *row_shape] as in KvLayout"""
-        # A negative index counts from the end, so padding rows write to the spare slot.
-        self._layers[layer].index_put_((slot_mapping,), rows)
+    def layer(self, index: int) -> Tensor:
+        """Returns the rows of one layer by slot, [num_slots + 1, *row_shape]: what is written here is cached."""
+        return self._layers[index]
 
     def gather(self, layer: int, rows: Tensor, num_seqs: int) -> tuple[Tensor, Tensor]:
         """Returns copies of keys [num_seqs, heads, num_keys, width] and values [.., value_width].

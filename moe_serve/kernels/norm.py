@@ -17,6 +17,12 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return functional.rms_norm(x, (x.shape[-1],), weight, eps)
 
 
+def add_rms_norm(x: Tensor, delta: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Adds delta to x in place, and returns the normed sum, like x. delta: like x, not x itself"""
+    x.add_(delta)
+    return rms_norm(x, weight, eps)
+
+
 def rms_norm_heads_(x: Tensor, weight: Tensor, eps: float) -> None:
     """Normalises every head of x in place. x: [tokens, heads, head_dim], may be a view; weight: [heads, head_dim]"""
     torch.mul(functional.rms_norm(x, (x.shape[-1],), None, eps), weight, out=x)

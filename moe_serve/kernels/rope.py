@@ -3,10 +3,26 @@
 Adjacent pairs are complex numbers, so a rotation is one complex product, in place. Checkpoints that pair i with
 i + dim/2 have their projection rows reordered at load (`pair_order`): queries and keys get the same order, so every dot
 product keeps its value.
+
+`rope_write` and `mla_rope_write` prepare the rows of one layer for attention: queries are normed and rotated in place,
+keys and values go to the cache.
 """
+
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+from moe_serve.kernels.norm import rms_norm, rms_norm_heads_
+
+
+@dataclass(frozen=True)
+class MlaWidths:
+    """The parts of a query head, [nope | rope], and of a cached row, [latent | rope]."""
+
+    nope: int
+    latent: int
+    rope: int
 
 
 def rotate_reference(x: Tensor, turns: Tensor) -> Tensor:
@@ -29,6 +45,55 @@ def rotate_(x: Tensor, turns: Tensor) -> None:
         wide = x.float()
         torch.view_as_complex(wide.view(pairs)).mul_(turns[:, None])
         x.copy_(wide)
+
+
+def rope_write(
+    qkv: Tensor,
+    head_norm: Tensor | None,
+    eps: float,
+    turns: Tensor,
+    slots: Tensor,
+    cache_layer: Tensor,
+    num_heads: int,
+    num_kv_heads: int,
+) -> None:
+    """Norms and rotates queries and keys in place, and writes keys and values into the cache.
+
+    qkv:         [T, (num_heads + 2 num_kv_heads) * head_dim] of queries, keys and values
+    head_norm:   [num_heads + num_kv_heads, head_dim], or None;  eps: of the norm
+    turns:       [T, head_dim / 2] complex64;  slots: [T] int64, -1 = the spare row, which is never read
+    cache_layer: [slots, 2 num_kv_heads, head_dim], keys first
+    """
+    heads = qkv.view(-1, num_heads + 2 * num_kv_heads, cache_layer.shape[2])
+    rotated = heads[:, : num_heads + num_kv_heads]
+    if head_norm is not None:
+        rms_norm_heads_(rotated, head_norm, eps)
+    rotate_(rotated, turns)
+    cache_layer.index_put_((slots,), heads[:, num_heads:])
+
+
+def mla_rope_write(
+    q: Tensor,
+    row: Tensor,
+    latent_norm: Tensor,
+    eps: float,
+    turns: Tensor,
+    slots: Tensor,
+    cache_layer: Tensor,
+    widths: MlaWidths,
+) -> None:
+    """Rotates the last part of every query head in place, and writes normed latents and rotated keys into the cache.
+
+    q:           [T, heads, nope + rope];  row: [T, latent + rope], changed in place too; both may be slices of rows
+    latent_norm: [latent];  turns, slots: as in rope_write
+    cache_layer: [slots, 1, latent + rope]
+    """
+    row = row[:, None]
+    rotate_(q[..., widths.nope :], turns)
+    rotate_(row[..., widths.latent :], turns)
+    latent = row[..., : widths.latent]
+    latent.copy_(rms_norm(latent, latent_norm, eps))
+    cache_layer.index_put_((slots,), row)
 
 
 def pair_order(dim: int, device: torch.device) -> Tensor:

@@ -8,14 +8,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from moe_serve.attention_dp.attention import PagedAttention
-from moe_serve.attention_dp.attention_plan import AttentionPlan, plan_attention
-from moe_serve.attention_dp.batch import ForwardBatch
+from moe_serve.attention_dp.attention import AttentionShape, PagedAttention, StepAttention
 from moe_serve.attention_dp.kv_cache import KvCache, KvLayout
 from moe_serve.kernels.linear import HeadLinear, Linear
-from moe_serve.kernels.norm import rms_norm_heads_
 from moe_serve.kernels.numerics import Numerics
-from moe_serve.kernels.rope import pair_order, rotate_
+from moe_serve.kernels.rope import pair_order, rope_write
 from moe_serve.kernels.silu_mul import silu_mul
 from moe_serve.models.rope_spec import RopeSpec, yarn_ramp
 from moe_serve.models.spec import GqaSpec
@@ -75,11 +72,14 @@ class GatedMlp:
 
 @dataclass(frozen=True)
 class AttentionStep:
-    """What the attention of every layer shares in one forward. turns: [T, rotated width / 2] complex64, per row"""
+    """What the attention of every layer shares in one forward.
 
-    batch: ForwardBatch
+    slots: [T] int64, where each row is cached;  turns: [T, rotated width / 2] complex64, per row
+    """
+
+    attend: StepAttention
     cache: KvCache
-    plan: AttentionPlan
+    slots: Tensor
     turns: Tensor
 
 
@@ -92,13 +92,8 @@ class GqaAttention:
         self.layout = KvLayout.gqa(spec.num_kv_heads, spec.head_dim)
         self.spec = spec
         self.norm_eps = norm_eps
-        self._numerics = numerics
-        self._dtype = dtype
-        group = spec.num_heads // spec.num_kv_heads
-        self.attend = PagedAttention(self.layout, group, spec.softmax_scale, numerics, dtype, device)
-
-    def plan(self, batch: ForwardBatch) -> AttentionPlan:
-        return plan_attention(batch, self.layout, self._numerics, self._dtype)
+        shape = AttentionShape(self.layout, spec.num_heads // spec.num_kv_heads, spec.softmax_scale)
+        self.paged = PagedAttention(shape, numerics, dtype, device)
 
     def layer(self, index: int, weights: dict[str, Tensor], rope: RopeSpec, linear: LinearFactory) -> "GqaLayer":
         """Takes the weights of layer `index` (named as in weight_plan.py) out of `weights`."""
@@ -139,13 +134,9 @@ class GqaLayer:
 
     def __call__(self, x: Tensor, step: AttentionStep) -> Tensor:
         """x: [T, H], normed -> [T, H]. Writes the rows' keys and values into the cache."""
-        form, spec = self.form, self.form.spec
-        num_rotated = spec.num_heads + spec.num_kv_heads
-        qkv = self.qkv(x).view(x.shape[0], -1, spec.head_dim)
-        rotated = qkv[:, :num_rotated]
-        if self.norm is not None:
-            rms_norm_heads_(rotated, self.norm, form.norm_eps)
-        rotate_(rotated, step.turns)
-        step.cache.write(self.index, step.batch.slot_mapping, qkv[:, spec.num_heads :])
-        q = qkv[:, : spec.num_heads].view(x.shape[0], spec.num_kv_heads, -1, spec.head_dim)
-        return self.out(form.attend(q, step.cache, self.index, step.plan).flatten(1))
+        spec, eps = self.form.spec, self.form.norm_eps
+        qkv, cached = self.qkv(x), step.cache.layer(self.index)
+        rope_write(qkv, self.norm, eps, step.turns, step.slots, cached, spec.num_heads, spec.num_kv_heads)
+        q = qkv.view(x.shape[0], -1, spec.head_dim)[:, : spec.num_heads]
+        q = q.view(x.shape[0], spec.num_kv_heads, -1, spec.head_dim)
+        return self.out(step.attend(q, self.index).flatten(1))

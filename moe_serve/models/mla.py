@@ -14,14 +14,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from moe_serve.attention_dp.attention import PagedAttention, attend_chunk
-from moe_serve.attention_dp.attention_plan import AttentionPlan, Chunk, plan_attention
-from moe_serve.attention_dp.batch import ForwardBatch
+from moe_serve.attention_dp.attention import AttentionShape, PagedAttention, attend_chunk
+from moe_serve.attention_dp.attention_plan import Chunk
 from moe_serve.attention_dp.kv_cache import KvCache, KvLayout
 from moe_serve.kernels.linear import HeadLinear, Linear
 from moe_serve.kernels.norm import rms_norm
 from moe_serve.kernels.numerics import Numerics
-from moe_serve.kernels.rope import pair_order, rotate_
+from moe_serve.kernels.rope import MlaWidths, mla_rope_write, pair_order
 from moe_serve.models.layers import AttentionStep, LinearFactory
 from moe_serve.models.rope_spec import RopeSpec
 from moe_serve.models.spec import MlaSpec
@@ -36,13 +35,10 @@ class MlaAttention:
         self.layout = KvLayout.mla(spec.kv_lora_rank, spec.rope_dim)
         self.spec = spec
         self.norm_eps = norm_eps
-        self._numerics = numerics
-        self._dtype = dtype
-        self._expand_from = None if numerics.invariant else expand_from(spec)
-        self.attend = PagedAttention(self.layout, spec.num_heads, spec.softmax_scale, numerics, dtype, device)
-
-    def plan(self, batch: ForwardBatch) -> AttentionPlan:
-        return plan_attention(batch, self.layout, self._numerics, self._dtype, self._expand_from)
+        self.widths = MlaWidths(spec.nope_dim, spec.kv_lora_rank, spec.rope_dim)
+        long_from = None if numerics.invariant else expand_from(spec)
+        shape = AttentionShape(self.layout, spec.num_heads, spec.softmax_scale, long_from)
+        self.paged = PagedAttention(shape, numerics, dtype, device)
 
     def layer(self, index: int, weights: dict[str, Tensor], rope: RopeSpec, linear: LinearFactory) -> "MlaLayer":
         """Takes the weights of layer `index` (named as in weight_plan.py) out of `weights`."""
@@ -97,24 +93,23 @@ class MlaLayer:
 
     def __call__(self, x: Tensor, step: AttentionStep) -> Tensor:
         """x: [T, H], normed -> [T, H]. Writes the rows' latents and rotated keys into the cache."""
-        form, spec, plan = self.form, self.form.spec, step.plan
+        form, spec = self.form, self.form.spec
         both = self.q_kv_a(x)
-        q, row = both[:, : -spec.latent_dim], both[:, None, -spec.latent_dim :]
+        q, row = both[:, : -spec.latent_dim], both[:, -spec.latent_dim :]
         if self.q_b is not None:
             assert self.q_a_norm is not None
             q = self.q_b(rms_norm(q, self.q_a_norm, form.norm_eps))
         q = q.view(x.shape[0], spec.num_heads, -1)
-        rotate_(q[..., spec.nope_dim :], step.turns)
-        rotate_(row[..., spec.kv_lora_rank :], step.turns)
-        latent = row[..., : spec.kv_lora_rank]
-        latent.copy_(rms_norm(latent, self.kv_a_norm, form.norm_eps))
-        step.cache.write(self.index, step.batch.slot_mapping, row)
-        if not plan.long_chunks:
+        cached = step.cache.layer(self.index)
+        mla_rope_write(q, row, self.kv_a_norm, form.norm_eps, step.turns, step.slots, cached, form.widths)
+        long_chunks = step.attend.long_chunks
+        if not long_chunks:
             return self.out(self._absorbed(q, step).flatten(1))
         out = q.new_zeros(*q.shape[:2], spec.value_dim)
-        if plan.num_rows:
-            out[: plan.num_rows] = self._absorbed(q[: plan.num_rows], step)
-        for chunk in plan.long_chunks:
+        num_short = long_chunks[0].start  # rows before the first long chunk
+        if num_short:
+            out[:num_short] = self._absorbed(q[:num_short], step)
+        for chunk in long_chunks:
             out[chunk.start : chunk.end] = self._expanded(q[chunk.start : chunk.end], step.cache, chunk)
         return self.out(out.flatten(1))
 
@@ -122,7 +117,7 @@ class MlaLayer:
         """q: [T, heads, nope + rope] -> [T, heads, value_dim]"""
         nope_dim = self.form.spec.nope_dim
         latent_q = torch.cat((self.absorb(q[..., :nope_dim]), q[..., nope_dim:]), dim=-1)
-        return self.expand(self.form.attend(latent_q[:, None], step.cache, self.index, step.plan)[:, 0])
+        return self.expand(step.attend(latent_q[:, None], self.index)[:, 0])
 
     def _expanded(self, q: Tensor, cache: KvCache, chunk: Chunk) -> Tensor:
         """q: [C, heads, nope + rope] -> [C, heads, value_dim]"""

@@ -17,7 +17,7 @@ from moe_serve.attention_dp.kv_cache import KvCache, KvLayout
 from moe_serve.ep.expert_store import ExpertStore
 from moe_serve.ep.moe_layer import ExpertParallel, MoeLayer, MoeWeights
 from moe_serve.kernels.linear import Linear
-from moe_serve.kernels.norm import rms_norm
+from moe_serve.kernels.norm import add_rms_norm, rms_norm
 from moe_serve.kernels.numerics import Numerics
 from moe_serve.models.layers import AttentionStep, GatedMlp, GqaAttention, GqaLayer, LinearFactory, RopeTable
 from moe_serve.models.mla import MlaAttention, MlaLayer
@@ -65,17 +65,18 @@ class MoeDecoder:
         x = functional.embedding(batch.input_ids, self.embed)
         step = None
         if batch.num_tokens:
-            step = AttentionStep(batch, cache, self.attention.plan(batch), self.rope(batch.positions))
+            attend = self.attention.paged.begin(batch, cache)
+            step = AttentionStep(attend, cache, batch.slot_mapping, self.rope(batch.positions))
+        delta = torch.zeros_like(x)  # what the last sublayer adds to the residual x
         for layer in self.layers:
             if step is not None:
-                normed = rms_norm(x, layer.input_norm, eps)
-                x = x + layer.attention(normed, step)
-            normed = rms_norm(x, layer.post_norm, eps)
+                delta = layer.attention(add_rms_norm(x, delta, layer.input_norm, eps), step)
+            normed = add_rms_norm(x, delta, layer.post_norm, eps)
             if layer.moe is not None:
-                x = x + layer.moe(normed, batch.num_tokens, num_chunks, overlap)
-            elif layer.mlp is not None and step is not None:
-                x = x + layer.mlp(normed)
-        return self._logits(x, batch.logit_rows)
+                delta = layer.moe(normed, batch.num_tokens, num_chunks, overlap)
+            elif layer.mlp is not None:
+                delta = layer.mlp(normed)
+        return self._logits(x.add_(delta), batch.logit_rows)
 
     def _logits(self, x: Tensor, rows: Tensor) -> Tensor:
         num_rows = rows.shape[0]

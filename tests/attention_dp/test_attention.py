@@ -5,8 +5,7 @@ import torch
 from torch import Tensor
 
 from moe_serve.attention_dp import attention_plan
-from moe_serve.attention_dp.attention import PagedAttention, attention_reference
-from moe_serve.attention_dp.attention_plan import plan_attention
+from moe_serve.attention_dp.attention import AttentionShape, PagedAttention, attention_reference
 from moe_serve.attention_dp.batch import ForwardBatch
 from moe_serve.attention_dp.kv_cache import KvCache, KvLayout
 from moe_serve.attention_dp.request import Request, SamplingParams
@@ -42,7 +41,7 @@ def run(
     """
     generator = torch.Generator().manual_seed(0)
     cache = KvCache([layout], 64, BLOCK_SIZE, torch.float32, "cpu")
-    cache.write(0, torch.arange(-1, 64 * BLOCK_SIZE), torch.full((64 * BLOCK_SIZE + 1, *layout.row_shape), stale))
+    cache.layer(0).fill_(stale)
     free = list(range(63, -1, -1))
     chunks = []
     rows = {}
@@ -53,13 +52,13 @@ def run(
         if fault is not None and fault[0] == i:
             rows[str(i)][0, -1, 0] = fault[1]
         slots = [blocks[t // BLOCK_SIZE] * BLOCK_SIZE + t % BLOCK_SIZE for t in range(end)]
-        cache.write(0, torch.tensor(slots), rows[str(i)])
+        cache.layer(0)[slots] = rows[str(i)]
         request = Request(str(i), 0, [0] * end, [], SamplingParams(), 0, block_ids=blocks)
         chunks.append(ScheduledChunk(request, start, length, False))
     batch = ForwardBatch.build(chunks, BLOCK_SIZE, "cpu", numerics)
     q = torch.randn(batch.num_padded, layout.num_heads, group, layout.width, generator=generator)
-    attention = PagedAttention(layout, group, SCALE, numerics, torch.float32, "cpu")
-    got = attention(q, cache, 0, plan_attention(batch, layout, numerics, torch.float32))
+    attention = PagedAttention(AttentionShape(layout, group, SCALE), numerics, torch.float32, "cpu")
+    got = attention.begin(batch, cache)(q, 0)
     assert got.shape == (*q.shape[:-1], layout.value_width)
     wanted = []
     row = 0

@@ -21,7 +21,7 @@ def test_what_is_written_to_a_slot_is_gathered_from_it(layout: KvLayout) -> None
     cache = KvCache([layout, layout], 4, 4, torch.float32, "cpu")
     slots = [5, 0, 15, 9]
     rows = rows_for(layout, slots)
-    cache.write(1, torch.tensor(slots), rows)
+    cache.layer(1)[slots] = rows
     keys, values = cache.gather(1, layout.gather_rows(torch.tensor([[15, 5], [9, 0]])), 2)
     assert keys.shape == (2, layout.num_heads, 2, layout.width)
     for seq, tokens in enumerate(((15, 5), (9, 0))):
@@ -39,7 +39,7 @@ def test_what_is_written_to_a_slot_is_gathered_from_it(layout: KvLayout) -> None
 def test_padding_rows_touch_no_block() -> None:
     layout = LAYOUTS[0]
     cache = KvCache([layout], 2, 4, torch.float32, "cpu")
-    cache.write(0, torch.tensor([3, -1, -1]), rows_for(layout, [3, 7, 8]))
+    cache.layer(0)[[3, -1, -1]] = rows_for(layout, [3, 7, 8])
     keys, values = cache.gather(0, layout.gather_rows(torch.arange(8)[None]), 1)
     whole = torch.cat((keys, values), 1)[0].transpose(0, 1)
     assert torch.equal(whole[3], rows_for(layout, [3])[0])
