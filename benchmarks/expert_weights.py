@@ -19,7 +19,7 @@ from torch import Tensor
 from benchmarks.conditions import conditions, save
 from moe_serve.dispatch.base import PackedRows
 from moe_serve.ep.expert_ffn import expert_ffn
-from moe_serve.ep.expert_form import PARTS, ExpertForm, scale_of, slot_bytes
+from moe_serve.ep.expert_form import PARTS, ExpertForm, SlotForm, scale_of
 from moe_serve.ep.expert_store import ExpertStore
 from moe_serve.kernels.grouped_gemm_fp8 import quantize_weight
 from moe_serve.kernels.grouped_gemm_int8 import has_vnni, quantize_int8
@@ -83,7 +83,7 @@ def measure(whose: str, hidden: int, width: int, slots: int, rounds: int) -> lis
                     "experts": f"{whose}: {slots} x (H {hidden}, I {width})",
                     "rows per expert": num_rows,
                     "form": form,
-                    "MiB": round(slots * slot_bytes(form, hidden, width, torch.float32) / 2**20, 2),
+                    "MiB": round(slots * SlotForm(form, hidden, width, torch.float32).num_bytes / 2**20, 2),
                     "ms": round(1e3 * statistics.median(times[form]), 2),
                     "x": f"{statistics.median(ratios):.2f} ({min(ratios):.2f} … {max(ratios):.2f})",
                     "error": f"{error:.1e}",

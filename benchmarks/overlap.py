@@ -24,6 +24,7 @@ from moe_serve.dispatch.base import AnyAllToAll, BufferLimits, EpGroup, Transpor
 from moe_serve.dispatch.make import make_all_to_all
 from moe_serve.engine.step import RankState, StepSettings, plan_step
 from moe_serve.ep.break_even import break_even_tokens
+from moe_serve.ep.expert_store import ExpertStore
 from moe_serve.ep.load_recorder import LoadRecorder
 from moe_serve.ep.moe_layer import ExpertParallel, MoeLayer, MoeWeights
 from moe_serve.ep.replica_map import ReplicaMap
@@ -140,7 +141,7 @@ def make_layers(rank: int, group: EpGroup, transport: AnyAllToAll, largest: int)
             "gate_up": torch.randn(slots, 2 * WIDTH, HIDDEN) / HIDDEN**0.5,
             "down": torch.randn(slots, HIDDEN, WIDTH) / WIDTH**0.5,
         }
-        layers[name] = MoeLayer(parallel, 0, MoeWeights(gate, None, experts))
+        layers[name] = MoeLayer(parallel, 0, MoeWeights(gate, None, ExpertStore(experts)))
     return layers
 
 

@@ -10,6 +10,7 @@ Shape words: H = hidden, I = width of an expert.
 
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -81,31 +82,42 @@ def has_e4m3(device: torch.device | str) -> bool:
     return not torch.cuda.is_available() or torch.cuda.get_device_capability(device) >= (8, 9)
 
 
-def slot_tensors(
-    form: ExpertForm, hidden: int, width: int, dtype: torch.dtype
-) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-    """Returns the shape and dtype of each tensor of one slot, by name.
+@dataclass(frozen=True)
+class SlotForm:
+    """The tensors of one slot: an expert of one layer.
 
-    gate_up: [2 I, H], gate rows first;  down: [H, I];  NAME_scale: fp8 [parts x ceil(n / parts / 128), ceil(k / 128)]
-    for a matrix of n x k, int8 [n]
+    hidden, width: H and I;  dtype: of the values in form dense
     """
-    tensors: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
-    for name, (n, k) in {"gate_up": (2 * width, hidden), "down": (hidden, width)}.items():
-        match form:
-            case "dense":
-                tensors[name] = (n, k), dtype
-            case "fp8":
-                tensors[name] = (n, k), torch.float8_e4m3fn
-                tensors[scale_of(name)] = (num_scale_rows(n, PARTS[name]), num_groups(k)), torch.float32
-            case "int8":
-                tensors[name] = (n, k), torch.int8
-                tensors[scale_of(name)] = (n,), torch.float32
-    return tensors
 
+    form: ExpertForm
+    hidden: int
+    width: int
+    dtype: torch.dtype
 
-def slot_bytes(form: ExpertForm, hidden: int, width: int, dtype: torch.dtype) -> int:
-    """Returns the size of one expert of one layer, in bytes."""
-    return sum(math.prod(shape) * kind.itemsize for shape, kind in slot_tensors(form, hidden, width, dtype).values())
+    @property
+    def tensors(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        """Shape and dtype of each tensor, by name.
+
+        gate_up: [2 I, H], gate rows first;  down: [H, I];  NAME_scale: fp8 [parts x ceil(n / parts / 128),
+        ceil(k / 128)] for a matrix of n x k, int8 [n]
+        """
+        tensors: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
+        for name, (n, k) in {"gate_up": (2 * self.width, self.hidden), "down": (self.hidden, self.width)}.items():
+            match self.form:
+                case "dense":
+                    tensors[name] = (n, k), self.dtype
+                case "fp8":
+                    tensors[name] = (n, k), torch.float8_e4m3fn
+                    tensors[scale_of(name)] = (num_scale_rows(n, PARTS[name]), num_groups(k)), torch.float32
+                case "int8":
+                    tensors[name] = (n, k), torch.int8
+                    tensors[scale_of(name)] = (n,), torch.float32
+        return tensors
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of one expert."""
+        return sum(math.prod(shape) * kind.itemsize for shape, kind in self.tensors.values())
 
 
 def scale_of(name: str) -> str:

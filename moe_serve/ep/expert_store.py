@@ -19,7 +19,7 @@ class ExpertStore:
     """
 
     def __init__(self, tensors: Mapping[str, Tensor]):
-        """tensors: by name, [slots, ...], contiguous, named as in expert_form.slot_tensors.
+        """tensors: by name, [slots, ...], contiguous, named as in expert_form.SlotForm.
 
         The store owns them afterwards: do not use them any more.
         """

@@ -5,7 +5,7 @@ in rounds, the same number on every rank; a rank without tokens runs them with n
 rounds advance.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -47,13 +47,13 @@ class MoeWeights:
     """One layer's weights on this rank.
 
     gate:    [E, H];  correction_bias: [E] float32, or None
-    experts: of this rank's slots, "gate_up" [S, 2 I, H] (gate rows first) and "down" [S, H, I]; the layer takes them
+    experts: of this rank's slots
     shared:  the shared expert, [T, H] -> [T, H]; None: there is none
     """
 
     gate: Tensor
     correction_bias: Tensor | None
-    experts: Mapping[str, Tensor]
+    experts: ExpertStore
     shared: Callable[[Tensor], Tensor] | None = None
 
 
@@ -67,7 +67,7 @@ class MoeLayer:
         self._gate = Gate(parallel.router, weights.gate, weights.correction_bias, parallel.numerics)
         self._replicas = parallel.replica_map.layer(layer_row)
         self._shared = weights.shared
-        self.experts = ExpertStore(weights.experts)
+        self.experts = weights.experts
 
     def __call__(self, x: Tensor, num_tokens: int, num_chunks: int, overlap: bool = False) -> Tensor:
         """Returns the layer's output for the real rows; rows beyond them hold zeros plus the shared expert.

@@ -5,7 +5,7 @@ import math
 import torch
 from torch import Tensor
 
-from moe_serve.ep.expert_form import PARTS, ExpertForm, scale_of, slot_tensors
+from moe_serve.ep.expert_form import PARTS, ExpertForm, scale_of
 from moe_serve.errors import CapacityError
 from moe_serve.kernels.grouped_gemm_fp8 import quantize_weight
 from moe_serve.kernels.grouped_gemm_int8 import quantize_int8
@@ -19,8 +19,8 @@ def empty_slots(plan: ExpertTensor, share: WeightShare, num_slots: int | None = 
     num_slots: None: those of the rank
     Raises CapacityError when the device has no memory for them.
     """
-    spec, num_slots = share.spec, share.num_slots if num_slots is None else num_slots
-    wanted = slot_tensors(share.form, spec.hidden, spec.moe_intermediate, share.dtype)
+    num_slots = share.num_slots if num_slots is None else num_slots
+    wanted = share.slot_form.tensors
     names = (name for name in (plan.name, scale_of(plan.name)) if name in wanted)
     slots = {}
     for name, (shape, kind) in ((name, wanted[name]) for name in names):

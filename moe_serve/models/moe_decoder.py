@@ -112,7 +112,7 @@ def build_decoder(
         moe, mlp = None, None
         if layer_id in layer_rows:
             shared = _mlp(mine, "shared_", linear) if spec.shared_intermediate else None
-            experts = weights.experts[layer_id]
+            experts = weights.store(layer_id)
             mine_moe = MoeWeights(mine.pop("router"), mine.pop("router_bias", None), experts, shared)
             moe = MoeLayer(parallel, layer_rows[layer_id], mine_moe)
         else:

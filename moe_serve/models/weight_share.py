@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from moe_serve.ep.expert_form import ExpertForm
+from moe_serve.ep.expert_form import ExpertForm, SlotForm
 from moe_serve.models.spec import ModelSpec
 
 if TYPE_CHECKING:
@@ -27,6 +27,11 @@ class WeightShare:
     dtype: torch.dtype
     device: torch.device | str
     form: ExpertForm = "dense"
+
+    @property
+    def slot_form(self) -> SlotForm:
+        """Returns the form of one slot."""
+        return SlotForm(self.form, self.spec.hidden, self.spec.moe_intermediate, self.dtype)
 
     @property
     def num_slots(self) -> int:

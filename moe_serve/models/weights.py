@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from moe_serve.ep.expert_store import ExpertStore
 from moe_serve.models.checkpoint import Checkpoint
 from moe_serve.models.expert_slots import empty_slots, put_expert
 from moe_serve.models.weight_plan import DenseTensor, ExpertTensor, dense_tensors, expert_tensors
@@ -23,7 +24,7 @@ class LoadedWeights:
     """One rank's weights, on the device.
 
     dense:      tensors named as in weight_plan.py
-    experts:    per MoE layer (its model layer id) the tensors of expert_form.slot_tensors, [slots_per_rank, ...]:
+    experts:    per MoE layer (its model layer id) the tensors of expert_form.SlotForm, [slots_per_rank, ...]:
                 "gate_up" with 2 I rows, gate rows first, "down", and their scales; an empty slot holds zeros
     bytes_read: of the checkpoint, 0 for dummy weights
     """
@@ -31,6 +32,10 @@ class LoadedWeights:
     dense: dict[str, Tensor]
     experts: dict[int, dict[str, Tensor]]
     bytes_read: int
+
+    def store(self, layer_id: int) -> ExpertStore:
+        """Returns the experts of a layer as its MoE layer keeps them; takes them out, since the store owns them."""
+        return ExpertStore(self.experts.pop(layer_id))
 
 
 def load_weights(folder: str | Path, share: WeightShare, progress: Progress | None = None) -> LoadedWeights:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from moe_serve.dispatch.shm.memory import Mappings, ShmMemory, map_anonymous
 from moe_serve.ep.expert_carrier_shm import ShmCarrier, region_bytes
-from moe_serve.ep.expert_form import ExpertForm, slot_tensors
+from moe_serve.ep.expert_form import ExpertForm, SlotForm
 from moe_serve.ep.expert_store import ExpertStore
 from moe_serve.ep.expert_transfer import ExpertCarrier, NoCarrier
 from moe_serve.ep.weight_mover import MoveSettings, WeightMover
@@ -51,7 +51,7 @@ def make_stores(placement: Placement, rank: int, form: Forms, hidden: int, width
     slots = placement.slots_per_rank
     stores = []
     for layer, row in enumerate(placement.physical_to_logical.tolist()):
-        shapes = slot_tensors(form[0], hidden, width, form[1])
+        shapes = SlotForm(form[0], hidden, width, form[1]).tensors
         store = ExpertStore({name: torch.zeros(slots, *shape, dtype=dtype) for name, (shape, dtype) in shapes.items()})
         for slot, expert in enumerate(row[rank * slots :][:slots]):
             if expert >= 0:

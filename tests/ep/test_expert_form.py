@@ -6,7 +6,7 @@ import torch
 from moe_serve.dispatch.base import MaskedRows, PackedRows
 from moe_serve.ep import expert_form
 from moe_serve.ep.expert_ffn import expert_ffn
-from moe_serve.ep.expert_form import ExpertForm, choose_expert_form, scale_of, slot_tensors
+from moe_serve.ep.expert_form import ExpertForm, SlotForm, choose_expert_form, scale_of
 from moe_serve.ep.expert_store import ExpertStore
 from moe_serve.errors import ConfigError
 from moe_serve.kernels.grouped_gemm_fp8 import dequantize_weight, quantize_weight
@@ -154,8 +154,7 @@ def test_a_quantised_expert_moves_between_stores_with_its_scales(form: ExpertFor
     here, there = stored(source), stored(target)
     assert here.form == form
     assert here.names == ("gate_up", "gate_up_scale", "down", "down_scale")
-    shapes = slot_tensors(form, 130, 72, torch.float32)
-    assert here.slot_bytes == sum(torch.Size(shape).numel() * dtype.itemsize for shape, dtype in shapes.values())
+    assert here.slot_bytes == SlotForm(form, 130, 72, torch.float32).num_bytes
     staging = there.staging(1)
     for name, tensor in here.slot(1).items():
         assert tensor.is_contiguous(), "it is sent as it lies in memory"

@@ -12,6 +12,7 @@ from moe_serve.dispatch.base import BufferLimits, EpGroup, TransportRequest
 from moe_serve.dispatch.capabilities import Combine
 from moe_serve.dispatch.make import make_all_to_all
 from moe_serve.ep import gate as gate_module
+from moe_serve.ep.expert_store import ExpertStore
 from moe_serve.ep.gate import Gate, route_and_count
 from moe_serve.ep.load_recorder import LoadRecorder
 from moe_serve.ep.moe_layer import ExpertParallel, MoeLayer, MoeWeights
@@ -96,7 +97,8 @@ def build(group: EpGroup, case: Case) -> tuple[list[MoeLayer], LoadRecorder]:
             name: torch.stack([full[e] if e >= 0 else torch.zeros_like(full[0]) for e in here])
             for name, full in (("gate_up", gate_up), ("down", down))
         }
-        layers.append(MoeLayer(parallel, row, MoeWeights(gate, None, experts, double if case.shared else None)))
+        shared = double if case.shared else None
+        layers.append(MoeLayer(parallel, row, MoeWeights(gate, None, ExpertStore(experts), shared)))
     return layers, recorder
 
 

@@ -23,6 +23,7 @@ from moe_serve.dispatch.local import LocalAllToAll
 from moe_serve.dispatch.make import make_all_to_all
 from moe_serve.dispatch.wire import make_wire
 from moe_serve.ep import moe_layer
+from moe_serve.ep.expert_store import ExpertStore
 from moe_serve.ep.load_recorder import LoadRecorder
 from moe_serve.ep.moe_layer import ExpertParallel, MoeLayer, MoeWeights
 from moe_serve.ep.replica_map import ReplicaMap
@@ -58,7 +59,7 @@ def a_layer(
         "down": torch.randn(slots, ONE.hidden, 8, generator=draw),
     }
     gate = torch.randn(4, ONE.hidden, generator=draw)
-    return MoeLayer(parallel, 0, MoeWeights(gate, None, experts, shared))
+    return MoeLayer(parallel, 0, MoeWeights(gate, None, ExpertStore(experts), shared))
 
 
 @contextmanager

@@ -20,8 +20,10 @@ class ReferenceMoe:
             ids, weights = self._route(x[t])
             total = torch.zeros_like(x[t], dtype=torch.float32)
             for expert, weight in zip(ids.tolist(), weights, strict=True):
-                gate, up = functional.linear(x[t], self.experts["gate_up"][expert]).chunk(2)
-                total += weight * functional.linear(functional.silu(gate) * up, self.experts["down"][expert]).float()
+                gate, up = functional.linear(x[t], self.experts.matrix("gate_up")[expert]).chunk(2)
+                total += (
+                    weight * functional.linear(functional.silu(gate) * up, self.experts.matrix("down")[expert]).float()
+                )
             out[t] = (out[t].float() + total).to(x.dtype)
         return out
 

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from moe_serve.ep.expert_form import ExpertForm, scale_of, slot_tensors
+from moe_serve.ep.expert_form import ExpertForm, scale_of
 from moe_serve.eplb.placement import Placement
 from moe_serve.errors import CapacityError, ModelError
 from moe_serve.kernels.grouped_gemm_int8 import quantize_int8
@@ -102,7 +102,7 @@ def test_loaded_and_drawn_slots_have_the_shapes_that_sizes_are_computed_from(
     form: ExpertForm, fp8_folder: Path
 ) -> None:
     spec = read_spec(fp8_folder)
-    wanted = slot_tensors(form, spec.hidden, spec.moe_intermediate, torch.float32)
+    wanted = share_of(spec, form).slot_form.tensors
     drawn = dummy_weights(share_of(spec, form), 1)
     for weights in (load(fp8_folder, form), drawn):
         for tensors in weights.experts.values():

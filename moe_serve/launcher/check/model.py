@@ -9,7 +9,7 @@ from moe_serve.config import ServeConfig, model_dir
 from moe_serve.dispatch.base import BufferLimits
 from moe_serve.dispatch.buffer_sizes import BufferSizes
 from moe_serve.engine.model_plan import ModelPlan
-from moe_serve.ep.expert_form import MEANING, slot_bytes
+from moe_serve.ep.expert_form import MEANING, SlotForm
 from moe_serve.launcher.check.report import Line, Memory, Report, bytes_in_words, count_in_words
 from moe_serve.launcher.check.transport import describe_loss, describe_transport, look_here
 from moe_serve.models.moe_decoder import kv_layouts
@@ -74,7 +74,7 @@ def _weights(config: ServeConfig, plan: ModelPlan) -> Iterator[Memory]:
     spec, num_slots = plan.spec, plan.placement.slots_per_rank
     dense_bytes = spec.dense_parameters * plan.dtype.itemsize
     yield Memory("attention, embeddings, shared experts", dense_bytes, "the same on every rank")
-    expert_bytes = slot_bytes(plan.expert_form, spec.hidden, spec.moe_intermediate, plan.dtype)
+    expert_bytes = SlotForm(plan.expert_form, spec.hidden, spec.moe_intermediate, plan.dtype).num_bytes
     slots = f"{num_slots} slots x {spec.num_moe_layers} layers x {bytes_in_words(expert_bytes)}"
     yield Memory("expert slots", num_slots * spec.num_moe_layers * expert_bytes, slots)
     if config.eplb.mode == "dynamic" and config.parallel.num_ranks > 1:

@@ -10,6 +10,7 @@ from moe_serve.dispatch.gpu.sizes import gpu_region
 from moe_serve.dispatch.gpu.symmetric import SymmetricRegions
 from moe_serve.dispatch.gpu.transport import GpuSlabAllToAll
 from moe_serve.ep import moe_layer
+from moe_serve.ep.expert_store import ExpertStore
 from moe_serve.ep.load_recorder import LoadRecorder
 from moe_serve.ep.moe_layer import ExpertParallel
 from moe_serve.ep.replica_map import ReplicaMap
@@ -81,7 +82,7 @@ def test_a_whole_moe_layer_around_it_reads_nothing_back(
     weight = torch.empty(6, 64, device="meta")
     experts = {"gate_up": torch.empty(3, 32, 64, device="meta"), "down": torch.empty(3, 64, 16, device="meta")}
     monkeypatch.setattr(moe_layer, "expert_ffn", lambda rows, experts, numerics, out: rows.x)
-    layer = moe_layer.MoeLayer(parallel, 0, moe_layer.MoeWeights(weight, None, experts))
+    layer = moe_layer.MoeLayer(parallel, 0, moe_layer.MoeWeights(weight, None, ExpertStore(experts)))
     hidden = torch.empty(7, 64, dtype=torch.bfloat16, device="meta")
     out = layer(hidden, 7, num_chunks=2, overlap=overlap)
     assert (out.shape, out.device.type) == ((7, 64), "meta")
