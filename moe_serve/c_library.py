@@ -5,13 +5,15 @@ prototype serves all functions.
 """
 
 import ctypes
+import fcntl
 import hashlib
 import os
 import platform
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 
 from moe_serve.errors import ConfigError
@@ -35,15 +37,18 @@ def load_c_library(
     if compiler is None:
         raise ConfigError(f"no C compiler (cc, gcc, clang) for {source.name}; install one, or use its plain twin")
     folder = folder or _cache_folder()
-    headers = [path.read_bytes() for path in sorted(source.parent.glob("*.h"))]
-    facts = (source.read_bytes(), headers, compiler, _FLAGS + flags, platform.python_version(), _processor())
+    # All sources of the folder, since one may include the others.
+    sources = [path.read_bytes() for path in sorted(source.parent.glob("*.[ch]"))]
+    facts = (source.name, sources, compiler, _FLAGS + flags, platform.python_version(), _processor())
     path = folder / f"{source.stem}_{hashlib.sha256(repr(facts).encode()).hexdigest()[:16]}.so"
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         if folder.stat().st_uid != os.getuid() or folder.stat().st_mode & 0o022:
             raise ConfigError(f"{folder} can be written by others, so no code is loaded from it; chmod go-w it")
         if not path.exists():
-            _build(compiler, source, path, flags)
+            with _one_builder(folder):
+                if not path.exists():
+                    _build(compiler, source, path, flags)
         library = ctypes.CDLL(str(path))
     except subprocess.CalledProcessError as error:
         said = " ".join(error.stderr.split())[-300:]
@@ -64,8 +69,16 @@ def _cache_folder() -> Path:
         raise ConfigError("there is no home folder to keep the C helper in; set XDG_CACHE_HOME") from None
 
 
+@contextmanager
+def _one_builder(folder: Path) -> Iterator[None]:
+    """Lets one process of this user build at a time: of several ranks the first builds, the others find its library."""
+    with (folder / "build.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
 def _build(compiler: str, source: Path, path: Path, flags: tuple[str, ...]) -> None:
-    """Builds into a temporary file and renames it, since several ranks may build at once."""
+    """Builds into a temporary file and renames it, so that nobody loads half a library."""
     descriptor, built = tempfile.mkstemp(dir=path.parent, suffix=".so")
     os.close(descriptor)
     try:

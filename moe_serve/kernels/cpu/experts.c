@@ -1,0 +1,100 @@
+/* The experts' feed-forward of rows sorted by slot, in one call: silu(x G^T) * (x U^T), then D^T. Each slot's weights
+   are read once for all its rows. */
+#include "gemm.h"
+#include "pool.h"
+
+enum { SILU };
+
+typedef struct { /* as experts.py fills it */
+    i64 slots, hidden, width, kind, activation;
+    const char *gate_up; /* [slots][width / 32][hidden][32 of gate, 32 of up] */
+    const char *down;    /* [slots][packed] */
+} Experts;
+
+typedef struct {
+    const Experts *e;
+    const i64 *rows_per_slot;
+    const float *x;
+    float *middle, *y; /* middle: [rows, width to a multiple of 32], packed */
+    i64 x_row, y_row, slab_rows, pieces;
+} ExpertsJob;
+
+typedef struct { i64 rows, at, packed_at; } SlotRows; /* where a slot's rows begin in x, and among those with rows */
+
+INLINE i64 padded_to_32(i64 n) { return (n + 31) / 32 * 32; }
+
+INLINE v16 silu16(v16 gate) { return gate / (1.0f + exp16(-gate)); }
+
+static void gate_up_rows(const ExpertsJob *j, i64 slot, i64 panel, SlotRows s)
+{
+    const Experts *e = j->e;
+    i64 padded = padded_to_32(e->width), slot_bytes = 2 * padded * e->hidden * bytes_of(e->kind);
+    const float *x[ROW_BLOCK];
+    float both[ROW_BLOCK][PANEL], *y[ROW_BLOCK];
+    for (i64 r = 0; r < s.rows; r++) x[r] = j->x + (s.at + r) * j->x_row, y[r] = both[r];
+    const char *w = panel_at(e->gate_up + slot * slot_bytes, panel, e->hidden, e->kind);
+    panel_product(e->kind, x, s.rows, w, PANEL, e->hidden, y);
+    for (i64 r = 0; r < s.rows; r++)
+        for (i64 c = 0; c < 32; c += 16)
+            *(v16 *)(j->middle + (s.packed_at + r) * padded + panel * 32 + c) =
+                silu16(*(v16 *)(both[r] + c)) * *(v16 *)(both[r] + 32 + c);
+}
+
+static void down_rows(const ExpertsJob *j, i64 slot, i64 panel, SlotRows s)
+{
+    const Experts *e = j->e;
+    i64 padded = padded_to_32(e->width), slot_bytes = padded_to_32(e->hidden) * e->width * bytes_of(e->kind);
+    i64 width = panel_width(e->hidden, panel), column = panel * PANEL, wanted = least(width, e->hidden - column);
+    const float *x[ROW_BLOCK];
+    float *y[ROW_BLOCK], spare[ROW_BLOCK][PANEL];
+    for (i64 r = 0; r < s.rows; r++) {
+        x[r] = j->middle + (s.packed_at + r) * padded;
+        y[r] = wanted == width ? j->y + (s.at + r) * j->y_row + column : spare[r];
+    }
+    const char *w = panel_at(e->down + slot * slot_bytes, panel, e->width, e->kind);
+    panel_product(e->kind, x, s.rows, w, width, e->width, y);
+    for (i64 r = 0; r < s.rows && wanted < width; r++)
+        memcpy(j->y + (s.at + r) * j->y_row + column, spare[r], wanted * 4);
+}
+
+typedef void (*PanelRows)(const ExpertsJob *, i64 slot, i64 panel, SlotRows);
+
+/* Calls for the panels of one piece, among those of all slots with rows, and for blocks of each slot's rows. */
+INLINE void expert_panels(const ExpertsJob *j, i64 panels, i64 piece, PanelRows rows_by_panel)
+{
+    i64 active = 0, item = 0, row = 0;
+    for (i64 slot = 0; slot < j->e->slots; slot++) active += j->rows_per_slot[slot] > 0;
+    i64 from = active * panels * piece / j->pieces, to = active * panels * (piece + 1) / j->pieces;
+    for (i64 slot = 0; slot < j->e->slots && item < to; slot++) {
+        i64 rows = j->rows_per_slot[slot], at = j->slab_rows ? slot * j->slab_rows : row;
+        if (!rows) continue;
+        for (i64 panel = 0; panel < panels; panel++, item++)
+            for (i64 top = 0; top < rows && from <= item && item < to; top += ROW_BLOCK)
+                rows_by_panel(j, slot, panel, (SlotRows){least(ROW_BLOCK, rows - top), at + top, row + top});
+        row += rows;
+    }
+}
+
+static void gate_up_piece(const void *job, i64 piece)
+{
+    const ExpertsJob *j = job;
+    expert_panels(j, padded_to_32(j->e->width) / 32, piece, gate_up_rows);
+}
+
+static void down_piece(const void *job, i64 piece)
+{
+    const ExpertsJob *j = job;
+    expert_panels(j, num_panels(j->e->hidden), piece, down_rows);
+}
+
+/* x, y: rows sorted by slot, one after the other, or slot s from row s * slab_rows on; row strides in floats
+   middle: room for [rows, width to a multiple of 32] */
+i64 expert_ffn(const Experts *facts, const float *x, i64 x_row, const i64 *rows_per_slot, i64 slab_rows, float *middle,
+               float *y, i64 y_row)
+{
+    ExpertsJob job = {facts, rows_per_slot, x, middle, y, x_row, y_row, slab_rows, 1};
+    if (pool_threads() > 1) job.pieces = 16 * pool_threads();
+    pool_run(gate_up_piece, &job, job.pieces);
+    pool_run(down_piece, &job, job.pieces);
+    return 0;
+}

@@ -1,0 +1,66 @@
+"""The compiled CPU kernels: one C library, built at first use with the machine's compiler and called through ctypes.
+
+Every output of a kernel is one chain of fused multiply-adds in a fixed order, so a row's bits depend on that row only.
+A function of a .c file here that begins with `i64 name(` takes int64 only (numbers or addresses) and returns one.
+Imports no torch, so that a launcher can build the library before it starts ranks.
+"""
+
+import ctypes
+import functools
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from moe_serve.c_library import FOR_THIS_PROCESSOR, load_c_library
+from moe_serve.errors import ConfigError
+from moe_serve.log import get_logger
+
+SOURCE = Path(__file__).with_name("all.c")
+# Contraction is asked for: clang and GCC differ in what they do by default.
+FLAGS = ("-ffp-contract=fast", "-pthread")
+FORMS = ("avx512", "avx2", "neon", "plain")
+_DECLARATION = re.compile(r"^i64 (\w+)\(([^)]*)\)\s*\{", re.MULTILINE)
+
+
+@dataclass(frozen=True)
+class CpuLibrary:
+    """The built kernels. form: the vectors they were built for, of FORMS; all but `plain` have the same bits."""
+
+    call: ctypes.CDLL
+    compiler: str
+    form: str
+
+    def set_threads(self, num_threads: int) -> None:
+        """Sets the threads that kernels use in this process, the calling one included."""
+        assert num_threads > 0, f"{num_threads} threads"
+        self.call.set_threads(num_threads)
+
+
+def build_cpu_library(flags: tuple[str, ...] = FOR_THIS_PROCESSOR) -> CpuLibrary:
+    """Returns the library, built where no earlier build is found. Raises ConfigError as load_c_library does."""
+    call, compiler = load_c_library(SOURCE, num_arguments(), (*flags, *FLAGS))
+    return CpuLibrary(call, compiler, FORMS[call.vector_form()])
+
+
+@functools.cache
+def find_cpu_library() -> CpuLibrary | None:
+    """Returns the library; None where it cannot be built, and says so in one line."""
+    try:
+        return build_cpu_library()
+    except ConfigError as error:
+        get_logger(__name__).warning("no compiled CPU kernels, so torch computes, several times slower: %s", error)
+        return None
+
+
+def cpu_library() -> CpuLibrary:
+    """Returns the library, for code that runs only where find_cpu_library found one."""
+    library = find_cpu_library()
+    assert library is not None, "compiled kernels were chosen, and there are none"
+    return library
+
+
+def num_arguments() -> dict[str, int]:
+    """Returns the functions of all .c files here, with the number of arguments that each declares."""
+    sources = [path.read_text(encoding="utf-8") for path in sorted(SOURCE.parent.glob("*.c"))]
+    found = [match for source in sources for match in _DECLARATION.findall(source)]
+    return {name: 0 if declared.strip() == "void" else declared.count(",") + 1 for name, declared in found}

@@ -1,0 +1,60 @@
+"""Dense projections by compiled kernels: the weight is packed once, read once for up to 64 rows, and widened there."""
+
+import torch
+from torch import Tensor
+
+from moe_serve.kernels.cpu.library import cpu_library
+from moe_serve.kernels.cpu.packed import pack, packed_size
+
+KINDS = (torch.float32, torch.bfloat16)  # their index is the kernels' name for them
+
+
+class _Projection:
+    """heads matrices [n, k], packed; a block of int64 holds their facts, as gemm.c reads them."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None):
+        heads, n, k = weight.shape
+        self._packed = weight.new_empty(heads, packed_size(n, k))
+        for head in range(heads):
+            pack(weight[head], self._packed[head])
+        self._bias = None if bias is None else bias.float().contiguous()
+        addresses = (self._packed.data_ptr(), 0 if self._bias is None else self._bias.data_ptr())
+        self._facts = torch.tensor([heads, n, k, KINDS.index(weight.dtype), *addresses])
+        self._at = self._facts.data_ptr()
+        self._linear = cpu_library().call.linear
+
+
+class PackedLinear(_Projection):
+    """y = x W^T + b with weights of float32 or bfloat16. A row's bits depend on that row only."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None = None):
+        """weight: [n, k] float32 or bfloat16, bias: [n] or None"""
+        super().__init__(weight[None], bias)
+        self.out_features, self.in_features = weight.shape
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x: [rows, k] float32, of any row stride -> [rows, n]; rows may be 0."""
+        return self.into(x, x.new_empty(x.shape[0], self.out_features))
+
+    def into(self, x: Tensor, out: Tensor) -> Tensor:
+        """Writes the projection of x [rows, k] to out [rows, n], both float32 and of any row stride; returns out."""
+        assert x.dtype == out.dtype == torch.float32, f"rows of {x.dtype} into {out.dtype}"
+        assert x.stride(1) == out.stride(1) == 1 or not x.numel() or self.in_features == 1 or self.out_features == 1
+        self._linear(self._at, x.data_ptr(), x.shape[0], x.stride(0), 0, out.data_ptr(), out.stride(0), 0)
+        return out
+
+
+class PackedHeads(_Projection):
+    """One projection per head, y[t, h] = x[t, h] W[h]. A row's bits depend on that row only."""
+
+    def __init__(self, weight: Tensor):
+        """weight: [heads, k, n] float32 or bfloat16"""
+        super().__init__(weight.transpose(1, 2), None)
+        self._heads, _, self._n = weight.shape
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x: [rows, heads, k] float32, of any strides of rows and heads -> [rows, heads, n]"""
+        out = x.new_empty(x.shape[0], self._heads, self._n)
+        strides = (x.stride(0), x.stride(1), out.data_ptr(), out.stride(0), out.stride(1))
+        self._linear(self._at, x.data_ptr(), x.shape[0], *strides)
+        return out
