@@ -1,6 +1,9 @@
 /* The library: all kernels, with one pool. */
 #include "gemm.c"
 #include "experts.c"
+#include "attention.c"
+#include "rows.c"
+#include "gate.c"
 
 /* Threads of this process's pool from now on, the caller's included. */
 i64 set_threads(i64 threads)

@@ -10,7 +10,6 @@
 enum { FLOAT32, BFLOAT16 };
 enum { PANEL = 64, MOST_ROWS = 6, K_BLOCK = 512, PREFETCH = 4096 /* bytes ahead */ };
 
-INLINE i64 least(i64 a, i64 b) { return a < b ? a : b; }
 INLINE i64 bytes_of(i64 kind) { return kind == FLOAT32 ? 4 : 2; }
 INLINE i64 num_panels(i64 n) { return (n + PANEL - 1) / PANEL; }
 INLINE i64 panel_width(i64 n, i64 panel) { return n - panel * PANEL > 32 ? 64 : 32; }

@@ -30,6 +30,8 @@ typedef uint32_t vu __attribute__((vector_size(VL * 4), aligned(4), may_alias));
 typedef float v16 __attribute__((vector_size(64), aligned(4), may_alias));
 typedef int32_t i16x __attribute__((vector_size(64), aligned(4), may_alias));
 
+INLINE i64 least(i64 a, i64 b) { return a < b ? a : b; }
+
 /* Adds the 16 floats as a tree. */
 INLINE float sum16(v16 v)
 {
@@ -37,6 +39,16 @@ INLINE float sum16(v16 v)
     memcpy(part, &v, 64);
     for (int half = 8; half; half /= 2)
         for (int i = 0; i < half; i++) part[i] += part[i + half];
+    return part[0];
+}
+
+/* Returns the largest of 16 floats, none of them NaN. */
+INLINE float max16(v16 v)
+{
+    float part[16];
+    memcpy(part, &v, 64);
+    for (int half = 8; half; half /= 2)
+        for (int i = 0; i < half; i++) part[i] = part[i] > part[i + half] ? part[i] : part[i + half];
     return part[0];
 }
 

@@ -1,6 +1,10 @@
+import platform
+
 import pytest
 
-from moe_serve.kernels.cpu.library import find_cpu_library
+from moe_serve.errors import ConfigError
+from moe_serve.kernels.cpu import library as library_module
+from moe_serve.kernels.cpu.library import build_cpu_library, find_cpu_library
 
 
 @pytest.fixture(autouse=True)
@@ -12,3 +16,22 @@ def library():
     found.set_threads(1)
     yield found
     found.set_threads(1)
+
+
+@pytest.fixture(scope="session")
+def avx2():
+    """The kernels built for AVX2, which a processor with AVX-512 runs too."""
+    if platform.machine() != "x86_64" or find_cpu_library() is None:
+        pytest.skip("needs an x86-64 and a C compiler")
+    if find_cpu_library().form != "avx512":
+        pytest.skip("needs AVX-512, to compare with")
+    try:
+        return build_cpu_library(("-march=haswell",))
+    except ConfigError as error:
+        pytest.skip(str(error))
+
+
+@pytest.fixture
+def use(monkeypatch):
+    """Returns use(library): what the kernels' Python functions call until the test ends."""
+    return lambda chosen: monkeypatch.setattr(library_module, "find_cpu_library", lambda: chosen)

@@ -1,0 +1,223 @@
+/* Attention over the paged cache as it lies, for decode rows and for chunks of a prefill.
+
+   A row is one query head of one token. Rows of one sequence and key/value head form blocks; a block goes through the
+   keys in tiles of 64 tokens, which begin at multiples of 64, with the online softmax (arXiv:2205.14135). What a row
+   computes in a tile depends on its own query and on the keys up to its own position, so its bits do not depend on the
+   block that it is in: chunks, neighbours and threads change nothing. Keys that a row does not see never enter it, not
+   even times zero, which would let in NaN. */
+#include <stdlib.h>
+#include "attention_tile.h"
+#include "pool.h"
+
+enum { AHEAD = 8 };                   /* keys fetched ahead */
+enum { ROOM = 384 << 10, NEAR = 20 << 10 }; /* bytes of a block's rows, which stay in L2, and of keys kept in L1 */
+enum { COPY_FROM = 4 };               /* tiles of rows for which a copy of a tile of keys pays */
+
+typedef struct { /* AttendRows.facts in attention.py */
+    i64 num_seqs, num_rows, heads, group, width, value_width;
+    i64 value_at, head_step, slot_step; /* floats from a key to its value, to the next head's key, to the next slot */
+    i64 block_size, table_step, table_width;
+    const i64 *positions;    /* [T] */
+    const i32 *query_starts; /* [num_seqs + 1] */
+    const i32 *block_tables; /* [num_seqs, table_width] */
+    i64 *piece_starts;       /* [num_seqs + 1], written by attend_plan; one piece is one call of attend_piece */
+    double scale;
+} Attend;
+
+typedef struct {
+    const Attend *step;
+    const float *q;
+    i64 q_step; /* floats from token to token */
+    const float *cache;
+    float *out;
+    _Atomic i64 *failed;
+} Job;
+
+/* Scores of one tile of keys, `count` of which exist. A few keys at a time stay in L1 while all rows pass. */
+static void score_tile(const Block *b, const float *const *key, const float *const *value, i64 first, i64 count)
+{
+    i64 some = least(NEAR / (b->width * 4) / 4 * 4, KEYS);
+    if (some < 4) some = 4;
+    for (i64 start = 0; start < count; start += some) {
+        i64 end = least(start + some, count), fetched = b->keys ? end : start;
+        for (i64 tile = 0; tile < b->tiles; tile++) {
+            if (b->seen[tile * ROWS + ROWS - 1] <= first + start) continue;
+            for (i64 k = start; k < end; k += 4) {
+                for (; fetched <= k + 3; fetched++) /* the first tile of rows fetches for all */
+                    for (i64 d = 0; d < b->width; d += 16) {
+                        __builtin_prefetch(key[fetched + AHEAD] + d, 0, 3);
+                        if (d < b->value_width && value[0] != key[0]) __builtin_prefetch(value[fetched] + d, 0, 2);
+                    }
+                score(b->q + tile * ROWS * b->width, b->width, key + k, b->p + tile * ROWS * KEYS + k);
+            }
+        }
+    }
+}
+
+/* The addresses of keys first .. first + KEYS + AHEAD; the last one again where there are no more. */
+static void find_keys(const Attend *a, i64 seq, const float *head, i64 first, i64 total, const float **key)
+{
+    const i32 *table = a->block_tables + seq * a->table_step;
+    i64 end = least(KEYS + AHEAD, total - first), block = first / a->block_size, offset = first % a->block_size, j = 0;
+    for (; j < end; block++, offset = 0) {
+        const float *slot = head + (table[block] * a->block_size + offset) * a->slot_step;
+        for (; j < end && offset < a->block_size; j++, offset++, slot += a->slot_step) key[j] = slot;
+    }
+    for (; j < KEYS + AHEAD; j++) key[j] = key[end - 1];
+}
+
+static void copy_rows(const float **from, i64 count, i64 width, float *to)
+{
+    i64 step = padded(width), whole = width / 16 * 16;
+    for (i64 j = 0; j < count; j++, to += step) {
+        for (i64 d = 0; d < width; d += 16) __builtin_prefetch(from[j + AHEAD / 2] + d, 0, 3);
+        for (i64 d = 0; d < whole; d += 16) *(v16 *)(to + d) = *(const v16 *)(from[j] + d);
+        if (whole < width) *(v16 *)(to + whole) = load_some(from[j] + whole, width - whole);
+        from[j] = to;
+    }
+    for (i64 j = count; j < KEYS + AHEAD / 2; j++) from[j] = from[count - 1];
+}
+
+static void attend_block(const Attend *a, Block *b, i64 seq, const float *head)
+{
+    i64 total = b->seen[b->tiles * ROWS - 1];
+    for (i64 first = 0; first < total; first += KEYS) {
+        const float *key[KEYS + AHEAD], *value[KEYS + AHEAD];
+        i64 count = least(total - first, KEYS);
+        find_keys(a, seq, head, first, total, key);
+        for (int j = 0; j < KEYS + AHEAD; j++) value[j] = key[j] + a->value_at;
+        if (b->keys) {
+            copy_rows(key, count, a->width, b->keys);
+            copy_rows(value, count, a->value_width, b->values);
+        }
+        score_tile(b, key, value, first, count);
+        for (i64 row = 0; row < b->rows; row++)
+            if (b->seen[row] > first) soften(b, row, least(b->seen[row] - first, KEYS));
+        weigh(b, value, first);
+    }
+}
+
+/* A thread's working memory, kept for the next piece. */
+static _Thread_local struct {
+    char *at;
+    i64 bytes;
+} attend_room;
+
+/* Returns whether there is memory for the block; its arrays are then set. */
+static int make_room(const Attend *a, Block *b)
+{
+    b->width = padded(a->width), b->value_width = padded(a->value_width);
+    i64 rows = b->tiles * ROWS, copy = 0;
+    if (b->width != a->width || b->value_width != a->value_width || (a->value_at && b->tiles >= COPY_FROM)) copy = KEYS;
+    i64 floats = rows * (16 + b->width + b->value_width + KEYS + 1) + copy * (b->width + b->value_width) + 16;
+    i64 bytes = (floats * 4 + rows * 8 + 63) / 64 * 64;
+    if (attend_room.bytes < bytes) {
+        free(attend_room.at);
+        attend_room.at = aligned_alloc(64, bytes);
+        attend_room.bytes = attend_room.at ? bytes : 0;
+        if (!attend_room.at) return 0;
+    }
+    b->sum = (v16 *)attend_room.at;
+    b->q = (float *)(b->sum + rows);
+    b->acc = b->q + rows * b->width;
+    b->p = b->acc + rows * b->value_width;
+    b->keys = copy ? b->p + rows * KEYS : 0;
+    b->values = b->p + rows * KEYS + copy * b->width;
+    b->seen = (i64 *)(b->values + copy * b->value_width);
+    b->most = (float *)(b->seen + rows);
+    return 1;
+}
+
+/* Returns token of a block's row: rows go through the query heads of one token after the other. */
+typedef struct {
+    i64 token, head; /* of the batch; of its key/value head's group */
+} Row;
+INLINE Row find_row(const Attend *a, i64 seq, i64 row)
+{
+    return (Row){a->query_starts[seq] + row / a->group, row % a->group};
+}
+
+static void take_queries(const Job *job, Block *b, i64 seq, i64 head, i64 first)
+{
+    const Attend *a = job->step;
+    float *q = b->q, scale = (float)a->scale;
+    i64 whole = a->width / 16 * 16;
+    for (i64 r = 0; r < b->tiles * ROWS; r++, q += b->width) {
+        Row at = find_row(a, seq, first + least(r, b->rows - 1));
+        b->seen[r] = a->positions[at.token] + 1, b->most[r] = -INFINITY, b->sum[r] = (v16){};
+        memset(b->acc + r * b->value_width, 0, b->value_width * 4);
+        const float *from = job->q + at.token * job->q_step + (head * a->group + at.head) * a->width;
+        if (r >= b->rows) memset(q, 0, b->width * 4);
+        else for (i64 d = 0; d < whole; d += 16) *(v16 *)(q + d) = *(const v16 *)(from + d) * scale;
+        if (r < b->rows && whole < a->width) *(v16 *)(q + whole) = load_some(from + whole, a->width - whole) * scale;
+    }
+}
+
+static void write_rows(const Job *job, const Block *b, i64 seq, i64 head, i64 first)
+{
+    const Attend *a = job->step;
+    i64 whole = a->value_width / 16 * 16;
+    for (i64 r = 0; r < b->rows; r++) {
+        Row at = find_row(a, seq, first + r);
+        const float *acc = b->acc + r * b->value_width;
+        float *out = job->out + ((at.token * a->heads + head) * a->group + at.head) * a->value_width;
+        float by = 1 / sum16(b->sum[r]);
+        for (i64 d = 0; d < whole; d += 16) *(v16 *)(out + d) = *(const v16 *)(acc + d) * by;
+        if (whole < a->value_width) store_some(out + whole, *(const v16 *)(acc + whole) * by, a->value_width - whole);
+    }
+}
+
+static void attend_piece(const void *about, i64 piece)
+{
+    const Job *job = about;
+    const Attend *a = job->step;
+    piece = a->piece_starts[a->num_seqs] - 1 - piece; /* the last blocks of the longest chunks take longest: first */
+    i64 seq = 0, end = a->num_seqs;
+    while (end - seq > 1) {
+        i64 middle = (seq + end) / 2;
+        *(a->piece_starts[middle] <= piece ? &seq : &end) = middle;
+    }
+    i64 blocks = (a->piece_starts[seq + 1] - a->piece_starts[seq]) / a->heads;
+    piece -= a->piece_starts[seq];
+    i64 head = piece / blocks, block = piece % blocks;
+    i64 rows = (a->query_starts[seq + 1] - a->query_starts[seq]) * a->group, tiles = (rows + ROWS - 1) / ROWS;
+    i64 first = tiles * block / blocks * ROWS;
+    Block b = {.tiles = tiles * (block + 1) / blocks - first / ROWS};
+    b.rows = least(b.tiles * ROWS, rows - first);
+    if (!make_room(a, &b)) {
+        atomic_store(job->failed, 1);
+        return;
+    }
+    take_queries(job, &b, seq, head, first);
+    attend_block(a, &b, seq, job->cache + head * a->head_step);
+    write_rows(job, &b, seq, head, first);
+}
+
+/* Cuts the step into pieces. Returns their number, or -1 where a position lies behind its row of the block table. */
+i64 attend_plan(Attend *a)
+{
+    i64 row_bytes = (padded(a->width) + padded(a->value_width) + KEYS + 32) * 4;
+    i64 most = ROOM / row_bytes / ROWS > 2 ? ROOM / row_bytes / ROWS : 2; /* tiles of a block */
+    i64 wanted = a->num_seqs ? (2 * pool_threads() + a->num_seqs * a->heads - 1) / (a->num_seqs * a->heads) : 0;
+    a->piece_starts[0] = 0;
+    for (i64 seq = 0; seq < a->num_seqs; seq++) {
+        i64 start = a->query_starts[seq], end = a->query_starts[seq + 1];
+        if (start < 0 || end < start || end > a->num_rows) return -1;
+        for (i64 t = start; t < end; t++)
+            if (a->positions[t] < 0 || a->positions[t] >= a->table_width * a->block_size) return -1;
+        i64 tiles = ((end - start) * a->group + ROWS - 1) / ROWS, blocks = (tiles + most - 1) / most;
+        if (blocks < wanted && pool_threads() > 1) blocks = least(wanted, tiles);
+        a->piece_starts[seq + 1] = a->piece_starts[seq] + a->heads * blocks;
+    }
+    return a->query_starts[0] || a->query_starts[a->num_seqs] != a->num_rows ? -1 : a->piece_starts[a->num_seqs];
+}
+
+/* q: [T, heads, group, width] with q_step floats from token to token; out: [T, heads, group, value_width].
+   Returns -1 where there is no memory to work in. */
+i64 attend(const Attend *step, const float *q, i64 q_step, const float *cache, float *out)
+{
+    _Atomic i64 failed = 0;
+    Job job = {step, q, q_step, cache, out, &failed};
+    pool_run(attend_piece, &job, step->piece_starts[step->num_seqs]);
+    return failed ? -1 : 0;
+}

@@ -1,0 +1,95 @@
+"""Attention over the paged cache by compiled kernels, for decode rows and chunks of a prefill alike.
+
+The contract is that of attention_dp/attention.py (`attention_reference`). A row's bits depend on its own query and on
+the keys that it sees: chunks, other sequences and threads change nothing, and no other key is read. Working memory is
+at most about 0.6 MiB per thread, whatever the lengths.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from moe_serve.kernels.cpu.checks import dense
+from moe_serve.kernels.cpu.library import cpu_library
+
+
+@dataclass(frozen=True)
+class AttendShape:
+    """The attention of one cache layout.
+
+    heads: key/value heads;  group: query heads of each;  width: of a key;  scale: factor on the scores
+    latent: None where a slot holds the heads' keys, then their values (gqa); else it holds one row for the one
+            key/value head, whose first `latent` elements are the value (mla)
+    """
+
+    heads: int
+    group: int
+    width: int
+    scale: float
+    latent: int | None = None
+
+    @property
+    def value_width(self) -> int:
+        return self.width if self.latent is None else self.latent
+
+    @property
+    def row_shape(self) -> tuple[int, int]:
+        """Returns the shape of one cache slot."""
+        return (2 * self.heads, self.width) if self.latent is None else (1, self.width)
+
+
+class AttendRows:
+    """The rows of one step: which sequence, position and blocks each has. Serves all layers of the step."""
+
+    def __init__(
+        self, shape: AttendShape, positions: Tensor, query_starts: Tensor, block_tables: Tensor, block_size: int
+    ):
+        """Checks the rows, and cuts them into pieces for the threads.
+
+        positions:    [T] int64, not falling within a sequence; a row sees the keys 0 .. position of its sequence
+        query_starts: [num_seqs + 1] int32, first row of each sequence; T at the end
+        block_tables: [num_seqs, blocks] int32, of any row stride
+        """
+        num_seqs, table_width = block_tables.shape
+        assert shape.latent is None or shape.heads == 1, f"{shape.heads} key/value heads share a latent"
+        assert dense(positions, torch.int64), f"positions of {positions.dtype}"
+        assert dense(query_starts, torch.int32, num_seqs + 1), f"{query_starts.dtype} {tuple(query_starts.shape)}"
+        assert block_tables.dtype == torch.int32, f"block tables of {block_tables.dtype}"
+        assert table_width < 2 or block_tables.stride(1) == 1, f"block tables with strides {block_tables.stride()}"
+        self.shape = shape
+        self.num_rows = positions.shape[0]
+        pieces = torch.empty(num_seqs + 1, dtype=torch.int64)
+        self._kept = (positions, query_starts, block_tables, pieces)  # the facts hold their addresses
+        value_at = shape.heads * shape.width if shape.latent is None else 0
+        slot_heads, width = shape.row_shape
+        facts = [
+            num_seqs, self.num_rows, shape.heads, shape.group, width, shape.value_width,
+            value_at, width, slot_heads * width, block_size, block_tables.stride(0), table_width,
+            *(tensor.data_ptr() for tensor in self._kept), 0,
+        ]  # fmt: skip
+        self.facts = torch.tensor(facts)
+        self.facts[-1:].view(torch.float64).fill_(shape.scale)
+        if cpu_library().call.attend_plan(self.facts.data_ptr()) < 0:
+            raise IndexError(f"rows or positions lie outside of {num_seqs} block tables of {table_width} blocks")
+
+
+def attend(q: Tensor, cache: Tensor, rows: AttendRows, out: Tensor | None = None) -> Tensor:
+    """Returns the attention of the rows, [T, heads, group, value width] float32, in `out` if given.
+
+    q:     [T, heads, group, width] float32; the stride of T is free, as in a slice of a fused projection
+    cache: [slots, *shape.row_shape] float32, one layer's keys and values, those of these rows included
+    Raises MemoryError where there is no memory to work in.
+    """
+    shape = rows.shape
+    if out is None:
+        out = q.new_empty(rows.num_rows, shape.heads, shape.group, shape.value_width)
+    assert q.shape[0] == rows.num_rows, f"{q.shape[0]} queries for {rows.num_rows} rows"
+    assert dense(q[:1], torch.float32) or not q.shape[0], f"queries of {q.dtype} with strides {q.stride()}"
+    assert q.shape[1:] == (shape.heads, shape.group, shape.width), tuple(q.shape)
+    assert dense(cache, torch.float32, cache.shape[0], *shape.row_shape), f"{cache.dtype} {tuple(cache.shape)}"
+    assert dense(out, torch.float32, *q.shape[:3], shape.value_width), f"{out.dtype} {tuple(out.shape)}"
+    call = cpu_library().call
+    if call.attend(rows.facts.data_ptr(), q.data_ptr(), q.stride(0), cache.data_ptr(), out.data_ptr()) < 0:
+        raise MemoryError("no memory for the attention's working room, at most 0.6 MiB per thread")
+    return out

@@ -1,0 +1,257 @@
+/* What happens to single rows: norms, rotary embedding with the cache's write, weighted sums, packing by slot.
+   A row's bits depend on that row only: sums go over every 16th element, in an order that the width alone fixes. */
+#include <math.h>
+#include "pool.h"
+
+enum { PIECE_FLOATS = 1 << 15 }; /* fewer are not worth another thread */
+
+INLINE i64 rows_of_piece(i64 width) { return width < PIECE_FLOATS ? PIECE_FLOATS / (width + 1) + 1 : 1; }
+INLINE i64 pieces_of(i64 rows, i64 width) { return (rows + rows_of_piece(width) - 1) / rows_of_piece(width); }
+
+INLINE float as_float(i64 bits)
+{
+    double number;
+    memcpy(&number, &bits, 8);
+    return (float)number;
+}
+
+/* Fetches or stores up to 16 floats. */
+INLINE v16 get(const float *x, i64 count) { return count < 16 ? load_some(x, count) : *(const v16 *)x; }
+INLINE void put(float *x, v16 v, i64 count)
+{
+    if (count < 16) store_some(x, v, count);
+    else *(v16 *)x = v;
+}
+
+INLINE float inverse_rms(const float *x, i64 n, float eps)
+{
+    v16 sum[4] = {};
+    i64 i = 0;
+    for (; i + 64 <= n; i += 64)
+        UNROLL for (int j = 0; j < 4; j++) {
+            v16 v = *(const v16 *)(x + i + 16 * j);
+            sum[j] += v * v;
+        }
+    for (; i < n; i += 16) {
+        v16 v = get(x + i, n - i);
+        sum[0] += v * v;
+    }
+    return 1 / sqrtf(sum16((sum[0] + sum[1]) + (sum[2] + sum[3])) / (float)n + eps);
+}
+
+static void norm_row(const float *x, const float *weight, i64 n, float eps, float *y)
+{
+    float by = inverse_rms(x, n, eps);
+    for (i64 i = 0; i < n; i += 16) put(y + i, get(x + i, n - i) * by * get(weight + i, n - i), n - i);
+}
+
+typedef struct {
+    float *x;
+    const float *delta; /* added to x first; 0: nothing is */
+    i64 rows, n, x_step, delta_step;
+    const float *weight;
+    float eps, *y;
+} Norm;
+
+static void norm_piece(const void *about, i64 piece)
+{
+    const Norm *job = about;
+    i64 n = job->n, end = least((piece + 1) * rows_of_piece(n), job->rows);
+    for (i64 r = piece * rows_of_piece(n); r < end; r++) {
+        float *x = job->x + r * job->x_step;
+        const float *delta = job->delta + r * job->delta_step;
+        if (job->delta)
+            for (i64 i = 0; i < n; i += 16) put(x + i, get(x + i, n - i) + get(delta + i, n - i), n - i);
+        norm_row(x, job->weight, n, job->eps, job->y + r * n);
+    }
+}
+
+/* x [rows, n] with x_step floats from row to row -> y [rows, n]; eps: the bits of a double */
+i64 rms_norm(float *x, i64 rows, i64 n, i64 x_step, const float *weight, i64 eps, float *y)
+{
+    Norm job = {x, 0, rows, n, x_step, 0, weight, as_float(eps), y};
+    pool_run(norm_piece, &job, pieces_of(rows, n));
+    return 0;
+}
+
+/* the same of x + delta, which stays in x */
+i64 add_rms_norm(float *x, const float *delta, i64 rows, i64 n, i64 x_step, i64 delta_step, const float *weight,
+                 i64 eps, float *y)
+{
+    Norm job = {x, delta, rows, n, x_step, delta_step, weight, as_float(eps), y};
+    pool_run(norm_piece, &job, pieces_of(rows, n));
+    return 0;
+}
+
+/* Rotates adjacent pairs by cos + i sin. */
+static void rotate(const float *x, i64 pairs, const float *turns, float *y)
+{
+    for (i64 i = 0; i < pairs; i++) {
+        float even = x[2 * i], odd = x[2 * i + 1], cosine = turns[2 * i], sine = turns[2 * i + 1];
+        y[2 * i] = even * cosine - odd * sine;
+        y[2 * i + 1] = odd * cosine + even * sine;
+    }
+}
+
+typedef struct {
+    float *qkv;
+    i64 rows, step, heads, kv_heads, width;
+    const float *norm; /* [heads + kv_heads, width], or 0 */
+    float eps;
+    const float *turns;
+    const i64 *slots;
+    float *cache;
+} Rope;
+
+static void rope_piece(const void *about, i64 piece)
+{
+    const Rope *job = about;
+    i64 d = job->width, kv = 2 * job->kv_heads * d, some = rows_of_piece(job->heads * d + kv);
+    for (i64 t = piece * some; t < least((piece + 1) * some, job->rows); t++) {
+        float *row = job->qkv + t * job->step;
+        for (i64 h = 0; h < job->heads + job->kv_heads; h++) {
+            float *head = row + h * d;
+            if (job->norm) norm_row(head, job->norm + h * d, d, job->eps, head);
+            rotate(head, d / 2, job->turns + t * d, head);
+        }
+        if (job->slots[t] >= 0) memcpy(job->cache + job->slots[t] * kv, row + job->heads * d, kv * 4);
+    }
+}
+
+/* qkv [rows, (heads + 2 kv_heads) * width]: norms and rotates queries and keys in place; keys and values go to the
+   cache's row of each slot, [2 * kv_heads, width]; slot -1: nothing. turns: [rows, width / 2] of (cos, sin) */
+i64 rope_write(float *qkv, i64 rows, i64 step, i64 heads, i64 kv_heads, i64 width, const float *norm, i64 eps,
+               const float *turns, const i64 *slots, float *cache)
+{
+    Rope job = {qkv, rows, step, heads, kv_heads, width, norm, as_float(eps), turns, slots, cache};
+    pool_run(rope_piece, &job, pieces_of(rows, (heads + 2 * kv_heads) * width));
+    return 0;
+}
+
+typedef struct {
+    i64 heads, head_width, latent, rotated; /* a query ends with `rotated` elements, so does a row after its latent */
+} MlaShape;
+typedef struct {
+    const MlaShape *shape;
+    float *q;
+    i64 q_step;
+    const float *row;
+    i64 row_step, rows;
+    const float *norm; /* [latent] */
+    float eps;
+    const float *turns;
+    const i64 *slots;
+    float *cache;
+} MlaRope;
+
+static void mla_rope_piece(const void *about, i64 piece)
+{
+    const MlaRope *job = about;
+    MlaShape a = *job->shape;
+    i64 width = a.latent + a.rotated, some = rows_of_piece(a.heads * a.rotated + width);
+    for (i64 t = piece * some; t < least((piece + 1) * some, job->rows); t++) {
+        const float *turns = job->turns + t * a.rotated;
+        for (i64 h = 1; h <= a.heads; h++) {
+            float *tail = job->q + t * job->q_step + h * a.head_width - a.rotated;
+            rotate(tail, a.rotated / 2, turns, tail);
+        }
+        if (job->slots[t] < 0) continue;
+        const float *row = job->row + t * job->row_step;
+        float *slot = job->cache + job->slots[t] * width;
+        norm_row(row, job->norm, a.latent, job->eps, slot);
+        rotate(row + a.latent, a.rotated / 2, turns, slot + a.latent);
+    }
+}
+
+/* q [rows, heads, head_width]: rotates the tail of each head in place; row [rows, latent + rotated]: goes to the
+   cache's row of each slot, its latent normed, its tail rotated; slot -1: nothing */
+i64 mla_rope_write(const MlaShape *shape, float *q, i64 q_step, const float *row, i64 row_step, i64 rows,
+                   const float *norm, i64 eps, const float *turns, const i64 *slots, float *cache)
+{
+    MlaRope job = {shape, q, q_step, row, row_step, rows, norm, as_float(eps), turns, slots, cache};
+    pool_run(mla_rope_piece, &job, pieces_of(rows, shape->heads * shape->rotated + shape->latent + shape->rotated));
+    return 0;
+}
+
+typedef struct {
+    const float *rows;
+    i64 width;
+    const i64 *index;
+    i64 tokens, topk;
+    const float *weights;
+    float *out;
+} Sum;
+
+static void sum_piece(const void *about, i64 piece)
+{
+    const Sum *job = about;
+    i64 n = job->width, some = rows_of_piece(n * job->topk);
+    for (i64 t = piece * some; t < least((piece + 1) * some, job->tokens); t++) {
+        const i64 *index = job->index + t * job->topk;
+        const float *weights = job->weights + t * job->topk;
+        float *out = job->out + t * n;
+        i64 i = 0;
+        for (; i + 64 <= n; i += 64) {
+            v16 sum[4] = {};
+            for (i64 k = 0; k < job->topk; k++)
+                if (index[k] >= 0)
+                    UNROLL for (int j = 0; j < 4; j++)
+                        sum[j] += weights[k] * *(const v16 *)(job->rows + index[k] * n + i + 16 * j);
+            UNROLL for (int j = 0; j < 4; j++) *(v16 *)(out + i + 16 * j) = sum[j];
+        }
+        for (; i < n; i += 16) {
+            v16 sum = {};
+            for (i64 k = 0; k < job->topk; k++)
+                if (index[k] >= 0) sum += weights[k] * get(job->rows + index[k] * n + i, n - i);
+            put(out + i, sum, n - i);
+        }
+    }
+}
+
+/* out[t] = the sum over k, in order, of weights[t, k] * rows[index[t, k]]; index -1: nothing, its weight is not read */
+i64 weighted_sum(const float *rows, i64 width, const i64 *index, i64 tokens, i64 topk, const float *weights, float *out)
+{
+    Sum job = {rows, width, index, tokens, topk, weights, out};
+    pool_run(sum_piece, &job, pieces_of(tokens, width * topk));
+    return 0;
+}
+
+typedef struct {
+    const float *x;
+    i64 x_step, width, tokens, topk;
+    const i64 *index;
+    float *rows;
+} Pack;
+
+static void pack_piece(const void *about, i64 piece)
+{
+    const Pack *job = about;
+    i64 some = rows_of_piece(job->width * job->topk);
+    for (i64 t = piece * some; t < least((piece + 1) * some, job->tokens); t++)
+        for (i64 k = 0; k < job->topk; k++) {
+            i64 at = job->index[t * job->topk + k];
+            if (at >= 0) memcpy(job->rows + at * job->width, job->x + t * job->x_step, job->width * 4);
+        }
+}
+
+/* One row of x for each id, by slot, then by token and k: writes rows, counts [slots] and index [tokens, topk], the row
+   that each id became (-1 for id -1). Returns the number of rows; -1, and nothing written, where an id is no slot. */
+i64 pack_rows(const float *x, i64 x_step, i64 width, const i64 *ids, i64 tokens, i64 topk, i64 slots, float *rows,
+              i64 *counts, i64 *index)
+{
+    for (i64 i = 0; i < tokens * topk; i++)
+        if (ids[i] < -1 || ids[i] >= slots) return -1;
+    memset(counts, 0, slots * 8);
+    for (i64 i = 0; i < tokens * topk; i++)
+        if (ids[i] >= 0) counts[ids[i]]++;
+    i64 total = 0;
+    for (i64 s = 0; s < slots; s++) { /* counts become starts, then ends, then counts again */
+        i64 count = counts[s];
+        counts[s] = total, total += count;
+    }
+    for (i64 i = 0; i < tokens * topk; i++) index[i] = ids[i] < 0 ? -1 : counts[ids[i]]++;
+    for (i64 s = slots - 1; s > 0; s--) counts[s] -= counts[s - 1];
+    Pack job = {x, x_step, width, tokens, topk, index, rows};
+    pool_run(pack_piece, &job, pieces_of(tokens, width * topk));
+    return total;
+}

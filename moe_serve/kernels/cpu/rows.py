@@ -1,0 +1,142 @@
+"""Operations on single rows by compiled kernels: norms, rotary embedding, weighted sums, packing rows by slot.
+
+The contracts are those of kernels/norm.py, rope.py, weighted_sum.py and pack_rows.py. A row's bits depend on that row
+only. All numbers are float32; a row's elements lie together, and the stride of rows is free where nothing else is said.
+"""
+
+import functools
+import struct
+
+import torch
+from torch import Tensor
+
+from moe_serve.kernels.cpu import checks
+from moe_serve.kernels.cpu.checks import dense
+from moe_serve.kernels.cpu.library import cpu_library
+from moe_serve.kernels.rope import MlaWidths
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float, out: Tensor | None = None) -> Tensor:
+    """x: [rows, width], weight: [width] -> [rows, width], in `out` (contiguous) if given"""
+    out = x.new_empty(x.shape) if out is None else out
+    assert checks.rows(x), f"{x.dtype}, strides {x.stride()}"
+    assert dense(weight, torch.float32, x.shape[1]), f"weight {weight.dtype} {tuple(weight.shape)}"
+    assert dense(out, torch.float32, *x.shape), f"out {out.dtype} {tuple(out.shape)}"
+    cpu_library().call.rms_norm(x.data_ptr(), *x.shape, x.stride(0), weight.data_ptr(), _bits(eps), out.data_ptr())
+    return out
+
+
+def add_rms_norm(x: Tensor, delta: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Adds delta to x in place, and returns the normed sum. x, delta: [rows, width], weight: [width]"""
+    assert checks.rows(x), f"{x.dtype}, strides {x.stride()}"
+    assert checks.rows(delta, x.shape[1]), f"delta {delta.dtype} {tuple(delta.shape)}, strides {delta.stride()}"
+    assert len(delta) == len(x), f"{len(delta)} rows of delta for {len(x)}"
+    assert dense(weight, torch.float32, x.shape[1]), f"weight {weight.dtype} {tuple(weight.shape)}"
+    out = x.new_empty(x.shape)
+    cpu_library().call.add_rms_norm(
+        x.data_ptr(), delta.data_ptr(), *x.shape, x.stride(0), delta.stride(0), weight.data_ptr(), _bits(eps),
+        out.data_ptr(),
+    )  # fmt: skip
+    return out
+
+
+def rope_write(
+    qkv: Tensor,
+    head_norm: Tensor | None,
+    eps: float,
+    turns: Tensor,
+    slots: Tensor,
+    cache_layer: Tensor,
+    num_heads: int,
+    num_kv_heads: int,
+) -> None:
+    """Norms and rotates queries and keys in place, and writes keys and values into the cache; nothing for slot -1."""
+    width = cache_layer.shape[2]
+    assert checks.rows(qkv, (num_heads + 2 * num_kv_heads) * width), f"{tuple(qkv.shape)}, strides {qkv.stride()}"
+    assert dense(cache_layer, torch.float32, len(cache_layer), 2 * num_kv_heads, width), tuple(cache_layer.shape)
+    assert head_norm is None or dense(head_norm, torch.float32, num_heads + num_kv_heads, width)
+    _check_turns(len(qkv), turns, slots, width)
+    cpu_library().call.rope_write(
+        qkv.data_ptr(), qkv.shape[0], qkv.stride(0), num_heads, num_kv_heads, width,
+        0 if head_norm is None else head_norm.data_ptr(), _bits(eps), turns.data_ptr(), slots.data_ptr(),
+        cache_layer.data_ptr(),
+    )  # fmt: skip
+
+
+def mla_rope_write(
+    q: Tensor,
+    row: Tensor,
+    latent_norm: Tensor,
+    eps: float,
+    turns: Tensor,
+    slots: Tensor,
+    cache_layer: Tensor,
+    widths: MlaWidths,
+) -> None:
+    """Rotates the last part of every query head in place, and writes normed latents and rotated keys into the cache.
+
+    Writes nothing for slot -1; leaves row as it is.
+    """
+    _, num_heads, head_width = q.shape
+    width = widths.latent + widths.rope
+    assert head_width == widths.nope + widths.rope, f"heads of {head_width}, {widths}"
+    assert dense(q[:1], torch.float32) or not len(q), f"queries of {q.dtype} with strides {q.stride()}"
+    assert checks.rows(row, width), f"{tuple(row.shape)}, strides {row.stride()}"
+    assert dense(cache_layer, torch.float32, len(cache_layer), 1, width), tuple(cache_layer.shape)
+    assert dense(latent_norm, torch.float32, widths.latent), tuple(latent_norm.shape)
+    _check_turns(len(q), turns, slots, widths.rope)
+    cpu_library().call.mla_rope_write(
+        _mla_facts(num_heads, widths).data_ptr(), q.data_ptr(), q.stride(0), row.data_ptr(), row.stride(0), len(slots),
+        latent_norm.data_ptr(), _bits(eps), turns.data_ptr(), slots.data_ptr(), cache_layer.data_ptr(),
+    )  # fmt: skip
+
+
+def weighted_sum(rows: Tensor, index: Tensor, weights: Tensor, out: Tensor | None = None) -> Tensor:
+    """Returns sum over k, in order, of weights[t, k] * rows[index[t, k]], in `out` if given; all contiguous.
+
+    rows: [num_rows, width], index: [T, topk] int64, -1 = nothing, weights: [T, topk] -> [T, width]
+    """
+    num_tokens, topk = index.shape
+    out = rows.new_empty(num_tokens, rows.shape[1]) if out is None else out
+    assert dense(rows, torch.float32), f"{rows.dtype}, strides {rows.stride()}"
+    assert dense(index, torch.int64), f"index {index.dtype}, strides {index.stride()}"
+    assert dense(weights, torch.float32, num_tokens, topk), f"weights {weights.dtype} {tuple(weights.shape)}"
+    assert dense(out, torch.float32, num_tokens, rows.shape[1]), f"out {out.dtype} {tuple(out.shape)}"
+    cpu_library().call.weighted_sum(
+        rows.data_ptr(), rows.shape[1], index.data_ptr(), num_tokens, topk, weights.data_ptr(), out.data_ptr()
+    )
+    return out
+
+
+def pack_rows(x: Tensor, ids: Tensor, num_slots: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns (rows, counts [num_slots], index [T, topk]) and raises IndexError as kernels/pack_rows.py does."""
+    num_tokens, topk = ids.shape
+    assert checks.rows(x), f"{x.dtype}, strides {x.stride()}"
+    assert dense(ids, torch.int64), f"ids {ids.dtype}, strides {ids.stride()}"
+    rows = x.new_empty(num_tokens * topk, x.shape[1])
+    counts, index = ids.new_empty(num_slots), ids.new_empty(num_tokens, topk)
+    num_rows = cpu_library().call.pack_rows(
+        x.data_ptr(), x.stride(0), x.shape[1], ids.data_ptr(), num_tokens, topk, num_slots, rows.data_ptr(),
+        counts.data_ptr(), index.data_ptr(),
+    )  # fmt: skip
+    if num_rows < 0:
+        raise IndexError(f"an id is below -1 or not below {num_slots}")
+    return rows[:num_rows], counts, index
+
+
+def _check_turns(num_rows: int, turns: Tensor, slots: Tensor, width: int) -> None:
+    assert dense(turns, torch.complex64, num_rows, width // 2), f"turns {turns.dtype} {tuple(turns.shape)}"
+    assert dense(slots, torch.int64, num_rows), f"slots {slots.dtype} {tuple(slots.shape)}"
+
+
+@functools.lru_cache
+def _bits(number: float) -> int:
+    """Returns the bits of a float64: the kernels take integers only."""
+    bits: int = struct.unpack("q", struct.pack("d", number))[0]
+    return bits
+
+
+@functools.lru_cache
+def _mla_facts(num_heads: int, widths: MlaWidths) -> Tensor:
+    """Returns the block of int64 that rows.c reads."""
+    return torch.tensor([num_heads, widths.nope + widths.rope, widths.latent, widths.rope])

@@ -1,0 +1,75 @@
+"""Sequences in a paged cache for tests of attention: what the kernel makes of them, and what plain torch does."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from moe_serve.attention_dp.attention import attention_reference
+from moe_serve.kernels.cpu.attention import AttendRows, AttendShape, attend
+
+SHAPES = {
+    "gqa": AttendShape(2, 4, 64, 0.125),
+    "one head of odd width": AttendShape(1, 1, 7, 0.4),
+    "odd group": AttendShape(3, 5, 80, 0.1),
+    "wide group": AttendShape(2, 9, 128, 0.1),
+    "demo mla": AttendShape(1, 6, 64, 0.125, latent=48),
+    "mla": AttendShape(1, 16, 576, 0.05, latent=512),
+    "odd mla": AttendShape(1, 3, 37, 0.2, latent=21),
+}
+
+
+@dataclass(frozen=True)
+class Sequences:
+    """Sequences whose keys and values are all in a cache with shuffled blocks. queries: [seqs] of [length, ..]"""
+
+    shape: AttendShape
+    block_size: int
+    cache: Tensor
+    tables: list[list[int]]
+    queries: list[Tensor]
+
+    def attend(self, chunks: list[tuple[int, int, int]]) -> list[Tensor]:
+        """Returns the attention of chunks (sequence, first position, end), computed in one call."""
+        widest = max((len(self.tables[seq]) for seq, _, _ in chunks), default=0)
+        tables = torch.full((len(chunks), widest + 1), -1, dtype=torch.int32)[:, :widest]  # rows with a stride
+        for row, (seq, _, _) in enumerate(chunks):
+            tables[row, : len(self.tables[seq])] = torch.tensor(self.tables[seq], dtype=torch.int32)
+        lengths = [end - first for _, first, end in chunks]
+        starts = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
+        positions = torch.cat([torch.arange(0), *(torch.arange(first, end) for _, first, end in chunks)])
+        wide = torch.zeros(len(positions), self.shape.heads * self.shape.group * self.shape.width + 5)
+        q = wide[:, 2:-3].view(len(positions), self.shape.heads, self.shape.group, self.shape.width)
+        for (seq, first, end), start in zip(chunks, starts.tolist(), strict=False):
+            q[start : start + end - first] = self.queries[seq][first:end]
+        rows = AttendRows(self.shape, positions, starts, tables, self.block_size)
+        return list(attend(q, self.cache, rows).split(lengths))
+
+    def slots(self, seq: int) -> Tensor:
+        """Returns the slot of every position of one sequence."""
+        positions = torch.arange(len(self.queries[seq]))
+        blocks = torch.tensor(self.tables[seq], dtype=torch.int64)
+        return blocks[positions // self.block_size] * self.block_size + positions % self.block_size
+
+    def reference(self, seq: int, first: int, end: int) -> Tensor:
+        rows = self.cache[self.slots(seq)[:end]].double().transpose(0, 1)
+        keys, values = rows, rows[..., : self.shape.value_width]
+        if self.shape.latent is None:
+            keys, values = rows.split(self.shape.heads)
+        return attention_reference(self.queries[seq][first:end], keys, values, self.shape.scale, first)
+
+
+def sequences(shape: AttendShape, lengths: list[int], block_size: int, seed: int = 0) -> Sequences:
+    """Returns sequences of these lengths. Blocks that belong to none of them, and the ends of blocks, are NaN."""
+    generator = torch.Generator().manual_seed(seed)
+    num_blocks = [-(-length // block_size) for length in lengths]
+    spare = 3
+    blocks = torch.randperm(sum(num_blocks) + spare, generator=generator).tolist()
+    tables = [[blocks.pop() for _ in range(number)] for number in num_blocks]
+    cache = torch.full(((sum(num_blocks) + spare) * block_size, *shape.row_shape), float("nan"))
+    queries = [torch.randn(n, shape.heads, shape.group, shape.width, generator=generator) for n in lengths]
+    made = Sequences(shape, block_size, cache, tables, queries)
+    for seq in range(len(lengths)):
+        slots = made.slots(seq)
+        cache[slots] = torch.randn(len(slots), *shape.row_shape, generator=generator)
+    return made
