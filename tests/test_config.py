@@ -64,7 +64,6 @@ def test_a_wrong_setting_is_named_with_its_fix(override: str, message: str) -> N
     "overrides",
     [
         ["dispatch.backend=local", "parallel.num_ranks=2"],
-        ["engine.numerics=batch_invariant", "parallel.threads_per_rank=2"],
         ["engine.heartbeat_s=90"],
         ["eplb.init_expert_location=x.json", "eplb.num_redundant_experts=2"],
         ["dispatch.backend=deepep", "engine.numerics=batch_invariant"],

@@ -226,12 +226,6 @@ class ServeConfig(Section):
                 f"server.worker_deadline_s = {self.server.worker_deadline_s:g} and engine.step_deadline_s = "
                 f"{self.engine.step_deadline_s:g} seconds is lost; lower heartbeat_s"
             )
-        threads = self.parallel.threads_per_rank
-        if self.engine.numerics == "batch_invariant" and threads not in (None, 1):
-            raise ValueError(
-                f"parallel.threads_per_rank is {threads} but engine.numerics batch_invariant holds for one thread per "
-                "rank only; set parallel.threads_per_rank: 1 and use more ranks"
-            )
         return self
 
     @model_validator(mode="after")

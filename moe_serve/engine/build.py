@@ -25,7 +25,8 @@ from moe_serve.engine.load_dump import ModelRows
 from moe_serve.engine.load_windows import LoadWindows
 from moe_serve.engine.mailbox import Mailbox
 from moe_serve.engine.messages import ModelLimits
-from moe_serve.engine.model_plan import ModelPlan
+from moe_serve.engine.model_plan import ModelPlan, checkpoint_folder
+from moe_serve.engine.numerics_choice import NumericsChoice
 from moe_serve.engine.record_control import RecordControl, Speaker
 from moe_serve.engine.recovery import Rank, Recovery, make_recovery
 from moe_serve.engine.requests import OpenRequests
@@ -33,7 +34,6 @@ from moe_serve.engine.served_model import ServedModel
 from moe_serve.engine.status import EngineCounters
 from moe_serve.engine.step import StepSettings
 from moe_serve.engine.trace_writer import TraceWriter
-from moe_serve.ep.expert_form import MEANING
 from moe_serve.ep.load_recorder import LoadRecorder
 from moe_serve.ep.moe_layer import ExpertParallel
 from moe_serve.ep.pass_recorder import PassRecorder
@@ -130,10 +130,13 @@ def build_served_model(config: ServeConfig, group: EpGroup, progress: Progress |
     """
     started_s = time.monotonic()
     plan = ModelPlan.of(config, read_spec(model_dir(config.model)), group.device)
+    num_threads = use_threads(config, plan.choice)
     trace = _begin_trace(config, plan, group.rank)
-    if plan.expert_form != "dense" and group.rank == 0:
-        log.info("%s expert weights: %s", plan.expert_form, MEANING[plan.expert_form])
-    share = WeightShare(plan.spec, plan.placement, group.rank, plan.dtype, plan.device, plan.expert_form)
+    if group.rank == 0:
+        log.info("numerics %s: %s", plan.choice.name, plan.choice.why)
+        if plan.expert_form != "dense":
+            log.info("%s expert weights: %s", plan.expert_form, plan.slot_form.meaning)
+    share = plan.share(group.rank)
     weights = _weights(config, share, progress or (lambda phase, fraction: None))
     load_s = time.monotonic() - started_s
     parallel = _expert_parallel(config, plan, group)
@@ -159,10 +162,10 @@ def build_served_model(config: ServeConfig, group: EpGroup, progress: Progress |
         recorder=parallel.recorder,
         passes=parallel.passes,
         windows=LoadWindows(parallel.recorder, plan.placement, limits.model_name),
-        reloader=ExpertReloader(share, _checkpoint(config), config.model.seed),
+        reloader=ExpertReloader(share, checkpoint_folder(config), config.model.seed),
         info=_info(plan, parallel.all_to_all)
         | {
-            "numerics": config.engine.numerics,
+            "num_threads": num_threads,
             "bytes_read": weights.bytes_read,
             "weight_load_s": round(load_s, 3),
         },
@@ -172,6 +175,19 @@ def build_served_model(config: ServeConfig, group: EpGroup, progress: Progress |
         served.windows.listeners.append(served.trace.add)
         served.windows.at_end.append(served.trace.close)
     return served
+
+
+def use_threads(config: ServeConfig, choice: NumericsChoice) -> int:
+    """Returns the CPU threads of this rank, and gives them to what computes: the compiled kernels or torch."""
+    num_threads = config.parallel.threads_per_rank or torch.get_num_threads()
+    if choice.library is not None:
+        choice.library.set_threads(num_threads)
+        torch.set_num_threads(1)  # else the threads of two pools would wait for work on the same cores
+        return num_threads
+    if choice.numerics.invariant:
+        num_threads = 1  # BLAS divides a GEMM among threads by its number of rows
+    torch.set_num_threads(num_threads)
+    return num_threads
 
 
 def check_bits(all_to_all: AnyAllToAll, config: ServeConfig) -> None:
@@ -197,15 +213,10 @@ def _begin_trace(config: ServeConfig, plan: ModelPlan, rank: int) -> RollingTrac
     return RollingTrace(path, meta, int(config.eplb.record_max_mib * 2**20), lock)
 
 
-def _checkpoint(config: ServeConfig) -> Path | None:
-    """Returns the folder that weights come from; None: they are drawn."""
-    return None if config.model.load_format == "dummy" else model_dir(config.model)
-
-
 def _weights(config: ServeConfig, share: WeightShare, progress: Progress) -> LoadedWeights:
     phase = "loading weights"
     progress(phase, 0.0)
-    folder = _checkpoint(config)
+    folder = checkpoint_folder(config)
     if folder is None:
         return dummy_weights(share, config.model.seed)
 
@@ -256,9 +267,10 @@ def _info(plan: ModelPlan, all_to_all: AnyAllToAll) -> dict[str, Any]:
     return {
         "model_type": plan.spec.model_type,
         "dtype": str(plan.dtype).removeprefix("torch."),
-        "expert_weights": f"{plan.expert_form} ({MEANING[plan.expert_form]})",
+        "numerics": plan.choice.name,
+        "numerics_why": plan.choice.why,
+        "expert_weights": f"{plan.expert_form} ({plan.slot_form.meaning})",
         "device": str(plan.device),
-        "num_threads": torch.get_num_threads(),
         "num_logical": plan.placement.num_logical,
         "num_slots": plan.placement.num_slots,
         "moe_layer_ids": list(plan.placement.moe_layer_ids),

@@ -7,19 +7,25 @@ from typing import Self
 import torch
 
 from moe_serve.attention_dp.kv_cache import bytes_per_block
-from moe_serve.config import ServeConfig
-from moe_serve.ep.expert_form import ExpertForm, choose_expert_form, has_e4m3
+from moe_serve.config import ServeConfig, model_dir
+from moe_serve.engine.numerics_choice import NumericsChoice, choose_numerics
+from moe_serve.ep.expert_form import ExpertForm, SlotForm, choose_expert_form, has_e4m3
 from moe_serve.eplb.placement import Placement
 from moe_serve.errors import CapacityError, ConfigError
-from moe_serve.kernels.numerics import FAST, Numerics
+from moe_serve.kernels.numerics import Numerics
 from moe_serve.models.moe_decoder import kv_layouts
 from moe_serve.models.spec import ModelSpec
+from moe_serve.models.stored_weights import StoredWeights
+from moe_serve.models.weight_share import WeightShare
 
 
 @dataclass(frozen=True)
 class ModelPlan:
     """The sizes and forms in which one rank serves a model.
 
+    dtype:               of activations and of the KV cache
+    choice:              what computes, and why
+    stored:              the dtypes in which weights are kept for the compiled CPU kernels; None: all in dtype
     max_model_len:       prompt and output tokens of one request
     num_blocks:          of this rank's KV cache
     max_tokens_per_rank: rows that one dispatch carries
@@ -28,9 +34,10 @@ class ModelPlan:
     spec: ModelSpec
     device: torch.device
     dtype: torch.dtype
-    numerics: Numerics
+    choice: NumericsChoice
     placement: Placement
     expert_form: ExpertForm
+    stored: StoredWeights | None
     max_model_len: int
     num_blocks: int
     max_tokens_per_rank: int
@@ -39,37 +46,53 @@ class ModelPlan:
     def of(cls, config: ServeConfig, spec: ModelSpec, device: torch.device) -> Self:
         """Returns the plan for a device. Raises PlacementError, ConfigError or CapacityError naming what cannot be."""
         dtype = compute_dtype(config, device)
+        choice = choose_numerics(config, device, dtype)
+        stored = StoredWeights.of(spec, checkpoint_folder(config)) if choice.numerics.compiled else None
         max_model_len = _max_model_len(config, spec)
         return cls(
             spec=spec,
             device=device,
             dtype=dtype,
-            numerics=make_numerics(config),
+            choice=choice,
             placement=make_placement(config, spec),
-            expert_form=expert_form(config, spec, device),
+            expert_form=expert_form(config, spec, device, stored),
+            stored=stored,
             max_model_len=max_model_len,
             num_blocks=num_cache_blocks(config, spec, dtype, max_model_len),
             max_tokens_per_rank=config.dispatch.max_tokens_per_rank or config.engine.max_batch_tokens,
         )
 
+    @property
+    def numerics(self) -> Numerics:
+        return self.choice.numerics
 
-def make_numerics(config: ServeConfig) -> Numerics:
-    """Returns how reductions are cut under this configuration."""
-    if config.engine.numerics == "fast":
-        return FAST
-    return Numerics(row_tile=config.engine.row_tile)
+    @property
+    def slot_form(self) -> SlotForm:
+        """The form of one expert slot."""
+        return self.share(0).slot_form
+
+    def share(self, rank: int) -> WeightShare:
+        """Returns what a rank holds of the weights."""
+        return WeightShare(self.spec, self.placement, rank, self.dtype, self.device, self.expert_form, self.stored)
 
 
 def compute_dtype(config: ServeConfig, device: torch.device) -> torch.dtype:
-    """Returns the dtype of weights and activations; auto is float32 on CPU, where bfloat16 is several times slower."""
+    """Returns the dtype of activations; auto is float32 on CPU, where bfloat16 is several times slower."""
     names = {"float32": torch.float32, "bfloat16": torch.bfloat16}
     auto = torch.float32 if device.type == "cpu" else torch.bfloat16
     return names.get(config.model.dtype, auto)
 
 
-def expert_form(config: ServeConfig, spec: ModelSpec, device: torch.device) -> ExpertForm:
+def checkpoint_folder(config: ServeConfig) -> Path | None:
+    """Returns the folder that weights come from; None: they are drawn."""
+    return None if config.model.load_format == "dummy" else model_dir(config.model)
+
+
+def expert_form(config: ServeConfig, spec: ModelSpec, device: torch.device, stored: StoredWeights | None) -> ExpertForm:
     """Returns how experts are kept under this configuration. Raises ConfigError where the setting cannot be."""
-    return choose_expert_form(config.model.expert_weights, spec.fp8_block, device.type, has_e4m3(device))
+    keeps_fp8 = has_e4m3(device) if stored is None else stored.keeps_fp8
+    wanted = config.model.expert_weights
+    return choose_expert_form(wanted, spec.fp8_block, device.type, keeps_fp8, compiled=stored is not None)
 
 
 def make_placement(config: ServeConfig, spec: ModelSpec) -> Placement:

@@ -1,9 +1,12 @@
 """The forms in which a rank keeps its expert weights (`model.expert_weights`), and the tensors of a slot in each form.
 
-dense   gate_up and down in the compute dtype
+dense   gate_up and down in the compute dtype; for the compiled CPU kernels in bfloat16 where they are stored so
 fp8     the e4m3 values of an FP8 checkpoint with its float32 scale for each 128 x 128 block: half of bfloat16
 int8    a float32 scale for each output channel, quantised at load, CPU only: a quarter of float32, with numbers that
         differ from the checkpoint's
+
+For the compiled CPU kernels matrices are packed (kernels/cpu/packed.py). They widen weights as they read them and leave
+rows alone; torch and Triton quantise rows too before they multiply them with quantised weights.
 
 Shape words: H = hidden, I = width of an expert.
 """
@@ -17,29 +20,28 @@ import torch
 
 from moe_serve.errors import ConfigError
 from moe_serve.kernels.block_scales import GROUP, num_groups, num_scale_rows
+from moe_serve.kernels.cpu.packed import gate_up_size, packed_size
 from moe_serve.kernels.grouped_gemm_int8 import has_vnni
 
 ExpertForm = Literal["dense", "fp8", "int8"]
 
 PARTS: Mapping[str, int] = {"gate_up": 2, "down": 1}  # matrices of an expert: number of row stacks in each
-MEANING: Mapping[ExpertForm, str] = {
-    "dense": "the checkpoint's numbers in the compute dtype",
-    "fp8": "the checkpoint's own FP8 values and scales; rows are quantised 1 x 128 before each product",
-    "int8": "not the checkpoint's numbers",
-}
 
 
-def choose_expert_form(wanted: str, fp8_block: int | None, device_type: str, has_e4m3: bool) -> ExpertForm:
+def choose_expert_form(
+    wanted: str, fp8_block: int | None, device_type: str, has_e4m3: bool, compiled: bool = False
+) -> ExpertForm:
     """Returns the form that the setting selects for this checkpoint and device.
 
     wanted: model.expert_weights;  fp8_block: edge of the checkpoint's scale blocks, None where it is not FP8
-    has_e4m3: whether the GPU multiplies e4m3 (sm_89 and later)
+    has_e4m3: whether the GPU multiplies e4m3 (sm_89 and later), or compiled kernels widen what is stored so
+    compiled: whether the compiled CPU kernels compute
     Raises ConfigError for a form that is not possible, naming one that is.
     """
     on_gpu = device_type == "cuda"
     match wanted:
         case "auto":
-            return "fp8" if on_gpu and has_e4m3 and fp8_block == GROUP else "dense"
+            return "fp8" if has_e4m3 and fp8_block == GROUP else "dense"
         case "dense":
             return "dense"
         case "fp8":
@@ -65,10 +67,10 @@ def choose_expert_form(wanted: str, fp8_block: int | None, device_type: str, has
                     "model.expert_weights is int8 but the ranks run on GPUs; int8 is for CPUs: "
                     "set model.expert_weights: auto"
                 )
-            if not has_vnni():
+            if not compiled and not has_vnni():
                 raise ConfigError(
-                    "model.expert_weights is int8 but this CPU has no AVX-512 VNNI, and other int8 products saturate; "
-                    "set model.expert_weights: auto"
+                    "model.expert_weights is int8 but this CPU has no AVX-512 VNNI, and other int8 products of torch "
+                    "saturate; set model.expert_weights: auto, or serve with the compiled kernels (docs/numerics.md)"
                 )
             return "int8"
         case _:
@@ -87,30 +89,53 @@ class SlotForm:
     """The tensors of one slot: an expert of one layer.
 
     hidden, width: H and I;  dtype: of the values in form dense
+    packed: whether matrices are packed for the compiled CPU kernels
     """
 
     form: ExpertForm
     hidden: int
     width: int
     dtype: torch.dtype
+    packed: bool = False
+
+    @property
+    def label(self) -> str:
+        """The form in a few words, equal for stores that can exchange experts of one model."""
+        dtype = f" {str(self.dtype).removeprefix('torch.')}" if self.form == "dense" else ""
+        return f"{self.form}{dtype}{', packed' if self.packed else ''}"
+
+    @property
+    def meaning(self) -> str:
+        """What the form means for the numbers, in words."""
+        match self.form:
+            case "dense":
+                return f"the checkpoint's numbers in {str(self.dtype).removeprefix('torch.')}"
+            case "fp8":
+                rows = "widened exactly to float32" if self.packed else "rows are quantised 1 x 128 before each product"
+                return f"the checkpoint's own FP8 values and scales; {rows}"
+            case "int8":
+                return f"not the checkpoint's numbers: {'weights' if self.packed else 'weights and rows'} are rounded"
 
     @property
     def tensors(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         """Shape and dtype of each tensor, by name.
 
-        gate_up: [2 I, H], gate rows first;  down: [H, I];  NAME_scale: fp8 [parts x ceil(n / parts / 128),
-        ceil(k / 128)] for a matrix of n x k, int8 [n]
+        gate_up: [2 I, H], gate rows first;  down: [H, I];  packed ones: [elements];  NAME_scale: fp8
+        [parts x ceil(n / parts / 128), ceil(k / 128)] for a matrix of n x k, int8 [n]
         """
         tensors: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
         for name, (n, k) in {"gate_up": (2 * self.width, self.hidden), "down": (self.hidden, self.width)}.items():
+            shape: tuple[int, ...] = (n, k)
+            if self.packed:
+                shape = (packed_size(n, k) if name == "down" else gate_up_size(self.width, k),)
             match self.form:
                 case "dense":
-                    tensors[name] = (n, k), self.dtype
+                    tensors[name] = shape, self.dtype
                 case "fp8":
-                    tensors[name] = (n, k), torch.float8_e4m3fn
+                    tensors[name] = shape, torch.float8_e4m3fn
                     tensors[scale_of(name)] = (num_scale_rows(n, PARTS[name]), num_groups(k)), torch.float32
                 case "int8":
-                    tensors[name] = (n, k), torch.int8
+                    tensors[name] = shape, torch.int8
                     tensors[scale_of(name)] = (n,), torch.float32
         return tensors
 

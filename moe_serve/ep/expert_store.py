@@ -2,35 +2,54 @@
 
 import math
 from collections.abc import Mapping
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
-from moe_serve.ep.expert_form import PARTS, ExpertForm, scale_of
+from moe_serve.ep.expert_form import PARTS, ExpertForm, SlotForm, scale_of
 from moe_serve.kernels.block_scales import BlockScaled
+from moe_serve.kernels.cpu.experts import PackedExperts
 
 
 class ExpertStore:
     """dict[name, Tensor [slots, ...]] at fixed addresses, in the memory order of the GEMM.
 
-    On CPU a matrix [n, k] is kept as [k, n] (kernels/row_gemm.py; int8 is not, kernels/grouped_gemm_int8.py), rewritten
-    in the memory it was loaded into. A slot is the same list of contiguous tensors on every rank, so that moving an
-    expert copies bytes and interprets none.
+    For the compiled CPU kernels matrices come packed. On CPU without them a matrix [n, k] is kept as [k, n]
+    (kernels/row_gemm.py; int8 is not, kernels/grouped_gemm_int8.py), rewritten in the memory it was loaded into. A slot
+    is the same list of contiguous tensors on every rank, so that moving an expert copies bytes and interprets none.
     """
 
-    def __init__(self, tensors: Mapping[str, Tensor]):
+    def __init__(self, tensors: Mapping[str, Tensor], slot_form: SlotForm | None = None):
         """tensors: by name, [slots, ...], contiguous, named as in expert_form.SlotForm.
 
+        slot_form: of each slot; None: of matrices that are not packed
         The store owns them afterwards: do not use them any more.
         """
+        self._slot_form = slot_form
         slots = {tensor.shape[0] for tensor in tensors.values()}
         assert len(slots) == 1, f"tensors disagree about the number of slots: {sorted(slots)}"
         self.num_slots = slots.pop()
-        self._stored = {name: _into_gemm_order(name, tensor) for name, tensor in tensors.items()}
+        self._stored = dict(tensors)
+        if not self.is_packed:
+            self._stored = {name: _into_gemm_order(name, tensor) for name, tensor in tensors.items()}
 
     @property
     def names(self) -> tuple[str, ...]:
         return tuple(self._stored)
+
+    @property
+    def is_packed(self) -> bool:
+        """Whether the compiled CPU kernels read this store."""
+        return self._slot_form is not None and self._slot_form.packed
+
+    @cached_property
+    def packed(self) -> PackedExperts:
+        """The view of a packed store that the compiled CPU kernels take."""
+        stored, form = self._stored, self._slot_form
+        assert form is not None, "the matrices are not packed"
+        assert form.packed, "the matrices are not packed"
+        return PackedExperts(stored["gate_up"], stored["down"], form.hidden, form.width)
 
     @property
     def form(self) -> ExpertForm:
@@ -50,6 +69,7 @@ class ExpertStore:
 
     def matrix(self, name: str) -> Tensor:
         """Returns [slots, n, k], a view: y = x @ matrix[slot].T"""
+        assert not self.is_packed, f"{name} is packed"
         stored = self._stored[name]
         return stored.transpose(1, 2) if _is_reordered(name, stored) else stored
 
@@ -74,7 +94,7 @@ class ExpertStore:
     def staging(self, num_slots: int) -> "ExpertStore":
         """Returns a store of the same form filled with zeros, a staging buffer for incoming experts."""
         store = ExpertStore.__new__(ExpertStore)
-        store.num_slots = num_slots
+        store.num_slots, store._slot_form = num_slots, self._slot_form
         store._stored = {name: t.new_zeros(num_slots, *t.shape[1:]) for name, t in self._stored.items()}
         return store
 

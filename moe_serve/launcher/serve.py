@@ -108,7 +108,7 @@ def limit_threads(config: ServeConfig, env: RankEnv) -> int:
     cores = len(os.sched_getaffinity(0))
     threads = config.parallel.threads_per_rank
     if threads is None:
-        threads = 1 if config.engine.numerics == "batch_invariant" else max(1, cores // env.num_local_ranks)
+        threads = max(1, cores // env.num_local_ranks)
     os.environ["OMP_NUM_THREADS"] = str(threads)
     return threads
 

@@ -71,4 +71,4 @@ class ExpertReloader:
             tensors: dict[str, Tensor] = {}
             for plan in plans[layer_ids[each.layer_row]]:
                 tensors |= source.expert(plan, each.expert)
-            stores[each.layer_row].write_slot(each.slot, ExpertStore(tensors).slot(0))
+            stores[each.layer_row].write_slot(each.slot, ExpertStore(tensors, self.share.slot_form).slot(0))

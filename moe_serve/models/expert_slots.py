@@ -1,12 +1,16 @@
 """The slot tensors of one layer's experts while they are filled, from a checkpoint or at random."""
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from moe_serve.ep.expert_form import PARTS, ExpertForm, scale_of
+from moe_serve.ep.expert_form import PARTS, ExpertForm, SlotForm, scale_of
 from moe_serve.errors import CapacityError
+from moe_serve.kernels.cpu.packed import pack, pack_gate_up
 from moe_serve.kernels.grouped_gemm_fp8 import quantize_weight
 from moe_serve.kernels.grouped_gemm_int8 import quantize_int8
 from moe_serve.models.weight_plan import ExpertTensor
@@ -19,40 +23,57 @@ def empty_slots(plan: ExpertTensor, share: WeightShare, num_slots: int | None = 
     num_slots: None: those of the rank
     Raises CapacityError when the device has no memory for them.
     """
-    num_slots = share.num_slots if num_slots is None else num_slots
-    wanted = share.slot_form.tensors
+    return _zeros(plan, share.slot_form, share.num_slots if num_slots is None else num_slots, share.device)
+
+
+@contextmanager
+def filling(
+    plan: ExpertTensor, share: WeightShare, slots: dict[str, Tensor], slot: int
+) -> Iterator[tuple[dict[str, Tensor], int]]:
+    """Yields where to write one expert's matrix of [n, k], and its scales: (tensors, slot).
+
+    That is the slot itself, or a temporary expert which is packed into the slot afterwards.
+    """
+    if not share.slot_form.packed:
+        yield slots, slot
+        return
+    one = _zeros(plan, replace(share.slot_form, packed=False), 1, share.device)
+    yield one, 0
+    pack_matrix = pack_gate_up if plan.name == "gate_up" else pack
+    pack_matrix(one.pop(plan.name)[0], slots[plan.name][slot])
+    for name, scale in one.items():
+        slots[name][slot].copy_(scale[0])
+
+
+def _zeros(plan: ExpertTensor, form: SlotForm, num_slots: int, device: torch.device | str) -> dict[str, Tensor]:
+    wanted = form.tensors
     names = (name for name in (plan.name, scale_of(plan.name)) if name in wanted)
     slots = {}
     for name, (shape, kind) in ((name, wanted[name]) for name in names):
         try:
-            slots[name] = torch.zeros(num_slots, *shape, dtype=kind, device=share.device)
+            slots[name] = torch.zeros(num_slots, *shape, dtype=kind, device=device)
         except RuntimeError as error:  # torch raises it for a lack of memory, on CPUs and on GPUs
             if "memory" not in str(error):
                 raise
             size = num_slots * math.prod(shape) * kind.itemsize
             raise CapacityError(
                 f"{num_slots} expert slots of one layer take {size / 2**30:.2f} GiB for {name} alone, more than "
-                f"{share.device} has left; lower eplb.num_redundant_experts, or use more ranks"
+                f"{device} has left; lower eplb.num_redundant_experts, or use more ranks"
             ) from None
     return slots
 
 
-def put_expert(slots: dict[str, Tensor], slot_ids: list[int], name: str, form: ExpertForm, values: Tensor) -> None:
-    """Writes one expert's matrix into its slots, in the form of the slots.
-
-    slots: as empty_slots returned them;  values: [n, k] float
-    """
-    first, *replicas = slot_ids
+def put_matrix(slots: dict[str, Tensor], slot: int, name: str, form: ExpertForm, values: Tensor) -> None:
+    """Writes one expert's matrix, [n, k] float, into a slot that is not packed, in the form of the slots."""
     match form:
         case "dense":
-            slots[name][first].copy_(values)
+            slots[name][slot].copy_(values)
         case "int8":
-            put_rows(slots, first, name, 0, *quantize_int8(values))
+            put_rows(slots, slot, name, 0, *quantize_int8(values))
         case "fp8":
             weight = quantize_weight(values[None], PARTS[name])
-            slots[name][first].copy_(weight.q[0])
-            slots[scale_of(name)][first].copy_(weight.scale[0])
-    copy_to_replicas(slots, first, replicas)
+            slots[name][slot].copy_(weight.q[0])
+            slots[scale_of(name)][slot].copy_(weight.scale[0])
 
 
 def put_rows(slots: dict[str, Tensor], slot: int, name: str, first_row: int, q: Tensor, scale: Tensor) -> None:

@@ -1,7 +1,8 @@
 """Reads the planned tensors of one checkpoint: compares the whole checkpoint with the plan, then reads one rank's part.
 
 FP8 tensors are stored as e4m3 with a scale for every square block (128 x 128; the last of a row or column may be
-partial). Dense tensors are dequantised as they are read; experts are converted to the form of their slots.
+partial). Dense tensors are dequantised as they are read, to float32 for the compiled CPU kernels; experts are converted
+to the form of their slots.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -13,7 +14,7 @@ from moe_serve.errors import ModelError
 from moe_serve.kernels.block_scales import GROUP
 from moe_serve.kernels.grouped_gemm_int8 import quantize_int8
 from moe_serve.models.checkpoint import DTYPES, Checkpoint
-from moe_serve.models.expert_slots import copy_to_replicas, empty_slots, put_rows
+from moe_serve.models.expert_slots import copy_to_replicas, empty_slots, filling, put_rows
 from moe_serve.models.weight_plan import DenseTensor, ExpertTensor, Part, dense_tensors, expert_tensors, is_ignored
 from moe_serve.models.weight_share import WeightShare
 
@@ -151,8 +152,7 @@ class WeightReader:
 
     def dense(self, plan: DenseTensor) -> Tensor:
         """Returns a dense tensor on the device."""
-        dtype = torch.float32 if plan.kind == "bias32" else self._share.dtype
-        out = torch.empty(plan.shape, dtype=dtype, device=self._share.device)
+        out = torch.empty(plan.shape, dtype=self._share.dense_dtype(plan), device=self._share.device)
         row = 0
         for part in plan.parts:
             self._read(part, out[row : row + part.shape[0]])
@@ -180,9 +180,10 @@ class WeightReader:
 
     def _put_expert(self, plan: ExpertTensor, expert: int, slots: dict[str, Tensor], slot: int) -> None:
         row = 0
-        for part in self._parts(plan, (expert,)):
-            self._put(part, expert if self._is_fused(plan) else None, slots, slot, plan.name, row)
-            row += part.shape[-2]
+        with filling(plan, self._share, slots, slot) as (tensors, at):
+            for part in self._parts(plan, (expert,)):
+                self._put(part, expert if self._is_fused(plan) else None, tensors, at, plan.name, row)
+                row += part.shape[-2]
 
     def _put(self, part: Part, expert: int | None, slots: dict[str, Tensor], slot: int, name: str, row: int) -> None:
         """Writes stored rows of one expert into its slot from `row` on, in the form of the slots."""

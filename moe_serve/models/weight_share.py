@@ -1,5 +1,6 @@
 """The part of a model's weights that one rank holds, and the form in which it holds them."""
 
+import math
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
@@ -8,6 +9,8 @@ import torch
 
 from moe_serve.ep.expert_form import ExpertForm, SlotForm
 from moe_serve.models.spec import ModelSpec
+from moe_serve.models.stored_weights import StoredWeights
+from moe_serve.models.weight_plan import DenseTensor, dense_tensors
 
 if TYPE_CHECKING:
     from moe_serve.eplb.placement import Placement
@@ -18,7 +21,9 @@ class WeightShare:
     """All dense tensors, and the experts of the rank's own slots.
 
     placement: its moe_layer_ids are those of the spec
-    dtype:     of everything but quantised experts;  form: of the experts
+    dtype:     of everything but quantised experts, and of what `stored` says
+    form:      of the experts
+    stored:    for the compiled CPU kernels, which take matrices as they are stored, and experts packed; None: others
     """
 
     spec: ModelSpec
@@ -27,11 +32,24 @@ class WeightShare:
     dtype: torch.dtype
     device: torch.device | str
     form: ExpertForm = "dense"
+    stored: StoredWeights | None = None
 
     @property
     def slot_form(self) -> SlotForm:
         """Returns the form of one slot."""
-        return SlotForm(self.form, self.spec.hidden, self.spec.moe_intermediate, self.dtype)
+        dtype = self.dtype if self.stored is None else self.stored.experts
+        return SlotForm(self.form, self.spec.hidden, self.spec.moe_intermediate, dtype, packed=self.stored is not None)
+
+    def dense_dtype(self, plan: DenseTensor) -> torch.dtype:
+        """Returns the dtype in which the rank keeps a dense tensor."""
+        if plan.kind == "bias32":
+            return torch.float32
+        return self.dtype if self.stored is None else self.stored.dense[plan.name]
+
+    @property
+    def dense_bytes(self) -> int:
+        """Returns the size of all dense tensors."""
+        return sum(math.prod(plan.shape) * self.dense_dtype(plan).itemsize for plan in dense_tensors(self.spec))
 
     @property
     def num_slots(self) -> int:

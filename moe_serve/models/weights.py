@@ -1,7 +1,9 @@
 """Loads a rank's weights from a checkpoint, or draws them at random.
 
 A rank holds all dense tensors and the experts of its own slots, and reads only their bytes. Experts are kept in the
-form of `model.expert_weights` (ep/expert_form.py), everything else in the compute dtype.
+form of `model.expert_weights` (ep/expert_form.py), everything else in the compute dtype; for the compiled CPU kernels,
+matrices in the dtype of the checkpoint (stored_weights.py). Experts are packed one by one while they are loaded, so
+that a rank's experts are in memory once.
 """
 
 import hashlib
@@ -11,9 +13,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from moe_serve.ep.expert_form import SlotForm
 from moe_serve.ep.expert_store import ExpertStore
 from moe_serve.models.checkpoint import Checkpoint
-from moe_serve.models.expert_slots import empty_slots, put_expert
+from moe_serve.models.expert_slots import copy_to_replicas, empty_slots, filling, put_matrix
 from moe_serve.models.weight_plan import DenseTensor, ExpertTensor, dense_tensors, expert_tensors
 from moe_serve.models.weight_reader import Progress, WeightReader
 from moe_serve.models.weight_share import WeightShare
@@ -25,17 +28,19 @@ class LoadedWeights:
 
     dense:      tensors named as in weight_plan.py
     experts:    per MoE layer (its model layer id) the tensors of expert_form.SlotForm, [slots_per_rank, ...]:
-                "gate_up" with 2 I rows, gate rows first, "down", and their scales; an empty slot holds zeros
+                "gate_up", "down" and their scales; an empty slot holds zeros
+    slot_form:  of the experts' slots
     bytes_read: of the checkpoint, 0 for dummy weights
     """
 
     dense: dict[str, Tensor]
     experts: dict[int, dict[str, Tensor]]
+    slot_form: SlotForm
     bytes_read: int
 
     def store(self, layer_id: int) -> ExpertStore:
         """Returns the experts of a layer as its MoE layer keeps them; takes them out, since the store owns them."""
-        return ExpertStore(self.experts.pop(layer_id))
+        return ExpertStore(self.experts.pop(layer_id), self.slot_form)
 
 
 def load_weights(folder: str | Path, share: WeightShare, progress: Progress | None = None) -> LoadedWeights:
@@ -54,7 +59,7 @@ def load_weights(folder: str | Path, share: WeightShare, progress: Progress | No
         experts: dict[int, dict[str, Tensor]] = {layer: {} for layer in spec.moe_layer_ids}
         for plan in expert_tensors(spec):
             experts[plan.layer_id] |= reader.experts(plan)
-        return LoadedWeights(dense, experts, checkpoint.bytes_read)
+        return LoadedWeights(dense, experts, share.slot_form, checkpoint.bytes_read)
 
 
 def dummy_weights(share: WeightShare, seed: int = 0) -> LoadedWeights:
@@ -71,7 +76,7 @@ def dummy_weights(share: WeightShare, seed: int = 0) -> LoadedWeights:
         for expert, slot_ids in share.slots[plan.layer_id].items():
             weights.put_expert(plan, expert, tensors, slot_ids)
         experts[plan.layer_id] |= tensors
-    return LoadedWeights(dense, experts, 0)
+    return LoadedWeights(dense, experts, share.slot_form, 0)
 
 
 @dataclass(frozen=True)
@@ -83,7 +88,7 @@ class DummyWeights:
 
     def dense(self, plan: DenseTensor) -> Tensor:
         """Returns a dense tensor on the device."""
-        return self._draw(plan.name, plan.shape, plan.kind, self.share.dtype)
+        return self._draw(plan.name, plan.shape, plan.kind, self.share.dense_dtype(plan))
 
     def expert(self, plan: ExpertTensor, expert: int) -> dict[str, Tensor]:
         """Returns one expert of a matrix, and its scales where the form has them, by name: [1, ...]."""
@@ -94,8 +99,11 @@ class DummyWeights:
     def put_expert(self, plan: ExpertTensor, expert: int, slots: dict[str, Tensor], slot_ids: list[int]) -> None:
         """Writes one expert of a matrix into these slots."""
         name = f"layers.{plan.layer_id}.experts.{expert}.{plan.name}"
-        values = self._draw(name, plan.shape, "matrix", torch.float32)
-        put_expert(slots, slot_ids, plan.name, self.share.form, values)
+        first, *replicas = slot_ids
+        with filling(plan, self.share, slots, first) as (tensors, slot):
+            values = self._draw(name, plan.shape, "matrix", torch.float32)
+            put_matrix(tensors, slot, plan.name, self.share.form, values)
+        copy_to_replicas(slots, first, replicas)
 
     def _draw(self, name: str, shape: tuple[int, ...], kind: str, dtype: torch.dtype) -> Tensor:
         digest = hashlib.blake2b(f"{self.seed}/{name}".encode(), digest_size=8).digest()
@@ -108,4 +116,4 @@ class DummyWeights:
             values *= 0.1
         if kind == "norm":
             values += 1
-        return values if kind == "bias32" else values.to(dtype)
+        return values.to(dtype)

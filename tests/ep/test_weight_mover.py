@@ -28,7 +28,8 @@ class Case:
         form = FORMS[int(rng.integers(len(FORMS)))]
         hidden, width = (int(n) for n in rng.integers(1, 4, 2))
         whole = form[0] != "fp8" and rng.random() < 0.3
-        piece_bytes = 4096 if whole else int(rng.choice([5, 8, 24]))
+        # Packed experts are padded to 32 rows.
+        piece_bytes = 4096 if whole else int(rng.choice([5, 8, 24])) * (1 + 20 * form[2])
         placement = self._placement(version=int(rng.integers(5)))
         self.ranks = VirtualRanks(placement, form, hidden, width, self.settings, piece_bytes)
 

@@ -11,6 +11,8 @@ from moe_serve.eplb.placement import Placement
 from moe_serve.errors import ModelError
 from moe_serve.models.expert_reload import ExpertReloader, ExpertToRead
 from moe_serve.models.spec import read_spec
+from moe_serve.models.stored_weights import StoredWeights
+from moe_serve.models.weight_plan import dense_tensors
 from moe_serve.models.weight_share import WeightShare
 from moe_serve.models.weights import dummy_weights, load_weights
 from tests.models.fp8_checkpoint import write_fp8_checkpoint
@@ -27,34 +29,39 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     return plain if request.param == "per expert" else rewritten(plain, path / "fused", fused(plain, read_spec(plain)))
 
 
-def share_of(folder: Path, form: ExpertForm, dtype: torch.dtype, rows: list[list[int]]) -> WeightShare:
+def share_of(
+    folder: Path, form: ExpertForm, dtype: torch.dtype, rows: list[list[int]], packed: bool = False
+) -> WeightShare:
     spec = read_spec(folder)
     placement = Placement(rows, spec.num_logical, 2, spec.moe_layer_ids, allow_lost=True)
-    return WeightShare(spec, placement, 0, dtype, "cpu", form)
+    stored = StoredWeights({plan.name: dtype for plan in dense_tensors(spec)}, dtype, keeps_fp8=True)
+    return WeightShare(spec, placement, 0, dtype, "cpu", form, stored if packed else None)
 
 
 def stores_of(share: WeightShare, folder: Path | None) -> list[ExpertStore]:
     weights = dummy_weights(share, 3) if folder is None else load_weights(folder, share)
-    return [ExpertStore(weights.experts[layer]) for layer in share.spec.moe_layer_ids]
+    return [weights.store(layer) for layer in share.spec.moe_layer_ids]
 
 
+@pytest.mark.parametrize("packed", [False, True], ids=["plain", "packed"])
 @pytest.mark.parametrize("is_dummy", [False, True], ids=["checkpoint", "dummy"])
 @pytest.mark.parametrize(
-    ("form", "dtype"), [("dense", torch.float32), ("dense", torch.bfloat16), ("fp8", torch.float32),
+    ("form", "dtype"),
+    [("dense", torch.float32), ("dense", torch.bfloat16), ("fp8", torch.float32),
                         ("int8", torch.float32)],
 )  # fmt: skip
 def test_experts_read_again_have_the_bytes_of_the_first_load(
-    folder: Path, form: ExpertForm, dtype: torch.dtype, is_dummy: bool
+    folder: Path, form: ExpertForm, dtype: torch.dtype, is_dummy: bool, packed: bool
 ) -> None:
     source = None if is_dummy else folder
-    before = share_of(folder, form, dtype, [ROW, ROW])
+    before = share_of(folder, form, dtype, [ROW, ROW], packed)
     stores = stores_of(before, source)
     addresses = [store.slot(0)["down"].data_ptr() for store in stores]
     ExpertReloader(before, source, seed=3).read(READ, stores)
     rows = [ROW.copy(), ROW.copy()]
     for each in READ:
         rows[each.layer_row][each.slot] = each.expert
-    wanted = stores_of(share_of(folder, form, dtype, rows), source)
+    wanted = stores_of(share_of(folder, form, dtype, rows, packed), source)
     for store, right in zip(stores, wanted, strict=True):
         for slot in range(store.num_slots):
             for name, tensor in right.slot(slot).items():

@@ -1,6 +1,7 @@
 """The contents of a rank's expert slots in each form, against the checkpoint."""
 
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -12,12 +13,16 @@ from torch import Tensor
 from moe_serve.ep.expert_form import ExpertForm, scale_of
 from moe_serve.eplb.placement import Placement
 from moe_serve.errors import CapacityError, ModelError
+from moe_serve.kernels.cpu.packed import unpack, unpack_gate_up
 from moe_serve.kernels.grouped_gemm_int8 import quantize_int8
+from moe_serve.models.checkpoint import Checkpoint
 from moe_serve.models.expert_slots import empty_slots
 from moe_serve.models.spec import ModelSpec, read_spec
+from moe_serve.models.stored_weights import StoredWeights
 from moe_serve.models.weight_plan import expert_tensors
+from moe_serve.models.weight_reader import WeightReader
 from moe_serve.models.weight_share import WeightShare
-from moe_serve.models.weights import LoadedWeights, dummy_weights, load_weights
+from moe_serve.models.weights import DummyWeights, LoadedWeights, dummy_weights, load_weights
 from tests.kernels.data import dequantize_int8
 from tests.models.fp8_checkpoint import write_fp8_checkpoint
 from tests.models.runner import one_rank
@@ -107,6 +112,34 @@ def test_loaded_and_drawn_slots_have_the_shapes_that_sizes_are_computed_from(
     for weights in (load(fp8_folder, form), drawn):
         for tensors in weights.experts.values():
             assert {name: (tuple(t.shape[1:]), t.dtype) for name, t in tensors.items()} == wanted
+
+
+def packed_share(spec: ModelSpec, form: ExpertForm, dtype: torch.dtype) -> WeightShare:
+    return replace(share_of(spec, form), stored=StoredWeights({}, dtype, keeps_fp8=True), dtype=dtype)
+
+
+@pytest.mark.parametrize(
+    ("form", "dtype"),
+    [("dense", torch.float32), ("dense", torch.bfloat16), ("fp8", torch.float32), ("int8", torch.float32)],
+)
+def test_packed_slots_hold_what_slots_hold_that_are_not(form: ExpertForm, dtype: torch.dtype, fp8_folder: Path) -> None:
+    spec = read_spec(fp8_folder)
+    plain, packed = replace(share_of(spec, form), dtype=dtype), packed_share(spec, form, dtype)
+    width, hidden = spec.moe_intermediate, spec.hidden
+    for plan in expert_tensors(spec):
+        with Checkpoint(fp8_folder) as checkpoint:
+            sources = [WeightReader(checkpoint, share).experts(plan) for share in (plain, packed)]
+        drawn = [DummyWeights(share, 3).expert(plan, 5) for share in (plain, packed)]
+        for right, got in (sources, drawn):
+            assert {n: (tuple(t.shape[1:]), t.dtype) for n, t in got.items()} == {
+                name: tensor for name, tensor in packed.slot_form.tensors.items() if name in got
+            }
+            for slot, matrix in enumerate(right[plan.name]):
+                of = got[plan.name][slot]
+                is_down = plan.name == "down"
+                assert same_bytes(unpack(of, hidden, width) if is_down else unpack_gate_up(of, width, hidden), matrix)
+            for name in right.keys() - {plan.name}:
+                assert same_bytes(got[name], right[name])
 
 
 def rewritten(source: Path, folder: Path, tensors: dict[str, Tensor]) -> Path:

@@ -9,7 +9,6 @@ from moe_serve.config import ServeConfig, model_dir
 from moe_serve.dispatch.base import BufferLimits
 from moe_serve.dispatch.buffer_sizes import BufferSizes
 from moe_serve.engine.model_plan import ModelPlan
-from moe_serve.ep.expert_form import MEANING, SlotForm
 from moe_serve.launcher.check.report import Line, Memory, Report, bytes_in_words, count_in_words
 from moe_serve.launcher.check.transport import describe_loss, describe_transport, look_here
 from moe_serve.models.moe_decoder import kv_layouts
@@ -26,7 +25,7 @@ def describe_model(report: Report, config: ServeConfig, device: str) -> None:
     spec = read_spec(model_dir(config.model))
     report.model += _shape_lines(config, spec)
     plan = ModelPlan.of(config, spec, torch.device(device))
-    report.model += [_slots(plan), Line("expert weights", plan.expert_form, MEANING[plan.expert_form])]
+    report.model += [_slots(plan), Line("expert weights", plan.expert_form, plan.slot_form.meaning)]
     weights = list(_weights(config, plan))
     report.transport = transport = describe_transport(
         config,
@@ -72,9 +71,8 @@ def _slots(plan: ModelPlan) -> Line:
 
 def _weights(config: ServeConfig, plan: ModelPlan) -> Iterator[Memory]:
     spec, num_slots = plan.spec, plan.placement.slots_per_rank
-    dense_bytes = spec.dense_parameters * plan.dtype.itemsize
-    yield Memory("attention, embeddings, shared experts", dense_bytes, "the same on every rank")
-    expert_bytes = SlotForm(plan.expert_form, spec.hidden, spec.moe_intermediate, plan.dtype).num_bytes
+    yield Memory("attention, embeddings, shared experts", plan.share(0).dense_bytes, "the same on every rank")
+    expert_bytes = plan.slot_form.num_bytes
     slots = f"{num_slots} slots x {spec.num_moe_layers} layers x {bytes_in_words(expert_bytes)}"
     yield Memory("expert slots", num_slots * spec.num_moe_layers * expert_bytes, slots)
     if config.eplb.mode == "dynamic" and config.parallel.num_ranks > 1:

@@ -1,0 +1,74 @@
+"""How a checkpoint stores its weights, and so how the compiled CPU kernels keep them: bfloat16 stays bfloat16.
+
+Widening a bfloat16 to float32 is exact, so kernels that widen what they read compute what float32 weights would give,
+from half the memory. Vectors (norms, biases) are float32 always.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Self
+
+import torch
+
+from moe_serve.kernels.block_scales import GROUP
+from moe_serve.models.checkpoint import Checkpoint
+from moe_serve.models.spec import ModelSpec
+from moe_serve.models.weight_plan import DenseTensor, Part, dense_tensors, expert_tensors
+
+
+@dataclass(frozen=True)
+class StoredWeights:
+    """The dtypes in which weights are kept as stored.
+
+    dense:      bfloat16 or float32, of each tensor by its name in weight_plan.py
+    experts:    bfloat16 or float32, of experts in form dense
+    keeps_fp8:  whether all experts are stored in e4m3 with blocks that the kernels take
+    """
+
+    dense: Mapping[str, torch.dtype]
+    experts: torch.dtype
+    keeps_fp8: bool
+
+    @classmethod
+    def of(cls, spec: ModelSpec, folder: Path | None) -> Self:
+        """Returns them for a checkpoint; without one (None, or a folder without weights) as config.json suggests.
+
+        Raises ModelError where a file cannot be read.
+        """
+        if folder is None or not any(folder.glob("*.safetensors")):
+            return cls._as_configured(spec)
+        with Checkpoint(folder) as checkpoint:
+            return cls._as_read(spec, checkpoint)
+
+    @classmethod
+    def _as_configured(cls, spec: ModelSpec) -> Self:
+        is_bfloat16 = spec.checkpoint_dtype == "bfloat16" and spec.fp8_block is None  # FP8 is dequantised to float32
+        dtype = torch.bfloat16 if is_bfloat16 else torch.float32
+        dense = {plan.name: dtype if plan.kind == "matrix" else torch.float32 for plan in dense_tensors(spec)}
+        return cls(dense, dtype, keeps_fp8=spec.fp8_block == GROUP)
+
+    @classmethod
+    def _as_read(cls, spec: ModelSpec, checkpoint: Checkpoint) -> Self:
+        def dtypes(parts: tuple[Part, ...]) -> set[str]:
+            names = (name for part in parts for name in (part.source, *part.aliases))
+            return {checkpoint.tensors[name].dtype_name for name in names if name in checkpoint.tensors}
+
+        def kept(plan: DenseTensor) -> torch.dtype:
+            return _kept(dtypes(plan.parts) if plan.kind == "matrix" else set())
+
+        experts: set[str] = set()
+        mixed_blocks = False  # a fused matrix whose blocks hold rows of both gate and up
+        for plan in expert_tensors(spec):
+            fused = dtypes((plan.fused,))
+            mixed_blocks |= bool(fused) and plan.name == "gate_up" and spec.moe_intermediate % GROUP > 0
+            for expert in range(0 if fused else spec.num_logical):
+                experts |= dtypes(plan.parts_of(expert))
+            experts |= fused
+        keeps_fp8 = experts == {"F8_E4M3"} and spec.fp8_block == GROUP and not mixed_blocks
+        return cls({plan.name: kept(plan) for plan in dense_tensors(spec)}, _kept(experts), keeps_fp8)
+
+
+def _kept(dtype_names: set[str]) -> torch.dtype:
+    """Returns the dtype for what is stored in these: bfloat16 needs all of it to be so, since no value is rounded."""
+    return torch.bfloat16 if dtype_names == {"BF16"} else torch.float32

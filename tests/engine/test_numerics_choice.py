@@ -1,0 +1,56 @@
+"""Claims about which class of numerics runs where, and about the errors of settings that it excludes."""
+
+import pytest
+import torch
+
+from moe_serve.config import load_config
+from moe_serve.engine import numerics_choice
+from moe_serve.engine.numerics_choice import NumericsChoice, choose_numerics
+from moe_serve.errors import ConfigError
+from moe_serve.kernels.cpu.library import CpuLibrary
+from moe_serve.kernels.numerics import COMPILED, FAST, Numerics
+
+LIBRARY = CpuLibrary(None, "/usr/bin/cc", "avx2")  # type: ignore[arg-type]
+CPU, GPU = torch.device("cpu"), torch.device("cuda")
+
+
+def choose(
+    monkeypatch: pytest.MonkeyPatch, *overrides: str, device: torch.device = CPU, dtype: torch.dtype = torch.float32,
+    library: CpuLibrary | None = LIBRARY,
+) -> NumericsChoice:  # fmt: skip
+    monkeypatch.setattr(numerics_choice, "COMPILED_IS_WIRED", True)
+    monkeypatch.setattr(numerics_choice, "find_cpu_library", lambda: library)
+    return choose_numerics(load_config(overrides=overrides), device, dtype)
+
+
+@pytest.mark.parametrize("setting", ["fast", "batch_invariant"])
+def test_float32_on_cpu_is_compiled_whatever_the_setting_says(setting: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    choice = choose(monkeypatch, f"engine.numerics={setting}", "parallel.threads_per_rank=2")
+    assert (choice.numerics, choice.library, choice.name) == (COMPILED, LIBRARY, "batch_invariant")
+    assert choice.why.startswith("compiled CPU kernels (avx2, /usr/bin/cc)")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "options", "why"),
+    [
+        (["engine.cpu_kernels=torch"], {}, "engine.cpu_kernels is torch"),
+        ([], {"dtype": torch.bfloat16}, "compute in bfloat16"),
+        ([], {"library": None}, "no compiled CPU kernels"),
+        ([], {"device": GPU, "dtype": torch.bfloat16}, "Triton kernels on cuda"),
+    ],
+)
+def test_elsewhere_the_setting_chooses_the_class(
+    overrides: list[str], options: dict, why: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    choice = choose(monkeypatch, *overrides, **options)
+    assert (choice.numerics, choice.library, choice.name) == (FAST, None, "fast")
+    assert why in choice.why
+    tiled = choose(monkeypatch, *overrides, "engine.numerics=batch_invariant", "engine.row_tile=8", **options)
+    assert (tiled.numerics, tiled.name) == (Numerics(row_tile=8), "batch_invariant")
+
+
+def test_batch_invariant_by_torch_on_cpu_takes_one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    overrides = ["engine.numerics=batch_invariant", "parallel.threads_per_rank=2"]
+    with pytest.raises(ConfigError, match=r"threads_per_rank is 2 but .* is torch; set .*threads_per_rank: 1"):
+        choose(monkeypatch, *overrides, "engine.cpu_kernels=torch")
+    assert choose(monkeypatch, *overrides, device=GPU).numerics == Numerics(row_tile=4)

@@ -1,0 +1,76 @@
+"""The dtypes in which the compiled kernels keep weights are those of the checkpoint, and no value is rounded."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from moe_serve.models.spec import read_spec
+from moe_serve.models.stored_weights import StoredWeights
+from moe_serve.models.weight_plan import dense_tensors
+from moe_serve.models.weight_share import WeightShare
+from moe_serve.models.weights import load_weights
+from tests.models.fp8_checkpoint import write_fp8_checkpoint
+from tests.models.runner import one_rank
+from tests.models.test_expert_slots import fused
+from tests.models.test_weights import fuse_experts, rewritten
+
+Oracle = Callable[[str], tuple[Any, Path]]
+
+
+@pytest.mark.parametrize("is_fused", [False, True])
+def test_a_bfloat16_checkpoint_stays_so_but_for_vectors_and_for_what_it_stores_in_float32(
+    is_fused: bool, oracle: Oracle, tmp_path: Path
+) -> None:
+    folder = oracle("deepseek_v3")[1]
+    spec = read_spec(folder)
+
+    def change(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        tensors = {name: tensor.bfloat16() for name, tensor in tensors.items()}
+        tensors["model.embed_tokens.weight"] = tensors["model.embed_tokens.weight"].float()
+        return fuse_experts(spec)(tensors) if is_fused else tensors
+
+    half = rewritten(folder, tmp_path / "half", change)
+    stored = StoredWeights.of(spec, half)
+    assert stored.experts == torch.bfloat16
+    assert not stored.keeps_fp8
+    loaded = load_weights(half, WeightShare(spec, one_rank(spec), 0, torch.float32, "cpu", "dense", stored))
+    wide = load_weights(half, WeightShare(spec, one_rank(spec), 0, torch.float32, "cpu"))
+    for plan in dense_tensors(spec):
+        is_half = plan.kind == "matrix" and plan.name != "embed"
+        assert loaded.dense[plan.name].dtype == (torch.bfloat16 if is_half else torch.float32), plan.name
+        assert torch.equal(loaded.dense[plan.name].float(), wide.dense[plan.name]), plan.name
+    assert all(tensor.dtype == torch.bfloat16 for tensors in loaded.experts.values() for tensor in tensors.values())
+
+
+def test_one_expert_in_float32_keeps_all_in_float32(oracle: Oracle, tmp_path: Path) -> None:
+    folder = oracle("mixtral")[1]
+    spec = read_spec(folder)
+    name = next(name for name in load_file(folder / "model.safetensors") if ".experts.3." in name)
+    mixed = rewritten(
+        folder, tmp_path / "mixed", lambda tensors: {n: t if n == name else t.bfloat16() for n, t in tensors.items()}
+    )
+    assert StoredWeights.of(spec, mixed).experts == torch.float32
+
+
+def test_fp8_experts_are_kept_where_kernels_take_their_blocks_and_dense_ones_become_float32(tmp_path: Path) -> None:
+    folder = write_fp8_checkpoint(tmp_path / "plain")
+    spec = read_spec(folder)
+    stored = StoredWeights.of(spec, folder)
+    assert stored.keeps_fp8
+    assert set(stored.dense.values()) == {torch.float32}
+    straddling = rewritten(folder, tmp_path / "fused", lambda _: fused(folder, spec))
+    assert not StoredWeights.of(spec, straddling).keeps_fp8, "width 136: a block would hold rows of gate and up"
+
+
+def test_without_weights_the_configuration_says_how_they_are_stored(oracle: Oracle, tmp_path: Path) -> None:
+    folder = oracle("qwen3_moe")[1]
+    for dtype, experts in (("bfloat16", torch.bfloat16), ("float16", torch.float32), (None, torch.float32)):
+        written = rewritten(folder, tmp_path / str(dtype), dict, dtype=dtype, torch_dtype=dtype)
+        spec = read_spec(written)
+        assert StoredWeights.of(spec, None).experts == experts
+        assert StoredWeights.of(spec, None).dense["layers.0.qkv"] == experts
+        assert StoredWeights.of(spec, None).dense["norm"] == torch.float32
