@@ -8,7 +8,7 @@ What is learned, per layer except trust:
 - trust: the ratio of measured to predicted gains scales the next prediction;
 - reach: a gain counts for as long as a layer's moves have lasted so far, at most the horizon;
 - back-off: after a move that did not earn its cost, a layer stays put, twice as long after each failure;
-- memory: plans use the latest window alone or several, whichever has predicted the next window better;
+- memory: plans use the latest window alone or several, and nothing from before the load has shifted (`memory.py`);
 - regret: all costs and losses minus gains stay below a share of the serving time. A move must fit into what is left of
   that bound, together with the cost of reverting it and one window as bad as moves have been so far. Once the bound is
   used up, layers that lose revert to the baseline.
@@ -18,8 +18,7 @@ Predicted times may be wrong, so costs count `gain_margin` times and gains 1/sqr
 Shape words: L = MoE layers, E = experts.
 """
 
-from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,6 +26,7 @@ from numpy.typing import NDArray
 from moe_serve.eplb.cost.gate_cost import GateCost
 from moe_serve.eplb.load import LoadRecord
 from moe_serve.eplb.placement import Placement
+from moe_serve.eplb.rebalance.memory import LoadMemory, Window
 from moe_serve.eplb.rebalance.settings import RebalanceSettings
 
 Floats = NDArray[np.float64]
@@ -36,22 +36,6 @@ FIRST_TRUST = 0.5  # a plan looks better on the load that it was made from
 FIRST_SURPRISE = 0.3
 LEAST_SURPRISE = 0.01
 SPENDABLE = 0.75  # share of the regret bound that known costs may spend; the rest covers what cannot be foreseen
-
-
-@dataclass(frozen=True, eq=False)
-class _Window:
-    """A closed window of load, as means over its steps with tokens, of which there are num_steps.
-
-    tokens:      [L, E] per step
-    by_source:   [L, R, E] tokens per step;  activations: [L, E] share of the steps; None = not recorded
-    known:       placement -> [L] seconds of a step on it, once computed, at the newest prices
-    """
-
-    tokens: Floats
-    num_steps: int
-    by_source: Floats | None
-    activations: Floats | None
-    known: dict[Placement, Floats] = field(default_factory=dict)
 
 
 @dataclass(eq=False)
@@ -105,9 +89,7 @@ class Gate:
         self.cost = cost
         self._horizon = float(settings.horizon_windows)
         self._margin, self._regret = settings.gain_margin, settings.max_regret
-        self._windows: deque[_Window] = deque(maxlen=settings.history_windows)
-        self._fading = settings.decay ** np.arange(settings.history_windows)[::-1]
-        self._error = np.zeros((2, baseline.num_layers))  # of predicting a window from the latest one, and from all
+        self._memory = LoadMemory(baseline.num_layers, settings.history_windows, settings.decay)
         self.rebase(baseline)
 
     def rebase(self, baseline: Placement) -> None:
@@ -128,7 +110,7 @@ class Gate:
     @property
     def has_load(self) -> bool:
         """Whether a window has been closed."""
-        return bool(self._windows)
+        return bool(self._memory.windows)
 
     def close_window(self, record: LoadRecord, first: Placement, last: Placement, whole: bool) -> None:
         """Adds a closed window.
@@ -137,18 +119,17 @@ class Gate:
         whole: the last move was over before the window began, so the window measures its gain
         """
         if whole and first is last and self.cost.learn_window(record, last):
-            for known in self._windows:
+            for known in self._memory.windows:
                 known.known.clear()
         steps = max(record.busy_steps, 1)
         tokens = record.tokens / steps
-        window = _Window(
+        window = Window(
             tokens,
             steps,
             None if record.by_source is None else record.by_source / steps,
             None if record.activations is None else np.minimum(record.activations / steps, 1.0),
         )
-        self._learn_memory(tokens)
-        self._windows.append(window)
+        self._memory.add(window)
         self._now += 1
         baseline_s = self._seconds(window, self.baseline)
         # It is not known how many steps each placement served, so each layer counts its slower one.
@@ -216,11 +197,12 @@ class Gate:
             kept = [part for part in parts if part is not None]
             if len(kept) < len(parts):
                 return None
-            return np.asarray(np.einsum("lw,wl...->l...", self._weights(), np.array(kept)))
+            return np.asarray(np.einsum("lw,wl...->l...", self._memory.weights(), np.array(kept)))
 
-        tokens = mean([w.tokens for w in self._windows])
+        windows = self._memory.windows
+        tokens = mean([w.tokens for w in windows])
         assert tokens is not None
-        return tokens, mean([w.by_source for w in self._windows]), mean([w.activations for w in self._windows])
+        return tokens, mean([w.by_source for w in windows]), mean([w.activations for w in windows])
 
     def gains(self, current: Placement, candidate: Placement) -> Floats:
         """Returns [L], seconds per window that the candidate should save, scaled by trust."""
@@ -271,35 +253,17 @@ class Gate:
         moved = self._moved(placement)
         if not moved.any():
             return np.zeros(len(moved))
-        baseline_s = [self._seconds(w, self.baseline) * w.num_steps for w in self._windows]
-        lost = [self._seconds(w, placement) * w.num_steps for w in self._windows] - np.array(baseline_s)
+        baseline_s = [self._seconds(w, self.baseline) * w.num_steps for w in self._memory.windows]
+        lost = [self._seconds(w, placement) * w.num_steps for w in self._memory.windows] - np.array(baseline_s)
         typical = np.mean(baseline_s, axis=0)
         return np.where(moved, np.maximum(np.max(lost, axis=0), 0.0) + self._surprise * typical, 0.0)
 
     def _saved(self, current: Placement, candidate: Placement) -> Floats:
         """Returns [L], seconds per window that the candidate would have saved over the windows of the history."""
-        saved = [(self._seconds(w, current) - self._seconds(w, candidate)) * w.num_steps for w in self._windows]
-        return np.asarray((self._weights() * np.array(saved).T).sum(axis=1))
+        saved = [(self._seconds(w, current) - self._seconds(w, candidate)) * w.num_steps for w in self._memory.windows]
+        return np.asarray((self._memory.weights() * np.array(saved).T).sum(axis=1))
 
-    def _seconds(self, window: _Window, placement: Placement) -> Floats:
+    def _seconds(self, window: Window, placement: Placement) -> Floats:
         if placement not in window.known:
             window.known[placement] = self.cost.layer_seconds(window.tokens, placement)
         return window.known[placement]
-
-    def _learn_memory(self, tokens: Floats) -> None:
-        """Compares how well the latest window, and all of them, would have predicted the window that now closed."""
-        if len(self._windows) < 2:
-            return
-        truth = tokens / np.maximum(tokens.sum(axis=1, keepdims=True), 1)
-        many = np.einsum("w,wle->le", self._fading[-len(self._windows) :], np.array([w.tokens for w in self._windows]))
-        for row, guess in zip(self._error, (self._windows[-1].tokens, many), strict=True):
-            share = guess / np.maximum(guess.sum(axis=1, keepdims=True), 1e-12)
-            row *= 0.7
-            row += 0.3 * np.abs(share - truth).sum(axis=1)
-
-    def _weights(self) -> Floats:
-        """Returns [L, W], the weight of each window in plans and predictions; rows sum to 1."""
-        num = len(self._windows)
-        many = self._fading[-num:] / self._fading[-num:].sum()
-        latest = np.eye(num)[-1]
-        return np.asarray(np.where((self._error[0] < self._error[1])[:, None], latest, many))
