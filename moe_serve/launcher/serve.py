@@ -8,10 +8,12 @@ Exits with 0 when asked to end, 1 when the epoch was lost (a peer or the front e
 setting to correct.
 """
 
+import contextlib
 import os
 import signal
 import socket
 import sys
+import threading
 import time
 from pathlib import Path
 from types import FrameType
@@ -22,7 +24,8 @@ import typer
 from moe_serve.config import ServeConfig, load_config
 from moe_serve.engine.mailbox import ZmqMailbox
 from moe_serve.engine.messages import Fatal, Goodbye, Hello, Progress, Ready
-from moe_serve.errors import LostConnectionError, MoeServeError, PeerError
+from moe_serve.errors import ConfigError, LostConnectionError, MoeServeError, PeerError
+from moe_serve.kernels.cpu.library import build_cpu_library
 from moe_serve.launcher.rank_env import RankEnv, check_num_ranks, read_rank_env
 from moe_serve.log import configure_logging, get_logger
 
@@ -61,6 +64,7 @@ def serve(
 def run_worker(config: ServeConfig, env: RankEnv) -> int:
     """Joins the other ranks, loads the model and serves; returns the exit code."""
     limit_threads(config, env)
+    build_kernels_early(config)
     server = config.server
     mailbox = ZmqMailbox(f"tcp://{server.worker_host}:{server.worker_port}", _own_address(server.worker_host))
     mailbox.send(
@@ -98,6 +102,24 @@ def run_worker(config: ServeConfig, env: RankEnv) -> int:
     finally:
         mailbox.close()
     return code
+
+
+def build_kernels_early(config: ServeConfig) -> threading.Thread | None:
+    """Starts to build the compiled CPU kernels beside the imports; of the ranks of one machine, one builds.
+
+    Returns the thread that waits for the compiler, None where the kernels will not serve. A build that fails is said
+    later, by whoever needs it.
+    """
+    if config.parallel.device == "cuda" or config.engine.cpu_kernels == "torch" or config.model.dtype == "bfloat16":
+        return None
+
+    def build() -> None:
+        with contextlib.suppress(ConfigError):
+            build_cpu_library()
+
+    thread = threading.Thread(target=build, name="build of the CPU kernels", daemon=True)
+    thread.start()
+    return thread
 
 
 def limit_threads(config: ServeConfig, env: RankEnv) -> int:
