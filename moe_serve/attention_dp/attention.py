@@ -9,7 +9,6 @@ Dv = width of a value, K = num_keys, C = query rows of one chunk, n = sequences.
 """
 
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -49,38 +48,6 @@ class AttentionShape:
     long_from: int | None = None
 
 
-class StepAttention(Protocol):
-    """The attention of one step, whose rows all layers share."""
-
-    @property
-    def long_chunks(self) -> tuple[Chunk, ...]:
-        """The chunks that the caller attends, behind all other rows."""
-        ...
-
-    def __call__(self, q: Tensor, layer: int) -> Tensor:
-        """Returns the attention of the rows, [T, heads, group, Dv]; zeros for padding rows and long chunks.
-
-        q: [T, heads, group, D]. The keys and values of these rows are already in the cache.
-        """
-        ...
-
-
-@dataclass(frozen=True)
-class PagedStep:
-    """StepAttention by torch."""
-
-    attention: "PagedAttention"
-    cache: KvCache
-    plan: AttentionPlan
-
-    @property
-    def long_chunks(self) -> tuple[Chunk, ...]:
-        return self.plan.long_chunks
-
-    def __call__(self, q: Tensor, layer: int) -> Tensor:
-        return self.attention(q, self.cache, layer, self.plan)
-
-
 class PagedAttention:
     """The attention of all layers that share a cache layout. Stateless between calls."""
 
@@ -98,13 +65,15 @@ class PagedAttention:
             like = torch.zeros((), dtype=dtype, device=device)
             self._tiles = self._prove(like)
 
-    def begin(self, batch: ForwardBatch, cache: KvCache) -> PagedStep:
-        """Returns the attention of a step. The plan of the batch is made once, for all layers."""
-        plan = plan_attention(batch, self._layout, self._numerics, self._dtype, self._shape.long_from)
-        return PagedStep(self, cache, plan)
+    def plan(self, batch: ForwardBatch) -> AttentionPlan:
+        """Returns what to attend in a step, made once for all layers."""
+        return plan_attention(batch, self._layout, self._numerics, self._dtype, self._shape.long_from)
 
     def __call__(self, q: Tensor, cache: KvCache, layer: int, plan: AttentionPlan) -> Tensor:
-        """Same contract as StepAttention."""
+        """Returns the attention of the rows, [T, heads, group, Dv]; zeros for padding rows and plan.long_chunks.
+
+        q: [T, heads, group, D]. The keys and values of these rows are already in the cache.
+        """
         if len(plan.decodes) == 1 and plan.num_rows == q.shape[0] == plan.decodes[0].num_seqs:
             return self._decode(q, cache, layer, plan.decodes[0])
         out = q.new_zeros(*q.shape[:-1], self._layout.value_width)

@@ -133,6 +133,7 @@ class TransportRequest:
     combine:    where results are added; see AllToAll.combine
     deadline_s: how long the transport waits for a peer, where it has a deadline
     compiled:   let shared memory move rows by a C helper where a compiler is found; the bits are the same
+    cpu_kernels: one rank packs and adds rows by the compiled CPU kernels; the bits are the same
     """
 
     backend: str
@@ -143,6 +144,7 @@ class TransportRequest:
     combine: Combine = "ordered"
     deadline_s: float = 60.0
     compiled: bool = True
+    cpu_kernels: bool = False
 
     def wanted(self, group: EpGroup) -> Wanted:
         """Returns what is asked of the transport, to be held against capabilities."""
@@ -156,12 +158,14 @@ class AllToAll(ABC, Generic[H]):
     note:         what the operator should know of how it works here, one line; empty: nothing
     membership:   who takes part, where the others can go on without a lost rank; None: a lost rank ends the epoch
     step_sizes:   one number of tokens for each path that a step may take, to warm all of them up
+    is_local:     whether every row stays on this rank as it is, so that a caller may pack and add rows itself
     """
 
     capabilities: Capabilities
     note: str = ""
     membership: Membership | None = None
     step_sizes: Sequence[int] = (0,)
+    is_local: bool = False
 
     @abstractmethod
     def exchange_counts(self, counts: Tensor) -> Pending[Tensor]:

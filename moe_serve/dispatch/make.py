@@ -24,6 +24,10 @@ def make_all_to_all(group: EpGroup, request: TransportRequest) -> AnyAllToAll:
     if refused:
         raise ConfigError(". ".join(refused))
     match transport:
+        case "local" if request.cpu_kernels and request.combine == "ordered":
+            from moe_serve.dispatch.one_rank import OneRank
+
+            return OneRank(slots_per_rank, wire)
         case "local":
             from moe_serve.dispatch.local import LocalAllToAll
 

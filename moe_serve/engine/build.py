@@ -239,6 +239,7 @@ def _expert_parallel(config: ServeConfig, plan: ModelPlan, group: EpGroup) -> Ex
         combine=dispatch.combine,
         deadline_s=dispatch.deadline_s or config.engine.step_deadline_s,
         compiled=dispatch.compiled,
+        cpu_kernels=plan.numerics.compiled,
     )
     all_to_all = make_all_to_all(group, request)
     check_bits(all_to_all, config)

@@ -5,6 +5,7 @@ from torch import Tensor
 
 from moe_serve.dispatch.base import MaskedRows, PackedRows
 from moe_serve.ep.expert_store import ExpertStore
+from moe_serve.kernels.cpu.experts import packed_ffn
 from moe_serve.kernels.grouped_gemm import group_rows, slab_gemm
 from moe_serve.kernels.grouped_gemm_fp8 import grouped_gemm_fp8, slab_gemm_fp8
 from moe_serve.kernels.grouped_gemm_int8 import grouped_gemm_int8, quantize_int8
@@ -25,6 +26,10 @@ def expert_ffn(
 
     out: where packed results may be written, in the shape of rows.x; a product that cannot ignores it
     """
+    if numerics.compiled:
+        slab_rows = 0 if isinstance(rows, PackedRows) else rows.x.shape[1]
+        out = None if out is None else out.flatten(0, -2)
+        return packed_ffn(rows.x.flatten(0, -2), rows.rows_per_slot, experts.packed, out, slab_rows).view_as(rows.x)
     if isinstance(rows, PackedRows):
         return _packed_ffn(rows.x, rows.rows_per_slot, experts, numerics, out)
     if rows.x.device.type != "cpu":

@@ -1,7 +1,7 @@
 """The gate: chooses the experts of each token and their weights, for every router that a RouterSpec describes.
 
 All in float32, with the formulas of the reference implementations (transformers' Mixtral, Qwen3-MoE, DeepSeek-V3).
-On CUDA everything after the logits is one kernel, which also counts the load.
+On CUDA, and with the compiled CPU kernels, everything after the logits is one kernel, which also counts the load.
 """
 
 import torch
@@ -9,6 +9,9 @@ from torch import Tensor
 from torch.nn import functional
 
 from moe_serve.ep.routing import RouterSpec, Routing
+from moe_serve.kernels.cpu.gate import gate as compiled_gate
+from moe_serve.kernels.cpu.linear import PackedLinear
+from moe_serve.kernels.cpu.recorder import Recorder
 from moe_serve.kernels.gate_shape import GateShape
 from moe_serve.kernels.grouped_gemm import grouped_gemm
 from moe_serve.kernels.numerics import FAST, Numerics
@@ -39,11 +42,31 @@ class Gate:
         return (route_and_count if x.is_cuda else route)(logits, self._spec, self._bias)
 
 
+class CompiledGate:
+    """The router of one layer by the compiled CPU kernels, which also count the load. Ties go to the lowest expert."""
+
+    def __init__(self, spec: RouterSpec, weight: Tensor, bias: Tensor | None = None):
+        """weight: [E, H] float32 or bfloat16;  bias: as in Gate"""
+        assert spec.has_bias == (bias is not None), "a correction bias goes with RouterSpec.has_bias"
+        self._num_logical = spec.num_logical
+        self._shape = _gate_shape(spec)
+        self._logits = PackedLinear(weight, None)
+        self._bias = None if bias is None else bias.float()
+
+    def __call__(self, x: Tensor) -> Routing:
+        """x: [T, H] float32 -> Routing of T tokens; T may be 0"""
+        load = torch.zeros(self._num_logical, dtype=torch.int64)
+        ids, weights = compiled_gate(self._logits(x), self._bias, self._shape, load)
+        return Routing(ids, weights, load)
+
+    def record(self, recorder: Recorder, x: Tensor, load: Tensor) -> tuple[Tensor, Tensor]:
+        """Records the router: ids and weights [T, topk] of rows x [T, H]. load: [E] int64, choices are added to it"""
+        return recorder.gate(recorder.linear("router_logits", self._logits, x), self._bias, self._shape, load)
+
+
 def route_and_count(logits: Tensor, spec: RouterSpec, bias: Tensor | None = None) -> Routing:
     """Returns the Routing of `route`, with the load. Ties go to the lowest expert; `route` leaves them open."""
-    shape = GateShape(
-        spec.topk, spec.scoring, spec.norm_topk, spec.scaling, spec.num_groups, spec.topk_groups, spec.norm_eps
-    )
+    shape = _gate_shape(spec)
     # Filled on the device: copying a number from the host would wait for the stream.
     num_tokens = torch.full((1,), logits.shape[0], dtype=torch.int64, device=logits.device)
     load = torch.zeros(spec.num_logical, dtype=torch.int64, device=logits.device)
@@ -68,6 +91,12 @@ def route(logits: Tensor, spec: RouterSpec, bias: Tensor | None = None) -> Routi
     if spec.scaling != 1.0:
         weights = weights * spec.scaling
     return Routing(ids, weights)
+
+
+def _gate_shape(spec: RouterSpec) -> GateShape:
+    return GateShape(
+        spec.topk, spec.scoring, spec.norm_topk, spec.scaling, spec.num_groups, spec.topk_groups, spec.norm_eps
+    )
 
 
 def _only_best_groups(choice: Tensor, spec: RouterSpec) -> Tensor:

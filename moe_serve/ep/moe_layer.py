@@ -14,12 +14,13 @@ from torch import Tensor
 from moe_serve.dispatch.base import AnyAllToAll
 from moe_serve.ep.expert_ffn import expert_ffn
 from moe_serve.ep.expert_store import ExpertStore
-from moe_serve.ep.gate import Gate
+from moe_serve.ep.gate import CompiledGate, Gate
 from moe_serve.ep.load_recorder import LoadRecorder
 from moe_serve.ep.pass_recorder import PassRecorder
 from moe_serve.ep.replica_map import ReplicaMap
 from moe_serve.ep.rounds import SHARED, Round, advance, in_turn, overlapped
 from moe_serve.ep.routing import RouterSpec, Routing
+from moe_serve.kernels.cpu.recorder import RecordedRun, Recorder
 from moe_serve.kernels.numerics import Numerics
 
 
@@ -57,6 +58,18 @@ class MoeWeights:
     shared: Callable[[Tensor], Tensor] | None = None
 
 
+def record_call(recorder: Recorder, layer: Callable[[Tensor, int, int, bool], Tensor], x: Tensor) -> Tensor:
+    """Records a call of a MoE layer between kernels. x: [T, H] -> [T, H]"""
+    out = recorder.buffer("moe_out", x.shape[1])
+
+    def call(step: RecordedRun) -> None:
+        num_rows = step.num_rows
+        out[:num_rows] = layer(x[:num_rows], num_rows, step.num_chunks, step.overlap)
+
+    recorder.call_python(call)
+    return out
+
+
 class MoeLayer:
     """y = sum over a token's experts of weight x expert(x), plus the shared expert."""
 
@@ -64,7 +77,9 @@ class MoeLayer:
         """layer_row: this layer's row of placement and load record"""
         self._parallel = parallel
         self._layer_row = layer_row
-        self._gate = Gate(parallel.router, weights.gate, weights.correction_bias, parallel.numerics)
+        router = parallel.router, weights.gate, weights.correction_bias
+        self._compiled_gate = CompiledGate(*router) if parallel.numerics.compiled else None
+        self._gate: Callable[[Tensor], Routing] = self._compiled_gate or Gate(*router, parallel.numerics)
         self._replicas = parallel.replica_map.layer(layer_row)
         self._shared = weights.shared
         self.experts = weights.experts
@@ -92,6 +107,25 @@ class MoeLayer:
             parts.append(x.new_zeros(x.shape[0] - num_tokens, x.shape[1]))
         routed = parts[0] if len(parts) == 1 else torch.cat(parts)
         return routed if shared is None else routed.add_(shared)
+
+    def record(self, recorder: Recorder, x: Tensor) -> Tensor:
+        """Records the layer for rows x, [T, H] -> [T, H], without the shared expert.
+
+        Where every row stays on this rank the layer is kernels; else it is called between them.
+        """
+        parallel, gate = self._parallel, self._compiled_gate
+        stays = parallel.all_to_all.is_local and not self._replicas.needs_counts
+        if gate is None or not stays or parallel.passes is not None:
+            return record_call(recorder, self, x)
+        ids, weights = gate.record(recorder, x, self._load_row())
+        slots = recorder.look_up(self._replicas.first_slot, ids)
+        return recorder.experts(x, slots, weights, self.experts.packed)
+
+    def _load_row(self) -> Tensor:
+        """Returns where the gate's kernel counts the load, [E] int64."""
+        if self._parallel.recorder is None:
+            return torch.zeros(self._parallel.router.num_logical, dtype=torch.int64)
+        return self._parallel.recorder.row(self._layer_row)
 
     def _round(self, x: Tensor) -> Round:
         """Runs rows [T, H] from the gate to their sums [T, H]. At each yield another round may advance."""

@@ -104,7 +104,7 @@ class LayerReplicas:
     """
 
     def __init__(self, first_slot: Tensor, layer_row: int, split: HostSplit | DeviceSplit | None):
-        self._first_slot = first_slot  # [E + 1] lowest slot of an expert; [E] = -1
+        self.first_slot = first_slot  # [E + 1] lowest slot of an expert; [E] = -1; `activate` writes to it
         self._layer_row = layer_row
         self._split = split
         self.needs_counts = split is not None
@@ -112,7 +112,7 @@ class LayerReplicas:
     def only_slots(self, topk_ids: Tensor) -> Tensor:
         """Returns the slot of each expert where none has replicas: [T, K] (-1 stays -1)."""
         assert not self.needs_counts, "experts may have replicas: the split needs the counts of all ranks"
-        return self._first_slot[topk_ids]  # -1 reads the last entry, which holds -1
+        return self.first_slot[topk_ids]  # -1 reads the last entry, which holds -1
 
     def count(self, topk_ids: Tensor) -> Tensor:
         """Returns how many ids name each expert: [T, K] int64, -1 = none -> [E] int64."""

@@ -1,4 +1,4 @@
-"""The parts of a decoder layer that are not MoE: rotation table, gated MLP, grouped-query attention.
+"""The parts of a decoder layer that are not MoE: rotation table and grouped-query attention.
 
 Shape words: T = rows of the batch (padded), H = hidden.
 """
@@ -8,28 +8,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from moe_serve.attention_dp.attention import AttentionShape, PagedAttention, StepAttention
-from moe_serve.attention_dp.kv_cache import KvCache, KvLayout
-from moe_serve.kernels.linear import HeadLinear, Linear
-from moe_serve.kernels.numerics import Numerics
-from moe_serve.kernels.rope import pair_order, rope_write
-from moe_serve.kernels.silu_mul import silu_mul
+from moe_serve.attention_dp.attention import AttentionShape
+from moe_serve.attention_dp.kv_cache import KvLayout
+from moe_serve.kernels.rope import pair_order
+from moe_serve.models.operations import AnyLinear, Operations
 from moe_serve.models.rope_spec import RopeSpec, yarn_ramp
 from moe_serve.models.spec import GqaSpec
-
-
-class LinearFactory:
-    """Builds the Linears of one model; weights of equal shape share their proof of row counts."""
-
-    def __init__(self, numerics: Numerics):
-        self._numerics = numerics
-        self._proven: dict[object, tuple[int, ...]] = {}
-
-    def __call__(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
-        return Linear(weight, bias, self._numerics, self._proven)
-
-    def per_head(self, weight: Tensor) -> HeadLinear:
-        return HeadLinear(weight, self._numerics, self._proven)
+from moe_serve.models.weight_forms import WeightForms
 
 
 class RopeTable:
@@ -57,45 +42,16 @@ def rope_frequencies(rope: RopeSpec) -> Tensor:
     return divided * divided_share + kept * (1 - divided_share)
 
 
-class GatedMlp:
-    """down(silu(gate(x)) * up(x)), of dense layers and shared experts."""
-
-    def __init__(self, gate_up: Linear, down: Linear):
-        """gate_up: [2 I, H], gate rows first; down: [H, I]"""
-        self._gate_up = gate_up
-        self._down = down
-
-    def __call__(self, x: Tensor) -> Tensor:
-        """x: [T, H] -> [T, H]"""
-        return self._down(silu_mul(self._gate_up(x)))
-
-
-@dataclass(frozen=True)
-class AttentionStep:
-    """What the attention of every layer shares in one forward.
-
-    slots: [T] int64, where each row is cached;  turns: [T, rotated width / 2] complex64, per row
-    """
-
-    attend: StepAttention
-    cache: KvCache
-    slots: Tensor
-    turns: Tensor
-
-
 class GqaAttention:
     """Grouped-query attention of one model; makes its layers."""
 
-    def __init__(
-        self, spec: GqaSpec, norm_eps: float, numerics: Numerics, dtype: torch.dtype, device: torch.device | str
-    ):
-        self.layout = KvLayout.gqa(spec.num_kv_heads, spec.head_dim)
+    def __init__(self, spec: GqaSpec, norm_eps: float):
         self.spec = spec
         self.norm_eps = norm_eps
-        shape = AttentionShape(self.layout, spec.num_heads // spec.num_kv_heads, spec.softmax_scale)
-        self.paged = PagedAttention(shape, numerics, dtype, device)
+        layout = KvLayout.gqa(spec.num_kv_heads, spec.head_dim)
+        self.shape = AttentionShape(layout, spec.num_heads // spec.num_kv_heads, spec.softmax_scale)
 
-    def layer(self, index: int, weights: dict[str, Tensor], rope: RopeSpec, linear: LinearFactory) -> "GqaLayer":
+    def layer(self, index: int, weights: dict[str, Tensor], rope: RopeSpec, forms: WeightForms) -> "GqaLayer":
         """Takes the weights of layer `index` (named as in weight_plan.py) out of `weights`."""
         spec = self.spec
         qkv, bias = weights.pop("qkv"), weights.pop("qkv_bias", None)
@@ -108,7 +64,8 @@ class GqaAttention:
             qkv = self._reorder(qkv, order)
             bias = None if bias is None else self._reorder(bias, order)
             norm = None if norm is None else norm[:, order].contiguous()
-        return GqaLayer(self, index, linear(qkv, bias), norm, linear(weights.pop("o"), weights.pop("o_bias", None)))
+        out = forms.linear(weights.pop("o"), weights.pop("o_bias", None))
+        return GqaLayer(self, index, forms.linear(qkv, bias), norm, out)
 
     def _reorder(self, qkv: Tensor, order: Tensor) -> Tensor:
         """Returns the fused projection with the rows of every query and key head reordered."""
@@ -128,15 +85,15 @@ class GqaLayer:
 
     form: GqaAttention
     index: int
-    qkv: Linear
+    qkv: AnyLinear
     norm: Tensor | None
-    out: Linear
+    out: AnyLinear
 
-    def __call__(self, x: Tensor, step: AttentionStep) -> Tensor:
+    def __call__(self, x: Tensor, do: Operations) -> Tensor:
         """x: [T, H], normed -> [T, H]. Writes the rows' keys and values into the cache."""
         spec, eps = self.form.spec, self.form.norm_eps
-        qkv, cached = self.qkv(x), step.cache.layer(self.index)
-        rope_write(qkv, self.norm, eps, step.turns, step.slots, cached, spec.num_heads, spec.num_kv_heads)
+        qkv = do.linear("qkv", self.qkv, x)
+        do.rope_write(qkv, self.norm, eps, self.index, (spec.num_heads, spec.num_kv_heads))
         q = qkv.view(x.shape[0], -1, spec.head_dim)[:, : spec.num_heads]
         q = q.view(x.shape[0], spec.num_kv_heads, -1, spec.head_dim)
-        return self.out(step.attend(q, self.index).flatten(1))
+        return do.linear("attention_out", self.out, do.attend(q, self.index).flatten(1))

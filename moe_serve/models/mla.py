@@ -14,33 +14,30 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from moe_serve.attention_dp.attention import AttentionShape, PagedAttention, attend_chunk
+from moe_serve.attention_dp.attention import AttentionShape, attend_chunk
 from moe_serve.attention_dp.attention_plan import Chunk
-from moe_serve.attention_dp.kv_cache import KvCache, KvLayout
-from moe_serve.kernels.linear import HeadLinear, Linear
-from moe_serve.kernels.norm import rms_norm
+from moe_serve.attention_dp.kv_cache import KvLayout
 from moe_serve.kernels.numerics import Numerics
-from moe_serve.kernels.rope import MlaWidths, mla_rope_write, pair_order
-from moe_serve.models.layers import AttentionStep, LinearFactory
+from moe_serve.kernels.rope import MlaWidths, pair_order
+from moe_serve.models.operations import AnyHeads, AnyLinear, Operations
 from moe_serve.models.rope_spec import RopeSpec
 from moe_serve.models.spec import MlaSpec
+from moe_serve.models.weight_forms import WeightForms
 
 
 class MlaAttention:
     """Multi-head latent attention of one model; makes its layers."""
 
-    def __init__(
-        self, spec: MlaSpec, norm_eps: float, numerics: Numerics, dtype: torch.dtype, device: torch.device | str
-    ):
-        self.layout = KvLayout.mla(spec.kv_lora_rank, spec.rope_dim)
+    def __init__(self, spec: MlaSpec, norm_eps: float, numerics: Numerics):
         self.spec = spec
         self.norm_eps = norm_eps
         self.widths = MlaWidths(spec.nope_dim, spec.kv_lora_rank, spec.rope_dim)
-        long_from = None if numerics.invariant else expand_from(spec)
-        shape = AttentionShape(self.layout, spec.num_heads, spec.softmax_scale, long_from)
-        self.paged = PagedAttention(shape, numerics, dtype, device)
+        self._only_absorbed = numerics.invariant
+        long_from = None if self._only_absorbed else expand_from(spec)
+        layout = KvLayout.mla(spec.kv_lora_rank, spec.rope_dim)
+        self.shape = AttentionShape(layout, spec.num_heads, spec.softmax_scale, long_from)
 
-    def layer(self, index: int, weights: dict[str, Tensor], rope: RopeSpec, linear: LinearFactory) -> "MlaLayer":
+    def layer(self, index: int, weights: dict[str, Tensor], rope: RopeSpec, forms: WeightForms) -> "MlaLayer":
         """Takes the weights of layer `index` (named as in weight_plan.py) out of `weights`."""
         spec = self.spec
         q_kv_a, a_bias = weights.pop("q_kv_a"), weights.pop("q_kv_a_bias", None)
@@ -58,16 +55,19 @@ class MlaAttention:
             else:
                 q_b = _reorder_tails(q_b, spec.num_heads, order, slice(None))
         kv_b = weights.pop("kv_b").view(spec.num_heads, spec.nope_dim + spec.value_dim, spec.kv_lora_rank)
+        absorb = kv_b[:, : spec.nope_dim].contiguous()
+        expand = kv_b[:, spec.nope_dim :].transpose(1, 2).contiguous()
         return MlaLayer(
             self,
             index,
-            q_kv_a=linear(q_kv_a, a_bias),
+            q_kv_a=forms.linear(q_kv_a, a_bias),
             q_a_norm=weights.pop("q_a_norm") if q_b is not None else None,
-            q_b=linear(q_b) if q_b is not None else None,
+            q_b=forms.linear(q_b) if q_b is not None else None,
             kv_a_norm=weights.pop("kv_a_norm"),
-            absorb=linear.per_head(kv_b[:, : spec.nope_dim].contiguous()),
-            expand=linear.per_head(kv_b[:, spec.nope_dim :].transpose(1, 2).contiguous()),
-            out=linear(weights.pop("o"), weights.pop("o_bias", None)),
+            absorb=forms.per_head(absorb),
+            expand=forms.per_head(expand),
+            out=forms.linear(weights.pop("o"), weights.pop("o_bias", None)),
+            expanded=None if self._only_absorbed else ExpandedHeads(spec, absorb, expand),
         )
 
 
@@ -79,54 +79,70 @@ class MlaLayer:
     q_b:    with q-LoRA, the query latent -> queries
     absorb: [heads, nope_dim, kv_lora_rank], projects queries into the latent space
     expand: [heads, kv_lora_rank, value_dim], projects latents to values
+    expanded: the form for long chunks; None where only the absorbed form is used
     """
 
     form: MlaAttention
     index: int
-    q_kv_a: Linear
+    q_kv_a: AnyLinear
     q_a_norm: Tensor | None
-    q_b: Linear | None
+    q_b: AnyLinear | None
     kv_a_norm: Tensor
-    absorb: HeadLinear
-    expand: HeadLinear
-    out: Linear
+    absorb: AnyHeads
+    expand: AnyHeads
+    out: AnyLinear
+    expanded: "ExpandedHeads | None"
 
-    def __call__(self, x: Tensor, step: AttentionStep) -> Tensor:
+    def __call__(self, x: Tensor, do: Operations) -> Tensor:
         """x: [T, H], normed -> [T, H]. Writes the rows' latents and rotated keys into the cache."""
         form, spec = self.form, self.form.spec
-        both = self.q_kv_a(x)
+        both = do.linear("q_kv_a", self.q_kv_a, x)
         q, row = both[:, : -spec.latent_dim], both[:, -spec.latent_dim :]
         if self.q_b is not None:
             assert self.q_a_norm is not None
-            q = self.q_b(rms_norm(q, self.q_a_norm, form.norm_eps))
+            q = do.linear("q_b", self.q_b, do.rms_norm(q, self.q_a_norm, form.norm_eps))
         q = q.view(x.shape[0], spec.num_heads, -1)
-        cached = step.cache.layer(self.index)
-        mla_rope_write(q, row, self.kv_a_norm, form.norm_eps, step.turns, step.slots, cached, form.widths)
-        long_chunks = step.attend.long_chunks
-        if not long_chunks:
-            return self.out(self._absorbed(q, step).flatten(1))
+        do.mla_rope_write(q, row, self.kv_a_norm, form.norm_eps, self.index, form.widths)
+        values = self._absorbed(q, do) if self.expanded is None or not do.long_chunks else self._by_length(q, do)
+        return do.linear("attention_out", self.out, values.flatten(1))
+
+    def _by_length(self, q: Tensor, do: Operations) -> Tensor:
+        """q: [T, heads, nope + rope] -> [T, heads, value_dim], long chunks in the expanded form"""
+        assert self.expanded is not None
+        long_chunks, spec = do.long_chunks, self.form.spec
         out = q.new_zeros(*q.shape[:2], spec.value_dim)
         num_short = long_chunks[0].start  # rows before the first long chunk
         if num_short:
-            out[:num_short] = self._absorbed(q[:num_short], step)
+            out[:num_short] = self._absorbed(q[:num_short], do)
         for chunk in long_chunks:
-            out[chunk.start : chunk.end] = self._expanded(q[chunk.start : chunk.end], step.cache, chunk)
-        return self.out(out.flatten(1))
+            rows = do.cached_rows(self.index, chunk)
+            out[chunk.start : chunk.end] = self.expanded(q[chunk.start : chunk.end], rows, chunk)
+        return out
 
-    def _absorbed(self, q: Tensor, step: AttentionStep) -> Tensor:
+    def _absorbed(self, q: Tensor, do: Operations) -> Tensor:
         """q: [T, heads, nope + rope] -> [T, heads, value_dim]"""
-        nope_dim = self.form.spec.nope_dim
-        latent_q = torch.cat((self.absorb(q[..., :nope_dim]), q[..., nope_dim:]), dim=-1)
-        return self.expand(step.attend(latent_q[:, None], self.index)[:, 0])
+        latent_q = do.absorb(self.absorb, q, self.form.spec.nope_dim)
+        return do.expand(self.expand, do.attend(latent_q[:, None], self.index)[:, 0])
 
-    def _expanded(self, q: Tensor, cache: KvCache, chunk: Chunk) -> Tensor:
-        """q: [C, heads, nope + rope] -> [C, heads, value_dim]"""
-        spec = self.form.spec
-        rows = cache.gather(self.index, chunk.rows, 1)[0][0, 0]
+
+@dataclass(frozen=True, eq=False)
+class ExpandedHeads:
+    """The expanded form of one layer: keys and values of all heads out of the latents, then ordinary attention.
+
+    absorb: [heads, nope_dim, kv_lora_rank];  expand: [heads, kv_lora_rank, value_dim]
+    """
+
+    spec: MlaSpec
+    absorb: Tensor
+    expand: Tensor
+
+    def __call__(self, q: Tensor, rows: Tensor, chunk: Chunk) -> Tensor:
+        """q: [C, heads, nope + rope], rows: [K, latent + rope] as cached -> [C, heads, value_dim]"""
+        spec = self.spec
         latents = rows[:, : spec.kv_lora_rank].expand(spec.num_heads, -1, -1)
         rotated = rows[:, spec.kv_lora_rank :].expand(spec.num_heads, -1, -1)
-        keys = torch.cat((torch.bmm(latents, self.absorb.weight.transpose(1, 2)), rotated), dim=-1)
-        values = torch.bmm(latents, self.expand.weight)
+        keys = torch.cat((torch.bmm(latents, self.absorb.transpose(1, 2)), rotated), dim=-1)
+        values = torch.bmm(latents, self.expand)
         # The fused kernel of torch needs keys and values of one width.
         missing = spec.query_dim - spec.value_dim
         if missing > 0:

@@ -12,28 +12,21 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from moe_serve.attention_dp.attention import PagedAttention
 from moe_serve.attention_dp.batch import ForwardBatch
 from moe_serve.attention_dp.kv_cache import KvCache, KvLayout
 from moe_serve.ep.expert_store import ExpertStore
 from moe_serve.ep.moe_layer import ExpertParallel, MoeLayer, MoeWeights
-from moe_serve.kernels.linear import Linear
-from moe_serve.kernels.norm import add_rms_norm, rms_norm
 from moe_serve.kernels.numerics import Numerics
-from moe_serve.models.layers import AttentionStep, GatedMlp, GqaAttention, GqaLayer, LinearFactory, RopeTable
-from moe_serve.models.mla import MlaAttention, MlaLayer
+from moe_serve.models.layers import GqaAttention, RopeTable
+from moe_serve.models.mla import MlaAttention
+from moe_serve.models.operations import AnyLinear
+from moe_serve.models.recorded_step import RecordedRunner
 from moe_serve.models.spec import GqaSpec, ModelSpec
+from moe_serve.models.stack import DecoderLayer, DecoderStack, StackRunner, StepInputs
+from moe_serve.models.torch_step import TorchRunner
+from moe_serve.models.weight_forms import GatedMlp, PackedMlp, WeightForms
 from moe_serve.models.weights import LoadedWeights
-
-
-@dataclass(frozen=True, eq=False)
-class DecoderLayer:
-    """One layer's weights; it has either `moe` or `mlp`."""
-
-    input_norm: Tensor
-    attention: GqaLayer | MlaLayer
-    post_norm: Tensor
-    moe: MoeLayer | None
-    mlp: GatedMlp | None
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,16 +36,15 @@ class MoeDecoder:
     spec: ModelSpec
     numerics: Numerics
     embed: Tensor
-    attention: GqaAttention | MlaAttention
     rope: RopeTable
-    layers: list[DecoderLayer]
-    norm: Tensor
-    head: Linear
+    stack: DecoderStack
+    run: StackRunner
+    head: AnyLinear
 
     @property
     def experts(self) -> list[ExpertStore]:
         """The expert weights of every MoE layer, by row of the placement."""
-        return [layer.moe.experts for layer in self.layers if layer.moe is not None]
+        return [layer.moe.experts for layer in self.stack.layers if layer.moe is not None]
 
     @torch.no_grad()
     def forward(self, batch: ForwardBatch, cache: KvCache, num_chunks: int, overlap: bool = False) -> Tensor:
@@ -61,30 +53,13 @@ class MoeDecoder:
         num_chunks: dispatch rounds of every MoE layer, the same number on all ranks
         overlap:    whether experts of one round compute while rows of others travel; the same on all ranks
         """
-        eps = self.spec.norm_eps
         x = functional.embedding(batch.input_ids, self.embed)
-        step = None
-        if batch.num_tokens:
-            attend = self.attention.paged.begin(batch, cache)
-            step = AttentionStep(attend, cache, batch.slot_mapping, self.rope(batch.positions))
-        delta = torch.zeros_like(x)  # what the last sublayer adds to the residual x
-        for layer in self.layers:
-            if step is not None:
-                delta = layer.attention(add_rms_norm(x, delta, layer.input_norm, eps), step)
-            normed = add_rms_norm(x, delta, layer.post_norm, eps)
-            if layer.moe is not None:
-                delta = layer.moe(normed, batch.num_tokens, num_chunks, overlap)
-            elif layer.mlp is not None:
-                delta = layer.mlp(normed)
-        return self._logits(x.add_(delta), batch.logit_rows)
-
-    def _logits(self, x: Tensor, rows: Tensor) -> Tensor:
-        num_rows = rows.shape[0]
+        rows = self.run(x, StepInputs(batch, cache, self.rope(batch.positions), num_chunks, overlap))
+        num_rows = batch.logit_rows.shape[0]
         padding = self.numerics.padded(num_rows) - num_rows
-        if padding:
-            rows = functional.pad(rows, (0, padding))
-        x = rms_norm(x.index_select(0, rows), self.norm, self.spec.norm_eps)
-        return self.head(x)[:num_rows].float()
+        wanted = functional.pad(batch.logit_rows, (0, padding)) if padding else batch.logit_rows
+        logits: Tensor = self.head(rows.index_select(0, wanted))
+        return logits[:num_rows].float()
 
 
 def build_decoder(
@@ -95,33 +70,38 @@ def build_decoder(
 ) -> MoeDecoder:
     """Returns the decoder. Takes the dense tensors out of `weights`, so that none is held twice once it is packed."""
     dense, numerics = weights.dense, parallel.numerics
-    linear = LinearFactory(numerics)
+    forms = WeightForms(numerics)
     embed, norm = dense.pop("embed"), dense.pop("norm")
     if isinstance(spec.attention, GqaSpec):
-        attention: GqaAttention | MlaAttention = GqaAttention(
-            spec.attention, spec.norm_eps, numerics, embed.dtype, device
-        )
+        attention: GqaAttention | MlaAttention = GqaAttention(spec.attention, spec.norm_eps)
     else:
-        attention = MlaAttention(spec.attention, spec.norm_eps, numerics, embed.dtype, device)
+        attention = MlaAttention(spec.attention, spec.norm_eps, numerics)
     layer_rows = {layer_id: row for row, layer_id in enumerate(spec.moe_layer_ids)}
     layers = []
     for layer_id in range(spec.num_layers):
         prefix = f"layers.{layer_id}."
         mine = {name.removeprefix(prefix): dense.pop(name) for name in list(dense) if name.startswith(prefix)}
-        attention_layer = attention.layer(layer_id, mine, spec.rope, linear)
-        moe, mlp = None, None
+        attention_layer = attention.layer(layer_id, mine, spec.rope, forms)
+        moe, mlp, shared = None, None, None
         if layer_id in layer_rows:
-            shared = _mlp(mine, "shared_", linear) if spec.shared_intermediate else None
-            experts = weights.store(layer_id)
-            mine_moe = MoeWeights(mine.pop("router"), mine.pop("router_bias", None), experts, shared)
+            shared = _mlp(mine, "shared_", forms) if spec.shared_intermediate else None
+            own = None if numerics.compiled else shared  # which the layer computes while rows travel
+            mine_moe = MoeWeights(mine.pop("router"), mine.pop("router_bias", None), weights.store(layer_id), own)
             moe = MoeLayer(parallel, layer_rows[layer_id], mine_moe)
+            shared = shared if numerics.compiled else None
         else:
-            mlp = _mlp(mine, "", linear)
-        layers.append(DecoderLayer(mine.pop("input_norm"), attention_layer, mine.pop("post_norm"), moe, mlp))
+            mlp = _mlp(mine, "", forms)
+        norms = mine.pop("input_norm"), mine.pop("post_norm")
+        layers.append(DecoderLayer(norms[0], attention_layer, norms[1], moe, mlp, shared))
         assert not mine, f"weights of layer {layer_id} that nobody took: {sorted(mine)}"
-    head = linear(embed if spec.tie_embeddings else dense.pop("lm_head"))
+    head = forms.linear(embed if spec.tie_embeddings else dense.pop("lm_head"))
     table = RopeTable(spec.rope, spec.max_position, device)
-    return MoeDecoder(spec, numerics, embed, attention, table, layers, norm, head)
+    stack = DecoderStack(layers, norm, spec.norm_eps)
+    if numerics.compiled:
+        run: StackRunner = RecordedRunner(stack, attention.shape)
+    else:
+        run = TorchRunner(stack, PagedAttention(attention.shape, numerics, embed.dtype, device))
+    return MoeDecoder(spec, numerics, embed, table, stack, run, head)
 
 
 def kv_layouts(spec: ModelSpec) -> tuple[KvLayout, ...]:
@@ -134,5 +114,5 @@ def kv_layouts(spec: ModelSpec) -> tuple[KvLayout, ...]:
     return (layout,) * spec.num_layers
 
 
-def _mlp(weights: dict[str, Tensor], prefix: str, linear: LinearFactory) -> GatedMlp:
-    return GatedMlp(linear(weights.pop(prefix + "gate_up")), linear(weights.pop(prefix + "down")))
+def _mlp(weights: dict[str, Tensor], prefix: str, forms: WeightForms) -> GatedMlp | PackedMlp:
+    return forms.mlp(weights.pop(prefix + "gate_up"), weights.pop(prefix + "down"))

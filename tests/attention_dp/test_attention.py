@@ -58,7 +58,7 @@ def run(
     batch = ForwardBatch.build(chunks, BLOCK_SIZE, "cpu", numerics)
     q = torch.randn(batch.num_padded, layout.num_heads, group, layout.width, generator=generator)
     attention = PagedAttention(AttentionShape(layout, group, SCALE), numerics, torch.float32, "cpu")
-    got = attention.begin(batch, cache)(q, 0)
+    got = attention(q, cache, 0, attention.plan(batch))
     assert got.shape == (*q.shape[:-1], layout.value_width)
     wanted = []
     row = 0

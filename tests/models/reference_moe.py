@@ -4,7 +4,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from moe_serve.ep.moe_layer import ExpertParallel, MoeWeights
+from moe_serve.ep.moe_layer import ExpertParallel, MoeWeights, record_call
+from moe_serve.kernels.cpu.recorder import Recorder
 
 
 class ReferenceMoe:
@@ -26,6 +27,9 @@ class ReferenceMoe:
                 )
             out[t] = (out[t].float() + total).to(x.dtype)
         return out
+
+    def record(self, recorder: Recorder, x: Tensor) -> Tensor:
+        return record_call(recorder, self, x)
 
     def _route(self, x: Tensor) -> tuple[Tensor, Tensor]:
         router = self.router

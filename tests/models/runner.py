@@ -13,17 +13,17 @@ from moe_serve.attention_dp.batch import ForwardBatch
 from moe_serve.attention_dp.kv_cache import KvCache
 from moe_serve.attention_dp.request import Request, SamplingParams
 from moe_serve.attention_dp.scheduler import ScheduledChunk
-from moe_serve.dispatch.base import EpGroup
-from moe_serve.dispatch.local import LocalAllToAll
-from moe_serve.dispatch.wire import make_wire
+from moe_serve.dispatch.base import BufferLimits, EpGroup, TransportRequest
+from moe_serve.dispatch.make import make_all_to_all
 from moe_serve.ep.load_recorder import LoadRecorder
-from moe_serve.ep.moe_layer import ExpertParallel
+from moe_serve.ep.moe_layer import ExpertParallel, MoeLayer
 from moe_serve.ep.replica_map import ReplicaMap
 from moe_serve.eplb.placement import Placement
 from moe_serve.kernels.numerics import FAST, Numerics
 from moe_serve.models import moe_decoder
 from moe_serve.models.moe_decoder import MoeDecoder, build_decoder, kv_layouts
 from moe_serve.models.spec import ModelSpec, read_spec
+from moe_serve.models.stored_weights import StoredWeights
 from moe_serve.models.weight_share import WeightShare
 from moe_serve.models.weights import LoadedWeights, load_weights
 from tests.models.reference_moe import ReferenceMoe
@@ -39,10 +39,12 @@ def one_rank(spec: ModelSpec) -> Placement:
 def one_rank_parallel(spec: ModelSpec, numerics: Numerics, dtype: torch.dtype = torch.float32) -> ExpertParallel:
     placement = one_rank(spec)
     group = EpGroup(0, 1, torch.device("cpu"))
+    limits = BufferLimits(4096, spec.hidden, spec.topk, placement.slots_per_rank)
+    transport = TransportRequest("local", limits, dtype, cpu_kernels=numerics.compiled)
     return ExpertParallel(
         rank=0,
         router=spec.router,
-        all_to_all=LocalAllToAll(placement.slots_per_rank, make_wire("auto", dtype)),
+        all_to_all=make_all_to_all(group, transport),
         replica_map=ReplicaMap(placement),
         recorder=LoadRecorder(placement.num_layers, placement.num_logical, group),
         max_tokens_per_rank=4096,
@@ -58,7 +60,9 @@ def load_decoder(
 ) -> MoeDecoder:
     """moe_layer: made in place of MoeLayer, with its arguments"""
     spec = read_spec(folder)
-    weights = load_weights(folder, WeightShare(spec, one_rank(spec), 0, dtype, "cpu"))
+    # The plain MoE layer of tests takes experts as they are, the real one takes them packed.
+    stored = StoredWeights.of(spec, folder) if numerics.compiled and moe_layer is MoeLayer else None
+    weights = load_weights(folder, WeightShare(spec, one_rank(spec), 0, dtype, "cpu", stored=stored))
     return decoder_with(moe_layer, spec, weights, numerics, dtype)
 
 

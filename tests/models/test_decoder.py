@@ -9,8 +9,9 @@ import torch
 
 from moe_serve.attention_dp.batch import ForwardBatch
 from moe_serve.attention_dp.kv_cache import KvCache
-from moe_serve.ep.moe_layer import MoeLayer
-from moe_serve.kernels.numerics import FAST, Numerics
+from moe_serve.ep.moe_layer import MoeLayer, record_call
+from moe_serve.kernels.cpu.recorder import Recorder
+from moe_serve.kernels.numerics import COMPILED, FAST, Numerics
 from moe_serve.models.moe_decoder import kv_layouts
 from moe_serve.models.spec import read_spec
 from moe_serve.models.weight_share import WeightShare
@@ -22,13 +23,14 @@ from tests.tolerance import BFLOAT16_LOGITS, LOGITS, relative_error
 
 Oracle = Callable[[str], tuple[Any, Path]]
 NAMES = ("mixtral", "qwen3_moe", "deepseek_v3")
+CLASSES = {"fast": FAST, "invariant": INVARIANT, "compiled": COMPILED}
 
 
 def prompt(seed: int, length: int) -> list[int]:
     return torch.randint(3, 256, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
 
 
-@pytest.mark.parametrize("numerics", [FAST, INVARIANT], ids=["fast", "invariant"])
+@pytest.mark.parametrize("numerics", CLASSES.values(), ids=CLASSES)
 @pytest.mark.parametrize("name", NAMES)
 def test_logits_with_the_real_moe_layer_match_the_oracle(name: str, numerics: Numerics, oracle: Oracle) -> None:
     model, folder = oracle(name)
@@ -38,11 +40,14 @@ def test_logits_with_the_real_moe_layer_match_the_oracle(name: str, numerics: Nu
     assert relative_error(runner.stacked(request), oracle_logits(model, request.prompt_ids)) < LOGITS
 
 
+@pytest.mark.parametrize("numerics", [INVARIANT, COMPILED], ids=["invariant", "compiled"])
 @pytest.mark.parametrize("name", NAMES)
-def test_with_the_real_moe_layer_logits_are_the_same_bits_in_any_batch(name: str, oracle: Oracle) -> None:
+def test_with_the_real_moe_layer_logits_are_the_same_bits_in_any_batch(
+    name: str, numerics: Numerics, oracle: Oracle
+) -> None:
     folder = oracle(name)[1]
-    decoder = load_decoder(folder, INVARIANT, moe_layer=MoeLayer)
-    runner = Runner(decoder, INVARIANT)
+    decoder = load_decoder(folder, numerics, moe_layer=MoeLayer)
+    runner = Runner(decoder, numerics)
     alone = runner.request("alone", prompt(0, 60))
     runner.prefill([alone])
     others = [runner.request(f"other{i}", prompt(i + 1, n)) for i, n in enumerate((7, 61, 30))]
@@ -54,7 +59,7 @@ def test_with_the_real_moe_layer_logits_are_the_same_bits_in_any_batch(name: str
         assert torch.equal(runner.stacked(request), runner.stacked(alone)), request.request_id
 
 
-@pytest.mark.parametrize("numerics", [FAST, INVARIANT], ids=["fast", "invariant"])
+@pytest.mark.parametrize("numerics", CLASSES.values(), ids=CLASSES)
 @pytest.mark.parametrize("name", NAMES)
 def test_an_empty_batch_reaches_every_moe_layer(name: str, numerics: Numerics, oracle: Oracle) -> None:
     folder = oracle(name)[1]
@@ -65,6 +70,9 @@ def test_an_empty_batch_reaches_every_moe_layer(name: str, numerics: Numerics, o
         def __call__(self, x: torch.Tensor, num_tokens: int, num_chunks: int, overlap: bool) -> torch.Tensor:
             seen.append((x.shape[0], num_tokens, num_chunks, overlap))
             return x
+
+        def record(self, recorder: Recorder, x: torch.Tensor) -> torch.Tensor:
+            return record_call(recorder, self, x)
 
     decoder = load_decoder(folder, numerics, moe_layer=lambda *args: Spy())
     logits = decoder.forward(ForwardBatch.empty("cpu", numerics), Runner(decoder, numerics).cache, 3, True)

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from moe_serve.attention_dp import attention_plan
-from moe_serve.kernels.numerics import Numerics
+from moe_serve.kernels.numerics import COMPILED, Numerics
 from tests.models.families import FAMILIES
 from tests.models.runner import BLOCK_SIZE, Runner, load_decoder
 
@@ -22,16 +22,21 @@ def prompt(seed: int, length: int) -> list[int]:
     return torch.randint(3, 256, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
 
 
+def tiled(row_tile: int) -> Numerics:
+    return Numerics(row_tile=row_tile, kv_tile=32)
+
+
 FIRST_TILE, OTHER_TILES = 4, (8, 1)
-TILED = [(name, FIRST_TILE) for name in FAMILIES]
-TILED += [
-    pytest.param(name, tile, marks=pytest.mark.slow if "-" in name else ()) for name in FAMILIES for tile in OTHER_TILES
+CASES = [(name, numerics) for name in FAMILIES for numerics in (COMPILED, tiled(FIRST_TILE))]
+CASES += [
+    pytest.param(name, tiled(tile), marks=pytest.mark.slow if "-" in name else ())
+    for name in FAMILIES
+    for tile in OTHER_TILES
 ]
 
 
-@pytest.mark.parametrize(("name", "row_tile"), TILED)
-def test_logits_are_the_same_bits_in_any_batch(name: str, row_tile: int, oracle: Oracle) -> None:
-    numerics = Numerics(row_tile=row_tile, kv_tile=32)
+@pytest.mark.parametrize(("name", "numerics"), CASES, ids=str)
+def test_logits_are_the_same_bits_in_any_batch(name: str, numerics: Numerics, oracle: Oracle) -> None:
     runner = Runner(load_decoder(oracle(name)[1], numerics), numerics, num_blocks=512)
     ids = prompt(0, 75)
     alone = runner.request("alone", ids)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from moe_serve.kernels.numerics import FAST, Numerics
+from moe_serve.kernels.numerics import COMPILED, FAST, Numerics
 from moe_serve.models.mla import expand_from
 from moe_serve.models.spec import MlaSpec, read_spec
 from tests.models.families import FAMILIES, logits_behind, oracle_logits
@@ -23,7 +23,7 @@ def prompts() -> list[list[int]]:
     return [torch.randint(3, 256, (n,), generator=generator).tolist() for n in LENGTHS]
 
 
-@pytest.mark.parametrize("numerics", [FAST, INVARIANT], ids=["fast", "invariant"])
+@pytest.mark.parametrize("numerics", [FAST, INVARIANT, COMPILED], ids=["fast", "invariant", "compiled"])
 @pytest.mark.parametrize("name", FAMILIES)
 def test_logits_match_in_one_piece_in_chunks_and_behind_a_cached_prefix(
     name: str, numerics: Numerics, oracle: Oracle
@@ -72,7 +72,7 @@ def test_the_demo_model_agrees_with_transformers() -> None:
     folder = Path(moe_serve.__file__).parent / "demo_model"
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     ids = torch.randint(2, 2048, (200,), generator=torch.Generator().manual_seed(3)).tolist()
-    runner = Runner(load_decoder(folder), FAST)
+    runner = Runner(load_decoder(folder, COMPILED), COMPILED)
     request = runner.request("demo", ids)
     runner.prefill([request], chunk=120)
     assert relative_error(runner.stacked(request), oracle_logits(model, ids)) < LOGITS

@@ -1,6 +1,8 @@
 /* The library: all kernels, with one pool. */
 #include "gemm.c"
 #include "experts.c"
+#include "calls.c"
+#include "moves.c"
 #include "attention.c"
 #include "rows.c"
 #include "gate.c"

@@ -24,15 +24,16 @@ def gate(logits: Tensor, bias: Tensor | None, shape: GateShape, load: Tensor) ->
     assert bias is None or dense(bias, torch.float32, num_experts), f"bias of {num_experts} experts"
     ids = load.new_empty(num_tokens, shape.topk)
     weights = logits.new_empty(num_tokens, shape.topk)
+    facts = gate_facts(shape, num_experts)
     cpu_library().call.gate(
-        _facts(shape, num_experts).data_ptr(), 0 if bias is None else bias.data_ptr(), logits.data_ptr(), num_tokens,
+        facts.data_ptr(), 0 if bias is None else bias.data_ptr(), logits.data_ptr(), num_tokens,
         logits.stride(0), ids.data_ptr(), weights.data_ptr(), load.data_ptr(),
     )  # fmt: skip
     return ids, weights
 
 
 @functools.lru_cache
-def _facts(shape: GateShape, num_experts: int) -> Tensor:
+def gate_facts(shape: GateShape, num_experts: int) -> Tensor:
     """Returns the block of int64 that gate.c reads."""
     assert shape.topk <= num_experts <= MOST_EXPERTS, f"{shape.topk} of {num_experts} experts, at most {MOST_EXPERTS}"
     assert shape.num_groups <= MOST_GROUPS, f"{shape.num_groups} groups, at most {MOST_GROUPS}"

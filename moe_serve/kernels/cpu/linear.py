@@ -19,8 +19,8 @@ class _Projection:
             pack(weight[head], self._packed[head])
         self._bias = None if bias is None else bias.float().contiguous()
         addresses = (self._packed.data_ptr(), 0 if self._bias is None else self._bias.data_ptr())
-        self._facts = torch.tensor([heads, n, k, KINDS.index(weight.dtype), *addresses])
-        self._at = self._facts.data_ptr()
+        self.facts = torch.tensor([heads, n, k, KINDS.index(weight.dtype), *addresses])
+        self._at = self.facts.data_ptr()
         self._linear = cpu_library().call.linear
 
 
@@ -50,11 +50,11 @@ class PackedHeads(_Projection):
     def __init__(self, weight: Tensor):
         """weight: [heads, k, n] float32 or bfloat16"""
         super().__init__(weight.transpose(1, 2), None)
-        self._heads, _, self._n = weight.shape
+        self.num_heads, _, self.out_features = weight.shape
 
     def __call__(self, x: Tensor) -> Tensor:
         """x: [rows, heads, k] float32, of any strides of rows and heads -> [rows, heads, n]"""
-        out = x.new_empty(x.shape[0], self._heads, self._n)
+        out = x.new_empty(x.shape[0], self.num_heads, self.out_features)
         strides = (x.stride(0), x.stride(1), out.data_ptr(), out.stride(0), out.stride(1))
         self._linear(self._at, x.data_ptr(), x.shape[0], *strides)
         return out

@@ -22,7 +22,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, out: Tensor | None = None) -
     assert checks.rows(x), f"{x.dtype}, strides {x.stride()}"
     assert dense(weight, torch.float32, x.shape[1]), f"weight {weight.dtype} {tuple(weight.shape)}"
     assert dense(out, torch.float32, *x.shape), f"out {out.dtype} {tuple(out.shape)}"
-    cpu_library().call.rms_norm(x.data_ptr(), *x.shape, x.stride(0), weight.data_ptr(), _bits(eps), out.data_ptr())
+    cpu_library().call.rms_norm(x.data_ptr(), *x.shape, x.stride(0), weight.data_ptr(), float_bits(eps), out.data_ptr())
     return out
 
 
@@ -34,7 +34,7 @@ def add_rms_norm(x: Tensor, delta: Tensor, weight: Tensor, eps: float) -> Tensor
     assert dense(weight, torch.float32, x.shape[1]), f"weight {weight.dtype} {tuple(weight.shape)}"
     out = x.new_empty(x.shape)
     cpu_library().call.add_rms_norm(
-        x.data_ptr(), delta.data_ptr(), *x.shape, x.stride(0), delta.stride(0), weight.data_ptr(), _bits(eps),
+        x.data_ptr(), delta.data_ptr(), *x.shape, x.stride(0), delta.stride(0), weight.data_ptr(), float_bits(eps),
         out.data_ptr(),
     )  # fmt: skip
     return out
@@ -58,7 +58,7 @@ def rope_write(
     _check_turns(len(qkv), turns, slots, width)
     cpu_library().call.rope_write(
         qkv.data_ptr(), qkv.shape[0], qkv.stride(0), num_heads, num_kv_heads, width,
-        0 if head_norm is None else head_norm.data_ptr(), _bits(eps), turns.data_ptr(), slots.data_ptr(),
+        0 if head_norm is None else head_norm.data_ptr(), float_bits(eps), turns.data_ptr(), slots.data_ptr(),
         cache_layer.data_ptr(),
     )  # fmt: skip
 
@@ -86,8 +86,8 @@ def mla_rope_write(
     assert dense(latent_norm, torch.float32, widths.latent), tuple(latent_norm.shape)
     _check_turns(len(q), turns, slots, widths.rope)
     cpu_library().call.mla_rope_write(
-        _mla_facts(num_heads, widths).data_ptr(), q.data_ptr(), q.stride(0), row.data_ptr(), row.stride(0), len(slots),
-        latent_norm.data_ptr(), _bits(eps), turns.data_ptr(), slots.data_ptr(), cache_layer.data_ptr(),
+        mla_facts(num_heads, widths).data_ptr(), q.data_ptr(), q.stride(0), row.data_ptr(), row.stride(0), len(slots),
+        latent_norm.data_ptr(), float_bits(eps), turns.data_ptr(), slots.data_ptr(), cache_layer.data_ptr(),
     )  # fmt: skip
 
 
@@ -130,13 +130,13 @@ def _check_turns(num_rows: int, turns: Tensor, slots: Tensor, width: int) -> Non
 
 
 @functools.lru_cache
-def _bits(number: float) -> int:
+def float_bits(number: float) -> int:
     """Returns the bits of a float64: the kernels take integers only."""
     bits: int = struct.unpack("q", struct.pack("d", number))[0]
     return bits
 
 
 @functools.lru_cache
-def _mla_facts(num_heads: int, widths: MlaWidths) -> Tensor:
+def mla_facts(num_heads: int, widths: MlaWidths) -> Tensor:
     """Returns the block of int64 that rows.c reads."""
     return torch.tensor([num_heads, widths.nope + widths.rope, widths.latent, widths.rope])

@@ -1,0 +1,186 @@
+"""Writes the kernels of a step to a program instead of running them.
+
+Model code calls these operations once, on buffers of as many rows as a step may have. They note which kernel reads and
+writes which buffer; afterwards a step of any number of rows is a run of the program. Buffers are shared by layers:
+what one layer calls "qkv" is read by no one when the next layer writes its own.
+
+A step may need Python in between, such as an exchange between ranks: `call_python` cuts the program there.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import zip_longest
+
+import torch
+from torch import Tensor
+
+from moe_serve.kernels.cpu.attention import AttendRows, AttendShape
+from moe_serve.kernels.cpu.experts import PackedExperts
+from moe_serve.kernels.cpu.gate import gate_facts
+from moe_serve.kernels.cpu.library import CpuLibrary
+from moe_serve.kernels.cpu.linear import PackedHeads, PackedLinear
+from moe_serve.kernels.cpu.packed import padded
+from moe_serve.kernels.cpu.program import Input, Program
+from moe_serve.kernels.cpu.rows import float_bits, mla_facts
+from moe_serve.kernels.gate_shape import GateShape
+from moe_serve.kernels.rope import MlaWidths
+
+ROWS, SLOTS, TURNS, ATTEND = Input("rows"), Input("slots"), Input("turns"), Input("attend")
+
+
+@dataclass(frozen=True)
+class RecordedRun:
+    """One step's run. attend: which keys each row reads, None where there are no rows
+
+    slots: [T] int64, where each row is cached;  turns: [T, rotated width / 2] complex64
+    num_chunks, overlap: of its MoE layers, as MoeLayer takes them
+    """
+
+    num_rows: int
+    attend: AttendRows | None
+    slots: Tensor
+    turns: Tensor
+    num_chunks: int
+    overlap: bool
+
+
+Part = Callable[[RecordedRun], None]
+
+
+class Recorder:
+    """The operations of a decoder, recorded for steps of up to `capacity` rows, which are float32."""
+
+    def __init__(self, library: CpuLibrary, capacity: int):
+        self.capacity = capacity
+        self._library = library
+        self._buffers: dict[tuple[object, ...], Tensor] = {}
+        self._num_rows = torch.zeros(1, dtype=torch.int64)
+        self._kept: list[object] = []  # whose addresses the program holds
+        self._programs: list[Program] = [Program(library)]
+        self._between: list[Part] = []  # after each program but the last
+
+    def run(self, step: RecordedRun) -> None:
+        """Runs what was recorded. Kernels are left out where the step has no rows; Python takes part in any case."""
+        assert step.num_rows <= self.capacity, f"{step.num_rows} rows, recorded for {self.capacity}"
+        self._num_rows[0] = step.num_rows
+        inputs = {ROWS: step.num_rows, SLOTS: step.slots.data_ptr(), TURNS: step.turns.data_ptr()}
+        if step.attend is not None:
+            inputs[ATTEND] = step.attend.facts.data_ptr()
+        for program, then in zip_longest(self._programs, self._between):
+            if step.num_rows:
+                program.run(inputs)
+            if then is not None:
+                then(step)
+
+    def buffer(self, name: str, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        """Returns the buffer of a name, [capacity, *shape]; the same one for the same name and shape."""
+        key = (name, *shape, dtype)
+        if key not in self._buffers:
+            self._buffers[key] = torch.empty(self.capacity, *shape, dtype=dtype)
+        return self._buffers[key]
+
+    def call_python(self, function: Part) -> None:
+        """Records a call of Python at this point of every step."""
+        self._between.append(function)
+        self._programs.append(Program(self._library))
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """As kernels/norm.py."""
+        out = self.buffer("rms_norm", x.shape[1])
+        self._add("rms_norm", x, ROWS, x.shape[1], x.stride(0), weight, float_bits(eps), out)
+        return out
+
+    def add_rms_norm(self, x: Tensor, delta: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """As kernels/norm.py."""
+        out = self.buffer("normed", x.shape[1])
+        strides = x.stride(0), delta.stride(0)
+        self._add("add_rms_norm", x, delta, ROWS, x.shape[1], *strides, weight, float_bits(eps), out)
+        return out
+
+    def linear(self, name: str, weight: PackedLinear, x: Tensor) -> Tensor:
+        """Returns the projection of x [rows, k], [rows, n], in the buffer of this name."""
+        out = self.buffer(name, weight.out_features)
+        self._add("linear", weight.facts, x, ROWS, x.stride(0), 0, out, out.stride(0), 0)
+        self._kept.append(weight)
+        return out
+
+    def heads(self, weight: PackedHeads, x: Tensor, out: Tensor) -> Tensor:
+        """Writes one projection per head of x [rows, heads, k] to out [rows, heads, n], of any strides; returns out."""
+        self._add("linear", weight.facts, x, ROWS, *x.stride()[:2], out, *out.stride()[:2])
+        self._kept.append(weight)
+        return out
+
+    def copy_heads(self, source: Tensor, out: Tensor) -> None:
+        """Copies [rows, heads, width] between any strides."""
+        _, heads, width = source.shape
+        self._add("copy_heads", source, ROWS, heads, width, *source.stride()[:2], out, *out.stride()[:2])
+
+    def rope_write(
+        self, qkv: Tensor, head_norm: Tensor | None, eps: float, cache: Tensor, num_heads: int, num_kv_heads: int
+    ) -> None:
+        """As kernels/rope.py, with the step's slots and turns. cache: [slots, 2 num_kv_heads, head_dim]"""
+        heads = num_heads, num_kv_heads, cache.shape[2]
+        norm = 0 if head_norm is None else head_norm
+        self._add("rope_write", qkv, ROWS, qkv.stride(0), *heads, norm, float_bits(eps), TURNS, SLOTS, cache)
+
+    def mla_rope_write(
+        self, q: Tensor, row: Tensor, latent_norm: Tensor, eps: float, cache: Tensor, widths: MlaWidths
+    ) -> None:
+        """As kernels/rope.py, with the step's slots and turns. cache: [slots, 1, latent + rope]"""
+        rows = q, q.stride(0), row, row.stride(0), ROWS
+        facts = mla_facts(q.shape[1], widths)
+        self._add("mla_rope_write", facts, *rows, latent_norm, float_bits(eps), TURNS, SLOTS, cache)
+
+    def attend(self, q: Tensor, cache: Tensor, shape: AttendShape) -> Tensor:
+        """As cpu/attention.py, with the step's AttendRows. q: [rows, heads, group, width]"""
+        out = self.buffer("attended", shape.heads, shape.group, shape.value_width)
+        self._add("attend", ATTEND, q, q.stride(0), cache, out)
+        return out
+
+    def gate(self, logits: Tensor, bias: Tensor | None, shape: GateShape, load: Tensor) -> tuple[Tensor, Tensor]:
+        """As cpu/gate.py: ids [rows, topk] int64 and weights [rows, topk]."""
+        ids = self.buffer("topk_ids", shape.topk, dtype=torch.int64)
+        weights = self.buffer("topk_weights", shape.topk)
+        facts = gate_facts(shape, logits.shape[1])
+        bias_or_none = 0 if bias is None else bias
+        self._add("gate", facts, bias_or_none, logits, ROWS, logits.stride(0), ids, weights, load)
+        return ids, weights
+
+    def look_up(self, table: Tensor, ids: Tensor) -> Tensor:
+        """Returns table[ids], -1 for -1. table: [n] int64, ids: [rows, topk] int64"""
+        out = self.buffer("slots", ids.shape[1], dtype=torch.int64)
+        self._add("look_up", table, table.shape[0], ids, ROWS, ids.shape[1], out)
+        return out
+
+    def experts(self, x: Tensor, slots: Tensor, weights: Tensor, experts: PackedExperts) -> Tensor:
+        """Returns the weighted sum of each row's experts. x: [rows, H], slots: [rows, topk], weights: [rows, topk]"""
+        hidden, topk, num_slots = experts.hidden, slots.shape[1], experts.gate_up.shape[0]
+        packed, index = self.buffer("packed", topk, hidden), self.buffer("index", topk, dtype=torch.int64)
+        counts = self.buffer("counts", num_slots, dtype=torch.int64)[0]
+        sizes = hidden, slots, ROWS, topk, num_slots
+        self._add("pack_rows", x, x.stride(0), *sizes, packed, counts, index)
+        results = self._ffn("expert", packed.view(-1, hidden), counts, experts)
+        out = self.buffer("expert_sum", hidden)
+        self._add("weighted_sum", results, hidden, index, ROWS, topk, weights, out)
+        return out
+
+    def mlp(self, x: Tensor, weights: PackedExperts) -> Tensor:
+        """Returns the gated MLP of rows [rows, H], whose weights are those of a single slot."""
+        return self._ffn("mlp", x, self._num_rows, weights)
+
+    def add(self, total: Tensor, x: Tensor) -> None:
+        """Adds x to total in place, both [rows, width] without gaps."""
+        self._add("add_rows", total, x, ROWS, x.shape[1])
+
+    def _ffn(self, name: str, x: Tensor, counts: Tensor, experts: PackedExperts) -> Tensor:
+        per_row = x.shape[0] // self.capacity
+        middle = self.buffer(name + "_middle", per_row * padded(experts.width))
+        out = self.buffer(name + "_out", per_row * experts.hidden)
+        self._add("expert_ffn", experts.facts, x, x.stride(0), counts, 0, middle, out, experts.hidden)
+        self._kept.append(experts)
+        return out
+
+    def _add(self, kernel: str, *arguments: Tensor | int | Input) -> None:
+        """Adds a call; a tensor stands for its address."""
+        self._kept += [argument for argument in arguments if isinstance(argument, Tensor)]
+        self._programs[-1].add(kernel, *(a.data_ptr() if isinstance(a, Tensor) else a for a in arguments))

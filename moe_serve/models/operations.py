@@ -1,0 +1,81 @@
+"""The operations that a decoder is written over: done at once by torch, or recorded for the compiled CPU kernels.
+
+Shape words: T = rows of the step (padded; when recorded, as many as a step may have), H = hidden.
+"""
+
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from moe_serve.attention_dp.attention_plan import Chunk
+from moe_serve.ep.moe_layer import MoeLayer
+from moe_serve.kernels.rope import MlaWidths
+
+# Weights in the form that the operations of the same decoder read, such as Linear or PackedLinear; see weight_forms.py.
+AnyLinear = Any
+AnyHeads = Any
+AnyMlp = Any
+
+
+class Operations(Protocol):
+    """What the layers of a decoder do with the rows of a step. All rows [T, ...]; a result is new unless said."""
+
+    @property
+    def has_rows(self) -> bool:
+        """Whether attention has anything to do. MoE layers run in any case: all ranks take part."""
+        ...
+
+    @property
+    def long_chunks(self) -> tuple[Chunk, ...]:
+        """Chunks that `attend` leaves to the caller, behind all other rows."""
+        ...
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """As kernels/norm.py."""
+        ...
+
+    def add_rms_norm(self, x: Tensor, delta: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """Adds delta to x in place, and returns the normed sum."""
+        ...
+
+    def linear(self, name: str, weight: AnyLinear, x: Tensor) -> Tensor:
+        """x: [T, k] -> [T, n]. name: of the result, different for results of one layer that live together"""
+        ...
+
+    def absorb(self, weight: AnyHeads, q: Tensor, nope: int) -> Tensor:
+        """Projects the first `nope` elements of each query head into the latent space.
+
+        q: [T, heads, nope + rope] -> [T, heads, latent + rope]
+        """
+        ...
+
+    def expand(self, weight: AnyHeads, latents: Tensor) -> Tensor:
+        """latents: [T, heads, latent] -> values [T, heads, value_dim]"""
+        ...
+
+    def rope_write(self, qkv: Tensor, norm: Tensor | None, eps: float, layer: int, heads: tuple[int, int]) -> None:
+        """As kernels/rope.py, into this layer's cache. heads: of queries, and of keys"""
+        ...
+
+    def mla_rope_write(self, q: Tensor, row: Tensor, norm: Tensor, eps: float, layer: int, widths: MlaWidths) -> None:
+        """As kernels/rope.py, into this layer's cache."""
+        ...
+
+    def attend(self, q: Tensor, layer: int) -> Tensor:
+        """Returns the attention of the rows, [T, heads, group, Dv]; zeros for padding rows and long chunks.
+
+        q: [T, heads, group, D]. The keys and values of these rows are already in the cache.
+        """
+        ...
+
+    def cached_rows(self, layer: int, chunk: Chunk) -> Tensor:
+        """Returns what a layer has cached for the keys of a long chunk, [K, width]."""
+        ...
+
+    def moe(self, layer: MoeLayer, shared: AnyMlp | None, x: Tensor) -> Tensor:
+        """Returns the MoE layer's rows, plus those of the shared expert if given: [T, H] -> [T, H]."""
+        ...
+
+    def mlp(self, weights: AnyMlp, x: Tensor) -> Tensor:
+        """Returns the gated MLP of x, [T, H] -> [T, H]."""
+        ...

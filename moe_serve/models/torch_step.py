@@ -1,0 +1,80 @@
+"""The operations of a decoder by torch, done at once: on GPUs, and on CPUs without the compiled kernels."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from moe_serve.attention_dp.attention import PagedAttention
+from moe_serve.attention_dp.attention_plan import AttentionPlan, Chunk
+from moe_serve.ep.moe_layer import MoeLayer
+from moe_serve.kernels.linear import HeadLinear, Linear
+from moe_serve.kernels.norm import add_rms_norm, rms_norm
+from moe_serve.kernels.rope import MlaWidths, mla_rope_write, rope_write
+from moe_serve.models.stack import DecoderStack, StepInputs
+from moe_serve.models.weight_forms import GatedMlp
+
+
+@dataclass(frozen=True)
+class TorchRunner:
+    """StackRunner by torch."""
+
+    stack: DecoderStack
+    attention: PagedAttention
+
+    def __call__(self, x: Tensor, step: StepInputs) -> Tensor:
+        plan = self.attention.plan(step.batch) if step.batch.num_tokens else None
+        return self.stack(x, TorchStep(step, self.attention, plan))
+
+
+@dataclass(frozen=True)
+class TorchStep:
+    """Operations on the rows of one batch; see operations.py. plan: what to attend; None: the batch has no rows"""
+
+    step: StepInputs
+    attention: PagedAttention
+    plan: AttentionPlan | None
+
+    @property
+    def has_rows(self) -> bool:
+        return self.plan is not None
+
+    @property
+    def long_chunks(self) -> tuple[Chunk, ...]:
+        return () if self.plan is None else self.plan.long_chunks
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        return rms_norm(x, weight, eps)
+
+    def add_rms_norm(self, x: Tensor, delta: Tensor, weight: Tensor, eps: float) -> Tensor:
+        return add_rms_norm(x, delta, weight, eps)
+
+    def linear(self, name: str, weight: Linear, x: Tensor) -> Tensor:
+        return weight(x)
+
+    def absorb(self, weight: HeadLinear, q: Tensor, nope: int) -> Tensor:
+        return torch.cat((weight(q[..., :nope]), q[..., nope:]), dim=-1)
+
+    def expand(self, weight: HeadLinear, latents: Tensor) -> Tensor:
+        return weight(latents)
+
+    def rope_write(self, qkv: Tensor, norm: Tensor | None, eps: float, layer: int, heads: tuple[int, int]) -> None:
+        rope_write(qkv, norm, eps, self.step.turns, self.step.batch.slot_mapping, self.step.cache.layer(layer), *heads)
+
+    def mla_rope_write(self, q: Tensor, row: Tensor, norm: Tensor, eps: float, layer: int, widths: MlaWidths) -> None:
+        slots, cached = self.step.batch.slot_mapping, self.step.cache.layer(layer)
+        mla_rope_write(q, row, norm, eps, self.step.turns, slots, cached, widths)
+
+    def attend(self, q: Tensor, layer: int) -> Tensor:
+        assert self.plan is not None, "nothing to attend"
+        return self.attention(q, self.step.cache, layer, self.plan)
+
+    def cached_rows(self, layer: int, chunk: Chunk) -> Tensor:
+        return self.step.cache.gather(layer, chunk.rows, 1)[0][0, 0]
+
+    def moe(self, layer: MoeLayer, shared: GatedMlp | None, x: Tensor) -> Tensor:
+        assert shared is None, "the MoE layer computes its shared expert itself, while rows travel"
+        return layer(x, self.step.batch.num_tokens, self.step.num_chunks, self.step.overlap)
+
+    def mlp(self, weights: GatedMlp, x: Tensor) -> Tensor:
+        return weights(x)

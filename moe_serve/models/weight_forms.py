@@ -1,0 +1,68 @@
+"""The dense weights of a decoder in the form that its operations read: for torch, or packed for compiled kernels."""
+
+import torch
+from torch import Tensor
+
+from moe_serve.kernels.cpu.experts import PackedExperts, packed_ffn
+from moe_serve.kernels.cpu.linear import PackedHeads, PackedLinear
+from moe_serve.kernels.cpu.packed import gate_up_size, pack, pack_gate_up, packed_size
+from moe_serve.kernels.linear import HeadLinear, Linear
+from moe_serve.kernels.numerics import Numerics
+from moe_serve.kernels.silu_mul import silu_mul
+
+
+class GatedMlp:
+    """down(silu(gate(x)) * up(x)), of dense layers and shared experts."""
+
+    def __init__(self, gate_up: Linear, down: Linear):
+        """gate_up: [2 I, H], gate rows first; down: [H, I]"""
+        self._gate_up = gate_up
+        self._down = down
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x: [T, H] -> [T, H]"""
+        return self._down(silu_mul(self._gate_up(x)))
+
+
+class PackedMlp:
+    """The same function by the compiled kernel of experts, with one slot."""
+
+    def __init__(self, gate_up: Tensor, down: Tensor):
+        """gate_up: [2 I, H], gate rows first;  down: [H, I]; float32 or bfloat16"""
+        hidden, width = down.shape
+        packed_gate_up = gate_up.new_empty(1, gate_up_size(width, hidden))
+        packed_down = down.new_empty(1, packed_size(hidden, width))
+        pack_gate_up(gate_up, packed_gate_up[0])
+        pack(down, packed_down[0])
+        self.experts = PackedExperts(packed_gate_up, packed_down, hidden, width)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x: [T, H] float32 -> [T, H]"""
+        return packed_ffn(x, torch.tensor([x.shape[0]]), self.experts)
+
+
+class WeightForms:
+    """Brings the dense weights of one model into form; those of equal shape share their proof of row counts."""
+
+    def __init__(self, numerics: Numerics):
+        self._numerics = numerics
+        self._proven: dict[object, tuple[int, ...]] = {}
+
+    def linear(self, weight: Tensor, bias: Tensor | None = None) -> Linear | PackedLinear:
+        """weight: [n, k], bias: [n] -> a function of rows [T, k] -> [T, n]"""
+        if self._numerics.compiled:
+            return PackedLinear(weight, bias)
+        return Linear(weight, bias, self._numerics, self._proven)
+
+    def per_head(self, weight: Tensor) -> HeadLinear | PackedHeads:
+        """weight: [heads, k, n] -> a function of rows [T, heads, k] -> [T, heads, n]"""
+        if self._numerics.compiled:
+            return PackedHeads(weight)
+        return HeadLinear(weight, self._numerics, self._proven)
+
+    def mlp(self, gate_up: Tensor, down: Tensor) -> GatedMlp | PackedMlp:
+        """gate_up: [2 I, H], gate rows first;  down: [H, I] -> a function of rows [T, H] -> [T, H]"""
+        if self._numerics.compiled:
+            return PackedMlp(gate_up, down)
+        linear = (Linear(weight, None, self._numerics, self._proven) for weight in (gate_up, down))
+        return GatedMlp(*linear)

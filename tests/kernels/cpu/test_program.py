@@ -1,0 +1,105 @@
+"""Programs of kernel calls, and the operations that write them, against the kernels called one by one."""
+
+import pytest
+import torch
+
+from moe_serve.kernels.cpu.attention import AttendRows, AttendShape
+from moe_serve.kernels.cpu.experts import PackedExperts, packed_ffn
+from moe_serve.kernels.cpu.library import cpu_library
+from moe_serve.kernels.cpu.linear import PackedHeads, PackedLinear
+from moe_serve.kernels.cpu.packed import gate_up_size, packed_size
+from moe_serve.kernels.cpu.program import Input, Program
+from moe_serve.kernels.cpu.recorder import RecordedRun, Recorder
+from moe_serve.kernels.cpu.rows import pack_rows, weighted_sum
+
+ROWS = [0, 1, 3, 5]
+
+
+def a_step(num_rows: int) -> RecordedRun:
+    """Returns a step of this many rows that attend nothing."""
+    shape = AttendShape(1, 1, 4, 1.0)
+    starts = torch.arange(num_rows + 1, dtype=torch.int32)
+    rows = torch.zeros(num_rows, dtype=torch.int64)
+    attend = AttendRows(shape, rows, starts, torch.zeros(num_rows, 1, dtype=torch.int32), 4)
+    return RecordedRun(num_rows, attend, rows, torch.zeros(num_rows, 2, dtype=torch.complex64), 1, False)
+
+
+def recorder(capacity: int = 5) -> Recorder:
+    return Recorder(cpu_library(), capacity)
+
+
+def test_a_program_fills_in_what_changes_and_makes_its_calls_in_order() -> None:
+    program, rows = Program(cpu_library()), Input("rows")
+    total, x, y = torch.zeros(3, 2), torch.ones(3, 2), torch.full((3, 2), 10.0)
+    program.add("add_rows", total.data_ptr(), x.data_ptr(), rows, 2)
+    program.add("add_rows", total.data_ptr(), y.data_ptr(), 1, 2)
+    program.run({rows: 2})
+    assert total.tolist() == [[11, 11], [1, 1], [0, 0]]
+    program.run({rows: 3})
+    assert total.tolist() == [[22, 22], [2, 2], [1, 1]]
+
+
+def test_a_kernel_that_fails_ends_the_program_and_is_named() -> None:
+    program, total, x = Program(cpu_library()), torch.zeros(1, 2), torch.ones(1, 2)
+    table, ids, out = torch.tensor([5, 6]), torch.tensor([[1, 2]]), torch.zeros(1, 2, dtype=torch.int64)
+    program.add("look_up", table.data_ptr(), 2, ids.data_ptr(), 1, 2, out.data_ptr())
+    program.add("add_rows", total.data_ptr(), x.data_ptr(), 1, 2)
+    with pytest.raises(RuntimeError, match="call 0 of 2 failed: look_up"):
+        program.run({})
+    assert not total.any()
+
+
+def test_python_runs_between_the_kernels_also_where_there_are_no_rows() -> None:
+    record, seen = recorder(), []
+    x = record.buffer("x", 2)
+    total = record.buffer("total", 2)
+    record.add(total, x)
+    record.call_python(lambda step: seen.append((step.num_rows, total[0].tolist())))
+    record.add(total, x)
+    x.fill_(1)
+    total.zero_()
+    record.run(a_step(2))
+    record.run(a_step(0))
+    assert seen == [(2, [1, 1]), (0, [2, 2])]
+    assert total.tolist() == [[2, 2], [2, 2], [0, 0], [0, 0], [0, 0]]
+
+
+@pytest.mark.parametrize("num_rows", ROWS)
+def test_recorded_products_are_those_of_the_kernels(num_rows: int) -> None:
+    linear = PackedLinear(torch.randn(37, 19), torch.randn(37))
+    heads = PackedHeads(torch.randn(3, 6, 11))
+    record = recorder()
+    x, per_head = record.buffer("x", 19), record.buffer("heads", 3, 8)
+    x.normal_()
+    per_head.normal_()
+    y = record.linear("y", linear, x)
+    z = record.heads(heads, per_head[..., 2:], record.buffer("z", 3, 13)[..., 1:12])
+    copied = record.buffer("copied", 3, 5)
+    record.copy_heads(per_head[..., :4], copied[..., 1:])
+    record.run(a_step(num_rows))
+    assert torch.equal(y[:num_rows], linear(x[:num_rows]))
+    assert torch.equal(z[:num_rows], heads(per_head[:num_rows, :, 2:]))
+    assert torch.equal(copied[:num_rows, :, 1:], per_head[:num_rows, :, :4])
+
+
+@pytest.mark.parametrize("num_rows", ROWS)
+def test_recorded_experts_are_packed_computed_and_added_as_by_the_kernels(num_rows: int) -> None:
+    slots, hidden, width, topk = 4, 18, 7, 2
+    experts = PackedExperts(
+        torch.randn(slots, gate_up_size(width, hidden)) / 4,
+        torch.randn(slots, packed_size(hidden, width)),
+        hidden,
+        width,
+    )
+    record = recorder()
+    x, weights = record.buffer("x", hidden), record.buffer("weights", topk)
+    ids = record.buffer("ids", topk, dtype=torch.int64)
+    x.normal_()
+    weights.uniform_()
+    ids.copy_(torch.tensor([[0, 4], [3, 1], [4, 4], [-1, 2], [2, 0]]))
+    table = torch.tensor([3, 2, 1, 0, -1])  # expert 4 has no slot
+    out = record.experts(x, record.look_up(table, ids), weights, experts)
+    record.run(a_step(num_rows))
+    rows, counts, index = pack_rows(x[:num_rows], table[ids[:num_rows]], slots)
+    wanted = weighted_sum(packed_ffn(rows, counts, experts), index, weights[:num_rows])
+    assert torch.equal(out[:num_rows], wanted)
