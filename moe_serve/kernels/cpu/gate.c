@@ -2,7 +2,7 @@
 #include <math.h>
 #include "pool.h"
 
-enum { GATE_ROWS = 16 }; /* rows of a piece */
+enum { GATE_ROWS = 16, TOGETHER = 4 }; /* rows of a piece; rows whose choices are made at once */
 enum { MOST_EXPERTS = 2048, MOST_GROUPS = 64 };
 #define LOWEST_CHOICE -1e30f /* instead of NaN, as in kernels/gate_shape.py */
 
@@ -90,34 +90,53 @@ static void drop_groups(const GateShape *g, float *choice)
     }
 }
 
-/* Writes the best experts, best first, the lower id where choices are equal. */
-static void choose(const GateShape *g, const float *choice, i64 *ids)
+/* A tournament of one row: the key of expert e meets those of e + first, e + 2 first, .. in the first round, and the
+   winners meet likewise in the second. A key is the order of its float in the upper half, ~e in the lower one, so that
+   integers compare, and the lower expert wins where choices are equal. */
+typedef struct {
+    i64 keys[MOST_EXPERTS], winners[MOST_EXPERTS / 8], finals[MOST_EXPERTS / 64];
+} Tournament;
+
+INLINE i64 most(i64 a, i64 b) { return a > b ? a : b; }
+INLINE i64 winner(const i64 *key, i64 step)
 {
-    i8q keys[MOST_EXPERTS / 8]; /* order of the float in the upper half, so that integers compare; ~id in the lower */
-    i64 vectors = (g->experts + 15) / 16 * 2;
-    static const i8q lane = {0, 1, 2, 3, 4, 5, 6, 7};
-    for (i64 v = 0; v < vectors; v++) {
-        i8h bits;
-        memcpy(&bits, choice + 8 * v, 32);
-        bits ^= (bits >> 31) & 0x7fffffff;
-        keys[v] = (__builtin_convertvector(bits, i8q) << 32) | ((~(lane + 8 * v)) & 0xffffffff);
-    }
-    for (i64 k = 0; k < g->topk; k++) {
-        i8q best = keys[0];
-        for (i64 v = 1; v < vectors; v++) {
-            i8q above = keys[v] > best;
-            best = (keys[v] & above) | (best & ~above);
-        }
-        i64 most = best[0];
-        for (int i = 1; i < 8; i++) most = best[i] > most ? best[i] : most;
-        ids[k] = ~most & 0xffffffff;
-        ((i64 *)keys)[ids[k]] = INT64_MIN;
-    }
+    i64 left = most(most(key[0], key[step]), most(key[2 * step], key[3 * step]));
+    return most(left, most(most(key[4 * step], key[5 * step]), most(key[6 * step], key[7 * step])));
 }
 
-static void gate_row(const GateShape *g, const float *bias, const float *logits, i64 *ids, float *weights)
+/* choice: filled up with -inf to a multiple of 16; finals: a power of two */
+static void begin(const float *choice, i64 experts, i64 finals, Tournament *t)
 {
-    float score[MOST_EXPERTS], choice[MOST_EXPERTS], total = 0;
+    static const i8q lane = {0, 1, 2, 3, 4, 5, 6, 7};
+    for (i64 e = 0; e < finals * 64; e += 8) {
+        i8q keys = (i8q){} + INT64_MIN;
+        if (e < experts) {
+            i8h order;
+            memcpy(&order, choice + e, 32);
+            order ^= (order >> 31) & 0x7fffffff;
+            keys = (__builtin_convertvector(order, i8q) << 32) | (~(lane + e) & 0xffffffff);
+        }
+        memcpy(t->keys + e, &keys, 64);
+    }
+    for (i64 i = 0; i < finals * 8; i++) t->winners[i] = winner(t->keys + i, finals * 8);
+    for (i64 i = 0; i < finals; i++) t->finals[i] = winner(t->winners + i, finals);
+}
+
+/* Returns the best expert, which then takes no more part. */
+INLINE i64 take_best(Tournament *t, i64 finals)
+{
+    i64 best = t->finals[0];
+    for (i64 i = 1; i < finals; i++) best = most(best, t->finals[i]);
+    i64 expert = ~best & 0xffffffff, first = expert & (finals * 8 - 1), second = first & (finals - 1);
+    t->keys[expert] = INT64_MIN;
+    t->winners[first] = winner(t->keys + first, finals * 8);
+    t->finals[second] = winner(t->winners + second, finals);
+    return expert;
+}
+
+/* The scores of one row and the choice made from them; arrays filled up to a multiple of 16, the choice with -inf. */
+static void choices(const GateShape *g, const float *bias, const float *logits, float *score, float *choice)
+{
     score_row(g, logits, score);
     for (i64 e = 0; e < g->experts; e += 16) {
         v16 c = *(const v16 *)(score + e);
@@ -126,18 +145,36 @@ static void gate_row(const GateShape *g, const float *bias, const float *logits,
     }
     if (g->groups > 1) drop_groups(g, choice);
     for (i64 e = g->experts; e % 16; e++) choice[e] = -INFINITY;
-    choose(g, choice, ids);
-    for (i64 k = 0; k < g->topk; k++) total += weights[k] = score[ids[k]];
-    float by = (float)g->scaling, under = total + (float)g->norm_eps;
-    for (i64 k = 0; k < g->topk; k++) weights[k] = (g->norm_topk ? weights[k] / under : weights[k]) * by;
 }
 
+static void weigh_choice(const GateShape *g, const float *score, const i64 *ids, float *weights)
+{
+    float total = 0, by = (float)g->scaling;
+    for (i64 k = 0; k < g->topk; k++) total += weights[k] = score[ids[k]];
+    float under = g->norm_topk ? total + (float)g->norm_eps : 1;
+    for (i64 k = 0; k < g->topk; k++) weights[k] = weights[k] / under * by;
+}
+
+/* Several rows at once, since each round of a row's tournament waits for the one before. */
 static void gate_piece(const void *about, i64 piece)
 {
     const GateJob *job = about;
-    i64 topk = job->shape->topk;
-    for (i64 t = piece * GATE_ROWS; t < least((piece + 1) * GATE_ROWS, job->rows); t++)
-        gate_row(job->shape, job->bias, job->logits + t * job->step, job->ids + t * topk, job->weights + t * topk);
+    const GateShape *g = job->shape;
+    float score[TOGETHER][MOST_EXPERTS], choice[MOST_EXPERTS];
+    Tournament tournament[TOGETHER];
+    i64 finals = 1, end = least((piece + 1) * GATE_ROWS, job->rows);
+    while (finals * 64 < g->experts) finals *= 2;
+    for (i64 first = piece * GATE_ROWS; first < end; first += TOGETHER) {
+        i64 rows = least(TOGETHER, end - first), *ids = job->ids + first * g->topk;
+        for (i64 r = 0; r < rows; r++) {
+            choices(g, job->bias, job->logits + (first + r) * job->step, score[r], choice);
+            begin(choice, g->experts, finals, tournament + r);
+        }
+        for (i64 k = 0; k < g->topk; k++)
+            for (i64 r = 0; r < rows; r++) ids[r * g->topk + k] = take_best(tournament + r, finals);
+        for (i64 r = 0; r < rows; r++)
+            weigh_choice(g, score[r], ids + r * g->topk, job->weights + (first + r) * g->topk);
+    }
 }
 
 /* logits [rows, experts] with `step` floats from row to row -> ids and weights [rows, topk]; load [experts] counts */

@@ -22,8 +22,8 @@ def gate(logits: Tensor, bias: Tensor | None, shape: GateShape, load: Tensor) ->
     assert rows(logits), f"{logits.dtype}, strides {logits.stride()}"
     assert dense(load, torch.int64, num_experts), f"load {load.dtype} {tuple(load.shape)}"
     assert bias is None or dense(bias, torch.float32, num_experts), f"bias of {num_experts} experts"
-    ids = load.new_empty(num_tokens, shape.topk)
-    weights = logits.new_empty(num_tokens, shape.topk)
+    ids = torch.empty(num_tokens, shape.topk, dtype=torch.int64)
+    weights = torch.empty(num_tokens, shape.topk)
     facts = gate_facts(shape, num_experts)
     cpu_library().call.gate(
         facts.data_ptr(), 0 if bias is None else bias.data_ptr(), logits.data_ptr(), num_tokens,
