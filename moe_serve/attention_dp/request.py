@@ -23,6 +23,7 @@ class SamplingParams:
     temperature: float = 1.0  # 0 = greedy
     top_k: int = -1  # -1 = all
     top_p: float = 1.0
+    min_p: float = 0.0  # the least probability of a token, as a share of the likeliest one's; after top_k and top_p
     seed: int | None = None  # None: the front end draws one
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
@@ -48,6 +49,9 @@ class SamplingParams:
         _check_number("top_p", self.top_p)
         if not 0 < self.top_p <= 1:
             raise RequestError(f"top_p is {self.top_p}, expected a number above 0 and at most 1", field="top_p")
+        _check_number("min_p", self.min_p)
+        if not 0 <= self.min_p <= 1:
+            raise RequestError(f"min_p is {self.min_p}, expected a number from 0 (all tokens) to 1", field="min_p")
         if self.seed is not None:
             _check_int("seed", self.seed, 0, MAX_SEED)
         _check_stops("stop", self.stop)

@@ -170,7 +170,8 @@ class Engine:
         sampling = [chunk for chunk in chunks if chunk.samples]
         others = [chunk for chunk in chunks if not chunk.samples]
         requests = [chunk.request for chunk in sampling]
-        token_ids = sample(logits[: len(sampling)], requests, self.served.limits.eos_token_ids)
+        compiled = self.served.numerics.compiled
+        token_ids = sample(logits[: len(sampling)], requests, self.served.limits.eos_token_ids, compiled)
         events: list[TokenEvent] = []
         for chunk, token_id in zip(sampling, token_ids, strict=True):
             if token_id is None:

@@ -147,7 +147,8 @@ class LLM:
         try:
             params.validate()
             # numpy's numbers are valid, but messages cannot encode them.
-            params = replace(params, temperature=float(params.temperature), top_p=float(params.top_p))
+            temperature, top_p, min_p = float(params.temperature), float(params.top_p), float(params.min_p)
+            params = replace(params, temperature=temperature, top_p=top_p, min_p=min_p)
             prompt = _prompt(given, params)
             ids = encode_prompt(prompt, self._tokenizer, self._bridge.limits)
             fitted = fit_to_model(prompt, ids, self._bridge.limits)

@@ -50,7 +50,6 @@ NEUTRAL_FIELDS: Mapping[str, tuple[Any, ...]] = {
     "bootstrap_room": (),
 }
 NEUTRAL_PARAMS: Mapping[str, tuple[Any, ...]] = {
-    "min_p": (0,),
     "frequency_penalty": (0,),
     "presence_penalty": (0,),
     "repetition_penalty": (1,),
@@ -166,6 +165,7 @@ def _parse_params(name: str, given: Any) -> _Params:
         "min_new_tokens": values.take("min_new_tokens", whole_number),
         "temperature": values.take("temperature", real_number),
         "top_p": values.take("top_p", real_number),
+        "min_p": values.take("min_p", real_number),
         "top_k": values.take("top_k", whole_number),
         "stop": values.take("stop", _stops),
         "stop_token_ids": values.take("stop_token_ids", token_ids),

@@ -29,6 +29,8 @@ def test_default_parameters_are_valid():
         ("top_p", 0.0),
         ("top_p", 1.01),
         ("top_p", None),
+        ("min_p", -0.1),
+        ("min_p", 1.01),
         ("seed", -1),
         ("seed", MAX_SEED + 1),
         ("stop", ("",)),

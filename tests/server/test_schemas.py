@@ -56,9 +56,11 @@ def test_a_single_text_has_sglangs_defaults():
 
 
 def test_sampling_parameters_arrive():
-    taken = params(max_new_tokens=5, temperature=0, top_p=0.5, top_k=3, stop="a", stop_token_ids=[4], sampling_seed=9)
+    taken = params(
+        max_new_tokens=5, temperature=0, top_p=0.5, top_k=3, min_p=0.1, stop="a", stop_token_ids=[4], sampling_seed=9
+    )
     assert taken == SamplingParams(
-        max_new_tokens=5, temperature=0.0, top_p=0.5, top_k=3, stop=("a",), stop_token_ids=(4,), seed=9
+        max_new_tokens=5, temperature=0.0, top_p=0.5, top_k=3, min_p=0.1, stop=("a",), stop_token_ids=(4,), seed=9
     )
     assert params(stop=["a", "b"], ignore_eos=True, skip_special_tokens=False).stop == ("a", "b")
 
@@ -143,6 +145,7 @@ BAD_PARAMS = [
     ({"temperature": 10**400}, "temperature", "too large"),
     ({"top_p": 0}, "top_p", "above 0"),
     ({"top_p": 1.5}, "top_p", "at most 1"),
+    ({"min_p": 1.5}, "min_p", "to 1"),
     ({"top_k": 0}, "top_k", "-1"),
     ({"sampling_seed": -1}, "sampling_seed", "from 0"),
     ({"n": 0}, "n", "1 to"),
@@ -155,7 +158,6 @@ BAD_PARAMS = [
     ({"stop_token_ids": 5}, "stop_token_ids", "list of token ids"),
     ({"stop_token_ids": [-1]}, "stop_token_ids", "at least 0"),
     ({"ignore_eos": 1}, "ignore_eos", "true or false"),
-    ({"min_p": 0.1}, "min_p", "not supported"),
     ({"repetition_penalty": 1.1}, "repetition_penalty", "not supported"),
     ({"regex": "a+"}, "regex", "not supported"),
     ({"logit_bias": {"5": 1}}, "logit_bias", "not supported"),

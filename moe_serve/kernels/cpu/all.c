@@ -6,6 +6,7 @@
 #include "attention.c"
 #include "rows.c"
 #include "gate.c"
+#include "sampling.c"
 
 /* Threads of this process's pool from now on, the caller's included. */
 i64 set_threads(i64 threads)

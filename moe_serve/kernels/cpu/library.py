@@ -16,8 +16,7 @@ from moe_serve.errors import ConfigError
 from moe_serve.log import get_logger
 
 SOURCE = Path(__file__).with_name("all.c")
-# Contraction is asked for: clang and GCC differ in what they do by default.
-FLAGS = ("-ffp-contract=fast", "-pthread")
+FLAGS = ("-pthread",)
 FORMS = ("avx512", "avx2", "neon", "plain")
 _DECLARATION = re.compile(r"^i64 (\w+)\(([^)]*)\)\s*\{", re.MULTILINE)
 

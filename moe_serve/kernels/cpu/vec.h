@@ -20,6 +20,7 @@ enum { VL = 4, FORM = 3 }; /* without fused multiply-add: other bits */
 
 #define INLINE static inline __attribute__((always_inline))
 #ifdef __clang__
+#pragma clang fp contract(fast) /* as GCC does by itself; as an option, sampling.c could not turn it off */
 #define UNROLL _Pragma("clang loop unroll(full)")
 #else
 #define UNROLL _Pragma("GCC unroll 16")

@@ -105,6 +105,7 @@ def generate(
     temperature: Annotated[float, typer.Option(min=0.0, help="0 = always the likeliest token")] = 0.0,
     top_k: Annotated[int, typer.Option(help="-1 = all")] = -1,
     top_p: Annotated[float, typer.Option()] = 1.0,
+    min_p: Annotated[float, typer.Option(help="0 = all")] = 0.0,
     seed: Annotated[int | None, typer.Option(help="none: another text each time, where temperature is above 0")] = None,
     stop: Annotated[list[str] | None, typer.Option(help="end before this text; repeat for more")] = None,
 ) -> None:
@@ -119,6 +120,7 @@ def generate(
         temperature=temperature,
         top_k=top_k,
         top_p=top_p,
+        min_p=min_p,
         seed=seed,
         stop=tuple(stop or ()),
     )
