@@ -47,9 +47,10 @@ class WeightShare:
         return self.dtype if self.stored is None else self.stored.dense[plan.name]
 
     @property
-    def dense_bytes(self) -> int:
-        """Returns the size of all dense tensors."""
-        return sum(math.prod(plan.shape) * self.dense_dtype(plan).itemsize for plan in dense_tensors(self.spec))
+    def dense_bytes(self) -> dict[str, int]:
+        """Returns the size of each dense tensor by its name."""
+        plans = dense_tensors(self.spec)
+        return {plan.name: math.prod(plan.shape) * self.dense_dtype(plan).itemsize for plan in plans}
 
     @property
     def num_slots(self) -> int:

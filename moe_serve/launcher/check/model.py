@@ -13,8 +13,7 @@ from moe_serve.launcher.check.report import Line, Memory, Report, bytes_in_words
 from moe_serve.launcher.check.transport import describe_loss, describe_transport, look_here
 from moe_serve.models.moe_decoder import kv_layouts
 from moe_serve.models.spec import ModelSpec, read_spec
-
-_LOGIT_BYTES = 4  # logits are float32
+from moe_serve.models.working_memory import StepSizes, working_memory
 
 
 def describe_model(report: Report, config: ServeConfig, device: str) -> None:
@@ -37,7 +36,7 @@ def describe_model(report: Report, config: ServeConfig, device: str) -> None:
     report.problems += transport.problems
     report.model += [Line(*fact) for fact in describe_loss(config, plan.placement, transport.shares_memory)]
     report.memory += [*weights, _cache(config, plan)]
-    report.memory += [*_dispatch_buffers(config, plan, transport.taken), *_activations(config, plan)]
+    report.memory += [*_dispatch_buffers(config, plan, transport.taken), _working_memory(config, plan)]
     cache_tokens = plan.num_blocks * config.cache.block_size
     if cache_tokens < plan.max_model_len:
         why = "what the KV cache of one rank holds; raise cache.memory_gib to reach the model's limit"
@@ -71,7 +70,11 @@ def _slots(plan: ModelPlan) -> Line:
 
 def _weights(config: ServeConfig, plan: ModelPlan) -> Iterator[Memory]:
     spec, num_slots = plan.spec, plan.placement.slots_per_rank
-    yield Memory("attention, embeddings, shared experts", plan.share(0).dense_bytes, "the same on every rank")
+    dense_bytes = plan.share(0).dense_bytes
+    yield Memory("attention, embeddings, shared experts", sum(dense_bytes.values()), "the same on every rank")
+    if spec.tie_embeddings and plan.device.type == "cpu":
+        why = "the embedding's values, packed for the product"
+        yield Memory("output projection", dense_bytes["embed"], why)
     expert_bytes = plan.slot_form.num_bytes
     slots = f"{num_slots} slots x {spec.num_moe_layers} layers x {bytes_in_words(expert_bytes)}"
     yield Memory("expert slots", num_slots * spec.num_moe_layers * expert_bytes, slots)
@@ -105,15 +108,16 @@ def _dispatch_buffers(config: ServeConfig, plan: ModelPlan, taken: BufferSizes |
     yield Memory("dispatch, receiving (even load)", sent_bytes, worst)
 
 
-def _activations(config: ServeConfig, plan: ModelPlan) -> Iterator[Memory]:
-    """Yields the largest intermediate results of one step, apart from the rows between ranks."""
-    spec = plan.spec
-    rows = _tokens_at_once(config, plan) * spec.topk
-    width_bytes = 3 * spec.moe_intermediate * plan.dtype.itemsize
-    yield Memory("expert activations (even load)", rows * width_bytes, f"{rows} rows x 3 x {spec.moe_intermediate}")
-    requests = config.engine.max_running_requests
-    logits = f"{requests} requests x {spec.vocab_size} tokens, float32"
-    yield Memory("logits", requests * spec.vocab_size * _LOGIT_BYTES, logits)
+def _working_memory(config: ServeConfig, plan: ModelPlan) -> Memory:
+    """Returns what the largest step takes, apart from the rows between ranks."""
+    sizes = StepSizes(
+        rows=config.engine.max_batch_tokens,
+        keys=min(plan.max_model_len, plan.num_blocks * config.cache.block_size),
+        sequences=config.engine.max_running_requests,
+        itemsize=plan.dtype.itemsize,
+    )
+    num_bytes, largest = working_memory(plan.spec, plan.numerics, sizes)
+    return Memory("a step at its largest", num_bytes, f"{largest}, with even load of experts")
 
 
 def _tokens_at_once(config: ServeConfig, plan: ModelPlan) -> int:

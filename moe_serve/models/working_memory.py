@@ -1,0 +1,144 @@
+"""The memory that one step takes at its largest beside weights and KV cache.
+
+With torch and Triton the phases of a layer follow each other, so a step takes its rows between layers and the largest
+phase. The compiled CPU kernels write to buffers that stay. Sizes follow from the code; a test compares them with the
+allocator's peak.
+
+Shape words: T = rows, K = keys of the longest sequence, H = hidden, n = sequences.
+"""
+
+from dataclasses import dataclass
+
+from moe_serve.attention_dp.attention_plan import LARGEST_GATHER
+from moe_serve.kernels.cpu.packed import padded
+from moe_serve.kernels.numerics import Numerics
+from moe_serve.kernels.row_tiles import LARGEST_TILE
+from moe_serve.models.mla import expand_from
+from moe_serve.models.recorded_step import SMALLEST
+from moe_serve.models.spec import GqaSpec, MlaSpec, ModelSpec
+
+_INDEX = 8  # bytes of an int64
+
+
+@dataclass(frozen=True)
+class StepSizes:
+    """The largest step of a rank.
+
+    rows:     tokens;  keys: of the longest sequence;  sequences: that run at once
+    itemsize: bytes of an activation
+    """
+
+    rows: int
+    keys: int
+    sequences: int
+    itemsize: int
+
+
+def working_memory(spec: ModelSpec, numerics: Numerics, sizes: StepSizes) -> tuple[int, str]:
+    """Returns the bytes of the largest step, and what takes most of them.
+
+    All tokens' experts are on this rank, as on one rank, or as on each of several with even load.
+    """
+    phases = {f"buffers for {sizes.rows} tokens": _buffers(spec, sizes)} if numerics.compiled else {}
+    name, largest = max((phases or _phases(spec, numerics, sizes)).items(), key=lambda phase: phase[1])
+    return largest, name
+
+
+def _buffers(spec: ModelSpec, sizes: StepSizes) -> int:
+    """Returns the bytes of the buffers of models/recorded_step.py, and of a step's logits."""
+    capacity = 1 << (max(sizes.rows, SMALLEST) - 1).bit_length()
+    hidden, attention = spec.hidden, spec.attention
+    elements = 6 * hidden  # residual and its two norms; results of attention, of experts and of an MLP
+    if isinstance(attention, GqaSpec):
+        elements += (2 * attention.num_heads + 2 * attention.num_kv_heads) * attention.head_dim
+    else:
+        heads, rank = attention.num_heads, attention.q_lora_rank
+        queries = heads * attention.query_dim
+        elements += attention.latent_dim + (queries if rank is None else 2 * rank + queries)
+        elements += heads * (attention.latent_dim + attention.kv_lora_rank + attention.value_dim)
+    per_entry = 2 * hidden + padded(spec.moe_intermediate)
+    elements += spec.num_logical + spec.topk * (per_entry + 1) + padded(spec.shared_intermediate)
+    if spec.num_moe_layers < spec.num_layers:
+        elements += padded(spec.dense_intermediate)
+    row_bytes = elements * sizes.itemsize + 3 * spec.topk * _INDEX
+    step_rows = sizes.rows * (hidden * sizes.itemsize + 8 * _INDEX)  # embedded, and the numbers of a batch
+    return capacity * row_bytes + step_rows + sizes.sequences * (hidden + 2 * spec.vocab_size) * 4
+
+
+def _phases(spec: ModelSpec, numerics: Numerics, sizes: StepSizes) -> dict[str, int]:
+    """Returns the bytes of each phase of a step by name, the rows between layers included in each."""
+    spec_bytes, rows = sizes.itemsize, sizes.rows
+    between = 4 * rows * spec.hidden * spec_bytes  # residual, what is added to it, the normed sum, the phase's result
+    between += _plan(spec, numerics, sizes)
+    phases = {
+        f"attention of {rows} tokens over {sizes.keys} keys": _attention(spec, numerics, sizes),
+        f"experts of {rows} tokens": _experts(spec, numerics, sizes),
+        f"logits of {sizes.sequences} requests": sizes.sequences * spec.vocab_size * (4 + spec_bytes),
+    }
+    if spec.num_moe_layers < spec.num_layers:
+        phases[f"dense MLP of {rows} tokens"] = 3 * rows * spec.dense_intermediate * spec_bytes
+    return {name: between + num_bytes for name, num_bytes in phases.items()}
+
+
+def _experts(spec: ModelSpec, numerics: Numerics, sizes: StepSizes) -> int:
+    rows = sizes.rows * spec.topk
+    hidden, width = spec.hidden, spec.moe_intermediate
+    tiled = hidden + width if numerics.invariant else 0  # rows of an expert, copied to whole row tiles
+    routed = rows * (2 * hidden + 3 * width + tiled) * sizes.itemsize
+    shared = 3 * sizes.rows * spec.shared_intermediate * sizes.itemsize
+    gate = sizes.rows * spec.num_logical * 3 * 4 + rows * 4 * _INDEX  # logits, scores, choice; ids and their orders
+    return routed + shared + gate
+
+
+def _attention(spec: ModelSpec, numerics: Numerics, sizes: StepSizes) -> int:
+    if isinstance(spec.attention, GqaSpec):
+        return _gqa(spec.attention, numerics, sizes)
+    return _mla(spec.attention, numerics, sizes)
+
+
+def _gqa(spec: GqaSpec, numerics: Numerics, sizes: StepSizes) -> int:
+    q, kv = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
+    rows = sizes.rows * (q + 2 * kv + 2 * q) * sizes.itemsize  # projected, attended, and put together from pieces
+    group = spec.num_heads // spec.num_kv_heads
+    return rows + _attended(numerics, sizes, spec.num_kv_heads, group, spec.head_dim, 2 * kv)
+
+
+def _mla(spec: MlaSpec, numerics: Numerics, sizes: StepSizes) -> int:
+    heads, size, from_rows = spec.num_heads, sizes.itemsize, expand_from(spec)
+    first = spec.q_lora_rank or 0
+    projected = sizes.rows * (first + spec.latent_dim + 2 * heads * spec.query_dim) * size
+    short = sizes.rows if numerics.invariant else min(sizes.rows, sizes.sequences * from_rows)
+    absorbed = short * heads * (2 * spec.latent_dim + spec.nope_dim + spec.kv_lora_rank + spec.value_dim) * size
+    absorbed += _attended(numerics, sizes, 1, heads, spec.latent_dim, spec.latent_dim)
+    expanded = 0
+    if not numerics.invariant and sizes.rows >= from_rows:
+        # Keys, the part of them without rotation, values, and values padded to the width of keys.
+        widths = spec.nope_dim + 2 * spec.query_dim + spec.value_dim
+        expanded = sizes.keys * (heads * widths + spec.latent_dim) * size
+    values = sizes.rows * heads * spec.value_dim * size
+    return projected + values + max(absorbed, expanded)
+
+
+def _plan(spec: ModelSpec, numerics: Numerics, sizes: StepSizes) -> int:
+    """Returns the bytes of attention_plan.py: rows of the cache and masks of all sequences, for all layers."""
+    heads, indices = (spec.attention.num_kv_heads, 2) if isinstance(spec.attention, GqaSpec) else (1, 1)
+    mask_heads = 1 if numerics.invariant else heads
+    decodes = sizes.sequences * sizes.keys * (indices * heads * _INDEX + mask_heads * sizes.itemsize)
+    chunk_mask = sizes.rows * sizes.keys * (sizes.itemsize + 1)  # numbers, and for a moment their bools
+    return decodes + chunk_mask
+
+
+def _attended(numerics: Numerics, sizes: StepSizes, heads: int, group: int, width: int, per_key: int) -> int:
+    """Returns the bytes of gathered keys and values, and of scores, of one group of decodes or one chunk.
+
+    heads: of keys;  per_key: elements of one key and its value, over all heads
+    """
+    gathered = max(sizes.keys * per_key, min(LARGEST_GATHER, sizes.sequences * sizes.keys * per_key))
+    scores = 2 * (gathered // per_key) * heads * numerics.padded(group)
+    if not numerics.invariant:
+        return (gathered + scores) * sizes.itemsize
+    # Rows of one GEMM of a chunk, in every tile of keys.
+    tile_rows = numerics.padded(group) * min(sizes.rows, max(LARGEST_TILE // numerics.padded(group), 1))
+    tiles = -(-sizes.keys // numerics.kv_tile)
+    chunk = tile_rows * heads * (4 * sizes.keys + 2 * tiles * width)
+    return (gathered + max(chunk, scores)) * sizes.itemsize

@@ -1,0 +1,86 @@
+"""What a step is said to take at its largest, against the allocator's peak while such steps run."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from moe_serve.attention_dp.batch import ForwardBatch
+from moe_serve.attention_dp.scheduler import ScheduledChunk
+from moe_serve.ep.moe_layer import MoeLayer
+from moe_serve.kernels.numerics import COMPILED, FAST, Numerics
+from moe_serve.models.spec import read_spec
+from moe_serve.models.stored_weights import StoredWeights
+from moe_serve.models.weight_share import WeightShare
+from moe_serve.models.weights import dummy_weights
+from moe_serve.models.working_memory import StepSizes, working_memory
+from tests.engine.offline import tiny_model
+from tests.models.runner import BLOCK_SIZE, INVARIANT, Runner, decoder_with, one_rank
+
+COMMON = {
+    "hidden_size": 256, "num_attention_heads": 8, "num_hidden_layers": 2, "vocab_size": 1024,
+    "max_position_embeddings": 2048,
+}  # fmt: skip
+SIZES: dict[str, dict[str, Any]] = {
+    "mixtral": COMMON | {"intermediate_size": 700, "num_key_value_heads": 4},
+    "qwen3_moe": COMMON | {"head_dim": 64, "moe_intermediate_size": 128},
+    "deepseek_v3": COMMON | {
+        "num_key_value_heads": 8, "kv_lora_rank": 128, "qk_rope_head_dim": 32, "qk_nope_head_dim": 64, "v_head_dim": 64,
+        "moe_intermediate_size": 128, "intermediate_size": 512, "q_lora_rank": 128,
+    },
+}  # fmt: skip
+ROWS, KEYS, SEQUENCES = 256, 1024, 8
+# (rows, keys) of each sequence of a step
+STEPS = {
+    "one chunk behind a long prefix": [(ROWS, KEYS)],
+    "one whole prompt": [(ROWS, ROWS)],
+    "decodes and a chunk": [(1, KEYS)] * (SEQUENCES - 1) + [(ROWS - SEQUENCES + 1, KEYS)],
+    "short chunks": [(ROWS // SEQUENCES, KEYS)] * SEQUENCES,
+}
+
+
+def peak_bytes(runner: Runner, step: list[tuple[int, int]]) -> int:
+    """Returns the allocator's peak of one forward, counted from its beginning."""
+    scheduled = []
+    for index, (rows, keys) in enumerate(step):
+        request = runner.request(str(index), [1] * keys)
+        request.num_computed = keys - rows
+        request.block_ids = list(range(keys // BLOCK_SIZE))  # contents do not matter
+        scheduled.append(ScheduledChunk(request, keys - rows, rows, True))
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        batch = ForwardBatch.build(scheduled, BLOCK_SIZE, "cpu", runner.numerics)
+        runner.decoder.forward(batch, runner.cache, 1)
+    events = [event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]
+    now = peak = 0
+    for event in sorted(events, key=lambda event: event.start_ns()):
+        now += event.nbytes()
+        peak = max(peak, now)
+    return peak
+
+
+@pytest.mark.parametrize(
+    ("family", "numerics"),
+    [
+        ("mixtral", FAST), ("mixtral", COMPILED), ("qwen3_moe", FAST), ("qwen3_moe", INVARIANT),
+        ("deepseek_v3", FAST), ("deepseek_v3", INVARIANT), ("deepseek_v3", COMPILED),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_the_largest_step_takes_what_is_said_and_not_much_less(family: str, numerics: Numerics, tmp_path: Path) -> None:
+    folder = tiny_model(tmp_path, family)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | SIZES[family]))
+    spec = read_spec(folder)
+    stored = StoredWeights.of(spec, None) if numerics.compiled else None
+    weights = dummy_weights(WeightShare(spec, one_rank(spec), 0, torch.float32, "cpu", stored=stored))
+    decoder = decoder_with(MoeLayer, spec, weights, numerics)
+    said, largest = working_memory(spec, numerics, StepSizes(ROWS, KEYS, SEQUENCES, itemsize=4))
+    peaks = {}
+    for name, step in STEPS.items():
+        runner = Runner(decoder, numerics, num_blocks=KEYS // BLOCK_SIZE)
+        peaks[name] = peak_bytes(runner, step)
+    measured = max(peaks.values())
+    assert measured <= said < 1.7 * measured, f"{said} for {largest}; {peaks}"
