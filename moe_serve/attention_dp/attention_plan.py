@@ -154,7 +154,7 @@ class _Builder:
         """
         block_size = self._batch.block_size
         keys = torch.arange(hidden.shape[1], device=tables.device)
-        blocks = tables.index_select(1, (keys // block_size).clamp_(max=tables.shape[1] - 1))
+        blocks = tables.index_select(1, (keys // block_size).clamp_(max=tables.shape[1] - 1)).long()
         slots = blocks * block_size + keys % block_size
         slots = torch.where(hidden, slots[:, :1], slots)
         return self._layout.gather_rows(slots if self._tile is None else slots.view(-1, self._tile))

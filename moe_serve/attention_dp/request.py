@@ -145,6 +145,7 @@ class Request:
 
     arrival: int = -1  # order of add(); a preempted request keeps its place
     block_ids: list[int] = field(default_factory=list)  # cache block i holds tokens i*block_size .. (i+1)*block_size
+    table_row: int = -1  # of BlockTables, which keeps block_ids as an array too; -1 while it holds no blocks
     num_computed: int = 0  # tokens whose KV is in the cache
     num_cached_prompt: int = 0  # prompt tokens that the prefix cache supplied at first admission
     block_keys: list[bytes] = field(

@@ -7,16 +7,18 @@ with the block list of each request.
 from collections.abc import Iterable
 
 from moe_serve.attention_dp.block_pool import BlockPool
+from moe_serve.attention_dp.block_tables import BlockTables
 from moe_serve.attention_dp.prefix_cache import PrefixCache, next_key, root_key
 from moe_serve.attention_dp.request import Request
 
 
 class RequestBlocks:
-    """The blocks of one rank's KV cache, and the requests that hold them."""
+    """The blocks of one rank's KV cache, and the requests that hold them. tables: their block tables"""
 
     def __init__(self, num_blocks: int, block_size: int, prefix_cache: bool = True, model_key: bytes = b""):
         """model_key: as in prefix_cache.root_key"""
         self.block_size = block_size
+        self.tables = BlockTables(block_size)
         self._model_key = model_key
         self._pool = BlockPool(num_blocks)
         self._cache = PrefixCache() if prefix_cache else None
@@ -36,7 +38,6 @@ class RequestBlocks:
 
     def begin(self, request: Request) -> None:
         """Makes a request that holds no blocks ready to be admitted."""
-        request.block_ids = []
         request.num_computed = request.num_published = 0
         self._extend_keys(request, request.num_known // self.block_size)
 
@@ -57,7 +58,7 @@ class RequestBlocks:
     def share(self, request: Request, prefix: list[int]) -> None:
         """Gives a request its first blocks, which others have computed."""
         self._pool.share(prefix)
-        request.block_ids += prefix
+        self.tables.extend(request, prefix)
         request.num_computed = len(prefix) * self.block_size
         request.num_published = len(prefix)
 
@@ -68,7 +69,7 @@ class RequestBlocks:
             blocks = self._pool.allocate(missing)
             if self._cache is not None:
                 self._cache.forget(blocks)
-            request.block_ids += blocks
+            self.tables.extend(request, blocks)
 
     def publish(self, request: Request) -> None:
         """Publishes the blocks that have become full to the prefix cache."""
@@ -86,7 +87,7 @@ class RequestBlocks:
         # The tail is released, and so evicted, first: a prefix without its tail is still useful.
         for block in reversed(request.block_ids):
             self._pool.release(block, keep=self._cache is not None and block in self._cache)
-        request.block_ids = []
+        self.tables.drop(request)
 
     def withdraw(self, request: Request) -> None:
         """Removes all blocks of a request from the prefix cache, so that no later request reuses them."""
@@ -97,6 +98,7 @@ class RequestBlocks:
         """Asserts the block accounting, and that no block to be written is shared. For tests."""
         running = list(running)
         self._pool.check(request.block_ids for request in running)
+        self.tables.check(running)
         for request in running:
             assert len(request.block_ids) * self.block_size >= request.num_computed
             for block in request.block_ids[request.num_computed // self.block_size :]:

@@ -165,13 +165,15 @@ class Engine:
         return plan
 
     def _forward(self, chunks: Sequence[ScheduledChunk], plan: StepPlan) -> None:
-        self.served.begin_step(plan.max_tokens, plan.split_evenly)
-        logits = self.served.forward(ForwardBatch.build(chunks, *self.served.batch_form), plan.num_chunks, plan.overlap)
+        served = self.served
+        served.begin_step(plan.max_tokens, plan.split_evenly)
+        batch = ForwardBatch.build(chunks, self.scheduler.blocks.tables, served.device, served.numerics)
+        logits = served.forward(batch, plan.num_chunks, plan.overlap)
         sampling = [chunk for chunk in chunks if chunk.samples]
         others = [chunk for chunk in chunks if not chunk.samples]
         requests = [chunk.request for chunk in sampling]
-        compiled = self.served.numerics.compiled
-        token_ids = sample(logits[: len(sampling)], requests, self.served.limits.eos_token_ids, compiled)
+        eos_token_ids, compiled = served.limits.eos_token_ids, served.numerics.compiled
+        token_ids = sample(logits[: len(sampling)], requests, eos_token_ids, compiled)
         events: list[TokenEvent] = []
         for chunk, token_id in zip(sampling, token_ids, strict=True):
             if token_id is None:

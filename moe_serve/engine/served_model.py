@@ -57,11 +57,6 @@ class ServedModel:
         return self.windows.placement
 
     @property
-    def batch_form(self) -> tuple[int, torch.device, Numerics]:
-        """Returns what `ForwardBatch.build` needs beside the chunks."""
-        return self.limits.block_size, self.device, self.numerics
-
-    @property
     def waited_s(self) -> list[float]:
         """Seconds that this rank has waited for each other one; empty where the transport does not measure it."""
         return self.all_to_all.waited_s

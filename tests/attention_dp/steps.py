@@ -1,7 +1,8 @@
 """A scheduler played by hand: requests, steps in which a 'model' answers, and chunks as plain tuples."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
+from moe_serve.attention_dp.block_tables import BlockTables
 from moe_serve.attention_dp.request import Request, SamplingParams
 from moe_serve.attention_dp.request_blocks import RequestBlocks
 from moe_serve.attention_dp.scheduler import Proposal, ScheduledChunk, Scheduler
@@ -47,6 +48,16 @@ def run_step(scheduler: Scheduler, hold_prefill: bool = False) -> Proposal:
             scheduler.finish(chunk.request.request_id)
     scheduler.check()
     return proposal
+
+
+def tables_of(block_size: int, requests: Iterable[Request]) -> BlockTables:
+    """Returns tables of requests whose block_ids were chosen by hand."""
+    tables = BlockTables(block_size)
+    for request in requests:
+        blocks = request.block_ids
+        tables.drop(request)
+        tables.extend(request, blocks)
+    return tables
 
 
 def shape(chunks: tuple[ScheduledChunk, ...]) -> list[tuple[str, int, int, bool]]:

@@ -11,6 +11,7 @@ from moe_serve.attention_dp.kv_cache import KvCache, KvLayout
 from moe_serve.attention_dp.request import Request, SamplingParams
 from moe_serve.attention_dp.scheduler import ScheduledChunk
 from moe_serve.kernels.numerics import FAST, Numerics
+from tests.attention_dp.steps import tables_of
 from tests.tolerance import FLOAT32, relative_error
 
 BLOCK_SIZE = 4
@@ -55,7 +56,8 @@ def run(
         cache.layer(0)[slots] = rows[str(i)]
         request = Request(str(i), 0, [0] * end, [], SamplingParams(), 0, block_ids=blocks)
         chunks.append(ScheduledChunk(request, start, length, False))
-    batch = ForwardBatch.build(chunks, BLOCK_SIZE, "cpu", numerics)
+    tables = tables_of(BLOCK_SIZE, [chunk.request for chunk in chunks])
+    batch = ForwardBatch.build(chunks, tables, "cpu", numerics)
     q = torch.randn(batch.num_padded, layout.num_heads, group, layout.width, generator=generator)
     attention = PagedAttention(AttentionShape(layout, group, SCALE), numerics, torch.float32, "cpu")
     got = attention(q, cache, 0, attention.plan(batch))

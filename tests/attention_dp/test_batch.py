@@ -7,6 +7,7 @@ from moe_serve.attention_dp.batch import ForwardBatch
 from moe_serve.attention_dp.request import Request, SamplingParams
 from moe_serve.attention_dp.scheduler import ScheduledChunk
 from moe_serve.kernels.numerics import FAST, Numerics
+from tests.attention_dp.steps import tables_of
 
 
 def request(name: str, prompt: list[int], blocks: list[int], output: tuple[int, ...] = ()) -> Request:
@@ -17,11 +18,13 @@ def test_rows_of_a_mixed_batch_are_worked_out_by_hand() -> None:
     prefill = request("prefill", list(range(100, 110)), [7, 2, 4])  # blocks of 4 tokens
     decode = request("decode", [50, 51, 52], [9, 1], (60, 61))
     chunks = [ScheduledChunk(prefill, 3, 5, False), ScheduledChunk(decode, 4, 1, True)]
-    batch = ForwardBatch.build(chunks, 4, "cpu", Numerics(row_tile=4))
+    tables = tables_of(4, [decode, prefill])
+    batch = ForwardBatch.build(chunks, tables, "cpu", Numerics(row_tile=4))
     assert batch.input_ids.tolist() == [61, 103, 104, 105, 106, 107, 0, 0]
     assert batch.positions.tolist() == [4, 3, 4, 5, 6, 7, 0, 0]
     assert batch.slot_mapping.tolist() == [4, 31, 8, 9, 10, 11, -1, -1]
     assert batch.block_tables.tolist() == [[9, 1], [7, 2]]
+    assert batch.query_starts.tolist() == [0, 1, 6]
     assert batch.seq_lens.tolist() == list(batch.host_seq_lens) == [5, 8]
     assert batch.host_query_lens == (1, 5)
     assert batch.logit_rows.tolist() == [0, 5]
@@ -37,7 +40,7 @@ def test_logit_rows_follow_the_chunks_first_those_that_sample() -> None:
         ScheduledChunk(first, 0, 2, False), ScheduledChunk(last, 6, 4, True), ScheduledChunk(plain, 2, 1, True),
         ScheduledChunk(again, 2, 3, True),
     ]  # fmt: skip
-    batch = ForwardBatch.build(chunks, 4, "cpu", FAST)
+    batch = ForwardBatch.build(chunks, tables_of(4, [first, last, plain, again]), "cpu", FAST)
     assert batch.input_ids.tolist() == [5, 0, 1, 6, 7, 8, 6, 7, 8, 9]
     assert batch.logit_rows.tolist() == [9, 0, 5, 2]
     assert batch.num_decodes == 1
@@ -46,8 +49,11 @@ def test_logit_rows_follow_the_chunks_first_those_that_sample() -> None:
 @pytest.mark.parametrize("numerics", [FAST, Numerics(row_tile=4)], ids=["fast", "invariant"])
 def test_the_empty_batch_has_every_field_with_no_rows(numerics: Numerics) -> None:
     batch = ForwardBatch.empty("cpu", numerics)
-    for name in ("input_ids", "positions", "slot_mapping", "block_tables", "seq_lens", "logit_rows"):
+    for name in ("input_ids", "positions", "slot_mapping", "seq_lens", "logit_rows"):
         tensor = getattr(batch, name)
         assert tensor.dtype == torch.int64
         assert tensor.shape[0] == 0
+    assert batch.block_tables.dtype == batch.query_starts.dtype == torch.int32
+    assert batch.block_tables.shape == (0, 0)
+    assert batch.query_starts.tolist() == [0]
     assert (batch.num_tokens, batch.num_decodes, batch.num_padded) == (0, 0, 0)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from moe_serve.attention_dp.batch import ForwardBatch
+from moe_serve.attention_dp.block_tables import BlockTables
 from moe_serve.attention_dp.kv_cache import KvCache
 from moe_serve.attention_dp.request import Request, SamplingParams
 from moe_serve.attention_dp.scheduler import ScheduledChunk
@@ -85,6 +86,7 @@ class Runner:
     ):
         self.decoder = decoder
         self.numerics = numerics
+        self.tables = BlockTables(BLOCK_SIZE)
         self.cache = KvCache(kv_layouts(decoder.spec), num_blocks, BLOCK_SIZE, dtype, "cpu")
         self._free = [(i * 7) % num_blocks for i in range(num_blocks)]  # 7 and num_blocks have no common factor
         self.logits: dict[str, dict[int, Tensor]] = {}  # request id -> position -> [vocab]
@@ -92,7 +94,7 @@ class Runner:
     def request(self, name: str, ids: Sequence[int], shared_blocks: Sequence[int] = ()) -> Request:
         """Returns a request; shared_blocks hold the keys of its first tokens already."""
         request = Request(name, 0, list(ids), [], SamplingParams(), 0)
-        request.block_ids = list(shared_blocks)
+        self.tables.extend(request, list(shared_blocks))
         request.num_computed = len(shared_blocks) * BLOCK_SIZE
         self.logits[name] = {}
         return request
@@ -103,9 +105,9 @@ class Runner:
         for request, length in chunks:
             end = request.num_computed + length
             while len(request.block_ids) * BLOCK_SIZE < end:
-                request.block_ids.append(self._free.pop())
+                self.tables.extend(request, [self._free.pop()])
             scheduled.append(ScheduledChunk(request, request.num_computed, length, True))
-        batch = ForwardBatch.build(scheduled, BLOCK_SIZE, "cpu", self.numerics)
+        batch = ForwardBatch.build(scheduled, self.tables, "cpu", self.numerics)
         rows = iter(self.decoder.forward(replace(batch, logit_rows=torch.arange(batch.num_tokens)), self.cache, 1))
         for chunk in sorted(scheduled, key=lambda chunk: chunk.length):  # as the batch orders them
             for position in range(chunk.start, chunk.start + chunk.length):
