@@ -7,10 +7,12 @@ prototype serves all functions.
 import ctypes
 import fcntl
 import hashlib
+import importlib.util
 import os
 import platform
 import shutil
 import subprocess
+import sys
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -20,7 +22,7 @@ from moe_serve.errors import ConfigError
 
 _FLAGS = ("-O3", "-fPIC", "-shared")
 FOR_THIS_PROCESSOR = ("-march=native",)
-_TIMEOUT_S = 60  # of the compiler
+_TIMEOUT_S = 120  # of the compiler
 
 
 def load_c_library(
@@ -33,9 +35,10 @@ def load_c_library(
     folder:    None: $XDG_CACHE_HOME/moe_serve, or ~/.cache/moe_serve
     Raises ConfigError when there is no compiler, when it fails, or when other users can write to the folder.
     """
-    compiler = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
-    if compiler is None:
-        raise ConfigError(f"no C compiler (cc, gcc, clang) for {source.name}; install one, or use its plain twin")
+    command = find_compiler()
+    if command is None:
+        raise ConfigError(f"no C compiler for {source.name}; install gcc or clang, or run: pip install ziglang")
+    compiler = " ".join(command)
     folder = folder or _cache_folder()
     # All sources of the folder, since one may include the others.
     sources = [path.read_bytes() for path in sorted(source.parent.glob("*.[ch]"))]
@@ -48,7 +51,7 @@ def load_c_library(
         if not path.exists():
             with _one_builder(folder):
                 if not path.exists():
-                    _build(compiler, source, path, flags)
+                    _build(command, source, path, flags)
         library = ctypes.CDLL(str(path))
     except subprocess.CalledProcessError as error:
         said = " ".join(error.stderr.split())[-300:]
@@ -59,6 +62,14 @@ def load_c_library(
         function = getattr(library, name)
         function.restype, function.argtypes = ctypes.c_int64, [ctypes.c_int64] * num_arguments
     return library, compiler
+
+
+def find_compiler() -> tuple[str, ...] | None:
+    """Returns the command of the machine's C compiler, or None. The package `ziglang` of PyPI brings one (clang)."""
+    path = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
+    if path is not None:
+        return (path,)
+    return (sys.executable, "-m", "ziglang", "cc") if importlib.util.find_spec("ziglang") else None
 
 
 def _cache_folder() -> Path:
@@ -77,12 +88,12 @@ def _one_builder(folder: Path) -> Iterator[None]:
         yield
 
 
-def _build(compiler: str, source: Path, path: Path, flags: tuple[str, ...]) -> None:
+def _build(compiler: tuple[str, ...], source: Path, path: Path, flags: tuple[str, ...]) -> None:
     """Builds into a temporary file and renames it, so that nobody loads half a library."""
     descriptor, built = tempfile.mkstemp(dir=path.parent, suffix=".so")
     os.close(descriptor)
     try:
-        command = [compiler, *_FLAGS, *flags, "-o", built, str(source)]
+        command = [*compiler, *_FLAGS, *flags, "-o", built, str(source)]
         subprocess.run(command, check=True, capture_output=True, timeout=_TIMEOUT_S, text=True)
         os.replace(built, path)
     finally:

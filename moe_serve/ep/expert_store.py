@@ -49,7 +49,8 @@ class ExpertStore:
         stored, form = self._stored, self._slot_form
         assert form is not None, "the matrices are not packed"
         assert form.packed, "the matrices are not packed"
-        return PackedExperts(stored["gate_up"], stored["down"], form.hidden, form.width)
+        scales = stored.get(scale_of("gate_up")), stored.get(scale_of("down"))
+        return PackedExperts(stored["gate_up"], stored["down"], form.hidden, form.width, *scales)
 
     @property
     def form(self) -> ExpertForm:

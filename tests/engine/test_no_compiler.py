@@ -63,4 +63,4 @@ def test_without_a_compiler_the_demo_model_is_served_by_torch_and_one_line_says_
     assert "plain torch" in info["numerics_why"]
     (said,) = [line for line in lines if "no C compiler" in line]
     assert "slower" in said
-    assert "install one" in said
+    assert "pip install ziglang" in said

@@ -9,6 +9,9 @@ typedef struct { /* as experts.py fills it */
     i64 slots, hidden, width, kind, activation;
     const char *gate_up; /* [slots][width / 32][hidden][32 of gate, 32 of up] */
     const char *down;    /* [slots][packed] */
+    /* 0, or INT8: [slots, 2 width] and [slots, hidden]; E4M3: by 128 x 128, [slots, 2 ceil(width), ceil(hidden)] and
+       [slots, ceil(hidden), ceil(width)] */
+    const float *gate_up_scale, *down_scale;
 } Experts;
 
 typedef struct {
@@ -21,40 +24,67 @@ typedef struct {
 
 typedef struct { i64 rows, at, packed_at; } SlotRows; /* where a slot's rows begin in x, and among those with rows */
 
-INLINE i64 padded_to_32(i64 n) { return (n + 31) / 32 * 32; }
-
 INLINE v16 silu16(v16 gate) { return gate / (1.0f + exp16(-gate)); }
+
+/* The scales of a row of 128 x 128 blocks. */
+INLINE const float *block_scales(const float *scale, i64 block_row, i64 k)
+{
+    return scale + block_row * ((k + SCALE_GROUP - 1) / SCALE_GROUP);
+}
+
+/* The scales of one slot's stacks of n rows: a scale per row, or per block. */
+INLINE const float *scales_of(const float *scale, i64 kind, i64 slot, i64 stacks, i64 n, i64 k)
+{
+    if (kind == INT8) return scale + slot * stacks * n;
+    if (kind != E4M3) return 0;
+    return block_scales(scale, slot * stacks * ((n + SCALE_GROUP - 1) / SCALE_GROUP), k);
+}
+
+INLINE void scale_columns(float *y, const float *scale, i64 count)
+{
+    for (i64 c = 0; c < count; c++) y[c] *= scale[c];
+}
 
 static void gate_up_rows(const ExpertsJob *j, i64 slot, i64 panel, SlotRows s)
 {
     const Experts *e = j->e;
-    i64 padded = padded_to_32(e->width), slot_bytes = 2 * padded * e->hidden * bytes_of(e->kind);
-    const float *x[ROW_BLOCK];
+    i64 padded = padded_to_32(e->width), column = panel * 32, wanted = least(32, e->width - column);
+    const char *gate_up = e->gate_up + slot * 2 * padded * e->hidden * bytes_of(e->kind);
+    Panel p = {e->kind, PANEL, e->hidden, panel_at(gate_up, panel, e->hidden, e->kind), {0, 0}};
+    const float *scale = scales_of(e->gate_up_scale, e->kind, slot, 2, e->width, e->hidden), *x[ROW_BLOCK];
     float both[ROW_BLOCK][PANEL], *y[ROW_BLOCK];
+    i64 block_rows = (e->width + SCALE_GROUP - 1) / SCALE_GROUP;
+    for (i64 half = 0; half < 2 && e->kind == E4M3; half++)
+        p.scale[half] = block_scales(scale, half * block_rows + column / SCALE_GROUP, e->hidden);
     for (i64 r = 0; r < s.rows; r++) x[r] = j->x + (s.at + r) * j->x_row, y[r] = both[r];
-    const char *w = panel_at(e->gate_up + slot * slot_bytes, panel, e->hidden, e->kind);
-    panel_product(e->kind, x, s.rows, w, PANEL, e->hidden, y);
-    for (i64 r = 0; r < s.rows; r++)
+    panel_product(&p, &(Rows){s.rows, x, 0, y});
+    for (i64 r = 0; r < s.rows; r++) {
+        for (i64 half = 0; half < 2 && e->kind == INT8; half++)
+            scale_columns(both[r] + half * 32, scale + half * e->width + column, wanted);
         for (i64 c = 0; c < 32; c += 16)
-            *(v16 *)(j->middle + (s.packed_at + r) * padded + panel * 32 + c) =
+            *(v16 *)(j->middle + (s.packed_at + r) * padded + column + c) =
                 silu16(*(v16 *)(both[r] + c)) * *(v16 *)(both[r] + 32 + c);
+    }
 }
 
 static void down_rows(const ExpertsJob *j, i64 slot, i64 panel, SlotRows s)
 {
     const Experts *e = j->e;
-    i64 padded = padded_to_32(e->width), slot_bytes = padded_to_32(e->hidden) * e->width * bytes_of(e->kind);
-    i64 width = panel_width(e->hidden, panel), column = panel * PANEL, wanted = least(width, e->hidden - column);
-    const float *x[ROW_BLOCK];
+    const char *down = e->down + slot * padded_to_32(e->hidden) * e->width * bytes_of(e->kind);
+    Panel p = {e->kind, panel_width(e->hidden, panel), e->width, panel_at(down, panel, e->width, e->kind), {0, 0}};
+    const float *scale = scales_of(e->down_scale, e->kind, slot, 1, e->hidden, e->width), *x[ROW_BLOCK];
+    i64 column = panel * PANEL, wanted = least(p.width, e->hidden - column);
     float *y[ROW_BLOCK], spare[ROW_BLOCK][PANEL];
+    if (e->kind == E4M3) p.scale[0] = p.scale[1] = block_scales(scale, column / SCALE_GROUP, e->width);
     for (i64 r = 0; r < s.rows; r++) {
-        x[r] = j->middle + (s.packed_at + r) * padded;
-        y[r] = wanted == width ? j->y + (s.at + r) * j->y_row + column : spare[r];
+        x[r] = j->middle + (s.packed_at + r) * padded_to_32(e->width);
+        y[r] = wanted == p.width ? j->y + (s.at + r) * j->y_row + column : spare[r];
     }
-    const char *w = panel_at(e->down + slot * slot_bytes, panel, e->width, e->kind);
-    panel_product(e->kind, x, s.rows, w, width, e->width, y);
-    for (i64 r = 0; r < s.rows && wanted < width; r++)
-        memcpy(j->y + (s.at + r) * j->y_row + column, spare[r], wanted * 4);
+    panel_product(&p, &(Rows){s.rows, x, 0, y});
+    for (i64 r = 0; r < s.rows; r++) {
+        if (e->kind == INT8) scale_columns(y[r], scale + column, wanted);
+        if (wanted < p.width) memcpy(j->y + (s.at + r) * j->y_row + column, spare[r], wanted * 4);
+    }
 }
 
 typedef void (*PanelRows)(const ExpertsJob *, i64 slot, i64 panel, SlotRows);

@@ -6,6 +6,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from moe_serve.kernels.block_scales import num_groups, num_scale_rows
 from moe_serve.kernels.cpu.library import cpu_library
 from moe_serve.kernels.cpu.linear import KINDS
 from moe_serve.kernels.cpu.packed import gate_up_size, packed_size, padded
@@ -15,27 +16,42 @@ SILU = 0
 
 @dataclass(frozen=True)
 class PackedExperts:
-    """The weights of S slots, packed.
+    """The weights of S slots, packed. They are widened as they are read: the products are those of float32 weights.
 
-    gate_up: [S, gate_up_size(width, hidden)], down: [S, packed_size(hidden, width)], float32 or bfloat16
+    gate_up: [S, gate_up_size(width, hidden)], down: [S, packed_size(hidden, width)]
+    scales:  float32, contiguous: None for float32 and bfloat16; int8, by output channel: gate_up_scale [S, 2 x width],
+             down_scale [S, hidden]; float8_e4m3fn, by 128 x 128 as kernels/block_scales.py has them: gate_up_scale
+             [S, 2 x ceil(width / 128), ceil(hidden / 128)], down_scale [S, ceil(hidden / 128), ceil(width / 128)]
     """
 
     gate_up: Tensor
     down: Tensor
     hidden: int
     width: int
+    gate_up_scale: Tensor | None = None
+    down_scale: Tensor | None = None
 
     def __post_init__(self) -> None:
-        assert self.gate_up.shape[1] == gate_up_size(self.width, self.hidden), tuple(self.gate_up.shape)
-        assert self.down.shape[1] == packed_size(self.hidden, self.width), tuple(self.down.shape)
-        assert self.gate_up.is_contiguous(), "packed weights with gaps"
-        assert self.down.is_contiguous(), "packed weights with gaps"
+        slots, hidden, width = self.gate_up.shape[0], self.hidden, self.width
+        assert self.gate_up.shape == (slots, gate_up_size(width, hidden)), tuple(self.gate_up.shape)
+        assert self.down.shape == (slots, packed_size(hidden, width)), tuple(self.down.shape)
+        scales: tuple[tuple[int, ...] | None, ...] = (None, None)
+        if self.gate_up.dtype == torch.int8:
+            scales = (slots, 2 * width), (slots, hidden)
+        elif self.gate_up.dtype == torch.float8_e4m3fn:
+            gate_up = slots, num_scale_rows(2 * width, 2), num_groups(hidden)
+            scales = gate_up, (slots, num_groups(hidden), num_groups(width))
+        for scale, shape in zip((self.gate_up_scale, self.down_scale), scales, strict=True):
+            assert (None if scale is None else tuple(scale.shape)) == shape, f"scales of {self.gate_up.dtype}: {shape}"
+        for tensor in (self.gate_up, self.down, self.gate_up_scale, self.down_scale):
+            assert tensor is None or tensor.is_contiguous(), "weights with gaps"
 
     @cached_property
     def facts(self) -> Tensor:
         """Returns the block of int64 that experts.c reads."""
         kind = KINDS.index(self.gate_up.dtype)
-        addresses = (self.gate_up.data_ptr(), self.down.data_ptr())
+        tensors = (self.gate_up, self.down, self.gate_up_scale, self.down_scale)
+        addresses = (0 if tensor is None else tensor.data_ptr() for tensor in tensors)
         return torch.tensor([self.gate_up.shape[0], self.hidden, self.width, kind, SILU, *addresses])
 
 

@@ -1,8 +1,9 @@
 /* Dense projections of rows, and one projection per head. */
+#include <stdlib.h>
 #include "gemm.h"
 #include "pool.h"
 
-enum { ROW_BLOCK = 64 };
+enum { ROW_BLOCK = 192, PACK_FROM = 32 /* rows */ };
 
 typedef struct { /* as linear.py fills it */
     i64 heads, n, k, kind;
@@ -13,25 +14,25 @@ typedef struct { /* as linear.py fills it */
 typedef struct {
     const Linear *linear;
     const float *x;
-    float *y;
+    float *y, *packed; /* packed: of one head only, or 0 */
     i64 rows, x_row, x_head, y_row, y_head, pieces;
 } LinearJob;
 
-static void linear_rows(const LinearJob *j, i64 head, i64 panel, i64 top)
+static void linear_panel(const LinearJob *j, i64 head, i64 panel)
 {
     const Linear *l = j->linear;
-    i64 rows = least(ROW_BLOCK, j->rows - top), width = panel_width(l->n, panel), column = panel * PANEL;
-    i64 wanted = least(width, l->n - column);
-    i64 head_bytes = (l->n + 31) / 32 * 32 * l->k * bytes_of(l->kind);
+    i64 column = panel * PANEL, head_bytes = padded_to_32(l->n) * l->k * bytes_of(l->kind);
     const float *x[ROW_BLOCK];
     float *y[ROW_BLOCK], *out[ROW_BLOCK], spare[ROW_BLOCK][PANEL];
-    for (i64 r = 0; r < rows; r++) {
-        x[r] = j->x + (top + r) * j->x_row + head * j->x_head;
-        out[r] = j->y + (top + r) * j->y_row + head * j->y_head + column;
-        y[r] = wanted == width ? out[r] : spare[r];
+    Panel p = {l->kind, panel_width(l->n, panel), l->k, panel_at(l->weight + head * head_bytes, panel, l->k, l->kind), {0, 0}};
+    i64 wanted = least(p.width, l->n - column);
+    for (i64 r = 0; r < j->rows; r++) {
+        x[r] = j->x + r * j->x_row + head * j->x_head;
+        out[r] = j->y + r * j->y_row + head * j->y_head + column;
+        y[r] = wanted == p.width ? out[r] : spare[r];
     }
-    panel_product(l->kind, x, rows, panel_at(l->weight + head * head_bytes, panel, l->k, l->kind), width, l->k, y);
-    for (i64 r = 0; r < rows; r++) {
+    panel_product(&p, &(Rows){j->rows, x, j->packed, y});
+    for (i64 r = 0; r < j->rows; r++) {
         for (i64 c = 0; c < wanted && l->bias; c++) y[r][c] += l->bias[head * l->n + column + c];
         if (y[r] != out[r]) memcpy(out[r], y[r], wanted * 4);
     }
@@ -42,14 +43,31 @@ static void linear_piece(const void *job, i64 piece)
     const LinearJob *j = job;
     i64 panels = num_panels(j->linear->n), items = j->linear->heads * panels;
     for (i64 at = items * piece / j->pieces; at < items * (piece + 1) / j->pieces; at++)
-        for (i64 top = 0; top < j->rows; top += ROW_BLOCK) linear_rows(j, at / panels, at % panels, top);
+        linear_panel(j, at / panels, at % panels);
+}
+
+static void pack_linear_piece(const void *job, i64 piece)
+{
+    const LinearJob *j = job;
+    const float *x[ROW_BLOCK];
+    for (i64 r = 0; r < j->rows; r++) x[r] = j->x + r * j->x_row;
+    pack_rows_block(x, j->rows, j->linear->k, j->linear->kind, piece * k_block(j->linear->kind), j->packed);
 }
 
 /* y[r, h] = W[h] x[r, h] + bias[h]; strides in floats, of rows and of heads */
 i64 linear(const Linear *facts, const float *x, i64 rows, i64 x_row, i64 x_head, float *y, i64 y_row, i64 y_head)
 {
-    i64 items = facts->heads * num_panels(facts->n), pieces = pool_threads() > 1 ? 8 * pool_threads() : 1;
-    LinearJob job = {facts, x, y, rows, x_row, x_head, y_row, y_head, least(items, pieces)};
-    pool_run(linear_piece, &job, job.pieces);
+    i64 items = facts->heads * num_panels(facts->n), blocks = (rows + ROW_BLOCK - 1) / ROW_BLOCK;
+    i64 pieces = pool_threads() > 1 ? least(items, 8 * pool_threads()) : 1, most = blocks ? (rows + blocks - 1) / blocks : 0;
+    float *packed = 0; /* without memory for it, rows are read where they lie: the same bits, more slowly */
+    if (most > PACK_FROM && facts->heads == 1) packed = malloc(row_blocks(most) * MOST_ROWS * facts->k * 4);
+    for (i64 b = 0; b < blocks; b++) {
+        i64 top = rows * b / blocks, block = k_block(facts->kind);
+        LinearJob job = {facts, x + top * x_row, y + top * y_row, packed, rows * (b + 1) / blocks - top,
+                         x_row, x_head, y_row, y_head, pieces};
+        if (packed) pool_run(pack_linear_piece, &job, (facts->k + block - 1) / block);
+        pool_run(linear_piece, &job, pieces);
+    }
+    free(packed);
     return 0;
 }

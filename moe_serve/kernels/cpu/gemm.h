@@ -5,65 +5,73 @@
    not depend on the width of a register. Every output is one chain of fused multiply-adds in order of k, whatever the
    tile, blocking, thread or machine: its bits depend on its row of x and its column of W only. */
 #pragma once
-#include "vec.h"
+#include "weights.h"
 
-enum { FLOAT32, BFLOAT16 };
-enum { PANEL = 64, MOST_ROWS = 6, K_BLOCK = 512, PREFETCH = 4096 /* bytes ahead */ };
+enum { MOST_ROWS = 6, K_BLOCK = 256, PREFETCH = 4096 /* bytes ahead */ };
 
-INLINE i64 bytes_of(i64 kind) { return kind == FLOAT32 ? 4 : 2; }
-INLINE i64 num_panels(i64 n) { return (n + PANEL - 1) / PANEL; }
-INLINE i64 panel_width(i64 n, i64 panel) { return n - panel * PANEL > 32 ? 64 : 32; }
+/* How a tile reads its weights: from memory, fetching the line 4 KB ahead; the same for the first of several blocks of
+   rows, keeping what it widened; as float32, from what was kept or from the cache. */
+enum { DIRECT, KEEP, AGAIN };
 
-INLINE const char *panel_at(const void *w, i64 panel, i64 k, i64 kind)
-{
-    return (const char *)w + panel * k * PANEL * bytes_of(kind);
-}
+/* One panel of a packed weight. */
+typedef struct {
+    i64 kind, width, k;
+    const char *w;
+    const float *scale[2]; /* E4M3 only: of the first and the last 32 columns, one for every 128 of k */
+} Panel;
 
-/* The column of register v in a tile that begins at column `first` of the panel, and the weights there at one k. */
-INLINE i64 column_of(const int kind, i64 first, int v)
-{
-    if (kind != BFLOAT16) return first + v * VL;
-    i64 words = first / 2 + v / 2 * VL; /* a tile begins where a vector of words does */
-    return words / 16 * 32 + words % 16 + v % 2 * 16;
-}
+/* Some rows of x, and where their products go. */
+typedef struct {
+    i64 rows;
+    const float *const *x; /* [rows], where the rows are not packed */
+    const float *packed;   /* [k / block][rows / 6][block][6], see pack_rows; or 0 */
+    float *const *y;       /* [rows], each at the first column of the panel */
+} Rows;
 
-INLINE void load_weights(const int V, const int kind, const char *w, i64 first, vf *b)
-{
-    UNROLL for (int v = 0; v < V; v++)
-        if (kind == FLOAT32) b[v] = *(const vf *)((const float *)w + first + v * VL);
-        else {
-            vu both = *(const vu *)((const uint16_t *)w + first + v / 2 * 2 * VL);
-            b[v] = v % 2 ? (vf)(both & 0xffff0000u) : (vf)(both << 16);
-        }
-}
-
+/* Up to 6 rows, one panel, one block of k. */
 typedef struct {
     const float *x[MOST_ROWS];
-    float *y[MOST_ROWS]; /* the first column of the panel */
-    const char *w;       /* the first k of the panel */
-    i64 width, k;
+    float *y[MOST_ROWS];
+    const char *w;
+    float scale[2];
+    float *wide;       /* [k][width], see KEEP */
+    const char *ahead; /* what is fetched into the cache on the way, ahead_step bytes with every k; not in DIRECT */
+    i64 ahead_step, x_step, width, k;
     i64 more; /* goes on from what is in y */
 } Tile;
 
 /* R rows by V registers from column `first` on. */
-INLINE void tile(const int R, const int V, const int kind, const Tile *t, i64 first)
+INLINE void tile(const int R, const int V, const int kind, const int way, const Tile *t, i64 first)
 {
     vf acc[MOST_ROWS][8]; /* of constant size, and every loop over it unrolled: it lives in registers */
     const float *x[MOST_ROWS];
-    const char *w = t->w;
-    i64 step = t->width * bytes_of(kind);
+    const char *w = t->w, *ahead = t->ahead;
+    float *wide = t->wide;
+    i64 step = t->width * bytes_of(kind), x_step = t->x_step, ahead_step = t->ahead_step;
     UNROLL for (int r = 0; r < R; r++) {
         x[r] = t->x[r];
         UNROLL for (int v = 0; v < V; v++)
             acc[r][v] = t->more ? *(const vf *)(t->y[r] + column_of(kind, first, v)) : (vf){};
     }
-    for (i64 i = 0; i < t->k; i++, w += step) {
+    for (i64 i = 0, at = 0; i < t->k; i++, w += step, at += x_step) {
         vf b[8];
-        load_weights(V, kind, w, first, b);
-        UNROLL for (int line = 0; line < V * VL * bytes_of(kind); line += 64)
-            __builtin_prefetch(w + PREFETCH + first * bytes_of(kind) + line);
-        UNROLL for (int r = 0; r < R; r++)
-            UNROLL for (int v = 0; v < V; v++) acc[r][v] += x[r][i] * b[v];
+        load_weights(V, kind, w, first, t->scale, b);
+        if (way == DIRECT) {
+            UNROLL for (int line = 0; line < V * VL * bytes_of(kind); line += 64)
+                __builtin_prefetch(w + PREFETCH + first * bytes_of(kind) + line);
+        } else {
+            const char *line = ahead;
+            ahead += ahead_step;
+            for (; line < ahead; line += 64) __builtin_prefetch(line);
+        }
+        if (way == KEEP) {
+            UNROLL for (int v = 0; v < V; v++) *(vf *)(wide + column_of(kind, first, v)) = b[v];
+            wide += t->width;
+        }
+        UNROLL for (int r = 0; r < R; r++) {
+            vf a = splat(x[r][at]);
+            UNROLL for (int v = 0; v < V; v++) add_product(&acc[r][v], a, b[v]);
+        }
     }
     UNROLL for (int r = 0; r < R; r++)
         UNROLL for (int v = 0; v < V; v++) *(vf *)(t->y[r] + column_of(kind, first, v)) = acc[r][v];
@@ -79,32 +87,72 @@ INLINE void tile(const int R, const int V, const int kind, const Tile *t, i64 fi
 #define V_OF(R, WIDTH) (WIDEST(R) * VL > (WIDTH) ? (WIDTH) / VL : WIDEST(R))
 #define TILES(R, WIDTH)                                                                                               \
     case R:                                                                                                           \
-        for (i64 first = 0; first < WIDTH; first += V_OF(R, WIDTH) * VL) tile(R, V_OF(R, WIDTH), kind, t, first);      \
+        for (i64 first = 0; first < WIDTH; first += V_OF(R, WIDTH) * VL)                                              \
+            tile(R, V_OF(R, WIDTH), kind, way, t, first);                                                             \
         break;
-#define ALL_TILES(WIDTH) TILES(1, WIDTH) TILES(2, WIDTH) TILES(3, WIDTH) TILES(4, WIDTH) TILES(5, WIDTH) TILES(6, WIDTH)
+#define MORE_TILES(WIDTH) TILES(3, WIDTH) TILES(4, WIDTH) TILES(5, WIDTH) TILES(6, WIDTH)
+#define ALL_TILES(WIDTH) TILES(1, WIDTH) TILES(2, WIDTH) MORE_TILES(WIDTH)
 
-/* Up to MOST_ROWS rows. Not inlined: one copy for each kind. */
-#define ROWS_BY_PANEL(name, KIND)                                                                                     \
+/* Not inlined: one copy for each kind and way. Several blocks of rows have 3 rows or more each, being cut evenly. */
+#define ROWS_BY_PANEL(name, KIND, WAY, TILES_64, TILES_32)                                                            \
     static __attribute__((noinline)) void name(const Tile *t, i64 rows)                                               \
     {                                                                                                                 \
-        const int kind = KIND;                                                                                        \
-        if (t->width == PANEL) switch (rows) { ALL_TILES(64) }                                                        \
-        else switch (rows) { ALL_TILES(32) }                                                                          \
+        const int kind = KIND, way = WAY;                                                                             \
+        if (t->width == PANEL) switch (rows) { TILES_64(64) }                                                         \
+        else switch (rows) { TILES_32(32) }                                                                           \
     }
-ROWS_BY_PANEL(rows_float32, FLOAT32)
-ROWS_BY_PANEL(rows_bfloat16, BFLOAT16)
+#define NO_TILES(WIDTH)
+ROWS_BY_PANEL(float32_direct, FLOAT32, DIRECT, ALL_TILES, ALL_TILES)
+ROWS_BY_PANEL(bfloat16_direct, BFLOAT16, DIRECT, ALL_TILES, ALL_TILES)
+ROWS_BY_PANEL(int8_direct, INT8, DIRECT, ALL_TILES, ALL_TILES)
+ROWS_BY_PANEL(e4m3_direct, E4M3, DIRECT, ALL_TILES, ALL_TILES)
+ROWS_BY_PANEL(bfloat16_keep, BFLOAT16, KEEP, MORE_TILES, NO_TILES)
+ROWS_BY_PANEL(int8_keep, INT8, KEEP, MORE_TILES, NO_TILES)
+ROWS_BY_PANEL(e4m3_keep, E4M3, KEEP, MORE_TILES, NO_TILES)
+ROWS_BY_PANEL(float32_again, FLOAT32, AGAIN, MORE_TILES, NO_TILES)
+typedef void (*RowsByPanel)(const Tile *, i64 rows);
+static const RowsByPanel by_direct[] = {float32_direct, bfloat16_direct, int8_direct, e4m3_direct};
+static const RowsByPanel by_keep[] = {float32_again, bfloat16_keep, int8_keep, e4m3_keep};
 
-/* y[r][0 .. width) = x[r] W^T for any number of rows. The panel comes from memory once: in blocks of k that stay in L2. */
-static void panel_product(i64 kind, const float *const *x, i64 rows, const char *w, i64 width, i64 k, float *const *y)
+INLINE i64 k_block(i64 kind) { return kind == E4M3 ? SCALE_GROUP : K_BLOCK; }
+INLINE i64 row_blocks(i64 rows) { return (rows + MOST_ROWS - 1) / MOST_ROWS; }
+
+/* y[r][0 .. width) = x[r] W^T. The panel comes from memory once: in blocks of k that stay in the cache for all rows,
+   which meanwhile fetch the next block. */
+static void panel_product(const Panel *p, const Rows *g)
 {
-    i64 blocks = (rows + MOST_ROWS - 1) / MOST_ROWS;
-    if (!k)
-        for (i64 r = 0; r < rows; r++) memset(y[r], 0, width * 4);
-    for (i64 start = 0; start < k; start += K_BLOCK)
+    i64 blocks = row_blocks(g->rows), step = p->width * bytes_of(p->kind), block = k_block(p->kind);
+    i64 direct = blocks == 1 || p->width < PANEL;
+    _Alignas(64) float wide[K_BLOCK * PANEL];
+    for (i64 r = 0; r < g->rows && !p->k; r++) memset(g->y[r], 0, p->width * 4);
+    for (i64 start = 0; start < p->k; start += block) {
+        Tile t = {.width = p->width, .k = least(block, p->k - start), .more = start, .wide = wide};
+        t.x_step = g->packed ? MOST_ROWS : 1, t.ahead_step = step / blocks;
+        for (i64 half = 0; half < 2 && p->kind == E4M3; half++)
+            t.scale[half] = p->scale[half][start / SCALE_GROUP] * E4M3_UNIT;
         for (i64 b = 0; b < blocks; b++) {
-            i64 from = rows * b / blocks, count = rows * (b + 1) / blocks - from;
-            Tile t = {.w = w + start * width * bytes_of(kind), .width = width, .k = least(K_BLOCK, k - start), .more = start};
-            for (i64 r = 0; r < count; r++) t.x[r] = x[from + r] + start, t.y[r] = y[from + r];
-            (kind == FLOAT32 ? rows_float32 : rows_bfloat16)(&t, count);
+            i64 from = g->rows * b / blocks, rows = g->rows * (b + 1) / blocks - from;
+            RowsByPanel product = direct ? by_direct[p->kind] : b ? float32_again : by_keep[p->kind];
+            t.w = b && !direct && p->kind != FLOAT32 ? (const char *)wide : p->w + start * step;
+            t.ahead = p->w + (start + block) * step + b * t.k * t.ahead_step;
+            for (i64 r = 0; r < rows; r++) {
+                t.x[r] = g->packed ? g->packed + (start * blocks + b * t.k) * MOST_ROWS + r : g->x[from + r] + start;
+                t.y[r] = g->y[from + r];
+            }
+            product(&t, rows);
         }
+    }
+}
+
+/* Packs rows of x [k] for panel_product, from k = `start` to the next block's: neighbours in a block of rows lie side
+   by side, so that a block of x stays in the cache without gaps. */
+static void pack_rows_block(const float *const *x, i64 rows, i64 k, i64 kind, i64 start, float *packed)
+{
+    i64 blocks = row_blocks(rows), depth = least(k_block(kind), k - start);
+    float *to = packed + start * blocks * MOST_ROWS;
+    for (i64 b = 0; b < blocks; b++, to += depth * MOST_ROWS) {
+        i64 from = rows * b / blocks, count = rows * (b + 1) / blocks - from;
+        for (i64 r = 0; r < count; r++)
+            for (i64 i = 0; i < depth; i++) to[i * MOST_ROWS + r] = x[from + r][start + i];
+    }
 }

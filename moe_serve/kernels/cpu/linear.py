@@ -6,7 +6,7 @@ from torch import Tensor
 from moe_serve.kernels.cpu.library import cpu_library
 from moe_serve.kernels.cpu.packed import pack, packed_size
 
-KINDS = (torch.float32, torch.bfloat16)  # their index is the kernels' name for them
+KINDS = (torch.float32, torch.bfloat16, torch.int8, torch.float8_e4m3fn)  # in the order of weights.h
 
 
 class _Projection:

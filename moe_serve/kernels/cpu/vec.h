@@ -33,6 +33,20 @@ typedef int32_t i16x __attribute__((vector_size(64), aligned(4), may_alias));
 
 INLINE i64 least(i64 a, i64 b) { return a < b ? a : b; }
 
+/* sum + a * b, rounded once. Written out, since GCC otherwise moves the sums of a large tile between registers. */
+INLINE void add_product(vf *sum, vf a, vf b)
+{
+#if defined(__AVX512F__)
+    __asm__("vfmadd231ps %2, %1, %0" : "+v"(*sum) : "v"(a), "v"(b));
+#elif defined(__FMA__)
+    __asm__("vfmadd231ps %2, %1, %0" : "+x"(*sum) : "x"(a), "x"(b));
+#else
+    *sum += a * b;
+#endif
+}
+
+INLINE vf splat(float a) { return a - (vf){}; }
+
 /* Adds the 16 floats as a tree. */
 INLINE float sum16(v16 v)
 {

@@ -2,6 +2,7 @@ import platform
 
 import pytest
 
+from moe_serve.c_library import find_compiler
 from moe_serve.errors import ConfigError
 from moe_serve.kernels.cpu import library as library_module
 from moe_serve.kernels.cpu.library import build_cpu_library, find_cpu_library
@@ -10,9 +11,10 @@ from moe_serve.kernels.cpu.library import build_cpu_library, find_cpu_library
 @pytest.fixture(autouse=True)
 def library():
     """The compiled kernels on one thread."""
-    found = find_cpu_library()
-    if found is None:
+    if find_compiler() is None:
         pytest.skip("no C compiler")
+    found = find_cpu_library()
+    assert found is not None, "the kernels do not build"
     found.set_threads(1)
     yield found
     found.set_threads(1)

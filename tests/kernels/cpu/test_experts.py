@@ -1,51 +1,128 @@
 import itertools
+from dataclasses import dataclass
 
 import pytest
 import torch
+from torch import Tensor
 
+from moe_serve.kernels.block_scales import BlockScaled
 from moe_serve.kernels.cpu.experts import PackedExperts, packed_ffn
 from moe_serve.kernels.cpu.packed import gate_up_size, pack, pack_gate_up, packed_size
+from moe_serve.kernels.grouped_gemm_fp8 import dequantize_weight, quantize_weight
+from moe_serve.kernels.grouped_gemm_int8 import quantize_int8
 from tests.tolerance import FLOAT32, relative_error
 
 ROWS = (0, 1, 70, 7, 3)
+DTYPES = (torch.float32, torch.bfloat16, torch.int8, torch.float8_e4m3fn)
 
 
-def packed_experts(gate_up: torch.Tensor, down: torch.Tensor) -> PackedExperts:
-    slots, hidden, width = down.shape
+@dataclass(frozen=True)
+class Experts:
+    """Weights of some slots: as they are stored and packed, and as float32 numbers."""
+
+    packed: PackedExperts
+    gate_up: Tensor
+    down: Tensor
+
+
+def make_experts(dtype: torch.dtype, slots: int, hidden: int, width: int) -> Experts:
+    gate_up = torch.randn(slots, 2 * width, hidden) / hidden**0.5
+    down = torch.randn(slots, hidden, width) / width**0.5
+    (stored_gate_up, gate_up_scale, wide_gate_up) = stored(gate_up, dtype, 2)
+    (stored_down, down_scale, wide_down) = stored(down, dtype, 1)
     packed = PackedExperts(
-        gate_up.new_empty(slots, gate_up_size(width, hidden)), down.new_empty(slots, packed_size(hidden, width)),
-        hidden, width,
+        stored_gate_up.new_empty(slots, gate_up_size(width, hidden)),
+        stored_down.new_empty(slots, packed_size(hidden, width)),
+        hidden, width, gate_up_scale, down_scale,
     )  # fmt: skip
     for slot in range(slots):
-        pack_gate_up(gate_up[slot], packed.gate_up[slot])
-        pack(down[slot], packed.down[slot])
-    return packed
+        pack_gate_up(stored_gate_up[slot], packed.gate_up[slot])
+        pack(stored_down[slot], packed.down[slot])
+    return Experts(packed, wide_gate_up, wide_down)
 
 
-def reference(x: torch.Tensor, slot_of_row: list[int], gate_up: torch.Tensor, down: torch.Tensor) -> torch.Tensor:
+def stored(weight: Tensor, dtype: torch.dtype, parts: int) -> tuple[Tensor, Tensor | None, Tensor]:
+    """Returns a weight [slots, n, k] as stored, its scales, and the float32 numbers that both stand for."""
+    if dtype == torch.int8:
+        q, scale = quantize_int8(weight)
+        return q, scale, q * scale[..., None]
+    if dtype == torch.float8_e4m3fn:
+        blocks: BlockScaled = quantize_weight(weight, parts)
+        return blocks.q, blocks.scale, dequantize_weight(blocks)
+    return weight.to(dtype), None, weight.to(dtype).float()
+
+
+def reference(x: Tensor, counts: Tensor, experts: Experts) -> Tensor:
+    """Returns the rows of all slots in float64."""
     rows = []
-    for row, slot in zip(x.double(), slot_of_row, strict=True):
-        gate, up = (gate_up[slot].double() @ row).chunk(2)
-        rows.append(down[slot].double() @ (torch.nn.functional.silu(gate) * up))
+    for row, slot in zip(x.double(), torch.repeat_interleave(counts).tolist(), strict=True):
+        gate, up = (experts.gate_up[slot].double() @ row).chunk(2)
+        rows.append(experts.down[slot].double() @ (torch.nn.functional.silu(gate) * up))
     return torch.stack(rows)
 
 
-@pytest.mark.parametrize("slab_rows", (0, 70))
-@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=str)
-def test_experts_match_their_reference(dtype, slab_rows, library):
-    counts = torch.tensor(ROWS)
-    slot_of_row = torch.repeat_interleave(counts).tolist()
-    places = [slot * slab_rows + nth for slot, rows in enumerate(ROWS) for nth in range(rows)]
-    for hidden, width, threads in itertools.product((40, 513), (16, 33, 100), (1, 2)):
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("hidden, width", [(40, 16), (513, 33), (130, 200), (1, 1)])
+def test_experts_match_their_reference(dtype, hidden, width, library):
+    counts, places = torch.tensor(ROWS), [70 * slot + nth for slot, rows in enumerate(ROWS) for nth in range(rows)]
+    experts = make_experts(dtype, len(ROWS), hidden, width)
+    rows = torch.randn(len(places), hidden)
+    wanted = reference(rows, counts, experts)
+    for threads in (1, 2):
         library.set_threads(threads)
-        gate_up = (torch.randn(len(ROWS), 2 * width, hidden) / hidden**0.5).to(dtype)
-        down = (torch.randn(len(ROWS), hidden, width) / width**0.5).to(dtype)
-        rows = torch.randn(len(places), hidden)
-        wanted = reference(rows, slot_of_row, gate_up, down)
-        if slab_rows:
-            x = torch.full((len(ROWS) * slab_rows, hidden), float("nan"))
-            x[places] = rows
-            got = packed_ffn(x, counts, packed_experts(gate_up, down), slab_rows=slab_rows)[places]
-        else:
-            got = packed_ffn(rows, counts, packed_experts(gate_up, down))
-        assert relative_error(got, wanted) < FLOAT32, (hidden, width)
+        got = packed_ffn(rows, counts, experts.packed)
+        assert relative_error(got, wanted) < FLOAT32
+        slabs = torch.full((len(ROWS) * 70, hidden), float("nan"))
+        slabs[places] = rows
+        out = torch.full_like(slabs, 7)
+        assert torch.equal(packed_ffn(slabs, counts, experts.packed, out, slab_rows=70)[places], got)
+        out[places] = 7
+        assert (out == 7).all(), "wrote rows beyond a slot's count"
+    assert packed_ffn(rows[:0], torch.zeros(len(ROWS), dtype=torch.int64), experts.packed).shape == (0, hidden)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_the_bits_of_a_row_depend_on_that_row_only(dtype, library, avx2, use):
+    experts = make_experts(dtype, 2, 300, 150)
+    x = torch.randn(250, 310)[:, :300]
+    alone = torch.cat([packed_ffn(row[None], torch.tensor([0, 1]), experts.packed) for row in x])
+    for rows, threads in itertools.product((2, 6, 7, 13, 64, 65, 200, 250), (1, 2)):
+        library.set_threads(threads)
+        for counts in ([0, rows], [3, rows]):
+            got = packed_ffn(torch.cat([x[: counts[0]], x[:rows]]), torch.tensor(counts), experts.packed)
+            assert torch.equal(got[counts[0] :], alone[:rows]), (rows, threads)
+    use(avx2)
+    for rows in (1, 3, 6, 250):
+        assert torch.equal(packed_ffn(x[:rows], torch.tensor([0, rows]), experts.packed), alone[:rows]), rows
+
+
+@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float8_e4m3fn), ids=str)
+def test_stored_weights_give_the_bits_of_float32_weights_with_the_same_values(dtype):
+    for rows, (hidden, width) in itertools.product((1, 6, 7, 70), ((40, 16), (300, 150))):
+        experts = make_experts(dtype, 2, hidden, width)
+        wide = PackedExperts(
+            torch.empty(2, gate_up_size(width, hidden)), torch.empty(2, packed_size(hidden, width)), hidden, width
+        )
+        for slot in range(2):
+            pack_gate_up(experts.gate_up[slot], wide.gate_up[slot])
+            pack(experts.down[slot], wide.down[slot])
+        x, counts = torch.randn(2 * rows, hidden), torch.tensor([rows, rows])
+        assert torch.equal(packed_ffn(x, counts, experts.packed), packed_ffn(x, counts, wide)), (rows, hidden, width)
+
+
+def test_every_e4m3_value_is_widened_exactly():
+    codes = torch.arange(256, dtype=torch.uint8)
+    values = codes[(codes & 0x7F) != 0x7F].view(torch.float8_e4m3fn)[:, None]  # without the two NaNs
+    hidden, scale = len(values), torch.full((1, 2, 1), 0.3)
+    gate_up = torch.ones(2, hidden)
+    results = []
+    for down, gate_up_scale, down_scale in ((values, torch.ones(1, 2, 2), scale), (values.float() * 0.3, None, None)):
+        packed = PackedExperts(
+            torch.empty(1, gate_up_size(1, hidden), dtype=down.dtype),
+            torch.empty(1, packed_size(hidden, 1), dtype=down.dtype),
+            hidden, 1, gate_up_scale, down_scale,
+        )  # fmt: skip
+        pack_gate_up(gate_up.to(down.dtype), packed.gate_up[0])
+        pack(down, packed.down[0])
+        results.append(packed_ffn(torch.ones(1, hidden), torch.tensor([1]), packed))
+    assert torch.equal(*results)

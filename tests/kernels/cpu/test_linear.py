@@ -26,13 +26,16 @@ def test_a_projection_matches_its_reference(dtype, threads, library):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_the_bits_of_a_row_depend_on_that_row_only(dtype, library):
-    linear = PackedLinear(torch.randn(200, 1100).to(dtype))
-    x = torch.randn(130, 1100)
+def test_the_bits_of_a_row_depend_on_that_row_only(dtype, library, avx2, use):
+    weight, x = torch.randn(200, 1100).to(dtype), torch.randn(500, 1100)
+    linear = PackedLinear(weight)
     alone = torch.cat([linear(row[None]) for row in x])
-    for rows, threads in itertools.product((2, 5, 6, 7, 16, 63, 64, 65, 130), (1, 2)):
+    for rows, threads in itertools.product((2, 5, 6, 7, 16, 63, 64, 65, 130, 192, 193, 500), (1, 2)):
         library.set_threads(threads)
         assert torch.equal(linear(x[:rows]), alone[:rows]), (rows, threads)
+    use(avx2)
+    for rows in (1, 3, 6, 7, 500):
+        assert torch.equal(PackedLinear(weight)(x[:rows]), alone[:rows]), rows
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
