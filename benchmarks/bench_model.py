@@ -35,16 +35,19 @@ CONFIG = {
 }
 
 
-def write_bench_model(folder: Path) -> Path:
-    """Returns a folder with config.json and model.safetensors, written by transformers with seed 0."""
+def write_bench_model(folder: Path, dtype: str = "float32") -> Path:
+    """Returns a folder with config.json and model.safetensors, written by transformers with seed 0.
+
+    dtype: in which the weights are stored, "float32" or "bfloat16"
+    """
     import torch
     from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
     torch.manual_seed(0)
     known = {key: value for key, value in CONFIG.items() if key not in ("architectures", "model_type")}
-    model = AutoModelForCausalLM.from_config(Qwen3MoeConfig(**known)).float()
+    model = AutoModelForCausalLM.from_config(Qwen3MoeConfig(**known)).to(getattr(torch, dtype))
     model.save_pretrained(folder)
-    (folder / "config.json").write_text(json.dumps(CONFIG))
+    (folder / "config.json").write_text(json.dumps(CONFIG | {"torch_dtype": dtype}))
     return folder
 
 

