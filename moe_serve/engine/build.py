@@ -16,6 +16,7 @@ from moe_serve.attention_dp.scheduler import Scheduler
 from moe_serve.config import ServeConfig, model_dir, served_name
 from moe_serve.dispatch.base import AnyAllToAll, BufferLimits, EpGroup, TransportRequest
 from moe_serve.dispatch.make import make_all_to_all
+from moe_serve.engine.agreement import RankFacts, check_agreement
 from moe_serve.engine.build_balancing import make_balancing
 from moe_serve.engine.dump_recorder import DumpRecorder, RecorderSettings
 from moe_serve.engine.engine import Engine, EngineSettings
@@ -130,6 +131,7 @@ def build_served_model(config: ServeConfig, group: EpGroup, progress: Progress |
     """
     started_s = time.monotonic()
     plan = ModelPlan.of(config, read_spec(model_dir(config.model)), group.device)
+    check_agreement(RankFacts.of(plan), group)
     num_threads = use_threads(config, plan.choice)
     trace = _begin_trace(config, plan, group.rank)
     if group.rank == 0:

@@ -1,0 +1,89 @@
+"""All ranks compute with the same kernels on weights of the same form, or none starts.
+
+The compiled kernels give the same bits with AVX-512, AVX2 and NEON, but not without fused multiply-adds, and another
+compiler may round elsewhere. Ranks that disagree would give a request other tokens on another rank, and could not
+exchange experts byte for byte.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from moe_serve.dispatch.base import EpGroup
+from moe_serve.dispatch.peer_calls import all_gather
+from moe_serve.engine.model_plan import ModelPlan
+from moe_serve.errors import ConfigError
+from moe_serve.kernels.cpu.probe import kernel_digest
+
+_BYTES = 256  # of a rank's facts
+
+
+@dataclass(frozen=True)
+class RankFacts:
+    """What decides whether ranks fit together, as texts.
+
+    kernels: what computes;  bits: a hash of what it computes, empty for torch;  weights: the form of expert slots
+    """
+
+    kernels: str
+    bits: str
+    weights: str
+
+    @classmethod
+    def of(cls, plan: ModelPlan) -> "RankFacts":
+        """Returns the facts of this rank."""
+        library = plan.choice.library
+        if library is None:
+            return cls("torch", "", plan.slot_form.label)
+        return cls(f"compiled kernels ({library.form})", kernel_digest(), plan.slot_form.label)
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> "RankFacts":
+        return cls(*data.decode().split("|"))
+
+    def to_bytes(self) -> bytes:
+        return "|".join((self.kernels, self.bits, self.weights)).encode()
+
+
+def check_agreement(own: RankFacts, group: EpGroup) -> None:
+    """Raises ConfigError on every rank unless all CPU ranks have equal facts. A collective call."""
+    if group.process_group is None or group.device.type != "cpu":
+        return
+    data = own.to_bytes()
+    assert len(data) <= _BYTES, f"{len(data)} bytes of facts"
+    mine = torch.zeros(_BYTES, dtype=torch.uint8)
+    mine[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+    rows = [torch.empty_like(mine) for _ in range(group.num_ranks)]
+    all_gather(rows, mine, group.process_group)
+    message = disagreement([RankFacts.from_bytes(row.numpy().tobytes().rstrip(b"\0")) for row in rows])
+    if message is not None:
+        raise ConfigError(message)
+
+
+def disagreement(facts: Sequence[RankFacts]) -> str | None:
+    """Returns what differs between which ranks and what to do; None where all agree.
+
+    facts: by rank. AVX-512 and AVX2 may meet: their kernels have the same bits.
+    """
+    if len({fact.weights for fact in facts}) > 1:
+        held = _by_value([fact.weights for fact in facts])
+        return (
+            f"ranks would hold experts in different forms: {held}; give all ranks the same checkpoint, and a C "
+            "compiler or none, or set engine.cpu_kernels: torch"
+        )
+    if len({fact.bits for fact in facts}) > 1:
+        computing = _by_value([f"{fact.kernels} {fact.bits}".strip() for fact in facts])
+        return (
+            f"ranks compute with different bits: {computing}; install the same C compiler on all machines, or set "
+            "engine.cpu_kernels: torch"
+        )
+    return None
+
+
+def _by_value(values: Sequence[str]) -> str:
+    """Returns such as "ranks 0, 2: a; rank 1: b"."""
+    ranks: dict[str, list[str]] = {}
+    for rank, value in enumerate(values):
+        ranks.setdefault(value, []).append(str(rank))
+    return "; ".join(f"{'ranks' if len(who) > 1 else 'rank'} {', '.join(who)}: {value}" for value, who in ranks.items())
