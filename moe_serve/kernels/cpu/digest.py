@@ -1,0 +1,90 @@
+"""A digest of the bits that the compiled kernels of this machine give.
+
+Ranks may run on different processors. Where digests are equal, so are the bits of the kernels: AVX-512, AVX2 and NEON
+agree, while a build without fused multiply-add rounds otherwise. Inputs are made without torch's random numbers, which
+are not the same everywhere. Takes about 20 ms.
+"""
+
+from collections.abc import Callable
+from hashlib import blake2b
+
+import torch
+from torch import Tensor
+
+from moe_serve.kernels.cpu.attention import AttendRows, AttendShape, attend
+from moe_serve.kernels.cpu.experts import PackedExperts, packed_ffn
+from moe_serve.kernels.cpu.gate import gate
+from moe_serve.kernels.cpu.linear import KINDS, PackedLinear
+from moe_serve.kernels.cpu.packed import gate_up_size, packed_size
+from moe_serve.kernels.cpu.rows import add_rms_norm, rms_norm, rope_write, weighted_sum
+from moe_serve.kernels.gate_shape import GateShape
+
+ROWS, HIDDEN, WIDTH, EPS = 13, 150, 70, 1e-6
+
+
+def kernel_digest() -> str:
+    """Returns 16 hexadecimal digits. Call it only where there is a compiled library."""
+    digest = blake2b(digest_size=8)
+    for probe in PROBES:
+        for tensor in probe():
+            digest.update(tensor.contiguous().numpy().tobytes())
+    return digest.hexdigest()
+
+
+def _numbers(*shape: int, seed: int = 1) -> Tensor:
+    """Returns float32 numbers from -1 to 1 that are the same on every machine."""
+    count = torch.arange(torch.Size(shape).numel())
+    return ((count * 7919 + seed * 104729) % 65537 / 32768.5 - 1).reshape(shape).float()
+
+
+def _linear() -> list[Tensor]:
+    weight, bias = _numbers(WIDTH, HIDDEN), _numbers(WIDTH, seed=2)
+    x = _numbers(ROWS, HIDDEN, seed=3)
+    return [PackedLinear(weight.to(dtype), bias)(x) for dtype in (torch.float32, torch.bfloat16)]
+
+
+def _experts() -> list[Tensor]:
+    counts = torch.tensor([1, ROWS - 1])
+    sizes = 2, gate_up_size(WIDTH, HIDDEN), packed_size(HIDDEN, WIDTH)
+    scales = {
+        torch.int8: (_numbers(2, 2 * WIDTH, seed=2) / 1000, _numbers(2, HIDDEN, seed=3) / 1000),
+        torch.float8_e4m3fn: (_numbers(2, 2, 2, seed=4) / 8, _numbers(2, 2, 1, seed=5) / 8),
+    }
+    results = []
+    for dtype in KINDS:
+        factor = 127 if dtype == torch.int8 else 1 / 8
+        gate_up, down = (((_numbers(2, size, seed=6) * factor).to(dtype)) for size in sizes[1:])
+        experts = PackedExperts(gate_up, down, HIDDEN, WIDTH, *scales.get(dtype, (None, None)))
+        results.append(packed_ffn(_numbers(ROWS, HIDDEN, seed=7), counts, experts))
+    return results
+
+
+def _attention() -> list[Tensor]:
+    results = []
+    for shape in (AttendShape(2, 3, 40, 0.2), AttendShape(1, 4, 72, 0.2, latent=56)):
+        cache = _numbers(96, *shape.row_shape)
+        positions, starts = torch.tensor([80, 3, 4, 5]), torch.tensor([0, 1, 4], dtype=torch.int32)
+        tables = torch.tensor([[0, 1, 2, 3, 4, 5], [3, 0, 0, 0, 0, 0]], dtype=torch.int32)
+        rows = AttendRows(shape, positions, starts, tables, 16)
+        results.append(attend(4 * _numbers(4, shape.heads, shape.group, shape.width, seed=2), cache, rows))
+    return results
+
+
+def _rows() -> list[Tensor]:
+    x, qkv, cache = _numbers(ROWS, HIDDEN), _numbers(ROWS, 4 * 34, seed=2), torch.zeros(ROWS, 2, 34)
+    turns = torch.complex(_numbers(ROWS, 17, seed=3), _numbers(ROWS, 17, seed=4))
+    normed = [rms_norm(x, _numbers(HIDDEN, seed=5), EPS), add_rms_norm(x, x.clone(), _numbers(HIDDEN, seed=6), EPS)]
+    rope_write(qkv, _numbers(3, 34, seed=7), EPS, turns, torch.arange(ROWS), cache, 2, 1)
+    index = torch.arange(ROWS * 3).remainder(ROWS).view(ROWS, 3)
+    return [*normed, qkv, cache, weighted_sum(x, index, _numbers(ROWS, 3, seed=8))]
+
+
+def _gate() -> list[Tensor]:
+    results: list[Tensor] = []
+    for scoring in ("softmax", "sigmoid"):
+        shape = GateShape(topk=3, scoring=scoring, norm_topk=True)
+        results += gate(4 * _numbers(ROWS, 24), _numbers(24, seed=2), shape, torch.zeros(24, dtype=torch.int64))
+    return results
+
+
+PROBES: tuple[Callable[[], list[Tensor]], ...] = (_linear, _experts, _attention, _rows, _gate)
