@@ -14,7 +14,7 @@ from moe_serve.dispatch.base import EpGroup
 from moe_serve.dispatch.peer_calls import all_gather
 from moe_serve.engine.model_plan import ModelPlan
 from moe_serve.errors import ConfigError
-from moe_serve.kernels.cpu.probe import kernel_digest
+from moe_serve.kernels.cpu.digest import kernel_digest
 
 _BYTES = 256  # of a rank's facts
 

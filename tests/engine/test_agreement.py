@@ -6,8 +6,8 @@ import torch
 from moe_serve.dispatch.base import EpGroup
 from moe_serve.engine.agreement import RankFacts, check_agreement, disagreement
 from moe_serve.errors import ConfigError
+from moe_serve.kernels.cpu.digest import kernel_digest
 from moe_serve.kernels.cpu.library import find_cpu_library
-from moe_serve.kernels.cpu.probe import kernel_digest
 from tests.ranks import run_ranks
 
 WIDE = RankFacts("compiled kernels (avx512)", "0123456789abcdef", "dense bfloat16, packed")

@@ -1,4 +1,4 @@
-"""A digest of the bits that the compiled kernels of this machine give.
+"""A digest of the bits that the compiled kernels of this machine give, and torch for what they are given.
 
 Ranks may run on different processors. Where digests are equal, so are the bits of the kernels: AVX-512, AVX2 and NEON
 agree, while a build without fused multiply-add rounds otherwise. Inputs are made without torch's random numbers, which
@@ -87,4 +87,9 @@ def _gate() -> list[Tensor]:
     return results
 
 
-PROBES: tuple[Callable[[], list[Tensor]], ...] = (_linear, _experts, _attention, _rows, _gate)
+def _turns() -> list[Tensor]:
+    angles = torch.arange(64) * 0.37  # torch computes the tables of rotations on each rank
+    return [angles.cos(), angles.sin()]
+
+
+PROBES: tuple[Callable[[], list[Tensor]], ...] = (_linear, _experts, _attention, _rows, _gate, _turns)
