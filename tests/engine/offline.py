@@ -204,14 +204,14 @@ def _serve_on_rank(
     gaps: dict[str, list[float]] = {}
 
     def sample_and_digest(
-        logits: Tensor, requests: Sequence[Request], eos_token_ids: Sequence[int]
+        logits: Tensor, requests: Sequence[Request], eos_token_ids: Sequence[int], compiled: bool
     ) -> list[int | None]:
         for row, request in zip(logits, requests, strict=True):
             digest = hashlib.blake2b(row.numpy().tobytes(), digest_size=8).hexdigest()
             digests.setdefault(request.request_id, []).append(digest)
             best, second = row.topk(2).values.tolist()
             gaps.setdefault(request.request_id, []).append(best - second)
-        return sample(logits, requests, eos_token_ids)
+        return sample(logits, requests, eos_token_ids, compiled)
 
     engine_module.sample = sample_and_digest
     try:

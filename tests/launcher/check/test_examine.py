@@ -15,7 +15,7 @@ GO_ON = "low_latency (shared memory) with engine.exchange shm can go on"
 
 
 def checked(*overrides: str) -> Report:
-    free = ("server.port=0", "server.worker_port=0", "parallel.device=cpu")
+    free = ("server.port=0", "server.worker_port=0", "parallel.device=cpu", "engine.cpu_kernels=torch")
     return examine(load_config(overrides=[*free, *overrides]))
 
 
