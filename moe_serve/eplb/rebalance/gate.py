@@ -112,6 +112,11 @@ class Gate:
         """Whether a window has been closed."""
         return bool(self._memory.windows)
 
+    @property
+    def has_shifted(self) -> bool:
+        """Whether the last window is the first one of another load, in any layer."""
+        return bool(self._memory.shifted.any())
+
     def close_window(self, record: LoadRecord, first: Placement, last: Placement, whole: bool) -> None:
         """Adds a closed window.
 

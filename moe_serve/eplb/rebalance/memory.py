@@ -19,6 +19,7 @@ from moe_serve.eplb.placement import Placement
 Floats = NDArray[np.float64]
 KEEP = 0.7  # share of what is known about errors that stays with each window
 SHIFT = 2.0  # a load that is so many times further away than usual has shifted
+LEARNED = 1.5  # such an error is learned as so many usual ones: rare shifts teach little, constant ones are usual soon
 LEAST_ERRORS = 2  # windows that must have been predicted before anything is usual
 
 
@@ -39,20 +40,25 @@ class Window:
 
 
 class LoadMemory:
-    """The last windows of load, and how much each counts in plans and predictions."""
+    """The last windows of load, and how much each counts in plans and predictions.
+
+    shifted: [L] bool, whether the last window is the first one of another load
+    """
 
     def __init__(self, num_layers: int, num_windows: int, decay: float) -> None:
         """num_windows: that are remembered;  decay: weight of a window against the next newer one"""
         self.windows: deque[Window] = deque(maxlen=num_windows)
         self._fading = decay ** np.arange(num_windows)[::-1]
+        self.shifted = np.zeros(num_layers, dtype=bool)
         self._age = np.zeros(num_layers, dtype=np.int64)  # windows since the load of a layer has shifted
         self._error = np.zeros((2, num_layers))  # of predicting a window from the latest one, and from all
         self._num_errors = 0
 
     def add(self, window: Window) -> None:
         """Adds the window that has just closed."""
-        shifted = self._learn(window) if self.windows else np.zeros(len(self._age), dtype=bool)
-        self._age = np.where(shifted, 1, self._age + 1)
+        if self.windows:
+            self.shifted = self._learn(window)
+        self._age = np.where(self.shifted, 1, self._age + 1)
         self.windows.append(window)
 
     def weights(self) -> Floats:
@@ -76,7 +82,7 @@ class LoadMemory:
         if self._num_errors >= LEAST_ERRORS:
             usual = self._error / (1 - KEEP**self._num_errors)
             shifted = (errors > SHIFT * np.maximum(usual, _sampling_error(guesses, window))).all(axis=0)
-            errors = np.minimum(errors, SHIFT * usual)
+            errors = np.where(shifted, np.minimum(errors, LEARNED * usual), errors)
         self._error = KEEP * self._error + (1 - KEEP) * errors
         self._num_errors += 1
         return shifted

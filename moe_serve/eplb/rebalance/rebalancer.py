@@ -141,8 +141,10 @@ class Rebalancer:
         whole = record.first_step >= self._live_step and self._running is None
         self._gate.close_window(record, before, self._placement, whole)
         self._num_windows += 1
-        if self.state != "watching" or not whole or self._num_windows <= self._settings.warmup_windows:
+        if self.state != "watching" or self._num_windows <= self._settings.warmup_windows:
             return ()
+        if not whole:  # it does not measure the last move, but it shows whether the load is still that of its plan
+            return self._ask(step) if self._gate.has_shifted else ()
         self._rest -= 1
         if self._rest > 0:
             return ()
@@ -205,10 +207,8 @@ class Rebalancer:
         rows = self._gate.worth_reverting(self._placement, costs)
         if not len(rows):
             return ()
-        failed = np.zeros(len(costs), dtype=bool)
-        failed[rows] = True
         gains = self._gate.gains(self._placement, baseline)
-        self._gate.back_off(failed)
+        self._gate.back_off(np.isin(np.arange(len(costs)), rows))
         return self._start(step, baseline, rows, gains, costs, why="the regret bound is used up; going back ")
 
     def _start(
