@@ -190,7 +190,7 @@ class Switch:
     def __init__(self, engine: Any):
         served = engine.served
         self._served = served
-        self._layers = [layer.moe for layer in served.decoder.layers if layer.moe is not None]
+        self._layers = [layer.moe for layer in served.decoder.stack.layers if layer.moe is not None]
         self._with = self._layers[0]._parallel
         self._without = replace(self._with, recorder=None, passes=None)
         self._recorder, self._passes = served.recorder, served.passes

@@ -9,8 +9,6 @@ from moe_serve.errors import ConfigError
 from moe_serve.kernels.cpu.library import CpuLibrary, find_cpu_library
 from moe_serve.kernels.numerics import COMPILED, FAST, Numerics
 
-COMPILED_IS_WIRED = False  # the decoder does not call the compiled kernels yet
-
 
 @dataclass(frozen=True)
 class NumericsChoice:
@@ -57,8 +55,6 @@ def _find_library(config: ServeConfig, dtype: torch.dtype) -> tuple[CpuLibrary |
         return None, "engine.cpu_kernels is torch"
     if dtype != torch.float32:
         return None, f"compute in {str(dtype).removeprefix('torch.')} is not for the compiled CPU kernels"
-    if not COMPILED_IS_WIRED:
-        return None, "the compiled CPU kernels do not serve yet"
     library = find_cpu_library()
     return library, "" if library is not None else "there are no compiled CPU kernels, see the log"
 

@@ -23,11 +23,11 @@ class RopeTable:
     def __init__(self, rope: RopeSpec, max_position: int, device: torch.device | str):
         positions = torch.arange(max_position, dtype=torch.float32)
         angles = positions[:, None] * rope_frequencies(rope)
-        self._table = torch.complex(angles.cos() * rope.table_factor, angles.sin() * rope.table_factor).to(device)
+        self.table = torch.complex(angles.cos() * rope.table_factor, angles.sin() * rope.table_factor).to(device)
 
     def __call__(self, positions: Tensor) -> Tensor:
         """positions: [T] int64 -> [T, dim / 2] complex64"""
-        return self._table.index_select(0, positions)
+        return self.table.index_select(0, positions)
 
 
 def rope_frequencies(rope: RopeSpec) -> Tensor:

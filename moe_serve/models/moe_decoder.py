@@ -10,17 +10,14 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from moe_serve.attention_dp.attention import PagedAttention
 from moe_serve.attention_dp.batch import ForwardBatch
 from moe_serve.attention_dp.kv_cache import KvCache, KvLayout
 from moe_serve.ep.expert_store import ExpertStore
 from moe_serve.ep.moe_layer import ExpertParallel, MoeLayer, MoeWeights
-from moe_serve.kernels.numerics import Numerics
 from moe_serve.models.layers import GqaAttention, RopeTable
 from moe_serve.models.mla import MlaAttention
-from moe_serve.models.operations import AnyLinear
 from moe_serve.models.recorded_step import RecordedRunner
 from moe_serve.models.spec import GqaSpec, ModelSpec
 from moe_serve.models.stack import DecoderLayer, DecoderStack, StackRunner, StepInputs
@@ -34,12 +31,8 @@ class MoeDecoder:
     """A model on one rank. Made by build_decoder."""
 
     spec: ModelSpec
-    numerics: Numerics
-    embed: Tensor
-    rope: RopeTable
     stack: DecoderStack
     run: StackRunner
-    head: AnyLinear
 
     @property
     def experts(self) -> list[ExpertStore]:
@@ -53,13 +46,7 @@ class MoeDecoder:
         num_chunks: dispatch rounds of every MoE layer, the same number on all ranks
         overlap:    whether experts of one round compute while rows of others travel; the same on all ranks
         """
-        x = functional.embedding(batch.input_ids, self.embed)
-        rows = self.run(x, StepInputs(batch, cache, self.rope(batch.positions), num_chunks, overlap))
-        num_rows = batch.logit_rows.shape[0]
-        padding = self.numerics.padded(num_rows) - num_rows
-        wanted = functional.pad(batch.logit_rows, (0, padding)) if padding else batch.logit_rows
-        logits: Tensor = self.head(rows.index_select(0, wanted))
-        return logits[:num_rows].float()
+        return self.run(StepInputs(batch, cache, num_chunks, overlap))
 
 
 def build_decoder(
@@ -96,12 +83,12 @@ def build_decoder(
         assert not mine, f"weights of layer {layer_id} that nobody took: {sorted(mine)}"
     head = forms.linear(embed if spec.tie_embeddings else dense.pop("lm_head"))
     table = RopeTable(spec.rope, spec.max_position, device)
-    stack = DecoderStack(layers, norm, spec.norm_eps)
+    stack = DecoderStack(embed, layers, norm, spec.norm_eps, head)
     if numerics.compiled:
-        run: StackRunner = RecordedRunner(stack, attention.shape)
+        run: StackRunner = RecordedRunner(stack, table, attention.shape, spec.vocab_size)
     else:
-        run = TorchRunner(stack, PagedAttention(attention.shape, numerics, embed.dtype, device))
-    return MoeDecoder(spec, numerics, embed, table, stack, run, head)
+        run = TorchRunner(stack, table, PagedAttention(attention.shape, numerics, embed.dtype, device), numerics)
+    return MoeDecoder(spec, stack, run)
 
 
 def kv_layouts(spec: ModelSpec) -> tuple[KvLayout, ...]:

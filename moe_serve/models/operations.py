@@ -30,6 +30,14 @@ class Operations(Protocol):
         """Chunks that `attend` leaves to the caller, behind all other rows."""
         ...
 
+    def embed(self, table: Tensor) -> Tensor:
+        """Returns the rows of the step's token ids in the compute dtype. table: [vocab_size, H]"""
+        ...
+
+    def logits(self, weight: AnyLinear, x: Tensor) -> Tensor:
+        """Projects the step's logit rows among x [T, H] -> [num_logit_rows, vocab_size] float32."""
+        ...
+
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """As kernels/norm.py."""
         ...

@@ -1,7 +1,6 @@
 """The operations of a decoder, recorded once for the compiled CPU kernels and run for every step."""
 
 from dataclasses import dataclass
-from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -12,9 +11,21 @@ from moe_serve.attention_dp.kv_cache import KvCache
 from moe_serve.ep.moe_layer import MoeLayer
 from moe_serve.kernels.cpu.attention import AttendRows, AttendShape
 from moe_serve.kernels.cpu.library import cpu_library
-from moe_serve.kernels.cpu.linear import PackedHeads
-from moe_serve.kernels.cpu.recorder import RecordedRun, Recorder
+from moe_serve.kernels.cpu.linear import PackedHeads, PackedLinear
+from moe_serve.kernels.cpu.recorder import (
+    ATTEND,
+    IDS,
+    LOGIT_ROWS,
+    LOGITS,
+    NUM_LOGITS,
+    POSITIONS,
+    ROWS,
+    SLOTS,
+    RecordedRun,
+    Recorder,
+)
 from moe_serve.kernels.rope import MlaWidths
+from moe_serve.models.layers import RopeTable
 from moe_serve.models.stack import DecoderStack, StepInputs
 from moe_serve.models.weight_forms import PackedMlp
 
@@ -24,44 +35,51 @@ SMALLEST = 64  # rows that a recording is for; doubled as larger steps come
 class RecordedRunner:
     """StackRunner by the compiled kernels: a step is a run of what was recorded for steps of its size or larger."""
 
-    def __init__(self, stack: DecoderStack, shape: AttentionShape):
+    def __init__(self, stack: DecoderStack, rope: RopeTable, shape: AttentionShape, vocab_size: int):
         self._stack = stack
+        self._rope = rope
+        self._vocab_size = vocab_size
         layout = shape.layout
         latent = layout.value_width if layout.kind == "mla" else None
         self._shape = AttendShape(layout.num_heads, shape.group, layout.width, shape.scale, latent)
         self._recording: Recording | None = None
 
-    def __call__(self, x: Tensor, step: StepInputs) -> Tensor:
+    def __call__(self, step: StepInputs) -> Tensor:
         batch, num_rows = step.batch, step.batch.num_tokens
         recording = self._recording
         if recording is None or recording.recorder.capacity < num_rows or recording.cache is not step.cache:
             recording = self._recording = self._record(max(num_rows, 1), step.cache)
-        recording.x[:num_rows].copy_(x)  # widens what is stored in bfloat16
         attend = None
         if num_rows:
-            starts = torch.tensor([0, *accumulate(batch.host_query_lens)], dtype=torch.int32)
-            tables = batch.block_tables.to(torch.int32)
-            attend = AttendRows(self._shape, batch.positions, starts, tables, batch.block_size)
-        run = RecordedRun(num_rows, attend, batch.slot_mapping, step.turns, step.num_chunks, step.overlap)
-        recording.recorder.run(run)
-        return recording.out[:num_rows]
+            attend = AttendRows(self._shape, batch.positions, batch.query_starts, batch.block_tables, batch.block_size)
+        logits = torch.empty(batch.logit_rows.shape[0], self._vocab_size)
+        rows = {
+            ROWS: num_rows,
+            IDS: batch.input_ids.data_ptr(),
+            POSITIONS: batch.positions.data_ptr(),
+            SLOTS: batch.slot_mapping.data_ptr(),
+            ATTEND: 0 if attend is None else attend.facts.data_ptr(),
+            NUM_LOGITS: logits.shape[0],
+            LOGIT_ROWS: batch.logit_rows.data_ptr(),
+            LOGITS: logits.data_ptr(),
+        }
+        recording.recorder.run(RecordedRun(num_rows, rows, step.num_chunks, step.overlap))
+        return logits
 
     def _record(self, num_rows: int, cache: KvCache) -> "Recording":
         """Returns the layers, recorded for steps of at least num_rows rows over this cache."""
         self._recording = None  # frees its buffers before there are new ones
         recorder = Recorder(cpu_library(), max(SMALLEST, 1 << (num_rows - 1).bit_length()))
-        x = recorder.buffer("residual", self._stack.norm.shape[0])
-        return Recording(recorder, cache, x, self._stack(x, RecordedStep(recorder, cache, self._shape)))
+        self._stack(RecordedStep(recorder, cache, self._rope, self._shape))
+        return Recording(recorder, cache)
 
 
 @dataclass(frozen=True, eq=False)
 class Recording:
-    """x: where a step's rows are written;  out: where its results are; both [capacity, H]"""
+    """The layers as recorded, over one cache."""
 
     recorder: Recorder
     cache: KvCache
-    x: Tensor
-    out: Tensor
 
 
 class RecordedStep:
@@ -70,13 +88,20 @@ class RecordedStep:
     has_rows = True
     long_chunks: tuple[Chunk, ...] = ()
 
-    def __init__(self, recorder: Recorder, cache: KvCache, shape: AttendShape):
+    def __init__(self, recorder: Recorder, cache: KvCache, rope: RopeTable, shape: AttendShape):
         self._recorder = recorder
         self._cache = cache
         self._shape = shape
         self.rms_norm = recorder.rms_norm
         self.add_rms_norm = recorder.add_rms_norm
         self.linear = recorder.linear
+        self._turns = recorder.gather("turns", torch.view_as_real(rope.table).flatten(1), POSITIONS)
+
+    def embed(self, table: Tensor) -> Tensor:
+        return self._recorder.gather("residual", table, IDS)
+
+    def logits(self, weight: PackedLinear, x: Tensor) -> Tensor:
+        return self._recorder.logits(weight, x)
 
     def absorb(self, weight: PackedHeads, q: Tensor, nope: int) -> Tensor:
         _, heads, width = q.shape
@@ -91,10 +116,10 @@ class RecordedStep:
         return self._recorder.heads(weight, latents, out)
 
     def rope_write(self, qkv: Tensor, norm: Tensor | None, eps: float, layer: int, heads: tuple[int, int]) -> None:
-        self._recorder.rope_write(qkv, norm, eps, self._cache.layer(layer), *heads)
+        self._recorder.rope_write(qkv, norm, eps, self._turns, self._cache.layer(layer), heads)
 
     def mla_rope_write(self, q: Tensor, row: Tensor, norm: Tensor, eps: float, layer: int, widths: MlaWidths) -> None:
-        self._recorder.mla_rope_write(q, row, norm, eps, self._cache.layer(layer), widths)
+        self._recorder.mla_rope_write(q, row, norm, eps, self._turns, self._cache.layer(layer), widths)
 
     def attend(self, q: Tensor, layer: int) -> Tensor:
         return self._recorder.attend(q, self._cache.layer(layer), self._shape)

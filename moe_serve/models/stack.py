@@ -1,4 +1,4 @@
-"""The layers of a decoder, one after the other, over whichever operations the machine has.
+"""A decoder from token ids to logits, layer after layer, over whichever operations the machine has.
 
 There is no early return: a rank without tokens goes through every MoE layer, because all ranks must take part in its
 collectives.
@@ -17,7 +17,7 @@ from moe_serve.attention_dp.kv_cache import KvCache
 from moe_serve.ep.moe_layer import MoeLayer
 from moe_serve.models.layers import GqaLayer
 from moe_serve.models.mla import MlaLayer
-from moe_serve.models.operations import AnyMlp, Operations
+from moe_serve.models.operations import AnyLinear, AnyMlp, Operations
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,21 +37,24 @@ class DecoderLayer:
 
 @dataclass(frozen=True, eq=False)
 class DecoderStack:
-    """All layers, and the norm behind them."""
+    """Embedding, all layers, the norm behind them, and the projection to logits."""
 
+    embed: Tensor
     layers: Sequence[DecoderLayer]
     norm: Tensor
     eps: float
+    head: AnyLinear
 
-    def __call__(self, x: Tensor, do: Operations) -> Tensor:
-        """Returns the normed rows after all layers, [T, H]. x: [T, H], the residual, which is changed in place"""
+    def __call__(self, do: Operations) -> Tensor:
+        """Returns the logits of the step's logit rows, [num_logit_rows, vocab_size] float32."""
+        x = do.embed(self.embed)  # the residual, which is changed in place
         delta = None  # what the last sublayer adds to the residual
         for layer in self.layers:
             if do.has_rows:
                 delta = layer.attention(self._normed(x, delta, layer.input_norm, do), do)
             normed = self._normed(x, delta, layer.post_norm, do)
             delta = do.mlp(layer.mlp, normed) if layer.moe is None else do.moe(layer.moe, layer.shared, normed)
-        return self._normed(x, delta, self.norm, do)
+        return do.logits(self.head, self._normed(x, delta, self.norm, do))
 
     def _normed(self, x: Tensor, delta: Tensor | None, weight: Tensor, do: Operations) -> Tensor:
         return do.rms_norm(x, weight, self.eps) if delta is None else do.add_rms_norm(x, delta, weight, self.eps)
@@ -59,22 +62,20 @@ class DecoderStack:
 
 @dataclass(frozen=True)
 class StepInputs:
-    """What one step gives to the layers beside the embedded rows.
+    """One step.
 
-    turns: [T, rotated width / 2] complex64, of each row's position
     num_chunks, overlap: of the MoE layers, as MoeLayer takes them
     """
 
     batch: ForwardBatch
     cache: KvCache
-    turns: Tensor
     num_chunks: int
     overlap: bool
 
 
 class StackRunner(Protocol):
-    """Runs the layers for a step."""
+    """Runs a decoder for a step."""
 
-    def __call__(self, x: Tensor, step: StepInputs) -> Tensor:
-        """Returns the normed rows after all layers, [T, H]; valid until the next step. x: [T, H], may be changed"""
+    def __call__(self, step: StepInputs) -> Tensor:
+        """Returns the logits of the step's logit rows, [num_logit_rows, vocab_size] float32."""
         ...

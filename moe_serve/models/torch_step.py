@@ -4,13 +4,16 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from moe_serve.attention_dp.attention import PagedAttention
 from moe_serve.attention_dp.attention_plan import AttentionPlan, Chunk
 from moe_serve.ep.moe_layer import MoeLayer
 from moe_serve.kernels.linear import HeadLinear, Linear
 from moe_serve.kernels.norm import add_rms_norm, rms_norm
+from moe_serve.kernels.numerics import Numerics
 from moe_serve.kernels.rope import MlaWidths, mla_rope_write, rope_write
+from moe_serve.models.layers import RopeTable
 from moe_serve.models.stack import DecoderStack, StepInputs
 from moe_serve.models.weight_forms import GatedMlp
 
@@ -20,20 +23,28 @@ class TorchRunner:
     """StackRunner by torch."""
 
     stack: DecoderStack
+    rope: RopeTable
     attention: PagedAttention
+    numerics: Numerics
 
-    def __call__(self, x: Tensor, step: StepInputs) -> Tensor:
+    def __call__(self, step: StepInputs) -> Tensor:
         plan = self.attention.plan(step.batch) if step.batch.num_tokens else None
-        return self.stack(x, TorchStep(step, self.attention, plan))
+        return self.stack(TorchStep(step, self.attention, plan, self.rope(step.batch.positions), self.numerics))
 
 
 @dataclass(frozen=True)
 class TorchStep:
-    """Operations on the rows of one batch; see operations.py. plan: what to attend; None: the batch has no rows"""
+    """Operations on the rows of one batch; see operations.py.
+
+    plan:  what to attend; None: the batch has no rows
+    turns: [T, rotated width / 2] complex64, of each row's position
+    """
 
     step: StepInputs
     attention: PagedAttention
     plan: AttentionPlan | None
+    turns: Tensor
+    numerics: Numerics
 
     @property
     def has_rows(self) -> bool:
@@ -42,6 +53,16 @@ class TorchStep:
     @property
     def long_chunks(self) -> tuple[Chunk, ...]:
         return () if self.plan is None else self.plan.long_chunks
+
+    def embed(self, table: Tensor) -> Tensor:
+        return functional.embedding(self.step.batch.input_ids, table)
+
+    def logits(self, weight: Linear, x: Tensor) -> Tensor:
+        rows = self.step.batch.logit_rows
+        num_rows = rows.shape[0]
+        padding = self.numerics.padded(num_rows) - num_rows
+        wanted = functional.pad(rows, (0, padding)) if padding else rows
+        return weight(x.index_select(0, wanted))[:num_rows].float()
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         return rms_norm(x, weight, eps)
@@ -59,11 +80,11 @@ class TorchStep:
         return weight(latents)
 
     def rope_write(self, qkv: Tensor, norm: Tensor | None, eps: float, layer: int, heads: tuple[int, int]) -> None:
-        rope_write(qkv, norm, eps, self.step.turns, self.step.batch.slot_mapping, self.step.cache.layer(layer), *heads)
+        rope_write(qkv, norm, eps, self.turns, self.step.batch.slot_mapping, self.step.cache.layer(layer), *heads)
 
     def mla_rope_write(self, q: Tensor, row: Tensor, norm: Tensor, eps: float, layer: int, widths: MlaWidths) -> None:
         slots, cached = self.step.batch.slot_mapping, self.step.cache.layer(layer)
-        mla_rope_write(q, row, norm, eps, self.step.turns, slots, cached, widths)
+        mla_rope_write(q, row, norm, eps, self.turns, slots, cached, widths)
 
     def attend(self, q: Tensor, layer: int) -> Tensor:
         assert self.plan is not None, "nothing to attend"

@@ -23,7 +23,8 @@ from tests.tolerance import FP8_EXPERT_LOGITS, INT8_EXPERT_LOGITS
 NUM_PROMPTS, NUM_TOKENS = 16, 10
 GREEDY = SamplingParams(max_new_tokens=NUM_TOKENS, temperature=0, ignore_eos=True)
 PLAIN = ["engine.numerics=batch_invariant", "cache.prefix_cache=false"]
-FORMS = [
+FORMS = ["fp8", "int8"]
+BY_TORCH = [
     "fp8",
     pytest.param("int8", marks=pytest.mark.skipif(not has_vnni(), reason="needs a CPU with AVX-512 VNNI")),
 ]
@@ -57,20 +58,35 @@ def logits(model: ServedModel, ids: list[int]) -> torch.Tensor:
     return runner.stacked(request)
 
 
-@pytest.mark.parametrize("form", FORMS)
-def test_logits_stay_near_those_of_dense_experts(form: str, tmp_path: Path) -> None:
+def errors_against_dense(form: str, folder: Path, *overrides: str) -> list[float]:
+    """Returns the relative errors of logits of some prompts with experts in this form."""
     # All experts of the tiny model work on each token: a near-tie of the gate would let one rounding choose another.
     every = {"num_experts_per_tok": 8, "n_group": 1, "topk_group": 1}
-    model = model_of(form, write_fp8_checkpoint(tmp_path / "model", **every))
-    dense, quantised = served(model), served([*model, f"model.expert_weights={form}"])
-    limit = FP8_EXPERT_LOGITS if form == "fp8" else INT8_EXPERT_LOGITS
+    model = [*model_of(form, write_fp8_checkpoint(folder, **every)), *overrides]
+    dense, quantised = (served([*model, f"model.expert_weights={kept}"]) for kept in ("dense", form))
     errors = []
     for ids in prompts_with_shared_beginnings(4, dense.spec.vocab_size, max_len=60):
         wanted, got = logits(dense, ids), logits(quantised, ids)
         errors.append(float((got - wanted).norm() / wanted.norm()))
     print(f"{form}: relative errors of logits {[f'{error:.4f}' for error in errors]}")
+    return errors
+
+
+@pytest.mark.parametrize("form", BY_TORCH)
+def test_logits_by_torch_stay_near_those_of_dense_experts(form: str, tmp_path: Path) -> None:
+    errors = errors_against_dense(form, tmp_path / "model", "engine.cpu_kernels=torch")
     assert min(errors) > 0, "the setting changed nothing"
-    assert max(errors) < limit
+    assert max(errors) < (FP8_EXPERT_LOGITS if form == "fp8" else INT8_EXPERT_LOGITS)
+
+
+def test_the_kernels_widen_fp8_experts_to_the_values_of_dense_ones(tmp_path: Path) -> None:
+    assert errors_against_dense("fp8", tmp_path / "model") == [0.0] * 4
+
+
+def test_the_kernels_round_weights_to_int8_and_nothing_else(tmp_path: Path) -> None:
+    errors = errors_against_dense("int8", tmp_path / "model")
+    assert min(errors) > 0, "the setting changed nothing"
+    assert max(errors) < INT8_EXPERT_LOGITS
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -86,7 +102,10 @@ def test_bits_do_not_depend_on_ranks_batches_or_placement(form: str, fp8_folder:
     placed = serve(2, requests, [*overrides, write_placement(tmp_path / "placement.json", rows)])
     same(placed, expected)
     assert (np.array(placed.slot_rows).sum(axis=1) > 0).all()
-    dense = serve(1, requests, [*PLAIN, *model_of(form, fp8_folder)])
+    dense = serve(1, requests, [*PLAIN, *model_of(form, fp8_folder), "model.expert_weights=dense"])
+    if form == "fp8":
+        same(dense, expected)  # the kernels widen FP8 values exactly
+        return
     with pytest.raises(AssertionError, match="requests differ"):
         same(dense, expected)
 
@@ -96,7 +115,9 @@ def test_the_server_says_how_experts_are_kept(form: str, fp8_folder: Path) -> No
     said = served([*model_of(form, fp8_folder), f"model.expert_weights={form}"]).info["expert_weights"]
     assert said.startswith(form)
     assert ("not the checkpoint's numbers" in said) == (form == "int8")
-    assert served([f"model.path={fp8_folder}"]).info["expert_weights"].startswith("dense"), "auto, on a CPU"
+    assert served([f"model.path={fp8_folder}"]).info["expert_weights"].startswith("fp8"), "auto, by the kernels"
+    by_torch = served([f"model.path={fp8_folder}", "engine.cpu_kernels=torch"])
+    assert by_torch.info["expert_weights"].startswith("dense"), "auto, by torch on a CPU"
 
 
 def test_a_form_that_the_model_cannot_have_is_refused_before_loading() -> None:

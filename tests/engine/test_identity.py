@@ -1,7 +1,8 @@
-"""The same request gives the same tokens, whatever else the engine serves: `numerics: batch_invariant`, bit for bit.
+"""The same request gives the same tokens, whatever else the engine serves, bit for bit: by default on CPUs.
 
 One rank that serves everything at once, without prefix cache, is the reference. Every other way of serving the same
-prompts must repeat it: more ranks, other placements, replicas, chunks, cached prefixes, preemption, another order.
+prompts must repeat it: more ranks, other placements, replicas, chunks, cached prefixes, preemption, another order, more
+threads. Where torch computes, `numerics: batch_invariant` holds the same for one thread per rank.
 """
 
 import json
@@ -25,8 +26,9 @@ from tests.engine.offline import (
 )
 
 SIZES = {"small": (40, 20), "large": (200, 64)}  # prompts, tokens of each
-INVARIANT = ["engine.numerics=batch_invariant", "engine.max_running_requests=64"]
-PLAIN = [*INVARIANT, "cache.prefix_cache=false"]
+PLAIN = ["engine.max_running_requests=64", "parallel.threads_per_rank=1", "cache.prefix_cache=false"]
+BY_TORCH = ["engine.cpu_kernels=torch", "engine.numerics=batch_invariant"]
+TWO_THREADS = ["parallel.threads_per_rank=2"]
 GREEDY = SamplingParams(max_new_tokens=12, temperature=0, ignore_eos=True)
 
 # name -> (ranks, overrides, stagger). These three together cover everything, on every model.
@@ -54,6 +56,7 @@ SINGLE: dict[str, tuple[int, list[str], int | None]] = {
     "four ranks": (4, [], None),
     "small batches": (1, ["engine.max_running_requests=7"], None),
     "another order": (1, [], 3),
+    "two threads": (1, TWO_THREADS, 3),
     "chunked prefill": (1, ["engine.max_batch_tokens=24", "engine.max_running_requests=16"], None),
     "chunked dispatch": (2, ["dispatch.max_tokens_per_rank=10"], None),
     "cached prefixes": (1, ["cache.prefix_cache=true", "engine.max_running_requests=16"], 5),
@@ -80,7 +83,7 @@ def marked(reference: tuple[str, str], *case: object) -> object:
 
 
 PLACED_DEMO = [(4, 8, "even"), (2, 8, "exact"), (2, 8, "nearest")]  # ranks, redundant experts, split
-CASES = [marked(reference, way) for reference in MODELS for way in WAYS]
+CASES = [marked(reference, way, threads) for reference in MODELS for way in WAYS for threads in (1, 2)]
 PLACED = [
     marked(reference, *case)
     for reference in MODELS
@@ -134,10 +137,11 @@ def same(served: Served, reference: Served) -> None:
     assert not differing, f"{len(differing)} of {len(served.tokens)} requests differ, first {differing[0]}"
 
 
-@pytest.mark.parametrize(("reference", "way"), CASES, indirect=["reference"])
-def test_tokens_do_not_depend_on_how_they_are_served(reference: Reference, way: str) -> None:
+@pytest.mark.parametrize(("reference", "way", "threads"), CASES, indirect=["reference"])
+def test_tokens_do_not_depend_on_how_they_are_served(reference: Reference, way: str, threads: int) -> None:
     num_ranks, overrides, stagger = WAYS[way]
-    served = serve(num_ranks, reference.requests, [*PLAIN, *reference.overrides, *overrides], stagger)
+    overrides = [*reference.overrides, *overrides, f"parallel.threads_per_rank={threads}"]
+    served = serve(num_ranks, reference.requests, [*PLAIN, *overrides], stagger)
     assert {name: len(tokens) for name, tokens in served.tokens.items()} == lengths(reference.requests)
     same(served, reference.served)
     if "preempted" in way:
@@ -156,6 +160,15 @@ def test_tokens_do_not_depend_on_one_thing(reference: Reference, way: str) -> No
     assert (served.counters["num_overlapped_forwards"] > 0) == ("overlapped" in way)
     assert way != "preempted" or served.stats["num_preempted"] > 0
     assert way != "cached prefixes" or served.stats["num_cached_prompt_tokens"] > 0
+
+
+@pytest.mark.parametrize("model", ["demo", "deepseek_v3"])
+def test_batch_invariant_by_torch_holds_the_same(model: str, tmp_path: Path) -> None:
+    requests = requests_for(model, "small")[:16]
+    overrides = [*PLAIN, *BY_TORCH, *model_overrides(model, tmp_path)]
+    expected = serve(1, requests, overrides)
+    for num_ranks, more, stagger in WAYS.values():
+        same(serve(num_ranks, requests, [*overrides, *more], stagger), expected)
 
 
 def shuffled_placement(spec: ModelSpec, num_slots: int) -> np.ndarray:

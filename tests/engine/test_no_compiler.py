@@ -8,7 +8,6 @@ from unittest import mock
 from moe_serve.attention_dp.request import SamplingParams
 from moe_serve.config import load_config
 from moe_serve.dispatch.base import EpGroup
-from moe_serve.engine import numerics_choice
 from moe_serve.engine.build import build_engine
 from moe_serve.engine.exchange import make_exchange
 from moe_serve.engine.messages import Submit, Tokens
@@ -44,10 +43,7 @@ def check_without_compiler(rank: int, group: EpGroup, empty: str) -> tuple[objec
     find_cpu_library.cache_clear()
     logger.addHandler(heard)
     try:
-        with (
-            mock.patch.dict("os.environ", {"PATH": empty, "XDG_CACHE_HOME": empty}),
-            mock.patch.object(numerics_choice, "COMPILED_IS_WIRED", True),
-        ):
+        with mock.patch.dict("os.environ", {"PATH": empty, "XDG_CACHE_HOME": empty}):
             served = serve_demo(group)
     finally:
         logger.removeHandler(heard)

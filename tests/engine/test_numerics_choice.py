@@ -18,7 +18,6 @@ def choose(
     monkeypatch: pytest.MonkeyPatch, *overrides: str, device: torch.device = CPU, dtype: torch.dtype = torch.float32,
     library: CpuLibrary | None = LIBRARY,
 ) -> NumericsChoice:  # fmt: skip
-    monkeypatch.setattr(numerics_choice, "COMPILED_IS_WIRED", True)
     monkeypatch.setattr(numerics_choice, "find_cpu_library", lambda: library)
     return choose_numerics(load_config(overrides=overrides), device, dtype)
 

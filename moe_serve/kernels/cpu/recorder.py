@@ -7,39 +7,40 @@ what one layer calls "qkv" is read by no one when the next layer writes its own.
 A step may need Python in between, such as an exchange between ranks: `call_python` cuts the program there.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import zip_longest
 
 import torch
 from torch import Tensor
 
-from moe_serve.kernels.cpu.attention import AttendRows, AttendShape
+from moe_serve.kernels.cpu.attention import AttendShape
 from moe_serve.kernels.cpu.experts import PackedExperts
 from moe_serve.kernels.cpu.gate import gate_facts
 from moe_serve.kernels.cpu.library import CpuLibrary
-from moe_serve.kernels.cpu.linear import PackedHeads, PackedLinear
+from moe_serve.kernels.cpu.linear import KINDS, PackedHeads, PackedLinear
 from moe_serve.kernels.cpu.packed import padded
 from moe_serve.kernels.cpu.program import Input, Program
 from moe_serve.kernels.cpu.rows import float_bits, mla_facts
 from moe_serve.kernels.gate_shape import GateShape
 from moe_serve.kernels.rope import MlaWidths
 
-ROWS, SLOTS, TURNS, ATTEND = Input("rows"), Input("slots"), Input("turns"), Input("attend")
+# What changes from step to step: the number of rows, and addresses of int64 for each row; which keys each row reads, as
+# AttendRows.facts; the number of rows whose logits are wanted, addresses of which these are and of the logits.
+ROWS, IDS, POSITIONS, SLOTS = Input("rows"), Input("ids"), Input("positions"), Input("slots")
+ATTEND, NUM_LOGITS, LOGIT_ROWS, LOGITS = Input("attend"), Input("num_logits"), Input("logit_rows"), Input("logits")
 
 
 @dataclass(frozen=True)
 class RecordedRun:
-    """One step's run. attend: which keys each row reads, None where there are no rows
+    """One step's run.
 
-    slots: [T] int64, where each row is cached;  turns: [T, rotated width / 2] complex64
+    inputs: a value for each of the inputs above
     num_chunks, overlap: of its MoE layers, as MoeLayer takes them
     """
 
     num_rows: int
-    attend: AttendRows | None
-    slots: Tensor
-    turns: Tensor
+    inputs: Mapping[Input, int]
     num_chunks: int
     overlap: bool
 
@@ -63,12 +64,9 @@ class Recorder:
         """Runs what was recorded. Kernels are left out where the step has no rows; Python takes part in any case."""
         assert step.num_rows <= self.capacity, f"{step.num_rows} rows, recorded for {self.capacity}"
         self._num_rows[0] = step.num_rows
-        inputs = {ROWS: step.num_rows, SLOTS: step.slots.data_ptr(), TURNS: step.turns.data_ptr()}
-        if step.attend is not None:
-            inputs[ATTEND] = step.attend.facts.data_ptr()
         for program, then in zip_longest(self._programs, self._between):
             if step.num_rows:
-                program.run(inputs)
+                program.run(step.inputs)
             if then is not None:
                 then(step)
 
@@ -83,6 +81,23 @@ class Recorder:
         """Records a call of Python at this point of every step."""
         self._between.append(function)
         self._programs.append(Program(self._library))
+
+    def gather(self, name: str, table: Tensor, ids: Input) -> Tensor:
+        """Returns table[ids] in float32, [rows, width]. table: [n, width] float32 or bfloat16"""
+        out = self.buffer(name, table.shape[1])
+        self._gather(table, ids, ROWS, out)
+        return out
+
+    def logits(self, weight: PackedLinear, x: Tensor) -> Tensor:
+        """Records the projection of the logit rows among x, and returns where these rows are kept, not the logits."""
+        wanted = self.buffer("logit_rows", x.shape[1])
+        self._gather(x, LOGIT_ROWS, NUM_LOGITS, wanted)
+        self._add("linear", weight.facts, wanted, NUM_LOGITS, wanted.stride(0), 0, LOGITS, weight.out_features, 0)
+        self._kept.append(weight)
+        return wanted
+
+    def _gather(self, table: Tensor, ids: Input, num_ids: Input, out: Tensor) -> None:
+        self._add("gather_rows", table, KINDS.index(table.dtype), *table.shape, ids, num_ids, out)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """As kernels/norm.py."""
@@ -116,20 +131,33 @@ class Recorder:
         self._add("copy_heads", source, ROWS, heads, width, *source.stride()[:2], out, *out.stride()[:2])
 
     def rope_write(
-        self, qkv: Tensor, head_norm: Tensor | None, eps: float, cache: Tensor, num_heads: int, num_kv_heads: int
+        self,
+        qkv: Tensor,
+        head_norm: Tensor | None,
+        eps: float,
+        turns: Tensor,
+        cache: Tensor,
+        heads: tuple[int, int],
     ) -> None:
-        """As kernels/rope.py, with the step's slots and turns. cache: [slots, 2 num_kv_heads, head_dim]"""
-        heads = num_heads, num_kv_heads, cache.shape[2]
+        """As kernels/rope.py, with the step's slots. turns: [rows, head_dim], cos and sin by turns"""
         norm = 0 if head_norm is None else head_norm
-        self._add("rope_write", qkv, ROWS, qkv.stride(0), *heads, norm, float_bits(eps), TURNS, SLOTS, cache)
+        sizes = ROWS, qkv.stride(0), *heads, cache.shape[2]
+        self._add("rope_write", qkv, *sizes, norm, float_bits(eps), turns, SLOTS, cache)
 
     def mla_rope_write(
-        self, q: Tensor, row: Tensor, latent_norm: Tensor, eps: float, cache: Tensor, widths: MlaWidths
+        self,
+        q: Tensor,
+        row: Tensor,
+        latent_norm: Tensor,
+        eps: float,
+        turns: Tensor,
+        cache: Tensor,
+        widths: MlaWidths,
     ) -> None:
-        """As kernels/rope.py, with the step's slots and turns. cache: [slots, 1, latent + rope]"""
+        """As kernels/rope.py, with the step's slots. turns: [rows, rope], cos and sin by turns"""
         rows = q, q.stride(0), row, row.stride(0), ROWS
         facts = mla_facts(q.shape[1], widths)
-        self._add("mla_rope_write", facts, *rows, latent_norm, float_bits(eps), TURNS, SLOTS, cache)
+        self._add("mla_rope_write", facts, *rows, latent_norm, float_bits(eps), turns, SLOTS, cache)
 
     def attend(self, q: Tensor, cache: Tensor, shape: AttendShape) -> Tensor:
         """As cpu/attention.py, with the step's AttendRows. q: [rows, heads, group, width]"""

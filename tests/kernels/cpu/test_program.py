@@ -3,25 +3,19 @@
 import pytest
 import torch
 
-from moe_serve.kernels.cpu.attention import AttendRows, AttendShape
 from moe_serve.kernels.cpu.experts import PackedExperts, packed_ffn
 from moe_serve.kernels.cpu.library import cpu_library
 from moe_serve.kernels.cpu.linear import PackedHeads, PackedLinear
 from moe_serve.kernels.cpu.packed import gate_up_size, packed_size
 from moe_serve.kernels.cpu.program import Input, Program
-from moe_serve.kernels.cpu.recorder import RecordedRun, Recorder
+from moe_serve.kernels.cpu.recorder import IDS, LOGIT_ROWS, LOGITS, NUM_LOGITS, ROWS, RecordedRun, Recorder
 from moe_serve.kernels.cpu.rows import pack_rows, weighted_sum
 
-ROWS = [0, 1, 3, 5]
+NUM_ROWS = [0, 1, 3, 5]
 
 
 def a_step(num_rows: int) -> RecordedRun:
-    """Returns a step of this many rows that attend nothing."""
-    shape = AttendShape(1, 1, 4, 1.0)
-    starts = torch.arange(num_rows + 1, dtype=torch.int32)
-    rows = torch.zeros(num_rows, dtype=torch.int64)
-    attend = AttendRows(shape, rows, starts, torch.zeros(num_rows, 1, dtype=torch.int32), 4)
-    return RecordedRun(num_rows, attend, rows, torch.zeros(num_rows, 2, dtype=torch.complex64), 1, False)
+    return RecordedRun(num_rows, {ROWS: num_rows}, 1, False)
 
 
 def recorder(capacity: int = 5) -> Recorder:
@@ -64,7 +58,7 @@ def test_python_runs_between_the_kernels_also_where_there_are_no_rows() -> None:
     assert total.tolist() == [[2, 2], [2, 2], [0, 0], [0, 0], [0, 0]]
 
 
-@pytest.mark.parametrize("num_rows", ROWS)
+@pytest.mark.parametrize("num_rows", NUM_ROWS)
 def test_recorded_products_are_those_of_the_kernels(num_rows: int) -> None:
     linear = PackedLinear(torch.randn(37, 19), torch.randn(37))
     heads = PackedHeads(torch.randn(3, 6, 11))
@@ -82,7 +76,7 @@ def test_recorded_products_are_those_of_the_kernels(num_rows: int) -> None:
     assert torch.equal(copied[:num_rows, :, 1:], per_head[:num_rows, :, :4])
 
 
-@pytest.mark.parametrize("num_rows", ROWS)
+@pytest.mark.parametrize("num_rows", NUM_ROWS)
 def test_recorded_experts_are_packed_computed_and_added_as_by_the_kernels(num_rows: int) -> None:
     slots, hidden, width, topk = 4, 18, 7, 2
     experts = PackedExperts(
@@ -103,3 +97,23 @@ def test_recorded_experts_are_packed_computed_and_added_as_by_the_kernels(num_ro
     rows, counts, index = pack_rows(x[:num_rows], table[ids[:num_rows]], slots)
     wanted = weighted_sum(packed_ffn(rows, counts, experts), index, weights[:num_rows])
     assert torch.equal(out[:num_rows], wanted)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_rows_are_gathered_and_widened_and_some_of_them_projected(dtype: torch.dtype) -> None:
+    table, linear = torch.randn(7, 19).to(dtype), PackedLinear(torch.randn(37, 19))
+    ids, wanted, logits = torch.tensor([6, 0, 3]), torch.tensor([2, 0]), torch.zeros(2, 37)
+    record = recorder()
+    rows = record.gather("rows", table, IDS)
+    record.logits(linear, rows)
+    inputs = {ROWS: 3, IDS: ids.data_ptr(), NUM_LOGITS: 2, LOGIT_ROWS: wanted.data_ptr(), LOGITS: logits.data_ptr()}
+    record.run(RecordedRun(3, inputs, 1, False))
+    assert torch.equal(rows[:3], table[ids].float())
+    assert torch.equal(logits, linear(rows[:3][wanted]))
+
+
+def test_an_id_beyond_the_table_fails() -> None:
+    record, ids = recorder(), torch.tensor([7])
+    record.gather("rows", torch.randn(7, 19), IDS)
+    with pytest.raises(RuntimeError, match="gather_rows"):
+        record.run(RecordedRun(1, {ROWS: 1, IDS: ids.data_ptr()}, 1, False))
