@@ -9,7 +9,7 @@
 #include "attention_tile.h"
 #include "pool.h"
 
-enum { AHEAD = 8 };                   /* keys fetched ahead */
+enum { AHEAD = 16 };                  /* keys fetched ahead */
 enum { ROOM = 384 << 10, NEAR = 20 << 10 }; /* bytes of a block's rows, which stay in L2, and of keys kept in L1 */
 enum { COPY_FROM = 4 };               /* tiles of rows for which a copy of a tile of keys pays */
 
@@ -39,7 +39,7 @@ static void score_tile(const Block *b, const float *const *key, const float *con
     i64 some = least(NEAR / (b->width * 4) / 4 * 4, KEYS);
     if (some < 4) some = 4;
     for (i64 start = 0; start < count; start += some) {
-        i64 end = least(start + some, count), fetched = b->keys ? end : start;
+        i64 end = least(start + some, count), fetched = start;
         for (i64 tile = 0; tile < b->tiles; tile++) {
             if (b->seen[tile * ROWS + ROWS - 1] <= first + start) continue;
             for (i64 k = start; k < end; k += 4) {
@@ -54,6 +54,15 @@ static void score_tile(const Block *b, const float *const *key, const float *con
     }
 }
 
+static void score_tile_turned(const Block *b, i64 first, i64 count)
+{
+    for (i64 start = 0; start < count; start += TURNED)
+        for (i64 tile = 0; tile < b->tiles; tile++)
+            if (b->seen[tile * ROWS + ROWS - 1] > first + start)
+                score_turned(b->q + tile * ROWS * b->width, b->width, b->turned + start * b->width,
+                             b->p + tile * ROWS * KEYS + start);
+}
+
 /* The addresses of keys first .. first + KEYS + AHEAD; the last one again where there are no more. */
 static void find_keys(const Attend *a, i64 seq, const float *head, i64 first, i64 total, const float **key)
 {
@@ -66,16 +75,23 @@ static void find_keys(const Attend *a, i64 seq, const float *head, i64 first, i6
     for (; j < KEYS + AHEAD; j++) key[j] = key[end - 1];
 }
 
-static void copy_rows(const float **from, i64 count, i64 width, float *to)
+/* Copies a tile: keys as columns, values as rows. Fetches what it copies soon. */
+static void copy_tile(const Attend *a, const Block *b, const float *const *key, const float **value, i64 count)
 {
-    i64 step = padded(width), whole = width / 16 * 16;
-    for (i64 j = 0; j < count; j++, to += step) {
-        for (i64 d = 0; d < width; d += 16) __builtin_prefetch(from[j + AHEAD / 2] + d, 0, 3);
-        for (i64 d = 0; d < whole; d += 16) *(v16 *)(to + d) = *(const v16 *)(from[j] + d);
-        if (whole < width) *(v16 *)(to + whole) = load_some(from[j] + whole, width - whole);
-        from[j] = to;
+    i64 whole = a->value_width / 16 * 16;
+    for (i64 j = 0; j < KEYS; j += 4) {
+        for (i64 i = j + AHEAD - 4; i < j + AHEAD; i++) {
+            for (i64 d = 0; d < a->width; d += 16) __builtin_prefetch(key[i] + d, 0, 3);
+            for (i64 d = 0; d < a->value_width; d += 16) __builtin_prefetch(key[i] + a->value_at + d, 0, 3);
+        }
+        turn4(key + j, a->width, b->turned + j / TURNED * TURNED * b->width + j % TURNED);
+        for (i64 i = j; i < least(j + 4, count); i++) {
+            float *to = b->values + i * b->value_width;
+            for (i64 d = 0; d < whole; d += 16) *(v16 *)(to + d) = *(const v16 *)(value[i] + d);
+            if (whole < a->value_width) *(v16 *)(to + whole) = load_some(value[i] + whole, a->value_width - whole);
+            value[i] = to;
+        }
     }
-    for (i64 j = count; j < KEYS + AHEAD / 2; j++) from[j] = from[count - 1];
 }
 
 static void attend_block(const Attend *a, Block *b, i64 seq, const float *head)
@@ -86,11 +102,10 @@ static void attend_block(const Attend *a, Block *b, i64 seq, const float *head)
         i64 count = least(total - first, KEYS);
         find_keys(a, seq, head, first, total, key);
         for (int j = 0; j < KEYS + AHEAD; j++) value[j] = key[j] + a->value_at;
-        if (b->keys) {
-            copy_rows(key, count, a->width, b->keys);
-            copy_rows(value, count, a->value_width, b->values);
-        }
-        score_tile(b, key, value, first, count);
+        if (b->turned) {
+            copy_tile(a, b, key, value, count);
+            score_tile_turned(b, first, count);
+        } else score_tile(b, key, value, first, count);
         for (i64 row = 0; row < b->rows; row++)
             if (b->seen[row] > first) soften(b, row, least(b->seen[row] - first, KEYS));
         weigh(b, value, first);
@@ -121,10 +136,12 @@ static int make_room(const Attend *a, Block *b)
     b->q = (float *)(b->sum + rows);
     b->acc = b->q + rows * b->width;
     b->p = b->acc + rows * b->value_width;
-    b->keys = copy ? b->p + rows * KEYS : 0;
+    b->turned = copy ? b->p + rows * KEYS : 0;
     b->values = b->p + rows * KEYS + copy * b->width;
     b->seen = (i64 *)(b->values + copy * b->value_width);
     b->most = (float *)(b->seen + rows);
+    for (i64 start = 0; start < copy; start += TURNED) /* what turn4 leaves as it is */
+        memset(b->turned + start * b->width + a->width * TURNED, 0, (b->width - a->width) * TURNED * 4);
     return 1;
 }
 

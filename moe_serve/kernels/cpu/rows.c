@@ -25,13 +25,15 @@ INLINE void put(float *x, v16 v, i64 count)
 
 INLINE float inverse_rms(const float *x, i64 n, float eps)
 {
-    v16 sum[4] = {};
+    vf part[64 / VL] = {};
+    v16 sum[4];
     i64 i = 0;
     for (; i + 64 <= n; i += 64)
-        UNROLL for (int j = 0; j < 4; j++) {
-            v16 v = *(const v16 *)(x + i + 16 * j);
-            sum[j] += v * v;
+        UNROLL for (int j = 0; j < 64 / VL; j++) {
+            vf v = *(const vf *)(x + i + VL * j);
+            part[j] += v * v;
         }
+    memcpy(sum, part, sizeof sum);
     for (; i < n; i += 16) {
         v16 v = get(x + i, n - i);
         sum[0] += v * v;
@@ -192,12 +194,12 @@ static void sum_piece(const void *about, i64 piece)
         float *out = job->out + t * n;
         i64 i = 0;
         for (; i + 64 <= n; i += 64) {
-            v16 sum[4] = {};
+            vf sum[64 / VL] = {};
             for (i64 k = 0; k < job->topk; k++)
                 if (index[k] >= 0)
-                    UNROLL for (int j = 0; j < 4; j++)
-                        sum[j] += weights[k] * *(const v16 *)(job->rows + index[k] * n + i + 16 * j);
-            UNROLL for (int j = 0; j < 4; j++) *(v16 *)(out + i + 16 * j) = sum[j];
+                    UNROLL for (int j = 0; j < 64 / VL; j++)
+                        sum[j] += weights[k] * *(const vf *)(job->rows + index[k] * n + i + VL * j);
+            memcpy(out + i, sum, sizeof sum);
         }
         for (; i < n; i += 16) {
             v16 sum = {};

@@ -27,9 +27,12 @@ enum { VL = 4, FORM = 3 }; /* without fused multiply-add: other bits */
 #endif
 
 typedef float vf __attribute__((vector_size(VL * 4), aligned(4), may_alias));
+typedef int32_t vi __attribute__((vector_size(VL * 4), aligned(4), may_alias));
 typedef uint32_t vu __attribute__((vector_size(VL * 4), aligned(4), may_alias));
 typedef float v16 __attribute__((vector_size(64), aligned(4), may_alias));
 typedef int32_t i16x __attribute__((vector_size(64), aligned(4), may_alias));
+
+enum { SPAN = 16 / VL }; /* registers of a v16. One that a loop carries is slow where it is more than one. */
 
 INLINE i64 least(i64 a, i64 b) { return a < b ? a : b; }
 
@@ -67,6 +70,7 @@ INLINE float max16(v16 v)
     return part[0];
 }
 
+INLINE vf pick(vi mask, vf a, vf b) { return (vf)((mask & (vi)a) | (~mask & (vi)b)); }
 INLINE v16 pick16(i16x mask, v16 a, v16 b) { return (v16)((mask & (i16x)a) | (~mask & (i16x)b)); }
 
 /* The first `count` < 16 floats, zeros behind them. */
@@ -80,20 +84,29 @@ INLINE v16 load_some(const float *x, i64 count)
 INLINE void store_some(float *x, v16 v, i64 count) { memcpy(x, &v, count * 4); }
 
 /* exp as 2^n * p(r), |r| <= ln2 / 2: relative error below 2e-7 from -87 to 88, where x is clamped. */
-INLINE v16 exp16(v16 x)
+INLINE vf exp_vf(vf x)
 {
-    v16 low = (v16){} - 87.0f, high = (v16){} + 88.0f;
-    x = pick16(x < low, low, x);
-    x = pick16(x > high, high, x);
-    v16 magic = (v16){} + 12582912.0f, n = (x * 1.44269504f + magic) - magic;
-    v16 r = x - n * 0.693359375f;
+    vf low = (vf){} - 87.0f, high = (vf){} + 88.0f;
+    x = pick(x < low, low, x);
+    x = pick(x > high, high, x);
+    vf magic = (vf){} + 12582912.0f, n = (x * 1.44269504f + magic) - magic;
+    vf r = x - n * 0.693359375f;
     r = r + n * 2.12194440e-4f;
-    v16 p = (v16){} + 1.9875691500e-4f;
+    vf p = (vf){} + 1.9875691500e-4f;
     p = p * r + 1.3981999507e-3f;
     p = p * r + 8.3334519073e-3f;
     p = p * r + 4.1665795894e-2f;
     p = p * r + 1.6666665459e-1f;
     p = p * r + 5.0000001201e-1f;
     p = p * (r * r) + r + 1.0f;
-    return (v16)((i16x)p + (__builtin_convertvector(n, i16x) << 23));
+    return (vf)((vi)p + (__builtin_convertvector(n, vi) << 23));
+}
+
+INLINE v16 exp16(v16 x)
+{
+    vf part[SPAN];
+    memcpy(part, &x, sizeof part);
+    UNROLL for (int i = 0; i < SPAN; i++) part[i] = exp_vf(part[i]);
+    memcpy(&x, part, sizeof part);
+    return x;
 }
