@@ -37,6 +37,12 @@ class BlockTables:
             self._widen(end)
         self.rows[request.table_row, start:end] = blocks
 
+    def replace(self, request: Request, start: int, blocks: list[int]) -> None:
+        """Puts other blocks in the place of those from the start-th on."""
+        end = start + len(blocks)
+        request.block_ids[start:end] = blocks
+        self.rows[request.table_row, start:end] = blocks
+
     def drop(self, request: Request) -> None:
         """Forgets the blocks of a request and frees its row."""
         request.block_ids = []

@@ -56,6 +56,10 @@ class PrefixCache:
         """Returns whether the block is published."""
         return block in self._key_of
 
+    def has_key(self, key: bytes) -> bool:
+        """Returns whether a block with this key is published."""
+        return key in self._block_of
+
     def match(self, keys: Iterable[bytes]) -> list[int]:
         """Returns the blocks of the longest published run of keys, from the first one on."""
         blocks = []

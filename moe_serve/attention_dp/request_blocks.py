@@ -32,10 +32,6 @@ class RequestBlocks:
         """Returns how many blocks no request holds; they may hold reusable prefixes."""
         return self._pool.num_free
 
-    def num_tokens_left(self, request: Request) -> int:
-        """Returns how many more tokens of the request fit the cache now."""
-        return (len(request.block_ids) + self._pool.num_free) * self.block_size - request.num_computed
-
     def begin(self, request: Request) -> None:
         """Makes a request that holds no blocks ready to be admitted."""
         request.num_computed = request.num_published = 0
@@ -61,6 +57,31 @@ class RequestBlocks:
         self.tables.extend(request, prefix)
         request.num_computed = len(prefix) * self.block_size
         request.num_published = len(prefix)
+
+    def reuse(self, request: Request) -> bool:
+        """Swaps the next blocks that a request would compute for published ones with the same tokens.
+
+        Returns whether there were any. A prefill that has stopped inside a block keeps its own.
+        """
+        start, offset = divmod(request.num_computed, self.block_size)
+        end = (request.num_known - 1) // self.block_size
+        keys = request.block_keys
+        if self._cache is None or offset or start >= end or not self._cache.has_key(keys[start]):
+            return False
+        found = self._cache.match(keys[start:end])
+        own = request.block_ids[start : start + len(found)]
+        self._pool.share(found)
+        for block in own:
+            self._pool.release(block, keep=False)
+        self.tables.replace(request, start, found)
+        request.num_computed += len(found) * self.block_size
+        request.num_published = start + len(found)
+        return True
+
+    def next_key(self, request: Request) -> bytes | None:
+        """Returns the prefix-cache key of the block that a prefill computes next; None where it will not be shared."""
+        index = request.num_computed // self.block_size
+        return request.block_keys[index] if index < len(request.block_keys) else None
 
     def reserve(self, request: Request, end: int) -> None:
         """Gives a request the blocks for its tokens up to `end`. The caller has checked that they are free."""

@@ -4,6 +4,7 @@ One step is propose() -> (the ranks agree) -> commit() -> (the model runs) -> co
 Running requests are always older than waiting ones: admission is strictly first come, first served, and a preempted
 request (the youngest, when blocks run out) returns to the front of the queue. So no request starves: the oldest one can
 take a block from any other, and add() refuses a request that would not fit alone.
+Prefills run side by side, all their blocks reserved: `prefill_shares` says how they share a step.
 Nothing is rolled back: the blocks of a proposal that did not run stay with its requests, for the next proposal.
 """
 
@@ -11,6 +12,7 @@ from collections import OrderedDict
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+from moe_serve.attention_dp.prefill_shares import share_budget
 from moe_serve.attention_dp.request import Request, check_length
 from moe_serve.attention_dp.request_blocks import RequestBlocks
 from moe_serve.errors import ConfigError, RequestError
@@ -141,23 +143,23 @@ class Scheduler:
     def propose(self) -> Proposal:
         """Returns what to run next and reserves its blocks. Costs O(running + admitted).
 
-        Decodes come first, then prefills that have begun, then admissions, each in order of arrival. Only a decode that
-        finds no block preempts. A prefill without blocks waits: only the youngest can lack some, because admission
-        stops at the first request whose prompt does not fit the step, so all others continue and end.
+        Decodes come first, one token each; only they preempt. The rest of the budget is shared among prefills, those
+        admitted now included. A prefill holds the blocks of all its known tokens, so none waits for another's.
         """
         order = list(self._running.values())
         decodes, prefilling, preempted = self._propose_decodes(order)
-        budget = self.max_batch_tokens - len(decodes)
-        prefills: list[ScheduledChunk] = []
+        self._admit(prefilling)
         for request in prefilling:
-            length = min(request.num_known - request.num_computed, budget, self.blocks.num_tokens_left(request))
-            if length == 0:
-                break
-            prefills.append(self._extend(request, length))
-            budget -= length
-        self._admit(budget, prefills)
-        num_tokens = len(decodes) + sum([chunk.length for chunk in prefills])
-        return Proposal(tuple(decodes), tuple(prefills), tuple(preempted), num_tokens)
+            self._reuse(request)
+        num_left = [request.num_known - request.num_computed for request in prefilling]
+        keys = [self.blocks.next_key(request) for request in prefilling]
+        shares = share_budget(num_left, keys, self.max_batch_tokens - len(decodes))
+        prefills = [
+            ScheduledChunk(request, request.num_computed, share, share == left)
+            for request, share, left in zip(prefilling, shares, num_left, strict=True)
+            if share
+        ]
+        return Proposal(tuple(decodes), tuple(prefills), tuple(preempted), len(decodes) + sum(shares))
 
     def commit(self, proposal: Proposal, hold_prefill: bool = False) -> tuple[ScheduledChunk, ...]:
         """Returns the chunks to run, decodes first: those of the newest proposal, without requests aborted since.
@@ -196,7 +198,9 @@ class Scheduler:
             assert not request.block_ids
             assert request.num_computed == 0
         for request in running:
-            assert request.num_computed < request.num_known
+            num_left = request.num_known - request.num_computed
+            assert num_left > 0
+            assert num_left == 1 or len(request.block_ids) * self.blocks.block_size >= request.num_known
 
     def _propose_decodes(self, order: list[Request]) -> tuple[list[ScheduledChunk], list[Request], list[str]]:
         """Returns (decode chunks, requests that still prefill, ids preempted); drops the preempted from `order`."""
@@ -223,32 +227,38 @@ class Scheduler:
             decodes.append(ScheduledChunk(request, start, 1, True))
         return decodes, prefilling, preempted
 
-    def _admit(self, budget: int, prefills: list[ScheduledChunk]) -> None:
-        """Starts waiting requests in order while budget and blocks last, and appends their first chunks."""
+    def _admit(self, prefilling: list[Request]) -> None:
+        """Starts waiting requests in order, as long as all known tokens of the next one fit, and appends them."""
         blocks = self.blocks
-        while budget > 0 and self._waiting and len(self._running) < self.max_running:
+        while self._waiting and len(self._running) < self.max_running:
             request = next(iter(self._waiting.values()))
             if self._running and self._refused_at is not None:
                 refused, num_free = self._refused_at
                 if refused is request and blocks.num_free <= num_free:
                     return  # nothing was freed since, so its prefix need not be looked up again
             prefix = blocks.find_prefix(request)
-            start = len(prefix) * blocks.block_size
-            length = min(request.num_known - start, budget)
-            # A preempted request is admitted again only when all of it fits and every running request has one block to
-            # grow into; otherwise it would be preempted again at once.
-            end = request.num_known if request.was_preempted else start + length
-            num_needed = blocks.num_needed(end, prefix) + (len(self._running) if request.was_preempted else 0)
-            if self._running and num_needed > blocks.num_free:
+            # A preempted request is admitted again only when every running one has a block to grow into; otherwise it
+            # would be preempted again at once.
+            num_to_grow = len(self._running) if request.was_preempted else 0
+            if self._running and blocks.num_needed(request.num_known, prefix) + num_to_grow > blocks.num_free:
                 self._refused_at = (request, blocks.num_free)
                 return
             self._refused_at = None
             del self._waiting[request.request_id]
             self._running[request.request_id] = request
             blocks.share(request, prefix)
+            blocks.reserve(request, request.num_known)
             self._count_admission(request)
-            prefills.append(self._extend(request, length))
-            budget -= length
+            prefilling.append(request)
+
+    def _reuse(self, request: Request) -> None:
+        """Takes blocks that others have published since the request was admitted, such as those of an equal prompt."""
+        num_before = request.num_computed
+        if self.blocks.reuse(request) and not request.was_preempted:
+            num_prompt = len(request.prompt_ids)
+            num_cached = min(request.num_computed, num_prompt) - min(num_before, num_prompt)
+            request.num_cached_prompt += num_cached
+            self._stats.num_cached_prompt_tokens += num_cached
 
     def _count_admission(self, request: Request) -> None:
         stats = self._stats
@@ -259,12 +269,6 @@ class Scheduler:
         stats.num_admitted += 1
         stats.num_prompt_tokens += len(request.prompt_ids)
         stats.num_cached_prompt_tokens += request.num_cached_prompt
-
-    def _extend(self, request: Request, length: int) -> ScheduledChunk:
-        """Returns the request's next prefill chunk, blocks reserved; the caller has checked that they are free."""
-        start = request.num_computed
-        self.blocks.reserve(request, start + length)
-        return ScheduledChunk(request, start, length, start + length == request.num_known)
 
     def _preempt(self, request: Request) -> str:
         """Frees the blocks of a running request and puts it at the front of the queue; returns its id."""

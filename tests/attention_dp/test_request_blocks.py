@@ -41,13 +41,28 @@ def test_blocks_written_by_decode_are_reused_by_the_next_turn_of_a_conversation(
     assert shape(run_step(scheduler).prefills) == [("b", 12, 3, True)]
 
 
-def test_blocks_are_not_shared_before_their_step_has_run():
+def test_of_equal_prompts_that_come_together_one_is_computed_and_its_blocks_shared_after_the_step():
     scheduler = make_scheduler(max_batch_tokens=32)
     a, b = make_request("a", num_prompt=9), make_request("b", num_prompt=9)
     scheduler.add(a)
     scheduler.add(b)
-    assert shape(run_step(scheduler).prefills) == [("a", 0, 9, True), ("b", 0, 9, True)]
+    assert shape(run_step(scheduler).prefills) == [("a", 0, 9, True)]
     assert not set(a.block_ids) & set(b.block_ids)
+    assert shape(run_step(scheduler).prefills) == [("b", 8, 1, True)]
+    assert a.block_ids[:2] == b.block_ids[:2]
+
+
+def test_a_prompt_that_waits_beside_an_equal_one_takes_over_its_blocks():
+    scheduler = make_scheduler(max_batch_tokens=8)
+    a, b = make_request("a", num_prompt=18), make_request("b", num_prompt=20)
+    scheduler.add(a)
+    run_step(scheduler)
+    scheduler.add(b)
+    assert shape(run_step(scheduler).prefills) == [("a", 8, 8, False)]  # b was admitted with a's first two blocks
+    assert len(b.block_ids) == 5
+    assert shape(run_step(scheduler).prefills) == [("a", 16, 2, True), ("b", 16, 4, True)]
+    assert a.block_ids[:4] == b.block_ids[:4]
+    assert b.num_cached_prompt == scheduler.stats.num_cached_prompt_tokens == 16
 
 
 @pytest.mark.parametrize("other", [{"salt": "x"}, {"first": 1}])

@@ -42,7 +42,6 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.alive: dict[str, Request] = {}
         self.stop_after: dict[str, int] = {}
         self.num_added = 0
-        self.last_admitted = -1  # arrival of the newest request that ever ran
         self.num_steps_as_oldest = 0
         self.oldest: Request | None = None
 
@@ -76,7 +75,6 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert not {chunk.request.request_id for chunk in chunks} & set(proposal.preempted)
         assert proposal.is_empty == (not chunks)
         assert proposal.is_empty == (not self.scheduler.has_work), "there is work, and nothing is proposed"
-        self.check_admissions(chunks)
         if data.draw(st.integers(0, 9)) == 0:
             return  # the ranks agreed on not running: a proposal may be dropped
         if self.alive and data.draw(st.integers(0, 4)) == 0:
@@ -107,7 +105,6 @@ class SchedulerMachine(RuleBasedStateMachine):
             if not self.alive:
                 break
             chunks = self.scheduler.commit(self.scheduler.propose())
-            self.check_admissions(chunks)
             self.complete(chunks, self.compute(chunks))
             self.scheduler.check()
         assert not self.alive, f"{sorted(self.alive)} did not finish within {limit} steps"
@@ -118,18 +115,6 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert self.scheduler.abort(request_id)
         assert not self.scheduler.abort(request_id)
         del self.alive[request_id]
-
-    def check_admissions(self, chunks):
-        """First come, first served."""
-        for chunk in chunks:
-            if not chunk.request.was_preempted and chunk.request.arrival > self.last_admitted:
-                skipped = [
-                    request.request_id
-                    for request in self.alive.values()
-                    if self.last_admitted < request.arrival < chunk.request.arrival
-                ]
-                assert not skipped, f"{chunk.request.request_id} overtook {skipped}"
-                self.last_admitted = chunk.request.arrival
 
     def compute(self, chunks: tuple[ScheduledChunk, ...]) -> list[int | None]:
         """Runs the 'model': writes every row's slot, then reads all slots up to each row, then samples."""
