@@ -83,10 +83,12 @@ class ForwardBatch:
         # One array for all, because the latency of a transfer to an accelerator costs more than the bytes.
         int64_parts, end = _slices(num_padded, num_padded, num_padded, num_seqs, num_seqs)
         int32_parts, num_int32 = _slices(num_seqs + 1, num_seqs * widest)
-        packed = np.zeros(end + (num_int32 + 1) // 2, dtype=np.int64)
+        packed = np.empty(end + (num_int32 + 1) // 2, dtype=np.int64)
         input_ids, positions, slot_mapping, seq_lens, logit_rows = [packed[part] for part in int64_parts]
         query_starts, block_tables = [packed[end:].view(np.int32)[part] for part in int32_parts]
         seq_lens[:] = starts + lens
+        query_starts[0] = input_ids[num_tokens:] = positions[num_tokens:] = 0
+        slot_mapping[num_tokens:] = -1
         np.cumsum(lens, out=query_starts[1:])
         input_ids[:num_tokens] = _token_ids(ordered)
         position = np.arange(num_tokens) + np.repeat(starts - query_starts[:-1], lens)
@@ -94,7 +96,6 @@ class ForwardBatch:
         index, offset = np.divmod(position, block_size)
         blocks = tables.rows[np.repeat(table_rows, lens), index].astype(np.int64)
         slot_mapping[:num_tokens] = blocks * block_size + offset
-        slot_mapping[num_tokens:] = -1
         last_rows = np.empty_like(lens)
         last_rows[order] = query_starts[1:] - 1
         samples = np.array([chunk.samples for chunk in chunks], dtype=bool)
