@@ -1,7 +1,7 @@
 /* The kinds of packed weights, and how each is widened to float32. */
 #pragma once
 #include "vec.h"
-#ifdef __F16C__
+#if defined(__AVX2__) && defined(__F16C__)
 #include <immintrin.h>
 #endif
 
@@ -29,25 +29,42 @@ INLINE i64 column_of(const int kind, i64 first, int v)
     return words / 16 * 32 + words % 16 + v % 2 * 16;
 }
 
-/* e4m3 times 1 / E4M3_UNIT, exact; 0x7f and 0xff, which are NaN, become +-480 / E4M3_UNIT. */
-#if defined(__F16C__)
-#define E4M3_UNIT 256.0f
-INLINE vf widen_e4m3(vb bytes)
-{
-    /* a float16 with an exponent smaller by 8 and a shorter mantissa */
-    typedef int16_t vs __attribute__((vector_size(VL * 2)));
-    vs half = (__builtin_convertvector(bytes, vs) << 7) & (int16_t)~0x4000;
+/* VL bytes as int8, and as e4m3 times 1 / E4M3_UNIT: both exact. 0x7f and 0xff, NaN in e4m3, become +-480. On x86
+   e4m3 is read as a float16 with an exponent smaller by 8 and a shorter mantissa. */
 #if defined(__AVX512F__)
-    return (vf)_mm512_cvtph_ps((__m256i)half);
-#else
-    return (vf)_mm256_cvtph_ps((__m128i)half);
-#endif
+#define E4M3_UNIT 256.0f
+INLINE vf widen_int8(const char *w)
+{
+    return (vf)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const void *)w)));
+}
+
+INLINE vf widen_e4m3(const char *w)
+{
+    __m256i wide = _mm256_slli_epi16(_mm256_cvtepi8_epi16(_mm_loadu_si128((const void *)w)), 7);
+    return (vf)_mm512_cvtph_ps(_mm256_and_si256(wide, _mm256_set1_epi16((int16_t)~0x4000)));
+}
+#elif defined(__AVX2__) && defined(__F16C__)
+#define E4M3_UNIT 256.0f
+INLINE vf widen_int8(const char *w)
+{
+    return (vf)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const void *)w)));
+}
+
+INLINE vf widen_e4m3(const char *w)
+{
+    __m128i wide = _mm_slli_epi16(_mm_cvtepi8_epi16(_mm_loadl_epi64((const void *)w)), 7);
+    return (vf)_mm256_cvtph_ps(_mm_and_si128(wide, _mm_set1_epi16((int16_t)~0x4000)));
 }
 #else
 #define E4M3_UNIT 1.0f
-INLINE vf widen_e4m3(vb bytes)
+INLINE vf widen_int8(const char *w)
 {
-    vi wide = __builtin_convertvector(bytes, vi), bits = wide & 0x7f;
+    return __builtin_convertvector(__builtin_convertvector(*(const vb *)w, vi), vf);
+}
+
+INLINE vf widen_e4m3(const char *w)
+{
+    vi wide = __builtin_convertvector(*(const vb *)w, vi), bits = wide & 0x7f;
     vf normal = (vf)((bits << 20) + (120 << 23)), subnormal = __builtin_convertvector(bits, vf) * 0x1p-9f;
     vi is_small = bits < 8;
     return (vf)((is_small & (vi)subnormal) | (~is_small & (vi)normal) | (wide & (int32_t)0x80000000));
@@ -62,9 +79,6 @@ INLINE void load_weights(const int V, const int kind, const char *w, i64 first, 
         else if (kind == BFLOAT16) {
             vu both = *(const vu *)((const uint16_t *)w + first + v / 2 * 2 * VL);
             b[v] = v % 2 ? (vf)(both & 0xffff0000u) : (vf)(both << 16);
-        } else {
-            vb bytes = *(const vb *)(w + first + v * VL);
-            if (kind == INT8) b[v] = __builtin_convertvector(__builtin_convertvector(bytes, vi), vf);
-            else b[v] = widen_e4m3(bytes) * scale[(first + v * VL) / 32];
-        }
+        } else if (kind == INT8) b[v] = widen_int8(w + first + v * VL);
+        else b[v] = widen_e4m3(w + first + v * VL) * scale[(first + v * VL) / 32];
 }
