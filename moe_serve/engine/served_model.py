@@ -72,7 +72,6 @@ class ServedModel:
         self.all_to_all.begin_step(max_tokens)
         self.replica_map.split_evenly(split_evenly)
 
-    @torch.inference_mode()
     def forward(self, batch: ForwardBatch, num_chunks: int, overlap: bool = False) -> Tensor:
         """Returns the logits of the rows that are sampled, [len(logit_rows), vocab] float32.
 

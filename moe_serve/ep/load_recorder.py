@@ -35,7 +35,7 @@ class LoadRecorder:
         self._new_counts: list[tuple[int, Tensor]] = []
         self._num_done = (0, 0)
         self._num_steps = self._num_waiting = 0
-        self._has_counts_in_place = False
+        self._counted_in_place: tuple[NDArray[np.int64], NDArray[np.int64]] | None = None  # kept, and counts
         # Column 0 takes the -1 of tokens that have no expert.
         self._counts = torch.zeros(num_layers, num_logical + 1, dtype=torch.int64, device=group.device)
         self._kept = self._counts.clone()
@@ -65,16 +65,18 @@ class LoadRecorder:
 
     def row(self, layer_row: int) -> Tensor:
         """Returns the counts of a layer, [E] int64, for a kernel that adds to them in every step."""
-        self._has_counts_in_place = True
+        self._counted_in_place = self._kept.numpy(), self._counts.numpy()
         return self._counts[layer_row, 1:]
 
     def step_done(self) -> None:
         """Keeps the counts since the last call: their step is done."""
         self._num_done = len(self._ids), len(self._new_counts)
         self._num_steps += 1
-        waits = self._num_steps < STEPS_AT_ONCE and self._num_waiting <= IDS_AT_ONCE
-        if not self._on_host or self._has_counts_in_place or not waits:
+        if not self._on_host or self._num_steps == STEPS_AT_ONCE or self._num_waiting > IDS_AT_ONCE:
             self._add_up()
+        elif self._counted_in_place is not None:
+            kept, counts = self._counted_in_place
+            np.copyto(kept, counts)
 
     def void_step(self) -> None:
         """Drops the counts since the last `step_done`, and the records since the last `confirm`."""

@@ -63,7 +63,7 @@ def record_call(recorder: Recorder, layer: Callable[[Tensor, int, int, bool], Te
     out = recorder.buffer("moe_out", x.shape[1])
 
     def call(step: RecordedRun) -> None:
-        num_rows = step.num_rows
+        num_rows = step.rows.num_rows
         out[:num_rows] = layer(x[:num_rows], num_rows, step.num_chunks, step.overlap)
 
     recorder.call_python(call)

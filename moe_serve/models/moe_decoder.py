@@ -39,7 +39,6 @@ class MoeDecoder:
         """The expert weights of every MoE layer, by row of the placement."""
         return [layer.moe.experts for layer in self.stack.layers if layer.moe is not None]
 
-    @torch.no_grad()
     def forward(self, batch: ForwardBatch, cache: KvCache, num_chunks: int, overlap: bool = False) -> Tensor:
         """Returns logits [len(batch.logit_rows), vocab_size] float32; the batch's keys and values go into the cache.
 

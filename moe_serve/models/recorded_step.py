@@ -12,18 +12,7 @@ from moe_serve.ep.moe_layer import MoeLayer
 from moe_serve.kernels.cpu.attention import AttendRows, AttendShape
 from moe_serve.kernels.cpu.library import cpu_library
 from moe_serve.kernels.cpu.linear import PackedHeads, PackedLinear
-from moe_serve.kernels.cpu.recorder import (
-    ATTEND,
-    IDS,
-    LOGIT_ROWS,
-    LOGITS,
-    NUM_LOGITS,
-    POSITIONS,
-    ROWS,
-    SLOTS,
-    RecordedRun,
-    Recorder,
-)
+from moe_serve.kernels.cpu.recorder import IDS, POSITIONS, RecordedRun, Recorder, RowInputs
 from moe_serve.kernels.rope import MlaWidths
 from moe_serve.models.layers import RopeTable
 from moe_serve.models.stack import DecoderStack, StepInputs
@@ -53,17 +42,17 @@ class RecordedRunner:
         if num_rows:
             attend = AttendRows(self._shape, batch.positions, batch.query_starts, batch.block_tables, batch.block_size)
         logits = torch.empty(batch.logit_rows.shape[0], self._vocab_size)
-        rows = {
-            ROWS: num_rows,
-            IDS: batch.input_ids.data_ptr(),
-            POSITIONS: batch.positions.data_ptr(),
-            SLOTS: batch.slot_mapping.data_ptr(),
-            ATTEND: 0 if attend is None else attend.facts.data_ptr(),
-            NUM_LOGITS: logits.shape[0],
-            LOGIT_ROWS: batch.logit_rows.data_ptr(),
-            LOGITS: logits.data_ptr(),
-        }
-        recording.recorder.run(RecordedRun(num_rows, rows, step.num_chunks, step.overlap))
+        rows = RowInputs(
+            num_rows=num_rows,
+            ids=batch.input_ids.data_ptr(),
+            positions=batch.positions.data_ptr(),
+            slots=batch.slot_mapping.data_ptr(),
+            attend=0 if attend is None else attend.address,
+            num_logits=logits.shape[0],
+            logit_rows=batch.logit_rows.data_ptr(),
+            logits=logits.data_ptr(),
+        )
+        recording.recorder.run(RecordedRun(rows, step.num_chunks, step.overlap))
         return logits
 
     def _record(self, num_rows: int, cache: KvCache) -> "Recording":

@@ -27,6 +27,7 @@ class TorchRunner:
     attention: PagedAttention
     numerics: Numerics
 
+    @torch.inference_mode()
     def __call__(self, step: StepInputs) -> Tensor:
         plan = self.attention.plan(step.batch) if step.batch.num_tokens else None
         return self.stack(TorchStep(step, self.attention, plan, self.rope(step.batch.positions), self.numerics))

@@ -5,6 +5,7 @@ the keys that it sees: chunks, other sequences and threads change nothing, and n
 at most about 0.6 MiB per thread, whatever the lengths.
 """
 
+import ctypes
 from dataclasses import dataclass
 
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor
 
 from moe_serve.kernels.cpu.checks import dense
 from moe_serve.kernels.cpu.library import cpu_library
+from moe_serve.kernels.cpu.rows import float_bits
 
 
 @dataclass(frozen=True)
@@ -40,7 +42,10 @@ class AttendShape:
 
 
 class AttendRows:
-    """The rows of one step: which sequence, position and blocks each has. Serves all layers of the step."""
+    """The rows of one step: which sequence, position and blocks each has. Serves all layers of the step.
+
+    address: of the block of int64 that attention.c reads
+    """
 
     def __init__(
         self, shape: AttendShape, positions: Tensor, query_starts: Tensor, block_tables: Tensor, block_size: int
@@ -66,11 +71,11 @@ class AttendRows:
         facts = [
             num_seqs, self.num_rows, shape.heads, shape.group, width, shape.value_width,
             value_at, width, slot_heads * width, block_size, block_tables.stride(0), table_width,
-            *(tensor.data_ptr() for tensor in self._kept), 0,
+            *(tensor.data_ptr() for tensor in self._kept), float_bits(shape.scale),
         ]  # fmt: skip
-        self.facts = torch.tensor(facts)
-        self.facts[-1:].view(torch.float64).fill_(shape.scale)
-        if cpu_library().call.attend_plan(self.facts.data_ptr()) < 0:
+        self._facts = (ctypes.c_int64 * len(facts))(*facts)
+        self.address = ctypes.addressof(self._facts)
+        if cpu_library().call.attend_plan(self.address) < 0:
             raise IndexError(f"rows or positions lie outside of {num_seqs} block tables of {table_width} blocks")
 
 
@@ -90,6 +95,6 @@ def attend(q: Tensor, cache: Tensor, rows: AttendRows, out: Tensor | None = None
     assert dense(cache, torch.float32, cache.shape[0], *shape.row_shape), f"{cache.dtype} {tuple(cache.shape)}"
     assert dense(out, torch.float32, *q.shape[:3], shape.value_width), f"{out.dtype} {tuple(out.shape)}"
     call = cpu_library().call
-    if call.attend(rows.facts.data_ptr(), q.data_ptr(), q.stride(0), cache.data_ptr(), out.data_ptr()) < 0:
+    if call.attend(rows.address, q.data_ptr(), q.stride(0), cache.data_ptr(), out.data_ptr()) < 0:
         raise MemoryError("no memory for the attention's working room, at most 0.6 MiB per thread")
     return out

@@ -1,26 +1,22 @@
 """A list of kernel calls that is written once and run many times, as one call into the library.
 
 A call through ctypes and the tensors around it cost more than a small kernel. Arguments are addresses of buffers that
-stay, and numbers; what changes from run to run is an `Input`, filled in before the run.
+stay, and numbers; what changes from run to run is an `Input`, a place among the numbers that a run is given.
 """
 
 import ctypes
-from collections.abc import Mapping
 from dataclasses import dataclass
-
-import numpy as np
-from numpy.typing import NDArray
 
 from moe_serve.kernels.cpu.library import CpuLibrary
 
-WORDS = 13  # of a call: its kernel and 12 arguments, as in calls.c
+MOST_ARGUMENTS = 12  # as in calls.c
 
 
 @dataclass(frozen=True)
 class Input:
-    """An argument that changes from run to run."""
+    """An argument that changes from run to run: its place among the inputs."""
 
-    name: str
+    place: int
 
 
 class Program:
@@ -30,37 +26,29 @@ class Program:
         self._call = library.call
         self._names: list[str] = []
         self._words: list[int] = []
-        self._uses: dict[Input, list[int]] = {}
-        self._ready: NDArray[np.int64] | None = None
-        self._filled: dict[Input, int] = {}
+        self._block: ctypes.Array[ctypes.c_int64] | None = None  # the words, for the library
 
     def add(self, kernel: str, *arguments: int | Input) -> None:
         """Adds a call of a function of the library. Its arguments are int64, and its result is below 0 on failure."""
-        assert self._ready is None, "a program that has run does not grow"
-        assert len(arguments) < WORDS, f"{kernel} takes {len(arguments)} arguments"
-        self._names.append(kernel)
+        assert len(arguments) <= MOST_ARGUMENTS, f"{kernel} takes {len(arguments)} arguments"
         address = ctypes.cast(getattr(self._call, kernel), ctypes.c_void_p).value
         assert address is not None
-        self._words.append(address)
-        for argument in arguments:
+        changing, words = 0, [0] * MOST_ARGUMENTS
+        for index, argument in enumerate(arguments):
             if isinstance(argument, Input):
-                self._uses.setdefault(argument, []).append(len(self._words))
-            self._words.append(0 if isinstance(argument, Input) else argument)
-        self._words += [0] * (WORDS - 1 - len(arguments))
+                changing |= 1 << index
+                words[index] = argument.place
+            else:
+                words[index] = argument
+        self._names.append(kernel)
+        self._words += [address, changing, *words]
+        self._block = None
 
-    def run(self, inputs: Mapping[Input, int]) -> None:
-        """Makes the calls. inputs: a value for each Input that was added; more may be there
-
-        Raises RuntimeError naming the kernel that failed.
-        """
-        if self._ready is None:
-            self._ready = np.array(self._words, dtype=np.int64)
-            self._places = {name: np.array(places) for name, places in self._uses.items()}
-        for name, places in self._places.items():
-            value = inputs[name]
-            if self._filled.get(name) != value:
-                self._ready[places] = value
-                self._filled[name] = value
-        num_made = self._call.run_calls(self._ready.ctypes.data, len(self._names))
-        if num_made < len(self._names):
-            raise RuntimeError(f"call {num_made} of {len(self._names)} failed: {self._names[num_made]}")
+    def run(self, inputs: "ctypes.Array[ctypes.c_int64]") -> None:
+        """Makes the calls. inputs: a number for each place. Raises RuntimeError naming the kernel that failed."""
+        if self._block is None:
+            self._block = (ctypes.c_int64 * len(self._words))(*self._words)
+        num_calls = len(self._names)
+        num_made = self._call.run_calls(ctypes.addressof(self._block), num_calls, ctypes.addressof(inputs))
+        if num_made < num_calls:
+            raise RuntimeError(f"call {num_made} of {num_calls} failed: {self._names[num_made]}")

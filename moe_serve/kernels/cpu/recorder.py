@@ -7,9 +7,11 @@ what one layer calls "qkv" is read by no one when the next layer writes its own.
 A step may need Python in between, such as an exchange between ranks: `call_python` cuts the program there.
 """
 
-from collections.abc import Callable, Mapping
+import ctypes
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import zip_longest
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,22 +27,36 @@ from moe_serve.kernels.cpu.rows import float_bits, mla_facts
 from moe_serve.kernels.gate_shape import GateShape
 from moe_serve.kernels.rope import MlaWidths
 
-# What changes from step to step: the number of rows, and addresses of int64 for each row; which keys each row reads, as
-# AttendRows.facts; the number of rows whose logits are wanted, addresses of which these are and of the logits.
-ROWS, IDS, POSITIONS, SLOTS = Input("rows"), Input("ids"), Input("positions"), Input("slots")
-ATTEND, NUM_LOGITS, LOGIT_ROWS, LOGITS = Input("attend"), Input("num_logits"), Input("logit_rows"), Input("logits")
+
+class RowInputs(NamedTuple):
+    """What changes from step to step: numbers of rows, and addresses.
+
+    ids, positions, slots: [num_rows] int64;  attend: AttendRows.address
+    logit_rows: [num_logits] int64;  logits: [num_logits, vocab_size] float32
+    """
+
+    num_rows: int
+    ids: int = 0
+    positions: int = 0
+    slots: int = 0
+    attend: int = 0
+    num_logits: int = 0
+    logit_rows: int = 0
+    logits: int = 0
+
+
+ROWS, IDS, POSITIONS, SLOTS, ATTEND, NUM_LOGITS, LOGIT_ROWS, LOGITS = map(Input, range(len(RowInputs._fields)))
+_Inputs = ctypes.c_int64 * len(RowInputs._fields)
 
 
 @dataclass(frozen=True)
 class RecordedRun:
     """One step's run.
 
-    inputs: a value for each of the inputs above
     num_chunks, overlap: of its MoE layers, as MoeLayer takes them
     """
 
-    num_rows: int
-    inputs: Mapping[Input, int]
+    rows: RowInputs
     num_chunks: int
     overlap: bool
 
@@ -55,18 +71,19 @@ class Recorder:
         self.capacity = capacity
         self._library = library
         self._buffers: dict[tuple[object, ...], Tensor] = {}
-        self._num_rows = torch.zeros(1, dtype=torch.int64)
+        self._num_rows = ctypes.c_int64()
         self._kept: list[object] = []  # whose addresses the program holds
         self._programs: list[Program] = [Program(library)]
         self._between: list[Part] = []  # after each program but the last
 
     def run(self, step: RecordedRun) -> None:
         """Runs what was recorded. Kernels are left out where the step has no rows; Python takes part in any case."""
-        assert step.num_rows <= self.capacity, f"{step.num_rows} rows, recorded for {self.capacity}"
-        self._num_rows[0] = step.num_rows
+        num_rows, inputs = step.rows.num_rows, _Inputs(*step.rows)
+        assert num_rows <= self.capacity, f"{num_rows} rows, recorded for {self.capacity}"
+        self._num_rows.value = num_rows
         for program, then in zip_longest(self._programs, self._between):
-            if step.num_rows:
-                program.run(step.inputs)
+            if num_rows:
+                program.run(inputs)
             if then is not None:
                 then(step)
 
@@ -194,13 +211,13 @@ class Recorder:
 
     def mlp(self, x: Tensor, weights: PackedExperts) -> Tensor:
         """Returns the gated MLP of rows [rows, H], whose weights are those of a single slot."""
-        return self._ffn("mlp", x, self._num_rows, weights)
+        return self._ffn("mlp", x, ctypes.addressof(self._num_rows), weights)
 
     def add(self, total: Tensor, x: Tensor) -> None:
         """Adds x to total in place, both [rows, width] without gaps."""
         self._add("add_rows", total, x, ROWS, x.shape[1])
 
-    def _ffn(self, name: str, x: Tensor, counts: Tensor, experts: PackedExperts) -> Tensor:
+    def _ffn(self, name: str, x: Tensor, counts: Tensor | int, experts: PackedExperts) -> Tensor:
         per_row = x.shape[0] // self.capacity
         middle = self.buffer(name + "_middle", per_row * padded(experts.width))
         out = self.buffer(name + "_out", per_row * experts.hidden)

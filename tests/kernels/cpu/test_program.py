@@ -1,5 +1,7 @@
 """Programs of kernel calls, and the operations that write them, against the kernels called one by one."""
 
+import ctypes
+
 import pytest
 import torch
 
@@ -8,14 +10,14 @@ from moe_serve.kernels.cpu.library import cpu_library
 from moe_serve.kernels.cpu.linear import PackedHeads, PackedLinear
 from moe_serve.kernels.cpu.packed import gate_up_size, packed_size
 from moe_serve.kernels.cpu.program import Input, Program
-from moe_serve.kernels.cpu.recorder import IDS, LOGIT_ROWS, LOGITS, NUM_LOGITS, ROWS, RecordedRun, Recorder
+from moe_serve.kernels.cpu.recorder import IDS, RecordedRun, Recorder, RowInputs
 from moe_serve.kernels.cpu.rows import pack_rows, weighted_sum
 
 NUM_ROWS = [0, 1, 3, 5]
 
 
 def a_step(num_rows: int) -> RecordedRun:
-    return RecordedRun(num_rows, {ROWS: num_rows}, 1, False)
+    return RecordedRun(RowInputs(num_rows), 1, False)
 
 
 def recorder(capacity: int = 5) -> Recorder:
@@ -23,13 +25,13 @@ def recorder(capacity: int = 5) -> Recorder:
 
 
 def test_a_program_fills_in_what_changes_and_makes_its_calls_in_order() -> None:
-    program, rows = Program(cpu_library()), Input("rows")
+    program, rows = Program(cpu_library()), Input(1)
     total, x, y = torch.zeros(3, 2), torch.ones(3, 2), torch.full((3, 2), 10.0)
     program.add("add_rows", total.data_ptr(), x.data_ptr(), rows, 2)
     program.add("add_rows", total.data_ptr(), y.data_ptr(), 1, 2)
-    program.run({rows: 2})
+    program.run((ctypes.c_int64 * 2)(7, 2))
     assert total.tolist() == [[11, 11], [1, 1], [0, 0]]
-    program.run({rows: 3})
+    program.run((ctypes.c_int64 * 2)(7, 3))
     assert total.tolist() == [[22, 22], [2, 2], [1, 1]]
 
 
@@ -39,7 +41,7 @@ def test_a_kernel_that_fails_ends_the_program_and_is_named() -> None:
     program.add("look_up", table.data_ptr(), 2, ids.data_ptr(), 1, 2, out.data_ptr())
     program.add("add_rows", total.data_ptr(), x.data_ptr(), 1, 2)
     with pytest.raises(RuntimeError, match="call 0 of 2 failed: look_up"):
-        program.run({})
+        program.run((ctypes.c_int64 * 0)())
     assert not total.any()
 
 
@@ -48,7 +50,7 @@ def test_python_runs_between_the_kernels_also_where_there_are_no_rows() -> None:
     x = record.buffer("x", 2)
     total = record.buffer("total", 2)
     record.add(total, x)
-    record.call_python(lambda step: seen.append((step.num_rows, total[0].tolist())))
+    record.call_python(lambda step: seen.append((step.rows.num_rows, total[0].tolist())))
     record.add(total, x)
     x.fill_(1)
     total.zero_()
@@ -106,8 +108,8 @@ def test_rows_are_gathered_and_widened_and_some_of_them_projected(dtype: torch.d
     record = recorder()
     rows = record.gather("rows", table, IDS)
     record.logits(linear, rows)
-    inputs = {ROWS: 3, IDS: ids.data_ptr(), NUM_LOGITS: 2, LOGIT_ROWS: wanted.data_ptr(), LOGITS: logits.data_ptr()}
-    record.run(RecordedRun(3, inputs, 1, False))
+    inputs = RowInputs(3, ids=ids.data_ptr(), num_logits=2, logit_rows=wanted.data_ptr(), logits=logits.data_ptr())
+    record.run(RecordedRun(inputs, 1, False))
     assert torch.equal(rows[:3], table[ids].float())
     assert torch.equal(logits, linear(rows[:3][wanted]))
 
@@ -116,4 +118,4 @@ def test_an_id_beyond_the_table_fails() -> None:
     record, ids = recorder(), torch.tensor([7])
     record.gather("rows", torch.randn(7, 19), IDS)
     with pytest.raises(RuntimeError, match="gather_rows"):
-        record.run(RecordedRun(1, {ROWS: 1, IDS: ids.data_ptr()}, 1, False))
+        record.run(RecordedRun(RowInputs(1, ids=ids.data_ptr()), 1, False))
