@@ -85,13 +85,23 @@ i64 add_rms_norm(float *x, const float *delta, i64 rows, i64 n, i64 x_step, i64 
     return 0;
 }
 
+/* Returns a * b + c. Which of two products is fused is said, since compilers choose differently. */
+INLINE float fused(float a, float b, float c)
+{
+#if defined(__FMA__) || defined(__aarch64__)
+    return __builtin_fmaf(a, b, c);
+#else
+    return a * b + c;
+#endif
+}
+
 /* Rotates adjacent pairs by cos + i sin. */
 static void rotate(const float *x, i64 pairs, const float *turns, float *y)
 {
     for (i64 i = 0; i < pairs; i++) {
         float even = x[2 * i], odd = x[2 * i + 1], cosine = turns[2 * i], sine = turns[2 * i + 1];
-        y[2 * i] = even * cosine - odd * sine;
-        y[2 * i + 1] = odd * cosine + even * sine;
+        y[2 * i] = fused(even, cosine, -(odd * sine));
+        y[2 * i + 1] = fused(odd, cosine, even * sine);
     }
 }
 

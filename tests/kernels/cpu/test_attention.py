@@ -17,7 +17,7 @@ LENGTHS = [end for _, _, end in CHUNKS]
 
 @pytest.mark.parametrize("name", SHAPES)
 def test_decodes_and_chunks_in_one_batch_match_plain_attention(name, library):
-    for block_size, threads in itertools.product((1, 7, 16, 64), (1, 2)):
+    for block_size, threads in ((1, 1), (7, 2), (16, 1), (64, 2)):
         library.set_threads(threads)
         cached = sequences(SHAPES[name], LENGTHS, block_size)
         for got, chunk in zip(cached.attend(CHUNKS), CHUNKS, strict=True):
