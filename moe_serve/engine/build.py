@@ -135,7 +135,7 @@ def build_served_model(config: ServeConfig, group: EpGroup, progress: Progress |
     num_threads = use_threads(config, plan.choice)
     trace = _begin_trace(config, plan, group.rank)
     if group.rank == 0:
-        log.info("numerics %s: %s", plan.choice.name, plan.choice.why)
+        log.info("kernels: %s (%s); numerics: %s", plan.choice.kernels, plan.choice.why, plan.choice.name)
         if plan.expert_form != "dense":
             log.info("%s expert weights: %s", plan.expert_form, plan.slot_form.meaning)
     share = plan.share(group.rank)
@@ -271,7 +271,8 @@ def _info(plan: ModelPlan, all_to_all: AnyAllToAll) -> dict[str, Any]:
         "model_type": plan.spec.model_type,
         "dtype": str(plan.dtype).removeprefix("torch."),
         "numerics": plan.choice.name,
-        "numerics_why": plan.choice.why,
+        "kernels": plan.choice.kernels,
+        "kernels_why": plan.choice.why,
         "expert_weights": f"{plan.expert_form} ({plan.slot_form.meaning})",
         "device": str(plan.device),
         "num_logical": plan.placement.num_logical,

@@ -15,11 +15,12 @@ class NumericsChoice:
     """What computes on a rank.
 
     numerics: for the forward;  library: the compiled CPU kernels, None where torch or Triton computes
-    why:      why this and nothing else, in words
+    kernels:  what computes, in words;  why: and why nothing else does
     """
 
     numerics: Numerics
     library: CpuLibrary | None
+    kernels: str
     why: str
 
     @property
@@ -34,11 +35,11 @@ def choose_numerics(config: ServeConfig, device: torch.device, dtype: torch.dtyp
     Raises ConfigError for more than one thread per rank in batch_invariant where torch computes on CPU.
     """
     if device.type != "cpu":
-        return NumericsChoice(_of_setting(config), None, f"engine.numerics, by Triton kernels on {device.type}")
+        return NumericsChoice(_of_setting(config), None, "Triton", f"for {device.type}")
     library, why_not = _find_library(config, dtype)
     if library is not None:
-        kernels = f"compiled CPU kernels ({library.form}, {library.compiler})"
-        return NumericsChoice(COMPILED, library, f"{kernels}: bits of a row depend on that row only")
+        kernels = f"compiled for this CPU ({library.form})"
+        return NumericsChoice(COMPILED, library, kernels, f"float32 on a machine with a C compiler: {library.compiler}")
     threads = config.parallel.threads_per_rank
     if config.engine.numerics == "batch_invariant" and threads not in (None, 1):
         raise ConfigError(
@@ -46,7 +47,7 @@ def choose_numerics(config: ServeConfig, device: torch.device, dtype: torch.dtyp
             f"thread per rank only, and torch computes here: {why_not}; set parallel.threads_per_rank: 1 and use more "
             "ranks, or serve with the compiled CPU kernels"
         )
-    return NumericsChoice(_of_setting(config), None, f"engine.numerics, by plain torch: {why_not}")
+    return NumericsChoice(_of_setting(config), None, "plain torch", why_not)
 
 
 def _find_library(config: ServeConfig, dtype: torch.dtype) -> tuple[CpuLibrary | None, str]:

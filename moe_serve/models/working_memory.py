@@ -48,7 +48,7 @@ def _buffers(spec: ModelSpec, sizes: StepSizes) -> int:
     """Returns the bytes of the buffers of models/recorded_step.py, and of a step's logits."""
     capacity = 1 << (max(sizes.rows, SMALLEST) - 1).bit_length()
     hidden, attention = spec.hidden, spec.attention
-    elements = 6 * hidden  # residual and its two norms; results of attention, of experts and of an MLP
+    elements = 7 * hidden + spec.rope.dim  # residual, two norms, logit rows; results of attention, experts, an MLP
     if isinstance(attention, GqaSpec):
         elements += (2 * attention.num_heads + 2 * attention.num_kv_heads) * attention.head_dim
     else:
@@ -61,8 +61,8 @@ def _buffers(spec: ModelSpec, sizes: StepSizes) -> int:
     if spec.num_moe_layers < spec.num_layers:
         elements += padded(spec.dense_intermediate)
     row_bytes = elements * sizes.itemsize + 3 * spec.topk * _INDEX
-    step_rows = sizes.rows * (hidden * sizes.itemsize + 8 * _INDEX)  # embedded, and the numbers of a batch
-    return capacity * row_bytes + step_rows + sizes.sequences * (hidden + 2 * spec.vocab_size) * 4
+    step_rows = sizes.rows * 8 * _INDEX  # the numbers of a batch
+    return capacity * row_bytes + step_rows + 2 * sizes.sequences * spec.vocab_size * 4
 
 
 def _phases(spec: ModelSpec, numerics: Numerics, sizes: StepSizes) -> dict[str, int]:

@@ -56,7 +56,7 @@ def test_without_a_compiler_the_demo_model_is_served_by_torch_and_one_line_says_
     assert tokens == by_torch
     assert len(tokens) == 5
     assert (info["numerics"], info["dtype"]) == ("fast", "float32")
-    assert "plain torch" in info["numerics_why"]
+    assert (info["kernels"], info["kernels_why"]) == ("plain torch", "there are no compiled CPU kernels, see the log")
     (said,) = [line for line in lines if "no C compiler" in line]
     assert "slower" in said
     assert "pip install ziglang" in said

@@ -48,10 +48,10 @@ def peak_bytes(runner: Runner, step: list[tuple[int, int]]) -> int:
     for index, (rows, keys) in enumerate(step):
         request = runner.request(str(index), [1] * keys)
         request.num_computed = keys - rows
-        request.block_ids = list(range(keys // BLOCK_SIZE))  # contents do not matter
+        runner.tables.extend(request, list(range(keys // BLOCK_SIZE)))  # contents do not matter
         scheduled.append(ScheduledChunk(request, keys - rows, rows, True))
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-        batch = ForwardBatch.build(scheduled, BLOCK_SIZE, "cpu", runner.numerics)
+        batch = ForwardBatch.build(scheduled, runner.tables, "cpu", runner.numerics)
         runner.decoder.forward(batch, runner.cache, 1)
     events = [event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]
     now = peak = 0

@@ -2,13 +2,21 @@
 
 from collections.abc import Iterator
 
+import torch
+
 from moe_serve.config import ServeConfig
+from moe_serve.engine.model_plan import compute_dtype
+from moe_serve.engine.numerics_choice import choose_numerics
 from moe_serve.launcher.check.report import Line, Report
 
 _BALANCING = {
     "off": "experts stay where they start, and their load is not recorded",
     "static": "experts stay where they start; their load is recorded and shown; dynamic: they move",
     "dynamic": "experts move while the server serves, where that pays",
+}
+_MEANING = {
+    "fast": "last bits may depend on what else runs",
+    "batch_invariant": "tokens depend on nothing but the request",
 }
 
 
@@ -33,9 +41,13 @@ def describe_choices(report: Report, config: ServeConfig, device: str) -> None:
         Line("wire dtype", wire_dtype, why_wire),
         Line("step exchange", exchange, why_exchange),
         Line("eplb.mode", config.eplb.mode, _BALANCING[config.eplb.mode]),
-        Line("kernels", "Triton" if device == "cuda" else "plain torch", f"for {device}"),
-        Line("numerics", config.engine.numerics, _numerics(config)),
     ]
+    with report.noting_problems():
+        choice = choose_numerics(config, torch.device(device), compute_dtype(config, torch.device(device)))
+        report.choices += [
+            Line("kernels", choice.kernels, choice.why),
+            Line("numerics", choice.name, _MEANING[choice.name]),
+        ]
 
 
 def _transport_lines(report: Report, config: ServeConfig) -> Iterator[Line]:
@@ -48,9 +60,3 @@ def _transport_lines(report: Report, config: ServeConfig) -> Iterator[Line]:
     yield from (Line(*fact) for fact in transport.facts)
     if not transport.is_bitwise:
         yield Line("", "results are added in another order", "not for engine.numerics batch_invariant")
-
-
-def _numerics(config: ServeConfig) -> str:
-    if config.engine.numerics == "fast":
-        return "last bits may depend on what else runs"
-    return f"tokens depend on nothing but the request; GEMMs in tiles of {config.engine.row_tile} rows"

@@ -52,6 +52,18 @@ def test_quantised_experts_are_said_and_sized(monkeypatch: pytest.MonkeyPatch) -
     assert sizes(report)["expert slots"] == 32 * 4 * (3 * 192 * 64 + scales)
 
 
+def test_the_compiled_kernels_keep_weights_as_they_are_stored() -> None:
+    by_torch, compiled = (checked(f"engine.cpu_kernels={kernels}") for kernels in ("torch", "auto"))
+    assert 2 * sizes(compiled)["expert slots"] == sizes(by_torch)["expert slots"]
+    dense = [sizes(report)["attention, embeddings, shared experts"] for report in (compiled, by_torch)]
+    assert dense[1] / 2 < dense[0] < 0.52 * dense[1], "norms are float32"
+    (said,) = [line for line in compiled.model if line.name == "expert weights"]
+    assert (said.value, said.why) == ("dense", "the checkpoint's numbers in bfloat16")
+    choices = {line.name: line for line in compiled.choices}
+    assert choices["numerics"].value == "batch_invariant"
+    assert choices["kernels"].value.startswith("compiled for this CPU")
+
+
 def test_one_rank_sends_nothing():
     assert not any("dispatch" in name for name in sizes(checked("parallel.num_ranks=1")))
 
