@@ -46,6 +46,33 @@ class ArrivalOnly:
         return PackedRows(own[:0], torch.empty(0))
 
 
+class CopyTime:
+    """A copier that adds up the CPU time of its calls: what is left without waits, whatever else the machine runs."""
+
+    def __init__(self, copier: RowCopier[Any, Any]):
+        self._copier = copier
+        self.writes_in_place = copier.writes_in_place
+        self.cpu_s = 0.0
+
+    def __call__(self, call: Callable[..., Any], *arguments: Any) -> Any:
+        started_s = time.thread_time()
+        result = call(*arguments)
+        self.cpu_s += time.thread_time() - started_s
+        return result
+
+    def send_rows(self, *arguments: Any) -> Any:
+        return self(self._copier.send_rows, *arguments)
+
+    def place_rows(self, *arguments: Any) -> Any:
+        return self(self._copier.place_rows, *arguments)
+
+    def send_results(self, *arguments: Any) -> Any:
+        return self(self._copier.send_results, *arguments)
+
+    def add_results(self, *arguments: Any) -> Any:
+        return self(self._copier.add_results, *arguments)
+
+
 def measure(rank: int, group: EpGroup, rounds: int) -> dict[str, list[float]]:
     """Returns the seconds of every variant in every round on this rank."""
     torch.manual_seed(rank)
@@ -74,6 +101,9 @@ def measure(rank: int, group: EpGroup, rounds: int) -> dict[str, list[float]]:
     arrival, plain_arrival = shm(True), shm(False)
     for transport in (arrival, plain_arrival):
         transport._copier = ArrivalOnly(transport._copier)  # type: ignore[attr-defined]
+    counted = shm(True)
+    copies = CopyTime(counted._copier)  # type: ignore[attr-defined]
+    counted._copier = copies  # type: ignore[attr-defined]
     yardsticks = Yardsticks(group, NUM_TOKENS * TOPK * ROW_BYTES)
     num_dedup = int(sum(len(set(row)) for row in (ids // slots).tolist()))
     remote = ids // slots != rank
@@ -107,6 +137,14 @@ def measure(rank: int, group: EpGroup, rounds: int) -> dict[str, list[float]]:
         add(f"{name} one token", functools.partial(round_trip, transport, *tiny))
         add(f"{name} empty dispatch", functools.partial(dispatch_rows, functools.partial(transport.dispatch, *none)))
         add(f"{name} counts round", lambda t=transport: t.exchange_counts(torch.zeros(1, dtype=torch.int64)).wait())
+    add_copies = functools.partial(add_cpu, variants, copies, barrier)
+    dispatch = functools.partial(counted.dispatch, hidden, ids, None, weights)
+    combine = functools.partial(combine_results, counted, weights)
+    add_copies("cpu dispatch", functools.partial(dispatch_rows, dispatch), after=functools.partial(leave, counted))
+    add_copies("cpu combine in place", combine, functools.partial(in_place, dispatch))
+    add_copies("cpu combine", combine, functools.partial(elsewhere, dispatch, results))
+    for kind, copy in yardsticks.kinds.items():
+        add_copies(f"cpu memcpy {kind}", lambda c=copy: copies(c, NUM_TOKENS * TOPK * ROW_BYTES))
     # The way of an MoE layer whose experts have replicas: count, exchange, share, dispatch, record; and without that.
     layer = ReplicatedLayer(group, torch.topk(scores, TOPK, dim=1).indices)
     after = functools.partial(leave, ours)
@@ -174,6 +212,29 @@ def timed(
     took_s = time.perf_counter() - started_s
     after(result)
     return took_s
+
+
+def add_cpu(
+    variants: dict[str, Callable[[], float]],
+    copies: CopyTime,
+    barrier: Callable[[], None],
+    name: str,
+    run: Callable[..., Any],
+    before: Callable[[], tuple[Any, ...]] = tuple,
+    after: Callable[[Any], None] = lambda result: None,
+) -> None:
+    """Adds a variant whose time is the CPU time of its copies."""
+
+    def cpu_time() -> float:
+        arguments = before()
+        barrier()
+        started_s = copies.cpu_s
+        result = run(*arguments)
+        took_s = copies.cpu_s - started_s
+        after(result)
+        return took_s
+
+    variants[name] = cpu_time
 
 
 def dispatch_rows(dispatch: Callable[[], Pending[Dispatched[Any]]]) -> Dispatched[Any]:

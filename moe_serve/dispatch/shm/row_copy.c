@@ -2,72 +2,9 @@
 
    row_copy_native.py builds it at first use for the machine it runs on. All sizes are int64. */
 
-#include <immintrin.h>
-#include <string.h>
 #include "row_add.h"
 #include "row_copy.h"
-
-/* The first CACHED_BYTES of an area are written through the caches, where the next reader finds them. The rest is
-   streamed past the caches, which does not read what it overwrites. Each path has a limit of its own, so both together
-   are faster than either. */
-#ifdef __AVX512F__
-#define WORDS 64
-#define LOAD(from) _mm512_loadu_si512(from)
-#define STORE(to, words) _mm512_storeu_si512((void *)(to), words)
-#define STREAM(to, words) _mm512_stream_si512((void *)(to), words)
-typedef __m512i Words;
-#else
-#define WORDS 16
-#define LOAD(from) _mm_loadu_si128((const __m128i *)(from))
-#define STORE(to, words) _mm_storeu_si128((__m128i *)(to), words)
-#define STREAM(to, words) _mm_stream_si128((__m128i *)(to), words)
-typedef __m128i Words;
-#endif
-
-/* Writes one row to up to two cached and two streamed addresses; callers pass constant numbers, so loops unroll. */
-static inline __attribute__((always_inline)) void spread(uint8_t *const *cached, int num_cached, uint8_t *const *streamed,
-                                                         int num_streamed, const uint8_t *from, i64 size)
-{
-    for (i64 i = 0; i < size; i += WORDS) {
-        Words words = LOAD(from + i);
-        for (int n = 0; n < num_cached; n++)
-            STORE(cached[n] + i, words);
-        for (int n = 0; n < num_streamed; n++)
-            STREAM(streamed[n] + i, words);
-    }
-}
-
-/* Writes one row to several addresses of an area while it is in registers. */
-static void spread_row(uint8_t **to, i64 num, const uint8_t *from, i64 size, const uint8_t *area, i64 cached_bytes)
-{
-    uint8_t *cached[num + 1], *streamed[num + 1], **c = cached, **s = streamed;
-    i64 num_cached = 0, num_streamed = 0;
-    if (((uintptr_t)area | (uintptr_t)size) % 64 != 0) {
-        for (i64 n = 0; n < num; n++)
-            memcpy(to[n], from, size);
-        return;
-    }
-    for (i64 n = 0; n < num; n++)
-        if (to[n] - area < cached_bytes)
-            cached[num_cached++] = to[n];
-        else
-            streamed[num_streamed++] = to[n];
-    while (num_cached > 0 || num_streamed > 0) {
-        int of_cached = num_cached < 2 ? num_cached : 2, of_streamed = num_streamed < 2 ? num_streamed : 2;
-        switch (3 * of_cached + of_streamed) {
-        case 1: spread(c, 0, s, 1, from, size); break;
-        case 2: spread(c, 0, s, 2, from, size); break;
-        case 3: spread(c, 1, s, 0, from, size); break;
-        case 4: spread(c, 1, s, 1, from, size); break;
-        case 5: spread(c, 1, s, 2, from, size); break;
-        case 6: spread(c, 2, s, 0, from, size); break;
-        case 7: spread(c, 2, s, 1, from, size); break;
-        case 8: spread(c, 2, s, 2, from, size); break;
-        }
-        c += of_cached, num_cached -= of_cached;
-        s += of_streamed, num_streamed -= of_streamed;
-    }
-}
+#include "row_store.h"
 
 /* One copy that bypasses the caches: what benchmarks/dispatch.py compares with. */
 void stream_copy(uint8_t *to, const uint8_t *from, i64 size)
@@ -128,7 +65,7 @@ i64 send_rows(const i64 *facts, i64 buffer, i64 others, const i64 *ids, i64 num_
         for (i64 r = 0; r < num_ranks; r++) {
             if (!TAKES_PART(others, r) || done[r] == ex.num_rows[r] || ex.tokens[r * num_tokens + done[r]] != token)
                 continue;
-            memcpy((uint8_t *)SLICE(table, r, OUT_ROWS) + done[r]++ * row_bytes, data + token * row_bytes, row_bytes);
+            copy_row((uint8_t *)SLICE(table, r, OUT_ROWS) + done[r]++ * row_bytes, data + token * row_bytes, row_bytes);
         }
     _mm_sfence();
     return 0;
@@ -222,9 +159,9 @@ void send_results(const i64 *facts, i64 buffer, i64 others, i64 num_tokens, i64 
             starts[0] = first_row;
         for (i64 slot = 0; slot < slots && !in_place; slot++)
             if (ex.arrived[peer * slots + slot]) /* without rows there may be no address either */
-                memcpy(send_buffer + ex.starts[peer * slots + slot] * row_bytes,
-                       data + placed_start(facts, ex, peer, slot) * row_bytes,
-                       ex.arrived[peer * slots + slot] * row_bytes);
+                copy_row(send_buffer + ex.starts[peer * slots + slot] * row_bytes,
+                         data + placed_start(facts, ex, peer, slot) * row_bytes,
+                         ex.arrived[peer * slots + slot] * row_bytes);
     }
     _mm_sfence();
 }

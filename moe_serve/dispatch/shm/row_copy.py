@@ -5,6 +5,8 @@ here knows of flags or waits: the caller (transport.py) sees to it that buffers 
 Shape words as in send_plan.py.
 """
 
+import contextlib
+import mmap
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
@@ -140,9 +142,18 @@ class StagingBuffers:
         """Returns all rows of a buffer: [most_rows, H]; pages that are never written take no memory."""
         rows = self._rows[staging.number]
         if rows is None:
-            rows = torch.empty(self._buffers.most_rows, self._buffers.hidden, dtype=self._buffers.dtype)
+            rows = _huge_pages(self._buffers.most_rows, self._buffers.hidden, self._buffers.dtype)
             self._rows[staging.number] = rows
         return rows
+
+
+def _huge_pages(num_rows: int, hidden: int, dtype: torch.dtype) -> Tensor:
+    """Returns [num_rows, hidden] in huge pages where the system gives them: rows go to places far from each other."""
+    num_bytes = num_rows * hidden * dtype.itemsize
+    memory = mmap.mmap(-1, max(1, num_bytes), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with contextlib.suppress(OSError):  # a kernel without them
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(memory, dtype=torch.uint8)[:num_bytes].view(dtype).view(num_rows, hidden)
 
 
 def refuse_id(physical_ids: Tensor, num_slots: int) -> IndexError:
