@@ -4,7 +4,8 @@
 
 Every round times all contestants of a case one after the other, each for the best of a few calls; ratios are medians
 over rounds of ratios within a round, so that a busy machine slows both. torch is given its keys as it likes them: the
-plan of a step is made beforehand, and in prefill the keys are gathered beforehand too.
+plan of a step is made beforehand, and in prefill the keys are gathered beforehand too. On a busy machine only
+--threads 1 says something: with more, torch's calls wait for a thread that others keep from running.
 """
 
 import argparse
@@ -55,7 +56,6 @@ def main() -> None:
     for name, cases in groups.items():
         if args.only in (None, name):
             rows += [measure(case, args.rounds) for case in cases()]
-            print(*rows[-1].values(), sep=" | ", flush=True)
     notes = (
         f"{args.threads} threads each, float32, {args.rounds} rounds, built for {cpu_library().form}. Decode: one row "
         "per sequence; torch gathers keys and values, then bmm, softmax, bmm. Prefill: the last rows of a sequence; "
