@@ -84,7 +84,7 @@ class Story:
         step = window.first_step + window.num_steps
         moved = int((new.physical_to_logical != old.physical_to_logical).sum())
         rounds = -(-moved // self.num_ranks)
-        reason = f"balancedness is down to {min(window.balancedness):.3f}; {self.num_layers} layers to plan"
+        reason = f"balancedness is down to {min(window.balancedness):.3f}; layers to plan: {self.num_layers}"
         yield at_s, self._report(step, "planning", decisions=[self._decision(at_s, step, "plan", reason)])
         gain_s = (window.step_time_s - 0.011) * WINDOW_STEPS
         reason = (

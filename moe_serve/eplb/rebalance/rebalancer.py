@@ -162,7 +162,7 @@ class Rebalancer:
         if worst >= self._settings.trigger:
             return ()
         rows = np.flatnonzero(free & (balance < self._settings.release))
-        return self._request_plan(step, rows, f"balancedness is down to {worst:.3f}; {len(rows)} layers to plan")
+        return self._request_plan(step, rows, f"balancedness is down to {worst:.3f}; layers to plan: {len(rows)}")
 
     def _request_plan(self, step: int, rows: NDArray[np.int64], reason: str) -> tuple[Action, ...]:
         number, rules = self._next_request_id, self._settings
