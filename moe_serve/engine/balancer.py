@@ -160,8 +160,8 @@ class Balancer:
 
     @property
     def has_work(self) -> bool:
-        """Whether a round waits to be told."""
-        return self.next_round() is not None
+        """Whether turns must follow each other: a round waits to be told, or the planner's request to be sent."""
+        return self.next_round() is not None or self._planner.has_more_to_send
 
     def window_closed(self, record: LoadRecord, step: int) -> None:
         """Takes a final load record, after it was written to the trace. step: the first one after it"""

@@ -11,7 +11,7 @@ from moe_serve.eplb.rebalance.events import StartRound
 class Leader(Protocol):
     """Decides where experts should live, or only reports how busy they are: engine/balancer.py has both.
 
-    has_work: whether a round waits to be told
+    has_work: whether a round waits to be told, or a request to be sent on to the planner
     """
 
     @property

@@ -35,6 +35,7 @@ class PlannerHere:
     polls: int = 0
     started: int = 0
     closed: bool = False
+    has_more_to_send: bool = False
 
     def start(self):
         self.started += 1
@@ -88,8 +89,9 @@ class Engine:
             start, self.running = self.running[0], None
             self.rounds.append(start)
             balancer.activated(self.step, start.version, 1000 * start.round.num_transfers, 0.03, 0.001)
-        if self.running is None and balancer.has_work:
-            start = balancer.next_round()
+        start = balancer.next_round()
+        if self.running is None and start is not None:
+            assert balancer.has_work
             balancer.round_sent(start.version)
             self.running = (start, self.step + 3)
         self.step += 1
@@ -316,3 +318,10 @@ def test_it_plans_in_a_process_of_its_own_and_leaves_none():
     finally:
         engine.balancer.close()
     assert not Path(f"/proc/{pid}").exists()
+
+
+def test_a_request_that_one_turn_could_not_carry_keeps_an_idle_engine_turning():
+    engine = Engine()
+    assert not engine.balancer.has_work
+    engine.planner.has_more_to_send = True
+    assert engine.balancer.has_work

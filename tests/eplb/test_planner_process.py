@@ -301,6 +301,32 @@ def test_a_small_request_is_sent_in_one_turn_since_an_idle_engine_turns_once_a_s
     assert planner._open.is_sent
 
 
+def test_a_request_of_many_pieces_asks_for_turns_until_it_is_sent_or_the_pipe_is_full(planners):
+    large = request(num_layers=300, num_logical=256, num_redundant=0, by_source=np.ones((300, 4, 256), dtype=np.int64))
+    planner = planners(command=python("import time; time.sleep(600)"))
+    assert not planner.has_more_to_send
+    planner.submit(1, large, 1, "nodes")
+    assert planner.poll() is None
+    assert planner.has_more_to_send
+    for _ in range(20):
+        planner.poll()
+    assert not planner.has_more_to_send  # nobody reads, so the engine may sleep between turns
+    assert not planner._open.is_sent
+
+
+def test_closing_does_not_wait_for_a_process_that_hangs_in_the_kernel(planners, monkeypatch):
+    planner = planners(command=python("import time; time.sleep(600)"))
+    waits = []
+    for _ in range(3):
+        planner.start()
+        child, wait_for = planner._child, planner._child.wait
+        monkeypatch.setattr(child, "wait", lambda timeout, wait_for=wait_for: waits.append(timeout) or wait_for(60))
+        planner._end_child()
+    planner.close()
+    assert len(waits) == 3
+    assert sum(waits) < 1
+
+
 def test_a_planner_that_was_given_up_leaves_no_zombie_while_nobody_asks(planners):
     planner = planners(deadline_s=0.0, command=python("import time; time.sleep(600)"))
     planner.start()

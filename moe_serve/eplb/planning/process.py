@@ -27,7 +27,9 @@ _IMPORT_PATH = str(Path(__file__).parents[3])  # where the process finds this pa
 _PIPE_BYTES = 1 << 20  # asked of the kernel, so that few polls carry a request
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 30.0  # between a failure and the start of the next process
 _END_S = 2.0  # between the end of a process's output and its own
-_KILL_S = 10.0  # for a killed process to be gone
+# For killed processes to be gone, which takes milliseconds. A leader that hands over closes its planner between two
+# steps, so one that hangs in the kernel is not waited for.
+_KILL_S = 0.1
 
 
 @dataclass(frozen=True)
@@ -50,6 +52,11 @@ class PlanProblem:
 class Planner(Protocol):
     """Plans beside the step loop. At most one request is open; another one takes its place."""
 
+    @property
+    def has_more_to_send(self) -> bool:
+        """Whether the next poll should come soon, since it goes on with a request that one turn could not carry."""
+        ...
+
     def start(self) -> None:
         """Prepares for a plan that will be asked for, so that it comes sooner."""
         ...
@@ -69,14 +76,20 @@ class Planner(Protocol):
 
 @dataclass
 class _Open:
-    """The open request. unsent: pieces that are still to be written, the first one apart, since it may be cut"""
+    """The open request.
+
+    unsent:   pieces that are still to be written, the first one, `piece`, apart, since it may be cut
+    has_more: the last turn wrote all that one may, and pieces are left
+    ended_s:  when the process closed its output
+    """
 
     request_id: int
     deadline_s: float
     unsent: Iterator[bytes]
     piece: memoryview
     is_sent: bool = False
-    ended_s: float | None = None  # when the process closed its output
+    has_more: bool = False
+    ended_s: float | None = None
 
 
 class PlannerProcess:
@@ -109,6 +122,10 @@ class PlannerProcess:
     def pid(self) -> int | None:
         """The process that plans; None where none runs."""
         return None if self._child is None else self._child.pid
+
+    @property
+    def has_more_to_send(self) -> bool:
+        return self._open is not None and self._open.has_more
 
     def start(self) -> None:
         if self._child is None and self._now() >= self._next_start_s:
@@ -150,9 +167,10 @@ class PlannerProcess:
     def close(self) -> None:
         self._open = None
         self._end_child()
+        deadline_s = time.monotonic() + _KILL_S
         for child in self._killed:
             with contextlib.suppress(subprocess.TimeoutExpired):
-                child.wait(_KILL_S)
+                child.wait(max(0.0, deadline_s - time.monotonic()))
         self._killed = []
 
     def _start(self) -> subprocess.Popen[bytes]:
@@ -180,6 +198,7 @@ class PlannerProcess:
         """Writes of the request what fits into one turn, as far as the pipe takes it: small pieces all at once."""
         assert child.stdin is not None
         num_written = 0
+        asked.has_more = False  # a full pipe is tried again in any later turn
         with contextlib.suppress(BlockingIOError, BrokenPipeError):  # the end of the output tells of a process's end
             while num_written < PIECE_BYTES and not asked.is_sent:
                 if not asked.piece:
@@ -189,6 +208,7 @@ class PlannerProcess:
                 taken = os.write(child.stdin.fileno(), asked.piece)
                 asked.piece = asked.piece[taken:]
                 num_written += taken
+            asked.has_more = not asked.is_sent
 
     def _read(self, child: subprocess.Popen[bytes], asked: _Open, now_s: float) -> PlanAnswer | PlanProblem | None:
         assert child.stdout is not None
