@@ -151,4 +151,5 @@ class LoadWindows:
         """Begins the record of a rank that rejoins at first_step, where the other ranks' record begins."""
         if self._recorder is not None:
             self._recorder.rejoin()
+        self._closed = []  # closed with a group that has gone on without this rank
         self._window = _Window(first_step, self.placement)

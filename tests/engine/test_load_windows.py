@@ -123,6 +123,18 @@ def test_a_record_that_is_dropped_goes_on_with_its_phase_and_its_counts() -> Non
     ]
 
 
+def test_a_rank_that_rejoins_drops_what_it_had_closed_with_the_group_before() -> None:
+    records: list[LoadRecord] = []
+    windows, recorder = windows_of_one_rank(records)
+    run_step(windows, recorder, plan(0, close_window=True))
+    windows.rejoin(50)
+    windows.confirm()
+    assert records == []
+    run_step(windows, recorder, plan(50, close_window=True))
+    windows.confirm()
+    assert [(record.first_step, record.num_steps) for record in records] == [(50, 1)]
+
+
 def test_the_time_of_a_step_leaves_out_idle_steps() -> None:
     records: list[LoadRecord] = []
     windows, recorder = windows_of_one_rank(records)
