@@ -200,3 +200,15 @@ def test_an_unknown_policy_is_refused_before_the_trace_is_read() -> None:
         replay(trace, ["other"], SETTINGS)
     with pytest.raises(ConfigError, match="weighs gains against costs"):
         replay(trace, ["gate:greedy"], SETTINGS)
+
+
+def test_idle_steps_of_a_window_change_no_score() -> None:
+    tokens = np.random.default_rng(0).integers(0, 900, (2, 8))
+    busy = LoadRecord(0, 20, "decode", tokens, activations=np.minimum(tokens, 20))
+    idle = replace(busy, num_steps=300, num_forwards=20)
+    scorer, placement = Scorer(Topology(1, 4), topk=2), Placement.trivial(2, 8, 4, 0)
+    assert scorer.tokens_per_step(idle) == scorer.tokens_per_step(busy)
+    assert scorer.score(idle, placement).activated == scorer.score(busy, placement).activated
+    reports = [replay(LoadTrace.of([record] * 3, topk=2), ["greedy"], SETTINGS) for record in (busy, idle)]
+    assert reports[0].tokens.tolist() == reports[1].tokens.tolist()
+    assert reports[0].num_steps.tolist() == reports[1].num_steps.tolist() == [20, 20]

@@ -121,8 +121,8 @@ def _replay_pass(
             run.after(record)
         if scored:
             ceiling.add(Served(start), scorers[0].perfect(record, start.slots_per_rank), settings.costs)
-            tokens = scorers[0].tokens_per_step(record) * record.num_steps if trace.topk else np.nan
-            frame.windows.append((record.first_step, record.num_steps, tokens))
+            tokens = scorers[0].tokens_per_step(record) * record.busy_steps if trace.topk else np.nan
+            frame.windows.append((record.first_step, record.busy_steps, tokens))
             frame.load += record.tokens
         frame.count += 1
         progress(frame.count)

@@ -66,7 +66,8 @@ class ReplayReport:
 
     conditions:  what was replayed, in words, in the order to print
     results:     the floor first, then the policies, the ceiling last
-    first_steps: [W] int64;  num_steps: [W] int64;  tokens: [W] float64, tokens served in the window (NaN: topk unknown)
+    first_steps: [W] int64;  num_steps: [W] int64, steps with tokens
+    tokens:      [W] float64, tokens served in the window (NaN: topk unknown)
     load:        [L, E] float64, tokens per expert over the scored windows
     missing:     column -> what the trace or the command lacks to fill it
     redundancy:  rows (slots, balancedness mean, min over layers) on the mean load; () = not asked for

@@ -125,7 +125,7 @@ class PlannedRun:
         tokens = np.sum([record.tokens for record in self._recent], axis=0)
         sources = [record.by_source for record in self._recent if record.by_source is not None]
         active = [record.activations for record in self._recent if record.activations is not None]
-        steps = sum(record.num_steps for record in self._recent)
+        steps = sum(record.busy_steps for record in self._recent)
         whole = len(self._recent)
         return s.plan_rules.request(
             tokens,

@@ -89,23 +89,23 @@ class Scorer:
         return WindowScore(np.ones(num_layers), ranks, step_s=step_s)
 
     def tokens_per_step(self, record: LoadRecord) -> float:
-        """Returns the tokens of one step over all ranks; the layers agree on it up to dropped tokens."""
+        """Returns the tokens of a step with tokens, over all ranks; the layers agree on it up to dropped tokens."""
         assert self.topk is not None
-        return float(record.tokens.sum(axis=1).max(initial=0)) / self.topk / max(record.num_steps, 1)
+        return float(record.tokens.sum(axis=1).max(initial=0)) / self.topk / max(record.busy_steps, 1)
 
     def _step(self, record: LoadRecord, placement: Placement | None, num_slots: int) -> float | None:
-        if self.costs is None or not record.num_steps or not self.topk:
+        if self.costs is None or not record.busy_steps or not self.topk:
             return None
-        tokens = record.tokens / record.num_steps
+        tokens = record.tokens / record.busy_steps
         return self.costs.step_seconds(tokens, placement, num_slots, self.tokens_per_step(record), record.phase)
 
     def _activated(self, record: LoadRecord, placement: Placement) -> float | None:
         active = record.active_steps()
-        if active is None or not record.num_steps:
+        if active is None or not record.busy_steps:
             return None
         slots = slot_load(active * placement.replica_count, placement)  # slot_load divides by the replicas again
         by_rank = slots.reshape(placement.num_layers, placement.num_ranks, -1).sum(axis=2)
-        return float(by_rank.max(axis=1).mean()) / record.num_steps
+        return float(by_rank.max(axis=1).mean()) / record.busy_steps
 
     def _traffic(self, record: LoadRecord, placement: Placement) -> tuple[float | None, Floats | None]:
         if record.by_source is None:
