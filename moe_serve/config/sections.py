@@ -157,6 +157,7 @@ class EngineConfig(Section):
     max_running_requests: PositiveInt = 64  # per rank
     max_queued_requests: PositiveInt = 1024  # over all ranks, at the front end; beyond it: HTTP 429
     max_batch_tokens: PositiveInt = 1024  # token budget of one step of one rank; longer prompts are prefilled in chunks
+    # Of GPUs, and of CPUs where plain torch computes; the compiled CPU kernels are batch_invariant (docs/numerics.md)
     numerics: Literal["fast", "batch_invariant"] = "fast"
     # auto: CPU ranks compute with C kernels where there is a compiler and compute is float32; their tokens never depend
     # on what else runs, whatever `numerics` says. torch: plain torch, for comparison or where ranks have no compiler

@@ -5,6 +5,7 @@ import torch
 
 from moe_serve.config import load_config
 from moe_serve.engine import numerics_choice
+from moe_serve.engine.build import use_threads
 from moe_serve.engine.numerics_choice import NumericsChoice, choose_numerics
 from moe_serve.errors import ConfigError
 from moe_serve.kernels.cpu.library import CpuLibrary
@@ -54,3 +55,25 @@ def test_batch_invariant_by_torch_on_cpu_takes_one_thread(monkeypatch: pytest.Mo
     with pytest.raises(ConfigError, match=r"threads_per_rank is 2 but .* is torch; set .*threads_per_rank: 1"):
         choose(monkeypatch, *overrides, "engine.cpu_kernels=torch")
     assert choose(monkeypatch, *overrides, device=GPU).numerics == Numerics(row_tile=4)
+
+
+class CountingLibrary:
+    """Hears how many threads the kernels are given."""
+
+    num_threads = 0
+
+    def set_threads(self, num_threads: int) -> None:
+        self.num_threads = num_threads
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_threads_go_to_what_computes(threads: int) -> None:
+    config = load_config(overrides=[f"parallel.threads_per_rank={threads}"])
+    library, before = CountingLibrary(), torch.get_num_threads()
+    try:
+        assert use_threads(config, NumericsChoice(COMPILED, library, "", "")) == threads  # type: ignore[arg-type]
+        assert (library.num_threads, torch.get_num_threads()) == (threads, 1)
+        assert use_threads(config, NumericsChoice(FAST, None, "", "")) == threads == torch.get_num_threads()
+        assert use_threads(config, NumericsChoice(Numerics(row_tile=4), None, "", "")) == 1 == torch.get_num_threads()
+    finally:
+        torch.set_num_threads(before)
