@@ -1,6 +1,6 @@
 """Long prompts beside short ones: how soon each has its first token, whatever else arrives."""
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moe_serve.attention_dp.prefill_shares import share_budget
@@ -12,6 +12,7 @@ MAX_RUNNING, MAX_BATCH_TOKENS = 6, 24
 SMALLEST_HALF = (MAX_BATCH_TOKENS - MAX_RUNNING) // 2  # of the budget, beside as many decodes as can run
 
 
+@settings(deadline=None)
 @given(st.lists(st.integers(1, 50), max_size=8), st.integers(1, 60))
 def test_shares_use_the_budget_and_give_the_oldest_half_of_it(num_left: list[int], budget: int) -> None:
     shares = share_budget(num_left, [None] * len(num_left), budget)
@@ -63,14 +64,14 @@ def test_a_long_prompt_takes_at_most_twice_its_steps_however_many_short_ones_arr
 arrivals = st.lists(st.lists(st.one_of(st.integers(1, 12), st.integers(60, 400)), max_size=3), max_size=12)
 
 
+@settings(deadline=None)
 @given(arrivals, st.integers(1, 5), st.booleans())
 def test_the_first_token_comes_within_the_stated_steps(
     arrivals: list[list[int]], max_new_tokens: int, prefix_cache: bool
 ) -> None:
     """The bound of `prefill_shares`, for each request from the step that admits it."""
-    scheduler = make_scheduler(
-        400, MAX_RUNNING, MAX_BATCH_TOKENS, max_model_len=500, prefix_cache=prefix_cache
-    )  # fmt: skip
+    num_blocks = 110 * MAX_RUNNING  # blocks of 4 tokens for all that run, so that none is preempted
+    scheduler = make_scheduler(num_blocks, MAX_RUNNING, MAX_BATCH_TOKENS, 500, prefix_cache)
     work: dict[str, int] = {}  # tokens that may be computed before the first token of each prefill, its own included
     steps: dict[str, int] = {}
     started: dict[str, int] = {}
