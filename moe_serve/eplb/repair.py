@@ -144,6 +144,9 @@ class _Holders:
             for expert in experts:
                 self._at.setdefault(expert, set()).add(rank)
         self._was_on = {rank: frozenset(experts) for rank, experts in self._on.items()}
+        # Kept up to date, so that where nothing is spare any more, as after most losses, an expert costs no search.
+        self._can_leave = {expert for expert, ranks in self._at.items() if len(ranks) > num_wanted}
+        self._num_free_in_all = sum(self._num_free(rank) for rank in live)
 
     def give(self) -> bool:
         """Gives every expert the wanted ranks, as far as spare slots go. Returns whether any got one."""
@@ -181,16 +184,22 @@ class _Holders:
                 row[slot] = expert
         return num_written
 
+    @property
+    def _has_spare_slots(self) -> bool:
+        return bool(self._num_free_in_all or self._can_leave)
+
     def _num_free(self, rank: int) -> int:
         return self._slots - len(self._on[rank])
 
     def _donor(self, rank: int) -> int | None:
         """Returns the expert that can leave this rank: the one with the most ranks, of more than it needs."""
-        candidates = [expert for expert in self._on[rank] if len(self._at[expert]) > self._wanted]
+        candidates = self._on[rank] & self._can_leave
         return min(candidates, key=lambda e: (-len(self._at[e]), e), default=None)
 
     def _rank_with_spare_slot(self, expert: int) -> int | None:
         """Returns the rank without the expert with the most free slots, or else one with an expert to give up."""
+        if not self._has_spare_slots:
+            return None
         others = [rank for rank in self._live if rank not in self._at[expert]]
         emptiest = max(others, key=lambda rank: (self._num_free(rank), -rank), default=None)
         if emptiest is None or self._num_free(emptiest) > 0:
@@ -210,9 +219,9 @@ class _Holders:
 
         Links (rank, expert that leaves it for the rank of the next link), the last with -1: that rank has a spare slot.
         """
-        ends = [rank for rank in self._live if self._num_free(rank) or self._donor(rank) is not None]
-        if not ends:
+        if not self._has_spare_slots:
             return []
+        ends = [rank for rank in self._live if self._num_free(rank) or self._donor(rank) is not None]
         cost = {rank: 0 for rank in self._live if rank not in self._at[arriving]}
         came: dict[int, tuple[int, int]] = {}  # rank -> (rank before, the expert that leaves that one)
         lower = True
@@ -220,7 +229,7 @@ class _Holders:
             lower = False
             for rank in sorted(cost):
                 for expert in sorted(self._on[rank]):
-                    if len(self._at[expert]) > self._wanted:
+                    if expert in self._can_leave:
                         continue  # it can leave for nothing: the rank is an end
                     undone = int(expert not in self._was_on[rank])
                     for other in (other for other in self._live if other not in self._at[expert]):
@@ -248,7 +257,13 @@ class _Holders:
     def _enter(self, expert: int, rank: int) -> None:
         self._on[rank].add(expert)
         self._at[expert].add(rank)
+        self._num_free_in_all -= 1
+        if len(self._at[expert]) > self._wanted:
+            self._can_leave.add(expert)
 
     def _leave(self, expert: int, rank: int) -> None:
         self._on[rank].remove(expert)
         self._at[expert].remove(rank)
+        self._num_free_in_all += 1
+        if len(self._at[expert]) <= self._wanted:
+            self._can_leave.discard(expert)

@@ -1,5 +1,7 @@
 """After a loss every expert gets a second rank where that is possible, and a lost one gets a slot to load into."""
 
+import cProfile
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -129,6 +131,22 @@ def test_a_second_rank_is_made_by_moving_another_expert_where_that_is_the_only_w
     repaired = with_second_slots(placement)
     assert num_changes(placement, repaired) == 2
     assert (holders(repaired).sum(axis=1) == 2).all()
+
+
+def test_the_work_after_a_loss_is_a_few_calls_for_each_expert_of_a_large_model():
+    """It runs beside the steps of the leader. A count of calls does not depend on the machine, as a time would."""
+    layers, experts, ranks, slots = 58, 256, 32, 9  # 23 slots for the second replicas of nearly 256 experts
+    random = np.random.default_rng(0)
+    rows = [
+        random.permutation(np.concatenate([np.arange(experts), random.integers(0, experts, ranks * slots - experts)]))
+        for _ in range(layers)
+    ]
+    placement, _ = Placement(np.array(rows), experts, ranks).without_ranks([3])
+    with cProfile.Profile() as profile:
+        repaired = with_second_slots(placement)
+    assert repaired is not placement
+    num_calls = sum(entry.callcount for entry in profile.getstats())
+    assert num_calls < 20 * layers * experts, "without a look at all ranks for each expert that finds no slot"
 
 
 def test_experts_to_reload_take_empty_slots_first_and_are_spread_over_the_ranks():
