@@ -27,8 +27,8 @@ SAMPLING_ROW = np.dtype(
     ]
 )
 # Logits that are worked on at a time: tensors of 32 MiB on GPUs, tensors that fit into a cache on CPUs.
-_CUDA_ELEMENTS, _CPU_ELEMENTS = 2**22, 2**18
-_CPU_NOISE_ELEMENTS = 2**14
+_CUDA_ELEMENTS, _CPU_ELEMENTS = 2**22, 2**15
+_CPU_NOISE_ELEMENTS = 2**15
 _LOG_ERROR = 1e-9  # far above that of torch.log, far below the usual distance of the two largest sums
 
 
@@ -94,6 +94,7 @@ class _Parameters:
         vocab = logits.shape[1]
         self.top_k = torch.where(self.top_k < 0, vocab, self.top_k)
         self.max_top_k = vocab if (rows["top_k"] < 0).any() else min(vocab, int(rows["top_k"].max()))
+        self.has_min_p = bool((rows["min_p"] > 0).any())
         self.filters = self.max_top_k < vocab or bool((rows["top_p"] < 1.0).any())
 
 
@@ -105,23 +106,29 @@ def _draw(logits: Tensor, parameters: _Parameters) -> Tensor:
     else:
         values, ids = logits, torch.arange(logits.shape[1], device=logits.device)[None]
     scaled = (values.to(torch.float64) - top) * parameters.inverse_temperature
-    log_min_p = torch.where(parameters.min_p > 0, natural_log(parameters.min_p), -torch.inf)
-    remains = scaled >= log_min_p
     if parameters.filters:
-        remains &= _in_top_k_and_top_p(scaled, parameters)
+        remains = _in_top_k_and_top_p(scaled, parameters)
         count = int(remains.sum(dim=1).max())  # the likeliest ones stand first
-        scaled, ids, remains = scaled[:, :count], ids[:, :count], remains[:, :count]
-    return _largest_sum(scaled.masked_fill(~remains, -torch.inf), ids.expand_as(scaled), parameters)
+        scaled, ids = scaled.masked_fill(~remains, -torch.inf)[:, :count], ids[:, :count]
+    if parameters.has_min_p:
+        log_min_p = torch.where(parameters.min_p > 0, natural_log(parameters.min_p), -torch.inf)
+        scaled = scaled.masked_fill(scaled < log_min_p, -torch.inf)
+    return _largest_sum(scaled, ids, parameters)
 
 
 def _largest_sum(scaled: Tensor, ids: Tensor, parameters: _Parameters) -> Tensor:
-    """Returns the id of the largest sum of scaled logit and noise, of equal sums the lowest id."""
+    """Returns the id of the largest sum of scaled logit and noise, of equal sums the lowest id.
+
+    scaled: [num_rows, num_ids];  ids: the same, or [1, num_ids] of all rows
+    """
     seed, index = parameters.seed, parameters.output_index
-    width = ids.shape[1] if ids.is_cuda else max(1, _CPU_NOISE_ELEMENTS // ids.shape[0])
+    width = ids.shape[1] if ids.is_cuda else max(1, _CPU_NOISE_ELEMENTS // scaled.shape[0])
     starts = range(0, ids.shape[1], width)
     noise = [gumbel(seed, index, ids[:, start : start + width], torch.log) for start in starts]
-    near = scaled + torch.cat(noise, dim=1)
-    count = int((near >= near.amax(dim=1, keepdim=True) - _LOG_ERROR).sum(dim=1).max())  # one, as a rule
+    ids, near = ids.expand_as(scaled), scaled + torch.cat(noise, dim=1)
+    count = int((near >= near.amax(dim=1, keepdim=True) - _LOG_ERROR).count_nonzero(dim=1).max())
+    if count == 1:  # as a rule
+        return ids.gather(1, near.argmax(dim=1, keepdim=True))[:, 0]
     at = near.topk(count, dim=1).indices
     sums = scaled.gather(1, at) + gumbel(seed, index, ids.gather(1, at))
     lost = sums < sums.amax(dim=1, keepdim=True)

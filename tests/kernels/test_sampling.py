@@ -37,6 +37,19 @@ def test_philox_gives_the_published_numbers() -> None:
     assert [word.item() for word in words] == philox_by_hand([0x243F6A88, 0x85A308D3, 0, 0], [ones, ones])
 
 
+def test_numpy_and_torch_draw_the_same_words() -> None:
+    """CPU tensors take the numpy way, CUDA tensors the other one: the same function."""
+    numbers = np.random.default_rng(0)
+    ids, index, *key = (numbers.integers(2**32, size=size) for size in ((1, 300), (5, 1), (5, 1), (5, 1)))
+    tensors = [torch.from_numpy(each) for each in (ids, index, *key)]
+    before = [each.copy() for each in (ids, index, *key)]
+    words = philox(ids, index, (key[0], key[1]))
+    for of_numpy, of_torch in zip(words, philox(tensors[0], tensors[1], (tensors[2], tensors[3])), strict=True):
+        np.testing.assert_array_equal(of_numpy, of_torch.numpy())
+    for now, then in zip((ids, index, *key), before, strict=True):
+        np.testing.assert_array_equal(now, then, "nothing given is changed")
+
+
 def philox_by_hand(counter: list[int], key: list[int]) -> list[int]:
     for _ in range(10):
         high0, low0 = divmod(counter[0] * 0xD2511F53, 2**32)
