@@ -17,13 +17,12 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from multiprocessing import get_context
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
-import numpy as np
 from torch import Tensor
 
 from benchmarks.bench_model import write_bench_model
@@ -197,9 +196,9 @@ def _follow_schedule(engine: Engine, run: Run, choice: SplitChoice, num_steps: i
     """Makes the leader ask for the split of each step, and every rank note its time. Ends after num_steps."""
     gather, run_step = engine.exchange.gather, engine.run_step
 
-    def say(row: np.ndarray, step: int) -> np.ndarray:
+    def say(state: RankState, step: int) -> Sequence[RankState]:
         bits = {EXACT: 0, EVEN: ALL_EVEN, CHOSEN: choice.even_phases}[_mode(step)]
-        return gather(replace(RankState.from_row(row), even_phases=bits).to_row(), step)
+        return gather(state._replace(even_phases=bits), step)
 
     def timed() -> StepPlan:
         started_s = time.perf_counter()

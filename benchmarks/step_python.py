@@ -168,8 +168,8 @@ def _exchanging_rank(rank: int, folder: str, num_steps: int, answer: Connection)
     seconds = []
     for step in range(num_steps):
         started_s = time.perf_counter()
-        rows = exchange.gather(RankState(0, step, decode_tokens=4, has_work=1).to_row(), step)
-        plan_step([RankState.from_row(row) for row in rows], settings)
+        states = exchange.gather(RankState(0, step, decode_tokens=4, has_work=1), step)
+        plan_step(states, settings)
         seconds.append(time.perf_counter() - started_s)
     if rank == 0:
         answer.send(seconds)

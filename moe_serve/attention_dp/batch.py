@@ -1,15 +1,18 @@
 """The tokens of one rank in one step, as the tensors that the decoder takes.
 
 Rows are tokens, ordered by the length of their chunk: decodes (length 1) first, long prefill chunks last, then padding.
+Decode steps follow each other with batches of one size, so `BatchBuilder` keeps the memory of the last one.
 """
 
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from moe_serve.attention_dp.block_tables import BlockTables
@@ -29,7 +32,7 @@ class ForwardBatch:
     seq_lens:     [num_seqs], tokens in the cache after this step
     logit_rows:   [num_seqs], last row of each chunk: of those that sample, in the order of `chunks`, then of the others
     query_starts: [num_seqs + 1] int32, first row of each sequence, then num_tokens
-    block_tables: [num_seqs, widest] int32, blocks of each sequence in order; beyond its end any blocks of the cache
+    block_tables: [num_seqs, width] int32, blocks of each sequence in order; beyond its end any blocks of the cache
     num_tokens:   real rows;  num_decodes: leading sequences with one row
     host_*:       sizes as Python ints, so that no code waits for the device to learn one
     """
@@ -65,65 +68,113 @@ class ForwardBatch:
     def build(
         cls, chunks: "Sequence[ScheduledChunk]", tables: BlockTables, device: torch.device | str, numerics: Numerics
     ) -> "ForwardBatch":
-        """Returns the batch that computes these chunks, whose requests hold the blocks in `tables`.
+        """Returns the batch of these chunks, as BatchBuilder does, in memory of its own."""
+        return BatchBuilder(tables, device, numerics).build(chunks)
 
-        Sequences are ordered by their number of new tokens. A chunk that does not sample has a logit row too: that row
-        reads every key and value of the chunk, so its logits show whether they are finite.
+
+class BatchBuilder:
+    """Builds the batches of a rank, one after the other."""
+
+    def __init__(self, tables: BlockTables, device: torch.device | str, numerics: Numerics):
+        self._tables = tables
+        self._device = torch.device(device)
+        self._on_host = self._device.type == "cpu"
+        self._numerics = numerics
+        self._memory = _Memory(_Sizes(0, 0, 0))
+
+    def build(self, chunks: "Sequence[ScheduledChunk]") -> ForwardBatch:
+        """Returns the batch that computes these chunks, whose requests hold the blocks in the tables.
+
+        On CPU it is valid until the next one is built. Sequences are ordered by their number of new tokens. A chunk
+        that does not sample has a logit row too: that row reads every key and value of the chunk, so its logits show
+        whether they are finite.
         """
-        chunk_lens = np.array([chunk.length for chunk in chunks], dtype=np.int64)
-        order = np.argsort(chunk_lens, kind="stable")
-        lens = chunk_lens[order]
-        ordered = [chunks[i] for i in order.tolist()]
-        starts = np.array([chunk.start for chunk in ordered], dtype=np.int64)
-        table_rows = np.array([chunk.request.table_row for chunk in ordered], dtype=np.int64)
-        num_tokens, block_size = int(lens.sum()), tables.block_size
-        num_seqs, num_padded = len(ordered), numerics.padded(num_tokens)
-        widest = -(-int((starts + lens).max(initial=0)) // block_size)
+        lens = [chunk.length for chunk in chunks]
+        order = sorted(range(len(lens)), key=lens.__getitem__)
+        ordered = [chunks[i] for i in order]
+        lens.sort()
+        ends = list(accumulate(lens))
+        num_tokens, num_decodes = sum(lens), bisect_right(lens, 1)
+        sizes = _Sizes(self._numerics.padded(num_tokens), len(lens), self._tables.rows.shape[1])
+        if self._memory.sizes != sizes:
+            self._memory = _Memory(sizes)
 
-        # One array for all, because the latency of a transfer to an accelerator costs more than the bytes.
-        int64_parts, end = _slices(num_padded, num_padded, num_padded, num_seqs, num_seqs)
-        int32_parts, num_int32 = _slices(num_seqs + 1, num_seqs * widest)
-        packed = np.empty(end + (num_int32 + 1) // 2, dtype=np.int64)
-        input_ids, positions, slot_mapping, seq_lens, logit_rows = [packed[part] for part in int64_parts]
-        query_starts, block_tables = [packed[end:].view(np.int32)[part] for part in int32_parts]
-        seq_lens[:] = starts + lens
-        query_starts[0] = input_ids[num_tokens:] = positions[num_tokens:] = 0
-        slot_mapping[num_tokens:] = -1
-        np.cumsum(lens, out=query_starts[1:])
-        input_ids[:num_tokens] = _token_ids(ordered)
-        position = np.arange(num_tokens) + np.repeat(starts - query_starts[:-1], lens)
-        positions[:num_tokens] = position
-        index, offset = np.divmod(position, block_size)
-        blocks = tables.rows[np.repeat(table_rows, lens), index].astype(np.int64)
-        slot_mapping[:num_tokens] = blocks * block_size + offset
-        last_rows = np.empty_like(lens)
-        last_rows[order] = query_starts[1:] - 1
-        samples = np.array([chunk.samples for chunk in chunks], dtype=bool)
-        logit_rows[:] = np.concatenate((last_rows[samples], last_rows[~samples]))
-        torch.index_select(  # gathers rows of a slice in half of numpy's time
-            torch.from_numpy(tables.rows[:, :widest]),
-            0,
-            torch.from_numpy(table_rows),
-            out=torch.from_numpy(block_tables).view(num_seqs, widest),
-        )
+        memory, host = self._memory, self._memory.host
+        host.input_ids[:num_tokens] = _token_ids(ordered)
+        self._place_rows(ordered, num_decodes)
+        host.input_ids[num_tokens:] = host.positions[num_tokens:] = 0
+        host.slot_mapping[num_tokens:] = -1
+        seq_lens = [chunk.start + chunk.length for chunk in ordered]
+        host.seq_lens[:] = seq_lens
+        host.query_starts[1:] = ends
+        host.logit_rows[:] = _logit_rows(chunks, order, ends)
+        table_rows = [chunk.request.table_row for chunk in ordered]
+        self._tables.rows.take(table_rows, 0, host.block_tables, "clip")
+        tensors = memory.tensors if self._on_host else memory.tensors_on(self._device)
+        return ForwardBatch(*tensors, self._tables.block_size, num_tokens, num_decodes, tuple(seq_lens), tuple(lens))
 
-        moved = torch.from_numpy(packed).to(device)
-        int64 = [moved[part] for part in int64_parts]
-        int32 = [moved[end:].view(torch.int32)[part] for part in int32_parts]
-        return cls(
-            input_ids=int64[0],
-            positions=int64[1],
-            slot_mapping=int64[2],
-            seq_lens=int64[3],
-            logit_rows=int64[4],
-            query_starts=int32[0],
-            block_tables=int32[1].view(num_seqs, widest),
-            block_size=block_size,
-            num_tokens=num_tokens,
-            num_decodes=int(np.count_nonzero(lens == 1)),
-            host_seq_lens=tuple(seq_lens.tolist()),
-            host_query_lens=tuple(lens.tolist()),
-        )
+    def _place_rows(self, chunks: "Sequence[ScheduledChunk]", num_decodes: int) -> None:
+        """Writes positions and cache slots of the rows of these chunks, of which the first ones have one row each."""
+        block_size, host = self._tables.block_size, self._memory.host
+        decodes = chunks[:num_decodes]
+        host.positions[:num_decodes] = [chunk.start for chunk in decodes]
+        host.slot_mapping[:num_decodes] = [
+            request.block_ids[start // block_size] * block_size + start % block_size for request, start, *_ in decodes
+        ]
+        row = num_decodes
+        for request, start, length, _ in chunks[num_decodes:]:
+            rows = slice(row, row + length)
+            row += length
+            host.positions[rows] = position = np.arange(start, start + length)
+            blocks = self._tables.rows[request.table_row, position // block_size].astype(np.int64)
+            host.slot_mapping[rows] = blocks * block_size + position % block_size
+
+
+_Tensors = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]  # in the order of ForwardBatch
+
+
+class _Sizes(NamedTuple):
+    num_padded: int
+    num_seqs: int
+    table_width: int
+
+
+class _Arrays(NamedTuple):
+    """What a batch's tensors are made of; shapes as there."""
+
+    input_ids: NDArray[np.int64]
+    positions: NDArray[np.int64]
+    slot_mapping: NDArray[np.int64]
+    seq_lens: NDArray[np.int64]
+    logit_rows: NDArray[np.int64]
+    query_starts: NDArray[np.int32]
+    block_tables: NDArray[np.int32]
+
+
+class _Memory:
+    """The arrays of a batch in one block: the latency of a transfer to an accelerator costs more than the bytes.
+
+    host, tensors: where a batch is written, as arrays and as tensors in the order of ForwardBatch
+    """
+
+    def __init__(self, sizes: _Sizes):
+        self.sizes = sizes
+        num_padded, num_seqs, width = sizes
+        self._int64_parts, self._end = _slices(num_padded, num_padded, num_padded, num_seqs, num_seqs)
+        self._int32_parts, num_int32 = _slices(num_seqs + 1, num_seqs * width)
+        self._block = torch.zeros(self._end + (num_int32 + 1) // 2, dtype=torch.int64)
+        self.tensors = self._parts(self._block)
+        self.host = _Arrays(*[part.numpy() for part in self.tensors])
+
+    def tensors_on(self, device: torch.device) -> _Tensors:
+        """Returns what was written, moved to a device."""
+        return self._parts(self._block.to(device))
+
+    def _parts(self, block: Tensor) -> _Tensors:
+        input_ids, positions, slot_mapping, seq_lens, logit_rows = [block[part] for part in self._int64_parts]
+        query_starts, flat_tables = [block[self._end :].view(torch.int32)[part] for part in self._int32_parts]
+        block_tables = flat_tables.view(self.sizes.num_seqs, self.sizes.table_width)
+        return input_ids, positions, slot_mapping, seq_lens, logit_rows, query_starts, block_tables
 
 
 def _token_ids(chunks: "Sequence[ScheduledChunk]") -> list[int]:
@@ -131,6 +182,18 @@ def _token_ids(chunks: "Sequence[ScheduledChunk]") -> list[int]:
     for request, start, length, _ in chunks:
         token_ids += request.token_ids(start, start + length)
     return token_ids
+
+
+def _logit_rows(chunks: "Sequence[ScheduledChunk]", order: Sequence[int], ends: Sequence[int]) -> list[int]:
+    """Returns the last row of each chunk: of those that sample, then of the others.
+
+    order: of which chunk each sequence is;  ends: first row behind each sequence
+    """
+    last_rows = [0] * len(order)
+    for index, end in zip(order, ends, strict=True):
+        last_rows[index] = end - 1
+    sampled = [row for row, chunk in zip(last_rows, chunks, strict=True) if chunk.samples]
+    return sampled + [row for row, chunk in zip(last_rows, chunks, strict=True) if not chunk.samples]
 
 
 def _slices(*sizes: int) -> tuple[list[slice], int]:

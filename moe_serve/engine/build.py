@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from moe_serve.attention_dp.batch import BatchBuilder
 from moe_serve.attention_dp.kv_cache import KvCache
 from moe_serve.attention_dp.request_blocks import RequestBlocks
 from moe_serve.attention_dp.scheduler import Scheduler
@@ -83,6 +84,7 @@ def build_engine(
         epoch=epoch,
         served=served,
         scheduler=scheduler,
+        batches=BatchBuilder(blocks.tables, served.device, served.numerics),
         requests=requests,
         exchange=exchange,
         mailbox=mailbox,

@@ -9,7 +9,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from moe_serve.attention_dp.batch import ForwardBatch
+from moe_serve.attention_dp.batch import BatchBuilder
 from moe_serve.attention_dp.scheduler import Proposal, ScheduledChunk, Scheduler
 from moe_serve.engine.balancing import Balancing
 from moe_serve.engine.exchange import Exchange
@@ -59,6 +59,7 @@ class Engine:
     epoch: int
     served: ServedModel
     scheduler: Scheduler
+    batches: BatchBuilder
     requests: OpenRequests
     exchange: Exchange
     mailbox: Mailbox
@@ -156,8 +157,8 @@ class Engine:
             fault_layer=fault_layer,
             even_phases=balancing.even_phases,
         )
-        rows, ranks = self.exchange.gather(state.to_row(), self.step), recovery.members
-        plan = plan_step([RankState.from_row(rows[rank]) for rank in ranks], self.step_settings, ranks)
+        states, ranks = self.exchange.gather(state, self.step), recovery.members
+        plan = plan_step([states[rank] for rank in ranks], self.step_settings, ranks)
         self.step = plan.step  # when a group begins, the highest step of its ranks
         self.counters.num_steps += 1
         self._held_steps = self._held_steps + 1 if plan.hold_prefill and prefill_tokens else 0
@@ -167,13 +168,13 @@ class Engine:
     def _forward(self, chunks: Sequence[ScheduledChunk], plan: StepPlan) -> None:
         served = self.served
         served.begin_step(plan.max_tokens, plan.split_evenly)
-        batch = ForwardBatch.build(chunks, self.scheduler.blocks.tables, served.device, served.numerics)
+        batch = self.batches.build(chunks)
         logits = served.forward(batch, plan.num_chunks, plan.overlap)
         sampling = [chunk for chunk in chunks if chunk.samples]
         others = [chunk for chunk in chunks if not chunk.samples]
         requests = [chunk.request for chunk in sampling]
         eos_token_ids, compiled = served.limits.eos_token_ids, served.numerics.compiled
-        token_ids = sample(logits[: len(sampling)], requests, eos_token_ids, compiled)
+        token_ids = sample(logits[: len(sampling)] if others else logits, requests, eos_token_ids, compiled)
         events: list[TokenEvent] = []
         for chunk, token_id in zip(sampling, token_ids, strict=True):
             if token_id is None:
@@ -181,11 +182,12 @@ class Engine:
             else:
                 self.scheduler.complete(chunk, token_id)
                 events.append(self.requests.extended(chunk.request, token_id))
-        for chunk, is_finite in zip(others, has_finite_best(logits[len(sampling) :]), strict=True):
-            if is_finite:
-                self.scheduler.complete(chunk)
-            else:
-                events.append(self.requests.fail(chunk.request))
+        if others:
+            for chunk, is_finite in zip(others, has_finite_best(logits[len(sampling) :]), strict=True):
+                if is_finite:
+                    self.scheduler.complete(chunk)
+                else:
+                    events.append(self.requests.fail(chunk.request))
         self.counters.count_forward(chunks, sum(len(event.token_ids) for event in events), plan.overlap)
         self._send(events)
 

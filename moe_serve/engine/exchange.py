@@ -1,8 +1,8 @@
-"""The all-gather of `RankState` rows that precedes every step.
+"""The all-gather of `RankState` that precedes every step.
 
-Two implementations: `GlooExchange` (any number of hosts) and `ShmExchange` (one host: a page of shared memory,
-microseconds instead of a gloo round). Both end a wait at the deadline with a `PeerError`. A `ShmExchange` can go on
-without masked ranks.
+`OneRankExchange` has nothing to wait for. `GlooExchange` (any number of hosts) and `ShmExchange` (one host: a page of
+shared memory, microseconds instead of a gloo round) end a wait at the deadline with a `PeerError`. A `ShmExchange` can
+go on without masked ranks.
 """
 
 import mmap
@@ -10,6 +10,7 @@ import os
 import platform
 import secrets
 import time
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import ClassVar, Protocol
 
@@ -20,7 +21,7 @@ import torch.distributed as dist
 from moe_serve.dispatch.peer_calls import barrier, broadcast
 from moe_serve.dispatch.shm.channel import EPOCH_SHIFT
 from moe_serve.dispatch.shm.membership import Membership
-from moe_serve.engine.step import ROW_LENGTH, Int64Array
+from moe_serve.engine.step import ROW_LENGTH, Int64Array, RankState
 from moe_serve.errors import ConfigError, PeerError
 
 _ALL_RANKS = slice(None)
@@ -31,19 +32,19 @@ _MEMBER_CHECK_S = 0.005  # the same where ranks can be masked; often enough for 
 
 
 class Exchange(Protocol):
-    """Gathers one row from every rank.
+    """Gathers the states of all ranks.
 
     survives_lost_rank: whether it can gather without a masked rank, once it follows a membership
     """
 
     survives_lost_rank: ClassVar[bool] = False
 
-    def gather(self, row: Int64Array, step: int) -> Int64Array:
-        """Returns all ranks' rows, [num_ranks, ROW_LENGTH] int64. Raises PeerError at the deadline."""
+    def gather(self, state: RankState, step: int) -> Sequence[RankState]:
+        """Returns the states of all ranks, by rank; zeros for a masked one. Raises PeerError at the deadline."""
         ...
 
     def follow(self, membership: Membership) -> None:
-        """Gathers from now on the rows of the ranks that take part. Only where it survives a lost rank."""
+        """Gathers from now on the states of the ranks that take part. Only where it survives a lost rank."""
         raise AssertionError(f"{type(self).__name__} cannot gather without a rank")
 
     def dead_peers(self) -> list[int]:
@@ -55,6 +56,13 @@ class Exchange(Protocol):
         return
 
 
+class OneRankExchange(Exchange):
+    """The exchange of a rank that is alone."""
+
+    def gather(self, state: RankState, step: int) -> Sequence[RankState]:
+        return (state,)
+
+
 class GlooExchange(Exchange):
     """One gloo all-gather. A step in which a peer is missing ends by the process group's timeout."""
 
@@ -63,10 +71,10 @@ class GlooExchange(Exchange):
         self._num_ranks = group.size()
         self._deadline_s = deadline_s
 
-    def gather(self, row: Int64Array, step: int) -> Int64Array:
+    def gather(self, state: RankState, step: int) -> Sequence[RankState]:
         rows = [torch.empty(ROW_LENGTH, dtype=torch.int64) for _ in range(self._num_ranks)]
         try:
-            work = dist.all_gather(rows, torch.from_numpy(row), group=self._group, async_op=True)
+            work = dist.all_gather(rows, torch.from_numpy(state.to_row()), group=self._group, async_op=True)
             work.wait(timedelta(seconds=self._deadline_s))
         except RuntimeError as error:
             raise PeerError(
@@ -76,7 +84,7 @@ class GlooExchange(Exchange):
                 phase="exchange",
                 step=step,
             ) from None
-        return torch.stack(rows).numpy()
+        return [RankState.from_row(row.numpy()) for row in rows]
 
 
 class ShmExchange(Exchange):
@@ -107,6 +115,7 @@ class ShmExchange(Exchange):
         self._membership: Membership | None = None
         self._epoch = 0
         self._members: slice | Int64Array = _ALL_RANKS  # a slice costs half as much as a list of all ranks
+        self._masked: Sequence[int] = ()
         self._check_s = _PID_CHECK_S
         buffer_words = -(-(ROW_LENGTH + 1) // _LINE) * _LINE
         num_words = self._num_ranks * (_LINE + 2 * buffer_words)
@@ -126,22 +135,22 @@ class ShmExchange(Exchange):
         self._membership = membership
         self._check_s = min(_MEMBER_CHECK_S, self._deadline_s / 5)
 
-    def gather(self, row: Int64Array, step: int) -> Int64Array:
+    def gather(self, state: RankState, step: int) -> Sequence[RankState]:
         membership = self._membership
         if membership is not None and membership.epoch != self._epoch:
             self._epoch, self._sequence = membership.epoch, 0
-            self._members = np.array(membership.members) if membership.masked else _ALL_RANKS
+            self._masked = tuple(membership.masked)
+            self._members = np.array(membership.members) if self._masked else _ALL_RANKS
         self._sequence += 1
         flag = self._epoch << EPOCH_SHIFT | self._sequence
         buffers = self._buffers[:, self._sequence % 2]
-        buffers[self._rank, 1 : 1 + ROW_LENGTH] = row
+        buffers[self._rank, 1 : 1 + ROW_LENGTH] = state
         buffers[self._rank, 0] = flag
         self._wait(buffers[:, 0], flag, step)
-        if self._members is _ALL_RANKS:
-            return buffers[:, 1 : 1 + ROW_LENGTH].copy()
-        rows = np.zeros((self._num_ranks, ROW_LENGTH), dtype=np.int64)
-        rows[self._members] = buffers[self._members, 1 : 1 + ROW_LENGTH]
-        return rows
+        states = list(map(RankState._make, buffers[:, 1 : 1 + ROW_LENGTH].tolist()))
+        for rank in self._masked:
+            states[rank] = RankState(0, 0)
+        return states
 
     def _wait(self, flags: Int64Array, flag: int, step: int) -> None:
         members = self._members
@@ -197,11 +206,16 @@ class ShmExchange(Exchange):
 
 
 def make_exchange(kind: str, group: dist.ProcessGroup, one_host: bool, deadline_s: float) -> Exchange:
-    """Returns the exchange of a kind: "gloo", "shm", or "auto" (shm where all ranks share an x86-64 host)."""
+    """Returns the exchange of a kind: "gloo", "shm", or "auto" (shm where all ranks share an x86-64 host).
+
+    One rank exchanges nothing, whatever the kind.
+    """
     if kind == "auto":
         kind = "shm" if one_host and platform.machine() in ("x86_64", "AMD64") else "gloo"
     if kind == "shm" and not one_host:
         raise ConfigError("engine.exchange is shm but the ranks are on several hosts; set engine.exchange: gloo")
+    if group.size() == 1:
+        return OneRankExchange()
     return ShmExchange(group, deadline_s) if kind == "shm" else GlooExchange(group, deadline_s)
 
 

@@ -7,15 +7,15 @@ No generator keeps a state, so a token does not depend on the batch, the rank, a
 from collections.abc import Sequence
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from moe_serve.attention_dp.request import Request
 from moe_serve.kernels.cpu.sampling import sample_rows
-from moe_serve.kernels.sampling import SAMPLING_ROW, SamplingRows, sample_rows_reference
+from moe_serve.kernels.sampling import SAMPLING_ROW, SamplingRows, pack_sampling_row, sample_rows_reference
+
+_NO_IDS = np.zeros(0, np.int64)
 
 
-@torch.inference_mode()
 def sample(
     logits: Tensor, requests: Sequence[Request], eos_token_ids: Sequence[int], compiled: bool = False
 ) -> list[int | None]:
@@ -40,17 +40,17 @@ def has_finite_best(logits: Tensor) -> list[bool]:
 
 
 def _sampling_rows(requests: Sequence[Request], eos_token_ids: Sequence[int], vocab: int) -> SamplingRows:
-    banned = [_banned_ids(request, eos_token_ids, vocab) for request in requests]
-    rows = [
-        (params.temperature, params.top_p, params.min_p, params.top_k, request.seed, len(request.output_ids))
+    packed = [
+        pack_sampling_row(p.temperature, p.top_p, p.min_p, p.top_k, request.seed, len(request.output_ids))
         for request in requests
-        for params in [request.params]
+        for p in [request.params]
     ]
-    return SamplingRows(
-        np.array(rows, SAMPLING_ROW),
-        np.cumsum([0, *map(len, banned)], dtype=np.int64),
-        np.array([token_id for ids in banned for token_id in ids], np.int64),
-    )
+    rows = np.frombuffer(bytearray().join(packed), SAMPLING_ROW)
+    if all(len(request.output_ids) >= request.params.min_new_tokens for request in requests):
+        return SamplingRows(rows, np.zeros(len(requests) + 1, np.int64), _NO_IDS)
+    banned = [_banned_ids(request, eos_token_ids, vocab) for request in requests]
+    starts = np.cumsum([0, *map(len, banned)], dtype=np.int64)
+    return SamplingRows(rows, starts, np.array([token_id for ids in banned for token_id in ids], np.int64))
 
 
 def _banned_ids(request: Request, eos_token_ids: Sequence[int], vocab: int) -> list[int]:

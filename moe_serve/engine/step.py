@@ -6,8 +6,8 @@ into the same `StepPlan` on every rank. Numpy only.
 """
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, fields
-from typing import Self
+from dataclasses import dataclass
+from typing import NamedTuple, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,8 +25,7 @@ MOVE_FAULTS = (
 RECORD_COMMANDS = ("start", "stop", "dump")  # of the recorder that clients control
 
 
-@dataclass(frozen=True)
-class RankState:
+class RankState(NamedTuple):
     """One rank's row of the exchange: a fixed number of int64, known before the tokens of the previous step.
 
     decode_tokens, prefill_tokens: rows that this rank proposes to run
@@ -66,15 +65,15 @@ class RankState:
 
     def to_row(self) -> Int64Array:
         """Returns the state as one row, [num_fields] int64."""
-        return np.array(list(vars(self).values()), dtype=np.int64)
+        return np.array(self, dtype=np.int64)
 
     @classmethod
     def from_row(cls, row: Int64Array) -> Self:
         """Returns the state in a row of `to_row`."""
-        return cls(*row.tolist())
+        return cls._make(row.tolist())
 
 
-ROW_LENGTH = len(fields(RankState))
+ROW_LENGTH = len(RankState._fields)
 
 
 @dataclass(frozen=True)
@@ -118,6 +117,9 @@ class MovePlan:
     message_from: int | None = None
 
 
+NO_MOVES = MovePlan()
+
+
 @dataclass(frozen=True)
 class StepPlan:
     """What every rank does in this step.
@@ -149,7 +151,7 @@ class StepPlan:
     stop: bool
     regrouped: bool = False
     rejoining: tuple[int, ...] = ()
-    moves: MovePlan = MovePlan()
+    moves: MovePlan = NO_MOVES
     record: str | None = None
     split_evenly: bool = False
 
@@ -170,7 +172,6 @@ def plan_step(states: Sequence[RankState], settings: StepSettings, ranks: Sequen
     """
     ranks = ranks or range(len(states))
     regrouped = all(state.regrouped for state in states)
-    activate = _round_to_activate([state for state in states if not state.needs_placement], regrouped)
     _check_agreement(states, ranks, regrouped)
     first = states[0]
     step = max(state.step for state in states)
@@ -204,7 +205,7 @@ def plan_step(states: Sequence[RankState], settings: StepSettings, ranks: Sequen
         stop=stop,
         regrouped=regrouped,
         rejoining=rejoining,
-        moves=MovePlan() if rejoining else _plan_moves(states, ranks, activate),
+        moves=NO_MOVES if rejoining else _plan_moves(states, ranks, regrouped),
         record=None if rejoining else record,
         split_evenly=phase in PHASES and bool(first.even_phases >> PHASES.index(phase) & 1),
     )
@@ -221,7 +222,7 @@ def _round_to_activate(states: Sequence[RankState], regrouped: bool) -> int:
 
 def _check_agreement(states: Sequence[RankState], ranks: Sequence[int], regrouped: bool) -> None:
     first = states[0]
-    for rank, state in zip(ranks, states, strict=True):
+    for rank, state in zip(ranks[1:], states[1:], strict=True):
         for name in ("epoch", "step", "placement_version", "regrouped", "masked"):
             if getattr(state, name) == getattr(first, name):
                 continue
@@ -235,7 +236,13 @@ def _check_agreement(states: Sequence[RankState], ranks: Sequence[int], regroupe
                 )
 
 
-def _plan_moves(states: Sequence[RankState], ranks: Sequence[int], activate: int) -> MovePlan:
+def _plan_moves(states: Sequence[RankState], ranks: Sequence[int], regrouped: bool) -> MovePlan:
+    version = states[0].placement_version
+    if not any(
+        s.staged or s.fault or s.has_message or s.needs_placement or s.placement_version != version for s in states
+    ):
+        return NO_MOVES  # as in nearly every step
+    activate = _round_to_activate([state for state in states if not state.needs_placement], regrouped)
     by_rank = list(zip(ranks, states, strict=True))
     faults = [
         MoveCancelled(rank, MOVE_FAULTS[state.fault - 1], state.fault_layer) for rank, state in by_rank if state.fault

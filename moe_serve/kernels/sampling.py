@@ -5,6 +5,7 @@ logits over the temperature, and the largest sum wins; equal sums go to the lowe
 the same tokens, since every sum of theirs is exact or rounded alike (kernels/gumbel.py).
 """
 
+import struct
 from dataclasses import dataclass
 
 import numpy as np
@@ -26,6 +27,7 @@ SAMPLING_ROW = np.dtype(
         ("output_index", "i8"),
     ]
 )
+pack_sampling_row = struct.Struct("=dddqqq").pack  # the bytes of one, in a tenth of numpy's time
 # Logits that are worked on at a time: tensors of 32 MiB on GPUs, tensors that fit into a cache on CPUs.
 _CUDA_ELEMENTS, _CPU_ELEMENTS = 2**22, 2**15
 _CPU_NOISE_ELEMENTS = 2**15
@@ -46,6 +48,7 @@ class SamplingRows:
     banned_ids: NDArray[np.int64]
 
 
+@torch.inference_mode()
 def sample_rows_reference(logits: Tensor, sampling: SamplingRows) -> list[int]:
     """Returns the token id of each row, -1 where the largest logit is not a finite number or every token is banned.
 

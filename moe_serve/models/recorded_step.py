@@ -7,6 +7,7 @@ from torch import Tensor
 
 from moe_serve.attention_dp.attention import AttentionShape
 from moe_serve.attention_dp.attention_plan import Chunk
+from moe_serve.attention_dp.batch import ForwardBatch
 from moe_serve.attention_dp.kv_cache import KvCache
 from moe_serve.ep.moe_layer import MoeLayer
 from moe_serve.kernels.cpu.attention import AttendRows, AttendShape
@@ -22,7 +23,10 @@ SMALLEST = 64  # rows that a recording is for; doubled as larger steps come
 
 
 class RecordedRunner:
-    """StackRunner by the compiled kernels: a step is a run of what was recorded for steps of its size or larger."""
+    """StackRunner by the compiled kernels: a step is a run of what was recorded for steps of its size or larger.
+
+    Logits of a step hold until the next one whose batch is in the same tensors.
+    """
 
     def __init__(self, stack: DecoderStack, rope: RopeTable, shape: AttentionShape, vocab_size: int):
         self._stack = stack
@@ -32,28 +36,20 @@ class RecordedRunner:
         latent = layout.value_width if layout.kind == "mla" else None
         self._shape = AttendShape(layout.num_heads, shape.group, layout.width, shape.scale, latent)
         self._recording: Recording | None = None
+        self._inputs: StepRows | None = None
 
     def __call__(self, step: StepInputs) -> Tensor:
         batch, num_rows = step.batch, step.batch.num_tokens
         recording = self._recording
         if recording is None or recording.recorder.capacity < num_rows or recording.cache is not step.cache:
             recording = self._recording = self._record(max(num_rows, 1), step.cache)
-        attend = None
-        if num_rows:
-            attend = AttendRows(self._shape, batch.positions, batch.query_starts, batch.block_tables, batch.block_size)
-        logits = torch.empty(batch.logit_rows.shape[0], self._vocab_size)
-        rows = RowInputs(
-            num_rows=num_rows,
-            ids=batch.input_ids.data_ptr(),
-            positions=batch.positions.data_ptr(),
-            slots=batch.slot_mapping.data_ptr(),
-            attend=0 if attend is None else attend.address,
-            num_logits=logits.shape[0],
-            logit_rows=batch.logit_rows.data_ptr(),
-            logits=logits.data_ptr(),
-        )
-        recording.recorder.run(RecordedRun(rows, step.num_chunks, step.overlap))
-        return logits
+        inputs = self._inputs
+        if inputs is None or not inputs.is_of(batch):
+            inputs = self._inputs = StepRows(batch, self._shape, self._vocab_size)
+        elif inputs.attend is not None:
+            inputs.attend.plan()
+        recording.recorder.run(RecordedRun(inputs.rows, step.num_chunks, step.overlap))
+        return inputs.logits
 
     def _record(self, num_rows: int, cache: KvCache) -> "Recording":
         """Returns the layers, recorded for steps of at least num_rows rows over this cache."""
@@ -61,6 +57,44 @@ class RecordedRunner:
         recorder = Recorder(cpu_library(), max(SMALLEST, 1 << (num_rows - 1).bit_length()))
         self._stack(RecordedStep(recorder, cache, self._rope, self._shape))
         return Recording(recorder, cache)
+
+
+class StepRows:
+    """Where the kernels find a batch. Batches of one size are often written to the same tensors.
+
+    attend: None where the batch has no rows;  logits: where they go
+    """
+
+    def __init__(self, batch: ForwardBatch, shape: AttendShape, vocab_size: int):
+        self._batch = batch
+        self.logits = torch.empty(batch.logit_rows.shape[0], vocab_size)
+        self.attend: AttendRows | None = None
+        if batch.num_tokens:
+            tables = batch.query_starts, batch.block_tables
+            self.attend = AttendRows(shape, batch.positions, *tables, batch.block_size)
+        self.rows = RowInputs(
+            num_rows=batch.num_tokens,
+            ids=batch.input_ids.data_ptr(),
+            positions=batch.positions.data_ptr(),
+            slots=batch.slot_mapping.data_ptr(),
+            attend=0 if self.attend is None else self.attend.address,
+            num_logits=self.logits.shape[0],
+            logit_rows=batch.logit_rows.data_ptr(),
+            logits=self.logits.data_ptr(),
+        )
+
+    def is_of(self, batch: ForwardBatch) -> bool:
+        """Returns whether the batch is in the same tensors."""
+        mine = self._batch
+        return (
+            batch.input_ids is mine.input_ids
+            and batch.positions is mine.positions
+            and batch.slot_mapping is mine.slot_mapping
+            and batch.logit_rows is mine.logit_rows
+            and batch.query_starts is mine.query_starts
+            and batch.block_tables is mine.block_tables
+            and (batch.num_tokens, batch.block_size) == (mine.num_tokens, mine.block_size)
+        )
 
 
 @dataclass(frozen=True, eq=False)

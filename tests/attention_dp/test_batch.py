@@ -23,7 +23,7 @@ def test_rows_of_a_mixed_batch_are_worked_out_by_hand() -> None:
     assert batch.input_ids.tolist() == [61, 103, 104, 105, 106, 107, 0, 0]
     assert batch.positions.tolist() == [4, 3, 4, 5, 6, 7, 0, 0]
     assert batch.slot_mapping.tolist() == [4, 31, 8, 9, 10, 11, -1, -1]
-    assert batch.block_tables.tolist() == [[9, 1], [7, 2]]
+    assert batch.block_tables[:, :2].tolist() == [[9, 1], [7, 2]]
     assert batch.query_starts.tolist() == [0, 1, 6]
     assert batch.seq_lens.tolist() == list(batch.host_seq_lens) == [5, 8]
     assert batch.host_query_lens == (1, 5)
@@ -54,6 +54,6 @@ def test_the_empty_batch_has_every_field_with_no_rows(numerics: Numerics) -> Non
         assert tensor.dtype == torch.int64
         assert tensor.shape[0] == 0
     assert batch.block_tables.dtype == batch.query_starts.dtype == torch.int32
-    assert batch.block_tables.shape == (0, 0)
+    assert batch.block_tables.shape[0] == 0
     assert batch.query_starts.tolist() == [0]
     assert (batch.num_tokens, batch.num_decodes, batch.num_padded) == (0, 0, 0)

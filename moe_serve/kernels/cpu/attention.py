@@ -75,7 +75,12 @@ class AttendRows:
         ]  # fmt: skip
         self._facts = (ctypes.c_int64 * len(facts))(*facts)
         self.address = ctypes.addressof(self._facts)
+        self.plan()
+
+    def plan(self) -> None:
+        """Cuts the rows into pieces anew, after positions, starts and tables were changed in place."""
         if cpu_library().call.attend_plan(self.address) < 0:
+            num_seqs, table_width = self._kept[2].shape
             raise IndexError(f"rows or positions lie outside of {num_seqs} block tables of {table_width} blocks")
 
 
