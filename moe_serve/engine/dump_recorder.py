@@ -1,7 +1,6 @@
 """One rank's part of a recording that clients start, stop and dump. `load_dump.py` says what the files hold."""
 
 import tempfile
-import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from os import environ
@@ -9,7 +8,7 @@ from pathlib import Path
 
 from moe_serve.config.sections import EplbConfig
 from moe_serve.engine.load_dump import ModelRows, Recording, passes_content, stat_content, write_dump
-from moe_serve.engine.step import StepPlan
+from moe_serve.engine.step import RecorderStates, StepPlan
 from moe_serve.ep.pass_recorder import PassRecorder
 from moe_serve.eplb.load import LoadRecord
 from moe_serve.eplb.placement import Placement
@@ -36,9 +35,13 @@ class RecorderSettings:
 
 @dataclass(frozen=True)
 class Dump:
-    """A file that is being written. text: what it holds;  done: raises OSError where it could not be written"""
+    """A dump of all ranks, of which this one may write a file.
 
-    path: Path
+    paths: of the files of all ranks;  text: what they hold;  done: of the own file; raises OSError where it could not
+    be written
+    """
+
+    paths: tuple[Path, ...]
     text: str
     done: Future[None]
 
@@ -55,6 +58,16 @@ class DumpRecorder:
         self._recording: Recording | None = None
         # Files are written beside the steps, one after the other.
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="dump")
+
+    @property
+    def holds_recording(self) -> bool:
+        return self._recording is not None
+
+    def forget(self) -> None:
+        """Drops the recording of a masked rank: the others go on or end without it, and hold what was recorded."""
+        self._recording = None
+        if self._passes is not None:
+            self._passes.is_on = False
 
     def end_step(self, plan: StepPlan, placement: Placement) -> None:
         """Keeps the forward of a step. Ends the recording when the group changes: masked ranks have missed a part."""
@@ -91,28 +104,36 @@ class DumpRecorder:
         self._ended(self._recording)
         return self._recording.text
 
-    def dump(self, is_leader: bool, placement: Placement) -> Dump | None:
-        """Begins to write the recording, and begins anew if it runs; None where this rank has nothing to write.
+    def dump(self, states: RecorderStates, placement: Placement) -> Dump | None:
+        """Begins to write the recording, and begins anew if it runs; None where no rank holds one.
 
-        placement: in use now. In mode stat the leader alone writes.
+        placement: in use now. In mode stat the lowest of the ranks that hold the recording writes for all.
         """
+        if not states.holders:
+            return None
         recording, rank = self._recording, self._rank
-        if recording is None:
-            return None
-        self._recording = Recording(recording.max_bytes) if recording.until is None else None
-        if self._passes is None and not is_leader:
-            return None
-        of_rank = "" if self._passes is None else f"_{rank}"
-        path = self._settings.folder / f"expert_distribution_recorder_{time.time()}{of_rank}.pt"
+        name = f"expert_distribution_recorder_{states.time_us / 1e6}"
+        if self._passes is None:
+            paths = {states.holders[0]: self._settings.folder / f"{name}.pt"}
+        else:
+            paths = {holder: self._settings.folder / f"{name}_{holder}.pt" for holder in states.holders}
+        done: Future[None] = Future()
+        text = f"recorded without rank {rank}, which has rejoined since"
+        if recording is not None:
+            self._recording = Recording(recording.max_bytes) if recording.until is None else None
+            text = recording.text
+        if recording is not None and rank in paths:
+            done = self._writer.submit(self._write, paths[rank], recording, placement)
+        else:
+            done.set_result(None)
+        return Dump(tuple(paths.values()), text, done)
 
-        def write() -> None:
-            if self._passes is None:
-                write_dump(path, stat_content(recording, rank, self._rows))
-            else:
-                write_dump(path, passes_content(recording, rank, self._rows, placement))
-            log.info("%s: %s", path, recording.text)
-
-        return Dump(path, recording.text, self._writer.submit(write))
+    def _write(self, path: Path, recording: Recording, placement: Placement) -> None:
+        if self._passes is None:
+            write_dump(path, stat_content(recording, self._rank, self._rows))
+        else:
+            write_dump(path, passes_content(recording, self._rank, self._rows, placement))
+        log.info("%s: %s", path, recording.text)
 
     def _ended(self, recording: Recording) -> None:
         """Stops collecting once the recording has ended."""

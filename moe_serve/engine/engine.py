@@ -137,6 +137,7 @@ class Engine:
         recovery, balancing = self.recovery, self.balancing
         fault, fault_layer = balancing.fault
         prefill_tokens = sum(chunk.length for chunk in proposal.prefills)
+        recorder = self.records.to_show()
         state = RankState(
             epoch=self.epoch,
             step=self.step,
@@ -149,7 +150,9 @@ class Engine:
             regrouped=recovery.regrouped,
             masked=recovery.masked,
             asking_to_rejoin=recovery.asking_to_rejoin,
-            record_command=self.records.to_show(),
+            record_command=recorder.command,
+            record_time_us=recorder.time_us,
+            recorder=recorder.state,
             has_message=balancing.announce(),
             needs_placement=recovery.needs_placement,
             staged=balancing.staged,

@@ -4,20 +4,29 @@
     to_show      the leader shows it in its row of the exchange
     end_step     the plan lists it: the load record ends with this step, on all ranks
     add          that record is final: every rank starts, stops or dumps, between the same two steps
-    to_show      the leader answers; after a dump, once its own file is written
+    end_step     the leader answers a dump, once no rank shows that it is writing
 
-A command whose record was dropped, because a rank was lost, is shown again.
+A command whose record was dropped, because a rank was lost, is shown again. A masked rank drops its recording. Where it
+rejoins as the leader, the others' rows say who holds one that ran without it: they write the files that it names.
 """
 
+import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import wait
 from dataclasses import dataclass
 
 from moe_serve.engine.dump_recorder import Dump, DumpRecorder
 from moe_serve.engine.load_windows import LoadWindows
 from moe_serve.engine.messages import Answer, Message, RecordCommand
-from moe_serve.engine.step import RECORD_COMMANDS, StepPlan
+from moe_serve.engine.step import (
+    DUMP_FAILED,
+    HOLDS_RECORDING,
+    RECORD_COMMANDS,
+    WRITES_DUMP,
+    RecorderStates,
+    StepPlan,
+)
 from moe_serve.eplb.load import LoadRecord
 from moe_serve.log import get_logger
 
@@ -34,6 +43,25 @@ class _Agreed:
     command: str
     until: int
     call: RecordCommand | None  # on the leader
+    states: RecorderStates
+
+
+@dataclass(frozen=True)
+class Shown:
+    """What a rank shows in its row: see RankState. command: 0 = none"""
+
+    command: int
+    time_us: int
+    state: int
+
+
+@dataclass(frozen=True)
+class _RunningDump:
+    """call: on the leader;  known_from: the first step in whose rows all ranks show whether they write"""
+
+    call: RecordCommand | None
+    dump: Dump
+    known_from: int
 
 
 @dataclass(frozen=True)
@@ -64,13 +92,16 @@ class RecordControl:
         self._recorder = recorder
         self._waiting: deque[RecordCommand] = deque()
         self._agreed: _Agreed | None = None
-        self._dump: tuple[RecordCommand | None, Dump] | None = None
+        self._dump: _RunningDump | None = None
+        self._dump_failed = False  # the last one
         windows.listeners.append(self.add)
 
     @property
     def has_work(self) -> bool:
         """Whether the next exchange should not wait for other work."""
-        return bool(self._waiting) and self._dump is None
+        if self._dump is not None:
+            return self._dump.call is not None and self._dump.dump.done.done()  # the others' rows end it
+        return bool(self._waiting)
 
     def ask(self, call: RecordCommand) -> None:
         """Takes a command of a client, on the leader; the others hear of it from the plan."""
@@ -86,34 +117,45 @@ class RecordControl:
             self._waiting.append(call)
 
     def forget(self) -> None:
-        """Drops the commands of a masked rank; the front end has told its clients so."""
+        """Drops the commands of a masked rank, of which the front end has told its clients, and its recording."""
         self._waiting.clear()
+        self._dump = None
+        if self._recorder is not None:
+            self._recorder.forget()
 
     def close(self) -> None:
         """Lets a dump that is being written come to its end."""
-        if self._dump is not None:
-            wait([self._dump[1].done], _CLOSE_S)
-            self._finish_dump()
+        if self._dump is not None and wait([self._dump.dump.done], _CLOSE_S).done:
+            self._note_own_file()
+            self._end_dump(())
 
-    def to_show(self) -> int:
-        """Returns the command that this rank shows in its row, as 1 + index into RECORD_COMMANDS; 0 = none."""
-        self._finish_dump()
-        if not self._waiting or self._agreed is not None or self._dump is not None:
-            return 0
-        if not self._speaker.is_leader:
+    def to_show(self) -> Shown:
+        """Returns what this rank shows in its row."""
+        state = 0 if self._recorder is None or not self._recorder.holds_recording else HOLDS_RECORDING
+        if self._dump is not None and not self._dump.dump.done.done():
+            state |= WRITES_DUMP
+        self._note_own_file()
+        if self._dump_failed:
+            state |= DUMP_FAILED
+        if self._waiting and self._agreed is None and self._dump is None:
+            if self._speaker.is_leader:
+                command = 1 + RECORD_COMMANDS.index(self._waiting[0].command)
+                return Shown(command, time.time_ns() // 1000, state)
             self._hand_back()
-            return 0
-        return 1 + RECORD_COMMANDS.index(self._waiting[0].command)
+        return Shown(0, 0, state)
 
     def end_step(self, plan: StepPlan) -> None:
         """Keeps what the recorder needs of a step, before its load record is closed."""
         if self._recorder is None:
             return
         self._recorder.end_step(plan, self._windows.placement)
+        if self._dump is not None and plan.step >= self._dump.known_from and not plan.recorders.writers:
+            self._end_dump(plan.recorders.failed)
         self._agreed = None  # a command of the step before whose record was dropped
         if plan.record is not None:
             leads = self._speaker.is_leader and self._waiting
-            self._agreed = _Agreed(plan.record, plan.step + 1, self._waiting[0] if leads else None)
+            call = self._waiting[0] if leads else None
+            self._agreed = _Agreed(plan.record, plan.step + 1, call, plan.recorders)
 
     def add(self, record: LoadRecord) -> None:
         """Hears of a final record, and carries out the command that it ends with."""
@@ -130,9 +172,9 @@ class RecordControl:
             case "start":
                 self._answer(agreed.call, self._recorder.start())
             case "stop":
-                self._answer(agreed.call, self._recorder.stop(agreed.until))
+                self._answer(agreed.call, self._stop(self._recorder, agreed))
             case "dump":
-                self._begin_dump(self._recorder, agreed.call)
+                self._begin_dump(self._recorder, agreed)
 
     def _hand_back(self) -> None:
         """Refuses the commands that wait: a lower rank has rejoined, and leads now without having heard of them."""
@@ -141,25 +183,52 @@ class RecordControl:
             text = f"rank {leader} has rejoined and leads now; send the {call.command} command again"
             self._speaker.answer(call, False, text)
 
-    def _begin_dump(self, recorder: DumpRecorder, call: RecordCommand | None) -> None:
-        dump = recorder.dump(self._speaker.is_leader, self._windows.placement)
-        if dump is not None:
-            self._dump = call, dump
-        elif call is not None:
-            self._speaker.answer(call, False, _START_FIRST)
+    def _stop(self, recorder: DumpRecorder, agreed: _Agreed) -> str:
+        text = recorder.stop(agreed.until)
+        if recorder.holds_recording or not agreed.states.holders:
+            return text
+        holders = ", ".join(map(str, agreed.states.holders))
+        return (
+            f"the recording had ended before, when rank {self._speaker.rank} rejoined; "
+            f"rank {holders} holds it, and a dump writes it"
+        )
 
-    def _finish_dump(self) -> None:
-        if self._dump is None or not self._dump[1].done.done():
+    def _begin_dump(self, recorder: DumpRecorder, agreed: _Agreed) -> None:
+        self._dump_failed = False
+        dump = recorder.dump(agreed.states, self._windows.placement)
+        if dump is not None:
+            # The rows of the step that begins now, agreed.until, were exchanged before.
+            self._dump = _RunningDump(agreed.call, dump, agreed.until + 1)
+        elif agreed.call is not None:
+            self._speaker.answer(agreed.call, False, _START_FIRST)
+
+    def _note_own_file(self) -> None:
+        """Notes whether the own file could be written, once it is known."""
+        if self._dump is None or self._dump_failed or not self._dump.dump.done.done():
             return
-        (call, dump), self._dump = self._dump, None
-        error = dump.done.exception()
-        if error is None:
-            self._answer(call, dump.text, [str(dump.path)])
+        error = self._dump.dump.done.exception()
+        if error is not None:
+            self._dump_failed = True
+            log.error("the dump of rank %d cannot be written (%s); serving continues", self._speaker.rank, error)
+
+    def _end_dump(self, failed: Sequence[int]) -> None:
+        """Answers the dump that has ended. failed: ranks that could not write"""
+        if self._dump is None:
             return
-        text = f"{dump.path} cannot be written ({error}); make room, or name another folder: eplb.recorder_dir"
-        log.error("%s; serving continues", text)
-        if call is not None:
-            self._speaker.answer(call, False, text)
+        running, self._dump = self._dump, None
+        if running.call is None:
+            return
+        paths, own = running.dump.paths, self._speaker.rank
+        if not failed and not self._dump_failed:
+            self._answer(running.call, running.dump.text, [str(path) for path in paths])
+            return
+        error = f" ({running.dump.done.exception()})" if self._dump_failed else ""
+        ranks = ", ".join(map(str, sorted({*failed, *([own] if self._dump_failed else [])})))
+        text = (
+            f"rank {ranks} cannot write its file into {paths[0].parent}{error}; make room, or name another folder: "
+            "eplb.recorder_dir"
+        )
+        self._speaker.answer(running.call, False, text)
 
     def _answer(self, call: RecordCommand | None, text: str, files: list[str] | None = None) -> None:
         if call is not None:

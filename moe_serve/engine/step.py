@@ -23,6 +23,7 @@ MOVE_FAULTS = (
     "it cannot read or write the experts of this round",
 )
 RECORD_COMMANDS = ("start", "stop", "dump")  # of the recorder that clients control
+HOLDS_RECORDING, WRITES_DUMP, DUMP_FAILED = 1, 2, 4
 
 
 class RankState(NamedTuple):
@@ -41,6 +42,8 @@ class RankState(NamedTuple):
     fault, fault_layer:            why it gives up the running round, as 1 + index into MOVE_FAULTS, 0 = it does not;
                                    and the row of the layer where
     record_command:                what the client of the load recorder asks for, as 1 + index into RECORD_COMMANDS
+    record_time_us:                when it was asked to, wall clock; names the files of a dump
+    recorder:                      what it has of a recording: a set of HOLDS_RECORDING, WRITES_DUMP and DUMP_FAILED
     even_phases:                   phases in which the exact split does not pay, as bits in the order of PHASES
     """
 
@@ -61,6 +64,8 @@ class RankState(NamedTuple):
     fault: int = 0
     fault_layer: int = 0
     record_command: int = 0
+    record_time_us: int = 0
+    recorder: int = 0
     even_phases: int = 0
 
     def to_row(self) -> Int64Array:
@@ -121,6 +126,31 @@ NO_MOVES = MovePlan()
 
 
 @dataclass(frozen=True)
+class RecorderStates:
+    """What the ranks have of the recording that clients control.
+
+    time_us: when the command of this step was asked for, wall clock
+    holders: ranks that hold a recording; one that was masked has dropped its own
+    writers, failed: ranks that write a dump now, and those whose last dump could not be written
+    """
+
+    time_us: int = 0
+    holders: tuple[int, ...] = ()
+    writers: tuple[int, ...] = ()
+    failed: tuple[int, ...] = ()
+
+    @classmethod
+    def of(cls, states: Sequence[RankState], ranks: Sequence[int]) -> Self:
+        """Returns what the ranks' rows say."""
+        by_rank = list(zip(ranks, states, strict=True))
+        of_flag = (
+            tuple(rank for rank, state in by_rank if state.recorder & flag)
+            for flag in (HOLDS_RECORDING, WRITES_DUMP, DUMP_FAILED)
+        )
+        return cls(next((state.record_time_us for state in states if state.record_command), 0), *of_flag)
+
+
+@dataclass(frozen=True)
 class StepPlan:
     """What every rank does in this step.
 
@@ -137,6 +167,7 @@ class StepPlan:
     stop:         the engine ends, on all ranks, without running a forward
     moves:        what happens to experts, before the forward
     record:       the recorder that clients control starts, stops or dumps after this step; None = goes on
+    recorders:    what the ranks have of that recording
     split_evenly: the batches of this step are split evenly, whatever eplb.split says
     """
 
@@ -153,6 +184,7 @@ class StepPlan:
     rejoining: tuple[int, ...] = ()
     moves: MovePlan = NO_MOVES
     record: str | None = None
+    recorders: RecorderStates = RecorderStates()
     split_evenly: bool = False
 
     @property
@@ -207,6 +239,7 @@ def plan_step(states: Sequence[RankState], settings: StepSettings, ranks: Sequen
         rejoining=rejoining,
         moves=NO_MOVES if rejoining else _plan_moves(states, ranks, regrouped),
         record=None if rejoining else record,
+        recorders=RecorderStates.of(states, ranks),
         split_evenly=phase in PHASES and bool(first.even_phases >> PHASES.index(phase) & 1),
     )
 

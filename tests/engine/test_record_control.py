@@ -17,7 +17,7 @@ from moe_serve.engine.engine import Engine
 from moe_serve.engine.load_dump import ModelRows
 from moe_serve.engine.messages import Answer, Message, RecordCommand
 from moe_serve.engine.record_control import RecordControl, Speaker
-from moe_serve.engine.step import RECORD_COMMANDS
+from moe_serve.engine.step import RECORD_COMMANDS, RankState, RecorderStates
 from moe_serve.ep.pass_recorder import PassRecorder
 from moe_serve.eplb import read_trace
 from moe_serve.eplb.load import LoadRecord
@@ -78,7 +78,9 @@ def test_passes_know_their_step_their_source_rank_and_their_tokens(tmp_path: Pat
     commands = [*START_STOP_DUMP, (20, "start"), (24, "dump")]  # the second recording runs on
     served = record(tmp_path / "new", mode, commands, "eplb.num_redundant_experts=4", "dispatch.max_tokens_per_rank=6")
     assert all(answer.ok for answer in served.answers)
-    assert len(list((tmp_path / "new").iterdir())) == 4
+    named = [path for answer in served.answers for path in answer.facts.get("files", [])]
+    assert len(named) == 4
+    assert {str(path) for path in (tmp_path / "new").iterdir()} == set(named), "the answers name the files of all ranks"
     trace = read_trace(tmp_path / "new")
     assert trace.moe_layer_ids == (1, 2, 3, 4)
     assert trace.topk in (None, TOPK)
@@ -113,26 +115,34 @@ LATER = Placement(np.array([[3, 2, 1, 0, 3, 2]], dtype=np.int32), 4, 1, version=
 class Rank:
     """A rank whose one layer sends token t of step s to slot s + t. leader: who answers"""
 
-    def __init__(self, folder: Path, mode: str = "per_pass", max_mib: float = 1.0):
+    def __init__(self, folder: Path, mode: str = "per_pass", max_mib: float = 1.0, rank: int = 0):
+        self.rank = rank
         self.records: list[LoadRecord] = []
         self.windows, self.counter = windows_of_one_rank(self.records)
         self.windows.placement = FIRST
         self.passes = None if mode == "stat" else PassRecorder(1, 6, mode == "per_token")
         settings = RecorderSettings(mode, folder, int(max_mib * 2**20))
-        self.dumps = DumpRecorder(0, settings, ModelRows(2, (1,)), self.passes)
+        self.dumps = DumpRecorder(rank, settings, ModelRows(2, (1,)), self.passes)
         self.sent: list[Message] = []
         self.leader = 0
-        self.control = RecordControl(Speaker(0, 0, lambda: self.leader, self.sent.append), self.windows, self.dumps)
+        self.control = RecordControl(Speaker(rank, 0, lambda: self.leader, self.sent.append), self.windows, self.dumps)
         self.step = 0
 
     def ask(self, command: str) -> None:
         self.control.ask(RecordCommand(len(self.sent), command))
 
     def run(self, num_tokens: int = 2, **fields: Any) -> None:
-        """One step, as the engine runs it."""
+        """One step of this rank alone."""
+        run_together([self], num_tokens, **fields)
+
+    def row(self) -> RankState:
         shown = self.control.to_show()
-        command = RECORD_COMMANDS[shown - 1] if shown else None
-        step = plan(self.step, "decode", record=command, **({"close_window": command is not None} | fields))
+        return RankState(0, self.step, 1, record_command=shown.command, record_time_us=shown.time_us,
+                         recorder=shown.state)  # fmt: skip
+
+    def run_as_planned(self, num_tokens: int, command: str | None, states: RecorderStates, **fields: Any) -> None:
+        closes = {"close_window": command is not None}
+        step = plan(self.step, "decode", record=command, recorders=states, **(closes | fields))
         self.windows.begin_step(step)
         tokens = torch.arange(num_tokens)
         slots = (tokens + self.step)[:, None] % 6
@@ -153,11 +163,77 @@ class Rank:
         for _ in range(2):
             self.run()
         if self.control._dump is not None:
-            wait([self.control._dump[1].done], 10)
-        self.control.to_show()
+            wait([self.control._dump.dump.done], 10)
+            self.run()
         answer = self.sent[num_sent]
         assert isinstance(answer, Answer)
         return answer
+
+
+def run_together(ranks: Sequence[Rank], num_tokens: int = 2, **fields: Any) -> None:
+    """One step of ranks, as the engine runs it."""
+    rows = [rank.row() for rank in ranks]
+    states = RecorderStates.of(rows, [rank.rank for rank in ranks])
+    command = next((RECORD_COMMANDS[row.record_command - 1] for row in rows if row.record_command), None)
+    for rank in ranks:
+        rank.run_as_planned(num_tokens, command, states, **fields)
+
+
+def answer_of(ranks: Sequence[Rank], command: str) -> Answer:
+    """What the leader, the first of the ranks, answers to a command."""
+    leader = ranks[0]
+    num_sent = len(leader.sent)
+    leader.ask(command)
+    for _ in range(2):
+        run_together(ranks)
+    for rank in ranks:
+        if rank.control._dump is not None:
+            wait([rank.control._dump.dump.done], 10)
+    run_together(ranks)
+    (answer,) = leader.sent[num_sent:]
+    assert isinstance(answer, Answer)
+    return answer
+
+
+@pytest.mark.parametrize("mode", ["stat", "per_pass"])
+def test_a_leader_that_rejoins_names_the_recording_that_ran_without_it(tmp_path: Path, mode: str) -> None:
+    first, second = Rank(tmp_path, mode), Rank(tmp_path, mode, rank=1)
+    assert answer_of([first, second], "start").ok
+    first.control.forget()  # as a masked rank does
+    second.leader = 1
+    run_together([second], regrouped=True)
+    assert answer_of([second], "start").ok, "another one, of which the first rank hears nothing"
+    for _ in range(3):
+        run_together([second])
+    first.leader = second.leader = 0
+    first.step = second.step
+    first.windows.rejoin(first.step)
+    run_together([first, second], regrouped=True, close_window=True)
+    assert "ended before, when rank 0 rejoined; rank 1 holds it" in answer_of([first, second], "stop").text
+    answer = answer_of([first, second], "dump")
+    assert answer.ok
+    assert answer.text == "recorded without rank 0, which has rejoined since"
+    assert answer.facts["files"] == [str(path) for path in tmp_path.iterdir()], "one file, of rank 1"
+    assert torch.load(answer.facts["files"][0], weights_only=True)["rank" if mode == "stat" else "records"]
+    assert "nothing is recorded" in answer_of([first, second], "dump").text
+    assert answer_of([first, second], "start").ok
+    assert answer_of([first, second], "dump").text.endswith("MiB")
+
+
+def test_the_leader_says_which_other_rank_could_not_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ranks = [Rank(tmp_path), Rank(tmp_path, rank=1)]
+    assert answer_of(ranks, "start").ok
+    to_file = Path.open
+    monkeypatch.setattr(
+        Path, "open", lambda self, mode: to_file(Path("/dev/full") if "_1.pt" in self.name else self, mode)
+    )
+    answer = answer_of(ranks, "dump")
+    assert not answer.ok
+    assert answer.text.startswith("rank 1 cannot write its file")
+    monkeypatch.undo()
+    answer = answer_of(ranks, "dump")
+    assert answer.ok
+    assert [Path(path).exists() for path in answer.facts["files"]] == [True, True]
 
 
 @pytest.mark.parametrize("mode", ["per_pass", "per_token"])
@@ -222,10 +298,10 @@ def test_a_command_whose_record_was_dropped_is_shown_again(tmp_path: Path) -> No
     rank.ask("start")
     rank.run()
     rank.windows.void()
-    assert rank.control.to_show() == 0, "it is still on its way"
+    assert rank.control.to_show().command == 0, "it is still on its way"
     rank.run(regrouped=True)
     assert rank.sent == []
-    assert rank.control.to_show() == 1
+    assert rank.control.to_show().command == 1
     rank.run()
     rank.run()
     assert [message.ok for message in rank.sent if isinstance(message, Answer)] == [True]
@@ -260,7 +336,7 @@ def test_only_the_leader_keeps_commands_and_their_number_is_bounded(tmp_path: Pa
     assert [answer.ok for answer in answers] == [False, False]
     assert "it takes start, stop, dump" in answers[1].text
     rank.control.forget()
-    assert rank.control.to_show() == 0
+    assert rank.control.to_show().command == 0
 
 
 def test_commands_of_a_leader_that_leads_no_more_are_refused_once(tmp_path: Path) -> None:
