@@ -27,9 +27,11 @@ def expert_ffn(
     out: where packed results may be written, in the shape of rows.x; a product that cannot ignores it
     """
     if numerics.compiled:
-        slab_rows = 0 if isinstance(rows, PackedRows) else rows.x.shape[1]
-        out = None if out is None else out.flatten(0, -2)
-        return packed_ffn(rows.x.flatten(0, -2), rows.rows_per_slot, experts.packed, out, slab_rows).view_as(rows.x)
+        if isinstance(rows, PackedRows):
+            return packed_ffn(rows.x, rows.rows_per_slot, experts.packed, out)
+        out = None if out is None else out.flatten(0, 1)
+        slab_rows = rows.x.shape[1]
+        return packed_ffn(rows.x.flatten(0, 1), rows.rows_per_slot, experts.packed, out, slab_rows).view_as(rows.x)
     if isinstance(rows, PackedRows):
         return _packed_ffn(rows.x, rows.rows_per_slot, experts, numerics, out)
     if rows.x.device.type != "cpu":

@@ -96,9 +96,8 @@ class MoeLayer:
         assert num_chunks >= 1, "every rank runs at least one round"
         assert num_tokens <= num_chunks * capacity, f"{num_tokens} tokens in {num_chunks} rounds of {capacity}"
         rounds = [self._round(rows) for rows in x[:num_tokens].tensor_split(num_chunks)]
-        order = overlapped(num_chunks, parallel.all_to_all.live_handles) if overlap else in_turn(num_chunks)
         parts, shared = [], None
-        for number in order:
+        for number in self._order(num_chunks, overlap):
             if number == SHARED:
                 shared = None if self._shared is None else self._shared(x)
             elif (result := advance(rounds[number])) is not None:
@@ -111,15 +110,39 @@ class MoeLayer:
     def record(self, recorder: Recorder, x: Tensor) -> Tensor:
         """Records the layer for rows x, [T, H] -> [T, H], without the shared expert.
 
-        Where every row stays on this rank the layer is kernels; else it is called between them.
+        Where every row stays on this rank the layer is kernels. Where rows travel to slots that need no counts, the
+        way from the gate to the slots is kernels; otherwise the layer is called between them.
         """
         parallel, gate = self._parallel, self._compiled_gate
-        stays = parallel.all_to_all.is_local and not self._replicas.needs_counts
-        if gate is None or not stays or parallel.passes is not None:
+        if gate is None or self._replicas.needs_counts or parallel.passes is not None:
             return record_call(recorder, self, x)
         ids, weights = gate.record(recorder, x, self._load_row())
         slots = recorder.look_up(self._replicas.first_slot, ids)
-        return recorder.experts(x, slots, weights, self.experts.packed)
+        if parallel.all_to_all.is_local:
+            return recorder.experts(x, slots, weights, self.experts.packed)
+        out = recorder.buffer("moe_out", x.shape[1])
+
+        def call(step: RecordedRun) -> None:
+            self._run_routed([rows[: step.rows.num_rows] for rows in (x, slots, weights, out)], step)
+
+        recorder.call_python(call)
+        return out
+
+    def _run_routed(self, rows: list[Tensor], step: RecordedRun) -> None:
+        """Runs the rounds of rows whose slots are known. rows: [T, H], their slots and weights, and where sums go"""
+        num_chunks = step.num_chunks
+        parts = zip(*[each.tensor_split(num_chunks) for each in rows], strict=True) if num_chunks > 1 else [rows]
+        rounds, sums = [], []
+        for x, slots, weights, out in parts:
+            rounds.append(self._routed_round(x, slots, weights))
+            sums.append(out)
+        for number in self._order(num_chunks, step.overlap):
+            if number != SHARED and (result := advance(rounds[number])) is not None:
+                sums[number].copy_(result)
+
+    def _order(self, num_chunks: int, overlap: bool) -> tuple[int, ...]:
+        """Returns the order in which rounds advance."""
+        return overlapped(num_chunks, self._parallel.all_to_all.live_handles) if overlap else in_turn(num_chunks)
 
     def _load_row(self) -> Tensor:
         """Returns where the gate's kernel counts the load, [E] int64."""
@@ -140,13 +163,23 @@ class MoeLayer:
             slots, slot_counts = replicas.split(routing.topk_ids, pending_counts.wait(), self._parallel.rank)
         if (passes := self._parallel.passes) is not None and passes.is_on:
             passes.add(self._layer_row, slots)
-        pending_rows = all_to_all.dispatch(x, slots, slot_counts, routing.topk_weights)
+        return (yield from self._travel(x, slots, slot_counts, routing.topk_weights))
+
+    def _routed_round(self, x: Tensor, slots: Tensor, weights: Tensor) -> Round:
+        """Runs rows as `_round`, with slots [T, topk] and weights of the gate. It has no counts to send."""
+        yield
+        return (yield from self._travel(x, slots, None, weights))
+
+    def _travel(self, x: Tensor, slots: Tensor, slot_counts: Tensor | None, weights: Tensor) -> Round:
+        """Sends rows to their slots, and adds up what comes back."""
+        all_to_all = self._parallel.all_to_all
+        pending_rows = all_to_all.dispatch(x, slots, slot_counts, weights)
         yield
         arrived = pending_rows.wait()
         yield
         results = expert_ffn(arrived.rows, self.experts, self._parallel.numerics, arrived.out)
         yield
-        pending_results = all_to_all.combine(results, routing.topk_weights, arrived.handle)
+        pending_results = all_to_all.combine(results, weights, arrived.handle)
         yield
         return pending_results.wait()
 

@@ -1,9 +1,12 @@
 """ForwardBatch: which token is in which row, and the slot it is written to."""
 
+import random
+from dataclasses import fields
+
 import pytest
 import torch
 
-from moe_serve.attention_dp.batch import ForwardBatch
+from moe_serve.attention_dp.batch import BatchBuilder, ForwardBatch
 from moe_serve.attention_dp.request import Request, SamplingParams
 from moe_serve.attention_dp.scheduler import ScheduledChunk
 from moe_serve.kernels.numerics import FAST, Numerics
@@ -57,3 +60,20 @@ def test_the_empty_batch_has_every_field_with_no_rows(numerics: Numerics) -> Non
     assert batch.block_tables.shape[0] == 0
     assert batch.query_starts.tolist() == [0]
     assert (batch.num_tokens, batch.num_decodes, batch.num_padded) == (0, 0, 0)
+
+
+def test_a_batch_in_the_memory_of_the_one_before_is_as_one_in_new_memory() -> None:
+    draw = random.Random(7)
+    requests = [
+        request(str(i), list(range(20 * i, 20 * i + 20)), [5 * i + j for j in range(5)], (i,)) for i in range(6)
+    ]
+    tables = tables_of(4, requests)
+    builder = BatchBuilder(tables, "cpu", Numerics(row_tile=4))
+    for step in range(60):
+        lens = [draw.choice((1, 1, 1, 2, 7)) if step % 3 else 1 for _ in requests[: draw.choice((0, 3, 3, 6))]]
+        starts = [draw.randrange(21 - length) for length in lens]
+        chunks = [ScheduledChunk(*chunk, draw.random() < 0.7) for chunk in zip(requests, starts, lens, strict=False)]
+        kept, new = builder.build(chunks), ForwardBatch.build(chunks, tables, "cpu", Numerics(row_tile=4))
+        for field in fields(ForwardBatch):
+            mine, other = getattr(kept, field.name), getattr(new, field.name)
+            assert torch.equal(mine, other) if isinstance(mine, torch.Tensor) else mine == other, field.name

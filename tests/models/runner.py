@@ -99,14 +99,19 @@ class Runner:
         self.logits[name] = {}
         return request
 
-    def step(self, chunks: Iterable[tuple[Request, int]]) -> None:
-        """Runs (request, number of tokens) together in one forward and keeps the logits of every computed position."""
+    def schedule(self, chunks: Iterable[tuple[Request, int]]) -> list[ScheduledChunk]:
+        """Returns (request, number of tokens) as chunks of requests that have the blocks for them."""
         scheduled = []
         for request, length in chunks:
             end = request.num_computed + length
             while len(request.block_ids) * BLOCK_SIZE < end:
                 self.tables.extend(request, [self._free.pop()])
             scheduled.append(ScheduledChunk(request, request.num_computed, length, True))
+        return scheduled
+
+    def step(self, chunks: Iterable[tuple[Request, int]]) -> None:
+        """Runs (request, number of tokens) together in one forward and keeps the logits of every computed position."""
+        scheduled = self.schedule(chunks)
         batch = ForwardBatch.build(scheduled, self.tables, "cpu", self.numerics)
         rows = iter(self.decoder.forward(replace(batch, logit_rows=torch.arange(batch.num_tokens)), self.cache, 1))
         for chunk in sorted(scheduled, key=lambda chunk: chunk.length):  # as the batch orders them

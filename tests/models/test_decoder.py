@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from moe_serve.attention_dp.batch import ForwardBatch
+from moe_serve.attention_dp.batch import BatchBuilder, ForwardBatch
 from moe_serve.attention_dp.kv_cache import KvCache
 from moe_serve.ep.moe_layer import MoeLayer, record_call
 from moe_serve.kernels.cpu.recorder import Recorder
@@ -116,6 +116,36 @@ def test_the_last_row_of_each_chunk_gives_logits_first_of_those_that_sample(orac
     chunks = [ScheduledChunk(requests[1], 5, 1, True)]
     second = decoder.forward(ForwardBatch.build(chunks, tables, "cpu", FAST), cache, 1)
     assert relative_error(second, runner.stacked(short)[-1:]) < LOGITS
+
+
+@pytest.mark.parametrize("numerics", CLASSES.values(), ids=CLASSES)
+def test_decodes_in_the_tensors_of_the_step_before_give_the_logits_of_new_tensors(
+    numerics: Numerics, oracle: Oracle
+) -> None:
+    decoder = load_decoder(oracle("qwen3_moe")[1], numerics, moe_layer=MoeLayer)
+
+    def decode(in_new_tensors: bool) -> torch.Tensor:
+        """Returns the logits of all steps; each request gets two more blocks on the way."""
+        runner = Runner(decoder, numerics)
+        requests = [runner.request(str(i), prompt(i, length)) for i, length in enumerate((5, 12, 30))]
+        runner.prefill(requests)
+        builder, logits, ids = BatchBuilder(runner.tables, "cpu", numerics), [], set()
+        for step in range(2 * BLOCK_SIZE):
+            for request in requests:
+                request.output_ids.append(3 + (7 * step + len(request.prompt_ids)) % 250)
+            chunks = runner.schedule([(request, 1) for request in requests])
+            if in_new_tensors:
+                batch = ForwardBatch.build(chunks, runner.tables, "cpu", numerics)
+            else:
+                batch = builder.build(chunks)
+                ids.add(id(batch.positions))
+            logits.append(decoder.forward(batch, runner.cache, 1).clone())
+            for request in requests:
+                request.num_computed += 1
+        assert in_new_tensors or len(ids) == 1, "the tensors are kept"
+        return torch.cat(logits)
+
+    assert torch.equal(decode(in_new_tensors=False), decode(in_new_tensors=True))
 
 
 def test_dummy_weights_run_and_give_finite_logits_of_a_sensible_size(oracle: Oracle) -> None:
