@@ -76,16 +76,21 @@ def philox(
     first, second: int64, of which 32 bits are the first two counter words; the other two are zero
     key:           two of int64 below 2**32; all four are broadcast
     """
-    words: tuple[Any, ...] = first & _LOW, second, key[0] * 0, key[0] * 0
-    c0, c1, c2, c3 = words
+    c0: Any = (first & _LOW) + key[0] * 0
+    c1: Any = second + c0 * 0
+    c2, c3 = c0 * 0, c0 * 0
     k0, k1 = key
     for _ in range(10):
-        product0, product1 = c0 * _MULTIPLIERS[0], c2 * _MULTIPLIERS[1]  # of 64 bits, the highest one as the sign
-        # In the first rounds c1 ^ k0 and c3 ^ k1 are one number for a row.
-        c0, c1 = (product1 >> 32) ^ (c1 ^ k0), product1
-        c2, c3 = (product0 >> 32) ^ (c3 ^ k1), product0
-        c0 &= _LOW
-        c2 &= _LOW
+        c0 *= _MULTIPLIERS[0]  # products of 64 bits, the highest one as the sign
+        c2 *= _MULTIPLIERS[1]
+        high0, high1 = c0 >> 32, c2 >> 32
+        high1 ^= c1
+        high1 ^= k0
+        high1 &= _LOW
+        high0 ^= c3
+        high0 ^= k1
+        high0 &= _LOW
+        c0, c1, c2, c3 = high1, c2, high0, c0
         k0, k1 = (k0 + _KEY_STEPS[0]) & _LOW, (k1 + _KEY_STEPS[1]) & _LOW
     return c0, c1 & _LOW, c2, c3 & _LOW
 

@@ -29,8 +29,8 @@ SAMPLING_ROW = np.dtype(
 )
 pack_sampling_row = struct.Struct("=dddqqq").pack  # the bytes of one, in a tenth of numpy's time
 # Logits that are worked on at a time: tensors of 32 MiB on GPUs, tensors that fit into a cache on CPUs.
-_CUDA_ELEMENTS, _CPU_ELEMENTS = 2**22, 2**15
-_CPU_NOISE_ELEMENTS = 2**15
+_CUDA_ELEMENTS, _CPU_ELEMENTS = 2**22, 2**18
+_CPU_NOISE_ELEMENTS = 2**16
 _LOG_ERROR = 1e-9  # far above that of torch.log, far below the usual distance of the two largest sums
 
 
@@ -65,7 +65,10 @@ def sample_rows_reference(logits: Tensor, sampling: SamplingRows) -> list[int]:
         at = torch.from_numpy(np.stack([rows, sampling.banned_ids])).to(logits.device)
         logits.index_put_((at[0], at[1]), logits.new_tensor(-torch.inf))
         sound &= logits.amax(dim=1).isfinite()
-    tokens = logits.argmax(dim=1)  # of equal logits the first
+    if (sampling.rows["temperature"] > 0).all():
+        tokens = torch.zeros(logits.shape[0], dtype=torch.int64, device=logits.device)  # all are drawn below
+    else:
+        tokens = logits.argmax(dim=1)  # of equal logits the first
     at_once = max(1, (_CUDA_ELEMENTS if logits.is_cuda else _CPU_ELEMENTS) // logits.shape[1])
     for chosen in _groups(sampling.rows, logits.shape[1], at_once):
         at = torch.from_numpy(chosen).to(logits.device)
