@@ -62,7 +62,7 @@ def main() -> None:
         "torch's fused attention over keys gathered beforehand. `speed-up` is the median of the ratios within a round, "
         "in brackets best call over best call."
     )
-    text = save("cpu_attention", "Attention, gate and norms on CPU", rows, facts, notes)
+    text = save("cpu_attention", "Attention, gate and norms on CPU", rows, facts, notes, per_cpu=True)
     print(text)
 
 

@@ -58,7 +58,7 @@ def main() -> None:
         "prefill at least 0.85, experts at least 2. `speed-up` is the median of the ratios within a round, in brackets "
         "best call over best call."
     )
-    print(save("cpu_kernels", "Projections and experts on CPU", rows, facts, notes))
+    print(save("cpu_kernels", "Projections and experts on CPU", rows, facts, notes, per_cpu=True))
 
 
 def linear_cases() -> Iterator[Case]:

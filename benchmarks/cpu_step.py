@@ -70,7 +70,9 @@ def main() -> None:
         "the table shows medians over rounds, ratios are medians of ratios within rounds. Load average at the end: "
         f"{os.getloadavg()[0]:.2f}.\n\n## Prefill\n\n{table(prefills)}"
     )
-    print(save(f"cpu_step_{args.threads}_threads", "A step by the compiled CPU kernels", rows, facts, notes))
+    print(
+        save(f"cpu_step_{args.threads}_threads", "A step by the compiled CPU kernels", rows, facts, notes, per_cpu=True)
+    )
 
 
 class Clock:

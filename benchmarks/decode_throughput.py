@@ -46,6 +46,7 @@ def main() -> None:
         f"float32. {NUM_PROMPT} prompt + {NUM_OUTPUT} output tokens, greedy; prefill is in the time. "
         f"transformers: `generate` with `grouped_mm` experts and {cores} threads. Interleaved rounds, "
         "median of ratios; `load` is the machine's load average while the row ran.",
+        per_cpu=True,
     )
     print(text)
 

@@ -41,7 +41,7 @@ def main() -> None:
         "and large plain ones once), and its median counts. Faults: 3 ranks, one of which is "
         "killed or stopped in each of the four phases, deadline 50 ms, counted from its end."
     )
-    print(save("dispatch", "Dispatch and combine over shared memory", rows, facts, notes))
+    print(save("dispatch", "Dispatch and combine over shared memory", rows, facts, notes, per_cpu=True))
 
 
 def fault_rows() -> list[dict[str, Any]]:

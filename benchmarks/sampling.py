@@ -53,7 +53,7 @@ def main() -> None:
         "that of the medians. All three ways gave the same tokens; the loop has no min_p. Load average "
         f"at the end: {os.getloadavg()[0]:.2f}."
     )
-    print(save("sampling", "Drawing the tokens of a step", rows, facts, notes))
+    print(save("sampling", "Drawing the tokens of a step", rows, facts, notes, per_cpu=True))
 
 
 def sampling_rows(num_rows: int, parameters: list[dict[str, float]]) -> SamplingRows:

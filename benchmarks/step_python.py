@@ -53,7 +53,7 @@ def main() -> None:
         f"{short[10]}, of 400 tokens in step {short[400]}. "
         f"Load average at the end: {os.getloadavg()[0]:.2f}. {args.note}"
     )
-    print(save("step_python", "The Python of a step, without model and sampler", rows, facts, notes))
+    print(save("step_python", "The Python of a step, without model and sampler", rows, facts, notes, per_cpu=True))
 
 
 def _decode(num_requests: int, context: int, num_steps: int) -> dict[str, Any]:
