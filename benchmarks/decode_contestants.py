@@ -23,6 +23,7 @@ from typing import Any, Self
 from benchmarks.bench_model import NUM_OUTPUT, NUM_PROMPT, BenchLLM, draw_prompts, write_bench_model
 from benchmarks.conditions import conditions, save
 
+SETTLE_S = 0.5  # threads of OpenMP spin for a while after their work, and would slow the next contestant
 _WORKERS = Path(__file__).with_name("contestants")
 
 
@@ -119,10 +120,12 @@ def compare(ours: BenchLLM, others: dict[str, Contestant], batch: int, rounds: i
     same: dict[str, list[float]] = {name: [] for name in others}
     for number in range(rounds + 1):
         prompts = draw_prompts(batch, seed=1000 * batch + number)
+        time.sleep(SETTLE_S)
         started_s = time.perf_counter()
         mine = ours.generate(prompts)
         our_s.append(time.perf_counter() - started_s)
         for name, other in others.items():
+            time.sleep(SETTLE_S)
             seconds, tokens = other.generate(prompts)
             their_s[name].append(seconds)
             same[name].append(statistics.fmean(map(_agreement, mine, tokens)))
