@@ -1,6 +1,6 @@
 """All ranks compute with the same kernels on weights of the same form, or none starts.
 
-The compiled kernels give the same bits with AVX-512, AVX2 and NEON, but not without fused multiply-adds, and another
+The compiled kernels give the same bits with AVX-512 and AVX2, but not without fused multiply-adds, and another
 compiler may round elsewhere. Ranks that disagree would give a request other tokens on another rank, and could not
 exchange experts byte for byte.
 """

@@ -1,6 +1,6 @@
 """A digest of the bits that the compiled kernels of this machine give, and torch for what they are given.
 
-Ranks may run on different processors. Where digests are equal, so are the bits of the kernels: AVX-512, AVX2 and NEON
+Ranks may run on different processors. Where digests are equal, so are the bits of the kernels: AVX-512 and AVX2
 agree, while a build without fused multiply-add rounds otherwise. Inputs are made without torch's random numbers, which
 are not the same everywhere. Takes about 20 ms.
 """
