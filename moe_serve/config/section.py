@@ -1,0 +1,7 @@
+"""What every section of the configuration is: frozen, and without unknown keys."""
+
+from pydantic import BaseModel, ConfigDict
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
