@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.conditions import conditions, save
-from moe_serve.attention_dp.batch import ForwardBatch
+from moe_serve.attention_dp.batch import BatchBuilder
 from moe_serve.attention_dp.request import SamplingParams
 from moe_serve.attention_dp.request_blocks import RequestBlocks
 from moe_serve.attention_dp.scheduler import ScheduledChunk, Scheduler
@@ -61,6 +61,7 @@ def _decode(num_requests: int, context: int, num_steps: int) -> dict[str, Any]:
     scheduler, requests, counters = _open(num_requests, context, num_steps)
     for chunk in scheduler.commit(scheduler.propose()):
         scheduler.complete(chunk, 7)
+    builder = BatchBuilder(scheduler.blocks.tables, "cpu", FAST)
     taken: dict[str, list[float]] = defaultdict(list)
     for _ in range(num_steps):
         times = [time.perf_counter()]
@@ -68,7 +69,7 @@ def _decode(num_requests: int, context: int, num_steps: int) -> dict[str, Any]:
         times.append(time.perf_counter())
         chunks = scheduler.commit(proposal)
         times.append(time.perf_counter())
-        ForwardBatch.build(chunks, scheduler.blocks.tables, "cpu", FAST)
+        builder.build(chunks)
         times.append(time.perf_counter())
         events = []
         for chunk in chunks:
