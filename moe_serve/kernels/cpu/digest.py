@@ -8,6 +8,7 @@ are not the same everywhere. Takes about 20 ms.
 from collections.abc import Callable
 from hashlib import blake2b
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -17,7 +18,9 @@ from moe_serve.kernels.cpu.gate import gate
 from moe_serve.kernels.cpu.linear import KINDS, PackedLinear
 from moe_serve.kernels.cpu.packed import gate_up_size, packed_size
 from moe_serve.kernels.cpu.rows import add_rms_norm, rms_norm, rope_write, weighted_sum
+from moe_serve.kernels.cpu.sampling import sample_rows
 from moe_serve.kernels.gate_shape import GateShape
+from moe_serve.kernels.sampling import SAMPLING_ROW, SamplingRows
 
 ROWS, HIDDEN, WIDTH, EPS = 13, 150, 70, 1e-6
 
@@ -87,9 +90,17 @@ def _gate() -> list[Tensor]:
     return results
 
 
+def _sampling() -> list[Tensor]:
+    choices = (1.0, 1.0, 0.0, -1), (0.7, 0.9, 0.0, -1), (1.5, 1.0, 0.02, -1), (1.0, 0.8, 0.01, 40)
+    rows = [(*choice, seed, seed + 3) for choice in choices for seed in range(8)]
+    starts = np.zeros(len(rows) + 1, np.int64)
+    sampling = SamplingRows(np.array(rows, SAMPLING_ROW), starts, np.zeros(0, np.int64))
+    return [torch.tensor(sample_rows(4 * _numbers(len(rows), 300), sampling))]
+
+
 def _turns() -> list[Tensor]:
     angles = torch.arange(64) * 0.37  # torch computes the tables of rotations on each rank
     return [angles.cos(), angles.sin()]
 
 
-PROBES: tuple[Callable[[], list[Tensor]], ...] = (_linear, _experts, _attention, _rows, _gate, _turns)
+PROBES: tuple[Callable[[], list[Tensor]], ...] = (_linear, _experts, _attention, _rows, _gate, _sampling, _turns)
