@@ -13,7 +13,6 @@ from torch import Tensor
 from moe_serve.ep.expert_form import ExpertForm, scale_of
 from moe_serve.eplb.placement import Placement
 from moe_serve.errors import CapacityError, ModelError
-from moe_serve.kernels.cpu.packed import unpack, unpack_gate_up
 from moe_serve.kernels.grouped_gemm_int8 import quantize_int8
 from moe_serve.models.checkpoint import Checkpoint
 from moe_serve.models.expert_slots import empty_slots
@@ -23,6 +22,7 @@ from moe_serve.models.weight_plan import expert_tensors
 from moe_serve.models.weight_reader import WeightReader
 from moe_serve.models.weight_share import WeightShare
 from moe_serve.models.weights import DummyWeights, LoadedWeights, dummy_weights, load_weights
+from tests.kernels.cpu.unpacking import unpack, unpack_gate_up
 from tests.kernels.data import dequantize_int8
 from tests.models.fp8_checkpoint import write_fp8_checkpoint
 from tests.models.runner import one_rank

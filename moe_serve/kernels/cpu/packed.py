@@ -1,4 +1,4 @@
-"""Weights in the order in which the compiled kernels read them (gemm.h), and back.
+"""Weights in the order in which the compiled kernels read them (gemm.h).
 
 A weight [n, k] lies in panels of 64 rows of the weight, k outermost inside a panel: [panel][k][64]. n is padded with
 zeros to a multiple of 32, and the last panel is 32 wide where that is enough. In bfloat16 rows c and c + 16 of each 32
@@ -40,14 +40,6 @@ def pack(weight: Tensor, out: Tensor) -> None:
         panels.copy_(rows)
 
 
-def unpack(packed: Tensor, n: int, k: int) -> Tensor:
-    """Returns the weight [n, k] of what `pack` wrote."""
-    bits = torch.empty(padded(n), k, dtype=_BITS[packed.itemsize])
-    for panels, rows in zip(_panels(packed, n, k), _stacks(bits), strict=True):
-        rows.copy_(panels)
-    return bits[:n].view(packed.dtype)
-
-
 def pack_gate_up(weight: Tensor, out: Tensor) -> None:
     """Writes the weight of gate above up [2 x width, k] to `out` [gate_up_size]: each panel is 32 rows of both."""
     width, k = weight.shape[0] // 2, weight.shape[1]
@@ -56,13 +48,6 @@ def pack_gate_up(weight: Tensor, out: Tensor) -> None:
     both[:, :width] = bits.view(2, width, k)
     panels = both.view(2, padded(width) // HALF, HALF, k).transpose(0, 1).reshape(2 * padded(width), k)
     pack(panels.view(weight.dtype), out)
-
-
-def unpack_gate_up(packed: Tensor, width: int, k: int) -> Tensor:
-    """Returns the weight [2 x width, k] of what `pack_gate_up` wrote."""
-    panels = unpack(packed, 2 * padded(width), k).view(_BITS[packed.itemsize])
-    both = panels.view(padded(width) // HALF, 2, HALF, k).transpose(0, 1).reshape(2, padded(width), k)
-    return both[:, :width].reshape(2 * width, k).view(packed.dtype)
 
 
 def _panels(packed: Tensor, n: int, k: int) -> list[Tensor]:

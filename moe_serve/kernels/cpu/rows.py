@@ -55,39 +55,12 @@ def rope_write(
     assert checks.rows(qkv, (num_heads + 2 * num_kv_heads) * width), f"{tuple(qkv.shape)}, strides {qkv.stride()}"
     assert dense(cache_layer, torch.float32, len(cache_layer), 2 * num_kv_heads, width), tuple(cache_layer.shape)
     assert head_norm is None or dense(head_norm, torch.float32, num_heads + num_kv_heads, width)
-    _check_turns(len(qkv), turns, slots, width)
+    assert dense(turns, torch.complex64, len(qkv), width // 2), f"turns {turns.dtype} {tuple(turns.shape)}"
+    assert dense(slots, torch.int64, len(qkv)), f"slots {slots.dtype} {tuple(slots.shape)}"
     cpu_library().call.rope_write(
         qkv.data_ptr(), qkv.shape[0], qkv.stride(0), num_heads, num_kv_heads, width,
         0 if head_norm is None else head_norm.data_ptr(), float_bits(eps), turns.data_ptr(), slots.data_ptr(),
         cache_layer.data_ptr(),
-    )  # fmt: skip
-
-
-def mla_rope_write(
-    q: Tensor,
-    row: Tensor,
-    latent_norm: Tensor,
-    eps: float,
-    turns: Tensor,
-    slots: Tensor,
-    cache_layer: Tensor,
-    widths: MlaWidths,
-) -> None:
-    """Rotates the last part of every query head in place, and writes normed latents and rotated keys into the cache.
-
-    Writes nothing for slot -1; leaves row as it is.
-    """
-    _, num_heads, head_width = q.shape
-    width = widths.latent + widths.rope
-    assert head_width == widths.nope + widths.rope, f"heads of {head_width}, {widths}"
-    assert dense(q[:1], torch.float32) or not len(q), f"queries of {q.dtype} with strides {q.stride()}"
-    assert checks.rows(row, width), f"{tuple(row.shape)}, strides {row.stride()}"
-    assert dense(cache_layer, torch.float32, len(cache_layer), 1, width), tuple(cache_layer.shape)
-    assert dense(latent_norm, torch.float32, widths.latent), tuple(latent_norm.shape)
-    _check_turns(len(q), turns, slots, widths.rope)
-    cpu_library().call.mla_rope_write(
-        mla_facts(num_heads, widths).data_ptr(), q.data_ptr(), q.stride(0), row.data_ptr(), row.stride(0), len(slots),
-        latent_norm.data_ptr(), float_bits(eps), turns.data_ptr(), slots.data_ptr(), cache_layer.data_ptr(),
     )  # fmt: skip
 
 
@@ -122,11 +95,6 @@ def pack_rows(x: Tensor, ids: Tensor, num_slots: int) -> tuple[Tensor, Tensor, T
     if num_rows < 0:
         raise IndexError(f"an id is below -1 or not below {num_slots}")
     return rows[:num_rows], counts, index
-
-
-def _check_turns(num_rows: int, turns: Tensor, slots: Tensor, width: int) -> None:
-    assert dense(turns, torch.complex64, num_rows, width // 2), f"turns {turns.dtype} {tuple(turns.shape)}"
-    assert dense(slots, torch.int64, num_rows), f"slots {slots.dtype} {tuple(slots.shape)}"
 
 
 @functools.lru_cache

@@ -3,7 +3,8 @@ import itertools
 import pytest
 import torch
 
-from moe_serve.kernels.cpu.packed import gate_up_size, pack, pack_gate_up, packed_size, unpack, unpack_gate_up
+from moe_serve.kernels.cpu.packed import gate_up_size, pack, pack_gate_up, packed_size
+from tests.kernels.cpu.unpacking import unpack, unpack_gate_up
 
 DTYPES = (torch.float32, torch.bfloat16, torch.int8, torch.float8_e4m3fn)
 

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from moe_serve.kernels import pack_rows, rope
 from moe_serve.kernels.cpu import rows
+from moe_serve.kernels.cpu.recorder import RecordedRun, Recorder, RowInputs
 from moe_serve.kernels.norm import rms_norm_reference
 from moe_serve.kernels.weighted_sum import weighted_sum_reference
 from tests.tolerance import FLOAT32, relative_error
@@ -61,14 +62,17 @@ def test_latent_rotation_and_cache_write_match_torch(heads, nope, latent, rotate
     widths = rope.MlaWidths(nope, latent, rotated)
     for num_rows, threads in itertools.product((0, 1, 5, 200), (1, 2)):
         library.set_threads(threads)
-        q, row = torch.randn(num_rows, heads, nope + rotated), strided(num_rows, latent + rotated)
+        recorder = Recorder(library, num_rows + 1)
+        q, row = recorder.buffer("q", heads, nope + rotated), recorder.buffer("row", latent + rotated + 4)
+        q, row = q.normal_()[:num_rows], row.normal_()[:num_rows, : latent + rotated]
         turns, norm = turns_of(num_rows, rotated), torch.randn(latent)
         slots = torch.randperm(num_rows + 4)[:num_rows]
         slots[1::3] = -1
         cache = torch.zeros(num_rows + 5, 1, latent + rotated)
         wanted, wanted_cache = q.clone(), cache.clone()
         rope.mla_rope_write(wanted, row.clone(), norm, EPS, turns, slots, wanted_cache, widths)
-        rows.mla_rope_write(q, row, norm, EPS, turns, slots, cache, widths)
+        recorder.mla_rope_write(q, row, norm, EPS, torch.view_as_real(turns).flatten(1), cache, widths)
+        recorder.run(RecordedRun(RowInputs(num_rows, slots=slots.data_ptr()), 1, False))
         wanted_cache[-1] = 0
         assert relative_error(q, wanted) < FLOAT32
         assert relative_error(cache, wanted_cache) < FLOAT32
