@@ -80,9 +80,9 @@ def build_decoder(
         norms = mine.pop("input_norm"), mine.pop("post_norm")
         layers.append(DecoderLayer(norms[0], attention_layer, norms[1], moe, mlp, shared))
         assert not mine, f"weights of layer {layer_id} that nobody took: {sorted(mine)}"
-    head = forms.linear(embed if spec.tie_embeddings else dense.pop("lm_head"))
+    embedding, head = forms.embedding(embed, None if spec.tie_embeddings else dense.pop("lm_head"))
     table = RopeTable(spec.rope, spec.max_position, device)
-    stack = DecoderStack(embed, layers, norm, spec.norm_eps, head)
+    stack = DecoderStack(embedding, layers, norm, spec.norm_eps, head)
     if numerics.compiled:
         run: StackRunner = RecordedRunner(stack, table, attention.shape, spec.vocab_size)
     else:

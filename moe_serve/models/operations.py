@@ -12,6 +12,7 @@ from moe_serve.ep.moe_layer import MoeLayer
 from moe_serve.kernels.rope import MlaWidths
 
 # Weights in the form that the operations of the same decoder read, such as Linear or PackedLinear; see weight_forms.py.
+AnyTable = Any
 AnyLinear = Any
 AnyHeads = Any
 AnyMlp = Any
@@ -30,8 +31,8 @@ class Operations(Protocol):
         """Chunks that `attend` leaves to the caller, behind all other rows."""
         ...
 
-    def embed(self, table: Tensor) -> Tensor:
-        """Returns the rows of the step's token ids in the compute dtype. table: [vocab_size, H]"""
+    def embed(self, table: AnyTable) -> Tensor:
+        """Returns the rows of the step's token ids in the compute dtype. table: of [vocab_size, H]"""
         ...
 
     def logits(self, weight: AnyLinear, x: Tensor) -> Tensor:

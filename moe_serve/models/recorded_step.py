@@ -12,7 +12,7 @@ from moe_serve.attention_dp.kv_cache import KvCache
 from moe_serve.ep.moe_layer import MoeLayer
 from moe_serve.kernels.cpu.attention import AttendRows, AttendShape
 from moe_serve.kernels.cpu.library import cpu_library
-from moe_serve.kernels.cpu.linear import PackedHeads, PackedLinear
+from moe_serve.kernels.cpu.linear import PackedHeads, PackedLinear, RowTable
 from moe_serve.kernels.cpu.recorder import IDS, POSITIONS, RecordedRun, Recorder, RowInputs
 from moe_serve.kernels.rope import MlaWidths
 from moe_serve.models.layers import RopeTable
@@ -118,9 +118,9 @@ class RecordedStep:
         self.rms_norm = recorder.rms_norm
         self.add_rms_norm = recorder.add_rms_norm
         self.linear = recorder.linear
-        self._turns = recorder.gather("turns", torch.view_as_real(rope.table).flatten(1), POSITIONS)
+        self._turns = recorder.gather("turns", RowTable.of(torch.view_as_real(rope.table).flatten(1)), POSITIONS)
 
-    def embed(self, table: Tensor) -> Tensor:
+    def embed(self, table: RowTable) -> Tensor:
         return self._recorder.gather("residual", table, IDS)
 
     def logits(self, weight: PackedLinear, x: Tensor) -> Tensor:

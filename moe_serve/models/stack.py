@@ -17,7 +17,7 @@ from moe_serve.attention_dp.kv_cache import KvCache
 from moe_serve.ep.moe_layer import MoeLayer
 from moe_serve.models.layers import GqaLayer
 from moe_serve.models.mla import MlaLayer
-from moe_serve.models.operations import AnyLinear, AnyMlp, Operations
+from moe_serve.models.operations import AnyLinear, AnyMlp, AnyTable, Operations
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,7 +39,7 @@ class DecoderLayer:
 class DecoderStack:
     """Embedding, all layers, the norm behind them, and the projection to logits."""
 
-    embed: Tensor
+    embed: AnyTable
     layers: Sequence[DecoderLayer]
     norm: Tensor
     eps: float

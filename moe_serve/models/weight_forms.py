@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from moe_serve.kernels.cpu.experts import PackedExperts, packed_ffn
-from moe_serve.kernels.cpu.linear import PackedHeads, PackedLinear
+from moe_serve.kernels.cpu.linear import PackedHeads, PackedLinear, RowTable
 from moe_serve.kernels.cpu.packed import gate_up_size, pack, pack_gate_up, packed_size
 from moe_serve.kernels.linear import HeadLinear, Linear
 from moe_serve.kernels.numerics import Numerics
@@ -47,6 +47,17 @@ class WeightForms:
     def __init__(self, numerics: Numerics):
         self._numerics = numerics
         self._proven: dict[object, tuple[int, ...]] = {}
+
+    def embedding(self, rows: Tensor, head: Tensor | None) -> tuple[Tensor | RowTable, Linear | PackedLinear]:
+        """Returns the table of embeddings and the projection to logits; the kernels read both from one packed weight.
+
+        rows: [vocab_size, H];  head: the projection's weight, likewise; None: it is that of the embeddings
+        """
+        weight = rows if head is None else head
+        if not self._numerics.compiled:
+            return rows, self.linear(weight)
+        projection = PackedLinear(weight)
+        return projection.rows if head is None else RowTable.of(rows), projection
 
     def linear(self, weight: Tensor, bias: Tensor | None = None) -> Linear | PackedLinear:
         """weight: [n, k], bias: [n] -> a function of rows [T, k] -> [T, n]"""

@@ -11,7 +11,9 @@ from moe_serve.attention_dp.batch import ForwardBatch
 from moe_serve.attention_dp.request import SamplingParams
 from moe_serve.engine.engine import Engine
 from moe_serve.engine.messages import Submit
+from moe_serve.kernels.cpu.linear import RowTable
 from tests.engine.offline import Prepare, Served, prompts_with_shared_beginnings, serve, submits_of
+from tests.kernels.cpu.unpacking import unpack
 
 VICTIM = "0"
 VICTIM_TOKEN = 2047  # in the prompt of the victim only
@@ -29,9 +31,14 @@ def submits(num_prompts: int = 12) -> list[Submit]:
 def poison_embedding(engine: Engine, value: float) -> None:
     """The row of one token holds the value; only the table is changed, not an output matrix tied to it."""
     stack = engine.served.decoder.stack
-    embed = stack.embed.clone()
-    embed[VICTIM_TOKEN, 5] = value
-    object.__setattr__(stack, "embed", embed)  # before the first step, which records where the table is
+    table = stack.embed
+    if isinstance(table, RowTable):
+        table = RowTable.of(unpack(table.data[0], table.num_rows, table.width))
+        table.data[VICTIM_TOKEN, 5] = value
+    else:
+        table = table.clone()
+        table[VICTIM_TOKEN, 5] = value
+    object.__setattr__(stack, "embed", table)  # before the first step, which records where the table is
 
 
 def poison_cache(engine: Engine, value: float) -> None:

@@ -1,4 +1,4 @@
-"""While a rank loads, its experts are in memory once: packing needs room for one expert beside the slots."""
+"""Weights are in memory once: packing needs room for one expert beside the slots, and a tied embedding has one form."""
 
 import ctypes
 import json
@@ -8,15 +8,18 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from moe_serve.ep.moe_layer import MoeLayer
+from moe_serve.kernels.cpu.library import find_cpu_library
+from moe_serve.kernels.numerics import Numerics
 from moe_serve.models.spec import read_spec
 from moe_serve.models.stored_weights import StoredWeights
 from moe_serve.models.weight_plan import dense_tensors, expert_tensors
 from moe_serve.models.weight_share import WeightShare
 from moe_serve.models.weights import load_weights
 from tests.engine.offline import tiny_model
-from tests.models.runner import one_rank
+from tests.models.runner import load_decoder, one_rank
 
-SIZES = {"hidden_size": 512, "moe_intermediate_size": 512, "num_experts": 32, "num_hidden_layers": 4}
+EXPERTS = {"hidden_size": 512, "moe_intermediate_size": 512, "num_experts": 32, "num_hidden_layers": 4}
 CLEAR, STATUS = Path("/proc/self/clear_refs"), Path("/proc/self/status")
 
 
@@ -26,25 +29,51 @@ def memory_bytes(name: str) -> int:
     return int(line.split()[1]) * 1024
 
 
-@pytest.mark.skipif(not CLEAR.exists(), reason="needs the peak of /proc/self/status")
-def test_the_peak_of_loading_is_the_weights_and_one_expert(tmp_path: Path) -> None:
-    folder = tiny_model(tmp_path, "qwen3_moe")
-    config = folder / "config.json"
-    config.write_text(json.dumps(json.loads(config.read_text()) | SIZES))
-    spec = read_spec(folder)
+TIED = {"hidden_size": 512, "vocab_size": 1 << 16, "tie_word_embeddings": True}
+NEEDS_SIZES = pytest.mark.skipif(not CLEAR.exists(), reason="needs the sizes of /proc/self/status")
+
+
+def write_zeros(folder: Path, sizes: dict[str, int]) -> Path:
+    """Writes a tiny bfloat16 model of these sizes, and returns its folder."""
+    config = tiny_model(folder, "qwen3_moe") / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | sizes))
+    spec = read_spec(config.parent)
     parts = [part for plan in dense_tensors(spec) for part in plan.parts] + [p.fused for p in expert_tensors(spec)]
     tensors = {part.source: torch.zeros(part.shape, dtype=torch.bfloat16) for part in parts}
-    save_file(tensors, folder / "model.safetensors")
-    del tensors
+    save_file(tensors, config.parent / "model.safetensors")
+    return config.parent
+
+
+def memory_now() -> int:
+    """Returns the bytes of this process, without what earlier tests have freed: it would be used without growing."""
+    ctypes.CDLL(None).malloc_trim(0)
+    return memory_bytes("VmRSS")
+
+
+@NEEDS_SIZES
+def test_the_peak_of_loading_is_the_weights_and_one_expert(tmp_path: Path) -> None:
+    folder = write_zeros(tmp_path, EXPERTS)
+    spec = read_spec(folder)
     stored = StoredWeights.of(spec, folder)
     share = WeightShare(spec, one_rank(spec), 0, torch.float32, "cpu", "dense", stored)
     wanted = sum(share.dense_bytes.values()) + spec.num_moe_layers * share.num_slots * share.slot_form.num_bytes
     assert wanted > 190 * 2**20
-    ctypes.CDLL(None).malloc_trim(0)  # what earlier tests have freed would be used again, without growing
-    before = memory_bytes("VmRSS")
+    before = memory_now()
     CLEAR.write_text("5")  # the peak begins anew
     loaded = load_weights(folder, share)
     grown = memory_bytes("VmHWM") - before
     assert loaded.bytes_read > 190 * 2**20
     most = wanted + 16 * share.slot_form.num_bytes
     assert wanted * 0.75 < grown < most, f"{grown >> 20} MiB for {wanted >> 20}"
+
+
+@NEEDS_SIZES
+@pytest.mark.skipif(find_cpu_library() is None, reason="no C compiler")
+def test_a_tied_embedding_is_in_memory_once(tmp_path: Path) -> None:
+    folder = write_zeros(tmp_path, TIED)
+    table_bytes = 2 * TIED["vocab_size"] * TIED["hidden_size"]
+    before = memory_now()
+    decoder = load_decoder(folder, Numerics(compiled=True), moe_layer=MoeLayer)
+    grown = memory_now() - before
+    assert decoder.spec.tie_embeddings
+    assert 0.9 * table_bytes < grown < 1.5 * table_bytes, f"{grown >> 20} MiB for {table_bytes >> 20}"

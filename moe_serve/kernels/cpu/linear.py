@@ -1,5 +1,8 @@
 """Dense projections by compiled kernels: the weight is packed once, read once for up to 64 rows, and widened there."""
 
+from dataclasses import dataclass
+from typing import Self
+
 import torch
 from torch import Tensor
 
@@ -7,6 +10,26 @@ from moe_serve.kernels.cpu.library import cpu_library
 from moe_serve.kernels.cpu.packed import pack, packed_size
 
 KINDS = (torch.float32, torch.bfloat16, torch.int8, torch.float8_e4m3fn)  # in the order of weights.h
+
+
+@dataclass(frozen=True, eq=False)
+class RowTable:
+    """Rows that kernels look up by id, float32 or bfloat16.
+
+    data: [num_rows, width], or the same as a packed weight
+    """
+
+    data: Tensor
+    num_rows: int
+    width: int
+    is_packed: bool
+
+    @classmethod
+    def of(cls, rows: Tensor) -> Self:
+        """Returns the table of rows [num_rows, width] without gaps."""
+        assert rows.is_contiguous(), f"rows with strides {rows.stride()}"
+        num_rows, width = rows.shape
+        return cls(rows, num_rows, width, is_packed=False)
 
 
 class _Projection:
@@ -35,6 +58,11 @@ class PackedLinear(_Projection):
     def __call__(self, x: Tensor) -> Tensor:
         """x: [rows, k] float32, of any row stride -> [rows, n]; rows may be 0."""
         return self.into(x, x.new_empty(x.shape[0], self.out_features))
+
+    @property
+    def rows(self) -> RowTable:
+        """Returns the rows of the weight, [n, k], as they lie packed."""
+        return RowTable(self._packed, self.out_features, self.in_features, is_packed=True)
 
     def into(self, x: Tensor, out: Tensor) -> Tensor:
         """Writes the projection of x [rows, k] to out [rows, n], both float32 and of any row stride; returns out."""

@@ -1,5 +1,6 @@
 /* What moves data between the kernels of a recorded step. */
-#include "vec.h"
+#include "pool.h"
+#include "weights.h"
 
 /* [rows, heads, width], with strides of rows and heads in floats */
 i64 copy_heads(const float *from, i64 rows, i64 heads, i64 width, i64 from_row, i64 from_head, float *to, i64 to_row,
@@ -11,22 +12,59 @@ i64 copy_heads(const float *from, i64 rows, i64 heads, i64 width, i64 from_row, 
     return 0;
 }
 
-/* out[i] = table[ids[i]], rows of `width`, widened to float32. kind: 0 float32, 1 bfloat16; fails for an id that is no
-   row of the table */
-i64 gather_rows(const void *table, i64 kind, i64 table_rows, i64 width, const i64 *ids, i64 num_ids, float *out)
+typedef struct {
+    const void *table;
+    i64 kind, is_packed, table_rows, width;
+    const i64 *ids;
+    float *out;
+} Gather;
+
+INLINE float widened_bf16(const uint16_t *from)
 {
-    for (i64 i = 0; i < num_ids; i++, out += width) {
-        if (ids[i] < 0 || ids[i] >= table_rows) return -1;
-        if (!kind) {
-            memcpy(out, (const float *)table + ids[i] * width, width * 4);
-            continue;
-        }
-        const uint16_t *row = (const uint16_t *)table + ids[i] * width;
-        for (i64 c = 0; c < width; c++) {
-            uint32_t bits = (uint32_t)row[c] << 16;
-            memcpy(out + c, &bits, 4);
-        }
+    uint32_t bits = (uint32_t)*from << 16;
+    float number;
+    memcpy(&number, &bits, 4);
+    return number;
+}
+
+/* Elements of a packed row lie a panel's width apart, each in a cache line of its own, so lines are asked for ahead. */
+static void gather_packed_row(const Gather *g, i64 id, float *out)
+{
+    enum { AHEAD = 32 };
+    i64 panel = id / PANEL, in_panel = id % PANEL, step = panel_width(g->table_rows, panel), size = bytes_of(g->kind);
+    i64 first = g->kind == BFLOAT16 ? in_panel / 32 * 32 + in_panel % 16 * 2 + in_panel % 32 / 16 : in_panel;
+    const char *at = panel_at(g->table, panel, g->width, g->kind) + first * size;
+    for (i64 c = 0; c < g->width; c++, at += step * size) {
+        __builtin_prefetch(at + AHEAD * step * size, 0, 1);
+        out[c] = g->kind == FLOAT32 ? *(const float *)at : widened_bf16((const void *)at);
     }
+}
+
+static void gather_row(const void *job, i64 i)
+{
+    const Gather *g = job;
+    i64 first = g->ids[i] * g->width;
+    float *out = g->out + i * g->width;
+    if (g->is_packed)
+        gather_packed_row(g, g->ids[i], out);
+    else if (g->kind == FLOAT32)
+        memcpy(out, (const float *)g->table + first, g->width * 4);
+    else
+        for (i64 c = 0; c < g->width; c++) out[c] = widened_bf16((const uint16_t *)g->table + first + c);
+}
+
+/* out[i] = row ids[i] of table, widened to float32. kind: float32 or bfloat16; is_packed: the table is [table_rows,
+   width] packed as a weight is, else its rows follow each other; fails for an id that is no row of the table */
+i64 gather_rows(const void *table, i64 kind, i64 is_packed, i64 table_rows, i64 width, const i64 *ids, i64 num_ids,
+                float *out)
+{
+    Gather gather = {table, kind, is_packed, table_rows, width, ids, out};
+    for (i64 i = 0; i < num_ids; i++)
+        if (ids[i] < 0 || ids[i] >= table_rows) return -1;
+    if (is_packed)
+        pool_run(gather_row, &gather, num_ids);
+    else
+        for (i64 i = 0; i < num_ids; i++) gather_row(&gather, i);
     return 0;
 }
 

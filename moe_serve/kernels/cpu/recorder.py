@@ -20,7 +20,7 @@ from moe_serve.kernels.cpu.attention import AttendShape
 from moe_serve.kernels.cpu.experts import PackedExperts
 from moe_serve.kernels.cpu.gate import gate_facts
 from moe_serve.kernels.cpu.library import CpuLibrary
-from moe_serve.kernels.cpu.linear import KINDS, PackedHeads, PackedLinear
+from moe_serve.kernels.cpu.linear import KINDS, PackedHeads, PackedLinear, RowTable
 from moe_serve.kernels.cpu.packed import padded
 from moe_serve.kernels.cpu.program import Input, Program
 from moe_serve.kernels.cpu.rows import float_bits, mla_facts
@@ -99,22 +99,23 @@ class Recorder:
         self._between.append(function)
         self._programs.append(Program(self._library))
 
-    def gather(self, name: str, table: Tensor, ids: Input) -> Tensor:
-        """Returns table[ids] in float32, [rows, width]. table: [n, width] float32 or bfloat16"""
-        out = self.buffer(name, table.shape[1])
+    def gather(self, name: str, table: RowTable, ids: Input) -> Tensor:
+        """Returns table[ids] in float32, [rows, width]."""
+        out = self.buffer(name, table.width)
         self._gather(table, ids, ROWS, out)
         return out
 
     def logits(self, weight: PackedLinear, x: Tensor) -> Tensor:
         """Records the projection of the logit rows among x, and returns where these rows are kept, not the logits."""
         wanted = self.buffer("logit_rows", x.shape[1])
-        self._gather(x, LOGIT_ROWS, NUM_LOGITS, wanted)
+        self._gather(RowTable.of(x), LOGIT_ROWS, NUM_LOGITS, wanted)
         self._add("linear", weight.facts, wanted, NUM_LOGITS, wanted.stride(0), 0, LOGITS, weight.out_features, 0)
         self._kept.append(weight)
         return wanted
 
-    def _gather(self, table: Tensor, ids: Input, num_ids: Input, out: Tensor) -> None:
-        self._add("gather_rows", table, KINDS.index(table.dtype), *table.shape, ids, num_ids, out)
+    def _gather(self, table: RowTable, ids: Input, num_ids: Input, out: Tensor) -> None:
+        facts = KINDS.index(table.data.dtype), int(table.is_packed), table.num_rows, table.width
+        self._add("gather_rows", table.data, *facts, ids, num_ids, out)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """As kernels/norm.py."""

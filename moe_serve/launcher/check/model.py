@@ -72,7 +72,7 @@ def _weights(config: ServeConfig, plan: ModelPlan) -> Iterator[Memory]:
     spec, num_slots = plan.spec, plan.placement.slots_per_rank
     dense_bytes = plan.share(0).dense_bytes
     yield Memory("attention, embeddings, shared experts", sum(dense_bytes.values()), "the same on every rank")
-    if spec.tie_embeddings and plan.device.type == "cpu":
+    if spec.tie_embeddings and plan.device.type == "cpu" and not plan.numerics.compiled:
         why = "the embedding's values, packed for the product"
         yield Memory("output projection", dense_bytes["embed"], why)
     expert_bytes = plan.slot_form.num_bytes

@@ -1,13 +1,14 @@
 """Programs of kernel calls, and the operations that write them, against the kernels called one by one."""
 
 import ctypes
+import itertools
 
 import pytest
 import torch
 
 from moe_serve.kernels.cpu.experts import PackedExperts, packed_ffn
 from moe_serve.kernels.cpu.library import cpu_library
-from moe_serve.kernels.cpu.linear import PackedHeads, PackedLinear
+from moe_serve.kernels.cpu.linear import PackedHeads, PackedLinear, RowTable
 from moe_serve.kernels.cpu.packed import gate_up_size, packed_size
 from moe_serve.kernels.cpu.program import Input, Program
 from moe_serve.kernels.cpu.recorder import IDS, RecordedRun, Recorder, RowInputs
@@ -106,7 +107,7 @@ def test_rows_are_gathered_and_widened_and_some_of_them_projected(dtype: torch.d
     table, linear = torch.randn(7, 19).to(dtype), PackedLinear(torch.randn(37, 19))
     ids, wanted, logits = torch.tensor([6, 0, 3]), torch.tensor([2, 0]), torch.zeros(2, 37)
     record = recorder()
-    rows = record.gather("rows", table, IDS)
+    rows = record.gather("rows", RowTable.of(table), IDS)
     record.logits(linear, rows)
     inputs = RowInputs(3, ids=ids.data_ptr(), num_logits=2, logit_rows=wanted.data_ptr(), logits=logits.data_ptr())
     record.run(RecordedRun(inputs, 1, False))
@@ -114,8 +115,21 @@ def test_rows_are_gathered_and_widened_and_some_of_them_projected(dtype: torch.d
     assert torch.equal(logits, linear(rows[:3][wanted]))
 
 
-def test_an_id_beyond_the_table_fails() -> None:
-    record, ids = recorder(), torch.tensor([7])
-    record.gather("rows", torch.randn(7, 19), IDS)
-    with pytest.raises(RuntimeError, match="gather_rows"):
-        record.run(RecordedRun(RowInputs(1, ids=ids.data_ptr()), 1, False))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_rows_of_a_packed_weight_are_gathered_bit_for_bit(dtype: torch.dtype) -> None:
+    for num_rows, width, threads in itertools.product((1, 31, 33, 64, 65, 200), (1, 7, 130), (1, 2)):
+        weight = torch.randn(num_rows, width).to(dtype)
+        table, record, ids = PackedLinear(weight).rows, recorder(num_rows), torch.randperm(num_rows)
+        cpu_library().set_threads(threads)
+        rows = record.gather("rows", table, IDS)
+        record.run(RecordedRun(RowInputs(num_rows, ids=ids.data_ptr()), 1, False))
+        assert torch.equal(rows, weight[ids].float()), (num_rows, width)
+
+
+@pytest.mark.parametrize("bad", [-1, 7])
+def test_an_id_beyond_the_table_fails(bad: int) -> None:
+    for table in (RowTable.of(torch.randn(7, 19)), PackedLinear(torch.randn(7, 19)).rows):
+        record, ids = recorder(), torch.tensor([bad])
+        record.gather("rows", table, IDS)
+        with pytest.raises(RuntimeError, match="gather_rows"):
+            record.run(RecordedRun(RowInputs(1, ids=ids.data_ptr()), 1, False))
