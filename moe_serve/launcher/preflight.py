@@ -1,5 +1,6 @@
 """Checks the files that a configuration names before any process is started. Torch-free."""
 
+import os
 from pathlib import Path
 
 from moe_serve.config import ServeConfig, model_dir
@@ -11,7 +12,12 @@ log = get_logger(__name__)
 
 
 def look_for_files(config: ServeConfig) -> None:
-    """Raises ModelError or ConfigError naming the first file that is missing or does not fit, and what to do."""
+    """Raises ModelError or ConfigError naming the first file that is missing or does not fit, and what to do.
+
+    Model folders may come from strangers: what is read here is bounded, and nothing hangs on a pipe.
+    """
+    from moe_serve.models.checkpoint_parts import CheckpointParts
+    from moe_serve.models.safetensors_header import all_tensors
     from moe_serve.models.spec import read_spec
 
     folder = model_dir(config.model)
@@ -20,23 +26,43 @@ def look_for_files(config: ServeConfig) -> None:
             f"model.path is {config.model.path!r} but there is no such folder; give the folder of a Hugging Face "
             "model, or demo"
         )
-    longest, wanted = read_spec(folder).max_position, config.model.max_model_len
+    spec = read_spec(folder)
+    longest, wanted = spec.max_position, config.model.max_model_len
     if wanted is not None and wanted > longest:
         raise ConfigError(
             f"model.max_model_len is {wanted} but the model knows {longest} positions; lower max_model_len"
         )
-    if config.model.load_format != "dummy" and not list(folder.glob("*.safetensors")):
-        raise ModelError(
-            f"{folder}: there are no *.safetensors files; put the weights there, or set model.load_format: dummy"
-        )
+    if config.model.load_format != "dummy":
+        CheckpointParts(spec, all_tensors(folder)).check(folder)
+    if has_tokenizer(config):
+        Tokenizer.from_folder(folder)  # a front end that cannot read it would end while the ranks load
     location = config.eplb.init_expert_location
     if location != "trivial" and not Path(location).is_file():
         raise ConfigError(f"eplb.init_expert_location is {location!r} but there is no such file; correct the path")
+    look_where_to_write(config)
+
+
+def look_where_to_write(config: ServeConfig) -> None:
+    """Raises ConfigError where eplb.record_path cannot be written: ranks would find out after they have started."""
+    if config.eplb.record_path is None:
+        return
+    path = Path(config.eplb.record_path)
+    problem = None
+    if not path.parent.is_dir():
+        problem = f"there is no folder {path.parent}"
+    elif path.exists() and not path.is_file():
+        problem = "it is not a regular file"
+    elif not os.access(path if path.exists() else path.parent, os.W_OK):
+        problem = "Permission denied"
+    if problem is not None:
+        raise ConfigError(
+            f"eplb.record_path: {path} cannot be written ({problem}); name a file in a folder that exists"
+        )
 
 
 def has_tokenizer(config: ServeConfig) -> bool:
     """Returns whether text is served; without a tokenizer, token ids alone are."""
-    return not config.model.skip_tokenizer and (model_dir(config.model) / "tokenizer.json").is_file()
+    return not config.model.skip_tokenizer and (model_dir(config.model) / "tokenizer.json").exists()
 
 
 def load_tokenizer(config: ServeConfig) -> Tokenizer | None:

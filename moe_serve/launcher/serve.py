@@ -26,6 +26,7 @@ from moe_serve.engine.mailbox import ZmqMailbox
 from moe_serve.engine.messages import Fatal, Goodbye, Hello, Progress, Ready
 from moe_serve.errors import ConfigError, LostConnectionError, MoeServeError, PeerError
 from moe_serve.kernels.cpu.library import build_cpu_library
+from moe_serve.launcher.preflight import look_where_to_write
 from moe_serve.launcher.rank_env import RankEnv, check_num_ranks, read_rank_env
 from moe_serve.log import configure_logging, get_logger
 
@@ -50,6 +51,7 @@ def serve(
         env = read_rank_env()
         configure_logging(who=f"rank {env.rank}")
         check_num_ranks(env, settings.parallel.num_ranks)
+        look_where_to_write(settings)
     except MoeServeError as error:
         print(f"moe-serve worker: {error}", file=sys.stderr)
         raise SystemExit(2) from None

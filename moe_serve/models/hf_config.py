@@ -1,11 +1,17 @@
 """Typed access to a config.json: every mistake in one raises a ModelError. Torch-free."""
 
-import json
+import math
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from moe_serve.errors import ModelError
+from moe_serve.models.model_files import shown
+
+# A folder may come from a stranger: nothing is allocated or counted through before its sizes are within these.
+LARGEST_SIZE = 1 << 24  # of any one size; vocabularies and contexts of real models are below
+MOST_LAYERS = 4096
+_MOST_EXPERTS = 1 << 20  # over all layers; the largest models have about 25,000
+_MOST_PARAMETERS = 1 << 47
 
 
 class HfConfig:
@@ -19,42 +25,98 @@ class HfConfig:
         value = self.values.get(key)
         return default if value is None else value
 
-    def size(self, *keys: str, default: int | None = None, minimum: int = 1) -> int:
+    def size(self, *keys: str, default: int | None = None, minimum: int = 1, largest: int = LARGEST_SIZE) -> int:
         """Returns the whole number under the first of `keys` that is present."""
         for key in keys:
             value = self.values.get(key)
             if value is None:
                 continue
-            if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
-                raise ModelError(f"{self.where}: {key} is {value!r}, expected a whole number of at least {minimum}")
+            if type(value) is not int or value < minimum:
+                raise self.wrong(key, value, f"a whole number of at least {minimum}")
+            if value > largest:
+                raise self.wrong(key, value, f"at most {largest}")
             return value
         if default is None:
             raise ModelError(
-                f"{self.where}: {keys[0]} is missing; is this the folder of a {self.get('model_type')} model?"
+                f"{self.where}: {keys[0]} is missing; is this the folder of a {shown(self.get('model_type'))} model?"
             )
         return default
 
-    def number(self, key: str, default: float) -> float:
+    def positive(self, key: str, default: float) -> float:
+        """Returns the finite number above 0 under a key."""
         value = self.get(key, default)
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            raise ModelError(f"{self.where}: {key} is {value!r}, expected a number")
+        if isinstance(value, bool) or not isinstance(value, int | float) or not is_positive(value):
+            raise self.wrong(key, value, "a number above 0")
         return float(value)
+
+    def flag(self, key: str, default: bool = False) -> bool:
+        """Returns the boolean under a key."""
+        value = self.get(key, default)
+        if not isinstance(value, bool):
+            raise self.wrong(key, value, "true or false")
+        return value
+
+    def text(self, *keys: str) -> str | None:
+        """Returns the text under the first of `keys` that is present; None without one."""
+        for key in keys:
+            value = self.values.get(key)
+            if value is not None:
+                if not isinstance(value, str):
+                    raise self.wrong(key, value, "a text")
+                return value
+        return None
+
+    def sizes(self, key: str, below: int) -> frozenset[int]:
+        """Returns the list of whole numbers from 0 to `below` - 1 under a key; empty without one."""
+        values = self.get(key, [])
+        if not isinstance(values, list) or not all(type(value) is int and 0 <= value < below for value in values):
+            raise self.wrong(key, values, f"a list of whole numbers below {below}")
+        return frozenset(values)
+
+    def wrong(self, key: str, value: object, expected: str) -> ModelError:
+        """Returns the error that a value is not what is expected."""
+        return ModelError(f"{self.where}: {key} is {shown(value)}, expected {expected}")
 
     def refuse(self, feature: str) -> ModelError:
         return ModelError(
-            f"{self.where}: {feature} is not supported for {self.get('model_type')}; "
+            f"{self.where}: {feature} is not supported for {shown(self.get('model_type'))[1:-1]}; "
             "serve a model without it, or ask for it in an issue"
         )
 
 
-def read_json(path: Path, fix: str) -> dict[str, Any]:
-    """Returns the object in a JSON file. Raises ModelError, with the fix, when there is none."""
+def check_total(where: str, num_layers: int, num_experts: int, parameters: int) -> None:
+    """Raises ModelError for sizes that are each possible, but not together.
+
+    num_experts: of one layer;  parameters: of the whole model
+    """
+    if num_layers * num_experts > _MOST_EXPERTS:
+        raise ModelError(
+            f"{where}: {num_layers} layers of {num_experts} experts are {num_layers * num_experts} experts, expected "
+            f"at most {_MOST_EXPERTS}; correct num_hidden_layers or the number of experts"
+        )
+    if parameters > _MOST_PARAMETERS:
+        raise ModelError(
+            f"{where}: its sizes make {parameters} parameters, expected at most {_MOST_PARAMETERS}; correct the sizes"
+        )
+
+
+def eos_token_ids(config: HfConfig, generation: HfConfig) -> tuple[int, ...]:
+    """Returns the ids that end a sequence: generation_config.json may name more than config.json."""
+    ids: list[int] = []
+    vocab_size = config.size("vocab_size")
+    for source in (config, generation):
+        value = source.get("eos_token_id", [])
+        for item in value if isinstance(value, list) else [value]:
+            if type(item) is not int or not 0 <= item < vocab_size:
+                raise source.wrong("eos_token_id", value, f"ids below vocab_size {vocab_size}")
+            if item not in ids:
+                ids.append(item)
+    return tuple(ids)
+
+
+def is_positive(value: float) -> bool:
+    """Returns whether a number is finite and above 0. Whole numbers that no float can hold are not."""
     try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ModelError(f"{path}: cannot be read ({error.strerror}); {fix}") from None
-    except ValueError as error:
-        raise ModelError(f"{path}: is not valid JSON ({error}); {fix}") from None
-    if not isinstance(values, dict):
-        raise ModelError(f"{path}: holds a {type(values).__name__}, expected an object; {fix}")
-    return values
+        return math.isfinite(value) and value > 0
+    except OverflowError:
+        return False

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from moe_serve.errors import ModelError
+from moe_serve.models.hf_config import is_positive
+from moe_serve.models.model_files import shown
 
 
 @dataclass(frozen=True)
@@ -46,16 +48,18 @@ def read_rope(values: Mapping[str, Any], dim: int, interleaved: bool, where: str
     """
     given = values.get("rope_parameters") or values.get("rope_scaling") or {}
     if not isinstance(given, Mapping):
-        raise ModelError(f"{where}: rope_parameters is {given!r}, expected an object")
-    kind = str(given.get("rope_type") or given.get("type") or "default")
+        raise ModelError(f"{where}: rope_parameters is {shown(given)}, expected an object")
+    kind = given.get("rope_type") or given.get("type") or "default"
     if kind not in SUPPORTED:
-        raise ModelError(f"{where}: rope_type {kind!r} is not supported; supported are {', '.join(SUPPORTED)}")
+        raise ModelError(f"{where}: rope_type {shown(kind)} is not supported; supported are {', '.join(SUPPORTED)}")
     partial = given.get("partial_rotary_factor") or values.get("partial_rotary_factor") or 1.0
     if partial != 1.0:
-        raise ModelError(f"{where}: partial_rotary_factor {partial} is not supported; only 1.0 is")
+        raise ModelError(f"{where}: partial_rotary_factor {shown(partial)} is not supported; only 1.0 is")
     if dim % 2:
         raise ModelError(f"{where}: the rotated head width is {dim}; it must be even")
     theta = _number(given, "rope_theta", where, default=_number(values, "rope_theta", where, default=10000.0))
+    if theta <= 1:
+        raise ModelError(f"{where}: rope_theta of the rotary embedding is {theta:g}, expected a number above 1")
     if kind == "default":
         return RopeSpec(dim, theta, interleaved)
     if kind == "linear":
@@ -69,12 +73,21 @@ def _read_yarn(
     longest = _number(values, "max_position_embeddings", where)
     original = _number(given, "original_max_position_embeddings", where, default=longest)
     factor = _number(given, "factor", where, default=longest / original)
-    mscale, mscale_all = given.get("mscale"), given.get("mscale_all_dim")
-    table_factor = given.get("attention_factor")
-    if table_factor is None:
-        table_factor = mscale_of(factor, 1.0)
-        if mscale and mscale_all:
-            table_factor = mscale_of(factor, mscale) / mscale_of(factor, mscale_all)
+    if original < 1 or factor < 1:
+        raise ModelError(
+            f"{where}: original_max_position_embeddings {original:g} and factor {factor:g} of the rotary embedding: "
+            "expected at least 1"
+        )
+    # 0 means the same as none
+    mscale, mscale_all = (
+        _number(given, key, where) if given.get(key) else None for key in ("mscale", "mscale_all_dim")
+    )
+    unscaled = mscale_of(factor, 1.0)
+    if mscale and mscale_all:
+        unscaled = mscale_of(factor, mscale) / mscale_of(factor, mscale_all)
+    truncate = given.get("truncate", True)
+    if not isinstance(truncate, bool):
+        raise ModelError(f"{where}: truncate of the rotary embedding is {shown(truncate)}, expected true or false")
     return RopeSpec(
         dim,
         theta,
@@ -82,11 +95,11 @@ def _read_yarn(
         yarn=YarnSpec(
             factor=factor,
             original_max_position=int(original),
-            beta_fast=float(given.get("beta_fast") or 32),
-            beta_slow=float(given.get("beta_slow") or 1),
-            truncate=bool(given.get("truncate", True)),
+            beta_fast=_number(given, "beta_fast", where, default=32.0),
+            beta_slow=_number(given, "beta_slow", where, default=1.0),
+            truncate=truncate,
         ),
-        table_factor=float(table_factor),
+        table_factor=_number(given, "attention_factor", where, default=unscaled),
         softmax_factor=mscale_of(factor, mscale_all) ** 2 if mscale_all else 1.0,
     )
 
@@ -115,6 +128,6 @@ def _number(values: Mapping[str, Any], key: str, where: str, default: float | No
     value = values.get(key)
     if value is None:
         value = default
-    if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
-        raise ModelError(f"{where}: {key} of the rotary embedding is {value!r}, expected a number above 0")
+    if isinstance(value, bool) or not isinstance(value, int | float) or not is_positive(value):
+        raise ModelError(f"{where}: {key} of the rotary embedding is {shown(value)}, expected a number above 0")
     return float(value)

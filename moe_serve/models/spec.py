@@ -13,7 +13,8 @@ from typing import Any
 
 from moe_serve.ep.routing import RouterSpec
 from moe_serve.errors import ModelError
-from moe_serve.models.hf_config import HfConfig, read_json
+from moe_serve.models.hf_config import LARGEST_SIZE, MOST_LAYERS, HfConfig, check_total, eos_token_ids
+from moe_serve.models.model_files import read_json, shown
 from moe_serve.models.rope_spec import RopeSpec, read_rope
 
 
@@ -76,7 +77,6 @@ class ModelSpec:
     max_position: int  # tokens, prompt + output
     norm_eps: float
     eos_token_ids: tuple[int, ...]
-    bos_token_id: int | None
     tie_embeddings: bool
     attention: GqaSpec | MlaSpec
     rope: RopeSpec
@@ -145,39 +145,32 @@ def read_spec(folder: str | Path) -> ModelSpec:
     family = FAMILIES.get(str(values.get("model_type")))
     if family is None:
         raise ModelError(
-            f"{path}: model_type {values.get('model_type')!r} (architectures {values.get('architectures')}) is not "
+            f"{path}: model_type {shown(values.get('model_type'))} (architectures "
+            f"{shown(values.get('architectures'))}) is not "
             f"supported; supported are {', '.join(sorted(FAMILIES))}"
         )
     generation = path.with_name("generation_config.json")
-    extra = read_json(generation, "correct or remove it") if generation.is_file() else {}
-    return family(config, _token_ids(config, extra))
-
-
-def _token_ids(config: HfConfig, generation: Mapping[str, Any]) -> tuple[int, ...]:
-    """Returns the ids that end a sequence: generation_config.json may name more than config.json."""
-    ids: list[int] = []
-    for value in (config.get("eos_token_id"), generation.get("eos_token_id")):
-        for item in value if isinstance(value, list) else [value]:
-            if isinstance(item, int) and item not in ids:
-                ids.append(item)
-    return tuple(ids)
+    extra = read_json(generation, "correct or remove it") if generation.exists() else {}
+    spec = family(config, eos_token_ids(config, HfConfig(extra, str(generation))))
+    parameters = spec.dense_parameters + spec.num_moe_layers * spec.num_logical * spec.expert_parameters
+    check_total(str(path), spec.num_layers, spec.num_logical, parameters)
+    return spec
 
 
 def _common(config: HfConfig, eos_token_ids: tuple[int, ...]) -> dict[str, Any]:
     """Returns the fields that all families share, and refuses what none of them supports."""
     if config.get("hidden_act", "silu") != "silu":
-        raise config.refuse(f"hidden_act {config.get('hidden_act')!r}")
+        raise config.refuse(f"hidden_act {shown(config.get('hidden_act'))}")
     return {
         "model_type": config.get("model_type"),
         "vocab_size": config.size("vocab_size"),
         "hidden": config.size("hidden_size"),
-        "num_layers": config.size("num_hidden_layers"),
+        "num_layers": config.size("num_hidden_layers", largest=MOST_LAYERS),
         "max_position": config.size("max_position_embeddings"),
-        "norm_eps": config.number("rms_norm_eps", 1e-6),
+        "norm_eps": config.positive("rms_norm_eps", 1e-6),
         "eos_token_ids": eos_token_ids,
-        "bos_token_id": config.get("bos_token_id"),
-        "tie_embeddings": bool(config.get("tie_word_embeddings", False)),
-        "checkpoint_dtype": config.get("dtype", config.get("torch_dtype")),
+        "tie_embeddings": config.flag("tie_word_embeddings"),
+        "checkpoint_dtype": config.text("dtype", "torch_dtype"),
         "fp8_block": _fp8_block(config),
     }
 
@@ -187,10 +180,11 @@ def _fp8_block(config: HfConfig) -> int | None:
     if not quantization:
         return None
     if not isinstance(quantization, Mapping):
-        raise config.refuse(f"quantization_config {quantization!r}")
+        raise config.refuse(f"quantization_config {shown(quantization)}")
     method, block = quantization.get("quant_method"), quantization.get("weight_block_size", [128, 128])
-    if method != "fp8" or not isinstance(block, list) or len(block) != 2 or block[0] != block[1]:
-        raise config.refuse(f"quantization {method!r} with blocks {block} (only fp8 with square blocks is)")
+    is_square = isinstance(block, list) and len(block) == 2 and block[0] == block[1]
+    if method != "fp8" or not is_square or type(block[0]) is not int or not 1 <= block[0] <= LARGEST_SIZE:
+        raise config.refuse(f"quantization {shown(method)} with blocks {shown(block)} (only fp8 with square blocks is)")
     return int(block[0])
 
 
@@ -207,17 +201,18 @@ def _gqa(config: HfConfig, qk_norm: bool, bias: bool) -> GqaSpec:
 
 
 def _refuse_sliding_window(config: HfConfig, used: bool) -> None:
-    window = config.get("sliding_window")
+    longest = config.size("max_position_embeddings")
     # A window as long as the longest sequence masks nothing.
-    if used and window is not None and window < config.size("max_position_embeddings"):
-        raise config.refuse(f"sliding-window attention (sliding_window {window})")
+    if used and config.size("sliding_window", default=longest) < longest:
+        raise config.refuse(f"sliding-window attention (sliding_window {config.get('sliding_window')})")
 
 
 def _read_qwen3_moe(config: HfConfig, eos_token_ids: tuple[int, ...]) -> ModelSpec:
-    _refuse_sliding_window(config, bool(config.get("use_sliding_window", False)))
-    attention = _gqa(config, qk_norm=True, bias=bool(config.get("attention_bias", False)))
-    num_layers, step = config.size("num_hidden_layers"), config.size("decoder_sparse_step", default=1)
-    dense_only = set(config.get("mlp_only_layers", []))
+    _refuse_sliding_window(config, config.flag("use_sliding_window"))
+    attention = _gqa(config, qk_norm=True, bias=config.flag("attention_bias"))
+    num_layers = config.size("num_hidden_layers", largest=MOST_LAYERS)
+    step = config.size("decoder_sparse_step", default=1)
+    dense_only = config.sizes("mlp_only_layers", below=num_layers)
     return ModelSpec(
         **_common(config, eos_token_ids),
         attention=attention,
@@ -227,7 +222,7 @@ def _read_qwen3_moe(config: HfConfig, eos_token_ids: tuple[int, ...]) -> ModelSp
             num_logical=config.size("num_experts", "num_local_experts"),
             topk=config.size("num_experts_per_tok"),
             scoring="softmax",
-            norm_topk=bool(config.get("norm_topk_prob", False)),
+            norm_topk=config.flag("norm_topk_prob"),
         ),
         moe_intermediate=config.size("moe_intermediate_size"),
         shared_intermediate=0,
@@ -239,10 +234,10 @@ def _read_mixtral(config: HfConfig, eos_token_ids: tuple[int, ...]) -> ModelSpec
     _refuse_sliding_window(config, used=True)
     attention = _gqa(config, qk_norm=False, bias=False)
     return ModelSpec(
-        **{**_common(config, eos_token_ids), "norm_eps": config.number("rms_norm_eps", 1e-5)},
+        **{**_common(config, eos_token_ids), "norm_eps": config.positive("rms_norm_eps", 1e-5)},
         attention=attention,
         rope=read_rope(config.values, attention.head_dim, False, config.where),
-        moe_layer_ids=tuple(range(config.size("num_hidden_layers"))),
+        moe_layer_ids=tuple(range(config.size("num_hidden_layers", largest=MOST_LAYERS))),
         router=RouterSpec(
             num_logical=config.size("num_local_experts"),
             topk=config.size("num_experts_per_tok"),
@@ -259,14 +254,14 @@ def _read_mixtral(config: HfConfig, eos_token_ids: tuple[int, ...]) -> ModelSpec
 def _read_deepseek_v3(config: HfConfig, eos_token_ids: tuple[int, ...]) -> ModelSpec:
     for key, wanted in (("scoring_func", "sigmoid"), ("topk_method", "noaux_tc"), ("moe_layer_freq", 1)):
         if config.get(key, wanted) != wanted:
-            raise config.refuse(f"{key} {config.get(key)!r} (only {wanted!r} is)")
+            raise config.refuse(f"{key} {shown(config.get(key))} (only {wanted!r} is)")
     rope_dim = config.size("qk_rope_head_dim")
-    rope = read_rope(config.values, rope_dim, bool(config.get("rope_interleave", True)), config.where)
+    rope = read_rope(config.values, rope_dim, config.flag("rope_interleave", default=True), config.where)
     nope_dim = config.size("qk_nope_head_dim")
     q_lora_rank = config.get("q_lora_rank")
     moe_intermediate = config.size("moe_intermediate_size")
     num_shared = config.size("n_shared_experts", default=0, minimum=0)
-    num_layers = config.size("num_hidden_layers")
+    num_layers = config.size("num_hidden_layers", largest=MOST_LAYERS)
     first_moe = min(config.size("first_k_dense_replace", default=0, minimum=0), num_layers)
     return ModelSpec(
         **_common(config, eos_token_ids),
@@ -277,7 +272,7 @@ def _read_deepseek_v3(config: HfConfig, eos_token_ids: tuple[int, ...]) -> Model
             nope_dim=nope_dim,
             rope_dim=rope_dim,
             value_dim=config.size("v_head_dim"),
-            bias=bool(config.get("attention_bias", False)),
+            bias=config.flag("attention_bias"),
             softmax_scale=(nope_dim + rope_dim) ** -0.5 * rope.softmax_factor,
         ),
         rope=rope,
@@ -286,8 +281,8 @@ def _read_deepseek_v3(config: HfConfig, eos_token_ids: tuple[int, ...]) -> Model
             num_logical=config.size("n_routed_experts"),
             topk=config.size("num_experts_per_tok"),
             scoring="sigmoid",
-            norm_topk=bool(config.get("norm_topk_prob", True)),
-            scaling=config.number("routed_scaling_factor", 1.0),
+            norm_topk=config.flag("norm_topk_prob", default=True),
+            scaling=config.positive("routed_scaling_factor", 1.0),
             num_groups=config.size("n_group", default=1),
             topk_groups=config.size("topk_group", default=1),
             has_bias=True,

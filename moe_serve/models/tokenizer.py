@@ -3,7 +3,6 @@
 Torch-free, since the front end uses it.
 """
 
-import json
 import re
 from collections.abc import Sequence
 from functools import cached_property
@@ -11,7 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from moe_serve.errors import ModelError, RequestError
+from moe_serve.models.model_files import read_bytes, read_json
 
+_COPY_AGAIN = "copy the file again"
+_LARGEST_TOKENIZER = 256 << 20  # bytes of tokenizer.json; real ones have up to 35 MB
 _LONE_SURROGATE = re.compile("[\ud800-\udfff]")  # Python strings may hold them, from os.fsdecode() for example
 
 
@@ -37,16 +39,19 @@ class Tokenizer:
         from tokenizers import Tokenizer as Backend
 
         path = Path(folder) / "tokenizer.json"
-        if not path.is_file():
+        if not path.exists():
             raise ModelError(
                 f"{path}: there is no tokenizer in the model folder; put tokenizer.json there, "
                 "or set model.skip_tokenizer: true and send input_ids"
             )
+        data = read_bytes(path, _COPY_AGAIN, _LARGEST_TOKENIZER)
         try:
-            backend = Backend.from_file(str(path))
+            backend = Backend.from_buffer(data)
         except Exception as error:  # the Rust library raises bare Exception for everything
-            raise ModelError(f"{path}: cannot be read as a tokenizer ({error}); copy the file again") from None
-        settings = _read_json(Path(folder) / "tokenizer_config.json")
+            reason = " ".join(str(error).split())[:200]
+            raise ModelError(f"{path}: cannot be read as a tokenizer ({reason}); {_COPY_AGAIN}") from None
+        config = path.with_name("tokenizer_config.json")
+        settings = read_json(config, _COPY_AGAIN) if config.exists() else {}
         bos = _special_id(backend, settings.get("bos_token"))
         add_bos = settings.get("add_bos_token")
         return cls(
@@ -97,17 +102,6 @@ def check_unicode(field: str, text: str) -> None:
             "valid Unicode; replace it, or read the text with the right encoding",
             field=field,
         )
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    """Returns a JSON object, or an empty one where there is no such file."""
-    if not path.is_file():
-        return {}
-    try:
-        loaded = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise ModelError(f"{path}: is not valid JSON ({error}); copy the file again") from None
-    return loaded if isinstance(loaded, dict) else {}
 
 
 def _special_id(backend: Any, token: Any) -> int | None:

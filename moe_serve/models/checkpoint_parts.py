@@ -1,0 +1,111 @@
+"""Finds the planned tensors of a model among those of a checkpoint, and compares both. Torch-free."""
+
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+
+from moe_serve.errors import ModelError
+from moe_serve.models.model_files import shown
+from moe_serve.models.safetensors_header import ITEM_BYTES, StoredTensor
+from moe_serve.models.spec import ModelSpec
+from moe_serve.models.weight_plan import ExpertTensor, Part, dense_tensors, expert_tensors, is_ignored
+
+NAMED_IN_A_MESSAGE = 8  # tensors of each kind; a wrong folder would name thousands
+
+
+class CheckpointParts:
+    """The tensors of one checkpoint, with experts stored one by one or fused.
+
+    tensors: by name, as `safetensors_header.all_tensors` returns them
+    """
+
+    def __init__(self, spec: ModelSpec, tensors: Mapping[str, StoredTensor]):
+        self._spec = spec
+        self._tensors = tensors
+        self._missing: list[str] = []
+        self._misshaped: list[str] = []
+        self._unreadable: list[str] = []
+
+    def check(self, folder: Path, not_kept: Iterable[str] = ()) -> None:
+        """Compares the whole checkpoint with the plan, including what other ranks read.
+
+        not_kept: tensors that cannot be kept in the form of the slots, each with its reason
+        Raises ModelError with all missing, unknown, mis-shaped and unreadable tensors.
+        """
+        self._missing, self._misshaped, self._unreadable = [], [], []
+        known: set[str] = set()
+        for part in self._all_parts():
+            name = self.stored_name(part)
+            if name is None:
+                self._missing.append(part.source)
+                continue
+            known |= {name, scale_name(name)}
+            self._check_part(name, part)
+        extra = (name for name in self._tensors if name not in known and not is_ignored(self._spec, name))
+        problems = [
+            f"{len(names)} {what}: {', '.join(names[:NAMED_IN_A_MESSAGE])}{', ..' * (len(names) > NAMED_IN_A_MESSAGE)}"
+            for what, names in (
+                ("missing", self._missing),
+                ("of another shape", self._misshaped),
+                ("of a dtype that is not supported", [*self._unreadable, *not_kept]),
+                ("unknown", [shown(name)[1:-1] for name in extra]),
+            )
+            if names
+        ]
+        if problems:
+            raise ModelError(
+                f"{folder}: the tensors do not fit config.json ({self._spec.model_type}): "
+                f"{'; '.join(problems)}. Use the config.json and weights of one model"
+            )
+
+    def _check_part(self, name: str, part: Part) -> None:
+        tensor = self._tensors[name]
+        if tensor.shape != part.shape:
+            self._misshaped.append(f"{name} {list(tensor.shape)}, expected {list(part.shape)}")
+        if tensor.dtype_name not in ITEM_BYTES:
+            self._unreadable.append(f"{name} ({shown(tensor.dtype_name)[1:-1]})")
+        if not tensor.dtype_name.startswith("F8"):
+            return
+        block, scale = self._spec.fp8_block, scale_name(name)
+        if block is None:
+            self._unreadable.append(f"{name} (FP8, but config.json has no quantization_config)")
+            return
+        stored = self._tensors.get(scale)
+        wanted = (*part.shape[:-2], -(-part.shape[-2] // block), -(-part.shape[-1] // block))
+        if stored is None:
+            self._missing.append(scale)
+        elif stored.shape != wanted:
+            self._misshaped.append(f"{scale} {list(stored.shape)}, expected {list(wanted)}")
+
+    def _all_parts(self) -> Iterator[Part]:
+        for dense in dense_tensors(self._spec):
+            yield from dense.parts
+        for plan in expert_tensors(self._spec):
+            yield from self.parts(plan, range(self._spec.num_logical))
+
+    def parts(self, plan: ExpertTensor, experts: Iterable[int]) -> Iterator[Part]:
+        """Yields the checkpoint tensors of these experts: the fused one, or their own parts."""
+        if self.is_fused(plan):
+            yield plan.fused
+        else:
+            for expert in experts:
+                yield from plan.parts_of(expert)
+
+    def is_fused(self, plan: ExpertTensor) -> bool:
+        """Returns whether all experts of a matrix are stored as one tensor."""
+        return plan.fused.source in self._tensors
+
+    def stored_name(self, part: Part) -> str | None:
+        """Returns the name under which a part is stored; None where it is missing."""
+        return next((name for name in (part.source, *part.aliases) if name in self._tensors), None)
+
+    def num_bytes(self, part: Part) -> int:
+        """Returns the stored bytes of a part and of its scales. The checkpoint has been checked."""
+        name = self.stored_name(part)
+        assert name is not None
+        scale = self._tensors.get(scale_name(name))
+        return self._tensors[name].num_bytes + (scale.num_bytes if scale else 0)
+
+
+def scale_name(name: str) -> str:
+    """Returns the name of the block scales of an FP8 tensor."""
+    return name + "_scale_inv"
