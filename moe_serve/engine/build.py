@@ -32,6 +32,7 @@ from moe_serve.engine.numerics_choice import NumericsChoice
 from moe_serve.engine.record_control import RecordControl, Speaker
 from moe_serve.engine.recovery import Rank, Recovery, make_recovery
 from moe_serve.engine.requests import OpenRequests
+from moe_serve.engine.sampler import Sampler
 from moe_serve.engine.served_model import ServedModel
 from moe_serve.engine.status import EngineCounters
 from moe_serve.engine.step import StepSettings
@@ -85,6 +86,7 @@ def build_engine(
         served=served,
         scheduler=scheduler,
         batches=BatchBuilder(blocks.tables, served.device, served.numerics),
+        sampler=Sampler(served.limits.eos_token_ids, served.numerics.compiled),
         requests=requests,
         exchange=exchange,
         mailbox=mailbox,

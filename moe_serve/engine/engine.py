@@ -29,7 +29,7 @@ from moe_serve.engine.messages import (
 from moe_serve.engine.record_control import RecordControl
 from moe_serve.engine.recovery import Recovery
 from moe_serve.engine.requests import OpenRequests
-from moe_serve.engine.sampler import has_finite_best, sample
+from moe_serve.engine.sampler import Sampler, has_finite_best
 from moe_serve.engine.served_model import ServedModel
 from moe_serve.engine.status import EngineCounters, make_status, totals_of
 from moe_serve.engine.step import RankState, StepPlan, StepSettings, plan_step
@@ -60,6 +60,7 @@ class Engine:
     served: ServedModel
     scheduler: Scheduler
     batches: BatchBuilder
+    sampler: Sampler
     requests: OpenRequests
     exchange: Exchange
     mailbox: Mailbox
@@ -176,8 +177,7 @@ class Engine:
         sampling = [chunk for chunk in chunks if chunk.samples]
         others = [chunk for chunk in chunks if not chunk.samples]
         requests = [chunk.request for chunk in sampling]
-        eos_token_ids, compiled = served.limits.eos_token_ids, served.numerics.compiled
-        token_ids = sample(logits[: len(sampling)] if others else logits, requests, eos_token_ids, compiled)
+        token_ids = self.sampler(logits[: len(sampling)] if others else logits, requests)
         events: list[TokenEvent] = []
         for chunk, token_id in zip(sampling, token_ids, strict=True):
             if token_id is None:

@@ -8,7 +8,7 @@ import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from torch import Tensor
 
@@ -16,13 +16,12 @@ from moe_serve.attention_dp.request import Request, SamplingParams
 from moe_serve.attention_dp.scheduler import Proposal, ScheduledChunk
 from moe_serve.config import load_config
 from moe_serve.dispatch.base import EpGroup
-from moe_serve.engine import engine as engine_module
 from moe_serve.engine.build import build_engine
 from moe_serve.engine.engine import Engine
 from moe_serve.engine.exchange import make_exchange
 from moe_serve.engine.mailbox import Inbound
 from moe_serve.engine.messages import Answer, Shutdown, Submit, Tokens
-from moe_serve.engine.sampler import sample
+from moe_serve.engine.sampler import Sampler
 from moe_serve.eplb.load import LoadRecord
 from tests.engine.queue_mailbox import QueueMailbox
 from tests.ep.received import count_received
@@ -203,22 +202,19 @@ def _serve_on_rank(
     digests: dict[str, list[str]] = {}
     gaps: dict[str, list[float]] = {}
 
-    def sample_and_digest(
-        logits: Tensor, requests: Sequence[Request], eos_token_ids: Sequence[int], compiled: bool
-    ) -> list[int | None]:
+    sample = engine.sampler
+
+    def sample_and_digest(logits: Tensor, requests: list[Request]) -> list[int | None]:
         for row, request in zip(logits, requests, strict=True):
             digest = hashlib.blake2b(row.numpy().tobytes(), digest_size=8).hexdigest()
             digests.setdefault(request.request_id, []).append(digest)
             best, second = row.topk(2).values.tolist()
             gaps.setdefault(request.request_id, []).append(best - second)
-        return sample(logits, requests, eos_token_ids, compiled)
+        return sample(logits, requests)
 
-    engine_module.sample = sample_and_digest
-    try:
-        with count_received() as received:
-            engine.run()
-    finally:
-        engine_module.sample = sample
+    engine.sampler = cast(Sampler, sample_and_digest)
+    with count_received() as received:
+        engine.run()
     engine.scheduler.check()
     assert engine.scheduler.blocks.num_free == engine.scheduler.blocks.num_blocks, "finished requests hold blocks"
     engine.close()

@@ -5,12 +5,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moe_serve.attention_dp.request import Request, SamplingParams
-from moe_serve.engine.sampler import has_finite_best, sample
+from moe_serve.engine.sampler import Sampler, has_finite_best
 from moe_serve.kernels.cpu.library import find_cpu_library
 
 
 def request(params: SamplingParams, seed: int = 0, output_ids: list[int] | None = None) -> Request:
     return Request("r", 0, [1, 2], output_ids or [], params, seed)
+
+
+def sample(
+    logits: torch.Tensor, requests: list[Request], eos_token_ids: list[int], compiled: bool = False
+) -> list[int | None]:
+    return Sampler(eos_token_ids, compiled)(logits, requests)
 
 
 def test_greedy_takes_the_lowest_of_equal_tokens() -> None:
@@ -90,3 +96,21 @@ def test_the_compiled_sampler_chooses_the_same_tokens() -> None:
     ids = sample(logits.clone(), requests, [3])
     assert sample(logits.clone(), requests, [3], compiled=True) == ids
     assert len(set(ids)) > 4, "rows of one token show little"
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_steps_of_the_same_requests_and_of_others_choose_as_a_sampler_that_knows_none(compiled: bool) -> None:
+    if compiled and find_cpu_library() is None:
+        pytest.skip("no C compiler")
+    params = [SamplingParams(), SamplingParams(min_new_tokens=3, stop_token_ids=(7,)), SamplingParams(top_k=5)]
+    requests = [request(params[i % 3], seed=i) for i in range(9)]
+    kept = Sampler([3], compiled)
+    draw = torch.Generator().manual_seed(0)
+    for step in range(12):
+        taking_part = [requests[:6], requests[:6], requests[3:], requests[:1], []][step // 2 % 5]
+        logits = torch.randn(len(taking_part), 20, generator=draw)
+        tokens = kept(logits.clone(), taking_part)
+        assert tokens == Sampler([3], compiled)(logits.clone(), list(taking_part))
+        for each, token in zip(taking_part, tokens, strict=True):
+            assert token is not None
+            each.output_ids.append(token)
