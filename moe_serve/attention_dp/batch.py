@@ -1,7 +1,8 @@
 """The tokens of one rank in one step, as the tensors that the decoder takes.
 
 Rows are tokens, ordered by the length of their chunk: decodes (length 1) first, long prefill chunks last, then padding.
-Decode steps follow each other with batches of one size, so `BatchBuilder` keeps the memory of the last one.
+Decode steps follow each other with batches of one size, so `BatchBuilder` keeps the memory of the last one, and what in
+it is the same for all of them.
 """
 
 from bisect import bisect_right
@@ -80,7 +81,7 @@ class BatchBuilder:
         self._device = torch.device(device)
         self._on_host = self._device.type == "cpu"
         self._numerics = numerics
-        self._memory = _Memory(_Sizes(0, 0, 0))
+        self._memory = _Memory(_Sizes(0, 0, 0, decodes_only=False))
 
     def build(self, chunks: "Sequence[ScheduledChunk]") -> ForwardBatch:
         """Returns the batch that computes these chunks, whose requests hold the blocks in the tables.
@@ -89,17 +90,15 @@ class BatchBuilder:
         that does not sample has a logit row too: that row reads every key and value of the chunk, so its logits show
         whether they are finite.
         """
+        if all(chunk.length == 1 and chunk.samples for chunk in chunks):
+            return self._build_decodes(chunks)
         lens = [chunk.length for chunk in chunks]
         order = sorted(range(len(lens)), key=lens.__getitem__)
         ordered = [chunks[i] for i in order]
         lens.sort()
         ends = list(accumulate(lens))
         num_tokens, num_decodes = sum(lens), bisect_right(lens, 1)
-        sizes = _Sizes(self._numerics.padded(num_tokens), len(lens), self._tables.rows.shape[1])
-        if self._memory.sizes != sizes:
-            self._memory = _Memory(sizes)
-
-        memory, host = self._memory, self._memory.host
+        host = self._memory_for(num_tokens, len(lens), decodes_only=False).host
         host.input_ids[:num_tokens] = _token_ids(ordered)
         self._place_rows(ordered, num_decodes)
         host.input_ids[num_tokens:] = host.positions[num_tokens:] = 0
@@ -108,10 +107,42 @@ class BatchBuilder:
         host.seq_lens[:] = seq_lens
         host.query_starts[1:] = ends
         host.logit_rows[:] = _logit_rows(chunks, order, ends)
-        table_rows = [chunk.request.table_row for chunk in ordered]
-        self._tables.rows.take(table_rows, 0, host.block_tables, "clip")
+        return self._with_tables(ordered, num_tokens, num_decodes, seq_lens, lens)
+
+    def _build_decodes(self, chunks: "Sequence[ScheduledChunk]") -> ForwardBatch:
+        """Returns the batch of chunks that compute the last known token each, as in most steps."""
+        num_rows, block_size = len(chunks), self._tables.block_size
+        memory = self._memory_for(num_rows, num_rows, decodes_only=True)
+        token_ids = [(request.output_ids or request.prompt_ids)[-1] for request, *_ in chunks]
+        positions = [start for _, start, *_ in chunks]
+        slots = [
+            request.block_ids[start // block_size] * block_size + start % block_size for request, start, *_ in chunks
+        ]
+        seq_lens = [start + 1 for start in positions]
+        padding = [0] * (memory.sizes.num_padded - num_rows)
+        no_slots = [-1] * len(padding)
+        memory.changing[:] = [*token_ids, *padding, *positions, *padding, *slots, *no_slots, *seq_lens]
+        return self._with_tables(chunks, num_rows, num_rows, seq_lens, [1] * num_rows)
+
+    def _memory_for(self, num_tokens: int, num_seqs: int, decodes_only: bool) -> "_Memory":
+        sizes = _Sizes(self._numerics.padded(num_tokens), num_seqs, self._tables.rows.shape[1], decodes_only)
+        if self._memory.sizes != sizes:
+            self._memory = _Memory(sizes)
+        return self._memory
+
+    def _with_tables(
+        self,
+        ordered: "Sequence[ScheduledChunk]",
+        num_tokens: int,
+        num_decodes: int,
+        seq_lens: list[int],
+        query_lens: list[int],
+    ) -> ForwardBatch:
+        """Returns the batch whose other tensors are written, of chunks in the order of its sequences."""
+        memory, tables = self._memory, self._tables
+        tables.rows.take([chunk.request.table_row for chunk in ordered], 0, memory.host.block_tables, "clip")
         tensors = memory.tensors if self._on_host else memory.tensors_on(self._device)
-        return ForwardBatch(*tensors, self._tables.block_size, num_tokens, num_decodes, tuple(seq_lens), tuple(lens))
+        return ForwardBatch(*tensors, tables.block_size, num_tokens, num_decodes, tuple(seq_lens), tuple(query_lens))
 
     def _place_rows(self, chunks: "Sequence[ScheduledChunk]", num_decodes: int) -> None:
         """Writes positions and cache slots of the rows of these chunks, of which the first ones have one row each."""
@@ -134,9 +165,12 @@ _Tensors = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]  # in t
 
 
 class _Sizes(NamedTuple):
+    """decodes_only: each sequence has one row, which samples"""
+
     num_padded: int
     num_seqs: int
     table_width: int
+    decodes_only: bool
 
 
 class _Arrays(NamedTuple):
@@ -155,16 +189,21 @@ class _Memory:
     """The arrays of a batch in one block: the latency of a transfer to an accelerator costs more than the bytes.
 
     host, tensors: where a batch is written, as arrays and as tensors in the order of ForwardBatch
+    changing:      input_ids, positions, slot_mapping and seq_lens as one array: what is left to write of decodes only
     """
 
     def __init__(self, sizes: _Sizes):
         self.sizes = sizes
-        num_padded, num_seqs, width = sizes
+        num_padded, num_seqs, width, decodes_only = sizes
         self._int64_parts, self._end = _slices(num_padded, num_padded, num_padded, num_seqs, num_seqs)
         self._int32_parts, num_int32 = _slices(num_seqs + 1, num_seqs * width)
         self._block = torch.zeros(self._end + (num_int32 + 1) // 2, dtype=torch.int64)
         self.tensors = self._parts(self._block)
         self.host = _Arrays(*[part.numpy() for part in self.tensors])
+        self.changing: NDArray[np.int64] = self._block[: 3 * num_padded + num_seqs].numpy()
+        if decodes_only:
+            self.host.logit_rows[:] = np.arange(num_seqs)
+            self.host.query_starts[:] = np.arange(num_seqs + 1)
 
     def tensors_on(self, device: torch.device) -> _Tensors:
         """Returns what was written, moved to a device."""

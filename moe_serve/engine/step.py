@@ -140,8 +140,10 @@ class RecorderStates:
     failed: tuple[int, ...] = ()
 
     @classmethod
-    def of(cls, states: Sequence[RankState], ranks: Sequence[int]) -> Self:
+    def of(cls, states: Sequence[RankState], ranks: Sequence[int]) -> "RecorderStates":
         """Returns what the ranks' rows say."""
+        if not any(state.recorder or state.record_command for state in states):
+            return NO_RECORDING  # as in nearly every step
         by_rank = list(zip(ranks, states, strict=True))
         of_flag = (
             tuple(rank for rank, state in by_rank if state.recorder & flag)
@@ -150,8 +152,10 @@ class RecorderStates:
         return cls(next((state.record_time_us for state in states if state.record_command), 0), *of_flag)
 
 
-@dataclass(frozen=True)
-class StepPlan:
+NO_RECORDING = RecorderStates()
+
+
+class StepPlan(NamedTuple):
     """What every rank does in this step.
 
     phase:        "idle" (no rows anywhere), "decode", "prefill" or "mixed"
@@ -184,7 +188,7 @@ class StepPlan:
     rejoining: tuple[int, ...] = ()
     moves: MovePlan = NO_MOVES
     record: str | None = None
-    recorders: RecorderStates = RecorderStates()
+    recorders: RecorderStates = NO_RECORDING
     split_evenly: bool = False
 
     @property

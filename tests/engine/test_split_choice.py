@@ -3,7 +3,6 @@
 import random
 import re
 from collections.abc import Callable, Iterable
-from dataclasses import replace
 
 import pytest
 
@@ -37,7 +36,7 @@ class Machine:
     def run(self, steps: Iterable[tuple[str, int]], slowness: Callable[[int], float] = lambda step: 1.0) -> None:
         for phase, max_tokens in steps:
             evenly = bool(self._shown >> PHASES.index(phase) & 1)
-            plan = replace(PLAN, step=len(self.plans), phase=phase, max_tokens=max_tokens, split_evenly=evenly)
+            plan = PLAN._replace(step=len(self.plans), phase=phase, max_tokens=max_tokens, split_evenly=evenly)
             self._shown = self.choice.even_phases
             usual_s = 1e-3 * (5 + 0.1 * max_tokens) * slowness(plan.step)
             step_s = usual_s * (1 if evenly else 1 - self.gain) * self._draw.gauss(1, self.noise)
@@ -137,10 +136,10 @@ def test_steps_that_do_more_than_others_do_not_count() -> None:
     draw = random.Random(0)
     for step in range(4000):
         evenly = bool(choice.even_phases & 1)
-        plan = replace(PLAN, step=step, phase="decode", max_tokens=16, split_evenly=evenly)
+        plan = PLAN._replace(step=step, phase="decode", max_tokens=16, split_evenly=evenly)
         step_s = 0.01 * (1 if evenly else 0.95) * draw.gauss(1, 0.02)
         if evenly and step % 2:  # it seems as if the even split were quick
-            plan, step_s = replace(plan, moves=MovePlan(activate=step)), step_s / 10
+            plan, step_s = plan._replace(moves=MovePlan(activate=step)), step_s / 10
         choice.observe(plan, step_s)
     assert choice.describe()["phases"]["decode"]["split"] == "exact"
 
@@ -168,7 +167,7 @@ def test_it_says_once_what_it_has_found(monkeypatch: pytest.MonkeyPatch) -> None
 def test_without_an_alternative_there_is_nothing_to_choose(split: str, has_replicas: bool) -> None:
     choice = SplitChoice(split, has_replicas)
     for step in range(500):
-        choice.observe(replace(PLAN, step=step), 0.01)
+        choice.observe(PLAN._replace(step=step), 0.01)
         assert choice.even_phases == 0
     choice.placement_changed()
     assert choice.describe() == {"split": split, "phases": {}}
@@ -177,7 +176,7 @@ def test_without_an_alternative_there_is_nothing_to_choose(split: str, has_repli
 def test_a_rank_whose_choice_does_not_reach_the_ranks_waits() -> None:
     choice = SplitChoice("exact", has_replicas=True)
     for step in range(3000):  # another rank leads: its plan never splits evenly
-        choice.observe(replace(PLAN, step=step, phase="decode"), 0.01)
+        choice.observe(PLAN._replace(step=step, phase="decode"), 0.01)
     assert choice.describe()["phases"]["decode"] == {
         "split": "exact", "exact_gain": None, "num_steps": 3000, "num_trial_steps": 0,
     }  # fmt: skip

@@ -59,7 +59,7 @@ def test_overlap_is_decided_by_the_largest_rank(ranks: list[RankState], overlap_
     assert plan.overlap == (plan.max_tokens >= overlap_from_tokens)
     if plan.overlap:
         assert plan.num_chunks >= max(2, plain.num_chunks)
-    assert replace(plan, overlap=False, num_chunks=plain.num_chunks) == plain
+    assert plan._replace(overlap=False, num_chunks=plain.num_chunks) == plain
 
 
 def test_rows_that_grow_are_cut_in_more_rounds() -> None:
