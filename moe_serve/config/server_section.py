@@ -20,6 +20,7 @@ class ServerConfig(Section):
     # this and than engine.step_deadline_s.
     worker_deadline_s: PositiveFloat = 30.0
     routing_load_gap: NonNegativeFloat = 512.0  # prefix and session affinity yield above this gap, in tokens
+    health_deadline_s: PositiveFloat = 20.0  # how long /health_generate waits for a token of every rank
 
     @model_validator(mode="after")
     def _two_ports(self) -> Self:

@@ -17,14 +17,13 @@ from moe_serve.errors import MoeServeError, RequestError
 from moe_serve.log import get_logger
 from moe_serve.models.tokenizer import Tokenizer
 from moe_serve.server.answers import WEIGHT_VERSION, error_body
-from moe_serve.server.balance_json import summary_json
 from moe_serve.server.body import BodyTooLarge, read_body
 from moe_serve.server.bridge import Bridge
 from moe_serve.server.dashboard.routes import add_dashboard
 from moe_serve.server.eplb import add_eplb
 from moe_serve.server.generate import GenerateResponse, error_response, json_bytes, start_call
+from moe_serve.server.health import add_health
 from moe_serve.server.metrics import make_registry
-from moe_serve.server.open_request import UnavailableError
 from moe_serve.server.peer_metrics import PEERS
 from moe_serve.server.recorder import add_recorder
 from moe_serve.server.schemas import parse_generate
@@ -38,7 +37,7 @@ def make_app(config: ServeConfig, bridge: Bridge, tokenizer: Tokenizer | None) -
     app = FastAPI(title="moe_serve", version=moe_serve.__version__, docs_url=None, redoc_url=None)
     _add_errors(app)
     _add_generate(app, config, bridge, tokenizer)
-    _add_health(app, bridge)
+    add_health(app, config, bridge)
     _add_information(app, config, bridge, has_tokenizer=tokenizer is not None)
     _add_metrics(app, bridge)
     add_recorder(app, config, bridge)
@@ -56,33 +55,6 @@ def _add_generate(app: FastAPI, config: ServeConfig, bridge: Bridge, tokenizer: 
         given = parse_generate(await read_body(request, max_bytes), bridge.capacity)
         call = await start_call(given, bridge, tokenizer)
         return GenerateResponse(call, bridge, given.stream)
-
-
-def _add_health(app: FastAPI, bridge: Bridge) -> None:
-    def ready(**more: Any) -> Response:
-        problem = bridge.problem()
-        if problem is not None:
-            return error_response(UnavailableError(problem))
-        return _json({"status": "ready", **more})
-
-    @app.get("/health")
-    async def health() -> Response:
-        """200 while the system serves; 503 while it starts or ends, or when a rank is lost.
-
-        An alarm of the balancer is shown and makes nothing unhealthy: serving goes on without it.
-        """
-        return ready(balancer=summary_json(bridge.balance, time.time()))
-
-    @app.get("/ready")
-    @app.get("/readyz")
-    async def readiness() -> Response:
-        """200 while new requests are accepted; 503 says why not, and names the rank."""
-        return ready()
-
-    @app.get("/ping")
-    async def ping() -> Response:
-        """200 while this process answers."""
-        return _json({"status": "ok"})
 
 
 def _add_information(app: FastAPI, config: ServeConfig, bridge: Bridge, has_tokenizer: bool) -> None:

@@ -5,7 +5,7 @@ Torch-free.
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from moe_serve.config import ServeConfig
@@ -152,8 +152,19 @@ class Bridge:
                     f"routed_dp_rank is {spec.rank}, which is masked now ({self.workers.masked[spec.rank]}); leave "
                     "routed_dp_rank out, or try again later"
                 )
-        prefix, eos_token_ids = f"{self._link.started_s:.6f}", self.limits.eos_token_ids
-        return [self._book.open(prefix, spec, eos_token_ids, changes) for spec in specs]
+        return [self._open(spec, changes) for spec in specs]
+
+    def ask_rank(self, spec: RequestSpec, changes: Changes) -> OpenRequest:
+        """Sends a request of the server's own to the rank that the spec names, however many are open."""
+        return self._open(spec, changes)
+
+    @property
+    def num_events(self) -> Mapping[int, int]:
+        """How many events of requests, mostly tokens, each rank has sent so far."""
+        return self._book.num_events
+
+    def _open(self, spec: RequestSpec, changes: Changes) -> OpenRequest:
+        return self._book.open(f"{self._link.started_s:.6f}", spec, self.limits.eos_token_ids, changes)
 
     def abort(self, request: OpenRequest) -> None:
         """Ends a request that nobody waits for any more."""

@@ -6,6 +6,7 @@ Torch-free.
 """
 
 import itertools
+from collections import Counter
 from collections.abc import Callable, Sequence
 
 from moe_serve.attention_dp.request_router import RequestRouter
@@ -28,6 +29,7 @@ class RequestBook:
         self.counters = {
             "num_requests": 0, "num_finished": 0, "num_aborted": 0, "num_failed": 0, "num_refused": 0, "num_moved": 0,
         }  # fmt: skip
+        self.num_events: Counter[int] = Counter()  # by rank
         self._config = config
         self._tokenizer = tokenizer
         self._send = send
@@ -69,6 +71,7 @@ class RequestBook:
 
     def take(self, message: Tokens) -> None:
         """Hands tokens to their requests; drops those of requests that the rank no longer serves."""
+        self.num_events[message.rank] += len(message.events)
         for event in message.events:
             request = self._open.get(event.request_id)
             if request is None or request.rank != message.rank or event.attempt != request.attempt:

@@ -107,24 +107,6 @@ async def test_a_full_queue_gets_a_429_with_retry_after_and_drains():
 
 
 @in_event_loop
-async def test_readiness_and_health_follow_the_ranks():
-    async with serving(start=False) as served:
-        for path in ("/ready", "/readyz", "/health"):
-            response = await served.client.get(path)
-            assert response.status_code == 503
-            assert "rank 0, 1: not attached" in response.json()["error"]["message"]
-        assert (await served.generate(text="a")).status_code == 503
-        assert (await served.client.get("/ping")).status_code == 200
-        served.tasks += [asyncio.create_task(served.workers[0].run())]
-        await until(lambda: len(list(served.bridge.workers)) == 1)
-        await until(lambda: "rank 1: not attached" in served.bridge.problem())
-        served.tasks += [asyncio.create_task(served.workers[1].run())]
-        await served.bridge.wait_until_ready()
-        for path in ("/ready", "/readyz", "/health"):
-            assert (await served.client.get(path)).status_code == 200
-
-
-@in_event_loop
 async def test_models_and_server_info_tell_what_is_served():
     async with serving(2, "model.served_name=tiny") as served:
         served.workers[1].load(num_running=4)
