@@ -42,7 +42,7 @@ TORCH_FREE = [
     "moe_serve.engine.stop_matcher", "moe_serve.engine.step", "moe_serve.engine.balancer",
     "moe_serve.models.tokenizer", "moe_serve.models.spec", "moe_serve.models.checkpoint_parts",
     "moe_serve.launcher.cli.app", "moe_serve.launcher.cli.balancer", "moe_serve.launcher.serve",
-    "moe_serve.launcher.rank_env", "moe_serve.launcher.preflight",
+    "moe_serve.launcher.rank_env", "moe_serve.launcher.preflight", "moe_serve.launcher.facts",
     *(f"moe_serve.{'.'.join(path.relative_to(PACKAGE).with_suffix('').parts)}"
       for room in ("eplb", "server") for path in sorted((PACKAGE / room).rglob("*.py"))),
     *(f"moe_serve.attention_dp.{name}"

@@ -12,7 +12,7 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from torch.distributed import HashStore
+from torch.distributed import Store
 
 from moe_serve.config import ServeConfig
 from moe_serve.dispatch.base import EpGroup
@@ -61,12 +61,11 @@ class Groups:
     one_host: bool
 
 
-def join_groups(env: RankEnv, config: ServeConfig) -> Groups:
+def join_groups(env: RankEnv, config: ServeConfig, device: torch.device, store: Store) -> Groups:
     """Returns this rank's groups; blocks until all ranks have joined.
 
-    Raises LaunchError when they do not join within server.attach_deadline_s, or the device is missing.
+    Raises LaunchError when they do not join within server.attach_deadline_s.
     """
-    device = _device(env, config)
     if env.num_local_ranks < env.num_ranks and "GLOO_SOCKET_IFNAME" not in os.environ:
         interface = interface_towards(env.master_addr)
         if interface is not None:
@@ -74,16 +73,7 @@ def join_groups(env: RankEnv, config: ServeConfig) -> Groups:
             os.environ.setdefault("NCCL_SOCKET_IFNAME", interface)
     start_timeout = timedelta(seconds=config.server.attach_deadline_s)
     try:
-        if env.num_ranks == 1:
-            dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1, timeout=start_timeout)
-        else:
-            dist.init_process_group(
-                "gloo",
-                init_method=f"tcp://{env.master_addr}:{env.master_port}" if env.source == "mpirun" else "env://",
-                rank=env.rank,
-                world_size=env.num_ranks,
-                timeout=start_timeout,
-            )
+        dist.init_process_group("gloo", store=store, rank=env.rank, world_size=env.num_ranks, timeout=start_timeout)
     except (RuntimeError, ValueError) as error:
         raise LaunchError(
             f"rank {env.rank} of {env.num_ranks} could not join the others at {env.master_addr}:{env.master_port} "
@@ -130,7 +120,8 @@ def gather_bytes(data: bytes, group: dist.ProcessGroup) -> Sequence[bytes]:
     return [bytes(row.tolist()).rstrip(b"\0") for row in rows]
 
 
-def _device(env: RankEnv, config: ServeConfig) -> torch.device:
+def device_of(env: RankEnv, config: ServeConfig) -> torch.device:
+    """Returns the device of this rank. Raises LaunchError where it is missing."""
     kind = config.parallel.device
     if kind == "auto":
         kind = "cuda" if torch.cuda.is_available() else "cpu"

@@ -26,6 +26,7 @@ from moe_serve.engine.mailbox import ZmqMailbox
 from moe_serve.engine.messages import Fatal, Goodbye, Hello, Progress, Ready
 from moe_serve.errors import ConfigError, LostConnectionError, MoeServeError, PeerError
 from moe_serve.kernels.cpu.library import build_cpu_library
+from moe_serve.launcher.facts import facts_of
 from moe_serve.launcher.preflight import look_where_to_write
 from moe_serve.launcher.rank_env import RankEnv, check_num_ranks, read_rank_env
 from moe_serve.log import configure_logging, get_logger
@@ -150,9 +151,13 @@ def _start(config: ServeConfig, env: RankEnv, mailbox: ZmqMailbox) -> "Engine":
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     report("joining the ranks", 0.0)
     from moe_serve.dispatch.peer_calls import barrier
-    from moe_serve.launcher.groups import gather_bytes, join_groups
+    from moe_serve.launcher.groups import device_of, gather_bytes, join_groups
+    from moe_serve.launcher.meeting import check_facts, open_store
 
-    groups = join_groups(env, config)
+    device, deadline_s = device_of(env, config), config.server.attach_deadline_s
+    store = open_store(env, deadline_s)
+    check_facts(store, env, facts_of(config, device.type), deadline_s)
+    groups = join_groups(env, config, device, store)
     addresses = gather_bytes(mailbox.wake_address.encode(), groups.patient)
     mailbox.connect_peers([address.decode() for rank, address in enumerate(addresses) if rank != env.rank])
     engine = _build_engine(config, groups, mailbox, report)

@@ -1,0 +1,159 @@
+"""What must be equal on all ranks: versions, settings, and the files that decide what is computed. Torch-free.
+
+Ranks that differ would start, and serve wrong answers; or wait for each other without end, in calls that do not match.
+"""
+
+import hashlib
+import os
+from collections.abc import Iterator, Sequence
+from importlib import metadata
+from pathlib import Path
+from typing import NamedTuple
+
+from moe_serve.config import ServeConfig, model_dir
+from moe_serve.models.model_files import read_bytes
+from moe_serve.models.safetensors_header import INDEX, header_bytes, weight_files
+
+# What may differ: where files lie on a host (their contents are compared), which address of the front end a host
+# reaches, how many cores it has. `server.host`, `server.port` are the front end's.
+_OWN_OF_A_RANK = frozenset({
+    "model.path", "model.served_name", "parallel.threads_per_rank", "eplb.init_expert_location", "eplb.record_path",
+    "eplb.recorder_dir", "server.host", "server.port", "server.worker_host", "server.token_file",
+})  # fmt: skip
+_MODEL_FILES = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json")
+_HASHED_BYTES = 32 << 20  # of weights; of a larger checkpoint, samples of its bytes
+_SAMPLE_BYTES = 16 << 10
+_LARGEST_FILE = 1 << 30
+
+
+class Fact(NamedTuple):
+    """key: a setting, or what else must be equal;  value: compared;  note: for people, may differ"""
+
+    key: str
+    value: str
+    note: str = ""
+
+
+def facts_of(config: ServeConfig, device: str) -> list[Fact]:
+    """Returns this rank's facts, in the order in which a difference is reported. device: "cpu" or "cuda"
+
+    Raises ModelError where a file cannot be read.
+    """
+    return [
+        Fact("the version of moe_serve", _version("moe-serve")),
+        Fact("the version of torch", _version("torch")),
+        *_settings(config),
+        Fact("the device", device, "parallel.device"),
+        Fact("$MOE_SERVE_TOKEN", _of_secret(os.environ.get("MOE_SERVE_TOKEN", ""))),
+        *_files(config),
+    ]
+
+
+def first_difference(facts: Sequence[Sequence[Fact]]) -> str | None:
+    """Returns what the ranks differ in first, on which ranks, and what to do; None where all agree.
+
+    facts: by rank, as `facts_of` returns them
+    """
+    tables = [{fact.key: fact for fact in own} for own in facts]
+    keys = list(dict.fromkeys(fact.key for own in facts for fact in own))
+    absent = Fact("", "not known there")
+    unequal = [key for key in keys if len({table.get(key, absent).value for table in tables}) > 1]
+    if not unequal:
+        return None
+    key = unequal[0]
+    said = [table.get(key, absent) for table in tables]
+    held = by_value([f"{fact.value} ({fact.note})" if fact.note else fact.value for fact in said])
+    also = f"; they also differ in {', '.join(unequal[1:4])}" if len(unequal) > 1 else ""
+    also += f" and {len(unequal) - 4} more" if len(unequal) > 4 else ""
+    return f"ranks differ in {key}: {held}{also}. {_what_to_do(key)}"
+
+
+def by_value(values: Sequence[str]) -> str:
+    """Returns such as "a on ranks 0, 2; b on rank 1"."""
+    ranks: dict[str, list[str]] = {}
+    for rank, value in enumerate(values):
+        ranks.setdefault(value, []).append(str(rank))
+    said = ((value, "ranks" if len(who) > 1 else "rank", ", ".join(who)) for value, who in ranks.items())
+    return "; ".join(f"{value} on {noun} {numbers}" for value, noun, numbers in said)
+
+
+def _what_to_do(key: str) -> str:
+    if key.startswith("the version"):
+        return "Install the same version on all machines"
+    if key.startswith("the file"):
+        return "Give all ranks the same files"
+    if key == "$MOE_SERVE_TOKEN":
+        return "Set the same token for all ranks and the front end"
+    return "Start all ranks with the same configuration file and --set options"
+
+
+def _version(package: str) -> str:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return "not installed"  # a source folder on the path
+
+
+def _settings(config: ServeConfig) -> Iterator[Fact]:
+    for section, values in config.model_dump(mode="json").items():
+        for name, value in values.items():
+            if f"{section}.{name}" not in _OWN_OF_A_RANK:
+                yield Fact(f"{section}.{name}", str(value))
+
+
+def _of_secret(token: str) -> str:
+    """Returns 16 bits of a hash: enough to see a difference, too few to find the token from them."""
+    return hashlib.blake2b(token.encode(), digest_size=2).hexdigest() if token else "not set"
+
+
+def _files(config: ServeConfig) -> Iterator[Fact]:
+    location = config.eplb.init_expert_location
+    if location != "trivial":
+        yield Fact("the file of eplb.init_expert_location", _digest_of_file(Path(location)), location)
+    folder = model_dir(config.model)
+    for name in _MODEL_FILES:
+        if name != "tokenizer.json" or not config.model.skip_tokenizer:
+            yield Fact(f"the file {name} of the model", _digest_of_file(folder / name), str(folder))
+    if config.model.load_format != "dummy":
+        headers, values = weight_digests(folder)
+        yield Fact("the files of weights: their names, index and headers", headers, str(folder))
+        yield Fact("the files of weights: their values", values, str(folder))
+
+
+def _digest_of_file(path: Path) -> str:
+    return _short(read_bytes(path, "check the file", _LARGEST_FILE)) if path.exists() else "missing"
+
+
+def _short(data: bytes) -> str:
+    return hashlib.blake2b(data, digest_size=8).hexdigest()
+
+
+def weight_digests(folder: Path) -> tuple[str, str]:
+    """Returns hashes of a checkpoint: of its index, file names, sizes and headers; and of its values.
+
+    Values are hashed whole up to 32 MiB, else samples of them, spread evenly: other weights differ nearly everywhere.
+    """
+    headers, values = hashlib.blake2b(digest_size=8), hashlib.blake2b(digest_size=8)
+    index = folder / INDEX
+    if index.exists():
+        headers.update(read_bytes(index, "download the file again"))
+    files = weight_files(folder)
+    budget = _HASHED_BYTES // len(files)
+    for path in files:
+        data, size = header_bytes(path)
+        headers.update(f"{path.name} {size} ".encode() + data)
+        with path.open("rb") as file:
+            for start, num_bytes in samples(8 + len(data), size, budget):
+                file.seek(start)
+                values.update(file.read(num_bytes))
+    return headers.hexdigest(), values.hexdigest()
+
+
+def samples(start: int, end: int, budget: int) -> Iterator[tuple[int, int]]:
+    """Yields (first byte, number of bytes) of what is hashed of a file: all, or pieces that take `budget` together."""
+    if end - start <= budget:
+        yield start, end - start
+        return
+    pieces = max(1, budget // _SAMPLE_BYTES)
+    for piece in range(pieces):
+        yield start + (end - start - _SAMPLE_BYTES) * piece // max(pieces - 1, 1), _SAMPLE_BYTES

@@ -1,0 +1,119 @@
+"""Meets the other ranks through the store of the launch, before any process group exists.
+
+Groups of ranks with different settings would wait for each other without end. Here every rank writes what it is, reads
+what the others are, and compares; a rank that does not come is named.
+"""
+
+import os
+import time
+from collections.abc import Sequence
+from datetime import timedelta
+
+import msgspec
+from torch.distributed import HashStore, PrefixStore, Store, TCPStore
+
+from moe_serve.errors import ConfigError, LaunchError
+from moe_serve.launcher.facts import Fact, first_difference
+from moe_serve.launcher.rank_env import RankEnv
+from moe_serve.log import get_logger
+
+log = get_logger(__name__)
+_POLL_S = 0.02
+_WARN_S = 5.0  # a rank that is not there by then is named in the log, and again whenever the wait has doubled
+_LEAVE_S = 5.0  # how long a rank that leaves waits for the others to have read: rank 0 may hold the store
+
+
+def open_store(env: RankEnv, deadline_s: float) -> Store:
+    """Returns the store of the launch: rank 0's, or that of torchrun's agent.
+
+    Raises LaunchError where it cannot be reached in time.
+    """
+    if env.num_ranks == 1:
+        return HashStore()
+    of_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    try:
+        return TCPStore(
+            env.master_addr,
+            env.master_port,
+            env.num_ranks,
+            is_master=env.rank == 0 and not of_agent,
+            timeout=timedelta(seconds=deadline_s),
+            wait_for_workers=False,  # `gather` waits for them, and names who is missing
+            multi_tenant=not of_agent,
+        )
+    except (RuntimeError, ValueError) as error:
+        raise LaunchError(
+            f"rank {env.rank} of {env.num_ranks} could not reach the store of the launch at "
+            f"{env.master_addr}:{env.master_port} within {deadline_s:g} s ({str(error).splitlines()[0]}); check that "
+            "rank 0 was started, and that this address is reachable from here"
+        ) from None
+
+
+def gather(store: Store, env: RankEnv, name: str, data: str, deadline_s: float) -> list[bytes]:
+    """Returns every rank's text as bytes, in rank order.
+
+    name: of this exchange; each is used once in a launch
+    Raises LaunchError naming the ranks that have not come in time.
+    """
+    at = PrefixStore(f"moe_serve/{name}", store)
+    try:
+        at.set(str(env.rank), data)
+        _wait_for_all(at, env, "joined", deadline_s)
+        gathered = [at.get(str(rank)) for rank in range(env.num_ranks)]
+        at.set(f"read {env.rank}", "")
+    except RuntimeError as error:
+        raise LaunchError(
+            f"rank {env.rank} lost the store of the launch at {env.master_addr}:{env.master_port} while the ranks "
+            f"joined ({str(error).splitlines()[0]}); look at the last lines of rank 0"
+        ) from None
+    return gathered
+
+
+def leave(store: Store, env: RankEnv, name: str) -> None:
+    """Waits until the others have read what this rank wrote in an exchange, for a few seconds at most."""
+    at = PrefixStore(f"moe_serve/{name}", store)
+    deadline_s = time.monotonic() + _LEAVE_S
+    try:
+        while time.monotonic() < deadline_s and not at.check([f"read {rank}" for rank in range(env.num_ranks)]):
+            time.sleep(_POLL_S)
+    except RuntimeError:
+        return  # the store is gone, and rank 0 with it
+
+
+def check_facts(store: Store, env: RankEnv, facts: Sequence[Fact], deadline_s: float) -> None:
+    """Raises ConfigError on every rank, naming the first fact in which ranks differ, unless all have the same ones."""
+    rows = gather(store, env, "facts", msgspec.json.encode(facts).decode(), deadline_s)
+    try:
+        message = first_difference([msgspec.json.decode(row, type=list[Fact]) for row in rows])
+    except (ValueError, RecursionError) as error:
+        raise LaunchError(
+            f"what a rank wrote into the store of the launch at {env.master_addr}:{env.master_port} cannot be read "
+            f"({error}); are ranks of another version, or another program, using that port?"
+        ) from None
+    if message is not None:
+        leave(store, env, "facts")
+        raise ConfigError(message)
+
+
+def _wait_for_all(at: Store, env: RankEnv, what: str, deadline_s: float) -> None:
+    started_s = time.monotonic()
+    missing = list(range(env.num_ranks))
+    next_warning_s = _WARN_S
+    while True:
+        missing = [rank for rank in missing if not at.check([str(rank)])]
+        waited_s = time.monotonic() - started_s
+        if not missing:
+            return
+        ranks = f"rank{'s' if len(missing) > 1 else ''} {', '.join(map(str, missing[:8]))}"
+        ranks += f" and {len(missing) - 8} more" if len(missing) > 8 else ""
+        if waited_s > deadline_s:
+            raise LaunchError(
+                f"{ranks} of {env.num_ranks} had not {what} after {deadline_s:g} s; look at their last lines, check "
+                f"that they were started and reach {env.master_addr}:{env.master_port}, or raise "
+                "server.attach_deadline_s"
+            )
+        if waited_s > next_warning_s:
+            next_warning_s = 2 * waited_s
+            if env.rank == min(set(range(env.num_ranks)) - set(missing), default=0):  # one rank says it for all
+                log.warning("%s have not %s after %.0f s", ranks, what, waited_s)
+        time.sleep(min(_POLL_S * (1 + waited_s), 0.5))

@@ -1,0 +1,98 @@
+"""Ranks that meet through the store of the launch: who differs and who is missing is named on every rank."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+
+import pytest
+
+from moe_serve.dispatch.base import EpGroup
+from moe_serve.errors import ConfigError, LaunchError
+from moe_serve.launcher.facts import Fact
+from moe_serve.launcher.meeting import check_facts, gather, open_store
+from moe_serve.launcher.rank_env import RankEnv, free_port
+from tests.launcher.running import Running
+from tests.ranks import run_ranks
+
+WORKER = "moe_serve.launcher.serve"
+
+
+def env_of(rank: int, num_ranks: int, port: int) -> RankEnv:
+    return RankEnv(rank, num_ranks, rank, num_ranks, "127.0.0.1", port, 0, "test")
+
+
+def meet(rank: int, group: EpGroup, port: int, values: Sequence[str]) -> str:
+    env = env_of(rank, len(values), port)
+    store = open_store(env, 20)
+    try:
+        check_facts(store, env, [Fact("equal", "1"), Fact("cache.block_size", values[rank])], 20)
+    except ConfigError as error:
+        return str(error)
+    return "agreed"
+
+
+def test_every_rank_hears_of_the_difference_though_rank_0_holds_the_store() -> None:
+    told = run_ranks(3, meet, free_port(), ("16", "16", "32"))
+    assert len(set(told)) == 1
+    assert told[0].startswith("ranks differ in cache.block_size: 16 on ranks 0, 1; 32 on rank 2")
+
+
+def test_equal_ranks_agree() -> None:
+    assert run_ranks(3, meet, free_port(), ("16", "16", "16")) == ["agreed"] * 3
+
+
+def wait_alone(rank: int, group: EpGroup, port: int) -> str:
+    if rank == 1:
+        return ""
+    with pytest.raises(LaunchError) as caught:
+        gather(open_store(env_of(0, 4, port), 5), env_of(0, 4, port), "facts", "", 0.3)
+    return str(caught.value)
+
+
+def test_ranks_that_do_not_come_are_named() -> None:
+    said = run_ranks(2, wait_alone, free_port())[0]
+    assert said.startswith("ranks 1, 2, 3 of 4 had not joined after 0.3 s")
+    assert "server.attach_deadline_s" in said
+
+
+def read_garbage(rank: int, group: EpGroup, port: int) -> str:
+    env = env_of(rank, 2, port)
+    store = open_store(env, 5)
+    if rank == 1:
+        gather(store, env, "facts", '[["half', 5)
+        return ""
+    with pytest.raises(LaunchError) as caught:
+        check_facts(store, env, [], 5)
+    return str(caught.value)
+
+
+def test_what_is_no_list_of_facts_is_one_error() -> None:
+    assert "cannot be read" in run_ranks(2, read_garbage, free_port())[0]
+
+
+def start_rank(rank: int, port: int, *overrides: str, token: str = "") -> Running:
+    environ = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+    settings = ["parallel.num_ranks=2", "parallel.device=cpu", f"server.worker_port={port + 1}", *overrides]
+    arguments = [argument for setting in settings for argument in ("--set", setting)]
+    return Running(WORKER, arguments, **environ, MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), MOE_SERVE_TOKEN=token)
+
+
+def test_processes_that_would_hang_in_different_exchanges_end_with_the_setting() -> None:
+    port = free_port()
+    with (
+        start_rank(0, port, "engine.exchange=gloo", token="a" * 32) as first,
+        start_rank(1, port, "engine.exchange=shm", token="b" * 32) as second,
+    ):
+        assert (first.wait(), second.wait()) == (2, 2)
+        for rank in (first, second):
+            assert "ranks differ in engine.exchange: gloo on rank 0; shm on rank 1" in rank.output
+            assert "they also differ in $MOE_SERVE_TOKEN" in rank.output
+
+
+def test_the_facts_of_a_rank_need_no_torch() -> None:
+    code = (
+        "import sys; from moe_serve.launcher.facts import facts_of; from moe_serve.config import load_config; "
+        "facts_of(load_config(), 'cpu'); assert 'torch' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60, env=os.environ)
