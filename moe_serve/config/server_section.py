@@ -2,7 +2,7 @@
 
 from typing import Self
 
-from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, model_validator
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
 from moe_serve.config.section import Section
 
@@ -15,6 +15,18 @@ class ServerConfig(Section):
     worker_host: str = "127.0.0.1"  # where workers reach the front end
     worker_port: NonNegativeInt = Field(default=30001, le=65535)
     max_body_mib: PositiveFloat = 16.0  # a larger HTTP body is refused
+    # At a bound on connections, one that waits for a request yields to a newcomer; where all are busy, it gets a 503.
+    # The limit of descriptors is raised to fit at start, and lowers the bound where it cannot be.
+    max_connections: PositiveInt = 4096
+    max_connections_per_client: PositiveInt | None = None  # of one address; None: half of max_connections
+    max_header_kib: PositiveFloat = 16.0
+    # A client has so long to send the header of a request (and to shake hands), and its body; a connection without a
+    # request stays open so long.
+    header_deadline_s: PositiveFloat = 10.0
+    body_deadline_s: PositiveFloat = 60.0
+    idle_deadline_s: PositiveFloat = 75.0
+    # A client that takes less than 16 KiB in this time, while an answer waits for it, is cut off: its requests end.
+    send_deadline_s: PositiveFloat = 30.0
     attach_deadline_s: PositiveFloat = 600.0  # how long the front end waits for all ranks at start
     # A rank ends when the front end is silent for longer than this. A rank is lost when it is silent for longer than
     # this and than engine.step_deadline_s.

@@ -118,10 +118,13 @@ class GenerateResponse(Response):
         call = self._call
         index_of = {request.request_id: index for index, request in enumerate(call.requests)}
         headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
-        await send({"type": "http.response.start", "status": 200, "headers": headers})
         left = len(call.requests)
+        has_begun = False
         while left:
             request = await call.changes.next()
+            if not has_begun:  # not earlier: while a request waits, only a call without headers shows that it was left
+                await send({"type": "http.response.start", "status": 200, "headers": headers})
+                has_begun = True
             index = index_of[request.request_id]
             chunk: dict[str, Any]
             if request.failure is not None:

@@ -3,32 +3,79 @@
 import asyncio
 import contextlib
 import signal
+import socket
 from collections.abc import Iterator
 
 import uvicorn
 from fastapi import FastAPI
 
 from moe_serve.server.bridge import Bridge
+from moe_serve.server.connection import Connection, ConnectionLimits
+from moe_serve.server.connection_table import ConnectionTable
+from moe_serve.server.descriptors import connections_allowed
+from moe_serve.server.listener import Listener
 
 _END_DEADLINE_S = 3  # for answers in progress, once the server is told to end
+_SWEEP_S = 0.25  # between two looks at the deadlines of all connections
 
 
 class HttpServer(uvicorn.Server):
-    """uvicorn that ends without delay: it takes no new calls, and the open ones end with an error."""
+    """uvicorn with bounded connections, which ends without delay: no new calls, and open ones end with an error."""
 
     def __init__(self, app: FastAPI, bridge: Bridge, handle_signals: bool):
         super().__init__(
             uvicorn.Config(
                 app,
+                http=Connection,
+                ws="none",
                 lifespan="off",
                 log_config=None,
                 access_log=False,
                 server_header=False,
+                proxy_headers=False,  # a client's header must not change who the client is
                 timeout_graceful_shutdown=_END_DEADLINE_S,
             )
         )
         self._bridge = bridge
         self._handle_signals = handle_signals
+        server = bridge.config.server
+        self._limits = ConnectionLimits.of(server)
+        allowed = connections_allowed(server.max_connections)
+        per_client = server.max_connections_per_client or -(-allowed // 2)
+        self.table = ConnectionTable(allowed, min(per_client, allowed))
+        self._work: list[asyncio.Task[None]] = []
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Starts to accept from listening sockets."""
+        self.servers = []
+        for listening in sockets or ():
+            listener = Listener(listening, self._connection, self.table, None, self._limits.header_deadline_s)
+            self._work.append(asyncio.create_task(listener.run()))
+        self._work.append(asyncio.create_task(self._sweep()))
+        self.started = True
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Accepts no more, and ends the connections."""
+        accepting, sweeping = self._work[:-1], self._work[-1]
+        for task in accepting:
+            task.cancel()
+        await asyncio.gather(*accepting, return_exceptions=True)
+        await super().shutdown(sockets)
+        sweeping.cancel()
+        for connection in list(self.table):
+            connection.give_up()
+
+    def _connection(self) -> Connection:
+        return Connection(self.config, self.server_state, self._limits, self.table.remove)
+
+    async def _sweep(self) -> None:
+        limits = self._limits
+        shortest_s = min(
+            limits.header_deadline_s, limits.body_deadline_s, limits.idle_deadline_s, limits.send_deadline_s
+        )
+        while True:
+            await asyncio.sleep(min(_SWEEP_S, shortest_s / 4))
+            self.table.sweep()
 
     def stop(self) -> None:
         """Begins to end. A second call no longer waits for answers."""
