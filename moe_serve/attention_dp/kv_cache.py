@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from moe_serve.errors import CapacityError
+from moe_serve.kernels.huge_pages import zeros_in_huge_pages
 
 
 @dataclass(frozen=True)
@@ -73,7 +74,7 @@ class KvCache:
         self.dtype = dtype
         num_slots = num_blocks * block_size + 1  # padding rows write to the last one
         try:
-            self._layers = [torch.zeros(num_slots, *layout.row_shape, dtype=dtype, device=device) for layout in layouts]
+            self._layers = [zeros_in_huge_pages((num_slots, *layout.row_shape), dtype, device) for layout in layouts]
         except (RuntimeError, MemoryError) as error:
             need = num_blocks * bytes_per_block(layouts, block_size, dtype) / 2**30
             reason = str(error).splitlines()[0]

@@ -13,6 +13,7 @@ from moe_serve.errors import CapacityError
 from moe_serve.kernels.cpu.packed import pack, pack_gate_up
 from moe_serve.kernels.grouped_gemm_fp8 import quantize_weight
 from moe_serve.kernels.grouped_gemm_int8 import quantize_int8
+from moe_serve.kernels.huge_pages import zeros_in_huge_pages
 from moe_serve.models.weight_plan import ExpertTensor
 from moe_serve.models.weight_share import WeightShare
 
@@ -51,8 +52,8 @@ def _zeros(plan: ExpertTensor, form: SlotForm, num_slots: int, device: torch.dev
     slots = {}
     for name, (shape, kind) in ((name, wanted[name]) for name in names):
         try:
-            slots[name] = torch.zeros(num_slots, *shape, dtype=kind, device=device)
-        except RuntimeError as error:  # torch raises it for a lack of memory, on CPUs and on GPUs
+            slots[name] = zeros_in_huge_pages((num_slots, *shape), kind, device)
+        except RuntimeError as error:  # for a lack of memory, on CPUs and on GPUs
             if "memory" not in str(error):
                 raise
             size = num_slots * math.prod(shape) * kind.itemsize

@@ -6,6 +6,7 @@ from torch import Tensor
 from moe_serve.kernels.cpu.experts import PackedExperts, packed_ffn
 from moe_serve.kernels.cpu.linear import PackedHeads, PackedLinear, RowTable
 from moe_serve.kernels.cpu.packed import gate_up_size, pack, pack_gate_up, packed_size
+from moe_serve.kernels.huge_pages import zeros_in_huge_pages
 from moe_serve.kernels.linear import HeadLinear, Linear
 from moe_serve.kernels.numerics import Numerics
 from moe_serve.kernels.silu_mul import silu_mul
@@ -30,8 +31,8 @@ class PackedMlp:
     def __init__(self, gate_up: Tensor, down: Tensor):
         """gate_up: [2 I, H], gate rows first;  down: [H, I]; float32 or bfloat16"""
         hidden, width = down.shape
-        packed_gate_up = gate_up.new_empty(1, gate_up_size(width, hidden))
-        packed_down = down.new_empty(1, packed_size(hidden, width))
+        packed_gate_up = zeros_in_huge_pages((1, gate_up_size(width, hidden)), gate_up.dtype)
+        packed_down = zeros_in_huge_pages((1, packed_size(hidden, width)), down.dtype)
         pack_gate_up(gate_up, packed_gate_up[0])
         pack(down, packed_down[0])
         self.experts = PackedExperts(packed_gate_up, packed_down, hidden, width)

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from moe_serve.kernels.cpu.library import cpu_library
 from moe_serve.kernels.cpu.packed import pack, packed_size
+from moe_serve.kernels.huge_pages import zeros_in_huge_pages
 
 KINDS = (torch.float32, torch.bfloat16, torch.int8, torch.float8_e4m3fn)  # in the order of weights.h
 
@@ -37,7 +38,7 @@ class _Projection:
 
     def __init__(self, weight: Tensor, bias: Tensor | None):
         heads, n, k = weight.shape
-        self._packed = weight.new_empty(heads, packed_size(n, k))
+        self._packed = zeros_in_huge_pages((heads, packed_size(n, k)), weight.dtype)
         for head in range(heads):
             pack(weight[head], self._packed[head])
         self._bias = None if bias is None else bias.float().contiguous()
