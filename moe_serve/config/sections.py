@@ -163,6 +163,9 @@ class EngineConfig(Section):
     # mask: the others go on without a lost rank where they can (CPU ranks of one host, slots for all experts), and
     # a rank that was only late rejoins; end: all ranks end, to be started again
     on_lost_rank: Literal["mask", "end"] = "mask"
+    # Where the others can go on without it, a rank whose process gives no sign of life for so long is masked: it is
+    # stopped, or its machine hangs. A step that is merely long gives signs of life from a thread of its own.
+    suspect_after_s: PositiveFloat = 3.0
     heartbeat_s: PositiveFloat = 1.0  # how often an idle rank shows that it is alive
     prefill_hold_steps: NonNegativeInt = 0  # steps a lone prefill may wait so that ranks prefill together
 

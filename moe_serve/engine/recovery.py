@@ -125,14 +125,18 @@ class Rank:
 class MaskingRecovery(Recovery):
     """The remaining ranks go on without a lost one; a rank that was only late rejoins."""
 
-    def __init__(self, own: Rank, served: ServedModel, membership: Membership):
+    def __init__(self, own: Rank, served: ServedModel, membership: Membership, suspect_after_s: float):
+        """suspect_after_s: without a sign of life, a rank is masked, where the others can go on without it"""
         super().__init__(served, why_end=None)
         self._own = own
+        self._suspect_after_s = suspect_after_s
         self._membership = membership
         self._full = served.placement  # the slots of masked ranks included: see full_placement.py
         self._lost: Sequence[tuple[int, int]] = ()  # experts that only masked ranks hold: (row, expert)
         self._known_masked: Sequence[int] = ()
         self._has_rejoined = False
+        membership.begin_heartbeat()
+        self._suspect_where_spareable()
 
     @property
     def members(self) -> Sequence[int]:
@@ -258,6 +262,12 @@ class MaskingRecovery(Recovery):
         else:
             self.served.activate(placement)
         self._known_masked = masked
+        self._suspect_where_spareable()
+
+    def _suspect_where_spareable(self) -> None:
+        """Lets silence count for no loss that the others cannot bear: there, a late rank is waited for."""
+        is_spareable = full_placement.has_slots_without(self._full, len(self._membership.masked) + 1)
+        self._membership.suspect_after_s = self._suspect_after_s if is_spareable else None
 
     def _begin_group(self, reason: str) -> None:
         own, members = self._own, self._membership.members
@@ -282,4 +292,4 @@ def make_recovery(config: ServeConfig, own: Rank, served: ServedModel) -> Recove
     if not own.exchange.survives_lost_rank:
         return Recovery(served, "the exchange cannot go on without a rank (engine.exchange: shm can)")
     own.exchange.follow(membership)
-    return MaskingRecovery(own, served, membership)
+    return MaskingRecovery(own, served, membership, config.engine.suspect_after_s)

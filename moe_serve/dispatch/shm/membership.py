@@ -7,7 +7,7 @@ still writes lies in its own slices with flags of an old epoch, and nobody reads
 with it. A process that died is replaced by a new one, in new segments.
 
 Each rank owns a page of words that all others may read: the epoch that it proposes, the ranks that it masks in it, when
-it was last seen waiting, and whether it wants to rejoin. Sets of ranks are bit masks.
+it was last seen waiting, whether it wants to rejoin, and its signs of life. Sets of ranks are bit masks.
 
 Proposing: a rank that misses a peer proposes the next epoch without it. A proposal only grows, by what others propose
 and by ranks that stay away for two deadlines. A rank goes on when all that it has not masked propose the same.
@@ -22,6 +22,7 @@ from collections.abc import Iterable
 
 from moe_serve.dispatch.capabilities import TRANSPORTS
 from moe_serve.dispatch.shm.channel import Peers
+from moe_serve.dispatch.shm.heartbeat import Heartbeat
 from moe_serve.dispatch.shm.memory import ShmMemory
 from moe_serve.dispatch.shm.region import Int64Array, owner_words
 from moe_serve.errors import PeerError
@@ -44,6 +45,10 @@ class Membership:
         self._pages: list[Int64Array] = [owner_words(memory.region(rank)) for rank in range(memory.num_ranks)]
         self._own = self._pages[self._rank]
         self._suspects: set[int] = set()
+        self._heartbeat = Heartbeat(self._rank, self._pages)
+        self._waiting: tuple[list[int], str, int] = ([], "", 0)
+        self.suspect_after_s: float | None = None
+        """Seconds without a sign of life after which a rank is suspected; None: only the deadlines count."""
         self._checked_s = self._paused_s = 0.0
         self.is_masked = False  # the others go on without this rank, until it rejoins
         self.peers: Peers
@@ -81,12 +86,23 @@ class Membership:
         deadline_s: of this wait; None: the usual one
         """
         deadline_s = deadline_s or self._deadline_s
+        self._waiting = (missing, phase, sequence)
         self._own[_WAITING_NS] = time.monotonic_ns()
         self.check_epoch_stands(phase, sequence)
         dead = [rank for rank in missing if not self._memory.lives(rank)]
         if dead:
             self._suspects.update(dead)
             raise PeerError(f"rank {dead[0]} died before {phase} {sequence}", dead[0], phase, sequence)
+        silent = [rank for rank in missing if self._is_silent(rank)]
+        if silent:
+            self._suspects.update(silent)
+            raise PeerError(
+                f"rank {silent[0]} gave no sign of life for {self.suspect_after_s:g} s before {phase} {sequence}: its "
+                "process is stopped, or its machine hangs",
+                silent[0],
+                phase,
+                sequence,
+            )
         waited_s -= self._own_pause_s(waited_s)
         if waited_s <= deadline_s or not missing:
             return
@@ -102,6 +118,20 @@ class Membership:
                 phase,
                 sequence,
             )
+
+    def begin_heartbeat(self) -> None:
+        """Gives signs of life from now on, from a thread. Only where ranks are processes."""
+        self._heartbeat.start()
+
+    def describe_wait(self) -> str:
+        """Returns for whom this rank waited when it last looked, and what it knows of them; for a log line."""
+        missing, phase, sequence = self._waiting
+        if not missing:
+            return ""
+        silent_s = max(map(self._heartbeat.silent_s, missing))
+        state = f"without a sign of life for {silent_s:.1f} s" if silent_s > 1 else "which is alive"
+        who = f"rank{'s' if len(missing) > 1 else ''} {', '.join(map(str, missing))}"
+        return f"{phase} {sequence} waits for {who}, {state}"
 
     def check_epoch_stands(self, phase: str, sequence: int) -> None:
         """Raises PeerError when another rank has begun to leave this epoch, so that data just read may be newer."""
@@ -178,7 +208,7 @@ class Membership:
             if not waiting_for:
                 break
             late = time.monotonic() > deadline_s
-            gone = [rank for rank in waiting_for if late or not self._memory.lives(rank)]
+            gone = [rank for rank in waiting_for if late or self._is_silent(rank) or not self._memory.lives(rank)]
             if gone:
                 masked |= _mask(gone)
                 self._propose(epoch, masked)
@@ -206,6 +236,9 @@ class Membership:
             proposed, masked = int(page[_PROPOSED]), int(page[_MASK])
             if proposed == page[_PROPOSED]:
                 return proposed, masked
+
+    def _is_silent(self, rank: int) -> bool:
+        return self.suspect_after_s is not None and self._heartbeat.silent_s(rank) > self.suspect_after_s
 
     def _is_waiting(self, rank: int) -> bool:
         # A rank that hangs shows no sign for a whole deadline; on a busy machine a healthy one may pause briefly.

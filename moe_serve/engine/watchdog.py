@@ -1,0 +1,106 @@
+"""Watches the phases of one rank from a thread of its own: says which one lasts long, and writes where all threads are.
+
+Each rank watches itself. When a collective hangs, every rank of the launch warns with its own phase and step, and then
+writes its own stack, so that the logs together show who waits for whom. Torch-free.
+"""
+
+import faulthandler
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import IO
+
+from moe_serve.log import get_logger
+
+log = get_logger(__name__)
+_TICK_S = 0.25
+
+
+@dataclass(frozen=True)
+class WatchLimits:
+    """Seconds of one phase. warn_s: until the first warning, repeated at 4, 16, .. times of it;  stack_s: until the
+    stacks are written;  give_up_s: until `Watchdog.give_up` is called; None: never"""
+
+    warn_s: float
+    stack_s: float
+    give_up_s: float | None = None
+
+
+class Watchdog:
+    """Knows in which phase its rank is and since when. Ends when nobody refers to it any more.
+
+    who:     for the log, such as "rank 3"
+    detail:  returns what else is known of a phase that lasts long; "" for nothing
+    give_up: called from the watching thread; it ends the process
+    """
+
+    def __init__(
+        self,
+        who: str,
+        limits: WatchLimits,
+        detail: Callable[[], str] = lambda: "",
+        give_up: Callable[[str], None] = lambda text: None,
+        stacks_to: IO[str] | None = None,
+    ):
+        self._who = who
+        self._limits = limits
+        self._detail = detail
+        self._give_up = give_up
+        self._stacks_to = stacks_to or sys.stderr
+        self._phase: tuple[str, int] | None = None
+        self._watched: tuple[str, int] | None = None
+        self._ticks = 0
+        self._next_warning_s = limits.warn_s
+        self._wrote_stacks = False
+
+    def start(self) -> None:
+        """Starts to watch."""
+        threading.Thread(target=_watch, args=(weakref.ref(self),), name="watchdog", daemon=True).start()
+
+    def enter(self, phase: str, step: int = -1) -> None:
+        """Begins a phase, or shows progress in it. step: -1 = of no step"""
+        self._phase = (phase, step)  # a new object each time: by it the watching thread sees progress
+
+    def leave(self) -> None:
+        """Ends the phase: nothing is watched until the next one."""
+        self._phase = None
+
+    def tick(self) -> None:
+        """Looks at the phase; called every quarter of a second. Ticks are counted, not time: a process that was stopped
+        has not been slow."""
+        phase = self._phase
+        if phase is None or phase is not self._watched:
+            self._watched = phase
+            self._ticks, self._next_warning_s, self._wrote_stacks = 0, self._limits.warn_s, False
+            return
+        self._ticks += 1
+        lasted_s = self._ticks * _TICK_S
+        limits = self._limits
+        if lasted_s >= self._next_warning_s:
+            self._next_warning_s *= 4
+            log.warning("%s", self._describe(phase, lasted_s))
+        if lasted_s >= limits.stack_s and not self._wrote_stacks:
+            self._wrote_stacks = True
+            log.error("%s; the stacks of its threads follow", self._describe(phase, lasted_s))
+            faulthandler.dump_traceback(self._stacks_to)
+        if limits.give_up_s is not None and lasted_s >= limits.give_up_s:
+            self._give_up(self._describe(phase, lasted_s))
+
+    def _describe(self, phase: tuple[str, int], lasted_s: float) -> str:
+        name, step = phase
+        where = f"{name} of step {step}" if step >= 0 else f"the phase '{name}' of the start"
+        detail = self._detail()
+        return f"{self._who} has been in {where} for {lasted_s:.0f} s" + (f": {detail}" if detail else "")
+
+
+def _watch(reference: "weakref.ref[Watchdog]") -> None:
+    while True:
+        time.sleep(_TICK_S)
+        watchdog = reference()
+        if watchdog is None:
+            return
+        watchdog.tick()
+        del watchdog
