@@ -37,6 +37,7 @@ from moe_serve.engine.served_model import ServedModel
 from moe_serve.engine.status import EngineCounters
 from moe_serve.engine.step import StepSettings
 from moe_serve.engine.trace_writer import TraceWriter
+from moe_serve.engine.watchdog import Watchdog, WatchLimits
 from moe_serve.ep.load_recorder import LoadRecorder
 from moe_serve.ep.moe_layer import ExpertParallel
 from moe_serve.ep.pass_recorder import PassRecorder
@@ -94,6 +95,7 @@ def build_engine(
         records=_record_control(config, Speaker(group.rank, epoch, lambda: recovery.members[0], mailbox.send), served),
         balancing=balancing,
         counters=counters,
+        watchdog=_step_watchdog(group.rank, config.engine.step_deadline_s, exchange, served),
         step_settings=StepSettings(
             max_tokens_per_rank=config.dispatch.max_tokens_per_rank or config.engine.max_batch_tokens,
             prefill_hold_steps=config.engine.prefill_hold_steps,
@@ -104,6 +106,18 @@ def build_engine(
             heartbeat_s=config.engine.heartbeat_s, front_end_deadline_s=config.server.worker_deadline_s
         ),
     )
+
+
+def _step_watchdog(rank: int, deadline_s: float, exchange: Exchange, served: ServedModel) -> Watchdog:
+    """Returns what warns of a long step and writes the stacks before the peers give up; the caller starts it."""
+    membership = served.membership
+
+    def detail() -> str:
+        waits = membership.describe_wait() if membership is not None else ""
+        missing = ", ".join(map(str, exchange.missing()))
+        return waits or (f"rank {missing} has not arrived" if missing else "")
+
+    return Watchdog(f"rank {rank}", WatchLimits(min(5.0, deadline_s / 4), deadline_s / 2), detail)
 
 
 def _record_control(config: ServeConfig, speaker: Speaker, served: ServedModel) -> RecordControl:

@@ -33,6 +33,7 @@ from moe_serve.engine.sampler import Sampler, has_finite_best
 from moe_serve.engine.served_model import ServedModel
 from moe_serve.engine.status import EngineCounters, make_status, totals_of
 from moe_serve.engine.step import RankState, StepPlan, StepSettings, plan_step
+from moe_serve.engine.watchdog import Watchdog
 from moe_serve.errors import PeerError
 from moe_serve.log import get_logger
 
@@ -68,6 +69,7 @@ class Engine:
     records: RecordControl
     balancing: Balancing
     counters: EngineCounters
+    watchdog: Watchdog
     step_settings: StepSettings
     settings: EngineSettings
     step: int = 0
@@ -102,6 +104,7 @@ class Engine:
             try:
                 plan = self.run_step()
             except PeerError as error:
+                self.watchdog.enter("the recovery", self.step)
                 if not self.recovery.recover(error, self._wait_masked):
                     return
                 continue
@@ -113,17 +116,21 @@ class Engine:
     def run_step(self) -> StepPlan:
         """Runs one step with all ranks, and returns its plan. Raises PeerError when one is lost: the step is void."""
         proposal = self.scheduler.propose()
+        self.watchdog.enter("the exchange", self.step)
         plan = self._exchange(proposal)
+        self.watchdog.enter("the forward", self.step)
         self.recovery.begin_step(plan)
         self.balancing.begin_step(plan)
         started_s = time.perf_counter()
         if plan.runs_forward:
             self._forward(self.scheduler.commit(proposal, plan.hold_prefill), plan)
         step_s = time.perf_counter() - started_s
+        self.watchdog.enter("the end", self.step)
         self.step += 1
         self.records.end_step(plan)
         self.served.windows.end_step(plan, step_s)
         self.balancing.end_step(plan, step_s)
+        self.watchdog.leave()
         return plan
 
     def close(self) -> None:
@@ -258,6 +265,7 @@ class Engine:
 
         Drops requests: those sent before the front end knew of the mask have moved to other ranks by now.
         """
+        self.watchdog.leave()
         self.records.forget()
         self._wants_stop |= any(isinstance(message, Shutdown) for message in self.mailbox.poll(_MASKED_POLL_S))
         self._keep_in_touch()

@@ -51,6 +51,10 @@ class Exchange(Protocol):
         """Returns the ranks that are known to be dead; empty where this exchange cannot tell."""
         return []
 
+    def missing(self) -> Sequence[int]:
+        """Returns the ranks that this one waits for; empty where it does not wait, or this exchange cannot tell."""
+        return ()
+
     def close(self) -> None:
         """Frees what the exchange holds."""
         return
@@ -117,6 +121,7 @@ class ShmExchange(Exchange):
         self._members: slice | Int64Array = _ALL_RANKS  # a slice costs half as much as a list of all ranks
         self._masked: Sequence[int] = ()
         self._check_s = _PID_CHECK_S
+        self._missing: Sequence[int] = ()
         buffer_words = -(-(ROW_LENGTH + 1) // _LINE) * _LINE
         num_words = self._num_ranks * (_LINE + 2 * buffer_words)
         self._map = _map_shared(group, num_words * 8)
@@ -147,6 +152,7 @@ class ShmExchange(Exchange):
         buffers[self._rank, 1 : 1 + ROW_LENGTH] = state
         buffers[self._rank, 0] = flag
         self._wait(buffers[:, 0], flag, step)
+        self._missing = ()
         states = list(map(RankState._make, buffers[:, 1 : 1 + ROW_LENGTH].tolist()))
         for rank in self._masked:
             states[rank] = RankState(0, 0)
@@ -169,6 +175,7 @@ class ShmExchange(Exchange):
             if now_s - checked_s > self._check_s:
                 checked_s = now_s
                 missing = [int(rank) for rank in self._ranks[members] if flags[rank] != flag]
+                self._missing = missing
                 try:
                     self._check_missing(missing, now_s - started_s, step)
                 except PeerError:
@@ -195,6 +202,9 @@ class ShmExchange(Exchange):
                 phase="exchange",
                 step=step,
             )
+
+    def missing(self) -> Sequence[int]:
+        return self._missing
 
     def dead_peers(self) -> list[int]:
         return [rank for rank in range(self._num_ranks) if not _lives(int(self._pids[rank]))]

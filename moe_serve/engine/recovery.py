@@ -135,7 +135,6 @@ class MaskingRecovery(Recovery):
         self._lost: Sequence[tuple[int, int]] = ()  # experts that only masked ranks hold: (row, expert)
         self._known_masked: Sequence[int] = ()
         self._has_rejoined = False
-        membership.begin_heartbeat()
         self._suspect_where_spareable()
 
     @property
@@ -283,6 +282,8 @@ def make_recovery(config: ServeConfig, own: Rank, served: ServedModel) -> Recove
     membership = served.membership
     if served.placement.num_ranks == 1:
         return Recovery(served, "there is one rank")
+    if membership is not None:
+        membership.begin_heartbeat()
     if config.engine.on_lost_rank == "end":
         return Recovery(served, "engine.on_lost_rank is end")
     if membership is None:

@@ -24,6 +24,7 @@ import typer
 from moe_serve.config import ServeConfig, load_config
 from moe_serve.engine.mailbox import ZmqMailbox
 from moe_serve.engine.messages import Fatal, Goodbye, Hello, Progress, Ready
+from moe_serve.engine.watchdog import Watchdog, WatchLimits
 from moe_serve.errors import ConfigError, LostConnectionError, MoeServeError, PeerError
 from moe_serve.kernels.cpu.library import build_cpu_library
 from moe_serve.launcher.facts import facts_of
@@ -141,8 +142,10 @@ def limit_threads(config: ServeConfig, env: RankEnv) -> int:
 def _start(config: ServeConfig, env: RankEnv, mailbox: ZmqMailbox) -> "Engine":
     """Returns the engine, ready to run: groups joined, weights loaded, one empty step done."""
     started_s = time.monotonic()
+    watchdog = _start_watchdog(config, env)
 
     def report(phase: str, fraction: float) -> None:
+        watchdog.enter(phase)
         mailbox.send(Progress(env.rank, env.epoch, phase, fraction))
 
     report("importing torch", 0.0)
@@ -167,8 +170,25 @@ def _start(config: ServeConfig, env: RankEnv, mailbox: ZmqMailbox) -> "Engine":
     engine.served.warm_up()
     engine.served.info["start_s"] = round(time.monotonic() - started_s, 3)
     _end_on_signals(engine)
+    watchdog.leave()
+    engine.watchdog.start()
     mailbox.send(Ready(env.rank, env.epoch, engine.served.limits, engine.served.info))
     return engine
+
+
+def _start_watchdog(config: ServeConfig, env: RankEnv) -> Watchdog:
+    """Returns what names a phase of the start that takes long, and ends this rank where one stands still."""
+
+    def give_up(text: str) -> None:
+        log.error("%s, longer than server.attach_deadline_s; this rank ends", text)
+        os._exit(1)
+
+    # The waits for other ranks end by themselves at the deadline, and say more.
+    deadline_s = config.server.attach_deadline_s
+    limits = WatchLimits(min(30.0, deadline_s / 4), deadline_s / 2, deadline_s + 10)
+    watchdog = Watchdog(f"rank {env.rank}", limits, give_up=give_up)
+    watchdog.start()
+    return watchdog
 
 
 def _build_engine(config: ServeConfig, groups: "Groups", mailbox: ZmqMailbox, report: "Report") -> "Engine":

@@ -14,7 +14,7 @@ from tests.conftest import _command
 from tests.launcher.running import Running, eventually, gone, pid_of_rank
 
 SETTINGS = (
-    "engine.numerics=batch_invariant", "eplb.num_redundant_experts=32", "engine.step_deadline_s=3",
+    "engine.numerics=batch_invariant", "eplb.num_redundant_experts=32", "engine.suspect_after_s=1",
     "eplb.mode=dynamic", "eplb.trigger=0", "eplb.record_window_steps=8",
     "engine.heartbeat_s=0.2", "server.worker_port=0", "parallel.threads_per_rank=1",
 )  # fmt: skip
@@ -101,6 +101,7 @@ def test_a_stopped_rank_is_left_out_and_serves_again_when_it_goes_on(system, cli
     victim = pid_of_rank(client, 1)
     os.kill(victim, signal.SIGSTOP)
     system.wait_for(r"rank 1 is masked \(.*\); ranks 0, 2 serve on")
+    assert "rank 1 gave no sign of life for 1 s" in system.output, "found long before engine.step_deadline_s"
     assert client.get("/ready").status_code == 200
     os.kill(victim, signal.SIGCONT)
     assert streams.tokens() == right

@@ -120,13 +120,14 @@ class Membership:
             )
 
     def begin_heartbeat(self) -> None:
-        """Gives signs of life from now on, from a thread. Only where ranks are processes."""
-        self._heartbeat.start()
+        """Gives signs of life from now on, from a thread, where ranks are processes."""
+        if self._memory.watches_processes:
+            self._heartbeat.start()
 
     def describe_wait(self) -> str:
-        """Returns for whom this rank waited when it last looked, and what it knows of them; for a log line."""
+        """Returns for whom this rank is waiting, and what it knows of them; for a log line. "": it does not wait"""
         missing, phase, sequence = self._waiting
-        if not missing:
+        if not missing or (time.monotonic_ns() - int(self._own[_WAITING_NS])) * 1e-9 > _PAUSE_S:
             return ""
         silent_s = max(map(self._heartbeat.silent_s, missing))
         state = f"without a sign of life for {silent_s:.1f} s" if silent_s > 1 else "which is alive"

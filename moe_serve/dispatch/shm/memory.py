@@ -60,7 +60,7 @@ class ShmMemory:
         self.num_ranks = len(shared)
         self.decisions = shared.decisions
         mappings = shared.segments
-        self._watch = watch_processes
+        self.watches_processes = watch_processes
         self._regions = [torch.frombuffer(mapping, dtype=torch.uint8)[_HEAD_BYTES:] for mapping in mappings]
         self._pids = [np.frombuffer(mapping, dtype=np.int64, count=1) for mapping in mappings]
         if watch_processes:
@@ -73,7 +73,7 @@ class ShmMemory:
     def lives(self, rank: int) -> bool:
         """Returns False once the process behind a rank is known to be dead; True where that cannot be told."""
         pid = int(self._pids[rank][0])
-        return not self._watch or pid == 0 or _runs(pid)  # 0: it has not started yet
+        return not self.watches_processes or pid == 0 or _runs(pid)  # 0: it has not started yet
 
 
 def map_anonymous(num_ranks: int, num_bytes: int) -> Mappings:

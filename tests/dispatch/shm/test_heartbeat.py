@@ -1,4 +1,4 @@
-"""Signs of life: a long step shows them, a stopped process does not; time in which the listener stood does not count."""
+"""Signs of life: a long step shows them, a stopped process does not; the listener counts no time in which it stood."""
 
 import gc
 import os
