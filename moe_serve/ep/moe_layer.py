@@ -23,6 +23,9 @@ from moe_serve.ep.routing import RouterSpec, Routing
 from moe_serve.kernels.cpu.recorder import RecordedRun, Recorder
 from moe_serve.kernels.numerics import Numerics
 
+# Begins a round of rows [T, H] with the ids [T, topk] of their experts or slots, and weights.
+BeginRound = Callable[[Tensor, Tensor, Tensor], Round]
+
 
 @dataclass(frozen=True)
 class ExpertParallel:
@@ -110,31 +113,33 @@ class MoeLayer:
     def record(self, recorder: Recorder, x: Tensor) -> Tensor:
         """Records the layer for rows x, [T, H] -> [T, H], without the shared expert.
 
-        Where every row stays on this rank the layer is kernels. Where rows travel to slots that need no counts, the
-        way from the gate to the slots is kernels; otherwise the layer is called between them.
+        Where every row stays on this rank the layer is kernels. Where rows travel, the gate is kernels, and so are the
+        slots where no expert has replicas. While clients may record passes, the layer is called between kernels.
         """
         parallel, gate = self._parallel, self._compiled_gate
-        if gate is None or self._replicas.needs_counts or parallel.passes is not None:
+        if gate is None or parallel.passes is not None:
             return record_call(recorder, self, x)
         ids, weights = gate.record(recorder, x, self._load_row())
-        slots = recorder.look_up(self._replicas.first_slot, ids)
-        if parallel.all_to_all.is_local:
-            return recorder.experts(x, slots, weights, self.experts.packed)
+        begin: BeginRound = self._replicated_round
+        if not self._replicas.needs_counts:
+            ids, begin = recorder.look_up(self._replicas.first_slot, ids), self._travel_to
+            if parallel.all_to_all.is_local:
+                return recorder.experts(x, ids, weights, self.experts.packed)
         out = recorder.buffer("moe_out", x.shape[1])
 
         def call(step: RecordedRun) -> None:
-            self._run_routed([rows[: step.rows.num_rows] for rows in (x, slots, weights, out)], step)
+            self._run_rounds(begin, [rows[: step.rows.num_rows] for rows in (x, ids, weights, out)], step)
 
         recorder.call_python(call)
         return out
 
-    def _run_routed(self, rows: list[Tensor], step: RecordedRun) -> None:
-        """Runs the rounds of rows whose slots are known. rows: [T, H], their slots and weights, and where sums go"""
+    def _run_rounds(self, begin: BeginRound, rows: list[Tensor], step: RecordedRun) -> None:
+        """Runs rows that the gate has seen. rows: what `begin` takes, and where sums go [T, H]"""
         num_chunks = step.num_chunks
         parts = zip(*[each.tensor_split(num_chunks) for each in rows], strict=True) if num_chunks > 1 else [rows]
         rounds, sums = [], []
-        for x, slots, weights, out in parts:
-            rounds.append(self._routed_round(x, slots, weights))
+        for x, ids, weights, out in parts:
+            rounds.append(begin(x, ids, weights))
             sums.append(out)
         for number in self._order(num_chunks, step.overlap):
             if number != SHARED and (result := advance(rounds[number])) is not None:
@@ -165,7 +170,14 @@ class MoeLayer:
             passes.add(self._layer_row, slots)
         return (yield from self._travel(x, slots, slot_counts, routing.topk_weights))
 
-    def _routed_round(self, x: Tensor, slots: Tensor, weights: Tensor) -> Round:
+    def _replicated_round(self, x: Tensor, ids: Tensor, weights: Tensor) -> Round:
+        """Runs rows as `_round`, with ids [T, topk] and weights of the gate, which has recorded the load."""
+        pending_counts = self._parallel.all_to_all.exchange_counts(self._replicas.count(ids))
+        yield
+        slots, slot_counts = self._replicas.split(ids, pending_counts.wait(), self._parallel.rank)
+        return (yield from self._travel(x, slots, slot_counts, weights))
+
+    def _travel_to(self, x: Tensor, slots: Tensor, weights: Tensor) -> Round:
         """Runs rows as `_round`, with slots [T, topk] and weights of the gate. It has no counts to send."""
         yield
         return (yield from self._travel(x, slots, None, weights))
