@@ -6,7 +6,7 @@ the engine's. Torch-free.
 
 import contextlib
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
 
 import msgspec
@@ -22,9 +22,13 @@ from moe_serve.engine.messages import (
     decode_wake,
     encode,
 )
-from moe_serve.log import get_logger
+from moe_serve.log import RareWarnings, get_logger
 
 log = get_logger(__name__)
+
+# One poll takes at most so many messages from a socket, for at most so long: a step must not wait for a flood.
+_TURN_MESSAGES = 256
+_TURN_S = 0.005
 
 Inbound = ToRank | Wake
 
@@ -70,6 +74,7 @@ class ZmqMailbox:
         self._poller.register(self._front_end, zmq.POLLIN)
         self._poller.register(self._wakes, zmq.POLLIN)
         self._heard_s = time.monotonic()
+        self._warnings = RareWarnings(log)
 
     def _socket(self, kind: int) -> "zmq.Socket[bytes]":
         socket: zmq.Socket[bytes] = self._context.socket(kind)
@@ -93,37 +98,31 @@ class ZmqMailbox:
             left_ms = 0 if arrived else max(0, int((deadline - time.monotonic()) * 1000))
             ready = dict(self._poller.poll(left_ms))
             if self._front_end in ready:
-                arrived += self._drain(self._front_end)
+                arrived += self._drain(self._front_end, decode_to_rank)
             if self._wakes in ready:
-                arrived += self._drain_wakes()
+                arrived += self._drain(self._wakes, decode_wake)
             if arrived or time.monotonic() >= deadline:
                 return arrived
 
-    def _drain(self, socket: "zmq.Socket[bytes]") -> list[Inbound]:
-        messages: list[Inbound] = []
-        with contextlib.suppress(zmq.Again):
-            while True:
+    def _drain(self, socket: "zmq.Socket[bytes]", decode: Callable[[bytes], Inbound]) -> Iterator[Inbound]:
+        """Yields what has arrived on a socket, at most for one turn: the rest is there at the next poll."""
+        ends_s = time.monotonic() + _TURN_S
+        for _ in range(_TURN_MESSAGES):
+            try:
                 data = socket.recv(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            if socket is self._front_end:
                 self._heard_s = time.monotonic()
-                try:
-                    message = decode_to_rank(data)
-                except msgspec.DecodeError as error:
-                    log.warning("dropped a message of an unknown form: %s", error)
-                    continue
+            try:
+                message = decode(data)
+            except msgspec.DecodeError as error:
+                self._warnings.warn(decode.__name__, "dropped a message of an unknown form: %s", error)
+            else:
                 if not isinstance(message, Alive):
-                    messages.append(message)
-        return messages
-
-    def _drain_wakes(self) -> list[Inbound]:
-        messages: list[Inbound] = []
-        with contextlib.suppress(zmq.Again):
-            while True:
-                data = self._wakes.recv(zmq.NOBLOCK)
-                try:
-                    messages.append(decode_wake(data))
-                except msgspec.DecodeError as error:
-                    log.warning("dropped a wake of an unknown form: %s", error)
-        return messages
+                    yield message
+            if time.monotonic() >= ends_s:
+                return
 
     def send(self, message: Message) -> None:
         with contextlib.suppress(zmq.Again):  # a front end that has not read 100,000 messages is gone

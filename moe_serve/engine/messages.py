@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 
 from moe_serve.attention_dp.request import Request, SamplingParams
+from moe_serve.engine.refusing import Refusing
 
 MAX_MESSAGE_BYTES = 64 * 2**20  # a larger frame is dropped by the socket
 ALIVE_PERIOD_S = 1.0  # how often each side shows that it is alive
@@ -293,17 +294,20 @@ def encode(message: Message) -> bytes:
 
 
 def decode_to_rank(data: bytes) -> ToRank:
-    """Returns the message in data. Raises msgspec.DecodeError (or its ValidationError) for anything else."""
-    message: ToRank = _to_rank.decode(data)
+    """Returns the message in data. Raises msgspec.DecodeError for anything else."""
+    with Refusing():
+        message: ToRank = _to_rank.decode(data)
     return message
 
 
 def decode_to_front_end(data: bytes) -> ToFrontEnd:
-    """Returns the message in data. Raises msgspec.DecodeError (or its ValidationError) for anything else."""
-    message: ToFrontEnd = _to_front_end.decode(data)
+    """Returns the message in data. Raises msgspec.DecodeError for anything else."""
+    with Refusing():
+        message: ToFrontEnd = _to_front_end.decode(data)
     return message
 
 
 def decode_wake(data: bytes) -> Wake:
-    """Returns the wake in data. Raises msgspec.DecodeError (or its ValidationError) for anything else."""
-    return _wake.decode(data)
+    """Returns the wake in data. Raises msgspec.DecodeError for anything else."""
+    with Refusing():
+        return _wake.decode(data)

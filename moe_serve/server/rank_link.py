@@ -40,7 +40,7 @@ from moe_serve.engine.messages import (
     Tokens,
     decode_to_front_end,
 )
-from moe_serve.log import get_logger
+from moe_serve.log import RareWarnings, get_logger
 from moe_serve.server.balance import BalanceBook
 from moe_serve.server.commands import CommandBook
 from moe_serve.server.request_book import RequestBook
@@ -74,6 +74,7 @@ class RankLink:
         self._server = config.server
         self._observer = observer
         self._token = os.environ.get("MOE_SERVE_TOKEN", "") if token is None else token
+        self._warnings = RareWarnings(log)
         self._supervisors: set[bytes] = set()
         self._touch: asyncio.Task[None] | None = None
         self._socket: RouterSocket | None = None
@@ -142,7 +143,7 @@ class RankLink:
         try:
             message = decode_to_front_end(data)
         except msgspec.DecodeError as error:
-            log.warning("dropped a message that is not one of ours: %s", error)
+            self._warnings.warn(f"{identity!r}", "dropped a message that is not one of ours: %s", error)
             return
         try:
             self._take(identity, message)

@@ -7,6 +7,7 @@ more than a small message.
 import asyncio
 import contextlib
 import os
+import time
 from collections.abc import Callable
 
 import zmq
@@ -15,6 +16,9 @@ from moe_serve.engine.messages import MAX_MESSAGE_BYTES, Message, encode
 from moe_serve.errors import LaunchError
 
 _HIGH_WATER = 100_000  # messages queued for one rank; further ones are dropped, and the rank will miss its deadline
+# A turn of the event loop handles at most so many messages, for at most so long: HTTP connections have the next turn.
+_TURN_MESSAGES = 512
+_TURN_S = 0.005
 
 
 class RouterSocket:
@@ -45,7 +49,7 @@ class RouterSocket:
         self._read_is_due = False
         self._loop = asyncio.get_running_loop()
         self._file = int(self._socket.getsockopt(zmq.FD))
-        self._loop.add_reader(self._file, self._read)
+        self._loop.add_reader(self._file, self._read_soon)
         self._read_soon()
 
     def send(self, identity: bytes, message: Message) -> None:
@@ -67,10 +71,16 @@ class RouterSocket:
 
     def _read(self) -> None:
         self._read_is_due = False
-        while not self._socket.closed:
+        ends_s = time.monotonic() + _TURN_S
+        for _ in range(_TURN_MESSAGES):
+            if self._socket.closed:
+                return
             try:
                 frames = self._socket.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
                 return
             if len(frames) == 2:
                 self._on_message(frames[0], frames[1])
+            if time.monotonic() >= ends_s:
+                break
+        self._read_soon()

@@ -1,0 +1,63 @@
+"""RouterSocket: a flood of messages leaves turns of the event loop to others, and loses nothing."""
+
+import asyncio
+import itertools
+import time
+
+import zmq
+
+from moe_serve.server import router_socket
+from moe_serve.server.router_socket import RouterSocket
+from tests.server.served import in_event_loop, until
+
+NUM_MESSAGES = 20_000
+
+
+@in_event_loop
+async def test_a_flood_is_handled_in_turns_and_nothing_is_lost():
+    handled: list[bytes] = []
+    turns: list[int] = []
+    socket = RouterSocket("127.0.0.1", 0, lambda _, data: handled.append(data))
+    context = zmq.Context()
+    sender = context.socket(zmq.DEALER)
+    sender.setsockopt(zmq.SNDHWM, 0)
+    sender.connect(f"tcp://127.0.0.1:{socket.port}")
+    for number in range(NUM_MESSAGES):
+        sender.send(b"%d" % number)
+    time.sleep(0.2)  # they are queued by now, beside a loop that does not turn
+
+    while len(handled) < NUM_MESSAGES:
+        turns.append(len(handled))
+        await asyncio.sleep(0)
+    steps = [after - before for before, after in itertools.pairwise(turns)]
+    assert max(steps) <= router_socket._TURN_MESSAGES
+    assert handled == [b"%d" % number for number in range(NUM_MESSAGES)]
+    sender.close()
+    context.term()
+    socket.close()
+
+
+@in_event_loop
+async def test_a_slow_handler_gives_way_after_a_few_messages():
+    handled: list[bytes] = []
+
+    def slow(_: bytes, data: bytes) -> None:
+        time.sleep(0.003)
+        handled.append(data)
+
+    socket = RouterSocket("127.0.0.1", 0, slow)
+    context = zmq.Context()
+    sender = context.socket(zmq.DEALER)
+    sender.connect(f"tcp://127.0.0.1:{socket.port}")
+    for number in range(20):
+        sender.send(b"%d" % number)
+    time.sleep(0.1)
+    seen = []
+    while len(handled) < 20:
+        seen.append(len(handled))
+        await asyncio.sleep(0)
+    assert max(after - before for before, after in itertools.pairwise(seen)) <= 2
+    await until(lambda: len(handled) == 20)
+    sender.close(0)
+    context.term()
+    socket.close()
