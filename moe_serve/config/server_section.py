@@ -15,6 +15,21 @@ class ServerConfig(Section):
     worker_host: str = "127.0.0.1"  # where workers reach the front end
     worker_port: NonNegativeInt = Field(default=30001, le=65535)
     max_body_mib: PositiveFloat = 16.0  # a larger HTTP body is refused
+    # HTTPS: PEM files. ssl_keyfile None: the key is in ssl_certfile. ssl_ca_certs: clients need a certificate of these
+    ssl_certfile: str | None = None
+    ssl_keyfile: str | None = None
+    ssl_ca_certs: str | None = None
+    # Files with one key on each line, a name before it or not, that only their owner may read; the environment's keys
+    # ($MOE_SERVE_API_KEY, $MOE_SERVE_ADMIN_API_KEY) count too. Without an API key, anyone who reaches the port is
+    # served. Without an admin key, admin routes are closed unless `host` is this machine's loopback.
+    api_key_file: str | None = None
+    admin_api_key_file: str | None = None
+    # Names by which clients may call this server, besides addresses and localhost; "*": any. None given: any, except
+    # where `host` is loopback: a web page can make its own name point there.
+    allowed_hosts: tuple[str, ...] = ()
+    cors_origins: tuple[
+        str, ...
+    ] = ()  # sites whose pages may use this server from a browser, such as https://a.example
     # At a bound on connections, one that waits for a request yields to a newcomer; where all are busy, it gets a 503.
     # The limit of descriptors is raised to fit at start, and lowers the bound where it cannot be.
     max_connections: PositiveInt = 4096
@@ -33,6 +48,12 @@ class ServerConfig(Section):
     worker_deadline_s: PositiveFloat = 30.0
     routing_load_gap: NonNegativeFloat = 512.0  # prefix and session affinity yield above this gap, in tokens
     health_deadline_s: PositiveFloat = 20.0  # how long /health_generate waits for a token of every rank
+
+    @model_validator(mode="after")
+    def _keys_have_a_certificate(self) -> Self:
+        if self.ssl_certfile is None and (self.ssl_keyfile or self.ssl_ca_certs):
+            raise ValueError("ssl_keyfile or ssl_ca_certs is set without ssl_certfile; set ssl_certfile too")
+        return self
 
     @model_validator(mode="after")
     def _two_ports(self) -> Self:

@@ -55,13 +55,17 @@ async def _serve(config: ServeConfig, listener: socket.socket) -> None:
     from moe_serve.launcher.preflight import load_tokenizer
     from moe_serve.server.app import make_app
     from moe_serve.server.bridge import Bridge
+    from moe_serve.server.hosts import is_loopback
     from moe_serve.server.http import HttpServer
+    from moe_serve.server.keys import KeyRing
 
     tokenizer = load_tokenizer(config)
     bridge = Bridge(config, tokenizer)
     await bridge.start()
     try:
         server = HttpServer(make_app(config, bridge, tokenizer), bridge, handle_signals=True)
+        if not is_loopback(config.server.host) and not KeyRing.load(config.server).has_api_keys:
+            log.warning("no API key is set: whoever reaches %s is served (server.api_key_file)", config.server.host)
         host, port = listener.getsockname()[:2]
         log.info("HTTP on %s:%d, ranks attach at %s:%d", host, port, config.server.worker_host, bridge.worker_port)
         gc.freeze()  # what was imported stays: no reason to look through it in every collection

@@ -7,6 +7,8 @@ from moe_serve.config import ServeConfig, model_dir
 from moe_serve.errors import ConfigError, ModelError
 from moe_serve.log import get_logger
 from moe_serve.models.tokenizer import Tokenizer
+from moe_serve.server.keys import KeyRing
+from moe_serve.server.tls import make_tls
 
 log = get_logger(__name__)
 
@@ -40,6 +42,13 @@ def look_for_files(config: ServeConfig) -> None:
     if location != "trivial" and not Path(location).is_file():
         raise ConfigError(f"eplb.init_expert_location is {location!r} but there is no such file; correct the path")
     look_where_to_write(config)
+    look_at_secrets(config)
+
+
+def look_at_secrets(config: ServeConfig) -> None:
+    """Raises ConfigError where the files for TLS or with API keys cannot be used."""
+    make_tls(config.server)
+    KeyRing.load(config.server)
 
 
 def look_where_to_write(config: ServeConfig) -> None:

@@ -19,7 +19,7 @@ import msgspec
 import zmq
 
 from moe_serve.child_process import describe_exit
-from moe_serve.config import ServeConfig
+from moe_serve.config import ServeConfig, ServerConfig
 from moe_serve.engine.messages import Fatal, Hello, Members, Progress, Ready, decode_to_front_end, encode
 from moe_serve.launcher.display import StartDisplay
 from moe_serve.launcher.local import WORKER, Child, Death, LocalRanks, child_environment, new_token
@@ -162,10 +162,10 @@ class _System:
         if len(self._ready) == self.config.parallel.num_ranks and not self._is_ready:
             self._is_ready = True
             self.display.stop()
-            address = _url(self.config.server.host, self.config.server.port)
+            address = _url(self.config.server)
             self.display.note(f"ready after {self.display.elapsed_s:.1f} s: {address}", style="green")
             prompt = '{"text": "def "}' if has_tokenizer(self.config) else '{"input_ids": [5, 6, 7]}'
-            self.display.note(f"  try: curl {address}/generate -d '{prompt}'")
+            self.display.note(f"  try: curl {address}/generate -H 'content-type: application/json' -d '{prompt}'")
 
     def _regroup(self, message: Members) -> None:
         """Notes which ranks are masked, and prints which rejoin."""
@@ -275,6 +275,7 @@ def _signals_stop(system: _System) -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def _url(host: str, port: int) -> str:
+def _url(server: ServerConfig) -> str:
+    host, scheme = server.host, "http" if server.ssl_certfile is None else "https"
     shown = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(host, f"[{host}]" if ":" in host else host)
-    return f"http://{shown}:{port}"
+    return f"{scheme}://{shown}:{server.port}"

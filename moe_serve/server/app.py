@@ -9,6 +9,7 @@ from typing import Any
 from fastapi import FastAPI, Request, Response
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
 
 import moe_serve
@@ -22,7 +23,9 @@ from moe_serve.server.bridge import Bridge
 from moe_serve.server.dashboard.routes import add_dashboard
 from moe_serve.server.eplb import add_eplb
 from moe_serve.server.generate import GenerateResponse, error_response, json_bytes, start_call
+from moe_serve.server.guard import OPEN, Guard
 from moe_serve.server.health import add_health
+from moe_serve.server.keys import KeyRing
 from moe_serve.server.metrics import make_registry
 from moe_serve.server.peer_metrics import PEERS
 from moe_serve.server.recorder import add_recorder
@@ -32,9 +35,22 @@ log = get_logger(__name__)
 
 
 def make_app(config: ServeConfig, bridge: Bridge, tokenizer: Tokenizer | None) -> FastAPI:
-    """Returns the application over a bridge, which the caller starts and closes."""
-    # No /docs page, since it loads scripts from other servers.
-    app = FastAPI(title="moe_serve", version=moe_serve.__version__, docs_url=None, redoc_url=None)
+    """Returns the application over a bridge, which the caller starts and closes.
+
+    Raises ConfigError where a file of keys cannot be used.
+    """
+    # No /docs page, since it loads scripts from other servers. No redirects, since they would repeat a client's Host.
+    app = FastAPI(
+        title="moe_serve", version=moe_serve.__version__, docs_url=None, redoc_url=None, redirect_slashes=False
+    )
+    app.add_middleware(Guard, server=config.server, keys=KeyRing.load(config.server))
+    if config.server.cors_origins:
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=config.server.cors_origins,
+            allow_methods=["GET", "POST", "PUT"],
+            allow_headers=["authorization", "content-type"],
+        )
     _add_errors(app)
     _add_generate(app, config, bridge, tokenizer)
     add_health(app, config, bridge)
@@ -117,7 +133,7 @@ def _add_information(app: FastAPI, config: ServeConfig, bridge: Bridge, has_toke
 def _add_metrics(app: FastAPI, bridge: Bridge) -> None:
     registries = {"": make_registry(bridge), **{peer: make_registry(bridge, peer) for peer in PEERS}}
 
-    @app.get("/metrics")
+    @app.get("/metrics", tags=[OPEN])
     async def metrics(names: str = "") -> Response:
         """The metrics in Prometheus' text format. names: `sglang` or `vllm` adds those with an equal there."""
         if names not in registries:

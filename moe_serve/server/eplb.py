@@ -12,6 +12,7 @@ from moe_serve.server.balance_json import status_json, what_to_set
 from moe_serve.server.body import read_body
 from moe_serve.server.bridge import Bridge
 from moe_serve.server.generate import json_bytes
+from moe_serve.server.guard import ADMIN
 from moe_serve.server.open_request import UnavailableError
 from moe_serve.server.placement_body import PlacementShape, parse_placement, placement_json
 
@@ -25,7 +26,7 @@ def add_eplb(app: FastAPI, config: ServeConfig, bridge: Bridge) -> None:
         """What the balancer does and why: placement, decisions, moves, totals."""
         return _json(status_json(bridge.balance, time.time()))
 
-    @app.post("/eplb/rebalance")
+    @app.post("/eplb/rebalance", tags=[ADMIN])
     async def rebalance() -> Response:
         """Plans now, without waiting for the next window; moves if that pays."""
         _refuse_unless_dynamic(config)
@@ -41,7 +42,7 @@ def add_eplb(app: FastAPI, config: ServeConfig, bridge: Bridge) -> None:
             raise UnavailableError("no rank has reported its placement yet; try again in a moment")
         return _json(placement_json(rows, bridge.balance.version, placement_shape(bridge)))
 
-    @app.post("/eplb/placement")
+    @app.post("/eplb/placement", tags=[ADMIN])
     async def set_placement(request: Request) -> Response:
         """Moves experts to these slots, in rounds, while serving. Refused with the reasons where it does not fit."""
         _refuse_unless_dynamic(config)

@@ -15,6 +15,7 @@ from moe_serve.config import ServeConfig
 from moe_serve.server.balance_json import summary_json
 from moe_serve.server.bridge import Bridge
 from moe_serve.server.generate import error_response, json_bytes
+from moe_serve.server.guard import OPEN
 from moe_serve.server.open_request import Changes, RequestSpec, UnavailableError
 
 _LOOK_S = 0.02  # between two looks for tokens
@@ -24,20 +25,20 @@ def add_health(app: FastAPI, config: ServeConfig, bridge: Bridge) -> None:
     """Adds /health, /ping, /ready, /readyz and /health_generate."""
     probe = TokenProbe(bridge, config.server.health_deadline_s)
 
-    @app.get("/health")
-    @app.get("/ping")
+    @app.get("/health", tags=[OPEN])
+    @app.get("/ping", tags=[OPEN])
     async def health() -> Response:
         """200 while this process answers. The body says whether it serves, and what the balancer does."""
         return _json({"status": bridge.problem() or "ready", "balancer": summary_json(bridge.balance, time.time())})
 
-    @app.get("/ready")
-    @app.get("/readyz")
+    @app.get("/ready", tags=[OPEN])
+    @app.get("/readyz", tags=[OPEN])
     async def ready() -> Response:
         """200 while new requests are accepted; 503 says why not, and names the rank."""
         problem = bridge.problem()
         return _json({"status": "ready"}) if problem is None else error_response(UnavailableError(problem))
 
-    @app.get("/health_generate")
+    @app.get("/health_generate", tags=[OPEN])
     async def health_generate() -> Response:
         """200 when a token has come out of every rank that serves since this call; 503 names the ranks without one."""
         try:

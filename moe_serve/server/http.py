@@ -14,13 +14,17 @@ from moe_serve.server.connection import Connection, ConnectionLimits
 from moe_serve.server.connection_table import ConnectionTable
 from moe_serve.server.descriptors import connections_allowed
 from moe_serve.server.listener import Listener
+from moe_serve.server.tls import make_tls
 
 _END_DEADLINE_S = 3  # for answers in progress, once the server is told to end
 _SWEEP_S = 0.25  # between two looks at the deadlines of all connections
 
 
 class HttpServer(uvicorn.Server):
-    """uvicorn with bounded connections, which ends without delay: no new calls, and open ones end with an error."""
+    """uvicorn with bounded connections, which ends without delay: no new calls, and open ones end with an error.
+
+    Raises ConfigError where the files for TLS cannot be used.
+    """
 
     def __init__(self, app: FastAPI, bridge: Bridge, handle_signals: bool):
         super().__init__(
@@ -39,6 +43,7 @@ class HttpServer(uvicorn.Server):
         self._bridge = bridge
         self._handle_signals = handle_signals
         server = bridge.config.server
+        self._tls = make_tls(server)
         self._limits = ConnectionLimits.of(server)
         allowed = connections_allowed(server.max_connections)
         per_client = server.max_connections_per_client or -(-allowed // 2)
@@ -49,7 +54,7 @@ class HttpServer(uvicorn.Server):
         """Starts to accept from listening sockets."""
         self.servers = []
         for listening in sockets or ():
-            listener = Listener(listening, self._connection, self.table, None, self._limits.header_deadline_s)
+            listener = Listener(listening, self._connection, self.table, self._tls, self._limits.header_deadline_s)
             self._work.append(asyncio.create_task(listener.run()))
         self._work.append(asyncio.create_task(self._sweep()))
         self.started = True

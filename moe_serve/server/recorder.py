@@ -8,6 +8,7 @@ from moe_serve.errors import RequestError
 from moe_serve.server.answers import error_body
 from moe_serve.server.bridge import Bridge
 from moe_serve.server.generate import json_bytes
+from moe_serve.server.guard import ADMIN
 
 _BOTH = ["GET", "POST"]  # SGLang takes either
 
@@ -26,17 +27,17 @@ def add_recorder(app: FastAPI, config: ServeConfig, bridge: Bridge) -> None:
         lines = [done, answer.text, *answer.facts.get("files", [])]
         return Response("".join(f"{line}\n" for line in lines), media_type="text/plain")
 
-    @app.api_route("/start_expert_distribution_record", methods=_BOTH)
+    @app.api_route("/start_expert_distribution_record", methods=_BOTH, tags=[ADMIN])
     async def start() -> Response:
         """Begins a recording; one that runs is dropped."""
         return await run("start", "Start recording expert distribution.")
 
-    @app.api_route("/stop_expert_distribution_record", methods=_BOTH)
+    @app.api_route("/stop_expert_distribution_record", methods=_BOTH, tags=[ADMIN])
     async def stop() -> Response:
         """Ends the recording, which is kept for a dump."""
         return await run("stop", "Stop recording expert distribution.")
 
-    @app.api_route("/dump_expert_distribution_record", methods=_BOTH)
+    @app.api_route("/dump_expert_distribution_record", methods=_BOTH, tags=[ADMIN])
     async def dump() -> Response:
         """Writes what was recorded since the start or the last dump; the answer names the files."""
         return await run("dump", "Dump expert distribution record.")

@@ -29,8 +29,8 @@ def test_it_serves_and_ctrl_c_leaves_nothing(tmp_path, monkeypatch):
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     with serving("model.skip_tokenizer=true") as system, system.client() as client:
         assert client.post("/generate", json=FIVE).json()["output_ids"] == [12, 13, 14, 15, 16]
-        example = system.wait_for(r"try: curl \S+ -d '(.*)'")[1]
-        assert client.post("/generate", content=example).status_code == 200
+        header, example = system.wait_for(r"try: curl \S+ -H '(.*)' -d '(.*)'").groups()
+        assert client.post("/generate", content=example, headers=[header.split(": ")]).status_code == 200
         assert client.get("/ready").status_code == 200
         pids = system.descendants()
         port = client.base_url.port

@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
 
 import httpx
+from fastapi import FastAPI
 
 from moe_serve.config import ServeConfig, load_config, model_dir
 from moe_serve.models.tokenizer import Tokenizer
@@ -30,6 +31,7 @@ class Served:
     workers: list[FakeWorker]
     tasks: list[asyncio.Task[None]]
     server: HttpServer
+    app: FastAPI
 
     async def generate(self, **fields: object) -> httpx.Response:
         return await self.client.post("/generate", json=fields)
@@ -49,7 +51,8 @@ async def serving(
     bridge = Bridge(config, text)
     await bridge.start()
     listener = open_port("127.0.0.1", 0)
-    server = HttpServer(make_app(config, bridge, text), bridge, handle_signals=False)
+    app = make_app(config, bridge, text)
+    server = HttpServer(app, bridge, handle_signals=False)
     http = asyncio.create_task(server.serve(sockets=[listener]))
     workers = [
         FakeWorker(rank, num_ranks, bridge.worker_port, **worker_fields)  # type: ignore[arg-type]
@@ -62,7 +65,7 @@ async def serving(
             if start:
                 tasks += [asyncio.create_task(worker.run()) for worker in workers]
                 await bridge.wait_until_ready()
-            yield Served(client, bridge, workers, tasks, server)
+            yield Served(client, bridge, workers, tasks, server, app)
         finally:
             server.stop()
             await http

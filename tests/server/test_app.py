@@ -7,6 +7,7 @@ import pytest
 from moe_serve.config import model_dir
 from tests.server.served import in_event_loop, serving, until
 
+JSON = {"content-type": "application/json"}
 FIVE = {"max_new_tokens": 5, "sampling_seed": 10}
 
 
@@ -63,7 +64,7 @@ def test_a_body_that_is_not_json_gets_a_400(body):
     @in_event_loop
     async def check():
         async with serving() as served:
-            response = await served.client.post("/generate", content=body)
+            response = await served.client.post("/generate", content=body, headers=JSON)
             assert response.status_code == 400
             assert "body" in response.json()["error"]["message"]
 
@@ -77,8 +78,8 @@ async def test_a_body_beyond_the_bound_gets_a_413_announced_or_not():
             yield b" " * 1000
 
     async with serving(2, "server.max_body_mib=0.01") as served:
-        announced = await served.client.post("/generate", content=b" " * 20_000)
-        unannounced = await served.client.post("/generate", content=pieces())
+        announced = await served.client.post("/generate", content=b" " * 20_000, headers=JSON)
+        unannounced = await served.client.post("/generate", content=pieces(), headers=JSON)
         assert (await served.generate(text="a", sampling_params=FIVE)).status_code == 200
     for response in (announced, unannounced):
         assert response.status_code == 413

@@ -9,6 +9,7 @@ from moe_serve.eplb.files.placements import read_placement
 from tests.server.reports import Story
 from tests.server.served import Served, in_event_loop, serving, until
 
+JSON = {"content-type": "application/json"}
 DYNAMIC = "eplb.mode=dynamic"
 STORY = Story(num_windows=20, shifts=(8,))
 
@@ -119,10 +120,10 @@ async def test_a_placement_of_wrong_type_or_size_is_refused_before_a_rank_sees_i
     async with serving(2, DYNAMIC, "server.max_body_mib=0.01", info=INFO) as served:
         for body, words in BAD:
             content = body if isinstance(body, bytes) else json.dumps(body).encode()
-            response = await served.client.post("/eplb/placement", content=content)
+            response = await served.client.post("/eplb/placement", content=content, headers=JSON)
             assert response.status_code == 400, (body, response.text)
             assert words in response.json()["error"]["message"], (body, response.text)
-        assert (await served.client.post("/eplb/placement", content=b" " * 20_000)).status_code == 413
+        assert (await served.client.post("/eplb/placement", content=b" " * 20_000, headers=JSON)).status_code == 413
         answered(served, False, "expert 3 of layer 1 has no slot")
         refused = await served.client.post("/eplb/placement", json=GOOD)
         assert (refused.status_code, len(served.workers[0].commands)) == (400, 1)

@@ -13,6 +13,7 @@ from moe_serve.config import ServeConfig, served_name
 from moe_serve.server.bridge import Bridge
 from moe_serve.server.dashboard.data import Seen, page_data
 from moe_serve.server.generate import json_bytes
+from moe_serve.server.guard import OPEN
 
 _FILES = {
     "": ("page.html", "text/html"),
@@ -39,7 +40,7 @@ def add_dashboard(app: FastAPI, config: ServeConfig, bridge: Bridge) -> None:
     def add_file(path: str, name: str, media_type: str) -> None:
         content = (folder / name).read_bytes()
 
-        @app.get(f"/dashboard{path}", include_in_schema=False)
+        @app.get(f"/dashboard{path}", include_in_schema=False, tags=[OPEN])
         async def file() -> Response:
             return Response(content, media_type=media_type, headers=_HEADERS)
 
