@@ -10,7 +10,8 @@ The ranks are child processes and end with this one (`background.py`).
 import asyncio
 import difflib
 import operator
-from collections.abc import AsyncGenerator, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Any, Self
@@ -103,14 +104,9 @@ class LLM:
         Raises RequestError for a prompt that cannot be served, and UnavailableError when a rank is lost.
         """
         specs = self._specs(prompts, params)
-        outputs: list[Output | None] = [None] * len(specs)
         with ProgressBar(disable=not self._progress) as bar:
             task = bar.add_task("generating", total=len(specs))
-            for index, output in self._news(specs):
-                if output.finish_reason is not None:
-                    outputs[index] = output
-                    bar.advance(task)
-        return [output for output in outputs if output is not None]
+            return self._ranks.call(self._all(specs, lambda: bar.advance(task)))
 
     def stream(
         self,
@@ -157,16 +153,34 @@ class LLM:
         return RequestSpec(ids, fitted, draw_seed() if params.seed is None else params.seed)
 
     def _news(self, specs: Sequence[RequestSpec]) -> Iterator[tuple[int, Output]]:
-        source = self._run(specs)
+        source = self._outputs(specs)
         try:
             while (news := self._ranks.call(anext(source, None))) is not None:
                 yield news
         finally:
             self._ranks.call(source.aclose())
 
-    async def _run(self, specs: Sequence[RequestSpec]) -> AsyncGenerator[tuple[int, Output], None]:
-        """Keeps as many requests open as the ranks take; aborts the open ones when its reader stops early."""
-        changes = Changes()
+    async def _all(self, specs: Sequence[RequestSpec], advance: Callable[[], None]) -> list[Output]:
+        """Returns the output of each spec. advance: called whenever one is there"""
+        outputs: dict[int, Output] = {}
+        async with aclosing(self._run(specs, Changes(ends_only=True))) as ended:
+            async for index, request in ended:
+                outputs[index] = _output(request)
+                advance()
+        return [outputs[index] for index in range(len(specs))]
+
+    async def _outputs(self, specs: Sequence[RequestSpec]) -> AsyncGenerator[tuple[int, Output], None]:
+        async with aclosing(self._run(specs, Changes())) as changed:
+            async for index, request in changed:
+                yield index, _output(request)
+
+    async def _run(
+        self, specs: Sequence[RequestSpec], changes: Changes
+    ) -> AsyncGenerator[tuple[int, OpenRequest], None]:
+        """Yields requests that have changed, with the index of their spec.
+
+        Keeps as many requests open as the ranks take; aborts the open ones when its reader stops early.
+        """
         waiting = list(enumerate(specs))[::-1]
         index_of: dict[str, int] = {}
         open_requests: dict[str, OpenRequest] = {}
@@ -185,7 +199,7 @@ class LLM:
                     raise request.failure
                 if request.is_done:
                     del open_requests[request.request_id]
-                yield index_of[request.request_id], _output(request)
+                yield index_of[request.request_id], request
         finally:
             for request in open_requests.values():
                 self._bridge.abort(request)

@@ -34,13 +34,19 @@ class RequestSpec:
 
 
 class Changes:
-    """Tells one reader which of its requests have changed; a request with several unread changes is told once."""
+    """Tells one reader which of its requests have changed; a request with several unread changes is told once.
 
-    def __init__(self) -> None:
+    ends_only: the reader hears of a request when it is done, not of its tokens before, each of which would wake it
+    """
+
+    def __init__(self, ends_only: bool = False) -> None:
+        self._ends_only = ends_only
         self._changed: dict[int, OpenRequest] = {}  # in the order of their changes
         self._event = asyncio.Event()
 
     def notify(self, request: "OpenRequest") -> None:
+        if self._ends_only and not request.is_done:
+            return
         self._changed[id(request)] = request
         self._event.set()
 

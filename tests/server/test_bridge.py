@@ -194,6 +194,18 @@ async def test_old_and_repeated_events_are_dropped():
 
 
 @in_event_loop
+async def test_a_reader_of_ends_is_woken_once_for_each_request_with_all_its_tokens():
+    async with serving() as served:
+        changes = Changes(ends_only=True)
+        opened = served.bridge.submit([spec(max_new_tokens=n) for n in (1, 9, 5)], changes)
+        ended = [await asyncio.wait_for(changes.next(), 10) for _ in opened]
+        assert all(request.is_done for request in ended)
+        assert {request.request_id: request.num_output for request in ended} == {
+            request.request_id: n for request, n in zip(opened, (1, 9, 5), strict=True)
+        }
+
+
+@in_event_loop
 async def test_missing_tokens_fail_the_request_instead_of_leaving_a_hole():
     async with serving() as served:
         for worker in served.workers:
