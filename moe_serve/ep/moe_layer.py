@@ -23,9 +23,6 @@ from moe_serve.ep.routing import RouterSpec, Routing
 from moe_serve.kernels.cpu.recorder import RecordedRun, Recorder
 from moe_serve.kernels.numerics import Numerics
 
-# Begins a round of rows [T, H] with the ids [T, topk] of their experts or slots, and weights.
-BeginRound = Callable[[Tensor, Tensor, Tensor], Round]
-
 
 @dataclass(frozen=True)
 class ExpertParallel:
@@ -120,30 +117,37 @@ class MoeLayer:
         if gate is None or parallel.passes is not None:
             return record_call(recorder, self, x)
         ids, weights = gate.record(recorder, x, self._load_row())
-        begin: BeginRound = self._replicated_round
-        if not self._replicas.needs_counts:
-            ids, begin = recorder.look_up(self._replicas.first_slot, ids), self._travel_to
+        counts = None
+        if self._replicas.needs_counts:
+            counts = recorder.count(ids, parallel.router.num_logical)
+        else:
+            ids = recorder.look_up(self._replicas.first_slot, ids)
             if parallel.all_to_all.is_local:
                 return recorder.experts(x, ids, weights, self.experts.packed)
         out = recorder.buffer("moe_out", x.shape[1])
 
         def call(step: RecordedRun) -> None:
-            self._run_rounds(begin, [rows[: step.rows.num_rows] for rows in (x, ids, weights, out)], step)
+            rows = [rows[: step.rows.num_rows] for rows in (x, ids, weights, out)]
+            self._run_rounds(rows, counts if step.rows.num_rows else None, step)
 
         recorder.call_python(call)
         return out
 
-    def _run_rounds(self, begin: BeginRound, rows: list[Tensor], step: RecordedRun) -> None:
-        """Runs rows that the gate has seen. rows: what `begin` takes, and where sums go [T, H]"""
-        num_chunks = step.num_chunks
-        parts = zip(*[each.tensor_split(num_chunks) for each in rows], strict=True) if num_chunks > 1 else [rows]
-        rounds, sums = [], []
-        for x, ids, weights, out in parts:
-            rounds.append(begin(x, ids, weights))
-            sums.append(out)
-        for number in self._order(num_chunks, step.overlap):
-            if number != SHARED and (result := advance(rounds[number])) is not None:
-                sums[number].copy_(result)
+    def _run_rounds(self, rows: list[Tensor], counts: Tensor | None, step: RecordedRun) -> None:
+        """Runs rows that the gate has seen.
+
+        rows:   [T, H]; logical ids or slots [T, topk], as `needs_counts` says; weights [T, topk]; where sums go [T, H]
+        counts: [E] of all ids, or None
+        """
+        if step.num_chunks == 1:
+            x, ids, weights, out = rows
+            parts = [(self._routed_round(x, ids, weights, counts), out)]
+        else:
+            cut = zip(*[each.tensor_split(step.num_chunks) for each in rows], strict=True)
+            parts = [(self._routed_round(x, ids, weights, None), out) for x, ids, weights, out in cut]
+        for number in self._order(step.num_chunks, step.overlap):
+            if number != SHARED and (result := advance(parts[number][0])) is not None:
+                parts[number][1].copy_(result)
 
     def _order(self, num_chunks: int, overlap: bool) -> tuple[int, ...]:
         """Returns the order in which rounds advance."""
@@ -170,17 +174,16 @@ class MoeLayer:
             passes.add(self._layer_row, slots)
         return (yield from self._travel(x, slots, slot_counts, routing.topk_weights))
 
-    def _replicated_round(self, x: Tensor, ids: Tensor, weights: Tensor) -> Round:
-        """Runs rows as `_round`, with ids [T, topk] and weights of the gate, which has recorded the load."""
-        pending_counts = self._parallel.all_to_all.exchange_counts(self._replicas.count(ids))
+    def _routed_round(self, x: Tensor, ids: Tensor, weights: Tensor, counts: Tensor | None) -> Round:
+        """Runs rows as `_round`, after the gate, which has recorded the load. ids, counts: as in _run_rounds"""
+        all_to_all, replicas = self._parallel.all_to_all, self._replicas
+        if not replicas.needs_counts:
+            yield
+            return (yield from self._travel(x, ids, None, weights))
+        pending_counts = all_to_all.exchange_counts(replicas.count(ids) if counts is None else counts)
         yield
-        slots, slot_counts = self._replicas.split(ids, pending_counts.wait(), self._parallel.rank)
+        slots, slot_counts = replicas.split(ids, pending_counts.wait(), self._parallel.rank)
         return (yield from self._travel(x, slots, slot_counts, weights))
-
-    def _travel_to(self, x: Tensor, slots: Tensor, weights: Tensor) -> Round:
-        """Runs rows as `_round`, with slots [T, topk] and weights of the gate. It has no counts to send."""
-        yield
-        return (yield from self._travel(x, slots, None, weights))
 
     def _travel(self, x: Tensor, slots: Tensor, slot_counts: Tensor | None, weights: Tensor) -> Round:
         """Sends rows to their slots, and adds up what comes back."""

@@ -84,3 +84,14 @@ i64 look_up(const i64 *table, i64 size, const i64 *ids, i64 rows, i64 topk, i64 
     }
     return 0;
 }
+
+/* counts [experts]: how many of ids [rows, topk] name each one, -1 = none */
+i64 count_ids(const i64 *ids, i64 rows, i64 topk, i64 experts, i64 *counts)
+{
+    memset(counts, 0, experts * sizeof(i64));
+    for (i64 i = 0; i < rows * topk; i++) {
+        if (ids[i] >= experts) return -1;
+        if (ids[i] >= 0) counts[ids[i]]++;
+    }
+    return 0;
+}

@@ -198,6 +198,12 @@ class Recorder:
         self._add("look_up", table, table.shape[0], ids, ROWS, ids.shape[1], out)
         return out
 
+    def count(self, ids: Tensor, num_experts: int) -> Tensor:
+        """Returns how many of ids [rows, topk] name each expert, [num_experts] int64; kept where there are no rows."""
+        out = torch.zeros(num_experts, dtype=torch.int64)
+        self._add("count_ids", ids, ROWS, ids.shape[1], num_experts, out)
+        return out
+
     def experts(self, x: Tensor, slots: Tensor, weights: Tensor, experts: PackedExperts) -> Tensor:
         """Returns the weighted sum of each row's experts. x: [rows, H], slots: [rows, topk], weights: [rows, topk]"""
         hidden, topk, num_slots = experts.hidden, slots.shape[1], experts.gate_up.shape[0]

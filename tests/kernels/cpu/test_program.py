@@ -6,6 +6,7 @@ import itertools
 import pytest
 import torch
 
+from moe_serve.dispatch.layout import count_slots
 from moe_serve.kernels.cpu.experts import PackedExperts, packed_ffn
 from moe_serve.kernels.cpu.library import cpu_library
 from moe_serve.kernels.cpu.linear import PackedHeads, PackedLinear, RowTable
@@ -100,6 +101,20 @@ def test_recorded_experts_are_packed_computed_and_added_as_by_the_kernels(num_ro
     rows, counts, index = pack_rows(x[:num_rows], table[ids[:num_rows]], slots)
     wanted = weighted_sum(packed_ffn(rows, counts, experts), index, weights[:num_rows])
     assert torch.equal(out[:num_rows], wanted)
+
+
+@pytest.mark.parametrize("num_rows", NUM_ROWS[1:])
+def test_ids_are_counted(num_rows: int) -> None:
+    record = recorder()
+    ids = record.buffer("ids", 2, dtype=torch.int64)
+    ids.copy_(torch.tensor([[0, 3], [3, 1], [-1, 3], [-1, -1], [0, 2]]))
+    counts = record.count(ids, 5)
+    for _ in range(2):
+        record.run(a_step(num_rows))
+        assert torch.equal(counts, count_slots(ids[:num_rows], 5))
+    ids[0, 0] = 5
+    with pytest.raises(RuntimeError, match="count_ids"):
+        record.run(a_step(num_rows))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
