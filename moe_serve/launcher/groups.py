@@ -86,7 +86,7 @@ def join_groups(env: RankEnv, config: ServeConfig, device: torch.device, store: 
     mesh = Mesh(pp=config.parallel.pp, dp=env.num_ranks, attn_tp=config.parallel.attn_tp)
     patient = dist.group.WORLD
     assert patient is not None
-    hosts = gather_bytes(_host_mark(), patient)
+    hosts = gather_bytes(host_mark(), patient)
     process_group = rows if env.num_ranks > 1 else None
     return Groups(
         env=env,
@@ -138,7 +138,7 @@ def device_of(env: RankEnv, config: ServeConfig) -> torch.device:
     return torch.device("cuda", env.local_rank)
 
 
-def _host_mark() -> bytes:
+def host_mark() -> bytes:
     """Returns bytes that are equal for two processes exactly if they share a kernel, a pid namespace and /dev/shm."""
     facts = []
     with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as boot_id:

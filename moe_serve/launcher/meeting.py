@@ -115,5 +115,5 @@ def _wait_for_all(at: Store, env: RankEnv, what: str, deadline_s: float) -> None
         if waited_s > next_warning_s:
             next_warning_s = 2 * waited_s
             if env.rank == min(set(range(env.num_ranks)) - set(missing), default=0):  # one rank says it for all
-                log.warning("%s have not %s after %.0f s", ranks, what, waited_s)
+                log.warning("not %s after %.0f s: %s", what, waited_s, ranks)
         time.sleep(min(_POLL_S * (1 + waited_s), 0.5))

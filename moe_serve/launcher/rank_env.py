@@ -154,14 +154,15 @@ def interface_towards(address: str) -> str | None:
             probe.connect((address, 9))  # UDP: nothing is sent
             own = probe.getsockname()[0]
         return next(
-            (name for _, name in socket.if_nameindex() if _address_of(name) == own),
+            (name for _, name in socket.if_nameindex() if address_of(name) == own),
             None,
         )
     except OSError:
         return None
 
 
-def _address_of(interface: str) -> str | None:
+def address_of(interface: str) -> str | None:
+    """Returns the IPv4 address of a network interface of this host; None where it has none, or does not exist."""
     import fcntl
     import struct
 

@@ -13,6 +13,8 @@ import moe_serve.launcher.cli.options as opt
 from moe_serve.errors import MoeServeError
 from moe_serve.launcher.cli.demo_balance import HELP as DEMO_BALANCE_HELP
 from moe_serve.launcher.cli.demo_balance import demo_balance
+from moe_serve.launcher.cli.doctor import HELP as DOCTOR_HELP
+from moe_serve.launcher.cli.doctor import doctor
 
 app = typer.Typer(
     name="moe-serve",
@@ -149,6 +151,7 @@ def check(
 
 
 app.command(help=DEMO_BALANCE_HELP)(demo_balance)
+app.command(help=DOCTOR_HELP)(doctor)
 
 
 def _model_flags(

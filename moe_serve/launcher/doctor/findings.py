@@ -1,0 +1,166 @@
+"""Judges what all ranks have found: what keeps them from serving, what is suspicious, and the line that fixes it."""
+
+import ipaddress
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from statistics import median
+from typing import Literal
+
+import msgspec
+
+from moe_serve.config import ServeConfig
+from moe_serve.launcher.doctor.machine import RankReport
+from moe_serve.launcher.doctor.pairs import Pair
+from moe_serve.launcher.facts import by_value, first_difference
+
+_MIN_FILES = 4096
+_MIN_SHM_BYTES = 1 << 30
+_MIN_MEMLOCK = 1 << 30
+_CLOCK_S = 1.0
+_SLOW = 4.0  # times the median of its kind
+_NOTICED_US = 1000.0  # a slower link is suspicious only where a message takes longer than this
+_OWN_OF_A_RANK = ("CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "TORCHELASTIC_ERROR_FILE")
+
+
+class Finding(msgspec.Struct, frozen=True):
+    """level: "problem" = it cannot serve so, "warning" = it may serve badly;  fix: a line to type, or to change"""
+
+    level: Literal["problem", "warning"]
+    text: str
+    fix: str
+
+
+def judge(config: ServeConfig, reports: Sequence[RankReport], pairs: Sequence[Pair]) -> list[Finding]:
+    """Returns what is wrong, problems first. reports: by rank;  pairs: in both directions"""
+    found = [
+        *_of_ranks(reports),
+        *_of_agreement(reports),
+        *_of_limits(config, reports),
+        *_of_addresses(reports),
+        *_of_store(reports),
+        *_of_pairs(reports, pairs),
+        *_of_environment(reports),
+    ]
+    return sorted(found, key=lambda finding: finding.level)
+
+
+def _of_ranks(reports: Sequence[RankReport]) -> Iterator[Finding]:
+    for text in dict.fromkeys(problem for report in reports for problem in report.problems):
+        who = [report.rank for report in reports if text in report.problems]
+        yield Finding("problem", f"{_ranks(who)}: {text}", "see the text")
+
+
+def _of_agreement(reports: Sequence[RankReport]) -> Iterator[Finding]:
+    difference = first_difference([report.facts for report in reports if report.facts])
+    if difference is not None:
+        text, _, fix = difference.rpartition(". ")
+        yield Finding("problem", text, fix)
+    for package in dict.fromkeys(name for report in reports for name in report.packages):
+        values = [report.packages.get(package, "not installed") for report in reports]
+        if package != "torch" and len(set(values)) > 1:
+            yield Finding("warning", f"{package} differs: {by_value(values)}", "install the same versions on all hosts")
+    for report in reports:
+        if report.packages.get("zmq curve") != "yes":
+            fix = "pip install --force-reinstall pyzmq  # its wheels bring CURVE"
+            yield Finding("problem", f"rank {report.rank}: this libzmq has no CURVE, which links need", fix)
+
+
+def _of_limits(config: ServeConfig, reports: Sequence[RankReport]) -> Iterator[Finding]:
+    def where(test: Callable[[RankReport], bool]) -> list[int]:
+        return [report.rank for report in reports if test(report)]
+
+    few = where(lambda report: report.files < _MIN_FILES)
+    if few:
+        yield Finding(
+            "warning",
+            f"{_ranks(few)}: at most {reports[few[0]].files} open files",
+            "ulimit -n 65536  # or LimitNOFILE=65536",
+        )
+    small = where(lambda report: report.num_local_ranks > 1 and report.shm_bytes < _MIN_SHM_BYTES)
+    if small and reports[small[0]].device == "cpu":
+        text = f"{_ranks(small)}: {reports[small[0]].shm_bytes >> 20} MiB of /dev/shm are free"
+        yield Finding("warning", text, "mount -o remount,size=8G /dev/shm  # docker run --shm-size=8g")
+    locked = where(lambda report: report.device == "cuda" and 0 <= report.memlock < _MIN_MEMLOCK)
+    if locked:
+        text = f"{_ranks(locked)}: only {reports[locked[0]].memlock >> 20} MiB may be locked, RDMA needs more"
+        yield Finding("warning", text, "ulimit -l unlimited  # LimitMEMLOCK=infinity, docker run --ulimit memlock=-1")
+    threads = config.parallel.threads_per_rank
+    crowded = where(lambda report: (threads or 1) * report.num_local_ranks > report.cores)
+    if crowded and reports[crowded[0]].device == "cpu":
+        first = reports[crowded[0]]
+        text = f"{_ranks(crowded)}: {first.num_local_ranks} ranks of {threads or 1} threads on {first.cores} cores"
+        yield Finding(
+            "warning", text, f"--set parallel.threads_per_rank={max(1, first.cores // first.num_local_ranks)}"
+        )
+
+
+def _of_addresses(reports: Sequence[RankReport]) -> Iterator[Finding]:
+    several_hosts = len({report.host_mark for report in reports}) > 1
+    for report in reports:
+        if not report.address:
+            what = f"interface {report.interface}" if report.interface else "interface towards rank 0"
+            fix = "export GLOO_SOCKET_IFNAME=…  # a name from `ip -brief address`"
+            yield Finding("problem", f"rank {report.rank}: there is no {what} with an address", fix)
+        elif several_hosts and ipaddress.ip_address(report.address).is_loopback:
+            text = f"rank {report.rank}: would listen on {report.address}, which other hosts cannot reach"
+            yield Finding("problem", text, "export MASTER_ADDR=…  # rank 0's address on the network of the ranks")
+        elif ipaddress.ip_address(report.address).is_global:
+            text = f"rank {report.rank}: {report.address} ({report.interface}) is a public address, and gloo is open"
+            yield Finding("warning", text, "export GLOO_SOCKET_IFNAME=…  # an interface of a private network")
+
+
+def _of_store(reports: Sequence[RankReport]) -> Iterator[Finding]:
+    everywhere = [address for address in reports[0].store if address in ("0.0.0.0", "::")]
+    if everywhere:
+        yield Finding(
+            "warning",
+            f"the store of the launch on {reports[0].host} listens on all interfaces, and takes writes from anyone",
+            "allow its port and those of the ranks from the hosts of the ranks only; see SECURITY.md",
+        )
+
+
+def _of_pairs(reports: Sequence[RankReport], pairs: Sequence[Pair]) -> Iterator[Finding]:
+    for pair in pairs:
+        if pair.error:
+            target = reports[pair.target]
+            text = f"rank {pair.source} cannot reach rank {pair.target} at {target.address} ({pair.error})"
+            fix = f"nc -vz {target.address} …  # from {reports[pair.source].host}: a firewall, or GLOO_SOCKET_IFNAME"
+            yield Finding("problem", text, fix)
+    good = [pair for pair in pairs if not pair.error]
+    late = [pair for pair in good if abs(pair.clock_s) > _CLOCK_S]
+    if late:
+        worst = max(late, key=lambda pair: abs(pair.clock_s))
+        text = f"the clocks of ranks {worst.source} and {worst.target} differ by {abs(worst.clock_s):.1f} s"
+        yield Finding("warning", text, "timedatectl set-ntp true  # on all hosts: logs and traces carry these times")
+    for local in (True, False):
+        kind = [pair for pair in good if (_host(reports, pair.source) == _host(reports, pair.target)) is local]
+        yield from _slow_ones(kind)
+
+
+def _slow_ones(pairs: Sequence[Pair]) -> Iterator[Finding]:
+    if len(pairs) < 6:
+        return  # too few to know what is usual
+    latency, speed = median(pair.latency_us for pair in pairs), median(pair.mbytes_per_s for pair in pairs)
+    for pair in pairs:
+        who, fix = f"rank {pair.source} to rank {pair.target}", "look at cable, port and route between these hosts"
+        if pair.latency_us > max(_SLOW * latency, _NOTICED_US):
+            yield Finding("warning", f"{who}: {pair.latency_us:.0f} µs, others {latency:.0f} µs", fix)
+        elif pair.mbytes_per_s < speed / _SLOW:
+            yield Finding("warning", f"{who}: {pair.mbytes_per_s:.0f} MB/s, others {speed:.0f} MB/s", fix)
+
+
+def _of_environment(reports: Sequence[RankReport]) -> Iterator[Finding]:
+    names = sorted({name for report in reports for name in report.environ} - set(_OWN_OF_A_RANK))
+    for name in names:
+        values = [report.environ.get(name, "not set") for report in reports]
+        if len(set(values)) > 1:
+            yield Finding("warning", f"{name} differs: {by_value(values)}", f"export {name}=…  # the same on all hosts")
+
+
+def _host(reports: Sequence[RankReport], rank: int) -> str:
+    return reports[rank].host_mark
+
+
+def _ranks(ranks: Iterable[int]) -> str:
+    numbers = list(ranks)
+    more = f" and {len(numbers) - 8} more" if len(numbers) > 8 else ""
+    return f"rank{'s' if len(numbers) > 1 else ''} {', '.join(map(str, numbers[:8]))}{more}"

@@ -1,0 +1,157 @@
+"""Measures every pair of ranks over TCP: is the other reachable, how far, how fast, and what is its time.
+
+Each rank listens on the interface that gloo will use. A caller shows a secret that ranks have exchanged through the
+store, and all that a listener reads is bounded.
+"""
+
+import contextlib
+import hmac
+import socket
+import struct
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from statistics import median
+
+import msgspec
+
+SECRET_BYTES = 16
+_PINGS = 30
+_BULK_BYTES = 8 << 20
+_TIMEOUT_S = 5.0
+_MAX_CALLERS = 64  # at once
+_PING, _BULK, _TIME = b"p", b"b", b"t"
+
+
+class Door(msgspec.Struct, frozen=True):
+    """Where a rank listens."""
+
+    rank: int
+    address: str
+    port: int
+
+
+class Pair(msgspec.Struct, frozen=True):
+    """What one rank has measured to another. error: why nothing was measured, else ""
+
+    latency_us: of one message and its answer, half of the median;  mbytes_per_s: sent;  clock_s: the other's time minus
+    the own one
+    """
+
+    source: int
+    target: int
+    latency_us: float = 0.0
+    mbytes_per_s: float = 0.0
+    clock_s: float = 0.0
+    error: str = ""
+
+
+class Listener:
+    """Answers callers that know the secret, from threads, until it is closed."""
+
+    def __init__(self, address: str, secret: bytes):
+        """Raises OSError where the address is not one of this host."""
+        self._secret = secret
+        self._room = threading.BoundedSemaphore(_MAX_CALLERS)
+        self._socket = socket.create_server((address, 0), backlog=_MAX_CALLERS)
+        self.port: int = self._socket.getsockname()[1]
+        threading.Thread(target=self._accept, name="doctor's listener", daemon=True).start()
+
+    def close(self) -> None:
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+        self._socket.close()
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                caller, _ = self._socket.accept()
+            except OSError:
+                return  # closed
+            self._room.acquire()
+            threading.Thread(target=self._answer, args=(caller,), daemon=True).start()
+
+    def _answer(self, caller: socket.socket) -> None:
+        try:
+            with caller, contextlib.suppress(OSError):
+                caller.settimeout(_TIMEOUT_S)
+                caller.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                if not hmac.compare_digest(_read(caller, SECRET_BYTES), self._secret):
+                    return
+                while True:
+                    match _read(caller, 1):
+                        case b"p":
+                            caller.sendall(_PING)
+                        case b"b":
+                            left = _BULK_BYTES
+                            while left:
+                                left -= len(_read_some(caller, min(left, 1 << 20)))
+                            caller.sendall(_BULK)
+                        case b"t":
+                            caller.sendall(struct.pack("<d", time.time()))
+                        case _:
+                            return
+        finally:
+            self._room.release()
+
+
+def measure(rank: int, door: Door, secret: bytes) -> Pair:
+    """Returns what this rank measures to another one."""
+    try:
+        with socket.create_connection((door.address, door.port), timeout=_TIMEOUT_S) as peer:
+            peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            peer.sendall(secret)
+            times = [_round_trip(peer) for _ in range(_PINGS)]
+            started_s = time.perf_counter()
+            peer.sendall(_BULK + bytes(_BULK_BYTES))
+            _read(peer, 1)
+            bulk_s = time.perf_counter() - started_s
+            before_s = time.time()
+            peer.sendall(_TIME)
+            (theirs_s,) = struct.unpack("<d", _read(peer, 8))
+            clock_s = theirs_s - (before_s + time.time()) / 2
+        return Pair(rank, door.rank, median(times) * 1e6 / 2, _BULK_BYTES / bulk_s / 1e6, clock_s)
+    except OSError as error:
+        return Pair(rank, door.rank, error=str(error) or type(error).__name__)
+
+
+def partners(rank: int, num_ranks: int) -> Iterator[int]:
+    """Yields the other ranks in an order in which at each turn all ranks form disjoint pairs (the circle method).
+
+    With an odd number of ranks, one of them has nobody at each turn.
+    """
+    size = num_ranks + num_ranks % 2
+    for turn in range(size - 1):
+        if rank == size - 1:
+            other = next(each for each in range(size - 1) if (2 * each - turn) % (size - 1) == 0)
+        else:
+            other = (turn - rank) % (size - 1)
+            other = size - 1 if other == rank else other
+        if other < num_ranks:
+            yield other
+
+
+def measure_all(rank: int, doors: Sequence[Door], secret: bytes) -> list[Pair]:
+    """Returns what this rank measures to all others, one after the other. doors: by rank"""
+    return [measure(rank, doors[other], secret) for other in partners(rank, len(doors))]
+
+
+def _round_trip(peer: socket.socket) -> float:
+    started_s = time.perf_counter()
+    peer.sendall(_PING)
+    _read(peer, 1)
+    return time.perf_counter() - started_s
+
+
+def _read(peer: socket.socket, num_bytes: int) -> bytes:
+    data = b""
+    while len(data) < num_bytes:
+        data += _read_some(peer, num_bytes - len(data))
+    return data
+
+
+def _read_some(peer: socket.socket, num_bytes: int) -> bytes:
+    data = peer.recv(num_bytes)
+    if not data:
+        raise ConnectionResetError("the connection was closed")
+    return data

@@ -1,0 +1,117 @@
+"""What the doctor concludes from what ranks report: each fault is named with its ranks and the line that fixes it."""
+
+import json
+from typing import Any
+
+import msgspec
+import pytest
+
+from moe_serve.config import load_config
+from moe_serve.launcher.doctor.findings import Finding, judge
+from moe_serve.launcher.doctor.machine import RankReport
+from moe_serve.launcher.doctor.pairs import Pair, partners
+from moe_serve.launcher.doctor.run import Diagnosis
+from moe_serve.launcher.doctor.show import print_diagnosis, to_json
+from moe_serve.launcher.facts import Fact
+
+HEALTHY = RankReport(
+    rank=0, host="one", host_mark="a", num_local_ranks=1, address="10.0.0.1", interface="eth0", master="10.0.0.1",
+    device="cpu", packages={"python": "3.11.7", "zmq curve": "yes"}, environ={"NCCL_DEBUG": "INFO"}, cores=8,
+    memory_bytes=1 << 34, shm_bytes=1 << 34, files=65536, files_hard=65536, memlock=-1, store=["10.0.0.1"],
+    facts=[Fact("cache.block_size", "16")], problems=[],
+)  # fmt: skip
+
+
+def reports(**changes: Any) -> list[RankReport]:
+    """Four healthy ranks on two hosts, of which rank 2 differs in something."""
+    ranks = [
+        msgspec.structs.replace(HEALTHY, rank=rank, host_mark="ab"[rank // 2], address=f"10.0.0.{rank // 2 + 1}")
+        for rank in range(4)
+    ]
+    ranks[2] = msgspec.structs.replace(ranks[2], **changes)
+    return ranks
+
+
+def pairs(**changes: Any) -> list[Pair]:
+    """Equal links in both directions, of which that from rank 1 to rank 2 differs."""
+    found = [Pair(a, b, 20.0, 1000.0, 0.0) for a in range(4) for b in range(4) if a != b]
+    return [msgspec.structs.replace(p, **changes) if (p.source, p.target) == (1, 2) else p for p in found]
+
+
+def judged(links: list[Pair] | None = None, **changes: Any) -> list[Finding]:
+    return judge(load_config(overrides=["parallel.num_ranks=4"]), reports(**changes), links or pairs())
+
+
+def test_healthy_ranks_have_no_findings() -> None:
+    assert judged() == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "level", "words", "fix"),
+    [
+        ({"facts": [Fact("cache.block_size", "32")]}, "problem", "ranks differ in cache.block_size", "same config"),
+        ({"packages": {"python": "3.12.1", "zmq curve": "yes"}}, "warning", "python differs: 3.11.7", "same versions"),
+        ({"packages": {"python": "3.11.7", "zmq curve": "no"}}, "problem", "rank 2: this libzmq has no CURVE", "pyzmq"),
+        ({"problems": ["no such model"]}, "problem", "rank 2: no such model", ""),
+        ({"files": 1024}, "warning", "rank 2: at most 1024 open files", "ulimit -n"),
+        ({"num_local_ranks": 2, "shm_bytes": 64 << 20}, "warning", "rank 2: 64 MiB of /dev/shm", "--shm-size"),
+        ({"device": "cuda", "memlock": 8 << 20}, "warning", "rank 2: only 8 MiB may be locked", "ulimit -l"),
+        ({"num_local_ranks": 16}, "warning", "16 ranks of 1 threads on 8 cores", "parallel.threads_per_rank"),
+        ({"address": "", "interface": "eth7"}, "problem", "rank 2: there is no interface eth7", "GLOO_SOCKET_IFNAME"),
+        ({"address": "127.0.0.1"}, "problem", "rank 2: would listen on 127.0.0.1", "MASTER_ADDR"),
+        ({"address": "8.8.8.8"}, "warning", "8.8.8.8 (eth0) is a public address", "GLOO_SOCKET_IFNAME"),
+        ({"environ": {"NCCL_DEBUG": "WARN"}}, "warning", "NCCL_DEBUG differs: INFO on ranks", "export NCCL"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)  # fmt: skip
+def test_a_fault_of_a_rank_is_named_with_its_fix(changes: dict[str, Any], level: str, words: str, fix: str) -> None:
+    found = judged(**changes)
+    match = [finding for finding in found if words in finding.text]
+    assert match, found
+    assert match[0].level == level
+    assert fix in match[0].fix
+
+
+@pytest.mark.parametrize(
+    ("changes", "level", "words"),
+    [
+        ({"error": "timed out"}, "problem", "rank 1 cannot reach rank 2 at 10.0.0.2 (timed out)"),
+        ({"clock_s": -7.5}, "warning", "the clocks of ranks 1 and 2 differ by 7.5 s"),
+        ({"latency_us": 5000.0}, "warning", "rank 1 to rank 2: 5000 µs, others 20 µs"),
+        ({"mbytes_per_s": 90.0}, "warning", "rank 1 to rank 2: 90 MB/s, others 1000 MB/s"),
+    ],
+    ids=str,
+)
+def test_a_fault_of_a_link_is_named(changes: dict[str, Any], level: str, words: str) -> None:
+    (finding,) = judged(pairs(**changes))
+    assert (finding.level, words) == (level, words if words in finding.text else finding.text)
+
+
+def test_an_open_store_is_named() -> None:
+    ranks = reports()
+    ranks[0] = msgspec.structs.replace(ranks[0], store=["::"])
+    (finding,) = judge(load_config(overrides=["parallel.num_ranks=4"]), ranks, pairs())
+    assert "listens on all interfaces" in finding.text
+
+
+def test_the_report_is_tables_for_people_and_json_for_programs(capsys: pytest.CaptureFixture[str]) -> None:
+    diagnosis = Diagnosis(reports(), pairs(error="no route to host"), judged(pairs(error="no route to host")))
+    print_diagnosis(diagnosis)
+    text = capsys.readouterr().out
+    assert "problem: rank 1 cannot reach rank 2" in text
+    assert "    fix: nc -vz 10.0.0.2" in text
+    assert "can serve together" not in text
+    data = json.loads(to_json(diagnosis))
+    assert data["ok"] is False
+    assert data["findings"][0]["level"] == "problem"
+    assert [rank["rank"] for rank in data["ranks"]] == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4, 7, 8, 145])
+def test_at_each_turn_ranks_form_disjoint_pairs_and_meet_all_others(num_ranks: int) -> None:
+    order = [list(partners(rank, num_ranks)) for rank in range(num_ranks)]
+    for rank, others in enumerate(order):
+        assert sorted(others) == [other for other in range(num_ranks) if other != rank]
+    if num_ranks % 2 == 0:
+        for turn in range(num_ranks - 1):
+            assert all(order[order[rank][turn]][turn] == rank for rank in range(num_ranks))
