@@ -15,6 +15,7 @@ class ServerConfig(Section):
     worker_host: str = "127.0.0.1"  # where workers reach the front end
     worker_port: NonNegativeInt = Field(default=30001, le=65535)
     max_body_mib: PositiveFloat = 16.0  # a larger HTTP body is refused
+    max_bodies_mib: PositiveFloat = 64.0  # of all bodies that are received and parsed at a time; beyond it: HTTP 429
     # HTTPS: PEM files. ssl_keyfile None: the key is in ssl_certfile. ssl_ca_certs: clients need a certificate of these
     ssl_certfile: str | None = None
     ssl_keyfile: str | None = None
@@ -48,6 +49,15 @@ class ServerConfig(Section):
     worker_deadline_s: PositiveFloat = 30.0
     routing_load_gap: NonNegativeFloat = 512.0  # prefix and session affinity yield above this gap, in tokens
     health_deadline_s: PositiveFloat = 20.0  # how long /health_generate waits for a token of every rank
+
+    @model_validator(mode="after")
+    def _a_body_fits(self) -> Self:
+        if self.max_bodies_mib < self.max_body_mib:
+            raise ValueError(
+                f"max_bodies_mib is {self.max_bodies_mib:g} but one body may have max_body_mib = "
+                f"{self.max_body_mib:g}; raise max_bodies_mib"
+            )
+        return self
 
     @model_validator(mode="after")
     def _keys_have_a_certificate(self) -> Self:

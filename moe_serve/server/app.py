@@ -4,6 +4,8 @@ Every error, from a wrong path to a lost rank, has the JSON form of `answers.err
 """
 
 import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import Any
 
 from fastapi import FastAPI, Request, Response
@@ -18,7 +20,8 @@ from moe_serve.errors import MoeServeError, RequestError
 from moe_serve.log import get_logger
 from moe_serve.models.tokenizer import Tokenizer
 from moe_serve.server.answers import WEIGHT_VERSION, error_body
-from moe_serve.server.body import BodyTooLarge, read_body
+from moe_serve.server.body import Bodies, BodyTooLarge
+from moe_serve.server.body_parser import BodyParser
 from moe_serve.server.bridge import Bridge
 from moe_serve.server.dashboard.routes import add_dashboard
 from moe_serve.server.eplb import add_eplb
@@ -29,7 +32,6 @@ from moe_serve.server.keys import KeyRing
 from moe_serve.server.metrics import make_registry
 from moe_serve.server.peer_metrics import PEERS
 from moe_serve.server.recorder import add_recorder
-from moe_serve.server.schemas import parse_generate
 
 log = get_logger(__name__)
 
@@ -39,10 +41,23 @@ def make_app(config: ServeConfig, bridge: Bridge, tokenizer: Tokenizer | None) -
 
     Raises ConfigError where a file of keys cannot be used.
     """
+    bodies, parser = Bodies(config.server), BodyParser()
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        yield
+        await parser.close()
+
     # No /docs page, since it loads scripts from other servers. No redirects, since they would repeat a client's Host.
     app = FastAPI(
-        title="moe_serve", version=moe_serve.__version__, docs_url=None, redoc_url=None, redirect_slashes=False
+        title="moe_serve",
+        version=moe_serve.__version__,
+        docs_url=None,
+        redoc_url=None,
+        redirect_slashes=False,
+        lifespan=lifespan,
     )
+    app.state.bodies = bodies
     app.add_middleware(Guard, server=config.server, keys=KeyRing.load(config.server))
     if config.server.cors_origins:
         app.add_middleware(
@@ -52,24 +67,25 @@ def make_app(config: ServeConfig, bridge: Bridge, tokenizer: Tokenizer | None) -
             allow_headers=["authorization", "content-type"],
         )
     _add_errors(app)
-    _add_generate(app, config, bridge, tokenizer)
+    _add_generate(app, bodies, parser, bridge, tokenizer)
     add_health(app, config, bridge)
     _add_information(app, config, bridge, has_tokenizer=tokenizer is not None)
     _add_metrics(app, bridge)
     add_recorder(app, config, bridge)
-    add_eplb(app, config, bridge)
+    add_eplb(app, config, bridge, bodies)
     add_dashboard(app, config, bridge)
     return app
 
 
-def _add_generate(app: FastAPI, config: ServeConfig, bridge: Bridge, tokenizer: Tokenizer | None) -> None:
-    max_bytes = int(config.server.max_body_mib * 2**20)
-
+def _add_generate(
+    app: FastAPI, bodies: Bodies, parser: BodyParser, bridge: Bridge, tokenizer: Tokenizer | None
+) -> None:
     @app.api_route("/generate", methods=["POST", "PUT"])
     async def generate(request: Request) -> Response:
         """SGLang's native generation: text or input_ids, single or batch, JSON or a stream."""
-        given = parse_generate(await read_body(request, max_bytes), bridge.capacity)
-        call = await start_call(given, bridge, tokenizer)
+        async with bodies.read(request) as body:
+            given = await parser.parse(body, bridge.capacity)
+            call = await start_call(given, bridge, tokenizer)
         return GenerateResponse(call, bridge, given.stream)
 
 

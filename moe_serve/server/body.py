@@ -1,36 +1,59 @@
-"""Reads the body of a request, with a bound on its size and on its time. Torch-free."""
+"""Reads the bodies of requests: each bounded in size, and all together in the bytes that they hold. Torch-free."""
 
-import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 
 from fastapi import Request
 
-from moe_serve.errors import RequestError
+from moe_serve.config import ServerConfig
+from moe_serve.errors import QueueFullError, RequestError
 
-_BODY_DEADLINE_S = 60.0  # for a client to send the whole body
+_FREE_BYTES = 1 << 16  # of each body: small ones must get through while others hold all that large ones may
 
 
 class BodyTooLarge(RequestError):
     """A request body beyond server.max_body_mib."""
 
 
-async def read_body(request: Request, max_bytes: int) -> bytes:
-    """Returns the body of a request. Raises BodyTooLarge as soon as its size is known, RequestError after a minute."""
+class Bodies:
+    """The bodies that are being received and parsed. num_bytes: what they hold, beyond the first 64 KiB of each"""
 
-    def too_large(what: str) -> BodyTooLarge:
-        return BodyTooLarge(
-            f"the body has {what} bytes, at most {max_bytes} are allowed (server.max_body_mib); send less"
-        )
+    def __init__(self, server: ServerConfig):
+        self._max_bytes = int(server.max_body_mib * 2**20)
+        self._max_all_bytes = int(server.max_bodies_mib * 2**20)
+        self.num_bytes = 0
 
-    announced = request.headers.get("content-length", "")
-    if announced.isdigit() and int(announced) > max_bytes:
-        raise too_large(announced)
-    body = bytearray()
-    try:
-        async with asyncio.timeout(_BODY_DEADLINE_S):
+    @asynccontextmanager
+    async def read(self, request: Request, max_bytes: int | None = None) -> AsyncIterator[bytes]:
+        """Yields the body of a request; it counts until the block ends. max_bytes: where less is of use
+
+        Raises BodyTooLarge as soon as the size is known, QueueFullError where too many bytes are held already. How long
+        a client may take is up to its connection.
+        """
+        most = self._max_bytes if max_bytes is None else min(max_bytes, self._max_bytes)
+        announced = request.headers.get("content-length", "")
+        if announced.isdigit():
+            self._check(int(announced), most)
+        body = bytearray()
+        counted = 0
+        try:
             async for part in request.stream():
                 body += part
-                if len(body) > max_bytes:
-                    raise too_large(f"more than {max_bytes}")
-    except TimeoutError:
-        raise RequestError(f"the body did not arrive within {_BODY_DEADLINE_S:g} s; send it again") from None
-    return bytes(body)
+                self._check(len(body), most, counted)
+                if len(body) > _FREE_BYTES:
+                    self.num_bytes += len(body) - _FREE_BYTES - counted
+                    counted = len(body) - _FREE_BYTES
+            yield bytes(body)
+        finally:
+            self.num_bytes -= counted
+
+    def _check(self, size: int, most: int, counted: int = 0) -> None:
+        """Raises an error for a body of this size, of which some bytes are counted already."""
+        if size > most:
+            why = "server.max_body_mib" if most == self._max_bytes else "no more are of use here"
+            raise BodyTooLarge(f"the body has {size} bytes or more, at most {most} are allowed ({why}); send less")
+        if size > _FREE_BYTES and self.num_bytes - counted + size - _FREE_BYTES > self._max_all_bytes:
+            raise QueueFullError(
+                f"large bodies of other requests hold {self.num_bytes >> 20} MiB, at most "
+                f"{self._max_all_bytes >> 20} are held at a time (server.max_bodies_mib); try again later"
+            )

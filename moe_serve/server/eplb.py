@@ -9,7 +9,7 @@ from moe_serve.config import ServeConfig
 from moe_serve.engine.messages import Answer, Rebalance, SetPlacement
 from moe_serve.errors import RequestError
 from moe_serve.server.balance_json import status_json, what_to_set
-from moe_serve.server.body import read_body
+from moe_serve.server.body import Bodies
 from moe_serve.server.bridge import Bridge
 from moe_serve.server.generate import json_bytes
 from moe_serve.server.guard import ADMIN
@@ -17,9 +17,8 @@ from moe_serve.server.open_request import UnavailableError
 from moe_serve.server.placement_body import PlacementShape, parse_placement, placement_json
 
 
-def add_eplb(app: FastAPI, config: ServeConfig, bridge: Bridge) -> None:
+def add_eplb(app: FastAPI, config: ServeConfig, bridge: Bridge, bodies: Bodies) -> None:
     """Adds /eplb/status, /eplb/rebalance and /eplb/placement."""
-    max_bytes = int(config.server.max_body_mib * 2**20)
 
     @app.get("/eplb/status")
     async def status() -> Response:
@@ -46,7 +45,9 @@ def add_eplb(app: FastAPI, config: ServeConfig, bridge: Bridge) -> None:
     async def set_placement(request: Request) -> Response:
         """Moves experts to these slots, in rounds, while serving. Refused with the reasons where it does not fit."""
         _refuse_unless_dynamic(config)
-        rows = parse_placement(await read_body(request, max_bytes), placement_shape(bridge))
+        shape = placement_shape(bridge)
+        async with bodies.read(request, shape.max_bytes) as body:
+            rows = parse_placement(body, shape)
         return _answer(await bridge.command(SetPlacement(0, rows)))
 
 

@@ -36,7 +36,8 @@ class Guard:
         self._tagged: dict[str, frozenset[tuple[str, str]]] | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
+        if scope["type"] != "http":  # the start and the end of the server
+            await self._app(scope, receive, send)
             return
         headers = {name.decode("latin1"): value.decode("latin1") for name, value in scope["headers"]}
         refusal = self._refusal(scope, headers)

@@ -32,7 +32,7 @@ class HttpServer(uvicorn.Server):
                 app,
                 http=Connection,
                 ws="none",
-                lifespan="off",
+                lifespan="on",
                 log_config=None,
                 access_log=False,
                 server_header=False,
@@ -52,6 +52,7 @@ class HttpServer(uvicorn.Server):
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Starts to accept from listening sockets."""
+        await self.lifespan.startup()
         self.servers = []
         for listening in sockets or ():
             listener = Listener(listening, self._connection, self.table, self._tls, self._limits.header_deadline_s)

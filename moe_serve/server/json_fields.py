@@ -5,6 +5,7 @@ the value and what was expected. Torch-free.
 """
 
 import difflib
+import json
 import math
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -14,7 +15,14 @@ import msgspec
 from moe_serve.attention_dp.request import MAX_SEED
 from moe_serve.errors import RequestError
 
+MAX_DEPTH = 8  # of lists and objects in a body
 MAX_NAME_CHARS = 256  # of the names that clients choose: rid, session_id, cache_salt, extra_key
+
+_Scalar = bool | int | float | str | None
+_Value: Any = _Scalar
+for _ in range(MAX_DEPTH):
+    _Value = _Scalar | list[_Value] | dict[str, _Value]
+_DECODER = msgspec.json.Decoder(_Value)
 
 
 class Fields:
@@ -72,13 +80,33 @@ def parse_object(body: bytes) -> dict[str, Any]:
 
 
 def parse_json(body: bytes, expected: str) -> Any:
-    """Returns the JSON value in a body. expected: for the error of an empty one"""
+    """Returns the JSON value in a body. expected: for the error of an empty one
+
+    Raises RequestError for what is no JSON, nested deeper than MAX_DEPTH, or an object with a key twice: parsers differ
+    in which value they take, and a proxy before this server may have checked the other one.
+    """
     if not body.strip():
         raise RequestError(f"the body is empty, expected {expected}")
     try:
-        return msgspec.json.decode(body)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, ValueError) as error:
+        value = _DECODER.decode(body)
+        json.loads(body, object_pairs_hook=_refuse_repeated_keys)
+    except msgspec.ValidationError as error:
+        if str(error).startswith("Expected"):
+            raise RequestError(f"the body is nested deeper than {MAX_DEPTH} levels; send a flatter one") from None
         raise RequestError(f"the body is not valid JSON: {error}") from None
+    except (msgspec.MsgspecError, RecursionError, ValueError) as error:
+        raise RequestError(f"the body is not valid JSON: {str(error)[:200]}") from None
+    return value
+
+
+def _refuse_repeated_keys(pairs: list[tuple[str, Any]]) -> None:
+    """Raises RequestError for an object with a key twice. Returns nothing, so that this pass keeps no objects."""
+    names = {name for name, _ in pairs}
+    if len(names) < len(pairs):
+        for name, _ in pairs:
+            if name not in names:
+                raise RequestError(f"{name[:MAX_NAME_CHARS]} is given twice; send it once", field=name[:MAX_NAME_CHARS])
+            names.remove(name)
 
 
 def token_ids(name: str, value: Any) -> tuple[int, ...]:

@@ -22,6 +22,11 @@ class PlacementShape:
     num_slots: int
     moe_layer_ids: tuple[int, ...]
 
+    @property
+    def max_bytes(self) -> int:
+        """Returns more than any body with a placement of this shape has, rows of dense layers and indents included."""
+        return 2**16 + 32 * self.num_slots * (1 + max(self.moe_layer_ids, default=0))
+
 
 def placement_json(rows: list[list[int]], version: int, shape: PlacementShape) -> dict[str, Any]:
     """Returns our placement file, which `eplb.init_expert_location` reads and `POST /eplb/placement` takes."""

@@ -1,0 +1,169 @@
+"""Bodies: their sizes, how many bytes all of them hold, and where they are parsed."""
+
+import asyncio
+import json
+import os
+import signal
+from pathlib import Path
+
+import httpx
+import pytest
+
+from moe_serve.errors import RequestError
+from moe_serve.server import body_parser
+from moe_serve.server.body_parser import SMALL_BYTES, BodyParser
+from moe_serve.server.json_fields import MAX_DEPTH, parse_json
+from moe_serve.server.schemas import GenerateRequest, parse_generate
+from tests.conftest import _descendants
+from tests.server.raw_client import RawClient, header
+from tests.server.served import Served, in_event_loop, serving, until
+
+FIVE = {"max_new_tokens": 5, "sampling_seed": 10}
+PROMPTS = [[5, 6, 7] * 60] * 40
+LARGE = json.dumps({"input_ids": PROMPTS, "sampling_params": FIVE}).encode()
+assert len(LARGE) > SMALL_BYTES
+
+
+async def post(served: Served, content: bytes) -> httpx.Response:
+    return await served.client.post("/generate", content=content, headers={"content-type": "application/json"})
+
+
+REPEATED = [
+    (b'{"text": "a", "text": "b"}', "text is given twice"),
+    (b'{"text": "a", "t\\u0065xt": "b"}', "text is given twice"),
+    (b'{"text": "a", "sampling_params": {"n": 1, "n": 2}}', "n is given twice"),
+    (b'{"text": "a", "x": [[{"y": 1, "z": 1, "y": 1}]]}', "y is given twice"),
+]
+
+
+@pytest.mark.parametrize(("body", "message"), REPEATED)
+def test_a_key_that_is_given_twice_is_named(body, message):
+    with pytest.raises(RequestError, match=message) as caught:
+        parse_generate(body, max_prompts=4)
+    assert caught.value.field == message.split()[0]
+
+
+@pytest.mark.parametrize(("opening", "closing"), [("[", "]"), ('{"a":', "}")], ids=["lists", "objects"])
+def test_nesting_has_a_limit(opening, closing):
+    parse_json((opening * MAX_DEPTH + "1" + closing * MAX_DEPTH).encode(), "")
+    for depth in (MAX_DEPTH + 1, 500, 100_000):
+        with pytest.raises(RequestError, match="nested deeper"):
+            parse_json((opening * depth + "1" + closing * depth).encode(), "")
+
+
+NOT_JSON = [
+    b"NaN", b"[Infinity]", b"-Infinity", b'"\xff"', b'"\\ud800"', b"\xff\xfe1\x00", b"\xef\xbb\xbf1", b"1" * 5000,
+    b"[1e999]", b"1 2", b"'a'", b"{a: 1}", b"01", b"1.", b"+1", b"\x00", b"// a\n1",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("body", NOT_JSON)
+def test_what_only_some_parsers_take_is_refused(body):
+    with pytest.raises(RequestError, match="not valid JSON"):
+        parse_json(body, "")
+
+
+@in_event_loop
+async def test_a_large_body_is_parsed_in_a_process_and_a_wrong_one_names_its_field():
+    async with serving() as served:
+        before = set(_descendants(os.getpid()))
+        answer = await post(served, LARGE)
+        assert answer.status_code == 200
+        assert [one["output_ids"] for one in answer.json()] == [[12, 13, 14, 15, 16]] * 40
+        assert served.workers[0].submitted[0].prompt_ids == PROMPTS[0]
+        assert len(set(_descendants(os.getpid())) - before) == 1
+        wrong = await post(served, LARGE.replace(b"5, 6", b'5, "a"', 1))
+        assert (wrong.status_code, wrong.json()["error"]["param"]) == (400, "input_ids[0][1]")
+        small = await served.generate(text="a", sampling_params=FIVE)
+        assert small.status_code == 200
+    assert set(_descendants(os.getpid())) == before
+
+
+@in_event_loop
+async def test_a_parser_that_is_killed_fails_its_body_and_is_started_again():
+    parser = BodyParser()
+    before = set(_descendants(os.getpid()))
+    try:
+        await parser.parse(LARGE, 100)
+        (pid,) = set(_descendants(os.getpid())) - before
+        os.kill(pid, signal.SIGSTOP)
+        waiting = asyncio.create_task(parser.parse(LARGE, 100))
+        await asyncio.sleep(0.05)
+        os.kill(pid, signal.SIGKILL)
+        with pytest.raises(RequestError, match="send a simpler one"):
+            await waiting
+        assert (await parser.parse(LARGE, 100)).prompts[0].token_ids == PROMPTS[0]
+    finally:
+        await parser.close()
+
+
+@in_event_loop
+async def test_a_cancelled_caller_does_not_leave_its_answer_to_the_next():
+    parser = BodyParser()
+    try:
+        first = json.dumps({"input_ids": [[1] * 10] * 3000}).encode()
+        gone = asyncio.create_task(parser.parse(first, 5000))
+        await asyncio.sleep(0.3)  # the process is there, or nearly
+        gone.cancel()
+        assert len((await parser.parse(LARGE, 5000)).prompts) == 40
+    finally:
+        await parser.close()
+
+
+def test_a_body_that_takes_much_memory_is_refused_and_the_memory_is_given_back():
+    @in_event_loop
+    async def check():
+        parser = BodyParser()
+        try:
+            for _ in range(2):
+                with pytest.raises(RequestError):
+                    await parser.parse(b'{"text":[' + b"[]," * 2_000_000 + b"[]]}", 100)
+            pids = set(_descendants(os.getpid()))
+            await parser.parse(LARGE, 100)
+            for pid in set(_descendants(os.getpid())) - pids:
+                pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
+                assert pages * os.sysconf("SC_PAGE_SIZE") < 200 << 20
+        finally:
+            await parser.close()
+
+    check()
+
+
+@in_event_loop
+async def test_bytes_in_flight_are_bounded_and_small_bodies_pass():
+    async with serving(2, "server.max_body_mib=1", "server.max_bodies_mib=1") as served:
+        holder = await RawClient.connect(served)
+        await holder.send(header("POST /generate", "content-length: 1000000\r\n"), b" " * 900_000)
+        await until(lambda: served.app.state.bodies.num_bytes > 800_000)
+        announced, growing = await RawClient.connect(served), await RawClient.connect(served)
+        await announced.send(header("POST /generate", "content-length: 900000\r\n"))
+        await growing.send(header("POST /generate", "transfer-encoding: chunked\r\n"), b"61a80\r\n" + b" " * 400_000)
+        for client in (announced, growing):
+            answer = await client.answer()
+            assert answer.status == 429
+            assert answer.headers["retry-after"]
+            assert "server.max_bodies_mib" in answer.message
+        assert (await served.generate(text="a", sampling_params=FIVE)).status_code == 200
+        await holder.close()
+        await until(lambda: served.app.state.bodies.num_bytes == 0)
+        assert (await post(served, LARGE)).status_code == 200
+
+
+def test_large_hostile_bodies_are_never_parsed_in_the_event_loop(monkeypatch: pytest.MonkeyPatch):
+    hostile = b'{"input_ids":[' + b"[]," * 300_000 + b"[]]}"
+
+    def parse(body: bytes, max_prompts: int) -> GenerateRequest:
+        assert len(body) <= SMALL_BYTES
+        return parse_generate(body, max_prompts)
+
+    monkeypatch.setattr(body_parser, "parse_generate", parse)
+
+    @in_event_loop
+    async def check():
+        async with serving() as served:
+            answers = await asyncio.gather(*[post(served, hostile) for _ in range(10)])
+            assert (await served.generate(text="a", sampling_params=FIVE)).status_code == 200
+        assert {answer.status_code for answer in answers} == {400}
+        assert "300001 prompts" in answers[0].json()["error"]["message"]
+
+    check()
