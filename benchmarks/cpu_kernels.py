@@ -2,10 +2,14 @@
 
     python -m benchmarks.cpu_kernels [--rounds 9] [--threads 2] [--only linear|prefill|experts]
 
+Takes three minutes and 13 GB.
+
 Every round times both contestants of a case one after the other; ratios are medians over rounds of ratios within a
 round, so that a busy machine slows both. Projections of few rows go through several weights in turn, together larger
 than the caches, as the layers of a model do. torch has the better of MKL (F.linear) and oneDNN with packed weights;
 experts run as transformers' grouped_mm does on CPU: rows sorted by expert, two grouped products, SiLU in between.
+One call of experts reads the weights of each expert that has rows: its share of the roofline is what it reads a second
+of these bytes over what as many threads can read.
 """
 
 import argparse
@@ -17,14 +21,17 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from benchmarks.conditions import conditions, save
+from benchmarks.conditions import conditions, save, table
 from benchmarks.cpu_attention import Case, best_of, measure
+from benchmarks.read_bandwidth import buffer_to_read, read_bandwidth
 from moe_serve.kernels.cpu.experts import PackedExperts, packed_ffn
 from moe_serve.kernels.cpu.library import cpu_library
 from moe_serve.kernels.cpu.linear import PackedLinear
 from moe_serve.kernels.cpu.packed import gate_up_size, packed_size
+from moe_serve.kernels.huge_pages import zeros_in_huge_pages
 
 Call = Callable[[], Any]
+Row = dict[str, Any]
 BEYOND_CACHES = 200 << 20  # bytes of weights that a step goes through
 PREFILL_SHAPES = {
     "qkv of the bench model": (1024, 512),
@@ -35,6 +42,12 @@ EXPERT_SHAPES = {  # hidden, width, experts, top-k
     "Qwen3-30B": (2048, 768, 128, 8),
     "DeepSeek-V3, 32 experts": (7168, 2048, 32, 8),
 }
+EXPERT_NOTES = (
+    "Qwen3-30B has 128 experts of 768, DeepSeek-V3 256 of 2048, of which 32 are in memory here (256 in float32 take "
+    "45 GB): the 8 of each token are among these. `share of the roofline`: bytes of the experts with rows, as either "
+    "side stores them, over its time and over what the threads read a second. `speed-up at the roofline` is what a "
+    "kernel would have that reads at full speed: where it is below 2, no kernel is twice as fast."
+)
 
 
 def main() -> None:
@@ -47,17 +60,22 @@ def main() -> None:
     torch.set_num_threads(args.threads)
     torch.manual_seed(0)
     cpu_library().set_threads(args.threads)
-    groups = {"linear": linear_cases, "prefill": prefill_cases, "experts": expert_cases}
+    groups = {"linear": linear_cases, "prefill": prefill_cases}
     rows = []
     for name, cases in groups.items():
         if args.only in (None, name):
             rows += [measure(case, args.rounds) for case in cases()]
+    experts = list(expert_rows(args.threads, max(3, args.rounds // 2))) if args.only in (None, "experts") else []
     notes = (
         f"{args.threads} threads each, float32 rows, {args.rounds} rounds, built for {cpu_library().form} by "
         f"{cpu_library().compiler}. bfloat16, int8 and e4m3 are how our weights are stored; torch has float32. Goals: "
         "prefill at least 0.85, experts at least 2. `speed-up` is the median of the ratios within a round, in brackets "
         "best call over best call."
     )
+    if rows and experts:
+        notes += f"\n\n## Experts\n\n{table(experts)}\n\n{EXPERT_NOTES}"
+    elif experts:
+        rows, notes = experts, f"{notes} {EXPERT_NOTES}"
     print(save("cpu_kernels", "Projections and experts on CPU", rows, facts, notes, per_cpu=True))
 
 
@@ -83,20 +101,40 @@ def prefill_cases() -> Iterator[Case]:
             yield f"{rows} rows, {model} [{n}, {k}]", f"linear, {name_of(dtype)}", in_turn(packed, x), name, call
 
 
-def expert_cases() -> Iterator[Case]:
-    for model, (hidden, width, num_experts, topk) in EXPERT_SHAPES.items():
-        gate_up = torch.empty(num_experts, 2 * width, hidden).normal_(std=hidden**-0.5)
-        down = torch.empty(num_experts, hidden, width).normal_(std=width**-0.5)
+def expert_rows(threads: int, rounds: int) -> Iterator[Row]:
+    """Yields the rows of the table, for one model and storage after the other, so that two are never in memory."""
+    for model in EXPERT_SHAPES:
+        theirs = stored_experts(model)
         for dtype in (torch.float32, torch.bfloat16, torch.int8, torch.float8_e4m3fn):
-            experts = made_experts(dtype, num_experts, hidden, width)
+            ours = made_experts(dtype, model)
             for num_tokens in (1, 8, 64):
-                ids = torch.rand(num_tokens, num_experts).topk(topk, dim=1).indices
-                counts = torch.bincount(ids.flatten(), minlength=num_experts)
-                x = torch.randn(num_tokens * topk, hidden)
-                what = f"{num_tokens} tokens, experts of {model}"
-                theirs = grouped(x, gate_up, down, counts)
-                yield what, f"packed_ffn, {name_of(dtype)}", ffn(x, counts, experts), "grouped_mm", theirs
-            del experts
+                yield expert_row(model, num_tokens, ours, theirs, (threads, rounds))
+            del ours
+        del theirs
+
+
+def expert_row(
+    model: str, num_tokens: int, ours: PackedExperts, theirs: tuple[Tensor, Tensor], effort: tuple[int, int]
+) -> Row:
+    hidden, width, num_experts, topk = EXPERT_SHAPES[model]
+    threads, rounds = effort
+    ids = torch.rand(num_tokens, num_experts).topk(topk, dim=1).indices
+    counts = torch.bincount(ids.flatten(), minlength=num_experts)
+    x = torch.randn(num_tokens * topk, hidden)
+    dtype, num_read = ours.down.dtype, int((counts > 0).sum())
+    calls = ffn(x, counts, ours), grouped(x, *theirs, counts)
+    buffer = buffer_to_read()
+    bandwidth = read_bandwidth(buffer, threads)
+    row = measure((f"{num_tokens} tokens, {model}", name_of(dtype), calls[0], "grouped_mm", calls[1]), rounds)
+    bandwidth = max(bandwidth, read_bandwidth(buffer, threads))
+    elements = num_read * 3 * hidden * width
+    least_us = elements * dtype.itemsize / bandwidth * 1e6
+    return row | {
+        "experts read": num_read,
+        "our share of the roofline": round(least_us / row["ours µs"], 2),
+        "its share": round(elements * 4 / bandwidth * 1e6 / row["its µs"], 2),
+        "speed-up at the roofline": round(row["its µs"] / least_us, 2),
+    }
 
 
 def torch_projections(weights: list[Tensor]) -> dict[str, Callable[[Tensor], Call]]:
@@ -126,13 +164,24 @@ def in_turn(linears: list[PackedLinear], x: Tensor) -> Call:
     return lambda: next(turn)(x)
 
 
-def made_experts(dtype: torch.dtype, slots: int, hidden: int, width: int) -> PackedExperts:
-    """Returns experts of random numbers, straight in the packed order."""
+def stored_experts(model: str) -> tuple[Tensor, Tensor]:
+    """Returns gate_up [experts, 2 x width, hidden] and down [experts, hidden, width], every expert the same."""
+    hidden, width, num_experts, _ = EXPERT_SHAPES[model]
+    gate_up = zeros_in_huge_pages((num_experts, 2 * width, hidden), torch.float32)
+    down = zeros_in_huge_pages((num_experts, hidden, width), torch.float32)
+    return gate_up.copy_(torch.randn(2 * width, hidden) * hidden**-0.5), down.copy_(
+        torch.randn(hidden, width) * width**-0.5
+    )
+
+
+def made_experts(dtype: torch.dtype, model: str) -> PackedExperts:
+    """Returns experts of random numbers, straight in the packed order, every expert the same."""
+    hidden, width, slots, _ = EXPERT_SHAPES[model]
     sizes = gate_up_size(width, hidden), packed_size(hidden, width)
-    gate_up, down = (torch.empty(slots, size, dtype=dtype) for size in sizes)
+    gate_up, down = (zeros_in_huge_pages((slots, size), dtype) for size in sizes)
     for tensor, fan_in in ((gate_up, hidden), (down, width)):
-        for slot in tensor:
-            slot.copy_(torch.randn(slot.shape).mul_(40 if dtype.itemsize == 1 else fan_in**-0.5))
+        one = torch.randn(tensor.shape[1]).mul_(40 if dtype.itemsize == 1 else fan_in**-0.5)
+        tensor.copy_(one.to(dtype))
     scales: tuple[Tensor | None, Tensor | None] = (None, None)
     if dtype == torch.int8:
         scales = torch.full((slots, 2 * width), 1e-3), torch.full((slots, hidden), 1e-3)

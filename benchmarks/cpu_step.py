@@ -27,8 +27,8 @@ import torch.distributed as dist
 
 from benchmarks.bench_model import CONFIG, write_bench_model
 from benchmarks.conditions import conditions, save, table
+from benchmarks.read_bandwidth import buffer_to_read, read_bandwidth
 from moe_serve.attention_dp.request import SamplingParams
-from moe_serve.c_library import FOR_THIS_PROCESSOR, load_c_library
 from moe_serve.config import load_config
 from moe_serve.dispatch.base import EpGroup
 from moe_serve.engine.build import build_engine
@@ -36,7 +36,6 @@ from moe_serve.engine.engine import Engine
 from moe_serve.engine.exchange import make_exchange
 from moe_serve.engine.messages import Submit, Tokens
 from moe_serve.kernels.cpu.library import cpu_library
-from moe_serve.kernels.huge_pages import zeros_in_huge_pages
 from tests.engine.queue_mailbox import QueueMailbox
 
 NUM_PROMPT, STEPS_A_ROUND, MAX_POSITION = 64, 6, 4096
@@ -163,8 +162,7 @@ def decode(contestants: list[Contestant], batch: int, threads: int, rounds: int)
     """Returns a row of the table for each contestant."""
     for contestant in contestants:
         contestant.submit(batch, NUM_PROMPT)
-    buffer = zeros_in_huge_pages((1 << 26,), torch.float32)  # 256 MiB, more than any cache
-    buffer.fill_(1)
+    buffer = buffer_to_read()
     times: dict[str, list[tuple[float, float]]] = {contestant.name: [] for contestant in contestants}
     shares: dict[str, list[float]] = {contestant.name: [] for contestant in contestants}
     for _ in range(rounds):
@@ -233,19 +231,6 @@ def weight_bytes(itemsize: int, num_experts: int) -> int:
     attention = hidden * head_dim * (2 * num_heads + 2 * num_kv_heads)
     dense = facts["num_hidden_layers"] * (attention + facts["num_experts"] * hidden) + facts["vocab_size"] * hidden
     return itemsize * int(dense + num_experts * 3 * hidden * facts["moe_intermediate_size"])
-
-
-def read_bandwidth(buffer: torch.Tensor, threads: int) -> float:
-    """Returns the bytes per second that this many threads read, the best of three tries."""
-    library, _ = load_c_library(
-        Path(__file__).with_name("read_bandwidth.c"), {"read_all": 3}, (*FOR_THIS_PROCESSOR, "-pthread")
-    )
-    best_s = float("inf")
-    for _ in range(3):
-        started_s = time.perf_counter()
-        assert library.read_all(buffer.data_ptr(), buffer.numel(), threads) == 0
-        best_s = min(best_s, time.perf_counter() - started_s)
-    return buffer.nbytes / best_s
 
 
 def with_long_positions(model: Path) -> Path:
