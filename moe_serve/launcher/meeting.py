@@ -20,7 +20,7 @@ from moe_serve.log import get_logger
 log = get_logger(__name__)
 _POLL_S = 0.02
 _WARN_S = 5.0  # a rank that is not there by then is named in the log, and again whenever the wait has doubled
-_LEAVE_S = 5.0  # how long a rank that leaves waits for the others to have read: rank 0 may hold the store
+_LEAVE_S = 5.0  # how long rank 0 waits for the others to have read
 
 
 def open_store(env: RankEnv, deadline_s: float) -> Store:
@@ -70,14 +70,13 @@ def gather(store: Store, env: RankEnv, name: str, data: str, deadline_s: float) 
 
 
 def leave(store: Store, env: RankEnv, name: str) -> None:
-    """Waits until the others have read what this rank wrote in an exchange, for a few seconds at most."""
+    """Keeps rank 0, which may hold the store, until all have read what was written in an exchange, or some seconds."""
     at = PrefixStore(f"moe_serve/{name}", store)
     deadline_s = time.monotonic() + _LEAVE_S
-    try:
-        while time.monotonic() < deadline_s and not at.check([f"read {rank}" for rank in range(env.num_ranks)]):
-            time.sleep(_POLL_S)
-    except RuntimeError:
-        return  # the store is gone, and rank 0 with it
+    while env.rank == 0 and time.monotonic() < deadline_s:
+        if at.check([f"read {rank}" for rank in range(env.num_ranks)]):
+            return
+        time.sleep(_POLL_S)
 
 
 def check_facts(store: Store, env: RankEnv, facts: Sequence[Fact], deadline_s: float) -> None:
