@@ -14,12 +14,13 @@ from moe_serve.config import ServeConfig, model_dir
 from moe_serve.models.model_files import read_bytes
 from moe_serve.models.safetensors_header import INDEX, header_bytes, weight_files
 
-# What may differ: where files lie on a host (their contents are compared), which address of the front end a host
-# reaches, how many cores it has. `server.host`, `server.port` are the front end's.
+# What may differ: where files lie on a host (their contents are compared), how many cores it has.
 _OWN_OF_A_RANK = frozenset({
     "model.path", "model.served_name", "parallel.threads_per_rank", "eplb.init_expert_location", "eplb.record_path",
-    "eplb.recorder_dir", "server.host", "server.port", "server.worker_host", "server.token_file",
+    "eplb.recorder_dir",
 })  # fmt: skip
+# The other settings of `server` are the front end's, or say which of its addresses a host reaches.
+_OF_RANKS_IN_SERVER = frozenset({"worker_port", "attach_deadline_s", "worker_deadline_s"})
 _MODEL_FILES = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json")
 _HASHED_BYTES = 32 << 20  # of weights; of a larger checkpoint, samples of its bytes
 _SAMPLE_BYTES = 16 << 10
@@ -97,7 +98,8 @@ def _version(package: str) -> str:
 def _settings(config: ServeConfig) -> Iterator[Fact]:
     for section, values in config.model_dump(mode="json").items():
         for name, value in values.items():
-            if f"{section}.{name}" not in _OWN_OF_A_RANK:
+            of_ranks = section != "server" or name in _OF_RANKS_IN_SERVER
+            if of_ranks and f"{section}.{name}" not in _OWN_OF_A_RANK:
                 yield Fact(f"{section}.{name}", str(value))
 
 

@@ -50,7 +50,8 @@ def test_another_setting_is_named_with_its_values_and_ranks(setting: str) -> Non
 
 
 @pytest.mark.parametrize(
-    "setting", ["parallel.threads_per_rank=1", "server.worker_host=10.0.0.7", "eplb.record_path=/tmp/a.jsonl"]
+    "setting",
+    ["parallel.threads_per_rank=1", "server.worker_host=10.0.0.7", "server.port=1", "eplb.record_path=/tmp/a.jsonl"],
 )
 def test_what_belongs_to_one_host_may_differ(setting: str) -> None:
     assert difference(setting) is None
