@@ -15,6 +15,7 @@ from moe_serve.launcher.cli.demo_balance import HELP as DEMO_BALANCE_HELP
 from moe_serve.launcher.cli.demo_balance import demo_balance
 from moe_serve.launcher.cli.doctor import HELP as DOCTOR_HELP
 from moe_serve.launcher.cli.doctor import doctor
+from moe_serve.launcher.cli.serve import serve
 
 app = typer.Typer(
     name="moe-serve",
@@ -23,67 +24,6 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-
-
-@app.command()
-def serve(
-    config: opt.Config = None,
-    overrides: opt.Overrides = None,
-    model_path: opt.ModelPath = None,
-    num_ranks: opt.NumRanks = None,
-    attn_dp_size: opt.AttentionSize = None,
-    host: opt.Host = None,
-    port: opt.Port = None,
-    served_model_name: opt.ServedName = None,
-    load_format: opt.LoadFormat = None,
-    dtype: opt.Dtype = None,
-    device: opt.Device = None,
-    context_length: opt.ContextLength = None,
-    skip_tokenizer_init: opt.SkipTokenizer = False,
-    init_expert_location: opt.InitExpertLocation = None,
-    redundant_experts: opt.RedundantExperts = None,
-    enable_eplb: opt.EnableEplb = False,
-    eplb_algorithm: opt.EplbAlgorithm = None,
-    eplb_trigger: opt.EplbTrigger = None,
-    recorder_mode: opt.RecorderMode = None,
-    max_running_requests: opt.MaxRunning = None,
-    max_queued_requests: opt.MaxQueued = None,
-    chunked_prefill_size: opt.MaxBatchTokens = None,
-    page_size: opt.PageSize = None,
-    disable_radix_cache: opt.NoPrefixCache = False,
-) -> None:
-    """Serve a model: all ranks of this machine and the HTTP front end. Ctrl-C ends everything."""
-    from moe_serve.launcher.cli.flags import effective_config
-    from moe_serve.launcher.display import StartDisplay
-    from moe_serve.launcher.preflight import look_for_files
-    from moe_serve.launcher.system import serve_on_this_machine
-
-    flags = _model_flags(model_path, [num_ranks, attn_dp_size], load_format, dtype) | {
-        "model.served_name": served_model_name,
-        "model.max_model_len": context_length,
-        "model.skip_tokenizer": True if skip_tokenizer_init else None,
-        "parallel.device": device,
-        "server.host": host,
-        "server.port": port,
-        "eplb.init_expert_location": init_expert_location,
-        "eplb.num_redundant_experts": redundant_experts,
-        "eplb.mode": "dynamic" if enable_eplb else None,
-        "eplb.policy": eplb_algorithm,
-        "eplb.trigger": eplb_trigger,
-        "eplb.recorder_mode": recorder_mode,
-        "engine.max_running_requests": max_running_requests,
-        "engine.max_queued_requests": max_queued_requests,
-        "engine.max_batch_tokens": chunked_prefill_size,
-        "cache.block_size": page_size,
-        "cache.prefix_cache": False if disable_radix_cache else None,
-    }
-    settings = effective_config(config, flags, overrides or ())
-    look_for_files(settings)
-    with StartDisplay(settings.parallel.num_ranks) as display:
-        display.note("effective configuration", style="bold")
-        display.note(settings.to_yaml().rstrip(), style="dim")
-        code = serve_on_this_machine(settings, display)
-    raise typer.Exit(code)
 
 
 @app.command()
@@ -150,6 +90,7 @@ def check(
     raise typer.Exit(print_check(settings))
 
 
+app.command()(serve)
 app.command(help=DEMO_BALANCE_HELP)(demo_balance)
 app.command(help=DOCTOR_HELP)(doctor)
 

@@ -5,19 +5,19 @@ Nothing here imports torch; reading a `.pt` does, in the reader.
 """
 
 import functools
-import inspect
 import json
 import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import MISSING, dataclass, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 import typer
 
 from moe_serve.errors import ConfigError, MoeServeError
+from moe_serve.launcher.cli.dataclass_command import takes
 from moe_serve.topology import Topology
 
 if TYPE_CHECKING:
@@ -237,22 +237,13 @@ def balancer_command(options: type[Options]) -> Callable[[Callable[[Options], No
 
     An error of ours becomes one line on stderr and exit code 2.
     """
-    hints = get_type_hints(options, include_extras=True)
-    parameters = [
-        inspect.Parameter(
-            field.name,
-            inspect.Parameter.KEYWORD_ONLY,
-            default=inspect.Parameter.empty if field.default is MISSING else field.default,
-            annotation=hints[field.name],
-        )
-        for field in fields(options)  # type: ignore[arg-type]
-    ]
 
     def decorate(command: Callable[[Options], None]) -> Callable[..., None]:
+        @takes(options)
         @functools.wraps(command)
-        def run(**values: Any) -> None:
+        def run(given: Options) -> None:
             try:
-                command(options(**values))
+                command(given)
             except MoeServeError as problem:
                 typer.echo(f"error: {problem}", err=True)
                 raise typer.Exit(2) from None
@@ -260,8 +251,6 @@ def balancer_command(options: type[Options]) -> Callable[[Callable[[Options], No
                 sys.stderr.close()
                 raise typer.Exit(0) from None
 
-        run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-        run.__annotations__ = hints
         return run
 
     return decorate

@@ -36,7 +36,7 @@ AttentionSize = Annotated[
 ]
 Device = Annotated[str | None, typer.Option(help="parallel.device: auto, cpu or cuda")]
 
-Host = Annotated[str | None, typer.Option(help="server.host")]
+Host = Annotated[str | None, typer.Option(help="server.host; 0.0.0.0: other machines may connect, see --api-key")]
 Port = Annotated[int | None, typer.Option(help="server.port; 0: any free one")]
 
 InitExpertLocation = Annotated[
@@ -79,3 +79,43 @@ MaxBatchTokens = Annotated[
 ]
 PageSize = Annotated[int | None, typer.Option("--page-size", "--block-size", help="cache.block_size, tokens")]
 NoPrefixCache = Annotated[bool, typer.Option("--disable-radix-cache", help="cache.prefix_cache: false")]
+
+ApiKey = Annotated[
+    str | None,
+    typer.Option(
+        help="a key that clients must send (authorization: Bearer KEY). Other users of this machine see it in the list "
+        "of processes: better $MOE_SERVE_API_KEY, or --api-key-file",
+        show_default=False,
+    ),
+]
+AdminApiKey = Annotated[
+    str | None,
+    typer.Option(
+        help="a key for what changes the server, such as moving experts; better $MOE_SERVE_ADMIN_API_KEY, or "
+        "--admin-api-key-file. Without one, this is closed unless --host is this machine's loopback",
+        show_default=False,
+    ),
+]
+ApiKeyFile = Annotated[
+    str | None, typer.Option(help="server.api_key_file: one key on each line, a name before it or not; mode 600")
+]
+AdminApiKeyFile = Annotated[str | None, typer.Option(help="server.admin_api_key_file, likewise")]
+SslCertfile = Annotated[str | None, typer.Option("--ssl-certfile", help="server.ssl_certfile: PEM; serves HTTPS")]
+SslKeyfile = Annotated[str | None, typer.Option("--ssl-keyfile", help="server.ssl_keyfile: PEM, without password")]
+SslCaCerts = Annotated[
+    str | None, typer.Option("--ssl-ca-certs", help="server.ssl_ca_certs: clients need a certificate of these")
+]
+AllowedHosts = Annotated[
+    list[str] | None,
+    typer.Option(metavar="NAME", help="server.allowed_hosts: a name clients may call this server by; repeatable"),
+]
+CorsOrigins = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--cors-origins",
+        "--allowed-origins",
+        metavar="ORIGIN",
+        help="server.cors_origins: a site whose pages may use this server, such as https://a.example; repeatable",
+    ),
+]
+MaxConnections = Annotated[int | None, typer.Option(help="server.max_connections, open at a time")]

@@ -1,5 +1,6 @@
 """The command line: quick help, flags of other engines as settings, one line for every mistake."""
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -198,3 +199,28 @@ def test_help_keeps_its_brackets():
         for text in (command.help, *(getattr(parameter, "help", None) for parameter in command.params)):
             written = (text or "").replace("\b", "")  # click's mark of a paragraph that is not wrapped
             assert Text.from_markup(written).plain == written, f"{command.name}: write \\[ for a bracket"
+
+
+def test_flags_for_keys_hosts_and_certificates_are_settings_and_keys_are_not(served, monkeypatch):
+    certificate = CONFIGS.parent / "tests/server/tls"
+    monkeypatch.setenv("MOE_SERVE_API_KEY", "before")
+    monkeypatch.delenv("MOE_SERVE_ADMIN_API_KEY", raising=False)
+    arguments = ["--api-key", "a-secret", "--allowed-hosts", "a.example", "--allowed-hosts", "b.example"]
+    arguments += ["--ssl-certfile", f"{certificate}/cert.pem", "--ssl-keyfile", f"{certificate}/key.pem"]
+    assert serve(*arguments, "--cors-origins", "https://c.example") == 0
+    (config,) = served
+    assert config.server.allowed_hosts == ("a.example", "b.example")
+    assert config.server.cors_origins == ("https://c.example",)
+    assert config.server.ssl_certfile.endswith("cert.pem")
+    assert os.environ["MOE_SERVE_API_KEY"] == "a-secret"
+    assert "a-secret" not in config.to_yaml()
+
+
+def test_secrets_are_looked_at_before_anything_starts(served, tmp_path):
+    (tmp_path / "keys").write_text("k")
+    (tmp_path / "keys").chmod(0o644)
+    with pytest.raises(ConfigError, match="chmod 600"):
+        serve("--api-key-file", str(tmp_path / "keys"))
+    with pytest.raises(ConfigError, match=r"server\.ssl_certfile"):
+        serve("--ssl-certfile", str(tmp_path / "none.pem"))
+    assert served == []
