@@ -31,9 +31,9 @@ def main() -> None:
     context = get_context("fork")
     with tempfile.TemporaryDirectory() as folder:
         router = zmq.Context().socket(zmq.ROUTER)
-        port = router.bind_to_random_port("tcp://127.0.0.1")
+        router.bind(f"ipc://{folder}/front_end")
         pipes = [context.Pipe() for _ in range(2)]
-        ranks = [context.Process(target=_rank, args=(rank, port, folder, pipes[rank][1])) for rank in range(2)]
+        ranks = [context.Process(target=_rank, args=(rank, folder, pipes[rank][1])) for rank in range(2)]
         for rank in ranks:
             rank.start()
         sent = _play_front_end(router, args.idle_s, args.wakes)
@@ -89,7 +89,7 @@ def _play_front_end(router: "zmq.Socket[bytes]", idle_s: float, num_wakes: int) 
     return sent
 
 
-def _rank(rank: int, port: int, folder: str, answer: Connection) -> None:
+def _rank(rank: int, folder: str, answer: Connection) -> None:
     """Sends (monotonic time, CPU time of the process) at each exchange, once the engine has ended."""
     os.environ["OMP_NUM_THREADS"] = "1"
     import torch
@@ -102,12 +102,13 @@ def _rank(rank: int, port: int, folder: str, answer: Connection) -> None:
     from moe_serve.engine.mailbox import ZmqMailbox
     from moe_serve.engine.messages import Hello
     from moe_serve.launcher.groups import gather_bytes
+    from moe_serve.links.link import Link
 
     torch.set_num_threads(1)
     dist.init_process_group("gloo", store=dist.FileStore(str(Path(folder) / "store"), 2), rank=rank, world_size=2)
     world = dist.group.WORLD
     assert world is not None
-    mailbox = ZmqMailbox(f"tcp://127.0.0.1:{port}", "127.0.0.1")
+    mailbox = ZmqMailbox(Link(folder=Path(folder)), rank, "127.0.0.1")
     addresses = gather_bytes(mailbox.wake_address.encode(), world)
     mailbox.connect_peers([addresses[1 - rank].decode()])
     exchange = make_exchange("shm", world, True, 30.0)

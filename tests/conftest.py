@@ -18,6 +18,9 @@ for _name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
 if "torch" in sys.modules:
     sys.modules["torch"].set_num_threads(1)
 
+# Front ends and ranks that tests start have one, and make no file for it in the home folder.
+os.environ["MOE_SERVE_TOKEN"] = "the token of all tests"
+
 PR_SET_CHILD_SUBREAPER = 36
 LEAVE_S = 30.0  # a hang guard: processes that are on their way out may take this long
 

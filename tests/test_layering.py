@@ -25,13 +25,15 @@ ALLOWED = {
     "eplb": {"topology"},
     "ep": {"dispatch", "eplb", "kernels", "topology"},
     "models": {"ep", "attention_dp", "eplb.placement", "kernels"},
-    "engine": {"models", "ep", "attention_dp", "dispatch", "eplb", "kernels", "config", "topology"},
+    "links": {"config"},
+    "engine": {"links", "models", "ep", "attention_dp", "dispatch", "eplb", "kernels", "config", "topology"},
     "server": {
         "engine.messages", "engine.incremental_decoder", "engine.stop_matcher", "models.tokenizer",
-        "attention_dp.request", "attention_dp.request_router", "config",
+        "attention_dp.request", "attention_dp.request_router", "config", "links",
     },
     "launcher": {
-        "server", "engine", "models", "ep", "attention_dp", "dispatch", "eplb", "kernels", "config", "topology",
+        "server", "links", "engine", "models", "ep", "attention_dp", "dispatch", "eplb", "kernels", "config",
+        "topology",
     },
 }  # fmt: skip
 
@@ -44,7 +46,7 @@ TORCH_FREE = [
     "moe_serve.launcher.cli.app", "moe_serve.launcher.cli.balancer", "moe_serve.launcher.serve",
     "moe_serve.launcher.rank_env", "moe_serve.launcher.preflight", "moe_serve.launcher.facts",
     *(f"moe_serve.{'.'.join(path.relative_to(PACKAGE).with_suffix('').parts)}"
-      for room in ("eplb", "server") for path in sorted((PACKAGE / room).rglob("*.py"))),
+      for room in ("eplb", "server", "links") for path in sorted((PACKAGE / room).rglob("*.py"))),
     *(f"moe_serve.attention_dp.{name}"
       for name in ("request", "scheduler", "request_blocks", "block_pool", "prefix_cache", "request_router")),
 ]  # fmt: skip

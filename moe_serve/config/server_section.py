@@ -14,6 +14,10 @@ class ServerConfig(Section):
     port: NonNegativeInt = Field(default=30000, le=65535)
     worker_host: str = "127.0.0.1"  # where workers reach the front end
     worker_port: NonNegativeInt = Field(default=30001, le=65535)
+    # The secret by which front end and ranks trust each other, where $MOE_SERVE_TOKEN does not give it: a file that
+    # only its owner reads, made by whoever starts first. None: one of this user on this machine, so worker_host must
+    # be its loopback address. `moe-serve serve` needs neither token nor port: it uses sockets in a folder of its own.
+    token_file: str | None = None
     max_body_mib: PositiveFloat = 16.0  # a larger HTTP body is refused
     max_bodies_mib: PositiveFloat = 64.0  # of all bodies that are received and parsed at a time; beyond it: HTTP 429
     # HTTPS: PEM files. ssl_keyfile None: the key is in ssl_certfile. ssl_ca_certs: clients need a certificate of these

@@ -5,6 +5,7 @@ the engine's. Torch-free.
 """
 
 import contextlib
+import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
@@ -13,7 +14,6 @@ import msgspec
 import zmq
 
 from moe_serve.engine.messages import (
-    MAX_MESSAGE_BYTES,
     Alive,
     Message,
     ToRank,
@@ -22,6 +22,9 @@ from moe_serve.engine.messages import (
     decode_wake,
     encode,
 )
+from moe_serve.errors import LaunchError
+from moe_serve.links.link import Link
+from moe_serve.links.sockets import LinkSockets
 from moe_serve.log import RareWarnings, get_logger
 
 log = get_logger(__name__)
@@ -29,6 +32,7 @@ log = get_logger(__name__)
 # One poll takes at most so many messages from a socket, for at most so long: a step must not wait for a flood.
 _TURN_MESSAGES = 256
 _TURN_S = 0.005
+_WAKE_BYTES = 1024  # a larger message ends the connection of who sent it
 
 Inbound = ToRank | Wake
 
@@ -58,17 +62,23 @@ class Mailbox(Protocol):
 class ZmqMailbox:
     """One DEALER socket to the front end, one PULL socket for wakes, one PUSH socket to each peer.
 
-    front_end:  address of the front end's ROUTER, "tcp://host:port"
-    wake_host:  the host name or address under which peers reach this rank
+    own_host: the host name or address under which peers reach this rank over TCP
     """
 
-    def __init__(self, front_end: str, wake_host: str):
-        self._context = zmq.Context()
-        self._front_end = self._socket(zmq.DEALER)
-        self._front_end.connect(front_end)
-        self._wakes = self._socket(zmq.PULL)
-        port = self._wakes.bind_to_random_port(f"tcp://{wake_host}")
-        self.wake_address = f"tcp://{wake_host}:{port}"
+    def __init__(self, link: Link, rank: int, own_host: str):
+        """Raises LaunchError when the address for wakes cannot be opened."""
+        self._sockets = LinkSockets(link)
+        self._front_end = self._sockets.connected(zmq.DEALER, link.front_end)
+        address = link.wakes_of(rank, own_host)
+        try:
+            self._wakes = self._sockets.bound(zmq.PULL, address, _WAKE_BYTES)
+        except zmq.ZMQError as error:
+            self._sockets.close()
+            raise LaunchError(
+                f"the address for wakes of rank {rank}, {address}, cannot be opened "
+                f"({os.strerror(error.errno or 0)}); {own_host} must be an address of this machine"
+            ) from None
+        self.wake_address = self._wakes.getsockopt_string(zmq.LAST_ENDPOINT)
         self._peers: list[zmq.Socket[bytes]] = []
         self._poller = zmq.Poller()
         self._poller.register(self._front_end, zmq.POLLIN)
@@ -76,20 +86,9 @@ class ZmqMailbox:
         self._heard_s = time.monotonic()
         self._warnings = RareWarnings(log)
 
-    def _socket(self, kind: int) -> "zmq.Socket[bytes]":
-        socket: zmq.Socket[bytes] = self._context.socket(kind)
-        socket.setsockopt(zmq.LINGER, 1000)  # the last messages of a rank get a second to leave
-        socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
-        socket.setsockopt(zmq.SNDHWM, 100_000)
-        socket.setsockopt(zmq.RCVHWM, 100_000)
-        return socket
-
     def connect_peers(self, wake_addresses: Sequence[str]) -> None:
         """Connects to the other ranks' wake addresses (not to its own)."""
-        for address in wake_addresses:
-            peer = self._socket(zmq.PUSH)
-            peer.connect(address)
-            self._peers.append(peer)
+        self._peers += [self._sockets.connected(zmq.PUSH, address) for address in wake_addresses]
 
     def poll(self, timeout_s: float) -> list[Inbound]:
         deadline = time.monotonic() + timeout_s
@@ -138,6 +137,4 @@ class ZmqMailbox:
         return time.monotonic() - self._heard_s
 
     def close(self) -> None:
-        for socket in (self._front_end, self._wakes, *self._peers):
-            socket.close()
-        self._context.term()
+        self._sockets.close()

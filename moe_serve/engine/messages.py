@@ -13,7 +13,6 @@ import msgspec
 from moe_serve.attention_dp.request import Request, SamplingParams
 from moe_serve.engine.refusing import Refusing
 
-MAX_MESSAGE_BYTES = 64 * 2**20  # a larger frame is dropped by the socket
 ALIVE_PERIOD_S = 1.0  # how often each side shows that it is alive
 
 
@@ -101,14 +100,13 @@ class ModelLimits(msgspec.Struct, frozen=True):
 
 
 class Hello(Message, tag="hello", frozen=True):
-    """A rank attaches. token: the shared secret $MOE_SERVE_TOKEN, empty where none is set."""
+    """A rank attaches. Only processes that know the system's token, or may enter its folder, get so far."""
 
     rank: int
     num_ranks: int
     epoch: int
     pid: int
     host: str
-    token: str = ""
 
 
 class Progress(Message, tag="progress", frozen=True):

@@ -12,7 +12,9 @@ from typing import TypeVar
 from moe_serve.config import ServeConfig
 from moe_serve.engine.messages import Progress, Ready, ToFrontEnd
 from moe_serve.launcher.display import StartDisplay
-from moe_serve.launcher.local import LocalRanks, new_token
+from moe_serve.launcher.local import LocalRanks
+from moe_serve.links.folder import OwnFolder
+from moe_serve.links.link import Link
 from moe_serve.models.tokenizer import Tokenizer
 from moe_serve.server.bridge import Bridge
 
@@ -33,10 +35,8 @@ class BackgroundRanks:
 
         Raises a MoeServeError when they do not start.
         """
-        token = new_token()
-        # The bridge chooses the port that ranks attach to, and the ranks are told.
-        config = config.model_copy(update={"server": config.server.model_copy(update={"worker_port": 0})})
-        self.bridge = Bridge(config, tokenizer, self._observe, token)
+        self._folder = OwnFolder()
+        self.bridge = Bridge(config, tokenizer, self._observe, Link(folder=self._folder.path))
         self.ranks: LocalRanks | None = None
         self._watch: asyncio.Task[None] | None = None
         self._display = StartDisplay(config.parallel.num_ranks) if progress else None
@@ -46,7 +46,7 @@ class BackgroundRanks:
         atexit.register(self.close)
         self._closed = False
         try:
-            self.call(self._start(config, token, worker))
+            self.call(self._start(config, worker))
         except BaseException:
             self.close()
             raise
@@ -63,6 +63,7 @@ class BackgroundRanks:
             self._loop.call_soon_threadsafe(self._loop.stop)
             self._thread.join()
             self._loop.close()
+            self._folder.remove()
 
     def call(self, work: Awaitable[T]) -> T:
         """Returns the result of work, run in the bridge's thread; an interrupt here cancels it there."""
@@ -73,12 +74,10 @@ class BackgroundRanks:
             future.cancel()
             raise
 
-    async def _start(self, config: ServeConfig, token: str, worker: str) -> None:
+    async def _start(self, config: ServeConfig, worker: str) -> None:
         await self.bridge.start()
-        server = config.server.model_copy(update={"worker_port": self.bridge.worker_port})
         # Started from this thread: the kernel takes the thread, not the process, for the parent that must stay alive.
-        config = config.model_copy(update={"server": server})
-        self.ranks = LocalRanks(config, self._line, token, module=worker)
+        self.ranks = LocalRanks(config, self._line, self._folder.path, module=worker)
         if self._display is not None:
             self._display.__enter__()
         try:

@@ -67,7 +67,7 @@ async def _serve(config: ServeConfig, listener: socket.socket) -> None:
         if not is_loopback(config.server.host) and not KeyRing.load(config.server).has_api_keys:
             log.warning("no API key is set: whoever reaches %s is served (server.api_key_file)", config.server.host)
         host, port = listener.getsockname()[:2]
-        log.info("HTTP on %s:%d, ranks attach at %s:%d", host, port, config.server.worker_host, bridge.worker_port)
+        log.info("HTTP on %s:%d, ranks attach at %s", host, port, bridge.link.front_end)
         gc.freeze()  # what was imported stays: no reason to look through it in every collection
         await server.serve(sockets=[listener])
     finally:

@@ -66,17 +66,13 @@ def join_groups(env: RankEnv, config: ServeConfig, device: torch.device, store: 
 
     Raises LaunchError when they do not join within server.attach_deadline_s.
     """
-    if env.num_local_ranks < env.num_ranks and "GLOO_SOCKET_IFNAME" not in os.environ:
-        interface = interface_towards(env.master_addr)
-        if interface is not None:
-            os.environ["GLOO_SOCKET_IFNAME"] = interface
-            os.environ.setdefault("NCCL_SOCKET_IFNAME", interface)
+    choose_interface(env)
     start_timeout = timedelta(seconds=config.server.attach_deadline_s)
     try:
         dist.init_process_group("gloo", store=store, rank=env.rank, world_size=env.num_ranks, timeout=start_timeout)
     except (RuntimeError, ValueError) as error:
         raise LaunchError(
-            f"rank {env.rank} of {env.num_ranks} could not join the others at {env.master_addr}:{env.master_port} "
+            f"rank {env.rank} of {env.num_ranks} could not join the others at {env.store} "
             f"within {config.server.attach_deadline_s:g} s ({str(error).splitlines()[0]}); "
             "check that all ranks were started and can reach that address"
         ) from None
@@ -96,6 +92,15 @@ def join_groups(env: RankEnv, config: ServeConfig, device: torch.device, store: 
         patient=patient,
         one_host=len(set(hosts)) == 1,
     )
+
+
+def choose_interface(env: RankEnv) -> None:
+    """Makes gloo and NCCL listen at one interface, unless the user has chosen: the loopback one on a single host."""
+    alone = env.num_local_ranks == env.num_ranks
+    interface = interface_towards("127.0.0.1" if alone else env.master_addr)
+    if interface is not None and "GLOO_SOCKET_IFNAME" not in os.environ:
+        os.environ["GLOO_SOCKET_IFNAME"] = interface
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", interface)
 
 
 def count_nodes(hosts: Sequence[bytes]) -> int:

@@ -7,11 +7,9 @@ lines explain its end. Torch-free.
 import contextlib
 import os
 import secrets
-import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections import deque
@@ -21,7 +19,9 @@ from pathlib import Path
 
 from moe_serve.child_process import describe_exit
 from moe_serve.config import ServeConfig
-from moe_serve.launcher.rank_env import free_port
+from moe_serve.launcher.rank_env import STORE
+from moe_serve.links.link import SOCKETS
+from moe_serve.links.token import TOKEN
 
 _IMPORT_PATH = str(Path(__file__).parents[2])  # where children find this package
 WORKER = "moe_serve.launcher.serve"  # the module that is one rank
@@ -129,40 +129,36 @@ def end_children(children: Sequence[Child], grace_s: float) -> None:
 class LocalRanks:
     """All ranks of one system, on this machine.
 
-    config: effective, with a real server.worker_port
-    token:  the secret by which the front end knows its ranks
+    config: effective
+    folder: that of the system's sockets; the ranks keep their store there too
     module: the Python module that runs as one rank
     """
 
-    def __init__(self, config: ServeConfig, on_line: OnLine, token: str, module: str = WORKER):
+    def __init__(self, config: ServeConfig, on_line: OnLine, folder: Path, module: str = WORKER):
         self.config = config
         self._on_line = on_line
-        self._token = token
         self._module = module
-        self._folder: Path | None = None
+        self.folder = folder
         self._reported: set[int] = set()
         self.children: list[Child] = []
 
     @property
     def config_file(self) -> Path:
-        """The file with the effective configuration, which the processes read; it exists from start() to end()."""
-        assert self._folder is not None, "start() first"
-        return self._folder / "effective.yaml"
+        """The file with the effective configuration, which the processes read; it exists from start() on."""
+        return self.folder / "effective.yaml"
 
     def start(self) -> None:
         """Starts one process for each rank."""
-        self._folder = Path(tempfile.mkdtemp(prefix="moe_serve-"))
         self.config_file.write_text(self.config.to_yaml(), encoding="utf-8")
-        master_port = free_port()
+        store = self.folder / f"store-{secrets.token_hex(4)}"  # a new one at each start
         num_ranks = self.config.parallel.num_ranks
         for rank in range(num_ranks):
-            environ = child_environment(self._token) | {
+            environ = child_environment(self.folder) | {
                 "RANK": str(rank),
                 "LOCAL_RANK": str(rank),
                 "WORLD_SIZE": str(num_ranks),
                 "LOCAL_WORLD_SIZE": str(num_ranks),
-                "MASTER_ADDR": "127.0.0.1",
-                "MASTER_PORT": str(master_port),
+                STORE: str(store),
             }
             arguments = ["--config", str(self.config_file)]
             child = Child(f"rank {rank}", self._module, arguments, environ, self._on_line)
@@ -181,17 +177,11 @@ class LocalRanks:
     def end(self, grace_s: float) -> None:
         """Ends all ranks; those that are ending get grace_s to do so."""
         end_children(self.children, grace_s)
-        if self._folder is not None:
-            shutil.rmtree(self._folder, ignore_errors=True)
 
 
-def child_environment(token: str) -> dict[str, str]:
+def child_environment(folder: Path) -> dict[str, str]:
     """Returns the environment for a child: that of this process, without the variables of a launcher."""
     environ = {name: value for name, value in os.environ.items() if not name.startswith(_LAUNCH_VARIABLES)}
     paths = [_IMPORT_PATH, *filter(None, [os.environ.get("PYTHONPATH")])]
-    return environ | {"MOE_SERVE_TOKEN": token, "PYTHONUNBUFFERED": "1", "PYTHONPATH": os.pathsep.join(paths)}
-
-
-def new_token() -> str:
-    """Returns the secret of one system: $MOE_SERVE_TOKEN, or a new one."""
-    return os.environ.get("MOE_SERVE_TOKEN") or secrets.token_hex(16)
+    environ.pop(TOKEN, None)  # who may enter the folder needs none
+    return environ | {SOCKETS: str(folder), "PYTHONUNBUFFERED": "1", "PYTHONPATH": os.pathsep.join(paths)}

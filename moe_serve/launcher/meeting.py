@@ -10,12 +10,13 @@ from collections.abc import Sequence
 from datetime import timedelta
 
 import msgspec
-from torch.distributed import HashStore, PrefixStore, Store, TCPStore
+from torch.distributed import FileStore, HashStore, PrefixStore, Store, TCPStore
 
 from moe_serve.errors import ConfigError, LaunchError
 from moe_serve.launcher.facts import Fact, first_difference
 from moe_serve.launcher.rank_env import RankEnv
 from moe_serve.log import get_logger
+from moe_serve.server.ports import open_port
 
 log = get_logger(__name__)
 _POLL_S = 0.02
@@ -24,27 +25,35 @@ _LEAVE_S = 5.0  # how long rank 0 waits for the others to have read
 
 
 def open_store(env: RankEnv, deadline_s: float) -> Store:
-    """Returns the store of the launch: rank 0's, or that of torchrun's agent.
+    """Returns the store of the launch: a file of our own launcher, rank 0's, or that of torchrun's agent.
 
+    Rank 0's listens at the master's address alone, not at all addresses of its machine.
     Raises LaunchError where it cannot be reached in time.
     """
     if env.num_ranks == 1:
         return HashStore()
+    if env.store_file:
+        store = FileStore(env.store_file, env.num_ranks)
+        store.set_timeout(timedelta(seconds=deadline_s))
+        return store
     of_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    is_master = env.rank == 0 and not of_agent
+    listener = open_port(env.master_addr, env.master_port, "MASTER_ADDR", "MASTER_PORT") if is_master else None
     try:
         return TCPStore(
             env.master_addr,
             env.master_port,
             env.num_ranks,
-            is_master=env.rank == 0 and not of_agent,
+            is_master=is_master,
             timeout=timedelta(seconds=deadline_s),
             wait_for_workers=False,  # `gather` waits for them, and names who is missing
             multi_tenant=not of_agent,
+            master_listen_fd=None if listener is None else listener.detach(),
         )
     except (RuntimeError, ValueError) as error:
         raise LaunchError(
             f"rank {env.rank} of {env.num_ranks} could not reach the store of the launch at "
-            f"{env.master_addr}:{env.master_port} within {deadline_s:g} s ({str(error).splitlines()[0]}); check that "
+            f"{env.store} within {deadline_s:g} s ({str(error).splitlines()[0]}); check that "
             "rank 0 was started, and that this address is reachable from here"
         ) from None
 
@@ -63,7 +72,7 @@ def gather(store: Store, env: RankEnv, name: str, data: str, deadline_s: float) 
         at.set(f"read {env.rank}", "")
     except RuntimeError as error:
         raise LaunchError(
-            f"rank {env.rank} lost the store of the launch at {env.master_addr}:{env.master_port} while the ranks "
+            f"rank {env.rank} lost the store of the launch at {env.store} while the ranks "
             f"joined ({str(error).splitlines()[0]}); look at the last lines of rank 0"
         ) from None
     return gathered
@@ -86,7 +95,7 @@ def check_facts(store: Store, env: RankEnv, facts: Sequence[Fact], deadline_s: f
         message = first_difference([msgspec.json.decode(row, type=list[Fact]) for row in rows])
     except (ValueError, RecursionError) as error:
         raise LaunchError(
-            f"what a rank wrote into the store of the launch at {env.master_addr}:{env.master_port} cannot be read "
+            f"what a rank wrote into the store of the launch at {env.store} cannot be read "
             f"({error}); are ranks of another version, or another program, using that port?"
         ) from None
     if message is not None:
@@ -108,7 +117,7 @@ def _wait_for_all(at: Store, env: RankEnv, what: str, deadline_s: float) -> None
         if waited_s > deadline_s:
             raise LaunchError(
                 f"{ranks} of {env.num_ranks} had not {what} after {deadline_s:g} s; look at their last lines, check "
-                f"that they were started and reach {env.master_addr}:{env.master_port}, or raise "
+                f"that they were started and reach {env.store}, or raise "
                 "server.attach_deadline_s"
             )
         if waited_s > next_warning_s:

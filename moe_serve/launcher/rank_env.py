@@ -11,12 +11,18 @@ from dataclasses import dataclass
 
 from moe_serve.errors import LaunchError
 
+STORE = "MOE_SERVE_STORE"  # the environment variable by which our own launcher names the file
 _MPI_MARKS = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK")
 
 
 @dataclass(frozen=True)
 class RankEnv:
-    """This process's place in the launch. epoch: number of restarts so far. source: the launcher, in words."""
+    """This process's place in the launch.
+
+    epoch:      number of restarts so far
+    source:     the launcher, in words
+    store_file: through which the ranks meet; "": at the master's address
+    """
 
     rank: int
     num_ranks: int
@@ -26,6 +32,12 @@ class RankEnv:
     master_port: int
     epoch: int
     source: str
+    store_file: str = ""
+
+    @property
+    def store(self) -> str:
+        """Where the ranks meet, in words."""
+        return self.store_file or f"{self.master_addr}:{self.master_port}"
 
 
 def read_rank_env(environ: Mapping[str, str] | None = None) -> RankEnv:
@@ -84,8 +96,9 @@ def _from_torchrun(environ: Mapping[str, str]) -> RankEnv:
         local_rank=_number(environ, "LOCAL_RANK", "torchrun", default=0),
         num_local_ranks=_number(environ, "LOCAL_WORLD_SIZE", "torchrun", default=1),
         master_addr=environ.get("MASTER_ADDR", "127.0.0.1"),
-        master_port=_number(environ, "MASTER_PORT", "torchrun"),
+        master_port=_number(environ, "MASTER_PORT", "torchrun", default=0 if STORE in environ else None),
         epoch=_number(environ, "TORCHELASTIC_RESTART_COUNT", "torchrun", default=0),
+        store_file=environ.get(STORE, ""),
         source="torchrun" if "TORCHELASTIC_RUN_ID" in environ else "the launcher",
     )
 

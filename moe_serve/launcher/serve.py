@@ -30,6 +30,8 @@ from moe_serve.kernels.cpu.library import build_cpu_library
 from moe_serve.launcher.facts import facts_of
 from moe_serve.launcher.preflight import look_where_to_write
 from moe_serve.launcher.rank_env import RankEnv, check_num_ranks, read_rank_env
+from moe_serve.links.link import find_link
+from moe_serve.links.newcomers import listening_sockets, shut_out_newcomers
 from moe_serve.log import configure_logging, get_logger
 
 if TYPE_CHECKING:
@@ -69,18 +71,12 @@ def run_worker(config: ServeConfig, env: RankEnv) -> int:
     """Joins the other ranks, loads the model and serves; returns the exit code."""
     limit_threads(config, env)
     build_kernels_early(config)
-    server = config.server
-    mailbox = ZmqMailbox(f"tcp://{server.worker_host}:{server.worker_port}", _own_address(server.worker_host))
-    mailbox.send(
-        Hello(
-            env.rank,
-            env.num_ranks,
-            env.epoch,
-            os.getpid(),
-            socket.gethostname(),
-            token=os.environ.get("MOE_SERVE_TOKEN", ""),
-        )
-    )
+    try:
+        mailbox = ZmqMailbox(find_link(config.server), env.rank, _own_address(config.server.worker_host))
+    except MoeServeError as error:
+        log.error("%s", error)
+        return 2
+    mailbox.send(Hello(env.rank, env.num_ranks, env.epoch, os.getpid(), socket.gethostname()))
     engine: Engine | None = None
     code = 0
     try:
@@ -158,6 +154,7 @@ def _start(config: ServeConfig, env: RankEnv, mailbox: ZmqMailbox) -> "Engine":
     from moe_serve.launcher.meeting import check_facts, open_store
 
     device, deadline_s = device_of(env, config), config.server.attach_deadline_s
+    our_own = listening_sockets()
     store = open_store(env, deadline_s)
     check_facts(store, env, facts_of(config, device.type), deadline_s)
     groups = join_groups(env, config, device, store)
@@ -168,6 +165,8 @@ def _start(config: ServeConfig, env: RankEnv, mailbox: ZmqMailbox) -> "Engine":
     barrier(groups.patient)
     report("warming up", 0.0)
     engine.served.warm_up()
+    barrier(groups.patient)  # by now every rank has made all connections of its groups, and to the store
+    shut_out_newcomers(listening_sockets() - our_own)
     engine.served.info["start_s"] = round(time.monotonic() - started_s, 3)
     _end_on_signals(engine)
     watchdog.leave()

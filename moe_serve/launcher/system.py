@@ -22,8 +22,11 @@ from moe_serve.child_process import describe_exit
 from moe_serve.config import ServeConfig, ServerConfig
 from moe_serve.engine.messages import Fatal, Hello, Members, Progress, Ready, decode_to_front_end, encode
 from moe_serve.launcher.display import StartDisplay
-from moe_serve.launcher.local import WORKER, Child, Death, LocalRanks, child_environment, new_token
+from moe_serve.launcher.local import WORKER, Child, Death, LocalRanks, child_environment
 from moe_serve.launcher.preflight import has_tokenizer
+from moe_serve.links.folder import OwnFolder
+from moe_serve.links.link import Link
+from moe_serve.links.sockets import LinkSockets
 from moe_serve.server.ports import open_port
 from moe_serve.server.rank_link import SUPERVISOR
 
@@ -48,11 +51,10 @@ def serve_on_this_machine(config: ServeConfig, display: StartDisplay, worker: st
     Raises LaunchError before anything is started, when a port is taken.
     """
     listener = open_port(config.server.host, config.server.port)
-    with listener:
-        config = with_ports(config, listener.getsockname()[1])
-        token = new_token()
-        ranks = LocalRanks(config, display.line, token, module=worker)
-        system = _System(config, display, ranks, token)
+    with listener, OwnFolder() as folder:
+        config = with_port(config, listener.getsockname()[1])
+        ranks = LocalRanks(config, display.line, folder, module=worker)
+        system = _System(config, display, ranks, Link(folder=folder))
         with _signals_stop(system):
             try:
                 ranks.start()
@@ -66,14 +68,9 @@ def serve_on_this_machine(config: ServeConfig, display: StartDisplay, worker: st
     return 0
 
 
-def with_ports(config: ServeConfig, http_port: int) -> ServeConfig:
-    """Returns the configuration with port numbers in place of 0. Raises PortError when the ranks' port is taken."""
-    server = config.server
-    which = "--set server.worker_port=… (0: any)"
-    with open_port(server.worker_host, server.worker_port, "server.worker_host", which) as probe:
-        worker_port = probe.getsockname()[1]
-    server = server.model_copy(update={"port": http_port, "worker_port": worker_port})
-    return config.model_copy(update={"server": server})
+def with_port(config: ServeConfig, http_port: int) -> ServeConfig:
+    """Returns the configuration with the real port in place of 0."""
+    return config.model_copy(update={"server": config.server.model_copy(update={"port": http_port})})
 
 
 @dataclass(frozen=True)
@@ -86,12 +83,12 @@ class _Masked:
 
 
 class _System:
-    def __init__(self, config: ServeConfig, display: StartDisplay, ranks: LocalRanks, token: str):
+    def __init__(self, config: ServeConfig, display: StartDisplay, ranks: LocalRanks, link: Link):
         self.config = config
         self.display = display
         self.ranks = ranks
         self.stop_signals = 0
-        self._token = token
+        self._link = link
         self._front_end: Child | None = None
         self._ready: set[int] = set()
         self._is_ready = False
@@ -103,9 +100,8 @@ class _System:
         self._may_go_on = True  # whether every rank goes on without a lost one where it can
         self._lost_at_s: float | None = None  # when the loss was first noticed
         self._is_reported = False
-        self._context = zmq.Context()
-        self._socket: zmq.Socket[bytes] = self._context.socket(zmq.DEALER)
-        self._socket.setsockopt(zmq.LINGER, 200)
+        self._sockets = LinkSockets(link)
+        self._socket = self._sockets.connected(zmq.DEALER, link.front_end, linger_ms=200)
 
     def start_front_end(self, http_fd: int) -> None:
         """Starts the front end with the listening socket, and attaches to it as supervisor."""
@@ -114,13 +110,11 @@ class _System:
             "front end",
             "moe_serve.launcher.frontend",
             arguments,
-            child_environment(self._token),
+            child_environment(self.ranks.folder),
             self.display.line,
             pass_fds=[http_fd],
         )
-        server = self.config.server
-        self._socket.connect(f"tcp://{server.worker_host}:{server.worker_port}")
-        hello = Hello(SUPERVISOR, self.config.parallel.num_ranks, 0, os.getpid(), os.uname().nodename, self._token)
+        hello = Hello(SUPERVISOR, self.config.parallel.num_ranks, 0, os.getpid(), os.uname().nodename)
         self._socket.send(encode(hello))
 
     def watch(self) -> None:
@@ -255,8 +249,7 @@ class _System:
         if front_end is not None:
             front_end.finish()
         self.ranks.end(grace_s=0.0)
-        self._socket.close()
-        self._context.term()
+        self._sockets.close()
 
 
 @contextmanager

@@ -12,6 +12,7 @@ from moe_serve.config import ServeConfig
 from moe_serve.engine.incremental_decoder import Decoder
 from moe_serve.engine.messages import Answer, ModelLimits
 from moe_serve.errors import QueueFullError, RequestError
+from moe_serve.links.link import Link
 from moe_serve.server.commands import Command
 from moe_serve.server.open_request import Changes, OpenRequest, RequestSpec, UnavailableError
 from moe_serve.server.rank_link import Observer, RankLink
@@ -24,7 +25,7 @@ class Bridge:
 
     tokenizer: None = ids in, ids out
     observer:  called with what the ranks report while they start and end (Hello, Progress, Ready, Fatal, Goodbye)
-    token:     the secret that ranks must show; None: $MOE_SERVE_TOKEN
+    link:      how ranks attach; None: as the environment and the configuration say
     """
 
     def __init__(
@@ -32,7 +33,7 @@ class Bridge:
         config: ServeConfig,
         tokenizer: Decoder | None,
         observer: Observer | None = None,
-        token: str | None = None,
+        link: Link | None = None,
     ):
         self.config = config
         self.capacity = (
@@ -40,7 +41,7 @@ class Bridge:
         )
         # A rank carries a command out between two steps, and writes a file at most.
         self._command_deadline_s = config.engine.step_deadline_s + _WRITE_S
-        self._link = RankLink(config, tokenizer, observer, token)
+        self._link = RankLink(config, tokenizer, observer, link)
         self.workers = self._link.workers
         self.balance = self._link.balance
         self._book = self._link.book
@@ -52,9 +53,9 @@ class Bridge:
         self._link.open()
 
     @property
-    def worker_port(self) -> int:
-        """The port that ranks attach to, also where the configuration says 0."""
-        return self._link.port
+    def link(self) -> Link:
+        """How ranks attach; over TCP with the real port, also where the configuration says 0."""
+        return self._link.link
 
     def drain(self, reason: str = "the server is ending") -> None:
         """Takes no more requests, and ends the open ones with an error."""

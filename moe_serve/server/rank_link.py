@@ -13,8 +13,6 @@ they cannot. Torch-free.
 
 import asyncio
 import contextlib
-import hmac
-import os
 import time
 from collections.abc import Callable
 
@@ -40,6 +38,7 @@ from moe_serve.engine.messages import (
     Tokens,
     decode_to_front_end,
 )
+from moe_serve.links.link import Link, find_link
 from moe_serve.log import RareWarnings, get_logger
 from moe_serve.server.balance import BalanceBook
 from moe_serve.server.commands import CommandBook
@@ -50,6 +49,7 @@ from moe_serve.server.workers import RankView, WorkerTable
 log = get_logger(__name__)
 
 SUPERVISOR = -1  # the rank in the launcher's Hello
+_MAX_SUPERVISORS = 4
 _UNNAMED_LOSS_S = 0.5  # how long a report that cannot name the lost rank waits for one that can
 _GOODBYE_S = 3.0  # how long the ranks may take to end
 _REGROUP_GRACE_S = 2.0
@@ -63,7 +63,7 @@ class RankLink:
     is_draining: no new requests are accepted, and ranks are expected to end
     """
 
-    def __init__(self, config: ServeConfig, tokenizer: Decoder | None, observer: Observer | None, token: str | None):
+    def __init__(self, config: ServeConfig, tokenizer: Decoder | None, observer: Observer | None, link: Link | None):
         """See `Bridge`."""
         self.workers = WorkerTable(config.parallel.num_ranks)
         self.book = RequestBook(config, tokenizer, self._send_to_rank)
@@ -73,9 +73,9 @@ class RankLink:
         self.started_s = 0.0
         self._server = config.server
         self._observer = observer
-        self._token = os.environ.get("MOE_SERVE_TOKEN", "") if token is None else token
+        self._link = link
         self._warnings = RareWarnings(log)
-        self._supervisors: set[bytes] = set()
+        self._supervisors: dict[bytes, None] = {}  # by age
         self._touch: asyncio.Task[None] | None = None
         self._socket: RouterSocket | None = None
         # A rank reports between steps, and a step may last until its own deadline.
@@ -87,15 +87,15 @@ class RankLink:
 
     def open(self) -> None:
         """Binds the address that ranks attach to. Raises LaunchError when it is taken."""
-        self._socket = RouterSocket(self._server.worker_host, self._server.worker_port, self._receive)
+        self._socket = RouterSocket(self._link or find_link(self._server), self._receive)
         self.started_s = time.monotonic()
         self._touch = asyncio.create_task(self._keep_in_touch())
 
     @property
-    def port(self) -> int:
-        """The port that ranks attach to, also where the configuration says 0."""
+    def link(self) -> Link:
+        """How ranks attach; over TCP with the real port, also where the configuration says 0."""
         assert self._socket is not None, "open() first"
-        return self._socket.port
+        return self._socket.link
 
     def drain(self, reason: str) -> None:
         """Ends the open requests with an error; ranks may end from now on."""
@@ -193,11 +193,11 @@ class RankLink:
                 self._tell(message)
 
     def _attach(self, identity: bytes, hello: Hello) -> None:
-        if not hmac.compare_digest(hello.token.encode(), self._token.encode()):
-            log.warning("refused rank %d from %s: its MOE_SERVE_TOKEN differs from ours", hello.rank, hello.host)
-            return
         if hello.rank == SUPERVISOR:
-            self._supervisors.add(identity)
+            self._supervisors.pop(identity, None)
+            while len(self._supervisors) >= _MAX_SUPERVISORS:  # the oldest is gone, most likely
+                self._supervisors.pop(next(iter(self._supervisors)))
+            self._supervisors[identity] = None
             for view in self.workers:  # ranks that attached before the supervisor
                 for message in self.workers.story(view):
                     self._send(identity, message)

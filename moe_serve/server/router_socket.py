@@ -9,13 +9,15 @@ import contextlib
 import os
 import time
 from collections.abc import Callable
+from dataclasses import replace
 
 import zmq
 
-from moe_serve.engine.messages import MAX_MESSAGE_BYTES, Message, encode
+from moe_serve.engine.messages import Message, encode
 from moe_serve.errors import LaunchError
+from moe_serve.links.link import Link
+from moe_serve.links.sockets import LinkSockets
 
-_HIGH_WATER = 100_000  # messages queued for one rank; further ones are dropped, and the rank will miss its deadline
 # A turn of the event loop handles at most so many messages, for at most so long: HTTP connections have the next turn.
 _TURN_MESSAGES = 512
 _TURN_S = 0.005
@@ -24,27 +26,18 @@ _TURN_S = 0.005
 class RouterSocket:
     """Sends to ranks by identity, and calls a function with (identity, data) of each message that arrives."""
 
-    def __init__(self, host: str, port: int, on_message: Callable[[bytes, bytes], None]):
-        """port: 0 = any free one. Raises LaunchError when the address cannot be opened."""
-        self._context = zmq.Context()
-        self._socket: zmq.Socket[bytes] = self._context.socket(zmq.ROUTER)
-        for option, value in (
-            (zmq.LINGER, 500),
-            (zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES),
-            (zmq.SNDHWM, _HIGH_WATER),
-            (zmq.RCVHWM, _HIGH_WATER),
-        ):
-            self._socket.setsockopt(option, value)
+    def __init__(self, link: Link, on_message: Callable[[bytes, bytes], None]):
+        """Raises LaunchError when the link's address cannot be opened."""
+        self._sockets = LinkSockets(link)
         try:
-            self._socket.bind(f"tcp://{host}:{port}")
+            self._socket = self._sockets.bound(zmq.ROUTER, link.front_end)
         except zmq.ZMQError as error:
-            self._socket.close()
-            self._context.term()
+            self._sockets.close()
             raise LaunchError(
-                f"the address of the ranks, {host}:{port}, cannot be opened ({os.strerror(error.errno or 0)}); "
+                f"the address of the ranks, {link.front_end}, cannot be opened ({os.strerror(error.errno or 0)}); "
                 "end the process that uses it, or set server.worker_host and server.worker_port"
             ) from None
-        self.port = int(self._socket.getsockopt_string(zmq.LAST_ENDPOINT).rpartition(":")[2])
+        self.link = link if link.folder else replace(link, port=self._port())
         self._on_message = on_message
         self._read_is_due = False
         self._loop = asyncio.get_running_loop()
@@ -61,8 +54,10 @@ class RouterSocket:
 
     def close(self) -> None:
         self._loop.remove_reader(self._file)
-        self._socket.close()
-        self._context.term()
+        self._sockets.close()
+
+    def _port(self) -> int:
+        return int(self._socket.getsockopt_string(zmq.LAST_ENDPOINT).rpartition(":")[2])
 
     def _read_soon(self) -> None:
         if not self._read_is_due:

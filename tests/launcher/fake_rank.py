@@ -25,7 +25,7 @@ async def run() -> int:
         return 2
     if "dies at start" in mishaps:
         os.abort()
-    worker = FakeWorker(rank, num_ranks, config.server.worker_port, token=os.environ["MOE_SERVE_TOKEN"])
+    worker = FakeWorker(rank, num_ranks, config.server.worker_port)
     worker.tokens_at_once = 4
     if "slow" in mishaps:
         worker.tokens_at_once, worker.round_s = 1, 0.05  # seconds for a request: time to do something to it

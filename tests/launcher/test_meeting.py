@@ -10,7 +10,7 @@ import pytest
 from moe_serve.dispatch.base import EpGroup
 from moe_serve.errors import ConfigError, LaunchError
 from moe_serve.launcher.facts import Fact
-from moe_serve.launcher.meeting import check_facts, gather, open_store
+from moe_serve.launcher.meeting import check_facts, gather, leave, open_store
 from moe_serve.launcher.rank_env import RankEnv, free_port
 from tests.launcher.running import Running
 from tests.ranks import run_ranks
@@ -29,6 +29,7 @@ def meet(rank: int, group: EpGroup, port: int, values: Sequence[str]) -> str:
         check_facts(store, env, [Fact("equal", "1"), Fact("cache.block_size", values[rank])], 20)
     except ConfigError as error:
         return str(error)
+    leave(store, env, "facts")  # rank 0 holds the store, and a real one holds it for as long as it lives
     return "agreed"
 
 

@@ -3,7 +3,6 @@
 import os
 import signal
 import socket
-import tempfile
 import threading
 from pathlib import Path
 
@@ -14,6 +13,8 @@ from moe_serve.config import load_config
 from moe_serve.errors import LaunchError
 from moe_serve.launcher.display import StartDisplay
 from moe_serve.launcher.system import serve_on_this_machine
+from moe_serve.links import folder
+from moe_serve.links.folder import remove_left_behind
 from tests.conftest import _descendants
 from tests.launcher.running import Running, eventually, gone, pid_of_rank
 
@@ -79,14 +80,18 @@ def test_a_second_ctrl_c_does_not_wait():
         assert gone(pids)
 
 
-def test_no_process_outlives_a_parent_that_is_killed():
+def test_no_process_outlives_a_parent_that_is_killed_and_the_next_one_removes_its_folder(tmp_path, monkeypatch):
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
     with serving() as system, system.client():
         pids = system.descendants()
         os.kill(system.process.pid, signal.SIGKILL)
         assert eventually(lambda: gone(pids))
-    for folder in Path(tempfile.gettempdir()).glob("moe_serve-*"):  # no process was left to remove it
-        (folder / "effective.yaml").unlink()
-        folder.rmdir()
+    assert len(list(tmp_path.iterdir())) == 1, "no process was left to remove it"
+    remove_left_behind(tmp_path)
+    assert len(list(tmp_path.iterdir())) == 1, "it may be a young one"
+    monkeypatch.setattr(folder, "_SETTLED_S", 0)
+    remove_left_behind(tmp_path)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_killed_rank_ends_every_call_and_is_named_on_ready():
@@ -163,8 +168,8 @@ def refused(setting: str, value: object) -> str:
     return str(caught.value)
 
 
-@pytest.mark.parametrize("setting", ["server.port", "server.worker_port"])
-def test_a_port_in_use_is_one_message_before_anything_starts(setting):
+def test_a_port_in_use_is_one_message_before_anything_starts():
+    setting = "server.port"
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
@@ -175,6 +180,6 @@ def test_a_port_in_use_is_one_message_before_anything_starts(setting):
     assert setting in message
 
 
-@pytest.mark.parametrize("setting", ["server.host", "server.worker_host"])
-def test_an_address_of_another_machine_is_not_called_a_port_in_use(setting):
+def test_an_address_of_another_machine_is_not_called_a_port_in_use():
+    setting = "server.host"
     assert f"{setting} is '192.0.2.1', which is no address of this machine" in refused(setting, "192.0.2.1")

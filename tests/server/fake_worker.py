@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 import zmq
 import zmq.asyncio
 
+from moe_serve.config import ServerConfig
 from moe_serve.engine.messages import (
     Abort,
     Alive,
@@ -32,6 +33,8 @@ from moe_serve.engine.messages import (
     decode_to_rank,
     encode,
 )
+from moe_serve.links.curve import Keys
+from moe_serve.links.link import find_link
 
 LIMITS = ModelLimits(
     model_name="demo", vocab_size=2048, max_model_len=256, max_prompt_len=200, eos_token_ids=[1], block_size=4
@@ -51,7 +54,7 @@ class FakeWorker:
     num_ranks: int
     port: int
     epoch: int = 0
-    token: str = ""
+    token: str | None = None  # None: that of the environment
     limits: ModelLimits = LIMITS
     info: dict[str, object] = field(default_factory=lambda: {"backend": "fake"})
     reply: Callable[[Submit], list[int]] = counting
@@ -72,9 +75,12 @@ class FakeWorker:
         context = zmq.asyncio.Context()
         self._socket = context.socket(zmq.DEALER)
         self._socket.setsockopt(zmq.LINGER, 0)
-        self._socket.connect(f"tcp://127.0.0.1:{self.port}")
+        link = find_link(ServerConfig(worker_port=self.port))
+        if link.folder is None:
+            Keys.of(self.token or link.token).connect(self._socket)
+        self._socket.connect(link.front_end)
         try:
-            self.say(Hello(self.rank, self.num_ranks, self.epoch, os.getpid(), "testhost", self.token))
+            self.say(Hello(self.rank, self.num_ranks, self.epoch, os.getpid(), "testhost"))
             if ready:
                 self.get_ready()
             await asyncio.gather(self._listen(), self._produce())

@@ -55,7 +55,7 @@ async def serving(
     server = HttpServer(app, bridge, handle_signals=False)
     http = asyncio.create_task(server.serve(sockets=[listener]))
     workers = [
-        FakeWorker(rank, num_ranks, bridge.worker_port, **worker_fields)  # type: ignore[arg-type]
+        FakeWorker(rank, num_ranks, bridge.link.port, **worker_fields)  # type: ignore[arg-type]
         for rank in range(num_ranks)
     ]
     tasks: list[asyncio.Task[None]] = []

@@ -7,6 +7,7 @@ import zmq
 
 from moe_serve.engine.messages import Fatal, Hello, TokenEvent, Tokens, encode
 from moe_serve.errors import LaunchError
+from moe_serve.links.sockets import LinkSockets
 from moe_serve.server.bridge import Bridge
 from moe_serve.server.open_request import Changes, OpenRequest, RequestSpec, UnavailableError
 from moe_serve.server.rank_link import SUPERVISOR
@@ -81,14 +82,12 @@ async def test_a_loss_without_a_name_waits_for_one():
         await asyncio.sleep(0.05)
         assert (await served.client.get("/ready")).status_code == 503
         assert not any(call.done() for call in calls)
-        context = zmq.Context()
-        launcher = context.socket(zmq.DEALER)
-        launcher.connect(f"tcp://127.0.0.1:{served.bridge.worker_port}")
+        sockets = LinkSockets(served.bridge.link)
+        launcher = sockets.connected(zmq.DEALER, served.bridge.link.front_end)
         launcher.send(encode(Hello(SUPERVISOR, 2, 0, 1, "testhost")))
         launcher.send(encode(Fatal(SUPERVISOR, 0, "rank 1 was killed by SIGKILL", 1)))
         await all_fail(calls, "rank 1 was killed by SIGKILL")
-        launcher.close()
-        context.term()
+        sockets.close()
 
 
 @in_event_loop
@@ -126,7 +125,7 @@ async def test_a_rank_that_was_told_to_end_by_somebody_else_is_named():
 async def test_ranks_that_do_not_come_in_time_are_named():
     bridge = Bridge(fake_config(2, "server.attach_deadline_s=0.5"), None)
     await bridge.start()
-    worker = FakeWorker(0, 2, bridge.worker_port)
+    worker = FakeWorker(0, 2, bridge.link.port)
     task = asyncio.create_task(worker.run())
     with pytest.raises(UnavailableError, match=r"attach_deadline_s = 0.5 s \(rank 1: not attached\)"):
         await bridge.wait_until_ready()
@@ -150,7 +149,7 @@ async def test_ranks_of_a_new_epoch_serve_on_and_the_old_ones_are_not_heard():
         old = served.workers
         served.workers[1].say(Fatal(1, 0, "boom", 1))
         await all_fail(calls, "boom")
-        served.workers = [FakeWorker(rank, 2, served.bridge.worker_port, epoch=1) for rank in range(2)]
+        served.workers = [FakeWorker(rank, 2, served.bridge.link.port, epoch=1) for rank in range(2)]
         served.tasks += [asyncio.create_task(worker.run()) for worker in served.workers]
         await until(lambda: served.bridge.problem() is None)
         answer = await served.generate(input_ids=[7], sampling_params={"max_new_tokens": 3, "sampling_seed": 5})
@@ -164,7 +163,7 @@ async def test_ranks_of_a_new_epoch_serve_on_and_the_old_ones_are_not_heard():
 async def test_open_requests_end_when_a_new_epoch_begins():
     async with serving() as served:
         calls = await waiting_calls(served)
-        task = asyncio.create_task(FakeWorker(0, 2, served.bridge.worker_port, epoch=1).run())
+        task = asyncio.create_task(FakeWorker(0, 2, served.bridge.link.port, epoch=1).run())
         await all_fail(calls, "were restarted")
         task.cancel()
 
@@ -220,25 +219,22 @@ async def test_missing_tokens_fail_the_request_instead_of_leaving_a_hole():
 
 
 @in_event_loop
-async def test_garbage_on_the_ranks_port_is_dropped():
+async def test_garbage_of_whoever_knows_the_token_is_dropped():
     async with serving() as served:
-        context = zmq.Context()
-        stranger = context.socket(zmq.DEALER)
-        stranger.connect(f"tcp://127.0.0.1:{served.bridge.worker_port}")
+        sockets = LinkSockets(served.bridge.link)
+        stranger = sockets.connected(zmq.DEALER, served.bridge.link.front_end)
         for data in (b"", b"\x80\x04K\x01.", b"\xff" * 1000, encode(Fatal(0, 0, "I am not rank 0", 0))):
             stranger.send(data)
         stranger.send_multipart([b"a", b"b", b"c"])
         await asyncio.sleep(0.1)
         assert (await served.generate(text="a", sampling_params=LONG)).status_code == 200
         assert served.bridge.problem() is None
-        stranger.close()
-        context.term()
+        sockets.close()
 
 
 @in_event_loop
-async def test_a_rank_without_the_shared_secret_is_not_taken(monkeypatch):
-    monkeypatch.setenv("MOE_SERVE_TOKEN", "secret")
-    async with serving(start=False) as served:
+async def test_a_rank_with_another_token_is_not_taken():
+    async with serving(start=False, token="another token than ours") as served:
         served.tasks += [asyncio.create_task(served.workers[0].run())]
         await asyncio.sleep(0.2)
         assert list(served.bridge.workers) == []
@@ -269,7 +265,7 @@ async def test_a_session_stays_with_its_rank_and_a_chosen_rank_is_obeyed():
 async def test_a_taken_worker_port_says_what_to_do():
     first = Bridge(fake_config(1), None)
     await first.start()
-    second = Bridge(fake_config(1, f"server.worker_port={first.worker_port}"), None)
+    second = Bridge(fake_config(1, f"server.worker_port={first.link.port}"), None)
     with pytest.raises(LaunchError, match=r"Address already in use.*server\.worker_port"):
         await second.start()
     await first.close()

@@ -6,22 +6,23 @@ import time
 
 import zmq
 
+from moe_serve.links.link import Link
+from moe_serve.links.sockets import LinkSockets
 from moe_serve.server import router_socket
 from moe_serve.server.router_socket import RouterSocket
 from tests.server.served import in_event_loop, until
 
 NUM_MESSAGES = 20_000
+LINK = Link(token="a token of sixteen characters", host="127.0.0.1")
 
 
 @in_event_loop
 async def test_a_flood_is_handled_in_turns_and_nothing_is_lost():
     handled: list[bytes] = []
     turns: list[int] = []
-    socket = RouterSocket("127.0.0.1", 0, lambda _, data: handled.append(data))
-    context = zmq.Context()
-    sender = context.socket(zmq.DEALER)
-    sender.setsockopt(zmq.SNDHWM, 0)
-    sender.connect(f"tcp://127.0.0.1:{socket.port}")
+    socket = RouterSocket(LINK, lambda _, data: handled.append(data))
+    sockets = LinkSockets(socket.link)
+    sender = sockets.connected(zmq.DEALER, socket.link.front_end)
     for number in range(NUM_MESSAGES):
         sender.send(b"%d" % number)
     time.sleep(0.2)  # they are queued by now, beside a loop that does not turn
@@ -32,8 +33,7 @@ async def test_a_flood_is_handled_in_turns_and_nothing_is_lost():
     steps = [after - before for before, after in itertools.pairwise(turns)]
     assert max(steps) <= router_socket._TURN_MESSAGES
     assert handled == [b"%d" % number for number in range(NUM_MESSAGES)]
-    sender.close()
-    context.term()
+    sockets.close()
     socket.close()
 
 
@@ -45,10 +45,9 @@ async def test_a_slow_handler_gives_way_after_a_few_messages():
         time.sleep(0.003)
         handled.append(data)
 
-    socket = RouterSocket("127.0.0.1", 0, slow)
-    context = zmq.Context()
-    sender = context.socket(zmq.DEALER)
-    sender.connect(f"tcp://127.0.0.1:{socket.port}")
+    socket = RouterSocket(LINK, slow)
+    sockets = LinkSockets(socket.link)
+    sender = sockets.connected(zmq.DEALER, socket.link.front_end)
     for number in range(20):
         sender.send(b"%d" % number)
     time.sleep(0.1)
@@ -58,6 +57,5 @@ async def test_a_slow_handler_gives_way_after_a_few_messages():
         await asyncio.sleep(0)
     assert max(after - before for before, after in itertools.pairwise(seen)) <= 2
     await until(lambda: len(handled) == 20)
-    sender.close(0)
-    context.term()
+    sockets.close()
     socket.close()
