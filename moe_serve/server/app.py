@@ -30,6 +30,7 @@ from moe_serve.server.guard import OPEN, Guard
 from moe_serve.server.health import add_health
 from moe_serve.server.keys import KeyRing
 from moe_serve.server.metrics import make_registry
+from moe_serve.server.openapi import describe
 from moe_serve.server.peer_metrics import PEERS
 from moe_serve.server.recorder import add_recorder
 
@@ -74,13 +75,16 @@ def make_app(config: ServeConfig, bridge: Bridge, tokenizer: Tokenizer | None) -
     add_recorder(app, config, bridge)
     add_eplb(app, config, bridge, bodies)
     add_dashboard(app, config, bridge)
+    document = describe(app)
+    app.openapi = lambda: document  # type: ignore[method-assign]
     return app
 
 
 def _add_generate(
     app: FastAPI, bodies: Bodies, parser: BodyParser, bridge: Bridge, tokenizer: Tokenizer | None
 ) -> None:
-    @app.api_route("/generate", methods=["POST", "PUT"])
+    @app.post("/generate")
+    @app.put("/generate")
     async def generate(request: Request) -> Response:
         """SGLang's native generation: text or input_ids, single or batch, JSON or a stream."""
         async with bodies.read(request) as body:
@@ -108,10 +112,12 @@ def _add_information(app: FastAPI, config: ServeConfig, bridge: Bridge, has_toke
 
     @app.get("/v1/models")
     async def models() -> Response:
+        """The one model that is served, as OpenAI lists them."""
         return _json({"object": "list", "data": [model_object()]})
 
     @app.get("/v1/models/{model_id:path}")
     async def model(model_id: str) -> Response:
+        """The model of this name; 404 for any other."""
         if model_id != name:
             raise HTTPException(404, f"there is no model {model_id[:100]!r}; this server serves {name!r}")
         return _json(model_object())
@@ -119,6 +125,7 @@ def _add_information(app: FastAPI, config: ServeConfig, bridge: Bridge, has_toke
     @app.get("/model_info")
     @app.get("/get_model_info")
     async def model_info() -> Response:
+        """SGLang's facts about the model."""
         return _json(
             {
                 "model_path": folder,
@@ -132,6 +139,7 @@ def _add_information(app: FastAPI, config: ServeConfig, bridge: Bridge, has_toke
     @app.get("/server_info")
     @app.get("/get_server_info")
     async def server_info() -> Response:
+        """The effective configuration, the limits of requests, and the state of every rank."""
         limits = bridge.workers.limits
         return _json(
             {

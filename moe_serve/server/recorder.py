@@ -10,11 +10,12 @@ from moe_serve.server.bridge import Bridge
 from moe_serve.server.generate import json_bytes
 from moe_serve.server.guard import ADMIN
 
-_BOTH = ["GET", "POST"]  # SGLang takes either
-
 
 def add_recorder(app: FastAPI, config: ServeConfig, bridge: Bridge) -> None:
-    """Adds `/{start,stop,dump}_expert_distribution_record`: SGLang's plain text, then what was done, and the files."""
+    """Adds `/{start,stop,dump}_expert_distribution_record`: SGLang's plain text, then what was done, and the files.
+
+    GET and POST do the same, as in SGLang.
+    """
 
     async def run(command: str, done: str) -> Response:
         if config.eplb.mode == "off":
@@ -27,17 +28,20 @@ def add_recorder(app: FastAPI, config: ServeConfig, bridge: Bridge) -> None:
         lines = [done, answer.text, *answer.facts.get("files", [])]
         return Response("".join(f"{line}\n" for line in lines), media_type="text/plain")
 
-    @app.api_route("/start_expert_distribution_record", methods=_BOTH, tags=[ADMIN])
+    @app.get("/start_expert_distribution_record", tags=[ADMIN])
+    @app.post("/start_expert_distribution_record", tags=[ADMIN])
     async def start() -> Response:
         """Begins a recording; one that runs is dropped."""
         return await run("start", "Start recording expert distribution.")
 
-    @app.api_route("/stop_expert_distribution_record", methods=_BOTH, tags=[ADMIN])
+    @app.get("/stop_expert_distribution_record", tags=[ADMIN])
+    @app.post("/stop_expert_distribution_record", tags=[ADMIN])
     async def stop() -> Response:
         """Ends the recording, which is kept for a dump."""
         return await run("stop", "Stop recording expert distribution.")
 
-    @app.api_route("/dump_expert_distribution_record", methods=_BOTH, tags=[ADMIN])
+    @app.get("/dump_expert_distribution_record", tags=[ADMIN])
+    @app.post("/dump_expert_distribution_record", tags=[ADMIN])
     async def dump() -> Response:
         """Writes what was recorded since the start or the last dump; the answer names the files."""
         return await run("dump", "Dump expert distribution record.")

@@ -1,0 +1,156 @@
+"""The OpenAPI document: what bodies hold, what errors look like, which key a route needs. Pure data, torch-free.
+
+Routes read their bodies themselves, so that FastAPI cannot know them; a test compares the schema with the parser.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from fastapi import FastAPI
+from fastapi.openapi.utils import get_openapi
+
+from moe_serve.attention_dp.request import MAX_SEED, MAX_STOPS
+from moe_serve.server.guard import ADMIN, OPEN
+from moe_serve.server.json_fields import MAX_NAME_CHARS
+from moe_serve.server.schemas import MAX_SAMPLES, MAX_STOP_CHARS, NEUTRAL_FIELDS, NEUTRAL_PARAMS
+
+Schema = dict[str, Any]
+
+_NAME: Schema = {"type": "string", "minLength": 1, "maxLength": MAX_NAME_CHARS}
+_RANK: Schema = {"type": "integer", "minimum": 0}
+_IDS: Schema = {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1}
+_STOP: Schema = {"type": "string", "minLength": 1, "maxLength": MAX_STOP_CHARS}
+
+
+def _or_null(schema: Schema) -> Schema:
+    return {"anyOf": [schema, {"type": "null"}]}
+
+
+def _each(schema: Schema) -> Schema:
+    """Returns the schema of a value for all prompts, or a list with one for each."""
+    return {"anyOf": [schema, {"type": "array", "items": _or_null(schema)}, {"type": "null"}]}
+
+
+def _neutral(values: Mapping[str, tuple[Any, ...]]) -> dict[str, Schema]:
+    """Returns the schemas of fields that may only ask for nothing."""
+    return {name: {"enum": [None, *allowed]} for name, allowed in values.items()}
+
+
+SAMPLING_PARAMS: Schema = {
+    "type": "object",
+    "additionalProperties": False,
+    "properties": {
+        "max_new_tokens": _or_null({"type": "integer", "minimum": 1, "default": 128}),
+        "min_new_tokens": _or_null({"type": "integer", "minimum": 0, "default": 0}),
+        "temperature": _or_null({"type": "number", "minimum": 0, "default": 1.0}),
+        "top_p": _or_null({"type": "number", "exclusiveMinimum": 0, "maximum": 1, "default": 1.0}),
+        "min_p": _or_null({"type": "number", "minimum": 0, "maximum": 1, "default": 0.0}),
+        "top_k": _or_null({"type": "integer", "minimum": -1, "not": {"const": 0}, "default": -1}),
+        "stop": _or_null({"anyOf": [_STOP, {"type": "array", "items": _STOP, "maxItems": MAX_STOPS}]}),
+        "stop_token_ids": _or_null({**_IDS, "minItems": 0, "maxItems": MAX_STOPS}),
+        "sampling_seed": _or_null({"type": "integer", "minimum": 0, "maximum": MAX_SEED}),
+        "ignore_eos": _or_null({"type": "boolean", "default": False}),
+        "skip_special_tokens": _or_null({"type": "boolean", "default": True}),
+        "n": _or_null({"type": "integer", "minimum": 1, "maximum": MAX_SAMPLES, "default": 1}),
+        **_neutral(NEUTRAL_PARAMS),
+    },
+}
+GENERATE: Schema = {
+    "type": "object",
+    "additionalProperties": False,
+    "properties": {
+        "text": _or_null(
+            {"anyOf": [{"type": "string", "minLength": 1}, {"type": "array", "items": {"type": "string"}}]}
+        ),
+        "input_ids": _or_null({"anyOf": [_IDS, {"type": "array", "items": _IDS}]}),
+        "sampling_params": _each({"$ref": "#/components/schemas/SamplingParams"}),
+        "stream": _or_null({"type": "boolean", "default": False}),
+        "rid": _each(_NAME),
+        "session_id": _each(_NAME),
+        "cache_salt": _or_null(_NAME),
+        "extra_key": _or_null(_NAME),
+        "routed_dp_rank": _or_null(_RANK),
+        "data_parallel_rank": _or_null(_RANK),
+        **_neutral(NEUTRAL_FIELDS),
+    },
+    "oneOf": [{"required": ["text"]}, {"required": ["input_ids"]}],
+    "example": {"text": "def ", "sampling_params": {"max_new_tokens": 16, "temperature": 0}},
+}
+PLACEMENT: Schema = {
+    "description": "one list of experts for each MoE layer, bare or in an object",
+    "anyOf": [
+        {"type": "array", "items": {"type": "array", "items": {"type": "integer"}}},
+        {"type": "object", "required": ["physical_to_logical_map"]},
+    ],
+}
+_ERROR: Schema = {
+    "type": "object",
+    "required": ["error"],
+    "properties": {
+        "error": {
+            "type": "object",
+            "required": ["message", "type", "code", "param", "retryable"],
+            "properties": {
+                "message": {"type": "string"},
+                "type": {"type": "string"},
+                "code": {"type": "integer"},
+                "param": {"type": ["string", "null"], "description": "the field to change"},
+                "retryable": {"type": "boolean"},
+            },
+        }
+    },
+}
+_ERRORS = {
+    "400": "the request is wrong, and the error names the field",
+    "401": "an API key is needed",
+    "403": "not with this key, or not for a page of another site",
+    "408": "the request did not arrive in time",
+    "409": "not in the state that the server is in",
+    "413": "the body is too large",
+    "415": "the body is not JSON",
+    "421": "this server is not called by that name",
+    "429": "too many requests; try again after the time in Retry-After",
+    "503": "the server starts or ends, or a rank is lost; try again after the time in Retry-After",
+}
+_BODIES = {"/generate": "GenerateRequest", "/eplb/placement": "Placement"}
+_TEXT = ("/metrics", "_expert_distribution_record")  # routes whose answer is plain text
+
+
+def describe(app: FastAPI) -> dict[str, Any]:
+    """Returns the OpenAPI document of the application."""
+    document = get_openapi(title=app.title, version=app.version, routes=app.routes)
+    components = document.setdefault("components", {})
+    components["schemas"] = {
+        "GenerateRequest": GENERATE,
+        "SamplingParams": SAMPLING_PARAMS,
+        "Placement": PLACEMENT,
+        "Error": _ERROR,
+    }
+    components["securitySchemes"] = {
+        "api_key": {"type": "http", "scheme": "bearer", "description": "where the server has API keys"},
+        "admin_key": {"type": "http", "scheme": "bearer", "description": "where the server has an admin key"},
+    }
+    for path, methods in document["paths"].items():
+        for method, operation in methods.items():
+            operation["operationId"] = f"{method}{path.replace('/', '_')}"
+            _describe(operation, path, has_body=method in ("post", "put") and path in _BODIES)
+    return document
+
+
+def _describe(operation: dict[str, Any], path: str, has_body: bool) -> None:
+    tags = operation.get("tags", [])
+    if OPEN not in tags:
+        operation["security"] = [{"admin_key" if ADMIN in tags else "api_key": []}, {}]
+    if has_body:
+        schema = {"$ref": f"#/components/schemas/{_BODIES[path]}"}
+        operation["requestBody"] = {"required": True, "content": {"application/json": {"schema": schema}}}
+    responses = operation["responses"]
+    responses.pop("422", None)  # FastAPI's own, which no route gives
+    if path == "/generate":
+        responses["200"]["content"]["text/event-stream"] = {"schema": {"type": "string"}}
+    elif path.endswith(_TEXT):
+        responses["200"]["content"] = {"text/plain": {"schema": {"type": "string"}}}
+    error = {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}}
+    responses |= {status: {"description": words, "content": error} for status, words in _ERRORS.items()}
+    if "{" in path:
+        responses["404"] = {"description": "there is nothing of this name", "content": error}
