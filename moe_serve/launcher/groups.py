@@ -4,7 +4,6 @@
 and nowhere else, from a mesh (pp, dp, attn_tp, ep). Today pp = attn_tp = 1, so all three numbers are equal.
 """
 
-import hashlib
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ from torch.distributed import Store
 from moe_serve.config import ServeConfig
 from moe_serve.dispatch.base import EpGroup
 from moe_serve.dispatch.peer_calls import all_gather
+from moe_serve.dispatch.shm.memory import host_mark
 from moe_serve.errors import LaunchError
 from moe_serve.launcher.rank_env import RankEnv, interface_towards
 
@@ -82,7 +82,7 @@ def join_groups(env: RankEnv, config: ServeConfig, device: torch.device, store: 
     mesh = Mesh(pp=config.parallel.pp, dp=env.num_ranks, attn_tp=config.parallel.attn_tp)
     patient = dist.group.WORLD
     assert patient is not None
-    hosts = gather_bytes(host_mark(), patient)
+    hosts = gather_bytes(host_mark().encode(), patient)
     process_group = rows if env.num_ranks > 1 else None
     return Groups(
         env=env,
@@ -141,13 +141,3 @@ def device_of(env: RankEnv, config: ServeConfig) -> torch.device:
         )
     torch.cuda.set_device(env.local_rank)
     return torch.device("cuda", env.local_rank)
-
-
-def host_mark() -> bytes:
-    """Returns bytes that are equal for two processes exactly if they share a kernel, a pid namespace and /dev/shm."""
-    facts = []
-    with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as boot_id:
-        facts.append(boot_id.read().strip())
-    facts.append(str(os.stat("/dev/shm").st_dev))
-    facts.append(os.readlink("/proc/self/ns/pid"))
-    return hashlib.blake2b("|".join(facts).encode(), digest_size=16).hexdigest().encode()

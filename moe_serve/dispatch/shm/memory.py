@@ -4,6 +4,7 @@ A segment loses its name as soon as all ranks have mapped it, so nothing is left
 pages that are never written take no memory. Processes that are forked from one parent can share regions without names.
 """
 
+import hashlib
 import mmap
 import os
 import platform
@@ -123,14 +124,21 @@ def check_machine(machine: str) -> None:
 
 def compare_hosts(group: dist.ProcessGroup) -> tuple[list[int], int, int]:
     """Returns each rank's host, the least free bytes of any rank, and a secret of rank 0; the same on all ranks."""
-    with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
-        host = int(file.read().strip().replace("-", ""), 16) & (2**62 - 1)
+    host = int(host_mark(), 16) & (2**62 - 1)
     stat = os.statvfs(_FOLDER)
     facts = torch.tensor([host, stat.f_bavail * stat.f_frsize, secrets.randbits(62)], dtype=torch.int64)
     gathered = [torch.empty_like(facts) for _ in range(group.size())]
     all_gather(gathered, facts, group)
     rows = torch.stack(gathered).numpy()
     return [int(row[0]) for row in rows], int(rows[:, 1].min()), int(rows[0, 2])
+
+
+def host_mark() -> str:
+    """Returns a hexadecimal text that is equal for two processes exactly if they share a kernel, a pid namespace and
+    /dev/shm. Two containers of one machine differ."""
+    with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as boot_id:
+        facts = [boot_id.read().strip(), str(os.stat(_FOLDER).st_dev), os.readlink("/proc/self/ns/pid")]
+    return hashlib.blake2b("|".join(facts).encode(), digest_size=16).hexdigest()
 
 
 def _check_one_host(hosts: list[int], rank: int) -> None:

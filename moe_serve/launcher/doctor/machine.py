@@ -12,9 +12,10 @@ import msgspec
 import zmq
 
 from moe_serve.config import ServeConfig
+from moe_serve.dispatch.shm.memory import host_mark
 from moe_serve.errors import MoeServeError
 from moe_serve.launcher.facts import Fact, facts_of
-from moe_serve.launcher.groups import device_of, host_mark
+from moe_serve.launcher.groups import device_of
 from moe_serve.launcher.preflight import look_for_files
 from moe_serve.launcher.rank_env import RankEnv, address_of, interface_towards
 
@@ -72,7 +73,7 @@ def look(env: RankEnv, config: ServeConfig) -> RankReport:
     return RankReport(
         rank=env.rank,
         host=socket.gethostname(),
-        host_mark=host_mark().decode(),
+        host_mark=host_mark(),
         num_local_ranks=env.num_local_ranks,
         address=address,
         interface=interface,

@@ -1,0 +1,79 @@
+"""A system on two hosts: examined, started, its cable cut and mended."""
+
+import json
+import os
+from collections.abc import Iterator
+
+import pytest
+
+from tests.launcher.running import Running, eventually
+from tests.launcher.two_hosts import Host, can_make_hosts, set_cable, two_hosts
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.timeout(400),
+    pytest.mark.skipif(not can_make_hosts(), reason="needs root and ip netns"),
+]
+WORKER = "moe_serve.launcher.serve"
+SETTINGS = (
+    "parallel.num_ranks=2", "parallel.device=cpu", "engine.step_deadline_s=5", "server.worker_deadline_s=10",
+    "engine.numerics=batch_invariant", "server.attach_deadline_s=60",
+)  # fmt: skip
+CALL = json.dumps({"text": "def ", "sampling_params": {"temperature": 0, "max_new_tokens": 5}})
+
+
+@pytest.fixture
+def hosts(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Host, Host]]:
+    monkeypatch.setenv("MOE_SERVE_TOKEN", "0123456789abcdef" * 2)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    with two_hosts() as made:
+        yield made
+
+
+def settings(first: Host) -> list[str]:
+    values = (*SETTINGS, f"server.worker_host={first.address}")
+    return [word for value in values for word in ("--set", value)]
+
+
+def torchrun(host: Host, rank: int, first: Host, *module: str) -> Running:
+    join = ("--nnodes=2", "--nproc-per-node=1", f"--node-rank={rank}", f"--master-addr={first.address}")
+    return host.start("torch.distributed.run", *join, "--master-port=29511", "-m", *module, *settings(first))
+
+
+def test_the_doctor_sees_both_hosts_and_who_is_missing_without_a_cable(hosts: tuple[Host, Host]) -> None:
+    a, b = hosts
+    doctor = ("moe_serve.launcher.cli", "doctor", "--json")
+    with torchrun(a, 0, a, *doctor) as first, torchrun(b, 1, a, *doctor) as second:
+        assert (first.wait(120), second.wait(120)) == (0, 0), first.output + second.output
+    found = json.loads(first.output[first.output.index("{") : first.output.rindex("}") + 1])
+    assert [rank["address"] for rank in found["ranks"]] == [a.address, b.address]
+    assert len({rank["host_mark"] for rank in found["ranks"]}) == 2
+    assert len(found["pairs"]) == 2
+    assert all(pair["error"] == "" for pair in found["pairs"])
+
+
+def test_a_cut_cable_ends_the_ranks_with_a_reason_and_a_new_start_serves(hosts: tuple[Host, Host]) -> None:
+    a, b = hosts
+    url = "http://127.0.0.1:30000"
+    with a.start("moe_serve.launcher.cli", "frontend", *settings(a)) as front_end:
+        front_end.wait_for("HTTP on")
+        with torchrun(a, 0, a, WORKER) as first, torchrun(b, 1, a, WORKER) as second:
+            assert eventually(lambda: a.ask(f"{url}/ready")[0] == 200, 120), first.output + second.output
+            status, right = a.ask(f"{url}/generate", CALL)
+            assert status == 200
+            set_cable(b, "down")
+            assert first.wait(120) != 0
+            assert second.wait(120) != 0
+            status, reason = a.ask(f"{url}/ready")
+            assert status == 503
+            assert "rank" in reason
+    set_cable(b, "up")
+    with (
+        a.start("moe_serve.launcher.cli", "frontend", *settings(a)),
+        torchrun(a, 0, a, WORKER) as first,
+        torchrun(b, 1, a, WORKER) as second,
+    ):
+        assert eventually(lambda: a.ask(f"{url}/ready")[0] == 200, 120), first.output + second.output
+        answer = json.loads(a.ask(f"{url}/generate", CALL)[1])
+        assert answer["output_ids"] == json.loads(right)["output_ids"]
+        assert os.environ["MOE_SERVE_TOKEN"] not in first.output + second.output
