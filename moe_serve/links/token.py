@@ -74,15 +74,17 @@ def _of_file(path: Path) -> str:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError as error:
         raise LaunchError(f"the token file {path} cannot be read ({error.strerror}); correct its path") from None
-    with os.fdopen(descriptor, "rb") as file:
+    try:
         facts = os.fstat(descriptor)
         if not stat.S_ISREG(facts.st_mode):
             raise LaunchError(f"the token file {path} is not a regular file; name one that is")
         if facts.st_uid != os.geteuid() or stat.S_IMODE(facts.st_mode) & 0o077:
             raise LaunchError(
-                f"the token file {path} is open to other users; run: chown $USER {path}; chmod 600 {path}"
+                f"the token file {path} is open to other users; run: chown $USER {path} && chmod 600 {path}"
             )
-        data = file.read(_MAX_LENGTH + 2)
+        data = os.read(descriptor, _MAX_LENGTH + 2)
+    finally:
+        os.close(descriptor)
     return _checked(data.decode("ascii", errors="replace").strip(), f"the token in {path}")
 
 
