@@ -4,13 +4,14 @@ Ranks that differ would start, and serve wrong answers; or wait for each other w
 """
 
 import hashlib
-import os
 from collections.abc import Iterator, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import NamedTuple
 
+import moe_serve
 from moe_serve.config import ServeConfig, model_dir
+from moe_serve.links.link import find_link
 from moe_serve.models.model_files import read_bytes
 from moe_serve.models.safetensors_header import INDEX, header_bytes, weight_files
 
@@ -21,6 +22,7 @@ _OWN_OF_A_RANK = frozenset({
 })  # fmt: skip
 # The other settings of `server` are the front end's, or say which of its addresses a host reaches.
 _OF_RANKS_IN_SERVER = frozenset({"worker_port", "attach_deadline_s", "worker_deadline_s"})
+_TOKEN = "the token ($MOE_SERVE_TOKEN, or server.token_file)"
 _MODEL_FILES = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json")
 _HASHED_BYTES = 32 << 20  # of weights; of a larger checkpoint, samples of its bytes
 _SAMPLE_BYTES = 16 << 10
@@ -38,14 +40,14 @@ class Fact(NamedTuple):
 def facts_of(config: ServeConfig, device: str) -> list[Fact]:
     """Returns this rank's facts, in the order in which a difference is reported. device: "cpu" or "cuda"
 
-    Raises ModelError where a file cannot be read.
+    Raises ModelError where a file cannot be read, LaunchError where there is no token to trust.
     """
     return [
-        Fact("the version of moe_serve", _version("moe-serve")),
-        Fact("the version of torch", _version("torch")),
+        Fact("the version of moe_serve", moe_serve.__version__),
+        Fact("the version of torch", metadata.version("torch")),
         *_settings(config),
         Fact("the device", device, "parallel.device"),
-        Fact("$MOE_SERVE_TOKEN", _of_secret(os.environ.get("MOE_SERVE_TOKEN", ""))),
+        Fact(_TOKEN, _of_secret(find_link(config.server).token)),
         *_files(config),
     ]
 
@@ -83,16 +85,9 @@ def _what_to_do(key: str) -> str:
         return "Install the same version on all machines"
     if key.startswith("the file"):
         return "Give all ranks the same files"
-    if key == "$MOE_SERVE_TOKEN":
-        return "Set the same token for all ranks and the front end"
+    if key == _TOKEN:
+        return "Give all ranks and the front end the same token"
     return "Start all ranks with the same configuration file and --set options"
-
-
-def _version(package: str) -> str:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return "not installed"  # a source folder on the path
 
 
 def _settings(config: ServeConfig) -> Iterator[Fact]:
@@ -105,7 +100,7 @@ def _settings(config: ServeConfig) -> Iterator[Fact]:
 
 def _of_secret(token: str) -> str:
     """Returns 16 bits of a hash: enough to see a difference, too few to find the token from them."""
-    return hashlib.blake2b(token.encode(), digest_size=2).hexdigest() if token else "not set"
+    return hashlib.blake2b(token.encode(), digest_size=2).hexdigest() if token else "none: the ranks are on one host"
 
 
 def _files(config: ServeConfig) -> Iterator[Fact]:
