@@ -39,6 +39,8 @@ def _read_yaml(path: Path) -> dict[str, Any]:
         loaded = yaml.safe_load(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read ({error.strerror}); give --config an existing YAML file") from None
+    except RecursionError:
+        raise ConfigError(f"{path}: is nested too deeply; expected sections of settings") from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: is not valid YAML ({' '.join(str(error).split())}); correct the file") from None
     if loaded is None:

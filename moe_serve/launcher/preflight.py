@@ -2,13 +2,17 @@
 
 import os
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from moe_serve.config import ServeConfig, model_dir
-from moe_serve.errors import ConfigError, ModelError
+from moe_serve.errors import CapacityError, ConfigError, ModelError
 from moe_serve.log import get_logger
 from moe_serve.models.tokenizer import Tokenizer
 from moe_serve.server.keys import KeyRing
 from moe_serve.server.tls import make_tls
+
+if TYPE_CHECKING:
+    from moe_serve.models.spec import ModelSpec
 
 log = get_logger(__name__)
 
@@ -41,7 +45,22 @@ def look_for_files(config: ServeConfig) -> None:
     location = config.eplb.init_expert_location
     if location != "trivial" and not Path(location).is_file():
         raise ConfigError(f"eplb.init_expert_location is {location!r} but there is no such file; correct the path")
+    _check_memory(config, spec)
     look_where_to_write(config)
+
+
+def _check_memory(config: ServeConfig, spec: "ModelSpec") -> None:
+    """Raises CapacityError where one CPU rank's weights cannot fit this machine, however small they are stored."""
+    if config.parallel.device == "cuda" or (config.parallel.device == "auto" and Path("/dev/nvidiactl").exists()):
+        return
+    experts = spec.num_moe_layers * spec.num_logical * spec.expert_parameters
+    least_bytes = spec.dense_parameters + experts // config.parallel.num_ranks  # one byte each
+    memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if least_bytes > memory_bytes:
+        raise CapacityError(
+            f"the weights of one rank take at least {least_bytes / 2**30:.0f} GiB and this machine has "
+            f"{memory_bytes / 2**30:.0f} GiB of memory; use more ranks on more machines, or correct config.json"
+        )
     look_at_secrets(config)
 
 

@@ -9,6 +9,7 @@ from moe_serve.models.model_files import shown
 
 # A folder may come from a stranger: nothing is allocated or counted through before its sizes are within these.
 LARGEST_SIZE = 1 << 24  # of any one size; vocabularies and contexts of real models are below
+LONGEST_CONTEXT = 1 << 22  # tokens; the table of rotations takes up to 1 KB for each
 MOST_LAYERS = 4096
 _MOST_EXPERTS = 1 << 20  # over all layers; the largest models have about 25,000
 _MOST_PARAMETERS = 1 << 47

@@ -13,7 +13,7 @@ from typing import Any
 
 from moe_serve.ep.routing import RouterSpec
 from moe_serve.errors import ModelError
-from moe_serve.models.hf_config import LARGEST_SIZE, MOST_LAYERS, HfConfig, check_total, eos_token_ids
+from moe_serve.models.hf_config import LARGEST_SIZE, LONGEST_CONTEXT, MOST_LAYERS, HfConfig, check_total, eos_token_ids
 from moe_serve.models.model_files import read_json, shown
 from moe_serve.models.rope_spec import RopeSpec, read_rope
 
@@ -166,7 +166,7 @@ def _common(config: HfConfig, eos_token_ids: tuple[int, ...]) -> dict[str, Any]:
         "vocab_size": config.size("vocab_size"),
         "hidden": config.size("hidden_size"),
         "num_layers": config.size("num_hidden_layers", largest=MOST_LAYERS),
-        "max_position": config.size("max_position_embeddings"),
+        "max_position": config.size("max_position_embeddings", largest=LONGEST_CONTEXT),
         "norm_eps": config.positive("rms_norm_eps", 1e-6),
         "eos_token_ids": eos_token_ids,
         "tie_embeddings": config.flag("tie_word_embeddings"),

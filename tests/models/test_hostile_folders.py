@@ -12,11 +12,13 @@ from typing import Any
 import pytest
 
 from moe_serve.config import ModelConfig, ServeConfig, load_config, model_dir
-from moe_serve.errors import ConfigError, ModelError
+from moe_serve.eplb.files.placements import read_placement
+from moe_serve.errors import CapacityError, ConfigError, ModelError, PlacementError
 from moe_serve.launcher.preflight import look_for_files
 from moe_serve.models.safetensors_header import INDEX
 
 DEMO = model_dir(ModelConfig())
+CPU = ["parallel.device=cpu"]
 NESTED = "[" * 200_000
 NAN, HUGE = float("nan"), 10**400
 Change = Callable[[Path], object]
@@ -166,6 +168,7 @@ HOSTILE: dict[str, tuple[Change, str]] = {
         configured(hidden_size=1 << 20, moe_intermediate_size=1 << 20),
         "parameters, expected at most",
     ),
+    "a context of five million": (configured(max_position_embeddings=5_000_000), "max_position_embeddings is 5000000"),
     "a context of 10^12": (configured(max_position_embeddings=10**12), "max_position_embeddings is 1000000000000"),
     "an end id of 10^18": (configured(eos_token_id=10**18), "eos_token_id is 1000000000000000000"),
     "an end id of -1": (configured(eos_token_id=[2, -1]), r"eos_token_id is \[2, -1\]"),
@@ -207,6 +210,22 @@ def test_a_hostile_folder_is_one_line_in_bounded_memory(name: str, folder: Path)
 
 def test_the_folder_is_fine_as_it_is(folder: Path) -> None:
     look_for_files(load_config(overrides=[f"model.path={folder}"]))
+
+
+def test_random_weights_that_no_machine_holds_are_refused_before_a_start(folder: Path) -> None:
+    configured(num_hidden_layers=1000, n_routed_experts=1000, hidden_size=8192)(folder)
+    with pytest.raises(CapacityError, match=r"one rank take at least \d+ GiB and this machine has"):
+        look_for_files(load_config(overrides=[f"model.path={folder}", "model.load_format=dummy", *CPU]))
+
+
+@pytest.mark.parametrize("text", ["[" * 200_000, '{"physical_to_logical_map":' + "[" * 100_000, "a: " + "[" * 50_000])
+@pytest.mark.parametrize("suffix", ["json", "yaml"])
+def test_a_placement_file_that_is_nested_too_deeply_is_one_line(text: str, suffix: str, tmp_path: Path) -> None:
+    path = tmp_path / f"placement.{suffix}"
+    path.write_text(text)
+    with pytest.raises(PlacementError, match=r"placement\.\w+.*give a placement file|is the file complete") as caught:
+        read_placement(path, 2, 4, ())
+    assert "\n" not in str(caught.value)
 
 
 def recording_to(path: Path) -> ServeConfig:

@@ -89,6 +89,8 @@ def read_json(path: Path) -> Any:
         raise PlacementError(
             f"{path} line {problem.lineno} column {problem.colno}: not JSON ({problem.msg}); is the file complete?"
         ) from None
+    except RecursionError:
+        raise PlacementError(f"{path}: nested too deeply; give a placement file") from None
     except UnicodeDecodeError:
         raise PlacementError(f"{path} is neither JSON text nor a torch file; give a placement file") from None
 

@@ -6,7 +6,7 @@ Statistics folder: `meta_info.json` (num_experts, num_experts_per_token) and `ra
 Layout learned from examples/wide_ep/ep_load_balancer of TensorRT-LLM.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from moe_serve.eplb.placement import Placement
 from moe_serve.errors import PlacementError
 
 _KEY = "initial_global_assignments"
+_DEEPEST = 20  # lists and objects within each other; a placement has three
 
 
 def is_balancer_yaml(content: Any) -> bool:
@@ -56,8 +57,20 @@ def read_yaml(path: Path) -> Any:
     """Returns parsed YAML; the error names the line."""
     loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # the C one is ten times as fast, where libyaml is there
     try:
-        with path.open(encoding="utf-8") as file:
-            return yaml.load(file, Loader=loader)
+        text = path.read_text(encoding="utf-8")
+        _check_depth(yaml.parse(text, Loader=loader), path)
+        return yaml.load(text, Loader=loader)
+    except UnicodeDecodeError:
+        raise PlacementError(f"{path} is not text; give a placement file") from None
     except yaml.MarkedYAMLError as problem:
         line = problem.problem_mark.line + 1 if problem.problem_mark else "?"
         raise PlacementError(f"{path} line {line}: not YAML ({problem.problem}); is the file complete?") from None
+
+
+def _check_depth(events: Iterable[yaml.Event], path: Path) -> None:
+    """Refuses what is nested more deeply than any placement: the composer recurses, and libyaml's ends the process."""
+    depth = 0
+    for event in events:
+        depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+        if depth > _DEEPEST:
+            raise PlacementError(f"{path}: nested too deeply; give a placement file")
