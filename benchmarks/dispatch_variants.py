@@ -28,9 +28,9 @@ from moe_serve.dispatch.shm import memory
 from moe_serve.dispatch.shm.row_copy import RowCopier
 from moe_serve.dispatch.shm.row_copy_native import load_library
 from moe_serve.dispatch.shm.transport import ShmAllToAll
-from moe_serve.ep.load_recorder import LoadRecorder
 from moe_serve.ep.replica_map import ReplicaMap
 from moe_serve.eplb.placement import Placement
+from moe_serve.kernels.cpu.library import cpu_library
 
 NUM_TOKENS, HIDDEN, TOPK, NUM_EXPERTS = 128, 7168, 8, 64
 ROW_BYTES = 2 * HIDDEN
@@ -246,7 +246,7 @@ def add_calls(variants: Variants, name: str, transport: AnyAllToAll, batch: Batc
 class ReplicatedLayer:
     """One layer of experts with replicas, four slots of them on each rank, and one without any.
 
-    The wait matrix is kept in both: what it costs, waiting costs.
+    As in a recorded step, kernels count: once for the load record, once to exchange.
     """
 
     def __init__(self, group: EpGroup, transport: AnyAllToAll, batch: Batch):
@@ -255,18 +255,19 @@ class ReplicatedLayer:
         self._hidden, self._ids = batch.hidden, batch.ids % placement.num_logical
         self._rank, self._transport = group.rank, transport
         self._replicas = ReplicaMap(placement).layer(0)
-        self._recorder = LoadRecorder(1, placement.num_logical, group)
+        self._counts, self._load = torch.zeros(2, placement.num_logical, dtype=torch.int64)
+        sizes = self._ids.data_ptr(), NUM_TOKENS, TOPK, placement.num_logical
+        self._to_exchange, self._to_record = (*sizes, self._counts.data_ptr()), (*sizes, self._load.data_ptr())
+        self._count = cpu_library().call.count_ids
         self._slots = self._ids
 
     def dispatch(self) -> Dispatched[Any]:
         """Counts, records, exchanges, chooses replicas, and dispatches."""
-        load = self._replicas.count(self._ids)
-        self._recorder.add_counts(0, load)
-        counts = self._transport.exchange_counts(load).wait()
+        self._count(*self._to_record)  # as long as the gate's kernel takes for it
+        self._count(*self._to_exchange)
+        counts = self._transport.exchange_counts(self._counts).wait()
         self._slots, slot_counts = self._replicas.split(self._ids, counts, self._rank)
-        arrived = self._transport.dispatch(self._hidden, self._slots, slot_counts).wait()
-        self._recorder.step_done()
-        return arrived
+        return self._transport.dispatch(self._hidden, self._slots, slot_counts).wait()
 
     def dispatch_plain(self) -> Dispatched[Any]:
         """Dispatches the same rows to the same slots, which are known."""

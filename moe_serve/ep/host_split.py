@@ -28,6 +28,10 @@ class HostSplit:
         pairs = [self._make(layer) for layer in layers_of(placement, topology)]
         self._own, self._even = [own for own, _ in pairs], [even for _, even in pairs]
         self._policies = self._own  # those that serve
+        # Of each layer, the last result of `split` for slots: new tensors cost more than a small batch's split.
+        shape = placement.num_layers, placement.num_ranks, placement.num_slots
+        self._slot_rows = list(torch.zeros(shape, dtype=torch.int64))
+        self._slot_rows_at = [rows.data_ptr() for rows in self._slot_rows]
 
     @property
     def outcomes(self) -> Tensor:
@@ -65,11 +69,10 @@ class HostSplit:
             return torch.from_numpy(physical_ids), torch.from_numpy(rows)
         ids, counts = topk_ids.contiguous(), counts.contiguous()
         physical = torch.empty_like(ids)
-        slot_rows = torch.empty(counts.shape[0], policy.layer.num_slots, dtype=torch.int64)
         policy.native.split_and_assign(
-            counts.data_ptr(), rank, ids.data_ptr(), ids.numel(), slot_rows.data_ptr(), physical.data_ptr()
+            counts.data_ptr(), rank, ids.data_ptr(), ids.numel(), self._slot_rows_at[layer_row], physical.data_ptr()
         )
-        return physical, slot_rows
+        return physical, self._slot_rows[layer_row]
 
     def _make(self, layer: LayerSlots) -> _Pair:
         own = make_split(self._split, layer, self._library)

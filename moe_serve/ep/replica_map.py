@@ -124,7 +124,8 @@ class LayerReplicas:
 
         topk_ids: [T, K] int64 logical experts, -1 = none
         counts:   [R, E] int64, rows of each rank for each expert; row `rank` counts topk_ids
-        returns:  physical ids [T, K] int64 (-1 stays -1), and the rows of every rank for every slot [R, P] int64
+        returns:  physical ids [T, K] int64 (-1 stays -1), and the rows of every rank for every slot [R, P] int64,
+                  which hold until the next split of this layer
         """
         assert self._split is not None, "without replicas there is nothing to choose"
         return self._split.split(self._layer_row, topk_ids, counts, rank)

@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
+from moe_serve.dispatch.shm.counts import NativeCounts
 from moe_serve.engine.engine import Engine
 from moe_serve.engine.step import StepPlan
 from moe_serve.ep.expert_store import ExpertStore
@@ -120,6 +121,20 @@ def strike(engine: Engine, fault: Fault, rounds: Any = None) -> None:
         before(rounds, "bring")
     elif phase == "reload":
         before(engine.recovery, "_read")
+    elif phase == "counts" and isinstance(transport._exchange, NativeCounts):
+        exchange = transport._exchange
+        send_all = exchange._send
+
+        def send_to_one_and_end(facts: int, buffer: int, mask: int, *arguments: int) -> int:
+            if here():
+                send_all(facts, buffer, mask & -mask, *arguments)
+                end()
+            return send_all(facts, buffer, mask, *arguments)
+
+        if half == "receive":
+            before(exchange, "_receive")
+        else:
+            exchange._send = send_to_one_and_end  # type: ignore[assignment]
     elif half == "receive":
         before(getattr(transport, CHANNELS[phase]), "wait")
     else:

@@ -14,6 +14,7 @@ class Peers:
     """Who takes part, shared by all channels of a transport; membership.py changes it.
 
     rank:   of this process;  others: the ranks that take part beside it;  epoch: counts the groups
+    mask:   others as bits
     slices: where this rank writes, by peer;  flags: [R, NUM_FLAGS], what peers have written here
     """
 
@@ -23,11 +24,15 @@ class Peers:
     slices: list[ReceiveSlice]
     flags: Int64Array
     wait: FlagWait
+    mask: int = field(init=False)
     channels: list["Channel"] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.mask = as_bits(self.others)
 
     def begin_epoch(self, epoch: int, others: list[int]) -> None:
         """Starts over with these peers; what is in flight is never received."""
-        self.epoch, self.others = epoch, others
+        self.epoch, self.others, self.mask = epoch, others, as_bits(others)
         self.wait.drop()
         for channel in self.channels:
             channel.restart()
@@ -50,12 +55,24 @@ class Channel:
 
     def begin(self) -> int:
         """Returns the number of a new call, once every peer has read what its buffer held before."""
-        assert self._sent - self._read < 2, f"a third {self._name} while two are in flight; wait for the first"
-        call = self._sent + 1
+        call = self._next()
         if call > 2:
-            self._wait(self._read_here, call - 2, self._send_phase, or_more=True)
+            self.wait_until_read(call - 2)
         self._sent = call
         return call
+
+    def take_number(self) -> int:
+        """Returns the number of a new call, whose buffer may still be read."""
+        self._sent = self._next()
+        return self._sent
+
+    def _next(self) -> int:
+        assert self._sent - self._read < 2, f"a third {self._name} while two are in flight; wait for the first"
+        return self._sent + 1
+
+    def wait_until_read(self, call: int) -> None:
+        """Waits until every peer has read what this rank sent in a call."""
+        self._wait(self._read_here, call, self._send_phase, or_more=True)
 
     @property
     def num_sent(self) -> int:
@@ -64,12 +81,12 @@ class Channel:
 
     def was_read(self, call: int) -> bool:
         """Returns whether every rank, this one too, has read what this rank sent in a call; does not wait."""
-        flag = self._flag(call)
+        flag = self.flag(call)
         return call < 1 or (call <= self._read and all(self._read_here[peer] >= flag for peer in self._peers.others))
 
     def signal(self, call: int) -> None:
         """Tells the peers that their data of this call are complete."""
-        column, flag = self._data_flag + call % 2, self._flag(call)
+        column, flag = self._data_flag + call % 2, self.flag(call)
         for peer in self._peers.others:
             self._peers.slices[peer].flags[column] = flag
 
@@ -80,20 +97,31 @@ class Channel:
 
     def acknowledge(self, call: int) -> None:
         """Tells the peers that this rank has read the data of this call."""
-        flag = self._flag(call)
+        flag = self.flag(call)
         for peer in self._peers.others:
             self._peers.slices[peer].flags[self._read_flag] = flag
         self._read = call
+
+    def was_acknowledged(self, call: int) -> None:
+        """Notes that the C helper has read the data of this call, and has told the peers."""
+        assert call == self._read + 1, f"{self._name} {call} is read before {self._read + 1}"
+        self._read = call
+
+    def flag(self, call: int) -> int:
+        """Returns what announces a call of this epoch, and acknowledges it."""
+        return self._peers.epoch << EPOCH_SHIFT | call
 
     def restart(self) -> None:
         """Numbers calls from 1 again; in a new epoch no peer reads anything of the old one."""
         self._sent = self._read = 0
 
-    def _flag(self, call: int) -> int:
-        return self._peers.epoch << EPOCH_SHIFT | call
-
     def _wait(self, flags: Int64Array, call: int, phase: str, or_more: bool = False) -> None:
-        self._peers.wait(flags, self._flag(call), self._peers.others, phase, call, or_more)
+        self._peers.wait(flags, self.flag(call), self._peers.others, phase, call, or_more)
+
+
+def as_bits(ranks: list[int]) -> int:
+    """Returns a set of ranks as the C helper takes it."""
+    return sum(1 << rank for rank in ranks)
 
 
 def check_epoch(peers: Peers, epoch: int, phase: str) -> None:

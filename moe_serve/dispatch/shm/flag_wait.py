@@ -27,7 +27,7 @@ class FlagWait:
         self._kept_s = [0.0] * num_ranks
         self._check = check
         self._check_s = min(CHECK_S, deadline_s / 5)
-        self._spins = SPINS if num_ranks <= len(os.sched_getaffinity(0)) else 1
+        self.spins = SPINS if num_ranks <= len(os.sched_getaffinity(0)) else 1
 
     def keep(self) -> None:
         """Keeps the waits so far: their step is done."""
@@ -55,7 +55,7 @@ class FlagWait:
         for rank in ranks:
             while (flags[rank] < wanted) if or_more else (flags[rank] != wanted):
                 looks += 1
-                if looks < self._spins:
+                if looks < self.spins:
                     continue
                 now_s = time.monotonic()
                 if started_s == 0.0:

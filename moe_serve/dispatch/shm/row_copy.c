@@ -2,6 +2,7 @@
 
    row_copy_native.py builds it at first use for the machine it runs on. All sizes are int64. */
 
+#include "counts.h"
 #include "row_add.h"
 #include "row_copy.h"
 #include "row_store.h"

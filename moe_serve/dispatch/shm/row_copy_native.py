@@ -23,7 +23,7 @@ from moe_serve.kernels.weighted_sum import weighted_sum_reference
 _SOURCE = Path(__file__).with_name("row_copy.c")
 _ARGUMENTS = {
     "send_rows": 9, "place_rows": 10, "send_results": 8, "sum_results": 6, "add_results": 10, "weighted_rows": 7,
-    "stream_copy": 3,
+    "stream_copy": 3, "send_counts": 8, "receive_counts": 7,
 }  # fmt: skip
 
 
@@ -60,7 +60,7 @@ class NativeRowCopier:
 
     def __init__(self, buffers: RowBuffers, library: ctypes.CDLL):
         shape = buffers.shape
-        self._buffers, self._library = buffers, library
+        self._buffers, self.library = buffers, library
         self._num_ranks, self._slots = shape.num_ranks, shape.slots_per_rank
         self._facts = buffer_facts(buffers)
         self._facts_at = _at(self._facts)
@@ -83,7 +83,7 @@ class NativeRowCopier:
         if weights is not None:
             assert (weights.dtype, weights.shape) == (torch.float32, placed.ids.shape), "one float32 weight for each id"
             weights = weights.contiguous()  # keeps alive what the C helper gets as an address
-        status = self._library.send_rows(
+        status = self.library.send_rows(
             self._facts_at, buffer, self._mask(others), placed.ids.data_ptr(), placed.num_tokens, placed.topk,
             own.data_ptr(), 0 if weights is None else weights.data_ptr(), placed.at,
         )  # fmt: skip
@@ -96,7 +96,7 @@ class NativeRowCopier:
     ) -> _NativePlaced:
         pieces = self._decoded(own, buffer, others)
         pointers = torch.tensor([piece.data_ptr() for piece in pieces]) if pieces else None
-        num_rows = self._library.place_rows(
+        num_rows = self.library.place_rows(
             self._facts_at, buffer, self._mask(others), sent.num_tokens, sent.topk,
             0 if pointers is None else pointers.data_ptr(), own.data_ptr(), self._row_bytes,
             staging.data_ptr(), sent.at,
@@ -113,7 +113,7 @@ class NativeRowCopier:
             own, in_place = results, True
         else:
             own = encode_results(self._buffers, results)
-        self._library.send_results(
+        self.library.send_results(
             self._facts_at, buffer, self._mask(others), placed.num_tokens, placed.topk, in_place, own.data_ptr(),
             placed.at,
         )  # fmt: skip
@@ -127,7 +127,7 @@ class NativeRowCopier:
         assert (weights.dtype, weights.shape) == (torch.float32, placed.ids.shape), "one float32 weight for each id"
         weights = weights.contiguous()
         out = torch.empty(placed.num_tokens, self._buffers.hidden, dtype=self._buffers.dtype)
-        self._library.add_results(
+        self.library.add_results(
             self._facts_at, buffer, self._mask(others), placed.ids.data_ptr(), placed.num_tokens, placed.topk,
             own.data_ptr(), weights.data_ptr(), out.data_ptr(), placed.at,
         )  # fmt: skip
@@ -158,7 +158,7 @@ class NativeRowCopier:
         direct = buffers.wire.combine.is_identity
         num_rows = int(placed.rows_of.sum())
         sums = send_buffer if direct else torch.empty(num_rows, buffers.hidden, dtype=buffers.dtype)
-        self._library.sum_results(
+        self.library.sum_results(
             self._facts_at, placed.num_tokens, placed.topk, results.data_ptr(), sums.data_ptr(),
             placed.at,
         )  # fmt: skip

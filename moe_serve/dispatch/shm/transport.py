@@ -38,6 +38,7 @@ from moe_serve.dispatch.buffer_sizes import check_capacity
 from moe_serve.dispatch.capabilities import TRANSPORTS
 from moe_serve.dispatch.peer_calls import barrier
 from moe_serve.dispatch.shm.channel import Channel, Peers, check_epoch
+from moe_serve.dispatch.shm.counts import CountsExchange, NativeCounts, PlainCounts
 from moe_serve.dispatch.shm.flag_wait import FlagWait
 from moe_serve.dispatch.shm.membership import Membership
 from moe_serve.dispatch.shm.memory import SegmentUse, ShmMemory, share_regions
@@ -106,6 +107,8 @@ class ShmAllToAll(AllToAll[ShmHandle]):
         )  # fmt: skip
         native, how = native_row_copier(buffers) if request.compiled else (None, "dispatch.compiled is off")
         self._copier: RowCopier[Any, Any] = native or PlainRowCopier(buffers)
+        counts = self._peers, self._counts, self._received
+        self._exchange: CountsExchange = NativeCounts(*counts, native.library) if native else PlainCounts(*counts)
         self._staging = StagingBuffers(buffers)
         self.note = f"rows are moved by a C helper ({how})" if native else f"rows are moved by numpy: {how}"
         self.capabilities = replace(TRANSPORTS["shm"], bitwise=not self._rank_sum)
@@ -139,23 +142,7 @@ class ShmAllToAll(AllToAll[ShmHandle]):
         num_counts = counts.shape[0]
         if num_counts > self._shape.max_counts:
             raise CapacityError(f"{num_counts} counts in one exchange, buffers hold {self._shape.max_counts}")
-        gathered = torch.zeros(self._num_ranks, num_counts, dtype=torch.int64)
-        rows = gathered.numpy()
-        rows[self._rank] = counts.numpy()
-        call, epoch = self._counts.begin(), self._peers.epoch
-        for peer in self._peers.others:
-            self._peers.slices[peer].counts[call % 2][:num_counts] = rows[self._rank]
-        self._counts.signal(call)
-
-        def receive() -> Tensor:
-            check_epoch(self._peers, epoch, "counts receive")
-            self._counts.wait(call)
-            for peer in self._peers.others:
-                rows[peer] = self._received[peer].counts[call % 2][:num_counts]
-            self._counts.acknowledge(call)
-            return gathered
-
-        return Deferred(receive)
+        return self._exchange(counts)
 
     def dispatch(
         self, hidden: Tensor, physical_ids: Tensor, slot_counts: Tensor | None = None, weights: Tensor | None = None
