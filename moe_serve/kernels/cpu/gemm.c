@@ -51,7 +51,7 @@ static void pack_linear_piece(const void *job, i64 piece)
     const LinearJob *j = job;
     const float *x[ROW_BLOCK];
     for (i64 r = 0; r < j->rows; r++) x[r] = j->x + r * j->x_row;
-    pack_rows_block(x, j->rows, j->linear->k, j->linear->kind, piece * k_block(j->linear->kind), j->packed);
+    pack_rows_block(x, j->rows, j->linear->k, j->linear->kind, piece, j->packed);
 }
 
 /* y[r, h] = W[h] x[r, h] + bias[h]; strides in floats, of rows and of heads */
@@ -62,10 +62,10 @@ i64 linear(const Linear *facts, const float *x, i64 rows, i64 x_row, i64 x_head,
     float *packed = 0; /* without memory for it, rows are read where they lie: the same bits, more slowly */
     if (most > PACK_FROM && facts->heads == 1) packed = malloc(row_blocks(most) * MOST_ROWS * facts->k * 4);
     for (i64 b = 0; b < blocks; b++) {
-        i64 top = rows * b / blocks, block = k_block(facts->kind);
+        i64 top = rows * b / blocks;
         LinearJob job = {facts, x + top * x_row, y + top * y_row, packed, rows * (b + 1) / blocks - top,
                          x_row, x_head, y_row, y_head, pieces};
-        if (packed) pool_run(pack_linear_piece, &job, (facts->k + block - 1) / block);
+        if (packed) pool_run(pack_linear_piece, &job, row_blocks(job.rows));
         pool_run(linear_piece, &job, pieces);
     }
     free(packed);

@@ -7,7 +7,7 @@
 #pragma once
 #include "weights.h"
 
-enum { MOST_ROWS = 6, K_BLOCK = 256, PREFETCH = 4096 /* bytes ahead */ };
+enum { MOST_ROWS = 6, K_BLOCK = 512, PREFETCH = 4096 /* bytes ahead */ };
 
 /* How a tile reads its weights: from memory, fetching the line 4 KB ahead; the same for the first of several blocks of
    rows, keeping what it widened; as float32, from what was kept or from the cache. */
@@ -144,14 +144,14 @@ static void panel_product(const Panel *p, const Rows *g)
     }
 }
 
-/* Packs rows of x [k] for panel_product, from k = `start` to the next block's: neighbours in a block of rows lie side
-   by side, so that a block of x stays in the cache without gaps. */
-static void pack_rows_block(const float *const *x, i64 rows, i64 k, i64 kind, i64 start, float *packed)
+/* Packs a block of rows of x [k] for panel_product: neighbours lie side by side, so that it stays in the cache without
+   gaps. */
+static void pack_rows_block(const float *const *x, i64 rows, i64 k, i64 kind, i64 b, float *packed)
 {
-    i64 blocks = row_blocks(rows), depth = least(k_block(kind), k - start);
-    float *to = packed + start * blocks * MOST_ROWS;
-    for (i64 b = 0; b < blocks; b++, to += depth * MOST_ROWS) {
-        i64 from = rows * b / blocks, count = rows * (b + 1) / blocks - from;
+    i64 blocks = row_blocks(rows), from = rows * b / blocks, count = rows * (b + 1) / blocks - from;
+    for (i64 start = 0; start < k; start += k_block(kind)) {
+        i64 depth = least(k_block(kind), k - start);
+        float *to = packed + (start * blocks + b * depth) * MOST_ROWS;
         for (i64 r = 0; r < count; r++)
             for (i64 i = 0; i < depth; i++) to[i * MOST_ROWS + r] = x[from + r][start + i];
     }
