@@ -168,3 +168,21 @@ def test_streams_of_a_killed_rank_end_with_the_right_tokens(system, client, righ
     assert client.post("/generate", json=body(0, 5)).json()["output_ids"] == right[0][:5]
     assert system.end(signal.SIGINT) == 0
     assert gone(pids)
+
+
+@pytest.mark.slow
+def test_a_rank_that_cannot_be_spared_is_named_and_waited_for() -> None:
+    settings = [f"--set={setting}" for setting in ("engine.step_deadline_s=12", "engine.suspect_after_s=0.5")]
+    with (
+        Running("moe_serve.launcher.cli", ["serve", "--port=0", "--num-ranks=2", *settings]) as running,
+        running.client(timeout_s=120) as client,
+    ):
+        before = client.post("/generate", json=body(0, 5)).json()["output_ids"]
+        victim = pid_of_rank(client, 1)
+        os.kill(victim, signal.SIGSTOP)
+        running.wait_for(r"rank 0 has been in the exchange of step \d+ for 3 s: .* rank 1, without a sign of life for")
+        running.wait_for("the stacks of its threads follow")
+        running.wait_for("most recent call first")
+        os.kill(victim, signal.SIGCONT)
+        assert client.post("/generate", json=body(0, 5)).json()["output_ids"] == before
+        assert "is masked" not in running.output
