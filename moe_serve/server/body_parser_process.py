@@ -4,6 +4,7 @@ It reads bodies from stdin and writes what it parsed to stdout, until stdin ends
 """
 
 import gc
+import os
 import resource
 import signal
 import sys
@@ -25,6 +26,7 @@ def main() -> None:
     die_with_parent(int(sys.argv[1]))
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which ends this process
     resource.setrlimit(resource.RLIMIT_AS, (_MAX_MEMORY_BYTES, _MAX_MEMORY_BYTES))
+    os.nice(10)  # ranks and the front end may need the same core, and serve those whose bodies are small
     gc.disable()  # parsed JSON has no cycles, and looking through millions of lists for them takes seconds
     while serve_one(sys.stdin.buffer, sys.stdout.buffer):
         if resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10 > _KEPT_BYTES:

@@ -6,7 +6,7 @@ import h11
 
 _MAX_HEADERS = 100
 # A chunk costs the parser some 20 µs, whatever is in it: a body of one-byte chunks would keep it busy for minutes.
-_FREE_CHUNKS = 256
+_FREE_CHUNKS = 64
 _BYTES_PER_CHUNK = 64
 
 

@@ -5,7 +5,6 @@ API key. Without an admin key, ADMIN routes are for those who reach a server tha
 """
 
 import base64
-import binascii
 from collections.abc import Iterable
 
 from fastapi import FastAPI
@@ -125,7 +124,7 @@ def _secret(authorization: str) -> str | None:
     if scheme.lower() == "basic":
         try:
             return base64.b64decode(value.strip(), validate=True).decode().partition(":")[2]
-        except (binascii.Error, UnicodeDecodeError):
+        except ValueError:  # also what b64decode and decode raise
             return None
     return None
 
