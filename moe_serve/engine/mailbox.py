@@ -6,6 +6,7 @@ the engine's. Torch-free.
 
 import contextlib
 import os
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
@@ -14,8 +15,10 @@ import msgspec
 import zmq
 
 from moe_serve.engine.messages import (
+    ALIVE_PERIOD_S,
     Alive,
     Message,
+    Pulse,
     ToRank,
     Wake,
     decode_to_rank,
@@ -67,7 +70,10 @@ class ZmqMailbox:
 
     def __init__(self, link: Link, rank: int, own_host: str):
         """Raises LaunchError when the address for wakes cannot be opened."""
+        self._link = link
         self._sockets = LinkSockets(link)
+        self._pulse: threading.Thread | None = None
+        self._is_closing = threading.Event()
         self._front_end = self._sockets.connected(zmq.DEALER, link.front_end)
         address = link.wakes_of(rank, own_host)
         try:
@@ -136,5 +142,19 @@ class ZmqMailbox:
     def front_end_silent_s(self) -> float:
         return time.monotonic() - self._heard_s
 
+    def start_pulse(self, pulse: Callable[[], Pulse]) -> None:
+        """Sends what pulse returns every ALIVE_PERIOD_S, from a thread and on a socket of its own."""
+        self._pulse = threading.Thread(target=self._show_life, args=(pulse,), name="signs of life", daemon=True)
+        self._pulse.start()
+
+    def _show_life(self, pulse: Callable[[], Pulse]) -> None:
+        socket = self._sockets.connected(zmq.DEALER, self._link.front_end, linger_ms=0)
+        while not self._is_closing.wait(ALIVE_PERIOD_S):
+            with contextlib.suppress(zmq.Again):
+                socket.send(encode(pulse()), zmq.NOBLOCK)
+
     def close(self) -> None:
+        self._is_closing.set()
+        if self._pulse is not None:
+            self._pulse.join()
         self._sockets.close()

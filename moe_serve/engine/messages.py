@@ -21,7 +21,6 @@ class Message(msgspec.Struct, frozen=True, array_like=True):
 
 
 # --- front end -> rank
-# -------------------------------------------------------------------------------------------------
 
 
 class Submit(Message, tag="submit", frozen=True):
@@ -85,7 +84,6 @@ class SetPlacement(Message, tag="set_placement", frozen=True):
 
 
 # --- rank -> front end
-# -------------------------------------------------------------------------------------------------
 
 
 class ModelLimits(msgspec.Struct, frozen=True):
@@ -167,6 +165,18 @@ class Status(Message, tag="status", frozen=True):
     pending_tokens: int  # prefill tokens still to compute
     counters: dict[str, float] = {}  # running totals: steps, tokens, preemptions, prefix hits, sleeps
     waited_s: list[float] = []  # for each rank, how long this one has waited for its rows; empty = not measured
+
+
+class Pulse(Message, tag="pulse", frozen=True):
+    """The process of a rank lives, whatever its step does; sent every ALIVE_PERIOD_S on a socket of its own.
+
+    phase: of its step; "" between steps
+    """
+
+    rank: int
+    epoch: int
+    step: int
+    phase: str
 
 
 class Members(Message, tag="members", frozen=True):
@@ -267,7 +277,6 @@ class Goodbye(Message, tag="goodbye", frozen=True):
 
 
 # --- rank -> rank
-# ------------------------------------------------------------------------------------------------------
 
 
 class Wake(Message, tag="wake", frozen=True):
@@ -278,7 +287,7 @@ class Wake(Message, tag="wake", frozen=True):
 
 
 ToRank = Submit | Abort | Alive | Shutdown | RecordCommand | Rebalance | SetPlacement
-ToFrontEnd = Hello | Progress | Ready | Tokens | Status | Members | Answer | BalanceReport | Fatal | Goodbye
+ToFrontEnd = Hello | Progress | Ready | Tokens | Status | Pulse | Members | Answer | BalanceReport | Fatal | Goodbye
 
 _encoder = msgspec.msgpack.Encoder()
 _to_rank = msgspec.msgpack.Decoder(ToRank)

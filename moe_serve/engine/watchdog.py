@@ -68,6 +68,12 @@ class Watchdog:
         """Ends the phase: nothing is watched until the next one."""
         self._phase = None
 
+    @property
+    def phase(self) -> str:
+        """The phase of a step, "" between steps. Safe to call from any thread."""
+        now = self._phase
+        return "" if now is None else now[0]
+
     def tick(self) -> None:
         """Looks at the phase; called every quarter of a second. Ticks are counted, not time: a process that was stopped
         has not been slow."""

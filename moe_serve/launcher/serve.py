@@ -23,7 +23,7 @@ import typer
 
 from moe_serve.config import ServeConfig, load_config
 from moe_serve.engine.mailbox import ZmqMailbox
-from moe_serve.engine.messages import Fatal, Goodbye, Hello, Progress, Ready
+from moe_serve.engine.messages import Fatal, Goodbye, Hello, Progress, Pulse, Ready
 from moe_serve.engine.watchdog import Watchdog, WatchLimits
 from moe_serve.errors import ConfigError, LostConnectionError, MoeServeError, PeerError
 from moe_serve.kernels.cpu.library import build_cpu_library
@@ -171,6 +171,7 @@ def _start(config: ServeConfig, env: RankEnv, mailbox: ZmqMailbox) -> "Engine":
     _end_on_signals(engine)
     watchdog.leave()
     engine.watchdog.start()
+    mailbox.start_pulse(lambda: Pulse(env.rank, env.epoch, engine.step, engine.watchdog.phase))
     mailbox.send(Ready(env.rank, env.epoch, engine.served.limits, engine.served.info))
     return engine
 

@@ -31,6 +31,7 @@ from moe_serve.engine.messages import (
     Members,
     Message,
     Progress,
+    Pulse,
     Ready,
     Shutdown,
     Status,
@@ -44,6 +45,7 @@ from moe_serve.server.balance import BalanceBook
 from moe_serve.server.commands import CommandBook
 from moe_serve.server.request_book import RequestBook
 from moe_serve.server.router_socket import RouterSocket
+from moe_serve.server.silence import Silence
 from moe_serve.server.workers import RankView, WorkerTable
 
 log = get_logger(__name__)
@@ -52,7 +54,6 @@ SUPERVISOR = -1  # the rank in the launcher's Hello
 _MAX_SUPERVISORS = 4
 _UNNAMED_LOSS_S = 0.5  # how long a report that cannot name the lost rank waits for one that can
 _GOODBYE_S = 3.0  # how long the ranks may take to end
-_REGROUP_GRACE_S = 2.0
 
 Observer = Callable[[ToFrontEnd], None]
 
@@ -78,11 +79,7 @@ class RankLink:
         self._supervisors: dict[bytes, None] = {}  # by age
         self._touch: asyncio.Task[None] | None = None
         self._socket: RouterSocket | None = None
-        # A rank reports between steps, and a step may last until its own deadline.
-        self._silence_s = max(config.server.worker_deadline_s, config.engine.step_deadline_s)
-        # The peers of a lost rank see the loss when they next wait for it, at the end of a step at the latest, and
-        # agree within two deadlines.
-        self._regroup_s = 3 * config.engine.step_deadline_s + _REGROUP_GRACE_S
+        self._silence = Silence(config)
         self._news = asyncio.Event()  # set whenever a rank attaches, gets ready, ends or is lost
 
     def open(self) -> None:
@@ -159,6 +156,9 @@ class RankLink:
         if identity in self._supervisors:
             if isinstance(message, Fatal) and message.epoch >= self.workers.epoch:
                 self.lose(message.lost_rank, message.message)
+            return
+        if isinstance(message, Pulse):
+            self.workers.pulse(message, time.monotonic())
             return
         view = self.workers.by_identity(identity)
         if view is None or message.epoch != self.workers.epoch:
@@ -287,34 +287,18 @@ class RankLink:
         server = self._server
         last_s = time.monotonic()
         while True:
-            for view in self.workers:
-                self._send(view.identity, Alive())
+            if self._socket is not None:
+                self._socket.keep_alive([view.identity for view in self.workers], Alive())
             await asyncio.sleep(ALIVE_PERIOD_S)
             now_s = time.monotonic()
-            stalled, last_s = now_s - last_s > self._silence_s / 2, now_s
+            stalled, last_s = now_s - last_s > self._silence.limit_s / 2, now_s
             if stalled or self.is_draining or self.workers.loss is not None:
                 continue  # after a pause of this process (stopped, laptop asleep) the ranks may report first
-            self._look_for_silence(now_s)
+            if (lost := self._silence.look(self.workers, now_s)) is not None:
+                self._end_epoch(*lost)
             if not self.workers.is_ready and now_s - self.started_s > server.attach_deadline_s:
                 self._end_epoch(
                     f"the ranks were not ready within server.attach_deadline_s = {server.attach_deadline_s:g} s "
                     f"({self.workers.missing()}); start the missing ranks, or allow more time",
                     None,
                 )
-
-    def _look_for_silence(self, now_s: float) -> None:
-        """Ends the epoch for a silent rank, and for a suspected one of which its peers report nothing."""
-        limit_s, what = self._silence_s, "the larger of server.worker_deadline_s and engine.step_deadline_s"
-        if self.workers.goes_on:
-            limit_s, what = limit_s + self._regroup_s, f"{what}, and time for its peers to go on without it"
-        suspect = self.workers.long_suspected(now_s, self._regroup_s)
-        silent = self.workers.silent_rank(now_s, limit_s)
-        if suspect is not None and suspect.suspicion is not None:
-            why = f"{suspect.suspicion[1]}; its peers did not report within {self._regroup_s:g} s whether they go on"
-            self._end_epoch(why, suspect.rank)
-        elif silent is not None:
-            self._end_epoch(
-                f"rank {silent.rank} on {silent.host} was not heard from for {now_s - silent.heard_s:.0f} s (at most "
-                f"{limit_s:g}: {what}); it hangs, or its host is gone",
-                silent.rank,
-            )

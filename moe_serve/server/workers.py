@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from moe_serve.engine.messages import Hello, Members, ModelLimits, Progress, Ready, Status
+from moe_serve.engine.messages import Hello, Members, ModelLimits, Progress, Pulse, Ready, Status
 
 
 @dataclass
@@ -22,6 +22,8 @@ class RankView:
     mask_reason:  why it is masked; None while it takes part
     suspicion:    (since when, why) it is presumed lost; its peers are about to report that they go on, or that they end
     times_masked: how often it was masked
+    pulse_s:      when its process last showed that it lives; None: not yet
+    last_phase:   what it was doing then
     """
 
     rank: int
@@ -38,6 +40,8 @@ class RankView:
     mask_reason: str | None = None
     suspicion: tuple[float, str] | None = None
     times_masked: int = 0
+    pulse_s: float | None = None
+    last_phase: str = "its phase is not known"
 
     @property
     def is_ready(self) -> bool:
@@ -132,6 +136,14 @@ class WorkerTable:
         self._ranks[hello.rank] = RankView(hello.rank, identity, hello.pid, hello.host, now_s)
         return None
 
+    def pulse(self, message: Pulse, now_s: float) -> None:
+        """Notes that the process of a rank lives, and what it is doing."""
+        view = self._ranks.get(message.rank)
+        if view is not None and message.epoch == self.epoch:
+            view.pulse_s = now_s
+            if message.phase:
+                view.last_phase = f"last seen in {message.phase} of step {message.step}"
+
     def progress(self, view: RankView, message: Progress) -> None:
         view.phase, view.fraction = message.phase, message.fraction
 
@@ -199,10 +211,6 @@ class WorkerTable:
         """Notes that the epoch is over. A report that names the rank replaces an earlier one that does not."""
         if self.loss is None or (self.lost_rank is None and lost_rank is not None):
             self.loss, self.lost_rank = reason, lost_rank
-
-    def silent_rank(self, now_s: float, deadline_s: float) -> RankView | None:
-        """Returns a serving rank that was not heard from for longer than the deadline."""
-        return next((view for view in self if view.serves and now_s - view.heard_s > deadline_s), None)
 
     def missing(self) -> str:
         """Returns the ranks that the start waits for, as text."""

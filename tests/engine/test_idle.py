@@ -16,6 +16,8 @@ from moe_serve.engine.mailbox import Inbound, ZmqMailbox
 from moe_serve.engine.messages import Alive, Hello, Shutdown, Status, Submit, Tokens, decode_to_front_end, encode
 from moe_serve.launcher.groups import gather_bytes
 from moe_serve.launcher.rank_env import free_port
+from moe_serve.links.link import Link
+from moe_serve.links.sockets import LinkSockets
 from tests.engine.offline import tiny_model
 from tests.ranks import run_ranks
 
@@ -44,9 +46,10 @@ class CountingMailbox(ZmqMailbox):
 def idle(rank: int, group: EpGroup, model: str, heartbeat_s: float, port: int) -> Idle | None:
     """Rank 2 plays the front end of the two others."""
     engines = dist.new_group([0, 1], backend="gloo")
+    link = Link(token="the token of this system", host="127.0.0.1", port=port)
     if rank == 2:
-        return play_front_end(port, heartbeats=heartbeat_s < AN_HOUR_S)
-    mailbox = CountingMailbox(f"tcp://127.0.0.1:{port}", "127.0.0.1")
+        return play_front_end(link, heartbeats=heartbeat_s < AN_HOUR_S)
+    mailbox = CountingMailbox(link, rank, "127.0.0.1")
     addresses = gather_bytes(mailbox.wake_address.encode(), engines)
     mailbox.connect_peers([addresses[1 - rank].decode()])
     settings = [
@@ -65,10 +68,9 @@ def idle(rank: int, group: EpGroup, model: str, heartbeat_s: float, port: int) -
     return Idle(counters.num_steps, counters.num_sleeps, mailbox.naps, counters.num_forwards)
 
 
-def play_front_end(port: int, heartbeats: bool) -> None:
-    context = zmq.Context()
-    router = context.socket(zmq.ROUTER)
-    router.bind(f"tcp://127.0.0.1:{port}")
+def play_front_end(link: Link, heartbeats: bool) -> None:
+    sockets = LinkSockets(link)
+    router = sockets.bound(zmq.ROUTER, link.front_end)
     names: dict[int, bytes] = {}
     while len(names) < 2:
         name, data = router.recv_multipart()
@@ -82,8 +84,7 @@ def play_front_end(port: int, heartbeats: bool) -> None:
     else:
         ask_one_by_one(router, [names[0], names[1]])
     router.send_multipart([names[0], encode(Shutdown())])
-    router.close(linger=500)
-    context.term()
+    sockets.close()
 
 
 def wait_for_heartbeats(router: "zmq.Socket[bytes]") -> None:

@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Sequence
 
 from moe_serve.engine.messages import Fatal, Members, TokenEvent, Tokens
-from moe_serve.server import rank_link as link_module
+from moe_serve.server import silence
 from moe_serve.server.open_request import Changes, OpenRequest, UnavailableError
 from moe_serve.server.request_book import MAX_LOSSES
 from tests.server.fake_worker import counting
@@ -199,7 +199,7 @@ async def test_a_rank_that_reports_its_own_failure_is_waited_out_and_the_last_on
 
 @in_event_loop
 async def test_others_that_say_nothing_end_the_epoch(monkeypatch):
-    monkeypatch.setattr(link_module, "_REGROUP_GRACE_S", 0.2)
+    monkeypatch.setattr(silence, "_REGROUP_GRACE_S", 0.2)
     async with three_ranks("engine.step_deadline_s=0.1") as served:
         served.bridge.lose_rank(1, "rank 1 was killed by SIGKILL")
         await asyncio.sleep(0)

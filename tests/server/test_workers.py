@@ -77,14 +77,6 @@ def test_the_first_reason_stays_unless_a_later_one_names_the_rank():
     assert (table.loss, table.lost_rank) == ("rank 1 is lost", 1)
 
 
-def test_only_ready_ranks_can_be_silent():
-    table = attached(0, 1)
-    assert table.silent_rank(now_s=100.0, deadline_s=5.0) is None  # loading weights may take its time
-    make_ready(table, 10, 10)
-    table.by_identity(b"socket0").heard_s = 99.0
-    assert table.silent_rank(now_s=100.0, deadline_s=5.0).rank == 1
-
-
 def group_of(*infos: str) -> WorkerTable:
     table = attached(*range(len(infos)), num_ranks=len(infos))
     for view, info in zip(table, infos, strict=True):
@@ -114,14 +106,6 @@ def test_the_newest_group_holds_and_a_suspicion_is_the_better_reason():
     assert table.regroup(Members(0, 0, 3, [0, 1, 2], "rank 1 rejoined")) == Regrouped([], [1], ended=[])
     assert table.masked == {}
     assert all(view.serves for view in table)
-
-
-def test_ranks_that_are_out_are_not_missed_when_silent():
-    table = group_of("mask", "mask")
-    table.regroup(Members(0, 0, 1, [0], "rank 1 did not arrive"))
-    table.by_identity(b"socket0").heard_s = 99.0
-    assert table.silent_rank(now_s=100.0, deadline_s=5.0) is None
-    assert table.is_ready
 
 
 def test_a_masked_rank_has_ended_where_its_peers_or_its_launcher_say_so():
