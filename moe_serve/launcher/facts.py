@@ -4,7 +4,7 @@ Ranks that differ would start, and serve wrong answers; or wait for each other w
 """
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import NamedTuple
@@ -50,6 +50,34 @@ def facts_of(config: ServeConfig, device: str) -> list[Fact]:
         Fact(_TOKEN, _of_secret(find_link(config.server).token)),
         *_files(config),
     ]
+
+
+def front_end_facts(config: ServeConfig) -> dict[str, str]:
+    """Returns what the front end must share with its ranks: the form of messages, and which id means which text.
+
+    Ranks report it in /server_info. Raises ModelError where the tokenizer cannot be read.
+    """
+    facts = {"version": moe_serve.__version__}
+    if not config.model.skip_tokenizer:
+        facts["tokenizer.json"] = _digest_of_file(model_dir(config.model) / "tokenizer.json")
+    return facts
+
+
+def front_end_difference(own: Mapping[str, str], rank: int, theirs: object) -> str | None:
+    """Returns in what a rank differs from this front end, and what to do; None where nothing does.
+
+    theirs: what the rank reported; None = nothing, as a rank of another kind
+    """
+    if theirs is None or theirs == own:
+        return None
+    reported = theirs if isinstance(theirs, dict) else {}
+    for key, value in own.items():
+        if reported.get(key) != value:
+            found = str(reported.get(key, "none"))[:40]
+            return (
+                f"{key} is {value} here and {found} on rank {rank}; start the front end with the ranks' configuration"
+            )
+    return None
 
 
 def first_difference(facts: Sequence[Sequence[Fact]]) -> str | None:

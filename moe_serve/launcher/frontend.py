@@ -14,7 +14,9 @@ from typing import Annotated
 import typer
 
 from moe_serve.config import ServeConfig, load_config
-from moe_serve.errors import MoeServeError
+from moe_serve.engine.messages import Ready, ToFrontEnd
+from moe_serve.errors import ConfigError, MoeServeError
+from moe_serve.launcher.facts import front_end_difference, front_end_facts
 from moe_serve.log import configure_logging, get_logger
 from moe_serve.server.ports import open_port
 
@@ -60,7 +62,16 @@ async def _serve(config: ServeConfig, listener: socket.socket) -> None:
     from moe_serve.server.keys import KeyRing
 
     tokenizer = load_tokenizer(config)
-    bridge = Bridge(config, tokenizer)
+    own, differs = front_end_facts(config), asyncio.get_running_loop().create_future()
+
+    def observe(message: ToFrontEnd) -> None:
+        match message:
+            case Ready(rank=rank, info=info):
+                difference = front_end_difference(own, rank, info.get("shared_with_front_end"))
+                if difference is not None and not differs.done():
+                    differs.set_result(difference)
+
+    bridge = Bridge(config, tokenizer, observe)
     await bridge.start()
     try:
         server = HttpServer(make_app(config, bridge, tokenizer), bridge, handle_signals=True)
@@ -69,7 +80,13 @@ async def _serve(config: ServeConfig, listener: socket.socket) -> None:
         host, port = listener.getsockname()[:2]
         log.info("HTTP on %s:%d, ranks attach at %s", host, port, bridge.link.front_end)
         gc.freeze()  # what was imported stays: no reason to look through it in every collection
-        await server.serve(sockets=[listener])
+        serving = asyncio.create_task(server.serve(sockets=[listener]))
+        await asyncio.wait((serving, differs), return_when=asyncio.FIRST_COMPLETED)
+        if differs.done():
+            server.should_exit = True
+            await serving
+            raise ConfigError(differs.result())
+        await serving
     finally:
         await bridge.close()
 

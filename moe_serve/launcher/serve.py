@@ -27,7 +27,7 @@ from moe_serve.engine.messages import Fatal, Goodbye, Hello, Progress, Pulse, Re
 from moe_serve.engine.watchdog import Watchdog, WatchLimits
 from moe_serve.errors import ConfigError, LostConnectionError, MoeServeError, PeerError
 from moe_serve.kernels.cpu.library import build_cpu_library
-from moe_serve.launcher.facts import facts_of
+from moe_serve.launcher.facts import facts_of, front_end_facts
 from moe_serve.launcher.preflight import look_where_to_write
 from moe_serve.launcher.rank_env import RankEnv, check_num_ranks, read_rank_env
 from moe_serve.links.link import find_link
@@ -198,6 +198,7 @@ def _build_engine(config: ServeConfig, groups: "Groups", mailbox: ZmqMailbox, re
     exchange = make_exchange(config.engine.exchange, groups.control, groups.one_host, config.engine.step_deadline_s)
     engine = build_engine(config, groups.ep, exchange, mailbox, epoch=groups.env.epoch, progress=report)
     engine.served.info |= {"exchange": type(exchange).__name__, "launched_by": groups.env.source}
+    engine.served.info["shared_with_front_end"] = front_end_facts(config)
     return engine
 
 

@@ -8,7 +8,15 @@ import pytest
 
 from moe_serve.config import ModelConfig, load_config, model_dir
 from moe_serve.launcher import facts
-from moe_serve.launcher.facts import Fact, facts_of, first_difference, samples, weight_digests
+from moe_serve.launcher.facts import (
+    Fact,
+    facts_of,
+    first_difference,
+    front_end_difference,
+    front_end_facts,
+    samples,
+    weight_digests,
+)
 
 DEMO = model_dir(ModelConfig())
 
@@ -136,3 +144,16 @@ def test_other_weights_are_seen_in_samples_too(folder: Path, monkeypatch: pytest
     after = weight_digests(folder)
     assert after[0] == before[0]
     assert after[1] != before[1]
+
+
+def test_a_front_end_with_another_tokenizer_or_version_is_told_so(folder: Path) -> None:
+    own = front_end_facts(load_config())
+    assert front_end_difference(own, 3, dict(own)) is None
+    assert front_end_difference(own, 3, None) is None
+    (folder / "tokenizer.json").write_bytes((folder / "tokenizer.json").read_bytes() + b"\n")
+    theirs = front_end_facts(load_config(overrides=[f"model.path={folder}"]))
+    message = str(front_end_difference(own, 3, theirs))
+    assert message.startswith("tokenizer.json is ")
+    assert "on rank 3; start the front end with the ranks' configuration" in message
+    assert "version" in str(front_end_difference(own, 3, {}))
+    assert "version" in str(front_end_difference(own, 3, ["?"]))
