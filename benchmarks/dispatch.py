@@ -44,8 +44,9 @@ def main() -> None:
     fault, num_late = fault_rows()
     notes = (
         f"T={NUM_TOKENS} tokens per rank, H={HIDDEN}, K={TOPK}, E={NUM_EXPERTS}, bf16 on the wire; ranks pinned, "
-        f"each in a session of its own at raised priority where allowed. A variant runs {LARGE} times in a row "
-        f"(small ones {SMALL} times, gloo and plain ones once); of a run the slowest rank counts, of a round the "
+        "at raised priority where allowed, and in sessions of their own where each has a core. A variant runs "
+        f"{LARGE} times in a row (small ones {SMALL} times, gloo and plain ones once); of a run the slowest rank "
+        "counts, of a round the "
         "best run. Times and ratios are medians over rounds, in brackets from the tenth to the ninetieth "
         "percentile. CPU: the time that the rank itself computed, spinning included; where it is far below the "
         "other, something else had the core. Huge pages: the shared regions in a tmpfs mounted with huge=always, "

@@ -141,7 +141,7 @@ class Way:
 def measure(rank: int, group: EpGroup, num_rounds: int, huge_tmpfs: str | None) -> Times:
     """Returns the times of all variants on this rank. huge_tmpfs: a folder whose files are in huge pages, if any"""
     torch.manual_seed(rank)
-    keep_the_core(rank)
+    keep_the_core(rank, group.num_ranks)
     slots = NUM_EXPERTS // group.num_ranks
     ids = torch.rand(NUM_TOKENS, NUM_EXPERTS).topk(TOPK, dim=1).indices
     batch = Batch(torch.randn(NUM_TOKENS, HIDDEN).bfloat16(), ids, torch.rand(NUM_TOKENS, TOPK))
@@ -181,19 +181,21 @@ def measure(rank: int, group: EpGroup, num_rounds: int, huge_tmpfs: str | None) 
     return variants.measure(num_rounds)
 
 
-def keep_the_core(rank: int) -> None:
+def keep_the_core(rank: int, num_ranks: int) -> None:
     """Pins this process and raises its priority where allowed: a rank that is preempted stops all others.
 
     Where Linux shares cores among sessions (autogroups), a priority within a session says little about other sessions,
-    so the process begins one of its own. It ends with this run.
+    so the process begins one of its own, which ends with this run. Not where ranks share a core: they give it to each
+    other by sched_yield, which reaches their own session only.
     """
     cores = sorted(os.sched_getaffinity(0))
     os.sched_setaffinity(0, {cores[rank % len(cores)]})
     with contextlib.suppress(OSError):
         os.setpriority(os.PRIO_PROCESS, 0, -15)
-    with contextlib.suppress(OSError):
-        os.setsid()
-        Path("/proc/self/autogroup").write_text("-15")
+    if num_ranks <= len(cores):
+        with contextlib.suppress(OSError):
+            os.setsid()
+            Path("/proc/self/autogroup").write_text("-15")
 
 
 def add_copies(variants: Variants, group: EpGroup, num_rows: dict[str, int]) -> None:
