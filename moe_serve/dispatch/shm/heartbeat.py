@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 from moe_serve.dispatch.shm.region import Int64Array
 
-BEAT_S = 0.1
+BEAT_S = 0.25
 _WORD = 8  # of the owner's page, on a cache line of its own: a beat disturbs no flag
 
 

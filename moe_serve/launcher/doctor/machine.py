@@ -9,11 +9,15 @@ from importlib import metadata
 from pathlib import Path
 
 import msgspec
+import torch
 import zmq
 
 from moe_serve.config import ServeConfig
 from moe_serve.dispatch.shm.memory import host_mark
+from moe_serve.engine.model_plan import compute_dtype
+from moe_serve.engine.numerics_choice import choose_numerics
 from moe_serve.errors import MoeServeError
+from moe_serve.kernels.cpu.digest import kernel_digest
 from moe_serve.launcher.facts import Fact, facts_of
 from moe_serve.launcher.groups import device_of
 from moe_serve.launcher.preflight import look_for_files
@@ -35,6 +39,7 @@ class RankReport(msgspec.Struct, frozen=True):
     master:    what MASTER_ADDR resolves to here
     files, files_hard: limit of open files;  memlock: bytes that may be locked, -1 = any number
     store:     addresses on which this host listens at the port of the launch's store, on rank 0
+    kernels:   what computes, and on CPUs a hash of its bits
     problems:  that this rank has alone
     """
 
@@ -56,14 +61,16 @@ class RankReport(msgspec.Struct, frozen=True):
     memlock: int
     store: list[str]
     facts: list[Fact]
+    kernels: str
     problems: list[str]
 
 
 def look(env: RankEnv, config: ServeConfig) -> RankReport:
     """Returns what this rank finds here."""
-    problems, facts, device = [], [], "unknown"
+    problems, facts, device, kernels = [], [], "unknown", "unknown"
     try:
         device = device_of(env, config).type
+        kernels = _kernels(config, device)
         look_for_files(config)
         facts = facts_of(config, device)
     except MoeServeError as error:
@@ -89,8 +96,15 @@ def look(env: RankEnv, config: ServeConfig) -> RankReport:
         memlock=resource.getrlimit(resource.RLIMIT_MEMLOCK)[0],
         store=listening_addresses(env.master_port) if env.rank == 0 and env.num_ranks > 1 else [],
         facts=facts,
+        kernels=kernels,
         problems=problems,
     )
+
+
+def _kernels(config: ServeConfig, device: str) -> str:
+    """Returns what computes; on a CPU, it is built here as it would be by the ranks."""
+    choice = choose_numerics(config, torch.device(device), compute_dtype(config, torch.device(device)))
+    return f"{choice.kernels}, bits {kernel_digest()}" if choice.library is not None else choice.kernels
 
 
 def _towards_the_others(env: RankEnv) -> tuple[str, str]:

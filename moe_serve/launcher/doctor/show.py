@@ -61,7 +61,8 @@ def _tables(diagnosis: Diagnosis) -> Iterator[tuple[str, Sequence[str], list[Seq
     ]
     yield "ranks", head, rows
     first = diagnosis.ranks[0]
-    yield "versions (rank 0)", ("package", "version"), [list(item) for item in first.packages.items()]
+    versions = [*first.packages.items(), ("kernels", first.kernels)]
+    yield "versions (rank 0)", ("package", "version"), [list(item) for item in versions]
     yield "environment (rank 0)", ("variable", "value"), [list(item) for item in first.environ.items()]
     if diagnosis.pairs:
         yield _pairs_title(diagnosis.pairs), ("from", "to", "latency", "bandwidth", "clock"), _pair_rows(diagnosis)

@@ -18,7 +18,7 @@ HEALTHY = RankReport(
     rank=0, host="one", host_mark="a", num_local_ranks=1, address="10.0.0.1", interface="eth0", master="10.0.0.1",
     device="cpu", packages={"python": "3.11.7", "zmq curve": "yes"}, environ={"NCCL_DEBUG": "INFO"}, cores=8,
     memory_bytes=1 << 34, shm_bytes=1 << 34, files=65536, files_hard=65536, memlock=-1, store=["10.0.0.1"],
-    facts=[Fact("cache.block_size", "16")], problems=[],
+    facts=[Fact("cache.block_size", "16")], kernels="compiled for this CPU (avx512), bits 12ab", problems=[],
 )  # fmt: skip
 
 
@@ -52,6 +52,7 @@ def test_healthy_ranks_have_no_findings() -> None:
         ({"facts": [Fact("cache.block_size", "32")]}, "problem", "ranks differ in cache.block_size", "same config"),
         ({"packages": {"python": "3.12.1", "zmq curve": "yes"}}, "warning", "python differs: 3.11.7", "same versions"),
         ({"packages": {"python": "3.11.7", "zmq curve": "no"}}, "problem", "rank 2: this libzmq has no CURVE", "pyzmq"),
+        ({"kernels": "plain torch"}, "problem", "ranks compute differently: compiled for", "engine.cpu_kernels=torch"),
         ({"problems": ["no such model"]}, "problem", "rank 2: no such model", ""),
         ({"files": 1024}, "warning", "rank 2: at most 1024 open files", "ulimit -n"),
         ({"num_local_ranks": 2, "shm_bytes": 64 << 20}, "warning", "rank 2: 64 MiB of /dev/shm", "--shm-size"),
@@ -85,6 +86,10 @@ def test_a_fault_of_a_rank_is_named_with_its_fix(changes: dict[str, Any], level:
 def test_a_fault_of_a_link_is_named(changes: dict[str, Any], level: str, words: str) -> None:
     (finding,) = judged(pairs(**changes))
     assert (finding.level, words) == (level, words if words in finding.text else finding.text)
+
+
+def test_kernels_of_another_width_with_the_same_bits_are_equal() -> None:
+    assert judged(kernels="compiled for this CPU (avx2), bits 12ab") == []
 
 
 def test_an_open_store_is_named() -> None:
