@@ -6,13 +6,13 @@ what the others are, and compares; a rank that does not come is named.
 
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 
 import msgspec
 from torch.distributed import FileStore, HashStore, PrefixStore, Store, TCPStore
 
-from moe_serve.errors import ConfigError, LaunchError
+from moe_serve.errors import ConfigError, LaunchError, MoeServeError
 from moe_serve.launcher.facts import Fact, first_difference
 from moe_serve.launcher.rank_env import RankEnv
 from moe_serve.log import get_logger
@@ -20,6 +20,8 @@ from moe_serve.server.ports import open_port
 
 log = get_logger(__name__)
 _POLL_S = 0.02
+_FAILED = "failed"  # under this key a rank says that it will not come
+_MOST_SAID = 2000  # characters
 _WARN_S = 5.0  # a rank that is not there by then is named in the log, and again whenever the wait has doubled
 _LEAVE_S = 5.0  # how long rank 0 waits for the others to have read
 
@@ -88,8 +90,16 @@ def leave(store: Store, env: RankEnv, name: str) -> None:
         time.sleep(_POLL_S)
 
 
-def check_facts(store: Store, env: RankEnv, facts: Sequence[Fact], deadline_s: float) -> None:
-    """Raises ConfigError on every rank, naming the first fact in which ranks differ, unless all have the same ones."""
+def check_facts(store: Store, env: RankEnv, find: Callable[[], Sequence[Fact]], deadline_s: float) -> None:
+    """Raises ConfigError on every rank, naming the first fact in which ranks differ, unless all have the same ones.
+
+    find: returns this rank's facts; where it raises, the other ranks end with its error too, and do not wait
+    """
+    try:
+        facts = find()
+    except MoeServeError as error:
+        PrefixStore("moe_serve/facts", store).set(_FAILED, f"rank {env.rank} ended: {error}"[:_MOST_SAID])
+        raise
     rows = gather(store, env, "facts", msgspec.json.encode(facts).decode(), deadline_s)
     try:
         message = first_difference([msgspec.json.decode(row, type=list[Fact]) for row in rows])
@@ -112,6 +122,8 @@ def _wait_for_all(at: Store, env: RankEnv, what: str, deadline_s: float) -> None
         waited_s = time.monotonic() - started_s
         if not missing:
             return
+        if at.check([_FAILED]):
+            raise LaunchError(at.get(_FAILED).decode(errors="replace"))
         ranks = f"rank{'s' if len(missing) > 1 else ''} {', '.join(map(str, missing[:8]))}"
         ranks += f" and {len(missing) - 8} more" if len(missing) > 8 else ""
         if waited_s > deadline_s:

@@ -156,7 +156,7 @@ def _start(config: ServeConfig, env: RankEnv, mailbox: ZmqMailbox) -> "Engine":
     device, deadline_s = device_of(env, config), config.server.attach_deadline_s
     our_own = listening_sockets()
     store = open_store(env, deadline_s)
-    check_facts(store, env, facts_of(config, device.type), deadline_s)
+    check_facts(store, env, lambda: facts_of(config, device.type), deadline_s)
     groups = join_groups(env, config, device, store)
     addresses = gather_bytes(mailbox.wake_address.encode(), groups.patient)
     mailbox.connect_peers([address.decode() for rank, address in enumerate(addresses) if rank != env.rank])

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import pytest
 
 from moe_serve.dispatch.base import EpGroup
-from moe_serve.errors import ConfigError, LaunchError
+from moe_serve.errors import ConfigError, LaunchError, ModelError, MoeServeError
 from moe_serve.launcher.facts import Fact
 from moe_serve.launcher.meeting import check_facts, gather, leave, open_store
 from moe_serve.launcher.rank_env import RankEnv, free_port
@@ -26,7 +26,7 @@ def meet(rank: int, group: EpGroup, port: int, values: Sequence[str]) -> str:
     env = env_of(rank, len(values), port)
     store = open_store(env, 20)
     try:
-        check_facts(store, env, [Fact("equal", "1"), Fact("cache.block_size", values[rank])], 20)
+        check_facts(store, env, lambda: [Fact("equal", "1"), Fact("cache.block_size", values[rank])], 20)
     except ConfigError as error:
         return str(error)
     leave(store, env, "facts")  # rank 0 holds the store, and a real one holds it for as long as it lives
@@ -57,6 +57,23 @@ def test_ranks_that_do_not_come_are_named() -> None:
     assert "server.attach_deadline_s" in said
 
 
+def find_nothing() -> list[Fact]:
+    raise ModelError("/models/a: cannot be read")
+
+
+def fail_on_rank_1(rank: int, group: EpGroup, port: int) -> str:
+    env = env_of(rank, 3, port)
+    with pytest.raises(MoeServeError) as caught:
+        check_facts(open_store(env, 20), env, find_nothing if rank == 1 else list, 60)
+    return str(caught.value)
+
+
+def test_no_rank_waits_for_one_that_cannot_come() -> None:
+    said = run_ranks(3, fail_on_rank_1, free_port(), timeout_s=30)
+    assert said[1] == "/models/a: cannot be read"
+    assert said[0] == said[2] == "rank 1 ended: /models/a: cannot be read"
+
+
 def read_garbage(rank: int, group: EpGroup, port: int) -> str:
     env = env_of(rank, 2, port)
     store = open_store(env, 5)
@@ -64,7 +81,7 @@ def read_garbage(rank: int, group: EpGroup, port: int) -> str:
         gather(store, env, "facts", '[["half', 5)
         return ""
     with pytest.raises(LaunchError) as caught:
-        check_facts(store, env, [], 5)
+        check_facts(store, env, list, 5)
     return str(caught.value)
 
 
