@@ -70,6 +70,7 @@ class RequestRouter:
         *,
         request_id: str | None = None,
         max_new_tokens: int = 0,
+        among: Sequence[int] = (),
     ) -> int:
         """Returns the rank for a request, and counts the request there until finished(request_id).
 
@@ -77,6 +78,7 @@ class RequestRouter:
         session_id:     requests of a session go to one rank; front ends agree on it without messages
         request_id:     None: the request is not counted
         max_new_tokens: tokens that it may produce
+        among:          choose one of these, which are not lost; () = any
         Raises CapacityError when all ranks are lost.
         """
         if not self._ranks:
@@ -84,7 +86,7 @@ class RequestRouter:
         keys = block_keys(root_key(b"", salt, self.block_size), prompt_ids, self.block_size)
         # A rank computes the last known token in any case, so a block that ends with it does not help.
         cached = self._cached_tokens(keys[: max(0, len(prompt_ids) - 1) // self.block_size])
-        rank = self._choose(cached, session_id)
+        rank = self._choose(cached, session_id, among or self.ranks)
         self._num_routed += 1
         self._ranks[rank].last_chosen = self._num_routed
         self._remember(keys, rank)
@@ -123,10 +125,10 @@ class RequestRouter:
         if rank not in self._ranks:
             self._ranks[rank] = _RankState(last_chosen=self._num_routed)
 
-    def _choose(self, cached: dict[int, int], session_id: str | None) -> int:
-        least = min(state.load for state in self._ranks.values())
+    def _choose(self, cached: dict[int, int], session_id: str | None, among: Sequence[int]) -> int:
+        least = min(self._ranks[rank].load for rank in among)
         if session_id is not None:
-            rank = max(self._ranks, key=lambda rank: _rendezvous_weight(session_id, rank))
+            rank = max(among, key=lambda rank: _rendezvous_weight(session_id, rank))
             if self._ranks[rank].load - least <= self.load_gap:
                 return rank
 
@@ -136,7 +138,7 @@ class RequestRouter:
             is_near = state.load - least <= self.load_gap
             return state.load - (cached.get(rank, 0) if is_near else 0), state.last_chosen
 
-        return min(self._ranks, key=work)
+        return min(among, key=work)
 
     def _cached_tokens(self, keys: Sequence[bytes]) -> dict[int, int]:
         """Returns how many tokens of this prompt's beginning each rank was sent; ranks with none are left out."""

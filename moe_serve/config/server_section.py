@@ -52,6 +52,9 @@ class ServerConfig(Section):
     # this and than engine.step_deadline_s.
     worker_deadline_s: PositiveFloat = 30.0
     routing_load_gap: NonNegativeFloat = 512.0  # prefix and session affinity yield above this gap, in tokens
+    # A request that waits for a rank with `priority: p` is served as if it had come p times this earlier; 0: priorities
+    # mean nothing.
+    priority_head_start_s: NonNegativeFloat = 1.0
     health_deadline_s: PositiveFloat = 20.0  # how long /health_generate waits for a token of every rank
 
     @model_validator(mode="after")

@@ -47,7 +47,7 @@ class Output:
     finish_reason: str | None
     matched: int | str | None
     num_cached_tokens: int  # of the prompt, from the prefix cache
-    rank: int
+    rank: int | None  # None: it ended before a rank had it
 
 
 class LLM:

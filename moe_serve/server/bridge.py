@@ -157,15 +157,15 @@ class Bridge:
 
     def ask_rank(self, spec: RequestSpec, changes: Changes) -> OpenRequest:
         """Sends a request of the server's own to the rank that the spec names, however many are open."""
-        return self._open(spec, changes)
+        return self._open(spec, changes, at_once=True)
 
     @property
     def num_events(self) -> Mapping[int, int]:
         """How many events of requests, mostly tokens, each rank has sent so far."""
         return self._book.num_events
 
-    def _open(self, spec: RequestSpec, changes: Changes) -> OpenRequest:
-        return self._book.open(f"{self._link.started_s:.6f}", spec, self.limits.eos_token_ids, changes)
+    def _open(self, spec: RequestSpec, changes: Changes, at_once: bool = False) -> OpenRequest:
+        return self._book.open(f"{self._link.started_s:.6f}", spec, self.limits.eos_token_ids, changes, at_once)
 
     def abort(self, request: OpenRequest) -> None:
         """Ends a request that nobody waits for any more."""
@@ -176,7 +176,13 @@ class Bridge:
         return {
             "state": self.problem() or "ready",
             "epoch": self.workers.epoch,
-            "requests": {"open": self.num_open, "capacity": self.capacity, **self.counters},
+            "requests": {
+                "open": self.num_open,
+                "waiting": self._book.num_waiting,
+                "waiting_tokens": self._book.waiting_tokens,
+                "capacity": self.capacity,
+                **self.counters,
+            },
             "ranks_out": {str(rank): reason for rank, reason in self.workers.masked.items()},
             "ranks": self.workers.describe(time.monotonic()),
         }

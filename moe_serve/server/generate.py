@@ -58,6 +58,7 @@ async def start_call(given: GenerateRequest, bridge: Bridge, tokenizer: Tokenize
                     salt=given.salt,
                     session_id=prompt.session_id,
                     rank=given.rank,
+                    priority=given.priority,
                 )
             )
     changes = Changes()

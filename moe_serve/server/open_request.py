@@ -23,6 +23,7 @@ class RequestSpec:
     salt:       requests share cached prefixes only with those of the same salt
     session_id: requests of one session go to one rank
     rank:       the rank that the caller chose; None = any
+    priority:   head starts in the line of requests that wait (waiting_line.py)
     """
 
     prompt_ids: list[int]
@@ -31,6 +32,12 @@ class RequestSpec:
     salt: str = ""
     session_id: str | None = None
     rank: int | None = None
+    priority: int = 0
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the prompt and the longest output."""
+        return len(self.prompt_ids) + self.params.max_new_tokens
 
 
 class Changes:
@@ -61,7 +68,7 @@ class Changes:
 class OpenRequest:
     """One submitted request.
 
-    rank:       the rank that serves it now
+    rank:       the rank that serves it now; None while it waits for one
     attempt:    the submit that counts; events of other attempts are dropped
     matcher:    its output as the reader sees it
     failure:    set when it ends without an answer; RequestError: the client's fault
@@ -72,14 +79,13 @@ class OpenRequest:
         self,
         request_id: str,
         spec: RequestSpec,
-        rank: int,
         tokenizer: Decoder | None,
         eos_token_ids: Sequence[int],
         changes: Changes,
     ):
         self.request_id = request_id
         self.spec = spec
-        self.rank = rank
+        self.rank: int | None = None
         self.attempt = 0
         self.has_started = False  # the rank has sent a token of this attempt
         self.matcher = StopMatcher(tokenizer, spec.params, eos_token_ids, spec.prompt_ids)
@@ -111,9 +117,9 @@ class OpenRequest:
             salt=self.spec.salt,
         )
 
-    def move_to(self, rank: int) -> None:
-        """Assigns a lost rank's request to another rank; its output so far stays."""
-        self.rank = rank
+    def leave_rank(self) -> None:
+        """Takes a request from its rank, to be submitted again; its output so far stays."""
+        self.rank = None
         self.attempt += 1
         self.has_started = False
 

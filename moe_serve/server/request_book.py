@@ -14,15 +14,21 @@ from moe_serve.config import ServeConfig
 from moe_serve.engine.incremental_decoder import Decoder
 from moe_serve.engine.messages import Abort, Message, Status, Tokens
 from moe_serve.server.open_request import Changes, OpenRequest, RequestSpec, UnavailableError
+from moe_serve.server.waiting_line import WaitingLine
 from moe_serve.server.workers import Regrouped
 
+_AHEAD = 2  # requests beyond those that a rank runs, at least; they start without a round trip
 MAX_LOSSES = 3  # ranks that may end while they serve one request, without a token in between
 
 
 class RequestBook:
     """All open requests, the router that chooses their ranks, and counters.
 
-    send: sends a message to a rank, without waiting
+    A rank gets as many requests as it can run and a few more, so that it never idles between two of them; the others
+    wait here, where they can be put in order, dropped, or sent to another rank.
+
+    send:    sends a message to a rank, without waiting
+    is_held: no request is sent to a rank
     """
 
     def __init__(self, config: ServeConfig, tokenizer: Decoder | None, send: Callable[[int, Message], None]):
@@ -35,6 +41,11 @@ class RequestBook:
         self._send = send
         self._open: dict[str, OpenRequest] = {}
         self._numbers = itertools.count()
+        self.is_held = False
+        self._lines: dict[int | None, WaitingLine] = {}  # for each rank that callers chose, and for any rank
+        self._num_sent: Counter[int] = Counter()  # requests that a rank has now
+        running = config.engine.max_running_requests
+        self._most_sent = running + max(_AHEAD, running // 8)
         self._router = self._new_router(config.cache.block_size)
 
     def __len__(self) -> int:
@@ -43,30 +54,64 @@ class RequestBook:
     def begin_epoch(self, block_size: int) -> None:
         """Starts with an empty router: all ranks are new. block_size: of their caches, in tokens"""
         self._router = self._new_router(block_size)
+        self._num_sent.clear()
+        self.send_waiting()
 
-    def open(self, prefix: str, spec: RequestSpec, eos_token_ids: Sequence[int], changes: Changes) -> OpenRequest:
-        """Sends a new request to a rank. prefix: makes its id unique among front ends"""
+    @property
+    def num_waiting(self) -> int:
+        """Requests that wait for a rank."""
+        return sum(map(len, self._lines.values()))
+
+    @property
+    def waiting_tokens(self) -> int:
+        """Tokens of the requests that wait for a rank: of their prompts and longest outputs."""
+        return sum(line.num_tokens for line in self._lines.values())
+
+    def open(
+        self,
+        prefix: str,
+        spec: RequestSpec,
+        eos_token_ids: Sequence[int],
+        changes: Changes,
+        at_once: bool = False,
+    ) -> OpenRequest:
+        """Takes a new request, which waits until a rank has space. prefix: makes its id unique among front ends
+
+        at_once: it goes to the rank of its spec, space or not
+        """
         request_id = f"{prefix}-{next(self._numbers)}"
-        rank = spec.rank  # the load of a rank that the caller chose shows in that rank's own reports
-        if rank is None:
-            rank = self._router.route(
-                spec.prompt_ids,
-                spec.session_id,
-                spec.salt,
-                request_id=request_id,
-                max_new_tokens=spec.params.max_new_tokens,
-            )
-        request = OpenRequest(request_id, spec, rank, self._tokenizer, eos_token_ids, changes)
+        request = OpenRequest(request_id, spec, self._tokenizer, eos_token_ids, changes)
         self._open[request_id] = request
         self.counters["num_requests"] += 1
-        self._send(rank, request.submit_message())
+        if at_once:
+            self._start(request)
+        else:
+            self._queue(request)
+            self.send_waiting()
         return request
+
+    def send_waiting(self) -> None:
+        """Sends requests to ranks, in the order of their line, until all ranks are full or none waits."""
+        while True:
+            lines = [line for rank, line in self._lines.items() if line and self._has_space(rank)]
+            if not lines or self.is_held:
+                return
+            self._start(self._open[min(lines, key=WaitingLine.first_due_s).pop()])
+
+    def take_back(self) -> None:
+        """Takes all requests from their ranks; they wait again, in their old order, with their output so far."""
+        for request in self._open.values():
+            if request.rank is not None:
+                self._send(request.rank, Abort(request.request_id))
+                self._leave(request)
+                self._queue(request)
 
     def abort(self, request: OpenRequest) -> None:
         """Ends a request that nobody waits for any more."""
         if request.request_id in self._open:
             self.counters["num_aborted"] += 1
-            self._send(request.rank, Abort(request.request_id))
+            if request.rank is not None:
+                self._send(request.rank, Abort(request.request_id))
             self._forget(request)
 
     def take(self, message: Tokens) -> None:
@@ -83,7 +128,7 @@ class RequestBook:
             if request.is_done:
                 self.counters["num_failed" if request.failure else "num_finished"] += 1
                 if event.finish is None:  # a stop string, which ranks do not know
-                    self._send(request.rank, Abort(request.request_id))
+                    self._send(message.rank, Abort(request.request_id))
                 self._forget(request)
 
     def take_status(self, status: Status) -> None:
@@ -91,6 +136,7 @@ class RequestBook:
 
     def fail_all(self, reason: str) -> None:
         """Ends all requests with an error."""
+        self._lines.clear()  # first, so that none is sent in the place of one that ends
         for request in list(self._open.values()):
             self._fail(request, reason)
 
@@ -108,34 +154,64 @@ class RequestBook:
             self._router.mark_lost(rank)
         for rank in change.rejoined:
             self._router.mark_back(rank)
-        requests = [request for request in self._open.values() if request.rank in change.masked]
         num_moved = 0
-        for request in requests:
-            self._send(request.rank, Abort(request.request_id))  # a late rank still holds it
-            num_losses = request.count_loss() if request.rank in change.ended else 0
+        for request in list(self._open.values()):
+            lost = request.rank
+            if lost is None or lost not in change.masked:
+                continue
+            self._send(lost, Abort(request.request_id))  # a late rank still holds it
+            num_losses = request.count_loss() if lost in change.ended else 0
             if num_losses > MAX_LOSSES:
                 self._fail(
                     request,
                     f"{num_losses} ranks were lost while they served this request, the last one was rank "
-                    f"{request.rank}; it is not tried again",
+                    f"{lost}; it is not tried again",
                 )
             else:
-                self._move(request)
+                self._leave(request)
+                self._start(request, may_choose=False)
                 num_moved += 1
         self.counters["num_moved"] += num_moved
+        self.send_waiting()
         return num_moved
 
-    def _move(self, request: OpenRequest) -> None:
+    def _queue(self, request: OpenRequest) -> None:
+        spec = request.spec
+        line = self._lines.setdefault(spec.rank, WaitingLine(self._config.server.priority_head_start_s))
+        line.push(request.request_id, request.submitted_s, spec.priority, spec.num_tokens)
+
+    def _has_space(self, rank: int | None) -> bool:
+        """Returns whether a request may be sent to this rank. rank: None, or one that is lost: to any"""
+        with_space = self._with_space()
+        return rank in with_space if rank in self._router.ranks else bool(with_space)
+
+    def _with_space(self) -> list[int]:
+        return [rank for rank in self._router.ranks if self._num_sent[rank] < self._most_sent]
+
+    def _start(self, request: OpenRequest, may_choose: bool = True) -> None:
+        """Sends a request to a rank. may_choose: to that of its caller, if it named one that serves"""
         spec, output = request.spec, request.matcher.output_ids
-        rank = self._router.route(
-            [*spec.prompt_ids, *output],
-            spec.session_id,
-            spec.salt,
-            request_id=request.request_id,
-            max_new_tokens=spec.params.max_new_tokens - len(output),
-        )
-        request.move_to(rank)
+        # The load of a rank that the caller chose shows in that rank's own reports.
+        if may_choose and spec.rank is not None and spec.rank in self._router.ranks:
+            rank = spec.rank
+        else:
+            rank = self._router.route(
+                [*spec.prompt_ids, *output],
+                spec.session_id,
+                spec.salt,
+                request_id=request.request_id,
+                max_new_tokens=spec.params.max_new_tokens - len(output),
+                among=self._with_space(),
+            )
+        request.rank = rank
+        self._num_sent[rank] += 1
         self._send(rank, request.submit_message())
+
+    def _leave(self, request: OpenRequest) -> None:
+        if request.rank is not None:
+            self._num_sent[request.rank] -= 1
+            self._router.finished(request.request_id)
+        request.leave_rank()
 
     def _fail(self, request: OpenRequest, reason: str) -> None:
         request.fail(UnavailableError(reason))
@@ -144,7 +220,14 @@ class RequestBook:
 
     def _forget(self, request: OpenRequest) -> None:
         del self._open[request.request_id]
+        if request.rank is None:
+            line = self._lines.get(request.spec.rank)
+            if line is not None:
+                line.remove(request.request_id)
+            return
+        self._num_sent[request.rank] -= 1
         self._router.finished(request.request_id)
+        self.send_waiting()
 
     def _new_router(self, block_size: int) -> RequestRouter:
         return RequestRouter(

@@ -21,6 +21,7 @@ from moe_serve.server.json_fields import (
     token_ids,
     whole_number,
 )
+from moe_serve.server.waiting_line import MAX_PRIORITY
 
 MAX_SAMPLES = 128  # `n` of one prompt
 MAX_STOP_CHARS = 1024  # of one stop string
@@ -44,7 +45,6 @@ NEUTRAL_FIELDS: Mapping[str, tuple[Any, ...]] = {
     "lora_path": (),
     "custom_logit_processor": (),
     "routing_key": (),
-    "priority": (),
     "bootstrap_host": (),
     "bootstrap_port": (),
     "bootstrap_room": (),
@@ -97,6 +97,7 @@ class GenerateRequest:
     is_batch: bool
     salt: str
     rank: int | None  # the client chose the rank
+    priority: int
 
 
 def parse_generate(body: bytes, max_prompts: int) -> GenerateRequest:
@@ -141,6 +142,7 @@ def parse_generate(body: bytes, max_prompts: int) -> GenerateRequest:
         stream=bool(values.take("stream", boolean)),
         is_batch=is_batch or any(item.num_samples > 1 for item in params),
         salt=_SALT_SEPARATOR.join(salt for salt in salts if salt is not None),
+        priority=values.take("priority", _priority) or 0,
         rank=_first(values.take("routed_dp_rank", natural_number), values.take("data_parallel_rank", natural_number)),
     )
     values.refuse_the_rest()
@@ -245,6 +247,13 @@ def _stops(name: str, value: Any) -> tuple[str, ...]:
     if any(len(stop) > MAX_STOP_CHARS for stop in stops):
         raise RequestError(f"{name} holds a string of more than {MAX_STOP_CHARS} characters; shorten it", field=name)
     return tuple(stops)
+
+
+def _priority(name: str, value: Any) -> int:
+    number = whole_number(name, value)
+    if abs(number) > MAX_PRIORITY:
+        raise RequestError(f"{name} is {number}, expected {-MAX_PRIORITY} to {MAX_PRIORITY}", field=name)
+    return number
 
 
 def _first(*values: Any) -> Any:
