@@ -92,6 +92,12 @@ class ZmqMailbox:
         self._heard_s = time.monotonic()
         self._warnings = RareWarnings(log)
 
+    @property
+    def wake_ports(self) -> frozenset[int]:
+        """The TCP port where peers reach this rank; empty where they use ipc."""
+        _, is_tcp, address = self.wake_address.partition("tcp://")
+        return frozenset([int(address.rpartition(":")[2])] if is_tcp else [])
+
     def connect_peers(self, wake_addresses: Sequence[str]) -> None:
         """Connects to the other ranks' wake addresses (not to its own)."""
         self._peers += [self._sockets.connected(zmq.PUSH, address) for address in wake_addresses]

@@ -31,7 +31,7 @@ from moe_serve.launcher.facts import facts_of, front_end_facts
 from moe_serve.launcher.preflight import look_where_to_write
 from moe_serve.launcher.rank_env import RankEnv, check_num_ranks, read_rank_env
 from moe_serve.links.link import find_link
-from moe_serve.links.newcomers import listening_sockets, shut_out_newcomers
+from moe_serve.links.newcomers import shut_out_newcomers
 from moe_serve.log import configure_logging, get_logger
 
 if TYPE_CHECKING:
@@ -154,7 +154,6 @@ def _start(config: ServeConfig, env: RankEnv, mailbox: ZmqMailbox) -> "Engine":
     from moe_serve.launcher.meeting import check_facts, open_store
 
     device, deadline_s = device_of(env, config), config.server.attach_deadline_s
-    our_own = listening_sockets()
     store = open_store(env, deadline_s)
     check_facts(store, env, lambda: facts_of(config, device.type), deadline_s)
     groups = join_groups(env, config, device, store)
@@ -166,7 +165,7 @@ def _start(config: ServeConfig, env: RankEnv, mailbox: ZmqMailbox) -> "Engine":
     report("warming up", 0.0)
     engine.served.warm_up()
     barrier(groups.patient)  # by now every rank has made all connections of its groups, and to the store
-    shut_out_newcomers(listening_sockets() - our_own)
+    shut_out_newcomers(mailbox.wake_ports)
     engine.served.info["start_s"] = round(time.monotonic() - started_s, 3)
     _end_on_signals(engine)
     watchdog.leave()

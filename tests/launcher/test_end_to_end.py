@@ -11,6 +11,7 @@ import httpx
 import pytest
 
 from moe_serve.eplb import read_trace
+from tests.launcher.listening import listening, takes_strangers
 from tests.launcher.running import Running, eventually, gone, pid_of_rank
 from tests.server.served import demo_tokenizer as tokenizer_of_the_demo
 from tests.server.test_app import BAD
@@ -197,6 +198,13 @@ def test_generate_prints_the_text_of_the_server_and_ends(client):
     )
     assert result.returncode == 0, result.stderr
     assert result.stdout == f"def __init__(self{text}\n"
+
+
+def test_no_port_but_that_of_http_takes_a_stranger(system, client):
+    ports = {address for pid in system.descendants() for address in listening(pid)}
+    assert {host for host, _ in ports} == {"127.0.0.1"}
+    assert [port for host, port in ports if takes_strangers((host, port))] == [client.base_url.port]
+    assert len(generate(client, text="x", sampling_params=GREEDY)["output_ids"]) == 24
 
 
 def test_ctrl_c_leaves_nothing(system, client):

@@ -1,32 +1,43 @@
 """Listening sockets that are shut: nobody new comes in, and who is in goes on."""
 
 import socket
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
 
-import pytest
+from moe_serve.links.newcomers import shut_out_newcomers
+from tests.launcher.listening import takes_strangers
 
-from moe_serve.links.newcomers import listening_sockets, shut_out_newcomers
+
+def _two_ports(pipe: Connection) -> None:
+    """Shuts one of its two ports when somebody is in, and then greets whoever is in."""
+    with (
+        socket.create_server(("127.0.0.1", 0)) as shut,
+        socket.create_server(("127.0.0.1", 0)) as spared,
+        socket.socket(),
+        socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as datagrams,
+    ):
+        datagrams.bind(("127.0.0.1", 0))
+        pipe.send((shut.getsockname(), spared.getsockname()))
+        inside, _ = shut.accept()
+        shut_out_newcomers({spared.getsockname()[1]})
+        pipe.send("shut")
+        assert pipe.recv() == "go on"
+        inside.sendall(inside.recv(5))
+        pipe.recv()
 
 
 def test_newcomers_are_dropped_and_connections_go_on():
-    before = listening_sockets()
-    with socket.create_server(("127.0.0.1", 0)) as listener, socket.create_server(("127.0.0.1", 0)) as other:
-        address = listener.getsockname()
-        assert listening_sockets() - before == {listener.fileno(), other.fileno()}
-        with socket.create_connection(address, 5) as client:
-            inside, _ = listener.accept()
-            shut_out_newcomers({listener.fileno()})
-            with pytest.raises(TimeoutError):
-                socket.create_connection(address, 0.2)
-            client.sendall(b"hello")
-            assert inside.recv(5) == b"hello"
-            inside.sendall(b"you too")
-            assert client.recv(7) == b"you too"
-            inside.close()
-        socket.create_connection(other.getsockname(), 5).close()
-
-
-def test_sockets_that_do_not_listen_are_not_meant():
-    before = listening_sockets()
-    with socket.socket(), socket.socket(socket.AF_UNIX), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as datagrams:
-        datagrams.bind(("127.0.0.1", 0))
-        assert listening_sockets() == before
+    pipe, end = get_context("fork").Pipe()
+    process = get_context("fork").Process(target=_two_ports, args=(end,))
+    process.start()
+    shut, spared = pipe.recv()
+    with socket.create_connection(shut, 5) as client:
+        assert pipe.recv() == "shut"
+        assert not takes_strangers(shut)
+        assert takes_strangers(spared)
+        pipe.send("go on")
+        client.sendall(b"hello")
+        assert client.recv(5) == b"hello"
+    pipe.send("end")
+    process.join()
+    assert process.exitcode == 0
