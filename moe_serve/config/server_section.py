@@ -55,6 +55,8 @@ class ServerConfig(Section):
     # A request that waits for a rank with `priority: p` is served as if it had come p times this earlier; 0: priorities
     # mean nothing.
     priority_head_start_s: NonNegativeFloat = 1.0
+    # After SIGTERM open requests have so long to end, and new ones get 503. Kubernetes kills after 30 s by default.
+    drain_deadline_s: NonNegativeFloat = 25.0
     health_deadline_s: PositiveFloat = 20.0  # how long /health_generate waits for a token of every rank
 
     @model_validator(mode="after")

@@ -88,6 +88,8 @@ class _System:
         self.display = display
         self.ranks = ranks
         self.stop_signals = 0
+        self.wants_drain = False  # the first signal was SIGTERM
+        self._drain_until_s = 0.0
         self._link = link
         self._front_end: Child | None = None
         self._ready: set[int] = set()
@@ -120,18 +122,32 @@ class _System:
     def watch(self) -> None:
         """Prints and forwards what happens, until _Ended is raised."""
         while True:
-            if self.stop_signals:
+            if self.stop_signals and not self._drains():
                 self.display.stop()
                 self.display.note("ending …")
                 raise _Ended(1 if self._is_reported else 0)
             if self._socket.poll(_POLL_MS):
                 self._listen()
-            self._look_for_losses()
+            if not (self._drain_until_s and any(child.code == 0 for child in self.ranks.children)):
+                self._look_for_losses()  # a rank that ends with 0 at the end of a drain is none
             assert self._front_end is not None
             code = self._front_end.code
             if code is not None and not self.stop_signals:
                 self.display.note(f"the front end {describe_exit(code)}", style="red")
                 raise _Ended(2 if code == 2 else 1)
+
+    def _drains(self) -> bool:
+        """Returns whether to go on until open requests have ended: after one SIGTERM, within the deadline."""
+        if not self.wants_drain or self.stop_signals > 1 or not self._is_ready or self._is_reported:
+            return False
+        if self._front_end is None or self._front_end.code is not None:
+            return False
+        deadline_s = self.config.server.drain_deadline_s
+        if not self._drain_until_s:
+            self._drain_until_s = time.monotonic() + deadline_s + _END_GRACE_S
+            self._front_end.signal(signal.SIGTERM)
+            self.display.note(f"open requests have {deadline_s:g} s to end; a second signal ends them now")
+        return time.monotonic() < self._drain_until_s
 
     def _listen(self) -> None:
         while self._socket.poll(0):
@@ -236,7 +252,7 @@ class _System:
         """Ends every process; after a second signal, without waiting."""
         front_end = self._front_end
         if front_end is not None:
-            front_end.signal(signal.SIGTERM)
+            front_end.signal(signal.SIGINT)  # at once: what may be drained has been
         if not self._is_ready or front_end is None or front_end.code is not None:
             for child in self.ranks.children:  # no front end asks them to end, or they do not listen yet
                 child.signal(signal.SIGTERM)
@@ -257,6 +273,7 @@ def _signals_stop(system: _System) -> Iterator[None]:
     """Counts SIGINT, SIGTERM and SIGHUP, so that none raises in the middle of something."""
 
     def count(number: int, frame: FrameType | None) -> None:
+        system.wants_drain |= number == signal.SIGTERM and not system.stop_signals
         system.stop_signals += 1
 
     numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)

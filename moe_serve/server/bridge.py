@@ -4,6 +4,7 @@ Every accepted request ends, with tokens or with an error. How ranks attach, rep
 Torch-free.
 """
 
+import asyncio
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -17,6 +18,7 @@ from moe_serve.server.commands import Command
 from moe_serve.server.open_request import Changes, OpenRequest, RequestSpec, UnavailableError
 from moe_serve.server.rank_link import Observer, RankLink
 
+_LOOK_S = 0.02  # between two looks whether the last request has ended
 _WRITE_S = 60.0  # for what a rank does to carry out a command, such as writing a dump
 
 
@@ -45,6 +47,7 @@ class Bridge:
         self.workers = self._link.workers
         self.balance = self._link.balance
         self._book = self._link.book
+        self._is_finishing = False
 
     # --- life ---------------------------------------------------------------------------------------------------------
 
@@ -56,6 +59,14 @@ class Bridge:
     def link(self) -> Link:
         """How ranks attach; over TCP with the real port, also where the configuration says 0."""
         return self._link.link
+
+    async def finish(self, deadline_s: float) -> int:
+        """Takes no more requests, and returns when the open ones have ended, or how many have not by the deadline."""
+        self._is_finishing = True
+        end_s = time.monotonic() + deadline_s
+        while self.num_open and time.monotonic() < end_s:
+            await asyncio.sleep(_LOOK_S)
+        return self.num_open
 
     def drain(self, reason: str = "the server is ending") -> None:
         """Takes no more requests, and ends the open ones with an error."""
@@ -87,7 +98,7 @@ class Bridge:
 
     def problem(self) -> str | None:
         """Returns why no request can be served now, naming the rank where one is to blame; None if all is well."""
-        if self._link.is_draining:
+        if self._link.is_draining or self._is_finishing:
             return "the server is ending"
         if self.workers.loss is not None:
             return self.workers.loss

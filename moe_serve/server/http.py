@@ -9,6 +9,7 @@ from collections.abc import Iterator
 import uvicorn
 from fastapi import FastAPI
 
+from moe_serve.log import get_logger
 from moe_serve.server.bridge import Bridge
 from moe_serve.server.connection import Connection, ConnectionLimits
 from moe_serve.server.connection_table import ConnectionTable
@@ -16,6 +17,7 @@ from moe_serve.server.descriptors import connections_allowed
 from moe_serve.server.listener import Listener
 from moe_serve.server.tls import make_tls
 
+log = get_logger(__name__)
 _END_DEADLINE_S = 3  # for answers in progress, once the server is told to end
 _SWEEP_S = 0.25  # between two looks at the deadlines of all connections
 
@@ -49,6 +51,7 @@ class HttpServer(uvicorn.Server):
         per_client = server.max_connections_per_client or -(-allowed // 2)
         self.table = ConnectionTable(allowed, min(per_client, allowed))
         self._work: list[asyncio.Task[None]] = []
+        self._draining: asyncio.Task[None] | None = None
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Starts to accept from listening sockets."""
@@ -83,6 +86,22 @@ class HttpServer(uvicorn.Server):
             await asyncio.sleep(min(_SWEEP_S, shortest_s / 4))
             self.table.sweep()
 
+    def drain(self) -> None:
+        """Refuses new work with 503, lets open requests end within the deadline, then stops. Again: stops at once."""
+        if self._draining is not None or self.should_exit:
+            self.stop()
+        else:
+            self._draining = asyncio.create_task(self._drain())
+
+    async def _drain(self) -> None:
+        deadline_s = self._bridge.config.server.drain_deadline_s
+        num_open = self._bridge.num_open
+        log.info("draining: %d open requests have %g s to end", num_open, deadline_s)
+        num_left = await self._bridge.finish(deadline_s)
+        if num_left:
+            log.warning("%d requests were still open after server.drain_deadline_s = %g s", num_left, deadline_s)
+        self.stop()
+
     def stop(self) -> None:
         """Begins to end. A second call no longer waits for answers."""
         self.force_exit = self.should_exit
@@ -95,8 +114,8 @@ class HttpServer(uvicorn.Server):
             yield
             return
         loop = asyncio.get_running_loop()
-        for number in (signal.SIGINT, signal.SIGTERM):
-            loop.add_signal_handler(number, self.stop)
+        loop.add_signal_handler(signal.SIGINT, self.stop)
+        loop.add_signal_handler(signal.SIGTERM, self.drain)
         try:
             yield
         finally:

@@ -70,6 +70,22 @@ def test_open_calls_end_with_an_error_and_a_rank_that_does_not_end_is_ended():
         assert gone(pids)
 
 
+def test_sigterm_loses_no_open_request_and_exits_with_0():
+    with serving(mishap="all:slow") as system, system.client() as client:
+        pids = system.descendants()
+        answers: list[httpx.Response] = []
+        params = {"max_new_tokens": 30, "sampling_seed": 10}
+        fields = {"input_ids": [[7]] * 20, "sampling_params": params}
+        call = threading.Thread(target=lambda: answers.append(client.post("/generate", json=fields)))
+        call.start()
+        assert eventually(lambda: client.get("/server_info").json()["requests"]["open"] > 0)
+        assert system.end(signal.SIGTERM) == 0
+        call.join(60)
+        assert [answer["output_ids"] for answer in answers[0].json()] == [list(range(12, 42))] * 20
+        assert "lost" not in system.output
+        assert gone(pids)
+
+
 def test_a_second_ctrl_c_does_not_wait():
     patient = {"FAKE_RANK": "1:hangs at the end", "END_GRACE_S": "1000"}  # one Ctrl-C would wait for rank 1 so long
     with Running("tests.launcher.serve_fake", **patient) as system, system.client():

@@ -1,0 +1,89 @@
+"""SIGTERM: open requests end, new ones get 503, and a rolling restart behind a load balancer loses nothing."""
+
+import asyncio
+import contextlib
+
+import httpx
+
+from tests.server.served import Served, in_event_loop, serving, until
+
+PARAMS = {"max_new_tokens": 30, "sampling_seed": 10}
+OUTPUT = [12 + i for i in range(30)]
+
+
+@in_event_loop
+async def test_a_drain_finishes_what_runs_and_what_waits_and_refuses_the_rest():
+    async with serving(2, "engine.max_running_requests=1") as served:
+        calls = [
+            asyncio.create_task(served.generate(input_ids=[7], sampling_params=PARAMS, stream=bool(i % 2)))
+            for i in range(12)
+        ]
+        await until(lambda: served.bridge.num_open == 12)
+        served.server.drain()
+        await asyncio.sleep(0)
+        refused = await served.generate(input_ids=[7])
+        assert (refused.status_code, refused.json()["error"]["message"]) == (503, "the server is ending")
+        assert refused.headers["retry-after"]
+        assert (await served.client.get("/ready")).status_code == 503
+        assert (await served.client.get("/health")).status_code == 200
+        for i, response in enumerate(await asyncio.gather(*calls)):
+            assert response.status_code == 200
+            assert "error" not in response.text
+            assert i % 2 or response.json()["output_ids"] == OUTPUT
+        await until(lambda: served.server.should_exit)
+
+
+@in_event_loop
+async def test_what_does_not_end_by_the_deadline_ends_with_an_error():
+    async with serving(2, "server.drain_deadline_s=0.1") as served:
+        for worker in served.workers:
+            worker.go.clear()
+        call = asyncio.create_task(served.generate(input_ids=[7]))
+        await until(lambda: served.bridge.num_open == 1)
+        served.server.drain()
+        assert (await call).status_code == 503
+        assert "the server is ending" in (await call).text
+
+
+class Balancer:
+    """A load balancer of a few lines: the next system that answers, unless it says 503 or cannot be reached."""
+
+    def __init__(self, systems: list[Served]):
+        self.systems = systems
+        self._turn = 0
+
+    async def generate(self, **fields: object) -> httpx.Response:
+        while True:
+            self._turn += 1
+            served = self.systems[self._turn % len(self.systems)]
+            with contextlib.suppress(httpx.TransportError):
+                async with httpx.AsyncClient(base_url=served.client.base_url, trust_env=False, timeout=30) as client:
+                    response = await client.post("/generate", json=fields)
+                    if response.status_code != 503:
+                        return response
+            await asyncio.sleep(0.005)
+
+
+@in_event_loop
+async def test_a_rolling_restart_behind_a_load_balancer_loses_nothing():
+    async with contextlib.AsyncExitStack() as stack:
+        systems = [await stack.enter_async_context(serving(1)) for _ in range(2)]
+        balancer = Balancer(systems)
+        answers: list[httpx.Response] = []
+        is_over = False
+
+        async def client() -> None:
+            while not is_over:
+                answers.append(await balancer.generate(input_ids=[7], sampling_params=PARAMS))
+
+        clients = [asyncio.create_task(client()) for _ in range(8)]
+        for index in range(2):
+            await until(lambda before=len(answers): len(answers) > before + 8)
+            systems[index].server.drain()
+            await until(lambda old=systems[index]: old.server.should_exit)
+            systems[index] = await stack.enter_async_context(serving(1))
+        await until(lambda before=len(answers): len(answers) > before + 8)
+        is_over = True
+        await asyncio.gather(*clients)
+        assert [answer.status_code for answer in answers] == [200] * len(answers)
+        assert all(answer.json()["output_ids"] == OUTPUT for answer in answers)
