@@ -106,7 +106,7 @@ class Runner:
             end = request.num_computed + length
             while len(request.block_ids) * BLOCK_SIZE < end:
                 self.tables.extend(request, [self._free.pop()])
-            scheduled.append(ScheduledChunk(request, request.num_computed, length, True))
+            scheduled.append(ScheduledChunk(request, request.num_computed, length, end == request.num_known))
         return scheduled
 
     def step(self, chunks: Iterable[tuple[Request, int]]) -> None:
