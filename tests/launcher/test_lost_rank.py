@@ -100,8 +100,8 @@ def test_a_stopped_rank_is_left_out_and_serves_again_when_it_goes_on(system, cli
     assert eventually(streams.have_begun, 30)
     victim = pid_of_rank(client, 1)
     os.kill(victim, signal.SIGSTOP)
-    system.wait_for(r"rank 1 is masked \(.*\); ranks 0, 2 serve on")
-    assert "rank 1 gave no sign of life for 1 s" in system.output, "found long before engine.step_deadline_s"
+    # By its silence: the deadline of a step is 60 s. The line is of the rank that noticed first, or of one it told.
+    system.wait_for(r"rank 1 is masked \(.*(no sign of life|misses rank 1).*\); ranks 0, 2 serve on", timeout_s=45)
     assert client.get("/ready").status_code == 200
     os.kill(victim, signal.SIGCONT)
     assert streams.tokens() == right
