@@ -17,7 +17,7 @@ from moe_serve.server.schemas import GenerateRequest, parse_generate
 
 SMALL_BYTES = 1 << 14  # parsed within some 2 ms, whatever is in them
 FRAME = struct.Struct("<II")  # of what the process gets: max_prompts, bytes of the body
-REPLY = struct.Struct("<I")  # of what it answers: bytes of a Parsed, as MessagePack
+REPLY = struct.Struct("<I?")  # of what it answers: bytes of a Parsed, as MessagePack; whether the process ends now
 _DEADLINE_S = 15.0  # for one body
 
 
@@ -60,7 +60,10 @@ class BodyParser:
                 if self._process is None or self._process.returncode is not None:
                     await self.close()
                     self._process = await _start()
-                return await _exchange(self._process, body, max_prompts)
+                parsed, has_ended = await _exchange(self._process, body, max_prompts)
+            if has_ended:
+                await self.close()
+            return parsed
         except TimeoutError:
             await self.close()
             return Parsed(None, f"the body takes longer than {_DEADLINE_S:g} s to parse; send a simpler one")
@@ -77,11 +80,12 @@ async def _start() -> Process:
     return await asyncio.create_subprocess_exec(sys.executable, "-m", module, str(os.getpid()), stdin=PIPE, stdout=PIPE)
 
 
-async def _exchange(process: Process, body: bytes, max_prompts: int) -> Parsed:
+async def _exchange(process: Process, body: bytes, max_prompts: int) -> tuple[Parsed, bool]:
+    """Returns what the process parsed, and whether it has ended after that."""
     assert process.stdin is not None
     assert process.stdout is not None
     process.stdin.write(FRAME.pack(max_prompts, len(body)))
     process.stdin.write(body)
     await process.stdin.drain()
-    (size,) = REPLY.unpack(await process.stdout.readexactly(REPLY.size))
-    return msgspec.msgpack.decode(await process.stdout.readexactly(size), type=Parsed)
+    size, has_ended = REPLY.unpack(await process.stdout.readexactly(REPLY.size))
+    return msgspec.msgpack.decode(await process.stdout.readexactly(size), type=Parsed), has_ended

@@ -29,20 +29,20 @@ def main() -> None:
     os.nice(10)  # ranks and the front end may need the same core, and serve those whose bodies are small
     gc.disable()  # parsed JSON has no cycles, and looking through millions of lists for them takes seconds
     while serve_one(sys.stdin.buffer, sys.stdout.buffer):
-        if resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10 > _KEPT_BYTES:
-            break
+        pass
 
 
 def serve_one(source: BinaryIO, sink: BinaryIO) -> bool:
-    """Reads one body and answers; returns False where there is none any more."""
+    """Reads one body and answers; returns False where there is none any more, or the process has grown too large."""
     head = source.read(FRAME.size)
     if len(head) < FRAME.size:
         return False
     max_prompts, size = FRAME.unpack(head)
     reply = msgspec.msgpack.encode(_parse(source.read(size), max_prompts))
-    sink.write(REPLY.pack(len(reply)) + reply)
+    goes_on = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10 <= _KEPT_BYTES
+    sink.write(REPLY.pack(len(reply), not goes_on) + reply)
     sink.flush()
-    return True
+    return goes_on
 
 
 def _parse(body: bytes, max_prompts: int) -> Parsed:

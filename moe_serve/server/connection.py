@@ -31,7 +31,7 @@ from moe_serve.server.bounded_parser import BoundedParser
 
 Phase = Literal["headers", "body", "answer", "idle", "linger"]
 
-_LINGER_S = 2.0
+_LINGER_S = 5.0
 _PIECE_BYTES = 4096  # given to the parser at a time, so that its bound on headers holds
 _MIN_PROGRESS_BYTES = 1 << 14  # that a client must take of an answer within send_deadline_s
 SEND_BUFFER_BYTES = 1 << 17  # in the kernel: a stream that nobody reads must be noticed before megabytes are in it
