@@ -255,7 +255,7 @@ class Engine:
         if silent_s > self.settings.front_end_deadline_s and not self._wants_stop:
             log.error(
                 "no front end was heard for %.0f s; the engine ends. Start `moe-serve frontend` with the ranks' own "
-                "configuration, where they reach it at server.worker_host:worker_port",
+                "configuration and token, where they reach it at server.worker_host:worker_port",
                 silent_s,
             )
             self._wants_stop = self.lost_front_end = True

@@ -17,6 +17,7 @@ import zmq
 from moe_serve.engine.messages import ALIVE_PERIOD_S, Message, encode
 from moe_serve.errors import LaunchError
 from moe_serve.links.link import Link
+from moe_serve.links.refusals import Refusals
 from moe_serve.links.sockets import LinkSockets
 
 # A turn of the event loop handles at most so many messages, for at most so long: HTTP connections have the next turn.
@@ -40,6 +41,7 @@ class RouterSocket:
                 "end the process that uses it, or set server.worker_host and server.worker_port"
             ) from None
         self.link = link if link.folder else replace(link, port=self._port())
+        self._refusals = None if link.folder else Refusals(self._socket, self.link.front_end)
         self._on_message = on_message
         self._lock = threading.Lock()  # the thread below sends on the same socket
         self._alive: tuple[Sequence[bytes], bytes] = ((), b"")
@@ -69,6 +71,8 @@ class RouterSocket:
     def close(self) -> None:
         self._is_closing.set()
         self._pulse.join()
+        if self._refusals is not None:
+            self._refusals.close()
         self._loop.remove_reader(self._file)
         self._sockets.close()
 
@@ -78,6 +82,8 @@ class RouterSocket:
     def _show_life(self) -> None:
         """Runs in a thread of its own. A loop that has not turned for minutes is no life."""
         while not self._is_closing.wait(ALIVE_PERIOD_S):
+            if self._refusals is not None:
+                self._refusals.look()
             if time.monotonic() - self._turned_s > _STUCK_S:
                 continue
             identities, data = self._alive

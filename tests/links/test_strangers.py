@@ -18,6 +18,7 @@ from moe_serve.engine.mailbox import ZmqMailbox
 from moe_serve.engine.messages import Fatal, Hello, Wake, encode
 from moe_serve.links.link import Link
 from moe_serve.links.sockets import LinkSockets
+from moe_serve.server import router_socket
 from moe_serve.server.router_socket import RouterSocket
 from tests.server.served import in_event_loop, serving, until
 
@@ -197,6 +198,20 @@ async def test_a_recorded_conversation_tells_nothing_and_is_of_no_use_a_second_t
         await asyncio.to_thread(replay, pause_s)
     await asyncio.sleep(0.2)
     assert received == [b"a prompt that nobody may read"]
+    router.close()
+
+
+@in_event_loop
+async def test_connections_without_the_token_are_counted_and_said_once(monkeypatch, caplog):
+    monkeypatch.setattr(router_socket, "ALIVE_PERIOD_S", 0.01)
+    router = RouterSocket(LINK, lambda *_: None)
+    for _ in range(50):
+        await asyncio.to_thread(send_raw, ("127.0.0.1", router.link.port), GARBAGE["invalid UTF-8"])
+    with stranger(zmq.DEALER, router.link.front_end, "the token of some other system"):
+        await asyncio.sleep(0.3)
+    (line,) = [record.getMessage() for record in caplog.records]
+    assert f"connections to {router.link.front_end} were refused" in line
+    assert "MOE_SERVE_TOKEN" in line
     router.close()
 
 
