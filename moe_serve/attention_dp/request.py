@@ -18,7 +18,7 @@ MAX_STOPS = 64  # stop strings, and stop token ids, of one request
 class SamplingParams:
     """How tokens are chosen and when to stop. Names and defaults follow SGLang."""
 
-    max_new_tokens: int = 128
+    max_new_tokens: int = 128  # 0 = compute the prompt only, so that its prefix is cached
     min_new_tokens: int = 0  # no end-of-sequence, stop token or stop string before this many tokens
     temperature: float = 1.0  # 0 = greedy
     top_k: int = -1  # -1 = all
@@ -32,7 +32,7 @@ class SamplingParams:
 
     def validate(self) -> None:
         """Raises RequestError naming the first field that is out of range, the value, and the range."""
-        _check_int("max_new_tokens", self.max_new_tokens, 1)
+        _check_int("max_new_tokens", self.max_new_tokens, 0)
         _check_int("min_new_tokens", self.min_new_tokens, 0)
         if self.min_new_tokens > self.max_new_tokens:
             raise RequestError(

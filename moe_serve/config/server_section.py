@@ -55,6 +55,11 @@ class ServerConfig(Section):
     # A request that waits for a rank with `priority: p` is served as if it had come p times this earlier; 0: priorities
     # mean nothing.
     priority_head_start_s: NonNegativeFloat = 1.0
+    # A request that runs longer is cut short with finish_reason abort; `timeout` in a request may ask for less. One
+    # that waits for a rank longer than queue_deadline_s gets 503.
+    request_deadline_s: PositiveFloat | None = None
+    queue_deadline_s: PositiveFloat | None = None
+    incremental_stream_output: bool = False  # events of a stream hold only what is new, where the request says nothing
     # After SIGTERM open requests have so long to end, and new ones get 503. Kubernetes kills after 30 s by default.
     drain_deadline_s: NonNegativeFloat = 25.0
     health_deadline_s: PositiveFloat = 20.0  # how long /health_generate waits for a token of every rank

@@ -15,9 +15,9 @@ from moe_serve.engine.incremental_decoder import Decoder, IncrementalDecoder
 
 @dataclass(frozen=True)
 class FinishReason:
-    """Why a request ended. matched: the stop id or stop string."""
+    """Why a request ended. matched: the stop id or stop string; of "abort": why it was cut short"""
 
-    kind: Literal["stop", "length"]
+    kind: Literal["stop", "length", "abort"]
     matched: int | str | None = None
 
 

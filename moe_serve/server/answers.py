@@ -1,5 +1,6 @@
 """The JSON that clients get: SGLang's objects for results, one form for all errors. Pure functions."""
 
+from dataclasses import dataclass
 from typing import Any
 
 from moe_serve.errors import MoeServeError, QueueFullError, RequestError
@@ -24,6 +25,21 @@ def result(request: OpenRequest, rid: str) -> dict[str, Any]:
     return {"text": request.matcher.text, "output_ids": request.matcher.output_ids, "meta_info": meta}
 
 
+@dataclass
+class Shown:
+    """How much of a request a reader of increments has: characters and tokens."""
+
+    num_chars: int = 0
+    num_tokens: int = 0
+
+    def rest(self, answer: dict[str, Any]) -> dict[str, Any]:
+        """Returns a result with only what the reader does not have, which it has from now on."""
+        text, output_ids = answer["text"], answer["output_ids"]
+        new = {**answer, "text": text[self.num_chars :], "output_ids": output_ids[self.num_tokens :]}
+        self.num_chars, self.num_tokens = len(text), len(output_ids)
+        return new
+
+
 def finish_reason(request: OpenRequest) -> dict[str, Any] | None:
     """Returns why a request ended, None while it runs."""
     if request.failure is not None:
@@ -31,6 +47,8 @@ def finish_reason(request: OpenRequest) -> dict[str, Any] | None:
     reason = request.matcher.finish_reason
     if reason is None:
         return None
+    if reason.kind == "abort":
+        return {"type": "abort", "message": str(reason.matched)}
     if reason.kind == "length":
         return {"type": "length", "length": request.num_output}
     return {"type": "stop", "matched": reason.matched}

@@ -90,7 +90,9 @@ def _add_generate(
         async with bodies.read(request) as body:
             given = await parser.parse(body, bridge.capacity)
             call = await start_call(given, bridge, tokenizer)
-        return GenerateResponse(call, bridge, given.stream)
+        server = bridge.config.server
+        incremental = server.incremental_stream_output if given.incremental is None else given.incremental
+        return GenerateResponse(call, bridge, given.stream, incremental)
 
 
 def _add_information(app: FastAPI, config: ServeConfig, bridge: Bridge, has_tokenizer: bool) -> None:

@@ -6,6 +6,7 @@ Torch-free.
 
 import asyncio
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -18,6 +19,7 @@ from moe_serve.server.commands import Command
 from moe_serve.server.open_request import Changes, OpenRequest, RequestSpec, UnavailableError
 from moe_serve.server.rank_link import Observer, RankLink
 
+_DEADLINE_LOOK_S = 0.05  # between two looks for requests that have taken too long
 _LOOK_S = 0.02  # between two looks whether the last request has ended
 _WRITE_S = 60.0  # for what a rank does to carry out a command, such as writing a dump
 
@@ -48,17 +50,24 @@ class Bridge:
         self.balance = self._link.balance
         self._book = self._link.book
         self._is_finishing = False
+        self._deadlines: asyncio.Task[None] | None = None
 
     # --- life ---------------------------------------------------------------------------------------------------------
 
     async def start(self) -> None:
         """Binds the address that ranks attach to. Raises LaunchError when it is taken."""
         self._link.open()
+        self._deadlines = asyncio.create_task(self._keep_deadlines())
 
     @property
     def link(self) -> Link:
         """How ranks attach; over TCP with the real port, also where the configuration says 0."""
         return self._link.link
+
+    async def _keep_deadlines(self) -> None:
+        while True:
+            await asyncio.sleep(_DEADLINE_LOOK_S)
+            self._book.end_overdue(time.monotonic())
 
     async def finish(self, deadline_s: float) -> int:
         """Takes no more requests, and returns when the open ones have ended, or how many have not by the deadline."""
@@ -75,6 +84,8 @@ class Bridge:
     async def close(self) -> None:
         """Ends the ranks and closes the socket; returns within a few seconds whatever the ranks do."""
         self.drain()
+        if self._deadlines is not None:
+            self._deadlines.cancel()
         await self._link.close()
 
     async def wait_until_ready(self) -> ModelLimits:
@@ -154,6 +165,11 @@ class Bridge:
                 "(engine.max_running_requests x ranks + engine.max_queued_requests); try again later"
             )
         num_ranks = self.workers.num_ranks
+        rids = [spec.rid for spec in specs if spec.rid is not None]
+        counts = Counter(rids)
+        twice = next((rid for rid in rids if self._book.has_rid(rid) or counts[rid] > 1), None)
+        if twice is not None:
+            raise RequestError(f"rid is {twice!r:.80}, which an open request has; choose another", field="rid")
         for spec in specs:
             if spec.rank is not None and not 0 <= spec.rank < num_ranks:
                 raise RequestError(

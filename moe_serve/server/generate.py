@@ -17,7 +17,7 @@ from starlette.types import Receive, Scope, Send
 from moe_serve.engine.messages import ModelLimits
 from moe_serve.errors import MoeServeError, QueueFullError
 from moe_serve.models.tokenizer import Tokenizer
-from moe_serve.server.answers import error_of, result, status_of
+from moe_serve.server.answers import Shown, error_of, result, status_of
 from moe_serve.server.bridge import Bridge
 from moe_serve.server.open_request import Changes, OpenRequest, RequestSpec
 from moe_serve.server.prompts import derived_seed, draw_seed, encode_prompt, fit_to_model
@@ -59,6 +59,8 @@ async def start_call(given: GenerateRequest, bridge: Bridge, tokenizer: Tokenize
                     session_id=prompt.session_id,
                     rank=given.rank,
                     priority=given.priority,
+                    rid=rids[-1],
+                    timeout_s=given.timeout_s,
                 )
             )
     changes = Changes()
@@ -78,8 +80,10 @@ async def _tokenize(prompts: Sequence[Prompt], tokenizer: Tokenizer | None, limi
 class GenerateResponse(Response):
     """The answer to one call, as JSON or server-sent events. When it ends, for any reason, it aborts what is open."""
 
-    def __init__(self, call: Call, bridge: Bridge, stream: bool):
+    def __init__(self, call: Call, bridge: Bridge, stream: bool, incremental: bool = False):
+        """incremental: events of the stream hold only what is new, not all text and ids again"""
         super().__init__()
+        self._shown = [Shown() for _ in call.requests] if incremental else None
         self._call = call
         self._bridge = bridge
         self._stream = stream
@@ -132,6 +136,8 @@ class GenerateResponse(Response):
                 chunk = error_of(request.failure)
             else:
                 chunk = result(request, call.rids[index])
+                if self._shown is not None:
+                    chunk = self._shown[index].rest(chunk)
             if call.is_batch:
                 chunk["index"] = index
             left -= request.is_done

@@ -3,7 +3,7 @@
 import asyncio
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from moe_serve.attention_dp.request import SamplingParams
 from moe_serve.engine.incremental_decoder import Decoder
@@ -24,6 +24,8 @@ class RequestSpec:
     session_id: requests of one session go to one rank
     rank:       the rank that the caller chose; None = any
     priority:   head starts in the line of requests that wait (waiting_line.py)
+    rid:        how its client knows it; among open requests there is one of each
+    timeout_s:  it is cut short after so long; None = never
     """
 
     prompt_ids: list[int]
@@ -33,6 +35,8 @@ class RequestSpec:
     session_id: str | None = None
     rank: int | None = None
     priority: int = 0
+    rid: str | None = None
+    timeout_s: float | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -111,7 +115,8 @@ class OpenRequest:
             request_id=self.request_id,
             attempt=self.attempt,
             prompt_ids=self.spec.prompt_ids,
-            params=self.spec.params,
+            # A rank computes a prompt to sample from it; a token that nobody asked for is dropped here.
+            params=replace(self.spec.params, max_new_tokens=max(1, self.spec.params.max_new_tokens)),
             seed=self.spec.seed,
             output_ids=list(self.matcher.output_ids),
             salt=self.spec.salt,
@@ -148,13 +153,24 @@ class OpenRequest:
             )
             return
         self.num_cached = max(self.num_cached, event.num_cached_prompt)
-        _, reason = self.matcher.push(event.token_ids[self.num_output - event.index :])
+        if self.spec.params.max_new_tokens == 0:
+            reason: FinishReason | None = FinishReason("length")
+            self.matcher.close(FinishReason("length"))
+        else:
+            _, reason = self.matcher.push(event.token_ids[self.num_output - event.index :])
         if reason is None and event.finish is not None:
             reason = FinishReason("stop" if event.finish == "stop" else "length", matched=event.matched_id)
             self.matcher.close(reason)
         if reason is not None:
             self.finished_s = time.monotonic()
         self._changes.notify(self)
+
+    def cut_short(self, why: str) -> None:
+        """Ends the request with the output that it has."""
+        if not self.is_done:
+            self.matcher.close(FinishReason("abort", matched=why))
+            self.finished_s = time.monotonic()
+            self._changes.notify(self)
 
     def fail(self, failure: MoeServeError) -> None:
         """Ends the request without an answer."""

@@ -13,6 +13,7 @@ from moe_serve.attention_dp.request import MAX_SEED, MAX_STOPS
 from moe_serve.server.guard import ADMIN, OPEN
 from moe_serve.server.json_fields import MAX_NAME_CHARS
 from moe_serve.server.schemas import MAX_SAMPLES, MAX_STOP_CHARS, NEUTRAL_FIELDS, NEUTRAL_PARAMS
+from moe_serve.server.waiting_line import MAX_PRIORITY
 
 Schema = dict[str, Any]
 
@@ -40,7 +41,7 @@ SAMPLING_PARAMS: Schema = {
     "type": "object",
     "additionalProperties": False,
     "properties": {
-        "max_new_tokens": _or_null({"type": "integer", "minimum": 1, "default": 128}),
+        "max_new_tokens": _or_null({"type": "integer", "minimum": 0, "default": 128}),
         "min_new_tokens": _or_null({"type": "integer", "minimum": 0, "default": 0}),
         "temperature": _or_null({"type": "number", "minimum": 0, "default": 1.0}),
         "top_p": _or_null({"type": "number", "exclusiveMinimum": 0, "maximum": 1, "default": 1.0}),
@@ -63,6 +64,15 @@ GENERATE: Schema = {
             {"anyOf": [{"type": "string", "minLength": 1}, {"type": "array", "items": {"type": "string"}}]}
         ),
         "input_ids": _or_null({"anyOf": [_IDS, {"type": "array", "items": _IDS}]}),
+        "priority": _or_null({"type": "integer", "minimum": -MAX_PRIORITY, "maximum": MAX_PRIORITY, "default": 0}),
+        "timeout": _or_null({"type": "number", "exclusiveMinimum": 0}),
+        "stream_options": _or_null(
+            {
+                "type": "object",
+                "additionalProperties": False,
+                "properties": {"incremental": _or_null({"type": "boolean"}), "include_usage": {"type": "boolean"}},
+            }
+        ),
         "sampling_params": _each({"$ref": "#/components/schemas/SamplingParams"}),
         "stream": _or_null({"type": "boolean", "default": False}),
         "rid": _each(_NAME),

@@ -40,6 +40,7 @@ class RequestBook:
         self._tokenizer = tokenizer
         self._send = send
         self._open: dict[str, OpenRequest] = {}
+        self._by_rid: dict[str, OpenRequest] = {}
         self._numbers = itertools.count()
         self.is_held = False
         self._lines: dict[int | None, WaitingLine] = {}  # for each rank that callers chose, and for any rank
@@ -82,6 +83,8 @@ class RequestBook:
         request_id = f"{prefix}-{next(self._numbers)}"
         request = OpenRequest(request_id, spec, self._tokenizer, eos_token_ids, changes)
         self._open[request_id] = request
+        if spec.rid is not None:
+            self._by_rid[spec.rid] = request
         self.counters["num_requests"] += 1
         if at_once:
             self._start(request)
@@ -89,6 +92,39 @@ class RequestBook:
             self._queue(request)
             self.send_waiting()
         return request
+
+    def has_rid(self, rid: str | None) -> bool:
+        """Returns whether an open request has this id of its client."""
+        return rid in self._by_rid
+
+    def with_rid(self, rid: str) -> list[OpenRequest]:
+        """Returns the open requests that a client knows by this id: one, or the samples of one prompt."""
+        return [request for each, request in self._by_rid.items() if each == rid or each.startswith(f"{rid}-")]
+
+    def cut_short(self, request: OpenRequest, why: str) -> None:
+        """Ends a request: with the output that it has, or with an error where there is none."""
+        self.counters["num_aborted"] += 1
+        if request.rank is not None:
+            self._send(request.rank, Abort(request.request_id))
+        if request.num_output:
+            request.cut_short(why)
+        else:
+            request.fail(UnavailableError(f"{why}, and no token had come out yet; send it again later"))
+        self._forget(request)
+
+    def end_overdue(self, now_s: float) -> None:
+        """Cuts short what has run or waited for longer than it may. now_s: time.monotonic()"""
+        server = self._config.server
+        for request in list(self._open.values()):
+            age_s = now_s - request.submitted_s
+            limits_s = [each for each in (request.spec.timeout_s, server.request_deadline_s) if each is not None]
+            if limits_s and age_s > min(limits_s):
+                self.cut_short(request, f"the request took longer than {min(limits_s):g} s")
+                continue
+            most_s = server.queue_deadline_s
+            is_new = request.rank is None and not request.num_output and not self.is_held
+            if most_s is not None and is_new and age_s > most_s:
+                self.cut_short(request, f"the request waited longer than server.queue_deadline_s = {most_s:g} s")
 
     def send_waiting(self) -> None:
         """Sends requests to ranks, in the order of their line, until all ranks are full or none waits."""
@@ -220,6 +256,7 @@ class RequestBook:
 
     def _forget(self, request: OpenRequest) -> None:
         del self._open[request.request_id]
+        self._by_rid.pop(request.spec.rid or "", None)
         if request.rank is None:
             line = self._lines.get(request.spec.rank)
             if line is not None:

@@ -98,6 +98,8 @@ class GenerateRequest:
     salt: str
     rank: int | None  # the client chose the rank
     priority: int
+    timeout_s: float | None
+    incremental: bool | None  # whether events of a stream hold only what is new; None: as the server is set
 
 
 def parse_generate(body: bytes, max_prompts: int) -> GenerateRequest:
@@ -112,6 +114,8 @@ def parse_generate(body: bytes, max_prompts: int) -> GenerateRequest:
     texts = values.take("text", _text_or_texts)
     ids = values.take("input_ids", _ids_or_batch)
     if (texts is None) == (ids is None):
+        if texts is None and content.get("input_embeds") is not None:
+            raise RequestError("input_embeds is not supported; send text or input_ids", field="input_embeds")
         given = "both are given" if texts is not None else "neither is given"
         raise RequestError(f"exactly one of text and input_ids is needed, but {given}", field="text")
     given_batch, field = (texts, "text") if texts is not None else (ids, "input_ids")
@@ -143,6 +147,8 @@ def parse_generate(body: bytes, max_prompts: int) -> GenerateRequest:
         is_batch=is_batch or any(item.num_samples > 1 for item in params),
         salt=_SALT_SEPARATOR.join(salt for salt in salts if salt is not None),
         priority=values.take("priority", _priority) or 0,
+        timeout_s=values.take("timeout", _timeout),
+        incremental=values.take("stream_options", _stream_options),
         rank=_first(values.take("routed_dp_rank", natural_number), values.take("data_parallel_rank", natural_number)),
     )
     values.refuse_the_rest()
@@ -247,6 +253,22 @@ def _stops(name: str, value: Any) -> tuple[str, ...]:
     if any(len(stop) > MAX_STOP_CHARS for stop in stops):
         raise RequestError(f"{name} holds a string of more than {MAX_STOP_CHARS} characters; shorten it", field=name)
     return tuple(stops)
+
+
+def _timeout(name: str, value: Any) -> float:
+    seconds = real_number(name, value)
+    if seconds <= 0:
+        raise RequestError(f"{name} is {show(value)}, expected seconds above 0", field=name)
+    return seconds
+
+
+def _stream_options(name: str, value: Any) -> bool | None:
+    if not isinstance(value, dict):
+        raise RequestError(f"{name} is {show(value)}, expected an object", field=name)
+    options = Fields(value, f"{name}.", {"include_usage": (False, True)}, {})
+    incremental = options.take("incremental", boolean)
+    options.refuse_the_rest()
+    return None if incremental is None else bool(incremental)
 
 
 def _priority(name: str, value: Any) -> int:

@@ -15,7 +15,7 @@ def test_default_parameters_are_valid():
 @pytest.mark.parametrize(
     "field, value",
     [
-        ("max_new_tokens", 0),
+        ("max_new_tokens", -1),
         ("max_new_tokens", True),
         ("max_new_tokens", 1.5),
         ("min_new_tokens", -1),

@@ -30,7 +30,7 @@ BAD = [
     ({"input_ids": [5] * 201}, "input_ids"),
     ({"text": "word " * 4000}, "text"),
     ({"text": "w" * 100_000}, "text"),
-    ({"text": "a", "sampling_params": {"max_new_tokens": 0}}, "sampling_params.max_new_tokens"),
+    ({"text": "a", "sampling_params": {"max_new_tokens": -1}}, "sampling_params.max_new_tokens"),
     ({"text": "a", "sampling_params": {"max_new_tokens": 256}}, "max_new_tokens"),
     ({"text": "a", "sampling_params": {"temperature": -0.1}}, "sampling_params.temperature"),
     ({"text": "a", "sampling_params": {"top_p": 2}}, "sampling_params.top_p"),
