@@ -180,6 +180,13 @@ class EngineConfig(Section):
         return self
 
 
+class LauncherConfig(Section):
+    """What `moe-serve serve` and `LLM` do when the ranks are lost."""
+
+    max_restarts: NonNegativeInt = 3  # all ranks are started again so often within the window; 0: never
+    restart_window_s: PositiveFloat = 600.0  # a restart that is longer ago does not count
+
+
 class ServeConfig(Section):
     """The whole configuration of a serving system."""
 
@@ -190,6 +197,7 @@ class ServeConfig(Section):
     cache: CacheConfig = CacheConfig()
     engine: EngineConfig = EngineConfig()
     server: ServerConfig = ServerConfig()
+    launcher: LauncherConfig = LauncherConfig()
 
     @field_validator("*", mode="before")
     @classmethod

@@ -51,6 +51,8 @@ class ServerConfig(Section):
     # A rank ends when the front end is silent for longer than this. A rank is lost when it is silent for longer than
     # this and than engine.step_deadline_s.
     worker_deadline_s: PositiveFloat = 30.0
+    # When all ranks are lost and their launcher starts them again, open requests wait so long for them, and go on.
+    restart_deadline_s: PositiveFloat = 120.0
     routing_load_gap: NonNegativeFloat = 512.0  # prefix and session affinity yield above this gap, in tokens
     # A request that waits for a rank with `priority: p` is served as if it had come p times this earlier; 0: priorities
     # mean nothing.

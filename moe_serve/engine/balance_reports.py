@@ -18,9 +18,9 @@ class BalanceReports:
     mode: eplb.mode;  wall_s: seconds since the epoch
     """
 
-    def __init__(self, rank: int, epoch: int, mode: str, wall_s: Callable[[], float] = time.time):
+    def __init__(self, rank: int, launch_id: int, mode: str, wall_s: Callable[[], float] = time.time):
         self._rank = rank
-        self._epoch = epoch
+        self._launch_id = launch_id
         self._mode = mode
         self._wall_s = wall_s
         self._window: WindowReport | None = None
@@ -49,7 +49,7 @@ class BalanceReports:
         at_s = self._wall_s()
         return BalanceReport(
             rank=self._rank,
-            epoch=self._epoch,
+            launch_id=self._launch_id,
             step=step,
             mode=self._mode,
             state=state,

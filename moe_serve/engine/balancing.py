@@ -60,7 +60,7 @@ class Balancing:
     def __init__(
         self,
         rank: int,
-        epoch: int,
+        launch_id: int,
         served: ServedModel,
         recovery: Recovery,
         mover: WeightMover | None,
@@ -69,7 +69,7 @@ class Balancing:
         send: Callable[[Message], None],
         on_event: Callable[..., None],
     ):
-        self._rank, self._epoch = rank, epoch
+        self._rank, self._launch_id = rank, launch_id
         self._served, self._recovery, self._mover = served, recovery, mover
         self._split_choice = split_choice
         self._make_leader = make_leader
@@ -248,6 +248,6 @@ class Balancing:
                 case SetPlacement():
                     text = self._leader.set_placement(step, message.physical_to_logical)
         except PlacementError as refusal:
-            self._send(Answer(self._rank, self._epoch, message.call_id, ok=False, text=str(refusal)))
+            self._send(Answer(self._rank, self._launch_id, message.call_id, ok=False, text=str(refusal)))
         else:
-            self._send(Answer(self._rank, self._epoch, message.call_id, ok=True, text=text))
+            self._send(Answer(self._rank, self._launch_id, message.call_id, ok=True, text=text))

@@ -62,7 +62,7 @@ def build_engine(
     group: EpGroup,
     exchange: Exchange,
     mailbox: Mailbox,
-    epoch: int = 0,
+    launch_id: int = 0,
     progress: Progress | None = None,
 ) -> Engine:
     """Returns a rank's engine with its model loaded. Raises what `build_served_model` raises."""
@@ -77,13 +77,13 @@ def build_engine(
     )
     counters = EngineCounters()
     requests = OpenRequests(scheduler, served.limits, counters)
-    own = Rank(group.rank, epoch, exchange, mailbox, requests, counters)
+    own = Rank(group.rank, launch_id, exchange, mailbox, requests, counters)
     recovery = make_recovery(config, own, served)
     balancing = make_balancing(config, own, group, served, recovery)
     _report_on_lost_rank(recovery, group.rank, served)
     return Engine(
         rank=group.rank,
-        epoch=epoch,
+        launch_id=launch_id,
         served=served,
         scheduler=scheduler,
         batches=BatchBuilder(blocks.tables, served.device, served.numerics),
@@ -92,7 +92,9 @@ def build_engine(
         exchange=exchange,
         mailbox=mailbox,
         recovery=recovery,
-        records=_record_control(config, Speaker(group.rank, epoch, lambda: recovery.members[0], mailbox.send), served),
+        records=_record_control(
+            config, Speaker(group.rank, launch_id, lambda: recovery.members[0], mailbox.send), served
+        ),
         balancing=balancing,
         counters=counters,
         watchdog=_step_watchdog(group.rank, config.engine.step_deadline_s, exchange, served),
@@ -133,7 +135,7 @@ def _report_on_lost_rank(recovery: Recovery, rank: int, served: ServedModel) -> 
     """Writes to the log and to /server_info what happens when a rank is lost."""
     if recovery.why_end is not None:
         served.info["on_lost_rank"] = f"end: {recovery.why_end}"
-        meaning = f"a lost rank ends the epoch: {recovery.why_end}"
+        meaning = f"a lost rank ends the launch: {recovery.why_end}"
     else:
         served.info |= {"on_lost_rank": "mask", "spareable_ranks": spareable_ranks(served.placement)}
         meaning = "a lost rank: " + ", ".join(meaning_of_a_loss(served.placement))

@@ -30,7 +30,7 @@ def make_balancing(
 
     balancing = Balancing(
         rank=own.rank,
-        epoch=own.epoch,
+        launch_id=own.launch_id,
         served=served,
         recovery=recovery,
         mover=_make_mover(config, group, served) if eplb.mode == "dynamic" else None,
@@ -55,7 +55,7 @@ def _make_leader(
     config: ServeConfig, own: Rank, group: EpGroup, served: ServedModel, recovery: Recovery, step: int
 ) -> Leader:
     """Returns the leader's part, for the placement in use at this step."""
-    reports = BalanceReports(own.rank, own.epoch, config.eplb.mode)
+    reports = BalanceReports(own.rank, own.launch_id, config.eplb.mode)
     if config.eplb.mode == "static":
         return Reporter(served.placement, reports)
     facts = SystemFacts.of_model(

@@ -1,6 +1,6 @@
 """The step loop of one rank: receive requests, agree on a step with the other ranks, run it, send the tokens.
 
-One thread. Requests are touched between steps only; from commit to the last combine an exception ends the epoch,
+One thread. Requests are touched between steps only; from commit to the last combine an exception ends the launch,
 because the other ranks wait in the collectives of this step. One exception: where a lost rank can be masked, its loss
 voids the step, and the remaining ranks run it again. The loop ends when any rank asks for it, on all ranks at once.
 """
@@ -13,12 +13,13 @@ from moe_serve.attention_dp.batch import BatchBuilder
 from moe_serve.attention_dp.scheduler import Proposal, ScheduledChunk, Scheduler
 from moe_serve.engine.balancing import Balancing
 from moe_serve.engine.exchange import Exchange
-from moe_serve.engine.mailbox import Inbound, Mailbox
+from moe_serve.engine.mailbox import Inbound, Mailbox, Reconnected
 from moe_serve.engine.messages import (
     ALIVE_PERIOD_S,
     Abort,
     Rebalance,
     RecordCommand,
+    Refused,
     SetPlacement,
     Shutdown,
     Submit,
@@ -54,10 +55,11 @@ class Engine:
     """One rank's step loop over its requests and its model. All collaborators are passed in.
 
     lost_front_end: whether this rank asked for the end because it heard no front end
+    refusal: why the front end did not take this rank, which asked for the end then
     """
 
     rank: int
-    epoch: int
+    launch_id: int
     served: ServedModel
     scheduler: Scheduler
     batches: BatchBuilder
@@ -74,6 +76,7 @@ class Engine:
     settings: EngineSettings
     step: int = 0
     lost_front_end: bool = False
+    refusal: str | None = None
     _held_steps: int = 0
     _wants_stop: bool = False
     _spoke_s: float = 0.0
@@ -95,7 +98,7 @@ class Engine:
     def run(self) -> None:
         """Runs steps until the ranks agree to stop.
 
-        Raises PeerError when the ranks cannot go on without a lost one, and any error of the model: both end the epoch.
+        Raises PeerError when the ranks cannot go on without a lost one, and any error of the model: the launch is over.
         """
         self._started_s = time.monotonic()
         while True:
@@ -147,7 +150,7 @@ class Engine:
         prefill_tokens = sum(chunk.length for chunk in proposal.prefills)
         recorder = self.records.to_show()
         state = RankState(
-            epoch=self.epoch,
+            launch_id=self.launch_id,
             step=self.step,
             decode_tokens=proposal.num_tokens - prefill_tokens,
             prefill_tokens=prefill_tokens,
@@ -203,7 +206,7 @@ class Engine:
 
     def _send(self, events: list[TokenEvent]) -> None:
         if events:
-            self.mailbox.send(Tokens(self.rank, self.epoch, events))
+            self.mailbox.send(Tokens(self.rank, self.launch_id, events))
 
     def _receive(self, messages: Sequence[Inbound]) -> bool:
         """Acts on messages; returns whether one of them is a wake for the next exchange."""
@@ -221,8 +224,13 @@ class Engine:
                     self.balancing.command(message, self.step)
                 case Shutdown():
                     self._wants_stop = True
+                case Refused():
+                    self._wants_stop, self.refusal = True, message.reason
+                case Reconnected():
+                    log.warning("the connection to the front end was cut and is there again")
+                    self.requests.drop_all()
                 case Wake():
-                    woken |= message.epoch == self.epoch and message.step == self.step
+                    woken |= message.launch_id == self.launch_id and message.step == self.step
         return woken
 
     def _sleep(self) -> None:
@@ -232,7 +240,7 @@ class Engine:
         of a sleeping rank is noticed within a heartbeat and a deadline.
         """
         self.counters.num_sleeps += 1
-        wake = Wake(self.epoch, self.step)
+        wake = Wake(self.launch_id, self.step)
         heartbeat_at_s = time.monotonic() + self.settings.heartbeat_s
         while not (self.has_work or self.records.has_work or self._wants_stop):
             left_s = heartbeat_at_s - time.monotonic()
@@ -250,7 +258,7 @@ class Engine:
         self._spoke_s = now_s
         served = self.served
         totals = totals_of(self.counters, self.scheduler.stats, served.split_outcomes)
-        self.mailbox.send(make_status(self.rank, self.epoch, self.step, self.scheduler, totals, served.waited_s))
+        self.mailbox.send(make_status(self.rank, self.launch_id, self.step, self.scheduler, totals, served.waited_s))
         silent_s = min(self.mailbox.front_end_silent_s(), now_s - self._started_s)
         if silent_s > self.settings.front_end_deadline_s and not self._wants_stop:
             log.error(
@@ -267,6 +275,8 @@ class Engine:
         """
         self.watchdog.leave()
         self.records.forget()
-        self._wants_stop |= any(isinstance(message, Shutdown) for message in self.mailbox.poll(_MASKED_POLL_S))
+        self._wants_stop |= any(
+            isinstance(message, Shutdown | Refused) for message in self.mailbox.poll(_MASKED_POLL_S)
+        )
         self._keep_in_touch()
         return not self._wants_stop

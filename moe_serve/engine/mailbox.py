@@ -6,14 +6,17 @@ the engine's. Torch-free.
 
 import contextlib
 import os
+import secrets
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import msgspec
 import zmq
 
+from moe_serve.engine.greeting import Greeting
 from moe_serve.engine.messages import (
     ALIVE_PERIOD_S,
     Alive,
@@ -37,7 +40,13 @@ _TURN_MESSAGES = 256
 _TURN_S = 0.005
 _WAKE_BYTES = 1024  # a larger message ends the connection of who sent it
 
-Inbound = ToRank | Wake
+
+@dataclass(frozen=True)
+class Reconnected:
+    """The connection to the front end was cut and is there again: the front end submits its requests once more."""
+
+
+Inbound = ToRank | Wake | Reconnected
 
 
 class Mailbox(Protocol):
@@ -65,6 +74,8 @@ class Mailbox(Protocol):
 class ZmqMailbox:
     """One DEALER socket to the front end, one PULL socket for wakes, one PUSH socket to each peer.
 
+    A connection to the front end that was cut is made again, and this rank says hello again (`Greeting`).
+
     own_host: the host name or address under which peers reach this rank over TCP
     """
 
@@ -74,7 +85,9 @@ class ZmqMailbox:
         self._sockets = LinkSockets(link)
         self._pulse: threading.Thread | None = None
         self._is_closing = threading.Event()
-        self._front_end = self._sockets.connected(zmq.DEALER, link.front_end)
+        self._greeting = Greeting()
+        self._front_end, self._connections = self._sockets.reconnecting(zmq.DEALER, link.front_end, _routing_id())
+        self._num_connections = 0
         address = link.wakes_of(rank, own_host)
         try:
             self._wakes = self._sockets.bound(zmq.PULL, address, _WAKE_BYTES)
@@ -89,6 +102,7 @@ class ZmqMailbox:
         self._poller = zmq.Poller()
         self._poller.register(self._front_end, zmq.POLLIN)
         self._poller.register(self._wakes, zmq.POLLIN)
+        self._poller.register(self._connections, zmq.POLLIN)
         self._heard_s = time.monotonic()
         self._warnings = RareWarnings(log)
 
@@ -112,6 +126,9 @@ class ZmqMailbox:
                 arrived += self._drain(self._front_end, decode_to_rank)
             if self._wakes in ready:
                 arrived += self._drain(self._wakes, decode_wake)
+            if self._connections in ready:
+                arrived += self._reconnected()
+            self._greet_if_unheard()
             if arrived or time.monotonic() >= deadline:
                 return arrived
 
@@ -135,7 +152,27 @@ class ZmqMailbox:
             if time.monotonic() >= ends_s:
                 return
 
+    def _reconnected(self) -> list[Inbound]:
+        """Says hello again for each new connection but the first."""
+        before = self._num_connections
+        with contextlib.suppress(zmq.Again):
+            while True:
+                self._connections.recv_multipart(zmq.NOBLOCK)
+                self._num_connections += 1
+        if max(before, 1) == self._num_connections:
+            return []
+        for message in self._greeting.again(self._num_connections - 1, time.monotonic()):
+            self.send(message)
+        return [Reconnected()]
+
+    def _greet_if_unheard(self) -> None:
+        now_s = time.monotonic()
+        if self._greeting.is_due(now_s, self._heard_s):
+            for message in self._greeting.again(max(0, self._num_connections - 1), now_s):
+                self.send(message)
+
     def send(self, message: Message) -> None:
+        self._greeting.note(message, time.monotonic())
         with contextlib.suppress(zmq.Again):  # a front end that has not read 100,000 messages is gone
             self._front_end.send(encode(message), zmq.NOBLOCK)
 
@@ -164,3 +201,8 @@ class ZmqMailbox:
         if self._pulse is not None:
             self._pulse.join()
         self._sockets.close()
+
+
+def _routing_id() -> bytes:
+    """Returns a name for this process at the front end: it stays when the connection is made again."""
+    return b"rank" + secrets.token_bytes(12)

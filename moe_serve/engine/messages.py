@@ -1,9 +1,9 @@
 """The messages between the front end and the ranks: msgspec structs, sent as MessagePack over ZeroMQ.
 
-The front end binds one ROUTER socket; every rank connects one DEALER socket and says `Hello`, then `Ready`. A request
-is a pure value (`Submit`), so a front end may send it again, to any rank, with the output so far and a higher attempt.
-Events carry (epoch, attempt, output index), so that a receiver can drop old and repeated ones. Nothing is pickled.
-Torch-free.
+Every rank connects a DEALER socket to the front end's ROUTER and says `Hello`, then `Ready`, and both again after its
+connection was cut. A request is a pure value (`Submit`): it may be sent again, to any rank, with the output so far and
+a higher attempt. A *launch* is all ranks that started together; its random id is compared for equality only. Receivers
+drop old and repeated events by (launch id, attempt, output index). Nothing is pickled. Torch-free.
 """
 
 from typing import Any
@@ -18,9 +18,6 @@ ALIVE_PERIOD_S = 1.0  # how often each side shows that it is alive
 
 class Message(msgspec.Struct, frozen=True, array_like=True):
     """Base of all messages. Fields travel by position."""
-
-
-# --- front end -> rank
 
 
 class Submit(Message, tag="submit", frozen=True):
@@ -60,6 +57,12 @@ class Shutdown(Message, tag="shutdown", frozen=True):
     """End the engine, all ranks together, at the next step."""
 
 
+class Refused(Message, tag="refused", frozen=True):
+    """This rank cannot attach: it ends with the reason."""
+
+    reason: str
+
+
 class RecordCommand(Message, tag="record", frozen=True):
     """Start, stop or dump the recorder of expert load; the lowest rank that takes part answers with `Answer`.
 
@@ -83,9 +86,6 @@ class SetPlacement(Message, tag="set_placement", frozen=True):
     physical_to_logical: list[list[int]]
 
 
-# --- rank -> front end
-
-
 class ModelLimits(msgspec.Struct, frozen=True):
     """Limits of a request. The engine measures them, the front end checks requests against them."""
 
@@ -98,20 +98,28 @@ class ModelLimits(msgspec.Struct, frozen=True):
 
 
 class Hello(Message, tag="hello", frozen=True):
-    """A rank attaches. Only processes that know the system's token, or may enter its folder, get so far."""
+    """A rank attaches; also again, after its connection was cut or while it does not hear the front end.
+
+    num_reconnects: how often its connection was cut; each time it has dropped its requests
+    restarts_left:  how often its launcher starts all ranks again when this launch is lost
+    is_ready:       `Ready` follows
+    """
 
     rank: int
     num_ranks: int
-    epoch: int
+    launch_id: int
     pid: int
     host: str
+    num_reconnects: int = 0
+    restarts_left: int = 0
+    is_ready: bool = False
 
 
 class Progress(Message, tag="progress", frozen=True):
     """The phase of a rank's start. fraction: 0..1 of this phase"""
 
     rank: int
-    epoch: int
+    launch_id: int
     phase: str
     fraction: float
 
@@ -120,7 +128,7 @@ class Ready(Message, tag="ready", frozen=True):
     """A rank accepts requests from now on. info: facts for /server_info (backends, memory, placement, timings)"""
 
     rank: int
-    epoch: int
+    launch_id: int
     limits: ModelLimits
     info: dict[str, Any]
 
@@ -129,8 +137,8 @@ class TokenEvent(msgspec.Struct, frozen=True, array_like=True):
     """New tokens of one request. index: output index of the first. finish: None while it runs, else why it ended.
 
     finish: "length" (max_new_tokens or the model's limit), "stop" (matched_id: the end-of-sequence or stop id, which is
-    the last of token_ids), or "error" (no tokens; see message). field: of the request, to be
-    changed; None: the model failed.
+    the last of token_ids), or "error" (no tokens; see message). field: of the request, to be changed; None: the model
+    failed
     """
 
     request_id: str
@@ -148,7 +156,7 @@ class Tokens(Message, tag="tokens", frozen=True):
     """All tokens that one step of one rank produced."""
 
     rank: int
-    epoch: int
+    launch_id: int
     events: list[TokenEvent]
 
 
@@ -156,7 +164,7 @@ class Status(Message, tag="status", frozen=True):
     """A rank is alive, and its load; sent every ALIVE_PERIOD_S."""
 
     rank: int
-    epoch: int
+    launch_id: int
     step: int
     num_running: int
     num_waiting: int
@@ -168,13 +176,10 @@ class Status(Message, tag="status", frozen=True):
 
 
 class Pulse(Message, tag="pulse", frozen=True):
-    """The process of a rank lives, whatever its step does; sent every ALIVE_PERIOD_S on a socket of its own.
-
-    phase: of its step; "" between steps
-    """
+    """A rank's process lives; sent every ALIVE_PERIOD_S on a socket of its own. phase: of the step; "": between two"""
 
     rank: int
-    epoch: int
+    launch_id: int
     step: int
     phase: str
 
@@ -190,7 +195,7 @@ class Members(Message, tag="members", frozen=True):
     """
 
     rank: int
-    epoch: int
+    launch_id: int
     group_epoch: int
     members: list[int]
     reason: str
@@ -202,7 +207,7 @@ class Answer(Message, tag="answer", frozen=True):
     """The answer to a command of the front end. text: what was done, or why not;  facts: such as names of files"""
 
     rank: int
-    epoch: int
+    launch_id: int
     call_id: int
     ok: bool
     text: str
@@ -247,7 +252,7 @@ class BalanceReport(Message, tag="balance", frozen=True):
     """
 
     rank: int
-    epoch: int
+    launch_id: int
     step: int
     mode: str
     state: str
@@ -261,10 +266,10 @@ class BalanceReport(Message, tag="balance", frozen=True):
 
 
 class Fatal(Message, tag="fatal", frozen=True):
-    """This rank ends its epoch. lost_rank: the rank that caused it, -1 = unknown; its own for a fault of its own"""
+    """This rank ends its launch. lost_rank: the rank that caused it, -1 = unknown; its own for a fault of its own"""
 
     rank: int
-    epoch: int
+    launch_id: int
     message: str
     lost_rank: int
 
@@ -273,25 +278,22 @@ class Goodbye(Message, tag="goodbye", frozen=True):
     """This rank ends because it was asked to."""
 
     rank: int
-    epoch: int
-
-
-# --- rank -> rank
+    launch_id: int
 
 
 class Wake(Message, tag="wake", frozen=True):
-    """Enter exchange `step` of `epoch`: a sleeping rank has work. Old and repeated ones are ignored."""
+    """Enter exchange `step` of this launch: a sleeping rank has work. Old and repeated ones are ignored."""
 
-    epoch: int
+    launch_id: int
     step: int
 
 
-ToRank = Submit | Abort | Alive | Shutdown | RecordCommand | Rebalance | SetPlacement
+ToRank = Submit | Abort | Alive | Shutdown | Refused | RecordCommand | Rebalance | SetPlacement
 ToFrontEnd = Hello | Progress | Ready | Tokens | Status | Pulse | Members | Answer | BalanceReport | Fatal | Goodbye
 
 _encoder = msgspec.msgpack.Encoder()
-_to_rank = msgspec.msgpack.Decoder(ToRank)
-_to_front_end = msgspec.msgpack.Decoder(ToFrontEnd)
+_to_rank: msgspec.msgpack.Decoder[ToRank] = msgspec.msgpack.Decoder(ToRank)
+_to_front_end: msgspec.msgpack.Decoder[ToFrontEnd] = msgspec.msgpack.Decoder(ToFrontEnd)
 _wake = msgspec.msgpack.Decoder(Wake)
 
 
@@ -303,15 +305,13 @@ def encode(message: Message) -> bytes:
 def decode_to_rank(data: bytes) -> ToRank:
     """Returns the message in data. Raises msgspec.DecodeError for anything else."""
     with Refusing():
-        message: ToRank = _to_rank.decode(data)
-    return message
+        return _to_rank.decode(data)
 
 
 def decode_to_front_end(data: bytes) -> ToFrontEnd:
     """Returns the message in data. Raises msgspec.DecodeError for anything else."""
     with Refusing():
-        message: ToFrontEnd = _to_front_end.decode(data)
-    return message
+        return _to_front_end.decode(data)
 
 
 def decode_wake(data: bytes) -> Wake:

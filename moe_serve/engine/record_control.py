@@ -69,7 +69,7 @@ class Speaker:
     """This rank towards the front end. leader: returns the lowest rank that takes part, which answers commands"""
 
     rank: int
-    epoch: int
+    launch_id: int
     leader: Callable[[], int]
     send: Callable[[Message], None]
 
@@ -79,7 +79,7 @@ class Speaker:
 
     def answer(self, call: RecordCommand, ok: bool, text: str, files: list[str] | None = None) -> None:
         facts = {} if files is None else {"files": files}
-        self.send(Answer(self.rank, self.epoch, call.call_id, ok, text, facts))
+        self.send(Answer(self.rank, self.launch_id, call.call_id, ok, text, facts))
 
 
 class RecordControl:

@@ -19,7 +19,7 @@ have been stopped before others activated a round, or before they gave one up), 
 
 Every rank computes the same reloads, from the same placement and the same mask, and reads those of its own slots. It
 waits for the first exchange with that: only then do all know one placement. Where the remaining ranks have fewer slots
-than there are experts, each concludes that alone, and ends the epoch with the same error.
+than there are experts, each concludes that alone, and ends the launch with the same error.
 """
 
 import time
@@ -47,9 +47,9 @@ log = get_logger(__name__)
 
 
 class Recovery:
-    """All ranks take part in all steps, and a lost rank ends the epoch. `MaskingRecovery` goes on without it.
+    """All ranks take part in all steps, and a lost rank ends the launch. `MaskingRecovery` goes on without it.
 
-    why_end:      why a lost rank ends the epoch; None where it does not
+    why_end:      why a lost rank ends the launch; None where it does not
     members:      the ranks that take part, ascending
     regrouped:    1 before the first exchange of a group
     needs_placement: 1 from rejoining until `take_placement`
@@ -115,7 +115,7 @@ class Rank:
     """What recovery needs of a rank beside the model: its requests, its counters, its connections."""
 
     rank: int
-    epoch: int
+    launch_id: int
     exchange: Exchange
     mailbox: Mailbox
     requests: OpenRequests
@@ -274,7 +274,7 @@ class MaskingRecovery(Recovery):
         log.debug("%s: ranks %s go on", reason, members)  # the front end or the launcher logs it once for all ranks
         ended = [rank for rank in own.exchange.dead_peers() if rank not in members]
         times = own.counters.num_times_left_out
-        own.mailbox.send(Members(own.rank, own.epoch, self._membership.epoch, members, reason, times, ended))
+        own.mailbox.send(Members(own.rank, own.launch_id, self._membership.epoch, members, reason, times, ended))
 
 
 def make_recovery(config: ServeConfig, own: Rank, served: ServedModel) -> Recovery:

@@ -49,12 +49,12 @@ def totals_of(counters: EngineCounters, stats: SchedulerStats, split_outcomes: S
 
 
 def make_status(
-    rank: int, epoch: int, step: int, scheduler: Scheduler, totals: dict[str, float], waited_s: Sequence[float]
+    rank: int, launch_id: int, step: int, scheduler: Scheduler, totals: dict[str, float], waited_s: Sequence[float]
 ) -> Status:
     """Returns the report of a rank. waited_s: for each rank, how long this one has waited for its rows"""
     return Status(
         rank=rank,
-        epoch=epoch,
+        launch_id=launch_id,
         step=step,
         num_running=scheduler.num_running,
         num_waiting=scheduler.num_waiting,

@@ -47,7 +47,7 @@ class RankState(NamedTuple):
     even_phases:                   phases in which the exact split does not pay, as bits in the order of PHASES
     """
 
-    epoch: int
+    launch_id: int
     step: int
     decode_tokens: int = 0
     prefill_tokens: int = 0
@@ -200,7 +200,7 @@ def plan_step(states: Sequence[RankState], settings: StepSettings, ranks: Sequen
     """Returns the plan of one step from the states of all ranks that take part, in rank order.
 
     ranks: whose states they are; none: 0, 1, 2, …
-    Raises PeerError where the ranks are not in the same epoch, group, step or placement: a rank that is out of step
+    Raises PeerError where the ranks are not in the same launch, group, step or placement: a rank that is out of step
     must not run another collective. In the first step of a group they go on with the highest step: a rank that finished
     a step that was voided for others keeps it, and its number is not used again. The same holds for a round that some
     ranks have activated in such a step, and the others have staged. Where they know other placements for any other
@@ -260,7 +260,7 @@ def _round_to_activate(states: Sequence[RankState], regrouped: bool) -> int:
 def _check_agreement(states: Sequence[RankState], ranks: Sequence[int], regrouped: bool) -> None:
     first = states[0]
     for rank, state in zip(ranks[1:], states[1:], strict=True):
-        for name in ("epoch", "step", "placement_version", "regrouped", "masked"):
+        for name in ("launch_id", "step", "placement_version", "regrouped", "masked"):
             if getattr(state, name) == getattr(first, name):
                 continue
             if not (regrouped and name in ("step", "placement_version")):

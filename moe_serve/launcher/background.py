@@ -13,6 +13,7 @@ from moe_serve.config import ServeConfig
 from moe_serve.engine.messages import Progress, Ready, ToFrontEnd
 from moe_serve.launcher.display import StartDisplay
 from moe_serve.launcher.local import LocalRanks
+from moe_serve.launcher.restarts import Restarts
 from moe_serve.links.folder import OwnFolder
 from moe_serve.links.link import Link
 from moe_serve.models.tokenizer import Tokenizer
@@ -22,6 +23,7 @@ T = TypeVar("T")
 _WATCH_S = 0.1  # how often the processes are checked
 _EXIT_REPORT_S = 1.0  # a rank that exits by itself has told the bridge why; its exit code says less
 _END_GRACE_S = 3.0
+_LOSS_GRACE_S = 3.0  # for the ranks that are left when one is lost
 
 
 class BackgroundRanks:
@@ -39,6 +41,7 @@ class BackgroundRanks:
         self.bridge = Bridge(config, tokenizer, self._observe, Link(folder=self._folder.path))
         self.ranks: LocalRanks | None = None
         self._watch: asyncio.Task[None] | None = None
+        self._has_started = False  # ranks that are lost earlier are not started again
         self._display = StartDisplay(config.parallel.num_ranks) if progress else None
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="moe_serve bridge", daemon=True)
@@ -82,13 +85,15 @@ class BackgroundRanks:
             self._display.__enter__()
         try:
             self.ranks.start()
-            self._watch = asyncio.create_task(self._watch_ranks(self.ranks))
+            self._watch = asyncio.create_task(self._watch_ranks(self.ranks, Restarts(config.launcher)))
             await self.bridge.wait_until_ready()
+            self._has_started = True
         finally:
             if self._display is not None:
                 self._display.stop()
 
-    async def _watch_ranks(self, ranks: LocalRanks) -> None:
+    async def _watch_ranks(self, ranks: LocalRanks, restarts: Restarts) -> None:
+        """Reports ranks that end; starts all of them again when they are lost, as often as `launcher` says."""
         while True:
             await asyncio.sleep(_WATCH_S)
             for death in ranks.deaths():
@@ -96,6 +101,14 @@ class BackgroundRanks:
                     await asyncio.sleep(_EXIT_REPORT_S)
                 last_words = f"; its last words: {death.last_lines[-1]}" if death.last_lines else ""
                 self.bridge.lose_rank(death.rank, f"{death}{last_words}")
+            loss = self.bridge.workers.loss
+            if loss is None or not self._has_started or self.bridge.workers.launch_id != ranks.launch_id:
+                continue
+            if not restarts.note_loss(loss):
+                self.bridge.give_up(f"{loss}; {' '.join(restarts.report())}")
+                return
+            await asyncio.to_thread(ranks.end, _LOSS_GRACE_S)
+            ranks.start()
 
     async def _stop(self) -> None:
         if self._watch is not None:

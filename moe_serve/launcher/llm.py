@@ -136,6 +136,7 @@ class LLM:
             raise RequestError(
                 f"{len(params)} params for {len(prompts)} prompts; give one, or one each", field="params"
             )
+        self._ranks.call(self._bridge.wait_for_restart())
         return [self._spec(i, prompt, each) for i, (prompt, each) in enumerate(zip(prompts, params, strict=True))]
 
     def _spec(self, index: int, given: Any, params: SamplingParams) -> RequestSpec:
@@ -186,7 +187,9 @@ class LLM:
         open_requests: dict[str, OpenRequest] = {}
         try:
             while waiting or open_requests:
-                while waiting and self._bridge.num_open < self._bridge.capacity:
+                if not open_requests:
+                    await self._bridge.wait_for_restart()
+                while waiting and self._bridge.num_open < self._bridge.capacity and not self._bridge.is_restarting:
                     index, spec = waiting.pop()
                     (request,) = self._bridge.submit([spec], changes)
                     open_requests[request.request_id] = request

@@ -132,6 +132,8 @@ class LocalRanks:
     config: effective
     folder: that of the system's sockets; the ranks keep their store there too
     module: the Python module that runs as one rank
+
+    launch_id: of the ranks that were started last
     """
 
     def __init__(self, config: ServeConfig, on_line: OnLine, folder: Path, module: str = WORKER):
@@ -140,6 +142,7 @@ class LocalRanks:
         self._module = module
         self.folder = folder
         self._reported: set[int] = set()
+        self.launch_id = 0
         self.children: list[Child] = []
 
     @property
@@ -148,9 +151,11 @@ class LocalRanks:
         return self.folder / "effective.yaml"
 
     def start(self) -> None:
-        """Starts one process for each rank."""
+        """Starts one process for each rank; again, after `end`, as a new launch."""
         self.config_file.write_text(self.config.to_yaml(), encoding="utf-8")
-        store = self.folder / f"store-{secrets.token_hex(4)}"  # a new one at each start
+        self.launch_id = new_launch_id()
+        self.children, self._reported = [], set()
+        store = self.folder / f"store-{self.launch_id:x}"  # a new one at each start
         num_ranks = self.config.parallel.num_ranks
         for rank in range(num_ranks):
             environ = child_environment(self.folder) | {
@@ -159,6 +164,8 @@ class LocalRanks:
                 "WORLD_SIZE": str(num_ranks),
                 "LOCAL_WORLD_SIZE": str(num_ranks),
                 STORE: str(store),
+                "MOE_SERVE_LAUNCH_ID": str(self.launch_id),
+                "MOE_SERVE_RESTARTS_LEFT": str(self.config.launcher.max_restarts),
             }
             arguments = ["--config", str(self.config_file)]
             child = Child(f"rank {rank}", self._module, arguments, environ, self._on_line)
@@ -185,3 +192,8 @@ def child_environment(folder: Path) -> dict[str, str]:
     paths = [_IMPORT_PATH, *filter(None, [os.environ.get("PYTHONPATH")])]
     environ.pop(TOKEN, None)  # who may enter the folder needs none
     return environ | {SOCKETS: str(folder), "PYTHONUNBUFFERED": "1", "PYTHONPATH": os.pathsep.join(paths)}
+
+
+def new_launch_id() -> int:
+    """Returns a random number that names one launch, from 1 to 2^62."""
+    return 1 + secrets.randbits(62)

@@ -5,6 +5,7 @@ what the others are, and compares; a rank that does not come is named.
 """
 
 import os
+import secrets
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -14,6 +15,7 @@ from torch.distributed import FileStore, HashStore, PrefixStore, Store, TCPStore
 
 from moe_serve.errors import ConfigError, LaunchError, MoeServeError
 from moe_serve.launcher.facts import Fact, first_difference
+from moe_serve.launcher.local import new_launch_id
 from moe_serve.launcher.rank_env import RankEnv
 from moe_serve.log import get_logger
 from moe_serve.server.ports import open_port
@@ -60,6 +62,65 @@ def open_store(env: RankEnv, deadline_s: float) -> Store:
         ) from None
 
 
+def agree_on_launch(store: Store, env: RankEnv, deadline_s: float) -> int:
+    """Returns the id of this launch: drawn by rank 0, unless the launcher has given one. The same on all ranks.
+
+    torchrun keeps its store when it starts ranks again, and its agents count restarts each for themselves. So what lies
+    in the store may be left of an earlier launch, and nothing but fresh random numbers tells: every rank writes one,
+    rank 0 answers with the id and the numbers that it has read, and a rank believes an answer that has its own number.
+    Raises LaunchError naming the ranks that have not come in time.
+    """
+    if env.launch_id or env.num_ranks == 1:
+        return env.launch_id or new_launch_id()
+    at = PrefixStore("moe_serve/launch", store)
+    try:
+        return _lead(at, env, deadline_s) if env.rank == 0 else _follow(at, env, deadline_s)
+    except (RuntimeError, ValueError) as error:
+        raise LaunchError(_lost_store(env, error)) from None
+
+
+def store_of_launch(store: Store, launch_id: int) -> Store:
+    """Returns the part of the store in which nothing of another launch lies."""
+    return PrefixStore(f"moe_serve/{launch_id}", store)
+
+
+def _lead(at: Store, env: RankEnv, deadline_s: float) -> int:
+    launch_id, others = new_launch_id(), range(1, env.num_ranks)
+    told = ""
+    wait = _Wait(env, "joined", deadline_s)
+    while True:
+        come = [rank for rank in others if at.check([f"number {rank}"])]
+        answer = msgspec.json.encode((launch_id, {rank: at.get(f"number {rank}").decode() for rank in come})).decode()
+        if answer != told:
+            at.set("answer", answer)
+            told = answer
+        missing = [rank for rank in others if _text(at, f"agreed {rank}") != str(launch_id)]
+        if not missing:
+            at.set("go", str(launch_id))
+            return launch_id
+        wait.for_ranks(missing)
+
+
+def _follow(at: Store, env: RankEnv, deadline_s: float) -> int:
+    number = secrets.token_hex(8)
+    at.set(f"number {env.rank}", number)
+    wait = _Wait(env, "joined", deadline_s)
+    agreed = 0
+    while True:
+        answer = _text(at, "answer")
+        launch_id, numbers = msgspec.json.decode(answer, type=tuple[int, dict[int, str]]) if answer else (0, {})
+        if numbers.get(env.rank) == number and launch_id != agreed:
+            agreed = launch_id
+            at.set(f"agreed {env.rank}", str(agreed))
+        if agreed and _text(at, "go") == str(agreed):
+            return agreed
+        wait.for_ranks([0])  # which waits for the others, and names them
+
+
+def _text(at: Store, key: str) -> str:
+    return at.get(key).decode() if at.check([key]) else ""
+
+
 def gather(store: Store, env: RankEnv, name: str, data: str, deadline_s: float) -> list[bytes]:
     """Returns every rank's text as bytes, in rank order.
 
@@ -73,10 +134,7 @@ def gather(store: Store, env: RankEnv, name: str, data: str, deadline_s: float) 
         gathered = [at.get(str(rank)) for rank in range(env.num_ranks)]
         at.set(f"read {env.rank}", "")
     except RuntimeError as error:
-        raise LaunchError(
-            f"rank {env.rank} lost the store of the launch at {env.store} while the ranks "
-            f"joined ({str(error).splitlines()[0]}); look at the last lines of rank 0"
-        ) from None
+        raise LaunchError(_lost_store(env, error)) from None
     return gathered
 
 
@@ -114,26 +172,44 @@ def check_facts(store: Store, env: RankEnv, find: Callable[[], Sequence[Fact]], 
 
 
 def _wait_for_all(at: Store, env: RankEnv, what: str, deadline_s: float) -> None:
-    started_s = time.monotonic()
+    wait = _Wait(env, what, deadline_s)
     missing = list(range(env.num_ranks))
-    next_warning_s = _WARN_S
-    while True:
-        missing = [rank for rank in missing if not at.check([str(rank)])]
-        waited_s = time.monotonic() - started_s
-        if not missing:
-            return
+    while missing := [rank for rank in missing if not at.check([str(rank)])]:
         if at.check([_FAILED]):
             raise LaunchError(at.get(_FAILED).decode(errors="replace"))
+        wait.for_ranks(missing)
+
+
+class _Wait:
+    """One wait for other ranks: each turn pauses a little longer; names who is missing, and ends at the deadline."""
+
+    def __init__(self, env: RankEnv, what: str, deadline_s: float):
+        self._env = env
+        self._what = what
+        self._deadline_s = deadline_s
+        self._started_s = time.monotonic()
+        self._next_warning_s = _WARN_S
+
+    def for_ranks(self, missing: Sequence[int]) -> None:
+        """Pauses before the next look. Raises LaunchError naming the missing ranks once the deadline has passed."""
+        env, waited_s = self._env, time.monotonic() - self._started_s
         ranks = f"rank{'s' if len(missing) > 1 else ''} {', '.join(map(str, missing[:8]))}"
         ranks += f" and {len(missing) - 8} more" if len(missing) > 8 else ""
-        if waited_s > deadline_s:
+        if waited_s > self._deadline_s:
             raise LaunchError(
-                f"{ranks} of {env.num_ranks} had not {what} after {deadline_s:g} s; look at their last lines, check "
-                f"that they were started and reach {env.store}, or raise "
+                f"{ranks} of {env.num_ranks} had not {self._what} after {self._deadline_s:g} s; look at their last "
+                f"lines, check that they were started and reach {env.store}, or raise "
                 "server.attach_deadline_s"
             )
-        if waited_s > next_warning_s:
-            next_warning_s = 2 * waited_s
+        if waited_s > self._next_warning_s:
+            self._next_warning_s = 2 * waited_s
             if env.rank == min(set(range(env.num_ranks)) - set(missing), default=0):  # one rank says it for all
-                log.warning("not %s after %.0f s: %s", what, waited_s, ranks)
+                log.warning("not %s after %.0f s: %s", self._what, waited_s, ranks)
         time.sleep(min(_POLL_S * (1 + waited_s), 0.5))
+
+
+def _lost_store(env: RankEnv, error: Exception) -> str:
+    return (
+        f"rank {env.rank} lost the store of the launch at {env.store} while the ranks joined "
+        f"({str(error).splitlines()[0]}); look at the last lines of rank 0"
+    )

@@ -19,9 +19,10 @@ _MPI_MARKS = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK")
 class RankEnv:
     """This process's place in the launch.
 
-    epoch:      number of restarts so far
-    source:     the launcher, in words
-    store_file: through which the ranks meet; "": at the master's address
+    launch_id:     as the launcher drew it; 0: rank 0 draws it when the ranks meet
+    restarts_left: how often the launcher starts all ranks again when one is lost
+    source:        the launcher, in words
+    store_file:    through which the ranks meet; "": at the master's address
     """
 
     rank: int
@@ -30,8 +31,9 @@ class RankEnv:
     num_local_ranks: int
     master_addr: str
     master_port: int
-    epoch: int
+    launch_id: int
     source: str
+    restarts_left: int = 0
     store_file: str = ""
 
     @property
@@ -97,10 +99,19 @@ def _from_torchrun(environ: Mapping[str, str]) -> RankEnv:
         num_local_ranks=_number(environ, "LOCAL_WORLD_SIZE", "torchrun", default=1),
         master_addr=environ.get("MASTER_ADDR", "127.0.0.1"),
         master_port=_number(environ, "MASTER_PORT", "torchrun", default=0 if STORE in environ else None),
-        epoch=_number(environ, "TORCHELASTIC_RESTART_COUNT", "torchrun", default=0),
+        launch_id=_number(environ, "MOE_SERVE_LAUNCH_ID", "moe-serve", default=0),
+        restarts_left=_restarts_left(environ),
         store_file=environ.get(STORE, ""),
         source="torchrun" if "TORCHELASTIC_RUN_ID" in environ else "the launcher",
     )
+
+
+def _restarts_left(environ: Mapping[str, str]) -> int:
+    """Returns what `moe-serve serve` or torchrun say; torchrun's agents count on their own, so it is an estimate."""
+    if "TORCHELASTIC_MAX_RESTARTS" not in environ:
+        return _number(environ, "MOE_SERVE_RESTARTS_LEFT", "moe-serve", default=0)
+    done = _number(environ, "TORCHELASTIC_RESTART_COUNT", "torchrun", default=0)
+    return max(0, _number(environ, "TORCHELASTIC_MAX_RESTARTS", "torchrun") - done)
 
 
 def _from_mpi() -> RankEnv:
@@ -144,7 +155,7 @@ def _from_slurm(environ: Mapping[str, str]) -> RankEnv:
         num_local_ranks=_number(environ, "SLURM_NTASKS_PER_NODE", "Slurm", default=1),
         master_addr=environ["MASTER_ADDR"],
         master_port=_number(environ, "MASTER_PORT", "Slurm"),
-        epoch=_number(environ, "SLURM_RESTART_COUNT", "Slurm", default=0),
+        launch_id=0,
         source="srun",
     )
 

@@ -4,8 +4,8 @@
     mpirun -n 2 python -m moe_serve.launcher.serve --config configs/demo-cpu.yaml
 
 A front end (`moe-serve frontend`, started for you by `moe-serve serve`) must listen at server.worker_host:worker_port.
-Exits with 0 when asked to end, 1 when the epoch was lost (a peer or the front end is gone, a step failed), 2 for a
-setting to correct.
+Exits with 0 when asked to end, 1 when the launch was lost (a peer or the front end is gone, a step failed) or the
+front end refused this rank, 2 for a setting to correct.
 """
 
 import contextlib
@@ -15,6 +15,7 @@ import socket
 import sys
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Annotated
@@ -76,29 +77,31 @@ def run_worker(config: ServeConfig, env: RankEnv) -> int:
     except MoeServeError as error:
         log.error("%s", error)
         return 2
-    mailbox.send(Hello(env.rank, env.num_ranks, env.epoch, os.getpid(), socket.gethostname()))
     engine: Engine | None = None
+    start = _Start(config, env, mailbox)
     code = 0
     try:
-        engine = _start(config, env, mailbox)
+        engine = start.run()
         engine.run()
-        mailbox.send(Goodbye(env.rank, env.epoch))
+        mailbox.send(Goodbye(env.rank, start.env.launch_id))
         engine.close()
-        code = 1 if engine.lost_front_end else 0
+        if engine.refusal is not None:
+            log.error("the front end refused this rank: %s", engine.refusal)
+        code = 1 if engine.lost_front_end or engine.refusal is not None else 0
     except LostConnectionError as error:
         lost = _dead_peer(engine)
-        code = _epoch_lost(mailbox, env, loss_message(lost, engine.step if engine else None, error), lost)
+        code = _launch_lost(mailbox, start.env, loss_message(lost, engine.step if engine else None, error), lost)
     except PeerError as error:
         rank = error.rank if error.rank >= 0 else _dead_peer(engine)
-        code = _epoch_lost(mailbox, env, str(error), rank)
+        code = _launch_lost(mailbox, start.env, str(error), rank)
     except MoeServeError as error:
-        mailbox.send(Fatal(env.rank, env.epoch, str(error), env.rank))
+        mailbox.send(Fatal(env.rank, start.env.launch_id, str(error), env.rank))
         log.error("%s", error)
         code = 2
     except Exception as error:
-        log.exception("the epoch is lost")
+        log.exception("the launch is lost")
         message = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
-        code = _epoch_lost(mailbox, env, message, env.rank)
+        code = _launch_lost(mailbox, start.env, message, env.rank)
     finally:
         mailbox.close()
     return code
@@ -135,44 +138,83 @@ def limit_threads(config: ServeConfig, env: RankEnv) -> int:
     return threads
 
 
-def _start(config: ServeConfig, env: RankEnv, mailbox: ZmqMailbox) -> "Engine":
-    """Returns the engine, ready to run: groups joined, weights loaded, one empty step done."""
-    started_s = time.monotonic()
-    watchdog = _start_watchdog(config, env)
+class _Start:
+    """The way of one rank to its first step, phase by phase; each is shown to the front end and watched.
 
-    def report(phase: str, fraction: float) -> None:
-        watchdog.enter(phase)
-        mailbox.send(Progress(env.rank, env.epoch, phase, fraction))
+    env: with the id of the launch, once the ranks have met
+    """
 
-    report("importing torch", 0.0)
-    import torch
+    def __init__(self, config: ServeConfig, env: RankEnv, mailbox: ZmqMailbox):
+        self.env = env
+        self._config = config
+        self._mailbox = mailbox
+        self._watchdog = _start_watchdog(config, env)
 
-    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
-    report("joining the ranks", 0.0)
-    from moe_serve.dispatch.peer_calls import barrier
-    from moe_serve.launcher.groups import device_of, gather_bytes, join_groups
-    from moe_serve.launcher.meeting import check_facts, open_store
+    def report(self, phase: str, fraction: float) -> None:
+        self._watchdog.enter(phase)
+        if self.env.launch_id:  # before the ranks meet, the front end cannot know whose phase this is
+            self._mailbox.send(Progress(self.env.rank, self.env.launch_id, phase, fraction))
 
-    device, deadline_s = device_of(env, config), config.server.attach_deadline_s
-    store = open_store(env, deadline_s)
-    check_facts(store, env, lambda: facts_of(config, device.type), deadline_s)
-    groups = join_groups(env, config, device, store)
-    addresses = gather_bytes(mailbox.wake_address.encode(), groups.patient)
-    mailbox.connect_peers([address.decode() for rank, address in enumerate(addresses) if rank != env.rank])
-    engine = _build_engine(config, groups, mailbox, report)
-    report("waiting for the other ranks", 1.0)
-    barrier(groups.patient)
-    report("warming up", 0.0)
-    engine.served.warm_up()
-    barrier(groups.patient)  # by now every rank has made all connections of its groups, and to the store
-    shut_out_newcomers(mailbox.wake_ports)
-    engine.served.info["start_s"] = round(time.monotonic() - started_s, 3)
-    _end_on_signals(engine)
-    watchdog.leave()
-    engine.watchdog.start()
-    mailbox.start_pulse(lambda: Pulse(env.rank, env.epoch, engine.step, engine.watchdog.phase))
-    mailbox.send(Ready(env.rank, env.epoch, engine.served.limits, engine.served.info))
-    return engine
+    def run(self) -> "Engine":
+        """Returns the engine, ready to run: groups joined, weights loaded, one empty step done."""
+        started_s = time.monotonic()
+        if self.env.launch_id:
+            self._say_hello()
+        self.report("importing torch", 0.0)
+        import torch
+
+        torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+        groups = self._meet()
+        engine = _build_engine(self._config, groups, self._mailbox, self.report)
+        self.report("waiting for the other ranks", 1.0)
+        from moe_serve.dispatch.peer_calls import barrier
+
+        barrier(groups.patient)
+        self.report("warming up", 0.0)
+        engine.served.warm_up()
+        barrier(groups.patient)  # by now every rank has made all connections of its groups, and to the store
+        shut_out_newcomers(self._mailbox.wake_ports)
+        engine.served.info["start_s"] = round(time.monotonic() - started_s, 3)
+        _end_on_signals(engine)
+        self._watchdog.leave()
+        engine.watchdog.start()
+        rank, launch_id = self.env.rank, self.env.launch_id
+        self._mailbox.start_pulse(lambda: Pulse(rank, launch_id, engine.step, engine.watchdog.phase))
+        self._mailbox.send(Ready(rank, launch_id, engine.served.limits, engine.served.info))
+        return engine
+
+    def _meet(self) -> "Groups":
+        """Agrees with the other ranks on the launch and on what all must have in common, and joins them."""
+        from moe_serve.launcher.groups import device_of, gather_bytes, join_groups
+        from moe_serve.launcher.meeting import agree_on_launch, check_facts, open_store, store_of_launch
+
+        self.report("joining the ranks", 0.0)
+        config, deadline_s = self._config, self._config.server.attach_deadline_s
+        device = device_of(self.env, config)
+        store = open_store(self.env, deadline_s)
+        launch_id = agree_on_launch(store, self.env, deadline_s)
+        if not self.env.launch_id:
+            self.env = replace(self.env, launch_id=launch_id)
+            self._say_hello()
+            self.report("joining the ranks", 0.5)
+        env, store = self.env, store_of_launch(store, launch_id)
+        check_facts(store, env, lambda: facts_of(config, device.type), deadline_s)
+        groups = join_groups(env, config, device, store)
+        addresses = gather_bytes(self._mailbox.wake_address.encode(), groups.patient)
+        self._mailbox.connect_peers([address.decode() for rank, address in enumerate(addresses) if rank != env.rank])
+        return groups
+
+    def _say_hello(self) -> None:
+        env = self.env
+        hello = Hello(
+            env.rank,
+            env.num_ranks,
+            env.launch_id,
+            os.getpid(),
+            socket.gethostname(),
+            restarts_left=env.restarts_left,
+        )
+        self._mailbox.send(hello)
 
 
 def _start_watchdog(config: ServeConfig, env: RankEnv) -> Watchdog:
@@ -195,7 +237,7 @@ def _build_engine(config: ServeConfig, groups: "Groups", mailbox: ZmqMailbox, re
     from moe_serve.engine.exchange import make_exchange
 
     exchange = make_exchange(config.engine.exchange, groups.control, groups.one_host, config.engine.step_deadline_s)
-    engine = build_engine(config, groups.ep, exchange, mailbox, epoch=groups.env.epoch, progress=report)
+    engine = build_engine(config, groups.ep, exchange, mailbox, launch_id=groups.env.launch_id, progress=report)
     engine.served.info |= {"exchange": type(exchange).__name__, "launched_by": groups.env.source}
     engine.served.info["shared_with_front_end"] = front_end_facts(config)
     return engine
@@ -231,9 +273,9 @@ def loss_message(lost_rank: int, step: int | None, error: LostConnectionError) -
     return f"{who} went away {when} ({error.reason}); look at its last lines, and start the ranks again"
 
 
-def _epoch_lost(mailbox: ZmqMailbox, env: RankEnv, message: str, lost_rank: int) -> int:
-    log.error("epoch %d is lost: %s", env.epoch, message)
-    mailbox.send(Fatal(env.rank, env.epoch, message, lost_rank))
+def _launch_lost(mailbox: ZmqMailbox, env: RankEnv, message: str, lost_rank: int) -> int:
+    log.error("the launch is lost: %s", message)
+    mailbox.send(Fatal(env.rank, env.launch_id, message, lost_rank))
     return 1
 
 

@@ -2,17 +2,16 @@
 
 The parent only supervises. It receives the ranks' progress from the front end (as supervisor, see server/rank_link.py),
 notices first when a process ends, reports it to the front end, and shuts everything down in order: no new calls, then
-the ranks, then whatever is left. The ranks decide whether they go on without a lost one; the front end passes their
-decision on, and the parent prints it. If they do not, the front end outlives the ranks and names the lost rank on
-/ready.
+the ranks, then whatever is left. Where the ranks cannot go on without a lost one, it starts all of them again, and the
+front end submits the open requests to the new ones; after too many losses it ends with a report.
 """
 
+import contextlib
 import os
 import signal
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from types import FrameType
 
 import msgspec
@@ -20,10 +19,12 @@ import zmq
 
 from moe_serve.child_process import describe_exit
 from moe_serve.config import ServeConfig, ServerConfig
-from moe_serve.engine.messages import Fatal, Hello, Members, Progress, Ready, decode_to_front_end, encode
+from moe_serve.engine.messages import Fatal, Hello, decode_to_front_end, encode
 from moe_serve.launcher.display import StartDisplay
+from moe_serve.launcher.launch_watch import LaunchWatch, Loss
 from moe_serve.launcher.local import WORKER, Child, Death, LocalRanks, child_environment
 from moe_serve.launcher.preflight import has_tokenizer
+from moe_serve.launcher.restarts import Restarts
 from moe_serve.links.folder import OwnFolder
 from moe_serve.links.link import Link
 from moe_serve.links.sockets import LinkSockets
@@ -33,8 +34,6 @@ from moe_serve.server.rank_link import SUPERVISOR
 _POLL_MS = 50
 _END_GRACE_S = 4.0  # for the front end and the ranks to end in order
 _LOSS_GRACE_S = 3.0  # for the ranks that are left when one is lost
-_EXIT_SEEN_S = 0.3  # peers may miss a process this long before its parent knows how it ended
-_OWN_REPORT_S = 1.0  # a rank that exits by itself has reported why; wait so long for that report
 
 
 class _Ended(Exception):
@@ -73,15 +72,6 @@ def with_port(config: ServeConfig, http_port: int) -> ServeConfig:
     return config.model_copy(update={"server": config.server.model_copy(update={"port": http_port})})
 
 
-@dataclass(frozen=True)
-class _Masked:
-    """A rank that the others serve without. serving: which ranks go on, in words"""
-
-    since_s: float
-    reason: str
-    serving: str
-
-
 class _System:
     def __init__(self, config: ServeConfig, display: StartDisplay, ranks: LocalRanks, link: Link):
         self.config = config
@@ -92,18 +82,16 @@ class _System:
         self._drain_until_s = 0.0
         self._link = link
         self._front_end: Child | None = None
-        self._ready: set[int] = set()
-        self._is_ready = False
-        self._fatal: str | None = None  # why the epoch ended, as the front end reports it
-        self._blamed: int = SUPERVISOR  # the rank that ended it; SUPERVISOR: not known
-        self._deaths: list[Death] = []  # of ranks that the others do not serve without
-        self._masked: set[int] = set()
-        self._unprinted: dict[int, _Masked] = {}
-        self._may_go_on = True  # whether every rank goes on without a lost one where it can
-        self._lost_at_s: float | None = None  # when the loss was first noticed
-        self._is_reported = False
+        self._restarts = Restarts(config.launcher)
+        self._was_ready = False
         self._sockets = LinkSockets(link)
         self._socket = self._sockets.connected(zmq.DEALER, link.front_end, linger_ms=200)
+        self.begin_launch()
+
+    def begin_launch(self) -> None:
+        """Begins to watch ranks that are about to start."""
+        self._launch = LaunchWatch(self.config, self.display, self.ranks, self._report_death)
+        self._launched_s, self._is_announced = time.monotonic(), False
 
     def start_front_end(self, http_fd: int) -> None:
         """Starts the front end with the listening socket, and attaches to it as supervisor."""
@@ -120,16 +108,20 @@ class _System:
         self._socket.send(encode(hello))
 
     def watch(self) -> None:
-        """Prints and forwards what happens, until _Ended is raised."""
+        """Prints and forwards what happens, and starts lost ranks again, until _Ended is raised."""
         while True:
             if self.stop_signals and not self._drains():
                 self.display.stop()
                 self.display.note("ending …")
-                raise _Ended(1 if self._is_reported else 0)
+                raise _Ended(0)
             if self._socket.poll(_POLL_MS):
                 self._listen()
+            if self._launch.is_ready and not self._is_announced:
+                self._announce()
             if not (self._drain_until_s and any(child.code == 0 for child in self.ranks.children)):
-                self._look_for_losses()  # a rank that ends with 0 at the end of a drain is none
+                loss = self._launch.find_loss()  # a rank that ends with 0 at the end of a drain is none
+                if loss is not None:
+                    self._start_again(loss)
             assert self._front_end is not None
             code = self._front_end.code
             if code is not None and not self.stop_signals:
@@ -138,7 +130,7 @@ class _System:
 
     def _drains(self) -> bool:
         """Returns whether to go on until open requests have ended: after one SIGTERM, within the deadline."""
-        if not self.wants_drain or self.stop_signals > 1 or not self._is_ready or self._is_reported:
+        if not self.wants_drain or self.stop_signals > 1 or not self._launch.is_ready:
             return False
         if self._front_end is None or self._front_end.code is not None:
             return False
@@ -151,109 +143,48 @@ class _System:
 
     def _listen(self) -> None:
         while self._socket.poll(0):
-            try:
-                message = decode_to_front_end(self._socket.recv())
-            except msgspec.DecodeError:
-                continue  # Alive and Shutdown are for ranks
-            match message:
-                case Progress():
-                    self.display.phase(message.rank, message.phase, message.fraction)
-                case Ready():
-                    self.display.phase(message.rank, "ready", 1.0)
-                    self._may_go_on &= message.info.get("on_lost_rank") == "mask"
-                    self._rank_is_ready(message.rank)
-                case Members():
-                    self._regroup(message)
-                case Fatal():
-                    self._fatal, self._blamed = message.message, message.lost_rank
+            with contextlib.suppress(msgspec.DecodeError):  # Alive and Shutdown are for ranks
+                self._launch.take(decode_to_front_end(self._socket.recv()))
 
-    def _rank_is_ready(self, rank: int) -> None:
-        self._ready.add(rank)
-        if len(self._ready) == self.config.parallel.num_ranks and not self._is_ready:
-            self._is_ready = True
-            self.display.stop()
-            address = _url(self.config.server)
-            self.display.note(f"ready after {self.display.elapsed_s:.1f} s: {address}", style="green")
-            prompt = '{"text": "def "}' if has_tokenizer(self.config) else '{"input_ids": [5, 6, 7]}'
-            self.display.note(f"  try: curl {address}/generate -H 'content-type: application/json' -d '{prompt}'")
-
-    def _regroup(self, message: Members) -> None:
-        """Notes which ranks are masked, and prints which rejoin."""
-        members = ", ".join(map(str, message.members))
-        serving = f"ranks {members} serve" if len(message.members) > 1 else f"rank {members} serves"
-        for rank in range(self.config.parallel.num_ranks):
-            if rank in self._masked and rank in message.members:
-                self._print_masked(at_once=True)
-                self._masked.remove(rank)
-                self.display.note(f"rank {rank} rejoined; {serving}", style="green")
-            elif rank not in self._masked and rank not in message.members:
-                self._masked.add(rank)
-                self._unprinted[rank] = _Masked(time.monotonic(), message.reason, serving)
-
-    def _print_masked(self, at_once: bool = False) -> None:
-        """Prints which ranks are masked, and how they ended; peers may notice a loss before this process does."""
-        for rank, masked in list(self._unprinted.items()):
-            ends = [str(death) for death in self._deaths if death.rank == rank]
-            if not ends and time.monotonic() - masked.since_s < _EXIT_SEEN_S and not at_once:
-                continue
-            del self._unprinted[rank]
-            self._deaths = [death for death in self._deaths if death.rank != rank]
-            reason = ends[0] if ends else f"rank {rank} is masked ({masked.reason})"
-            self.display.note(f"{reason}; {masked.serving} on with its requests", style="yellow")
-
-    def _notice_deaths(self) -> None:
-        for death in self.ranks.deaths():
-            if death.rank in self._masked and death.rank not in self._unprinted:
-                self.display.note(f"{death}; it was masked already", style="yellow")
-                continue
-            self._deaths.append(death)
-            if self._is_ready and self._may_go_on:  # the answer is Members or Fatal, within the ranks' deadlines
-                self._socket.send(encode(Fatal(SUPERVISOR, 0, str(death), death.rank)))
-        self._print_masked()
-
-    def _look_for_losses(self) -> None:
-        """Reports a lost rank once, then ends the other ranks; before the system was ready, ends the whole system."""
-        self._notice_deaths()
-        if self._is_ready and self._may_go_on and self._fatal is None:
-            return
-        if self._is_reported or not (self._deaths or self._fatal):
-            return
-        now_s = time.monotonic()
-        if self._lost_at_s is None:
-            self._lost_at_s = now_s
-        # Ranks that end because of a lost one may be gone before it does, so the blamed rank comes first.
-        cause = min(
-            self._deaths,
-            key=lambda death: (not death.was_killed, death.rank != self._blamed, death.code != 2),
-            default=None,
-        )
-        blamed_still_there = cause is not None and self._blamed not in (SUPERVISOR, cause.rank)
-        half_known = cause is None or self._fatal is None or blamed_still_there
-        if half_known and not (cause and cause.was_killed) and now_s - self._lost_at_s < _OWN_REPORT_S:
-            return  # the rest is still to come: the rank's own report, or how it ended
-        if self._fatal is None and cause is not None:
-            self._socket.send(encode(Fatal(SUPERVISOR, 0, str(cause), cause.rank)))
-        self._is_reported = True
+    def _announce(self) -> None:
+        self._is_announced = True
         self.display.stop()
-        self._report(cause)
-        if not self._is_ready:
-            raise _Ended(2 if cause is not None and cause.code == 2 else 1)
-        self.ranks.end(_LOSS_GRACE_S)
-        self.display.note("no rank is left; /ready says why until you press Ctrl-C", style="red")
+        if self._was_ready:
+            self.display.note(f"ready again after {time.monotonic() - self._launched_s:.1f} s", style="green")
+            return
+        self._was_ready = True
+        address = _url(self.config.server)
+        self.display.note(f"ready after {self.display.elapsed_s:.1f} s: {address}", style="green")
+        prompt = '{"text": "def "}' if has_tokenizer(self.config) else '{"input_ids": [5, 6, 7]}'
+        self.display.note(f"  try: curl {address}/generate -H 'content-type: application/json' -d '{prompt}'")
 
-    def _report(self, cause: Death | None) -> None:
-        reported = self._fatal if cause is None or self._fatal != str(cause) else None
-        self.display.note(": ".join(str(part) for part in (cause, reported) if part is not None), style="red")
-        if cause is not None and (cause.was_killed or reported is None):
-            for line in cause.last_lines:
-                self.display.note(f"  {line}")
+    def _report_death(self, death: Death) -> None:
+        self._socket.send(encode(Fatal(SUPERVISOR, self.ranks.launch_id, str(death), death.rank)))
+
+    def _start_again(self, loss: Loss) -> None:
+        """Prints why the ranks are lost, and starts them again. Raises _Ended where that is no use, or too often."""
+        self.display.stop()
+        self.display.note(str(loss), style="red")
+        for line in loss.last_lines:
+            self.display.note(f"  {line}")
+        if not self._was_ready or loss.is_setting or self.stop_signals:
+            raise _Ended(2 if loss.is_setting else 1)
+        if not self._restarts.note_loss(str(loss)):
+            for line in self._restarts.report():
+                self.display.note(line, style="red")
+            raise _Ended(1)
+        self.ranks.end(_LOSS_GRACE_S)
+        if not self.stop_signals:
+            self.display.note(f"the ranks are started again ({self._restarts.describe()})", style="yellow")
+            self.ranks.start()
+            self.begin_launch()
 
     def end(self) -> None:
         """Ends every process; after a second signal, without waiting."""
         front_end = self._front_end
         if front_end is not None:
             front_end.signal(signal.SIGINT)  # at once: what may be drained has been
-        if not self._is_ready or front_end is None or front_end.code is not None:
+        if not self._launch.is_ready or front_end is None or front_end.code is not None:
             for child in self.ranks.children:  # no front end asks them to end, or they do not listen yet
                 child.signal(signal.SIGTERM)
         children = [*self.ranks.children, *filter(None, [front_end])]

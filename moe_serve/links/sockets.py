@@ -23,6 +23,7 @@ class LinkSockets:
         self._context = zmq.Context()
         self._authenticator: ThreadAuthenticator | None = None
         self._sockets: list[zmq.Socket[bytes]] = []
+        self._monitored: list[tuple[zmq.Socket[bytes], zmq.Socket[bytes]]] = []
 
     def bound(self, kind: int, address: str, max_bytes: int = MAX_MESSAGE_BYTES) -> "zmq.Socket[bytes]":
         """Returns a socket that listens at an address. Raises zmq.ZMQError when it cannot be opened."""
@@ -30,6 +31,8 @@ class LinkSockets:
         if self._keys is not None:
             self._let_in_our_own(self._keys)
             self._keys.serve(socket)
+        if kind == zmq.ROUTER:
+            socket.setsockopt(zmq.ROUTER_HANDOVER, 1)  # a peer whose connection was cut comes back under its name
         socket.bind(address)
         return socket
 
@@ -46,8 +49,30 @@ class LinkSockets:
         socket.connect(address)
         return socket
 
+    def reconnecting(
+        self, kind: int, address: str, routing_id: bytes
+    ) -> tuple["zmq.Socket[bytes]", "zmq.Socket[bytes]"]:
+        """Returns a socket that connects under a routing id, and one with a message for each connection made.
+
+        When a connection was cut, messages in both directions may be lost; the next one counts as that of the same peer
+        at a ROUTER of ours.
+        """
+        socket = self._new(kind, address, MAX_MESSAGE_BYTES)
+        socket.setsockopt(zmq.LINGER, 1000)
+        socket.setsockopt(zmq.RECONNECT_IVL_MAX, _MAX_RECONNECT_MS)
+        socket.setsockopt(zmq.ROUTING_ID, routing_id)
+        connections = socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED)
+        if self._keys is not None:
+            self._keys.connect(socket)
+        socket.connect(address)
+        self._monitored.append((socket, connections))
+        return socket, connections
+
     def close(self) -> None:
         """Closes all sockets; returns once their last messages have left, or their linger times are over."""
+        for monitored, connections in self._monitored:
+            monitored.disable_monitor()
+            connections.close()
         for socket in self._sockets:
             socket.close()
         if self._authenticator is not None:

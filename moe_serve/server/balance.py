@@ -42,7 +42,7 @@ class BalanceBook:
         self.state = "off" if mode == "off" else "watching"
         self.alarm = ""
         self.step = 0
-        self.leader: tuple[int, int] | None = None  # (epoch, rank)
+        self.leader: tuple[int, int] | None = None  # (launch_id, rank)
         self.version = 0
         self.version_since_s: float | None = None
         self.placement: list[list[int]] | None = None
@@ -75,7 +75,7 @@ class BalanceBook:
     def take(self, report: BalanceReport, now_s: float) -> None:
         """Takes a report of the leader, and logs what people want to know."""
         has_news = self.heard_s is None or bool(report.decisions) or report.window is not None
-        if self.leader != (report.epoch, report.rank):
+        if self.leader != (report.launch_id, report.rank):
             self._follow(report, now_s)
             has_news = True
         version, totals = self.version, self.totals
@@ -88,11 +88,11 @@ class BalanceBook:
             self.version, self.version_since_s = report.placement_version, now_s
             has_news = True
         if report.window is not None:
-            self._close_window(report.window, report.epoch, now_s)
+            self._close_window(report.window, report.launch_id, now_s)
         for decision in report.decisions:
-            self._decide(decision, report.epoch, version, totals)
+            self._decide(decision, report.launch_id, version, totals)
         self.moves.grow(self.version, self.totals)
-        judged = self.moves.judge(self._points_of(report.epoch))
+        judged = self.moves.judge(self._points_of(report.launch_id))
         if judged is not None and judged.before is not None:
             log.info(
                 "balancer: placement %d serves at balancedness %.2f, %.2f before",
@@ -109,7 +109,7 @@ class BalanceBook:
         """Takes another rank's reports from now on; its totals, steps and versions begin anew."""
         if self.leader is not None:
             self._earlier, self._totals = self.totals, {}
-            restarted = report.epoch != self.leader[0]
+            restarted = report.launch_id != self.leader[0]
             reason = "the ranks were restarted" if restarted else f"rank {report.rank} leads now"
             self.moves.give_up(now_s, report.step, reason)
             if restarted:
@@ -117,9 +117,9 @@ class BalanceBook:
                 self.version_since_s = None
             self._note(Event(now_s, report.step, "leader", reason))
             log.info("balancer: %s", reason)
-        self.leader = (report.epoch, report.rank)
+        self.leader = (report.launch_id, report.rank)
 
-    def _close_window(self, window: WindowReport, epoch: int, now_s: float) -> None:
+    def _close_window(self, window: WindowReport, launch_id: int, now_s: float) -> None:
         if not window.balancedness:
             return  # a model without MoE layers
         self.window = window
@@ -130,7 +130,7 @@ class BalanceBook:
         self.points.append(
             WindowPoint(
                 now_s,
-                epoch,
+                launch_id,
                 window.first_step,
                 window.num_steps,
                 window.phase,
@@ -143,7 +143,7 @@ class BalanceBook:
         of_ranks = [sum(loads) for loads in zip(*window.rank_load, strict=False)]
         self.rank_tokens = [old + new for old, new in zip_longest(self.rank_tokens, of_ranks, fillvalue=0.0)]
 
-    def _decide(self, decision: DecisionReport, epoch: int, version: int, totals: dict[str, float]) -> None:
+    def _decide(self, decision: DecisionReport, launch_id: int, version: int, totals: dict[str, float]) -> None:
         """version, totals: before this report"""
         at_s, step, kind, reason = decision.at_s, decision.step, decision.kind, decision.reason
         event = Event(
@@ -155,7 +155,7 @@ class BalanceBook:
         level = logging.INFO
         match kind:
             case "move" | "manual" | "restore" if decision.num_layers:  # 0: everything is where it should be already
-                self.moves.begin(event, version, totals, self._points_of(epoch))
+                self.moves.begin(event, version, totals, self._points_of(launch_id))
             case "done" if self.moves.running is not None:
                 self.moves.grow(self.version, self.totals)
                 reason = f"{reason}: {self.moves.running.summary}"
@@ -176,8 +176,8 @@ class BalanceBook:
         else:
             log.info("balancer: %s", text)
 
-    def _points_of(self, epoch: int) -> list[WindowPoint]:
-        return [point for point in self.points if point.epoch == epoch]
+    def _points_of(self, launch_id: int) -> list[WindowPoint]:
+        return [point for point in self.points if point.launch_id == launch_id]
 
     def _note(self, event: Event) -> None:
         self.events.append(event)

@@ -95,7 +95,7 @@ class Bridge:
         """
         while (problem := self.problem()) is not None:
             if self.workers.loss is not None or self._link.is_draining:
-                raise UnavailableError(problem)
+                raise UnavailableError(self.workers.loss or problem)
             await self._link.wait_for_news(1.0)
         return self.limits
 
@@ -111,11 +111,29 @@ class Bridge:
         """Returns why no request can be served now, naming the rank where one is to blame; None if all is well."""
         if self._link.is_draining or self._is_finishing:
             return "the server is ending"
+        if self._link.is_restarting:
+            return f"the ranks are being started again: {self.workers.loss}"
         if self.workers.loss is not None:
             return self.workers.loss
         if not self.workers.is_ready:
             return f"starting: {self.workers.missing()}"
         return None
+
+    @property
+    def is_restarting(self) -> bool:
+        """Whether the ranks were lost and are started again, or start for the first time."""
+        starts = self.workers.loss is None and not self.workers.is_ready and not self._link.is_draining
+        return starts or self._link.is_restarting
+
+    async def wait_for_restart(self) -> None:
+        """Waits while the ranks are started again, for a caller who prefers that to an UnavailableError."""
+        while self.is_restarting:
+            await self._link.wait_for_news(0.2)
+
+    def give_up(self, reason: str) -> None:
+        """Ends the open requests with an error: the caller does not start lost ranks again."""
+        self._link.restart.give_up()
+        self._book.fail_all(reason)
 
     def lose_rank(self, rank: int, reason: str) -> None:
         """Reports the end of a rank's process, for a caller who watches the processes."""
@@ -202,7 +220,7 @@ class Bridge:
         """Returns the state of the ranks and of the queue, for /server_info."""
         return {
             "state": self.problem() or "ready",
-            "epoch": self.workers.epoch,
+            "launch_id": f"{self.workers.launch_id:x}",
             "requests": {
                 "open": self.num_open,
                 "waiting": self._book.num_waiting,

@@ -69,7 +69,7 @@ class CommandBook:
         self._fail([call for call in self._open.values() if call.leader in masked], "was lost")
 
     def fail_all(self, reason: str) -> None:
-        """Fails all commands: the epoch or the server ends."""
+        """Fails all commands: the launch or the server ends."""
         self._fail(self._open.values(), f"will not answer ({reason})")
 
     def _fail(self, calls: Collection[_Call], why: str) -> None:

@@ -17,7 +17,7 @@ class WaitMatrix(Collector):
     """How long each rank has waited for each peer: moe_serve_all_to_all_wait_seconds_total{rank, peer}.
 
     A slow rank shows as a peer that every rank waits for. A rank that waits for all peers has less work than they, or a
-    faster machine. A transport that does not measure its waits has no series. The totals restart with an epoch, as
+    faster machine. A transport that does not measure its waits has no series. The totals restart with a launch, as
     counters may.
     """
 

@@ -17,7 +17,7 @@ class WindowPoint:
     """A window as a point of a curve. lowest, middle, mean: balancedness over layers (0..1);  at_s: when reported"""
 
     at_s: float
-    epoch: int  # start of the ranks; steps count within one
+    launch_id: int  # start of the ranks; steps count within one
     first_step: int
     num_steps: int
     phase: str
@@ -110,7 +110,7 @@ class MoveLog:
         return next((move for move in reversed(self._moves) if move.ended_s is not None and not move.failed), None)
 
     def begin(self, decision: Event, version: int, totals: Mapping[str, float], points: Sequence[WindowPoint]) -> None:
-        """Notes the decision to move. totals: before anything moved;  points: this epoch's windows"""
+        """Notes the decision to move. totals: before anything moved;  points: this launch's windows"""
         self.give_up(decision.at_s, decision.step, "another move began")
         before = [point for point in points if point.end_step <= decision.step][
             -1:
@@ -146,7 +146,7 @@ class MoveLog:
         self._num_after = TRIAL_WINDOWS
 
     def judge(self, points: Sequence[WindowPoint]) -> Move | None:
-        """Measures the last move by this epoch's windows since its end. Returns it when it is judged first."""
+        """Measures the last move by this launch's windows since its end. Returns it when it is judged first."""
         if not self._moves or self._moves[-1].ended_s is None or self._moves[-1].failed is not None:
             return None
         after = [point for point in points if point.first_step >= self._moves[-1].ended_step][:TRIAL_WINDOWS]

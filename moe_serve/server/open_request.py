@@ -137,21 +137,14 @@ class OpenRequest:
         return self._num_losses
 
     def apply(self, event: TokenEvent) -> None:
-        """Handles an event of its rank: drops old and repeated tokens, fails on a gap."""
+        """Handles an event of its rank: drops old and repeated tokens. None may be missing before it."""
         if self.is_done or event.attempt != self.attempt:
             return
         if event.finish == "error":
             message = event.message or "the rank could not serve this request"
             self.fail(RequestError(message, event.field) if event.field else ModelError(message))
             return
-        if event.index > self.num_output:
-            self.fail(
-                UnavailableError(
-                    f"tokens {self.num_output} to {event.index - 1} of this request never arrived from "
-                    f"rank {self.rank}; send it again"
-                )
-            )
-            return
+        assert event.index <= self.num_output, "tokens before these are missing"
         self.num_cached = max(self.num_cached, event.num_cached_prompt)
         if self.spec.params.max_new_tokens == 0:
             reason: FinishReason | None = FinishReason("length")

@@ -1,12 +1,11 @@
-"""The front end's conversation with the ranks: who attaches, what they report, who is silent, when an epoch ends.
+"""The front end's conversation with the ranks: who attaches, what they report, who is silent, when a launch ends.
 
-Messages are handled as they arrive on the socket that all ranks attach to. One task shows every second that the front
-end is alive, and looks for silent ranks.
+Messages are handled as they arrive on the socket that all ranks attach to. One task looks for silent ranks.
 
 The launcher may attach too, as *supervisor* (`Hello` with rank -1). It hears what happens while the ranks start, and
 reports the death of a rank (`Fatal`), which it sees first.
 
-A lost rank ends the epoch, unless all ranks have said at their start that they can go on without one. Then the front
+A lost rank ends the launch, unless all ranks have said at their start that they can go on without one. Then the front
 end waits for their report: `Members` when they go on, and the requests of the lost rank move to others; `Fatal` when
 they cannot. Torch-free.
 """
@@ -33,6 +32,7 @@ from moe_serve.engine.messages import (
     Progress,
     Pulse,
     Ready,
+    Refused,
     Shutdown,
     Status,
     ToFrontEnd,
@@ -44,6 +44,7 @@ from moe_serve.log import RareWarnings, get_logger
 from moe_serve.server.balance import BalanceBook
 from moe_serve.server.commands import CommandBook
 from moe_serve.server.request_book import RequestBook
+from moe_serve.server.restart_wait import RestartWait
 from moe_serve.server.router_socket import RouterSocket
 from moe_serve.server.silence import Silence
 from moe_serve.server.workers import RankView, WorkerTable
@@ -68,6 +69,7 @@ class RankLink:
         """See `Bridge`."""
         self.workers = WorkerTable(config.parallel.num_ranks)
         self.book = RequestBook(config, tokenizer, self._send_to_rank)
+        self.restart = RestartWait(self.workers, self.book, config.server.restart_deadline_s)
         self.commands = CommandBook(self._send_to_rank)
         self.balance = BalanceBook(config.eplb.mode)
         self.is_draining = False
@@ -128,7 +130,7 @@ class RankLink:
     def lose(self, rank: int, reason: str) -> None:
         """A rank is gone. If the others may go on without it, they are about to report whether they do."""
         if not self.workers.can_spare(rank):
-            self._end_epoch(reason, rank)
+            self._end_launch(reason, rank)
             return
         self.workers.suspect(rank, reason, time.monotonic())
         self.book.suspect(rank)
@@ -146,22 +148,22 @@ class RankLink:
             self._take(identity, message)
         except Exception:  # the outermost frame: open requests must end, not hang on a mistake of ours
             log.exception("the front end failed on a %s message", type(message).__name__)
-            self._end_epoch("the front end failed on a message of a rank; see its log", None)
+            self._end_launch("the front end failed on a message of a rank; see its log", None)
 
     def _take(self, identity: bytes, message: ToFrontEnd) -> None:
-        """Handles a message of a rank or a supervisor; drops those of strangers and of past epochs."""
+        """Handles a message of a rank or a supervisor; drops those of past launches."""
         if isinstance(message, Hello):
             self._attach(identity, message)
             return
         if identity in self._supervisors:
-            if isinstance(message, Fatal) and message.epoch >= self.workers.epoch:
+            if isinstance(message, Fatal) and message.launch_id == self.workers.launch_id:
                 self.lose(message.lost_rank, message.message)
             return
         if isinstance(message, Pulse):
             self.workers.pulse(message, time.monotonic())
             return
         view = self.workers.by_identity(identity)
-        if view is None or message.epoch != self.workers.epoch:
+        if view is None or message.launch_id != self.workers.launch_id:
             return
         view.heard_s = time.monotonic()
         match message:
@@ -183,13 +185,12 @@ class RankLink:
                 self._tell(message)
             case Ready():
                 self.workers.ready(view, message)
-                if self.workers.is_ready:
-                    self.book.begin_epoch(message.limits.block_size)
+                self.restart.serve()
                 self._tell(message)
             case Goodbye():
                 view.ended = True
                 if not self.is_draining and view.mask_reason is None:
-                    self._end_epoch(f"rank {view.rank} was told to end; start the ranks again", view.rank)
+                    self._end_launch(f"rank {view.rank} was told to end; start the ranks again", view.rank)
                 self._tell(message)
 
     def _attach(self, identity: bytes, hello: Hello) -> None:
@@ -202,15 +203,20 @@ class RankLink:
                 for message in self.workers.story(view):
                     self._send(identity, message)
             return
-        epoch = self.workers.epoch
-        refusal = self.workers.attach(identity, hello, time.monotonic())
-        if refusal is not None:
-            log.warning("refused a rank: %s", refusal)
-            self._send(identity, Shutdown())
+        now_s = time.monotonic()
+        if self.workers.find_replaced_by(hello, now_s):
+            self._end_launch("the ranks are gone without a word, and others have been started", None)
+        arrival = self.workers.attach(identity, hello, now_s)
+        if arrival.refusal is not None:
+            self._warnings.warn("refused", "refused a rank: %s", arrival.refusal)
+            self._send(identity, Refused(arrival.refusal))
+        if arrival.refusal is not None or arrival.waits:
             return
-        if self.workers.epoch != epoch:
-            self._fail_all(f"the ranks were restarted (epoch {self.workers.epoch}); send the request again")
         self._send(identity, Alive())
+        if arrival.was_cut:
+            log.warning("rank %d attached again after its connection was cut", hello.rank)
+            self.book.resubmit(hello.rank)
+            self.commands.lose([hello.rank])
         self._tell(hello)
 
     def _take_fatal(self, view: RankView, message: Fatal) -> None:
@@ -220,52 +226,62 @@ class RankLink:
             self.lose(view.rank, f"rank {view.rank} on {view.host} failed: {message.message}")
         elif message.lost_rank >= 0:
             reason = f"rank {view.rank} reports that rank {message.lost_rank} is lost: {message.message}"
-            self._end_epoch(reason, message.lost_rank)
-        else:
-            # Another peer or the launcher is about to report which rank it is.
+            self._end_launch(reason, message.lost_rank)
+        else:  # another peer or the launcher is about to report which rank it is
             reason = f"rank {view.rank} reports that a rank is lost: {message.message}"
-            self._end_epoch(reason, None, wait_s=_UNNAMED_LOSS_S)
+            self._end_launch(reason, None, wait_s=_UNNAMED_LOSS_S)
         view.ended = True
 
     def _regroup(self, message: Members) -> None:
         """Moves the requests of masked ranks, and routes to ranks that have rejoined."""
         change = self.workers.regroup(message)
         num_moved = self.book.regroup(change)
+        self.restart.serve()
         self.commands.lose(change.masked)
-        if (change.masked or change.rejoined) and not self._supervisors:  # a supervisor logs it itself
+        if not (change.masked or change.rejoined):
+            return
+        if not self._supervisors:  # a supervisor logs it itself
             serving = ", ".join(map(str, message.members))
             rejoined = ", ".join(map(str, change.rejoined))
             reason = f"rank {rejoined} has rejoined" if rejoined else message.reason
             log.warning("%s; serving: %s; requests moved: %d", reason, serving, num_moved)
-        if change.masked or change.rejoined:
-            self._tell(message)
+        self._tell(message)
 
-    def _end_epoch(self, reason: str, lost_rank: int | None, wait_s: float = 0.0) -> None:
-        """Ends the epoch: no more requests are taken, and after wait_s the open ones end with an error."""
+    def _end_launch(self, reason: str, lost_rank: int | None, wait_s: float = 0.0) -> None:
+        """Ends the launch: no more requests are taken. After wait_s the open ones end, or wait for the next launch."""
         first = self.workers.loss is None
-        self.workers.end_epoch(reason, lost_rank)
+        self.workers.end_launch(reason, lost_rank)
         if wait_s > 0:
-            asyncio.get_running_loop().call_later(wait_s, self._fail_lost, self.workers.epoch)
-        elif first or len(self.book):
-            self._fail_lost(self.workers.epoch)
+            asyncio.get_running_loop().call_later(wait_s, self._settle_loss, self.workers.launch_id)
+        elif first or (len(self.book) and not self.is_restarting):
+            self._settle_loss(self.workers.launch_id)
         self._news.set()
 
-    def _fail_lost(self, epoch: int) -> None:
+    def _settle_loss(self, launch_id: int) -> None:
         reason, lost_rank = self.workers.loss, self.workers.lost_rank
-        if epoch != self.workers.epoch or reason is None:
+        if launch_id != self.workers.launch_id or reason is None:
             return  # the ranks were restarted
         if not self.is_draining:
             log.error("%s", reason)
-        self._fail_all(reason)
+        self.commands.fail_all(reason)
+        if self.is_restarting:
+            self.restart.lose(lost_rank)
+        else:
+            self.book.fail_all(reason)
         blamed = SUPERVISOR if lost_rank is None else lost_rank
-        self._tell(Fatal(blamed, epoch, reason, blamed))
+        self._tell(Fatal(blamed, launch_id, reason, blamed))
+
+    @property
+    def is_restarting(self) -> bool:
+        """Whether requests wait for ranks that are being started again."""
+        return self.restart.is_open and not self.is_draining
 
     def _fail_all(self, reason: str) -> None:
         self.book.fail_all(reason)
         self.commands.fail_all(reason)
 
     def _tell(self, message: ToFrontEnd) -> None:
-        """Passes on what happens while the ranks start and end, to the observer and the supervisors."""
+        """Passes on what happens while the ranks start and end."""
         self._news.set()
         if self._observer is not None:
             self._observer(message)
@@ -273,9 +289,9 @@ class RankLink:
             self._send(identity, message)
 
     def _send_to_rank(self, rank: int, message: Message) -> None:
-        view = next((view for view in self.workers if view.rank == rank), None)
-        if view is not None:
-            self._send(view.identity, message)
+        for view in self.workers:
+            if view.rank == rank:
+                self._send(view.identity, message)
 
     def _send(self, identity: bytes, message: Message) -> None:
         if self._socket is not None:
@@ -284,21 +300,22 @@ class RankLink:
     # --- deadlines ----------------------------------------------------------------------------------------------------
 
     async def _keep_in_touch(self) -> None:
-        server = self._server
-        last_s = time.monotonic()
+        last_s, attach_s = time.monotonic(), self._server.attach_deadline_s
         while True:
             if self._socket is not None:
                 self._socket.keep_alive([view.identity for view in self.workers], Alive())
             await asyncio.sleep(ALIVE_PERIOD_S)
             now_s = time.monotonic()
             stalled, last_s = now_s - last_s > self._silence.limit_s / 2, now_s
+            if (why := self.restart.overdue(now_s)) is not None:
+                self._fail_all(why)
             if stalled or self.is_draining or self.workers.loss is not None:
                 continue  # after a pause of this process (stopped, laptop asleep) the ranks may report first
             if (lost := self._silence.look(self.workers, now_s)) is not None:
-                self._end_epoch(*lost)
-            if not self.workers.is_ready and now_s - self.started_s > server.attach_deadline_s:
-                self._end_epoch(
-                    f"the ranks were not ready within server.attach_deadline_s = {server.attach_deadline_s:g} s "
+                self._end_launch(*lost)
+            if not self.workers.is_ready and now_s - max(self.started_s, self.workers.began_s) > attach_s:
+                self._end_launch(
+                    f"the ranks were not ready within server.attach_deadline_s = {attach_s:g} s "
                     f"({self.workers.missing()}); start the missing ranks, or allow more time",
                     None,
                 )

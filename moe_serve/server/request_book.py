@@ -7,7 +7,7 @@ Torch-free.
 
 import itertools
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 from moe_serve.attention_dp.request_router import RequestRouter
 from moe_serve.config import ServeConfig
@@ -34,6 +34,7 @@ class RequestBook:
     def __init__(self, config: ServeConfig, tokenizer: Decoder | None, send: Callable[[int, Message], None]):
         self.counters = {
             "num_requests": 0, "num_finished": 0, "num_aborted": 0, "num_failed": 0, "num_refused": 0, "num_moved": 0,
+            "num_resubmitted": 0,
         }  # fmt: skip
         self.num_events: Counter[int] = Counter()  # by rank
         self._config = config
@@ -52,11 +53,38 @@ class RequestBook:
     def __len__(self) -> int:
         return len(self._open)
 
-    def begin_epoch(self, block_size: int) -> None:
-        """Starts with an empty router: all ranks are new. block_size: of their caches, in tokens"""
+    def begin_launch(self, block_size: int, masked: Collection[int]) -> int:
+        """Starts with an empty router, since all ranks are new; returns how many requests are submitted again.
+
+        block_size: of the ranks' caches, in tokens
+        """
+        self.take_back()
         self._router = self._new_router(block_size)
+        for rank in masked:
+            self._router.mark_lost(rank)
         self._num_sent.clear()
         self.send_waiting()
+        num_again = sum(request.attempt > 0 for request in self._open.values())
+        self.counters["num_resubmitted"] += num_again
+        return num_again
+
+    def wait_for_launch(self, lost_rank: int | None) -> None:
+        """All ranks are lost and are started again: their requests wait, unless they may be the reason too often.
+
+        lost_rank: the rank that caused it; None: not known, so each request may be the reason
+        """
+        for rank in self._router.ranks:
+            self._router.mark_lost(rank)
+        for request in list(self._open.values()):
+            if request.rank is not None and lost_rank in (None, request.rank):
+                self._count_loss(request, request.rank)
+        self.take_back()
+
+    def resubmit(self, rank: int) -> None:
+        """Submits the requests of a rank to it again: messages to or from it were lost, and it has dropped them."""
+        for request in self._open.values():
+            if request.rank == rank:
+                self._submit_again(request, rank)
 
     @property
     def num_waiting(self) -> int:
@@ -157,6 +185,9 @@ class RequestBook:
             request = self._open.get(event.request_id)
             if request is None or request.rank != message.rank or event.attempt != request.attempt:
                 continue
+            if event.index > request.num_output:  # tokens before it were lost with a connection
+                self._submit_again(request, message.rank)
+                continue
             if not request.has_started:
                 request.has_started = True
                 self._router.started(event.request_id)
@@ -196,20 +227,21 @@ class RequestBook:
             if lost is None or lost not in change.masked:
                 continue
             self._send(lost, Abort(request.request_id))  # a late rank still holds it
-            num_losses = request.count_loss() if lost in change.ended else 0
-            if num_losses > MAX_LOSSES:
-                self._fail(
-                    request,
-                    f"{num_losses} ranks were lost while they served this request, the last one was rank "
-                    f"{lost}; it is not tried again",
-                )
-            else:
+            if lost not in change.ended or self._count_loss(request, lost):
                 self._leave(request)
                 self._start(request, may_choose=False)
                 num_moved += 1
         self.counters["num_moved"] += num_moved
         self.send_waiting()
         return num_moved
+
+    def _count_loss(self, request: OpenRequest, rank: int) -> bool:
+        """Counts that a rank has ended with this request; returns False where it fails now: it may be the reason."""
+        num_losses = request.count_loss()
+        if num_losses > MAX_LOSSES:
+            who = f"{num_losses} ranks were lost while they served this request, the last one was rank {rank}"
+            self._fail(request, f"{who}; it is not tried again")
+        return num_losses <= MAX_LOSSES
 
     def _queue(self, request: OpenRequest) -> None:
         spec = request.spec
@@ -241,6 +273,12 @@ class RequestBook:
             )
         request.rank = rank
         self._num_sent[rank] += 1
+        self._send(rank, request.submit_message())
+
+    def _submit_again(self, request: OpenRequest, rank: int) -> None:
+        request.leave_rank()
+        request.rank = rank
+        self.counters["num_resubmitted"] += 1
         self._send(rank, request.submit_message())
 
     def _leave(self, request: OpenRequest) -> None:

@@ -140,7 +140,7 @@ def test_a_skewed_load_is_balanced_within_a_few_windows_and_reported():
     assert engine.balancer.placement.version == len(engine.rounds) > 0
     assert {"plan", "move", "done"} <= set(engine.decisions())
     first, last = engine.reports[0], engine.reports[-1]
-    assert (first.rank, first.epoch, first.mode, first.state) == (2, 5, "dynamic", "watching")
+    assert (first.rank, first.launch_id, first.mode, first.state) == (2, 5, "dynamic", "watching")
     assert first.placement == START.physical_to_logical.tolist()
     placements = [report.placement for report in engine.reports if report.placement is not None]
     assert placements[-1] == engine.balancer.placement.physical_to_logical.tolist()

@@ -21,7 +21,7 @@ class Rank:
         self.closed: list[str] = []
         self.balancing = Balancing(
             rank=0,
-            epoch=0,
+            launch_id=0,
             served=cast(Any, SimpleNamespace(placement=PLACEMENT)),
             recovery=cast(Any, self.recovery),
             mover=cast(Any, SimpleNamespace(staged=0, cancel=lambda: None, close=lambda: self.closed.append("mover"))),

@@ -18,7 +18,7 @@ KINDS = ["gloo", "shm"]
 
 
 def state_of(rank: int, step: int) -> RankState:
-    return RankState(epoch=1, step=step, decode_tokens=100 * rank + step, has_work=rank % 2)
+    return RankState(launch_id=1, step=step, decode_tokens=100 * rank + step, has_work=rank % 2)
 
 
 def gather_many(rank: int, group: EpGroup, kind: str, num_steps: int) -> bool:

@@ -21,7 +21,7 @@ SETTINGS = StepSettings(max_tokens_per_rank=8, prefill_hold_steps=3, record_wind
 counts = st.integers(0, 40)
 states = st.builds(
     lambda **known: RankState(**known),  # by itself hypothesis would make up the other fields
-    epoch=st.just(1),
+    launch_id=st.just(1),
     step=st.just(7),
     decode_tokens=counts,
     prefill_tokens=counts,
@@ -69,15 +69,15 @@ def test_rows_that_grow_are_cut_in_more_rounds() -> None:
 
 
 def test_everybody_sleeps_only_when_nobody_has_work() -> None:
-    idle = RankState(epoch=0, step=3)
+    idle = RankState(launch_id=0, step=3)
     assert plan_step([idle, idle], SETTINGS).sleep
     assert not plan_step([idle, idle._replace(has_work=1)], SETTINGS).sleep
     assert not plan_step([idle, idle._replace(wants_stop=1)], SETTINGS).sleep
 
 
 def test_a_lone_prefill_waits_for_company_but_not_for_long() -> None:
-    decoding = RankState(epoch=0, step=3, decode_tokens=4, has_work=1)
-    prefilling = RankState(epoch=0, step=3, prefill_tokens=6, has_work=1)
+    decoding = RankState(launch_id=0, step=3, decode_tokens=4, has_work=1)
+    prefilling = RankState(launch_id=0, step=3, prefill_tokens=6, has_work=1)
     assert plan_step([decoding, prefilling], SETTINGS).hold_prefill
     assert not plan_step([decoding, prefilling._replace(held_steps=3)], SETTINGS).hold_prefill
     both = decoding._replace(prefill_tokens=5)
@@ -85,9 +85,9 @@ def test_a_lone_prefill_waits_for_company_but_not_for_long() -> None:
     assert not plan_step([RankState(0, 3), prefilling], SETTINGS).hold_prefill, "no rank decodes: waiting gains nothing"
 
 
-@pytest.mark.parametrize("field", ["epoch", "step", "placement_version"])
+@pytest.mark.parametrize("field", ["launch_id", "step", "placement_version"])
 def test_a_rank_that_lost_the_thread_is_named(field: str) -> None:
-    state = RankState(epoch=2, step=5, placement_version=1)
+    state = RankState(launch_id=2, step=5, placement_version=1)
     with pytest.raises(PeerError, match=f"rank 2 is at {field}") as caught:
         plan_step([state, state, state._replace(**{field: 9})], SETTINGS)
     assert caught.value.rank == 2
@@ -133,14 +133,14 @@ def test_every_field_of_a_state_is_an_int() -> None:
 
 
 def test_a_round_is_activated_once_all_ranks_have_staged_it() -> None:
-    staged = RankState(epoch=0, step=9, placement_version=4, staged=5)
+    staged = RankState(launch_id=0, step=9, placement_version=4, staged=5)
     assert plan_step([staged, staged._replace(staged=0)], SETTINGS).moves.activate == 0
     assert plan_step([staged, staged], SETTINGS).moves.activate == 5
     assert plan_step([staged._replace(staged=4)] * 2, SETTINGS).moves.activate == 0, "an old one is over"
 
 
 def test_a_new_group_drops_the_running_round_unless_some_rank_has_activated_it() -> None:
-    staged = RankState(epoch=0, step=9, placement_version=4, staged=5, regrouped=1)
+    staged = RankState(launch_id=0, step=9, placement_version=4, staged=5, regrouped=1)
     assert plan_step([staged, staged], SETTINGS).moves.activate == 0
     assert plan_step([staged._replace(placement_version=5, staged=0), staged], SETTINGS).moves.activate == 5
     with pytest.raises(PeerError, match="placement_version"):
@@ -148,7 +148,7 @@ def test_a_new_group_drops_the_running_round_unless_some_rank_has_activated_it()
 
 
 def test_in_a_new_group_ranks_that_are_behind_are_told_the_newest_placement() -> None:
-    known = RankState(epoch=0, step=9, placement_version=7, regrouped=1)
+    known = RankState(launch_id=0, step=9, placement_version=7, regrouped=1)
     behind = known._replace(placement_version=5)
     assert plan_step([behind, known, known], SETTINGS, ranks=[0, 2, 3]).moves.placement_from == 2
     moves = plan_step([behind._replace(staged=6), known], SETTINGS).moves
@@ -161,7 +161,7 @@ def test_in_a_new_group_ranks_that_are_behind_are_told_the_newest_placement() ->
 
 
 def test_a_rank_that_rejoined_is_told_the_placement_by_one_that_knows_it() -> None:
-    known = RankState(epoch=0, step=9, placement_version=7, regrouped=1)
+    known = RankState(launch_id=0, step=9, placement_version=7, regrouped=1)
     moves = plan_step([known._replace(placement_version=3, needs_placement=1), known, known], SETTINGS).moves
     assert (moves.placement_from, moves.activate) == (1, 0)
 

@@ -25,19 +25,21 @@ async def run() -> int:
         return 2
     if "dies at start" in mishaps:
         os.abort()
-    worker = FakeWorker(rank, num_ranks, config.server.worker_port)
+    launch_id = int(os.environ["MOE_SERVE_LAUNCH_ID"])
+    worker = FakeWorker(rank, num_ranks, config.server.worker_port, launch_id)
+    worker.restarts_left = int(os.environ["MOE_SERVE_RESTARTS_LEFT"])
     worker.tokens_at_once = 4
     if "slow" in mishaps:
         worker.tokens_at_once, worker.round_s = 1, 0.05  # seconds for a request: time to do something to it
     task = asyncio.create_task(worker.run(ready=False))
     await asyncio.sleep(0.05)
-    worker.say(Progress(rank, 0, "loading weights", 0.5))
+    worker.say(Progress(rank, launch_id, "loading weights", 0.5))
     if "never ready" in mishaps:
         await asyncio.sleep(1000)
     if "reports why" in mishaps:
         while not worker.num_alive:  # until the front end listens
             await asyncio.sleep(0.02)
-        worker.say(Fatal(rank, 0, "cache.memory_gib 0.001 holds 1 block; raise it", rank))
+        worker.say(Fatal(rank, launch_id, "cache.memory_gib 0.001 holds 1 block; raise it", rank))
         await asyncio.sleep(0.2)
         return 2
     if "hangs at the end" in mishaps:

@@ -166,14 +166,27 @@ def test_numbers_of_numpy_are_numbers(llm):
     assert llm._bridge.num_open == 0
 
 
-def test_a_lost_rank_raises_its_name_and_close_leaves_nothing():
-    with fake_llm() as doomed:
+def test_a_lost_rank_raises_its_name_where_it_is_not_to_be_started_again():
+    with fake_llm("launcher.max_restarts=0") as doomed:
         victim = doomed._ranks.ranks.children[1].process.pid
         os.kill(victim, signal.SIGKILL)
         with pytest.raises(UnavailableError, match=rf"rank 1 \(process {victim}\) was killed by SIGKILL"):
             doomed.generate([[5]] * 2000, greedy(200))
         pids = [child.process.pid for child in doomed._ranks.ranks.children]
     assert gone(pids)
+
+
+def test_lost_ranks_are_started_again_and_close_leaves_nothing():
+    with fake_llm() as llm:
+        before = [child.process.pid for child in llm._ranks.ranks.children]
+        outputs = llm.stream([[5]] * 40, greedy(100))
+        next(outputs)
+        os.kill(before[1], signal.SIGKILL)
+        last = dict(outputs)
+        assert [last[index].token_ids for index in range(40)] == [[2 + 10 + i for i in range(100)]] * 40
+        after = [child.process.pid for child in llm._ranks.ranks.children]
+        assert not set(before) & set(after)
+    assert gone(before + after)
 
 
 def test_closing_ends_the_ranks_and_closing_again_does_nothing():

@@ -4,13 +4,16 @@ import os
 import subprocess
 import sys
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import pytest
+from torch.distributed import HashStore
 
 from moe_serve.dispatch.base import EpGroup
 from moe_serve.errors import ConfigError, LaunchError, ModelError, MoeServeError
 from moe_serve.launcher.facts import Fact
-from moe_serve.launcher.meeting import check_facts, gather, leave, open_store
+from moe_serve.launcher.meeting import agree_on_launch, check_facts, gather, leave, open_store
 from moe_serve.launcher.rank_env import RankEnv, free_port
 from tests.launcher.running import Running
 from tests.ranks import run_ranks
@@ -41,6 +44,38 @@ def test_every_rank_hears_of_the_difference_though_rank_0_holds_the_store() -> N
 
 def test_equal_ranks_agree() -> None:
     assert run_ranks(3, meet, free_port(), ("16", "16", "16")) == ["agreed"] * 3
+
+
+def agree(store: HashStore, num_ranks: int) -> list[int]:
+    """Returns the launch id of every rank; the ranks are threads, and arrive in the reverse of their order."""
+    with ThreadPoolExecutor(num_ranks) as pool:
+        jobs = [
+            pool.submit(agree_on_launch, store, env_of(rank, num_ranks, 0), 20) for rank in reversed(range(num_ranks))
+        ]
+        return [job.result() for job in jobs]
+
+
+def test_ranks_agree_on_a_launch_whatever_earlier_ones_have_left_in_the_store() -> None:
+    store = HashStore()
+    launches = [agree(store, 4) for _ in range(5)]
+    assert all(len(set(launch)) == 1 for launch in launches)
+    assert len({launch[0] for launch in launches}) == 5
+    assert all(0 < launch[0] <= 2**62 for launch in launches)
+
+
+def test_what_an_earlier_launch_has_left_does_not_stand_for_a_rank_that_is_missing() -> None:
+    store = HashStore()
+    agree(store, 3)
+    with ThreadPoolExecutor(2) as pool:
+        jobs = [pool.submit(agree_on_launch, store, env_of(rank, 3, 0), 0.3) for rank in (0, 1)]
+        said = [str(job.exception()) for job in jobs]
+    assert said[0].startswith("rank 2 of 3 had not joined after 0.3 s")
+    assert said[1].startswith("rank 0 of 3 had not joined after 0.3 s")
+
+
+def test_a_launcher_that_has_drawn_the_launch_is_believed() -> None:
+    env = replace(env_of(0, 4, 0), launch_id=5)
+    assert agree_on_launch(HashStore(), env, 0.1) == 5
 
 
 def wait_alone(rank: int, group: EpGroup, port: int) -> str:

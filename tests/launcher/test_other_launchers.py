@@ -1,9 +1,11 @@
 """The same worker under torchrun and mpirun, with `moe-serve frontend` beside it; two torchruns joined on one host."""
 
 import contextlib
+import os
 import shutil
 import signal
 import sys
+import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -12,7 +14,7 @@ import pytest
 
 from moe_serve.launcher.rank_env import free_port
 from tests.launcher.listening import listening, takes_strangers
-from tests.launcher.running import Running, eventually, gone
+from tests.launcher.running import Running, eventually, gone, pid_of_rank
 
 WORKER = "moe_serve.launcher.serve"
 FIVE = {"text": "def ", "sampling_params": {"temperature": 0, "max_new_tokens": 5}}
@@ -62,6 +64,46 @@ def test_two_torchruns_joined_on_one_host(settings):
         assert {rank["info"]["launched_by"] for rank in info["ranks"]} == {"torchrun"}
         assert server.end(signal.SIGINT) == 0  # ends the ranks, and so torchrun
         assert (first.wait(), second.wait()) == (0, 0)
+
+
+def serves_through_a_kill(client: httpx.Client, running: Sequence[Running]) -> None:
+    """A request whose rank is killed, so that all ranks are started again, has the tokens of an undisturbed one."""
+    assert becomes_ready(client), "".join(each.output for each in running)
+    call = {"text": "def ", "sampling_params": {"temperature": 0.8, "sampling_seed": 3, "max_new_tokens": 400}}
+    answers: list[httpx.Response] = []
+    thread = threading.Thread(target=lambda: answers.append(client.post("/generate", json=call, timeout=120)))
+    thread.start()
+    assert eventually(lambda: client.get("/server_info").json()["requests"]["open"] == 1)
+    launch_id = client.get("/server_info").json()["launch_id"]
+    os.kill(pid_of_rank(client, 1), signal.SIGKILL)
+    thread.join(120)
+    assert [answer.status_code for answer in answers] == [200], answers[0].text if answers else "no answer"
+    undisturbed = client.post("/generate", json=call, timeout=120).json()
+    assert answers[0].json()["output_ids"] == undisturbed["output_ids"]
+    info = client.get("/server_info").json()
+    assert info["launch_id"] != launch_id
+    assert info["requests"]["num_resubmitted"] == 1
+
+
+def test_requests_go_on_when_torchrun_has_started_its_ranks_again(settings):
+    restarts = ("--standalone", "--nproc-per-node", "2", "--max-restarts", "1", "--monitor-interval", "0.2")
+    with front_end(settings) as (server, client), torchrun(*restarts, "-m", WORKER, *settings) as ranks:
+        serves_through_a_kill(client, [ranks])
+        assert server.end(signal.SIGINT) == 0
+        assert ranks.wait() == 0
+
+
+@pytest.mark.slow
+def test_requests_go_on_when_two_torchruns_have_started_their_ranks_again(settings):
+    join = ("--nnodes", "2", "--nproc-per-node", "1", "--max-restarts", "3", "--monitor-interval", "0.2")
+    meet = ("--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{free_port()}", "--rdzv-id", "serve")
+    with (
+        front_end(settings) as (server, client),
+        torchrun(*join, *meet, "-m", WORKER, *settings) as first,
+        torchrun(*join, *meet, "-m", WORKER, *settings) as second,
+    ):
+        serves_through_a_kill(client, [first, second])
+        assert server.end(signal.SIGINT) == 0
 
 
 def test_mpirun_with_a_front_end_beside_it(settings):

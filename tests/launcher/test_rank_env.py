@@ -11,12 +11,20 @@ TORCHRUN = {
     "MASTER_ADDR": "10.0.0.1",
     "MASTER_PORT": "29500",
     "TORCHELASTIC_RESTART_COUNT": "2",
+    "TORCHELASTIC_MAX_RESTARTS": "5",
     "TORCHELASTIC_RUN_ID": "none",
 }
 
 
 def test_torchrun_variables_are_read() -> None:
-    assert read_rank_env(TORCHRUN) == RankEnv(3, 4, 1, 2, "10.0.0.1", 29500, 2, "torchrun")
+    assert read_rank_env(TORCHRUN) == RankEnv(3, 4, 1, 2, "10.0.0.1", 29500, 0, "torchrun", 3)
+
+
+def test_the_launch_that_moe_serve_serve_has_drawn_is_read() -> None:
+    drawn = {"MOE_SERVE_LAUNCH_ID": "77", "MOE_SERVE_RESTARTS_LEFT": "3"}
+    ours = {name: value for name, value in TORCHRUN.items() if "ELASTIC" not in name} | drawn
+    env = read_rank_env(ours)
+    assert (env.launch_id, env.restarts_left) == (77, 3)
 
 
 def test_slurm_variables_are_read() -> None:

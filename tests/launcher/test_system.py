@@ -1,5 +1,6 @@
 """`moe-serve serve` as processes: it starts, serves, says what is wrong, and leaves nothing. Ranks without torch."""
 
+import json
 import os
 import signal
 import socket
@@ -110,10 +111,16 @@ def test_no_process_outlives_a_parent_that_is_killed_and_the_next_one_removes_it
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_killed_rank_ends_every_call_and_is_named_on_ready():
+def counted(seed: int, count: int) -> list[int]:
+    """What a fake rank answers."""
+    return [2 + (seed + i) % 2000 for i in range(count)]
+
+
+def test_after_a_killed_rank_all_are_started_again_and_every_call_goes_on_with_its_tokens():
     with serving(mishap="all:slow") as system, system.client() as client:
         calls: list[httpx.Response] = []
-        fields = {"input_ids": [[7]] * 100, "sampling_params": {"max_new_tokens": 200}}
+        params = {"max_new_tokens": 60, "sampling_seed": 5}
+        fields = {"input_ids": [[7]] * 10, "sampling_params": params}
         threads = [
             threading.Thread(
                 target=lambda stream=stream: calls.append(client.post("/generate", json=fields | {"stream": stream}))
@@ -122,24 +129,45 @@ def test_a_killed_rank_ends_every_call_and_is_named_on_ready():
         ]
         for thread in threads:
             thread.start()
-        assert eventually(lambda: client.get("/server_info").json()["requests"]["open"] > 0)
-        other = pid_of_rank(client, 0)
-        victim = pid_of_rank(client, 1)
+        assert eventually(lambda: client.get("/server_info").json()["requests"]["open"] == 20)
+        other, victim = pid_of_rank(client, 0), pid_of_rank(client, 1)
         os.kill(victim, signal.SIGKILL)
+        system.wait_for(r"rank 1 \(process \d+\) was killed by SIGKILL")
+        system.wait_for(r"the ranks are started again \(restart 1 of 3 within 600 s\)")
         for thread in threads:
-            thread.join(15)
-        words = "rank 1"  # reported by the launcher, with the signal, or by the other rank, whichever is first
-        assert len(calls) == 2
-        assert all(words in call.text for call in calls)
-        assert sorted(call.status_code for call in calls) == [200, 503]  # the stream had begun
-        assert eventually(lambda: client.get("/ready").status_code == 503)
-        assert words in client.get("/ready").json()["error"]["message"]
-        assert client.post("/generate", json=FIVE).status_code == 503
-        assert eventually(lambda: gone([other]))
-        system.wait_for("no rank is left")
-        assert words in system.output
-        assert "this is rank 1" in system.output.partition(words)[2]  # its last lines again, after the report
-        assert system.end(signal.SIGINT) == 1
+            thread.join(60)
+        assert [call.status_code for call in calls] == [200, 200]
+        plain, stream = sorted(calls, key=lambda call: call.text.startswith("data:"))
+        outputs = [each["output_ids"] for each in plain.json()]
+        last = {}
+        for line in stream.text.splitlines():
+            if line.startswith("data: {"):
+                event = json.loads(line.removeprefix("data: "))
+                last[event["index"]] = event["output_ids"]
+        assert len(last) == 10
+        assert [len(output) for output in outputs] == [60] * 10
+        assert sorted(last.values()) == sorted(outputs)
+        assert outputs[0] == counted(5, 60)
+        system.wait_for("ready again after")
+        assert client.get("/ready").status_code == 200
+        assert pid_of_rank(client, 0) != other
+        assert client.get("/server_info").json()["requests"]["num_failed"] == 0
+        assert system.end(signal.SIGINT) == 0
+        assert gone([other, victim])
+
+
+def test_ranks_that_are_lost_too_often_end_the_system_with_a_report():
+    with serving("launcher.max_restarts=1") as system, system.client() as client:
+        os.kill(pid_of_rank(client, 1), signal.SIGKILL)
+        system.wait_for("ready again after")
+        assert eventually(lambda: client.get("/ready").status_code == 200)
+        os.kill(pid_of_rank(client, 0), signal.SIGKILL)
+        assert system.wait() == 1
+        report = system.output.partition("the ranks were lost 2 times within 600 s:")[2]
+        assert "rank 1" in report
+        assert "rank 0" in report
+        assert "raise launcher.max_restarts" in report
+        assert "this is rank 0" in system.output.partition("was killed by SIGKILL")[2]  # its last lines again
 
 
 @pytest.mark.parametrize(

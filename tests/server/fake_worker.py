@@ -7,12 +7,13 @@ event loop, and follows the ending rules of a real rank. It remembers what it wa
 import asyncio
 import os
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import zmq
 import zmq.asyncio
 
 from moe_serve.config import ServerConfig
+from moe_serve.engine.mailbox import Reconnected, ZmqMailbox
 from moe_serve.engine.messages import (
     Abort,
     Alive,
@@ -24,17 +25,20 @@ from moe_serve.engine.messages import (
     Ready,
     Rebalance,
     RecordCommand,
+    Refused,
     SetPlacement,
     Shutdown,
     Status,
     Submit,
     TokenEvent,
     Tokens,
+    ToRank,
+    Wake,
     decode_to_rank,
     encode,
 )
 from moe_serve.links.curve import Keys
-from moe_serve.links.link import find_link
+from moe_serve.links.link import Link, find_link
 
 LIMITS = ModelLimits(
     model_name="demo", vocab_size=2048, max_model_len=256, max_prompt_len=200, eos_token_ids=[1], block_size=4
@@ -53,9 +57,10 @@ class FakeWorker:
     rank: int
     num_ranks: int
     port: int
-    epoch: int = 0
+    launch_id: int = 0
     token: str | None = None  # None: that of the environment
     limits: ModelLimits = LIMITS
+    restarts_left: int = 0
     info: dict[str, object] = field(default_factory=lambda: {"backend": "fake"})
     reply: Callable[[Submit], list[int]] = counting
     tokens_at_once: int = 1
@@ -69,18 +74,20 @@ class FakeWorker:
     produced: dict[str, int] = field(default_factory=dict)
     num_alive: int = 0
     was_shut_down: bool = False
+    refusal: str | None = None
+    num_reconnects: int = 0
 
     async def run(self, ready: bool = True) -> None:
         self.go.set()
         context = zmq.asyncio.Context()
         self._socket = context.socket(zmq.DEALER)
         self._socket.setsockopt(zmq.LINGER, 0)
-        link = find_link(ServerConfig(worker_port=self.port))
+        link = self.link()
         if link.folder is None:
-            Keys.of(self.token or link.token).connect(self._socket)
+            Keys.of(link.token).connect(self._socket)
         self._socket.connect(link.front_end)
         try:
-            self.say(Hello(self.rank, self.num_ranks, self.epoch, os.getpid(), "testhost"))
+            self.say(self.hello())
             if ready:
                 self.get_ready()
             await asyncio.gather(self._listen(), self._produce())
@@ -88,41 +95,54 @@ class FakeWorker:
             self._socket.close()
             context.term()
 
+    def link(self) -> Link:
+        link = find_link(ServerConfig(worker_port=self.port))
+        return link if self.token is None else replace(link, token=self.token)
+
+    def hello(self) -> Hello:
+        host, left = "testhost", self.restarts_left
+        return Hello(self.rank, self.num_ranks, self.launch_id, os.getpid(), host, restarts_left=left)
+
     def say(self, message: Message) -> None:
         self._socket.send(encode(message))
 
     def get_ready(self) -> None:
-        self.say(Ready(self.rank, self.epoch, self.limits, self.info))
+        self.say(Ready(self.rank, self.launch_id, self.limits, self.info))
 
     def load(self, num_running: int) -> None:
-        self.say(Status(self.rank, self.epoch, 7, num_running, 0, 5, 10, 0, {"num_steps": 7.0}))
+        self.say(Status(self.rank, self.launch_id, 7, num_running, 0, 5, 10, 0, {"num_steps": 7.0}))
 
     async def _listen(self) -> None:
         while not self.was_shut_down:
-            match decode_to_rank(await self._socket.recv()):
-                case Submit() as message:
-                    self.submitted.append(message)
-                    self.running[message.request_id] = message
-                    self.produced[message.request_id] = len(message.output_ids)
-                case Abort(request_id):
-                    self.aborted.append(request_id)
-                    self.running.pop(request_id, None)
-                case RecordCommand() | Rebalance() | SetPlacement() as command:
-                    self.commands.append(command)
-                    if self.answer is not None:
-                        self.say(self.answer(command.call_id))
-                case Alive():
-                    self.num_alive += 1
-                case Shutdown():
-                    self.was_shut_down = True
-                    self.say(Goodbye(self.rank, self.epoch))
+            self._take(decode_to_rank(await self._socket.recv()))
+
+    def _take(self, message: ToRank) -> None:
+        match message:
+            case Submit():
+                self.submitted.append(message)
+                self.running[message.request_id] = message
+                self.produced[message.request_id] = len(message.output_ids)
+            case Abort(request_id):
+                self.aborted.append(request_id)
+                self.running.pop(request_id, None)
+            case RecordCommand() | Rebalance() | SetPlacement() as command:
+                self.commands.append(command)
+                if self.answer is not None:
+                    self.say(self.answer(command.call_id))
+            case Alive():
+                self.num_alive += 1
+            case Refused(reason):
+                self.refusal = reason
+            case Shutdown():
+                self.was_shut_down = True
+                self.say(Goodbye(self.rank, self.launch_id))
 
     async def _produce(self) -> None:
         while not self.was_shut_down:
             await self.go.wait()
             events = [self._step(submit) for submit in list(self.running.values())]
             if events:
-                self.say(Tokens(self.rank, self.epoch, events))
+                self.say(Tokens(self.rank, self.launch_id, events))
             await asyncio.sleep(self.round_s)
 
     def _step(self, submit: Submit) -> TokenEvent:
@@ -142,3 +162,32 @@ class FakeWorker:
         if finish is not None:
             del self.running[submit.request_id]
         return TokenEvent(submit.request_id, submit.attempt, start, token_ids, finish, matched, num_cached_prompt=3)
+
+
+@dataclass
+class LinkedWorker(FakeWorker):
+    """A fake rank over a real rank's mailbox: its connection heals, and it says hello again."""
+
+    async def run(self, ready: bool = True) -> None:
+        self.go.set()
+        self.mailbox = ZmqMailbox(self.link(), self.rank, "127.0.0.1")
+        try:
+            self.say(self.hello())
+            if ready:
+                self.get_ready()
+            await asyncio.gather(self._listen(), self._produce())
+        finally:
+            self.mailbox.close()
+
+    def say(self, message: Message) -> None:
+        self.mailbox.send(message)
+
+    async def _listen(self) -> None:
+        while not self.was_shut_down:
+            for message in self.mailbox.poll(0.0):
+                if isinstance(message, Reconnected):
+                    self.num_reconnects += 1
+                    self.running.clear()
+                elif not isinstance(message, Wake):
+                    self._take(message)
+            await asyncio.sleep(0.002)

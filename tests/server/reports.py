@@ -33,7 +33,7 @@ class Story:
     policy: str = "incremental"
     seed: int = 3
     rank: int = 0
-    epoch: int = 0
+    launch_id: int = 0
     totals: dict[str, float] = field(default_factory=dict)
 
     @property
@@ -116,7 +116,7 @@ class Story:
             }
             waiting = int(rng.integers(0, 3))
             out.append(
-                Status(rank, self.epoch, window * WINDOW_STEPS, running, waiting, free, 512, 37 * waiting, counters)
+                Status(rank, self.launch_id, window * WINDOW_STEPS, running, waiting, free, 512, 37 * waiting, counters)
             )
         return out
 
@@ -127,7 +127,7 @@ class Story:
     def _report(self, step: int, state: str = "watching", **more: object) -> BalanceReport:
         """A report; each round that is live has made a version of the placement."""
         version = int(self.totals["num_rounds"])
-        return BalanceReport(self.rank, self.epoch, step, "dynamic", state, version, dict(self.totals), **more)  # type: ignore[arg-type]
+        return BalanceReport(self.rank, self.launch_id, step, "dynamic", state, version, dict(self.totals), **more)  # type: ignore[arg-type]
 
     def _decision(
         self, at_s: float, step: int, kind: str, reason: str, gain_s: float = 0.0, cost_s: float = 0.0

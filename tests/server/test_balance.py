@@ -16,8 +16,8 @@ from moe_serve.server.balance_json import status_json
 from moe_serve.server.generate import json_bytes
 
 
-def report(step=0, version=0, rank=0, epoch=0, state="watching", **more) -> BalanceReport:
-    return BalanceReport(rank, epoch, step, "dynamic", state, version, more.pop("totals", {}), **more)
+def report(step=0, version=0, rank=0, launch_id=0, state="watching", **more) -> BalanceReport:
+    return BalanceReport(rank, launch_id, step, "dynamic", state, version, more.pop("totals", {}), **more)
 
 
 def window(first_step: int, *balance: float, num_ranks: int = 2) -> WindowReport:
@@ -116,7 +116,7 @@ def test_totals_and_history_live_on_when_the_leader_changes_and_when_ranks_are_r
         report(410, 2, rank=1, totals={"num_rounds": 1.0, "longest_pause_seconds": 0.2}),
     )
     assert book.totals == {"num_rounds": 3.0, "longest_pause_seconds": 0.5}
-    told(book, report(10, 0, epoch=1, totals={"num_rounds": 4.0, "longest_pause_seconds": 0.7}))
+    told(book, report(10, 0, launch_id=1, totals={"num_rounds": 4.0, "longest_pause_seconds": 0.7}))
     assert book.totals == {"num_rounds": 7.0, "longest_pause_seconds": 0.7}
     assert (book.version, status_json(book, 2000.0)["placement"]["age_s"]) == (0, 0.0)
     texts = [event.text for event in book.events if event.kind == "leader"]
@@ -134,7 +134,7 @@ def test_a_new_leader_ends_the_move_of_the_old_one():
 def test_windows_after_a_restart_do_not_judge_a_move_before_it():
     book = BalanceBook("dynamic")
     a_move(book, 0)
-    told(book, report(600, epoch=1, window=window(500, 0.2)), report(700, epoch=1, window=window(600, 0.2)))
+    told(book, report(600, launch_id=1, window=window(500, 0.2)), report(700, launch_id=1, window=window(600, 0.2)))
     assert next(iter(book.moves)).after == pytest.approx(0.9)
 
 
@@ -184,7 +184,7 @@ def test_no_report_makes_the_front_end_fail(odd):
 def test_the_reports_of_a_leader_are_what_is_kept_here():
     placement = Placement(np.array([[0, 1, 2, 0], [1, 0, 2, 1]]), num_logical=3, num_ranks=2)
     record = LoadRecord(0, 100, "decode", np.array([[40, 30, 30], [10, 10, 0]]), step_time_s=0.01)
-    reports = BalanceReports(rank=0, epoch=0, mode="dynamic", wall_s=lambda: 1000.0)
+    reports = BalanceReports(rank=0, launch_id=0, mode="dynamic", wall_s=lambda: 1000.0)
     reports.window_closed(record, placement)
     book = BalanceBook("dynamic")
     decided = [Decision(100, "watch", "so so", (), 4.0, 0.0, -1.5), Decision(100, "move", "why", (0,), 5.0, 0.5)]

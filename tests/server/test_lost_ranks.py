@@ -173,7 +173,7 @@ async def test_a_request_with_new_tokens_since_the_last_loss_is_not_blamed():
 
 
 @in_event_loop
-async def test_ranks_that_cannot_go_on_end_the_epoch_in_their_own_words():
+async def test_ranks_that_cannot_go_on_end_the_launch_in_their_own_words():
     async with three_ranks() as served:
         changes = Changes()
         requests = await open_on_each(served, changes)
@@ -198,7 +198,7 @@ async def test_a_rank_that_reports_its_own_failure_is_waited_out_and_the_last_on
 
 
 @in_event_loop
-async def test_others_that_say_nothing_end_the_epoch(monkeypatch):
+async def test_others_that_say_nothing_end_the_launch(monkeypatch):
     monkeypatch.setattr(silence, "_REGROUP_GRACE_S", 0.2)
     async with three_ranks("engine.step_deadline_s=0.1") as served:
         served.bridge.lose_rank(1, "rank 1 was killed by SIGKILL")

@@ -73,7 +73,7 @@ def test_only_ranks_that_serve_can_be_silent(is_masked):
     assert silence().look(table, 1000.0) is None
 
 
-def test_a_pulse_of_another_epoch_or_of_nobody_counts_for_nothing():
+def test_a_pulse_of_another_launch_or_of_nobody_counts_for_nothing():
     table = serving_at(0.0)
     table.pulse(Pulse(1, 3, 9, "the forward"), 50.0)
     table.pulse(Pulse(9, 0, 9, "the forward"), 50.0)

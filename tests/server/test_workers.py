@@ -1,11 +1,11 @@
 """WorkerTable: the front end's state of its ranks."""
 
 from moe_serve.engine.messages import Hello, Members, ModelLimits, Progress, Ready
-from moe_serve.server.workers import Regrouped, WorkerTable
+from moe_serve.server.workers import GONE_S, Arrival, Regrouped, WorkerTable
 
 
-def hello(rank: int, num_ranks: int = 2, epoch: int = 0) -> Hello:
-    return Hello(rank, num_ranks, epoch, pid=100 + rank, host="h")
+def hello(rank: int, num_ranks: int = 2, launch_id: int = 0, **more: object) -> Hello:
+    return Hello(rank, num_ranks, launch_id, pid=100 + rank, host="h", **more)  # type: ignore[arg-type]
 
 
 def limits(max_prompt_len: int = 10) -> ModelLimits:
@@ -15,7 +15,7 @@ def limits(max_prompt_len: int = 10) -> ModelLimits:
 def attached(*ranks: int, num_ranks: int = 2) -> WorkerTable:
     table = WorkerTable(num_ranks)
     for rank in ranks:
-        assert table.attach(b"socket%d" % rank, hello(rank, num_ranks), now_s=0.0) is None
+        assert table.attach(b"socket%d" % rank, hello(rank, num_ranks), now_s=0.0) == Arrival(begins=rank == ranks[0])
     return table
 
 
@@ -48,32 +48,71 @@ def test_what_the_start_waits_for_is_named():
 
 def test_a_rank_of_another_world_is_refused():
     table = attached(0)
-    assert "4 ranks but this front end serves 2" in table.attach(b"x", hello(1, num_ranks=4), 0.0)
-    assert "not one of 0 to 1" in table.attach(b"x", hello(2), 0.0)
+    assert "4 ranks but this front end serves 2" in table.attach(b"x", hello(1, num_ranks=4), 0.0).refusal
+    assert "not one of 0 to 1" in table.attach(b"x", hello(2), 0.0).refusal
 
 
 def test_a_second_process_with_the_same_rank_is_refused_and_the_first_is_named():
-    assert "process 100 on h" in attached(0).attach(b"x", hello(0), 0.0)
+    assert "process 100 on h" in attached(0).attach(b"x", hello(0), 0.0).refusal
 
 
-def test_a_higher_epoch_begins_anew_and_an_older_one_is_refused():
+def test_another_launch_begins_once_this_one_is_lost_whatever_its_id_and_the_old_one_is_refused():
     table = attached(0, 1)
     make_ready(table, 10, 10)
-    table.end_epoch("rank 1 died", 1)
+    table.end_launch("rank 1 died", 1)
     assert not table.is_ready
-    assert "epoch 0, which is over" in table.attach(b"y", hello(0), 0.0)
-    assert table.attach(b"new0", hello(0, epoch=1), 0.0) is None
-    assert table.loss is None
+    assert "a launch that is over (rank 1 died)" in table.attach(b"y", hello(0), 0.0).refusal
+    assert table.attach(b"new0", hello(0, launch_id=-7), 5.0) == Arrival(begins=True)
+    assert (table.loss, table.began_s) == (None, 5.0)
     assert [view.identity for view in table] == [b"new0"]
     assert table.by_identity(b"socket0") is None
-    assert "epoch 0, which is over" in table.attach(b"z", hello(1), 0.0)
+    assert "a launch that is over" in table.attach(b"z", hello(1), 0.0).refusal
+
+
+def test_ranks_of_another_launch_wait_and_are_refused_only_when_this_one_serves_beside_them():
+    table = attached(0, 1)
+    assert table.attach(b"new0", hello(0, launch_id=9), 1.0).waits
+    assert table.attach(b"new0", hello(0, launch_id=9, is_ready=True), 1.0).waits, "one of the two may still be lost"
+    make_ready(table, 10, 10)
+    assert table.attach(b"new0", hello(0, launch_id=9), 1.0).waits
+    assert "process 100 on h" in table.attach(b"new0", hello(0, launch_id=9, is_ready=True), 1.0).refusal
+
+
+def test_a_launch_of_which_nothing_is_heard_is_replaced_by_one_that_says_hello():
+    table = attached(0, 1)
+    ready = hello(0, launch_id=9, is_ready=True)
+    assert not table.find_replaced_by(hello(0, launch_id=9), now_s=99.0), "ranks that start are silent"
+    assert table.find_replaced_by(ready, now_s=99.0)
+    make_ready(table, 10, 10)
+    assert not table.find_replaced_by(ready, now_s=GONE_S - 1)
+    assert not table.find_replaced_by(hello(0), now_s=99.0), "a rank of this launch"
+    assert table.find_replaced_by(hello(0, launch_id=9), now_s=99.0)
+    assert table.is_restarted
+
+
+def test_a_rank_that_says_hello_again_is_known_and_says_whether_its_connection_was_cut():
+    table = attached(0, 1)
+    assert table.attach(b"socket0", hello(0), 1.0) == Arrival()
+    assert table.attach(b"socket0", hello(0, num_reconnects=1), 2.0) == Arrival(was_cut=True)
+    assert table.attach(b"socket0", hello(0, num_reconnects=1), 3.0) == Arrival()
+    assert table.by_identity(b"socket0").heard_s == 3.0
+
+
+def test_a_front_end_that_came_later_learns_from_the_others_which_ranks_are_masked():
+    table = attached(0, 2, num_ranks=3)
+    make_ready(table, 10, 6)
+    assert not table.is_ready
+    table.regroup(Members(0, 0, 3, [0, 2], "rank 1 died"))
+    assert table.masked == {1: "rank 1 died"}
+    assert table.is_ready
+    assert table.limits.max_prompt_len == 6
 
 
 def test_the_first_reason_stays_unless_a_later_one_names_the_rank():
     table = attached(0, 1)
-    table.end_epoch("a rank is lost", None)
-    table.end_epoch("rank 1 is lost", 1)
-    table.end_epoch("rank 0 is lost", 0)
+    table.end_launch("a rank is lost", None)
+    table.end_launch("rank 1 is lost", 1)
+    table.end_launch("rank 0 is lost", 0)
     assert (table.loss, table.lost_rank) == ("rank 1 is lost", 1)
 
 

@@ -1,0 +1,150 @@
+"""What the launcher knows of the running launch: which ranks are ready, masked or dead, and whether the launch is lost.
+
+The front end passes on what the ranks report; how processes end is seen here. The ranks decide whether they go on
+without a lost one, and what they say is printed. Torch-free.
+"""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from moe_serve.config import ServeConfig
+from moe_serve.engine.messages import Fatal, Members, Progress, Ready, ToFrontEnd
+from moe_serve.launcher.display import StartDisplay
+from moe_serve.launcher.local import Death, LocalRanks
+from moe_serve.server.rank_link import SUPERVISOR
+
+_EXIT_SEEN_S = 0.3  # peers may miss a process this long before its parent knows how it ended
+_OWN_REPORT_S = 1.0  # a rank that exits by itself has reported why; wait so long for that report
+
+
+@dataclass(frozen=True)
+class Loss:
+    """Why a launch is over. cause: the process that ended first; None: all still run, but cannot go on"""
+
+    cause: Death | None
+    reported: str | None
+
+    def __str__(self) -> str:
+        reported = self.reported if self.cause is None or self.reported != str(self.cause) else None
+        return ": ".join(str(part) for part in (self.cause, reported) if part is not None)
+
+    @property
+    def last_lines(self) -> tuple[str, ...]:
+        """What the process said last, where the report does not explain its end."""
+        explains = self.cause is None or not (self.cause.was_killed or self.reported in (None, str(self.cause)))
+        return () if explains or self.cause is None else self.cause.last_lines
+
+    @property
+    def is_setting(self) -> bool:
+        """Whether a setting must be corrected first: another start would end in the same way."""
+        return self.cause is not None and self.cause.code == 2
+
+
+@dataclass(frozen=True)
+class _Masked:
+    """A rank that the others serve without. serving: which ranks go on, in words"""
+
+    since_s: float
+    reason: str
+    serving: str
+
+
+class LaunchWatch:
+    """One launch, from its start to its loss.
+
+    report: tells the front end that a rank's process has ended
+    """
+
+    def __init__(self, config: ServeConfig, display: StartDisplay, ranks: LocalRanks, report: Callable[[Death], None]):
+        self._num_ranks = config.parallel.num_ranks
+        self._display = display
+        self._ranks = ranks
+        self._report = report
+        self._ready: set[int] = set()
+        self._fatal: str | None = None  # why the launch is over, as the front end reports it
+        self._blamed: int = SUPERVISOR  # the rank that ended it; SUPERVISOR: not known
+        self._deaths: list[Death] = []  # of ranks that the others do not serve without
+        self._masked: set[int] = set()
+        self._unprinted: dict[int, _Masked] = {}
+        self._may_go_on = True  # whether every rank goes on without a lost one where it can
+        self._lost_at_s: float | None = None  # when the loss was first noticed
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether all ranks have been ready."""
+        return len(self._ready) == self._num_ranks
+
+    def take(self, message: ToFrontEnd) -> None:
+        """Shows what a rank has reported; drops what an earlier launch said."""
+        if message.launch_id != self._ranks.launch_id:
+            return
+        match message:
+            case Progress():
+                self._display.phase(message.rank, message.phase, message.fraction)
+            case Ready():
+                self._display.phase(message.rank, "ready", 1.0)
+                self._may_go_on &= message.info.get("on_lost_rank") == "mask"
+                self._ready.add(message.rank)
+            case Members():
+                self._regroup(message)
+            case Fatal():
+                self._fatal, self._blamed = message.message, message.lost_rank
+
+    def find_loss(self) -> Loss | None:
+        """Returns why this launch is over, once that is known as well as it will be; None while it lives."""
+        self._notice_deaths()
+        if self.is_ready and self._may_go_on and self._fatal is None:
+            return None
+        if not (self._deaths or self._fatal):
+            return None
+        now_s = time.monotonic()
+        if self._lost_at_s is None:
+            self._lost_at_s = now_s
+        # Ranks that end because of a lost one may be gone before it does, so the blamed rank comes first.
+        cause = min(
+            self._deaths,
+            key=lambda death: (not death.was_killed, death.rank != self._blamed, death.code != 2),
+            default=None,
+        )
+        blamed_still_there = cause is not None and self._blamed not in (SUPERVISOR, cause.rank)
+        half_known = cause is None or self._fatal is None or blamed_still_there
+        if half_known and not (cause and cause.was_killed) and now_s - self._lost_at_s < _OWN_REPORT_S:
+            return None  # the rest is still to come: the rank's own report, or how it ended
+        if self._fatal is None and cause is not None:
+            self._report(cause)
+        return Loss(cause, self._fatal)
+
+    def _regroup(self, message: Members) -> None:
+        """Notes which ranks are masked, and prints which rejoin."""
+        members = ", ".join(map(str, message.members))
+        serving = f"ranks {members} serve" if len(message.members) > 1 else f"rank {members} serves"
+        for rank in range(self._num_ranks):
+            if rank in self._masked and rank in message.members:
+                self._print_masked(at_once=True)
+                self._masked.remove(rank)
+                self._display.note(f"rank {rank} rejoined; {serving}", style="green")
+            elif rank not in self._masked and rank not in message.members:
+                self._masked.add(rank)
+                self._unprinted[rank] = _Masked(time.monotonic(), message.reason, serving)
+
+    def _print_masked(self, at_once: bool = False) -> None:
+        """Prints which ranks are masked, and how they ended; peers may notice a loss before this process does."""
+        for rank, masked in list(self._unprinted.items()):
+            ends = [str(death) for death in self._deaths if death.rank == rank]
+            if not ends and time.monotonic() - masked.since_s < _EXIT_SEEN_S and not at_once:
+                continue
+            del self._unprinted[rank]
+            self._deaths = [death for death in self._deaths if death.rank != rank]
+            reason = ends[0] if ends else f"rank {rank} is masked ({masked.reason})"
+            self._display.note(f"{reason}; {masked.serving} on with its requests", style="yellow")
+
+    def _notice_deaths(self) -> None:
+        for death in self._ranks.deaths():
+            if death.rank in self._masked and death.rank not in self._unprinted:
+                self._display.note(f"{death}; it was masked already", style="yellow")
+                continue
+            self._deaths.append(death)
+            if self.is_ready and self._may_go_on:  # the answer is Members or Fatal, within the ranks' deadlines
+                self._report(death)
+        self._print_masked()
