@@ -60,6 +60,7 @@ async def _serve(config: ServeConfig, listener: socket.socket) -> None:
     from moe_serve.server.hosts import is_loopback
     from moe_serve.server.http import HttpServer
     from moe_serve.server.keys import KeyRing
+    from moe_serve.server.memory import give_large_blocks_back
 
     tokenizer = load_tokenizer(config)
     own, differs = front_end_facts(config), asyncio.get_running_loop().create_future()
@@ -79,6 +80,7 @@ async def _serve(config: ServeConfig, listener: socket.socket) -> None:
             log.warning("no API key is set: whoever reaches %s is served (server.api_key_file)", config.server.host)
         host, port = listener.getsockname()[:2]
         log.info("HTTP on %s:%d, ranks attach at %s", host, port, bridge.link.front_end)
+        give_large_blocks_back()
         gc.freeze()  # what was imported stays: no reason to look through it in every collection
         serving = asyncio.create_task(server.serve(sockets=[listener]))
         await asyncio.wait((serving, differs), return_when=asyncio.FIRST_COMPLETED)
