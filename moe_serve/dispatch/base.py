@@ -20,6 +20,7 @@ from torch.distributed import ProcessGroup
 
 from moe_serve.dispatch.capabilities import Capabilities, Combine, Rows, Wanted
 from moe_serve.dispatch.shm.membership import Membership
+from moe_serve.kernels.cpu.experts import PackedExperts
 
 T = TypeVar("T")
 H = TypeVar("H")
@@ -200,6 +201,14 @@ class AllToAll(ABC, Generic[H]):
         weights:    [T, K] float32; the weight of a -1 entry is never read
         returns:    [T, H] dtype of expert_out; a row without any expert is zero
         """
+
+    def travel(self, x: Tensor, slots: Tensor, weights: Tensor, experts: PackedExperts, out: Tensor) -> bool:
+        """Dispatches, runs compiled experts and combines in one call, where the transport can; returns whether it did.
+
+        For layers of one round, where no other call is in flight. Bits are those of `dispatch` and `combine`.
+        x, out: [T, H] float32;  slots, weights: [T, K];  experts: of this rank's slots
+        """
+        return False
 
     @property
     def live_handles(self) -> int:

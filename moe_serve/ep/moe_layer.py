@@ -141,6 +141,9 @@ class MoeLayer:
         """
         if step.num_chunks == 1:
             x, ids, weights, out = rows
+            all_to_all, replicas = self._parallel.all_to_all, self._replicas
+            if not replicas.needs_counts and all_to_all.travel(x, ids, weights, self.experts.packed, out):
+                return
             parts = [(self._routed_round(x, ids, weights, counts), out)]
         else:
             cut = zip(*[each.tensor_split(step.num_chunks) for each in rows], strict=True)

@@ -23,7 +23,7 @@ from moe_serve.kernels.weighted_sum import weighted_sum_reference
 _SOURCE = Path(__file__).with_name("row_copy.c")
 _ARGUMENTS = {
     "send_rows": 9, "place_rows": 10, "send_results": 8, "sum_results": 6, "add_results": 10, "weighted_rows": 7,
-    "stream_copy": 3, "send_counts": 8, "receive_counts": 7,
+    "stream_copy": 3, "send_counts": 8, "receive_counts": 7, "travel": 9,
 }  # fmt: skip
 
 
@@ -62,8 +62,8 @@ class NativeRowCopier:
         shape = buffers.shape
         self._buffers, self.library = buffers, library
         self._num_ranks, self._slots = shape.num_ranks, shape.slots_per_rank
-        self._facts = buffer_facts(buffers)
-        self._facts_at = _at(self._facts)
+        self.facts = buffer_facts(buffers)
+        self._facts_at = _at(self.facts)
         self._row_bytes = buffers.hidden * buffers.dtype.itemsize
         self._others: list[int] = []
         self._bits = 0

@@ -58,8 +58,10 @@ from moe_serve.dispatch.shm.row_copy import Placed, RowBuffers, RowCopier, Stagi
 from moe_serve.dispatch.shm.row_copy_native import native_row_copier
 from moe_serve.dispatch.shm.row_copy_plain import PlainRowCopier
 from moe_serve.dispatch.shm.sizes import most_tokens, region_shape
+from moe_serve.dispatch.shm.travel import NativeTravel
 from moe_serve.dispatch.wire import Codec, make_wire
 from moe_serve.errors import CapacityError, PeerError
+from moe_serve.kernels.cpu.experts import PackedExperts
 
 
 @dataclass(frozen=True, eq=False)
@@ -113,6 +115,11 @@ class ShmAllToAll(AllToAll[ShmHandle]):
         self.note = f"rows are moved by a C helper ({how})" if native else f"rows are moved by numpy: {how}"
         self.capabilities = replace(TRANSPORTS["shm"], bitwise=not self._rank_sum)
         self._result_buffers: ResultBuffers | None = None
+        self._travel: NativeTravel | None = None
+        one_call = request.cpu_kernels and self._wire.dispatch.is_identity and self._wire.combine.is_identity
+        if native and one_call and request.dtype == torch.float32 and not (self._slab_rows or self._rank_sum):
+            staging = self._staging.rows(StagingBuffer(0))
+            self._travel = NativeTravel(buffers, native, self._peers, (self._rows, self._results), staging)
         if self._wire.combine.is_identity and self._copier.writes_in_place and not (self._slab_rows or self._rank_sum):
             self._result_buffers = ResultBuffers(send_buffers[self._rank], self._results, self._dtype)
 
@@ -166,6 +173,16 @@ class ShmAllToAll(AllToAll[ShmHandle]):
             return self._dispatched(ShmHandle(placed, staging, epoch))
 
         return Deferred(receive)
+
+    def travel(self, x: Tensor, slots: Tensor, weights: Tensor, experts: PackedExperts, out: Tensor) -> bool:
+        if self._travel is None:
+            return False
+        self._check(x, slots)
+        self._check_members(slots)
+        self._travel(x, slots, weights, experts, out)
+        self.membership.check_epoch_stands("combine receive", self._results.num_sent)
+        self._results.acknowledge(self._results.num_sent)
+        return True
 
     def _dispatched(self, handle: ShmHandle) -> Dispatched[ShmHandle]:
         x, rows_per_slot = handle.placed.x, handle.placed.rows_per_slot

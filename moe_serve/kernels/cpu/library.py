@@ -29,6 +29,12 @@ class CpuLibrary:
     compiler: str
     form: str
 
+    def address(self, kernel: str) -> int:
+        """Returns where a function of the library begins, for code that calls it from C."""
+        at = ctypes.cast(getattr(self.call, kernel), ctypes.c_void_p).value
+        assert at is not None
+        return at
+
     def set_threads(self, num_threads: int) -> None:
         """Sets the threads that kernels use in this process, the calling one included."""
         assert num_threads > 0, f"{num_threads} threads"

@@ -1,0 +1,94 @@
+/* Rows to their slots, through the experts and back, in one call. It looks at flags for a short while; where a peer is
+   late it returns which wait it is at, Python waits (flag_wait.py), and the call is made again, from there on. */
+
+#pragma once
+#include "row_copy.h"
+
+enum { SEND_ROWS, PLACE_ROWS, EXPERTS, ADD_RESULTS, HOME }; /* stages, as in travel.py; each begins with a wait */
+enum { DATA_ROWS, DATA_RESULTS, READ_ROWS, READ_RESULTS, FLAG_WORDS };
+
+typedef i64 (*ExpertFfn)(i64 experts, i64 x, i64 x_row, i64 rows_per_slot, i64 slab_rows, i64 middle, i64 y, i64 y_row);
+
+typedef struct { /* as travel.py fills it */
+    const i64 *facts;
+    i64 *block; /* of Exchange */
+    uint8_t *staging;
+    ExpertFfn expert_ffn;
+    i64 looks;
+    i64 rows_flag, results_flag; /* of the calls of this layer */
+    i64 rows_before, results_before; /* of the calls that used their buffers before, or 0 */
+    i64 others, stage;
+    i64 here[]; /* for each rank, addresses of its flags here, then of this rank's flags there: of each buffer */
+} Travel;
+
+static i64 *flag_of(const Travel *t, i64 there, i64 rank, i64 word, i64 buffer)
+{
+    i64 ranks = t->facts[NUM_RANKS];
+    return (i64 *)t->here[((there * 2 + buffer) * ranks + rank) * FLAG_WORDS + word];
+}
+
+static int all_flags_are(const Travel *t, i64 word, i64 buffer, i64 wanted, int or_more)
+{
+    for (i64 rank = 0, looks = 0; rank < t->facts[NUM_RANKS]; rank++)
+        for (; TAKES_PART(t->others, rank);) {
+            i64 seen = __atomic_load_n(flag_of(t, 0, rank, word, buffer), __ATOMIC_ACQUIRE);
+            if (or_more ? seen >= wanted : seen == wanted)
+                break;
+            if (looks++ >= t->looks)
+                return 0;
+            __builtin_ia32_pause();
+        }
+    return 1;
+}
+
+static void raise_flags(const Travel *t, i64 word, i64 buffer, i64 flag)
+{
+    for (i64 rank = 0; rank < t->facts[NUM_RANKS]; rank++)
+        if (TAKES_PART(t->others, rank))
+            __atomic_store_n(flag_of(t, 1, rank, word, buffer), flag, __ATOMIC_RELEASE);
+}
+
+static int wait_at(Travel *t, i64 stage, i64 buffer)
+{
+    t->stage = stage;
+    switch (stage) {
+    case SEND_ROWS: return all_flags_are(t, READ_ROWS, buffer, t->rows_before, 1);
+    case PLACE_ROWS: return all_flags_are(t, DATA_ROWS, buffer, t->rows_flag, 0);
+    case EXPERTS: return all_flags_are(t, READ_RESULTS, buffer, t->results_before, 1);
+    default: return all_flags_are(t, DATA_RESULTS, buffer, t->results_flag, 0);
+    }
+}
+
+/* Returns HOME when out [T, H] holds the sums, else the stage to wait for; -1 where an id names no slot. The caller
+   acknowledges the results, once it has seen that its epoch stands. experts, middle: as in kernels/cpu/experts.c */
+i64 travel(Travel *t, const uint8_t *x, const i64 *ids, const float *weights, i64 num_tokens, i64 topk, i64 experts,
+           i64 middle, uint8_t *out)
+{
+    const i64 *facts = t->facts;
+    i64 rows = t->rows_flag % 2, results = t->results_flag % 2, hidden = facts[HIDDEN];
+    uint8_t *made = SLICE(slice_table(facts, results), facts[RANK], SEND_BUFFER);
+    switch (t->stage) {
+    case SEND_ROWS:
+        if (!wait_at(t, SEND_ROWS, rows))
+            return SEND_ROWS;
+        if (send_rows(facts, rows, t->others, ids, num_tokens, topk, x, 0, t->block) < 0)
+            return -1;
+        raise_flags(t, DATA_ROWS, rows, t->rows_flag); /* fall through */
+    case PLACE_ROWS:
+        if (!wait_at(t, PLACE_ROWS, rows))
+            return PLACE_ROWS;
+        place_rows(facts, rows, t->others, num_tokens, topk, 0, x, facts[ROW_BYTES], t->staging, t->block);
+        raise_flags(t, READ_ROWS, rows, t->rows_flag); /* fall through */
+    case EXPERTS: /* write where the peers read */
+        if (!wait_at(t, EXPERTS, results))
+            return EXPERTS;
+        t->expert_ffn(experts, (i64)t->staging, hidden, (i64)t->block, 0, middle, (i64)made, hidden);
+        send_results(facts, results, t->others, num_tokens, topk, 1, made, t->block);
+        raise_flags(t, DATA_RESULTS, results, t->results_flag); /* fall through */
+    default:
+        if (!wait_at(t, ADD_RESULTS, results))
+            return ADD_RESULTS;
+        add_results(facts, results, t->others, ids, num_tokens, topk, made, weights, out, t->block);
+    }
+    return HOME;
+}
