@@ -1,9 +1,9 @@
-"""Two ranks with one thread each against one rank with two threads, batch 16, and where the time of a rank goes.
+"""Two ranks on one machine against one rank with two threads: tokens per second, and how long rank 0 waits.
 
-    python -m benchmarks.expert_parallel [--rounds 3] [--backends collective,low_latency]
+    python -m benchmarks.expert_parallel [--rounds 3] [--batches 1 16] [--backends low_latency] [--threads 1 2]
 
-Runs the engines without HTTP. The parts are wall time on rank 0: dispatch and combine include waiting for the other
-rank.
+Runs the engines without HTTP; requests are spread over the ranks. Waiting is that of rank 0 for rank 1 inside of steps,
+and the step exchange.
 """
 
 import argparse
@@ -13,6 +13,7 @@ import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Callable
+from dataclasses import dataclass
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -21,44 +22,68 @@ from typing import Any
 from benchmarks.bench_model import NUM_OUTPUT, draw_prompts, write_bench_model
 from benchmarks.conditions import conditions, save
 
-BATCH = 16
-
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--backends", default="collective", help="transports of the two ranks, separated by commas")
+    parser.add_argument("--batches", type=int, nargs="+", default=[1, 16])
+    parser.add_argument("--backends", nargs="+", default=["low_latency"], help="transports of the two ranks")
+    parser.add_argument("--threads", type=int, nargs="+", default=[1, 2], help="of each of the two ranks")
     args = parser.parse_args()
     facts = conditions("moe-serve")
-    cases = [("1 × 2", 1, 2, "auto"), *((f"2 × 1, {name}", 2, 1, name) for name in args.backends.split(","))]
-    runs: dict[str, list[dict[str, float]]] = defaultdict(list)
+    one = Case(1, 2, "auto")
+    cases = [one, *(Case(2, threads, name) for name in args.backends for threads in args.threads)]
+    rows = []
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder)
         _in_process(write_bench_model, path)  # torch must not start threads before the ranks are forked
-        for number in range(args.rounds):
-            for name, num_ranks, num_threads, backend in cases:
-                runs[name].append(_run_ranks(path, num_ranks, num_threads, backend, seed=number))
-                print(name, runs[name][-1], flush=True)
-    rows = [_row(name, results) for name, results in runs.items()]
+        for batch in args.batches:
+            runs: dict[Case, list[dict[str, float]]] = defaultdict(list)
+            for number in range(args.rounds):
+                for case in cases:
+                    runs[case].append(_run_ranks(path, case, batch, seed=number))
+                    print(batch, case, runs[case][-1], flush=True)
+            rows += [_row(batch, case, runs[case], runs[one]) for case in cases]
     text = save(
         "expert_parallel",
-        "Two ranks against one, batch 16",
+        "Two ranks against one",
         rows,
         facts,
-        "Bench model, 64 prompt + 64 output tokens a request, float32; ranks × threads; medians over interleaved "
-        "rounds. Shares are parts of the wall time of rank 0 and include waiting for the other rank. "
-        f"Load average at the end: {os.getloadavg()[0]:.2f}.",
+        "Bench model, 64 prompt + 64 output tokens a request, float32; ranks × threads of each. Interleaved rounds: "
+        "medians, and the median of the ratios within rounds. Waiting and step exchange are parts of the wall time of "
+        f"rank 0. Load average at the end: {os.getloadavg()[0]:.2f}.",
+        per_cpu=True,
     )
     print(text)
 
 
-def _row(name: str, results: list[dict[str, float]]) -> dict[str, Any]:
+@dataclass(frozen=True)
+class Case:
+    """threads: of each rank"""
+
+    ranks: int
+    threads: int
+    backend: str
+
+    def __str__(self) -> str:
+        return f"{self.ranks} × {self.threads}" + (f", {self.backend}" if self.ranks > 1 else "")
+
+
+def _row(batch: int, case: Case, results: list[dict[str, float]], one: list[dict[str, float]]) -> dict[str, Any]:
     def median(key: str) -> float:
         return statistics.median(result.get(key, 0.0) for result in results)
 
-    total = median("total_s")
-    parts = {key: f"{median(key) / total:.0%}" for key in ("dispatch", "combine", "counts", "step exchange")}
-    return {"ranks × threads": name, "tok/s": round(BATCH * NUM_OUTPUT / total), **parts}
+    total_s = median("total_s")
+    ratios = [first["total_s"] / second["total_s"] for first, second in zip(one, results, strict=True)]
+    return {
+        "batch": batch,
+        "ranks × threads": str(case),
+        "tok/s": round(batch * NUM_OUTPUT / total_s, 1),
+        "over 1 × 2": round(statistics.median(ratios), 2),
+        "least … most": f"{min(ratios):.2f} … {max(ratios):.2f}",
+        "waiting": f"{median('waiting') / total_s:.0%}",
+        "step exchange": f"{median('step exchange') / total_s:.0%}",
+    }
 
 
 def _in_process(function: Callable[..., Any], *args: Any) -> None:
@@ -68,16 +93,12 @@ def _in_process(function: Callable[..., Any], *args: Any) -> None:
     assert process.exitcode == 0
 
 
-def _run_ranks(path: Path, num_ranks: int, num_threads: int, backend: str, seed: int) -> dict[str, float]:
+def _run_ranks(path: Path, case: Case, batch: int, seed: int) -> dict[str, float]:
     context = get_context("fork")
     ours, theirs = context.Pipe()
     with tempfile.TemporaryDirectory() as folder:
-        processes = [
-            context.Process(
-                target=_rank, args=(rank, num_ranks, num_threads, backend, path, f"{folder}/store", theirs, seed)
-            )
-            for rank in range(num_ranks)
-        ]
+        args = case, path, f"{folder}/store", theirs, batch, seed
+        processes = [context.Process(target=_rank, args=(rank, *args)) for rank in range(case.ranks)]
         for process in processes:
             process.start()
         assert ours.poll(300), "the ranks did not end within 300 s"
@@ -87,10 +108,8 @@ def _run_ranks(path: Path, num_ranks: int, num_threads: int, backend: str, seed:
     return result
 
 
-def _rank(
-    rank: int, num_ranks: int, num_threads: int, backend: str, path: Path, store: str, answer: Connection, seed: int
-) -> None:
-    os.environ["OMP_NUM_THREADS"] = str(num_threads)
+def _rank(rank: int, case: Case, path: Path, store: str, answer: Connection, batch: int, seed: int) -> None:
+    os.environ["OMP_NUM_THREADS"] = "1"
     import torch
     import torch.distributed as dist
 
@@ -102,39 +121,37 @@ def _rank(
     from moe_serve.engine.messages import Submit
     from tests.engine.queue_mailbox import QueueMailbox
 
-    torch.set_num_threads(num_threads)
-    dist.init_process_group("gloo", store=dist.FileStore(store, num_ranks), rank=rank, world_size=num_ranks)
+    dist.init_process_group("gloo", store=dist.FileStore(store, case.ranks), rank=rank, world_size=case.ranks)
     world = dist.group.WORLD
     assert world is not None
     times: dict[str, float] = defaultdict(float)
-    original = build.make_all_to_all
-    build.make_all_to_all = lambda *args, **kwargs: _Timed(original(*args, **kwargs), times)
     config = load_config(
         overrides=[
-            f"model.path={path}", f"parallel.num_ranks={num_ranks}", f"dispatch.backend={backend}",
-            "engine.max_batch_tokens=2048", "cache.memory_gib=0.25",
+            f"model.path={path}", f"parallel.num_ranks={case.ranks}", f"dispatch.backend={case.backend}",
+            f"parallel.threads_per_rank={case.threads}", "engine.max_batch_tokens=2048", "cache.memory_gib=0.25",
         ]
     )  # fmt: skip
     params = SamplingParams(max_new_tokens=NUM_OUTPUT, temperature=0, ignore_eos=True)
 
     def submits(first: int) -> list[Submit]:
-        prompts = draw_prompts(BATCH, first)[rank::num_ranks]
+        prompts = draw_prompts(batch, first)[rank :: case.ranks]
         return [Submit(f"{first}.{i}", 0, prompt, params, seed=0) for i, prompt in enumerate(prompts)]
 
     exchange = make_exchange("auto", world, True, 60.0)
     mailbox = QueueMailbox(submits(7))
-    engine = build.build_engine(config, EpGroup(rank, num_ranks, torch.device("cpu"), world), exchange, mailbox)
-    gather = exchange.gather
-    exchange.gather = _timed(gather, times, "step exchange")  # type: ignore[method-assign]
+    engine = build.build_engine(config, EpGroup(rank, case.ranks, torch.device("cpu"), world), exchange, mailbox)
+    exchange.gather = _timed(exchange.gather, times, "step exchange")  # type: ignore[method-assign]
     engine.run()  # warms up
     engine._wants_stop = False
     for message in submits(seed):
         mailbox.put(message)
     times.clear()
+    waited_s = sum(engine.served.waited_s)
     dist.barrier()
     started = time.perf_counter()
     engine.run()
     times["total_s"] = time.perf_counter() - started
+    times["waiting"] = sum(engine.served.waited_s) - waited_s
     if rank == 0:
         answer.send(dict(times))
     dist.barrier()
@@ -150,28 +167,6 @@ def _timed(function: Callable[..., Any], times: dict[str, float], name: str) -> 
             times[name] += time.perf_counter() - started
 
     return call
-
-
-class _Timed:
-    """A transport that adds up the time of its calls and waits."""
-
-    def __init__(self, inner: Any, times: dict[str, float]):
-        self._inner = inner
-        for name, method in (("counts", "exchange_counts"), ("dispatch", "dispatch"), ("combine", "combine")):
-            setattr(self, method, self._both_halves(getattr(inner, method), times, name))
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._inner, name)
-
-    @staticmethod
-    def _both_halves(function: Callable[..., Any], times: dict[str, float], name: str) -> Callable[..., Any]:
-        send = _timed(function, times, name)
-
-        class Receive:
-            def __init__(self, pending: Any):
-                self.wait = _timed(pending.wait, times, name)
-
-        return lambda *args: Receive(send(*args))
 
 
 if __name__ == "__main__":
