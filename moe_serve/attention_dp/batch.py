@@ -7,7 +7,6 @@ it is the same for all of them.
 
 from bisect import bisect_right
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import accumulate
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -23,8 +22,7 @@ if TYPE_CHECKING:
     from moe_serve.attention_dp.scheduler import ScheduledChunk
 
 
-@dataclass(frozen=True)
-class ForwardBatch:
+class ForwardBatch(NamedTuple):
     """One forward pass. Tensors on the compute device, int64 or as said; T_pad = num_tokens, padded as Numerics says.
 
     input_ids:    [T_pad], 0 in padding rows

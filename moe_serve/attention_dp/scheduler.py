@@ -27,8 +27,7 @@ class ScheduledChunk(NamedTuple):
     samples: bool  # the chunk ends with the last known token, so its last row yields a token
 
 
-@dataclass(frozen=True, slots=True)
-class Proposal:
+class Proposal(NamedTuple):
     """What a rank would run in the next step. Decodes: the one token sampled last; prefills: everything else."""
 
     decodes: tuple[ScheduledChunk, ...] = ()

@@ -214,12 +214,13 @@ def plan_step(states: Sequence[RankState], settings: StepSettings, ranks: Sequen
     stop = any(state.wants_stop for state in states)
     record = next((RECORD_COMMANDS[state.record_command - 1] for state in states if state.record_command), None)
     sleep = not stop and not any(state.has_work for state in states)
-    hold = _hold_prefill(states, settings)
-    rows = [state.decode_tokens + (0 if hold else state.prefill_tokens) for state in states]
-    has_decode = any(state.decode_tokens for state in states)
-    has_prefill = not hold and any(state.prefill_tokens for state in states)
+    decodes = [state.decode_tokens for state in states]
+    prefills = [state.prefill_tokens for state in states]
+    has_decode, has_prefill, hold = any(decodes), any(prefills), False
+    if has_decode and has_prefill and _hold_prefill(states, settings):
+        has_prefill, hold, prefills = False, True, [0] * len(states)
     phase = "mixed" if has_decode and has_prefill else "decode" if has_decode else "prefill" if has_prefill else "idle"
-    max_tokens = max(rows)
+    max_tokens = max(map(sum, zip(decodes, prefills, strict=True)))
     seen_by_all = -1
     for state in states:
         seen_by_all &= state.asking_to_rejoin
@@ -314,8 +315,6 @@ def ranks_of(mask: int) -> tuple[int, ...]:
 
 
 def _hold_prefill(states: Sequence[RankState], settings: StepSettings) -> bool:
-    """Returns whether prefills wait: some ranks have none, some rank has decode rows, and none has waited too long."""
-    lonely = 0 < sum(state.prefill_tokens > 0 for state in states) < len(states)
-    busy = any(state.decode_tokens for state in states)
-    patient = all(state.held_steps < settings.prefill_hold_steps for state in states)
-    return lonely and busy and patient
+    """Returns whether prefills wait, where some rank decodes: some ranks have none, and none has waited too long."""
+    lonely = not all(state.prefill_tokens for state in states)
+    return lonely and all(state.held_steps < settings.prefill_hold_steps for state in states)

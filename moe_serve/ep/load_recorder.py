@@ -76,7 +76,7 @@ class LoadRecorder:
             self._add_up()
         elif self._counted_in_place is not None:
             kept, counts = self._counted_in_place
-            np.copyto(kept, counts)
+            kept[:] = counts
 
     def void_step(self) -> None:
         """Drops the counts since the last `step_done`, and the records since the last `confirm`."""

@@ -135,6 +135,4 @@ def test_a_group_is_cut_before_its_copy_of_the_cache_grows_large(monkeypatch: py
 
 
 def _with_lens(batch: ForwardBatch, lens: tuple[int, ...]) -> ForwardBatch:
-    from dataclasses import replace
-
-    return replace(batch, host_seq_lens=lens, host_query_lens=(1,) * len(lens), num_decodes=len(lens))
+    return batch._replace(host_seq_lens=lens, host_query_lens=(1,) * len(lens), num_decodes=len(lens))

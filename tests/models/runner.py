@@ -1,7 +1,6 @@
 """Runs a decoder on chosen chunks, as the engine does, and keeps the logits of every position."""
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -113,7 +112,7 @@ class Runner:
         """Runs (request, number of tokens) together in one forward and keeps the logits of every computed position."""
         scheduled = self.schedule(chunks)
         batch = ForwardBatch.build(scheduled, self.tables, "cpu", self.numerics)
-        rows = iter(self.decoder.forward(replace(batch, logit_rows=torch.arange(batch.num_tokens)), self.cache, 1))
+        rows = iter(self.decoder.forward(batch._replace(logit_rows=torch.arange(batch.num_tokens)), self.cache, 1))
         for chunk in sorted(scheduled, key=lambda chunk: chunk.length):  # as the batch orders them
             for position in range(chunk.start, chunk.start + chunk.length):
                 self.logits[chunk.request.request_id][position] = next(rows)
