@@ -108,10 +108,10 @@ class BatchBuilder:
         return self._with_tables(ordered, num_tokens, num_decodes, seq_lens, lens)
 
     def _build_decodes(self, chunks: "Sequence[ScheduledChunk]") -> ForwardBatch:
-        """Returns the batch of chunks that compute the last known token each, as in most steps."""
+        """Returns the batch of chunks of one token each, which all sample, as in most steps."""
         num_rows, block_size = len(chunks), self._tables.block_size
         memory = self._memory_for(num_rows, num_rows, decodes_only=True)
-        token_ids = [(request.output_ids or request.prompt_ids)[-1] for request, *_ in chunks]
+        token_ids = _token_ids(chunks)
         positions = [start for _, start, *_ in chunks]
         slots = [
             request.block_ids[start // block_size] * block_size + start % block_size for request, start, *_ in chunks

@@ -1,7 +1,6 @@
 """ForwardBatch: which token is in which row, and the slot it is written to."""
 
 import random
-from dataclasses import fields
 
 import pytest
 import torch
@@ -74,6 +73,9 @@ def test_a_batch_in_the_memory_of_the_one_before_is_as_one_in_new_memory() -> No
         starts = [draw.randrange(21 - length) for length in lens]
         chunks = [ScheduledChunk(*chunk, draw.random() < 0.7) for chunk in zip(requests, starts, lens, strict=False)]
         kept, new = builder.build(chunks), ForwardBatch.build(chunks, tables, "cpu", Numerics(row_tile=4))
-        for field in fields(ForwardBatch):
-            mine, other = getattr(kept, field.name), getattr(new, field.name)
-            assert torch.equal(mine, other) if isinstance(mine, torch.Tensor) else mine == other, field.name
+        for field, mine, other in zip(ForwardBatch._fields, kept, new, strict=True):
+            assert torch.equal(mine, other) if isinstance(mine, torch.Tensor) else mine == other, field
+        placed = [(chunk.start, chunk.request.token_ids(chunk.start, chunk.start + 1)[0]) for chunk in chunks]
+        if all(length == 1 for length in lens):
+            rows = zip(kept.positions[: len(chunks)].tolist(), kept.input_ids[: len(chunks)].tolist(), strict=True)
+            assert list(rows) == placed
