@@ -61,6 +61,8 @@ class ServerConfig(Section):
     # that waits for a rank longer than queue_deadline_s gets 503.
     request_deadline_s: PositiveFloat | None = None
     queue_deadline_s: PositiveFloat | None = None
+    # Prompt and longest output of the requests that wait for a rank; beyond it: HTTP 429, before the body is read.
+    max_waiting_tokens: PositiveInt = 1_000_000
     incremental_stream_output: bool = False  # events of a stream hold only what is new, where the request says nothing
     # After SIGTERM open requests have so long to end, and new ones get 503. Kubernetes kills after 30 s by default.
     drain_deadline_s: NonNegativeFloat = 25.0

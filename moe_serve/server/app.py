@@ -19,6 +19,7 @@ from moe_serve.config import ServeConfig, model_dir, served_name
 from moe_serve.errors import MoeServeError, RequestError
 from moe_serve.log import get_logger
 from moe_serve.models.tokenizer import Tokenizer
+from moe_serve.server.admission_gate import AdmissionGate
 from moe_serve.server.answers import WEIGHT_VERSION, error_body
 from moe_serve.server.body import Bodies, BodyTooLarge
 from moe_serve.server.body_parser import BodyParser
@@ -26,6 +27,7 @@ from moe_serve.server.bridge import Bridge
 from moe_serve.server.dashboard.routes import add_dashboard
 from moe_serve.server.eplb import add_eplb
 from moe_serve.server.generate import GenerateResponse, error_response, json_bytes, start_call
+from moe_serve.server.generation_control import add_generation_control
 from moe_serve.server.guard import OPEN, Guard
 from moe_serve.server.health import add_health
 from moe_serve.server.keys import KeyRing
@@ -60,6 +62,7 @@ def make_app(config: ServeConfig, bridge: Bridge, tokenizer: Tokenizer | None) -
     )
     app.state.bodies = bodies
     app.add_middleware(Guard, server=config.server, keys=KeyRing.load(config.server))
+    app.add_middleware(AdmissionGate, bridge=bridge)
     if config.server.cors_origins:
         app.add_middleware(
             CORSMiddleware,
@@ -74,6 +77,7 @@ def make_app(config: ServeConfig, bridge: Bridge, tokenizer: Tokenizer | None) -
     _add_metrics(app, bridge)
     add_recorder(app, config, bridge)
     add_eplb(app, config, bridge, bodies)
+    add_generation_control(app, bridge, bodies)
     add_dashboard(app, config, bridge)
     document = describe(app)
     app.openapi = lambda: document  # type: ignore[method-assign]

@@ -15,6 +15,7 @@ from moe_serve.engine.incremental_decoder import Decoder
 from moe_serve.engine.messages import Answer, ModelLimits
 from moe_serve.errors import QueueFullError, RequestError
 from moe_serve.links.link import Link
+from moe_serve.server.admission import Admission, Load
 from moe_serve.server.commands import Command
 from moe_serve.server.open_request import Changes, OpenRequest, RequestSpec, UnavailableError
 from moe_serve.server.rank_link import Observer, RankLink
@@ -49,6 +50,8 @@ class Bridge:
         self.workers = self._link.workers
         self.balance = self._link.balance
         self._book = self._link.book
+        server = config.server
+        self._admission = Admission(self.capacity, server.max_waiting_tokens, server.queue_deadline_s)
         self._is_finishing = False
         self._deadlines: asyncio.Task[None] | None = None
 
@@ -176,12 +179,9 @@ class Bridge:
                 "(engine.max_running_requests x ranks + engine.max_queued_requests); send fewer at once",
                 field="sampling_params.n",
             )
-        if self.num_open + len(specs) > self.capacity:
-            self.counters["num_refused"] += len(specs)
-            raise QueueFullError(
-                f"{self.num_open} requests are open and {len(specs)} more do not fit into {self.capacity} "
-                "(engine.max_running_requests x ranks + engine.max_queued_requests); try again later"
-            )
+        refusal = self.refusal(len(specs), sum(spec.num_tokens for spec in specs))
+        if refusal is not None:
+            raise refusal
         num_ranks = self.workers.num_ranks
         rids = [spec.rid for spec in specs if spec.rid is not None]
         counts = Counter(rids)
@@ -211,6 +211,33 @@ class Bridge:
 
     def _open(self, spec: RequestSpec, changes: Changes, at_once: bool = False) -> OpenRequest:
         return self._book.open(f"{self._link.started_s:.6f}", spec, self.limits.eos_token_ids, changes, at_once)
+
+    def refusal(self, num_requests: int = 1, num_tokens: int = 1) -> QueueFullError | None:
+        """Returns why no call may wait now, and counts the refusal; None where one of this size may."""
+        book = self._book
+        load = Load(len(book), book.waiting_tokens)
+        refusal = self._admission.refusal(load, book.drain_rate.per_s(time.monotonic()), num_requests, num_tokens)
+        if refusal is not None:
+            self.counters["num_refused"] += num_requests
+        return refusal
+
+    def pause(self, abort: bool) -> None:
+        """Takes all requests from the ranks, and sends none until `resume`. abort: open ones end with what they have"""
+        self._book.is_held = True
+        if abort:
+            self.cut_short(None)
+        else:
+            self._book.take_back()
+
+    def resume(self) -> None:
+        """Sends requests to the ranks again."""
+        self._book.is_held = False
+        self._book.send_waiting()
+
+    def cut_short(self, rid: str | None) -> None:
+        """Ends the open requests that a client knows by this id, with what they have. rid: None = all"""
+        for request in self._book.with_rid(rid):
+            self._book.cut_short(request, "the request was aborted")
 
     def abort(self, request: OpenRequest) -> None:
         """Ends a request that nobody waits for any more."""

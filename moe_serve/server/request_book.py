@@ -6,6 +6,7 @@ Torch-free.
 """
 
 import itertools
+import time
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 
@@ -13,6 +14,7 @@ from moe_serve.attention_dp.request_router import RequestRouter
 from moe_serve.config import ServeConfig
 from moe_serve.engine.incremental_decoder import Decoder
 from moe_serve.engine.messages import Abort, Message, Status, Tokens
+from moe_serve.server.admission import DrainRate
 from moe_serve.server.open_request import Changes, OpenRequest, RequestSpec, UnavailableError
 from moe_serve.server.waiting_line import WaitingLine
 from moe_serve.server.workers import Regrouped
@@ -41,6 +43,7 @@ class RequestBook:
         self._tokenizer = tokenizer
         self._send = send
         self._open: dict[str, OpenRequest] = {}
+        self.drain_rate = DrainRate()
         self._by_rid: dict[str, OpenRequest] = {}
         self._numbers = itertools.count()
         self.is_held = False
@@ -125,9 +128,11 @@ class RequestBook:
         """Returns whether an open request has this id of its client."""
         return rid in self._by_rid
 
-    def with_rid(self, rid: str) -> list[OpenRequest]:
-        """Returns the open requests that a client knows by this id: one, or the samples of one prompt."""
-        return [request for each, request in self._by_rid.items() if each == rid or each.startswith(f"{rid}-")]
+    def with_rid(self, rid: str | None) -> list[OpenRequest]:
+        """Returns the open requests that a client knows by this id: one, or the samples of one prompt. None: all"""
+        if rid is None:
+            return list(self._open.values())
+        return [request for each, request in self._by_rid.items() if each == rid or _is_sample(each, rid)]
 
     def cut_short(self, request: OpenRequest, why: str) -> None:
         """Ends a request: with the output that it has, or with an error where there is none."""
@@ -294,6 +299,7 @@ class RequestBook:
 
     def _forget(self, request: OpenRequest) -> None:
         del self._open[request.request_id]
+        self.drain_rate.count(request.spec.num_tokens, time.monotonic())
         self._by_rid.pop(request.spec.rid or "", None)
         if request.rank is None:
             line = self._lines.get(request.spec.rank)
@@ -308,3 +314,9 @@ class RequestBook:
         return RequestRouter(
             self._config.parallel.num_ranks, load_gap=self._config.server.routing_load_gap, block_size=block_size
         )
+
+
+def _is_sample(rid: str, of: str) -> bool:
+    """Returns whether this is the id of one of several samples: the prompt's id, a hyphen and a number."""
+    prompt, _, number = rid.rpartition("-")
+    return prompt == of and number.isdecimal()
