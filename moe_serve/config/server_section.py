@@ -32,9 +32,8 @@ class ServerConfig(Section):
     # Names by which clients may call this server, besides addresses and localhost; "*": any. None given: any, except
     # where `host` is loopback: a web page can make its own name point there.
     allowed_hosts: tuple[str, ...] = ()
-    cors_origins: tuple[
-        str, ...
-    ] = ()  # sites whose pages may use this server from a browser, such as https://a.example
+    # Sites whose pages may use this server from a browser, such as https://a.example
+    cors_origins: tuple[str, ...] = ()
     # At a bound on connections, one that waits for a request yields to a newcomer; where all are busy, it gets a 503.
     # The limit of descriptors is raised to fit at start, and lowers the bound where it cannot be.
     max_connections: PositiveInt = 4096
