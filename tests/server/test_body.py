@@ -98,6 +98,21 @@ async def test_a_parser_that_is_killed_fails_its_body_and_is_started_again():
 
 
 @in_event_loop
+async def test_a_parser_is_kept_also_where_its_parent_is_large():
+    parser, held = BodyParser(), bytearray(300 << 20)
+    before = set(_descendants(os.getpid()))
+    try:
+        await parser.parse(LARGE, 100)
+        first = set(_descendants(os.getpid())) - before
+        await parser.parse(LARGE, 100)
+        assert len(first) == 1
+        assert set(_descendants(os.getpid())) - before == first
+    finally:
+        await parser.close()
+        del held
+
+
+@in_event_loop
 async def test_a_cancelled_caller_does_not_leave_its_answer_to_the_next():
     parser = BodyParser()
     try:
