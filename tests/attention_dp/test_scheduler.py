@@ -64,7 +64,7 @@ def test_max_running_bounds_admission():
         ),
         (make_request("r", num_prompt=40, max_new_tokens=4), "input_ids", "shorten the prompt to 32 .*num_blocks"),
         (make_request("r", max_new_tokens=2, output_ids=[1, 2]), "max_new_tokens", "nothing is left"),
-        (make_request("r", max_new_tokens=0), "max_new_tokens", "at least 1"),
+        (make_request("r", max_new_tokens=0), "max_new_tokens", "nothing is left to produce; raise max_new_tokens"),
     ],
 )
 def test_a_request_that_can_never_run_is_refused_with_the_fix(request_, field, words):
