@@ -73,8 +73,12 @@ class Bridge:
             self._book.end_overdue(time.monotonic())
 
     async def finish(self, deadline_s: float) -> int:
-        """Takes no more requests, and returns when the open ones have ended, or how many have not by the deadline."""
+        """Takes no more requests, and returns when the open ones have ended, or how many have not by the deadline.
+
+        Ends a pause, since those that it holds would never end.
+        """
         self._is_finishing = True
+        self.resume()
         end_s = time.monotonic() + deadline_s
         while self.num_open and time.monotonic() < end_s:
             await asyncio.sleep(_LOOK_S)

@@ -34,6 +34,17 @@ async def test_a_drain_finishes_what_runs_and_what_waits_and_refuses_the_rest():
 
 
 @in_event_loop
+async def test_a_drain_ends_a_pause_and_finishes_what_it_held():
+    async with serving(2) as served:
+        paused = await served.client.post("/pause_generation", json={"mode": "retract"})
+        assert paused.status_code == 200, paused.text
+        call = asyncio.create_task(served.generate(input_ids=[7], sampling_params=PARAMS))
+        await until(lambda: served.bridge.num_open == 1)
+        served.server.drain()
+        assert (await call).json()["output_ids"] == OUTPUT
+
+
+@in_event_loop
 async def test_what_does_not_end_by_the_deadline_ends_with_an_error():
     async with serving(2, "server.drain_deadline_s=0.1") as served:
         for worker in served.workers:
