@@ -61,8 +61,10 @@ def make_app(config: ServeConfig, bridge: Bridge, tokenizer: Tokenizer | None) -
         lifespan=lifespan,
     )
     app.state.bodies = bodies
-    app.add_middleware(Guard, server=config.server, keys=KeyRing.load(config.server))
     app.add_middleware(AdmissionGate, bridge=bridge)
+    app.add_middleware(
+        Guard, server=config.server, keys=KeyRing.load(config.server)
+    )  # before the gate: strangers learn nothing of the queue
     if config.server.cors_origins:
         app.add_middleware(
             CORSMiddleware,

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from moe_serve.errors import QueueFullError
 from moe_serve.server.admission import Admission, DrainRate, Load
+from moe_serve.server.keys import API_KEY_VARIABLE
 from tests.server.served import in_event_loop, serving, until
 
 FIVE = {"max_new_tokens": 5, "sampling_seed": 10}
@@ -84,6 +85,24 @@ async def test_a_full_queue_refuses_before_the_body_is_sent():
         assert [(await call).status_code for call in calls] == [200] * 4 + [429]
         assert (await small).status_code == 200
         assert served.bridge.counters["num_refused"] == 2
+
+
+def test_a_full_queue_tells_strangers_nothing(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv(API_KEY_VARIABLE, "the-key-of-a-client")
+
+    @in_event_loop
+    async def check():
+        async with serving(1, "engine.max_running_requests=1", "engine.max_queued_requests=1") as served:
+            served.workers[0].go.clear()
+            body, key = {"input_ids": [7], "sampling_params": FIVE}, {"authorization": "Bearer the-key-of-a-client"}
+            calls = [asyncio.create_task(served.client.post("/generate", json=body, headers=key)) for _ in range(2)]
+            await until(lambda: served.bridge.num_open == 2)
+            assert (await served.client.post("/generate", json=body)).status_code == 401
+            assert (await served.client.post("/generate", json=body, headers=key)).status_code == 429
+            served.workers[0].go.set()
+            assert [(await call).status_code for call in calls] == [200] * 2
+
+    check()
 
 
 @in_event_loop
