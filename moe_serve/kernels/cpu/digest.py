@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from moe_serve.kernels.activation import Activation
 from moe_serve.kernels.cpu.attention import AttendRows, AttendShape, attend
 from moe_serve.kernels.cpu.experts import PackedExperts, packed_ffn
 from moe_serve.kernels.cpu.gate import gate
@@ -59,6 +60,12 @@ def _experts() -> list[Tensor]:
         gate_up, down = (((_numbers(2, size, seed=6) * factor).to(dtype)) for size in sizes[1:])
         experts = PackedExperts(gate_up, down, HIDDEN, WIDTH, *scales.get(dtype, (None, None)))
         results.append(packed_ffn(_numbers(ROWS, HIDDEN, seed=7), counts, experts))
+    biased = {"gate_up_bias": _numbers(2, 2 * WIDTH, seed=8), "down_bias": _numbers(2, HIDDEN, seed=9)}
+    gate_up, down = (_numbers(2, size, seed=6) / 8 for size in sizes[1:])
+    experts = PackedExperts(
+        gate_up, down, HIDDEN, WIDTH, **biased, activation=Activation("clamped_swiglu", alpha=1.7, limit=0.5)
+    )
+    results.append(packed_ffn(_numbers(ROWS, HIDDEN, seed=7), counts, experts))
     return results
 
 

@@ -1,9 +1,9 @@
-/* The experts' feed-forward of rows sorted by slot, in one call: silu(x G^T) * (x U^T), then D^T. Each slot's weights
-   are read once for all its rows. */
+/* The experts' feed-forward of rows sorted by slot, in one call: what the activation makes of x G^T and x U^T, then D^T.
+   Each slot's weights are read once for all its rows. */
 #include "gemm.h"
 #include "pool.h"
 
-enum { SILU };
+enum { SILU, CLAMPED_SWIGLU }; /* as in kernels/activation.py; experts.py has the same order */
 
 typedef struct { /* as experts.py fills it */
     i64 slots, hidden, width, kind, activation;
@@ -12,6 +12,8 @@ typedef struct { /* as experts.py fills it */
     /* 0, or INT8: [slots, 2 width] and [slots, hidden]; E4M3: by 128 x 128, [slots, 2 ceil(width), ceil(hidden)] and
        [slots, ceil(hidden), ceil(width)] */
     const float *gate_up_scale, *down_scale;
+    const float *gate_up_bias, *down_bias; /* 0, or [slots, 2 width] and [slots, hidden] */
+    double alpha, limit;                   /* of CLAMPED_SWIGLU */
 } Experts;
 
 typedef struct {
@@ -24,7 +26,14 @@ typedef struct {
 
 typedef struct { i64 rows, at, packed_at; } SlotRows; /* where a slot's rows begin in x, and among those with rows */
 
-INLINE v16 silu16(v16 gate) { return gate / (1.0f + exp16(-gate)); }
+INLINE v16 activate(const Experts *e, v16 gate, v16 up)
+{
+    if (e->activation == SILU) return gate / (1.0f + exp16(-gate)) * up;
+    v16 limit = (v16){} + (float)e->limit;
+    gate = pick16(gate > limit, limit, gate); /* NaN stays */
+    up = pick16(up > limit, limit, pick16(up < -limit, -limit, up));
+    return (up + 1.0f) * (gate / (1.0f + exp16(gate * -(float)e->alpha)));
+}
 
 /* The scales of a row of 128 x 128 blocks. */
 INLINE const float *block_scales(const float *scale, i64 block_row, i64 k)
@@ -45,6 +54,11 @@ INLINE void scale_columns(float *y, const float *scale, i64 count)
     for (i64 c = 0; c < count; c++) y[c] *= scale[c];
 }
 
+INLINE void add_columns(float *y, const float *bias, i64 count)
+{
+    for (i64 c = 0; c < count; c++) y[c] += bias[c];
+}
+
 static void gate_up_rows(const ExpertsJob *j, i64 slot, i64 panel, SlotRows s)
 {
     const Experts *e = j->e;
@@ -61,9 +75,11 @@ static void gate_up_rows(const ExpertsJob *j, i64 slot, i64 panel, SlotRows s)
     for (i64 r = 0; r < s.rows; r++) {
         for (i64 half = 0; half < 2 && e->kind == INT8; half++)
             scale_columns(both[r] + half * 32, scale + half * e->width + column, wanted);
+        for (i64 half = 0; half < 2 && e->gate_up_bias; half++)
+            add_columns(both[r] + half * 32, e->gate_up_bias + (2 * slot + half) * e->width + column, wanted);
         for (i64 c = 0; c < 32; c += 16)
             *(v16 *)(j->middle + (s.packed_at + r) * padded + column + c) =
-                silu16(*(v16 *)(both[r] + c)) * *(v16 *)(both[r] + 32 + c);
+                activate(e, *(v16 *)(both[r] + c), *(v16 *)(both[r] + 32 + c));
     }
 }
 
@@ -83,6 +99,7 @@ static void down_rows(const ExpertsJob *j, i64 slot, i64 panel, SlotRows s)
     panel_product(&p, &(Rows){s.rows, x, 0, y});
     for (i64 r = 0; r < s.rows; r++) {
         if (e->kind == INT8) scale_columns(y[r], scale + column, wanted);
+        if (e->down_bias) add_columns(y[r], e->down_bias + slot * e->hidden + column, wanted);
         if (wanted < p.width) memcpy(j->y + (s.at + r) * j->y_row + column, spare[r], wanted * 4);
     }
 }

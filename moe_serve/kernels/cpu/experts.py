@@ -6,12 +6,15 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from moe_serve.kernels.activation import SILU, Activation
 from moe_serve.kernels.block_scales import num_groups, num_scale_rows
+from moe_serve.kernels.cpu.checks import dense
 from moe_serve.kernels.cpu.library import cpu_library
 from moe_serve.kernels.cpu.linear import KINDS
 from moe_serve.kernels.cpu.packed import gate_up_size, packed_size, padded
+from moe_serve.kernels.cpu.rows import float_bits
 
-SILU = 0
+_ACTIVATIONS = ("silu", "clamped_swiglu")  # in the order of experts.c
 
 
 @dataclass(frozen=True)
@@ -22,6 +25,7 @@ class PackedExperts:
     scales:  float32, contiguous: None for float32 and bfloat16; int8, by output channel: gate_up_scale [S, 2 x width],
              down_scale [S, hidden]; float8_e4m3fn, by 128 x 128 as kernels/block_scales.py has them: gate_up_scale
              [S, 2 x ceil(width / 128), ceil(hidden / 128)], down_scale [S, ceil(hidden / 128), ceil(width / 128)]
+    biases:  float32, contiguous: gate_up_bias [S, 2 x width], gate first, and down_bias [S, hidden]; None: none
     """
 
     gate_up: Tensor
@@ -30,6 +34,9 @@ class PackedExperts:
     width: int
     gate_up_scale: Tensor | None = None
     down_scale: Tensor | None = None
+    gate_up_bias: Tensor | None = None
+    down_bias: Tensor | None = None
+    activation: Activation = SILU
 
     def __post_init__(self) -> None:
         slots, hidden, width = self.gate_up.shape[0], self.hidden, self.width
@@ -43,6 +50,8 @@ class PackedExperts:
             scales = gate_up, (slots, num_groups(hidden), num_groups(width))
         for scale, shape in zip((self.gate_up_scale, self.down_scale), scales, strict=True):
             assert (None if scale is None else tuple(scale.shape)) == shape, f"scales of {self.gate_up.dtype}: {shape}"
+        for bias, size in ((self.gate_up_bias, 2 * width), (self.down_bias, hidden)):
+            assert bias is None or dense(bias, torch.float32, slots, size), f"bias {bias.dtype} {tuple(bias.shape)}"
         for tensor in (self.gate_up, self.down, self.gate_up_scale, self.down_scale):
             assert tensor is None or tensor.is_contiguous(), "weights with gaps"
 
@@ -50,15 +59,18 @@ class PackedExperts:
     def facts(self) -> Tensor:
         """Returns the block of int64 that experts.c reads."""
         kind = KINDS.index(self.gate_up.dtype)
-        tensors = (self.gate_up, self.down, self.gate_up_scale, self.down_scale)
+        tensors = (self.gate_up, self.down, self.gate_up_scale, self.down_scale, self.gate_up_bias, self.down_bias)
         addresses = (0 if tensor is None else tensor.data_ptr() for tensor in tensors)
-        return torch.tensor([self.gate_up.shape[0], self.hidden, self.width, kind, SILU, *addresses])
+        sizes = self.gate_up.shape[0], self.hidden, self.width
+        activation = self.activation
+        numbers = float_bits(activation.alpha), float_bits(activation.limit)
+        return torch.tensor([*sizes, kind, _ACTIVATIONS.index(activation.kind), *addresses, *numbers])
 
 
 def packed_ffn(
     x: Tensor, rows_per_slot: Tensor, experts: PackedExperts, out: Tensor | None = None, slab_rows: int = 0
 ) -> Tensor:
-    """Returns down(silu(gate(x)) * up(x)) of each row, by its slot's weights: like x, in `out` if given.
+    """Returns down(activation(gate(x), up(x))) of each row, by its slot's weights: like x, in `out` if given.
 
     x:             [rows, hidden] float32, of any row stride, sorted by slot
     rows_per_slot: [S] int64

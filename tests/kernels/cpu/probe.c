@@ -101,6 +101,10 @@ static void probe_experts(i64 rows, i64 hidden, i64 width, i64 kind, i64 slab_ro
     float *x = floats(room_rows * hidden, 1), *y = get_room(room_rows * hidden * 4);
     expert_ffn(&facts, x, hidden, counts, slab_rows, get_room(rows * padded_width * 4), y, hidden);
     say("experts", rows, hidden, width, kind, y, room_rows * hidden * 4);
+    facts.activation = CLAMPED_SWIGLU, facts.alpha = 1.702, facts.limit = 0.5;
+    facts.gate_up_bias = floats(SLOTS * 2 * width, 1), facts.down_bias = floats(SLOTS * hidden, 1);
+    expert_ffn(&facts, x, hidden, counts, slab_rows, get_room(rows * padded_width * 4), y, hidden);
+    say("experts with biases", rows, hidden, width, kind, y, room_rows * hidden * 4);
 }
 
 /* One sequence that decodes behind `context` keys, and a chunk of 5 tokens. latent: 0 = keys and values of heads */

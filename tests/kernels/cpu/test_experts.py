@@ -5,7 +5,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from moe_serve.kernels.activation import SILU, Activation
 from moe_serve.kernels.block_scales import BlockScaled
+from moe_serve.kernels.clamped_swiglu import clamped_swiglu_, clamped_swiglu_reference
 from moe_serve.kernels.cpu.experts import PackedExperts, packed_ffn
 from moe_serve.kernels.cpu.packed import gate_up_size, pack, pack_gate_up, packed_size
 from moe_serve.kernels.grouped_gemm_fp8 import dequantize_weight, quantize_weight
@@ -14,6 +16,7 @@ from tests.tolerance import FLOAT32, relative_error
 
 ROWS = (0, 1, 70, 7, 3)
 DTYPES = (torch.float32, torch.bfloat16, torch.int8, torch.float8_e4m3fn)
+CLAMPED = Activation("clamped_swiglu", alpha=1.702, limit=1.2)  # low enough to be met
 
 
 @dataclass(frozen=True)
@@ -25,7 +28,9 @@ class Experts:
     down: Tensor
 
 
-def make_experts(dtype: torch.dtype, slots: int, hidden: int, width: int) -> Experts:
+def make_experts(
+    dtype: torch.dtype, slots: int, hidden: int, width: int, activation: Activation = SILU, biased: bool = False
+) -> Experts:
     gate_up = torch.randn(slots, 2 * width, hidden) / hidden**0.5
     down = torch.randn(slots, hidden, width) / width**0.5
     (stored_gate_up, gate_up_scale, wide_gate_up) = stored(gate_up, dtype, 2)
@@ -34,6 +39,7 @@ def make_experts(dtype: torch.dtype, slots: int, hidden: int, width: int) -> Exp
         stored_gate_up.new_empty(slots, gate_up_size(width, hidden)),
         stored_down.new_empty(slots, packed_size(hidden, width)),
         hidden, width, gate_up_scale, down_scale,
+        torch.randn(slots, 2 * width) if biased else None, torch.randn(slots, hidden) if biased else None, activation,
     )  # fmt: skip
     for slot in range(slots):
         pack_gate_up(stored_gate_up[slot], packed.gate_up[slot])
@@ -54,18 +60,24 @@ def stored(weight: Tensor, dtype: torch.dtype, parts: int) -> tuple[Tensor, Tens
 
 def reference(x: Tensor, counts: Tensor, experts: Experts) -> Tensor:
     """Returns the rows of all slots in float64."""
+    packed = experts.packed
     rows = []
     for row, slot in zip(x.double(), torch.repeat_interleave(counts).tolist(), strict=True):
-        gate, up = (experts.gate_up[slot].double() @ row).chunk(2)
-        rows.append(experts.down[slot].double() @ (torch.nn.functional.silu(gate) * up))
+        both = experts.gate_up[slot].double() @ row
+        both += 0 if packed.gate_up_bias is None else packed.gate_up_bias[slot]
+        gate, up = both.chunk(2)
+        silu = torch.nn.functional.silu(gate) * up
+        middle = silu if packed.activation.kind == "silu" else clamped_swiglu_reference(both, packed.activation)
+        rows.append(experts.down[slot].double() @ middle + (0 if packed.down_bias is None else packed.down_bias[slot]))
     return torch.stack(rows)
 
 
+@pytest.mark.parametrize("activation, biased", [(SILU, False), (CLAMPED, True)], ids=["silu", "clamped with biases"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("hidden, width", [(40, 16), (513, 33), (130, 200), (1, 1)])
-def test_experts_match_their_reference(dtype, hidden, width, library):
+def test_experts_match_their_reference(dtype, hidden, width, activation, biased, library):
     counts, places = torch.tensor(ROWS), [70 * slot + nth for slot, rows in enumerate(ROWS) for nth in range(rows)]
-    experts = make_experts(dtype, len(ROWS), hidden, width)
+    experts = make_experts(dtype, len(ROWS), hidden, width, activation, biased)
     rows = torch.randn(len(places), hidden)
     wanted = reference(rows, counts, experts)
     for threads in (1, 2):
@@ -83,7 +95,8 @@ def test_experts_match_their_reference(dtype, hidden, width, library):
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_the_bits_of_a_row_depend_on_that_row_only(dtype, library, avx2, use):
-    experts = make_experts(dtype, 2, 300, 150)
+    is_clamped = dtype == torch.bfloat16  # as checkpoints of gpt-oss are
+    experts = make_experts(dtype, 2, 300, 150, CLAMPED if is_clamped else SILU, biased=is_clamped)
     x = torch.randn(250, 310)[:, :300]
     alone = torch.cat([packed_ffn(row[None], torch.tensor([0, 1]), experts.packed) for row in x])
     for rows, threads in itertools.product((2, 6, 7, 13, 64, 65, 200, 250), (1, 2)):
@@ -126,3 +139,26 @@ def test_every_e4m3_value_is_widened_exactly():
         pack(down, packed.down[0])
         results.append(packed_ffn(torch.ones(1, hidden), torch.tensor([1]), packed))
     assert torch.equal(*results)
+
+
+def test_the_clamped_activation_of_torch_matches_its_reference_and_a_rows_bits_stay():
+    for n in (1, 16, 33, 150):
+        gate_up = 2 * torch.randn(21, 2 * n)
+        gate_up[:, 0] = torch.linspace(-100, 100, 21)
+        out = clamped_swiglu_(gate_up.clone(), CLAMPED)
+        assert relative_error(out, clamped_swiglu_reference(gate_up, CLAMPED)) < 1e-6
+        for start, length in ((0, 1), (5, 3), (20, 1)):
+            rows = gate_up[start : start + length].clone()
+            assert torch.equal(clamped_swiglu_(rows, CLAMPED), out[start : start + length]), (n, start)
+        assert clamped_swiglu_(gate_up[:0].clone(), CLAMPED).shape == (0, n)
+
+
+def test_a_row_that_is_not_a_number_is_not_clamped_to_one(library):
+    experts = make_experts(torch.float32, 1, 40, 16, CLAMPED, biased=True)
+    clean = torch.randn(3, 40)
+    wanted = packed_ffn(clean, torch.tensor([3]), experts.packed)
+    dirty = clean.clone()
+    dirty[1, 0] = float("nan")
+    got = packed_ffn(dirty, torch.tensor([3]), experts.packed)
+    assert got[1].isnan().all()
+    assert torch.equal(got[[0, 2]], wanted[[0, 2]])
