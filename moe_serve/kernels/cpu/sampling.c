@@ -12,6 +12,9 @@
 #include "gumbel.h"
 #include <float.h>
 
+enum { STRETCH = 64 * VL }; /* tokens whose weights are added up as floats */
+#define OFTEN 0.75            /* from this top_p on, a token drawn from the whole row is kept often enough to try */
+
 typedef struct { /* as SAMPLING_ROW of kernels/sampling.py */
     double temperature, top_p, min_p;
     i64 top_k, seed, output_index;
@@ -108,6 +111,31 @@ static i64 draw(const LogitRow *row, Cut cut, const Philox *philox)
     return token;
 }
 
+/* Whether top_p certainly keeps a token that was drawn from the whole row; 0 where it does not, or only the exact cut
+   can tell. Weights are floats here. Their sums are off by less than 1e-4 of the total: 2e-5 by the roundings of
+   distances, weights and sums, and half a unit of 2^-40 for each token by the rounding of the exact weights. */
+static int surely_in_top_p(const LogitRow *row, i64 token, double top_p)
+{
+    float logit = row->logits[token], inverse = (float)row->inverse;
+    if (row->inverse < 1e-30 || row->inverse > 1e30 || row->vocab > 1 << 24) return 0;
+    float next = logit_of(keys_of((vf){} + logit)[0] + 1); /* the smallest float above it */
+    i64 first = token / VL * VL;
+    double total = 0, likelier = 0;
+    for (i64 start = 0; start < row->vocab; start += STRETCH) {
+        vf sums[2] = {};
+        for (i64 id = start, end = least(start + STRETCH, row->vocab); id < end; id += VL) {
+            vf logits = *(const vf *)logits_at(row, id);
+            vf weights = exp_vf((logits - row->top) * inverse);
+            sums[0] += weights;
+            sums[1] += (vf)((vi)weights & (logits >= (id < first ? logit : next)));
+        }
+        for (int lane = 0; lane < VL; lane++) total += sums[0][lane], likelier += sums[1][lane];
+    }
+    double own = exp_vf((vf){} + (logit - row->top) * inverse)[0];
+    for (i64 id = first; id < token; id++) likelier += row->logits[id] == logit ? own : 0; /* lower ids come first */
+    return likelier < (top_p - 1e-4) * total;
+}
+
 static i64 token_of(const SamplingJob *job, i64 index)
 {
     const Sampling *sampling = &job->rows[index];
@@ -125,9 +153,14 @@ static i64 token_of(const SamplingJob *job, i64 index)
     double inverse = 1.0 / sampling->temperature, scale = inverse * (BINS / 29.0); /* exp(-29) weighs nothing */
     row.inverse = inverse < DBL_MAX ? inverse : DBL_MAX;
     row.scale = scale < 1e-30 ? 1e-30f : scale > 1e30 ? 1e30f : (float)scale;
-    Cut cut = find_cut(&row, sampling->top_k, sampling->top_p, sampling->min_p);
     Philox philox = philox_of(sampling->seed, sampling->output_index);
-    return draw(&row, cut, &philox);
+    if (sampling->top_p < 1.0 && sampling->top_p >= OFTEN && (sampling->top_k <= 0 || sampling->top_k >= row.vocab)) {
+        /* A token that wins among all wins among those that top_p keeps, if it is one of them: as a rule it is, and
+           that takes two sums to see where the cut takes a histogram. */
+        i64 token = draw(&row, find_cut(&row, -1, 1.0, sampling->min_p), &philox);
+        if (surely_in_top_p(&row, token, sampling->top_p)) return token;
+    }
+    return draw(&row, find_cut(&row, sampling->top_k, sampling->top_p, sampling->min_p), &philox);
 }
 
 static void sample_piece(const void *job, i64 row)

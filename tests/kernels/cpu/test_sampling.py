@@ -68,6 +68,19 @@ def test_a_whole_vocabulary_gives_the_tokens_of_the_twin():
     assert sample_rows(logits.clone(), rows) == sample_rows_reference(logits.clone(), rows)
 
 
+@pytest.mark.parametrize("form", [lambda x: x, lambda x: (2 * x).round(), lambda x: x * 0], ids=["", "ties", "equal"])
+@pytest.mark.parametrize("top_p", [0.75, 0.95])
+def test_a_winner_of_the_whole_row_that_top_p_cuts_is_not_drawn(form, top_p):
+    """The kernel draws before it cuts; of rows like these top_p keeps many winners and cuts many."""
+    logits = form(torch.randn(300, 333, generator=torch.Generator().manual_seed(4)))
+    each = [{"temperature": 0.7, "seed": seed} for seed in range(300)]
+    cut = rows_of([{**parameters, "top_p": top_p} for parameters in each])
+    wanted = sample_rows_reference(logits.clone(), cut)
+    assert sample_rows(logits.clone(), cut) == wanted
+    winners = sample_rows(logits.clone(), rows_of(each))
+    assert 3 < sum(token != winner for token, winner in zip(wanted, winners, strict=True)) < 150
+
+
 def test_a_token_depends_on_its_own_row_alone(library):
     numbers = np.random.default_rng(2)
     logits = torch.randn(64, 3000, generator=torch.Generator().manual_seed(2))
