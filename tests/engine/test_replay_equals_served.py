@@ -22,7 +22,7 @@ from moe_serve.eplb.replay.score import StepSplitter
 from moe_serve.launcher.cli.like_server import server_replay
 from moe_serve.topology import Topology
 from tests.engine.offline import ScriptedMailbox, prompts_with_shared_beginnings, serve, submits_of, tiny_model
-from tests.engine.test_record_control import send_commands
+from tests.engine.test_recordings import send_commands
 from tests.engine.watching import RestlessSplit, Watched, watch
 from tests.launcher.cli.test_balancer import call
 
