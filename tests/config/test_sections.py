@@ -6,7 +6,7 @@ import yaml
 from moe_serve.config import ServeConfig, load_config, model_dir
 from moe_serve.errors import ConfigError
 
-CONFIGS = Path(__file__).parents[1] / "configs"
+CONFIGS = Path(__file__).parents[2] / "configs"
 
 
 @pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.yaml")), ids=lambda path: path.name)
