@@ -53,6 +53,10 @@ class QueueFullError(MoeServeError):
         self.retry_after_s = retry_after_s
 
 
+class RateLimitError(QueueFullError):
+    """A client that has used up what one client may ask for; it should retry after `retry_after_s`."""
+
+
 class PeerError(MoeServeError):
     """A peer that did not arrive by the deadline, or ended. Its step is void: nothing is sampled from it."""
 

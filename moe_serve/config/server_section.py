@@ -7,6 +7,23 @@ from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, Pos
 from moe_serve.config.section import Section
 
 
+class DegradeStep(Section):
+    """What is given up while more than the share `above` of what may wait does, of requests or of tokens."""
+
+    above: float = Field(ge=0, lt=1)
+    max_new_tokens: PositiveInt | None = None  # of requests that name no length
+    min_priority: int | None = None  # calls below it get 429
+    max_samples: PositiveInt | None = None  # calls with a larger `n` get 429
+
+    @model_validator(mode="after")
+    def _does_something(self) -> Self:
+        if self.max_new_tokens is None and self.min_priority is None and self.max_samples is None:
+            raise ValueError(
+                "a step of server.degrade changes nothing; give max_new_tokens, min_priority or max_samples"
+            )
+        return self
+
+
 class ServerConfig(Section):
     """The HTTP front end, and the address where workers attach to it."""
 
@@ -20,15 +37,24 @@ class ServerConfig(Section):
     token_file: str | None = None
     max_body_mib: PositiveFloat = 16.0  # a larger HTTP body is refused
     max_bodies_mib: PositiveFloat = 64.0  # of all bodies that are received and parsed at a time; beyond it: HTTP 429
+    # Of one client (its API key, or its address where there are no keys). None: half of max_bodies_mib, but one body
+    max_bodies_mib_per_client: PositiveFloat | None = None
     # HTTPS: PEM files. ssl_keyfile None: the key is in ssl_certfile. ssl_ca_certs: clients need a certificate of these
     ssl_certfile: str | None = None
     ssl_keyfile: str | None = None
     ssl_ca_certs: str | None = None
     # Files with one key on each line, a name before it or not, that only their owner may read; the environment's keys
     # ($MOE_SERVE_API_KEY, $MOE_SERVE_ADMIN_API_KEY) count too. Without an API key, anyone who reaches the port is
-    # served. Without an admin key, admin routes are closed unless `host` is this machine's loopback.
+    # served. Without an admin key, admin routes are closed unless `host` is this machine's loopback. Before the key a
+    # line may give limits of its own: NAME rpm_limit=60 tpm_limit=none KEY
     api_key_file: str | None = None
     admin_api_key_file: str | None = None
+    # What one client may ask `/generate` for: by its API key, or by its address where there are no keys. Requests per
+    # minute (each output counts), tokens per minute (prompts and outputs), and requests at a time; beyond it: HTTP 429.
+    # None: no limit. Admin keys have the limits of their own line alone.
+    rpm_limit: PositiveInt | None = None
+    tpm_limit: PositiveInt | None = None
+    max_parallel_requests: PositiveInt | None = None
     # Names by which clients may call this server, besides addresses and localhost; "*": any. None given: any, except
     # where `host` is loopback: a web page can make its own name point there.
     allowed_hosts: tuple[str, ...] = ()
@@ -62,6 +88,10 @@ class ServerConfig(Section):
     queue_deadline_s: PositiveFloat | None = None
     # Prompt and longest output of the requests that wait for a rank; beyond it: HTTP 429, before the body is read.
     max_waiting_tokens: PositiveInt = 1_000_000
+    # What the server gives up while its queue grows, the first steps first, each named in the header
+    # x-moe-serve-degraded of the answers that it changes; such as
+    # [{above: 0.5, max_new_tokens: 64}, {above: 0.8, min_priority: 0, max_samples: 1}]
+    degrade: tuple[DegradeStep, ...] = ()
     incremental_stream_output: bool = False  # events of a stream hold only what is new, where the request says nothing
     # After SIGTERM open requests have so long to end, and new ones get 503. Kubernetes kills after 30 s by default.
     drain_deadline_s: NonNegativeFloat = 25.0
@@ -74,6 +104,19 @@ class ServerConfig(Section):
                 f"max_bodies_mib is {self.max_bodies_mib:g} but one body may have max_body_mib = "
                 f"{self.max_body_mib:g}; raise max_bodies_mib"
             )
+        own = self.max_bodies_mib_per_client
+        if own is not None and own < self.max_body_mib:
+            raise ValueError(
+                f"max_bodies_mib_per_client is {own:g} but one body may have max_body_mib = {self.max_body_mib:g}; "
+                "raise max_bodies_mib_per_client"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _steps_come_in_order(self) -> Self:
+        shares = [step.above for step in self.degrade]
+        if shares != sorted(shares):
+            raise ValueError(f"degrade has its steps above {shares} of the queue; give them in rising order")
         return self
 
     @model_validator(mode="after")

@@ -44,6 +44,19 @@ class Load:
 
 
 @dataclass(frozen=True)
+class Queue:
+    """What waits. share: of what may wait, 0 to 1;  num_tokens: that wait;  rate: tokens per second that drain"""
+
+    share: float
+    num_tokens: int
+    rate: float | None
+
+    def seconds_until(self, share: float) -> float:
+        """Returns how long until only this share of what may wait does."""
+        return _seconds(self.num_tokens * max(0.0, 1 - share / self.share), self.rate) if self.share else 0.0
+
+
+@dataclass(frozen=True)
 class Admission:
     """The bounds. deadline_s: how long a request may wait for a rank; None = as long as it takes"""
 

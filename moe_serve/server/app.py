@@ -19,12 +19,15 @@ from moe_serve.config import ServeConfig, model_dir, served_name
 from moe_serve.errors import MoeServeError, RequestError
 from moe_serve.log import get_logger
 from moe_serve.models.tokenizer import Tokenizer
-from moe_serve.server.admission_gate import AdmissionGate
+from moe_serve.server.admission_gate import AdmissionGate, Terms
+from moe_serve.server.admission_metrics import AdmissionMetrics
 from moe_serve.server.answers import WEIGHT_VERSION, error_body
 from moe_serve.server.body import Bodies, BodyTooLarge
 from moe_serve.server.body_parser import BodyParser
 from moe_serve.server.bridge import Bridge
+from moe_serve.server.client_limits import ClientTable
 from moe_serve.server.dashboard.routes import add_dashboard
+from moe_serve.server.degrade import Degradation
 from moe_serve.server.eplb import add_eplb
 from moe_serve.server.generate import GenerateResponse, error_response, json_bytes, start_call
 from moe_serve.server.generation_control import add_generation_control
@@ -61,7 +64,8 @@ def make_app(config: ServeConfig, bridge: Bridge, tokenizer: Tokenizer | None) -
         lifespan=lifespan,
     )
     app.state.bodies = bodies
-    app.add_middleware(AdmissionGate, bridge=bridge)
+    clients, degradation = ClientTable(), Degradation(config.server.degrade)
+    app.add_middleware(AdmissionGate, bridge=bridge, clients=clients)
     app.add_middleware(
         Guard, server=config.server, keys=KeyRing.load(config.server)
     )  # before the gate: strangers learn nothing of the queue
@@ -73,10 +77,10 @@ def make_app(config: ServeConfig, bridge: Bridge, tokenizer: Tokenizer | None) -
             allow_headers=["authorization", "content-type"],
         )
     _add_errors(app)
-    _add_generate(app, bodies, parser, bridge, tokenizer)
+    _add_generate(app, bodies, parser, bridge, tokenizer, degradation)
     add_health(app, config, bridge)
     _add_information(app, config, bridge, has_tokenizer=tokenizer is not None)
-    _add_metrics(app, bridge)
+    _add_metrics(app, bridge, AdmissionMetrics(bridge, clients, degradation))
     add_recorder(app, config, bridge)
     add_eplb(app, config, bridge, bodies)
     add_generation_control(app, bridge, bodies)
@@ -87,15 +91,22 @@ def make_app(config: ServeConfig, bridge: Bridge, tokenizer: Tokenizer | None) -
 
 
 def _add_generate(
-    app: FastAPI, bodies: Bodies, parser: BodyParser, bridge: Bridge, tokenizer: Tokenizer | None
+    app: FastAPI,
+    bodies: Bodies,
+    parser: BodyParser,
+    bridge: Bridge,
+    tokenizer: Tokenizer | None,
+    degradation: Degradation,
 ) -> None:
     @app.post("/generate")
     @app.put("/generate")
     async def generate(request: Request) -> Response:
         """SGLang's native generation: text or input_ids, single or batch, JSON or a stream."""
+        terms: Terms = request.state.terms
         async with bodies.read(request) as body:
             given = await parser.parse(body, bridge.capacity)
-            call = await start_call(given, bridge, tokenizer)
+            given = degradation.apply(given, bridge.queue, terms.degraded)
+            call = await start_call(given, bridge, tokenizer, terms.permit)
         server = bridge.config.server
         incremental = server.incremental_stream_output if given.incremental is None else given.incremental
         return GenerateResponse(call, bridge, given.stream, incremental)
@@ -162,8 +173,10 @@ def _add_information(app: FastAPI, config: ServeConfig, bridge: Bridge, has_toke
         )
 
 
-def _add_metrics(app: FastAPI, bridge: Bridge) -> None:
-    registries = {"": make_registry(bridge), **{peer: make_registry(bridge, peer) for peer in PEERS}}
+def _add_metrics(app: FastAPI, bridge: Bridge, admission: AdmissionMetrics) -> None:
+    registries = {name: make_registry(bridge, name or None) for name in ("", *PEERS)}
+    for registry in registries.values():
+        registry.register(admission)
 
     @app.get("/metrics", tags=[OPEN])
     async def metrics(names: str = "") -> Response:

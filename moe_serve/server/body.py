@@ -1,5 +1,9 @@
-"""Reads the bodies of requests: each bounded in size, and all together in the bytes that they hold. Torch-free."""
+"""Reads the bodies of requests: each bounded in size; those of a client, and all, in the bytes that they hold.
 
+Torch-free.
+"""
+
+from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
@@ -16,12 +20,18 @@ class BodyTooLarge(RequestError):
 
 
 class Bodies:
-    """The bodies that are being received and parsed. num_bytes: what they hold, beyond the first 64 KiB of each"""
+    """The bodies that are being received and parsed.
+
+    num_bytes: what they hold, beyond the first 64 KiB of each;  by_client: the same of each client with such a body
+    """
 
     def __init__(self, server: ServerConfig):
         self._max_bytes = int(server.max_body_mib * 2**20)
         self._max_all_bytes = int(server.max_bodies_mib * 2**20)
+        self._max_own_bytes = int((server.max_bodies_mib_per_client or server.max_bodies_mib / 2) * 2**20)
+        self._max_own_bytes = max(self._max_own_bytes, self._max_bytes)
         self.num_bytes = 0
+        self.by_client: Counter[str] = Counter()
 
     @asynccontextmanager
     async def read(self, request: Request, max_bytes: int | None = None) -> AsyncIterator[bytes]:
@@ -30,28 +40,42 @@ class Bodies:
         Raises BodyTooLarge as soon as the size is known, QueueFullError where too many bytes are held already. How long
         a client may take is up to its connection.
         """
+        client = str(request.state.client)
         most = self._max_bytes if max_bytes is None else min(max_bytes, self._max_bytes)
         announced = request.headers.get("content-length", "")
         if announced.isdigit():
-            self._check(int(announced), most)
+            self._check(int(announced), most, client)
         body = bytearray()
         counted = 0
         try:
             async for part in request.stream():
                 body += part
-                self._check(len(body), most, counted)
+                self._check(len(body), most, client, counted)
                 if len(body) > _FREE_BYTES:
-                    self.num_bytes += len(body) - _FREE_BYTES - counted
+                    self._count(client, len(body) - _FREE_BYTES - counted)
                     counted = len(body) - _FREE_BYTES
             yield bytes(body)
         finally:
-            self.num_bytes -= counted
+            self._count(client, -counted)
 
-    def _check(self, size: int, most: int, counted: int = 0) -> None:
+    def _count(self, client: str, num_bytes: int) -> None:
+        self.num_bytes += num_bytes
+        self.by_client[client] += num_bytes
+        if not self.by_client[client]:
+            del self.by_client[client]
+
+    def _check(self, size: int, most: int, client: str, counted: int = 0) -> None:
         """Raises an error for a body of this size, of which some bytes are counted already."""
         if size > most:
             why = "server.max_body_mib" if most == self._max_bytes else "no more are of use here"
             raise BodyTooLarge(f"the body has {size} bytes or more, at most {most} are allowed ({why}); send less")
+        own_bytes = self.by_client[client]
+        if size > _FREE_BYTES and own_bytes - counted + size - _FREE_BYTES > self._max_own_bytes:
+            raise QueueFullError(
+                f"other large bodies of {client} hold {own_bytes - counted >> 20} MiB, at most "
+                f"{self._max_own_bytes >> 20} are held of one client "
+                "(server.max_bodies_mib_per_client); try again later"
+            )
         if size > _FREE_BYTES and self.num_bytes - counted + size - _FREE_BYTES > self._max_all_bytes:
             raise QueueFullError(
                 f"large bodies of other requests hold {self.num_bytes >> 20} MiB, at most "

@@ -15,7 +15,7 @@ from moe_serve.engine.incremental_decoder import Decoder
 from moe_serve.engine.messages import Answer, ModelLimits
 from moe_serve.errors import QueueFullError, RequestError
 from moe_serve.links.link import Link
-from moe_serve.server.admission import Admission, Load
+from moe_serve.server.admission import Admission, Load, Queue
 from moe_serve.server.commands import Command
 from moe_serve.server.open_request import Changes, OpenRequest, RequestSpec, UnavailableError
 from moe_serve.server.rank_link import Observer, RankLink
@@ -224,6 +224,13 @@ class Bridge:
         if refusal is not None:
             self.counters["num_refused"] += num_requests
         return refusal
+
+    @property
+    def queue(self) -> Queue:
+        """What waits for a rank. Its share is that of requests or of tokens, whichever is more."""
+        book, most_tokens = self._book, self.config.server.max_waiting_tokens
+        share = max(book.num_waiting / self.config.engine.max_queued_requests, book.waiting_tokens / most_tokens)
+        return Queue(share, book.waiting_tokens, book.drain_rate.per_s(time.monotonic()))
 
     def pause(self, abort: bool) -> None:
         """Takes all requests from the ranks, and sends none until `resume`. abort: open ones end with what they have"""

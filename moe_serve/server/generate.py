@@ -5,6 +5,7 @@ When the client disconnects, its requests are aborted and free what they hold.
 
 import asyncio
 import math
+import time
 import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ from moe_serve.errors import MoeServeError, QueueFullError
 from moe_serve.models.tokenizer import Tokenizer
 from moe_serve.server.answers import Shown, error_of, result, status_of
 from moe_serve.server.bridge import Bridge
+from moe_serve.server.client_limits import Permit
 from moe_serve.server.open_request import Changes, OpenRequest, RequestSpec
 from moe_serve.server.prompts import derived_seed, draw_seed, encode_prompt, fit_to_model
 from moe_serve.server.schemas import GenerateRequest, Prompt
@@ -37,10 +39,22 @@ class Call:
     rids: Sequence[str]
     changes: Changes
     is_batch: bool
+    permit: Permit | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of prompts and outputs, without requests that failed before their first one."""
+        started = [request for request in self.requests if request.num_output or request.failure is None]
+        return sum(len(request.spec.prompt_ids) + request.num_output for request in started)
 
 
-async def start_call(given: GenerateRequest, bridge: Bridge, tokenizer: Tokenizer | None) -> Call:
-    """Submits all requests of a call, or none. Raises RequestError, QueueFullError or UnavailableError."""
+async def start_call(
+    given: GenerateRequest, bridge: Bridge, tokenizer: Tokenizer | None, permit: Permit | None = None
+) -> Call:
+    """Submits all requests of a call, or none. Raises RequestError, QueueFullError or UnavailableError.
+
+    permit: of a client with limits
+    """
     limits = bridge.limits
     specs: list[RequestSpec] = []
     rids: list[str] = []
@@ -63,8 +77,10 @@ async def start_call(given: GenerateRequest, bridge: Bridge, tokenizer: Tokenize
                     timeout_s=given.timeout_s,
                 )
             )
+    if permit is not None:
+        permit.take(len(specs), sum(spec.num_tokens for spec in specs), time.monotonic())
     changes = Changes()
-    return Call(bridge.submit(specs, changes), rids, changes, given.is_batch)
+    return Call(bridge.submit(specs, changes), rids, changes, given.is_batch, permit)
 
 
 async def _tokenize(prompts: Sequence[Prompt], tokenizer: Tokenizer | None, limits: ModelLimits) -> Sequence[list[int]]:
@@ -102,6 +118,8 @@ class GenerateResponse(Response):
                 task.cancel()
             for request in self._call.requests:
                 self._bridge.abort(request)
+            if self._call.permit is not None:
+                self._call.permit.use(self._call.num_tokens)
 
     async def _send_json(self, send: Send) -> None:
         call = self._call

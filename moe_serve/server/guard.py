@@ -14,6 +14,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from moe_serve.config import ServerConfig
 from moe_serve.server.answers import error_body
+from moe_serve.server.client_limits import Client, ClientLimits
 from moe_serve.server.generate import json_bytes
 from moe_serve.server.hosts import is_foreign_page, is_loopback, is_served_host
 from moe_serve.server.keys import Key, KeyRing
@@ -25,13 +26,14 @@ _READS = ("GET", "HEAD", "OPTIONS")
 
 
 class Guard:
-    """An ASGI application before another one. Sets `request.state.api_key`: the name of the caller's key, or None."""
+    """An ASGI application before another one. Sets `request.state.client`: the caller, a Client."""
 
     def __init__(self, app: ASGIApp, server: ServerConfig, keys: KeyRing):
         self._app = app
         self._server = server
         self._keys = keys
         self._is_local = is_loopback(server.host)
+        self._limits = ClientLimits.of(server)
         self._tagged: dict[str, frozenset[tuple[str, str]]] | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -63,7 +65,8 @@ class Guard:
 
     def _check_key(self, scope: Scope, headers: dict[str, str], is_admin: bool) -> Response | None:
         key = self._keys.identify(_secret(headers.get("authorization", "")))
-        scope.setdefault("state", {})["api_key"] = None if key is None else key.name
+        client = key.client if key is not None else Client.at((scope.get("client") or ("unknown",))[0], self._limits)
+        scope.setdefault("state", {})["client"] = client
         if self._has_tag(scope, OPEN):
             return None
         if is_admin:

@@ -8,12 +8,13 @@ import hashlib
 import hmac
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Self
 
 from moe_serve.config import ServerConfig
 from moe_serve.errors import ConfigError
+from moe_serve.server.client_limits import LIMIT_NAMES, Client, ClientLimits
 
 API_KEY_VARIABLE = "MOE_SERVE_API_KEY"
 ADMIN_KEY_VARIABLE = "MOE_SERVE_ADMIN_API_KEY"
@@ -27,6 +28,12 @@ class Key:
     name: str
     digest: bytes
     is_admin: bool
+    limits: ClientLimits
+
+    @property
+    def client(self) -> Client:
+        """Whoever has this key."""
+        return Client("admin key" if self.is_admin else "key", self.name, self.limits)
 
 
 class KeyRing:
@@ -42,9 +49,9 @@ class KeyRing:
         """Returns the keys of the environment and of the files in the configuration. Raises ConfigError.
 
         One variable holds several keys with spaces between them; a file holds one on each line, with a name before it
-        or without.
+        or without, and limits of its own or without. Keys of one name are one client.
         """
-        keys = []
+        keys: list[Key] = []
         for setting, path, variable, is_admin in (
             ("server.api_key_file", server.api_key_file, API_KEY_VARIABLE, False),
             ("server.admin_api_key_file", server.admin_api_key_file, ADMIN_KEY_VARIABLE, True),
@@ -54,8 +61,14 @@ class KeyRing:
                 lines += _read_lines(setting, Path(path).expanduser())
             kind = "admin" if is_admin else "key"
             for number, line in enumerate(lines, 1):
-                name, _, secret = line.rpartition(" ")
-                keys.append(Key(name.strip() or f"{kind}-{number}", _digest(secret), is_admin))
+                limits = ClientLimits() if is_admin else ClientLimits.of(server)
+                words, limits = _read_limits(setting, line, limits)
+                *name, secret = words
+                keys.append(Key(" ".join(name) or f"{kind}-{number}", _digest(secret), is_admin, limits))
+        for key in keys:
+            other = next(each for each in keys if (each.name, each.is_admin) == (key.name, key.is_admin))
+            if other.limits != key.limits:
+                raise ConfigError(f"keys named {key.name!r} have different limits; give them the same, or other names")
         return cls(tuple(keys))
 
     def identify(self, secret: str | None) -> Key | None:
@@ -70,6 +83,24 @@ class KeyRing:
 
 def _digest(secret: str) -> bytes:
     return hashlib.sha256(secret.encode("utf-8", "surrogatepass")).digest()
+
+
+def _read_limits(setting: str, line: str, limits: ClientLimits) -> tuple[list[str], ClientLimits]:
+    """Returns the other words of a line, and its limits. Raises ConfigError without showing a key."""
+    words, given = line.split(), {}
+    for word in words[:-1]:
+        name, equals, value = word.partition("=")
+        if not equals:
+            continue
+        if name not in LIMIT_NAMES:
+            raise ConfigError(f"{setting}: {name!r} is not a limit of a key; known are {', '.join(LIMIT_NAMES)}")
+        is_number = value.isascii() and value.isdecimal() and int(value[:19]) > 0
+        if not is_number and value != "none":
+            raise ConfigError(f"{setting}: {word!r} is not a limit; give a whole number above 0, or none")
+        given[name] = int(value[:19]) if is_number else None
+    if words[-1].partition("=")[0] in LIMIT_NAMES:
+        raise ConfigError(f"{setting}: a line ends with {words[-1]!r}; write limits before the key")
+    return [word for word in words[:-1] if "=" not in word] + words[-1:], replace(limits, **given)
 
 
 def _read_lines(setting: str, path: Path) -> list[str]:

@@ -13,6 +13,7 @@ from moe_serve.errors import RequestError
 from moe_serve.server import body_parser
 from moe_serve.server.body_parser import SMALL_BYTES, BodyParser
 from moe_serve.server.json_fields import MAX_DEPTH, parse_json
+from moe_serve.server.keys import API_KEY_VARIABLE
 from moe_serve.server.schemas import GenerateRequest, parse_generate
 from tests.conftest import _descendants
 from tests.server.raw_client import RawClient, header
@@ -162,6 +163,31 @@ async def test_bytes_in_flight_are_bounded_and_small_bodies_pass():
         await holder.close()
         await until(lambda: served.app.state.bodies.num_bytes == 0)
         assert (await post(served, LARGE)).status_code == 200
+
+
+def test_one_client_holds_its_share_of_the_bytes_in_flight(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv(API_KEY_VARIABLE, "first second")
+
+    @in_event_loop
+    async def check():
+        async with serving(1, "server.max_body_mib=1", "server.max_bodies_mib=3") as served:
+            clients = [await RawClient.connect(served) for _ in range(4)]
+            for number, client in enumerate(clients):
+                key = "first" if number < 3 else "second"
+                head = header("POST /generate", f"content-length: 1000000\r\nauthorization: Bearer {key}\r\n")
+                await client.send(head, b" " * 700_000)
+                if number == 1:
+                    await until(lambda: served.app.state.bodies.num_bytes > 1_200_000)
+            answer = await clients[2].answer()
+            assert answer.status == 429
+            assert "the key key-1 hold 1 MiB, at most 1 are held of one client" in answer.message
+            await until(lambda: served.app.state.bodies.num_bytes > 1_800_000)  # those of the other client are taken
+            for client in clients:
+                await client.close()
+            await until(lambda: served.app.state.bodies.num_bytes == 0)
+            assert not served.app.state.bodies.by_client
+
+    check()
 
 
 def test_large_hostile_bodies_are_never_parsed_in_the_event_loop(monkeypatch: pytest.MonkeyPatch):

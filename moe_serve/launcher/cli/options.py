@@ -97,7 +97,8 @@ AdminApiKey = Annotated[
     ),
 ]
 ApiKeyFile = Annotated[
-    str | None, typer.Option(help="server.api_key_file: one key on each line, a name before it or not; mode 600")
+    str | None,
+    typer.Option(help="server.api_key_file: one key on each line, a name and limits before it or not; mode 600"),
 ]
 AdminApiKeyFile = Annotated[str | None, typer.Option(help="server.admin_api_key_file, likewise")]
 SslCertfile = Annotated[str | None, typer.Option("--ssl-certfile", help="server.ssl_certfile: PEM; serves HTTPS")]

@@ -1,0 +1,239 @@
+"""How much one client may ask for: requests and tokens per minute, and requests at a time. Torch-free.
+
+A client is an API key (all keys of one name are one client), or an address where the server has no keys. What is
+counted is what the ranks compute: a prompt with `n: 4` is four requests, each with the tokens of the prompt and of the
+longest output; when they have ended, tokens that did not come out are given back. A call counts as one request at
+least, whatever its answer, unless a limit or a full queue refuses it before its body is read.
+
+Time is an argument. What is kept is bounded: clients with open calls, of which connections are bounded, and the last
+10,000 others.
+"""
+
+import ipaddress
+from collections import Counter, OrderedDict
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+from typing import NamedTuple, Self
+
+from moe_serve.config import ServerConfig
+from moe_serve.errors import RateLimitError, RequestError
+
+MAX_IDLE_CLIENTS = 10_000
+_MINUTE_S = 60.0
+_PARALLEL_RETRY_S = 1.0  # when one of the client's own requests ends is for the client to know
+
+
+@dataclass(frozen=True)
+class ClientLimits:
+    """Under LiteLLM's names; None: no limit."""
+
+    rpm_limit: int | None = None
+    tpm_limit: int | None = None
+    max_parallel_requests: int | None = None
+
+    @classmethod
+    def of(cls, server: ServerConfig) -> Self:
+        """Returns the limits of a client about whom nothing else is said."""
+        return cls(server.rpm_limit, server.tpm_limit, server.max_parallel_requests)
+
+    @property
+    def exist(self) -> bool:
+        return any(getattr(self, name) is not None for name in LIMIT_NAMES)
+
+
+LIMIT_NAMES = tuple(field.name for field in fields(ClientLimits))
+
+
+@dataclass(frozen=True)
+class Client:
+    """Who asks. kind: "key", "admin key" or "address"; name: of its key, or its address"""
+
+    kind: str
+    name: str
+    limits: ClientLimits
+
+    @classmethod
+    def at(cls, address: str, limits: ClientLimits) -> Self:
+        """Returns the client at an address. Of IPv6 the first 64 bits count: a client may choose the others."""
+        try:
+            found = ipaddress.ip_address(address)
+        except ValueError:
+            return cls("address", address, limits)
+        if isinstance(found, ipaddress.IPv6Address) and found.ipv4_mapped is None:
+            return cls("address", str(ipaddress.ip_network((found, 64), strict=False)), limits)
+        return cls("address", str(getattr(found, "ipv4_mapped", None) or found), limits)
+
+    def __str__(self) -> str:
+        return f"the {self.kind} {self.name}"
+
+
+class Bucket:
+    """A minute's worth of something, which comes back evenly."""
+
+    __slots__ = ("_at_s", "_level", "limit")
+
+    def __init__(self, limit: int, now_s: float):
+        self.limit = limit
+        self._level = float(limit)
+        self._at_s = now_s
+
+    def level(self, now_s: float) -> float:
+        """Returns what is left."""
+        self._level = min(self.limit, self._level + (now_s - self._at_s) * self.limit / _MINUTE_S)
+        self._at_s = now_s
+        return self._level
+
+    def take(self, amount: float, now_s: float) -> None:
+        """Takes an amount; a negative one is given back."""
+        self._level = min(self.limit, self.level(now_s) - amount)
+
+    def wait_s(self, amount: float, now_s: float) -> float:
+        """Returns how long until so much is there."""
+        return max(0.0, amount - self.level(now_s)) * _MINUTE_S / self.limit
+
+
+class Excess(NamedTuple):
+    """limit: its name;  what: the client has and asks for;  wait_s: until there is enough"""
+
+    limit: str
+    what: str
+    wait_s: float
+
+
+class _Account:
+    """What one client has used."""
+
+    __slots__ = ("client", "num_calls", "num_open", "requests", "tokens")
+
+    def __init__(self, client: Client, now_s: float):
+        limits = client.limits
+        self.client = client
+        self.requests = None if limits.rpm_limit is None else Bucket(limits.rpm_limit, now_s)
+        self.tokens = None if limits.tpm_limit is None else Bucket(limits.tpm_limit, now_s)
+        self.num_open = 0  # requests, at least one for each call
+        self.num_calls = 0
+
+    def excess(self, num_requests: int, num_tokens: int, now_s: float) -> Excess | None:
+        """Returns which limit keeps a client from asking for so much more; None where none does."""
+        limits = self.client.limits
+        most = limits.max_parallel_requests
+        if most is not None and self.num_open + num_requests > most:
+            what = f"has {self.num_open} requests open and asks for {num_requests} more, of at most {most}"
+            return Excess("max_parallel_requests", what, _PARALLEL_RETRY_S)
+        for name, bucket, asked in (
+            ("rpm_limit", self.requests, num_requests),
+            ("tpm_limit", self.tokens, num_tokens),
+        ):
+            if bucket is not None and bucket.level(now_s) < asked:
+                word, left = "requests" if name == "rpm_limit" else "tokens", max(0, int(bucket.level(now_s)))
+                what = f"has {left} {word} left and asks for {asked} more, of {bucket.limit} per minute"
+                return Excess(name, what, bucket.wait_s(asked, now_s))
+        return None
+
+    def take(self, num_requests: int, num_tokens: int, now_s: float) -> None:
+        self.num_open += num_requests
+        if self.requests is not None:
+            self.requests.take(num_requests, now_s)
+        if self.tokens is not None:
+            self.tokens.take(num_tokens, now_s)
+
+    def give_back_tokens(self, num_tokens: int, now_s: float) -> None:
+        if self.tokens is not None:
+            self.tokens.take(-num_tokens, now_s)
+
+
+class Permit:
+    """One call of a client, from before its body is read until it has been answered."""
+
+    def __init__(self, table: "ClientTable", account: _Account):
+        self._table = table
+        self._account = account
+        self._num_requests = 0  # that count as open
+        self._num_tokens = 0  # taken, and not yet known to be used
+
+    def enter(self, now_s: float) -> None:
+        """Takes the one request that every call is. Raises RateLimitError where a limit is in the way."""
+        self._take(1, 1, now_s)
+        self._account.give_back_tokens(1, now_s)  # what it will ask for stands in its body
+
+    def take(self, num_requests: int, num_tokens: int, now_s: float) -> None:
+        """Takes what the call asks for. Raises RateLimitError where that is too much now, RequestError where always."""
+        limits = self._account.client.limits
+        for name, asked in zip(LIMIT_NAMES, (num_requests, num_tokens, num_requests), strict=True):
+            limit = getattr(limits, name)
+            if limit is not None and asked > limit:
+                what = "tokens (of prompts and longest outputs)" if name == "tpm_limit" else "outputs"
+                raise RequestError(f"the call asks for {asked} {what}, but {_setting(name)} is {limit}; ask for less")
+        self._take(num_requests - 1, num_tokens, now_s)
+        self._num_tokens = num_tokens
+
+    def use(self, num_tokens: int) -> None:
+        """The call has used so many of its tokens; the others are given back when it leaves."""
+        self._num_tokens -= num_tokens
+
+    def leave(self, now_s: float) -> None:
+        """The call has been answered, or its client is gone."""
+        self._account.num_open -= self._num_requests
+        self._account.give_back_tokens(self._num_tokens, now_s)
+        self._table.leave(self._account)
+
+    def headers(self, now_s: float) -> Iterator[tuple[bytes, bytes]]:
+        """Yields what the client has left, in OpenAI's headers."""
+        for word, bucket in (("requests", self._account.requests), ("tokens", self._account.tokens)):
+            if bucket is not None:
+                yield f"x-ratelimit-limit-{word}".encode(), str(bucket.limit).encode()
+                yield f"x-ratelimit-remaining-{word}".encode(), str(max(0, int(bucket.level(now_s)))).encode()
+                yield f"x-ratelimit-reset-{word}".encode(), _duration(bucket.wait_s(bucket.limit, now_s)).encode()
+
+    def _take(self, num_requests: int, num_tokens: int, now_s: float) -> None:
+        account = self._account
+        if (excess := account.excess(num_requests, num_tokens, now_s)) is not None:
+            self._table.refused[excess.limit] += 1
+            raise RateLimitError(
+                f"{account.client} {excess.what} ({_setting(excess.limit)}); try again in {_duration(excess.wait_s)}",
+                excess.wait_s,
+            )
+        account.take(num_requests, num_tokens, now_s)
+        self._num_requests += num_requests
+
+
+class ClientTable:
+    """What each client has used. refused: calls that were, by the limit in the way"""
+
+    def __init__(self) -> None:
+        self.refused: Counter[str] = Counter()
+        self._busy: dict[str, _Account] = {}  # by client
+        self._idle: OrderedDict[str, _Account] = OrderedDict()  # the longest idle first
+
+    def __len__(self) -> int:
+        return len(self._busy) + len(self._idle)
+
+    def permit(self, client: Client, now_s: float) -> Permit:
+        """Returns a permit for one call, with which it may try to enter, and must leave."""
+        account = self._busy.get(key := str(client)) or self._idle.pop(key, None) or _Account(client, now_s)
+        self._busy[key] = account
+        account.num_calls += 1
+        return Permit(self, account)
+
+    def leave(self, account: _Account) -> None:
+        """One call of a client has ended."""
+        account.num_calls -= 1
+        if account.num_calls:
+            return
+        name = str(account.client)
+        self._idle[name] = self._busy.pop(name)
+        if len(self._idle) > MAX_IDLE_CLIENTS:
+            self._idle.popitem(last=False)
+
+
+def _setting(limit: str) -> str:
+    return f"server.{limit}, or {limit} of its key"
+
+
+def _duration(seconds: float) -> str:
+    """Returns seconds as OpenAI's headers have them: "20ms", "1.5s", "1m0s"."""
+    if seconds < 1:
+        return f"{round(1e3 * seconds)}ms"
+    if seconds < 60:
+        return f"{seconds:.3g}s"
+    return f"{int(seconds // 60)}m{int(seconds % 60)}s"
