@@ -63,7 +63,7 @@ static void gate_up_rows(const ExpertsJob *j, i64 slot, i64 panel, SlotRows s)
 {
     const Experts *e = j->e;
     i64 padded = padded_to_32(e->width), column = panel * 32, wanted = least(32, e->width - column);
-    const char *gate_up = e->gate_up + slot * 2 * padded * e->hidden * bytes_of(e->kind);
+    const char *gate_up = e->gate_up + slot * packed_bytes(2 * padded, e->hidden, e->kind);
     Panel p = {e->kind, PANEL, e->hidden, panel_at(gate_up, panel, e->hidden, e->kind), {0, 0}};
     const float *scale = scales_of(e->gate_up_scale, e->kind, slot, 2, e->width, e->hidden), *x[ROW_BLOCK];
     float both[ROW_BLOCK][PANEL], *y[ROW_BLOCK];
@@ -86,7 +86,7 @@ static void gate_up_rows(const ExpertsJob *j, i64 slot, i64 panel, SlotRows s)
 static void down_rows(const ExpertsJob *j, i64 slot, i64 panel, SlotRows s)
 {
     const Experts *e = j->e;
-    const char *down = e->down + slot * padded_to_32(e->hidden) * e->width * bytes_of(e->kind);
+    const char *down = e->down + slot * packed_bytes(e->hidden, e->width, e->kind);
     Panel p = {e->kind, panel_width(e->hidden, panel), e->width, panel_at(down, panel, e->width, e->kind), {0, 0}};
     const float *scale = scales_of(e->down_scale, e->kind, slot, 1, e->hidden, e->width), *x[ROW_BLOCK];
     i64 column = panel * PANEL, wanted = least(p.width, e->hidden - column);

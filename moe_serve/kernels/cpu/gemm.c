@@ -21,7 +21,7 @@ typedef struct {
 static void linear_panel(const LinearJob *j, i64 head, i64 panel)
 {
     const Linear *l = j->linear;
-    i64 column = panel * PANEL, head_bytes = padded_to_32(l->n) * l->k * bytes_of(l->kind);
+    i64 column = panel * PANEL, head_bytes = packed_bytes(l->n, l->k, l->kind);
     const float *x[ROW_BLOCK];
     float *y[ROW_BLOCK], *out[ROW_BLOCK], spare[ROW_BLOCK][PANEL];
     Panel p = {l->kind, panel_width(l->n, panel), l->k, panel_at(l->weight + head * head_bytes, panel, l->k, l->kind), {0, 0}};

@@ -1,9 +1,10 @@
 /* x W^T of some rows and one panel of a packed weight.
 
    W [n, k] lies in panels of 64 columns of W^T, [panel][k][64]; n is padded to a multiple of 32, and the last panel is
-   32 wide where that is enough. In bfloat16 a word of 32 bits holds columns c and c + 16 of each 32. So the layout does
-   not depend on the width of a register. Every output is one chain of fused multiply-adds in order of k, whatever the
-   tile, blocking, thread or machine: its bits depend on its row of x and its column of W only. */
+   32 wide where that is enough; k is padded to an even number. In bfloat16 a word of 32 bits holds k and k + 1 of a
+   column, [panel][k / 2][64][2]. So the layout does not depend on the width of a register. Every output is one chain of
+   fused multiply-adds in order of k, whatever the tile, blocking, thread or machine: its bits depend on its row of x
+   and its column of W only. */
 #pragma once
 #include "weights.h"
 
@@ -43,29 +44,31 @@ typedef struct {
 /* R rows by V registers from column `first` on. */
 INLINE void tile(const int R, const int V, const int kind, const int way, const Tile *t, i64 first)
 {
+    const int word = bytes_of(kind) * k_per_word(kind);
     vf acc[MOST_ROWS][8]; /* of constant size, and every loop over it unrolled: it lives in registers */
     const float *x[MOST_ROWS];
     const char *w = t->w, *ahead = t->ahead;
     float *wide = t->wide;
-    i64 step = t->width * bytes_of(kind), x_step = t->x_step, ahead_step = t->ahead_step;
+    i64 step = t->width * word, x_step = t->x_step, ahead_step = t->ahead_step;
     UNROLL for (int r = 0; r < R; r++) {
         x[r] = t->x[r];
-        UNROLL for (int v = 0; v < V; v++)
-            acc[r][v] = t->more ? *(const vf *)(t->y[r] + column_of(kind, first, v)) : (vf){};
+        UNROLL for (int v = 0; v < V; v++) acc[r][v] = t->more ? *(const vf *)(t->y[r] + first + v * VL) : (vf){};
     }
-    for (i64 i = 0, at = 0; i < t->k; i++, w += step, at += x_step) {
+    for (i64 i = 0, at = 0; i < t->k; i++, at += x_step) {
         vf b[8];
-        load_weights(V, kind, w, first, t->scale, b);
-        if (way == DIRECT) {
-            UNROLL for (int line = 0; line < V * VL * bytes_of(kind); line += 64)
-                __builtin_prefetch(w + PREFETCH + first * bytes_of(kind) + line);
-        } else {
+        i64 second = kind == BFLOAT16 && i % 2;
+        load_weights(V, kind, second, w, first, t->scale, b);
+        if (way == DIRECT && !second) {
+            UNROLL for (int line = 0; line < V * VL * word; line += 64)
+                __builtin_prefetch(w + PREFETCH + first * word + line);
+        } else if (way != DIRECT) {
             const char *line = ahead;
             ahead += ahead_step;
             for (; line < ahead; line += 64) __builtin_prefetch(line);
         }
+        if (kind != BFLOAT16 || second) w += step;
         if (way == KEEP) {
-            UNROLL for (int v = 0; v < V; v++) *(vf *)(wide + column_of(kind, first, v)) = b[v];
+            UNROLL for (int v = 0; v < V; v++) *(vf *)(wide + first + v * VL) = b[v];
             wide += t->width;
         }
         UNROLL for (int r = 0; r < R; r++) {
@@ -74,7 +77,7 @@ INLINE void tile(const int R, const int V, const int kind, const int way, const 
         }
     }
     UNROLL for (int r = 0; r < R; r++)
-        UNROLL for (int v = 0; v < V; v++) *(vf *)(t->y[r] + column_of(kind, first, v)) = acc[r][v];
+        UNROLL for (int v = 0; v < V; v++) *(vf *)(t->y[r] + first + v * VL) = acc[r][v];
 }
 
 #if defined(__AVX512F__)

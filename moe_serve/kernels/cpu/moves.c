@@ -19,24 +19,25 @@ typedef struct {
     float *out;
 } Gather;
 
-INLINE float widened_bf16(const uint16_t *from)
+INLINE float widened_bf16(uint16_t from)
 {
-    uint32_t bits = (uint32_t)*from << 16;
+    uint32_t bits = (uint32_t)from << 16;
     float number;
     memcpy(&number, &bits, 4);
     return number;
 }
 
-/* Elements of a packed row lie a panel's width apart, each in a cache line of its own, so lines are asked for ahead. */
+/* Words of a packed row lie a panel's width apart, each in a cache line of its own, so lines are asked for ahead. */
 static void gather_packed_row(const Gather *g, i64 id, float *out)
 {
     enum { AHEAD = 32 };
-    i64 panel = id / PANEL, in_panel = id % PANEL, step = panel_width(g->table_rows, panel), size = bytes_of(g->kind);
-    i64 first = g->kind == BFLOAT16 ? in_panel / 32 * 32 + in_panel % 16 * 2 + in_panel % 32 / 16 : in_panel;
-    const char *at = panel_at(g->table, panel, g->width, g->kind) + first * size;
-    for (i64 c = 0; c < g->width; c++, at += step * size) {
-        __builtin_prefetch(at + AHEAD * step * size, 0, 1);
-        out[c] = g->kind == FLOAT32 ? *(const float *)at : widened_bf16((const void *)at);
+    i64 panel = id / PANEL, step = panel_width(g->table_rows, panel);
+    const uint32_t *at = (const uint32_t *)panel_at(g->table, panel, g->width, g->kind) + id % PANEL;
+    for (i64 c = 0; c < g->width; c += k_per_word(g->kind), at += step) {
+        __builtin_prefetch(at + AHEAD * step, 0, 1);
+        if (g->kind == FLOAT32) memcpy(out + c, at, 4);
+        else out[c] = widened_bf16(*at & 0xffff);
+        if (g->kind == BFLOAT16 && c + 1 < g->width) out[c + 1] = widened_bf16(*at >> 16);
     }
 }
 
@@ -50,7 +51,7 @@ static void gather_row(const void *job, i64 i)
     else if (g->kind == FLOAT32)
         memcpy(out, (const float *)g->table + first, g->width * 4);
     else
-        for (i64 c = 0; c < g->width; c++) out[c] = widened_bf16((const uint16_t *)g->table + first + c);
+        for (i64 c = 0; c < g->width; c++) out[c] = widened_bf16(((const uint16_t *)g->table)[first + c]);
 }
 
 /* out[i] = row ids[i] of table, widened to float32. kind: float32 or bfloat16; is_packed: the table is [table_rows,

@@ -12,21 +12,16 @@ typedef int8_t vb __attribute__((vector_size(VL), aligned(1), may_alias));
 typedef int32_t vi __attribute__((vector_size(VL * 4), aligned(4), may_alias));
 
 INLINE i64 padded_to_32(i64 n) { return (n + 31) / 32 * 32; }
+INLINE i64 padded_to_2(i64 k) { return k + k % 2; }
 INLINE i64 bytes_of(i64 kind) { return kind == FLOAT32 ? 4 : kind == BFLOAT16 ? 2 : 1; }
+INLINE int k_per_word(i64 kind) { return kind == BFLOAT16 ? 2 : 1; }
+INLINE i64 packed_bytes(i64 n, i64 k, i64 kind) { return padded_to_32(n) * padded_to_2(k) * bytes_of(kind); }
 INLINE i64 num_panels(i64 n) { return (n + PANEL - 1) / PANEL; }
 INLINE i64 panel_width(i64 n, i64 panel) { return n - panel * PANEL > 32 ? 64 : 32; }
 
 INLINE const char *panel_at(const void *w, i64 panel, i64 k, i64 kind)
 {
-    return (const char *)w + panel * k * PANEL * bytes_of(kind);
-}
-
-/* The column of register v in a tile that begins at column `first` of the panel. */
-INLINE i64 column_of(const int kind, i64 first, int v)
-{
-    if (kind != BFLOAT16) return first + v * VL;
-    i64 words = first / 2 + v / 2 * VL; /* a tile begins where a vector of words does */
-    return words / 16 * 32 + words % 16 + v % 2 * 16;
+    return (const char *)w + panel * padded_to_2(k) * PANEL * bytes_of(kind);
 }
 
 /* VL bytes as int8, and as e4m3 times 1 / E4M3_UNIT: both exact. 0x7f and 0xff, NaN in e4m3, become +-480. On x86
@@ -71,14 +66,21 @@ INLINE vf widen_e4m3(const char *w)
 }
 #endif
 
-/* V registers of weights at one k, from column `first` on. w: the panel's row of that k */
-INLINE void load_weights(const int V, const int kind, const char *w, i64 first, const float *scale, vf *b)
+/* V registers of weights at one k, from column `first` on.
+   w: the panel's row of that k; in BFLOAT16 of that k and its neighbour, `second` says which of the two is meant */
+INLINE void load_weights(const int V, const int kind, i64 second, const char *w, i64 first, const float *scale, vf *b)
 {
+    if (kind == BFLOAT16) {
+        const uint32_t *words = (const uint32_t *)w + first;
+        if (second) {
+            UNROLL for (int v = 0; v < V; v++) b[v] = (vf)(*(const vu *)(words + v * VL) & 0xffff0000u);
+        } else {
+            UNROLL for (int v = 0; v < V; v++) b[v] = (vf)(*(const vu *)(words + v * VL) << 16);
+        }
+        return;
+    }
     UNROLL for (int v = 0; v < V; v++)
         if (kind == FLOAT32) b[v] = *(const vf *)((const float *)w + first + v * VL);
-        else if (kind == BFLOAT16) {
-            vu both = *(const vu *)((const uint16_t *)w + first + v / 2 * 2 * VL);
-            b[v] = v % 2 ? (vf)(both & 0xffff0000u) : (vf)(both << 16);
-        } else if (kind == INT8) b[v] = widen_int8(w + first + v * VL);
+        else if (kind == INT8) b[v] = widen_int8(w + first + v * VL);
         else b[v] = widen_e4m3(w + first + v * VL) * scale[(first + v * VL) / 32];
 }

@@ -80,7 +80,7 @@ static void begin_case(void) { taken = 0, state = 1; }
 static void probe_linear(i64 rows, i64 n, i64 k, i64 kind, i64 heads)
 {
     begin_case();
-    char *w = weights(heads * padded_to_32(n) * k, kind);
+    char *w = weights(heads * padded_to_32(n) * padded_to_2(k), kind);
     Linear facts = {heads, n, k, kind, w, kind == FLOAT32 ? floats(heads * n, 1) : 0};
     float *x = floats(rows * heads * k, 1), *y = get_room(rows * heads * n * 4);
     linear(&facts, x, rows, heads * k, k, y, heads * n, n);
@@ -93,8 +93,8 @@ static void probe_experts(i64 rows, i64 hidden, i64 width, i64 kind, i64 slab_ro
     enum { SLOTS = 3 };
     i64 across = (hidden + 127) / 128, along = (width + 127) / 128, padded_width = padded_to_32(width);
     i64 counts[SLOTS] = {1, 0, rows - 1}, room_rows = slab_rows ? SLOTS * slab_rows : rows;
-    Experts facts = {SLOTS, hidden, width, kind, SILU, weights(SLOTS * 2 * padded_width * hidden, kind),
-                     weights(SLOTS * padded_to_32(hidden) * width, kind), 0, 0};
+    Experts facts = {SLOTS, hidden, width, kind, SILU, weights(SLOTS * 2 * padded_width * padded_to_2(hidden), kind),
+                     weights(SLOTS * padded_to_32(hidden) * padded_to_2(width), kind), 0, 0};
     if (kind == INT8) facts.gate_up_scale = floats(SLOTS * 2 * width, 1.0f / 64), facts.down_scale = floats(SLOTS * hidden, 1.0f / 64);
     if (kind == E4M3)
         facts.gate_up_scale = floats(SLOTS * 2 * along * across, 1.0f / 64), facts.down_scale = floats(SLOTS * across * along, 1.0f / 64);
@@ -177,7 +177,7 @@ static void probe_moves(i64 tokens, i64 topk, i64 width, i64 slots)
     say("weighted_sum", tokens, topk, width, slots, out, tokens * width * 4);
     for (i64 packed = 0; packed < 2; packed++)
         for (i64 kind = FLOAT32; kind <= BFLOAT16; kind++) {
-            char *table = weights(padded_to_32(slots) * width, kind);
+            char *table = weights(padded_to_32(slots) * padded_to_2(width), kind);
             gather_rows(table, kind, packed, slots, width, integers(tokens, slots), tokens, out);
             say("gather_rows", tokens, width, kind, packed, out, tokens * width * 4);
         }

@@ -29,13 +29,15 @@ def test_what_is_packed_unpacks_to_the_same_bytes(dtype):
 
 
 def test_rows_of_gate_and_up_alternate_by_32():
-    weight = torch.arange(128.0)[:, None]  # width 64, k 1
-    packed = torch.empty(gate_up_size(64, 1))
+    weight = torch.arange(256.0).view(2, 128).T  # width 64, k 2
+    packed = torch.empty(gate_up_size(64, 2))
     pack_gate_up(weight, packed)
-    assert packed.view(2, 2, 32)[:, :, 0].tolist() == [[0, 64], [32, 96]]
+    assert packed.view(2, 2, 2, 32)[:, 0, :, 0].tolist() == [[0, 64], [32, 96]]
 
 
-def test_words_of_bfloat16_hold_rows_c_and_c_plus_16():
-    packed = torch.empty(packed_size(32, 1), dtype=torch.bfloat16)
-    pack(torch.arange(32.0)[:, None].bfloat16(), packed)
-    assert packed.view(16, 2).tolist() == [[c, c + 16] for c in range(16)]
+def test_words_of_bfloat16_hold_two_of_a_row():
+    weight = torch.arange(96.0).view(32, 3).bfloat16()
+    packed = torch.full((packed_size(32, 3),), 7, dtype=torch.bfloat16)
+    pack(weight, packed)
+    assert packed.view(2, 32, 2)[0].tolist() == weight[:, :2].tolist()
+    assert packed.view(2, 32, 2)[1].tolist() == [[last, 0] for last in weight[:, 2].tolist()], "the padding is zero"

@@ -25,7 +25,9 @@ def packed_row(packed: Tensor, n: int, k: int, row: int) -> Tensor:
     """Returns one row [k] of a packed weight [n, k], as whole numbers."""
     panel, column = divmod(row, 64)
     panel_width = min(64, padded(n) - 64 * panel)
-    if packed.itemsize == 2:
-        column = column // 32 * 32 + column % 16 * 2 + column % 32 // 16
-    first = 64 * panel * k + column
-    return packed.view(WORDS[packed.itemsize])[first + panel_width * torch.arange(k)]
+    first, at = 64 * panel * (k + k % 2), torch.arange(k)
+    if packed.itemsize == 2:  # two of a row side by side
+        places = at // 2 * 2 * panel_width + 2 * column + at % 2
+    else:
+        places = at * panel_width + column
+    return packed.view(WORDS[packed.itemsize])[first + places]
