@@ -21,17 +21,32 @@ from moe_serve.kernels.numerics import Numerics
 from moe_serve.kernels.row_tiles import cut, proven_tiles
 
 
-def attention_reference(q: Tensor, keys: Tensor, values: Tensor, scale: float, first_position: int) -> Tensor:
+def attention_reference(
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    scale: float,
+    first_position: int,
+    window: int | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
     """Returns the attention of one sequence, [C, heads, group, Dv] float32.
 
     q: [C, heads, group, D], keys: [heads, K, D], values: [heads, K, Dv]
-    Query i is at position first_position + i and sees the keys up to that position.
+    Query i is at position first_position + i and sees the keys up to that position, the last `window` of them.
+    sinks: [heads * group], scores beside those of the keys, whose weights go nowhere; None: there are none
     """
     scores = torch.einsum("chgd,hkd->chgk", q.float(), keys.float()) * scale
-    positions = torch.arange(len(q), device=q.device) + first_position
-    hidden = torch.arange(keys.shape[1], device=q.device) > positions[:, None]
+    positions = torch.arange(len(q), device=q.device)[:, None] + first_position
+    key_positions = torch.arange(keys.shape[1], device=q.device)
+    hidden = key_positions > positions
+    if window is not None:
+        hidden |= key_positions <= positions - window
     scores = scores.masked_fill(hidden[:, None, None], -torch.inf)
-    return torch.einsum("chgk,hkd->chgd", scores.softmax(-1), values.float())
+    if sinks is not None:
+        sink = sinks.float().view(1, *q.shape[1:3], 1).expand(len(q), -1, -1, -1)
+        scores = torch.cat((scores, sink), dim=-1)
+    return torch.einsum("chgk,hkd->chgd", scores.softmax(-1)[..., : keys.shape[1]], values.float())
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,8 @@
    keys in tiles of 64 tokens, which begin at multiples of 64, with the online softmax (arXiv:2205.14135). What a row
    computes in a tile depends on its own query and on the keys up to its own position, so its bits do not depend on the
    block that it is in: chunks, neighbours and threads change nothing. Keys that a row does not see never enter it, not
-   even times zero, which would let in NaN. */
+   even times zero, which would let in NaN; tiles that lie before a sliding window are skipped. A sink is a score of each
+   query head that stands for no key: rows begin with it as their maximum. */
 #include <stdlib.h>
 #include "attention_tile.h"
 #include "pool.h"
@@ -30,6 +31,8 @@ typedef struct {
     i64 q_step; /* floats from token to token */
     const float *cache;
     float *out;
+    i64 window;         /* keys that a row sees, its own included; 0 = all before it */
+    const float *sinks; /* [heads, group], or 0 */
     _Atomic i64 *failed;
 } Job;
 
@@ -41,7 +44,7 @@ static void score_tile(const Block *b, const float *const *key, const float *con
     for (i64 start = 0; start < count; start += some) {
         i64 end = least(start + some, count), fetched = start;
         for (i64 tile = 0; tile < b->tiles; tile++) {
-            if (b->seen[tile * ROWS + ROWS - 1] <= first + start) continue;
+            if (!sees(b, tile, first + start, first + end)) continue;
             for (i64 k = start; k < end; k += 4) {
                 for (; fetched <= k + 3; fetched++) /* the first tile of rows fetches for all */
                     for (i64 d = 0; d < b->width; d += 16) {
@@ -58,7 +61,7 @@ static void score_tile_turned(const Block *b, i64 first, i64 count)
 {
     for (i64 start = 0; start < count; start += TURNED)
         for (i64 tile = 0; tile < b->tiles; tile++)
-            if (b->seen[tile * ROWS + ROWS - 1] > first + start)
+            if (sees(b, tile, first + start, first + start + TURNED))
                 score_turned(b->q + tile * ROWS * b->width, b->width, b->turned + start * b->width,
                              b->p + tile * ROWS * KEYS + start);
 }
@@ -97,7 +100,7 @@ static void copy_tile(const Attend *a, const Block *b, const float *const *key, 
 static void attend_block(const Attend *a, Block *b, i64 seq, const float *head)
 {
     i64 total = b->seen[b->tiles * ROWS - 1];
-    for (i64 first = 0; first < total; first += KEYS) {
+    for (i64 first = b->from[0] / KEYS * KEYS; first < total; first += KEYS) {
         const float *key[KEYS + AHEAD], *value[KEYS + AHEAD];
         i64 count = least(total - first, KEYS);
         find_keys(a, seq, head, first, total, key);
@@ -107,7 +110,8 @@ static void attend_block(const Attend *a, Block *b, i64 seq, const float *head)
             score_tile_turned(b, first, count);
         } else score_tile(b, key, value, first, count);
         for (i64 row = 0; row < b->rows; row++)
-            if (b->seen[row] > first) soften(b, row, least(b->seen[row] - first, KEYS));
+            if (b->seen[row] > first && b->from[row] < first + KEYS)
+                soften(b, row, from_tile(b->from[row], first), least(b->seen[row] - first, KEYS));
         weigh(b, value, first);
     }
 }
@@ -125,7 +129,7 @@ static int make_room(const Attend *a, Block *b)
     i64 rows = b->tiles * ROWS, copy = 0;
     if (b->width != a->width || b->value_width != a->value_width || (a->value_at && b->tiles >= COPY_FROM)) copy = KEYS;
     i64 floats = rows * (16 + b->width + b->value_width + KEYS + 1) + copy * (b->width + b->value_width) + 16;
-    i64 bytes = (floats * 4 + rows * 8 + 63) / 64 * 64;
+    i64 bytes = (floats * 4 + rows * 16 + 63) / 64 * 64;
     if (attend_room.bytes < bytes) {
         free(attend_room.at);
         attend_room.at = aligned_alloc(64, bytes);
@@ -139,7 +143,8 @@ static int make_room(const Attend *a, Block *b)
     b->turned = copy ? b->p + rows * KEYS : 0;
     b->values = b->p + rows * KEYS + copy * b->width;
     b->seen = (i64 *)(b->values + copy * b->value_width);
-    b->most = (float *)(b->seen + rows);
+    b->from = b->seen + rows;
+    b->most = (float *)(b->from + rows);
     for (i64 start = 0; start < copy; start += TURNED) /* what turn4 leaves as it is */
         memset(b->turned + start * b->width + a->width * TURNED, 0, (b->width - a->width) * TURNED * 4);
     return 1;
@@ -161,7 +166,9 @@ static void take_queries(const Job *job, Block *b, i64 seq, i64 head, i64 first)
     i64 whole = a->width / 16 * 16;
     for (i64 r = 0; r < b->tiles * ROWS; r++, q += b->width) {
         Row at = find_row(a, seq, first + least(r, b->rows - 1));
-        b->seen[r] = a->positions[at.token] + 1, b->most[r] = -INFINITY, b->sum[r] = (v16){};
+        float sink = job->sinks ? job->sinks[head * a->group + at.head] : -INFINITY;
+        b->seen[r] = a->positions[at.token] + 1, b->from[r] = job->window ? from_tile(b->seen[r], job->window) : 0;
+        b->most[r] = sink, b->sum[r] = (v16){sink > -INFINITY};
         memset(b->acc + r * b->value_width, 0, b->value_width * 4);
         const float *from = job->q + at.token * job->q_step + (head * a->group + at.head) * a->width;
         if (r >= b->rows) memset(q, 0, b->width * 4);
@@ -229,12 +236,13 @@ i64 attend_plan(Attend *a)
     return a->query_starts[0] || a->query_starts[a->num_seqs] != a->num_rows ? -1 : a->piece_starts[a->num_seqs];
 }
 
-/* q: [T, heads, group, width] with q_step floats from token to token; out: [T, heads, group, value_width].
-   Returns -1 where there is no memory to work in. */
-i64 attend(const Attend *step, const float *q, i64 q_step, const float *cache, float *out)
+/* q: [T, heads, group, width] with q_step floats from token to token; out: [T, heads, group, value_width]; window and
+   sinks as in Job. Returns -1 where there is no memory to work in. */
+i64 attend(const Attend *step, const float *q, i64 q_step, const float *cache, float *out, i64 window,
+           const float *sinks)
 {
     _Atomic i64 failed = 0;
-    Job job = {step, q, q_step, cache, out, &failed};
+    Job job = {step, q, q_step, cache, out, window, sinks, &failed};
     pool_run(attend_piece, &job, step->piece_starts[step->num_seqs]);
     return failed ? -1 : 0;
 }

@@ -52,7 +52,7 @@ class AttendRows:
     ):
         """Checks the rows, and cuts them into pieces for the threads.
 
-        positions:    [T] int64, not falling within a sequence; a row sees the keys 0 .. position of its sequence
+        positions:    [T] int64, not falling within a sequence; a row sees keys up to its own
         query_starts: [num_seqs + 1] int32, first row of each sequence; T at the end
         block_tables: [num_seqs, blocks] int32, of any row stride
         """
@@ -84,11 +84,20 @@ class AttendRows:
             raise IndexError(f"rows or positions lie outside of {num_seqs} block tables of {table_width} blocks")
 
 
-def attend(q: Tensor, cache: Tensor, rows: AttendRows, out: Tensor | None = None) -> Tensor:
+def attend(
+    q: Tensor,
+    cache: Tensor,
+    rows: AttendRows,
+    out: Tensor | None = None,
+    window: int | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
     """Returns the attention of the rows, [T, heads, group, value width] float32, in `out` if given.
 
-    q:     [T, heads, group, width] float32; the stride of T is free, as in a slice of a fused projection
-    cache: [slots, *shape.row_shape] float32, one layer's keys and values, those of these rows included
+    q:      [T, heads, group, width] float32; the stride of T is free, as in a slice of a fused projection
+    cache:  [slots, *shape.row_shape] float32, one layer's keys and values, those of these rows included
+    window: how many keys a row sees, its own included; None: all up to its own
+    sinks:  [heads * group] float32, for each query head a score that takes its share of the weights; None: none
     Raises MemoryError where there is no memory to work in.
     """
     shape = rows.shape
@@ -100,6 +109,14 @@ def attend(q: Tensor, cache: Tensor, rows: AttendRows, out: Tensor | None = None
     assert dense(cache, torch.float32, cache.shape[0], *shape.row_shape), f"{cache.dtype} {tuple(cache.shape)}"
     assert dense(out, torch.float32, *q.shape[:3], shape.value_width), f"{out.dtype} {tuple(out.shape)}"
     call = cpu_library().call
-    if call.attend(rows.address, q.data_ptr(), q.stride(0), cache.data_ptr(), out.data_ptr()) < 0:
+    options = attend_options(shape, window, sinks)
+    if call.attend(rows.address, q.data_ptr(), q.stride(0), cache.data_ptr(), out.data_ptr(), *options) < 0:
         raise MemoryError("no memory for the attention's working room, at most 0.6 MiB per thread")
     return out
+
+
+def attend_options(shape: AttendShape, window: int | None, sinks: Tensor | None) -> tuple[int, int]:
+    """Returns window and sinks as attention.c takes them. The caller keeps the sinks."""
+    assert window is None or window > 0, f"a window of {window} keys"
+    assert sinks is None or dense(sinks, torch.float32, shape.heads * shape.group), f"sinks {tuple(sinks.shape)}"
+    return window or 0, 0 if sinks is None else sinks.data_ptr()

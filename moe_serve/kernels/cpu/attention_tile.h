@@ -8,11 +8,20 @@ typedef struct { /* the rows of one piece; padded to whole tiles by rows that ar
     float *q, *acc, *p;     /* [rows][width] scaled, [rows][value_width], [rows][KEYS] */
     float *most;            /* [rows] highest score so far */
     v16 *sum;               /* [rows] of the weights, by lane */
-    i64 *seen;              /* [rows] how many keys the row sees */
+    i64 *from, *seen;       /* [rows] the first key that the row sees, and the one behind the last; neither falls */
     float *turned, *values; /* [KEYS / TURNED][width][TURNED], [KEYS][value_width]: copies of a tile, where they pay */
 } Block;
 
 INLINE i64 padded(i64 width) { return (width + 15) / 16 * 16; }
+
+/* Where keys from `from` on begin in a tile. */
+INLINE i64 from_tile(i64 from, i64 tile) { return from > tile ? from - tile : 0; }
+
+/* Whether any row of a tile of rows sees a key from `first` to before `end`. */
+INLINE int sees(const Block *b, i64 tile, i64 first, i64 end)
+{
+    return b->seen[tile * ROWS + ROWS - 1] > first && b->from[tile * ROWS] < end;
+}
 
 INLINE float highest(vf v)
 {
@@ -23,13 +32,15 @@ INLINE float highest(vf v)
     return part[0];
 }
 
-/* Turns one row's scores of a tile into weights; `count` of them are seen. A higher maximum shrinks what was summed. */
-static void soften(Block *b, i64 row, i64 count)
+/* Turns one row's scores of a tile into weights; those from `from` to before `count` are seen. A higher maximum shrinks
+   what was summed. */
+static void soften(Block *b, i64 row, i64 from, i64 count)
 {
     float *p = b->p + row * KEYS, *acc = b->acc + row * b->value_width, before = b->most[row];
     vf lowest = (vf){} - INFINITY, best = lowest, *sum = (vf *)(b->sum + row), total[SPAN] = {};
     for (; count % 16; count++) p[count] = -INFINITY;
-    for (i64 i = 0; i < count; i += VL) { /* NaN is never above; its weight will be NaN */
+    for (; from % 16; from--) p[from - 1] = -INFINITY;
+    for (i64 i = from; i < count; i += VL) { /* NaN is never above; its weight will be NaN */
         vf x = *(const vf *)(p + i);
         best = pick(x > best, x, best);
     }
@@ -42,7 +53,7 @@ static void soften(Block *b, i64 row, i64 count)
             for (i64 d = 0; d < b->value_width; d += VL) *(vf *)(acc + d) *= factor;
         }
     } else most = before;
-    for (i64 i = 0; i < count; i += 16)
+    for (i64 i = from; i < count; i += 16)
         UNROLL for (int j = 0; j < SPAN; j++) {
             vf x = *(const vf *)(p + i + VL * j), weight = pick(x == lowest, (vf){}, exp_vf(x - most));
             *(vf *)(p + i + VL * j) = weight;
@@ -74,17 +85,22 @@ INLINE void add_values(const int R, const int V, const float *p, const float *co
         UNROLL for (int v = 0; v < V; v++) *(vf *)(acc + r * step + column + VL * v) = sum[r][v];
 }
 
-/* One tile of rows: first the keys that all rows see, then those of single rows. */
+/* One tile of rows: keys that all rows see together, those before and behind them row by row. */
 INLINE void weigh_columns(const int V, const Block *b, i64 tile, const float *const *value, i64 column, i64 first)
 {
-    i64 step = b->value_width, common = least(b->seen[tile * ROWS] - first, KEYS);
+    const i64 *from = b->from + tile * ROWS, *seen = b->seen + tile * ROWS;
+    i64 step = b->value_width, start = from_tile(from[ROWS - 1], first), end = least(seen[0] - first, KEYS);
     const float *p = b->p + tile * ROWS * KEYS;
     float *acc = b->acc + tile * ROWS * step;
-    if (common > 0) add_values(ROWS, V, p, value, column, 0, common, acc, step);
-    else common = 0;
+    if (start >= end) start = end = KEYS; /* none: each row goes by itself */
+    for (i64 r = 0; r < ROWS; r++) {
+        i64 begin = from_tile(from[r], first), before = least(seen[r] - first, start);
+        if (begin < before) add_values(1, V, p + r * KEYS, value, column, begin, before, acc + r * step, step);
+    }
+    if (start < end) add_values(ROWS, V, p, value, column, start, end, acc, step);
     for (i64 r = 1; r < ROWS; r++) {
-        i64 count = least(b->seen[tile * ROWS + r] - first, KEYS);
-        if (count > common) add_values(1, V, p + r * KEYS, value, column, common, count, acc + r * step, step);
+        i64 count = least(seen[r] - first, KEYS);
+        if (count > end) add_values(1, V, p + r * KEYS, value, column, end, count, acc + r * step, step);
     }
 }
 
@@ -94,7 +110,7 @@ static void weigh(const Block *b, const float *const *value, i64 first)
 #define COLUMNS(V)                                                                                                     \
     for (; column + VL * V <= b->value_width; column += VL * V)                                                        \
         for (i64 tile = 0; tile < b->tiles; tile++)                                                                    \
-            if (b->seen[tile * ROWS + ROWS - 1] > first) weigh_columns(V, b, tile, value, column, first);
+            if (sees(b, tile, first, first + KEYS)) weigh_columns(V, b, tile, value, column, first);
 #ifdef __AVX512F__
     COLUMNS(4)
     COLUMNS(2)

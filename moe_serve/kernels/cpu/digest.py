@@ -76,7 +76,9 @@ def _attention() -> list[Tensor]:
         positions, starts = torch.tensor([80, 3, 4, 5]), torch.tensor([0, 1, 4], dtype=torch.int32)
         tables = torch.tensor([[0, 1, 2, 3, 4, 5], [3, 0, 0, 0, 0, 0]], dtype=torch.int32)
         rows = AttendRows(shape, positions, starts, tables, 16)
-        results.append(attend(4 * _numbers(4, shape.heads, shape.group, shape.width, seed=2), cache, rows))
+        q = 4 * _numbers(4, shape.heads, shape.group, shape.width, seed=2)
+        results.append(attend(q, cache, rows))
+        results.append(attend(q, cache, rows, window=3, sinks=_numbers(shape.heads * shape.group, seed=3)))
     return results
 
 

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from moe_serve.kernels.cpu.attention import AttendShape
+from moe_serve.kernels.cpu.attention import AttendShape, attend_options
 from moe_serve.kernels.cpu.experts import PackedExperts
 from moe_serve.kernels.cpu.gate import gate_facts
 from moe_serve.kernels.cpu.library import CpuLibrary
@@ -177,10 +177,13 @@ class Recorder:
         facts = mla_facts(q.shape[1], widths)
         self._add("mla_rope_write", facts, *rows, latent_norm, float_bits(eps), turns, SLOTS, cache)
 
-    def attend(self, q: Tensor, cache: Tensor, shape: AttendShape) -> Tensor:
+    def attend(
+        self, q: Tensor, cache: Tensor, shape: AttendShape, window: int | None = None, sinks: Tensor | None = None
+    ) -> Tensor:
         """As cpu/attention.py, with the step's AttendRows. q: [rows, heads, group, width]"""
         out = self.buffer("attended", shape.heads, shape.group, shape.value_width)
-        self._add("attend", ATTEND, q, q.stride(0), cache, out)
+        self._add("attend", ATTEND, q, q.stride(0), cache, out, *attend_options(shape, window, sinks))
+        self._kept.append(sinks)
         return out
 
     def gate(self, logits: Tensor, bias: Tensor | None, shape: GateShape, load: Tensor) -> tuple[Tensor, Tensor]:

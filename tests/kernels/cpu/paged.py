@@ -19,6 +19,17 @@ SHAPES = {
 }
 
 
+# name -> (shape, window, whether heads have sinks)
+CASES = {name: (shape, None, False) for name, shape in SHAPES.items()} | {
+    "gqa, window 5 and sinks": (SHAPES["gqa"], 5, True),
+    "gqa, window 1": (SHAPES["gqa"], 1, False),
+    "odd group, window 70 and sinks": (SHAPES["odd group"], 70, True),
+    "odd width, window 64": (SHAPES["one head of odd width"], 64, False),
+    "wide group, sinks": (SHAPES["wide group"], None, True),
+    "odd mla, window 33 and sinks": (SHAPES["odd mla"], 33, True),
+}
+
+
 @dataclass(frozen=True)
 class Sequences:
     """Sequences whose keys and values are all in a cache with shuffled blocks. queries: [seqs] of [length, ..]"""
@@ -28,6 +39,8 @@ class Sequences:
     cache: Tensor
     tables: list[list[int]]
     queries: list[Tensor]
+    window: int | None
+    sinks: Tensor | None
 
     def attend(self, chunks: list[tuple[int, int, int]]) -> list[Tensor]:
         """Returns the attention of chunks (sequence, first position, end), computed in one call."""
@@ -43,7 +56,7 @@ class Sequences:
         for (seq, first, end), start in zip(chunks, starts.tolist(), strict=False):
             q[start : start + end - first] = self.queries[seq][first:end]
         rows = AttendRows(self.shape, positions, starts, tables, self.block_size)
-        return list(attend(q, self.cache, rows).split(lengths))
+        return list(attend(q, self.cache, rows, window=self.window, sinks=self.sinks).split(lengths))
 
     def slots(self, seq: int) -> Tensor:
         """Returns the slot of every position of one sequence."""
@@ -56,19 +69,22 @@ class Sequences:
         keys, values = rows, rows[..., : self.shape.value_width]
         if self.shape.latent is None:
             keys, values = rows.split(self.shape.heads)
-        return attention_reference(self.queries[seq][first:end], keys, values, self.shape.scale, first)
+        queries, scale = self.queries[seq][first:end], self.shape.scale
+        return attention_reference(queries, keys, values, scale, first, self.window, self.sinks)
 
 
-def sequences(shape: AttendShape, lengths: list[int], block_size: int, seed: int = 0) -> Sequences:
+def sequences(case: tuple[AttendShape, int | None, bool], lengths: list[int], block_size: int) -> Sequences:
     """Returns sequences of these lengths. Blocks that belong to none of them, and the ends of blocks, are NaN."""
-    generator = torch.Generator().manual_seed(seed)
+    shape, window, has_sinks = case
+    generator = torch.Generator().manual_seed(0)
     num_blocks = [-(-length // block_size) for length in lengths]
     spare = 3
     blocks = torch.randperm(sum(num_blocks) + spare, generator=generator).tolist()
     tables = [[blocks.pop() for _ in range(number)] for number in num_blocks]
     cache = torch.full(((sum(num_blocks) + spare) * block_size, *shape.row_shape), float("nan"))
     queries = [torch.randn(n, shape.heads, shape.group, shape.width, generator=generator) for n in lengths]
-    made = Sequences(shape, block_size, cache, tables, queries)
+    sinks = torch.linspace(-2, 3, shape.heads * shape.group) if has_sinks else None
+    made = Sequences(shape, block_size, cache, tables, queries, window, sinks)
     for seq in range(len(lengths)):
         slots = made.slots(seq)
         cache[slots] = torch.randn(len(slots), *shape.row_shape, generator=generator)

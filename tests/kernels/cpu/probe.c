@@ -122,8 +122,12 @@ static void probe_attention(i64 heads, i64 group, i64 width, i64 latent, i64 con
     float *q = floats((1 + CHUNK) * heads * group * width, 4), *cache = floats(SEQUENCES * table_width * BLOCK * row, 1);
     float *out = get_room((1 + CHUNK) * heads * group * value_width * 4);
     attend_plan(&facts);
-    attend(&facts, q, heads * group * width, cache, out);
-    say("attend", heads, group, width, context, out, (1 + CHUNK) * heads * group * value_width * 4);
+    for (i64 window = 0; window < 200; window = window * 3 + 5) {
+        attend(&facts, q, heads * group * width, cache, out, window, window ? floats(heads * group, 1) : 0);
+        char name[40];
+        snprintf(name, sizeof name, "attend, window %d", (int)window);
+        say(name, heads, group, width, context, out, (1 + CHUNK) * heads * group * value_width * 4);
+    }
 }
 
 static void probe_norms(i64 rows, i64 n)
