@@ -84,6 +84,13 @@ class PrefixCache:
             if key is not None:
                 del self._block_of[key]
 
+    def clear(self) -> int:
+        """Drops all entries; returns how many there were."""
+        num_blocks = len(self._block_of)
+        self._block_of.clear()
+        self._key_of.clear()
+        return num_blocks
+
     def check(self) -> None:
         """Asserts that keys and blocks are one to one."""
         assert len(self._block_of) == len(self._key_of)

@@ -115,6 +115,10 @@ class RequestBlocks:
         if self._cache is not None:
             self._cache.forget(request.block_ids)
 
+    def flush(self) -> int:
+        """Empties the prefix cache; returns how many blocks it held. Blocks that requests hold stay theirs."""
+        return 0 if self._cache is None else self._cache.clear()
+
     def check(self, running: Iterable[Request]) -> None:
         """Asserts the block accounting, and that no block to be written is shared. For tests."""
         running = list(running)

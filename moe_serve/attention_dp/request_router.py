@@ -116,6 +116,10 @@ class RequestRouter:
         if state is not None:
             state.others = max(0, prefill_tokens - state.own_prefill)
 
+    def forget_prompts(self) -> None:
+        """Forgets which prompts each rank was sent: the ranks' caches are empty now."""
+        self._ranks_of.clear()
+
     def mark_lost(self, rank: int) -> None:
         """Stops sending requests to this rank."""
         self._ranks.pop(rank, None)

@@ -17,6 +17,8 @@ from moe_serve.engine.mailbox import Inbound, Mailbox, Reconnected
 from moe_serve.engine.messages import (
     ALIVE_PERIOD_S,
     Abort,
+    Answer,
+    FlushCache,
     Rebalance,
     RecordCommand,
     Refused,
@@ -222,6 +224,9 @@ class Engine:
                     self.records.ask(message)
                 case Rebalance() | SetPlacement():
                     self.balancing.command(message, self.step)
+                case FlushCache():
+                    answer = Answer(self.rank, self.launch_id, message.call_id, *self.requests.flush_cache())
+                    self.mailbox.send(answer)
                 case Shutdown():
                     self._wants_stop = True
                 case Refused():

@@ -86,6 +86,12 @@ class SetPlacement(Message, tag="set_placement", frozen=True):
     physical_to_logical: list[list[int]]
 
 
+class FlushCache(Message, tag="flush_cache", frozen=True):
+    """Empty the prefix cache, if no request is open. Every rank answers for itself, with `Answer`."""
+
+    call_id: int
+
+
 class ModelLimits(msgspec.Struct, frozen=True):
     """Limits of a request. The engine measures them, the front end checks requests against them."""
 
@@ -288,7 +294,7 @@ class Wake(Message, tag="wake", frozen=True):
     step: int
 
 
-ToRank = Submit | Abort | Alive | Shutdown | Refused | RecordCommand | Rebalance | SetPlacement
+ToRank = Submit | Abort | Alive | Shutdown | Refused | RecordCommand | Rebalance | SetPlacement | FlushCache
 ToFrontEnd = Hello | Progress | Ready | Tokens | Status | Pulse | Members | Answer | BalanceReport | Fatal | Goodbye
 
 _encoder = msgspec.msgpack.Encoder()

@@ -52,6 +52,12 @@ class OpenRequests:
             self._remove(request)
             self._counters.num_aborted += 1
 
+    def flush_cache(self) -> tuple[bool, str]:
+        """Empties the prefix cache unless requests are open. Returns whether it did, and what it did or why not."""
+        if self._open:
+            return False, f"{len(self._open)} requests are open; flush the cache when they have ended"
+        return True, f"{self._scheduler.blocks.flush()} blocks"
+
     def drop_all(self) -> None:
         """Drops all requests: other ranks serve them from now on."""
         for request in list(self._open.values()):

@@ -12,7 +12,7 @@ from typing import Any
 
 from moe_serve.config import ServeConfig
 from moe_serve.engine.incremental_decoder import Decoder
-from moe_serve.engine.messages import Answer, ModelLimits
+from moe_serve.engine.messages import Answer, FlushCache, ModelLimits
 from moe_serve.errors import QueueFullError, RequestError
 from moe_serve.links.link import Link
 from moe_serve.server.admission import Admission, Load, Queue
@@ -160,11 +160,25 @@ class Bridge:
 
         Raises UnavailableError when the ranks cannot take it or do not answer, QueueFullError when too many are open.
         """
+        return await self._link.commands.call(command, self._serving(), self._command_deadline_s)
+
+    async def flush_cache(self) -> list[Answer]:
+        """Empties the prefix caches of the ranks that take part, and returns what each of them has done.
+
+        Raises RequestError while requests are open, and UnavailableError and QueueFullError as `command` does.
+        """
+        if self.num_open:
+            raise RequestError(f"{self.num_open} requests are open; flush the cache when they have ended")
+        answers = await self._link.commands.call_each(FlushCache(0), self._serving(), self._command_deadline_s)
+        self._book.forget_prompts()
+        return answers
+
+    def _serving(self) -> list[int]:
+        """Returns the ranks that take part. Raises UnavailableError when none can serve now."""
         problem = self.problem()
         if problem is not None:
             raise UnavailableError(problem)
-        serving = [view.rank for view in self.workers if view.serves]
-        return await self._link.commands.call(command, serving, self._command_deadline_s)
+        return [view.rank for view in self.workers if view.serves]
 
     # --- requests -----------------------------------------------------------------------------------------------------
 

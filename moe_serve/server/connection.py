@@ -22,6 +22,7 @@ from typing import Any, Literal, Self
 import h11
 import msgspec
 from uvicorn.config import Config
+from uvicorn.protocols.http.flow_control import CLOSE_HEADER
 from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.server import ServerState
 
@@ -79,6 +80,7 @@ class Connection(H11Protocol):
         self._since_s = time.monotonic()  # when the phase began
         self._has_begun = True  # bytes of a request are here, or the connection is new
         self._drops = False  # refused: what still comes is dropped
+        self._is_last = False  # no request after this one or the next: the server is ending
         self._unsent = 0  # bytes that waited for the client when it last made progress
         self._unsent_since_s = 0.0
 
@@ -119,6 +121,17 @@ class Connection(H11Protocol):
             self._refuse(408, f"the body did not arrive within {self._limits.body_deadline_s:g} s; send it again")
         elif phase == "linger" and waited_s > _LINGER_S:
             self.transport.abort()
+
+    def end_after_answer(self) -> None:
+        """Makes the answer in progress, or else the next one, the last: it tells the client so, as far as it can."""
+        self._is_last = True
+        if self.cycle is not None and not self.cycle.response_complete:
+            self._end_after_cycle()
+
+    def _end_after_cycle(self) -> None:
+        self.cycle.keep_alive = False
+        # As if the client had asked for it: uvicorn answers the same.
+        self.cycle.scope["headers"] = [*self.cycle.scope["headers"], CLOSE_HEADER]
 
     def give_up(self) -> None:
         """Ends the connection at once."""
@@ -168,6 +181,8 @@ class Connection(H11Protocol):
         super().handle_events()
         if self.cycle is not before:
             self._since_s = time.monotonic()
+            if self._is_last:
+                self._end_after_cycle()
 
     def on_response_complete(self) -> None:
         self._has_begun, self._since_s = self.conn.has_bytes, time.monotonic()

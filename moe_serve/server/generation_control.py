@@ -1,4 +1,4 @@
-"""Routes that hold, go on with, and end generation, in SGLang's forms. Torch-free.
+"""Routes that hold, go on with, and end generation, and empty the prefix caches, in SGLang's forms. Torch-free.
 
 `/pause_generation` takes all requests from the ranks. With mode `retract` they wait, with the output so far, and go on
 with the same tokens after `/continue_generation`; with mode `abort`, SGLang's default, they end with what they have.
@@ -19,7 +19,7 @@ _MODES = ("abort", "retract")
 
 
 def add_generation_control(app: FastAPI, bridge: Bridge, bodies: Bodies) -> None:
-    """Adds /pause_generation, /continue_generation and /abort_request; /pause and /resume are the first two."""
+    """Adds /pause_generation (/pause), /continue_generation (/resume), /abort_request and /flush_cache."""
 
     @app.post("/pause_generation", tags=[ADMIN])
     @app.post("/pause", tags=[ADMIN])
@@ -50,6 +50,18 @@ def add_generation_control(app: FastAPI, bridge: Bridge, bodies: Bodies) -> None
             raise RequestError("abort_request needs rid, or abort_all: true", field="rid")
         bridge.cut_short(None if abort_all else rid)
         return Response(status_code=200)
+
+    @app.get("/flush_cache", tags=[ADMIN])
+    @app.post("/flush_cache", tags=[ADMIN])
+    async def flush_cache() -> Response:
+        """Empties the prefix cache of every rank that takes part; 400 while requests are open, as in SGLang."""
+        answers = await bridge.flush_cache()
+        refusals = [f"rank {answer.rank}: {answer.text}" for answer in answers if not answer.ok]
+        if refusals:
+            raise RequestError("; ".join(refusals))
+        flushed = ", ".join(f"{answer.text} of rank {answer.rank}" for answer in answers)
+        masked = "".join(f"; rank {rank} is masked and keeps its own" for rank in bridge.workers.masked)
+        return Response(f"Cache flushed.\n{flushed}{masked}\n", media_type="text/plain")
 
 
 def _fields(body: bytes) -> Fields:

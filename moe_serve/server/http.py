@@ -75,7 +75,10 @@ class HttpServer(uvicorn.Server):
             connection.give_up()
 
     def _connection(self) -> Connection:
-        return Connection(self.config, self.server_state, self._limits, self.table.remove)
+        connection = Connection(self.config, self.server_state, self._limits, self.table.remove)
+        if self._draining is not None:
+            connection.end_after_answer()
+        return connection
 
     async def _sweep(self) -> None:
         limits = self._limits
@@ -87,11 +90,16 @@ class HttpServer(uvicorn.Server):
             self.table.sweep()
 
     def drain(self) -> None:
-        """Refuses new work with 503, lets open requests end within the deadline, then stops. Again: stops at once."""
+        """Refuses new work with 503, lets open requests end within the deadline, then stops. Again: stops at once.
+
+        Answers from now on say `connection: close`, so that clients go elsewhere with their next request.
+        """
         if self._draining is not None or self.should_exit:
             self.stop()
         else:
             self._draining = asyncio.create_task(self._drain())
+            for connection in self.table:
+                connection.end_after_answer()
 
     async def _drain(self) -> None:
         deadline_s = self._bridge.config.server.drain_deadline_s

@@ -203,6 +203,10 @@ class RequestBook:
                     self._send(message.rank, Abort(request.request_id))
                 self._forget(request)
 
+    def forget_prompts(self) -> None:
+        """Forgets which prompts each rank may have in its cache."""
+        self._router.forget_prompts()
+
     def take_status(self, status: Status) -> None:
         self._router.update(status.rank, status.pending_tokens)
 

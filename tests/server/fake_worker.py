@@ -18,6 +18,7 @@ from moe_serve.engine.messages import (
     Abort,
     Alive,
     Answer,
+    FlushCache,
     Goodbye,
     Hello,
     Message,
@@ -68,7 +69,7 @@ class FakeWorker:
     go: asyncio.Event = field(default_factory=asyncio.Event)
     submitted: list[Submit] = field(default_factory=list)
     aborted: list[str] = field(default_factory=list)
-    commands: list[RecordCommand | Rebalance | SetPlacement] = field(default_factory=list)
+    commands: list[RecordCommand | Rebalance | SetPlacement | FlushCache] = field(default_factory=list)
     answer: Callable[[int], Answer] | None = None  # by call_id, given to each command; None: no answer
     running: dict[str, Submit] = field(default_factory=dict)
     produced: dict[str, int] = field(default_factory=dict)
@@ -125,7 +126,7 @@ class FakeWorker:
             case Abort(request_id):
                 self.aborted.append(request_id)
                 self.running.pop(request_id, None)
-            case RecordCommand() | Rebalance() | SetPlacement() as command:
+            case RecordCommand() | Rebalance() | SetPlacement() | FlushCache() as command:
                 self.commands.append(command)
                 if self.answer is not None:
                     self.say(self.answer(command.call_id))

@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from moe_serve.engine.messages import Answer, Fatal, Members, Rebalance, RecordCommand
+from moe_serve.engine.messages import Answer, Fatal, FlushCache, Members, Rebalance, RecordCommand
 from moe_serve.errors import QueueFullError
 from moe_serve.server import commands as commands_module
 from moe_serve.server.commands import CommandBook
@@ -114,3 +114,44 @@ async def test_open_commands_and_waits_are_bounded(monkeypatch: pytest.MonkeyPat
     with pytest.raises(UnavailableError, match=r"rank 4 did not answer the record command within 0.01 s"):
         await book.call(RecordCommand(0, "dump"), [4], 0.01)
     book.fail_all("over")
+
+
+@pytest.mark.parametrize("method", ["GET", "POST"])
+@in_event_loop
+async def test_flush_cache_asks_every_rank_and_is_refused_while_requests_are_open(method: str):
+    async with serving(2) as served:
+        for rank, worker in enumerate(served.workers):
+            worker.answer = lambda call_id, rank=rank: Answer(rank, 0, call_id, True, f"{3 + rank} blocks")
+        response = await served.client.request(method, "/flush_cache")
+        assert (response.status_code, response.text) == (
+            200,
+            "Cache flushed.\n3 blocks of rank 0, 4 blocks of rank 1\n",
+        )
+        served.workers[1].answer = lambda call_id: Answer(1, 0, call_id, False, "1 requests are open")
+        response = await served.client.post("/flush_cache")
+        assert (response.status_code, response.json()["error"]["message"]) == (400, "rank 1: 1 requests are open")
+        for worker in served.workers:
+            worker.go.clear()
+        call = asyncio.create_task(served.generate(input_ids=[7]))
+        await until(lambda: served.bridge.num_open == 1)
+        response = await served.client.post("/flush_cache")
+        assert response.status_code == 400
+        assert "1 requests are open; flush the cache when they have ended" in response.text
+        assert [len(worker.commands) for worker in served.workers] == [2, 2], "and no rank was asked"
+        call.cancel()
+
+
+@in_event_loop
+async def test_a_command_to_each_rank_names_those_that_did_not_answer():
+    book = CommandBook(lambda rank, message: None)
+    call = asyncio.create_task(book.call_each(FlushCache(0), [0, 1, 2], 0.05))
+    await asyncio.sleep(0)
+    book.take(Answer(1, 0, 1, True, "done"))
+    with pytest.raises(UnavailableError, match=r"rank 0, 2 did not answer the flush_cache command within 0.05 s"):
+        await call
+    call = asyncio.create_task(book.call_each(FlushCache(0), [0, 1, 2], 30.0))
+    await asyncio.sleep(0)
+    book.lose([3])
+    book.lose([0, 2])
+    with pytest.raises(UnavailableError, match="rank 0, 2 was lost before it answered"):
+        await call

@@ -5,6 +5,7 @@ import contextlib
 
 import httpx
 
+from tests.server.raw_client import RawClient, header
 from tests.server.served import Served, in_event_loop, serving, until
 
 PARAMS = {"max_new_tokens": 30, "sampling_seed": 10}
@@ -54,6 +55,35 @@ async def test_what_does_not_end_by_the_deadline_ends_with_an_error():
         served.server.drain()
         assert (await call).status_code == 503
         assert "the server is ending" in (await call).text
+
+
+@in_event_loop
+async def test_while_draining_every_answer_asks_its_client_to_close_the_connection():
+    async with serving(2) as served:
+        for worker in served.workers:
+            worker.go.clear()
+        plain, stream, idle = [await RawClient.connect(served) for _ in range(3)]
+        await plain.post({"input_ids": [7], "sampling_params": PARAMS})
+        await stream.post({"input_ids": [7], "sampling_params": PARAMS, "stream": True})
+        await idle.send(header("GET /health"))
+        assert "connection" not in (await idle.answer()).headers
+        await until(lambda: served.bridge.num_open == 2)
+        served.server.drain()
+        new = await RawClient.connect(served)
+        for client in (idle, new):
+            await client.post({"input_ids": [7]})
+            answer = await client.answer()
+            assert (answer.status, answer.headers["connection"]) == (503, "close")
+            assert await client.closed() == b""
+        for worker in served.workers:
+            worker.go.set()
+        answer = await plain.answer()
+        assert (answer.status, answer.headers["connection"]) == (200, "close")
+        answer = await stream.answer()
+        assert answer.status == 200
+        assert answer.body.endswith(b"data: [DONE]\n\n")
+        for client in (plain, stream):
+            assert await client.closed() == b""
 
 
 class Balancer:

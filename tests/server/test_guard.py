@@ -24,6 +24,7 @@ ADMIN_ROUTES = {
     ),
     ("POST", "/eplb/rebalance"),
     ("POST", "/eplb/placement"),
+    *((method, "/flush_cache") for method in ("GET", "POST")),
 }
 OPEN_ROUTES = {
     ("GET", path)
