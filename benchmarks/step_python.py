@@ -105,7 +105,8 @@ def _open(num_requests: int, context: int, num_steps: int) -> tuple[Scheduler, O
     requests = OpenRequests(scheduler, ModelLimits("none", 1000, max_len, max_len, [1], BLOCK_SIZE), counters)
     prompt = list(range(context))
     for i in range(num_requests):
-        refusal = requests.submit(Submit(f"request-{i:06}", 0, prompt, NO_STOPS, seed=i, salt=str(i)))
+        own = prompt[i % BLOCK_SIZE :]  # so that they need their next blocks in different steps
+        refusal = requests.submit(Submit(f"request-{i:06}", 0, own, NO_STOPS, seed=i, salt=str(i)))
         assert refusal is None, refusal
     return scheduler, requests, counters
 

@@ -19,6 +19,7 @@ from moe_serve.attention_dp.block_tables import BlockTables
 from moe_serve.kernels.numerics import Numerics
 
 if TYPE_CHECKING:
+    from moe_serve.attention_dp.request import Request
     from moe_serve.attention_dp.scheduler import ScheduledChunk
 
 
@@ -105,22 +106,28 @@ class BatchBuilder:
         host.seq_lens[:] = seq_lens
         host.query_starts[1:] = ends
         host.logit_rows[:] = _logit_rows(chunks, order, ends)
-        return self._with_tables(ordered, num_tokens, num_decodes, seq_lens, lens)
+        self._copy_tables([chunk.request for chunk in ordered])
+        return self._in_memory(num_tokens, num_decodes, seq_lens, lens)
 
     def _build_decodes(self, chunks: "Sequence[ScheduledChunk]") -> ForwardBatch:
         """Returns the batch of chunks of one token each, which all sample, as in most steps."""
         num_rows, block_size = len(chunks), self._tables.block_size
         memory = self._memory_for(num_rows, num_rows, decodes_only=True)
-        token_ids = _token_ids(chunks)
-        positions = [start for _, start, *_ in chunks]
-        slots = [
-            request.block_ids[start // block_size] * block_size + start % block_size for request, start, *_ in chunks
+        host = memory.host
+        requests, starts = [chunk.request for chunk in chunks], [chunk.start for chunk in chunks]
+        self._copy_tables(requests)
+        host.input_ids[:num_rows] = [
+            request.output_ids[start - len(request.prompt_ids)]
+            if start >= len(request.prompt_ids)
+            else request.prompt_ids[start]
+            for request, start in zip(requests, starts, strict=True)
         ]
-        seq_lens = [start + 1 for start in positions]
-        padding = [0] * (memory.sizes.num_padded - num_rows)
-        no_slots = [-1] * len(padding)
-        memory.changing[:] = [*token_ids, *padding, *positions, *padding, *slots, *no_slots, *seq_lens]
-        return self._with_tables(chunks, num_rows, num_rows, seq_lens, [1] * num_rows)
+        positions = host.positions[:num_rows]
+        positions[:] = starts
+        block_index, offset = np.divmod(positions, block_size)
+        host.slot_mapping[:num_rows] = host.block_tables[memory.seqs, block_index] * np.int64(block_size) + offset
+        np.add(positions, 1, host.seq_lens)
+        return self._in_memory(num_rows, num_rows, host.seq_lens.tolist(), [1] * num_rows)
 
     def _memory_for(self, num_tokens: int, num_seqs: int, decodes_only: bool) -> "_Memory":
         sizes = _Sizes(self._numerics.padded(num_tokens), num_seqs, self._tables.rows.shape[1], decodes_only)
@@ -128,19 +135,28 @@ class BatchBuilder:
             self._memory = _Memory(sizes)
         return self._memory
 
-    def _with_tables(
-        self,
-        ordered: "Sequence[ScheduledChunk]",
-        num_tokens: int,
-        num_decodes: int,
-        seq_lens: list[int],
-        query_lens: list[int],
-    ) -> ForwardBatch:
-        """Returns the batch whose other tensors are written, of chunks in the order of its sequences."""
-        memory, tables = self._memory, self._tables
-        tables.rows.take([chunk.request.table_row for chunk in ordered], 0, memory.host.block_tables, "clip")
+    def _copy_tables(self, requests: "Sequence[Request]") -> None:
+        """Writes the block tables of these requests, as far as they are not the ones that the memory holds.
+
+        A row of a long context has thousands of blocks, and a step of decodes changes few rows.
+        """
+        tables, memory = self._tables, self._memory
+        rows = np.array([request.table_row for request in requests], np.int64)
+        (changed,) = ((rows != memory.table_rows) | (tables.changed_at[rows] > memory.num_changes)).nonzero()
+        if 2 * len(changed) > len(rows):
+            tables.rows.take(rows, 0, memory.host.block_tables, "clip")
+        else:
+            for seq in changed.tolist():
+                num_blocks = len(requests[seq].block_ids)
+                memory.host.block_tables[seq, :num_blocks] = tables.rows[rows[seq], :num_blocks]
+        memory.table_rows, memory.num_changes = rows, tables.num_changes
+
+    def _in_memory(self, num_tokens: int, num_decodes: int, seq_lens: list[int], query_lens: list[int]) -> ForwardBatch:
+        """Returns the batch whose tensors are written."""
+        memory = self._memory
         tensors = memory.tensors if self._on_host else memory.tensors_on(self._device)
-        return ForwardBatch(*tensors, tables.block_size, num_tokens, num_decodes, tuple(seq_lens), tuple(query_lens))
+        sizes = num_tokens, num_decodes, tuple(seq_lens), tuple(query_lens)
+        return ForwardBatch(*tensors, self._tables.block_size, *sizes)
 
     def _place_rows(self, chunks: "Sequence[ScheduledChunk]", num_decodes: int) -> None:
         """Writes positions and cache slots of the rows of these chunks, of which the first ones have one row each."""
@@ -187,7 +203,9 @@ class _Memory:
     """The arrays of a batch in one block: the latency of a transfer to an accelerator costs more than the bytes.
 
     host, tensors: where a batch is written, as arrays and as tensors in the order of ForwardBatch
-    changing:      input_ids, positions, slot_mapping and seq_lens as one array: what is left to write of decodes only
+    seqs:          0, 1, ... for each sequence
+    table_rows:    which rows of the tables it holds, [num_seqs] int64, -1 = none
+    num_changes:   how many changes of the tables it has seen
     """
 
     def __init__(self, sizes: _Sizes):
@@ -198,9 +216,12 @@ class _Memory:
         self._block = torch.zeros(self._end + (num_int32 + 1) // 2, dtype=torch.int64)
         self.tensors = self._parts(self._block)
         self.host = _Arrays(*[part.numpy() for part in self.tensors])
-        self.changing: NDArray[np.int64] = self._block[: 3 * num_padded + num_seqs].numpy()
+        self.seqs = np.arange(num_seqs)
+        self.table_rows: NDArray[np.int64] = np.full(num_seqs, -1, np.int64)
+        self.num_changes = 0
         if decodes_only:
-            self.host.logit_rows[:] = np.arange(num_seqs)
+            self.host.slot_mapping[num_seqs:] = -1
+            self.host.logit_rows[:] = self.seqs
             self.host.query_starts[:] = np.arange(num_seqs + 1)
 
     def tensors_on(self, device: torch.device) -> _Tensors:

@@ -17,11 +17,15 @@ class BlockTables:
     """rows: [num_rows, width] int32; row request.table_row begins with request.block_ids, the rest is left over.
 
     What is left over are zeros and blocks of earlier requests: block ids of this cache, whose contents are not read.
+    changed_at:  [num_rows] int64, which change was the last one of each row, so that a reader copies changed rows only
+    num_changes: changes so far, of all rows
     """
 
     def __init__(self, block_size: int):
         self.block_size = block_size
         self.rows: Int32Array = np.zeros((8, 8), dtype=np.int32)
+        self.changed_at: NDArray[np.int64] = np.zeros(len(self.rows), dtype=np.int64)
+        self.num_changes = 0
         self._free = list(range(len(self.rows)))[::-1]
 
     def extend(self, request: Request, blocks: list[int]) -> None:
@@ -35,13 +39,12 @@ class BlockTables:
         end = len(request.block_ids)
         if end > self.rows.shape[1]:
             self._widen(end)
-        self.rows[request.table_row, start:end] = blocks
+        self._write(request.table_row, start, blocks)
 
     def replace(self, request: Request, start: int, blocks: list[int]) -> None:
         """Puts other blocks in the place of those from the start-th on."""
-        end = start + len(blocks)
-        request.block_ids[start:end] = blocks
-        self.rows[request.table_row, start:end] = blocks
+        request.block_ids[start : start + len(blocks)] = blocks
+        self._write(request.table_row, start, blocks)
 
     def drop(self, request: Request) -> None:
         """Forgets the blocks of a request and frees its row."""
@@ -57,9 +60,15 @@ class BlockTables:
             assert self.rows[request.table_row, : len(request.block_ids)].tolist() == request.block_ids
         assert sorted([request.table_row for request in used] + self._free) == list(range(len(self.rows)))
 
+    def _write(self, row: int, start: int, blocks: list[int]) -> None:
+        self.rows[row, start : start + len(blocks)] = blocks
+        self.num_changes += 1
+        self.changed_at[row] = self.num_changes
+
     def _add_rows(self) -> None:
         num_rows = len(self.rows)
         self.rows = np.concatenate([self.rows, np.zeros_like(self.rows)])
+        self.changed_at = np.concatenate([self.changed_at, np.zeros_like(self.changed_at)])
         self._free = list(range(num_rows, 2 * num_rows))[::-1]
 
     def _widen(self, width: int) -> None:

@@ -70,15 +70,9 @@ class OpenRequests:
             self._scheduler.finish(request.request_id)
             del self._open[request.request_id]
             self._counters.num_finished += 1
-        return TokenEvent(
-            request_id=request.request_id,
-            attempt=request.attempt,
-            index=len(request.output_ids) - 1,
-            token_ids=[token_id],
-            finish=finish,
-            matched_id=matched_id,
-            num_cached_prompt=request.num_cached_prompt,
-        )
+        # By position: there is one for each running request in each step, and names take twice the time.
+        index, cached = len(request.output_ids) - 1, request.num_cached_prompt
+        return TokenEvent(request.request_id, request.attempt, index, [token_id], finish, matched_id, cached)
 
     def fail(self, request: Request) -> TokenEvent:
         """Ends a request whose logits are not finite; returns the event that says so. Other requests go on."""
@@ -105,9 +99,9 @@ class OpenRequests:
         """Returns why a request ends with this token, and the id that ended it; (None, None) while it continues."""
         params, limits = request.params, self._limits
         num_output = len(request.output_ids)
-        is_stop = token_id in params.stop_token_ids or (token_id in limits.eos_token_ids and not params.ignore_eos)
+        is_stop = token_id in params.stop_token_ids or (not params.ignore_eos and token_id in limits.eos_token_ids)
         if is_stop and num_output > params.min_new_tokens:
             return "stop", token_id
-        if num_output >= params.max_new_tokens or request.num_known >= limits.max_model_len:
+        if num_output >= params.max_new_tokens or len(request.prompt_ids) + num_output >= limits.max_model_len:
             return "length", None
         return None, None

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from moe_serve.attention_dp.batch import BatchBuilder, ForwardBatch
+from moe_serve.attention_dp.block_tables import BlockTables
 from moe_serve.attention_dp.request import Request, SamplingParams
 from moe_serve.attention_dp.scheduler import ScheduledChunk
 from moe_serve.kernels.numerics import FAST, Numerics
@@ -69,6 +70,7 @@ def test_a_batch_in_the_memory_of_the_one_before_is_as_one_in_new_memory() -> No
     tables = tables_of(4, requests)
     builder = BatchBuilder(tables, "cpu", Numerics(row_tile=4))
     for step in range(60):
+        _change_blocks(tables, draw.sample(requests, draw.randrange(4)), draw)
         lens = [draw.choice((1, 1, 1, 2, 7)) if step % 3 else 1 for _ in requests[: draw.choice((0, 3, 3, 6))]]
         starts = [draw.randrange(21 - length) for length in lens]
         chunks = [ScheduledChunk(*chunk, draw.random() < 0.7) for chunk in zip(requests, starts, lens, strict=False)]
@@ -79,3 +81,20 @@ def test_a_batch_in_the_memory_of_the_one_before_is_as_one_in_new_memory() -> No
         if all(length == 1 for length in lens):
             rows = zip(kept.positions[: len(chunks)].tolist(), kept.input_ids[: len(chunks)].tolist(), strict=True)
             assert list(rows) == placed
+
+
+def _change_blocks(tables: BlockTables, changing: list[Request], draw: random.Random) -> None:
+    """Lets requests grow, swap blocks as by a found prefix, and leave and come back, also in each other's rows."""
+    leaving = []
+    for request in changing:
+        blocks = [draw.randrange(100) for _ in range(5)]
+        match draw.randrange(3):
+            case 0:
+                tables.extend(request, blocks[: draw.randrange(3)])
+            case 1:
+                tables.replace(request, draw.randrange(3), blocks[:2])
+            case 2:
+                tables.drop(request)
+                leaving.append((request, blocks))
+    for request, blocks in leaving:
+        tables.extend(request, blocks)
