@@ -183,7 +183,7 @@ class EngineConfig(Section):
 class LauncherConfig(Section):
     """What `moe-serve serve` and `LLM` do when the ranks are lost."""
 
-    max_restarts: NonNegativeInt = 3  # all ranks are started again so often within the window; 0: never
+    max_restarts: NonNegativeInt = 3  # a lost rank, or all, are started again so often within the window; 0: never
     restart_window_s: PositiveFloat = 600.0  # a restart that is longer ago does not count
 
 

@@ -20,6 +20,7 @@ from torch.distributed import ProcessGroup
 
 from moe_serve.dispatch.capabilities import Capabilities, Combine, Rows, Wanted
 from moe_serve.dispatch.shm.membership import Membership
+from moe_serve.dispatch.shm.shared_files import SharedFiles
 from moe_serve.kernels.cpu.experts import PackedExperts
 
 T = TypeVar("T")
@@ -31,7 +32,9 @@ T_co = TypeVar("T_co", covariant=True)
 class EpGroup:
     """The ranks among which experts are spread.
 
-    rank: this one's ep_rank;  process_group: None on one rank;  num_nodes: equal machines, ranks numbered one by one
+    rank: this one's ep_rank;  process_group: None on one rank, and on one that joins ranks that serve
+    num_nodes: equal machines, ranks numbered one by one
+    files: the shared memory that ranks which are started anew open; None: lost ranks are not started anew alone
     """
 
     rank: int
@@ -39,6 +42,12 @@ class EpGroup:
     device: torch.device
     process_group: ProcessGroup | None = None
     num_nodes: int = 1
+    files: SharedFiles | None = None
+
+    @property
+    def is_newcomer(self) -> bool:
+        """Whether this rank takes the place of a dead one, beside others that serve."""
+        return self.files is not None and self.files.is_newcomer
 
 
 class Pending(Protocol[T_co]):

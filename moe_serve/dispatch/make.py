@@ -60,6 +60,8 @@ def make_all_to_all(group: EpGroup, request: TransportRequest) -> AnyAllToAll:
 
 def _choose(group: EpGroup, request: TransportRequest) -> str:
     """Returns the transport behind a backend, and logs the reason of auto."""
+    if group.is_newcomer:
+        return "shm"  # what the others chose: no other transport can take a rank in
     if request.backend == "auto":
         from moe_serve.dispatch.choose import choose_transport
 

@@ -47,7 +47,15 @@ class RankFacts:
 
 
 def check_agreement(own: RankFacts, group: EpGroup) -> None:
-    """Raises ConfigError on every rank unless all CPU ranks have equal facts. A collective call."""
+    """Raises ConfigError on every rank unless all CPU ranks have equal facts. A collective call.
+
+    A rank that joins others that serve compares its own with theirs, alone.
+    """
+    if group.files is not None:
+        if group.is_newcomer:
+            theirs = RankFacts.from_bytes(group.files.kernels.encode())
+            _refuse(disagreement([own if rank == group.rank else theirs for rank in range(group.num_ranks)]))
+        group.files.kernels = own.to_bytes().decode()
     if group.process_group is None or group.device.type != "cpu":
         return
     data = own.to_bytes()
@@ -56,7 +64,10 @@ def check_agreement(own: RankFacts, group: EpGroup) -> None:
     mine[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
     rows = [torch.empty_like(mine) for _ in range(group.num_ranks)]
     all_gather(rows, mine, group.process_group)
-    message = disagreement([RankFacts.from_bytes(row.numpy().tobytes().rstrip(b"\0")) for row in rows])
+    _refuse(disagreement([RankFacts.from_bytes(row.numpy().tobytes().rstrip(b"\0")) for row in rows]))
+
+
+def _refuse(message: str | None) -> None:
     if message is not None:
         raise ConfigError(message)
 

@@ -172,7 +172,8 @@ class Balancing:
 
     def _lead(self, step: int) -> None:
         """Begins or ends to lead, as the group says."""
-        self._is_lowest = leads = self._recovery.members[0] == self._rank
+        # While experts lack there is nothing to balance.
+        self._is_lowest = leads = self._recovery.members[0] == self._rank and not self._recovery.waits
         if leads and self._leader is None and self._make_leader is not None:
             self._leader = self._make_leader(step)
         elif not leads and self._leader is not None:

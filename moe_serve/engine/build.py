@@ -26,11 +26,12 @@ from moe_serve.engine.full_placement import meaning_of_a_loss, spareable_ranks
 from moe_serve.engine.load_dump import ModelRows
 from moe_serve.engine.load_windows import LoadWindows
 from moe_serve.engine.mailbox import Mailbox
+from moe_serve.engine.masking_recovery import make_recovery
 from moe_serve.engine.messages import ModelLimits
 from moe_serve.engine.model_plan import ModelPlan, checkpoint_folder
 from moe_serve.engine.numerics_choice import NumericsChoice
 from moe_serve.engine.record_control import RecordControl, Speaker
-from moe_serve.engine.recovery import Rank, Recovery, make_recovery
+from moe_serve.engine.recovery import Rank, Recovery
 from moe_serve.engine.requests import OpenRequests
 from moe_serve.engine.sampler import Sampler
 from moe_serve.engine.served_model import ServedModel
@@ -78,9 +79,9 @@ def build_engine(
     counters = EngineCounters()
     requests = OpenRequests(scheduler, served.limits, counters)
     own = Rank(group.rank, launch_id, exchange, mailbox, requests, counters)
-    recovery = make_recovery(config, own, served)
+    recovery = make_recovery(config, own, served, restarts=group.files is not None)
     balancing = make_balancing(config, own, group, served, recovery)
-    _report_on_lost_rank(recovery, group.rank, served)
+    _report_on_lost_rank(recovery, group, served)
     return Engine(
         rank=group.rank,
         launch_id=launch_id,
@@ -131,15 +132,15 @@ def _record_control(config: ServeConfig, speaker: Speaker, served: ServedModel) 
     return RecordControl(speaker, served.windows, recorder)
 
 
-def _report_on_lost_rank(recovery: Recovery, rank: int, served: ServedModel) -> None:
+def _report_on_lost_rank(recovery: Recovery, group: EpGroup, served: ServedModel) -> None:
     """Writes to the log and to /server_info what happens when a rank is lost."""
     if recovery.why_end is not None:
         served.info["on_lost_rank"] = f"end: {recovery.why_end}"
         meaning = f"a lost rank ends the launch: {recovery.why_end}"
     else:
         served.info |= {"on_lost_rank": "mask", "spareable_ranks": spareable_ranks(served.placement)}
-        meaning = "a lost rank: " + ", ".join(meaning_of_a_loss(served.placement))
-    if rank == 0 and served.placement.num_ranks > 1:
+        meaning = "a lost rank: " + ", ".join(meaning_of_a_loss(served.placement, restarts=group.files is not None))
+    if group.rank == 0 and group.num_ranks > 1 and not group.is_newcomer:
         log.info("%s", meaning)
 
 
@@ -153,7 +154,7 @@ def build_served_model(config: ServeConfig, group: EpGroup, progress: Progress |
     plan = ModelPlan.of(config, read_spec(model_dir(config.model)), group.device)
     check_agreement(RankFacts.of(plan), group)
     num_threads = use_threads(config, plan.choice)
-    trace = _begin_trace(config, plan, group.rank)
+    trace = _begin_trace(config, plan, begins=group.rank == 0 and not group.is_newcomer)
     if group.rank == 0:
         log.info("kernels: %s (%s); numerics: %s", plan.choice.kernels, plan.choice.why, plan.choice.name)
         if plan.expert_form != "dense":
@@ -222,16 +223,16 @@ def check_bits(all_to_all: AnyAllToAll, config: ServeConfig) -> None:
         )
 
 
-def _begin_trace(config: ServeConfig, plan: ModelPlan, rank: int) -> RollingTrace | None:
-    """Returns the trace of this model's load; None where none is written.
+def _begin_trace(config: ServeConfig, plan: ModelPlan, begins: bool) -> RollingTrace | None:
+    """Returns the trace of this model's load; None where none is written. begins: this rank makes or continues the file
 
-    Raises ConfigError on rank 0 when it cannot be written. Called before the weights are read, which takes minutes.
+    Raises ConfigError on that rank when it cannot be written. Called before the weights are read, which takes minutes.
     """
     if config.eplb.record_path is None:
         return None
     path, spec = Path(config.eplb.record_path), plan.spec
     meta = TraceMeta(spec.num_logical, tuple(spec.moe_layer_ids), spec.topk, served_name(config.model))
-    lock = begin_trace(path, meta) if rank == 0 else None
+    lock = begin_trace(path, meta) if begins else None
     return RollingTrace(path, meta, int(config.eplb.record_max_mib * 2**20), lock)
 
 

@@ -41,6 +41,7 @@ from moe_serve.errors import PeerError
 from moe_serve.log import get_logger
 
 log = get_logger(__name__)
+_WAITING_POLL_S = 0.005  # between two exchanges of ranks that wait for a lost one
 _MASKED_POLL_S = 0.002  # how often a masked rank checks whether the others regroup with it
 
 
@@ -91,7 +92,7 @@ class Engine:
     @property
     def has_work(self) -> bool:
         """Whether there is a reason for steps: requests, or experts that are to move."""
-        return self.scheduler.has_work or self.balancing.has_work
+        return self.scheduler.has_work or self.balancing.has_work or self.recovery.waits
 
     def request_stop(self) -> None:
         """Asks all ranks to end at the next step. Safe to call from a signal handler."""
@@ -103,8 +104,10 @@ class Engine:
         Raises PeerError when the ranks cannot go on without a lost one, and any error of the model: the launch is over.
         """
         self._started_s = time.monotonic()
+        if not self.recovery.begin(self._wait_masked):
+            return
         while True:
-            self._receive(self.mailbox.poll(0.0))
+            self._receive(self.mailbox.poll(_WAITING_POLL_S if self.recovery.waits else 0.0))
             self._keep_in_touch()
             try:
                 plan = self.run_step()
@@ -120,7 +123,7 @@ class Engine:
 
     def run_step(self) -> StepPlan:
         """Runs one step with all ranks, and returns its plan. Raises PeerError when one is lost: the step is void."""
-        proposal = self.scheduler.propose()
+        proposal = Proposal() if self.recovery.waits else self.scheduler.propose()
         self.watchdog.enter("the exchange", self.step)
         plan = self._exchange(proposal)
         self.watchdog.enter("the forward", self.step)

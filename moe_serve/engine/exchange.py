@@ -21,11 +21,14 @@ import torch.distributed as dist
 from moe_serve.dispatch.peer_calls import barrier, broadcast
 from moe_serve.dispatch.shm.channel import EPOCH_SHIFT
 from moe_serve.dispatch.shm.membership import Membership
+from moe_serve.dispatch.shm.shared_files import SharedFiles
 from moe_serve.engine.step import ROW_LENGTH, Int64Array, RankState
 from moe_serve.errors import ConfigError, PeerError
 
 _ALL_RANKS = slice(None)
 _LINE = 8  # int64 words of a cache line
+_BUFFER_WORDS = -(-(ROW_LENGTH + 1) // _LINE) * _LINE
+_FILE = "exchange"  # its name among shared files
 _SPINS = 200  # checks of a flag before the waiting rank yields its time slice
 _PID_CHECK_S = 0.02  # how often a waiting rank checks that its peers are alive
 _MEMBER_CHECK_S = 0.005  # the same where ranks can be masked; often enough for peers to see that it waits
@@ -106,13 +109,9 @@ class ShmExchange(Exchange):
 
     survives_lost_rank = True
 
-    def __init__(self, group: dist.ProcessGroup, deadline_s: float):
-        if platform.machine() not in ("x86_64", "AMD64"):
-            raise ConfigError(
-                f"engine.exchange: shm relies on the store order of x86-64 and this is {platform.machine()}; "
-                "set engine.exchange: gloo"
-            )
-        self._rank, self._num_ranks = group.rank(), group.size()
+    def __init__(self, page: mmap.mmap, rank: int, num_ranks: int, deadline_s: float):
+        """page: shared by all ranks, of `page_bytes`"""
+        self._rank, self._num_ranks = rank, num_ranks
         self._ranks = np.arange(self._num_ranks)
         self._deadline_s = deadline_s
         self._sequence = 0
@@ -122,14 +121,11 @@ class ShmExchange(Exchange):
         self._masked: Sequence[int] = ()
         self._check_s = _PID_CHECK_S
         self._missing: Sequence[int] = ()
-        buffer_words = -(-(ROW_LENGTH + 1) // _LINE) * _LINE
-        num_words = self._num_ranks * (_LINE + 2 * buffer_words)
-        self._map = _map_shared(group, num_words * 8)
-        words = np.frombuffer(self._map, dtype=np.int64)
+        self._map = page
+        words = np.frombuffer(page, dtype=np.int64)
         self._pids = words[: self._num_ranks * _LINE].reshape(self._num_ranks, _LINE)[:, 0]
-        self._buffers = words[self._num_ranks * _LINE :].reshape(self._num_ranks, 2, buffer_words)
+        self._buffers = words[self._num_ranks * _LINE :].reshape(self._num_ranks, 2, _BUFFER_WORDS)
         self._pids[self._rank] = os.getpid()
-        barrier(group)
         self._spins = _SPINS if self._num_ranks <= (os.cpu_count() or 1) else 1
 
     def follow(self, membership: Membership) -> None:
@@ -215,10 +211,12 @@ class ShmExchange(Exchange):
         self._map.close()
 
 
-def make_exchange(kind: str, group: dist.ProcessGroup, one_host: bool, deadline_s: float) -> Exchange:
+def make_exchange(
+    kind: str, group: dist.ProcessGroup, one_host: bool, deadline_s: float, files: SharedFiles | None = None
+) -> Exchange:
     """Returns the exchange of a kind: "gloo", "shm", or "auto" (shm where all ranks share an x86-64 host).
 
-    One rank exchanges nothing, whatever the kind.
+    One rank exchanges nothing, whatever the kind. files: keep the page for ranks that are started anew
     """
     if kind == "auto":
         kind = "shm" if one_host and platform.machine() in ("x86_64", "AMD64") else "gloo"
@@ -226,10 +224,35 @@ def make_exchange(kind: str, group: dist.ProcessGroup, one_host: bool, deadline_
         raise ConfigError("engine.exchange is shm but the ranks are on several hosts; set engine.exchange: gloo")
     if group.size() == 1:
         return OneRankExchange()
-    return ShmExchange(group, deadline_s) if kind == "shm" else GlooExchange(group, deadline_s)
+    if kind == "gloo":
+        return GlooExchange(group, deadline_s)
+    if platform.machine() not in ("x86_64", "AMD64"):
+        raise ConfigError(
+            f"engine.exchange: shm relies on the store order of x86-64 and this is {platform.machine()}; "
+            "set engine.exchange: gloo"
+        )
+    page = _map_shared(group, page_bytes(group.size()), files)
+    exchange = ShmExchange(page, group.rank(), group.size(), deadline_s)
+    barrier(group)  # all process ids are there
+    return exchange
 
 
-def _map_shared(group: dist.ProcessGroup, num_bytes: int) -> mmap.mmap:
+def open_exchange(files: SharedFiles, rank: int, num_ranks: int, deadline_s: float) -> ShmExchange:
+    """Returns the exchange of a rank that is started anew, beside others that serve. Raises PeerError."""
+    descriptor = files.open(_FILE, os.O_RDWR)
+    try:
+        page = mmap.mmap(descriptor, page_bytes(num_ranks))
+    finally:
+        os.close(descriptor)
+    return ShmExchange(page, rank, num_ranks, deadline_s)
+
+
+def page_bytes(num_ranks: int) -> int:
+    """Returns the size of the page of a `ShmExchange`."""
+    return 8 * num_ranks * (_LINE + 2 * _BUFFER_WORDS)
+
+
+def _map_shared(group: dist.ProcessGroup, num_bytes: int, files: SharedFiles | None) -> mmap.mmap:
     """Returns a zeroed mapping that all ranks of the group share. Its name is removed before this returns."""
     name = torch.tensor([secrets.randbits(62)], dtype=torch.int64)
     broadcast(name, group)
@@ -242,6 +265,8 @@ def _map_shared(group: dist.ProcessGroup, num_bytes: int) -> mmap.mmap:
         if group.rank() != 0:
             descriptor = os.open(path, os.O_RDWR)
         mapping = mmap.mmap(descriptor, num_bytes)
+        if files is not None:
+            files.keep(_FILE, descriptor)
         os.close(descriptor)
         barrier(group)
     finally:

@@ -77,10 +77,10 @@ def spareable_ranks(placement: Placement) -> list[int]:
     return list(range(placement.num_ranks)) if has_slots_without(placement, 1) else []
 
 
-def meaning_of_a_loss(placement: Placement) -> tuple[str, str]:
-    """Returns what the loss of one rank means for serving, and why."""
+def meaning_of_a_loss(placement: Placement, restarts: bool = False) -> tuple[str, str]:
+    """Returns what the loss of one rank means for serving, and why. restarts: a launcher starts it anew"""
     if not has_slots_without(placement, 1):
-        return "ends serving", _slots_without(placement, 1)
+        return "the others wait for a new one" if restarts else "ends serving", _slots_without(placement, 1)
     goes_on = "the others serve on without any"
     lost = {rank: len(placement.without_ranks([rank])[1]) for rank in range(placement.num_ranks)}
     most = max(lost.values())

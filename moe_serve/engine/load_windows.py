@@ -147,6 +147,11 @@ class LoadWindows:
                 self._window.append(window)
             self._closed = []
 
+    def begin_anew(self, rank: int) -> None:
+        """A new process takes the place of a lost rank: it counts from 0 on."""
+        if self._recorder is not None:
+            self._recorder.begin_anew(rank)
+
     def rejoin(self, first_step: int) -> None:
         """Begins the record of a rank that rejoins at first_step, where the other ranks' record begins."""
         if self._recorder is not None:

@@ -108,7 +108,7 @@ class Hello(Message, tag="hello", frozen=True):
 
     num_reconnects: how often its connection was cut; each time it has dropped its requests
     restarts_left:  how often its launcher starts all ranks again when this launch is lost
-    is_ready:       `Ready` follows
+    is_ready:       `Ready` follows;  num_before: processes that were this rank before, in the same launch
     """
 
     rank: int
@@ -119,6 +119,7 @@ class Hello(Message, tag="hello", frozen=True):
     num_reconnects: int = 0
     restarts_left: int = 0
     is_ready: bool = False
+    num_before: int = 0
 
 
 class Progress(Message, tag="progress", frozen=True):
@@ -193,11 +194,11 @@ class Pulse(Message, tag="pulse", frozen=True):
 class Members(Message, tag="members", frozen=True):
     """The ranks that take part have changed; every one of them reports it. A masked rank holds no requests any more.
 
-    group_epoch:    counts the groups; the highest one holds
-    members:        ranks that take part, ascending
-    reason:         why this rank regrouped
+    group_epoch:  counts the groups; the highest one holds;  members: ranks that take part, ascending
+    reason:       why this rank regrouped
     times_masked: how often this rank was masked; it dropped its requests each time, whether or not others noticed
-    ended:          masked ranks whose processes have ended; the other masked ranks were late and may rejoin
+    ended:        masked ranks whose processes have ended; the other masked ranks were late and may rejoin
+    waits:        the members keep their requests, and compute nothing until a masked rank rejoins
     """
 
     rank: int
@@ -207,6 +208,7 @@ class Members(Message, tag="members", frozen=True):
     reason: str
     times_masked: int = 0
     ended: list[int] = []
+    waits: bool = False
 
 
 class Answer(Message, tag="answer", frozen=True):

@@ -94,6 +94,12 @@ class ServedModel:
         """Drops the counts of an unfinished step, and the load records that some rank may lack."""
         self.windows.void()
 
+    def rejoin(self, first_step: int) -> None:
+        """Begins the load record, and goes on with the trace, at the step where this rank rejoins the others."""
+        self.windows.rejoin(first_step)
+        if self.trace is not None:
+            self.trace.rejoin(first_step)
+
     def activate(self, placement: Placement) -> None:
         """Serves with another placement of the same shape from the next step on; its experts are in their slots."""
         self.replica_map.activate(placement)

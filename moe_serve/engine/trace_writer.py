@@ -34,6 +34,10 @@ class TraceWriter:
         self._write(lambda: self._trace.add(record))
         self._next_step = record.first_step + record.num_steps
 
+    def rejoin(self, step: int) -> None:
+        """Goes on at a step: this rank has not heard of the records before."""
+        self._next_step = step
+
     def event(self, name: str, step: int, **fields: Any) -> None:
         """Writes what happened at a step if this rank is the one that writes. fields: JSON values"""
         self._write(lambda: self._trace.event(name, step, **fields))

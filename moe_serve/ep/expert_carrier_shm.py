@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from moe_serve.dispatch.base import EpGroup
-from moe_serve.dispatch.shm.memory import SegmentUse, ShmMemory, share_regions
+from moe_serve.dispatch.shm.memory import SegmentUse, ShmMemory, open_regions, share_regions
 from moe_serve.dispatch.shm.region import LINE_BYTES, Int64Array
 from moe_serve.ep.expert_transfer import IncomingExpert, OutgoingExpert, Transfers
 
@@ -28,7 +28,7 @@ USE = SegmentUse(
 )
 PIECE_BYTES = 1 << 16  # the least that a turn moves: some 50 us, most of which the calls take in smaller ones
 _LINE_WORDS = LINE_BYTES // 8
-_TICKET, _ROUND = 0, 1  # words of the first line: what this rank waits for; no ticket = 0
+_TICKET, _ROUND, _LAST = 0, 1, 2  # words of the first line: what this rank waits for; no ticket = 0; its last ticket
 _FOR, _PUBLISHED, _CHECKSUM = 0, 1, 2  # words of a line of the send buffer: ticket, number of pieces, two of the sum
 
 
@@ -42,7 +42,8 @@ class ShmCarrier:
         self._segments = [_Segment(memory.region(r), slot_bytes, staging_slots) for r in range(memory.num_ranks)]
         self._own = self._segments[self._rank]
         self._round_id = 0
-        self._ticket = self._rank + 1
+        self._ticket = max(self._rank + 1, self._own.last_ticket)  # a process that died may have had this segment
+        self._own.show_ticket(0, 0)
         self._sends: list[_Send] = []
         self._receives: list[_Receive] = []
 
@@ -87,9 +88,15 @@ class _Segment:
         self._words: Int64Array = region[:head].view(torch.int64).numpy()
         self.data = region[head : head + staging_slots * slot_bytes].view(staging_slots, slot_bytes)
 
+    @property
+    def last_ticket(self) -> int:
+        """The highest ticket that was shown here, 0 = none."""
+        return int(self._words[_LAST])
+
     def show_ticket(self, ticket: int, round_id: int) -> None:
         """Called by the owner."""
         self._words[_TICKET] = 0
+        self._words[_LAST] = max(ticket, self.last_ticket)
         self._words[_ROUND] = round_id
         self._words[_TICKET] = ticket
 
@@ -164,10 +171,14 @@ def region_bytes(slot_bytes: int, staging_slots: int) -> int:
 
 
 def make_shm_carrier(group: EpGroup, slot_bytes: int, staging_slots: int) -> ShmCarrier:
-    """Maps the segments of a group; a collective call.
+    """Maps the segments of a group; a collective call, unless this rank joins later.
 
     Raises CapacityError when shared memory is too small.
     """
-    assert group.process_group is not None, "shared memory is mapped over a process group"
-    memory = share_regions(group.process_group, region_bytes(slot_bytes, staging_slots), USE)
+    num_bytes = region_bytes(slot_bytes, staging_slots)
+    if group.files is not None and group.files.is_newcomer:
+        memory = open_regions(group.files, group.rank, group.num_ranks, num_bytes, USE)
+    else:
+        assert group.process_group is not None, "shared memory is mapped over a process group"
+        memory = share_regions(group.process_group, num_bytes, USE, group.files)
     return ShmCarrier(memory, slot_bytes, staging_slots)

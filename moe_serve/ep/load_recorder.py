@@ -111,6 +111,11 @@ class LoadRecorder:
         self._has_rejoined = True
         self.confirm()
 
+    def begin_anew(self, rank: int) -> None:
+        """Expects counts from 0 on of a rank that is a new process. Needs `gather`."""
+        for reported in (self._reported, self._confirmed[0]):
+            reported[rank] = 0
+
     def take(self, begins_anew: bool = True) -> NDArray[np.int64]:
         """Returns the load of each rank since the last take, [L, R, E] int64. All ranks call it between two steps.
 

@@ -6,13 +6,15 @@ The ranks end with this process. Torch-free.
 import asyncio
 import atexit
 import threading
+import time
 from collections.abc import Awaitable
 from typing import TypeVar
 
 from moe_serve.config import ServeConfig
-from moe_serve.engine.messages import Progress, Ready, ToFrontEnd
+from moe_serve.engine.messages import Members, Progress, Ready, ToFrontEnd
 from moe_serve.launcher.display import StartDisplay
-from moe_serve.launcher.local import LocalRanks
+from moe_serve.launcher.local import Death, LocalRanks
+from moe_serve.launcher.newcomers import Newcomers
 from moe_serve.launcher.restarts import Restarts
 from moe_serve.links.folder import OwnFolder
 from moe_serve.links.link import Link
@@ -41,6 +43,7 @@ class BackgroundRanks:
         self.bridge = Bridge(config, tokenizer, self._observe, Link(folder=self._folder.path))
         self.ranks: LocalRanks | None = None
         self._watch: asyncio.Task[None] | None = None
+        self._newcomers = Newcomers(config)
         self._has_started = False  # ranks that are lost earlier are not started again
         self._display = StartDisplay(config.parallel.num_ranks) if progress else None
         self._loop = asyncio.new_event_loop()
@@ -100,15 +103,31 @@ class BackgroundRanks:
                 if not death.was_killed:
                     await asyncio.sleep(_EXIT_REPORT_S)
                 last_words = f"; its last words: {death.last_lines[-1]}" if death.last_lines else ""
-                self.bridge.lose_rank(death.rank, f"{death}{last_words}")
+                self.bridge.report_loss(f"{death}{last_words}", death.rank)
+                self._newcomers.ended(death)
+            for death in self._newcomers.due():
+                self._start_anew(death, ranks, restarts)
+            failed = self._newcomers.failed(time.monotonic())
+            if failed is not None and self.bridge.workers.loss is None:
+                self.bridge.report_loss(failed.reason)
             loss = self.bridge.workers.loss
             if loss is None or not self._has_started or self.bridge.workers.launch_id != ranks.launch_id:
                 continue
             if not restarts.note_loss(loss):
                 self.bridge.give_up(f"{loss}; {' '.join(restarts.report())}")
                 return
-            await asyncio.to_thread(ranks.end, _LOSS_GRACE_S)
+            await asyncio.to_thread(ranks.end, 0.0 if failed is not None else _LOSS_GRACE_S)
+            self._newcomers = Newcomers(ranks.config)
             ranks.start()
+
+    def _start_anew(self, death: Death, ranks: LocalRanks, restarts: Restarts) -> None:
+        """Starts one rank beside the others; where that is no use, or too often, they serve on alone, or end."""
+        if death.code != 2 and restarts.is_one_left:
+            restarts.note_loss(str(death))
+            ranks.start_anew(death.rank)
+            self._newcomers.started(death.rank, time.monotonic())
+        elif self._newcomers.others_wait:
+            self.bridge.report_loss(str(death))
 
     async def _stop(self) -> None:
         if self._watch is not None:
@@ -118,6 +137,8 @@ class BackgroundRanks:
             await asyncio.to_thread(self.ranks.end, _END_GRACE_S)
 
     def _observe(self, message: ToFrontEnd) -> None:
+        if isinstance(message, Members):
+            self._newcomers.regrouped(message)
         if self._display is None:
             return
         match message:

@@ -17,6 +17,7 @@ from moe_serve.config import ServeConfig
 from moe_serve.dispatch.base import EpGroup
 from moe_serve.dispatch.peer_calls import all_gather
 from moe_serve.dispatch.shm.memory import host_mark
+from moe_serve.dispatch.shm.shared_files import SharedFiles
 from moe_serve.errors import LaunchError
 from moe_serve.launcher.rank_env import RankEnv, interface_towards
 
@@ -84,10 +85,11 @@ def join_groups(env: RankEnv, config: ServeConfig, device: torch.device, store: 
     assert patient is not None
     hosts = gather_bytes(host_mark().encode(), patient)
     process_group = rows if env.num_ranks > 1 else None
+    files = None if env.num_before is None else SharedFiles()
     return Groups(
         env=env,
         mesh=mesh,
-        ep=EpGroup(mesh.ep_rank(env.rank), mesh.num_ranks, device, process_group, count_nodes(hosts)),
+        ep=EpGroup(mesh.ep_rank(env.rank), mesh.num_ranks, device, process_group, count_nodes(hosts), files),
         control=control,
         patient=patient,
         one_host=len(set(hosts)) == 1,

@@ -12,6 +12,8 @@ from moe_serve.config import ServeConfig
 from moe_serve.engine.messages import Fatal, Members, Progress, Ready, ToFrontEnd
 from moe_serve.launcher.display import StartDisplay
 from moe_serve.launcher.local import Death, LocalRanks
+from moe_serve.launcher.newcomers import Newcomers
+from moe_serve.launcher.restarts import Restarts
 from moe_serve.server.rank_link import SUPERVISOR
 
 _EXIT_SEEN_S = 0.3  # peers may miss a process this long before its parent knows how it ended
@@ -20,10 +22,14 @@ _OWN_REPORT_S = 1.0  # a rank that exits by itself has reported why; wait so lon
 
 @dataclass(frozen=True)
 class Loss:
-    """Why a launch is over. cause: the process that ended first; None: all still run, but cannot go on"""
+    """Why a launch is over. cause: the process that ended first; None: all still run, but cannot go on
+
+    others_run: ranks that are left do not end by themselves
+    """
 
     cause: Death | None
     reported: str | None
+    others_run: bool = False
 
     def __str__(self) -> str:
         reported = self.reported if self.cause is None or self.reported != str(self.cause) else None
@@ -43,7 +49,7 @@ class Loss:
 
 @dataclass(frozen=True)
 class _Masked:
-    """A rank that the others serve without. serving: which ranks go on, in words"""
+    """A rank that the others serve without. serving: which ranks go on, or wait, in words"""
 
     since_s: float
     reason: str
@@ -53,14 +59,25 @@ class _Masked:
 class LaunchWatch:
     """One launch, from its start to its loss.
 
-    report: tells the front end that a rank's process has ended
+    restarts: counts how often a rank is started anew, and how often all are
+    report:   tells the front end (why, rank) that a rank's process has ended; SUPERVISOR: the launch is over
     """
 
-    def __init__(self, config: ServeConfig, display: StartDisplay, ranks: LocalRanks, report: Callable[[Death], None]):
+    def __init__(
+        self,
+        config: ServeConfig,
+        display: StartDisplay,
+        ranks: LocalRanks,
+        restarts: Restarts,
+        report: Callable[[str, int], None],
+    ):
         self._num_ranks = config.parallel.num_ranks
         self._display = display
         self._ranks = ranks
+        self._restarts = restarts
         self._report = report
+        self._newcomers = Newcomers(config)
+        self._not_replaced: Death | None = None  # of a rank without which the others cannot serve
         self._ready: set[int] = set()
         self._fatal: str | None = None  # why the launch is over, as the front end reports it
         self._blamed: int = SUPERVISOR  # the rank that ended it; SUPERVISOR: not known
@@ -94,6 +111,13 @@ class LaunchWatch:
     def find_loss(self) -> Loss | None:
         """Returns why this launch is over, once that is known as well as it will be; None while it lives."""
         self._notice_deaths()
+        failed = self._newcomers.failed(time.monotonic())
+        if self._fatal is None and failed is not None:
+            self._report(failed.reason, SUPERVISOR)
+            return Loss(None, failed.reason, others_run=True)
+        if self._fatal is None and self._not_replaced is not None:
+            self._report(str(self._not_replaced), SUPERVISOR)
+            return Loss(self._not_replaced, None, others_run=True)
         if self.is_ready and self._may_go_on and self._fatal is None:
             return None
         if not (self._deaths or self._fatal):
@@ -112,13 +136,34 @@ class LaunchWatch:
         if half_known and not (cause and cause.was_killed) and now_s - self._lost_at_s < _OWN_REPORT_S:
             return None  # the rest is still to come: the rank's own report, or how it ended
         if self._fatal is None and cause is not None:
-            self._report(cause)
+            self._report(str(cause), cause.rank)
         return Loss(cause, self._fatal)
+
+    def start_lost_ranks(self) -> None:
+        """Starts ranks whose processes have ended anew, beside the others that have masked them."""
+        for death in self._newcomers.due():
+            self._print_masked(at_once=True)
+            if death.code != 2 and self._restarts.is_one_left:
+                self._restarts.note_loss(str(death))
+                self._ranks.start_anew(death.rank)
+                self._newcomers.started(death.rank, time.monotonic())
+                text = f"rank {death.rank} is started again, alone ({self._restarts.describe()})"
+                self._display.note(text, style="yellow")
+            elif self._newcomers.others_wait:
+                self._not_replaced = death
+            else:
+                why = "a setting must be corrected first" if death.code == 2 else "it was lost too often"
+                self._display.note(f"rank {death.rank} is not started again: {why}; the others serve on", style="red")
 
     def _regroup(self, message: Members) -> None:
         """Notes which ranks are masked, and prints which rejoin."""
+        self._newcomers.regrouped(message)
         members = ", ".join(map(str, message.members))
-        serving = f"ranks {members} serve" if len(message.members) > 1 else f"rank {members} serves"
+        are_many = len(message.members) > 1
+        serving = f"ranks {members} serve" if are_many else f"rank {members} serves"
+        goes_on = f"{serving} on with its requests"
+        if message.waits:
+            goes_on = f"ranks {members} wait for it" if are_many else f"rank {members} waits for it"
         for rank in range(self._num_ranks):
             if rank in self._masked and rank in message.members:
                 self._print_masked(at_once=True)
@@ -126,7 +171,7 @@ class LaunchWatch:
                 self._display.note(f"rank {rank} rejoined; {serving}", style="green")
             elif rank not in self._masked and rank not in message.members:
                 self._masked.add(rank)
-                self._unprinted[rank] = _Masked(time.monotonic(), message.reason, serving)
+                self._unprinted[rank] = _Masked(time.monotonic(), message.reason, goes_on)
 
     def _print_masked(self, at_once: bool = False) -> None:
         """Prints which ranks are masked, and how they ended; peers may notice a loss before this process does."""
@@ -137,14 +182,15 @@ class LaunchWatch:
             del self._unprinted[rank]
             self._deaths = [death for death in self._deaths if death.rank != rank]
             reason = ends[0] if ends else f"rank {rank} is masked ({masked.reason})"
-            self._display.note(f"{reason}; {masked.serving} on with its requests", style="yellow")
+            self._display.note(f"{reason}; {masked.serving}", style="yellow")
 
     def _notice_deaths(self) -> None:
         for death in self._ranks.deaths():
+            self._newcomers.ended(death)
             if death.rank in self._masked and death.rank not in self._unprinted:
                 self._display.note(f"{death}; it was masked already", style="yellow")
                 continue
             self._deaths.append(death)
             if self.is_ready and self._may_go_on:  # the answer is Members or Fatal, within the ranks' deadlines
-                self._report(death)
+                self._report(str(death), death.rank)
         self._print_masked()

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from moe_serve.child_process import describe_exit
 from moe_serve.config import ServeConfig
-from moe_serve.launcher.rank_env import STORE
+from moe_serve.launcher.rank_env import NUM_BEFORE, STORE
 from moe_serve.links.link import SOCKETS
 from moe_serve.links.token import TOKEN
 
@@ -142,6 +142,7 @@ class LocalRanks:
         self._module = module
         self.folder = folder
         self._reported: set[int] = set()
+        self._num_before: list[int] = []  # by rank: processes that ended in this launch
         self.launch_id = 0
         self.children: list[Child] = []
 
@@ -154,22 +155,33 @@ class LocalRanks:
         """Starts one process for each rank; again, after `end`, as a new launch."""
         self.config_file.write_text(self.config.to_yaml(), encoding="utf-8")
         self.launch_id = new_launch_id()
-        self.children, self._reported = [], set()
-        store = self.folder / f"store-{self.launch_id:x}"  # a new one at each start
         num_ranks = self.config.parallel.num_ranks
+        self._reported, self._num_before = set(), [0] * num_ranks
+        self.children = []
         for rank in range(num_ranks):
-            environ = child_environment(self.folder) | {
-                "RANK": str(rank),
-                "LOCAL_RANK": str(rank),
-                "WORLD_SIZE": str(num_ranks),
-                "LOCAL_WORLD_SIZE": str(num_ranks),
-                STORE: str(store),
-                "MOE_SERVE_LAUNCH_ID": str(self.launch_id),
-                "MOE_SERVE_RESTARTS_LEFT": str(self.config.launcher.max_restarts),
-            }
-            arguments = ["--config", str(self.config_file)]
-            child = Child(f"rank {rank}", self._module, arguments, environ, self._on_line)
-            self.children.append(child)
+            self.children.append(self._start(rank))
+
+    def start_anew(self, rank: int) -> None:
+        """Starts one rank whose process has ended, beside the others of its launch."""
+        self.children[rank].finish()
+        self._reported.discard(rank)
+        self._num_before[rank] += 1
+        self.children[rank] = self._start(rank)
+
+    def _start(self, rank: int) -> Child:
+        num_ranks, max_restarts = self.config.parallel.num_ranks, self.config.launcher.max_restarts
+        environ = child_environment(self.folder) | {
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank),
+            "WORLD_SIZE": str(num_ranks),
+            "LOCAL_WORLD_SIZE": str(num_ranks),
+            STORE: str(self.folder / f"store-{self.launch_id:x}"),  # a new one for each launch
+            "MOE_SERVE_LAUNCH_ID": str(self.launch_id),
+            "MOE_SERVE_RESTARTS_LEFT": str(max_restarts),
+        }
+        if max_restarts:
+            environ[NUM_BEFORE] = str(self._num_before[rank])
+        return Child(f"rank {rank}", self._module, ["--config", str(self.config_file)], environ, self._on_line)
 
     def deaths(self) -> list[Death]:
         """Returns the ranks that ended since the last call. Those that were killed come first, as the likely cause."""

@@ -148,8 +148,10 @@ def leave(store: Store, env: RankEnv, name: str) -> None:
         time.sleep(_POLL_S)
 
 
-def check_facts(store: Store, env: RankEnv, find: Callable[[], Sequence[Fact]], deadline_s: float) -> None:
-    """Raises ConfigError on every rank, naming the first fact in which ranks differ, unless all have the same ones.
+def check_facts(store: Store, env: RankEnv, find: Callable[[], Sequence[Fact]], deadline_s: float) -> Sequence[Fact]:
+    """Returns the facts that all ranks have in common.
+
+    Raises ConfigError on every rank, naming the first fact in which ranks differ, unless all have the same ones.
 
     find: returns this rank's facts; where it raises, the other ranks end with its error too, and do not wait
     """
@@ -169,6 +171,7 @@ def check_facts(store: Store, env: RankEnv, find: Callable[[], Sequence[Fact]], 
     if message is not None:
         leave(store, env, "facts")
         raise ConfigError(message)
+    return facts
 
 
 def _wait_for_all(at: Store, env: RankEnv, what: str, deadline_s: float) -> None:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from moe_serve.errors import LaunchError
 
 STORE = "MOE_SERVE_STORE"  # the environment variable by which our own launcher names the file
+NUM_BEFORE = "MOE_SERVE_NUM_BEFORE"  # set by a launcher that starts a lost rank anew alone
 _MPI_MARKS = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK")
 
 
@@ -23,6 +24,7 @@ class RankEnv:
     restarts_left: how often the launcher starts all ranks again when one is lost
     source:        the launcher, in words
     store_file:    through which the ranks meet; "": at the master's address
+    num_before:    processes that were this rank before in this launch; None: no lost rank is started anew alone
     """
 
     rank: int
@@ -35,6 +37,7 @@ class RankEnv:
     source: str
     restarts_left: int = 0
     store_file: str = ""
+    num_before: int | None = None
 
     @property
     def store(self) -> str:
@@ -102,6 +105,7 @@ def _from_torchrun(environ: Mapping[str, str]) -> RankEnv:
         launch_id=_number(environ, "MOE_SERVE_LAUNCH_ID", "moe-serve", default=0),
         restarts_left=_restarts_left(environ),
         store_file=environ.get(STORE, ""),
+        num_before=_number(environ, NUM_BEFORE, "moe-serve") if NUM_BEFORE in environ else None,
         source="torchrun" if "TORCHELASTIC_RUN_ID" in environ else "the launcher",
     )
 

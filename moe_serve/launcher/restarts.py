@@ -8,7 +8,7 @@ from moe_serve.config import LauncherConfig
 
 
 class Restarts:
-    """Counts the losses of all ranks: after `max_restarts` restarts within the window, the next loss is the end.
+    """Counts losses, of one rank or of all: after `max_restarts` restarts within the window, the next loss is the end.
 
     clock: seconds, in which the window is measured
     """
@@ -19,10 +19,15 @@ class Restarts:
         self._losses: deque[tuple[float, str, str]] = deque(maxlen=config.max_restarts + 1)  # (seconds, at, reason)
 
     def note_loss(self, reason: str) -> bool:
-        """Notes that the ranks were lost; returns whether they are to be started again."""
+        """Notes that a rank, or all, were lost; returns whether they are to be started again."""
         now_s = self._clock()
         self._losses.append((now_s, time.strftime("%H:%M:%S"), reason))
         return self.num_recent <= self._config.max_restarts
+
+    @property
+    def is_one_left(self) -> bool:
+        """Whether another loss within the window is followed by a restart."""
+        return self.num_recent < self._config.max_restarts
 
     @property
     def num_recent(self) -> int:

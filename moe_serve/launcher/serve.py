@@ -10,34 +10,28 @@ front end refused this rank, 2 for a setting to correct.
 
 import contextlib
 import os
-import signal
 import socket
 import sys
 import threading
 import time
-from dataclasses import replace
 from pathlib import Path
-from types import FrameType
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from moe_serve.config import ServeConfig, load_config
 from moe_serve.engine.mailbox import ZmqMailbox
-from moe_serve.engine.messages import Fatal, Goodbye, Hello, Progress, Pulse, Ready
-from moe_serve.engine.watchdog import Watchdog, WatchLimits
+from moe_serve.engine.messages import Fatal, Goodbye
 from moe_serve.errors import ConfigError, LostConnectionError, MoeServeError, PeerError
 from moe_serve.kernels.cpu.library import build_cpu_library
-from moe_serve.launcher.facts import facts_of, front_end_facts
 from moe_serve.launcher.preflight import look_where_to_write
 from moe_serve.launcher.rank_env import RankEnv, check_num_ranks, read_rank_env
+from moe_serve.launcher.rank_start import RankStart
 from moe_serve.links.link import find_link
-from moe_serve.links.newcomers import shut_out_newcomers
 from moe_serve.log import configure_logging, get_logger
 
 if TYPE_CHECKING:
     from moe_serve.engine.engine import Engine
-    from moe_serve.launcher.groups import Groups
 
 log = get_logger(__name__)
 app = typer.Typer(add_completion=False)
@@ -78,7 +72,7 @@ def run_worker(config: ServeConfig, env: RankEnv) -> int:
         log.error("%s", error)
         return 2
     engine: Engine | None = None
-    start = _Start(config, env, mailbox)
+    start = RankStart(config, env, mailbox)
     code = 0
     try:
         engine = start.run()
@@ -138,123 +132,6 @@ def limit_threads(config: ServeConfig, env: RankEnv) -> int:
     return threads
 
 
-class _Start:
-    """The way of one rank to its first step, phase by phase; each is shown to the front end and watched.
-
-    env: with the id of the launch, once the ranks have met
-    """
-
-    def __init__(self, config: ServeConfig, env: RankEnv, mailbox: ZmqMailbox):
-        self.env = env
-        self._config = config
-        self._mailbox = mailbox
-        self._watchdog = _start_watchdog(config, env)
-
-    def report(self, phase: str, fraction: float) -> None:
-        self._watchdog.enter(phase)
-        if self.env.launch_id:  # before the ranks meet, the front end cannot know whose phase this is
-            self._mailbox.send(Progress(self.env.rank, self.env.launch_id, phase, fraction))
-
-    def run(self) -> "Engine":
-        """Returns the engine, ready to run: groups joined, weights loaded, one empty step done."""
-        started_s = time.monotonic()
-        if self.env.launch_id:
-            self._say_hello()
-        self.report("importing torch", 0.0)
-        import torch
-
-        torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
-        groups = self._meet()
-        engine = _build_engine(self._config, groups, self._mailbox, self.report)
-        self.report("waiting for the other ranks", 1.0)
-        from moe_serve.dispatch.peer_calls import barrier
-
-        barrier(groups.patient)
-        self.report("warming up", 0.0)
-        engine.served.warm_up()
-        barrier(groups.patient)  # by now every rank has made all connections of its groups, and to the store
-        shut_out_newcomers(self._mailbox.wake_ports)
-        engine.served.info["start_s"] = round(time.monotonic() - started_s, 3)
-        _end_on_signals(engine)
-        self._watchdog.leave()
-        engine.watchdog.start()
-        rank, launch_id = self.env.rank, self.env.launch_id
-        self._mailbox.start_pulse(lambda: Pulse(rank, launch_id, engine.step, engine.watchdog.phase))
-        self._mailbox.send(Ready(rank, launch_id, engine.served.limits, engine.served.info))
-        return engine
-
-    def _meet(self) -> "Groups":
-        """Agrees with the other ranks on the launch and on what all must have in common, and joins them."""
-        from moe_serve.launcher.groups import device_of, gather_bytes, join_groups
-        from moe_serve.launcher.meeting import agree_on_launch, check_facts, open_store, store_of_launch
-
-        self.report("joining the ranks", 0.0)
-        config, deadline_s = self._config, self._config.server.attach_deadline_s
-        device = device_of(self.env, config)
-        store = open_store(self.env, deadline_s)
-        launch_id = agree_on_launch(store, self.env, deadline_s)
-        if not self.env.launch_id:
-            self.env = replace(self.env, launch_id=launch_id)
-            self._say_hello()
-            self.report("joining the ranks", 0.5)
-        env, store = self.env, store_of_launch(store, launch_id)
-        check_facts(store, env, lambda: facts_of(config, device.type), deadline_s)
-        groups = join_groups(env, config, device, store)
-        addresses = gather_bytes(self._mailbox.wake_address.encode(), groups.patient)
-        self._mailbox.connect_peers([address.decode() for rank, address in enumerate(addresses) if rank != env.rank])
-        return groups
-
-    def _say_hello(self) -> None:
-        env = self.env
-        hello = Hello(
-            env.rank,
-            env.num_ranks,
-            env.launch_id,
-            os.getpid(),
-            socket.gethostname(),
-            restarts_left=env.restarts_left,
-        )
-        self._mailbox.send(hello)
-
-
-def _start_watchdog(config: ServeConfig, env: RankEnv) -> Watchdog:
-    """Returns what names a phase of the start that takes long, and ends this rank where one stands still."""
-
-    def give_up(text: str) -> None:
-        log.error("%s, longer than server.attach_deadline_s; this rank ends", text)
-        os._exit(1)
-
-    # The waits for other ranks end by themselves at the deadline, and say more.
-    deadline_s = config.server.attach_deadline_s
-    limits = WatchLimits(min(30.0, deadline_s / 4), deadline_s / 2, deadline_s + 10)
-    watchdog = Watchdog(f"rank {env.rank}", limits, give_up=give_up)
-    watchdog.start()
-    return watchdog
-
-
-def _build_engine(config: ServeConfig, groups: "Groups", mailbox: ZmqMailbox, report: "Report") -> "Engine":
-    from moe_serve.engine.build import build_engine
-    from moe_serve.engine.exchange import make_exchange
-
-    exchange = make_exchange(config.engine.exchange, groups.control, groups.one_host, config.engine.step_deadline_s)
-    engine = build_engine(config, groups.ep, exchange, mailbox, launch_id=groups.env.launch_id, progress=report)
-    engine.served.info |= {"exchange": type(exchange).__name__, "launched_by": groups.env.source}
-    engine.served.info["shared_with_front_end"] = front_end_facts(config)
-    return engine
-
-
-def _end_on_signals(engine: "Engine") -> None:
-    """Makes SIGINT and SIGTERM end all ranks at the next step; a second signal ends this rank at once."""
-
-    def ask(signum: int, frame: FrameType | None) -> None:
-        if engine.stopping:
-            os._exit(128 + signum)
-        engine.request_stop()
-
-    signal.signal(signal.SIGINT, ask)
-    signal.signal(signal.SIGTERM, ask)
-
-
 def _dead_peer(engine: "Engine | None") -> int:
     """Returns the rank whose death explains a lost connection, -1 = unknown."""
     if engine is not None:
@@ -289,11 +166,6 @@ def _own_address(front_end_host: str) -> str:
     except OSError:
         return "127.0.0.1"
 
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    Report = Callable[[str, float], None]
 
 if __name__ == "__main__":
     app()

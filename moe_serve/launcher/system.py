@@ -2,8 +2,9 @@
 
 The parent only supervises. It receives the ranks' progress from the front end (as supervisor, see server/rank_link.py),
 notices first when a process ends, reports it to the front end, and shuts everything down in order: no new calls, then
-the ranks, then whatever is left. Where the ranks cannot go on without a lost one, it starts all of them again, and the
-front end submits the open requests to the new ones; after too many losses it ends with a report.
+the ranks, then whatever is left. A rank that was killed is started again beside the others. Where that fails, and where
+the ranks cannot go on at all, it starts all of them again, and the front end submits the open requests to the new ones;
+after too many losses it ends with a report.
 """
 
 import contextlib
@@ -22,7 +23,7 @@ from moe_serve.config import ServeConfig, ServerConfig
 from moe_serve.engine.messages import Fatal, Hello, decode_to_front_end, encode
 from moe_serve.launcher.display import StartDisplay
 from moe_serve.launcher.launch_watch import LaunchWatch, Loss
-from moe_serve.launcher.local import WORKER, Child, Death, LocalRanks, child_environment
+from moe_serve.launcher.local import WORKER, Child, LocalRanks, child_environment
 from moe_serve.launcher.preflight import has_tokenizer
 from moe_serve.launcher.restarts import Restarts
 from moe_serve.links.folder import OwnFolder
@@ -90,7 +91,7 @@ class _System:
 
     def begin_launch(self) -> None:
         """Begins to watch ranks that are about to start."""
-        self._launch = LaunchWatch(self.config, self.display, self.ranks, self._report_death)
+        self._launch = LaunchWatch(self.config, self.display, self.ranks, self._restarts, self._report_loss)
         self._launched_s, self._is_announced = time.monotonic(), False
 
     def start_front_end(self, http_fd: int) -> None:
@@ -122,6 +123,8 @@ class _System:
                 loss = self._launch.find_loss()  # a rank that ends with 0 at the end of a drain is none
                 if loss is not None:
                     self._start_again(loss)
+                else:
+                    self._launch.start_lost_ranks()
             assert self._front_end is not None
             code = self._front_end.code
             if code is not None and not self.stop_signals:
@@ -158,8 +161,8 @@ class _System:
         prompt = '{"text": "def "}' if has_tokenizer(self.config) else '{"input_ids": [5, 6, 7]}'
         self.display.note(f"  try: curl {address}/generate -H 'content-type: application/json' -d '{prompt}'")
 
-    def _report_death(self, death: Death) -> None:
-        self._socket.send(encode(Fatal(SUPERVISOR, self.ranks.launch_id, str(death), death.rank)))
+    def _report_loss(self, reason: str, rank: int) -> None:
+        self._socket.send(encode(Fatal(SUPERVISOR, self.ranks.launch_id, reason, rank)))
 
     def _start_again(self, loss: Loss) -> None:
         """Prints why the ranks are lost, and starts them again. Raises _Ended where that is no use, or too often."""
@@ -173,7 +176,7 @@ class _System:
             for line in self._restarts.report():
                 self.display.note(line, style="red")
             raise _Ended(1)
-        self.ranks.end(_LOSS_GRACE_S)
+        self.ranks.end(0.0 if loss.others_run else _LOSS_GRACE_S)
         if not self.stop_signals:
             self.display.note(f"the ranks are started again ({self._restarts.describe()})", style="yellow")
             self.ranks.start()

@@ -18,7 +18,7 @@ from moe_serve.links.link import Link
 from moe_serve.server.admission import Admission, Load, Queue
 from moe_serve.server.commands import Command
 from moe_serve.server.open_request import Changes, OpenRequest, RequestSpec, UnavailableError
-from moe_serve.server.rank_link import Observer, RankLink
+from moe_serve.server.rank_link import SUPERVISOR, Observer, RankLink
 
 _DEADLINE_LOOK_S = 0.05  # between two looks for requests that have taken too long
 _LOOK_S = 0.02  # between two looks whether the last request has ended
@@ -142,9 +142,9 @@ class Bridge:
         self._link.restart.give_up()
         self._book.fail_all(reason)
 
-    def lose_rank(self, rank: int, reason: str) -> None:
-        """Reports the end of a rank's process, for a caller who watches the processes."""
-        self._link.lose(rank, reason)
+    def report_loss(self, reason: str, rank: int = SUPERVISOR) -> None:
+        """Reports the end of a rank's process, for a caller who watches the processes; SUPERVISOR: that of all."""
+        self._link.report_loss(reason, rank)
 
     @property
     def num_open(self) -> int:

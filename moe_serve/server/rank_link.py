@@ -43,11 +43,12 @@ from moe_serve.links.link import Link, find_link
 from moe_serve.log import RareWarnings, get_logger
 from moe_serve.server.balance import BalanceBook
 from moe_serve.server.commands import CommandBook
+from moe_serve.server.rank_view import RankView
 from moe_serve.server.request_book import RequestBook
 from moe_serve.server.restart_wait import RestartWait
 from moe_serve.server.router_socket import RouterSocket
 from moe_serve.server.silence import Silence
-from moe_serve.server.workers import RankView, WorkerTable
+from moe_serve.server.workers import WorkerTable
 
 log = get_logger(__name__)
 
@@ -127,10 +128,10 @@ class RankLink:
             return True
         return False
 
-    def lose(self, rank: int, reason: str) -> None:
-        """A rank is gone. If the others may go on without it, they are about to report whether they do."""
-        if not self.workers.can_spare(rank):
-            self._end_launch(reason, rank)
+    def report_loss(self, reason: str, rank: int) -> None:
+        """A rank is gone (SUPERVISOR: all are started again). Where others may go on without it, they will say so."""
+        if rank == SUPERVISOR or not self.workers.can_spare(rank):
+            self._end_launch(reason, None if rank == SUPERVISOR else rank)
             return
         self.workers.suspect(rank, reason, time.monotonic())
         self.book.suspect(rank)
@@ -157,7 +158,7 @@ class RankLink:
             return
         if identity in self._supervisors:
             if isinstance(message, Fatal) and message.launch_id == self.workers.launch_id:
-                self.lose(message.lost_rank, message.message)
+                self.report_loss(message.message, message.lost_rank)
             return
         if isinstance(message, Pulse):
             self.workers.pulse(message, time.monotonic())
@@ -223,7 +224,7 @@ class RankLink:
         if view.mask_reason is not None:
             log.warning("rank %d, which was masked, has ended: %s", view.rank, message.message)
         elif message.lost_rank == view.rank:
-            self.lose(view.rank, f"rank {view.rank} on {view.host} failed: {message.message}")
+            self.report_loss(f"rank {view.rank} on {view.host} failed: {message.message}", view.rank)
         elif message.lost_rank >= 0:
             reason = f"rank {view.rank} reports that rank {message.lost_rank} is lost: {message.message}"
             self._end_launch(reason, message.lost_rank)

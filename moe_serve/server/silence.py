@@ -6,7 +6,8 @@ on (`Status`, `Tokens`). A long step is no sign of death while it pulses, up to 
 
 from moe_serve.config import ServeConfig
 from moe_serve.log import RareWarnings, get_logger
-from moe_serve.server.workers import RankView, WorkerTable
+from moe_serve.server.rank_view import RankView
+from moe_serve.server.workers import WorkerTable
 
 log = get_logger(__name__)
 _WARN_S = 5.0

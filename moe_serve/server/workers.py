@@ -11,57 +11,13 @@ rank's report of its own failure, is a suspicion.
 
 from collections import deque
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from moe_serve.engine.messages import Hello, Members, ModelLimits, Progress, Pulse, Ready, Status
+from moe_serve.server.rank_view import RankView
 
 GONE_S = 5.0  # a launch of which nothing is heard for so long is gone when another one says hello
-
-
-@dataclass
-class RankView:
-    """One rank, as far as it has reported. identity: its socket's name at our ROUTER.
-
-    mask_reason:  why it is masked; None while it takes part
-    suspicion:    (since when, why) it is presumed lost; its peers are about to report that they go on, or that they end
-    times_masked: how often it was masked
-    pulse_s:      when its process last showed that it lives; None: not yet
-    last_phase:   what it was doing then
-    """
-
-    rank: int
-    identity: bytes
-    pid: int
-    host: str
-    heard_s: float
-    phase: str = "attached"
-    fraction: float = 0.0
-    limits: ModelLimits | None = None  # known once it is ready
-    info: dict[str, Any] = field(default_factory=dict)
-    status: Status | None = None
-    ended: bool = False
-    mask_reason: str | None = None
-    suspicion: tuple[float, str] | None = None
-    times_masked: int = 0
-    pulse_s: float | None = None
-    last_phase: str = "its phase is not known"
-    num_reconnects: int = 0
-    restarts_left: int = 0
-
-    @property
-    def is_ready(self) -> bool:
-        return self.limits is not None and not self.ended
-
-    @property
-    def serves(self) -> bool:
-        """Whether it takes requests, as far as is known here."""
-        return self.is_ready and self.mask_reason is None and self.suspicion is None
-
-    @property
-    def can_be_spared(self) -> bool:
-        """Whether this rank and its peers are set up to go on without each other."""
-        return self.info.get("on_lost_rank") == "mask"
 
 
 @dataclass(frozen=True)
@@ -154,6 +110,9 @@ class WorkerTable:
         if hello.launch_id != self.launch_id and self._ranks and self.loss is None:
             return self._wait_or_refuse(hello)
         known = self._ranks.get(hello.rank) if hello.launch_id == self.launch_id else None
+        if known is not None and known.pid and hello.num_before > known.num_before and known.mask_reason is not None:
+            self._ranks[hello.rank] = known.replaced_by(identity, hello, now_s)
+            return Arrival()
         if known is not None and known.pid and (known.identity != identity or known.pid != hello.pid):
             return Arrival(_taken(hello, known))
         if known is not None and known.pid:
@@ -165,6 +124,7 @@ class WorkerTable:
             self._begin(hello.launch_id, now_s)
         view = RankView(hello.rank, identity, hello.pid, hello.host, now_s)
         view.num_reconnects, view.restarts_left = hello.num_reconnects, hello.restarts_left
+        view.num_before = hello.num_before
         view.mask_reason = None if known is None else known.mask_reason
         self._ranks[hello.rank] = view
         return Arrival(begins=begins)

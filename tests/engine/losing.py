@@ -10,6 +10,7 @@ import os
 import random
 import signal
 import tempfile
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,9 +22,10 @@ import torch.distributed as dist
 
 from moe_serve.config import load_config
 from moe_serve.dispatch.base import EpGroup
+from moe_serve.dispatch.shm.shared_files import FileMark, SharedFiles
 from moe_serve.engine.build import build_engine
 from moe_serve.engine.engine import Engine
-from moe_serve.engine.exchange import ShmExchange, make_exchange
+from moe_serve.engine.exchange import ShmExchange, make_exchange, open_exchange
 from moe_serve.engine.mailbox import Inbound
 from moe_serve.engine.messages import Members, Message, Shutdown, Submit, Tokens
 from moe_serve.engine.step import StepPlan
@@ -101,12 +103,18 @@ class FileMailbox(QueueMailbox):
         super().__init__(mine(submits, rank, num_ranks), end_when_idle=False)
         self._rank, self._num_ranks, self._submits, self._fault = rank, num_ranks, submits, fault
         self._folder = folder
-        self._comes_back = fault is not None and fault.sign == signal.SIGSTOP
+        self._comes_back = fault is not None and (fault.sign == signal.SIGSTOP or fault.anew)
         self._is_stopped = False
+        self._is_new = False
         self.may_continue: Callable[[], bool] = lambda: True  # a stopped rank
         self.groups: list[list[int]] = []
         self.ended: list[list[int]] = []
         (folder / f"pid{rank}").write_text(str(os.getpid()))
+
+    def begin_anew(self) -> None:
+        """This rank takes the place of a dead one."""
+        self._inbox.clear()
+        self._is_new = True
 
     def send(self, message: Message) -> None:
         if isinstance(message, Tokens):
@@ -122,8 +130,10 @@ class FileMailbox(QueueMailbox):
         assert self._fault is not None
         before = self.groups[-1] if self.groups else range(self._num_ranks)
         self.groups.append(members)
-        if self._rank == min(members):
-            self._is_stopped |= self._comes_back and self._fault.victim not in members
+        for lost in set(range(self._num_ranks)) - set(members):
+            (self._folder / f"masked{lost}").touch()
+        if self._rank == min(members) and not self._is_new:
+            self._is_stopped |= self._fault.sign == signal.SIGSTOP and self._fault.victim not in members
             known = tokens_in(self._folder)
             for lost in set(before) - set(members):
                 for submit in mine(self._submits, lost, self._num_ranks):
@@ -131,7 +141,7 @@ class FileMailbox(QueueMailbox):
                     if not is_all:
                         again = (submit.request_id, len(self.groups), submit.prompt_ids, submit.params, submit.seed)
                         self.put(Submit(*again, output_ids=output))
-        if self._rank == self._fault.victim:
+        if self._rank == self._fault.victim and self._rank in members:
             first = self._submits[0]
             self.put(Submit("extra", 0, first.prompt_ids, first.params, first.seed))
 
@@ -230,6 +240,25 @@ def be_patient_at_first(engine: Engine) -> None:
     engine.run_step = count  # type: ignore[method-assign]
 
 
+def note_reported(engine: Engine, outcome: Outcome, victims: Sequence[int]) -> None:
+    recorder = engine.served.recorder
+    assert recorder is not None
+    reported = torch.stack([recorder._reported[victim] for victim in victims]).sum(0)
+    outcome.reported_by_victim = reported.view(len(engine.served.spec.moe_layer_ids), -1).sum(1).tolist()
+
+
+def note_what_newcomers_replace(engine: Engine, outcome: Outcome) -> None:
+    windows = engine.served.windows
+    begin_anew = windows.begin_anew
+
+    def noted(rank: int) -> None:
+        if not outcome.reported_by_victim:
+            note_reported(engine, outcome, [rank])
+        begin_anew(rank)
+
+    windows.begin_anew = noted  # type: ignore[method-assign]
+
+
 def check_slots(engine: Engine) -> None:
     """Every slot of this rank holds the bytes of its expert."""
     served, table = engine.served, engine.served.placement
@@ -255,16 +284,49 @@ def run_engine(
     torch.set_num_threads(1)
     store = dist.FileStore(f"{folder}/store", num_ranks)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=num_ranks)
-    group = EpGroup(rank, num_ranks, torch.device("cpu"), dist.group.WORLD)
+    files = SharedFiles() if fault is not None and fault.anew else None
+    group = EpGroup(rank, num_ranks, torch.device("cpu"), dist.group.WORLD, files=files)
     config = load_config(overrides=overrides)
     mailbox = FileMailbox(rank, num_ranks, submits, fault, Path(folder))
-    exchange = make_exchange(config.engine.exchange, dist.group.WORLD, True, config.engine.step_deadline_s)
+    exchange = make_exchange(config.engine.exchange, dist.group.WORLD, True, config.engine.step_deadline_s, files)
     engine = build_engine(config, group, exchange, mailbox)
+    if files is not None:
+        (Path(folder) / f"files{rank}").write_text(json.dumps([os.getpid(), files.marks(), files.kernels]))
     engine.served.warm_up()
     dist.barrier()
-    outcome = Outcome(topk=engine.served.spec.topk, groups=mailbox.groups, ended=mailbox.ended)
+    return go(engine, mailbox, num_ranks, fault, moves)
+
+
+def run_anew(
+    rank: int,
+    num_ranks: int,
+    submits: Sequence[Submit],
+    overrides: list[str],
+    fault: Fault,
+    moves: Moves,
+    folder: str,
+) -> Outcome:
+    """`run_engine` in the place of a rank that has died, once the others have masked it."""
+    while not (Path(folder) / f"masked{rank}").exists():
+        time.sleep(0.01)
+    (Path(folder) / f"masked{rank}").unlink()
+    living = next(other for other in range(num_ranks) if other not in [each.victim for each in fault.all])
+    pid, marks, kernels = json.loads((Path(folder) / f"files{living}").read_text())
+    files = SharedFiles(pid, {name: FileMark(*mark) for name, mark in marks.items()}, kernels)
+    config = load_config(overrides=overrides)
+    mailbox = FileMailbox(rank, num_ranks, submits, fault, Path(folder))
+    mailbox.begin_anew()
+    exchange = open_exchange(files, rank, num_ranks, config.engine.step_deadline_s)
+    engine = build_engine(config, EpGroup(rank, num_ranks, torch.device("cpu"), files=files), exchange, mailbox)
+    return go(engine, mailbox, num_ranks, None, moves)
+
+
+def go(engine: Engine, mailbox: FileMailbox, num_ranks: int, fault: Fault | None, moves: Moves) -> Outcome:
+    """Runs an engine to its end, with its part of the fault."""
+    rank, outcome = engine.rank, Outcome(topk=engine.served.spec.topk, groups=mailbox.groups, ended=mailbox.ended)
     be_patient_at_first(engine)
     count_repairs(engine, outcome)
+    note_what_newcomers_replace(engine, outcome)
     rounds = RandomRounds(engine) if moves == "written" else None
     if moves == "carried":
         lead_restlessly(engine, NUM_ROUNDS)
@@ -286,11 +348,8 @@ def run_engine(
     check_slots(engine)
     if moves == "decided" and engine.balancing.leads:
         outcome.decisions = [decision.kind for decision in real_balancer(engine)._rebalancer.decisions]
-    if fault is not None:
-        recorder = engine.served.recorder
-        assert recorder is not None
-        reported = torch.stack([recorder._reported[each.victim] for each in fault.all]).sum(0)
-        outcome.reported_by_victim = reported.view(len(engine.served.spec.moe_layer_ids), -1).sum(1).tolist()
+    if fault is not None and not fault.anew:
+        note_reported(engine, outcome, [each.victim for each in fault.all])
     outcome.waited_s = engine.served.waited_s
     return outcome
 
@@ -312,7 +371,8 @@ def serve_and_lose(
         settings.append(f"eplb.record_path={folder}/load.jsonl")
         settings += DYNAMIC if moves in ("carried", "decided") else []
         outcomes = faults.run_forked(
-            num_ranks, run_engine, num_ranks, submits, settings, fault, moves, folder, dies=dies
-        )
+            num_ranks, run_engine, num_ranks, submits, settings, fault, moves, folder, dies=dies,
+            anew=run_anew if fault is not None and fault.anew else None,
+        )  # fmt: skip
         tokens = {request_id: output for request_id, (output, is_all) in tokens_in(Path(folder)).items() if is_all}
         return outcomes, tokens, list(read_trace(Path(folder) / "load.jsonl"))

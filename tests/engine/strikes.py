@@ -23,7 +23,7 @@ class Fault:
     rank's row. Of a leader's rounds: "hear" with send or receive; "carry" with send or receive, in the middle of a
     piece; "write" before an expert goes into its slot; "restored" when every expert is on two ranks of a smaller group
     calls: of it from that step on that pass unharmed
-    sign: SIGKILL or SIGSTOP;  then: another rank that dies"""
+    sign: SIGKILL or SIGSTOP;  then: another rank that dies;  anew: a new process takes the place of each that died"""
 
     victim: int
     phase: str
@@ -31,6 +31,7 @@ class Fault:
     calls: int = 0
     sign: int = signal.SIGKILL
     then: "Fault | None" = None
+    anew: bool = False
 
     @property
     def all(self) -> "list[Fault]":

@@ -17,7 +17,7 @@ class Rank:
 
     def __init__(self) -> None:
         self.leader = RestlessLeader(PLACEMENT, num_rounds=5)
-        self.recovery = SimpleNamespace(members=[0, 1], regrouped=0, reload_lost_experts=lambda plan: None)
+        self.recovery = SimpleNamespace(members=[0, 1], regrouped=0, waits=False, reload_lost_experts=lambda plan: None)
         self.closed: list[str] = []
         self.balancing = Balancing(
             rank=0,
@@ -49,3 +49,13 @@ def test_a_round_that_was_announced_before_a_rank_was_lost_is_not_announced_to_t
     rank.balancing.begin_step(step(regrouped=True))
     assert len(rank.leader.groups) == 1
     assert rank.balancing.announce() == 1
+
+
+def test_nobody_leads_while_ranks_wait_for_a_lost_one_without_which_experts_lack() -> None:
+    rank = Rank()
+    rank.recovery.waits = True
+    rank.balancing.begin_step(step(regrouped=True))
+    assert not rank.balancing.leads
+    rank.recovery.waits = False
+    rank.balancing.begin_step(step(regrouped=True))
+    assert rank.balancing.leads

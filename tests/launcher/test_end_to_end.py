@@ -214,9 +214,10 @@ def test_ctrl_c_leaves_nothing(system, client):
     assert gone(pids)
 
 
-def test_a_full_queue_answers_429_and_every_call_outlives_a_killed_rank():
+def test_a_full_queue_answers_429_and_a_killed_rank_comes_back_alone_while_every_call_keeps_its_tokens():
     with serve("--max-running-requests", "1", "--max-queued-requests", "1") as system, system.client(120) as client:
-        endless = {"text": "a", "sampling_params": {"max_new_tokens": 900, "ignore_eos": True}}
+        params = {"max_new_tokens": 600, "ignore_eos": True, "sampling_seed": 3}
+        endless = {"text": "a", "sampling_params": params}
         answers: list[httpx.Response] = []
 
         def one(stream: bool) -> None:
@@ -232,15 +233,26 @@ def test_a_full_queue_answers_429_and_every_call_outlives_a_killed_rank():
         assert int(refused.headers["retry-after"]) >= 1
 
         pids = system.descendants()
-        victim = pid_of_rank(client, 1)
+        other, victim = pid_of_rank(client, 0), pid_of_rank(client, 1)
         os.kill(victim, signal.SIGKILL)
+        system.wait_for(r"rank 1 \(process \d+\) was killed by SIGKILL; rank 0 waits for it")
+        system.wait_for(r"rank 1 is started again, alone \(restart 1 of 3 within 600 s\)")
         for thread in threads:
             thread.join(60)
         assert len(answers) == 3, "nothing hangs"
-        assert all('"type":"length","length":900' in answer.text for answer in answers), [
+        assert all('"type":"length","length":600' in answer.text for answer in answers), [
             a.text[-300:] for a in answers
         ]
-        assert client.get("/server_info").json()["requests"]["num_resubmitted"] > 0
+        system.wait_for("rank 1 rejoined; ranks 0, 1 serve")
+        assert pid_of_rank(client, 0) == other
+        assert pid_of_rank(client, 1) not in pids
+        right = client.post("/generate", json=endless).json()["output_ids"]
+        told = [answer.text.split("data: ")[-2] if "data: " in answer.text else answer.text for answer in answers]
+        assert [json.loads(text)["output_ids"] for text in told] == [right] * 3
+        info = client.get("/server_info").json()
+        assert info["requests"]["num_failed"] == 0
+        assert info["requests"]["num_moved"] > 0
+        assert info["ranks_out"] == {}
         pids += system.descendants()
         assert system.end(signal.SIGINT) == 0
         assert gone(pids)

@@ -154,18 +154,21 @@ def test_a_killed_planner_is_replaced_when_a_plan_is_asked_for(system, client, r
     assert set(planners(system)) - set(killed)
 
 
-def test_streams_of_a_killed_rank_end_with_the_right_tokens(system, client, right):
+def test_streams_of_a_killed_rank_end_with_the_right_tokens_and_it_comes_back(system, client, right):
     pids = system.descendants()
+    others = [pid_of_rank(client, rank) for rank in (0, 2)]
     streams = Streams(str(client.base_url), 6)
     assert eventually(streams.have_begun, 30)
     os.kill(pid_of_rank(client, 1), signal.SIGKILL)
     assert streams.tokens() == right
     system.wait_for(r"rank 1 \(process \d+\) was killed by SIGKILL; ranks 0, 2 serve on")
     assert client.get("/ready").status_code == 200
-    info = client.get("/server_info").json()
-    assert list(info["ranks_out"]) == ["1"]
-    assert [rank["info"]["on_lost_rank"] for rank in info["ranks"]] == ["mask"] * 3
-    assert client.post("/generate", json=body(0, 5)).json()["output_ids"] == right[0][:5]
+    assert eventually(lambda: client.get("/server_info").json()["ranks_out"] == {})
+    assert [pid_of_rank(client, rank) for rank in (0, 2)] == others
+    answer = client.post("/generate", json=body(0, 5) | {"routed_dp_rank": 1}).json()
+    assert answer["output_ids"] == right[0][:5]
+    assert answer["meta_info"]["dp_rank"] == 1
+    pids += system.descendants()
     assert system.end(signal.SIGINT) == 0
     assert gone(pids)
 
@@ -186,3 +189,51 @@ def test_a_rank_that_cannot_be_spared_is_named_and_waited_for() -> None:
         os.kill(victim, signal.SIGCONT)
         assert client.post("/generate", json=body(0, 5)).json()["output_ids"] == before
         assert "is masked" not in running.output
+
+
+@pytest.mark.slow
+def test_where_the_new_process_is_killed_too_all_are_started_again() -> None:
+    with (
+        Running("moe_serve.launcher.cli", ["serve", "--port=0", "--num-ranks=2"]) as running,
+        running.client(timeout_s=120) as client,
+    ):
+        before = client.post("/generate", json=body(0, 200)).json()["output_ids"]
+        answers: list[httpx.Response] = []
+
+        def call() -> None:
+            with httpx.Client(base_url=client.base_url, timeout=120, trust_env=False) as own:
+                answers.append(own.post("/generate", json=body(0, 200)))
+
+        thread = threading.Thread(target=call)
+        thread.start()
+        assert eventually(lambda: client.get("/server_info").json()["requests"]["open"] == 1)
+        old = [pid_of_rank(client, rank) for rank in (0, 1)]
+        os.kill(old[0], signal.SIGKILL)
+        assert eventually(lambda: pid_of_rank(client, 0) != old[0])
+        os.kill(pid_of_rank(client, 0), signal.SIGKILL)
+        running.wait_for("was killed by SIGKILL before it took part again")
+        running.wait_for(r"the ranks are started again \(restart 2 of 3")
+        running.wait_for("ready again after")
+        thread.join(120)
+        assert answers[0].json()["output_ids"] == before
+        assert running.end(signal.SIGINT) == 0
+
+
+@pytest.mark.slow
+def test_two_ranks_of_four_that_are_killed_at_once_come_back() -> None:
+    sets = ["--set=parallel.threads_per_rank=1", "--set=eplb.num_redundant_experts=32"]
+    with (
+        Running("moe_serve.launcher.cli", ["serve", "--port=0", "--num-ranks=4", *sets]) as running,
+        running.client(timeout_s=120) as client,
+    ):
+        before = client.post("/generate", json=body(0, 60)).json()["output_ids"]
+        others = [pid_of_rank(client, rank) for rank in (1, 3)]
+        for victim in [pid_of_rank(client, rank) for rank in (0, 2)]:
+            os.kill(victim, signal.SIGKILL)
+        assert client.post("/generate", json=body(0, 60)).json()["output_ids"] == before
+        assert eventually(lambda: client.get("/server_info").json()["ranks_out"] == {}, 60)
+        assert [pid_of_rank(client, rank) for rank in (1, 3)] == others
+        for rank in range(4):
+            answer = client.post("/generate", json=body(0, 60) | {"routed_dp_rank": rank}).json()
+            assert answer["output_ids"] == before
+        assert running.end(signal.SIGINT) == 0

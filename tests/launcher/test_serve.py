@@ -35,7 +35,7 @@ def last_words(error: Exception, monkeypatch: pytest.MonkeyPatch) -> Fatal:
         raise error
 
     monkeypatch.setattr(serve, "ZmqMailbox", lambda *_: mailbox)
-    monkeypatch.setattr(serve._Start, "run", fail)
+    monkeypatch.setattr(serve.RankStart, "run", fail)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     assert run_worker(load_config(), RankEnv(1, 2, 1, 2, "127.0.0.1", 0, 0, "test")) == 1
     (fatal,) = [message for message in mailbox.messages if isinstance(message, Fatal)]

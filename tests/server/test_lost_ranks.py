@@ -56,7 +56,7 @@ async def test_requests_of_a_dead_rank_go_on_elsewhere_without_a_gap():
         requests = await open_on_each(served, changes)
         before = [list(request.matcher.output_ids) for request in requests]
         served.kill(1)
-        served.bridge.lose_rank(1, "rank 1 was killed by SIGKILL")
+        served.bridge.report_loss("rank 1 was killed by SIGKILL", 1)
         assert served.bridge.problem() is None, "the others are about to say what becomes of it"
         say_group(served, 1, [0, 2])
         await until(lambda: all(request.rank != 1 for request in requests))
@@ -177,7 +177,7 @@ async def test_ranks_that_cannot_go_on_end_the_launch_in_their_own_words():
     async with three_ranks() as served:
         changes = Changes()
         requests = await open_on_each(served, changes)
-        served.bridge.lose_rank(1, "rank 1 was killed by SIGKILL")
+        served.bridge.report_loss("rank 1 was killed by SIGKILL", 1)
         served.workers[0].say(Fatal(0, 0, "rank 1 cannot be spared: 9 experts had their only slots there", 1))
         await finished(changes, 6)
         assert all("9 experts had their only slots" in str(request.failure) for request in requests)
@@ -201,7 +201,7 @@ async def test_a_rank_that_reports_its_own_failure_is_waited_out_and_the_last_on
 async def test_others_that_say_nothing_end_the_launch(monkeypatch):
     monkeypatch.setattr(silence, "_REGROUP_GRACE_S", 0.2)
     async with three_ranks("engine.step_deadline_s=0.1") as served:
-        served.bridge.lose_rank(1, "rank 1 was killed by SIGKILL")
+        served.bridge.report_loss("rank 1 was killed by SIGKILL", 1)
         await asyncio.sleep(0)
         await until(lambda: served.bridge.problem() is not None)
         assert "was killed by SIGKILL; its peers did not report within 0.5 s" in served.bridge.problem()

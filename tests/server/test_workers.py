@@ -152,3 +152,20 @@ def test_a_masked_rank_has_ended_where_its_peers_or_its_launcher_say_so():
     table.suspect(1, "rank 1 was killed", now_s=5.0)
     message = Members(0, 0, 1, [0], "ranks 1, 2 and 3 did not arrive", ended=[2])
     assert table.regroup(message) == Regrouped([1, 2, 3], [], ended=[1, 2])
+
+
+def test_a_new_process_takes_the_place_of_a_masked_rank_and_takes_part_once_the_others_say_so():
+    table = group_of("mask", "mask")
+    new = Hello(1, 2, 0, pid=300, host="h", num_before=1)
+    assert "is attached already" in table.attach(b"new", new, 5.0).refusal, "nobody has said that the old one is lost"
+    table.suspect(1, "rank 1 was killed", now_s=5.0)
+    table.regroup(Members(0, 0, 1, [0], "rank 1 died", waits=True))
+    assert table.attach(b"new", new, 6.0) == Arrival()
+    assert table.attach(b"new", new, 6.5) == Arrival(), "it may say hello again"
+    assert table.masked == {1: "rank 1 was killed"}
+    assert table.is_ready
+    assert table.by_identity(b"new").pid == 300
+    assert table.by_identity(b"socket1") is None, "what the old one said comes too late"
+    assert "process 300" in table.attach(b"socket1", hello(1), 7.0).refusal
+    assert table.regroup(Members(0, 0, 2, [0, 1], "rank 1 rejoined")) == Regrouped([], [1], ended=[])
+    assert table.is_ready, "also before it has said so itself"

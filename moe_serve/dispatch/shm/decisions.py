@@ -41,6 +41,12 @@ class Decisions:
         self._read_bytes += whole
         return self._answers.get(question)
 
+    def newest(self) -> tuple[int, int] | None:
+        """Returns the highest question that is decided, and its answer; None: none is."""
+        self.answer(_NO_QUESTION)  # reads what was appended
+        question = max(self._answers)
+        return None if question == _NO_QUESTION else (question, self._answers[question])
+
     def decide(self, question: int, proposal: int) -> int:
         """Returns the answer, which is this proposal if nothing was decided before."""
         os.write(self._descriptor, _RECORD.pack(question, proposal))

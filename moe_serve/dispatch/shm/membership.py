@@ -4,7 +4,7 @@ A wait that ends without its peer voids the step: nothing is sampled from it. Ev
 (a rank that waits anywhere sees within milliseconds that a step was voided). All agree on the ranks to mask, the next
 epoch begins with new numbers, and the step runs again with a placement that needs no masked rank. What a masked rank
 still writes lies in its own slices with flags of an old epoch, and nobody reads it. It rejoins when the others regroup
-with it. A process that died is replaced by a new one, in new segments.
+with it. A new process in the place of one that died is a masked rank, too, from its start.
 
 Each rank owns a page of words that all others may read: the epoch that it proposes, the ranks that it masks in it, when
 it was last seen waiting, whether it wants to rejoin, and its signs of life. Sets of ranks are bit masks.
@@ -31,6 +31,7 @@ _PROPOSED, _MASK, _WAITING_NS, _WANTS_REJOIN = range(4)
 _WAITING_NOW_S = 0.03  # a rank that was seen waiting so recently is held up by another one
 _PAUSE_S = 0.5  # a waiting process checks every few milliseconds; after such a gap it was suspended
 _POLL_S = 0.0002
+_SILENT_S = 1.0  # several heartbeats: a rank that is silent for so long does not rejoin now
 
 
 class Membership:
@@ -152,12 +153,25 @@ class Membership:
         members = {self._rank, *self.peers.others, *joining} - ({*suspects, *self._suspects} - {self._rank})
         return self._agree(self.epoch + 1, _mask(all_ranks - members))
 
-    def ask_to_rejoin(self) -> None:
-        """Shows the others that this rank, which was masked, wants to rejoin.
+    def begin_masked(self) -> None:
+        """Begins as a masked rank, in the place of a process that died: what that one proposed last counts no more.
+
+        Raises PeerError where the others have not masked it.
+        """
+        epoch, masked = self._memory.decisions.newest() or (0, 0)
+        if not masked >> self._rank & 1:
+            text = f"rank {self._rank} is started anew, but the others have not masked the one before"
+            raise PeerError(text, self._rank, "start", epoch)
+        self._own[_WANTS_REJOIN] = 0
+        self._propose(epoch, masked)
+        self.peers.epoch, self.is_masked = epoch, True
+
+    def ask_to_rejoin(self, is_new: bool = False) -> None:
+        """Shows the others that this rank, which was masked, wants to rejoin. is_new: as a new process
 
         It has ended all its calls: whatever it wrote in them lies before this word in the order of its stores.
         """
-        self._own[_WANTS_REJOIN] = 1
+        self._own[_WANTS_REJOIN] = 2 if is_new else 1
 
     def try_rejoin(self) -> bool:
         """Returns whether the others have regrouped with this rank; to be called again until they have.
@@ -185,7 +199,13 @@ class Membership:
 
     def waiting_to_rejoin(self) -> list[int]:
         """Returns the masked ranks that want to rejoin."""
-        return [rank for rank in self.masked if self._pages[rank][_WANTS_REJOIN] and self._memory.lives(rank)]
+        asking = [rank for rank in self.masked if self._pages[rank][_WANTS_REJOIN] and self._memory.lives(rank)]
+        # A new process in the place of one that died while it asked is not there yet.
+        return [rank for rank in asking if self._heartbeat.silent_s(rank) < _SILENT_S]
+
+    def is_new(self, rank: int) -> bool:
+        """Returns whether a rank that waits to rejoin is a new process, in the place of one that died."""
+        return int(self._pages[rank][_WANTS_REJOIN]) == 2
 
     def _agree(self, epoch: int, masked: int) -> list[int]:
         decisions = self._memory.decisions

@@ -1,7 +1,8 @@
 """Shared memory of the processes of one host: one segment per rank, mapped by all of them.
 
-A segment loses its name as soon as all ranks have mapped it, so nothing is left behind when they end. It is sparse:
-pages that are never written take no memory. Processes that are forked from one parent can share regions without names.
+A segment loses its name as soon as all ranks have mapped it, so nothing is left behind when they end; a rank that is
+started anew gets it from a living one (shared_files.py). It is sparse: pages that are never written take no memory.
+Processes that are forked from one parent can share regions without names.
 """
 
 import hashlib
@@ -19,7 +20,8 @@ from torch import Tensor
 
 from moe_serve.dispatch.peer_calls import all_gather, barrier
 from moe_serve.dispatch.shm.decisions import Decisions
-from moe_serve.errors import CapacityError, ConfigError
+from moe_serve.dispatch.shm.shared_files import SharedFiles
+from moe_serve.errors import CapacityError, ConfigError, PeerError
 
 _HEAD_BYTES = 4096  # a page in front of the region: the owner's process id
 _FOLDER = "/dev/shm"
@@ -82,9 +84,12 @@ def map_anonymous(num_ranks: int, num_bytes: int) -> Mappings:
     return Mappings([mmap.mmap(-1, _HEAD_BYTES + num_bytes) for _ in range(num_ranks)], Decisions.anonymous())
 
 
-def share_regions(group: dist.ProcessGroup, num_bytes: int, use: SegmentUse = SegmentUse()) -> ShmMemory:
+def share_regions(
+    group: dist.ProcessGroup, num_bytes: int, use: SegmentUse = SegmentUse(), files: SharedFiles | None = None
+) -> ShmMemory:
     """Returns the regions of a process group whose ranks are on one host; a collective call.
 
+    files: keep the segments for ranks that are started anew, under the name of their use
     Raises CapacityError when /dev/shm is too small, ConfigError on a machine without x86-64's order of stores and when
     the ranks are on several hosts.
     """
@@ -101,8 +106,15 @@ def share_regions(group: dist.ProcessGroup, num_bytes: int, use: SegmentUse = Se
     try:
         os.ftruncate(own[0], size)
         barrier(group)
-        segments = [_map(path, size) for path in paths]
-        decisions = Decisions(os.open(log, os.O_RDWR | os.O_APPEND | os.O_CLOEXEC))
+        opened = [os.open(path, os.O_RDWR | os.O_CLOEXEC) for path in paths]
+        segments = [mmap.mmap(descriptor, size) for descriptor in opened]
+        decided = os.open(log, os.O_RDWR | os.O_APPEND | os.O_CLOEXEC)
+        for name, descriptor in zip(_names(use, num_ranks), [*opened, decided], strict=True):
+            if files is not None:
+                files.keep(name, descriptor)
+        for descriptor in opened:
+            os.close(descriptor)
+        decisions = Decisions(decided)
         barrier(group)
     finally:
         for path, descriptor in zip(made, own, strict=True):
@@ -111,6 +123,30 @@ def share_regions(group: dist.ProcessGroup, num_bytes: int, use: SegmentUse = Se
     memory = ShmMemory(rank, Mappings(segments, decisions))
     barrier(group)
     return memory
+
+
+def open_regions(files: SharedFiles, rank: int, num_ranks: int, num_bytes: int, use: SegmentUse) -> ShmMemory:
+    """Returns the regions that the other ranks share, for a rank that is started anew in the place of a dead one.
+
+    The others must have masked it. Raises PeerError where the rank that hands the files on has ended, or shares less.
+    """
+    size = _HEAD_BYTES + num_bytes
+    *names, log = _names(use, num_ranks)
+    opened = [files.open(name, os.O_RDWR) for name in names]
+    try:
+        if any(os.fstat(descriptor).st_size != size for descriptor in opened):
+            text = f"the other ranks share {use.what} of another size; start all ranks with the same configuration"
+            raise PeerError(text, -1, "start", 0)
+        segments = [mmap.mmap(descriptor, size) for descriptor in opened]
+    finally:
+        for descriptor in opened:
+            os.close(descriptor)
+    return ShmMemory(rank, Mappings(segments, Decisions(files.open(log, os.O_RDWR | os.O_APPEND))))
+
+
+def _names(use: SegmentUse, num_ranks: int) -> list[str]:
+    """Returns the names of the segments among shared files, by rank, and that of the decisions."""
+    return [f"{use.what} {owner}" for owner in [*map(str, range(num_ranks)), "decisions"]]
 
 
 def check_machine(machine: str) -> None:
@@ -157,14 +193,6 @@ def _check_free(size: int, num_ranks: int, free_bytes: int, use: SegmentUse) -> 
             f"{free_bytes / 2**30:.2f} GiB are free; {use.advise(free_bytes)}, or give the container "
             "more shared memory (docker run --shm-size)"
         )
-
-
-def _map(path: str, size: int) -> mmap.mmap:
-    descriptor = os.open(path, os.O_RDWR)
-    try:
-        return mmap.mmap(descriptor, size)
-    finally:
-        os.close(descriptor)
 
 
 def _runs(pid: int) -> bool:

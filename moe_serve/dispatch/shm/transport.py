@@ -41,7 +41,7 @@ from moe_serve.dispatch.shm.channel import Channel, Peers, check_epoch
 from moe_serve.dispatch.shm.counts import CountsExchange, NativeCounts, PlainCounts
 from moe_serve.dispatch.shm.flag_wait import FlagWait
 from moe_serve.dispatch.shm.membership import Membership
-from moe_serve.dispatch.shm.memory import SegmentUse, ShmMemory, share_regions
+from moe_serve.dispatch.shm.memory import SegmentUse, ShmMemory, open_regions, share_regions
 from moe_serve.dispatch.shm.region import (
     COUNTS,
     COUNTS_READ,
@@ -248,17 +248,22 @@ def _encode(codec: Codec, rows: Tensor) -> Tensor:
 
 
 def make_shm(group: EpGroup, request: TransportRequest) -> ShmAllToAll:
-    """Maps the regions of a group and returns this rank's transport; a collective call.
+    """Maps the regions of a group and returns this rank's transport; a collective call, unless it joins later.
 
     Raises ConfigError off x86-64 and on several hosts, CapacityError when shared memory is too small.
     """
-    assert group.process_group is not None, "shared memory is mapped over a process group"
     limits, wire = request.limits, make_wire(request.wire_dtype, request.dtype)
 
     def advise(free_bytes: int) -> str:
         return f"lower dispatch.max_tokens_per_rank to {most_tokens(group.num_ranks, limits, wire, free_bytes)}"
 
     shape = region_shape(group.num_ranks, limits, wire)
-    transport = ShmAllToAll(share_regions(group.process_group, shape.num_bytes, SegmentUse(advise=advise)), request)
+    use = SegmentUse(advise=advise)
+    if group.files is not None and group.files.is_newcomer:
+        transport = ShmAllToAll(open_regions(group.files, group.rank, group.num_ranks, shape.num_bytes, use), request)
+        transport.membership.begin_masked()
+        return transport
+    assert group.process_group is not None, "shared memory is mapped over a process group"
+    transport = ShmAllToAll(share_regions(group.process_group, shape.num_bytes, use, group.files), request)
     barrier(group.process_group)  # canaries and first flags are in place
     return transport

@@ -203,32 +203,46 @@ def run_fault(num_ranks: int, victim: int, phase: str, sign: int, deadline_s: fl
 
 
 def run_forked(
-    num_ranks: int, fn: Callable[..., Any], *args: Any, dies: tuple[int, ...] = (), timeout_s: float = 60
+    num_ranks: int,
+    fn: Callable[..., Any],
+    *args: Any,
+    dies: tuple[int, ...] = (),
+    anew: Callable[..., Any] | None = None,
+    timeout_s: float = 60,
 ) -> dict[int, Any]:
-    """Returns {rank: fn(rank, *args)} of forked processes; those of `dies` may end without an answer."""
+    """Returns {rank: fn(rank, *args)} of forked processes; those of `dies` may end without an answer.
+
+    anew: what runs in the place of each of them then, in a process of its own; None: nothing does
+    """
     context = get_context("fork")
-    pipes, processes = {}, []
-    for rank in range(num_ranks):
+    open_pipes: dict[Any, int] = {}
+    processes = []
+
+    def begin(rank: int, call: Callable[..., Any]) -> Any:
         ours, theirs = context.Pipe()
-        process = context.Process(target=_answer, args=(theirs, fn, rank, args), daemon=True)
+        process = context.Process(target=_answer, args=(theirs, call, rank, args), daemon=True)
         process.start()
         theirs.close()
-        pipes[ours] = rank
+        open_pipes[ours] = rank
         processes.append(process)
+        return process
+
+    process_of = {rank: begin(rank, fn) for rank in range(num_ranks)}
     results: dict[int, Any] = {}
     try:
         deadline = time.monotonic() + timeout_s
-        open_pipes = dict(pipes)
         while open_pipes:
             ready = connection.wait(list(open_pipes), timeout=max(0.0, deadline - time.monotonic()))
             assert ready, f"ranks {sorted(open_pipes.values())} hang"
             for pipe in ready:
-                rank = open_pipes.pop(pipe)  # type: ignore[arg-type]
+                rank = open_pipes.pop(pipe)
                 try:
                     ok, value = pickle.loads(pipe.recv_bytes())  # type: ignore[union-attr]
                 except EOFError:
-                    processes[rank].join()  # a zombie still has its id
+                    process_of[rank].join()  # a zombie still has its id
                     assert rank in dies, f"rank {rank} died"
+                    if anew is not None:
+                        process_of[rank] = begin(rank, anew)
                     continue
                 assert ok, f"rank {rank}:\n{value}"
                 results[rank] = value

@@ -1,0 +1,191 @@
+"""The way of one rank to its first step: with all the others, or beside them in the place of a rank that was killed."""
+
+import os
+import signal
+import socket
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from types import FrameType
+from typing import TYPE_CHECKING
+
+from moe_serve.config import ServeConfig
+from moe_serve.engine.mailbox import ZmqMailbox
+from moe_serve.engine.messages import Hello, Progress, Pulse, Ready
+from moe_serve.engine.watchdog import Watchdog, WatchLimits
+from moe_serve.launcher.facts import Fact, facts_of, front_end_facts
+from moe_serve.launcher.handover import Handover, check_like, find_handover, leave_handover
+from moe_serve.launcher.rank_env import RankEnv
+from moe_serve.links.link import find_link
+from moe_serve.links.newcomers import shut_out_newcomers
+from moe_serve.log import get_logger
+
+if TYPE_CHECKING:
+    from moe_serve.dispatch.base import EpGroup
+    from moe_serve.engine.engine import Engine
+    from moe_serve.engine.exchange import Exchange
+    from moe_serve.launcher.groups import Groups
+
+log = get_logger(__name__)
+
+
+class RankStart:
+    """The way of one rank to its first step, phase by phase; each is shown to the front end and watched.
+
+    env: with the id of the launch, once the ranks have met
+    """
+
+    def __init__(self, config: ServeConfig, env: RankEnv, mailbox: ZmqMailbox):
+        self.env = env
+        self._config = config
+        self._mailbox = mailbox
+        self._watchdog = _start_watchdog(config, env)
+
+    def report(self, phase: str, fraction: float) -> None:
+        self._watchdog.enter(phase)
+        if self.env.launch_id:  # before the ranks meet, the front end cannot know whose phase this is
+            self._mailbox.send(Progress(self.env.rank, self.env.launch_id, phase, fraction))
+
+    def run(self) -> "Engine":
+        """Returns the engine, ready to run: groups joined, weights loaded, one empty step done."""
+        started_s = time.monotonic()
+        if self.env.launch_id:
+            self._say_hello()
+        self.report("importing torch", 0.0)
+        import torch
+
+        torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+        engine = self._join_serving_ranks() if self.env.num_before else self._begin_together()
+        shut_out_newcomers(self._mailbox.wake_ports)
+        engine.served.info["start_s"] = round(time.monotonic() - started_s, 3)
+        _end_on_signals(engine)
+        self._watchdog.leave()
+        engine.watchdog.start()
+        rank, launch_id = self.env.rank, self.env.launch_id
+        self._mailbox.start_pulse(lambda: Pulse(rank, launch_id, engine.step, engine.watchdog.phase))
+        self._mailbox.send(Ready(rank, launch_id, engine.served.limits, engine.served.info))
+        return engine
+
+    def _begin_together(self) -> "Engine":
+        from moe_serve.dispatch.peer_calls import barrier
+        from moe_serve.engine.exchange import make_exchange
+
+        groups, facts = self._meet()
+        engine_config, files = self._config.engine, groups.ep.files
+        exchange = make_exchange(
+            engine_config.exchange, groups.control, groups.one_host, engine_config.step_deadline_s, files
+        )
+        engine = _build_engine(self._config, groups.ep, exchange, self._mailbox, self.env, self.report)
+        self._leave_handover(groups.ep, facts)
+        self.report("waiting for the other ranks", 1.0)
+        barrier(groups.patient)
+        self.report("warming up", 0.0)
+        engine.served.warm_up()
+        barrier(groups.patient)  # by now every rank has made all connections of its groups, and to the store
+        return engine
+
+    def _join_serving_ranks(self) -> "Engine":
+        """Returns the engine of a rank that takes the place of a dead one; its `run` joins the others."""
+        from moe_serve.dispatch.base import EpGroup
+        from moe_serve.dispatch.shm.shared_files import SharedFiles
+        from moe_serve.engine.exchange import open_exchange
+        from moe_serve.launcher.groups import device_of
+
+        self.report("joining the ranks that serve", 0.0)
+        config, env, link = self._config, self.env, find_link(self._config.server)
+        theirs, device = find_handover(link, env), device_of(env, config)
+        facts = facts_of(config, device.type)
+        check_like(theirs, facts, env)
+        self._mailbox.connect_peers([link.wakes_of(rank, "") for rank in range(env.num_ranks) if rank != env.rank])
+        files = SharedFiles(theirs.pid, theirs.files, theirs.kernels)
+        exchange = open_exchange(files, env.rank, env.num_ranks, config.engine.step_deadline_s)
+        group = EpGroup(env.rank, env.num_ranks, device, files=files)
+        engine = _build_engine(config, group, exchange, self._mailbox, env, self.report)
+        self._leave_handover(group, facts)
+        return engine
+
+    def _leave_handover(self, group: "EpGroup", facts: Sequence[Fact]) -> None:
+        if group.files is not None:
+            files, launch_id = group.files, self.env.launch_id
+            handover = Handover(launch_id, os.getpid(), files.marks(), files.kernels, list(facts))
+            leave_handover(find_link(self._config.server), self.env.rank, handover)
+
+    def _meet(self) -> "tuple[Groups, Sequence[Fact]]":
+        """Agrees with the other ranks on the launch and on what all must have in common, and joins them.
+
+        Returns the groups, and what all have in common.
+        """
+        from moe_serve.launcher.groups import device_of, gather_bytes, join_groups
+        from moe_serve.launcher.meeting import agree_on_launch, check_facts, open_store, store_of_launch
+
+        self.report("joining the ranks", 0.0)
+        config, deadline_s = self._config, self._config.server.attach_deadline_s
+        device = device_of(self.env, config)
+        store = open_store(self.env, deadline_s)
+        launch_id = agree_on_launch(store, self.env, deadline_s)
+        if not self.env.launch_id:
+            self.env = replace(self.env, launch_id=launch_id)
+            self._say_hello()
+            self.report("joining the ranks", 0.5)
+        env, store = self.env, store_of_launch(store, launch_id)
+        facts = check_facts(store, env, lambda: facts_of(config, device.type), deadline_s)
+        groups = join_groups(env, config, device, store)
+        addresses = gather_bytes(self._mailbox.wake_address.encode(), groups.patient)
+        self._mailbox.connect_peers([address.decode() for rank, address in enumerate(addresses) if rank != env.rank])
+        return groups, facts
+
+    def _say_hello(self) -> None:
+        env = self.env
+        hello = Hello(
+            env.rank,
+            env.num_ranks,
+            env.launch_id,
+            os.getpid(),
+            socket.gethostname(),
+            restarts_left=env.restarts_left,
+            num_before=env.num_before or 0,
+        )
+        self._mailbox.send(hello)
+
+
+def _start_watchdog(config: ServeConfig, env: RankEnv) -> Watchdog:
+    """Returns what names a phase of the start that takes long, and ends this rank where one stands still."""
+
+    def give_up(text: str) -> None:
+        log.error("%s, longer than server.attach_deadline_s; this rank ends", text)
+        os._exit(1)
+
+    # The waits for other ranks end by themselves at the deadline, and say more.
+    deadline_s = config.server.attach_deadline_s
+    limits = WatchLimits(min(30.0, deadline_s / 4), deadline_s / 2, deadline_s + 10)
+    watchdog = Watchdog(f"rank {env.rank}", limits, give_up=give_up)
+    watchdog.start()
+    return watchdog
+
+
+def _build_engine(
+    config: ServeConfig,
+    group: "EpGroup",
+    exchange: "Exchange",
+    mailbox: ZmqMailbox,
+    env: RankEnv,
+    report: Callable[[str, float], None],
+) -> "Engine":
+    from moe_serve.engine.build import build_engine
+
+    engine = build_engine(config, group, exchange, mailbox, launch_id=env.launch_id, progress=report)
+    engine.served.info |= {"exchange": type(exchange).__name__, "launched_by": env.source}
+    engine.served.info["shared_with_front_end"] = front_end_facts(config)
+    return engine
+
+
+def _end_on_signals(engine: "Engine") -> None:
+    """Makes SIGINT and SIGTERM end all ranks at the next step; a second signal ends this rank at once."""
+
+    def ask(signum: int, frame: FrameType | None) -> None:
+        if engine.stopping:
+            os._exit(128 + signum)
+        engine.request_stop()
+
+    signal.signal(signal.SIGINT, ask)
+    signal.signal(signal.SIGTERM, ask)

@@ -1,0 +1,63 @@
+"""A new process takes the place of a rank that was killed, beside the others: they serve on or wait, and every token is
+the one it would have been."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.engine.losing import Outcome, serve_and_lose
+from tests.engine.strikes import Fault
+from tests.engine.test_recovery import check_trace, model, requests, settings_of, tokens_without_fault
+
+__all__ = ["model"]  # the fixture
+
+
+def check(model: Path, num_ranks: int, victim: int, outcomes: dict[int, Outcome], tokens: dict[str, list[int]]) -> None:
+    right = tokens_without_fault(model)
+    assert tokens == right | {"extra": right["0"]}, "it serves again once it has joined"
+    all_ranks = list(range(num_ranks))
+    assert sorted(outcomes) == all_ranks
+    others = [rank for rank in all_ranks if rank != victim]
+    for rank, outcome in outcomes.items():
+        assert outcome.error == ""
+        assert outcome.groups == ([all_ranks] if rank == victim else [others, all_ranks])
+        assert outcome.ended == ([[]] if rank == victim else [[victim], []])
+        assert (outcome.step, outcome.version) == (outcomes[0].step, outcomes[0].version)
+        assert outcome.num_told == int(rank == victim), "it alone is told where experts are"
+
+
+def check_counts(outcomes: dict[int, Outcome], trace: list, victim: int, num_ranks: int) -> None:
+    """What the dead process had reported is in the trace, and so is all that the new one has computed."""
+    other = next(outcome for rank, outcome in outcomes.items() if rank != victim)
+    outcomes[min(outcomes)].reported_by_victim = other.reported_by_victim
+    check_trace(trace, outcomes, -1, num_ranks)
+
+
+@pytest.mark.parametrize(
+    ("victim", "phase", "step", "moves"),
+    [(1, "dispatch receive", 4, "none"), (0, "window", 7, "written"), (2, "exchange", 6, "carried")],
+)
+def test_the_others_serve_on_and_a_new_process_joins_them(model, victim, phase, step, moves):
+    fault = Fault(victim, phase, step, anew=True)
+    outcomes, tokens, trace = serve_and_lose(3, requests(), settings_of(model, 20), fault, moves)
+    check(model, 3, victim, outcomes, tokens)
+    check_counts(outcomes, trace, victim, 3)
+
+
+@pytest.mark.parametrize(("victim", "phase", "step"), [(1, "combine send", 4), (0, "counts receive", 6)])
+def test_where_experts_lack_the_other_waits_with_its_requests_until_a_new_process_joins(model, victim, phase, step):
+    overrides = [*settings_of(model, 20), "eplb.num_redundant_experts=0"]
+    outcomes, tokens, trace = serve_and_lose(2, requests(), overrides, Fault(victim, phase, step, anew=True))
+    check(model, 2, victim, outcomes, tokens)
+    check_counts(outcomes, trace, victim, 2)
+
+
+def test_two_ranks_are_replaced_one_after_the_other(model):
+    overrides = [*settings_of(model, 20), "eplb.num_redundant_experts=0"]
+    fault = Fault(1, "counts receive", 4, anew=True, then=Fault(2, "combine send", 4, anew=True))
+    outcomes, tokens, _ = serve_and_lose(4, requests(), overrides, fault)
+    right = tokens_without_fault(model)
+    assert {name: tokens[name] for name in right} == right
+    assert sorted(outcomes) == [0, 1, 2, 3]
+    assert [outcome.groups[-1] for outcome in outcomes.values()] == [[0, 1, 2, 3]] * 4
+    assert all(outcome.error == "" for outcome in outcomes.values())
