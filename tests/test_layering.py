@@ -157,6 +157,42 @@ def test_torch_free_rooms_do_not_load_torch() -> None:
     run_python(code)
 
 
+def test_a_rank_starts_without_what_only_the_front_end_and_the_tools_need() -> None:
+    """Each costs the start of every rank 0.1 to 1 s."""
+    files = {".".join(path.relative_to(PACKAGE).with_suffix("").parts): path for path in modules()}
+    todo, seen, others = ["launcher.serve", "launcher.groups", "launcher.meeting", "engine.build"], set(), set()
+    while todo:
+        name = todo.pop()
+        path = files.get(name) or files.get(f"{name}.__init__")
+        if name in seen or path is None:
+            continue
+        seen.add(name)
+        for module in imported_at_once(path):
+            if module.startswith("moe_serve."):
+                todo.append(module.removeprefix("moe_serve."))
+            else:
+                others.add(module.split(".")[0])
+    assert {"torch", "zmq", "pydantic"} < others
+    assert not others & {"fastapi", "starlette", "uvicorn", "scipy", "pulp", "highspy", "tokenizers", "rich", "httpx"}
+
+
+def imported_at_once(path: Path) -> list[str]:
+    """Returns the modules that a file imports when it is imported, and `a.b` for `from a import b`."""
+    found, todo = [], list(ast.parse(path.read_text(encoding="utf-8")).body)
+    while todo:
+        node = todo.pop()
+        match node:
+            case ast.Import():
+                found += [alias.name for alias in node.names]
+            case ast.ImportFrom() if node.module:
+                found += [node.module, *[f"{node.module}.{alias.name}" for alias in node.names]]
+            case ast.If() if ast.unparse(node.test) == "TYPE_CHECKING":
+                todo += node.orelse
+            case ast.If() | ast.Try() | ast.With():
+                todo += [child for child in ast.iter_child_nodes(node) if isinstance(child, ast.stmt)]
+    return found
+
+
 def test_rooms_of_the_forward_import_with_torch_numpy_and_triton_alone() -> None:
     rooms = ("kernels", "dispatch", "ep", "models", "attention_dp")
     names = [

@@ -1,5 +1,6 @@
 """The main job with the real ranks: the demo model on two of them, by command, by HTTP and from Python."""
 
+import asyncio
 import json
 import os
 import signal
@@ -12,6 +13,7 @@ import pytest
 
 from moe_serve.eplb import read_trace
 from tests.launcher.listening import listening, takes_strangers
+from tests.launcher.random_bodies import send_bodies
 from tests.launcher.running import Running, eventually, gone, pid_of_rank
 from tests.server.served import demo_tokenizer as tokenizer_of_the_demo
 from tests.server.test_app import BAD
@@ -188,6 +190,14 @@ def test_many_clients_at_once(client):
         thread.join()
     assert len(found) == 24
     assert sum(ids == alone for ids in found) >= 23  # fast numerics: a near tie may fall the other way
+
+
+@pytest.mark.parametrize("count", [80, pytest.param(100_000, marks=pytest.mark.slow)])
+def test_every_random_valid_body_gets_its_answer(client, count):
+    outcome = asyncio.run(send_bodies(str(client.base_url), seed=count, count=count, num_clients=32, limit_s=60))
+    assert outcome.wrong == []
+    assert outcome.num_answered == count
+    assert client.get("/server_info").json()["requests"]["open"] == 0
 
 
 def test_generate_prints_the_text_of_the_server_and_ends(client):

@@ -1,0 +1,139 @@
+"""Random valid bodies of `/generate`, and clients that send them and wait for every answer."""
+
+import asyncio
+import json
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import httpx
+
+VOCAB_SIZE, MODEL_LEN = 2048, 1024  # of the demo model
+MAX_NEW = 770
+WORDS = ("def ", "return ", "self", "(x, y)", "\n    ", "import os\n", "é", "0.5", "# ")
+NAMES = ("one", "two", "three")
+
+
+def random_body(draw: random.Random) -> dict[str, Any]:
+    """Returns a body that is served: a few tokens as a rule, up to MAX_NEW at times."""
+    body: dict[str, Any] = {}
+    num_prompts = draw.choice([1, 1, 1, 1, 2, 3])
+    field_name, one = draw.choice([("text", _text), ("input_ids", _ids)])
+    prompts = [one(draw) for _ in range(num_prompts)]
+    body[field_name] = prompts if num_prompts > 1 else prompts[0]
+    params = [_params(draw) for _ in range(num_prompts)]
+    body["sampling_params"] = params if num_prompts > 1 and draw.random() < 0.5 else params[0]
+    for name, values in {
+        "stream": (True, False),
+        "priority": (-1, 0, 1),
+        "session_id": NAMES,
+        "cache_salt": NAMES,
+        "extra_key": NAMES,
+        "routed_dp_rank": (0, 1),
+        "stream_options": ({"incremental": True}, {"incremental": False}),
+        "return_logprob": (False, None),
+        "timeout": (1000.0,),
+    }.items():
+        if draw.random() < 0.2:
+            body[name] = draw.choice(values)
+    return body
+
+
+def _text(draw: random.Random) -> str:
+    return "".join(draw.choice(WORDS) for _ in range(draw.randrange(1, 30)))
+
+
+def _ids(draw: random.Random) -> list[int]:
+    return [draw.randrange(2, VOCAB_SIZE) for _ in range(draw.choice([1, 5, 15, 16, 17, 33, 100]))]
+
+
+def _params(draw: random.Random) -> dict[str, Any]:
+    most = draw.choices([8, 60, MAX_NEW], [95, 4, 1])[0]
+    params: dict[str, Any] = {"max_new_tokens": draw.randrange(most + 1)}
+    for name, value in {
+        "temperature": draw.choice([0, 0.01, 0.7, 1.0, 3.0, 1e30]),
+        "top_p": draw.choice([1.0, 0.95, 0.5, 1e-9]),
+        "top_k": draw.choice([-1, 1, 20, 5000]),
+        "min_p": draw.choice([0.0, 0.05, 1.0]),
+        "sampling_seed": draw.randrange(2**63),
+        "min_new_tokens": draw.randrange(params["max_new_tokens"] + 1),
+        "stop": draw.choice(["\n", ["x", "self", "é"], []]),
+        "stop_token_ids": [draw.randrange(VOCAB_SIZE) for _ in range(draw.randrange(4))],
+        "ignore_eos": draw.random() < 0.5,
+        "skip_special_tokens": draw.random() < 0.5,
+        "n": draw.choice([1, 2, 3]),
+    }.items():
+        if draw.random() < 0.3:
+            params[name] = value
+    return params
+
+
+@dataclass
+class Outcome:
+    """What became of the bodies. wrong: what was not answered as it should have been, each with its body"""
+
+    num_answered: int = 0
+    num_tokens: int = 0
+    longest_s: float = 0.0
+    wrong: list[str] = field(default_factory=list)
+
+
+async def send_bodies(address: str, seed: int, count: int, num_clients: int, limit_s: float) -> Outcome:
+    """Sends `count` bodies, `num_clients` at a time, and waits `limit_s` at most for each answer."""
+    draw, outcome = random.Random(seed), Outcome()
+    bodies = (random_body(draw) for _ in range(count))
+    limits = httpx.Limits(max_connections=num_clients)
+    async with httpx.AsyncClient(base_url=address, timeout=None, trust_env=False, limits=limits) as client:
+        await asyncio.gather(*[_send_next(client, bodies, limit_s, outcome) for _ in range(num_clients)])
+    return outcome
+
+
+async def _send_next(
+    client: httpx.AsyncClient, bodies: Iterator[dict[str, Any]], limit_s: float, outcome: Outcome
+) -> None:
+    loop = asyncio.get_running_loop()
+    for body in bodies:
+        started_s = loop.time()
+        try:
+            async with asyncio.timeout(limit_s):
+                answer = await client.post("/generate", json=body)
+            num_tokens, problem = _check(body, answer)
+        except (TimeoutError, httpx.HTTPError) as error:
+            num_tokens, problem = 0, repr(error)
+        took_s = loop.time() - started_s
+        outcome.longest_s = max(outcome.longest_s, took_s)
+        outcome.num_tokens += num_tokens
+        outcome.num_answered += 1
+        if problem:
+            outcome.wrong.append(f"{problem} after {took_s:.1f} s: {json.dumps(body)}")
+
+
+def _check(body: dict[str, Any], answer: httpx.Response) -> tuple[int, str]:
+    """Returns how many tokens came out, and what is wrong with the answer; "" = nothing."""
+    if answer.status_code != 200:
+        return 0, f"{answer.status_code} {answer.text}"
+    prompts = body.get("text", body.get("input_ids"))
+    is_list = isinstance(prompts, list) and isinstance(prompts[0], list | str)
+    params = body["sampling_params"]
+    each = params if isinstance(params, list) else [params] * (len(prompts) if is_list else 1)
+    allowed = [one["max_new_tokens"] for one in each for _ in range(one.get("n", 1))]
+    if body.get("stream"):
+        events = [line.removeprefix("data: ") for line in answer.text.split("\n\n") if line]
+        if events.pop() != "[DONE]":
+            return 0, "the stream does not end with [DONE]"
+        last = {event.get("index", 0): event for event in map(json.loads, events)}
+        results = [last[index] for index in sorted(last)]
+    else:
+        content = answer.json()
+        results = content if isinstance(content, list) else [content]
+    if len(results) != len(allowed):
+        return 0, f"{len(results)} outputs for {len(allowed)} requests"
+    total = 0
+    for result, most in zip(results, allowed, strict=True):
+        meta = result["meta_info"]
+        count, reason = meta["completion_tokens"], meta["finish_reason"]
+        total += count
+        if reason is None or count > most or (reason["type"] == "length" and count != most):
+            return total, f"{count} of {most} tokens, ended by {reason}"
+    return total, ""
