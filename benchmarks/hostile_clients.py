@@ -1,10 +1,10 @@
 """A server under hostile clients: 5xx answers, leaks, and the latency of one well-behaved client beside them.
 
-    python -m benchmarks.hostile_clients [--seconds 60] [--requests N] [--rate 100] [--at-once 64] [--note TEXT]
+    python -m benchmarks.hostile_clients [--requests 6000] [--rate 200] [--rounds 3] [--at-once 64] [--note TEXT]
 
 Serves the demo model on two ranks. One client sends short requests, one after the other; in every second phase hostile
 clients (benchmarks/hostile_mix.py) run beside it, in a process of the lowest priority, since clients and server share
-the machine's cores. --requests: phases with hostile clients go on until so many were sent in all.
+the machine's cores. 100,000 requests at 200 per second take nine minutes. Progress goes to stderr.
 """
 
 import argparse
@@ -14,6 +14,7 @@ import json
 import multiprocessing
 import os
 import random
+import sys
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -36,11 +37,15 @@ class Tally:
     statuses: collections.Counter[str] = field(default_factory=collections.Counter)
     errors: list[str] = field(default_factory=list)  # kinds that got a 5xx or no answer that was due, the first few
     num_sent: int = 0
+    seconds: float = 0.0
+    cpu_s: float = 0.0  # of the hostile clients' process
 
     def add(self, other: "Tally") -> None:
         self.statuses += other.statuses
         self.errors = (self.errors + other.errors)[:20]
         self.num_sent += other.num_sent
+        self.seconds += other.seconds
+        self.cpu_s += other.cpu_s
 
 
 @dataclass(frozen=True)
@@ -63,20 +68,19 @@ class Resources:
 
 @dataclass(frozen=True)
 class Attack:
-    """at_once: connections; rate: requests per second, 0 = no limit; number: of requests, 0 = for so many seconds"""
+    """at_once: connections; rate: requests per second, 0 = no limit; number: of requests"""
 
     at_once: int
     rate: float
-    seconds: float
     number: int
     seed: int
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seconds", type=float, default=60.0, help="in all")
-    parser.add_argument("--requests", type=int, default=0, help="hostile ones, in all; 0: as many as come in the time")
-    parser.add_argument("--rate", type=float, default=100.0, help="hostile requests per second; 0: as many as can be")
+    parser.add_argument("--requests", type=int, default=6000, help="hostile ones, in all")
+    parser.add_argument("--rate", type=float, default=200.0, help="hostile requests per second; 0: as many as can be")
+    parser.add_argument("--quiet-seconds", type=float, default=20.0, help="without hostile clients, in all")
     parser.add_argument("--at-once", type=int, default=64, help="hostile connections")
     parser.add_argument("--rounds", type=int, default=3, help="pairs of a quiet and a hostile phase")
     parser.add_argument("--seed", type=int, default=0)
@@ -85,27 +89,31 @@ def main() -> None:
     facts = conditions("uvicorn", "h11", "msgspec")
     quiet: list[list[float]] = []
     hostile: list[list[float]] = []
-    tally = Tally()
+    tally, front_end_s = Tally(), 0.0
     with _server(["parallel.num_ranks=2", "cache.memory_gib=0.2", "server.header_deadline_s=5"]) as port:
-        pid = _front_end(port)
-        phase_s = args.seconds / (2 * args.rounds)
-        _attack(port, Attack(args.at_once, args.rate, 3.0, 0, args.seed))  # pools and caches grow to their size
+        pid = front_end_of(port)
+        _beside(port, Attack(args.at_once, args.rate, 600, args.seed))  # pools and caches grow to their size
         before = Resources.of(pid)
-        for number in range(args.rounds):
-            quiet.append(asyncio.run(_well_behaved(port, phase_s)))
-            latencies, found = _beside(port, args, phase_s, args.seed + 1 + number)
+        number = -(-args.requests // args.rounds)
+        for index in range(args.rounds):
+            quiet.append(asyncio.run(_well_behaved(port, args.quiet_seconds / args.rounds)))
+            began_s = cpu_s(pid)
+            latencies, found = _beside(port, Attack(args.at_once, args.rate, number, args.seed + 1 + index))
+            front_end_s += cpu_s(pid) - began_s
             hostile.append(latencies)
             tally.add(found)
+            told = f"round {index + 1} of {args.rounds}: {tally.num_sent} hostile requests, {tally.seconds:.0f} s"
+            print(f"{told}, p99 {1e3 * np.quantile(quiet[-1], 0.99):.0f} ms alone, "
+                  f"{1e3 * np.quantile(latencies, 0.99):.0f} ms beside", file=sys.stderr, flush=True)  # fmt: skip
         time.sleep(8)  # deadlines pass: what is left open now is a leak
         after = Resources.of(pid)
-    _report(args, facts, quiet, hostile, tally, before, after)
+    _report(args, facts, quiet, hostile, tally, before, after, front_end_s)
 
 
-def _beside(port: int, args: argparse.Namespace, phase_s: float, seed: int) -> tuple[list[float], Tally]:
+def _beside(port: int, attack_plan: Attack) -> tuple[list[float], Tally]:
     """Returns the latencies of the well-behaved client beside hostile ones, and what these were answered."""
     with multiprocessing.get_context("spawn").Pool(1) as pool:
-        number = -(-args.requests // args.rounds)
-        attack = pool.apply_async(_attack, (port, Attack(args.at_once, args.rate, phase_s, number, seed)))
+        attack = pool.apply_async(_attack, (port, attack_plan))
         latencies: list[float] = []
         while not attack.ready():
             latencies += asyncio.run(_well_behaved(port, 1.0))
@@ -122,17 +130,15 @@ async def _attackers(port: int, attack: Attack) -> Tally:
     begin_s = time.monotonic()
     kinds, weights = list(KINDS), list(KINDS.values())
 
-    def goes_on() -> bool:
-        return tally.num_sent < attack.number if attack.number else time.monotonic() - begin_s < attack.seconds
-
     async def attacker(draw: random.Random) -> None:
-        while goes_on():
+        while tally.num_sent < attack.number:
             due_s = begin_s + tally.num_sent / attack.rate if attack.rate else 0.0
             tally.num_sent += 1
             await asyncio.sleep(max(0.0, due_s - time.monotonic()))
             await _one(port, draw, draw.choices(kinds, weights)[0], tally)
 
     await asyncio.gather(*[attacker(random.Random(f"{attack.seed}.{index}")) for index in range(attack.at_once)])
+    tally.seconds, tally.cpu_s = time.monotonic() - begin_s, time.process_time()
     return tally
 
 
@@ -173,7 +179,13 @@ async def _well_behaved(port: int, seconds: float) -> list[float]:
     return latencies
 
 
-def _front_end(port: int) -> int:
+def cpu_s(pid: int) -> float:
+    """Returns the seconds that a process has computed."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def front_end_of(port: int) -> int:
     """Returns the process that listens on a port."""
     for commandline in Path("/proc").glob("[0-9]*/cmdline"):
         try:
@@ -200,6 +212,7 @@ def _report(
     tally: Tally,
     before: Resources,
     after: Resources,
+    front_end_s: float,
 ) -> None:
     def quantiles(phases: list[list[float]]) -> tuple[float, float]:
         values = np.concatenate([np.array(phase) for phase in phases])
@@ -217,10 +230,13 @@ def _report(
         {"what": "memory of the front end, MiB", "value": f"{before.rss / 2**20:.1f} -> {after.rss / 2**20:.1f}"},
         {"what": "descriptors", "value": f"{before.descriptors} -> {after.descriptors}"},
         {"what": "threads", "value": f"{before.threads} -> {after.threads}"},
+        {"what": "cores of the front end beside hostile clients", "value": f"{front_end_s / tally.seconds:.2f}"},
+        {"what": "cores of the hostile clients", "value": f"{tally.cpu_s / tally.seconds:.2f}"},
     ]
     answers = ", ".join(f"{status}: {count}" for status, count in tally.statuses.most_common())
     notes = (
-        f"Up to {args.at_once} hostile connections at a time, {args.rate or 'unlimited'} per second, of {len(KINDS)} "
+        f"Up to {args.at_once} hostile connections at a time, {tally.num_sent / tally.seconds:.0f} requests per second "
+        f"({args.rate:g} asked for; 0 = as many as can be), of {len(KINDS)} "
         "kinds, in a process of the lowest priority; the well-behaved client asks for 8 tokens, one request after the "
         f"other ({sum(map(len, quiet))} alone, {sum(map(len, hostile))} beside), over {args.rounds} pairs of phases. "
         f"Answers: {answers}. {'First errors: ' + '; '.join(tally.errors[:5]) + '. ' if tally.errors else ''}"

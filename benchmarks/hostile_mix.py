@@ -23,8 +23,10 @@ class Socket:
     writer: asyncio.StreamWriter
 
     async def send(self, data: bytes) -> None:
+        """Sends, as far as the server reads. Raises TimeoutError where it neither reads nor ends the connection."""
         self.writer.write(data)
-        await self.writer.drain()
+        async with asyncio.timeout(WAIT_S):
+            await self.writer.drain()
 
     async def status(self) -> int:
         """Returns the status of the next response; 100 is skipped. Raises ConnectionError where there is none."""

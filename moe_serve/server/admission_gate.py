@@ -39,6 +39,7 @@ class AdmissionGate:
         if scope["type"] != "http" or scope["path"] != GENERATE:
             await self._app(scope, receive, send)
         elif (refusal := self._bridge.refusal()) is not None:
+            self._bridge.count_refused(1)
             await error_response(refusal)(scope, receive, send)
         else:
             await self._admit(scope, receive, send)

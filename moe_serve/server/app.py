@@ -28,10 +28,11 @@ from moe_serve.server.bridge import Bridge
 from moe_serve.server.client_limits import ClientTable
 from moe_serve.server.dashboard.routes import add_dashboard
 from moe_serve.server.degrade import Degradation
+from moe_serve.server.early_refusal import EarlyRefusal
 from moe_serve.server.eplb import add_eplb
 from moe_serve.server.generate import GenerateResponse, error_response, json_bytes, start_call
 from moe_serve.server.generation_control import add_generation_control
-from moe_serve.server.guard import OPEN, Guard
+from moe_serve.server.guard import OPEN, Access, Guard
 from moe_serve.server.health import add_health
 from moe_serve.server.keys import KeyRing
 from moe_serve.server.metrics import make_registry
@@ -65,10 +66,10 @@ def make_app(config: ServeConfig, bridge: Bridge, tokenizer: Tokenizer | None) -
     )
     app.state.bodies = bodies
     clients, degradation = ClientTable(), Degradation(config.server.degrade)
+    access = Access(config.server, KeyRing.load(config.server))
+    app.state.early_refusal = EarlyRefusal(app, access, bridge, clients)
     app.add_middleware(AdmissionGate, bridge=bridge, clients=clients)
-    app.add_middleware(
-        Guard, server=config.server, keys=KeyRing.load(config.server)
-    )  # before the gate: strangers learn nothing of the queue
+    app.add_middleware(Guard, access=access)  # before the gate: strangers learn nothing of the queue
     if config.server.cors_origins:
         app.add_middleware(
             CORSMiddleware,

@@ -199,6 +199,7 @@ class Bridge:
             )
         refusal = self.refusal(len(specs), sum(spec.num_tokens for spec in specs))
         if refusal is not None:
+            self.count_refused(len(specs))
             raise refusal
         num_ranks = self.workers.num_ranks
         rids = [spec.rid for spec in specs if spec.rid is not None]
@@ -231,13 +232,14 @@ class Bridge:
         return self._book.open(f"{self._link.started_s:.6f}", spec, self.limits.eos_token_ids, changes, at_once)
 
     def refusal(self, num_requests: int = 1, num_tokens: int = 1) -> QueueFullError | None:
-        """Returns why no call may wait now, and counts the refusal; None where one of this size may."""
+        """Returns why no call may wait now; None where one of this size may."""
         book = self._book
         load = Load(len(book), book.waiting_tokens)
-        refusal = self._admission.refusal(load, book.drain_rate.per_s(time.monotonic()), num_requests, num_tokens)
-        if refusal is not None:
-            self.counters["num_refused"] += num_requests
-        return refusal
+        return self._admission.refusal(load, book.drain_rate.per_s(time.monotonic()), num_requests, num_tokens)
+
+    def count_refused(self, num_requests: int) -> None:
+        """Counts requests that were told so."""
+        self.counters["num_refused"] += num_requests
 
     @property
     def queue(self) -> Queue:

@@ -9,6 +9,7 @@ Time is an argument. What is kept is bounded: clients with open calls, of which 
 10,000 others.
 """
 
+import functools
 import ipaddress
 from collections import Counter, OrderedDict
 from collections.abc import Iterator
@@ -55,16 +56,22 @@ class Client:
     @classmethod
     def at(cls, address: str, limits: ClientLimits) -> Self:
         """Returns the client at an address. Of IPv6 the first 64 bits count: a client may choose the others."""
-        try:
-            found = ipaddress.ip_address(address)
-        except ValueError:
-            return cls("address", address, limits)
-        if isinstance(found, ipaddress.IPv6Address) and found.ipv4_mapped is None:
-            return cls("address", str(ipaddress.ip_network((found, 64), strict=False)), limits)
-        return cls("address", str(getattr(found, "ipv4_mapped", None) or found), limits)
+        return cls("address", _network(address), limits)
 
     def __str__(self) -> str:
         return f"the {self.kind} {self.name}"
+
+
+@functools.lru_cache(maxsize=1024)  # the same few addresses come with every request
+def _network(address: str) -> str:
+    """Returns an address of IPv4, or the network of one of IPv6."""
+    try:
+        found = ipaddress.ip_address(address)
+    except ValueError:
+        return address
+    if isinstance(found, ipaddress.IPv6Address) and found.ipv4_mapped is None:
+        return str(ipaddress.ip_network((found, 64), strict=False))
+    return str(getattr(found, "ipv4_mapped", None) or found)
 
 
 class Bucket:
@@ -185,14 +192,19 @@ class Permit:
                 yield f"x-ratelimit-remaining-{word}".encode(), str(max(0, int(bucket.level(now_s)))).encode()
                 yield f"x-ratelimit-reset-{word}".encode(), _duration(bucket.wait_s(bucket.limit, now_s)).encode()
 
+    def refusal(self, now_s: float, num_requests: int = 1, num_tokens: int = 1) -> RateLimitError | None:
+        """Returns why the client may not ask for so much now, and counts it; None where it may."""
+        excess = self._account.excess(num_requests, num_tokens, now_s)
+        if excess is None:
+            return None
+        self._table.refused[excess.limit] += 1
+        what = f"{self._account.client} {excess.what} ({_setting(excess.limit)})"
+        return RateLimitError(f"{what}; try again in {_duration(excess.wait_s)}", excess.wait_s)
+
     def _take(self, num_requests: int, num_tokens: int, now_s: float) -> None:
         account = self._account
-        if (excess := account.excess(num_requests, num_tokens, now_s)) is not None:
-            self._table.refused[excess.limit] += 1
-            raise RateLimitError(
-                f"{account.client} {excess.what} ({_setting(excess.limit)}); try again in {_duration(excess.wait_s)}",
-                excess.wait_s,
-            )
+        if (refusal := self.refusal(now_s, num_requests, num_tokens)) is not None:
+            raise refusal
         account.take(num_requests, num_tokens, now_s)
         self._num_requests += num_requests
 

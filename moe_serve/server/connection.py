@@ -29,6 +29,7 @@ from uvicorn.server import ServerState
 from moe_serve.config import ServerConfig
 from moe_serve.server.answers import error_body
 from moe_serve.server.bounded_parser import BoundedParser
+from moe_serve.server.early_refusal import EarlyRefusal
 
 Phase = Literal["headers", "body", "answer", "idle", "linger"]
 
@@ -36,6 +37,7 @@ _LINGER_S = 5.0
 _PIECE_BYTES = 4096  # given to the parser at a time, so that its bound on headers holds
 _MIN_PROGRESS_BYTES = 1 << 14  # that a client must take of an answer within send_deadline_s
 SEND_BUFFER_BYTES = 1 << 17  # in the kernel: a stream that nobody reads must be noticed before megabytes are in it
+_BETWEEN_REQUESTS = {h11.CLIENT: h11.IDLE, h11.SERVER: h11.IDLE}
 _FIRST_PROBE_S, _LAST_PROBE_S = 0.02, 1.0
 
 log = logging.getLogger("moe_serve.server.uvicorn")
@@ -65,12 +67,22 @@ class ConnectionLimits:
 
 
 class Connection(H11Protocol):
-    """The protocol of one connection. on_lost: called once, when it is closed"""
+    """The protocol of one connection.
+
+    early:   refuses some requests before they are parsed
+    on_lost: called once, when it is closed
+    """
 
     def __init__(
-        self, config: Config, state: ServerState, limits: ConnectionLimits, on_lost: Callable[["Connection"], None]
+        self,
+        config: Config,
+        state: ServerState,
+        limits: ConnectionLimits,
+        early: EarlyRefusal,
+        on_lost: Callable[["Connection"], None],
     ):
         super().__init__(config, state, {})
+        self._early = early
         self.conn: BoundedParser = BoundedParser(limits.max_header_bytes)
         self.logger = log
         self.timeout_keep_alive = limits.idle_deadline_s  # type: ignore[assignment]  # call_later takes fractions
@@ -166,6 +178,15 @@ class Connection(H11Protocol):
         if not self._has_begun and (self.cycle is None or self.cycle.response_complete):
             self._has_begun, self._since_s = True, time.monotonic()
         self._unset_keepalive_if_required()
+        if self._may_refuse_early():
+            answer = self._early.answer(data, self.client, self.server_state.default_headers)
+            if answer is not None:
+                self.transport.write(answer)
+                self._has_begun, self._since_s = False, time.monotonic()
+                self.timeout_keep_alive_task = self.loop.call_later(
+                    self.timeout_keep_alive, self.timeout_keep_alive_handler
+                )
+                return
         start = 0
         while start < len(data) and not self._drops:
             end = len(data) if self.conn.reads_plain_body else start + _PIECE_BYTES
@@ -175,6 +196,15 @@ class Connection(H11Protocol):
             except h11.LocalProtocolError:
                 self.transport.abort()  # the client broke the protocol while its answer was being sent
             start = end
+
+    def _may_refuse_early(self) -> bool:
+        """Whether what arrives now begins a request, and its client has read the answers to others."""
+        return (
+            self.conn.states == _BETWEEN_REQUESTS
+            and not self.conn.has_bytes
+            and not self._is_last
+            and not self.transport.get_write_buffer_size()
+        )
 
     def handle_events(self) -> None:
         before = self.cycle

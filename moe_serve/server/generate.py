@@ -167,10 +167,15 @@ def error_response(error: MoeServeError) -> Response:
     """Returns the answer for an error."""
     headers = {}
     if isinstance(error, QueueFullError):
-        headers["Retry-After"] = str(max(1, math.ceil(error.retry_after_s)))
+        headers["Retry-After"] = retry_after(error)
     elif status_of(error) == 503:
         headers["Retry-After"] = "1"
     return Response(json_bytes(error_of(error)), status_of(error), headers, media_type="application/json")
+
+
+def retry_after(error: QueueFullError) -> str:
+    """Returns the value of a header: whole seconds, at least one."""
+    return str(max(1, math.ceil(error.retry_after_s)))
 
 
 async def _send_part(send: Send, data: bytes) -> None:

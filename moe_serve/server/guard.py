@@ -26,29 +26,41 @@ _READS = ("GET", "HEAD", "OPTIONS")
 
 
 class Guard:
-    """An ASGI application before another one. Sets `request.state.client`: the caller, a Client."""
+    """An ASGI application before another one, which lets through what access allows."""
 
-    def __init__(self, app: ASGIApp, server: ServerConfig, keys: KeyRing):
+    def __init__(self, app: ASGIApp, access: "Access"):
         self._app = app
-        self._server = server
-        self._keys = keys
-        self._is_local = is_loopback(server.host)
-        self._limits = ClientLimits.of(server)
-        self._tagged: dict[str, frozenset[tuple[str, str]]] | None = None
+        self._access = access
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":  # the start and the end of the server
             await self._app(scope, receive, send)
             return
         headers = {name.decode("latin1"): value.decode("latin1") for name, value in scope["headers"]}
-        refusal = self._refusal(scope, headers)
+        refusal = self._access.refusal(scope, headers)
         if refusal is not None:
             await refusal(scope, receive, send)
         else:
             await self._app(scope, receive, send)
 
-    def _refusal(self, scope: Scope, headers: dict[str, str]) -> Response | None:
-        """Returns the answer to a request that is refused; None lets it through."""
+
+class Access:
+    """Who may do what, by the header of a request."""
+
+    def __init__(self, server: ServerConfig, keys: KeyRing):
+        """has_limits: whether any client has"""
+        self._server = server
+        self._keys = keys
+        self._is_local = is_loopback(server.host)
+        self._limits = ClientLimits.of(server)
+        self.has_limits = self._limits.exist or keys.have_limits
+        self._tagged: dict[str, frozenset[tuple[str, str]]] | None = None
+
+    def refusal(self, scope: Scope, headers: dict[str, str]) -> Response | None:
+        """Returns the answer to a request that is refused; None lets it through.
+
+        Sets `request.state.client`: the caller, a Client. headers: by lower-case name
+        """
         if not is_served_host(headers.get("host"), self._server.host, self._server.allowed_hosts):
             name = headers.get("host", "")[:100]
             return _error(421, f"this server does not answer as {name!r}; add the name to server.allowed_hosts")

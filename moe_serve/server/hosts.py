@@ -4,6 +4,7 @@ A browser lets any page send requests to a server on the same machine. A page wh
 rebinding) may even read the answers; its name is then in `Host`, and browsers let no page change that.
 """
 
+import functools
 import ipaddress
 from collections.abc import Collection
 from urllib.parse import urlsplit
@@ -43,6 +44,7 @@ def is_foreign_page(headers: dict[str, str], allowed_origins: Collection[str]) -
     return origin is not None and _netloc(origin) != headers.get("host", "").lower()
 
 
+@functools.lru_cache(maxsize=1024)  # the same few names come with every request
 def _address(name: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
     try:
         return ipaddress.ip_address(name.strip("[]"))

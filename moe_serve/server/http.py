@@ -14,6 +14,7 @@ from moe_serve.server.bridge import Bridge
 from moe_serve.server.connection import Connection, ConnectionLimits
 from moe_serve.server.connection_table import ConnectionTable
 from moe_serve.server.descriptors import connections_allowed
+from moe_serve.server.early_refusal import EarlyRefusal
 from moe_serve.server.listener import Listener
 from moe_serve.server.tls import make_tls
 
@@ -43,6 +44,7 @@ class HttpServer(uvicorn.Server):
             )
         )
         self._bridge = bridge
+        self._early: EarlyRefusal = app.state.early_refusal
         self._handle_signals = handle_signals
         server = bridge.config.server
         self._tls = make_tls(server)
@@ -75,7 +77,7 @@ class HttpServer(uvicorn.Server):
             connection.give_up()
 
     def _connection(self) -> Connection:
-        connection = Connection(self.config, self.server_state, self._limits, self.table.remove)
+        connection = Connection(self.config, self.server_state, self._limits, self._early, self.table.remove)
         if self._draining is not None:
             connection.end_after_answer()
         return connection

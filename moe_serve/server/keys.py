@@ -42,6 +42,7 @@ class KeyRing:
     def __init__(self, keys: tuple[Key, ...]):
         self._keys = keys
         self.has_api_keys = any(not key.is_admin for key in keys)
+        self.have_limits = any(key.limits.exist for key in keys)
         self.has_admin_keys = any(key.is_admin for key in keys)
 
     @classmethod

@@ -1,0 +1,170 @@
+"""A request that is refused by its bytes gets what it would have got by the long way, and nobody else gets anything."""
+
+import asyncio
+import json
+
+import h11
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from moe_serve.server.bounded_parser import BoundedParser
+from moe_serve.server.early_refusal import plain_headers
+from moe_serve.server.keys import API_KEY_VARIABLE
+from tests.server.raw_client import Answer, RawClient, header
+from tests.server.served import Served, in_event_loop, serving, until
+from tests.server.test_hostile_bytes import mutated
+
+BODY = json.dumps({"input_ids": [7], "sampling_params": {"max_new_tokens": 5, "sampling_seed": 10}}).encode()
+FULL = ("engine.max_running_requests=1", "engine.max_queued_requests=1")
+
+
+def whole(more: str = "", body: bytes = BODY) -> bytes:
+    return header("POST /generate", f"content-length: {len(body)}\r\n{more}") + body
+
+
+async def fill(served: Served, **headers: str) -> list[asyncio.Task]:
+    """Calls that leave no space for another one."""
+    served.workers[0].go.clear()
+    calls = [asyncio.create_task(served.client.post("/generate", content=BODY, headers={
+        "content-type": "application/json", **headers})) for _ in range(2)]  # fmt: skip
+    await until(lambda: served.bridge.num_open == 2)
+    return calls
+
+
+async def ask(served: Served, *parts: bytes) -> Answer:
+    """The answer to a request that arrives in these parts."""
+    client = await RawClient.connect(served)
+    for part in parts:
+        await client.send(part)
+        await asyncio.sleep(0.02)
+    answer = await client.answer()
+    await client.close()
+    return answer
+
+
+@in_event_loop
+async def test_a_whole_request_is_refused_as_one_in_parts_is_and_the_parser_never_sees_it():
+    async with serving(1, *FULL) as served:
+        calls = await fill(served)
+        parsed: list[bytes] = []
+        receive = BoundedParser.receive_data
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(BoundedParser, "receive_data", lambda self, data: (parsed.append(data), receive(self, data)))
+            early = await ask(served, whole())
+            assert parsed == []
+            late = await ask(served, whole()[:60], whole()[60:])
+            assert parsed
+        assert early.status == 429
+        assert (early.status, early.body) == (late.status, late.body)
+        for answer in (early, late):
+            answer.headers.pop("date", None)
+        assert early.headers == late.headers
+        assert served.bridge.counters["num_refused"] == 2
+        served.workers[0].go.set()
+        assert [(await call).status_code for call in calls] == [200, 200]
+
+
+@in_event_loop
+async def test_a_connection_that_was_refused_is_served_later_and_closed_when_idle():
+    async with serving(1, *FULL, "server.idle_deadline_s=0.3") as served:
+        calls = await fill(served)
+        client = await RawClient.connect(served)
+        for _ in range(3):
+            await client.send(whole())
+            assert (await client.answer()).status == 429
+        await client.send(whole() * 2)  # two at once take the long way
+        assert [(await client.answer()).status for _ in range(2)] == [429, 429]
+        served.workers[0].go.set()
+        await asyncio.gather(*calls)
+        await client.send(whole())
+        assert (await client.answer()).status == 200
+        assert await client.closed() == b""
+        assert served.bridge.counters["num_refused"] == 5
+
+
+def test_a_full_queue_is_shown_only_to_whom_the_guard_lets_through(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv(API_KEY_VARIABLE, "the-key-of-a-client")
+
+    @in_event_loop
+    async def check():
+        async with serving(1, *FULL) as served:
+            calls = await fill(served, authorization="Bearer the-key-of-a-client")
+            key = "authorization: Bearer the-key-of-a-client\r\n"
+            assert (await ask(served, whole())).status == 401
+            assert (await ask(served, whole("authorization: Bearer the-key\r\n"))).status == 401
+            assert (await ask(served, whole(key).replace(b"localhost", b"evil.example"))).status == 421
+            assert (await ask(served, whole(key + "origin: http://evil.example\r\n"))).status == 403
+            assert (await ask(served, whole(key + "content-type: text/plain\r\n"))).status == 415
+            assert served.bridge.counters["num_refused"] == 0
+            assert (await ask(served, whole(key))).status == 429
+            served.workers[0].go.set()
+            await asyncio.gather(*calls)
+
+    check()
+
+
+@in_event_loop
+async def test_a_client_beyond_its_limit_is_refused_early_too():
+    async with serving(1, "server.rpm_limit=1") as served:
+        assert (await ask(served, whole())).status == 200
+        early, late = await ask(served, whole()), await ask(served, whole()[:60], whole()[60:])
+        assert early.status == late.status == 429
+        assert early.headers["x-ratelimit-remaining-requests"] == "0"
+        assert set(early.headers) == set(late.headers)
+        assert early.body[:60] == late.body[:60]
+
+
+@given(mutated([whole(), whole("x-a: 1\r\nauthorization: Bearer k\r\n"), whole("connection: keep-alive\r\n", b"")]))
+def test_what_is_read_as_plain_the_parser_reads_in_the_same_way(data: bytes):
+    fields = plain_headers(data)
+    if fields is None:
+        return
+    parser = BoundedParser(16_384)
+    parser.receive_data(data)
+    try:
+        event = parser.next_event()
+    except h11.RemoteProtocolError:
+        return  # refused in another way
+    assert {name.decode(): value.decode() for name, value in event.headers} == fields
+    body = b""
+    while isinstance(event := parser.next_event(), h11.Data):
+        body += event.data
+    assert isinstance(event, h11.EndOfMessage)
+    assert data.endswith(b"\r\n\r\n" + body)
+    assert not parser.has_bytes
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        whole()[:-1],
+        whole() + b"x",
+        whole("connection: close\r\n"),
+        whole("expect: 100-continue\r\n"),
+        whole("transfer-encoding: chunked\r\n"),
+        whole("x: a\x00b\r\n"),
+        whole(" folded: a\r\n"),
+        whole("host: localhost\r\n"),
+        whole("x-long: " + "a" * 5000 + "\r\n"),
+        whole().replace(b"content-length", b"content-size"),
+        whole().replace(b"content-length: ", b"content-length: 0"),
+        whole().replace(b"\r\n", b"\n"),
+    ],
+)
+def test_anything_unusual_takes_the_long_way(data: bytes):
+    assert plain_headers(data) is None
+
+
+def test_a_plain_request_is_read():
+    assert plain_headers(whole("X-A1:  b c \r\n")) == {
+        "host": "localhost",
+        "content-type": "application/json",
+        "content-length": str(len(BODY)),
+        "x-a1": "b c",
+    }
+
+
+@given(st.binary(max_size=200))
+def test_any_bytes_are_plain_or_not(data: bytes):
+    plain_headers(b"POST /generate HTTP/1.1\r\n" + data)
