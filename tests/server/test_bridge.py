@@ -100,14 +100,14 @@ async def test_a_loss_that_nobody_can_name_still_ends_every_request():
 
 @in_event_loop
 async def test_a_silent_rank_is_lost_once_no_step_can_explain_it():
-    async with serving(2, "server.worker_deadline_s=1", "engine.step_deadline_s=3") as served:
+    async with serving(2, "server.worker_deadline_s=1", "engine.step_deadline_s=1.5") as served:
         calls = await waiting_calls(served)
         served.kill(1)
         while served.bridge.problem() is None:  # rank 0 goes on showing that it lives
             served.workers[0].load(1)
             await asyncio.sleep(0.2)
         await all_fail(
-            calls, "(at most 3: the larger of server.worker_deadline_s and engine.step_deadline_s); it hangs"
+            calls, "(at most 1.5: the larger of server.worker_deadline_s and engine.step_deadline_s); it hangs"
         )
 
 

@@ -10,6 +10,7 @@ import resource
 import msgspec
 import pytest
 
+from moe_serve.server import connection
 from moe_serve.server.descriptors import soft_limit
 from tests.server.fake_worker import LIMITS
 from tests.server.raw_client import RawClient, header
@@ -20,6 +21,12 @@ LONG = {"max_new_tokens": 10**6, "sampling_seed": 10}
 SEVENS = [7] * 10**6
 ENDLESS = msgspec.structs.replace(LIMITS, max_model_len=2 * 10**6, max_prompt_len=2 * 10**6)
 SHORT = "server.header_deadline_s=0.2", "server.body_deadline_s=0.3"
+
+
+@pytest.fixture(autouse=True)
+def short_linger(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A connection that was answered before its end waits less long for the client to close it."""
+    monkeypatch.setattr(connection, "_LINGER_S", 1.0)
 
 
 async def is_served(served: Served) -> bool:

@@ -36,7 +36,7 @@ def test_survivors_of_a_killed_rank_name_it_and_go_on(num_ranks: int, phase: str
 @pytest.mark.parametrize("phase", PHASES)
 @pytest.mark.parametrize("num_ranks", [2, 3])
 def test_a_stopped_rank_is_masked_and_rejoins_through_the_same_mapping(num_ranks: int, phase: str) -> None:
-    reports = run_fault(num_ranks, victim=0, phase=phase, sign=signal.SIGSTOP, deadline_s=3.0)
+    reports = run_fault(num_ranks, victim=0, phase=phase, sign=signal.SIGSTOP, deadline_s=1.2)
     survivors = tuple(range(1, num_ranks))
     assert set(reports) == set(survivors)
     for report in reports.values():

@@ -62,7 +62,7 @@ def stop_or_take_long(rank: int, mappings: Mappings, stops: bool) -> tuple[str, 
     if rank == 1 and stops:
         os.kill(os.getpid(), signal.SIGSTOP)
     elif rank == 1:
-        until = time.monotonic() + 2.5
+        until = time.monotonic() + 1.5
         while time.monotonic() < until:
             pass
     try:
