@@ -47,14 +47,17 @@ class Listener:
 
     async def run(self) -> None:
         """Accepts connections."""
-        loop = asyncio.get_running_loop()
         in_turn = 0
         while True:
             in_turn += 1
             if in_turn % _ACCEPTS_PER_TURN == 0:
                 await asyncio.sleep(0)
             try:
-                accepted, address = await loop.sock_accept(self._listening)
+                accepted, address = self._listening.accept()
+                accepted.setblocking(False)
+            except (BlockingIOError, InterruptedError):
+                await self._arrival()
+                continue
             except OSError as error:
                 if error.errno in _OUT_OF_DESCRIPTORS:
                     self._warn("no descriptor is left for a connection; raise the limit (ulimit -n)")
@@ -62,6 +65,20 @@ class Listener:
                     await asyncio.sleep(_PAUSE_S)
                 continue  # else: the client was gone before it was accepted
             self._take(accepted, str(address[0]) if isinstance(address, tuple) else "")
+
+    async def _arrival(self) -> None:
+        """Waits until a connection is there to accept.
+
+        loop.sock_accept() would accept it itself, and where it is cancelled just then, drop it: neither served nor
+        closed until the next garbage collection.
+        """
+        loop = asyncio.get_running_loop()
+        arrived = asyncio.Event()
+        loop.add_reader(self._listening, arrived.set)
+        try:
+            await arrived.wait()
+        finally:
+            loop.remove_reader(self._listening)
 
     def _take(self, accepted: socket.socket, client: str) -> None:
         connection = self._make()

@@ -6,12 +6,16 @@ Over real sockets, without a model, with deadlines made short.
 import asyncio
 import logging
 import resource
+import socket
 
 import msgspec
 import pytest
 
 from moe_serve.server import connection
+from moe_serve.server.connection_table import ConnectionTable
 from moe_serve.server.descriptors import soft_limit
+from moe_serve.server.listener import Listener
+from moe_serve.server.ports import open_port
 from tests.server.fake_worker import LIMITS
 from tests.server.raw_client import RawClient, header
 from tests.server.served import Served, in_event_loop, serving, until
@@ -222,6 +226,21 @@ async def test_an_answer_before_the_body_is_complete_reaches_a_client_that_still
         await client.send(header("POST /generate", "content-length: 5000000\r\n"), b" " * 4_000_000)
         assert (await client.answer()).status == 413
         await until(lambda: len(served.server.table) == 0)  # the rest never comes
+
+
+@in_event_loop
+async def test_a_client_that_comes_as_the_server_stops_is_not_kept_waiting():
+    with open_port("127.0.0.1", 0) as listening:
+        listener = Listener(listening, lambda: pytest.fail("it is taken"), ConnectionTable(8, 8), None, 1.0)
+        running = asyncio.create_task(listener.run())
+        await asyncio.sleep(0.01)
+        with socket.create_connection(listening.getsockname(), timeout=5) as client:
+            await asyncio.sleep(0)  # the arrival is handled after this task's next step, in the same turn
+            running.cancel()
+            await asyncio.gather(running, return_exceptions=True)
+            listening.close()
+            with pytest.raises(ConnectionResetError):
+                client.recv(1)
 
 
 @in_event_loop
