@@ -195,6 +195,9 @@ class _System:
         while time.monotonic() < deadline_s and self.stop_signals < 2:
             if all(child.code is not None for child in children):
                 break
+            for death in self.ranks.deaths():
+                if death.code != 0:  # the front end need not wait for this one's goodbye
+                    self._report_loss(str(death), death.rank)
             time.sleep(_POLL_MS / 1000)
         if front_end is not None:
             front_end.finish()

@@ -11,6 +11,7 @@ import pytest
 from moe_serve.attention_dp.request import SamplingParams
 from moe_serve.config import load_config, model_dir
 from moe_serve.errors import ConfigError, MoeServeError, RequestError
+from moe_serve.launcher import background
 from moe_serve.launcher.llm import LLM, _merged
 from moe_serve.server.open_request import UnavailableError
 from tests.conftest import _descendants
@@ -18,6 +19,12 @@ from tests.launcher.running import eventually, gone
 from tests.server.served import demo_tokenizer
 
 FAKE = "tests.launcher.fake_rank"
+
+
+@pytest.fixture(autouse=True)
+def _short_grace(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Real ranks end when they lose a peer; fake ones are not waited for."""
+    monkeypatch.setattr(background, "_LOSS_GRACE_S", 0.1)
 
 
 def fake_llm(*overrides: str) -> LLM:
