@@ -19,6 +19,7 @@ SMALL_BYTES = 1 << 14  # parsed within some 2 ms, whatever is in them
 FRAME = struct.Struct("<II")  # of what the process gets: max_prompts, bytes of the body
 REPLY = struct.Struct("<I?")  # of what it answers: bytes of a Parsed, as MessagePack; whether the process ends now
 _DEADLINE_S = 15.0  # for one body
+_KILLED = (ConnectionError, asyncio.IncompleteReadError)  # what shows that the process has ended
 
 
 class Parsed(msgspec.Struct):
@@ -57,22 +58,29 @@ class BodyParser:
     async def _ask(self, body: bytes, max_prompts: int) -> Parsed:
         try:
             async with asyncio.timeout(_DEADLINE_S):
-                if self._process is None or self._process.returncode is not None:
+                try:
+                    return await self._ask_once(body, max_prompts)
+                except _KILLED:  # perhaps for what it had done before
                     await self.close()
-                    self._process = await _start()
-                parsed, has_ended = await _exchange(self._process, body, max_prompts)
-            if has_ended:
-                await self.close()
-            return parsed
+                    return await self._ask_once(body, max_prompts)
         except TimeoutError:
             await self.close()
             return Parsed(None, f"the body takes longer than {_DEADLINE_S:g} s to parse; send a simpler one")
-        except (ConnectionError, asyncio.IncompleteReadError):
+        except _KILLED:
             await self.close()
             return Parsed(None, "the body takes too much memory to parse; send a simpler one")
         except BaseException:  # the caller was cancelled: what the process answers belongs to nobody
             await asyncio.shield(self.close())
             raise
+
+    async def _ask_once(self, body: bytes, max_prompts: int) -> Parsed:
+        if self._process is None or self._process.returncode is not None:
+            await self.close()
+            self._process = await _start()
+        parsed, has_ended = await _exchange(self._process, body, max_prompts)
+        if has_ended:
+            await self.close()
+        return parsed
 
 
 async def _start() -> Process:

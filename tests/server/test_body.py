@@ -81,16 +81,29 @@ async def test_a_large_body_is_parsed_in_a_process_and_a_wrong_one_names_its_fie
 
 
 @in_event_loop
-async def test_a_parser_that_is_killed_fails_its_body_and_is_started_again():
+async def test_a_body_whose_parser_is_killed_gets_another_one_and_fails_where_that_is_killed_too():
     parser = BodyParser()
-    before = set(_descendants(os.getpid()))
+    known = set(_descendants(os.getpid()))
+
+    async def stop_new_one() -> int:
+        await until(lambda: set(_descendants(os.getpid())) - known)
+        (pid,) = set(_descendants(os.getpid())) - known
+        known.add(pid)
+        os.kill(pid, signal.SIGSTOP)
+        return pid
+
     try:
         await parser.parse(LARGE, 100)
-        (pid,) = set(_descendants(os.getpid())) - before
-        os.kill(pid, signal.SIGSTOP)
+        first = await stop_new_one()
         waiting = asyncio.create_task(parser.parse(LARGE, 100))
         await asyncio.sleep(0.05)
-        os.kill(pid, signal.SIGKILL)
+        os.kill(first, signal.SIGKILL)
+        assert (await waiting).prompts[0].token_ids == PROMPTS[0]
+        second = await stop_new_one()
+        waiting = asyncio.create_task(parser.parse(LARGE, 100))
+        await asyncio.sleep(0.05)
+        os.kill(second, signal.SIGKILL)
+        os.kill(await stop_new_one(), signal.SIGKILL)
         with pytest.raises(RequestError, match="send a simpler one"):
             await waiting
         assert (await parser.parse(LARGE, 100)).prompts[0].token_ids == PROMPTS[0]
