@@ -16,22 +16,38 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+from benchmarks.fault_network import Interposed
 from moe_serve.launcher.rank_env import free_port
+from moe_serve.links.link import SOCKETS
 
 _START_S = 120.0
+_KINDS = {
+    "moe_serve.launcher.serve": "rank", "launcher.frontend": "front end", "planning.worker": "planner",
+    "body_parser_process": "body parser",
+}  # fmt: skip
 _PIDFD_GETFD = 438  # the number of the system call
 
 
 class FaultySystem:
-    """`moe-serve serve` with the demo model, for a `with` block. port: of HTTP"""
+    """`moe-serve serve` with the demo model, for a `with` block.
+
+    port: of HTTP;  trace: where the load is recorded;  network: between the ranks and the front end, once in the block
+    """
+
+    network: Interposed
 
     def __init__(self, num_ranks: int, num_redundant: int):
         self.port = free_port()
+        self._folder = tempfile.TemporaryDirectory(prefix="moe_serve_faults_")
+        self.trace = Path(self._folder.name) / "load.jsonl"
         settings = {
             "parallel.num_ranks": num_ranks,
             "parallel.threads_per_rank": 1,
             "eplb.num_redundant_experts": num_redundant,
             "engine.step_deadline_s": 20,
+            "eplb.mode": "dynamic",
+            "eplb.record_window_steps": 200,
+            "eplb.record_path": self.trace,
             "cache.memory_gib": 0.2,
             "server.port": self.port,
             "launcher.max_restarts": 1000,
@@ -45,6 +61,10 @@ class FaultySystem:
 
     def __enter__(self) -> Self:
         asyncio.run(self.serves_with(None, _START_S))
+        environ = Path(f"/proc/{self.rank_pid(0)}/environ").read_bytes().split(b"\0")
+        folder = next(each for each in environ if each.startswith(SOCKETS.encode())).partition(b"=")[2].decode()
+        self.network = Interposed(Path(folder) / "front_end")
+        self.cut()  # from now on ranks attach through it
         return self
 
     def __exit__(
@@ -52,6 +72,7 @@ class FaultySystem:
     ) -> None:
         self._process.send_signal(signal.SIGTERM)
         self._process.wait(60)
+        self._folder.cleanup()
         if kind is None:
             self._log.unlink()
 
@@ -60,6 +81,17 @@ class FaultySystem:
         with urllib.request.urlopen(f"http://127.0.0.1:{self.port}/server_info", timeout=30) as answer:
             found: dict[str, Any] = json.load(answer)
             return found
+
+    def processes(self) -> dict[str, int]:
+        """Returns the processes of the system by name: "launcher", "front end", "rank 0", "planner", "body parser"."""
+        found = {"launcher": self._process.pid}
+        for pid in _descendants(self._process.pid):
+            with contextlib.suppress(OSError):
+                command = Path(f"/proc/{pid}/cmdline").read_bytes().decode()
+                for mark, name in _KINDS.items():
+                    if mark in command:
+                        found[name if name != "rank" else f"rank {_rank_of(pid)}"] = pid
+        return found
 
     def rank_pid(self, rank: int) -> int:
         """Returns the process of a rank."""
@@ -84,6 +116,24 @@ class FaultySystem:
     def cut(self) -> int:
         """Cuts the connections of all ranks to the front end; returns how many."""
         return sum(_cut_connections(self.rank_pid(rank), "/front_end") for rank in self.serving_ranks())
+
+
+def _descendants(pid: int) -> list[int]:
+    children: dict[int, list[int]] = {}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            with contextlib.suppress(OSError):
+                parent = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
+                children.setdefault(parent, []).append(int(entry.name))
+    found = list(children.get(pid, []))
+    for each in found:  # grows while it is read
+        found += children.get(each, [])
+    return found
+
+
+def _rank_of(pid: int) -> str:
+    environ = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+    return next((each[5:].decode() for each in environ if each.startswith(b"RANK=")), "?")
 
 
 def _cut_connections(pid: int, name: str) -> int:

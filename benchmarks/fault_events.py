@@ -1,0 +1,108 @@
+"""What can be done to a running system: kill, stop or slow processes, cut connections, fill a disk, send bad input."""
+
+import asyncio
+import os
+import random
+import resource
+import signal
+from collections import Counter
+from collections.abc import Awaitable, Callable
+
+from benchmarks.fault_streams import body, stream
+from benchmarks.fault_system import FaultySystem
+
+_PADDING = b" " * 20_000  # a body that is parsed by a process of its own
+# One cycle. A killed rank is the fault that matters most.
+CYCLE = (
+    "kill a rank", "reset connections of ranks", "kill the planner", "kill a rank", "stop a rank for 1 s",
+    "kill the body parser", "kill a rank", "slow a rank to half for 2 s", "kill all ranks", "bad input", "kill a rank",
+    "cut the network for 6 s", "full disk for 3 s",
+)  # fmt: skip
+SPARES_RANKS = tuple(name for name in CYCLE if name not in ("kill a rank", "kill all ranks"))
+
+
+class Faults:
+    """The faults of a system, by name. kills: of each kind of process, so far"""
+
+    def __init__(self, system: FaultySystem, seed: int):
+        self.kills: Counter[str] = Counter()
+        self.num_resets = 0
+        self._system = system
+        self._draw = random.Random(seed)
+        self.by_name: dict[str, Callable[[], Awaitable[None]]] = {
+            "kill a rank": self._kill_rank,
+            "kill all ranks": self._kill_all_ranks,
+            "kill the planner": self._kill_planner,
+            "kill the body parser": self._kill_body_parser,
+            "stop a rank for 1 s": self._stop_rank,
+            "slow a rank to half for 2 s": self._slow_rank,
+            "reset connections of ranks": self._reset_connections,
+            "cut the network for 6 s": self._cut_network,
+            "full disk for 3 s": self._fill_disk,
+            "bad input": self._bad_input,
+        }
+
+    def _kill(self, kind: str, pid: int) -> None:
+        os.kill(pid, signal.SIGKILL)
+        self.kills[kind] += 1
+
+    def _any_rank(self) -> int:
+        return self._system.rank_pid(self._draw.choice(self._system.serving_ranks()))
+
+    async def _kill_rank(self) -> None:
+        self._kill("rank, alone", self._any_rank())
+
+    async def _kill_all_ranks(self) -> None:
+        for pid in [self._system.rank_pid(rank) for rank in self._system.serving_ranks()]:
+            self._kill("rank, with all others", pid)
+
+    async def _kill_planner(self) -> None:
+        for _ in range(50):  # it is started with the first plan after a restart
+            found = self._system.processes().get("planner")
+            if found is not None:
+                self._kill("planner", found)
+                return
+            await asyncio.sleep(0.1)
+
+    async def _kill_body_parser(self) -> None:
+        large = body(0, 2) + _PADDING
+        status, _, _ = await stream(self._system.port, large)
+        assert status == 200, status
+        self._kill("body parser", self._system.processes()["body parser"])
+        status, _, _ = await stream(self._system.port, large)
+        assert status == 200, f"{status} after the body parser was killed"
+
+    async def _stop_rank(self) -> None:
+        pid = self._any_rank()
+        os.kill(pid, signal.SIGSTOP)
+        await asyncio.sleep(1.0)
+        os.kill(pid, signal.SIGCONT)
+
+    async def _slow_rank(self) -> None:
+        pid = self._any_rank()
+        for _ in range(20):
+            os.kill(pid, signal.SIGSTOP)
+            await asyncio.sleep(0.05)
+            os.kill(pid, signal.SIGCONT)
+            await asyncio.sleep(0.05)
+
+    async def _reset_connections(self) -> None:
+        self.num_resets += self._system.cut()
+
+    async def _cut_network(self) -> None:
+        await self._system.network.carry_nothing(6.0)
+
+    async def _fill_disk(self) -> None:
+        """No rank may make a file larger: a write to the trace fails as on a full disk (with EFBIG, not ENOSPC)."""
+        most = max(8192, self._system.trace.stat().st_size)
+        pids = [self._system.rank_pid(rank) for rank in self._system.serving_ranks()]
+        for pid in pids:
+            resource.prlimit(pid, resource.RLIMIT_FSIZE, (most, resource.RLIM_INFINITY))
+        await asyncio.sleep(3.0)
+        for pid in pids:
+            resource.prlimit(pid, resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+
+    async def _bad_input(self) -> None:
+        for data in (b"{", b"[]", b'{"text": 5}', b'{"input_ids": [-1]}', b"\xff" * 4096, b"[" * 5000):
+            status, _, _ = await stream(self._system.port, data)
+            assert 400 <= status < 500, status
