@@ -42,7 +42,7 @@ def load_c_library(
     folder = folder or _cache_folder()
     # All sources of the folder, since one may include the others.
     sources = [path.read_bytes() for path in sorted(source.parent.glob("*.[ch]"))]
-    facts = (source.name, sources, compiler, _FLAGS + flags, platform.python_version(), _processor())
+    facts = (source.name, sources, compiler, _FLAGS + flags, platform.python_version(), processor_features())
     path = folder / f"{source.stem}_{hashlib.sha256(repr(facts).encode()).hexdigest()[:16]}.so"
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -100,7 +100,7 @@ def _build(compiler: tuple[str, ...], source: Path, path: Path, flags: tuple[str
         Path(built).unlink(missing_ok=True)
 
 
-def _processor() -> str:
+def processor_features() -> str:
     """Returns the processor's features, on which -march=native depends: different machines may share a home folder."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()

@@ -156,7 +156,8 @@ class EngineConfig(Section):
     numerics: Literal["fast", "batch_invariant"] = "fast"
     # auto: CPU ranks compute with C kernels where there is a compiler and compute is float32; their tokens never depend
     # on what else runs, whatever `numerics` says. torch: plain torch, for comparison or where ranks have no compiler
-    cpu_kernels: Literal["auto", "torch"] = "auto"
+    # no_amx: as auto, but without AMX, whose products with bfloat16 weights have other last bits: if some lack it
+    cpu_kernels: Literal["auto", "no_amx", "torch"] = "auto"
     row_tile: Literal[4, 8, 16] = 4  # rows of a GEMM tile in batch_invariant; 1 and 2 are not invariant everywhere
     exchange: Literal["auto", "gloo", "shm"] = "auto"  # how step proposals are exchanged; auto: shm on one machine
     step_deadline_s: PositiveFloat = 60.0  # a peer that takes longer is lost

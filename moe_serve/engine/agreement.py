@@ -1,8 +1,8 @@
 """All ranks compute with the same kernels on weights of the same form, or none starts.
 
-The compiled kernels give the same bits with AVX-512 and AVX2, but not without fused multiply-adds, and another
-compiler may round elsewhere. Ranks that disagree would give a request other tokens on another rank, and could not
-exchange experts byte for byte.
+The compiled kernels give the same bits with AVX-512 and AVX2, but not with AMX or without fused multiply-adds, and
+another compiler may round elsewhere. Ranks that disagree would give a request other tokens on another rank, and could
+not exchange experts byte for byte.
 """
 
 from collections.abc import Sequence
@@ -16,6 +16,10 @@ from moe_serve.engine.model_plan import ModelPlan
 from moe_serve.errors import ConfigError
 from moe_serve.kernels.cpu.digest import kernel_digest
 
+SAME_BITS = (
+    "where some ranks have AMX (amx) and others have not, set engine.cpu_kernels: no_amx, else install the same C "
+    "compiler on all machines, or set engine.cpu_kernels: torch"
+)
 _BYTES = 256  # of a rank's facts
 
 
@@ -85,10 +89,7 @@ def disagreement(facts: Sequence[RankFacts]) -> str | None:
         )
     if len({fact.bits for fact in facts}) > 1:
         computing = _by_value([f"{fact.kernels} {fact.bits}".strip() for fact in facts])
-        return (
-            f"ranks compute with different bits: {computing}; install the same C compiler on all machines, or set "
-            "engine.cpu_kernels: torch"
-        )
+        return f"ranks compute with different bits: {computing}; {SAME_BITS}"
     return None
 
 

@@ -4,9 +4,10 @@ from dataclasses import dataclass
 
 import torch
 
+from moe_serve.c_library import processor_features
 from moe_serve.config import ServeConfig
 from moe_serve.errors import ConfigError
-from moe_serve.kernels.cpu.library import CpuLibrary, find_cpu_library
+from moe_serve.kernels.cpu.library import AMX, CpuLibrary, find_cpu_library
 from moe_serve.kernels.numerics import COMPILED, FAST, Numerics
 
 
@@ -39,7 +40,8 @@ def choose_numerics(config: ServeConfig, device: torch.device, dtype: torch.dtyp
     library, why_not = _find_library(config, dtype)
     if library is not None:
         kernels = f"compiled for this CPU ({library.form})"
-        return NumericsChoice(COMPILED, library, kernels, f"float32 on a machine with a C compiler: {library.compiler}")
+        why = f"float32 on a machine with a C compiler: {library.compiler}{_why_no_amx(config, library)}"
+        return NumericsChoice(COMPILED, library, kernels, why)
     threads = config.parallel.threads_per_rank
     if config.engine.numerics == "batch_invariant" and threads not in (None, 1):
         raise ConfigError(
@@ -57,7 +59,19 @@ def _find_library(config: ServeConfig, dtype: torch.dtype) -> tuple[CpuLibrary |
     if dtype != torch.float32:
         return None, f"compute in {str(dtype).removeprefix('torch.')} is not for the compiled CPU kernels"
     library = find_cpu_library()
-    return library, "" if library is not None else "there are no compiled CPU kernels, see the log"
+    if library is None:
+        return None, "there are no compiled CPU kernels, see the log"
+    library.use_amx(config.engine.cpu_kernels == "auto")
+    return library, ""
+
+
+def _why_no_amx(config: ServeConfig, library: CpuLibrary) -> str:
+    """Returns why products with bfloat16 weights go without the AMX that the CPU has; "" where they do not."""
+    if library.form == AMX or "amx_bf16" not in processor_features():
+        return ""
+    if config.engine.cpu_kernels == "no_amx":
+        return "; without AMX: engine.cpu_kernels is no_amx"
+    return f"; without AMX, which takes gcc 11 or clang 12 and Linux 5.16: {library.compiler} or this system is older"
 
 
 def _of_setting(config: ServeConfig) -> Numerics:

@@ -26,7 +26,7 @@ def test_other_bits_are_named_with_their_ranks_and_the_fix() -> None:
     assert message is not None
     assert "rank 0: compiled kernels (avx512) 0123456789abcdef" in message
     assert "ranks 1, 3: compiled kernels (plain) fedcba9876543210" in message
-    assert "install the same C compiler on all machines, or set engine.cpu_kernels: torch" in message
+    assert "set engine.cpu_kernels: no_amx, else install the same C compiler on all machines" in message
 
 
 def test_other_forms_of_weights_are_named_with_their_ranks_and_the_fix() -> None:

@@ -171,6 +171,17 @@ def test_batch_invariant_by_torch_holds_the_same(model: str, tmp_path: Path) -> 
         same(serve(num_ranks, requests, [*overrides, *more], stagger), expected)
 
 
+@pytest.mark.parametrize("model", ["qwen3_moe", "deepseek_v3"])
+def test_weights_stored_in_bfloat16_hold_the_same(model: str, tmp_path: Path) -> None:
+    requests = requests_for(model, "small")[:16]
+    overrides = [*PLAIN, *model_overrides(model, tmp_path)]
+    config = tmp_path / model / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"torch_dtype": "bfloat16"}))
+    expected = serve(1, requests, overrides)
+    for num_ranks, more, stagger in WAYS.values():
+        same(serve(num_ranks, requests, [*overrides, *more, *TWO_THREADS], stagger), expected)
+
+
 def shuffled_placement(spec: ModelSpec, num_slots: int) -> np.ndarray:
     """Returns slots in random order, redundant ones for the first experts; a rank may hold an expert twice."""
     draw = np.random.default_rng(num_slots)

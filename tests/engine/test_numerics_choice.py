@@ -11,7 +11,22 @@ from moe_serve.errors import ConfigError
 from moe_serve.kernels.cpu.library import CpuLibrary
 from moe_serve.kernels.numerics import COMPILED, FAST, Numerics
 
-LIBRARY = CpuLibrary(None, "/usr/bin/cc", "avx2")  # type: ignore[arg-type]
+
+class FakeCalls:
+    """Stands for the compiled kernels on a machine with or without AMX."""
+
+    def __init__(self, has_amx: bool):
+        self.has_amx, self.uses = has_amx, 0
+
+    def use_tiles(self, wanted: int) -> int:
+        self.uses = int(self.has_amx and wanted)
+        return self.uses
+
+    def uses_tiles(self) -> int:
+        return self.uses
+
+
+LIBRARY = CpuLibrary(FakeCalls(False), "/usr/bin/cc", "avx2")  # type: ignore[arg-type]
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 
 
@@ -29,6 +44,30 @@ def test_float32_on_cpu_is_compiled_whatever_the_setting_says(setting: str, monk
     assert (choice.numerics, choice.library, choice.name) == (COMPILED, LIBRARY, "batch_invariant")
     assert choice.kernels == "compiled for this CPU (avx2)"
     assert "/usr/bin/cc" in choice.why
+
+
+@pytest.mark.parametrize(
+    ("overrides", "has_amx", "form", "why"),
+    [
+        ([], True, "amx", ""),
+        (["engine.cpu_kernels=no_amx"], True, "avx512", "; without AMX: engine.cpu_kernels is no_amx"),
+        (
+            [],
+            False,
+            "avx512",
+            "; without AMX, which takes gcc 11 or clang 12 and Linux 5.16: /usr/bin/cc or this system",
+        ),
+    ],
+)
+def test_amx_is_used_where_it_is_and_else_the_reason_is_said(
+    overrides: list[str], has_amx: bool, form: str, why: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(numerics_choice, "processor_features", lambda: "flags : avx512f amx_bf16 amx_tile")
+    library = CpuLibrary(FakeCalls(has_amx), "/usr/bin/cc", "avx512")  # type: ignore[arg-type]
+    choice = choose(monkeypatch, *overrides, library=library)
+    assert choice.kernels == f"compiled for this CPU ({form})"
+    assert why in choice.why
+    assert ("AMX" in choice.why) == bool(why)
 
 
 @pytest.mark.parametrize(

@@ -8,15 +8,18 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from moe_serve.ep.moe_layer import MoeLayer
+from moe_serve.kernels.numerics import COMPILED
 from moe_serve.models.spec import read_spec
 from moe_serve.models.stored_weights import StoredWeights
 from moe_serve.models.weight_plan import dense_tensors
 from moe_serve.models.weight_share import WeightShare
 from moe_serve.models.weights import load_weights
 from tests.models.fp8_checkpoint import write_fp8_checkpoint
-from tests.models.runner import one_rank
+from tests.models.runner import Runner, load_decoder, one_rank
 from tests.models.test_expert_slots import fused
 from tests.models.test_weights import fuse_experts, rewritten
+from tests.tolerance import FLOAT32, relative_error
 
 Oracle = Callable[[str], tuple[Any, Path]]
 
@@ -74,3 +77,20 @@ def test_without_weights_the_configuration_says_how_they_are_stored(oracle: Orac
         assert StoredWeights.of(spec, None).experts == experts
         assert StoredWeights.of(spec, None).dense["layers.0.qkv"] == experts
         assert StoredWeights.of(spec, None).dense["norm"] == torch.float32
+
+
+@pytest.mark.parametrize("name", ["qwen3_moe", "deepseek_v3"])
+def test_a_decoder_computes_the_same_from_weights_stored_in_bfloat16(name: str, oracle: Oracle, tmp_path: Path) -> None:
+    folder, ids = oracle(name)[1], [3 + 7 * i % 250 for i in range(40)]
+    logits = []
+    for dtype in (torch.bfloat16, torch.float32):
+
+        def change(tensors: dict[str, torch.Tensor], dtype: torch.dtype = dtype) -> dict[str, torch.Tensor]:
+            return {name: tensor.bfloat16().to(dtype) for name, tensor in tensors.items()}
+
+        stored = rewritten(folder, tmp_path / str(dtype), change)
+        runner = Runner(load_decoder(stored, COMPILED, moe_layer=MoeLayer), COMPILED)
+        request = runner.request("a", ids)
+        runner.prefill([request])
+        logits.append(runner.stacked(request))
+    assert relative_error(*logits) < FLOAT32

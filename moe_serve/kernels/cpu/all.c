@@ -15,4 +15,13 @@ i64 set_threads(i64 threads)
     return 0;
 }
 
+/* From now on products with bfloat16 go by tiles, if it is wanted and this build and this system can. Returns whether. */
+i64 use_tiles(i64 wanted)
+{
+    atomic_store(&tiles_on, HAS_TILES && wanted && tiles_allowed());
+    return tiles_on;
+}
+
+i64 uses_tiles(void) { return tiles_on; }
+
 i64 vector_form(void) { return FORM; }

@@ -1,9 +1,10 @@
 /* The experts' feed-forward of rows sorted by slot, in one call: what the activation makes of x G^T and x U^T, then D^T.
    Each slot's weights are read once for all its rows. */
-#include "gemm.h"
 #include "pool.h"
+#include "tile_gemm.h"
 
 enum { SILU, CLAMPED_SWIGLU }; /* as in kernels/activation.py; experts.py has the same order */
+enum { CHUNK_BYTES = 8 << 20 /* of parts of rows */ };
 
 typedef struct { /* as experts.py fills it */
     i64 slots, hidden, width, kind, activation;
@@ -21,10 +22,41 @@ typedef struct {
     const i64 *rows_per_slot;
     const float *x;
     float *middle, *y; /* middle: [rows, width to a multiple of 32], packed */
-    i64 x_row, y_row, slab_rows, pieces;
+    i64 x_row, y_row, slab_rows, pieces, row_block;
+    char *x_parts, *middle_parts; /* by tiles: of the chunk's rows and of their middle, or 0 */
 } ExpertsJob;
 
-typedef struct { i64 rows, at, packed_at; } SlotRows; /* where a slot's rows begin in x, and among those with rows */
+/* A block of a slot's rows: where it begins in the slot, in x, and among the rows of all slots. */
+typedef struct { i64 slot, rows, top, at, packed_at; } SlotRows;
+
+typedef struct {
+    SlotRows before; /* the block before the first one */
+    i64 blocks, rows;
+} Chunk;
+
+typedef struct {
+    const ExpertsJob *job;
+    const Chunk *chunk;
+} ChunkJob;
+
+/* Goes to the next block with rows; returns 0 behind the last one. Begins with {.slot = -1}. */
+INLINE i64 next_block(const ExpertsJob *j, SlotRows *s)
+{
+    s->packed_at += s->rows, s->top += s->rows;
+    while (s->slot < 0 || s->top >= j->rows_per_slot[s->slot]) {
+        if (++s->slot == j->e->slots) return 0;
+        s->top = 0;
+    }
+    s->rows = least(j->row_block, j->rows_per_slot[s->slot] - s->top);
+    s->at = j->slab_rows ? s->slot * j->slab_rows + s->top : s->packed_at;
+    return 1;
+}
+
+/* Where a block's parts are among the chunk's. */
+INLINE char *parts_at(char *parts, const Chunk *chunk, SlotRows s, i64 k)
+{
+    return parts + parts_bytes(s.packed_at - chunk->before.packed_at - chunk->before.rows, k);
+}
 
 INLINE v16 activate(const Experts *e, v16 gate, v16 up)
 {
@@ -59,36 +91,50 @@ INLINE void add_columns(float *y, const float *bias, i64 count)
     for (i64 c = 0; c < count; c++) y[c] += bias[c];
 }
 
-static void gate_up_rows(const ExpertsJob *j, i64 slot, i64 panel, SlotRows s)
+/* Writes one step of k of the middle's parts: the 32 columns of one panel of gate and up. */
+static void write_middle_parts(const Experts *e, float (*both)[PANEL], i64 rows, i64 step, char *parts)
 {
+    for (i64 r = 0; r < rows; r++) {
+        i64 first = r / TILE_GROUP * TILE_GROUP, count = least(TILE_GROUP, rows - first);
+        char *to = parts + parts_bytes(first, e->width) + (step * ROW_PARTS * count + r - first) * LINE;
+        for (i64 lane = 0; lane < 32; lane += 16) split16(activate(e, *(v16 *)(both[r] + lane), *(v16 *)(both[r] + 32 + lane)), to + lane * 2, count * LINE);
+    }
+}
+
+static void gate_up_rows(const ChunkJob *c, i64 panel, SlotRows s)
+{
+    const ExpertsJob *j = c->job;
     const Experts *e = j->e;
     i64 padded = padded_to_32(e->width), column = panel * 32, wanted = least(32, e->width - column);
-    const char *gate_up = e->gate_up + slot * packed_bytes(2 * padded, e->hidden, e->kind);
+    const char *gate_up = e->gate_up + s.slot * packed_bytes(2 * padded, e->hidden, e->kind);
     Panel p = {e->kind, PANEL, e->hidden, panel_at(gate_up, panel, e->hidden, e->kind), {0, 0}};
-    const float *scale = scales_of(e->gate_up_scale, e->kind, slot, 2, e->width, e->hidden), *x[ROW_BLOCK];
+    const float *scale = scales_of(e->gate_up_scale, e->kind, s.slot, 2, e->width, e->hidden), *x[ROW_BLOCK];
     float both[ROW_BLOCK][PANEL], *y[ROW_BLOCK];
     i64 block_rows = (e->width + SCALE_GROUP - 1) / SCALE_GROUP;
     for (i64 half = 0; half < 2 && e->kind == E4M3; half++)
         p.scale[half] = block_scales(scale, half * block_rows + column / SCALE_GROUP, e->hidden);
     for (i64 r = 0; r < s.rows; r++) x[r] = j->x + (s.at + r) * j->x_row, y[r] = both[r];
-    panel_product(&p, &(Rows){s.rows, x, 0, y});
+    if (j->x_parts) panel_product_by_tiles(&p, s.rows, parts_at(j->x_parts, c->chunk, s, e->hidden), y);
+    else panel_product(&p, &(Rows){s.rows, x, 0, y});
     for (i64 r = 0; r < s.rows; r++) {
         for (i64 half = 0; half < 2 && e->kind == INT8; half++)
             scale_columns(both[r] + half * 32, scale + half * e->width + column, wanted);
         for (i64 half = 0; half < 2 && e->gate_up_bias; half++)
-            add_columns(both[r] + half * 32, e->gate_up_bias + (2 * slot + half) * e->width + column, wanted);
-        for (i64 c = 0; c < 32; c += 16)
-            *(v16 *)(j->middle + (s.packed_at + r) * padded + column + c) =
-                activate(e, *(v16 *)(both[r] + c), *(v16 *)(both[r] + 32 + c));
+            add_columns(both[r] + half * 32, e->gate_up_bias + (2 * s.slot + half) * e->width + column, wanted);
+        for (i64 lane = 0; lane < 32 && !j->x_parts; lane += 16)
+            *(v16 *)(j->middle + (s.packed_at + r) * padded + column + lane) =
+                activate(e, *(v16 *)(both[r] + lane), *(v16 *)(both[r] + 32 + lane));
     }
+    if (j->x_parts) write_middle_parts(e, both, s.rows, panel, parts_at(j->middle_parts, c->chunk, s, e->width));
 }
 
-static void down_rows(const ExpertsJob *j, i64 slot, i64 panel, SlotRows s)
+static void down_rows(const ChunkJob *c, i64 panel, SlotRows s)
 {
+    const ExpertsJob *j = c->job;
     const Experts *e = j->e;
-    const char *down = e->down + slot * packed_bytes(e->hidden, e->width, e->kind);
+    const char *down = e->down + s.slot * packed_bytes(e->hidden, e->width, e->kind);
     Panel p = {e->kind, panel_width(e->hidden, panel), e->width, panel_at(down, panel, e->width, e->kind), {0, 0}};
-    const float *scale = scales_of(e->down_scale, e->kind, slot, 1, e->hidden, e->width), *x[ROW_BLOCK];
+    const float *scale = scales_of(e->down_scale, e->kind, s.slot, 1, e->hidden, e->width), *x[ROW_BLOCK];
     i64 column = panel * PANEL, wanted = least(p.width, e->hidden - column);
     float *y[ROW_BLOCK], spare[ROW_BLOCK][PANEL];
     if (e->kind == E4M3) p.scale[0] = p.scale[1] = block_scales(scale, column / SCALE_GROUP, e->width);
@@ -96,42 +142,61 @@ static void down_rows(const ExpertsJob *j, i64 slot, i64 panel, SlotRows s)
         x[r] = j->middle + (s.packed_at + r) * padded_to_32(e->width);
         y[r] = wanted == p.width ? j->y + (s.at + r) * j->y_row + column : spare[r];
     }
-    panel_product(&p, &(Rows){s.rows, x, 0, y});
+    if (j->x_parts) panel_product_by_tiles(&p, s.rows, parts_at(j->middle_parts, c->chunk, s, e->width), y);
+    else panel_product(&p, &(Rows){s.rows, x, 0, y});
     for (i64 r = 0; r < s.rows; r++) {
         if (e->kind == INT8) scale_columns(y[r], scale + column, wanted);
-        if (e->down_bias) add_columns(y[r], e->down_bias + slot * e->hidden + column, wanted);
+        if (e->down_bias) add_columns(y[r], e->down_bias + s.slot * e->hidden + column, wanted);
         if (wanted < p.width) memcpy(j->y + (s.at + r) * j->y_row + column, spare[r], wanted * 4);
     }
 }
 
-typedef void (*PanelRows)(const ExpertsJob *, i64 slot, i64 panel, SlotRows);
-
-/* Calls for the panels of one piece, among those of all slots with rows, and for blocks of each slot's rows. */
-INLINE void expert_panels(const ExpertsJob *j, i64 panels, i64 piece, PanelRows rows_by_panel)
+/* Splits a block's rows for tiles. */
+static void split_block(const ChunkJob *c, i64 panel, SlotRows s)
 {
-    i64 active = 0, item = 0, row = 0;
-    for (i64 slot = 0; slot < j->e->slots; slot++) active += j->rows_per_slot[slot] > 0;
-    i64 from = active * panels * piece / j->pieces, to = active * panels * (piece + 1) / j->pieces;
-    for (i64 slot = 0; slot < j->e->slots && item < to; slot++) {
-        i64 rows = j->rows_per_slot[slot], at = j->slab_rows ? slot * j->slab_rows : row;
-        if (!rows) continue;
-        for (i64 panel = 0; panel < panels; panel++, item++)
-            for (i64 top = 0; top < rows && from <= item && item < to; top += ROW_BLOCK)
-                rows_by_panel(j, slot, panel, (SlotRows){least(ROW_BLOCK, rows - top), at + top, row + top});
-        row += rows;
-    }
+    const ExpertsJob *j = c->job;
+    const float *x[ROW_BLOCK];
+    (void)panel; /* the only one */
+    for (i64 r = 0; r < s.rows; r++) x[r] = j->x + (s.at + r) * j->x_row;
+    split_rows(x, s.rows, j->e->hidden, parts_at(j->x_parts, c->chunk, s, j->e->hidden));
 }
+
+typedef void (*PanelRows)(const ChunkJob *, i64 panel, SlotRows);
+
+/* Calls for the panels of one piece, among those of all blocks of the chunk. */
+INLINE void expert_panels(const ChunkJob *c, i64 panels, i64 piece, PanelRows rows_by_panel)
+{
+    i64 items = c->chunk->blocks * panels, pieces = c->job->pieces;
+    i64 from = items * piece / pieces, to = items * (piece + 1) / pieces;
+    SlotRows s = c->chunk->before;
+    if (c->job->x_parts) tiles_begin();
+    for (i64 item = 0; item < to && next_block(c->job, &s); item += panels)
+        for (i64 panel = item < from ? least(from - item, panels) : 0; panel < panels && item + panel < to; panel++)
+            rows_by_panel(c, panel, s);
+    if (c->job->x_parts) tiles_end();
+}
+
+static void split_piece(const void *job, i64 piece) { expert_panels(job, 1, piece, split_block); }
 
 static void gate_up_piece(const void *job, i64 piece)
 {
-    const ExpertsJob *j = job;
-    expert_panels(j, padded_to_32(j->e->width) / 32, piece, gate_up_rows);
+    const ChunkJob *c = job;
+    expert_panels(c, padded_to_32(c->job->e->width) / 32, piece, gate_up_rows);
 }
 
 static void down_piece(const void *job, i64 piece)
 {
-    const ExpertsJob *j = job;
-    expert_panels(j, num_panels(j->e->hidden), piece, down_rows);
+    const ChunkJob *c = job;
+    expert_panels(c, num_panels(c->job->e->hidden), piece, down_rows);
+}
+
+/* Returns the blocks behind `before`: one, and more as long as all have no more than most_rows. */
+static Chunk chunk_behind(const ExpertsJob *j, SlotRows before, i64 most_rows)
+{
+    Chunk chunk = {before, 0, 0};
+    for (SlotRows s = before; next_block(j, &s) && (!chunk.blocks || chunk.rows + s.rows <= most_rows); chunk.blocks++)
+        chunk.rows += s.rows;
+    return chunk;
 }
 
 /* x, y: rows sorted by slot, one after the other, or slot s from row s * slab_rows on; row strides in floats
@@ -139,9 +204,23 @@ static void down_piece(const void *job, i64 piece)
 i64 expert_ffn(const Experts *facts, const float *x, i64 x_row, const i64 *rows_per_slot, i64 slab_rows, float *middle,
                float *y, i64 y_row)
 {
-    ExpertsJob job = {facts, rows_per_slot, x, middle, y, x_row, y_row, slab_rows, 1};
+    i64 tiled = by_tiles(facts->kind), per_row = parts_bytes(1, facts->hidden) + parts_bytes(1, facts->width);
+    i64 most_rows = tiled ? CHUNK_BYTES / (per_row + 1) : INT64_MAX;
+    ExpertsJob job = {facts, rows_per_slot, x, middle, y, x_row, y_row, slab_rows, 1, ROW_BLOCK, 0, 0};
     if (pool_threads() > 1) job.pieces = 16 * pool_threads();
-    pool_run(gate_up_piece, &job, job.pieces);
-    pool_run(down_piece, &job, job.pieces);
+    if (tiled) job.row_block = tile_row_block(facts->hidden);
+    Chunk chunk;
+    for (SlotRows at = {.slot = -1}; (chunk = chunk_behind(&job, at, most_rows)).blocks;) {
+        ChunkJob part = {&job, &chunk};
+        if (tiled) {
+            job.x_parts = parts_room(chunk.rows * per_row);
+            job.middle_parts = job.x_parts + parts_bytes(chunk.rows, facts->hidden);
+            pool_run(split_piece, &part, job.pieces);
+        }
+        pool_run(gate_up_piece, &part, job.pieces);
+        pool_run(down_piece, &part, job.pieces);
+        free(job.x_parts);
+        for (i64 i = 0; i < chunk.blocks; i++) next_block(&job, &at);
+    }
     return 0;
 }

@@ -1,7 +1,7 @@
 /* Dense projections of rows, and one projection per head. */
 #include <stdlib.h>
-#include "gemm.h"
 #include "pool.h"
+#include "tile_gemm.h"
 
 enum { ROW_BLOCK = 192, PACK_FROM = 32 /* rows */ };
 
@@ -15,6 +15,7 @@ typedef struct {
     const Linear *linear;
     const float *x;
     float *y, *packed; /* packed: of one head only, or 0 */
+    char *parts;       /* [heads][parts of the rows] by tiles, or 0 */
     i64 rows, x_row, x_head, y_row, y_head, pieces;
 } LinearJob;
 
@@ -31,7 +32,8 @@ static void linear_panel(const LinearJob *j, i64 head, i64 panel)
         out[r] = j->y + r * j->y_row + head * j->y_head + column;
         y[r] = wanted == p.width ? out[r] : spare[r];
     }
-    panel_product(&p, &(Rows){j->rows, x, j->packed, y});
+    if (j->parts) panel_product_by_tiles(&p, j->rows, j->parts + head * parts_bytes(j->rows, l->k), y);
+    else panel_product(&p, &(Rows){j->rows, x, j->packed, y});
     for (i64 r = 0; r < j->rows; r++) {
         for (i64 c = 0; c < wanted && l->bias; c++) y[r][c] += l->bias[head * l->n + column + c];
         if (y[r] != out[r]) memcpy(out[r], y[r], wanted * 4);
@@ -42,8 +44,10 @@ static void linear_piece(const void *job, i64 piece)
 {
     const LinearJob *j = job;
     i64 panels = num_panels(j->linear->n), items = j->linear->heads * panels;
+    if (j->parts) tiles_begin();
     for (i64 at = items * piece / j->pieces; at < items * (piece + 1) / j->pieces; at++)
         linear_panel(j, at / panels, at % panels);
+    if (j->parts) tiles_end();
 }
 
 static void pack_linear_piece(const void *job, i64 piece)
@@ -54,20 +58,34 @@ static void pack_linear_piece(const void *job, i64 piece)
     pack_rows_block(x, j->rows, j->linear->k, j->linear->kind, piece, j->packed);
 }
 
+/* Splits a group of rows of one head. */
+static void split_linear_piece(const void *job, i64 piece)
+{
+    const LinearJob *j = job;
+    const float *x[TILE_GROUP];
+    i64 groups = (j->rows + TILE_GROUP - 1) / TILE_GROUP, head = piece / groups, first = piece % groups * TILE_GROUP;
+    i64 count = least(TILE_GROUP, j->rows - first), k = j->linear->k;
+    for (i64 r = 0; r < count; r++) x[r] = j->x + (first + r) * j->x_row + head * j->x_head;
+    split_rows(x, count, k, j->parts + head * parts_bytes(j->rows, k) + parts_bytes(first, k));
+}
+
 /* y[r, h] = W[h] x[r, h] + bias[h]; strides in floats, of rows and of heads */
 i64 linear(const Linear *facts, const float *x, i64 rows, i64 x_row, i64 x_head, float *y, i64 y_row, i64 y_head)
 {
-    i64 items = facts->heads * num_panels(facts->n), blocks = (rows + ROW_BLOCK - 1) / ROW_BLOCK;
+    i64 tiled = by_tiles(facts->kind), row_block = tiled ? tile_row_block(facts->heads * facts->k) : ROW_BLOCK;
+    i64 items = facts->heads * num_panels(facts->n), blocks = (rows + row_block - 1) / row_block;
     i64 pieces = pool_threads() > 1 ? least(items, 8 * pool_threads()) : 1, most = blocks ? (rows + blocks - 1) / blocks : 0;
     float *packed = 0; /* without memory for it, rows are read where they lie: the same bits, more slowly */
-    if (most > PACK_FROM && facts->heads == 1) packed = malloc(row_blocks(most) * MOST_ROWS * facts->k * 4);
+    char *parts = tiled && rows ? parts_room(facts->heads * parts_bytes(most, facts->k)) : 0;
+    if (most > PACK_FROM && facts->heads == 1 && !tiled) packed = malloc(row_blocks(most) * MOST_ROWS * facts->k * 4);
     for (i64 b = 0; b < blocks; b++) {
         i64 top = rows * b / blocks;
-        LinearJob job = {facts, x + top * x_row, y + top * y_row, packed, rows * (b + 1) / blocks - top,
+        LinearJob job = {facts, x + top * x_row, y + top * y_row, packed, parts, rows * (b + 1) / blocks - top,
                          x_row, x_head, y_row, y_head, pieces};
         if (packed) pool_run(pack_linear_piece, &job, row_blocks(job.rows));
+        if (parts) pool_run(split_linear_piece, &job, facts->heads * ((job.rows + TILE_GROUP - 1) / TILE_GROUP));
         pool_run(linear_piece, &job, pieces);
     }
-    free(packed);
+    free(packed), free(parts);
     return 0;
 }

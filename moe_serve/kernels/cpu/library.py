@@ -1,6 +1,7 @@
 """The compiled CPU kernels: one C library, built at first use with the machine's compiler and called through ctypes.
 
-Every output of a kernel is one chain of fused multiply-adds in a fixed order, so a row's bits depend on that row only.
+Every output of a kernel is summed in a fixed order, so a row's bits depend on that row only: one chain of fused
+multiply-adds, or with AMX what tile_gemm.h says.
 A function of a .c file here that begins with `i64 name(` takes int64 only (numbers or addresses) and returns one.
 Imports no torch, so that a launcher can build the library before it starts ranks.
 """
@@ -18,16 +19,26 @@ from moe_serve.log import get_logger
 SOURCE = Path(__file__).with_name("all.c")
 FLAGS = ("-pthread",)
 FORMS = ("avx512", "avx2", "neon", "plain")
+AMX = "amx"
 _DECLARATION = re.compile(r"^i64 (\w+)\(([^)]*)\)\s*\{", re.MULTILINE)
 
 
 @dataclass(frozen=True)
 class CpuLibrary:
-    """The built kernels. form: the vectors they were built for, of FORMS; all but `plain` have the same bits."""
+    """The built kernels. vectors: what they were built for, of FORMS; all but `plain` have the same bits."""
 
     call: ctypes.CDLL
     compiler: str
-    form: str
+    vectors: str
+
+    @property
+    def form(self) -> str:
+        """How this process computes: by `vectors`, or products with bfloat16 weights by AMX, which has other bits."""
+        return AMX if self.call.uses_tiles() else self.vectors
+
+    def use_amx(self, wanted: bool) -> bool:
+        """Lets this process multiply bfloat16 weights by AMX, if wanted, from now on. Returns whether it does."""
+        return bool(self.call.use_tiles(int(wanted)))
 
     def address(self, kernel: str) -> int:
         """Returns where a function of the library begins, for code that calls it from C."""
@@ -42,9 +53,14 @@ class CpuLibrary:
 
 
 def build_cpu_library(flags: tuple[str, ...] = FOR_THIS_PROCESSOR) -> CpuLibrary:
-    """Returns the library, built where no earlier build is found. Raises ConfigError as load_c_library does."""
+    """Returns the library, built where no earlier build is found, with AMX where compiler, CPU and system have it.
+
+    Raises ConfigError as load_c_library does.
+    """
     call, compiler = load_c_library(SOURCE, num_arguments(), (*flags, *FLAGS))
-    return CpuLibrary(call, compiler, FORMS[call.vector_form()])
+    library = CpuLibrary(call, compiler, FORMS[call.vector_form()])
+    library.use_amx(True)
+    return library
 
 
 @functools.cache

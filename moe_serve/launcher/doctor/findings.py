@@ -60,7 +60,10 @@ def _of_agreement(reports: Sequence[RankReport]) -> Iterator[Finding]:
             yield Finding("warning", f"{package} differs: {by_value(values)}", "install the same versions on all hosts")
     bits = [report.kernels.rpartition(", bits ")[2] for report in reports]
     if len(set(bits)) > 1:
-        fix = "install the same C compiler on all machines, or --set engine.cpu_kernels=torch"
+        fix = (
+            "--set engine.cpu_kernels=no_amx where some have amx and others have not; else install the same C "
+            "compiler on all machines, or --set engine.cpu_kernels=torch"
+        )
         yield Finding("problem", f"ranks compute differently: {by_value([each.kernels for each in reports])}", fix)
     for report in reports:
         if report.packages.get("zmq curve") != "yes":

@@ -2,7 +2,7 @@ import platform
 
 import pytest
 
-from moe_serve.c_library import find_compiler
+from moe_serve.c_library import FOR_THIS_PROCESSOR, find_compiler
 from moe_serve.kernels.cpu import library as library_module
 from moe_serve.kernels.cpu.library import build_cpu_library, find_cpu_library
 
@@ -17,16 +17,24 @@ def library():
     found.set_threads(1)
     yield found
     found.set_threads(1)
+    found.use_amx(True)
 
 
-@pytest.fixture(scope="session")
-def avx2():
-    """The kernels built for AVX2, which a processor with AVX-512 runs too."""
-    if platform.machine() != "x86_64" or find_cpu_library() is None:
-        pytest.skip("needs an x86-64 and a C compiler")
-    if find_cpu_library().form != "avx512":
+@pytest.fixture
+def avx2(library):
+    """The kernels built for AVX2, which a processor with AVX-512 runs too. `library` computes without AMX meanwhile."""
+    if platform.machine() != "x86_64":
+        pytest.skip("needs an x86-64")
+    if library.vectors != "avx512":
         pytest.skip("needs AVX-512, to compare with")
+    library.use_amx(False)
     return build_cpu_library(("-march=haswell",))
+
+
+@pytest.fixture
+def emulated():
+    """The kernels with AMX as tiles.h plays it, which any processor runs."""
+    return build_cpu_library((*FOR_THIS_PROCESSOR, "-DEMULATE_TILES"))
 
 
 @pytest.fixture

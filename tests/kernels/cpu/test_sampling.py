@@ -107,7 +107,7 @@ def test_rows_may_have_a_stride_and_banned_ones_are_masked_in_place():
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="builds for other x86 processors")
 @pytest.mark.parametrize("processor", ["haswell", "x86-64-v2"])
 def test_narrower_vectors_give_the_same_tokens(processor, library, monkeypatch):
-    if processor == "haswell" and library.form not in ("avx512", "avx2"):
+    if processor == "haswell" and library.vectors not in ("avx512", "avx2"):
         pytest.skip("this machine has no AVX2")
     numbers = np.random.default_rng(3)
     logits = torch.randn(40, 4097, generator=torch.Generator().manual_seed(3))
