@@ -1,6 +1,6 @@
 """The compiled projections and experts of CPUs against torch.
 
-    python -m benchmarks.cpu_kernels [--rounds 9] [--threads 2] [--only linear|prefill|experts]
+    python -m benchmarks.cpu_kernels [--rounds 9] [--threads 2] [--only linear|prefill|amx|experts]
 
 Takes three minutes and 13 GB.
 
@@ -10,6 +10,7 @@ than the caches, as the layers of a model do. torch has the better of MKL (F.lin
 experts run as transformers' grouped_mm does on CPU: rows sorted by expert, two grouped products, SiLU in between.
 One call of experts reads the weights of each expert that has rows: its share of the roofline is what it reads a second
 of these bytes over what as many threads can read.
+Where the kernels go by AMX, the same calls without it are a third contestant, for bfloat16 weights.
 """
 
 import argparse
@@ -25,7 +26,7 @@ from benchmarks.conditions import conditions, save, table
 from benchmarks.cpu_attention import Case, best_of, measure
 from benchmarks.read_bandwidth import buffer_to_read, read_bandwidth
 from moe_serve.kernels.cpu.experts import PackedExperts, packed_ffn
-from moe_serve.kernels.cpu.library import cpu_library
+from moe_serve.kernels.cpu.library import AMX, cpu_library
 from moe_serve.kernels.cpu.linear import PackedLinear
 from moe_serve.kernels.cpu.packed import gate_up_size, packed_size
 from moe_serve.kernels.huge_pages import zeros_in_huge_pages
@@ -54,13 +55,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--only", choices=("linear", "prefill", "experts"))
+    parser.add_argument("--only", choices=("linear", "prefill", "amx", "experts"))
     args = parser.parse_args()
     facts = conditions()
     torch.set_num_threads(args.threads)
     torch.manual_seed(0)
     cpu_library().set_threads(args.threads)
-    groups = {"linear": linear_cases, "prefill": prefill_cases}
+    groups = {"linear": linear_cases, "prefill": prefill_cases, "amx": amx_cases}
     rows = []
     for name, cases in groups.items():
         if args.only in (None, name):
@@ -99,6 +100,35 @@ def prefill_cases() -> Iterator[Case]:
             name, call = fastest(theirs, x)
             packed = [PackedLinear(weight.to(dtype))]
             yield f"{rows} rows, {model} [{n}, {k}]", f"linear, {name_of(dtype)}", in_turn(packed, x), name, call
+
+
+def amx_cases() -> Iterator[Case]:
+    """Yields calls of bfloat16 weights by AMX against the same without it; none where there is no AMX."""
+    if cpu_library().form != AMX:
+        return
+    n, k = 4096, 2048
+    packed = [PackedLinear(torch.randn(n, k).bfloat16()) for _ in range(BEYOND_CACHES // (n * k * 2))]
+    for rows in (1, 4, 8, 16, 64, 512, 2048):
+        yield against_no_amx(f"{rows} rows, [{n}, {k}]", "linear, bfloat16", in_turn(packed, torch.randn(rows, k)))
+    model = "Qwen3-30B"
+    hidden, _, num_experts, topk = EXPERT_SHAPES[model]
+    experts = made_experts(torch.bfloat16, model)
+    for tokens in (1, 8, 64, 512):
+        ids = torch.rand(tokens, num_experts).topk(topk, dim=1).indices
+        counts = torch.bincount(ids.flatten(), minlength=num_experts)
+        call = ffn(torch.randn(tokens * topk, hidden), counts, experts)
+        yield against_no_amx(f"{tokens} tokens, experts of {model}", "packed_ffn, bfloat16", call)
+
+
+def against_no_amx(what: str, name: str, call: Call) -> Case:
+    library = cpu_library()
+
+    def run(by_amx: bool) -> None:
+        library.use_amx(by_amx)
+        call()
+        library.use_amx(True)
+
+    return what, name, lambda: run(True), f"without AMX ({library.vectors})", lambda: run(False)
 
 
 def expert_rows(threads: int, rounds: int) -> Iterator[Row]:

@@ -68,7 +68,7 @@ def main() -> None:
         f"Bench model: hidden 512, 8 layers, 32 experts top-4, width 256, vocabulary 8192. {args.threads} threads, "
         f"{args.rounds} rounds in which contestants take turns; a round's time is the least of {STEPS_A_ROUND} steps, "
         "the table shows medians over rounds, ratios are medians of ratios within rounds. Load average at the end: "
-        f"{os.getloadavg()[0]:.2f}.\n\n## Prefill\n\n{table(prefills)}"
+        f"{os.getloadavg()[0]:.2f}. Kernels built for {cpu_library().form}.\n\n## Prefill\n\n{table(prefills)}"
     )
     print(
         save(f"cpu_step_{args.threads}_threads", "A step by the compiled CPU kernels", rows, facts, notes, per_cpu=True)
