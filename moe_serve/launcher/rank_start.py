@@ -1,5 +1,7 @@
 """The way of one rank to its first step: with all the others, or beside them in the place of a rank that was killed."""
 
+import gc
+import importlib
 import os
 import signal
 import socket
@@ -52,6 +54,7 @@ class RankStart:
         if self.env.launch_id:
             self._say_hello()
         self.report("importing torch", 0.0)
+        import_engine()
         import torch
 
         torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
@@ -146,6 +149,17 @@ class RankStart:
             num_before=env.num_before or 0,
         )
         self._mailbox.send(hello)
+
+
+def import_engine() -> None:
+    """Imports torch and the engine, and lets no collection of garbage look at what that leaves: it stays for good.
+
+    On the way collections would take a seventh of the time, and each full one later would hold a step up by 0.1 s.
+    """
+    gc.disable()
+    importlib.import_module("moe_serve.engine.build")
+    gc.freeze()
+    gc.enable()
 
 
 def _start_watchdog(config: ServeConfig, env: RankEnv) -> Watchdog:

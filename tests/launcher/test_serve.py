@@ -1,4 +1,6 @@
-"""What a rank says when its launch is lost."""
+"""What a rank imports at its start, and what it says when its launch is lost."""
+
+import gc
 
 import pytest
 import torch.distributed as dist
@@ -9,6 +11,7 @@ from moe_serve.engine.messages import Fatal, Message
 from moe_serve.errors import LostConnectionError
 from moe_serve.launcher import serve
 from moe_serve.launcher.rank_env import RankEnv
+from moe_serve.launcher.rank_start import import_engine
 from moe_serve.launcher.serve import loss_message, run_worker
 
 GLOO = "[/build/gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:37298. Look at the remote worker."
@@ -67,3 +70,13 @@ def test_an_error_of_this_rank_is_its_own_whatever_its_words(monkeypatch):
 def test_a_loss_names_the_rank_and_the_step():
     error = LostConnectionError("Connection closed by peer", "an all-to-all")
     assert loss_message(0, 57, error).startswith("rank 0 went away in the middle of step 57 (Connection")
+
+
+def test_what_was_imported_is_not_looked_through_again_and_later_garbage_is() -> None:
+    try:
+        import_engine()
+        assert gc.get_freeze_count() > 50_000
+        assert gc.isenabled()
+        assert len(gc.get_objects()) < 1000
+    finally:
+        gc.unfreeze()
