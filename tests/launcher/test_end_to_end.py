@@ -268,6 +268,7 @@ def test_a_full_queue_answers_429_and_a_killed_rank_comes_back_alone_while_every
         assert gone(pids)
 
 
+@pytest.mark.slow  # by default test_lost_rank.py compares what one rank of LLM makes with what three serve
 def test_batch_invariant_from_python_gives_the_same_on_one_rank_and_two():
     from moe_serve import LLM, SamplingParams
 

@@ -52,28 +52,35 @@ def test_the_doctor_sees_both_hosts_and_who_is_missing_without_a_cable(hosts: tu
     assert all(pair["error"] == "" for pair in found["pairs"])
 
 
-def test_a_cut_cable_ends_the_ranks_with_a_reason_and_a_new_start_serves(hosts: tuple[Host, Host]) -> None:
+def test_a_cut_cable_ends_the_ranks_with_a_reason_and_new_ones_serve_beside_the_same_front_end(
+    hosts: tuple[Host, Host],
+) -> None:
     a, b = hosts
     url = "http://127.0.0.1:30000"
+
+    def is_ready() -> bool:
+        return a.ask(f"{url}/ready")[0] == 200
+
     with a.start("moe_serve.launcher.cli", "frontend", *settings(a)) as front_end:
         front_end.wait_for("HTTP on")
         with torchrun(a, 0, a, WORKER) as first, torchrun(b, 1, a, WORKER) as second:
-            assert eventually(lambda: a.ask(f"{url}/ready")[0] == 200, 120), first.output + second.output
+            assert eventually(is_ready, 120), first.output + second.output
             status, right = a.ask(f"{url}/generate", CALL)
             assert status == 200
+            launch_id = json.loads(a.ask(f"{url}/server_info")[1])["launch_id"]
             set_cable(b, "down")
             assert first.wait(120) != 0
             assert second.wait(120) != 0
             status, reason = a.ask(f"{url}/ready")
             assert status == 503
             assert "rank" in reason
-    set_cable(b, "up")
-    with (
-        a.start("moe_serve.launcher.cli", "frontend", *settings(a)),
-        torchrun(a, 0, a, WORKER) as first,
-        torchrun(b, 1, a, WORKER) as second,
-    ):
-        assert eventually(lambda: a.ask(f"{url}/ready")[0] == 200, 120), first.output + second.output
-        answer = json.loads(a.ask(f"{url}/generate", CALL)[1])
-        assert answer["output_ids"] == json.loads(right)["output_ids"]
-        assert os.environ["MOE_SERVE_TOKEN"] not in first.output + second.output
+            assert a.ask(f"{url}/generate", CALL)[0] == 503, "refused at once, not kept waiting"
+        set_cable(b, "up")
+        with torchrun(a, 0, a, WORKER) as first, torchrun(b, 1, a, WORKER) as second:
+            assert eventually(is_ready, 120), first.output + second.output + front_end.output
+            answer = json.loads(a.ask(f"{url}/generate", CALL)[1])
+            assert answer["output_ids"] == json.loads(right)["output_ids"]
+            info = json.loads(a.ask(f"{url}/server_info")[1])
+            assert info["launch_id"] != launch_id
+            assert front_end.process.poll() is None
+            assert os.environ["MOE_SERVE_TOKEN"] not in first.output + second.output + front_end.output

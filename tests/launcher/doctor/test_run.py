@@ -5,9 +5,11 @@ import json
 import socket
 
 import pytest
+from typer.testing import CliRunner
 
 from moe_serve.config import load_config
 from moe_serve.dispatch.base import EpGroup
+from moe_serve.launcher.cli import app as cli
 from moe_serve.launcher.doctor.machine import listening_addresses
 from moe_serve.launcher.doctor.pairs import Door, Listener, measure
 from moe_serve.launcher.doctor.run import run_doctor
@@ -92,6 +94,7 @@ def test_alone_it_examines_this_machine() -> None:
 
 
 def test_a_model_that_cannot_be_read_is_a_problem_with_exit_code_1() -> None:
-    result = moe_serve("doctor", "--set", "model.path=/nowhere", "--set", "parallel.device=cpu")
-    assert result.returncode == 1
+    arguments = ["doctor", "--set", "model.path=/nowhere", "--set", "parallel.device=cpu"]
+    result = CliRunner().invoke(cli.app, arguments)
+    assert result.exit_code == 1
     assert "problem: rank 0: model.path is '/nowhere' but there is no such folder" in result.stdout
