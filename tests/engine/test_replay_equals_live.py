@@ -13,7 +13,7 @@ from moe_serve.eplb.replay.replay import replay
 from moe_serve.eplb.replay.server_replay import ServerReplay
 from moe_serve.eplb.replay.settings import ReplaySettings
 from moe_serve.topology import Topology
-from tests.engine.test_balancer import FACTS, SKEWED, START, Engine, PlannerHere
+from tests.engine.balancer_scene import FACTS, SKEWED, START, Engine, PlannerHere
 
 CHOICES = {"policy": "greedy", "horizon_windows": 30}
 

@@ -11,7 +11,7 @@ from moe_serve.eplb.load import LoadRecord
 from moe_serve.eplb.placement import Placement
 from moe_serve.eplb.replay.report_decisions import NUM_SHOWN, decision_cells
 from moe_serve.eplb.replay.report_units import as_seconds
-from tests.engine.test_balancer import FACTS, START
+from tests.engine.balancer_scene import FACTS, START
 from tests.engine.test_replay_equals_live import RecordedEngine, loads
 from tests.launcher.cli.test_balancer import call
 
