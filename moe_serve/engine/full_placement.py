@@ -78,9 +78,9 @@ def spareable_ranks(placement: Placement) -> list[int]:
 
 
 def meaning_of_a_loss(placement: Placement, restarts: bool = False) -> tuple[str, str]:
-    """Returns what the loss of one rank means for serving, and why. restarts: a launcher starts it anew"""
+    """Returns what the loss of one rank means for serving, and why. restarts: our own launcher starts it anew"""
     if not has_slots_without(placement, 1):
-        return "the others wait for a new one" if restarts else "ends serving", _slots_without(placement, 1)
+        return "the others wait until it is started again" if restarts else "ends serving", _slots_without(placement, 1)
     goes_on = "the others serve on without any"
     lost = {rank: len(placement.without_ranks([rank])[1]) for rank in range(placement.num_ranks)}
     most = max(lost.values())

@@ -93,5 +93,6 @@ def test_what_a_loss_means_follows_from_slots_and_replicas() -> None:
         "the 2 ranks that are left have 4 slots per layer for 5 experts; to go on, raise eplb.num_redundant_experts to "
         "4, or change the file in eplb.init_expert_location",
     )
+    assert meaning_of_a_loss(none, restarts=True)[0] == "the others wait until it is started again"
     raised = Placement.trivial(1, 5, 3, 4)
     assert spareable_ranks(raised) == [0, 1, 2], "as many as the message says"

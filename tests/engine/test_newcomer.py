@@ -2,9 +2,14 @@
 the one it would have been."""
 
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
+from moe_serve.engine.masking_recovery import MaskingRecovery
+from moe_serve.eplb.placement import Placement
+from moe_serve.errors import PeerError
 from tests.engine.losing import Outcome, serve_and_lose
 from tests.engine.strikes import Fault
 from tests.engine.test_recovery import check_trace, model, requests, settings_of, tokens_without_fault
@@ -61,3 +66,26 @@ def test_two_ranks_are_replaced_one_after_the_other(model):
     assert sorted(outcomes) == [0, 1, 2, 3]
     assert [outcome.groups[-1] for outcome in outcomes.values()] == [[0, 1, 2, 3]] * 4
     assert all(outcome.error == "" for outcome in outcomes.values())
+
+
+@pytest.mark.parametrize("deadline_s", [None, 0.0, 1000.0])
+def test_ranks_that_lack_experts_wait_until_the_deadline_and_not_at_all_where_nobody_starts_the_lost_one(deadline_s):
+    served = SimpleNamespace(
+        placement=Placement.trivial(1, 4, 2), windows=SimpleNamespace(begin_step=lambda plan: None, placement=None)
+    )
+    membership = SimpleNamespace(masked=[1], members=[0], epoch=1, suspect_after_s=None)
+    recovery: Any = MaskingRecovery(cast(Any, None), cast(Any, served), cast(Any, membership), 3.0, deadline_s)
+    needed = "rank 1 cannot be spared: the 1 rank that is left has 2 slots per layer for 4 experts"
+    if deadline_s is None:
+        with pytest.raises(PeerError, match=needed):
+            recovery._serve(served.placement)
+        return
+    recovery._serve(served.placement)
+    assert recovery.waits
+    assert served.windows.placement is served.placement, "its records have slots for all experts"
+    step = cast(Any, SimpleNamespace(rejoining=()))
+    if deadline_s == 0.0:
+        with pytest.raises(PeerError, match=needed):
+            recovery.begin_step(step)
+    else:
+        recovery.begin_step(step)

@@ -196,6 +196,24 @@ def test_lost_ranks_are_started_again_and_close_leaves_nothing():
     assert gone(before + after)
 
 
+@pytest.mark.slow
+def test_a_killed_rank_is_started_again_alone_and_no_token_changes():
+    with LLM("demo", num_ranks=2, numerics="batch_invariant", threads_per_rank=1) as llm:
+        prompts = [[5, 6, 7 + i] for i in range(8)]
+        right = [output.token_ids for output in llm.generate(prompts, greedy(300))]
+        before = [child.process.pid for child in llm._ranks.ranks.children]
+        outputs = llm.stream(prompts, greedy(300))
+        next(outputs)
+        os.kill(before[1], signal.SIGKILL)
+        last = dict(outputs)
+        assert [last[index].token_ids for index in range(8)] == right
+        after = [child.process.pid for child in llm._ranks.ranks.children]
+        assert after[0] == before[0]
+        assert after[1] != before[1]
+        assert eventually(lambda: not llm._bridge.workers.masked)
+    assert gone([*before, *after])
+
+
 def test_closing_ends_the_ranks_and_closing_again_does_nothing():
     made = fake_llm()
     pids = [child.process.pid for child in made._ranks.ranks.children]

@@ -29,7 +29,7 @@ from moe_serve.dispatch.gpu.sizes import gpu_buffer_sizes, most_gpu_tokens
 from moe_serve.dispatch.shm.row_copy_native import load_library
 from moe_serve.dispatch.shm.sizes import buffer_sizes, most_tokens
 from moe_serve.dispatch.wire import make_wire
-from moe_serve.engine.full_placement import meaning_of_a_loss
+from moe_serve.engine.full_placement import has_slots_without, meaning_of_a_loss
 from moe_serve.eplb.placement import Placement
 
 _SHARED = "/dev/shm"
@@ -126,7 +126,10 @@ def describe_loss(config: ServeConfig, placement: Placement, shares_memory: bool
         return [(*ends, "engine.on_lost_rank is end")]
     if not shares_memory or config.engine.exchange == "gloo":
         return [(*ends, f"{survivors()} with engine.exchange shm can go on")]
-    return [("a lost rank", *meaning_of_a_loss(placement))]
+    if has_slots_without(placement, 1) or not config.launcher.max_restarts:
+        return [("a lost rank", *meaning_of_a_loss(placement))]
+    meaning, why = meaning_of_a_loss(placement, restarts=True)
+    return [("a lost rank", f"{meaning} (moe-serve serve, LLM), or all are (torchrun, mpirun)", why)]
 
 
 def _request(config: ServeConfig, limits: BufferLimits, dtype: torch.dtype) -> TransportRequest:

@@ -11,6 +11,7 @@ from moe_serve.launcher.check.examine import examine
 from moe_serve.launcher.check.report import Report
 from moe_serve.launcher.check.show import print_check
 
+WAITS = "the others wait until it is started again (moe-serve serve, LLM), or all are (torchrun, mpirun)"
 GO_ON = "low_latency (shared memory) with engine.exchange shm can go on"
 
 
@@ -71,7 +72,12 @@ def test_one_rank_sends_nothing():
 @pytest.mark.parametrize(
     "overrides, value, why",
     [
-        ([], "ends serving", "the 2 ranks that are left have 22 slots per layer for 32 experts; to go on, raise"),
+        ([], WAITS, "the 2 ranks that are left have 22 slots per layer for 32 experts; to go on, raise"),
+        (
+            ["launcher.max_restarts=0"],
+            "ends serving",
+            "the 2 ranks that are left have 22 slots per layer for 32 experts; to go on, raise",
+        ),
         (["eplb.num_redundant_experts=16"], "the others serve on without any", "after the loss of any they first read"),
         (["eplb.num_redundant_experts=64"], "the others serve on without any", "every expert has slots on two ranks"),
         (["eplb.num_redundant_experts=64", "engine.on_lost_rank=end"], "ends serving", "engine.on_lost_rank is end"),
