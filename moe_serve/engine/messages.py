@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 
 from moe_serve.attention_dp.request import Request, SamplingParams
+from moe_serve.engine.balance_structs import DecisionReport, WindowReport
 from moe_serve.engine.refusing import Refusing
 
 ALIVE_PERIOD_S = 1.0  # how often each side shows that it is alive
@@ -220,31 +221,6 @@ class Answer(Message, tag="answer", frozen=True):
     ok: bool
     text: str
     facts: dict[str, Any] = {}
-
-
-class WindowReport(msgspec.Struct, frozen=True, array_like=True):
-    """The load of a closed window. balancedness: mean / max of rank load, of each layer"""
-
-    first_step: int
-    num_steps: int
-    phase: str
-    step_time_s: float
-    balancedness: list[float]
-    rank_load: list[list[float]]  # [layers][ranks] tokens, under the split in use, evenly shared
-    tokens: list[list[int]]  # [layers][experts]
-
-
-class DecisionReport(msgspec.Struct, frozen=True, array_like=True):
-    """What the balancer decided, and why. at_s: seconds since the epoch (wall clock);  kind: see rebalance/events.py"""
-
-    at_s: float
-    step: int
-    kind: str
-    reason: str
-    num_layers: int
-    gain_s: float  # predicted, over the horizon; of "watch": what the last move had promised
-    cost_s: float  # predicted
-    realised_s: float = 0.0  # of "watch": what the last move has gained
 
 
 class BalanceReport(Message, tag="balance", frozen=True):

@@ -30,7 +30,7 @@ from moe_serve.links.folder import OwnFolder
 from moe_serve.links.link import Link
 from moe_serve.links.sockets import LinkSockets
 from moe_serve.server.ports import open_port
-from moe_serve.server.rank_link import SUPERVISOR
+from moe_serve.server.supervisors import SUPERVISOR
 
 _POLL_MS = 50
 _END_GRACE_S = 4.0  # for the front end and the ranks to end in order

@@ -18,7 +18,8 @@ from moe_serve.links.link import Link
 from moe_serve.server.admission import Admission, Load, Queue
 from moe_serve.server.commands import Command
 from moe_serve.server.open_request import Changes, OpenRequest, RequestSpec, UnavailableError
-from moe_serve.server.rank_link import SUPERVISOR, Observer, RankLink
+from moe_serve.server.rank_link import RankLink
+from moe_serve.server.supervisors import SUPERVISOR, Observer
 
 _DEADLINE_LOOK_S = 0.05  # between two looks for requests that have taken too long
 _LOOK_S = 0.02  # between two looks whether the last request has ended

@@ -13,7 +13,6 @@ they cannot. Torch-free.
 import asyncio
 import contextlib
 import time
-from collections.abc import Callable
 
 import msgspec
 
@@ -48,16 +47,13 @@ from moe_serve.server.request_book import RequestBook
 from moe_serve.server.restart_wait import RestartWait
 from moe_serve.server.router_socket import RouterSocket
 from moe_serve.server.silence import Silence
+from moe_serve.server.supervisors import SUPERVISOR, Observer, Supervisors
 from moe_serve.server.workers import WorkerTable
 
 log = get_logger(__name__)
 
-SUPERVISOR = -1  # the rank in the launcher's Hello
-_MAX_SUPERVISORS = 4
 _UNNAMED_LOSS_S = 0.5  # how long a report that cannot name the lost rank waits for one that can
 _GOODBYE_S = 3.0  # how long the ranks may take to end
-
-Observer = Callable[[ToFrontEnd], None]
 
 
 class RankLink:
@@ -76,10 +72,9 @@ class RankLink:
         self.is_draining = False
         self.started_s = 0.0
         self._server = config.server
-        self._observer = observer
         self._link = link
         self._warnings = RareWarnings(log)
-        self._supervisors: dict[bytes, None] = {}  # by age
+        self._supervisors = Supervisors(observer, self._send)
         self._touch: asyncio.Task[None] | None = None
         self._socket: RouterSocket | None = None
         self._silence = Silence(config)
@@ -196,13 +191,7 @@ class RankLink:
 
     def _attach(self, identity: bytes, hello: Hello) -> None:
         if hello.rank == SUPERVISOR:
-            self._supervisors.pop(identity, None)
-            while len(self._supervisors) >= _MAX_SUPERVISORS:  # the oldest is gone, most likely
-                self._supervisors.pop(next(iter(self._supervisors)))
-            self._supervisors[identity] = None
-            for view in self.workers:  # ranks that attached before the supervisor
-                for message in self.workers.story(view):
-                    self._send(identity, message)
+            self._supervisors.attach(identity, [each for view in self.workers for each in self.workers.story(view)])
             return
         now_s = time.monotonic()
         if self.workers.find_replaced_by(hello, now_s):
@@ -241,7 +230,7 @@ class RankLink:
         self.commands.lose(change.masked)
         if not (change.masked or change.rejoined):
             return
-        if not self._supervisors:  # a supervisor logs it itself
+        if not len(self._supervisors):  # a supervisor logs it itself
             serving = ", ".join(map(str, message.members))
             rejoined = ", ".join(map(str, change.rejoined))
             reason = f"rank {rejoined} has rejoined" if rejoined else message.reason
@@ -284,10 +273,7 @@ class RankLink:
     def _tell(self, message: ToFrontEnd) -> None:
         """Passes on what happens while the ranks start and end."""
         self._news.set()
-        if self._observer is not None:
-            self._observer(message)
-        for identity in self._supervisors:
-            self._send(identity, message)
+        self._supervisors.tell(message)
 
     def _send_to_rank(self, rank: int, message: Message) -> None:
         for view in self.workers:

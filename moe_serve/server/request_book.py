@@ -16,7 +16,7 @@ from moe_serve.engine.incremental_decoder import Decoder
 from moe_serve.engine.messages import Abort, Message, Status, Tokens
 from moe_serve.server.admission import DrainRate
 from moe_serve.server.open_request import Changes, OpenRequest, RequestSpec, UnavailableError
-from moe_serve.server.waiting_line import WaitingLine
+from moe_serve.server.waiting_line import WaitingLines
 from moe_serve.server.workers import Regrouped
 
 _AHEAD = 2  # requests beyond those that a rank runs, at least; they start without a round trip
@@ -47,7 +47,7 @@ class RequestBook:
         self._by_rid: dict[str, OpenRequest] = {}
         self._numbers = itertools.count()
         self.is_held = False
-        self._lines: dict[int | None, WaitingLine] = {}  # for each rank that callers chose, and for any rank
+        self._lines = WaitingLines(config.server.priority_head_start_s)
         self._num_sent: Counter[int] = Counter()  # requests that a rank has now
         running = config.engine.max_running_requests
         self._most_sent = running + max(_AHEAD, running // 8)
@@ -92,12 +92,12 @@ class RequestBook:
     @property
     def num_waiting(self) -> int:
         """Requests that wait for a rank."""
-        return sum(map(len, self._lines.values()))
+        return len(self._lines)
 
     @property
     def waiting_tokens(self) -> int:
         """Tokens of the requests that wait for a rank: of their prompts and longest outputs."""
-        return sum(line.num_tokens for line in self._lines.values())
+        return self._lines.num_tokens
 
     def open(
         self,
@@ -161,11 +161,8 @@ class RequestBook:
 
     def send_waiting(self) -> None:
         """Sends requests to ranks, in the order of their line, until all ranks are full or none waits."""
-        while True:
-            lines = [line for rank, line in self._lines.items() if line and self._has_space(rank)]
-            if not lines or self.is_held:
-                return
-            self._start(self._open[min(lines, key=WaitingLine.first_due_s).pop()])
+        while not self.is_held and (request_id := self._lines.pop(self._has_space)) is not None:
+            self._start(self._open[request_id])
 
     def take_back(self) -> None:
         """Takes all requests from their ranks; they wait again, in their old order, with their output so far."""
@@ -254,8 +251,7 @@ class RequestBook:
 
     def _queue(self, request: OpenRequest) -> None:
         spec = request.spec
-        line = self._lines.setdefault(spec.rank, WaitingLine(self._config.server.priority_head_start_s))
-        line.push(request.request_id, request.submitted_s, spec.priority, spec.num_tokens)
+        self._lines.push(spec.rank, request.request_id, request.submitted_s, spec.priority, spec.num_tokens)
 
     def _has_space(self, rank: int | None) -> bool:
         """Returns whether a request may be sent to this rank. rank: None, or one that is lost: to any"""
@@ -306,9 +302,7 @@ class RequestBook:
         self.drain_rate.count(request.spec.num_tokens, time.monotonic())
         self._by_rid.pop(request.spec.rid or "", None)
         if request.rank is None:
-            line = self._lines.get(request.spec.rank)
-            if line is not None:
-                line.remove(request.request_id)
+            self._lines.remove(request.spec.rank, request.request_id)
             return
         self._num_sent[request.rank] -= 1
         self._router.finished(request.request_id)

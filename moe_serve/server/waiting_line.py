@@ -6,6 +6,7 @@ starves: it is overtaken only by those of a higher priority that come soon enoug
 
 import heapq
 import itertools
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 MAX_PRIORITY = 100  # and, below zero, the least
@@ -70,3 +71,41 @@ class WaitingLine:
     def _drop_gone(self) -> None:
         while self._heap and self._heap[0].is_gone:
             heapq.heappop(self._heap)
+
+
+class WaitingLines:
+    """One line for each rank that callers have chosen, and one for requests that any rank may serve (None).
+
+    head_start_s: as in WaitingLine
+    """
+
+    def __init__(self, head_start_s: float):
+        self._head_start_s = head_start_s
+        self._lines: dict[int | None, WaitingLine] = {}
+
+    def __len__(self) -> int:
+        return sum(map(len, self._lines.values()))
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the requests that wait: of their prompts and longest outputs."""
+        return sum(line.num_tokens for line in self._lines.values())
+
+    def push(self, rank: int | None, request_id: str, arrival_s: float, priority: int, num_tokens: int) -> None:
+        """Adds a request to the line of a rank, or of any."""
+        line = self._lines.setdefault(rank, WaitingLine(self._head_start_s))
+        line.push(request_id, arrival_s, priority, num_tokens)
+
+    def pop(self, has_space: Callable[[int | None], bool]) -> str | None:
+        """Returns the id of the next request whose rank has space, which leaves its line; None where there is none."""
+        lines = [line for rank, line in self._lines.items() if line and has_space(rank)]
+        return min(lines, key=WaitingLine.first_due_s).pop() if lines else None
+
+    def remove(self, rank: int | None, request_id: str) -> None:
+        """Takes a request out of the line of its rank. Unknown ids are ignored."""
+        if rank in self._lines:
+            self._lines[rank].remove(request_id)
+
+    def clear(self) -> None:
+        """Forgets all requests."""
+        self._lines.clear()

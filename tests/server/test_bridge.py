@@ -10,8 +10,8 @@ from moe_serve.errors import LaunchError
 from moe_serve.links.sockets import LinkSockets
 from moe_serve.server.bridge import Bridge
 from moe_serve.server.open_request import Changes, OpenRequest, RequestSpec, UnavailableError
-from moe_serve.server.rank_link import SUPERVISOR
 from moe_serve.server.schemas import SamplingParams
+from moe_serve.server.supervisors import SUPERVISOR
 from tests.server.fake_worker import FakeWorker
 from tests.server.served import Served, fake_config, in_event_loop, serving, until
 
