@@ -6,8 +6,7 @@ A `BalanceReport` is made when something has changed, and holds what has changed
 import time
 from collections.abc import Callable, Sequence
 
-from moe_serve.engine.balance_structs import DecisionReport, WindowReport
-from moe_serve.engine.messages import BalanceReport
+from moe_serve.engine.balance_messages import BalanceReport, DecisionReport, WindowReport
 from moe_serve.eplb.load import LoadRecord, balancedness, rank_load
 from moe_serve.eplb.placement import Placement
 from moe_serve.eplb.rebalance.events import Decision

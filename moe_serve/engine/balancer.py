@@ -16,8 +16,8 @@ from collections import defaultdict
 from collections.abc import Callable
 
 from moe_serve.config.sections import EplbConfig
+from moe_serve.engine.balance_messages import BalanceReport
 from moe_serve.engine.balance_reports import BalanceReports
-from moe_serve.engine.messages import BalanceReport
 from moe_serve.eplb.load import LoadRecord
 from moe_serve.eplb.placement import Placement
 from moe_serve.eplb.planning.process import PlanAnswer, Planner, PlanProblem

@@ -3,9 +3,9 @@
 from collections.abc import Callable
 from typing import TypeVar
 
+from moe_serve.engine.balance_messages import BalanceReport
 from moe_serve.engine.balance_reports import BalanceReports
 from moe_serve.engine.leader import Leader
-from moe_serve.engine.messages import BalanceReport
 from moe_serve.eplb.load import LoadRecord
 from moe_serve.eplb.placement import Placement
 from moe_serve.eplb.rebalance.events import StartRound

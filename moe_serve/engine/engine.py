@@ -13,12 +13,13 @@ from moe_serve.attention_dp.batch import BatchBuilder
 from moe_serve.attention_dp.scheduler import Proposal, ScheduledChunk, Scheduler
 from moe_serve.engine.balancing import Balancing
 from moe_serve.engine.exchange import Exchange
-from moe_serve.engine.mailbox import Inbound, Mailbox, Reconnected
+from moe_serve.engine.mailbox import Disconnected, Inbound, Mailbox, Reconnected
 from moe_serve.engine.messages import (
     ALIVE_PERIOD_S,
     Abort,
     Answer,
     FlushCache,
+    ForFrontEnds,
     Rebalance,
     RecordCommand,
     Refused,
@@ -230,13 +231,18 @@ class Engine:
                 case FlushCache():
                     answer = Answer(self.rank, self.launch_id, message.call_id, *self.requests.flush_cache())
                     self.mailbox.send(answer)
+                case ForFrontEnds():
+                    self.mailbox.send(message)
                 case Shutdown():
                     self._wants_stop = True
                 case Refused():
                     self._wants_stop, self.refusal = True, message.reason
-                case Reconnected():
-                    log.warning("the connection to the front end was cut and is there again")
-                    self.requests.drop_all()
+                case Disconnected(front_end):
+                    self.requests.drop_all_of(front_end)
+                case Reconnected(front_end):
+                    which = "" if front_end is None else f" {front_end}"
+                    log.warning("the connection to front end%s was cut and is there again", which)
+                    self.requests.drop_all_of(front_end)
                 case Wake():
                     woken |= message.launch_id == self.launch_id and message.step == self.step
         return woken

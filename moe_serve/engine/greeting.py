@@ -7,7 +7,8 @@ those that it still wants. A rank that only hears nothing keeps its requests, an
 
 import msgspec
 
-from moe_serve.engine.messages import BalanceReport, Hello, Members, Message, Ready
+from moe_serve.engine.balance_messages import BalanceReport
+from moe_serve.engine.messages import ForFrontEnds, Hello, Members, Message, Ready
 
 SILENCE_S = 3.0  # a front end that is alive says so every ALIVE_PERIOD_S
 
@@ -21,6 +22,7 @@ class Greeting:
         self._ready: Ready | None = None
         self._members: Members | None = None
         self._placement: BalanceReport | None = None
+        self._for_front_ends: ForFrontEnds | None = None
         self._said_s = 0.0
 
     def note(self, message: Message, now_s: float) -> None:
@@ -32,6 +34,8 @@ class Greeting:
                 self._ready = message
             case Members():
                 self._members = message
+            case ForFrontEnds() if message.lasts:
+                self._for_front_ends = message
             case BalanceReport() if message.placement is not None:
                 # Windows and decisions are news only once.
                 self._placement = msgspec.structs.replace(message, window=None, decisions=[])
@@ -46,4 +50,7 @@ class Greeting:
             return []
         self._said_s = now_s
         hello = msgspec.structs.replace(self._hello, num_reconnects=num_reconnects, is_ready=self._ready is not None)
-        return [hello, *(each for each in (self._ready, self._members, self._placement) if each is not None)]
+        return [hello, *(each for each in self._told() if each is not None)]
+
+    def _told(self) -> tuple[Message | None, ...]:
+        return self._ready, self._members, self._placement, self._for_front_ends

@@ -2,7 +2,7 @@
 
 from typing import Protocol
 
-from moe_serve.engine.messages import BalanceReport
+from moe_serve.engine.balance_messages import BalanceReport
 from moe_serve.eplb.load import LoadRecord
 from moe_serve.eplb.placement import Placement
 from moe_serve.eplb.rebalance.events import StartRound

@@ -6,22 +6,23 @@ the engine's. Torch-free.
 
 import contextlib
 import os
-import secrets
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import msgspec
 import zmq
 
-from moe_serve.engine.greeting import Greeting
+from moe_serve.engine.front_end_link import FrontEndLink, by_front_end
 from moe_serve.engine.messages import (
     ALIVE_PERIOD_S,
     Alive,
     Message,
     Pulse,
+    Shutdown,
+    Tokens,
     ToRank,
     Wake,
     decode_to_rank,
@@ -38,15 +39,28 @@ log = get_logger(__name__)
 # One poll takes at most so many messages from a socket, for at most so long: a step must not wait for a flood.
 _TURN_MESSAGES = 256
 _TURN_S = 0.005
+Decoded = TypeVar("Decoded")
 _WAKE_BYTES = 1024  # a larger message ends the connection of who sent it
 
 
 @dataclass(frozen=True)
+class Disconnected:
+    """The connection to a front end was cut. It submits its requests once more when it is there again.
+
+    front_end: its number; None: the only one
+    """
+
+    front_end: int | None = None
+
+
+@dataclass(frozen=True)
 class Reconnected:
-    """The connection to the front end was cut and is there again: the front end submits its requests once more."""
+    """The connection to a front end that was cut is there again: it submits its requests once more."""
+
+    front_end: int | None = None
 
 
-Inbound = ToRank | Wake | Reconnected
+Inbound = ToRank | Wake | Disconnected | Reconnected
 
 
 class Mailbox(Protocol):
@@ -57,7 +71,7 @@ class Mailbox(Protocol):
         ...
 
     def send(self, message: Message) -> None:
-        """Sends to the front end without waiting."""
+        """Sends without waiting: tokens to the front end of their request, all else to every front end."""
         ...
 
     def wake_peers(self, wake: Wake) -> None:
@@ -65,29 +79,26 @@ class Mailbox(Protocol):
         ...
 
     def front_end_silent_s(self) -> float:
-        """Returns the seconds since the last message from the front end."""
+        """Returns the seconds since the last message from a front end."""
         ...
 
     def close(self) -> None: ...
 
 
 class ZmqMailbox:
-    """One DEALER socket to the front end, one PULL socket for wakes, one PUSH socket to each peer.
+    """One DEALER socket to each front end, one PULL socket for wakes, one PUSH socket to each peer.
 
-    A connection to the front end that was cut is made again, and this rank says hello again (`Greeting`).
-
-    own_host: the host name or address under which peers reach this rank over TCP
+    own_host:       the host name or address under which peers reach this rank over TCP
+    num_front_ends: more than one only on links within a folder
     """
 
-    def __init__(self, link: Link, rank: int, own_host: str):
+    def __init__(self, link: Link, rank: int, own_host: str, num_front_ends: int = 1):
         """Raises LaunchError when the address for wakes cannot be opened."""
-        self._link = link
         self._sockets = LinkSockets(link)
         self._pulse: threading.Thread | None = None
         self._is_closing = threading.Event()
-        self._greeting = Greeting()
-        self._front_end, self._connections = self._sockets.reconnecting(zmq.DEALER, link.front_end, _routing_id())
-        self._num_connections = 0
+        self._addresses = [link.front_end_at(number) for number in range(num_front_ends)]
+        self._front_ends = [FrontEndLink(self._sockets, address) for address in self._addresses]
         address = link.wakes_of(rank, own_host)
         try:
             self._wakes = self._sockets.bound(zmq.PULL, address, _WAKE_BYTES)
@@ -100,10 +111,10 @@ class ZmqMailbox:
         self.wake_address = self._wakes.getsockopt_string(zmq.LAST_ENDPOINT)
         self._peers: list[zmq.Socket[bytes]] = []
         self._poller = zmq.Poller()
-        self._poller.register(self._front_end, zmq.POLLIN)
         self._poller.register(self._wakes, zmq.POLLIN)
-        self._poller.register(self._connections, zmq.POLLIN)
-        self._heard_s = time.monotonic()
+        for front_end in self._front_ends:
+            self._poller.register(front_end.socket, zmq.POLLIN)
+            self._poller.register(front_end.events, zmq.POLLIN)
         self._warnings = RareWarnings(log)
 
     @property
@@ -122,17 +133,33 @@ class ZmqMailbox:
         while True:
             left_ms = 0 if arrived else max(0, int((deadline - time.monotonic()) * 1000))
             ready = dict(self._poller.poll(left_ms))
-            if self._front_end in ready:
-                arrived += self._drain(self._front_end, decode_to_rank)
+            for number, front_end in enumerate(self._front_ends):
+                if front_end.socket in ready:
+                    arrived += self._take(front_end)
+                if front_end.events in ready:
+                    arrived += self._reconnected(number, front_end)
+                self._say(front_end, front_end.hello_if_unheard())
             if self._wakes in ready:
                 arrived += self._drain(self._wakes, decode_wake)
-            if self._connections in ready:
-                arrived += self._reconnected()
-            self._greet_if_unheard()
+            if self._has_no_front_end():
+                arrived.append(Shutdown())
             if arrived or time.monotonic() >= deadline:
                 return arrived
 
-    def _drain(self, socket: "zmq.Socket[bytes]", decode: Callable[[bytes], Inbound]) -> Iterator[Inbound]:
+    def _take(self, front_end: FrontEndLink) -> Iterator[Inbound]:
+        """Yields what a front end has sent. Its request to end counts once all front ends ask for it, or are gone."""
+        for message in self._drain(front_end.socket, decode_to_rank):
+            front_end.heard_s = time.monotonic()
+            if isinstance(message, Shutdown):
+                front_end.has_left = True
+            elif not isinstance(message, Alive):
+                yield message
+
+    def _has_no_front_end(self) -> bool:
+        has_left = any(front_end.has_left for front_end in self._front_ends)
+        return has_left and all(front_end.has_left or not front_end.is_connected for front_end in self._front_ends)
+
+    def _drain(self, socket: "zmq.Socket[bytes]", decode: Callable[[bytes], Decoded]) -> Iterator[Decoded]:
         """Yields what has arrived on a socket, at most for one turn: the rest is there at the next poll."""
         ends_s = time.monotonic() + _TURN_S
         for _ in range(_TURN_MESSAGES):
@@ -140,41 +167,37 @@ class ZmqMailbox:
                 data = socket.recv(zmq.NOBLOCK)
             except zmq.Again:
                 return
-            if socket is self._front_end:
-                self._heard_s = time.monotonic()
             try:
                 message = decode(data)
             except msgspec.DecodeError as error:
                 self._warnings.warn(decode.__name__, "dropped a message of an unknown form: %s", error)
             else:
-                if not isinstance(message, Alive):
-                    yield message
+                yield message
             if time.monotonic() >= ends_s:
                 return
 
-    def _reconnected(self) -> list[Inbound]:
+    def _reconnected(self, number: int, front_end: FrontEndLink) -> list[Inbound]:
         """Says hello again for each new connection but the first."""
-        before = self._num_connections
-        with contextlib.suppress(zmq.Again):
-            while True:
-                self._connections.recv_multipart(zmq.NOBLOCK)
-                self._num_connections += 1
-        if max(before, 1) == self._num_connections:
-            return []
-        for message in self._greeting.again(self._num_connections - 1, time.monotonic()):
-            self.send(message)
-        return [Reconnected()]
+        which = number if len(self._front_ends) > 1 else None
+        was_cut, is_new = front_end.take_events()
+        arrived: list[Inbound] = [Disconnected(which)] if was_cut else []
+        if is_new:
+            self._say(front_end, front_end.hello_again())
+            arrived.append(Reconnected(which))
+        return arrived
 
-    def _greet_if_unheard(self) -> None:
-        now_s = time.monotonic()
-        if self._greeting.is_due(now_s, self._heard_s):
-            for message in self._greeting.again(max(0, self._num_connections - 1), now_s):
-                self.send(message)
+    def _say(self, front_end: FrontEndLink, messages: Sequence[Message]) -> None:
+        for message in messages:
+            front_end.send(message, encode(message))
 
     def send(self, message: Message) -> None:
-        self._greeting.note(message, time.monotonic())
-        with contextlib.suppress(zmq.Again):  # a front end that has not read 100,000 messages is gone
-            self._front_end.send(encode(message), zmq.NOBLOCK)
+        if len(self._front_ends) > 1 and isinstance(message, Tokens):
+            for number, part in by_front_end(message).items():
+                self._front_ends[number].send(part, encode(part))
+            return
+        data = encode(message)
+        for front_end in self._front_ends:
+            front_end.send(message, data)
 
     def wake_peers(self, wake: Wake) -> None:
         data = encode(wake)
@@ -183,7 +206,7 @@ class ZmqMailbox:
                 peer.send(data, zmq.NOBLOCK)
 
     def front_end_silent_s(self) -> float:
-        return time.monotonic() - self._heard_s
+        return time.monotonic() - max(front_end.heard_s for front_end in self._front_ends)
 
     def start_pulse(self, pulse: Callable[[], Pulse]) -> None:
         """Sends what pulse returns every ALIVE_PERIOD_S, from a thread and on a socket of its own."""
@@ -191,18 +214,15 @@ class ZmqMailbox:
         self._pulse.start()
 
     def _show_life(self, pulse: Callable[[], Pulse]) -> None:
-        socket = self._sockets.connected(zmq.DEALER, self._link.front_end, linger_ms=0)
+        sockets = [self._sockets.connected(zmq.DEALER, address, linger_ms=0) for address in self._addresses]
         while not self._is_closing.wait(ALIVE_PERIOD_S):
-            with contextlib.suppress(zmq.Again):
-                socket.send(encode(pulse()), zmq.NOBLOCK)
+            data = encode(pulse())
+            for socket in sockets:
+                with contextlib.suppress(zmq.Again):
+                    socket.send(data, zmq.NOBLOCK)
 
     def close(self) -> None:
         self._is_closing.set()
         if self._pulse is not None:
             self._pulse.join()
         self._sockets.close()
-
-
-def _routing_id() -> bytes:
-    """Returns a name for this process at the front end: it stays when the connection is made again."""
-    return b"rank" + secrets.token_bytes(12)

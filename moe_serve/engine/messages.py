@@ -11,14 +11,11 @@ from typing import Any
 import msgspec
 
 from moe_serve.attention_dp.request import Request, SamplingParams
-from moe_serve.engine.balance_structs import DecisionReport, WindowReport
+from moe_serve.engine.balance_messages import BalanceReport
+from moe_serve.engine.message import Message as Message
 from moe_serve.engine.refusing import Refusing
 
 ALIVE_PERIOD_S = 1.0  # how often each side shows that it is alive
-
-
-class Message(msgspec.Struct, frozen=True, array_like=True):
-    """Base of all messages. Fields travel by position."""
 
 
 class Submit(Message, tag="submit", frozen=True):
@@ -91,6 +88,23 @@ class FlushCache(Message, tag="flush_cache", frozen=True):
     """Empty the prefix cache, if no request is open. Every rank answers for itself, with `Answer`."""
 
     call_id: int
+
+
+class ForFrontEnds(Message, tag="for_front_ends", frozen=True):
+    """What one of several front ends tells the others: a rank passes it on to all of them.
+
+    front_end: the sender
+    call_id:   one of its own; each of the others answers with the same and `what` DONE
+    what:      see server/siblings.py
+    rid:       of the requests that are meant; None: all
+    lasts:     a front end that starts later is told, too
+    """
+
+    front_end: int
+    call_id: int
+    what: str
+    rid: str | None = None
+    lasts: bool = False
 
 
 class ModelLimits(msgspec.Struct, frozen=True):
@@ -223,32 +237,6 @@ class Answer(Message, tag="answer", frozen=True):
     facts: dict[str, Any] = {}
 
 
-class BalanceReport(Message, tag="balance", frozen=True):
-    """Where experts are and what the balancer does: sent by the lowest rank that takes part, at every change.
-
-    state:     "watching", "planning", "moving", or "off"
-    alarm:     why the balancer has switched itself off; "" = it has not
-    window:    the newest closed window, in the report that follows its end only
-    decisions: those since the last report, oldest first
-    totals:    running totals by name: see engine/balancer.py
-    placement: [layers][slots] logical experts, in the report that follows a change only
-    splits:    how batches of each phase are split, and what the exact split gains: SplitChoice.describe
-    """
-
-    rank: int
-    launch_id: int
-    step: int
-    mode: str
-    state: str
-    placement_version: int
-    totals: dict[str, float]
-    alarm: str = ""
-    window: WindowReport | None = None
-    decisions: list[DecisionReport] = []
-    placement: list[list[int]] | None = None
-    splits: dict[str, Any] = {}
-
-
 class Fatal(Message, tag="fatal", frozen=True):
     """This rank ends its launch. lost_rank: the rank that caused it, -1 = unknown; its own for a fault of its own"""
 
@@ -272,13 +260,33 @@ class Wake(Message, tag="wake", frozen=True):
     step: int
 
 
-ToRank = Submit | Abort | Alive | Shutdown | Refused | RecordCommand | Rebalance | SetPlacement | FlushCache
-ToFrontEnd = Hello | Progress | Ready | Tokens | Status | Pulse | Members | Answer | BalanceReport | Fatal | Goodbye
+ToRank = (
+    Submit | Abort | Alive | Shutdown | Refused | RecordCommand | Rebalance | SetPlacement | FlushCache | ForFrontEnds
+)
+ToFrontEnd = (
+    Hello
+    | Progress
+    | Ready
+    | Tokens
+    | Status
+    | Pulse
+    | Members
+    | Answer
+    | BalanceReport
+    | Fatal
+    | Goodbye
+    | ForFrontEnds
+)
 
 _encoder = msgspec.msgpack.Encoder()
 _to_rank: msgspec.msgpack.Decoder[ToRank] = msgspec.msgpack.Decoder(ToRank)
 _to_front_end: msgspec.msgpack.Decoder[ToFrontEnd] = msgspec.msgpack.Decoder(ToFrontEnd)
 _wake = msgspec.msgpack.Decoder(Wake)
+
+
+def front_end_of(request_id: str) -> int:
+    """Returns the number of the front end that a request belongs to: its id begins with it, and a colon."""
+    return int(request_id.partition(":")[0])
 
 
 def encode(message: Message) -> bytes:

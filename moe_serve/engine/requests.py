@@ -2,7 +2,7 @@
 
 from moe_serve.attention_dp.request import Request
 from moe_serve.attention_dp.scheduler import Scheduler
-from moe_serve.engine.messages import ModelLimits, Submit, TokenEvent
+from moe_serve.engine.messages import ModelLimits, Submit, TokenEvent, front_end_of
 from moe_serve.engine.status import EngineCounters
 from moe_serve.errors import RequestError
 from moe_serve.log import get_logger
@@ -57,6 +57,12 @@ class OpenRequests:
         if self._open:
             return False, f"{len(self._open)} requests are open; flush the cache when they have ended"
         return True, f"{self._scheduler.blocks.flush()} blocks"
+
+    def drop_all_of(self, front_end: int | None) -> None:
+        """Drops the requests of one of several front ends; None: it is the only one."""
+        for request in list(self._open.values()):
+            if front_end is None or front_end_of(request.request_id) == front_end:
+                self._remove(request)
 
     def drop_all(self) -> None:
         """Drops all requests: other ranks serve them from now on."""

@@ -39,6 +39,7 @@ class BackgroundRanks:
 
         Raises a MoeServeError when they do not start.
         """
+        config = config.model_copy(update={"server": config.server.model_copy(update={"api_workers": 1})})
         self._folder = OwnFolder()
         self.bridge = Bridge(config, tokenizer, self._observe, Link(folder=self._folder.path))
         self.ranks: LocalRanks | None = None

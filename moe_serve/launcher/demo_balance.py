@@ -16,7 +16,7 @@ import numpy as np
 
 from moe_serve.attention_dp.request import SamplingParams
 from moe_serve.config import ServeConfig
-from moe_serve.engine.balance_structs import WindowReport
+from moe_serve.engine.balance_messages import WindowReport
 from moe_serve.eplb.load import balancedness, rank_load
 from moe_serve.eplb.placement import Placement
 from moe_serve.launcher.balance_picture import Timeline, TimelinePoint

@@ -8,6 +8,7 @@ import asyncio
 import gc
 import socket
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -17,6 +18,7 @@ from moe_serve.config import ServeConfig, load_config
 from moe_serve.engine.messages import Ready, ToFrontEnd
 from moe_serve.errors import ConfigError, MoeServeError
 from moe_serve.launcher.facts import front_end_difference, front_end_facts
+from moe_serve.links.link import Link, check_front_ends, find_link
 from moe_serve.log import configure_logging, get_logger
 from moe_serve.server.ports import open_port
 
@@ -31,29 +33,37 @@ def main(
         list[str] | None, typer.Option("--set", metavar="section.key=value", help="override one setting; repeatable")
     ] = None,
     http_fd: Annotated[int | None, typer.Option(hidden=True, help="a listening socket from the parent")] = None,
+    worker: Annotated[int, typer.Option(hidden=True, help="which of server.api_workers this one is")] = 0,
 ) -> None:
     """Runs the HTTP front end; ranks attach to it at server.worker_host:worker_port."""
     configure_logging(who="front end")
     try:
-        run_front_end(load_config(config, overrides or ()), http_fd)
+        settings = load_config(config, overrides or ())
+        if settings.server.api_workers > 1:
+            configure_logging(who=f"front end {worker}")
+        run_front_end(settings, http_fd, worker)
     except MoeServeError as error:
         print(f"moe-serve: {error}", file=sys.stderr)
         raise SystemExit(2) from None
 
 
-def run_front_end(config: ServeConfig, http_fd: int | None = None) -> None:
+def run_front_end(config: ServeConfig, http_fd: int | None = None, worker: int = 0) -> None:
     """Serves until SIGINT or SIGTERM. http_fd: a listening socket; None: open server.port.
 
-    Raises LaunchError when a port is taken, ModelError when the tokenizer cannot be read.
+    Raises LaunchError when a port is taken, ModelError when the tokenizer cannot be read, ConfigError for several front
+    ends without a launcher that starts all of them.
     """
+    link = replace(find_link(config.server), worker=worker)
+    check_front_ends(config.server, link)
+    config = share_of_front_end(config)
     listener = (
         socket.socket(fileno=http_fd) if http_fd is not None else open_port(config.server.host, config.server.port)
     )
     with listener:
-        asyncio.run(_serve(config, listener))
+        asyncio.run(_serve(config, listener, link))
 
 
-async def _serve(config: ServeConfig, listener: socket.socket) -> None:
+async def _serve(config: ServeConfig, listener: socket.socket, link: Link) -> None:
     from moe_serve.launcher.preflight import load_tokenizer
     from moe_serve.server.app import make_app
     from moe_serve.server.bridge import Bridge
@@ -72,7 +82,7 @@ async def _serve(config: ServeConfig, listener: socket.socket) -> None:
                 if difference is not None and not differs.done():
                     differs.set_result(difference)
 
-    bridge = Bridge(config, tokenizer, observe)
+    bridge = Bridge(config, tokenizer, observe, link)
     await bridge.start()
     try:
         server = HttpServer(make_app(config, bridge, tokenizer), bridge, handle_signals=True)
@@ -91,6 +101,23 @@ async def _serve(config: ServeConfig, listener: socket.socket) -> None:
         await serving
     finally:
         await bridge.close()
+
+
+def share_of_front_end(config: ServeConfig) -> ServeConfig:
+    """Returns the configuration of one of several front ends: with its share of what all may hold together."""
+    server, num = config.server, config.server.api_workers
+    own = {
+        "max_connections": -(-server.max_connections // num),
+        "max_bodies_mib": max(server.max_body_mib, server.max_bodies_mib / num),
+        "max_waiting_tokens": -(-server.max_waiting_tokens // num),
+    }
+    queued = -(-config.engine.max_queued_requests // num)
+    return config.model_copy(
+        update={
+            "server": server.model_copy(update=own),
+            "engine": config.engine.model_copy(update={"max_queued_requests": queued}),
+        }
+    )
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from moe_serve.config import ServeConfig
-from moe_serve.engine.messages import Fatal, Members, Progress, Ready, ToFrontEnd
+from moe_serve.engine.messages import Fatal, ForFrontEnds, Members, Progress, Ready, ToFrontEnd
 from moe_serve.launcher.display import StartDisplay
 from moe_serve.launcher.local import Death, LocalRanks
 from moe_serve.launcher.newcomers import Newcomers
@@ -94,7 +94,7 @@ class LaunchWatch:
 
     def take(self, message: ToFrontEnd) -> None:
         """Shows what a rank has reported; drops what an earlier launch said."""
-        if message.launch_id != self._ranks.launch_id:
+        if isinstance(message, ForFrontEnds) or message.launch_id != self._ranks.launch_id:
             return
         match message:
             case Progress():

@@ -10,10 +10,14 @@ from moe_serve.config import LauncherConfig
 class Restarts:
     """Counts losses, of one rank or of all: after `max_restarts` restarts within the window, the next loss is the end.
 
+    what:  processes, for the report
     clock: seconds, in which the window is measured
     """
 
-    def __init__(self, config: LauncherConfig, clock: Callable[[], float] = time.monotonic):
+    def __init__(
+        self, config: LauncherConfig, what: str = "the ranks were", clock: Callable[[], float] = time.monotonic
+    ):
+        self._what = what
         self._config = config
         self._clock = clock
         self._losses: deque[tuple[float, str, str]] = deque(maxlen=config.max_restarts + 1)  # (seconds, at, reason)
@@ -42,8 +46,8 @@ class Restarts:
     def report(self) -> list[str]:
         """Returns the lines that say what was lost when, and what to do."""
         if not self._config.max_restarts:
-            return ["launcher.max_restarts is 0: the ranks are not started again"]
-        lines = [f"the ranks were lost {self.num_recent} times within {self._config.restart_window_s:g} s:"]
+            return [f"launcher.max_restarts is 0: {self._what.removesuffix(' were')} are not started again"]
+        lines = [f"{self._what} lost {self.num_recent} times within {self._config.restart_window_s:g} s:"]
         lines += [f"  {at}  {reason}" for _, at, reason in self._losses]
         lines.append("correct the cause and start again, or raise launcher.max_restarts")
         return lines

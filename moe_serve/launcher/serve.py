@@ -27,7 +27,7 @@ from moe_serve.kernels.cpu.library import build_cpu_library
 from moe_serve.launcher.preflight import look_where_to_write
 from moe_serve.launcher.rank_env import RankEnv, check_num_ranks, read_rank_env
 from moe_serve.launcher.rank_start import RankStart
-from moe_serve.links.link import find_link
+from moe_serve.links.link import check_front_ends, find_link
 from moe_serve.log import configure_logging, get_logger
 
 if TYPE_CHECKING:
@@ -67,7 +67,10 @@ def run_worker(config: ServeConfig, env: RankEnv) -> int:
     limit_threads(config, env)
     build_kernels_early(config)
     try:
-        mailbox = ZmqMailbox(find_link(config.server), env.rank, _own_address(config.server.worker_host))
+        link = find_link(config.server)
+        check_front_ends(config.server, link)
+        own_address = _own_address(config.server.worker_host)
+        mailbox = ZmqMailbox(link, env.rank, own_address, config.server.api_workers)
     except MoeServeError as error:
         log.error("%s", error)
         return 2

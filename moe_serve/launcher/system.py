@@ -7,28 +7,23 @@ the ranks cannot go on at all, it starts all of them again, and the front end su
 after too many losses it ends with a report.
 """
 
-import contextlib
-import os
 import signal
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from types import FrameType
 
-import msgspec
-import zmq
-
-from moe_serve.child_process import describe_exit
 from moe_serve.config import ServeConfig, ServerConfig
-from moe_serve.engine.messages import Fatal, Hello, decode_to_front_end, encode
+from moe_serve.engine.messages import Fatal
 from moe_serve.launcher.display import StartDisplay
+from moe_serve.launcher.front_ends import FrontEnds
 from moe_serve.launcher.launch_watch import LaunchWatch, Loss
-from moe_serve.launcher.local import WORKER, Child, LocalRanks, child_environment
+from moe_serve.launcher.local import WORKER, LocalRanks
 from moe_serve.launcher.preflight import has_tokenizer
 from moe_serve.launcher.restarts import Restarts
 from moe_serve.links.folder import OwnFolder
 from moe_serve.links.link import Link
-from moe_serve.links.sockets import LinkSockets
 from moe_serve.server.ports import open_port
 from moe_serve.server.supervisors import SUPERVISOR
 
@@ -58,8 +53,9 @@ def serve_on_this_machine(config: ServeConfig, display: StartDisplay, worker: st
         with _signals_stop(system):
             try:
                 ranks.start()
-                system.start_front_end(listener.fileno())
-                listener.close()  # the front end holds it now
+                system.start_front_ends(listener.fileno())
+                if config.server.api_workers == 1:
+                    listener.close()  # the front end holds it now
                 system.watch()
             except _Ended as ended:
                 return ended.code
@@ -82,11 +78,9 @@ class _System:
         self.wants_drain = False  # the first signal was SIGTERM
         self._drain_until_s = 0.0
         self._link = link
-        self._front_end: Child | None = None
+        self._front_ends: FrontEnds | None = None
         self._restarts = Restarts(config.launcher)
         self._was_ready = False
-        self._sockets = LinkSockets(link)
-        self._socket = self._sockets.connected(zmq.DEALER, link.front_end, linger_ms=200)
         self.begin_launch()
 
     def begin_launch(self) -> None:
@@ -94,19 +88,12 @@ class _System:
         self._launch = LaunchWatch(self.config, self.display, self.ranks, self._restarts, self._report_loss)
         self._launched_s, self._is_announced = time.monotonic(), False
 
-    def start_front_end(self, http_fd: int) -> None:
-        """Starts the front end with the listening socket, and attaches to it as supervisor."""
-        arguments = ["--http-fd", str(http_fd), "--config", str(self.ranks.config_file)]
-        self._front_end = Child(
-            "front end",
-            "moe_serve.launcher.frontend",
-            arguments,
-            child_environment(self.ranks.folder),
-            self.display.line,
-            pass_fds=[http_fd],
-        )
-        hello = Hello(SUPERVISOR, self.config.parallel.num_ranks, 0, os.getpid(), os.uname().nodename)
-        self._socket.send(encode(hello))
+    def start_front_ends(self, http_fd: int) -> None:
+        """Starts the front ends with the listening socket, and attaches to them as supervisor."""
+        note = partial(self.display.note, style="red")
+        config_file, on_line = self.ranks.config_file, self.display.line
+        self._front_ends = FrontEnds(self.config, self._link, config_file, http_fd, on_line, note)
+        self._front_ends.start()
 
     def watch(self) -> None:
         """Prints and forwards what happens, and starts lost ranks again, until _Ended is raised."""
@@ -115,8 +102,9 @@ class _System:
                 self.display.stop()
                 self.display.note("ending …")
                 raise _Ended(0)
-            if self._socket.poll(_POLL_MS):
-                self._listen()
+            assert self._front_ends is not None
+            for message in self._front_ends.receive(_POLL_MS):
+                self._launch.take(message)
             if self._launch.is_ready and not self._is_announced:
                 self._announce()
             if not (self._drain_until_s and any(child.code == 0 for child in self.ranks.children)):
@@ -125,29 +113,22 @@ class _System:
                     self._start_again(loss)
                 else:
                     self._launch.start_lost_ranks()
-            assert self._front_end is not None
-            code = self._front_end.code
-            if code is not None and not self.stop_signals:
-                self.display.note(f"the front end {describe_exit(code)}", style="red")
-                raise _Ended(2 if code == 2 else 1)
+            code = None if self.stop_signals else self._front_ends.watch()
+            if code is not None:
+                raise _Ended(code)
 
     def _drains(self) -> bool:
         """Returns whether to go on until open requests have ended: after one SIGTERM, within the deadline."""
         if not self.wants_drain or self.stop_signals > 1 or not self._launch.is_ready:
             return False
-        if self._front_end is None or self._front_end.code is not None:
+        if self._front_ends is None or self._front_ends.have_ended:
             return False
         deadline_s = self.config.server.drain_deadline_s
         if not self._drain_until_s:
             self._drain_until_s = time.monotonic() + deadline_s + _END_GRACE_S
-            self._front_end.signal(signal.SIGTERM)
+            self._front_ends.signal(signal.SIGTERM)
             self.display.note(f"open requests have {deadline_s:g} s to end; a second signal ends them now")
         return time.monotonic() < self._drain_until_s
-
-    def _listen(self) -> None:
-        while self._socket.poll(0):
-            with contextlib.suppress(msgspec.DecodeError):  # Alive and Shutdown are for ranks
-                self._launch.take(decode_to_front_end(self._socket.recv()))
 
     def _announce(self) -> None:
         self._is_announced = True
@@ -162,7 +143,8 @@ class _System:
         self.display.note(f"  try: curl {address}/generate -H 'content-type: application/json' -d '{prompt}'")
 
     def _report_loss(self, reason: str, rank: int) -> None:
-        self._socket.send(encode(Fatal(SUPERVISOR, self.ranks.launch_id, reason, rank)))
+        if self._front_ends is not None:
+            self._front_ends.tell(Fatal(SUPERVISOR, self.ranks.launch_id, reason, rank))
 
     def _start_again(self, loss: Loss) -> None:
         """Prints why the ranks are lost, and starts them again. Raises _Ended where that is no use, or too often."""
@@ -184,13 +166,13 @@ class _System:
 
     def end(self) -> None:
         """Ends every process; after a second signal, without waiting."""
-        front_end = self._front_end
-        if front_end is not None:
-            front_end.signal(signal.SIGINT)  # at once: what may be drained has been
-        if not self._launch.is_ready or front_end is None or front_end.code is not None:
+        front_ends = self._front_ends
+        if front_ends is not None:
+            front_ends.signal(signal.SIGINT)  # at once: what may be drained has been
+        if not self._launch.is_ready or front_ends is None or front_ends.have_ended:
             for child in self.ranks.children:  # no front end asks them to end, or they do not listen yet
                 child.signal(signal.SIGTERM)
-        children = [*self.ranks.children, *filter(None, [front_end])]
+        children = [*self.ranks.children, *(front_ends.children if front_ends is not None else ())]
         deadline_s = time.monotonic() + _END_GRACE_S
         while time.monotonic() < deadline_s and self.stop_signals < 2:
             if all(child.code is not None for child in children):
@@ -199,10 +181,9 @@ class _System:
                 if death.code != 0:  # the front end need not wait for this one's goodbye
                     self._report_loss(str(death), death.rank)
             time.sleep(_POLL_MS / 1000)
-        if front_end is not None:
-            front_end.finish()
+        if front_ends is not None:
+            front_ends.close()
         self.ranks.end(grace_s=0.0)
-        self._sockets.close()
 
 
 @contextmanager

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from moe_serve.config import ServerConfig
+from moe_serve.errors import ConfigError
 from moe_serve.links.folder import check_folder
 from moe_serve.links.token import shared_token
 
@@ -19,18 +20,26 @@ SOCKETS = "MOE_SERVE_SOCKETS"  # the environment variable that names the folder
 class Link:
     """One of two ways. folder: of the ipc sockets; None: TCP, with the token and the front end's host and port
 
-    port: 0 = any free one, for the front end
+    port:   0 = any free one, for the front end
+    worker: which of several front ends this one is
     """
 
     folder: Path | None = None
     token: str = ""
     host: str = ""
     port: int = 0
+    worker: int = 0
 
     @property
     def front_end(self) -> str:
         """The address that ranks attach to."""
-        return f"ipc://{self.folder}/front_end" if self.folder else f"tcp://{_in_url(self.host)}:{self.port}"
+        return self.front_end_at(self.worker)
+
+    def front_end_at(self, worker: int) -> str:
+        """Returns the address of one of several front ends. Over TCP there is one."""
+        if self.folder is None:
+            return f"tcp://{_in_url(self.host)}:{self.port}"
+        return f"ipc://{self.folder}/front_end-{worker}" if worker else f"ipc://{self.folder}/front_end"
 
     def wakes_of(self, rank: int, own_host: str) -> str:
         """Returns the address where a rank takes wakes; over TCP, one of own_host with any free port."""
@@ -48,6 +57,15 @@ def find_link(server: ServerConfig) -> Link:
         return Link(folder=Path(folder))
     host, port = server.worker_host, server.worker_port
     return Link(token=shared_token(server.token_file, host, port), host=host, port=port)
+
+
+def check_front_ends(server: ServerConfig, link: Link) -> None:
+    """Raises ConfigError for several front ends beside ranks that `moe-serve serve` has not started."""
+    if server.api_workers > 1 and link.folder is None:
+        raise ConfigError(
+            f"server.api_workers is {server.api_workers} but only `moe-serve serve` starts several front ends; "
+            "set server.api_workers: 1"
+        )
 
 
 def _in_url(host: str) -> str:

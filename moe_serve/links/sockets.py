@@ -52,7 +52,7 @@ class LinkSockets:
     def reconnecting(
         self, kind: int, address: str, routing_id: bytes
     ) -> tuple["zmq.Socket[bytes]", "zmq.Socket[bytes]"]:
-        """Returns a socket that connects under a routing id, and one with a message for each connection made.
+        """Returns a socket that connects under a routing id, and one with an event for each connection made or cut.
 
         When a connection was cut, messages in both directions may be lost; the next one counts as that of the same peer
         at a ROUTER of ours.
@@ -61,7 +61,7 @@ class LinkSockets:
         socket.setsockopt(zmq.LINGER, 1000)
         socket.setsockopt(zmq.RECONNECT_IVL_MAX, _MAX_RECONNECT_MS)
         socket.setsockopt(zmq.ROUTING_ID, routing_id)
-        connections = socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED)
+        connections = socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED)
         if self._keys is not None:
             self._keys.connect(socket)
         socket.connect(address)

@@ -11,7 +11,10 @@ from moe_serve.server.degrade import Degradation
 
 
 class AdmissionMetrics(Collector):
-    """moe_serve_requests_refused_total{reason}, moe_serve_degraded_calls_total{step}, moe_serve_degradation_steps."""
+    """moe_serve_requests_refused_total{reason}, moe_serve_degraded_calls_total{step}, moe_serve_degradation_steps.
+
+    Each front end counts for itself: where there are several, a label `front_end` says which.
+    """
 
     def __init__(self, bridge: Bridge, clients: ClientTable, degradation: Degradation):
         self._bridge = bridge
@@ -19,23 +22,26 @@ class AdmissionMetrics(Collector):
         self._degradation = degradation
 
     def collect(self) -> Iterator[Metric]:
+        names, own = ((), ()) if self._bridge.front_end is None else (("front_end",), (str(self._bridge.front_end),))
         refused = CounterMetricFamily(
             "moe_serve_requests_refused",
             "Requests that were refused: the queue was full, or a client had reached this limit of its own.",
-            labels=("reason",),
+            labels=("reason", *names),
         )
-        refused.add_metric(("queue",), self._bridge.counters["num_refused"])
+        refused.add_metric(("queue", *own), self._bridge.counters["num_refused"])
         for name in LIMIT_NAMES:
-            refused.add_metric((name,), self._clients.refused[name])
+            refused.add_metric((name, *own), self._clients.refused[name])
         yield refused
         degraded = CounterMetricFamily(
-            "moe_serve_degraded_calls", "Calls that a step of server.degrade has changed or refused.", labels=("step",)
+            "moe_serve_degraded_calls",
+            "Calls that a step of server.degrade has changed or refused.",
+            labels=("step", *names),
         )
         for step, count in self._degradation.counts.items():
-            degraded.add_metric((step,), count)
+            degraded.add_metric((step, *own), count)
         yield degraded
-        yield GaugeMetricFamily(
-            "moe_serve_degradation_steps",
-            "How many steps of server.degrade are taken now.",
-            value=self._degradation.num_active(self._bridge.queue.share),
+        active = GaugeMetricFamily(
+            "moe_serve_degradation_steps", "How many steps of server.degrade are taken now.", labels=names
         )
+        active.add_metric(own, self._degradation.num_active(self._bridge.queue.share))
+        yield active

@@ -10,8 +10,7 @@ from itertools import zip_longest
 from statistics import fmean, median
 from typing import Any
 
-from moe_serve.engine.balance_structs import DecisionReport, WindowReport
-from moe_serve.engine.messages import BalanceReport
+from moe_serve.engine.balance_messages import BalanceReport, DecisionReport, WindowReport
 from moe_serve.log import get_logger
 from moe_serve.server.move_log import Event, MoveLog, WindowPoint
 

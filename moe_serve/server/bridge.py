@@ -19,6 +19,7 @@ from moe_serve.server.admission import Admission, Load, Queue
 from moe_serve.server.commands import Command
 from moe_serve.server.open_request import Changes, OpenRequest, RequestSpec, UnavailableError
 from moe_serve.server.rank_link import RankLink
+from moe_serve.server.siblings import What
 from moe_serve.server.supervisors import SUPERVISOR, Observer
 
 _DEADLINE_LOOK_S = 0.05  # between two looks for requests that have taken too long
@@ -79,7 +80,7 @@ class Bridge:
         Ends a pause, since those that it holds would never end.
         """
         self._is_finishing = True
-        self.resume()
+        self._book.go_on()
         end_s = time.monotonic() + deadline_s
         while self.num_open and time.monotonic() < end_s:
             await asyncio.sleep(_LOOK_S)
@@ -146,6 +147,12 @@ class Bridge:
     def report_loss(self, reason: str, rank: int = SUPERVISOR) -> None:
         """Reports the end of a rank's process, for a caller who watches the processes; SUPERVISOR: that of all."""
         self._link.report_loss(reason, rank)
+
+    @property
+    def front_end(self) -> int | None:
+        """The number of this front end; None where it is the only one."""
+        siblings = self._link.siblings
+        return siblings.number if siblings.num > 1 else None
 
     @property
     def num_open(self) -> int:
@@ -230,7 +237,9 @@ class Bridge:
         return self._book.num_events
 
     def _open(self, spec: RequestSpec, changes: Changes, at_once: bool = False) -> OpenRequest:
-        return self._book.open(f"{self._link.started_s:.6f}", spec, self.limits.eos_token_ids, changes, at_once)
+        link = self._link
+        prefix = f"{link.siblings.number}:{link.started_s:.6f}"
+        return self._book.open(prefix, spec, self.limits.eos_token_ids, changes, at_once)
 
     def refusal(self, num_requests: int = 1, num_tokens: int = 1) -> QueueFullError | None:
         """Returns why no call may wait now; None where one of this size may."""
@@ -249,23 +258,24 @@ class Bridge:
         share = max(book.num_waiting / self.config.engine.max_queued_requests, book.waiting_tokens / most_tokens)
         return Queue(share, book.waiting_tokens, book.drain_rate.per_s(time.monotonic()))
 
-    def pause(self, abort: bool) -> None:
-        """Takes all requests from the ranks, and sends none until `resume`. abort: open ones end with what they have"""
-        self._book.is_held = True
-        if abort:
-            self.cut_short(None)
-        else:
-            self._book.take_back()
+    async def pause(self, abort: bool) -> None:
+        """Takes all requests from the ranks, and sends none until `resume`. abort: open ones end with what they have
 
-    def resume(self) -> None:
+        This and the next two hold for all front ends. Raises UnavailableError where one of them does not confirm it.
+        """
+        await self._do_everywhere("abort_and_pause" if abort else "pause", None)
+
+    async def resume(self) -> None:
         """Sends requests to the ranks again."""
-        self._book.is_held = False
-        self._book.send_waiting()
+        await self._do_everywhere("resume", None)
 
-    def cut_short(self, rid: str | None) -> None:
+    async def cut_short(self, rid: str | None) -> None:
         """Ends the open requests that a client knows by this id, with what they have. rid: None = all"""
-        for request in self._book.with_rid(rid):
-            self._book.cut_short(request, "the request was aborted")
+        await self._do_everywhere("abort", rid)
+
+    async def _do_everywhere(self, what: What, rid: str | None) -> None:
+        ranks = [view.rank for view in self.workers if view.serves]
+        await self._link.siblings.do_everywhere(what, rid, ranks)
 
     def abort(self, request: OpenRequest) -> None:
         """Ends a request that nobody waits for any more."""
@@ -275,6 +285,7 @@ class Bridge:
         """Returns the state of the ranks and of the queue, for /server_info."""
         return {
             "state": self.problem() or "ready",
+            "front_end": {"number": self._link.siblings.number, "of": self._link.siblings.num},
             "launch_id": f"{self.workers.launch_id:x}",
             "requests": {
                 "open": self.num_open,

@@ -31,12 +31,16 @@ class _Call:
 
 
 class CommandBook:
-    """The open commands. send: sends a message to a rank"""
+    """The open commands.
 
-    def __init__(self, send: Callable[[int, Message], None]):
+    send:     sends a message to a rank
+    first_id: of the commands; drawn at random, so that no answer to another front end is taken for one to this
+    """
+
+    def __init__(self, send: Callable[[int, Message], None], first_id: int = 0):
         self._send = send
         self._open: dict[int, _Call] = {}
-        self._num_calls = 0
+        self._last_id = first_id
 
     async def call(self, command: Command, ranks: Sequence[int], deadline_s: float) -> Answer:
         """Returns the answer to a command, which is sent to ranks, ascending and not empty. Fills in its call_id.
@@ -55,8 +59,8 @@ class CommandBook:
     ) -> list[Answer]:
         if len(self._open) >= _MAX_OPEN:
             raise QueueFullError(f"{_MAX_OPEN} commands wait for the ranks already; try again later")
-        self._num_calls += 1
-        call_id, name = self._num_calls, command.__struct_config__.tag
+        self._last_id += 1
+        call_id, name = self._last_id, command.__struct_config__.tag
         loop = asyncio.get_running_loop()
         call = _Call(str(name), {rank: loop.create_future() for rank in answering})
         self._open[call_id] = call

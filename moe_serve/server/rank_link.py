@@ -12,18 +12,20 @@ they cannot. Torch-free.
 
 import asyncio
 import contextlib
+import secrets
 import time
 
 import msgspec
 
 from moe_serve.config import ServeConfig
+from moe_serve.engine.balance_messages import BalanceReport
 from moe_serve.engine.incremental_decoder import Decoder
 from moe_serve.engine.messages import (
     ALIVE_PERIOD_S,
     Alive,
     Answer,
-    BalanceReport,
     Fatal,
+    ForFrontEnds,
     Goodbye,
     Hello,
     Members,
@@ -46,6 +48,7 @@ from moe_serve.server.rank_view import RankView
 from moe_serve.server.request_book import RequestBook
 from moe_serve.server.restart_wait import RestartWait
 from moe_serve.server.router_socket import RouterSocket
+from moe_serve.server.siblings import Siblings
 from moe_serve.server.silence import Silence
 from moe_serve.server.supervisors import SUPERVISOR, Observer, Supervisors
 from moe_serve.server.workers import WorkerTable
@@ -67,12 +70,13 @@ class RankLink:
         self.workers = WorkerTable(config.parallel.num_ranks)
         self.book = RequestBook(config, tokenizer, self._send_to_rank)
         self.restart = RestartWait(self.workers, self.book, config.server.restart_deadline_s)
-        self.commands = CommandBook(self._send_to_rank)
+        self.commands = CommandBook(self._send_to_rank, secrets.randbits(52))
         self.balance = BalanceBook(config.eplb.mode)
+        self._server = config.server
+        self._link = link or find_link(config.server)
+        self.siblings = Siblings(self._link.worker, config.server.api_workers, self._send_to_rank, self.book)
         self.is_draining = False
         self.started_s = 0.0
-        self._server = config.server
-        self._link = link
         self._warnings = RareWarnings(log)
         self._supervisors = Supervisors(observer, self._send)
         self._touch: asyncio.Task[None] | None = None
@@ -82,7 +86,7 @@ class RankLink:
 
     def open(self) -> None:
         """Binds the address that ranks attach to. Raises LaunchError when it is taken."""
-        self._socket = RouterSocket(self._link or find_link(self._server), self._receive)
+        self._socket = RouterSocket(self._link, self._receive)
         self.started_s = time.monotonic()
         self._touch = asyncio.create_task(self._keep_in_touch())
 
@@ -159,6 +163,10 @@ class RankLink:
             self.workers.pulse(message, time.monotonic())
             return
         view = self.workers.by_identity(identity)
+        if isinstance(message, ForFrontEnds):
+            if view is not None:
+                self.siblings.take(message, view.rank)
+            return
         if view is None or message.launch_id != self.workers.launch_id:
             return
         view.heard_s = time.monotonic()

@@ -16,6 +16,8 @@ from moe_serve.engine.incremental_decoder import Decoder
 from moe_serve.engine.messages import Abort, Message, Status, Tokens
 from moe_serve.server.admission import DrainRate
 from moe_serve.server.open_request import Changes, OpenRequest, RequestSpec, UnavailableError
+from moe_serve.server.overdue import why_overdue
+from moe_serve.server.rids import RequestsByRid
 from moe_serve.server.waiting_line import WaitingLines
 from moe_serve.server.workers import Regrouped
 
@@ -44,7 +46,7 @@ class RequestBook:
         self._send = send
         self._open: dict[str, OpenRequest] = {}
         self.drain_rate = DrainRate()
-        self._by_rid: dict[str, OpenRequest] = {}
+        self._by_rid = RequestsByRid()
         self._numbers = itertools.count()
         self.is_held = False
         self._lines = WaitingLines(config.server.priority_head_start_s)
@@ -114,8 +116,7 @@ class RequestBook:
         request_id = f"{prefix}-{next(self._numbers)}"
         request = OpenRequest(request_id, spec, self._tokenizer, eos_token_ids, changes)
         self._open[request_id] = request
-        if spec.rid is not None:
-            self._by_rid[spec.rid] = request
+        self._by_rid.add(request)
         self.counters["num_requests"] += 1
         if at_once:
             self._start(request)
@@ -130,9 +131,22 @@ class RequestBook:
 
     def with_rid(self, rid: str | None) -> list[OpenRequest]:
         """Returns the open requests that a client knows by this id: one, or the samples of one prompt. None: all"""
-        if rid is None:
-            return list(self._open.values())
-        return [request for each, request in self._by_rid.items() if each == rid or _is_sample(each, rid)]
+        return list(self._open.values()) if rid is None else self._by_rid.find(rid)
+
+    def hold(self) -> None:
+        """Takes all requests from their ranks, and sends none until `go_on`."""
+        self.is_held = True
+        self.take_back()
+
+    def go_on(self) -> None:
+        """Sends requests to ranks again."""
+        self.is_held = False
+        self.send_waiting()
+
+    def cut_short_all(self, rid: str | None) -> None:
+        """Ends the open requests that a client knows by this id, with what they have. rid: None = all"""
+        for request in self.with_rid(rid):
+            self.cut_short(request, "the request was aborted")
 
     def cut_short(self, request: OpenRequest, why: str) -> None:
         """Ends a request: with the output that it has, or with an error where there is none."""
@@ -147,17 +161,9 @@ class RequestBook:
 
     def end_overdue(self, now_s: float) -> None:
         """Cuts short what has run or waited for longer than it may. now_s: time.monotonic()"""
-        server = self._config.server
         for request in list(self._open.values()):
-            age_s = now_s - request.submitted_s
-            limits_s = [each for each in (request.spec.timeout_s, server.request_deadline_s) if each is not None]
-            if limits_s and age_s > min(limits_s):
-                self.cut_short(request, f"the request took longer than {min(limits_s):g} s")
-                continue
-            most_s = server.queue_deadline_s
-            is_new = request.rank is None and not request.num_output and not self.is_held
-            if most_s is not None and is_new and age_s > most_s:
-                self.cut_short(request, f"the request waited longer than server.queue_deadline_s = {most_s:g} s")
+            if (why := why_overdue(request, self._config.server, self.is_held, now_s)) is not None:
+                self.cut_short(request, why)
 
     def send_waiting(self) -> None:
         """Sends requests to ranks, in the order of their line, until all ranks are full or none waits."""
@@ -300,7 +306,7 @@ class RequestBook:
     def _forget(self, request: OpenRequest) -> None:
         del self._open[request.request_id]
         self.drain_rate.count(request.spec.num_tokens, time.monotonic())
-        self._by_rid.pop(request.spec.rid or "", None)
+        self._by_rid.remove(request)
         if request.rank is None:
             self._lines.remove(request.spec.rank, request.request_id)
             return
@@ -312,9 +318,3 @@ class RequestBook:
         return RequestRouter(
             self._config.parallel.num_ranks, load_gap=self._config.server.routing_load_gap, block_size=block_size
         )
-
-
-def _is_sample(rid: str, of: str) -> bool:
-    """Returns whether this is the id of one of several samples: the prompt's id, a hyphen and a number."""
-    prompt, _, number = rid.rpartition("-")
-    return prompt == of and number.isdecimal()

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from moe_serve.config import load_config
 from moe_serve.engine.messages import Fatal, Goodbye, Progress
-from tests.server.fake_worker import FakeWorker
+from tests.server.fake_worker import FakeWorker, LinkedWorker
 
 
 async def run() -> int:
@@ -27,6 +27,8 @@ async def run() -> int:
         os.abort()
     launch_id = int(os.environ["MOE_SERVE_LAUNCH_ID"])
     worker = FakeWorker(rank, num_ranks, config.server.worker_port, launch_id)
+    if config.server.api_workers > 1:
+        worker = LinkedWorker(rank, num_ranks, 0, launch_id, num_front_ends=config.server.api_workers)
     worker.restarts_left = int(os.environ["MOE_SERVE_RESTARTS_LEFT"])
     worker.tokens_at_once = 4
     if "slow" in mishaps:

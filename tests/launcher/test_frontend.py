@@ -4,9 +4,14 @@ import asyncio
 import shutil
 from pathlib import Path
 
+import pytest
+
 from moe_serve.config import ModelConfig, load_config, model_dir
+from moe_serve.errors import ConfigError
 from moe_serve.launcher.facts import front_end_facts
+from moe_serve.launcher.frontend import share_of_front_end
 from moe_serve.launcher.rank_env import free_port
+from moe_serve.links.link import Link, check_front_ends
 from tests.launcher.running import Running
 from tests.server.fake_worker import FakeWorker
 
@@ -31,3 +36,24 @@ def test_a_front_end_with_another_tokenizer_than_its_ranks_ends(tmp_path: Path) 
         assert asyncio.run(until_the_end()) == 2
         assert "moe-serve: tokenizer.json is " in running.lines[-1]
         assert "start the front end with the ranks' configuration" in running.lines[-1]
+
+
+def test_several_front_ends_share_what_one_may_hold() -> None:
+    config = load_config(
+        base={"server": {"api_workers": 3, "max_connections": 100, "max_waiting_tokens": 10, "max_bodies_mib": 30}},
+        overrides=["engine.max_queued_requests=1"],
+    )
+    own = share_of_front_end(config)
+    assert (own.server.max_connections, own.server.max_waiting_tokens) == (34, 4)
+    assert own.engine.max_queued_requests == 1
+    assert own.server.max_bodies_mib == 16, "one body fits everywhere"
+    alone = load_config()
+    assert share_of_front_end(alone) == alone
+
+
+def test_several_front_ends_need_the_launcher_that_starts_them(tmp_path: Path) -> None:
+    server = load_config(overrides=["server.api_workers=2"]).server
+    check_front_ends(server, Link(folder=tmp_path))
+    check_front_ends(load_config().server, Link(host="127.0.0.1", port=1))
+    with pytest.raises(ConfigError, match=r"`moe-serve serve` starts several front ends; set server\.api_workers: 1"):
+        check_front_ends(server, Link(host="127.0.0.1", port=1))

@@ -17,7 +17,7 @@ from moe_serve.launcher.newcomers import Newcomers
 from moe_serve.launcher.rank_env import RankEnv
 from moe_serve.launcher.restarts import Restarts
 from moe_serve.links.link import Link
-from moe_serve.server.rank_link import SUPERVISOR
+from moe_serve.server.supervisors import SUPERVISOR
 
 CONFIG = load_config(overrides=["parallel.num_ranks=3", "server.attach_deadline_s=10", "launcher.max_restarts=2"])
 LIMITS = ModelLimits("m", 100, 20, 10, [1], 4)

@@ -227,3 +227,38 @@ def test_a_port_in_use_is_one_message_before_anything_starts():
 def test_an_address_of_another_machine_is_not_called_a_port_in_use():
     setting = "server.host"
     assert f"{setting} is '192.0.2.1', which is no address of this machine" in refused(setting, "192.0.2.1")
+
+
+def test_one_of_two_front_ends_may_die_and_comes_back_while_the_other_serves():
+    with serving("server.api_workers=2", mishap="all:slow") as system, system.client() as client:
+        pids = system.descendants()
+        assert len(pids) == 4
+        own = {number: pid for pid in pids for number in (0, 1) if is_front_end(pid, number)}
+        assert own.keys() == {0, 1}
+        with httpx.Client(base_url=client.base_url, timeout=30, trust_env=False) as other:
+            number = other.get("/server_info").json()["front_end"]["number"]
+            answers: list[httpx.Response] = []
+            params = {"max_new_tokens": 40, "sampling_seed": 10}
+            fields = {"input_ids": [7], "sampling_params": params}
+            call = threading.Thread(target=lambda: answers.append(other.post("/generate", json=fields)))
+            call.start()
+            os.kill(own[1 - number], signal.SIGKILL)
+            system.wait_for(rf"the front end {1 - number} was killed by SIGKILL; it is started again \(restart 1 of 3")
+            call.join(60)
+            assert answers[0].json()["output_ids"] == list(range(12, 52))
+        assert eventually(lambda: number_of(client.base_url) == 1 - number), "it serves again"
+        assert system.end(signal.SIGTERM) == 0
+        assert gone(pids)
+
+
+def is_front_end(pid: int, number: int) -> bool:
+    arguments = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+    return b"--worker" in arguments and arguments[arguments.index(b"--worker") + 1] == str(number).encode()
+
+
+def number_of(address: httpx.URL) -> int | None:
+    """Which front end takes a new connection; None while it does not serve."""
+    with httpx.Client(base_url=address, timeout=30, trust_env=False) as client:
+        response = client.post("/generate", json=FIVE)
+        info = client.get("/server_info").json()
+    return int(info["front_end"]["number"]) if response.status_code == 200 else None

@@ -8,17 +8,19 @@ import asyncio
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 import zmq
 import zmq.asyncio
 
 from moe_serve.config import ServerConfig
-from moe_serve.engine.mailbox import Reconnected, ZmqMailbox
+from moe_serve.engine.mailbox import Disconnected, Reconnected, ZmqMailbox
 from moe_serve.engine.messages import (
     Abort,
     Alive,
     Answer,
     FlushCache,
+    ForFrontEnds,
     Goodbye,
     Hello,
     Message,
@@ -37,6 +39,7 @@ from moe_serve.engine.messages import (
     Wake,
     decode_to_rank,
     encode,
+    front_end_of,
 )
 from moe_serve.links.curve import Keys
 from moe_serve.links.link import Link, find_link
@@ -130,6 +133,8 @@ class FakeWorker:
                 self.commands.append(command)
                 if self.answer is not None:
                     self.say(self.answer(command.call_id))
+            case ForFrontEnds():
+                self.say(message)
             case Alive():
                 self.num_alive += 1
             case Refused(reason):
@@ -167,11 +172,18 @@ class FakeWorker:
 
 @dataclass
 class LinkedWorker(FakeWorker):
-    """A fake rank over a real rank's mailbox: its connection heals, and it says hello again."""
+    """A fake rank over a real rank's mailbox: its connection heals, and it says hello again.
+
+    folder: of the sockets; None: TCP
+    """
+
+    num_front_ends: int = 1
+    folder: Path | None = None
 
     async def run(self, ready: bool = True) -> None:
         self.go.set()
-        self.mailbox = ZmqMailbox(self.link(), self.rank, "127.0.0.1")
+        link = self.link() if self.folder is None else Link(folder=self.folder)
+        self.mailbox = ZmqMailbox(link, self.rank, "127.0.0.1", self.num_front_ends)
         try:
             self.say(self.hello())
             if ready:
@@ -186,9 +198,11 @@ class LinkedWorker(FakeWorker):
     async def _listen(self) -> None:
         while not self.was_shut_down:
             for message in self.mailbox.poll(0.0):
-                if isinstance(message, Reconnected):
-                    self.num_reconnects += 1
-                    self.running.clear()
+                if isinstance(message, Disconnected | Reconnected):
+                    self.num_reconnects += isinstance(message, Reconnected)
+                    for request_id in list(self.running):
+                        if message.front_end in (None, front_end_of(request_id)):
+                            del self.running[request_id]
                 elif not isinstance(message, Wake):
                     self._take(message)
             await asyncio.sleep(0.002)

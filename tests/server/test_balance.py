@@ -6,9 +6,8 @@ import logging
 import numpy as np
 import pytest
 
+from moe_serve.engine.balance_messages import BalanceReport, DecisionReport, WindowReport
 from moe_serve.engine.balance_reports import BalanceReports
-from moe_serve.engine.balance_structs import DecisionReport, WindowReport
-from moe_serve.engine.messages import BalanceReport
 from moe_serve.eplb.load import LoadRecord
 from moe_serve.eplb.placement import Placement
 from moe_serve.eplb.rebalance.events import Decision

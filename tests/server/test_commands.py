@@ -31,7 +31,8 @@ async def test_the_recorder_is_controlled_as_sglangs(method: str):
             assert (response.status_code, response.text) == (200, f"{text}done\n{files[0]}\n")
         await until(lambda: len(served.workers[1].commands) == 3)
         for worker in served.workers:
-            assert worker.commands == [RecordCommand(i, name) for i, name in enumerate(wanted, 1)]
+            first = served.workers[0].commands[0].call_id
+            assert worker.commands == [RecordCommand(first + i, name) for i, name in enumerate(wanted)]
 
 
 @in_event_loop
@@ -91,7 +92,7 @@ async def test_the_loss_of_another_rank_leaves_a_command_open():
         await until(lambda: bool(served.workers[0].commands))
         for rank in (0, 1):
             served.workers[rank].say(Members(rank, 0, 1, [0, 1], "rank 2 died"))
-        served.workers[0].say(Answer(0, 0, 1, True, "done"))
+        served.workers[0].say(Answer(0, 0, served.workers[0].commands[0].call_id, True, "done"))
         assert (await call).ok
 
 

@@ -119,4 +119,7 @@ CorsOrigins = Annotated[
         help="server.cors_origins: a site whose pages may use this server, such as https://a.example; repeatable",
     ),
 ]
+ApiWorkers = Annotated[
+    int | None, typer.Option("--api-workers", help="server.api_workers: processes that serve the port together")
+]
 MaxConnections = Annotated[int | None, typer.Option(help="server.max_connections, open at a time")]

@@ -36,6 +36,7 @@ SETTINGS = {  # of the options with a value
     "allowed_hosts": "server.allowed_hosts",
     "cors_origins": "server.cors_origins",
     "max_connections": "server.max_connections",
+    "api_workers": "server.api_workers",
 }
 FLAGS = {  # of those without one: the setting, and what it becomes
     "skip_tokenizer_init": ("model.skip_tokenizer", True),
@@ -82,6 +83,7 @@ class ServeOptions:
     allowed_hosts: opt.AllowedHosts = None
     cors_origins: opt.CorsOrigins = None
     max_connections: opt.MaxConnections = None
+    api_workers: opt.ApiWorkers = None
 
     def settings(self) -> dict[str, list[object]]:
         """Returns the values of all options of each setting; those that were not given are None."""

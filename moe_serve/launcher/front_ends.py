@@ -1,0 +1,127 @@
+"""The front ends of one system: processes that accept from one listening socket. Torch-free.
+
+One, or as many as server.api_workers says. The socket is the launcher's, so connections that wait to be accepted
+outlive a front end. With several, one that ends is started again, as often as `launcher` says; requests of its clients
+are lost with their connections, and the ranks drop them.
+"""
+
+import contextlib
+import os
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import msgspec
+import zmq
+
+from moe_serve.child_process import describe_exit
+from moe_serve.config import ServeConfig
+from moe_serve.engine.messages import Hello, Message, ToFrontEnd, decode_to_front_end, encode
+from moe_serve.launcher.local import Child, OnLine, child_environment
+from moe_serve.launcher.restarts import Restarts
+from moe_serve.links.link import Link
+from moe_serve.links.sockets import LinkSockets
+from moe_serve.server.supervisors import SUPERVISOR
+
+
+class FrontEnds:
+    """Starts them, attaches to each as supervisor, and watches the processes.
+
+    config_file: the effective configuration, which they read
+    http_fd:     the listening socket
+    on_line:     gets each line that they print
+    note:        prints a line of this process
+    """
+
+    def __init__(
+        self, config: ServeConfig, link: Link, config_file: Path, http_fd: int, on_line: OnLine,
+        note: Callable[[str], None],
+    ):  # fmt: skip
+        assert link.folder is not None
+        self._config = config
+        self._folder = link.folder
+        self._config_file = config_file
+        self._http_fd = http_fd
+        self._on_line = on_line
+        self._note = note
+        self._restarts = Restarts(config.launcher, "the front ends were")
+        self._sockets = LinkSockets(link)
+        numbers = range(config.server.api_workers)
+        self._links = [self._sockets.connected(zmq.DEALER, link.front_end_at(i), linger_ms=200) for i in numbers]
+        self._poller = zmq.Poller()
+        for each in self._links:
+            self._poller.register(each, zmq.POLLIN)
+        self._by_age: list[int] = []
+        self.children: list[Child] = []
+
+    def start(self) -> None:
+        """Starts all of them."""
+        self.children = [self._start(number) for number in range(len(self._links))]
+
+    def _start(self, number: int) -> Child:
+        several = len(self._links) > 1
+        child = Child(
+            f"front end {number}" if several else "front end",
+            "moe_serve.launcher.frontend",
+            ["--http-fd", str(self._http_fd), "--worker", str(number), "--config", str(self._config_file)],
+            child_environment(self._folder),
+            self._on_line,
+            pass_fds=[self._http_fd],
+        )
+        self._by_age = [*(each for each in self._by_age if each != number), number]
+        hello = Hello(SUPERVISOR, self._config.parallel.num_ranks, 0, os.getpid(), os.uname().nodename)
+        self._links[number].send(encode(hello))
+        return child
+
+    @property
+    def have_ended(self) -> bool:
+        """Whether none of them runs."""
+        return all(child.code is not None for child in self.children)
+
+    def watch(self) -> int | None:
+        """Starts again what has ended; returns the exit code of the system where that is no use, or too often."""
+        for number, child in enumerate(self.children):
+            code = child.code
+            if code is None:
+                continue
+            ended = f"the {child.who} {describe_exit(code)}"
+            if len(self.children) == 1 or code == 2:
+                self._note(ended)
+                return 2 if code == 2 else 1
+            if not self._restarts.note_loss(ended):
+                for line in (ended, *self._restarts.report()):
+                    self._note(line)
+                return 1
+            self._note(f"{ended}; it is started again ({self._restarts.describe()})")
+            child.finish()
+            self.children[number] = self._start(number)
+        return None
+
+    def receive(self, timeout_ms: int) -> Iterator[ToFrontEnd]:
+        """Yields what the ranks have reported, as the oldest front end passes it on; waits for news."""
+        ready = dict(self._poller.poll(timeout_ms))
+        oldest = self._by_age[0] if self._by_age else None
+        for number, link in enumerate(self._links):
+            if link not in ready:
+                continue
+            while link.poll(0):
+                data = link.recv()
+                with contextlib.suppress(msgspec.DecodeError):  # Alive and Shutdown are for ranks
+                    if number == oldest:  # the others say the same, perhaps later
+                        yield decode_to_front_end(data)
+
+    def tell(self, message: Message) -> None:
+        """Sends a message to all of them."""
+        for link in self._links:
+            link.send(encode(message))
+
+    def signal(self, number: signal.Signals) -> None:
+        """Sends a signal to all of them."""
+        for child in self.children:
+            child.signal(number)
+
+    def close(self) -> None:
+        """Kills what is left of them."""
+        for child in self.children:
+            child.finish()
+        self._sockets.close()

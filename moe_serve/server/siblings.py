@@ -1,0 +1,87 @@
+"""The other front ends of the same port (server.api_workers): what an admin asks of one is done by all. Torch-free.
+
+They have no connections to each other: the ranks, which all of them reach, pass messages on. A rank tells the newest
+pause, or its end, to a front end that starts anew.
+"""
+
+import asyncio
+import secrets
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Literal
+
+from moe_serve.engine.messages import ForFrontEnds, Message
+from moe_serve.server.open_request import UnavailableError
+from moe_serve.server.request_book import RequestBook
+
+What = Literal["pause", "abort_and_pause", "resume", "abort"]
+_DONE = "done"
+_DEADLINE_S = 10.0
+
+
+class Siblings:
+    """Tells the other front ends what to do, and does what they tell.
+
+    number, num: this front end's, and how many there are
+    send:        sends a message to a rank
+    book:        this front end's requests
+    """
+
+    def __init__(self, number: int, num: int, send: Callable[[int, Message], None], book: RequestBook):
+        self.number = number
+        self.num = num
+        self._send = send
+        self._book = book
+        self._missing: dict[int, set[int]] = {}  # by call: who has not answered
+        self._news = asyncio.Event()
+        self._seen: deque[tuple[int, int]] = deque(maxlen=256)  # (front end, call): every rank passes each on
+
+    async def do_everywhere(self, what: What, rid: str | None, ranks: Sequence[int]) -> None:
+        """Does something here and at the others; ranks: those that pass it on.
+
+        Raises UnavailableError where a front end does not confirm it in time: it is being started, perhaps.
+        """
+        self._act(what, rid)
+        if self.num == 1:
+            return
+        call_id = secrets.randbits(52)
+        self._missing[call_id] = missing = {number for number in range(self.num) if number != self.number}
+        for rank in ranks:
+            self._send(rank, ForFrontEnds(self.number, call_id, what, rid, lasts=what != "abort"))
+        try:
+            async with asyncio.timeout(_DEADLINE_S):
+                while missing:
+                    self._news.clear()
+                    await self._news.wait()
+        except TimeoutError:
+            raise UnavailableError(
+                f"front end {', '.join(map(str, sorted(missing)))} of {self.num} did not confirm within "
+                f"{_DEADLINE_S:g} s that it has done the same; it is being started, perhaps: send it again"
+            ) from None
+        finally:
+            del self._missing[call_id]
+
+    def _act(self, what: str, rid: str | None) -> None:
+        match what:
+            case "pause":
+                self._book.hold()
+            case "abort_and_pause":
+                self._book.hold()
+                self._book.cut_short_all(None)
+            case "resume":
+                self._book.go_on()
+            case "abort":
+                self._book.cut_short_all(rid)
+
+    def take(self, message: ForFrontEnds, answer_by: int) -> None:
+        """Takes a message that a rank has passed on. answer_by: the rank that passes on the answer"""
+        if message.what == _DONE:
+            self._missing.get(message.call_id, set()).discard(message.front_end)
+            self._news.set()
+            return
+        call = message.front_end, message.call_id
+        if message.front_end == self.number or call in self._seen:
+            return
+        self._seen.append(call)
+        self._act(message.what, message.rid)
+        self._send(answer_by, ForFrontEnds(self.number, message.call_id, _DONE))

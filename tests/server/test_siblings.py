@@ -1,0 +1,163 @@
+"""Two front ends with the same ranks, in one process: each serves, and what an admin asks of one is done by both."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from moe_serve.attention_dp.request import SamplingParams
+from moe_serve.engine.messages import Answer, RecordCommand
+from moe_serve.links.folder import OwnFolder
+from moe_serve.links.link import Link
+from moe_serve.server import siblings
+from moe_serve.server.admission_metrics import AdmissionMetrics
+from moe_serve.server.bridge import Bridge
+from moe_serve.server.client_limits import ClientTable
+from moe_serve.server.degrade import Degradation
+from moe_serve.server.open_request import Changes, OpenRequest, RequestSpec, UnavailableError
+from tests.server.fake_worker import LinkedWorker
+from tests.server.served import fake_config, in_event_loop, until
+
+
+@dataclass
+class System:
+    folder: Path
+    bridges: list[Bridge]
+    workers: list[LinkedWorker]
+
+    async def start(self, number: int) -> Bridge:
+        config = fake_config(2, "server.api_workers=2")
+        bridge = Bridge(config, None, None, Link(folder=self.folder, worker=number))
+        await bridge.start()
+        return bridge
+
+    def submit(self, number: int, rid: str | None = None, tokens: int = 200) -> OpenRequest:
+        params = SamplingParams(max_new_tokens=tokens)
+        return self.bridges[number].submit([RequestSpec([7], params, seed=number, rid=rid)], Changes())[0]
+
+    @property
+    def num_running(self) -> int:
+        return sum(len(worker.running) for worker in self.workers)
+
+
+@contextlib.asynccontextmanager
+async def two_front_ends() -> AsyncIterator[System]:
+    """Two front ends and two ranks, ready."""
+    with OwnFolder() as folder:
+        system = System(folder, [], [])
+        system.workers = [LinkedWorker(rank, 2, 0, 5, num_front_ends=2, folder=folder) for rank in range(2)]
+        for number in range(2):
+            system.bridges.append(await system.start(number))
+        tasks = [asyncio.create_task(worker.run()) for worker in system.workers]
+        try:
+            for bridge in system.bridges:
+                await bridge.wait_until_ready()
+            yield system
+        finally:
+            await asyncio.gather(*(bridge.close() for bridge in system.bridges))
+            await asyncio.wait(tasks, timeout=5)
+            ended = [task.done() for task in tasks]
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+    assert all(ended), "ranks end once both front ends have ended"
+
+
+@in_event_loop
+async def test_each_front_end_gets_the_tokens_of_its_own_requests():
+    async with two_front_ends() as system:
+        requests = [system.submit(number, tokens=5) for number in (0, 1, 0, 1)]
+        await until(lambda: all(request.is_done for request in requests))
+        assert [list(request.matcher.output_ids) for request in requests[:2]] == [[2, 3, 4, 5, 6], [3, 4, 5, 6, 7]]
+        assert len({request.request_id for request in requests}) == 4
+        for bridge in system.bridges:
+            assert bridge.counters["num_finished"] == 2
+
+
+def slow(system: System) -> None:
+    for worker in system.workers:
+        worker.round_s = 0.02
+
+
+@pytest.mark.parametrize("abort", [False, True], ids=["retract", "abort"])
+@in_event_loop
+async def test_a_pause_at_one_front_end_is_one_at_both(abort: bool):
+    async with two_front_ends() as system:
+        slow(system)
+        requests = [system.submit(0), system.submit(1)]
+        await until(lambda: all(request.num_output for request in requests))
+        await system.bridges[1].pause(abort=abort)
+        await until(lambda: system.num_running == 0)
+        assert [request.is_done for request in requests] == [abort, abort]
+        later = system.submit(0, tokens=3)
+        await asyncio.sleep(0.1)
+        assert not later.num_output
+        await system.bridges[0].resume()
+        await until(lambda: later.is_done)
+
+
+@in_event_loop
+async def test_a_request_is_aborted_through_either_front_end():
+    async with two_front_ends() as system:
+        slow(system)
+        mine, other = system.submit(0, rid="mine"), system.submit(0, rid="other")
+        await until(lambda: bool(mine.num_output))
+        await system.bridges[1].cut_short("mine")
+        assert (mine.is_done, other.is_done) == (True, False)
+        await system.bridges[1].cut_short(None)
+        assert other.is_done
+
+
+@in_event_loop
+async def test_commands_are_answered_to_the_front_end_that_asked():
+    async with two_front_ends() as system:
+        answers: Callable[[int], Answer] = lambda call_id: Answer(0, 5, call_id, True, str(call_id))  # noqa: E731
+        system.workers[0].answer = answers
+        first, second = await asyncio.gather(*(bridge.command(RecordCommand(0, "start")) for bridge in system.bridges))
+        asked = {command.call_id for command in system.workers[0].commands}
+        assert {int(first.text), int(second.text)} == asked
+        assert len(asked) == 2
+
+
+@in_event_loop
+async def test_a_front_end_that_dies_takes_only_its_own_requests_with_it_and_its_successor_knows_of_a_pause(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    monkeypatch.setattr(siblings, "_DEADLINE_S", 0.1)
+    async with two_front_ends() as system:
+        slow(system)
+        kept, lost = system.submit(0, tokens=60), system.submit(1)
+        await until(lambda: bool(kept.num_output and lost.num_output))
+        dead = system.bridges[1]._link
+        assert dead._socket is not None
+        dead._socket.close()  # without a word
+        await until(lambda: system.num_running == 1)
+        with pytest.raises(UnavailableError, match="front end 1 of 2 did not confirm"):
+            await system.bridges[0].pause(abort=False)
+        system.bridges[1] = await system.start(1)
+        await system.bridges[1].wait_until_ready()
+        new = system.submit(1, tokens=3)
+        await until(lambda: system.bridges[1]._book.is_held)
+        monkeypatch.setattr(siblings, "_DEADLINE_S", 10.0)
+        await system.bridges[1].resume()
+        await until(lambda: kept.is_done and new.is_done)
+        assert list(kept.matcher.output_ids) == [2 + i for i in range(60)]
+        dead._socket = None
+        dead._touch.cancel()
+
+
+@in_event_loop
+async def test_what_each_front_end_counts_says_which_it_is():
+    async with two_front_ends() as system:
+        text = [
+            [str(sample.labels) for family in AdmissionMetrics(bridge, ClientTable(), Degradation(())).collect()
+             for sample in family.samples]
+            for bridge in system.bridges
+        ]  # fmt: skip
+        for number in (0, 1):
+            assert text[number]
+            assert all(f"'front_end': '{number}'" in labels for labels in text[number])
+            assert system.bridges[number].describe()["front_end"] == {"number": number, "of": 2}
