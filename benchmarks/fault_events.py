@@ -22,14 +22,14 @@ SPARES_RANKS = tuple(name for name in CYCLE if name not in ("kill a rank", "kill
 
 
 class Faults:
-    """The faults of a system, by name. kills: of each kind of process, so far"""
+    """The faults of a system by name; one that returns False found nothing to do. kills: of each kind of process"""
 
     def __init__(self, system: FaultySystem, seed: int):
         self.kills: Counter[str] = Counter()
         self.num_resets = 0
         self._system = system
         self._draw = random.Random(seed)
-        self.by_name: dict[str, Callable[[], Awaitable[None]]] = {
+        self.by_name: dict[str, Callable[[], Awaitable[bool | None]]] = {
             "kill a rank": self._kill_rank,
             "kill all ranks": self._kill_all_ranks,
             "kill the planner": self._kill_planner,
@@ -56,13 +56,14 @@ class Faults:
         for pid in [self._system.rank_pid(rank) for rank in self._system.serving_ranks()]:
             self._kill("rank, with all others", pid)
 
-    async def _kill_planner(self) -> None:
+    async def _kill_planner(self) -> bool:
         for _ in range(50):  # it is started with the first plan after a restart
             found = self._system.processes().get("planner")
             if found is not None:
                 self._kill("planner", found)
-                return
+                return True
             await asyncio.sleep(0.1)
+        return False
 
     async def _kill_body_parser(self) -> None:
         large = body(0, 2) + _PADDING
