@@ -172,6 +172,10 @@ class Connection(H11Protocol):
         self._unset_keepalive_if_required()
         self._on_lost(self)
 
+    def resume_writing(self) -> None:
+        self._unsent = 0  # the client has taken most of what waited; what waits from now on is new
+        super().resume_writing()
+
     def data_received(self, data: bytes) -> None:
         if self._drops or self.transport.is_closing():
             return
