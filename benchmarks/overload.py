@@ -1,6 +1,6 @@
 """Ten times the load that can be served: what is still served, and what refusals and /health take.
 
-    python -m benchmarks.overload [--minutes 10] [--times 10] [--rounds 10] [--tokens 16] [--note TEXT]
+    python -m benchmarks.overload [--minutes 10] [--times 10] [--rounds 10] [--tokens 32] [--note TEXT]
 
 Serves the demo model on two ranks. Rounds alternate: as many requests open as the server takes without a refusal (its
 peak), then `times` that rate offered in an open loop. One process with one thread sends everything (load_generator.py);
@@ -33,7 +33,7 @@ def main() -> None:
     )
     parser.add_argument("--times", type=float, default=10.0, help="the peak rate is offered")
     parser.add_argument("--rounds", type=int, default=10)
-    parser.add_argument("--tokens", type=int, default=16, help="of each request")
+    parser.add_argument("--tokens", type=int, default=32, help="of each request")
     parser.add_argument("--note", default="", help="what else to say of the machine")
     args = parser.parse_args()
     facts = conditions("uvicorn", "h11", "pyzmq")
