@@ -4,8 +4,9 @@
 
 Two ranks and a front end that talk by TCP on this machine, each found by its listening ports. Strangers send noise,
 length prefixes of 4 GB, invalid UTF-8, messages without the token and with another one, and bytes that were recorded
-from processes that know the token. In rounds that alternate they do the same to ports of their own: so the difference
-is what the system spends on them, not what they take from its cores. --seconds: of rounds with strangers at our ports.
+from processes that know the token. In every pair of rounds they do it once to these ports and once to ports of their
+own: so the difference is what the system spends on them, not what they take from its cores. The order within pairs
+alternates, so that drift cancels. --seconds: of rounds with strangers at our ports.
 """
 
 import argparse
@@ -24,6 +25,7 @@ import urllib.request
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import zmq
 
 from benchmarks.conditions import conditions, save
@@ -76,7 +78,8 @@ def main() -> None:
         at_ours = [(port.host, port.number) for port in system.ports]
         attacked_s = 0.0
         while attacked_s < args.seconds:
-            for name, addresses in (("decoys", others), ("ours", at_ours)):
+            pair = [("decoys", others), ("ours", at_ours)]
+            for name, addresses in pair if len(rates["ours"]) % 2 else reversed(pair):
                 plan = Attack(addresses, [*payloads(), recorded], args.rate, [SECRET.encode(), token.encode()])
                 begin_s = time.monotonic()
                 with attacked(plan, heard if name == "ours" else {}):
@@ -109,15 +112,25 @@ def report(
         for port in system.ports
     ]
     ratios = [ours / decoy for decoy, ours in zip(rates["decoys"], rates["ours"], strict=True)]
+    middle, low, high = mean_ratio(ratios)
     notes = (
         f"Demo model, 2 ranks and a front end by TCP, {args.streams} streams of {args.tokens} tokens. {attacked_s:.0f} "
         f"s of strangers at {args.rate:g} connections/s over all ports. Greedy tokens after it: "
         f"{'CHANGED' if injected else 'as before'}; the system {'still serves, with the ranks it had'}. Tokens/s: "
         f"{statistics.median(rates['ours']):.0f} against {statistics.median(rates['decoys']):.0f} while strangers do "
-        f"the same to ports of their own: ratio {statistics.median(ratios):.3f} (median of {len(ratios)} pairs of "
-        f"rounds, {min(ratios):.2f} to {max(ratios):.2f}). Bytes heard are greetings and refusals. {args.note}"
+        f"the same to ports of their own: ratio {middle:.3f}, with 95 % confidence {low:.3f} to {high:.3f} (geometric "
+        f"mean and bootstrap over {len(ratios)} pairs of rounds, {min(ratios):.2f} to {max(ratios):.2f}). Load average "
+        f"at the end: {os.getloadavg()[0]:.2f}. Bytes heard are greetings and refusals. {args.note}"
     )
     print(save("strangers", "Strangers on every port of the system", rows, facts, notes, per_cpu=True))
+
+
+def mean_ratio(ratios: Sequence[float]) -> tuple[float, float, float]:
+    """Returns the geometric mean of ratios, and the bounds within which it lies with 95 % confidence (bootstrap)."""
+    logs = np.log(ratios)
+    means = np.random.default_rng(0).choice(logs, (10_000, len(logs))).mean(1)
+    low, high = np.quantile(means, [0.025, 0.975])
+    return float(np.exp(logs.mean())), float(np.exp(low)), float(np.exp(high))
 
 
 @contextlib.contextmanager

@@ -271,8 +271,7 @@ class Connection(H11Protocol):
         ]
         try:
             parts: list[Any] = [h11.Response(status_code=status, headers=headers), h11.Data(data=body)]
-            for part in (*parts, h11.EndOfMessage()):
-                self.transport.write(self.conn.send(part) or b"")
+            self.transport.write(b"".join(self.conn.send(part) or b"" for part in (*parts, h11.EndOfMessage())))
         except h11.LocalProtocolError:
             self.transport.abort()
             return
