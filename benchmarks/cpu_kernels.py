@@ -10,11 +10,12 @@ than the caches, as the layers of a model do. torch has the better of MKL (F.lin
 experts run as transformers' grouped_mm does on CPU: rows sorted by expert, two grouped products, SiLU in between.
 One call of experts reads the weights of each expert that has rows: its share of the roofline is what it reads a second
 of these bytes over what as many threads can read.
-Where the kernels go by AMX, the same calls without it are a third contestant, for bfloat16 weights.
+`--only amx` is a table of its own: calls with bfloat16 weights by AMX against the same without it.
 """
 
 import argparse
 import itertools
+import os
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -61,7 +62,10 @@ def main() -> None:
     torch.set_num_threads(args.threads)
     torch.manual_seed(0)
     cpu_library().set_threads(args.threads)
-    groups = {"linear": linear_cases, "prefill": prefill_cases, "amx": amx_cases}
+    if args.only == "amx":
+        compare_amx(facts, args.rounds, args.threads)
+        return
+    groups = {"linear": linear_cases, "prefill": prefill_cases}
     rows = []
     for name, cases in groups.items():
         if args.only in (None, name):
@@ -78,6 +82,19 @@ def main() -> None:
     elif experts:
         rows, notes = experts, f"{notes} {EXPERT_NOTES}"
     print(save("cpu_kernels", "Projections and experts on CPU", rows, facts, notes, per_cpu=True))
+
+
+def compare_amx(facts: dict[str, Any], rounds: int, threads: int) -> None:
+    if cpu_library().form != AMX:
+        raise SystemExit(f"the kernels go by {cpu_library().form}: this machine, its compiler or its system has no AMX")
+    rows = [measure(case, rounds) for case in amx_cases()]
+    notes = (
+        f"{threads} threads each, bfloat16 weights, float32 rows, {rounds} rounds, built by {cpu_library().compiler}. "
+        "Projections go through several weights in turn, larger than the caches together; `speed-up` is the median of "
+        "the ratios within a round, in brackets best call over best call. Load average at the end: "
+        f"{os.getloadavg()[0]:.2f}."
+    )
+    print(save("cpu_amx", "Products with bfloat16 weights by AMX and without", rows, facts, notes, per_cpu=True))
 
 
 def linear_cases() -> Iterator[Case]:
@@ -103,9 +120,7 @@ def prefill_cases() -> Iterator[Case]:
 
 
 def amx_cases() -> Iterator[Case]:
-    """Yields calls of bfloat16 weights by AMX against the same without it; none where there is no AMX."""
-    if cpu_library().form != AMX:
-        return
+    """Yields calls of bfloat16 weights by AMX against the same without it."""
     n, k = 4096, 2048
     packed = [PackedLinear(torch.randn(n, k).bfloat16()) for _ in range(BEYOND_CACHES // (n * k * 2))]
     for rows in (1, 4, 8, 16, 64, 512, 2048):

@@ -180,3 +180,10 @@ def test_without_amx_the_bits_are_those_of_float32_weights(library):
     assert not library.use_amx(False)
     assert library.form == library.vectors
     assert torch.equal(PackedLinear(weight)(x), wide)
+
+
+def test_the_digest_tells_amx_from_vectors(library, emulated, use):
+    library.use_amx(False)
+    by_vectors = kernel_digest()
+    use(emulated)
+    assert kernel_digest() != by_vectors
