@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from moe_serve.attention_dp.attention_plan import AttentionPlan, Chunk, DecodeGroup, plan_attention
+from moe_serve.attention_dp.attention_plan import AttentionPlan, Chunk, DecodeGroup, Visible, plan_attention
 from moe_serve.attention_dp.batch import ForwardBatch
 from moe_serve.attention_dp.kv_cache import KvCache, KvLayout
 from moe_serve.kernels.numerics import Numerics
@@ -55,12 +55,14 @@ class AttentionShape:
 
     group:     query heads per key/value head;  scale: factor on the scores
     long_from: chunks of at least this many rows are left to the caller, where torch attends; None: none are
+    has_sinks: every query head has a score beside those of the keys (gqa only)
     """
 
     layout: KvLayout
     group: int
     scale: float
     long_from: int | None = None
+    has_sinks: bool = False
 
 
 class PagedAttention:
@@ -80,91 +82,115 @@ class PagedAttention:
             like = torch.zeros((), dtype=dtype, device=device)
             self._tiles = self._prove(like)
 
-    def plan(self, batch: ForwardBatch) -> AttentionPlan:
-        """Returns what to attend in a step, made once for all layers."""
-        return plan_attention(batch, self._layout, self._numerics, self._dtype, self._shape.long_from)
+    def plan(self, batch: ForwardBatch, window: int | None = None) -> AttentionPlan:
+        """Returns what to attend in a step, made once for all layers with this window. None: they see all keys"""
+        visible = Visible(window, self._shape.has_sinks)
+        return plan_attention(batch, self._layout, self._numerics, self._dtype, self._shape.long_from, visible)
 
-    def __call__(self, q: Tensor, cache: KvCache, layer: int, plan: AttentionPlan) -> Tensor:
+    def __call__(
+        self, q: Tensor, cache: KvCache, layer: int, plan: AttentionPlan, sinks: Tensor | None = None
+    ) -> Tensor:
         """Returns the attention of the rows, [T, heads, group, Dv]; zeros for padding rows and plan.long_chunks.
 
-        q: [T, heads, group, D]. The keys and values of these rows are already in the cache.
+        q:     [T, heads, group, D]. The keys and values of these rows are already in the cache.
+        sinks: [heads * group], for each query head a score that takes its share of the weights; None: none
         """
+        assert self._shape.has_sinks == (sinks is not None), "sinks go with AttentionShape.has_sinks"
+        sinks = None if sinks is None else sinks.to(q.dtype).view(-1, self._group)
         if len(plan.decodes) == 1 and plan.num_rows == q.shape[0] == plan.decodes[0].num_seqs:
-            return self._decode(q, cache, layer, plan.decodes[0])
+            return self._decode(q, cache, layer, plan.decodes[0], sinks)
         out = q.new_zeros(*q.shape[:-1], self._layout.value_width)
         for group in plan.decodes:
             if group.tokens is None:
-                out[: group.num_seqs] = self._decode(q[: group.num_seqs], cache, layer, group)
+                out[: group.num_seqs] = self._decode(q[: group.num_seqs], cache, layer, group, sinks)
             else:
-                found = self._decode(q.index_select(0, group.tokens), cache, layer, group)
+                found = self._decode(q.index_select(0, group.tokens), cache, layer, group, sinks)
                 out.index_copy_(0, group.tokens, found)
         for chunk in plan.chunks:
-            out[chunk.start : chunk.end] = self._chunk(q[chunk.start : chunk.end], cache, layer, chunk)
+            out[chunk.start : chunk.end] = self._chunk(q[chunk.start : chunk.end], cache, layer, chunk, sinks)
         return out
 
-    def _decode(self, q: Tensor, cache: KvCache, layer: int, group: DecodeGroup) -> Tensor:
-        """q: [n, heads, group, D] -> [n, heads, group, Dv]"""
+    def _decode(self, q: Tensor, cache: KvCache, layer: int, group: DecodeGroup, sinks: Tensor | None) -> Tensor:
+        """q: [n, heads, group, D], sinks: [heads, group] -> [n, heads, group, Dv]"""
         if self._tiles is not None:
             num_tiles = group.num_keys // self._kv_tile
             keys, values = cache.gather(layer, group.rows, group.num_seqs * num_tiles)
-            out = self._attend_tiles(self._pad_heads(q), keys, values, group.mask)
+            out = self._attend_tiles(self._pad_heads(q), keys, values, group.mask, self._pad_sinks(sinks))
             return out[:, :, : self._group]
         keys, values = cache.gather(layer, group.rows, group.num_seqs)
         q, keys, values = q.flatten(0, 1), keys.flatten(0, 1), values.flatten(0, 1)
-        scores = torch.baddbmm(group.mask, q, keys.transpose(1, 2), alpha=self._scale)
-        out = torch.bmm(scores.softmax(-1), values)
+        weights = torch.baddbmm(group.mask, q, keys.transpose(1, 2), alpha=self._scale)
+        if sinks is not None:
+            weights = torch.cat((weights, sinks.repeat(group.num_seqs, 1)[..., None]), dim=-1)
+        out = torch.bmm(weights.softmax(-1)[..., : group.num_keys], values)
         return out.view(group.num_seqs, -1, *out.shape[1:])
 
-    def _chunk(self, q: Tensor, cache: KvCache, layer: int, chunk: Chunk) -> Tensor:
-        """q: [C, heads, group, D] -> [C, heads, group, Dv]"""
+    def _chunk(self, q: Tensor, cache: KvCache, layer: int, chunk: Chunk, sinks: Tensor | None) -> Tensor:
+        """q: [C, heads, group, D], sinks: [heads, group] -> [C, heads, group, Dv]"""
         if self._tiles is not None:
-            return self._chunk_in_tiles(q, cache, layer, chunk)
+            return self._chunk_in_tiles(q, cache, layer, chunk, sinks)
         keys, values = cache.gather(layer, chunk.rows, 1)
+        if sinks is not None:
+            parts = with_sink_key(q, keys[0], values[0], sinks / self._scale)
+            return attend_chunk(*parts, chunk, self._scale)[..., : self._layout.value_width]
         if self._layout.kind == "mla":
             values = keys  # the fused kernel needs one width for keys and values; the excess is cut off below
         out = attend_chunk(q, keys[0], values[0], chunk, self._scale)
         return out[..., : self._layout.value_width]
 
-    def _chunk_in_tiles(self, q: Tensor, cache: KvCache, layer: int, chunk: Chunk) -> Tensor:
+    def _chunk_in_tiles(self, q: Tensor, cache: KvCache, layer: int, chunk: Chunk, sinks: Tensor | None) -> Tensor:
         assert chunk.mask is not None
         assert self._tiles is not None
         num_rows, num_tiles, rows = q.shape[0], chunk.mask.shape[1], self._token_rows
         keys, values = cache.gather(layer, chunk.rows, num_tiles)
-        q = self._pad_heads(q)
+        q, sinks = self._pad_heads(q), self._pad_sinks(sinks)
         pieces = []
         first_position = chunk.seq_len - num_rows
         for piece in cut(num_rows * rows, self._tiles):
             start, end = piece[0] // rows, piece[1] // rows
             # Tiles behind the last position of the piece add only zeros.
-            used = (first_position + end - 1) // self._kv_tile + 1
+            used = (first_position + end - 1 - chunk.first_key) // self._kv_tile + 1
             mask = chunk.mask[start:end, :used].transpose(0, 1).repeat_interleave(rows, 1)[None, :, None]
             tokens = q[start:end].transpose(0, 1).flatten(1, 2)[None]
-            out = self._attend_tiles(tokens, keys[:used], values[:used], mask)
+            of_rows = None if sinks is None else sinks.repeat(1, end - start)
+            out = self._attend_tiles(tokens, keys[:used], values[:used], mask, of_rows)
             pieces.append(out[0].view(-1, end - start, rows, out.shape[-1]).transpose(0, 1))
         return torch.cat(pieces)[:, :, : self._group]
 
-    def _attend_tiles(self, q: Tensor, keys: Tensor, values: Tensor, mask: Tensor) -> Tensor:
+    def _attend_tiles(self, q: Tensor, keys: Tensor, values: Tensor, mask: Tensor, sinks: Tensor | None) -> Tensor:
         """Returns [n, heads, M, Dv] for M GEMM rows of each sequence and key/value head.
 
         q: [n, heads, M, D], keys: [n * tiles, heads, kv_tile, D], values: [n * tiles, heads, kv_tile, Dv],
-        mask: [n, tiles, 1, 1 or M, kv_tile]
+        mask: [n, tiles, 1, 1 or M, kv_tile], sinks: [heads, M] or None
         """
         num_seqs, heads, rows, _ = q.shape
         num_tiles = mask.shape[1]
         q = (q * self._scale)[:, None].expand(-1, num_tiles, -1, -1, -1).flatten(0, 2)
         scores = _products(q, keys.flatten(0, 1).transpose(1, 2)).view(num_seqs, num_tiles, heads, rows, -1) + mask
-        weights = scores.sub_(scores.amax((1, 4), keepdim=True)).exp_()
+        most = scores.amax((1, 4), keepdim=True)
+        if sinks is not None:
+            most = torch.maximum(most, sinks[..., None])
+        weights = scores.sub_(most).exp_()
         parts = _products(weights.flatten(0, 2), values.flatten(0, 1)).view(num_seqs, num_tiles, heads, rows, -1)
         sums = weights.sum(-1, keepdim=True)
         out, total = parts[:, 0], sums[:, 0]
         for tile in range(1, num_tiles):
             out, total = out + parts[:, tile], total + sums[:, tile]
+        if sinks is not None:
+            # As wide as a tile, so that no row falls in the ragged end of the loop, which uses other instructions.
+            sink = (sinks[..., None] - most[:, 0]).expand(-1, -1, -1, self._kv_tile).contiguous().exp_()
+            total = total + sink[..., :1]
         return out / total
 
     def _pad_heads(self, q: Tensor) -> Tensor:
         """Returns q with the query heads of each key/value head padded to whole row tiles."""
         missing = self._token_rows - self._group
         return functional.pad(q, (0, 0, 0, missing)) if missing else q
+
+    def _pad_sinks(self, sinks: Tensor | None) -> Tensor | None:
+        """Returns sinks [heads, group] padded as the query heads are."""
+        missing = self._token_rows - self._group
+        return functional.pad(sinks, (0, missing)) if sinks is not None and missing else sinks
 
     def _prove(self, like: Tensor) -> tuple[int, ...]:
         """Returns how many rows of query heads may go into one GEMM, whole tokens only."""
@@ -189,6 +215,18 @@ def _products(a: Tensor, b: Tensor) -> Tensor:
     if a.shape[0] == 1:
         return torch.bmm(a.expand(2, -1, -1), b.expand(2, -1, -1))[:1]
     return torch.bmm(a, b)
+
+
+def with_sink_key(q: Tensor, keys: Tensor, values: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns queries, keys and values with the sinks as one more key in front, whose value is zero.
+
+    The sink is in one more element of each query, which only that key looks at: then all query heads share the keys.
+    q: [C, heads, group, D], keys, values: [heads, K, D], sinks: [heads, group]
+    """
+    q = torch.cat((q, sinks.expand(q.shape[0], -1, -1)[..., None]), dim=-1)
+    keys, values = functional.pad(keys, (0, 1, 1, 0)), functional.pad(values, (0, 1, 1, 0))
+    keys[:, 0, -1] = 1
+    return q, keys, values
 
 
 def attend_chunk(q: Tensor, keys: Tensor, values: Tensor, chunk: Chunk, scale: float) -> Tensor:

@@ -1,4 +1,4 @@
-"""Which cached rows each query of a step reads. Computed once per step and used by all layers of one layout.
+"""Which cached rows each query of a step reads. Computed once per step and used by all layers of one layout and window.
 
 Shape words: n = sequences, K = num_keys, C = query rows of one chunk.
 """
@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from moe_serve.attention_dp.batch import ForwardBatch
 from moe_serve.attention_dp.kv_cache import KvLayout
@@ -23,7 +24,8 @@ class DecodeGroup:
 
     tokens: [n] int64, row of each sequence; None: rows 0 .. n - 1
     rows:   int64, as KvLayout.gather_rows returns them; in tiles, for n * K / kv_tile sequences of kv_tile keys
-    mask:   0 for keys of the sequence, -inf beyond its end: [n * heads, 1, K], in tiles [n, K / kv_tile, 1, 1, kv_tile]
+    mask:   0 for keys that the sequence's last token sees, -inf for others: [n * heads, 1, K], in tiles
+            [n, K / kv_tile, 1, 1, kv_tile]
     """
 
     tokens: Tensor | None
@@ -37,14 +39,17 @@ class DecodeGroup:
 class Chunk:
     """Rows start .. end of the batch: consecutive tokens of one sequence, which has seq_len tokens after them.
 
+    first_key: position of the first of the K keys; 0 without a window
     rows: as in DecodeGroup with n = 1
-    mask: [1, 1, C, K], or in tiles [C, K / kv_tile, kv_tile]: 0 up to the token's own position, then -inf; None: plain
-          causal attention, since the chunk is the whole sequence
+    mask: [1, 1, C, K], or in tiles [C, K / kv_tile, kv_tile]: 0 for keys that the token sees, -inf for others; None:
+          plain causal attention, since the chunk is the whole sequence. Outside of tiles with a column for sinks in
+          front, if there are any.
     """
 
     start: int
     end: int
     seq_len: int
+    first_key: int
     rows: Tensor
     mask: Tensor | None
 
@@ -59,14 +64,31 @@ class AttentionPlan:
     num_rows: int
 
 
+@dataclass(frozen=True)
+class Visible:
+    """What a query sees beside the causal mask.
+
+    window:    the last keys up to its own; None: all of them
+    has_sinks: every query head has a score beside those of the keys
+    """
+
+    window: int | None = None
+    has_sinks: bool = False
+
+
 def plan_attention(
-    batch: ForwardBatch, layout: KvLayout, numerics: Numerics, dtype: torch.dtype, long_from: int | None = None
+    batch: ForwardBatch,
+    layout: KvLayout,
+    numerics: Numerics,
+    dtype: torch.dtype,
+    long_from: int | None = None,
+    visible: Visible = Visible(),
 ) -> AttentionPlan:
-    """Returns the plan of a batch for layers of one layout.
+    """Returns the plan of a batch for layers of one layout that see alike.
 
     long_from: chunks of at least this many rows become long_chunks; None: none do
     """
-    builder = _Builder(batch, layout, numerics, dtype)
+    builder = _Builder(batch, layout, numerics, dtype, visible)
     decodes = [builder.decode_group(seqs) for seqs in _group(batch, layout)]
     chunks: list[Chunk] = []
     long_chunks: list[Chunk] = []
@@ -104,41 +126,64 @@ def _group(batch: ForwardBatch, layout: KvLayout) -> list[Sequence[int]]:
 
 
 class _Builder:
-    def __init__(self, batch: ForwardBatch, layout: KvLayout, numerics: Numerics, dtype: torch.dtype):
+    def __init__(self, batch: ForwardBatch, layout: KvLayout, numerics: Numerics, dtype: torch.dtype, visible: Visible):
         self._batch = batch
         self._layout = layout
+        self._window = visible.window
+        self._has_sinks = visible.has_sinks
         self._tile = numerics.kv_tile if numerics.invariant else None
         self._dtype = dtype
 
     def decode_group(self, seqs: Sequence[int]) -> DecodeGroup:
         batch = self._batch
         lens = [batch.host_seq_lens[i] for i in seqs]
-        num_seqs, num_keys = len(lens), self._padded(max(lens))
+        num_seqs, num_keys = len(lens), max(self._padded(length - self._first_key(length)) for length in lens)
         # Decode rows come first, one per sequence, so the index of a sequence is its row.
         tokens = None if isinstance(seqs, range) else torch.tensor(seqs, dtype=torch.int64, device=batch.device)
         tables, seq_lens = batch.block_tables[:num_seqs], batch.seq_lens[:num_seqs]
         if tokens is not None:
             tables, seq_lens = batch.block_tables.index_select(0, tokens), batch.seq_lens.index_select(0, tokens)
-        hidden = torch.arange(num_keys, device=batch.device) >= seq_lens[:, None]
-        mask = self._mask(hidden)
+        keys = torch.arange(num_keys, device=batch.device).expand(num_seqs, -1)
+        if self._window is not None:
+            first_keys = torch.tensor([self._first_key(length) for length in lens], device=batch.device)
+            keys = keys + first_keys[:, None]
+        hidden = keys >= seq_lens[:, None]
+        mask = self._mask(hidden | self._before_window(keys, seq_lens[:, None] - 1))
         if self._tile is not None:
             mask = mask.view(num_seqs, -1, 1, 1, self._tile)
         elif self._layout.kind == "gqa":
             mask = mask.repeat_interleave(self._layout.num_heads, 0)[:, None]
         else:
             mask = mask[:, None]
-        return DecodeGroup(tokens, num_seqs, num_keys, self._rows(tables, hidden), mask)
+        return DecodeGroup(tokens, num_seqs, num_keys, self._rows(tables, keys, hidden), mask)
 
     def chunk(self, seq: int, start: int, end: int) -> Chunk:
         batch = self._batch
         seq_len = batch.host_seq_lens[seq]
-        keys = torch.arange(self._padded(seq_len), device=batch.device)
+        first_key = self._first_key(seq_len - (end - start) + 1)
+        keys = torch.arange(first_key, first_key + self._padded(seq_len - first_key), device=batch.device)
         mask = None
-        if self._tile is not None or seq_len > end - start:
-            mask = self._mask(keys > batch.positions[start:end, None])
-            mask = mask[None, None] if self._tile is None else mask.view(end - start, -1, self._tile)
-        rows = self._rows(batch.block_tables[seq : seq + 1], keys[None] >= seq_len)
-        return Chunk(start, end, seq_len, rows, mask)
+        is_windowed = self._window is not None and seq_len > self._window
+        if self._tile is not None or seq_len > end - start or is_windowed or self._has_sinks:
+            positions = batch.positions[start:end, None]
+            mask = self._mask((keys > positions) | self._before_window(keys, positions))
+            if self._tile is None:
+                mask = (functional.pad(mask, (1, 0)) if self._has_sinks else mask)[None, None]
+            else:
+                mask = mask.view(end - start, -1, self._tile)
+        rows = self._rows(batch.block_tables[seq : seq + 1], keys[None], keys[None] >= seq_len)
+        return Chunk(start, end, seq_len, first_key, rows, mask)
+
+    def _first_key(self, seq_len: int) -> int:
+        """Returns the first key that is gathered for the last of so many tokens: at the begin of a tile, if any."""
+        first = 0 if self._window is None else max(seq_len - self._window, 0)
+        return first if self._tile is None else first // self._tile * self._tile
+
+    def _before_window(self, keys: Tensor, positions: Tensor) -> Tensor:
+        """Returns which keys are too far before tokens at these positions, bool like keys and positions together."""
+        if self._window is None:
+            return torch.zeros((), dtype=torch.bool, device=keys.device)
+        return keys <= positions - self._window
 
     def _padded(self, num_keys: int) -> int:
         return num_keys if self._tile is None else -(-num_keys // self._tile) * self._tile
@@ -146,15 +191,15 @@ class _Builder:
     def _mask(self, hidden: Tensor) -> Tensor:
         return torch.zeros(hidden.shape, dtype=self._dtype, device=hidden.device).masked_fill_(hidden, -torch.inf)
 
-    def _rows(self, tables: Tensor, hidden: Tensor) -> Tensor:
-        """Returns the cache rows of sequences with these block tables. hidden: [n, K] bool, keys beyond their ends
+    def _rows(self, tables: Tensor, keys: Tensor, hidden: Tensor) -> Tensor:
+        """Returns the cache rows of sequences with these block tables.
 
+        keys: [n, K] positions;  hidden: [n, K] bool, keys beyond their ends
         A hidden key reads the first key of its own sequence. Its weight is zero, but zero times NaN is NaN, and another
         sequence may have left NaN in a block.
         """
         block_size = self._batch.block_size
-        keys = torch.arange(hidden.shape[1], device=tables.device)
-        blocks = tables.index_select(1, (keys // block_size).clamp_(max=tables.shape[1] - 1)).long()
+        blocks = tables.gather(1, (keys // block_size).clamp_(max=tables.shape[1] - 1)).long()
         slots = blocks * block_size + keys % block_size
         slots = torch.where(hidden, slots[:, :1], slots)
         return self._layout.gather_rows(slots if self._tile is None else slots.view(-1, self._tile))

@@ -12,7 +12,9 @@ from moe_serve.engine.numerics_choice import NumericsChoice, choose_numerics
 from moe_serve.ep.expert_form import ExpertForm, SlotForm, choose_expert_form, has_e4m3
 from moe_serve.eplb.placement import Placement
 from moe_serve.errors import CapacityError, ConfigError
+from moe_serve.kernels.activation import SILU
 from moe_serve.kernels.numerics import Numerics
+from moe_serve.models.attention_spec import GqaSpec
 from moe_serve.models.moe_decoder import kv_layouts
 from moe_serve.models.spec import ModelSpec
 from moe_serve.models.stored_weights import StoredWeights
@@ -45,6 +47,7 @@ class ModelPlan:
     @classmethod
     def of(cls, config: ServeConfig, spec: ModelSpec, device: torch.device) -> Self:
         """Returns the plan for a device. Raises PlacementError, ConfigError or CapacityError naming what cannot be."""
+        _check_device(spec, device)
         dtype = compute_dtype(config, device)
         choice = choose_numerics(config, device, dtype)
         stored = StoredWeights.of(spec, checkpoint_folder(config)) if choice.numerics.compiled else None
@@ -128,6 +131,20 @@ def num_cache_blocks(config: ServeConfig, spec: ModelSpec, dtype: torch.dtype, m
             "raise cache.memory_gib or set cache.num_blocks"
         )
     return num_blocks
+
+
+def _check_device(spec: ModelSpec, device: torch.device) -> None:
+    """Raises ConfigError where the model needs what is built for CPUs only."""
+    attention, needs = spec.attention, []
+    if isinstance(attention, GqaSpec):
+        needs += ["sliding windows"] if attention.window is not None else []
+        needs += ["attention sinks"] if attention.has_sinks else []
+    needs += ["biases of experts"] if spec.expert_bias else []
+    needs += ["a clamped activation"] if spec.activation != SILU else []
+    if needs and device.type != "cpu":
+        raise ConfigError(
+            f"{spec.model_type} needs {', '.join(needs)}, which are not built for GPUs; set parallel.device: cpu"
+        )
 
 
 def _max_model_len(config: ServeConfig, spec: ModelSpec) -> int:

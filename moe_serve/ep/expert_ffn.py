@@ -1,10 +1,14 @@
-"""The experts' own work: SwiGLU over the rows that arrived at this rank's slots, in whichever form weights are kept."""
+"""The experts' own work: a gated MLP over the rows that arrived at this rank's slots, in any form of weights.
+
+Biases, and activations other than SiLU, are for CPUs.
+"""
 
 import torch
 from torch import Tensor
 
 from moe_serve.dispatch.base import MaskedRows, PackedRows
 from moe_serve.ep.expert_store import ExpertStore
+from moe_serve.kernels.clamped_swiglu import clamped_swiglu_
 from moe_serve.kernels.cpu.experts import packed_ffn
 from moe_serve.kernels.grouped_gemm import group_rows, slab_gemm
 from moe_serve.kernels.grouped_gemm_fp8 import grouped_gemm_fp8, slab_gemm_fp8
@@ -18,7 +22,7 @@ from moe_serve.kernels.silu_mul_quantize import silu_mul_quantize
 def expert_ffn(
     rows: PackedRows | MaskedRows, experts: ExpertStore, numerics: Numerics = FAST, out: Tensor | None = None
 ) -> Tensor:
-    """Returns down(silu(gate(x)) * up(x)) of each row with its slot's weights, in the shape of rows.x.
+    """Returns down(activation(gate(x), up(x))) of each row with its slot's weights, in the shape of rows.x.
 
     In masked rows what lies beyond a slot's count is undefined, before and after. In batch_invariant a row's bits
     depend on that row and its slot's weights only. Quantised experts quantise the rows of both products too, each row
@@ -50,7 +54,8 @@ def _packed_ffn(
     match experts.form:
         case "dense":
             grouped = group_rows(counts, x, numerics)
-            return grouped.gemm(silu_mul(grouped.gemm(x, experts.matrix("gate_up"))), experts.matrix("down"), out)
+            middle = _activate(grouped.gemm(x, experts.matrix("gate_up")), experts, counts)
+            return _add_bias(grouped.gemm(middle, experts.matrix("down"), out), experts.bias("down"), counts)
         case "fp8":
             gate_up, down = experts.block_scaled("gate_up"), experts.block_scaled("down")
             between = grouped_gemm_fp8(*quantize(x), gate_up, counts, x.dtype, numerics)
@@ -58,8 +63,28 @@ def _packed_ffn(
         case "int8":
             gate_up_q, gate_up_scale = experts.matrix("gate_up"), experts.scale("gate_up")
             between = grouped_gemm_int8(*quantize_int8(x), gate_up_q, gate_up_scale, counts, torch.float32)
-            middle = quantize_int8(silu_mul(between))
-            return grouped_gemm_int8(*middle, experts.matrix("down"), experts.scale("down"), counts, x.dtype)
+            middle_q, middle_scale = quantize_int8(_activate(between, experts, counts))
+            results = grouped_gemm_int8(
+                middle_q, middle_scale, experts.matrix("down"), experts.scale("down"), counts, x.dtype
+            )
+            return _add_bias(results, experts.bias("down"), counts)
+
+
+def _activate(gate_up: Tensor, experts: ExpertStore, counts: Tensor) -> Tensor:
+    """Returns what goes into the down projection. gate_up: [rows, 2 I] without biases, which is used up"""
+    gate_up = _add_bias(gate_up, experts.bias("gate_up"), counts)
+    match experts.activation.kind:
+        case "silu":
+            return silu_mul(gate_up)
+        case "clamped_swiglu":
+            return clamped_swiglu_(gate_up, experts.activation)
+
+
+def _add_bias(rows: Tensor, bias: Tensor | None, counts: Tensor) -> Tensor:
+    """Adds each slot's bias to its rows, in place. rows: [rows, n], bias: [slots, n], counts: [slots] CPU"""
+    if bias is not None:
+        rows += bias.repeat_interleave(counts, dim=0, output_size=rows.shape[0])
+    return rows
 
 
 def _slab_ffn(x: Tensor, counts: Tensor, experts: ExpertStore, numerics: Numerics) -> Tensor:

@@ -19,6 +19,7 @@ from typing import Literal
 import torch
 
 from moe_serve.errors import ConfigError
+from moe_serve.kernels.activation import SILU, Activation
 from moe_serve.kernels.block_scales import GROUP, num_groups, num_scale_rows
 from moe_serve.kernels.cpu.packed import gate_up_size, packed_size
 from moe_serve.kernels.grouped_gemm_int8 import has_vnni
@@ -90,6 +91,8 @@ class SlotForm:
 
     hidden, width: H and I;  dtype: of the values in form dense
     packed: whether matrices are packed for the compiled CPU kernels
+    has_bias: whether gate, up and down have biases, which are float32 in every form
+    activation: between gate and up, and down
     """
 
     form: ExpertForm
@@ -97,6 +100,8 @@ class SlotForm:
     width: int
     dtype: torch.dtype
     packed: bool = False
+    has_bias: bool = False
+    activation: Activation = SILU
 
     @property
     def label(self) -> str:
@@ -121,7 +126,7 @@ class SlotForm:
         """Shape and dtype of each tensor, by name.
 
         gate_up: [2 I, H], gate rows first;  down: [H, I];  packed ones: [elements];  NAME_scale: fp8
-        [parts x ceil(n / parts / 128), ceil(k / 128)] for a matrix of n x k, int8 [n]
+        [parts x ceil(n / parts / 128), ceil(k / 128)] for a matrix of n x k, int8 [n];  NAME_bias: [n] float32
         """
         tensors: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
         for name, (n, k) in {"gate_up": (2 * self.width, self.hidden), "down": (self.hidden, self.width)}.items():
@@ -137,6 +142,8 @@ class SlotForm:
                 case "int8":
                     tensors[name] = shape, torch.int8
                     tensors[scale_of(name)] = (n,), torch.float32
+            if self.has_bias:
+                tensors[bias_of(name)] = (n,), torch.float32
         return tensors
 
     @property
@@ -148,3 +155,8 @@ class SlotForm:
 def scale_of(name: str) -> str:
     """Returns the name of a matrix's scales."""
     return name + "_scale"
+
+
+def bias_of(name: str) -> str:
+    """Returns the name of a matrix's biases."""
+    return name + "_bias"

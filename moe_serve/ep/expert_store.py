@@ -7,7 +7,8 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from moe_serve.ep.expert_form import PARTS, ExpertForm, SlotForm, scale_of
+from moe_serve.ep.expert_form import PARTS, ExpertForm, SlotForm, bias_of, scale_of
+from moe_serve.kernels.activation import SILU, Activation
 from moe_serve.kernels.block_scales import BlockScaled
 from moe_serve.kernels.cpu.experts import PackedExperts
 
@@ -23,7 +24,7 @@ class ExpertStore:
     def __init__(self, tensors: Mapping[str, Tensor], slot_form: SlotForm | None = None):
         """tensors: by name, [slots, ...], contiguous, named as in expert_form.SlotForm.
 
-        slot_form: of each slot; None: of matrices that are not packed
+        slot_form: of each slot; None: of matrices that are not packed, of experts with SiLU
         The store owns them afterwards: do not use them any more.
         """
         self._slot_form = slot_form
@@ -50,7 +51,14 @@ class ExpertStore:
         assert form is not None, "the matrices are not packed"
         assert form.packed, "the matrices are not packed"
         scales = stored.get(scale_of("gate_up")), stored.get(scale_of("down"))
-        return PackedExperts(stored["gate_up"], stored["down"], form.hidden, form.width, *scales)
+        biases = self.bias("gate_up"), self.bias("down")
+        sizes = form.hidden, form.width
+        return PackedExperts(stored["gate_up"], stored["down"], *sizes, *scales, *biases, form.activation)
+
+    @property
+    def activation(self) -> Activation:
+        """What is between gate and up, and down."""
+        return SILU if self._slot_form is None else self._slot_form.activation
 
     @property
     def form(self) -> ExpertForm:
@@ -77,6 +85,10 @@ class ExpertStore:
     def scale(self, name: str) -> Tensor:
         """Returns the scales of a matrix, [slots, ...]."""
         return self._stored[scale_of(name)]
+
+    def bias(self, name: str) -> Tensor | None:
+        """Returns the biases of a matrix, [slots, n] float32; None: there are none."""
+        return self._stored.get(bias_of(name))
 
     def block_scaled(self, name: str) -> BlockScaled:
         """Returns an FP8 matrix with its scales, a view."""

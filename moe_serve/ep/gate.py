@@ -1,6 +1,7 @@
 """The gate: chooses the experts of each token and their weights, for every router that a RouterSpec describes.
 
-All in float32, with the formulas of the reference implementations (transformers' Mixtral, Qwen3-MoE, DeepSeek-V3).
+All in float32, with the formulas of the reference implementations (transformers' Mixtral, Qwen3-MoE, DeepSeek-V3,
+gpt-oss).
 On CUDA, and with the compiled CPU kernels, everything after the logits is one kernel, which also counts the load.
 """
 
@@ -23,10 +24,18 @@ WHOLE_VECTORS = 64  # rows; 64 rows of any width fill whole vector registers on 
 class Gate:
     """The router of one layer. In batch_invariant a token's routing depends on that token only."""
 
-    def __init__(self, spec: RouterSpec, weight: Tensor, bias: Tensor | None = None, numerics: Numerics = FAST):
-        """weight: [E, H];  bias: [E] correction bias, where spec.has_bias"""
-        assert spec.has_bias == (bias is not None), "a correction bias goes with RouterSpec.has_bias"
+    def __init__(
+        self,
+        spec: RouterSpec,
+        weight: Tensor,
+        bias: Tensor | None = None,
+        numerics: Numerics = FAST,
+        logit_bias: Tensor | None = None,
+    ):
+        """weight: [E, H];  bias: [E] correction bias, where spec.has_bias;  logit_bias: [E], where has_logit_bias"""
+        _check_biases(spec, bias, logit_bias)
         self._spec = spec
+        self._logit_bias = None if logit_bias is None else logit_bias.float()
         self._weight = weight.float().t().contiguous().t()  # k-major, as row_gemm needs it
         self._bias = None if bias is None else bias.float()
         self._numerics = numerics
@@ -37,20 +46,21 @@ class Gate:
         if self._numerics.invariant:
             num_rows = torch.full((1,), x.shape[0], dtype=torch.int64)
             logits = grouped_gemm(x, self._weight[None], num_rows, self._numerics)
+            logits = logits if self._logit_bias is None else logits + self._logit_bias
         else:
-            logits = functional.linear(x, self._weight)
+            logits = functional.linear(x, self._weight, self._logit_bias)
         return (route_and_count if x.is_cuda else route)(logits, self._spec, self._bias)
 
 
 class CompiledGate:
     """The router of one layer by the compiled CPU kernels, which also count the load. Ties go to the lowest expert."""
 
-    def __init__(self, spec: RouterSpec, weight: Tensor, bias: Tensor | None = None):
-        """weight: [E, H] float32 or bfloat16;  bias: as in Gate"""
-        assert spec.has_bias == (bias is not None), "a correction bias goes with RouterSpec.has_bias"
+    def __init__(self, spec: RouterSpec, weight: Tensor, bias: Tensor | None = None, logit_bias: Tensor | None = None):
+        """weight: [E, H] float32 or bfloat16;  biases: as in Gate"""
+        _check_biases(spec, bias, logit_bias)
         self._num_logical = spec.num_logical
         self._shape = _gate_shape(spec)
-        self._logits = PackedLinear(weight, None)
+        self._logits = PackedLinear(weight, logit_bias)
         self._bias = None if bias is None else bias.float()
 
     def __call__(self, x: Tensor) -> Routing:
@@ -91,6 +101,11 @@ def route(logits: Tensor, spec: RouterSpec, bias: Tensor | None = None) -> Routi
     if spec.scaling != 1.0:
         weights = weights * spec.scaling
     return Routing(ids, weights)
+
+
+def _check_biases(spec: RouterSpec, bias: Tensor | None, logit_bias: Tensor | None) -> None:
+    assert spec.has_bias == (bias is not None), "a correction bias goes with RouterSpec.has_bias"
+    assert spec.has_logit_bias == (logit_bias is not None), "a bias of the logits goes with RouterSpec.has_logit_bias"
 
 
 def _gate_shape(spec: RouterSpec) -> GateShape:

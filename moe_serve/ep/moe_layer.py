@@ -50,12 +50,14 @@ class MoeWeights:
     gate:    [E, H];  correction_bias: [E] float32, or None
     experts: of this rank's slots
     shared:  the shared expert, [T, H] -> [T, H]; None: there is none
+    logit_bias: [E] float32 of the gate's logits, or None
     """
 
     gate: Tensor
     correction_bias: Tensor | None
     experts: ExpertStore
     shared: Callable[[Tensor], Tensor] | None = None
+    logit_bias: Tensor | None = None
 
 
 def record_call(recorder: Recorder, layer: Callable[[Tensor, int, int, bool], Tensor], x: Tensor) -> Tensor:
@@ -77,9 +79,9 @@ class MoeLayer:
         """layer_row: this layer's row of placement and load record"""
         self._parallel = parallel
         self._layer_row = layer_row
-        router = parallel.router, weights.gate, weights.correction_bias
-        self._compiled_gate = CompiledGate(*router) if parallel.numerics.compiled else None
-        self._gate: Callable[[Tensor], Routing] = self._compiled_gate or Gate(*router, parallel.numerics)
+        router, logit_bias = (parallel.router, weights.gate, weights.correction_bias), weights.logit_bias
+        self._compiled_gate = CompiledGate(*router, logit_bias) if parallel.numerics.compiled else None
+        self._gate: Callable[[Tensor], Routing] = self._compiled_gate or Gate(*router, parallel.numerics, logit_bias)
         self._replicas = parallel.replica_map.layer(layer_row)
         self._shared = weights.shared
         self.experts = weights.experts

@@ -14,6 +14,7 @@ class RouterSpec:
     """How a model's gate turns logits into experts and weights.
 
     Mixtral:     softmax, norm_topk=True
+    gpt-oss:     the same, has_logit_bias=True
     Qwen3-MoE:   softmax, norm_topk = the model's norm_topk_prob
     DeepSeek-V3: sigmoid, has_bias=True, norm_topk, norm_eps=1e-20, num_groups / topk_groups, scaling
 
@@ -24,6 +25,7 @@ class RouterSpec:
     num_groups, topk_groups: experts are chosen from the best topk_groups of num_groups equal groups; a group's score is
                  the sum of its two best choice scores
     has_bias:    a correction bias is added to the scores for the choice only, never to the weights
+    has_logit_bias: the projection to logits has a bias
     """
 
     num_logical: int
@@ -35,6 +37,7 @@ class RouterSpec:
     topk_groups: int = 1
     has_bias: bool = False
     norm_eps: float = 0.0
+    has_logit_bias: bool = False
 
     def __post_init__(self) -> None:
         if not 1 <= self.topk <= self.num_logical:

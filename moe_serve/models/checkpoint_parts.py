@@ -61,7 +61,7 @@ class CheckpointParts:
         tensor = self._tensors[name]
         if tensor.shape != part.shape:
             self._misshaped.append(f"{name} {list(tensor.shape)}, expected {list(part.shape)}")
-        if tensor.dtype_name not in ITEM_BYTES:
+        if tensor.dtype_name not in ITEM_BYTES or part.dtype_name not in (None, tensor.dtype_name):
             self._unreadable.append(f"{name} ({shown(tensor.dtype_name)[1:-1]})")
         if not tensor.dtype_name.startswith("F8"):
             return
@@ -83,16 +83,18 @@ class CheckpointParts:
             yield from self.parts(plan, range(self._spec.num_logical))
 
     def parts(self, plan: ExpertTensor, experts: Iterable[int]) -> Iterator[Part]:
-        """Yields the checkpoint tensors of these experts: the fused one, or their own parts."""
+        """Yields the checkpoint tensors of these experts: the fused one with its scales, or their own parts."""
         if self.is_fused(plan):
             yield plan.fused
+            if plan.mxfp4_scale is not None:
+                yield plan.mxfp4_scale
         else:
             for expert in experts:
                 yield from plan.parts_of(expert)
 
     def is_fused(self, plan: ExpertTensor) -> bool:
         """Returns whether all experts of a matrix are stored as one tensor."""
-        return plan.fused.source in self._tensors
+        return not plan.templates or plan.fused.source in self._tensors
 
     def stored_name(self, part: Part) -> str | None:
         """Returns the name under which a part is stored; None where it is missing."""

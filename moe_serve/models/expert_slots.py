@@ -31,11 +31,11 @@ def empty_slots(plan: ExpertTensor, share: WeightShare, num_slots: int | None = 
 def filling(
     plan: ExpertTensor, share: WeightShare, slots: dict[str, Tensor], slot: int
 ) -> Iterator[tuple[dict[str, Tensor], int]]:
-    """Yields where to write one expert's matrix of [n, k], and its scales: (tensors, slot).
+    """Yields where to write one expert's matrix of [n, k] and its scales, or its biases: (tensors, slot).
 
     That is the slot itself, or a temporary expert which is packed into the slot afterwards.
     """
-    if not share.slot_form.packed:
+    if not share.slot_form.packed or plan.kind != "matrix":
         yield slots, slot
         return
     one = _zeros(plan, replace(share.slot_form, packed=False), 1, share.device)
@@ -65,12 +65,15 @@ def _zeros(plan: ExpertTensor, form: SlotForm, num_slots: int, device: torch.dev
 
 
 def put_matrix(slots: dict[str, Tensor], slot: int, name: str, form: ExpertForm, values: Tensor) -> None:
-    """Writes one expert's matrix, [n, k] float, into a slot that is not packed, in the form of the slots."""
+    """Writes one expert's matrix, [n, k] float, or biases [n] into a slot that is not packed, in the slots' form."""
+    if name not in PARTS:
+        slots[name][slot].copy_(values)
+        return
     match form:
         case "dense":
             slots[name][slot].copy_(values)
         case "int8":
-            put_rows(slots, slot, name, 0, *quantize_int8(values))
+            put_rows(slots, slot, name, 0, *quantize_int8(values.float()))
         case "fp8":
             weight = quantize_weight(values[None], PARTS[name])
             slots[name][slot].copy_(weight.q[0])

@@ -11,9 +11,9 @@ from torch import Tensor
 from moe_serve.attention_dp.attention import AttentionShape
 from moe_serve.attention_dp.kv_cache import KvLayout
 from moe_serve.kernels.rope import pair_order
+from moe_serve.models.attention_spec import GqaSpec
 from moe_serve.models.operations import AnyLinear, Operations
 from moe_serve.models.rope_spec import RopeSpec, yarn_ramp
-from moe_serve.models.spec import GqaSpec
 from moe_serve.models.weight_forms import WeightForms
 
 
@@ -49,7 +49,8 @@ class GqaAttention:
         self.spec = spec
         self.norm_eps = norm_eps
         layout = KvLayout.gqa(spec.num_kv_heads, spec.head_dim)
-        self.shape = AttentionShape(layout, spec.num_heads // spec.num_kv_heads, spec.softmax_scale)
+        group = spec.num_heads // spec.num_kv_heads
+        self.shape = AttentionShape(layout, group, spec.softmax_scale, has_sinks=spec.has_sinks)
 
     def layer(self, index: int, weights: dict[str, Tensor], rope: RopeSpec, forms: WeightForms) -> "GqaLayer":
         """Takes the weights of layer `index` (named as in weight_plan.py) out of `weights`."""
@@ -65,7 +66,8 @@ class GqaAttention:
             bias = None if bias is None else self._reorder(bias, order)
             norm = None if norm is None else norm[:, order].contiguous()
         out = forms.linear(weights.pop("o"), weights.pop("o_bias", None))
-        return GqaLayer(self, index, forms.linear(qkv, bias), norm, out)
+        sinks = weights.pop("sinks") if spec.has_sinks else None
+        return GqaLayer(self, index, forms.linear(qkv, bias), norm, out, spec.window_of(index), sinks)
 
     def _reorder(self, qkv: Tensor, order: Tensor) -> Tensor:
         """Returns the fused projection with the rows of every query and key head reordered."""
@@ -81,6 +83,7 @@ class GqaLayer:
 
     qkv:  x -> queries, keys and values of all heads
     norm: [query and key heads, head_dim] or None
+    window, sinks: as `attend` of operations.py takes them
     """
 
     form: GqaAttention
@@ -88,6 +91,8 @@ class GqaLayer:
     qkv: AnyLinear
     norm: Tensor | None
     out: AnyLinear
+    window: int | None
+    sinks: Tensor | None
 
     def __call__(self, x: Tensor, do: Operations) -> Tensor:
         """x: [T, H], normed -> [T, H]. Writes the rows' keys and values into the cache."""
@@ -96,4 +101,5 @@ class GqaLayer:
         do.rope_write(qkv, self.norm, eps, self.index, (spec.num_heads, spec.num_kv_heads))
         q = qkv.view(x.shape[0], -1, spec.head_dim)[:, : spec.num_heads]
         q = q.view(x.shape[0], spec.num_kv_heads, -1, spec.head_dim)
-        return do.linear("attention_out", self.out, do.attend(q, self.index).flatten(1))
+        attended = do.attend(q, self.index, self.window, self.sinks)
+        return do.linear("attention_out", self.out, attended.flatten(1))

@@ -19,9 +19,9 @@ from moe_serve.attention_dp.attention_plan import Chunk
 from moe_serve.attention_dp.kv_cache import KvLayout
 from moe_serve.kernels.numerics import Numerics
 from moe_serve.kernels.rope import MlaWidths, pair_order
+from moe_serve.models.attention_spec import MlaSpec
 from moe_serve.models.operations import AnyHeads, AnyLinear, Operations
 from moe_serve.models.rope_spec import RopeSpec
-from moe_serve.models.spec import MlaSpec
 from moe_serve.models.weight_forms import WeightForms
 
 

@@ -16,10 +16,11 @@ from moe_serve.attention_dp.batch import ForwardBatch
 from moe_serve.attention_dp.kv_cache import KvCache, KvLayout
 from moe_serve.ep.expert_store import ExpertStore
 from moe_serve.ep.moe_layer import ExpertParallel, MoeLayer, MoeWeights
+from moe_serve.models.attention_spec import GqaSpec
 from moe_serve.models.layers import GqaAttention, RopeTable
 from moe_serve.models.mla import MlaAttention
 from moe_serve.models.recorded_step import RecordedRunner
-from moe_serve.models.spec import GqaSpec, ModelSpec
+from moe_serve.models.spec import ModelSpec
 from moe_serve.models.stack import DecoderLayer, DecoderStack, StackRunner, StepInputs
 from moe_serve.models.torch_step import TorchRunner
 from moe_serve.models.weight_forms import GatedMlp, PackedMlp, WeightForms
@@ -72,7 +73,8 @@ def build_decoder(
         if layer_id in layer_rows:
             shared = _mlp(mine, "shared_", forms) if spec.shared_intermediate else None
             own = None if numerics.compiled else shared  # which the layer computes while rows travel
-            mine_moe = MoeWeights(mine.pop("router"), mine.pop("router_bias", None), weights.store(layer_id), own)
+            router = mine.pop("router"), mine.pop("router_bias", None)
+            mine_moe = MoeWeights(*router, weights.store(layer_id), own, mine.pop("router_logit_bias", None))
             moe = MoeLayer(parallel, layer_rows[layer_id], mine_moe)
             shared = shared if numerics.compiled else None
         else:

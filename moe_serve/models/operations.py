@@ -70,10 +70,12 @@ class Operations(Protocol):
         """As kernels/rope.py, into this layer's cache."""
         ...
 
-    def attend(self, q: Tensor, layer: int) -> Tensor:
+    def attend(self, q: Tensor, layer: int, window: int | None = None, sinks: Tensor | None = None) -> Tensor:
         """Returns the attention of the rows, [T, heads, group, Dv]; zeros for padding rows and long chunks.
 
-        q: [T, heads, group, D]. The keys and values of these rows are already in the cache.
+        q:      [T, heads, group, D]. The keys and values of these rows are already in the cache.
+        window: keys that a row sees, its own included; None: all up to its own
+        sinks:  [heads * group] float32, for each query head a score that takes its share of the weights; None: none
         """
         ...
 

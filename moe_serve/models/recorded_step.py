@@ -144,8 +144,8 @@ class RecordedStep:
     def mla_rope_write(self, q: Tensor, row: Tensor, norm: Tensor, eps: float, layer: int, widths: MlaWidths) -> None:
         self._recorder.mla_rope_write(q, row, norm, eps, self._turns, self._cache.layer(layer), widths)
 
-    def attend(self, q: Tensor, layer: int) -> Tensor:
-        return self._recorder.attend(q, self._cache.layer(layer), self._shape)
+    def attend(self, q: Tensor, layer: int, window: int | None = None, sinks: Tensor | None = None) -> Tensor:
+        return self._recorder.attend(q, self._cache.layer(layer), self._shape, window, sinks)
 
     def cached_rows(self, layer: int, chunk: Chunk) -> Tensor:
         raise AssertionError("the kernels attend long chunks as any other")

@@ -7,63 +7,34 @@ Shape words: H = hidden, E = num_logical, I = moe_intermediate.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from moe_serve.ep.routing import RouterSpec
 from moe_serve.errors import ModelError
+from moe_serve.kernels.activation import SILU, Activation
+from moe_serve.models.attention_spec import GqaSpec, MlaSpec
 from moe_serve.models.hf_config import LARGEST_SIZE, LONGEST_CONTEXT, MOST_LAYERS, HfConfig, check_total, eos_token_ids
 from moe_serve.models.model_files import read_json, shown
 from moe_serve.models.rope_spec import RopeSpec, read_rope
 
-
-@dataclass(frozen=True)
-class GqaSpec:
-    """Grouped-query attention: query head h reads key/value head h // (num_heads / num_kv_heads)."""
-
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    qk_norm: bool  # RMS norm over each query and key head, before the rotation
-    bias: bool  # on the q, k, v and output projections
-
-    @property
-    def softmax_scale(self) -> float:
-        return float(self.head_dim**-0.5)
-
-
-@dataclass(frozen=True)
-class MlaSpec:
-    """Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434): per token, one latent and one key."""
-
-    num_heads: int
-    q_lora_rank: int | None  # None: queries are projected directly
-    kv_lora_rank: int
-    nope_dim: int  # query/key width without rotation, per head
-    rope_dim: int  # rotated width, shared by all key heads
-    value_dim: int
-    bias: bool  # on the two down projections and the output projection
-    softmax_scale: float  # (nope_dim + rope_dim)^-0.5, times YaRN's mscale^2
-
-    @property
-    def query_dim(self) -> int:
-        return self.nope_dim + self.rope_dim
-
-    @property
-    def latent_dim(self) -> int:
-        """Width of one cached row."""
-        return self.kv_lora_rank + self.rope_dim
+MXFP4_BLOCK = 32  # values that share a scale
 
 
 @dataclass(frozen=True)
 class ExpertNames:
-    """The names of a family's MoE block and of an expert's three matrices in its checkpoint."""
+    """The names of a family's MoE block, its router and an expert's three matrices in its checkpoint.
+
+    interleaved: each tensor holds all experts, matrices as [E, k, n], gate and up in every other column (gpt-oss)
+    """
 
     block: str = "mlp"
+    router: str = "gate"
     gate: str = "gate_proj"
     up: str = "up_proj"
     down: str = "down_proj"
+    interleaved: bool = False
 
 
 @dataclass(frozen=True)
@@ -86,8 +57,11 @@ class ModelSpec:
     shared_intermediate: int  # width of the shared experts together; 0 = none
     dense_intermediate: int  # of the layers outside moe_layer_ids
     expert_names: ExpertNames = ExpertNames()
+    expert_bias: bool = False  # on gate, up and down of the routed experts
+    activation: Activation = SILU  # of the routed experts
     checkpoint_dtype: str | None = None  # as in config.json; None: not given
     fp8_block: int | None = None  # edge of the square scale blocks of an FP8 checkpoint
+    experts_in_mxfp4: bool = False  # the matrices of experts are stored so (mxfp4.py)
 
     @property
     def num_logical(self) -> int:
@@ -104,29 +78,18 @@ class ModelSpec:
     @property
     def expert_parameters(self) -> int:
         """Parameters of one expert of one layer."""
-        return 3 * self.hidden * self.moe_intermediate
+        bias = 2 * self.moe_intermediate + self.hidden if self.expert_bias else 0
+        return 3 * self.hidden * self.moe_intermediate + bias
 
     @property
     def dense_parameters(self) -> int:
         """Parameters that every rank holds: all but the routed experts."""
-        hidden, attention = self.hidden, self.attention
-        if isinstance(attention, GqaSpec):
-            q, kv = attention.num_heads * attention.head_dim, attention.num_kv_heads * attention.head_dim
-            per_layer = hidden * (2 * q + 2 * kv) + (2 * attention.head_dim if attention.qk_norm else 0)
-            per_layer += (q + 2 * kv + hidden) if attention.bias else 0
-        else:
-            q, rank = attention.num_heads * attention.query_dim, attention.q_lora_rank
-            first = q if rank is None else rank
-            per_layer = hidden * (first + attention.latent_dim) + (0 if rank is None else rank * (q + 1))
-            per_layer += attention.kv_lora_rank * (1 + attention.num_heads * (attention.nope_dim + attention.value_dim))
-            per_layer += attention.num_heads * attention.value_dim * hidden
-            if attention.bias:
-                per_layer += (0 if rank is None else rank) + attention.latent_dim + hidden
+        hidden, num_moe, router = self.hidden, self.num_moe_layers, self.router
+        per_layer = self.attention.num_parameters(hidden)
         moe = self.num_logical * hidden + 3 * hidden * self.shared_intermediate
-        moe += self.num_logical if self.router.has_bias else 0
+        moe += self.num_logical * (int(router.has_bias) + int(router.has_logit_bias))
         dense = 3 * hidden * self.dense_intermediate
         embeddings = self.vocab_size * hidden * (1 if self.tie_embeddings else 2)
-        num_moe = self.num_moe_layers
         return (
             embeddings + hidden + self.num_layers * (per_layer + 2 * hidden)
             + num_moe * moe + (self.num_layers - num_moe) * dense
@@ -176,16 +139,26 @@ def _common(config: HfConfig, eos_token_ids: tuple[int, ...]) -> dict[str, Any]:
 
 
 def _fp8_block(config: HfConfig) -> int | None:
-    quantization = config.get("quantization_config")
-    if not quantization:
+    quantization = _quantization(config)
+    if not quantization or _is_mxfp4(config):
         return None
-    if not isinstance(quantization, Mapping):
-        raise config.refuse(f"quantization_config {shown(quantization)}")
     method, block = quantization.get("quant_method"), quantization.get("weight_block_size", [128, 128])
     is_square = isinstance(block, list) and len(block) == 2 and block[0] == block[1]
     if method != "fp8" or not is_square or type(block[0]) is not int or not 1 <= block[0] <= LARGEST_SIZE:
         raise config.refuse(f"quantization {shown(method)} with blocks {shown(block)} (only fp8 with square blocks is)")
     return int(block[0])
+
+
+def _quantization(config: HfConfig) -> Mapping[str, Any]:
+    quantization = config.get("quantization_config", {})
+    if not isinstance(quantization, Mapping):
+        raise config.refuse(f"quantization_config {shown(quantization)}")
+    return quantization
+
+
+def _is_mxfp4(config: HfConfig) -> bool:
+    """Returns whether experts are stored in MXFP4, which gpt-oss alone is."""
+    return config.get("model_type") == "gpt_oss" and _quantization(config).get("quant_method") == "mxfp4"
 
 
 def _gqa(config: HfConfig, qk_norm: bool, bias: bool) -> GqaSpec:
@@ -200,16 +173,19 @@ def _gqa(config: HfConfig, qk_norm: bool, bias: bool) -> GqaSpec:
     return GqaSpec(num_heads, num_kv_heads, head_dim, qk_norm, bias)
 
 
-def _refuse_sliding_window(config: HfConfig, used: bool) -> None:
+def _windowed(attention: GqaSpec, config: HfConfig) -> GqaSpec:
+    """Returns the attention with the sliding window of config.json in every layer."""
     longest = config.size("max_position_embeddings")
-    # A window as long as the longest sequence masks nothing.
-    if used and config.size("sliding_window", default=longest) < longest:
-        raise config.refuse(f"sliding-window attention (sliding_window {config.get('sliding_window')})")
+    window = config.size("sliding_window", default=longest)
+    if window >= longest:  # masks nothing
+        return attention
+    num_layers = config.size("num_hidden_layers", largest=MOST_LAYERS)
+    return replace(attention, window=window, windowed_layer_ids=tuple(range(num_layers)))
 
 
 def _read_qwen3_moe(config: HfConfig, eos_token_ids: tuple[int, ...]) -> ModelSpec:
-    _refuse_sliding_window(config, config.flag("use_sliding_window"))
     attention = _gqa(config, qk_norm=True, bias=config.flag("attention_bias"))
+    attention = _windowed(attention, config) if config.flag("use_sliding_window") else attention
     num_layers = config.size("num_hidden_layers", largest=MOST_LAYERS)
     step = config.size("decoder_sparse_step", default=1)
     dense_only = config.sizes("mlp_only_layers", below=num_layers)
@@ -231,8 +207,7 @@ def _read_qwen3_moe(config: HfConfig, eos_token_ids: tuple[int, ...]) -> ModelSp
 
 
 def _read_mixtral(config: HfConfig, eos_token_ids: tuple[int, ...]) -> ModelSpec:
-    _refuse_sliding_window(config, used=True)
-    attention = _gqa(config, qk_norm=False, bias=False)
+    attention = _windowed(_gqa(config, qk_norm=False, bias=False), config)
     return ModelSpec(
         **{**_common(config, eos_token_ids), "norm_eps": config.positive("rms_norm_eps", 1e-5)},
         attention=attention,
@@ -294,8 +269,50 @@ def _read_deepseek_v3(config: HfConfig, eos_token_ids: tuple[int, ...]) -> Model
     )
 
 
+def _read_gpt_oss(config: HfConfig, eos_token_ids: tuple[int, ...]) -> ModelSpec:
+    attention = _gqa(config, qk_norm=False, bias=config.flag("attention_bias", default=True))
+    num_layers = config.size("num_hidden_layers", largest=MOST_LAYERS)
+    kinds = config.get("layer_types", [("sliding_attention", "full_attention")[i % 2] for i in range(num_layers)])
+    if not isinstance(kinds, list) or len(kinds) != num_layers:
+        raise config.wrong("layer_types", kinds, f"a list of {num_layers} kinds of attention")
+    if unknown := [kind for kind in kinds if kind not in ("sliding_attention", "full_attention")]:
+        raise config.refuse(f"attention {shown(unknown[0])} (sliding_attention and full_attention are)")
+    windowed = tuple(i for i, kind in enumerate(kinds) if kind == "sliding_attention")
+    window = config.size("sliding_window") if windowed else None
+    if config.get("rope_parameters", config.get("rope_scaling")) is None:
+        raise ModelError(f"{config.where}: rope_parameters is missing; is this the folder of a gpt_oss model?")
+    width = config.size("intermediate_size")
+    in_mxfp4 = _is_mxfp4(config)
+    for key in ("hidden_size", "intermediate_size"):
+        if in_mxfp4 and config.size(key) % MXFP4_BLOCK:
+            raise config.wrong(key, config.get(key), f"a multiple of {MXFP4_BLOCK}, the block of MXFP4")
+    return ModelSpec(
+        **{**_common(config, eos_token_ids), "norm_eps": config.positive("rms_norm_eps", 1e-5)},
+        attention=replace(attention, has_sinks=True, window=window, windowed_layer_ids=windowed),
+        rope=read_rope({"rope_theta": 150000.0, **config.values}, attention.head_dim, False, config.where),
+        moe_layer_ids=tuple(range(num_layers)),
+        router=RouterSpec(
+            num_logical=config.size("num_local_experts"),
+            topk=config.size("num_experts_per_tok"),
+            scoring="softmax",
+            norm_topk=True,  # softmax over the chosen logits is softmax over all, divided by the chosen ones' sum
+            has_logit_bias=True,
+        ),
+        moe_intermediate=width,
+        shared_intermediate=0,
+        dense_intermediate=0,
+        expert_names=ExpertNames(router="router", interleaved=True),
+        expert_bias=True,
+        activation=Activation(
+            "clamped_swiglu", config.positive("swiglu_alpha", 1.702), config.positive("swiglu_limit", 7.0)
+        ),
+        experts_in_mxfp4=in_mxfp4,
+    )
+
+
 FAMILIES: Mapping[str, Callable[[HfConfig, tuple[int, ...]], ModelSpec]] = {
     "deepseek_v3": _read_deepseek_v3,
+    "gpt_oss": _read_gpt_oss,
     "mixtral": _read_mixtral,
     "qwen3_moe": _read_qwen3_moe,
 }

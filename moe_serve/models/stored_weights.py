@@ -1,7 +1,7 @@
 """How a checkpoint stores its weights, and so how the compiled CPU kernels keep them: bfloat16 stays bfloat16.
 
 Widening a bfloat16 to float32 is exact, so kernels that widen what they read compute what float32 weights would give,
-from half the memory. Vectors (norms, biases) are float32 always.
+from half the memory. MXFP4 is dequantised to bfloat16, also exactly. Vectors (norms, biases) are float32 always.
 """
 
 from collections.abc import Mapping
@@ -46,7 +46,8 @@ class StoredWeights:
         is_bfloat16 = spec.checkpoint_dtype == "bfloat16" and spec.fp8_block is None  # FP8 is dequantised to float32
         dtype = torch.bfloat16 if is_bfloat16 else torch.float32
         dense = {plan.name: dtype if plan.kind == "matrix" else torch.float32 for plan in dense_tensors(spec)}
-        return cls(dense, dtype, keeps_fp8=spec.fp8_block == GROUP)
+        experts = torch.bfloat16 if spec.experts_in_mxfp4 else dtype
+        return cls(dense, experts, keeps_fp8=spec.fp8_block == GROUP)
 
     @classmethod
     def _as_read(cls, spec: ModelSpec, checkpoint: Checkpoint) -> Self:
@@ -60,7 +61,9 @@ class StoredWeights:
         experts: set[str] = set()
         mixed_blocks = False  # a fused matrix whose blocks hold rows of both gate and up
         for plan in expert_tensors(spec):
-            fused = dtypes((plan.fused,))
+            if plan.kind != "matrix":
+                continue
+            fused = {"BF16"} if plan.mxfp4_scale is not None else dtypes((plan.fused,))
             mixed_blocks |= bool(fused) and plan.name == "gate_up" and spec.moe_intermediate % GROUP > 0
             for expert in range(0 if fused else spec.num_logical):
                 experts |= dtypes(plan.parts_of(expert))

@@ -29,31 +29,30 @@ class TorchRunner:
 
     @torch.inference_mode()
     def __call__(self, step: StepInputs) -> Tensor:
-        plan = self.attention.plan(step.batch) if step.batch.num_tokens else None
-        return self.stack(TorchStep(step, self.attention, plan, self.rope(step.batch.positions), self.numerics))
+        return self.stack(TorchStep(step, self.attention, {}, self.rope(step.batch.positions), self.numerics))
 
 
 @dataclass(frozen=True)
 class TorchStep:
     """Operations on the rows of one batch; see operations.py.
 
-    plan:  what to attend; None: the batch has no rows
+    plans: what to attend, by window, filled as layers ask
     turns: [T, rotated width / 2] complex64, of each row's position
     """
 
     step: StepInputs
     attention: PagedAttention
-    plan: AttentionPlan | None
+    plans: dict[int | None, AttentionPlan]
     turns: Tensor
     numerics: Numerics
 
     @property
     def has_rows(self) -> bool:
-        return self.plan is not None
+        return self.step.batch.num_tokens > 0
 
     @property
     def long_chunks(self) -> tuple[Chunk, ...]:
-        return () if self.plan is None else self.plan.long_chunks
+        return self._plan(None).long_chunks if self.has_rows else ()
 
     def embed(self, table: Tensor) -> Tensor:
         return functional.embedding(self.step.batch.input_ids, table)
@@ -87,9 +86,14 @@ class TorchStep:
         slots, cached = self.step.batch.slot_mapping, self.step.cache.layer(layer)
         mla_rope_write(q, row, norm, eps, self.turns, slots, cached, widths)
 
-    def attend(self, q: Tensor, layer: int) -> Tensor:
-        assert self.plan is not None, "nothing to attend"
-        return self.attention(q, self.step.cache, layer, self.plan)
+    def attend(self, q: Tensor, layer: int, window: int | None = None, sinks: Tensor | None = None) -> Tensor:
+        assert self.has_rows, "nothing to attend"
+        return self.attention(q, self.step.cache, layer, self._plan(window), sinks)
+
+    def _plan(self, window: int | None) -> AttentionPlan:
+        if window not in self.plans:
+            self.plans[window] = self.attention.plan(self.step.batch, window)
+        return self.plans[window]
 
     def cached_rows(self, layer: int, chunk: Chunk) -> Tensor:
         return self.step.cache.gather(layer, chunk.rows, 1)[0][0, 0]

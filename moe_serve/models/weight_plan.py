@@ -1,6 +1,8 @@
 """The tensors of a model and their names in its checkpoint: one table for loading, checking and dummy weights.
 
 Our names are short and fused where the forward uses one GEMM ("layers.3.qkv"); a tensor's parts are stacked along rows.
+Experts of gpt-oss are stored together, in another order than ours and often in MXFP4; where that is so the plan says
+it, and the reader brings them into our form.
 
 Shape words: H = hidden, I = width of an MLP, E = num_logical.
 """
@@ -9,16 +11,21 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from moe_serve.models.spec import GqaSpec, MlaSpec, ModelSpec
+from moe_serve.models.attention_spec import GqaSpec, MlaSpec
+from moe_serve.models.spec import MXFP4_BLOCK, ModelSpec
 
 
 @dataclass(frozen=True)
 class Part:
-    """One checkpoint tensor: its name, shape, and other names it may have instead."""
+    """One checkpoint tensor: its name, shape, and other names it may have instead.
+
+    dtype_name: the only one that it may have; None: any of numbers
+    """
 
     source: str
     shape: tuple[int, ...]
     aliases: tuple[str, ...] = ()
+    dtype_name: str | None = None
 
 
 @dataclass(frozen=True)
@@ -39,15 +46,30 @@ class DenseTensor:
 class ExpertTensor:
     """One tensor per expert of one layer: either per-expert parts, or one fused checkpoint tensor [E, *shape].
 
-    parts_of(e): the parts of expert e, stacked along rows
-    fused:       the checkpoint tensor that holds all experts in our own form
+    parts_of(e): the parts of expert e, stacked along rows; none where a family stores experts together only
+    fused:       the checkpoint tensor that holds all experts, in our own form unless the next three say otherwise
+    turned:      each expert lies in it as [k, n]
+    interleaved: rows of gate and up come by turns
+    mxfp4_scale: of the fused tensor, which holds blocks of MXFP4 values; None: it holds numbers
     """
 
-    name: Literal["gate_up", "down"]
+    name: Literal["gate_up", "down", "gate_up_bias", "down_bias"]
     layer_id: int
-    shape: tuple[int, int]
+    shape: tuple[int, ...]
     templates: tuple[Part, ...]  # {e} stands for the expert
     fused: Part
+    turned: bool = False
+    interleaved: bool = False
+    mxfp4_scale: Part | None = None
+
+    @property
+    def kind(self) -> Literal["matrix", "bias"]:
+        return "matrix" if len(self.shape) == 2 else "bias"
+
+    @property
+    def is_own_form(self) -> bool:
+        """Whether parts and fused tensor hold our rows in our order."""
+        return bool(self.templates)
 
     def parts_of(self, expert: int) -> tuple[Part, ...]:
         return tuple(Part(part.source.format(e=expert), part.shape) for part in self.templates)
@@ -76,7 +98,10 @@ def dense_tensors(spec: ModelSpec) -> Iterator[DenseTensor]:
 
 
 def expert_tensors(spec: ModelSpec) -> Iterator[ExpertTensor]:
-    """Yields the two expert tensors of every MoE layer."""
+    """Yields the expert tensors of every MoE layer: two matrices, and their biases where there are any."""
+    if spec.expert_names.interleaved:
+        yield from _interleaved_experts(spec)
+        return
     names, hidden, width = spec.expert_names, spec.hidden, spec.moe_intermediate
     for layer in spec.moe_layer_ids:
         block = f"model.layers.{layer}.{names.block}.experts."
@@ -90,6 +115,24 @@ def expert_tensors(spec: ModelSpec) -> Iterator[ExpertTensor]:
         all_down = Part(fused + "down_proj", (spec.num_logical, *down_shape))
         yield ExpertTensor("gate_up", layer, up_shape, (gate, up), all_up)
         yield ExpertTensor("down", layer, down_shape, (down,), all_down)
+
+
+def _interleaved_experts(spec: ModelSpec) -> Iterator[ExpertTensor]:
+    num_logical, hidden, width = spec.num_logical, spec.hidden, spec.moe_intermediate
+    for layer in spec.moe_layer_ids:
+        block = f"model.layers.{layer}.{spec.expert_names.block}.experts."
+        for name, (n, k) in (("gate_up", (2 * width, hidden)), ("down", (hidden, width))):
+            source, scale = f"{block}{name}_proj", None
+            fused = Part(source, (num_logical, k, n))
+            if spec.experts_in_mxfp4:
+                fused = Part(source + "_blocks", (num_logical, n, k // MXFP4_BLOCK, MXFP4_BLOCK // 2), dtype_name="U8")
+                scale = Part(source + "_scales", (num_logical, n, k // MXFP4_BLOCK), dtype_name="U8")
+            matrix: Literal["gate_up", "down"] = "gate_up" if name == "gate_up" else "down"
+            bias: Literal["gate_up_bias", "down_bias"] = "gate_up_bias" if name == "gate_up" else "down_bias"
+            by_turns = name == "gate_up"
+            yield ExpertTensor(matrix, layer, (n, k), (), fused, scale is None, by_turns, scale)
+            all_biases = Part(source + "_bias", (num_logical, n))
+            yield ExpertTensor(bias, layer, (n,), (), all_biases, interleaved=by_turns)
 
 
 def is_ignored(spec: ModelSpec, name: str) -> bool:
@@ -118,13 +161,16 @@ def _mlp(ours: str, theirs: str, hidden: int, width: int) -> Iterator[DenseTenso
 
 
 def _moe(spec: ModelSpec, ours: str, theirs: str) -> Iterator[DenseTensor]:
-    block = spec.expert_names.block
+    block, router = spec.expert_names.block, f".{spec.expert_names.router}"
     # transformers 5 names every family's block "mlp" in memory, and some exporters write that name.
-    gate = Part(theirs + block + ".gate.weight", (spec.num_logical, spec.hidden), (theirs + "mlp.gate.weight",))
-    yield DenseTensor(ours + "router", (gate,))
+    shape, other_name = (spec.num_logical, spec.hidden), f"{theirs}mlp{router}.weight"
+    yield DenseTensor(ours + "router", (Part(theirs + block + router + ".weight", shape, (other_name,)),))
     if spec.router.has_bias:
-        bias = Part(theirs + block + ".gate.e_score_correction_bias", (spec.num_logical,))
+        bias = Part(theirs + block + router + ".e_score_correction_bias", (spec.num_logical,))
         yield DenseTensor(ours + "router_bias", (bias,), "bias32")
+    if spec.router.has_logit_bias:
+        bias = Part(theirs + block + router + ".bias", (spec.num_logical,))
+        yield DenseTensor(ours + "router_logit_bias", (bias,), "bias32")
     if spec.shared_intermediate:
         yield from _mlp(ours + "shared_", theirs + block + ".shared_experts.", spec.hidden, spec.shared_intermediate)
 
@@ -141,6 +187,8 @@ def _gqa(spec: GqaSpec, hidden: int, ours: str, theirs: str) -> Iterator[DenseTe
     if spec.qk_norm:
         yield _norm(ours + "q_norm", theirs + "q_norm.weight", spec.head_dim)
         yield _norm(ours + "k_norm", theirs + "k_norm.weight", spec.head_dim)
+    if spec.has_sinks:
+        yield DenseTensor(ours + "sinks", (Part(theirs + "sinks", (spec.num_heads,)),), "bias32")
 
 
 def _mla(spec: MlaSpec, hidden: int, ours: str, theirs: str) -> Iterator[DenseTensor]:

@@ -14,7 +14,8 @@ from moe_serve.kernels.block_scales import GROUP
 from moe_serve.kernels.grouped_gemm_int8 import quantize_int8
 from moe_serve.models.checkpoint import Checkpoint
 from moe_serve.models.checkpoint_parts import CheckpointParts, scale_name
-from moe_serve.models.expert_slots import copy_to_replicas, empty_slots, filling, put_rows
+from moe_serve.models.expert_slots import copy_to_replicas, empty_slots, filling, put_matrix, put_rows
+from moe_serve.models.mxfp4 import dequantise_mxfp4
 from moe_serve.models.weight_plan import DenseTensor, ExpertTensor, Part, dense_tensors, expert_tensors
 from moe_serve.models.weight_share import WeightShare
 
@@ -65,7 +66,8 @@ class WeightReader:
         for plan in expert_tensors(self._spec):
             experts = self._share.slots[plan.layer_id]
             if self._parts.is_fused(plan):
-                total += self._parts.num_bytes(plan.fused) // self._spec.num_logical * len(experts)
+                num_bytes = sum(self._parts.num_bytes(part) for part in self._parts.parts(plan, ()))
+                total += num_bytes // self._spec.num_logical * len(experts)
             else:
                 total += sum(self._parts.num_bytes(part) for expert in experts for part in plan.parts_of(expert))
         return total
@@ -101,9 +103,21 @@ class WeightReader:
     def _put_expert(self, plan: ExpertTensor, expert: int, slots: dict[str, Tensor], slot: int) -> None:
         row = 0
         with filling(plan, self._share, slots, slot) as (tensors, at):
+            if not plan.is_own_form:
+                put_matrix(tensors, at, plan.name, self._share.form, self._brought_into_form(plan, expert))
+                self._report()
+                return
             for part in self._parts.parts(plan, (expert,)):
                 self._put(part, expert if self._parts.is_fused(plan) else None, tensors, at, plan.name, row)
                 row += part.shape[-2]
+
+    def _brought_into_form(self, plan: ExpertTensor, expert: int) -> Tensor:
+        """Returns one expert of a fused tensor in another form than ours: [n, k], or biases [n]."""
+        values = self._rows(plan.fused.source, expert)
+        if plan.mxfp4_scale is not None:
+            values = dequantise_mxfp4(values, self._rows(plan.mxfp4_scale.source, expert))
+        values = values.t() if plan.turned else values
+        return torch.cat((values[0::2], values[1::2])) if plan.interleaved else values
 
     def _put(self, part: Part, expert: int | None, slots: dict[str, Tensor], slot: int, name: str, row: int) -> None:
         """Writes stored rows of one expert into its slot from `row` on, in the form of the slots."""

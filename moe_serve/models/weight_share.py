@@ -38,7 +38,9 @@ class WeightShare:
     def slot_form(self) -> SlotForm:
         """Returns the form of one slot."""
         dtype = self.dtype if self.stored is None else self.stored.experts
-        return SlotForm(self.form, self.spec.hidden, self.spec.moe_intermediate, dtype, packed=self.stored is not None)
+        spec, packed = self.spec, self.stored is not None
+        sizes = spec.hidden, spec.moe_intermediate
+        return SlotForm(self.form, *sizes, dtype, packed, has_bias=spec.expert_bias, activation=spec.activation)
 
     def dense_dtype(self, plan: DenseTensor) -> torch.dtype:
         """Returns the dtype in which the rank keeps a dense tensor."""

@@ -28,7 +28,7 @@ class LoadedWeights:
 
     dense:      tensors named as in weight_plan.py
     experts:    per MoE layer (its model layer id) the tensors of expert_form.SlotForm, [slots_per_rank, ...]:
-                "gate_up", "down" and their scales; an empty slot holds zeros
+                "gate_up", "down", their scales and biases; an empty slot holds zeros
     slot_form:  of the experts' slots
     bytes_read: of the checkpoint, 0 for dummy weights
     """
@@ -101,7 +101,7 @@ class DummyWeights:
         name = f"layers.{plan.layer_id}.experts.{expert}.{plan.name}"
         first, *replicas = slot_ids
         with filling(plan, self.share, slots, first) as (tensors, slot):
-            values = self._draw(name, plan.shape, "matrix", torch.float32)
+            values = self._draw(name, plan.shape, plan.kind, torch.float32)
             put_matrix(tensors, slot, plan.name, self.share.form, values)
         copy_to_replicas(slots, first, replicas)
 

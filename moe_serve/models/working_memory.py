@@ -13,9 +13,10 @@ from moe_serve.attention_dp.attention_plan import LARGEST_GATHER
 from moe_serve.kernels.cpu.packed import padded
 from moe_serve.kernels.numerics import Numerics
 from moe_serve.kernels.row_tiles import LARGEST_TILE
+from moe_serve.models.attention_spec import GqaSpec, MlaSpec
 from moe_serve.models.mla import expand_from
 from moe_serve.models.recorded_step import SMALLEST
-from moe_serve.models.spec import GqaSpec, MlaSpec, ModelSpec
+from moe_serve.models.spec import ModelSpec
 
 _INDEX = 8  # bytes of an int64
 
@@ -84,7 +85,8 @@ def _experts(spec: ModelSpec, numerics: Numerics, sizes: StepSizes) -> int:
     rows = sizes.rows * spec.topk
     hidden, width = spec.hidden, spec.moe_intermediate
     tiled = hidden + width if numerics.invariant else 0  # rows of an expert, copied to whole row tiles
-    routed = rows * (2 * hidden + 3 * width + tiled) * sizes.itemsize
+    biases = max(hidden, width) if spec.expert_bias else 0  # repeated for the rows of either product
+    routed = rows * (2 * hidden + 3 * width + tiled + biases) * sizes.itemsize
     shared = 3 * sizes.rows * spec.shared_intermediate * sizes.itemsize
     gate = sizes.rows * spec.num_logical * 3 * 4 + rows * 4 * _INDEX  # logits, scores, choice; ids and their orders
     return routed + shared + gate

@@ -19,6 +19,13 @@ SCALE = 0.3
 LAYOUTS = {"gqa": (KvLayout.gqa(2, 8), 3), "mha": (KvLayout.gqa(3, 8), 1), "mla": (KvLayout.mla(12, 4), 5)}
 MODES = {"fast": FAST, "invariant": Numerics(row_tile=4, kv_tile=16)}
 NOT_FINITE = [float("nan"), float("inf"), -float("inf")]
+# layout, group, window, whether heads have sinks
+SEEING = {
+    "window 6 and sinks": (*LAYOUTS["gqa"], 6, True),
+    "window 1": (*LAYOUTS["gqa"], 1, False),
+    "window 17": (*LAYOUTS["mha"], 17, False),
+    "sinks": (*LAYOUTS["mha"], None, True),
+}
 # (start, length) of every sequence: decodes of very different lengths, a whole prompt, a chunk behind a prefix
 CASES = {
     "decodes": [(0, 1), (40, 1), (17, 1), (3, 1)],
@@ -35,10 +42,13 @@ def run(
     case: list[tuple[int, int]],
     stale: float = 0.0,
     fault: tuple[int, float] | None = None,
+    window: int | None = None,
+    has_sinks: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Returns (what PagedAttention gives, what the reference gives), real rows only.
 
     stale: what slots hold that no sequence has written;  fault: (sequence, value of one element of its first row)
+    window, has_sinks: as layers have them
     """
     generator = torch.Generator().manual_seed(0)
     cache = KvCache([layout], 64, BLOCK_SIZE, torch.float32, "cpu")
@@ -59,8 +69,10 @@ def run(
     tables = tables_of(BLOCK_SIZE, [chunk.request for chunk in chunks])
     batch = ForwardBatch.build(chunks, tables, "cpu", numerics)
     q = torch.randn(batch.num_padded, layout.num_heads, group, layout.width, generator=generator)
-    attention = PagedAttention(AttentionShape(layout, group, SCALE), numerics, torch.float32, "cpu")
-    got = attention(q, cache, 0, attention.plan(batch))
+    shape = AttentionShape(layout, group, SCALE, has_sinks=has_sinks)
+    sinks = torch.linspace(-2, 3, layout.num_heads * group) if has_sinks else None
+    attention = PagedAttention(shape, numerics, torch.float32, "cpu")
+    got = attention(q, cache, 0, attention.plan(batch, window), sinks)
     assert got.shape == (*q.shape[:-1], layout.value_width)
     wanted = []
     row = 0
@@ -69,7 +81,8 @@ def run(
         keys, values = (both, both[..., : layout.value_width])
         if layout.kind == "gqa":
             keys, values = both[: layout.num_heads], both[layout.num_heads :]
-        wanted.append(attention_reference(q[row : row + chunk.length], keys, values, SCALE, chunk.start))
+        mine = q[row : row + chunk.length]
+        wanted.append(attention_reference(mine, keys, values, SCALE, chunk.start, window, sinks))
         row += chunk.length
     return got[:row], torch.cat(wanted)
 
@@ -80,6 +93,18 @@ def run(
 def test_paged_attention_matches_the_formula(kind: str, case: str, mode: str) -> None:
     got, wanted = run(*LAYOUTS[kind], MODES[mode], CASES[case])
     assert relative_error(got, wanted) < FLOAT32
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("kind", SEEING)
+def test_windows_and_sinks_match_the_formula_whatever_freed_blocks_hold(kind: str, case: str, mode: str) -> None:
+    layout, group, window, has_sinks = SEEING[kind]
+    seeing = {"window": window, "has_sinks": has_sinks}
+    got, wanted = run(layout, group, MODES[mode], CASES[case], **seeing)
+    assert relative_error(got, wanted) < FLOAT32
+    dirty, _ = run(layout, group, MODES[mode], CASES[case], stale=float("nan"), **seeing)
+    assert torch.equal(got, dirty)
 
 
 @pytest.mark.parametrize("value", NOT_FINITE)

@@ -37,6 +37,12 @@ TINY: dict[str, dict[str, Any]] = {
         "moe_intermediate_size": 48, "head_dim": 16, "norm_topk_prob": True, "num_key_value_heads": 2,
         "decoder_sparse_step": 1, "mlp_only_layers": [],
     },
+    "gpt_oss": {
+        "architectures": ["GptOssForCausalLM"], "model_type": "gpt_oss", "num_local_experts": 8,
+        "num_experts_per_tok": 3, "num_key_value_heads": 2, "head_dim": 16, "intermediate_size": 48,
+        "sliding_window": 20, "swiglu_limit": 0.7, "attention_bias": True,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+    },
     "deepseek_v3": {
         "architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3", "n_routed_experts": 8,
         "num_experts_per_tok": 3, "moe_intermediate_size": 24, "n_shared_experts": 1, "n_group": 4, "topk_group": 2,

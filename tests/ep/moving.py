@@ -17,14 +17,14 @@ from moe_serve.eplb.migration.moves import MigrationRound
 from moe_serve.eplb.placement import Placement
 
 BUSY_S = 1e-9  # a step so short that every turn carries one piece
-Forms = tuple[ExpertForm, torch.dtype, bool]  # the last: packed for the compiled CPU kernels
+Forms = tuple[ExpertForm, torch.dtype, bool, bool]  # the last two: packed for the compiled CPU kernels, with biases
 FORMS: tuple[Forms, ...] = (
-    ("dense", torch.float32, False),
-    ("dense", torch.bfloat16, False),
-    ("fp8", torch.bfloat16, False),
-    ("int8", torch.float32, False),
-    ("dense", torch.bfloat16, True),
-    ("fp8", torch.float32, True),
+    ("dense", torch.float32, False, False),
+    ("dense", torch.bfloat16, False, False),
+    ("fp8", torch.bfloat16, False, False),
+    ("int8", torch.float32, False, False),
+    ("dense", torch.bfloat16, True, True),
+    ("fp8", torch.float32, True, False),
 )
 
 
@@ -53,7 +53,7 @@ def make_stores(placement: Placement, rank: int, form: Forms, hidden: int, width
     slots = placement.slots_per_rank
     stores = []
     for layer, row in enumerate(placement.physical_to_logical.tolist()):
-        kept = SlotForm(form[0], hidden, width, form[1], form[2])
+        kept = SlotForm(form[0], hidden, width, form[1], form[2], has_bias=form[3])
         tensors = {name: torch.zeros(slots, *shape, dtype=dtype) for name, (shape, dtype) in kept.tensors.items()}
         store = ExpertStore(tensors, kept)
         for slot, expert in enumerate(row[rank * slots :][:slots]):

@@ -6,15 +6,17 @@ import torch
 from moe_serve.dispatch.base import MaskedRows, PackedRows
 from moe_serve.ep import expert_form
 from moe_serve.ep.expert_ffn import expert_ffn
-from moe_serve.ep.expert_form import ExpertForm, SlotForm, choose_expert_form, scale_of
+from moe_serve.ep.expert_form import ExpertForm, SlotForm, bias_of, choose_expert_form, scale_of
 from moe_serve.ep.expert_store import ExpertStore
 from moe_serve.errors import ConfigError
+from moe_serve.kernels.activation import Activation
+from moe_serve.kernels.clamped_swiglu import clamped_swiglu_reference
 from moe_serve.kernels.grouped_gemm_fp8 import dequantize_weight, quantize_weight
 from moe_serve.kernels.grouped_gemm_int8 import has_vnni, quantize_int8
 from moe_serve.kernels.numerics import FAST, Numerics
 from moe_serve.kernels.quantize import dequantize, quantize
 from tests.kernels.data import dequantize_int8
-from tests.tolerance import FP8_WIRE, INT8_EXPERT
+from tests.tolerance import FLOAT32, FP8_WIRE, INT8_EXPERT
 
 QUANTISED: list[ExpertForm] = ["fp8", "int8"]
 INVARIANT = Numerics(row_tile=4)
@@ -124,6 +126,49 @@ def test_packed_and_masked_rows_give_each_row_its_experts_output(
         assert torch.equal(masked[filled], packed), "both layouts give the same bits"
     else:
         assert distance(masked[filled], packed.double()) < 2e-3
+
+
+@pytest.mark.parametrize("form", ["dense", "int8"])
+def test_biases_and_the_clamped_activation_by_torch_are_each_slots_own(form: ExpertForm) -> None:
+    if form == "int8" and not has_vnni():
+        pytest.skip("needs a CPU with AVX-512 VNNI")
+    torch.manual_seed(0)
+    activation = Activation("clamped_swiglu", alpha=1.702, limit=0.7)
+    for hidden, width, rows in ((64, 33, [0, 5, 1]), (200, 136, [23, 0, 17]), (16, 1, [0, 0, 0])):
+        tensors, gate_up, down = draw("int8", 3, hidden, width)
+        if form == "dense":
+            tensors = {"gate_up": gate_up, "down": down}
+        tensors |= {bias_of("gate_up"): torch.randn(3, 2 * width), bias_of("down"): torch.randn(3, hidden)}
+        kept = SlotForm(form, hidden, width, torch.float32, has_bias=True, activation=activation)
+        assert {name: (tuple(t.shape[1:]), t.dtype) for name, t in tensors.items()} == kept.tensors
+        store, x = (
+            ExpertStore({name: tensor.clone() for name, tensor in tensors.items()}, kept),
+            torch.randn(sum(rows), hidden),
+        )
+        for numerics in (FAST, INVARIANT):
+            got = expert_ffn(PackedRows(x, torch.tensor(rows)), store, numerics)
+            wanted = []
+            for slot, part in enumerate(torch.split(x, rows)):
+                gate_up_rows = part @ gate_up[slot].T + tensors["gate_up_bias"][slot]
+                middle = clamped_swiglu_reference(gate_up_rows, activation)
+                wanted.append(middle @ down[slot].T + tensors["down_bias"][slot])
+            assert distance(got, torch.cat(wanted).double()) < (FLOAT32 if form == "dense" else 2 * INT8_EXPERT)
+            slab = torch.randn(3, max(rows) + 2, hidden)
+            filled = torch.arange(slab.shape[1]) < torch.tensor(rows)[:, None]
+            slab[filled] = x
+            assert (
+                distance(expert_ffn(MaskedRows(slab, torch.tensor(rows)), store, numerics)[filled], got.double())
+                < FLOAT32
+            )
+        alone = [
+            expert_ffn(PackedRows(x[i : i + 1], one_hot), store, INVARIANT) for i, one_hot in enumerate(owners(rows))
+        ]
+        assert torch.equal(torch.cat([got[:0], *alone]), got)
+
+
+def owners(rows: list[int]) -> list[torch.Tensor]:
+    """Returns for every row the counts of a batch that holds this row alone."""
+    return [torch.eye(len(rows), dtype=torch.int64)[slot] for slot, count in enumerate(rows) for _ in range(count)]
 
 
 def distance(got: torch.Tensor, wanted: torch.Tensor) -> float:

@@ -27,15 +27,40 @@ YARN = {
     "beta_fast": 32, "beta_slow": 1, "mscale": 0.7, "mscale_all_dim": 1.3,
 }  # fmt: skip
 
+# The window is shorter than most prompts and no multiple of a tile, and many gates and ups reach the limit.
+GPT_OSS: dict[str, Any] = COMMON | {
+    "num_local_experts": 8, "num_experts_per_tok": 3, "head_dim": 16, "num_hidden_layers": 3, "sliding_window": 20,
+    "swiglu_limit": 0.7, "attention_bias": True,
+    "rope_parameters": {
+        "rope_type": "yarn", "rope_theta": 150000.0, "factor": 4.0, "original_max_position_embeddings": 64,
+        "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False,
+    },
+}  # fmt: skip
+
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "mixtral": ("mixtral", COMMON | {"num_local_experts": 4, "num_experts_per_tok": 2}),
-    "mixtral-mha": ("mixtral", COMMON | {"num_key_value_heads": 4, "num_local_experts": 4, "num_experts_per_tok": 2}),
+    "mixtral-mha-window": (
+        "mixtral",
+        COMMON | {"num_key_value_heads": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 33},
+    ),
     "qwen3_moe": ("qwen3_moe", QWEN),
-    "qwen3_moe-dense-bias": (
+    "qwen3_moe-dense-bias-window": (
         "qwen3_moe",
         QWEN
+        | {"use_sliding_window": True, "sliding_window": 64}
         | {"mlp_only_layers": [0], "attention_bias": True, "norm_topk_prob": False, "tie_word_embeddings": True}
         | {"rope_parameters": {"rope_type": "linear", "rope_theta": 5000.0, "factor": 2.0}},
+    ),
+    "gpt_oss": ("gpt_oss", GPT_OSS),
+    "gpt_oss-long-window-mha": (
+        "gpt_oss",
+        GPT_OSS
+        | {
+            "num_key_value_heads": 4,
+            "sliding_window": 70,
+            "layer_types": ["full_attention", *["sliding_attention"] * 2],
+        }
+        | {"rope_parameters": {"rope_type": "default", "rope_theta": 5000.0}, "attention_bias": False},
     ),
     "deepseek_v3": ("deepseek_v3", MLA),
     "deepseek_v3-no-q-lora": (

@@ -5,6 +5,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from moe_serve.ep.moe_layer import ExpertParallel, MoeWeights, record_call
+from moe_serve.kernels.clamped_swiglu import clamped_swiglu_reference
 from moe_serve.kernels.cpu.recorder import Recorder
 
 
@@ -13,7 +14,7 @@ class ReferenceMoe:
 
     def __init__(self, parallel: ExpertParallel, layer_row: int, weights: MoeWeights):
         self.router, self.gate, self.bias = parallel.router, weights.gate, weights.correction_bias
-        self.experts, self.shared = weights.experts, weights.shared
+        self.experts, self.shared, self.logit_bias = weights.experts, weights.shared, weights.logit_bias
 
     def __call__(self, x: Tensor, num_tokens: int, num_chunks: int, overlap: bool = False) -> Tensor:
         out = self.shared(x) if self.shared is not None else torch.zeros_like(x)
@@ -21,19 +22,28 @@ class ReferenceMoe:
             ids, weights = self._route(x[t])
             total = torch.zeros_like(x[t], dtype=torch.float32)
             for expert, weight in zip(ids.tolist(), weights, strict=True):
-                gate, up = functional.linear(x[t], self.experts.matrix("gate_up")[expert]).chunk(2)
-                total += (
-                    weight * functional.linear(functional.silu(gate) * up, self.experts.matrix("down")[expert]).float()
-                )
+                middle = self._activate(self._project("gate_up", expert, x[t]))
+                total += weight * self._project("down", expert, middle).float()
             out[t] = (out[t].float() + total).to(x.dtype)
         return out
 
     def record(self, recorder: Recorder, x: Tensor) -> Tensor:
         return record_call(recorder, self, x)
 
+    def _project(self, name: str, expert: int, x: Tensor) -> Tensor:
+        y, bias = functional.linear(x, self.experts.matrix(name)[expert]), self.experts.bias(name)
+        return y if bias is None else y + bias[expert].to(y.dtype)
+
+    def _activate(self, gate_up: Tensor) -> Tensor:
+        activation = self.experts.activation
+        if activation.kind == "clamped_swiglu":
+            return clamped_swiglu_reference(gate_up, activation)
+        gate, up = gate_up.chunk(2)
+        return functional.silu(gate) * up
+
     def _route(self, x: Tensor) -> tuple[Tensor, Tensor]:
         router = self.router
-        logits = functional.linear(x.float(), self.gate.float())
+        logits = functional.linear(x.float(), self.gate.float(), self.logit_bias)
         scores = logits.softmax(-1) if router.scoring == "softmax" else logits.sigmoid()
         choice = scores if self.bias is None else scores + self.bias
         if router.num_groups > 1:

@@ -2,6 +2,7 @@
 
 import ctypes
 import json
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -19,7 +20,11 @@ from moe_serve.models.weights import load_weights
 from tests.engine.offline import tiny_model
 from tests.models.runner import load_decoder, one_rank
 
-EXPERTS = {"hidden_size": 512, "moe_intermediate_size": 512, "num_experts": 32, "num_hidden_layers": 4}
+EXPERTS = {
+    "qwen3_moe": {"hidden_size": 512, "moe_intermediate_size": 512, "num_experts": 32, "num_hidden_layers": 4},
+    "gpt_oss": {"hidden_size": 512, "intermediate_size": 512, "num_local_experts": 32, "num_hidden_layers": 4},
+}
+MXFP4 = {"quantization_config": {"quant_method": "mxfp4"}}
 CLEAR, STATUS = Path("/proc/self/clear_refs"), Path("/proc/self/status")
 
 
@@ -33,13 +38,15 @@ TIED = {"hidden_size": 512, "vocab_size": 1 << 16, "tie_word_embeddings": True}
 NEEDS_SIZES = pytest.mark.skipif(not CLEAR.exists(), reason="needs the sizes of /proc/self/status")
 
 
-def write_zeros(folder: Path, sizes: dict[str, int]) -> Path:
-    """Writes a tiny bfloat16 model of these sizes, and returns its folder."""
-    config = tiny_model(folder, "qwen3_moe") / "config.json"
+def write_zeros(folder: Path, sizes: Mapping[str, object], family: str = "qwen3_moe") -> Path:
+    """Writes a tiny model of these sizes in bfloat16, or what MXFP4 needs, and returns its folder."""
+    config = tiny_model(folder, family) / "config.json"
     config.write_text(json.dumps(json.loads(config.read_text()) | sizes))
     spec = read_spec(config.parent)
-    parts = [part for plan in dense_tensors(spec) for part in plan.parts] + [p.fused for p in expert_tensors(spec)]
-    tensors = {part.source: torch.zeros(part.shape, dtype=torch.bfloat16) for part in parts}
+    parts = [part for plan in dense_tensors(spec) for part in plan.parts]
+    parts += [part for plan in expert_tensors(spec) for part in (plan.fused, plan.mxfp4_scale) if part is not None]
+    dtypes = {"U8": torch.uint8, None: torch.bfloat16}
+    tensors = {part.source: torch.zeros(part.shape, dtype=dtypes[part.dtype_name]) for part in parts}
     save_file(tensors, config.parent / "model.safetensors")
     return config.parent
 
@@ -51,8 +58,11 @@ def memory_now() -> int:
 
 
 @NEEDS_SIZES
-def test_the_peak_of_loading_is_the_weights_and_one_expert(tmp_path: Path) -> None:
-    folder = write_zeros(tmp_path, EXPERTS)
+@pytest.mark.parametrize(("family", "coding", "file_mib"), [("qwen3_moe", {}, 190), ("gpt_oss", MXFP4, 50)])
+def test_the_peak_of_loading_is_the_weights_and_one_expert(
+    family: str, coding: dict[str, object], file_mib: int, tmp_path: Path
+) -> None:
+    folder = write_zeros(tmp_path, EXPERTS[family] | coding, family)
     spec = read_spec(folder)
     stored = StoredWeights.of(spec, folder)
     share = WeightShare(spec, one_rank(spec), 0, torch.float32, "cpu", "dense", stored)
@@ -62,7 +72,7 @@ def test_the_peak_of_loading_is_the_weights_and_one_expert(tmp_path: Path) -> No
     CLEAR.write_text("5")  # the peak begins anew
     loaded = load_weights(folder, share)
     grown = memory_bytes("VmHWM") - before
-    assert loaded.bytes_read > 190 * 2**20
+    assert loaded.bytes_read > file_mib * 2**20
     most = wanted + 16 * share.slot_form.num_bytes
     assert wanted * 0.75 < grown < most, f"{grown >> 20} MiB for {wanted >> 20}"
 

@@ -1,6 +1,7 @@
 """config.json files: what they become, and which are refused by name."""
 
 import json
+import math
 import subprocess
 import sys
 from pathlib import Path
@@ -9,8 +10,9 @@ from typing import Any
 import pytest
 
 from moe_serve.errors import ModelError
+from moe_serve.models.attention_spec import GqaSpec, MlaSpec
 from moe_serve.models.rope_spec import mscale_of
-from moe_serve.models.spec import FAMILIES, GqaSpec, MlaSpec, read_spec
+from moe_serve.models.spec import FAMILIES, read_spec
 from tests.models.families import MLA, QWEN, YARN
 
 QWEN_30B: dict[str, Any] = {
@@ -33,6 +35,18 @@ DEEPSEEK_V3: dict[str, Any] = {
                      "beta_slow": 1, "mscale": 1.0, "mscale_all_dim": 1.0},
     "quantization_config": {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic",
                             "weight_block_size": [128, 128]},
+}  # fmt: skip
+
+GPT_OSS_20B: dict[str, Any] = {
+    "architectures": ["GptOssForCausalLM"], "model_type": "gpt_oss", "vocab_size": 201088, "hidden_size": 2880,
+    "intermediate_size": 2880, "num_hidden_layers": 24, "num_attention_heads": 64, "num_key_value_heads": 8,
+    "head_dim": 64, "num_local_experts": 32, "num_experts_per_tok": 4, "experts_per_token": 4, "sliding_window": 128,
+    "layer_types": ["sliding_attention", "full_attention"] * 12, "attention_bias": True, "rms_norm_eps": 1e-5,
+    "max_position_embeddings": 131072, "initial_context_length": 4096, "rope_theta": 150000, "swiglu_limit": 7.0,
+    "rope_scaling": {"rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False,
+                     "original_max_position_embeddings": 4096},
+    "eos_token_id": 200002, "pad_token_id": 199999, "tie_word_embeddings": False, "hidden_act": "silu",
+    "quantization_config": {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn"]},
 }  # fmt: skip
 
 
@@ -67,6 +81,21 @@ def test_deepseek_v3_has_the_published_sizes(tmp_path: Path) -> None:
     assert (spec.fp8_block, spec.checkpoint_dtype) == (128, "bfloat16")
 
 
+@pytest.mark.parametrize(("num_layers", "num_experts", "published"), [(24, 32, 20.9e9), (36, 128, 116.8e9)])
+def test_gpt_oss_has_the_published_sizes(num_layers: int, num_experts: int, published: float, tmp_path: Path) -> None:
+    sizes = {"num_hidden_layers": num_layers, "num_local_experts": num_experts}
+    kinds = ["sliding_attention", "full_attention"] * (num_layers // 2)
+    spec = read_spec(folder(tmp_path, GPT_OSS_20B | sizes | {"layer_types": kinds}))
+    total = spec.dense_parameters + spec.num_moe_layers * spec.num_logical * spec.expert_parameters
+    assert total == pytest.approx(published, rel=0.005)
+    attention = spec.attention
+    assert isinstance(attention, GqaSpec)
+    assert [attention.window_of(layer) for layer in range(4)] == [128, None, 128, None]
+    assert spec.experts_in_mxfp4
+    assert spec.rope.table_factor == pytest.approx(0.1 * math.log(32) + 1)
+    assert spec.activation.limit == 7.0
+
+
 def test_old_and_new_keys_of_the_rotation_are_the_same(tmp_path: Path) -> None:
     old = {k: v for k, v in YARN.items() if k not in ("rope_type", "rope_theta")} | {"type": "yarn"}
     base = MLA | {"model_type": "deepseek_v3"}
@@ -80,18 +109,16 @@ def test_some_layers_may_be_dense(tmp_path: Path) -> None:
 
 
 def test_an_unsupported_architecture_is_refused_with_the_list_of_supported_ones(tmp_path: Path) -> None:
-    config = {"model_type": "gpt_oss", "architectures": ["GptOssForCausalLM"]}
+    config = {"model_type": "olmoe", "architectures": ["OlmoeForCausalLM"]}
     with pytest.raises(ModelError) as error:
         read_spec(folder(tmp_path, config))
-    for word in ("gpt_oss", "GptOssForCausalLM", *FAMILIES):
+    for word in ("olmoe", "OlmoeForCausalLM", *FAMILIES):
         assert word in str(error.value)
 
 
 @pytest.mark.parametrize(
     ("base", "change", "words"),
     [
-        (QWEN_30B, {"use_sliding_window": True, "sliding_window": 4096}, "sliding-window attention"),
-        (QWEN_30B, {"model_type": "mixtral", "num_local_experts": 8, "sliding_window": 4096}, "sliding_window 4096"),
         (QWEN_30B, {"hidden_act": "gelu"}, "hidden_act 'gelu'"),
         (QWEN_30B, {"quantization_config": {"quant_method": "awq"}}, "quantization 'awq'"),
         (QWEN_30B, {"rope_scaling": {"rope_type": "longrope", "factor": 4}}, "rope_type 'longrope'"),
@@ -107,6 +134,14 @@ def test_an_unsupported_architecture_is_refused_with_the_list_of_supported_ones(
         (DEEPSEEK_V3, {"scoring_func": "softmax"}, "scoring_func 'softmax'"),
         (DEEPSEEK_V3, {"topk_method": "greedy"}, "topk_method 'greedy'"),
         (DEEPSEEK_V3, {"moe_layer_freq": 2}, "moe_layer_freq 2"),
+        (GPT_OSS_20B, {"layer_types": ["full_attention"] * 23}, "layer_types is"),
+        (GPT_OSS_20B, {"layer_types": ["chunked_attention"] * 24}, "attention 'chunked_attention'"),
+        (GPT_OSS_20B, {"layer_types": [{}] * 24}, "attention {} ("),
+        (GPT_OSS_20B, {"sliding_window": None}, "sliding_window is missing"),
+        (GPT_OSS_20B, {"rope_scaling": None}, "rope_parameters is missing"),
+        (GPT_OSS_20B, {"intermediate_size": 2890}, "intermediate_size is 2890, expected a multiple of 32"),
+        (GPT_OSS_20B, {"swiglu_limit": 0}, "swiglu_limit is 0"),
+        (QWEN_30B, {"quantization_config": {"quant_method": "mxfp4"}}, "quantization 'mxfp4'"),
         (DEEPSEEK_V3, {"n_group": 7}, "256 experts do not divide into 7 groups"),
     ],
     ids=str,
@@ -119,9 +154,22 @@ def test_what_cannot_be_served_is_refused_by_name(
     assert words in str(error.value)
 
 
-def test_a_window_that_no_sequence_outgrows_is_no_window(tmp_path: Path) -> None:
-    read_spec(folder(tmp_path, QWEN_30B | {"use_sliding_window": True, "sliding_window": 40960}))
-    read_spec(folder(tmp_path, QWEN_30B | {"use_sliding_window": False, "sliding_window": 4096}))
+@pytest.mark.parametrize(
+    ("change", "window"),
+    [
+        ({"use_sliding_window": True, "sliding_window": 40960}, None),
+        ({"use_sliding_window": False, "sliding_window": 4096}, None),
+        ({"use_sliding_window": True, "sliding_window": 4096}, 4096),
+        ({"model_type": "mixtral", "num_local_experts": 8, "sliding_window": 4096}, 4096),
+    ],
+    ids=str,
+)
+def test_a_window_that_no_sequence_outgrows_is_no_window(
+    change: dict[str, Any], window: int | None, tmp_path: Path
+) -> None:
+    attention = read_spec(folder(tmp_path, QWEN_30B | change)).attention
+    assert isinstance(attention, GqaSpec)
+    assert [attention.window_of(layer) for layer in (0, 1, 47)] == [window] * 3
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", '"x"'])

@@ -27,6 +27,7 @@ COMMON = {
 SIZES: dict[str, dict[str, Any]] = {
     "mixtral": COMMON | {"intermediate_size": 700, "num_key_value_heads": 4},
     "qwen3_moe": COMMON | {"head_dim": 64, "moe_intermediate_size": 128},
+    "gpt_oss": COMMON | {"intermediate_size": 128, "num_key_value_heads": 2, "head_dim": 64, "sliding_window": 100},
     "deepseek_v3": COMMON | {
         "num_key_value_heads": 8, "kv_lora_rank": 128, "qk_rope_head_dim": 32, "qk_nope_head_dim": 64, "v_head_dim": 64,
         "moe_intermediate_size": 128, "intermediate_size": 512, "q_lora_rank": 128,
@@ -65,6 +66,7 @@ def peak_bytes(runner: Runner, step: list[tuple[int, int]]) -> int:
     ("family", "numerics"),
     [
         ("mixtral", FAST), ("mixtral", COMPILED), ("qwen3_moe", FAST), ("qwen3_moe", INVARIANT),
+        ("gpt_oss", FAST), ("gpt_oss", INVARIANT), ("gpt_oss", COMPILED),
         ("deepseek_v3", FAST), ("deepseek_v3", INVARIANT), ("deepseek_v3", COMPILED),
     ],
     ids=str,

@@ -2,6 +2,7 @@
 
 import re
 import socket
+from pathlib import Path
 
 import pytest
 
@@ -10,6 +11,7 @@ from moe_serve.launcher.check import machine
 from moe_serve.launcher.check.examine import examine
 from moe_serve.launcher.check.report import Report
 from moe_serve.launcher.check.show import print_check
+from tests.engine.offline import tiny_model
 
 WAITS = "the others wait until it is started again (moe-serve serve, LLM), or all are (torchrun, mpirun)"
 GO_ON = "low_latency (shared memory) with engine.exchange shm can go on"
@@ -51,6 +53,18 @@ def test_quantised_experts_are_said_and_sized(monkeypatch: pytest.MonkeyPatch) -
     assert (said.value, said.why) == ("int8", "not the checkpoint's numbers: weights and rows are rounded")
     scales = 4 * (2 * 64 + 192)  # one for each output channel
     assert sizes(report)["expert slots"] == 32 * 4 * (3 * 192 * 64 + scales)
+
+
+def test_gpt_oss_is_sized_with_its_biases_and_refused_on_gpus_by_name(tmp_path: Path) -> None:
+    path = tiny_model(tmp_path, "gpt_oss")
+    report = checked(f"model.path={path}", "model.load_format=dummy")
+    assert report.problems == []
+    (kind,) = [line for line in report.model if line.name == "type"]
+    assert kind.value == "gpt_oss"
+    assert sizes(report)["expert slots"] == 8 * 3 * (3 * 64 * 48 + 2 * 48 + 64) * 4
+    problems = checked(f"model.path={path}", "model.load_format=dummy", "parallel.device=cuda").problems
+    refused = r"gpt_oss needs sliding windows, attention sinks, biases .*parallel\.device: cpu"
+    assert any(re.search(refused, problem) for problem in problems), problems
 
 
 def test_the_compiled_kernels_keep_weights_as_they_are_stored() -> None:

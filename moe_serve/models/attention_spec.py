@@ -1,0 +1,66 @@
+"""What the attention of a model is, and how many parameters it has in a layer. Torch-free."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class GqaSpec:
+    """Grouped-query attention: query head h reads key/value head h // (num_heads / num_kv_heads)."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    qk_norm: bool  # RMS norm over each query and key head, before the rotation
+    bias: bool  # on the q, k, v and output projections
+    has_sinks: bool = False  # each query head has a learned score that takes its share beside those of the keys
+    window: int | None = None  # keys that a token sees in windowed layers, its own included
+    windowed_layer_ids: tuple[int, ...] = ()
+
+    @property
+    def softmax_scale(self) -> float:
+        return float(self.head_dim**-0.5)
+
+    def window_of(self, layer_id: int) -> int | None:
+        """Returns how many keys a token sees in a layer, its own included; None: all up to its own."""
+        return self.window if layer_id in self.windowed_layer_ids else None
+
+    def num_parameters(self, hidden: int) -> int:
+        """Returns the parameters of one layer's attention."""
+        q, kv = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        matrices = hidden * (2 * q + 2 * kv)
+        vectors = (2 * self.head_dim if self.qk_norm else 0) + (q + 2 * kv + hidden if self.bias else 0)
+        return matrices + vectors + (self.num_heads if self.has_sinks else 0)
+
+
+@dataclass(frozen=True)
+class MlaSpec:
+    """Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434): per token, one latent and one key."""
+
+    num_heads: int
+    q_lora_rank: int | None  # None: queries are projected directly
+    kv_lora_rank: int
+    nope_dim: int  # query/key width without rotation, per head
+    rope_dim: int  # rotated width, shared by all key heads
+    value_dim: int
+    bias: bool  # on the two down projections and the output projection
+    softmax_scale: float  # (nope_dim + rope_dim)^-0.5, times YaRN's mscale^2
+
+    @property
+    def query_dim(self) -> int:
+        return self.nope_dim + self.rope_dim
+
+    @property
+    def latent_dim(self) -> int:
+        """Width of one cached row."""
+        return self.kv_lora_rank + self.rope_dim
+
+    def num_parameters(self, hidden: int) -> int:
+        """Returns the parameters of one layer's attention."""
+        q, rank = self.num_heads * self.query_dim, self.q_lora_rank
+        first = q if rank is None else rank
+        total = hidden * (first + self.latent_dim) + (0 if rank is None else rank * (q + 1))
+        total += self.kv_lora_rank * (1 + self.num_heads * (self.nope_dim + self.value_dim))
+        total += self.num_heads * self.value_dim * hidden
+        if self.bias:
+            total += (0 if rank is None else rank) + self.latent_dim + hidden
+        return total
