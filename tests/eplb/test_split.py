@@ -14,16 +14,6 @@ from moe_serve.topology import Topology
 from tests.eplb.split_cases import best_by_subsets, by_source_of, cases, layer_of, random_case, rank_loads
 
 
-@pytest.fixture(scope="module")
-def library(tmp_path_factory):
-    try:
-        return build_library(tmp_path_factory.mktemp("built"))
-    except ConfigError as error:
-        if "no C compiler" in str(error):
-            pytest.skip("this machine has no C compiler; the plain split is the one in use")
-        raise
-
-
 @settings(max_examples=200, deadline=None)
 @given(case=cases(), seed=st.integers(0, 2**32), name=st.sampled_from(["even", "nearest", "exact"]))
 def test_compiled_splits_equal_the_plain_ones(library, case, seed, name):

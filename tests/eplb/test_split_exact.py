@@ -9,21 +9,10 @@ from hypothesis import strategies as st
 
 from moe_serve.eplb.split.exact import UNPROVEN, ExactSplit, confined_load, is_proven, split_exact
 from moe_serve.eplb.split.make import make_split, split_batch
-from moe_serve.eplb.split.native import NativeSplit, build_library
+from moe_serve.eplb.split.native import NativeSplit
 from moe_serve.eplb.split.replica_graph import ReplicaGraph
-from moe_serve.errors import ConfigError
 from moe_serve.topology import Topology
 from tests.eplb.split_cases import best_by_subsets, by_source_of, cases, layer_of, random_case, rank_loads
-
-
-@pytest.fixture(scope="module")
-def library(tmp_path_factory):
-    try:
-        return build_library(tmp_path_factory.mktemp("built"))
-    except ConfigError as error:
-        if "no C compiler" in str(error):
-            pytest.skip("this machine has no C compiler; the plain split is the one in use")
-        raise
 
 
 def test_hand_worked_example():
