@@ -106,7 +106,9 @@ def build_engine(
             overlap_from_tokens=config.dispatch.overlap_from_tokens,
         ),
         settings=EngineSettings(
-            heartbeat_s=config.engine.heartbeat_s, front_end_deadline_s=config.server.worker_deadline_s
+            heartbeat_s=config.engine.heartbeat_s,
+            front_end_deadline_s=config.server.worker_deadline_s,
+            drain_deadline_s=config.server.drain_deadline_s,
         ),
     )
 

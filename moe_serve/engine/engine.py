@@ -18,6 +18,7 @@ from moe_serve.engine.messages import (
     ALIVE_PERIOD_S,
     Abort,
     Answer,
+    Draining,
     FlushCache,
     ForFrontEnds,
     Rebalance,
@@ -48,10 +49,15 @@ _MASKED_POLL_S = 0.002  # how often a masked rank checks whether the others regr
 
 @dataclass(frozen=True)
 class EngineSettings:
-    """Times of the loop, in seconds. front_end_deadline_s: the engine ends after this much silence of the front end."""
+    """Times of the loop, in seconds.
+
+    front_end_deadline_s: the engine ends after this much silence of the front end
+    drain_deadline_s:     and so long after it was asked to drain, whatever the front end says
+    """
 
     heartbeat_s: float = 1.0
     front_end_deadline_s: float = 30.0
+    drain_deadline_s: float = 25.0
 
 
 @dataclass
@@ -83,6 +89,7 @@ class Engine:
     refusal: str | None = None
     _held_steps: int = 0
     _wants_stop: bool = False
+    _drain_until_s: float | None = None
     _spoke_s: float = 0.0
     _started_s: float = 0.0
 
@@ -98,6 +105,15 @@ class Engine:
     def request_stop(self) -> None:
         """Asks all ranks to end at the next step. Safe to call from a signal handler."""
         self._wants_stop = True
+
+    @property
+    def draining(self) -> bool:
+        return self._drain_until_s is not None
+
+    def request_drain(self) -> None:
+        """Asks the front end to end the ranks when open requests have ended. Safe to call from a signal handler."""
+        # The front end hears of it within a period, and has its own deadline then.
+        self._drain_until_s = time.monotonic() + self.settings.drain_deadline_s + ALIVE_PERIOD_S
 
     def run(self) -> None:
         """Runs steps until the ranks agree to stop.
@@ -273,6 +289,9 @@ class Engine:
         served = self.served
         totals = totals_of(self.counters, self.scheduler.stats, served.split_outcomes)
         self.mailbox.send(make_status(self.rank, self.launch_id, self.step, self.scheduler, totals, served.waited_s))
+        if self._drain_until_s is not None:
+            self.mailbox.send(Draining(self.rank, self.launch_id))
+            self._wants_stop |= now_s > self._drain_until_s
         silent_s = min(self.mailbox.front_end_silent_s(), now_s - self._started_s)
         if silent_s > self.settings.front_end_deadline_s and not self._wants_stop:
             log.error(
@@ -293,4 +312,5 @@ class Engine:
             isinstance(message, Shutdown | Refused) for message in self.mailbox.poll(_MASKED_POLL_S)
         )
         self._keep_in_touch()
+        self._wants_stop |= self.draining  # it has no requests
         return not self._wants_stop

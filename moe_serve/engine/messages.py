@@ -246,6 +246,13 @@ class Fatal(Message, tag="fatal", frozen=True):
     lost_rank: int
 
 
+class Draining(Message, tag="draining", frozen=True):
+    """This rank was asked to end when open requests have; sent again until the front end says `Shutdown`."""
+
+    rank: int
+    launch_id: int
+
+
 class Goodbye(Message, tag="goodbye", frozen=True):
     """This rank ends because it was asked to."""
 
@@ -274,6 +281,7 @@ ToFrontEnd = (
     | Answer
     | BalanceReport
     | Fatal
+    | Draining
     | Goodbye
     | ForFrontEnds
 )

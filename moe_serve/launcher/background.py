@@ -72,6 +72,10 @@ class BackgroundRanks:
             self._loop.close()
             self._folder.remove()
 
+    def give_up(self, reason: str) -> None:
+        """Ends the open requests with an error, and takes no more. From any thread."""
+        self._loop.call_soon_threadsafe(self.bridge.drain, reason)
+
     def call(self, work: Awaitable[T]) -> T:
         """Returns the result of work, run in the bridge's thread; an interrupt here cancels it there."""
         future = asyncio.run_coroutine_threadsafe(_as_coroutine(work), self._loop)

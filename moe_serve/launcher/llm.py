@@ -4,7 +4,7 @@
         for output in llm.generate(["def fibonacci("], SamplingParams(temperature=0)):
             print(output.text)
 
-The ranks are child processes and end with this one (`background.py`).
+The ranks are child processes and end with this one (`background.py`). On SIGTERM what runs finishes (`orderly_end.py`).
 """
 
 import asyncio
@@ -23,6 +23,7 @@ from moe_serve.config import ServeConfig, load_config
 from moe_serve.errors import ConfigError, RequestError
 from moe_serve.launcher.background import BackgroundRanks
 from moe_serve.launcher.local import WORKER
+from moe_serve.launcher.orderly_end import OrderlyEnd
 from moe_serve.launcher.preflight import load_tokenizer, look_for_files
 from moe_serve.server.balance import BalanceBook
 from moe_serve.server.open_request import Changes, OpenRequest, RequestSpec
@@ -85,6 +86,10 @@ class LLM:
         self._tokenizer = load_tokenizer(config)
         self._ranks = BackgroundRanks(config, self._tokenizer, progress, worker)
         self._bridge = self._ranks.bridge
+        self._end = OrderlyEnd(self._give_up, config.server.drain_deadline_s)
+
+    def _give_up(self) -> None:
+        self._ranks.give_up("the process was asked to end (SIGTERM), and the call took longer than drain_deadline_s")
 
     def __enter__(self) -> Self:
         return self
@@ -103,6 +108,10 @@ class LLM:
 
         Raises RequestError for a prompt that cannot be served, and UnavailableError when a rank is lost.
         """
+        with self._end.call():
+            return self._generate(prompts, params)
+
+    def _generate(self, prompts: Prompts, params: Params) -> list[Output]:
         specs = self._specs(prompts, params)
         with ProgressBar(disable=not self._progress) as bar:
             task = bar.add_task("generating", total=len(specs))
@@ -114,7 +123,8 @@ class LLM:
         params: Params = None,
     ) -> Iterator[tuple[int, Output]]:
         """Yields (index of the prompt, its output so far) as tokens arrive; its last output has a finish_reason."""
-        yield from self._news(self._specs(prompts, params))
+        with self._end.call():
+            yield from self._news(self._specs(prompts, params))
 
     @property
     def balance(self) -> BalanceBook:
@@ -123,6 +133,7 @@ class LLM:
 
     def close(self) -> None:
         """Ends the ranks. Safe to call again."""
+        self._end.close()
         self._ranks.close()
 
     # --- from prompts to requests -------------------------------------------------------------------------------------

@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING
 
 from moe_serve.config import ServeConfig
 from moe_serve.engine.mailbox import ZmqMailbox
-from moe_serve.engine.messages import Hello, Progress, Pulse, Ready
+from moe_serve.engine.messages import Hello, Progress, Pulse, Ready, Refused
 from moe_serve.engine.watchdog import Watchdog, WatchLimits
+from moe_serve.errors import MoeServeError
 from moe_serve.launcher.facts import Fact, facts_of, front_end_facts
 from moe_serve.launcher.handover import Handover, check_like, find_handover, leave_handover
 from moe_serve.launcher.rank_env import RankEnv
@@ -31,6 +32,10 @@ if TYPE_CHECKING:
 log = get_logger(__name__)
 
 
+class RefusedError(MoeServeError):
+    """The front end did not take this rank."""
+
+
 class RankStart:
     """The way of one rank to its first step, phase by phase; each is shown to the front end and watched.
 
@@ -44,7 +49,9 @@ class RankStart:
         self._watchdog = _start_watchdog(config, env)
 
     def report(self, phase: str, fraction: float) -> None:
+        """Shows what this rank does. Raises RefusedError where the front end has refused it by now."""
         self._watchdog.enter(phase)
+        self._look_for_refusal()
         if self.env.launch_id:  # before the ranks meet, the front end cannot know whose phase this is
             self._mailbox.send(Progress(self.env.rank, self.env.launch_id, phase, fraction))
 
@@ -68,6 +75,11 @@ class RankStart:
         self._mailbox.start_pulse(lambda: Pulse(rank, launch_id, engine.step, engine.watchdog.phase))
         self._mailbox.send(Ready(rank, launch_id, engine.served.limits, engine.served.info))
         return engine
+
+    def _look_for_refusal(self) -> None:
+        for message in self._mailbox.poll(0.0):
+            if isinstance(message, Refused):
+                raise RefusedError(f"the front end refused this rank: {message.reason}")
 
     def _begin_together(self) -> "Engine":
         from moe_serve.dispatch.peer_calls import barrier
@@ -194,12 +206,18 @@ def _build_engine(
 
 
 def _end_on_signals(engine: "Engine") -> None:
-    """Makes SIGINT and SIGTERM end all ranks at the next step; a second signal ends this rank at once."""
+    """Makes SIGTERM end all ranks when open requests have ended, and SIGINT, or another SIGTERM, at the next step.
+
+    One more signal ends this rank at once.
+    """
 
     def ask(signum: int, frame: FrameType | None) -> None:
         if engine.stopping:
             os._exit(128 + signum)
-        engine.request_stop()
+        if signum == signal.SIGTERM and not engine.draining:
+            engine.request_drain()
+        else:
+            engine.request_stop()
 
     signal.signal(signal.SIGINT, ask)
     signal.signal(signal.SIGTERM, ask)

@@ -26,7 +26,7 @@ from moe_serve.errors import ConfigError, LostConnectionError, MoeServeError, Pe
 from moe_serve.kernels.cpu.library import build_cpu_library
 from moe_serve.launcher.preflight import look_where_to_write
 from moe_serve.launcher.rank_env import RankEnv, check_num_ranks, read_rank_env
-from moe_serve.launcher.rank_start import RankStart
+from moe_serve.launcher.rank_start import RankStart, RefusedError
 from moe_serve.links.link import check_front_ends, find_link
 from moe_serve.log import configure_logging, get_logger
 
@@ -85,6 +85,9 @@ def run_worker(config: ServeConfig, env: RankEnv) -> int:
         if engine.refusal is not None:
             log.error("the front end refused this rank: %s", engine.refusal)
         code = 1 if engine.lost_front_end or engine.refusal is not None else 0
+    except RefusedError as error:
+        log.error("%s", error)
+        code = 1
     except LostConnectionError as error:
         lost = _dead_peer(engine)
         code = _launch_lost(mailbox, start.env, loss_message(lost, engine.step if engine else None, error), lost)

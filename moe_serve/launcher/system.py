@@ -171,7 +171,7 @@ class _System:
             front_ends.signal(signal.SIGINT)  # at once: what may be drained has been
         if not self._launch.is_ready or front_ends is None or front_ends.have_ended:
             for child in self.ranks.children:  # no front end asks them to end, or they do not listen yet
-                child.signal(signal.SIGTERM)
+                child.signal(signal.SIGINT if self._launch.is_ready else signal.SIGTERM)
         children = [*self.ranks.children, *(front_ends.children if front_ends is not None else ())]
         deadline_s = time.monotonic() + _END_GRACE_S
         while time.monotonic() < deadline_s and self.stop_signals < 2:

@@ -105,7 +105,7 @@ class Bridge:
         while (problem := self.problem()) is not None:
             if self.workers.loss is not None or self._link.is_draining:
                 raise UnavailableError(self.workers.loss or problem)
-            await self._link.wait_for_news(1.0)
+            await self._link.news.wait(1.0)
         return self.limits
 
     @property
@@ -124,6 +124,8 @@ class Bridge:
             return f"the ranks are being started again: {self.workers.loss}"
         if self.workers.loss is not None:
             return self.workers.loss
+        if self._link.rank_drain.reason is not None:
+            return self._link.rank_drain.reason
         if not self.workers.is_ready:
             return f"starting: {self.workers.missing()}"
         return None
@@ -137,7 +139,7 @@ class Bridge:
     async def wait_for_restart(self) -> None:
         """Waits while the ranks are started again, for a caller who prefers that to an UnavailableError."""
         while self.is_restarting:
-            await self._link.wait_for_news(0.2)
+            await self._link.news.wait(0.2)
 
     def give_up(self, reason: str) -> None:
         """Ends the open requests with an error: the caller does not start lost ranks again."""

@@ -11,7 +11,6 @@ they cannot. Torch-free.
 """
 
 import asyncio
-import contextlib
 import secrets
 import time
 
@@ -24,6 +23,7 @@ from moe_serve.engine.messages import (
     ALIVE_PERIOD_S,
     Alive,
     Answer,
+    Draining,
     Fatal,
     ForFrontEnds,
     Goodbye,
@@ -44,6 +44,8 @@ from moe_serve.links.link import Link, find_link
 from moe_serve.log import RareWarnings, get_logger
 from moe_serve.server.balance import BalanceBook
 from moe_serve.server.commands import CommandBook
+from moe_serve.server.news import News
+from moe_serve.server.rank_drain import RankDrain
 from moe_serve.server.rank_view import RankView
 from moe_serve.server.request_book import RequestBook
 from moe_serve.server.restart_wait import RestartWait
@@ -75,6 +77,9 @@ class RankLink:
         self._server = config.server
         self._link = link or find_link(config.server)
         self.siblings = Siblings(self._link.worker, config.server.api_workers, self._send_to_rank, self.book)
+        self.rank_drain = RankDrain(
+            self.workers, self.book, config.server.drain_deadline_s, self._fail_all, self._end_ranks
+        )
         self.is_draining = False
         self.started_s = 0.0
         self._warnings = RareWarnings(log)
@@ -82,7 +87,7 @@ class RankLink:
         self._touch: asyncio.Task[None] | None = None
         self._socket: RouterSocket | None = None
         self._silence = Silence(config)
-        self._news = asyncio.Event()  # set whenever a rank attaches, gets ready, ends or is lost
+        self.news = News()  # whenever a rank attaches, gets ready, ends or is lost
 
     def open(self) -> None:
         """Binds the address that ranks attach to. Raises LaunchError when it is taken."""
@@ -100,32 +105,28 @@ class RankLink:
         """Ends the open requests with an error; ranks may end from now on."""
         self.is_draining = True
         self._fail_all(reason)
-        self._news.set()
+        self.news.tell()
 
     async def close(self) -> None:
         """Ends the ranks and closes the socket; returns within a few seconds whatever the ranks do."""
         if self._socket is None or self._touch is None:
             return
-        for view in self.workers:
-            self._send(view.identity, Shutdown())
+        self._end_ranks()
         deadline_s = time.monotonic() + _GOODBYE_S
         # A rank that is still starting does not listen; the process that started it ends it.
         while self.workers.loss is None and any(view.serves for view in self.workers):
             left_s = deadline_s - time.monotonic()
-            if left_s <= 0 or not await self.wait_for_news(left_s):
+            if left_s <= 0 or not await self.news.wait(left_s):
                 break
+        self.rank_drain.close()
         self._touch.cancel()
         await asyncio.gather(self._touch, return_exceptions=True)
         self._socket.close()
         self._socket = None
 
-    async def wait_for_news(self, timeout_s: float) -> bool:
-        """Returns whether something happened to a rank within the timeout."""
-        self._news.clear()
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._news.wait(), timeout_s)
-            return True
-        return False
+    def _end_ranks(self) -> None:
+        for view in self.workers:
+            self._send(view.identity, Shutdown())
 
     def report_loss(self, reason: str, rank: int) -> None:
         """A rank is gone (SUPERVISOR: all are started again). Where others may go on without it, they will say so."""
@@ -134,7 +135,7 @@ class RankLink:
             return
         self.workers.suspect(rank, reason, time.monotonic())
         self.book.suspect(rank)
-        self._news.set()
+        self.news.tell()
 
     # --- messages -----------------------------------------------------------------------------------------------------
 
@@ -191,10 +192,13 @@ class RankLink:
                 self.workers.ready(view, message)
                 self.restart.serve()
                 self._tell(message)
+            case Draining() if view.mask_reason is None:
+                self.rank_drain.begin(view)
             case Goodbye():
                 view.ended = True
                 if not self.is_draining and view.mask_reason is None:
-                    self._end_launch(f"rank {view.rank} was told to end; start the ranks again", view.rank)
+                    why = self.rank_drain.reason or f"rank {view.rank} was told to end"
+                    self._end_launch(f"{why}; start the ranks again", view.rank)
                 self._tell(message)
 
     def _attach(self, identity: bytes, hello: Hello) -> None:
@@ -253,7 +257,7 @@ class RankLink:
             asyncio.get_running_loop().call_later(wait_s, self._settle_loss, self.workers.launch_id)
         elif first or (len(self.book) and not self.is_restarting):
             self._settle_loss(self.workers.launch_id)
-        self._news.set()
+        self.news.tell()
 
     def _settle_loss(self, launch_id: int) -> None:
         reason, lost_rank = self.workers.loss, self.workers.lost_rank
@@ -280,7 +284,7 @@ class RankLink:
 
     def _tell(self, message: ToFrontEnd) -> None:
         """Passes on what happens while the ranks start and end."""
-        self._news.set()
+        self.news.tell()
         self._supervisors.tell(message)
 
     def _send_to_rank(self, rank: int, message: Message) -> None:
@@ -295,7 +299,7 @@ class RankLink:
     # --- deadlines ----------------------------------------------------------------------------------------------------
 
     async def _keep_in_touch(self) -> None:
-        last_s, attach_s = time.monotonic(), self._server.attach_deadline_s
+        last_s = time.monotonic()
         while True:
             if self._socket is not None:
                 self._socket.keep_alive([view.identity for view in self.workers], Alive())
@@ -308,9 +312,5 @@ class RankLink:
                 continue  # after a pause of this process (stopped, laptop asleep) the ranks may report first
             if (lost := self._silence.look(self.workers, now_s)) is not None:
                 self._end_launch(*lost)
-            if not self.workers.is_ready and now_s - max(self.started_s, self.workers.began_s) > attach_s:
-                self._end_launch(
-                    f"the ranks were not ready within server.attach_deadline_s = {attach_s:g} s "
-                    f"({self.workers.missing()}); start the missing ranks, or allow more time",
-                    None,
-                )
+            if (why := self._silence.late_start(self.workers, self.started_s, now_s)) is not None:
+                self._end_launch(why, None)

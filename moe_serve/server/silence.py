@@ -26,6 +26,7 @@ class Silence:
         # The peers of a lost rank see the loss when they next wait for it, at the end of a step at the latest, and
         # agree within two deadlines.
         self._regroup_s = 3 * config.engine.step_deadline_s + _REGROUP_GRACE_S
+        self._attach_s = config.server.attach_deadline_s
         self._warnings = RareWarnings(log)
 
     def look(self, workers: WorkerTable, now_s: float) -> tuple[str, int] | None:
@@ -51,6 +52,15 @@ class Silence:
                     f"{self.limit_s + extra_s:g}: {larger}{also}); it hangs, or its host is gone; {view.last_phase}"
                 ), view.rank
         return None
+
+    def late_start(self, workers: WorkerTable, started_s: float, now_s: float) -> str | None:
+        """Returns why the ranks take too long to start; None while they do not. started_s: when the front end did"""
+        if workers.is_ready or now_s - max(started_s, workers.began_s) <= self._attach_s:
+            return None
+        return (
+            f"the ranks were not ready within server.attach_deadline_s = {self._attach_s:g} s ({workers.missing()}); "
+            "start the missing ranks, or allow more time"
+        )
 
     def _silent(self, view: RankView, silent_s: float) -> str:
         return (

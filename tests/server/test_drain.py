@@ -5,6 +5,8 @@ import contextlib
 
 import httpx
 
+from moe_serve.engine.messages import Draining
+from tests.server.fake_worker import FakeWorker
 from tests.server.raw_client import RawClient, header
 from tests.server.served import Served, in_event_loop, serving, until
 
@@ -84,6 +86,45 @@ async def test_while_draining_every_answer_asks_its_client_to_close_the_connecti
         assert answer.body.endswith(b"data: [DONE]\n\n")
         for client in (plain, stream):
             assert await client.closed() == b""
+
+
+@in_event_loop
+async def test_a_rank_that_is_asked_to_end_ends_all_once_open_requests_have_ended_and_others_may_come():
+    async with serving(2) as served:
+        for worker in served.workers:
+            worker.go.clear()
+        calls = [asyncio.create_task(served.generate(input_ids=[7], sampling_params=PARAMS)) for _ in range(4)]
+        await until(lambda: sum(len(worker.running) for worker in served.workers) == 4)
+        for _ in range(2):  # a rank repeats it
+            served.workers[1].say(Draining(1, 0))
+        await until(lambda: served.bridge.problem() is not None)
+        assert "rank 1 on testhost was asked to end" in (await served.generate(input_ids=[7])).text
+        assert (await served.client.get("/ready")).status_code == 503
+        assert not any(worker.was_shut_down for worker in served.workers)
+        for worker in served.workers:
+            worker.go.set()
+        assert [(await call).json()["output_ids"] for call in calls] == [OUTPUT] * 4
+        await until(lambda: all(worker.was_shut_down for worker in served.workers))
+        await until(lambda: served.bridge.workers.loss is not None)
+        assert not served.server.should_exit, "the front end waits for other ranks"
+        others = [FakeWorker(rank, 2, served.bridge.link.port, launch_id=1) for rank in range(2)]
+        tasks = [asyncio.create_task(worker.run()) for worker in others]
+        await until(lambda: served.bridge.problem() is None)
+        assert (await served.generate(input_ids=[7], sampling_params=PARAMS)).json()["output_ids"] == OUTPUT
+        served.tasks.extend(tasks)
+
+
+@in_event_loop
+async def test_ranks_that_are_asked_to_end_do_so_at_the_deadline():
+    async with serving(2, "server.drain_deadline_s=0.1") as served:
+        for worker in served.workers:
+            worker.go.clear()
+        call = asyncio.create_task(served.generate(input_ids=[7]))
+        await until(lambda: served.bridge.num_open == 1)
+        served.workers[0].say(Draining(0, 0))
+        assert (await call).status_code == 503
+        assert "open after server.drain_deadline_s = 0.1 s" in (await call).text
+        await until(lambda: all(worker.was_shut_down for worker in served.workers))
 
 
 class Balancer:

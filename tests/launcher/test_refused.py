@@ -1,0 +1,51 @@
+"""A rank that the front end refuses ends with an exit code and a last line that say so, before it loads a model."""
+
+import asyncio
+import os
+import sys
+import time
+
+from moe_serve.dispatch.base import EpGroup
+from moe_serve.server.bridge import Bridge
+from tests.ranks import run_ranks
+from tests.server.served import fake_config, in_event_loop
+
+
+def start_rank(rank: int, group: EpGroup, port: int) -> tuple[int, list[str]]:
+    """Runs the worker's own command in a fork of a process that has torch; returns its exit code and output."""
+    reading, writing = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        os.dup2(writing, 1)
+        os.dup2(writing, 2)
+        sys.stdout, sys.stderr = os.fdopen(1, "w", buffering=1), os.fdopen(2, "w", buffering=1)
+        import torch
+
+        torch.set_num_threads = lambda _: time.sleep(0.5)  # as the import takes long elsewhere: the answer comes then
+        place = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MOE_SERVE_LAUNCH_ID": "7"}
+        os.environ.update(place, MASTER_ADDR="127.0.0.1", MASTER_PORT="1")
+        try:
+            from moe_serve.launcher.serve import serve
+
+            serve(None, ["parallel.num_ranks=2", f"server.worker_port={port}", "engine.cpu_kernels=torch"])
+        finally:
+            os._exit(99)
+    os.close(writing)
+    with os.fdopen(reading) as output:
+        lines = output.read().splitlines()
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), lines
+
+
+@in_event_loop
+async def test_a_refused_rank_exits_with_1_and_the_reason_is_its_last_line():
+    bridge = Bridge(fake_config(3), None)
+    await bridge.start()
+    try:
+        ((code, lines),) = await asyncio.to_thread(run_ranks, 1, start_rank, bridge.link.port)
+    finally:
+        await bridge.close()
+    assert code == 1, lines
+    assert lines[-1].endswith(
+        "the front end refused this rank: rank 0 belongs to 2 ranks but this front end serves 3; give both the same "
+        "configuration"
+    ), lines
