@@ -106,6 +106,33 @@ def test_requests_go_on_when_two_torchruns_have_started_their_ranks_again(settin
         assert server.end(signal.SIGINT) == 0
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("whom", ["torchrun", "one rank"])
+def test_sigterm_to_torchrun_or_a_rank_finishes_what_runs(settings, whom):
+    ranks = torchrun("--standalone", "--nproc-per-node", "2", "-m", WORKER, *settings)
+    with front_end(settings) as (server, client), ranks:
+        assert becomes_ready(client), ranks.output
+        params = {"temperature": 0, "max_new_tokens": 400, "ignore_eos": True}
+        answers: list[httpx.Response] = []
+        call = {"text": ["def ", "class ", "import ", "if "], "sampling_params": params}
+        thread = threading.Thread(target=lambda: answers.append(client.post("/generate", json=call, timeout=120)))
+        thread.start()
+        assert eventually(lambda: client.get("/server_info").json()["requests"]["open"] == 4)
+        pids = [pid_of_rank(client, rank) for rank in range(2)]
+        os.kill(ranks.process.pid if whom == "torchrun" else pids[1], signal.SIGTERM)
+        assert eventually(lambda: "was asked to end" in client.get("/ready").text)
+        refused = client.post("/generate", json=FIVE)
+        assert (refused.status_code, "was asked to end" in refused.text) == (503, True)
+        thread.join(120)
+        assert [len(output["output_ids"]) for output in answers[0].json()] == [400] * 4
+        code = ranks.wait()
+        if whom == "one rank":  # torchrun itself ends with an error when it was signalled, however its ranks end
+            assert code == 0, ranks.output
+        assert gone(pids)
+        assert client.get("/health").status_code == 200
+        assert server.end(signal.SIGINT) == 0
+
+
 def test_mpirun_with_a_front_end_beside_it(settings):
     mpirun = shutil.which("mpirun", path=str(Path(sys.executable).parent))
     if mpirun is None:
