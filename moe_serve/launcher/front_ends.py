@@ -16,7 +16,7 @@ import zmq
 
 from moe_serve.child_process import describe_exit
 from moe_serve.config import ServeConfig
-from moe_serve.engine.messages import Hello, Message, ToFrontEnd, decode_to_front_end, encode
+from moe_serve.engine.messages import Hello, Message, Ready, ToFrontEnd, decode_to_front_end, encode
 from moe_serve.launcher.local import Child, OnLine, child_environment
 from moe_serve.launcher.restarts import Restarts
 from moe_serve.links.link import Link
@@ -52,6 +52,7 @@ class FrontEnds:
         for each in self._links:
             self._poller.register(each, zmq.POLLIN)
         self._by_age: list[int] = []
+        self._ready: set[tuple[int, int, int]] = set()  # (front end, launch, rank)
         self.children: list[Child] = []
 
     def start(self) -> None:
@@ -78,6 +79,11 @@ class FrontEnds:
         """Whether none of them runs."""
         return all(child.code is not None for child in self.children)
 
+    def serve(self, launch_id: int) -> bool:
+        """Returns whether every one knows that all ranks of a launch are ready."""
+        self._ready = {each for each in self._ready if each[1] == launch_id}
+        return len(self._ready) == len(self._links) * self._config.parallel.num_ranks
+
     def watch(self) -> int | None:
         """Starts again what has ended; returns the exit code of the system where that is no use, or too often."""
         for number, child in enumerate(self.children):
@@ -94,6 +100,7 @@ class FrontEnds:
                 return 1
             self._note(f"{ended}; it is started again ({self._restarts.describe()})")
             child.finish()
+            self._ready = {each for each in self._ready if each[0] != number}
             self.children[number] = self._start(number)
         return None
 
@@ -107,8 +114,11 @@ class FrontEnds:
             while link.poll(0):
                 data = link.recv()
                 with contextlib.suppress(msgspec.DecodeError):  # Alive and Shutdown are for ranks
+                    message = decode_to_front_end(data)
+                    if isinstance(message, Ready):
+                        self._ready.add((number, message.launch_id, message.rank))
                     if number == oldest:  # the others say the same, perhaps later
-                        yield decode_to_front_end(data)
+                        yield message
 
     def tell(self, message: Message) -> None:
         """Sends a message to all of them."""

@@ -105,7 +105,7 @@ class _System:
             assert self._front_ends is not None
             for message in self._front_ends.receive(_POLL_MS):
                 self._launch.take(message)
-            if self._launch.is_ready and not self._is_announced:
+            if self._launch.is_ready and not self._is_announced and self._front_ends.serve(self.ranks.launch_id):
                 self._announce()
             if not (self._drain_until_s and any(child.code == 0 for child in self.ranks.children)):
                 loss = self._launch.find_loss()  # a rank that ends with 0 at the end of a drain is none
