@@ -66,13 +66,13 @@ def main() -> None:
     print(text)
 
 
-def measure(case: Case, rounds: int) -> dict[str, Any]:
+def measure(case: Case, rounds: int, clock: Callable[[], float] = time.perf_counter) -> dict[str, Any]:
     what, ours_name, ours, theirs_name, theirs = case
     calls = [calls_for(ours), calls_for(theirs)]
     times: list[list[float]] = [[], []]
     for _ in range(rounds):
         for side, call in enumerate((ours, theirs)):
-            times[side].append(best_of(call, calls[side]))
+            times[side].append(best_of(call, calls[side], clock))
     ratio = statistics.median(b / a for a, b in zip(*times, strict=True))
     best = min(times[1]) / min(times[0])
     row = {
@@ -89,12 +89,12 @@ def calls_for(call: Callable[[], Any]) -> int:
     return max(1, min(50, int(0.005 / best_of(call, 2))))
 
 
-def best_of(call: Callable[[], Any], calls: int) -> float:
+def best_of(call: Callable[[], Any], calls: int, clock: Callable[[], float] = time.perf_counter) -> float:
     best = float("inf")
     for _ in range(calls):
-        start = time.perf_counter()
+        start = clock()
         call()
-        best = min(best, time.perf_counter() - start)
+        best = min(best, clock() - start)
     return best
 
 

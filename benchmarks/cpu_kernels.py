@@ -10,12 +10,14 @@ than the caches, as the layers of a model do. torch has the better of MKL (F.lin
 experts run as transformers' grouped_mm does on CPU: rows sorted by expert, two grouped products, SiLU in between.
 One call of experts reads the weights of each expert that has rows: its share of the roofline is what it reads a second
 of these bytes over what as many threads can read.
-`--only amx` is a table of its own: calls with bfloat16 weights by AMX against the same without it.
+`--only amx` is a table of its own: calls with bfloat16 weights by AMX against the same without it, in CPU time of one
+thread, which other work on the machine hardly adds to.
 """
 
 import argparse
 import itertools
 import os
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -63,7 +65,7 @@ def main() -> None:
     torch.manual_seed(0)
     cpu_library().set_threads(args.threads)
     if args.only == "amx":
-        compare_amx(facts, args.rounds, args.threads)
+        compare_amx(facts, args.rounds)
         return
     groups = {"linear": linear_cases, "prefill": prefill_cases}
     rows = []
@@ -84,12 +86,13 @@ def main() -> None:
     print(save("cpu_kernels", "Projections and experts on CPU", rows, facts, notes, per_cpu=True))
 
 
-def compare_amx(facts: dict[str, Any], rounds: int, threads: int) -> None:
+def compare_amx(facts: dict[str, Any], rounds: int) -> None:
     if cpu_library().form != AMX:
         raise SystemExit(f"the kernels go by {cpu_library().form}: this machine, its compiler or its system has no AMX")
-    rows = [measure(case, rounds) for case in amx_cases()]
+    cpu_library().set_threads(1)
+    rows = [measure(case, rounds, time.thread_time) for case in amx_cases()]
     notes = (
-        f"{threads} threads each, bfloat16 weights, float32 rows, {rounds} rounds, built by {cpu_library().compiler}. "
+        f"CPU time of one thread, bfloat16 weights, float32 rows, {rounds} rounds, built by {cpu_library().compiler}. "
         "Projections go through several weights in turn, larger than the caches together; `speed-up` is the median of "
         "the ratios within a round, in brackets best call over best call. Load average at the end: "
         f"{os.getloadavg()[0]:.2f}."
