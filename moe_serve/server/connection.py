@@ -277,8 +277,11 @@ class Connection(H11Protocol):
             return
         self._drops, self._since_s = True, time.monotonic()
         self.flow.resume_reading()
-        if self.transport.can_write_eof():
-            self.transport.write_eof()
+        try:
+            if self.transport.can_write_eof():
+                self.transport.write_eof()
+        except OSError:  # the client has reset the connection
+            self.transport.abort()
 
     def shutdown(self) -> None:
         if self._drops:

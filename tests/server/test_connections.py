@@ -155,6 +155,42 @@ async def test_a_client_that_is_gone_has_its_requests_aborted_though_it_looks_ha
         await until(lambda: len(served.server.table) == 0)
 
 
+@in_event_loop
+async def test_a_client_that_resets_its_connection_while_it_is_refused_is_no_error():
+    class Reset(asyncio.Transport):
+        """The transport of a connection that its client has reset, before the loop has heard of it."""
+
+        aborted = False
+
+        def write(self, data: bytes) -> None: ...
+
+        def get_write_buffer_size(self) -> int:
+            return 0
+
+        def can_write_eof(self) -> bool:
+            return True
+
+        def write_eof(self) -> None:
+            raise OSError(107, "Transport endpoint is not connected")
+
+        def abort(self) -> None:
+            self.aborted = True
+
+        def is_closing(self) -> bool:
+            return self.aborted
+
+        def resume_reading(self) -> None: ...
+
+    async with serving(1) as served:
+        connection, transport = served.server._connection(), Reset()
+        connection.connection_made(transport)
+        try:
+            connection.data_received(b"\x16\x03\x01 is not HTTP\r\n\r\n")
+        finally:
+            connection.connection_lost(OSError())
+        assert transport.aborted
+
+
 HOSTILE = [
     (b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + b"\xff" * 500, 400),
     (b"GET /ping HTTP/9.9\r\nhost: localhost\r\n\r\n", 400),
