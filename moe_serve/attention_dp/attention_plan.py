@@ -143,7 +143,7 @@ class _Builder:
         tables, seq_lens = batch.block_tables[:num_seqs], batch.seq_lens[:num_seqs]
         if tokens is not None:
             tables, seq_lens = batch.block_tables.index_select(0, tokens), batch.seq_lens.index_select(0, tokens)
-        keys = torch.arange(num_keys, device=batch.device).expand(num_seqs, -1)
+        keys = torch.arange(num_keys, device=batch.device)[None]
         if self._window is not None:
             first_keys = torch.tensor([self._first_key(length) for length in lens], device=batch.device)
             keys = keys + first_keys[:, None]
@@ -194,12 +194,13 @@ class _Builder:
     def _rows(self, tables: Tensor, keys: Tensor, hidden: Tensor) -> Tensor:
         """Returns the cache rows of sequences with these block tables.
 
-        keys: [n, K] positions;  hidden: [n, K] bool, keys beyond their ends
+        keys: [n or 1, K] positions;  hidden: [n, K] bool, keys beyond their ends
         A hidden key reads the first key of its own sequence. Its weight is zero, but zero times NaN is NaN, and another
         sequence may have left NaN in a block.
         """
         block_size = self._batch.block_size
-        blocks = tables.gather(1, (keys // block_size).clamp_(max=tables.shape[1] - 1)).long()
+        places = (keys // block_size).clamp_(max=tables.shape[1] - 1)
+        blocks = tables.gather(1, places.expand(tables.shape[0], -1)).long()
         slots = blocks * block_size + keys % block_size
         slots = torch.where(hidden, slots[:, :1], slots)
         return self._layout.gather_rows(slots if self._tile is None else slots.view(-1, self._tile))
