@@ -7,6 +7,8 @@ from contextlib import contextmanager
 import zmq
 
 from moe_serve.attention_dp.request import SamplingParams
+from moe_serve.attention_dp.request_blocks import RequestBlocks
+from moe_serve.attention_dp.scheduler import Scheduler
 from moe_serve.engine.mailbox import Disconnected, Inbound, Reconnected, ZmqMailbox
 from moe_serve.engine.messages import (
     Alive,
@@ -21,6 +23,8 @@ from moe_serve.engine.messages import (
     decode_to_front_end,
     encode,
 )
+from moe_serve.engine.requests import OpenRequests
+from moe_serve.engine.status import EngineCounters
 from moe_serve.links.folder import OwnFolder
 from moe_serve.links.link import Link
 from moe_serve.links.sockets import LinkSockets
@@ -129,3 +133,16 @@ def test_a_front_end_that_starts_anew_is_told_all_and_only_its_requests_are_drop
         submit = Submit("0:1.5-0", 0, [1], params=SamplingParams(), seed=0)
         front_ends[0].send(submit)
         assert arrived(mailbox) == [submit]
+
+
+def test_only_the_requests_of_a_front_end_that_is_gone_leave_a_rank() -> None:
+    scheduler = Scheduler(RequestBlocks(16, 4), max_running=4, max_batch_tokens=16, max_model_len=64)
+    requests = OpenRequests(scheduler, LIMITS, EngineCounters())
+    for request_id in ("0:1.5-0", "1:1.5-0", "10:1.5-0", "0:1.5-1"):
+        assert requests.submit(Submit(request_id, 0, [5, 6], SamplingParams(max_new_tokens=4), seed=0)) is None
+    requests.drop_all_of(1)
+    assert [request.request_id for request in scheduler._waiting.values()] == ["0:1.5-0", "10:1.5-0", "0:1.5-1"]
+    requests.drop_all_of(0)
+    assert len(requests) == 1
+    requests.drop_all_of(None)  # the only one
+    assert (len(requests), scheduler.has_work) == (0, False)
