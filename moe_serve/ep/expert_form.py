@@ -48,7 +48,7 @@ def choose_expert_form(
         case "fp8":
             if fp8_block is None:
                 raise ConfigError(
-                    "model.expert_weights is fp8 but the checkpoint is not FP8 (config.json has no "
+                    "model.expert_weights is fp8 but the checkpoint is not FP8 (config.json has no FP8 "
                     "quantization_config); fp8 keeps the values of an FP8 checkpoint: set model.expert_weights: auto"
                 )
             if fp8_block != GROUP:
