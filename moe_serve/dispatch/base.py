@@ -144,6 +144,7 @@ class TransportRequest:
     deadline_s: how long the transport waits for a peer, where it has a deadline
     compiled:   let shared memory move rows by a C helper where a compiler is found; the bits are the same
     cpu_kernels: one rank packs and adds rows by the compiled CPU kernels; the bits are the same
+    threads:    of this rank's CPU kernels
     """
 
     backend: str
@@ -155,6 +156,7 @@ class TransportRequest:
     deadline_s: float = 60.0
     compiled: bool = True
     cpu_kernels: bool = False
+    threads: int = 1
 
     def wanted(self, group: EpGroup) -> Wanted:
         """Returns what is asked of the transport, to be held against capabilities."""

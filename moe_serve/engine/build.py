@@ -164,7 +164,7 @@ def build_served_model(config: ServeConfig, group: EpGroup, progress: Progress |
     share = plan.share(group.rank)
     weights = _weights(config, share, progress or (lambda phase, fraction: None))
     load_s = time.monotonic() - started_s
-    parallel = _expert_parallel(config, plan, group)
+    parallel = _expert_parallel(config, plan, group, num_threads)
     decoder = build_decoder(plan.spec, weights, parallel, plan.device)
     block_size = config.cache.block_size
     limits = ModelLimits(
@@ -251,7 +251,7 @@ def _weights(config: ServeConfig, share: WeightShare, progress: Progress) -> Loa
     return load_weights(folder, share, report_bytes)
 
 
-def _expert_parallel(config: ServeConfig, plan: ModelPlan, group: EpGroup) -> ExpertParallel:
+def _expert_parallel(config: ServeConfig, plan: ModelPlan, group: EpGroup, num_threads: int) -> ExpertParallel:
     """Returns what the MoE layers share. Collective: transports map each other's memory."""
     spec, placement, dispatch = plan.spec, plan.placement, config.dispatch
     topology = Topology(group.num_nodes, group.num_ranks // group.num_nodes)
@@ -265,6 +265,7 @@ def _expert_parallel(config: ServeConfig, plan: ModelPlan, group: EpGroup) -> Ex
         deadline_s=dispatch.deadline_s or config.engine.step_deadline_s,
         compiled=dispatch.compiled,
         cpu_kernels=plan.numerics.compiled,
+        threads=num_threads,
     )
     all_to_all = make_all_to_all(group, request)
     check_bits(all_to_all, config)

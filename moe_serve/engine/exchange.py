@@ -11,6 +11,7 @@ import platform
 import secrets
 import time
 from collections.abc import Sequence
+from contextlib import nullcontext
 from datetime import timedelta
 from typing import ClassVar, Protocol
 
@@ -147,20 +148,22 @@ class ShmExchange(Exchange):
         buffers = self._buffers[:, self._sequence % 2]
         buffers[self._rank, 1 : 1 + ROW_LENGTH] = state
         buffers[self._rank, 0] = flag
-        self._wait(buffers[:, 0], flag, step)
+        cores = None if membership is None else membership.peers.cores
+        with nullcontext() if cores is None else cores.lent():
+            self._wait(buffers[:, 0], flag, step, 1 if cores else self._spins)
         self._missing = ()
         states = list(map(RankState._make, buffers[:, 1 : 1 + ROW_LENGTH].tolist()))
         for rank in self._masked:
             states[rank] = RankState(0, 0)
         return states
 
-    def _wait(self, flags: Int64Array, flag: int, step: int) -> None:
+    def _wait(self, flags: Int64Array, flag: int, step: int, spins: int) -> None:
         members = self._members
         started_s = checked_s = time.monotonic()
         checks = 0
         while not (flags[members] == flag).all():
             checks += 1
-            if checks < self._spins:
+            if checks < spins:
                 continue
             now_s = time.monotonic()
             # A computing step takes milliseconds: yield at first, then sleep longer the longer it takes.

@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 
 from moe_serve.dispatch.shm.flag_wait import FlagWait
 from moe_serve.dispatch.shm.region import Int64Array, ReceiveSlice
+from moe_serve.dispatch.shm.shared_cores import SharedCores
 from moe_serve.errors import PeerError
 
 EPOCH_SHIFT = 40  # a flag is epoch << 40 | sequence number: enough for a call every 80 ns during a day
@@ -16,6 +17,7 @@ class Peers:
     rank:   of this process;  others: the ranks that take part beside it;  epoch: counts the groups
     mask:   others as bits
     slices: where this rank writes, by peer;  flags: [R, NUM_FLAGS], what peers have written here
+    cores:  None where each thread has a core
     """
 
     rank: int
@@ -24,6 +26,7 @@ class Peers:
     slices: list[ReceiveSlice]
     flags: Int64Array
     wait: FlagWait
+    cores: SharedCores | None = None
     mask: int = field(init=False)
     channels: list["Channel"] = field(default_factory=list)
 
@@ -34,6 +37,8 @@ class Peers:
         """Starts over with these peers; what is in flight is never received."""
         self.epoch, self.others, self.mask = epoch, others, as_bits(others)
         self.wait.drop()
+        if self.cores is not None:
+            self.cores.give_all_but([self.rank, *others])
         for channel in self.channels:
             channel.restart()
 

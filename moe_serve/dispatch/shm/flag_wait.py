@@ -1,7 +1,7 @@
 """Waits for flags of peers: spin, then yield, then sleep. Whether to go on waiting is decided in membership.py.
 
-A rank reads only flags in its own region. It spins for about as long as a running peer needs; with more ranks than
-cores it does not spin at all, since the peer may need this very core.
+A rank reads only flags in its own region. It spins for about as long as a running peer needs; with more threads than
+cores it does not spin at all, since the peer may need this very core, and workers of the peers may use it.
 """
 
 import os
@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 
 from moe_serve.dispatch.shm.region import Int64Array
+from moe_serve.dispatch.shm.shared_cores import SharedCores
 
 SPINS = 100  # reads, 10 µs, before the time slice is given up, where each rank has a core
 YIELD_S = 0.002  # how long a rank only yields; most computing steps end within it
@@ -19,7 +20,13 @@ CHECK_S = 0.005  # how often a waiting rank checks whether its peers live
 class FlagWait:
     """Waits until flags hold a value."""
 
-    def __init__(self, num_ranks: int, deadline_s: float, check: Callable[[list[int], str, int, float], None]):
+    def __init__(
+        self,
+        num_ranks: int,
+        deadline_s: float,
+        check: Callable[[list[int], str, int, float], None],
+        cores: SharedCores | None = None,
+    ):
         """check(missing ranks, phase, sequence, waited_s): raises PeerError where waiting is useless"""
         self.waited_s = [0.0] * num_ranks
         """Seconds that this rank has waited for each other one since the start, spinning not counted: its row of the
@@ -27,7 +34,8 @@ class FlagWait:
         self._kept_s = [0.0] * num_ranks
         self._check = check
         self._check_s = min(CHECK_S, deadline_s / 5)
-        self.spins = SPINS if num_ranks <= len(os.sched_getaffinity(0)) else 1
+        self._cores = cores
+        self.spins = SPINS if num_ranks <= len(os.sched_getaffinity(0)) and cores is None else 1
 
     def keep(self) -> None:
         """Keeps the waits so far: their step is done."""
@@ -36,6 +44,12 @@ class FlagWait:
     def drop(self) -> None:
         """Forgets the waits since the last `keep`: their step is void."""
         self.waited_s[:] = self._kept_s
+
+    def add(self, waited_ns: Int64Array) -> None:
+        """Counts waits of the C helper, [R], and sets them to 0."""
+        for rank, waited in enumerate(waited_ns.tolist()):
+            self.waited_s[rank] += waited * 1e-9
+        waited_ns[:] = 0
 
     def __call__(
         self,
@@ -50,6 +64,12 @@ class FlagWait:
 
         Raises PeerError naming rank, phase and sequence number.
         """
+        if self._cores is None:
+            return self._wait(flags, wanted, ranks, phase, sequence, or_more)
+        with self._cores.lent():
+            return self._wait(flags, wanted, ranks, phase, sequence, or_more)
+
+    def _wait(self, flags: Int64Array, wanted: int, ranks: list[int], phase: str, sequence: int, or_more: bool) -> None:
         looks = 0
         started_s = counted_s = 0.0
         for rank in ranks:

@@ -43,10 +43,10 @@ class Membership:
         self._memory = memory
         self._rank = memory.rank
         self._deadline_s = deadline_s
-        self._pages: list[Int64Array] = [owner_words(memory.region(rank)) for rank in range(memory.num_ranks)]
-        self._own = self._pages[self._rank]
+        self.pages: list[Int64Array] = [owner_words(memory.region(rank)) for rank in range(memory.num_ranks)]
+        self._own = self.pages[self._rank]
         self._suspects: set[int] = set()
-        self._heartbeat = Heartbeat(self._rank, self._pages)
+        self._heartbeat = Heartbeat(self._rank, self.pages)
         self._waiting: tuple[list[int], str, int] = ([], "", 0)
         self.suspect_after_s: float | None = None
         """Seconds without a sign of life after which a rank is suspected; None: only the deadlines count."""
@@ -199,13 +199,13 @@ class Membership:
 
     def waiting_to_rejoin(self) -> list[int]:
         """Returns the masked ranks that want to rejoin."""
-        asking = [rank for rank in self.masked if self._pages[rank][_WANTS_REJOIN] and self._memory.lives(rank)]
+        asking = [rank for rank in self.masked if self.pages[rank][_WANTS_REJOIN] and self._memory.lives(rank)]
         # A new process in the place of one that died while it asked is not there yet.
         return [rank for rank in asking if self._heartbeat.silent_s(rank) < _SILENT_S]
 
     def is_new(self, rank: int) -> bool:
         """Returns whether a rank that waits to rejoin is a new process, in the place of one that died."""
-        return int(self._pages[rank][_WANTS_REJOIN]) == 2
+        return int(self.pages[rank][_WANTS_REJOIN]) == 2
 
     def _agree(self, epoch: int, masked: int) -> list[int]:
         decisions = self._memory.decisions
@@ -252,7 +252,7 @@ class Membership:
 
     def _proposal(self, rank: int) -> tuple[int, int]:
         """Returns a rank's proposed epoch, and the ranks that it masks in it."""
-        page = self._pages[rank]
+        page = self.pages[rank]
         while True:
             proposed, masked = int(page[_PROPOSED]), int(page[_MASK])
             if proposed == page[_PROPOSED]:
@@ -264,7 +264,7 @@ class Membership:
     def _is_waiting(self, rank: int) -> bool:
         # A rank that hangs shows no sign for a whole deadline; on a busy machine a healthy one may pause briefly.
         recent_s = max(_WAITING_NOW_S, self._deadline_s / 4)
-        return (time.monotonic_ns() - int(self._pages[rank][_WAITING_NS])) * 1e-9 < recent_s
+        return (time.monotonic_ns() - int(self.pages[rank][_WAITING_NS])) * 1e-9 < recent_s
 
     def _own_pause_s(self, waited_s: float) -> float:
         """Returns for how long of this wait this process was suspended; no peer is late for that."""

@@ -57,6 +57,7 @@ from moe_serve.dispatch.shm.result_buffers import ResultBuffers
 from moe_serve.dispatch.shm.row_copy import Placed, RowBuffers, RowCopier, StagingBuffer, StagingBuffers
 from moe_serve.dispatch.shm.row_copy_native import native_row_copier
 from moe_serve.dispatch.shm.row_copy_plain import PlainRowCopier
+from moe_serve.dispatch.shm.shared_cores import SharedCores, are_shared
 from moe_serve.dispatch.shm.sizes import most_tokens, region_shape
 from moe_serve.dispatch.shm.travel import NativeTravel
 from moe_serve.dispatch.wire import Codec, make_wire
@@ -95,6 +96,8 @@ class ShmAllToAll(AllToAll[ShmHandle]):
         self._slab_rows = self._num_ranks * limits.max_tokens_per_rank if request.rows == "masked" else 0
         self._received = [ReceiveSlice(memory.region(self._rank), self._shape, r) for r in range(self._num_ranks)]
         self.membership = Membership(memory, request.deadline_s)
+        shares = request.cpu_kernels and are_shared(self._num_ranks, request.threads) and memory.watches_processes
+        self._cores = SharedCores(self._rank, self.membership.pages) if shares else None
         self._peers = self._make_peers(request.deadline_s)
         self.membership.peers = self._peers
         self._counts = Channel(self._peers, "counts", COUNTS, COUNTS_READ)
@@ -134,7 +137,8 @@ class ShmAllToAll(AllToAll[ShmHandle]):
             epoch=0,
             slices=slices,
             flags=all_flags(memory.region(self._rank), shape),
-            wait=FlagWait(self._num_ranks, deadline_s, self.membership.check),
+            wait=FlagWait(self._num_ranks, deadline_s, self.membership.check, self._cores),
+            cores=self._cores,
         )
 
     @property
@@ -144,6 +148,10 @@ class ShmAllToAll(AllToAll[ShmHandle]):
     def end_step(self) -> None:
         """Keeps what was waited in this step; a voided step leaves nothing in the wait matrix."""
         self._peers.wait.keep()
+
+    def close(self) -> None:
+        if self._cores is not None:
+            self._cores.close()
 
     def exchange_counts(self, counts: Tensor) -> Pending[Tensor]:
         num_counts = counts.shape[0]

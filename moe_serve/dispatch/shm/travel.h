@@ -1,8 +1,10 @@
 /* Rows to their slots, through the experts and back, in one call. It looks at flags for a short while; where a peer is
-   late it returns which wait it is at, Python waits (flag_wait.py), and the call is made again, from there on. */
+   late it returns which wait it is at, Python waits (flag_wait.py), and the call is made again, from there on. Ranks that
+   share cores give theirs away first: their workers compute on a core whose rank waits (kernels/cpu/cores.h). */
 
 #pragma once
 #include "row_copy.h"
+#include "shared_cores.h"
 
 enum { SEND_ROWS, PLACE_ROWS, EXPERTS, ADD_RESULTS, HOME }; /* stages, as in travel.py; each begins with a wait */
 enum { DATA_ROWS, DATA_RESULTS, READ_ROWS, READ_RESULTS, FLAG_WORDS };
@@ -18,6 +20,8 @@ typedef struct { /* as travel.py fills it */
     i64 rows_flag, results_flag; /* of the calls of this layer */
     i64 rows_before, results_before; /* of the calls that used their buffers before, or 0 */
     i64 others, stage;
+    uint32_t *const *core_of; /* [R] words of shared_cores.py, or NULL */
+    i64 *waited_ns; /* [R], while cores are shared */
     i64 here[]; /* for each rank, addresses of its flags here, then of this rank's flags there: of each buffer */
 } Travel;
 
@@ -29,23 +33,28 @@ static i64 *flag_of(const Travel *t, i64 there, i64 rank, i64 word, i64 buffer)
 
 static int all_flags_are(const Travel *t, i64 word, i64 buffer, i64 wanted, int or_more)
 {
-    for (i64 rank = 0, looks = 0; rank < t->facts[NUM_RANKS]; rank++)
-        for (; TAKES_PART(t->others, rank);) {
-            i64 seen = __atomic_load_n(flag_of(t, 0, rank, word, buffer), __ATOMIC_ACQUIRE);
-            if (or_more ? seen >= wanted : seen == wanted)
-                break;
-            if (looks++ >= t->looks)
+    for (i64 rank = 0, looks = 0; rank < t->facts[NUM_RANKS]; rank++) {
+        const i64 *flag = flag_of(t, 0, rank, word, buffer);
+        while (TAKES_PART(t->others, rank) && !flag_is(flag, wanted, or_more)) {
+            if (looks++ < t->looks)
+                __builtin_ia32_pause();
+            else if (!t->core_of || !yield_until(&(SharedCores){t->core_of, t->facts[NUM_RANKS], t->facts[RANK]}, flag,
+                                                 wanted, or_more, t->waited_ns + rank))
                 return 0;
-            __builtin_ia32_pause();
         }
+    }
     return 1;
 }
 
+/* A rank that waited has its core back at once: workers see it before they begin the next piece. */
 static void raise_flags(const Travel *t, i64 word, i64 buffer, i64 flag)
 {
     for (i64 rank = 0; rank < t->facts[NUM_RANKS]; rank++)
-        if (TAKES_PART(t->others, rank))
+        if (TAKES_PART(t->others, rank)) {
             __atomic_store_n(flag_of(t, 1, rank, word, buffer), flag, __ATOMIC_RELEASE);
+            if (t->core_of)
+                take_back_core(t->core_of[rank]);
+        }
 }
 
 static int wait_at(Travel *t, i64 stage, i64 buffer)

@@ -43,7 +43,10 @@ class NativeTravel:
         self._block = torch.empty(bookkeeping + 1, dtype=torch.int64)
         expert_ffn = cpu_library().address("expert_ffn")
         addresses = [address(self._facts), self._block.data_ptr(), staging.data_ptr(), expert_ffn]
-        words = [*addresses, LOOKS_PER_SPIN * peers.wait.spins, 0, 0, 0, 0, 0, 0]
+        cores = peers.cores
+        self._waited_ns = np.zeros(shape.num_ranks, dtype=np.int64)
+        looks = LOOKS_PER_SPIN * peers.wait.spins
+        words = [*addresses, looks, 0, 0, 0, 0, 0, 0, cores.table_at if cores else 0, address(self._waited_ns)]
         for slices in (buffers.received, buffers.to_peers):
             for buffer in (0, 1):
                 for each in slices:
@@ -80,6 +83,8 @@ class NativeTravel:
                 case _:
                     raise refuse_id(slots, self._buffers.shape.num_ranks * self._buffers.shape.slots_per_rank)
         rows.was_acknowledged(row_call)
+        if self._peers.cores is not None:
+            self._peers.wait.add(self._waited_ns)
 
 
 def _flags(each: ReceiveSlice, buffer: int) -> list[int]:

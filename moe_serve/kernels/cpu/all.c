@@ -24,4 +24,16 @@ i64 use_tiles(i64 wanted)
 
 i64 uses_tiles(void) { return tiles_on; }
 
+/* This process, of this rank, shares num_cores cores with others. words [ranks]: addresses as in cores.h, which hold as
+   long as the process; none: it shares no more. */
+i64 share_cores(i64 rank, i64 ranks, const i64 *words, i64 num_cores)
+{
+    atomic_store(&cores.ranks, 0);
+    if (ranks > MOST_SHARING) return -1;
+    for (i64 r = 0; r < ranks; r++) cores.core_of[r] = (_Atomic uint32_t *)words[r];
+    cores.rank = rank, cores.num_cores = num_cores;
+    atomic_store(&cores.ranks, ranks);
+    return 0;
+}
+
 i64 vector_form(void) { return FORM; }

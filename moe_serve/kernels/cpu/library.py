@@ -8,8 +8,9 @@ Imports no torch, so that a launcher can build the library before it starts rank
 
 import ctypes
 import functools
+import os
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from moe_serve.c_library import FOR_THIS_PROCESSOR, load_c_library
@@ -30,6 +31,7 @@ class CpuLibrary:
     call: ctypes.CDLL
     compiler: str
     vectors: str
+    _shared: list[object] = field(default_factory=list, repr=False, compare=False)
 
     @property
     def form(self) -> str:
@@ -50,6 +52,19 @@ class CpuLibrary:
         """Sets the threads that kernels use in this process, the calling one included."""
         assert num_threads > 0, f"{num_threads} threads"
         self.call.set_threads(num_threads)
+
+    def share_cores(self, rank: int, table_at: int, num_ranks: int, words: object) -> None:
+        """Lets workers compute only where no rank's main thread does. The pool's threads read the words ever after.
+
+        table_at: [num_ranks] addresses of what cores.h describes;  words: owns that memory
+        """
+        self._shared.append(words)
+        status = self.call.share_cores(rank, num_ranks, table_at, len(os.sched_getaffinity(0)))
+        assert status == 0, f"{num_ranks} ranks share cores"
+
+    def end_sharing(self) -> None:
+        """Lets workers compute on any core again."""
+        self.call.share_cores(0, 0, 0, 0)
 
 
 def build_cpu_library(flags: tuple[str, ...] = FOR_THIS_PROCESSOR) -> CpuLibrary:

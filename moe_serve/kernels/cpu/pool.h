@@ -1,23 +1,23 @@
 /* A pool of threads that claim the pieces of a job. A worker that comes late delays nobody: whoever is there claims
    pieces, and the caller waits only for pieces that were claimed. Workers start with the first job, spin for a while
    after each, then sleep. A second thread that calls while a job runs, and a piece that calls, compute alone. A forked
-   child starts without workers. */
+   child starts without workers. Where ranks share cores, cores.h says where a worker may compute. */
 #pragma once
 #include <pthread.h>
 #include <sched.h>
 #include <signal.h>
 #include <stdatomic.h>
 #include <time.h>
+#include "cores.h"
 #include "vec.h"
 
 typedef void (*Piece)(const void *job, i64 piece);
-enum { SPIN_NS = 200000, WORKER_STACK = 4 << 20 };
+enum { SPIN_NS = 200000, YIELD_NS = 20000000, WORKER_STACK = 4 << 20 };
 
 static struct {
     _Alignas(64) _Atomic uint64_t claims; /* number of pieces << 32 | the next one */
     _Alignas(64) _Atomic uint64_t done;
-    _Alignas(64) _Atomic uint32_t jobs; /* so far */
-    _Atomic uint32_t sleepers, busy;
+    _Alignas(64) _Atomic uint32_t sleepers, busy;
     Piece work; /* these two change only while no piece is claimed */
     const void *job;
     i64 started;         /* workers */
@@ -42,40 +42,61 @@ INLINE i64 pool_now_ns(void)
     return now.tv_sec * 1000000000ll + now.tv_nsec;
 }
 
-static void pool_help(void)
+INLINE int pool_has_pieces(void)
 {
     uint64_t at = atomic_load(&pool.claims);
-    while ((uint32_t)at < at >> 32) {
+    return (uint32_t)at < at >> 32;
+}
+
+static void pool_wake(void)
+{
+    if (!atomic_load(&pool.sleepers) || !cores_are_free()) return;
+    pthread_mutex_lock(&pool.lock);
+    atomic_store(&pool.sleepers, 0);
+    pthread_cond_broadcast(&pool.wake);
+    pthread_mutex_unlock(&pool.lock);
+}
+
+static void pool_help(i64 index)
+{
+    uint64_t at = atomic_load(&pool.claims);
+    while ((uint32_t)at < at >> 32 && (!index || core_here_is_free())) {
         if (!atomic_compare_exchange_weak(&pool.claims, &at, at + 1)) continue;
         pool.work(pool.job, (uint32_t)at);
         atomic_fetch_add(&pool.done, 1);
+        if (!index) pool_wake(); /* a core may have become free since the job began */
         at = atomic_load(&pool.claims);
     }
 }
 
-static void pool_wait_for_job(uint32_t seen)
+INLINE int pool_wants(i64 index) { return pool_has_pieces() && index < atomic_load(&pool.threads); }
+
+/* A worker that shares its core gives it to whoever can use it, since a thread that sleeps is woken late. */
+static void pool_wait_for_pieces(i64 index)
 {
-    i64 end = pool_now_ns() + SPIN_NS;
+    int shared = cores_are_shared();
+    i64 end = pool_now_ns() + (shared ? YIELD_NS : SPIN_NS);
     do
         for (int spin = 0; spin < 64; spin++) {
-            if (atomic_load_explicit(&pool.jobs, memory_order_acquire) != seen) return;
-            pool_pause();
+            if (pool_wants(index) && core_here_is_free()) return;
+            if (!shared) pool_pause();
+            else cores_leave_caller(), sched_yield();
         }
     while (pool_now_ns() < end);
     pthread_mutex_lock(&pool.lock);
-    atomic_fetch_add(&pool.sleepers, 1);
-    while (atomic_load(&pool.jobs) == seen) pthread_cond_wait(&pool.wake, &pool.lock);
-    atomic_fetch_sub(&pool.sleepers, 1);
+    for (;;) {
+        atomic_fetch_add(&pool.sleepers, 1); /* until somebody wakes all */
+        if (pool_wants(index) && cores_are_free()) break;
+        pthread_cond_wait(&pool.wake, &pool.lock);
+    }
     pthread_mutex_unlock(&pool.lock);
 }
 
 static void *pool_worker(void *index)
 {
-    uint32_t seen = atomic_load(&pool.jobs) - 1; /* the job it was started for */
     for (;;) {
-        pool_wait_for_job(seen);
-        seen = atomic_load(&pool.jobs);
-        if ((i64)index < atomic_load(&pool.threads)) pool_help();
+        pool_wait_for_pieces((i64)index);
+        pool_help((i64)index);
     }
     return 0;
 }
@@ -83,6 +104,7 @@ static void *pool_worker(void *index)
 static void pool_reset_in_child(void)
 {
     pool.started = 0;
+    atomic_store(&cores.ranks, 0);
     atomic_store(&pool.claims, 0);
     atomic_store(&pool.sleepers, 0);
     atomic_store(&pool.busy, 0);
@@ -121,14 +143,9 @@ static void pool_run(Piece work, const void *job, i64 pieces)
     pool.work = work, pool.job = job;
     atomic_store(&pool.done, 0);
     atomic_store(&pool.claims, (uint64_t)pieces << 32);
-    atomic_fetch_add(&pool.jobs, 1);
     if (pool.started < pool_threads() - 1) pool_start_workers(pool_threads() - 1);
-    if (atomic_load(&pool.sleepers)) {
-        pthread_mutex_lock(&pool.lock);
-        pthread_cond_broadcast(&pool.wake);
-        pthread_mutex_unlock(&pool.lock);
-    }
-    pool_help();
+    pool_wake();
+    pool_help(0);
     for (i64 spin = 0; atomic_load(&pool.done) < (uint64_t)pieces; spin++)
         if (spin < 2000) pool_pause();
         else sched_yield();

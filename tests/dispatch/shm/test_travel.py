@@ -1,4 +1,6 @@
+import time
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -57,6 +59,29 @@ def run_both(rank: int, group: EpGroup, scenario: Scenario) -> None:
 @pytest.mark.parametrize("scenario", SCENARIOS, ids=str)
 def test_one_call_gives_the_bits_of_dispatch_experts_and_combine_and_ranks_may_mix_both(scenario: Scenario) -> None:
     run_ranks(scenario.num_ranks, run_both, scenario)
+
+
+def run_with_shared_cores(rank: int, group: EpGroup, scenario: Scenario) -> None:
+    """As run_both, with two threads for each rank, whatever the number of cores; rank 1 is late once."""
+    library = find_cpu_library()
+    assert library is not None
+    library.set_threads(2)
+    with patch("moe_serve.dispatch.shm.transport.are_shared", lambda *_: True):
+        run_both(rank, group, scenario)
+        transport = make_shm(group, scenario.request("shm", cpu_kernels=True))
+    hidden, ids, weights = scenario.inputs(rank)
+    experts = draw_experts(rank, scenario.slots_per_rank, scenario.hidden)
+    if rank == 1:
+        time.sleep(0.01)
+    assert transport.travel(hidden, ids, weights, experts, hidden)
+    assert rank != 0 or 0.001 < transport.waited_s[1] < 10
+    transport.close()
+    library.set_threads(1)
+
+
+@pytest.mark.parametrize("scenario", SCENARIOS[1:4], ids=str)
+def test_ranks_that_share_cores_give_the_same_bits_and_count_their_waits(scenario: Scenario) -> None:
+    run_ranks(scenario.num_ranks, run_with_shared_cores, scenario)
 
 
 def refuses(rank: int, group: EpGroup) -> list[bool]:

@@ -1,0 +1,47 @@
+import numpy as np
+import pytest
+
+from moe_serve.dispatch.shm.flag_wait import FlagWait
+from moe_serve.dispatch.shm.region import OWNER_WORDS
+from moe_serve.dispatch.shm.shared_cores import WAITS, SharedCores
+from moe_serve.errors import PeerError
+from moe_serve.kernels.cpu.library import find_cpu_library
+
+pytestmark = pytest.mark.skipif(find_cpu_library() is None, reason="needs a C compiler")
+CORE = 7
+
+
+def test_a_rank_lends_its_core_while_it_waits_and_takes_it_back_also_when_the_wait_fails() -> None:
+    pages = [np.zeros(OWNER_WORDS, dtype=np.int64) for _ in range(3)]
+    cores = SharedCores(0, pages)
+    try:
+        words = [page[16:17].view(np.uint32) for page in pages]
+        words[0][0] = words[1][0] = CORE
+        flags, seen = np.zeros(3, dtype=np.int64), []
+
+        def check(missing: list[int], *_: object) -> None:
+            seen.append(int(words[0][0]))
+            if len(seen) == 2:
+                raise PeerError("rank 1 is late", 1, "dispatch", 1)
+            flags[1] = 1
+
+        wait = FlagWait(3, 0.01, check, cores)
+        wait(flags, 1, [1], "dispatch", 1)
+        assert words[0][0] == CORE
+        flags[1] = 0
+        with pytest.raises(PeerError):
+            wait(flags, 1, [1], "dispatch", 1)
+        assert seen == [CORE | WAITS] * 2
+        assert words[0][0] == CORE
+        cores.give_all_but([0, 2])  # rank 1 was lost
+        assert [int(word[0]) for word in words] == [CORE, CORE | WAITS, 0]
+    finally:
+        cores.close()
+
+
+def test_waits_of_the_c_helper_are_counted_once() -> None:
+    wait = FlagWait(2, 1.0, lambda *_: None)
+    waited_ns = np.array([0, 2_500_000_000])
+    wait.add(waited_ns)
+    wait.add(waited_ns)
+    assert wait.waited_s == [0.0, 2.5]
