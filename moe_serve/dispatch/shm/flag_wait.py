@@ -46,10 +46,9 @@ class FlagWait:
         self.waited_s[:] = self._kept_s
 
     def add(self, waited_ns: Int64Array) -> None:
-        """Counts waits of the C helper, [R], and sets them to 0."""
+        """Counts waits of the C helper, [R]."""
         for rank, waited in enumerate(waited_ns.tolist()):
             self.waited_s[rank] += waited * 1e-9
-        waited_ns[:] = 0
 
     def __call__(
         self,

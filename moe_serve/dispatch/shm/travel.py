@@ -68,6 +68,7 @@ class NativeTravel:
             results.flag(result_call - 2) if result_call > 2 else 0,
             self._peers.mask, 0,
         )  # fmt: skip
+        self._waited_ns.fill(0)
         at, topk = address(words), slots.shape[1]
         arguments = x.data_ptr(), slots.data_ptr(), weights.data_ptr(), x.shape[0], topk, experts.facts.data_ptr()
         while (stage := self._call(at, *arguments, self._middle.data_ptr(), out.data_ptr())) != _HOME:

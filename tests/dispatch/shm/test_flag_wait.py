@@ -37,11 +37,3 @@ def test_a_rank_lends_its_core_while_it_waits_and_takes_it_back_also_when_the_wa
         assert [int(word[0]) for word in words] == [CORE, CORE | WAITS, 0]
     finally:
         cores.close()
-
-
-def test_waits_of_the_c_helper_are_counted_once() -> None:
-    wait = FlagWait(2, 1.0, lambda *_: None)
-    waited_ns = np.array([0, 2_500_000_000])
-    wait.add(waited_ns)
-    wait.add(waited_ns)
-    assert wait.waited_s == [0.0, 2.5]

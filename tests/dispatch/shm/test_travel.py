@@ -7,7 +7,9 @@ import torch
 from torch import Tensor
 
 from moe_serve.dispatch.base import EpGroup
+from moe_serve.dispatch.peer_calls import barrier
 from moe_serve.dispatch.shm.transport import make_shm
+from moe_serve.errors import PeerError
 from moe_serve.kernels.cpu.experts import PackedExperts, packed_ffn
 from moe_serve.kernels.cpu.library import find_cpu_library
 from moe_serve.kernels.cpu.packed import gate_up_size, packed_size
@@ -82,6 +84,22 @@ def run_with_shared_cores(rank: int, group: EpGroup, scenario: Scenario) -> None
 @pytest.mark.parametrize("scenario", SCENARIOS[1:4], ids=str)
 def test_ranks_that_share_cores_give_the_same_bits_and_count_their_waits(scenario: Scenario) -> None:
     run_ranks(scenario.num_ranks, run_with_shared_cores, scenario)
+
+
+def misses_a_rank(rank: int, group: EpGroup) -> None:
+    scenario = Scenario((2, 2), 2, 2, 16)
+    with patch("moe_serve.dispatch.shm.transport.are_shared", lambda *_: True):
+        transport = make_shm(group, scenario.request("shm", cpu_kernels=True, deadline_s=0.1))
+    hidden, ids, weights = scenario.inputs(rank)
+    if rank == 0:
+        with pytest.raises(PeerError, match="rank 1 did not arrive in dispatch receive 1 within"):
+            transport.travel(hidden, ids, weights, draw_experts(rank, 2, 16), hidden)
+    barrier(group.process_group)
+    transport.close()
+
+
+def test_a_rank_that_lends_its_core_still_finds_that_another_one_is_missing() -> None:
+    run_ranks(2, misses_a_rank)
 
 
 def refuses(rank: int, group: EpGroup) -> list[bool]:
