@@ -47,8 +47,8 @@ class FlagWait:
 
     def add(self, waited_ns: Int64Array) -> None:
         """Counts waits of the C helper, [R]."""
-        for rank, waited in enumerate(waited_ns.tolist()):
-            self.waited_s[rank] += waited * 1e-9
+        for rank, waited in enumerate(waited_ns):
+            self.waited_s[rank] += float(waited) * 1e-9
 
     def __call__(
         self,
