@@ -64,7 +64,8 @@ def mutated(draw: st.DrawFn, seeds: list[bytes]) -> bytes:
 
 def examples(number: int):
     """The default suite tries a few hundred; `pytest -m slow` a hundred thousand."""
-    return pytest.mark.parametrize("number", [number, pytest.param(100_000, marks=pytest.mark.slow)])
+    many = pytest.param(100_000, marks=[pytest.mark.slow, pytest.mark.timeout(1800)])  # minutes, on a busy machine more
+    return pytest.mark.parametrize("number", [number, many])
 
 
 def run(number: int, strategy: st.SearchStrategy, check) -> None:
