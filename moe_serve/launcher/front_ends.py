@@ -16,7 +16,7 @@ import zmq
 
 from moe_serve.child_process import describe_exit
 from moe_serve.config import ServeConfig
-from moe_serve.engine.messages import Hello, Message, Ready, ToFrontEnd, decode_to_front_end, encode
+from moe_serve.engine.messages import Hello, Message, Progress, Ready, ToFrontEnd, decode_to_front_end, encode
 from moe_serve.launcher.local import Child, OnLine, child_environment
 from moe_serve.launcher.restarts import Restarts
 from moe_serve.links.link import Link
@@ -105,7 +105,11 @@ class FrontEnds:
         return None
 
     def receive(self, timeout_ms: int) -> Iterator[ToFrontEnd]:
-        """Yields what the ranks have reported, as the oldest front end passes it on; waits for news."""
+        """Yields what the ranks have reported; waits for news.
+
+        All front ends say the same, one of them perhaps later. So how the start goes on is taken from the oldest, but
+        what may be said only once from any: the oldest may die before it has passed it on.
+        """
         ready = dict(self._poller.poll(timeout_ms))
         oldest = self._by_age[0] if self._by_age else None
         for number, link in enumerate(self._links):
@@ -117,7 +121,7 @@ class FrontEnds:
                     message = decode_to_front_end(data)
                     if isinstance(message, Ready):
                         self._ready.add((number, message.launch_id, message.rank))
-                    if number == oldest:  # the others say the same, perhaps later
+                    if number == oldest or not isinstance(message, Progress):
                         yield message
 
     def tell(self, message: Message) -> None:

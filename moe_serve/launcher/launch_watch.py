@@ -103,7 +103,7 @@ class LaunchWatch:
                 self._display.phase(message.rank, "ready", 1.0)
                 self._may_go_on &= message.info.get("on_lost_rank") == "mask"
                 self._ready.add(message.rank)
-            case Members():
+            case Members() if self._newcomers.regrouped(message):
                 self._regroup(message)
             case Fatal():
                 self._fatal, self._blamed = message.message, message.lost_rank
@@ -157,7 +157,6 @@ class LaunchWatch:
 
     def _regroup(self, message: Members) -> None:
         """Notes which ranks are masked, and prints which rejoin."""
-        self._newcomers.regrouped(message)
         members = ", ".join(map(str, message.members))
         are_many = len(message.members) > 1
         serving = f"ranks {members} serve" if are_many else f"rank {members} serves"

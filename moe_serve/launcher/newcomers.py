@@ -39,14 +39,15 @@ class Newcomers:
         self._failed: FailedStart | None = None
         self.others_wait = False
 
-    def regrouped(self, message: Members) -> None:
-        """Notes which ranks take part."""
+    def regrouped(self, message: Members) -> bool:
+        """Notes which ranks take part; returns whether that is news: several front ends may pass it on."""
         if message.group_epoch <= self._group_epoch:
-            return
+            return False
         self._group_epoch, self.others_wait = message.group_epoch, message.waits
         self._masked = set(range(self._num_ranks)) - set(message.members)
         for rank in set(self._started_s) - self._masked:
             del self._started_s[rank]
+        return True
 
     def ended(self, death: Death) -> None:
         """Notes that a rank's process has ended."""

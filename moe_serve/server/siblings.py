@@ -39,11 +39,17 @@ class Siblings:
     async def do_everywhere(self, what: What, rid: str | None, ranks: Sequence[int]) -> None:
         """Does something here and at the others; ranks: those that pass it on.
 
-        Raises UnavailableError where a front end does not confirm it in time: it is being started, perhaps.
+        Raises UnavailableError where no rank serves, or a front end does not confirm it in time: it is being started,
+        perhaps.
         """
         self._act(what, rid)
         if self.num == 1:
             return
+        if not ranks:
+            raise UnavailableError(
+                f"it is done at front end {self.number} of {self.num} alone, since no rank serves that would tell the "
+                "others; send it again when the ranks are ready"
+            )
         call_id = secrets.randbits(52)
         self._missing[call_id] = missing = {number for number in range(self.num) if number != self.number}
         for rank in ranks:

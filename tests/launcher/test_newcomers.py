@@ -140,6 +140,18 @@ def test_the_launcher_starts_one_rank_and_says_so(launch):
     assert notes[2:] == ["rank 1 rejoined; ranks 0, 1, 2 serve"]
 
 
+def test_what_several_front_ends_pass_on_counts_once_and_old_news_not_at_all(launch):
+    watch, processes, notes, _ = launch
+    lose(launch, 1, epoch=1, waits=True)
+    back = group(2, 0, 1, 2)
+    for message in (group(1, 0, 2, waits=True), back, back, group(1, 0, 2, waits=True), back):
+        watch.take(message)
+        assert watch.find_loss() is None
+    assert [text for text in notes if "rejoined" in text] == ["rank 1 rejoined; ranks 0, 1, 2 serve"]
+    assert len(notes) == 3
+    assert processes.started == [1]
+
+
 def test_the_launch_is_lost_where_the_new_process_ends(launch):
     watch, processes, _, reports = launch
     lose(launch, 1, epoch=1, waits=False)

@@ -112,6 +112,17 @@ async def test_a_request_is_aborted_through_either_front_end():
 
 
 @in_event_loop
+async def test_while_no_rank_serves_the_front_end_that_was_asked_says_at_once_that_it_is_alone():
+    with OwnFolder() as folder:
+        system = System(folder, [], [])
+        bridge = await system.start(0)
+        with pytest.raises(UnavailableError, match="at front end 0 of 2 alone, since no rank serves"):
+            await asyncio.wait_for(bridge.pause(abort=False), 1.0)
+        assert bridge._book.is_held
+        await bridge.close()
+
+
+@in_event_loop
 async def test_commands_are_answered_to_the_front_end_that_asked():
     async with two_front_ends() as system:
         answers: Callable[[int], Answer] = lambda call_id: Answer(0, 5, call_id, True, str(call_id))  # noqa: E731
