@@ -94,7 +94,7 @@ class ForFrontEnds(Message, tag="for_front_ends", frozen=True):
     """What one of several front ends tells the others: a rank passes it on to all of them.
 
     front_end: the sender
-    call_id:   one of its own; each of the others answers with the same and `what` DONE
+    call_id:   when it asked, in ns of the host's clock; each of the others answers with the same and `what` DONE
     what:      see server/siblings.py
     rid:       of the requests that are meant; None: all
     lasts:     a front end that starts later is told, too

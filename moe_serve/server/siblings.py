@@ -1,11 +1,12 @@
 """The other front ends of the same port (server.api_workers): what an admin asks of one is done by all. Torch-free.
 
 They have no connections to each other: the ranks, which all of them reach, pass messages on. A rank tells the newest
-pause, or its end, to a front end that starts anew.
+pause, or its end, to a front end that starts anew. A rank that was masked meanwhile knows an older one, so calls are
+numbered by the time of their host, which all front ends share: what is older than what was done last is not done.
 """
 
 import asyncio
-import secrets
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Literal
@@ -15,6 +16,7 @@ from moe_serve.server.open_request import UnavailableError
 from moe_serve.server.request_book import RequestBook
 
 What = Literal["pause", "abort_and_pause", "resume", "abort"]
+_LASTING = ("pause", "abort_and_pause", "resume")
 _DONE = "done"
 _DEADLINE_S = 10.0
 
@@ -34,6 +36,8 @@ class Siblings:
         self._book = book
         self._missing: dict[int, set[int]] = {}  # by call: who has not answered
         self._news = asyncio.Event()
+        self._since = time.monotonic_ns()
+        self._newest = 0  # of the pauses, and their ends, that were done here
         self._seen: deque[tuple[int, int]] = deque(maxlen=256)  # (front end, call): every rank passes each on
 
     async def do_everywhere(self, what: What, rid: str | None, ranks: Sequence[int]) -> None:
@@ -42,7 +46,8 @@ class Siblings:
         Raises UnavailableError where no rank serves, or a front end does not confirm it in time: it is being started,
         perhaps.
         """
-        self._act(what, rid)
+        call_id = time.monotonic_ns()
+        self._act(what, rid, call_id)
         if self.num == 1:
             return
         if not ranks:
@@ -50,10 +55,9 @@ class Siblings:
                 f"it is done at front end {self.number} of {self.num} alone, since no rank serves that would tell the "
                 "others; send it again when the ranks are ready"
             )
-        call_id = secrets.randbits(52)
         self._missing[call_id] = missing = {number for number in range(self.num) if number != self.number}
         for rank in ranks:
-            self._send(rank, ForFrontEnds(self.number, call_id, what, rid, lasts=what != "abort"))
+            self._send(rank, ForFrontEnds(self.number, call_id, what, rid, lasts=what in _LASTING))
         try:
             async with asyncio.timeout(_DEADLINE_S):
                 while missing:
@@ -67,7 +71,13 @@ class Siblings:
         finally:
             del self._missing[call_id]
 
-    def _act(self, what: str, rid: str | None) -> None:
+    def _act(self, what: str, rid: str | None, call_id: int) -> None:
+        if what in _LASTING:
+            if call_id < self._newest:
+                return
+            self._newest = call_id
+        elif call_id < self._since:  # a rank was stopped since then: it is not about requests of today
+            return
         match what:
             case "pause":
                 self._book.hold()
@@ -89,5 +99,5 @@ class Siblings:
         if message.front_end == self.number or call in self._seen:
             return
         self._seen.append(call)
-        self._act(message.what, message.rid)
+        self._act(message.what, message.rid, message.call_id)
         self._send(answer_by, ForFrontEnds(self.number, message.call_id, _DONE))

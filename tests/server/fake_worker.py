@@ -73,6 +73,7 @@ class FakeWorker:
     submitted: list[Submit] = field(default_factory=list)
     aborted: list[str] = field(default_factory=list)
     commands: list[RecordCommand | Rebalance | SetPlacement | FlushCache] = field(default_factory=list)
+    pass_on: Callable[[ForFrontEnds], None] | None = None  # takes what front ends tell each other; None: pass it on
     answer: Callable[[int], Answer] | None = None  # by call_id, given to each command; None: no answer
     running: dict[str, Submit] = field(default_factory=dict)
     produced: dict[str, int] = field(default_factory=dict)
@@ -134,7 +135,7 @@ class FakeWorker:
                 if self.answer is not None:
                     self.say(self.answer(command.call_id))
             case ForFrontEnds():
-                self.say(message)
+                (self.pass_on or self.say)(message)
             case Alive():
                 self.num_alive += 1
             case Refused(reason):

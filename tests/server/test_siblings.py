@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from moe_serve.attention_dp.request import SamplingParams
-from moe_serve.engine.messages import Answer, RecordCommand
+from moe_serve.engine.messages import Answer, ForFrontEnds, RecordCommand
 from moe_serve.links.folder import OwnFolder
 from moe_serve.links.link import Link
 from moe_serve.server import siblings
@@ -75,6 +75,29 @@ async def test_each_front_end_gets_the_tokens_of_its_own_requests():
         assert len({request.request_id for request in requests}) == 4
         for bridge in system.bridges:
             assert bridge.counters["num_finished"] == 2
+
+
+@in_event_loop
+async def test_what_a_late_rank_still_tells_a_front_end_that_starts_anew_is_not_done():
+    """A rank that was masked while a pause ended never heard of the end; one that was stopped has old messages."""
+    async with two_front_ends() as system:
+        told: list[ForFrontEnds] = []
+        for worker in system.workers:
+            worker.pass_on = told.append
+        for what in (system.bridges[0].pause(abort=False), system.bridges[0].resume()):
+            with pytest.raises(TimeoutError):
+                await asyncio.wait_for(what, 0.1)
+        pause, resume = (next(each for each in told if each.what == what) for what in ("pause", "resume"))
+        new = system.bridges[1]._link.siblings
+        for known in (resume, pause, resume):
+            new.take(known, 0)
+        assert not system.bridges[1]._book.is_held
+        slow(system)
+        request = system.submit(1)
+        new.take(ForFrontEnds(0, pause.call_id - 10**12, "abort"), 0)
+        assert not request.is_done
+        new.take(ForFrontEnds(0, resume.call_id + 1, "abort"), 0)
+        assert request.is_done
 
 
 def slow(system: System) -> None:
