@@ -91,13 +91,19 @@ def _of_limits(config: ServeConfig, reports: Sequence[RankReport]) -> Iterator[F
         text = f"{_ranks(locked)}: only {reports[locked[0]].memlock >> 20} MiB may be locked, RDMA needs more"
         yield Finding("warning", text, "ulimit -l unlimited  # LimitMEMLOCK=infinity, docker run --ulimit memlock=-1")
     threads = config.parallel.threads_per_rank
-    crowded = where(lambda report: (threads or 1) * report.num_local_ranks > report.cores)
+    crowded = where(lambda report: _is_crowded(report.num_local_ranks, threads or 1, report.cores))
     if crowded and reports[crowded[0]].device == "cpu":
         first = reports[crowded[0]]
         text = f"{_ranks(crowded)}: {first.num_local_ranks} ranks of {threads or 1} threads on {first.cores} cores"
         yield Finding(
             "warning", text, f"--set parallel.threads_per_rank={max(1, first.cores // first.num_local_ranks)}"
         )
+
+
+def _is_crowded(ranks: int, threads: int, cores: int) -> bool:
+    """Returns whether threads get in each other's way. Ranks of one core each may share cores: shm/shared_cores.py."""
+    one_core_each = ranks <= cores < 2 * ranks
+    return threads * ranks > cores and not (1 < threads <= cores and one_core_each)
 
 
 def _of_addresses(reports: Sequence[RankReport]) -> Iterator[Finding]:

@@ -46,6 +46,18 @@ def test_healthy_ranks_have_no_findings() -> None:
     assert judged() == []
 
 
+@pytest.mark.parametrize(("cores", "ranks", "threads", "warned"), [
+    (2, 2, 1, False), (2, 2, 2, False), (2, 2, 3, True), (2, 4, 2, True), (4, 2, 2, False), (4, 2, 3, True),
+    (1, 1, 2, True),
+])  # fmt: skip
+def test_only_ranks_of_one_core_each_may_have_more_threads(cores: int, ranks: int, threads: int, warned: bool) -> None:
+    config = load_config(overrides=["parallel.num_ranks=4", f"parallel.threads_per_rank={threads}"])
+    found = judge(config, reports(cores=cores, num_local_ranks=ranks), pairs())
+    assert [finding.text for finding in found if "threads on" in finding.text] == (
+        [f"rank 2: {ranks} ranks of {threads} threads on {cores} cores"] if warned else []
+    )
+
+
 @pytest.mark.parametrize(
     ("changes", "level", "words", "fix"),
     [
