@@ -185,7 +185,8 @@ def _windowed(attention: GqaSpec, config: HfConfig) -> GqaSpec:
 
 def _read_qwen3_moe(config: HfConfig, eos_token_ids: tuple[int, ...]) -> ModelSpec:
     attention = _gqa(config, qk_norm=True, bias=config.flag("attention_bias"))
-    attention = _windowed(attention, config) if config.flag("use_sliding_window") else attention
+    if config.flag("use_sliding_window"):  # null is no window; no such key is the window of transformers
+        attention = _windowed(attention, HfConfig({"sliding_window": 4096, **config.values}, config.where))
     num_layers = config.size("num_hidden_layers", largest=MOST_LAYERS)
     step = config.size("decoder_sparse_step", default=1)
     dense_only = config.sizes("mlp_only_layers", below=num_layers)

@@ -159,7 +159,8 @@ def test_what_cannot_be_served_is_refused_by_name(
     [
         ({"use_sliding_window": True, "sliding_window": 40960}, None),
         ({"use_sliding_window": False, "sliding_window": 4096}, None),
-        ({"use_sliding_window": True, "sliding_window": 4096}, 4096),
+        ({"use_sliding_window": True, "sliding_window": 2048}, 2048),
+        ({"use_sliding_window": True, "sliding_window": None}, None),
         ({"model_type": "mixtral", "num_local_experts": 8, "sliding_window": 4096}, 4096),
     ],
     ids=str,
@@ -170,6 +171,16 @@ def test_a_window_that_no_sequence_outgrows_is_no_window(
     attention = read_spec(folder(tmp_path, QWEN_30B | change)).attention
     assert isinstance(attention, GqaSpec)
     assert [attention.window_of(layer) for layer in (0, 1, 47)] == [window] * 3
+
+
+def test_a_window_that_is_on_and_not_given_is_that_of_transformers(tmp_path: Path) -> None:
+    from transformers import Qwen3MoeConfig
+
+    values = QWEN_30B | {"use_sliding_window": True}
+    del values["sliding_window"]
+    attention = read_spec(folder(tmp_path, values)).attention
+    assert isinstance(attention, GqaSpec)
+    assert attention.window_of(0) == Qwen3MoeConfig(use_sliding_window=True).sliding_window == 4096
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", '"x"'])
