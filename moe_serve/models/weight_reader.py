@@ -114,10 +114,10 @@ class WeightReader:
     def _brought_into_form(self, plan: ExpertTensor, expert: int) -> Tensor:
         """Returns one expert of a fused tensor in another form than ours: [n, k], or biases [n]."""
         values = self._rows(plan.fused.source, expert)
-        if plan.mxfp4_scale is not None:
-            values = dequantise_mxfp4(values, self._rows(plan.mxfp4_scale.source, expert))
-        values = values.t() if plan.turned else values
-        return torch.cat((values[0::2], values[1::2])) if plan.interleaved else values
+        if plan.mxfp4_scale is not None:  # rows are moved while they are a quarter of their size
+            scales = self._rows(plan.mxfp4_scale.source, expert)
+            return dequantise_mxfp4(_gate_above_up(plan, values), _gate_above_up(plan, scales))
+        return _gate_above_up(plan, values.t() if plan.turned else values)
 
     def _put(self, part: Part, expert: int | None, slots: dict[str, Tensor], slot: int, name: str, row: int) -> None:
         """Writes stored rows of one expert into its slot from `row` on, in the form of the slots."""
@@ -155,6 +155,11 @@ class WeightReader:
 
     def _rows(self, name: str, expert: int | None) -> Tensor:
         return self._checkpoint.read(name) if expert is None else self._checkpoint.read(name, expert, 1)[0]
+
+
+def _gate_above_up(plan: ExpertTensor, rows: Tensor) -> Tensor:
+    """Returns the rows of a matrix, those of gate before those of up where they alternate in the checkpoint."""
+    return torch.cat((rows[0::2], rows[1::2])) if plan.interleaved else rows
 
 
 def dequantise(values: Tensor, scales: Tensor, block: int) -> Tensor:

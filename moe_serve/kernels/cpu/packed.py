@@ -50,7 +50,8 @@ def pack_gate_up(weight: Tensor, out: Tensor) -> None:
     """Writes the weight of gate above up [2 x width, k] to `out` [gate_up_size]: each panel is 32 rows of both."""
     width, k = weight.shape[0] // 2, weight.shape[1]
     bits = weight.view(_BITS[weight.itemsize])
-    both = bits.new_zeros(2, padded(width), k)
-    both[:, :width] = bits.view(2, width, k)
+    both = bits.view(2, width, k)
+    if padded(width) != width:
+        both = pad(both, (0, 0, 0, padded(width) - width))
     panels = both.view(2, padded(width) // HALF, HALF, k).transpose(0, 1).reshape(2 * padded(width), k)
     pack(panels.view(weight.dtype), out)
