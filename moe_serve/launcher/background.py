@@ -14,13 +14,15 @@ from moe_serve.config import ServeConfig
 from moe_serve.engine.messages import Members, Progress, Ready, ToFrontEnd
 from moe_serve.launcher.display import StartDisplay
 from moe_serve.launcher.local import Death, LocalRanks
-from moe_serve.launcher.newcomers import Newcomers
+from moe_serve.launcher.newcomers import Newcomers, left_out
 from moe_serve.launcher.restarts import Restarts
 from moe_serve.links.folder import OwnFolder
 from moe_serve.links.link import Link
+from moe_serve.log import get_logger
 from moe_serve.models.tokenizer import Tokenizer
 from moe_serve.server.bridge import Bridge
 
+log = get_logger(__name__)
 T = TypeVar("T")
 _WATCH_S = 0.1  # how often the processes are checked
 _EXIT_REPORT_S = 1.0  # a rank that exits by itself has told the bridge why; its exit code says less
@@ -111,7 +113,7 @@ class BackgroundRanks:
                 self.bridge.report_loss(f"{death}{last_words}", death.rank)
                 self._newcomers.ended(death)
             for death in self._newcomers.due():
-                self._start_anew(death, ranks, restarts)
+                await self._start_anew(death, ranks, restarts)
             failed = self._newcomers.failed(time.monotonic())
             if failed is not None and self.bridge.workers.loss is None:
                 self.bridge.report_loss(failed.reason)
@@ -125,14 +127,17 @@ class BackgroundRanks:
             self._newcomers = Newcomers(ranks.config)
             ranks.start()
 
-    def _start_anew(self, death: Death, ranks: LocalRanks, restarts: Restarts) -> None:
+    async def _start_anew(self, death: Death, ranks: LocalRanks, restarts: Restarts) -> None:
         """Starts one rank beside the others; where that is no use, or too often, they serve on alone, or end."""
         if death.code != 2 and restarts.is_one_left:
             restarts.note_loss(str(death))
+            await asyncio.to_thread(ranks.finish, death.rank)
             ranks.start_anew(death.rank)
             self._newcomers.started(death.rank, time.monotonic())
         elif self._newcomers.others_wait:
             self.bridge.report_loss(str(death))
+        else:
+            log.warning("%s", left_out(death))
 
     async def _stop(self) -> None:
         if self._watch is not None:

@@ -12,7 +12,7 @@ from moe_serve.config import ServeConfig
 from moe_serve.engine.messages import Fatal, ForFrontEnds, Members, Progress, Ready, ToFrontEnd
 from moe_serve.launcher.display import StartDisplay
 from moe_serve.launcher.local import Death, LocalRanks
-from moe_serve.launcher.newcomers import Newcomers
+from moe_serve.launcher.newcomers import Newcomers, left_out
 from moe_serve.launcher.restarts import Restarts
 from moe_serve.server.supervisors import SUPERVISOR
 
@@ -145,6 +145,7 @@ class LaunchWatch:
             self._print_masked(at_once=True)
             if death.code != 2 and self._restarts.is_one_left:
                 self._restarts.note_loss(str(death))
+                self._ranks.finish(death.rank)
                 self._ranks.start_anew(death.rank)
                 self._newcomers.started(death.rank, time.monotonic())
                 text = f"rank {death.rank} is started again, alone ({self._restarts.describe()})"
@@ -152,8 +153,7 @@ class LaunchWatch:
             elif self._newcomers.others_wait:
                 self._not_replaced = death
             else:
-                why = "a setting must be corrected first" if death.code == 2 else "it was lost too often"
-                self._display.note(f"rank {death.rank} is not started again: {why}; the others serve on", style="red")
+                self._display.note(left_out(death), style="red")
 
     def _regroup(self, message: Members) -> None:
         """Notes which ranks are masked, and prints which rejoin."""

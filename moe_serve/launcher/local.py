@@ -161,9 +161,12 @@ class LocalRanks:
         for rank in range(num_ranks):
             self.children.append(self._start(rank))
 
-    def start_anew(self, rank: int) -> None:
-        """Starts one rank whose process has ended, beside the others of its launch."""
+    def finish(self, rank: int) -> None:
+        """Ends what is left of a rank whose process has ended; takes a second where its output does not end."""
         self.children[rank].finish()
+
+    def start_anew(self, rank: int) -> None:
+        """Starts one rank, after `finish`, beside the others of its launch."""
         self._reported.discard(rank)
         self._num_before[rank] += 1
         self.children[rank] = self._start(rank)

@@ -21,6 +21,12 @@ class FailedStart:
     reason: str
 
 
+def left_out(death: Death) -> str:
+    """Returns the line that says why a rank is not started anew, where the others serve on."""
+    why = "a setting must be corrected first" if death.code == 2 else "it was lost too often"
+    return f"rank {death.rank} is not started again: {why}; the others serve on"
+
+
 class Newcomers:
     """The lost ranks of one launch.
 

@@ -89,6 +89,9 @@ class Processes:
         ended, self.ended = self.ended, []
         return ended
 
+    def finish(self, rank: int) -> None:
+        pass
+
     def start_anew(self, rank: int) -> None:
         self.started.append(rank)
 
