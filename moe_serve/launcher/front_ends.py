@@ -1,8 +1,8 @@
 """The front ends of one system: processes that accept from one listening socket. Torch-free.
 
 One, or as many as server.api_workers says. The socket is the launcher's, so connections that wait to be accepted
-outlive a front end. With several, one that ends is started again, as often as `launcher` says; requests of its clients
-are lost with their connections, and the ranks drop them.
+outlive a front end. With several, one that ends is started again, as often as `launcher` says, and is left out after
+that while others serve; requests of its clients are lost with their connections, and the ranks drop them.
 """
 
 import contextlib
@@ -44,9 +44,11 @@ class FrontEnds:
         self._http_fd = http_fd
         self._on_line = on_line
         self._note = note
-        self._restarts = Restarts(config.launcher, "the front ends were")
         self._sockets = LinkSockets(link)
         numbers = range(config.server.api_workers)
+        self._restarts = [Restarts(config.launcher, f"the processes of front end {number} were") for number in numbers]
+        self._started_again: set[int] = set()
+        self._left: list[int] = list(numbers)  # those that are not left out
         self._links = [self._sockets.connected(zmq.DEALER, link.front_end_at(i), linger_ms=200) for i in numbers]
         self._poller = zmq.Poller()
         for each in self._links:
@@ -80,28 +82,40 @@ class FrontEnds:
         return all(child.code is not None for child in self.children)
 
     def serve(self, launch_id: int) -> bool:
-        """Returns whether every one knows that all ranks of a launch are ready."""
+        """Returns whether every one that is not left out knows that all ranks of a launch are ready."""
         self._ready = {each for each in self._ready if each[1] == launch_id}
-        return len(self._ready) == len(self._links) * self._config.parallel.num_ranks
+        return len(self._ready) == len(self._left) * self._config.parallel.num_ranks
 
     def watch(self) -> int | None:
-        """Starts again what has ended; returns the exit code of the system where that is no use, or too often."""
-        for number, child in enumerate(self.children):
+        """Starts again what has ended; leaves it out where that is no use, or too often.
+
+        Returns the exit code of the system where none is left, or where one ends at its first start for a setting.
+        """
+        for number in list(self._left):
+            child = self.children[number]
             code = child.code
             if code is None:
                 continue
             ended = f"the {child.who} {describe_exit(code)}"
-            if len(self.children) == 1 or code == 2:
+            if len(self.children) == 1 or (code == 2 and (len(self._left) == 1 or number not in self._started_again)):
                 self._note(ended)
                 return 2 if code == 2 else 1
-            if not self._restarts.note_loss(ended):
-                for line in (ended, *self._restarts.report()):
-                    self._note(line)
-                return 1
-            self._note(f"{ended}; it is started again ({self._restarts.describe()})")
             child.finish()
             self._ready = {each for each in self._ready if each[0] != number}
-            self.children[number] = self._start(number)
+            restarts = self._restarts[number]
+            if code != 2 and restarts.note_loss(ended):
+                self._note(f"{ended}; it is started again ({restarts.describe()})")
+                self._started_again.add(number)
+                self.children[number] = self._start(number)
+            elif len(self._left) == 1:
+                for line in (ended, *restarts.report()):
+                    self._note(line)
+                return 1
+            else:
+                why = "a setting must be corrected first" if code == 2 else "it was lost too often"
+                self._note(f"{ended}; it is not started again: {why}; the others serve on")
+                self._left.remove(number)
+                self._by_age.remove(number)
         return None
 
     def receive(self, timeout_ms: int) -> Iterator[ToFrontEnd]:
@@ -126,16 +140,16 @@ class FrontEnds:
 
     def tell(self, message: Message) -> None:
         """Sends a message to all of them."""
-        for link in self._links:
-            link.send(encode(message))
+        for number in self._left:
+            self._links[number].send(encode(message))
 
     def signal(self, number: signal.Signals) -> None:
         """Sends a signal to all of them."""
-        for child in self.children:
-            child.signal(number)
+        for each in self._left:
+            self.children[each].signal(number)
 
     def close(self) -> None:
         """Kills what is left of them."""
-        for child in self.children:
-            child.finish()
+        for number in self._left:
+            self.children[number].finish()
         self._sockets.close()

@@ -6,7 +6,7 @@ import pytest
 import zmq
 
 from moe_serve.config import load_config
-from moe_serve.engine.messages import Hello, Members, Message, Progress, decode_to_front_end, encode
+from moe_serve.engine.messages import Hello, Members, Message, ModelLimits, Progress, Ready, decode_to_front_end, encode
 from moe_serve.launcher import front_ends as module
 from moe_serve.launcher.front_ends import FrontEnds
 from moe_serve.links.folder import OwnFolder
@@ -14,6 +14,8 @@ from moe_serve.links.link import Link
 from moe_serve.links.sockets import LinkSockets
 
 CONFIG = load_config(overrides=["server.api_workers=2", "parallel.num_ranks=2"])
+
+LIMITS = ModelLimits("demo", 64, 128, 100, [], 16)
 
 
 class Process:
@@ -68,6 +70,48 @@ def test_a_lost_rank_is_heard_of_though_the_oldest_front_end_dies_before_it_says
     system.launcher.children[0].code = -9
     assert system.launcher.watch() is None
     assert "front end 0" in system.notes[0]
+
+
+def end(system: System, number: int, code: int) -> int | None:
+    """A front end ends; returns what the launcher makes of it."""
+    system.launcher.children[number].code = code
+    return system.launcher.watch()
+
+
+def test_a_setting_that_is_wrong_at_the_first_start_ends_the_system(system: System):
+    assert end(system, 1, 2) == 2
+    assert system.notes == ["the front end 1 exited with code 2"]
+
+
+def test_a_front_end_that_cannot_start_again_for_a_setting_is_left_out_until_none_is_left(system: System):
+    for number, last in ((1, None), (0, 2)):
+        assert end(system, number, -9) is None
+        assert end(system, number, 2) == last
+    left_out = "the front end 1 exited with code 2; it is not started again: a setting must be corrected first"
+    assert system.notes[1] == f"{left_out}; the others serve on"
+    assert system.notes[3] == "the front end 0 exited with code 2"
+
+
+def test_a_front_end_that_is_lost_too_often_is_left_out_and_no_loss_of_another(system: System):
+    started = [system.launcher.children[0]]
+    for _ in range(4):
+        assert end(system, 0, -9) is None
+        started.append(system.launcher.children[0])
+    assert started[3] is started[4]
+    left_out = "the front end 0 was killed by SIGKILL; it is not started again: it was lost too often"
+    assert system.notes[3:] == [f"{left_out}; the others serve on"]
+    assert system.launcher.watch() is None
+    for rank in range(2):
+        system.say(1, Ready(rank, 7, LIMITS, {}))
+    assert len([*system.heard(), *system.launcher.receive(100)]) == 2
+    assert system.launcher.serve(7), "it is not waited for"
+    progress = Progress(0, 7, "importing torch", 0.0)
+    system.say(1, progress)
+    assert system.heard() == [progress], "and it is not the oldest"
+    for _ in range(3):
+        assert end(system, 1, -9) is None
+    assert end(system, 1, -9) == 1
+    assert "the processes of front end 1 were lost 4 times within 600 s:" in system.notes
 
 
 def test_how_the_start_goes_on_is_heard_once(system: System):
