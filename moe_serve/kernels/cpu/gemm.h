@@ -8,9 +8,10 @@
 #pragma once
 #include "weights.h"
 
-enum { MOST_ROWS = 6, K_BLOCK = 512, PREFETCH = 4096 /* bytes ahead */ };
+enum { MOST_ROWS = 6, K_BLOCK = 512, PREFETCH = 8192 /* bytes ahead */ };
 
-/* How a tile reads its weights: from memory, fetching the line 4 KB ahead; the same for the first of several blocks of
+/* How a tile reads its weights: from memory, fetching the line 8 KB ahead into the second cache, since the first one
+   would drop what is read now for lines a multiple of 4 KB ahead; the same for the first of several blocks of
    rows, keeping what it widened; as float32, from what was kept or from the cache. */
 enum { DIRECT, KEEP, AGAIN };
 
@@ -60,11 +61,11 @@ INLINE void tile(const int R, const int V, const int kind, const int way, const 
         load_weights(V, kind, second, w, first, t->scale, b);
         if (way == DIRECT && !second) {
             UNROLL for (int line = 0; line < V * VL * word; line += 64)
-                __builtin_prefetch(w + PREFETCH + first * word + line);
+                __builtin_prefetch(w + PREFETCH + first * word + line, 0, 2);
         } else if (way != DIRECT) {
             const char *line = ahead;
             ahead += ahead_step;
-            for (; line < ahead; line += 64) __builtin_prefetch(line);
+            for (; line < ahead; line += 64) __builtin_prefetch(line, 0, 2);
         }
         if (kind != BFLOAT16 || second) w += step;
         if (way == KEEP) {
