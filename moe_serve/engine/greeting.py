@@ -23,6 +23,7 @@ class Greeting:
         self._members: Members | None = None
         self._placement: BalanceReport | None = None
         self._for_front_ends: ForFrontEnds | None = None
+        self._newest_call = 0  # front ends tell new ranks again, one of them perhaps what is over
         self._said_s = 0.0
 
     def note(self, message: Message, now_s: float) -> None:
@@ -34,8 +35,8 @@ class Greeting:
                 self._ready = message
             case Members():
                 self._members = message
-            case ForFrontEnds() if message.lasts:
-                self._for_front_ends = message
+            case ForFrontEnds() if message.lasts and message.call_id >= self._newest_call:
+                self._for_front_ends, self._newest_call = message, message.call_id
             case BalanceReport() if message.placement is not None:
                 # Windows and decisions are news only once.
                 self._placement = msgspec.structs.replace(message, window=None, decisions=[])

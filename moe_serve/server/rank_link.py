@@ -191,6 +191,7 @@ class RankLink:
             case Ready():
                 self.workers.ready(view, message)
                 self.restart.serve()
+                self.siblings.tell_again(view.rank)
                 self._tell(message)
             case Draining() if view.mask_reason is None:
                 self.rank_drain.begin(view)

@@ -1,8 +1,9 @@
 """The other front ends of the same port (server.api_workers): what an admin asks of one is done by all. Torch-free.
 
 They have no connections to each other: the ranks, which all of them reach, pass messages on. A rank tells the newest
-pause, or its end, to a front end that starts anew. A rank that was masked meanwhile knows an older one, so calls are
-numbered by the time of their host, which all front ends share: what is older than what was done last is not done.
+pause, or its end, to a front end that starts anew; a new rank hears of it from the front ends. A rank that was masked
+meanwhile knows an older one, so calls are numbered by the time of their host, which all front ends share: what is not
+newer than what was done last is not done.
 """
 
 import asyncio
@@ -37,7 +38,7 @@ class Siblings:
         self._missing: dict[int, set[int]] = {}  # by call: who has not answered
         self._news = asyncio.Event()
         self._since = time.monotonic_ns()
-        self._newest = 0  # of the pauses, and their ends, that were done here
+        self._newest: ForFrontEnds | None = None  # of the pauses, and their ends, that were done here
         self._seen: deque[tuple[int, int]] = deque(maxlen=256)  # (front end, call): every rank passes each on
 
     async def do_everywhere(self, what: What, rid: str | None, ranks: Sequence[int]) -> None:
@@ -47,7 +48,9 @@ class Siblings:
         perhaps.
         """
         call_id = time.monotonic_ns()
-        self._act(what, rid, call_id)
+        message = ForFrontEnds(self.number, call_id, what, rid, lasts=what in _LASTING)
+        self._seen.append((self.number, call_id))
+        self._act(message)
         if self.num == 1:
             return
         if not ranks:
@@ -57,7 +60,7 @@ class Siblings:
             )
         self._missing[call_id] = missing = {number for number in range(self.num) if number != self.number}
         for rank in ranks:
-            self._send(rank, ForFrontEnds(self.number, call_id, what, rid, lasts=what in _LASTING))
+            self._send(rank, message)
         try:
             async with asyncio.timeout(_DEADLINE_S):
                 while missing:
@@ -71,14 +74,14 @@ class Siblings:
         finally:
             del self._missing[call_id]
 
-    def _act(self, what: str, rid: str | None, call_id: int) -> None:
-        if what in _LASTING:
-            if call_id < self._newest:
+    def _act(self, message: ForFrontEnds) -> None:
+        if message.what in _LASTING:
+            if self._newest is not None and message.call_id <= self._newest.call_id:
                 return
-            self._newest = call_id
-        elif call_id < self._since:  # a rank was stopped since then: it is not about requests of today
+            self._newest = message
+        elif message.call_id < self._since:  # a rank was stopped since then: it is not about requests of today
             return
-        match what:
+        match message.what:
             case "pause":
                 self._book.hold()
             case "abort_and_pause":
@@ -87,7 +90,12 @@ class Siblings:
             case "resume":
                 self._book.go_on()
             case "abort":
-                self._book.cut_short_all(rid)
+                self._book.cut_short_all(message.rid)
+
+    def tell_again(self, rank: int) -> None:
+        """Tells a rank that gets ready of the newest pause, or its end: it is new, perhaps."""
+        if self.num > 1 and self._newest is not None:
+            self._send(rank, self._newest)
 
     def take(self, message: ForFrontEnds, answer_by: int) -> None:
         """Takes a message that a rank has passed on. answer_by: the rank that passes on the answer"""
@@ -96,8 +104,8 @@ class Siblings:
             self._news.set()
             return
         call = message.front_end, message.call_id
-        if message.front_end == self.number or call in self._seen:
+        if call in self._seen:  # its own, too; but one of a process before it is news
             return
         self._seen.append(call)
-        self._act(message.what, message.rid, message.call_id)
+        self._act(message)
         self._send(answer_by, ForFrontEnds(self.number, message.call_id, _DONE))

@@ -118,7 +118,8 @@ def test_a_front_end_that_starts_anew_is_told_all_and_only_its_requests_are_drop
     with two_front_ends() as (mailbox, front_ends, link):
         mailbox.send(Ready(0, 7, LIMITS, {}))
         pause = ForFrontEnds(0, 3, "pause", lasts=True)
-        for message in (pause, ForFrontEnds(0, 4, "abort", "a")):
+        older = ForFrontEnds(1, 2, "resume", lasts=True)
+        for message in (pause, ForFrontEnds(0, 4, "abort", "a"), older):
             mailbox.send(message)
         front_ends[1].close()
         assert arrived(mailbox) == [Disconnected(1)]

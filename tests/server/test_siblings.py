@@ -3,13 +3,13 @@
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
 
 from moe_serve.attention_dp.request import SamplingParams
-from moe_serve.engine.messages import Answer, ForFrontEnds, RecordCommand
+from moe_serve.engine.messages import Answer, Fatal, ForFrontEnds, RecordCommand
 from moe_serve.links.folder import OwnFolder
 from moe_serve.links.link import Link
 from moe_serve.server import siblings
@@ -27,6 +27,33 @@ class System:
     folder: Path
     bridges: list[Bridge]
     workers: list[LinkedWorker]
+    tasks: list[asyncio.Task[None]] = field(default_factory=list)
+
+    def start_ranks(self, launch_id: int) -> None:
+        self.workers = [LinkedWorker(rank, 2, 0, launch_id, num_front_ends=2, folder=self.folder) for rank in range(2)]
+        for worker in self.workers:
+            worker.restarts_left = 1
+        self.tasks += [asyncio.create_task(worker.run()) for worker in self.workers]
+
+    async def start_new_ranks(self) -> None:
+        """All ranks are lost and started again."""
+        self.workers[0].say(Fatal(0, 5, "lost", 1))
+        await until(lambda: all(bridge.workers.loss for bridge in self.bridges))
+        for worker in self.workers:
+            worker.was_shut_down = True
+        await asyncio.wait(self.tasks, timeout=5)
+        self.start_ranks(6)
+        await until(lambda: not any(bridge.problem() for bridge in self.bridges))
+
+    async def start_anew(self, number: int) -> None:
+        """A front end ends without a word, and is started again."""
+        dead = self.bridges[number]._link
+        assert dead._socket is not None
+        dead._socket.close()
+        dead._socket = None
+        dead._touch.cancel()
+        self.bridges[number] = await self.start(number)
+        await self.bridges[number].wait_until_ready()
 
     async def start(self, number: int) -> Bridge:
         config = fake_config(2, "server.api_workers=2")
@@ -48,10 +75,10 @@ async def two_front_ends() -> AsyncIterator[System]:
     """Two front ends and two ranks, ready."""
     with OwnFolder() as folder:
         system = System(folder, [], [])
-        system.workers = [LinkedWorker(rank, 2, 0, 5, num_front_ends=2, folder=folder) for rank in range(2)]
         for number in range(2):
             system.bridges.append(await system.start(number))
-        tasks = [asyncio.create_task(worker.run()) for worker in system.workers]
+        system.start_ranks(5)
+        tasks = system.tasks
         try:
             for bridge in system.bridges:
                 await bridge.wait_until_ready()
@@ -181,6 +208,31 @@ async def test_a_front_end_that_dies_takes_only_its_own_requests_with_it_and_its
         assert list(kept.matcher.output_ids) == [2 + i for i in range(60)]
         dead._socket = None
         dead._touch.cancel()
+
+
+@pytest.mark.parametrize("number", [0, 1], ids=["that was asked", "that was told"])
+@in_event_loop
+async def test_a_front_end_that_starts_after_new_ranks_knows_of_a_pause(number: int):
+    async with two_front_ends() as system:
+        await system.bridges[0].pause(abort=False)
+        await system.start_new_ranks()
+        await system.start_anew(number)
+        await until(lambda: system.bridges[number]._book.is_held)
+        await system.bridges[number].resume()
+        assert not any(bridge._book.is_held for bridge in system.bridges)
+
+
+@in_event_loop
+async def test_what_new_ranks_tell_again_is_not_done_again():
+    async with two_front_ends() as system:
+        await system.bridges[1].pause(abort=True)
+        waiting = system.submit(0, tokens=3)
+        await system.start_new_ranks()
+        await asyncio.sleep(0.1)
+        assert not waiting.is_done
+        await system.bridges[0].resume()
+        await until(lambda: waiting.is_done)
+        assert list(waiting.matcher.output_ids) == [2, 3, 4]
 
 
 @in_event_loop
