@@ -28,7 +28,8 @@ ALLOWED = {
     "links": {"config"},
     "engine": {"links", "models", "ep", "attention_dp", "dispatch", "eplb", "kernels", "config", "topology"},
     "server": {
-        "engine.messages", "engine.balance_messages", "engine.incremental_decoder", "engine.stop_matcher",
+        "engine.messages", "engine.balance_messages", "engine.command_messages", "engine.incremental_decoder",
+        "engine.stop_matcher",
         "models.tokenizer", "attention_dp.request", "attention_dp.request_router", "config", "links",
     },
     "launcher": {

@@ -19,8 +19,9 @@ from dataclasses import dataclass
 import msgspec
 
 from moe_serve.engine.broadcast import broadcast
+from moe_serve.engine.command_messages import Answer, Rebalance, SetPlacement
 from moe_serve.engine.leader import Leader
-from moe_serve.engine.messages import Answer, Message, Rebalance, SetPlacement
+from moe_serve.engine.messages import Message
 from moe_serve.engine.recovery import Recovery
 from moe_serve.engine.round_message import RoundMessage
 from moe_serve.engine.served_model import ServedModel

@@ -12,19 +12,15 @@ from dataclasses import dataclass
 from moe_serve.attention_dp.batch import BatchBuilder
 from moe_serve.attention_dp.scheduler import Proposal, ScheduledChunk, Scheduler
 from moe_serve.engine.balancing import Balancing
+from moe_serve.engine.command_messages import Answer, FlushCache, Rebalance, RecordCommand, SetPlacement
 from moe_serve.engine.exchange import Exchange
 from moe_serve.engine.mailbox import Disconnected, Inbound, Mailbox, Reconnected
 from moe_serve.engine.messages import (
     ALIVE_PERIOD_S,
     Abort,
-    Answer,
     Draining,
-    FlushCache,
     ForFrontEnds,
-    Rebalance,
-    RecordCommand,
     Refused,
-    SetPlacement,
     Shutdown,
     Submit,
     TokenEvent,

@@ -12,6 +12,7 @@ import msgspec
 
 from moe_serve.attention_dp.request import Request, SamplingParams
 from moe_serve.engine.balance_messages import BalanceReport
+from moe_serve.engine.command_messages import Answer, FlushCache, Rebalance, RecordCommand, SetPlacement
 from moe_serve.engine.message import Message as Message
 from moe_serve.engine.refusing import Refusing
 
@@ -59,35 +60,6 @@ class Refused(Message, tag="refused", frozen=True):
     """This rank cannot attach: it ends with the reason."""
 
     reason: str
-
-
-class RecordCommand(Message, tag="record", frozen=True):
-    """Start, stop or dump the recorder of expert load; the lowest rank that takes part answers with `Answer`.
-
-    command: one of engine.step.RECORD_COMMANDS
-    """
-
-    call_id: int
-    command: str
-
-
-class Rebalance(Message, tag="rebalance", frozen=True):
-    """Plan now, without waiting for the next window; answered as RecordCommand."""
-
-    call_id: int
-
-
-class SetPlacement(Message, tag="set_placement", frozen=True):
-    """Move experts to these slots: [layers][slots], -1 = empty. Answered as RecordCommand; a refusal says why."""
-
-    call_id: int
-    physical_to_logical: list[list[int]]
-
-
-class FlushCache(Message, tag="flush_cache", frozen=True):
-    """Empty the prefix cache, if no request is open. Every rank answers for itself, with `Answer`."""
-
-    call_id: int
 
 
 class ForFrontEnds(Message, tag="for_front_ends", frozen=True):
@@ -224,17 +196,6 @@ class Members(Message, tag="members", frozen=True):
     times_masked: int = 0
     ended: list[int] = []
     waits: bool = False
-
-
-class Answer(Message, tag="answer", frozen=True):
-    """The answer to a command of the front end. text: what was done, or why not;  facts: such as names of files"""
-
-    rank: int
-    launch_id: int
-    call_id: int
-    ok: bool
-    text: str
-    facts: dict[str, Any] = {}
 
 
 class Fatal(Message, tag="fatal", frozen=True):

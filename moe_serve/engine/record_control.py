@@ -16,9 +16,10 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import wait
 from dataclasses import dataclass
 
+from moe_serve.engine.command_messages import Answer, RecordCommand
 from moe_serve.engine.dump_recorder import Dump, DumpRecorder
 from moe_serve.engine.load_windows import LoadWindows
-from moe_serve.engine.messages import Answer, Message, RecordCommand
+from moe_serve.engine.messages import Message
 from moe_serve.engine.step import (
     DUMP_FAILED,
     HOLDS_RECORDING,

@@ -11,8 +11,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from moe_serve.config import ServeConfig
+from moe_serve.engine.command_messages import Answer, FlushCache
 from moe_serve.engine.incremental_decoder import Decoder
-from moe_serve.engine.messages import Answer, FlushCache, ModelLimits
+from moe_serve.engine.messages import ModelLimits
 from moe_serve.errors import QueueFullError, RequestError
 from moe_serve.links.link import Link
 from moe_serve.server.admission import Admission, Load, Queue

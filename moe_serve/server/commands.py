@@ -9,7 +9,8 @@ from dataclasses import dataclass
 
 import msgspec
 
-from moe_serve.engine.messages import Answer, FlushCache, Message, Rebalance, RecordCommand, SetPlacement
+from moe_serve.engine.command_messages import Answer, FlushCache, Rebalance, RecordCommand, SetPlacement
+from moe_serve.engine.messages import Message
 from moe_serve.errors import QueueFullError
 from moe_serve.server.open_request import UnavailableError
 

@@ -6,7 +6,7 @@ from typing import Any
 from fastapi import FastAPI, Request, Response
 
 from moe_serve.config import ServeConfig
-from moe_serve.engine.messages import Answer, Rebalance, SetPlacement
+from moe_serve.engine.command_messages import Answer, Rebalance, SetPlacement
 from moe_serve.errors import RequestError
 from moe_serve.server.balance_json import status_json, what_to_set
 from moe_serve.server.body import Bodies

@@ -18,11 +18,11 @@ import msgspec
 
 from moe_serve.config import ServeConfig
 from moe_serve.engine.balance_messages import BalanceReport
+from moe_serve.engine.command_messages import Answer
 from moe_serve.engine.incremental_decoder import Decoder
 from moe_serve.engine.messages import (
     ALIVE_PERIOD_S,
     Alive,
-    Answer,
     Draining,
     Fatal,
     ForFrontEnds,

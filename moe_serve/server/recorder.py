@@ -3,7 +3,7 @@
 from fastapi import FastAPI, Response
 
 from moe_serve.config import ServeConfig
-from moe_serve.engine.messages import RecordCommand
+from moe_serve.engine.command_messages import RecordCommand
 from moe_serve.errors import RequestError
 from moe_serve.server.answers import error_body
 from moe_serve.server.bridge import Bridge

@@ -18,10 +18,11 @@ from moe_serve.attention_dp.scheduler import Proposal, ScheduledChunk
 from moe_serve.config import load_config
 from moe_serve.dispatch.base import EpGroup
 from moe_serve.engine.build import build_engine
+from moe_serve.engine.command_messages import Answer
 from moe_serve.engine.engine import Engine
 from moe_serve.engine.exchange import make_exchange
 from moe_serve.engine.mailbox import Inbound
-from moe_serve.engine.messages import Answer, Shutdown, Submit, Tokens
+from moe_serve.engine.messages import Shutdown, Submit, Tokens
 from moe_serve.engine.sampler import Sampler
 from moe_serve.eplb.load import LoadRecord
 from tests.conftest import _descendants

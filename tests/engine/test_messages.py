@@ -5,10 +5,9 @@ import random
 import msgspec
 import pytest
 
+from moe_serve.engine.command_messages import Answer, SetPlacement
 from moe_serve.engine.messages import (
-    Answer,
     Hello,
-    SetPlacement,
     TokenEvent,
     Tokens,
     Wake,

@@ -14,22 +14,18 @@ import zmq
 import zmq.asyncio
 
 from moe_serve.config import ServerConfig
+from moe_serve.engine.command_messages import Answer, FlushCache, Rebalance, RecordCommand, SetPlacement
 from moe_serve.engine.mailbox import Disconnected, Reconnected, ZmqMailbox
 from moe_serve.engine.messages import (
     Abort,
     Alive,
-    Answer,
-    FlushCache,
     ForFrontEnds,
     Goodbye,
     Hello,
     Message,
     ModelLimits,
     Ready,
-    Rebalance,
-    RecordCommand,
     Refused,
-    SetPlacement,
     Shutdown,
     Status,
     Submit,

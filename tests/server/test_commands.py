@@ -4,7 +4,8 @@ import asyncio
 
 import pytest
 
-from moe_serve.engine.messages import Answer, Fatal, FlushCache, Members, Rebalance, RecordCommand
+from moe_serve.engine.command_messages import Answer, FlushCache, Rebalance, RecordCommand
+from moe_serve.engine.messages import Fatal, Members
 from moe_serve.errors import QueueFullError
 from moe_serve.server import commands as commands_module
 from moe_serve.server.commands import CommandBook

@@ -1,0 +1,45 @@
+"""The commands of an admin that a front end passes to the ranks, and the answer of a rank. Torch-free."""
+
+from typing import Any
+
+from moe_serve.engine.message import Message
+
+
+class RecordCommand(Message, tag="record", frozen=True):
+    """Start, stop or dump the recorder of expert load; the lowest rank that takes part answers with `Answer`.
+
+    command: one of engine.step.RECORD_COMMANDS
+    """
+
+    call_id: int
+    command: str
+
+
+class Rebalance(Message, tag="rebalance", frozen=True):
+    """Plan now, without waiting for the next window; answered as RecordCommand."""
+
+    call_id: int
+
+
+class SetPlacement(Message, tag="set_placement", frozen=True):
+    """Move experts to these slots: [layers][slots], -1 = empty. Answered as RecordCommand; a refusal says why."""
+
+    call_id: int
+    physical_to_logical: list[list[int]]
+
+
+class FlushCache(Message, tag="flush_cache", frozen=True):
+    """Empty the prefix cache, if no request is open. Every rank answers for itself, with `Answer`."""
+
+    call_id: int
+
+
+class Answer(Message, tag="answer", frozen=True):
+    """The answer to a command of the front end. text: what was done, or why not;  facts: such as names of files"""
+
+    rank: int
+    launch_id: int
+    call_id: int
+    ok: bool
+    text: str
+    facts: dict[str, Any] = {}
