@@ -10,26 +10,25 @@ import time
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 
-from moe_serve.attention_dp.request_router import RequestRouter
 from moe_serve.config import ServeConfig
 from moe_serve.engine.incremental_decoder import Decoder
 from moe_serve.engine.messages import Abort, Message, Status, Tokens
 from moe_serve.server.admission import DrainRate
 from moe_serve.server.open_request import Changes, OpenRequest, RequestSpec, UnavailableError
 from moe_serve.server.overdue import why_overdue
+from moe_serve.server.rank_room import RankRoom
 from moe_serve.server.rids import RequestsByRid
 from moe_serve.server.waiting_line import WaitingLines
 from moe_serve.server.workers import Regrouped
 
-_AHEAD = 2  # requests beyond those that a rank runs, at least; they start without a round trip
 MAX_LOSSES = 3  # ranks that may end while they serve one request, without a token in between
 
 
 class RequestBook:
-    """All open requests, the router that chooses their ranks, and counters.
+    """All open requests, their ranks, and counters.
 
-    A rank gets as many requests as it can run and a few more, so that it never idles between two of them; the others
-    wait here, where they can be put in order, dropped, or sent to another rank.
+    Requests for which no rank has room (`RankRoom`) wait here, where they can be put in order, dropped, or sent to
+    another rank.
 
     send:    sends a message to a rank, without waiting
     is_held: no request is sent to a rank
@@ -50,10 +49,7 @@ class RequestBook:
         self._numbers = itertools.count()
         self.is_held = False
         self._lines = WaitingLines(config.server.priority_head_start_s)
-        self._num_sent: Counter[int] = Counter()  # requests that a rank has now
-        running = config.engine.max_running_requests
-        self._most_sent = running + max(_AHEAD, running // 8)
-        self._router = self._new_router(config.cache.block_size)
+        self._room = RankRoom(config)
 
     def __len__(self) -> int:
         return len(self._open)
@@ -64,10 +60,7 @@ class RequestBook:
         block_size: of the ranks' caches, in tokens
         """
         self.take_back()
-        self._router = self._new_router(block_size)
-        for rank in masked:
-            self._router.mark_lost(rank)
-        self._num_sent.clear()
+        self._room.begin_launch(block_size, masked)
         self.send_waiting()
         num_again = sum(request.attempt > 0 for request in self._open.values())
         self.counters["num_resubmitted"] += num_again
@@ -78,8 +71,7 @@ class RequestBook:
 
         lost_rank: the rank that caused it; None: not known, so each request may be the reason
         """
-        for rank in self._router.ranks:
-            self._router.mark_lost(rank)
+        self._room.lose(self._room.ranks)
         for request in list(self._open.values()):
             if request.rank is not None and lost_rank in (None, request.rank):
                 self._count_loss(request, request.rank)
@@ -167,7 +159,7 @@ class RequestBook:
 
     def send_waiting(self) -> None:
         """Sends requests to ranks, in the order of their line, until all ranks are full or none waits."""
-        while not self.is_held and (request_id := self._lines.pop(self._has_space)) is not None:
+        while not self.is_held and (request_id := self._lines.pop(self._room.has_room)) is not None:
             self._start(self._open[request_id])
 
     def take_back(self) -> None:
@@ -198,7 +190,7 @@ class RequestBook:
                 continue
             if not request.has_started:
                 request.has_started = True
-                self._router.started(event.request_id)
+                self._room.started(event.request_id)
             request.apply(event)
             if request.is_done:
                 self.counters["num_failed" if request.failure else "num_finished"] += 1
@@ -208,10 +200,10 @@ class RequestBook:
 
     def forget_prompts(self) -> None:
         """Forgets which prompts each rank may have in its cache."""
-        self._router.forget_prompts()
+        self._room.forget_prompts()
 
     def take_status(self, status: Status) -> None:
-        self._router.update(status.rank, status.pending_tokens)
+        self._room.update(status)
 
     def fail_all(self, reason: str) -> None:
         """Ends all requests with an error."""
@@ -221,7 +213,7 @@ class RequestBook:
 
     def suspect(self, rank: int) -> None:
         """Sends nothing new to a rank; its requests stay until it is known to be masked."""
-        self._router.mark_lost(rank)
+        self._room.lose([rank])
 
     def regroup(self, change: Regrouped) -> int:
         """Moves the requests of masked ranks to others; returns how many moved.
@@ -229,10 +221,8 @@ class RequestBook:
         A request fails when MAX_LOSSES ranks have ended with it and the next one ends, too: then it may be the reason.
         A late rank is not counted, and a new token shows that the request was not the reason.
         """
-        for rank in change.masked:
-            self._router.mark_lost(rank)
-        for rank in change.rejoined:
-            self._router.mark_back(rank)
+        self._room.lose(change.masked)
+        self._room.regain(change.rejoined)
         num_moved = 0
         for request in list(self._open.values()):
             lost = request.rank
@@ -259,32 +249,10 @@ class RequestBook:
         spec = request.spec
         self._lines.push(spec.rank, request.request_id, request.submitted_s, spec.priority, spec.num_tokens)
 
-    def _has_space(self, rank: int | None) -> bool:
-        """Returns whether a request may be sent to this rank. rank: None, or one that is lost: to any"""
-        with_space = self._with_space()
-        return rank in with_space if rank in self._router.ranks else bool(with_space)
-
-    def _with_space(self) -> list[int]:
-        return [rank for rank in self._router.ranks if self._num_sent[rank] < self._most_sent]
-
     def _start(self, request: OpenRequest, may_choose: bool = True) -> None:
         """Sends a request to a rank. may_choose: to that of its caller, if it named one that serves"""
-        spec, output = request.spec, request.matcher.output_ids
-        # The load of a rank that the caller chose shows in that rank's own reports.
-        if may_choose and spec.rank is not None and spec.rank in self._router.ranks:
-            rank = spec.rank
-        else:
-            rank = self._router.route(
-                [*spec.prompt_ids, *output],
-                spec.session_id,
-                spec.salt,
-                request_id=request.request_id,
-                max_new_tokens=spec.params.max_new_tokens - len(output),
-                among=self._with_space(),
-            )
-        request.rank = rank
-        self._num_sent[rank] += 1
-        self._send(rank, request.submit_message())
+        request.rank = self._room.send(request, may_choose)
+        self._send(request.rank, request.submit_message())
 
     def _submit_again(self, request: OpenRequest, rank: int) -> None:
         request.leave_rank()
@@ -294,8 +262,7 @@ class RequestBook:
 
     def _leave(self, request: OpenRequest) -> None:
         if request.rank is not None:
-            self._num_sent[request.rank] -= 1
-            self._router.finished(request.request_id)
+            self._room.free(request.rank, request.request_id)
         request.leave_rank()
 
     def _fail(self, request: OpenRequest, reason: str) -> None:
@@ -310,11 +277,5 @@ class RequestBook:
         if request.rank is None:
             self._lines.remove(request.spec.rank, request.request_id)
             return
-        self._num_sent[request.rank] -= 1
-        self._router.finished(request.request_id)
+        self._room.free(request.rank, request.request_id)
         self.send_waiting()
-
-    def _new_router(self, block_size: int) -> RequestRouter:
-        return RequestRouter(
-            self._config.parallel.num_ranks, load_gap=self._config.server.routing_load_gap, block_size=block_size
-        )
