@@ -97,7 +97,10 @@ static void write_middle_parts(const Experts *e, float (*both)[PANEL], i64 rows,
     for (i64 r = 0; r < rows; r++) {
         i64 first = r / TILE_GROUP * TILE_GROUP, count = least(TILE_GROUP, rows - first);
         char *to = parts + parts_bytes(first, e->width) + (step * ROW_PARTS * count + r - first) * LINE;
-        for (i64 lane = 0; lane < 32; lane += 16) split16(activate(e, *(v16 *)(both[r] + lane), *(v16 *)(both[r] + 32 + lane)), to + lane * 2, count * LINE);
+        for (i64 lane = 0; lane < 32; lane += 16) {
+            v16 middle = activate(e, *(v16 *)(both[r] + lane), *(v16 *)(both[r] + 32 + lane));
+            split16(middle, to + lane * 2, count * LINE);
+        }
     }
 }
 
