@@ -43,7 +43,7 @@ TORCH_FREE = [
     "moe_serve.dispatch.capabilities",
     "moe_serve.engine.messages", "moe_serve.engine.mailbox", "moe_serve.engine.incremental_decoder",
     "moe_serve.engine.stop_matcher", "moe_serve.engine.step", "moe_serve.engine.balancer",
-    "moe_serve.models.tokenizer", "moe_serve.models.spec", "moe_serve.models.checkpoint_parts",
+    "moe_serve.models.tokenizer", "moe_serve.models.families.registry", "moe_serve.models.checkpoint_parts",
     "moe_serve.launcher.cli.app", "moe_serve.launcher.cli.balancer", "moe_serve.launcher.serve",
     "moe_serve.launcher.rank_env", "moe_serve.launcher.preflight", "moe_serve.launcher.facts",
     *(f"moe_serve.{'.'.join(path.relative_to(PACKAGE).with_suffix('').parts)}"

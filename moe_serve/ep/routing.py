@@ -1,4 +1,4 @@
-"""A router's description and its result. Importable without torch: `models/spec.py` builds RouterSpecs."""
+"""A router's description and its result. Importable without torch: `models/families/` build RouterSpecs."""
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal

@@ -23,8 +23,8 @@ def look_for_files(config: ServeConfig) -> None:
     Model folders may come from strangers: what is read here is bounded, and nothing hangs on a pipe.
     """
     from moe_serve.models.checkpoint_parts import CheckpointParts
+    from moe_serve.models.families.registry import read_spec
     from moe_serve.models.safetensors_header import all_tensors
-    from moe_serve.models.spec import read_spec
 
     folder = model_dir(config.model)
     if not folder.is_dir():

@@ -13,7 +13,7 @@ from moe_serve.engine.build import build_served_model
 from moe_serve.engine.served_model import ServedModel
 from moe_serve.errors import ConfigError
 from moe_serve.kernels.grouped_gemm_int8 import has_vnni
-from moe_serve.models.spec import read_spec
+from moe_serve.models.families.registry import read_spec
 from tests.engine.offline import prompts_with_shared_beginnings, serve, submits_of
 from tests.engine.test_identity import same, shuffled_placement, write_placement
 from tests.models.fp8_checkpoint import write_fp8_checkpoint

@@ -15,7 +15,8 @@ import pytest
 
 from moe_serve.attention_dp.request import SamplingParams
 from moe_serve.engine.messages import Submit
-from moe_serve.models.spec import ModelSpec, read_spec
+from moe_serve.models.families.registry import read_spec
+from moe_serve.models.spec import ModelSpec
 from tests.engine.offline import (
     TINY,
     Served,

@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from moe_serve.models.spec import read_spec
+from moe_serve.models.families.registry import read_spec
 from moe_serve.models.weight_plan import Part, dense_tensors, expert_tensors
 
 # Widths that are not multiples of 128, so that blocks are partial and gate and up would share one if they were stacked.

@@ -10,7 +10,7 @@ from moe_serve.ep.expert_store import ExpertStore
 from moe_serve.eplb.placement import Placement
 from moe_serve.errors import ModelError
 from moe_serve.models.expert_reload import ExpertReloader, ExpertToRead
-from moe_serve.models.spec import read_spec
+from moe_serve.models.families.registry import read_spec
 from moe_serve.models.stored_weights import StoredWeights
 from moe_serve.models.weight_plan import dense_tensors
 from moe_serve.models.weight_share import WeightShare

@@ -16,7 +16,8 @@ from moe_serve.errors import CapacityError, ModelError
 from moe_serve.kernels.grouped_gemm_int8 import quantize_int8
 from moe_serve.models.checkpoint import Checkpoint
 from moe_serve.models.expert_slots import empty_slots
-from moe_serve.models.spec import ModelSpec, read_spec
+from moe_serve.models.families.registry import read_spec
+from moe_serve.models.spec import ModelSpec
 from moe_serve.models.stored_weights import StoredWeights
 from moe_serve.models.weight_plan import expert_tensors
 from moe_serve.models.weight_reader import WeightReader

@@ -13,7 +13,7 @@ from moe_serve.dispatch.base import EpGroup
 from moe_serve.ep.moe_layer import MoeLayer
 from moe_serve.kernels.cpu.library import find_cpu_library
 from moe_serve.kernels.numerics import Numerics
-from moe_serve.models.spec import read_spec
+from moe_serve.models.families.registry import read_spec
 from moe_serve.models.stored_weights import StoredWeights
 from moe_serve.models.weight_plan import dense_tensors, expert_tensors
 from moe_serve.models.weight_share import WeightShare

@@ -13,8 +13,8 @@ from torch import Tensor
 from moe_serve.ep.moe_layer import MoeLayer
 from moe_serve.errors import ModelError
 from moe_serve.kernels.numerics import COMPILED, FAST
+from moe_serve.models.families.registry import read_spec
 from moe_serve.models.mxfp4 import dequantise_mxfp4
-from moe_serve.models.spec import read_spec
 from moe_serve.models.stored_weights import StoredWeights
 from moe_serve.models.weight_share import WeightShare
 from moe_serve.models.weights import load_weights

@@ -11,8 +11,8 @@ import pytest
 
 from moe_serve.errors import ModelError
 from moe_serve.models.attention_spec import GqaSpec, MlaSpec
+from moe_serve.models.families.registry import FAMILIES, read_spec
 from moe_serve.models.rope_spec import mscale_of
-from moe_serve.models.spec import FAMILIES, read_spec
 from tests.models.families import MLA, QWEN, YARN
 
 QWEN_30B: dict[str, Any] = {
@@ -196,7 +196,6 @@ def test_a_missing_folder_says_what_to_give() -> None:
 
 def test_reading_a_spec_needs_no_torch(tmp_path: Path) -> None:
     path = folder(tmp_path, QWEN | {"model_type": "qwen3_moe"})
-    code = (
-        "import sys; from moe_serve.models import spec; spec.read_spec(sys.argv[1]); assert 'torch' not in sys.modules"
-    )
+    read = "from moe_serve.models.families.registry import read_spec; read_spec(sys.argv[1])"
+    code = f"import sys; {read}; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code, str(path)], check=True, timeout=60)

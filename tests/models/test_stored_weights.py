@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 
 from moe_serve.ep.moe_layer import MoeLayer
 from moe_serve.kernels.numerics import COMPILED
-from moe_serve.models.spec import read_spec
+from moe_serve.models.families.registry import read_spec
 from moe_serve.models.stored_weights import StoredWeights
 from moe_serve.models.weight_plan import dense_tensors
 from moe_serve.models.weight_share import WeightShare

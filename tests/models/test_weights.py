@@ -12,7 +12,8 @@ from torch import Tensor
 
 from moe_serve.eplb.placement import Placement
 from moe_serve.errors import ModelError
-from moe_serve.models.spec import ModelSpec, read_spec
+from moe_serve.models.families.registry import read_spec
+from moe_serve.models.spec import ModelSpec
 from moe_serve.models.weight_reader import dequantise
 from moe_serve.models.weight_share import WeightShare
 from moe_serve.models.weights import LoadedWeights, dummy_weights, load_weights

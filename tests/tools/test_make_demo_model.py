@@ -97,7 +97,7 @@ def test_the_exported_folder_loads_into_the_serving_model(made):
     import torch
 
     from moe_serve.eplb.placement import Placement
-    from moe_serve.models.spec import read_spec
+    from moe_serve.models.families.registry import read_spec
     from moe_serve.models.weight_share import WeightShare
     from moe_serve.models.weights import load_weights
 

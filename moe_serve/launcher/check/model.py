@@ -11,8 +11,9 @@ from moe_serve.dispatch.buffer_sizes import BufferSizes
 from moe_serve.engine.model_plan import ModelPlan
 from moe_serve.launcher.check.report import Line, Memory, Report, bytes_in_words, count_in_words
 from moe_serve.launcher.check.transport import describe_loss, describe_transport, look_here
+from moe_serve.models.families.registry import read_spec
 from moe_serve.models.moe_decoder import kv_layouts
-from moe_serve.models.spec import ModelSpec, read_spec
+from moe_serve.models.spec import ModelSpec
 from moe_serve.models.working_memory import StepSizes, working_memory
 
 

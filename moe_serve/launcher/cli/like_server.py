@@ -44,7 +44,7 @@ def server_replay(
 def facts_of(config: ServeConfig, nodes: int) -> "SystemFacts":
     """Returns the facts of the system that the configuration describes, as far as it tells."""
     from moe_serve.eplb.rebalance.make import SystemFacts
-    from moe_serve.models.spec import read_spec
+    from moe_serve.models.families.registry import read_spec
 
     spec, model = read_spec(model_dir(config.model)), config.model
     device = "cuda" if config.parallel.device == "cuda" else "cpu"

@@ -1,0 +1,73 @@
+"""What readers of several families share: fields of every config.json, grouped-query attention, quantisation."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from moe_serve.errors import ModelError
+from moe_serve.models.attention_spec import GqaSpec
+from moe_serve.models.hf_config import LARGEST_SIZE, LONGEST_CONTEXT, MOST_LAYERS, HfConfig
+from moe_serve.models.model_files import shown
+
+
+def common_fields(config: HfConfig, eos_token_ids: tuple[int, ...]) -> dict[str, Any]:
+    """Returns the fields that all families share, and refuses what none of them supports."""
+    if config.get("hidden_act", "silu") != "silu":
+        raise config.refuse(f"hidden_act {shown(config.get('hidden_act'))}")
+    return {
+        "model_type": config.get("model_type"),
+        "vocab_size": config.size("vocab_size"),
+        "hidden": config.size("hidden_size"),
+        "num_layers": config.size("num_hidden_layers", largest=MOST_LAYERS),
+        "max_position": config.size("max_position_embeddings", largest=LONGEST_CONTEXT),
+        "norm_eps": config.positive("rms_norm_eps", 1e-6),
+        "eos_token_ids": eos_token_ids,
+        "tie_embeddings": config.flag("tie_word_embeddings"),
+        "checkpoint_dtype": config.text("dtype", "torch_dtype"),
+        "fp8_block": _fp8_block(config),
+    }
+
+
+def _fp8_block(config: HfConfig) -> int | None:
+    quantization = _quantization(config)
+    if not quantization or is_mxfp4(config):
+        return None
+    method, block = quantization.get("quant_method"), quantization.get("weight_block_size", [128, 128])
+    is_square = isinstance(block, list) and len(block) == 2 and block[0] == block[1]
+    if method != "fp8" or not is_square or type(block[0]) is not int or not 1 <= block[0] <= LARGEST_SIZE:
+        raise config.refuse(f"quantization {shown(method)} with blocks {shown(block)} (only fp8 with square blocks is)")
+    return int(block[0])
+
+
+def _quantization(config: HfConfig) -> Mapping[str, Any]:
+    quantization = config.get("quantization_config", {})
+    if not isinstance(quantization, Mapping):
+        raise config.refuse(f"quantization_config {shown(quantization)}")
+    return quantization
+
+
+def is_mxfp4(config: HfConfig) -> bool:
+    """Returns whether experts are stored in MXFP4, which gpt-oss alone is."""
+    return config.get("model_type") == "gpt_oss" and _quantization(config).get("quant_method") == "mxfp4"
+
+
+def gqa(config: HfConfig, qk_norm: bool, bias: bool) -> GqaSpec:
+    num_heads = config.size("num_attention_heads")
+    num_kv_heads = config.size("num_key_value_heads", default=num_heads)
+    if num_heads % num_kv_heads:
+        raise ModelError(
+            f"{config.where}: {num_heads} attention heads do not divide over {num_kv_heads} key/value heads; "
+            "correct num_key_value_heads"
+        )
+    head_dim = config.size("head_dim", default=config.size("hidden_size") // num_heads)
+    return GqaSpec(num_heads, num_kv_heads, head_dim, qk_norm, bias)
+
+
+def windowed(attention: GqaSpec, config: HfConfig) -> GqaSpec:
+    """Returns the attention with the sliding window of config.json in every layer."""
+    longest = config.size("max_position_embeddings")
+    window = config.size("sliding_window", default=longest)
+    if window >= longest:  # masks nothing
+        return attention
+    num_layers = config.size("num_hidden_layers", largest=MOST_LAYERS)
+    return replace(attention, window=window, windowed_layer_ids=tuple(range(num_layers)))

@@ -1,0 +1,53 @@
+"""Reads a Hugging Face `config.json` into a ModelSpec, by the reader of its family. Torch-free.
+
+Every file beside this one may hold READERS: model_type -> reader. A feature that would change the numbers and is not
+implemented is refused by name, never ignored.
+"""
+
+import importlib
+import pkgutil
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+
+from moe_serve.errors import ModelError
+from moe_serve.models import families
+from moe_serve.models.hf_config import HfConfig, check_total, eos_token_ids
+from moe_serve.models.model_files import read_json, shown
+from moe_serve.models.spec import ModelSpec
+
+Reader = Callable[[HfConfig, tuple[int, ...]], ModelSpec]
+
+
+def read_spec(folder: str | Path) -> ModelSpec:
+    """Returns the spec of the model in a Hugging Face folder.
+
+    Raises ModelError when config.json cannot be read, when the architecture is not one of FAMILIES, or when the
+    configuration asks for a feature that is not implemented; each message names it.
+    """
+    path = Path(folder) / "config.json"
+    values = read_json(path, "give a Hugging Face model folder, with config.json and *.safetensors")
+    config = HfConfig(values, str(path))
+    family = FAMILIES.get(str(values.get("model_type")))
+    if family is None:
+        raise ModelError(
+            f"{path}: model_type {shown(values.get('model_type'))} (architectures "
+            f"{shown(values.get('architectures'))}) is not "
+            f"supported; supported are {', '.join(sorted(FAMILIES))}"
+        )
+    generation = path.with_name("generation_config.json")
+    extra = read_json(generation, "correct or remove it") if generation.exists() else {}
+    spec = family(config, eos_token_ids(config, HfConfig(extra, str(generation))))
+    parameters = spec.dense_parameters + spec.num_moe_layers * spec.num_logical * spec.expert_parameters
+    check_total(str(path), spec.num_layers, spec.num_logical, parameters)
+    return spec
+
+
+def _readers() -> Iterator[tuple[str, Reader]]:
+    this = __name__.rpartition(".")[2]
+    for module in pkgutil.iter_modules(families.__path__):
+        if module.name != this:
+            found = importlib.import_module(f"{families.__name__}.{module.name}")
+            yield from getattr(found, "READERS", {}).items()
+
+
+FAMILIES: Mapping[str, Reader] = dict(_readers())
