@@ -41,7 +41,7 @@ class Fields:
         other_words: names of the same field in other APIs, for hints
         """
         self._values = dict(values)
-        self._prefix = prefix
+        self.prefix = prefix
         self._neutral = neutral
         self._other_words = other_words
         self._known = set(neutral)
@@ -50,12 +50,12 @@ class Fields:
         """Returns a field's checked value; None where it is absent or null."""
         self._known.add(name)
         value = self._values.pop(name, None)
-        return None if value is None else check(self._prefix + name, value)
+        return None if value is None else check(self.prefix + name, value)
 
     def refuse_the_rest(self) -> None:
         """Raises RequestError for the first field that was not taken, unless its value asks for nothing."""
         for name, value in self._values.items():
-            path = self._prefix + name
+            path = self.prefix + name
             if name not in self._neutral:
                 close = difflib.get_close_matches(name[:MAX_NAME_CHARS], self._known, n=1)
                 near = self._other_words.get(name) or next(iter(close), None)

@@ -12,7 +12,8 @@ from fastapi.openapi.utils import get_openapi
 from moe_serve.attention_dp.request import MAX_SEED, MAX_STOPS
 from moe_serve.server.guard import ADMIN, OPEN
 from moe_serve.server.json_fields import MAX_NAME_CHARS
-from moe_serve.server.schemas import MAX_SAMPLES, MAX_STOP_CHARS, NEUTRAL_FIELDS, NEUTRAL_PARAMS
+from moe_serve.server.sampling_fields import MAX_SAMPLES, MAX_STOP_CHARS, NEUTRAL_PARAMS
+from moe_serve.server.schemas import NEUTRAL_FIELDS
 from moe_serve.server.waiting_line import MAX_PRIORITY
 
 Schema = dict[str, Any]

@@ -5,7 +5,7 @@ whose feature is not supported is accepted only with null or its neutral value.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, TypeGuard
 
 from moe_serve.attention_dp.request import SamplingParams
@@ -21,10 +21,9 @@ from moe_serve.server.json_fields import (
     token_ids,
     whole_number,
 )
+from moe_serve.server.sampling_fields import NEUTRAL_PARAMS, SGLANG_NAMES, TakenParams, take_sampling_params
 from moe_serve.server.waiting_line import MAX_PRIORITY
 
-MAX_SAMPLES = 128  # `n` of one prompt
-MAX_STOP_CHARS = 1024  # of one stop string
 _SALT_SEPARATOR = "\0"  # a request may have cache_salt, extra_key or both; prefixes are shared where all are the same
 
 # Fields of SGLang whose features are not supported: null, or one of these values, means "not asked for".
@@ -48,21 +47,6 @@ NEUTRAL_FIELDS: Mapping[str, tuple[Any, ...]] = {
     "bootstrap_host": (),
     "bootstrap_port": (),
     "bootstrap_room": (),
-}
-NEUTRAL_PARAMS: Mapping[str, tuple[Any, ...]] = {
-    "frequency_penalty": (0,),
-    "presence_penalty": (0,),
-    "repetition_penalty": (1,),
-    "spaces_between_special_tokens": (True,),
-    "no_stop_trim": (False,),
-    "stop_regex": ([], ""),
-    "json_schema": (),
-    "regex": (),
-    "ebnf": (),
-    "structural_tag": (),
-    "logit_bias": ({},),
-    "custom_params": (),
-    "stream_interval": (1,),
 }
 OTHER_WORDS: Mapping[str, str] = {  # names of the same fields in other APIs
     "prompt": "text",
@@ -155,45 +139,15 @@ def parse_generate(body: bytes, max_prompts: int) -> GenerateRequest:
     return request
 
 
-@dataclass(frozen=True)
-class _Params:
-    params: SamplingParams
-    num_samples: int
-    explicit_length: bool
-
-
-def _parse_params(name: str, given: Any) -> _Params:
+def _parse_params(name: str, given: Any) -> TakenParams:
     if given is None:
-        return _Params(SamplingParams(), 1, False)
+        return TakenParams(SamplingParams())
     if not isinstance(given, dict):
         raise RequestError(f"{name} is {show(given)}, expected an object", field=name)
     values = Fields(given, f"{name}.", NEUTRAL_PARAMS, OTHER_WORDS)
-    taken = {
-        "max_new_tokens": values.take("max_new_tokens", whole_number),
-        "min_new_tokens": values.take("min_new_tokens", whole_number),
-        "temperature": values.take("temperature", real_number),
-        "top_p": values.take("top_p", real_number),
-        "min_p": values.take("min_p", real_number),
-        "top_k": values.take("top_k", whole_number),
-        "stop": values.take("stop", _stops),
-        "stop_token_ids": values.take("stop_token_ids", token_ids),
-        "seed": values.take("sampling_seed", whole_number),
-        "ignore_eos": values.take("ignore_eos", boolean),
-        "skip_special_tokens": values.take("skip_special_tokens", boolean),
-    }
-    num_samples = values.take("n", whole_number)
-    if num_samples is not None and not 1 <= num_samples <= MAX_SAMPLES:
-        raise RequestError(f"{name}.n is {num_samples}, expected 1 to {MAX_SAMPLES}", field=f"{name}.n")
+    taken = take_sampling_params(values, SGLANG_NAMES)
     values.refuse_the_rest()
-    params = SamplingParams(**{key: value for key, value in taken.items() if value is not None})
-    if taken["max_new_tokens"] is None and params.min_new_tokens > params.max_new_tokens:
-        params = replace(params, max_new_tokens=params.min_new_tokens)
-    try:
-        params.validate()
-    except RequestError as error:
-        message = f"{name}.{error}".replace(f"{name}.seed ", f"{name}.sampling_seed ", 1)
-        raise RequestError(message, field=message.split()[0]) from None
-    return _Params(params, num_samples or 1, taken["max_new_tokens"] is not None)
+    return taken
 
 
 def _check_num_prompts(content: dict[str, Any], max_prompts: int) -> None:
@@ -244,15 +198,6 @@ def _ids_or_batch(name: str, value: Any) -> list[int] | list[list[int]]:
     if not value:
         raise RequestError(f"{name} is an empty list, expected at least one token id", field=name)
     return list(token_ids(name, value))
-
-
-def _stops(name: str, value: Any) -> tuple[str, ...]:
-    stops = [value] if isinstance(value, str) else value
-    if not isinstance(stops, list) or not all(isinstance(stop, str) for stop in stops):
-        raise RequestError(f"{name} is {show(value)}, expected a string or a list of strings", field=name)
-    if any(len(stop) > MAX_STOP_CHARS for stop in stops):
-        raise RequestError(f"{name} holds a string of more than {MAX_STOP_CHARS} characters; shorten it", field=name)
-    return tuple(stops)
 
 
 def _timeout(name: str, value: Any) -> float:

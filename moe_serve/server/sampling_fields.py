@@ -1,0 +1,140 @@
+"""Parses sampling parameters of any API into SamplingParams: `/generate`'s and OpenAI's bodies name the same fields
+differently. Torch-free.
+
+A door makes the `Fields` of its JSON object, calls `take_sampling_params` with its names, takes its other fields, and
+refuses the rest.
+"""
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from moe_serve.attention_dp.request import SamplingParams
+from moe_serve.errors import RequestError
+from moe_serve.server.json_fields import Fields, boolean, real_number, show, token_ids, whole_number
+
+MAX_SAMPLES = 128  # `n` of one prompt
+MAX_STOP_CHARS = 1024  # of one stop string
+
+# Fields of SGLang whose features are not supported: null, or one of these values, means "not asked for".
+NEUTRAL_PARAMS: Mapping[str, tuple[Any, ...]] = {
+    "frequency_penalty": (0,),
+    "presence_penalty": (0,),
+    "repetition_penalty": (1,),
+    "spaces_between_special_tokens": (True,),
+    "no_stop_trim": (False,),
+    "stop_regex": ([], ""),
+    "json_schema": (),
+    "regex": (),
+    "ebnf": (),
+    "structural_tag": (),
+    "logit_bias": ({},),
+    "custom_params": (),
+    "stream_interval": (1,),
+}
+
+
+@dataclass(frozen=True)
+class ParamNames:
+    """What one API calls the fields of SamplingParams.
+
+    other: for each field that it names differently, its names there; errors show the first, and of several names in
+           one body all must have the same value
+    """
+
+    other: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+
+    def of(self, field: str) -> tuple[str, ...]:
+        return self.other.get(field, (field,))
+
+    def translated(self, error: RequestError, prefix: str = "") -> RequestError:
+        """Returns an error of SamplingParams or of fit_to_model in this API's names. prefix: of its field's path"""
+
+        def shown(match: re.Match[str]) -> str:
+            return self.of(match[0])[0]
+
+        fields = "|".join(self.other)
+        message = re.sub(rf"\b(?:{fields})\b", shown, str(error)) if fields else str(error)
+        return RequestError(prefix + message, field=None if error.field is None else prefix + self.of(error.field)[0])
+
+
+SGLANG_NAMES = ParamNames({"seed": ("sampling_seed",)})
+OPENAI_NAMES = ParamNames(
+    {"max_new_tokens": ("max_tokens", "max_completion_tokens"), "min_new_tokens": ("min_tokens",)}
+)  # and vLLM's, which extends OpenAI's
+
+
+@dataclass(frozen=True)
+class TakenParams:
+    """The sampling parameters of one prompt.
+
+    num_samples:     `n`
+    explicit_length: the client set max_new_tokens, so it is not reduced to the model's limit
+    """
+
+    params: SamplingParams
+    num_samples: int = 1
+    explicit_length: bool = False
+
+
+def take_sampling_params(
+    values: Fields,
+    names: ParamNames,
+    defaults: SamplingParams = SamplingParams(),
+) -> TakenParams:
+    """Takes the sampling parameters among the fields of a JSON object. defaults: of fields that are absent or null
+
+    Raises RequestError with the field, its value and what was expected, in the client's names.
+    """
+    taken = {name: _take(values, names.of(name), check) for name, check in _CHECKS.items()}
+    num_samples = values.take("n", whole_number)
+    if num_samples is not None and not 1 <= num_samples <= MAX_SAMPLES:
+        path = f"{values.prefix}n"
+        raise RequestError(f"{path} is {num_samples}, expected 1 to {MAX_SAMPLES}", field=path)
+    params = replace(defaults, **{name: value for name, value in taken.items() if value is not None})
+    explicit_length = taken["max_new_tokens"] is not None
+    if not explicit_length and params.min_new_tokens > params.max_new_tokens:
+        params = replace(params, max_new_tokens=params.min_new_tokens)
+    try:
+        params.validate()
+    except RequestError as error:
+        raise names.translated(error, values.prefix) from None
+    return TakenParams(params, num_samples or 1, explicit_length)
+
+
+def _take(values: Fields, names: tuple[str, ...], check: Callable[[str, Any], Any]) -> Any:
+    """Returns the value of a field that has these names; None where all are absent or null."""
+    given = {name: value for name in names if (value := values.take(name, check)) is not None}
+    if len(set(given.values())) > 1:
+        first, second = list(given)[:2]
+        raise RequestError(
+            f"{values.prefix}{first} is {show(given[first])} and {second} is {show(given[second])}, but they are one "
+            "field; send one of them",
+            field=values.prefix + first,
+        )
+    return next(iter(given.values()), None)
+
+
+def _stops(name: str, value: Any) -> tuple[str, ...]:
+    stops = [value] if isinstance(value, str) else value
+    if not isinstance(stops, list) or not all(isinstance(stop, str) for stop in stops):
+        raise RequestError(f"{name} is {show(value)}, expected a string or a list of strings", field=name)
+    if any(len(stop) > MAX_STOP_CHARS for stop in stops):
+        raise RequestError(f"{name} holds a string of more than {MAX_STOP_CHARS} characters; shorten it", field=name)
+    return tuple(stops)
+
+
+_CHECKS: Mapping[str, Callable[[str, Any], Any]] = {  # of each field of SamplingParams
+    "max_new_tokens": whole_number,
+    "min_new_tokens": whole_number,
+    "temperature": real_number,
+    "top_p": real_number,
+    "min_p": real_number,
+    "top_k": whole_number,
+    "stop": _stops,
+    "stop_token_ids": token_ids,
+    "seed": whole_number,
+    "ignore_eos": boolean,
+    "skip_special_tokens": boolean,
+}
