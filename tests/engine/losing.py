@@ -239,6 +239,8 @@ def go(engine: Engine, mailbox: FileMailbox, num_ranks: int, fault: Fault | None
     rounds = RandomRounds(engine) if moves == "written" else None
     if moves == "carried":
         lead_restlessly(engine, NUM_ROUNDS)
+    if moves in ("written", "carried"):
+        # A stopped rank then surely wakes behind the others: in time, it would still find the rows of its own step.
         mailbox.may_continue = lambda: num_ranks - 1 in outcome.activated
     for each in fault.all if fault is not None else []:
         if rank == each.victim:
