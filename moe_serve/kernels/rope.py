@@ -61,14 +61,15 @@ def rope_write(
 
     qkv:         [T, (num_heads + 2 num_kv_heads) * head_dim] of queries, keys and values
     head_norm:   [num_heads + num_kv_heads, head_dim], or None;  eps: of the norm
-    turns:       [T, head_dim / 2] complex64;  slots: [T] int64, -1 = the spare row, which is never read
+    turns:       [T, n / 2] complex64, for the first n <= head_dim elements of a head
+    slots:       [T] int64, -1 = the spare row, which is never read
     cache_layer: [slots, 2 num_kv_heads, head_dim], keys first
     """
     heads = qkv.view(-1, num_heads + 2 * num_kv_heads, cache_layer.shape[2])
     rotated = heads[:, : num_heads + num_kv_heads]
     if head_norm is not None:
         rms_norm_heads_(rotated, head_norm, eps)
-    rotate_(rotated, turns)
+    rotate_(rotated[..., : 2 * turns.shape[1]], turns)
     cache_layer.index_put_((slots,), heads[:, num_heads:])
 
 

@@ -1,6 +1,7 @@
 """What the attention of a model is, and how many parameters it has in a layer. Torch-free."""
 
 from dataclasses import dataclass
+from typing import Literal
 
 
 @dataclass(frozen=True)
@@ -10,8 +11,9 @@ class GqaSpec:
     num_heads: int
     num_kv_heads: int
     head_dim: int
-    qk_norm: bool  # RMS norm over each query and key head, before the rotation
-    bias: bool  # on the q, k, v and output projections
+    qk_norm: Literal["head"] | None = None  # RMS norm over each query and key head, before the rotation
+    qkv_bias: bool = False  # on the q, k and v projections
+    out_bias: bool = False
     has_sinks: bool = False  # each query head has a learned score that takes its share beside those of the keys
     window: int | None = None  # keys that a token sees in windowed layers, its own included
     windowed_layer_ids: tuple[int, ...] = ()
@@ -28,8 +30,9 @@ class GqaSpec:
         """Returns the parameters of one layer's attention."""
         q, kv = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         matrices = hidden * (2 * q + 2 * kv)
-        vectors = (2 * self.head_dim if self.qk_norm else 0) + (q + 2 * kv + hidden if self.bias else 0)
-        return matrices + vectors + (self.num_heads if self.has_sinks else 0)
+        vectors = (2 * self.head_dim if self.qk_norm else 0) + (q + 2 * kv if self.qkv_bias else 0)
+        vectors += (hidden if self.out_bias else 0) + (self.num_heads if self.has_sinks else 0)
+        return matrices + vectors
 
 
 @dataclass(frozen=True)

@@ -61,7 +61,8 @@ class GqaAttention:
             q_norm, k_norm = weights.pop("q_norm"), weights.pop("k_norm")
             norm = torch.cat((q_norm.expand(spec.num_heads, -1), k_norm.expand(spec.num_kv_heads, -1)))
         if not rope.interleaved:
-            order = pair_order(spec.head_dim, qkv.device)
+            rest = torch.arange(rope.dim, spec.head_dim, device=qkv.device)
+            order = torch.cat((pair_order(rope.dim, qkv.device), rest))
             qkv = self._reorder(qkv, order)
             bias = None if bias is None else self._reorder(bias, order)
             norm = None if norm is None else norm[:, order].contiguous()

@@ -40,10 +40,13 @@ class RopeSpec:
 SUPPORTED = ("default", "linear", "yarn")
 
 
-def read_rope(values: Mapping[str, Any], dim: int, interleaved: bool, where: str) -> RopeSpec:
+def read_rope(
+    values: Mapping[str, Any], dim: int, interleaved: bool, where: str, partial_default: float | None = None
+) -> RopeSpec:
     """Returns the rotary embedding of a config.json, with old (rope_theta, rope_scaling) or new (rope_parameters) keys.
 
-    dim: rotated width of a head.  where: the file, for messages
+    dim: width of a head that may be rotated.  where: the file, for messages
+    partial_default: share of it that is rotated where config.json does not say; None: always all of it
     Raises ModelError for a kind that is not SUPPORTED, and for missing or impossible numbers.
     """
     given = values.get("rope_parameters") or values.get("rope_scaling") or {}
@@ -52,9 +55,7 @@ def read_rope(values: Mapping[str, Any], dim: int, interleaved: bool, where: str
     kind = given.get("rope_type") or given.get("type") or "default"
     if kind not in SUPPORTED:
         raise ModelError(f"{where}: rope_type {shown(kind)} is not supported; supported are {', '.join(SUPPORTED)}")
-    partial = given.get("partial_rotary_factor") or values.get("partial_rotary_factor") or 1.0
-    if partial != 1.0:
-        raise ModelError(f"{where}: partial_rotary_factor {shown(partial)} is not supported; only 1.0 is")
+    dim = _rotated(given, values, dim, where, partial_default)
     if dim % 2:
         raise ModelError(f"{where}: the rotated head width is {dim}; it must be even")
     theta = _number(given, "rope_theta", where, default=_number(values, "rope_theta", where, default=10000.0))
@@ -65,6 +66,21 @@ def read_rope(values: Mapping[str, Any], dim: int, interleaved: bool, where: str
     if kind == "linear":
         return RopeSpec(dim, theta, interleaved, linear_factor=_number(given, "factor", where))
     return _read_yarn(given, values, dim, theta, interleaved, where)
+
+
+def _rotated(
+    given: Mapping[str, Any], values: Mapping[str, Any], dim: int, where: str, partial_default: float | None
+) -> int:
+    """Returns how many elements of a head are rotated."""
+    key = "partial_rotary_factor"
+    partial = _number(given, key, where, default=_number(values, key, where, default=partial_default or 1.0))
+    if partial_default is None and partial != 1.0:
+        raise ModelError(f"{where}: {key} {shown(partial)} is not supported; only 1.0 is")
+    if partial > 1 or int(dim * partial) < 1:
+        raise ModelError(
+            f"{where}: {key} of the rotary embedding is {partial:g}, expected at most 1 and enough to rotate"
+        )
+    return int(dim * partial)
 
 
 def _read_yarn(

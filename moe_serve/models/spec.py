@@ -19,6 +19,7 @@ MXFP4_BLOCK = 32  # values that share a scale
 class ExpertNames:
     """The names of a family's MoE block, its router and an expert's three matrices in its checkpoint.
 
+    block:  below the layer;  router: below the block;  shared: the shared experts, below the layer
     interleaved: each tensor holds all experts, matrices as [E, k, n], gate and up in every other column (gpt-oss)
     """
 
@@ -28,6 +29,8 @@ class ExpertNames:
     up: str = "up_proj"
     down: str = "down_proj"
     interleaved: bool = False
+    router_bias: str = "gate.e_score_correction_bias"  # below the block
+    shared: str = "mlp.shared_experts"
 
 
 @dataclass(frozen=True)

@@ -166,13 +166,13 @@ def _moe(spec: ModelSpec, ours: str, theirs: str) -> Iterator[DenseTensor]:
     shape, other_name = (spec.num_logical, spec.hidden), f"{theirs}mlp{router}.weight"
     yield DenseTensor(ours + "router", (Part(theirs + block + router + ".weight", shape, (other_name,)),))
     if spec.router.has_bias:
-        bias = Part(theirs + block + router + ".e_score_correction_bias", (spec.num_logical,))
+        bias = Part(f"{theirs}{block}.{spec.expert_names.router_bias}", (spec.num_logical,))
         yield DenseTensor(ours + "router_bias", (bias,), "bias32")
     if spec.router.has_logit_bias:
         bias = Part(theirs + block + router + ".bias", (spec.num_logical,))
         yield DenseTensor(ours + "router_logit_bias", (bias,), "bias32")
     if spec.shared_intermediate:
-        yield from _mlp(ours + "shared_", theirs + block + ".shared_experts.", spec.hidden, spec.shared_intermediate)
+        yield from _mlp(ours + "shared_", f"{theirs}{spec.expert_names.shared}.", spec.hidden, spec.shared_intermediate)
 
 
 def _gqa(spec: GqaSpec, hidden: int, ours: str, theirs: str) -> Iterator[DenseTensor]:
@@ -180,9 +180,10 @@ def _gqa(spec: GqaSpec, hidden: int, ours: str, theirs: str) -> Iterator[DenseTe
     widths = (("q_proj", q), ("k_proj", kv), ("v_proj", kv))
     yield DenseTensor(ours + "qkv", tuple(Part(f"{theirs}{n}.weight", (width, hidden)) for n, width in widths))
     yield DenseTensor(ours + "o", (Part(theirs + "o_proj.weight", (hidden, q)),))
-    if spec.bias:
+    if spec.qkv_bias:
         parts = tuple(Part(f"{theirs}{n}.bias", (width,)) for n, width in widths)
         yield DenseTensor(ours + "qkv_bias", parts, "bias")
+    if spec.out_bias:
         yield DenseTensor(ours + "o_bias", (Part(theirs + "o_proj.bias", (hidden,)),), "bias")
     if spec.qk_norm:
         yield _norm(ours + "q_norm", theirs + "q_norm.weight", spec.head_dim)

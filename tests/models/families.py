@@ -22,6 +22,10 @@ MLA: dict[str, Any] = COMMON | {
 QWEN: dict[str, Any] = COMMON | {
     "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "head_dim": 16, "norm_topk_prob": True,
 }  # fmt: skip
+SIGMOID: dict[str, Any] = QWEN | {
+    "n_routed_experts": 8, "num_experts_per_tok": 3, "n_shared_experts": 1, "first_k_dense_replace": 1, "n_group": 4,
+    "topk_group": 2, "routed_scaling_factor": 2.5, "rms_norm_eps": 1e-5,
+}  # fmt: skip
 YARN = {
     "rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 64,
     "beta_fast": 32, "beta_slow": 1, "mscale": 0.7, "mscale_all_dim": 1.3,
@@ -61,6 +65,21 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "layer_types": ["full_attention", *["sliding_attention"] * 2],
         }
         | {"rope_parameters": {"rope_type": "default", "rope_theta": 5000.0}, "attention_bias": False},
+    ),
+    "dots1": ("dots1", SIGMOID),
+    "dots1-window-bias": (
+        "dots1",
+        SIGMOID
+        | {"sliding_window": 33, "max_window_layers": 1, "attention_bias": True, "norm_topk_prob": False}
+        | {"first_k_dense_replace": 0, "n_shared_experts": 2, "tie_word_embeddings": True},
+    ),
+    "glm4_moe": ("glm4_moe", SIGMOID | {"use_qk_norm": True, "attention_bias": True}),
+    # 6 of 16 elements rotate, without the norm over heads, over YaRN's frequencies.
+    "glm4_moe-quarter-yarn": (
+        "glm4_moe",
+        SIGMOID
+        | {"num_key_value_heads": 4, "first_k_dense_replace": 0, "n_group": 1, "topk_group": 1}
+        | {"rope_parameters": YARN | {"partial_rotary_factor": 0.375}},
     ),
     "deepseek_v3": ("deepseek_v3", MLA),
     "deepseek_v3-no-q-lora": (

@@ -14,6 +14,7 @@ from moe_serve.models.attention_spec import GqaSpec, MlaSpec
 from moe_serve.models.families.registry import FAMILIES, read_spec
 from moe_serve.models.rope_spec import mscale_of
 from tests.models.families import MLA, QWEN, YARN
+from tests.models.published import DOTS_LLM1, GLM_45, PUBLISHED
 
 QWEN_30B: dict[str, Any] = {
     "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "vocab_size": 151936, "hidden_size": 2048,
@@ -59,7 +60,7 @@ def folder(tmp_path: Path, config: dict[str, Any] | str, generation: dict[str, A
 
 def test_qwen3_30b_has_the_published_sizes(tmp_path: Path) -> None:
     spec = read_spec(folder(tmp_path, QWEN_30B, {"eos_token_id": [151645, 151643]}))
-    assert spec.attention == GqaSpec(32, 4, 128, qk_norm=True, bias=False)
+    assert spec.attention == GqaSpec(32, 4, 128, qk_norm="head")
     assert (spec.num_logical, spec.topk, spec.num_moe_layers) == (128, 8, 48)
     total = spec.dense_parameters + spec.num_moe_layers * spec.num_logical * spec.expert_parameters
     assert total == pytest.approx(30.5e9, rel=0.01)
@@ -96,6 +97,14 @@ def test_gpt_oss_has_the_published_sizes(num_layers: int, num_experts: int, publ
     assert spec.activation.limit == 7.0
 
 
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_configurations_give_the_published_number_of_parameters(name: str, tmp_path: Path) -> None:
+    config, published = PUBLISHED[name]
+    spec = read_spec(folder(tmp_path, config))
+    total = spec.dense_parameters + spec.num_moe_layers * spec.num_logical * spec.expert_parameters
+    assert total == pytest.approx(published, rel=0.01)
+
+
 def test_old_and_new_keys_of_the_rotation_are_the_same(tmp_path: Path) -> None:
     old = {k: v for k, v in YARN.items() if k not in ("rope_type", "rope_theta")} | {"type": "yarn"}
     base = MLA | {"model_type": "deepseek_v3"}
@@ -123,6 +132,11 @@ def test_an_unsupported_architecture_is_refused_with_the_list_of_supported_ones(
         (QWEN_30B, {"quantization_config": {"quant_method": "awq"}}, "quantization 'awq'"),
         (QWEN_30B, {"rope_scaling": {"rope_type": "longrope", "factor": 4}}, "rope_type 'longrope'"),
         (QWEN_30B, {"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5"),
+        (GLM_45, {"partial_rotary_factor": 1.5}, "partial_rotary_factor of the rotary embedding is 1.5"),
+        (GLM_45, {"partial_rotary_factor": "half"}, "partial_rotary_factor of the rotary embedding is 'half'"),
+        (GLM_45, {"partial_rotary_factor": 0.4}, "the rotated head width is 51; it must be even"),
+        (DOTS_LLM1, {"layer_types": ["chunked_attention"] * 62}, "attention 'chunked_attention'"),
+        (DOTS_LLM1, {"sliding_window": "all", "max_window_layers": 8}, "sliding_window is 'all'"),
         (QWEN_30B, {"head_dim": 127}, "127; it must be even"),
         (QWEN_30B, {"num_key_value_heads": 5}, "32 attention heads do not divide over 5"),
         (QWEN_30B, {"hidden_size": None}, "hidden_size is missing"),

@@ -157,9 +157,9 @@ class Recorder:
         cache: Tensor,
         heads: tuple[int, int],
     ) -> None:
-        """As kernels/rope.py, with the step's slots. turns: [rows, head_dim], cos and sin by turns"""
+        """As kernels/rope.py, with the step's slots. turns: [rows, rotated], cos and sin by turns"""
         norm = 0 if head_norm is None else head_norm
-        sizes = ROWS, qkv.stride(0), *heads, cache.shape[2]
+        sizes = ROWS, qkv.stride(0), *heads, cache.shape[2], turns.shape[1]
         self._add("rope_write", qkv, *sizes, norm, float_bits(eps), turns, SLOTS, cache)
 
     def mla_rope_write(

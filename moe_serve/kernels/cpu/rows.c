@@ -107,7 +107,7 @@ static void rotate(const float *x, i64 pairs, const float *turns, float *y)
 
 typedef struct {
     float *qkv;
-    i64 rows, step, heads, kv_heads, width;
+    i64 rows, step, heads, kv_heads, width, rotated; /* the first elements of a head are rotated */
     const float *norm; /* [heads + kv_heads, width], or 0 */
     float eps;
     const float *turns;
@@ -124,18 +124,18 @@ static void rope_piece(const void *about, i64 piece)
         for (i64 h = 0; h < job->heads + job->kv_heads; h++) {
             float *head = row + h * d;
             if (job->norm) norm_row(head, job->norm + h * d, d, job->eps, head);
-            rotate(head, d / 2, job->turns + t * d, head);
+            rotate(head, job->rotated / 2, job->turns + t * job->rotated, head);
         }
         if (job->slots[t] >= 0) memcpy(job->cache + job->slots[t] * kv, row + job->heads * d, kv * 4);
     }
 }
 
 /* qkv [rows, (heads + 2 kv_heads) * width]: norms and rotates queries and keys in place; keys and values go to the
-   cache's row of each slot, [2 * kv_heads, width]; slot -1: nothing. turns: [rows, width / 2] of (cos, sin) */
-i64 rope_write(float *qkv, i64 rows, i64 step, i64 heads, i64 kv_heads, i64 width, const float *norm, i64 eps,
+   cache's row of each slot, [2 * kv_heads, width]; slot -1: nothing. turns: [rows, rotated / 2] of (cos, sin) */
+i64 rope_write(float *qkv, i64 rows, i64 step, i64 heads, i64 kv_heads, i64 width, i64 rotated, const float *norm, i64 eps,
                const float *turns, const i64 *slots, float *cache)
 {
-    Rope job = {qkv, rows, step, heads, kv_heads, width, norm, as_float(eps), turns, slots, cache};
+    Rope job = {qkv, rows, step, heads, kv_heads, width, rotated, norm, as_float(eps), turns, slots, cache};
     pool_run(rope_piece, &job, pieces_of(rows, (heads + 2 * kv_heads) * width));
     return 0;
 }

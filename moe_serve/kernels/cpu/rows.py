@@ -55,10 +55,12 @@ def rope_write(
     assert checks.rows(qkv, (num_heads + 2 * num_kv_heads) * width), f"{tuple(qkv.shape)}, strides {qkv.stride()}"
     assert dense(cache_layer, torch.float32, len(cache_layer), 2 * num_kv_heads, width), tuple(cache_layer.shape)
     assert head_norm is None or dense(head_norm, torch.float32, num_heads + num_kv_heads, width)
-    assert dense(turns, torch.complex64, len(qkv), width // 2), f"turns {turns.dtype} {tuple(turns.shape)}"
+    rotated = 2 * turns.shape[1]
+    assert rotated <= width, f"{rotated} of {width} elements of a head"
+    assert dense(turns, torch.complex64, len(qkv), rotated // 2), f"turns {turns.dtype} {tuple(turns.shape)}"
     assert dense(slots, torch.int64, len(qkv)), f"slots {slots.dtype} {tuple(slots.shape)}"
     cpu_library().call.rope_write(
-        qkv.data_ptr(), qkv.shape[0], qkv.stride(0), num_heads, num_kv_heads, width,
+        qkv.data_ptr(), qkv.shape[0], qkv.stride(0), num_heads, num_kv_heads, width, rotated,
         0 if head_norm is None else head_norm.data_ptr(), float_bits(eps), turns.data_ptr(), slots.data_ptr(),
         cache_layer.data_ptr(),
     )  # fmt: skip

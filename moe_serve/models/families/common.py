@@ -1,9 +1,10 @@
 """What readers of several families share: fields of every config.json, grouped-query attention, quantisation."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
+from moe_serve.ep.routing import RouterSpec
 from moe_serve.errors import ModelError
 from moe_serve.models.attention_spec import GqaSpec
 from moe_serve.models.hf_config import LARGEST_SIZE, LONGEST_CONTEXT, MOST_LAYERS, HfConfig
@@ -51,7 +52,8 @@ def is_mxfp4(config: HfConfig) -> bool:
     return config.get("model_type") == "gpt_oss" and _quantization(config).get("quant_method") == "mxfp4"
 
 
-def gqa(config: HfConfig, qk_norm: bool, bias: bool) -> GqaSpec:
+def gqa(config: HfConfig) -> GqaSpec:
+    """Returns grouped-query attention of the sizes in config.json, without norms and biases."""
     num_heads = config.size("num_attention_heads")
     num_kv_heads = config.size("num_key_value_heads", default=num_heads)
     if num_heads % num_kv_heads:
@@ -60,7 +62,7 @@ def gqa(config: HfConfig, qk_norm: bool, bias: bool) -> GqaSpec:
             "correct num_key_value_heads"
         )
     head_dim = config.size("head_dim", default=config.size("hidden_size") // num_heads)
-    return GqaSpec(num_heads, num_kv_heads, head_dim, qk_norm, bias)
+    return GqaSpec(num_heads, num_kv_heads, head_dim)
 
 
 def windowed(attention: GqaSpec, config: HfConfig) -> GqaSpec:
@@ -71,3 +73,39 @@ def windowed(attention: GqaSpec, config: HfConfig) -> GqaSpec:
         return attention
     num_layers = config.size("num_hidden_layers", largest=MOST_LAYERS)
     return replace(attention, window=window, windowed_layer_ids=tuple(range(num_layers)))
+
+
+def windowed_by_layer(attention: GqaSpec, config: HfConfig, is_windowed: Callable[[int], bool]) -> GqaSpec:
+    """Returns the attention with sliding windows in the layers that layer_types says; without it, as is_windowed."""
+    num_layers = config.size("num_hidden_layers", largest=MOST_LAYERS)
+    known = ("full_attention", "sliding_attention")
+    kinds = config.get("layer_types", [known[is_windowed(layer)] for layer in range(num_layers)])
+    if not isinstance(kinds, list) or len(kinds) != num_layers:
+        raise config.wrong("layer_types", kinds, f"a list of {num_layers} kinds of attention")
+    if unknown := [kind for kind in kinds if kind not in known]:
+        raise config.refuse(f"attention {shown(unknown[0])} (sliding_attention and full_attention are)")
+    windowed_ids = tuple(layer for layer, kind in enumerate(kinds) if kind == "sliding_attention")
+    window = config.size("sliding_window") if windowed_ids else None
+    return replace(attention, window=window, windowed_layer_ids=windowed_ids)
+
+
+def moe_layers_behind_dense_ones(config: HfConfig, default: int) -> tuple[int, ...]:
+    """Returns the MoE layers' ids where the first layers are dense, as many as config.json says."""
+    num_layers = config.size("num_hidden_layers", largest=MOST_LAYERS)
+    first = min(config.size("first_k_dense_replace", default=default, minimum=0), num_layers)
+    return tuple(range(first, num_layers))
+
+
+def deepseek_v3_router(config: HfConfig, norm_topk: bool = True) -> RouterSpec:
+    """Returns the router of DeepSeek-V3 and those who took it over. norm_topk: where config.json does not say"""
+    return RouterSpec(
+        num_logical=config.size("n_routed_experts"),
+        topk=config.size("num_experts_per_tok"),
+        scoring="sigmoid",
+        norm_topk=config.flag("norm_topk_prob", default=norm_topk),
+        scaling=config.positive("routed_scaling_factor", 1.0),
+        num_groups=config.size("n_group", default=1),
+        topk_groups=config.size("topk_group", default=1),
+        has_bias=True,
+        norm_eps=1e-20,
+    )

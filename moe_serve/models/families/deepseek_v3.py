@@ -1,9 +1,8 @@
 """DeepSeek-V3 and R1: MLA, shared experts, sigmoid scores with a correction bias, groups of experts."""
 
-from moe_serve.ep.routing import RouterSpec
 from moe_serve.models.attention_spec import MlaSpec
-from moe_serve.models.families.common import common_fields
-from moe_serve.models.hf_config import MOST_LAYERS, HfConfig
+from moe_serve.models.families.common import common_fields, deepseek_v3_router, moe_layers_behind_dense_ones
+from moe_serve.models.hf_config import HfConfig
 from moe_serve.models.model_files import shown
 from moe_serve.models.rope_spec import read_rope
 from moe_serve.models.spec import ModelSpec
@@ -19,8 +18,6 @@ def read(config: HfConfig, eos_token_ids: tuple[int, ...]) -> ModelSpec:
     q_lora_rank = config.get("q_lora_rank")
     moe_intermediate = config.size("moe_intermediate_size")
     num_shared = config.size("n_shared_experts", default=0, minimum=0)
-    num_layers = config.size("num_hidden_layers", largest=MOST_LAYERS)
-    first_moe = min(config.size("first_k_dense_replace", default=0, minimum=0), num_layers)
     return ModelSpec(
         **common_fields(config, eos_token_ids),
         attention=MlaSpec(
@@ -34,18 +31,8 @@ def read(config: HfConfig, eos_token_ids: tuple[int, ...]) -> ModelSpec:
             softmax_scale=(nope_dim + rope_dim) ** -0.5 * rope.softmax_factor,
         ),
         rope=rope,
-        moe_layer_ids=tuple(range(first_moe, num_layers)),
-        router=RouterSpec(
-            num_logical=config.size("n_routed_experts"),
-            topk=config.size("num_experts_per_tok"),
-            scoring="sigmoid",
-            norm_topk=config.flag("norm_topk_prob", default=True),
-            scaling=config.positive("routed_scaling_factor", 1.0),
-            num_groups=config.size("n_group", default=1),
-            topk_groups=config.size("topk_group", default=1),
-            has_bias=True,
-            norm_eps=1e-20,
-        ),
+        moe_layer_ids=moe_layers_behind_dense_ones(config, default=0),
+        router=deepseek_v3_router(config),
         moe_intermediate=moe_intermediate,
         shared_intermediate=num_shared * moe_intermediate,
         dense_intermediate=config.size("intermediate_size", default=0, minimum=0),

@@ -5,23 +5,17 @@ from dataclasses import replace
 from moe_serve.ep.routing import RouterSpec
 from moe_serve.errors import ModelError
 from moe_serve.kernels.activation import Activation
-from moe_serve.models.families.common import common_fields, gqa, is_mxfp4
+from moe_serve.models.families.common import common_fields, gqa, is_mxfp4, windowed_by_layer
 from moe_serve.models.hf_config import MOST_LAYERS, HfConfig
-from moe_serve.models.model_files import shown
 from moe_serve.models.rope_spec import read_rope
 from moe_serve.models.spec import MXFP4_BLOCK, ExpertNames, ModelSpec
 
 
 def read(config: HfConfig, eos_token_ids: tuple[int, ...]) -> ModelSpec:
-    attention = gqa(config, qk_norm=False, bias=config.flag("attention_bias", default=True))
+    bias = config.flag("attention_bias", default=True)
+    attention = replace(gqa(config), qkv_bias=bias, out_bias=bias, has_sinks=True)
     num_layers = config.size("num_hidden_layers", largest=MOST_LAYERS)
-    kinds = config.get("layer_types", [("sliding_attention", "full_attention")[i % 2] for i in range(num_layers)])
-    if not isinstance(kinds, list) or len(kinds) != num_layers:
-        raise config.wrong("layer_types", kinds, f"a list of {num_layers} kinds of attention")
-    if unknown := [kind for kind in kinds if kind not in ("sliding_attention", "full_attention")]:
-        raise config.refuse(f"attention {shown(unknown[0])} (sliding_attention and full_attention are)")
-    windowed = tuple(i for i, kind in enumerate(kinds) if kind == "sliding_attention")
-    window = config.size("sliding_window") if windowed else None
+    attention = windowed_by_layer(attention, config, lambda layer: layer % 2 == 0)
     if config.get("rope_parameters", config.get("rope_scaling")) is None:
         raise ModelError(f"{config.where}: rope_parameters is missing; is this the folder of a gpt_oss model?")
     width = config.size("intermediate_size")
@@ -31,7 +25,7 @@ def read(config: HfConfig, eos_token_ids: tuple[int, ...]) -> ModelSpec:
             raise config.wrong(key, config.get(key), f"a multiple of {MXFP4_BLOCK}, the block of MXFP4")
     return ModelSpec(
         **{**common_fields(config, eos_token_ids), "norm_eps": config.positive("rms_norm_eps", 1e-5)},
-        attention=replace(attention, has_sinks=True, window=window, windowed_layer_ids=windowed),
+        attention=attention,
         rope=read_rope({"rope_theta": 150000.0, **config.values}, attention.head_dim, False, config.where),
         moe_layer_ids=tuple(range(num_layers)),
         router=RouterSpec(

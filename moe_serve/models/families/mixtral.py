@@ -8,7 +8,7 @@ from moe_serve.models.spec import ExpertNames, ModelSpec
 
 
 def read(config: HfConfig, eos_token_ids: tuple[int, ...]) -> ModelSpec:
-    attention = windowed(gqa(config, qk_norm=False, bias=False), config)
+    attention = windowed(gqa(config), config)
     return ModelSpec(
         **{**common_fields(config, eos_token_ids), "norm_eps": config.positive("rms_norm_eps", 1e-5)},
         attention=attention,

@@ -1,5 +1,7 @@
 """Qwen3-MoE: GQA with a norm over each query and key head; softmax over all experts."""
 
+from dataclasses import replace
+
 from moe_serve.ep.routing import RouterSpec
 from moe_serve.models.families.common import common_fields, gqa, windowed
 from moe_serve.models.hf_config import MOST_LAYERS, HfConfig
@@ -8,7 +10,8 @@ from moe_serve.models.spec import ModelSpec
 
 
 def read(config: HfConfig, eos_token_ids: tuple[int, ...]) -> ModelSpec:
-    attention = gqa(config, qk_norm=True, bias=config.flag("attention_bias"))
+    bias = config.flag("attention_bias")
+    attention = replace(gqa(config), qk_norm="head", qkv_bias=bias, out_bias=bias)
     if config.flag("use_sliding_window"):  # null is no window; no such key is the window of transformers
         attention = windowed(attention, HfConfig({"sliding_window": 4096, **config.values}, config.where))
     num_layers = config.size("num_hidden_layers", largest=MOST_LAYERS)

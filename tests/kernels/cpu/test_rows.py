@@ -39,12 +39,15 @@ def test_norms_match_their_reference(threads, library):
         assert relative_error(normed, rms_norm_reference(total, weight, EPS)) < FLOAT32, width
 
 
-@pytest.mark.parametrize("width, kv_heads, group, with_norm", [(16, 1, 1, False), (64, 2, 4, True), (38, 3, 2, True)])
-def test_rotation_and_cache_write_match_torch(width, kv_heads, group, with_norm, library):
+@pytest.mark.parametrize(
+    "width, rotated, kv_heads, group, with_norm",
+    [(16, 16, 1, 1, False), (64, 64, 2, 4, True), (38, 38, 3, 2, True), (64, 32, 2, 3, True), (38, 2, 1, 4, False)],
+)
+def test_rotation_and_cache_write_match_torch(width, rotated, kv_heads, group, with_norm, library):
     heads = kv_heads * group
     for num_rows, threads in itertools.product((0, 1, 5, 200), (1, 2)):
         library.set_threads(threads)
-        qkv, turns = strided(num_rows, (heads + 2 * kv_heads) * width), turns_of(num_rows, width)
+        qkv, turns = strided(num_rows, (heads + 2 * kv_heads) * width), turns_of(num_rows, rotated)
         norm = torch.randn(heads + kv_heads, width) if with_norm else None
         slots = torch.randperm(num_rows + 4)[:num_rows]
         slots[1::3] = -1
