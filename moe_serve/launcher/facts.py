@@ -14,6 +14,7 @@ from moe_serve.config import ServeConfig, model_dir
 from moe_serve.links.link import find_link
 from moe_serve.models.model_files import read_bytes
 from moe_serve.models.safetensors_header import INDEX, header_bytes, weight_files
+from moe_serve.models.tokenizer_files import tokenizer_file
 
 # What may differ: where files lie on a host (their contents are compared), how many cores it has.
 _OWN_OF_A_RANK = frozenset({
@@ -23,7 +24,7 @@ _OWN_OF_A_RANK = frozenset({
 # The other settings of `server` are the front end's, or say which of its addresses a host reaches.
 _OF_RANKS_IN_SERVER = frozenset({"worker_port", "attach_deadline_s", "worker_deadline_s", "drain_deadline_s"})
 _TOKEN = "the token ($MOE_SERVE_TOKEN, or server.token_file)"
-_MODEL_FILES = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json")
+_MODEL_FILES = ("config.json", "generation_config.json", "tokenizer_config.json")
 _HASHED_BYTES = 32 << 20  # of weights; of a larger checkpoint, samples of its bytes
 _SAMPLE_BYTES = 16 << 10
 _LARGEST_FILE = 1 << 30
@@ -59,7 +60,9 @@ def front_end_facts(config: ServeConfig) -> dict[str, str]:
     """
     facts = {"version": moe_serve.__version__}
     if not config.model.skip_tokenizer:
-        facts["tokenizer.json"] = _digest_of_file(model_dir(config.model) / "tokenizer.json")
+        folder = model_dir(config.model)
+        path = tokenizer_file(folder) or folder / "tokenizer.json"
+        facts[path.name] = _digest_of_file(path)
     return facts
 
 
@@ -136,9 +139,9 @@ def _files(config: ServeConfig) -> Iterator[Fact]:
     if location != "trivial":
         yield Fact("the file of eplb.init_expert_location", _digest_of_file(Path(location)), location)
     folder = model_dir(config.model)
-    for name in _MODEL_FILES:
-        if name != "tokenizer.json" or not config.model.skip_tokenizer:
-            yield Fact(f"the file {name} of the model", _digest_of_file(folder / name), str(folder))
+    vocabulary = None if config.model.skip_tokenizer else tokenizer_file(folder)
+    for name in (*_MODEL_FILES, *([vocabulary.name] if vocabulary else [])):
+        yield Fact(f"the file {name} of the model", _digest_of_file(folder / name), str(folder))
     if config.model.load_format != "dummy":
         headers, values = weight_digests(folder)
         yield Fact("the files of weights: their names, index and headers", headers, str(folder))

@@ -8,6 +8,7 @@ from moe_serve.config import ServeConfig, model_dir
 from moe_serve.errors import CapacityError, ConfigError, ModelError
 from moe_serve.log import get_logger
 from moe_serve.models.tokenizer import Tokenizer
+from moe_serve.models.tokenizer_files import tokenizer_file
 from moe_serve.server.keys import KeyRing
 from moe_serve.server.tls import make_tls
 
@@ -90,7 +91,7 @@ def look_where_to_write(config: ServeConfig) -> None:
 
 def has_tokenizer(config: ServeConfig) -> bool:
     """Returns whether text is served; without a tokenizer, token ids alone are."""
-    return not config.model.skip_tokenizer and (model_dir(config.model) / "tokenizer.json").exists()
+    return not config.model.skip_tokenizer and tokenizer_file(model_dir(config.model)) is not None
 
 
 def load_tokenizer(config: ServeConfig) -> Tokenizer | None:

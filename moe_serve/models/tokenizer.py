@@ -1,4 +1,4 @@
-"""Text to token ids and back, from the `tokenizer.json` of a model folder.
+"""Text to token ids and back, from the vocabulary of a model folder.
 
 Torch-free, since the front end uses it.
 """
@@ -10,10 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from moe_serve.errors import ModelError, RequestError
-from moe_serve.models.model_files import read_bytes, read_json
+from moe_serve.models.tokenizer_files import adds_bos, read_backend, tokenizer_file, tokenizer_settings
 
-_COPY_AGAIN = "copy the file again"
-_LARGEST_TOKENIZER = 256 << 20  # bytes of tokenizer.json; real ones have up to 35 MB
 _LONE_SURROGATE = re.compile("[\ud800-\udfff]")  # Python strings may hold them, from os.fsdecode() for example
 
 
@@ -34,48 +32,48 @@ class Tokenizer:
     def from_folder(cls, folder: str | Path) -> "Tokenizer":
         """Returns the tokenizer of a model folder.
 
-        Raises ModelError when the folder has no readable `tokenizer.json`.
+        Raises ModelError when the folder has no readable vocabulary.
         """
-        from tokenizers import Tokenizer as Backend
-
-        path = Path(folder) / "tokenizer.json"
-        if not path.exists():
+        path = tokenizer_file(folder)
+        if path is None:
             raise ModelError(
-                f"{path}: there is no tokenizer in the model folder; put tokenizer.json there, "
-                "or set model.skip_tokenizer: true and send input_ids"
+                f"{Path(folder) / 'tokenizer.json'}: there is no tokenizer in the model folder; put tokenizer.json "
+                "there, or set model.skip_tokenizer: true and send input_ids"
             )
-        data = read_bytes(path, _COPY_AGAIN, _LARGEST_TOKENIZER)
-        try:
-            backend = Backend.from_buffer(data)
-        except Exception as error:  # the Rust library raises bare Exception for everything
-            reason = " ".join(str(error).split())[:200]
-            raise ModelError(f"{path}: cannot be read as a tokenizer ({reason}); {_COPY_AGAIN}") from None
-        config = path.with_name("tokenizer_config.json")
-        settings = read_json(config, _COPY_AGAIN) if config.exists() else {}
+        settings = tokenizer_settings(folder)
+        backend = read_backend(path, settings)
         bos = _special_id(backend, settings.get("bos_token"))
-        add_bos = settings.get("add_bos_token")
-        return cls(
-            backend,
-            bos_token_id=bos,
-            add_bos=add_bos if isinstance(add_bos, bool) and bos is not None else None,
-        )
+        return cls(backend, bos_token_id=bos, add_bos=None if bos is None else adds_bos(path, settings))
 
     @cached_property
     def longest_token(self) -> int:
         """The characters of the longest token: a text has at least its characters divided by this many tokens."""
         return max(len(token) for token in self._backend.get_vocab(with_added_tokens=True))
 
-    def encode(self, text: str) -> list[int]:
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Returns the ids of a text, with the beginning-of-sequence token where this model wants one.
 
-        Raises RequestError for text that is not valid Unicode.
+        add_special_tokens: False = only what is written in the text, such as one that a chat template wrote
+
+        Raises RequestError for text that is not valid Unicode, ModelError where the model's vocabulary is at fault.
         """
         check_unicode("text", text)
-        if self._add_bos is None:
-            return list(self._backend.encode(text).ids)
+        if self._add_bos is None or not add_special_tokens:
+            return self._ids(text, add_special_tokens)
         # The configuration of Llama-like tokenizers wins over the post-processor in tokenizer.json.
-        ids = list(self._backend.encode(text, add_special_tokens=False).ids)
+        ids = self._ids(text, add_special_tokens=False)
         return [self._bos_token_id, *ids] if self._add_bos and self._bos_token_id is not None else ids
+
+    def _ids(self, text: str, add_special_tokens: bool) -> list[int]:
+        try:
+            return list(self._backend.encode(text, add_special_tokens=add_special_tokens).ids)
+        except BaseException as error:  # of the Rust library: a bare Exception, or a panic, which is not even that
+            if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+                raise
+            reason = " ".join(str(error).split())[:200]
+            raise ModelError(
+                f"the model's tokenizer fails on this text ({reason}); copy the files of its vocabulary again"
+            ) from None
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Returns the text of ids. Bytes that are not UTF-8 (yet) become U+FFFD; ids without text become nothing."""

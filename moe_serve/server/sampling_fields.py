@@ -22,7 +22,7 @@ NEUTRAL_PARAMS: Mapping[str, tuple[Any, ...]] = {
     "frequency_penalty": (0,),
     "presence_penalty": (0,),
     "repetition_penalty": (1,),
-    "spaces_between_special_tokens": (True,),
+    "spaces_between_special_tokens": (True, False),  # of tokenizers in Python; those of Rust have no such spaces
     "no_stop_trim": (False,),
     "stop_regex": ([], ""),
     "json_schema": (),

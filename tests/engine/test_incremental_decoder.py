@@ -10,13 +10,14 @@ from hypothesis import strategies as st
 from moe_serve.config import ModelConfig, model_dir
 from moe_serve.engine.incremental_decoder import IncrementalDecoder
 from moe_serve.models.tokenizer import Tokenizer
-from tests.engine.small_tokenizers import EOS, KINDS, byte_fallback, metaspace, vocab_size
+from tests.engine.small_tokenizers import EOS, KINDS, byte_fallback, eos_of, metaspace, vocab_size
 
 DEMO = Tokenizer.from_folder(model_dir(ModelConfig()))
 DEMO_EOS = 1
 TEXTS = ["", "def f(x):\n    return x", "naïve café — 😀😀 漢字", "\r\n\t\x00 x", "👩‍👩‍👧‍👦 family", "ends in €"]
 
-BYTE_LEVEL, BYTE_FALLBACK, METASPACE = TOKENIZERS = tuple(make() for make in KINDS)
+TOKENIZERS = tuple(make() for make in KINDS)
+BYTE_LEVEL, BYTE_FALLBACK, *_ = TOKENIZERS
 by_kind = pytest.mark.parametrize("tokenizer", TOKENIZERS, ids=[make.__name__ for make in KINDS])
 texts = st.text(st.sampled_from("你好😀😃é\ufffd the abc.\n"), max_size=40)
 
@@ -42,7 +43,9 @@ def streamed(tokenizer: Tokenizer, ids: list[int], prompt_ids: list[int] = ()) -
 def test_a_text_continues_its_prompt_wherever_it_is_cut(tokenizer, text, specials, cut, skip):
     ids = tokenizer.encode(text)
     for place in specials:
-        ids.insert(place if skip else len(ids), EOS)  # a special token that is shown ends a run of byte tokens
+        ids.insert(
+            place if skip else len(ids), eos_of(tokenizer)
+        )  # a special token that is shown ends a run of byte tokens
     prompt_ids, output_ids = ids[:cut], ids[cut:]
     whole = tokenizer.decode(ids, skip_special_tokens=skip)
     prompt = tokenizer.decode(prompt_ids, skip_special_tokens=skip)

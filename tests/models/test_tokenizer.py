@@ -90,3 +90,37 @@ def test_ids_have_text_unless_they_are_unknown_or_skipped(tmp_path, token_id, sh
     tokenizer = Tokenizer.from_folder(make_folder(tmp_path))
     assert tokenizer.has_text(token_id, skip_special_tokens=False) == shown
     assert tokenizer.has_text(token_id) == skipped
+
+
+@pytest.mark.parametrize("name", ["qwen.tiktoken", "tekken.json", "vocab.json"])
+def test_a_vocabulary_of_another_kind_is_refused_by_name(tmp_path, name):
+    (tmp_path / name).write_text("{}")
+    with pytest.raises(ModelError, match=rf"{re.escape(name)}.*tokenizer\.json.*skip_tokenizer"):
+        Tokenizer.from_folder(tmp_path)
+
+
+@pytest.mark.parametrize("add, ids", [(True, [0, 2]), (False, [2])])
+def test_special_tokens_in_front_are_left_out_on_request(tmp_path, add, ids):
+    template = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
+    assert Tokenizer.from_folder(make_folder(tmp_path, template)).encode("a", add_special_tokens=add) == ids
+
+
+def test_a_special_token_in_the_text_is_one_token(tmp_path):
+    assert Tokenizer.from_folder(make_folder(tmp_path)).encode("a</s>b") == [2, 1, 3]
+
+
+def test_tokens_that_only_the_configuration_names_are_added(tmp_path):
+    added = {
+        "0": {"content": "<s>", "special": True},
+        "4": {"content": "<tool>"},
+        "5": {"content": "<|e|>", "special": True},
+    }
+    tokenizer = Tokenizer.from_folder(make_folder(tmp_path, tokenizer_config={"added_tokens_decoder": added}))
+    assert tokenizer.encode("a<tool><|e|>") == [2, 4, 5]
+    assert tokenizer.decode([2, 4, 5]) == "a<tool>"
+
+
+@pytest.mark.parametrize("added", [{"9": {"content": "x"}}, {"one": {"content": "x"}}, {"4": "x"}, {"4": {}}])
+def test_added_tokens_that_do_not_fit_are_refused(tmp_path, added):
+    with pytest.raises(ModelError, match=r"tokenizer_config\.json"):
+        Tokenizer.from_folder(make_folder(tmp_path, tokenizer_config={"added_tokens_decoder": added}))
