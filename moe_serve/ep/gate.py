@@ -5,6 +5,8 @@ gpt-oss).
 On CUDA, and with the compiled CPU kernels, everything after the logits is one kernel, which also counts the load.
 """
 
+from dataclasses import fields
+
 import torch
 from torch import Tensor
 from torch.nn import functional
@@ -16,7 +18,7 @@ from moe_serve.kernels.cpu.recorder import Recorder
 from moe_serve.kernels.gate_shape import GateShape
 from moe_serve.kernels.grouped_gemm import grouped_gemm
 from moe_serve.kernels.numerics import FAST, Numerics
-from moe_serve.kernels.topk_gate import topk_gate
+from moe_serve.kernels.topk_gate import CHOSEN_BY_LOGITS, score_groups, sparsemixer_weights, topk_gate
 
 WHOLE_VECTORS = 64  # rows; 64 rows of any width fill whole vector registers on every CPU
 
@@ -86,8 +88,12 @@ def route_and_count(logits: Tensor, spec: RouterSpec, bias: Tensor | None = None
 
 def route(logits: Tensor, spec: RouterSpec, bias: Tensor | None = None) -> Routing:
     """Returns the experts and weights of each token. logits: [T, E] float32;  bias: [E] float32 or None."""
-    scores = torch.softmax(logits, dim=-1) if spec.scoring == "softmax" else _sigmoid_by_row(logits)
-    choice = scores if bias is None else scores + bias
+    if spec.scoring == "sparsemixer":
+        scores = logits
+    else:
+        scores = torch.softmax(logits, dim=-1) if spec.scoring == "softmax" else _sigmoid_by_row(logits)
+    choice = logits if spec.scoring in CHOSEN_BY_LOGITS else scores
+    choice = choice if bias is None else choice + bias
     if spec.num_groups > 1:
         choice = _only_best_groups(choice, spec)
     if choice is scores:
@@ -95,9 +101,12 @@ def route(logits: Tensor, spec: RouterSpec, bias: Tensor | None = None) -> Routi
     else:
         ids = choice.topk(spec.topk, dim=-1).indices
         weights = scores.gather(1, ids)  # bias and mask affect the choice only, not the weight
+    if spec.scoring == "sparsemixer":
+        weights = sparsemixer_weights(logits, ids, spec.jitter)
     if spec.norm_topk:
         total = weights.sum(dim=-1, keepdim=True)
-        weights = weights / (total + spec.norm_eps if spec.norm_eps else total)
+        total = total + spec.norm_eps if spec.norm_eps else total
+        weights = weights / (total.clamp(min=spec.norm_min) if spec.norm_min else total)
     if spec.scaling != 1.0:
         weights = weights * spec.scaling
     return Routing(ids, weights)
@@ -109,16 +118,14 @@ def _check_biases(spec: RouterSpec, bias: Tensor | None, logit_bias: Tensor | No
 
 
 def _gate_shape(spec: RouterSpec) -> GateShape:
-    return GateShape(
-        spec.topk, spec.scoring, spec.norm_topk, spec.scaling, spec.num_groups, spec.topk_groups, spec.norm_eps
-    )
+    return GateShape(**{field.name: getattr(spec, field.name) for field in fields(GateShape)})
 
 
 def _only_best_groups(choice: Tensor, spec: RouterSpec) -> Tensor:
-    """Returns choice with -inf outside each token's best groups. The score of a group is the sum of its two best."""
+    """Returns choice with -inf outside each token's best groups."""
     num_tokens, num_logical = choice.shape
     grouped = choice.view(num_tokens, spec.num_groups, num_logical // spec.num_groups)
-    group_scores = grouped.topk(2, dim=-1).values.sum(dim=-1)
+    group_scores = score_groups(grouped, spec.group_score)
     best = group_scores.topk(spec.topk_groups, dim=-1, sorted=False).indices
     masked = torch.ones_like(group_scores, dtype=torch.bool).scatter_(1, best, False)
     return grouped.masked_fill(masked[:, :, None], float("-inf")).view(num_tokens, num_logical)

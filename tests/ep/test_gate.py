@@ -1,5 +1,8 @@
 """Routers against the formulas written token by token."""
 
+import math
+from typing import Any
+
 import pytest
 import torch
 
@@ -14,7 +17,18 @@ QWEN3 = RouterSpec(6, 3, "softmax", norm_topk=False)
 DEEPSEEK = RouterSpec(
     12, 3, "sigmoid", norm_topk=True, scaling=2.5, num_groups=4, topk_groups=2, has_bias=True, norm_eps=1e-20
 )
-SPECS = {"mixtral": MIXTRAL, "qwen3": QWEN3, "deepseek_v3": DEEPSEEK}
+SPECS = {
+    "mixtral": MIXTRAL,
+    "qwen3": QWEN3,
+    "deepseek_v3": DEEPSEEK,
+    "deepseek_v2": RouterSpec(
+        12, 3, "softmax", norm_topk=False, scaling=16.0, num_groups=6, topk_groups=3, group_score="best"
+    ),
+    "ernie4_5_moe": RouterSpec(8, 3, "softmax", norm_topk=True, has_bias=True, norm_min=0.4),
+    "llama4": RouterSpec(6, 1, "sigmoid_of_chosen", norm_topk=False, scales_input=True),
+    "phimoe": RouterSpec(8, 2, "sparsemixer", norm_topk=False, jitter=0.3),
+}
+BUILT_FOR_GPUS = [name for name, spec in SPECS.items() if spec.scoring != "sparsemixer"]
 
 
 def route_one(logits: list[float], spec: RouterSpec, bias: list[float] | None) -> dict[int, float]:
@@ -22,13 +36,29 @@ def route_one(logits: list[float], spec: RouterSpec, bias: list[float] | None) -
     row = torch.tensor(logits, dtype=torch.float64)
     scores = (row.softmax(0) if spec.scoring == "softmax" else 1 / (1 + (-row).exp())).tolist()
     choice = [s + (bias[e] if bias else 0.0) for e, s in enumerate(scores)]
+    if spec.scoring == "sparsemixer":
+        return sparsemix_one(row.tolist(), spec.jitter)
     size = spec.num_logical // spec.num_groups
     groups = [range(g * size, (g + 1) * size) for g in range(spec.num_groups)]
-    best = sorted(groups, key=lambda g: -sum(sorted((choice[e] for e in g), reverse=True)[:2]))[: spec.topk_groups]
+    counted = 1 if spec.group_score == "best" else 2
+    best = sorted(groups, key=lambda g: -sum(sorted((choice[e] for e in g), reverse=True)[:counted]))
+    best = best[: spec.topk_groups]
     allowed = [e for g in best for e in g] if spec.num_groups > 1 else list(range(spec.num_logical))
     chosen = sorted(allowed, key=lambda e: -choice[e])[: spec.topk]
-    total = sum(scores[e] for e in chosen) + spec.norm_eps if spec.norm_topk else 1.0
+    total = max(sum(scores[e] for e in chosen) + spec.norm_eps, spec.norm_min) if spec.norm_topk else 1.0
     return {e: scores[e] / total * spec.scaling for e in chosen}
+
+
+def sparsemix_one(logits: list[float], jitter: float) -> dict[int, float]:
+    """The best of what is left, twice; its share among those that lack at most 2 * jitter of the larger size."""
+    left, weights = dict(enumerate(logits)), {}
+    for _ in range(2):
+        chosen = max(left, key=lambda e: left[e])
+        best = left[chosen]
+        near = [x for x in left.values() if (best - x) / max(abs(x), best) <= 2 * jitter]
+        weights[chosen] = math.exp(best) / sum(math.exp(x) for x in near)
+        del left[chosen]
+    return weights
 
 
 @pytest.mark.parametrize("name", SPECS)
@@ -90,11 +120,13 @@ def test_fast_and_invariant_route_alike_and_zero_tokens_are_routed(name: str) ->
         ({"num_groups": 2, "topk_groups": 3}, "topk_group"),
         ({"num_groups": 4, "topk_groups": 1, "topk": 3}, "hold fewer"),
         ({"num_groups": 8, "topk_groups": 4}, "two best"),
+        ({"topk": 3, "scoring": "sparsemixer"}, "num_experts_per_tok"),
+        ({"scales_input": True}, "num_experts_per_tok 1"),
     ],
 )
-def test_an_impossible_router_is_refused_by_its_config_key(wrong: dict[str, int], key: str) -> None:
+def test_an_impossible_router_is_refused_by_its_config_key(wrong: dict[str, Any], key: str) -> None:
     with pytest.raises(ModelError, match=key):
-        RouterSpec(**{"num_logical": 8, "topk": 2} | wrong)  # type: ignore[arg-type]
+        RouterSpec(**{"num_logical": 8, "topk": 2} | wrong)
 
 
 def check_counting(device: str, name: str, num_tokens: int) -> None:
@@ -118,7 +150,7 @@ def test_the_counting_gate_routes_as_the_plain_one(name: str, num_tokens: int) -
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-@pytest.mark.parametrize("name", SPECS)
+@pytest.mark.parametrize("name", BUILT_FOR_GPUS)
 def test_the_gate_on_cuda_routes_as_the_plain_one_and_counts(name: str) -> None:
     check_counting("cuda", name, 50)
     spec = SPECS[name]

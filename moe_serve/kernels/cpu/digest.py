@@ -93,8 +93,11 @@ def _rows() -> list[Tensor]:
 
 def _gate() -> list[Tensor]:
     results: list[Tensor] = []
-    for scoring in ("softmax", "sigmoid"):
-        shape = GateShape(topk=3, scoring=scoring, norm_topk=True)
+    for shape in (
+        GateShape(topk=3, scoring="softmax"),
+        GateShape(topk=3, scoring="sigmoid"),
+        GateShape(topk=2, scoring="sparsemixer", norm_topk=False, jitter=0.2),
+    ):
         results += gate(4 * _numbers(ROWS, 24), _numbers(24, seed=2), shape, torch.zeros(24, dtype=torch.int64))
     return results
 

@@ -9,9 +9,10 @@ enum { MOST_EXPERTS = 2048, MOST_GROUPS = 64 };
 typedef i64 i8q __attribute__((vector_size(64), aligned(8), may_alias));
 typedef i32 i8h __attribute__((vector_size(32), aligned(4), may_alias));
 
-typedef struct { /* _facts in gate.py */
-    i64 experts, topk, sigmoid, norm_topk, groups, topk_groups;
-    double scaling, norm_eps;
+enum { SOFTMAX, SIGMOID, SIGMOID_OF_CHOSEN, SPARSEMIXER }; /* Scoring of gate_shape.py */
+typedef struct { /* gate_facts in gate.py */
+    i64 experts, topk, scoring, norm_topk, groups, topk_groups, by_best;
+    double scaling, norm_eps, norm_min, far;
 } GateShape;
 typedef struct {
     const GateShape *shape;
@@ -32,11 +33,16 @@ INLINE v16 get_or(const float *x, i64 count, float rest)
     return v;
 }
 
-/* logits -> scores [experts]; both arrays of 16s, filled up with zeros */
+/* logits -> scores [experts]; both arrays of 16s, filled up with zeros. Sparsemixer's are the logits. */
 static void score_row(const GateShape *g, const float *logits, float *score)
 {
     v16 best = (v16){} - INFINITY, total = {};
-    if (!g->sigmoid)
+    int sigmoid = g->scoring == SIGMOID || g->scoring == SIGMOID_OF_CHOSEN;
+    if (g->scoring == SPARSEMIXER) {
+        for (i64 e = 0; e < g->experts; e += 16) *(v16 *)(score + e) = get_or(logits + e, g->experts - e, -INFINITY);
+        return;
+    }
+    if (!sigmoid)
         for (i64 e = 0; e < g->experts; e += 16) {
             v16 x = get_or(logits + e, g->experts - e, -INFINITY);
             best = pick16(x > best, x, best);
@@ -45,18 +51,18 @@ static void score_row(const GateShape *g, const float *logits, float *score)
     for (i64 e = 0; e < g->experts; e += 16) {
         v16 x = get_or(logits + e, g->experts - e, -INFINITY);
         v16 s;
-        if (g->sigmoid) s = 1.0f / (1.0f + exp16(-x));
+        if (sigmoid) s = 1.0f / (1.0f + exp16(-x));
         else s = pick16(x - most < -87.0f, (v16){}, exp16(x - most));
         *(v16 *)(score + e) = s;
         total += s;
     }
-    if (g->sigmoid) return;
+    if (sigmoid) return;
     float by = 1 / sum16(total);
     for (i64 e = 0; e < g->experts; e += 16) *(v16 *)(score + e) *= by;
 }
 
-/* Returns the sum of the two largest of a group's choices. */
-static float best_two(const float *choice, i64 count)
+/* Returns the sum of the two largest of a group's choices, or the largest. */
+static float best_two(const float *choice, i64 count, i64 only_best)
 {
     v16 first = (v16){} - INFINITY, second = first;
     for (i64 i = 0; i < count; i += 16) {
@@ -73,7 +79,7 @@ static float best_two(const float *choice, i64 count)
         two = lower > two ? lower : two;
         two = second[i] > two ? second[i] : two;
     }
-    return one + two;
+    return only_best ? one : one + two;
 }
 
 /* Sets the choices of all groups but the best to -inf. The first of equal groups is better. */
@@ -81,7 +87,7 @@ static void drop_groups(const GateShape *g, float *choice)
 {
     float best[MOST_GROUPS];
     i64 size = g->experts / g->groups;
-    for (i64 i = 0; i < g->groups; i++) best[i] = best_two(choice + i * size, size);
+    for (i64 i = 0; i < g->groups; i++) best[i] = best_two(choice + i * size, size, g->by_best);
     for (i64 i = 0; i < g->groups; i++) {
         i64 better = 0;
         for (i64 j = 0; j < g->groups; j++) better += best[j] > best[i] || (best[j] == best[i] && j < i);
@@ -140,6 +146,7 @@ static void choices(const GateShape *g, const float *bias, const float *logits, 
     score_row(g, logits, score);
     for (i64 e = 0; e < g->experts; e += 16) {
         v16 c = *(const v16 *)(score + e);
+        if (g->scoring == SIGMOID_OF_CHOSEN) c = get_or(logits + e, g->experts - e, -INFINITY);
         if (bias) c += get_or(bias + e, g->experts - e, 0);
         *(v16 *)(choice + e) = pick16(c == c, c + 0.0f, (v16){} + LOWEST_CHOICE); /* + 0: one kind of zero */
     }
@@ -147,11 +154,28 @@ static void choices(const GateShape *g, const float *bias, const float *logits, 
     for (i64 e = g->experts; e % 16; e++) choice[e] = -INFINITY;
 }
 
+/* What sparsemixer weighs a row's k-th choice with: 1 / sum of exp(logit - best) of those not far below the best. */
+static float sparse_weight(const GateShape *g, const float *logits, const i64 *ids, i64 k)
+{
+    float best = logits[ids[k]], far = (float)g->far;
+    v16 total = {};
+    for (i64 e = 0; e < g->experts; e += 16) {
+        v16 x = *(const v16 *)(logits + e), size = pick16(x < 0, -x, x), under = pick16(size > best, size, (v16){} + best);
+        v16 s = pick16(x - best < -87.0f, (v16){}, exp16(x - best));
+        s = pick16((best - x) / under > far, (v16){}, s);
+        if (k && ids[0] / 16 == e / 16) s[ids[0] % 16] = 0;
+        total += s;
+    }
+    return 1 / sum16(total);
+}
+
 static void weigh_choice(const GateShape *g, const float *score, const i64 *ids, float *weights)
 {
     float total = 0, by = (float)g->scaling;
-    for (i64 k = 0; k < g->topk; k++) total += weights[k] = score[ids[k]];
-    float under = g->norm_topk ? total + (float)g->norm_eps : 1;
+    for (i64 k = 0; k < g->topk; k++)
+        total += weights[k] = g->scoring == SPARSEMIXER ? sparse_weight(g, score, ids, k) : score[ids[k]];
+    float under = g->norm_topk ? total + (float)g->norm_eps : 1, least_under = (float)g->norm_min;
+    if (g->norm_topk && under < least_under) under = least_under;
     for (i64 k = 0; k < g->topk; k++) weights[k] = weights[k] / under * by;
 }
 

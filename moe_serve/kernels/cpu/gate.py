@@ -1,13 +1,14 @@
 """The gate's choice by compiled kernels; the contract is that of kernels/topk_gate.py."""
 
 import functools
+from typing import get_args
 
 import torch
 from torch import Tensor
 
 from moe_serve.kernels.cpu.checks import dense, rows
 from moe_serve.kernels.cpu.library import cpu_library
-from moe_serve.kernels.gate_shape import GateShape
+from moe_serve.kernels.gate_shape import GateShape, Scoring
 
 MOST_EXPERTS = 2048  # these two as in gate.c
 MOST_GROUPS = 64
@@ -38,7 +39,8 @@ def gate_facts(shape: GateShape, num_experts: int) -> Tensor:
     assert shape.topk <= num_experts <= MOST_EXPERTS, f"{shape.topk} of {num_experts} experts, at most {MOST_EXPERTS}"
     assert shape.num_groups <= MOST_GROUPS, f"{shape.num_groups} groups, at most {MOST_GROUPS}"
     assert num_experts % shape.num_groups == 0, f"{num_experts} experts in {shape.num_groups} groups"
-    numbers = torch.tensor([shape.scaling, shape.norm_eps], dtype=torch.float64)
-    scoring = int(shape.scoring == "sigmoid")
-    sizes = [num_experts, shape.topk, scoring, int(shape.norm_topk), shape.num_groups, shape.topk_groups]
+    doubles = [shape.scaling, shape.norm_eps, shape.norm_min, 2 * shape.jitter]
+    numbers = torch.tensor(doubles, dtype=torch.float64)
+    scoring, by_best = get_args(Scoring).index(shape.scoring), int(shape.group_score == "best")
+    sizes = [num_experts, shape.topk, scoring, int(shape.norm_topk), shape.num_groups, shape.topk_groups, by_best]
     return torch.cat((torch.tensor(sizes), numbers.view(torch.int64)))

@@ -9,12 +9,14 @@ from torch import Tensor
 from moe_serve.kernels.gate_shape import LOWEST_CHOICE, GateShape
 
 LOWEST = tl.constexpr(LOWEST_CHOICE)
+PROPAGATE = tl.constexpr(tl.PropagateNan.ALL)
 
 
 def topk_gate_triton(
     logits: Tensor, bias: Tensor | None, num_tokens: Tensor, shape: GateShape, load: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Same contract as topk_gate_reference."""
+    assert shape.scoring != "sparsemixer", "sparsemixer is built for CPUs"
     rows, num_logical = logits.shape
     ids = torch.empty(rows, shape.topk, dtype=torch.int64, device=logits.device)
     weights = torch.empty(rows, shape.topk, dtype=torch.float32, device=logits.device)
@@ -22,19 +24,22 @@ def topk_gate_triton(
         group_size = num_logical // shape.num_groups
         topk_gate_kernel[(rows,)](
             logits, bias, num_tokens, load, ids, weights, num_logical, group_size, shape.scaling, shape.norm_eps,
+            shape.norm_min,
             TOPK=shape.topk, W=triton.next_power_of_2(shape.topk), GROUPS=shape.num_groups,
             GROUP_ROWS=triton.next_power_of_2(shape.num_groups), GROUP_COLUMNS=triton.next_power_of_2(group_size),
-            TOPK_GROUPS=shape.topk_groups, SIGMOID=shape.scoring == "sigmoid", BIAS=bias is not None,
-            NORM=shape.norm_topk, num_warps=2,
+            TOPK_GROUPS=shape.topk_groups, SIGMOID=shape.scoring != "softmax", BIAS=bias is not None,
+            NORM=shape.norm_topk, BY_LOGITS=shape.scoring == "sigmoid_of_chosen",
+            BY_BEST=shape.group_score == "best", num_warps=2,
         )  # fmt: skip
     return ids, weights
 
 
 @triton.jit
 def topk_gate_kernel(
-    logits, bias, num_tokens, load, ids, weights, num_logical, group_size, scaling, norm_eps,
+    logits, bias, num_tokens, load, ids, weights, num_logical, group_size, scaling, norm_eps, norm_min,
     TOPK: tl.constexpr, W: tl.constexpr, GROUPS: tl.constexpr, GROUP_ROWS: tl.constexpr, GROUP_COLUMNS: tl.constexpr,
     TOPK_GROUPS: tl.constexpr, SIGMOID: tl.constexpr, BIAS: tl.constexpr, NORM: tl.constexpr,
+    BY_LOGITS: tl.constexpr, BY_BEST: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
     slot = tl.arange(0, W)
@@ -50,7 +55,7 @@ def topk_gate_kernel(
     else:
         exponent = tl.exp(logit - tl.max(logit))
         scores = exponent / tl.sum(exponent)
-    choice = scores
+    choice = logit if BY_LOGITS else scores
     if BIAS:
         choice += tl.load(bias + expert, mask=inside, other=0.0)
     choice = tl.where(choice == choice, choice, LOWEST)  # NaN equals no maximum, so it would have no id
@@ -59,7 +64,7 @@ def topk_gate_kernel(
         best = tl.max(choice, axis=1)
         at_best = tl.min(tl.where(choice == best[:, None], column[None, :], GROUP_COLUMNS), axis=1)
         second = tl.max(tl.where(column[None, :] == at_best[:, None], -float("inf"), choice), axis=1)
-        group_score = tl.where(group < GROUPS, best + second, -float("inf"))
+        group_score = tl.where(group < GROUPS, best if BY_BEST else best + second, -float("inf"))
         ahead = (group_score[None, :] > group_score[:, None]) | (
             (group_score[None, :] == group_score[:, None]) & (group[None, :] < group[:, None])
         )
@@ -74,7 +79,7 @@ def topk_gate_kernel(
         chosen = tl.where(slot == k, best_expert.to(tl.int64), chosen)
         chosen_scores = tl.where(slot == k, score, chosen_scores)
     if NORM:
-        chosen_scores = chosen_scores / (tl.sum(chosen_scores) + norm_eps)
+        chosen_scores = chosen_scores / tl.maximum(tl.sum(chosen_scores) + norm_eps, norm_min, PROPAGATE)
     chosen_scores = tl.where(real, chosen_scores * scaling, 0.0)
     tl.store(ids + token * TOPK + slot, tl.where(real, chosen, -1), mask=slot < TOPK)
     tl.store(weights + token * TOPK + slot, chosen_scores, mask=slot < TOPK)

@@ -21,6 +21,13 @@ ROUTERS = {
     "deepseek-v3": (256, GateShape(8, "sigmoid", True, 2.5, num_groups=8, topk_groups=4, norm_eps=1e-20)),
     "kimi": (384, GateShape(8, "sigmoid", True, 2.827, norm_eps=1e-20)),
     "odd groups": (57, GateShape(3, "softmax", True, 1.0, num_groups=3, topk_groups=2)),
+    "deepseek-v2": (160, GateShape(6, "softmax", False, 16.0, num_groups=8, topk_groups=3, group_score="best")),
+    "groups of one": (5, GateShape(2, "softmax", False, 1.0, num_groups=5, topk_groups=3, group_score="best")),
+    "ernie-4.5": (64, GateShape(6, "softmax", norm_min=1e-12)),
+    "a divisor that is often too small": (37, GateShape(3, "softmax", norm_min=0.3)),
+    "llama-4": (16, GateShape(1, "sigmoid_of_chosen", False)),
+    "phi-moe": (16, GateShape(2, "sparsemixer", False, jitter=0.01)),
+    "wide jitter": (37, GateShape(2, "sparsemixer", False, jitter=0.4)),
 }
 
 
@@ -75,6 +82,14 @@ def test_a_row_that_is_not_finite_has_the_experts_of_the_reference_and_changes_n
         assert torch.equal(load, wanted_load)
         others = torch.arange(9) != 4
         assert torch.equal(weights[others], run(clean, None, shape)[1][others])
+
+
+def test_experts_whose_sigmoids_are_all_one_are_chosen_by_their_logits():
+    shape = GateShape(1, "sigmoid_of_chosen", False)
+    logits = torch.tensor([[40.0, 70.0, 50.0]])
+    for choose in (run, expected):
+        ids, weights, _ = choose(logits, None, shape)
+        assert (ids.tolist(), weights.tolist()) == ([[1]], [[1.0]])
 
 
 def test_a_rows_bits_do_not_depend_on_the_batch_threads_or_register_width(library, avx2, use):
