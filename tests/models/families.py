@@ -81,6 +81,16 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         | {"num_key_value_heads": 4, "first_k_dense_replace": 0, "n_group": 1, "topk_group": 1}
         | {"rope_parameters": YARN | {"partial_rotary_factor": 0.375}},
     ),
+    "deepseek_v2": (
+        "deepseek_v2",
+        MLA
+        | {"topk_method": "group_limited_greedy", "norm_topk_prob": False, "routed_scaling_factor": 1.5}
+        | {"rope_parameters": YARN, "kv_lora_rank": 24, "attention_bias": True},
+    ),
+    "deepseek_v2-lite": (
+        "deepseek_v2",
+        MLA | {"topk_method": "greedy", "norm_topk_prob": False, "q_lora_rank": None, "n_shared_experts": 2},
+    ),
     "deepseek_v3": ("deepseek_v3", MLA),
     "deepseek_v3-no-q-lora": (
         "deepseek_v3",

@@ -22,7 +22,9 @@ class ReferenceMoe:
             ids, weights = self._route(x[t])
             total = torch.zeros_like(x[t], dtype=torch.float32)
             for expert, weight in zip(ids.tolist(), weights, strict=True):
-                middle = self._activate(self._project("gate_up", expert, x[t]))
+                row = x[t] * weight if self.router.scales_input else x[t]
+                weight = 1.0 if self.router.scales_input else weight
+                middle = self._activate(self._project("gate_up", expert, row))
                 total += weight * self._project("down", expert, middle).float()
             out[t] = (out[t].float() + total).to(x.dtype)
         return out
@@ -45,14 +47,29 @@ class ReferenceMoe:
         router = self.router
         logits = functional.linear(x.float(), self.gate.float(), self.logit_bias)
         scores = logits.softmax(-1) if router.scoring == "softmax" else logits.sigmoid()
+        if router.scoring == "sparsemixer":
+            return self._sparsemix(logits)
+        if router.scoring == "sigmoid_of_chosen":
+            return logits.topk(router.topk).indices, logits.topk(router.topk).values.sigmoid()
         choice = scores if self.bias is None else scores + self.bias
         if router.num_groups > 1:
             groups = choice.view(router.num_groups, -1)
-            best = groups.topk(2, -1).values.sum(-1).topk(router.topk_groups).indices
+            of_group = groups.amax(-1) if router.group_score == "best" else groups.topk(2, -1).values.sum(-1)
+            best = of_group.topk(router.topk_groups).indices
             allowed = torch.zeros(router.num_groups, dtype=torch.bool).index_fill_(0, best, True)
             choice = groups.masked_fill(~allowed[:, None], -torch.inf).flatten()
         ids = choice.topk(router.topk).indices
         weights = scores[ids]
         if router.norm_topk:
-            weights = weights / (weights.sum() + router.norm_eps)
+            weights = weights / (weights.sum() + router.norm_eps).clamp(min=router.norm_min)
         return ids, weights * router.scaling
+
+    def _sparsemix(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        left, ids, weights = logits.clone(), [], []
+        for _ in range(2):
+            best = left.max()
+            near = (best - left) / torch.maximum(logits.abs(), best) <= 2 * self.router.jitter
+            ids.append(int(left.argmax()))
+            weights.append(1 / (left[near] - best).exp().sum())
+            left[ids[-1]] = -torch.inf
+        return torch.tensor(ids), torch.stack(weights)

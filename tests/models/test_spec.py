@@ -4,6 +4,7 @@ import json
 import math
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from moe_serve.errors import ModelError
 from moe_serve.models.attention_spec import GqaSpec, MlaSpec
 from moe_serve.models.families.registry import FAMILIES, read_spec
 from moe_serve.models.rope_spec import mscale_of
+from moe_serve.models.spec import ModelSpec
 from tests.models.families import MLA, QWEN, YARN
 from tests.models.published import DOTS_LLM1, GLM_45, PUBLISHED
 
@@ -38,6 +40,31 @@ DEEPSEEK_V3: dict[str, Any] = {
                             "weight_block_size": [128, 128]},
 }  # fmt: skip
 
+DEEPSEEK_V2: dict[str, Any] = {
+    "architectures": ["DeepseekV2ForCausalLM"], "model_type": "deepseek_v2", "vocab_size": 102400, "hidden_size": 5120,
+    "num_hidden_layers": 60, "num_attention_heads": 128, "num_key_value_heads": 128, "q_lora_rank": 1536,
+    "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128, "n_routed_experts": 160,
+    "num_experts_per_tok": 6, "n_shared_experts": 2, "moe_intermediate_size": 1536, "intermediate_size": 12288,
+    "first_k_dense_replace": 1, "moe_layer_freq": 1, "n_group": 8, "topk_group": 3, "routed_scaling_factor": 16.0,
+    "norm_topk_prob": False, "scoring_func": "softmax", "topk_method": "group_limited_greedy", "rope_theta": 10000,
+    "max_position_embeddings": 163840, "bos_token_id": 100000, "eos_token_id": 100001, "torch_dtype": "bfloat16",
+    "rope_scaling": {"type": "yarn", "factor": 40, "original_max_position_embeddings": 4096, "beta_fast": 32,
+                     "beta_slow": 1, "mscale": 0.707, "mscale_all_dim": 0.707},
+}  # fmt: skip
+DEEPSEEK_V2_LITE: dict[str, Any] = {
+    "hidden_size": 2048, "num_hidden_layers": 27, "num_attention_heads": 16, "num_key_value_heads": 16,
+    "q_lora_rank": None, "n_routed_experts": 64, "moe_intermediate_size": 1408, "intermediate_size": 10944,
+    "n_group": 1, "topk_group": 1, "routed_scaling_factor": 1.0, "topk_method": "greedy",
+}  # fmt: skip
+KIMI_K2: dict[str, Any] = {
+    "model_type": "kimi_k2", "vocab_size": 163840, "num_attention_heads": 64, "num_key_value_heads": 64,
+    "n_routed_experts": 384, "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1, "routed_scaling_factor": 2.827,
+    "max_position_embeddings": 131072, "rope_theta": 50000.0, "eos_token_id": 163585, "rms_norm_eps": 1e-6,
+    "num_nextn_predict_layers": 0,
+    "rope_scaling": {"type": "yarn", "factor": 32.0, "original_max_position_embeddings": 4096, "beta_fast": 1.0,
+                     "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0},
+}  # fmt: skip
+
 GPT_OSS_20B: dict[str, Any] = {
     "architectures": ["GptOssForCausalLM"], "model_type": "gpt_oss", "vocab_size": 201088, "hidden_size": 2880,
     "intermediate_size": 2880, "num_hidden_layers": 24, "num_attention_heads": 64, "num_key_value_heads": 8,
@@ -49,6 +76,10 @@ GPT_OSS_20B: dict[str, Any] = {
     "eos_token_id": 200002, "pad_token_id": 199999, "tie_word_embeddings": False, "hidden_act": "silu",
     "quantization_config": {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn"]},
 }  # fmt: skip
+
+
+def total_parameters(spec: ModelSpec) -> int:
+    return spec.dense_parameters + spec.num_moe_layers * spec.num_logical * spec.expert_parameters
 
 
 def folder(tmp_path: Path, config: dict[str, Any] | str, generation: dict[str, Any] | None = None) -> Path:
@@ -80,6 +111,28 @@ def test_deepseek_v3_has_the_published_sizes(tmp_path: Path) -> None:
     total = spec.dense_parameters + spec.num_moe_layers * spec.num_logical * spec.expert_parameters
     assert total == pytest.approx(671e9, rel=0.005)
     assert (spec.fp8_block, spec.checkpoint_dtype) == (128, "bfloat16")
+
+
+def test_deepseek_v2_has_the_published_sizes(tmp_path: Path) -> None:
+    spec = read_spec(folder(tmp_path, DEEPSEEK_V2))
+    assert isinstance(spec.attention, MlaSpec)
+    assert spec.attention.softmax_scale == pytest.approx(192**-0.5 * mscale_of(40, 0.707) ** 2)
+    assert (spec.rope.table_factor, spec.rope.interleaved) == (1.0, True)
+    assert (spec.router.num_groups, spec.router.topk_groups, spec.router.group_score) == (8, 3, "best")
+    assert (spec.router.norm_topk, spec.router.scaling) == (False, 16.0)
+    assert total_parameters(spec) == pytest.approx(235.7e9, rel=0.001)
+    lite = read_spec(folder(tmp_path, DEEPSEEK_V2 | DEEPSEEK_V2_LITE))
+    assert (lite.router.num_groups, lite.attention.q_lora_rank) == (1, None)  # type: ignore[union-attr]
+    assert total_parameters(lite) == pytest.approx(15.7e9, rel=0.002)
+
+
+def test_kimi_k2_is_a_deepseek_v3_of_384_experts(tmp_path: Path) -> None:
+    spec = read_spec(folder(tmp_path, DEEPSEEK_V3 | KIMI_K2, {"eos_token_id": [163586]}))
+    assert (spec.num_logical, spec.moe_layer_ids, spec.router.num_groups) == (384, tuple(range(1, 61)), 1)
+    assert spec.eos_token_ids == (163585, 163586)
+    assert total_parameters(spec) == pytest.approx(1.026e12, rel=0.002)
+    as_v3 = read_spec(folder(tmp_path, DEEPSEEK_V3 | KIMI_K2 | {"model_type": "deepseek_v3"}, {"eos_token_id": 163586}))
+    assert replace(spec, model_type="deepseek_v3") == as_v3
 
 
 @pytest.mark.parametrize(("num_layers", "num_experts", "published"), [(24, 32, 20.9e9), (36, 128, 116.8e9)])
@@ -148,6 +201,9 @@ def test_an_unsupported_architecture_is_refused_with_the_list_of_supported_ones(
         (DEEPSEEK_V3, {"scoring_func": "softmax"}, "scoring_func 'softmax'"),
         (DEEPSEEK_V3, {"topk_method": "greedy"}, "topk_method 'greedy'"),
         (DEEPSEEK_V3, {"moe_layer_freq": 2}, "moe_layer_freq 2"),
+        (DEEPSEEK_V2, {"topk_method": "noaux_tc"}, "topk_method 'noaux_tc'"),
+        (DEEPSEEK_V2, {"scoring_func": "sigmoid"}, "scoring_func 'sigmoid'"),
+        (DEEPSEEK_V2, {"norm_topk_prob": True}, "norm_topk_prob true"),
         (GPT_OSS_20B, {"layer_types": ["full_attention"] * 23}, "layer_types is"),
         (GPT_OSS_20B, {"layer_types": ["chunked_attention"] * 24}, "attention 'chunked_attention'"),
         (GPT_OSS_20B, {"layer_types": [{}] * 24}, "attention {} ("),

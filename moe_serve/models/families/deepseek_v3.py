@@ -1,5 +1,6 @@
-"""DeepSeek-V3 and R1: MLA, shared experts, sigmoid scores with a correction bias, groups of experts."""
+"""DeepSeek-V3, R1 and Kimi-K2: MLA, shared experts, sigmoid scores with a correction bias, groups of experts."""
 
+from moe_serve.ep.routing import RouterSpec
 from moe_serve.models.attention_spec import MlaSpec
 from moe_serve.models.families.common import common_fields, deepseek_v3_router, moe_layers_behind_dense_ones
 from moe_serve.models.hf_config import HfConfig
@@ -9,11 +10,20 @@ from moe_serve.models.spec import ModelSpec
 
 
 def read(config: HfConfig, eos_token_ids: tuple[int, ...]) -> ModelSpec:
-    for key, wanted in (("scoring_func", "sigmoid"), ("topk_method", "noaux_tc"), ("moe_layer_freq", 1)):
+    for key, wanted in (("scoring_func", "sigmoid"), ("topk_method", "noaux_tc")):
         if config.get(key, wanted) != wanted:
             raise config.refuse(f"{key} {shown(config.get(key))} (only {wanted!r} is)")
+    return latent_model(config, eos_token_ids, deepseek_v3_router(config), config.flag("rope_interleave", default=True))
+
+
+def latent_model(
+    config: HfConfig, eos_token_ids: tuple[int, ...], router: RouterSpec, interleaved: bool = True
+) -> ModelSpec:
+    """Returns a model of DeepSeek's form with this router. interleaved: whether rotated pairs lie side by side"""
+    if config.get("moe_layer_freq", 1) != 1:
+        raise config.refuse(f"moe_layer_freq {shown(config.get('moe_layer_freq'))} (only 1 is)")
     rope_dim = config.size("qk_rope_head_dim")
-    rope = read_rope(config.values, rope_dim, config.flag("rope_interleave", default=True), config.where)
+    rope = read_rope(config.values, rope_dim, interleaved, config.where)
     nope_dim = config.size("qk_nope_head_dim")
     q_lora_rank = config.get("q_lora_rank")
     moe_intermediate = config.size("moe_intermediate_size")
@@ -32,11 +42,11 @@ def read(config: HfConfig, eos_token_ids: tuple[int, ...]) -> ModelSpec:
         ),
         rope=rope,
         moe_layer_ids=moe_layers_behind_dense_ones(config, default=0),
-        router=deepseek_v3_router(config),
+        router=router,
         moe_intermediate=moe_intermediate,
         shared_intermediate=num_shared * moe_intermediate,
         dense_intermediate=config.size("intermediate_size", default=0, minimum=0),
     )
 
 
-READERS = {"deepseek_v3": read}
+READERS = {"deepseek_v3": read, "kimi_k2": read}
