@@ -18,21 +18,26 @@ class DrainRate:
     """Tokens per second of the requests that ended lately."""
 
     def __init__(self) -> None:
-        self._seconds: deque[tuple[int, int]] = deque(maxlen=_WINDOW_S)  # (second, tokens), without empty ones
+        self._seconds: deque[tuple[int, int]] = deque()  # (second, tokens) of the window, without empty seconds
+        self._sum = 0  # of their tokens
 
     def count(self, num_tokens: int, now_s: float) -> None:
         """Counts a request that has ended."""
+        self._forget_old(now_s)
         second = int(now_s)
+        self._sum += num_tokens
         if self._seconds and self._seconds[-1][0] == second:
             num_tokens += self._seconds.pop()[1]
         self._seconds.append((second, num_tokens))
 
     def per_s(self, now_s: float) -> float | None:
-        """Returns the rate; None where nothing has ended lately."""
-        seconds = [(second, tokens) for second, tokens in self._seconds if now_s - second < _WINDOW_S]
-        if not seconds:
-            return None
-        return sum(tokens for _, tokens in seconds) / max(1.0, now_s - seconds[0][0])
+        """Returns the rate; None where nothing has ended lately. Times never go back."""
+        self._forget_old(now_s)
+        return self._sum / max(1.0, now_s - self._seconds[0][0]) if self._seconds else None
+
+    def _forget_old(self, now_s: float) -> None:
+        while self._seconds and now_s - self._seconds[0][0] >= _WINDOW_S:
+            self._sum -= self._seconds.popleft()[1]
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,9 @@ Whatever is unusual about it, or may be let in, takes the long way. So what is r
 which the long way would give, too. Torch-free.
 """
 
+import hashlib
 import re
+import secrets
 import time
 from collections.abc import Iterable
 from typing import Any
@@ -25,6 +27,7 @@ _FIELD = re.compile(rb"([A-Za-z0-9-]+):[ \t]*([!-~](?:[ -~]*[!-~])?)[ \t]*")
 _MOST_HEADER_BYTES = 4096
 # They ask for something, or answers depend on them.
 _UNUSUAL = frozenset({"transfer-encoding", "expect", "upgrade", "origin", "trailer", "connection"})
+_MOST_KNOWN = 4096  # headers
 _HEAD = b"HTTP/1.1 429 Too Many Requests\r\ncontent-type: application/json\r\n"
 
 Header = tuple[bytes, bytes]
@@ -38,6 +41,9 @@ class EarlyRefusal:
         self._access = access
         self._bridge = bridge
         self._clients = clients
+        # By keyed digest, since a header may hold a secret: who asks with it, and the bytes of the body.
+        self._known: dict[bytes, tuple[Client, int]] = {}
+        self._digest_key = secrets.token_bytes(16)
 
     def answer(self, data: bytes, address: tuple[str, int] | None, default_headers: Iterable[Header]) -> bytes | None:
         """Returns the answer to a request that is refused; None where it takes the long way.
@@ -49,16 +55,38 @@ class EarlyRefusal:
         refusal = self._bridge.refusal()
         if refusal is None and not self._access.has_limits:
             return None
+        client = self._client_of(data, address)
+        if client is None:
+            return None
+        if refusal is not None:
+            self._bridge.count_refused(1)
+            return _response(refusal, default_headers)
+        return self._refuse_client(client, default_headers)
+
+    def _client_of(self, data: bytes, address: tuple[str, int] | None) -> Client | None:
+        """Returns who sends a whole, plain request that they may send; None for any other.
+
+        Clients send the same header again and again: what it says is remembered.
+        """
+        end = data.find(b"\r\n\r\n", 0, _MOST_HEADER_BYTES)
+        if end < 0:
+            return None
+        host = address[0] if address is not None else ""
+        digest = hashlib.blake2b(host.encode() + b"\n" + data[:end], digest_size=16, key=self._digest_key).digest()
+        known = self._known.get(digest)
+        if known is not None:
+            return known[0] if len(data) - end - 4 == known[1] else None
         headers = plain_headers(data)
         if headers is None:
             return None
         scope: dict[str, Any] = {"app": self._app, "method": "POST", "path": "/generate", "client": address}
         if self._access.refusal(scope, headers) is not None:
             return None  # strangers learn nothing of the queue
-        if refusal is not None:
-            self._bridge.count_refused(1)
-            return _response(refusal, default_headers)
-        return self._refuse_client(scope["state"]["client"], default_headers)
+        if len(self._known) >= _MOST_KNOWN:
+            self._known.clear()
+        client: Client = scope["state"]["client"]
+        self._known[digest] = client, int(headers["content-length"])
+        return client
 
     def _refuse_client(self, client: Client, default_headers: Iterable[Header]) -> bytes | None:
         if not client.limits.exist:

@@ -79,7 +79,7 @@ async def start_call(
             )
     if permit is not None:
         permit.take(len(specs), sum(spec.num_tokens for spec in specs), time.monotonic())
-    changes = Changes()
+    changes = Changes(ends_only=not given.stream)
     return Call(bridge.submit(specs, changes), rids, changes, given.is_batch, permit)
 
 

@@ -120,6 +120,25 @@ async def test_busy_connections_keep_their_places_and_a_newcomer_gets_a_503():
         assert served.server.table.num_refused == 1
 
 
+def test_newcomers_do_not_make_the_server_look_at_all_busy_connections_each_time():
+    looked = 0
+
+    class Busy:
+        @property
+        def may_yield(self) -> bool:
+            nonlocal looked
+            looked += 1
+            return False
+
+    table = ConnectionTable(max_connections=100, max_per_client=60)
+    for number in range(100):
+        assert table.admit(Busy(), "ab"[number // 60])  # type: ignore[arg-type]
+    for number in range(1000):
+        assert not table.admit(Busy(), "abc"[number % 3])  # type: ignore[arg-type]
+    assert table.num_refused == 1000
+    assert 100 <= looked <= 1000, "once for a client at its own bound, once for all, and again after a while"
+
+
 @in_event_loop
 async def test_a_half_closed_client_gets_its_answer():
     async with serving(1) as served:

@@ -168,3 +168,30 @@ def test_a_plain_request_is_read():
 @given(st.binary(max_size=200))
 def test_any_bytes_are_plain_or_not(data: bytes):
     plain_headers(b"POST /generate HTTP/1.1\r\n" + data)
+
+
+@in_event_loop
+async def test_a_header_that_is_known_refuses_its_own_body_and_client_only():
+    async with serving(1, *FULL) as served:
+        calls = await fill(served)
+        parsed: list[bytes] = []
+        receive = BoundedParser.receive_data
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(BoundedParser, "receive_data", lambda self, data: (parsed.append(data), receive(self, data)))
+            for _ in range(2):
+                assert (await ask(served, whole())).status == 429
+            assert parsed == []
+            client = await RawClient.connect(served)
+            await client.send(whole()[:-1])  # the last byte is missing: not a whole request
+            await until(lambda: parsed)
+            await client.send(whole()[-1:])
+            assert (await client.answer()).status == 429
+            await client.close()
+            before = len(parsed)
+            early = served.app.state.early_refusal
+            assert early.answer(whole(), ("127.0.0.1", 1), []) is not None
+            assert early.answer(whole() + b"x", ("127.0.0.1", 1), []) is None
+            assert early.answer(whole("origin: http://elsewhere\r\n"), ("127.0.0.1", 1), []) is None
+            assert len(parsed) == before
+        served.workers[0].go.set()
+        await asyncio.gather(*calls)
