@@ -73,8 +73,9 @@ def build_decoder(
         if layer_id in layer_rows:
             shared = _mlp(mine, "shared_", forms) if spec.shared_intermediate else None
             own = None if numerics.compiled else shared  # which the layer computes while rows travel
-            router = mine.pop("router"), mine.pop("router_bias", None)
-            mine_moe = MoeWeights(*router, weights.store(layer_id), own, mine.pop("router_logit_bias", None))
+            router, bias = mine.pop("router"), mine.pop("router_bias", None)
+            bias = None if bias is None else bias.flatten()
+            mine_moe = MoeWeights(router, bias, weights.store(layer_id), own, mine.pop("router_logit_bias", None))
             moe = MoeLayer(parallel, layer_rows[layer_id], mine_moe)
             shared = shared if numerics.compiled else None
         else:

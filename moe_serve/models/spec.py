@@ -30,6 +30,7 @@ class ExpertNames:
     down: str = "down_proj"
     interleaved: bool = False
     router_bias: str = "gate.e_score_correction_bias"  # below the block
+    router_bias_is_row: bool = False  # stored as [1, E]
     shared: str = "mlp.shared_experts"
 
 

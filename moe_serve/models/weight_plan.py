@@ -142,7 +142,7 @@ def is_ignored(spec: ModelSpec, name: str) -> bool:
     """
     if name == "lm_head.weight":
         return spec.tie_embeddings
-    if name.endswith(("rotary_emb.inv_freq", ".masked_bias")):
+    if name.endswith(("rotary_emb.inv_freq", ".masked_bias")) or name.startswith("model.mtp_"):
         return True
     prefix = "model.layers."
     layer = name[len(prefix) :].split(".", 1)[0] if name.startswith(prefix) else ""
@@ -166,7 +166,8 @@ def _moe(spec: ModelSpec, ours: str, theirs: str) -> Iterator[DenseTensor]:
     shape, other_name = (spec.num_logical, spec.hidden), f"{theirs}mlp{router}.weight"
     yield DenseTensor(ours + "router", (Part(theirs + block + router + ".weight", shape, (other_name,)),))
     if spec.router.has_bias:
-        bias = Part(f"{theirs}{block}.{spec.expert_names.router_bias}", (spec.num_logical,))
+        bias_shape = (1, spec.num_logical) if spec.expert_names.router_bias_is_row else (spec.num_logical,)
+        bias = Part(f"{theirs}{block}.{spec.expert_names.router_bias}", bias_shape)
         yield DenseTensor(ours + "router_bias", (bias,), "bias32")
     if spec.router.has_logit_bias:
         bias = Part(theirs + block + router + ".bias", (spec.num_logical,))

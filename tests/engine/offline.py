@@ -46,6 +46,10 @@ TINY: dict[str, dict[str, Any]] = {
         "sliding_window": 20, "swiglu_limit": 0.7, "attention_bias": True,
         "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
     },
+    "ernie4_5_moe": {
+        "architectures": ["Ernie4_5_MoeForCausalLM"], "model_type": "ernie4_5_moe", "moe_num_experts": 8, "moe_k": 3,
+        "moe_intermediate_size": 24, "moe_num_shared_experts": 1, "moe_layer_start_index": 1, "num_key_value_heads": 2,
+    },
     "deepseek_v2": {
         "architectures": ["DeepseekV2ForCausalLM"], "model_type": "deepseek_v2", "n_routed_experts": 8,
         "num_experts_per_tok": 3, "moe_intermediate_size": 24, "n_shared_experts": 2, "n_group": 4, "topk_group": 2,

@@ -30,6 +30,10 @@ YARN = {
     "rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 64,
     "beta_fast": 32, "beta_slow": 1, "mscale": 0.7, "mscale_all_dim": 1.3,
 }  # fmt: skip
+ERNIE: dict[str, Any] = COMMON | {
+    "moe_num_experts": 8, "moe_k": 3, "moe_intermediate_size": 32, "moe_num_shared_experts": 2, "num_hidden_layers": 3,
+    "moe_layer_start_index": 1, "tie_word_embeddings": False, "head_dim": 16,
+}  # fmt: skip
 
 # The window is shorter than most prompts and no multiple of a tile, and many gates and ups reach the limit.
 GPT_OSS: dict[str, Any] = COMMON | {
@@ -80,6 +84,13 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         SIGMOID
         | {"num_key_value_heads": 4, "first_k_dense_replace": 0, "n_group": 1, "topk_group": 1}
         | {"rope_parameters": YARN | {"partial_rotary_factor": 0.375}},
+    ),
+    "ernie4_5_moe": ("ernie4_5_moe", ERNIE),
+    "ernie4_5_moe-by-turns-mha": (
+        "ernie4_5_moe",
+        ERNIE
+        | {"num_hidden_layers": 5, "moe_layer_interval": 2, "moe_layer_start_index": 0, "moe_layer_end_index": 3}
+        | {"num_key_value_heads": 4, "moe_num_shared_experts": 0, "tie_word_embeddings": True, "moe_norm_min": 0.5},
     ),
     "deepseek_v2": (
         "deepseek_v2",

@@ -26,10 +26,33 @@ DOTS_LLM1: dict[str, Any] = {
     "use_sliding_window": False, "hidden_act": "silu", "tie_word_embeddings": False, "torch_dtype": "bfloat16",
     "eos_token_id": 151649,
 }  # fmt: skip
+ERNIE_45_21B: dict[str, Any] = {
+    "architectures": ["Ernie4_5_MoeForCausalLM"], "model_type": "ernie4_5_moe", "vocab_size": 103424,
+    "hidden_size": 2560, "num_hidden_layers": 28, "num_attention_heads": 20, "num_key_value_heads": 4, "head_dim": 128,
+    "moe_num_experts": 64, "moe_num_shared_experts": 2, "moe_k": 6, "moe_intermediate_size": 1536,
+    "intermediate_size": 12288, "moe_layer_start_index": 1, "moe_layer_end_index": -1, "moe_layer_interval": 1,
+    "moe_use_aux_free": True, "use_bias": False, "max_position_embeddings": 131072, "rope_theta": 500000.0,
+    "rms_norm_eps": 1e-5, "hidden_act": "silu", "tie_word_embeddings": True, "torch_dtype": "bfloat16",
+    "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0, "num_nextn_predict_layers": 1,
+}  # fmt: skip
+ERNIE_45_300B = ERNIE_45_21B | {
+    "hidden_size": 8192,
+    "num_hidden_layers": 54,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 8,
+    "moe_k": 8,
+    "moe_num_shared_experts": 0,
+    "moe_intermediate_size": 3584,
+    "intermediate_size": 28672,
+    "moe_layer_start_index": 3,
+    "tie_word_embeddings": False,
+}
 
 # name -> (config.json, parameters as its authors say)
 PUBLISHED: dict[str, tuple[dict[str, Any], float]] = {
     "GLM-4.5": (GLM_45, 355e9),
     "GLM-4.5-Air": (GLM_45_AIR, 106e9),
     "dots.llm1": (DOTS_LLM1, 142e9),
+    "ERNIE-4.5-21B-A3B": (ERNIE_45_21B, 21.8e9),
+    "ERNIE-4.5-300B-A47B": (ERNIE_45_300B, 300e9),
 }

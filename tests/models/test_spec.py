@@ -16,7 +16,7 @@ from moe_serve.models.families.registry import FAMILIES, read_spec
 from moe_serve.models.rope_spec import mscale_of
 from moe_serve.models.spec import ModelSpec
 from tests.models.families import MLA, QWEN, YARN
-from tests.models.published import DOTS_LLM1, GLM_45, PUBLISHED
+from tests.models.published import DOTS_LLM1, ERNIE_45_21B, GLM_45, PUBLISHED
 
 QWEN_30B: dict[str, Any] = {
     "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "vocab_size": 151936, "hidden_size": 2048,
@@ -201,6 +201,8 @@ def test_an_unsupported_architecture_is_refused_with_the_list_of_supported_ones(
         (DEEPSEEK_V3, {"scoring_func": "softmax"}, "scoring_func 'softmax'"),
         (DEEPSEEK_V3, {"topk_method": "greedy"}, "topk_method 'greedy'"),
         (DEEPSEEK_V3, {"moe_layer_freq": 2}, "moe_layer_freq 2"),
+        (ERNIE_45_21B, {"use_bias": True}, "use_bias true"),
+        (ERNIE_45_21B, {"model_type": "qwen3_next"}, "linear attention (gated delta rule), whose state is one per req"),
         (DEEPSEEK_V2, {"topk_method": "noaux_tc"}, "topk_method 'noaux_tc'"),
         (DEEPSEEK_V2, {"scoring_func": "sigmoid"}, "scoring_func 'sigmoid'"),
         (DEEPSEEK_V2, {"norm_topk_prob": True}, "norm_topk_prob true"),

@@ -180,6 +180,7 @@ def test_layers_for_multi_token_prediction_and_computed_buffers_are_ignored(orac
     def add(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         tensors["model.layers.3.eh_proj.weight"] = torch.zeros(4)
         tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.zeros(4)
+        tensors["model.mtp_linear_proj.0.weight"] = torch.zeros(2, 4)
         return tensors
 
     more = rewritten(folder, tmp_path / "more", add)

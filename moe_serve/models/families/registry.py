@@ -27,6 +27,8 @@ def read_spec(folder: str | Path) -> ModelSpec:
     path = Path(folder) / "config.json"
     values = read_json(path, "give a Hugging Face model folder, with config.json and *.safetensors")
     config = HfConfig(values, str(path))
+    if (why_not := REFUSED.get(str(values.get("model_type")))) is not None:
+        raise config.refuse(why_not)
     family = FAMILIES.get(str(values.get("model_type")))
     if family is None:
         raise ModelError(
@@ -50,4 +52,9 @@ def _readers() -> Iterator[tuple[str, Reader]]:
             yield from getattr(found, "READERS", {}).items()
 
 
+LINEAR_ATTENTION = (
+    "linear attention (gated delta rule), whose state is one per request where the KV cache here is one row per token "
+    "that requests share by prefix,"
+)
+REFUSED = {"qwen3_next": LINEAR_ATTENTION, "qwen3_5_moe": LINEAR_ATTENTION, "kimi_linear": LINEAR_ATTENTION}
 FAMILIES: Mapping[str, Reader] = dict(_readers())

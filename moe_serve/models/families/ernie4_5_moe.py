@@ -1,0 +1,48 @@
+"""ERNIE-4.5-MoE: softmax scores with a correction bias, shared experts, MoE layers by turns with dense ones."""
+
+from moe_serve.ep.routing import RouterSpec
+from moe_serve.models.families.common import common_fields, gqa
+from moe_serve.models.hf_config import MOST_LAYERS, HfConfig
+from moe_serve.models.rope_spec import read_rope
+from moe_serve.models.spec import ExpertNames, ModelSpec
+
+
+def read(config: HfConfig, eos_token_ids: tuple[int, ...]) -> ModelSpec:
+    if config.flag("use_bias"):
+        raise config.refuse("use_bias true (biases of every projection)")
+    attention = gqa(config)
+    width = config.size("moe_intermediate_size")
+    shared = {
+        "norm_eps": config.positive("rms_norm_eps", 1e-5),
+        "tie_embeddings": config.flag("tie_word_embeddings", default=True),
+    }
+    return ModelSpec(
+        **common_fields(config, eos_token_ids) | shared,
+        attention=attention,
+        rope=read_rope({"rope_theta": 500000.0, **config.values}, attention.head_dim, True, config.where),
+        moe_layer_ids=_moe_layers(config),
+        router=RouterSpec(
+            num_logical=config.size("moe_num_experts", "num_experts"),
+            topk=config.size("moe_k", "num_experts_per_tok"),
+            scoring="softmax",
+            norm_topk=True,
+            norm_min=config.positive("moe_norm_min", 1e-12),
+            has_bias=True,
+        ),
+        moe_intermediate=width,
+        shared_intermediate=width * config.size("moe_num_shared_experts", default=0, minimum=0),
+        dense_intermediate=config.size("intermediate_size", default=0, minimum=0),
+        expert_names=ExpertNames(router_bias="moe_statics.e_score_correction_bias", router_bias_is_row=True),
+    )
+
+
+def _moe_layers(config: HfConfig) -> tuple[int, ...]:
+    num_layers = config.size("num_hidden_layers", largest=MOST_LAYERS)
+    first = config.size("moe_layer_start_index", default=1, minimum=0)
+    last = config.size("moe_layer_end_index", default=-1, minimum=-1)
+    step = config.size("moe_layer_interval", default=1)
+    last = num_layers - 1 if last == -1 else last
+    return tuple(i for i in range(num_layers) if first <= i <= last and (i + 1) % step == 0)
+
+
+READERS = {"ernie4_5_moe": read}
