@@ -63,7 +63,7 @@ def sampling_rows(num_rows: int, parameters: list[dict[str, float]]) -> Sampling
     for index in range(num_rows):
         for field, value in parameters[index % len(parameters)].items():
             rows[field][index] = value
-    return SamplingRows(rows, np.zeros(num_rows + 1, np.int64), np.zeros(0, np.int64))
+    return SamplingRows(rows)
 
 
 def measure(logits: Tensor, name: str, rows: SamplingRows, rounds: int) -> dict[str, Any]:

@@ -30,7 +30,8 @@ ALLOWED = {
     "server": {
         "engine.messages", "engine.balance_messages", "engine.command_messages", "engine.incremental_decoder",
         "engine.stop_matcher",
-        "models.tokenizer", "attention_dp.request", "attention_dp.request_router", "config", "links",
+        "models.tokenizer", "attention_dp.request", "attention_dp.sampling_params", "attention_dp.request_router",
+        "config", "links",
     },
     "launcher": {
         "server", "links", "engine", "models", "ep", "attention_dp", "dispatch", "eplb", "kernels", "config",
@@ -49,7 +50,9 @@ TORCH_FREE = [
     *(f"moe_serve.{'.'.join(path.relative_to(PACKAGE).with_suffix('').parts)}"
       for room in ("eplb", "server", "links") for path in sorted((PACKAGE / room).rglob("*.py"))),
     *(f"moe_serve.attention_dp.{name}"
-      for name in ("request", "scheduler", "request_blocks", "block_pool", "prefix_cache", "request_router")),
+      for name in (
+          "request", "sampling_params", "scheduler", "request_blocks", "block_pool", "prefix_cache", "request_router",
+      )),
 ]  # fmt: skip
 
 # What a bare GPU machine lacks: these rooms must not need it. (models/ reads files with two of them, inside functions.)

@@ -5,65 +5,12 @@ preemption, crash recovery and hand-over between engines are one operation: subm
 Torch-free: the HTTP front end and `LLM` build these types too.
 """
 
-import math
 from dataclasses import dataclass, field
 
+from moe_serve.attention_dp.sampling_params import MAX_SEED as MAX_SEED
+from moe_serve.attention_dp.sampling_params import MAX_STOPS as MAX_STOPS
+from moe_serve.attention_dp.sampling_params import SamplingParams as SamplingParams
 from moe_serve.errors import RequestError
-
-MAX_SEED = 2**63 - 1  # the sampler's philox key is one int64
-MAX_STOPS = 64  # stop strings, and stop token ids, of one request
-
-
-@dataclass(frozen=True)
-class SamplingParams:
-    """How tokens are chosen and when to stop. Names and defaults follow SGLang."""
-
-    max_new_tokens: int = 128  # 0 = compute the prompt only, so that its prefix is cached
-    min_new_tokens: int = 0  # no end-of-sequence, stop token or stop string before this many tokens
-    temperature: float = 1.0  # 0 = greedy
-    top_k: int = -1  # -1 = all
-    top_p: float = 1.0
-    min_p: float = 0.0  # the least probability of a token, as a share of the likeliest one's; after top_k and top_p
-    seed: int | None = None  # None: the front end draws one
-    stop: tuple[str, ...] = ()
-    stop_token_ids: tuple[int, ...] = ()
-    ignore_eos: bool = False
-    skip_special_tokens: bool = True
-
-    def validate(self) -> None:
-        """Raises RequestError naming the first field that is out of range, the value, and the range."""
-        _check_int("max_new_tokens", self.max_new_tokens, 0)
-        _check_int("min_new_tokens", self.min_new_tokens, 0)
-        if self.min_new_tokens > self.max_new_tokens:
-            raise RequestError(
-                f"min_new_tokens is {self.min_new_tokens} but max_new_tokens is {self.max_new_tokens}; "
-                "lower min_new_tokens or raise max_new_tokens",
-                field="min_new_tokens",
-            )
-        _check_number("temperature", self.temperature)
-        if self.temperature < 0:
-            raise RequestError(f"temperature is {self.temperature}, expected 0 (greedy) or more", field="temperature")
-        _check_int("top_k", self.top_k, -1)
-        if self.top_k == 0:
-            raise RequestError("top_k is 0, expected -1 (all tokens) or at least 1", field="top_k")
-        _check_number("top_p", self.top_p)
-        if not 0 < self.top_p <= 1:
-            raise RequestError(f"top_p is {self.top_p}, expected a number above 0 and at most 1", field="top_p")
-        _check_number("min_p", self.min_p)
-        if not 0 <= self.min_p <= 1:
-            raise RequestError(f"min_p is {self.min_p}, expected a number from 0 (all tokens) to 1", field="min_p")
-        if self.seed is not None:
-            _check_int("seed", self.seed, 0, MAX_SEED)
-        _check_stops("stop", self.stop)
-        for text in self.stop:
-            if not isinstance(text, str) or not text:
-                raise RequestError(f"stop holds {text!r}, expected non-empty strings", field="stop")
-        _check_stops("stop_token_ids", self.stop_token_ids)
-        for token_id in self.stop_token_ids:
-            _check_int("stop_token_ids", token_id, 0)
-        for name in ("ignore_eos", "skip_special_tokens"):
-            if not isinstance(getattr(self, name), bool):
-                raise RequestError(f"{name} is {getattr(self, name)!r}, expected true or false", field=name)
 
 
 def check_length(
@@ -105,26 +52,6 @@ def _shorten(num_prompt: int, max_output: int) -> tuple[str, str]:
     if max_output >= 1:
         return "max_new_tokens", f"lower max_new_tokens to {max_output} or shorten the prompt"
     return "input_ids", f"shorten the prompt to {num_prompt + max_output - 1} tokens or fewer"
-
-
-def _check_int(name: str, value: object, low: int, high: int | None = None) -> None:
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise RequestError(f"{name} is {value!r}, expected a whole number", field=name)
-    if value < low or (high is not None and value > high):
-        span = f"at least {low}" if high is None else f"from {low} to {high}"
-        raise RequestError(f"{name} is {value}, expected {span}", field=name)
-
-
-def _check_number(name: str, value: object) -> None:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        raise RequestError(f"{name} is {value!r}, expected a finite number", field=name)
-
-
-def _check_stops(name: str, value: object) -> None:
-    if not isinstance(value, tuple):
-        raise RequestError(f"{name} is {value!r}, expected a list", field=name)
-    if len(value) > MAX_STOPS:
-        raise RequestError(f"{name} has {len(value)} entries, at most {MAX_STOPS} are taken; send fewer", field=name)
 
 
 @dataclass(slots=True, eq=False)

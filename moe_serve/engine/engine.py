@@ -36,6 +36,7 @@ from moe_serve.engine.status import EngineCounters, make_status, totals_of
 from moe_serve.engine.step import RankState, StepPlan, StepSettings, plan_step
 from moe_serve.engine.watchdog import Watchdog
 from moe_serve.errors import PeerError
+from moe_serve.kernels.sampling import NONE_LEFT
 from moe_serve.log import get_logger
 
 log = get_logger(__name__)
@@ -208,8 +209,8 @@ class Engine:
         token_ids = self.sampler(logits[: len(sampling)] if others else logits, requests)
         events: list[TokenEvent] = []
         for chunk, token_id in zip(sampling, token_ids, strict=True):
-            if token_id is None:
-                events.append(self.requests.fail(chunk.request))
+            if token_id < 0:
+                events.append(self.requests.fail(chunk.request, none_left=token_id == NONE_LEFT))
             else:
                 self.scheduler.complete(chunk, token_id)
                 events.append(self.requests.extended(chunk.request, token_id))

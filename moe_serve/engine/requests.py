@@ -8,6 +8,7 @@ from moe_serve.errors import RequestError
 from moe_serve.log import get_logger
 
 log = get_logger(__name__)
+_NONE_LEFT = "the parameters of this request leave no token"
 
 
 class OpenRequests:
@@ -80,21 +81,32 @@ class OpenRequests:
         index, cached = len(request.output_ids) - 1, request.num_cached_prompt
         return TokenEvent(request.request_id, request.attempt, index, [token_id], finish, matched_id, cached)
 
-    def fail(self, request: Request) -> TokenEvent:
-        """Ends a request whose logits are not finite; returns the event that says so. Other requests go on."""
+    def fail(self, request: Request, none_left: bool = False) -> TokenEvent:
+        """Ends a request for which no token can be chosen; returns the event that says so. Other requests go on.
+
+        none_left: its own parameters leave none; otherwise its logits are not finite
+        """
         self._scheduler.discard(request.request_id)
         del self._open[request.request_id]
         self._counters.num_failed += 1
-        log.error("request %s ends: its logits are not finite", request.request_id)
+        log.error("request %s ends: %s", request.request_id, _NONE_LEFT if none_left else "its logits are not finite")
+        index = len(request.output_ids)
+        if none_left:
+            message = f"{_NONE_LEFT} for output token {index}; allow more tokens"
+        else:
+            message = (
+                f"the logits of this request are NaN or infinite at output token {index}, so no token can be chosen; "
+                "other requests go on. Check the checkpoint for weights that are not finite; where experts are "
+                "quantised or bfloat16 overflows, set model.expert_weights: dense or model.dtype: float32"
+            )
         return TokenEvent(
             request_id=request.request_id,
             attempt=request.attempt,
-            index=len(request.output_ids),
+            index=index,
             token_ids=[],
             finish="error",
-            message=f"the logits of this request are NaN or infinite at output token {len(request.output_ids)}, so no "
-            "token can be chosen; other requests go on. Check the checkpoint for weights that are not finite; where "
-            "experts are quantised or bfloat16 overflows, set model.expert_weights: dense or model.dtype: float32",
+            message=message,
+            field="sampling_params" if none_left else None,
         )
 
     def _remove(self, request: Request) -> None:

@@ -12,10 +12,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from moe_serve.attention_dp.request import Request
+from moe_serve.engine.logit_changes import RequestChanges, changes_logits
 from moe_serve.kernels.cpu.sampling import RowSampler
+from moe_serve.kernels.logit_changes import LogitChanges
 from moe_serve.kernels.sampling import SAMPLING_ROW, SamplingRows, pack_sampling_row, sample_rows_reference
-
-_NO_IDS = np.zeros(0, np.int64)
 
 
 class Sampler:
@@ -25,46 +25,38 @@ class Sampler:
         """compiled: by the compiled kernel, which needs logits on CPU; the tokens are the same"""
         self._eos_token_ids = eos_token_ids
         self._compiled = compiled
+        self._changes: dict[Request, RequestChanges] = {}
         self._keep([], 0)
 
-    def __call__(self, logits: Tensor, requests: list[Request]) -> list[int | None]:
-        """Returns one token id for each row, or None where the largest logit is not a finite number.
+    def __call__(self, logits: Tensor, requests: list[Request]) -> list[int]:
+        """Returns one token id for each row; or NOT_FINITE or NONE_LEFT of kernels/sampling.py, why there is none.
 
-        logits:   [num_rows, vocab] float32, row i belongs to requests[i]; rows of requests that may not stop yet are
-                  masked in place
+        logits:   [num_rows, vocab] float32, row i belongs to requests[i]; changed in place as parameters say
         requests: the output so far gives each row its output index
         """
-        if self._all_may_end and requests == self._requests:  # the same objects
+        if requests == self._requests:  # the same objects
             self._output_indices[:] = [len(request.output_ids) for request in requests]
         else:
             self._keep(requests, logits.shape[1])
-        return [None if token < 0 else token for token in self._choose(logits)]
+        for row, changes in self._changing:
+            self._row_changes[row] = changes.now()
+        return self._choose(logits)
 
     def _keep(self, requests: list[Request], vocab: int) -> None:
-        """Writes the parameters of these requests. Once all of them may end, only their output indices change."""
+        """Writes the parameters of these requests; from now on their output indices and changes change."""
         self._requests = requests
-        self._all_may_end = all(len(request.output_ids) >= request.params.min_new_tokens for request in requests)
-        sampling = SamplingRows(_rows(requests), *self._banned(requests, vocab))
+        self._changes = {
+            request: self._changes.get(request) or RequestChanges(request, self._eos_token_ids, vocab)
+            for request in requests
+            if changes_logits(request)
+        }
+        self._changing = [(row, self._changes[each]) for row, each in enumerate(requests) if each in self._changes]
+        self._row_changes: list[LogitChanges | None] = [None] * len(requests) if self._changing else []
+        sampling = SamplingRows(_rows(requests), self._row_changes)
         self._output_indices = sampling.rows["output_index"]
         self._choose: Callable[[Tensor], list[int]] = (
             RowSampler(sampling) if self._compiled else partial(sample_rows_reference, sampling=sampling)
         )
-
-    def _banned(self, requests: Sequence[Request], vocab: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Returns banned_starts and banned_ids of SamplingRows."""
-        if self._all_may_end:
-            return np.zeros(len(requests) + 1, np.int64), _NO_IDS
-        banned = [self._banned_ids(request, vocab) for request in requests]
-        starts = np.cumsum([0, *map(len, banned)], dtype=np.int64)
-        return starts, np.array([token_id for ids in banned for token_id in ids], np.int64)
-
-    def _banned_ids(self, request: Request, vocab: int) -> list[int]:
-        """Returns the ids that would end a request that may not end yet."""
-        params = request.params
-        if len(request.output_ids) >= params.min_new_tokens:
-            return []
-        ending = [*params.stop_token_ids, *(() if params.ignore_eos else self._eos_token_ids)]
-        return [token_id for token_id in ending if token_id < vocab]
 
 
 def has_finite_best(logits: Tensor) -> list[bool]:

@@ -6,7 +6,7 @@ the same tokens, since every sum of theirs is exact or rounded alike (kernels/gu
 """
 
 import struct
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from moe_serve.kernels.gumbel import gumbel, natural_log, token_weights
+from moe_serve.kernels.logit_changes import LogitChanges, change_logits
 
 # How one row's token is chosen; the kernel reads this as a C struct.
 # temperature: 0 = the largest logit; top_k: -1 = all; top_p, min_p: 1.0 and 0.0 = all
@@ -28,6 +29,8 @@ SAMPLING_ROW = np.dtype(
     ]
 )
 pack_sampling_row = struct.Struct("=dddqqq").pack  # the bytes of one, in a tenth of numpy's time
+NOT_FINITE = -1  # instead of a token: the largest logit is not a finite number
+NONE_LEFT = -2  # instead of a token: the row's changes leave none
 # Logits that are worked on at a time: tensors of 32 MiB on GPUs, tensors that fit into a cache on CPUs.
 _CUDA_ELEMENTS, _CPU_ELEMENTS = 2**22, 2**18
 _CPU_NOISE_ELEMENTS = 2**16
@@ -38,33 +41,30 @@ _LOG_ERROR = 1e-9  # far above that of torch.log, far below the usual distance o
 class SamplingRows:
     """How the tokens of a batch are chosen.
 
-    rows:          [num_rows] SAMPLING_ROW
-    banned_starts: [num_rows + 1] int64, row i may not get banned_ids[banned_starts[i] : banned_starts[i + 1]]
-    banned_ids:    int64, each below the size of the vocabulary
+    rows:    [num_rows] SAMPLING_ROW
+    changes: of each row's logits; may be set anew between two calls; empty: of no row
     """
 
     rows: NDArray[np.void]
-    banned_starts: NDArray[np.int64]
-    banned_ids: NDArray[np.int64]
+    changes: list[LogitChanges | None] = field(default_factory=list)
 
 
 @torch.inference_mode()
 def sample_rows_reference(logits: Tensor, sampling: SamplingRows) -> list[int]:
-    """Returns the token id of each row, -1 where the largest logit is not a finite number or every token is banned.
+    """Returns the token id of each row, or NOT_FINITE or NONE_LEFT.
 
-    logits: [num_rows, vocab] float32; banned tokens are masked in place
+    logits: [num_rows, vocab] float32; changed in place
 
     top_k keeps the largest logits, equal ones by id. Of these, top_p keeps the fewest whose probability among them adds
     up to top_p. Of these, min_p keeps those whose probability is at least min_p times the largest one's.
     """
     if logits.shape[0] == 0:
         return []
-    sound = logits.amax(dim=1).isfinite()  # NaN if any is
-    if sampling.banned_ids.size:
-        rows = np.repeat(np.arange(logits.shape[0]), np.diff(sampling.banned_starts))
-        at = torch.from_numpy(np.stack([rows, sampling.banned_ids])).to(logits.device)
-        logits.index_put_((at[0], at[1]), logits.new_tensor(-torch.inf))
-        sound &= logits.amax(dim=1).isfinite()
+    sound = some_left = logits.amax(dim=1).isfinite()  # NaN if any is
+    if any(sampling.changes):
+        of_sound = [each if ok else None for each, ok in zip(sampling.changes, sound.tolist(), strict=True)]
+        change_logits(logits, of_sound)
+        some_left = logits.amax(dim=1).isfinite()
     if (sampling.rows["temperature"] > 0).all():
         tokens = torch.zeros(logits.shape[0], dtype=torch.int64, device=logits.device)  # all are drawn below
     else:
@@ -72,9 +72,10 @@ def sample_rows_reference(logits: Tensor, sampling: SamplingRows) -> list[int]:
     at_once = max(1, (_CUDA_ELEMENTS if logits.is_cuda else _CPU_ELEMENTS) // logits.shape[1])
     for chosen in _groups(sampling.rows, logits.shape[1], at_once):
         at = torch.from_numpy(chosen).to(logits.device)
-        masked = logits[at].masked_fill(~sound[at, None], 0.0)
+        masked = logits[at].masked_fill(~some_left[at, None], 0.0)
         tokens[at] = _draw(masked, _Parameters(sampling.rows[chosen], logits))
-    found: list[int] = torch.where(sound, tokens, -1).tolist()
+    tokens = torch.where(some_left, tokens, NONE_LEFT)
+    found: list[int] = torch.where(sound, tokens, NOT_FINITE).tolist()
     return found
 
 

@@ -18,7 +18,7 @@ from typing import Any, Self
 
 from rich.progress import Progress as ProgressBar
 
-from moe_serve.attention_dp.request import SamplingParams
+from moe_serve.attention_dp.sampling_params import SamplingParams, plain
 from moe_serve.config import ServeConfig, load_config
 from moe_serve.errors import ConfigError, RequestError
 from moe_serve.launcher.background import BackgroundRanks
@@ -154,10 +154,7 @@ class LLM:
         params = replace(params, stop=_as_tuple(params.stop), stop_token_ids=tuple(params.stop_token_ids))
         try:
             params.validate()
-            # numpy's numbers are valid, but messages cannot encode them.
-            temperature, top_p, min_p = float(params.temperature), float(params.top_p), float(params.min_p)
-            params = replace(params, temperature=temperature, top_p=top_p, min_p=min_p)
-            prompt = _prompt(given, params)
+            prompt = _prompt(given, plain(params))
             ids = encode_prompt(prompt, self._tokenizer, self._bridge.limits)
             fitted = fit_to_model(prompt, ids, self._bridge.limits)
         except RequestError as error:

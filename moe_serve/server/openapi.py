@@ -9,7 +9,7 @@ from typing import Any
 from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 
-from moe_serve.attention_dp.request import MAX_SEED, MAX_STOPS
+from moe_serve.attention_dp.sampling_params import MAX_BIAS, MAX_BIASES, MAX_SEED, MAX_STOPS
 from moe_serve.server.guard import ADMIN, OPEN
 from moe_serve.server.json_fields import MAX_NAME_CHARS
 from moe_serve.server.sampling_fields import MAX_SAMPLES, MAX_STOP_CHARS, NEUTRAL_PARAMS
@@ -53,6 +53,17 @@ SAMPLING_PARAMS: Schema = {
         "sampling_seed": _or_null({"type": "integer", "minimum": 0, "maximum": MAX_SEED}),
         "ignore_eos": _or_null({"type": "boolean", "default": False}),
         "skip_special_tokens": _or_null({"type": "boolean", "default": True}),
+        "frequency_penalty": _or_null({"type": "number", "minimum": -2, "maximum": 2, "default": 0.0}),
+        "presence_penalty": _or_null({"type": "number", "minimum": -2, "maximum": 2, "default": 0.0}),
+        "repetition_penalty": _or_null({"type": "number", "minimum": 0.01, "maximum": 100, "default": 1.0}),
+        "logit_bias": _or_null(
+            {
+                "type": "object",
+                "propertyNames": {"pattern": "^(0|[1-9][0-9]{0,9})$"},
+                "additionalProperties": {"type": "number", "minimum": -MAX_BIAS, "maximum": MAX_BIAS},
+                "maxProperties": MAX_BIASES,
+            }
+        ),
         "n": _or_null({"type": "integer", "minimum": 1, "maximum": MAX_SAMPLES, "default": 1}),
         **_neutral(NEUTRAL_PARAMS),
     },

@@ -5,7 +5,7 @@ Used by the HTTP server and by `LLM`.
 
 import hashlib
 import secrets
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from moe_serve.attention_dp.request import MAX_SEED, SamplingParams
@@ -78,15 +78,19 @@ def fit_to_model(prompt: Prompt, prompt_ids: Sequence[int], limits: ModelLimits)
                 field="min_new_tokens",
             )
         params = replace(params, max_new_tokens=num_free)
-    for token in params.stop_token_ids:
-        if token >= limits.vocab_size:
-            raise RequestError(
-                f"stop_token_ids holds {token}, outside the vocabulary; expected 0 to {limits.vocab_size - 1}",
-                field="stop_token_ids",
-            )
+    _check_vocabulary("stop_token_ids", params.stop_token_ids, limits)
+    _check_vocabulary("logit_bias", params.logit_bias, limits)
     if params.top_k >= limits.vocab_size:
         params = replace(params, top_k=-1)
     return params
+
+
+def _check_vocabulary(field: str, token_ids: Iterable[int], limits: ModelLimits) -> None:
+    largest = max(token_ids, default=0)
+    if largest >= limits.vocab_size:
+        raise RequestError(
+            f"{field} holds {largest}, outside the vocabulary; expected 0 to {limits.vocab_size - 1}", field=field
+        )
 
 
 def draw_seed() -> int:

@@ -10,18 +10,16 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from moe_serve.attention_dp.request import SamplingParams
+from moe_serve.attention_dp.sampling_params import MAX_BIASES, SamplingParams
 from moe_serve.errors import RequestError
 from moe_serve.server.json_fields import Fields, boolean, real_number, show, token_ids, whole_number
 
 MAX_SAMPLES = 128  # `n` of one prompt
 MAX_STOP_CHARS = 1024  # of one stop string
+_TOKEN_ID = re.compile("0|[1-9][0-9]{0,9}")  # as a key of a JSON object
 
 # Fields of SGLang whose features are not supported: null, or one of these values, means "not asked for".
 NEUTRAL_PARAMS: Mapping[str, tuple[Any, ...]] = {
-    "frequency_penalty": (0,),
-    "presence_penalty": (0,),
-    "repetition_penalty": (1,),
     "spaces_between_special_tokens": (True, False),  # of tokenizers in Python; those of Rust have no such spaces
     "no_stop_trim": (False,),
     "stop_regex": ([], ""),
@@ -29,7 +27,6 @@ NEUTRAL_PARAMS: Mapping[str, tuple[Any, ...]] = {
     "regex": (),
     "ebnf": (),
     "structural_tag": (),
-    "logit_bias": ({},),
     "custom_params": (),
     "stream_interval": (1,),
 }
@@ -106,7 +103,7 @@ def take_sampling_params(
 def _take(values: Fields, names: tuple[str, ...], check: Callable[[str, Any], Any]) -> Any:
     """Returns the value of a field that has these names; None where all are absent or null."""
     given = {name: value for name in names if (value := values.take(name, check)) is not None}
-    if len(set(given.values())) > 1:
+    if any(value != next(iter(given.values())) for value in given.values()):
         first, second = list(given)[:2]
         raise RequestError(
             f"{values.prefix}{first} is {show(given[first])} and {second} is {show(given[second])}, but they are one "
@@ -125,6 +122,17 @@ def _stops(name: str, value: Any) -> tuple[str, ...]:
     return tuple(stops)
 
 
+def _logit_bias(name: str, value: Any) -> dict[int, float]:
+    if not isinstance(value, dict):
+        raise RequestError(f"{name} is {show(value)}, expected an object of token ids and numbers", field=name)
+    if len(value) > MAX_BIASES:  # before each is looked at
+        raise RequestError(f"{name} has {len(value)} entries, at most {MAX_BIASES} are taken; send fewer", field=name)
+    wrong = next((key for key in value if not _TOKEN_ID.fullmatch(key)), None)
+    if wrong is not None:
+        raise RequestError(f"{name} has the key {show(wrong)}, expected token ids", field=name)
+    return {int(key): real_number(f"{name}.{key}", bias) for key, bias in value.items()}
+
+
 _CHECKS: Mapping[str, Callable[[str, Any], Any]] = {  # of each field of SamplingParams
     "max_new_tokens": whole_number,
     "min_new_tokens": whole_number,
@@ -137,4 +145,8 @@ _CHECKS: Mapping[str, Callable[[str, Any], Any]] = {  # of each field of Samplin
     "seed": whole_number,
     "ignore_eos": boolean,
     "skip_special_tokens": boolean,
+    "frequency_penalty": real_number,
+    "presence_penalty": real_number,
+    "repetition_penalty": real_number,
+    "logit_bias": _logit_bias,
 }

@@ -210,6 +210,8 @@ def _serve_mutated(rank: int, group: EpGroup, *args: Any) -> Served:
 def _serve_on_rank(
     rank: int, group: EpGroup, scripts: Sequence[Script], overrides: list[str], meeting: str, prepare: Prepare | None
 ) -> Served:
+    submits = [message for _, message in scripts[rank] if isinstance(message, Submit)]
+    produced_before = {submit.request_id: list(submit.output_ids) for submit in submits if submit.output_ids}
     config = load_config(overrides=overrides)
     mailbox = ScriptedMailbox(scripts[rank], rank, group.num_ranks, Path(meeting))
     exchange = make_exchange(config.engine.exchange, group.process_group, True, 60.0)
@@ -243,6 +245,7 @@ def _serve_on_rank(
         time.sleep(0.01)
     assert not _descendants(os.getpid()), "an engine that ends leaves no process behind"
     served = Served(
+        tokens=produced_before,
         digests=digests,
         gaps=gaps,
         counters=dict(vars(engine.counters)),

@@ -239,18 +239,56 @@ def test_counted_load_is_exactly_the_tokens_that_ran() -> None:
 SAMPLED = SamplingParams(max_new_tokens=20, temperature=0.9, top_k=50, top_p=0.95, ignore_eos=True)
 
 
+WAYS_TO_SAMPLE: tuple[tuple[int, list[str], int | None], ...] = (
+    (2, [], None), (1, ["engine.max_running_requests=5"], 4), (2, ["cache.num_blocks=16"], 2),
+)  # fmt: skip
+SEEDS = [1000 + index for index in range(30)]
+
+
 def test_sampled_tokens_depend_on_the_seed_alone() -> None:
     prompts = prompts_with_shared_beginnings(30, 2048, max_len=30)
-    seeds = [1000 + index for index in range(30)]
-    expected = serve(1, submits_of(prompts, SAMPLED, seeds), PLAIN)
-    for num_ranks, overrides, stagger in (
-        (2, [], None),
-        (1, ["engine.max_running_requests=5"], 4),
-        (2, ["cache.num_blocks=16"], 2),
-    ):
-        same(serve(num_ranks, submits_of(prompts, SAMPLED, seeds), [*PLAIN, *overrides], stagger), expected)
-    other = serve(1, submits_of(prompts, SAMPLED, [seed + 1 for seed in seeds]), PLAIN)
+    expected = serve(1, submits_of(prompts, SAMPLED, SEEDS), PLAIN)
+    for num_ranks, overrides, stagger in WAYS_TO_SAMPLE:
+        same(serve(num_ranks, submits_of(prompts, SAMPLED, SEEDS), [*PLAIN, *overrides], stagger), expected)
+    other = serve(1, submits_of(prompts, SAMPLED, [seed + 1 for seed in SEEDS]), PLAIN)
     assert sum(other.tokens[name] != expected.tokens[name] for name in expected.tokens) > 27
+
+
+CHANGED = replace(
+    SAMPLED, repetition_penalty=1.5, frequency_penalty=1.0, presence_penalty=0.5, logit_bias={5: 3.0, 9: -2.0}
+)
+
+
+def submits_that_change_logits() -> list[Submit]:
+    """Two thirds of the requests change their logits, each kind of change beside plain neighbours."""
+    submits = submits_of(prompts_with_shared_beginnings(30, 2048, max_len=30), SAMPLED, SEEDS)
+    every = [CHANGED, replace(CHANGED, temperature=0.0), SAMPLED]
+    return [msgspec.structs.replace(submit, params=every[i % 3]) for i, submit in enumerate(submits)]
+
+
+def test_changed_logits_give_the_same_tokens_however_they_are_served() -> None:
+    submits = submits_that_change_logits()
+    expected = serve(1, submits, PLAIN)
+    for num_ranks, overrides, stagger in WAYS_TO_SAMPLE:
+        served = serve(num_ranks, submits, [*PLAIN, *overrides], stagger)
+        same(served, expected)
+        assert served.stats["num_preempted"] > 0 or "cache.num_blocks=16" not in overrides
+    plain = serve(1, [msgspec.structs.replace(submit, params=SAMPLED) for submit in submits], PLAIN)
+    differ = [expected.tokens[str(i)] != plain.tokens[str(i)] for i in range(30)]
+    assert sum(differ[0::3]) > 7, "changes that change no token show nothing"
+    assert not any(differ[2::3]), "plain neighbours are not changed"
+    by_torch = serve(1, submits[:12], [*PLAIN, *BY_TORCH])
+    same(serve(2, submits[:12], [*PLAIN, *BY_TORCH], stagger=1), by_torch)
+
+
+def test_a_request_that_goes_on_elsewhere_gets_the_tokens_that_it_would_have_had() -> None:
+    submits = submits_that_change_logits()
+    expected = serve(1, submits, PLAIN)
+    cut = [
+        msgspec.structs.replace(submit, output_ids=expected.tokens[submit.request_id][: 1 + i % 19], attempt=1)
+        for i, submit in enumerate(submits)
+    ]
+    assert serve(2, cut, PLAIN, stagger=1).tokens == expected.tokens
 
 
 def _demo() -> Path:

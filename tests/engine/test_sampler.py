@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from moe_serve.attention_dp.request import Request, SamplingParams
 from moe_serve.engine.sampler import Sampler, has_finite_best
 from moe_serve.kernels.cpu.library import find_cpu_library
+from moe_serve.kernels.sampling import NONE_LEFT, NOT_FINITE
 
 
 def request(params: SamplingParams, seed: int = 0, output_ids: list[int] | None = None) -> Request:
@@ -15,7 +16,7 @@ def request(params: SamplingParams, seed: int = 0, output_ids: list[int] | None 
 
 def sample(
     logits: torch.Tensor, requests: list[Request], eos_token_ids: list[int], compiled: bool = False
-) -> list[int | None]:
+) -> list[int]:
     return Sampler(eos_token_ids, compiled)(logits, requests)
 
 
@@ -50,7 +51,7 @@ def test_a_row_that_is_not_finite_gives_no_token_and_the_others_theirs(faulty: l
     requests = [request(params, seed) for seed in range(3)]
     assert has_finite_best(logits) == [True, False, True]
     first, none, last = sample(logits.clone(), requests, [0])
-    assert none is None
+    assert none == NOT_FINITE
     assert [first, last] == sample(logits[[0, 2]], [requests[0], requests[2]], [0])
 
 
@@ -77,9 +78,9 @@ def test_a_stop_id_beyond_the_vocabulary_is_harmless() -> None:
     assert sample(torch.tensor([[1.0, 2.0]]), [early], []) == [1]
 
 
-def test_a_row_whose_tokens_are_all_banned_gives_none() -> None:
+def test_a_row_whose_tokens_are_all_banned_says_so() -> None:
     early = [request(SamplingParams(temperature=t, min_new_tokens=2, stop_token_ids=(1,))) for t in (0.0, 1.0)]
-    assert sample(torch.zeros(2, 2), early, [0]) == [None, None]
+    assert sample(torch.zeros(2, 2), early, [0]) == [NONE_LEFT, NONE_LEFT]
 
 
 def test_the_compiled_sampler_chooses_the_same_tokens() -> None:
@@ -102,7 +103,11 @@ def test_the_compiled_sampler_chooses_the_same_tokens() -> None:
 def test_steps_of_the_same_requests_and_of_others_choose_as_a_sampler_that_knows_none(compiled: bool) -> None:
     if compiled and find_cpu_library() is None:
         pytest.skip("no C compiler")
-    params = [SamplingParams(), SamplingParams(min_new_tokens=3, stop_token_ids=(7,)), SamplingParams(top_k=5)]
+    params = [
+        SamplingParams(),
+        SamplingParams(min_new_tokens=3, stop_token_ids=(7,)),
+        SamplingParams(top_k=5, repetition_penalty=1.5, frequency_penalty=0.3, logit_bias={2: 1.0}),
+    ]
     requests = [request(params[i % 3], seed=i) for i in range(9)]
     kept = Sampler([3], compiled)
     draw = torch.Generator().manual_seed(0)
@@ -112,5 +117,4 @@ def test_steps_of_the_same_requests_and_of_others_choose_as_a_sampler_that_knows
         tokens = kept(logits.clone(), taking_part)
         assert tokens == Sampler([3], compiled)(logits.clone(), list(taking_part))
         for each, token in zip(taking_part, tokens, strict=True):
-            assert token is not None
             each.output_ids.append(token)

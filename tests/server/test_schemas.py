@@ -63,6 +63,10 @@ def test_sampling_parameters_arrive():
     assert taken == SamplingParams(
         max_new_tokens=5, temperature=0.0, top_p=0.5, top_k=3, min_p=0.1, stop=("a",), stop_token_ids=(4,), seed=9
     )
+    penalties = {"frequency_penalty": 0.5, "presence_penalty": -1.0, "repetition_penalty": 1.1}
+    assert params(**penalties, logit_bias={"5": 1, "0": -2.5}) == SamplingParams(
+        **penalties, logit_bias={5: 1.0, 0: -2.5}
+    )
     assert params(stop=["a", "b"], ignore_eos=True, skip_special_tokens=False).stop == ("a", "b")
 
 
@@ -158,9 +162,17 @@ BAD_PARAMS = [
     ({"stop_token_ids": 5}, "stop_token_ids", "list of token ids"),
     ({"stop_token_ids": [-1]}, "stop_token_ids", "at least 0"),
     ({"ignore_eos": 1}, "ignore_eos", "true or false"),
-    ({"repetition_penalty": 1.1}, "repetition_penalty", "not supported"),
+    ({"repetition_penalty": 0}, "repetition_penalty", "0.01 to 100"),
+    ({"frequency_penalty": 2.1}, "frequency_penalty", "-2 to 2"),
+    ({"presence_penalty": "2"}, "presence_penalty", "a number"),
     ({"regex": "a+"}, "regex", "not supported"),
-    ({"logit_bias": {"5": 1}}, "logit_bias", "not supported"),
+    ({"logit_bias": [5]}, "logit_bias", "an object"),
+    ({"logit_bias": {"a": 1}}, "logit_bias", "expected token ids"),
+    ({"logit_bias": {"-5": 1}}, "logit_bias", "expected token ids"),
+    ({"logit_bias": {"05": 1}}, "logit_bias", "expected token ids"),
+    ({"logit_bias": {"5": None}}, "logit_bias.5", "expected a number"),
+    ({"logit_bias": {"5": 101}}, "logit_bias", "-100 to 100"),
+    ({"logit_bias": {str(i): 1 for i in range(1025)}}, "logit_bias", "at most 1024"),
     ({"max_tokens": 5}, "max_tokens", "did you mean max_new_tokens?"),
     ({"seed": 5}, "seed", "did you mean sampling_seed?"),
 ]

@@ -21,6 +21,7 @@ from moe_serve.kernels.cpu.packed import gate_up_size, packed_size
 from moe_serve.kernels.cpu.rows import add_rms_norm, rms_norm, rope_write, weighted_sum
 from moe_serve.kernels.cpu.sampling import sample_rows
 from moe_serve.kernels.gate_shape import GateShape
+from moe_serve.kernels.logit_changes import EDIT, LogitChanges
 from moe_serve.kernels.sampling import SAMPLING_ROW, SamplingRows
 
 ROWS, HIDDEN, WIDTH, EPS = 13, 150, 70, 1e-6
@@ -105,9 +106,10 @@ def _gate() -> list[Tensor]:
 def _sampling() -> list[Tensor]:
     choices = (1.0, 1.0, 0.0, -1), (0.7, 0.9, 0.0, -1), (1.5, 1.0, 0.02, -1), (1.0, 0.8, 0.01, 40)
     rows = [(*choice, seed, seed + 3) for choice in choices for seed in range(8)]
-    starts = np.zeros(len(rows) + 1, np.int64)
-    sampling = SamplingRows(np.array(rows, SAMPLING_ROW), starts, np.zeros(0, np.int64))
-    return [torch.tensor(sample_rows(4 * _numbers(len(rows), 300), sampling))]
+    edits = np.array([(token, 0.1 * token, 1.3, 0.7, 0.2) for token in range(0, 300, 7)], EDIT)
+    sampling = SamplingRows(np.array(rows, SAMPLING_ROW), [LogitChanges(edits)] * len(rows))
+    logits = 4 * _numbers(len(rows), 300)
+    return [torch.tensor(sample_rows(logits, sampling)), logits]
 
 
 def _turns() -> list[Tensor]:

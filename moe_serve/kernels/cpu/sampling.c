@@ -10,9 +10,11 @@
 #endif
 #include "cut.h"
 #include "gumbel.h"
+#include "logit_changes.h"
 #include <float.h>
 
 enum { STRETCH = 64 * VL }; /* tokens whose weights are added up as floats */
+enum { NOT_FINITE = -1, NONE_LEFT = -2 }; /* instead of a token, as in kernels/sampling.py */
 #define OFTEN 0.75            /* from this top_p on, a token drawn from the whole row is kept often enough to try */
 
 typedef struct { /* as SAMPLING_ROW of kernels/sampling.py */
@@ -24,7 +26,7 @@ typedef struct {
     float *logits;
     i64 stride, vocab;
     const Sampling *rows;
-    const i64 *banned_starts, *banned_ids;
+    const LogitChanges *changes; /* NULL = no row has any */
     i64 *tokens;
 } SamplingJob;
 
@@ -142,13 +144,13 @@ static i64 token_of(const SamplingJob *job, i64 index)
     float *logits = job->logits + index * job->stride;
     LogitRow row = row_of(logits, job->vocab);
     row.top = finite_top(&row);
-    i64 first = job->banned_starts[index], end = job->banned_starts[index + 1];
-    if (first < end && row.top > -__builtin_inff()) {
-        for (i64 i = first; i < end; i++) logits[job->banned_ids[i]] = -__builtin_inff();
+    if (row.top == -__builtin_inff()) return NOT_FINITE;
+    if (job->changes && has_changes(&job->changes[index])) {
+        change_logits(logits, job->vocab, &job->changes[index]);
         row = row_of(logits, job->vocab);
         row.top = finite_top(&row);
+        if (row.top == -__builtin_inff()) return NONE_LEFT;
     }
-    if (row.top == -__builtin_inff()) return -1;
     if (sampling->temperature == 0) return id_of_equal(&row, row.top, 1);
     double inverse = 1.0 / sampling->temperature, scale = inverse * (BINS / 29.0); /* exp(-29) weighs nothing */
     row.inverse = inverse < DBL_MAX ? inverse : DBL_MAX;
@@ -169,12 +171,11 @@ static void sample_piece(const void *job, i64 row)
     sampling->tokens[row] = token_of(sampling, row);
 }
 
-/* Writes the token of each row, -1 where its largest logit is not finite; banned ids are masked in place. */
-i64 sample_rows(i64 logits, i64 stride, i64 vocab, i64 num_rows, i64 rows, i64 banned_starts, i64 banned_ids,
-                i64 tokens)
+/* Writes the token of each row, or why there is none. Changes are made in place. changes: [num_rows] LogitChanges, or 0 where no row has any */
+i64 sample_rows(i64 logits, i64 stride, i64 vocab, i64 num_rows, i64 rows, i64 changes, i64 tokens)
 {
-    SamplingJob job = {(float *)logits, stride, vocab, (const Sampling *)rows,
-                       (const i64 *)banned_starts, (const i64 *)banned_ids, (i64 *)tokens};
+    SamplingJob job = {(float *)logits, stride, vocab, (const Sampling *)rows, (const LogitChanges *)changes,
+                       (i64 *)tokens};
     pool_run(sample_piece, &job, num_rows);
     return 0;
 }

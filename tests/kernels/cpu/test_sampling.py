@@ -10,14 +10,21 @@ from moe_serve.c_library import load_c_library
 from moe_serve.kernels.cpu import sampling as compiled
 from moe_serve.kernels.cpu.library import FLAGS, SOURCE, CpuLibrary
 from moe_serve.kernels.cpu.sampling import sample_rows
+from moe_serve.kernels.logit_changes import EDIT, LogitChanges
 from moe_serve.kernels.sampling import SamplingRows, sample_rows_reference
-from tests.kernels.sampling_rows import rows_of
+from tests.kernels.sampling_rows import banned, rows_of
 
 CHOICES = {
     "temperature": (0, 1, 1, 0.7, 0.01, 5e-324, 1e-300, 1e308, 1e30, 3.0, 1e-5),
     "top_p": (1, 1, 0.95, 0.5, 0.1, 5e-324, 0.9999999, 1 - 2**-53),
     "min_p": (0, 0, 0, 0.05, 0.5, 1, 1e-20, 5e-324),
     "top_k": (-1, -1, 1, 2, 16, 31, 50, 1000),
+}
+EDITS = {
+    "bias": (0, 0, 1.5, -100, 100, 1e-3),
+    "repetition": (1, 1, 1.3, 0.7, 100, 0.01),
+    "frequency": (0, 0, 0.1, -2, 3000),
+    "presence": (0, 0, 1.1, -0.3),
 }
 VOCABS = (1, 2, 15, 16, 17, 31, 32, 33, 63, 64, 65, 1000, 4097)
 LOGITS = {
@@ -41,13 +48,25 @@ def draw_rows(numbers: np.random.Generator, num_rows: int, vocab: int) -> Sampli
         | {"seed": numbers.integers(2**63 - 1), "output_index": numbers.integers(5000)}
         for _ in range(num_rows)
     ]
-    return rows_of(each, [numbers.integers(vocab, size=numbers.integers(3)).tolist() for _ in range(num_rows)])
+    return rows_of(each, [draw_changes(numbers, vocab) for _ in range(num_rows)])
+
+
+def draw_changes(numbers: np.random.Generator, vocab: int) -> LogitChanges | None:
+    """Each kind of change or none of it, of few tokens or of many."""
+    kinds = numbers.integers(2, size=3)
+    if not kinds.any():
+        return None
+    edits = np.zeros(numbers.integers(vocab + 1) if kinds[0] else 0, EDIT)
+    edits["token"] = numbers.permutation(vocab)[: len(edits)]
+    for name, values in EDITS.items():
+        edits[name] = numbers.choice(values, len(edits))
+    banned_ids = numbers.integers(vocab, size=numbers.integers(3) if kinds[1] else 0)
+    mask = numbers.choice([0, -1, 0x5A5A00F1], -(-vocab // 32), p=[0.2, 0.6, 0.2]).astype(np.int32)
+    return LogitChanges(edits, banned_ids, mask if kinds[2] else None)
 
 
 def part_of(rows: SamplingRows, chosen: np.ndarray) -> SamplingRows:
-    banned = [rows.banned_ids[rows.banned_starts[i] : rows.banned_starts[i + 1]] for i in chosen]
-    starts = np.cumsum([0, *map(len, banned)], dtype=np.int64)
-    return SamplingRows(rows.rows[chosen], starts, np.concatenate([*banned, np.zeros(0, np.int64)]))
+    return SamplingRows(rows.rows[chosen], [rows.changes[i] for i in chosen])
 
 
 @pytest.mark.parametrize("form", LOGITS)
@@ -58,7 +77,9 @@ def test_the_tokens_are_those_of_the_twin(form, library):
             logits = LOGITS[form](torch.randn(num_rows, vocab, generator=random), random)
             rows = draw_rows(numbers, num_rows, vocab)
             library.set_threads(1 + num_rows % 2)
-            assert sample_rows(logits.clone(), rows) == sample_rows_reference(logits.clone(), rows), (vocab, rows.rows)
+            changed, by_twin = logits.clone(), logits.clone()
+            assert sample_rows(changed, rows) == sample_rows_reference(by_twin, rows), (vocab, rows.rows)
+            np.testing.assert_array_equal(changed.numpy(), by_twin.numpy(), "changed in place, to the last bit")
 
 
 def test_a_whole_vocabulary_gives_the_tokens_of_the_twin():
@@ -97,7 +118,7 @@ def test_a_token_depends_on_its_own_row_alone(library):
 def test_rows_may_have_a_stride_and_banned_ones_are_masked_in_place():
     wide = torch.randn(3, 50)
     logits, before = wide[:, :33], wide.clone()
-    rows = rows_of([{"temperature": 0}] * 3, [[], [4, 32], [0]])
+    rows = rows_of([{"temperature": 0}] * 3, [None, banned(4, 32), banned(0)])
     wanted = sample_rows_reference(before[:, :33].clone(), rows)
     assert sample_rows(logits, rows) == wanted
     before[1, [4, 32]] = before[2, 0] = -torch.inf
@@ -113,6 +134,6 @@ def test_narrower_vectors_give_the_same_tokens(processor, library, monkeypatch):
     logits = torch.randn(40, 4097, generator=torch.Generator().manual_seed(3))
     rows = draw_rows(numbers, 40, 4097)
     wanted = sample_rows(logits.clone(), rows)
-    call, compiler = load_c_library(SOURCE.with_name("sampling.c"), {"sample_rows": 8}, (f"-march={processor}", *FLAGS))
+    call, compiler = load_c_library(SOURCE.with_name("sampling.c"), {"sample_rows": 7}, (f"-march={processor}", *FLAGS))
     monkeypatch.setattr(compiled, "cpu_library", lambda: CpuLibrary(call, compiler, "narrow"))
     assert sample_rows(logits.clone(), rows) == wanted

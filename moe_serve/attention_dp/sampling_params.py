@@ -1,0 +1,131 @@
+"""How the tokens of a request are chosen and when to stop. Names and defaults follow SGLang. Torch-free."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from moe_serve.errors import RequestError
+
+MAX_SEED = 2**63 - 1  # the sampler's philox key is one int64
+MAX_STOPS = 64  # stop strings, and stop token ids, of one request
+MAX_BIASES = 1024  # entries of logit_bias
+MAX_BIAS = 100  # of one token, as in OpenAI's API
+_PENALTIES = {  # the least and the largest: OpenAI's; no logit overflows by a repetition penalty
+    "frequency_penalty": (-2.0, 2.0),
+    "presence_penalty": (-2.0, 2.0),
+    "repetition_penalty": (0.01, 100.0),
+}
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How tokens are chosen and when to stop. Names and defaults follow SGLang."""
+
+    max_new_tokens: int = 128  # 0 = compute the prompt only, so that its prefix is cached
+    min_new_tokens: int = 0  # no end-of-sequence, stop token or stop string before this many tokens
+    temperature: float = 1.0  # 0 = greedy
+    top_k: int = -1  # -1 = all
+    top_p: float = 1.0
+    min_p: float = 0.0  # the least probability of a token, as a share of the likeliest one's; after top_k and top_p
+    seed: int | None = None  # None: the front end draws one
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    skip_special_tokens: bool = True
+    frequency_penalty: float = 0.0  # subtracted from a token's logit for each time that the output has it
+    presence_penalty: float = 0.0  # subtracted from the logit of each token that the output has
+    repetition_penalty: float = 1.0  # divides the logits above 0 of tokens in prompt or output, multiplies the others
+    logit_bias: Mapping[int, float] = field(default_factory=dict)  # added to the logits of these token ids, first
+
+    @property
+    def has_penalties(self) -> bool:
+        return self.frequency_penalty != 0 or self.presence_penalty != 0 or self.repetition_penalty != 1
+
+    @property
+    def changes_logits(self) -> bool:
+        """Whether logits are changed after min_new_tokens, too."""
+        return self.has_penalties or bool(self.logit_bias)
+
+    def validate(self) -> None:
+        """Raises RequestError naming the first field that is out of range, the value, and the range."""
+        _check_int("max_new_tokens", self.max_new_tokens, 0)
+        _check_int("min_new_tokens", self.min_new_tokens, 0)
+        if self.min_new_tokens > self.max_new_tokens:
+            raise RequestError(
+                f"min_new_tokens is {self.min_new_tokens} but max_new_tokens is {self.max_new_tokens}; "
+                "lower min_new_tokens or raise max_new_tokens",
+                field="min_new_tokens",
+            )
+        _check_number("temperature", self.temperature)
+        if self.temperature < 0:
+            raise RequestError(f"temperature is {self.temperature}, expected 0 (greedy) or more", field="temperature")
+        _check_int("top_k", self.top_k, -1)
+        if self.top_k == 0:
+            raise RequestError("top_k is 0, expected -1 (all tokens) or at least 1", field="top_k")
+        _check_number("top_p", self.top_p)
+        if not 0 < self.top_p <= 1:
+            raise RequestError(f"top_p is {self.top_p}, expected a number above 0 and at most 1", field="top_p")
+        _check_number("min_p", self.min_p)
+        if not 0 <= self.min_p <= 1:
+            raise RequestError(f"min_p is {self.min_p}, expected a number from 0 (all tokens) to 1", field="min_p")
+        for name, (low, high) in _PENALTIES.items():
+            _check_number(name, getattr(self, name))
+            if not low <= getattr(self, name) <= high:
+                raise RequestError(f"{name} is {getattr(self, name)}, expected {low:g} to {high:g}", field=name)
+        self._check_logit_bias()
+        if self.seed is not None:
+            _check_int("seed", self.seed, 0, MAX_SEED)
+        _check_stops("stop", self.stop)
+        for text in self.stop:
+            if not isinstance(text, str) or not text:
+                raise RequestError(f"stop holds {text!r}, expected non-empty strings", field="stop")
+        _check_stops("stop_token_ids", self.stop_token_ids)
+        for token_id in self.stop_token_ids:
+            _check_int("stop_token_ids", token_id, 0)
+        for name in ("ignore_eos", "skip_special_tokens"):
+            if not isinstance(getattr(self, name), bool):
+                raise RequestError(f"{name} is {getattr(self, name)!r}, expected true or false", field=name)
+
+    def _check_logit_bias(self) -> None:
+        name = "logit_bias"
+        if not isinstance(self.logit_bias, Mapping):
+            raise RequestError(f"{name} is {self.logit_bias!r}, expected token ids with numbers", field=name)
+        _check_size(name, len(self.logit_bias), MAX_BIASES, "entries")
+        for token_id, bias in self.logit_bias.items():
+            _check_int(name, token_id, 0)
+            _check_number(f"{name} of {token_id}", bias, name)
+            if abs(bias) > MAX_BIAS:
+                raise RequestError(f"{name} of {token_id} is {bias}, expected -{MAX_BIAS} to {MAX_BIAS}", field=name)
+
+
+def plain(params: SamplingParams) -> SamplingParams:
+    """Returns valid parameters in Python's own types, which messages need; a caller may have given numpy's numbers."""
+    numbers: dict[str, Any] = {
+        name: float(getattr(params, name)) for name in ("temperature", "top_p", "min_p", *_PENALTIES)
+    }
+    return replace(params, **numbers, logit_bias={int(key): float(bias) for key, bias in params.logit_bias.items()})
+
+
+def _check_int(name: str, value: object, low: int, high: int | None = None) -> None:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise RequestError(f"{name} is {value!r}, expected a whole number", field=name)
+    if value < low or (high is not None and value > high):
+        span = f"at least {low}" if high is None else f"from {low} to {high}"
+        raise RequestError(f"{name} is {value}, expected {span}", field=name)
+
+
+def _check_number(name: str, value: object, field: str | None = None) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        raise RequestError(f"{name} is {value!r}, expected a finite number", field=field or name)
+
+
+def _check_stops(name: str, value: object) -> None:
+    if not isinstance(value, tuple):
+        raise RequestError(f"{name} is {value!r}, expected a list", field=name)
+    _check_size(name, len(value), MAX_STOPS, "entries")
+
+
+def _check_size(name: str, size: int, most: int, what: str) -> None:
+    if size > most:
+        raise RequestError(f"{name} has {size} {what}, at most {most} are taken; send fewer", field=name)

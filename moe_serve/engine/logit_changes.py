@@ -1,0 +1,92 @@
+"""What a request's parameters change in the logits of its next token.
+
+A pure function of (parameters, prompt ids, output ids). A `RequestChanges` keeps counts from token to token, so that
+one more token costs the same after a long output; one made anew from prompt and output gives the same.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from moe_serve.attention_dp.request import Request
+from moe_serve.attention_dp.sampling_params import SamplingParams
+from moe_serve.kernels.logit_changes import EDIT, NO_EDITS, NO_IDS, LogitChanges
+
+
+def changes_logits(request: Request) -> bool:
+    """Returns whether this request's next logits, or later ones, are changed."""
+    return len(request.output_ids) < request.params.min_new_tokens or request.params.changes_logits
+
+
+class RequestChanges:
+    """The changes of one request, while its output grows."""
+
+    def __init__(self, request: Request, eos_token_ids: Sequence[int], vocab: int):
+        """vocab: tokens of the logits; ids beyond it cannot be drawn, and change nothing"""
+        params = request.params
+        self._output_ids = request.output_ids
+        self._edits = _Edits(params, request.prompt_ids, vocab)
+        self._may_end_from = params.min_new_tokens
+        self._ending = _within((*params.stop_token_ids, *(() if params.ignore_eos else eos_token_ids)), vocab)
+
+    def now(self) -> LogitChanges | None:
+        """Returns the changes for the token after the output as it is now; None where there are none."""
+        edits = self._edits.after(self._output_ids)
+        banned = self._ending if len(self._output_ids) < self._may_end_from else NO_IDS
+        return LogitChanges(edits, banned) if edits.size or banned.size else None
+
+
+class _Edits:
+    """One EDIT for each token with a bias or a penalty.
+
+    repetition_penalty counts tokens of prompt and output (Keskar et al., CTRL, 2019; transformers'
+    RepetitionPenaltyLogitsProcessor); frequency_penalty and presence_penalty those of the output (OpenAI's API
+    reference): logit - count * frequency_penalty - (count > 0) * presence_penalty.
+    """
+
+    def __init__(self, params: SamplingParams, prompt_ids: Sequence[int], vocab: int):
+        self._repetition = params.repetition_penalty
+        self._frequency = np.float32(params.frequency_penalty)
+        self._presence = params.presence_penalty
+        self._has_penalties = params.has_penalties
+        self._vocab = vocab
+        self._num_counted = 0  # tokens of the output
+        bias = {token: value for token, value in params.logit_bias.items() if 0 <= token < vocab}
+        repeated = _within(prompt_ids, vocab) if self._repetition != 1.0 else NO_IDS
+        tokens = [*bias, *sorted(set(repeated.tolist()) - bias.keys())]
+        self._slots = {token: slot for slot, token in enumerate(tokens)}
+        self._counts = [0] * len(tokens)  # in the output, by slot
+        self._edits = np.zeros(len(tokens), EDIT) if tokens else NO_EDITS
+        self._edits["token"] = tokens
+        self._edits["bias"][: len(bias)] = list(bias.values())
+        self._edits["repetition"] = 1.0
+        self._edits["repetition"][[self._slots[token] for token in set(repeated.tolist())]] = self._repetition
+
+    def after(self, output_ids: Sequence[int]) -> NDArray[np.void]:
+        """Returns [num_edits] EDIT for the next token; the memory is written anew in the next call."""
+        if self._has_penalties:
+            for token in output_ids[self._num_counted :]:
+                if 0 <= token < self._vocab:
+                    self._count(token)
+            self._num_counted = len(output_ids)
+        return self._edits[: len(self._counts)]
+
+    def _count(self, token: int) -> None:
+        slot = self._slots.setdefault(token, len(self._counts))
+        if slot == len(self._counts):
+            self._counts.append(0)
+            if slot == len(self._edits):
+                self._edits = np.concatenate([self._edits, np.zeros(max(64, slot), EDIT)])
+            self._edits[slot] = (token, 0.0, 1.0, 0.0, 0.0)
+        self._counts[slot] += 1
+        edit = self._edits[slot]
+        edit["repetition"] = self._repetition
+        edit["frequency"] = self._frequency * np.float32(self._counts[slot])
+        edit["presence"] = self._presence
+
+
+def _within(token_ids: Sequence[int], vocab: int) -> NDArray[np.int64]:
+    """Returns the ids that logits have."""
+    ids = np.array(token_ids, np.int64)
+    return ids[(ids >= 0) & (ids < vocab)]

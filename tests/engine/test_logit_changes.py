@@ -1,0 +1,117 @@
+"""What parameters change in logits: as the formulas over the whole vocabulary, and as transformers' processors."""
+
+import random
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from transformers import LogitsProcessor, RepetitionPenaltyLogitsProcessor, SequenceBiasLogitsProcessor
+
+from moe_serve.attention_dp.request import Request, SamplingParams
+from moe_serve.engine.logit_changes import RequestChanges, changes_logits
+from moe_serve.kernels.logit_changes import change_logits
+
+VOCAB = 40
+
+
+def request(params: SamplingParams, prompt_ids: list[int], output_ids: list[int]) -> Request:
+    return Request("r", 0, prompt_ids, output_ids, params, 0)
+
+
+def changed(logits: Tensor, params: SamplingParams, prompt_ids: list[int], output_ids: list[int]) -> Tensor:
+    logits = logits.clone()[None]
+    change_logits(logits, [RequestChanges(request(params, prompt_ids, output_ids), [], len(logits[0])).now()])
+    return logits[0]
+
+
+def by_formula(logits: Tensor, params: SamplingParams, prompt_ids: list[int], output_ids: list[int]) -> Tensor:
+    """Every step over the whole vocabulary, in vLLM's order."""
+    x = logits.clone()
+    for token, bias in params.logit_bias.items():
+        x[token] += bias
+    counts = torch.bincount(torch.tensor(output_ids, dtype=torch.int64), minlength=VOCAB)
+    occurs = counts + torch.bincount(torch.tensor(prompt_ids, dtype=torch.int64), minlength=VOCAB) > 0
+    repetition = torch.where(occurs, torch.tensor(params.repetition_penalty), torch.tensor(1.0))
+    x = torch.where(x > 0, x / repetition, x * repetition)
+    x = x - torch.tensor(params.frequency_penalty) * counts
+    return x - torch.tensor(params.presence_penalty) * (counts > 0)
+
+
+ids = st.lists(st.integers(0, VOCAB - 1), max_size=60)
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    prompt_ids=ids,
+    output_ids=ids,
+    repetition=st.sampled_from([1.0, 1.3, 0.7, 100.0, 0.01]),
+    frequency=st.sampled_from([0.0, 0.4, -2.0]),
+    presence=st.sampled_from([0.0, 1.1, -0.3]),
+    bias=st.dictionaries(st.integers(0, VOCAB - 1), st.sampled_from([-100.0, 0.7, 100.0]), max_size=5),
+    seed=st.integers(0, 1000),
+)
+def test_penalties_and_bias_are_those_of_the_formulas_to_the_last_bit(
+    prompt_ids, output_ids, repetition, frequency, presence, bias, seed
+):
+    logits = 5 * torch.randn(VOCAB, generator=torch.Generator().manual_seed(seed))
+    params = SamplingParams(
+        repetition_penalty=repetition, frequency_penalty=frequency, presence_penalty=presence, logit_bias=bias
+    )
+    wanted = by_formula(logits, params, prompt_ids, output_ids)
+    assert torch.equal(changed(logits, params, prompt_ids, output_ids), wanted)
+
+
+def with_transformers(logits: Tensor, processor: LogitsProcessor, token_ids: list[int]) -> Tensor:
+    return processor(torch.tensor([token_ids], dtype=torch.int64), logits[None].clone())[0]
+
+
+@pytest.mark.parametrize("penalty", [1.2, 0.8, 3.0])
+def test_repetition_penalty_is_that_of_transformers(penalty):
+    logits = 5 * torch.randn(1000, generator=torch.Generator().manual_seed(0))
+    prompt_ids, output_ids = [3, 5, 5, 999, 0], [7, 3, 7]
+    wanted = with_transformers(logits, RepetitionPenaltyLogitsProcessor(penalty), prompt_ids + output_ids)
+    assert torch.equal(changed(logits, SamplingParams(repetition_penalty=penalty), prompt_ids, output_ids), wanted)
+
+
+def test_logit_bias_is_that_of_transformers():
+    logits = torch.randn(1000, generator=torch.Generator().manual_seed(1))
+    bias = {5: 2.5, 0: -100.0, 999: 0.125}
+    wanted = with_transformers(logits, SequenceBiasLogitsProcessor([[[i], b] for i, b in bias.items()]), [1, 2])
+    assert torch.equal(changed(logits, SamplingParams(logit_bias=bias), [1, 2], []), wanted)
+
+
+PENALTIES = {"repetition_penalty": 1.3, "frequency_penalty": 0.4, "presence_penalty": 0.2, "logit_bias": {3: 1.0}}
+EVERYTHING = SamplingParams(**PENALTIES, min_new_tokens=5, stop_token_ids=(9,))
+
+
+def test_counts_kept_from_token_to_token_are_those_counted_anew():
+    draw = random.Random(0)
+    prompt_ids = [draw.randrange(500) for _ in range(50)]
+    growing = request(EVERYTHING, prompt_ids, [])
+    kept = RequestChanges(growing, [2], 500)
+    for _ in range(300):
+        after, anew = kept.now(), RequestChanges(request(EVERYTHING, prompt_ids, growing.output_ids), [2], 500).now()
+        assert after is not None
+        assert anew is not None
+        np.testing.assert_array_equal(np.sort(after.edits, order="token"), np.sort(anew.edits, order="token"))
+        np.testing.assert_array_equal(after.banned, anew.banned)
+        growing.output_ids.append(draw.randrange(500))
+
+
+def test_ids_beyond_the_logits_change_nothing():
+    params = SamplingParams(**(PENALTIES | {"logit_bias": {70: 1.0}}), min_new_tokens=9, stop_token_ids=(99,))
+    changes = RequestChanges(request(params, [60, 3, 2**40], [50, 4, -1]), [VOCAB], VOCAB).now()
+    assert changes is not None
+    assert sorted(changes.edits["token"].tolist()) == [3, 4]
+    assert changes.banned.size == 0
+
+
+def test_a_request_without_such_parameters_changes_nothing():
+    assert not changes_logits(request(SamplingParams(stop_token_ids=(3,)), [1], []))
+    early, later = (request(SamplingParams(min_new_tokens=2), [1], output) for output in ([5], [5, 5]))
+    assert changes_logits(early)
+    assert not changes_logits(later)
+    assert RequestChanges(later, [3], VOCAB).now() is None
