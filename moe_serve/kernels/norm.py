@@ -17,9 +17,16 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return functional.rms_norm(x, (x.shape[-1],), weight, eps)
 
 
-def add_rms_norm(x: Tensor, delta: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Adds delta to x in place, and returns the normed sum, like x. delta: like x, not x itself"""
-    x.add_(delta)
+def rms_norm_(x: Tensor, weight: Tensor, eps: float) -> None:
+    """The same in place. x: [rows, width], may be a slice of wider rows"""
+    x.copy_(rms_norm(x, weight, eps))
+
+
+def add_rms_norm(x: Tensor, delta: Tensor, weight: Tensor, eps: float, factor: float = 1.0) -> Tensor:
+    """Adds factor * delta to x in place, and returns the normed sum, like x. delta: like x, not x itself"""
+    # The product is rounded by itself: fused with the sum in some of a loop's instructions only, a row's bits would
+    # depend on its place in the batch.
+    x.add_(delta if factor == 1 else delta * factor)
     return rms_norm(x, weight, eps)
 
 

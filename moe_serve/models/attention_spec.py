@@ -11,16 +11,24 @@ class GqaSpec:
     num_heads: int
     num_kv_heads: int
     head_dim: int
-    qk_norm: Literal["head"] | None = None  # RMS norm over each query and key head, before the rotation
+    qk_norm: Literal["head", "projection"] | None = None  # RMS norm over each query and key head, or over all of them
     qkv_bias: bool = False  # on the q, k and v projections
     out_bias: bool = False
+    clip: float | None = None  # largest magnitude of queries, keys and values, behind the norm and before the rotation
+    scale: float | None = None  # of the scores; None: head_dim ** -0.5
     has_sinks: bool = False  # each query head has a learned score that takes its share beside those of the keys
     window: int | None = None  # keys that a token sees in windowed layers, its own included
     windowed_layer_ids: tuple[int, ...] = ()
 
     @property
     def softmax_scale(self) -> float:
-        return float(self.head_dim**-0.5)
+        return float(self.head_dim**-0.5) if self.scale is None else self.scale
+
+    @property
+    def norm_widths(self) -> tuple[int, int]:
+        """Returns how many weights the norms of queries and of keys have."""
+        heads = (1, 1) if self.qk_norm == "head" else (self.num_heads, self.num_kv_heads)
+        return heads[0] * self.head_dim, heads[1] * self.head_dim
 
     def window_of(self, layer_id: int) -> int | None:
         """Returns how many keys a token sees in a layer, its own included; None: all up to its own."""
@@ -30,7 +38,7 @@ class GqaSpec:
         """Returns the parameters of one layer's attention."""
         q, kv = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         matrices = hidden * (2 * q + 2 * kv)
-        vectors = (2 * self.head_dim if self.qk_norm else 0) + (q + 2 * kv if self.qkv_bias else 0)
+        vectors = (sum(self.norm_widths) if self.qk_norm else 0) + (q + 2 * kv if self.qkv_bias else 0)
         vectors += (hidden if self.out_bias else 0) + (self.num_heads if self.has_sinks else 0)
         return matrices + vectors
 

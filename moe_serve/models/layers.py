@@ -58,8 +58,8 @@ class GqaAttention:
         qkv, bias = weights.pop("qkv"), weights.pop("qkv_bias", None)
         norm = None
         if spec.qk_norm:
-            q_norm, k_norm = weights.pop("q_norm"), weights.pop("k_norm")
-            norm = torch.cat((q_norm.expand(spec.num_heads, -1), k_norm.expand(spec.num_kv_heads, -1)))
+            norms = ((weights.pop("q_norm"), spec.num_heads), (weights.pop("k_norm"), spec.num_kv_heads))
+            norm = torch.cat([each.view(-1, spec.head_dim).expand(heads, -1) for each, heads in norms])
         if not rope.interleaved:
             rest = torch.arange(rope.dim, spec.head_dim, device=qkv.device)
             order = torch.cat((pair_order(rope.dim, qkv.device), rest))
@@ -83,7 +83,7 @@ class GqaLayer:
     """Grouped-query attention of one layer.
 
     qkv:  x -> queries, keys and values of all heads
-    norm: [query and key heads, head_dim] or None
+    norm: [query and key heads, head_dim], over each head or over all, as the spec says; or None
     window, sinks: as `attend` of operations.py takes them
     """
 
@@ -99,7 +99,15 @@ class GqaLayer:
         """x: [T, H], normed -> [T, H]. Writes the rows' keys and values into the cache."""
         spec, eps = self.form.spec, self.form.norm_eps
         qkv = do.linear("qkv", self.qkv, x)
-        do.rope_write(qkv, self.norm, eps, self.index, (spec.num_heads, spec.num_kv_heads))
+        norm = self.norm
+        if norm is not None and spec.qk_norm == "projection":
+            width, end = spec.num_heads * spec.head_dim, norm.numel()
+            do.rms_norm_(qkv[:, :width], norm.flatten()[:width], eps)
+            do.rms_norm_(qkv[:, width:end], norm.flatten()[width:], eps)
+            norm = None
+        if spec.clip is not None:
+            do.clip_(qkv, spec.clip)
+        do.rope_write(qkv, norm, eps, self.index, (spec.num_heads, spec.num_kv_heads))
         q = qkv.view(x.shape[0], -1, spec.head_dim)[:, : spec.num_heads]
         q = q.view(x.shape[0], spec.num_kv_heads, -1, spec.head_dim)
         attended = do.attend(q, self.index, self.window, self.sinks)

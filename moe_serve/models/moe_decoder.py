@@ -19,9 +19,10 @@ from moe_serve.ep.moe_layer import ExpertParallel, MoeLayer, MoeWeights
 from moe_serve.models.attention_spec import GqaSpec
 from moe_serve.models.layers import GqaAttention, RopeTable
 from moe_serve.models.mla import MlaAttention
+from moe_serve.models.operations import SharedExpert
 from moe_serve.models.recorded_step import RecordedRunner
 from moe_serve.models.spec import ModelSpec
-from moe_serve.models.stack import DecoderLayer, DecoderStack, StackRunner, StepInputs
+from moe_serve.models.stack import DecoderLayer, DecoderStack, StackFactors, StackRunner, StepInputs
 from moe_serve.models.torch_step import TorchRunner
 from moe_serve.models.weight_forms import GatedMlp, PackedMlp, WeightForms
 from moe_serve.models.weights import LoadedWeights
@@ -71,7 +72,7 @@ def build_decoder(
         attention_layer = attention.layer(layer_id, mine, spec.rope, forms)
         moe, mlp, shared = None, None, None
         if layer_id in layer_rows:
-            shared = _mlp(mine, "shared_", forms) if spec.shared_intermediate else None
+            shared = _shared_expert(mine, forms) if spec.shared_intermediate else None
             own = None if numerics.compiled else shared  # which the layer computes while rows travel
             router, bias = mine.pop("router"), mine.pop("router_bias", None)
             bias = None if bias is None else bias.flatten()
@@ -85,7 +86,8 @@ def build_decoder(
         assert not mine, f"weights of layer {layer_id} that nobody took: {sorted(mine)}"
     embedding, head = forms.embedding(embed, None if spec.tie_embeddings else dense.pop("lm_head"))
     table = RopeTable(spec.rope, spec.max_position, device)
-    stack = DecoderStack(embedding, layers, norm, spec.norm_eps, head)
+    factors = StackFactors(spec.embedding_factor, spec.residual_factor, spec.logits_factor)
+    stack = DecoderStack(embedding, layers, norm, spec.norm_eps, head, factors)
     if numerics.compiled:
         run: StackRunner = RecordedRunner(stack, table, attention.shape, spec.vocab_size)
     else:
@@ -101,6 +103,11 @@ def kv_layouts(spec: ModelSpec) -> tuple[KvLayout, ...]:
     else:
         layout = KvLayout.mla(attention.kv_lora_rank, attention.rope_dim)
     return (layout,) * spec.num_layers
+
+
+def _shared_expert(weights: dict[str, Tensor], forms: WeightForms) -> SharedExpert:
+    gate = weights.pop("shared_gate", None)
+    return SharedExpert(_mlp(weights, "shared_", forms), None if gate is None else forms.linear(gate))
 
 
 def _mlp(weights: dict[str, Tensor], prefix: str, forms: WeightForms) -> GatedMlp | PackedMlp:

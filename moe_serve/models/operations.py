@@ -3,6 +3,7 @@
 Shape words: T = rows of the step (padded; when recorded, as many as a step may have), H = hidden.
 """
 
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -10,12 +11,29 @@ from torch import Tensor
 from moe_serve.attention_dp.attention_plan import Chunk
 from moe_serve.ep.moe_layer import MoeLayer
 from moe_serve.kernels.rope import MlaWidths
+from moe_serve.kernels.row_updates import multiply_by_sigmoid_
 
 # Weights in the form that the operations of the same decoder read, such as Linear or PackedLinear; see weight_forms.py.
 AnyTable = Any
 AnyLinear = Any
 AnyHeads = Any
 AnyMlp = Any
+
+
+@dataclass(frozen=True, eq=False)
+class SharedExpert:
+    """An MLP that every token goes through.
+
+    gate: x [T, H] -> [T, 1]; the rows of the MLP are multiplied by its sigmoid; None: by nothing
+    """
+
+    mlp: AnyMlp
+    gate: AnyLinear | None
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x: [T, H] -> [T, H]"""
+        rows: Tensor = self.mlp(x)
+        return rows if self.gate is None else multiply_by_sigmoid_(rows, self.gate(x))
 
 
 class Operations(Protocol):
@@ -43,8 +61,20 @@ class Operations(Protocol):
         """As kernels/norm.py."""
         ...
 
-    def add_rms_norm(self, x: Tensor, delta: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """Adds delta to x in place, and returns the normed sum."""
+    def rms_norm_(self, x: Tensor, weight: Tensor, eps: float) -> None:
+        """The same in place. x: [T, n], may be a slice of wider rows"""
+        ...
+
+    def add_rms_norm(self, x: Tensor, delta: Tensor, weight: Tensor, eps: float, factor: float = 1.0) -> Tensor:
+        """Adds factor * delta to x in place, and returns the normed sum."""
+        ...
+
+    def scale_(self, x: Tensor, factor: float) -> None:
+        """Multiplies x in place."""
+        ...
+
+    def clip_(self, x: Tensor, limit: float) -> None:
+        """Brings the elements of x to between -limit and limit, in place."""
         ...
 
     def linear(self, name: str, weight: AnyLinear, x: Tensor) -> Tensor:
@@ -83,7 +113,7 @@ class Operations(Protocol):
         """Returns what a layer has cached for the keys of a long chunk, [K, width]."""
         ...
 
-    def moe(self, layer: MoeLayer, shared: AnyMlp | None, x: Tensor) -> Tensor:
+    def moe(self, layer: MoeLayer, shared: SharedExpert | None, x: Tensor) -> Tensor:
         """Returns the MoE layer's rows, plus those of the shared expert if given: [T, H] -> [T, H]."""
         ...
 

@@ -16,6 +16,7 @@ from moe_serve.kernels.cpu.linear import PackedHeads, PackedLinear, RowTable
 from moe_serve.kernels.cpu.recorder import IDS, POSITIONS, RecordedRun, Recorder, RowInputs
 from moe_serve.kernels.rope import MlaWidths
 from moe_serve.models.layers import RopeTable
+from moe_serve.models.operations import SharedExpert
 from moe_serve.models.stack import DecoderStack, StepInputs
 from moe_serve.models.weight_forms import PackedMlp
 
@@ -116,7 +117,10 @@ class RecordedStep:
         self._cache = cache
         self._shape = shape
         self.rms_norm = recorder.rms_norm
+        self.rms_norm_ = recorder.rms_norm_
         self.add_rms_norm = recorder.add_rms_norm
+        self.scale_ = recorder.scale_
+        self.clip_ = recorder.clip_
         self.linear = recorder.linear
         self._turns = recorder.gather("turns", RowTable.of(torch.view_as_real(rope.table).flatten(1)), POSITIONS)
 
@@ -150,10 +154,12 @@ class RecordedStep:
     def cached_rows(self, layer: int, chunk: Chunk) -> Tensor:
         raise AssertionError("the kernels attend long chunks as any other")
 
-    def moe(self, layer: MoeLayer, shared: PackedMlp | None, x: Tensor) -> Tensor:
+    def moe(self, layer: MoeLayer, shared: SharedExpert | None, x: Tensor) -> Tensor:
         out = layer.record(self._recorder, x)
         if shared is not None:
-            self._recorder.add(out, self.mlp(shared, x))
+            rows = self.mlp(shared.mlp, x)
+            gate = None if shared.gate is None else self.linear("shared_gate", shared.gate, x)
+            self._recorder.add(out, rows, gate)
         return out
 
     def mlp(self, weights: PackedMlp, x: Tensor) -> Tensor:

@@ -20,6 +20,8 @@ class ExpertNames:
     """The names of a family's MoE block, its router and an expert's three matrices in its checkpoint.
 
     block:  below the layer;  router: below the block;  shared: the shared experts, below the layer
+    linears: of gate and up together, and of down, where a shared expert stores them so, and where one tensor below the
+             block holds those of all experts, [E, n, k] (Granite)
     interleaved: each tensor holds all experts, matrices as [E, k, n], gate and up in every other column (gpt-oss)
     """
 
@@ -32,6 +34,8 @@ class ExpertNames:
     router_bias: str = "gate.e_score_correction_bias"  # below the block
     router_bias_is_row: bool = False  # stored as [1, E]
     shared: str = "mlp.shared_experts"
+    shared_gate: str = "mlp.shared_expert_gate"  # below the layer
+    linears: tuple[str, str] | None = None
 
 
 @dataclass(frozen=True)
@@ -53,6 +57,10 @@ class ModelSpec:
     moe_intermediate: int
     shared_intermediate: int  # width of the shared experts together; 0 = none
     dense_intermediate: int  # of the layers outside moe_layer_ids
+    has_shared_gate: bool = False  # the shared expert's rows are multiplied by sigmoid(x W), one number each
+    embedding_factor: float = 1.0  # on embeddings
+    residual_factor: float = 1.0  # on what a sublayer adds to the residual
+    logits_factor: float = 1.0  # on the rows that are projected to logits
     expert_names: ExpertNames = ExpertNames()
     expert_bias: bool = False  # on gate, up and down of the routed experts
     activation: Activation = SILU  # of the routed experts
@@ -84,6 +92,7 @@ class ModelSpec:
         hidden, num_moe, router = self.hidden, self.num_moe_layers, self.router
         per_layer = self.attention.num_parameters(hidden)
         moe = self.num_logical * hidden + 3 * hidden * self.shared_intermediate
+        moe += hidden if self.has_shared_gate else 0
         moe += self.num_logical * (int(router.has_bias) + int(router.has_logit_bias))
         dense = 3 * hidden * self.dense_intermediate
         embeddings = self.vocab_size * hidden * (1 if self.tie_embeddings else 2)

@@ -17,7 +17,7 @@ from moe_serve.attention_dp.kv_cache import KvCache
 from moe_serve.ep.moe_layer import MoeLayer
 from moe_serve.models.layers import GqaLayer
 from moe_serve.models.mla import MlaLayer
-from moe_serve.models.operations import AnyLinear, AnyMlp, AnyTable, Operations
+from moe_serve.models.operations import AnyLinear, AnyMlp, AnyTable, Operations, SharedExpert
 
 
 @dataclass(frozen=True, eq=False)
@@ -32,32 +32,52 @@ class DecoderLayer:
     post_norm: Tensor
     moe: MoeLayer | None
     mlp: AnyMlp | None
-    shared: AnyMlp | None
+    shared: SharedExpert | None
+
+
+@dataclass(frozen=True)
+class StackFactors:
+    """What is multiplied: embeddings, what sublayers add to the residual, the rows that are projected to logits."""
+
+    embedding: float
+    residual: float
+    logits: float
 
 
 @dataclass(frozen=True, eq=False)
 class DecoderStack:
-    """Embedding, all layers, the norm behind them, and the projection to logits."""
+    """Embedding, all layers, the norm behind them, and the projection to logits.
+
+    factors: as in ModelSpec
+    """
 
     embed: AnyTable
     layers: Sequence[DecoderLayer]
     norm: Tensor
     eps: float
     head: AnyLinear
+    factors: StackFactors
 
     def __call__(self, do: Operations) -> Tensor:
         """Returns the logits of the step's logit rows, [num_logit_rows, vocab_size] float32."""
         x = do.embed(self.embed)  # the residual, which is changed in place
+        if self.factors.embedding != 1:
+            do.scale_(x, self.factors.embedding)
         delta = None  # what the last sublayer adds to the residual
         for layer in self.layers:
             if do.has_rows:
                 delta = layer.attention(self._normed(x, delta, layer.input_norm, do), do)
             normed = self._normed(x, delta, layer.post_norm, do)
             delta = do.mlp(layer.mlp, normed) if layer.moe is None else do.moe(layer.moe, layer.shared, normed)
-        return do.logits(self.head, self._normed(x, delta, self.norm, do))
+        last = self._normed(x, delta, self.norm, do)
+        if self.factors.logits != 1:
+            do.scale_(last, self.factors.logits)
+        return do.logits(self.head, last)
 
     def _normed(self, x: Tensor, delta: Tensor | None, weight: Tensor, do: Operations) -> Tensor:
-        return do.rms_norm(x, weight, self.eps) if delta is None else do.add_rms_norm(x, delta, weight, self.eps)
+        if delta is None:
+            return do.rms_norm(x, weight, self.eps)
+        return do.add_rms_norm(x, delta, weight, self.eps, self.factors.residual)
 
 
 @dataclass(frozen=True)

@@ -10,10 +10,12 @@ from moe_serve.attention_dp.attention import PagedAttention
 from moe_serve.attention_dp.attention_plan import AttentionPlan, Chunk
 from moe_serve.ep.moe_layer import MoeLayer
 from moe_serve.kernels.linear import HeadLinear, Linear
-from moe_serve.kernels.norm import add_rms_norm, rms_norm
+from moe_serve.kernels.norm import add_rms_norm, rms_norm, rms_norm_
 from moe_serve.kernels.numerics import Numerics
 from moe_serve.kernels.rope import MlaWidths, mla_rope_write, rope_write
+from moe_serve.kernels.row_updates import clip_, scale_
 from moe_serve.models.layers import RopeTable
+from moe_serve.models.operations import SharedExpert
 from moe_serve.models.stack import DecoderStack, StepInputs
 from moe_serve.models.weight_forms import GatedMlp
 
@@ -67,8 +69,17 @@ class TorchStep:
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         return rms_norm(x, weight, eps)
 
-    def add_rms_norm(self, x: Tensor, delta: Tensor, weight: Tensor, eps: float) -> Tensor:
-        return add_rms_norm(x, delta, weight, eps)
+    def rms_norm_(self, x: Tensor, weight: Tensor, eps: float) -> None:
+        rms_norm_(x, weight, eps)
+
+    def add_rms_norm(self, x: Tensor, delta: Tensor, weight: Tensor, eps: float, factor: float = 1.0) -> Tensor:
+        return add_rms_norm(x, delta, weight, eps, factor)
+
+    def scale_(self, x: Tensor, factor: float) -> None:
+        scale_(x, factor)
+
+    def clip_(self, x: Tensor, limit: float) -> None:
+        clip_(x, limit)
 
     def linear(self, name: str, weight: Linear, x: Tensor) -> Tensor:
         return weight(x)
@@ -98,7 +109,7 @@ class TorchStep:
     def cached_rows(self, layer: int, chunk: Chunk) -> Tensor:
         return self.step.cache.gather(layer, chunk.rows, 1)[0][0, 0]
 
-    def moe(self, layer: MoeLayer, shared: GatedMlp | None, x: Tensor) -> Tensor:
+    def moe(self, layer: MoeLayer, shared: SharedExpert | None, x: Tensor) -> Tensor:
         assert shared is None, "the MoE layer computes its shared expert itself, while rows travel"
         return layer(x, self.step.batch.num_tokens, self.step.num_chunks, self.step.overlap)
 

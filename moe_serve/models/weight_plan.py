@@ -69,7 +69,7 @@ class ExpertTensor:
     @property
     def is_own_form(self) -> bool:
         """Whether parts and fused tensor hold our rows in our order."""
-        return bool(self.templates)
+        return self.kind == "matrix" and self.mxfp4_scale is None and not (self.turned or self.interleaved)
 
     def parts_of(self, expert: int) -> tuple[Part, ...]:
         return tuple(Part(part.source.format(e=expert), part.shape) for part in self.templates)
@@ -102,6 +102,9 @@ def expert_tensors(spec: ModelSpec) -> Iterator[ExpertTensor]:
     if spec.expert_names.interleaved:
         yield from _interleaved_experts(spec)
         return
+    if spec.expert_names.linears is not None:
+        yield from _stacked_experts(spec, *spec.expert_names.linears)
+        return
     names, hidden, width = spec.expert_names, spec.hidden, spec.moe_intermediate
     for layer in spec.moe_layer_ids:
         block = f"model.layers.{layer}.{names.block}.experts."
@@ -115,6 +118,16 @@ def expert_tensors(spec: ModelSpec) -> Iterator[ExpertTensor]:
         all_down = Part(fused + "down_proj", (spec.num_logical, *down_shape))
         yield ExpertTensor("gate_up", layer, up_shape, (gate, up), all_up)
         yield ExpertTensor("down", layer, down_shape, (down,), all_down)
+
+
+def _stacked_experts(spec: ModelSpec, gate_up: str, down: str) -> Iterator[ExpertTensor]:
+    hidden, width = spec.hidden, spec.moe_intermediate
+    for layer in spec.moe_layer_ids:
+        block = f"model.layers.{layer}.{spec.expert_names.block}."
+        all_up = Part(f"{block}{gate_up}.weight", (spec.num_logical, 2 * width, hidden))
+        all_down = Part(f"{block}{down}.weight", (spec.num_logical, hidden, width))
+        yield ExpertTensor("gate_up", layer, (2 * width, hidden), (), all_up)
+        yield ExpertTensor("down", layer, (hidden, width), (), all_down)
 
 
 def _interleaved_experts(spec: ModelSpec) -> Iterator[ExpertTensor]:
@@ -153,11 +166,16 @@ def _norm(name: str, source: str, width: int) -> DenseTensor:
     return DenseTensor(name, (Part(source, (width,)),), "norm")
 
 
-def _mlp(ours: str, theirs: str, hidden: int, width: int) -> Iterator[DenseTensor]:
-    up_shape = (width, hidden)
-    parts = (Part(theirs + "gate_proj.weight", up_shape), Part(theirs + "up_proj.weight", up_shape))
+def _mlp(
+    ours: str, theirs: str, hidden: int, width: int, linears: tuple[str, str] | None = None
+) -> Iterator[DenseTensor]:
+    """Yields a gated MLP. linears: names of gate and up together, and of down; None: gate and up are apart"""
+    parts = tuple(Part(f"{theirs}{name}.weight", (width, hidden)) for name in ("gate_proj", "up_proj"))
+    down = "down_proj"
+    if linears is not None:
+        parts, down = (Part(f"{theirs}{linears[0]}.weight", (2 * width, hidden)),), linears[1]
     yield DenseTensor(ours + "gate_up", parts)
-    yield DenseTensor(ours + "down", (Part(theirs + "down_proj.weight", (hidden, width)),))
+    yield DenseTensor(ours + "down", (Part(f"{theirs}{down}.weight", (hidden, width)),))
 
 
 def _moe(spec: ModelSpec, ours: str, theirs: str) -> Iterator[DenseTensor]:
@@ -173,7 +191,10 @@ def _moe(spec: ModelSpec, ours: str, theirs: str) -> Iterator[DenseTensor]:
         bias = Part(theirs + block + router + ".bias", (spec.num_logical,))
         yield DenseTensor(ours + "router_logit_bias", (bias,), "bias32")
     if spec.shared_intermediate:
-        yield from _mlp(ours + "shared_", f"{theirs}{spec.expert_names.shared}.", spec.hidden, spec.shared_intermediate)
+        names, shared = spec.expert_names, f"{theirs}{spec.expert_names.shared}."
+        yield from _mlp(ours + "shared_", shared, spec.hidden, spec.shared_intermediate, names.linears)
+        if spec.has_shared_gate:
+            yield DenseTensor(ours + "shared_gate", (Part(f"{theirs}{names.shared_gate}.weight", (1, spec.hidden)),))
 
 
 def _gqa(spec: GqaSpec, hidden: int, ours: str, theirs: str) -> Iterator[DenseTensor]:
@@ -187,8 +208,8 @@ def _gqa(spec: GqaSpec, hidden: int, ours: str, theirs: str) -> Iterator[DenseTe
     if spec.out_bias:
         yield DenseTensor(ours + "o_bias", (Part(theirs + "o_proj.bias", (hidden,)),), "bias")
     if spec.qk_norm:
-        yield _norm(ours + "q_norm", theirs + "q_norm.weight", spec.head_dim)
-        yield _norm(ours + "k_norm", theirs + "k_norm.weight", spec.head_dim)
+        for name, width in zip(("q_norm", "k_norm"), spec.norm_widths, strict=True):
+            yield _norm(ours + name, f"{theirs}{name}.weight", width)
     if spec.has_sinks:
         yield DenseTensor(ours + "sinks", (Part(theirs + "sinks", (spec.num_heads,)),), "bias32")
 

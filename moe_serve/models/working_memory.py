@@ -59,6 +59,7 @@ def _buffers(spec: ModelSpec, sizes: StepSizes) -> int:
         elements += heads * (attention.latent_dim + attention.kv_lora_rank + attention.value_dim)
     per_entry = 2 * hidden + padded(spec.moe_intermediate)
     elements += spec.num_logical + spec.topk * (per_entry + 1) + padded(spec.shared_intermediate)
+    elements += int(spec.has_shared_gate)
     if spec.num_moe_layers < spec.num_layers:
         elements += padded(spec.dense_intermediate)
     row_bytes = elements * sizes.itemsize + 3 * spec.topk * _INDEX

@@ -28,6 +28,7 @@ from moe_serve.eplb.load import LoadRecord
 from tests.conftest import _descendants
 from tests.engine.queue_mailbox import QueueMailbox
 from tests.ep.received import count_received
+from tests.models.families import FAMILIES
 from tests.ranks import run_ranks
 
 TINY: dict[str, dict[str, Any]] = {
@@ -72,11 +73,16 @@ _COMMON = {
 }  # fmt: skip
 
 
+# Families whose only tiny model is that of the parity tests.
+OTHER_FAMILIES = [name for name in FAMILIES if "-" not in name and name not in TINY]
+
+
 def tiny_model(folder: Path, family: str) -> Path:
     """Returns a folder that holds the config.json of a tiny model; served with model.load_format=dummy."""
     path = folder / family
     path.mkdir(exist_ok=True)
-    (path / "config.json").write_text(json.dumps(_COMMON | TINY[family]))
+    values = _COMMON | TINY[family] if family in TINY else FAMILIES[family][1] | {"model_type": FAMILIES[family][0]}
+    (path / "config.json").write_text(json.dumps(values))
     return path
 
 

@@ -18,6 +18,7 @@ from moe_serve.engine.messages import Submit
 from moe_serve.models.families.registry import read_spec
 from moe_serve.models.spec import ModelSpec
 from tests.engine.offline import (
+    OTHER_FAMILIES,
     TINY,
     Served,
     prompts_with_shared_beginnings,
@@ -75,16 +76,21 @@ SINGLE: dict[str, tuple[int, list[str], int | None]] = {
     ),
 }  # fmt: skip
 DEMO = ("demo", "small")
-MODELS = [(model, size) for size in SIZES for model in ("demo", *TINY)]
+MODELS = [(model, size) for size in SIZES for model in ("demo", *TINY, *OTHER_FAMILIES)]
 
 
 def marked(reference: tuple[str, str], *case: object) -> object:
     name = "-".join(map(str, (*reference, *case)))
-    return pytest.param(reference, *case, id=name, marks=pytest.mark.slow if reference[1] == "large" else ())
+    model, size = reference
+    is_slow = size == "large" or (model in OTHER_FAMILIES and case in ALL_WAYS and case not in EVERY_DAY)
+    return pytest.param(reference, *case, id=name, marks=pytest.mark.slow if is_slow else ())
 
 
 PLACED_DEMO = [(4, 8, "even"), (2, 8, "exact"), (2, 8, "nearest")]  # ranks, redundant experts, split
-CASES = [marked(reference, way, threads) for reference in MODELS for way in WAYS for threads in (1, 2)]
+ALL_WAYS = [(way, threads) for way in WAYS for threads in (1, 2)]
+# Of families that share their kernels with others: four ranks, and two ranks with two threads.
+EVERY_DAY = [ALL_WAYS[2], ALL_WAYS[5]]
+CASES = [marked(reference, *case) for reference in MODELS for case in ALL_WAYS]
 PLACED = [
     marked(reference, *case)
     for reference in MODELS

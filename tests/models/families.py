@@ -26,6 +26,17 @@ SIGMOID: dict[str, Any] = QWEN | {
     "n_routed_experts": 8, "num_experts_per_tok": 3, "n_shared_experts": 1, "first_k_dense_replace": 1, "n_group": 4,
     "topk_group": 2, "routed_scaling_factor": 2.5, "rms_norm_eps": 1e-5,
 }  # fmt: skip
+QWEN2: dict[str, Any] = COMMON | {
+    "num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 48,
+}  # fmt: skip
+OLMOE: dict[str, Any] = COMMON | {"num_experts": 8, "num_experts_per_tok": 3}
+GRANITE: dict[str, Any] = COMMON | {
+    "num_local_experts": 8, "num_experts_per_tok": 3, "embedding_multiplier": 3.5, "residual_multiplier": 0.22,
+    "attention_multiplier": 0.4, "logits_scaling": 0.3,
+}  # fmt: skip
+MINIMAX: dict[str, Any] = COMMON | {
+    "num_local_experts": 8, "num_experts_per_tok": 3, "head_dim": 16, "rotary_dim": 8, "intermediate_size": 40,
+}  # fmt: skip
 YARN = {
     "rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 64,
     "beta_fast": 32, "beta_slow": 1, "mscale": 0.7, "mscale_all_dim": 1.3,
@@ -59,6 +70,27 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         | {"mlp_only_layers": [0], "attention_bias": True, "norm_topk_prob": False, "tie_word_embeddings": True}
         | {"rope_parameters": {"rope_type": "linear", "rope_theta": 5000.0, "factor": 2.0}},
     ),
+    "qwen2_moe": ("qwen2_moe", QWEN2),
+    "qwen2_moe-step-window": (
+        "qwen2_moe",
+        QWEN2
+        | {"num_hidden_layers": 5, "decoder_sparse_step": 2, "mlp_only_layers": [1], "norm_topk_prob": True}
+        | {"use_sliding_window": True, "sliding_window": 33, "max_window_layers": 3, "tie_word_embeddings": True},
+    ),
+    "qwen2_moe-no-bias": ("qwen2_moe", QWEN2 | {"qkv_bias": False, "num_key_value_heads": 4}),
+    "olmoe": ("olmoe", OLMOE),
+    "olmoe-mha-bias-clip": (
+        "olmoe",
+        OLMOE | {"num_key_value_heads": 4, "attention_bias": True, "clip_qkv": 0.7, "norm_topk_prob": True},
+    ),
+    "granitemoe": ("granitemoe", GRANITE),
+    "granitemoe-bias-tied": (
+        "granitemoe",
+        GRANITE | {"attention_bias": True, "tie_word_embeddings": True, "num_key_value_heads": 4},
+    ),
+    "granitemoeshared": ("granitemoeshared", GRANITE | {"shared_intermediate_size": 40}),
+    "minimax_m2": ("minimax_m2", MINIMAX),
+    "minimax_m2-mha-whole": ("minimax_m2", MINIMAX | {"num_key_value_heads": 4, "rotary_dim": 16}),
     "gpt_oss": ("gpt_oss", GPT_OSS),
     "gpt_oss-long-window-mha": (
         "gpt_oss",

@@ -48,6 +48,50 @@ ERNIE_45_300B = ERNIE_45_21B | {
     "tie_word_embeddings": False,
 }
 
+QWEN_15_MOE: dict[str, Any] = {
+    "architectures": ["Qwen2MoeForCausalLM"], "model_type": "qwen2_moe", "vocab_size": 151936, "hidden_size": 2048,
+    "num_hidden_layers": 24, "num_attention_heads": 16, "num_key_value_heads": 16, "num_experts": 60,
+    "num_experts_per_tok": 4, "moe_intermediate_size": 1408, "shared_expert_intermediate_size": 5632,
+    "intermediate_size": 5632, "norm_topk_prob": False, "decoder_sparse_step": 1, "max_position_embeddings": 8192,
+    "rope_theta": 1000000.0, "rms_norm_eps": 1e-6, "use_sliding_window": False, "sliding_window": 32768,
+    "max_window_layers": 21, "hidden_act": "silu", "tie_word_embeddings": False, "torch_dtype": "bfloat16",
+    "bos_token_id": 151643, "eos_token_id": 151643, "router_aux_loss_coef": 0.001, "output_router_logits": False,
+}  # fmt: skip
+QWEN2_57B = QWEN_15_MOE | {
+    "hidden_size": 3584, "num_hidden_layers": 28, "num_attention_heads": 28, "num_key_value_heads": 4,
+    "num_experts": 64, "num_experts_per_tok": 8, "moe_intermediate_size": 2560, "intermediate_size": 18944,
+    "shared_expert_intermediate_size": 20480, "max_window_layers": 28, "max_position_embeddings": 131072,
+}  # fmt: skip
+OLMOE_1B_7B: dict[str, Any] = {
+    "architectures": ["OlmoeForCausalLM"], "model_type": "olmoe", "vocab_size": 50304, "hidden_size": 2048,
+    "intermediate_size": 1024, "num_hidden_layers": 16, "num_attention_heads": 16, "num_key_value_heads": 16,
+    "num_experts": 64, "num_experts_per_tok": 8, "norm_topk_prob": False, "clip_qkv": None, "attention_bias": False,
+    "max_position_embeddings": 4096, "rope_theta": 10000.0, "rope_scaling": None, "rms_norm_eps": 1e-5,
+    "hidden_act": "silu", "tie_word_embeddings": False, "torch_dtype": "bfloat16", "eos_token_id": 50279,
+}  # fmt: skip
+GRANITE_1B: dict[str, Any] = {
+    "architectures": ["GraniteMoeForCausalLM"], "model_type": "granitemoe", "vocab_size": 49155, "hidden_size": 1024,
+    "intermediate_size": 512, "num_hidden_layers": 24, "num_attention_heads": 16, "num_key_value_heads": 8,
+    "num_local_experts": 32, "num_experts_per_tok": 8, "attention_multiplier": 0.015625, "embedding_multiplier": 12.0,
+    "logits_scaling": 6.0, "residual_multiplier": 0.22, "attention_bias": False, "max_position_embeddings": 131072,
+    "rope_theta": 10000000.0, "rope_scaling": None, "rms_norm_eps": 1e-6, "hidden_act": "silu",
+    "tie_word_embeddings": True, "torch_dtype": "bfloat16", "bos_token_id": 0, "eos_token_id": 0,
+}  # fmt: skip
+GRANITE_3B = GRANITE_1B | {
+    "hidden_size": 1536, "num_hidden_layers": 32, "num_attention_heads": 24, "num_local_experts": 40,
+}  # fmt: skip
+MINIMAX_M2: dict[str, Any] = {
+    "architectures": ["MiniMaxM2ForCausalLM"], "model_type": "minimax_m2", "vocab_size": 200064, "hidden_size": 3072,
+    "intermediate_size": 1536, "num_hidden_layers": 62, "num_attention_heads": 48, "num_key_value_heads": 8,
+    "head_dim": 128, "rotary_dim": 64, "rope_theta": 5000000, "num_local_experts": 256, "num_experts_per_tok": 8,
+    "scoring_func": "sigmoid", "use_routing_bias": True, "use_qk_norm": True, "qk_norm_type": "per_layer",
+    "shared_intermediate_size": 0, "attn_type_list": [1] * 62, "use_mtp": True, "num_mtp_modules": 3,
+    "max_position_embeddings": 196608, "rms_norm_eps": 1e-6, "hidden_act": "silu", "tie_word_embeddings": False,
+    "quantization_config": {"quant_method": "fp8", "fmt": "float8_e4m3fn", "activation_scheme": "dynamic",
+                            "weight_block_size": [128, 128],
+                            "modules_to_not_convert": ["gate", "e_score_correction_bias", "lm_head"]},
+}  # fmt: skip
+
 # name -> (config.json, parameters as its authors say)
 PUBLISHED: dict[str, tuple[dict[str, Any], float]] = {
     "GLM-4.5": (GLM_45, 355e9),
@@ -55,4 +99,10 @@ PUBLISHED: dict[str, tuple[dict[str, Any], float]] = {
     "dots.llm1": (DOTS_LLM1, 142e9),
     "ERNIE-4.5-21B-A3B": (ERNIE_45_21B, 21.8e9),
     "ERNIE-4.5-300B-A47B": (ERNIE_45_300B, 300e9),
+    "Qwen1.5-MoE-A2.7B": (QWEN_15_MOE, 14.3e9),
+    "Qwen2-57B-A14B": (QWEN2_57B, 57.4e9),
+    "OLMoE-1B-7B": (OLMOE_1B_7B, 6.92e9),
+    "Granite-3.1-1B-A400M": (GRANITE_1B, 1.33e9),
+    "Granite-3.1-3B-A800M": (GRANITE_3B, 3.30e9),
+    "MiniMax-M2": (MINIMAX_M2, 230e9),
 }

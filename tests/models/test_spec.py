@@ -16,7 +16,7 @@ from moe_serve.models.families.registry import FAMILIES, read_spec
 from moe_serve.models.rope_spec import mscale_of
 from moe_serve.models.spec import ModelSpec
 from tests.models.families import MLA, QWEN, YARN
-from tests.models.published import DOTS_LLM1, ERNIE_45_21B, GLM_45, PUBLISHED
+from tests.models.published import DOTS_LLM1, ERNIE_45_21B, GLM_45, GRANITE_1B, MINIMAX_M2, OLMOE_1B_7B, PUBLISHED
 
 QWEN_30B: dict[str, Any] = {
     "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "vocab_size": 151936, "hidden_size": 2048,
@@ -171,10 +171,10 @@ def test_some_layers_may_be_dense(tmp_path: Path) -> None:
 
 
 def test_an_unsupported_architecture_is_refused_with_the_list_of_supported_ones(tmp_path: Path) -> None:
-    config = {"model_type": "olmoe", "architectures": ["OlmoeForCausalLM"]}
+    config = {"model_type": "jamba", "architectures": ["JambaForCausalLM"]}
     with pytest.raises(ModelError) as error:
         read_spec(folder(tmp_path, config))
-    for word in ("olmoe", "OlmoeForCausalLM", *FAMILIES):
+    for word in ("jamba", "JambaForCausalLM", *FAMILIES):
         assert word in str(error.value)
 
 
@@ -190,6 +190,11 @@ def test_an_unsupported_architecture_is_refused_with_the_list_of_supported_ones(
         (GLM_45, {"partial_rotary_factor": 0.4}, "the rotated head width is 51; it must be even"),
         (DOTS_LLM1, {"layer_types": ["chunked_attention"] * 62}, "attention 'chunked_attention'"),
         (DOTS_LLM1, {"sliding_window": "all", "max_window_layers": 8}, "sliding_window is 'all'"),
+        (MINIMAX_M2, {"scoring_func": "softmax"}, "scoring_func 'softmax'"),
+        (MINIMAX_M2, {"attn_type_list": [0, *[1] * 61]}, "attn_type_list [0, 1"),
+        (MINIMAX_M2, {"qk_norm_type": "per_head"}, "qk_norm_type 'per_head'"),
+        (OLMOE_1B_7B, {"clip_qkv": -1}, "clip_qkv is -1"),
+        (GRANITE_1B, {"logits_scaling": 0}, "logits_scaling is 0"),
         (QWEN_30B, {"head_dim": 127}, "127; it must be even"),
         (QWEN_30B, {"num_key_value_heads": 5}, "32 attention heads do not divide over 5"),
         (QWEN_30B, {"hidden_size": None}, "hidden_size is missing"),

@@ -5,6 +5,7 @@
 #include "moves.c"
 #include "attention.c"
 #include "rows.c"
+#include "updates.c"
 #include "gate.c"
 #include "sampling.c"
 

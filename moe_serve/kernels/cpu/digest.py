@@ -18,7 +18,7 @@ from moe_serve.kernels.cpu.experts import PackedExperts, packed_ffn
 from moe_serve.kernels.cpu.gate import gate
 from moe_serve.kernels.cpu.linear import KINDS, PackedLinear
 from moe_serve.kernels.cpu.packed import gate_up_size, packed_size
-from moe_serve.kernels.cpu.rows import add_rms_norm, rms_norm, rope_write, weighted_sum
+from moe_serve.kernels.cpu.rows import add_gated_, add_rms_norm, rms_norm, rope_write, weighted_sum
 from moe_serve.kernels.cpu.sampling import sample_rows
 from moe_serve.kernels.gate_shape import GateShape
 from moe_serve.kernels.logit_changes import EDIT, LogitChanges
@@ -87,9 +87,11 @@ def _rows() -> list[Tensor]:
     x, qkv, cache = _numbers(ROWS, HIDDEN), _numbers(ROWS, 4 * 34, seed=2), torch.zeros(ROWS, 2, 34)
     turns = torch.complex(_numbers(ROWS, 17, seed=3), _numbers(ROWS, 17, seed=4))
     normed = [rms_norm(x, _numbers(HIDDEN, seed=5), EPS), add_rms_norm(x, x.clone(), _numbers(HIDDEN, seed=6), EPS)]
+    normed.append(add_rms_norm(x, x.clone(), _numbers(HIDDEN, seed=6), EPS, 0.3))
+    add_gated_(x, x.clone(), 4 * _numbers(ROWS, 1, seed=9))
     rope_write(qkv, _numbers(3, 34, seed=7), EPS, turns, torch.arange(ROWS), cache, 2, 1)
     index = torch.arange(ROWS * 3).remainder(ROWS).view(ROWS, 3)
-    return [*normed, qkv, cache, weighted_sum(x, index, _numbers(ROWS, 3, seed=8))]
+    return [*normed, x, qkv, cache, weighted_sum(x, index, _numbers(ROWS, 3, seed=8))]
 
 
 def _gate() -> list[Tensor]:

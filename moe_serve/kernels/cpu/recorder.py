@@ -120,14 +120,26 @@ class Recorder:
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """As kernels/norm.py."""
         out = self.buffer("rms_norm", x.shape[1])
-        self._add("rms_norm", x, ROWS, x.shape[1], x.stride(0), weight, float_bits(eps), out)
+        self._add("rms_norm", x, ROWS, x.shape[1], x.stride(0), weight, float_bits(eps), out, out.stride(0))
         return out
 
-    def add_rms_norm(self, x: Tensor, delta: Tensor, weight: Tensor, eps: float) -> Tensor:
+    def rms_norm_(self, x: Tensor, weight: Tensor, eps: float) -> None:
+        """The same in place. x: [rows, width], may be a slice of wider rows"""
+        self._add("rms_norm", x, ROWS, x.shape[1], x.stride(0), weight, float_bits(eps), x, x.stride(0))
+
+    def scale_(self, x: Tensor, factor: float) -> None:
+        """As kernels/row_updates.py."""
+        self._add("scale_rows", x, ROWS, x.shape[1], x.stride(0), float_bits(factor))
+
+    def clip_(self, x: Tensor, limit: float) -> None:
+        """As kernels/row_updates.py."""
+        self._add("clip_rows", x, ROWS, x.shape[1], x.stride(0), float_bits(limit))
+
+    def add_rms_norm(self, x: Tensor, delta: Tensor, weight: Tensor, eps: float, factor: float = 1.0) -> Tensor:
         """As kernels/norm.py."""
         out = self.buffer("normed", x.shape[1])
-        strides = x.stride(0), delta.stride(0)
-        self._add("add_rms_norm", x, delta, ROWS, x.shape[1], *strides, weight, float_bits(eps), out)
+        strides, bits = (x.stride(0), delta.stride(0)), (float_bits(eps), float_bits(factor))
+        self._add("add_rms_norm", x, delta, ROWS, x.shape[1], *strides, weight, *bits, out)
         return out
 
     def linear(self, name: str, weight: PackedLinear, x: Tensor) -> Tensor:
@@ -223,9 +235,12 @@ class Recorder:
         """Returns the gated MLP of rows [rows, H], whose weights are those of a single slot."""
         return self._ffn("mlp", x, ctypes.addressof(self._num_rows), weights)
 
-    def add(self, total: Tensor, x: Tensor) -> None:
-        """Adds x to total in place, both [rows, width] without gaps."""
-        self._add("add_rows", total, x, ROWS, x.shape[1])
+    def add(self, total: Tensor, x: Tensor, gate: Tensor | None = None) -> None:
+        """Adds x to total in place, both [rows, width] without gaps; gate: [rows, 1], x times its sigmoid is added"""
+        if gate is None:
+            self._add("add_rows", total, x, ROWS, x.shape[1])
+        else:
+            self._add("add_gated_rows", total, x, ROWS, x.shape[1], gate)
 
     def _ffn(self, name: str, x: Tensor, counts: Tensor | int, experts: PackedExperts) -> Tensor:
         per_row = x.shape[0] // self.capacity

@@ -43,7 +43,7 @@ INLINE float inverse_rms(const float *x, i64 n, float eps)
 
 static void norm_row(const float *x, const float *weight, i64 n, float eps, float *y)
 {
-    float by = inverse_rms(x, n, eps);
+    float by = inverse_rms(x, n, eps); /* y may be x */
     for (i64 i = 0; i < n; i += 16) put(y + i, get(x + i, n - i) * by * get(weight + i, n - i), n - i);
 }
 
@@ -53,6 +53,8 @@ typedef struct {
     i64 rows, n, x_step, delta_step;
     const float *weight;
     float eps, *y;
+    i64 y_step;
+    float factor; /* on delta */
 } Norm;
 
 static void norm_piece(const void *about, i64 piece)
@@ -63,24 +65,24 @@ static void norm_piece(const void *about, i64 piece)
         float *x = job->x + r * job->x_step;
         const float *delta = job->delta + r * job->delta_step;
         if (job->delta)
-            for (i64 i = 0; i < n; i += 16) put(x + i, get(x + i, n - i) + get(delta + i, n - i), n - i);
-        norm_row(x, job->weight, n, job->eps, job->y + r * n);
+            for (i64 i = 0; i < n; i += 16) put(x + i, get(x + i, n - i) + job->factor * get(delta + i, n - i), n - i);
+        norm_row(x, job->weight, n, job->eps, job->y + r * job->y_step);
     }
 }
 
-/* x [rows, n] with x_step floats from row to row -> y [rows, n]; eps: the bits of a double */
-i64 rms_norm(float *x, i64 rows, i64 n, i64 x_step, const float *weight, i64 eps, float *y)
+/* x [rows, n] with x_step floats from row to row -> y [rows, n], likewise, may be x; eps: the bits of a double */
+i64 rms_norm(float *x, i64 rows, i64 n, i64 x_step, const float *weight, i64 eps, float *y, i64 y_step)
 {
-    Norm job = {x, 0, rows, n, x_step, 0, weight, as_float(eps), y};
+    Norm job = {x, 0, rows, n, x_step, 0, weight, as_float(eps), y, y_step, 0};
     pool_run(norm_piece, &job, pieces_of(rows, n));
     return 0;
 }
 
-/* the same of x + delta, which stays in x */
+/* the same of x + factor * delta, which stays in x; factor: the bits of a double */
 i64 add_rms_norm(float *x, const float *delta, i64 rows, i64 n, i64 x_step, i64 delta_step, const float *weight,
-                 i64 eps, float *y)
+                 i64 eps, i64 factor, float *y)
 {
-    Norm job = {x, delta, rows, n, x_step, delta_step, weight, as_float(eps), y};
+    Norm job = {x, delta, rows, n, x_step, delta_step, weight, as_float(eps), y, n, as_float(factor)};
     pool_run(norm_piece, &job, pieces_of(rows, n));
     return 0;
 }

@@ -22,12 +22,24 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, out: Tensor | None = None) -
     assert checks.rows(x), f"{x.dtype}, strides {x.stride()}"
     assert dense(weight, torch.float32, x.shape[1]), f"weight {weight.dtype} {tuple(weight.shape)}"
     assert dense(out, torch.float32, *x.shape), f"out {out.dtype} {tuple(out.shape)}"
-    cpu_library().call.rms_norm(x.data_ptr(), *x.shape, x.stride(0), weight.data_ptr(), float_bits(eps), out.data_ptr())
+    _rms_norm(x, weight, eps, out)
     return out
 
 
-def add_rms_norm(x: Tensor, delta: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Adds delta to x in place, and returns the normed sum. x, delta: [rows, width], weight: [width]"""
+def rms_norm_(x: Tensor, weight: Tensor, eps: float) -> None:
+    """The same in place. x: [rows, width], may be a slice of wider rows"""
+    assert checks.rows(x), f"{x.dtype}, strides {x.stride()}"
+    assert dense(weight, torch.float32, x.shape[1]), f"weight {weight.dtype} {tuple(weight.shape)}"
+    _rms_norm(x, weight, eps, x)
+
+
+def _rms_norm(x: Tensor, weight: Tensor, eps: float, out: Tensor) -> None:
+    at = out.data_ptr(), out.stride(0)
+    cpu_library().call.rms_norm(x.data_ptr(), *x.shape, x.stride(0), weight.data_ptr(), float_bits(eps), *at)
+
+
+def add_rms_norm(x: Tensor, delta: Tensor, weight: Tensor, eps: float, factor: float = 1.0) -> Tensor:
+    """Adds factor * delta to x in place, and returns the normed sum. x, delta: [rows, width], weight: [width]"""
     assert checks.rows(x), f"{x.dtype}, strides {x.stride()}"
     assert checks.rows(delta, x.shape[1]), f"delta {delta.dtype} {tuple(delta.shape)}, strides {delta.stride()}"
     assert len(delta) == len(x), f"{len(delta)} rows of delta for {len(x)}"
@@ -35,7 +47,7 @@ def add_rms_norm(x: Tensor, delta: Tensor, weight: Tensor, eps: float) -> Tensor
     out = x.new_empty(x.shape)
     cpu_library().call.add_rms_norm(
         x.data_ptr(), delta.data_ptr(), *x.shape, x.stride(0), delta.stride(0), weight.data_ptr(), float_bits(eps),
-        out.data_ptr(),
+        float_bits(factor), out.data_ptr(),
     )  # fmt: skip
     return out
 
@@ -64,6 +76,26 @@ def rope_write(
         0 if head_norm is None else head_norm.data_ptr(), float_bits(eps), turns.data_ptr(), slots.data_ptr(),
         cache_layer.data_ptr(),
     )  # fmt: skip
+
+
+def scale_(x: Tensor, factor: float) -> None:
+    """Multiplies x [rows, width] in place."""
+    assert checks.rows(x), f"{x.dtype}, strides {x.stride()}"
+    cpu_library().call.scale_rows(x.data_ptr(), *x.shape, x.stride(0), float_bits(factor))
+
+
+def clip_(x: Tensor, limit: float) -> None:
+    """Brings x [rows, width] to between -limit and limit, in place; NaN stays."""
+    assert checks.rows(x), f"{x.dtype}, strides {x.stride()}"
+    cpu_library().call.clip_rows(x.data_ptr(), *x.shape, x.stride(0), float_bits(limit))
+
+
+def add_gated_(total: Tensor, x: Tensor, logits: Tensor) -> None:
+    """Adds x times sigmoid(logits) to total in place. total, x: [rows, width], logits: [rows, 1]; all contiguous"""
+    assert dense(total, torch.float32, *x.shape), f"total {total.dtype} {tuple(total.shape)}"
+    assert dense(x, torch.float32), f"{x.dtype}, strides {x.stride()}"
+    assert dense(logits, torch.float32, len(x), 1), f"logits {logits.dtype} {tuple(logits.shape)}"
+    cpu_library().call.add_gated_rows(total.data_ptr(), x.data_ptr(), *x.shape, logits.data_ptr())
 
 
 def weighted_sum(rows: Tensor, index: Tensor, weights: Tensor, out: Tensor | None = None) -> Tensor:

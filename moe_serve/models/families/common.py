@@ -89,6 +89,14 @@ def windowed_by_layer(attention: GqaSpec, config: HfConfig, is_windowed: Callabl
     return replace(attention, window=window, windowed_layer_ids=windowed_ids)
 
 
+def sparse_layers(config: HfConfig) -> tuple[int, ...]:
+    """Returns the MoE layers' ids of Qwen models: every decoder_sparse_step-th but those of mlp_only_layers."""
+    num_layers = config.size("num_hidden_layers", largest=MOST_LAYERS)
+    step = config.size("decoder_sparse_step", default=1)
+    dense_only = config.sizes("mlp_only_layers", below=num_layers)
+    return tuple(layer for layer in range(num_layers) if layer not in dense_only and (layer + 1) % step == 0)
+
+
 def moe_layers_behind_dense_ones(config: HfConfig, default: int) -> tuple[int, ...]:
     """Returns the MoE layers' ids where the first layers are dense, as many as config.json says."""
     num_layers = config.size("num_hidden_layers", largest=MOST_LAYERS)

@@ -3,8 +3,8 @@
 from dataclasses import replace
 
 from moe_serve.ep.routing import RouterSpec
-from moe_serve.models.families.common import common_fields, gqa, windowed
-from moe_serve.models.hf_config import MOST_LAYERS, HfConfig
+from moe_serve.models.families.common import common_fields, gqa, sparse_layers, windowed
+from moe_serve.models.hf_config import HfConfig
 from moe_serve.models.rope_spec import read_rope
 from moe_serve.models.spec import ModelSpec
 
@@ -14,14 +14,11 @@ def read(config: HfConfig, eos_token_ids: tuple[int, ...]) -> ModelSpec:
     attention = replace(gqa(config), qk_norm="head", qkv_bias=bias, out_bias=bias)
     if config.flag("use_sliding_window"):  # null is no window; no such key is the window of transformers
         attention = windowed(attention, HfConfig({"sliding_window": 4096, **config.values}, config.where))
-    num_layers = config.size("num_hidden_layers", largest=MOST_LAYERS)
-    step = config.size("decoder_sparse_step", default=1)
-    dense_only = config.sizes("mlp_only_layers", below=num_layers)
     return ModelSpec(
         **common_fields(config, eos_token_ids),
         attention=attention,
         rope=read_rope(config.values, attention.head_dim, False, config.where),
-        moe_layer_ids=tuple(i for i in range(num_layers) if i not in dense_only and (i + 1) % step == 0),
+        moe_layer_ids=sparse_layers(config),
         router=RouterSpec(
             num_logical=config.size("num_experts", "num_local_experts"),
             topk=config.size("num_experts_per_tok"),
