@@ -1,7 +1,7 @@
 """How the tokens of a request are chosen and when to stop. Names and defaults follow SGLang. Torch-free."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -10,6 +10,9 @@ from moe_serve.errors import RequestError
 MAX_SEED = 2**63 - 1  # the sampler's philox key is one int64
 MAX_STOPS = 64  # stop strings, and stop token ids, of one request
 MAX_BIASES = 1024  # entries of logit_bias
+MAX_ALLOWED = 16_384  # allowed_token_ids
+MAX_BAD_WORDS = 128  # of one request, as strings and again as token ids
+MAX_BAD_WORD_TOKENS = 64  # of one word
 MAX_BIAS = 100  # of one token, as in OpenAI's API
 _PENALTIES = {  # the least and the largest: OpenAI's; no logit overflows by a repetition penalty
     "frequency_penalty": (-2.0, 2.0),
@@ -37,6 +40,9 @@ class SamplingParams:
     presence_penalty: float = 0.0  # subtracted from the logit of each token that the output has
     repetition_penalty: float = 1.0  # divides the logits above 0 of tokens in prompt or output, multiplies the others
     logit_bias: Mapping[int, float] = field(default_factory=dict)  # added to the logits of these token ids, first
+    bad_words: tuple[str, ...] = ()  # the front end adds their tokens, each with and without a space before, to:
+    bad_words_ids: tuple[tuple[int, ...], ...] = ()  # token sequences that the output must not hold
+    allowed_token_ids: tuple[int, ...] = ()  # no others may be drawn; () = all
 
     @property
     def has_penalties(self) -> bool:
@@ -45,7 +51,7 @@ class SamplingParams:
     @property
     def changes_logits(self) -> bool:
         """Whether logits are changed after min_new_tokens, too."""
-        return self.has_penalties or bool(self.logit_bias)
+        return bool(self.has_penalties or self.logit_bias or self.bad_words_ids or self.allowed_token_ids)
 
     def validate(self) -> None:
         """Raises RequestError naming the first field that is out of range, the value, and the range."""
@@ -74,15 +80,12 @@ class SamplingParams:
             if not low <= getattr(self, name) <= high:
                 raise RequestError(f"{name} is {getattr(self, name)}, expected {low:g} to {high:g}", field=name)
         self._check_logit_bias()
+        self._check_bad_words()
+        _check_ids("allowed_token_ids", self.allowed_token_ids, MAX_ALLOWED)
         if self.seed is not None:
             _check_int("seed", self.seed, 0, MAX_SEED)
-        _check_stops("stop", self.stop)
-        for text in self.stop:
-            if not isinstance(text, str) or not text:
-                raise RequestError(f"stop holds {text!r}, expected non-empty strings", field="stop")
-        _check_stops("stop_token_ids", self.stop_token_ids)
-        for token_id in self.stop_token_ids:
-            _check_int("stop_token_ids", token_id, 0)
+        _check_texts("stop", self.stop, MAX_STOPS)
+        _check_ids("stop_token_ids", self.stop_token_ids, MAX_STOPS)
         for name in ("ignore_eos", "skip_special_tokens"):
             if not isinstance(getattr(self, name), bool):
                 raise RequestError(f"{name} is {getattr(self, name)!r}, expected true or false", field=name)
@@ -91,12 +94,23 @@ class SamplingParams:
         name = "logit_bias"
         if not isinstance(self.logit_bias, Mapping):
             raise RequestError(f"{name} is {self.logit_bias!r}, expected token ids with numbers", field=name)
-        _check_size(name, len(self.logit_bias), MAX_BIASES, "entries")
+        _check_size(name, self.logit_bias, MAX_BIASES)
         for token_id, bias in self.logit_bias.items():
             _check_int(name, token_id, 0)
             _check_number(f"{name} of {token_id}", bias, name)
             if abs(bias) > MAX_BIAS:
                 raise RequestError(f"{name} of {token_id} is {bias}, expected -{MAX_BIAS} to {MAX_BIAS}", field=name)
+
+    def _check_bad_words(self) -> None:
+        _check_texts("bad_words", self.bad_words, MAX_BAD_WORDS)
+        if not all(word.strip() for word in self.bad_words):
+            raise RequestError("bad_words holds a string of spaces alone; leave it out", field="bad_words")
+        name = "bad_words_ids"
+        _check_size(name, self.bad_words_ids, MAX_BAD_WORDS)
+        for word in self.bad_words_ids:
+            _check_ids(name, word, MAX_BAD_WORD_TOKENS)
+            if not word:
+                raise RequestError(f"{name} holds an empty list, expected at least one token id", field=name)
 
 
 def plain(params: SamplingParams) -> SamplingParams:
@@ -120,12 +134,21 @@ def _check_number(name: str, value: object, field: str | None = None) -> None:
         raise RequestError(f"{name} is {value!r}, expected a finite number", field=field or name)
 
 
-def _check_stops(name: str, value: object) -> None:
-    if not isinstance(value, tuple):
+def _check_texts(name: str, value: object, most: int) -> None:
+    for text in _check_size(name, value, most):
+        if not isinstance(text, str) or not text:
+            raise RequestError(f"{name} holds {text!r}, expected non-empty strings", field=name)
+
+
+def _check_ids(name: str, value: object, most: int) -> None:
+    for token_id in _check_size(name, value, most):
+        _check_int(name, token_id, 0)
+
+
+def _check_size(name: str, value: object, most: int) -> Collection[object]:
+    """Returns a collection that is not too large."""
+    if not isinstance(value, tuple | Mapping):
         raise RequestError(f"{name} is {value!r}, expected a list", field=name)
-    _check_size(name, len(value), MAX_STOPS, "entries")
-
-
-def _check_size(name: str, size: int, most: int, what: str) -> None:
-    if size > most:
-        raise RequestError(f"{name} has {size} {what}, at most {most} are taken; send fewer", field=name)
+    if len(value) > most:
+        raise RequestError(f"{name} has {len(value)} entries, at most {most} are taken; send fewer", field=name)
+    return value

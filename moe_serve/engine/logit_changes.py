@@ -27,14 +27,39 @@ class RequestChanges:
         params = request.params
         self._output_ids = request.output_ids
         self._edits = _Edits(params, request.prompt_ids, vocab)
+        self._bad_words = _BadWords(params.bad_words_ids, vocab)
         self._may_end_from = params.min_new_tokens
         self._ending = _within((*params.stop_token_ids, *(() if params.ignore_eos else eos_token_ids)), vocab)
+        self._mask = mask_of(params.allowed_token_ids, vocab) if params.allowed_token_ids else None
 
     def now(self) -> LogitChanges | None:
         """Returns the changes for the token after the output as it is now; None where there are none."""
         edits = self._edits.after(self._output_ids)
-        banned = self._ending if len(self._output_ids) < self._may_end_from else NO_IDS
-        return LogitChanges(edits, banned) if edits.size or banned.size else None
+        banned = self._bad_words.after(self._output_ids)
+        if len(self._output_ids) < self._may_end_from:
+            banned = np.concatenate([banned, self._ending])
+        if not edits.size and not banned.size and self._mask is None:
+            return None
+        return LogitChanges(edits, banned, self._mask)
+
+
+class _BadWords:
+    """Words that the output must not hold, as vLLM bans them (v1/sample/ops/bad_words.py): the last token of a word
+    is banned where the output ends with the tokens before it."""
+
+    def __init__(self, words: Sequence[Sequence[int]], vocab: int):
+        within = [word for word in words if 0 <= word[-1] < vocab]
+        self._always = np.array([word[-1] for word in within if len(word) == 1], np.int64)
+        self._longer: dict[int, list[tuple[list[int], int]]] = {}  # by the token before the last one
+        for word in within:
+            if len(word) > 1:
+                self._longer.setdefault(word[-2], []).append((list(word[:-1]), word[-1]))
+
+    def after(self, output_ids: Sequence[int]) -> NDArray[np.int64]:
+        """Returns the ids that would complete a word, [num_ids] int64."""
+        candidates = self._longer.get(output_ids[-1], ()) if output_ids else ()
+        last = [token for before, token in candidates if output_ids[-len(before) :] == before]
+        return np.array([*self._always.tolist(), *last], np.int64) if last else self._always
 
 
 class _Edits:
@@ -84,6 +109,13 @@ class _Edits:
         edit["repetition"] = self._repetition
         edit["frequency"] = self._frequency * np.float32(self._counts[slot])
         edit["presence"] = self._presence
+
+
+def mask_of(token_ids: Sequence[int], vocab: int) -> NDArray[np.int32]:
+    """Returns the mask of LogitChanges that allows these tokens alone, [ceil(vocab / 32)] int32."""
+    bits = np.zeros(-(-vocab // 32) * 32, np.uint8)
+    bits[_within(token_ids, vocab)] = 1
+    return np.packbits(bits, bitorder="little").view("<i4").astype(np.int32)
 
 
 def _within(token_ids: Sequence[int], vocab: int) -> NDArray[np.int64]:

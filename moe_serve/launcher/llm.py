@@ -27,7 +27,7 @@ from moe_serve.launcher.orderly_end import OrderlyEnd
 from moe_serve.launcher.preflight import load_tokenizer, look_for_files
 from moe_serve.server.balance import BalanceBook
 from moe_serve.server.open_request import Changes, OpenRequest, RequestSpec
-from moe_serve.server.prompts import draw_seed, encode_prompt, fit_to_model
+from moe_serve.server.prompts import draw_seed, encode_prompt, fit_to_model, with_bad_words
 from moe_serve.server.schemas import Prompt
 
 Prompts = Sequence[str] | Sequence[list[int]]
@@ -151,10 +151,17 @@ class LLM:
         return [self._spec(i, prompt, each) for i, (prompt, each) in enumerate(zip(prompts, params, strict=True))]
 
     def _spec(self, index: int, given: Any, params: SamplingParams) -> RequestSpec:
-        params = replace(params, stop=_as_tuple(params.stop), stop_token_ids=tuple(params.stop_token_ids))
+        params = replace(
+            params,
+            stop=_as_tuple(params.stop),
+            stop_token_ids=tuple(params.stop_token_ids),
+            bad_words=_as_tuple(params.bad_words),
+            bad_words_ids=tuple(map(tuple, params.bad_words_ids)),
+            allowed_token_ids=tuple(params.allowed_token_ids),
+        )
         try:
             params.validate()
-            prompt = _prompt(given, plain(params))
+            (prompt,) = with_bad_words([_prompt(given, plain(params))], self._tokenizer)
             ids = encode_prompt(prompt, self._tokenizer, self._bridge.limits)
             fitted = fit_to_model(prompt, ids, self._bridge.limits)
         except RequestError as error:

@@ -22,7 +22,7 @@ from moe_serve.server.answers import Shown, error_of, result, status_of
 from moe_serve.server.bridge import Bridge
 from moe_serve.server.client_limits import Permit
 from moe_serve.server.open_request import Changes, OpenRequest, RequestSpec
-from moe_serve.server.prompts import derived_seed, draw_seed, encode_prompt, fit_to_model
+from moe_serve.server.prompts import derived_seed, draw_seed, encode_prompt, fit_to_model, with_bad_words
 from moe_serve.server.schemas import GenerateRequest, Prompt
 
 _SHORT_CALL = 4096  # characters of all prompts; a longer call is tokenized in a thread
@@ -58,7 +58,7 @@ async def start_call(
     limits = bridge.limits
     specs: list[RequestSpec] = []
     rids: list[str] = []
-    for prompt, prompt_ids in zip(given.prompts, await _tokenize(given.prompts, tokenizer, limits), strict=True):
+    for prompt, prompt_ids in await _tokenize(given.prompts, tokenizer, limits):
         params = fit_to_model(prompt, prompt_ids, limits)
         seed = draw_seed() if params.seed is None else params.seed
         rid = prompt.rid or uuid.uuid4().hex
@@ -83,14 +83,19 @@ async def start_call(
     return Call(bridge.submit(specs, changes), rids, changes, given.is_batch, permit)
 
 
-async def _tokenize(prompts: Sequence[Prompt], tokenizer: Tokenizer | None, limits: ModelLimits) -> Sequence[list[int]]:
-    """Returns the ids of each prompt. Encodes long texts in a thread, so that other clients are served meanwhile."""
+async def _tokenize(
+    prompts: Sequence[Prompt], tokenizer: Tokenizer | None, limits: ModelLimits
+) -> Sequence[tuple[Prompt, list[int]]]:
+    """Returns the prompts with the ids of their bad words, and the ids of each.
 
-    def work() -> list[list[int]]:
-        return [encode_prompt(prompt, tokenizer, limits) for prompt in prompts]
+    Encodes long texts in a thread, so that other clients are served meanwhile.
+    """
 
-    is_short = sum(len(prompt.text or "") for prompt in prompts) <= _SHORT_CALL
-    return work() if is_short else await asyncio.to_thread(work)
+    def work() -> list[tuple[Prompt, list[int]]]:
+        return [(each, encode_prompt(each, tokenizer, limits)) for each in with_bad_words(prompts, tokenizer)]
+
+    num_chars = sum(len(prompt.text or "") + 2 * sum(map(len, prompt.params.bad_words)) for prompt in prompts)
+    return work() if num_chars <= _SHORT_CALL else await asyncio.to_thread(work)
 
 
 class GenerateResponse(Response):

@@ -9,7 +9,15 @@ from typing import Any
 from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 
-from moe_serve.attention_dp.sampling_params import MAX_BIAS, MAX_BIASES, MAX_SEED, MAX_STOPS
+from moe_serve.attention_dp.sampling_params import (
+    MAX_ALLOWED,
+    MAX_BAD_WORD_TOKENS,
+    MAX_BAD_WORDS,
+    MAX_BIAS,
+    MAX_BIASES,
+    MAX_SEED,
+    MAX_STOPS,
+)
 from moe_serve.server.guard import ADMIN, OPEN
 from moe_serve.server.json_fields import MAX_NAME_CHARS
 from moe_serve.server.sampling_fields import MAX_SAMPLES, MAX_STOP_CHARS, NEUTRAL_PARAMS
@@ -64,6 +72,11 @@ SAMPLING_PARAMS: Schema = {
                 "maxProperties": MAX_BIASES,
             }
         ),
+        "bad_words": _or_null({"anyOf": [_STOP, {"type": "array", "items": _STOP, "maxItems": MAX_BAD_WORDS}]}),
+        "bad_words_ids": _or_null(
+            {"type": "array", "items": {**_IDS, "maxItems": MAX_BAD_WORD_TOKENS}, "maxItems": MAX_BAD_WORDS}
+        ),
+        "allowed_token_ids": _or_null({**_IDS, "minItems": 0, "maxItems": MAX_ALLOWED}),
         "n": _or_null({"type": "integer", "minimum": 1, "maximum": MAX_SAMPLES, "default": 1}),
         **_neutral(NEUTRAL_PARAMS),
     },

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from moe_serve.attention_dp.request import MAX_SEED, SamplingParams
+from moe_serve.attention_dp.sampling_params import MAX_BAD_WORD_TOKENS
 from moe_serve.engine.messages import ModelLimits
 from moe_serve.errors import RequestError
 from moe_serve.models.tokenizer import Tokenizer, check_unicode
@@ -41,6 +42,39 @@ def encode_prompt(prompt: Prompt, tokenizer: Tokenizer | None, limits: ModelLimi
             field="text",
         )
     return tokenizer.encode(text)
+
+
+def with_bad_words(prompts: Sequence[Prompt], tokenizer: Tokenizer | None) -> list[Prompt]:
+    """Returns prompts whose bad_words are token ids: of each word as it stands at the beginning, and after a space.
+
+    Raises RequestError where there is no tokenizer, and for a word of too many tokens.
+    """
+    every = {prompt.params.bad_words for prompt in prompts}
+    ids_of = {words: _ids_of_bad_words(words, tokenizer) for words in every}  # a batch may share them
+
+    def in_ids(params: SamplingParams) -> SamplingParams:
+        return replace(params, bad_words=(), bad_words_ids=(*params.bad_words_ids, *ids_of[params.bad_words]))
+
+    return [replace(each, params=in_ids(each.params)) if each.params.bad_words else each for each in prompts]
+
+
+def _ids_of_bad_words(words: Sequence[str], tokenizer: Tokenizer | None) -> tuple[tuple[int, ...], ...]:
+    if not words:
+        return ()
+    if tokenizer is None:
+        raise RequestError(f"bad_words needs a tokenizer, but {_NO_TOKENIZER}; send bad_words_ids", field="bad_words")
+    every: dict[tuple[int, ...], None] = {}
+    for word in words:
+        check_unicode("bad_words", word)
+        for text in (word.lstrip(), " " + word.lstrip()):
+            ids = tuple(tokenizer.encode(text, add_special_tokens=False))
+            if len(ids) > MAX_BAD_WORD_TOKENS:
+                raise RequestError(
+                    f"bad_words holds a word of {len(ids)} tokens, at most {MAX_BAD_WORD_TOKENS} are taken; shorten it",
+                    field="bad_words",
+                )
+            every[ids] = None
+    return tuple(ids for ids in every if ids)
 
 
 def fit_to_model(prompt: Prompt, prompt_ids: Sequence[int], limits: ModelLimits) -> SamplingParams:
@@ -80,6 +114,9 @@ def fit_to_model(prompt: Prompt, prompt_ids: Sequence[int], limits: ModelLimits)
         params = replace(params, max_new_tokens=num_free)
     _check_vocabulary("stop_token_ids", params.stop_token_ids, limits)
     _check_vocabulary("logit_bias", params.logit_bias, limits)
+    _check_vocabulary("allowed_token_ids", params.allowed_token_ids, limits)
+    for word in params.bad_words_ids:
+        _check_vocabulary("bad_words_ids", word, limits)
     if params.top_k >= limits.vocab_size:
         params = replace(params, top_k=-1)
     return params

@@ -15,7 +15,7 @@ from moe_serve.errors import RequestError
 from moe_serve.server.json_fields import Fields, boolean, real_number, show, token_ids, whole_number
 
 MAX_SAMPLES = 128  # `n` of one prompt
-MAX_STOP_CHARS = 1024  # of one stop string
+MAX_STOP_CHARS = 1024  # of one stop string, or bad word
 _TOKEN_ID = re.compile("0|[1-9][0-9]{0,9}")  # as a key of a JSON object
 
 # Fields of SGLang whose features are not supported: null, or one of these values, means "not asked for".
@@ -113,13 +113,19 @@ def _take(values: Fields, names: tuple[str, ...], check: Callable[[str, Any], An
     return next(iter(given.values()), None)
 
 
-def _stops(name: str, value: Any) -> tuple[str, ...]:
-    stops = [value] if isinstance(value, str) else value
-    if not isinstance(stops, list) or not all(isinstance(stop, str) for stop in stops):
+def _texts(name: str, value: Any) -> tuple[str, ...]:
+    texts = [value] if isinstance(value, str) else value
+    if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
         raise RequestError(f"{name} is {show(value)}, expected a string or a list of strings", field=name)
-    if any(len(stop) > MAX_STOP_CHARS for stop in stops):
+    if any(len(text) > MAX_STOP_CHARS for text in texts):
         raise RequestError(f"{name} holds a string of more than {MAX_STOP_CHARS} characters; shorten it", field=name)
-    return tuple(stops)
+    return tuple(texts)
+
+
+def _bad_words_ids(name: str, value: Any) -> tuple[tuple[int, ...], ...]:
+    if not isinstance(value, list):
+        raise RequestError(f"{name} is {show(value)}, expected a list of lists of token ids", field=name)
+    return tuple(token_ids(f"{name}[{i}]", word) for i, word in enumerate(value))
 
 
 def _logit_bias(name: str, value: Any) -> dict[int, float]:
@@ -140,7 +146,7 @@ _CHECKS: Mapping[str, Callable[[str, Any], Any]] = {  # of each field of Samplin
     "top_p": real_number,
     "min_p": real_number,
     "top_k": whole_number,
-    "stop": _stops,
+    "stop": _texts,
     "stop_token_ids": token_ids,
     "seed": whole_number,
     "ignore_eos": boolean,
@@ -149,4 +155,7 @@ _CHECKS: Mapping[str, Callable[[str, Any], Any]] = {  # of each field of Samplin
     "presence_penalty": real_number,
     "repetition_penalty": real_number,
     "logit_bias": _logit_bias,
+    "bad_words": _texts,
+    "bad_words_ids": _bad_words_ids,
+    "allowed_token_ids": token_ids,
 }

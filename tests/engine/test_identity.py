@@ -268,7 +268,12 @@ CHANGED = replace(
 def submits_that_change_logits() -> list[Submit]:
     """Two thirds of the requests change their logits, each kind of change beside plain neighbours."""
     submits = submits_of(prompts_with_shared_beginnings(30, 2048, max_len=30), SAMPLED, SEEDS)
-    every = [CHANGED, replace(CHANGED, temperature=0.0), SAMPLED]
+    words = tuple((token,) for token in range(300, 310)) + tuple((a, b) for a in range(200) for b in (10, 11))[:100]
+    every = [
+        replace(CHANGED, bad_words_ids=words),
+        replace(CHANGED, temperature=0.0, allowed_token_ids=tuple(range(0, 2000, 2))),
+        SAMPLED,
+    ]
     return [msgspec.structs.replace(submit, params=every[i % 3]) for i, submit in enumerate(submits)]
 
 

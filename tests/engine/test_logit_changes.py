@@ -8,7 +8,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
-from transformers import LogitsProcessor, RepetitionPenaltyLogitsProcessor, SequenceBiasLogitsProcessor
+from transformers import (
+    LogitsProcessor,
+    MinNewTokensLengthLogitsProcessor,
+    NoBadWordsLogitsProcessor,
+    PrefixConstrainedLogitsProcessor,
+    RepetitionPenaltyLogitsProcessor,
+    SequenceBiasLogitsProcessor,
+)
 
 from moe_serve.attention_dp.request import Request, SamplingParams
 from moe_serve.engine.logit_changes import RequestChanges, changes_logits
@@ -83,13 +90,55 @@ def test_logit_bias_is_that_of_transformers():
     assert torch.equal(changed(logits, SamplingParams(logit_bias=bias), [1, 2], []), wanted)
 
 
+WORDS = ((5,), (7, 3), (7, 3, 9), (2, 2, 2, 4), (39,), (3, 0))
+
+
+@pytest.mark.parametrize(
+    "output_ids", [[], [7], [3], [7, 3], [1, 7, 3], [2, 2], [2, 2, 2], [2, 2, 2, 2], [8, 2, 2, 3], [7, 3, 9]], ids=str
+)
+def test_bad_words_are_those_of_transformers_where_the_output_is_all_there_is(output_ids):
+    logits = torch.randn(VOCAB, generator=torch.Generator().manual_seed(2))
+    wanted = with_transformers(logits, NoBadWordsLogitsProcessor([list(word) for word in WORDS]), output_ids or [30])
+    assert torch.equal(changed(logits, SamplingParams(bad_words_ids=WORDS), [], output_ids), wanted)
+
+
+def test_a_bad_word_that_the_prompt_begins_is_not_banned():
+    logits = torch.zeros(VOCAB)
+    params = SamplingParams(bad_words_ids=((7, 3),))
+    assert changed(logits, params, [7], []).isfinite().all(), "as in vLLM: bad words are those of the output"
+    assert changed(logits, params, [7], [7])[3] == -torch.inf
+
+
+def test_allowed_token_ids_are_those_of_transformers():
+    for vocab in (1, 31, 32, 33, 1000):
+        allowed = [0, 30, 31, 32, 40, 999, 999]
+        within = [token for token in allowed if token < vocab]
+        logits = torch.randn(vocab, generator=torch.Generator().manual_seed(3))
+        wanted = with_transformers(logits, PrefixConstrainedLogitsProcessor(lambda *_, ids=within: ids, 1), [0])
+        assert torch.equal(changed(logits, SamplingParams(allowed_token_ids=tuple(allowed)), [], []), wanted)
+
+
+def test_min_new_tokens_is_that_of_transformers():
+    logits = torch.randn(VOCAB, generator=torch.Generator().manual_seed(4))
+    for num_output in (0, 2, 3):
+        params, output_ids = SamplingParams(min_new_tokens=3, stop_token_ids=(9, 4)), [1] * num_output
+        wanted = with_transformers(logits, MinNewTokensLengthLogitsProcessor(2, 3, [9, 4], "cpu"), [1, 2, *output_ids])
+        assert torch.equal(changed(logits, params, [1, 2], output_ids), wanted)
+
+
 PENALTIES = {"repetition_penalty": 1.3, "frequency_penalty": 0.4, "presence_penalty": 0.2, "logit_bias": {3: 1.0}}
-EVERYTHING = SamplingParams(**PENALTIES, min_new_tokens=5, stop_token_ids=(9,))
+EVERYTHING = SamplingParams(
+    **PENALTIES,
+    min_new_tokens=5,
+    stop_token_ids=(9,),
+    bad_words_ids=((4,), *((i, j) for i in range(9) for j in (1, 6))),
+)
 
 
 def test_counts_kept_from_token_to_token_are_those_counted_anew():
     draw = random.Random(0)
     prompt_ids = [draw.randrange(500) for _ in range(50)]
+    num_banned = set()
     growing = request(EVERYTHING, prompt_ids, [])
     kept = RequestChanges(growing, [2], 500)
     for _ in range(300):
@@ -98,15 +147,20 @@ def test_counts_kept_from_token_to_token_are_those_counted_anew():
         assert anew is not None
         np.testing.assert_array_equal(np.sort(after.edits, order="token"), np.sort(anew.edits, order="token"))
         np.testing.assert_array_equal(after.banned, anew.banned)
-        growing.output_ids.append(draw.randrange(500))
+        num_banned.add(len(after.banned))
+        growing.output_ids.append(draw.choice([3, draw.randrange(500)]))
+    assert num_banned == {1, 3, 5}, "one word, two more by the last token, two ids while it may not end"
 
 
 def test_ids_beyond_the_logits_change_nothing():
-    params = SamplingParams(**(PENALTIES | {"logit_bias": {70: 1.0}}), min_new_tokens=9, stop_token_ids=(99,))
+    beyond = {"logit_bias": {70: 1.0}, "bad_words_ids": ((50,), (4, 51)), "allowed_token_ids": (-1, 3, 45)}
+    params = SamplingParams(**(PENALTIES | beyond), min_new_tokens=9, stop_token_ids=(99,))
     changes = RequestChanges(request(params, [60, 3, 2**40], [50, 4, -1]), [VOCAB], VOCAB).now()
     assert changes is not None
     assert sorted(changes.edits["token"].tolist()) == [3, 4]
     assert changes.banned.size == 0
+    assert changes.mask is not None
+    assert changes.mask.tolist() == [1 << 3, 0]
 
 
 def test_a_request_without_such_parameters_changes_nothing():

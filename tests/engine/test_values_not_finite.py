@@ -3,6 +3,7 @@
 import math
 from functools import cache
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -144,3 +145,16 @@ def test_by_torch_too_neighbours_keep_their_tokens(numerics: list[str]) -> None:
         assert set(served.finish.values()) == {"length"}
         for name in served.finish:
             assert served.tokens[name] == clean.tokens[name]
+
+
+@pytest.mark.parametrize("overrides", [[], BY_TORCH], ids=["compiled", "torch"])
+def test_a_request_whose_parameters_leave_no_token_ends_alone(overrides: list[str]) -> None:
+    """Its first token may be 100 alone; then 100 may not follow 100."""
+    params = SamplingParams(max_new_tokens=12, allowed_token_ids=(100,), bad_words_ids=((100, 100),))
+    requests = submits(3)
+    requests[0] = msgspec.structs.replace(requests[0], params=params)
+    served = serve(1, requests, overrides)
+    assert served.tokens[VICTIM] == [100]
+    assert served.finish == {VICTIM: "error", "1": "length", "2": "length"}
+    assert "leave no token for output token 1; allow more tokens" in served.messages[VICTIM]
+    assert served.counters["num_failed"] == 1

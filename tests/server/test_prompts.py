@@ -1,12 +1,14 @@
 """From a checked prompt to a rank's request: what the model cannot serve is named, and samples have their own seeds."""
 
+from typing import ClassVar
+
 import msgspec
 import pytest
 
 from moe_serve.attention_dp.request import SamplingParams
 from moe_serve.engine.messages import ModelLimits
 from moe_serve.errors import RequestError
-from moe_serve.server.prompts import derived_seed, draw_seed, fit_to_model
+from moe_serve.server.prompts import derived_seed, draw_seed, fit_to_model, with_bad_words
 from moe_serve.server.schemas import Prompt
 from tests.server.test_schemas import parse
 
@@ -30,6 +32,9 @@ def fit(ids, **sampling_params) -> SamplingParams:
         ([1] * 20, {"max_new_tokens": 13}, "max_new_tokens", "at most 12"),
         ([1] * 20, {"min_new_tokens": 13}, "min_new_tokens", "only 12 tokens fit"),
         ([1], {"stop_token_ids": [100]}, "stop_token_ids", "0 to 99"),
+        ([1], {"logit_bias": {"3": 1, "100": 1}}, "logit_bias", "holds 100.*0 to 99"),
+        ([1], {"allowed_token_ids": [4, 100]}, "allowed_token_ids", "0 to 99"),
+        ([1], {"bad_words_ids": [[4], [100, 3]]}, "bad_words_ids", "0 to 99"),
     ],
 )
 def test_what_a_model_cannot_serve_is_named(ids, sampling_params, field, words):
@@ -59,3 +64,38 @@ def test_samples_have_different_seeds_that_depend_on_the_request_alone():
     assert len(set(seeds)) == 100
     assert seeds == [derived_seed(7, sample) for sample in range(100)]
     assert all(0 <= seed < 2**63 for seed in [*seeds, draw_seed()])
+
+
+class Words:
+    """A tokenizer that knows a few texts, as one that writes a space into the token after it."""
+
+    ids: ClassVar = {"bad": [7, 8], " bad": [9], "worse": [3], " worse": [3], "long": [5] * 65, " long": [5]}
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        assert not add_special_tokens, "a word in the middle of a text has none"
+        return self.ids[text]
+
+
+def bad_words(*prompts, tokenizer) -> list[SamplingParams]:
+    text = parse(text=["x"] * len(prompts), sampling_params=[*prompts])
+    return [prompt.params for prompt in with_bad_words(text.prompts, tokenizer)]
+
+
+def test_bad_words_become_ids_as_they_stand_at_the_beginning_and_after_a_space():
+    both, spaced, none = bad_words(
+        {"bad_words": ["bad", "worse"], "bad_words_ids": [[1, 2]]}, {"bad_words": " bad"}, {}, tokenizer=Words()
+    )
+    assert both.bad_words_ids == ((1, 2), (7, 8), (9,), (3,))
+    assert both.bad_words == ()
+    assert spaced.bad_words_ids == ((7, 8), (9,))
+    assert none == SamplingParams()
+
+
+def test_bad_words_that_cannot_be_encoded_are_refused():
+    with pytest.raises(RequestError, match="a word of 65 tokens, at most 64"):
+        bad_words({"bad_words": ["long"]}, tokenizer=Words())
+    with pytest.raises(RequestError, match=r"bad_words needs a tokenizer.*send bad_words_ids"):
+        bad_words({"bad_words": ["bad"]}, tokenizer=None)
+    assert bad_words({}, tokenizer=None) == [SamplingParams()]
+    with pytest.raises(RequestError, match="lone surrogate"):
+        with_bad_words([Prompt("x", None, SamplingParams(bad_words=("\ud800",)), 1, False, None, None)], Words())

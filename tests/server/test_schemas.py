@@ -67,6 +67,8 @@ def test_sampling_parameters_arrive():
     assert params(**penalties, logit_bias={"5": 1, "0": -2.5}) == SamplingParams(
         **penalties, logit_bias={5: 1.0, 0: -2.5}
     )
+    words = params(bad_words="a", bad_words_ids=[[5, 6], [7]], allowed_token_ids=[1, 2])
+    assert words == SamplingParams(bad_words=("a",), bad_words_ids=((5, 6), (7,)), allowed_token_ids=(1, 2))
     assert params(stop=["a", "b"], ignore_eos=True, skip_special_tokens=False).stop == ("a", "b")
 
 
@@ -165,6 +167,15 @@ BAD_PARAMS = [
     ({"repetition_penalty": 0}, "repetition_penalty", "0.01 to 100"),
     ({"frequency_penalty": 2.1}, "frequency_penalty", "-2 to 2"),
     ({"presence_penalty": "2"}, "presence_penalty", "a number"),
+    ({"bad_words": [5]}, "bad_words", "list of strings"),
+    ({"bad_words": [" "]}, "bad_words", "spaces alone"),
+    ({"bad_words": ["a"] * 129}, "bad_words", "at most 128"),
+    ({"bad_words_ids": [5]}, "bad_words_ids[0]", "list of token ids"),
+    ({"bad_words_ids": [[]]}, "bad_words_ids", "empty list"),
+    ({"bad_words_ids": [[-1]]}, "bad_words_ids", "at least 0"),
+    ({"bad_words_ids": [[1] * 65]}, "bad_words_ids", "at most 64"),
+    ({"allowed_token_ids": {"5": 1}}, "allowed_token_ids", "list of token ids"),
+    ({"allowed_token_ids": [1] * 16385}, "allowed_token_ids", "at most 16384"),
     ({"regex": "a+"}, "regex", "not supported"),
     ({"logit_bias": [5]}, "logit_bias", "an object"),
     ({"logit_bias": {"a": 1}}, "logit_bias", "expected token ids"),
