@@ -53,7 +53,7 @@ class ModelPlan:
         stored = StoredWeights.of(spec, checkpoint_folder(config)) if choice.numerics.compiled else None
         max_model_len = _max_model_len(config, spec)
         return cls(
-            spec=spec,
+            spec=spec.in_context(max_model_len),
             device=device,
             dtype=dtype,
             choice=choice,
@@ -139,6 +139,7 @@ def _check_device(spec: ModelSpec, device: torch.device) -> None:
     if isinstance(attention, GqaSpec):
         needs += ["sliding windows"] if attention.window is not None else []
         needs += ["attention sinks"] if attention.has_sinks else []
+    needs += ["sparsemixer routing"] if spec.router.scoring == "sparsemixer" else []
     needs += ["biases of experts"] if spec.expert_bias else []
     needs += ["a clamped activation"] if spec.activation != SILU else []
     if needs and device.type != "cpu":
@@ -150,7 +151,7 @@ def _check_device(spec: ModelSpec, device: torch.device) -> None:
 def _max_model_len(config: ServeConfig, spec: ModelSpec) -> int:
     wanted = config.model.max_model_len
     if wanted is None:
-        return spec.max_position
+        return spec.default_context
     if wanted > spec.max_position:
         raise ConfigError(
             f"model.max_model_len is {wanted} but the model knows {spec.max_position} positions; lower max_model_len"

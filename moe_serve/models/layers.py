@@ -34,6 +34,8 @@ def rope_frequencies(rope: RopeSpec) -> Tensor:
     """Returns [dim / 2] float32, radians per position of each pair."""
     exponents = torch.arange(0, rope.dim, 2, dtype=torch.float32) / rope.dim
     kept = 1.0 / (rope.theta**exponents)
+    if rope.divisors:
+        return 1.0 / (torch.tensor(rope.divisors) * rope.theta**exponents)
     if rope.yarn is None:
         return kept / rope.linear_factor
     low, high = yarn_ramp(rope)

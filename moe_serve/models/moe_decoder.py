@@ -16,13 +16,14 @@ from moe_serve.attention_dp.batch import ForwardBatch
 from moe_serve.attention_dp.kv_cache import KvCache, KvLayout
 from moe_serve.ep.expert_store import ExpertStore
 from moe_serve.ep.moe_layer import ExpertParallel, MoeLayer, MoeWeights
+from moe_serve.kernels.layer_norm import LayerNorm
 from moe_serve.models.attention_spec import GqaSpec
 from moe_serve.models.layers import GqaAttention, RopeTable
 from moe_serve.models.mla import MlaAttention
 from moe_serve.models.operations import SharedExpert
 from moe_serve.models.recorded_step import RecordedRunner
 from moe_serve.models.spec import ModelSpec
-from moe_serve.models.stack import DecoderLayer, DecoderStack, StackFactors, StackRunner, StepInputs
+from moe_serve.models.stack import AnyNorm, DecoderLayer, DecoderStack, StackFactors, StackRunner, StepInputs
 from moe_serve.models.torch_step import TorchRunner
 from moe_serve.models.weight_forms import GatedMlp, PackedMlp, WeightForms
 from moe_serve.models.weights import LoadedWeights
@@ -59,7 +60,7 @@ def build_decoder(
     """Returns the decoder. Takes the dense tensors out of `weights`, so that none is held twice once it is packed."""
     dense, numerics = weights.dense, parallel.numerics
     forms = WeightForms(numerics)
-    embed, norm = dense.pop("embed"), dense.pop("norm")
+    embed, norm = dense.pop("embed"), _norm(dense, "norm")
     if isinstance(spec.attention, GqaSpec):
         attention: GqaAttention | MlaAttention = GqaAttention(spec.attention, spec.norm_eps)
     else:
@@ -81,10 +82,11 @@ def build_decoder(
             shared = shared if numerics.compiled else None
         else:
             mlp = _mlp(mine, "", forms)
-        norms = mine.pop("input_norm"), mine.pop("post_norm")
+        norms = _norm(mine, "input_norm"), _norm(mine, "post_norm")
         layers.append(DecoderLayer(norms[0], attention_layer, norms[1], moe, mlp, shared))
         assert not mine, f"weights of layer {layer_id} that nobody took: {sorted(mine)}"
-    embedding, head = forms.embedding(embed, None if spec.tie_embeddings else dense.pop("lm_head"))
+    head_weight = None if spec.tie_embeddings else dense.pop("lm_head")
+    embedding, head = forms.embedding(embed, head_weight, dense.pop("lm_head_bias", None))
     table = RopeTable(spec.rope, spec.max_position, device)
     factors = StackFactors(spec.embedding_factor, spec.residual_factor, spec.logits_factor)
     stack = DecoderStack(embedding, layers, norm, spec.norm_eps, head, factors)
@@ -108,6 +110,11 @@ def kv_layouts(spec: ModelSpec) -> tuple[KvLayout, ...]:
 def _shared_expert(weights: dict[str, Tensor], forms: WeightForms) -> SharedExpert:
     gate = weights.pop("shared_gate", None)
     return SharedExpert(_mlp(weights, "shared_", forms), None if gate is None else forms.linear(gate))
+
+
+def _norm(weights: dict[str, Tensor], name: str) -> AnyNorm:
+    weight, bias = weights.pop(name), weights.pop(name + "_bias", None)
+    return weight if bias is None else LayerNorm(weight, bias)
 
 
 def _mlp(weights: dict[str, Tensor], prefix: str, forms: WeightForms) -> GatedMlp | PackedMlp:

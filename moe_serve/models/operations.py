@@ -10,6 +10,7 @@ from torch import Tensor
 
 from moe_serve.attention_dp.attention_plan import Chunk
 from moe_serve.ep.moe_layer import MoeLayer
+from moe_serve.kernels.layer_norm import LayerNorm
 from moe_serve.kernels.rope import MlaWidths
 from moe_serve.kernels.row_updates import multiply_by_sigmoid_
 
@@ -75,6 +76,10 @@ class Operations(Protocol):
 
     def clip_(self, x: Tensor, limit: float) -> None:
         """Brings the elements of x to between -limit and limit, in place."""
+        ...
+
+    def layer_norm(self, x: Tensor, delta: Tensor | None, norm: LayerNorm, eps: float) -> Tensor:
+        """As kernels/layer_norm.py."""
         ...
 
     def linear(self, name: str, weight: AnyLinear, x: Tensor) -> Tensor:

@@ -121,6 +121,7 @@ class RecordedStep:
         self.add_rms_norm = recorder.add_rms_norm
         self.scale_ = recorder.scale_
         self.clip_ = recorder.clip_
+        self.layer_norm = recorder.layer_norm
         self.linear = recorder.linear
         self._turns = recorder.gather("turns", RowTable.of(torch.view_as_real(rope.table).flatten(1)), POSITIONS)
 

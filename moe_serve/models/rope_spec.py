@@ -5,7 +5,7 @@ Rotary embedding: arXiv:2104.09864. YaRN: arXiv:2309.00071; DeepSeek's mscale_al
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from moe_serve.errors import ModelError
@@ -25,6 +25,21 @@ class YarnSpec:
 
 
 @dataclass(frozen=True)
+class LongRopeSpec:
+    """LongRoPE: each pair's frequency has a divisor, and cos and sin a factor, of their own for long contexts.
+
+    Its authors choose by the length of each sequence, and compute a cache anew where it outgrows the original length.
+    Here a server's longest context chooses, once for all its requests, so that requests share what is cached.
+    """
+
+    original_max_position: int
+    short_divisors: tuple[float, ...]
+    long_divisors: tuple[float, ...]
+    short_factor: float
+    long_factor: float
+
+
+@dataclass(frozen=True)
 class RopeSpec:
     """dim: rotated width of a head.  interleaved: pairs are (0,1), (2,3), ..; else (0, dim/2), (1, dim/2 + 1), .."""
 
@@ -35,25 +50,43 @@ class RopeSpec:
     yarn: YarnSpec | None = None
     table_factor: float = 1.0  # on cos and sin
     softmax_factor: float = 1.0  # on the softmax scale of MLA
+    long: LongRopeSpec | None = None
+    divisors: tuple[float, ...] = ()  # of each pair's frequency; empty: none
+
+    def in_context(self, max_model_len: int) -> "RopeSpec":
+        """Returns the rotations of a model whose requests have up to so many tokens."""
+        if self.long is None:
+            return self
+        is_long = max_model_len > self.long.original_max_position
+        divisors = self.long.long_divisors if is_long else self.long.short_divisors
+        return replace(
+            self, divisors=divisors, table_factor=self.long.long_factor if is_long else self.long.short_factor
+        )
 
 
 SUPPORTED = ("default", "linear", "yarn")
 
 
 def read_rope(
-    values: Mapping[str, Any], dim: int, interleaved: bool, where: str, partial_default: float | None = None
+    values: Mapping[str, Any],
+    dim: int,
+    interleaved: bool,
+    where: str,
+    partial_default: float | None = None,
+    may_be_long: bool = False,
 ) -> RopeSpec:
     """Returns the rotary embedding of a config.json, with old (rope_theta, rope_scaling) or new (rope_parameters) keys.
 
     dim: width of a head that may be rotated.  where: the file, for messages
     partial_default: share of it that is rotated where config.json does not say; None: always all of it
+    may_be_long: whether the family knows LongRoPE
     Raises ModelError for a kind that is not SUPPORTED, and for missing or impossible numbers.
     """
     given = values.get("rope_parameters") or values.get("rope_scaling") or {}
     if not isinstance(given, Mapping):
         raise ModelError(f"{where}: rope_parameters is {shown(given)}, expected an object")
     kind = given.get("rope_type") or given.get("type") or "default"
-    if kind not in SUPPORTED:
+    if kind not in SUPPORTED and not (may_be_long and kind == "longrope"):
         raise ModelError(f"{where}: rope_type {shown(kind)} is not supported; supported are {', '.join(SUPPORTED)}")
     dim = _rotated(given, values, dim, where, partial_default)
     if dim % 2:
@@ -65,6 +98,8 @@ def read_rope(
         return RopeSpec(dim, theta, interleaved)
     if kind == "linear":
         return RopeSpec(dim, theta, interleaved, linear_factor=_number(given, "factor", where))
+    if kind == "longrope":
+        return _read_long(given, values, RopeSpec(dim, theta, interleaved), where)
     return _read_yarn(given, values, dim, theta, interleaved, where)
 
 
@@ -81,6 +116,25 @@ def _rotated(
             f"{where}: {key} of the rotary embedding is {partial:g}, expected at most 1 and enough to rotate"
         )
     return int(dim * partial)
+
+
+def _read_long(given: Mapping[str, Any], values: Mapping[str, Any], rope: RopeSpec, where: str) -> RopeSpec:
+    key = "original_max_position_embeddings"
+    original = _number(values if given.get(key) is None else given, key, where)
+    divisors = []
+    for key in ("short_factor", "long_factor"):
+        numbers = given.get(key)
+        if not isinstance(numbers, list) or len(numbers) != rope.dim // 2:
+            raise ModelError(f"{where}: {key} of the rotary embedding: expected a list of {rope.dim // 2} numbers")
+        divisors.append(tuple(_number({key: number}, key, where) for number in numbers))
+    long = LongRopeSpec(
+        original_max_position=int(original),
+        short_divisors=divisors[0],
+        long_divisors=divisors[1],
+        short_factor=_number(given, "short_mscale", where),
+        long_factor=_number(given, "long_mscale", where),
+    )
+    return replace(rope, long=long).in_context(int(original))
 
 
 def _read_yarn(

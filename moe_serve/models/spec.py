@@ -5,7 +5,7 @@ One decoder serves all families and takes its form from here: a new family is a 
 Shape words: H = hidden, E = num_logical, I = moe_intermediate.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from moe_serve.ep.routing import RouterSpec
 from moe_serve.kernels.activation import SILU, Activation
@@ -67,6 +67,18 @@ class ModelSpec:
     checkpoint_dtype: str | None = None  # as in config.json; None: not given
     fp8_block: int | None = None  # edge of the square scale blocks of an FP8 checkpoint
     experts_in_mxfp4: bool = False  # the matrices of experts are stored so (mxfp4.py)
+    layer_norm: bool = False  # norms of whole rows take the mean out, and have biases
+    head_bias: bool = False  # on the projection to logits
+
+    @property
+    def default_context(self) -> int:
+        """Returns how many tokens a request may have where the configuration does not say."""
+        long = self.rope.long
+        return self.max_position if long is None else min(long.original_max_position, self.max_position)
+
+    def in_context(self, max_model_len: int) -> "ModelSpec":
+        """Returns the spec for requests of so many tokens: with LongRoPE, rotations depend on it."""
+        return replace(self, rope=self.rope.in_context(max_model_len))
 
     @property
     def num_logical(self) -> int:
@@ -96,7 +108,9 @@ class ModelSpec:
         moe += self.num_logical * (int(router.has_bias) + int(router.has_logit_bias))
         dense = 3 * hidden * self.dense_intermediate
         embeddings = self.vocab_size * hidden * (1 if self.tie_embeddings else 2)
+        embeddings += self.vocab_size if self.head_bias else 0
+        norm = 2 * hidden if self.layer_norm else hidden
         return (
-            embeddings + hidden + self.num_layers * (per_layer + 2 * hidden)
+            embeddings + norm + self.num_layers * (per_layer + 2 * norm)
             + num_moe * moe + (self.num_layers - num_moe) * dense
         )  # fmt: skip

@@ -15,9 +15,12 @@ from torch import Tensor
 from moe_serve.attention_dp.batch import ForwardBatch
 from moe_serve.attention_dp.kv_cache import KvCache
 from moe_serve.ep.moe_layer import MoeLayer
+from moe_serve.kernels.layer_norm import LayerNorm
 from moe_serve.models.layers import GqaLayer
 from moe_serve.models.mla import MlaLayer
 from moe_serve.models.operations import AnyLinear, AnyMlp, AnyTable, Operations, SharedExpert
+
+AnyNorm = Tensor | LayerNorm  # the weight of an RMS norm, or a layer norm
 
 
 @dataclass(frozen=True, eq=False)
@@ -27,9 +30,9 @@ class DecoderLayer:
     shared: the shared expert, where the MoE layer leaves it to the operations
     """
 
-    input_norm: Tensor
+    input_norm: AnyNorm
     attention: GqaLayer | MlaLayer
-    post_norm: Tensor
+    post_norm: AnyNorm
     moe: MoeLayer | None
     mlp: AnyMlp | None
     shared: SharedExpert | None
@@ -53,7 +56,7 @@ class DecoderStack:
 
     embed: AnyTable
     layers: Sequence[DecoderLayer]
-    norm: Tensor
+    norm: AnyNorm
     eps: float
     head: AnyLinear
     factors: StackFactors
@@ -74,7 +77,9 @@ class DecoderStack:
             do.scale_(last, self.factors.logits)
         return do.logits(self.head, last)
 
-    def _normed(self, x: Tensor, delta: Tensor | None, weight: Tensor, do: Operations) -> Tensor:
+    def _normed(self, x: Tensor, delta: Tensor | None, weight: AnyNorm, do: Operations) -> Tensor:
+        if isinstance(weight, LayerNorm):
+            return do.layer_norm(x, delta, weight, self.eps)
         if delta is None:
             return do.rms_norm(x, weight, self.eps)
         return do.add_rms_norm(x, delta, weight, self.eps, self.factors.residual)

@@ -9,6 +9,7 @@ from torch.nn import functional
 from moe_serve.attention_dp.attention import PagedAttention
 from moe_serve.attention_dp.attention_plan import AttentionPlan, Chunk
 from moe_serve.ep.moe_layer import MoeLayer
+from moe_serve.kernels.layer_norm import LayerNorm, layer_norm
 from moe_serve.kernels.linear import HeadLinear, Linear
 from moe_serve.kernels.norm import add_rms_norm, rms_norm, rms_norm_
 from moe_serve.kernels.numerics import Numerics
@@ -80,6 +81,9 @@ class TorchStep:
 
     def clip_(self, x: Tensor, limit: float) -> None:
         clip_(x, limit)
+
+    def layer_norm(self, x: Tensor, delta: Tensor | None, norm: LayerNorm, eps: float) -> Tensor:
+        return layer_norm(x, delta, norm, eps)
 
     def linear(self, name: str, weight: Linear, x: Tensor) -> Tensor:
         return weight(x)

@@ -49,15 +49,18 @@ class WeightForms:
         self._numerics = numerics
         self._proven: dict[object, tuple[int, ...]] = {}
 
-    def embedding(self, rows: Tensor, head: Tensor | None) -> tuple[Tensor | RowTable, Linear | PackedLinear]:
+    def embedding(
+        self, rows: Tensor, head: Tensor | None, bias: Tensor | None
+    ) -> tuple[Tensor | RowTable, Linear | PackedLinear]:
         """Returns the table of embeddings and the projection to logits; the kernels read both from one packed weight.
 
         rows: [vocab_size, H];  head: the projection's weight, likewise; None: it is that of the embeddings
+        bias: of the projection, [vocab_size]; None: there is none
         """
         weight = rows if head is None else head
         if not self._numerics.compiled:
-            return rows, self.linear(weight)
-        projection = PackedLinear(weight)
+            return rows, self.linear(weight, bias)
+        projection = PackedLinear(weight, bias)
         return projection.rows if head is None else RowTable.of(rows), projection
 
     def linear(self, weight: Tensor, bias: Tensor | None = None) -> Linear | PackedLinear:

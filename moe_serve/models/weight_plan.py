@@ -82,19 +82,21 @@ def dense_tensors(spec: ModelSpec) -> Iterator[DenseTensor]:
     moe_layers = set(spec.moe_layer_ids)
     for layer in range(spec.num_layers):
         ours, theirs = f"layers.{layer}.", f"model.layers.{layer}."
-        yield _norm(ours + "input_norm", theirs + "input_layernorm.weight", spec.hidden)
+        yield from _layer_norm(spec, ours + "input_norm", theirs + "input_layernorm")
         if isinstance(spec.attention, GqaSpec):
             yield from _gqa(spec.attention, spec.hidden, ours, theirs + "self_attn.")
         else:
             yield from _mla(spec.attention, spec.hidden, ours, theirs + "self_attn.")
-        yield _norm(ours + "post_norm", theirs + "post_attention_layernorm.weight", spec.hidden)
+        yield from _layer_norm(spec, ours + "post_norm", theirs + "post_attention_layernorm")
         if layer in moe_layers:
             yield from _moe(spec, ours, theirs)
         else:
             yield from _mlp(ours, theirs + "mlp.", spec.hidden, spec.dense_intermediate)
-    yield _norm("norm", "model.norm.weight", spec.hidden)
+    yield from _layer_norm(spec, "norm", "model.norm")
     if not spec.tie_embeddings:
         yield DenseTensor("lm_head", (Part("lm_head.weight", vocab_shape),))
+    if spec.head_bias:
+        yield DenseTensor("lm_head_bias", (Part("lm_head.bias", vocab_shape[:1]),), "bias")
 
 
 def expert_tensors(spec: ModelSpec) -> Iterator[ExpertTensor]:
@@ -164,6 +166,12 @@ def is_ignored(spec: ModelSpec, name: str) -> bool:
 
 def _norm(name: str, source: str, width: int) -> DenseTensor:
     return DenseTensor(name, (Part(source, (width,)),), "norm")
+
+
+def _layer_norm(spec: ModelSpec, name: str, source: str) -> Iterator[DenseTensor]:
+    yield _norm(name, source + ".weight", spec.hidden)
+    if spec.layer_norm:
+        yield DenseTensor(name + "_bias", (Part(source + ".bias", (spec.hidden,)),), "bias")
 
 
 def _mlp(

@@ -41,6 +41,15 @@ YARN = {
     "rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 64,
     "beta_fast": 32, "beta_slow": 1, "mscale": 0.7, "mscale_all_dim": 1.3,
 }  # fmt: skip
+PHI: dict[str, Any] = COMMON | {
+    "num_local_experts": 8, "num_experts_per_tok": 2, "attention_bias": True, "lm_head_bias": True,
+    "router_jitter_noise": 0.1, "max_position_embeddings": 1024,
+    "rope_parameters": {
+        "rope_type": "longrope", "rope_theta": 10000.0, "original_max_position_embeddings": 256,
+        "short_factor": [1.0 + 0.1 * i for i in range(8)], "long_factor": [1.0 + 3.0 * i for i in range(8)],
+        "short_mscale": 1.2, "long_mscale": 1.3,
+    },
+}  # fmt: skip
 ERNIE: dict[str, Any] = COMMON | {
     "moe_num_experts": 8, "moe_k": 3, "moe_intermediate_size": 32, "moe_num_shared_experts": 2, "num_hidden_layers": 3,
     "moe_layer_start_index": 1, "tie_word_embeddings": False, "head_dim": 16,
@@ -116,6 +125,13 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         SIGMOID
         | {"num_key_value_heads": 4, "first_k_dense_replace": 0, "n_group": 1, "topk_group": 1}
         | {"rope_parameters": YARN | {"partial_rotary_factor": 0.375}},
+    ),
+    "phimoe": ("phimoe", PHI),
+    "phimoe-plain": (
+        "phimoe",
+        PHI
+        | {"attention_bias": False, "lm_head_bias": False, "num_key_value_heads": 4, "sliding_window": 33}
+        | {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}, "router_jitter_noise": 0.3},
     ),
     "ernie4_5_moe": ("ernie4_5_moe", ERNIE),
     "ernie4_5_moe-by-turns-mha": (

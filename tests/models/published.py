@@ -26,6 +26,17 @@ DOTS_LLM1: dict[str, Any] = {
     "use_sliding_window": False, "hidden_act": "silu", "tie_word_embeddings": False, "torch_dtype": "bfloat16",
     "eos_token_id": 151649,
 }  # fmt: skip
+PHI_35_MOE: dict[str, Any] = {
+    "architectures": ["PhiMoEForCausalLM"], "model_type": "phimoe", "vocab_size": 32064, "hidden_size": 4096,
+    "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8, "attention_bias": True,
+    "num_local_experts": 16, "num_experts_per_tok": 2, "intermediate_size": 6400, "lm_head_bias": True,
+    "router_jitter_noise": 0.01, "input_jitter_noise": 0.01, "max_position_embeddings": 131072,
+    "original_max_position_embeddings": 4096, "sliding_window": 131072, "rope_theta": 10000.0, "rms_norm_eps": 1e-5,
+    "rope_scaling": {"type": "longrope", "original_max_position_embeddings": 4096, "short_factor": [1.0] * 64,
+                     "long_factor": [1.02 + i for i in range(64)], "short_mscale": 1.243163121016122,
+                     "long_mscale": 1.243163121016122},
+    "hidden_act": "silu", "tie_word_embeddings": False, "torch_dtype": "bfloat16", "eos_token_id": 32000,
+}  # fmt: skip
 ERNIE_45_21B: dict[str, Any] = {
     "architectures": ["Ernie4_5_MoeForCausalLM"], "model_type": "ernie4_5_moe", "vocab_size": 103424,
     "hidden_size": 2560, "num_hidden_layers": 28, "num_attention_heads": 20, "num_key_value_heads": 4, "head_dim": 128,
@@ -97,6 +108,7 @@ PUBLISHED: dict[str, tuple[dict[str, Any], float]] = {
     "GLM-4.5": (GLM_45, 355e9),
     "GLM-4.5-Air": (GLM_45_AIR, 106e9),
     "dots.llm1": (DOTS_LLM1, 142e9),
+    "Phi-3.5-MoE": (PHI_35_MOE, 41.9e9),
     "ERNIE-4.5-21B-A3B": (ERNIE_45_21B, 21.8e9),
     "ERNIE-4.5-300B-A47B": (ERNIE_45_300B, 300e9),
     "Qwen1.5-MoE-A2.7B": (QWEN_15_MOE, 14.3e9),

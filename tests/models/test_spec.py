@@ -16,7 +16,16 @@ from moe_serve.models.families.registry import FAMILIES, read_spec
 from moe_serve.models.rope_spec import mscale_of
 from moe_serve.models.spec import ModelSpec
 from tests.models.families import MLA, QWEN, YARN
-from tests.models.published import DOTS_LLM1, ERNIE_45_21B, GLM_45, GRANITE_1B, MINIMAX_M2, OLMOE_1B_7B, PUBLISHED
+from tests.models.published import (
+    DOTS_LLM1,
+    ERNIE_45_21B,
+    GLM_45,
+    GRANITE_1B,
+    MINIMAX_M2,
+    OLMOE_1B_7B,
+    PHI_35_MOE,
+    PUBLISHED,
+)
 
 QWEN_30B: dict[str, Any] = {
     "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "vocab_size": 151936, "hidden_size": 2048,
@@ -206,6 +215,9 @@ def test_an_unsupported_architecture_is_refused_with_the_list_of_supported_ones(
         (DEEPSEEK_V3, {"scoring_func": "softmax"}, "scoring_func 'softmax'"),
         (DEEPSEEK_V3, {"topk_method": "greedy"}, "topk_method 'greedy'"),
         (DEEPSEEK_V3, {"moe_layer_freq": 2}, "moe_layer_freq 2"),
+        (PHI_35_MOE, {"num_experts_per_tok": 3}, "top-k is 3, but sparsemixer chooses two experts"),
+        (PHI_35_MOE, {"rope_scaling": {"type": "longrope"}}, "expected a list of 64 numbers"),
+        (PHI_35_MOE, {"rope_scaling": PHI_35_MOE["rope_scaling"] | {"long_factor": [1.0]}}, "a list of 64 numbers"),
         (ERNIE_45_21B, {"use_bias": True}, "use_bias true"),
         (ERNIE_45_21B, {"model_type": "qwen3_next"}, "linear attention (gated delta rule), whose state is one per req"),
         (DEEPSEEK_V2, {"topk_method": "noaux_tc"}, "topk_method 'noaux_tc'"),
@@ -258,6 +270,22 @@ def test_a_window_that_is_on_and_not_given_is_that_of_transformers(tmp_path: Pat
     attention = read_spec(folder(tmp_path, values)).attention
     assert isinstance(attention, GqaSpec)
     assert attention.window_of(0) == Qwen3MoeConfig(use_sliding_window=True).sliding_window == 4096
+
+
+def test_a_longer_context_than_the_original_one_has_the_long_rotations_of_transformers(tmp_path: Path) -> None:
+    from transformers import PhimoeConfig
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    from moe_serve.models.layers import rope_frequencies
+
+    spec = read_spec(folder(tmp_path, PHI_35_MOE))
+    theirs = PhimoeConfig(**PHI_35_MOE)
+    assert (spec.default_context, spec.max_position) == (4096, 131072)
+    for context in (1, 4096, 4097, 131072):
+        rope = spec.in_context(context).rope
+        frequencies, _ = ROPE_INIT_FUNCTIONS["longrope"](theirs, seq_len=context)
+        assert rope_frequencies(rope).tolist() == pytest.approx(frequencies.tolist(), rel=1e-6)
+        assert rope.table_factor == 1.243163121016122
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", '"x"'])

@@ -6,6 +6,7 @@
 #include "attention.c"
 #include "rows.c"
 #include "updates.c"
+#include "layer_norm.c"
 #include "gate.c"
 #include "sampling.c"
 

@@ -16,11 +16,13 @@ from moe_serve.kernels.activation import Activation
 from moe_serve.kernels.cpu.attention import AttendRows, AttendShape, attend
 from moe_serve.kernels.cpu.experts import PackedExperts, packed_ffn
 from moe_serve.kernels.cpu.gate import gate
+from moe_serve.kernels.cpu.layer_norm import layer_norm
 from moe_serve.kernels.cpu.linear import KINDS, PackedLinear
 from moe_serve.kernels.cpu.packed import gate_up_size, packed_size
 from moe_serve.kernels.cpu.rows import add_gated_, add_rms_norm, rms_norm, rope_write, weighted_sum
 from moe_serve.kernels.cpu.sampling import sample_rows
 from moe_serve.kernels.gate_shape import GateShape
+from moe_serve.kernels.layer_norm import LayerNorm
 from moe_serve.kernels.logit_changes import EDIT, LogitChanges
 from moe_serve.kernels.sampling import SAMPLING_ROW, SamplingRows
 
@@ -94,6 +96,12 @@ def _rows() -> list[Tensor]:
     return [*normed, x, qkv, cache, weighted_sum(x, index, _numbers(ROWS, 3, seed=8))]
 
 
+def _layer_norm() -> list[Tensor]:
+    return [
+        layer_norm(_numbers(ROWS, HIDDEN), None, LayerNorm(_numbers(HIDDEN, seed=2), _numbers(HIDDEN, seed=3)), EPS)
+    ]
+
+
 def _gate() -> list[Tensor]:
     results: list[Tensor] = []
     for shape in (
@@ -119,4 +127,13 @@ def _turns() -> list[Tensor]:
     return [angles.cos(), angles.sin()]
 
 
-PROBES: tuple[Callable[[], list[Tensor]], ...] = (_linear, _experts, _attention, _rows, _gate, _sampling, _turns)
+PROBES: tuple[Callable[[], list[Tensor]], ...] = (
+    _linear,
+    _experts,
+    _attention,
+    _rows,
+    _layer_norm,
+    _gate,
+    _sampling,
+    _turns,
+)

@@ -25,6 +25,7 @@ from moe_serve.kernels.cpu.packed import padded
 from moe_serve.kernels.cpu.program import Input, Program
 from moe_serve.kernels.cpu.rows import float_bits, mla_facts
 from moe_serve.kernels.gate_shape import GateShape
+from moe_serve.kernels.layer_norm import LayerNorm
 from moe_serve.kernels.rope import MlaWidths
 
 
@@ -140,6 +141,14 @@ class Recorder:
         out = self.buffer("normed", x.shape[1])
         strides, bits = (x.stride(0), delta.stride(0)), (float_bits(eps), float_bits(factor))
         self._add("add_rms_norm", x, delta, ROWS, x.shape[1], *strides, weight, *bits, out)
+        return out
+
+    def layer_norm(self, x: Tensor, delta: Tensor | None, norm: LayerNorm, eps: float) -> Tensor:
+        """As kernels/layer_norm.py."""
+        out = self.buffer("layer_norm", x.shape[1])
+        added, step = (0, 0) if delta is None else (delta, delta.stride(0))
+        sizes = ROWS, x.shape[1], x.stride(0), step
+        self._add("layer_norm", x, added, *sizes, norm.weight, norm.bias, float_bits(eps), out)
         return out
 
     def linear(self, name: str, weight: PackedLinear, x: Tensor) -> Tensor:

@@ -54,7 +54,7 @@ def _shape_lines(config: ServeConfig, spec: ModelSpec) -> list[Line]:
         Line("type", spec.model_type, f"{spec.num_layers} layers, {spec.num_moe_layers} of them with experts"),
         Line("parameters", count_in_words(total), f"{count_in_words(active)} work on each token"),
         Line("experts", f"{spec.num_logical} per layer, top-{spec.topk}", groups),
-        Line("context", f"{config.model.max_model_len or spec.max_position} tokens", "prompt + output"),
+        Line("context", f"{config.model.max_model_len or spec.default_context} tokens", "prompt + output"),
     ]
 
 
