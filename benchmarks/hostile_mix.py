@@ -84,6 +84,7 @@ FIELDS = [
 PARAMS = [
     "max_new_tokens", "min_new_tokens", "temperature", "top_p", "top_k", "min_p", "stop", "stop_token_ids", "n",
     "sampling_seed", "ignore_eos", "logit_bias", "regex", "json_schema", "frequency_penalty",
+    "presence_penalty", "repetition_penalty", "bad_words", "bad_words_ids", "allowed_token_ids", "no_stop_trim",
 ]  # fmt: skip
 
 

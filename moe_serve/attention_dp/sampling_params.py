@@ -36,6 +36,7 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     skip_special_tokens: bool = True
+    no_stop_trim: bool = False  # the text ends with the matched stop string, or the text of the stop token
     frequency_penalty: float = 0.0  # subtracted from a token's logit for each time that the output has it
     presence_penalty: float = 0.0  # subtracted from the logit of each token that the output has
     repetition_penalty: float = 1.0  # divides the logits above 0 of tokens in prompt or output, multiplies the others
@@ -86,7 +87,7 @@ class SamplingParams:
             _check_int("seed", self.seed, 0, MAX_SEED)
         _check_texts("stop", self.stop, MAX_STOPS)
         _check_ids("stop_token_ids", self.stop_token_ids, MAX_STOPS)
-        for name in ("ignore_eos", "skip_special_tokens"):
+        for name in ("ignore_eos", "skip_special_tokens", "no_stop_trim"):
             if not isinstance(getattr(self, name), bool):
                 raise RequestError(f"{name} is {getattr(self, name)!r}, expected true or false", field=name)
 

@@ -25,7 +25,7 @@ class StopMatcher:
     """The output of one request as its reader sees it.
 
     output_ids:    the tokens that count, up to and including the one that ended the request
-    text:          released text, without a matched stop id or stop string
+    text:          released text, without a matched stop id or stop string, except with `no_stop_trim`
     finish_reason: None while the request runs
 
     A request ends at the first of: an end-of-sequence or stop id after `min_new_tokens` others (until then the sampler
@@ -77,6 +77,8 @@ class StopMatcher:
         self.output_ids.append(token_id)
         count = len(self.output_ids)
         if token_id in self._stop_ids and count > self._params.min_new_tokens:
+            if self._decoder and self._params.no_stop_trim:
+                self._held += self._decoder.push(token_id)
             self._end(FinishReason("stop", matched=token_id))
             return
         if self._decoder:
@@ -93,7 +95,7 @@ class StopMatcher:
         found = _first_complete(self._held, old, self._params.stop) if new and may_stop else None
         if found:
             start, stop = found
-            self.text += self._held[:start]
+            self.text += self._held[: start + len(stop) if self._params.no_stop_trim else start]
             self._held = ""
             self.finish_reason = FinishReason("stop", matched=stop)
             return

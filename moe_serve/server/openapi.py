@@ -61,6 +61,7 @@ SAMPLING_PARAMS: Schema = {
         "sampling_seed": _or_null({"type": "integer", "minimum": 0, "maximum": MAX_SEED}),
         "ignore_eos": _or_null({"type": "boolean", "default": False}),
         "skip_special_tokens": _or_null({"type": "boolean", "default": True}),
+        "no_stop_trim": _or_null({"type": "boolean", "default": False}),
         "frequency_penalty": _or_null({"type": "number", "minimum": -2, "maximum": 2, "default": 0.0}),
         "presence_penalty": _or_null({"type": "number", "minimum": -2, "maximum": 2, "default": 0.0}),
         "repetition_penalty": _or_null({"type": "number", "minimum": 0.01, "maximum": 100, "default": 1.0}),

@@ -21,7 +21,6 @@ _TOKEN_ID = re.compile("0|[1-9][0-9]{0,9}")  # as a key of a JSON object
 # Fields of SGLang whose features are not supported: null, or one of these values, means "not asked for".
 NEUTRAL_PARAMS: Mapping[str, tuple[Any, ...]] = {
     "spaces_between_special_tokens": (True, False),  # of tokenizers in Python; those of Rust have no such spaces
-    "no_stop_trim": (False,),
     "stop_regex": ([], ""),
     "json_schema": (),
     "regex": (),
@@ -58,7 +57,11 @@ class ParamNames:
 
 SGLANG_NAMES = ParamNames({"seed": ("sampling_seed",)})
 OPENAI_NAMES = ParamNames(
-    {"max_new_tokens": ("max_tokens", "max_completion_tokens"), "min_new_tokens": ("min_tokens",)}
+    {
+        "max_new_tokens": ("max_tokens", "max_completion_tokens"),
+        "min_new_tokens": ("min_tokens",),
+        "no_stop_trim": ("include_stop_str_in_output", "no_stop_trim"),
+    }
 )  # and vLLM's, which extends OpenAI's
 
 
@@ -151,6 +154,7 @@ _CHECKS: Mapping[str, Callable[[str, Any], Any]] = {  # of each field of Samplin
     "seed": whole_number,
     "ignore_eos": boolean,
     "skip_special_tokens": boolean,
+    "no_stop_trim": boolean,
     "frequency_penalty": real_number,
     "presence_penalty": real_number,
     "repetition_penalty": real_number,

@@ -54,6 +54,7 @@ OTHER_WORDS: Mapping[str, str] = {  # names of the same fields in other APIs
     "token_ids": "input_ids",
     "max_tokens": "max_new_tokens",
     "min_tokens": "min_new_tokens",
+    "include_stop_str_in_output": "no_stop_trim",
     "seed": "sampling_seed",
     "stop_ids": "stop_token_ids",
 }

@@ -1,5 +1,7 @@
 """StopMatcher: the same text however a stream is cut, whole characters only, and nothing beyond a stop."""
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -140,6 +142,22 @@ def test_the_end_of_sequence_token_counts_but_has_no_text():
     assert run(letters, SamplingParams(), [[0, 99, 0]]) == ("a", [0, 99], FinishReason("stop", 99))
     assert run(letters, SamplingParams(skip_special_tokens=False), [[0, 99]])[0] == "a"
     assert run(letters, SamplingParams(ignore_eos=True, skip_special_tokens=False), [[0, 99, 0]])[0] == "a<eos>a"
+
+
+@pytest.mark.parametrize("size", [1, 2, 9])
+def test_no_stop_trim_keeps_the_stop_string_and_nothing_after_it(size):
+    tokenizer = Letters("a", "bE", "NDx", "y")
+    params = SamplingParams(max_new_tokens=LONG, stop=("END",), no_stop_trim=True)
+    text, ids, reason = run(tokenizer, params, pieces_of([0, 1, 2, 3], [size]))
+    assert (text, ids, reason) == ("abEND", [0, 1, 2], FinishReason("stop", "END"))
+
+
+def test_no_stop_trim_keeps_the_text_of_the_token_that_ends_a_request():
+    tokenizer = Letters("a", "b", "E")
+    params = SamplingParams(max_new_tokens=LONG, stop=("END",), stop_token_ids=(1,), no_stop_trim=True)
+    assert run(tokenizer, params, [[0, 2, 1]]) == ("aEb", [0, 2, 1], FinishReason("stop", 1))
+    assert run(tokenizer, params, [[0, 99]])[0] == "a", "a special token has no text"
+    assert run(tokenizer, replace(params, skip_special_tokens=False), [[0, 99]])[0] == "a<eos>"
 
 
 def test_length_ends_a_request_and_releases_what_was_held_back():

@@ -14,11 +14,11 @@ def openai(**body) -> TakenParams:
 
 def test_openai_names_mean_the_same_fields():
     given = {"temperature": 0.5, "seed": 3, "stop": "a", "stop_token_ids": [7], "ignore_eos": True, "top_k": 4}
-    taken = openai(max_tokens=5, min_tokens=2, n=3, **given)
+    taken = openai(max_tokens=5, min_tokens=2, include_stop_str_in_output=True, n=3, **given)
     assert taken == TakenParams(
         SamplingParams(
             max_new_tokens=5, min_new_tokens=2, temperature=0.5, seed=3, stop=("a",), stop_token_ids=(7,),
-            ignore_eos=True, top_k=4,
+            ignore_eos=True, top_k=4, no_stop_trim=True,
         ),
         num_samples=3,
         explicit_length=True,

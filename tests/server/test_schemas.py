@@ -184,6 +184,8 @@ BAD_PARAMS = [
     ({"logit_bias": {"5": None}}, "logit_bias.5", "expected a number"),
     ({"logit_bias": {"5": 101}}, "logit_bias", "-100 to 100"),
     ({"logit_bias": {str(i): 1 for i in range(1025)}}, "logit_bias", "at most 1024"),
+    ({"no_stop_trim": 1}, "no_stop_trim", "true or false"),
+    ({"include_stop_str_in_output": True}, "include_stop_str_in_output", "did you mean no_stop_trim?"),
     ({"max_tokens": 5}, "max_tokens", "did you mean max_new_tokens?"),
     ({"seed": 5}, "seed", "did you mean sampling_seed?"),
 ]
