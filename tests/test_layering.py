@@ -29,7 +29,7 @@ ALLOWED = {
     "engine": {"links", "models", "ep", "attention_dp", "dispatch", "eplb", "kernels", "config", "topology"},
     "server": {
         "engine.messages", "engine.balance_messages", "engine.command_messages", "engine.incremental_decoder",
-        "engine.stop_matcher",
+        "engine.logprobs", "engine.stop_matcher",
         "models.tokenizer", "attention_dp.request", "attention_dp.sampling_params", "attention_dp.request_router",
         "config", "links",
     },
@@ -42,8 +42,9 @@ ALLOWED = {
 TORCH_FREE = [
     "moe_serve", "moe_serve.config", "moe_serve.topology", "moe_serve.c_library", "moe_serve.child_process",
     "moe_serve.dispatch.capabilities",
-    "moe_serve.engine.messages", "moe_serve.engine.mailbox", "moe_serve.engine.incremental_decoder",
-    "moe_serve.engine.stop_matcher", "moe_serve.engine.step", "moe_serve.engine.balancer",
+    "moe_serve.engine.messages", "moe_serve.engine.logprobs", "moe_serve.engine.mailbox",
+    "moe_serve.engine.incremental_decoder", "moe_serve.engine.stop_matcher", "moe_serve.engine.step",
+    "moe_serve.engine.balancer",
     "moe_serve.models.tokenizer", "moe_serve.models.families.registry", "moe_serve.models.checkpoint_parts",
     "moe_serve.launcher.cli.app", "moe_serve.launcher.cli.balancer", "moe_serve.launcher.serve",
     "moe_serve.launcher.rank_env", "moe_serve.launcher.preflight", "moe_serve.launcher.facts",

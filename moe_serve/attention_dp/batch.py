@@ -23,6 +23,18 @@ if TYPE_CHECKING:
     from moe_serve.attention_dp.scheduler import ScheduledChunk
 
 
+class PromptRows(NamedTuple):
+    """Rows of a chunk that tell log probabilities of prompt tokens.
+
+    chunk:    its index among the chunks of the batch;  rows: of the batch
+    position: of the first of these rows in its sequence; it tells about the token behind it
+    """
+
+    chunk: int
+    position: int
+    rows: range
+
+
 class ForwardBatch(NamedTuple):
     """One forward pass. Tensors on the compute device, int64 or as said; T_pad = num_tokens, padded as Numerics says.
 
@@ -34,6 +46,7 @@ class ForwardBatch(NamedTuple):
     query_starts: [num_seqs + 1] int32, first row of each sequence, then num_tokens
     block_tables: [num_seqs, width] int32, blocks of each sequence in order; beyond its end any blocks of the cache
     num_tokens:   real rows;  num_decodes: leading sequences with one row
+    prompt_rows:  the rows whose logits are wanted, too, but too many to be computed at once
     host_*:       sizes as Python ints, so that no code waits for the device to learn one
     """
 
@@ -49,6 +62,7 @@ class ForwardBatch(NamedTuple):
     num_decodes: int
     host_seq_lens: tuple[int, ...]
     host_query_lens: tuple[int, ...]
+    prompt_rows: tuple[PromptRows, ...] = ()
 
     @property
     def num_padded(self) -> int:
@@ -107,7 +121,9 @@ class BatchBuilder:
         host.query_starts[1:] = ends
         host.logit_rows[:] = _logit_rows(chunks, order, ends)
         self._copy_tables([chunk.request for chunk in ordered])
-        return self._in_memory(num_tokens, num_decodes, seq_lens, lens)
+        batch = self._in_memory(num_tokens, num_decodes, seq_lens, lens)
+        wanted = _prompt_rows(chunks, order, ends)
+        return batch._replace(prompt_rows=wanted) if wanted else batch
 
     def _build_decodes(self, chunks: "Sequence[ScheduledChunk]") -> ForwardBatch:
         """Returns the batch of chunks of one token each, which all sample, as in most steps."""
@@ -252,6 +268,19 @@ def _logit_rows(chunks: "Sequence[ScheduledChunk]", order: Sequence[int], ends: 
         last_rows[index] = end - 1
     sampled = [row for row, chunk in zip(last_rows, chunks, strict=True) if chunk.samples]
     return sampled + [row for row, chunk in zip(last_rows, chunks, strict=True) if not chunk.samples]
+
+
+def _prompt_rows(
+    chunks: "Sequence[ScheduledChunk]", order: Sequence[int], ends: Sequence[int]
+) -> tuple[PromptRows, ...]:
+    """Returns the rows of each chunk that tell log probabilities of prompt tokens. Arguments as of _logit_rows"""
+    found = []
+    for index, end in zip(order, ends, strict=True):
+        request, start, length, _ = chunks[index]
+        if positions := request.prompt_rows(start, start + length):
+            first = end - length + positions.start - start
+            found.append(PromptRows(index, positions.start, range(first, first + len(positions))))
+    return tuple(found)
 
 
 def _slices(*sizes: int) -> tuple[list[slice], int]:

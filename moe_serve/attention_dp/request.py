@@ -69,6 +69,9 @@ class Request:
     params: SamplingParams
     seed: int
     salt: str = ""  # prompts share cached blocks only within one salt
+    # The position whose row tells the next log probability of a prompt token that is wanted; None: no more are. It
+    # grows as they are sent, so that a preempted request does not compute them again.
+    logprobs_from: int | None = None
 
     arrival: int = -1  # order of add(); a preempted request keeps its place
     block_ids: list[int] = field(default_factory=list)  # cache block i holds tokens i*block_size .. (i+1)*block_size
@@ -86,6 +89,21 @@ class Request:
     def num_known(self) -> int:
         """Returns the number of prompt and output tokens."""
         return len(self.prompt_ids) + len(self.output_ids)
+
+    @property
+    def num_reusable(self) -> int:
+        """Returns how many leading tokens need no row of their own, so that their KV may come from the prefix cache."""
+        return self.num_known - 1 if self.logprobs_from is None else self.logprobs_from
+
+    def prompt_rows(self, start: int, end: int) -> range:
+        """Returns which positions among start..end have rows that tell a log probability of a prompt token."""
+        if self.logprobs_from is None:
+            return range(0)
+        return range(max(start, self.logprobs_from), min(end, len(self.prompt_ids) - 1))
+
+    def prompt_scored(self, position: int) -> None:
+        """The log probabilities that rows before `position` tell have been sent."""
+        self.logprobs_from = position if position < len(self.prompt_ids) - 1 else None
 
     def token_ids(self, start: int, end: int) -> list[int]:
         """Returns known tokens start..end."""

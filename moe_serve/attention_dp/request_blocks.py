@@ -40,12 +40,12 @@ class RequestBlocks:
     def find_prefix(self, request: Request) -> list[int]:
         """Returns the published blocks that hold the beginning of the request.
 
-        They end before its last known token: its row must be computed, and that writes its block, which therefore must
-        not be shared.
+        They end before its last known token, and before the first one whose row tells a log probability: these rows
+        must be computed, and that writes their blocks, which therefore must not be shared.
         """
         if self._cache is None:
             return []
-        return self._cache.match(request.block_keys[: (request.num_known - 1) // self.block_size])
+        return self._cache.match(request.block_keys[: request.num_reusable // self.block_size])
 
     def num_needed(self, num_tokens: int, prefix: list[int]) -> int:
         """Returns how many free blocks it takes to hold num_tokens that begin with the blocks of `prefix`."""
@@ -64,7 +64,7 @@ class RequestBlocks:
         Returns whether there were any. A prefill that has stopped inside a block keeps its own.
         """
         start, offset = divmod(request.num_computed, self.block_size)
-        end = (request.num_known - 1) // self.block_size
+        end = request.num_reusable // self.block_size
         keys = request.block_keys
         if self._cache is None or offset or start >= end or not self._cache.has_key(keys[start]):
             return False

@@ -9,6 +9,7 @@ from moe_serve.errors import RequestError
 
 MAX_SEED = 2**63 - 1  # the sampler's philox key is one int64
 MAX_STOPS = 64  # stop strings, and stop token ids, of one request
+MAX_LOGPROB_IDS = 64  # token ids whose log probabilities come at each place
 MAX_BIASES = 1024  # entries of logit_bias
 MAX_ALLOWED = 16_384  # allowed_token_ids
 MAX_BAD_WORDS = 128  # of one request, as strings and again as token ids
@@ -44,6 +45,11 @@ class SamplingParams:
     bad_words: tuple[str, ...] = ()  # the front end adds their tokens, each with and without a space before, to:
     bad_words_ids: tuple[tuple[int, ...], ...] = ()  # token sequences that the output must not hold
     allowed_token_ids: tuple[int, ...] = ()  # no others may be drawn; () = all
+    # Log probabilities (engine/logprobs.py). None: no; else how many of the likeliest tokens come beside each token
+    logprobs: int | None = None  # of output tokens
+    prompt_logprobs: int | None = None  # of prompt tokens behind the one at prompt_logprobs_start
+    prompt_logprobs_start: int = 0
+    logprob_token_ids: tuple[int, ...] = ()  # whose log probabilities come, too, at each place asked for
 
     @property
     def has_penalties(self) -> bool:
@@ -90,6 +96,14 @@ class SamplingParams:
         for name in ("ignore_eos", "skip_special_tokens", "no_stop_trim"):
             if not isinstance(getattr(self, name), bool):
                 raise RequestError(f"{name} is {getattr(self, name)!r}, expected true or false", field=name)
+        self._check_logprobs()
+
+    def _check_logprobs(self) -> None:
+        for name in ("logprobs", "prompt_logprobs"):
+            if getattr(self, name) is not None:
+                _check_int(name, getattr(self, name), 0)
+        _check_int("prompt_logprobs_start", self.prompt_logprobs_start, 0)
+        _check_ids("logprob_token_ids", self.logprob_token_ids, MAX_LOGPROB_IDS)
 
     def _check_logit_bias(self) -> None:
         name = "logit_bias"

@@ -33,10 +33,12 @@ from moe_serve.engine.numerics_choice import NumericsChoice
 from moe_serve.engine.record_control import RecordControl, Speaker
 from moe_serve.engine.recovery import Rank, Recovery
 from moe_serve.engine.requests import OpenRequests
+from moe_serve.engine.row_logprobs import LogprobScorer
 from moe_serve.engine.sampler import Sampler
 from moe_serve.engine.served_model import ServedModel
 from moe_serve.engine.status import EngineCounters
 from moe_serve.engine.step import StepSettings
+from moe_serve.engine.step_events import StepEvents
 from moe_serve.engine.trace_writer import TraceWriter
 from moe_serve.engine.watchdog import Watchdog, WatchLimits
 from moe_serve.ep.load_recorder import LoadRecorder
@@ -90,6 +92,7 @@ def build_engine(
         batches=BatchBuilder(blocks.tables, served.device, served.numerics),
         sampler=Sampler(served.limits.eos_token_ids, served.numerics.compiled),
         requests=requests,
+        events=StepEvents(scheduler, requests, LogprobScorer(served.numerics.compiled), served.logits_of),
         exchange=exchange,
         mailbox=mailbox,
         recovery=recovery,
@@ -174,6 +177,7 @@ def build_served_model(config: ServeConfig, group: EpGroup, progress: Progress |
         max_prompt_len=min(plan.max_model_len, plan.num_blocks * block_size) - 1,
         eos_token_ids=list(plan.spec.eos_token_ids),
         block_size=block_size,
+        max_logprobs=config.engine.max_logprobs,
     )
     served = ServedModel(
         spec=plan.spec,

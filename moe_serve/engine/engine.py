@@ -30,13 +30,13 @@ from moe_serve.engine.messages import (
 from moe_serve.engine.record_control import RecordControl
 from moe_serve.engine.recovery import Recovery
 from moe_serve.engine.requests import OpenRequests
-from moe_serve.engine.sampler import Sampler, has_finite_best
+from moe_serve.engine.sampler import Sampler
 from moe_serve.engine.served_model import ServedModel
 from moe_serve.engine.status import EngineCounters, make_status, totals_of
 from moe_serve.engine.step import RankState, StepPlan, StepSettings, plan_step
+from moe_serve.engine.step_events import StepEvents
 from moe_serve.engine.watchdog import Watchdog
 from moe_serve.errors import PeerError
-from moe_serve.kernels.sampling import NONE_LEFT
 from moe_serve.log import get_logger
 
 log = get_logger(__name__)
@@ -72,6 +72,7 @@ class Engine:
     batches: BatchBuilder
     sampler: Sampler
     requests: OpenRequests
+    events: StepEvents
     exchange: Exchange
     mailbox: Mailbox
     recovery: Recovery
@@ -203,23 +204,7 @@ class Engine:
         served.begin_step(plan.max_tokens, plan.split_evenly)
         batch = self.batches.build(chunks)
         logits = served.forward(batch, plan.num_chunks, plan.overlap)
-        sampling = [chunk for chunk in chunks if chunk.samples]
-        others = [chunk for chunk in chunks if not chunk.samples]
-        requests = [chunk.request for chunk in sampling]
-        token_ids = self.sampler(logits[: len(sampling)] if others else logits, requests)
-        events: list[TokenEvent] = []
-        for chunk, token_id in zip(sampling, token_ids, strict=True):
-            if token_id < 0:
-                events.append(self.requests.fail(chunk.request, none_left=token_id == NONE_LEFT))
-            else:
-                self.scheduler.complete(chunk, token_id)
-                events.append(self.requests.extended(chunk.request, token_id))
-        if others:
-            for chunk, is_finite in zip(others, has_finite_best(logits[len(sampling) :]), strict=True):
-                if is_finite:
-                    self.scheduler.complete(chunk)
-                else:
-                    events.append(self.requests.fail(chunk.request))
+        events = self.events.of(chunks, batch, logits, self.sampler)
         self.counters.count_forward(chunks, sum(len(event.token_ids) for event in events), plan.overlap)
         self._send(events)
 

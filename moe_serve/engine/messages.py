@@ -13,6 +13,7 @@ import msgspec
 from moe_serve.attention_dp.request import Request, SamplingParams
 from moe_serve.engine.balance_messages import BalanceReport
 from moe_serve.engine.command_messages import Answer, FlushCache, Rebalance, RecordCommand, SetPlacement
+from moe_serve.engine.logprobs import LogprobBlock
 from moe_serve.engine.message import Message as Message
 from moe_serve.engine.refusing import Refusing
 
@@ -20,7 +21,11 @@ ALIVE_PERIOD_S = 1.0  # how often each side shows that it is alive
 
 
 class Submit(Message, tag="submit", frozen=True):
-    """Serve this request. output_ids: what earlier attempts have produced; the first new token has that index."""
+    """Serve this request.
+
+    output_ids:          what earlier attempts have produced; the first new token has that index
+    num_prompt_logprobs: entries of the prompt's log probabilities that earlier attempts have sent
+    """
 
     request_id: str
     attempt: int
@@ -29,9 +34,10 @@ class Submit(Message, tag="submit", frozen=True):
     seed: int
     output_ids: list[int] = []
     salt: str = ""
+    num_prompt_logprobs: int = 0
 
     def to_request(self) -> Request:
-        return Request(
+        request = Request(
             request_id=self.request_id,
             attempt=self.attempt,
             prompt_ids=self.prompt_ids,
@@ -40,6 +46,9 @@ class Submit(Message, tag="submit", frozen=True):
             seed=self.seed,
             salt=self.salt,
         )
+        if self.params.prompt_logprobs is not None:
+            request.prompt_scored(self.params.prompt_logprobs_start + self.num_prompt_logprobs)
+        return request
 
 
 class Abort(Message, tag="abort", frozen=True):
@@ -88,6 +97,7 @@ class ModelLimits(msgspec.Struct, frozen=True):
     max_prompt_len: int  # prompt tokens: they fit one rank's cache beside one output token
     eos_token_ids: list[int]
     block_size: int
+    max_logprobs: int = 20  # likeliest tokens at each place
 
 
 class Hello(Message, tag="hello", frozen=True):
@@ -133,6 +143,7 @@ class TokenEvent(msgspec.Struct, frozen=True, array_like=True):
     finish: "length" (max_new_tokens or the model's limit), "stop" (matched_id: the end-of-sequence or stop id, which is
     the last of token_ids), or "error" (no tokens; see message). field: of the request, to be changed; None: the model
     failed
+    logprobs, prompt_logprobs: of these tokens, and of prompt tokens, which may come without tokens
     """
 
     request_id: str
@@ -144,6 +155,8 @@ class TokenEvent(msgspec.Struct, frozen=True, array_like=True):
     num_cached_prompt: int = 0
     message: str | None = None
     field: str | None = None
+    logprobs: LogprobBlock | None = None
+    prompt_logprobs: LogprobBlock | None = None
 
 
 class Tokens(Message, tag="tokens", frozen=True):

@@ -2,6 +2,7 @@
 
 from moe_serve.attention_dp.request import Request
 from moe_serve.attention_dp.scheduler import Scheduler
+from moe_serve.engine.logprobs import LogprobBlock
 from moe_serve.engine.messages import ModelLimits, Submit, TokenEvent, front_end_of
 from moe_serve.engine.status import EngineCounters
 from moe_serve.errors import RequestError
@@ -70,7 +71,13 @@ class OpenRequests:
         for request in list(self._open.values()):
             self._remove(request)
 
-    def extended(self, request: Request, token_id: int) -> TokenEvent:
+    def extended(
+        self,
+        request: Request,
+        token_id: int,
+        logprobs: LogprobBlock | None = None,
+        prompt_logprobs: LogprobBlock | None = None,
+    ) -> TokenEvent:
         """Returns the event for a request's newest token, and closes the request if it is the last one."""
         finish, matched_id = self._finish(request, token_id)
         if finish is not None:
@@ -79,7 +86,21 @@ class OpenRequests:
             self._counters.num_finished += 1
         # By position: there is one for each running request in each step, and names take twice the time.
         index, cached = len(request.output_ids) - 1, request.num_cached_prompt
-        return TokenEvent(request.request_id, request.attempt, index, [token_id], finish, matched_id, cached)
+        numbers = logprobs, prompt_logprobs
+        return TokenEvent(
+            request.request_id, request.attempt, index, [token_id], finish, matched_id, cached, None, None, *numbers
+        )
+
+    def scored(self, request: Request, prompt_logprobs: LogprobBlock) -> TokenEvent:
+        """Returns the event for log probabilities of a prompt that is not computed to its end yet."""
+        return TokenEvent(
+            request_id=request.request_id,
+            attempt=request.attempt,
+            index=len(request.output_ids),
+            token_ids=[],
+            num_cached_prompt=request.num_cached_prompt,
+            prompt_logprobs=prompt_logprobs,
+        )
 
     def fail(self, request: Request, none_left: bool = False) -> TokenEvent:
         """Ends a request for which no token can be chosen; returns the event that says so. Other requests go on.

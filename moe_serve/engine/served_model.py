@@ -85,6 +85,10 @@ class ServedModel:
             self.recorder.step_done()
         return logits
 
+    def logits_of(self, rows: range) -> Tensor:
+        """Returns the logits of other rows of the last forward, whose batch had prompt rows: [len(rows), vocab]."""
+        return self.decoder.logits_of(rows)
+
     @property
     def membership(self) -> Membership | None:
         """The ranks that take part; None where the transport cannot mask one."""

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from moe_serve.kernels.gumbel import gumbel, natural_log, token_weights
+from moe_serve.kernels.likeliest import likeliest
 from moe_serve.kernels.logit_changes import LogitChanges, change_logits
 
 # How one row's token is chosen; the kernel reads this as a C struct.
@@ -109,7 +110,7 @@ def _draw(logits: Tensor, parameters: _Parameters) -> Tensor:
     """Returns the token ids, [num_rows] int64, of rows with finite maxima and temperatures above 0."""
     top = logits.amax(dim=1, keepdim=True).to(torch.float64)
     if parameters.filters:
-        values, ids = _likeliest(logits, parameters.max_top_k)
+        values, ids = likeliest(logits, parameters.max_top_k)
     else:
         values, ids = logits, torch.arange(logits.shape[1], device=logits.device)[None]
     scaled = (values.to(torch.float64) - top) * parameters.inverse_temperature
@@ -142,21 +143,8 @@ def _largest_sum(scaled: Tensor, ids: Tensor, parameters: _Parameters) -> Tensor
     return ids.gather(1, at).masked_fill(lost, torch.iinfo(torch.int64).max).amin(dim=1)
 
 
-def _likeliest(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """Returns at least the `count` largest logits of each row, largest first and equal ones by id, and their ids."""
-    logits = logits + 0.0  # no negative zeros, which some sorts put behind zeros
-    if count == logits.shape[1]:
-        values, ids = logits.sort(dim=1, descending=True, stable=True)
-        return values, ids
-    least = logits.topk(count, dim=1).values[:, -1:]
-    count = int((logits >= least).sum(dim=1).max())  # equal ones included, of which topk takes any
-    ids = logits.topk(count, dim=1).indices.sort(dim=1).values
-    values, order = logits.gather(1, ids).sort(dim=1, descending=True, stable=True)
-    return values, ids.gather(1, order)
-
-
 def _in_top_k_and_top_p(scaled: Tensor, parameters: _Parameters) -> Tensor:
-    """Returns which tokens top_k and then top_p keep, of tokens in the order of _likeliest."""
+    """Returns which tokens top_k and then top_p keep, of tokens in the order of `likeliest`."""
     in_top_k = torch.arange(scaled.shape[1], device=scaled.device)[None] < parameters.top_k
     weights = token_weights(scaled).masked_fill(~in_top_k, 0)
     upto = weights.cumsum(dim=1)

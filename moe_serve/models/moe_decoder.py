@@ -50,6 +50,10 @@ class MoeDecoder:
         """
         return self.run(StepInputs(batch, cache, num_chunks, overlap))
 
+    def logits_of(self, rows: range) -> Tensor:
+        """Returns the logits of other rows of the last step, whose batch had prompt rows: [len(rows), vocab_size]."""
+        return self.run.logits_of(rows)
+
 
 def build_decoder(
     spec: ModelSpec,

@@ -52,12 +52,19 @@ class RecordedRunner:
         recording.recorder.run(RecordedRun(inputs.rows, step.num_chunks, step.overlap))
         return inputs.logits
 
+    def logits_of(self, rows: range) -> Tensor:
+        assert self._recording is not None, "no step has run"
+        logits: Tensor = self._stack.head(self._recording.rows[rows.start : rows.stop])
+        return logits
+
     def _record(self, num_rows: int, cache: KvCache) -> "Recording":
         """Returns the layers, recorded for steps of at least num_rows rows over this cache."""
         self._recording = None  # frees its buffers before there are new ones
         recorder = Recorder(cpu_library(), max(SMALLEST, 1 << (num_rows - 1).bit_length()))
-        self._stack(RecordedStep(recorder, cache, self._rope, self._shape))
-        return Recording(recorder, cache)
+        step = RecordedStep(recorder, cache, self._rope, self._shape)
+        rows = self._stack(step)
+        step.logits(self._stack.head, rows)
+        return Recording(recorder, cache, rows)
 
 
 class StepRows:
@@ -100,10 +107,11 @@ class StepRows:
 
 @dataclass(frozen=True, eq=False)
 class Recording:
-    """The layers as recorded, over one cache."""
+    """The layers as recorded, over one cache. rows: [capacity, H], what the head projects, until the next step"""
 
     recorder: Recorder
     cache: KvCache
+    rows: Tensor
 
 
 class RecordedStep:

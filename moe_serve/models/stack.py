@@ -62,7 +62,7 @@ class DecoderStack:
     factors: StackFactors
 
     def __call__(self, do: Operations) -> Tensor:
-        """Returns the logits of the step's logit rows, [num_logit_rows, vocab_size] float32."""
+        """Returns the rows that the head projects to logits, [T, H]."""
         x = do.embed(self.embed)  # the residual, which is changed in place
         if self.factors.embedding != 1:
             do.scale_(x, self.factors.embedding)
@@ -75,7 +75,7 @@ class DecoderStack:
         last = self._normed(x, delta, self.norm, do)
         if self.factors.logits != 1:
             do.scale_(last, self.factors.logits)
-        return do.logits(self.head, last)
+        return last
 
     def _normed(self, x: Tensor, delta: Tensor | None, weight: AnyNorm, do: Operations) -> Tensor:
         if isinstance(weight, LayerNorm):
@@ -103,4 +103,11 @@ class StackRunner(Protocol):
 
     def __call__(self, step: StepInputs) -> Tensor:
         """Returns the logits of the step's logit rows, [num_logit_rows, vocab_size] float32."""
+        ...
+
+    def logits_of(self, rows: range) -> Tensor:
+        """Returns the logits of other rows of the step that ran last, [len(rows), vocab_size] float32.
+
+        Only after a step whose batch has prompt rows.
+        """
         ...

@@ -21,7 +21,7 @@ from moe_serve.models.stack import DecoderStack, StepInputs
 from moe_serve.models.weight_forms import GatedMlp
 
 
-@dataclass(frozen=True)
+@dataclass
 class TorchRunner:
     """StackRunner by torch."""
 
@@ -29,10 +29,20 @@ class TorchRunner:
     rope: RopeTable
     attention: PagedAttention
     numerics: Numerics
+    _rows: Tensor | None = None  # of the last step, where more logits of it are wanted
 
     @torch.inference_mode()
     def __call__(self, step: StepInputs) -> Tensor:
-        return self.stack(TorchStep(step, self.attention, {}, self.rope(step.batch.positions), self.numerics))
+        self._rows = None
+        do = TorchStep(step, self.attention, {}, self.rope(step.batch.positions), self.numerics)
+        rows = self.stack(do)
+        self._rows = rows if step.batch.prompt_rows else None
+        return do.logits(self.stack.head, rows)
+
+    @torch.inference_mode()
+    def logits_of(self, rows: range) -> Tensor:
+        assert self._rows is not None, "the last batch had no prompt rows"
+        return _project(self.stack.head, self._rows[rows.start : rows.stop], self.numerics)
 
 
 @dataclass(frozen=True)
@@ -61,11 +71,7 @@ class TorchStep:
         return functional.embedding(self.step.batch.input_ids, table)
 
     def logits(self, weight: Linear, x: Tensor) -> Tensor:
-        rows = self.step.batch.logit_rows
-        num_rows = rows.shape[0]
-        padding = self.numerics.padded(num_rows) - num_rows
-        wanted = functional.pad(rows, (0, padding)) if padding else rows
-        return weight(x.index_select(0, wanted))[:num_rows].float()
+        return _project(weight, x.index_select(0, self.step.batch.logit_rows), self.numerics)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         return rms_norm(x, weight, eps)
@@ -119,3 +125,10 @@ class TorchStep:
 
     def mlp(self, weights: GatedMlp, x: Tensor) -> Tensor:
         return weights(x)
+
+
+def _project(weight: Linear, rows: Tensor, numerics: Numerics) -> Tensor:
+    """Returns the logits of rows [n, H], [n, vocab_size] float32."""
+    num_rows = rows.shape[0]
+    padding = numerics.padded(num_rows) - num_rows
+    return weight(functional.pad(rows, (0, 0, 0, padding)) if padding else rows)[:num_rows].float()

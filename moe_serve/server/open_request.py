@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 from moe_serve.attention_dp.request import SamplingParams
 from moe_serve.engine.incremental_decoder import Decoder
+from moe_serve.engine.logprobs import TokenLogprobs
 from moe_serve.engine.messages import Submit, TokenEvent
 from moe_serve.engine.stop_matcher import FinishReason, StopMatcher
 from moe_serve.errors import ModelError, MoeServeError, RequestError
@@ -77,6 +78,9 @@ class OpenRequest:
     matcher:    its output as the reader sees it
     failure:    set when it ends without an answer; RequestError: the client's fault
     num_cached: prompt tokens from the prefix cache
+
+    output_logprobs, prompt_logprobs: what has come of the log probabilities that it asks for (engine/logprobs.py says
+    what each entry is); None: it asks for none. Those of the output are as many as `matcher.output_ids`.
     """
 
     def __init__(
@@ -95,6 +99,9 @@ class OpenRequest:
         self.matcher = StopMatcher(tokenizer, spec.params, eos_token_ids, spec.prompt_ids)
         self.failure: MoeServeError | None = None
         self.num_cached = 0
+        params = spec.params
+        self.output_logprobs = _empty(params.logprobs, params.logprob_token_ids)
+        self.prompt_logprobs = _empty(params.prompt_logprobs, params.logprob_token_ids)
         self.submitted_s = time.monotonic()
         self.finished_s: float | None = None
         self._changes = changes
@@ -120,7 +127,13 @@ class OpenRequest:
             seed=self.spec.seed,
             output_ids=list(self.matcher.output_ids),
             salt=self.spec.salt,
+            num_prompt_logprobs=0 if self.prompt_logprobs is None else len(self.prompt_logprobs),
         )
+
+    def lacks_tokens_before(self, event: TokenEvent) -> bool:
+        """Returns whether events before this one were lost with a connection."""
+        block, mine = event.prompt_logprobs, self.prompt_logprobs
+        return event.index > self.num_output or (block is not None and mine is not None and block.start > len(mine))
 
     def leave_rank(self) -> None:
         """Takes a request from its rank, to be submitted again; its output so far stays."""
@@ -144,8 +157,12 @@ class OpenRequest:
             message = event.message or "the rank could not serve this request"
             self.fail(RequestError(message, event.field) if event.field else ModelError(message))
             return
-        assert event.index <= self.num_output, "tokens before these are missing"
+        assert not self.lacks_tokens_before(event), "tokens before these are missing"
         self.num_cached = max(self.num_cached, event.num_cached_prompt)
+        if event.prompt_logprobs is not None and self.prompt_logprobs is not None:
+            self.prompt_logprobs.add(event.prompt_logprobs)
+        if not event.token_ids:  # a part of the prompt is computed
+            return
         if self.spec.params.max_new_tokens == 0:
             reason: FinishReason | None = FinishReason("length")
             self.matcher.close(FinishReason("length"))
@@ -154,6 +171,9 @@ class OpenRequest:
         if reason is None and event.finish is not None:
             reason = FinishReason("stop" if event.finish == "stop" else "length", matched=event.matched_id)
             self.matcher.close(reason)
+        if event.logprobs is not None and self.output_logprobs is not None:
+            self.output_logprobs.add(event.logprobs)
+            self.output_logprobs.cut(self.num_output)  # not of tokens behind the end
         if reason is not None:
             self.finished_s = time.monotonic()
         self._changes.notify(self)
@@ -171,3 +191,7 @@ class OpenRequest:
             self.failure = failure
             self.finished_s = time.monotonic()
             self._changes.notify(self)
+
+
+def _empty(num_top: int | None, token_ids: Sequence[int]) -> TokenLogprobs | None:
+    return None if num_top is None else TokenLogprobs(num_top, token_ids)

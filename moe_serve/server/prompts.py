@@ -13,6 +13,7 @@ from moe_serve.attention_dp.sampling_params import MAX_BAD_WORD_TOKENS
 from moe_serve.engine.messages import ModelLimits
 from moe_serve.errors import RequestError
 from moe_serve.models.tokenizer import Tokenizer, check_unicode
+from moe_serve.server.logprob_limits import fit_logprobs
 from moe_serve.server.schemas import Prompt
 
 _NO_TOKENIZER = (
@@ -117,6 +118,8 @@ def fit_to_model(prompt: Prompt, prompt_ids: Sequence[int], limits: ModelLimits)
     _check_vocabulary("allowed_token_ids", params.allowed_token_ids, limits)
     for word in params.bad_words_ids:
         _check_vocabulary("bad_words_ids", word, limits)
+    _check_vocabulary("logprob_token_ids", params.logprob_token_ids, limits)
+    params = fit_logprobs(params, len(prompt_ids), limits)
     if params.top_k >= limits.vocab_size:
         params = replace(params, top_k=-1)
     return params

@@ -185,10 +185,10 @@ class RequestBook:
             request = self._open.get(event.request_id)
             if request is None or request.rank != message.rank or event.attempt != request.attempt:
                 continue
-            if event.index > request.num_output:  # tokens before it were lost with a connection
+            if request.lacks_tokens_before(event):
                 self._submit_again(request, message.rank)
                 continue
-            if not request.has_started:
+            if not request.has_started and event.token_ids:
                 request.has_started = True
                 self._room.started(event.request_id)
             request.apply(event)

@@ -21,6 +21,7 @@ from moe_serve.engine.build import build_engine
 from moe_serve.engine.command_messages import Answer
 from moe_serve.engine.engine import Engine
 from moe_serve.engine.exchange import make_exchange
+from moe_serve.engine.logprobs import LogprobBlock
 from moe_serve.engine.mailbox import Inbound
 from moe_serve.engine.messages import Shutdown, Submit, Tokens
 from moe_serve.engine.sampler import Sampler
@@ -126,6 +127,8 @@ class Served:
     tokens: dict[str, list[int]] = field(default_factory=dict)
     digests: dict[str, list[str]] = field(default_factory=dict)  # of the bits of the logits behind each token
     gaps: dict[str, list[float]] = field(default_factory=dict)  # between the two best logits of each token
+    logprobs: dict[str, list[LogprobBlock]] = field(default_factory=dict)
+    prompt_logprobs: dict[str, list[LogprobBlock]] = field(default_factory=dict)
     finish: dict[str, str] = field(default_factory=dict)
     messages: dict[str, str] = field(default_factory=dict)
     counters: dict[str, int] = field(default_factory=dict)
@@ -276,6 +279,12 @@ def _serve_on_rank(
                 tokens = served.tokens.setdefault(event.request_id, [])
                 assert event.index == len(tokens), "tokens arrive once and in order"
                 tokens += event.token_ids
+                for kept, block in (
+                    (served.logprobs, event.logprobs),
+                    (served.prompt_logprobs, event.prompt_logprobs),
+                ):
+                    if block is not None:
+                        kept.setdefault(event.request_id, []).append(block)
                 if event.finish:
                     served.finish[event.request_id] = event.finish
                     served.messages[event.request_id] = event.message or ""
@@ -308,6 +317,8 @@ def _merge(parts: Sequence[Served]) -> Served:
         whole.tokens |= part.tokens
         whole.digests |= part.digests
         whole.gaps |= part.gaps
+        whole.logprobs |= part.logprobs
+        whole.prompt_logprobs |= part.prompt_logprobs
         whole.finish |= part.finish
         whole.messages |= part.messages
         for name, value in part.counters.items():

@@ -9,6 +9,7 @@
 #include "layer_norm.c"
 #include "gate.c"
 #include "sampling.c"
+#include "logprobs.c"
 
 /* Threads of this process's pool from now on, the caller's included. */
 i64 set_threads(i64 threads)

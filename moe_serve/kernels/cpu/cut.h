@@ -3,6 +3,7 @@
    histograms over the logits, each finer than the last, never by a sort. */
 #pragma once
 #include "gumbel.h"
+#include <float.h>
 
 enum { BINS = 2048, BIN_BITS = 11, WAITING = 256 };
 #define LOWEST_KEY ((i32)0x807FFFFF) /* of -inf */
@@ -68,6 +69,21 @@ INLINE int any(vi mask)
 
 INLINE vf smaller(vf a, vf b) { return (vf)(((vi)a & (a < b)) | ((vi)b & ~(a < b))); }
 INLINE vf larger(vf a, vf b) { return (vf)(((vi)a & (a > b)) | ((vi)b & ~(a > b))); }
+
+/* The largest logit; -inf where there is none, or where any logit is NaN or +inf. */
+static float finite_top(const LogitRow *row)
+{
+    vf top = (vf){} - __builtin_inff();
+    vi sound = {};
+    sound = ~sound;
+    for (i64 id = 0; id < row->vocab; id += VL) {
+        vf logits = *(const vf *)logits_at(row, id);
+        sound &= logits <= FLT_MAX;
+        top = larger(logits, top);
+    }
+    for (int lane = 1; lane < VL; lane++) top[0] = top[lane] > top[0] ? top[lane] : top[0];
+    return any(~sound) ? -__builtin_inff() : top[0];
+}
 
 /* The bin of the first histogram: it grows with the distance from the maximum, and the last one has no end. */
 INLINE vi bins_of(const LogitRow *row, vf logits)

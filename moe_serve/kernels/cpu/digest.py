@@ -18,12 +18,14 @@ from moe_serve.kernels.cpu.experts import PackedExperts, packed_ffn
 from moe_serve.kernels.cpu.gate import gate
 from moe_serve.kernels.cpu.layer_norm import layer_norm
 from moe_serve.kernels.cpu.linear import KINDS, PackedLinear
+from moe_serve.kernels.cpu.logprobs import row_logprobs
 from moe_serve.kernels.cpu.packed import gate_up_size, packed_size
 from moe_serve.kernels.cpu.rows import add_gated_, add_rms_norm, rms_norm, rope_write, weighted_sum
 from moe_serve.kernels.cpu.sampling import sample_rows
 from moe_serve.kernels.gate_shape import GateShape
 from moe_serve.kernels.layer_norm import LayerNorm
 from moe_serve.kernels.logit_changes import EDIT, LogitChanges
+from moe_serve.kernels.logprobs import WantedLogprobs
 from moe_serve.kernels.sampling import SAMPLING_ROW, SamplingRows
 
 ROWS, HIDDEN, WIDTH, EPS = 13, 150, 70, 1e-6
@@ -122,6 +124,12 @@ def _sampling() -> list[Tensor]:
     return [torch.tensor(sample_rows(logits, sampling)), logits]
 
 
+def _logprobs() -> list[Tensor]:
+    ids, each = np.arange(2 * ROWS, dtype=np.int64), np.ones(ROWS, np.int64)
+    wanted = WantedLogprobs(np.arange(0, 2 * ROWS + 1, 2, dtype=np.int64), ids, 5 * each)
+    return [torch.from_numpy(numbers) for numbers in row_logprobs(4 * _numbers(ROWS, 300), wanted)]
+
+
 def _turns() -> list[Tensor]:
     angles = torch.arange(64) * 0.37  # torch computes the tables of rotations on each rank
     return [angles.cos(), angles.sin()]
@@ -135,5 +143,6 @@ PROBES: tuple[Callable[[], list[Tensor]], ...] = (
     _layer_norm,
     _gate,
     _sampling,
+    _logprobs,
     _turns,
 )

@@ -30,21 +30,6 @@ typedef struct {
     i64 *tokens;
 } SamplingJob;
 
-/* The largest logit; -inf where there is none, or where any logit is NaN or +inf. */
-static float finite_top(const LogitRow *row)
-{
-    vf top = (vf){} - __builtin_inff();
-    vi sound = {};
-    sound = ~sound;
-    for (i64 id = 0; id < row->vocab; id += VL) {
-        vf logits = *(const vf *)logits_at(row, id);
-        sound &= logits <= FLT_MAX;
-        top = larger(logits, top);
-    }
-    for (int lane = 1; lane < VL; lane++) top[0] = top[lane] > top[0] ? top[lane] : top[0];
-    return any(~sound) ? -__builtin_inff() : top[0];
-}
-
 /* The id of the `count`-th logit, from 1, that equals this one; the row's last id where there are fewer. */
 static i64 id_of_equal(const LogitRow *row, float logit, i64 count)
 {

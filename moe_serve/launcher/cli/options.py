@@ -77,6 +77,10 @@ MaxBatchTokens = Annotated[
         help="engine.max_batch_tokens: tokens of one step of one rank",
     ),
 ]
+MaxLogprobs = Annotated[
+    int | None,
+    typer.Option("--max-logprobs", help="engine.max_logprobs: likeliest tokens that a request may ask for"),
+]
 PageSize = Annotated[int | None, typer.Option("--page-size", "--block-size", help="cache.block_size, tokens")]
 NoPrefixCache = Annotated[bool, typer.Option("--disable-radix-cache", help="cache.prefix_cache: false")]
 

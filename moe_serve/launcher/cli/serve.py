@@ -27,6 +27,7 @@ SETTINGS = {  # of the options with a value
     "max_running_requests": "engine.max_running_requests",
     "max_queued_requests": "engine.max_queued_requests",
     "chunked_prefill_size": "engine.max_batch_tokens",
+    "max_logprobs": "engine.max_logprobs",
     "page_size": "cache.block_size",
     "api_key_file": "server.api_key_file",
     "admin_api_key_file": "server.admin_api_key_file",
@@ -71,6 +72,7 @@ class ServeOptions:
     max_running_requests: opt.MaxRunning = None
     max_queued_requests: opt.MaxQueued = None
     chunked_prefill_size: opt.MaxBatchTokens = None
+    max_logprobs: opt.MaxLogprobs = None
     page_size: opt.PageSize = None
     disable_radix_cache: opt.NoPrefixCache = False
     api_key: opt.ApiKey = None

@@ -1,0 +1,120 @@
+"""Log probabilities of outputs and prompts: the same bits however requests are served, none lost, none twice."""
+
+from dataclasses import replace
+
+import pytest
+
+from moe_serve.attention_dp.request import SamplingParams
+from moe_serve.engine.logprobs import LogprobBlock, TokenLogprobs
+from moe_serve.engine.messages import Submit
+from tests.engine.offline import Served, prompts_with_shared_beginnings, serve, submits_of
+from tests.engine.scored import Numbers, collected
+from tests.engine.test_identity import BY_TORCH, PLAIN, TWO_THREADS, WAYS
+
+BASE = SamplingParams(max_new_tokens=20, temperature=0.8, ignore_eos=True)
+KINDS = [
+    replace(BASE, logprobs=5, prompt_logprobs=3),
+    replace(BASE, prompt_logprobs=0, prompt_logprobs_start=20, logprob_token_ids=(3, 2047)),
+    BASE,
+    replace(BASE, logprobs=0, logprob_token_ids=(9,)),
+    replace(BASE, logprobs=20, prompt_logprobs=20, prompt_logprobs_start=7),
+]
+
+
+def asking(count: int) -> list[Submit]:
+    submits = submits_of(prompts_with_shared_beginnings(count, 2048, max_len=60), BASE)
+    kinds = [KINDS[i % len(KINDS)] for i in range(count)]
+    return [
+        Submit(submit.request_id, 0, submit.prompt_ids, kind, submit.seed)
+        for submit, kind in zip(submits, kinds, strict=True)
+    ]
+
+
+def numbers_of(served: Served, submits: list[Submit]) -> dict[str, tuple[Numbers, Numbers]]:
+    """Returns the entries of output and prompt of each request, as many as it asks for."""
+    found = {}
+    for submit in submits:
+        params, name, num_prompt = submit.params, submit.request_id, len(submit.prompt_ids)
+        output, prompt = served.logprobs.get(name, []), served.prompt_logprobs.get(name, [])
+        assert (params.logprobs is None) <= (not output)
+        assert (params.prompt_logprobs is None) <= (not prompt)
+        of_output = collected(params, params.logprobs, output) if params.logprobs is not None else []
+        of_prompt = [] if params.prompt_logprobs is None else collected(params, params.prompt_logprobs, prompt)
+        assert len(of_output) == (0 if params.logprobs is None else len(served.tokens[name]))
+        wanted = 0 if params.prompt_logprobs is None else max(0, num_prompt - 1 - params.prompt_logprobs_start)
+        assert len(of_prompt) == wanted
+        found[name] = of_output, of_prompt
+    return found
+
+
+@pytest.fixture(scope="module")
+def reference() -> tuple[list[Submit], Served]:
+    submits = asking(40)
+    return submits, serve(1, submits, PLAIN)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_they_do_not_depend_on_how_requests_are_served(reference: tuple[list[Submit], Served], way: str) -> None:
+    submits, alone = reference
+    num_ranks, overrides, stagger = WAYS[way]
+    served = serve(num_ranks, submits, [*PLAIN, *overrides, *TWO_THREADS], stagger)
+    assert served.tokens == alone.tokens
+    assert numbers_of(served, submits) == numbers_of(alone, submits)
+    if "preempted" in way:
+        assert served.stats["num_preempted"] > 0
+        assert served.stats["num_cached_prompt_tokens"] > 0
+
+
+def test_asking_changes_no_token(reference: tuple[list[Submit], Served]) -> None:
+    submits, alone = reference
+    plain = [Submit(each.request_id, 0, each.prompt_ids, BASE, each.seed) for each in submits]
+    served = serve(1, plain, PLAIN)
+    assert served.tokens == alone.tokens
+    assert not served.logprobs
+    assert not served.prompt_logprobs
+
+
+def test_batch_invariant_by_torch_holds_the_same() -> None:
+    submits = asking(20)
+    alone = serve(1, submits, [*PLAIN, *BY_TORCH])
+    num_ranks, overrides, stagger = WAYS["preempted, cached prefixes, chunks, all at once"]
+    served = serve(num_ranks, submits, [*PLAIN, *BY_TORCH, *overrides], stagger)
+    assert numbers_of(served, submits) == numbers_of(alone, submits)
+
+
+def test_a_request_that_is_sent_again_goes_on_where_it_stopped(reference: tuple[list[Submit], Served]) -> None:
+    """As after the loss of a rank in a prefill, between two tokens, and between a prompt and its first token."""
+    submits, alone = reference
+    whole = numbers_of(alone, submits)
+    again, expected = [], {}
+    for index, submit in enumerate(submits[::5]):  # those of the first kind
+        of_output, of_prompt = whole[submit.request_id]
+        num_output, num_prompt = [(0, len(of_prompt) // 2), (3, len(of_prompt)), (0, len(of_prompt))][index % 3]
+        tokens = alone.tokens[submit.request_id]
+        name = submit.request_id
+        again.append(
+            Submit(name, 1, submit.prompt_ids, submit.params, submit.seed, tokens[:num_output], "", num_prompt)
+        )
+        expected[name] = of_output[num_output:], of_prompt[num_prompt:]
+    served = serve(1, again, [*PLAIN, "engine.max_batch_tokens=24", "engine.max_running_requests=16"])
+    for submit in again:
+        params, name = submit.params, submit.request_id
+        of_output = collected(params, params.logprobs, served.logprobs[name], len(submit.output_ids))
+        blocks = served.prompt_logprobs.get(name, [])
+        assert (of_output, collected(params, params.prompt_logprobs, blocks, submit.num_prompt_logprobs)) == expected[
+            name
+        ]
+
+
+def test_entries_behind_the_end_and_repeated_ones_are_dropped() -> None:
+    whole = LogprobBlock(0, b"\1\0\0\0\2\0\0\0\3\0\0\0", bytes(24), bytes(12), bytes(12))
+    entries = TokenLogprobs(1, [8])
+    entries.add(whole)
+    entries.add(whole)
+    assert len(entries) == 3
+    entries.cut(1)
+    assert (len(entries), entries.rank(0), len(entries.top(0)), entries.of_ids(0)[0].token_id) == (1, 1, 1, 8)
+    entries.add(whole)
+    assert [entries.rank(i) for i in range(3)] == [1, 2, 3]
+    with pytest.raises(AssertionError, match="missing"):
+        entries.add(LogprobBlock(4, b"", b""))
