@@ -19,6 +19,7 @@ ALLOWED = {
     "c_library": set(),
     "child_process": set(),
     "config": {"dispatch.capabilities"},  # plain data that imports nothing: what a transport can do stands once
+    "structured": {"models.tokenizer", "models.token_bytes", "attention_dp.constraint"},
     "kernels": set(),
     "dispatch": {"kernels"},
     "attention_dp": {"kernels"},
@@ -26,12 +27,13 @@ ALLOWED = {
     "ep": {"dispatch", "eplb", "kernels", "topology"},
     "models": {"ep", "attention_dp", "eplb.placement", "kernels"},
     "links": {"config"},
-    "engine": {"links", "models", "ep", "attention_dp", "dispatch", "eplb", "kernels", "config", "topology"},
+    "engine": {"links", "models", "ep", "attention_dp", "dispatch", "eplb", "kernels", "config", "topology",
+               "structured"},
     "server": {
         "engine.messages", "engine.balance_messages", "engine.command_messages", "engine.incremental_decoder",
         "engine.logprobs", "engine.stop_matcher",
         "models.tokenizer", "attention_dp.request", "attention_dp.sampling_params", "attention_dp.request_router",
-        "config", "links",
+        "attention_dp.constraint", "config", "links", "structured",
     },
     "launcher": {
         "server", "links", "engine", "models", "ep", "attention_dp", "dispatch", "eplb", "kernels", "config",

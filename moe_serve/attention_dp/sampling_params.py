@@ -5,6 +5,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from moe_serve.attention_dp.constraint import Constraint
 from moe_serve.errors import RequestError
 
 MAX_SEED = 2**63 - 1  # the sampler's philox key is one int64
@@ -50,6 +51,7 @@ class SamplingParams:
     prompt_logprobs: int | None = None  # of prompt tokens behind the one at prompt_logprobs_start
     prompt_logprobs_start: int = 0
     logprob_token_ids: tuple[int, ...] = ()  # whose log probabilities come, too, at each place asked for
+    constraint: Constraint | None = None  # the form of the whole output; None = any
 
     @property
     def has_penalties(self) -> bool:
@@ -104,6 +106,20 @@ class SamplingParams:
                 _check_int(name, getattr(self, name), 0)
         _check_int("prompt_logprobs_start", self.prompt_logprobs_start, 0)
         _check_ids("logprob_token_ids", self.logprob_token_ids, MAX_LOGPROB_IDS)
+        self._check_constraint()
+
+    def _check_constraint(self) -> None:
+        if self.constraint is None:
+            return
+        if not isinstance(self.constraint, Constraint):
+            raise RequestError(f"constraint is {self.constraint!r:.60}, expected a Constraint", field="constraint")
+        self.constraint.validate()
+        if self.ignore_eos:
+            raise RequestError(
+                f"ignore_eos is true but an output of {self.constraint.kind} ends where its form is complete; leave "
+                "ignore_eos out",
+                field="ignore_eos",
+            )
 
     def _check_logit_bias(self) -> None:
         name = "logit_bias"
