@@ -32,7 +32,8 @@ ALLOWED = {
     "server": {
         "engine.messages", "engine.balance_messages", "engine.command_messages", "engine.incremental_decoder",
         "engine.logprobs", "engine.stop_matcher",
-        "models.tokenizer", "attention_dp.request", "attention_dp.sampling_params", "attention_dp.request_router",
+        "models.tokenizer", "models.model_files",
+        "attention_dp.request", "attention_dp.sampling_params", "attention_dp.request_router",
         "attention_dp.constraint", "config", "links", "structured",
     },
     "launcher": {

@@ -95,6 +95,9 @@ class ServerConfig(Section):
     # x-moe-serve-degraded of the answers that it changes; such as
     # [{above: 0.5, max_new_tokens: 64}, {above: 0.8, min_priority: 0, max_samples: 1}]
     degrade: tuple[DegradeStep, ...] = ()
+    # A file with the jinja template that makes a prompt of a chat's messages. None: the model folder's
+    chat_template: str | None = None
+    trust_request_chat_template: bool = False  # clients may send a template of their own, which runs in a sandbox
     incremental_stream_output: bool = False  # events of a stream hold only what is new, where the request says nothing
     # After SIGTERM open requests have so long to end, and new ones get 503. Kubernetes kills after 30 s by default.
     drain_deadline_s: NonNegativeFloat = 25.0

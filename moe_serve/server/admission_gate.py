@@ -1,4 +1,4 @@
-"""Looks at a `/generate` call before its body is read: may it wait, and may its client ask for more? Torch-free."""
+"""Looks at a call that generates before its body is read: may it wait, and may its client ask for more? Torch-free."""
 
 import time
 from dataclasses import dataclass, field
@@ -11,7 +11,7 @@ from moe_serve.server.client_limits import ClientTable, Permit
 from moe_serve.server.degrade import HEADER
 from moe_serve.server.generate import error_response
 
-GENERATE = "/generate"
+GENERATING = frozenset({"/generate", "/v1/completions", "/v1/chat/completions"})  # paths of routes that generate
 
 
 @dataclass
@@ -36,7 +36,7 @@ class AdmissionGate:
         self._clients = clients
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["path"] != GENERATE:
+        if scope["type"] != "http" or scope["path"] not in GENERATING:
             await self._app(scope, receive, send)
         elif (refusal := self._bridge.refusal()) is not None:
             self._bridge.count_refused(1)

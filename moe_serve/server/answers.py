@@ -9,6 +9,10 @@ from moe_serve.server.open_request import OpenRequest, UnavailableError
 WEIGHT_VERSION = "default"  # weights do not change while serving
 
 
+class UnknownModelError(RequestError):
+    """A call for a model that this server does not serve."""
+
+
 def result(request: OpenRequest, rid: str) -> dict[str, Any]:
     """Returns the `/generate` object of one request: everything so far, in a stream too (`text` is cumulative)."""
     meta: dict[str, Any] = {
@@ -57,6 +61,8 @@ def finish_reason(request: OpenRequest) -> dict[str, Any] | None:
 def status_of(error: Exception) -> int:
     """Returns the HTTP status of an error."""
     match error:
+        case UnknownModelError():
+            return 404
         case RequestError():
             return 400
         case QueueFullError():

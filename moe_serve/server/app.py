@@ -19,26 +19,31 @@ from moe_serve.config import ServeConfig, model_dir, served_name
 from moe_serve.errors import MoeServeError, RequestError
 from moe_serve.log import get_logger
 from moe_serve.models.tokenizer import Tokenizer
-from moe_serve.server.admission_gate import AdmissionGate, Terms
+from moe_serve.server.admission_gate import AdmissionGate
 from moe_serve.server.admission_metrics import AdmissionMetrics
 from moe_serve.server.answers import WEIGHT_VERSION, error_body
 from moe_serve.server.body import Bodies, BodyTooLarge
-from moe_serve.server.body_parser import BodyParser
+from moe_serve.server.body_parser import GENERATE_BODY, BodyParser
 from moe_serve.server.bridge import Bridge
+from moe_serve.server.chat_template import ChatTemplates
 from moe_serve.server.client_limits import ClientTable
 from moe_serve.server.dashboard.routes import add_dashboard
 from moe_serve.server.degrade import Degradation
+from moe_serve.server.doors import Doors
 from moe_serve.server.early_refusal import EarlyRefusal
 from moe_serve.server.eplb import add_eplb
-from moe_serve.server.generate import GenerateResponse, error_response, json_bytes, start_call
+from moe_serve.server.generate import CallResponse, error_response, json_bytes
 from moe_serve.server.generation_control import add_generation_control
 from moe_serve.server.guard import OPEN, Access, Guard
 from moe_serve.server.health import add_health
 from moe_serve.server.keys import KeyRing
 from moe_serve.server.metrics import make_registry
+from moe_serve.server.native_answers import NativeAnswers
+from moe_serve.server.openai.routes import add_openai
 from moe_serve.server.openapi import describe
 from moe_serve.server.peer_metrics import PEERS
 from moe_serve.server.recorder import add_recorder
+from moe_serve.server.schemas import GenerateRequest
 
 log = get_logger(__name__)
 
@@ -46,14 +51,15 @@ log = get_logger(__name__)
 def make_app(config: ServeConfig, bridge: Bridge, tokenizer: Tokenizer | None) -> FastAPI:
     """Returns the application over a bridge, which the caller starts and closes.
 
-    Raises ConfigError where a file of keys cannot be used.
+    Raises ConfigError or ModelError where a file of keys or of a chat template cannot be used.
     """
-    bodies, parser = Bodies(config.server), BodyParser()
+    bodies, parser, templates = Bodies(config.server), BodyParser(), ChatTemplates.load(config)
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         yield
         await parser.close()
+        await templates.close()
 
     # No /docs page, since it loads scripts from other servers. No redirects, since they would repeat a client's Host.
     app = FastAPI(
@@ -78,7 +84,9 @@ def make_app(config: ServeConfig, bridge: Bridge, tokenizer: Tokenizer | None) -
             allow_headers=["authorization", "content-type"],
         )
     _add_errors(app)
-    _add_generate(app, bodies, parser, bridge, tokenizer, degradation)
+    doors = Doors(bodies, parser, bridge, tokenizer, degradation)
+    _add_generate(app, doors)
+    add_openai(app, doors, templates, served_name(config.model))
     add_health(app, config, bridge)
     _add_information(app, config, bridge, has_tokenizer=tokenizer is not None)
     _add_metrics(app, bridge, AdmissionMetrics(bridge, clients, degradation))
@@ -91,26 +99,18 @@ def make_app(config: ServeConfig, bridge: Bridge, tokenizer: Tokenizer | None) -
     return app
 
 
-def _add_generate(
-    app: FastAPI,
-    bodies: Bodies,
-    parser: BodyParser,
-    bridge: Bridge,
-    tokenizer: Tokenizer | None,
-    degradation: Degradation,
-) -> None:
+def _add_generate(app: FastAPI, doors: Doors) -> None:
+    async def as_it_is(given: GenerateRequest) -> GenerateRequest:
+        return given
+
     @app.post("/generate")
     @app.put("/generate")
     async def generate(request: Request) -> Response:
         """SGLang's native generation: text or input_ids, single or batch, JSON or a stream."""
-        terms: Terms = request.state.terms
-        async with bodies.read(request) as body:
-            given = await parser.parse(body, bridge.capacity)
-            given = degradation.apply(given, bridge.queue, terms.degraded)
-            call = await start_call(given, bridge, tokenizer, terms.permit)
-        server = bridge.config.server
+        given, call = await doors.open(request, GENERATE_BODY, as_it_is)
+        server = doors.bridge.config.server
         incremental = server.incremental_stream_output if given.incremental is None else given.incremental
-        return GenerateResponse(call, bridge, given.stream, incremental)
+        return CallResponse(call, doors.bridge, NativeAnswers(call, given.is_batch, incremental), given.stream)
 
 
 def _add_information(app: FastAPI, config: ServeConfig, bridge: Bridge, has_tokenizer: bool) -> None:

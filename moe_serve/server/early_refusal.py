@@ -1,4 +1,4 @@
-"""Refuses a `/generate` call by the bytes of its request, while nothing more may wait or its client may ask no more.
+"""Refuses calls that generate by the bytes of their requests, while nothing more may wait or a client may ask no more.
 
 The parser of HTTP, the application's layers and an answer through them take 0.3 ms of Python. At ten times the load
 that can be served, that would take the cores from the ranks. So a whole, plain request is looked at here first.
@@ -16,13 +16,15 @@ from typing import Any
 from fastapi import FastAPI
 
 from moe_serve.errors import QueueFullError
+from moe_serve.server.admission_gate import GENERATING
 from moe_serve.server.answers import error_of
 from moe_serve.server.bridge import Bridge
 from moe_serve.server.client_limits import Client, ClientTable
 from moe_serve.server.generate import json_bytes, retry_after
 from moe_serve.server.guard import Access
 
-_REQUEST = b"POST /generate HTTP/1.1\r\n"
+_PATHS = {f"POST {path} HTTP/1.1".encode(): path for path in GENERATING}
+_LONGEST = 64  # of the first lines that are read
 _FIELD = re.compile(rb"([A-Za-z0-9-]+):[ \t]*([!-~](?:[ -~]*[!-~])?)[ \t]*")
 _MOST_HEADER_BYTES = 4096
 # They ask for something, or answers depend on them.
@@ -50,12 +52,13 @@ class EarlyRefusal:
 
         data: all that has arrived since the last request;  address: the client's
         """
-        if not data.startswith(_REQUEST):
+        path = _PATHS.get(data[:_LONGEST].partition(b"\r\n")[0])
+        if path is None:
             return None
         refusal = self._bridge.refusal()
         if refusal is None and not self._access.has_limits:
             return None
-        client = self._client_of(data, address)
+        client = self._client_of(data, path, address)
         if client is None:
             return None
         if refusal is not None:
@@ -63,7 +66,7 @@ class EarlyRefusal:
             return _response(refusal, default_headers)
         return self._refuse_client(client, default_headers)
 
-    def _client_of(self, data: bytes, address: tuple[str, int] | None) -> Client | None:
+    def _client_of(self, data: bytes, path: str, address: tuple[str, int] | None) -> Client | None:
         """Returns who sends a whole, plain request that they may send; None for any other.
 
         Clients send the same header again and again: what it says is remembered.
@@ -79,7 +82,7 @@ class EarlyRefusal:
         headers = plain_headers(data)
         if headers is None:
             return None
-        scope: dict[str, Any] = {"app": self._app, "method": "POST", "path": "/generate", "client": address}
+        scope: dict[str, Any] = {"app": self._app, "method": "POST", "path": path, "client": address}
         if self._access.refusal(scope, headers) is not None:
             return None  # strangers learn nothing of the queue
         if len(self._known) >= _MOST_KNOWN:

@@ -1,4 +1,4 @@
-"""`/generate`: submits the requests of a checked body, and sends their results as one JSON answer or a stream.
+"""Submits the requests of a checked call, of any API, and sends their results as one JSON answer or a stream.
 
 When the client disconnects, its requests are aborted and free what they hold.
 """
@@ -9,7 +9,7 @@ import time
 import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 from starlette.responses import Response
@@ -18,7 +18,7 @@ from starlette.types import Receive, Scope, Send
 from moe_serve.engine.messages import ModelLimits
 from moe_serve.errors import MoeServeError, QueueFullError
 from moe_serve.models.tokenizer import Tokenizer
-from moe_serve.server.answers import Shown, error_of, result, status_of
+from moe_serve.server.answers import error_of, status_of
 from moe_serve.server.bridge import Bridge
 from moe_serve.server.client_limits import Permit
 from moe_serve.server.open_request import Changes, OpenRequest, RequestSpec
@@ -26,7 +26,8 @@ from moe_serve.server.prompts import derived_seed, draw_seed, encode_prompt, fit
 from moe_serve.server.schemas import GenerateRequest, Prompt
 
 _SHORT_CALL = 4096  # characters of all prompts; a longer call is tokenized in a thread
-_DONE = b"data: [DONE]\n\n"
+DONE = b"data: [DONE]\n\n"
+_STREAM_HEADERS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
 
 json_bytes = msgspec.json.encode
 
@@ -38,7 +39,6 @@ class Call:
     requests: Sequence[OpenRequest]
     rids: Sequence[str]
     changes: Changes
-    is_batch: bool
     permit: Permit | None = None
 
     @property
@@ -51,7 +51,9 @@ class Call:
 async def start_call(
     given: GenerateRequest, bridge: Bridge, tokenizer: Tokenizer | None, permit: Permit | None = None
 ) -> Call:
-    """Submits all requests of a call, or none. Raises RequestError, QueueFullError or UnavailableError.
+    """Submits all requests of a call, or none; those of one prompt follow each other.
+
+    Raises RequestError, QueueFullError or UnavailableError.
 
     permit: of a client with limits
     """
@@ -80,7 +82,7 @@ async def start_call(
     if permit is not None:
         permit.take(len(specs), sum(spec.num_tokens for spec in specs), time.monotonic())
     changes = Changes(ends_only=not given.stream)
-    return Call(bridge.submit(specs, changes), rids, changes, given.is_batch, permit)
+    return Call(bridge.submit(specs, changes), rids, changes, permit)
 
 
 async def _tokenize(
@@ -98,15 +100,32 @@ async def _tokenize(
     return work() if num_chars <= _SHORT_CALL else await asyncio.to_thread(work)
 
 
-class GenerateResponse(Response):
+class Answers(Protocol):
+    """The form in which the results of a call reach its client; it remembers what of a stream the client has.
+
+    ends_at_failure: a stream ends with the first request that fails
+    """
+
+    ends_at_failure: bool
+
+    def whole(self, call: Call) -> bytes:
+        """Returns the body of the answer, once all requests have ended."""
+
+    def event(self, call: Call, index: int) -> bytes:
+        """Returns the events of a stream about what is new of a request, nothing where that says nothing."""
+
+    def end(self, call: Call) -> bytes:
+        """Returns the last events of a stream."""
+
+
+class CallResponse(Response):
     """The answer to one call, as JSON or server-sent events. When it ends, for any reason, it aborts what is open."""
 
-    def __init__(self, call: Call, bridge: Bridge, stream: bool, incremental: bool = False):
-        """incremental: events of the stream hold only what is new, not all text and ids again"""
+    def __init__(self, call: Call, bridge: Bridge, answers: Answers, stream: bool):
         super().__init__()
-        self._shown = [Shown() for _ in call.requests] if incremental else None
         self._call = call
         self._bridge = bridge
+        self._answers = answers
         self._stream = stream
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -132,40 +151,30 @@ class GenerateResponse(Response):
         while left:
             request = await call.changes.next()
             if request.failure is not None:
-                break
+                await error_response(request.failure)({"type": "http"}, _no_receive, send)
+                return
             left -= request.is_done
-        failure = next((request.failure for request in call.requests if request.failure is not None), None)
-        if failure is not None:
-            await error_response(failure)({"type": "http"}, _no_receive, send)
-            return
-        results = [result(request, rid) for request, rid in zip(call.requests, call.rids, strict=True)]
-        body = json_bytes(results if call.is_batch else results[0])
-        await Response(body, media_type="application/json")({"type": "http"}, _no_receive, send)
+        await Response(self._answers.whole(call), media_type="application/json")({"type": "http"}, _no_receive, send)
 
     async def _send_stream(self, send: Send) -> None:
-        call = self._call
+        call, answers = self._call, self._answers
         index_of = {request.request_id: index for index, request in enumerate(call.requests)}
-        headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
         left = len(call.requests)
         has_begun = False
         while left:
             request = await call.changes.next()
             if not has_begun:  # not earlier: while a request waits, only a call without headers shows that it was left
-                await send({"type": "http.response.start", "status": 200, "headers": headers})
+                if request.failure is not None and answers.ends_at_failure:
+                    await error_response(request.failure)({"type": "http"}, _no_receive, send)
+                    return
+                await send({"type": "http.response.start", "status": 200, "headers": _STREAM_HEADERS})
                 has_begun = True
-            index = index_of[request.request_id]
-            chunk: dict[str, Any]
-            if request.failure is not None:
-                chunk = error_of(request.failure)
-            else:
-                chunk = result(request, call.rids[index])
-                if self._shown is not None:
-                    chunk = self._shown[index].rest(chunk)
-            if call.is_batch:
-                chunk["index"] = index
+            if events := answers.event(call, index_of[request.request_id]):
+                await send({"type": "http.response.body", "body": events, "more_body": True})
+            if request.failure is not None and answers.ends_at_failure:
+                break
             left -= request.is_done
-            await _send_part(send, b"data: " + json_bytes(chunk) + b"\n\n")
-        await send({"type": "http.response.body", "body": _DONE, "more_body": False})
+        await send({"type": "http.response.body", "body": answers.end(call), "more_body": False})
 
 
 def error_response(error: MoeServeError) -> Response:
@@ -181,10 +190,6 @@ def error_response(error: MoeServeError) -> Response:
 def retry_after(error: QueueFullError) -> str:
     """Returns the value of a header: whole seconds, at least one."""
     return str(max(1, math.ceil(error.retry_after_s)))
-
-
-async def _send_part(send: Send, data: bytes) -> None:
-    await send({"type": "http.response.body", "body": data, "more_body": True})
 
 
 async def _client_left(receive: Receive) -> None:

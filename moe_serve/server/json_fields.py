@@ -99,6 +99,31 @@ def parse_json(body: bytes, expected: str) -> Any:
     return value
 
 
+def parse_nested_object(body: bytes, max_depth: int) -> dict[str, Any]:
+    """Returns the JSON object in a body that may hold what somebody else defines, such as a JSON schema.
+
+    Raises RequestError as parse_json does, for more levels than max_depth, and for whole numbers beyond 64 bits, which
+    MessagePack does not carry.
+    """
+    try:
+        value = msgspec.json.decode(body)
+        json.loads(body, object_pairs_hook=_refuse_repeated_keys)
+    except (msgspec.MsgspecError, RecursionError, ValueError) as error:
+        raise RequestError(f"the body is not valid JSON: {str(error)[:200]}") from None
+    if not isinstance(value, dict):
+        raise RequestError(f"the body is {show(value)}, expected a JSON object")
+    level: list[Any] = [value]
+    for _ in range(max_depth + 1):
+        if any(type(item) is int and abs(item) >= 2**63 for item in level):
+            raise RequestError("the body holds a whole number beyond 64 bits; send a smaller one")
+        lists = [item for item in level if isinstance(item, list)]
+        objects = [item.values() for item in level if isinstance(item, dict)]
+        level = [item for items in (*lists, *objects) for item in items]
+        if not level:
+            return value
+    raise RequestError(f"the body is nested deeper than {max_depth} levels; send a flatter one")
+
+
 def _refuse_repeated_keys(pairs: list[tuple[str, Any]]) -> None:
     """Raises RequestError for an object with a key twice. Returns nothing, so that this pass keeps no objects."""
     names = {name for name, _ in pairs}

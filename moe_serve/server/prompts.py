@@ -16,7 +16,7 @@ from moe_serve.models.tokenizer import Tokenizer, check_unicode
 from moe_serve.server.logprob_limits import fit_logprobs
 from moe_serve.server.schemas import Prompt
 
-_NO_TOKENIZER = (
+NO_TOKENIZER = (
     "this server has none (model.skip_tokenizer is set, or the model folder has no tokenizer.json, which can be added)"
 )
 
@@ -28,21 +28,21 @@ def encode_prompt(prompt: Prompt, tokenizer: Tokenizer | None, limits: ModelLimi
     """
     if tokenizer is None and prompt.params.stop:
         raise RequestError(
-            f"stop needs a tokenizer, but {_NO_TOKENIZER}; send stop_token_ids", field="sampling_params.stop"
+            f"stop needs a tokenizer, but {NO_TOKENIZER}; send stop_token_ids", field="sampling_params.stop"
         )
     for stop in prompt.params.stop:
         check_unicode("stop", stop)
     if prompt.token_ids is not None:
         return prompt.token_ids
     if tokenizer is None:
-        raise RequestError(f"text needs a tokenizer, but {_NO_TOKENIZER}; send input_ids", field="text")
+        raise RequestError(f"text needs a tokenizer, but {NO_TOKENIZER}; send input_ids", field="text")
     text = prompt.text or ""
     if len(text) > limits.max_prompt_len * tokenizer.longest_token:
         raise RequestError(
             f"text has {len(text)} characters, more than any prompt of {limits.max_prompt_len} tokens; shorten it",
             field="text",
         )
-    return tokenizer.encode(text)
+    return tokenizer.encode(text, prompt.add_special_tokens)
 
 
 def with_bad_words(prompts: Sequence[Prompt], tokenizer: Tokenizer | None) -> list[Prompt]:
@@ -63,7 +63,7 @@ def _ids_of_bad_words(words: Sequence[str], tokenizer: Tokenizer | None) -> tupl
     if not words:
         return ()
     if tokenizer is None:
-        raise RequestError(f"bad_words needs a tokenizer, but {_NO_TOKENIZER}; send bad_words_ids", field="bad_words")
+        raise RequestError(f"bad_words needs a tokenizer, but {NO_TOKENIZER}; send bad_words_ids", field="bad_words")
     every: dict[tuple[int, ...], None] = {}
     for word in words:
         check_unicode("bad_words", word)

@@ -22,11 +22,14 @@ class RequestsByRid:
         self._requests.pop(request.spec.rid or "", None)
 
     def find(self, rid: str) -> list[OpenRequest]:
-        """Returns the requests that a client knows by this id: one, or the samples of one prompt."""
-        return [request for each, request in self._requests.items() if each == rid or _is_sample(each, rid)]
+        """Returns the requests that a client knows by this id: one, or the prompts of one call, or their samples."""
+        return [request for each, request in self._requests.items() if each == rid or _is_part(each, rid)]
 
 
-def _is_sample(rid: str, of: str) -> bool:
-    """Returns whether this is the id of one of several samples: the prompt's id, a hyphen and a number."""
-    prompt, _, number = rid.rpartition("-")
-    return prompt == of and number.isdecimal()
+def _is_part(rid: str, of: str) -> bool:
+    """Returns whether this is the id of a call's prompt or sample: the call's, and one or two hyphens and numbers."""
+    whole, _, number = rid.rpartition("-")
+    if not number.isdecimal():
+        return False
+    call, _, prompt = whole.rpartition("-")
+    return whole == of or (call == of and prompt.isdecimal())

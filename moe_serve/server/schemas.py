@@ -6,25 +6,23 @@ whose feature is not supported is accepted only with null or its neutral value.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeGuard
+from typing import Any
 
 from moe_serve.attention_dp.request import SamplingParams
 from moe_serve.errors import RequestError
-from moe_serve.server.json_fields import (
-    Fields,
-    boolean,
-    natural_number,
-    parse_object,
-    real_number,
-    short_name,
-    show,
-    token_ids,
-    whole_number,
+from moe_serve.server.call_fields import (
+    check_num_prompts,
+    first,
+    ids_or_batch,
+    is_batch,
+    priority,
+    text_or_texts,
+    timeout,
 )
+from moe_serve.server.json_fields import Fields, boolean, natural_number, parse_object, short_name, show
 from moe_serve.server.sampling_fields import NEUTRAL_PARAMS, SGLANG_NAMES, TakenParams, take_sampling_params
-from moe_serve.server.waiting_line import MAX_PRIORITY
 
-_SALT_SEPARATOR = "\0"  # a request may have cache_salt, extra_key or both; prefixes are shared where all are the same
+SALT_SEPARATOR = "\0"  # a request may have cache_salt, extra_key or both; prefixes are shared where all are the same
 
 # Fields of SGLang whose features are not supported: null, or one of these values, means "not asked for".
 NEUTRAL_FIELDS: Mapping[str, tuple[Any, ...]] = {
@@ -71,6 +69,7 @@ class Prompt:
     explicit_length: bool  # the client set max_new_tokens, so it is not reduced to the model's limit
     rid: str | None
     session_id: str | None
+    add_special_tokens: bool = True  # those that the tokenizer puts around a text
 
 
 @dataclass(frozen=True)
@@ -94,23 +93,24 @@ def parse_generate(body: bytes, max_prompts: int) -> GenerateRequest:
     """
     content = parse_object(body)
     # First, since a small body can hold millions of prompts, and checking each would stall all other clients.
-    _check_num_prompts(content, max_prompts)
+    for field in ("text", "input_ids"):
+        check_num_prompts(field, content.get(field), max_prompts)
     values = Fields(content, "", NEUTRAL_FIELDS, OTHER_WORDS)
-    texts = values.take("text", _text_or_texts)
-    ids = values.take("input_ids", _ids_or_batch)
+    texts = values.take("text", text_or_texts)
+    ids = values.take("input_ids", ids_or_batch)
     if (texts is None) == (ids is None):
         if texts is None and content.get("input_embeds") is not None:
             raise RequestError("input_embeds is not supported; send text or input_ids", field="input_embeds")
         given = "both are given" if texts is not None else "neither is given"
         raise RequestError(f"exactly one of text and input_ids is needed, but {given}", field="text")
     given_batch, field = (texts, "text") if texts is not None else (ids, "input_ids")
-    batch: Sequence[Any] = given_batch if _is_batch(given_batch) else [given_batch]
+    batch: Sequence[Any] = given_batch if is_batch(given_batch) else [given_batch]
     if not batch:
         raise RequestError(f"{field} is an empty list, expected at least one prompt", field=field)
-    is_batch = _is_batch(given_batch)
+    has_list = is_batch(given_batch)
 
     def spread(name: str, check: Callable[[str, Any], Any]) -> list[Any]:
-        return _one_for_each(name, values.take(name, lambda name, value: value), len(batch), is_batch, check)
+        return _one_for_each(name, values.take(name, lambda name, value: value), len(batch), has_list, check)
 
     params = [_parse_params(name, value) for name, value in spread("sampling_params", lambda n, v: (n, v))]
     rids, sessions = spread("rid", short_name), spread("session_id", short_name)
@@ -129,12 +129,12 @@ def parse_generate(body: bytes, max_prompts: int) -> GenerateRequest:
             for i, item in enumerate(batch)
         ),
         stream=bool(values.take("stream", boolean)),
-        is_batch=is_batch or any(item.num_samples > 1 for item in params),
-        salt=_SALT_SEPARATOR.join(salt for salt in salts if salt is not None),
-        priority=values.take("priority", _priority) or 0,
-        timeout_s=values.take("timeout", _timeout),
+        is_batch=has_list or any(item.num_samples > 1 for item in params),
+        salt=SALT_SEPARATOR.join(salt for salt in salts if salt is not None),
+        priority=values.take("priority", priority) or 0,
+        timeout_s=values.take("timeout", timeout),
         incremental=values.take("stream_options", _stream_options),
-        rank=_first(values.take("routed_dp_rank", natural_number), values.take("data_parallel_rank", natural_number)),
+        rank=first(values.take("routed_dp_rank", natural_number), values.take("data_parallel_rank", natural_number)),
     )
     values.refuse_the_rest()
     return request
@@ -151,17 +151,6 @@ def _parse_params(name: str, given: Any) -> TakenParams:
     return taken
 
 
-def _check_num_prompts(content: dict[str, Any], max_prompts: int) -> None:
-    for field in ("text", "input_ids"):
-        batch = content.get(field)
-        if _is_batch(batch) and len(batch) > max_prompts:
-            raise RequestError(
-                f"{field} has {len(batch)} prompts but at most {max_prompts} requests are held at a time "
-                "(engine.max_running_requests x ranks + engine.max_queued_requests); send fewer at once",
-                field=field,
-            )
-
-
 def _one_for_each(name: str, value: Any, count: int, is_batch: bool, check: Callable[[str, Any], Any]) -> list[Any]:
     """Returns one checked value for each prompt: from a list of them, or one value for all."""
     if not isinstance(value, list):
@@ -174,40 +163,6 @@ def _one_for_each(name: str, value: Any, count: int, is_batch: bool, check: Call
     return [None if item is None and not wants_none else check(f"{name}[{i}]", item) for i, item in enumerate(value)]
 
 
-def _is_batch(value: Any) -> TypeGuard[list[Any]]:
-    return isinstance(value, list) and (not value or not isinstance(value[0], int))
-
-
-def _text_or_texts(name: str, value: Any) -> str | list[str]:
-    if isinstance(value, str):
-        return value
-    if isinstance(value, list):
-        wrong = next((i for i, item in enumerate(value) if not isinstance(item, str)), None)
-        if wrong is None:
-            return value
-        name, value = f"{name}[{wrong}]", value[wrong]
-    raise RequestError(f"{name} is {show(value)}, expected a string or a list of strings", field=name)
-
-
-def _ids_or_batch(name: str, value: Any) -> list[int] | list[list[int]]:
-    if not isinstance(value, list):
-        raise RequestError(f"{name} is {show(value)}, expected a list of token ids", field=name)
-    if value and isinstance(value[0], list):
-        for i, item in enumerate(value):
-            token_ids(f"{name}[{i}]", item)
-        return value
-    if not value:
-        raise RequestError(f"{name} is an empty list, expected at least one token id", field=name)
-    return list(token_ids(name, value))
-
-
-def _timeout(name: str, value: Any) -> float:
-    seconds = real_number(name, value)
-    if seconds <= 0:
-        raise RequestError(f"{name} is {show(value)}, expected seconds above 0", field=name)
-    return seconds
-
-
 def _stream_options(name: str, value: Any) -> bool | None:
     if not isinstance(value, dict):
         raise RequestError(f"{name} is {show(value)}, expected an object", field=name)
@@ -215,14 +170,3 @@ def _stream_options(name: str, value: Any) -> bool | None:
     incremental = options.take("incremental", boolean)
     options.refuse_the_rest()
     return None if incremental is None else bool(incremental)
-
-
-def _priority(name: str, value: Any) -> int:
-    number = whole_number(name, value)
-    if abs(number) > MAX_PRIORITY:
-        raise RequestError(f"{name} is {number}, expected {-MAX_PRIORITY} to {MAX_PRIORITY}", field=name)
-    return number
-
-
-def _first(*values: Any) -> Any:
-    return next((value for value in values if value is not None), None)

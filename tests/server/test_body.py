@@ -10,8 +10,8 @@ import httpx
 import pytest
 
 from moe_serve.errors import RequestError
-from moe_serve.server import body_parser
-from moe_serve.server.body_parser import SMALL_BYTES, BodyParser
+from moe_serve.server import app, body_parser
+from moe_serve.server.body_parser import GENERATE_BODY, SMALL_BYTES, BodyKind, BodyParser
 from moe_serve.server.json_fields import MAX_DEPTH, parse_json
 from moe_serve.server.keys import API_KEY_VARIABLE
 from moe_serve.server.schemas import GenerateRequest, parse_generate
@@ -93,20 +93,20 @@ async def test_a_body_whose_parser_is_killed_gets_another_one_and_fails_where_th
         return pid
 
     try:
-        await parser.parse(LARGE, 100)
+        await parser.parse(LARGE, 100, GENERATE_BODY)
         first = await stop_new_one()
-        waiting = asyncio.create_task(parser.parse(LARGE, 100))
+        waiting = asyncio.create_task(parser.parse(LARGE, 100, GENERATE_BODY))
         await asyncio.sleep(0.05)
         os.kill(first, signal.SIGKILL)
         assert (await waiting).prompts[0].token_ids == PROMPTS[0]
         second = await stop_new_one()
-        waiting = asyncio.create_task(parser.parse(LARGE, 100))
+        waiting = asyncio.create_task(parser.parse(LARGE, 100, GENERATE_BODY))
         await asyncio.sleep(0.05)
         os.kill(second, signal.SIGKILL)
         os.kill(await stop_new_one(), signal.SIGKILL)
         with pytest.raises(RequestError, match="send a simpler one"):
             await waiting
-        assert (await parser.parse(LARGE, 100)).prompts[0].token_ids == PROMPTS[0]
+        assert (await parser.parse(LARGE, 100, GENERATE_BODY)).prompts[0].token_ids == PROMPTS[0]
     finally:
         await parser.close()
 
@@ -116,9 +116,9 @@ async def test_a_parser_is_kept_also_where_its_parent_is_large():
     parser, held = BodyParser(), bytearray(300 << 20)
     before = set(_descendants(os.getpid()))
     try:
-        await parser.parse(LARGE, 100)
+        await parser.parse(LARGE, 100, GENERATE_BODY)
         first = set(_descendants(os.getpid())) - before
-        await parser.parse(LARGE, 100)
+        await parser.parse(LARGE, 100, GENERATE_BODY)
         assert len(first) == 1
         assert set(_descendants(os.getpid())) - before == first
     finally:
@@ -131,10 +131,10 @@ async def test_a_cancelled_caller_does_not_leave_its_answer_to_the_next():
     parser = BodyParser()
     try:
         first = json.dumps({"input_ids": [[1] * 10] * 3000}).encode()
-        gone = asyncio.create_task(parser.parse(first, 5000))
+        gone = asyncio.create_task(parser.parse(first, 5000, GENERATE_BODY))
         await asyncio.sleep(0.3)  # the process is there, or nearly
         gone.cancel()
-        assert len((await parser.parse(LARGE, 5000)).prompts) == 40
+        assert len((await parser.parse(LARGE, 5000, GENERATE_BODY)).prompts) == 40
     finally:
         await parser.close()
 
@@ -147,8 +147,8 @@ def test_a_body_that_takes_much_memory_is_refused_and_the_memory_is_given_back()
             pids = set(_descendants(os.getpid()))
             for _ in range(2):
                 with pytest.raises(RequestError, match="3000001 prompts"):
-                    await parser.parse(b'{"text":[' + b"[]," * 3_000_000 + b"[]]}", 100)
-                await parser.parse(LARGE, 100)  # is not told that it was the other one
+                    await parser.parse(b'{"text":[' + b"[]," * 3_000_000 + b"[]]}", 100, GENERATE_BODY)
+                await parser.parse(LARGE, 100, GENERATE_BODY)  # is not told that it was the other one
             for pid in set(_descendants(os.getpid())) - pids:
                 pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
                 assert pages * os.sysconf("SC_PAGE_SIZE") < 200 << 20
@@ -210,7 +210,9 @@ def test_large_hostile_bodies_are_never_parsed_in_the_event_loop(monkeypatch: py
         assert len(body) <= SMALL_BYTES
         return parse_generate(body, max_prompts)
 
-    monkeypatch.setattr(body_parser, "parse_generate", parse)
+    guarded = BodyKind(parse, GenerateRequest)
+    monkeypatch.setattr(app, "GENERATE_BODY", guarded)
+    monkeypatch.setattr(body_parser, "KINDS", (guarded,))
 
     @in_event_loop
     async def check():

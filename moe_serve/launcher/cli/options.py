@@ -126,4 +126,15 @@ CorsOrigins = Annotated[
 ApiWorkers = Annotated[
     int | None, typer.Option("--api-workers", help="server.api_workers: processes that serve the port together")
 ]
+ChatTemplate = Annotated[
+    str | None,
+    typer.Option("--chat-template", help="server.chat_template: a file with the jinja template of chats"),
+]
+TrustChatTemplate = Annotated[
+    bool,
+    typer.Option(
+        "--trust-request-chat-template",
+        help="server.trust_request_chat_template: clients may send a template, which runs in a sandbox",
+    ),
+]
 MaxConnections = Annotated[int | None, typer.Option(help="server.max_connections, open at a time")]

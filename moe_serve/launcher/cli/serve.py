@@ -38,11 +38,13 @@ SETTINGS = {  # of the options with a value
     "cors_origins": "server.cors_origins",
     "max_connections": "server.max_connections",
     "api_workers": "server.api_workers",
+    "chat_template": "server.chat_template",
 }
 FLAGS = {  # of those without one: the setting, and what it becomes
     "skip_tokenizer_init": ("model.skip_tokenizer", True),
     "enable_eplb": ("eplb.mode", "dynamic"),
     "disable_radix_cache": ("cache.prefix_cache", False),
+    "trust_request_chat_template": ("server.trust_request_chat_template", True),
 }
 
 
@@ -86,6 +88,8 @@ class ServeOptions:
     cors_origins: opt.CorsOrigins = None
     max_connections: opt.MaxConnections = None
     api_workers: opt.ApiWorkers = None
+    chat_template: opt.ChatTemplate = None
+    trust_request_chat_template: opt.TrustChatTemplate = False
 
     def settings(self) -> dict[str, list[object]]:
         """Returns the values of all options of each setting; those that were not given are None."""

@@ -1,0 +1,53 @@
+"""What all routes that generate have in common, whatever their API: from a request to its open call. Torch-free."""
+
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import TypeVar
+
+from fastapi import Request
+
+from moe_serve.errors import RequestError
+from moe_serve.models.tokenizer import Tokenizer
+from moe_serve.server.admission_gate import Terms
+from moe_serve.server.body import Bodies
+from moe_serve.server.body_parser import BodyKind, BodyParser
+from moe_serve.server.bridge import Bridge
+from moe_serve.server.degrade import Degradation
+from moe_serve.server.generate import Call, start_call
+from moe_serve.server.schemas import GenerateRequest
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Doors:
+    """What they need."""
+
+    bodies: Bodies
+    parser: BodyParser
+    bridge: Bridge
+    tokenizer: Tokenizer | None
+    degradation: Degradation
+
+    async def open(
+        self,
+        request: Request,
+        kind: BodyKind[T],
+        call_of: Callable[[T], Awaitable[GenerateRequest]],
+        in_words: Callable[[RequestError], RequestError] = lambda error: error,
+    ) -> tuple[T, Call]:
+        """Returns the checked body of a request, and its call, which is submitted.
+
+        call_of:  makes the call of the body, such as by a chat template
+        in_words: puts an error about SGLang's fields in the words of another API
+
+        Raises RequestError, QueueFullError or UnavailableError.
+        """
+        terms: Terms = request.state.terms
+        async with self.bodies.read(request) as body:
+            given = await self.parser.parse(body, self.bridge.capacity, kind)
+            asked = self.degradation.apply(await call_of(given), self.bridge.queue, terms.degraded)
+            try:
+                return given, await start_call(asked, self.bridge, self.tokenizer, terms.permit)
+            except RequestError as error:
+                raise in_words(error) from None

@@ -1,0 +1,80 @@
+"""A child process that does work for the front end which may take long or much memory, one job at a time. Torch-free.
+
+While Python works no other thread runs; and a process can be bounded in seconds and bytes, and killed. The child's side
+is helper_loop.py.
+"""
+
+import asyncio
+import os
+import struct
+import sys
+from asyncio.subprocess import PIPE, Process
+
+FRAME = struct.Struct("<I")  # of what the process gets: bytes of the job
+REPLY = struct.Struct("<I?")  # of what it answers: bytes of the answer; whether the process ends now
+_KILLED = (ConnectionError, asyncio.IncompleteReadError)  # what shows that the process has ended
+
+
+class HelperEnded(Exception):
+    """The process was killed over a job twice: for the memory that it takes, most likely."""
+
+
+class HelperProcess:
+    """The process, started with the first job."""
+
+    def __init__(self, module: str, deadline_s: float):
+        """module: that calls helper_loop.serve_jobs;  deadline_s: for one job"""
+        self._module = module
+        self._deadline_s = deadline_s
+        self._process: Process | None = None
+        self._turn = asyncio.Lock()
+
+    async def ask(self, *job: bytes) -> bytes:
+        """Returns the answer to a job, given in parts. Raises TimeoutError beyond the deadline, HelperEnded."""
+        async with self._turn:
+            try:
+                async with asyncio.timeout(self._deadline_s):
+                    try:
+                        return await self._ask_once(job)
+                    except _KILLED:  # perhaps for what it had done before
+                        await self.close()
+                        return await self._ask_once(job)
+            except TimeoutError:
+                await self.close()
+                raise
+            except _KILLED:
+                await self.close()
+                raise HelperEnded from None
+            except BaseException:  # the caller was cancelled: what the process answers belongs to nobody
+                await asyncio.shield(self.close())
+                raise
+
+    async def close(self) -> None:
+        """Ends the process."""
+        process, self._process = self._process, None
+        if process is not None:
+            if process.returncode is None:
+                process.kill()
+            await process.communicate()
+
+    async def _ask_once(self, job: tuple[bytes, ...]) -> bytes:
+        if self._process is None or self._process.returncode is not None:
+            await self.close()
+            command = (sys.executable, "-m", self._module, str(os.getpid()))
+            self._process = await asyncio.create_subprocess_exec(*command, stdin=PIPE, stdout=PIPE)
+        answer, has_ended = await _exchange(self._process, job)
+        if has_ended:
+            await self.close()
+        return answer
+
+
+async def _exchange(process: Process, job: tuple[bytes, ...]) -> tuple[bytes, bool]:
+    """Returns what the process answered, and whether it has ended after that."""
+    assert process.stdin is not None
+    assert process.stdout is not None
+    process.stdin.write(FRAME.pack(sum(map(len, job))))
+    for part in job:
+        process.stdin.write(part)
+    await process.stdin.drain()
+    size, has_ended = REPLY.unpack(await process.stdout.readexactly(REPLY.size))
+    return await process.stdout.readexactly(size), has_ended

@@ -1,0 +1,46 @@
+"""Parses the body of `/v1/chat/completions`: JSON bytes in, checked values out. Torch-free."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from moe_serve.errors import RequestError
+from moe_serve.server.json_fields import parse_nested_object
+from moe_serve.server.openai.call_options import REST_OF_CONTEXT, CallOptions, fields_of, take_options
+from moe_serve.server.openai.messages import MAX_DEPTH, ChatPrompt, take_chat_prompt
+
+NEUTRAL_FIELDS: Mapping[str, tuple[Any, ...]] = {
+    "logprobs": (False,),
+    "top_logprobs": (0,),
+    "echo": (False,),
+    "functions": ([],),
+    "function_call": ("none", "auto"),
+    "tool_choice": ("none", "auto"),
+    "parallel_tool_calls": (True, False),
+    "include_reasoning": (True,),
+    "separate_reasoning": (True,),
+    "stream_reasoning": (True,),
+}
+
+
+@dataclass(frozen=True)
+class ChatRequest:
+    """One call of `/v1/chat/completions`."""
+
+    prompt: ChatPrompt
+    options: CallOptions
+
+
+def parse_chat(body: bytes, max_prompts: int) -> ChatRequest:
+    """Returns the checked request in a JSON body. max_prompts: of a batch, which a chat never is
+
+    Raises RequestError with the field, its value and what was expected.
+    """
+    content = parse_nested_object(body, MAX_DEPTH)
+    values = fields_of(content, NEUTRAL_FIELDS)
+    prompt = take_chat_prompt(values)
+    options = take_options(values, REST_OF_CONTEXT, "chatcmpl-")
+    if not prompt.messages:
+        raise RequestError("messages is an empty list, expected at least one message", field="messages")
+    values.refuse_the_rest()
+    return ChatRequest(prompt, options)

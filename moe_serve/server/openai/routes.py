@@ -1,0 +1,82 @@
+"""OpenAI's routes: `/v1/completions` and `/v1/chat/completions`. Torch-free.
+
+They are as `/generate` is in all but the form of bodies and answers.
+"""
+
+import re
+from functools import partial
+
+from fastapi import FastAPI, Request, Response
+
+from moe_serve.errors import RequestError
+from moe_serve.models.tokenizer import Tokenizer
+from moe_serve.server.answers import UnknownModelError
+from moe_serve.server.body_parser import CHAT_BODY, COMPLETION_BODY
+from moe_serve.server.bridge import Bridge
+from moe_serve.server.chat_template import ChatTemplates
+from moe_serve.server.doors import Doors
+from moe_serve.server.generate import CallResponse
+from moe_serve.server.openai.chat_answers import ChatAnswers
+from moe_serve.server.openai.chat_request import ChatRequest
+from moe_serve.server.openai.completion_answers import CompletionAnswers
+from moe_serve.server.openai.completion_request import CompletionRequest
+from moe_serve.server.openai.output_parser import PlainText
+from moe_serve.server.prompts import NO_TOKENIZER
+from moe_serve.server.sampling_fields import OPENAI_NAMES
+from moe_serve.server.schemas import GenerateRequest
+
+COMPLETIONS = "/v1/completions"
+CHAT = "/v1/chat/completions"
+
+
+def add_openai(app: FastAPI, doors: Doors, templates: ChatTemplates, name: str) -> None:
+    """Adds the routes. name: of the model that is served"""
+    bridge = doors.bridge
+
+    @app.post(COMPLETIONS)
+    async def completions(request: Request) -> Response:
+        """OpenAI's completions: text or token ids, single or batch, JSON or a stream."""
+
+        async def call_of(given: CompletionRequest) -> GenerateRequest:
+            _check_model(given.options.model, name)
+            return given.call
+
+        given, call = await doors.open(request, COMPLETION_BODY, call_of, partial(_in_openai_words, prompt="prompt"))
+        return CallResponse(call, bridge, CompletionAnswers(given, call, name), given.options.stream)
+
+    @app.post(CHAT)
+    async def chat_completions(request: Request) -> Response:
+        """OpenAI's chat completions: messages, made one text by the model's chat template, JSON or a stream."""
+
+        async def call_of(given: ChatRequest) -> GenerateRequest:
+            _check_model(given.options.model, name)
+            text = await templates.render(given.prompt, _most_chars(bridge, doors.tokenizer))
+            return given.options.call([(text, None)], given.prompt.add_special_tokens)
+
+        given, call = await doors.open(request, CHAT_BODY, call_of, partial(_in_openai_words, prompt="messages"))
+        return CallResponse(call, bridge, ChatAnswers(given, call, name, PlainText), given.options.stream)
+
+
+def _in_openai_words(error: RequestError, prompt: str) -> RequestError:
+    """Returns an error about SGLang's fields with OpenAI's names. prompt: the field that holds it"""
+    message, field = str(error), error.field
+    if field is None:
+        return error
+    if field in ("text", "input_ids"):
+        return RequestError(re.sub(rf"^{field}\b", prompt, message), prompt)
+    shorter = RequestError(message.replace("sampling_params.", ""), field.removeprefix("sampling_params."))
+    return OPENAI_NAMES.translated(shorter)
+
+
+def _check_model(asked: str | None, name: str) -> None:
+    if asked not in (None, name):
+        raise UnknownModelError(
+            f"model is {asked[:100]!r}, but this server serves {name!r}; send this name, or none", field="model"
+        )
+
+
+def _most_chars(bridge: Bridge, tokenizer: Tokenizer | None) -> int:
+    """Returns the characters of the longest text that can be a prompt."""
+    if tokenizer is None:
+        raise RequestError(f"messages need a tokenizer, but {NO_TOKENIZER}; send prompt to {COMPLETIONS}", "messages")
+    return bridge.limits.max_prompt_len * tokenizer.longest_token
