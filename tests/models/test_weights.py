@@ -1,6 +1,7 @@
 """What a rank reads of a checkpoint: its own bytes, the right values, and clear messages for what does not fit."""
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -234,6 +235,33 @@ def test_fp8_checkpoints_mean_what_their_blocks_say(fused: bool, oracle: Oracle,
     fp8 = rewritten(folder, tmp_path / "fp8", quantise, **quantisation)
     wanted = rewritten(folder, tmp_path / "meant", lambda tensors: tensors | meant)
     assert len(names) > 50
+    assert_equal(load(fp8, placed(spec, 2), 1), load(wanted, placed(spec, 2), 1))
+
+
+@pytest.mark.parametrize("name", ["minimax_m2", "glm4_moe", "qwen2_moe", "granitemoeshared", "olmoe", "dots1"])
+def test_fp8_checkpoints_of_other_families_mean_what_their_blocks_say(
+    name: str, oracle: Oracle, tmp_path: Path
+) -> None:
+    folder = oracle(name)[1]
+    spec = read_spec(folder)
+    meant: dict[str, Tensor] = {}
+
+    def quantise(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        for key in [n for n, t in tensors.items() if t.dim() > 1 and not re.search("embed|lm_head|gate.weight", n)]:
+            parts = [to_fp8(matrix, 16) for matrix in tensors[key].view(-1, *tensors[key].shape[-2:])]
+            values, scales, meant[key] = (
+                torch.stack([part[i].view(torch.uint8) if i == 0 else part[i] for part in parts]) for i in range(3)
+            )
+            shape = tensors[key].shape
+            tensors[key] = values.view(torch.float8_e4m3fn).view(shape)
+            tensors[key + "_scale_inv"] = scales.view(*shape[:-2], *scales.shape[-2:])
+            meant[key] = meant[key].view(shape)
+        return tensors
+
+    quantisation = {"quantization_config": {"quant_method": "fp8", "weight_block_size": [16, 16]}}
+    fp8 = rewritten(folder, tmp_path / "fp8", quantise, **quantisation)
+    wanted = rewritten(folder, tmp_path / "meant", lambda tensors: tensors | meant)
+    assert len(meant) > 8 * spec.num_layers or name == "granitemoeshared"
     assert_equal(load(fp8, placed(spec, 2), 1), load(wanted, placed(spec, 2), 1))
 
 

@@ -32,6 +32,11 @@ SIZES: dict[str, dict[str, Any]] = {
         "num_key_value_heads": 8, "kv_lora_rank": 128, "qk_rope_head_dim": 32, "qk_nope_head_dim": 64, "v_head_dim": 64,
         "moe_intermediate_size": 128, "intermediate_size": 512, "q_lora_rank": 128,
     },
+    "qwen2_moe": COMMON | {"moe_intermediate_size": 128, "shared_expert_intermediate_size": 512},
+    "olmoe": COMMON | {"intermediate_size": 128, "num_key_value_heads": 8, "clip_qkv": 1.0},
+    "granitemoeshared": COMMON | {"intermediate_size": 128, "num_key_value_heads": 4, "shared_intermediate_size": 300},
+    "glm4_moe": COMMON | {"head_dim": 64, "moe_intermediate_size": 128, "intermediate_size": 512},
+    "minimax_m2": COMMON | {"head_dim": 64, "intermediate_size": 128, "num_key_value_heads": 4},
 }  # fmt: skip
 ROWS, KEYS, SEQUENCES = 256, 1024, 8
 # (rows, keys) of each sequence of a step
@@ -68,6 +73,10 @@ def peak_bytes(runner: Runner, step: list[tuple[int, int]]) -> int:
         ("mixtral", FAST), ("mixtral", COMPILED), ("qwen3_moe", FAST), ("qwen3_moe", INVARIANT),
         ("gpt_oss", FAST), ("gpt_oss", INVARIANT), ("gpt_oss", COMPILED),
         ("deepseek_v3", FAST), ("deepseek_v3", INVARIANT), ("deepseek_v3", COMPILED),
+        ("qwen2_moe", FAST), ("qwen2_moe", COMPILED),
+        ("olmoe", FAST), ("olmoe", COMPILED),
+        ("granitemoeshared", FAST), ("granitemoeshared", COMPILED),
+        ("glm4_moe", INVARIANT), ("glm4_moe", COMPILED), ("minimax_m2", FAST), ("minimax_m2", COMPILED),
     ],
     ids=str,
 )  # fmt: skip
