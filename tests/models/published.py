@@ -47,17 +47,10 @@ ERNIE_45_21B: dict[str, Any] = {
     "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0, "num_nextn_predict_layers": 1,
 }  # fmt: skip
 ERNIE_45_300B = ERNIE_45_21B | {
-    "hidden_size": 8192,
-    "num_hidden_layers": 54,
-    "num_attention_heads": 64,
-    "num_key_value_heads": 8,
-    "moe_k": 8,
-    "moe_num_shared_experts": 0,
-    "moe_intermediate_size": 3584,
-    "intermediate_size": 28672,
-    "moe_layer_start_index": 3,
+    "hidden_size": 8192, "num_hidden_layers": 54, "num_attention_heads": 64, "num_key_value_heads": 8, "moe_k": 8,
+    "moe_num_shared_experts": 0, "moe_intermediate_size": 3584, "intermediate_size": 28672, "moe_layer_start_index": 3,
     "tie_word_embeddings": False,
-}
+}  # fmt: skip
 
 QWEN_15_MOE: dict[str, Any] = {
     "architectures": ["Qwen2MoeForCausalLM"], "model_type": "qwen2_moe", "vocab_size": 151936, "hidden_size": 2048,
