@@ -6,15 +6,18 @@ event loop, and follows the ending rules of a real rank. It remembers what it wa
 
 import asyncio
 import os
+from array import array
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+import msgspec
 import zmq
 import zmq.asyncio
 
 from moe_serve.config import ServerConfig
 from moe_serve.engine.command_messages import Answer, FlushCache, Rebalance, RecordCommand, SetPlacement
+from moe_serve.engine.logprobs import LogprobBlock
 from moe_serve.engine.mailbox import Disconnected, Reconnected, ZmqMailbox
 from moe_serve.engine.messages import (
     Abort,
@@ -48,6 +51,18 @@ LIMITS = ModelLimits(
 def counting(submit: Submit) -> list[int]:
     """The output of a fake rank: ids that count upwards from the seed and are never special."""
     return [2 + (submit.seed + i) % 2000 for i in range(submit.params.max_new_tokens)]
+
+
+def _block(start: int, token_ids: list[int], num_top: int) -> LogprobBlock:
+    """Log probabilities: of token t, which has rank 1, -t / 8; the others of the likeliest are the next ids."""
+    tops = [token + i for token in token_ids for i in range(num_top)]
+    return LogprobBlock(
+        start,
+        array("i", [1] * len(token_ids)).tobytes(),
+        array("f", [-token / 8 for token in token_ids]).tobytes(),
+        array("i", tops).tobytes(),
+        array("f", [-token / 8 for token in tops]).tobytes(),
+    )
 
 
 @dataclass
@@ -164,7 +179,14 @@ class FakeWorker:
         self.produced[submit.request_id] = start + len(token_ids)
         if finish is not None:
             del self.running[submit.request_id]
-        return TokenEvent(submit.request_id, submit.attempt, start, token_ids, finish, matched, num_cached_prompt=3)
+        params = submit.params
+        event = TokenEvent(submit.request_id, submit.attempt, start, token_ids, finish, matched, num_cached_prompt=3)
+        if params.logprobs is not None:
+            event = msgspec.structs.replace(event, logprobs=_block(start, token_ids, params.logprobs))
+        if params.prompt_logprobs is not None and start == 0:
+            rest = submit.prompt_ids[params.prompt_logprobs_start + 1 :]
+            event = msgspec.structs.replace(event, prompt_logprobs=_block(0, rest, params.prompt_logprobs))
+        return event
 
 
 @dataclass

@@ -6,12 +6,13 @@ that is not supported is accepted with null or a value that asks for nothing.
 
 import uuid
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, Self
 
 from moe_serve.attention_dp.sampling_params import SamplingParams
 from moe_serve.errors import RequestError
 from moe_serve.server.call_fields import first, priority, timeout
+from moe_serve.server.constraint_fields import take_openai_constraint
 from moe_serve.server.json_fields import Fields, boolean, natural_number, short_name, show
 from moe_serve.server.sampling_fields import NEUTRAL_PARAMS, OPENAI_NAMES, TakenParams, take_sampling_params
 from moe_serve.server.schemas import SALT_SEPARATOR, GenerateRequest, Prompt
@@ -25,7 +26,6 @@ NEUTRAL_FIELDS: Mapping[str, tuple[Any, ...]] = {
     "best_of": (1,),
     "store": (False,),
     "service_tier": ("auto", "default"),
-    "response_format": ({"type": "text"},),
     "modalities": (["text"],),
     "audio": (),
     "prediction": (),
@@ -36,17 +36,12 @@ NEUTRAL_FIELDS: Mapping[str, tuple[Any, ...]] = {
     "use_beam_search": (False,),
     "length_penalty": (1,),
     "early_stopping": (False,),
-    "include_stop_str_in_output": (False,),
     "truncate_prompt_tokens": (),
-    "prompt_logprobs": (),
     "logits_processors": (),
     "mm_processor_kwargs": (),
     "media_io_kwargs": (),
-    "guided_json": (),
-    "guided_regex": (),
-    "guided_choice": (),
-    "guided_grammar": (),
-    "structured_outputs": (),
+    "guided_decoding_backend": (),
+    "guided_whitespace_pattern": (),
     "return_tokens_as_token_ids": (False,),
     "kv_transfer_params": (),
     "vllm_xargs": ({},),
@@ -95,6 +90,10 @@ class CallOptions:
     timeout_s: float | None
     rank: int | None
 
+    def with_params(self, **params: Any) -> Self:
+        """Returns the options with other sampling parameters."""
+        return replace(self, taken=replace(self.taken, params=replace(self.taken.params, **params)))
+
     def call(self, prompts: list[tuple[str | None, list[int] | None]], add_special_tokens: bool) -> GenerateRequest:
         """Returns the call for prompts, each a text or token ids."""
         several = len(prompts) > 1
@@ -134,7 +133,10 @@ def take_options(values: Fields, default_tokens: int, prefix: str) -> CallOption
 
     Raises RequestError with the field, its value and what was expected.
     """
-    taken = take_sampling_params(values, OPENAI_NAMES, SamplingParams(max_new_tokens=default_tokens))
+    constraint = take_openai_constraint(values)
+    taken = take_sampling_params(
+        values, OPENAI_NAMES, SamplingParams(max_new_tokens=default_tokens, constraint=constraint)
+    )
     stream = bool(values.take("stream", boolean))
     include_usage, continuous_usage = values.take("stream_options", _stream_options) or (False, False)
     salts = values.take("cache_salt", short_name), values.take("extra_key", short_name)

@@ -15,6 +15,7 @@ from moe_serve.server.openai.answers import (
     usage,
 )
 from moe_serve.server.openai.chat_request import ChatRequest
+from moe_serve.server.openai.logprobs import TextOf, chat_logprobs
 from moe_serve.server.openai.output_parser import Delta, NewOutput, OutputParser, merged
 
 _CHUNK = "chat.completion.chunk"
@@ -26,10 +27,14 @@ class ChatAnswers:
 
     ends_at_failure = True
 
-    def __init__(self, given: ChatRequest, call: Call, model: str, make_parser: Callable[[], OutputParser]):
-        """make_parser: of the output of one choice"""
+    def __init__(
+        self, given: ChatRequest, call: Call, model: str, text_of: TextOf, make_parser: Callable[[], OutputParser]
+    ):
+        """text_of: of a token, for log probabilities;  make_parser: of the output of one choice"""
         num_choices = len(call.requests)
         self._options = given.options
+        self._text_of = text_of
+        self._has_logprobs = given.logprobs
         self._head = Head.of(given.options, model)
         self._parsers = [make_parser() for _ in range(num_choices)]
         self._num_chars = [0] * num_choices  # of each choice, that its parser has
@@ -38,7 +43,7 @@ class ChatAnswers:
         # An event with content alone is written by parts: at 30,000 tokens per second every microsecond counts.
         start = json_bytes(self._head.fields(_CHUNK))[:-1]
         self._starts = [b'data: %s,"choices":[{"index":%d,"delta":{"content":' % (start, i) for i in range(num_choices)]
-        self._is_plain = not (given.options.continuous_usage or given.options.return_token_ids)
+        self._is_plain = not (given.logprobs or given.options.continuous_usage or given.options.return_token_ids)
 
     def whole(self, call: Call) -> bytes:
         choices = []
@@ -47,6 +52,8 @@ class ChatAnswers:
             if message["content"] is None and "tool_calls" not in message:
                 message["content"] = ""
             choice = {"index": index, "message": message, "logprobs": None, **self._end_of(index, request)}
+            if self._has_logprobs:
+                choice["logprobs"] = chat_logprobs(request, 0, self._text_of)
             if self._options.return_token_ids:
                 choice["token_ids"] = request.matcher.output_ids
             choices.append(choice)
@@ -59,7 +66,7 @@ class ChatAnswers:
         request = call.requests[index]
         if request.failure is not None:
             return failure_event(request)
-        token_ids = request.matcher.output_ids[self._num_tokens[index] :]
+        first_token = self._num_tokens[index]
         deltas = self._push(call, index)
         events = []
         if not self._has_begun[index]:
@@ -68,10 +75,10 @@ class ChatAnswers:
         if self._is_plain:
             events += [self._plain(index, delta) for delta in deltas]
         elif deltas or not request.is_done:
-            events.append(self._chunk(call, index, merged(deltas), {"finish_reason": None}, token_ids))
-            token_ids = []
+            events.append(self._chunk(call, index, merged(deltas), {"finish_reason": None}, first_token))
+            first_token = request.num_output
         if request.is_done:
-            events.append(self._chunk(call, index, {}, self._end_of(index, request), token_ids))
+            events.append(self._chunk(call, index, {}, self._end_of(index, request), first_token))
         return b"".join(events)
 
     def end(self, call: Call) -> bytes:
@@ -103,12 +110,16 @@ class ChatAnswers:
             return self._starts[index] + json_bytes(delta["content"]) + _TAIL
         return event_of(self._fields(index, delta, {"finish_reason": None}))
 
-    def _chunk(self, call: Call, index: int, delta: Delta, end: dict[str, Any], token_ids: list[int]) -> bytes:
-        chunk = self._fields(index, delta, end)
-        if self._options.return_token_ids and token_ids:
-            chunk["choices"][0]["token_ids"] = token_ids
+    def _chunk(self, call: Call, index: int, delta: Delta, end: dict[str, Any], first_token: int) -> bytes:
+        """first_token: the first one of the output that the client does not have"""
+        chunk, request = self._fields(index, delta, end), call.requests[index]
+        if first_token < request.num_output:
+            if self._options.return_token_ids:
+                chunk["choices"][0]["token_ids"] = request.matcher.output_ids[first_token:]
+            if self._has_logprobs:
+                chunk["choices"][0]["logprobs"] = chat_logprobs(request, first_token, self._text_of)
         if self._options.continuous_usage:
-            chunk["usage"] = usage(call, [call.requests[index]])
+            chunk["usage"] = usage(call, [request])
         return event_of(chunk)
 
     def _fields(self, index: int, delta: Delta, end: dict[str, Any]) -> dict[str, Any]:

@@ -5,13 +5,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from moe_serve.errors import RequestError
-from moe_serve.server.json_fields import parse_nested_object
+from moe_serve.server.json_fields import boolean, natural_number, parse_nested_object
 from moe_serve.server.openai.call_options import REST_OF_CONTEXT, CallOptions, fields_of, take_options
 from moe_serve.server.openai.messages import MAX_DEPTH, ChatPrompt, take_chat_prompt
 
 NEUTRAL_FIELDS: Mapping[str, tuple[Any, ...]] = {
-    "logprobs": (False,),
-    "top_logprobs": (0,),
+    "prompt_logprobs": (),
     "echo": (False,),
     "functions": ([],),
     "function_call": ("none", "auto"),
@@ -29,6 +28,7 @@ class ChatRequest:
 
     prompt: ChatPrompt
     options: CallOptions
+    logprobs: bool = False  # choices have log probabilities
 
 
 def parse_chat(body: bytes, max_prompts: int) -> ChatRequest:
@@ -42,5 +42,9 @@ def parse_chat(body: bytes, max_prompts: int) -> ChatRequest:
     options = take_options(values, REST_OF_CONTEXT, "chatcmpl-")
     if not prompt.messages:
         raise RequestError("messages is an empty list, expected at least one message", field="messages")
+    logprobs = bool(values.take("logprobs", boolean))
+    num_top = values.take("top_logprobs", natural_number) or 0
     values.refuse_the_rest()
-    return ChatRequest(prompt, options)
+    if num_top and not logprobs:
+        raise RequestError("top_logprobs is given, but logprobs is not true; set it", field="top_logprobs")
+    return ChatRequest(prompt, options.with_params(logprobs=num_top) if logprobs else options, logprobs)

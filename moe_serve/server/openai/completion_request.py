@@ -6,7 +6,7 @@ from typing import Any
 
 from moe_serve.errors import RequestError
 from moe_serve.server.call_fields import check_num_prompts, ids_or_batch, is_batch, text_or_texts
-from moe_serve.server.json_fields import boolean, parse_nested_object, show
+from moe_serve.server.json_fields import boolean, natural_number, parse_nested_object, show
 from moe_serve.server.openai.call_options import REST_OF_CONTEXT, CallOptions, fields_of, take_options
 from moe_serve.server.openai.messages import MAX_DEPTH
 from moe_serve.server.schemas import GenerateRequest
@@ -14,18 +14,23 @@ from moe_serve.server.schemas import GenerateRequest
 _DEFAULT_TOKENS = 16  # OpenAI's, and so vLLM's and SGLang's; null asks for the rest of the context
 NEUTRAL_FIELDS: Mapping[str, tuple[Any, ...]] = {
     "suffix": ("",),
-    "echo": (False,),
-    "logprobs": (),
     "prompt_embeds": (),
 }
 
 
 @dataclass(frozen=True)
 class CompletionRequest:
-    """One call of `/v1/completions`."""
+    """One call of `/v1/completions`.
+
+    echo:            texts begin with their prompts
+    logprobs:        choices have log probabilities;  prompt_logprobs: and those of the prompt in vLLM's form
+    """
 
     call: GenerateRequest
     options: CallOptions
+    echo: bool
+    logprobs: bool
+    prompt_logprobs: bool
 
 
 def parse_completion(body: bytes, max_prompts: int) -> CompletionRequest:
@@ -42,8 +47,14 @@ def parse_completion(body: bytes, max_prompts: int) -> CompletionRequest:
     names_length = any(name in content for name in ("max_tokens", "max_completion_tokens"))
     options = take_options(values, REST_OF_CONTEXT if names_length else _DEFAULT_TOKENS, "cmpl-")
     add_special_tokens = values.take("add_special_tokens", boolean)
+    echo = bool(values.take("echo", boolean))
+    of_output = values.take("logprobs", natural_number)
+    of_prompt = values.take("prompt_logprobs", natural_number)
     values.refuse_the_rest()
-    return CompletionRequest(options.call(prompts, add_special_tokens is not False), options)
+    counts = [count for count in (of_output if echo else None, of_prompt) if count is not None]
+    options = options.with_params(logprobs=of_output, prompt_logprobs=max(counts, default=None))
+    call = options.call(prompts, add_special_tokens is not False)
+    return CompletionRequest(call, options, echo, of_output is not None, of_prompt is not None)
 
 
 def _prompts(name: str, value: Any) -> list[tuple[str | None, list[int] | None]]:

@@ -20,13 +20,15 @@ from moe_serve.server.openai.chat_answers import ChatAnswers
 from moe_serve.server.openai.chat_request import ChatRequest
 from moe_serve.server.openai.completion_answers import CompletionAnswers
 from moe_serve.server.openai.completion_request import CompletionRequest
+from moe_serve.server.openai.logprobs import texts_of
 from moe_serve.server.openai.output_parser import PlainText
 from moe_serve.server.prompts import NO_TOKENIZER
-from moe_serve.server.sampling_fields import OPENAI_NAMES
+from moe_serve.server.sampling_fields import OPENAI_NAMES, ParamNames
 from moe_serve.server.schemas import GenerateRequest
 
 COMPLETIONS = "/v1/completions"
 CHAT = "/v1/chat/completions"
+CHAT_NAMES = ParamNames({**OPENAI_NAMES.other, "logprobs": ("top_logprobs",)})
 
 
 def add_openai(app: FastAPI, doors: Doors, templates: ChatTemplates, name: str) -> None:
@@ -42,7 +44,7 @@ def add_openai(app: FastAPI, doors: Doors, templates: ChatTemplates, name: str) 
             return given.call
 
         given, call = await doors.open(request, COMPLETION_BODY, call_of, partial(_in_openai_words, prompt="prompt"))
-        return CallResponse(call, bridge, CompletionAnswers(given, call, name), given.options.stream)
+        return CallResponse(call, bridge, CompletionAnswers(given, call, name, doors.tokenizer), given.options.stream)
 
     @app.post(CHAT)
     async def chat_completions(request: Request) -> Response:
@@ -53,11 +55,15 @@ def add_openai(app: FastAPI, doors: Doors, templates: ChatTemplates, name: str) 
             text = await templates.render(given.prompt, _most_chars(bridge, doors.tokenizer))
             return given.options.call([(text, None)], given.prompt.add_special_tokens)
 
-        given, call = await doors.open(request, CHAT_BODY, call_of, partial(_in_openai_words, prompt="messages"))
-        return CallResponse(call, bridge, ChatAnswers(given, call, name, PlainText), given.options.stream)
+        given, call = await doors.open(
+            request, CHAT_BODY, call_of, partial(_in_openai_words, prompt="messages", names=CHAT_NAMES)
+        )
+        return CallResponse(
+            call, bridge, ChatAnswers(given, call, name, texts_of(doors.tokenizer), PlainText), given.options.stream
+        )
 
 
-def _in_openai_words(error: RequestError, prompt: str) -> RequestError:
+def _in_openai_words(error: RequestError, prompt: str, names: ParamNames = OPENAI_NAMES) -> RequestError:
     """Returns an error about SGLang's fields with OpenAI's names. prompt: the field that holds it"""
     message, field = str(error), error.field
     if field is None:
@@ -65,7 +71,7 @@ def _in_openai_words(error: RequestError, prompt: str) -> RequestError:
     if field in ("text", "input_ids"):
         return RequestError(re.sub(rf"^{field}\b", prompt, message), prompt)
     shorter = RequestError(message.replace("sampling_params.", ""), field.removeprefix("sampling_params."))
-    return OPENAI_NAMES.translated(shorter)
+    return names.translated(shorter)
 
 
 def _check_model(asked: str | None, name: str) -> None:
