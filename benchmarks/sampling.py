@@ -1,6 +1,8 @@
 """Time to draw the tokens of a step: the compiled kernel, its torch twin, and the numpy loop over rows of before.
 
-    python -m benchmarks.sampling [--vocab 151936] [--rounds 7] [--threads 2]
+    python -m benchmarks.sampling [--vocab 151936] [--rounds 7] [--threads 2] [--changes-only]
+
+A second table: what penalties, biases, bad words and a mask of allowed tokens add to a call of the engine's sampler.
 
 Logits are of a normal distribution with standard deviation 1, which is flatter than a language model's: top_p then
 keeps most of the vocabulary. The ways run one after the other in every round.
@@ -8,6 +10,7 @@ keeps most of the vocabulary. The ways run one after the other in every round.
 
 import argparse
 import os
+import random
 import statistics
 import time
 from collections.abc import Callable
@@ -18,6 +21,9 @@ import torch
 from torch import Tensor
 
 from benchmarks.conditions import conditions, save
+from moe_serve.attention_dp.request import Request
+from moe_serve.attention_dp.sampling_params import SamplingParams
+from moe_serve.engine.sampler import Sampler
 from moe_serve.kernels.cpu.library import cpu_library
 from moe_serve.kernels.cpu.sampling import sample_rows
 from moe_serve.kernels.sampling import SAMPLING_ROW, SamplingRows, sample_rows_reference
@@ -30,6 +36,14 @@ PARAMETERS: dict[str, list[dict[str, float]]] = {
     "min_p 0.05": [{"min_p": 0.05}],
     "mixed": [{"temperature": 0.0}, {}, {"top_k": 50, "top_p": 0.9}, {"top_p": 0.95}],
 }
+PROMPT, OUTPUT = 1000, 500  # tokens
+CHANGES: dict[str, dict[str, Any]] = {  # of logits, beside temperature 1
+    "three penalties": {"repetition_penalty": 1.1, "frequency_penalty": 0.2, "presence_penalty": 0.1},
+    "100 biases": {"logit_bias": dict.fromkeys(range(0, 700, 7), 0.5)},
+    "100 bad words": {"bad_words_ids": tuple((token % 30, token) for token in range(100))},
+    "16,384 allowed ids": {"allowed_token_ids": tuple(range(0, 32_768, 2))},
+}
+CHANGES["all of these"] = {name: value for each in CHANGES.values() for name, value in each.items()}
 GOALS = {("temperature 1", 64): "≤ 15 ms", ("top_p 0.95", 64): "≤ 40 ms"}
 
 
@@ -38,20 +52,34 @@ def main() -> None:
     parser.add_argument("--vocab", type=int, default=151_936)
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--changes-only", action="store_true", help="the second table alone")
     args = parser.parse_args()
     facts = conditions()
     torch.set_num_threads(args.threads)
     cpu_library().set_threads(args.threads)
     rows: list[dict[str, Any]] = []
+    changes: list[dict[str, Any]] = []
     for num_rows in (1, 64):
         logits = torch.randn(num_rows, args.vocab, generator=torch.Generator().manual_seed(0))
+        changes += measure_changes(logits, 3 * args.rounds)
+        if args.changes_only:
+            continue
         for name, parameters in PARAMETERS.items():
             rows.append(measure(logits, name, sampling_rows(num_rows, parameters), args.rounds))
+    inputs = f"Vocabulary {args.vocab}, {args.threads} threads, float32 logits of standard deviation 1. "
+    load = f" Load average at the end: {os.getloadavg()[0]:.2f}."
     notes = (
-        f"Vocabulary {args.vocab}, {args.threads} threads, float32 logits of standard deviation 1. Median of "
-        f"{args.rounds} rounds, the best one in brackets (2 rounds of torch and the loop with 64 rows); the ratio is "
-        "that of the medians. All three ways gave the same tokens; the loop has no min_p. Load average "
-        f"at the end: {os.getloadavg()[0]:.2f}."
+        f"{inputs}Calls of the engine's sampler at temperature 1, its Python included; prompts of {PROMPT} tokens, "
+        f"outputs that grow from {OUTPUT}. Median of {3 * args.rounds} rounds, the best one in brackets. The ratio is "
+        f"the median of each round's time over that of the same call without changes.{load}"
+    )
+    print(save("sampling_changes", "Drawing tokens from changed logits", changes, facts, notes, per_cpu=True))
+    if args.changes_only:
+        return
+    notes = (
+        f"{inputs}Median of {args.rounds} rounds, the best one in brackets (2 rounds of torch and the loop with 64 "
+        "rows); the ratio is that of the medians. All three ways gave the same tokens; the loop has no "
+        f"min_p.{load}"
     )
     print(save("sampling", "Drawing the tokens of a step", rows, facts, notes, per_cpu=True))
 
@@ -95,6 +123,41 @@ def measure(logits: Tensor, name: str, rows: SamplingRows, rounds: int) -> dict[
         "loop / compiled": median["loop"] / median["compiled"] if "loop" in median else "",
         "goal": GOALS.get((name, len(logits)), ""),
     }
+
+
+def measure_changes(logits: Tensor, rounds: int) -> list[dict[str, Any]]:
+    """Returns a row for each kind of change of logits, of all requests of a batch."""
+    draw = random.Random(0)
+    words = [draw.randrange(len(logits[0])) for _ in range(PROMPT)]
+    batches = {
+        name: [
+            Request(str(i), 0, words, draw.choices(words, k=OUTPUT), SamplingParams(**changes), i)
+            for i in range(len(logits))
+        ]
+        for name, changes in {"": {}, **CHANGES}.items()
+    }
+    samplers = {name: Sampler([1], compiled=True) for name in batches}
+    took: dict[str, list[float]] = {name: [] for name in batches}
+    for _ in range(rounds + 1):
+        for name, requests in batches.items():
+            changed = logits.clone()
+            start = time.perf_counter()
+            tokens = samplers[name](changed, requests)
+            took[name].append(time.perf_counter() - start)
+            for request, token in zip(requests, tokens, strict=True):
+                request.output_ids.append(token)
+    ms = {name: [1000 * value for value in values[1:]] for name, values in took.items()}
+    plain = ms.pop("")
+    return [
+        {
+            "rows": len(logits),
+            "changes": name,
+            "sampler, ms": f"{statistics.median(values):.3g} ({min(values):.3g})",
+            "without, ms": f"{statistics.median(plain):.3g} ({min(plain):.3g})",
+            "with / without": statistics.median(value / base for value, base in zip(values, plain, strict=True)),
+        }
+        for name, values in ms.items()
+    ]
 
 
 def loop_over_rows(logits: Tensor, sampling: SamplingRows) -> list[int]:
