@@ -84,13 +84,8 @@ class SamplingParams:
         _check_number("min_p", self.min_p)
         if not 0 <= self.min_p <= 1:
             raise RequestError(f"min_p is {self.min_p}, expected a number from 0 (all tokens) to 1", field="min_p")
-        for name, (low, high) in _PENALTIES.items():
-            _check_number(name, getattr(self, name))
-            if not low <= getattr(self, name) <= high:
-                raise RequestError(f"{name} is {getattr(self, name)}, expected {low:g} to {high:g}", field=name)
-        self._check_logit_bias()
-        self._check_bad_words()
-        _check_ids("allowed_token_ids", self.allowed_token_ids, MAX_ALLOWED)
+        if self.changes_logits or self.bad_words:
+            self._check_changes()
         if self.seed is not None:
             _check_int("seed", self.seed, 0, MAX_SEED)
         _check_texts("stop", self.stop, MAX_STOPS)
@@ -121,9 +116,18 @@ class SamplingParams:
                 field="ignore_eos",
             )
 
+    def _check_changes(self) -> None:
+        for name, (low, high) in _PENALTIES.items():
+            _check_number(name, getattr(self, name))
+            if not low <= getattr(self, name) <= high:
+                raise RequestError(f"{name} is {getattr(self, name)}, expected {low:g} to {high:g}", field=name)
+        self._check_logit_bias()
+        self._check_bad_words()
+        _check_ids("allowed_token_ids", self.allowed_token_ids, MAX_ALLOWED)
+
     def _check_logit_bias(self) -> None:
         name = "logit_bias"
-        if not isinstance(self.logit_bias, Mapping):
+        if not isinstance(self.logit_bias, dict):
             raise RequestError(f"{name} is {self.logit_bias!r}, expected token ids with numbers", field=name)
         _check_size(name, self.logit_bias, MAX_BIASES)
         for token_id, bias in self.logit_bias.items():
@@ -178,7 +182,7 @@ def _check_ids(name: str, value: object, most: int) -> None:
 
 def _check_size(name: str, value: object, most: int) -> Collection[object]:
     """Returns a collection that is not too large."""
-    if not isinstance(value, tuple | Mapping):
+    if not isinstance(value, (tuple, dict)):
         raise RequestError(f"{name} is {value!r}, expected a list", field=name)
     if len(value) > most:
         raise RequestError(f"{name} has {len(value)} entries, at most {most} are taken; send fewer", field=name)

@@ -52,6 +52,13 @@ class Fields:
         value = self._values.pop(name, None)
         return None if value is None else check(self.prefix + name, value)
 
+    def take_all(self, checks: Mapping[str, Callable[[str, Any], Any]]) -> dict[str, Any]:
+        """Returns the checked values of those of these fields that are given and not null, in the order given."""
+        self._known.update(checks)
+        given = [name for name in self._values if name in checks]
+        values = {name: self._values.pop(name) for name in given}
+        return {name: checks[name](self.prefix + name, value) for name, value in values.items() if value is not None}
+
     def refuse_the_rest(self) -> None:
         """Raises RequestError for the first field that was not taken, unless its value asks for nothing."""
         for name, value in self._values.items():

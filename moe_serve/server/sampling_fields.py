@@ -8,6 +8,7 @@ refuses the rest.
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 from moe_serve.attention_dp.sampling_params import MAX_BIASES, SamplingParams
@@ -43,6 +44,16 @@ class ParamNames:
 
     def of(self, field: str) -> tuple[str, ...]:
         return self.other.get(field, (field,))
+
+    @cached_property
+    def fields(self) -> Mapping[str, str]:
+        """The field of SamplingParams that each name of this API means."""
+        return {name: field for field in _CHECKS for name in self.of(field)}
+
+    @cached_property
+    def checks(self) -> Mapping[str, Callable[[str, Any], Any]]:
+        """How the value of each name of this API is checked."""
+        return {name: _CHECKS[field] for name, field in self.fields.items()}
 
     def translated(self, error: RequestError, prefix: str = "") -> RequestError:
         """Returns an error of SamplingParams or of fit_to_model in this API's names. prefix: of its field's path"""
@@ -87,13 +98,13 @@ def take_sampling_params(
 
     Raises RequestError with the field, its value and what was expected, in the client's names.
     """
-    taken = {name: _take(values, names.of(name), check) for name, check in _CHECKS.items()}
+    taken = _take(values, names)
     num_samples = values.take("n", whole_number)
     if num_samples is not None and not 1 <= num_samples <= MAX_SAMPLES:
         path = f"{values.prefix}n"
         raise RequestError(f"{path} is {num_samples}, expected 1 to {MAX_SAMPLES}", field=path)
-    params = replace(defaults, **{name: value for name, value in taken.items() if value is not None})
-    explicit_length = taken["max_new_tokens"] is not None
+    params = SamplingParams(**(vars(defaults) | taken))
+    explicit_length = "max_new_tokens" in taken
     if not explicit_length and params.min_new_tokens > params.max_new_tokens:
         params = replace(params, max_new_tokens=params.min_new_tokens)
     try:
@@ -103,17 +114,20 @@ def take_sampling_params(
     return TakenParams(params, num_samples or 1, explicit_length)
 
 
-def _take(values: Fields, names: tuple[str, ...], check: Callable[[str, Any], Any]) -> Any:
-    """Returns the value of a field that has these names; None where all are absent or null."""
-    given = {name: value for name in names if (value := values.take(name, check)) is not None}
-    if any(value != next(iter(given.values())) for value in given.values()):
-        first, second = list(given)[:2]
-        raise RequestError(
-            f"{values.prefix}{first} is {show(given[first])} and {second} is {show(given[second])}, but they are one "
-            "field; send one of them",
-            field=values.prefix + first,
-        )
-    return next(iter(given.values()), None)
+def _take(values: Fields, names: ParamNames) -> dict[str, Any]:
+    """Returns the checked values of the given fields of SamplingParams."""
+    given = values.take_all(names.checks)
+    taken: dict[str, Any] = {}
+    for name, value in given.items():
+        field = names.fields[name]
+        if taken.setdefault(field, value) != value:
+            first, second = [other for other in names.of(field) if other in given][:2]
+            raise RequestError(
+                f"{values.prefix}{first} is {show(given[first])} and {second} is {show(given[second])}, but they are "
+                "one field; send one of them",
+                field=values.prefix + first,
+            )
+    return taken
 
 
 def _texts(name: str, value: Any) -> tuple[str, ...]:
