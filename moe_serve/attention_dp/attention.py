@@ -29,11 +29,13 @@ def attention_reference(
     first_position: int,
     window: int | None = None,
     sinks: Tensor | None = None,
+    chunk: int | None = None,
 ) -> Tensor:
     """Returns the attention of one sequence, [C, heads, group, Dv] float32.
 
     q: [C, heads, group, D], keys: [heads, K, D], values: [heads, K, Dv]
-    Query i is at position first_position + i and sees the keys up to that position, the last `window` of them.
+    Query i is at position first_position + i and sees the keys up to that position, the last `window` of them, those
+    from the last multiple of `chunk` on.
     sinks: [heads * group], scores beside those of the keys, whose weights go nowhere; None: there are none
     """
     scores = torch.einsum("chgd,hkd->chgk", q.float(), keys.float()) * scale
@@ -42,6 +44,8 @@ def attention_reference(
     hidden = key_positions > positions
     if window is not None:
         hidden |= key_positions <= positions - window
+    if chunk is not None:
+        hidden |= key_positions < positions // chunk * chunk
     scores = scores.masked_fill(hidden[:, None, None], -torch.inf)
     if sinks is not None:
         sink = sinks.float().view(1, *q.shape[1:3], 1).expand(len(q), -1, -1, -1)
@@ -82,9 +86,9 @@ class PagedAttention:
             like = torch.zeros((), dtype=dtype, device=device)
             self._tiles = self._prove(like)
 
-    def plan(self, batch: ForwardBatch, window: int | None = None) -> AttentionPlan:
-        """Returns what to attend in a step, made once for all layers with this window. None: they see all keys"""
-        visible = Visible(window, self._shape.has_sinks)
+    def plan(self, batch: ForwardBatch, window: int | None = None, chunk: int | None = None) -> AttentionPlan:
+        """Returns what to attend in a step, made once for all layers that see alike. None, None: they see all keys"""
+        visible = Visible(window, self._shape.has_sinks, chunk)
         return plan_attention(batch, self._layout, self._numerics, self._dtype, self._shape.long_from, visible)
 
     def __call__(

@@ -70,10 +70,23 @@ class Visible:
 
     window:    the last keys up to its own; None: all of them
     has_sinks: every query head has a score beside those of the keys
+    chunk:     the keys from the last multiple of it up to its own; None: from the first
     """
 
     window: int | None = None
     has_sinks: bool = False
+    chunk: int | None = None
+
+    @property
+    def is_limited(self) -> bool:
+        """Whether some keys before a query may be hidden from it."""
+        return self.window is not None or self.chunk is not None
+
+    def first(self, position: int) -> int:
+        """Returns the first key that a query at a position sees."""
+        if self.chunk is not None:
+            return position // self.chunk * self.chunk
+        return 0 if self.window is None else max(position - self.window + 1, 0)
 
 
 def plan_attention(
@@ -129,7 +142,7 @@ class _Builder:
     def __init__(self, batch: ForwardBatch, layout: KvLayout, numerics: Numerics, dtype: torch.dtype, visible: Visible):
         self._batch = batch
         self._layout = layout
-        self._window = visible.window
+        self._visible = visible
         self._has_sinks = visible.has_sinks
         self._tile = numerics.kv_tile if numerics.invariant else None
         self._dtype = dtype
@@ -144,7 +157,7 @@ class _Builder:
         if tokens is not None:
             tables, seq_lens = batch.block_tables.index_select(0, tokens), batch.seq_lens.index_select(0, tokens)
         keys = torch.arange(num_keys, device=batch.device)[None]
-        if self._window is not None:
+        if self._visible.is_limited:
             first_keys = torch.tensor([self._first_key(length) for length in lens], device=batch.device)
             keys = keys + first_keys[:, None]
         hidden = keys >= seq_lens[:, None]
@@ -163,7 +176,7 @@ class _Builder:
         first_key = self._first_key(seq_len - (end - start) + 1)
         keys = torch.arange(first_key, first_key + self._padded(seq_len - first_key), device=batch.device)
         mask = None
-        is_windowed = self._window is not None and seq_len > self._window
+        is_windowed = self._visible.first(seq_len - 1) > 0
         if self._tile is not None or seq_len > end - start or is_windowed or self._has_sinks:
             positions = batch.positions[start:end, None]
             mask = self._mask((keys > positions) | self._before_window(keys, positions))
@@ -176,14 +189,16 @@ class _Builder:
 
     def _first_key(self, seq_len: int) -> int:
         """Returns the first key that is gathered for the last of so many tokens: at the begin of a tile, if any."""
-        first = 0 if self._window is None else max(seq_len - self._window, 0)
+        first = self._visible.first(seq_len - 1)
         return first if self._tile is None else first // self._tile * self._tile
 
     def _before_window(self, keys: Tensor, positions: Tensor) -> Tensor:
         """Returns which keys are too far before tokens at these positions, bool like keys and positions together."""
-        if self._window is None:
+        if self._visible.chunk is not None:
+            return keys < positions // self._visible.chunk * self._visible.chunk
+        if self._visible.window is None:
             return torch.zeros((), dtype=torch.bool, device=keys.device)
-        return keys <= positions - self._window
+        return keys <= positions - self._visible.window
 
     def _padded(self, num_keys: int) -> int:
         return num_keys if self._tile is None else -(-num_keys // self._tile) * self._tile

@@ -138,6 +138,7 @@ def _check_device(spec: ModelSpec, device: torch.device) -> None:
     attention, needs = spec.attention, []
     if isinstance(attention, GqaSpec):
         needs += ["sliding windows"] if attention.window is not None else []
+        needs += ["chunked attention"] if attention.chunk is not None else []
         needs += ["attention sinks"] if attention.has_sinks else []
     needs += ["sparsemixer routing"] if spec.router.scoring == "sparsemixer" else []
     needs += ["biases of experts"] if spec.expert_bias else []

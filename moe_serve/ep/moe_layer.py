@@ -22,6 +22,7 @@ from moe_serve.ep.rounds import SHARED, Round, advance, in_turn, overlapped
 from moe_serve.ep.routing import RouterSpec, Routing
 from moe_serve.kernels.cpu.recorder import RecordedRun, Recorder
 from moe_serve.kernels.numerics import Numerics
+from moe_serve.kernels.row_updates import multiply_rows
 
 
 @dataclass(frozen=True)
@@ -119,6 +120,9 @@ class MoeLayer:
         if gate is None or parallel.passes is not None:
             return record_call(recorder, self, x)
         ids, weights = gate.record(recorder, x, self._load_row())
+        if parallel.router.scales_input:
+            x = recorder.multiply_rows(x, weights, recorder.buffer("scaled_rows", x.shape[1]))
+            weights = torch.ones(recorder.capacity, 1)
         counts = None
         if self._replicas.needs_counts:
             counts = recorder.count(ids, parallel.router.num_logical)
@@ -168,6 +172,9 @@ class MoeLayer:
         """Runs rows [T, H] from the gate to their sums [T, H]. At each yield another round may advance."""
         all_to_all, replicas = self._parallel.all_to_all, self._replicas
         routing = self._gate(x)
+        weights = routing.topk_weights
+        if self._parallel.router.scales_input:
+            x, weights = multiply_rows(x, weights), torch.ones_like(weights)
         load = self._count(routing)
         pending_counts = all_to_all.exchange_counts(load) if load is not None and replicas.needs_counts else None
         yield
@@ -177,7 +184,7 @@ class MoeLayer:
             slots, slot_counts = replicas.split(routing.topk_ids, pending_counts.wait(), self._parallel.rank)
         if (passes := self._parallel.passes) is not None and passes.is_on:
             passes.add(self._layer_row, slots)
-        return (yield from self._travel(x, slots, slot_counts, routing.topk_weights))
+        return (yield from self._travel(x, slots, slot_counts, weights))
 
     def _routed_round(self, x: Tensor, ids: Tensor, weights: Tensor, counts: Tensor | None) -> Round:
         """Runs rows as `_round`, after the gate, which has recorded the load. ids, counts: as in _run_rounds"""

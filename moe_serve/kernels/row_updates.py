@@ -8,6 +8,16 @@ def scale_(x: Tensor, factor: float) -> None:
     x.mul_(factor)
 
 
+def multiply_rows(x: Tensor, factors: Tensor) -> Tensor:
+    """Returns x with row i multiplied by factors[i]. x: [rows, width];  factors: [rows, 1] float32"""
+    return x * factors.to(x.dtype)
+
+
+def multiply_rows_(x: Tensor, factors: Tensor) -> None:
+    """The same in place, of float32 products. x may be a slice of wider rows"""
+    x.copy_(x * factors)
+
+
 def clip_(x: Tensor, limit: float) -> None:
     """Brings the elements of x [rows, width] to between -limit and limit; NaN stays."""
     x.clamp_(-limit, limit)

@@ -5,13 +5,22 @@ from typing import Literal
 
 
 @dataclass(frozen=True)
+class QueryTemperature:
+    """Queries of layers without rotation are multiplied by 1 + scale * ln(1 + floor((position + 1) / floor_scale))."""
+
+    floor_scale: float
+    scale: float
+
+
+@dataclass(frozen=True)
 class GqaSpec:
     """Grouped-query attention: query head h reads key/value head h // (num_heads / num_kv_heads)."""
 
     num_heads: int
     num_kv_heads: int
     head_dim: int
-    qk_norm: Literal["head", "projection"] | None = None  # RMS norm over each query and key head, or over all of them
+    # RMS norm over each query and key head, or over all of them; or over each head of rotating layers, without weights
+    qk_norm: Literal["head", "projection", "unit"] | None = None
     qkv_bias: bool = False  # on the q, k and v projections
     out_bias: bool = False
     clip: float | None = None  # largest magnitude of queries, keys and values, behind the norm and before the rotation
@@ -19,6 +28,10 @@ class GqaSpec:
     has_sinks: bool = False  # each query head has a learned score that takes its share beside those of the keys
     window: int | None = None  # keys that a token sees in windowed layers, its own included
     windowed_layer_ids: tuple[int, ...] = ()
+    chunk: int | None = None  # in chunked layers a token sees those from the last multiple of it on
+    chunked_layer_ids: tuple[int, ...] = ()
+    unrotated_layer_ids: tuple[int, ...] = ()
+    temperature: QueryTemperature | None = None
 
     @property
     def softmax_scale(self) -> float:
@@ -27,6 +40,8 @@ class GqaSpec:
     @property
     def norm_widths(self) -> tuple[int, int]:
         """Returns how many weights the norms of queries and of keys have."""
+        if self.qk_norm in (None, "unit"):
+            return 0, 0
         heads = (1, 1) if self.qk_norm == "head" else (self.num_heads, self.num_kv_heads)
         return heads[0] * self.head_dim, heads[1] * self.head_dim
 
@@ -34,11 +49,15 @@ class GqaSpec:
         """Returns how many keys a token sees in a layer, its own included; None: all up to its own."""
         return self.window if layer_id in self.windowed_layer_ids else None
 
+    def chunk_of(self, layer_id: int) -> int | None:
+        """Returns the size of the chunks that tokens of a layer see the last of; None: they see all."""
+        return self.chunk if layer_id in self.chunked_layer_ids else None
+
     def num_parameters(self, hidden: int) -> int:
         """Returns the parameters of one layer's attention."""
         q, kv = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         matrices = hidden * (2 * q + 2 * kv)
-        vectors = (sum(self.norm_widths) if self.qk_norm else 0) + (q + 2 * kv if self.qkv_bias else 0)
+        vectors = sum(self.norm_widths) + (q + 2 * kv if self.qkv_bias else 0)
         vectors += (hidden if self.out_bias else 0) + (self.num_heads if self.has_sinks else 0)
         return matrices + vectors
 

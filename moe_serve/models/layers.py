@@ -11,7 +11,7 @@ from torch import Tensor
 from moe_serve.attention_dp.attention import AttentionShape
 from moe_serve.attention_dp.kv_cache import KvLayout
 from moe_serve.kernels.rope import pair_order
-from moe_serve.models.attention_spec import GqaSpec
+from moe_serve.models.attention_spec import GqaSpec, QueryTemperature
 from moe_serve.models.operations import AnyLinear, Operations
 from moe_serve.models.rope_spec import RopeSpec, yarn_ramp
 from moe_serve.models.weight_forms import WeightForms
@@ -20,10 +20,21 @@ from moe_serve.models.weight_forms import WeightForms
 class RopeTable:
     """cos + i sin of every position and frequency, computed once, so that all batches and ranks use the same bits."""
 
-    def __init__(self, rope: RopeSpec, max_position: int, device: torch.device | str):
+    def __init__(
+        self,
+        rope: RopeSpec,
+        max_position: int,
+        device: torch.device | str,
+        temperature: QueryTemperature | None = None,
+    ):
+        """temperature: of the queries; then query_scales [max_position, 1] float32 holds what they are multiplied by"""
         positions = torch.arange(max_position, dtype=torch.float32)
         angles = positions[:, None] * rope_frequencies(rope)
         self.table = torch.complex(angles.cos() * rope.table_factor, angles.sin() * rope.table_factor).to(device)
+        self.query_scales = None
+        if temperature is not None:
+            growth = torch.log1p(torch.floor((positions + 1.0) / temperature.floor_scale))
+            self.query_scales = (growth * temperature.scale + 1.0)[:, None].to(device)
 
     def __call__(self, positions: Tensor) -> Tensor:
         """positions: [T] int64 -> [T, dim / 2] complex64"""
@@ -59,7 +70,10 @@ class GqaAttention:
         spec = self.spec
         qkv, bias = weights.pop("qkv"), weights.pop("qkv_bias", None)
         norm = None
-        if spec.qk_norm:
+        rotates = index not in spec.unrotated_layer_ids
+        if spec.qk_norm == "unit" and rotates:  # transformers norms behind the rotation, which changes no length
+            norm = forms.ones(spec.num_heads + spec.num_kv_heads, spec.head_dim, like=qkv)
+        elif any(spec.norm_widths):
             norms = ((weights.pop("q_norm"), spec.num_heads), (weights.pop("k_norm"), spec.num_kv_heads))
             norm = torch.cat([each.view(-1, spec.head_dim).expand(heads, -1) for each, heads in norms])
         if not rope.interleaved:
@@ -70,7 +84,8 @@ class GqaAttention:
             norm = None if norm is None else norm[:, order].contiguous()
         out = forms.linear(weights.pop("o"), weights.pop("o_bias", None))
         sinks = weights.pop("sinks") if spec.has_sinks else None
-        return GqaLayer(self, index, forms.linear(qkv, bias), norm, out, spec.window_of(index), sinks)
+        visible = spec.window_of(index), spec.chunk_of(index)
+        return GqaLayer(self, index, forms.linear(qkv, bias), norm, out, *visible, sinks, rotates)
 
     def _reorder(self, qkv: Tensor, order: Tensor) -> Tensor:
         """Returns the fused projection with the rows of every query and key head reordered."""
@@ -86,7 +101,7 @@ class GqaLayer:
 
     qkv:  x -> queries, keys and values of all heads
     norm: [query and key heads, head_dim], over each head or over all, as the spec says; or None
-    window, sinks: as `attend` of operations.py takes them
+    window, chunk, sinks: as `attend` of operations.py takes them
     """
 
     form: GqaAttention
@@ -95,7 +110,9 @@ class GqaLayer:
     norm: Tensor | None
     out: AnyLinear
     window: int | None
+    chunk: int | None
     sinks: Tensor | None
+    rotates: bool
 
     def __call__(self, x: Tensor, do: Operations) -> Tensor:
         """x: [T, H], normed -> [T, H]. Writes the rows' keys and values into the cache."""
@@ -109,8 +126,10 @@ class GqaLayer:
             norm = None
         if spec.clip is not None:
             do.clip_(qkv, spec.clip)
-        do.rope_write(qkv, norm, eps, self.index, (spec.num_heads, spec.num_kv_heads))
+        if spec.temperature is not None and not self.rotates:
+            do.scale_queries_(qkv[:, : spec.num_heads * spec.head_dim])
+        do.rope_write(qkv, norm, eps, self.index, (spec.num_heads, spec.num_kv_heads), self.rotates)
         q = qkv.view(x.shape[0], -1, spec.head_dim)[:, : spec.num_heads]
         q = q.view(x.shape[0], spec.num_kv_heads, -1, spec.head_dim)
-        attended = do.attend(q, self.index, self.window, self.sinks)
+        attended = do.attend(q, self.index, self.window, self.sinks, self.chunk)
         return do.linear("attention_out", self.out, attended.flatten(1))

@@ -91,7 +91,8 @@ def build_decoder(
         assert not mine, f"weights of layer {layer_id} that nobody took: {sorted(mine)}"
     head_weight = None if spec.tie_embeddings else dense.pop("lm_head")
     embedding, head = forms.embedding(embed, head_weight, dense.pop("lm_head_bias", None))
-    table = RopeTable(spec.rope, spec.max_position, device)
+    temperature = spec.attention.temperature if isinstance(spec.attention, GqaSpec) else None
+    table = RopeTable(spec.rope, spec.max_position, device, temperature)
     factors = StackFactors(spec.embedding_factor, spec.residual_factor, spec.logits_factor)
     stack = DecoderStack(embedding, layers, norm, spec.norm_eps, head, factors)
     if numerics.compiled:

@@ -97,7 +97,19 @@ class Operations(Protocol):
         """latents: [T, heads, latent] -> values [T, heads, value_dim]"""
         ...
 
-    def rope_write(self, qkv: Tensor, norm: Tensor | None, eps: float, layer: int, heads: tuple[int, int]) -> None:
+    def scale_queries_(self, q: Tensor) -> None:
+        """Multiplies the queries of each row [T, n], a slice of wider rows, by the scale of its position."""
+        ...
+
+    def rope_write(
+        self,
+        qkv: Tensor,
+        norm: Tensor | None,
+        eps: float,
+        layer: int,
+        heads: tuple[int, int],
+        rotates: bool,
+    ) -> None:
         """As kernels/rope.py, into this layer's cache. heads: of queries, and of keys"""
         ...
 
@@ -105,11 +117,19 @@ class Operations(Protocol):
         """As kernels/rope.py, into this layer's cache."""
         ...
 
-    def attend(self, q: Tensor, layer: int, window: int | None = None, sinks: Tensor | None = None) -> Tensor:
+    def attend(
+        self,
+        q: Tensor,
+        layer: int,
+        window: int | None = None,
+        sinks: Tensor | None = None,
+        chunk: int | None = None,
+    ) -> Tensor:
         """Returns the attention of the rows, [T, heads, group, Dv]; zeros for padding rows and long chunks.
 
         q:      [T, heads, group, D]. The keys and values of these rows are already in the cache.
         window: keys that a row sees, its own included; None: all up to its own
+        chunk:  a row sees the keys from the last multiple of it up to its own; None: from the first
         sinks:  [heads * group] float32, for each query head a score that takes its share of the weights; None: none
         """
         ...

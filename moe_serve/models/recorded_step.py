@@ -132,6 +132,8 @@ class RecordedStep:
         self.layer_norm = recorder.layer_norm
         self.linear = recorder.linear
         self._turns = recorder.gather("turns", RowTable.of(torch.view_as_real(rope.table).flatten(1)), POSITIONS)
+        scales = rope.query_scales
+        self._query_scales = None if scales is None else recorder.gather("scales", RowTable.of(scales), POSITIONS)
 
     def embed(self, table: RowTable) -> Tensor:
         return self._recorder.gather("residual", table, IDS)
@@ -151,14 +153,28 @@ class RecordedStep:
         out = self._recorder.buffer("expanded", weight.num_heads, weight.out_features)
         return self._recorder.heads(weight, latents, out)
 
-    def rope_write(self, qkv: Tensor, norm: Tensor | None, eps: float, layer: int, heads: tuple[int, int]) -> None:
-        self._recorder.rope_write(qkv, norm, eps, self._turns, self._cache.layer(layer), heads)
+    def scale_queries_(self, q: Tensor) -> None:
+        assert self._query_scales is not None
+        self._recorder.multiply_rows(q, self._query_scales, q)
+
+    def rope_write(
+        self, qkv: Tensor, norm: Tensor | None, eps: float, layer: int, heads: tuple[int, int], rotates: bool
+    ) -> None:
+        turns = self._turns if rotates else self._turns[:, :0]
+        self._recorder.rope_write(qkv, norm, eps, turns, self._cache.layer(layer), heads)
 
     def mla_rope_write(self, q: Tensor, row: Tensor, norm: Tensor, eps: float, layer: int, widths: MlaWidths) -> None:
         self._recorder.mla_rope_write(q, row, norm, eps, self._turns, self._cache.layer(layer), widths)
 
-    def attend(self, q: Tensor, layer: int, window: int | None = None, sinks: Tensor | None = None) -> Tensor:
-        return self._recorder.attend(q, self._cache.layer(layer), self._shape, window, sinks)
+    def attend(
+        self,
+        q: Tensor,
+        layer: int,
+        window: int | None = None,
+        sinks: Tensor | None = None,
+        chunk: int | None = None,
+    ) -> Tensor:
+        return self._recorder.attend(q, self._cache.layer(layer), self._shape, window, sinks, chunk)
 
     def cached_rows(self, layer: int, chunk: Chunk) -> Tensor:
         raise AssertionError("the kernels attend long chunks as any other")

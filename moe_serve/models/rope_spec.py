@@ -64,7 +64,7 @@ class RopeSpec:
         )
 
 
-SUPPORTED = ("default", "linear", "yarn")
+SUPPORTED = ("default", "linear", "llama3", "yarn")
 
 
 def read_rope(
@@ -98,6 +98,8 @@ def read_rope(
         return RopeSpec(dim, theta, interleaved)
     if kind == "linear":
         return RopeSpec(dim, theta, interleaved, linear_factor=_number(given, "factor", where))
+    if kind == "llama3":
+        return replace(RopeSpec(dim, theta, interleaved), divisors=_llama3_divisors(given, dim, theta, where))
     if kind == "longrope":
         return _read_long(given, values, RopeSpec(dim, theta, interleaved), where)
     return _read_yarn(given, values, dim, theta, interleaved, where)
@@ -116,6 +118,18 @@ def _rotated(
             f"{where}: {key} of the rotary embedding is {partial:g}, expected at most 1 and enough to rotate"
         )
     return int(dim * partial)
+
+
+def _llama3_divisors(given: Mapping[str, Any], dim: int, theta: float, where: str) -> tuple[float, ...]:
+    """Returns Llama 3's divisors: long waves are stretched by the factor, short ones kept, those between in part."""
+    keys = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+    factor, low, high, original = (_number(given, key, where) for key in keys)
+    divisors = []
+    for pair in range(dim // 2):
+        turns = original / (2 * math.pi * theta ** (2 * pair / dim))  # over the original context
+        kept = (turns - low) / (high - low) if low < turns < high else float(turns >= high)
+        divisors.append(1 / (kept + (1 - kept) / factor))
+    return tuple(divisors)
 
 
 def _read_long(given: Mapping[str, Any], values: Mapping[str, Any], rope: RopeSpec, where: str) -> RopeSpec:

@@ -6,6 +6,7 @@ Shape words: H = hidden, E = num_logical, I = moe_intermediate.
 """
 
 from dataclasses import dataclass, replace
+from typing import Literal
 
 from moe_serve.ep.routing import RouterSpec
 from moe_serve.kernels.activation import SILU, Activation
@@ -22,15 +23,17 @@ class ExpertNames:
     block:  below the layer;  router: below the block;  shared: the shared experts, below the layer
     linears: of gate and up together, and of down, where a shared expert stores them so, and where one tensor below the
              block holds those of all experts, [E, n, k] (Granite)
-    interleaved: each tensor holds all experts, matrices as [E, k, n], gate and up in every other column (gpt-oss)
+    form:    "apart": a tensor of each expert and matrix; else each tensor holds all experts, [E, k, n] with gate before
+             up ("turned", Llama-4), or with both in every other column ("interleaved", gpt-oss)
     """
 
     block: str = "mlp"
+    dense: str = "mlp"  # the MLP of layers without experts
     router: str = "gate"
     gate: str = "gate_proj"
     up: str = "up_proj"
     down: str = "down_proj"
-    interleaved: bool = False
+    form: Literal["apart", "turned", "interleaved"] = "apart"
     router_bias: str = "gate.e_score_correction_bias"  # below the block
     router_bias_is_row: bool = False  # stored as [1, E]
     shared: str = "mlp.shared_experts"
@@ -68,6 +71,7 @@ class ModelSpec:
     fp8_block: int | None = None  # edge of the square scale blocks of an FP8 checkpoint
     experts_in_mxfp4: bool = False  # the matrices of experts are stored so (mxfp4.py)
     layer_norm: bool = False  # norms of whole rows take the mean out, and have biases
+    tensor_prefix: str = ""  # in front of the checkpoint's names
     head_bias: bool = False  # on the projection to logits
 
     @property
@@ -77,8 +81,8 @@ class ModelSpec:
         return self.max_position if long is None else min(long.original_max_position, self.max_position)
 
     def in_context(self, max_model_len: int) -> "ModelSpec":
-        """Returns the spec for requests of so many tokens: with LongRoPE, rotations depend on it."""
-        return replace(self, rope=self.rope.in_context(max_model_len))
+        """Returns the spec for requests of so many tokens, on which LongRoPE's rotations depend. No table is longer."""
+        return replace(self, rope=self.rope.in_context(max_model_len), max_position=max_model_len)
 
     @property
     def num_logical(self) -> int:

@@ -14,7 +14,7 @@ from moe_serve.kernels.linear import HeadLinear, Linear
 from moe_serve.kernels.norm import add_rms_norm, rms_norm, rms_norm_
 from moe_serve.kernels.numerics import Numerics
 from moe_serve.kernels.rope import MlaWidths, mla_rope_write, rope_write
-from moe_serve.kernels.row_updates import clip_, scale_
+from moe_serve.kernels.row_updates import clip_, multiply_rows_, scale_
 from moe_serve.models.layers import RopeTable
 from moe_serve.models.operations import SharedExpert
 from moe_serve.models.stack import DecoderStack, StepInputs
@@ -34,7 +34,9 @@ class TorchRunner:
     @torch.inference_mode()
     def __call__(self, step: StepInputs) -> Tensor:
         self._rows = None
-        do = TorchStep(step, self.attention, {}, self.rope(step.batch.positions), self.numerics)
+        positions, table = step.batch.positions, self.rope.query_scales
+        scales = None if table is None else table.index_select(0, positions)
+        do = TorchStep(step, self.attention, {}, self.rope(positions), scales, self.numerics)
         rows = self.stack(do)
         self._rows = rows if step.batch.prompt_rows else None
         return do.logits(self.stack.head, rows)
@@ -49,14 +51,16 @@ class TorchRunner:
 class TorchStep:
     """Operations on the rows of one batch; see operations.py.
 
-    plans: what to attend, by window, filled as layers ask
+    plans: what to attend, by window and chunk, filled as layers ask
     turns: [T, rotated width / 2] complex64, of each row's position
+    query_scales: [T, 1] float32, likewise; None: no layer asks for them
     """
 
     step: StepInputs
     attention: PagedAttention
-    plans: dict[int | None, AttentionPlan]
+    plans: dict[tuple[int | None, int | None], AttentionPlan]
     turns: Tensor
+    query_scales: Tensor | None
     numerics: Numerics
 
     @property
@@ -65,7 +69,7 @@ class TorchStep:
 
     @property
     def long_chunks(self) -> tuple[Chunk, ...]:
-        return self._plan(None).long_chunks if self.has_rows else ()
+        return self._plan(None, None).long_chunks if self.has_rows else ()
 
     def embed(self, table: Tensor) -> Tensor:
         return functional.embedding(self.step.batch.input_ids, table)
@@ -100,21 +104,36 @@ class TorchStep:
     def expand(self, weight: HeadLinear, latents: Tensor) -> Tensor:
         return weight(latents)
 
-    def rope_write(self, qkv: Tensor, norm: Tensor | None, eps: float, layer: int, heads: tuple[int, int]) -> None:
-        rope_write(qkv, norm, eps, self.turns, self.step.batch.slot_mapping, self.step.cache.layer(layer), *heads)
+    def scale_queries_(self, q: Tensor) -> None:
+        assert self.query_scales is not None
+        multiply_rows_(q, self.query_scales)
+
+    def rope_write(
+        self, qkv: Tensor, norm: Tensor | None, eps: float, layer: int, heads: tuple[int, int], rotates: bool
+    ) -> None:
+        turns = self.turns if rotates else self.turns[:, :0]
+        rope_write(qkv, norm, eps, turns, self.step.batch.slot_mapping, self.step.cache.layer(layer), *heads)
 
     def mla_rope_write(self, q: Tensor, row: Tensor, norm: Tensor, eps: float, layer: int, widths: MlaWidths) -> None:
         slots, cached = self.step.batch.slot_mapping, self.step.cache.layer(layer)
         mla_rope_write(q, row, norm, eps, self.turns, slots, cached, widths)
 
-    def attend(self, q: Tensor, layer: int, window: int | None = None, sinks: Tensor | None = None) -> Tensor:
+    def attend(
+        self,
+        q: Tensor,
+        layer: int,
+        window: int | None = None,
+        sinks: Tensor | None = None,
+        chunk: int | None = None,
+    ) -> Tensor:
         assert self.has_rows, "nothing to attend"
-        return self.attention(q, self.step.cache, layer, self._plan(window), sinks)
+        return self.attention(q, self.step.cache, layer, self._plan(window, chunk), sinks)
 
-    def _plan(self, window: int | None) -> AttentionPlan:
-        if window not in self.plans:
-            self.plans[window] = self.attention.plan(self.step.batch, window)
-        return self.plans[window]
+    def _plan(self, window: int | None, chunk: int | None) -> AttentionPlan:
+        key = window, chunk
+        if key not in self.plans:
+            self.plans[key] = self.attention.plan(self.step.batch, window, chunk)
+        return self.plans[key]
 
     def cached_rows(self, layer: int, chunk: Chunk) -> Tensor:
         return self.step.cache.gather(layer, chunk.rows, 1)[0][0, 0]

@@ -69,6 +69,10 @@ class WeightForms:
             return PackedLinear(weight, bias)
         return Linear(weight, bias, self._numerics, self._proven)
 
+    def ones(self, *shape: int, like: Tensor) -> Tensor:
+        """Returns the weight of a norm that has none, beside a matrix of this dtype and device."""
+        return torch.ones(shape, dtype=torch.float32 if self._numerics.compiled else like.dtype, device=like.device)
+
     def per_head(self, weight: Tensor) -> HeadLinear | PackedHeads:
         """weight: [heads, k, n] -> a function of rows [T, heads, k] -> [T, heads, n]"""
         if self._numerics.compiled:

@@ -8,7 +8,7 @@ Shape words: H = hidden, I = width of an MLP, E = num_logical.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from moe_serve.models.attention_spec import GqaSpec, MlaSpec
@@ -77,6 +77,22 @@ class ExpertTensor:
 
 def dense_tensors(spec: ModelSpec) -> Iterator[DenseTensor]:
     """Yields every tensor that all ranks hold, in the order of the forward pass."""
+    for plan in _dense_tensors(spec):
+        yield replace(plan, parts=tuple(_prefixed(spec, part) for part in plan.parts))
+
+
+def expert_tensors(spec: ModelSpec) -> Iterator[ExpertTensor]:
+    """Yields the expert tensors of every MoE layer: two matrices, and their biases where there are any."""
+    for plan in _expert_tensors(spec):
+        templates = tuple(_prefixed(spec, part) for part in plan.templates)
+        yield replace(plan, templates=templates, fused=_prefixed(spec, plan.fused))
+
+
+def _prefixed(spec: ModelSpec, part: Part) -> Part:
+    return part if not spec.tensor_prefix else replace(part, source=spec.tensor_prefix + part.source, aliases=())
+
+
+def _dense_tensors(spec: ModelSpec) -> Iterator[DenseTensor]:
     vocab_shape = (spec.vocab_size, spec.hidden)
     yield DenseTensor("embed", (Part("model.embed_tokens.weight", vocab_shape),))
     moe_layers = set(spec.moe_layer_ids)
@@ -91,7 +107,7 @@ def dense_tensors(spec: ModelSpec) -> Iterator[DenseTensor]:
         if layer in moe_layers:
             yield from _moe(spec, ours, theirs)
         else:
-            yield from _mlp(ours, theirs + "mlp.", spec.hidden, spec.dense_intermediate)
+            yield from _mlp(ours, f"{theirs}{spec.expert_names.dense}.", spec.hidden, spec.dense_intermediate)
     yield from _layer_norm(spec, "norm", "model.norm")
     if not spec.tie_embeddings:
         yield DenseTensor("lm_head", (Part("lm_head.weight", vocab_shape),))
@@ -99,10 +115,9 @@ def dense_tensors(spec: ModelSpec) -> Iterator[DenseTensor]:
         yield DenseTensor("lm_head_bias", (Part("lm_head.bias", vocab_shape[:1]),), "bias")
 
 
-def expert_tensors(spec: ModelSpec) -> Iterator[ExpertTensor]:
-    """Yields the expert tensors of every MoE layer: two matrices, and their biases where there are any."""
-    if spec.expert_names.interleaved:
-        yield from _interleaved_experts(spec)
+def _expert_tensors(spec: ModelSpec) -> Iterator[ExpertTensor]:
+    if spec.expert_names.form != "apart":
+        yield from _turned_experts(spec)
         return
     if spec.expert_names.linears is not None:
         yield from _stacked_experts(spec, *spec.expert_names.linears)
@@ -132,7 +147,7 @@ def _stacked_experts(spec: ModelSpec, gate_up: str, down: str) -> Iterator[Exper
         yield ExpertTensor("down", layer, (hidden, width), (), all_down)
 
 
-def _interleaved_experts(spec: ModelSpec) -> Iterator[ExpertTensor]:
+def _turned_experts(spec: ModelSpec) -> Iterator[ExpertTensor]:
     num_logical, hidden, width = spec.num_logical, spec.hidden, spec.moe_intermediate
     for layer in spec.moe_layer_ids:
         block = f"model.layers.{layer}.{spec.expert_names.block}.experts."
@@ -144,10 +159,11 @@ def _interleaved_experts(spec: ModelSpec) -> Iterator[ExpertTensor]:
                 scale = Part(source + "_scales", (num_logical, n, k // MXFP4_BLOCK), dtype_name="U8")
             matrix: Literal["gate_up", "down"] = "gate_up" if name == "gate_up" else "down"
             bias: Literal["gate_up_bias", "down_bias"] = "gate_up_bias" if name == "gate_up" else "down_bias"
-            by_turns = name == "gate_up"
+            by_turns = name == "gate_up" and spec.expert_names.form == "interleaved"
             yield ExpertTensor(matrix, layer, (n, k), (), fused, scale is None, by_turns, scale)
-            all_biases = Part(source + "_bias", (num_logical, n))
-            yield ExpertTensor(bias, layer, (n,), (), all_biases, interleaved=by_turns)
+            if spec.expert_bias:
+                all_biases = Part(source + "_bias", (num_logical, n))
+                yield ExpertTensor(bias, layer, (n,), (), all_biases, interleaved=by_turns)
 
 
 def is_ignored(spec: ModelSpec, name: str) -> bool:
@@ -155,6 +171,9 @@ def is_ignored(spec: ModelSpec, name: str) -> bool:
 
     These are layers for multi-token prediction behind the last layer, computed buffers, and a copy of tied embeddings.
     """
+    if not name.startswith(spec.tensor_prefix):
+        return name.startswith(("vision_model.", "multi_modal_projector."))
+    name = name.removeprefix(spec.tensor_prefix)
     if name == "lm_head.weight":
         return spec.tie_embeddings
     if name.endswith(("rotary_emb.inv_freq", ".masked_bias")) or name.startswith("model.mtp_"):
@@ -215,7 +234,7 @@ def _gqa(spec: GqaSpec, hidden: int, ours: str, theirs: str) -> Iterator[DenseTe
         yield DenseTensor(ours + "qkv_bias", parts, "bias")
     if spec.out_bias:
         yield DenseTensor(ours + "o_bias", (Part(theirs + "o_proj.bias", (hidden,)),), "bias")
-    if spec.qk_norm:
+    if any(spec.norm_widths):
         for name, width in zip(("q_norm", "k_norm"), spec.norm_widths, strict=True):
             yield _norm(ours + name, f"{theirs}{name}.weight", width)
     if spec.has_sinks:

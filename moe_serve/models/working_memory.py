@@ -60,6 +60,7 @@ def _buffers(spec: ModelSpec, sizes: StepSizes) -> int:
     per_entry = 2 * hidden + padded(spec.moe_intermediate)
     elements += spec.num_logical + spec.topk * (per_entry + 1) + padded(spec.shared_intermediate)
     elements += int(spec.has_shared_gate)
+    elements += hidden if spec.router.scales_input else 0
     if spec.num_moe_layers < spec.num_layers:
         elements += padded(spec.dense_intermediate)
     row_bytes = elements * sizes.itemsize + 3 * spec.topk * _INDEX
@@ -90,7 +91,8 @@ def _experts(spec: ModelSpec, numerics: Numerics, sizes: StepSizes) -> int:
     routed = rows * (2 * hidden + 3 * width + tiled + biases) * sizes.itemsize
     shared = 3 * sizes.rows * spec.shared_intermediate * sizes.itemsize
     gate = sizes.rows * spec.num_logical * 3 * 4 + rows * 4 * _INDEX  # logits, scores, choice; ids and their orders
-    return routed + shared + gate
+    scaled = sizes.rows * hidden * sizes.itemsize if spec.router.scales_input else 0
+    return routed + shared + gate + scaled
 
 
 def _attention(spec: ModelSpec, numerics: Numerics, sizes: StepSizes) -> int:

@@ -19,12 +19,14 @@ SCALE = 0.3
 LAYOUTS = {"gqa": (KvLayout.gqa(2, 8), 3), "mha": (KvLayout.gqa(3, 8), 1), "mla": (KvLayout.mla(12, 4), 5)}
 MODES = {"fast": FAST, "invariant": Numerics(row_tile=4, kv_tile=16)}
 NOT_FINITE = [float("nan"), float("inf"), -float("inf")]
-# layout, group, window, whether heads have sinks
+# layout, group, window, whether heads have sinks, chunk
 SEEING = {
-    "window 6 and sinks": (*LAYOUTS["gqa"], 6, True),
-    "window 1": (*LAYOUTS["gqa"], 1, False),
-    "window 17": (*LAYOUTS["mha"], 17, False),
-    "sinks": (*LAYOUTS["mha"], None, True),
+    "window 6 and sinks": (*LAYOUTS["gqa"], 6, True, None),
+    "window 1": (*LAYOUTS["gqa"], 1, False, None),
+    "window 17": (*LAYOUTS["mha"], 17, False, None),
+    "chunks of 5": (*LAYOUTS["gqa"], None, False, 5),
+    "chunks of 17 and sinks": (*LAYOUTS["gqa"], None, True, 17),
+    "sinks": (*LAYOUTS["mha"], None, True, None),
 }
 # (start, length) of every sequence: decodes of very different lengths, a whole prompt, a chunk behind a prefix
 CASES = {
@@ -43,12 +45,13 @@ def run(
     stale: float = 0.0,
     fault: tuple[int, float] | None = None,
     window: int | None = None,
+    chunk: int | None = None,
     has_sinks: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Returns (what PagedAttention gives, what the reference gives), real rows only.
 
     stale: what slots hold that no sequence has written;  fault: (sequence, value of one element of its first row)
-    window, has_sinks: as layers have them
+    window, chunk, has_sinks: as layers have them
     """
     generator = torch.Generator().manual_seed(0)
     cache = KvCache([layout], 64, BLOCK_SIZE, torch.float32, "cpu")
@@ -72,18 +75,18 @@ def run(
     shape = AttentionShape(layout, group, SCALE, has_sinks=has_sinks)
     sinks = torch.linspace(-2, 3, layout.num_heads * group) if has_sinks else None
     attention = PagedAttention(shape, numerics, torch.float32, "cpu")
-    got = attention(q, cache, 0, attention.plan(batch, window), sinks)
+    got = attention(q, cache, 0, attention.plan(batch, window, chunk), sinks)
     assert got.shape == (*q.shape[:-1], layout.value_width)
     wanted = []
     row = 0
-    for chunk in sorted(chunks, key=lambda c: c.length):
-        both = rows[chunk.request.request_id].transpose(0, 1)
+    for each in sorted(chunks, key=lambda c: c.length):
+        both = rows[each.request.request_id].transpose(0, 1)
         keys, values = (both, both[..., : layout.value_width])
         if layout.kind == "gqa":
             keys, values = both[: layout.num_heads], both[layout.num_heads :]
-        mine = q[row : row + chunk.length]
-        wanted.append(attention_reference(mine, keys, values, SCALE, chunk.start, window, sinks))
-        row += chunk.length
+        mine = q[row : row + each.length]
+        wanted.append(attention_reference(mine, keys, values, SCALE, each.start, window, sinks, chunk))
+        row += each.length
     return got[:row], torch.cat(wanted)
 
 
@@ -99,8 +102,8 @@ def test_paged_attention_matches_the_formula(kind: str, case: str, mode: str) ->
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("kind", SEEING)
 def test_windows_and_sinks_match_the_formula_whatever_freed_blocks_hold(kind: str, case: str, mode: str) -> None:
-    layout, group, window, has_sinks = SEEING[kind]
-    seeing = {"window": window, "has_sinks": has_sinks}
+    layout, group, window, has_sinks, chunk = SEEING[kind]
+    seeing = {"window": window, "has_sinks": has_sinks, "chunk": chunk}
     got, wanted = run(layout, group, MODES[mode], CASES[case], **seeing)
     assert relative_error(got, wanted) < FLOAT32
     dirty, _ = run(layout, group, MODES[mode], CASES[case], stale=float("nan"), **seeing)

@@ -48,24 +48,6 @@ TINY: dict[str, dict[str, Any]] = {
         "sliding_window": 20, "swiglu_limit": 0.7, "attention_bias": True,
         "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
     },
-    "phimoe": {
-        "architectures": ["PhiMoEForCausalLM"], "model_type": "phimoe", "num_local_experts": 6,
-        "num_experts_per_tok": 2, "num_key_value_heads": 2, "intermediate_size": 48, "attention_bias": True,
-        "lm_head_bias": True, "router_jitter_noise": 0.2,
-        "rope_scaling": {"type": "longrope", "original_max_position_embeddings": 128, "short_factor": [1.5] * 8,
-                         "long_factor": [3.0] * 8, "short_mscale": 1.1, "long_mscale": 1.2},
-    },
-    "ernie4_5_moe": {
-        "architectures": ["Ernie4_5_MoeForCausalLM"], "model_type": "ernie4_5_moe", "moe_num_experts": 8, "moe_k": 3,
-        "moe_intermediate_size": 24, "moe_num_shared_experts": 1, "moe_layer_start_index": 1, "num_key_value_heads": 2,
-    },
-    "deepseek_v2": {
-        "architectures": ["DeepseekV2ForCausalLM"], "model_type": "deepseek_v2", "n_routed_experts": 8,
-        "num_experts_per_tok": 3, "moe_intermediate_size": 24, "n_shared_experts": 2, "n_group": 4, "topk_group": 2,
-        "first_k_dense_replace": 1, "q_lora_rank": None, "kv_lora_rank": 16, "qk_rope_head_dim": 8,
-        "qk_nope_head_dim": 16, "v_head_dim": 16, "num_key_value_heads": 4, "routed_scaling_factor": 16.0,
-        "norm_topk_prob": False, "topk_method": "group_limited_greedy",
-    },
     "deepseek_v3": {
         "architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3", "n_routed_experts": 8,
         "num_experts_per_tok": 3, "moe_intermediate_size": 24, "n_shared_experts": 1, "n_group": 4, "topk_group": 2,

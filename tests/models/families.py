@@ -41,6 +41,14 @@ YARN = {
     "rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 64,
     "beta_fast": 32, "beta_slow": 1, "mscale": 0.7, "mscale_all_dim": 1.3,
 }  # fmt: skip
+LLAMA4: dict[str, Any] = COMMON | {
+    "intermediate_size": 32, "intermediate_size_mlp": 96, "num_local_experts": 8, "num_experts_per_tok": 1,
+    "interleave_moe_layer_step": 2, "head_dim": 16, "num_hidden_layers": 5, "attention_chunk_size": 20,
+    "attn_scale": 0.5, "floor_scale": 16, "rope_parameters": {
+        "rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 64,
+    },
+}  # fmt: skip
 PHI: dict[str, Any] = COMMON | {
     "num_local_experts": 8, "num_experts_per_tok": 2, "attention_bias": True, "lm_head_bias": True,
     "router_jitter_noise": 0.1, "max_position_embeddings": 1024,
@@ -125,6 +133,14 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         SIGMOID
         | {"num_key_value_heads": 4, "first_k_dense_replace": 0, "n_group": 1, "topk_group": 1}
         | {"rope_parameters": YARN | {"partial_rotary_factor": 0.375}},
+    ),
+    "llama4_text": ("llama4_text", LLAMA4),
+    "llama4_text-all-moe": (
+        "llama4_text",
+        LLAMA4
+        | {"interleave_moe_layer_step": 1, "num_hidden_layers": 3, "use_qk_norm": False, "num_key_value_heads": 4}
+        | {"attention_chunk_size": 70, "attn_temperature_tuning": False, "attention_bias": True}
+        | {"no_rope_layers": [1, 0, 1], "rope_parameters": {"rope_type": "default", "rope_theta": 5000.0}},
     ),
     "phimoe": ("phimoe", PHI),
     "phimoe-plain": (

@@ -26,6 +26,27 @@ DOTS_LLM1: dict[str, Any] = {
     "use_sliding_window": False, "hidden_act": "silu", "tie_word_embeddings": False, "torch_dtype": "bfloat16",
     "eos_token_id": 151649,
 }  # fmt: skip
+_LLAMA4_TEXT: dict[str, Any] = {
+    "model_type": "llama4_text", "vocab_size": 202048, "hidden_size": 5120, "num_hidden_layers": 48, "head_dim": 128,
+    "num_attention_heads": 40, "num_key_value_heads": 8, "intermediate_size": 8192, "intermediate_size_mlp": 16384,
+    "num_local_experts": 16, "num_experts_per_tok": 1, "interleave_moe_layer_step": 1, "use_qk_norm": True,
+    "no_rope_layers": [], "attention_chunk_size": 8192, "attn_temperature_tuning": True, "floor_scale": 8192,
+    "attn_scale": 0.1, "max_position_embeddings": 10485760, "rope_theta": 500000.0, "rms_norm_eps": 1e-5,
+    "rope_scaling": {"rope_type": "llama3", "factor": 16.0, "low_freq_factor": 1.0, "high_freq_factor": 1.0,
+                     "original_max_position_embeddings": 8192},
+    "hidden_act": "silu", "attention_bias": False, "tie_word_embeddings": False, "bos_token_id": 200000,
+    "eos_token_id": [200001, 200007, 200008],
+}  # fmt: skip
+LLAMA4_SCOUT: dict[str, Any] = {
+    "architectures": ["Llama4ForConditionalGeneration"], "model_type": "llama4", "torch_dtype": "bfloat16",
+    "image_token_index": 200092, "text_config": _LLAMA4_TEXT,
+    "vision_config": {"model_type": "llama4_vision_model", "hidden_size": 1408, "num_hidden_layers": 34},
+}  # fmt: skip
+LLAMA4_MAVERICK = LLAMA4_SCOUT | {
+    "text_config": _LLAMA4_TEXT
+    | {"num_local_experts": 128, "interleave_moe_layer_step": 2, "use_qk_norm": False, "rope_scaling": None}
+    | {"max_position_embeddings": 1048576}
+}
 PHI_35_MOE: dict[str, Any] = {
     "architectures": ["PhiMoEForCausalLM"], "model_type": "phimoe", "vocab_size": 32064, "hidden_size": 4096,
     "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8, "attention_bias": True,
@@ -101,6 +122,8 @@ PUBLISHED: dict[str, tuple[dict[str, Any], float]] = {
     "GLM-4.5": (GLM_45, 355e9),
     "GLM-4.5-Air": (GLM_45_AIR, 106e9),
     "dots.llm1": (DOTS_LLM1, 142e9),
+    "Llama-4-Scout": (LLAMA4_SCOUT, 107.8e9),  # 109e9 with what sees images
+    "Llama-4-Maverick": (LLAMA4_MAVERICK, 400.7e9),
     "Phi-3.5-MoE": (PHI_35_MOE, 41.9e9),
     "ERNIE-4.5-21B-A3B": (ERNIE_45_21B, 21.8e9),
     "ERNIE-4.5-300B-A47B": (ERNIE_45_300B, 300e9),

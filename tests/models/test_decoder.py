@@ -23,7 +23,7 @@ from tests.models.runner import BLOCK_SIZE, INVARIANT, Runner, decoder_with, loa
 from tests.tolerance import BFLOAT16_LOGITS, LOGITS, relative_error
 
 Oracle = Callable[[str], tuple[Any, Path]]
-NAMES = ("mixtral", "qwen3_moe", "gpt_oss", "phimoe", "ernie4_5_moe", "deepseek_v2", "deepseek_v3")
+NAMES = ("mixtral", "qwen3_moe", "gpt_oss", "llama4_text", "phimoe", "ernie4_5_moe", "deepseek_v2", "deepseek_v3")
 CLASSES = {"fast": FAST, "invariant": INVARIANT, "compiled": COMPILED}
 
 

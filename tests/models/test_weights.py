@@ -188,6 +188,23 @@ def test_layers_for_multi_token_prediction_and_computed_buffers_are_ignored(orac
     assert_equal(load(folder, one_rank(read_spec(folder))), load(more, one_rank(read_spec(more))))
 
 
+def test_the_text_model_of_a_checkpoint_that_also_sees_images_is_read(oracle: Oracle, tmp_path: Path) -> None:
+    folder = oracle("llama4_text")[1]
+    text = json.loads((folder / "config.json").read_text())
+
+    def put_inside(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        images = {
+            "vision_model.class_embedding": torch.zeros(4),
+            "multi_modal_projector.linear_1.weight": torch.ones(2),
+        }
+        return images | {f"language_model.{name}": tensor for name, tensor in tensors.items()}
+
+    whole = rewritten(folder, tmp_path / "whole", put_inside)
+    outer = {"model_type": "llama4", "text_config": text, "vision_config": {"hidden_size": 8}}
+    (whole / "config.json").write_text(json.dumps(outer))
+    assert_equal(load(folder, one_rank(read_spec(folder))), load(whole, one_rank(read_spec(whole))))
+
+
 def to_fp8(weight: Tensor, block: int = 128) -> tuple[Tensor, Tensor, Tensor]:
     """Returns (fp8 values, scales, what they mean in float32), block by block as the format defines it."""
     rows, columns = weight.shape

@@ -33,6 +33,7 @@ typedef struct {
     float *out;
     i64 window;         /* keys that a row sees, its own included; 0 = all before it */
     const float *sinks; /* [heads, group], or 0 */
+    i64 chunk;          /* a row sees keys from the last multiple of it on; 0 = from the first */
     _Atomic i64 *failed;
 } Job;
 
@@ -168,6 +169,7 @@ static void take_queries(const Job *job, Block *b, i64 seq, i64 head, i64 first)
         Row at = find_row(a, seq, first + least(r, b->rows - 1));
         float sink = job->sinks ? job->sinks[head * a->group + at.head] : -INFINITY;
         b->seen[r] = a->positions[at.token] + 1, b->from[r] = job->window ? from_tile(b->seen[r], job->window) : 0;
+        if (job->chunk) b->from[r] = a->positions[at.token] / job->chunk * job->chunk;
         b->most[r] = sink, b->sum[r] = (v16){sink > -INFINITY};
         memset(b->acc + r * b->value_width, 0, b->value_width * 4);
         const float *from = job->q + at.token * job->q_step + (head * a->group + at.head) * a->width;
@@ -236,13 +238,13 @@ i64 attend_plan(Attend *a)
     return a->query_starts[0] || a->query_starts[a->num_seqs] != a->num_rows ? -1 : a->piece_starts[a->num_seqs];
 }
 
-/* q: [T, heads, group, width] with q_step floats from token to token; out: [T, heads, group, value_width]; window and
-   sinks as in Job. Returns -1 where there is no memory to work in. */
+/* q: [T, heads, group, width] with q_step floats from token to token; out: [T, heads, group, value_width]; window, sinks
+   and chunk as in Job. Returns -1 where there is no memory to work in. */
 i64 attend(const Attend *step, const float *q, i64 q_step, const float *cache, float *out, i64 window,
-           const float *sinks)
+           const float *sinks, i64 chunk)
 {
     _Atomic i64 failed = 0;
-    Job job = {step, q, q_step, cache, out, window, sinks, &failed};
+    Job job = {step, q, q_step, cache, out, window, sinks, chunk, &failed};
     pool_run(attend_piece, &job, step->piece_starts[step->num_seqs]);
     return failed ? -1 : 0;
 }

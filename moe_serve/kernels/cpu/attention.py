@@ -91,12 +91,14 @@ def attend(
     out: Tensor | None = None,
     window: int | None = None,
     sinks: Tensor | None = None,
+    chunk: int | None = None,
 ) -> Tensor:
     """Returns the attention of the rows, [T, heads, group, value width] float32, in `out` if given.
 
     q:      [T, heads, group, width] float32; the stride of T is free, as in a slice of a fused projection
     cache:  [slots, *shape.row_shape] float32, one layer's keys and values, those of these rows included
     window: how many keys a row sees, its own included; None: all up to its own
+    chunk:  a row sees the keys from the last multiple of it up to its own; None: from the first
     sinks:  [heads * group] float32, for each query head a score that takes its share of the weights; None: none
     Raises MemoryError where there is no memory to work in.
     """
@@ -109,14 +111,17 @@ def attend(
     assert dense(cache, torch.float32, cache.shape[0], *shape.row_shape), f"{cache.dtype} {tuple(cache.shape)}"
     assert dense(out, torch.float32, *q.shape[:3], shape.value_width), f"{out.dtype} {tuple(out.shape)}"
     call = cpu_library().call
-    options = attend_options(shape, window, sinks)
+    options = attend_options(shape, window, sinks, chunk)
     if call.attend(rows.address, q.data_ptr(), q.stride(0), cache.data_ptr(), out.data_ptr(), *options) < 0:
         raise MemoryError("no memory for the attention's working room, at most 0.6 MiB per thread")
     return out
 
 
-def attend_options(shape: AttendShape, window: int | None, sinks: Tensor | None) -> tuple[int, int]:
-    """Returns window and sinks as attention.c takes them. The caller keeps the sinks."""
+def attend_options(
+    shape: AttendShape, window: int | None, sinks: Tensor | None, chunk: int | None
+) -> tuple[int, int, int]:
+    """Returns window, sinks and chunk as attention.c takes them. The caller keeps the sinks."""
+    assert chunk is None or (chunk > 0 and window is None), f"chunks of {chunk} keys and a window of {window}"
     assert window is None or window > 0, f"a window of {window} keys"
     assert sinks is None or dense(sinks, torch.float32, shape.heads * shape.group), f"sinks {tuple(sinks.shape)}"
-    return window or 0, 0 if sinks is None else sinks.data_ptr()
+    return window or 0, 0 if sinks is None else sinks.data_ptr(), chunk or 0

@@ -132,6 +132,11 @@ class Recorder:
         """As kernels/row_updates.py."""
         self._add("scale_rows", x, ROWS, x.shape[1], x.stride(0), float_bits(factor))
 
+    def multiply_rows(self, x: Tensor, factors: Tensor, out: Tensor) -> Tensor:
+        """As kernels/row_updates.py, into `out`, which may be x."""
+        self._add("multiply_rows", x, ROWS, x.shape[1], x.stride(0), factors, out, out.stride(0))
+        return out
+
     def clip_(self, x: Tensor, limit: float) -> None:
         """As kernels/row_updates.py."""
         self._add("clip_rows", x, ROWS, x.shape[1], x.stride(0), float_bits(limit))
@@ -199,11 +204,17 @@ class Recorder:
         self._add("mla_rope_write", facts, *rows, latent_norm, float_bits(eps), turns, SLOTS, cache)
 
     def attend(
-        self, q: Tensor, cache: Tensor, shape: AttendShape, window: int | None = None, sinks: Tensor | None = None
+        self,
+        q: Tensor,
+        cache: Tensor,
+        shape: AttendShape,
+        window: int | None = None,
+        sinks: Tensor | None = None,
+        chunk: int | None = None,
     ) -> Tensor:
         """As cpu/attention.py, with the step's AttendRows. q: [rows, heads, group, width]"""
         out = self.buffer("attended", shape.heads, shape.group, shape.value_width)
-        self._add("attend", ATTEND, q, q.stride(0), cache, out, *attend_options(shape, window, sinks))
+        self._add("attend", ATTEND, q, q.stride(0), cache, out, *attend_options(shape, window, sinks, chunk))
         self._kept.append(sinks)
         return out
 

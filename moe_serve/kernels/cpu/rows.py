@@ -84,6 +84,18 @@ def scale_(x: Tensor, factor: float) -> None:
     cpu_library().call.scale_rows(x.data_ptr(), *x.shape, x.stride(0), float_bits(factor))
 
 
+def multiply_rows(x: Tensor, factors: Tensor, out: Tensor | None = None) -> Tensor:
+    """Returns x with row i multiplied by factors[i], in `out`, which may be x. factors: [rows, 1]"""
+    out = x.new_empty(x.shape) if out is None else out
+    assert checks.rows(x), f"{x.dtype}, strides {x.stride()}"
+    assert checks.rows(out, x.shape[1]), f"out {out.dtype}, strides {out.stride()}"
+    assert dense(factors, torch.float32, len(x), 1), f"factors {factors.dtype} {tuple(factors.shape)}"
+    cpu_library().call.multiply_rows(
+        x.data_ptr(), *x.shape, x.stride(0), factors.data_ptr(), out.data_ptr(), out.stride(0)
+    )
+    return out
+
+
 def clip_(x: Tensor, limit: float) -> None:
     """Brings x [rows, width] to between -limit and limit, in place; NaN stays."""
     assert checks.rows(x), f"{x.dtype}, strides {x.stride()}"

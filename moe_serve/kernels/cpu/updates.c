@@ -26,6 +26,31 @@ i64 scale_rows(float *x, i64 rows, i64 n, i64 step, i64 factor)
     return 0;
 }
 
+typedef struct {
+    const float *x;
+    i64 rows, n, step;
+    const float *factors;
+    float *out;
+    i64 out_step;
+} Products;
+
+static void multiply_piece(const void *about, i64 piece)
+{
+    const Products *job = about;
+    i64 n = job->n, end = least((piece + 1) * rows_of_piece(n), job->rows);
+    for (i64 r = piece * rows_of_piece(n); r < end; r++)
+        for (i64 i = 0; i < n; i += 16)
+            put(job->out + r * job->out_step + i, get(job->x + r * job->step + i, n - i) * job->factors[r], n - i);
+}
+
+/* out[r] = factors[r] * x[r], rows of n floats, with steps from row to row; out may be x */
+i64 multiply_rows(const float *x, i64 rows, i64 n, i64 step, const float *factors, float *out, i64 out_step)
+{
+    Products job = {x, rows, n, step, factors, out, out_step};
+    pool_run(multiply_piece, &job, pieces_of(rows, n));
+    return 0;
+}
+
 static void clip_piece(const void *about, i64 piece)
 {
     const Update *job = about;

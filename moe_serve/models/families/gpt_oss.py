@@ -38,7 +38,7 @@ def read(config: HfConfig, eos_token_ids: tuple[int, ...]) -> ModelSpec:
         moe_intermediate=width,
         shared_intermediate=0,
         dense_intermediate=0,
-        expert_names=ExpertNames(router="router", interleaved=True),
+        expert_names=ExpertNames(router="router", form="interleaved"),
         expert_bias=True,
         activation=Activation(
             "clamped_swiglu", config.positive("swiglu_alpha", 1.702), config.positive("swiglu_limit", 7.0)

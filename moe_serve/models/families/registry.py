@@ -8,6 +8,7 @@ import importlib
 import pkgutil
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 from moe_serve.errors import ModelError
 from moe_serve.models import families
@@ -26,7 +27,7 @@ def read_spec(folder: str | Path) -> ModelSpec:
     """
     path = Path(folder) / "config.json"
     values = read_json(path, "give a Hugging Face model folder, with config.json and *.safetensors")
-    config = HfConfig(values, str(path))
+    config = HfConfig(_of_text(values), str(path))
     if (why_not := REFUSED.get(str(values.get("model_type")))) is not None:
         raise config.refuse(why_not)
     family = FAMILIES.get(str(values.get("model_type")))
@@ -42,6 +43,15 @@ def read_spec(folder: str | Path) -> ModelSpec:
     parameters = spec.dense_parameters + spec.num_moe_layers * spec.num_logical * spec.expert_parameters
     check_total(str(path), spec.num_layers, spec.num_logical, parameters)
     return spec
+
+
+def _of_text(values: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Returns the configuration of the text model, which may lie inside that of one that also sees images."""
+    text = values.get("text_config")
+    if values.get("model_type") not in FAMILIES or not isinstance(text, Mapping):
+        return values
+    outer = {key: value for key, value in values.items() if key not in ("text_config", "vision_config")}
+    return {**outer, **text, "model_type": values["model_type"]}
 
 
 def _readers() -> Iterator[tuple[str, Reader]]:

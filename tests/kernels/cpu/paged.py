@@ -19,14 +19,19 @@ SHAPES = {
 }
 
 
-# name -> (shape, window, whether heads have sinks)
-CASES = {name: (shape, None, False) for name, shape in SHAPES.items()} | {
-    "gqa, window 5 and sinks": (SHAPES["gqa"], 5, True),
-    "gqa, window 1": (SHAPES["gqa"], 1, False),
-    "odd group, window 70 and sinks": (SHAPES["odd group"], 70, True),
-    "odd width, window 64": (SHAPES["one head of odd width"], 64, False),
-    "wide group, sinks": (SHAPES["wide group"], None, True),
-    "odd mla, window 33 and sinks": (SHAPES["odd mla"], 33, True),
+# name -> (shape, window, whether heads have sinks, chunk)
+CASES: dict[str, tuple[AttendShape, int | None, bool, int | None]] = {
+    name: (shape, None, False, None) for name, shape in SHAPES.items()
+} | {
+    "gqa, window 5 and sinks": (SHAPES["gqa"], 5, True, None),
+    "gqa, window 1": (SHAPES["gqa"], 1, False, None),
+    "odd group, window 70 and sinks": (SHAPES["odd group"], 70, True, None),
+    "odd width, window 64": (SHAPES["one head of odd width"], 64, False, None),
+    "wide group, sinks": (SHAPES["wide group"], None, True, None),
+    "odd mla, window 33 and sinks": (SHAPES["odd mla"], 33, True, None),
+    "gqa, chunks of 70": (SHAPES["gqa"], None, False, 70),
+    "odd group, chunks of 1": (SHAPES["odd group"], None, False, 1),
+    "wide group, chunks of 64 and sinks": (SHAPES["wide group"], None, True, 64),
 }
 
 
@@ -41,6 +46,7 @@ class Sequences:
     queries: list[Tensor]
     window: int | None
     sinks: Tensor | None
+    chunk: int | None
 
     def attend(self, chunks: list[tuple[int, int, int]]) -> list[Tensor]:
         """Returns the attention of chunks (sequence, first position, end), computed in one call."""
@@ -56,7 +62,8 @@ class Sequences:
         for (seq, first, end), start in zip(chunks, starts.tolist(), strict=False):
             q[start : start + end - first] = self.queries[seq][first:end]
         rows = AttendRows(self.shape, positions, starts, tables, self.block_size)
-        return list(attend(q, self.cache, rows, window=self.window, sinks=self.sinks).split(lengths))
+        options = {"window": self.window, "sinks": self.sinks, "chunk": self.chunk}
+        return list(attend(q, self.cache, rows, **options).split(lengths))
 
     def slots(self, seq: int) -> Tensor:
         """Returns the slot of every position of one sequence."""
@@ -70,12 +77,12 @@ class Sequences:
         if self.shape.latent is None:
             keys, values = rows.split(self.shape.heads)
         queries, scale = self.queries[seq][first:end], self.shape.scale
-        return attention_reference(queries, keys, values, scale, first, self.window, self.sinks)
+        return attention_reference(queries, keys, values, scale, first, self.window, self.sinks, self.chunk)
 
 
-def sequences(case: tuple[AttendShape, int | None, bool], lengths: list[int], block_size: int) -> Sequences:
+def sequences(case: tuple[AttendShape, int | None, bool, int | None], lengths: list[int], block_size: int) -> Sequences:
     """Returns sequences of these lengths. Blocks that belong to none of them, and the ends of blocks, are NaN."""
-    shape, window, has_sinks = case
+    shape, window, has_sinks, chunk = case
     generator = torch.Generator().manual_seed(0)
     num_blocks = [-(-length // block_size) for length in lengths]
     spare = 3
@@ -84,7 +91,7 @@ def sequences(case: tuple[AttendShape, int | None, bool], lengths: list[int], bl
     cache = torch.full(((sum(num_blocks) + spare) * block_size, *shape.row_shape), float("nan"))
     queries = [torch.randn(n, shape.heads, shape.group, shape.width, generator=generator) for n in lengths]
     sinks = torch.linspace(-2, 3, shape.heads * shape.group) if has_sinks else None
-    made = Sequences(shape, block_size, cache, tables, queries, window, sinks)
+    made = Sequences(shape, block_size, cache, tables, queries, window, sinks, chunk)
     for seq in range(len(lengths)):
         slots = made.slots(seq)
         cache[slots] = torch.randn(len(slots), *shape.row_shape, generator=generator)

@@ -39,9 +39,26 @@ def test_norms_match_their_reference(threads, library):
         assert relative_error(normed, rms_norm_reference(total, weight, EPS)) < FLOAT32, width
 
 
+def test_rows_are_multiplied_each_by_its_factor(library):
+    for num_rows, width, threads in itertools.product((0, 1, 5, 300), WIDTHS, (1, 2)):
+        library.set_threads(threads)
+        x, factors = strided(num_rows, width), torch.randn(num_rows, 1)
+        assert torch.equal(rows.multiply_rows(x, factors), x * factors)
+        wanted = x * factors
+        rows.multiply_rows(x, factors, x)
+        assert torch.equal(x, wanted)
+
+
 @pytest.mark.parametrize(
     "width, rotated, kv_heads, group, with_norm",
-    [(16, 16, 1, 1, False), (64, 64, 2, 4, True), (38, 38, 3, 2, True), (64, 32, 2, 3, True), (38, 2, 1, 4, False)],
+    [
+        (16, 16, 1, 1, False),
+        (64, 64, 2, 4, True),
+        (38, 38, 3, 2, True),
+        (64, 32, 2, 3, True),
+        (38, 2, 1, 4, False),
+        (16, 0, 2, 2, False),
+    ],
 )
 def test_rotation_and_cache_write_match_torch(width, rotated, kv_heads, group, with_norm, library):
     heads = kv_heads * group

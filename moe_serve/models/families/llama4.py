@@ -1,0 +1,81 @@
+"""Llama-4, the text model: top-1 experts whose input the router scales, chunked attention, layers without rotation."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from moe_serve.ep.routing import RouterSpec
+from moe_serve.models.attention_spec import QueryTemperature
+from moe_serve.models.families.common import common_fields, gqa
+from moe_serve.models.hf_config import LARGEST_SIZE, LONGEST_CONTEXT, MOST_LAYERS, HfConfig
+from moe_serve.models.model_files import shown
+from moe_serve.models.rope_spec import read_rope
+from moe_serve.models.spec import ExpertNames, ModelSpec
+
+
+def read(config: HfConfig, eos_token_ids: tuple[int, ...]) -> ModelSpec:
+    num_layers = config.size("num_hidden_layers", largest=MOST_LAYERS)
+    # Scout says ten million tokens; a server knows the rotations of as many as any other model's.
+    longest = min(config.size("max_position_embeddings", largest=LARGEST_SIZE), LONGEST_CONTEXT)
+    config = HfConfig({**config.values, "max_position_embeddings": longest}, config.where)
+    unrotated = _unrotated(config, num_layers)
+    chunk = config.size("attention_chunk_size", default=longest)
+    has_bias = config.flag("attention_bias")
+    attention = replace(
+        gqa(config),
+        qkv_bias=has_bias,
+        out_bias=has_bias,
+        qk_norm="unit" if config.flag("use_qk_norm", default=True) else None,
+        unrotated_layer_ids=unrotated,
+        chunk=chunk if chunk < longest else None,
+        chunked_layer_ids=_chunked(config, num_layers, unrotated),
+    )
+    if config.get("attn_temperature_tuning", True):
+        scales = config.positive("floor_scale", 8192), config.positive("attn_scale", 0.1)
+        attention = replace(attention, temperature=QueryTemperature(*scales))
+    step = config.size("interleave_moe_layer_step", default=1)
+    listed = config.get("moe_layers")
+    moe_layers = (
+        config.sizes("moe_layers", below=num_layers) if listed is not None else range(step - 1, num_layers, step)
+    )
+    values = {"rope_theta": 500000.0, **config.values}
+    return ModelSpec(
+        **common_fields(config, eos_token_ids) | {"norm_eps": config.positive("rms_norm_eps", 1e-5)},
+        attention=attention,
+        rope=read_rope(values, attention.head_dim, True, config.where),
+        moe_layer_ids=tuple(sorted(moe_layers)),
+        router=RouterSpec(
+            num_logical=config.size("num_local_experts"),
+            topk=config.size("num_experts_per_tok", default=1),
+            scoring="sigmoid_of_chosen",
+            norm_topk=False,
+            scales_input=True,
+        ),
+        moe_intermediate=config.size("intermediate_size"),
+        shared_intermediate=config.size("intermediate_size"),
+        dense_intermediate=config.size("intermediate_size_mlp", default=0, minimum=0),
+        expert_names=ExpertNames(
+            "feed_forward", "feed_forward", "router", shared="feed_forward.shared_expert", form="turned"
+        ),
+        tensor_prefix="language_model." if config.get("model_type") == "llama4" else "",
+    )
+
+
+def _unrotated(config: HfConfig, num_layers: int) -> tuple[int, ...]:
+    interval = config.size("no_rope_layer_interval", default=4)
+    flags = config.get("no_rope_layers") or [int((layer + 1) % interval != 0) for layer in range(num_layers)]
+    if not isinstance(flags, list) or len(flags) != num_layers or any(flag not in (0, 1) for flag in flags):
+        raise config.wrong("no_rope_layers", flags, f"a list of {num_layers} numbers, 1 for a layer that rotates")
+    return tuple(layer for layer, rotates in enumerate(flags) if not rotates)
+
+
+def _chunked(config: HfConfig, num_layers: int, unrotated: Sequence[int]) -> tuple[int, ...]:
+    known = ("full_attention", "chunked_attention")
+    kinds = config.get("layer_types", [known[layer not in unrotated] for layer in range(num_layers)])
+    if not isinstance(kinds, list) or len(kinds) != num_layers:
+        raise config.wrong("layer_types", kinds, f"a list of {num_layers} kinds of attention")
+    if unknown := [kind for kind in kinds if kind not in known]:
+        raise config.refuse(f"attention {shown(unknown[0])} (chunked_attention and full_attention are)")
+    return tuple(layer for layer, kind in enumerate(kinds) if kind == "chunked_attention")
+
+
+READERS = {"llama4_text": read, "llama4": read}
