@@ -1,19 +1,28 @@
-"""One logger for the package: to stderr, each line with its time and its rank.
+"""One logger for the package: to stderr, each line with its time and its rank, as text or as one JSON object.
 
 Results go to stdout, everything else here. Workers set their rank once, at start. What others write into a message
-cannot forge a line of the log, nor fill it.
+cannot forge a line of the log, nor fill it. A line that is written while a client's call is served names the call.
 """
 
+import json
 import logging
 import os
 import re
 import sys
 import time
+from collections import Counter
+from collections.abc import Mapping
+from contextvars import ContextVar
 from dataclasses import dataclass
 
-_FORMAT = "%(asctime)s %(levelname).1s {who}%(message)s"
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
+_PLAIN = re.compile(r"[\w.:/+-]+", re.ASCII)
 _MAX_SOURCES = 256  # whose warnings are counted one by one
+FORMATS = ("text", "json")
+
+# The X-Request-Id of the client's call that this task serves. A context variable, since a line of the log may be
+# written anywhere below the call, and no two tasks share one.
+call_id: ContextVar[str | None] = ContextVar("call_id", default=None)
 
 
 def get_logger(name: str) -> logging.Logger:
@@ -21,15 +30,32 @@ def get_logger(name: str) -> logging.Logger:
     return logging.getLogger(name if name.startswith("moe_serve") else f"moe_serve.{name}")
 
 
-def configure_logging(level: str | None = None, who: str = "") -> None:
-    """Sends the package's log lines to stderr. level: a logging name (default: $MOE_SERVE_LOG or INFO)."""
+def configure_logging(level: str | None = None, who: str = "", form: str = "text") -> None:
+    """Sends the package's log lines to stderr.
+
+    level: a logging name (default: $MOE_SERVE_LOG or INFO);  form: one of FORMATS
+    """
     logger = logging.getLogger("moe_serve")
     logger.handlers.clear()
-    handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(_OneLine(_FORMAT.format(who=f"[{who}] " if who else ""), "%H:%M:%S"))
+    handler = _CountingHandler(sys.stderr)
+    handler.setFormatter(_JsonLine(who) if form == "json" else _TextLine(who))
     logger.addHandler(handler)
     logger.setLevel((level or os.environ.get("MOE_SERVE_LOG", "INFO")).upper())
     logger.propagate = False
+
+
+def num_logged() -> dict[str, int]:
+    """Returns how many warnings and errors this process has logged, by level; none before configure_logging."""
+    counts = Counter(warning=0, error=0)
+    for handler in logging.getLogger("moe_serve").handlers:
+        if isinstance(handler, _CountingHandler):
+            counts += handler.counts
+    return {level: counts[level] for level in ("warning", "error")}
+
+
+def log_fields(logger: logging.Logger, message: str, fields: Mapping[str, object]) -> None:
+    """Logs a line of named values: `message name=value …`, or members of the JSON object."""
+    logger.info(message, extra={"fields": fields})
 
 
 def one_line(text: str) -> str:
@@ -37,12 +63,56 @@ def one_line(text: str) -> str:
     return _CONTROL.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
 
 
-class _OneLine(logging.Formatter):
+class _CountingHandler(logging.StreamHandler):  # type: ignore[type-arg]
+    """Counts the warnings and errors that it writes."""
+
+    def __init__(self, stream: object):
+        super().__init__(stream)
+        self.counts: Counter[str] = Counter()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if record.levelno >= logging.WARNING:
+            self.counts["error" if record.levelno >= logging.ERROR else "warning"] += 1
+        super().emit(record)
+
+
+class _TextLine(logging.Formatter):
     """A message is one line, whatever the texts in it; only our own tracebacks, which come after it, have more."""
 
+    def __init__(self, who: str):
+        who = f"[{who}] ".replace("%", "%%") if who else ""
+        super().__init__(f"%(asctime)s %(levelname).1s {who}%(message)s", "%H:%M:%S")
+
     def formatMessage(self, record: logging.LogRecord) -> str:
-        record.message = one_line(record.message)
+        named = dict(getattr(record, "fields", ()))
+        if (call := call_id.get()) is not None and "x_request_id" not in named:
+            named["x_request_id"] = call
+        record.message = one_line(" ".join([record.message, *(f"{key}={_shown(named[key])}" for key in named)]))
         return super().formatMessage(record)
+
+
+class _JsonLine(logging.Formatter):
+    """A line is one JSON object in ASCII, tracebacks included."""
+
+    def __init__(self, who: str):
+        super().__init__()
+        self._who = who
+
+    def format(self, record: logging.LogRecord) -> str:
+        line: dict[str, object] = {"time": round(record.created, 6), "level": record.levelname.lower()}
+        line |= {"process": self._who} if self._who else {}
+        line["message"] = record.getMessage()
+        line |= {} if (call := call_id.get()) is None else {"x_request_id": call}
+        line |= dict(getattr(record, "fields", ()))
+        if record.exc_info:
+            line["traceback"] = self.formatException(record.exc_info)
+        return json.dumps(line, default=str)
+
+
+def _shown(value: object) -> str:
+    """A value such that the line can be read back: quoted, where it has spaces, quotes or anything unusual."""
+    text = str(value)
+    return text if _PLAIN.fullmatch(text) else json.dumps(text)
 
 
 @dataclass

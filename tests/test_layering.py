@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 PACKAGE = Path(__file__).parents[1] / "moe_serve"
-BASE = {"errors", "log", "c_library", "child_process"}  # may be used anywhere
+BASE = {"errors", "log", "c_library", "child_process", "process_facts"}  # may be used anywhere
 
 # room -> what it may import of the package, beside itself and BASE
 ALLOWED = {
@@ -18,6 +18,7 @@ ALLOWED = {
     "topology": set(),
     "c_library": set(),
     "child_process": set(),
+    "process_facts": set(),
     "config": {"dispatch.capabilities"},  # plain data that imports nothing: what a transport can do stands once
     "structured": {"models.tokenizer", "models.token_bytes", "attention_dp.constraint"},
     "kernels": set(),
@@ -44,6 +45,7 @@ ALLOWED = {
 
 TORCH_FREE = [
     "moe_serve", "moe_serve.config", "moe_serve.topology", "moe_serve.c_library", "moe_serve.child_process",
+    "moe_serve.process_facts",
     "moe_serve.dispatch.capabilities",
     "moe_serve.engine.messages", "moe_serve.engine.logprobs", "moe_serve.engine.mailbox",
     "moe_serve.engine.incremental_decoder", "moe_serve.engine.stop_matcher", "moe_serve.engine.step",

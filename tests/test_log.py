@@ -1,10 +1,11 @@
 """The log: what others write into a message forges no line and fills no disk."""
 
+import json
 import logging
 
 import pytest
 
-from moe_serve.log import RareWarnings, configure_logging, get_logger, one_line
+from moe_serve.log import RareWarnings, call_id, configure_logging, get_logger, log_fields, num_logged, one_line
 
 FORGED = "host\n04:00:00 E [front end] everything is lost\x1b[2J"
 
@@ -43,3 +44,42 @@ def test_a_flood_is_one_line_for_each_source_with_a_count(caplog: pytest.LogCapt
     warnings._period_s = 0
     warnings.warn("a", "bad bytes from %s", "a")
     assert caplog.records[-1].getMessage() == "bad bytes from a (4999 more since the last such line)"
+
+
+def test_warnings_and_errors_are_counted(capfd):
+    configure_logging()
+    logger = get_logger("moe_serve.test")
+    logger.info("a")
+    logger.warning("b")
+    logger.error("c")
+    logger.error("d")
+    assert num_logged() == {"warning": 1, "error": 2}
+    configure_logging(form="json")
+    assert num_logged() == {"warning": 0, "error": 0}
+
+
+def test_json_lines_hold_tracebacks_and_strange_text(capfd):
+    configure_logging(who="rank 3", form="json")
+    logger = get_logger("moe_serve.test")
+    logger.warning("refused %s", FORGED)
+    try:
+        raise ValueError("x")
+    except ValueError:
+        logger.exception("it failed")
+    log_fields(logger, "done", {"n": 3, "name": "a\u2028b"})
+    warning, error, done = map(json.loads, capfd.readouterr().err.splitlines())
+    assert warning["message"] == f"refused {FORGED}"
+    assert (warning["process"], warning["level"]) == ("rank 3", "warning")
+    assert "ValueError: x" in error["traceback"]
+    assert (done["n"], done["name"]) == (3, "a\u2028b")
+
+
+def test_a_line_within_a_call_names_it(capfd):
+    configure_logging()
+    token = call_id.set("trace-9")
+    get_logger("moe_serve.test").error("it failed")
+    call_id.reset(token)
+    get_logger("moe_serve.test").error("it failed")
+    first, second = capfd.readouterr().err.splitlines()
+    assert first.endswith("it failed x_request_id=trace-9")
+    assert second.endswith("it failed")

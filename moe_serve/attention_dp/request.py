@@ -84,6 +84,8 @@ class Request:
     num_published: int = 0  # leading blocks that came from, or were published to, the prefix cache
     was_preempted: bool = False
     num_lost: int = 0  # tokens that were computed when it was preempted
+    arrived_s: float = 0.0  # time.monotonic() of its submit
+    queued_us: int = 0  # from there to its first chunk, until that is reported with its first token
 
     @property
     def num_known(self) -> int:

@@ -1,6 +1,6 @@
 """The section of the configuration for the HTTP front end, and for the address where ranks attach to it."""
 
-from typing import Self
+from typing import Literal, Self
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
@@ -98,6 +98,10 @@ class ServerConfig(Section):
     # A file with the jinja template that makes a prompt of a chat's messages. None: the model folder's
     chat_template: str | None = None
     trust_request_chat_template: bool = False  # clients may send a template of their own, which runs in a sandbox
+    # One line in the log for each request that has ended, up to 200 a second: ids, tokens, times, why; never text
+    log_requests: bool = False
+    log_format: Literal["text", "json"] = "text"  # of the log of the front end and of every rank
+    metrics_compat: Literal["sglang", "vllm"] | None = None  # /metrics has these names too, where they mean the same
     incremental_stream_output: bool = False  # events of a stream hold only what is new, where the request says nothing
     # After SIGTERM open requests have so long to end, and new ones get 503. Kubernetes kills after 30 s by default.
     drain_deadline_s: NonNegativeFloat = 25.0

@@ -146,6 +146,7 @@ class Engine:
         self.balancing.begin_step(plan)
         started_s = time.perf_counter()
         if plan.runs_forward:
+            self.requests.begin(() if plan.hold_prefill else proposal.prefills)
             self._forward(self.scheduler.commit(proposal, plan.hold_prefill), plan)
         step_s = time.perf_counter() - started_s
         self.watchdog.enter("the end", self.step)

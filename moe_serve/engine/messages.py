@@ -16,6 +16,7 @@ from moe_serve.engine.command_messages import Answer, FlushCache, Rebalance, Rec
 from moe_serve.engine.logprobs import LogprobBlock
 from moe_serve.engine.message import Message as Message
 from moe_serve.engine.refusing import Refusing
+from moe_serve.engine.status_messages import Status as Status
 
 ALIVE_PERIOD_S = 1.0  # how often each side shows that it is alive
 
@@ -144,6 +145,7 @@ class TokenEvent(msgspec.Struct, frozen=True, array_like=True):
     the last of token_ids), or "error" (no tokens; see message). field: of the request, to be changed; None: the model
     failed
     logprobs, prompt_logprobs: of these tokens, and of prompt tokens, which may come without tokens
+    queued_us: with the first token of an attempt, how long it has waited on the rank
     """
 
     request_id: str
@@ -157,6 +159,7 @@ class TokenEvent(msgspec.Struct, frozen=True, array_like=True):
     field: str | None = None
     logprobs: LogprobBlock | None = None
     prompt_logprobs: LogprobBlock | None = None
+    queued_us: int = 0
 
 
 class Tokens(Message, tag="tokens", frozen=True):
@@ -165,21 +168,6 @@ class Tokens(Message, tag="tokens", frozen=True):
     rank: int
     launch_id: int
     events: list[TokenEvent]
-
-
-class Status(Message, tag="status", frozen=True):
-    """A rank is alive, and its load; sent every ALIVE_PERIOD_S."""
-
-    rank: int
-    launch_id: int
-    step: int
-    num_running: int
-    num_waiting: int
-    num_free_blocks: int
-    num_blocks: int
-    pending_tokens: int  # prefill tokens still to compute
-    counters: dict[str, float] = {}  # running totals: steps, tokens, preemptions, prefix hits, sleeps
-    waited_s: list[float] = []  # for each rank, how long this one has waited for its rows; empty = not measured
 
 
 class Pulse(Message, tag="pulse", frozen=True):

@@ -1,7 +1,10 @@
 """The open requests of one rank: from `Submit` to the last token, an abort, or the moment the rank is masked."""
 
+import time
+from collections.abc import Sequence
+
 from moe_serve.attention_dp.request import Request
-from moe_serve.attention_dp.scheduler import Scheduler
+from moe_serve.attention_dp.scheduler import ScheduledChunk, Scheduler
 from moe_serve.engine.logprobs import LogprobBlock
 from moe_serve.engine.messages import ModelLimits, Submit, TokenEvent, front_end_of
 from moe_serve.engine.status import EngineCounters
@@ -32,6 +35,7 @@ class OpenRequests:
                 return None  # a repeated or late message
             self._remove(earlier)
         request = message.to_request()
+        request.arrived_s = time.monotonic()
         try:
             self._scheduler.add(request)
         except RequestError as error:
@@ -46,6 +50,14 @@ class OpenRequests:
             )
         self._open[message.request_id] = request
         return None
+
+    def begin(self, prefills: Sequence[ScheduledChunk]) -> None:
+        """Notes how long requests have waited that now get their first chunk."""
+        for chunk in prefills:
+            request = chunk.request
+            if request.arrived_s:
+                request.queued_us = max(1, int(1e6 * (time.monotonic() - request.arrived_s)))
+                request.arrived_s = 0.0
 
     def abort(self, request_id: str) -> None:
         """Drops a request, if it is still open."""
@@ -86,7 +98,8 @@ class OpenRequests:
             self._counters.num_finished += 1
         # By position: there is one for each running request in each step, and names take twice the time.
         index, cached = len(request.output_ids) - 1, request.num_cached_prompt
-        numbers = logprobs, prompt_logprobs
+        queued_us, request.queued_us = request.queued_us, 0
+        numbers = logprobs, prompt_logprobs, queued_us
         return TokenEvent(
             request.request_id, request.attempt, index, [token_id], finish, matched_id, cached, None, None, *numbers
         )

@@ -5,6 +5,8 @@ from dataclasses import dataclass
 
 from moe_serve.attention_dp.scheduler import ScheduledChunk, Scheduler, SchedulerStats
 from moe_serve.engine.messages import Status
+from moe_serve.log import num_logged
+from moe_serve.process_facts import num_open_files, resident_bytes
 
 
 @dataclass
@@ -63,4 +65,7 @@ def make_status(
         pending_tokens=scheduler.pending_tokens,
         counters=totals,
         waited_s=list(waited_s),
+        resident_bytes=resident_bytes(),
+        num_open_files=num_open_files(),
+        log_lines=num_logged(),
     )

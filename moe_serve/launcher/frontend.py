@@ -39,8 +39,8 @@ def main(
     configure_logging(who="front end")
     try:
         settings = load_config(config, overrides or ())
-        if settings.server.api_workers > 1:
-            configure_logging(who=f"front end {worker}")
+        who = f"front end {worker}" if settings.server.api_workers > 1 else "front end"
+        configure_logging(who=who, form=settings.server.log_format)
         run_front_end(settings, http_fd, worker)
     except MoeServeError as error:
         print(f"moe-serve: {error}", file=sys.stderr)

@@ -48,7 +48,7 @@ def serve(
     try:
         settings = load_config(config, overrides or ())
         env = read_rank_env()
-        configure_logging(who=f"rank {env.rank}")
+        configure_logging(who=f"rank {env.rank}", form=settings.server.log_format)
         check_num_ranks(env, settings.parallel.num_ranks)
         look_where_to_write(settings)
     except MoeServeError as error:

@@ -43,6 +43,7 @@ from moe_serve.server.openai.routes import add_openai
 from moe_serve.server.openapi import describe
 from moe_serve.server.peer_metrics import PEERS
 from moe_serve.server.recorder import add_recorder
+from moe_serve.server.request_ids import RequestIds
 from moe_serve.server.schemas import GenerateRequest
 
 log = get_logger(__name__)
@@ -83,6 +84,7 @@ def make_app(config: ServeConfig, bridge: Bridge, tokenizer: Tokenizer | None) -
             allow_methods=["GET", "POST", "PUT"],
             allow_headers=["authorization", "content-type"],
         )
+    app.add_middleware(RequestIds)
     _add_errors(app)
     doors = Doors(bodies, parser, bridge, tokenizer, degradation)
     _add_generate(app, doors)
@@ -179,8 +181,9 @@ def _add_metrics(app: FastAPI, bridge: Bridge, admission: AdmissionMetrics) -> N
     for registry in registries.values():
         registry.register(admission)
 
+    @app.head("/metrics", tags=[OPEN], include_in_schema=False)
     @app.get("/metrics", tags=[OPEN])
-    async def metrics(names: str = "") -> Response:
+    async def metrics(names: str = bridge.config.server.metrics_compat or "") -> Response:
         """The metrics in Prometheus' text format. names: `sglang` or `vllm` adds those with an equal there."""
         if names not in registries:
             raise RequestError(f"names is {names[:100]!r}, expected {' or '.join(PEERS)}, or nothing", field="names")

@@ -20,6 +20,7 @@ from moe_serve.server.admission import Admission, Load, Queue
 from moe_serve.server.commands import Command
 from moe_serve.server.open_request import Changes, OpenRequest, RequestSpec, UnavailableError
 from moe_serve.server.rank_link import RankLink
+from moe_serve.server.request_stats import RequestStats
 from moe_serve.server.siblings import What
 from moe_serve.server.supervisors import SUPERVISOR, Observer
 
@@ -160,6 +161,16 @@ class Bridge:
     @property
     def num_open(self) -> int:
         return len(self._book)
+
+    @property
+    def stats(self) -> RequestStats:
+        """Counts and times of the requests since the start."""
+        return self._book.stats
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests that wait here for a rank."""
+        return self._book.num_waiting
 
     @property
     def counters(self) -> dict[str, int]:

@@ -1,15 +1,16 @@
-"""The Prometheus metrics of the ranks, read from what they reported last; nothing is counted here. Torch-free."""
+"""All Prometheus metrics of a front end, read when they are asked for; nothing is counted here. Torch-free."""
 
 from collections.abc import Iterator
 
-from prometheus_client import CollectorRegistry
+from prometheus_client import CollectorRegistry, ProcessCollector
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from moe_serve.config import served_name
 from moe_serve.server.balance_metrics import BalanceMetrics
 from moe_serve.server.bridge import Bridge
 from moe_serve.server.peer_metrics import PeerMetrics
+from moe_serve.server.rank_metrics import RankMetrics
+from moe_serve.server.request_metrics import RequestMetrics
 from moe_serve.server.workers import WorkerTable
 
 
@@ -57,7 +58,10 @@ def make_registry(bridge: Bridge, peer: str | None = None) -> CollectorRegistry:
     registry = CollectorRegistry()
     registry.register(WaitMatrix(bridge.workers))
     registry.register(ServingRanks(bridge.workers))
+    registry.register(RankMetrics(bridge.workers))
+    registry.register(RequestMetrics(bridge))
     registry.register(BalanceMetrics(bridge.balance, bridge.workers))
+    ProcessCollector(registry=registry)  # process_resident_memory_bytes and its like, of this front end
     if peer is not None:
-        registry.register(PeerMetrics(peer, bridge.workers, bridge.balance, served_name(bridge.config.model)))
+        registry.register(PeerMetrics(peer, bridge))
     return registry

@@ -11,6 +11,7 @@ from moe_serve.engine.logprobs import TokenLogprobs
 from moe_serve.engine.messages import Submit, TokenEvent
 from moe_serve.engine.stop_matcher import FinishReason, StopMatcher
 from moe_serve.errors import ModelError, MoeServeError, RequestError
+from moe_serve.log import call_id
 
 
 class UnavailableError(MoeServeError):
@@ -78,6 +79,8 @@ class OpenRequest:
     matcher:    its output as the reader sees it
     failure:    set when it ends without an answer; RequestError: the client's fault
     num_cached: prompt tokens from the prefix cache
+    call_id:    the X-Request-Id of its call
+    queued_s:   how long it has waited: here for a rank, and on ranks until they began with it
 
     output_logprobs, prompt_logprobs: what has come of the log probabilities that it asks for (engine/logprobs.py says
     what each entry is); None: it asks for none. Those of the output are as many as `matcher.output_ids`.
@@ -102,8 +105,13 @@ class OpenRequest:
         params = spec.params
         self.output_logprobs = _empty(params.logprobs, params.logprob_token_ids)
         self.prompt_logprobs = _empty(params.prompt_logprobs, params.logprob_token_ids)
+        self.call_id = call_id.get()
         self.submitted_s = time.monotonic()
+        self.first_token_s: float | None = None
+        self.last_token_s: float | None = None
         self.finished_s: float | None = None
+        self.queued_s = 0.0
+        self._waits_since_s = self.submitted_s
         self._changes = changes
         self._num_losses = 0
         self._num_output_at_loss = 0
@@ -135,9 +143,15 @@ class OpenRequest:
         block, mine = event.prompt_logprobs, self.prompt_logprobs
         return event.index > self.num_output or (block is not None and mine is not None and block.start > len(mine))
 
+    def go_to(self, rank: int) -> None:
+        """Notes that a rank serves it from now on."""
+        self.rank = rank
+        self.queued_s += time.monotonic() - self._waits_since_s
+
     def leave_rank(self) -> None:
         """Takes a request from its rank, to be submitted again; its output so far stays."""
         self.rank = None
+        self._waits_since_s = time.monotonic()
         self.attempt += 1
         self.has_started = False
 
@@ -159,6 +173,7 @@ class OpenRequest:
             return
         assert not self.lacks_tokens_before(event), "tokens before these are missing"
         self.num_cached = max(self.num_cached, event.num_cached_prompt)
+        self.queued_s += event.queued_us / 1e6
         if event.prompt_logprobs is not None and self.prompt_logprobs is not None:
             self.prompt_logprobs.add(event.prompt_logprobs)
         if not event.token_ids:  # a part of the prompt is computed

@@ -17,6 +17,8 @@ from moe_serve.server.admission import DrainRate
 from moe_serve.server.open_request import Changes, OpenRequest, RequestSpec, UnavailableError
 from moe_serve.server.overdue import why_overdue
 from moe_serve.server.rank_room import RankRoom
+from moe_serve.server.request_log import RequestLog
+from moe_serve.server.request_stats import RequestStats
 from moe_serve.server.rids import RequestsByRid
 from moe_serve.server.waiting_line import WaitingLines
 from moe_serve.server.workers import Regrouped
@@ -50,6 +52,8 @@ class RequestBook:
         self.is_held = False
         self._lines = WaitingLines(config.server.priority_head_start_s)
         self._room = RankRoom(config)
+        self.stats = RequestStats()
+        self._log = RequestLog() if config.server.log_requests else None
 
     def __len__(self) -> int:
         return len(self._open)
@@ -181,6 +185,7 @@ class RequestBook:
     def take(self, message: Tokens) -> None:
         """Hands tokens to their requests; drops those of requests that the rank no longer serves."""
         self.num_events[message.rank] += len(message.events)
+        now_s = time.monotonic()
         for event in message.events:
             request = self._open.get(event.request_id)
             if request is None or request.rank != message.rank or event.attempt != request.attempt:
@@ -191,7 +196,10 @@ class RequestBook:
             if not request.has_started and event.token_ids:
                 request.has_started = True
                 self._room.started(event.request_id)
+            num_before = request.num_output
             request.apply(event)
+            if request.num_output > num_before:
+                self.stats.count_tokens(request, request.num_output - num_before, now_s)
             if request.is_done:
                 self.counters["num_failed" if request.failure else "num_finished"] += 1
                 if event.finish is None:  # a stop string, which ranks do not know
@@ -251,12 +259,13 @@ class RequestBook:
 
     def _start(self, request: OpenRequest, may_choose: bool = True) -> None:
         """Sends a request to a rank. may_choose: to that of its caller, if it named one that serves"""
-        request.rank = self._room.send(request, may_choose)
-        self._send(request.rank, request.submit_message())
+        rank = self._room.send(request, may_choose)
+        request.go_to(rank)
+        self._send(rank, request.submit_message())
 
     def _submit_again(self, request: OpenRequest, rank: int) -> None:
         request.leave_rank()
-        request.rank = rank
+        request.go_to(rank)
         self.counters["num_resubmitted"] += 1
         self._send(rank, request.submit_message())
 
@@ -272,7 +281,11 @@ class RequestBook:
 
     def _forget(self, request: OpenRequest) -> None:
         del self._open[request.request_id]
-        self.drain_rate.count(request.spec.num_tokens, time.monotonic())
+        now_s = time.monotonic()
+        self.drain_rate.count(request.spec.num_tokens, now_s)
+        self.stats.count_end(request, now_s)
+        if self._log is not None:
+            self._log.write(request)
         self._by_rid.remove(request)
         if request.rank is None:
             self._lines.remove(request.spec.rank, request.request_id)

@@ -138,3 +138,14 @@ TrustChatTemplate = Annotated[
     ),
 ]
 MaxConnections = Annotated[int | None, typer.Option(help="server.max_connections, open at a time")]
+LogRequests = Annotated[
+    bool,
+    typer.Option(
+        "--log-requests", "--enable-log-requests", help="server.log_requests: one line for each request that has ended"
+    ),
+]
+LogFormat = Annotated[str | None, typer.Option("--log-format", help="server.log_format: text or json")]
+MetricsCompat = Annotated[
+    str | None,
+    typer.Option("--metrics-compat", help="server.metrics_compat: sglang or vllm; /metrics has these names too"),
+]

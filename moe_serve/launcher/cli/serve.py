@@ -39,12 +39,15 @@ SETTINGS = {  # of the options with a value
     "max_connections": "server.max_connections",
     "api_workers": "server.api_workers",
     "chat_template": "server.chat_template",
+    "log_format": "server.log_format",
+    "metrics_compat": "server.metrics_compat",
 }
 FLAGS = {  # of those without one: the setting, and what it becomes
     "skip_tokenizer_init": ("model.skip_tokenizer", True),
     "enable_eplb": ("eplb.mode", "dynamic"),
     "disable_radix_cache": ("cache.prefix_cache", False),
     "trust_request_chat_template": ("server.trust_request_chat_template", True),
+    "log_requests": ("server.log_requests", True),
 }
 
 
@@ -90,6 +93,9 @@ class ServeOptions:
     api_workers: opt.ApiWorkers = None
     chat_template: opt.ChatTemplate = None
     trust_request_chat_template: opt.TrustChatTemplate = False
+    log_requests: opt.LogRequests = False
+    log_format: opt.LogFormat = None
+    metrics_compat: opt.MetricsCompat = None
 
     def settings(self) -> dict[str, list[object]]:
         """Returns the values of all options of each setting; those that were not given are None."""
