@@ -11,7 +11,7 @@ and several calls may be in flight; all ranks make the same calls in the same or
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Generic, Protocol, TypeVar
 
 import torch
@@ -22,6 +22,7 @@ from moe_serve.dispatch.capabilities import Capabilities, Combine, Rows, Wanted
 from moe_serve.dispatch.shm.membership import Membership
 from moe_serve.dispatch.shm.shared_files import SharedFiles
 from moe_serve.kernels.cpu.experts import PackedExperts
+from moe_serve.kernels.part_clock import PartClock
 
 T = TypeVar("T")
 H = TypeVar("H")
@@ -145,6 +146,7 @@ class TransportRequest:
     compiled:   let shared memory move rows by a C helper where a compiler is found; the bits are the same
     cpu_kernels: one rank packs and adds rows by the compiled CPU kernels; the bits are the same
     threads:    of this rank's CPU kernels
+    clock:      is told which part of a step runs, where one call is several parts
     """
 
     backend: str
@@ -157,6 +159,7 @@ class TransportRequest:
     compiled: bool = True
     cpu_kernels: bool = False
     threads: int = 1
+    clock: PartClock = field(default_factory=PartClock)
 
     def wanted(self, group: EpGroup) -> Wanted:
         """Returns what is asked of the transport, to be held against capabilities."""

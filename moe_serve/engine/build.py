@@ -6,7 +6,6 @@
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -20,7 +19,8 @@ from moe_serve.dispatch.make import make_all_to_all
 from moe_serve.engine.agreement import RankFacts, check_agreement
 from moe_serve.engine.build_balancing import make_balancing
 from moe_serve.engine.dump_recorder import DumpRecorder, RecorderSettings
-from moe_serve.engine.engine import Engine, EngineSettings
+from moe_serve.engine.engine import Engine
+from moe_serve.engine.engine_settings import EngineSettings
 from moe_serve.engine.exchange import Exchange
 from moe_serve.engine.full_placement import meaning_of_a_loss, spareable_ranks
 from moe_serve.engine.load_dump import ModelRows
@@ -28,6 +28,7 @@ from moe_serve.engine.load_windows import LoadWindows
 from moe_serve.engine.mailbox import Mailbox
 from moe_serve.engine.masking_recovery import make_recovery
 from moe_serve.engine.messages import ModelLimits
+from moe_serve.engine.model_facts import model_facts
 from moe_serve.engine.model_plan import ModelPlan, checkpoint_folder
 from moe_serve.engine.numerics_choice import NumericsChoice
 from moe_serve.engine.record_control import RecordControl, Speaker
@@ -39,6 +40,7 @@ from moe_serve.engine.served_model import ServedModel
 from moe_serve.engine.status import EngineCounters
 from moe_serve.engine.step import StepSettings
 from moe_serve.engine.step_events import StepEvents
+from moe_serve.engine.step_times import StepTimes
 from moe_serve.engine.trace_writer import TraceWriter
 from moe_serve.engine.watchdog import Watchdog, WatchLimits
 from moe_serve.ep.load_recorder import LoadRecorder
@@ -48,6 +50,7 @@ from moe_serve.ep.replica_map import ReplicaMap
 from moe_serve.eplb.files.rolling_trace import RollingTrace, begin_trace
 from moe_serve.eplb.files.trace_meta import TraceMeta
 from moe_serve.errors import ConfigError
+from moe_serve.kernels.part_clock import PartClock
 from moe_serve.log import get_logger
 from moe_serve.models.expert_reload import ExpertReloader
 from moe_serve.models.families.registry import read_spec
@@ -92,7 +95,7 @@ def build_engine(
         batches=BatchBuilder(blocks.tables, served.device, served.numerics),
         sampler=Sampler(served.limits.eos_token_ids, served.numerics.compiled),
         requests=requests,
-        events=StepEvents(scheduler, requests, LogprobScorer(served.numerics.compiled), served.logits_of),
+        events=StepEvents(scheduler, requests, LogprobScorer(served.numerics.compiled), served.logits_of, served.clock),
         exchange=exchange,
         mailbox=mailbox,
         recovery=recovery,
@@ -101,6 +104,7 @@ def build_engine(
         ),
         balancing=balancing,
         counters=counters,
+        times=StepTimes(served.clock, has_parts=served.device.type == "cpu"),
         watchdog=_step_watchdog(group.rank, config.engine.step_deadline_s, exchange, served),
         step_settings=StepSettings(
             max_tokens_per_rank=config.dispatch.max_tokens_per_rank or config.engine.max_batch_tokens,
@@ -192,12 +196,13 @@ def build_served_model(config: ServeConfig, group: EpGroup, progress: Progress |
         passes=parallel.passes,
         windows=LoadWindows(parallel.recorder, plan.placement, limits.model_name),
         reloader=ExpertReloader(share, checkpoint_folder(config), config.model.seed),
-        info=_info(plan, parallel.all_to_all)
+        info=model_facts(plan, parallel.all_to_all)
         | {
             "num_threads": num_threads,
             "bytes_read": weights.bytes_read,
             "weight_load_s": round(load_s, 3),
         },
+        clock=parallel.clock,
     )
     if trace is not None:
         served.trace = TraceWriter(trace, group.rank, served.membership)
@@ -270,6 +275,7 @@ def _expert_parallel(config: ServeConfig, plan: ModelPlan, group: EpGroup, num_t
         compiled=dispatch.compiled,
         cpu_kernels=plan.numerics.compiled,
         threads=num_threads,
+        clock=PartClock(),
     )
     all_to_all = make_all_to_all(group, request)
     check_bits(all_to_all, config)
@@ -290,26 +296,5 @@ def _expert_parallel(config: ServeConfig, plan: ModelPlan, group: EpGroup, num_t
         max_tokens_per_rank=plan.max_tokens_per_rank,
         numerics=plan.numerics,
         passes=passes,
+        clock=request.clock,
     )
-
-
-def _info(plan: ModelPlan, all_to_all: AnyAllToAll) -> dict[str, Any]:
-    """Returns the facts about the model that /server_info shows."""
-    return {
-        "model_type": plan.spec.model_type,
-        "dtype": str(plan.dtype).removeprefix("torch."),
-        "numerics": plan.choice.name,
-        "kernels": plan.choice.kernels,
-        "kernels_why": plan.choice.why,
-        "expert_weights": f"{plan.expert_form} ({plan.slot_form.meaning})",
-        "device": str(plan.device),
-        "num_logical": plan.placement.num_logical,
-        "num_slots": plan.placement.num_slots,
-        "moe_layer_ids": list(plan.placement.moe_layer_ids),
-        "slots_per_rank": plan.placement.slots_per_rank,
-        "num_redundant_experts": plan.placement.num_slots - plan.spec.num_logical,
-        "num_cache_blocks": plan.num_blocks,
-        "all_to_all": type(all_to_all).__name__,
-        "all_to_all_note": all_to_all.note,
-        "all_to_all_is_bitwise": all_to_all.capabilities.bitwise,
-    }

@@ -13,6 +13,7 @@ from moe_serve.attention_dp.batch import BatchBuilder
 from moe_serve.attention_dp.scheduler import Proposal, ScheduledChunk, Scheduler
 from moe_serve.engine.balancing import Balancing
 from moe_serve.engine.command_messages import Answer, FlushCache, Rebalance, RecordCommand, SetPlacement
+from moe_serve.engine.engine_settings import EngineSettings
 from moe_serve.engine.exchange import Exchange
 from moe_serve.engine.mailbox import Disconnected, Inbound, Mailbox, Reconnected
 from moe_serve.engine.messages import (
@@ -35,26 +36,15 @@ from moe_serve.engine.served_model import ServedModel
 from moe_serve.engine.status import EngineCounters, make_status, totals_of
 from moe_serve.engine.step import RankState, StepPlan, StepSettings, plan_step
 from moe_serve.engine.step_events import StepEvents
+from moe_serve.engine.step_times import StepTimes
 from moe_serve.engine.watchdog import Watchdog
 from moe_serve.errors import PeerError
+from moe_serve.kernels.part_clock import OTHER
 from moe_serve.log import get_logger
 
 log = get_logger(__name__)
 _WAITING_POLL_S = 0.005  # between two exchanges of ranks that wait for a lost one
 _MASKED_POLL_S = 0.002  # how often a masked rank checks whether the others regroup with it
-
-
-@dataclass(frozen=True)
-class EngineSettings:
-    """Times of the loop, in seconds.
-
-    front_end_deadline_s: the engine ends after this much silence of the front end
-    drain_deadline_s:     and so long after it was asked to drain, whatever the front end says
-    """
-
-    heartbeat_s: float = 1.0
-    front_end_deadline_s: float = 30.0
-    drain_deadline_s: float = 25.0
 
 
 @dataclass
@@ -79,6 +69,7 @@ class Engine:
     records: RecordControl
     balancing: Balancing
     counters: EngineCounters
+    times: StepTimes
     watchdog: Watchdog
     step_settings: StepSettings
     settings: EngineSettings
@@ -140,7 +131,9 @@ class Engine:
         """Runs one step with all ranks, and returns its plan. Raises PeerError when one is lost: the step is void."""
         proposal = Proposal() if self.recovery.waits else self.scheduler.propose()
         self.watchdog.enter("the exchange", self.step)
+        self.times.begin()
         plan = self._exchange(proposal)
+        self.served.clock.turn(OTHER)
         self.watchdog.enter("the forward", self.step)
         self.recovery.begin_step(plan)
         self.balancing.begin_step(plan)
@@ -154,6 +147,7 @@ class Engine:
         self.records.end_step(plan)
         self.served.windows.end_step(plan, step_s)
         self.balancing.end_step(plan, step_s)
+        self.times.end(plan.phase)
         self.watchdog.leave()
         return plan
 
@@ -271,7 +265,8 @@ class Engine:
         self._spoke_s = now_s
         served = self.served
         totals = totals_of(self.counters, self.scheduler.stats, served.split_outcomes)
-        self.mailbox.send(make_status(self.rank, self.launch_id, self.step, self.scheduler, totals, served.waited_s))
+        own = self.rank, self.launch_id, self.step
+        self.mailbox.send(make_status(*own, self.scheduler, totals, served.waited_s, self.times))
         if self._drain_until_s is not None:
             self.mailbox.send(Draining(self.rank, self.launch_id))
             self._wants_stop |= now_s > self._drain_until_s

@@ -16,6 +16,8 @@ from moe_serve.engine.command_messages import Answer, FlushCache, Rebalance, Rec
 from moe_serve.engine.logprobs import LogprobBlock
 from moe_serve.engine.message import Message as Message
 from moe_serve.engine.refusing import Refusing
+from moe_serve.engine.status_messages import STEP_BOUNDS_S as STEP_BOUNDS_S
+from moe_serve.engine.status_messages import PhaseTimes as PhaseTimes
 from moe_serve.engine.status_messages import Status as Status
 
 ALIVE_PERIOD_S = 1.0  # how often each side shows that it is alive

@@ -22,6 +22,7 @@ from moe_serve.ep.pass_recorder import PassRecorder
 from moe_serve.ep.replica_map import ReplicaMap
 from moe_serve.eplb.placement import Placement
 from moe_serve.kernels.numerics import Numerics
+from moe_serve.kernels.part_clock import PartClock
 from moe_serve.models.expert_reload import ExpertReloader, ExpertToRead
 from moe_serve.models.moe_decoder import MoeDecoder
 from moe_serve.models.spec import ModelSpec
@@ -33,6 +34,7 @@ class ServedModel:
 
     recorder: None: no load is recorded;  trace: the file that records and events go to, or None
     passes:   None: clients cannot record passes
+    clock:    is told which part of the step runs
     info:     facts for /server_info
     """
 
@@ -48,6 +50,7 @@ class ServedModel:
     windows: LoadWindows
     reloader: ExpertReloader
     info: dict[str, Any]
+    clock: PartClock
     trace: TraceWriter | None = None
     passes: PassRecorder | None = None
 

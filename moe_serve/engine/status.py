@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from moe_serve.attention_dp.scheduler import ScheduledChunk, Scheduler, SchedulerStats
 from moe_serve.engine.messages import Status
+from moe_serve.engine.step_times import StepTimes
 from moe_serve.log import num_logged
 from moe_serve.process_facts import num_open_files, resident_bytes
 
@@ -51,7 +52,13 @@ def totals_of(counters: EngineCounters, stats: SchedulerStats, split_outcomes: S
 
 
 def make_status(
-    rank: int, launch_id: int, step: int, scheduler: Scheduler, totals: dict[str, float], waited_s: Sequence[float]
+    rank: int,
+    launch_id: int,
+    step: int,
+    scheduler: Scheduler,
+    totals: dict[str, float],
+    waited_s: Sequence[float],
+    times: StepTimes,
 ) -> Status:
     """Returns the report of a rank. waited_s: for each rank, how long this one has waited for its rows"""
     return Status(
@@ -68,4 +75,5 @@ def make_status(
         resident_bytes=resident_bytes(),
         num_open_files=num_open_files(),
         log_lines=num_logged(),
+        phases=times.report(),
     )

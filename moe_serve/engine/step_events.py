@@ -12,6 +12,7 @@ from moe_serve.engine.messages import TokenEvent
 from moe_serve.engine.requests import OpenRequests
 from moe_serve.engine.row_logprobs import LogprobScorer, ProjectRows
 from moe_serve.engine.sampler import has_finite_best
+from moe_serve.kernels.part_clock import OTHER, SAMPLE, PartClock
 from moe_serve.kernels.sampling import NONE_LEFT
 
 Sample = Callable[[Tensor, list[Request]], list[int]]
@@ -19,12 +20,13 @@ Sample = Callable[[Tensor, list[Request]], list[int]]
 
 @dataclass(frozen=True)
 class StepEvents:
-    """Ends the chunks of a step. project: the logits of more rows of the step that ran last"""
+    """Ends the chunks of a step. project: the logits of more rows of the step that ran last;  clock: of its parts"""
 
     scheduler: Scheduler
     requests: OpenRequests
     scorer: LogprobScorer
     project: ProjectRows
+    clock: PartClock
 
     def of(
         self, chunks: Sequence[ScheduledChunk], batch: ForwardBatch, logits: Tensor, sample: Sample
@@ -36,11 +38,13 @@ class StepEvents:
         sampling = [index for index, chunk in enumerate(chunks) if chunk.samples]
         others = [index for index, chunk in enumerate(chunks) if not chunk.samples]
         asking = [chunks[index].request for index in sampling]
+        self.clock.turn(SAMPLE)
         of_prompts, not_finite = self.scorer.of_prompts(batch, chunks, self.project, logits.shape[1])
         rows = logits[: len(sampling)] if others else logits
         raw = self.scorer.keep(rows, asking)
         token_ids = sample(rows, asking)
         of_tokens = self.scorer.of_tokens(raw, asking, token_ids)
+        self.clock.turn(OTHER)
         events: list[TokenEvent] = []
         for row, (index, token_id) in enumerate(zip(sampling, token_ids, strict=True)):
             chunk = chunks[index]

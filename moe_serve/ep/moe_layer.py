@@ -6,7 +6,7 @@ rounds advance.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -22,6 +22,7 @@ from moe_serve.ep.rounds import SHARED, Round, advance, in_turn, overlapped
 from moe_serve.ep.routing import RouterSpec, Routing
 from moe_serve.kernels.cpu.recorder import RecordedRun, Recorder
 from moe_serve.kernels.numerics import Numerics
+from moe_serve.kernels.part_clock import COMBINE, DISPATCH, EXPERTS, GATE, MLP, PartClock
 from moe_serve.kernels.row_updates import multiply_rows
 
 
@@ -32,6 +33,7 @@ class ExpertParallel:
     recorder:            None: no load is recorded
     max_tokens_per_rank: rows of one round of dispatch and combine
     passes:              None: clients cannot record passes
+    clock:               is told which part of the step runs
     """
 
     rank: int
@@ -42,6 +44,7 @@ class ExpertParallel:
     max_tokens_per_rank: int
     numerics: Numerics
     passes: PassRecorder | None = None
+    clock: PartClock = field(default_factory=PartClock)
 
 
 @dataclass(frozen=True)
@@ -102,6 +105,7 @@ class MoeLayer:
         parts, shared = [], None
         for number in self._order(num_chunks, overlap):
             if number == SHARED:
+                parallel.clock.turn(MLP)
                 shared = None if self._shared is None else self._shared(x)
             elif (result := advance(rounds[number])) is not None:
                 parts.append(result)
@@ -145,6 +149,7 @@ class MoeLayer:
         rows:   [T, H]; logical ids or slots [T, topk], as `needs_counts` says; weights [T, topk]; where sums go [T, H]
         counts: [E] of all ids, or None
         """
+        self._parallel.clock.turn(DISPATCH)
         if step.num_chunks == 1:
             x, ids, weights, out = rows
             all_to_all, replicas = self._parallel.all_to_all, self._replicas
@@ -171,13 +176,17 @@ class MoeLayer:
     def _round(self, x: Tensor) -> Round:
         """Runs rows [T, H] from the gate to their sums [T, H]. At each yield another round may advance."""
         all_to_all, replicas = self._parallel.all_to_all, self._replicas
+        clock = self._parallel.clock
+        clock.turn(GATE)
         routing = self._gate(x)
         weights = routing.topk_weights
         if self._parallel.router.scales_input:
             x, weights = multiply_rows(x, weights), torch.ones_like(weights)
         load = self._count(routing)
+        clock.turn(DISPATCH)
         pending_counts = all_to_all.exchange_counts(load) if load is not None and replicas.needs_counts else None
         yield
+        clock.turn(DISPATCH)
         if pending_counts is None:
             slots, slot_counts = replicas.only_slots(routing.topk_ids), None
         else:
@@ -192,22 +201,29 @@ class MoeLayer:
         if not replicas.needs_counts:
             yield
             return (yield from self._travel(x, ids, None, weights))
+        self._parallel.clock.turn(DISPATCH)
         pending_counts = all_to_all.exchange_counts(replicas.count(ids) if counts is None else counts)
         yield
+        self._parallel.clock.turn(DISPATCH)
         slots, slot_counts = replicas.split(ids, pending_counts.wait(), self._parallel.rank)
         return (yield from self._travel(x, slots, slot_counts, weights))
 
     def _travel(self, x: Tensor, slots: Tensor, slot_counts: Tensor | None, weights: Tensor) -> Round:
         """Sends rows to their slots, and adds up what comes back."""
-        all_to_all = self._parallel.all_to_all
+        all_to_all, clock = self._parallel.all_to_all, self._parallel.clock
+        clock.turn(DISPATCH)
         pending_rows = all_to_all.dispatch(x, slots, slot_counts, weights)
         yield
+        clock.turn(DISPATCH)
         arrived = pending_rows.wait()
         yield
+        clock.turn(EXPERTS)
         results = expert_ffn(arrived.rows, self.experts, self._parallel.numerics, arrived.out)
         yield
+        clock.turn(COMBINE)
         pending_results = all_to_all.combine(results, weights, arrived.handle)
         yield
+        clock.turn(COMBINE)
         return pending_results.wait()
 
     def _count(self, routing: Routing) -> Tensor | None:

@@ -96,9 +96,10 @@ def build_decoder(
     factors = StackFactors(spec.embedding_factor, spec.residual_factor, spec.logits_factor)
     stack = DecoderStack(embedding, layers, norm, spec.norm_eps, head, factors)
     if numerics.compiled:
-        run: StackRunner = RecordedRunner(stack, table, attention.shape, spec.vocab_size)
+        run: StackRunner = RecordedRunner(stack, table, attention.shape, spec.vocab_size, parallel.clock)
     else:
-        run = TorchRunner(stack, table, PagedAttention(attention.shape, numerics, embed.dtype, device), numerics)
+        paged = PagedAttention(attention.shape, numerics, embed.dtype, device)
+        run = TorchRunner(stack, table, paged, numerics, parallel.clock)
     return MoeDecoder(spec, stack, run)
 
 

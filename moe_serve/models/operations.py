@@ -50,6 +50,10 @@ class Operations(Protocol):
         """Chunks that `attend` leaves to the caller, behind all other rows."""
         ...
 
+    def begin(self, part: int) -> None:
+        """Begins a part of the step, one of part_clock.PARTS; MoE layers begin theirs themselves."""
+        ...
+
     def embed(self, table: AnyTable) -> Tensor:
         """Returns the rows of the step's token ids in the compute dtype. table: of [vocab_size, H]"""
         ...

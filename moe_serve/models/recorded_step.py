@@ -14,6 +14,7 @@ from moe_serve.kernels.cpu.attention import AttendRows, AttendShape
 from moe_serve.kernels.cpu.library import cpu_library
 from moe_serve.kernels.cpu.linear import PackedHeads, PackedLinear, RowTable
 from moe_serve.kernels.cpu.recorder import IDS, POSITIONS, RecordedRun, Recorder, RowInputs
+from moe_serve.kernels.part_clock import MLP, PartClock
 from moe_serve.kernels.rope import MlaWidths
 from moe_serve.models.layers import RopeTable
 from moe_serve.models.operations import SharedExpert
@@ -29,8 +30,9 @@ class RecordedRunner:
     Logits of a step hold until the next one whose batch is in the same tensors.
     """
 
-    def __init__(self, stack: DecoderStack, rope: RopeTable, shape: AttentionShape, vocab_size: int):
+    def __init__(self, stack: DecoderStack, rope: RopeTable, shape: AttentionShape, vocab_size: int, clock: PartClock):
         self._stack = stack
+        self._clock = clock
         self._rope = rope
         self._vocab_size = vocab_size
         layout = shape.layout
@@ -60,7 +62,7 @@ class RecordedRunner:
     def _record(self, num_rows: int, cache: KvCache) -> "Recording":
         """Returns the layers, recorded for steps of at least num_rows rows over this cache."""
         self._recording = None  # frees its buffers before there are new ones
-        recorder = Recorder(cpu_library(), max(SMALLEST, 1 << (num_rows - 1).bit_length()))
+        recorder = Recorder(cpu_library(), max(SMALLEST, 1 << (num_rows - 1).bit_length()), self._clock)
         step = RecordedStep(recorder, cache, self._rope, self._shape)
         rows = self._stack(step)
         step.logits(self._stack.head, rows)
@@ -135,6 +137,9 @@ class RecordedStep:
         scales = rope.query_scales
         self._query_scales = None if scales is None else recorder.gather("scales", RowTable.of(scales), POSITIONS)
 
+    def begin(self, part: int) -> None:
+        self._recorder.part = part
+
     def embed(self, table: RowTable) -> Tensor:
         return self._recorder.gather("residual", table, IDS)
 
@@ -182,6 +187,7 @@ class RecordedStep:
     def moe(self, layer: MoeLayer, shared: SharedExpert | None, x: Tensor) -> Tensor:
         out = layer.record(self._recorder, x)
         if shared is not None:
+            self.begin(MLP)
             rows = self.mlp(shared.mlp, x)
             gate = None if shared.gate is None else self.linear("shared_gate", shared.gate, x)
             self._recorder.add(out, rows, gate)

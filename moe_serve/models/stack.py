@@ -16,6 +16,7 @@ from moe_serve.attention_dp.batch import ForwardBatch
 from moe_serve.attention_dp.kv_cache import KvCache
 from moe_serve.ep.moe_layer import MoeLayer
 from moe_serve.kernels.layer_norm import LayerNorm
+from moe_serve.kernels.part_clock import ATTENTION, GATE, MLP, VOCABULARY
 from moe_serve.models.layers import GqaLayer
 from moe_serve.models.mla import MlaLayer
 from moe_serve.models.operations import AnyLinear, AnyMlp, AnyTable, Operations, SharedExpert
@@ -63,15 +64,19 @@ class DecoderStack:
 
     def __call__(self, do: Operations) -> Tensor:
         """Returns the rows that the head projects to logits, [T, H]."""
+        do.begin(VOCABULARY)
         x = do.embed(self.embed)  # the residual, which is changed in place
         if self.factors.embedding != 1:
             do.scale_(x, self.factors.embedding)
         delta = None  # what the last sublayer adds to the residual
         for layer in self.layers:
             if do.has_rows:
+                do.begin(ATTENTION)
                 delta = layer.attention(self._normed(x, delta, layer.input_norm, do), do)
+            do.begin(MLP if layer.moe is None else GATE)
             normed = self._normed(x, delta, layer.post_norm, do)
             delta = do.mlp(layer.mlp, normed) if layer.moe is None else do.moe(layer.moe, layer.shared, normed)
+        do.begin(VOCABULARY)
         last = self._normed(x, delta, self.norm, do)
         if self.factors.logits != 1:
             do.scale_(last, self.factors.logits)

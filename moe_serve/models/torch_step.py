@@ -13,6 +13,7 @@ from moe_serve.kernels.layer_norm import LayerNorm, layer_norm
 from moe_serve.kernels.linear import HeadLinear, Linear
 from moe_serve.kernels.norm import add_rms_norm, rms_norm, rms_norm_
 from moe_serve.kernels.numerics import Numerics
+from moe_serve.kernels.part_clock import PartClock
 from moe_serve.kernels.rope import MlaWidths, mla_rope_write, rope_write
 from moe_serve.kernels.row_updates import clip_, multiply_rows_, scale_
 from moe_serve.models.layers import RopeTable
@@ -29,6 +30,7 @@ class TorchRunner:
     rope: RopeTable
     attention: PagedAttention
     numerics: Numerics
+    clock: PartClock
     _rows: Tensor | None = None  # of the last step, where more logits of it are wanted
 
     @torch.inference_mode()
@@ -36,7 +38,7 @@ class TorchRunner:
         self._rows = None
         positions, table = step.batch.positions, self.rope.query_scales
         scales = None if table is None else table.index_select(0, positions)
-        do = TorchStep(step, self.attention, {}, self.rope(positions), scales, self.numerics)
+        do = TorchStep(step, self.attention, {}, self.rope(positions), scales, self.numerics, self.clock)
         rows = self.stack(do)
         self._rows = rows if step.batch.prompt_rows else None
         return do.logits(self.stack.head, rows)
@@ -62,6 +64,7 @@ class TorchStep:
     turns: Tensor
     query_scales: Tensor | None
     numerics: Numerics
+    clock: PartClock
 
     @property
     def has_rows(self) -> bool:
@@ -70,6 +73,9 @@ class TorchStep:
     @property
     def long_chunks(self) -> tuple[Chunk, ...]:
         return self._plan(None, None).long_chunks if self.has_rows else ()
+
+    def begin(self, part: int) -> None:
+        self.clock.turn(part)
 
     def embed(self, table: Tensor) -> Tensor:
         return functional.embedding(self.step.batch.input_ids, table)

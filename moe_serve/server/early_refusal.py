@@ -22,6 +22,7 @@ from moe_serve.server.bridge import Bridge
 from moe_serve.server.client_limits import Client, ClientTable
 from moe_serve.server.generate import json_bytes, retry_after
 from moe_serve.server.guard import Access
+from moe_serve.server.request_ids import HEADER, id_in_header
 
 _PATHS = {f"POST {path} HTTP/1.1".encode(): path for path in GENERATING}
 _LONGEST = 64  # of the first lines that are read
@@ -61,10 +62,11 @@ class EarlyRefusal:
         client = self._client_of(data, path, address)
         if client is None:
             return None
+        named = (*default_headers, (HEADER, id_in_header(data)))
         if refusal is not None:
             self._bridge.count_refused(1)
-            return _response(refusal, default_headers)
-        return self._refuse_client(client, default_headers)
+            return _response(refusal, named)
+        return self._refuse_client(client, named)
 
     def _client_of(self, data: bytes, path: str, address: tuple[str, int] | None) -> Client | None:
         """Returns who sends a whole, plain request that they may send; None for any other.

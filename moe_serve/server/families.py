@@ -25,9 +25,21 @@ def counters(name: str, text: str, labels: Sequence[str], values: Iterable[tuple
     return family
 
 
+def histograms(
+    name: str,
+    text: str,
+    labels: Sequence[str],
+    values: Iterable[tuple[Sequence[str], Sequence[float], Sequence[int], float]],
+) -> Metric:
+    """Returns a family of histograms. values: (values of the labels, upper bounds, counts, sum)"""
+    family = HistogramMetricFamily(name, text, labels=labels)
+    for of_labels, bounds, counts, total in values:
+        family.add_metric(of_labels, cumulative(bounds, counts), sum_value=total)
+    return family
+
+
 def one_histogram(name: str, text: str, histogram: Histogram, labels: Labels = ()) -> Metric:
     """Returns a family with one histogram."""
-    family = HistogramMetricFamily(name, text, labels=[label for label, _ in labels])
-    buckets = cumulative(histogram.bounds, histogram.counts)
-    family.add_metric([value for _, value in labels], buckets, sum_value=histogram.total)
-    return family
+    of_labels = [value for _, value in labels]
+    values = of_labels, histogram.bounds, histogram.counts, histogram.total
+    return histograms(name, text, [label for label, _ in labels], [values])

@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterator, Sequence
 from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
-from moe_serve.engine.messages import Status
-from moe_serve.server.families import counters, gauges
+from moe_serve.engine.messages import STEP_BOUNDS_S, Status
+from moe_serve.server.families import counters, gauges, histograms
 from moe_serve.server.workers import WorkerTable
 
 _GAUGES: Sequence[tuple[str, str, Callable[[Status], float]]] = (
@@ -53,6 +53,24 @@ class RankMetrics(Collector):
             "Rows that the rank ran: of decodes, of prefills; and tokens that came out.",
             ("rank", "kind"),
             [((rank, kind), status.counters.get(key, 0.0)) for rank, status in told for kind, key in _TOKENS],
+        )
+        phases = [(rank, *item) for rank, status in told for item in sorted(status.phases.items())]
+        yield histograms(
+            "moe_serve_rank_step_seconds",
+            "Time of a step with rows, from its exchange to its end.",
+            ("rank", "phase"),
+            [
+                ((rank, phase), STEP_BOUNDS_S, times.buckets, times.seconds)
+                for rank, phase, times in phases
+                if len(times.buckets) == len(STEP_BOUNDS_S) + 1
+            ],
+        )
+        yield counters(
+            "moe_serve_rank_step_part_seconds",
+            "Time of these steps by part, on the rank's main thread; a part that waits for peers has that wait, and "
+            "where rounds overlap, what travels meanwhile is not seen. On a GPU parts are not known.",
+            ("rank", "phase", "part"),
+            [((rank, phase, part), s) for rank, phase, times in phases for part, s in sorted(times.parts.items())],
         )
         yield counters(
             "moe_serve_rank_log_lines",

@@ -8,7 +8,19 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from moe_serve.log import call_id
 
 HEADER = b"x-request-id"
+_FIELD = re.compile(rb"\r\nx-request-id:[ \t]*([!-~]*)[ \t]*\r\n", re.IGNORECASE)
 _ALLOWED = re.compile(rb"[\x21-\x7e]{1,128}")  # what is longer, or has other characters, is replaced
+
+
+def checked_id(given: bytes) -> bytes:
+    """Returns the id that a client has sent, or a new one in the place of one that is none."""
+    return given if _ALLOWED.fullmatch(given) else uuid.uuid4().hex.encode()
+
+
+def id_in_header(data: bytes) -> bytes:
+    """Returns the same for the bytes of a request that was not parsed, whose fields are each there once."""
+    found = _FIELD.search(data, 0, data.find(b"\r\n\r\n") + 2)
+    return checked_id(b"" if found is None else found[1])
 
 
 class RequestIds:
@@ -22,7 +34,7 @@ class RequestIds:
             await self._app(scope, receive, send)
             return
         given = next((value for name, value in scope["headers"] if name == HEADER), b"")
-        own = given if _ALLOWED.fullmatch(given) else uuid.uuid4().hex.encode()
+        own = checked_id(given)
 
         # Not a coroutine itself: a stream passes here with every token.
         def send_with_id(message: Message):  # type: ignore[no-untyped-def]

@@ -51,15 +51,17 @@ async def test_a_whole_request_is_refused_as_one_in_parts_is_and_the_parser_neve
         receive = BoundedParser.receive_data
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(BoundedParser, "receive_data", lambda self, data: (parsed.append(data), receive(self, data)))
-            early = await ask(served, whole())
+            request = whole("X-Request-Id: trace-7\r\n")
+            early = await ask(served, request)
             assert parsed == []
-            late = await ask(served, whole()[:60], whole()[60:])
+            late = await ask(served, request[:60], request[60:])
             assert parsed
         assert early.status == 429
         assert (early.status, early.body) == (late.status, late.body)
         for answer in (early, late):
             answer.headers.pop("date", None)
         assert early.headers == late.headers
+        assert early.headers["x-request-id"] == "trace-7"
         assert served.bridge.counters["num_refused"] == 2
         served.workers[0].go.set()
         assert [(await call).status_code for call in calls] == [200, 200]

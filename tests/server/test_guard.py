@@ -32,7 +32,7 @@ OPEN_ROUTES = {
         "/health", "/health_generate", "/ping", "/ready", "/readyz", "/metrics",
         "/dashboard", "/dashboard/page.css", "/dashboard/page.js", "/dashboard/charts.js",
     )
-}  # fmt: skip
+} | {("HEAD", "/metrics")}  # fmt: skip
 
 
 async def status(served: Served, method: str, path: str, **headers: str) -> int:

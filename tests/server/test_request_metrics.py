@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from moe_serve.engine.messages import Status, TokenEvent, Tokens
+from moe_serve.engine.messages import PhaseTimes, Status, TokenEvent, Tokens
 from tests.server.served import Served, in_event_loop, serving, until
 
 
@@ -87,7 +87,8 @@ async def test_ranks_show_what_they_reported():
     totals = {"num_prompt_tokens": 80.0, "num_cached_prompt_tokens": 32.0, "num_preempted": 2.0, "num_steps": 9.0,
               "num_decode_tokens": 50.0, "num_prefill_tokens": 48.0, "num_output_tokens": 51.0}  # fmt: skip
     async with serving(2) as served:
-        status = Status(1, 0, 7, 3, 2, 4, 10, 99, totals, [], 12345, 17, {"warning": 4, "error": 1})
+        phases = {"decode": PhaseTimes(2.5, [0, 3, *[0] * 12, 1], {"attention": 1.5, "experts": 1.0})}
+        status = Status(1, 0, 7, 3, 2, 4, 10, 99, totals, [], 12345, 17, {"warning": 4, "error": 1}, phases)
         served.workers[1].say(status)
         await until(lambda: any(view.status for view in served.bridge.workers))
         found = await samples(served)
@@ -101,6 +102,10 @@ async def test_ranks_show_what_they_reported():
     assert found["moe_serve_rank_computed_tokens_total", "decode", "1"] == 50
     assert found["moe_serve_rank_log_lines_total", "warning", "1"] == 4
     assert found["moe_serve_rank_resident_memory_bytes", "1"] == 12345
+    assert found["moe_serve_rank_step_seconds_bucket", "0.001", "decode", "1"] == 3
+    assert found["moe_serve_rank_step_seconds_count", "decode", "1"] == 4
+    assert found["moe_serve_rank_step_seconds_sum", "decode", "1"] == 2.5
+    assert found["moe_serve_rank_step_part_seconds_total", "attention", "decode", "1"] == 1.5
     assert not [key for key in found if key[0].startswith("moe_serve_rank_kv") and key[1] == "0"], "it said nothing"
     assert vllm["vllm:num_preemptions_total", "1", "demo"] == 2
     assert vllm["vllm:prefix_cache_hits_total", "1", "demo"] == 32

@@ -122,7 +122,9 @@ class ShmAllToAll(AllToAll[ShmHandle]):
         one_call = request.cpu_kernels and self._wire.dispatch.is_identity and self._wire.combine.is_identity
         if native and one_call and request.dtype == torch.float32 and not (self._slab_rows or self._rank_sum):
             staging = self._staging.rows(StagingBuffer(0))
-            self._travel = NativeTravel(buffers, native, self._peers, (self._rows, self._results), staging)
+            self._travel = NativeTravel(
+                buffers, native, self._peers, (self._rows, self._results), staging, request.clock
+            )
         if self._wire.combine.is_identity and self._copier.writes_in_place and not (self._slab_rows or self._rank_sum):
             self._result_buffers = ResultBuffers(send_buffers[self._rank], self._results, self._dtype)
 

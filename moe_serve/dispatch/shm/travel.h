@@ -11,6 +11,8 @@ enum { DATA_ROWS, DATA_RESULTS, READ_ROWS, READ_RESULTS, FLAG_WORDS };
 
 typedef i64 (*ExpertFfn)(i64 experts, i64 x, i64 x_row, i64 rows_per_slot, i64 slab_rows, i64 middle, i64 y, i64 y_row);
 
+typedef i64 (*TurnPart)(i64 clock, i64 part);
+
 typedef struct { /* as travel.py fills it */
     const i64 *facts;
     i64 *block; /* of Exchange */
@@ -22,6 +24,8 @@ typedef struct { /* as travel.py fills it */
     i64 others, stage;
     uint32_t *const *core_of; /* [R] words of shared_cores.py, or NULL */
     i64 *waited_ns; /* [R], while cores are shared */
+    TurnPart turn_part; /* kernels/cpu/part_clock.c: a part has the waits that it begins with */
+    i64 clock, experts_part, combine_part;
     i64 here[]; /* for each rank, addresses of its flags here, then of this rank's flags there: of each buffer */
 } Travel;
 
@@ -91,7 +95,9 @@ i64 travel(Travel *t, const uint8_t *x, const i64 *ids, const float *weights, i6
     case EXPERTS: /* write where the peers read */
         if (!wait_at(t, EXPERTS, results))
             return EXPERTS;
+        t->turn_part(t->clock, t->experts_part);
         t->expert_ffn(experts, (i64)t->staging, hidden, (i64)t->block, 0, middle, (i64)made, hidden);
+        t->turn_part(t->clock, t->combine_part);
         send_results(facts, results, t->others, num_tokens, topk, 1, made, t->block);
         raise_flags(t, DATA_RESULTS, results, t->results_flag); /* fall through */
     default:

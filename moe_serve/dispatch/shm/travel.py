@@ -17,6 +17,7 @@ from moe_serve.dispatch.shm.row_copy_native import NativeRowCopier
 from moe_serve.kernels.cpu.experts import PackedExperts
 from moe_serve.kernels.cpu.library import cpu_library
 from moe_serve.kernels.cpu.packed import padded
+from moe_serve.kernels.part_clock import COMBINE, EXPERTS, PartClock
 
 _HOME = 4  # behind the stages, as in travel.h; each begins with a wait
 _CHANGING = slice(5, 11)  # words of a layer, as in travel.h
@@ -32,8 +33,9 @@ class NativeTravel:
         peers: Peers,
         channels: tuple[Channel, Channel],
         staging: Tensor,
+        clock: PartClock,
     ):
-        """channels: of rows and of results;  staging: [most_rows, H]"""
+        """channels: of rows and of results;  staging: [most_rows, H];  clock: is told which part runs"""
         self._buffers, self._peers, self._staging = buffers, peers, staging
         self._rows, self._results = channels
         self._call, self._facts = copier.library.travel, copier.facts
@@ -47,6 +49,8 @@ class NativeTravel:
         self._waited_ns = np.zeros(shape.num_ranks, dtype=np.int64)
         looks = LOOKS_PER_SPIN * peers.wait.spins
         words = [*addresses, looks, 0, 0, 0, 0, 0, 0, cores.table_at if cores else 0, address(self._waited_ns)]
+        words += [cpu_library().address("turn_part"), clock.address, EXPERTS, COMBINE]
+        self._clock = clock  # whose words C turns
         for slices in (buffers.received, buffers.to_peers):
             for buffer in (0, 1):
                 for each in slices:

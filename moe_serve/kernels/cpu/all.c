@@ -1,6 +1,7 @@
 /* The library: all kernels, with one pool. */
 #include "gemm.c"
 #include "experts.c"
+#include "part_clock.c"
 #include "calls.c"
 #include "moves.c"
 #include "attention.c"

@@ -8,6 +8,7 @@ import ctypes
 from dataclasses import dataclass
 
 from moe_serve.kernels.cpu.library import CpuLibrary
+from moe_serve.kernels.part_clock import PartClock
 
 MOST_ARGUMENTS = 12  # as in calls.c
 
@@ -22,14 +23,18 @@ class Input:
 class Program:
     """Kernel calls in order. Buffers whose addresses it holds must live as long as it is run."""
 
-    def __init__(self, library: CpuLibrary):
+    def __init__(self, library: CpuLibrary, clock: PartClock):
         self._call = library.call
+        self._clock = clock
         self._names: list[str] = []
         self._words: list[int] = []
         self._block: ctypes.Array[ctypes.c_int64] | None = None  # the words, for the library
 
-    def add(self, kernel: str, *arguments: int | Input) -> None:
-        """Adds a call of a function of the library. Its arguments are int64, and its result is below 0 on failure."""
+    def add(self, part: int, kernel: str, *arguments: int | Input) -> None:
+        """Adds a call of a function of the library. Its arguments are int64, and its result is below 0 on failure.
+
+        part: of the step, of part_clock.PARTS
+        """
         assert len(arguments) <= MOST_ARGUMENTS, f"{kernel} takes {len(arguments)} arguments"
         address = ctypes.cast(getattr(self._call, kernel), ctypes.c_void_p).value
         assert address is not None
@@ -41,7 +46,7 @@ class Program:
             else:
                 words[index] = argument
         self._names.append(kernel)
-        self._words += [address, changing, *words]
+        self._words += [address, changing, part, *words]
         self._block = None
 
     def run(self, inputs: "ctypes.Array[ctypes.c_int64]") -> None:
@@ -49,6 +54,7 @@ class Program:
         if self._block is None:
             self._block = (ctypes.c_int64 * len(self._words))(*self._words)
         num_calls = len(self._names)
-        num_made = self._call.run_calls(ctypes.addressof(self._block), num_calls, ctypes.addressof(inputs))
+        inputs_at = ctypes.addressof(inputs)
+        num_made = self._call.run_calls(ctypes.addressof(self._block), num_calls, inputs_at, self._clock.address)
         if num_made < num_calls:
             raise RuntimeError(f"call {num_made} of {num_calls} failed: {self._names[num_made]}")

@@ -26,6 +26,7 @@ from moe_serve.kernels.cpu.program import Input, Program
 from moe_serve.kernels.cpu.rows import float_bits, mla_facts
 from moe_serve.kernels.gate_shape import GateShape
 from moe_serve.kernels.layer_norm import LayerNorm
+from moe_serve.kernels.part_clock import COMBINE, DISPATCH, EXPERTS, OTHER, PartClock
 from moe_serve.kernels.rope import MlaWidths
 
 
@@ -68,13 +69,16 @@ Part = Callable[[RecordedRun], None]
 class Recorder:
     """The operations of a decoder, recorded for steps of up to `capacity` rows, which are float32."""
 
-    def __init__(self, library: CpuLibrary, capacity: int):
+    def __init__(self, library: CpuLibrary, capacity: int, clock: PartClock):
+        """clock: is told which part of the step runs"""
         self.capacity = capacity
+        self.part = OTHER  # of what is recorded next
         self._library = library
+        self._clock = clock
         self._buffers: dict[tuple[object, ...], Tensor] = {}
         self._num_rows = ctypes.c_int64()
         self._kept: list[object] = []  # whose addresses the program holds
-        self._programs: list[Program] = [Program(library)]
+        self._programs: list[Program] = [Program(library, clock)]
         self._between: list[Part] = []  # after each program but the last
 
     def run(self, step: RecordedRun) -> None:
@@ -98,7 +102,7 @@ class Recorder:
     def call_python(self, function: Part) -> None:
         """Records a call of Python at this point of every step."""
         self._between.append(function)
-        self._programs.append(Program(self._library))
+        self._programs.append(Program(self._library, self._clock))
 
     def gather(self, name: str, table: RowTable, ids: Input) -> Tensor:
         """Returns table[ids] in float32, [rows, width]."""
@@ -245,9 +249,12 @@ class Recorder:
         packed, index = self.buffer("packed", topk, hidden), self.buffer("index", topk, dtype=torch.int64)
         counts = self.buffer("counts", num_slots, dtype=torch.int64)[0]
         sizes = hidden, slots, ROWS, topk, num_slots
+        self.part = DISPATCH
         self._add("pack_rows", x, x.stride(0), *sizes, packed, counts, index)
+        self.part = EXPERTS
         results = self._ffn("expert", packed.view(-1, hidden), counts, experts)
         out = self.buffer("expert_sum", hidden)
+        self.part = COMBINE
         self._add("weighted_sum", results, hidden, index, ROWS, topk, weights, out)
         return out
 
@@ -273,4 +280,4 @@ class Recorder:
     def _add(self, kernel: str, *arguments: Tensor | int | Input) -> None:
         """Adds a call; a tensor stands for its address."""
         self._kept += [argument for argument in arguments if isinstance(argument, Tensor)]
-        self._programs[-1].add(kernel, *(a.data_ptr() if isinstance(a, Tensor) else a for a in arguments))
+        self._programs[-1].add(self.part, kernel, *(a.data_ptr() if isinstance(a, Tensor) else a for a in arguments))

@@ -14,6 +14,7 @@ from moe_serve.kernels.cpu.packed import gate_up_size, packed_size
 from moe_serve.kernels.cpu.program import Input, Program
 from moe_serve.kernels.cpu.recorder import IDS, RecordedRun, Recorder, RowInputs
 from moe_serve.kernels.cpu.rows import pack_rows, weighted_sum
+from moe_serve.kernels.part_clock import OTHER, PartClock
 
 NUM_ROWS = [0, 1, 3, 5]
 
@@ -23,14 +24,14 @@ def a_step(num_rows: int) -> RecordedRun:
 
 
 def recorder(capacity: int = 5) -> Recorder:
-    return Recorder(cpu_library(), capacity)
+    return Recorder(cpu_library(), capacity, PartClock())
 
 
 def test_a_program_fills_in_what_changes_and_makes_its_calls_in_order() -> None:
-    program, rows = Program(cpu_library()), Input(1)
+    program, rows = Program(cpu_library(), PartClock()), Input(1)
     total, x, y = torch.zeros(3, 2), torch.ones(3, 2), torch.full((3, 2), 10.0)
-    program.add("add_rows", total.data_ptr(), x.data_ptr(), rows, 2)
-    program.add("add_rows", total.data_ptr(), y.data_ptr(), 1, 2)
+    program.add(OTHER, "add_rows", total.data_ptr(), x.data_ptr(), rows, 2)
+    program.add(OTHER, "add_rows", total.data_ptr(), y.data_ptr(), 1, 2)
     program.run((ctypes.c_int64 * 2)(7, 2))
     assert total.tolist() == [[11, 11], [1, 1], [0, 0]]
     program.run((ctypes.c_int64 * 2)(7, 3))
@@ -38,10 +39,10 @@ def test_a_program_fills_in_what_changes_and_makes_its_calls_in_order() -> None:
 
 
 def test_a_kernel_that_fails_ends_the_program_and_is_named() -> None:
-    program, total, x = Program(cpu_library()), torch.zeros(1, 2), torch.ones(1, 2)
+    program, total, x = Program(cpu_library(), PartClock()), torch.zeros(1, 2), torch.ones(1, 2)
     table, ids, out = torch.tensor([5, 6]), torch.tensor([[1, 2]]), torch.zeros(1, 2, dtype=torch.int64)
-    program.add("look_up", table.data_ptr(), 2, ids.data_ptr(), 1, 2, out.data_ptr())
-    program.add("add_rows", total.data_ptr(), x.data_ptr(), 1, 2)
+    program.add(OTHER, "look_up", table.data_ptr(), 2, ids.data_ptr(), 1, 2, out.data_ptr())
+    program.add(OTHER, "add_rows", total.data_ptr(), x.data_ptr(), 1, 2)
     with pytest.raises(RuntimeError, match="call 0 of 2 failed: look_up"):
         program.run((ctypes.c_int64 * 0)())
     assert not total.any()

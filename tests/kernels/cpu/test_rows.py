@@ -10,6 +10,7 @@ from moe_serve.kernels import pack_rows, rope
 from moe_serve.kernels.cpu import rows
 from moe_serve.kernels.cpu.recorder import RecordedRun, Recorder, RowInputs
 from moe_serve.kernels.norm import rms_norm_reference
+from moe_serve.kernels.part_clock import PartClock
 from moe_serve.kernels.weighted_sum import weighted_sum_reference
 from tests.tolerance import FLOAT32, relative_error
 
@@ -82,7 +83,7 @@ def test_latent_rotation_and_cache_write_match_torch(heads, nope, latent, rotate
     widths = rope.MlaWidths(nope, latent, rotated)
     for num_rows, threads in itertools.product((0, 1, 5, 200), (1, 2)):
         library.set_threads(threads)
-        recorder = Recorder(library, num_rows + 1)
+        recorder = Recorder(library, num_rows + 1, PartClock())
         q, row = recorder.buffer("q", heads, nope + rotated), recorder.buffer("row", latent + rotated + 4)
         q, row = q.normal_()[:num_rows], row.normal_()[:num_rows, : latent + rotated]
         turns, norm = turns_of(num_rows, rotated), torch.randn(latent)
