@@ -1,4 +1,4 @@
-"""What this process holds of its machine, for its metrics. Linux; elsewhere nothing is known, and zeros say so."""
+"""What this process holds of its machine, and which one it is. Linux; elsewhere nothing is known: 0 or ""."""
 
 import os
 
@@ -18,3 +18,12 @@ def num_open_files() -> int:
         return len(os.listdir("/proc/self/fd")) - 1  # the listing itself has one
     except OSError:
         return 0
+
+
+def boot_id() -> str:
+    """Returns the id of this boot of this host, whose processes read the same monotonic clock; "" where not known."""
+    try:
+        with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
+            return file.read().strip()
+    except OSError:
+        return ""

@@ -102,6 +102,8 @@ class ServerConfig(Section):
     log_requests: bool = False
     log_format: Literal["text", "json"] = "text"  # of the log of the front end and of every rank
     metrics_compat: Literal["sglang", "vllm"] | None = None  # /metrics has these names too, where they mean the same
+    # Where POST /stop_profile writes its traces of steps, their parts, and requests; None: profiles are refused
+    profile_dir: str | None = None
     incremental_stream_output: bool = False  # events of a stream hold only what is new, where the request says nothing
     # After SIGTERM open requests have so long to end, and new ones get 503. Kubernetes kills after 30 s by default.
     drain_deadline_s: NonNegativeFloat = 25.0

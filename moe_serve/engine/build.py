@@ -31,6 +31,7 @@ from moe_serve.engine.messages import ModelLimits
 from moe_serve.engine.model_facts import model_facts
 from moe_serve.engine.model_plan import ModelPlan, checkpoint_folder
 from moe_serve.engine.numerics_choice import NumericsChoice
+from moe_serve.engine.profiler import Profiler
 from moe_serve.engine.record_control import RecordControl, Speaker
 from moe_serve.engine.recovery import Rank, Recovery
 from moe_serve.engine.requests import OpenRequests
@@ -104,6 +105,7 @@ def build_engine(
         ),
         balancing=balancing,
         counters=counters,
+        profiler=Profiler(group.rank, launch_id, served.clock),
         times=StepTimes(served.clock, has_parts=served.device.type == "cpu"),
         watchdog=_step_watchdog(group.rank, config.engine.step_deadline_s, exchange, served),
         step_settings=StepSettings(

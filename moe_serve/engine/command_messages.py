@@ -34,6 +34,23 @@ class FlushCache(Message, tag="flush_cache", frozen=True):
     call_id: int
 
 
+STEP_WORDS = 11  # of one step in a profile, all int64; see Profiler.add
+
+
+class Profile(Message, tag="profile", frozen=True):
+    """Record steps for a profile, or stop and answer with them. Every rank answers for itself, with `Answer`.
+
+    command: "start" or "stop";  max_s, most_steps, most_turns: where a recording ends by itself
+    The facts of a stop: steps, int64 [n, STEP_WORDS]; turns, int64 [n, 2] (begin in ns, part); and their words.
+    """
+
+    call_id: int
+    command: str
+    max_s: float = 0.0
+    most_steps: int = 0
+    most_turns: int = 0
+
+
 class Answer(Message, tag="answer", frozen=True):
     """The answer to a command of the front end. text: what was done, or why not;  facts: such as names of files"""
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from moe_serve.attention_dp.batch import BatchBuilder
 from moe_serve.attention_dp.scheduler import Proposal, ScheduledChunk, Scheduler
 from moe_serve.engine.balancing import Balancing
-from moe_serve.engine.command_messages import Answer, FlushCache, Rebalance, RecordCommand, SetPlacement
+from moe_serve.engine.command_messages import Answer, FlushCache, Profile, Rebalance, RecordCommand, SetPlacement
 from moe_serve.engine.engine_settings import EngineSettings
 from moe_serve.engine.exchange import Exchange
 from moe_serve.engine.mailbox import Disconnected, Inbound, Mailbox, Reconnected
@@ -28,6 +28,7 @@ from moe_serve.engine.messages import (
     Tokens,
     Wake,
 )
+from moe_serve.engine.profiler import Profiler
 from moe_serve.engine.record_control import RecordControl
 from moe_serve.engine.recovery import Recovery
 from moe_serve.engine.requests import OpenRequests
@@ -70,6 +71,7 @@ class Engine:
     balancing: Balancing
     counters: EngineCounters
     times: StepTimes
+    profiler: Profiler
     watchdog: Watchdog
     step_settings: StepSettings
     settings: EngineSettings
@@ -131,9 +133,9 @@ class Engine:
         """Runs one step with all ranks, and returns its plan. Raises PeerError when one is lost: the step is void."""
         proposal = Proposal() if self.recovery.waits else self.scheduler.propose()
         self.watchdog.enter("the exchange", self.step)
-        self.times.begin()
+        began_ns = self.times.begin()
         plan = self._exchange(proposal)
-        self.served.clock.turn(OTHER)
+        agreed_ns = self.served.clock.turn(OTHER)
         self.watchdog.enter("the forward", self.step)
         self.recovery.begin_step(plan)
         self.balancing.begin_step(plan)
@@ -147,7 +149,9 @@ class Engine:
         self.records.end_step(plan)
         self.served.windows.end_step(plan, step_s)
         self.balancing.end_step(plan, step_s)
-        self.times.end(plan.phase)
+        ended_ns = self.times.end(plan.phase)
+        if self.profiler.is_on:
+            self.profiler.add(plan, (began_ns, agreed_ns, ended_ns), proposal, sum(self.served.waited_s))
         self.watchdog.leave()
         return plan
 
@@ -224,6 +228,8 @@ class Engine:
                 case FlushCache():
                     answer = Answer(self.rank, self.launch_id, message.call_id, *self.requests.flush_cache())
                     self.mailbox.send(answer)
+                case Profile():
+                    self.mailbox.send(self.profiler.command(message))
                 case ForFrontEnds():
                     self.mailbox.send(message)
                 case Shutdown():

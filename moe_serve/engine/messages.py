@@ -12,7 +12,7 @@ import msgspec
 
 from moe_serve.attention_dp.request import Request, SamplingParams
 from moe_serve.engine.balance_messages import BalanceReport
-from moe_serve.engine.command_messages import Answer, FlushCache, Rebalance, RecordCommand, SetPlacement
+from moe_serve.engine.command_messages import Answer, FlushCache, Profile, Rebalance, RecordCommand, SetPlacement
 from moe_serve.engine.logprobs import LogprobBlock
 from moe_serve.engine.message import Message as Message
 from moe_serve.engine.refusing import Refusing
@@ -232,7 +232,17 @@ class Wake(Message, tag="wake", frozen=True):
 
 
 ToRank = (
-    Submit | Abort | Alive | Shutdown | Refused | RecordCommand | Rebalance | SetPlacement | FlushCache | ForFrontEnds
+    Submit
+    | Abort
+    | Alive
+    | Shutdown
+    | Refused
+    | RecordCommand
+    | Rebalance
+    | SetPlacement
+    | FlushCache
+    | Profile
+    | ForFrontEnds
 )
 ToFrontEnd = (
     Hello

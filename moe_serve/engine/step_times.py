@@ -24,16 +24,17 @@ class StepTimes:
         self._buckets = {phase: [0] * (len(STEP_BOUNDS_S) + 1) for phase in PHASES}
         self._parts_ns = {phase: [0] * len(PARTS) for phase in PHASES}
 
-    def begin(self) -> None:
-        """Begins a step, with its exchange."""
+    def begin(self) -> int:
+        """Begins a step, with its exchange. Returns when, in ns."""
         self._began_ns = self._clock.turn(EXCHANGE)
         self._sums_ns = self._clock.sums_ns()
+        return self._began_ns
 
-    def end(self, phase: str) -> None:
-        """Ends a step and counts it, unless nobody had rows. phase: of its plan"""
+    def end(self, phase: str) -> int:
+        """Ends a step and counts it, unless nobody had rows; returns when, in ns. phase: of its plan"""
         ended_ns = self._clock.turn(BETWEEN)
         if phase not in PHASES:
-            return
+            return ended_ns
         step_s = (ended_ns - self._began_ns) / 1e9
         self._seconds[phase] += step_s
         self._buckets[phase][bisect_left(STEP_BOUNDS_S, step_s)] += 1
@@ -42,6 +43,7 @@ class StepTimes:
             total + now - then
             for total, now, then in zip(self._parts_ns[phase], self._clock.sums_ns(), before, strict=True)
         ]
+        return ended_ns
 
     def report(self) -> dict[str, PhaseTimes]:
         """Returns the totals by phase; a phase without steps is left out."""

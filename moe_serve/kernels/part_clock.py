@@ -61,12 +61,16 @@ class PartClock:
         return self._words[_SUMS:]
 
     def write_turns(self, most: int) -> None:
-        """Writes the next turns down, `most` of them; 0: none."""
+        """Forgets what was written down, and writes the next turns, `most` of them; 0: none."""
         turns = array("q", bytes(16 * most))
         self._words[_MOST_TURNS] = 0
         self._turns = turns
         self._words[_TURNS_AT], self._words[_NUM_TURNS] = turns.buffer_info()[0], 0
         self._words[_MOST_TURNS] = most
+
+    def stop_writing(self) -> None:
+        """Writes no more turns down; what was written stays."""
+        self._words[_MOST_TURNS] = self._words[_NUM_TURNS]
 
     def turns(self) -> "array[int]":
         """Returns what was written down: begin in ns and part, of one turn after the other."""

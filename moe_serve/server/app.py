@@ -42,6 +42,7 @@ from moe_serve.server.native_answers import NativeAnswers
 from moe_serve.server.openai.routes import add_openai
 from moe_serve.server.openapi import describe
 from moe_serve.server.peer_metrics import PEERS
+from moe_serve.server.profile import add_profile
 from moe_serve.server.recorder import add_recorder
 from moe_serve.server.request_ids import RequestIds
 from moe_serve.server.schemas import GenerateRequest
@@ -95,6 +96,7 @@ def make_app(config: ServeConfig, bridge: Bridge, tokenizer: Tokenizer | None) -
     add_recorder(app, config, bridge)
     add_eplb(app, config, bridge, bodies)
     add_generation_control(app, bridge, bodies)
+    add_profile(app, config, bridge, bodies)
     add_dashboard(app, config, bridge)
     document = describe(app)
     app.openapi = lambda: document  # type: ignore[method-assign]

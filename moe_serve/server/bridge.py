@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from moe_serve.config import ServeConfig
-from moe_serve.engine.command_messages import Answer, FlushCache
+from moe_serve.engine.command_messages import Answer, FlushCache, Profile
 from moe_serve.engine.incremental_decoder import Decoder
 from moe_serve.engine.messages import ModelLimits
 from moe_serve.errors import QueueFullError, RequestError
@@ -20,7 +20,7 @@ from moe_serve.server.admission import Admission, Load, Queue
 from moe_serve.server.commands import Command
 from moe_serve.server.open_request import Changes, OpenRequest, RequestSpec, UnavailableError
 from moe_serve.server.rank_link import RankLink
-from moe_serve.server.request_stats import RequestStats
+from moe_serve.server.request_book import RequestBook
 from moe_serve.server.siblings import What
 from moe_serve.server.supervisors import SUPERVISOR, Observer
 
@@ -163,14 +163,9 @@ class Bridge:
         return len(self._book)
 
     @property
-    def stats(self) -> RequestStats:
-        """Counts and times of the requests since the start."""
-        return self._book.stats
-
-    @property
-    def num_waiting(self) -> int:
-        """Requests that wait here for a rank."""
-        return self._book.num_waiting
+    def book(self) -> RequestBook:
+        """The open requests, and what has become of the others; for readers."""
+        return self._book
 
     @property
     def counters(self) -> dict[str, int]:
@@ -194,6 +189,13 @@ class Bridge:
         answers = await self._link.commands.call_each(FlushCache(0), self._serving(), self._command_deadline_s)
         self._book.forget_prompts()
         return answers
+
+    async def profile(self, command: Profile) -> list[Answer]:
+        """Tells the ranks that take part to start or to end a profile, and returns what each of them answers.
+
+        Raises as `command` does.
+        """
+        return await self._link.commands.call_each(command, self._serving(), self._command_deadline_s)
 
     def _serving(self) -> list[int]:
         """Returns the ranks that take part. Raises UnavailableError when none can serve now."""

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from moe_serve.engine.command_messages import Answer, FlushCache, Rebalance, RecordCommand, SetPlacement
+from moe_serve.engine.command_messages import Answer, FlushCache, Profile, Rebalance, RecordCommand, SetPlacement
 from moe_serve.engine.messages import Message
 from moe_serve.errors import QueueFullError
 from moe_serve.server.open_request import UnavailableError
@@ -51,12 +51,12 @@ class CommandBook:
         """
         return (await self._ask(command, ranks, ranks[:1], deadline_s))[0]
 
-    async def call_each(self, command: FlushCache, ranks: Sequence[int], deadline_s: float) -> list[Answer]:
+    async def call_each(self, command: FlushCache | Profile, ranks: Sequence[int], deadline_s: float) -> list[Answer]:
         """Returns the answers of all ranks to a command; otherwise as `call`."""
         return await self._ask(command, ranks, ranks, deadline_s)
 
     async def _ask(
-        self, command: Command | FlushCache, ranks: Sequence[int], answering: Sequence[int], deadline_s: float
+        self, command: Command | FlushCache | Profile, ranks: Sequence[int], answering: Sequence[int], deadline_s: float
     ) -> list[Answer]:
         if len(self._open) >= _MAX_OPEN:
             raise QueueFullError(f"{_MAX_OPEN} commands wait for the ranks already; try again later")

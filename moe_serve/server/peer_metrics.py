@@ -55,7 +55,7 @@ class PeerMetrics(Collector):
         return [((model, str(view.rank)), view.status) for view in views if view.status is not None]
 
     def _both(self) -> Iterator[Metric]:
-        stats, peer = self._bridge.stats, self._peer
+        stats, peer = self._bridge.book.stats, self._peer
         yield self._count(f"{peer}:prompt_tokens", "Prompt tokens.", stats.num_prompt_tokens)
         yield self._count(f"{peer}:generation_tokens", "Tokens that came out.", stats.num_output_tokens)
         for name, text, histogram in (
@@ -68,7 +68,7 @@ class PeerMetrics(Collector):
             yield one_histogram(name, text, histogram, self._own)
 
     def _sglang(self) -> Iterator[Metric]:
-        stats = self._bridge.stats
+        stats = self._bridge.book.stats
         yield self._count("sglang:cached_tokens", "Prompt tokens from a prefix cache.", stats.num_cached_tokens)
         yield self._count("sglang:num_requests", "Requests that have ended.", sum(stats.num_ended.values()))
         yield self._count("sglang:num_aborted_requests", "Requests cut short.", stats.num_ended["abort"])
@@ -83,7 +83,7 @@ class PeerMetrics(Collector):
         yield family
 
     def _vllm(self) -> Iterator[Metric]:
-        stats, told = self._bridge.stats, self._told()
+        stats, told = self._bridge.book.stats, self._told()
         for name, text, key in (
             ("vllm:prefix_cache_queries", "Prompt tokens looked up.", "num_prompt_tokens"),
             ("vllm:prefix_cache_hits", "Prompt tokens found.", "num_cached_prompt_tokens"),

@@ -23,6 +23,7 @@ from moe_serve.server.rids import RequestsByRid
 from moe_serve.server.waiting_line import WaitingLines
 from moe_serve.server.workers import Regrouped
 
+EndListener = Callable[[OpenRequest], None]
 MAX_LOSSES = 3  # ranks that may end while they serve one request, without a token in between
 
 
@@ -53,7 +54,7 @@ class RequestBook:
         self._lines = WaitingLines(config.server.priority_head_start_s)
         self._room = RankRoom(config)
         self.stats = RequestStats()
-        self._log = RequestLog() if config.server.log_requests else None
+        self.at_end: list[EndListener] = [RequestLog().write] if config.server.log_requests else []
 
     def __len__(self) -> int:
         return len(self._open)
@@ -284,8 +285,8 @@ class RequestBook:
         now_s = time.monotonic()
         self.drain_rate.count(request.spec.num_tokens, now_s)
         self.stats.count_end(request, now_s)
-        if self._log is not None:
-            self._log.write(request)
+        for tell in self.at_end:
+            tell(request)
         self._by_rid.remove(request)
         if request.rank is None:
             self._lines.remove(request.spec.rank, request.request_id)

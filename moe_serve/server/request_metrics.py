@@ -19,7 +19,7 @@ class RequestMetrics(Collector):
         self._own: Labels = () if number is None else (("front_end", str(number)),)
 
     def collect(self) -> Iterator[Metric]:
-        bridge, stats, own = self._bridge, self._bridge.stats, self._own
+        bridge, stats, own = self._bridge, self._bridge.book.stats, self._own
         names, values = [name for name, _ in own], [value for _, value in own]
 
         def gauge(name: str, text: str, value: float) -> Metric:
@@ -28,7 +28,7 @@ class RequestMetrics(Collector):
         def counter(name: str, text: str, value: float) -> Metric:
             return counters(name, text, names, [(values, value)])
 
-        waiting = bridge.num_waiting
+        waiting = bridge.book.num_waiting
         yield gauge("moe_serve_requests_running", "Open requests that a rank has.", bridge.num_open - waiting)
         yield gauge("moe_serve_requests_waiting", "Open requests that wait here for a rank.", waiting)
         ended = [((reason, *values), count) for reason, count in stats.num_ended.items()]

@@ -16,7 +16,7 @@ import zmq
 import zmq.asyncio
 
 from moe_serve.config import ServerConfig
-from moe_serve.engine.command_messages import Answer, FlushCache, Rebalance, RecordCommand, SetPlacement
+from moe_serve.engine.command_messages import Answer, FlushCache, Profile, Rebalance, RecordCommand, SetPlacement
 from moe_serve.engine.logprobs import LogprobBlock
 from moe_serve.engine.mailbox import Disconnected, Reconnected, ZmqMailbox
 from moe_serve.engine.messages import (
@@ -83,7 +83,7 @@ class FakeWorker:
     go: asyncio.Event = field(default_factory=asyncio.Event)
     submitted: list[Submit] = field(default_factory=list)
     aborted: list[str] = field(default_factory=list)
-    commands: list[RecordCommand | Rebalance | SetPlacement | FlushCache] = field(default_factory=list)
+    commands: list[RecordCommand | Rebalance | SetPlacement | FlushCache | Profile] = field(default_factory=list)
     pass_on: Callable[[ForFrontEnds], None] | None = None  # takes what front ends tell each other; None: pass it on
     answer: Callable[[int], Answer] | None = None  # by call_id, given to each command; None: no answer
     running: dict[str, Submit] = field(default_factory=dict)
@@ -141,7 +141,7 @@ class FakeWorker:
             case Abort(request_id):
                 self.aborted.append(request_id)
                 self.running.pop(request_id, None)
-            case RecordCommand() | Rebalance() | SetPlacement() | FlushCache() as command:
+            case RecordCommand() | Rebalance() | SetPlacement() | FlushCache() | Profile() as command:
                 self.commands.append(command)
                 if self.answer is not None:
                     self.say(self.answer(command.call_id))

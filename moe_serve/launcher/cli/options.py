@@ -149,3 +149,6 @@ MetricsCompat = Annotated[
     str | None,
     typer.Option("--metrics-compat", help="server.metrics_compat: sglang or vllm; /metrics has these names too"),
 ]
+ProfileDir = Annotated[
+    str | None, typer.Option("--profile-dir", help="server.profile_dir: where POST /stop_profile writes its traces")
+]

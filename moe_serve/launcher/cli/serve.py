@@ -41,6 +41,7 @@ SETTINGS = {  # of the options with a value
     "chat_template": "server.chat_template",
     "log_format": "server.log_format",
     "metrics_compat": "server.metrics_compat",
+    "profile_dir": "server.profile_dir",
 }
 FLAGS = {  # of those without one: the setting, and what it becomes
     "skip_tokenizer_init": ("model.skip_tokenizer", True),
@@ -96,6 +97,7 @@ class ServeOptions:
     log_requests: opt.LogRequests = False
     log_format: opt.LogFormat = None
     metrics_compat: opt.MetricsCompat = None
+    profile_dir: opt.ProfileDir = None
 
     def settings(self) -> dict[str, list[object]]:
         """Returns the values of all options of each setting; those that were not given are None."""
