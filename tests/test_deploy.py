@@ -57,12 +57,14 @@ def test_settings_commands_flags_and_files_exist(path: Path, commands: dict[str,
         assert (ROOT / named).is_file() or (named.startswith("docs/") and (ROOT / named).exists()), named
     for module in re.findall(r"-m\s*\n?\s*-?\s*(moe_serve(?:\.\w+)+)", text):
         assert (ROOT / (module.replace(".", "/") + ".py")).is_file(), module
+    if path.suffix == ".json":
+        return  # a board: tests/server/test_metric_names.py holds it against a front end
     for metric in re.findall(r"\bmoe_serve_(?:rank|eplb|all)[a-z_]+", text):
         assert is_metric(metric), metric
 
 
 def is_metric(name: str) -> bool:
-    plain = name.removesuffix("_total")
+    plain = re.sub("_(total|bucket|sum|count)$", "", name)
     return f'"{plain}"' in SOURCES or f'"{plain.removeprefix("moe_serve_eplb_")}"' in SOURCES
 
 

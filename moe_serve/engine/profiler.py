@@ -74,8 +74,8 @@ class Profiler:
         num_prefill = 0 if plan.hold_prefill else sum(chunk.length for chunk in proposal.prefills)
         phase = PHASES.index(plan.phase) if plan.phase in PHASES else -1
         self._steps.extend(
-            (plan.step, phase, *times_ns, len(proposal.decodes), num_prefill, plan.num_chunks, int(plan.overlap), plan.moves.activate,
-             int(1e9 * waited_s))
+            (plan.step, phase, *times_ns, len(proposal.decodes), num_prefill, plan.num_chunks, int(plan.overlap),
+             plan.moves.activate, int(1e9 * waited_s))
         )  # fmt: skip
 
     def _end(self) -> None:
