@@ -69,17 +69,17 @@ class ChatTemplates:
         tokens = {name: text for name in _SPECIAL_TOKENS if (text := _token(settings.get(name))) is not None}
         return cls(templates, tokens, config.server.trust_request_chat_template)
 
-    async def render(self, prompt: Any, max_chars: int) -> str:
-        """Returns the text of a chat. prompt: a ChatPrompt;  max_chars: a longer text is refused
+    def job(self, prompt: Any, max_chars: int) -> RenderJob:
+        """Returns what the process gets for a chat. prompt: a ChatPrompt;  max_chars: a longer text is refused
 
-        Raises RequestError where the model has no template, or it does not take these messages.
+        Raises RequestError where the model has no template, or the messages are too long for any.
         """
         if len(prompt.messages) > max_chars or sum(len(each["content"]) for each in prompt.messages) > max_chars:
             raise RequestError(
                 f"the messages have more characters than any prompt that is served ({max_chars}); shorten them",
                 field="messages",
             )
-        job = RenderJob(
+        return RenderJob(
             template=self._template(prompt.chat_template, has_tools=prompt.tools is not None),
             messages=prompt.messages,
             tools=prompt.tools,
@@ -90,8 +90,11 @@ class ChatTemplates:
             kwargs=prompt.kwargs,
             max_chars=max_chars,
         )
+
+    async def render(self, prompt: Any, max_chars: int) -> str:
+        """Returns the text of a chat, as `job`, and raises as it; also where the template refuses the messages."""
         try:
-            reply = await self._process.ask(msgspec.msgpack.encode(job))
+            reply = await self._process.ask(msgspec.msgpack.encode(self.job(prompt, max_chars)))
         except TimeoutError:
             raise RequestError(
                 f"the chat template takes longer than {_DEADLINE_S:g} s for these messages; send less", "messages"

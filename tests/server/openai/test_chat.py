@@ -133,7 +133,7 @@ def test_a_clients_template_runs_where_the_server_trusts_it(tmp_path: Path):
             assert TEXT.decode(served.workers[0].submitted[0].prompt_ids, False) == "hi!<|bos|>low"
             refused = await post(served, CHAT, messages=HI, chat_template="{{ raise_exception('no, thanks') }}")
             assert "no, thanks" in refused.json()["error"]["message"]
-            endless = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
+            endless = "{% for i in range(10**9) %}{% endfor %}"
             refused = await post(served, CHAT, messages=HI, chat_template=endless)
             assert (refused.status_code, refused.json()["error"]["param"]) == (400, "messages")
             assert (await post(served, CHAT, messages=HI, max_tokens=1)).status_code == 200
