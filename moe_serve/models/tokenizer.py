@@ -85,6 +85,11 @@ class Tokenizer:
             return False
         return self._backend.id_to_token(token_id) is not None
 
+    def token_of(self, token_id: int) -> str | None:
+        """Returns how the vocabulary spells a token, such as "Ġthe"; None where it has no such id."""
+        found = self._backend.id_to_token(token_id)
+        return None if found is None else str(found)
+
     @cached_property
     def _special_ids(self) -> frozenset[int]:
         added = self._backend.get_added_tokens_decoder()

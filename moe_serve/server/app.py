@@ -40,6 +40,7 @@ from moe_serve.server.keys import KeyRing
 from moe_serve.server.metrics import make_registry
 from moe_serve.server.native_answers import NativeAnswers
 from moe_serve.server.openai.routes import add_openai
+from moe_serve.server.openai.tokenize_routes import add_tokenize
 from moe_serve.server.openapi import describe
 from moe_serve.server.peer_metrics import PEERS
 from moe_serve.server.profile import add_profile
@@ -90,6 +91,7 @@ def make_app(config: ServeConfig, bridge: Bridge, tokenizer: Tokenizer | None) -
     doors = Doors(bodies, parser, bridge, tokenizer, degradation)
     _add_generate(app, doors)
     add_openai(app, doors, templates, served_name(config.model))
+    add_tokenize(app, doors, templates, served_name(config.model))
     add_health(app, config, bridge)
     _add_information(app, config, bridge, has_tokenizer=tokenizer is not None)
     _add_metrics(app, bridge, AdmissionMetrics(bridge, clients, degradation))

@@ -144,7 +144,7 @@ def take_options(values: Fields, default_tokens: int, prefix: str) -> CallOption
         values.take(name, lambda name, value: None)
     return CallOptions(
         taken=taken,
-        model=values.take("model", _model),
+        model=values.take("model", model_name),
         stream=stream,
         include_usage=include_usage,
         continuous_usage=continuous_usage,
@@ -167,7 +167,8 @@ def _stream_options(name: str, value: Any) -> tuple[bool, bool]:
     return include_usage, include_usage and continuous_usage
 
 
-def _model(name: str, value: Any) -> str:
+def model_name(name: str, value: Any) -> str:
+    """Checks the name of a model; which ones there are is known later."""
     if not isinstance(value, str):
         raise RequestError(f"{name} is {show(value)}, expected the name of a model", field=name)
     return value

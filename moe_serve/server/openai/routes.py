@@ -9,10 +9,7 @@ from functools import partial
 from fastapi import FastAPI, Request, Response
 
 from moe_serve.errors import RequestError
-from moe_serve.models.tokenizer import Tokenizer
-from moe_serve.server.answers import UnknownModelError
 from moe_serve.server.body_parser import CHAT_BODY, COMPLETION_BODY
-from moe_serve.server.bridge import Bridge
 from moe_serve.server.chat_template import ChatTemplates
 from moe_serve.server.doors import Doors
 from moe_serve.server.generate import CallResponse
@@ -22,7 +19,7 @@ from moe_serve.server.openai.completion_answers import CompletionAnswers
 from moe_serve.server.openai.completion_request import CompletionRequest
 from moe_serve.server.openai.logprobs import texts_of
 from moe_serve.server.openai.output_parser import PlainText
-from moe_serve.server.prompts import NO_TOKENIZER
+from moe_serve.server.openai.prompting import check_model, most_chars
 from moe_serve.server.sampling_fields import OPENAI_NAMES, ParamNames
 from moe_serve.server.schemas import GenerateRequest
 
@@ -40,7 +37,7 @@ def add_openai(app: FastAPI, doors: Doors, templates: ChatTemplates, name: str) 
         """OpenAI's completions: text or token ids, single or batch, JSON or a stream."""
 
         async def call_of(given: CompletionRequest) -> GenerateRequest:
-            _check_model(given.options.model, name)
+            check_model(given.options.model, name)
             return given.call
 
         given, call = await doors.open(request, COMPLETION_BODY, call_of, partial(_in_openai_words, prompt="prompt"))
@@ -51,8 +48,8 @@ def add_openai(app: FastAPI, doors: Doors, templates: ChatTemplates, name: str) 
         """OpenAI's chat completions: messages, made one text by the model's chat template, JSON or a stream."""
 
         async def call_of(given: ChatRequest) -> GenerateRequest:
-            _check_model(given.options.model, name)
-            text = await templates.render(given.prompt, _most_chars(bridge, doors.tokenizer))
+            check_model(given.options.model, name)
+            text = await templates.render(given.prompt, most_chars(bridge, doors.tokenizer))
             return given.options.call([(text, None)], given.prompt.add_special_tokens)
 
         given, call = await doors.open(
@@ -72,17 +69,3 @@ def _in_openai_words(error: RequestError, prompt: str, names: ParamNames = OPENA
         return RequestError(re.sub(rf"^{field}\b", prompt, message), prompt)
     shorter = RequestError(message.replace("sampling_params.", ""), field.removeprefix("sampling_params."))
     return names.translated(shorter)
-
-
-def _check_model(asked: str | None, name: str) -> None:
-    if asked not in (None, name):
-        raise UnknownModelError(
-            f"model is {asked[:100]!r}, but this server serves {name!r}; send this name, or none", field="model"
-        )
-
-
-def _most_chars(bridge: Bridge, tokenizer: Tokenizer | None) -> int:
-    """Returns the characters of the longest text that can be a prompt."""
-    if tokenizer is None:
-        raise RequestError(f"messages need a tokenizer, but {NO_TOKENIZER}; send prompt to {COMPLETIONS}", "messages")
-    return bridge.limits.max_prompt_len * tokenizer.longest_token
