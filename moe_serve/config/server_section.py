@@ -104,6 +104,11 @@ class ServerConfig(Section):
     metrics_compat: Literal["sglang", "vllm"] | None = None  # /metrics has these names too, where they mean the same
     # Where POST /stop_profile writes its traces of steps, their parts, and requests; None: profiles are refused
     profile_dir: str | None = None
+    # What becomes of the text of chats: names of parsers as in SGLang and vLLM. reasoning_parser: deepseek-r1,
+    # deepseek-v3, qwen3, qwen3-thinking, glm45, minimax-m2, kimi_k2 or gpt-oss; tool_call_parser: hermes, qwen25,
+    # qwen3_coder, deepseekv3, deepseekv31, glm45, minimax-m2, kimi_k2, mistral or gpt-oss. None: all text is content.
+    reasoning_parser: str | None = None
+    tool_call_parser: str | None = None
     incremental_stream_output: bool = False  # events of a stream hold only what is new, where the request says nothing
     # After SIGTERM open requests have so long to end, and new ones get 503. Kubernetes kills after 30 s by default.
     drain_deadline_s: NonNegativeFloat = 25.0

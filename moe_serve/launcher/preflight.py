@@ -10,6 +10,7 @@ from moe_serve.log import get_logger
 from moe_serve.models.tokenizer import Tokenizer
 from moe_serve.models.tokenizer_files import tokenizer_file
 from moe_serve.server.keys import KeyRing
+from moe_serve.server.openai.parsed_output import OutputParsers
 from moe_serve.server.tls import make_tls
 
 if TYPE_CHECKING:
@@ -66,8 +67,9 @@ def _check_memory(config: ServeConfig, spec: "ModelSpec") -> None:
 
 
 def look_at_secrets(config: ServeConfig) -> None:
-    """Raises ConfigError where the files for TLS or with API keys cannot be used."""
+    """Raises ConfigError where the files for TLS or with API keys, or names of parsers, cannot be used."""
     make_tls(config.server)
+    OutputParsers(config.server, None)
     KeyRing.load(config.server)
 
 

@@ -39,6 +39,7 @@ from moe_serve.server.health import add_health
 from moe_serve.server.keys import KeyRing
 from moe_serve.server.metrics import make_registry
 from moe_serve.server.native_answers import NativeAnswers
+from moe_serve.server.openai.parsed_output import OutputParsers
 from moe_serve.server.openai.routes import add_openai
 from moe_serve.server.openai.tokenize_routes import add_tokenize
 from moe_serve.server.openapi import describe
@@ -90,7 +91,7 @@ def make_app(config: ServeConfig, bridge: Bridge, tokenizer: Tokenizer | None) -
     _add_errors(app)
     doors = Doors(bodies, parser, bridge, tokenizer, degradation)
     _add_generate(app, doors)
-    add_openai(app, doors, templates, served_name(config.model))
+    add_openai(app, doors, templates, OutputParsers(config.server, tokenizer), served_name(config.model))
     add_tokenize(app, doors, templates, served_name(config.model))
     add_health(app, config, bridge)
     _add_information(app, config, bridge, has_tokenizer=tokenizer is not None)

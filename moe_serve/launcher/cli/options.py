@@ -137,6 +137,13 @@ TrustChatTemplate = Annotated[
         help="server.trust_request_chat_template: clients may send a template, which runs in a sandbox",
     ),
 ]
+ReasoningParser = Annotated[
+    str | None,
+    typer.Option(help="server.reasoning_parser: how the model marks its reasoning, such as qwen3 or deepseek-r1"),
+]
+ToolCallParser = Annotated[
+    str | None, typer.Option(help="server.tool_call_parser: how the model writes calls of tools, such as qwen25")
+]
 MaxConnections = Annotated[int | None, typer.Option(help="server.max_connections, open at a time")]
 LogRequests = Annotated[
     bool,

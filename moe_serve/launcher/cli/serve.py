@@ -42,6 +42,8 @@ SETTINGS = {  # of the options with a value
     "log_format": "server.log_format",
     "metrics_compat": "server.metrics_compat",
     "profile_dir": "server.profile_dir",
+    "reasoning_parser": "server.reasoning_parser",
+    "tool_call_parser": "server.tool_call_parser",
 }
 FLAGS = {  # of those without one: the setting, and what it becomes
     "skip_tokenizer_init": ("model.skip_tokenizer", True),
@@ -93,6 +95,8 @@ class ServeOptions:
     max_connections: opt.MaxConnections = None
     api_workers: opt.ApiWorkers = None
     chat_template: opt.ChatTemplate = None
+    reasoning_parser: opt.ReasoningParser = None
+    tool_call_parser: opt.ToolCallParser = None
     trust_request_chat_template: opt.TrustChatTemplate = False
     log_requests: opt.LogRequests = False
     log_format: opt.LogFormat = None

@@ -73,8 +73,8 @@ def failure_event(request: OpenRequest) -> bytes:
     return event_of(error_of(request.failure))
 
 
-def stream_end(call: Call, head: Head, kind: str, options: CallOptions) -> bytes:
-    """Returns the end of a stream, with the numbers of tokens where they are asked for."""
+def stream_end(call: Call, head: Head, kind: str, options: CallOptions, numbers: dict[str, Any] | None = None) -> bytes:
+    """Returns the end of a stream, with the numbers of tokens where they are asked for. numbers: None = `usage`"""
     if not options.include_usage or any(request.failure is not None for request in call.requests):
         return DONE
-    return event_of({**head.fields(kind), "choices": [], "usage": usage(call)}) + DONE
+    return event_of({**head.fields(kind), "choices": [], "usage": numbers or usage(call)}) + DONE

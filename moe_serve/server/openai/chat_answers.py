@@ -16,7 +16,7 @@ from moe_serve.server.openai.answers import (
 )
 from moe_serve.server.openai.chat_request import ChatRequest
 from moe_serve.server.openai.logprobs import TextOf, chat_logprobs
-from moe_serve.server.openai.output_parser import Delta, NewOutput, OutputParser, merged
+from moe_serve.server.openai.output_parser import Delta, NewOutput, OutputParser, merged, whole_message
 
 _CHUNK = "chat.completion.chunk"
 _TAIL = b'},"logprobs":null,"finish_reason":null}]}\n\n'
@@ -48,16 +48,14 @@ class ChatAnswers:
     def whole(self, call: Call) -> bytes:
         choices = []
         for index, request in enumerate(call.requests):
-            message = {"role": "assistant", "content": None, **merged(self._push(call, index))}
-            if message["content"] is None and "tool_calls" not in message:
-                message["content"] = ""
+            message = whole_message(self._push(call, index))
             choice = {"index": index, "message": message, "logprobs": None, **self._end_of(index, request)}
             if self._has_logprobs:
                 choice["logprobs"] = chat_logprobs(request, 0, self._text_of)
             if self._options.return_token_ids:
                 choice["token_ids"] = request.matcher.output_ids
             choices.append(choice)
-        answer = {**self._head.fields("chat.completion"), "choices": choices, "usage": usage(call)}
+        answer = {**self._head.fields("chat.completion"), "choices": choices, "usage": self._usage(call)}
         if self._options.return_token_ids:
             answer["prompt_token_ids"] = call.requests[0].spec.prompt_ids
         return json_bytes(answer)
@@ -82,7 +80,14 @@ class ChatAnswers:
         return b"".join(events)
 
     def end(self, call: Call) -> bytes:
-        return stream_end(call, self._head, _CHUNK, self._options)
+        return stream_end(call, self._head, _CHUNK, self._options, self._usage(call))
+
+    def _usage(self, call: Call) -> dict[str, Any]:
+        """Returns the numbers of tokens, those of the reasoning among them where they are known."""
+        counts = [parser.reasoning_tokens() for parser in self._parsers]
+        known = [count for count in counts if count is not None]
+        details = {"completion_tokens_details": {"reasoning_tokens": sum(known)}} if known else {}
+        return usage(call) | details
 
     def _push(self, call: Call, index: int) -> list[Delta]:
         """Hands what is new of a choice to its parser, and returns what that makes of it."""

@@ -1,24 +1,20 @@
 """Parses the body of `/v1/chat/completions`: JSON bytes in, checked values out. Torch-free."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from moe_serve.errors import RequestError
 from moe_serve.server.json_fields import boolean, natural_number, parse_nested_object
 from moe_serve.server.openai.call_options import REST_OF_CONTEXT, CallOptions, fields_of, take_options
 from moe_serve.server.openai.messages import MAX_DEPTH, ChatPrompt, take_chat_prompt
+from moe_serve.server.openai.tools import ReasoningUse, ToolUse, take_reasoning_use, take_tool_use
 
 NEUTRAL_FIELDS: Mapping[str, tuple[Any, ...]] = {
     "prompt_logprobs": (),
     "echo": (False,),
     "functions": ([],),
     "function_call": ("none", "auto"),
-    "tool_choice": ("none", "auto"),
-    "parallel_tool_calls": (True, False),
-    "include_reasoning": (True,),
-    "separate_reasoning": (True,),
-    "stream_reasoning": (True,),
 }
 
 
@@ -28,6 +24,8 @@ class ChatRequest:
 
     prompt: ChatPrompt
     options: CallOptions
+    tools: ToolUse
+    reasoning: ReasoningUse
     logprobs: bool = False  # choices have log probabilities
 
 
@@ -44,7 +42,16 @@ def parse_chat(body: bytes, max_prompts: int) -> ChatRequest:
         raise RequestError("messages is an empty list, expected at least one message", field="messages")
     logprobs = bool(values.take("logprobs", boolean))
     num_top = values.take("top_logprobs", natural_number) or 0
+    tools = take_tool_use(values, prompt.tools)
+    reasoning = take_reasoning_use(values)
     values.refuse_the_rest()
     if num_top and not logprobs:
         raise RequestError("top_logprobs is given, but logprobs is not true; set it", field="top_logprobs")
-    return ChatRequest(prompt, options.with_params(logprobs=num_top) if logprobs else options, logprobs)
+    if logprobs:
+        options = options.with_params(logprobs=num_top)
+    if (constraint := tools.constraint()) is not None:
+        options = options.with_params(constraint=constraint)
+        options.taken.params.validate()
+    if tools.choice == "none":
+        prompt = replace(prompt, tools=None)  # a model that reads of tools would call them
+    return ChatRequest(prompt, options, tools, reasoning, logprobs)

@@ -32,6 +32,9 @@ class OutputParser(Protocol):
     def finish_reason(self, reason: str) -> str:
         """Returns why the message ended in OpenAI's words, such as "tool_calls" for a "stop"."""
 
+    def reasoning_tokens(self) -> int | None:
+        """Returns how many tokens of the output were reasoning; None where that is not known."""
+
 
 class PlainText:
     """All that the model writes is the message's content."""
@@ -42,11 +45,39 @@ class PlainText:
     def finish_reason(self, reason: str) -> str:
         return reason
 
+    def reasoning_tokens(self) -> int | None:
+        return None
+
 
 def merged(deltas: list[Delta]) -> Delta:
-    """Returns the fields of a whole message from its deltas: their texts joined."""
-    message: Delta = {}
+    """Returns the fields of several deltas as those of one: their texts joined, calls by their index."""
+    texts: dict[str, list[str]] = {}
+    calls: dict[int, dict[str, Any]] = {}
+    arguments: dict[int, list[str]] = {}
     for delta in deltas:
         for key, value in delta.items():
-            message[key] = message[key] + value if key in message else value
+            if key != "tool_calls":
+                texts.setdefault(key, []).append(value)
+                continue
+            for call in value:
+                calls.setdefault(call["index"], call)
+                arguments.setdefault(call["index"], []).append(call["function"]["arguments"])
+    message: Delta = {key: "".join(parts) for key, parts in texts.items()}
+    if calls:
+        message["tool_calls"] = [
+            {**call, "function": {**call["function"], "arguments": "".join(arguments[index])}}
+            for index, call in calls.items()
+        ]
+    return message
+
+
+def whole_message(deltas: list[Delta]) -> Delta:
+    """Returns the message of all deltas of an output, whose calls are numbered by their order alone."""
+    message: Delta = {"role": "assistant", "content": None, **merged(deltas)}
+    if "tool_calls" in message:
+        message["tool_calls"] = [
+            {key: value for key, value in call.items() if key != "index"} for call in message["tool_calls"]
+        ]
+    elif message["content"] is None:
+        message["content"] = ""
     return message

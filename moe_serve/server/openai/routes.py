@@ -18,7 +18,7 @@ from moe_serve.server.openai.chat_request import ChatRequest
 from moe_serve.server.openai.completion_answers import CompletionAnswers
 from moe_serve.server.openai.completion_request import CompletionRequest
 from moe_serve.server.openai.logprobs import texts_of
-from moe_serve.server.openai.output_parser import PlainText
+from moe_serve.server.openai.parsed_output import OutputParsers
 from moe_serve.server.openai.prompting import check_model, most_chars
 from moe_serve.server.sampling_fields import OPENAI_NAMES, ParamNames
 from moe_serve.server.schemas import GenerateRequest
@@ -28,7 +28,7 @@ CHAT = "/v1/chat/completions"
 CHAT_NAMES = ParamNames({**OPENAI_NAMES.other, "logprobs": ("top_logprobs",)})
 
 
-def add_openai(app: FastAPI, doors: Doors, templates: ChatTemplates, name: str) -> None:
+def add_openai(app: FastAPI, doors: Doors, templates: ChatTemplates, parsers: OutputParsers, name: str) -> None:
     """Adds the routes. name: of the model that is served"""
     bridge = doors.bridge
 
@@ -50,14 +50,17 @@ def add_openai(app: FastAPI, doors: Doors, templates: ChatTemplates, name: str) 
         async def call_of(given: ChatRequest) -> GenerateRequest:
             check_model(given.options.model, name)
             text = await templates.render(given.prompt, most_chars(bridge, doors.tokenizer))
-            return given.options.call([(text, None)], given.prompt.add_special_tokens)
+            options = given.options
+            if parsers.needs_special_tokens(given.tools):
+                options = options.with_params(skip_special_tokens=False)
+            return options.call([(text, None)], given.prompt.add_special_tokens)
 
         given, call = await doors.open(
             request, CHAT_BODY, call_of, partial(_in_openai_words, prompt="messages", names=CHAT_NAMES)
         )
-        return CallResponse(
-            call, bridge, ChatAnswers(given, call, name, texts_of(doors.tokenizer), PlainText), given.options.stream
-        )
+        make_parser = parsers.of(given.tools, given.reasoning, call.requests[0].spec.prompt_ids)
+        answers = ChatAnswers(given, call, name, texts_of(doors.tokenizer), make_parser)
+        return CallResponse(call, bridge, answers, given.options.stream)
 
 
 def _in_openai_words(error: RequestError, prompt: str, names: ParamNames = OPENAI_NAMES) -> RequestError:

@@ -1,0 +1,148 @@
+"""The fields of OpenAI's messages from what parsers make of an output. Torch-free."""
+
+import uuid
+from collections.abc import Callable, Sequence
+
+from moe_serve.config import ServerConfig
+from moe_serve.models.tokenizer import Tokenizer
+from moe_serve.server.openai.output_parser import Delta, NewOutput, OutputParser, PlainText
+from moe_serve.server.openai.parsers.calls import CallParser
+from moe_serve.server.openai.parsers.forced import NamedCallParser, RequiredCallsParser
+from moe_serve.server.openai.parsers.harmony import END, MESSAGE, START
+from moe_serve.server.openai.parsers.parts import CallArguments, CallStart, Content, Parser, Part, Reasoning, joined
+from moe_serve.server.openai.parsers.registry import HARMONY, REASONING_PARSERS, TOOL_CALL_PARSERS, known_name
+from moe_serve.server.openai.parsers.think import ThinkParser, ThinkTags
+from moe_serve.server.openai.tools import ReasoningUse, ToolUse
+
+_PROMPT_END = 16  # tokens of the prompt that say whether the output begins inside the reasoning
+
+
+class OutputParsers:
+    """The parsers of one server."""
+
+    def __init__(self, config: ServerConfig, tokenizer: Tokenizer | None):
+        """Raises ConfigError for names that are not known."""
+        reasoning = known_name("server.reasoning_parser", config.reasoning_parser, REASONING_PARSERS)
+        calls = known_name("server.tool_call_parser", config.tool_call_parser, TOOL_CALL_PARSERS)
+        self._is_harmony = HARMONY in (reasoning, calls)
+        self._tags = None if reasoning is None else REASONING_PARSERS[reasoning]
+        self._calls = None if calls is None else TOOL_CALL_PARSERS[calls]
+        self._tokenizer = tokenizer
+        self._end_id = self._id_of(self._tags.end) if self._tags else None
+        of_calls = (MESSAGE, START, END) if self._is_harmony else self._calls.markers if self._calls else ()
+        self._reasoning_hides = self._is_harmony or (self._tags is not None and self._are_hidden((self._tags.end,)))
+        self._calls_hide = self._are_hidden(of_calls)
+
+    def needs_special_tokens(self, tools: ToolUse) -> bool:
+        """Returns whether special tokens must be shown: markers are among them."""
+        return self._reasoning_hides or (tools.choice == "auto" and self._calls_hide)
+
+    def of(self, tools: ToolUse, reasoning: ReasoningUse, prompt_ids: Sequence[int]) -> Callable[[], OutputParser]:
+        """Returns what makes the parser of one choice of an answer to a prompt."""
+        if tools.choice == "named":
+            schemas = {tools.name: tools.schemas[tools.name]}
+            return lambda: ParsedOutput([NamedCallParser(schemas)], tools, reasoning)
+        if tools.choice == "required":
+            return lambda: ParsedOutput([RequiredCallsParser(tools.schemas)], tools, reasoning)
+        schemas = tools.schemas if tools.choice == "auto" and self._calls is not None else {}
+        if self._is_harmony:
+            parser_class = TOOL_CALL_PARSERS[HARMONY]
+            return lambda: ParsedOutput([parser_class(schemas)], tools, reasoning)
+        tags = self._tags if reasoning.separate else None
+        calls = self._calls if schemas else None
+        if tags is None and calls is None:
+            return PlainText
+        prompt_end = ""
+        if tags is not None and self._tokenizer is not None:
+            prompt_end = self._tokenizer.decode(prompt_ids[-_PROMPT_END:], skip_special_tokens=False)
+        return lambda: ParsedOutput(_stages(tags, prompt_end, calls, tools), tools, reasoning, self._end_id)
+
+    def _id_of(self, marker: str) -> int | None:
+        """Returns the id of a marker that is one token."""
+        ids = [] if self._tokenizer is None else self._tokenizer.encode(marker, add_special_tokens=False)
+        return ids[0] if len(ids) == 1 else None
+
+    def _are_hidden(self, markers: Sequence[str]) -> bool:
+        ids = [self._id_of(marker) for marker in markers]
+        return self._tokenizer is not None and any(i is not None and not self._tokenizer.has_text(i) for i in ids)
+
+
+def _stages(tags: ThinkTags | None, prompt_end: str, calls: type[CallParser] | None, tools: ToolUse) -> list[Parser]:
+    return [
+        *([ThinkParser(tags, prompt_end)] if tags is not None else []),
+        *([calls(tools.schemas)] if calls is not None else []),
+    ]
+
+
+class ParsedOutput:
+    """Reads the output of one choice: each stage reads the content that the one before it leaves."""
+
+    def __init__(self, stages: list[Parser], tools: ToolUse, reasoning: ReasoningUse, end_id: int | None = None):
+        """end_id: of the token that ends the reasoning"""
+        self._stages = stages
+        self._tools = tools
+        self._reasoning = reasoning
+        self._end_id = end_id
+        self._held: list[str] = []  # reasoning that is not streamed
+        self._num_calls = 0
+        self._token_ids: list[int] = []
+        self._has_reasoning = False
+
+    def push(self, new: NewOutput) -> list[Delta]:
+        """Returns what is new of the message; all that was held back, where the output ends."""
+        if self._end_id is not None:
+            self._token_ids += new.token_ids
+        parts = self._through([Content(new.text)] if new.text else [], new.finish is not None)
+        deltas = [delta for part in parts for delta in self._deltas(part)]
+        return deltas + (self._release() if new.finish is not None else [])
+
+    def finish_reason(self, reason: str) -> str:
+        """Returns "tool_calls" for a "stop" behind calls that the model chose to make."""
+        return "tool_calls" if reason == "stop" and self._num_calls and self._tools.choice != "named" else reason
+
+    def reasoning_tokens(self) -> int | None:
+        """Returns the tokens of the reasoning, with its end tag; None where the tag is no token of its own."""
+        if self._end_id is None:
+            return None
+        if not self._has_reasoning:
+            return 0
+        ids = self._token_ids
+        return ids.index(self._end_id) + 1 if self._end_id in ids else len(ids)
+
+    def _through(self, parts: list[Part], is_last: bool) -> list[Part]:
+        for stage in self._stages:
+            read: list[Part] = []
+            for part in parts:
+                read += stage.push(part.text) if isinstance(part, Content) else [part]
+            parts = read + (stage.finish() if is_last else [])
+        return joined(parts)
+
+    def _deltas(self, part: Part) -> list[Delta]:
+        match part:
+            case Reasoning(text):
+                self._has_reasoning = True
+                if not self._reasoning.separate:
+                    return [{"content": text}]
+                if self._reasoning.included:
+                    self._held.append(text)
+                return self._release() if self._reasoning.streamed else []
+            case Content(text):
+                return [*self._release(), {"content": text}]
+            case CallStart(index, name, call_id):
+                self._num_calls = max(self._num_calls, index + 1)
+                if index and not self._tools.parallel:
+                    return self._release()
+                call_id = call_id or f"call_{uuid.uuid4().hex[:24]}"
+                function = {"name": name, "arguments": ""}
+                call = {"index": index, "id": call_id, "type": "function", "function": function}
+                return [*self._release(), {"tool_calls": [call]}]
+            case CallArguments(index, text):
+                if index and not self._tools.parallel:
+                    return []
+                return [{"tool_calls": [{"index": index, "function": {"arguments": text}}]}]
+
+    def _release(self) -> list[Delta]:
+        """Returns the reasoning that was held back."""
+        text = "".join(self._held)
+        self._held.clear()
+        return [{"reasoning_content": text, "reasoning": text}] if text else []

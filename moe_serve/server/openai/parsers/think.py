@@ -1,0 +1,61 @@
+"""Reasoning between tags at the beginning of an output: DeepSeek-R1 and V3.1, Qwen3, GLM-4.5, MiniMax-M2, Kimi-K2.
+
+Chat templates may have written the first tag, or an empty pair of tags, into the prompt already. Torch-free.
+"""
+
+from dataclasses import dataclass
+
+from moe_serve.server.openai.parsers.parts import Content, Reasoning
+from moe_serve.server.openai.parsers.stream import Steps, StreamParser
+
+
+@dataclass(frozen=True)
+class ThinkTags:
+    """How a family marks its reasoning.
+
+    begins_inside: the output is reasoning from its first token where the prompt does not say
+    interrupts:    markers that end it, too, and are read on as content
+    """
+
+    start: str = "<think>"
+    end: str = "</think>"
+    begins_inside: bool = False
+    interrupts: tuple[str, ...] = ()
+
+    def inside(self, prompt_end: str) -> bool:
+        """Returns whether the output begins inside the reasoning. prompt_end: the last characters of the prompt"""
+        prompt_end = prompt_end.rstrip()
+        if prompt_end.endswith(self.start):
+            return True
+        return self.begins_inside and not prompt_end.endswith(self.end)
+
+
+class ThinkParser(StreamParser):
+    """Parts reasoning from content. Whitespace around the tags is dropped."""
+
+    def __init__(self, tags: ThinkTags, prompt_end: str):
+        self._tags = tags
+        self._is_inside = tags.inside(prompt_end)
+        super().__init__()
+
+    def _parse(self) -> Steps[None]:
+        tags = self._tags
+        yield from self._skip_space()
+        if (yield from self._accept(tags.start)) or self._is_inside:
+            self._unsaid.clear()
+            yield from self._skip_space()
+            found = yield from self._until((tags.end, *tags.interrupts), lambda text: self._add(Reasoning(text)))
+            self._unsaid.clear()
+            if found in tags.interrupts:
+                self._add(Content(found))
+            else:
+                yield from self._skip_space()
+                self._unsaid.clear()
+        self._give_back()
+        while True:
+            if self._text:
+                self._add(Content(self._text))
+                self._text = ""
+            if self._has_ended:
+                return
+            yield

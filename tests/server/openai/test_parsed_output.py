@@ -1,0 +1,208 @@
+"""Reasoning and tool calls in chats: settings, fields of requests, messages, deltas, usage."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from moe_serve.config import load_config
+from moe_serve.errors import ConfigError
+from moe_serve.launcher.preflight import look_at_secrets
+from moe_serve.server.openai.output_parser import NewOutput, merged
+from moe_serve.server.openai.parsed_output import OutputParsers, ParsedOutput
+from moe_serve.server.openai.parsers.hermes import HermesParser
+from moe_serve.server.openai.parsers.registry import REASONING_PARSERS, TOOL_CALL_PARSERS, known_name
+from moe_serve.server.openai.parsers.think import ThinkParser, ThinkTags
+from moe_serve.server.openai.tools import ReasoningUse, ToolUse
+from tests.server.openai.calls import CHAT, HI, TEXT, post, says, stream, with_template
+from tests.server.served import in_event_loop, serving
+
+WEATHER = {"name": "get_weather", "parameters": {"type": "object", "properties": {"city": {"type": "string"}}}}
+TOOLS = [{"type": "function", "function": WEATHER}]
+CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Paris"}}\n</tool_call>'
+ANSWER = f"<think>\nWhere?\n</think>\n\nI look.\n{CALL}\n{CALL}"
+QWEN = ("server.reasoning_parser=qwen3", "server.tool_call_parser=qwen25")
+
+
+def checked(message: dict[str, Any], num_calls: int = 2) -> None:
+    assert message["role"] == "assistant"
+    assert message["reasoning_content"] == message["reasoning"] == "Where?"
+    assert message["content"] == "I look."
+    calls = message["tool_calls"]
+    assert len({call["id"] for call in calls}) == len(calls) == num_calls
+    for call in calls:
+        assert call["type"] == "function"
+        assert call["function"] == {"name": "get_weather", "arguments": '{"city": "Paris"}'}
+
+
+@in_event_loop
+async def test_reasoning_and_calls_are_fields_of_the_message(tmp_path: Path):
+    async with serving(1, with_template(tmp_path), *QWEN, reply=says(ANSWER)) as served:
+        answer = (await post(served, CHAT, messages=HI, tools=TOOLS, max_tokens=150)).json()
+        events = await stream(served, CHAT, messages=HI, tools=TOOLS, max_tokens=150, n=2)
+        one = (await post(served, CHAT, messages=HI, tools=TOOLS, max_tokens=150, parallel_tool_calls=False)).json()
+        continuous = await stream(
+            served, CHAT, messages=HI, tools=TOOLS, max_tokens=150,
+            stream_options={"include_usage": True, "continuous_usage_stats": True},
+        )  # fmt: skip
+    (choice,) = answer["choices"]
+    checked(choice["message"])
+    assert choice["finish_reason"] == "tool_calls"
+    assert all("index" not in call for call in choice["message"]["tool_calls"])
+    for deltas in (
+        [event["choices"][0]["delta"] for event in events if event["choices"][0]["index"] == 1],
+        [event["choices"][0]["delta"] for event in continuous if event["choices"]],
+    ):
+        assert deltas[0] == {"role": "assistant", "content": ""}
+        message = merged([delta for delta in deltas if delta])
+        checked(message)
+        assert [call["index"] for call in message["tool_calls"]] == [0, 1]
+        names = [call for delta in deltas for call in delta.get("tool_calls", []) if "id" in call]
+        assert [call["function"]["name"] for call in names] == ["get_weather"] * 2
+    assert {event["choices"][0]["finish_reason"] for event in events} == {None, "tool_calls"}
+    checked(one["choices"][0]["message"], num_calls=1)
+
+
+@in_event_loop
+async def test_without_parsers_all_text_is_content(tmp_path: Path):
+    async with serving(1, with_template(tmp_path), reply=says(ANSWER)) as served:
+        answer = (await post(served, CHAT, messages=HI, tools=TOOLS, max_tokens=150)).json()
+    assert answer["choices"][0]["message"] == {"role": "assistant", "content": ANSWER}
+    assert answer["choices"][0]["finish_reason"] == "stop"
+
+
+@in_event_loop
+async def test_what_the_client_does_not_want_is_left_out(tmp_path: Path):
+    template = "{{ tools | length if tools else 'no tools' }}"
+    async with serving(1, with_template(tmp_path, template), *QWEN, reply=says(ANSWER)) as served:
+
+        async def message(**fields: Any) -> dict[str, Any]:
+            answer = await post(served, CHAT, messages=HI, tools=TOOLS, max_tokens=150, **fields)
+            found = answer.json()["choices"][0]["message"]
+            assert isinstance(found, dict)
+            return found
+
+        assert "reasoning" not in await message(include_reasoning=False)
+        joined = await message(separate_reasoning=False)
+        assert joined["content"] == "<think>\nWhere?\n</think>\n\nI look."
+        none = await message(tool_choice="none")
+        assert none["content"] == f"I look.\n{CALL}\n{CALL}"
+        prompts = [TEXT.decode(submit.prompt_ids) for submit in served.workers[0].submitted]
+    assert prompts == ["1", "1", "no tools"]
+
+
+WRONG: list[tuple[dict[str, Any], str]] = [
+    ({"tools": [{"type": "web_search"}]}, "tools[0]"),
+    ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools[0].function.name"),
+    ({"tools": [{"type": "function", "function": {}}]}, "tools[0].function.name"),
+    ({"tools": TOOLS * 2}, "tools[1].function.name"),
+    ({"tools": [{"function": {"name": "f", "parameters": []}}]}, "tools[0].function.parameters"),
+    ({"tools": [{"function": {"name": f"f{i}"}} for i in range(129)]}, "tools"),
+    ({"tools": [{"function": {"name": "f", "description": "x" * 2**20}}]}, "tools"),
+    ({"tools": TOOLS, "tool_choice": "always"}, "tool_choice"),
+    ({"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "other"}}}, "tool_choice"),
+    ({"tools": TOOLS, "tool_choice": 5}, "tool_choice"),
+    ({"tool_choice": "required"}, "tool_choice"),
+    ({"tools": TOOLS, "parallel_tool_calls": "no"}, "parallel_tool_calls"),
+    ({"separate_reasoning": 1}, "separate_reasoning"),
+]
+
+
+def test_wrong_tools_are_refused_with_the_field(tmp_path: Path):
+    @in_event_loop
+    async def check():
+        async with serving(1, with_template(tmp_path), *QWEN) as served:
+            for fields, param in WRONG:
+                response = await post(served, CHAT, messages=HI, **fields)
+                assert (response.status_code, response.json()["error"]["param"]) == (400, param), response.text
+
+    check()
+
+
+def output(parser: ParsedOutput, text: str) -> dict[str, Any]:
+    return merged(
+        [delta for char in text for delta in parser.push(NewOutput(char, [], None))]
+        + parser.push(NewOutput("", [], "stop"))
+    )
+
+
+def test_a_named_function_gets_the_whole_output_as_its_arguments():
+    tools = ToolUse({"f": {"properties": {"a": {"type": "integer"}}}}, "named", "f", parallel=False)
+    parser = OutputParsers(load_config().server, TEXT).of(tools, ReasoningUse(), [])()
+    (call,) = output(parser, '{"a": 5}')["tool_calls"]
+    assert call["function"] == {"name": "f", "arguments": '{"a": 5}'}
+    assert parser.finish_reason("stop") == "stop"
+    constraint = tools.constraint()
+    assert constraint is not None
+    assert json.loads(constraint.text) == {"type": "object", "properties": {"a": {"type": "integer"}}}
+
+
+def test_required_calls_are_a_list_of_names_and_parameters():
+    tools = ToolUse({"f": {}, "g": {"type": "object"}}, "required", parallel=False)
+    constraint = tools.constraint()
+    assert constraint is not None
+    schema = json.loads(constraint.text)
+    assert (schema["minItems"], schema["maxItems"]) == (1, 1)
+    assert [item["properties"]["name"]["const"] for item in schema["items"]["anyOf"]] == ["f", "g"]
+    parser = OutputParsers(load_config().server, TEXT).of(ToolUse({"f": {}, "g": {}}, "required"), ReasoningUse(), [])()
+    message = output(parser, '[{"name": "g", "parameters": {"x": [1]}}, {"name": "f", "parameters": {}}]')
+    assert [call["function"] for call in message["tool_calls"]] == [
+        {"name": "g", "arguments": '{"x": [1]}'},
+        {"name": "f", "arguments": "{}"},
+    ]
+    assert parser.finish_reason("stop") == "tool_calls"
+    assert parser.finish_reason("length") == "length"
+
+
+def test_reasoning_can_come_in_one_piece():
+    stages = [ThinkParser(ThinkTags(), "")]
+    parser = ParsedOutput(stages, ToolUse({}), ReasoningUse(streamed=False))
+    deltas = [delta for char in "<think>one two</think>three" for delta in parser.push(NewOutput(char, [], None))]
+    assert deltas[0] == {"reasoning_content": "one two", "reasoning": "one two"}
+    assert "reasoning" not in merged(deltas[1:])
+
+
+@pytest.mark.parametrize(
+    "ids, text, count", [([7, 7, 9, 5], "<think>a</think>b", 3), ([7, 7], "<think>a", 2), ([5, 5], "b", 0)]
+)
+def test_tokens_of_the_reasoning_are_counted_with_its_end(ids, text, count):
+    parser = ParsedOutput([ThinkParser(ThinkTags(), "")], ToolUse({}), ReasoningUse(), end_id=9)
+    parser.push(NewOutput(text, ids, "stop"))
+    assert parser.reasoning_tokens() == count
+
+
+@pytest.mark.parametrize("prompt_end, begins", [("<think>\n", True), ("<think>\n\n</think>\n\n", False), ("", False)])
+@pytest.mark.parametrize("begins_inside", [True, False])
+def test_the_prompt_says_whether_the_output_begins_inside_the_reasoning(prompt_end, begins, begins_inside):
+    tags = ThinkTags(begins_inside=begins_inside)
+    assert tags.inside(prompt_end) == (begins or (begins_inside and not prompt_end))
+
+
+def test_calls_are_found_behind_the_reasoning_only():
+    stages = [ThinkParser(ThinkTags(), ""), HermesParser({"get_weather": {}})]
+    tools = ToolUse({"get_weather": {}}, "auto")
+    message = output(ParsedOutput(stages, tools, ReasoningUse()), f"<think>{CALL}</think>{CALL}")
+    assert message["reasoning"] == CALL
+    assert len(message["tool_calls"]) == 1
+
+
+@pytest.mark.parametrize(
+    "given, name",
+    [
+        ("deepseek_r1", "deepseek-r1"),
+        ("DeepSeek-R1", "deepseek-r1"),
+        ("openai_gptoss", "gpt-oss"),
+        ("kimi-k2", "kimi_k2"),
+    ],
+)
+def test_names_of_both_engines_are_known(given, name):
+    assert known_name("x", given, REASONING_PARSERS) == name
+    assert known_name("x", "qwen", TOOL_CALL_PARSERS) == "qwen25"
+    assert known_name("x", "minimax_m2", TOOL_CALL_PARSERS) == "minimax-m2"
+
+
+@pytest.mark.parametrize("setting", ["reasoning_parser", "tool_call_parser"])
+def test_an_unknown_parser_is_refused_before_anything_starts(setting):
+    with pytest.raises(ConfigError, match=rf"server\.{setting} is 'gemma'.*gpt-oss"):
+        look_at_secrets(load_config(overrides=[f"server.{setting}=gemma"]))
