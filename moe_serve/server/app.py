@@ -6,6 +6,7 @@ Every error, from a wrong path to a lost rank, has the JSON form of `answers.err
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from typing import Any
 
 from fastapi import FastAPI, Request, Response
@@ -37,8 +38,10 @@ from moe_serve.server.generation_control import add_generation_control
 from moe_serve.server.guard import OPEN, Access, Guard
 from moe_serve.server.health import add_health
 from moe_serve.server.keys import KeyRing
+from moe_serve.server.logprob_fields import LOGPROB_NAMES
 from moe_serve.server.metrics import make_registry
 from moe_serve.server.native_answers import NativeAnswers
+from moe_serve.server.native_logprobs import no_text, texts_of
 from moe_serve.server.openai.parsed_output import OutputParsers
 from moe_serve.server.openai.routes import add_openai
 from moe_serve.server.openai.tokenize_routes import add_tokenize
@@ -107,17 +110,19 @@ def make_app(config: ServeConfig, bridge: Bridge, tokenizer: Tokenizer | None) -
 
 
 def _add_generate(app: FastAPI, doors: Doors) -> None:
-    async def as_it_is(given: GenerateRequest) -> GenerateRequest:
-        return given
+    async def as_set(given: GenerateRequest) -> GenerateRequest:
+        default = doors.bridge.config.server.incremental_stream_output
+        return replace(given, incremental=default) if given.incremental is None else given
 
     @app.post("/generate")
     @app.put("/generate")
     async def generate(request: Request) -> Response:
         """SGLang's native generation: text or input_ids, single or batch, JSON or a stream."""
-        given, call = await doors.open(request, GENERATE_BODY, as_it_is)
-        server = doors.bridge.config.server
-        incremental = server.incremental_stream_output if given.incremental is None else given.incremental
-        return CallResponse(call, doors.bridge, NativeAnswers(call, given.is_batch, incremental), given.stream)
+        given, call = await doors.open(request, GENERATE_BODY, as_set, LOGPROB_NAMES.translated)
+        incremental = bool((await as_set(given)).incremental)
+        text_of = texts_of(doors.tokenizer) if given.logprob_texts and doors.tokenizer is not None else no_text
+        answers = NativeAnswers(call, given.is_batch, incremental, text_of)
+        return CallResponse(call, doors.bridge, answers, given.stream)
 
 
 def _add_information(app: FastAPI, config: ServeConfig, bridge: Bridge, has_tokenizer: bool) -> None:

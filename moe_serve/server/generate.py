@@ -8,7 +8,7 @@ import math
 import time
 import uuid
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import msgspec
@@ -16,15 +16,18 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from moe_serve.engine.messages import ModelLimits
-from moe_serve.errors import MoeServeError, QueueFullError
+from moe_serve.errors import MoeServeError, QueueFullError, RequestError
 from moe_serve.models.tokenizer import Tokenizer
 from moe_serve.server.answers import error_of, status_of
 from moe_serve.server.bridge import Bridge
 from moe_serve.server.client_limits import Permit
+from moe_serve.server.logprob_limits import check_call, num_logprobs
 from moe_serve.server.open_request import Changes, OpenRequest, RequestSpec
 from moe_serve.server.prompts import derived_seed, draw_seed, encode_prompt, fit_to_model, with_bad_words
+from moe_serve.server.samples import best_of_each, link_samples, params_of_sample
 from moe_serve.server.schemas import GenerateRequest, Prompt
 
+_MANY_LOGPROBS = 4096  # numbers in an answer
 _SHORT_CALL = 4096  # characters of all prompts; a longer call is tokenized in a thread
 DONE = b"data: [DONE]\n\n"
 _STREAM_HEADERS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
@@ -34,12 +37,28 @@ json_bytes = msgspec.json.encode
 
 @dataclass(frozen=True)
 class Call:
-    """The open requests of one HTTP call, in the order of its answer, and the id that the client knows each by."""
+    """The open requests of one HTTP call, in the order of its answer, and the id that the client knows each by.
+
+    groups:   for each prompt how many outputs are generated, and how many of them are in the answer
+    left_out: requests of outputs that are not, since others are better
+    """
 
     requests: Sequence[OpenRequest]
     rids: Sequence[str]
     changes: Changes
     permit: Permit | None = None
+    groups: Sequence[tuple[int, int]] = ()
+    left_out: Sequence[OpenRequest] = ()
+
+    def with_best(self) -> "Call":
+        """Returns the call with the best outputs of each prompt alone, once all requests have ended."""
+        chosen = best_of_each(self.requests, self.groups)
+        return replace(
+            self,
+            requests=[self.requests[i] for i in chosen],
+            rids=[self.rids[i] for i in chosen],
+            left_out=[request for i, request in enumerate(self.requests) if i not in set(chosen)],
+        )
 
     @property
     def num_tokens(self) -> int:
@@ -60,16 +79,18 @@ async def start_call(
     limits = bridge.limits
     specs: list[RequestSpec] = []
     rids: list[str] = []
+    groups: list[tuple[int, int]] = []
     for prompt, prompt_ids in await _tokenize(given.prompts, tokenizer, limits):
         params = fit_to_model(prompt, prompt_ids, limits)
         seed = draw_seed() if params.seed is None else params.seed
         rid = prompt.rid or uuid.uuid4().hex
+        groups.append((prompt.num_samples, prompt.num_best or prompt.num_samples))
         for sample in range(prompt.num_samples):
             rids.append(rid if prompt.num_samples == 1 else f"{rid}-{sample}")
             specs.append(
                 RequestSpec(
                     prompt_ids=prompt_ids,
-                    params=params,
+                    params=params_of_sample(params, sample, prompt.num_best is not None),
                     seed=derived_seed(seed, sample),
                     salt=given.salt,
                     session_id=prompt.session_id,
@@ -77,12 +98,21 @@ async def start_call(
                     priority=given.priority,
                     rid=rids[-1],
                     timeout_s=given.timeout_s,
+                    shows_logprobs=params.logprobs is not None,
                 )
             )
+    check_call(specs, given.stream, bool(given.incremental))
+    if given.stream and any(prompt.num_best is not None for prompt in given.prompts):
+        raise RequestError(
+            "best_of is larger than n, so the outputs of the answer are known at the end only; send stream: false",
+            field="best_of",
+        )
     if permit is not None:
         permit.take(len(specs), sum(spec.num_tokens for spec in specs), time.monotonic())
     changes = Changes(ends_only=not given.stream)
-    return Call(bridge.submit(specs, changes), rids, changes, permit)
+    requests = bridge.submit(specs, changes)
+    link_samples(requests, groups)
+    return Call(requests, rids, changes, permit, groups)
 
 
 async def _tokenize(
@@ -154,7 +184,11 @@ class CallResponse(Response):
                 await error_response(request.failure)({"type": "http"}, _no_receive, send)
                 return
             left -= request.is_done
-        await Response(self._answers.whole(call), media_type="application/json")({"type": "http"}, _no_receive, send)
+        best = call.with_best()
+        # Much to write takes a thread, so that other clients are served meanwhile.
+        is_long = sum(map(num_logprobs, best.requests)) > _MANY_LOGPROBS
+        body = await asyncio.to_thread(self._answers.whole, best) if is_long else self._answers.whole(best)
+        await Response(body, media_type="application/json")({"type": "http"}, _no_receive, send)
 
     async def _send_stream(self, send: Send) -> None:
         call, answers = self._call, self._answers

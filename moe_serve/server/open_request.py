@@ -28,6 +28,8 @@ class RequestSpec:
     priority:   head starts in the line of requests that wait (waiting_line.py)
     rid:        how its client knows it; among open requests there is one of each
     timeout_s:  it is cut short after so long; None = never
+
+    shows_logprobs: its client asked for those of its output; otherwise they only serve to choose the best output
     """
 
     prompt_ids: list[int]
@@ -39,6 +41,7 @@ class RequestSpec:
     priority: int = 0
     rid: str | None = None
     timeout_s: float | None = None
+    shows_logprobs: bool = True
 
     @property
     def num_tokens(self) -> int:
@@ -115,6 +118,8 @@ class OpenRequest:
         self._changes = changes
         self._num_losses = 0
         self._num_output_at_loss = 0
+        self._prompt_from: OpenRequest | None = None
+        self._waiting_for_prompt: list[OpenRequest] = []
 
     @property
     def is_done(self) -> bool:
@@ -123,6 +128,14 @@ class OpenRequest:
     @property
     def num_output(self) -> int:
         return len(self.matcher.output_ids)
+
+    def take_prompt_logprobs_of(self, first: "OpenRequest") -> None:
+        """Shares the log probabilities of another request's prompt, which is the same; this one does not ask for any.
+
+        Its reader hears nothing of it before they are complete.
+        """
+        self.prompt_logprobs = first.prompt_logprobs
+        self._prompt_from = first
 
     def submit_message(self) -> Submit:
         """Returns what a rank needs to start, or to continue where an earlier attempt stopped."""
@@ -191,21 +204,37 @@ class OpenRequest:
             self.output_logprobs.cut(self.num_output)  # not of tokens behind the end
         if reason is not None:
             self.finished_s = time.monotonic()
-        self._changes.notify(self)
+        self._tell()
 
     def cut_short(self, why: str) -> None:
         """Ends the request with the output that it has."""
         if not self.is_done:
             self.matcher.close(FinishReason("abort", matched=why))
             self.finished_s = time.monotonic()
-            self._changes.notify(self)
+            self._tell()
 
     def fail(self, failure: MoeServeError) -> None:
         """Ends the request without an answer."""
         if not self.is_done:
             self.failure = failure
             self.finished_s = time.monotonic()
-            self._changes.notify(self)
+            self._tell()
+
+    def _tell(self) -> None:
+        """Tells the reader that this has changed, and those who wait for this one's prompt that it is computed."""
+        first = self._prompt_from
+        if first is not None and not first.has_prompt:
+            if self not in first._waiting_for_prompt:
+                first._waiting_for_prompt.append(self)
+            return
+        self._changes.notify(self)
+        while self._waiting_for_prompt and self.has_prompt:
+            self._waiting_for_prompt.pop(0)._tell()
+
+    @property
+    def has_prompt(self) -> bool:
+        """Whether all is known of the prompt that will be."""
+        return self.num_output > 0 or self.is_done
 
 
 def _empty(num_top: int | None, token_ids: Sequence[int]) -> TokenLogprobs | None:

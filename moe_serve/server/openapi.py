@@ -15,6 +15,7 @@ from moe_serve.attention_dp.sampling_params import (
     MAX_BAD_WORDS,
     MAX_BIAS,
     MAX_BIASES,
+    MAX_LOGPROB_IDS,
     MAX_SEED,
     MAX_STOPS,
 )
@@ -29,6 +30,7 @@ Schema = dict[str, Any]
 _NAME: Schema = {"type": "string", "minLength": 1, "maxLength": MAX_NAME_CHARS}
 _RANK: Schema = {"type": "integer", "minimum": 0}
 _IDS: Schema = {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1}
+_LOGPROB_IDS: Schema = {**_IDS, "minItems": 0, "maxItems": MAX_LOGPROB_IDS}
 _STOP: Schema = {"type": "string", "minLength": 1, "maxLength": MAX_STOP_CHARS}
 
 
@@ -78,6 +80,7 @@ SAMPLING_PARAMS: Schema = {
             {"type": "array", "items": {**_IDS, "maxItems": MAX_BAD_WORD_TOKENS}, "maxItems": MAX_BAD_WORDS}
         ),
         "allowed_token_ids": _or_null({**_IDS, "minItems": 0, "maxItems": MAX_ALLOWED}),
+        "best_of": _or_null({"type": "integer", "minimum": 1, "maximum": MAX_SAMPLES}),
         "n": _or_null({"type": "integer", "minimum": 1, "maximum": MAX_SAMPLES, "default": 1}),
         **_neutral(NEUTRAL_PARAMS),
     },
@@ -101,6 +104,13 @@ GENERATE: Schema = {
         ),
         "sampling_params": _each({"$ref": "#/components/schemas/SamplingParams"}),
         "stream": _or_null({"type": "boolean", "default": False}),
+        "return_logprob": _each({"type": "boolean", "default": False}),
+        "logprob_start_len": _each({"type": "integer", "minimum": -1, "default": -1}),
+        "top_logprobs_num": _each({"type": "integer", "minimum": 0, "default": 0}),
+        "token_ids_logprob": _or_null(
+            {"anyOf": [_LOGPROB_IDS, {"type": "array", "items": _or_null(_LOGPROB_IDS)}]},
+        ),
+        "return_text_in_logprobs": _or_null({"type": "boolean", "default": False}),
         "rid": _each(_NAME),
         "session_id": _each(_NAME),
         "cache_salt": _or_null(_NAME),

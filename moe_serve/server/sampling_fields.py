@@ -80,13 +80,15 @@ OPENAI_NAMES = ParamNames(
 class TakenParams:
     """The sampling parameters of one prompt.
 
-    num_samples:     `n`
+    num_samples:     outputs that are generated: `n`, or `best_of`
+    num_best:        outputs in the answer, the likeliest ones per token: `n`; None: all
     explicit_length: the client set max_new_tokens, so it is not reduced to the model's limit
     """
 
     params: SamplingParams
     num_samples: int = 1
     explicit_length: bool = False
+    num_best: int | None = None
 
 
 def take_sampling_params(
@@ -99,10 +101,7 @@ def take_sampling_params(
     Raises RequestError with the field, its value and what was expected, in the client's names.
     """
     taken = _take(values, names)
-    num_samples = values.take("n", whole_number)
-    if num_samples is not None and not 1 <= num_samples <= MAX_SAMPLES:
-        path = f"{values.prefix}n"
-        raise RequestError(f"{path} is {num_samples}, expected 1 to {MAX_SAMPLES}", field=path)
+    num_samples, num_best = _take_counts(values)
     params = SamplingParams(**(vars(defaults) | taken))
     explicit_length = "max_new_tokens" in taken
     if not explicit_length and params.min_new_tokens > params.max_new_tokens:
@@ -111,7 +110,23 @@ def take_sampling_params(
         params.validate()
     except RequestError as error:
         raise names.translated(error, values.prefix) from None
-    return TakenParams(params, num_samples or 1, explicit_length)
+    return TakenParams(params, num_samples, explicit_length, num_best)
+
+
+def _take_counts(values: Fields) -> tuple[int, int | None]:
+    """Takes `n` and `best_of`; returns how many outputs are generated, and how many are shown (None: all)."""
+    counts = {name: values.take(name, whole_number) for name in ("n", "best_of")}
+    for name, count in counts.items():
+        if count is not None and not 1 <= count <= MAX_SAMPLES:
+            path = values.prefix + name
+            raise RequestError(f"{path} is {count}, expected 1 to {MAX_SAMPLES}", field=path)
+    num, best_of = counts["n"] or 1, counts["best_of"]
+    if best_of is None or best_of == num:
+        return num, None
+    if best_of < num:
+        path = f"{values.prefix}best_of"
+        raise RequestError(f"{path} is {best_of} but n is {num}; the best {num} come from at least as many", field=path)
+    return best_of, num
 
 
 def _take(values: Fields, names: ParamNames) -> dict[str, Any]:

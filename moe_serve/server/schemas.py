@@ -20,6 +20,7 @@ from moe_serve.server.call_fields import (
     timeout,
 )
 from moe_serve.server.json_fields import Fields, boolean, natural_number, parse_object, short_name, show
+from moe_serve.server.logprob_fields import take_logprob_fields
 from moe_serve.server.sampling_fields import NEUTRAL_PARAMS, SGLANG_NAMES, TakenParams, take_sampling_params
 
 SALT_SEPARATOR = "\0"  # a request may have cache_salt, extra_key or both; prefixes are shared where all are the same
@@ -31,11 +32,6 @@ NEUTRAL_FIELDS: Mapping[str, tuple[Any, ...]] = {
     "video_data": (),
     "audio_data": (),
     "modalities": (),
-    "return_logprob": (False,),
-    "logprob_start_len": (-1,),
-    "top_logprobs_num": (0,),
-    "token_ids_logprob": ([],),
-    "return_text_in_logprobs": (False, True),
     "return_hidden_states": (False,),
     "return_routed_experts": (False,),
     "log_metrics": (False, True),
@@ -65,11 +61,12 @@ class Prompt:
     text: str | None
     token_ids: list[int] | None
     params: SamplingParams
-    num_samples: int  # `n`
+    num_samples: int  # outputs that are generated: `n`, or `best_of`
     explicit_length: bool  # the client set max_new_tokens, so it is not reduced to the model's limit
     rid: str | None
     session_id: str | None
     add_special_tokens: bool = True  # those that the tokenizer puts around a text
+    num_best: int | None = None  # outputs in the answer, the likeliest ones: `n`; None: all
 
 
 @dataclass(frozen=True)
@@ -84,6 +81,7 @@ class GenerateRequest:
     priority: int
     timeout_s: float | None
     incremental: bool | None  # whether events of a stream hold only what is new; None: as the server is set
+    logprob_texts: bool = False  # log probabilities come with the text of each token
 
 
 def parse_generate(body: bytes, max_prompts: int) -> GenerateRequest:
@@ -115,13 +113,15 @@ def parse_generate(body: bytes, max_prompts: int) -> GenerateRequest:
     params = [_parse_params(name, value) for name, value in spread("sampling_params", lambda n, v: (n, v))]
     rids, sessions = spread("rid", short_name), spread("session_id", short_name)
     salts = values.take("cache_salt", short_name), values.take("extra_key", short_name)
+    logprobs = take_logprob_fields(values, spread, len(batch))
     request = GenerateRequest(
         prompts=tuple(
             Prompt(
                 text=item if field == "text" else None,
                 token_ids=list(item) if field == "input_ids" else None,
-                params=params[i].params,
+                params=logprobs[i].added_to(params[i].params),
                 num_samples=params[i].num_samples,
+                num_best=params[i].num_best,
                 explicit_length=params[i].explicit_length,
                 rid=rids[i],
                 session_id=sessions[i],
@@ -129,11 +129,12 @@ def parse_generate(body: bytes, max_prompts: int) -> GenerateRequest:
             for i, item in enumerate(batch)
         ),
         stream=bool(values.take("stream", boolean)),
-        is_batch=has_list or any(item.num_samples > 1 for item in params),
+        is_batch=has_list or any((item.num_best or item.num_samples) > 1 for item in params),
         salt=SALT_SEPARATOR.join(salt for salt in salts if salt is not None),
         priority=values.take("priority", priority) or 0,
         timeout_s=values.take("timeout", timeout),
         incremental=values.take("stream_options", _stream_options),
+        logprob_texts=bool(values.take("return_text_in_logprobs", boolean)),
         rank=first(values.take("routed_dp_rank", natural_number), values.take("data_parallel_rank", natural_number)),
     )
     values.refuse_the_rest()

@@ -32,11 +32,13 @@ def random_body(draw: random.Random) -> dict[str, Any]:
         "extra_key": NAMES,
         "routed_dp_rank": (0, 1),
         "stream_options": ({"incremental": True}, {"incremental": False}),
-        "return_logprob": (False, None),
+        "return_logprob": (False, None, True),
         "timeout": (1000.0,),
     }.items():
         if draw.random() < 0.2:
             body[name] = draw.choice(values)
+    if body.get("return_logprob"):
+        body |= {"logprob_start_len": draw.choice([-1, 0]), "top_logprobs_num": draw.choice([0, 3])}
     return body
 
 

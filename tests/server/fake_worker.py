@@ -6,18 +6,15 @@ event loop, and follows the ending rules of a real rank. It remembers what it wa
 
 import asyncio
 import os
-from array import array
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-import msgspec
 import zmq
 import zmq.asyncio
 
 from moe_serve.config import ServerConfig
 from moe_serve.engine.command_messages import Answer, FlushCache, Profile, Rebalance, RecordCommand, SetPlacement
-from moe_serve.engine.logprobs import LogprobBlock
 from moe_serve.engine.mailbox import Disconnected, Reconnected, ZmqMailbox
 from moe_serve.engine.messages import (
     Abort,
@@ -42,6 +39,7 @@ from moe_serve.engine.messages import (
 )
 from moe_serve.links.curve import Keys
 from moe_serve.links.link import Link, find_link
+from tests.server.fake_logprobs import output_block, prompt_block
 
 LIMITS = ModelLimits(
     model_name="demo", vocab_size=2048, max_model_len=256, max_prompt_len=200, eos_token_ids=[1], block_size=4
@@ -51,18 +49,6 @@ LIMITS = ModelLimits(
 def counting(submit: Submit) -> list[int]:
     """The output of a fake rank: ids that count upwards from the seed and are never special."""
     return [2 + (submit.seed + i) % 2000 for i in range(submit.params.max_new_tokens)]
-
-
-def _block(start: int, token_ids: list[int], num_top: int) -> LogprobBlock:
-    """Log probabilities: of token t, which has rank 1, -t / 8; the others of the likeliest are the next ids."""
-    tops = [token + i for token in token_ids for i in range(num_top)]
-    return LogprobBlock(
-        start,
-        array("i", [1] * len(token_ids)).tobytes(),
-        array("f", [-token / 8 for token in token_ids]).tobytes(),
-        array("i", tops).tobytes(),
-        array("f", [-token / 8 for token in tops]).tobytes(),
-    )
 
 
 @dataclass
@@ -179,14 +165,10 @@ class FakeWorker:
         self.produced[submit.request_id] = start + len(token_ids)
         if finish is not None:
             del self.running[submit.request_id]
-        params = submit.params
-        event = TokenEvent(submit.request_id, submit.attempt, start, token_ids, finish, matched, num_cached_prompt=3)
-        if params.logprobs is not None:
-            event = msgspec.structs.replace(event, logprobs=_block(start, token_ids, params.logprobs))
-        if params.prompt_logprobs is not None and start == 0:
-            rest = submit.prompt_ids[params.prompt_logprobs_start + 1 :]
-            event = msgspec.structs.replace(event, prompt_logprobs=_block(0, rest, params.prompt_logprobs))
-        return event
+        return TokenEvent(
+            submit.request_id, submit.attempt, start, token_ids, finish, matched, num_cached_prompt=3,
+            logprobs=output_block(submit, start, token_ids), prompt_logprobs=prompt_block(submit, start),
+        )  # fmt: skip
 
 
 @dataclass

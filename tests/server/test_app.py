@@ -36,7 +36,7 @@ BAD = [
     ({"text": "a", "sampling_params": {"top_p": 2}}, "sampling_params.top_p"),
     ({"text": "a", "sampling_params": {"stop_token_ids": [5000]}}, "stop_token_ids"),
     ({"text": "a", "sampling_params": {"frequency_penalty": 5}}, "sampling_params.frequency_penalty"),
-    ({"text": "a", "return_logprob": True}, "return_logprob"),
+    ({"text": "a", "return_hidden_states": True}, "return_hidden_states"),
     ({"text": "a", "routed_dp_rank": 2}, "routed_dp_rank"),
     ({"text": "a", "unknown": 1}, "unknown"),
 ]

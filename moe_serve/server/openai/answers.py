@@ -29,12 +29,13 @@ class Head:
 
 
 def usage(call: Call, requests: list[OpenRequest] | None = None) -> dict[str, Any]:
-    """Returns the numbers of tokens of a call; a prompt counts once, however many samples it has.
+    """Returns the numbers of tokens of a call; a prompt counts once, however many samples it has, and all samples count
+    from which the best were chosen.
 
     requests: only these
     """
     prompts: dict[int, OpenRequest] = {}
-    of = list(call.requests) if requests is None else requests
+    of = [*call.requests, *call.left_out] if requests is None else requests
     for request in of:
         prompts.setdefault(id(request.spec.prompt_ids), request)
     num_prompt = sum(len(request.spec.prompt_ids) for request in prompts.values())

@@ -23,7 +23,6 @@ REST_OF_CONTEXT = 2**31  # max_new_tokens of a request that names no length: red
 NEUTRAL_FIELDS: Mapping[str, tuple[Any, ...]] = {
     **NEUTRAL_PARAMS,
     # OpenAI's
-    "best_of": (1,),
     "store": (False,),
     "service_tier": ("auto", "default"),
     "modalities": (["text"],),
@@ -104,6 +103,7 @@ class CallOptions:
                     token_ids=ids,
                     params=self.taken.params,
                     num_samples=self.taken.num_samples,
+                    num_best=self.taken.num_best,
                     explicit_length=self.taken.explicit_length,
                     rid=f"{self.rid}-{i}" if several else self.rid,
                     session_id=None,
