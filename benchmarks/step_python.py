@@ -26,6 +26,7 @@ from moe_serve.attention_dp.batch import BatchBuilder
 from moe_serve.attention_dp.request import SamplingParams
 from moe_serve.attention_dp.request_blocks import RequestBlocks
 from moe_serve.attention_dp.scheduler import ScheduledChunk, Scheduler
+from moe_serve.engine.grammars import Grammars
 from moe_serve.engine.messages import ModelLimits, Submit, Tokens, encode
 from moe_serve.engine.requests import OpenRequests
 from moe_serve.engine.status import EngineCounters
@@ -102,7 +103,9 @@ def _open(num_requests: int, context: int, num_steps: int) -> tuple[Scheduler, O
     blocks = RequestBlocks(max(num_blocks, max_len // BLOCK_SIZE), BLOCK_SIZE)
     scheduler = Scheduler(blocks, num_requests, num_requests * context, max_len)
     counters = EngineCounters()
-    requests = OpenRequests(scheduler, ModelLimits("none", 1000, max_len, max_len, [1], BLOCK_SIZE), counters)
+    requests = OpenRequests(
+        scheduler, ModelLimits("none", 1000, max_len, max_len, [1], BLOCK_SIZE), counters, Grammars(None)
+    )
     prompt = list(range(context))
     for i in range(num_requests):
         own = prompt[i % BLOCK_SIZE :]  # so that they need their next blocks in different steps
@@ -128,7 +131,9 @@ def _batch_from_lists(chunks: Sequence[ScheduledChunk]) -> torch.Tensor:
 def _first_token_of_a_short_prompt(num_prompt: int) -> int:
     """Returns in which step, counted from 1, a prompt has its first token that arrives while a long one is computed."""
     scheduler = Scheduler(RequestBlocks(20_000, BLOCK_SIZE), 128, 512, 200_000)
-    requests = OpenRequests(scheduler, ModelLimits("none", 1000, 200_000, 200_000, [1], BLOCK_SIZE), EngineCounters())
+    requests = OpenRequests(
+        scheduler, ModelLimits("none", 1000, 200_000, 200_000, [1], BLOCK_SIZE), EngineCounters(), Grammars(None)
+    )
     params = SamplingParams(max_new_tokens=10, ignore_eos=True)
     assert requests.submit(Submit("long", 0, [3] * 120_000, params, seed=0)) is None
     num_steps, first_token = 0, 0

@@ -54,7 +54,7 @@ TORCH_FREE = [
     "moe_serve.launcher.cli.app", "moe_serve.launcher.cli.balancer", "moe_serve.launcher.serve",
     "moe_serve.launcher.rank_env", "moe_serve.launcher.preflight", "moe_serve.launcher.facts",
     *(f"moe_serve.{'.'.join(path.relative_to(PACKAGE).with_suffix('').parts)}"
-      for room in ("eplb", "server", "links") for path in sorted((PACKAGE / room).rglob("*.py"))),
+      for room in ("eplb", "server", "links", "structured") for path in sorted((PACKAGE / room).rglob("*.py"))),
     *(f"moe_serve.attention_dp.{name}"
       for name in (
           "request", "sampling_params", "scheduler", "request_blocks", "block_pool", "prefix_cache", "request_router",

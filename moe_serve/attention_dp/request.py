@@ -6,6 +6,7 @@ Torch-free: the HTTP front end and `LLM` build these types too.
 """
 
 from dataclasses import dataclass, field
+from typing import Any
 
 from moe_serve.attention_dp.sampling_params import MAX_SEED as MAX_SEED
 from moe_serve.attention_dp.sampling_params import MAX_STOPS as MAX_STOPS
@@ -72,6 +73,8 @@ class Request:
     # The position whose row tells the next log probability of a prompt token that is wanted; None: no more are. It
     # grows as they are sent, so that a preempted request does not compute them again.
     logprobs_from: int | None = None
+    matcher: Any = None  # with a constraint: the structured.grammar.Matcher of an empty output, before it is scheduled
+    why_none_left: str | None = None  # the sampler says so where no token may come next
 
     arrival: int = -1  # order of add(); a preempted request keeps its place
     block_ids: list[int] = field(default_factory=list)  # cache block i holds tokens i*block_size .. (i+1)*block_size

@@ -94,6 +94,7 @@ class SamplingParams:
             if not isinstance(getattr(self, name), bool):
                 raise RequestError(f"{name} is {getattr(self, name)!r}, expected true or false", field=name)
         self._check_logprobs()
+        self._check_constraint()
 
     def _check_logprobs(self) -> None:
         for name in ("logprobs", "prompt_logprobs"):
@@ -101,7 +102,6 @@ class SamplingParams:
                 _check_int(name, getattr(self, name), 0)
         _check_int("prompt_logprobs_start", self.prompt_logprobs_start, 0)
         _check_ids("logprob_token_ids", self.logprob_token_ids, MAX_LOGPROB_IDS)
-        self._check_constraint()
 
     def _check_constraint(self) -> None:
         if self.constraint is None:

@@ -23,6 +23,7 @@ from moe_serve.engine.engine import Engine
 from moe_serve.engine.engine_settings import EngineSettings
 from moe_serve.engine.exchange import Exchange
 from moe_serve.engine.full_placement import meaning_of_a_loss, spareable_ranks
+from moe_serve.engine.grammars import make_grammars
 from moe_serve.engine.load_dump import ModelRows
 from moe_serve.engine.load_windows import LoadWindows
 from moe_serve.engine.mailbox import Mailbox
@@ -83,7 +84,7 @@ def build_engine(
         max_model_len=served.limits.max_model_len,
     )
     counters = EngineCounters()
-    requests = OpenRequests(scheduler, served.limits, counters)
+    requests = OpenRequests(scheduler, served.limits, counters, make_grammars(config, served.limits))
     own = Rank(group.rank, launch_id, exchange, mailbox, requests, counters)
     recovery = make_recovery(config, own, served, restarts=group.files is not None)
     balancing = make_balancing(config, own, group, served, recovery)

@@ -45,6 +45,7 @@ from moe_serve.log import get_logger
 
 log = get_logger(__name__)
 _WAITING_POLL_S = 0.005  # between two exchanges of ranks that wait for a lost one
+_GRAMMAR_POLL_S = 0.002  # between two looks for a compiled grammar, of a rank that sleeps
 _MASKED_POLL_S = 0.002  # how often a masked rank checks whether the others regroup with it
 
 
@@ -116,6 +117,7 @@ class Engine:
             return
         while True:
             self._receive(self.mailbox.poll(_WAITING_POLL_S if self.recovery.waits else 0.0))
+            self._schedule_compiled()
             self._keep_in_touch()
             try:
                 plan = self.run_step()
@@ -246,6 +248,10 @@ class Engine:
                     woken |= message.launch_id == self.launch_id and message.step == self.step
         return woken
 
+    def _schedule_compiled(self) -> None:
+        if self.requests.awaits_grammar:
+            self._send(self.requests.schedule_compiled())
+
     def _sleep(self) -> None:
         """Waits for work. All ranks sleep after the same step; the first to wake up wakes the others.
 
@@ -259,8 +265,11 @@ class Engine:
             left_s = heartbeat_at_s - time.monotonic()
             if left_s <= 0:
                 break
-            if self._receive(self.mailbox.poll(left_s)):
+            if self._receive(
+                self.mailbox.poll(min(left_s, _GRAMMAR_POLL_S) if self.requests.awaits_grammar else left_s)
+            ):
                 return
+            self._schedule_compiled()
         self.mailbox.wake_peers(wake)
 
     def _keep_in_touch(self) -> None:

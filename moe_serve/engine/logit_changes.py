@@ -11,12 +11,14 @@ from numpy.typing import NDArray
 
 from moe_serve.attention_dp.request import Request
 from moe_serve.attention_dp.sampling_params import SamplingParams
+from moe_serve.errors import RequestError
 from moe_serve.kernels.logit_changes import EDIT, NO_EDITS, NO_IDS, LogitChanges
 
 
 def changes_logits(request: Request) -> bool:
     """Returns whether this request's next logits, or later ones, are changed."""
-    return len(request.output_ids) < request.params.min_new_tokens or request.params.changes_logits
+    params = request.params
+    return len(request.output_ids) < params.min_new_tokens or params.changes_logits or params.constraint is not None
 
 
 class RequestChanges:
@@ -31,16 +33,59 @@ class RequestChanges:
         self._may_end_from = params.min_new_tokens
         self._ending = _within((*params.stop_token_ids, *(() if params.ignore_eos else eos_token_ids)), vocab)
         self._mask = mask_of(params.allowed_token_ids, vocab) if params.allowed_token_ids else None
+        self._form = _Form(request, vocab) if params.constraint is not None else None
 
     def now(self) -> LogitChanges | None:
         """Returns the changes for the token after the output as it is now; None where there are none."""
         edits = self._edits.after(self._output_ids)
         banned = self._bad_words.after(self._output_ids)
-        if len(self._output_ids) < self._may_end_from:
+        may_end, mask = len(self._output_ids) >= self._may_end_from, self._mask
+        if self._form is not None:
+            form = self._form.mask(may_end)
+            mask = form if mask is None else form & mask
+            may_end |= self._form.must_end
+        if not may_end:
             banned = np.concatenate([banned, self._ending])
-        if not edits.size and not banned.size and self._mask is None:
+        if not edits.size and not banned.size and mask is None:
             return None
-        return LogitChanges(edits, banned, self._mask)
+        return LogitChanges(edits, banned, mask)
+
+
+class _Form:
+    """The constraint of one request.
+
+    End-of-sequence and stop tokens may come where the output is complete; a stop token that is text also where the
+    form has it, and ends the output there. min_new_tokens holds the end off as long as anything else may come.
+
+    must_end: whether nothing else may come, after `mask`
+    """
+
+    def __init__(self, request: Request, vocab: int):
+        assert request.matcher is not None, f"{request.request_id} was scheduled before its grammar was compiled"
+        self._request = request
+        self._matcher = request.matcher.copy()
+        self._num_matched = 0
+        self._stops = mask_of(request.params.stop_token_ids, vocab)
+        self._none = np.zeros_like(self._stops)
+        self.must_end = False
+
+    def mask(self, may_stop: bool) -> NDArray[np.int32]:
+        """Returns the tokens that may come after the output; none where the grammar is too complex there.
+
+        may_stop: whether a stop token would end the request
+        """
+        output_ids = self._request.output_ids
+        try:
+            self._matcher.advance(output_ids[self._num_matched :])
+            self._num_matched = len(output_ids)
+            mask: NDArray[np.int32] = self._matcher.mask()
+        except RequestError as error:
+            self._request.why_none_left = str(error)
+            return self._none
+        self.must_end = self._matcher.must_end
+        if may_stop and self._matcher.may_end:
+            mask |= self._stops
+        return mask
 
 
 class _BadWords:

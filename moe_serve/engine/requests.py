@@ -5,6 +5,7 @@ from collections.abc import Sequence
 
 from moe_serve.attention_dp.request import Request
 from moe_serve.attention_dp.scheduler import ScheduledChunk, Scheduler
+from moe_serve.engine.grammars import Grammars
 from moe_serve.engine.logprobs import LogprobBlock
 from moe_serve.engine.messages import ModelLimits, Submit, TokenEvent, front_end_of
 from moe_serve.engine.status import EngineCounters
@@ -18,8 +19,9 @@ _NONE_LEFT = "the parameters of this request leave no token"
 class OpenRequests:
     """Requests by id. They change between steps only; the scheduler decides when each one runs."""
 
-    def __init__(self, scheduler: Scheduler, limits: ModelLimits, counters: EngineCounters):
+    def __init__(self, scheduler: Scheduler, limits: ModelLimits, counters: EngineCounters, grammars: Grammars):
         self._scheduler = scheduler
+        self._grammars = grammars
         self._limits = limits
         self._counters = counters
         self._open: dict[str, Request] = {}
@@ -28,7 +30,10 @@ class OpenRequests:
         return len(self._open)
 
     def submit(self, message: Submit) -> TokenEvent | None:
-        """Adds a request, replacing its earlier attempt; returns the event that refuses it, None if it was added."""
+        """Adds a request, replacing its earlier attempt; returns the event that refuses it, None if it was added.
+
+        One whose grammar is to be compiled first is scheduled by `schedule_compiled`.
+        """
         earlier = self._open.get(message.request_id)
         if earlier is not None:
             if earlier.attempt >= message.attempt:
@@ -37,17 +42,10 @@ class OpenRequests:
         request = message.to_request()
         request.arrived_s = time.monotonic()
         try:
-            self._scheduler.add(request)
+            if self._grammars.prepare(request):
+                self._scheduler.add(request)
         except RequestError as error:
-            return TokenEvent(
-                request_id=message.request_id,
-                attempt=message.attempt,
-                index=len(message.output_ids),
-                token_ids=[],
-                finish="error",
-                message=str(error),
-                field=error.field,
-            )
+            return _refusal(request, error)
         self._open[message.request_id] = request
         return None
 
@@ -58,6 +56,26 @@ class OpenRequests:
             if request.arrived_s:
                 request.queued_us = max(1, int(1e6 * (time.monotonic() - request.arrived_s)))
                 request.arrived_s = 0.0
+
+    @property
+    def awaits_grammar(self) -> bool:
+        """Whether a request is open whose grammar is being compiled."""
+        return self._grammars.has_work
+
+    def schedule_compiled(self) -> list[TokenEvent]:
+        """Schedules requests whose grammars have been compiled; returns the events of those that are refused."""
+        refused = []
+        for request, failure in self._grammars.compiled():
+            if self._open.get(request.request_id) is not request:
+                continue  # it has left meanwhile
+            try:
+                if failure is not None:
+                    raise failure
+                self._scheduler.add(request)
+            except RequestError as error:
+                del self._open[request.request_id]
+                refused.append(_refusal(request, error))
+        return refused
 
     def abort(self, request_id: str) -> None:
         """Drops a request, if it is still open."""
@@ -126,7 +144,7 @@ class OpenRequests:
         log.error("request %s ends: %s", request.request_id, _NONE_LEFT if none_left else "its logits are not finite")
         index = len(request.output_ids)
         if none_left:
-            message = f"{_NONE_LEFT} for output token {index}; allow more tokens"
+            message = request.why_none_left or f"{_NONE_LEFT} for output token {index}; allow more tokens"
         else:
             message = (
                 f"the logits of this request are NaN or infinite at output token {index}, so no token can be chosen; "
@@ -151,9 +169,24 @@ class OpenRequests:
         """Returns why a request ends with this token, and the id that ended it; (None, None) while it continues."""
         params, limits = request.params, self._limits
         num_output = len(request.output_ids)
-        is_stop = token_id in params.stop_token_ids or (not params.ignore_eos and token_id in limits.eos_token_ids)
-        if is_stop and num_output > params.min_new_tokens:
+        is_eos = not params.ignore_eos and token_id in limits.eos_token_ids
+        may_stop = num_output > params.min_new_tokens or (
+            is_eos and params.constraint is not None
+        )  # its form is complete
+        if may_stop and (is_eos or token_id in params.stop_token_ids):
             return "stop", token_id
         if num_output >= params.max_new_tokens or len(request.prompt_ids) + num_output >= limits.max_model_len:
             return "length", None
         return None, None
+
+
+def _refusal(request: Request, error: RequestError) -> TokenEvent:
+    return TokenEvent(
+        request_id=request.request_id,
+        attempt=request.attempt,
+        index=len(request.output_ids),
+        token_ids=[],
+        finish="error",
+        message=str(error),
+        field=error.field,
+    )

@@ -29,8 +29,9 @@ class StopMatcher:
     finish_reason: None while the request runs
 
     A request ends at the first of: an end-of-sequence or stop id after `min_new_tokens` others (until then the sampler
-    masks them); a stop string that is complete with at least `min_new_tokens` tokens; `max_new_tokens`. If one token
-    completes several stop strings, the one that ends first wins. Tokens pushed after the end are ignored.
+    masks them), or an end-of-sequence id where an output with a constraint can only end; a stop string that is complete
+    with at least `min_new_tokens` tokens; `max_new_tokens`. If one token completes several stop strings, the one that
+    ends first wins. Tokens pushed after the end are ignored.
     """
 
     def __init__(
@@ -51,6 +52,7 @@ class StopMatcher:
         self._stop_ids = frozenset(params.stop_token_ids)
         if not params.ignore_eos:
             self._stop_ids |= frozenset(eos_token_ids)
+        self._form_ends = frozenset(() if params.constraint is None else eos_token_ids)
         self._longest_stop = max((len(stop) for stop in params.stop), default=0)
         self._held = ""  # decoded text that is not released
         self.output_ids: list[int] = []
@@ -76,7 +78,8 @@ class StopMatcher:
     def _push_one(self, token_id: int) -> None:
         self.output_ids.append(token_id)
         count = len(self.output_ids)
-        if token_id in self._stop_ids and count > self._params.min_new_tokens:
+        may_stop = count > self._params.min_new_tokens or token_id in self._form_ends
+        if token_id in self._stop_ids and may_stop:
             if self._decoder and self._params.no_stop_trim:
                 self._held += self._decoder.push(token_id)
             self._end(FinishReason("stop", matched=token_id))

@@ -164,6 +164,8 @@ class LLM:
             (prompt,) = with_bad_words([_prompt(given, plain(params))], self._tokenizer)
             ids = encode_prompt(prompt, self._tokenizer, self._bridge.limits)
             fitted = fit_to_model(prompt, ids, self._bridge.limits)
+            if fitted.constraint is not None:
+                fitted = self._ranks.call(self._bridge.grammars.checked(fitted, self._bridge.limits))
         except RequestError as error:
             raise RequestError(f"prompts[{index}]: {error}", field=error.field) from None
         return RequestSpec(ids, fitted, draw_seed() if params.seed is None else params.seed)

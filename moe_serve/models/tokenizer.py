@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from moe_serve.errors import ModelError, RequestError
+from moe_serve.models.token_bytes import token_bytes
 from moe_serve.models.tokenizer_files import adds_bos, read_backend, tokenizer_file, tokenizer_settings
 
 _LONE_SURROGATE = re.compile("[\ud800-\udfff]")  # Python strings may hold them, from os.fsdecode() for example
@@ -89,6 +90,10 @@ class Tokenizer:
         """Returns how the vocabulary spells a token, such as "Ġthe"; None where it has no such id."""
         found = self._backend.id_to_token(token_id)
         return None if found is None else str(found)
+
+    def token_bytes(self, vocab_size: int) -> list[bytes | None]:
+        """Returns the bytes of each token of the logits, as models/token_bytes.py does."""
+        return token_bytes(self._backend, vocab_size)
 
     @cached_property
     def _special_ids(self) -> frozenset[int]:

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from moe_serve.config import ServeConfig
+from moe_serve.config import ServeConfig, model_dir
 from moe_serve.engine.command_messages import Answer, FlushCache, Profile
 from moe_serve.engine.incremental_decoder import Decoder
 from moe_serve.engine.messages import ModelLimits
@@ -18,6 +18,7 @@ from moe_serve.errors import QueueFullError, RequestError
 from moe_serve.links.link import Link
 from moe_serve.server.admission import Admission, Load, Queue
 from moe_serve.server.commands import Command
+from moe_serve.server.grammar_check import GrammarCheck
 from moe_serve.server.open_request import Changes, OpenRequest, RequestSpec, UnavailableError
 from moe_serve.server.rank_link import RankLink
 from moe_serve.server.request_book import RequestBook
@@ -56,6 +57,7 @@ class Bridge:
         self._book = self._link.book
         server = config.server
         self._admission = Admission(self.capacity, server.max_waiting_tokens, server.queue_deadline_s)
+        self.grammars = GrammarCheck(None if tokenizer is None else str(model_dir(config.model)))
         self._is_finishing = False
         self._deadlines: asyncio.Task[None] | None = None
 
@@ -97,6 +99,7 @@ class Bridge:
         self.drain()
         if self._deadlines is not None:
             self._deadlines.cancel()
+        await self.grammars.close()
         await self._link.close()
 
     async def wait_until_ready(self) -> ModelLimits:

@@ -82,6 +82,8 @@ async def start_call(
     groups: list[tuple[int, int]] = []
     for prompt, prompt_ids in await _tokenize(given.prompts, tokenizer, limits):
         params = fit_to_model(prompt, prompt_ids, limits)
+        if params.constraint is not None:
+            params = await bridge.grammars.checked(params, limits)
         seed = draw_seed() if params.seed is None else params.seed
         rid = prompt.rid or uuid.uuid4().hex
         groups.append((prompt.num_samples, prompt.num_best or prompt.num_samples))

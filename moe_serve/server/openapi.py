@@ -9,6 +9,7 @@ from typing import Any
 from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 
+from moe_serve.attention_dp.constraint import MAX_CHARS
 from moe_serve.attention_dp.sampling_params import (
     MAX_ALLOWED,
     MAX_BAD_WORD_TOKENS,
@@ -31,6 +32,7 @@ _NAME: Schema = {"type": "string", "minLength": 1, "maxLength": MAX_NAME_CHARS}
 _RANK: Schema = {"type": "integer", "minimum": 0}
 _IDS: Schema = {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1}
 _LOGPROB_IDS: Schema = {**_IDS, "minItems": 0, "maxItems": MAX_LOGPROB_IDS}
+_FORM: Schema = {"type": "string", "minLength": 1, "maxLength": MAX_CHARS}  # of the output: what it must match
 _STOP: Schema = {"type": "string", "minLength": 1, "maxLength": MAX_STOP_CHARS}
 
 
@@ -82,6 +84,10 @@ SAMPLING_PARAMS: Schema = {
         "allowed_token_ids": _or_null({**_IDS, "minItems": 0, "maxItems": MAX_ALLOWED}),
         "best_of": _or_null({"type": "integer", "minimum": 1, "maximum": MAX_SAMPLES}),
         "n": _or_null({"type": "integer", "minimum": 1, "maximum": MAX_SAMPLES, "default": 1}),
+        "json_schema": _or_null({"anyOf": [_FORM, {"type": ["object", "boolean"]}]}),
+        "regex": _or_null(_FORM),
+        "ebnf": _or_null(_FORM),
+        "structural_tag": _or_null({"anyOf": [_FORM, {"type": "object"}]}),
         **_neutral(NEUTRAL_PARAMS),
     },
 }

@@ -113,8 +113,6 @@ def fit_to_model(prompt: Prompt, prompt_ids: Sequence[int], limits: ModelLimits)
                 field="min_new_tokens",
             )
         params = replace(params, max_new_tokens=num_free)
-    if params.constraint is not None:
-        raise RequestError(f"{params.constraint.kind} is not served by this version; leave it out", field="constraint")
     _check_vocabulary("stop_token_ids", params.stop_token_ids, limits)
     _check_vocabulary("logit_bias", params.logit_bias, limits)
     _check_vocabulary("allowed_token_ids", params.allowed_token_ids, limits)

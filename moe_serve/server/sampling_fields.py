@@ -23,10 +23,6 @@ _TOKEN_ID = re.compile("0|[1-9][0-9]{0,9}")  # as a key of a JSON object
 NEUTRAL_PARAMS: Mapping[str, tuple[Any, ...]] = {
     "spaces_between_special_tokens": (True, False),  # of tokenizers in Python; those of Rust have no such spaces
     "stop_regex": ([], ""),
-    "json_schema": (),
-    "regex": (),
-    "ebnf": (),
-    "structural_tag": (),
     "custom_params": (),
     "stream_interval": (1,),
 }

@@ -19,6 +19,7 @@ from moe_serve.server.call_fields import (
     text_or_texts,
     timeout,
 )
+from moe_serve.server.constraint_fields import take_sglang_constraint
 from moe_serve.server.json_fields import Fields, boolean, natural_number, parse_object, short_name, show
 from moe_serve.server.logprob_fields import take_logprob_fields
 from moe_serve.server.sampling_fields import NEUTRAL_PARAMS, SGLANG_NAMES, TakenParams, take_sampling_params
@@ -147,7 +148,8 @@ def _parse_params(name: str, given: Any) -> TakenParams:
     if not isinstance(given, dict):
         raise RequestError(f"{name} is {show(given)}, expected an object", field=name)
     values = Fields(given, f"{name}.", NEUTRAL_PARAMS, OTHER_WORDS)
-    taken = take_sampling_params(values, SGLANG_NAMES)
+    defaults = SamplingParams(constraint=take_sglang_constraint(values))
+    taken = take_sampling_params(values, SGLANG_NAMES, defaults)
     values.refuse_the_rest()
     return taken
 

@@ -9,6 +9,7 @@ import zmq
 from moe_serve.attention_dp.request import SamplingParams
 from moe_serve.attention_dp.request_blocks import RequestBlocks
 from moe_serve.attention_dp.scheduler import Scheduler
+from moe_serve.engine.grammars import Grammars
 from moe_serve.engine.mailbox import Disconnected, Inbound, Reconnected, ZmqMailbox
 from moe_serve.engine.messages import (
     Alive,
@@ -138,7 +139,7 @@ def test_a_front_end_that_starts_anew_is_told_all_and_only_its_requests_are_drop
 
 def test_only_the_requests_of_a_front_end_that_is_gone_leave_a_rank() -> None:
     scheduler = Scheduler(RequestBlocks(16, 4), max_running=4, max_batch_tokens=16, max_model_len=64)
-    requests = OpenRequests(scheduler, LIMITS, EngineCounters())
+    requests = OpenRequests(scheduler, LIMITS, EngineCounters(), Grammars(None))
     for request_id in ("0:1.5-0", "1:1.5-0", "10:1.5-0", "0:1.5-1"):
         assert requests.submit(Submit(request_id, 0, [5, 6], SamplingParams(max_new_tokens=4), seed=0)) is None
     requests.drop_all_of(1)

@@ -1,0 +1,152 @@
+"""Outputs have the form that was asked for, the same tokens however they are served; others are not changed."""
+
+import json
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import msgspec
+import pytest
+
+from moe_serve.attention_dp.constraint import Constraint
+from moe_serve.attention_dp.request import Request, SamplingParams
+from moe_serve.config import load_config, model_dir
+from moe_serve.engine.engine import Engine
+from moe_serve.engine.messages import Submit
+from moe_serve.models.tokenizer import Tokenizer
+from moe_serve.structured.grammar import to_grammar
+from tests.engine.offline import Served, prompts_with_shared_beginnings, serve, submits_of
+from tests.engine.test_identity import BY_TORCH, PLAIN, SEEDS, WAYS_TO_SAMPLE, same
+
+SCHEMA = {
+    "type": "object",
+    "properties": {"name": {"type": "string", "maxLength": 5}, "n": {"enum": [1, 22, None]}},
+    "required": ["name", "n"],
+    "additionalProperties": False,
+    "x-guidance": {"whitespace_flexible": False},
+}
+SAMPLED = SamplingParams(max_new_tokens=40, temperature=0.9, top_p=0.95)
+FORMS = [
+    Constraint("json_schema", json.dumps(SCHEMA)),
+    Constraint("regex", "[a-c]{2,4}-[0-9]{1,3}"),
+    Constraint("choice", '["yes", "no", "maybe so"]'),
+]
+
+
+def compile_at_once(engine: Engine) -> None:
+    """Requests are scheduled with their step, as where the grammar is kept: a script says when they arrive."""
+    grammars = engine.requests._grammars
+
+    def prepare(request: Request) -> bool:
+        if not type(grammars).prepare(grammars, request):
+            grammars._answers.put(grammars._answers.get())  # waits for the thread
+            ((_, failure),) = grammars.compiled()
+            if failure is not None:
+                raise failure
+        return True
+
+    grammars.prepare = prepare  # type: ignore[method-assign]
+
+
+serve_at_once = partial(serve, prepare=compile_at_once)
+
+
+def submits_with_forms(num: int, **fields: Any) -> list[Submit]:
+    """Three of four requests have a form, beside plain neighbours."""
+    submits = submits_of(prompts_with_shared_beginnings(num, 2048, max_len=30), SAMPLED, SEEDS[:num])
+    return [
+        msgspec.structs.replace(submit, params=replace(SAMPLED, constraint=form, **(fields if form else {})))
+        for i, submit in enumerate(submits)
+        for form in [[*FORMS, None][i % 4]]
+    ]
+
+
+def text_of(served: Served, name: str) -> str:
+    return Tokenizer.from_folder(model_dir(load_config().model)).decode(served.tokens[name])
+
+
+def has_form(index: int, text: str) -> bool:
+    if index % 4 == 0:
+        value = json.loads(text)
+        return set(value) == {"name", "n"} and len(value["name"]) <= 5 and value["n"] in (1, 22, None)
+    if index % 4 == 1:
+        head, _, tail = text.partition("-")
+        return 2 <= len(head) <= 4 and set(head) <= set("abc") and tail.isdigit()
+    return text in ("yes", "no", "maybe so") if index % 4 == 2 else True
+
+
+def test_outputs_have_their_form_and_are_the_same_however_they_are_served() -> None:
+    submits = submits_with_forms(24)
+    expected = serve_at_once(1, submits, PLAIN)
+    for index in range(24):
+        assert index % 4 == 3 or expected.finish[str(index)] == "stop", expected.messages
+        assert has_form(index, text_of(expected, str(index))), text_of(expected, str(index))
+    for num_ranks, overrides, stagger in WAYS_TO_SAMPLE:
+        served = serve_at_once(num_ranks, submits, [*PLAIN, *overrides], stagger)
+        same(served, expected)
+        assert served.stats["num_preempted"] > 0 or "cache.num_blocks=16" not in overrides
+    plain = serve(1, [msgspec.structs.replace(submit, params=SAMPLED) for submit in submits[3::4]], PLAIN)
+    assert all(plain.tokens[str(i)] == expected.tokens[str(i)] for i in range(3, 24, 4)), "neighbours are not changed"
+
+
+def test_torch_and_the_compiled_sampler_mask_alike() -> None:
+    submits = submits_with_forms(8)
+    by_torch = serve_at_once(1, submits, [*PLAIN, *BY_TORCH])
+    same(serve_at_once(2, submits, [*PLAIN, *BY_TORCH], stagger=1), by_torch)
+    assert all(has_form(index, text_of(by_torch, str(index))) for index in range(8))
+
+
+def test_an_output_that_goes_on_elsewhere_is_the_one_that_it_would_have_been() -> None:
+    submits = submits_with_forms(12)
+    expected = serve_at_once(1, submits, PLAIN)
+    cut = [
+        msgspec.structs.replace(
+            submit, attempt=1, output_ids=expected.tokens[submit.request_id][: i % len(expected.tokens[str(i)])]
+        )
+        for i, submit in enumerate(submits)
+    ]
+    assert serve_at_once(2, cut, PLAIN, stagger=1).tokens == expected.tokens
+
+
+def test_min_new_tokens_holds_the_end_off_while_something_else_may_come() -> None:
+    served = serve_at_once(1, submits_with_forms(12, min_new_tokens=30), PLAIN)
+    for index in range(12):
+        assert has_form(index, text_of(served, str(index)))
+        if index % 4 != 3:
+            assert served.finish[str(index)] == "stop", "an output that can only end ends, whatever min_new_tokens says"
+    longest = [text_of(served, str(index)) for index in range(1, 12, 4)]
+    assert all(len(text.partition("-")[2]) == 3 for text in longest), longest
+
+
+def test_a_stop_token_may_come_where_the_output_is_complete() -> None:
+    prompt, stop = [[5, 6, 7]], 700
+    form = Constraint("regex", "[0-9]+")
+    params = replace(SAMPLED, constraint=form, stop_token_ids=(stop,), logit_bias={stop: 100.0})
+    served = serve_at_once(1, submits_of(prompt, params), PLAIN)
+    assert served.tokens["0"][-1] == stop
+    assert len(served.tokens["0"]) == 2, "not as the first token, where nothing is complete"
+
+
+@pytest.mark.parametrize(
+    ("form", "says"),
+    [
+        (Constraint("regex", "(("), "regex cannot be served"),
+        (Constraint("grammar", 'start: s\ns: s s | s s s | "a" | ""'), "grammar cannot be served"),
+    ],
+    ids=["wrong", "too complex for its masks"],
+)
+def test_a_form_that_cannot_be_served_ends_its_request_alone(form: Constraint, says: str) -> None:
+    plain, wrong = submits_of([[5, 6], [7, 8]], replace(SAMPLED, max_new_tokens=300))
+    wrong = msgspec.structs.replace(wrong, params=replace(wrong.params, constraint=form, logit_bias={1: -100}))
+    served = serve_at_once(1, [plain, wrong], PLAIN)
+    assert served.finish["1"] == "error"
+    assert says in served.messages["1"]
+    assert served.tokens["0"] == serve(1, [plain], PLAIN).tokens["0"]
+
+
+def test_a_rank_takes_what_a_front_end_has_compiled() -> None:
+    given = FORMS[0]
+    compiled = Constraint("compiled", to_grammar(given))
+    submits = [submits_of([[5, 6, 7]], replace(SAMPLED, constraint=form), SEEDS[:1])[0] for form in (given, compiled)]
+    first, second = (serve_at_once(1, [submit], PLAIN).tokens for submit in submits)
+    assert first == second
