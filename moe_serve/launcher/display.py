@@ -57,8 +57,9 @@ class StartDisplay:
             self.note(f"rank {rank}: {phase} ({self.elapsed_s:.1f} s)")
 
     def line(self, who: str, line: str) -> None:
-        """Prints one line of a process's output, with its name."""
-        prefix = "" if f"[{who}]" in line else f"[{who}] "
+        """Prints one line of a process's output, with its name where the line has none; one of JSON is left whole."""
+        has_name = f"[{who}]" in line or (line.startswith("{") and f'"process": "{who}"' in line)
+        prefix = "" if has_name else f"[{who}] "
         self.console.print(Text(prefix + line), soft_wrap=True)
 
     def note(self, text: str, style: str = "") -> None:

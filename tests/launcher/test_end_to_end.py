@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import threading
+from pathlib import Path
 
 import httpx
 import pytest
@@ -33,8 +34,9 @@ def dumps(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def system(dumps):
-    with serve("--set", f"eplb.recorder_dir={dumps}") as running:
+def system(dumps, tmp_path_factory):
+    profiles = "--profile-dir", str(tmp_path_factory.mktemp("profiles")), "--log-requests", "--log-format", "json"
+    with serve("--set", f"eplb.recorder_dir={dumps}", *profiles) as running:
         yield running
 
 
@@ -65,6 +67,36 @@ def test_the_transport_and_its_waits_are_reported(client):
         assert rank["info"]["all_to_all_is_bitwise"] is True
     series = [f'moe_serve_all_to_all_wait_seconds_total{{peer="{1 - rank}",rank="{rank}"}}' for rank in (0, 1)]
     assert eventually(lambda: all(name in client.get("/metrics").text for name in series))
+
+
+def test_a_profile_has_the_steps_of_both_ranks_and_the_requests_on_one_clock(system, client):
+    assert client.post("/start_profile", json={"duration_s": 30}).status_code == 200
+    assert client.post("/start_profile").status_code == 409, "one at a time"
+    for rank in (0, 1):
+        generate(client, text="profiled", sampling_params=GREEDY, routed_dp_rank=rank)
+    answer = client.post("/stop_profile")
+    assert answer.status_code == 200, answer.text
+    folder = Path(client.get("/server_info").json()["config"]["server"]["profile_dir"])
+    assert [path.name for path in folder.iterdir()] == [answer.json()["file"]]
+    events = json.loads((folder / answer.json()["file"]).read_text())["traceEvents"]
+    parts = {(event["pid"], event["name"]) for event in events if event.get("cat") == "part"}
+    of_a_step = ("exchange", "attention", "gate", "dispatch", "experts", "combine", "sample")
+    assert parts >= {(1 + rank, part) for rank in (0, 1) for part in of_a_step}
+    steps = [event for event in events if event.get("cat") == "step" and event["name"] == "decode"]
+    for begin in (event for event in events if event["ph"] == "b"):
+        end = next(event for event in events if event["ph"] == "e" and event["id"] == begin["id"])
+        own = [step for step in steps if step["pid"] == 1 + begin["args"]["rank"] and step["args"]["decode_rows"]]
+        assert len([step for step in own if begin["ts"] < step["ts"] < end["ts"]]) >= GREEDY["max_new_tokens"] - 1
+
+
+def test_steps_are_timed_by_part_and_requests_have_a_line_of_json(system, client):
+    generate(client, text="logged", rid="a line", sampling_params=GREEDY)
+    wanted = 'moe_serve_rank_step_part_seconds_total{part="experts",phase="decode",rank="1"}'
+    assert eventually(lambda: wanted in client.get("/metrics").text)
+    assert eventually(lambda: '"rid": "a line"' in system.output)
+    line = json.loads(next(line for line in system.output.splitlines() if '"rid": "a line"' in line))
+    assert (line["message"], line["finish"], line["output_tokens"]) == ("request ended", "length", 24)
+    assert "logged" not in json.dumps(line)
 
 
 def test_a_recording_holds_what_clients_were_served_and_nothing_else(client, dumps):

@@ -22,6 +22,8 @@ ADMIN_ROUTES = {
         for method in ("GET", "POST")
         for verb in ("start", "stop", "dump")
     ),
+    ("POST", "/start_profile"),
+    ("POST", "/stop_profile"),
     ("POST", "/eplb/rebalance"),
     ("POST", "/eplb/placement"),
     *((method, "/flush_cache") for method in ("GET", "POST")),
