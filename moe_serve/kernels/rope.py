@@ -56,6 +56,7 @@ def rope_write(
     cache_layer: Tensor,
     num_heads: int,
     num_kv_heads: int,
+    norm_last: bool = False,
 ) -> None:
     """Norms and rotates queries and keys in place, and writes keys and values into the cache.
 
@@ -64,12 +65,15 @@ def rope_write(
     turns:       [T, n / 2] complex64, for the first n <= head_dim elements of a head
     slots:       [T] int64, -1 = the spare row, which is never read
     cache_layer: [slots, 2 num_kv_heads, head_dim], keys first
+    norm_last:   the norm comes behind the rotation
     """
     heads = qkv.view(-1, num_heads + 2 * num_kv_heads, cache_layer.shape[2])
     rotated = heads[:, : num_heads + num_kv_heads]
-    if head_norm is not None:
+    if head_norm is not None and not norm_last:
         rms_norm_heads_(rotated, head_norm, eps)
     rotate_(rotated[..., : 2 * turns.shape[1]], turns)
+    if head_norm is not None and norm_last:
+        rms_norm_heads_(rotated, head_norm, eps)
     cache_layer.index_put_((slots,), heads[:, num_heads:])
 
 

@@ -19,8 +19,10 @@ class GqaSpec:
     num_heads: int
     num_kv_heads: int
     head_dim: int
-    # RMS norm over each query and key head, or over all of them; or over each head of rotating layers, without weights
-    qk_norm: Literal["head", "projection", "unit"] | None = None
+    # RMS norm over each query and key head, before the rotation or behind it; over all query heads and over all key
+    # heads, before it; or over each head of rotating layers, without weights
+    qk_norm: Literal["head", "rotated_head", "projection", "unit"] | None = None
+    norm_names: tuple[str, str] = ("q_norm", "k_norm")  # in the checkpoint
     qkv_bias: bool = False  # on the q, k and v projections
     out_bias: bool = False
     clip: float | None = None  # largest magnitude of queries, keys and values, behind the norm and before the rotation
@@ -42,7 +44,7 @@ class GqaSpec:
         """Returns how many weights the norms of queries and of keys have."""
         if self.qk_norm in (None, "unit"):
             return 0, 0
-        heads = (1, 1) if self.qk_norm == "head" else (self.num_heads, self.num_kv_heads)
+        heads = (self.num_heads, self.num_kv_heads) if self.qk_norm == "projection" else (1, 1)
         return heads[0] * self.head_dim, heads[1] * self.head_dim
 
     def window_of(self, layer_id: int) -> int | None:

@@ -128,7 +128,8 @@ class GqaLayer:
             do.clip_(qkv, spec.clip)
         if spec.temperature is not None and not self.rotates:
             do.scale_queries_(qkv[:, : spec.num_heads * spec.head_dim])
-        do.rope_write(qkv, norm, eps, self.index, (spec.num_heads, spec.num_kv_heads), self.rotates)
+        heads, norm_last = (spec.num_heads, spec.num_kv_heads), spec.qk_norm == "rotated_head"
+        do.rope_write(qkv, norm, eps, self.index, heads, self.rotates, norm_last)
         q = qkv.view(x.shape[0], -1, spec.head_dim)[:, : spec.num_heads]
         q = q.view(x.shape[0], spec.num_kv_heads, -1, spec.head_dim)
         attended = do.attend(q, self.index, self.window, self.sinks, self.chunk)

@@ -113,6 +113,7 @@ class Operations(Protocol):
         layer: int,
         heads: tuple[int, int],
         rotates: bool,
+        norm_last: bool,
     ) -> None:
         """As kernels/rope.py, into this layer's cache. heads: of queries, and of keys"""
         ...

@@ -163,10 +163,17 @@ class RecordedStep:
         self._recorder.multiply_rows(q, self._query_scales, q)
 
     def rope_write(
-        self, qkv: Tensor, norm: Tensor | None, eps: float, layer: int, heads: tuple[int, int], rotates: bool
+        self,
+        qkv: Tensor,
+        norm: Tensor | None,
+        eps: float,
+        layer: int,
+        heads: tuple[int, int],
+        rotates: bool,
+        norm_last: bool,
     ) -> None:
         turns = self._turns if rotates else self._turns[:, :0]
-        self._recorder.rope_write(qkv, norm, eps, turns, self._cache.layer(layer), heads)
+        self._recorder.rope_write(qkv, norm, eps, turns, self._cache.layer(layer), heads, norm_last)
 
     def mla_rope_write(self, q: Tensor, row: Tensor, norm: Tensor, eps: float, layer: int, widths: MlaWidths) -> None:
         self._recorder.mla_rope_write(q, row, norm, eps, self._turns, self._cache.layer(layer), widths)

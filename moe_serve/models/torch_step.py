@@ -115,10 +115,18 @@ class TorchStep:
         multiply_rows_(q, self.query_scales)
 
     def rope_write(
-        self, qkv: Tensor, norm: Tensor | None, eps: float, layer: int, heads: tuple[int, int], rotates: bool
+        self,
+        qkv: Tensor,
+        norm: Tensor | None,
+        eps: float,
+        layer: int,
+        heads: tuple[int, int],
+        rotates: bool,
+        norm_last: bool,
     ) -> None:
         turns = self.turns if rotates else self.turns[:, :0]
-        rope_write(qkv, norm, eps, turns, self.step.batch.slot_mapping, self.step.cache.layer(layer), *heads)
+        cached = self.step.cache.layer(layer)
+        rope_write(qkv, norm, eps, turns, self.step.batch.slot_mapping, cached, *heads, norm_last)
 
     def mla_rope_write(self, q: Tensor, row: Tensor, norm: Tensor, eps: float, layer: int, widths: MlaWidths) -> None:
         slots, cached = self.step.batch.slot_mapping, self.step.cache.layer(layer)

@@ -235,8 +235,8 @@ def _gqa(spec: GqaSpec, hidden: int, ours: str, theirs: str) -> Iterator[DenseTe
     if spec.out_bias:
         yield DenseTensor(ours + "o_bias", (Part(theirs + "o_proj.bias", (hidden,)),), "bias")
     if any(spec.norm_widths):
-        for name, width in zip(("q_norm", "k_norm"), spec.norm_widths, strict=True):
-            yield _norm(ours + name, f"{theirs}{name}.weight", width)
+        for name, their_name, width in zip(("q_norm", "k_norm"), spec.norm_names, spec.norm_widths, strict=True):
+            yield _norm(ours + name, f"{theirs}{their_name}.weight", width)
     if spec.has_sinks:
         yield DenseTensor(ours + "sinks", (Part(theirs + "sinks", (spec.num_heads,)),), "bias32")
 

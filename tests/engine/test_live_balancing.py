@@ -9,7 +9,7 @@ import pytest
 from moe_serve.engine.engine import Engine
 from moe_serve.engine.messages import Submit
 from tests.engine.moving import DYNAMIC, lead_restlessly, move_in_every_step
-from tests.engine.offline import Served, serve, tiny_model
+from tests.engine.offline import OTHER_FAMILIES, Served, serve, tiny_model
 from tests.engine.test_identity import GREEDY, PLAIN, requests_for, same
 
 MODEL = "qwen3_moe"
@@ -112,6 +112,22 @@ def test_tokens_do_not_notice_a_leader_that_never_rests(
     same(served, reference)
     assert set(served.tokens) == set(reference.tokens)
     assert served.counters["num_activations"] == 60 * num_ranks
+
+
+EVERY_DAY = ("qwen2_moe", "granitemoeshared")  # a shared expert with a gate; experts that lie in one tensor
+
+
+@pytest.mark.parametrize(
+    "family", [pytest.param(name, marks=() if name in EVERY_DAY else pytest.mark.slow) for name in OTHER_FAMILIES]
+)
+def test_tokens_of_no_family_notice_experts_that_move(family: str, tmp_path: Path) -> None:
+    model = [f"model.path={tiny_model(tmp_path, family)}", "model.load_format=dummy"]
+    wanted = serve(1, requests(), [*PLAIN, *model, "eplb.mode=off"])
+    overrides = [*settings(model, 2, "low_latency", "even"), *DYNAMIC]
+    served = serve(2, requests(), overrides, stagger=3, prepare=move_always)
+    same(served, wanted)
+    assert set(served.tokens) == set(wanted.tokens)
+    assert served.counters["num_activations"] >= 2 * (served.num_steps - 2) > 10
 
 
 @pytest.mark.parametrize("mode", ["off", "static", "dynamic"])

@@ -37,6 +37,7 @@ GRANITE: dict[str, Any] = COMMON | {
 MINIMAX: dict[str, Any] = COMMON | {
     "num_local_experts": 8, "num_experts_per_tok": 3, "head_dim": 16, "rotary_dim": 8, "intermediate_size": 40,
 }  # fmt: skip
+HUNYUAN: dict[str, Any] = COMMON | {"num_experts": 8, "moe_topk": 3, "head_dim": 16, "intermediate_size": 40}
 YARN = {
     "rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 64,
     "beta_fast": 32, "beta_slow": 1, "mscale": 0.7, "mscale_all_dim": 1.3,
@@ -118,6 +119,13 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "layer_types": ["full_attention", *["sliding_attention"] * 2],
         }
         | {"rope_parameters": {"rope_type": "default", "rope_theta": 5000.0}, "attention_bias": False},
+    ),
+    "hunyuan_v1_moe": ("hunyuan_v1_moe", HUNYUAN),
+    "hunyuan_v1_moe-alpha-bias": (
+        "hunyuan_v1_moe",
+        HUNYUAN
+        | {"num_key_value_heads": 4, "attention_bias": True, "moe_topk": [2, 2]}
+        | {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 5000.0, "alpha": 50.0, "factor": 1.0}},
     ),
     "dots1": ("dots1", SIGMOID),
     "dots1-window-bias": (

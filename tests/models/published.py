@@ -117,6 +117,18 @@ MINIMAX_M2: dict[str, Any] = {
                             "modules_to_not_convert": ["gate", "e_score_correction_bias", "lm_head"]},
 }  # fmt: skip
 
+HUNYUAN_A13B: dict[str, Any] = {
+    "architectures": ["HunYuanMoEV1ForCausalLM"], "model_type": "hunyuan_v1_moe", "vocab_size": 128167,
+    "hidden_size": 4096, "intermediate_size": 3072, "num_hidden_layers": 32, "num_attention_heads": 32,
+    "num_key_value_heads": 8, "head_dim": 128, "attention_head_dim": 128, "num_experts": 64, "moe_topk": [8] * 32,
+    "num_shared_expert": [1] * 32, "moe_intermediate_size": [3072] * 32, "moe_layer_num_skipped": 0, "use_cla": False,
+    "use_qk_norm": True, "use_mixed_mlp_moe": True, "attention_bias": False, "mlp_bias": False, "hidden_act": "silu",
+    "max_position_embeddings": 32768, "rope_theta": 10000.0, "rms_norm_eps": 1e-5, "tie_word_embeddings": True,
+    "rope_scaling": {"alpha": 1000.0, "beta_fast": 32, "beta_slow": 1, "factor": 1.0, "mscale": 1.0,
+                     "mscale_all_dim": 0.0, "type": "dynamic"},
+    "torch_dtype": "bfloat16", "eos_token_id": 127960, "pad_token_id": 127961, "bos_token_id": 1,
+}  # fmt: skip
+
 # name -> (config.json, parameters as its authors say)
 PUBLISHED: dict[str, tuple[dict[str, Any], float]] = {
     "GLM-4.5": (GLM_45, 355e9),
@@ -133,4 +145,5 @@ PUBLISHED: dict[str, tuple[dict[str, Any], float]] = {
     "Granite-3.1-1B-A400M": (GRANITE_1B, 1.33e9),
     "Granite-3.1-3B-A800M": (GRANITE_3B, 3.30e9),
     "MiniMax-M2": (MINIMAX_M2, 230e9),
+    "Hunyuan-A13B": (HUNYUAN_A13B, 80e9),
 }

@@ -23,7 +23,7 @@ from moe_serve.kernels.cpu.library import CpuLibrary
 from moe_serve.kernels.cpu.linear import KINDS, PackedHeads, PackedLinear, RowTable
 from moe_serve.kernels.cpu.packed import padded
 from moe_serve.kernels.cpu.program import Input, Program
-from moe_serve.kernels.cpu.rows import float_bits, mla_facts
+from moe_serve.kernels.cpu.rows import float_bits, mla_facts, rope_facts
 from moe_serve.kernels.gate_shape import GateShape
 from moe_serve.kernels.layer_norm import LayerNorm
 from moe_serve.kernels.part_clock import COMBINE, DISPATCH, EXPERTS, OTHER, PartClock
@@ -186,11 +186,12 @@ class Recorder:
         turns: Tensor,
         cache: Tensor,
         heads: tuple[int, int],
+        norm_last: bool = False,
     ) -> None:
         """As kernels/rope.py, with the step's slots. turns: [rows, rotated], cos and sin by turns"""
         norm = 0 if head_norm is None else head_norm
-        sizes = ROWS, qkv.stride(0), *heads, cache.shape[2], turns.shape[1]
-        self._add("rope_write", qkv, *sizes, norm, float_bits(eps), turns, SLOTS, cache)
+        facts = rope_facts(*heads, cache.shape[2], turns.shape[1], norm_last)
+        self._add("rope_write", facts, qkv, ROWS, qkv.stride(0), norm, float_bits(eps), turns, SLOTS, cache)
 
     def mla_rope_write(
         self,

@@ -107,9 +107,13 @@ static void rotate(const float *x, i64 pairs, const float *turns, float *y)
     }
 }
 
+typedef struct { /* rope_facts in rows.py */
+    i64 heads, kv_heads, width, rotated, norm_last; /* the first `rotated` elements of a head are rotated */
+} RopeShape;
 typedef struct {
+    RopeShape shape;
     float *qkv;
-    i64 rows, step, heads, kv_heads, width, rotated; /* the first elements of a head are rotated */
+    i64 rows, step;
     const float *norm; /* [heads + kv_heads, width], or 0 */
     float eps;
     const float *turns;
@@ -120,25 +124,27 @@ typedef struct {
 static void rope_piece(const void *about, i64 piece)
 {
     const Rope *job = about;
-    i64 d = job->width, kv = 2 * job->kv_heads * d, some = rows_of_piece(job->heads * d + kv);
+    RopeShape a = job->shape;
+    i64 d = a.width, kv = 2 * a.kv_heads * d, some = rows_of_piece(a.heads * d + kv);
     for (i64 t = piece * some; t < least((piece + 1) * some, job->rows); t++) {
         float *row = job->qkv + t * job->step;
-        for (i64 h = 0; h < job->heads + job->kv_heads; h++) {
+        for (i64 h = 0; h < a.heads + a.kv_heads; h++) {
             float *head = row + h * d;
-            if (job->norm) norm_row(head, job->norm + h * d, d, job->eps, head);
-            rotate(head, job->rotated / 2, job->turns + t * job->rotated, head);
+            if (job->norm && !a.norm_last) norm_row(head, job->norm + h * d, d, job->eps, head);
+            rotate(head, a.rotated / 2, job->turns + t * a.rotated, head);
+            if (job->norm && a.norm_last) norm_row(head, job->norm + h * d, d, job->eps, head);
         }
-        if (job->slots[t] >= 0) memcpy(job->cache + job->slots[t] * kv, row + job->heads * d, kv * 4);
+        if (job->slots[t] >= 0) memcpy(job->cache + job->slots[t] * kv, row + a.heads * d, kv * 4);
     }
 }
 
 /* qkv [rows, (heads + 2 kv_heads) * width]: norms and rotates queries and keys in place; keys and values go to the
    cache's row of each slot, [2 * kv_heads, width]; slot -1: nothing. turns: [rows, rotated / 2] of (cos, sin) */
-i64 rope_write(float *qkv, i64 rows, i64 step, i64 heads, i64 kv_heads, i64 width, i64 rotated, const float *norm, i64 eps,
-               const float *turns, const i64 *slots, float *cache)
+i64 rope_write(const RopeShape *shape, float *qkv, i64 rows, i64 step, const float *norm, i64 eps, const float *turns,
+               const i64 *slots, float *cache)
 {
-    Rope job = {qkv, rows, step, heads, kv_heads, width, rotated, norm, as_float(eps), turns, slots, cache};
-    pool_run(rope_piece, &job, pieces_of(rows, (heads + 2 * kv_heads) * width));
+    Rope job = {*shape, qkv, rows, step, norm, as_float(eps), turns, slots, cache};
+    pool_run(rope_piece, &job, pieces_of(rows, (shape->heads + 2 * shape->kv_heads) * shape->width));
     return 0;
 }
 

@@ -61,6 +61,7 @@ def rope_write(
     cache_layer: Tensor,
     num_heads: int,
     num_kv_heads: int,
+    norm_last: bool = False,
 ) -> None:
     """Norms and rotates queries and keys in place, and writes keys and values into the cache; nothing for slot -1."""
     width = cache_layer.shape[2]
@@ -72,7 +73,8 @@ def rope_write(
     assert dense(turns, torch.complex64, len(qkv), rotated // 2), f"turns {turns.dtype} {tuple(turns.shape)}"
     assert dense(slots, torch.int64, len(qkv)), f"slots {slots.dtype} {tuple(slots.shape)}"
     cpu_library().call.rope_write(
-        qkv.data_ptr(), qkv.shape[0], qkv.stride(0), num_heads, num_kv_heads, width, rotated,
+        rope_facts(num_heads, num_kv_heads, width, rotated, norm_last).data_ptr(),
+        qkv.data_ptr(), qkv.shape[0], qkv.stride(0),
         0 if head_norm is None else head_norm.data_ptr(), float_bits(eps), turns.data_ptr(), slots.data_ptr(),
         cache_layer.data_ptr(),
     )  # fmt: skip
@@ -148,6 +150,12 @@ def float_bits(number: float) -> int:
     """Returns the bits of a float64: the kernels take integers only."""
     bits: int = struct.unpack("q", struct.pack("d", number))[0]
     return bits
+
+
+@functools.lru_cache
+def rope_facts(num_heads: int, num_kv_heads: int, width: int, rotated: int, norm_last: bool) -> Tensor:
+    """Returns the block of int64 that rows.c reads."""
+    return torch.tensor([num_heads, num_kv_heads, width, rotated, int(norm_last)])
 
 
 @functools.lru_cache

@@ -51,28 +51,28 @@ def test_rows_are_multiplied_each_by_its_factor(library):
 
 
 @pytest.mark.parametrize(
-    "width, rotated, kv_heads, group, with_norm",
+    "width, rotated, kv_heads, group, norm_last",
     [
-        (16, 16, 1, 1, False),
-        (64, 64, 2, 4, True),
+        (16, 16, 1, 1, None),
+        (64, 64, 2, 4, False),
         (38, 38, 3, 2, True),
         (64, 32, 2, 3, True),
-        (38, 2, 1, 4, False),
-        (16, 0, 2, 2, False),
+        (38, 2, 1, 4, None),
+        (16, 0, 2, 2, None),
     ],
 )
-def test_rotation_and_cache_write_match_torch(width, rotated, kv_heads, group, with_norm, library):
+def test_rotation_and_cache_write_match_torch(width, rotated, kv_heads, group, norm_last, library):
     heads = kv_heads * group
     for num_rows, threads in itertools.product((0, 1, 5, 200), (1, 2)):
         library.set_threads(threads)
         qkv, turns = strided(num_rows, (heads + 2 * kv_heads) * width), turns_of(num_rows, rotated)
-        norm = torch.randn(heads + kv_heads, width) if with_norm else None
+        norm = None if norm_last is None else torch.randn(heads + kv_heads, width)
         slots = torch.randperm(num_rows + 4)[:num_rows]
         slots[1::3] = -1
         cache = torch.zeros(num_rows + 5, 2 * kv_heads, width)
         wanted, wanted_cache = qkv.clone(), cache.clone()
-        rope.rope_write(wanted, norm, EPS, turns, slots, wanted_cache, heads, kv_heads)
-        rows.rope_write(qkv, norm, EPS, turns, slots, cache, heads, kv_heads)
+        rope.rope_write(wanted, norm, EPS, turns, slots, wanted_cache, heads, kv_heads, bool(norm_last))
+        rows.rope_write(qkv, norm, EPS, turns, slots, cache, heads, kv_heads, bool(norm_last))
         wanted_cache[-1] = 0  # torch writes padding there
         assert relative_error(qkv, wanted) < FLOAT32
         assert relative_error(cache, wanted_cache) < FLOAT32

@@ -1,0 +1,54 @@
+"""Hunyuan-A13B: heads are normed behind their rotation, one shared expert, frequencies stretched by a constant."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from moe_serve.ep.routing import RouterSpec
+from moe_serve.models.families.common import common_fields, gqa
+from moe_serve.models.hf_config import MOST_LAYERS, HfConfig
+from moe_serve.models.model_files import shown
+from moe_serve.models.rope_spec import read_rope
+from moe_serve.models.spec import ExpertNames, ModelSpec
+
+
+def read(config: HfConfig, eos_token_ids: tuple[int, ...]) -> ModelSpec:
+    config = HfConfig({key: _of_all_layers(value) for key, value in config.values.items()}, config.where)
+    width, bias = config.size("intermediate_size"), config.flag("attention_bias")
+    for key, wanted in (
+        ("use_qk_norm", True), ("use_cla", False), ("moe_layer_num_skipped", 0), ("num_shared_expert", 1),
+        ("moe_intermediate_size", width),
+    ):  # fmt: skip
+        if config.get(key, wanted) != wanted:
+            raise config.refuse(f"{key} {shown(config.get(key))} (only {wanted!r} is)")
+    names = ("query_layernorm", "key_layernorm")
+    attention = replace(gqa(config), qk_norm="rotated_head", norm_names=names, qkv_bias=bias, out_bias=bias)
+    return ModelSpec(
+        **{**common_fields(config, eos_token_ids), "norm_eps": config.positive("rms_norm_eps", 1e-5)},
+        attention=attention,
+        rope=read_rope(_stretched(config, attention.head_dim), attention.head_dim, False, config.where),
+        moe_layer_ids=tuple(range(config.size("num_hidden_layers", largest=MOST_LAYERS))),
+        router=RouterSpec(config.size("num_experts"), config.size("moe_topk", "num_experts_per_tok")),
+        moe_intermediate=width,
+        shared_intermediate=width,
+        dense_intermediate=0,
+        expert_names=ExpertNames(router="gate.wg", shared="mlp.shared_mlp"),
+    )
+
+
+def _of_all_layers(value: Any) -> Any:
+    """Returns the number that a list repeats for every layer; anything else as it is."""
+    return value[0] if isinstance(value, list) and value and value.count(value[0]) == len(value) else value
+
+
+def _stretched(config: HfConfig, head_dim: int) -> Mapping[str, Any]:
+    """Returns config.json with the theta that the `alpha` of its "dynamic" rotary embedding stands for."""
+    given = config.get("rope_parameters", config.get("rope_scaling"))
+    if not isinstance(given, Mapping) or not given.get("alpha"):
+        return config.values
+    rope = HfConfig({**config.values, **given}, config.where)
+    theta = rope.positive("rope_theta", 10000.0) * rope.positive("alpha", 1.0) ** (head_dim / (head_dim - 2))
+    return {**config.values, "rope_scaling": None, "rope_parameters": {"rope_theta": theta}}
+
+
+READERS = {"hunyuan_v1_moe": read}
