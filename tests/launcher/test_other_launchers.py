@@ -107,9 +107,12 @@ def test_requests_go_on_when_two_torchruns_have_started_their_ranks_again(settin
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("whom", ["torchrun", "one rank"])
-def test_sigterm_to_torchrun_or_a_rank_finishes_what_runs(settings, whom):
-    ranks = torchrun("--standalone", "--nproc-per-node", "2", "-m", WORKER, *settings)
+@pytest.mark.parametrize("whom", ["torchrun", "one rank of torchrun", "mpirun", "one rank of mpirun"])
+def test_sigterm_to_a_launcher_or_a_rank_finishes_what_runs(settings, whom):
+    if whom.endswith("mpirun"):
+        ranks = Running.of([mpirun(), "-n", "2", sys.executable, "-m", WORKER, *settings])
+    else:
+        ranks = torchrun("--standalone", "--nproc-per-node", "2", "-m", WORKER, *settings)
     with front_end(settings) as (server, client), ranks:
         assert becomes_ready(client), ranks.output
         params = {"temperature": 0, "max_new_tokens": 400, "ignore_eos": True}
@@ -119,27 +122,31 @@ def test_sigterm_to_torchrun_or_a_rank_finishes_what_runs(settings, whom):
         thread.start()
         assert eventually(lambda: client.get("/server_info").json()["requests"]["open"] == 4)
         pids = [pid_of_rank(client, rank) for rank in range(2)]
-        os.kill(ranks.process.pid if whom == "torchrun" else pids[1], signal.SIGTERM)
+        os.kill(pids[1] if whom.startswith("one rank") else ranks.process.pid, signal.SIGTERM)
         assert eventually(lambda: "was asked to end" in client.get("/ready").text)
         refused = client.post("/generate", json=FIVE)
         assert (refused.status_code, "was asked to end" in refused.text) == (503, True)
         thread.join(120)
         assert [len(output["output_ids"]) for output in answers[0].json()] == [400] * 4
         code = ranks.wait()
-        if whom == "one rank":  # torchrun itself ends with an error when it was signalled, however its ranks end
+        if whom != "torchrun":  # torchrun itself ends with an error when it was signalled, however its ranks end
             assert code == 0, ranks.output
         assert gone(pids)
         assert client.get("/health").status_code == 200
         assert server.end(signal.SIGINT) == 0
 
 
-def test_mpirun_with_a_front_end_beside_it(settings):
-    mpirun = shutil.which("mpirun", path=str(Path(sys.executable).parent))
-    if mpirun is None:
+def mpirun() -> str:
+    found = shutil.which("mpirun", path=str(Path(sys.executable).parent))
+    if found is None:
         pytest.skip("needs the mpich wheel: pip install 'moe-serve[mpi]'")
+    return found
+
+
+def test_mpirun_with_a_front_end_beside_it(settings):
     with (
         front_end(settings) as (server, client),
-        Running.of([mpirun, "-n", "2", sys.executable, "-m", WORKER, *settings]) as ranks,
+        Running.of([mpirun(), "-n", "2", sys.executable, "-m", WORKER, *settings]) as ranks,
     ):
         assert becomes_ready(client), ranks.output
         assert len(client.post("/generate", json=FIVE).json()["output_ids"]) == 5
