@@ -19,7 +19,7 @@ from moe_serve.links.link import Link
 from moe_serve.server.admission import Admission, Load, Queue
 from moe_serve.server.commands import Command
 from moe_serve.server.grammar_check import GrammarCheck
-from moe_serve.server.open_request import Changes, OpenRequest, RequestSpec, UnavailableError
+from moe_serve.server.open_request import Changes, Courier, OpenRequest, RequestSpec, UnavailableError
 from moe_serve.server.rank_link import RankLink
 from moe_serve.server.request_book import RequestBook
 from moe_serve.server.siblings import What
@@ -46,6 +46,7 @@ class Bridge:
         link: Link | None = None,
     ):
         self.config = config
+        self.courier = Courier()
         self.capacity = (
             config.engine.max_running_requests * config.parallel.num_ranks + config.engine.max_queued_requests
         )

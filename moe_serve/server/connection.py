@@ -30,6 +30,7 @@ from moe_serve.config import ServerConfig
 from moe_serve.server.answers import error_body
 from moe_serve.server.bounded_parser import BoundedParser
 from moe_serve.server.early_refusal import EarlyRefusal
+from moe_serve.server.generate import CONNECTION
 
 Phase = Literal["headers", "body", "answer", "idle", "linger"]
 
@@ -140,6 +141,26 @@ class Connection(H11Protocol):
         if self.cycle is not None and not self.cycle.response_complete:
             self._end_after_cycle()
 
+    @property
+    def takes_chunks(self) -> bool:
+        """Whether `write_chunk` may be called: a stream has begun, and its client takes what is sent."""
+        cycle = self.cycle
+        return (
+            cycle.response_started
+            and not (cycle.response_complete or cycle.disconnected or self.flow.write_paused)
+            and self.conn.our_state is h11.SEND_BODY
+            and cycle.scope["http_version"] == "1.1"
+            and cycle.scope["method"] != "HEAD"
+        )
+
+    def write_chunk(self, data: bytes) -> None:
+        """Sends the next piece of a stream, which is not empty.
+
+        ASGI's `send` does the same through all layers of the application, and a parser that only frames the piece; they
+        take as long as sending it.
+        """
+        self.transport.write(b"%x\r\n%b\r\n" % (len(data), data))
+
     def _end_after_cycle(self) -> None:
         self.cycle.keep_alive = False
         # As if the client had asked for it: uvicorn answers the same.
@@ -215,10 +236,13 @@ class Connection(H11Protocol):
         super().handle_events()
         if self.cycle is not before:
             self._since_s = time.monotonic()
+            extensions: dict[str, Any] = {CONNECTION: self}
+            self.cycle.scope["extensions"] = extensions
             if self._is_last:
                 self._end_after_cycle()
 
     def on_response_complete(self) -> None:
+        self.cycle.scope["extensions"].clear()  # which refer to this object
         self._has_begun, self._since_s = self.conn.has_bytes, time.monotonic()
         super().on_response_complete()
 

@@ -9,6 +9,7 @@ import time
 import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Protocol
 
 import msgspec
@@ -30,6 +31,7 @@ from moe_serve.server.schemas import GenerateRequest, Prompt
 _MANY_LOGPROBS = 4096  # numbers in an answer
 _SHORT_CALL = 4096  # characters of all prompts; a longer call is tokenized in a thread
 DONE = b"data: [DONE]\n\n"
+CONNECTION = "moe_serve.connection"  # among a scope's extensions: a StreamConnection
 _STREAM_HEADERS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
 
 json_bytes = msgspec.json.encode
@@ -150,6 +152,15 @@ class Answers(Protocol):
         """Returns the last events of a stream."""
 
 
+class StreamConnection(Protocol):
+    """What a connection offers beside ASGI's `send`: see Connection, and CONNECTION among a scope's extensions."""
+
+    @property
+    def takes_chunks(self) -> bool: ...
+
+    def write_chunk(self, data: bytes) -> None: ...
+
+
 class CallResponse(Response):
     """The answer to one call, as JSON or server-sent events. When it ends, for any reason, it aborts what is open."""
 
@@ -159,9 +170,10 @@ class CallResponse(Response):
         self._bridge = bridge
         self._answers = answers
         self._stream = stream
+        self._is_sending = False  # events that must not be overtaken
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        answer = asyncio.ensure_future(self._send_stream(send) if self._stream else self._send_json(send))
+        answer = asyncio.ensure_future(self._send_stream(scope, send) if self._stream else self._send_json(send))
         gone = asyncio.ensure_future(_client_left(receive))
         try:
             await asyncio.wait({answer, gone}, return_when=asyncio.FIRST_COMPLETED)
@@ -192,7 +204,7 @@ class CallResponse(Response):
         body = await asyncio.to_thread(self._answers.whole, best) if is_long else self._answers.whole(best)
         await Response(body, media_type="application/json")({"type": "http"}, _no_receive, send)
 
-    async def _send_stream(self, send: Send) -> None:
+    async def _send_stream(self, scope: Scope, send: Send) -> None:
         call, answers = self._call, self._answers
         index_of = {request.request_id: index for index, request in enumerate(call.requests)}
         left = len(call.requests)
@@ -205,12 +217,25 @@ class CallResponse(Response):
                     return
                 await send({"type": "http.response.start", "status": 200, "headers": _STREAM_HEADERS})
                 has_begun = True
+                connection: StreamConnection | None = scope.get("extensions", {}).get(CONNECTION)
+                if connection is not None:  # from here on, most events do not come this way
+                    call.changes.bring(self._bridge.courier, partial(self._write, connection, index_of))
+            left -= request.is_done  # not later: it may end while what came before is sent, and is told again then
             if events := answers.event(call, index_of[request.request_id]):
+                self._is_sending = True
                 await send({"type": "http.response.body", "body": events, "more_body": True})
+                self._is_sending = False
             if request.failure is not None and answers.ends_at_failure:
                 break
-            left -= request.is_done
         await send({"type": "http.response.body", "body": answers.end(call), "more_body": False})
+
+    def _write(self, connection: StreamConnection, index_of: dict[str, int], request: OpenRequest) -> bool:
+        """Sends what is new of a request; returns False where that is for `_send_stream` to do."""
+        if request.is_done or self._is_sending or not connection.takes_chunks:
+            return False
+        if events := self._answers.event(self._call, index_of[request.request_id]):
+            connection.write_chunk(events)
+        return True
 
 
 def error_response(error: MoeServeError) -> Response:

@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from moe_serve.attention_dp.request import SamplingParams
@@ -12,6 +12,8 @@ from moe_serve.engine.messages import Submit, TokenEvent
 from moe_serve.engine.stop_matcher import FinishReason, StopMatcher
 from moe_serve.errors import ModelError, MoeServeError, RequestError
 from moe_serve.log import call_id
+
+_TURN_S = 0.003
 
 
 class UnavailableError(MoeServeError):
@@ -59,12 +61,34 @@ class Changes:
         self._ends_only = ends_only
         self._changed: dict[int, OpenRequest] = {}  # in the order of their changes
         self._event = asyncio.Event()
+        self._courier: Courier | None = None
+        self._take: Callable[[OpenRequest], bool] | None = None
 
     def notify(self, request: "OpenRequest") -> None:
         if self._ends_only and not request.is_done:
             return
         self._changed[id(request)] = request
-        self._event.set()
+        if self._courier is None:
+            self._event.set()
+        else:
+            self._courier.add(self)
+
+    def bring(self, courier: "Courier", take: "Callable[[OpenRequest], bool]") -> None:
+        """Lets a courier hand requests over as they change, without waking the reader.
+
+        take: is given a request; returns False where the reader must be woken, and gets it by `next`
+        """
+        self._courier, self._take = courier, take
+
+    def deliver(self) -> None:
+        """Hands over what has changed."""
+        assert self._take is not None
+        while self._changed:
+            key = next(iter(self._changed))
+            if not self._take(self._changed[key]):
+                self._event.set()
+                return
+            del self._changed[key]
 
     async def next(self) -> "OpenRequest":
         """Waits for a request that has changed, and returns it."""
@@ -72,6 +96,34 @@ class Changes:
             self._event.clear()
             await self._event.wait()
         return self._changed.pop(next(iter(self._changed)))
+
+
+class Courier:
+    """Hands over what has changed for all readers that asked for it, once per turn of the event loop.
+
+    Waking a task for each token of each stream would take as long as sending it. A turn takes a few milliseconds, so
+    that others have theirs; what changes again meanwhile is handed over once.
+    """
+
+    def __init__(self) -> None:
+        self._waiting: dict[Changes, None] = {}
+
+    def add(self, changes: Changes) -> None:
+        """Notes that something has changed for a reader."""
+        if not self._waiting:
+            asyncio.get_running_loop().call_soon(self._deliver)
+        self._waiting[changes] = None
+
+    def _deliver(self) -> None:
+        ends_s = time.monotonic() + _TURN_S
+        try:
+            while self._waiting and time.monotonic() < ends_s:
+                changes = next(iter(self._waiting))
+                del self._waiting[changes]
+                changes.deliver()
+        finally:
+            if self._waiting:
+                asyncio.get_running_loop().call_soon(self._deliver)
 
 
 class OpenRequest:

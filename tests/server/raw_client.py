@@ -64,8 +64,10 @@ class RawClient:
             interim.append(status)
         if "content-length" in headers:
             body = await self.reader.readexactly(int(headers["content-length"]))
-        else:
+        elif "transfer-encoding" in headers:
             body = await self._chunks()
+        else:
+            body = await self.reader.read()  # until the server closes: a stream of HTTP/1.0
         return Answer(status, headers, body, interim)
 
     async def _head(self) -> tuple[int, dict[str, str]]:
