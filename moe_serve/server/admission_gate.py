@@ -11,7 +11,8 @@ from moe_serve.server.client_limits import ClientTable, Permit
 from moe_serve.server.degrade import HEADER
 from moe_serve.server.generate import error_response
 
-GENERATING = frozenset({"/generate", "/v1/completions", "/v1/chat/completions"})  # paths of routes that generate
+# Paths of routes that generate.
+GENERATING = frozenset({"/generate", "/v1/completions", "/v1/chat/completions", "/v1/responses"})
 
 
 @dataclass

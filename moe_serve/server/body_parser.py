@@ -15,6 +15,7 @@ from moe_serve.errors import RequestError
 from moe_serve.server.helper_process import HelperEnded, HelperProcess
 from moe_serve.server.openai.chat_request import ChatRequest, parse_chat
 from moe_serve.server.openai.completion_request import CompletionRequest, parse_completion
+from moe_serve.server.openai.response_request import ResponseRequest, parse_response
 from moe_serve.server.openai.tokenize_request import (
     DetokenizeRequest,
     TokenizeRequest,
@@ -41,9 +42,17 @@ class BodyKind(Generic[T]):
 GENERATE_BODY = BodyKind(parse_generate, GenerateRequest)
 COMPLETION_BODY = BodyKind(parse_completion, CompletionRequest)
 CHAT_BODY = BodyKind(parse_chat, ChatRequest)
+RESPONSE_BODY = BodyKind(parse_response, ResponseRequest)
 TOKENIZE_BODY = BodyKind(parse_tokenize, TokenizeRequest)
 DETOKENIZE_BODY = BodyKind(parse_detokenize, DetokenizeRequest)
-KINDS: tuple[BodyKind[Any], ...] = (GENERATE_BODY, COMPLETION_BODY, CHAT_BODY, TOKENIZE_BODY, DETOKENIZE_BODY)
+KINDS: tuple[BodyKind[Any], ...] = (
+    GENERATE_BODY,
+    COMPLETION_BODY,
+    CHAT_BODY,
+    RESPONSE_BODY,
+    TOKENIZE_BODY,
+    DETOKENIZE_BODY,
+)
 
 
 class Parsed(msgspec.Struct, Generic[T]):

@@ -34,10 +34,14 @@ def parse_chat(body: bytes, max_prompts: int) -> ChatRequest:
 
     Raises RequestError with the field, its value and what was expected.
     """
-    content = parse_nested_object(body, MAX_DEPTH)
+    return check_chat(parse_nested_object(body, MAX_DEPTH), "chatcmpl-")
+
+
+def check_chat(content: dict[str, Any], id_prefix: str) -> ChatRequest:
+    """Returns the checked request of a JSON object. id_prefix: of the id that the server gives it"""
     values = fields_of(content, NEUTRAL_FIELDS)
     prompt = take_chat_prompt(values)
-    options = take_options(values, REST_OF_CONTEXT, "chatcmpl-")
+    options = take_options(values, REST_OF_CONTEXT, id_prefix)
     if not prompt.messages:
         raise RequestError("messages is an empty list, expected at least one message", field="messages")
     logprobs = bool(values.take("logprobs", boolean))

@@ -1,4 +1,4 @@
-"""OpenAI's routes: `/v1/completions` and `/v1/chat/completions`. Torch-free.
+"""OpenAI's routes: `/v1/completions`, `/v1/chat/completions` and `/v1/responses`. Torch-free.
 
 They are as `/generate` is in all but the form of bodies and answers.
 """
@@ -9,7 +9,7 @@ from functools import partial
 from fastapi import FastAPI, Request, Response
 
 from moe_serve.errors import RequestError
-from moe_serve.server.body_parser import CHAT_BODY, COMPLETION_BODY
+from moe_serve.server.body_parser import CHAT_BODY, COMPLETION_BODY, RESPONSE_BODY
 from moe_serve.server.chat_template import ChatTemplates
 from moe_serve.server.doors import Doors
 from moe_serve.server.generate import CallResponse
@@ -20,17 +20,29 @@ from moe_serve.server.openai.completion_request import CompletionRequest
 from moe_serve.server.openai.logprobs import texts_of
 from moe_serve.server.openai.parsed_output import OutputParsers
 from moe_serve.server.openai.prompting import check_model, most_chars
+from moe_serve.server.openai.response_answers import ResponseAnswers
+from moe_serve.server.openai.response_request import ResponseRequest
 from moe_serve.server.sampling_fields import OPENAI_NAMES, ParamNames
 from moe_serve.server.schemas import GenerateRequest
 
 COMPLETIONS = "/v1/completions"
 CHAT = "/v1/chat/completions"
+RESPONSES = "/v1/responses"
+RESPONSE_NAMES = ParamNames({**OPENAI_NAMES.other, "max_new_tokens": ("max_output_tokens",)})
 CHAT_NAMES = ParamNames({**OPENAI_NAMES.other, "logprobs": ("top_logprobs",)})
 
 
 def add_openai(app: FastAPI, doors: Doors, templates: ChatTemplates, parsers: OutputParsers, name: str) -> None:
     """Adds the routes. name: of the model that is served"""
     bridge = doors.bridge
+
+    async def call_of_chat(given: ChatRequest) -> GenerateRequest:
+        check_model(given.options.model, name)
+        text = await templates.render(given.prompt, most_chars(bridge, doors.tokenizer))
+        options = given.options
+        if parsers.needs_special_tokens(given.tools):
+            options = options.with_params(skip_special_tokens=False)
+        return options.call([(text, None)], given.prompt.add_special_tokens)
 
     @app.post(COMPLETIONS)
     async def completions(request: Request) -> Response:
@@ -47,20 +59,24 @@ def add_openai(app: FastAPI, doors: Doors, templates: ChatTemplates, parsers: Ou
     async def chat_completions(request: Request) -> Response:
         """OpenAI's chat completions: messages, made one text by the model's chat template, JSON or a stream."""
 
-        async def call_of(given: ChatRequest) -> GenerateRequest:
-            check_model(given.options.model, name)
-            text = await templates.render(given.prompt, most_chars(bridge, doors.tokenizer))
-            options = given.options
-            if parsers.needs_special_tokens(given.tools):
-                options = options.with_params(skip_special_tokens=False)
-            return options.call([(text, None)], given.prompt.add_special_tokens)
-
-        given, call = await doors.open(
-            request, CHAT_BODY, call_of, partial(_in_openai_words, prompt="messages", names=CHAT_NAMES)
-        )
+        words = partial(_in_openai_words, prompt="messages", names=CHAT_NAMES)
+        given, call = await doors.open(request, CHAT_BODY, call_of_chat, words)
         make_parser = parsers.of(given.tools, given.reasoning, call.requests[0].spec.prompt_ids)
         answers = ChatAnswers(given, call, name, texts_of(doors.tokenizer), make_parser)
         return CallResponse(call, bridge, answers, given.options.stream)
+
+    @app.post(RESPONSES)
+    async def responses(request: Request) -> Response:
+        """OpenAI's responses: as a chat, with items in and out, JSON or a stream. Nothing is stored."""
+
+        async def call_of(given: ResponseRequest) -> GenerateRequest:
+            return await call_of_chat(given.chat)
+
+        words = partial(_in_openai_words, prompt="input", names=RESPONSE_NAMES)
+        given, call = await doors.open(request, RESPONSE_BODY, call_of, words)
+        chat = given.chat
+        parser = parsers.of(chat.tools, chat.reasoning, call.requests[0].spec.prompt_ids)()
+        return CallResponse(call, bridge, ResponseAnswers(given, name, parser), chat.options.stream)
 
 
 def _in_openai_words(error: RequestError, prompt: str, names: ParamNames = OPENAI_NAMES) -> RequestError:
