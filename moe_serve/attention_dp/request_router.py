@@ -3,7 +3,8 @@
 A rank's *load* is counted in tokens: prompt tokens still to compute, plus tokens still to produce. A front end counts a
 request when it sends it; what a rank reports beyond that belongs to other front ends. A session stays with its rank,
 and a prompt goes where its beginning was sent before, until the load of that rank is `load_gap` tokens above the
-smallest one. Torch-free: the front end runs it.
+smallest one. Several outputs of one prompt go to one rank, which computes it once, until it would be less work to
+compute it on another one, too. Torch-free: the front end runs it.
 """
 
 from collections import OrderedDict
@@ -24,6 +25,7 @@ class _Sent:
     rank: int
     prefill_tokens: int  # expected not to be cached; 0 once the first token has arrived
     new_tokens: int
+    group: str | None = None
 
 
 @dataclass(slots=True)
@@ -49,6 +51,7 @@ class RequestRouter:
         self.max_keys = max_keys
         self._ranks = {rank: _RankState() for rank in range(num_ranks)}  # those that are not lost
         self._sent: dict[str, _Sent] = {}
+        self._first_of: dict[str, str] = {}  # group -> its first request that is not finished
         # Block key -> bit mask of the ranks that were sent a prompt with this block. Least recently used first.
         self._ranks_of: OrderedDict[bytes, int] = OrderedDict()
         self._num_routed = 0
@@ -71,6 +74,7 @@ class RequestRouter:
         request_id: str | None = None,
         max_new_tokens: int = 0,
         among: Sequence[int] = (),
+        group: str | None = None,
     ) -> int:
         """Returns the rank for a request, and counts the request there until finished(request_id).
 
@@ -79,6 +83,7 @@ class RequestRouter:
         request_id:     None: the request is not counted
         max_new_tokens: tokens that it may produce
         among:          choose one of these, which are not lost; () = any
+        group:          of requests with the same prompt, sent one after the other
         Raises CapacityError when all ranks are lost.
         """
         if not self._ranks:
@@ -86,13 +91,15 @@ class RequestRouter:
         keys = block_keys(root_key(b"", salt, self.block_size), prompt_ids, self.block_size)
         # A rank computes the last known token in any case, so a block that ends with it does not help.
         cached = self._cached_tokens(keys[: max(0, len(prompt_ids) - 1) // self.block_size])
-        rank = self._choose(cached, session_id, among or self.ranks)
+        rank = self._rank_of_group(group, len(prompt_ids), among or self.ranks)
+        if rank is None:
+            rank = self._choose(cached, session_id, among or self.ranks)
         self._num_routed += 1
         self._ranks[rank].last_chosen = self._num_routed
         self._remember(keys, rank)
         if request_id is not None:
             self.finished(request_id)  # a second attempt replaces the first
-            self._count(request_id, _Sent(rank, len(prompt_ids) - cached.get(rank, 0), max_new_tokens))
+            self._count(request_id, _Sent(rank, len(prompt_ids) - cached.get(rank, 0), max_new_tokens, group))
         return rank
 
     def started(self, request_id: str) -> None:
@@ -107,6 +114,8 @@ class RequestRouter:
         """Takes a request that has ended off its rank's load. Unknown ids are ignored."""
         self.started(request_id)
         sent = self._sent.pop(request_id, None)
+        if sent is not None and sent.group is not None and self._first_of.get(sent.group) == request_id:
+            del self._first_of[sent.group]
         if sent is not None and sent.rank in self._ranks:
             self._ranks[sent.rank].own_new -= sent.new_tokens
 
@@ -128,6 +137,18 @@ class RequestRouter:
         """Sends requests to a lost rank again. It has none now, but still its cached blocks."""
         if rank not in self._ranks:
             self._ranks[rank] = _RankState(last_chosen=self._num_routed)
+
+    def _rank_of_group(self, group: str | None, num_prompt: int, among: Sequence[int]) -> int | None:
+        """Returns the rank that computes the prompt for others of the group; None where another one may be better.
+
+        What it still has to compute of this prompt is no reason: any other rank would have to, too.
+        """
+        first = None if group is None else self._sent.get(self._first_of.get(group, ""))
+        if first is None or first.rank not in among:
+            return None
+        least = min(self._ranks[rank].load for rank in among)
+        ahead = self._ranks[first.rank].load - first.prefill_tokens - least
+        return first.rank if ahead <= max(self.load_gap, num_prompt) else None
 
     def _choose(self, cached: dict[int, int], session_id: str | None, among: Sequence[int]) -> int:
         least = min(self._ranks[rank].load for rank in among)
@@ -166,6 +187,8 @@ class RequestRouter:
 
     def _count(self, request_id: str, sent: _Sent) -> None:
         self._sent[request_id] = sent
+        if sent.group is not None:
+            self._first_of.setdefault(sent.group, request_id)
         self._ranks[sent.rank].own_prefill += sent.prefill_tokens
         self._ranks[sent.rank].own_new += sent.new_tokens
 

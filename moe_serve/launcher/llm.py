@@ -9,6 +9,7 @@ The ranks are child processes and end with this one (`background.py`). On SIGTER
 
 import asyncio
 import difflib
+import math
 import operator
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import aclosing
@@ -20,6 +21,7 @@ from rich.progress import Progress as ProgressBar
 
 from moe_serve.attention_dp.sampling_params import SamplingParams, plain
 from moe_serve.config import ServeConfig, load_config
+from moe_serve.engine.logprobs import Logprob, TokenLogprobs
 from moe_serve.errors import ConfigError, RequestError
 from moe_serve.launcher.background import BackgroundRanks
 from moe_serve.launcher.local import WORKER
@@ -40,6 +42,7 @@ class Output:
     """The output of one prompt. text and token_ids exclude the prompt's.
 
     finish_reason: "length", or "stop" with `matched`, the stop string or id that ended it; None while it runs
+    output_entries, prompt_entries: log probabilities that SamplingParams asked for, which the properties show
     """
 
     prompt_token_ids: list[int]
@@ -49,6 +52,32 @@ class Output:
     matched: int | str | None
     num_cached_tokens: int  # of the prompt, from the prefix cache
     rank: int | None  # None: it ended before a rank had it
+    output_entries: TokenLogprobs | None = None
+    prompt_entries: TokenLogprobs | None = None
+    prompt_logprobs_start: int = 0
+
+    @property
+    def logprobs(self) -> list[dict[int, Logprob]] | None:
+        """What is known of each output token, by token id: itself first, then the likeliest ones and those asked for.
+        None: `SamplingParams.logprobs` asked for nothing. engine/logprobs.py says which log probabilities they are.
+        """
+        entries = self.output_entries
+        return None if entries is None else [entries.at(i, token) for i, token in enumerate(self.token_ids)]
+
+    @property
+    def prompt_logprobs(self) -> list[dict[int, Logprob] | None] | None:
+        """The same of the prompt's tokens from `prompt_logprobs_start` on, None for the first one."""
+        entries, begin = self.prompt_entries, self.prompt_logprobs_start
+        if entries is None:
+            return None
+        ids = self.prompt_token_ids[begin + 1 : begin + 1 + len(entries)]
+        return [None, *(entries.at(i, token) for i, token in enumerate(ids))]
+
+    @property
+    def cumulative_logprob(self) -> float | None:
+        """The log probability of the whole output; None: `SamplingParams.logprobs` asked for nothing."""
+        entries = self.output_entries
+        return None if entries is None else math.fsum(entries.logprob(i) for i in range(len(self.token_ids)))
 
 
 class LLM:
@@ -158,6 +187,7 @@ class LLM:
             bad_words=_as_tuple(params.bad_words),
             bad_words_ids=tuple(map(tuple, params.bad_words_ids)),
             allowed_token_ids=tuple(params.allowed_token_ids),
+            logprob_token_ids=tuple(params.logprob_token_ids),
         )
         try:
             params.validate()
@@ -235,6 +265,9 @@ def _output(request: OpenRequest) -> Output:
         matched=None if reason is None else reason.matched,
         num_cached_tokens=request.num_cached,
         rank=request.rank,
+        output_entries=request.output_logprobs,
+        prompt_entries=request.prompt_logprobs,
+        prompt_logprobs_start=request.spec.params.prompt_logprobs_start,
     )
 
 

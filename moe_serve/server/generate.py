@@ -102,6 +102,7 @@ async def start_call(
                     priority=given.priority,
                     rid=rids[-1],
                     timeout_s=given.timeout_s,
+                    group=rid if prompt.num_samples > 1 else None,
                     shows_logprobs=params.logprobs is not None,
                 )
             )

@@ -31,6 +31,7 @@ class RequestSpec:
     rid:        how its client knows it; among open requests there is one of each
     timeout_s:  it is cut short after so long; None = never
 
+    group:          of the outputs of one prompt
     shows_logprobs: its client asked for those of its output; otherwise they only serve to choose the best output
     """
 
@@ -43,6 +44,7 @@ class RequestSpec:
     priority: int = 0
     rid: str | None = None
     timeout_s: float | None = None
+    group: str | None = None
     shows_logprobs: bool = True
 
     @property

@@ -67,6 +67,7 @@ class RankRoom:
                 request_id=request.request_id,
                 max_new_tokens=spec.params.max_new_tokens - len(output),
                 among=self._with_room(),
+                group=spec.group,
             )
         self._num_sent[rank] += 1
         return rank

@@ -195,3 +195,25 @@ def test_a_rank_that_is_back_has_nothing_and_gets_its_sessions_again():
     for i in range(6):
         router.finished(str(i))
     assert [router.load(rank) for rank in range(3)] == [0, 0, 0]
+
+
+def test_outputs_of_one_prompt_go_to_the_rank_that_computes_it_until_another_has_less_to_do():
+    router = RequestRouter(3, load_gap=100)
+    ids = prompt(0, 1000)
+    ranks = [
+        router.route(ids, request_id=str(i), max_new_tokens=300, group="g") for i in range(6)
+    ]  # the prompt on a second rank costs 1,000 tokens, a fifth output there saves 1,200
+    assert ranks[:4] == [ranks[0]] * 4
+    assert ranks[4] != ranks[0]
+
+
+def test_outputs_of_a_prompt_whose_rank_is_lost_or_whose_first_has_ended_go_anywhere():
+    router = RequestRouter(2)
+    first = router.route(prompt(0), request_id="a", group="g")
+    router.mark_lost(first)
+    assert router.route(prompt(0), request_id="b", group="g") == 1 - first
+    for name in "ab":
+        router.finished(name)
+    router.mark_back(first)
+    assert router._first_of == {}
+    assert router.route(prompt(3000), request_id="c", max_new_tokens=9, group="g") in (0, 1)

@@ -106,6 +106,18 @@ def test_a_request_that_is_sent_again_goes_on_where_it_stopped(reference: tuple[
         ]
 
 
+def test_outputs_of_one_prompt_compute_it_once() -> None:
+    """Blocks of 16: the first 5 of 90 tokens are shared, and each output computes its own last block."""
+    prompt = list(range(100, 190))
+    submits = submits_of([prompt] * 4, replace(BASE, prompt_logprobs=0))
+    submits[1:] = [Submit(each.request_id, 0, prompt, BASE, each.seed) for each in submits[1:]]
+    served = serve(1, submits, ["engine.max_batch_tokens=64", "cache.block_size=16"])
+    assert served.stats["num_prompt_tokens"] == 4 * 90
+    assert served.stats["num_cached_prompt_tokens"] == 3 * 80
+    assert len(served.tokens) == 4
+    assert sum(len(block.ranks) // 4 for block in served.prompt_logprobs["0"]) == 89
+
+
 def test_entries_behind_the_end_and_repeated_ones_are_dropped() -> None:
     whole = LogprobBlock(0, b"\1\0\0\0\2\0\0\0\3\0\0\0", bytes(24), bytes(12), bytes(12))
     entries = TokenLogprobs(1, [8])

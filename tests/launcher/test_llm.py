@@ -65,6 +65,26 @@ def test_more_prompts_than_the_ranks_hold_are_fed_one_by_one():
     assert [output.token_ids[0] for output in outputs] == [2 + seed for seed in range(20)]
 
 
+def test_log_probabilities_of_output_and_prompt_come_by_token_id(llm):
+    asked = greedy(3, logprobs=1, prompt_logprobs=2, prompt_logprobs_start=1, logprob_token_ids=[40])
+    (output,) = llm.generate([[5, 6, 7]], asked)
+    assert output.token_ids == [12, 13, 14]
+    assert [list(at) for at in output.logprobs] == [[12, 40], [13, 40], [14, 40]]
+    assert [at[token].logprob for at, token in zip(output.logprobs, output.token_ids, strict=True)] == [
+        -12 / 8, -13 / 8, -14 / 8,
+    ]  # fmt: skip
+    assert output.cumulative_logprob == -39 / 8
+    first, at_7 = output.prompt_logprobs
+    assert first is None
+    assert {token: (each.logprob, each.rank) for token, each in at_7.items()} == {
+        7: (-7 / 8, 1), 8: (-1.0, 2), 40: (-5.0, None),
+    }  # fmt: skip
+    (plain,) = llm.generate([[5, 6, 7]], greedy(3))
+    assert (plain.logprobs, plain.prompt_logprobs, plain.cumulative_logprob) == (None, None, None)
+    with pytest.raises(RequestError, match="at most 20"):
+        llm.generate([[5]], greedy(3, logprobs=21))
+
+
 def test_a_stream_shows_growing_outputs(llm):
     seen = list(llm.stream([[5], [6]], greedy(200)))  # 50 rounds of the ranks: some are seen apart
     for index in (0, 1):

@@ -107,6 +107,17 @@ async def test_several_samples_have_derived_seeds_and_the_first_is_the_plain_req
 
 
 @in_event_loop
+async def test_several_samples_go_to_one_rank_which_computes_their_prompt_once():
+    async with serving(3) as served:
+        params = {"n": 5, "max_new_tokens": 10}
+        await served.generate(input_ids=list(range(2, 180)), sampling_params=params)
+        await served.generate(input_ids=[[5, 6]] * 6, sampling_params={"max_new_tokens": 10})
+    counts = sorted(len([each for each in w.submitted if len(each.prompt_ids) > 2]) for w in served.workers)
+    assert counts == [0, 0, 5]
+    assert all(any(len(each.prompt_ids) == 2 for each in w.submitted) for w in served.workers), "others spread"
+
+
+@in_event_loop
 async def test_a_missing_seed_is_drawn_by_the_front_end():
     async with serving() as served:
         await served.generate(input_ids=[[1], [1]], sampling_params={"max_new_tokens": 1})
