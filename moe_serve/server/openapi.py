@@ -3,7 +3,6 @@
 Routes read their bodies themselves, so that FastAPI cannot know them; a test compares the schema with the parser.
 """
 
-from collections.abc import Mapping
 from typing import Any
 
 from fastapi import FastAPI
@@ -21,55 +20,42 @@ from moe_serve.attention_dp.sampling_params import (
     MAX_STOPS,
 )
 from moe_serve.server.guard import ADMIN, OPEN
-from moe_serve.server.json_fields import MAX_NAME_CHARS
+from moe_serve.server.openai.openapi_schemas import openai_schemas
 from moe_serve.server.sampling_fields import MAX_SAMPLES, MAX_STOP_CHARS, NEUTRAL_PARAMS
+from moe_serve.server.schema_parts import IDS, NAME, RANK, Schema, neutral, or_null
 from moe_serve.server.schemas import NEUTRAL_FIELDS
 from moe_serve.server.waiting_line import MAX_PRIORITY
 
-Schema = dict[str, Any]
-
-_NAME: Schema = {"type": "string", "minLength": 1, "maxLength": MAX_NAME_CHARS}
-_RANK: Schema = {"type": "integer", "minimum": 0}
-_IDS: Schema = {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1}
-_LOGPROB_IDS: Schema = {**_IDS, "minItems": 0, "maxItems": MAX_LOGPROB_IDS}
+_LOGPROB_IDS: Schema = {**IDS, "minItems": 0, "maxItems": MAX_LOGPROB_IDS}
 _FORM: Schema = {"type": "string", "minLength": 1, "maxLength": MAX_CHARS}  # of the output: what it must match
 _STOP: Schema = {"type": "string", "minLength": 1, "maxLength": MAX_STOP_CHARS}
 
 
-def _or_null(schema: Schema) -> Schema:
-    return {"anyOf": [schema, {"type": "null"}]}
-
-
 def _each(schema: Schema) -> Schema:
     """Returns the schema of a value for all prompts, or a list with one for each."""
-    return {"anyOf": [schema, {"type": "array", "items": _or_null(schema)}, {"type": "null"}]}
-
-
-def _neutral(values: Mapping[str, tuple[Any, ...]]) -> dict[str, Schema]:
-    """Returns the schemas of fields that may only ask for nothing."""
-    return {name: {"enum": [None, *allowed]} for name, allowed in values.items()}
+    return {"anyOf": [schema, {"type": "array", "items": or_null(schema)}, {"type": "null"}]}
 
 
 SAMPLING_PARAMS: Schema = {
     "type": "object",
     "additionalProperties": False,
     "properties": {
-        "max_new_tokens": _or_null({"type": "integer", "minimum": 0, "default": 128}),
-        "min_new_tokens": _or_null({"type": "integer", "minimum": 0, "default": 0}),
-        "temperature": _or_null({"type": "number", "minimum": 0, "default": 1.0}),
-        "top_p": _or_null({"type": "number", "exclusiveMinimum": 0, "maximum": 1, "default": 1.0}),
-        "min_p": _or_null({"type": "number", "minimum": 0, "maximum": 1, "default": 0.0}),
-        "top_k": _or_null({"type": "integer", "minimum": -1, "not": {"const": 0}, "default": -1}),
-        "stop": _or_null({"anyOf": [_STOP, {"type": "array", "items": _STOP, "maxItems": MAX_STOPS}]}),
-        "stop_token_ids": _or_null({**_IDS, "minItems": 0, "maxItems": MAX_STOPS}),
-        "sampling_seed": _or_null({"type": "integer", "minimum": 0, "maximum": MAX_SEED}),
-        "ignore_eos": _or_null({"type": "boolean", "default": False}),
-        "skip_special_tokens": _or_null({"type": "boolean", "default": True}),
-        "no_stop_trim": _or_null({"type": "boolean", "default": False}),
-        "frequency_penalty": _or_null({"type": "number", "minimum": -2, "maximum": 2, "default": 0.0}),
-        "presence_penalty": _or_null({"type": "number", "minimum": -2, "maximum": 2, "default": 0.0}),
-        "repetition_penalty": _or_null({"type": "number", "minimum": 0.01, "maximum": 100, "default": 1.0}),
-        "logit_bias": _or_null(
+        "max_new_tokens": or_null({"type": "integer", "minimum": 0, "default": 128}),
+        "min_new_tokens": or_null({"type": "integer", "minimum": 0, "default": 0}),
+        "temperature": or_null({"type": "number", "minimum": 0, "default": 1.0}),
+        "top_p": or_null({"type": "number", "exclusiveMinimum": 0, "maximum": 1, "default": 1.0}),
+        "min_p": or_null({"type": "number", "minimum": 0, "maximum": 1, "default": 0.0}),
+        "top_k": or_null({"type": "integer", "minimum": -1, "not": {"const": 0}, "default": -1}),
+        "stop": or_null({"anyOf": [_STOP, {"type": "array", "items": _STOP, "maxItems": MAX_STOPS}]}),
+        "stop_token_ids": or_null({**IDS, "minItems": 0, "maxItems": MAX_STOPS}),
+        "sampling_seed": or_null({"type": "integer", "minimum": 0, "maximum": MAX_SEED}),
+        "ignore_eos": or_null({"type": "boolean", "default": False}),
+        "skip_special_tokens": or_null({"type": "boolean", "default": True}),
+        "no_stop_trim": or_null({"type": "boolean", "default": False}),
+        "frequency_penalty": or_null({"type": "number", "minimum": -2, "maximum": 2, "default": 0.0}),
+        "presence_penalty": or_null({"type": "number", "minimum": -2, "maximum": 2, "default": 0.0}),
+        "repetition_penalty": or_null({"type": "number", "minimum": 0.01, "maximum": 100, "default": 1.0}),
+        "logit_bias": or_null(
             {
                 "type": "object",
                 "propertyNames": {"pattern": "^(0|[1-9][0-9]{0,9})$"},
@@ -77,53 +63,53 @@ SAMPLING_PARAMS: Schema = {
                 "maxProperties": MAX_BIASES,
             }
         ),
-        "bad_words": _or_null({"anyOf": [_STOP, {"type": "array", "items": _STOP, "maxItems": MAX_BAD_WORDS}]}),
-        "bad_words_ids": _or_null(
-            {"type": "array", "items": {**_IDS, "maxItems": MAX_BAD_WORD_TOKENS}, "maxItems": MAX_BAD_WORDS}
+        "bad_words": or_null({"anyOf": [_STOP, {"type": "array", "items": _STOP, "maxItems": MAX_BAD_WORDS}]}),
+        "bad_words_ids": or_null(
+            {"type": "array", "items": {**IDS, "maxItems": MAX_BAD_WORD_TOKENS}, "maxItems": MAX_BAD_WORDS}
         ),
-        "allowed_token_ids": _or_null({**_IDS, "minItems": 0, "maxItems": MAX_ALLOWED}),
-        "best_of": _or_null({"type": "integer", "minimum": 1, "maximum": MAX_SAMPLES}),
-        "n": _or_null({"type": "integer", "minimum": 1, "maximum": MAX_SAMPLES, "default": 1}),
-        "json_schema": _or_null({"anyOf": [_FORM, {"type": ["object", "boolean"]}]}),
-        "regex": _or_null(_FORM),
-        "ebnf": _or_null(_FORM),
-        "structural_tag": _or_null({"anyOf": [_FORM, {"type": "object"}]}),
-        **_neutral(NEUTRAL_PARAMS),
+        "allowed_token_ids": or_null({**IDS, "minItems": 0, "maxItems": MAX_ALLOWED}),
+        "best_of": or_null({"type": "integer", "minimum": 1, "maximum": MAX_SAMPLES}),
+        "n": or_null({"type": "integer", "minimum": 1, "maximum": MAX_SAMPLES, "default": 1}),
+        "json_schema": or_null({"anyOf": [_FORM, {"type": ["object", "boolean"]}]}),
+        "regex": or_null(_FORM),
+        "ebnf": or_null(_FORM),
+        "structural_tag": or_null({"anyOf": [_FORM, {"type": "object"}]}),
+        **neutral(NEUTRAL_PARAMS),
     },
 }
 GENERATE: Schema = {
     "type": "object",
     "additionalProperties": False,
     "properties": {
-        "text": _or_null(
+        "text": or_null(
             {"anyOf": [{"type": "string", "minLength": 1}, {"type": "array", "items": {"type": "string"}}]}
         ),
-        "input_ids": _or_null({"anyOf": [_IDS, {"type": "array", "items": _IDS}]}),
-        "priority": _or_null({"type": "integer", "minimum": -MAX_PRIORITY, "maximum": MAX_PRIORITY, "default": 0}),
-        "timeout": _or_null({"type": "number", "exclusiveMinimum": 0}),
-        "stream_options": _or_null(
+        "input_ids": or_null({"anyOf": [IDS, {"type": "array", "items": IDS}]}),
+        "priority": or_null({"type": "integer", "minimum": -MAX_PRIORITY, "maximum": MAX_PRIORITY, "default": 0}),
+        "timeout": or_null({"type": "number", "exclusiveMinimum": 0}),
+        "stream_options": or_null(
             {
                 "type": "object",
                 "additionalProperties": False,
-                "properties": {"incremental": _or_null({"type": "boolean"}), "include_usage": {"type": "boolean"}},
+                "properties": {"incremental": or_null({"type": "boolean"}), "include_usage": {"type": "boolean"}},
             }
         ),
         "sampling_params": _each({"$ref": "#/components/schemas/SamplingParams"}),
-        "stream": _or_null({"type": "boolean", "default": False}),
+        "stream": or_null({"type": "boolean", "default": False}),
         "return_logprob": _each({"type": "boolean", "default": False}),
         "logprob_start_len": _each({"type": "integer", "minimum": -1, "default": -1}),
         "top_logprobs_num": _each({"type": "integer", "minimum": 0, "default": 0}),
-        "token_ids_logprob": _or_null(
-            {"anyOf": [_LOGPROB_IDS, {"type": "array", "items": _or_null(_LOGPROB_IDS)}]},
+        "token_ids_logprob": or_null(
+            {"anyOf": [_LOGPROB_IDS, {"type": "array", "items": or_null(_LOGPROB_IDS)}]},
         ),
-        "return_text_in_logprobs": _or_null({"type": "boolean", "default": False}),
-        "rid": _each(_NAME),
-        "session_id": _each(_NAME),
-        "cache_salt": _or_null(_NAME),
-        "extra_key": _or_null(_NAME),
-        "routed_dp_rank": _or_null(_RANK),
-        "data_parallel_rank": _or_null(_RANK),
-        **_neutral(NEUTRAL_FIELDS),
+        "return_text_in_logprobs": or_null({"type": "boolean", "default": False}),
+        "rid": _each(NAME),
+        "session_id": _each(NAME),
+        "cache_salt": or_null(NAME),
+        "extra_key": or_null(NAME),
+        "routed_dp_rank": or_null(RANK),
+        "data_parallel_rank": or_null(RANK),
+        **neutral(NEUTRAL_FIELDS),
     },
     "oneOf": [{"required": ["text"]}, {"required": ["input_ids"]}],
     "example": {"text": "def ", "sampling_params": {"max_new_tokens": 16, "temperature": 0}},
@@ -164,7 +150,15 @@ _ERRORS = {
     "429": "too many requests; try again after the time in Retry-After",
     "503": "the server starts or ends, or a rank is lost; try again after the time in Retry-After",
 }
-_BODIES = {"/generate": "GenerateRequest", "/eplb/placement": "Placement"}
+_BODIES = {
+    "/generate": "GenerateRequest",
+    "/v1/completions": "CompletionRequest",
+    "/v1/chat/completions": "ChatRequest",
+    "/tokenize": "TokenizeRequest",
+    "/detokenize": "DetokenizeRequest",
+    "/eplb/placement": "Placement",
+}
+_STREAMS = ("/generate", "/v1/completions", "/v1/chat/completions")
 _TEXT = ("/metrics", "_expert_distribution_record")  # routes whose answer is plain text
 
 
@@ -176,6 +170,7 @@ def describe(app: FastAPI) -> dict[str, Any]:
         "GenerateRequest": GENERATE,
         "SamplingParams": SAMPLING_PARAMS,
         "Placement": PLACEMENT,
+        **openai_schemas(SAMPLING_PARAMS),
         "Error": _ERROR,
     }
     components["securitySchemes"] = {
@@ -198,7 +193,7 @@ def _describe(operation: dict[str, Any], path: str, has_body: bool) -> None:
         operation["requestBody"] = {"required": True, "content": {"application/json": {"schema": schema}}}
     responses = operation["responses"]
     responses.pop("422", None)  # FastAPI's own, which no route gives
-    if path == "/generate":
+    if path in _STREAMS:
         responses["200"]["content"]["text/event-stream"] = {"schema": {"type": "string"}}
     elif path.endswith(_TEXT):
         responses["200"]["content"] = {"text/plain": {"schema": {"type": "string"}}}

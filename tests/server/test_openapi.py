@@ -7,6 +7,10 @@ import pytest
 
 from moe_serve.errors import RequestError
 from moe_serve.server.guard import ADMIN, OPEN, tagged_routes
+from moe_serve.server.openai.chat_request import parse_chat
+from moe_serve.server.openai.completion_request import parse_completion
+from moe_serve.server.openai.openapi_schemas import openai_schemas
+from moe_serve.server.openai.tokenize_request import parse_detokenize, parse_tokenize
 from moe_serve.server.openapi import GENERATE, SAMPLING_PARAMS
 from moe_serve.server.schemas import parse_generate
 from tests.server.served import in_event_loop, serving
@@ -14,10 +18,10 @@ from tests.server.served import in_event_loop, serving
 PARAMS = SAMPLING_PARAMS["properties"]
 
 
-def known_fields(body: dict[str, object]) -> set[str]:
+def known_fields(body: dict[str, object], parse=parse_generate) -> set[str]:
     """The fields that the parser knows, from its error about an unknown one."""
     with pytest.raises(RequestError, match="is not a field; known here: ") as caught:
-        parse_generate(json.dumps(body).encode(), max_prompts=4)
+        parse(json.dumps(body).encode(), 4)
     return set(str(caught.value).partition("known here: ")[2].split(", "))
 
 
@@ -25,6 +29,32 @@ def test_the_schema_has_the_fields_of_the_parser():
     strange = "zzzzzzzzzzzz"
     assert set(GENERATE["properties"]) == known_fields({"text": "a", strange: 1})
     assert set(PARAMS) == known_fields({"text": "a", "sampling_params": {strange: 1}})
+
+
+OPENAI = openai_schemas(SAMPLING_PARAMS)
+STRANGE = "zzzzzzzzzzzz"
+ROUTES = [
+    ("CompletionRequest", parse_completion, {"prompt": "a"}),
+    ("ChatRequest", parse_chat, {"messages": [{"role": "user", "content": "a"}]}),
+    ("TokenizeRequest", parse_tokenize, {"messages": [{"role": "user", "content": "a"}]}),
+    ("DetokenizeRequest", parse_detokenize, {"tokens": [5]}),
+]
+
+
+@pytest.mark.parametrize(("name", "parse", "body"), ROUTES, ids=[name for name, _, _ in ROUTES])
+def test_the_schemas_of_openais_routes_have_the_fields_and_the_neutral_values_of_their_parsers(name, parse, body):
+    properties = OPENAI[name]["properties"]
+    known = known_fields({**body, STRANGE: 1}, parse)
+    assert known | ({"prompt"} if name == "TokenizeRequest" else set()) == set(properties)
+    for field, schema in properties.items():
+        for value in schema.get("enum", ()):
+            parse(json.dumps({**body, field: value}).encode(), 4)
+        for bound, step in (("minimum", -1), ("maximum", 1)):
+            for limited in schema.get("anyOf", ()):
+                if bound in limited and field not in ("min_tokens", "max_tokens", "max_completion_tokens", "minimum"):
+                    with pytest.raises(RequestError):
+                        parse(json.dumps({**body, field: limited[bound] + step}).encode(), 4)
+    parse(json.dumps({**OPENAI[name]["example"]}).encode(), 4)
 
 
 def test_defaults_and_bounds_of_the_schema_are_those_of_the_parser():
@@ -64,5 +94,7 @@ async def test_the_document_lists_every_route_once_and_who_may_call_it():
         assert "422" not in operation["responses"]
         needed = {name for one in operation.get("security", []) for name in one}
         assert needed == ({"admin_key"} if route in tagged[ADMIN] else set() if route in tagged[OPEN] else {"api_key"})
+    for path in ("/v1/completions", "/v1/chat/completions"):
+        assert "text/event-stream" in operations["POST", path]["responses"]["200"]["content"]
     body = operations["POST", "/generate"]["requestBody"]["content"]["application/json"]["schema"]
     assert body == {"$ref": "#/components/schemas/GenerateRequest"}
