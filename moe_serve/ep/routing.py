@@ -16,7 +16,9 @@ class RouterSpec:
 
     Mixtral:     softmax, norm_topk=True
     gpt-oss:     the same, has_logit_bias=True
+    Granite-MoE, Hunyuan-A13B: as Mixtral
     Qwen3-MoE:   softmax, norm_topk = the model's norm_topk_prob
+    MiniMax-M2:  sigmoid, has_bias=True, norm_topk=True
     DeepSeek-V3: sigmoid, has_bias=True, norm_topk, norm_eps=1e-20, num_groups / topk_groups, scaling
     DeepSeek-V2: softmax, norm_topk=False, num_groups / topk_groups with group_score="best", scaling
     ERNIE-4.5:   softmax, has_bias=True, norm_topk=True, norm_min

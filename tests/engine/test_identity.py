@@ -169,7 +169,7 @@ def test_tokens_do_not_depend_on_one_thing(reference: Reference, way: str) -> No
     assert way != "cached prefixes" or served.stats["num_cached_prompt_tokens"] > 0
 
 
-@pytest.mark.parametrize("model", ["demo", "deepseek_v3"])
+@pytest.mark.parametrize("model", ["demo", "deepseek_v3", "qwen2_moe"])
 def test_batch_invariant_by_torch_holds_the_same(model: str, tmp_path: Path) -> None:
     requests = requests_for(model, "small")[:16]
     overrides = [*PLAIN, *BY_TORCH, *model_overrides(model, tmp_path)]
@@ -178,7 +178,7 @@ def test_batch_invariant_by_torch_holds_the_same(model: str, tmp_path: Path) -> 
         same(serve(num_ranks, requests, [*overrides, *more], stagger), expected)
 
 
-@pytest.mark.parametrize("model", ["qwen3_moe", "deepseek_v3"])
+@pytest.mark.parametrize("model", ["qwen3_moe", "deepseek_v3", "qwen2_moe"])
 def test_weights_stored_in_bfloat16_hold_the_same(model: str, tmp_path: Path) -> None:
     requests = requests_for(model, "small")[:16]
     overrides = [*PLAIN, *model_overrides(model, tmp_path)]

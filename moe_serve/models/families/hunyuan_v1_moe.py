@@ -47,7 +47,10 @@ def _stretched(config: HfConfig, head_dim: int) -> Mapping[str, Any]:
     if not isinstance(given, Mapping) or not given.get("alpha"):
         return config.values
     rope = HfConfig({**config.values, **given}, config.where)
-    theta = rope.positive("rope_theta", 10000.0) * rope.positive("alpha", 1.0) ** (head_dim / (head_dim - 2))
+    alpha = rope.positive("alpha", 1.0)
+    if alpha > 1e9 or head_dim <= 2:  # beyond, its power is no number
+        raise rope.wrong("alpha", alpha, f"at most 1e9, with heads wider than 2 (they are {head_dim})")
+    theta = rope.positive("rope_theta", 10000.0) * alpha ** (head_dim / (head_dim - 2))
     return {**config.values, "rope_scaling": None, "rope_parameters": {"rope_theta": theta}}
 
 

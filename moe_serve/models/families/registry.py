@@ -48,7 +48,7 @@ def read_spec(folder: str | Path) -> ModelSpec:
 def _of_text(values: Mapping[str, Any]) -> Mapping[str, Any]:
     """Returns the configuration of the text model, which may lie inside that of one that also sees images."""
     text = values.get("text_config")
-    if values.get("model_type") not in FAMILIES or not isinstance(text, Mapping):
+    if str(values.get("model_type")) not in FAMILIES or not isinstance(text, Mapping):
         return values
     outer = {key: value for key, value in values.items() if key not in ("text_config", "vision_config")}
     return {**outer, **text, "model_type": values["model_type"]}
