@@ -86,6 +86,15 @@ class PagedAttention:
             like = torch.zeros((), dtype=dtype, device=device)
             self._tiles = self._prove(like)
 
+    @property
+    def layout(self) -> KvLayout:
+        return self._layout
+
+    @property
+    def scale(self) -> float:
+        """The factor on the scores."""
+        return self._scale
+
     def plan(self, batch: ForwardBatch, window: int | None = None, chunk: int | None = None) -> AttentionPlan:
         """Returns what to attend in a step, made once for all layers that see alike. None, None: they see all keys"""
         visible = Visible(window, self._shape.has_sinks, chunk)

@@ -14,7 +14,7 @@ from moe_serve.eplb.placement import Placement
 from moe_serve.errors import CapacityError, ConfigError
 from moe_serve.kernels.activation import SILU
 from moe_serve.kernels.numerics import Numerics
-from moe_serve.models.attention_spec import GqaSpec
+from moe_serve.models.attention_spec import GqaSpec, MlaSpec
 from moe_serve.models.moe_decoder import kv_layouts
 from moe_serve.models.spec import ModelSpec
 from moe_serve.models.stored_weights import StoredWeights
@@ -140,6 +140,7 @@ def _check_device(spec: ModelSpec, device: torch.device) -> None:
         needs += ["sliding windows"] if attention.window is not None else []
         needs += ["chunked attention"] if attention.chunk is not None else []
         needs += ["attention sinks"] if attention.has_sinks else []
+    needs += ["sparse attention"] if isinstance(attention, MlaSpec) and attention.indexer is not None else []
     needs += ["sparsemixer routing"] if spec.router.scoring == "sparsemixer" else []
     needs += ["biases of experts"] if spec.expert_bias else []
     needs += ["a clamped activation"] if spec.activation != SILU else []

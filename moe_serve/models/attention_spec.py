@@ -65,6 +65,15 @@ class GqaSpec:
 
 
 @dataclass(frozen=True)
+class IndexerSpec:
+    """Chooses the `topk` tokens that each token attends (DeepSeek-V3.2). num_heads, width: of its queries"""
+
+    num_heads: int
+    width: int
+    topk: int
+
+
+@dataclass(frozen=True)
 class MlaSpec:
     """Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434): per token, one latent and one key."""
 
@@ -76,6 +85,7 @@ class MlaSpec:
     value_dim: int
     bias: bool  # on the two down projections and the output projection
     softmax_scale: float  # (nope_dim + rope_dim)^-0.5, times YaRN's mscale^2
+    indexer: IndexerSpec | None = None
 
     @property
     def query_dim(self) -> int:
@@ -95,4 +105,7 @@ class MlaSpec:
         total += self.num_heads * self.value_dim * hidden
         if self.bias:
             total += (0 if rank is None else rank) + self.latent_dim + hidden
+        if self.indexer is not None:
+            heads, width = self.indexer.num_heads, self.indexer.width
+            total += (rank or 0) * heads * width + hidden * (width + heads) + 2 * width
         return total

@@ -17,22 +17,27 @@ from torch.nn import functional
 from moe_serve.attention_dp.attention import AttentionShape, attend_chunk
 from moe_serve.attention_dp.attention_plan import Chunk
 from moe_serve.attention_dp.kv_cache import KvLayout
+from moe_serve.kernels.indexed_attention import IndexerShape
+from moe_serve.kernels.layer_norm import LayerNorm
 from moe_serve.kernels.numerics import Numerics
 from moe_serve.kernels.rope import MlaWidths, pair_order
-from moe_serve.models.attention_spec import MlaSpec
-from moe_serve.models.operations import AnyHeads, AnyLinear, Operations
+from moe_serve.models.attention_spec import IndexerSpec, MlaSpec
+from moe_serve.models.operations import AnyHeads, AnyLinear, IndexRows, Operations
 from moe_serve.models.rope_spec import RopeSpec
 from moe_serve.models.weight_forms import WeightForms
+
+INDEX_EPS = 1e-6  # of the norm of index keys; no configuration says it
 
 
 class MlaAttention:
     """Multi-head latent attention of one model; makes its layers."""
 
-    def __init__(self, spec: MlaSpec, norm_eps: float, numerics: Numerics):
+    def __init__(self, spec: MlaSpec, norm_eps: float, numerics: Numerics, num_layers: int):
         self.spec = spec
         self.norm_eps = norm_eps
         self.widths = MlaWidths(spec.nope_dim, spec.kv_lora_rank, spec.rope_dim)
-        self._only_absorbed = numerics.invariant
+        self.num_layers = num_layers
+        self._only_absorbed = numerics.invariant or spec.indexer is not None
         long_from = None if self._only_absorbed else expand_from(spec)
         layout = KvLayout.mla(spec.kv_lora_rank, spec.rope_dim)
         self.shape = AttentionShape(layout, spec.num_heads, spec.softmax_scale, long_from)
@@ -67,8 +72,53 @@ class MlaAttention:
             absorb=forms.per_head(absorb),
             expand=forms.per_head(expand),
             out=forms.linear(weights.pop("o"), weights.pop("o_bias", None)),
+            indexer=None if spec.indexer is None else self._indexer(spec.indexer, index, weights, rope, forms),
             expanded=None if self._only_absorbed else ExpandedHeads(spec, absorb, expand),
         )
+
+    def _indexer(
+        self, spec: IndexerSpec, index: int, weights: dict[str, Tensor], rope: RopeSpec, forms: WeightForms
+    ) -> "Indexer":
+        """Takes the weights of an indexer, which rotates the first elements of its heads, pairs in halves."""
+        rest = torch.arange(rope.dim, spec.width)
+        order = torch.cat((pair_order(rope.dim, rest.device), rest)).to(weights["index_k"].device)
+        q = weights.pop("index_q").view(spec.num_heads, spec.width, -1)[:, order].flatten(0, 1)
+        norm = LayerNorm(*(weights.pop(name)[order].contiguous() for name in ("index_k_norm", "index_k_norm_bias")))
+        # Keys of all layers lie behind the latents of all layers.
+        return Indexer(
+            IndexerShape(spec.num_heads, spec.width, spec.topk),
+            self.num_layers + index,
+            q=forms.linear(q),
+            k=forms.linear(weights.pop("index_k")[order].contiguous()),
+            k_norm=norm,
+            weights=forms.linear(weights.pop("index_weights")),
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class Indexer:
+    """What chooses the tokens that each token attends, in one layer. Scores have no scale: none changes their order.
+
+    layer: of the cache that holds its keys
+    q: query latent -> queries of its heads;  k: x -> key, then normed;  weights: x -> weights of its heads
+    """
+
+    shape: IndexerShape
+    layer: int
+    q: AnyLinear
+    k: AnyLinear
+    k_norm: LayerNorm
+    weights: AnyLinear
+
+    def keys(self, x: Tensor, do: Operations) -> tuple[Tensor, Tensor]:
+        """x: [T, H], normed -> keys [T, width] and weights [T, heads]"""
+        k = do.layer_norm(do.linear("index_k", self.k, x), None, self.k_norm, INDEX_EPS)
+        return k, do.linear("index_weights", self.weights, x)
+
+    def rows(self, latent: Tensor, keys: tuple[Tensor, Tensor], do: Operations) -> IndexRows:
+        """latent: [T, q_lora_rank], normed;  keys: what `keys` has returned"""
+        q = do.linear("index_q", self.q, latent).view(latent.shape[0], self.shape.heads, self.shape.width)
+        return IndexRows(q, *keys, self.layer, self.shape)
 
 
 @dataclass(frozen=True, eq=False)
@@ -91,6 +141,7 @@ class MlaLayer:
     absorb: AnyHeads
     expand: AnyHeads
     out: AnyLinear
+    indexer: Indexer | None
     expanded: "ExpandedHeads | None"
 
     def __call__(self, x: Tensor, do: Operations) -> Tensor:
@@ -98,11 +149,20 @@ class MlaLayer:
         form, spec = self.form, self.form.spec
         both = do.linear("q_kv_a", self.q_kv_a, x)
         q, row = both[:, : -spec.latent_dim], both[:, -spec.latent_dim :]
+        # Before the query latent is normed, whose buffer may be that of x.
+        keys = None if self.indexer is None else self.indexer.keys(x, do)
+        index = None
         if self.q_b is not None:
             assert self.q_a_norm is not None
-            q = do.linear("q_b", self.q_b, do.rms_norm(q, self.q_a_norm, form.norm_eps))
+            latent = do.rms_norm(q, self.q_a_norm, form.norm_eps)
+            q = do.linear("q_b", self.q_b, latent)
+            index = None if self.indexer is None or keys is None else self.indexer.rows(latent, keys, do)
         q = q.view(x.shape[0], spec.num_heads, -1)
         do.mla_rope_write(q, row, self.kv_a_norm, form.norm_eps, self.index, form.widths)
+        if index is not None:
+            latent_q = do.absorb(self.absorb, q, spec.nope_dim)
+            attended = do.attend_indexed(latent_q[:, None], self.index, index)
+            return do.linear("attention_out", self.out, do.expand(self.expand, attended[:, 0]).flatten(1))
         values = self._absorbed(q, do) if self.expanded is None or not do.long_chunks else self._by_length(q, do)
         return do.linear("attention_out", self.out, values.flatten(1))
 

@@ -68,7 +68,7 @@ def build_decoder(
     if isinstance(spec.attention, GqaSpec):
         attention: GqaAttention | MlaAttention = GqaAttention(spec.attention, spec.norm_eps)
     else:
-        attention = MlaAttention(spec.attention, spec.norm_eps, numerics)
+        attention = MlaAttention(spec.attention, spec.norm_eps, numerics, spec.num_layers)
     layer_rows = {layer_id: row for row, layer_id in enumerate(spec.moe_layer_ids)}
     layers = []
     for layer_id in range(spec.num_layers):
@@ -104,12 +104,14 @@ def build_decoder(
 
 
 def kv_layouts(spec: ModelSpec) -> tuple[KvLayout, ...]:
-    """Returns the cache layout of every layer, to size the cache before there is a decoder."""
+    """Returns the layout of every layer of the cache, to size the cache before there is a decoder."""
     attention = spec.attention
     if isinstance(attention, GqaSpec):
         layout = KvLayout.gqa(attention.num_kv_heads, attention.head_dim)
     else:
         layout = KvLayout.mla(attention.kv_lora_rank, attention.rope_dim)
+        if attention.indexer is not None:  # its keys lie behind the latents of all layers
+            return (layout,) * spec.num_layers + (KvLayout.mla(attention.indexer.width, 0),) * spec.num_layers
     return (layout,) * spec.num_layers
 
 

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from moe_serve.attention_dp.attention_plan import Chunk
 from moe_serve.ep.moe_layer import MoeLayer
+from moe_serve.kernels.indexed_attention import IndexerShape
 from moe_serve.kernels.layer_norm import LayerNorm
 from moe_serve.kernels.rope import MlaWidths
 from moe_serve.kernels.row_updates import multiply_by_sigmoid_
@@ -35,6 +36,20 @@ class SharedExpert:
         """x: [T, H] -> [T, H]"""
         rows: Tensor = self.mlp(x)
         return rows if self.gate is None else multiply_by_sigmoid_(rows, self.gate(x))
+
+
+@dataclass(frozen=True, eq=False)
+class IndexRows:
+    """What an indexer makes of a step's rows.
+
+    q: [T, heads, width];  k: [T, width];  weights: [T, heads];  layer: of the cache, that holds its keys
+    """
+
+    q: Tensor
+    k: Tensor
+    weights: Tensor
+    layer: int
+    shape: IndexerShape
 
 
 class Operations(Protocol):
@@ -136,6 +151,13 @@ class Operations(Protocol):
         window: keys that a row sees, its own included; None: all up to its own
         chunk:  a row sees the keys from the last multiple of it up to its own; None: from the first
         sinks:  [heads * group] float32, for each query head a score that takes its share of the weights; None: none
+        """
+        ...
+
+    def attend_indexed(self, q: Tensor, layer: int, index: "IndexRows") -> Tensor:
+        """As `attend`, of the keys that an indexer chooses for each row.
+
+        Rotates the index queries and keys in place, and writes the keys into their cache, first.
         """
         ...
 

@@ -17,7 +17,7 @@ from moe_serve.kernels.cpu.recorder import IDS, POSITIONS, RecordedRun, Recorder
 from moe_serve.kernels.part_clock import MLP, PartClock
 from moe_serve.kernels.rope import MlaWidths
 from moe_serve.models.layers import RopeTable
-from moe_serve.models.operations import SharedExpert
+from moe_serve.models.operations import IndexRows, SharedExpert
 from moe_serve.models.stack import DecoderStack, StepInputs
 from moe_serve.models.weight_forms import PackedMlp
 
@@ -187,6 +187,12 @@ class RecordedStep:
         chunk: int | None = None,
     ) -> Tensor:
         return self._recorder.attend(q, self._cache.layer(layer), self._shape, window, sinks, chunk)
+
+    def attend_indexed(self, q: Tensor, layer: int, index: IndexRows) -> Tensor:
+        keys = self._cache.layer(index.layer)
+        self._recorder.index_write(index.q, index.k, self._turns, keys)
+        found = index.q, index.weights, keys
+        return self._recorder.attend_indexed(q, self._cache.layer(layer), self._shape, found, index.shape)
 
     def cached_rows(self, layer: int, chunk: Chunk) -> Tensor:
         raise AssertionError("the kernels attend long chunks as any other")

@@ -8,7 +8,9 @@ from torch.nn import functional
 
 from moe_serve.attention_dp.attention import PagedAttention
 from moe_serve.attention_dp.attention_plan import AttentionPlan, Chunk
+from moe_serve.attention_dp.indexed import attend_indexed
 from moe_serve.ep.moe_layer import MoeLayer
+from moe_serve.kernels.indexed_attention import index_write
 from moe_serve.kernels.layer_norm import LayerNorm, layer_norm
 from moe_serve.kernels.linear import HeadLinear, Linear
 from moe_serve.kernels.norm import add_rms_norm, rms_norm, rms_norm_
@@ -17,7 +19,7 @@ from moe_serve.kernels.part_clock import PartClock
 from moe_serve.kernels.rope import MlaWidths, mla_rope_write, rope_write
 from moe_serve.kernels.row_updates import clip_, multiply_rows_, scale_
 from moe_serve.models.layers import RopeTable
-from moe_serve.models.operations import SharedExpert
+from moe_serve.models.operations import IndexRows, SharedExpert
 from moe_serve.models.stack import DecoderStack, StepInputs
 from moe_serve.models.weight_forms import GatedMlp
 
@@ -148,6 +150,12 @@ class TorchStep:
         if key not in self.plans:
             self.plans[key] = self.attention.plan(self.step.batch, window, chunk)
         return self.plans[key]
+
+    def attend_indexed(self, q: Tensor, layer: int, index: IndexRows) -> Tensor:
+        batch, cached, keys = self.step.batch, self.step.cache.layer(layer), self.step.cache.layer(index.layer)
+        index_write(index.q, index.k, self.turns, batch.slot_mapping, keys)
+        rows = index.q, index.weights, index.shape.topk
+        return attend_indexed(q, rows, batch, (cached, keys), self.attention.layout.value_width, self.attention.scale)
 
     def cached_rows(self, layer: int, chunk: Chunk) -> Tensor:
         return self.step.cache.gather(layer, chunk.rows, 1)[0][0, 0]

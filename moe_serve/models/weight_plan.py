@@ -256,6 +256,13 @@ def _mla(spec: MlaSpec, hidden: int, ours: str, theirs: str) -> Iterator[DenseTe
             yield DenseTensor(ours + "q_kv_a_bias", (Part(theirs + "q_a_proj.bias", (rank,)), kv_a_bias), "bias")
         yield _norm(ours + "q_a_norm", theirs + "q_a_layernorm.weight", rank)
         yield DenseTensor(ours + "q_b", (Part(theirs + "q_b_proj.weight", (q, rank)),))
+    if spec.indexer is not None and rank is not None:
+        heads, width, source = spec.indexer.num_heads, spec.indexer.width, theirs + "indexer."
+        yield DenseTensor(ours + "index_q", (Part(source + "wq_b.weight", (heads * width, rank)),))
+        yield DenseTensor(ours + "index_k", (Part(source + "wk.weight", (width, hidden)),))
+        yield _norm(ours + "index_k_norm", source + "k_norm.weight", width)
+        yield DenseTensor(ours + "index_k_norm_bias", (Part(source + "k_norm.bias", (width,)),), "bias")
+        yield DenseTensor(ours + "index_weights", (Part(source + "weights_proj.weight", (heads, hidden)),))
     yield _norm(ours + "kv_a_norm", theirs + "kv_a_layernorm.weight", spec.kv_lora_rank)
     kv_b = spec.num_heads * (spec.nope_dim + spec.value_dim)
     yield DenseTensor(ours + "kv_b", (Part(theirs + "kv_b_proj.weight", (kv_b, spec.kv_lora_rank)),))

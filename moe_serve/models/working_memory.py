@@ -13,7 +13,7 @@ from moe_serve.attention_dp.attention_plan import LARGEST_GATHER
 from moe_serve.kernels.cpu.packed import padded
 from moe_serve.kernels.numerics import Numerics
 from moe_serve.kernels.row_tiles import LARGEST_TILE
-from moe_serve.models.attention_spec import GqaSpec, MlaSpec
+from moe_serve.models.attention_spec import GqaSpec, IndexerSpec, MlaSpec
 from moe_serve.models.mla import expand_from
 from moe_serve.models.recorded_step import SMALLEST
 from moe_serve.models.spec import ModelSpec
@@ -55,6 +55,8 @@ def _buffers(spec: ModelSpec, sizes: StepSizes) -> int:
     else:
         heads, rank = attention.num_heads, attention.q_lora_rank
         queries = heads * attention.query_dim
+        if (indexer := attention.indexer) is not None:
+            elements += indexer.num_heads * (indexer.width + 1) + 2 * indexer.width
         elements += attention.latent_dim + (queries if rank is None else 2 * rank + queries)
         elements += heads * (attention.latent_dim + attention.kv_lora_rank + attention.value_dim)
     per_entry = 2 * hidden + padded(spec.moe_intermediate)
@@ -112,6 +114,8 @@ def _mla(spec: MlaSpec, numerics: Numerics, sizes: StepSizes) -> int:
     heads, size, from_rows = spec.num_heads, sizes.itemsize, expand_from(spec)
     first = spec.q_lora_rank or 0
     projected = sizes.rows * (first + spec.latent_dim + 2 * heads * spec.query_dim) * size
+    if spec.indexer is not None:
+        return projected + _indexed(spec, spec.indexer, sizes)
     short = sizes.rows if numerics.invariant else min(sizes.rows, sizes.sequences * from_rows)
     absorbed = short * heads * (2 * spec.latent_dim + spec.nope_dim + spec.kv_lora_rank + spec.value_dim) * size
     absorbed += _attended(numerics, sizes, 1, heads, spec.latent_dim, spec.latent_dim)
@@ -124,8 +128,20 @@ def _mla(spec: MlaSpec, numerics: Numerics, sizes: StepSizes) -> int:
     return projected + values + max(absorbed, expanded)
 
 
+def _indexed(spec: MlaSpec, indexer: IndexerSpec, sizes: StepSizes) -> int:
+    """Returns the bytes of sparse attention: its rows, those of one sequence, and what one token makes of them."""
+    heads, width = indexer.num_heads, indexer.width
+    rows = sizes.rows * (heads * (width + 1) + 2 * width)
+    rows += sizes.rows * spec.num_heads * (spec.latent_dim + spec.kv_lora_rank + 2 * spec.value_dim)
+    cached = sizes.keys * (spec.latent_dim + width + 2 * _INDEX // sizes.itemsize)
+    chosen = min(indexer.topk, sizes.keys) * (spec.latent_dim + 2 * spec.num_heads)
+    return (rows + cached + sizes.keys * (heads + 4) + chosen) * sizes.itemsize
+
+
 def _plan(spec: ModelSpec, numerics: Numerics, sizes: StepSizes) -> int:
     """Returns the bytes of attention_plan.py: rows of the cache and masks of all sequences, for all layers."""
+    if isinstance(spec.attention, MlaSpec) and spec.attention.indexer is not None:
+        return 0
     heads, indices = (spec.attention.num_kv_heads, 2) if isinstance(spec.attention, GqaSpec) else (1, 1)
     mask_heads = 1 if numerics.invariant else heads
     decodes = sizes.sequences * sizes.keys * (indices * heads * _INDEX + mask_heads * sizes.itemsize)

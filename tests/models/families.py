@@ -38,6 +38,7 @@ MINIMAX: dict[str, Any] = COMMON | {
     "num_local_experts": 8, "num_experts_per_tok": 3, "head_dim": 16, "rotary_dim": 8, "intermediate_size": 40,
 }  # fmt: skip
 HUNYUAN: dict[str, Any] = COMMON | {"num_experts": 8, "moe_topk": 3, "head_dim": 16, "intermediate_size": 40}
+SPARSE: dict[str, Any] = MLA | {"index_n_heads": 16, "index_head_dim": 24, "index_topk": 17}
 YARN = {
     "rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 64,
     "beta_fast": 32, "beta_slow": 1, "mscale": 0.7, "mscale_all_dim": 1.3,
@@ -174,6 +175,8 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         "deepseek_v2",
         MLA | {"topk_method": "greedy", "norm_topk_prob": False, "q_lora_rank": None, "n_shared_experts": 2},
     ),
+    "deepseek_v32": ("deepseek_v32", SPARSE),
+    "deepseek_v32-yarn": ("deepseek_v32", SPARSE | {"rope_parameters": YARN, "index_topk": 48, "attention_bias": True}),
     "deepseek_v3": ("deepseek_v3", MLA),
     "deepseek_v3-no-q-lora": (
         "deepseek_v3",

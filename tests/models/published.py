@@ -47,6 +47,20 @@ LLAMA4_MAVERICK = LLAMA4_SCOUT | {
     | {"num_local_experts": 128, "interleave_moe_layer_step": 2, "use_qk_norm": False, "rope_scaling": None}
     | {"max_position_embeddings": 1048576}
 }
+DEEPSEEK_V32: dict[str, Any] = {
+    "architectures": ["DeepseekV32ForCausalLM"], "model_type": "deepseek_v32", "vocab_size": 129280,
+    "hidden_size": 7168, "num_hidden_layers": 61, "num_attention_heads": 128, "num_key_value_heads": 128,
+    "q_lora_rank": 1536, "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128,
+    "index_head_dim": 128, "index_n_heads": 64, "index_topk": 2048, "n_routed_experts": 256, "num_experts_per_tok": 8,
+    "n_shared_experts": 1, "moe_intermediate_size": 2048, "intermediate_size": 18432, "first_k_dense_replace": 3,
+    "moe_layer_freq": 1, "n_group": 8, "topk_group": 4, "routed_scaling_factor": 2.5, "norm_topk_prob": True,
+    "scoring_func": "sigmoid", "topk_method": "noaux_tc", "max_position_embeddings": 163840, "rope_theta": 10000,
+    "rope_scaling": {"type": "yarn", "factor": 40, "original_max_position_embeddings": 4096, "beta_fast": 32,
+                     "beta_slow": 1, "mscale": 1.0, "mscale_all_dim": 1.0},
+    "hidden_act": "silu", "tie_word_embeddings": False, "torch_dtype": "bfloat16", "eos_token_id": 1,
+    "num_nextn_predict_layers": 1,
+    "quantization_config": {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]},
+}  # fmt: skip
 PHI_35_MOE: dict[str, Any] = {
     "architectures": ["PhiMoEForCausalLM"], "model_type": "phimoe", "vocab_size": 32064, "hidden_size": 4096,
     "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8, "attention_bias": True,
@@ -136,6 +150,7 @@ PUBLISHED: dict[str, tuple[dict[str, Any], float]] = {
     "dots.llm1": (DOTS_LLM1, 142e9),
     "Llama-4-Scout": (LLAMA4_SCOUT, 107.8e9),  # 109e9 with what sees images
     "Llama-4-Maverick": (LLAMA4_MAVERICK, 400.7e9),
+    "DeepSeek-V3.2": (DEEPSEEK_V32, 671.9e9),
     "Phi-3.5-MoE": (PHI_35_MOE, 41.9e9),
     "ERNIE-4.5-21B-A3B": (ERNIE_45_21B, 21.8e9),
     "ERNIE-4.5-300B-A47B": (ERNIE_45_300B, 300e9),

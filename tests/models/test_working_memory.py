@@ -36,6 +36,16 @@ SIZES: dict[str, dict[str, Any]] = {
     "olmoe": COMMON | {"intermediate_size": 128, "num_key_value_heads": 8, "clip_qkv": 1.0},
     "granitemoeshared": COMMON | {"intermediate_size": 128, "num_key_value_heads": 4, "shared_intermediate_size": 300},
     "glm4_moe": COMMON | {"head_dim": 64, "moe_intermediate_size": 128, "intermediate_size": 512},
+    "llama4_text": COMMON | {
+        "head_dim": 64, "intermediate_size": 128, "intermediate_size_mlp": 512, "num_key_value_heads": 4,
+        "interleave_moe_layer_step": 2, "attention_chunk_size": 300, "no_rope_layers": [1, 0], "layer_types": None,
+        "moe_layers": None,
+    },
+    "deepseek_v32": COMMON | {
+        "num_key_value_heads": 8, "kv_lora_rank": 128, "qk_rope_head_dim": 32, "qk_nope_head_dim": 64, "v_head_dim": 64,
+        "moe_intermediate_size": 128, "intermediate_size": 512, "q_lora_rank": 128, "index_head_dim": 64,
+        "index_topk": 100,
+    },
     "minimax_m2": COMMON | {"head_dim": 64, "intermediate_size": 128, "num_key_value_heads": 4},
 }  # fmt: skip
 ROWS, KEYS, SEQUENCES = 256, 1024, 8
@@ -72,6 +82,7 @@ def peak_bytes(runner: Runner, step: list[tuple[int, int]]) -> int:
     [
         ("mixtral", FAST), ("mixtral", COMPILED), ("qwen3_moe", FAST), ("qwen3_moe", INVARIANT),
         ("gpt_oss", FAST), ("gpt_oss", INVARIANT), ("gpt_oss", COMPILED),
+        ("llama4_text", FAST), ("llama4_text", COMPILED), ("deepseek_v32", FAST), ("deepseek_v32", COMPILED),
         ("deepseek_v3", FAST), ("deepseek_v3", INVARIANT), ("deepseek_v3", COMPILED),
         ("qwen2_moe", FAST), ("qwen2_moe", COMPILED),
         ("olmoe", FAST), ("olmoe", COMPILED),

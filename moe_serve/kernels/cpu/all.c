@@ -8,6 +8,7 @@
 #include "rows.c"
 #include "updates.c"
 #include "layer_norm.c"
+#include "indexed.c"
 #include "gate.c"
 #include "sampling.c"
 #include "logprobs.c"

@@ -16,6 +16,7 @@ from moe_serve.kernels.activation import Activation
 from moe_serve.kernels.cpu.attention import AttendRows, AttendShape, attend
 from moe_serve.kernels.cpu.experts import PackedExperts, packed_ffn
 from moe_serve.kernels.cpu.gate import gate
+from moe_serve.kernels.cpu.indexed import attend_indexed
 from moe_serve.kernels.cpu.layer_norm import layer_norm
 from moe_serve.kernels.cpu.linear import KINDS, PackedLinear
 from moe_serve.kernels.cpu.logprobs import row_logprobs
@@ -23,6 +24,7 @@ from moe_serve.kernels.cpu.packed import gate_up_size, packed_size
 from moe_serve.kernels.cpu.rows import add_gated_, add_rms_norm, rms_norm, rope_write, weighted_sum
 from moe_serve.kernels.cpu.sampling import sample_rows
 from moe_serve.kernels.gate_shape import GateShape
+from moe_serve.kernels.indexed_attention import IndexerShape
 from moe_serve.kernels.layer_norm import LayerNorm
 from moe_serve.kernels.logit_changes import EDIT, LogitChanges
 from moe_serve.kernels.logprobs import WantedLogprobs
@@ -98,6 +100,15 @@ def _rows() -> list[Tensor]:
     return [*normed, x, qkv, cache, weighted_sum(x, index, _numbers(ROWS, 3, seed=8))]
 
 
+def _indexed() -> list[Tensor]:
+    shape, indexer = AttendShape(1, 4, 72, 0.2, latent=56), IndexerShape(3, 40, 9)
+    positions, starts = torch.tensor([80, 3, 4, 15]), torch.tensor([0, 1, 4], dtype=torch.int32)
+    tables = torch.tensor([[0, 1, 2, 3, 4, 5], [3, 0, 0, 0, 0, 0]], dtype=torch.int32)
+    rows = AttendRows(shape, positions, starts, tables, 16)
+    index = _numbers(4, 3, 40, seed=3), _numbers(4, 3, seed=4), _numbers(96, 1, 40, seed=5)
+    return [attend_indexed(4 * _numbers(4, 1, 4, 72, seed=2), _numbers(96, 1, 72), rows, *index, indexer)]
+
+
 def _layer_norm() -> list[Tensor]:
     return [
         layer_norm(_numbers(ROWS, HIDDEN), None, LayerNorm(_numbers(HIDDEN, seed=2), _numbers(HIDDEN, seed=3)), EPS)
@@ -139,6 +150,7 @@ PROBES: tuple[Callable[[], list[Tensor]], ...] = (
     _linear,
     _experts,
     _attention,
+    _indexed,
     _rows,
     _layer_norm,
     _gate,

@@ -19,12 +19,14 @@ from torch import Tensor
 from moe_serve.kernels.cpu.attention import AttendShape, attend_options
 from moe_serve.kernels.cpu.experts import PackedExperts
 from moe_serve.kernels.cpu.gate import gate_facts
+from moe_serve.kernels.cpu.indexed import indexer_facts
 from moe_serve.kernels.cpu.library import CpuLibrary
 from moe_serve.kernels.cpu.linear import KINDS, PackedHeads, PackedLinear, RowTable
 from moe_serve.kernels.cpu.packed import padded
 from moe_serve.kernels.cpu.program import Input, Program
 from moe_serve.kernels.cpu.rows import float_bits, mla_facts, rope_facts
 from moe_serve.kernels.gate_shape import GateShape
+from moe_serve.kernels.indexed_attention import IndexerShape
 from moe_serve.kernels.layer_norm import LayerNorm
 from moe_serve.kernels.part_clock import COMBINE, DISPATCH, EXPERTS, OTHER, PartClock
 from moe_serve.kernels.rope import MlaWidths
@@ -221,6 +223,26 @@ class Recorder:
         out = self.buffer("attended", shape.heads, shape.group, shape.value_width)
         self._add("attend", ATTEND, q, q.stride(0), cache, out, *attend_options(shape, window, sinks, chunk))
         self._kept.append(sinks)
+        return out
+
+    def index_write(self, q: Tensor, k: Tensor, turns: Tensor, cache: Tensor) -> None:
+        """As kernels/indexed_attention.py, with the step's slots. turns: [rows, rotated], cos and sin by turns"""
+        sizes = ROWS, q.stride(0), *q.shape[1:], turns.shape[1]
+        self._add("index_write", q, *sizes, k, k.stride(0), turns, SLOTS, cache)
+
+    def attend_indexed(
+        self,
+        q: Tensor,
+        cache: Tensor,
+        shape: AttendShape,
+        index: tuple[Tensor, Tensor, Tensor],
+        indexer: IndexerShape,
+    ) -> Tensor:
+        """As cpu/indexed.py, with the step's AttendRows. index: queries, weights of their heads, cached keys"""
+        out = self.buffer("attended", shape.heads, shape.group, shape.value_width)
+        queries, weights, keys = index
+        steps = queries, queries.stride(0), weights, weights.stride(0)
+        self._add("attend_indexed", ATTEND, q, q.stride(0), cache, out, *steps, keys, indexer_facts(indexer))
         return out
 
     def gate(self, logits: Tensor, bias: Tensor | None, shape: GateShape, load: Tensor) -> tuple[Tensor, Tensor]:

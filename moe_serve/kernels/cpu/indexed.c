@@ -1,0 +1,189 @@
+/* Sparse attention of DeepSeek-V3.2. Contract: kernels/indexed_attention.py. A row is one token: it scores the keys that it
+   sees, finds the topk-th largest score by its bits, and attends the keys above it, and the first of those that equal it.
+   Everything that a row computes depends on that row alone. */
+#include <stdlib.h>
+#include "pool.h"
+
+typedef struct {
+    i64 heads, width, topk;
+} Indexer;
+typedef struct {
+    const Attend *step;
+    const float *q;
+    i64 q_step;
+    const float *cache;
+    float *out;
+    const float *index_q;
+    i64 index_step;
+    const float *weights; /* [T, index heads] */
+    i64 weight_step;
+    const float *index_cache; /* [slots, index width] */
+    const Indexer *indexer;
+    _Atomic i64 *failed;
+} Indexed;
+
+typedef struct {
+    float *q;
+    i64 rows, step, heads, width, rotated;
+    float *k;
+    i64 k_step;
+    const float *turns;
+    const i64 *slots;
+    float *cache;
+} IndexWrite;
+
+static void index_write_piece(const void *about, i64 piece)
+{
+    const IndexWrite *job = about;
+    i64 n = job->width, some = rows_of_piece((job->heads + 1) * n);
+    for (i64 t = piece * some; t < least((piece + 1) * some, job->rows); t++) {
+        const float *turns = job->turns + t * job->rotated;
+        float *key = job->k + t * job->k_step;
+        for (i64 h = 0; h < job->heads; h++) {
+            float *head = job->q + t * job->step + h * n;
+            rotate(head, job->rotated / 2, turns, head);
+        }
+        rotate(key, job->rotated / 2, turns, key);
+        if (job->slots[t] >= 0) memcpy(job->cache + job->slots[t] * n, key, n * 4);
+    }
+}
+
+/* q [rows, heads, width], k [rows, width]: rotates their first `rotated` elements in place; keys go to the cache's row of
+   each slot; slot -1: nothing. turns: [rows, rotated / 2] of (cos, sin) */
+i64 index_write(float *q, i64 rows, i64 step, i64 heads, i64 width, i64 rotated, float *k, i64 k_step,
+                const float *turns, const i64 *slots, float *cache)
+{
+    IndexWrite job = {q, rows, step, heads, width, rotated, k, k_step, turns, slots, cache};
+    pool_run(index_write_piece, &job, pieces_of(rows, (heads + 1) * width));
+    return 0;
+}
+
+INLINE float dot(const float *x, const float *y, i64 n)
+{
+    v16 sum[4] = {};
+    i64 i = 0;
+    for (; i + 64 <= n; i += 64)
+        UNROLL for (int j = 0; j < 4; j++) sum[j] += *(const v16 *)(x + i + 16 * j) * *(const v16 *)(y + i + 16 * j);
+    for (; i < n; i += 16) sum[0] += get(x + i, n - i) * get(y + i, n - i);
+    return sum16((sum[0] + sum[1]) + (sum[2] + sum[3]));
+}
+
+/* The order of floats as that of integers; -0 as 0, NaN as -inf. */
+INLINE uint32_t by_bits(float x)
+{
+    uint32_t bits;
+    x = x == x ? x + 0.0f : -INFINITY;
+    memcpy(&bits, &x, 4);
+    return bits >> 31 ? ~bits : bits | 0x80000000u;
+}
+
+/* Writes the `topk` best of n scores, ascending, to chosen. */
+static void choose_keys(const float *score, i64 n, i64 topk, i64 *chosen)
+{
+    uint32_t border = 0, known = 0; /* the first bits of the topk-th largest */
+    i64 left = topk;                /* keys to take among those that begin with them */
+    for (int shift = 24; shift >= 0; shift -= 8) {
+        i64 count[256] = {}, byte = 255;
+        for (i64 i = 0; i < n; i++) {
+            uint32_t bits = by_bits(score[i]);
+            if ((bits & known) == border) count[bits >> shift & 255]++;
+        }
+        while (count[byte] < left) left -= count[byte--];
+        border |= (uint32_t)byte << shift, known |= 255u << shift;
+    }
+    for (i64 i = 0; i < n; i++) {
+        uint32_t bits = by_bits(score[i]);
+        if (bits > border || (bits == border && left-- > 0)) *chosen++ = i;
+    }
+}
+
+/* One query head over the chosen rows, which are keys and, in their first part, values. p: [n], filled up to 16s */
+static void attend_rows(const float *q, i64 width, float scale, const float *const *row, i64 n, i64 value_width, float *p,
+                        float *out)
+{
+    v16 most = (v16){} - INFINITY, total = {};
+    for (i64 j = 0; j < n; j++) p[j] = dot(q, row[j], width) * scale;
+    for (i64 j = n; j % 16; j++) p[j] = -INFINITY;
+    for (i64 j = 0; j < n; j += 16) {
+        v16 x = *(const v16 *)(p + j);
+        most = pick16(x > most, x, most);
+    }
+    float best = max16(most);
+    for (i64 j = 0; j < n; j += 16) {
+        v16 x = *(const v16 *)(p + j) - best;
+        x = pick16(x < -87.0f, (v16){}, exp16(x));
+        *(v16 *)(p + j) = x;
+        total += x;
+    }
+    float by = 1 / sum16(total);
+    for (i64 d = 0; d < value_width; d += 64) {
+        v16 sum[4] = {};
+        i64 some = least(4, (value_width - d + 15) / 16);
+        for (i64 j = 0; j < n; j++)
+            for (i64 i = 0; i < some; i++) sum[i] += p[j] * get(row[j] + d + 16 * i, value_width - d - 16 * i);
+        for (i64 i = 0; i < some; i++) put(out + d + 16 * i, sum[i] * by, value_width - d - 16 * i);
+    }
+}
+
+static _Thread_local struct { /* of a thread, kept for the next piece */
+    char *at;
+    i64 bytes;
+} indexed_room;
+
+static void indexed_piece(const void *about, i64 token)
+{
+    const Indexed *job = about;
+    const Attend *a = job->step;
+    const Indexer *x = job->indexer;
+    i64 seq = 0, end = a->num_seqs, seen = a->positions[token] + 1, count = least(seen, x->topk);
+    while (end - seq > 1) {
+        i64 middle = (seq + end) / 2;
+        *(a->query_starts[middle] <= token ? &seq : &end) = middle;
+    }
+    i64 bytes = (seen * 4 + count * 20 + 64 + 63) / 64 * 64 + 128;
+    if (indexed_room.bytes < bytes) {
+        free(indexed_room.at);
+        indexed_room.at = aligned_alloc(64, bytes);
+        indexed_room.bytes = indexed_room.at ? bytes : 0;
+        if (!indexed_room.at) {
+            atomic_store(job->failed, 1);
+            return;
+        }
+    }
+    i64 *chosen = (i64 *)indexed_room.at;
+    const float **row = (const float **)(chosen + count);
+    float *p = (float *)(row + count), *score = p + (count + 15) / 16 * 16;
+    const i32 *table = a->block_tables + seq * a->table_step;
+    if (seen > x->topk) {
+        const float *query = job->index_q + token * job->index_step, *weight = job->weights + token * job->weight_step;
+        for (i64 i = 0; i < seen; i++) {
+            const float *key = job->index_cache + (table[i / a->block_size] * a->block_size + i % a->block_size) * x->width;
+            score[i] = 0;
+            for (i64 h = 0; h < x->heads; h++) {
+                float product = dot(query + h * x->width, key, x->width);
+                if (!(product <= 0)) score[i] += weight[h] * product;
+            }
+        }
+        choose_keys(score, seen, count, chosen);
+    } else
+        for (i64 i = 0; i < seen; i++) chosen[i] = i;
+    for (i64 j = 0; j < count; j++) {
+        i64 i = chosen[j];
+        row[j] = job->cache + (table[i / a->block_size] * a->block_size + i % a->block_size) * a->slot_step;
+    }
+    for (i64 h = 0; h < a->group; h++)
+        attend_rows(job->q + token * job->q_step + h * a->width, a->width, (float)a->scale, row, count, a->value_width, p,
+                    job->out + (token * a->group + h) * a->value_width);
+}
+
+/* As attend, of the keys that the indexer chooses; one key/value head. index_q: [T, index heads, index width], weights:
+   [T, index heads], with steps from token to token. Returns -1 where there is no memory to work in. */
+i64 attend_indexed(const Attend *step, const float *q, i64 q_step, const float *cache, float *out, const float *index_q,
+                   i64 index_step, const float *weights, i64 weight_step, const float *index_cache,
+                   const Indexer *indexer)
+{
+    _Atomic i64 failed = 0;
+    Indexed job = {step, q, q_step, cache, out, index_q, index_step, weights, weight_step, index_cache, indexer, &failed};
+    pool_run(indexed_piece, &job, step->num_rows);
+    return failed ? -1 : 0;
+}
