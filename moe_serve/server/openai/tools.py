@@ -13,6 +13,9 @@ from moe_serve.server.json_fields import Fields, boolean, show
 
 MAX_TOOLS = 128
 MAX_BYTES = 1 << 20  # of all tools, as JSON
+# llguidance's word for JSON as json.dumps writes it: a model cannot lose itself in spaces between the values.
+_ONE_LINE = {"x-guidance": {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}}
+_DEFINITIONS = ("$defs", "definitions")
 _NAME = re.compile(r"[A-Za-z0-9_.:-]{1,64}\Z")
 
 
@@ -33,20 +36,29 @@ class ToolUse:
     def constraint(self) -> Constraint | None:
         """Returns the form that the output must have, None where it is free."""
         if self.choice == "named":
-            return schema_constraint(_object_schema(self.schemas[self.name]))
+            return schema_constraint({**_object_schema(self.schemas[self.name]), **_ONE_LINE})
         if self.choice != "required":
             return None
         calls = [
             {
                 "type": "object",
-                "properties": {"name": {"const": name}, "parameters": _object_schema(schema)},
+                "properties": {"name": {"const": name}, "parameters": _moved(_object_schema(schema), name)},
                 "required": ["name", "parameters"],
                 "additionalProperties": False,
             }
             for name, schema in self.schemas.items()
         ]
         most = {} if self.parallel else {"maxItems": 1}
-        return schema_constraint({"type": "array", "minItems": 1, **most, "items": {"anyOf": calls}})
+        # References count from the root, so what they name goes there.
+        definitions: dict[str, dict[str, Any]] = {key: {} for key in _DEFINITIONS}
+        for name, schema in self.schemas.items():
+            for key in _DEFINITIONS:
+                given = schema.get(key)
+                if isinstance(given, dict):
+                    definitions[key] |= {f"{name}.{at}": _moved(part, name) for at, part in given.items()}
+        return schema_constraint(
+            {"type": "array", "minItems": 1, **most, "items": {"anyOf": calls}, **definitions, **_ONE_LINE}
+        )
 
 
 @dataclass(frozen=True)
@@ -130,6 +142,20 @@ def _schemas(tools: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
             )
         schemas[name] = parameters or {}
     return schemas
+
+
+def _moved(schema: Any, name: str) -> Any:
+    """Returns a schema whose definitions stand elsewhere, under the name of its function and their own."""
+    if isinstance(schema, list):
+        return [_moved(part, name) for part in schema]
+    if not isinstance(schema, dict):
+        return schema
+    moved = {key: _moved(part, name) for key, part in schema.items() if key not in _DEFINITIONS}
+    reference = schema.get("$ref")
+    for key in _DEFINITIONS:
+        if isinstance(reference, str) and reference.startswith(f"#/{key}/"):
+            moved["$ref"] = f"#/{key}/{name}.{reference.removeprefix(f'#/{key}/')}"
+    return moved
 
 
 def _object_schema(schema: dict[str, Any]) -> dict[str, Any]:

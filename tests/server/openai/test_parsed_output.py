@@ -135,7 +135,8 @@ def test_a_named_function_gets_the_whole_output_as_its_arguments():
     assert parser.finish_reason("stop") == "stop"
     constraint = tools.constraint()
     assert constraint is not None
-    assert json.loads(constraint.text) == {"type": "object", "properties": {"a": {"type": "integer"}}}
+    schema = json.loads(constraint.text)
+    assert (schema["type"], schema["properties"]) == ("object", {"a": {"type": "integer"}})
 
 
 def test_required_calls_are_a_list_of_names_and_parameters():

@@ -1,0 +1,45 @@
+"""Calls that a client forces are what the ranks' grammar lets a model write, and what the parsers read."""
+
+import json
+from dataclasses import replace
+
+import msgspec
+
+from moe_serve.config import load_config, model_dir
+from moe_serve.models.tokenizer import Tokenizer
+from moe_serve.server.openai.output_parser import NewOutput, whole_message
+from moe_serve.server.openai.parsed_output import OutputParsers
+from moe_serve.server.openai.tools import ReasoningUse, ToolUse
+from tests.engine.offline import prompts_with_shared_beginnings, submits_of
+from tests.engine.test_identity import PLAIN, SEEDS
+from tests.engine.test_structured import SAMPLED, serve_at_once
+
+CHOICE = {
+    "type": "object",
+    "properties": {"n": {"$ref": "#/$defs/Number"}},
+    "required": ["n"],
+    "additionalProperties": False,
+    "$defs": {"Number": {"enum": [1, 22]}},  # as pydantic writes it
+}
+TOOLS = {"pick": CHOICE, "now": {"type": "object", "properties": {}, "additionalProperties": False}}
+USES = [ToolUse(TOOLS, "named", "pick", parallel=False), ToolUse(TOOLS, "required", parallel=False)]
+
+
+def test_forced_calls_are_calls_of_the_clients_functions() -> None:
+    tokenizer = Tokenizer.from_folder(model_dir(load_config().model))
+    submits = [
+        msgspec.structs.replace(submit, params=replace(SAMPLED, max_new_tokens=80, constraint=USES[i % 2].constraint()))
+        for i, submit in enumerate(submits_of(prompts_with_shared_beginnings(8, 2048, max_len=30), SAMPLED, SEEDS[:8]))
+    ]
+    served = serve_at_once(1, submits, PLAIN)
+    num_whole = 0
+    for i, submit in enumerate(submits):
+        text = tokenizer.decode(served.tokens[submit.request_id])
+        parser = OutputParsers(load_config().server, tokenizer).of(USES[i % 2], ReasoningUse(), [])()
+        (call,) = whole_message(parser.push(NewOutput(text, [], "stop")))["tool_calls"]
+        assert call["function"]["name"] in (("pick",) if i % 2 == 0 else ("pick", "now"))
+        if text.rstrip().endswith(("}", "]")):
+            num_whole += 1
+            arguments = json.loads(call["function"]["arguments"])
+            assert arguments in (({"n": 1}, {"n": 22}) if call["function"]["name"] == "pick" else ({},))
+    assert num_whole == len(submits)
