@@ -26,7 +26,9 @@ def requests() -> list[Submit]:
     """Greedy and seeded ones, more than run at a time, with beginnings that the prefix cache knows."""
     prompts = prompts_with_shared_beginnings(12, 256, 30)
     greedy = SamplingParams(max_new_tokens=10, temperature=0, ignore_eos=True)
-    sampled = SamplingParams(max_new_tokens=14, temperature=0.9, top_p=0.9, ignore_eos=True)
+    sampled = SamplingParams(
+        max_new_tokens=14, temperature=0.9, top_p=0.9, ignore_eos=True, repetition_penalty=1.2, frequency_penalty=0.5
+    )
     submits = submits_of(prompts, greedy)
     return [
         Submit(each.request_id, 0, each.prompt_ids, sampled if number % 2 else greedy, each.seed)

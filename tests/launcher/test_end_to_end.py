@@ -258,7 +258,8 @@ def test_ctrl_c_leaves_nothing(system, client):
 
 def test_a_full_queue_answers_429_and_a_killed_rank_comes_back_alone_while_every_call_keeps_its_tokens():
     with serve("--max-running-requests", "1", "--max-queued-requests", "1") as system, system.client(120) as client:
-        params = {"max_new_tokens": 600, "ignore_eos": True, "sampling_seed": 3}
+        penalties = {"repetition_penalty": 1.2, "frequency_penalty": 0.3, "bad_words": ["self"]}
+        params = {"max_new_tokens": 600, "ignore_eos": True, "sampling_seed": 3, **penalties}
         endless = {"text": "a", "sampling_params": params}
         answers: list[httpx.Response] = []
 
