@@ -32,7 +32,7 @@ ALLOWED = {
                "structured"},
     "server": {
         "engine.messages", "engine.balance_messages", "engine.command_messages", "engine.incremental_decoder",
-        "engine.logprobs", "engine.stop_matcher",
+        "engine.logprobs", "engine.stop_matcher", "engine.stop_regex",
         "models.tokenizer", "models.model_files",
         "attention_dp.request", "attention_dp.sampling_params", "attention_dp.request_router",
         "attention_dp.constraint", "config", "links", "structured",

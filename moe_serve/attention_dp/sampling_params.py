@@ -11,6 +11,7 @@ from moe_serve.errors import RequestError
 MAX_SEED = 2**63 - 1  # the sampler's philox key is one int64
 MAX_STOPS = 64  # stop strings, and stop token ids, of one request
 MAX_LOGPROB_IDS = 64  # token ids whose log probabilities come at each place
+MAX_STOP_REGEXES = 8
 MAX_BIASES = 1024  # entries of logit_bias
 MAX_ALLOWED = 16_384  # allowed_token_ids
 MAX_BAD_WORDS = 128  # of one request, as strings and again as token ids
@@ -36,6 +37,7 @@ class SamplingParams:
     seed: int | None = None  # None: the front end draws one
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
+    stop_regex: tuple[str, ...] = ()  # of a part of Python's syntax; a match ends the output as a stop string does
     ignore_eos: bool = False
     skip_special_tokens: bool = True
     no_stop_trim: bool = False  # the text ends with the matched stop string, or the text of the stop token
@@ -89,6 +91,7 @@ class SamplingParams:
         if self.seed is not None:
             _check_int("seed", self.seed, 0, MAX_SEED)
         _check_texts("stop", self.stop, MAX_STOPS)
+        _check_texts("stop_regex", self.stop_regex, MAX_STOP_REGEXES)
         _check_ids("stop_token_ids", self.stop_token_ids, MAX_STOPS)
         for name in ("ignore_eos", "skip_special_tokens", "no_stop_trim"):
             if not isinstance(getattr(self, name), bool):

@@ -1,8 +1,8 @@
 """Finds where a request ends, and releases its text up to there. Used by the HTTP server and by `LLM`. Torch-free.
 
-All ending rules are here: end-of-sequence, stop ids, stop strings, length. Tokens are processed one by one, so the
-result does not depend on how a stream was cut into messages. Text that may still grow into a stop string is held back,
-so a reader never sees a part of one.
+All ending rules are here: end-of-sequence, stop ids, stop strings and expressions, length. Tokens are processed one by
+one, so the result does not depend on how a stream was cut into messages. Text that may still grow into a stop string is
+held back, so a reader never sees a part of one.
 """
 
 from collections.abc import Sequence
@@ -11,11 +11,14 @@ from typing import Literal
 
 from moe_serve.attention_dp.request import SamplingParams
 from moe_serve.engine.incremental_decoder import Decoder, IncrementalDecoder
+from moe_serve.engine.stop_regex import RegexFinder
+
+Found = tuple[int, int, str]  # start and end of a match in the text that is held back, and what it matches
 
 
 @dataclass(frozen=True)
 class FinishReason:
-    """Why a request ended. matched: the stop id or stop string; of "abort": why it was cut short"""
+    """Why a request ended. matched: the stop id, stop string or stop_regex; of "abort": why it was cut short"""
 
     kind: Literal["stop", "length", "abort"]
     matched: int | str | None = None
@@ -29,9 +32,9 @@ class StopMatcher:
     finish_reason: None while the request runs
 
     A request ends at the first of: an end-of-sequence or stop id after `min_new_tokens` others (until then the sampler
-    masks them), or an end-of-sequence id where an output with a constraint can only end; a stop string that is complete
-    with at least `min_new_tokens` tokens; `max_new_tokens`. If one token completes several stop strings, the one that
-    ends first wins. Tokens pushed after the end are ignored.
+    masks them), or an end-of-sequence id where an output with a constraint can only end; a stop string, or a match of a
+    stop_regex, that is complete with at least `min_new_tokens` tokens; `max_new_tokens`. If one token completes
+    several, the one that ends first wins. Tokens pushed after the end are ignored.
     """
 
     def __init__(
@@ -53,6 +56,7 @@ class StopMatcher:
         if not params.ignore_eos:
             self._stop_ids |= frozenset(eos_token_ids)
         self._form_ends = frozenset(() if params.constraint is None else eos_token_ids)
+        self._regexes = [RegexFinder(pattern) for pattern in params.stop_regex]
         self._longest_stop = max((len(stop) for stop in params.stop), default=0)
         self._held = ""  # decoded text that is not released
         self.output_ids: list[int] = []
@@ -91,21 +95,34 @@ class StopMatcher:
 
     def _take(self, new: str, may_stop: bool) -> None:
         """Adds text; ends the request where it completes a stop string, else releases what cannot begin one."""
-        if not self._longest_stop:
+        if not self._longest_stop and not self._regexes:
             self.text += new
             return
         old, self._held = len(self._held), self._held + new
+        ends = [(regex, regex.push(new)) for regex in self._regexes]
         found = _first_complete(self._held, old, self._params.stop) if new and may_stop else None
+        if may_stop:
+            found = self._first_of(found, [(regex, old + end) for regex, every in ends for end in every])
         if found:
-            start, stop = found
-            self.text += self._held[: start + len(stop) if self._params.no_stop_trim else start]
+            start, end, stop = found
+            self.text += self._held[: end if self._params.no_stop_trim else start]
             self._held = ""
             self.finish_reason = FinishReason("stop", matched=stop)
             return
         keep = _possible_beginning(self._held, self._params.stop, self._longest_stop)
-        cut = len(self._held) - keep
+        cut = max(0, len(self._held) - max([keep, *(regex.num_open for regex in self._regexes)]))
         self.text += self._held[:cut]
         self._held = self._held[cut:]
+
+    def _first_of(self, found: Found | None, ends: list[tuple[RegexFinder, int]]) -> Found | None:
+        """Returns the first of a stop string and matches of regexes that end there; the longer one if two end there."""
+        for regex, end in sorted(ends, key=lambda each: each[1]):
+            if found is not None and end > found[1]:
+                break
+            start = regex.start_of(self._held[:end])
+            if start is not None and (found is None or (end, start) < (found[1], found[0])):
+                found = start, end, regex.pattern
+        return found
 
     def _end(self, reason: FinishReason) -> None:
         self.text += self._held + (self._decoder.flush() if self._decoder else "")
@@ -113,14 +130,15 @@ class StopMatcher:
         self.finish_reason = reason
 
 
-def _first_complete(text: str, old: int, stops: Sequence[str]) -> tuple[int, str] | None:
-    """Returns (start, stop) of the stop string that ends first beyond text[:old]; the longer one if two end there."""
-    best: tuple[int, int, str] | None = None
+def _first_complete(text: str, old: int, stops: Sequence[str]) -> Found | None:
+    """Returns the stop string that ends first beyond text[:old]; the longer one if two end there."""
+    best: Found | None = None
     for stop in stops:
         start = text.find(stop, max(0, old - len(stop) + 1))
-        if start >= 0 and (best is None or (start + len(stop), start) < best[:2]):
-            best = (start + len(stop), start, stop)
-    return None if best is None else (best[1], best[2])
+        end = start + len(stop)
+        if start >= 0 and (best is None or (end, start) < (best[1], best[0])):
+            best = start, end, stop
+    return best
 
 
 def _possible_beginning(text: str, stops: Sequence[str], longest: int) -> int:

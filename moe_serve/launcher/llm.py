@@ -41,7 +41,8 @@ _CAPACITY_POLL_S = 0.01  # how often a caller looks for capacity while other cal
 class Output:
     """The output of one prompt. text and token_ids exclude the prompt's.
 
-    finish_reason: "length", or "stop" with `matched`, the stop string or id that ended it; None while it runs
+    finish_reason: "length", or "stop" with `matched`, the stop string, stop_regex or id that ended it; None while
+                   it runs
     output_entries, prompt_entries: log probabilities that SamplingParams asked for, which the properties show
     """
 
@@ -183,6 +184,7 @@ class LLM:
         params = replace(
             params,
             stop=_as_tuple(params.stop),
+            stop_regex=_as_tuple(params.stop_regex),
             stop_token_ids=tuple(params.stop_token_ids),
             bad_words=_as_tuple(params.bad_words),
             bad_words_ids=tuple(map(tuple, params.bad_words_ids)),

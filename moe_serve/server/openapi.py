@@ -17,6 +17,7 @@ from moe_serve.attention_dp.sampling_params import (
     MAX_BIASES,
     MAX_LOGPROB_IDS,
     MAX_SEED,
+    MAX_STOP_REGEXES,
     MAX_STOPS,
 )
 from moe_serve.server.guard import ADMIN, OPEN
@@ -47,6 +48,9 @@ SAMPLING_PARAMS: Schema = {
         "min_p": or_null({"type": "number", "minimum": 0, "maximum": 1, "default": 0.0}),
         "top_k": or_null({"type": "integer", "minimum": -1, "not": {"const": 0}, "default": -1}),
         "stop": or_null({"anyOf": [_STOP, {"type": "array", "items": _STOP, "maxItems": MAX_STOPS}]}),
+        "stop_regex": or_null(
+            {"anyOf": [_STOP, {"const": ""}, {"type": "array", "items": _STOP, "maxItems": MAX_STOP_REGEXES}]}
+        ),
         "stop_token_ids": or_null({**IDS, "minItems": 0, "maxItems": MAX_STOPS}),
         "sampling_seed": or_null({"type": "integer", "minimum": 0, "maximum": MAX_SEED}),
         "ignore_eos": or_null({"type": "boolean", "default": False}),

@@ -11,6 +11,7 @@ from dataclasses import replace
 from moe_serve.attention_dp.request import MAX_SEED, SamplingParams
 from moe_serve.attention_dp.sampling_params import MAX_BAD_WORD_TOKENS
 from moe_serve.engine.messages import ModelLimits
+from moe_serve.engine.stop_regex import compile_stop_regex
 from moe_serve.errors import RequestError
 from moe_serve.models.tokenizer import Tokenizer, check_unicode
 from moe_serve.server.logprob_limits import fit_logprobs
@@ -24,14 +25,17 @@ NO_TOKENIZER = (
 def encode_prompt(prompt: Prompt, tokenizer: Tokenizer | None, limits: ModelLimits) -> list[int]:
     """Returns the token ids of a prompt.
 
-    Raises RequestError for text or stop strings without a tokenizer, text that is too long, and invalid Unicode.
+    Raises RequestError for text or stop strings without a tokenizer, text that is too long, invalid Unicode, and a
+    stop_regex that is not supported.
     """
-    if tokenizer is None and prompt.params.stop:
+    if tokenizer is None and (prompt.params.stop or prompt.params.stop_regex):
         raise RequestError(
             f"stop needs a tokenizer, but {NO_TOKENIZER}; send stop_token_ids", field="sampling_params.stop"
         )
     for stop in prompt.params.stop:
         check_unicode("stop", stop)
+    for pattern in prompt.params.stop_regex:
+        compile_stop_regex(pattern)
     if prompt.token_ids is not None:
         return prompt.token_ids
     if tokenizer is None:

@@ -22,7 +22,6 @@ _TOKEN_ID = re.compile("0|[1-9][0-9]{0,9}")  # as a key of a JSON object
 # Fields of SGLang whose features are not supported: null, or one of these values, means "not asked for".
 NEUTRAL_PARAMS: Mapping[str, tuple[Any, ...]] = {
     "spaces_between_special_tokens": (True, False),  # of tokenizers in Python; those of Rust have no such spaces
-    "stop_regex": ([], ""),
     "custom_params": (),
     "stream_interval": (1,),
 }
@@ -176,6 +175,7 @@ _CHECKS: Mapping[str, Callable[[str, Any], Any]] = {  # of each field of Samplin
     "top_k": whole_number,
     "stop": _texts,
     "stop_token_ids": token_ids,
+    "stop_regex": lambda name, value: () if value == "" else _texts(name, value),
     "seed": whole_number,
     "ignore_eos": boolean,
     "skip_special_tokens": boolean,

@@ -69,6 +69,7 @@ def _params(draw: random.Random) -> dict[str, Any]:
         "no_stop_trim": draw.choice([True, False]),
         "min_new_tokens": draw.randrange(params["max_new_tokens"] + 1),
         "stop": draw.choice(["\n", ["x", "self", "é"], []]),
+        "stop_regex": draw.choice(["", r"\d{3}", ["(?:self|cls)[.,]", r"\n\s*\n"]]),
         "stop_token_ids": [draw.randrange(VOCAB_SIZE) for _ in range(draw.randrange(4))],
         "ignore_eos": draw.random() < 0.5,
         "skip_special_tokens": draw.random() < 0.5,

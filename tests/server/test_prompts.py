@@ -8,7 +8,7 @@ import pytest
 from moe_serve.attention_dp.request import SamplingParams
 from moe_serve.engine.messages import ModelLimits
 from moe_serve.errors import RequestError
-from moe_serve.server.prompts import derived_seed, draw_seed, fit_to_model, with_bad_words
+from moe_serve.server.prompts import derived_seed, draw_seed, encode_prompt, fit_to_model, with_bad_words
 from moe_serve.server.schemas import Prompt
 from tests.server.test_schemas import parse
 
@@ -99,3 +99,12 @@ def test_bad_words_that_cannot_be_encoded_are_refused():
     assert bad_words({}, tokenizer=None) == [SamplingParams()]
     with pytest.raises(RequestError, match="lone surrogate"):
         with_bad_words([Prompt("x", None, SamplingParams(bad_words=("\ud800",)), 1, False, None, None)], Words())
+
+
+def test_a_stop_regex_is_read_before_its_request_is_accepted():
+    (prompt,) = parse(input_ids=[1], sampling_params={"stop_regex": ["a+", "(a"]}).prompts
+    with pytest.raises(RequestError, match="without its") as caught:
+        encode_prompt(prompt, Words(), LIMITS)
+    assert caught.value.field == "stop_regex"
+    with pytest.raises(RequestError, match="stop needs a tokenizer"):
+        encode_prompt(prompt, None, LIMITS)

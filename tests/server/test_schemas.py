@@ -67,6 +67,8 @@ def test_sampling_parameters_arrive():
     assert params(**penalties, logit_bias={"5": 1, "0": -2.5}) == SamplingParams(
         **penalties, logit_bias={5: 1.0, 0: -2.5}
     )
+    assert params(stop_regex=r"\d+").stop_regex == (r"\d+",)
+    assert params(stop_regex="") == params(stop_regex=[]) == SamplingParams()
     words = params(bad_words="a", bad_words_ids=[[5, 6], [7]], allowed_token_ids=[1, 2])
     assert words == SamplingParams(bad_words=("a",), bad_words_ids=((5, 6), (7,)), allowed_token_ids=(1, 2))
     assert params(stop=["a", "b"], ignore_eos=True, skip_special_tokens=False).stop == ("a", "b")
@@ -160,6 +162,8 @@ BAD_PARAMS = [
     ({"stop": [""]}, "stop", "non-empty"),
     ({"stop": "x" * 2000}, "stop", "1024"),
     ({"stop": ["x"] * 100}, "stop", "at most 64"),
+    ({"stop_regex": ["a", 5]}, "stop_regex", "list of strings"),
+    ({"stop_regex": ["a"] * 9}, "stop_regex", "at most 8"),
     ({"stop_token_ids": 5}, "stop_token_ids", "list of token ids"),
     ({"stop_token_ids": [-1]}, "stop_token_ids", "at least 0"),
     ({"ignore_eos": 1}, "ignore_eos", "true or false"),
