@@ -9,11 +9,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from moe_serve.attention_dp.batch import ForwardBatch
 from moe_serve.attention_dp.request import Request
 from moe_serve.attention_dp.scheduler import ScheduledChunk
+from moe_serve.engine.logit_changes import changes_logits
 from moe_serve.engine.logprobs import LogprobBlock
 from moe_serve.kernels.cpu.logprobs import row_logprobs
 from moe_serve.kernels.logprobs import RowLogprobs, WantedLogprobs, row_logprobs_reference
@@ -25,7 +27,7 @@ ProjectRows = Callable[[range], Tensor]
 
 @dataclass(frozen=True)
 class RawLogits:
-    """Logits of the rows whose requests ask for log probabilities, as the model gave them. rows: which rows"""
+    """Logits of the rows whose requests ask for log probabilities, as the model gave them. rows: which rows they are"""
 
     logits: Tensor
     rows: list[int]
@@ -41,12 +43,17 @@ class LogprobScorer:
         )
 
     def keep(self, logits: Tensor, requests: Sequence[Request]) -> RawLogits | None:
-        """Returns a copy of the logits that are asked for, before the sampler changes them; None where nobody asks.
+        """Returns the logits that are asked for, a copy where the sampler will change some; None where nobody asks.
 
         logits: [num_rows, vocab], row i belongs to requests[i]
         """
         rows = [i for i, request in enumerate(requests) if request.params.logprobs is not None]
-        return RawLogits(logits[rows], rows) if rows else None
+        if not rows:
+            return None
+        if len(rows) == len(requests) and not any(map(changes_logits, requests)):
+            return RawLogits(logits, rows)
+        # By numpy, which copies in this thread: torch's may wait for a core.
+        return RawLogits(logits[rows] if logits.is_cuda else torch.from_numpy(logits.numpy()[rows]), rows)
 
     def of_tokens(
         self, raw: RawLogits | None, requests: Sequence[Request], token_ids: Sequence[int]

@@ -16,7 +16,7 @@ KINDS = [
     replace(BASE, logprobs=5, prompt_logprobs=3),
     replace(BASE, prompt_logprobs=0, prompt_logprobs_start=20, logprob_token_ids=(3, 2047)),
     BASE,
-    replace(BASE, logprobs=0, logprob_token_ids=(9,)),
+    replace(BASE, logprobs=0, logprob_token_ids=(9,), repetition_penalty=1.5, logit_bias={7: 3.0}, min_new_tokens=3),
     replace(BASE, logprobs=20, prompt_logprobs=20, prompt_logprobs_start=7),
 ]
 
@@ -65,9 +65,23 @@ def test_they_do_not_depend_on_how_requests_are_served(reference: tuple[list[Sub
         assert served.stats["num_cached_prompt_tokens"] > 0
 
 
+def test_those_of_an_output_are_those_of_the_same_text_as_a_prompt(reference: tuple[list[Submit], Served]) -> None:
+    """So they are the model's own, whatever penalties, biases and temperature made of the logits afterwards."""
+    submits, alone = reference
+    numbers = numbers_of(alone, submits)
+    score = SamplingParams(max_new_tokens=1, prompt_logprobs=0, logprob_token_ids=(9,))
+    chosen = [submit for submit in submits if submit.params.logit_bias]
+    texts = [submit.prompt_ids + alone.tokens[submit.request_id] for submit in chosen]
+    scored = serve(1, submits_of(texts, score), PLAIN)
+    for index, submit in enumerate(chosen):
+        entries = collected(score, 0, scored.prompt_logprobs[str(index)])
+        assert entries[len(submit.prompt_ids) - 1 :] == numbers[submit.request_id][0]
+
+
 def test_asking_changes_no_token(reference: tuple[list[Submit], Served]) -> None:
     submits, alone = reference
-    plain = [Submit(each.request_id, 0, each.prompt_ids, BASE, each.seed) for each in submits]
+    silent = {"logprobs": None, "prompt_logprobs": None, "prompt_logprobs_start": 0, "logprob_token_ids": ()}
+    plain = [Submit(each.request_id, 0, each.prompt_ids, replace(each.params, **silent), each.seed) for each in submits]
     served = serve(1, plain, PLAIN)
     assert served.tokens == alone.tokens
     assert not served.logprobs
