@@ -44,14 +44,14 @@ class PartClock:
 
     def turn(self, part: int) -> int:
         """Begins a part, and returns when, in ns."""
-        words = self._words
+        words = self._words  # each look at one makes an int: no more of them than needed
         now_ns = time.monotonic_ns()
         before = words[_PART]
         if part != before:
             words[_SUMS + before] += now_ns - words[_SINCE]
-            words[_SINCE], words[_PART] = now_ns, part
-            number = words[_NUM_TURNS]
-            if number < words[_MOST_TURNS]:
+            words[_SINCE] = now_ns
+            words[_PART] = part
+            if words[_MOST_TURNS] and (number := words[_NUM_TURNS]) < words[_MOST_TURNS]:
                 self._turns[2 * number], self._turns[2 * number + 1] = now_ns, part
                 words[_NUM_TURNS] = number + 1
         return now_ns

@@ -1,5 +1,6 @@
 """Step times: by phase, by part of a step, over real engines."""
 
+import time
 from pathlib import Path
 
 import pytest
@@ -78,3 +79,25 @@ def test_a_shared_expert_is_a_part_of_its_own(tmp_path: Path) -> None:
                 "cache.num_blocks=64", "engine.heartbeat_s=0.02"]  # fmt: skip
     (report,) = run_ranks(1, times_of_engine, settings, str(tmp_path))
     assert report["decode"].parts["mlp"] > 0
+
+
+def test_parts_go_to_the_phase_of_their_steps_whatever_comes_between() -> None:
+    clock = PartClock()
+    times = StepTimes(clock, has_parts=True)
+    for phase in ("decode", "decode", "idle", "prefill", None, "decode", "decode"):
+        times.begin()
+        clock.turn(ATTENTION)
+        time.sleep(0.001 if phase else 0.05)
+        if phase is not None:  # else the step is void
+            times.end(phase)
+        if phase == "prefill":
+            early = times.report()
+        time.sleep(0.002)
+    report = times.report()
+    assert set(report) == {"decode", "prefill"}
+    assert early["prefill"] == report["prefill"]
+    for phase, num_steps in (("decode", 4), ("prefill", 1)):
+        assert sum(report[phase].buckets) == num_steps
+        assert sum(report[phase].parts.values()) == pytest.approx(report[phase].seconds)
+        assert report[phase].parts["attention"] >= 0.001 * num_steps
+    assert sum(early["decode"].buckets) == 2

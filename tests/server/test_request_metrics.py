@@ -1,12 +1,19 @@
 """`/metrics`: what becomes of requests, as counts and histograms, over the real front end and fake ranks."""
 
 import asyncio
+from collections import Counter
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from moe_serve.config import load_config
 from moe_serve.engine.messages import PhaseTimes, Status, TokenEvent, Tokens
+from moe_serve.server.balance import BalanceBook
+from moe_serve.server.peer_metrics import PeerMetrics
+from moe_serve.server.request_metrics import RequestMetrics
+from moe_serve.server.request_stats import RequestStats
 from tests.server.served import Served, in_event_loop, serving, until
 
 
@@ -124,3 +131,17 @@ async def test_head_works_and_the_names_of_a_peer_may_be_a_setting():
     assert plain["sglang:time_to_first_token_seconds_count", "demo"] == 1
     assert ours["vllm:request_success_total", "length", "demo"] == 1
     assert not any(key[0].startswith("sglang") for key in ours), "the scraper asked for others"
+
+
+@pytest.mark.parametrize("number", [None, 2])
+def test_each_of_several_front_ends_says_which_one_it_is(number: int | None) -> None:
+    book = SimpleNamespace(stats=RequestStats(), num_waiting=0)
+    bridge: Any = SimpleNamespace(
+        front_end=number, book=book, num_open=1, counters=Counter(), workers=[], config=load_config(),
+        balance=BalanceBook("static"),
+    )  # fmt: skip
+    collectors = [RequestMetrics(bridge), PeerMetrics("vllm", bridge), PeerMetrics("sglang", bridge)]
+    found = [sample for collector in collectors for family in collector.collect() for sample in family.samples]
+    assert len(found) > 100
+    wanted = None if number is None else "2"
+    assert {sample.labels.get("front_end") for sample in found} == {wanted}
