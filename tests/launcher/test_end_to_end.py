@@ -171,6 +171,39 @@ def test_a_stop_string_cuts_the_text(client):
     assert answer["meta_info"]["finish_reason"] == {"type": "stop", "matched": stop}
 
 
+def test_outputs_have_the_form_that_was_asked_for_on_every_route_and_what_explodes_is_refused(client):
+    form = {
+        "type": "object",
+        "properties": {"n": {"enum": [1, "two"]}},
+        "required": ["n"],
+        "additionalProperties": False,
+    }
+    form["x-guidance"] = {"whitespace_flexible": False}
+    prompts = ["def f(", "class A"]
+    sampled = {**SAMPLED, "json_schema": json.dumps(form)}
+    answers = generate(client, text=prompts, sampling_params=sampled)
+    assert all(json.loads(answer["text"])["n"] in (1, "two") for answer in answers)
+    assert all(answer["meta_info"]["finish_reason"]["type"] == "stop" for answer in answers)
+    assert [answer["text"] for answer in generate(client, text=prompts, sampling_params=sampled)] == [
+        answer["text"] for answer in answers
+    ]
+    format = {"type": "json_schema", "json_schema": {"name": "n", "schema": form}}
+    for field in ({"response_format": format}, {"guided_json": form}, {"structured_outputs": {"json": form}}):
+        body = {"model": "demo", "prompt": "def f(", "temperature": 0.9, "max_tokens": 24, **field}
+        response = client.post("/v1/completions", json=body)
+        assert response.status_code == 200, response.text
+        assert json.loads(response.json()["choices"][0]["text"])["n"] in (1, "two")
+    choice = client.post("/v1/completions", json={"model": "demo", "prompt": "a", "guided_choice": ["x", "yy"]}).json()
+    assert choice["choices"][0]["text"] in ("x", "yy")
+    for fields in (
+        {"json_schema": '{"type":"integer","multipleOf":9999991}'},
+        {"regex": "(("},
+        {"regex": "a", "ebnf": "b"},
+    ):
+        refused = client.post("/generate", json={"text": "a", "sampling_params": fields})
+        assert refused.status_code == 400, refused.text
+
+
 def test_a_repeated_prompt_comes_from_the_cache(client):
     text = "A sentence that is long enough to fill several blocks of the cache, and then some more words. " * 2
     generate(client, text=text, sampling_params=GREEDY, routed_dp_rank=0)

@@ -1,0 +1,320 @@
+"""Structured output: masks of 151,000 words, compiling, hostile schemas, and what other streams notice of them.
+
+    python -m benchmarks.structured_output masks --text FOLDER [--note TEXT]
+    python -m benchmarks.structured_output streams [--seconds 20] [--note TEXT]
+
+"masks" trains a byte-level BPE on the .py files of a folder, such as a site-packages, and compares llguidance with
+xgrammar, where the latter is installed, on the same schemas and outputs. "streams" serves the demo model on two ranks:
+eight plain streams, alone and while one client sends a new hostile schema as soon as the last one is refused, and
+another client new ordinary ones.
+"""
+
+import argparse
+import asyncio
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks.conditions import conditions, save
+from benchmarks.http_streams import _server
+from moe_serve.attention_dp.constraint import Constraint
+from moe_serve.errors import RequestError
+from moe_serve.models.token_bytes import token_bytes
+from moe_serve.structured.grammar import Matcher, to_grammar
+from moe_serve.structured.vocabulary import Vocabulary
+
+WORDS = 151_000
+EOS = 0
+PERSON = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string"},
+        "age": {"type": "integer", "minimum": 0},
+        "tags": {"type": "array", "items": {"type": "string"}},
+        "address": {
+            "type": "object",
+            "properties": {
+                "street": {"type": "string", "maxLength": 40}, "zip": {"type": "string", "pattern": "^[0-9]{5}$"},
+            },
+            "required": ["street", "zip"],
+        },
+    },
+    "required": ["name", "age", "tags", "address"],
+    "additionalProperties": False,
+}  # fmt: skip
+PERSONS = [
+    {"name": f"Jean Valjean number {i}", "age": 30 + i, "tags": ["one of them", f"two \"quoted\" {i}"] * (1 + i % 3),
+     "address": {"street": f"Rue de la Paix {i}", "zip": "75002"}}
+    for i in range(20)
+]  # fmt: skip
+OUTPUTS: dict[str, tuple[dict[str, Any], list[str]]] = {
+    "object of 4 fields": (PERSON, [json.dumps(person) for person in PERSONS]),
+    "any object": ({"type": "object"}, [json.dumps(person) for person in PERSONS]),
+    "enum of 1,000": (
+        {"enum": [f"value number {i}" for i in range(1000)]}, [f'"value number {i * 7}"' for i in range(50)]
+    ),
+}  # fmt: skip
+HOSTILE = {
+    "integer, multiple of 9,999,991": {"type": "integer", "multipleOf": 9_999_991},
+    "9 x 6 alternatives multiplied": {
+        "allOf": [{"anyOf": [{"properties": {f"k{i}_{j}": {}}} for j in range(6)]} for i in range(9)]
+    },
+    "repeats of repeats": {"type": "string", "pattern": "^((a{1,1000}){1,1000}){1,1000}$"},
+    "18,000 values": {"enum": [f"value {i}" for i in range(18_000)]},
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=["masks", "streams", "one"])
+    parser.add_argument("--text", type=Path, help="folder of .py files")
+    parser.add_argument("--seconds", type=float, default=20.0, help="of each round of streams")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--note", default="", help="what else to say of the machine")
+    parser.add_argument("--one", default="", help="of the benchmark itself: library and schema to compile")
+    parser.add_argument("--tokenizer", default="")
+    args = parser.parse_args()
+    match args.what:
+        case "masks":
+            _masks(args.text, args.note)
+        case "streams":
+            _streams(args.seconds, args.rounds, args.note)
+        case "one":
+            _one(args.tokenizer, *args.one.split(":", 1))
+
+
+# --- masks and compiling ----------------------------------------------------------------------------------------------
+
+
+class _Ours:
+    """llguidance, as this package calls it."""
+
+    name = "llguidance"
+
+    def __init__(self, backend: Any):
+        self._vocabulary = Vocabulary(token_bytes(backend, WORDS), [EOS])
+
+    def compile(self, schema: Any) -> Any:
+        return Matcher.compiled(
+            to_grammar(Constraint("json_schema", json.dumps(schema))), self._vocabulary, "json_schema"
+        )
+
+    def begin(self, compiled: Any) -> tuple[Callable[[], Any], Callable[[int], Any]]:
+        matcher = compiled.copy()
+        return matcher.mask, lambda token: matcher.advance([token])
+
+
+class _Theirs:
+    """xgrammar, one thread, without its cache of compiled grammars."""
+
+    name = "xgrammar"
+
+    def __init__(self, backend: Any):
+        import xgrammar
+
+        self._xgrammar = xgrammar
+        words = [backend.id_to_token(token) for token in range(WORDS)]
+        info = xgrammar.TokenizerInfo(words, xgrammar.VocabType.BYTE_LEVEL, vocab_size=WORDS, stop_token_ids=[EOS])
+        self._compiler = xgrammar.GrammarCompiler(info, max_threads=1, cache_enabled=False)
+        self._mask = xgrammar.allocate_token_bitmask(1, WORDS)
+
+    def compile(self, schema: Any) -> Any:
+        return self._compiler.compile_json_schema(json.dumps(schema))
+
+    def begin(self, compiled: Any) -> tuple[Callable[[], Any], Callable[[int], Any]]:
+        matcher = self._xgrammar.GrammarMatcher(compiled)
+        return lambda: matcher.fill_next_token_bitmask(self._mask), matcher.accept_token
+
+
+def _masks(text: Path, note: str) -> None:
+    facts = conditions("llguidance", "xgrammar", "tokenizers")
+    backend = _trained(text)
+    libraries: list[Any] = [_Ours(backend)]
+    if facts["versions"]["xgrammar"] != "not installed":
+        libraries.append(_Theirs(backend))
+    rows = [_mask_row(library, name, backend) for name in OUTPUTS for library in libraries]
+    with tempfile.TemporaryDirectory() as folder:
+        backend.save(f"{folder}/tokenizer.json")
+        rows += [_hostile_row(library.name, name, folder) for name in HOSTILE for library in libraries]
+    notes = (
+        f"A byte-level BPE of {WORDS:,} words. Time of one mask, of the token's own step and of compiling, one thread; "
+        "20 to 50 outputs each. Hostile schemas: compiled in a process of their own, given up after 10 s. "
+        f"Load average at the end: {os.getloadavg()[0]:.2f}. {note}"
+    )
+    print(save("structured_output_masks", "Masks of JSON schemas at 151,000 words", rows, facts, notes, per_cpu=True))
+
+
+def _trained(text: Path) -> Any:
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    files, size = [], 0
+    for path in sorted(text.rglob("*.py")):
+        files.append(str(path))
+        size += path.stat().st_size
+        if size > 80e6:
+            break
+    backend = Tokenizer(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=WORDS, show_progress=False, special_tokens=["<|end|>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+    )  # fmt: skip
+    backend.train(files, trainer)
+    return backend
+
+
+def _mask_row(library: Any, name: str, backend: Any) -> dict[str, Any]:
+    schema, outputs = OUTPUTS[name]
+    compiling, masks, steps = [], [], []
+    for _ in range(5):
+        begin_s = time.perf_counter()
+        compiled = library.compile(schema)
+        compiling.append(time.perf_counter() - begin_s)
+    for output in outputs:
+        mask, step = library.begin(compiled)
+        for token in backend.encode(output).ids:
+            begin_s = time.perf_counter()
+            mask()
+            masked_s = time.perf_counter()
+            step(token)
+            masks.append(masked_s - begin_s)
+            steps.append(time.perf_counter() - masked_s)
+    return {
+        "schema": name,
+        "library": library.name,
+        "compile, ms": f"{1e3 * statistics.median(compiling):.1f}",
+        "mask p50, ms": f"{1e3 * np.quantile(masks, 0.5):.3f}",
+        "p90": f"{1e3 * np.quantile(masks, 0.9):.3f}",
+        "p99": f"{1e3 * np.quantile(masks, 0.99):.3f}",
+        "step p50, ms": f"{1e3 * statistics.median(steps):.4f}",
+        "result": f"{len(masks)} masks",
+    }
+
+
+def _hostile_row(library: str, name: str, folder: str) -> dict[str, Any]:
+    module = [sys.executable, "-m", "benchmarks.structured_output", "one", "--tokenizer", folder, "--one"]
+    try:
+        found = subprocess.run([*module, f"{library}:{name}"], capture_output=True, text=True, timeout=30)
+        lines = found.stdout.splitlines()
+        result = lines[-1] if lines else "given up"
+    except subprocess.TimeoutExpired:
+        result = "given up"
+    took, _, result = result.partition("|") if "|" in result else ("> 10000", "", result)
+    return {
+        "schema": name, "library": library, "compile, ms": took, "mask p50, ms": "", "p90": "", "p99": "",
+        "step p50, ms": "", "result": result,
+    }  # fmt: skip
+
+
+def _one(folder: str, library: str, name: str) -> None:
+    """Compiles one schema in this process."""
+    import signal
+
+    from tokenizers import Tokenizer
+
+    backend = Tokenizer.from_file(f"{folder}/tokenizer.json")
+    made: Any = _Ours(backend) if library == "llguidance" else _Theirs(backend)
+    signal.alarm(10)
+    begin_s = time.perf_counter()
+    try:
+        made.begin(made.compile(HOSTILE[name]))[0]()
+        result = "served"
+    except Exception as error:
+        result = "refused" if isinstance(error, RequestError) else type(error).__name__
+    took = 1e3 * (time.perf_counter() - begin_s)
+    print(f"{took:.0f}|{result}")
+
+
+# --- other streams ----------------------------------------------------------------------------------------------------
+
+
+def _streams(seconds: float, rounds: int, note: str) -> None:
+    facts = conditions("llguidance", "uvicorn")
+    kinds = {"plain streams alone": (0, 0), "+ hostile schemas": (1, 0), "+ new ordinary schemas": (0, 1)}
+    gaps: dict[str, list[list[float]]] = {name: [] for name in kinds}
+    asked: dict[str, int] = dict.fromkeys(kinds, 0)
+    with _server(["parallel.num_ranks=2", "cache.memory_gib=0.2"]) as port:
+        asyncio.run(_round(port, 2.0, 1, 1))
+        for _ in range(rounds):
+            for name, (hostile, ordinary) in kinds.items():
+                found, num_asked = asyncio.run(_round(port, seconds, hostile, ordinary))
+                gaps[name].append(found)
+                asked[name] += num_asked
+    rows = []
+    for name, found in gaps.items():
+        p50, p99 = (statistics.median(1e3 * float(np.quantile(each, share)) for each in found) for share in (0.5, 0.99))
+        ratios = [
+            float(np.quantile(each, 0.99) / np.quantile(alone, 0.99))
+            for each, alone in zip(found, gaps["plain streams alone"], strict=True)
+        ]
+        rows.append(
+            {
+                "other clients": name,
+                "schemas sent": asked[name],
+                "between tokens p50, ms": f"{p50:.2f}",
+                "p99, ms": f"{p99:.2f}",
+                "p99 against alone": f"{statistics.median(ratios):.2f}",
+            }
+        )
+    notes = (
+        f"Demo model, two ranks, eight plain streams; medians over {rounds} rounds of {seconds:g} s, alternating. Load "
+        f"average at the end: {os.getloadavg()[0]:.2f}. {note}"
+    )
+    print(save("structured_output_streams", "Streams beside schemas", rows, facts, notes, per_cpu=True))
+
+
+async def _round(port: int, seconds: float, hostile: int, ordinary: int) -> tuple[list[float], int]:
+    """Returns the seconds between tokens of eight streams, and how many schemas were sent beside them."""
+    gaps: list[float] = []
+    ends_s = time.monotonic() + seconds
+    serial, sent = count(time.time_ns()), [0]
+
+    async def stream() -> None:
+        while time.monotonic() < ends_s:
+            params = {"max_new_tokens": 200, "temperature": 0.8, "ignore_eos": True}
+            last_s = None
+            async for _ in _lines(port, {"text": "def f(", "sampling_params": params, "stream": True}):
+                now_s = time.monotonic()
+                if last_s is not None:
+                    gaps.append(now_s - last_s)
+                last_s = now_s
+
+    async def send(schema: dict[str, Any]) -> None:
+        while time.monotonic() < ends_s:
+            sent[0] += 1
+            params = {"json_schema": json.dumps({**schema, "title": str(next(serial))}), "max_new_tokens": 4}
+            async for _ in _lines(port, {"text": "a", "sampling_params": params}):
+                pass
+
+    others = [HOSTILE["integer, multiple of 9,999,991"]] * hostile + [PERSON] * ordinary
+    await asyncio.gather(*[stream() for _ in range(8)], *map(send, others))
+    return gaps, sent[0]
+
+
+async def _lines(port: int, body: dict[str, Any]) -> Any:
+    reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=1 << 20)
+    data = json.dumps(body).encode()
+    writer.write(
+        b"POST /generate HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\nContent-Type: application/json\r\n"
+    )
+    writer.write(b"Content-Length: %d\r\n\r\n" % len(data) + data)
+    assert b" 40" in (first := await reader.readline()) or b" 200" in first, first
+    async for line in reader:
+        if line.startswith((b"data: ", b"{")):
+            yield line
+    writer.close()
+
+
+if __name__ == "__main__":
+    main()
