@@ -52,9 +52,9 @@ class ServerConfig(Section):
     # line may give limits of its own: NAME rpm_limit=60 tpm_limit=none KEY
     api_key_file: str | None = None
     admin_api_key_file: str | None = None
-    # What one client may ask `/generate` for: by its API key, or by its address where there are no keys. Requests per
-    # minute (each output counts), tokens per minute (prompts and outputs), and requests at a time; beyond it: HTTP 429.
-    # None: no limit. Admin keys have the limits of their own line alone.
+    # What one client may ask `/generate` and `/v1` for: by its API key, or by its address where there are no keys.
+    # Requests per minute (each output counts), tokens per minute (prompts and outputs), and requests at a time; beyond
+    # it: HTTP 429. None: no limit. Admin keys have the limits of their own line alone.
     rpm_limit: PositiveInt | None = None
     tpm_limit: PositiveInt | None = None
     max_parallel_requests: PositiveInt | None = None

@@ -158,11 +158,12 @@ _BODIES = {
     "/generate": "GenerateRequest",
     "/v1/completions": "CompletionRequest",
     "/v1/chat/completions": "ChatRequest",
+    "/v1/responses": "ResponseRequest",
     "/tokenize": "TokenizeRequest",
     "/detokenize": "DetokenizeRequest",
     "/eplb/placement": "Placement",
 }
-_STREAMS = ("/generate", "/v1/completions", "/v1/chat/completions")
+_STREAMS = ("/generate", "/v1/completions", "/v1/chat/completions", "/v1/responses")
 _TEXT = ("/metrics", "_expert_distribution_record")  # routes whose answer is plain text
 
 

@@ -10,6 +10,7 @@ from moe_serve.server.guard import ADMIN, OPEN, tagged_routes
 from moe_serve.server.openai.chat_request import parse_chat
 from moe_serve.server.openai.completion_request import parse_completion
 from moe_serve.server.openai.openapi_schemas import openai_schemas
+from moe_serve.server.openai.response_request import parse_response
 from moe_serve.server.openai.tokenize_request import parse_detokenize, parse_tokenize
 from moe_serve.server.openapi import GENERATE, SAMPLING_PARAMS
 from moe_serve.server.schemas import parse_generate
@@ -55,6 +56,12 @@ def test_the_schemas_of_openais_routes_have_the_fields_and_the_neutral_values_of
                     with pytest.raises(RequestError):
                         parse(json.dumps({**body, field: limited[bound] + step}).encode(), 4)
     parse(json.dumps({**OPENAI[name]["example"]}).encode(), 4)
+
+
+def test_the_schema_of_responses_has_an_example_and_no_field_of_chats_that_it_refuses():
+    schema = OPENAI["ResponseRequest"]
+    parse_response(json.dumps(schema["example"]).encode(), 4)
+    assert not {"messages", "max_tokens", "n"} & set(schema["properties"])
 
 
 def test_defaults_and_bounds_of_the_schema_are_those_of_the_parser():

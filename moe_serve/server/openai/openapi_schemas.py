@@ -7,6 +7,7 @@ from typing import Any
 from moe_serve.server.openai import chat_request, completion_request
 from moe_serve.server.openai.call_options import NEUTRAL_FIELDS, NOTED_FIELDS
 from moe_serve.server.openai.messages import MAX_KWARGS
+from moe_serve.server.openai.response_request import NOT_HERE
 from moe_serve.server.openai.tools import MAX_TOOLS
 from moe_serve.server.sampling_fields import NEUTRAL_PARAMS, OPENAI_NAMES
 from moe_serve.server.schema_parts import IDS, NAME, RANK, Schema, neutral, or_null
@@ -116,6 +117,21 @@ def openai_schemas(sampling: Schema) -> dict[str, Schema]:
             required=["messages"],
             example={"model": "demo", "messages": [{"role": "user", "content": "def "}], "max_tokens": 16},
         ),
+        "ResponseRequest": {  # and what chats have; the parser makes one of it, and names what is wrong
+            "type": "object",
+            "required": ["input"],
+            "properties": {
+                **{name: schema for name, schema in common.items() if name not in NOT_HERE},
+                "input": {"anyOf": [{"type": "string"}, {"type": "array"}]},
+                "instructions": _TEXT,
+                "max_output_tokens": _COUNT,
+                "tools": _OBJECTS,
+                "text": or_null({"type": "object"}),
+                "reasoning": or_null({"type": "object"}),
+                "previous_response_id": {"enum": [None], "description": "nothing is stored"},
+            },
+            "example": {"model": "demo", "input": "def ", "max_output_tokens": 16},
+        },
         "TokenizeRequest": _object(
             {
                 **_CHAT_PROMPT,

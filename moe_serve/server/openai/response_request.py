@@ -28,7 +28,7 @@ _NOTED: Mapping[str, tuple[Any, ...] | None] = {
     "context_management": (),
 }
 _ECHOED = ("instructions", "metadata", "max_output_tokens", "user", "reasoning", "text")
-_NOT_HERE = ("messages", "n", "max_tokens", "max_completion_tokens", "response_format", "reasoning_effort", "logprobs")
+NOT_HERE = ("messages", "n", "max_tokens", "max_completion_tokens", "response_format", "reasoning_effort", "logprobs")
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ def parse_response(body: bytes, max_prompts: int) -> ResponseRequest:
     Raises RequestError with the field, its value and what was expected; items of `input` are named as messages.
     """
     content = parse_nested_object(body, MAX_DEPTH)
-    for name in _NOT_HERE:
+    for name in NOT_HERE:
         if content.get(name) is not None:
             raise RequestError(f"{name} is a field of /v1/chat/completions; leave it out", field=name)
     echoed = {name: content.get(name) for name in _ECHOED}
