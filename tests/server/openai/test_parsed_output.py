@@ -203,6 +203,14 @@ def test_names_of_both_engines_are_known(given, name):
     assert known_name("x", "minimax_m2", TOOL_CALL_PARSERS) == "minimax-m2"
 
 
+def test_the_page_names_every_parser():
+    page = (Path(__file__).parents[3] / "docs" / "tool-calls.md").read_text()
+    named = {
+        cell for line in page.splitlines() if line.startswith("| `") for cell in line.split("|")[1].split("`")[1::2]
+    }
+    assert named >= {*REASONING_PARSERS, *TOOL_CALL_PARSERS}
+
+
 @pytest.mark.parametrize("setting", ["reasoning_parser", "tool_call_parser"])
 def test_an_unknown_parser_is_refused_before_anything_starts(setting):
     with pytest.raises(ConfigError, match=rf"server\.{setting} is 'gemma'.*gpt-oss"):
