@@ -210,6 +210,36 @@ async def test_known_fields_that_ask_for_nothing_pass():
 
 
 @in_event_loop
+async def test_what_changes_logits_reaches_the_rank_and_a_wrong_value_is_named():
+    given = {"frequency_penalty": 0.5, "presence_penalty": -1.0, "repetition_penalty": 1.2, "allowed_token_ids": [5, 6]}
+    async with serving(1) as served:
+        fields = {**given, "logit_bias": {"7": -100}, "bad_words": ["self"], "bad_words_ids": [[9]]}
+        response = await post(served, COMPLETIONS, prompt="a", **FIVE, **fields)
+        beyond = await post(served, COMPLETIONS, prompt="a", **FIVE, logit_bias={"5000": 1})
+        (submit,) = served.workers[0].submitted
+    assert response.status_code == 200, response.text
+    params = submit.params
+    assert [getattr(params, name) for name in list(given)[:3]] == list(given.values())[:3]
+    assert (params.logit_bias, params.allowed_token_ids) == ({7: -100.0}, (5, 6))
+    words = {tuple(TEXT.encode(text, add_special_tokens=False)) for text in ("self", " self")}
+    assert set(params.bad_words_ids) == {(9,), *words}
+    assert params.bad_words == ()
+    assert beyond.json()["error"]["param"] == "logit_bias"
+
+
+@in_event_loop
+async def test_a_stop_regex_and_the_stop_string_that_a_text_keeps():
+    async with serving(reply=says("one two 345 six")) as served:
+        fields = {"prompt": "a", "max_tokens": 50, "stop_regex": r"\d+"}
+        cut = (await post(served, COMPLETIONS, **fields)).json()["choices"][0]
+        kept = (await post(served, COMPLETIONS, **fields, include_stop_str_in_output=True)).json()["choices"][0]
+        refused = await post(served, COMPLETIONS, **(fields | {"stop_regex": "^a"}))
+    assert (cut["text"], cut["finish_reason"]) == ("one two ", "stop")
+    assert kept["text"] == "one two 3"
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "stop_regex")
+
+
+@in_event_loop
 async def test_a_request_that_fails_in_a_stream_is_an_error_event_and_the_last():
     async with serving(1) as served:
         worker = served.workers[0]
