@@ -166,6 +166,9 @@ def _read_yarn(
     mscale, mscale_all = (
         _number(given, key, where) if given.get(key) else None for key in ("mscale", "mscale_all_dim")
     )
+    for key, number in (("mscale", mscale), ("mscale_all_dim", mscale_all)):
+        if number and number > 1e6:  # real ones are near 1; its square scales the softmax
+            raise ModelError(f"{where}: {key} of the rotary embedding is {number:g}, expected at most 1e6")
     unscaled = mscale_of(factor, 1.0)
     if mscale and mscale_all:
         unscaled = mscale_of(factor, mscale) / mscale_of(factor, mscale_all)

@@ -17,6 +17,7 @@ ROPES: list[Any] = [
 ]  # fmt: skip
 MORE = ("layer_types", "sliding_window", "use_sliding_window", "rotary_dim", "head_dim", "quantization_config")
 OF_FAMILIES = {config["model_type"]: config for config, _ in PUBLISHED.values()}
+OF_FAMILIES["llama4_text"] = OF_FAMILIES["llama4"]["text_config"]
 
 
 @pytest.mark.parametrize("model_type", OF_FAMILIES)
@@ -24,6 +25,8 @@ def test_any_value_is_read_or_refused_in_one_line(model_type: str, tmp_path: Pat
     base = OF_FAMILIES[model_type]
     changes = [{key: value} for key in {*base, *MORE} for value in EXTREMES]
     changes += [{key: value} for key in ("rope_parameters", "rope_scaling") for value in ROPES]
+    rope = base.get("rope_scaling") or {}
+    changes += [{"rope_scaling": rope | {key: value}} for key in rope for value in (*EXTREMES, 1e-308, 1e308)]
     messages: list[str] = []
     for change in changes:
         (tmp_path / "config.json").write_text(json.dumps(base | change))
