@@ -1,15 +1,23 @@
 """Log probabilities of outputs and prompts: the same bits however requests are served, none lost, none twice."""
 
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
+import torch
 
-from moe_serve.attention_dp.request import SamplingParams
+from moe_serve.attention_dp.batch import ForwardBatch, PromptRows
+from moe_serve.attention_dp.request import Request, SamplingParams
+from moe_serve.attention_dp.scheduler import ScheduledChunk
+from moe_serve.engine import row_logprobs
 from moe_serve.engine.logprobs import LogprobBlock, TokenLogprobs
 from moe_serve.engine.messages import Submit
+from moe_serve.engine.row_logprobs import LogprobScorer
 from tests.engine.offline import Served, prompts_with_shared_beginnings, serve, submits_of
 from tests.engine.scored import Numbers, collected
 from tests.engine.test_identity import BY_TORCH, PLAIN, TWO_THREADS, WAYS
+from tests.tolerance import LOGPROB
 
 BASE = SamplingParams(max_new_tokens=20, temperature=0.8, ignore_eos=True)
 KINDS = [
@@ -130,6 +138,37 @@ def test_outputs_of_one_prompt_compute_it_once() -> None:
     assert served.stats["num_cached_prompt_tokens"] == 3 * 80
     assert len(served.tokens) == 4
     assert sum(len(block.ranks) // 4 for block in served.prompt_logprobs["0"]) == 89
+
+
+@pytest.mark.parametrize("tile_rows", [1, 2, 7, 100])
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_prompt_is_scored_in_tiles_and_a_row_that_is_not_finite_is_told(
+    tile_rows: int, compiled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    logits = torch.randn(30, 50, generator=torch.Generator().manual_seed(0))
+    params = SamplingParams(prompt_logprobs=3, prompt_logprobs_start=4, logprob_token_ids=(7,))
+    request = Request("a", 0, list(range(20)), [], params, 0, logprobs_from=6)
+    chunks = [ScheduledChunk(request, 0, 2, False), ScheduledChunk(request, 5, 12, False)]
+    batch = cast(ForwardBatch, SimpleNamespace(prompt_rows=(PromptRows(1, 6, range(10, 21)),)))
+    sizes = []
+
+    def project(rows: range) -> torch.Tensor:
+        sizes.append(len(rows))
+        return logits[rows.start : rows.stop]
+
+    monkeypatch.setattr(row_logprobs, "TILE_ELEMENTS", 50 * tile_rows + 49)
+    blocks, not_finite = LogprobScorer(compiled).of_prompts(batch, chunks, project, 50)
+    assert max(sizes) == min(tile_rows, 11)
+    assert (list(blocks), not_finite, blocks[1].start, request.logprobs_from) == ([1], set(), 2, 17)
+    numbers = collected(params, 3, [blocks[1]], 2)
+    truth = logits[10:21].double().log_softmax(dim=1)
+    assert [token for token, _ in (each[2][0] for each in numbers)] == truth.argmax(dim=1).tolist()
+    own = truth[torch.arange(11), torch.arange(7, 18)].tolist()
+    assert [each[0] for each in numbers] == pytest.approx(own, rel=LOGPROB, abs=LOGPROB)
+    assert [each[3][0] for each in numbers] == pytest.approx(truth[:, 7].tolist(), rel=LOGPROB, abs=LOGPROB)
+    logits[15, 3], request.logprobs_from = torch.nan, 6
+    assert LogprobScorer(compiled).of_prompts(batch, chunks, project, 50) == ({}, {1})
+    assert request.logprobs_from == 6
 
 
 def test_entries_behind_the_end_and_repeated_ones_are_dropped() -> None:

@@ -86,3 +86,19 @@ def test_a_chat_has_the_bytes_of_each_token(tmp_path):
         assert (most.status_code, most.json()["error"]["param"]) == (400, "top_logprobs")
 
     check()
+
+
+@in_event_loop
+async def test_the_best_of_several_completions_and_all_of_them_in_the_usage():
+    async with serving() as served:
+        five = (await post(served, COMPLETIONS, prompt=[5], n=5, logprobs=1, **FOUR)).json()["choices"]
+        best = (await post(served, COMPLETIONS, prompt=[5], n=2, best_of=5, **FOUR)).json()
+        refused = await post(served, COMPLETIONS, prompt=[5], best_of=5, stream=True, **FOUR)
+    order = sorted(five, key=lambda choice: -sum(choice["logprobs"]["token_logprobs"]))
+    assert [choice["text"] for choice in best["choices"]] == [choice["text"] for choice in order[:2]]
+    assert [choice["index"] for choice in best["choices"]] == [0, 1]
+    assert best["choices"][0]["logprobs"] is None
+    assert best["usage"]["completion_tokens"] == 20
+    assert best["usage"]["prompt_tokens"] == 1
+    assert refused.status_code == 400
+    assert refused.json()["error"]["param"] == "best_of"
