@@ -11,7 +11,7 @@ from moe_serve.errors import RequestError
 MAX_SEED = 2**63 - 1  # the sampler's philox key is one int64
 MAX_STOPS = 64  # stop strings, and stop token ids, of one request
 MAX_LOGPROB_IDS = 64  # token ids whose log probabilities come at each place
-MAX_STOP_REGEXES = 8
+MAX_STOP_REGEXES = 4
 MAX_BIASES = 1024  # entries of logit_bias
 MAX_ALLOWED = 16_384  # allowed_token_ids
 MAX_BAD_WORDS = 128  # of one request, as strings and again as token ids

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 
 from moe_serve.errors import RequestError
 
-MAX_POSITIONS = 128  # characters and classes of one expression, those of repeated parts counted as often
+MAX_POSITIONS = 64  # characters and classes of one expression, those of repeated parts counted as often
+MAX_OF_A_CALL = 32  # different expressions of all prompts together: reading a large one takes milliseconds
 MAX_MATCH = 1024  # characters of a match: so much text may be held back
 _MAX_DEPTH = 16  # of groups
 _ESCAPE = re.compile(r"\\(?:x[0-9a-fA-F]{2}|u[0-9a-fA-F]{4}|[dDwWsSnrtfv]|[^0-9A-Za-z])", re.DOTALL)
@@ -143,7 +144,7 @@ class Automaton:
                 self._next[position] |= first
 
 
-@functools.lru_cache(maxsize=32)
+@functools.lru_cache(maxsize=MAX_OF_A_CALL)
 def compile_stop_regex(pattern: str) -> Automaton:
     """Returns the automaton of an expression. Raises RequestError for one that is not supported."""
     return Automaton(pattern)

@@ -24,7 +24,14 @@ from moe_serve.server.bridge import Bridge
 from moe_serve.server.client_limits import Permit
 from moe_serve.server.logprob_limits import check_call, num_logprobs
 from moe_serve.server.open_request import Changes, OpenRequest, RequestSpec
-from moe_serve.server.prompts import derived_seed, draw_seed, encode_prompt, fit_to_model, with_bad_words
+from moe_serve.server.prompts import (
+    check_num_expressions,
+    derived_seed,
+    draw_seed,
+    encode_prompt,
+    fit_to_model,
+    with_bad_words,
+)
 from moe_serve.server.samples import best_of_each, link_samples, params_of_sample
 from moe_serve.server.schemas import GenerateRequest, Prompt
 
@@ -82,6 +89,7 @@ async def start_call(
     specs: list[RequestSpec] = []
     rids: list[str] = []
     groups: list[tuple[int, int]] = []
+    check_num_expressions(given.prompts)
     for prompt, prompt_ids in await _tokenize(given.prompts, tokenizer, limits):
         params = fit_to_model(prompt, prompt_ids, limits)
         if params.constraint is not None:

@@ -11,7 +11,7 @@ from dataclasses import replace
 from moe_serve.attention_dp.request import MAX_SEED, SamplingParams
 from moe_serve.attention_dp.sampling_params import MAX_BAD_WORD_TOKENS
 from moe_serve.engine.messages import ModelLimits
-from moe_serve.engine.stop_regex import compile_stop_regex
+from moe_serve.engine.stop_regex import MAX_OF_A_CALL, compile_stop_regex
 from moe_serve.errors import RequestError
 from moe_serve.models.tokenizer import Tokenizer, check_unicode
 from moe_serve.server.logprob_limits import fit_logprobs
@@ -47,6 +47,16 @@ def encode_prompt(prompt: Prompt, tokenizer: Tokenizer | None, limits: ModelLimi
             field="text",
         )
     return tokenizer.encode(text, prompt.add_special_tokens)
+
+
+def check_num_expressions(prompts: Sequence[Prompt]) -> None:
+    """Raises RequestError where the prompts of one call have too many different stop_regex."""
+    num = len({pattern for prompt in prompts for pattern in prompt.params.stop_regex})
+    if num > MAX_OF_A_CALL:
+        raise RequestError(
+            f"stop_regex: {num} different expressions in one call, at most {MAX_OF_A_CALL} are taken; send fewer",
+            field="stop_regex",
+        )
 
 
 def with_bad_words(prompts: Sequence[Prompt], tokenizer: Tokenizer | None) -> list[Prompt]:

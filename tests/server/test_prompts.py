@@ -1,5 +1,6 @@
 """From a checked prompt to a rank's request: what the model cannot serve is named, and samples have their own seeds."""
 
+import json
 from typing import ClassVar
 
 import msgspec
@@ -8,8 +9,15 @@ import pytest
 from moe_serve.attention_dp.request import SamplingParams
 from moe_serve.engine.messages import ModelLimits
 from moe_serve.errors import RequestError
-from moe_serve.server.prompts import derived_seed, draw_seed, encode_prompt, fit_to_model, with_bad_words
-from moe_serve.server.schemas import Prompt
+from moe_serve.server.prompts import (
+    check_num_expressions,
+    derived_seed,
+    draw_seed,
+    encode_prompt,
+    fit_to_model,
+    with_bad_words,
+)
+from moe_serve.server.schemas import Prompt, parse_generate
 from tests.server.test_schemas import parse
 
 LIMITS = ModelLimits(
@@ -108,3 +116,13 @@ def test_a_stop_regex_is_read_before_its_request_is_accepted():
     assert caught.value.field == "stop_regex"
     with pytest.raises(RequestError, match="stop needs a tokenizer"):
         encode_prompt(prompt, None, LIMITS)
+
+
+def test_the_expressions_of_one_call_are_bounded():
+    def prompts(num_different: int):
+        params = [{"stop_regex": [f"a{i % num_different}", f"b{i % num_different}"]} for i in range(20)]
+        return parse_generate(json.dumps({"input_ids": [[1]] * 20, "sampling_params": params}).encode(), 20).prompts
+
+    check_num_expressions(prompts(16))
+    with pytest.raises(RequestError, match="34 different expressions in one call, at most 32"):
+        check_num_expressions(prompts(17))

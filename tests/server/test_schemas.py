@@ -163,7 +163,7 @@ BAD_PARAMS = [
     ({"stop": "x" * 2000}, "stop", "1024"),
     ({"stop": ["x"] * 100}, "stop", "at most 64"),
     ({"stop_regex": ["a", 5]}, "stop_regex", "list of strings"),
-    ({"stop_regex": ["a"] * 9}, "stop_regex", "at most 8"),
+    ({"stop_regex": ["a"] * 5}, "stop_regex", "at most 4"),
     ({"stop_token_ids": 5}, "stop_token_ids", "list of token ids"),
     ({"stop_token_ids": [-1]}, "stop_token_ids", "at least 0"),
     ({"ignore_eos": 1}, "ignore_eos", "true or false"),
