@@ -1,5 +1,6 @@
 """The sections of the configuration: frozen pydantic models, each setting with its unit and its reason."""
 
+import json
 from importlib import resources
 from pathlib import Path
 from typing import Any, Literal, Self
@@ -233,6 +234,16 @@ class ServeConfig(Section):
     def to_yaml(self) -> str:
         """Returns the effective configuration, every setting named."""
         return yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False)
+
+    def changed(self) -> list[str]:
+        """Returns the settings that differ from their defaults, each as section.key=value."""
+        own, usual = self.model_dump(mode="json"), ServeConfig().model_dump(mode="json")
+        return [
+            f"{section}.{key}={json.dumps(value)}"
+            for section, settings in own.items()
+            for key, value in settings.items()
+            if value != usual[section][key]
+        ]
 
 
 def model_dir(config: ModelConfig) -> Path:

@@ -5,7 +5,7 @@ On a terminal the lines are updated in place; elsewhere (a file, a container's l
 
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Self
 
@@ -19,7 +19,9 @@ from rich.text import Text
 class StartDisplay:
     """Shows the phase of each rank until the system is ready. A context manager; threads may call its methods."""
 
-    def __init__(self, num_ranks: int, console: Console | None = None):
+    def __init__(self, num_ranks: int, console: Console | None = None, reword: Callable[[str], str] = str):
+        """reword: is given each line before it is printed"""
+        self._reword = reword
         self.console = console or Console(stderr=True, highlight=False)
         self._phases = ["starting Python"] * num_ranks
         self._fractions = [0.0] * num_ranks
@@ -60,11 +62,11 @@ class StartDisplay:
         """Prints one line of a process's output, with its name where the line has none; one of JSON is left whole."""
         has_name = f"[{who}]" in line or (line.startswith("{") and f'"process": "{who}"' in line)
         prefix = "" if has_name else f"[{who}] "
-        self.console.print(Text(prefix + line), soft_wrap=True)
+        self.console.print(Text(prefix + self._reword(line)), soft_wrap=True)
 
     def note(self, text: str, style: str = "") -> None:
         """Prints one line of this process."""
-        self.console.print(Text(text, style=style), soft_wrap=True)
+        self.console.print(Text(self._reword(text), style=style), soft_wrap=True)
 
     def _render(self) -> RenderableType:
         return phase_table(self._phases, self._fractions, self.elapsed_s)

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from functools import partial
 from types import FrameType
 
-from moe_serve.config import ServeConfig, ServerConfig
+from moe_serve.config import ServeConfig, ServerConfig, served_name
 from moe_serve.engine.messages import Fatal
 from moe_serve.launcher.display import StartDisplay
 from moe_serve.launcher.front_ends import FrontEnds
@@ -140,7 +140,12 @@ class _System:
         address = _url(self.config.server)
         self.display.note(f"ready after {self.display.elapsed_s:.1f} s: {address}", style="green")
         prompt = '{"text": "def "}' if has_tokenizer(self.config) else '{"input_ids": [5, 6, 7]}'
-        self.display.note(f"  try: curl {address}/generate -H 'content-type: application/json' -d '{prompt}'")
+        self.display.note(
+            f"  OpenAI clients: base_url {address}/v1, model {served_name(self.config.model)}\n"
+            f"  SGLang's clients: {address}/generate\n"
+            f"  watch: {address}/dashboard, /metrics, /server_info (all settings)\n"
+            f"  try: curl {address}/generate -H 'content-type: application/json' -d '{prompt}'"
+        )
 
     def _report_loss(self, reason: str, rank: int) -> None:
         if self._front_ends is not None:

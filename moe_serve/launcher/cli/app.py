@@ -15,13 +15,13 @@ from moe_serve.launcher.cli.demo_balance import HELP as DEMO_BALANCE_HELP
 from moe_serve.launcher.cli.demo_balance import demo_balance
 from moe_serve.launcher.cli.doctor import HELP as DOCTOR_HELP
 from moe_serve.launcher.cli.doctor import doctor
+from moe_serve.launcher.cli.flag_names import with_flags
 from moe_serve.launcher.cli.serve import serve
 
 app = typer.Typer(
     name="moe-serve",
     help="Serves Mixture-of-Experts language models with expert parallelism, and balances their experts.",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
 )
 
@@ -123,5 +123,6 @@ def main() -> None:
     try:
         app()
     except MoeServeError as error:
-        print(f"moe-serve: {error}", file=sys.stderr)
+        is_serve = sys.argv[1:2] == ["serve"]
+        print(f"moe-serve: {with_flags(str(error)) if is_serve else error}", file=sys.stderr)
         raise SystemExit(2) from None

@@ -10,6 +10,9 @@ Overrides = Annotated[
     list[str] | None,
     typer.Option("--set", metavar="section.key=value", help="override one setting; repeat for more; wins over all"),
 ]
+PrintConfig = Annotated[
+    bool, typer.Option("--print-config", help="print the effective configuration, a file for --config, and end")
+]
 
 ModelPath = Annotated[str | None, typer.Option("--model-path", "--model", help="model.path: a folder, or demo")]
 ServedName = Annotated[str | None, typer.Option("--served-model-name", help="model.served_name")]

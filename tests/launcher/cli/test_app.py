@@ -141,11 +141,11 @@ def test_text_values_arrive_unchanged():
     "arguments, words",
     [
         (["serve", "--config", "/nowhere.yaml"], ["/nowhere.yaml", "existing YAML file"]),
-        (["serve", "--model-path", "/nowhere"], ["model.path is '/nowhere'", "no such folder"]),
+        (["serve", "--model-path", "/nowhere"], ["model.path (--model-path) is '/nowhere'", "no such folder"]),
         (["serve", "--init-expert-location", "/nowhere.json"], ["eplb.init_expert_location", "no such file"]),
         (["serve", "--set", "engine.numeric=fast"], ["did you mean 'numerics'"]),
         (["serve", "--ep-size", "0"], ["parallel.num_ranks", "is 0"]),
-        (["serve", "--ep-size", "2", "--dp-size", "4"], ["parallel.num_ranks is given as 2 and 4"]),
+        (["serve", "--ep-size", "2", "--dp-size", "4"], ["parallel.num_ranks (--ep-size) is given as 2 and 4"]),
         (["frontend", "--config", "/nowhere.yaml"], ["/nowhere.yaml"]),
         (["generate", "x", "--model", "/nowhere"], ["no such folder"]),
         (["generate", "x", "--top-p", "3"], ["top_p is 3.0"]),

@@ -1,0 +1,57 @@
+"""A message of `serve` names the flag of each setting that has one."""
+
+import pytest
+from typer.testing import CliRunner
+
+from moe_serve.config import ServeConfig
+from moe_serve.launcher.cli.app import app
+from moe_serve.launcher.cli.flag_names import flags, with_flags
+
+
+@pytest.mark.parametrize(
+    ("message", "said"),
+    [
+        (
+            "raise cache.block_size; cache.block_size is 0",
+            "raise cache.block_size (--page-size); cache.block_size is 0",
+        ),
+        ("no such thing: cache.num_blocks", "no such thing: cache.num_blocks"),
+        ("set eplb.mode: dynamic.", "set eplb.mode (--enable-eplb): dynamic."),
+        ("server.port (--port) is taken", "server.port (--port) is taken"),
+        (
+            "configuration: engine: max_running_requests is 5 but max_batch_tokens is 4",
+            "configuration: engine: max_running_requests (--max-running-requests) is 5 but max_batch_tokens "
+            "(--chunked-prefill-size) is 4",
+        ),
+        ("the file a.model.path is not there", "the file a.model.path is not there"),
+        ("max_running_requests alone could be a request's", "max_running_requests alone could be a request's"),
+        ("", ""),
+    ],
+)
+def test_a_setting_is_followed_by_its_flag_once(message: str, said: str) -> None:
+    assert with_flags(message) == said
+
+
+def test_every_flag_is_an_option_of_serve_and_every_setting_exists() -> None:
+    shown = CliRunner(env={"COLUMNS": "250", "NO_COLOR": "1"}).invoke(app, ["serve", "--help"]).output
+    settings = ServeConfig().model_dump()
+    for setting, flag in flags().items():
+        section, _, key = setting.partition(".")
+        assert key in settings[section]
+        assert flag in shown, flag
+
+
+def test_the_printed_configuration_is_a_file_for_the_next_start(tmp_path) -> None:
+    runner = CliRunner()
+    first = runner.invoke(app, ["serve", "--max-running-requests", "7", "--print-config"])
+    assert first.exit_code == 0
+    file = tmp_path / "own.yaml"
+    file.write_text(first.stdout)
+    assert runner.invoke(app, ["serve", "--config", str(file), "--print-config"]).stdout == first.stdout
+    assert "max_running_requests: 7" in first.stdout
+
+
+def test_settings_that_differ_from_their_defaults_are_told() -> None:
+    assert ServeConfig().changed() == []
+    config = ServeConfig.model_validate({"engine": {"max_running_requests": 7}, "model": {"path": "/m"}})
+    assert config.changed() == ['model.path="/m"', "engine.max_running_requests=7"]
