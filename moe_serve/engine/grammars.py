@@ -5,6 +5,7 @@ starts again, here or on another rank, goes on as if nothing had been.
 """
 
 import os
+import sys
 import threading
 from collections import OrderedDict
 from queue import Empty, SimpleQueue
@@ -13,11 +14,13 @@ from moe_serve.attention_dp.request import Request
 from moe_serve.config import ServeConfig, model_dir
 from moe_serve.engine.messages import ModelLimits
 from moe_serve.errors import MoeServeError, RequestError
+from moe_serve.log import get_logger
 from moe_serve.models.tokenizer import Tokenizer
 from moe_serve.models.tokenizer_files import tokenizer_file
 from moe_serve.structured.grammar import Matcher, to_grammar
 from moe_serve.structured.vocabulary import Vocabulary
 
+log = get_logger(__name__)
 _KEPT = 128  # compiled grammars
 _KEPT_CHARS = 1 << 22  # of their texts together
 _BESIDE = 19  # niceness of the thread: steps come first
@@ -100,10 +103,16 @@ class Grammars:
             self._kept.popitem(last=False)
 
     def _compile_all(self) -> None:
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _BESIDE)  # of this thread alone, on Linux
+        if sys.platform == "linux":  # where that is the priority of one thread
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _BESIDE)
         while True:
             request = self._asked.get()
-            self._answers.put((request, self._compile(request)))
+            try:
+                answer = self._compile(request)
+            except BaseException as error:  # a panic of the library in Rust is not an Exception; its request ends
+                log.exception("the grammar of request %s cannot be compiled", request.request_id)
+                answer = RequestError(f"its form cannot be compiled: {type(error).__name__}", field="constraint")
+            self._answers.put((request, answer))
 
     def _compile(self, request: Request) -> Matcher | RequestError:
         constraint, vocabulary = request.params.constraint, self._vocabulary

@@ -11,10 +11,12 @@ import pytest
 from moe_serve.attention_dp.constraint import Constraint
 from moe_serve.attention_dp.request import Request, SamplingParams
 from moe_serve.config import load_config, model_dir
+from moe_serve.engine import grammars
 from moe_serve.engine.engine import Engine
 from moe_serve.engine.messages import Submit
 from moe_serve.models.tokenizer import Tokenizer
 from moe_serve.structured.grammar import to_grammar
+from moe_serve.structured.vocabulary import Vocabulary
 from tests.engine.offline import Served, prompts_with_shared_beginnings, serve, submits_of
 from tests.engine.test_identity import BY_TORCH, PLAIN, SEEDS, WAYS_TO_SAMPLE, same
 
@@ -35,17 +37,17 @@ FORMS = [
 
 def compile_at_once(engine: Engine) -> None:
     """Requests are scheduled with their step, as where the grammar is kept: a script says when they arrive."""
-    grammars = engine.requests._grammars
+    own = engine.requests._grammars
 
     def prepare(request: Request) -> bool:
-        if not type(grammars).prepare(grammars, request):
-            grammars._answers.put(grammars._answers.get())  # waits for the thread
-            ((_, failure),) = grammars.compiled()
+        if not type(own).prepare(own, request):
+            own._answers.put(own._answers.get())  # waits for the thread
+            ((_, failure),) = own.compiled()
             if failure is not None:
                 raise failure
         return True
 
-    grammars.prepare = prepare  # type: ignore[method-assign]
+    own.prepare = prepare  # type: ignore[method-assign]
 
 
 serve_at_once = partial(serve, prepare=compile_at_once)
@@ -150,3 +152,27 @@ def test_a_rank_takes_what_a_front_end_has_compiled() -> None:
     submits = [submits_of([[5, 6, 7]], replace(SAMPLED, constraint=form), SEEDS[:1])[0] for form in (given, compiled)]
     first, second = (serve_at_once(1, [submit], PLAIN).tokens for submit in submits)
     assert first == second
+
+
+def test_a_compiler_that_panics_ends_its_request_and_the_next_one_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled = grammars.Matcher.compiled
+    given = iter([True, False])
+
+    def panics_once(*args: Any) -> Any:
+        if next(given):
+            raise KeyboardInterrupt  # not an Exception either
+        return compiled(*args)
+
+    monkeypatch.setattr(grammars.Matcher, "compiled", panics_once)
+    tokens = Tokenizer.from_folder(model_dir(load_config().model)).token_bytes(2048)
+    made = grammars.Grammars(Vocabulary(tokens, [1]))
+    first, second = (submit.to_request() for submit in submits_with_forms(2))
+    assert not made.prepare(first)
+    assert not made.prepare(second)
+    ready: list[tuple[Request, Any]] = []
+    while made.has_work:
+        ready += made.compiled()
+    assert [request for request, _ in ready] == [first, second]
+    assert "cannot be compiled" in str(ready[0][1])
+    assert ready[1][1] is None
+    assert second.matcher is not None
