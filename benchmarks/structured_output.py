@@ -6,7 +6,7 @@
 "masks" trains a byte-level BPE on the .py files of a folder, such as a site-packages, and compares llguidance with
 xgrammar, where the latter is installed, on the same schemas and outputs. "streams" serves the demo model on two ranks:
 eight plain streams, alone and while one client sends a new hostile schema as soon as the last one is refused, and
-another client new ordinary ones.
+another client new ordinary ones, or none.
 """
 
 import argparse
@@ -93,9 +93,6 @@ def main() -> None:
             _one(args.tokenizer, *args.one.split(":", 1))
 
 
-# --- masks and compiling ----------------------------------------------------------------------------------------------
-
-
 class _Ours:
     """llguidance, as this package calls it."""
 
@@ -157,12 +154,9 @@ def _masks(text: Path, note: str) -> None:
 def _trained(text: Path) -> Any:
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-    files, size = [], 0
-    for path in sorted(text.rglob("*.py")):
-        files.append(str(path))
-        size += path.stat().st_size
-        if size > 80e6:
-            break
+    paths = sorted(text.rglob("*.py"))
+    sizes = np.cumsum([path.stat().st_size for path in paths])
+    files = [str(path) for path, size in zip(paths, sizes, strict=True) if size < 80e6]
     backend = Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
@@ -236,19 +230,21 @@ def _one(folder: str, library: str, name: str) -> None:
     print(f"{took:.0f}|{result}")
 
 
-# --- other streams ----------------------------------------------------------------------------------------------------
-
-
 def _streams(seconds: float, rounds: int, note: str) -> None:
     facts = conditions("llguidance", "uvicorn")
-    kinds = {"plain streams alone": (0, 0), "+ hostile schemas": (1, 0), "+ new ordinary schemas": (0, 1)}
+    kinds: dict[str, Any] = {
+        "plain streams alone": [],
+        "+ short requests without a schema": [{}],
+        "+ the same with new ordinary schemas": [PERSON],
+        "+ new hostile schemas": [HOSTILE["integer, multiple of 9,999,991"]],
+    }
     gaps: dict[str, list[list[float]]] = {name: [] for name in kinds}
-    asked: dict[str, int] = dict.fromkeys(kinds, 0)
+    asked = dict.fromkeys(kinds, 0)
     with _server(["parallel.num_ranks=2", "cache.memory_gib=0.2"]) as port:
-        asyncio.run(_round(port, 2.0, 1, 1))
+        asyncio.run(_round(port, 2.0, [PERSON]))
         for _ in range(rounds):
-            for name, (hostile, ordinary) in kinds.items():
-                found, num_asked = asyncio.run(_round(port, seconds, hostile, ordinary))
+            for name, schemas in kinds.items():
+                found, num_asked = asyncio.run(_round(port, seconds, schemas))
                 gaps[name].append(found)
                 asked[name] += num_asked
     rows = []
@@ -261,7 +257,7 @@ def _streams(seconds: float, rounds: int, note: str) -> None:
         rows.append(
             {
                 "other clients": name,
-                "schemas sent": asked[name],
+                "requests": asked[name],
                 "between tokens p50, ms": f"{p50:.2f}",
                 "p99, ms": f"{p99:.2f}",
                 "p99 against alone": f"{statistics.median(ratios):.2f}",
@@ -274,7 +270,7 @@ def _streams(seconds: float, rounds: int, note: str) -> None:
     print(save("structured_output_streams", "Streams beside schemas", rows, facts, notes, per_cpu=True))
 
 
-async def _round(port: int, seconds: float, hostile: int, ordinary: int) -> tuple[list[float], int]:
+async def _round(port: int, seconds: float, schemas: list[dict[str, Any]]) -> tuple[list[float], int]:
     """Returns the seconds between tokens of eight streams, and how many schemas were sent beside them."""
     gaps: list[float] = []
     ends_s = time.monotonic() + seconds
@@ -293,12 +289,13 @@ async def _round(port: int, seconds: float, hostile: int, ordinary: int) -> tupl
     async def send(schema: dict[str, Any]) -> None:
         while time.monotonic() < ends_s:
             sent[0] += 1
-            params = {"json_schema": json.dumps({**schema, "title": str(next(serial))}), "max_new_tokens": 4}
+            params: dict[str, Any] = {"max_new_tokens": 4}
+            if schema:
+                params["json_schema"] = json.dumps({**schema, "title": str(next(serial))})
             async for _ in _lines(port, {"text": "a", "sampling_params": params}):
                 pass
 
-    others = [HOSTILE["integer, multiple of 9,999,991"]] * hostile + [PERSON] * ordinary
-    await asyncio.gather(*[stream() for _ in range(8)], *map(send, others))
+    await asyncio.gather(*[stream() for _ in range(8)], *map(send, schemas))
     return gaps, sent[0]
 
 
