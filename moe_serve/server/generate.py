@@ -36,6 +36,7 @@ from moe_serve.server.samples import best_of_each, link_samples, params_of_sampl
 from moe_serve.server.schemas import GenerateRequest, Prompt
 
 _MANY_LOGPROBS = 4096  # numbers in an answer
+_LONG_ANSWER = 16_384  # characters of its texts, which parsers of calls read at up to 15 us each
 _SHORT_CALL = 4096  # characters of all prompts; a longer call is tokenized in a thread
 DONE = b"data: [DONE]\n\n"
 CONNECTION = "moe_serve.connection"  # among a scope's extensions: a StreamConnection
@@ -209,7 +210,8 @@ class CallResponse(Response):
             left -= request.is_done
         best = call.with_best()
         # Much to write takes a thread, so that other clients are served meanwhile.
-        is_long = sum(map(num_logprobs, best.requests)) > _MANY_LOGPROBS
+        num_chars = sum(len(request.matcher.text) for request in best.requests)
+        is_long = num_chars > _LONG_ANSWER or sum(map(num_logprobs, best.requests)) > _MANY_LOGPROBS
         body = await asyncio.to_thread(self._answers.whole, best) if is_long else self._answers.whole(best)
         await Response(body, media_type="application/json")({"type": "http"}, _no_receive, send)
 

@@ -13,6 +13,7 @@ import httpx
 import pytest
 
 from moe_serve.eplb import read_trace
+from tests.launcher.hostile_calls import send_calls
 from tests.launcher.listening import listening, takes_strangers
 from tests.launcher.random_bodies import send_bodies
 from tests.launcher.running import Running, eventually, gone, pid_of_rank
@@ -264,6 +265,15 @@ def test_every_random_valid_body_gets_its_answer(client, count):
     outcome = asyncio.run(send_bodies(str(client.base_url), seed=count, count=count, num_clients=32, limit_s=60))
     assert outcome.wrong == []
     assert outcome.num_answered == count
+    assert client.get("/server_info").json()["requests"]["open"] == 0
+
+
+@pytest.mark.parametrize("count", [30, pytest.param(50_000, marks=pytest.mark.slow)])
+def test_hostile_calls_of_every_route_are_answered(system, client, count):
+    answers = asyncio.run(send_calls(str(client.base_url), seed=count, count=count, num_clients=32, limit_s=60))
+    assert answers.wrong == []
+    assert answers.statuses.total() == count
+    assert "Traceback" not in system.output
     assert client.get("/server_info").json()["requests"]["open"] == 0
 
 

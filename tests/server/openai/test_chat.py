@@ -1,8 +1,11 @@
 """`/v1/chat/completions` answers as OpenAI's does, in JSON and in streams. Without a model."""
 
 import os
+import threading
 from pathlib import Path
 
+from moe_serve.server.generate import Call
+from moe_serve.server.openai.chat_answers import ChatAnswers
 from tests.conftest import _descendants
 from tests.server.openai.calls import CHAT, HI, TEXT, post, says, stream, with_template
 from tests.server.served import in_event_loop, serving
@@ -147,3 +150,19 @@ async def test_without_a_tokenizer_the_error_says_what_to_send(tmp_path: Path):
         response = await post(served, CHAT, messages=HI)
     assert response.status_code == 400
     assert "/v1/completions" in response.json()["error"]["message"]
+
+
+@in_event_loop
+async def test_a_long_answer_is_read_by_parsers_beside_the_event_loop(tmp_path: Path, monkeypatch):
+    threads, whole = [], ChatAnswers.whole
+
+    def noted(self: ChatAnswers, call: Call) -> bytes:
+        threads.append(threading.current_thread())
+        return whole(self, call)
+
+    monkeypatch.setattr(ChatAnswers, "whole", noted)
+    async with serving(1, with_template(tmp_path), reply=says("def " * 40)) as served:
+        short, long = [(await post(served, CHAT, messages=HI, n=n)).json() for n in (1, 120)]
+    assert threads[0] is threading.main_thread()
+    assert threads[1] is not threading.main_thread()
+    assert [choice["message"] for choice in long["choices"]] == [short["choices"][0]["message"]] * 120

@@ -5,6 +5,7 @@ import json
 import re
 from collections.abc import Callable
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -225,3 +226,32 @@ def test_a_flood_of_markers_ends_soon(name):
     make, _ = FORMATS[name]
     marker = type(make()).markers[0] if type(make()).markers else "<|start|>"
     assert len(content_of(parse(make(), [marker * 4_000]))) >= (0 if name == "gpt-oss" else len(marker) * 3_900)
+
+
+HALF = r"\ud800"
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        (
+            "hermes",
+            json.dumps({"name": "now", "arguments": f'{{"days": "{HALF}"}}'}).join(("<tool_call>", "</tool_call>")),
+        ),
+        ("glm45", f'<tool_call>now\n<arg_key>days</arg_key><arg_value>["{HALF}"]</arg_value></tool_call>'),
+        ("hermes", '<tool_call>{"name": "now", "arguments": "{\\"days\\": 1e999}"}</tool_call>'),
+        ("hermes", '<tool_call>{"name": "now", "arguments": "{\\"days\\": NaN}"}</tool_call>'),
+        ("glm45", "<tool_call>now\n<arg_key>days</arg_key><arg_value>1e999</arg_value></tool_call>"),
+        ("glm45", "<tool_call>now\n<arg_key>days</arg_key><arg_value>[NaN]</arg_value></tool_call>"),
+    ],
+)
+def test_arguments_that_python_reads_and_json_has_not_can_be_sent(name, text):
+    """Half of a surrogate pair stays escaped; a number beyond numbers is text, or the call is content."""
+    parser = type(FORMATS[name][0]())({"now": {"properties": {"days": {"type": ["number", "array"]}}}})
+    parts = parse(parser, [text])
+    sent = msgspec.json.encode(parts)
+    for _, arguments in calls_of(parts):
+        if arguments or HALF in text:  # the arguments of a call that has begun may be content
+            msgspec.json.decode(arguments.replace(HALF, "half"))  # unlike json.loads, it knows JSON alone
+    assert (HALF not in text) or (HALF.encode() in sent)
+    assert any(arguments for _, arguments in calls_of(parts)) or "days" in content_of(parts)

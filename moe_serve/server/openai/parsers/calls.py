@@ -6,6 +6,7 @@ of the text cuts off, unfinished markers are dropped.
 """
 
 import json
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -14,6 +15,7 @@ from moe_serve.server.openai.parsers.parts import CallArguments, CallStart, Cont
 from moe_serve.server.openai.parsers.stream import Steps, StreamParser
 
 LONGEST_NAME = 256
+_SURROGATE = re.compile("[\ud800-\udfff]")
 Tools = Mapping[str, Mapping[str, Any]]  # the JSON schema of the parameters of each function, by its name
 
 
@@ -89,15 +91,15 @@ class CallParser(StreamParser):
     def _json_string(self) -> Steps[str]:
         """Returns the text of a JSON string. Raises Malformed where there is none."""
         yield from self._expect('"')
-        raw = ""
+        raw: list[str] = []  # ends at quotes
         while True:
-            raw += yield from self._word_until('"', longest=1 << 16)
-            num_backslashes = len(raw) - len(raw.rstrip("\\"))
+            raw.append((yield from self._word_until('"', longest=1 << 16)))
+            num_backslashes = len(raw[-1]) - len(raw[-1].rstrip("\\"))
             if num_backslashes % 2 == 0:
                 break
-            raw += '"'
+        quoted = '"'.join(raw)
         try:
-            text = json.loads(f'"{raw}"', strict=False)
+            text = json.loads(f'"{quoted}"', strict=False)
         except ValueError:
             raise Malformed from None
         assert isinstance(text, str)
@@ -105,4 +107,9 @@ class CallParser(StreamParser):
 
 
 def as_json(value: object) -> str:
-    return json.dumps(value, ensure_ascii=False)
+    """Returns a value as JSON that can be sent: halves of surrogate pairs stay escaped, as the model wrote them.
+
+    Raises ValueError for numbers that JSON has not, which Python reads from 1e999 and NaN.
+    """
+    text = json.dumps(value, ensure_ascii=False, allow_nan=False)
+    return _SURROGATE.sub(lambda half: f"\\u{ord(half[0]):04x}", text)

@@ -66,11 +66,12 @@ class HermesParser(CallParser):
             text = yield from self._json_string()
             try:
                 value = json.loads(text)
+                arguments = as_json(value)
             except (ValueError, RecursionError):
                 raise Malformed from None
             if not isinstance(value, dict):
                 raise Malformed
-            self._arguments(as_json(value))
+            self._arguments(arguments)
         else:
             yield from self._expect("null")
             self._arguments("{}")

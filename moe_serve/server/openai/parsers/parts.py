@@ -49,21 +49,28 @@ class Parser(Protocol):
         """Returns what was held back. Nothing comes after it."""
 
 
-def add_part(parts: list[Part], part: Part) -> None:
-    """Appends a part, to the last one where both are text of the same kind; an empty text is none."""
-    last = parts[-1] if parts else None
-    if isinstance(part, CallStart):
-        parts.append(part)
-    elif part.text:
-        if last is None or isinstance(last, CallStart) or replace(last, text=part.text) != part:
-            parts.append(part)
-        else:
-            parts[-1] = replace(last, text=last.text + part.text)
-
-
 def joined(parts: Iterable[Part]) -> list[Part]:
-    """Returns parts with neighbours of the same kind as one."""
+    """Returns parts with neighbours of the same kind as one; an empty text is none."""
     whole: list[Part] = []
+    texts: list[str] = []  # of the last part, which copying for each of them would make slow
     for part in parts:
-        add_part(whole, part)
+        if isinstance(part, CallStart):
+            _finish(whole, texts)
+            whole.append(part)
+        elif part.text:
+            last = whole[-1] if whole else None
+            if last is None or isinstance(last, CallStart) or replace(last, text=part.text) != part:
+                _finish(whole, texts)
+                whole.append(part)
+            texts.append(part.text)
+    _finish(whole, texts)
     return whole
+
+
+def _finish(whole: list[Part], texts: list[str]) -> None:
+    """Gives the last part its text, of which it has the first piece."""
+    if len(texts) > 1:
+        last = whole[-1]
+        assert not isinstance(last, CallStart)
+        whole[-1] = replace(last, text="".join(texts))
+    texts.clear()

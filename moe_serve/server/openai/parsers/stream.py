@@ -7,7 +7,7 @@ from collections.abc import Callable, Generator, Sequence
 from typing import TypeVar
 
 from moe_serve.server.openai.parsers.json_text import Malformed, Truncated
-from moe_serve.server.openai.parsers.parts import Content, Part, add_part
+from moe_serve.server.openai.parsers.parts import Content, Part, joined
 
 T = TypeVar("T")
 Steps = Generator[None, None, T]  # yields where it needs more text
@@ -45,10 +45,10 @@ class StreamParser:
 
     def _result(self) -> list[Part]:
         parts, self._parts = self._parts, []
-        return parts
+        return joined(parts)
 
     def _add(self, part: Part) -> None:
-        add_part(self._parts, part)
+        self._parts.append(part)
 
     def _say(self, part: Part) -> None:
         """Adds a part that stands for all that was read."""

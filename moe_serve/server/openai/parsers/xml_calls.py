@@ -73,11 +73,7 @@ def _value(text: str, kinds: frozenset[str]) -> str:
     if "string" in kinds and (text.strip() != "null" or "null" not in kinds):
         return as_json(text)
     try:
-        return as_json(json.loads(text, parse_constant=_refuse))
+        return as_json(json.loads(text))
     except (ValueError, RecursionError):
         word = text.strip().lower()  # Python's words, which models write
         return {"true": "true", "false": "false", "none": "null"}.get(word) or as_json(text)
-
-
-def _refuse(constant: str) -> None:
-    raise ValueError(constant)  # NaN and Infinity are no JSON
