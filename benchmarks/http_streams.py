@@ -23,8 +23,8 @@ import numpy as np
 
 from benchmarks.conditions import conditions, save
 from moe_serve.attention_dp.request import SamplingParams
+from moe_serve.bench.domains import prompts_of
 from moe_serve.config import load_config
-from moe_serve.launcher.domains import prompts_of
 from moe_serve.launcher.llm import LLM
 from moe_serve.launcher.rank_env import free_port
 

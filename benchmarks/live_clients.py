@@ -7,8 +7,8 @@ from itertools import islice
 from typing import Any
 
 from moe_serve.attention_dp.request import SamplingParams
+from moe_serve.bench.domains import prompts_of
 from moe_serve.config import ServeConfig, load_config
-from moe_serve.launcher.domains import prompts_of
 from moe_serve.launcher.llm import LLM
 
 NUM_STREAMS = 4

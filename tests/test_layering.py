@@ -37,8 +37,9 @@ ALLOWED = {
         "attention_dp.request", "attention_dp.sampling_params", "attention_dp.request_router",
         "attention_dp.constraint", "config", "links", "structured",
     },
+    "bench": {"models.tokenizer"},
     "launcher": {
-        "server", "links", "engine", "models", "ep", "attention_dp", "dispatch", "eplb", "kernels", "config",
+        "bench", "server", "links", "engine", "models", "ep", "attention_dp", "dispatch", "eplb", "kernels", "config",
         "topology",
     },
 }  # fmt: skip
@@ -54,7 +55,8 @@ TORCH_FREE = [
     "moe_serve.launcher.cli.app", "moe_serve.launcher.cli.balancer", "moe_serve.launcher.serve",
     "moe_serve.launcher.rank_env", "moe_serve.launcher.preflight", "moe_serve.launcher.facts",
     *(f"moe_serve.{'.'.join(path.relative_to(PACKAGE).with_suffix('').parts)}"
-      for room in ("eplb", "server", "links", "structured") for path in sorted((PACKAGE / room).rglob("*.py"))),
+      for room in ("bench", "eplb", "server", "links", "structured")
+      for path in sorted((PACKAGE / room).rglob("*.py"))),
     *(f"moe_serve.attention_dp.{name}"
       for name in (
           "request", "sampling_params", "scheduler", "request_blocks", "block_pool", "prefix_cache", "request_router",
@@ -183,7 +185,18 @@ def test_a_rank_starts_without_what_only_the_front_end_and_the_tools_need() -> N
             else:
                 others.add(module.split(".")[0])
     assert {"torch", "zmq", "pydantic"} < others
-    assert not others & {"fastapi", "starlette", "uvicorn", "scipy", "pulp", "highspy", "tokenizers", "rich", "httpx"}
+    assert not others & {
+        "fastapi",
+        "starlette",
+        "uvicorn",
+        "aiohttp",
+        "scipy",
+        "pulp",
+        "highspy",
+        "tokenizers",
+        "rich",
+        "httpx",
+    }
 
 
 def imported_at_once(path: Path) -> list[str]:

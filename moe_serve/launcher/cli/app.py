@@ -11,6 +11,8 @@ import typer
 
 import moe_serve.launcher.cli.options as opt
 from moe_serve.errors import MoeServeError
+from moe_serve.launcher.cli.bench import HELP as BENCH_HELP
+from moe_serve.launcher.cli.bench import bench
 from moe_serve.launcher.cli.demo_balance import HELP as DEMO_BALANCE_HELP
 from moe_serve.launcher.cli.demo_balance import demo_balance
 from moe_serve.launcher.cli.doctor import HELP as DOCTOR_HELP
@@ -91,6 +93,7 @@ def check(
 
 
 app.command()(serve)
+app.command(help=BENCH_HELP)(bench)
 app.command(help=DEMO_BALANCE_HELP)(demo_balance)
 app.command(help=DOCTOR_HELP)(doctor)
 

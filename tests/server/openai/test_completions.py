@@ -133,13 +133,37 @@ async def test_an_id_is_the_clients_own_and_aborts_all_of_its_choices():
         async with served.client.stream(
             "POST", COMPLETIONS, json={"prompt": ["a", "b"], "n": 2, "max_tokens": 150, "rid": "mine", "stream": True}
         ) as response:
-            lines = response.aiter_lines()
-            first = json.loads((await anext(lines)).removeprefix("data: "))
-            assert first["id"] == "mine"
+            events = (json.loads(line[6:]) async for line in response.aiter_lines() if line.startswith("data: {"))
+            begun = set()
+            async for event in events:  # one that had no token yet would end with an error: see the next test
+                assert event["id"] == "mine"
+                begun.add(event["choices"][0]["index"])
+                if len(begun) == 4:
+                    break
             assert (await served.client.post("/abort_request", json={"rid": "mine"})).status_code == 200
-            rest = [json.loads(line[6:]) for line in [line async for line in lines] if line.startswith("data: {")]
+            rest = [event async for event in events]
     ends = {event["choices"][0]["index"]: event["choices"][0]["finish_reason"] for event in rest}
     assert ends == dict.fromkeys(range(4), "abort")
+
+
+@in_event_loop
+async def test_an_aborted_choice_without_a_token_ends_the_stream_with_an_error():
+    async with serving(1) as served:
+        (worker,) = served.workers
+        worker.reply = lambda submit: [5] * (200 if submit.prompt_ids == [6] else 0)
+        async with served.client.stream(
+            "POST", COMPLETIONS, json={"prompt": [[6], [7]], "max_tokens": 150, "rid": "mine", "stream": True}
+        ) as response:
+            lines = response.aiter_lines()
+            assert json.loads((await anext(lines)).removeprefix("data: "))["choices"][0]["index"] == 0
+            assert (await served.client.post("/abort_request", json={"rid": "mine"})).status_code == 200
+            *_, failure, done = [line async for line in lines if line]
+        await until(lambda: served.bridge.num_open == 0)
+        await until(lambda: len(worker.aborted) == 2)
+    assert done == "data: [DONE]"
+    error = json.loads(failure.removeprefix("data: "))["error"]
+    assert (error["code"], error["retryable"]) == (503, True)
+    assert "aborted, and no token had come out yet" in error["message"]
 
 
 @in_event_loop

@@ -1,0 +1,187 @@
+"""Sends one request and notes when its tokens came. The HTTP client is aiohttp, which vLLM's tool uses as well."""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import TYPE_CHECKING, Self
+
+from moe_serve.bench.prompts import Ask
+from moe_serve.bench.protocols import PATHS, Options, body_of, error_text, reader_of
+from moe_serve.errors import LaunchError
+
+if TYPE_CHECKING:
+    import aiohttp
+
+_LARGEST_EVENT = 16 << 20
+_LARGEST_ERROR = 1 << 16
+
+
+@dataclass
+class Outcome:
+    """How a request went. Seconds since the first request was due, where it is not said otherwise.
+
+    due_s, sent_s:  when it should have been sent, and was
+    chunk_s:        when each chunk with output came;  end_s: when the stream ended, or failed
+    error:          its kind, such as "HTTP 429"; None = complete;  detail: what the server said
+    retry_after_s:  what a refusal asked for, in seconds; None = nothing
+    num_output:     tokens as the server counts them, else chunks: is_counted
+    """
+
+    number: int
+    domain: str
+    due_s: float
+    sent_s: float = 0.0
+    end_s: float = 0.0
+    chunk_s: list[float] = field(default_factory=list)
+    error: str | None = None
+    detail: str = ""
+    retry_after_s: float | None = None
+    num_prompt: int | None = None
+    num_output: int = 0
+    num_cached: int | None = None
+    is_counted: bool = False
+
+    @property
+    def ttft_s(self) -> float:
+        return self.chunk_s[0] - self.sent_s
+
+    @property
+    def tpot_s(self) -> float | None:
+        """Time per token after the first one; None for an output of one token."""
+        return (self.chunk_s[-1] - self.chunk_s[0]) / (self.num_output - 1) if self.num_output > 1 else None
+
+    @property
+    def e2e_s(self) -> float:
+        return self.end_s - self.sent_s
+
+
+class Client:
+    """Asks one endpoint of one server. An asynchronous context manager."""
+
+    def __init__(self, base_url: str, endpoint: str, options: Options, api_key: str | None, timeout_s: float):
+        self._url = base_url.rstrip("/").removesuffix("/v1") + PATHS[endpoint]
+        self._endpoint = endpoint
+        self._options = options
+        self._api_key = api_key
+        self._timeout_s = timeout_s
+        self._session: aiohttp.ClientSession | None = None
+
+    async def __aenter__(self) -> Self:
+        import aiohttp
+
+        headers = {"content-type": "application/json"}
+        if self._api_key is not None:
+            headers["authorization"] = f"Bearer {self._api_key}"
+        connector = aiohttp.TCPConnector(limit=0)  # else requests would wait here, unseen
+        timeout = aiohttp.ClientTimeout(total=self._timeout_s)
+        self._session = aiohttp.ClientSession(connector=connector, timeout=timeout, headers=headers)
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        assert self._session is not None
+        await self._session.close()
+
+    async def ask(self, ask: Ask, due_s: float, begin_s: float) -> Outcome:
+        """Returns how a request went; never raises for what a server or a network does. begin_s: of the clock"""
+        import aiohttp
+
+        assert self._session is not None
+        body = body_of(self._endpoint, ask, self._options)
+        outcome = Outcome(ask.number, ask.domain, due_s, sent_s=time.monotonic() - begin_s)
+        try:
+            async with self._session.post(self._url, data=body) as response:
+                if response.status == 200:
+                    await self._read(response, outcome, begin_s)
+                else:
+                    outcome.error = f"HTTP {response.status}"
+                    outcome.retry_after_s = _seconds(response.headers.get("retry-after"))
+                    outcome.detail = error_text(await response.content.read(_LARGEST_ERROR))
+        except TimeoutError:
+            outcome.error, outcome.detail = "timeout", f"no end within {self._timeout_s:g} s"
+        except aiohttp.ClientConnectorError as error:
+            outcome.error, outcome.detail = "no connection", str(error)[:200]
+        except aiohttp.ClientPayloadError as error:
+            outcome.error, outcome.detail = "cut stream", str(error)[:200]
+        except (aiohttp.ClientError, OSError) as error:
+            outcome.error, outcome.detail = "broken connection", f"{type(error).__name__}: {error}"[:200]
+        except ValueError as error:
+            outcome.error, outcome.detail = "bad event", str(error)[:200]
+        except asyncio.CancelledError:
+            outcome.error, outcome.detail = "interrupted", "the run was ended before it"
+        outcome.end_s = time.monotonic() - begin_s
+        return outcome
+
+    async def _read(self, response: "aiohttp.ClientResponse", outcome: Outcome, begin_s: float) -> None:
+        read, has_end = reader_of(self._endpoint), False
+        async for data in _events(response):
+            now_s = time.monotonic() - begin_s
+            if data == b"[DONE]":
+                has_end = True
+                continue
+            event = read(data)
+            if event.error is not None:
+                outcome.error, outcome.detail = "error in the stream", event.error
+                return
+            has_end |= event.is_end
+            if event.has_output:
+                outcome.chunk_s.append(now_s)
+            if event.num_prompt is not None:
+                outcome.num_prompt = event.num_prompt
+            if event.num_cached is not None:
+                outcome.num_cached = event.num_cached
+            if event.num_output is not None:
+                outcome.num_output, outcome.is_counted = event.num_output, True
+        if not has_end:
+            outcome.error, outcome.detail = "cut stream", "it ended without a finish reason and without [DONE]"
+        elif not outcome.chunk_s:
+            outcome.error, outcome.detail = "no output", "the stream ended without any"
+        if not outcome.is_counted:
+            outcome.num_output = len(outcome.chunk_s)
+
+
+async def _events(response: "aiohttp.ClientResponse") -> AsyncIterator[bytes]:
+    """Yields the data of each server-sent event, however the network cuts them; events of one line, as servers send."""
+    rest = b""
+    async for chunk in response.content.iter_any():
+        *lines, rest = (rest + chunk).split(b"\n")
+        for line in lines:
+            if line.startswith(b"data:"):
+                yield line[5:].strip()
+        if len(rest) > _LARGEST_EVENT:
+            raise ValueError(f"an event is larger than {_LARGEST_EVENT >> 20} MiB")
+    if rest.startswith(b"data:"):
+        yield rest[5:].strip()
+
+
+def _seconds(retry_after: str | None) -> float | None:
+    """Returns the seconds of a Retry-After header; None for none, and for a date, which model servers do not send."""
+    return float(retry_after) if retry_after is not None and retry_after.strip().isdigit() else None
+
+
+async def model_of(base_url: str, api_key: str | None) -> str:
+    """Returns the first model that a server lists.
+
+    Raises LaunchError when nothing answers there, or what answers lists none.
+    """
+    import aiohttp
+
+    root = base_url.rstrip("/").removesuffix("/v1")
+    headers = {} if api_key is None else {"authorization": f"Bearer {api_key}"}
+    try:
+        timeout = aiohttp.ClientTimeout(total=30)
+        async with (
+            aiohttp.ClientSession(timeout=timeout, headers=headers) as session,
+            session.get(f"{root}/v1/models") as response,
+        ):
+            if response.status != 200:
+                text = error_text(await response.content.read(_LARGEST_ERROR))
+                raise LaunchError(f"{root}/v1/models answers {response.status} ({text}); set --model or the API key")
+            return str((await response.json(content_type=None))["data"][0]["id"])
+    except (aiohttp.ClientError, OSError, TimeoutError) as error:
+        raise LaunchError(f"nothing serves at {root} ({error}); start a server, or set --base-url") from None
+    except (ValueError, LookupError, TypeError):
+        raise LaunchError(f"{root}/v1/models does not list models as OpenAI does; set --model") from None

@@ -1,0 +1,206 @@
+"""`moe-serve bench`: parses, calls moe_serve.bench, prints. Flags are vLLM's and SGLang's where they mean the same."""
+
+import json
+import os
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from moe_serve.launcher.cli.dataclass_command import takes
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from moe_serve.bench.client import Outcome
+    from moe_serve.bench.load import Load
+    from moe_serve.bench.run import Ran
+    from moe_serve.models.tokenizer import Tokenizer
+
+HELP = """Load a server, ours or any with OpenAI's API, and measure it: latencies, throughput, goodput, errors.
+
+Without --request-rate a closed loop (--max-concurrency) or all requests at once. An API key is read from
+MOE_SERVE_API_KEY, else OPENAI_API_KEY. Needs the extra `bench`. Exit 1: a request failed.
+
+\b
+  moe-serve bench --num-prompts 200 --max-concurrency 16 --tokenizer demo
+  moe-serve bench --request-rate 8 --duration 60 --goodput ttft:500 tpot:30 --picture run.svg
+  moe-serve bench --base-url http://other:8000 --endpoint chat --input-len 64-512 --output-len lognormal:128:0.5
+"""
+_LENGTHS = "tokens: 128, a range 64-256, or lognormal:MEDIAN:SIGMA"
+
+
+@dataclass(frozen=True, kw_only=True)
+class BenchOptions:
+    """The options of `moe-serve bench`."""
+
+    goodput_more: Annotated[list[str] | None, typer.Argument(hidden=True)] = None
+    base_url: Annotated[str, typer.Option("--base-url")] = "http://127.0.0.1:30000"
+    model: Annotated[str | None, typer.Option("--model", help="its name on the server; none: the first it lists")] = (
+        None
+    )
+    endpoint: Annotated[
+        str, typer.Option("--endpoint", help="completions, chat, or generate (SGLang's and our own)")
+    ] = "completions"
+    num_prompts: Annotated[
+        int | None, typer.Option("--num-prompts", min=1, help="requests; 100, where --duration is not given either")
+    ] = None
+    duration: Annotated[float | None, typer.Option("--duration", min=0.001, help="seconds in which to send")] = None
+    request_rate: Annotated[float, typer.Option("--request-rate", help="per second, an open loop; inf: none")] = float(
+        "inf"
+    )
+    burstiness: Annotated[
+        float, typer.Option("--burstiness", help="of a rate: 1 Poisson, below burstier, inf equal gaps")
+    ] = 1.0
+    max_concurrency: Annotated[int | None, typer.Option("--max-concurrency", min=1, help="open requests, at most")] = (
+        None
+    )
+    input_len: Annotated[str, typer.Option("--input-len", "--random-input-len", help=_LENGTHS)] = "128"
+    output_len: Annotated[str, typer.Option("--output-len", "--random-output-len", help=_LENGTHS)] = "128"
+    tokenizer: Annotated[
+        str | None, typer.Option("--tokenizer", help="a model folder, or demo; none: four characters are a token")
+    ] = None
+    prefix_len: Annotated[int, typer.Option("--random-prefix-len", "--prefix-len", min=0, help="shared tokens")] = 0
+    prefix_share: Annotated[float, typer.Option("--prefix-share", min=0, max=1, help="of prompts with a prefix")] = 1.0
+    num_prefixes: Annotated[int, typer.Option("--num-prefixes", min=1, help="different ones")] = 1
+    domains: Annotated[str, typer.Option("--domains", help="of prompts' texts, with commas")] = "code,prose"
+    shift_after: Annotated[
+        float | None, typer.Option("--shift-after", min=0.001, help="seconds; the next domain, so expert load moves")
+    ] = None
+    goodput: Annotated[
+        list[str] | None, typer.Option("--goodput", help="the SLO in ms: ttft:500 tpot:30 e2el:5000, some or all")
+    ] = None
+    temperature: Annotated[float, typer.Option("--temperature", min=0)] = 0.0
+    ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="outputs have their whole length")] = False
+    extra_body: Annotated[str, typer.Option("--extra-body", help="JSON object: more fields of every request")] = "{}"
+    num_warmups: Annotated[int, typer.Option("--num-warmups", min=0, help="requests before the measured ones")] = 1
+    timeout: Annotated[float, typer.Option("--timeout", min=0.001, help="seconds for one request")] = 600.0
+    seed: Annotated[int, typer.Option("--seed", help="of prompts, lengths and gaps")] = 0
+    json_file: Annotated[Path | None, typer.Option("--json", help="write everything there, a row per request")] = None
+    picture: Annotated[Path | None, typer.Option("--picture", help="draw the run as an .svg file")] = None
+
+
+@takes(BenchOptions)
+def bench(options: BenchOptions) -> None:
+    """Loads a server and prints what it measured."""
+    import asyncio
+
+    _need_aiohttp()
+    from moe_serve.bench.load import Slo
+    from moe_serve.bench.report import report_of
+    from moe_serve.bench.table import table_of
+
+    load, slo = _load_of(options), Slo.parse([*(options.goodput or ()), *(options.goodput_more or ())])
+    if options.goodput_more and not options.goodput:
+        raise typer.BadParameter(f"unexpected {options.goodput_more[0]!r}")
+    api_key = os.environ.get("MOE_SERVE_API_KEY") or os.environ.get("OPENAI_API_KEY")
+    ran = asyncio.run(_run(options, load, _tokenizer(options.tokenizer), api_key))
+    report = report_of(ran, slo, is_paced=load.request_rate != float("inf"))
+    typer.echo(table_of(report))
+    if options.json_file is not None:
+        asked = {name: value for name, value in asdict(options).items() if name not in ("json_file", "picture")}
+        text = json.dumps({"options": asked, **report.as_json()}, indent=1, default=str)
+        _write(options.json_file, text + "\n")
+    if options.picture is not None:
+        from moe_serve.bench.picture import picture_of
+
+        title = f"{report.num_complete} requests to {options.endpoint}: {report.rate(report.num_output):.0f} tokens/s"
+        _write(options.picture, picture_of(report, title))
+    raise typer.Exit(1 if report.errors or not report.num_complete else 0)
+
+
+async def _run(options: BenchOptions, load: "Load", tokenizer: "Tokenizer | None", api_key: str | None) -> "Ran":
+    from moe_serve.bench.client import Client, model_of
+    from moe_serve.bench.prompts import Prompts
+    from moe_serve.bench.protocols import Options
+    from moe_serve.bench.run import run_load
+
+    extra, model = _extra(options.extra_body), options.model
+    if model is None:
+        model = "" if options.endpoint == "generate" else await model_of(options.base_url, api_key)
+    of_requests = Options(model, options.temperature, options.ignore_eos, extra)
+    client = Client(options.base_url, options.endpoint, of_requests, api_key, options.timeout)
+    async with client:
+        with _progress(load.num_prompts) as progress:
+            return await run_load(load, Prompts(load, tokenizer), client, progress)
+
+
+def _load_of(options: BenchOptions) -> "Load":
+    from moe_serve.bench.load import ENDPOINTS, Lengths, Load
+    from moe_serve.errors import ConfigError
+
+    if options.endpoint not in ENDPOINTS:
+        raise ConfigError(f"--endpoint is {options.endpoint!r}, expected {', '.join(ENDPOINTS)}")
+    if not options.base_url.startswith(("http://", "https://")):
+        raise ConfigError(f"--base-url is {options.base_url!r}, expected http://HOST:PORT or https://HOST:PORT")
+    load = Load(
+        num_prompts=100 if options.num_prompts is None and options.duration is None else options.num_prompts,
+        duration_s=options.duration,
+        request_rate=options.request_rate,
+        burstiness=options.burstiness,
+        max_concurrency=options.max_concurrency,
+        input_len=Lengths.parse("--input-len", options.input_len),
+        output_len=Lengths.parse("--output-len", options.output_len),
+        prefix_len=options.prefix_len,
+        prefix_share=options.prefix_share,
+        num_prefixes=options.num_prefixes,
+        domains=tuple(filter(None, options.domains.split(","))),
+        shift_after_s=options.shift_after,
+        num_warmups=options.num_warmups,
+        seed=options.seed,
+    )
+    load.check()
+    return load
+
+
+def _tokenizer(name: str | None) -> "Tokenizer | None":
+    if name is None:
+        return None
+    from moe_serve.config import ModelConfig, model_dir
+    from moe_serve.models.tokenizer import Tokenizer
+
+    return Tokenizer.from_folder(model_dir(ModelConfig(path=name)))
+
+
+def _extra(text: str) -> tuple[tuple[str, Any], ...]:
+    from moe_serve.errors import ConfigError
+
+    try:
+        value = json.loads(text)
+    except ValueError as error:
+        raise ConfigError(f"--extra-body is not JSON ({error}); give an object, such as '{{\"top_k\": 1}}'") from None
+    if not isinstance(value, dict):
+        raise ConfigError(f"--extra-body is {text[:40]!r}; give a JSON object, such as '{{\"top_k\": 1}}'")
+    return tuple(value.items())
+
+
+def _need_aiohttp() -> None:
+    from moe_serve.errors import ConfigError
+
+    try:
+        import aiohttp  # noqa: F401
+    except ImportError:
+        raise ConfigError("moe-serve bench needs aiohttp; run: pip install 'moe-serve[bench]'") from None
+
+
+def _write(path: Path, text: str) -> None:
+    from moe_serve.errors import ConfigError
+
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be written ({error.strerror}); the table above is all there is") from None
+
+
+@contextmanager
+def _progress(total: int | None) -> "Iterator[Callable[[Outcome], None]]":
+    """Yields what counts an outcome in a bar on stderr, which only a terminal shows."""
+    from rich.console import Console
+    from rich.progress import Progress
+
+    console = Console(stderr=True)
+    with Progress(console=console, disable=not console.is_terminal, transient=True) as bar:
+        task = bar.add_task("requests", total=total)
+        yield lambda outcome: bar.advance(task)
