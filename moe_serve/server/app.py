@@ -30,6 +30,7 @@ from moe_serve.server.chat_template import ChatTemplates
 from moe_serve.server.client_limits import ClientTable
 from moe_serve.server.dashboard.routes import add_dashboard
 from moe_serve.server.degrade import Degradation
+from moe_serve.server.docs.routes import add_docs
 from moe_serve.server.doors import Doors
 from moe_serve.server.early_refusal import EarlyRefusal
 from moe_serve.server.eplb import add_eplb
@@ -68,7 +69,8 @@ def make_app(config: ServeConfig, bridge: Bridge, tokenizer: Tokenizer | None) -
         await parser.close()
         await templates.close()
 
-    # No /docs page, since it loads scripts from other servers. No redirects, since they would repeat a client's Host.
+    # Not FastAPI's own /docs page, since it loads scripts from other servers: see add_docs. No redirects, since they
+    # would repeat a client's Host.
     app = FastAPI(
         title="moe_serve",
         version=moe_serve.__version__,
@@ -106,6 +108,7 @@ def make_app(config: ServeConfig, bridge: Bridge, tokenizer: Tokenizer | None) -
     add_dashboard(app, config, bridge)
     document = describe(app)
     app.openapi = lambda: document  # type: ignore[method-assign]
+    add_docs(app, document)
     return app
 
 

@@ -145,8 +145,8 @@ def _secret(authorization: str) -> str | None:
 
 
 def _unauthorized(message: str, scope: Scope) -> Response:
-    """A browser that shows the dashboard asks a person for the key, as a password."""
-    is_page = scope["path"].startswith("/dashboard")
+    """A browser that shows one of our pages asks a person for the key, as a password."""
+    is_page = scope["path"].startswith(("/dashboard", "/docs"))
     return _error(401, message, {"WWW-Authenticate": 'Basic realm="moe_serve"' if is_page else "Bearer"})
 
 

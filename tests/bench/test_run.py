@@ -42,11 +42,10 @@ def test_reported_times_are_those_of_the_server(endpoint, in_pieces):
     assert [len(latencies[name].values) for name in ("ttft", "tpot", "itl", "e2el")] == [6, 6, 30, 6]
     # A sleep may take longer on a busy machine, but never shorter; what is reported must add up in any case.
     assert latencies["ttft"].values[0] >= 49
-    assert latencies["tpot"].values[0] >= 9
     assert latencies["e2el"].values[0] >= 98
     assert report.seconds >= 2 * 0.098
     for outcome in report.outcomes:
-        assert outcome.ttft_s + 5 * outcome.tpot_s <= outcome.e2e_s + 1e-9
+        assert 0.098 <= outcome.ttft_s + 5 * outcome.tpot_s <= outcome.e2e_s + 1e-9
     assert latencies["itl"].mean == pytest.approx(latencies["tpot"].mean)
     assert fake.most_open == 3
 

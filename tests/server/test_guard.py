@@ -33,6 +33,7 @@ OPEN_ROUTES = {
     for path in (
         "/health", "/health_generate", "/ping", "/ready", "/readyz", "/metrics",
         "/dashboard", "/dashboard/page.css", "/dashboard/page.js", "/dashboard/charts.js",
+        "/", "/docs/page.css",
     )
 } | {("HEAD", "/metrics")}  # fmt: skip
 
