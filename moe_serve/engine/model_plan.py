@@ -95,7 +95,8 @@ def expert_form(config: ServeConfig, spec: ModelSpec, device: torch.device, stor
     """Returns how experts are kept under this configuration. Raises ConfigError where the setting cannot be."""
     keeps_fp8 = has_e4m3(device) if stored is None else stored.keeps_fp8
     wanted = config.model.expert_weights
-    return choose_expert_form(wanted, spec.fp8_block, device.type, keeps_fp8, compiled=stored is not None)
+    compiled = stored is not None
+    return choose_expert_form(wanted, spec.fp8_block, device.type, keeps_fp8, compiled, spec.experts_in_mxfp4)
 
 
 def make_placement(config: ServeConfig, spec: ModelSpec) -> Placement:

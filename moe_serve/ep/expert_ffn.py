@@ -18,6 +18,8 @@ from moe_serve.kernels.quantize import quantize
 from moe_serve.kernels.silu_mul import silu_mul
 from moe_serve.kernels.silu_mul_quantize import silu_mul_quantize
 
+_MXFP4 = "only the compiled kernels multiply MXFP4"
+
 
 def expert_ffn(
     rows: PackedRows | MaskedRows, experts: ExpertStore, numerics: Numerics = FAST, out: Tensor | None = None
@@ -68,6 +70,8 @@ def _packed_ffn(
                 middle_q, middle_scale, experts.matrix("down"), experts.scale("down"), counts, x.dtype
             )
             return _add_bias(results, experts.bias("down"), counts)
+        case "mxfp4":
+            raise AssertionError(_MXFP4)
 
 
 def _activate(gate_up: Tensor, experts: ExpertStore, counts: Tensor) -> Tensor:
@@ -99,3 +103,5 @@ def _slab_ffn(x: Tensor, counts: Tensor, experts: ExpertStore, numerics: Numeric
             return slab_gemm_fp8(*silu_mul_quantize(between, counts), down, counts, x.dtype, numerics)
         case "int8":
             raise AssertionError("int8 experts live on CPUs, where slabs are packed")
+        case "mxfp4":
+            raise AssertionError(_MXFP4)

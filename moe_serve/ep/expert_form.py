@@ -4,6 +4,8 @@ dense   gate_up and down in the compute dtype; for the compiled CPU kernels in b
 fp8     the e4m3 values of an FP8 checkpoint with its float32 scale for each 128 x 128 block: half of bfloat16
 int8    a float32 scale for each output channel, quantised at load, CPU only: a quarter of float32, with numbers that
         differ from the checkpoint's
+mxfp4   the numbers of four bits of an MXFP4 checkpoint with a power of two for each 32, for the compiled CPU kernels
+        only: 4.25 bits where bfloat16 has 16
 
 For the compiled CPU kernels matrices are packed (kernels/cpu/packed.py). They widen weights as they read them and leave
 rows alone; torch and Triton quantise rows too before they multiply them with quantised weights.
@@ -23,25 +25,34 @@ from moe_serve.kernels.activation import SILU, Activation
 from moe_serve.kernels.block_scales import GROUP, num_groups, num_scale_rows
 from moe_serve.kernels.cpu.packed import gate_up_size, packed_size
 from moe_serve.kernels.grouped_gemm_int8 import has_vnni
+from moe_serve.kernels.mxfp4_block import MXFP4_BLOCK
 
-ExpertForm = Literal["dense", "fp8", "int8"]
+ExpertForm = Literal["dense", "fp8", "int8", "mxfp4"]
 
 PARTS: Mapping[str, int] = {"gate_up": 2, "down": 1}  # matrices of an expert: number of row stacks in each
 
 
 def choose_expert_form(
-    wanted: str, fp8_block: int | None, device_type: str, has_e4m3: bool, compiled: bool = False
+    wanted: str,
+    fp8_block: int | None,
+    device_type: str,
+    has_e4m3: bool,
+    compiled: bool = False,
+    in_mxfp4: bool = False,
 ) -> ExpertForm:
     """Returns the form that the setting selects for this checkpoint and device.
 
     wanted: model.expert_weights;  fp8_block: edge of the checkpoint's scale blocks, None where it is not FP8
     has_e4m3: whether the GPU multiplies e4m3 (sm_89 and later), or compiled kernels widen what is stored so
     compiled: whether the compiled CPU kernels compute
+    in_mxfp4: whether the checkpoint has its experts in MXFP4
     Raises ConfigError for a form that is not possible, naming one that is.
     """
     on_gpu = device_type == "cuda"
     match wanted:
         case "auto":
+            if in_mxfp4 and compiled:
+                return "mxfp4"
             return "fp8" if has_e4m3 and fp8_block == GROUP else "dense"
         case "dense":
             return "dense"
@@ -74,8 +85,21 @@ def choose_expert_form(
                     "saturate; set model.expert_weights: auto, or serve with the compiled kernels (docs/numerics.md)"
                 )
             return "int8"
+        case "mxfp4":
+            if not in_mxfp4:
+                raise ConfigError(
+                    "model.expert_weights is mxfp4 but the checkpoint is not (config.json of gpt-oss "
+                    "says so in quantization_config); mxfp4 keeps the values of an MXFP4 checkpoint: "
+                    "set model.expert_weights: auto"
+                )
+            if not compiled:
+                raise ConfigError(
+                    "model.expert_weights is mxfp4 but only the compiled CPU kernels multiply it, and they do not "
+                    "compute here (docs/numerics.md); set model.expert_weights: dense"
+                )
+            return "mxfp4"
         case _:
-            raise ConfigError(f"model.expert_weights is {wanted!r}; choose one of auto, dense, fp8, int8")
+            raise ConfigError(f"model.expert_weights is {wanted!r}; choose one of auto, dense, fp8, int8, mxfp4")
 
 
 def has_e4m3(device: torch.device | str) -> bool:
@@ -120,19 +144,20 @@ class SlotForm:
                 return f"the checkpoint's own FP8 values and scales; {rows}"
             case "int8":
                 return f"not the checkpoint's numbers: {'weights' if self.packed else 'weights and rows'} are rounded"
+            case "mxfp4":
+                return "the checkpoint's own values of four bits and their powers of two; widened exactly to float32"
 
     @property
     def tensors(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         """Shape and dtype of each tensor, by name.
 
         gate_up: [2 I, H], gate rows first;  down: [H, I];  packed ones: [elements];  NAME_scale: fp8
-        [parts x ceil(n / parts / 128), ceil(k / 128)] for a matrix of n x k, int8 [n];  NAME_bias: [n] float32
+        [parts x ceil(n / parts / 128), ceil(k / 128)] for a matrix of n x k, int8 [n], mxfp4 [n, k / 32], packed as
+        the matrix is, which has two numbers in a byte, [n, k / 2];  NAME_bias: [n] float32
         """
         tensors: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
         for name, (n, k) in {"gate_up": (2 * self.width, self.hidden), "down": (self.hidden, self.width)}.items():
-            shape: tuple[int, ...] = (n, k)
-            if self.packed:
-                shape = (packed_size(n, k) if name == "down" else gate_up_size(self.width, k),)
+            shape = self._shape(name, n, k)
             match self.form:
                 case "dense":
                     tensors[name] = shape, self.dtype
@@ -142,9 +167,18 @@ class SlotForm:
                 case "int8":
                     tensors[name] = shape, torch.int8
                     tensors[scale_of(name)] = (n,), torch.float32
+                case "mxfp4":
+                    tensors[name] = self._shape(name, n, k // 2), torch.uint8
+                    tensors[scale_of(name)] = self._shape(name, n, k // MXFP4_BLOCK), torch.uint8
             if self.has_bias:
                 tensors[bias_of(name)] = (n,), torch.float32
         return tensors
+
+    def _shape(self, name: str, n: int, k: int) -> tuple[int, ...]:
+        """Returns the shape of a matrix of n x k elements."""
+        if not self.packed:
+            return n, k
+        return (packed_size(n, k) if name == "down" else gate_up_size(self.width, k),)
 
     @property
     def num_bytes(self) -> int:

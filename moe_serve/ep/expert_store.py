@@ -63,7 +63,7 @@ class ExpertStore:
     @property
     def form(self) -> ExpertForm:
         """The form in which the weights are kept."""
-        forms: dict[torch.dtype, ExpertForm] = {torch.float8_e4m3fn: "fp8", torch.int8: "int8"}
+        forms: dict[torch.dtype, ExpertForm] = {torch.float8_e4m3fn: "fp8", torch.int8: "int8", torch.uint8: "mxfp4"}
         return forms.get(self._stored["gate_up"].dtype, "dense")
 
     @property

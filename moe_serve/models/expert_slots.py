@@ -14,6 +14,7 @@ from moe_serve.kernels.cpu.packed import pack, pack_gate_up
 from moe_serve.kernels.grouped_gemm_fp8 import quantize_weight
 from moe_serve.kernels.grouped_gemm_int8 import quantize_int8
 from moe_serve.kernels.huge_pages import zeros_in_huge_pages
+from moe_serve.kernels.mxfp4 import quantise_mxfp4
 from moe_serve.models.weight_plan import ExpertTensor
 from moe_serve.models.weight_share import WeightShare
 
@@ -43,7 +44,10 @@ def filling(
     pack_matrix = pack_gate_up if plan.name == "gate_up" else pack
     pack_matrix(one.pop(plan.name)[0], slots[plan.name][slot])
     for name, scale in one.items():
-        slots[name][slot].copy_(scale[0])
+        if share.form == "mxfp4":  # its kernel reads scales in the order of the weights
+            pack_matrix(scale[0], slots[name][slot])
+        else:
+            slots[name][slot].copy_(scale[0])
 
 
 def _zeros(plan: ExpertTensor, form: SlotForm, num_slots: int, device: torch.device | str) -> dict[str, Tensor]:
@@ -78,6 +82,17 @@ def put_matrix(slots: dict[str, Tensor], slot: int, name: str, form: ExpertForm,
             weight = quantize_weight(values[None], PARTS[name])
             slots[name][slot].copy_(weight.q[0])
             slots[scale_of(name)][slot].copy_(weight.scale[0])
+        case "mxfp4":
+            put_mxfp4(slots, slot, name, *quantise_mxfp4(values))
+
+
+def put_mxfp4(slots: dict[str, Tensor], slot: int, name: str, blocks: Tensor, scales: Tensor) -> None:
+    """Writes one expert's matrix in MXFP4 into a slot that is not packed.
+
+    blocks: [n, k / 32, 16] uint8;  scales: [n, k / 32] uint8
+    """
+    slots[name][slot].copy_(blocks.flatten(-2))
+    slots[scale_of(name)][slot].copy_(scales)
 
 
 def put_rows(slots: dict[str, Tensor], slot: int, name: str, first_row: int, q: Tensor, scale: Tensor) -> None:

@@ -13,8 +13,6 @@ from moe_serve.kernels.activation import SILU, Activation
 from moe_serve.models.attention_spec import GqaSpec, MlaSpec
 from moe_serve.models.rope_spec import RopeSpec
 
-MXFP4_BLOCK = 32  # values that share a scale
-
 
 @dataclass(frozen=True)
 class ExpertNames:
@@ -69,7 +67,7 @@ class ModelSpec:
     activation: Activation = SILU  # of the routed experts
     checkpoint_dtype: str | None = None  # as in config.json; None: not given
     fp8_block: int | None = None  # edge of the square scale blocks of an FP8 checkpoint
-    experts_in_mxfp4: bool = False  # the matrices of experts are stored so (mxfp4.py)
+    experts_in_mxfp4: bool = False  # the matrices of experts are stored so (kernels/mxfp4.py)
     layer_norm: bool = False  # norms of whole rows take the mean out, and have biases
     tensor_prefix: str = ""  # in front of the checkpoint's names
     head_bias: bool = False  # on the projection to logits

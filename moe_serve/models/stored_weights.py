@@ -1,7 +1,8 @@
 """How a checkpoint stores its weights, and so how the compiled CPU kernels keep them: bfloat16 stays bfloat16.
 
 Widening a bfloat16 to float32 is exact, so kernels that widen what they read compute what float32 weights would give,
-from half the memory. MXFP4 is dequantised to bfloat16, also exactly. Vectors (norms, biases) are float32 always.
+from half the memory. Dense experts of an MXFP4 checkpoint are bfloat16, also exactly. Vectors (norms, biases) are
+float32 always.
 """
 
 from collections.abc import Mapping

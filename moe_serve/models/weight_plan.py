@@ -11,8 +11,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from moe_serve.kernels.mxfp4_block import MXFP4_BLOCK
 from moe_serve.models.attention_spec import GqaSpec, MlaSpec
-from moe_serve.models.spec import MXFP4_BLOCK, ModelSpec
+from moe_serve.models.spec import ModelSpec
 
 
 @dataclass(frozen=True)

@@ -12,10 +12,10 @@ from torch import Tensor
 
 from moe_serve.kernels.block_scales import GROUP
 from moe_serve.kernels.grouped_gemm_int8 import quantize_int8
+from moe_serve.kernels.mxfp4 import dequantise_mxfp4
 from moe_serve.models.checkpoint import Checkpoint
 from moe_serve.models.checkpoint_parts import CheckpointParts, scale_name
-from moe_serve.models.expert_slots import copy_to_replicas, empty_slots, filling, put_matrix, put_rows
-from moe_serve.models.mxfp4 import dequantise_mxfp4
+from moe_serve.models.expert_slots import copy_to_replicas, empty_slots, filling, put_matrix, put_mxfp4, put_rows
 from moe_serve.models.weight_plan import DenseTensor, ExpertTensor, Part, dense_tensors, expert_tensors
 from moe_serve.models.weight_share import WeightShare
 
@@ -104,7 +104,10 @@ class WeightReader:
         row = 0
         with filling(plan, self._share, slots, slot) as (tensors, at):
             if not plan.is_own_form:
-                put_matrix(tensors, at, plan.name, self._share.form, self._brought_into_form(plan, expert))
+                if plan.mxfp4_scale is not None and self._share.form == "mxfp4":
+                    put_mxfp4(tensors, at, plan.name, *self._stored_mxfp4(plan, plan.mxfp4_scale, expert))
+                else:
+                    put_matrix(tensors, at, plan.name, self._share.form, self._brought_into_form(plan, expert))
                 self._report()
                 return
             for part in self._parts.parts(plan, (expert,)):
@@ -113,11 +116,15 @@ class WeightReader:
 
     def _brought_into_form(self, plan: ExpertTensor, expert: int) -> Tensor:
         """Returns one expert of a fused tensor in another form than ours: [n, k], or biases [n]."""
+        if plan.mxfp4_scale is not None:
+            return dequantise_mxfp4(*self._stored_mxfp4(plan, plan.mxfp4_scale, expert))
         values = self._rows(plan.fused.source, expert)
-        if plan.mxfp4_scale is not None:  # rows are moved while they are a quarter of their size
-            scales = self._rows(plan.mxfp4_scale.source, expert)
-            return dequantise_mxfp4(_gate_above_up(plan, values), _gate_above_up(plan, scales))
         return _gate_above_up(plan, values.t() if plan.turned else values)
+
+    def _stored_mxfp4(self, plan: ExpertTensor, scale: Part, expert: int) -> tuple[Tensor, Tensor]:
+        """Returns the blocks and scales of one expert as they are stored, rows of gate before those of up."""
+        blocks, scales = self._rows(plan.fused.source, expert), self._rows(scale.source, expert)
+        return _gate_above_up(plan, blocks), _gate_above_up(plan, scales)
 
     def _put(self, part: Part, expert: int | None, slots: dict[str, Tensor], slot: int, name: str, row: int) -> None:
         """Writes stored rows of one expert into its slot from `row` on, in the form of the slots."""
@@ -131,6 +138,8 @@ class WeightReader:
             case "fp8":
                 put_rows(slots, slot, name, row, *self._stored_fp8(part, expert))
                 self._report()
+            case "mxfp4":
+                raise AssertionError(f"{part.source} is not in MXFP4")
 
     def _read(self, part: Part, out: Tensor, expert: int | None = None) -> None:
         """Fills `out` with a stored tensor, or with one expert of a fused one."""

@@ -17,13 +17,14 @@ from moe_serve.models.families.registry import read_spec
 from tests.engine.offline import prompts_with_shared_beginnings, serve, submits_of
 from tests.engine.test_identity import same, shuffled_placement, write_placement
 from tests.models.fp8_checkpoint import write_fp8_checkpoint
+from tests.models.mxfp4_checkpoint import write_mxfp4_checkpoint
 from tests.models.runner import Runner
 from tests.tolerance import FP8_EXPERT_LOGITS, INT8_EXPERT_LOGITS
 
 NUM_PROMPTS, NUM_TOKENS = 16, 10
 GREEDY = SamplingParams(max_new_tokens=NUM_TOKENS, temperature=0, ignore_eos=True)
 PLAIN = ["engine.numerics=batch_invariant", "cache.prefix_cache=false"]
-FORMS = ["fp8", "int8"]
+FORMS = ["fp8", "int8", "mxfp4"]
 BY_TORCH = [
     "fp8",
     pytest.param("int8", marks=pytest.mark.skipif(not has_vnni(), reason="needs a CPU with AVX-512 VNNI")),
@@ -41,9 +42,14 @@ def fp8_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_fp8_checkpoint(tmp_path_factory.mktemp("fp8") / "model")
 
 
-def model_of(form: str, fp8_folder: Path) -> list[str]:
-    """Returns overrides for the model that a form is tried on: the FP8 checkpoint, or the demo model."""
-    return [f"model.path={fp8_folder}"] if form == "fp8" else []
+@pytest.fixture(scope="module")
+def folders(fp8_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    return {"fp8": fp8_folder, "mxfp4": write_mxfp4_checkpoint(tmp_path_factory.mktemp("mxfp4"))}
+
+
+def model_of(form: str, folders: dict[str, Path]) -> list[str]:
+    """Returns overrides for the model that a form is tried on: a checkpoint that is stored so, or the demo model."""
+    return [f"model.path={folders[form]}"] if form in folders else []
 
 
 def served(overrides: list[str]) -> ServedModel:
@@ -62,7 +68,7 @@ def errors_against_dense(form: str, folder: Path, *overrides: str) -> list[float
     """Returns the relative errors of logits of some prompts with experts in this form."""
     # All experts of the tiny model work on each token: a near-tie of the gate would let one rounding choose another.
     every = {"num_experts_per_tok": 8, "n_group": 1, "topk_group": 1}
-    model = [*model_of(form, write_fp8_checkpoint(folder, **every)), *overrides]
+    model = [*model_of(form, {"fp8": write_fp8_checkpoint(folder, **every)}), *overrides]
     dense, quantised = (served([*model, f"model.expert_weights={kept}"]) for kept in ("dense", form))
     errors = []
     for ids in prompts_with_shared_beginnings(4, dense.spec.vocab_size, max_len=60):
@@ -90,8 +96,8 @@ def test_the_kernels_round_weights_to_int8_and_nothing_else(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_bits_do_not_depend_on_ranks_batches_or_placement(form: str, fp8_folder: Path, tmp_path: Path) -> None:
-    overrides = [*PLAIN, *model_of(form, fp8_folder), f"model.expert_weights={form}"]
+def test_bits_do_not_depend_on_ranks_batches_or_placement(form: str, folders: dict[str, Path], tmp_path: Path) -> None:
+    overrides = [*PLAIN, *model_of(form, folders), f"model.expert_weights={form}"]
     spec = read_spec(model_dir(load_config(overrides=overrides).model))
     requests = submits_of(prompts_with_shared_beginnings(NUM_PROMPTS, spec.vocab_size, max_len=40), GREEDY)
     expected = serve(1, requests, overrides)
@@ -102,22 +108,24 @@ def test_bits_do_not_depend_on_ranks_batches_or_placement(form: str, fp8_folder:
     placed = serve(2, requests, [*overrides, write_placement(tmp_path / "placement.json", rows)])
     same(placed, expected)
     assert (np.array(placed.slot_rows).sum(axis=1) > 0).all()
-    dense = serve(1, requests, [*PLAIN, *model_of(form, fp8_folder), "model.expert_weights=dense"])
-    if form == "fp8":
-        same(dense, expected)  # the kernels widen FP8 values exactly
+    dense = serve(1, requests, [*PLAIN, *model_of(form, folders), "model.expert_weights=dense"])
+    if form != "int8":
+        same(dense, expected)  # the kernels widen FP8 and MXFP4 values exactly
         return
     with pytest.raises(AssertionError, match="requests differ"):
         same(dense, expected)
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_the_server_says_how_experts_are_kept(form: str, fp8_folder: Path) -> None:
-    said = served([*model_of(form, fp8_folder), f"model.expert_weights={form}"]).info["expert_weights"]
+def test_the_server_says_how_experts_are_kept(form: str, folders: dict[str, Path]) -> None:
+    said = served([*model_of(form, folders), f"model.expert_weights={form}"]).info["expert_weights"]
     assert said.startswith(form)
     assert ("not the checkpoint's numbers" in said) == (form == "int8")
-    assert served([f"model.path={fp8_folder}"]).info["expert_weights"].startswith("fp8"), "auto, by the kernels"
-    by_torch = served([f"model.path={fp8_folder}", "engine.cpu_kernels=torch"])
-    assert by_torch.info["expert_weights"].startswith("dense"), "auto, by torch on a CPU"
+    if form == "int8":
+        return
+    auto = [served([*model_of(form, folders), *by]).info["expert_weights"] for by in ([], ["engine.cpu_kernels=torch"])]
+    assert auto[0].startswith(form), "by the kernels"
+    assert auto[1].startswith("dense"), "by torch on a CPU"
 
 
 def test_a_form_that_the_model_cannot_have_is_refused_before_loading() -> None:

@@ -25,6 +25,7 @@ FORMS: tuple[Forms, ...] = (
     ("int8", torch.float32, False, False),
     ("dense", torch.bfloat16, True, True),
     ("fp8", torch.float32, True, False),
+    ("mxfp4", torch.float32, True, True),
 )
 
 

@@ -45,6 +45,21 @@ def test_a_setting_selects_one_form(
     assert choose_expert_form(wanted, block, device, e4m3) == form
 
 
+def test_mxfp4_is_kept_by_the_compiled_kernels_alone() -> None:
+    def chosen(wanted: str, compiled: bool = True, in_mxfp4: bool = True, device: str = "cpu") -> ExpertForm:
+        return choose_expert_form(wanted, None, device, False, compiled, in_mxfp4)
+
+    assert chosen("auto") == chosen("mxfp4") == "mxfp4"
+    assert chosen("auto", compiled=False) == chosen("auto", in_mxfp4=False) == chosen("dense") == "dense"
+    assert chosen("int8") == "int8"
+    with pytest.raises(ConfigError, match=r"mxfp4 but the checkpoint is not .* set model.expert_weights: auto"):
+        chosen("mxfp4", in_mxfp4=False)
+    with pytest.raises(
+        ConfigError, match=r"only the compiled CPU kernels multiply it.* set model.expert_weights: dense"
+    ):
+        chosen("mxfp4", compiled=False)
+
+
 @pytest.mark.parametrize(
     ("wanted", "block", "device", "message"),
     [
@@ -53,7 +68,7 @@ def test_a_setting_selects_one_form(
         ("fp8", 128, "cuda", "no e4m3 .* set model.expert_weights: dense"),
         ("int8", None, "cuda", "the ranks run on GPUs; int8 is for CPUs: set model.expert_weights: auto"),
         ("int8", None, "cpu", "no AVX-512 VNNI.* set model.expert_weights: auto"),
-        ("int4", None, "cpu", "choose one of auto, dense, fp8, int8"),
+        ("int4", None, "cpu", "choose one of auto, dense, fp8, int8, mxfp4"),
     ],
 )
 def test_an_impossible_form_is_refused_naming_a_possible_one(

@@ -26,7 +26,7 @@ class Case:
         self.num_logical = int(rng.integers(1, num_slots + 1))
         self.settings = MoveSettings(staging_slots=int(rng.integers(1, 3)))
         form = FORMS[int(rng.integers(len(FORMS)))]
-        hidden, width = (int(n) for n in rng.integers(1, 4, 2))
+        hidden, width = (32, 32) if form[0] == "mxfp4" else (int(n) for n in rng.integers(1, 4, 2))
         whole = form[0] != "fp8" and rng.random() < 0.3
         # Packed experts are padded to 32 rows.
         piece_bytes = 4096 if whole else int(rng.choice([5, 8, 24])) * (1 + 20 * form[2])

@@ -2,35 +2,33 @@
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from torch import Tensor
 
+from moe_serve.ep.expert_store import ExpertStore
 from moe_serve.ep.moe_layer import MoeLayer
+from moe_serve.eplb.placement import Placement
 from moe_serve.errors import ModelError
+from moe_serve.kernels.mxfp4 import dequantise_mxfp4
 from moe_serve.kernels.numerics import COMPILED, FAST
+from moe_serve.models.expert_reload import ExpertReloader, ExpertToRead
 from moe_serve.models.families.registry import read_spec
-from moe_serve.models.mxfp4 import dequantise_mxfp4
 from moe_serve.models.stored_weights import StoredWeights
 from moe_serve.models.weight_share import WeightShare
-from moe_serve.models.weights import load_weights
+from moe_serve.models.weights import dummy_weights, load_weights
+from tests.kernels.cpu.unpacking import unpack, unpack_gate_up
 from tests.models.families import oracle_logits
-from tests.models.runner import Runner, load_decoder, one_rank
+from tests.models.mxfp4_checkpoint import MXFP4_CONFIG, random_mxfp4
+from tests.models.runner import Runner, decoder_with, load_decoder, one_rank
+from tests.models.test_expert_slots import same_bytes
 from tests.tolerance import LOGITS, relative_error
 
 Oracle = Callable[[str], tuple[Any, Path]]
-
-
-def random_mxfp4(num_experts: int, n: int, k: int, seed: int) -> tuple[Tensor, Tensor]:
-    """Returns blocks and scales, of values of about 1 / sqrt(k)."""
-    generator = torch.Generator().manual_seed(seed)
-    blocks = torch.randint(0, 256, (num_experts, n, k // 32, 16), generator=generator, dtype=torch.uint8)
-    scales = torch.randint(120, 124, (num_experts, n, k // 32), generator=generator, dtype=torch.uint8)
-    return blocks, scales
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +36,7 @@ def folder(oracle: Oracle, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Returns a checkpoint of gpt-oss whose experts are stored in MXFP4."""
     plain, path = oracle("gpt_oss")[1], tmp_path_factory.mktemp("mxfp4")
     config = json.loads((plain / "config.json").read_text())
-    (path / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "mxfp4"}}))
+    (path / "config.json").write_text(json.dumps(config | MXFP4_CONFIG))
     tensors = load_file(plain / "model.safetensors")
     for seed, name in enumerate([name for name in tensors if name.endswith("_proj") and ".experts." in name]):
         num_experts, k, n = tensors.pop(name).shape
@@ -74,11 +72,73 @@ def test_logits_match_transformers_on_the_same_checkpoint(folder: Path) -> None:
     ).eval()
     ids = torch.randint(3, 256, (70,), generator=torch.Generator().manual_seed(1)).tolist()
     wanted = oracle_logits(model, ids)
-    for numerics in (FAST, COMPILED):
-        runner = Runner(load_decoder(folder, numerics, moe_layer=MoeLayer), numerics)
+    got = []
+    for decoder, numerics in (
+        (load_decoder(folder, FAST, moe_layer=MoeLayer), FAST),
+        (load_decoder(folder, COMPILED, moe_layer=MoeLayer), COMPILED),
+        (decoder_with(MoeLayer, read_spec(folder), load_weights(folder, kept_share(folder)), COMPILED), COMPILED),
+    ):
+        runner = Runner(decoder, numerics)
         request = runner.request("request", ids)
         runner.prefill([request], chunk=40)
-        assert relative_error(runner.stacked(request), wanted) < LOGITS
+        got.append(runner.stacked(request))
+        assert relative_error(got[-1], wanted) < LOGITS
+    assert torch.equal(got[2], got[1]), "kept as stored, and widened to bfloat16"
+
+
+def kept_share(folder: Path, rows: list[list[int]] | None = None) -> WeightShare:
+    """Returns the share of a rank that keeps MXFP4 as it is. rows: of the placement; None: one rank has all in order"""
+    spec = read_spec(folder)
+    placement = one_rank(spec)
+    if rows is not None:
+        placement = Placement(rows, spec.num_logical, 2, spec.moe_layer_ids, allow_lost=True)
+    stored = StoredWeights.of(spec, folder)
+    return WeightShare(spec, placement, 0, torch.float32, "cpu", "mxfp4", stored)
+
+
+def test_slots_hold_the_stored_bytes_packed_with_gate_before_up(folder: Path) -> None:
+    share, tensors = kept_share(folder), load_file(folder / "model.safetensors")
+    spec, loaded = share.spec, load_weights(folder, share)
+    hidden, width = spec.hidden, spec.moe_intermediate
+    for layer, of_layer in loaded.experts.items():
+        assert {name: (tuple(t.shape[1:]), t.dtype) for name, t in of_layer.items()} == share.slot_form.tensors
+        block = f"model.layers.{layer}.mlp.experts."
+        for expert in range(spec.num_logical):
+            for ending, of, per in (("", "blocks", 2), ("_scale", "scales", 32)):
+                rows = tensors[f"{block}gate_up_proj_{of}"][expert].flatten(1)
+                gate_up, down = (of_layer[name + ending][expert] for name in ("gate_up", "down"))
+                assert torch.equal(unpack_gate_up(gate_up, width, hidden // per), torch.cat((rows[0::2], rows[1::2])))
+                assert torch.equal(
+                    unpack(down, hidden, width // per), tensors[f"{block}down_proj_{of}"][expert].flatten(1)
+                )
+    wide = replace(share, form="dense").slot_form.num_bytes
+    biases = 4 * (2 * width + hidden)
+    assert share.slot_form.num_bytes - biases <= (wide - biases) * (4.25 / 16) * 1.02, "k is padded to even numbers"
+    assert loaded.bytes_read == sum(tensor.nbytes for tensor in tensors.values())
+
+
+@pytest.mark.parametrize("is_dummy", [False, True], ids=["checkpoint", "dummy"])
+def test_experts_read_again_have_the_bytes_of_the_first_load(folder: Path, is_dummy: bool) -> None:
+    num_logical = read_spec(folder).num_logical
+    row = [*range(1, num_logical), -1, 0, *[-1] * (num_logical - 1)]  # of two ranks; the first one's slots change
+    source = None if is_dummy else folder
+
+    def stores(rows: list[list[int]]) -> list[ExpertStore]:
+        share = kept_share(folder, rows)
+        weights = dummy_weights(share, 3) if source is None else load_weights(source, share)
+        return [weights.store(layer) for layer in share.spec.moe_layer_ids]
+
+    num_layers = read_spec(folder).num_moe_layers
+    got, wanted_rows = stores([row] * num_layers), [row.copy() for _ in range(num_layers)]
+    read = [ExpertToRead(0, 0, num_logical - 1), ExpertToRead(num_layers - 1, 0, 1)]
+    ExpertReloader(kept_share(folder, [row] * num_layers), source, seed=3).read(read, got)
+    for each in read:
+        wanted_rows[each.layer_row][each.slot] = each.expert
+    for store, right in zip(got, stores(wanted_rows), strict=True):
+        assert store.form == "mxfp4"
+        for slot in range(store.num_slots):
+            for name, tensor in right.slot(slot).items():
+                assert same_bytes(store.slot(slot)[name], tensor), (slot, name)
 
 
 def test_ranks_keep_the_values_exactly_in_bfloat16_and_read_their_own_bytes_only(folder: Path) -> None:

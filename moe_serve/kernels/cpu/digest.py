@@ -62,11 +62,12 @@ def _experts() -> list[Tensor]:
         torch.float8_e4m3fn: (_numbers(2, 2, 2, seed=4) / 8, _numbers(2, 2, 1, seed=5) / 8),
     }
     results = []
-    for dtype in KINDS:
+    for dtype in (kind for kind in KINDS if kind != torch.uint8):
         factor = 127 if dtype == torch.int8 else 1 / 8
         gate_up, down = (((_numbers(2, size, seed=6) * factor).to(dtype)) for size in sizes[1:])
         experts = PackedExperts(gate_up, down, HIDDEN, WIDTH, *scales.get(dtype, (None, None)))
         results.append(packed_ffn(_numbers(ROWS, HIDDEN, seed=7), counts, experts))
+    results.append(packed_ffn(_numbers(ROWS, 160, seed=7), counts, _mxfp4_experts(160, 96)))
     biased = {"gate_up_bias": _numbers(2, 2 * WIDTH, seed=8), "down_bias": _numbers(2, HIDDEN, seed=9)}
     gate_up, down = (_numbers(2, size, seed=6) / 8 for size in sizes[1:])
     experts = PackedExperts(
@@ -74,6 +75,15 @@ def _experts() -> list[Tensor]:
     )
     results.append(packed_ffn(_numbers(ROWS, HIDDEN, seed=7), counts, experts))
     return results
+
+
+def _mxfp4_experts(hidden: int, width: int) -> PackedExperts:
+    def drawn(size: int, seed: int, least: int, count: int) -> Tensor:
+        return (_numbers(2, size, seed=seed) * count / 2 + count / 2 + least).to(torch.uint8)
+
+    weights = drawn(gate_up_size(width, hidden // 2), 6, 0, 256), drawn(packed_size(hidden, width // 2), 7, 0, 256)
+    scales = drawn(gate_up_size(width, hidden // 32), 8, 121, 4), drawn(packed_size(hidden, width // 32), 9, 121, 4)
+    return PackedExperts(*weights, hidden, width, *scales)
 
 
 def _attention() -> list[Tensor]:

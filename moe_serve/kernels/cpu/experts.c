@@ -11,8 +11,9 @@ typedef struct { /* as experts.py fills it */
     const char *gate_up; /* [slots][width / 32][hidden][32 of gate, 32 of up] */
     const char *down;    /* [slots][packed] */
     /* 0, or INT8: [slots, 2 width] and [slots, hidden]; E4M3: by 128 x 128, [slots, 2 ceil(width), ceil(hidden)] and
-       [slots, ceil(hidden), ceil(width)] */
-    const float *gate_up_scale, *down_scale;
+       [slots, ceil(hidden), ceil(width)]; MXFP4: their exponents, packed as bytes [2 width, hidden / 32] and
+       [hidden, width / 32] of each slot */
+    const void *gate_up_scale, *down_scale;
     const float *gate_up_bias, *down_bias; /* 0, or [slots, 2 width] and [slots, hidden] */
     double alpha, limit;                   /* of CLAMPED_SWIGLU */
 } Experts;
@@ -37,6 +38,7 @@ typedef struct {
 typedef struct {
     const ExpertsJob *job;
     const Chunk *chunk;
+    char *wide; /* MXFP4 by tiles: see Panel */
 } ChunkJob;
 
 /* Goes to the next block with rows; returns 0 behind the last one. Begins with {.slot = -1}. */
@@ -74,11 +76,19 @@ INLINE const float *block_scales(const float *scale, i64 block_row, i64 k)
 }
 
 /* The scales of one slot's stacks of n rows: a scale per row, or per block. */
-INLINE const float *scales_of(const float *scale, i64 kind, i64 slot, i64 stacks, i64 n, i64 k)
+INLINE const float *scales_of(const void *scale, i64 kind, i64 slot, i64 stacks, i64 n, i64 k)
 {
-    if (kind == INT8) return scale + slot * stacks * n;
+    if (kind == INT8) return (const float *)scale + slot * stacks * n;
     if (kind != E4M3) return 0;
     return block_scales(scale, slot * stacks * ((n + SCALE_GROUP - 1) / SCALE_GROUP), k);
+}
+
+/* The exponents of a panel of one slot's packed weight [n, k] in MXFP4; 0: none. */
+INLINE const uint8_t *exponents_of(const void *scale, i64 kind, i64 slot, i64 n, i64 k, i64 panel)
+{
+    if (kind != MXFP4) return 0;
+    const char *of_slot = (const char *)scale + slot * packed_bytes(n, k / MX_BLOCK, INT8);
+    return (const uint8_t *)panel_at(of_slot, panel, k / MX_BLOCK, INT8);
 }
 
 INLINE void scale_columns(float *y, const float *scale, i64 count)
@@ -110,10 +120,11 @@ static void gate_up_rows(const ChunkJob *c, i64 panel, SlotRows s)
     const Experts *e = j->e;
     i64 padded = padded_to_32(e->width), column = panel * 32, wanted = least(32, e->width - column);
     const char *gate_up = e->gate_up + s.slot * packed_bytes(2 * padded, e->hidden, e->kind);
-    Panel p = {e->kind, PANEL, e->hidden, panel_at(gate_up, panel, e->hidden, e->kind), {0, 0}};
+    Panel p = {e->kind, PANEL, e->hidden, panel_at(gate_up, panel, e->hidden, e->kind), .wide = c->wide};
     const float *scale = scales_of(e->gate_up_scale, e->kind, s.slot, 2, e->width, e->hidden), *x[ROW_BLOCK];
     float both[ROW_BLOCK][PANEL], *y[ROW_BLOCK];
     i64 block_rows = (e->width + SCALE_GROUP - 1) / SCALE_GROUP;
+    p.exponents = exponents_of(e->gate_up_scale, e->kind, s.slot, 2 * padded, e->hidden, panel);
     for (i64 half = 0; half < 2 && e->kind == E4M3; half++)
         p.scale[half] = block_scales(scale, half * block_rows + column / SCALE_GROUP, e->hidden);
     for (i64 r = 0; r < s.rows; r++) x[r] = j->x + (s.at + r) * j->x_row, y[r] = both[r];
@@ -136,10 +147,12 @@ static void down_rows(const ChunkJob *c, i64 panel, SlotRows s)
     const ExpertsJob *j = c->job;
     const Experts *e = j->e;
     const char *down = e->down + s.slot * packed_bytes(e->hidden, e->width, e->kind);
-    Panel p = {e->kind, panel_width(e->hidden, panel), e->width, panel_at(down, panel, e->width, e->kind), {0, 0}};
+    Panel p = {e->kind, panel_width(e->hidden, panel), e->width, panel_at(down, panel, e->width, e->kind),
+               .wide = c->wide};
     const float *scale = scales_of(e->down_scale, e->kind, s.slot, 1, e->hidden, e->width), *x[ROW_BLOCK];
     i64 column = panel * PANEL, wanted = least(p.width, e->hidden - column);
     float *y[ROW_BLOCK], spare[ROW_BLOCK][PANEL];
+    p.exponents = exponents_of(e->down_scale, e->kind, s.slot, e->hidden, e->width, panel);
     if (e->kind == E4M3) p.scale[0] = p.scale[1] = block_scales(scale, column / SCALE_GROUP, e->width);
     for (i64 r = 0; r < s.rows; r++) {
         x[r] = j->middle + (s.packed_at + r) * padded_to_32(e->width);
@@ -181,16 +194,25 @@ INLINE void expert_panels(const ChunkJob *c, i64 panels, i64 piece, PanelRows ro
 
 static void split_piece(const void *job, i64 piece) { expert_panels(job, 1, piece, split_block); }
 
+/* As above, with room for a panel of that k in bfloat16 where tiles need it. */
+static void weight_panels(const ChunkJob *c, i64 panels, i64 piece, PanelRows rows_by_panel, i64 k)
+{
+    ChunkJob own = *c; /* of this thread */
+    if (c->job->x_parts && c->job->e->kind == MXFP4) own.wide = parts_room(packed_bytes(PANEL, k, BFLOAT16));
+    expert_panels(&own, panels, piece, rows_by_panel);
+    free(own.wide);
+}
+
 static void gate_up_piece(const void *job, i64 piece)
 {
     const ChunkJob *c = job;
-    expert_panels(c, padded_to_32(c->job->e->width) / 32, piece, gate_up_rows);
+    weight_panels(c, padded_to_32(c->job->e->width) / 32, piece, gate_up_rows, c->job->e->hidden);
 }
 
 static void down_piece(const void *job, i64 piece)
 {
     const ChunkJob *c = job;
-    expert_panels(c, num_panels(c->job->e->hidden), piece, down_rows);
+    weight_panels(c, num_panels(c->job->e->hidden), piece, down_rows, c->job->e->width);
 }
 
 /* Returns the blocks behind `before`: one, and more as long as all have no more than most_rows. */
@@ -214,7 +236,7 @@ i64 expert_ffn(const Experts *facts, const float *x, i64 x_row, const i64 *rows_
     if (tiled) job.row_block = tile_row_block(facts->hidden);
     Chunk chunk;
     for (SlotRows at = {.slot = -1}; (chunk = chunk_behind(&job, at, most_rows)).blocks;) {
-        ChunkJob part = {&job, &chunk};
+        ChunkJob part = {&job, &chunk, 0};
         if (tiled) {
             job.x_parts = parts_room(chunk.rows * per_row);
             job.middle_parts = job.x_parts + parts_bytes(chunk.rows, facts->hidden);

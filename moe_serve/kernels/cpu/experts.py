@@ -13,6 +13,7 @@ from moe_serve.kernels.cpu.library import cpu_library
 from moe_serve.kernels.cpu.linear import KINDS
 from moe_serve.kernels.cpu.packed import gate_up_size, packed_size, padded
 from moe_serve.kernels.cpu.rows import float_bits
+from moe_serve.kernels.mxfp4_block import MXFP4_BLOCK
 
 _ACTIVATIONS = ("silu", "clamped_swiglu")  # in the order of experts.c
 
@@ -24,7 +25,10 @@ class PackedExperts:
     gate_up: [S, gate_up_size(width, hidden)], down: [S, packed_size(hidden, width)]
     scales:  float32, contiguous: None for float32 and bfloat16; int8, by output channel: gate_up_scale [S, 2 x width],
              down_scale [S, hidden]; float8_e4m3fn, by 128 x 128 as kernels/block_scales.py has them: gate_up_scale
-             [S, 2 x ceil(width / 128), ceil(hidden / 128)], down_scale [S, ceil(hidden / 128), ceil(width / 128)]
+             [S, 2 x ceil(width / 128), ceil(hidden / 128)], down_scale [S, ceil(hidden / 128), ceil(width / 128)];
+             MXFP4 (kernels/mxfp4.py): hidden and width are multiples of 32, weights are uint8 of two numbers each,
+             gate_up [S, gate_up_size(width, hidden / 2)] and down [S, packed_size(hidden, width / 2)]; scales are uint8
+             exponents, packed too: [S, gate_up_size(width, hidden / 32)], [S, packed_size(hidden, width / 32)]
     biases:  float32, contiguous: gate_up_bias [S, 2 x width], gate first, and down_bias [S, hidden]; None: none
     """
 
@@ -40,14 +44,20 @@ class PackedExperts:
 
     def __post_init__(self) -> None:
         slots, hidden, width = self.gate_up.shape[0], self.hidden, self.width
-        assert self.gate_up.shape == (slots, gate_up_size(width, hidden)), tuple(self.gate_up.shape)
-        assert self.down.shape == (slots, packed_size(hidden, width)), tuple(self.down.shape)
+        in_mxfp4 = self.gate_up.dtype == torch.uint8
+        per_word = 2 if in_mxfp4 else 1
+        assert not in_mxfp4 or hidden % MXFP4_BLOCK == width % MXFP4_BLOCK == 0, f"MXFP4 of {hidden} x {width}"
+        assert self.gate_up.shape == (slots, gate_up_size(width, hidden // per_word)), tuple(self.gate_up.shape)
+        assert self.down.shape == (slots, packed_size(hidden, width // per_word)), tuple(self.down.shape)
         scales: tuple[tuple[int, ...] | None, ...] = (None, None)
         if self.gate_up.dtype == torch.int8:
             scales = (slots, 2 * width), (slots, hidden)
         elif self.gate_up.dtype == torch.float8_e4m3fn:
             gate_up = slots, num_scale_rows(2 * width, 2), num_groups(hidden)
             scales = gate_up, (slots, num_groups(hidden), num_groups(width))
+        elif in_mxfp4:
+            blocks = gate_up_size(width, hidden // MXFP4_BLOCK), packed_size(hidden, width // MXFP4_BLOCK)
+            scales = (slots, blocks[0]), (slots, blocks[1])
         for scale, shape in zip((self.gate_up_scale, self.down_scale), scales, strict=True):
             assert (None if scale is None else tuple(scale.shape)) == shape, f"scales of {self.gate_up.dtype}: {shape}"
         for bias, size in ((self.gate_up_bias, 2 * width), (self.down_bias, hidden)):

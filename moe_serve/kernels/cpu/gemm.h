@@ -2,7 +2,8 @@
 
    W [n, k] lies in panels of 64 columns of W^T, [panel][k][64]; n is padded to a multiple of 32, and the last panel is
    32 wide where that is enough; k is padded to an even number. In bfloat16 a word of 32 bits holds k and k + 1 of a
-   column, [panel][k / 2][64][2]. So the layout does not depend on the width of a register. Every output is one chain of
+   column, [panel][k / 2][64][2]; in MXFP4 a byte does, k in its lower half, and the scales' exponents lie as a weight of
+   bytes [n, k / 32] does. So the layout does not depend on the width of a register. Every output is one chain of
    fused multiply-adds in order of k, whatever the tile, blocking, thread or machine: its bits depend on its row of x
    and its column of W only. */
 #pragma once
@@ -19,7 +20,9 @@ enum { DIRECT, KEEP, AGAIN };
 typedef struct {
     i64 kind, width, k;
     const char *w;
-    const float *scale[2]; /* E4M3 only: of the first and the last 32 columns, one for every 128 of k */
+    const float *scale[2];    /* E4M3 only: of the first and the last 32 columns, one for every 128 of k */
+    const uint8_t *exponents; /* MXFP4 only: of the scales, [k / 32][width] */
+    char *wide;               /* MXFP4 by tiles: room for the panel in bfloat16 */
 } Panel;
 
 /* Some rows of x, and where their products go. */
@@ -35,7 +38,7 @@ typedef struct {
     const float *x[MOST_ROWS];
     float *y[MOST_ROWS];
     const char *w;
-    float scale[2];
+    const float *scale; /* see load_weights; MXFP4: [k / 32][width] */
     float *wide;       /* [k][width], see KEEP */
     const char *ahead; /* what is fetched into the cache on the way, ahead_step bytes with every k; not in DIRECT */
     i64 ahead_step, x_step, width, k;
@@ -45,10 +48,11 @@ typedef struct {
 /* R rows by V registers from column `first` on. */
 INLINE void tile(const int R, const int V, const int kind, const int way, const Tile *t, i64 first)
 {
-    const int word = bytes_of(kind) * k_per_word(kind);
+    const int word = word_bytes(kind), pairs = k_per_word(kind) == 2;
     vf acc[MOST_ROWS][8]; /* of constant size, and every loop over it unrolled: it lives in registers */
     const float *x[MOST_ROWS];
     const char *w = t->w, *ahead = t->ahead;
+    const float *scale = t->scale;
     float *wide = t->wide;
     i64 step = t->width * word, x_step = t->x_step, ahead_step = t->ahead_step;
     UNROLL for (int r = 0; r < R; r++) {
@@ -57,8 +61,8 @@ INLINE void tile(const int R, const int V, const int kind, const int way, const 
     }
     for (i64 i = 0, at = 0; i < t->k; i++, at += x_step) {
         vf b[8];
-        i64 second = kind == BFLOAT16 && i % 2;
-        load_weights(V, kind, second, w, first, t->scale, b);
+        i64 second = pairs && i % 2;
+        load_weights(V, kind, second, w, first, scale, b);
         if (way == DIRECT && !second) {
             UNROLL for (int line = 0; line < V * VL * word; line += 64)
                 __builtin_prefetch(w + PREFETCH + first * word + line, 0, 2);
@@ -67,7 +71,8 @@ INLINE void tile(const int R, const int V, const int kind, const int way, const 
             ahead += ahead_step;
             for (; line < ahead; line += 64) __builtin_prefetch(line, 0, 2);
         }
-        if (kind != BFLOAT16 || second) w += step;
+        if (!pairs || second) w += step;
+        if (kind == MXFP4 && i % MX_BLOCK == MX_BLOCK - 1) scale += t->width;
         if (way == KEEP) {
             UNROLL for (int v = 0; v < V; v++) *(vf *)(wide + first + v * VL) = b[v];
             wide += t->width;
@@ -110,13 +115,15 @@ ROWS_BY_PANEL(float32_direct, FLOAT32, DIRECT, ALL_TILES, ALL_TILES)
 ROWS_BY_PANEL(bfloat16_direct, BFLOAT16, DIRECT, ALL_TILES, ALL_TILES)
 ROWS_BY_PANEL(int8_direct, INT8, DIRECT, ALL_TILES, ALL_TILES)
 ROWS_BY_PANEL(e4m3_direct, E4M3, DIRECT, ALL_TILES, ALL_TILES)
+ROWS_BY_PANEL(mxfp4_direct, MXFP4, DIRECT, ALL_TILES, ALL_TILES)
 ROWS_BY_PANEL(bfloat16_keep, BFLOAT16, KEEP, MORE_TILES, NO_TILES)
 ROWS_BY_PANEL(int8_keep, INT8, KEEP, MORE_TILES, NO_TILES)
 ROWS_BY_PANEL(e4m3_keep, E4M3, KEEP, MORE_TILES, NO_TILES)
+ROWS_BY_PANEL(mxfp4_keep, MXFP4, KEEP, MORE_TILES, NO_TILES)
 ROWS_BY_PANEL(float32_again, FLOAT32, AGAIN, MORE_TILES, NO_TILES)
 typedef void (*RowsByPanel)(const Tile *, i64 rows);
-static const RowsByPanel by_direct[] = {float32_direct, bfloat16_direct, int8_direct, e4m3_direct};
-static const RowsByPanel by_keep[] = {float32_again, bfloat16_keep, int8_keep, e4m3_keep};
+static const RowsByPanel by_direct[] = {float32_direct, bfloat16_direct, int8_direct, e4m3_direct, mxfp4_direct};
+static const RowsByPanel by_keep[] = {float32_again, bfloat16_keep, int8_keep, e4m3_keep, mxfp4_keep};
 
 INLINE i64 k_block(i64 kind) { return kind == E4M3 ? SCALE_GROUP : K_BLOCK; }
 INLINE i64 row_blocks(i64 rows) { return (rows + MOST_ROWS - 1) / MOST_ROWS; }
@@ -125,15 +132,17 @@ INLINE i64 row_blocks(i64 rows) { return (rows + MOST_ROWS - 1) / MOST_ROWS; }
    which meanwhile fetch the next block. */
 static void panel_product(const Panel *p, const Rows *g)
 {
-    i64 blocks = row_blocks(g->rows), step = p->width * bytes_of(p->kind), block = k_block(p->kind);
+    i64 blocks = row_blocks(g->rows), step = bytes_per_k(p->width, p->kind), block = k_block(p->kind);
     i64 direct = blocks == 1 || p->width < PANEL;
-    _Alignas(64) float wide[K_BLOCK * PANEL];
+    _Alignas(64) float wide[K_BLOCK * PANEL], scale[K_BLOCK / MX_BLOCK * PANEL];
     for (i64 r = 0; r < g->rows && !p->k; r++) memset(g->y[r], 0, p->width * 4);
     for (i64 start = 0; start < p->k; start += block) {
-        Tile t = {.width = p->width, .k = least(block, p->k - start), .more = start, .wide = wide};
+        Tile t = {.width = p->width, .k = least(block, p->k - start), .more = start, .scale = scale, .wide = wide};
         t.x_step = g->packed ? MOST_ROWS : 1, t.ahead_step = step / blocks;
         for (i64 half = 0; half < 2 && p->kind == E4M3; half++)
-            t.scale[half] = p->scale[half][start / SCALE_GROUP] * E4M3_UNIT;
+            scale[half] = p->scale[half][start / SCALE_GROUP] * E4M3_UNIT;
+        if (p->kind == MXFP4)
+            widen_e8m0(p->exponents + start / MX_BLOCK * p->width, t.k / MX_BLOCK * p->width, scale);
         for (i64 b = 0; b < blocks; b++) {
             i64 from = g->rows * b / blocks, rows = g->rows * (b + 1) / blocks - from;
             RowsByPanel product = direct ? by_direct[p->kind] : b ? float32_again : by_keep[p->kind];

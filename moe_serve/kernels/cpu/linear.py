@@ -10,7 +10,8 @@ from moe_serve.kernels.cpu.library import cpu_library
 from moe_serve.kernels.cpu.packed import pack, packed_size
 from moe_serve.kernels.huge_pages import zeros_in_huge_pages
 
-KINDS = (torch.float32, torch.bfloat16, torch.int8, torch.float8_e4m3fn)  # in the order of weights.h
+# In the order of weights.h; bytes hold two numbers of MXFP4 each.
+KINDS = (torch.float32, torch.bfloat16, torch.int8, torch.float8_e4m3fn, torch.uint8)
 
 
 @dataclass(frozen=True, eq=False)

@@ -1,6 +1,7 @@
-/* x W^T with W in bfloat16 by tiles, of float32 rows without rounding: a row is split into three parts of 8 bits of
-   mantissa each, high + middle + low = x. The parts of up to 5 rows are rows of one tile. Each part's products add up in
-   an order that k alone fixes, then (low + middle) + high: a row's bits depend on that row and on W only.
+/* x W^T with W in bfloat16, or widened to it, by tiles, of float32 rows without rounding: a row is split into three parts
+   of 8 bits of mantissa each, high + middle + low = x. The parts of up to 5 rows are rows of one tile. Each part's
+   products add up in an order that k alone fixes, then (low + middle) + high: a row's bits depend on that row and on W
+   only.
 
    An x that is not finite is its high part; a part below 2^-126 counts as zero. The rows of a tile behind the parts are
    whatever follows in memory: a row of a product depends on no other. */
@@ -15,7 +16,7 @@ enum { TILES_AHEAD = 4096 /* bytes of weights that a single group fetches ahead 
 
 static _Atomic i64 tiles_on;
 
-INLINE i64 by_tiles(i64 kind) { return HAS_TILES && kind == BFLOAT16 && tiles_on; }
+INLINE i64 by_tiles(i64 kind) { return HAS_TILES && (kind == BFLOAT16 || kind == MXFP4) && tiles_on; }
 INLINE i64 tile_steps(i64 k) { return (k + TILE_K - 1) / TILE_K; }
 
 /* Parts lie [group][step of k][part][row of the group][32]: those of row r begin at row_parts(r, k), if it is the first
@@ -34,7 +35,7 @@ static char *parts_room(i64 bytes)
 {
     char *room = aligned_alloc(LINE, (bytes + TILE_ROWS * LINE + LINE - 1) / LINE * LINE);
     if (!room) {
-        fprintf(stderr, "moe_serve: no memory for %lld bytes of rows for AMX\n", (long long)bytes);
+        fprintf(stderr, "moe_serve: no memory for %lld bytes for AMX\n", (long long)bytes);
         abort();
     }
     return room;
@@ -160,16 +161,34 @@ static void two_groups_product(TilePanel *p, const char *parts, i64 rows, float 
     STORE_SUMS(3, second, y + TILE_GROUP, column + 16);
 }
 
+/* Writes a panel of MXFP4 to `wide` as one of bfloat16, which holds all its numbers exactly. */
+static void widen_panel(const Panel *p)
+{
+    float scale[PANEL];
+    const char *w = p->w;
+    char *to = p->wide;
+    for (i64 k = 0; k < p->k; k += 2, w += p->width, to += p->width * 4) {
+        if (k % MX_BLOCK == 0) widen_e8m0(p->exponents + k / MX_BLOCK * p->width, p->width, scale);
+        __builtin_prefetch(w + PREFETCH, 0, 2);
+        for (i64 c = 0; c < p->width; c += VL) {
+            vf by = *(const vf *)(scale + c), even = widen_e2m1(w + c, 0) * by, odd = widen_e2m1(w + c, 1) * by;
+            *(vu *)(to + c * 4) = (vu)even >> 16 | ((vu)odd & 0xffff0000u);
+        }
+    }
+}
+
 /* y[r][0 .. width) = x[r] W^T, as panel_product. The caller's thread has begun with tiles. */
 static void panel_product_by_tiles(const Panel *panel, i64 rows, const char *parts, float *const *y)
 {
     _Alignas(64) char tail[TILE_ROWS * PANEL * 4];
     i64 step = panel->width * 4, full = panel->k / TILE_K, pairs = (rows + 2 * TILE_GROUP - 1) / (2 * TILE_GROUP);
-    TilePanel p = {panel->k, panel->width, panel->w, tail, panel->w + padded_to_2(panel->k) / 2 * step, 0};
-    p.ahead_step = 16 * step / (pairs * (panel->width / 32)) / LINE * LINE;
+    i64 stored = bytes_per_k(panel->width, panel->kind);
+    TilePanel p = {panel->k, panel->width, panel->w, tail, panel->w + padded_to_2(panel->k) * stored, 0};
+    p.ahead_step = TILE_K * stored / (pairs * (panel->width / 32)) / LINE * LINE;
+    if (panel->kind == MXFP4) widen_panel(panel), p.w = panel->wide;
     if (panel->k % TILE_K) {
         i64 bytes = padded_to_2(panel->k % TILE_K) / 2 * step;
-        memset(tail, 0, sizeof tail), memcpy(tail, panel->w + full * 16 * step, bytes);
+        memset(tail, 0, sizeof tail), memcpy(tail, p.w + full * 16 * step, bytes);
     }
     for (i64 r = 0; r < rows; r += 2 * TILE_GROUP) {
         i64 count = least(2 * TILE_GROUP, rows - r);

@@ -44,15 +44,19 @@ def server_replay(
 def facts_of(config: ServeConfig, nodes: int) -> "SystemFacts":
     """Returns the facts of the system that the configuration describes, as far as it tells."""
     from moe_serve.eplb.rebalance.make import SystemFacts
+    from moe_serve.kernels.mxfp4_block import MXFP4_BLOCK
     from moe_serve.models.families.registry import read_spec
 
     spec, model = read_spec(model_dir(config.model)), config.model
     device = "cuda" if config.parallel.device == "cuda" else "cpu"
-    if model.expert_weights in ("fp8", "int8"):
+    value_bytes: float
+    if model.expert_weights == "mxfp4":
+        value_bytes = 0.5 + 1 / MXFP4_BLOCK
+    elif model.expert_weights in ("fp8", "int8"):
         value_bytes = 1
     else:
         value_bytes = 2 if model.dtype == "bfloat16" or (model.dtype == "auto" and device == "cuda") else 4
-    num_bytes = 3 * spec.hidden * spec.moe_intermediate * value_bytes
+    num_bytes = int(3 * spec.hidden * spec.moe_intermediate * value_bytes)
     survives_loss = config.engine.on_lost_rank == "mask" and config.parallel.num_ranks > 2 and device == "cpu"
     return SystemFacts.of_model(spec.hidden, spec.moe_intermediate, num_bytes, device, nodes, survives_loss)
 

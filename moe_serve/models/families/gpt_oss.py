@@ -5,10 +5,11 @@ from dataclasses import replace
 from moe_serve.ep.routing import RouterSpec
 from moe_serve.errors import ModelError
 from moe_serve.kernels.activation import Activation
+from moe_serve.kernels.mxfp4_block import MXFP4_BLOCK
 from moe_serve.models.families.common import common_fields, gqa, is_mxfp4, windowed_by_layer
 from moe_serve.models.hf_config import MOST_LAYERS, HfConfig
 from moe_serve.models.rope_spec import read_rope
-from moe_serve.models.spec import MXFP4_BLOCK, ExpertNames, ModelSpec
+from moe_serve.models.spec import ExpertNames, ModelSpec
 
 
 def read(config: HfConfig, eos_token_ids: tuple[int, ...]) -> ModelSpec:

@@ -12,6 +12,7 @@ from moe_serve.launcher.check.examine import examine
 from moe_serve.launcher.check.report import Report
 from moe_serve.launcher.check.show import print_check
 from tests.engine.offline import tiny_model
+from tests.models.mxfp4_checkpoint import write_mxfp4_config
 
 WAITS = "the others wait until it is started again (moe-serve serve, LLM), or all are (torchrun, mpirun)"
 GO_ON = "low_latency (shared memory) with engine.exchange shm can go on"
@@ -65,6 +66,20 @@ def test_gpt_oss_is_sized_with_its_biases_and_refused_on_gpus_by_name(tmp_path: 
     problems = checked(f"model.path={path}", "model.load_format=dummy", "parallel.device=cuda").problems
     refused = r"gpt_oss needs sliding windows, attention sinks, biases .*parallel\.device: cpu"
     assert any(re.search(refused, problem) for problem in problems), problems
+
+
+def test_experts_in_mxfp4_are_sized_as_they_are_stored_where_kernels_take_them(tmp_path: Path) -> None:
+    path = write_mxfp4_config(tmp_path, hidden_size=128, intermediate_size=192)
+    kept, dense, by_torch = (
+        checked(f"model.path={path}", "model.load_format=dummy", *more)
+        for more in (["engine.cpu_kernels=auto"], ["engine.cpu_kernels=auto", "model.expert_weights=dense"], [])
+    )
+    (said,) = [line for line in kept.model if line.name == "expert weights"]
+    assert (said.value, "widened exactly" in said.why) == ("mxfp4", True)
+    elements, biases = 3 * 128 * 192, 4 * (2 * 192 + 128)
+    assert sizes(kept)["expert slots"] == 8 * 3 * (elements * 17 // 32 + biases)
+    assert sizes(dense)["expert slots"] == 8 * 3 * (elements * 2 + biases)
+    assert sizes(by_torch)["expert slots"] == 8 * 3 * (elements * 4 + biases)
 
 
 def test_the_compiled_kernels_keep_weights_as_they_are_stored() -> None:
