@@ -30,8 +30,8 @@ class ModelConfig(Section):
     load_format: Literal["auto", "dummy"] = "auto"  # dummy: random weights of the right shapes, none is read
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # auto: float32 on CPU, bfloat16 on GPU
     # How expert weights are stored. auto: an FP8 checkpoint as it is where the GPU has e4m3 or the compiled CPU kernels
-    # run, an MXFP4 one as it is where these run, else dense (the compute dtype); int8: CPUs only, a quarter of the memory of
-    # float32, rounded from the checkpoint's values.
+    # run, an MXFP4 one as it is where these run, else dense (the compute dtype); int8: CPUs only, a quarter of the
+    # memory of float32, rounded from the checkpoint's values.
     expert_weights: Literal["auto", "dense", "fp8", "int8", "mxfp4"] = "auto"
     max_model_len: PositiveInt | None = None  # tokens, prompt + output; None: the model's own limit
     skip_tokenizer: bool = False  # ids in, ids out

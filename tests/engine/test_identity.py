@@ -26,6 +26,7 @@ from tests.engine.offline import (
     submits_of,
     tiny_model,
 )
+from tests.models.mxfp4_checkpoint import write_mxfp4_config
 
 SIZES = {"small": (40, 20), "large": (200, 64)}  # prompts, tokens of each
 PLAIN = ["engine.max_running_requests=64", "parallel.threads_per_rank=1", "cache.prefix_cache=false"]
@@ -184,6 +185,16 @@ def test_weights_stored_in_bfloat16_hold_the_same(model: str, tmp_path: Path) ->
     overrides = [*PLAIN, *model_overrides(model, tmp_path)]
     config = tmp_path / model / "config.json"
     config.write_text(json.dumps(json.loads(config.read_text()) | {"torch_dtype": "bfloat16"}))
+    hold_the_same(requests, overrides)
+
+
+def test_experts_kept_in_mxfp4_hold_the_same(tmp_path: Path) -> None:
+    path = write_mxfp4_config(tmp_path)
+    overrides = [*PLAIN, f"model.path={path}", "model.load_format=dummy", "model.expert_weights=mxfp4"]
+    hold_the_same(requests_for("gpt_oss", "small")[:16], overrides)
+
+
+def hold_the_same(requests: list[Submit], overrides: list[str]) -> None:
     expected = serve(1, requests, overrides)
     for num_ranks, more, stagger in WAYS.values():
         same(serve(num_ranks, requests, [*overrides, *more, *TWO_THREADS], stagger), expected)
