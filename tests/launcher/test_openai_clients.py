@@ -1,6 +1,7 @@
 """Clients that users have, against the demo model as `moe-serve serve` serves it: openai, litellm, langchain-openai.
 
-The last two are in the extra `clients`, since they bring much; `.ci/run` installs it.
+The last two are in the extra `clients`, since they bring much and want older packages than the suite has; `.ci/run`
+installs it in an environment of its own.
 """
 
 import pytest
