@@ -17,6 +17,10 @@ from moe_serve.structured.vocabulary import Vocabulary
 
 _MAX_TAGS = 256  # structures of a structural tag
 _SHOWN = 300  # characters of a compiler's message
+# Between the parts of JSON: a space, or a new line with its indentation. Were it free, a small model would go on with
+# blanks until its length ends, as other servers' users know. Any: llguidance exports no name for the type.
+_WHITE_SPACE: Any = {"whitespace_pattern": r" |\r?\n[ \t]{0,40}"}
+_OPTIONS = "x-guidance"  # of a schema, in llguidance's words
 
 
 def to_grammar(constraint: Constraint) -> str:
@@ -30,7 +34,10 @@ def to_grammar(constraint: Constraint) -> str:
     try:
         match constraint.kind:
             case "json_schema":
-                return LLMatcher.grammar_from_json_schema(text)
+                grammar = LLMatcher.grammar_from_json_schema(text)
+                if not _leaves_white_space_to_us(json.loads(text)):
+                    return grammar
+                return LLMatcher.grammar_from_json_schema(text, defaults=_WHITE_SPACE)
             case "regex":
                 return LLMatcher.grammar_from_regex(text)
             case "choice":
@@ -48,6 +55,10 @@ def to_grammar(constraint: Constraint) -> str:
         raise
     except Exception as error:  # of the converters: ValueError, RecursionError, their own bare Exception
         raise _refused(constraint.kind, str(error) or type(error).__name__) from None
+
+
+def _leaves_white_space_to_us(schema: Any) -> bool:
+    return isinstance(schema, dict) and _OPTIONS not in schema
 
 
 def _tags_to_lark(text: str) -> str:
@@ -68,6 +79,8 @@ def _tags_to_lark(text: str) -> str:
         trigger = next((word for word in triggers if word and begin.startswith(word)), None)
         if trigger is None:
             raise RequestError(f"{field}: no trigger begins {begin!r:.60}; add one to triggers", field=field)
+        if _leaves_white_space_to_us(schema):
+            schema = {**schema, _OPTIONS: _WHITE_SPACE}
         tags.append(StructTag(trigger=trigger, begin=begin, grammar=schema, end=end))
     return StructTag.to_grammar(tags, assume_special=False)
 

@@ -26,9 +26,12 @@ from moe_serve.structured.vocabulary import Vocabulary
 EOS = 1
 
 
+TEXT = Tokenizer.from_folder(model_dir(load_config().model))
+
+
 @cache
 def demo_tokens() -> list[bytes | None]:
-    return Tokenizer.from_folder(model_dir(load_config().model)).token_bytes(2050)
+    return TEXT.token_bytes(2050)
 
 
 @cache
@@ -132,9 +135,43 @@ schemas = st.recursive(
 @given(schema=schemas, seed=st.integers(0, 1000))
 @settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 def test_outputs_under_a_schema_parse_and_validate(schema: dict[str, Any], seed: int) -> None:
-    options = {**schema, "x-guidance": {"whitespace_flexible": False}}  # else drawn outputs are long runs of spaces
-    text = text_of(draw_output(matcher_of("json_schema", json.dumps(options)), seed))
+    text = text_of(draw_output(matcher_of("json_schema", json.dumps(schema)), seed))
     assert_valid(json.loads(text), schema)
+
+
+LAYOUTS: list[dict[str, Any]] = [{}, {"separators": (",", ":")}, {"indent": 2}, {"indent": 4}, {"indent": "\t"}]
+
+
+def in_a_tag(schema: dict[str, Any]) -> tuple[str, str]:
+    structure = {"begin": "<f>", "schema": schema, "end": "</f>"}
+    return "structural_tag", json.dumps({"structures": [structure], "triggers": ["<f>"]})
+
+
+@pytest.mark.parametrize("is_in_tag", [False, True], ids=["json_schema", "structural_tag"])
+def test_json_may_be_laid_out_as_usual_but_its_white_space_ends(is_in_tag: bool) -> None:
+    schema = {"type": "object", "properties": {"a": {"type": "array", "items": {"type": "object"}}}}
+    begin, end = ("<f>", "</f>") if is_in_tag else ("", "")
+    compiled = matcher_of(*(in_a_tag(schema) if is_in_tag else ("json_schema", json.dumps(schema))))
+    for layout in LAYOUTS:
+        text = json.dumps({"a": [{"b": 1}, {"c": [2, 3]}]}, **layout)
+        whole = compiled.copy()
+        whole.advance(TEXT.encode(begin + text + end))
+        assert whole.may_end
+    for blank in (" ", "\n", "\t", "\n "):  # a small model loses itself in these
+        growing = compiled.copy()
+        growing.advance(TEXT.encode(begin + "{"))
+        with pytest.raises(RequestError, match="cannot be served"):
+            growing.advance(TEXT.encode(blank * 50))
+
+
+def test_a_schema_with_its_own_options_decides_about_white_space() -> None:
+    for options, fits in (({"whitespace_flexible": True}, True), ({"whitespace_flexible": False}, False)):
+        matcher = matcher_of("json_schema", json.dumps({"type": "object", "x-guidance": options}))
+        if fits:
+            matcher.advance(TEXT.encode("{" + " " * 50))
+        else:
+            with pytest.raises(RequestError, match="cannot be served"):
+                matcher.advance(TEXT.encode("{ "))
 
 
 def assert_valid(value: Any, schema: dict[str, Any]) -> None:
