@@ -13,6 +13,8 @@ import moe_serve.launcher.cli.options as opt
 from moe_serve.errors import MoeServeError
 from moe_serve.launcher.cli.bench import HELP as BENCH_HELP
 from moe_serve.launcher.cli.bench import bench
+from moe_serve.launcher.cli.chat import HELP as CHAT_HELP
+from moe_serve.launcher.cli.chat import chat
 from moe_serve.launcher.cli.demo_balance import HELP as DEMO_BALANCE_HELP
 from moe_serve.launcher.cli.demo_balance import demo_balance
 from moe_serve.launcher.cli.doctor import HELP as DOCTOR_HELP
@@ -93,6 +95,7 @@ def check(
 
 
 app.command()(serve)
+app.command(help=CHAT_HELP)(chat)
 app.command(help=BENCH_HELP)(bench)
 app.command(help=DEMO_BALANCE_HELP)(demo_balance)
 app.command(help=DOCTOR_HELP)(doctor)

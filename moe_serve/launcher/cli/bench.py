@@ -1,7 +1,6 @@
 """`moe-serve bench`: parses, calls moe_serve.bench, prints. Flags are vLLM's and SGLang's where they mean the same."""
 
 import json
-import os
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -9,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from moe_serve.launcher.cli.api_key import api_key_of_environment
 from moe_serve.launcher.cli.dataclass_command import takes
 
 if TYPE_CHECKING:
@@ -95,8 +95,7 @@ def bench(options: BenchOptions) -> None:
     load, slo = _load_of(options), Slo.parse([*(options.goodput or ()), *(options.goodput_more or ())])
     if options.goodput_more and not options.goodput:
         raise typer.BadParameter(f"unexpected {options.goodput_more[0]!r}")
-    api_key = os.environ.get("MOE_SERVE_API_KEY") or os.environ.get("OPENAI_API_KEY")
-    ran = asyncio.run(_run(options, load, _tokenizer(options.tokenizer), api_key))
+    ran = asyncio.run(_run(options, load, _tokenizer(options.tokenizer), api_key_of_environment()))
     report = report_of(ran, slo, is_paced=load.request_rate != float("inf"))
     typer.echo(table_of(report))
     if options.json_file is not None:
