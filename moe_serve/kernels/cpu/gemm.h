@@ -22,7 +22,7 @@ typedef struct {
     const char *w;
     const float *scale[2];    /* E4M3 only: of the first and the last 32 columns, one for every 128 of k */
     const uint8_t *exponents; /* MXFP4 only: of the scales, [k / 32][width] */
-    char *wide;               /* MXFP4 by tiles: room for the panel in bfloat16 */
+    char *wide;               /* MXFP4 by tiles: room for the panel in bfloat16, for many rows */
 } Panel;
 
 /* Some rows of x, and where their products go. */

@@ -83,6 +83,7 @@ typedef struct {
     const char *w, *tail; /* tail: the weights of the last step where k is no multiple of 32, with zeros behind them */
     const char *ahead;    /* fetched into the cache, ahead_step bytes with every step of k */
     i64 ahead_step;
+    const Panel *mxfp4; /* what is widened on the way; or 0 */
 } TilePanel;
 
 /* y = (low + middle) + high of 16 columns of a group. */
@@ -100,10 +101,27 @@ INLINE void add_parts(const float *sums, i64 rows, float *const *y, i64 column)
         add_parts(sums, rows, y, column);                                                                             \
     } while (0)
 
+/* Writes 32 of k of a panel of MXFP4 as bfloat16, which holds all its numbers exactly. */
+INLINE void widen_step(const Panel *p, i64 step, char *to)
+{
+    float scale[PANEL];
+    const char *w = p->w + step * TILE_K / 2 * p->width;
+    widen_e8m0(p->exponents + step * p->width, p->width, scale);
+    for (i64 pair = 0; pair < TILE_K / 2; pair++, w += p->width, to += p->width * 4) {
+        __builtin_prefetch(w + PREFETCH, 0, 2);
+        for (i64 c = 0; c < p->width; c += VL) {
+            vf by = *(const vf *)(scale + c), even = widen_e2m1(w + c, 0) * by, odd = widen_e2m1(w + c, 1) * by;
+            *(vu *)(to + c * 4) = (vu)even >> 16 | ((vu)odd & 0xffff0000u);
+        }
+    }
+}
+_Static_assert(MX_BLOCK == TILE_K, "a step has one scale for each column");
+
 /* A group by the whole panel. */
 INLINE void group_product(const int columns, const TilePanel *p, const char *parts, i64 rows, float *const *y)
 {
     _Alignas(64) float sums[TILE_ROWS * TILE_COLUMNS];
+    _Alignas(64) char wide[2][TILE_K * PANEL * 2]; /* by turns: tiles load one while the other is written */
     i64 step = p->width * 4, full = p->k / TILE_K, steps = tile_steps(p->k);
     const char *w = p->w;
     TILE_ZERO(0);
@@ -112,7 +130,9 @@ INLINE void group_product(const int columns, const TilePanel *p, const char *par
     TILE_ZERO(3);
     for (i64 i = 0; i < steps; i++, parts += ROW_PARTS * rows * LINE, w += 16 * step) {
         if (i == full) w = p->tail;
-        for (i64 line = 0; i < full && line < 16 * step; line += LINE) __builtin_prefetch(w + TILES_AHEAD + line);
+        if (p->mxfp4) widen_step(p->mxfp4, i, wide[i % 2]), w = wide[i % 2];
+        for (i64 line = 0; !p->mxfp4 && i < full && line < 16 * step; line += LINE)
+            __builtin_prefetch(w + TILES_AHEAD + line);
         TILE_LOAD(4, parts, LINE);
         TILE_LOAD(5, w, step);
         TILE_PRODUCT(0, 4, 5);
@@ -161,20 +181,10 @@ static void two_groups_product(TilePanel *p, const char *parts, i64 rows, float 
     STORE_SUMS(3, second, y + TILE_GROUP, column + 16);
 }
 
-/* Writes a panel of MXFP4 to `wide` as one of bfloat16, which holds all its numbers exactly. */
+/* Writes a panel of MXFP4 as one of bfloat16, for several groups. */
 static void widen_panel(const Panel *p)
 {
-    float scale[PANEL];
-    const char *w = p->w;
-    char *to = p->wide;
-    for (i64 k = 0; k < p->k; k += 2, w += p->width, to += p->width * 4) {
-        if (k % MX_BLOCK == 0) widen_e8m0(p->exponents + k / MX_BLOCK * p->width, p->width, scale);
-        __builtin_prefetch(w + PREFETCH, 0, 2);
-        for (i64 c = 0; c < p->width; c += VL) {
-            vf by = *(const vf *)(scale + c), even = widen_e2m1(w + c, 0) * by, odd = widen_e2m1(w + c, 1) * by;
-            *(vu *)(to + c * 4) = (vu)even >> 16 | ((vu)odd & 0xffff0000u);
-        }
-    }
+    for (i64 i = 0; i < p->k / TILE_K; i++) widen_step(p, i, p->wide + i * 16 * p->width * 4);
 }
 
 /* y[r][0 .. width) = x[r] W^T, as panel_product. The caller's thread has begun with tiles. */
@@ -183,9 +193,10 @@ static void panel_product_by_tiles(const Panel *panel, i64 rows, const char *par
     _Alignas(64) char tail[TILE_ROWS * PANEL * 4];
     i64 step = panel->width * 4, full = panel->k / TILE_K, pairs = (rows + 2 * TILE_GROUP - 1) / (2 * TILE_GROUP);
     i64 stored = bytes_per_k(panel->width, panel->kind);
-    TilePanel p = {panel->k, panel->width, panel->w, tail, panel->w + padded_to_2(panel->k) * stored, 0};
+    TilePanel p = {panel->k, panel->width, panel->w, tail, panel->w + padded_to_2(panel->k) * stored, 0, 0};
     p.ahead_step = TILE_K * stored / (pairs * (panel->width / 32)) / LINE * LINE;
-    if (panel->kind == MXFP4) widen_panel(panel), p.w = panel->wide;
+    if (panel->kind == MXFP4 && rows > TILE_GROUP) widen_panel(panel), p.w = panel->wide;
+    else if (panel->kind == MXFP4) p.mxfp4 = panel;
     if (panel->k % TILE_K) {
         i64 bytes = padded_to_2(panel->k % TILE_K) / 2 * step;
         memset(tail, 0, sizeof tail), memcpy(tail, p.w + full * 16 * step, bytes);
