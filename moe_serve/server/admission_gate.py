@@ -13,6 +13,8 @@ from moe_serve.server.generate import error_response
 
 # Paths of routes that generate.
 GENERATING = frozenset({"/generate", "/v1/completions", "/v1/chat/completions", "/v1/responses"})
+# Those that count as requests of a client, too: they need no rank, but a core.
+_TOKENIZING = frozenset({"/tokenize", "/detokenize"})
 
 
 @dataclass
@@ -37,7 +39,9 @@ class AdmissionGate:
         self._clients = clients
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["path"] not in GENERATING:
+        if scope["type"] == "http" and scope["path"] in _TOKENIZING:
+            await self._admit(scope, receive, send)
+        elif scope["type"] != "http" or scope["path"] not in GENERATING:
             await self._app(scope, receive, send)
         elif (refusal := self._bridge.refusal()) is not None:
             self._bridge.count_refused(1)

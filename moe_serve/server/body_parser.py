@@ -69,12 +69,12 @@ class BodyParser:
     def __init__(self) -> None:
         self._process = HelperProcess("moe_serve.server.body_parser_process", _DEADLINE_S)
 
-    async def parse(self, body: bytes, max_prompts: int, kind: BodyKind[T]) -> T:
-        """Returns the checked request in a body, as kind.parse does. Raises RequestError."""
+    async def parse(self, body: bytes, max_prompts: int, kind: BodyKind[T], client: str = "") -> T:
+        """Returns the checked request in a body, as kind.parse does. Raises RequestError or QueueFullError."""
         if len(body) <= SMALL_BYTES:
             return kind.parse(body, max_prompts)
         try:
-            reply = await self._process.ask(HEAD.pack(KINDS.index(kind), max_prompts), body)
+            reply = await self._process.ask(client, HEAD.pack(KINDS.index(kind), max_prompts), body)
         except TimeoutError:
             raise RequestError(f"the body takes longer than {_DEADLINE_S:g} s to parse; send a simpler one") from None
         except HelperEnded:

@@ -91,10 +91,13 @@ class ChatTemplates:
             max_chars=max_chars,
         )
 
-    async def render(self, prompt: Any, max_chars: int) -> str:
-        """Returns the text of a chat, as `job`, and raises as it; also where the template refuses the messages."""
+    async def render(self, prompt: Any, max_chars: int, client: str = "") -> str:
+        """Returns the text of a chat, as `job`, and raises as it; also where the template refuses the messages.
+
+        client: who asks. Raises QueueFullError where too many of its chats wait.
+        """
         try:
-            reply = await self._process.ask(msgspec.msgpack.encode(self.job(prompt, max_chars)))
+            reply = await self._process.ask(client, msgspec.msgpack.encode(self.job(prompt, max_chars)))
         except TimeoutError:
             raise RequestError(
                 f"the chat template takes longer than {_DEADLINE_S:g} s for these messages; send less", "messages"

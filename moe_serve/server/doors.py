@@ -44,10 +44,11 @@ class Doors:
         Raises RequestError, QueueFullError or UnavailableError.
         """
         terms: Terms = request.state.terms
+        client = str(request.state.client)
         async with self.bodies.read(request) as body:
-            given = await self.parser.parse(body, self.bridge.capacity, kind)
+            given = await self.parser.parse(body, self.bridge.capacity, kind, client)
             asked = self.degradation.apply(await call_of(given), self.bridge.queue, terms.degraded)
             try:
-                return given, await start_call(asked, self.bridge, self.tokenizer, terms.permit)
+                return given, await start_call(asked, self.bridge, self.tokenizer, terms.permit, client)
             except RequestError as error:
                 raise in_words(error) from None

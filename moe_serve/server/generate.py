@@ -78,13 +78,13 @@ class Call:
 
 
 async def start_call(
-    given: GenerateRequest, bridge: Bridge, tokenizer: Tokenizer | None, permit: Permit | None = None
+    given: GenerateRequest, bridge: Bridge, tokenizer: Tokenizer | None, permit: Permit | None = None, client: str = ""
 ) -> Call:
     """Submits all requests of a call, or none; those of one prompt follow each other.
 
     Raises RequestError, QueueFullError or UnavailableError.
 
-    permit: of a client with limits
+    permit: of a client with limits;  client: who asks
     """
     limits = bridge.limits
     specs: list[RequestSpec] = []
@@ -94,7 +94,7 @@ async def start_call(
     for prompt, prompt_ids in await _tokenize(given.prompts, tokenizer, limits):
         params = fit_to_model(prompt, prompt_ids, limits)
         if params.constraint is not None:
-            params = await bridge.grammars.checked(params, limits)
+            params = await bridge.grammars.checked(params, limits, client)
         seed = draw_seed() if params.seed is None else params.seed
         rid = prompt.rid or uuid.uuid4().hex
         groups.append((prompt.num_samples, prompt.num_best or prompt.num_samples))

@@ -18,13 +18,14 @@ import msgspec
 from moe_serve.attention_dp.constraint import Constraint
 from moe_serve.attention_dp.sampling_params import SamplingParams
 from moe_serve.engine.messages import ModelLimits
-from moe_serve.errors import QueueFullError, RequestError
+from moe_serve.errors import RequestError
+from moe_serve.server.turns import Turns
 
 FRAME = struct.Struct("<I")  # before each message of both sides: its bytes
 CPU_S = 1.0  # for one constraint
 _DEADLINE_S = 20.0  # the same where the machine is busy
 _START_S = 60.0  # for the process, which reads the vocabulary
-_MAX_WAITING = 64
+_MAX_WAITING = 64  # of one client
 _KEPT = 256  # answers
 _KEPT_CHARS = 1 << 24  # of them together
 _KILLED = (ConnectionError, asyncio.IncompleteReadError)
@@ -53,16 +54,15 @@ class GrammarCheck:
         """folder: of the model; None: without a tokenizer"""
         self._folder = folder
         self._process: Process | None = None
-        self._turn = asyncio.Lock()
-        self._num_waiting = 0
+        self._turns = Turns("new schemas or grammars", _MAX_WAITING)
         self._answers: OrderedDict[bytes, Checked] = OrderedDict()
         self._kept_chars = 0
 
-    async def checked(self, params: SamplingParams, limits: ModelLimits) -> SamplingParams:
+    async def checked(self, params: SamplingParams, limits: ModelLimits, client: str = "") -> SamplingParams:
         """Returns parameters that ranks can take: those given, which have a constraint, with it compiled.
 
         Raises RequestError for a constraint that is wrong, or takes too much time or memory; QueueFullError where too
-        many wait for an answer.
+        many of the client wait for an answer.
         """
         given = params.constraint
         assert given is not None, "parameters without a constraint need no check"
@@ -70,7 +70,7 @@ class GrammarCheck:
             raise RequestError(
                 f"{given.kind} needs a tokenizer, but this server has none; leave it out", field="constraint"
             )
-        answer = await self._answer(given, Model(self._folder, limits.vocab_size, limits.eos_token_ids))
+        answer = await self._answer(given, Model(self._folder, limits.vocab_size, limits.eos_token_ids), client)
         if answer.grammar is None:
             raise RequestError(answer.message, answer.field)
         return replace(params, constraint=Constraint("compiled", answer.grammar))
@@ -83,19 +83,13 @@ class GrammarCheck:
                 process.kill()
             await process.communicate()
 
-    async def _answer(self, given: Constraint, model: Model) -> Checked:
+    async def _answer(self, given: Constraint, model: Model, client: str) -> Checked:
         key = hashlib.blake2b(f"{given.kind}\0{given.text}".encode(errors="surrogatepass"), digest_size=32).digest()
         if key in self._answers:
             self._answers.move_to_end(key)
             return self._answers[key]
-        if self._num_waiting >= _MAX_WAITING:
-            raise QueueFullError(f"{_MAX_WAITING} new schemas or grammars wait to be compiled; try again", CPU_S)
-        self._num_waiting += 1
-        try:
-            async with self._turn:
-                answer = self._answers.get(key) or await self._ask(given, model)
-        finally:
-            self._num_waiting -= 1
+        async with self._turns.turn(client):
+            answer = self._answers.get(key) or await self._ask(given, model)
         self._keep(key, answer)
         return answer
 

@@ -1,4 +1,5 @@
-"""A child process that does work for the front end which may take long or much memory, one job at a time. Torch-free.
+"""A child process that does work for the front end which may take long or much memory, one job at a time: clients
+take turns. Torch-free.
 
 While Python works no other thread runs; and a process can be bounded in seconds and bytes, and killed. The child's side
 is helper_loop.py.
@@ -9,6 +10,8 @@ import os
 import struct
 import sys
 from asyncio.subprocess import PIPE, Process
+
+from moe_serve.server.turns import Turns
 
 FRAME = struct.Struct("<I")  # of what the process gets: bytes of the job
 REPLY = struct.Struct("<I?")  # of what it answers: bytes of the answer; whether the process ends now
@@ -27,11 +30,14 @@ class HelperProcess:
         self._module = module
         self._deadline_s = deadline_s
         self._process: Process | None = None
-        self._turn = asyncio.Lock()
+        self._turns = Turns("jobs")
 
-    async def ask(self, *job: bytes) -> bytes:
-        """Returns the answer to a job, given in parts. Raises TimeoutError beyond the deadline, HelperEnded."""
-        async with self._turn:
+    async def ask(self, client: str, *job: bytes) -> bytes:
+        """Returns the answer to a job of a client, given in parts.
+
+        Raises TimeoutError beyond the deadline, HelperEnded, and QueueFullError where too many of the client wait.
+        """
+        async with self._turns.turn(client):
             try:
                 async with asyncio.timeout(self._deadline_s):
                     try:

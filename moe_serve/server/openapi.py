@@ -164,7 +164,7 @@ _BODIES = {
     "/eplb/placement": "Placement",
 }
 _STREAMS = ("/generate", "/v1/completions", "/v1/chat/completions", "/v1/responses")
-_TEXT = ("/metrics", "_expert_distribution_record")  # routes whose answer is plain text
+_TEXT = ("/metrics", "_expert_distribution_record", "/flush_cache")  # routes whose answer is plain text
 
 
 def describe(app: FastAPI) -> dict[str, Any]:
@@ -204,5 +204,5 @@ def _describe(operation: dict[str, Any], path: str, has_body: bool) -> None:
         responses["200"]["content"] = {"text/plain": {"schema": {"type": "string"}}}
     error = {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}}
     responses |= {status: {"description": words, "content": error} for status, words in _ERRORS.items()}
-    if "{" in path:
+    if "{" in path or (path in _BODIES and path not in ("/generate", "/eplb/placement")):  # which name a model
         responses["404"] = {"description": "there is nothing of this name", "content": error}

@@ -43,6 +43,7 @@ SAMPLING: Body = {
     "stop_token_ids": [5], "bad_words": ["self"], "ignore_eos": False, "stop_regex": "[0-9]{5}", "min_tokens": 1,
     "skip_special_tokens": True, "include_stop_str_in_output": True, "allowed_token_ids": None,
 }  # fmt: skip
+OPENAIS = ("seed", "min_tokens", "include_stop_str_in_output")  # names that /generate has not
 COMMON: Body = {"stream": False, "model": "demo", "priority": 0, "rid": None, "timeout": 100.0, **SAMPLING}
 BODIES: dict[str, Body] = {
     "/generate": {
@@ -55,7 +56,7 @@ BODIES: dict[str, Body] = {
         "token_ids_logprob": [5],
         "sampling_params": {
             "max_new_tokens": 4, "sampling_seed": 5, "json_schema": None, "regex": None, "ebnf": None,
-            **{name: value for name, value in SAMPLING.items() if name not in ("seed", "min_tokens")},
+            **{name: value for name, value in SAMPLING.items() if name not in OPENAIS},
         },
     },
     "/v1/completions": {

@@ -85,6 +85,7 @@ async def test_the_same_constraint_is_tried_once_and_a_bounded_number_is_kept(
 
 @in_event_loop
 async def test_new_constraints_wait_in_a_bounded_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grammar_check, "_MAX_WAITING", 2)
     check, go_on = GrammarCheck(FOLDER), asyncio.Event()
 
     async def ask(given: Constraint, model: object) -> grammar_check.Checked:
@@ -92,13 +93,14 @@ async def test_new_constraints_wait_in_a_bounded_line(monkeypatch: pytest.Monkey
         return grammar_check.Checked("x")
 
     monkeypatch.setattr(check, "_ask", ask)
-    monkeypatch.setattr(grammar_check, "_MAX_WAITING", 3)
     waiting = [asyncio.ensure_future(check.checked(asking("regex", f"a{i}"), LIMITS)) for i in range(3)]
     await asyncio.sleep(0)
     with pytest.raises(QueueFullError):
         await check.checked(asking("regex", "b"), LIMITS)
+    other = asyncio.ensure_future(check.checked(asking("regex", "b"), LIMITS, "another client"))
+    await asyncio.sleep(0)
     go_on.set()
-    await asyncio.gather(*waiting)
+    await asyncio.gather(*waiting, other)
 
 
 @in_event_loop

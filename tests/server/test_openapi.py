@@ -105,3 +105,21 @@ async def test_the_document_lists_every_route_once_and_who_may_call_it():
         assert "text/event-stream" in operations["POST", path]["responses"]["200"]["content"]
     body = operations["POST", "/generate"]["requestBody"]["content"]["application/json"]["schema"]
     assert body == {"$ref": "#/components/schemas/GenerateRequest"}
+
+
+@in_event_loop
+async def test_the_document_names_a_model_that_is_not_served_and_answers_that_are_text():
+    asked = {
+        "/v1/completions": {"prompt": "a"},
+        "/v1/chat/completions": {"messages": [{"role": "user", "content": "a"}]},
+        "/v1/responses": {"input": "a"},
+        "/tokenize": {"prompt": "a"},
+        "/detokenize": {"tokens": [5]},
+    }
+    async with serving(1) as served:
+        paths = (await served.client.get("/openapi.json")).json()["paths"]
+        for path, body in asked.items():
+            answer = await served.client.post(path, json={**body, "model": "strange"})
+            assert answer.status_code == 404
+            assert "404" in paths[path]["post"]["responses"]
+    assert set(paths["/flush_cache"]["post"]["responses"]["200"]["content"]) == {"text/plain"}

@@ -36,9 +36,10 @@ def add_openai(app: FastAPI, doors: Doors, templates: ChatTemplates, parsers: Ou
     """Adds the routes. name: of the model that is served"""
     bridge = doors.bridge
 
-    async def call_of_chat(given: ChatRequest) -> GenerateRequest:
+    async def call_of_chat(request: Request, given: ChatRequest) -> GenerateRequest:
         check_model(given.options.model, name)
-        text = await templates.render(given.prompt, most_chars(bridge, doors.tokenizer))
+        client = str(request.state.client)
+        text = await templates.render(given.prompt, most_chars(bridge, doors.tokenizer), client)
         options = given.options
         if parsers.needs_special_tokens(given.tools):
             options = options.with_params(skip_special_tokens=False)
@@ -60,7 +61,7 @@ def add_openai(app: FastAPI, doors: Doors, templates: ChatTemplates, parsers: Ou
         """OpenAI's chat completions: messages, made one text by the model's chat template, JSON or a stream."""
 
         words = partial(_in_openai_words, prompt="messages", names=CHAT_NAMES)
-        given, call = await doors.open(request, CHAT_BODY, call_of_chat, words)
+        given, call = await doors.open(request, CHAT_BODY, partial(call_of_chat, request), words)
         make_parser = parsers.of(given.tools, given.reasoning, call.requests[0].spec.prompt_ids)
         answers = ChatAnswers(given, call, name, texts_of(doors.tokenizer), make_parser)
         return CallResponse(call, bridge, answers, given.options.stream)
@@ -70,7 +71,7 @@ def add_openai(app: FastAPI, doors: Doors, templates: ChatTemplates, parsers: Ou
         """OpenAI's responses: as a chat, with items in and out, JSON or a stream. Nothing is stored."""
 
         async def call_of(given: ResponseRequest) -> GenerateRequest:
-            return await call_of_chat(given.chat)
+            return await call_of_chat(request, given.chat)
 
         words = partial(_in_openai_words, prompt="input", names=RESPONSE_NAMES)
         given, call = await doors.open(request, RESPONSE_BODY, call_of, words)

@@ -2,7 +2,6 @@
 
 import asyncio
 from collections.abc import Callable
-from typing import Any, TypeVar
 
 from fastapi import FastAPI, Request, Response
 
@@ -15,47 +14,64 @@ from moe_serve.server.generate import json_bytes
 from moe_serve.server.openai.prompting import check_model, most_chars
 from moe_serve.server.openai.tokenize_request import TokenizeRequest
 from moe_serve.server.prompts import NO_TOKENIZER
+from moe_serve.server.turns import Turns
 
 _SHORT = 4096  # characters, or tokens; more are worked on in a thread, so that other clients are served meanwhile
-
-T = TypeVar("T")
 
 
 def add_tokenize(app: FastAPI, doors: Doors, templates: ChatTemplates, name: str) -> None:
     """Adds the routes. name: of the model that is served"""
+    turns = Turns("texts to tokenize")
 
     @app.post("/tokenize")
     async def tokenize(request: Request) -> Response:
         """The token ids of a text, or of a chat as its template makes one text of it."""
+        client = str(request.state.client)
         async with doors.bodies.read(request) as body:
-            given = await doors.parser.parse(body, doors.bridge.capacity, TOKENIZE_BODY)
+            given = await doors.parser.parse(body, doors.bridge.capacity, TOKENIZE_BODY, client)
         check_model(given.model, name)
         tokenizer = _need(doors.tokenizer)
-        text = await _text_of(given, doors, templates)
-        ids = await _off_the_loop(len(text), lambda: tokenizer.encode(text, given.add_special_tokens))
-        strings = [tokenizer.token_of(token_id) for token_id in ids] if given.return_token_strs else None
+        text = await _text_of(given, doors, templates, client)
         max_model_len = doors.bridge.limits.max_model_len
-        return _json({"count": len(ids), "max_model_len": max_model_len, "tokens": ids, "token_strs": strings})
+
+        def work() -> bytes:
+            ids = tokenizer.encode(text, given.add_special_tokens)
+            strings = [tokenizer.token_of(token_id) for token_id in ids] if given.return_token_strs else None
+            answer = {"count": len(ids), "max_model_len": max_model_len, "tokens": ids, "token_strs": strings}
+            return json_bytes(answer)
+
+        return _json(await beside_the_loop(client, len(text), work))
 
     @app.post("/detokenize")
     async def detokenize(request: Request) -> Response:
         """The text of token ids, with its special tokens."""
+        client = str(request.state.client)
         async with doors.bodies.read(request) as body:
-            given = await doors.parser.parse(body, doors.bridge.capacity, DETOKENIZE_BODY)
+            given = await doors.parser.parse(body, doors.bridge.capacity, DETOKENIZE_BODY, client)
         check_model(given.model, name)
         tokenizer, size = _need(doors.tokenizer), doors.bridge.limits.vocab_size
         ids = given.token_ids
-        wrong = next((token_id for token_id in ids if not 0 <= token_id < size), None)
-        if wrong is not None:
-            raise RequestError(f"tokens holds {wrong}, outside the vocabulary; expected 0 to {size - 1}", "tokens")
-        text = await _off_the_loop(len(ids), lambda: tokenizer.decode(ids, skip_special_tokens=False))
-        return _json({"prompt": text})
+
+        def work() -> bytes:
+            wrong = next((token_id for token_id in ids if not 0 <= token_id < size), None)
+            if wrong is not None:
+                raise RequestError(f"tokens holds {wrong}, outside the vocabulary; expected 0 to {size - 1}", "tokens")
+            return json_bytes({"prompt": tokenizer.decode(ids, skip_special_tokens=False)})
+
+        return _json(await beside_the_loop(client, len(ids), work))
+
+    async def beside_the_loop(client: str, size: int, work: Callable[[], bytes]) -> bytes:
+        """Returns what the work gives; long work is done in a thread, one at a time."""
+        if size <= _SHORT:
+            return work()
+        async with turns.turn(client):
+            return await asyncio.to_thread(work)
 
 
-async def _text_of(given: TokenizeRequest, doors: Doors, templates: ChatTemplates) -> str:
+async def _text_of(given: TokenizeRequest, doors: Doors, templates: ChatTemplates, client: str) -> str:
     most = most_chars(doors.bridge, doors.tokenizer)
     if given.chat is not None:
-        return await templates.render(given.chat, most)
+        return await templates.render(given.chat, most, client)
     text = given.text or ""
     if len(text) > most:
         raise RequestError(
@@ -70,9 +86,5 @@ def _need(tokenizer: Tokenizer | None) -> Tokenizer:
     return tokenizer
 
 
-async def _off_the_loop(size: int, work: Callable[[], T]) -> T:
-    return work() if size <= _SHORT else await asyncio.to_thread(work)
-
-
-def _json(value: Any) -> Response:
-    return Response(json_bytes(value), media_type="application/json")
+def _json(answer: bytes) -> Response:
+    return Response(answer, media_type="application/json")

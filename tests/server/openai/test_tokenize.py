@@ -46,3 +46,22 @@ async def test_a_wrong_field_is_named():
             response = await post(served, path, **fields)
             assert (response.status_code, response.json()["error"]["param"]) == (400, param), response.text
         assert (await post(served, "/tokenize", prompt="a", model="x")).status_code == 404
+
+
+@in_event_loop
+async def test_texts_to_tokenize_count_as_requests_of_their_client_and_long_ones_leave_the_loop():
+    async with serving(1, "server.rpm_limit=4") as served:
+        ids = TEXT.encode("word " * 1000)
+        whole = {"tokens": ids}
+        answers = [
+            await post(served, "/tokenize", prompt="word " * 1000),
+            await post(served, "/detokenize", **whole),
+            await post(served, "/detokenize", tokens=[*ids, 2048]),
+            await post(served, "/tokenize", prompt="a"),
+            await post(served, "/tokenize", prompt="a"),
+            await post(served, "/detokenize", tokens=[5]),
+        ]
+    assert [answer.status_code for answer in answers] == [200, 200, 400, 200, 429, 429]
+    assert answers[0].json()["tokens"] == ids
+    assert answers[1].json()["prompt"].endswith("word " * 1000)
+    assert "server.rpm_limit" in answers[4].json()["error"]["message"]

@@ -1,0 +1,62 @@
+"""Whose work is done next where one thing is done at a time: each client has a line of its own, and they take turns.
+
+So a client with slow work waits for itself, and delays another by one piece of it. Torch-free.
+"""
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from moe_serve.errors import QueueFullError
+
+
+class Turns:
+    """The lines. A client may leave without what it asked for being known here, so each line is bounded."""
+
+    def __init__(self, what: str, max_waiting: int = 2048):
+        """what: is done, for errors;  max_waiting: in the line of one client"""
+        self._what = what
+        self._max_waiting = max_waiting
+        self._lines: dict[str, deque[asyncio.Future[None]]] = {}  # none is empty; who is next comes first
+        self._is_taken = False
+
+    @asynccontextmanager
+    async def turn(self, client: str) -> AsyncIterator[None]:
+        """Waits for the client's turn, which ends with the block. Raises QueueFullError where its line is full."""
+        if self._is_taken:
+            await self._wait(client)
+        self._is_taken = True
+        try:
+            yield
+        finally:
+            self._pass_on()
+
+    async def _wait(self, client: str) -> None:
+        line = self._lines.setdefault(client, deque())
+        if len(line) >= self._max_waiting:
+            raise QueueFullError(f"{len(line)} {self._what} of this client wait already; try again later")
+        turn = asyncio.get_running_loop().create_future()
+        line.append(turn)
+        try:
+            await turn
+        except asyncio.CancelledError:
+            if not turn.cancelled():  # its turn had just come
+                self._pass_on()
+            elif turn in line:
+                line.remove(turn)
+                if not line:
+                    del self._lines[client]
+            raise
+
+    def _pass_on(self) -> None:
+        self._is_taken = False
+        while self._lines and not self._is_taken:
+            client = next(iter(self._lines))
+            line = self._lines.pop(client)
+            turn = line.popleft()
+            if line:
+                self._lines[client] = line  # behind the others
+            if not turn.done():  # or it was cancelled, and is about to leave
+                turn.set_result(None)
+                self._is_taken = True
