@@ -4,13 +4,24 @@ The last two are in the extra `clients`, since they bring much and want older pa
 installs it in an environment of its own.
 """
 
+import json
+from typing import Literal
+
 import pytest
+from pydantic import BaseModel, Field
 
 from tests.launcher.running import Running
 
 ONE_RANK = ("--ep-size", "1", "--port", "0", "--set", "server.worker_port=0")
 SAID = [{"role": "user", "content": "def read(self, size=-1):"}]
 LENGTH = 12
+ENOUGH = 700  # tokens for the longest form of Person that there is
+
+
+class Person(BaseModel):
+    age: int = Field(ge=0, le=150)
+    kind: Literal["a", "b"]
+    tags: list[Literal["x", "y"]] = Field(max_length=3)
 
 
 @pytest.fixture(scope="module")
@@ -50,6 +61,33 @@ def test_openais_client_chats_and_streams_the_same_text(client):
     text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks[:-1])
     assert text == choice.message.content
     assert chunks[-1].usage.completion_tokens == LENGTH
+
+
+def test_openais_client_parses_what_a_model_class_asks_for(client):
+    fields = {"model": "demo", "messages": SAID, "max_tokens": ENOUGH, "seed": 3, "response_format": Person}
+    whole = client.chat.completions.parse(**fields).choices[0]
+    assert whole.finish_reason == "stop"
+    assert isinstance(whole.message.parsed, Person)
+    with client.chat.completions.stream(**fields) as events:
+        streamed = events.get_final_completion().choices[0]
+    assert (streamed.message.content, streamed.message.parsed) == (whole.message.content, whole.message.parsed)
+
+
+@pytest.mark.parametrize(
+    "choice", ["required", {"type": "function", "function": {"name": "person"}}], ids=["any", "named"]
+)
+def test_openais_client_streams_the_calls_of_functions(client, choice):
+    schema = Person.model_json_schema() | {"additionalProperties": False}
+    tools = [{"type": "function", "function": {"name": "person", "parameters": schema, "strict": True}}]
+    fields = {
+        "model": "demo", "messages": SAID, "max_tokens": ENOUGH, "seed": 3, "tools": tools, "tool_choice": choice,
+        "parallel_tool_calls": False,
+    }  # fmt: skip
+    (whole,) = client.chat.completions.create(**fields).choices[0].message.tool_calls
+    with client.chat.completions.stream(**fields) as events:
+        (streamed,) = events.get_final_completion().choices[0].message.tool_calls
+    assert (streamed.function.name, streamed.function.arguments) == ("person", whole.function.arguments)
+    Person.model_validate(json.loads(whole.function.arguments))
 
 
 def test_openais_client_raises_its_own_errors(client):
@@ -98,3 +136,12 @@ def test_langchain_chats_and_streams_the_same_text(address):
     assert whole.usage_metadata["output_tokens"] == LENGTH
     assert "".join(chunk.content for chunk in model.stream(SAID)) == whole.content
     assert whole.content
+
+
+@pytest.mark.parametrize("method", ["json_schema", "function_calling"])
+def test_langchain_gets_what_a_model_class_asks_for(address, method):
+    langchain_openai = pytest.importorskip("langchain_openai")
+    model = langchain_openai.ChatOpenAI(
+        base_url=f"{address}/v1", api_key="none", model="demo", max_tokens=ENOUGH, temperature=0.7, seed=3
+    )
+    assert isinstance(model.with_structured_output(Person, method=method).invoke(SAID), Person)
