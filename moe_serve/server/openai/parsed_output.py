@@ -2,7 +2,9 @@
 
 import uuid
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
+from moe_serve.attention_dp.constraint import Constraint
 from moe_serve.config import ServerConfig
 from moe_serve.models.tokenizer import Tokenizer
 from moe_serve.server.openai.output_parser import Delta, NewOutput, OutputParser, PlainText
@@ -37,8 +39,10 @@ class OutputParsers:
         """Returns whether special tokens must be shown: markers are among them."""
         return self._reasoning_hides or (tools.choice == "auto" and self._calls_hide)
 
-    def of(self, tools: ToolUse, reasoning: ReasoningUse, prompt_ids: Sequence[int]) -> Callable[[], OutputParser]:
-        """Returns what makes the parser of one choice of an answer to a prompt."""
+    def of(
+        self, tools: ToolUse, reasoning: ReasoningUse, prompt_ids: Sequence[int], constraint: Constraint | None = None
+    ) -> Callable[[], OutputParser]:
+        """Returns what makes the parser of one choice of an answer to a prompt. constraint: the form of the output"""
         if tools.choice == "named":
             schemas = {tools.name: tools.schemas[tools.name]}
             return lambda: ParsedOutput([NamedCallParser(schemas)], tools, reasoning)
@@ -53,7 +57,10 @@ class OutputParsers:
         if tags is None and calls is None:
             return PlainText
         prompt_end = ""
-        if tags is not None and self._tokenizer is not None:
+        if tags is not None and constraint is not None and constraint.kind != "structural_tag":
+            # The form holds from the first token, wherever the prompt ends: only what it writes itself is reasoning.
+            tags = replace(tags, begins_inside=False)
+        elif tags is not None and self._tokenizer is not None:
             prompt_end = self._tokenizer.decode(prompt_ids[-_PROMPT_END:], skip_special_tokens=False)
         return lambda: ParsedOutput(_stages(tags, prompt_end, calls, tools), tools, reasoning, self._end_id)
 

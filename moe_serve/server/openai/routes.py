@@ -4,6 +4,7 @@ They are as `/generate` is in all but the form of bodies and answers.
 """
 
 import re
+from collections.abc import Callable
 from functools import partial
 
 from fastapi import FastAPI, Request, Response
@@ -12,12 +13,13 @@ from moe_serve.errors import RequestError
 from moe_serve.server.body_parser import CHAT_BODY, COMPLETION_BODY, RESPONSE_BODY
 from moe_serve.server.chat_template import ChatTemplates
 from moe_serve.server.doors import Doors
-from moe_serve.server.generate import CallResponse
+from moe_serve.server.generate import Call, CallResponse
 from moe_serve.server.openai.chat_answers import ChatAnswers
 from moe_serve.server.openai.chat_request import ChatRequest
 from moe_serve.server.openai.completion_answers import CompletionAnswers
 from moe_serve.server.openai.completion_request import CompletionRequest
 from moe_serve.server.openai.logprobs import texts_of
+from moe_serve.server.openai.output_parser import OutputParser
 from moe_serve.server.openai.parsed_output import OutputParsers
 from moe_serve.server.openai.prompting import check_model, most_chars
 from moe_serve.server.openai.response_answers import ResponseAnswers
@@ -45,6 +47,10 @@ def add_openai(app: FastAPI, doors: Doors, templates: ChatTemplates, parsers: Ou
             options = options.with_params(skip_special_tokens=False)
         return options.call([(text, None)], given.prompt.add_special_tokens)
 
+    def parser_of(given: ChatRequest, call: Call) -> Callable[[], OutputParser]:
+        prompt_ids, constraint = call.requests[0].spec.prompt_ids, given.options.taken.params.constraint
+        return parsers.of(given.tools, given.reasoning, prompt_ids, constraint)
+
     @app.post(COMPLETIONS)
     async def completions(request: Request) -> Response:
         """OpenAI's completions: text or token ids, single or batch, JSON or a stream."""
@@ -62,8 +68,7 @@ def add_openai(app: FastAPI, doors: Doors, templates: ChatTemplates, parsers: Ou
 
         words = partial(_in_openai_words, prompt="messages", names=CHAT_NAMES)
         given, call = await doors.open(request, CHAT_BODY, partial(call_of_chat, request), words)
-        make_parser = parsers.of(given.tools, given.reasoning, call.requests[0].spec.prompt_ids)
-        answers = ChatAnswers(given, call, name, texts_of(doors.tokenizer), make_parser)
+        answers = ChatAnswers(given, call, name, texts_of(doors.tokenizer), parser_of(given, call))
         return CallResponse(call, bridge, answers, given.options.stream)
 
     @app.post(RESPONSES)
@@ -75,9 +80,8 @@ def add_openai(app: FastAPI, doors: Doors, templates: ChatTemplates, parsers: Ou
 
         words = partial(_in_openai_words, prompt="input", names=RESPONSE_NAMES)
         given, call = await doors.open(request, RESPONSE_BODY, call_of, words)
-        chat = given.chat
-        parser = parsers.of(chat.tools, chat.reasoning, call.requests[0].spec.prompt_ids)()
-        return CallResponse(call, bridge, ResponseAnswers(given, name, parser), chat.options.stream)
+        answers = ResponseAnswers(given, name, parser_of(given.chat, call)())
+        return CallResponse(call, bridge, answers, given.chat.options.stream)
 
 
 def _in_openai_words(error: RequestError, prompt: str, names: ParamNames = OPENAI_NAMES) -> RequestError:

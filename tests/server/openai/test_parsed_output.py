@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from moe_serve.attention_dp.constraint import Constraint
 from moe_serve.config import load_config
 from moe_serve.errors import ConfigError
 from moe_serve.launcher.preflight import look_at_secrets
@@ -125,6 +126,29 @@ def output(parser: ParsedOutput, text: str) -> dict[str, Any]:
         [delta for char in text for delta in parser.push(NewOutput(char, [], None))]
         + parser.push(NewOutput("", [], "stop"))
     )
+
+
+@in_event_loop
+async def test_a_form_is_content_where_outputs_begin_inside_the_reasoning(tmp_path: Path):
+    template = with_template(tmp_path, "{{ messages[0].content }}<think>")
+    form = {"type": "json_schema", "json_schema": {"name": "n", "schema": {"const": 12}}}
+    async with serving(1, template, "server.reasoning_parser=deepseek-r1", reply=says("12")) as served:
+        free = (await post(served, CHAT, messages=HI, max_tokens=50)).json()
+        held = (await post(served, CHAT, messages=HI, max_tokens=50, response_format=form)).json()
+        events = await stream(served, CHAT, messages=HI, max_tokens=50, response_format=form)
+        text = {"format": {"type": "json_schema", **form["json_schema"]}}
+        response = (await post(served, "/v1/responses", input="hi", text=text)).json()
+    assert (free["choices"][0]["message"]["reasoning_content"], free["choices"][0]["message"]["content"]) == ("12", "")
+    assert held["choices"][0]["message"] == {"role": "assistant", "content": "12"}
+    assert merged([event["choices"][0]["delta"] for event in events])["content"] == "12"
+    assert [(item["type"], item["content"][0]["text"]) for item in response["output"]] == [("message", "12")]
+
+
+@pytest.mark.parametrize("kind, reasoning", [("regex", None), ("structural_tag", "12")])
+def test_tags_leave_room_for_reasoning_and_other_forms_do_not(kind: str, reasoning: str | None):
+    config = load_config(overrides=["server.reasoning_parser=deepseek-r1"]).server
+    parser = OutputParsers(config, TEXT).of(ToolUse({}), ReasoningUse(), [], Constraint(kind, "12"))()
+    assert output(parser, "12").get("reasoning") == reasoning
 
 
 def test_a_named_function_gets_the_whole_output_as_its_arguments():
