@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from moe_serve.errors import MoeServeError, QueueFullError, RequestError
-from moe_serve.server.open_request import OpenRequest, UnavailableError
+from moe_serve.server.open_request import OpenRequest, OwnTimeoutError, UnavailableError
 
 WEIGHT_VERSION = "default"  # weights do not change while serving
 
@@ -63,6 +63,8 @@ def status_of(error: Exception) -> int:
     match error:
         case UnknownModelError():
             return 404
+        case OwnTimeoutError():
+            return 408
         case RequestError():
             return 400
         case QueueFullError():

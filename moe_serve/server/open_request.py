@@ -20,6 +20,10 @@ class UnavailableError(MoeServeError):
     """The engine cannot serve now: it is starting or ending, or a rank is lost. The same request may succeed later."""
 
 
+class OwnTimeoutError(RequestError):
+    """No token had come out within the time that the client itself gave the request."""
+
+
 @dataclass(frozen=True)
 class RequestSpec:
     """What to generate: a value that may be submitted again at any time.
@@ -87,7 +91,12 @@ class Changes:
         assert self._take is not None
         while self._changed:
             key = next(iter(self._changed))
-            if not self._take(self._changed[key]):
+            try:
+                is_taken = self._take(self._changed[key])
+            except Exception:  # the reader makes the same mistake where its answer can end for it
+                self._courier = None
+                is_taken = False
+            if not is_taken:
                 self._event.set()
                 return
             del self._changed[key]

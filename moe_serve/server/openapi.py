@@ -146,7 +146,7 @@ _ERRORS = {
     "400": "the request is wrong, and the error names the field",
     "401": "an API key is needed",
     "403": "not with this key, or not for a page of another site",
-    "408": "the request did not arrive in time",
+    "408": "the request did not arrive in time, or had no token within its own timeout",
     "409": "not in the state that the server is in",
     "413": "the body is too large",
     "415": "the body is not JSON",

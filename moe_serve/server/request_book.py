@@ -14,7 +14,7 @@ from moe_serve.config import ServeConfig
 from moe_serve.engine.incremental_decoder import Decoder
 from moe_serve.engine.messages import Abort, Message, Status, Tokens
 from moe_serve.server.admission import DrainRate
-from moe_serve.server.open_request import Changes, OpenRequest, RequestSpec, UnavailableError
+from moe_serve.server.open_request import Changes, OpenRequest, OwnTimeoutError, RequestSpec, UnavailableError
 from moe_serve.server.overdue import why_overdue
 from moe_serve.server.rank_room import RankRoom
 from moe_serve.server.request_log import RequestLog
@@ -150,8 +150,11 @@ class RequestBook:
         self.counters["num_aborted"] += 1
         if request.rank is not None:
             self._send(request.rank, Abort(request.request_id))
+        own_s = request.spec.timeout_s
         if request.num_output:
             request.cut_short(why)
+        elif own_s is not None and time.monotonic() - request.submitted_s > own_s:
+            request.fail(OwnTimeoutError(f"{why}, and no token had come out yet; give it more", field="timeout"))
         else:
             request.fail(UnavailableError(f"{why}, and no token had come out yet; send it again later"))
         self._forget(request)

@@ -88,6 +88,14 @@ async def test_a_request_beyond_its_timeout_keeps_what_it_has_and_frees_its_rank
 
 
 @in_event_loop
+async def test_a_request_without_a_token_within_its_own_timeout_gets_a_408():
+    async with serving(1) as served:
+        served.workers[0].go.clear()
+        answer = await served.generate(input_ids=[7], timeout=1e-320)
+        assert (answer.status_code, answer.json()["error"]["param"]) == (408, "timeout")
+
+
+@in_event_loop
 async def test_a_request_that_waits_too_long_gets_a_503_and_those_on_a_rank_go_on():
     async with serving(1, "engine.max_running_requests=1", "server.queue_deadline_s=0.2") as served:
         served.workers[0].go.clear()
