@@ -30,12 +30,12 @@ from benchmarks.conditions import conditions, save
 from moe_serve.attention_dp.request import SamplingParams
 from moe_serve.config import load_config
 from moe_serve.dispatch.base import EpGroup
+from moe_serve.engine.balancing.split_choice import BLOCK_STEPS, Gain, SplitChoice, size_class
 from moe_serve.engine.build import build_engine
 from moe_serve.engine.engine import Engine
 from moe_serve.engine.exchange import make_exchange
-from moe_serve.engine.mailbox import Inbound
-from moe_serve.engine.messages import Message, Submit, Tokens
-from moe_serve.engine.split_choice import BLOCK_STEPS, Gain, SplitChoice, size_class
+from moe_serve.engine.protocol.mailbox import Inbound
+from moe_serve.engine.protocol.messages import Message, Submit, Tokens
 from moe_serve.engine.step import PHASES, RankState, StepPlan
 from moe_serve.ep.replica_map import LayerReplicas
 from tests.engine.queue_mailbox import QueueMailbox

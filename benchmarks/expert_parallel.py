@@ -118,7 +118,7 @@ def _rank(rank: int, case: Case, path: Path, store: str, answer: Connection, bat
     from moe_serve.dispatch.base import EpGroup
     from moe_serve.engine import build
     from moe_serve.engine.exchange import make_exchange
-    from moe_serve.engine.messages import Submit
+    from moe_serve.engine.protocol.messages import Submit
     from tests.engine.queue_mailbox import QueueMailbox
 
     dist.init_process_group("gloo", store=dist.FileStore(store, case.ranks), rank=rank, world_size=case.ranks)

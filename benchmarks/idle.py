@@ -64,7 +64,7 @@ def _share_of_a_core(noted: list[tuple[float, float]], until_s: float) -> float:
 def _play_front_end(router: "zmq.Socket[bytes]", idle_s: float, num_wakes: int) -> list[float]:
     """Returns when each request was sent."""
     from moe_serve.attention_dp.request import SamplingParams
-    from moe_serve.engine.messages import Alive, Hello, Shutdown, Submit, Tokens, decode_to_front_end, encode
+    from moe_serve.engine.protocol.messages import Alive, Hello, Shutdown, Submit, Tokens, decode_to_front_end, encode
 
     names: dict[int, bytes] = {}
     while len(names) < 2:
@@ -99,8 +99,8 @@ def _rank(rank: int, folder: str, answer: Connection) -> None:
     from moe_serve.dispatch.base import EpGroup
     from moe_serve.engine.build import build_engine
     from moe_serve.engine.exchange import make_exchange
-    from moe_serve.engine.mailbox import ZmqMailbox
-    from moe_serve.engine.messages import Hello
+    from moe_serve.engine.protocol.mailbox import ZmqMailbox
+    from moe_serve.engine.protocol.messages import Hello
     from moe_serve.launcher.groups import gather_bytes
     from moe_serve.links.link import Link
 

@@ -20,8 +20,8 @@ import torch
 from benchmarks.conditions import conditions, save
 from moe_serve.attention_dp.request import Request
 from moe_serve.attention_dp.sampling_params import SamplingParams
-from moe_serve.engine.row_logprobs import LogprobScorer
-from moe_serve.engine.sampler import Sampler
+from moe_serve.engine.output.row_logprobs import LogprobScorer
+from moe_serve.engine.output.sampler import Sampler
 from moe_serve.kernels.cpu.library import cpu_library
 from moe_serve.launcher.llm import LLM
 

@@ -83,8 +83,8 @@ def measure(num_ranks: int, batch: int, num_steps: int) -> dict[str, Any]:
 def token_ns(num_tokens: int = 200_000) -> float:
     """Returns the CPU time of counting one token of a request in the front end, the best of five runs."""
     from moe_serve.attention_dp.request import SamplingParams
+    from moe_serve.server.metrics.request_stats import RequestStats
     from moe_serve.server.open_request import Changes, OpenRequest, RequestSpec
-    from moe_serve.server.request_stats import RequestStats
 
     request = OpenRequest("0-0", RequestSpec([5], SamplingParams(), 0), None, [], Changes())
     stats, best_s = RequestStats(), float("inf")
@@ -105,8 +105,8 @@ def _rank(rank: int, num_ranks: int, folder: str, batch: int, num_steps: int, an
     from moe_serve.config import load_config
     from moe_serve.dispatch.base import EpGroup
     from moe_serve.engine.build import build_engine
-    from moe_serve.engine.command_messages import Profile, RecordCommand
     from moe_serve.engine.exchange import make_exchange
+    from moe_serve.engine.protocol.command_messages import Profile, RecordCommand
     from moe_serve.engine.step import StepPlan
 
     torch.set_num_threads(1)

@@ -97,7 +97,7 @@ class Refill:
     """A mailbox that keeps a number of requests open, and asks for the end after a number of polls."""
 
     def __init__(self, rank: int, batch: int, num_polls: int, first: Any):
-        from moe_serve.engine.messages import Submit
+        from moe_serve.engine.protocol.messages import Submit
 
         self._make = Submit
         self._rank = rank
@@ -109,7 +109,7 @@ class Refill:
 
     def poll(self, timeout_s: float) -> list[Any]:
         from moe_serve.attention_dp.request import SamplingParams
-        from moe_serve.engine.messages import Shutdown
+        from moe_serve.engine.protocol.messages import Shutdown
 
         self._polls_left -= 1
         if self._polls_left < 0:
@@ -150,8 +150,8 @@ def _rank(rank: int, num_ranks: int, folder: str, batch: int, num_steps: int, mo
     from moe_serve.config import load_config
     from moe_serve.dispatch.base import EpGroup
     from moe_serve.engine.build import build_engine
-    from moe_serve.engine.command_messages import RecordCommand
     from moe_serve.engine.exchange import make_exchange
+    from moe_serve.engine.protocol.command_messages import RecordCommand
     from moe_serve.engine.step import StepPlan
 
     torch.set_num_threads(1)

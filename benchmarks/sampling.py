@@ -23,7 +23,7 @@ from torch import Tensor
 from benchmarks.conditions import conditions, save
 from moe_serve.attention_dp.request import Request
 from moe_serve.attention_dp.sampling_params import SamplingParams
-from moe_serve.engine.sampler import Sampler
+from moe_serve.engine.output.sampler import Sampler
 from moe_serve.kernels.cpu.library import cpu_library
 from moe_serve.kernels.cpu.sampling import sample_rows
 from moe_serve.kernels.sampling import SAMPLING_ROW, SamplingRows, sample_rows_reference

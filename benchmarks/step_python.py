@@ -26,8 +26,8 @@ from moe_serve.attention_dp.batch import BatchBuilder
 from moe_serve.attention_dp.request import SamplingParams
 from moe_serve.attention_dp.request_blocks import RequestBlocks
 from moe_serve.attention_dp.scheduler import ScheduledChunk, Scheduler
-from moe_serve.engine.grammars import Grammars
-from moe_serve.engine.messages import ModelLimits, Submit, Tokens, encode
+from moe_serve.engine.output.grammars import Grammars
+from moe_serve.engine.protocol.messages import ModelLimits, Submit, Tokens, encode
 from moe_serve.engine.requests import OpenRequests
 from moe_serve.engine.status import EngineCounters
 from moe_serve.kernels.numerics import FAST

@@ -3,7 +3,7 @@
 import random
 import struct
 
-from moe_serve.engine.messages import Fatal, Wake, encode
+from moe_serve.engine.protocol.messages import Fatal, Wake, encode
 
 
 def payloads() -> list[bytes]:

@@ -32,7 +32,7 @@ from benchmarks.conditions import conditions, save
 from benchmarks.http_streams import _over_http, _wait_until_ready
 from benchmarks.stranger_bytes import payloads
 from benchmarks.stranger_process import Attack, Heard, attack, listen_as_decoy
-from moe_serve.engine.messages import Fatal, Hello, encode
+from moe_serve.engine.protocol.messages import Fatal, Hello, encode
 from moe_serve.launcher.rank_env import free_port
 from moe_serve.links.link import Link
 from moe_serve.links.sockets import LinkSockets

@@ -30,7 +30,7 @@ from benchmarks.conditions import conditions, save
 from benchmarks.hostile_clients import Resources, cpu_s
 from benchmarks.hostile_mix import request
 from benchmarks.http_streams import _wait_until_ready
-from moe_serve.engine.messages import Tokens
+from moe_serve.engine.protocol.messages import Tokens
 from moe_serve.launcher.rank_env import free_port
 
 NUM_RANKS = 2

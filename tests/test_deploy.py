@@ -13,7 +13,7 @@ import yaml
 from moe_serve.config import ServeConfig, load_config
 from moe_serve.launcher.cli import app as cli
 from moe_serve.launcher.cli.balancer import add_balancer_commands
-from moe_serve.server.keys import ADMIN_KEY_VARIABLE, API_KEY_VARIABLE
+from moe_serve.server.access.keys import ADMIN_KEY_VARIABLE, API_KEY_VARIABLE
 
 ROOT = Path(__file__).parents[1]
 DEPLOY = ROOT / "deploy"

@@ -48,7 +48,7 @@ class SamplingParams:
     bad_words: tuple[str, ...] = ()  # the front end adds their tokens, each with and without a space before, to:
     bad_words_ids: tuple[tuple[int, ...], ...] = ()  # token sequences that the output must not hold
     allowed_token_ids: tuple[int, ...] = ()  # no others may be drawn; () = all
-    # Log probabilities (engine/logprobs.py). None: no; else how many of the likeliest tokens come beside each token
+    # Log probabilities (engine/output/logprobs.py). None: no; else how many of the likeliest tokens stand beside each
     logprobs: int | None = None  # of output tokens
     prompt_logprobs: int | None = None  # of prompt tokens behind the one at prompt_logprobs_start
     prompt_logprobs_start: int = 0

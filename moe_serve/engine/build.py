@@ -16,35 +16,35 @@ from moe_serve.attention_dp.scheduler import Scheduler
 from moe_serve.config import ServeConfig, model_dir, served_name
 from moe_serve.dispatch.base import AnyAllToAll, BufferLimits, EpGroup, TransportRequest
 from moe_serve.dispatch.make import make_all_to_all
-from moe_serve.engine.agreement import RankFacts, check_agreement
-from moe_serve.engine.build_balancing import make_balancing
-from moe_serve.engine.dump_recorder import DumpRecorder, RecorderSettings
+from moe_serve.engine.balancing.build_balancing import make_balancing
+from moe_serve.engine.balancing.dump_recorder import DumpRecorder, RecorderSettings
+from moe_serve.engine.balancing.load_dump import ModelRows
+from moe_serve.engine.balancing.load_windows import LoadWindows
+from moe_serve.engine.balancing.record_control import RecordControl, Speaker
+from moe_serve.engine.balancing.trace_writer import TraceWriter
 from moe_serve.engine.engine import Engine
 from moe_serve.engine.engine_settings import EngineSettings
 from moe_serve.engine.exchange import Exchange
-from moe_serve.engine.full_placement import meaning_of_a_loss, spareable_ranks
-from moe_serve.engine.grammars import make_grammars
-from moe_serve.engine.load_dump import ModelRows
-from moe_serve.engine.load_windows import LoadWindows
-from moe_serve.engine.mailbox import Mailbox
-from moe_serve.engine.masking_recovery import make_recovery
-from moe_serve.engine.messages import ModelLimits
 from moe_serve.engine.model_facts import model_facts
 from moe_serve.engine.model_plan import ModelPlan, checkpoint_folder
 from moe_serve.engine.numerics_choice import NumericsChoice
+from moe_serve.engine.output.grammars import make_grammars
+from moe_serve.engine.output.row_logprobs import LogprobScorer
+from moe_serve.engine.output.sampler import Sampler
 from moe_serve.engine.profiler import Profiler
-from moe_serve.engine.record_control import RecordControl, Speaker
-from moe_serve.engine.recovery import Rank, Recovery
+from moe_serve.engine.protocol.mailbox import Mailbox
+from moe_serve.engine.protocol.messages import ModelLimits
+from moe_serve.engine.recovery.agreement import RankFacts, check_agreement
+from moe_serve.engine.recovery.full_placement import meaning_of_a_loss, spareable_ranks
+from moe_serve.engine.recovery.masking_recovery import make_recovery
+from moe_serve.engine.recovery.recovery import Rank, Recovery
+from moe_serve.engine.recovery.watchdog import Watchdog, WatchLimits
 from moe_serve.engine.requests import OpenRequests
-from moe_serve.engine.row_logprobs import LogprobScorer
-from moe_serve.engine.sampler import Sampler
 from moe_serve.engine.served_model import ServedModel
 from moe_serve.engine.status import EngineCounters
 from moe_serve.engine.step import StepSettings
 from moe_serve.engine.step_events import StepEvents
 from moe_serve.engine.step_times import StepTimes
-from moe_serve.engine.trace_writer import TraceWriter
-from moe_serve.engine.watchdog import Watchdog, WatchLimits
 from moe_serve.ep.load_recorder import LoadRecorder
 from moe_serve.ep.moe_layer import ExpertParallel
 from moe_serve.ep.pass_recorder import PassRecorder

@@ -11,12 +11,22 @@ from dataclasses import dataclass
 
 from moe_serve.attention_dp.batch import BatchBuilder
 from moe_serve.attention_dp.scheduler import Proposal, ScheduledChunk, Scheduler
-from moe_serve.engine.balancing import Balancing
-from moe_serve.engine.command_messages import Answer, FlushCache, Profile, Rebalance, RecordCommand, SetPlacement
+from moe_serve.engine.balancing.balancing import Balancing
+from moe_serve.engine.balancing.record_control import RecordControl
 from moe_serve.engine.engine_settings import EngineSettings
 from moe_serve.engine.exchange import Exchange
-from moe_serve.engine.mailbox import Disconnected, Inbound, Mailbox, Reconnected
-from moe_serve.engine.messages import (
+from moe_serve.engine.output.sampler import Sampler
+from moe_serve.engine.profiler import Profiler
+from moe_serve.engine.protocol.command_messages import (
+    Answer,
+    FlushCache,
+    Profile,
+    Rebalance,
+    RecordCommand,
+    SetPlacement,
+)
+from moe_serve.engine.protocol.mailbox import Disconnected, Inbound, Mailbox, Reconnected
+from moe_serve.engine.protocol.messages import (
     ALIVE_PERIOD_S,
     Abort,
     Draining,
@@ -28,17 +38,14 @@ from moe_serve.engine.messages import (
     Tokens,
     Wake,
 )
-from moe_serve.engine.profiler import Profiler
-from moe_serve.engine.record_control import RecordControl
-from moe_serve.engine.recovery import Recovery
+from moe_serve.engine.recovery.recovery import Recovery
+from moe_serve.engine.recovery.watchdog import Watchdog
 from moe_serve.engine.requests import OpenRequests
-from moe_serve.engine.sampler import Sampler
 from moe_serve.engine.served_model import ServedModel
 from moe_serve.engine.status import EngineCounters, make_status, totals_of
 from moe_serve.engine.step import RankState, StepPlan, StepSettings, plan_step
 from moe_serve.engine.step_events import StepEvents
 from moe_serve.engine.step_times import StepTimes
-from moe_serve.engine.watchdog import Watchdog
 from moe_serve.errors import PeerError
 from moe_serve.kernels.part_clock import OTHER
 from moe_serve.log import get_logger

@@ -5,9 +5,9 @@ from collections.abc import Sequence
 
 from moe_serve.attention_dp.request import Request
 from moe_serve.attention_dp.scheduler import ScheduledChunk, Scheduler
-from moe_serve.engine.grammars import Grammars
-from moe_serve.engine.logprobs import LogprobBlock
-from moe_serve.engine.messages import ModelLimits, Submit, TokenEvent, front_end_of
+from moe_serve.engine.output.grammars import Grammars
+from moe_serve.engine.output.logprobs import LogprobBlock
+from moe_serve.engine.protocol.messages import ModelLimits, Submit, TokenEvent, front_end_of
 from moe_serve.engine.status import EngineCounters
 from moe_serve.errors import RequestError
 from moe_serve.log import get_logger

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from moe_serve.attention_dp.scheduler import ScheduledChunk, Scheduler, SchedulerStats
-from moe_serve.engine.messages import Status
+from moe_serve.engine.protocol.messages import Status
 from moe_serve.engine.step_times import StepTimes
 from moe_serve.log import num_logged
 from moe_serve.process_facts import num_open_files, resident_bytes

@@ -8,10 +8,10 @@ from torch import Tensor
 from moe_serve.attention_dp.batch import ForwardBatch
 from moe_serve.attention_dp.request import Request
 from moe_serve.attention_dp.scheduler import ScheduledChunk, Scheduler
-from moe_serve.engine.messages import TokenEvent
+from moe_serve.engine.output.row_logprobs import LogprobScorer, ProjectRows
+from moe_serve.engine.output.sampler import has_finite_best
+from moe_serve.engine.protocol.messages import TokenEvent
 from moe_serve.engine.requests import OpenRequests
-from moe_serve.engine.row_logprobs import LogprobScorer, ProjectRows
-from moe_serve.engine.sampler import has_finite_best
 from moe_serve.kernels.part_clock import OTHER, SAMPLE, PartClock
 from moe_serve.kernels.sampling import NONE_LEFT
 

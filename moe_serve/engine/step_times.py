@@ -3,7 +3,7 @@
 from array import array
 from bisect import bisect_left
 
-from moe_serve.engine.messages import STEP_BOUNDS_S, PhaseTimes
+from moe_serve.engine.protocol.messages import STEP_BOUNDS_S, PhaseTimes
 from moe_serve.engine.step import PHASES
 from moe_serve.kernels.part_clock import BETWEEN, EXCHANGE, PARTS, PartClock
 

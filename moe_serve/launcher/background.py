@@ -11,7 +11,7 @@ from collections.abc import Awaitable
 from typing import TypeVar
 
 from moe_serve.config import ServeConfig
-from moe_serve.engine.messages import Members, Progress, Ready, ToFrontEnd
+from moe_serve.engine.protocol.messages import Members, Progress, Ready, ToFrontEnd
 from moe_serve.launcher.display import StartDisplay
 from moe_serve.launcher.local import Death, LocalRanks
 from moe_serve.launcher.newcomers import Newcomers, left_out
@@ -20,7 +20,7 @@ from moe_serve.links.folder import OwnFolder
 from moe_serve.links.link import Link
 from moe_serve.log import get_logger
 from moe_serve.models.tokenizer import Tokenizer
-from moe_serve.server.bridge import Bridge
+from moe_serve.server.ranks.bridge import Bridge
 
 log = get_logger(__name__)
 T = TypeVar("T")

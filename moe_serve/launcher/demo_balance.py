@@ -17,12 +17,12 @@ import numpy as np
 from moe_serve.attention_dp.request import SamplingParams
 from moe_serve.bench.domains import DOMAINS, prompts_of
 from moe_serve.config import ServeConfig
-from moe_serve.engine.balance_messages import WindowReport
+from moe_serve.engine.protocol.balance_messages import WindowReport
 from moe_serve.eplb.load import balancedness, rank_load
 from moe_serve.eplb.placement import Placement
 from moe_serve.launcher.balance_picture import Timeline, TimelinePoint
 from moe_serve.launcher.llm import LLM
-from moe_serve.server.balance import BalanceBook
+from moe_serve.server.balance.balance import BalanceBook
 
 _CLIENTS = 4
 _PROMPTS_PER_CALL = 12

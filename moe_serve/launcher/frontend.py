@@ -15,12 +15,12 @@ from typing import Annotated
 import typer
 
 from moe_serve.config import ServeConfig, load_config
-from moe_serve.engine.messages import Ready, ToFrontEnd
+from moe_serve.engine.protocol.messages import Ready, ToFrontEnd
 from moe_serve.errors import ConfigError, MoeServeError
 from moe_serve.launcher.facts import front_end_difference, front_end_facts
 from moe_serve.links.link import Link, check_front_ends, find_link
 from moe_serve.log import configure_logging, get_logger
-from moe_serve.server.ports import open_port
+from moe_serve.server.connections.ports import open_port
 
 log = get_logger(__name__)
 app = typer.Typer(add_completion=False)
@@ -65,12 +65,12 @@ def run_front_end(config: ServeConfig, http_fd: int | None = None, worker: int =
 
 async def _serve(config: ServeConfig, listener: socket.socket, link: Link) -> None:
     from moe_serve.launcher.preflight import load_tokenizer
+    from moe_serve.server.access.hosts import is_loopback
+    from moe_serve.server.access.keys import KeyRing
     from moe_serve.server.app import make_app
-    from moe_serve.server.bridge import Bridge
-    from moe_serve.server.hosts import is_loopback
-    from moe_serve.server.http import HttpServer
-    from moe_serve.server.keys import KeyRing
-    from moe_serve.server.memory import give_large_blocks_back
+    from moe_serve.server.connections.http import HttpServer
+    from moe_serve.server.metrics.memory import give_large_blocks_back
+    from moe_serve.server.ranks.bridge import Bridge
 
     tokenizer = load_tokenizer(config)
     own, differs = front_end_facts(config), asyncio.get_running_loop().create_future()

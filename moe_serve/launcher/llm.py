@@ -21,16 +21,16 @@ from rich.progress import Progress as ProgressBar
 
 from moe_serve.attention_dp.sampling_params import SamplingParams, plain
 from moe_serve.config import ServeConfig, load_config
-from moe_serve.engine.logprobs import Logprob, TokenLogprobs
+from moe_serve.engine.output.logprobs import Logprob, TokenLogprobs
 from moe_serve.errors import ConfigError, RequestError
 from moe_serve.launcher.background import BackgroundRanks
 from moe_serve.launcher.local import WORKER
 from moe_serve.launcher.orderly_end import OrderlyEnd
 from moe_serve.launcher.preflight import load_tokenizer, look_for_files
-from moe_serve.server.balance import BalanceBook
+from moe_serve.server.balance.balance import BalanceBook
+from moe_serve.server.native.schemas import Prompt
 from moe_serve.server.open_request import Changes, OpenRequest, RequestSpec
 from moe_serve.server.prompts import draw_seed, encode_prompt, fit_to_model, with_bad_words
-from moe_serve.server.schemas import Prompt
 
 Prompts = Sequence[str] | Sequence[list[int]]
 Params = SamplingParams | Sequence[SamplingParams] | None
@@ -60,7 +60,7 @@ class Output:
     @property
     def logprobs(self) -> list[dict[int, Logprob]] | None:
         """What is known of each output token, by token id: itself first, then the likeliest ones and those asked for.
-        None: `SamplingParams.logprobs` asked for nothing. engine/logprobs.py says which log probabilities they are.
+        None: `SamplingParams.logprobs` asked for nothing. engine/output/logprobs.py says which ones they are.
         """
         entries = self.output_entries
         return None if entries is None else [entries.at(i, token) for i, token in enumerate(self.token_ids)]

@@ -8,7 +8,7 @@ are started again.
 from dataclasses import dataclass
 
 from moe_serve.config import ServeConfig
-from moe_serve.engine.messages import Members
+from moe_serve.engine.protocol.messages import Members
 from moe_serve.launcher.local import Death
 
 

@@ -9,9 +9,9 @@ from moe_serve.errors import CapacityError, ConfigError, ModelError
 from moe_serve.log import get_logger
 from moe_serve.models.tokenizer import Tokenizer
 from moe_serve.models.tokenizer_files import tokenizer_file
-from moe_serve.server.keys import KeyRing
+from moe_serve.server.access.keys import KeyRing
+from moe_serve.server.connections.tls import make_tls
 from moe_serve.server.openai.parsed_output import OutputParsers
-from moe_serve.server.tls import make_tls
 
 if TYPE_CHECKING:
     from moe_serve.models.spec import ModelSpec

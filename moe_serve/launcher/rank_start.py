@@ -12,9 +12,9 @@ from types import FrameType
 from typing import TYPE_CHECKING
 
 from moe_serve.config import ServeConfig
-from moe_serve.engine.mailbox import ZmqMailbox
-from moe_serve.engine.messages import Hello, Progress, Pulse, Ready, Refused
-from moe_serve.engine.watchdog import Watchdog, WatchLimits
+from moe_serve.engine.protocol.mailbox import ZmqMailbox
+from moe_serve.engine.protocol.messages import Hello, Progress, Pulse, Ready, Refused
+from moe_serve.engine.recovery.watchdog import Watchdog, WatchLimits
 from moe_serve.errors import MoeServeError
 from moe_serve.launcher.facts import Fact, facts_of, front_end_facts
 from moe_serve.launcher.handover import Handover, check_like, find_handover, leave_handover

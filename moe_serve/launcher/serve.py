@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from moe_serve.config import ServeConfig, load_config
-from moe_serve.engine.mailbox import ZmqMailbox
-from moe_serve.engine.messages import Fatal, Goodbye
+from moe_serve.engine.protocol.mailbox import ZmqMailbox
+from moe_serve.engine.protocol.messages import Fatal, Goodbye
 from moe_serve.errors import ConfigError, LostConnectionError, MoeServeError, PeerError
 from moe_serve.kernels.cpu.library import build_cpu_library
 from moe_serve.launcher.preflight import look_where_to_write

@@ -1,10 +1,10 @@
 """`moe-serve serve`: all ranks of this machine and the front end, from start-up display to Ctrl-C. Torch-free.
 
-The parent only supervises. It receives the ranks' progress from the front end (as supervisor, see server/rank_link.py),
-notices first when a process ends, reports it to the front end, and shuts everything down in order: no new calls, then
-the ranks, then whatever is left. A rank that was killed is started again beside the others. Where that fails, and where
-the ranks cannot go on at all, it starts all of them again, and the front end submits the open requests to the new ones;
-after too many losses it ends with a report.
+The parent only supervises. It receives the ranks' progress from the front end (as supervisor, see
+server/ranks/rank_link.py), notices first when a process ends, reports it to the front end, and shuts everything down in
+order: no new calls, then the ranks, then whatever is left. A rank that was killed is started again beside the others.
+Where that fails, and where the ranks cannot go on at all, it starts all of them again, and the front end submits the
+open requests to the new ones; after too many losses it ends with a report.
 """
 
 import signal
@@ -15,7 +15,7 @@ from functools import partial
 from types import FrameType
 
 from moe_serve.config import ServeConfig, ServerConfig, served_name
-from moe_serve.engine.messages import Fatal
+from moe_serve.engine.protocol.messages import Fatal
 from moe_serve.launcher.display import StartDisplay
 from moe_serve.launcher.front_ends import FrontEnds
 from moe_serve.launcher.launch_watch import LaunchWatch, Loss
@@ -24,8 +24,8 @@ from moe_serve.launcher.preflight import has_tokenizer
 from moe_serve.launcher.restarts import Restarts
 from moe_serve.links.folder import OwnFolder
 from moe_serve.links.link import Link
-from moe_serve.server.ports import open_port
-from moe_serve.server.supervisors import SUPERVISOR
+from moe_serve.server.connections.ports import open_port
+from moe_serve.server.ranks.supervisors import SUPERVISOR
 
 _POLL_MS = 50
 _END_GRACE_S = 4.0  # for the front end and the ranks to end in order

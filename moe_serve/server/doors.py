@@ -8,13 +8,13 @@ from fastapi import Request
 
 from moe_serve.errors import RequestError
 from moe_serve.models.tokenizer import Tokenizer
-from moe_serve.server.admission_gate import Terms
+from moe_serve.server.admission.admission_gate import Terms
+from moe_serve.server.admission.degrade import Degradation
 from moe_serve.server.body import Bodies
-from moe_serve.server.body_parser import BodyKind, BodyParser
-from moe_serve.server.bridge import Bridge
-from moe_serve.server.degrade import Degradation
 from moe_serve.server.generate import Call, start_call
-from moe_serve.server.schemas import GenerateRequest
+from moe_serve.server.helpers.body_parser import BodyKind, BodyParser
+from moe_serve.server.native.schemas import GenerateRequest
+from moe_serve.server.ranks.bridge import Bridge
 
 T = TypeVar("T")
 

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Sequence
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 
-from moe_serve.server.histogram import Histogram, cumulative
+from moe_serve.server.metrics.histogram import Histogram, cumulative
 
 Labels = tuple[tuple[str, str], ...]  # (name, value) that all series of a family carry
 

@@ -16,13 +16,13 @@ import msgspec
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from moe_serve.engine.messages import ModelLimits
+from moe_serve.engine.protocol.messages import ModelLimits
 from moe_serve.errors import MoeServeError, QueueFullError, RequestError
 from moe_serve.models.tokenizer import Tokenizer
+from moe_serve.server.access.client_limits import Permit
 from moe_serve.server.answers import error_of, status_of
-from moe_serve.server.bridge import Bridge
-from moe_serve.server.client_limits import Permit
-from moe_serve.server.logprob_limits import check_call, num_logprobs
+from moe_serve.server.fields.logprob_limits import check_call, num_logprobs
+from moe_serve.server.native.schemas import GenerateRequest, Prompt
 from moe_serve.server.open_request import Changes, OpenRequest, RequestSpec
 from moe_serve.server.prompts import (
     check_num_expressions,
@@ -32,8 +32,8 @@ from moe_serve.server.prompts import (
     fit_to_model,
     with_bad_words,
 )
+from moe_serve.server.ranks.bridge import Bridge
 from moe_serve.server.samples import best_of_each, link_samples, params_of_sample
-from moe_serve.server.schemas import GenerateRequest, Prompt
 
 _MANY_LOGPROBS = 4096  # numbers in an answer
 _LONG_ANSWER = 16_384  # characters of its texts, which parsers of calls read at up to 15 us each

@@ -9,11 +9,11 @@ from typing import Any
 from fastapi import FastAPI, Request, Response
 
 from moe_serve.errors import RequestError
+from moe_serve.server.access.guard import ADMIN
 from moe_serve.server.body import Bodies
-from moe_serve.server.bridge import Bridge
+from moe_serve.server.fields.json_fields import Fields, boolean, parse_object, short_name, show
 from moe_serve.server.generate import json_bytes
-from moe_serve.server.guard import ADMIN
-from moe_serve.server.json_fields import Fields, boolean, parse_object, short_name, show
+from moe_serve.server.ranks.bridge import Bridge
 
 _MODES = ("abort", "retract")
 

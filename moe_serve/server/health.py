@@ -12,11 +12,11 @@ from fastapi import FastAPI, Response
 
 from moe_serve.attention_dp.request import SamplingParams
 from moe_serve.config import ServeConfig
-from moe_serve.server.balance_json import summary_json
-from moe_serve.server.bridge import Bridge
+from moe_serve.server.access.guard import OPEN
+from moe_serve.server.balance.balance_json import summary_json
 from moe_serve.server.generate import error_response, json_bytes
-from moe_serve.server.guard import OPEN
 from moe_serve.server.open_request import Changes, RequestSpec, UnavailableError
+from moe_serve.server.ranks.bridge import Bridge
 
 _LOOK_S = 0.02  # between two looks for tokens
 

@@ -6,10 +6,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from moe_serve.attention_dp.request import SamplingParams
-from moe_serve.engine.incremental_decoder import Decoder
-from moe_serve.engine.logprobs import TokenLogprobs
-from moe_serve.engine.messages import Submit, TokenEvent
-from moe_serve.engine.stop_matcher import FinishReason, StopMatcher
+from moe_serve.engine.output.incremental_decoder import Decoder
+from moe_serve.engine.output.logprobs import TokenLogprobs
+from moe_serve.engine.output.stop_matcher import FinishReason, StopMatcher
+from moe_serve.engine.protocol.messages import Submit, TokenEvent
 from moe_serve.errors import ModelError, MoeServeError, RequestError
 from moe_serve.log import call_id
 
@@ -148,8 +148,9 @@ class OpenRequest:
     call_id:    the X-Request-Id of its call
     queued_s:   how long it has waited: here for a rank, and on ranks until they began with it
 
-    output_logprobs, prompt_logprobs: what has come of the log probabilities that it asks for (engine/logprobs.py says
-    what each entry is); None: it asks for none. Those of the output are as many as `matcher.output_ids`.
+    output_logprobs, prompt_logprobs: what has come of the log probabilities that it asks for
+    (engine/output/logprobs.py says what each entry is); None: it asks for none. Those of the output are as many as
+    `matcher.output_ids`.
     """
 
     def __init__(

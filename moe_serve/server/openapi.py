@@ -20,12 +20,12 @@ from moe_serve.attention_dp.sampling_params import (
     MAX_STOP_REGEXES,
     MAX_STOPS,
 )
-from moe_serve.server.guard import ADMIN, OPEN
+from moe_serve.server.access.guard import ADMIN, OPEN
+from moe_serve.server.admission.waiting_line import MAX_PRIORITY
+from moe_serve.server.fields.sampling_fields import MAX_SAMPLES, MAX_STOP_CHARS, NEUTRAL_PARAMS
+from moe_serve.server.fields.schema_parts import IDS, NAME, RANK, Schema, neutral, or_null
+from moe_serve.server.native.schemas import NEUTRAL_FIELDS
 from moe_serve.server.openai.openapi_schemas import openai_schemas
-from moe_serve.server.sampling_fields import MAX_SAMPLES, MAX_STOP_CHARS, NEUTRAL_PARAMS
-from moe_serve.server.schema_parts import IDS, NAME, RANK, Schema, neutral, or_null
-from moe_serve.server.schemas import NEUTRAL_FIELDS
-from moe_serve.server.waiting_line import MAX_PRIORITY
 
 _LOGPROB_IDS: Schema = {**IDS, "minItems": 0, "maxItems": MAX_LOGPROB_IDS}
 _FORM: Schema = {"type": "string", "minLength": 1, "maxLength": MAX_CHARS}  # of the output: what it must match

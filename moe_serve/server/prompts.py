@@ -10,12 +10,12 @@ from dataclasses import replace
 
 from moe_serve.attention_dp.request import MAX_SEED, SamplingParams
 from moe_serve.attention_dp.sampling_params import MAX_BAD_WORD_TOKENS
-from moe_serve.engine.messages import ModelLimits
-from moe_serve.engine.stop_regex import MAX_OF_A_CALL, compile_stop_regex
+from moe_serve.engine.output.stop_regex import MAX_OF_A_CALL, compile_stop_regex
+from moe_serve.engine.protocol.messages import ModelLimits
 from moe_serve.errors import RequestError
 from moe_serve.models.tokenizer import Tokenizer, check_unicode
-from moe_serve.server.logprob_limits import fit_logprobs
-from moe_serve.server.schemas import Prompt
+from moe_serve.server.fields.logprob_limits import fit_logprobs
+from moe_serve.server.native.schemas import Prompt
 
 NO_TOKENIZER = (
     "this server has none (model.skip_tokenizer is set, or the model folder has no tokenizer.json, which can be added)"

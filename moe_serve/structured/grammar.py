@@ -26,7 +26,8 @@ _OPTIONS = "x-guidance"  # of a schema, in llguidance's words
 def to_grammar(constraint: Constraint) -> str:
     """Returns a constraint in llguidance's own form. Raises RequestError with what is wrong with it.
 
-    May take long for hostile texts, and deep recursion: call it where that harms nobody (server/grammar_check.py).
+    May take long for hostile texts, and deep recursion: call it where that harms nobody
+    (server/helpers/grammar_check.py).
     """
     from llguidance import LLMatcher
 

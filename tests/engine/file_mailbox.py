@@ -10,8 +10,8 @@ import signal
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from moe_serve.engine.mailbox import Inbound
-from moe_serve.engine.messages import Members, Message, Shutdown, Submit, Tokens
+from moe_serve.engine.protocol.mailbox import Inbound
+from moe_serve.engine.protocol.messages import Members, Message, Shutdown, Submit, Tokens
 from tests.engine.queue_mailbox import QueueMailbox
 from tests.engine.strikes import Fault
 

@@ -25,7 +25,7 @@ from moe_serve.dispatch.shm.shared_files import FileMark, SharedFiles
 from moe_serve.engine.build import build_engine
 from moe_serve.engine.engine import Engine
 from moe_serve.engine.exchange import ShmExchange, make_exchange, open_exchange
-from moe_serve.engine.messages import Submit
+from moe_serve.engine.protocol.messages import Submit
 from moe_serve.engine.step import StepPlan
 from moe_serve.eplb import read_trace
 from moe_serve.eplb.load import LoadRecord

@@ -6,10 +6,10 @@ import numpy as np
 import scipy.optimize  # noqa: F401  # a plan imports it, which takes a leader longer than the deadlines of these tests
 import torch
 
-from moe_serve.engine.balance_messages import BalanceReport
-from moe_serve.engine.balancer import Balancer
-from moe_serve.engine.contained_leader import ContainedLeader
+from moe_serve.engine.balancing.balancer import Balancer
+from moe_serve.engine.balancing.contained_leader import ContainedLeader
 from moe_serve.engine.engine import Engine
+from moe_serve.engine.protocol.balance_messages import BalanceReport
 from moe_serve.engine.step import StepPlan
 from moe_serve.eplb.load import LoadRecord
 from moe_serve.eplb.migration.plan import MigrationPlan, plan_migration

@@ -18,13 +18,13 @@ from moe_serve.attention_dp.scheduler import Proposal, ScheduledChunk
 from moe_serve.config import load_config
 from moe_serve.dispatch.base import EpGroup
 from moe_serve.engine.build import build_engine
-from moe_serve.engine.command_messages import Answer
 from moe_serve.engine.engine import Engine
 from moe_serve.engine.exchange import make_exchange
-from moe_serve.engine.logprobs import LogprobBlock
-from moe_serve.engine.mailbox import Inbound
-from moe_serve.engine.messages import Shutdown, Submit, Tokens
-from moe_serve.engine.sampler import Sampler
+from moe_serve.engine.output.logprobs import LogprobBlock
+from moe_serve.engine.output.sampler import Sampler
+from moe_serve.engine.protocol.command_messages import Answer
+from moe_serve.engine.protocol.mailbox import Inbound
+from moe_serve.engine.protocol.messages import Shutdown, Submit, Tokens
 from moe_serve.eplb.load import LoadRecord
 from tests.conftest import _descendants
 from tests.engine.queue_mailbox import QueueMailbox

@@ -4,8 +4,8 @@ import time
 from collections import deque
 from collections.abc import Sequence
 
-from moe_serve.engine.mailbox import Inbound
-from moe_serve.engine.messages import Message, Shutdown, Submit, Wake
+from moe_serve.engine.protocol.mailbox import Inbound
+from moe_serve.engine.protocol.messages import Message, Shutdown, Submit, Wake
 
 
 class QueueMailbox:

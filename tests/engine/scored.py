@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 
 from moe_serve.attention_dp.request import SamplingParams
-from moe_serve.engine.logprobs import LogprobBlock, TokenLogprobs
+from moe_serve.engine.output.logprobs import LogprobBlock, TokenLogprobs
 
 Numbers = list[tuple[float, int, list[tuple[int, float]], list[float]]]
 

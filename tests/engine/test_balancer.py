@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from moe_serve.config import load_config
-from moe_serve.engine.balance_reports import BalanceReports
-from moe_serve.engine.balancer import Reporter, balancer_settings
+from moe_serve.engine.balancing.balance_reports import BalanceReports
+from moe_serve.engine.balancing.balancer import Reporter, balancer_settings
 from moe_serve.eplb.load import LoadRecord, rank_load
 from moe_serve.eplb.placement import Placement
 from moe_serve.eplb.planning.process import PlannerProcess

@@ -3,8 +3,8 @@
 from types import SimpleNamespace
 from typing import Any, cast
 
-from moe_serve.engine.balancing import Balancing
-from moe_serve.engine.split_choice import SplitChoice
+from moe_serve.engine.balancing.balancing import Balancing
+from moe_serve.engine.balancing.split_choice import SplitChoice
 from moe_serve.engine.step import StepPlan
 from moe_serve.eplb.placement import Placement
 from tests.engine.moving import RestlessLeader

@@ -4,9 +4,9 @@ from dataclasses import replace
 
 import pytest
 
-from moe_serve.engine.balance_messages import BalanceReport
-from moe_serve.engine.balance_reports import BalanceReports
-from moe_serve.engine.contained_leader import ContainedLeader
+from moe_serve.engine.balancing.balance_reports import BalanceReports
+from moe_serve.engine.balancing.contained_leader import ContainedLeader
+from moe_serve.engine.protocol.balance_messages import BalanceReport
 from moe_serve.eplb.placement import Placement
 from moe_serve.errors import PlacementError
 from tests.engine.moving import RestlessLeader

@@ -9,9 +9,9 @@ import zmq
 from moe_serve.attention_dp.request import SamplingParams
 from moe_serve.attention_dp.request_blocks import RequestBlocks
 from moe_serve.attention_dp.scheduler import Scheduler
-from moe_serve.engine.grammars import Grammars
-from moe_serve.engine.mailbox import Disconnected, Inbound, Reconnected, ZmqMailbox
-from moe_serve.engine.messages import (
+from moe_serve.engine.output.grammars import Grammars
+from moe_serve.engine.protocol.mailbox import Disconnected, Inbound, Reconnected, ZmqMailbox
+from moe_serve.engine.protocol.messages import (
     Alive,
     ForFrontEnds,
     Hello,

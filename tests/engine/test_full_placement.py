@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moe_serve.engine.full_placement import (
+from moe_serve.engine.recovery.full_placement import (
     decode,
     encode,
     meaning_of_a_loss,

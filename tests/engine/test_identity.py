@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from moe_serve.attention_dp.request import SamplingParams
-from moe_serve.engine.messages import Submit
+from moe_serve.engine.protocol.messages import Submit
 from moe_serve.models.families.registry import read_spec
 from moe_serve.models.spec import ModelSpec
 from tests.engine.offline import (

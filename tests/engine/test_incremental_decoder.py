@@ -8,7 +8,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from moe_serve.config import ModelConfig, model_dir
-from moe_serve.engine.incremental_decoder import IncrementalDecoder
+from moe_serve.engine.output.incremental_decoder import IncrementalDecoder
 from moe_serve.models.tokenizer import Tokenizer
 from tests.engine.small_tokenizers import EOS, KINDS, byte_fallback, eos_of, metaspace, vocab_size
 

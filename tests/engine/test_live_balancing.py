@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from moe_serve.engine.engine import Engine
-from moe_serve.engine.messages import Submit
+from moe_serve.engine.protocol.messages import Submit
 from tests.engine.moving import DYNAMIC, lead_restlessly, move_in_every_step
 from tests.engine.offline import OTHER_FAMILIES, Served, serve, tiny_model
 from tests.engine.test_identity import GREEDY, PLAIN, requests_for, same

@@ -18,7 +18,7 @@ from transformers import (
 )
 
 from moe_serve.attention_dp.request import Request, SamplingParams
-from moe_serve.engine.logit_changes import RequestChanges, changes_logits
+from moe_serve.engine.output.logit_changes import RequestChanges, changes_logits
 from moe_serve.kernels.logit_changes import change_logits
 
 VOCAB = 40

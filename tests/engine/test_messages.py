@@ -5,8 +5,8 @@ import random
 import msgspec
 import pytest
 
-from moe_serve.engine.command_messages import Answer, SetPlacement
-from moe_serve.engine.messages import (
+from moe_serve.engine.protocol.command_messages import Answer, SetPlacement
+from moe_serve.engine.protocol.messages import (
     Hello,
     TokenEvent,
     Tokens,

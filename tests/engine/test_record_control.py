@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from moe_serve.config import load_config
-from moe_serve.engine.command_messages import Answer, RecordCommand
-from moe_serve.engine.dump_recorder import DumpRecorder, RecorderSettings
-from moe_serve.engine.load_dump import ModelRows
-from moe_serve.engine.messages import Message
-from moe_serve.engine.record_control import RecordControl, Speaker
+from moe_serve.engine.balancing.dump_recorder import DumpRecorder, RecorderSettings
+from moe_serve.engine.balancing.load_dump import ModelRows
+from moe_serve.engine.balancing.record_control import RecordControl, Speaker
+from moe_serve.engine.protocol.command_messages import Answer, RecordCommand
+from moe_serve.engine.protocol.messages import Message
 from moe_serve.engine.step import RECORD_COMMANDS, RankState, RecorderStates
 from moe_serve.ep.pass_recorder import PassRecorder
 from moe_serve.eplb import read_trace

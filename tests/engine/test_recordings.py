@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from moe_serve.attention_dp.request import SamplingParams
-from moe_serve.engine.command_messages import RecordCommand
 from moe_serve.engine.engine import Engine
+from moe_serve.engine.protocol.command_messages import RecordCommand
 from moe_serve.eplb import read_trace
 from tests.engine.offline import ScriptedMailbox, Served, prompts_with_shared_beginnings, serve, submits_of
 

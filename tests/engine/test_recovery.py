@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from moe_serve.attention_dp.request import SamplingParams
-from moe_serve.engine.messages import Submit
+from moe_serve.engine.protocol.messages import Submit
 from moe_serve.eplb.files.placements import write_placement
 from moe_serve.eplb.load import LoadRecord
 from moe_serve.eplb.placement import Placement

@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moe_serve.attention_dp.request import Request, SamplingParams
-from moe_serve.engine.sampler import Sampler, has_finite_best
+from moe_serve.engine.output.sampler import Sampler, has_finite_best
 from moe_serve.kernels.cpu.library import find_cpu_library
 from moe_serve.kernels.sampling import NONE_LEFT, NOT_FINITE
 

@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterable
 
 import pytest
 
-from moe_serve.engine import split_choice
-from moe_serve.engine.split_choice import (
+from moe_serve.engine.balancing import split_choice
+from moe_serve.engine.balancing.split_choice import (
     JUDGED_AT,
     TRIAL_ALLOWANCE,
     TRIAL_SHARE,

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from moe_serve.attention_dp.request import SamplingParams
 from moe_serve.config import ModelConfig, model_dir
-from moe_serve.engine.stop_matcher import FinishReason, StopMatcher
+from moe_serve.engine.output.stop_matcher import FinishReason, StopMatcher
 from moe_serve.models.tokenizer import Tokenizer
 from tests.engine.small_tokenizers import KINDS, byte_fallback
 

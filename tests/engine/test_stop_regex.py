@@ -7,8 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moe_serve.attention_dp.request import SamplingParams
-from moe_serve.engine.stop_matcher import FinishReason, StopMatcher
-from moe_serve.engine.stop_regex import MAX_MATCH, MAX_POSITIONS, RegexFinder, compile_stop_regex
+from moe_serve.engine.output.stop_matcher import FinishReason, StopMatcher
+from moe_serve.engine.output.stop_regex import MAX_MATCH, MAX_POSITIONS, RegexFinder, compile_stop_regex
 from moe_serve.errors import RequestError
 
 LEAVES = ["a", "b", "c", ".", "[ab]", "[^a]", r"\w", r"\d", r"\.", "\n"]

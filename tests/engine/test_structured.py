@@ -11,9 +11,9 @@ import pytest
 from moe_serve.attention_dp.constraint import Constraint
 from moe_serve.attention_dp.request import Request, SamplingParams
 from moe_serve.config import load_config, model_dir
-from moe_serve.engine import grammars
 from moe_serve.engine.engine import Engine
-from moe_serve.engine.messages import Submit
+from moe_serve.engine.output import grammars
+from moe_serve.engine.protocol.messages import Submit
 from moe_serve.models.tokenizer import Tokenizer
 from moe_serve.structured.grammar import to_grammar
 from moe_serve.structured.vocabulary import Vocabulary

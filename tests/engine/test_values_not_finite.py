@@ -11,7 +11,7 @@ import torch
 from moe_serve.attention_dp.batch import ForwardBatch
 from moe_serve.attention_dp.request import SamplingParams
 from moe_serve.engine.engine import Engine
-from moe_serve.engine.messages import Submit
+from moe_serve.engine.protocol.messages import Submit
 from moe_serve.kernels.cpu.linear import RowTable
 from tests.engine.offline import Prepare, Served, prompts_with_shared_beginnings, serve, submits_of
 from tests.kernels.cpu.unpacking import unpack

@@ -14,8 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
+from moe_serve.engine.balancing.split_choice import SplitChoice
 from moe_serve.engine.engine import Engine
-from moe_serve.engine.split_choice import SplitChoice
 from moe_serve.engine.step import PHASES, StepPlan
 from moe_serve.eplb.placement import Placement
 from moe_serve.eplb.rebalance.events import Decision

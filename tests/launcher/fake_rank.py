@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 from moe_serve.config import load_config
-from moe_serve.engine.messages import Fatal, Goodbye, Progress
+from moe_serve.engine.protocol.messages import Fatal, Goodbye, Progress
 from tests.server.fake_worker import FakeWorker, LinkedWorker
 
 

@@ -6,7 +6,16 @@ import pytest
 import zmq
 
 from moe_serve.config import load_config
-from moe_serve.engine.messages import Hello, Members, Message, ModelLimits, Progress, Ready, decode_to_front_end, encode
+from moe_serve.engine.protocol.messages import (
+    Hello,
+    Members,
+    Message,
+    ModelLimits,
+    Progress,
+    Ready,
+    decode_to_front_end,
+    encode,
+)
 from moe_serve.launcher import front_ends as module
 from moe_serve.launcher.front_ends import FrontEnds
 from moe_serve.links.folder import OwnFolder

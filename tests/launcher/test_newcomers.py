@@ -7,7 +7,7 @@ import pytest
 
 from moe_serve.config import load_config
 from moe_serve.dispatch.shm.shared_files import FileMark, SharedFiles
-from moe_serve.engine.messages import Fatal, Members, ModelLimits, Ready
+from moe_serve.engine.protocol.messages import Fatal, Members, ModelLimits, Ready
 from moe_serve.errors import ConfigError, LaunchError, PeerError
 from moe_serve.launcher.facts import Fact
 from moe_serve.launcher.handover import Handover, check_like, find_handover, leave_handover
@@ -17,7 +17,7 @@ from moe_serve.launcher.newcomers import Newcomers
 from moe_serve.launcher.rank_env import RankEnv
 from moe_serve.launcher.restarts import Restarts
 from moe_serve.links.link import Link
-from moe_serve.server.supervisors import SUPERVISOR
+from moe_serve.server.ranks.supervisors import SUPERVISOR
 
 CONFIG = load_config(overrides=["parallel.num_ranks=3", "server.attach_deadline_s=10", "launcher.max_restarts=2"])
 LIMITS = ModelLimits("m", 100, 20, 10, [1], 4)

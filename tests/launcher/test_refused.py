@@ -6,7 +6,7 @@ import sys
 import time
 
 from moe_serve.dispatch.base import EpGroup
-from moe_serve.server.bridge import Bridge
+from moe_serve.server.ranks.bridge import Bridge
 from tests.ranks import run_ranks
 from tests.server.served import fake_config, in_event_loop
 

@@ -7,7 +7,7 @@ import torch.distributed as dist
 
 from moe_serve.config import load_config
 from moe_serve.dispatch.peer_calls import barrier
-from moe_serve.engine.messages import Fatal, Message
+from moe_serve.engine.protocol.messages import Fatal, Message
 from moe_serve.errors import LostConnectionError
 from moe_serve.launcher import serve
 from moe_serve.launcher.rank_env import RankEnv

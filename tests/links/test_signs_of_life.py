@@ -7,13 +7,13 @@ import time
 import pytest
 import zmq
 
-from moe_serve.engine import mailbox as mailbox_module
-from moe_serve.engine.mailbox import ZmqMailbox
-from moe_serve.engine.messages import Alive, Pulse, decode_to_front_end, encode
+from moe_serve.engine.protocol import mailbox as mailbox_module
+from moe_serve.engine.protocol.mailbox import ZmqMailbox
+from moe_serve.engine.protocol.messages import Alive, Pulse, decode_to_front_end, encode
 from moe_serve.links.link import Link
 from moe_serve.links.sockets import LinkSockets
-from moe_serve.server import router_socket
-from moe_serve.server.router_socket import RouterSocket
+from moe_serve.server.ranks import router_socket
+from moe_serve.server.ranks.router_socket import RouterSocket
 from tests.server.served import in_event_loop, until
 
 LINK = Link(token="the token of this system", host="127.0.0.1")

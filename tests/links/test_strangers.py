@@ -14,12 +14,12 @@ from collections.abc import Iterator
 import pytest
 import zmq
 
-from moe_serve.engine.mailbox import ZmqMailbox
-from moe_serve.engine.messages import Fatal, Hello, Wake, encode
+from moe_serve.engine.protocol.mailbox import ZmqMailbox
+from moe_serve.engine.protocol.messages import Fatal, Hello, Wake, encode
 from moe_serve.links.link import Link
 from moe_serve.links.sockets import LinkSockets
-from moe_serve.server import router_socket
-from moe_serve.server.router_socket import RouterSocket
+from moe_serve.server.ranks import router_socket
+from moe_serve.server.ranks.router_socket import RouterSocket
 from tests.server.served import in_event_loop, serving, until
 
 LINK = Link(token="the token of this system", host="127.0.0.1")

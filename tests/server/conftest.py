@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import uvicorn.server
 
-from moe_serve.server import rank_link, router_socket
+from moe_serve.server.ranks import rank_link, router_socket
 
 
 class _QuickTurns:

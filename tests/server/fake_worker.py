@@ -14,9 +14,16 @@ import zmq
 import zmq.asyncio
 
 from moe_serve.config import ServerConfig
-from moe_serve.engine.command_messages import Answer, FlushCache, Profile, Rebalance, RecordCommand, SetPlacement
-from moe_serve.engine.mailbox import Disconnected, Reconnected, ZmqMailbox
-from moe_serve.engine.messages import (
+from moe_serve.engine.protocol.command_messages import (
+    Answer,
+    FlushCache,
+    Profile,
+    Rebalance,
+    RecordCommand,
+    SetPlacement,
+)
+from moe_serve.engine.protocol.mailbox import Disconnected, Reconnected, ZmqMailbox
+from moe_serve.engine.protocol.messages import (
     Abort,
     Alive,
     ForFrontEnds,

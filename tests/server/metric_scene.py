@@ -3,8 +3,8 @@
 from prometheus_client import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
-from moe_serve.engine.messages import STEP_BOUNDS_S, PhaseTimes, Status
-from moe_serve.server import balance_metrics
+from moe_serve.engine.protocol.messages import STEP_BOUNDS_S, PhaseTimes, Status
+from moe_serve.server.metrics import balance_metrics
 from tests.server.reports import Story
 from tests.server.served import serving, until
 

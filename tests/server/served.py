@@ -12,9 +12,9 @@ from fastapi import FastAPI
 from moe_serve.config import ServeConfig, load_config, model_dir
 from moe_serve.models.tokenizer import Tokenizer
 from moe_serve.server.app import make_app
-from moe_serve.server.bridge import Bridge
-from moe_serve.server.http import HttpServer
-from moe_serve.server.ports import open_port
+from moe_serve.server.connections.http import HttpServer
+from moe_serve.server.connections.ports import open_port
+from moe_serve.server.ranks.bridge import Bridge
 from tests.server.fake_worker import FakeWorker
 
 

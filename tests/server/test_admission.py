@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moe_serve.errors import QueueFullError
-from moe_serve.server.admission import Admission, DrainRate, Load
-from moe_serve.server.keys import API_KEY_VARIABLE
+from moe_serve.server.access.keys import API_KEY_VARIABLE
+from moe_serve.server.admission.admission import Admission, DrainRate, Load
 from tests.server.served import in_event_loop, serving, until
 
 FIVE = {"max_new_tokens": 5, "sampling_seed": 10}

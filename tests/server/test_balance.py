@@ -6,13 +6,13 @@ import logging
 import numpy as np
 import pytest
 
-from moe_serve.engine.balance_messages import BalanceReport, DecisionReport, WindowReport
-from moe_serve.engine.balance_reports import BalanceReports
+from moe_serve.engine.balancing.balance_reports import BalanceReports
+from moe_serve.engine.protocol.balance_messages import BalanceReport, DecisionReport, WindowReport
 from moe_serve.eplb.load import LoadRecord
 from moe_serve.eplb.placement import Placement
 from moe_serve.eplb.rebalance.events import Decision
-from moe_serve.server.balance import NUM_EVENTS, NUM_POINTS, BalanceBook
-from moe_serve.server.balance_json import status_json
+from moe_serve.server.balance.balance import NUM_EVENTS, NUM_POINTS, BalanceBook
+from moe_serve.server.balance.balance_json import status_json
 from moe_serve.server.generate import json_bytes
 
 

@@ -10,11 +10,12 @@ import httpx
 import pytest
 
 from moe_serve.errors import RequestError
-from moe_serve.server import app, body_parser
-from moe_serve.server.body_parser import GENERATE_BODY, SMALL_BYTES, BodyKind, BodyParser
-from moe_serve.server.json_fields import MAX_DEPTH, parse_json
-from moe_serve.server.keys import API_KEY_VARIABLE
-from moe_serve.server.schemas import GenerateRequest, parse_generate
+from moe_serve.server import app
+from moe_serve.server.access.keys import API_KEY_VARIABLE
+from moe_serve.server.fields.json_fields import MAX_DEPTH, parse_json
+from moe_serve.server.helpers import body_parser
+from moe_serve.server.helpers.body_parser import GENERATE_BODY, SMALL_BYTES, BodyKind, BodyParser
+from moe_serve.server.native.schemas import GenerateRequest, parse_generate
 from tests.conftest import _descendants
 from tests.server.raw_client import RawClient, header
 from tests.server.served import Served, in_event_loop, serving, until

@@ -5,13 +5,13 @@ import asyncio
 import pytest
 import zmq
 
-from moe_serve.engine.messages import Fatal, Hello, TokenEvent, Tokens, encode
+from moe_serve.engine.protocol.messages import Fatal, Hello, TokenEvent, Tokens, encode
 from moe_serve.errors import LaunchError
 from moe_serve.links.sockets import LinkSockets
-from moe_serve.server.bridge import Bridge
+from moe_serve.server.native.schemas import SamplingParams
 from moe_serve.server.open_request import Changes, OpenRequest, RequestSpec, UnavailableError
-from moe_serve.server.schemas import SamplingParams
-from moe_serve.server.supervisors import SUPERVISOR
+from moe_serve.server.ranks.bridge import Bridge
+from moe_serve.server.ranks.supervisors import SUPERVISOR
 from tests.server.fake_worker import FakeWorker
 from tests.server.served import Served, fake_config, in_event_loop, serving, until
 
@@ -113,7 +113,7 @@ async def test_a_silent_rank_is_lost_once_no_step_can_explain_it():
 
 @in_event_loop
 async def test_a_rank_that_was_told_to_end_by_somebody_else_is_named():
-    from moe_serve.engine.messages import Goodbye
+    from moe_serve.engine.protocol.messages import Goodbye
 
     async with serving() as served:
         calls = await waiting_calls(served)

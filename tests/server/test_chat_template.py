@@ -15,9 +15,9 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 from moe_serve.config import load_config
 from moe_serve.errors import ConfigError, RequestError
-from moe_serve.server import chat_template_process
-from moe_serve.server.chat_template import ChatTemplates, RenderJob
-from moe_serve.server.chat_template_process import render
+from moe_serve.server.helpers import chat_template_process
+from moe_serve.server.helpers.chat_template import ChatTemplates, RenderJob
+from moe_serve.server.helpers.chat_template_process import render
 from moe_serve.server.openai.messages import ChatPrompt
 from tests.conftest import _descendants
 
@@ -248,7 +248,7 @@ def prompt(template: str | None = None, tools: list[dict[str, Any]] | None = Non
 
 
 def test_a_number_that_never_ends_is_ended_from_outside(monkeypatch):
-    monkeypatch.setattr("moe_serve.server.chat_template._DEADLINE_S", 1.5)
+    monkeypatch.setattr("moe_serve.server.helpers.chat_template._DEADLINE_S", 1.5)
 
     async def check() -> None:
         templates = ChatTemplates({"default": "{{ messages[0].content }}"}, {}, trust_requests=True)

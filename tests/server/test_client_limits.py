@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 
 from moe_serve.config import ServerConfig
 from moe_serve.errors import ConfigError, RateLimitError, RequestError
-from moe_serve.server import client_limits
-from moe_serve.server.client_limits import Bucket, Client, ClientLimits, ClientTable, _duration
-from moe_serve.server.keys import API_KEY_VARIABLE, KeyRing
+from moe_serve.server.access import client_limits
+from moe_serve.server.access.client_limits import Bucket, Client, ClientLimits, ClientTable, _duration
+from moe_serve.server.access.keys import API_KEY_VARIABLE, KeyRing
 from tests.server.served import in_event_loop, serving, until
 
 FIVE = {"max_new_tokens": 5, "sampling_seed": 10}

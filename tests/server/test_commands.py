@@ -4,12 +4,12 @@ import asyncio
 
 import pytest
 
-from moe_serve.engine.command_messages import Answer, FlushCache, Rebalance, RecordCommand
-from moe_serve.engine.messages import Fatal, Members
+from moe_serve.engine.protocol.command_messages import Answer, FlushCache, Rebalance, RecordCommand
+from moe_serve.engine.protocol.messages import Fatal, Members
 from moe_serve.errors import QueueFullError
-from moe_serve.server import commands as commands_module
-from moe_serve.server.commands import CommandBook
 from moe_serve.server.open_request import UnavailableError
+from moe_serve.server.ranks import commands as commands_module
+from moe_serve.server.ranks.commands import CommandBook
 from tests.server.served import in_event_loop, serving, until
 
 START = "/start_expert_distribution_record"

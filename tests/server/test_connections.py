@@ -10,11 +10,11 @@ import socket
 
 import pytest
 
-from moe_serve.server import connection
-from moe_serve.server.connection_table import ConnectionTable
-from moe_serve.server.descriptors import soft_limit
-from moe_serve.server.listener import Listener
-from moe_serve.server.ports import open_port
+from moe_serve.server.connections import connection
+from moe_serve.server.connections.connection_table import ConnectionTable
+from moe_serve.server.connections.descriptors import soft_limit
+from moe_serve.server.connections.listener import Listener
+from moe_serve.server.connections.ports import open_port
 from tests.server.raw_client import RawClient, header
 from tests.server.served import Served, in_event_loop, serving, until
 

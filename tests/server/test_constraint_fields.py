@@ -8,8 +8,8 @@ import pytest
 from moe_serve.attention_dp.constraint import MAX_CHARS, Constraint
 from moe_serve.attention_dp.sampling_params import SamplingParams
 from moe_serve.errors import RequestError
-from moe_serve.server.constraint_fields import take_openai_constraint, take_sglang_constraint
-from moe_serve.server.json_fields import Fields
+from moe_serve.server.fields.constraint_fields import take_openai_constraint, take_sglang_constraint
+from moe_serve.server.fields.json_fields import Fields
 
 SCHEMA = {"type": "object", "properties": {"é": {"type": "string"}}}
 

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from moe_serve.attention_dp.request import SamplingParams
-from moe_serve.engine.messages import TokenEvent
+from moe_serve.engine.protocol.messages import TokenEvent
 from moe_serve.server import open_request
 from moe_serve.server.generate import CONNECTION, Call, CallResponse
 from moe_serve.server.open_request import Changes, Courier, OpenRequest, RequestSpec

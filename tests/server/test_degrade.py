@@ -8,9 +8,9 @@ import pytest
 from moe_serve.config import load_config
 from moe_serve.config.server_section import DegradeStep
 from moe_serve.errors import ConfigError, QueueFullError
-from moe_serve.server.admission import Queue
-from moe_serve.server.degrade import Degradation
-from moe_serve.server.schemas import parse_generate
+from moe_serve.server.admission.admission import Queue
+from moe_serve.server.admission.degrade import Degradation
+from moe_serve.server.native.schemas import parse_generate
 from tests.server.served import in_event_loop, serving, until
 
 STEPS = (

@@ -5,7 +5,7 @@ import contextlib
 
 import httpx
 
-from moe_serve.engine.messages import Draining
+from moe_serve.engine.protocol.messages import Draining
 from tests.server.fake_worker import FakeWorker
 from tests.server.raw_client import RawClient, header
 from tests.server.served import Served, in_event_loop, serving, until

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moe_serve.server.bounded_parser import BoundedParser
-from moe_serve.server.early_refusal import plain_headers
-from moe_serve.server.keys import API_KEY_VARIABLE
+from moe_serve.server.access.keys import API_KEY_VARIABLE
+from moe_serve.server.admission.early_refusal import plain_headers
+from moe_serve.server.connections.bounded_parser import BoundedParser
 from tests.server.raw_client import Answer, RawClient, header
 from tests.server.served import Served, in_event_loop, serving, until
 from tests.server.test_hostile_bytes import mutated

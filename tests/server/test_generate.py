@@ -194,7 +194,7 @@ async def test_a_client_that_leaves_in_the_middle_of_a_stream_aborts_it():
 
 @in_event_loop
 async def test_a_request_that_the_rank_refuses_gets_its_words():
-    from moe_serve.engine.messages import TokenEvent
+    from moe_serve.engine.protocol.messages import TokenEvent
 
     async with serving() as served:
         for worker in served.workers:
@@ -214,7 +214,7 @@ async def test_a_request_that_the_rank_refuses_gets_its_words():
 
 @in_event_loop
 async def test_a_request_that_the_model_failed_is_not_worth_another_try():
-    from moe_serve.engine.messages import TokenEvent
+    from moe_serve.engine.protocol.messages import TokenEvent
 
     async with serving() as served:
         for worker in served.workers:

@@ -8,10 +8,10 @@ import pytest
 from moe_serve.attention_dp.constraint import Constraint
 from moe_serve.attention_dp.sampling_params import SamplingParams
 from moe_serve.config import load_config, model_dir
-from moe_serve.engine.messages import ModelLimits
+from moe_serve.engine.protocol.messages import ModelLimits
 from moe_serve.errors import QueueFullError, RequestError
-from moe_serve.server import grammar_check
-from moe_serve.server.grammar_check import GrammarCheck
+from moe_serve.server.helpers import grammar_check
+from moe_serve.server.helpers.grammar_check import GrammarCheck
 from tests.server.served import in_event_loop
 
 LIMITS = ModelLimits("demo", 2048, 1024, 1023, [1], 16)

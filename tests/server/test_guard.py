@@ -8,9 +8,9 @@ import pytest
 
 from moe_serve.config import load_config
 from moe_serve.errors import ConfigError
-from moe_serve.server.guard import ADMIN, OPEN, tagged_routes
-from moe_serve.server.hosts import is_foreign_page, is_loopback, is_served_host
-from moe_serve.server.keys import ADMIN_KEY_VARIABLE, API_KEY_VARIABLE, KeyRing
+from moe_serve.server.access.guard import ADMIN, OPEN, tagged_routes
+from moe_serve.server.access.hosts import is_foreign_page, is_loopback, is_served_host
+from moe_serve.server.access.keys import ADMIN_KEY_VARIABLE, API_KEY_VARIABLE, KeyRing
 from tests.server.raw_client import RawClient, header
 from tests.server.served import Served, in_event_loop, serving
 

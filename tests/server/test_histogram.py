@@ -5,7 +5,7 @@ from prometheus_client import CollectorRegistry
 from prometheus_client import Histogram as Reference
 
 from moe_serve.server.families import one_histogram
-from moe_serve.server.histogram import Histogram
+from moe_serve.server.metrics.histogram import Histogram
 
 VALUES = {
     "none": [],

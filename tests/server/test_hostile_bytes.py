@@ -10,15 +10,15 @@ from hypothesis import strategies as st
 
 from moe_serve.config import ServerConfig
 from moe_serve.errors import RequestError
+from moe_serve.server.access.guard import _is_json, _secret
+from moe_serve.server.access.hosts import is_foreign_page, is_served_host
+from moe_serve.server.access.keys import KeyRing
 from moe_serve.server.answers import error_body
-from moe_serve.server.bounded_parser import BoundedParser
+from moe_serve.server.balance.placement_body import PlacementShape, parse_placement
+from moe_serve.server.connections.bounded_parser import BoundedParser
 from moe_serve.server.dashboard.data import Seen
 from moe_serve.server.generate import json_bytes
-from moe_serve.server.guard import _is_json, _secret
-from moe_serve.server.hosts import is_foreign_page, is_served_host
-from moe_serve.server.keys import KeyRing
-from moe_serve.server.placement_body import PlacementShape, parse_placement
-from moe_serve.server.schemas import parse_generate
+from moe_serve.server.native.schemas import parse_generate
 
 BODIES = [
     json.dumps({"text": ["a", "b\u00e9"], "sampling_params": [{"n": 2, "stop": ["x"]}, {"temperature": 0.5}]}).encode(),

@@ -3,10 +3,10 @@
 import pytest
 
 from moe_serve.attention_dp.request import SamplingParams
-from moe_serve.engine.logprobs import MAX_ENTRIES
-from moe_serve.engine.messages import ModelLimits
+from moe_serve.engine.output.logprobs import MAX_ENTRIES
+from moe_serve.engine.protocol.messages import ModelLimits
 from moe_serve.errors import RequestError
-from moe_serve.server.logprob_limits import check_call, fit_logprobs
+from moe_serve.server.fields.logprob_limits import check_call, fit_logprobs
 from moe_serve.server.open_request import RequestSpec
 
 LIMITS = ModelLimits("m", 150_000, 2**21, 2**21, [], 16)

@@ -3,10 +3,10 @@
 import asyncio
 from collections.abc import Sequence
 
-from moe_serve.engine.messages import Fatal, Members, TokenEvent, Tokens
-from moe_serve.server import silence
+from moe_serve.engine.protocol.messages import Fatal, Members, TokenEvent, Tokens
 from moe_serve.server.open_request import Changes, OpenRequest, UnavailableError
-from moe_serve.server.request_book import MAX_LOSSES
+from moe_serve.server.ranks import silence
+from moe_serve.server.ranks.request_book import MAX_LOSSES
 from tests.server.fake_worker import counting
 from tests.server.served import Served, in_event_loop, serving, until
 from tests.server.test_bridge import finished, spec
@@ -208,8 +208,8 @@ async def test_others_that_say_nothing_end_the_launch(monkeypatch):
 
 
 def test_the_fake_rank_goes_on_where_an_earlier_attempt_stopped():
-    from moe_serve.engine.messages import Submit
-    from moe_serve.server.schemas import SamplingParams
+    from moe_serve.engine.protocol.messages import Submit
+    from moe_serve.server.native.schemas import SamplingParams
 
     submit = Submit("a", 1, [5], SamplingParams(max_new_tokens=3), seed=1, output_ids=[3])
     assert counting(submit)[len(submit.output_ids) :] == [4, 5]

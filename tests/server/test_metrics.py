@@ -4,7 +4,7 @@ import pytest
 from prometheus_client import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
-from moe_serve.engine.messages import Status
+from moe_serve.engine.protocol.messages import Status
 from tests.server.reports import Story
 from tests.server.served import Served, in_event_loop, serving, until
 

@@ -5,9 +5,9 @@ import json
 
 import pytest
 
-from moe_serve.engine.messages import Submit, TokenEvent, Tokens
+from moe_serve.engine.protocol.messages import Submit, TokenEvent, Tokens
 from moe_serve.errors import RequestError
-from moe_serve.server.schemas import parse_generate
+from moe_serve.server.native.schemas import parse_generate
 from tests.server.fake_logprobs import prompt_block
 from tests.server.served import Served, demo_tokenizer, in_event_loop, serving, until
 

@@ -6,14 +6,14 @@ import warnings
 import pytest
 
 from moe_serve.errors import RequestError
-from moe_serve.server.guard import ADMIN, OPEN, tagged_routes
+from moe_serve.server.access.guard import ADMIN, OPEN, tagged_routes
+from moe_serve.server.native.schemas import parse_generate
 from moe_serve.server.openai.chat_request import parse_chat
 from moe_serve.server.openai.completion_request import parse_completion
 from moe_serve.server.openai.openapi_schemas import openai_schemas
 from moe_serve.server.openai.response_request import parse_response
 from moe_serve.server.openai.tokenize_request import parse_detokenize, parse_tokenize
 from moe_serve.server.openapi import GENERATE, SAMPLING_PARAMS
-from moe_serve.server.schemas import parse_generate
 from tests.server.served import in_event_loop, serving
 
 PARAMS = SAMPLING_PARAMS["properties"]

@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from moe_serve.engine.command_messages import STEP_WORDS, Answer, Profile
+from moe_serve.engine.protocol.command_messages import STEP_WORDS, Answer, Profile
 from moe_serve.errors import MoeServeError
 from moe_serve.process_facts import boot_id
-from moe_serve.server.profile import write_profile
-from moe_serve.server.profile_trace import RankProfile, RequestSpan, align, events
+from moe_serve.server.profiles.profile import write_profile
+from moe_serve.server.profiles.profile_trace import RankProfile, RequestSpan, align, events
 from tests.server.served import in_event_loop, serving, until
 
 PARTS, PHASES = ["other", "exchange", "attention", "between"], ["decode", "prefill", "mixed"]

@@ -7,8 +7,9 @@ import msgspec
 import pytest
 
 from moe_serve.attention_dp.request import SamplingParams
-from moe_serve.engine.messages import ModelLimits
+from moe_serve.engine.protocol.messages import ModelLimits
 from moe_serve.errors import RequestError
+from moe_serve.server.native.schemas import Prompt, parse_generate
 from moe_serve.server.prompts import (
     check_num_expressions,
     derived_seed,
@@ -17,7 +18,6 @@ from moe_serve.server.prompts import (
     fit_to_model,
     with_bad_words,
 )
-from moe_serve.server.schemas import Prompt, parse_generate
 from tests.server.test_schemas import parse
 
 LIMITS = ModelLimits(

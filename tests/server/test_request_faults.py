@@ -6,7 +6,7 @@ import itertools
 import pytest
 
 from moe_serve.errors import RequestError
-from moe_serve.server.schemas import parse_generate
+from moe_serve.server.native.schemas import parse_generate
 from tests.server.served import in_event_loop, serving, until
 from tests.server.test_generate import events, says
 

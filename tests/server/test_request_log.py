@@ -6,9 +6,9 @@ import logging
 import pytest
 
 from moe_serve.log import configure_logging
-from moe_serve.server import request_log
+from moe_serve.server.metrics import request_log
+from moe_serve.server.metrics.request_log import RequestLog
 from moe_serve.server.open_request import Changes, OpenRequest, RequestSpec
-from moe_serve.server.request_log import RequestLog
 from tests.server.served import in_event_loop, serving, until
 
 SECRET = "a prompt that no log may hold"

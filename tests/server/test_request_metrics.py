@@ -9,11 +9,11 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from moe_serve.config import load_config
-from moe_serve.engine.messages import PhaseTimes, Status, TokenEvent, Tokens
-from moe_serve.server.balance import BalanceBook
-from moe_serve.server.peer_metrics import PeerMetrics
-from moe_serve.server.request_metrics import RequestMetrics
-from moe_serve.server.request_stats import RequestStats
+from moe_serve.engine.protocol.messages import PhaseTimes, Status, TokenEvent, Tokens
+from moe_serve.server.balance.balance import BalanceBook
+from moe_serve.server.metrics.peer_metrics import PeerMetrics
+from moe_serve.server.metrics.request_metrics import RequestMetrics
+from moe_serve.server.metrics.request_stats import RequestStats
 from tests.server.served import Served, in_event_loop, serving, until
 
 

@@ -8,8 +8,8 @@ import zmq
 
 from moe_serve.links.link import Link
 from moe_serve.links.sockets import LinkSockets
-from moe_serve.server import router_socket
-from moe_serve.server.router_socket import RouterSocket
+from moe_serve.server.ranks import router_socket
+from moe_serve.server.ranks.router_socket import RouterSocket
 from tests.server.served import in_event_loop, until
 
 NUM_MESSAGES = 20_000

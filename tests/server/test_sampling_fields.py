@@ -4,8 +4,8 @@ import pytest
 
 from moe_serve.attention_dp.request import SamplingParams
 from moe_serve.errors import RequestError
-from moe_serve.server.json_fields import Fields
-from moe_serve.server.sampling_fields import OPENAI_NAMES, SGLANG_NAMES, TakenParams, take_sampling_params
+from moe_serve.server.fields.json_fields import Fields
+from moe_serve.server.fields.sampling_fields import OPENAI_NAMES, SGLANG_NAMES, TakenParams, take_sampling_params
 
 
 def openai(**body) -> TakenParams:

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from moe_serve.attention_dp.request import SamplingParams
 from moe_serve.errors import RequestError
-from moe_serve.server.sampling_fields import MAX_SAMPLES
-from moe_serve.server.schemas import parse_generate
+from moe_serve.server.fields.sampling_fields import MAX_SAMPLES
+from moe_serve.server.native.schemas import parse_generate
 
 
 def parse(**fields):

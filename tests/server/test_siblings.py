@@ -9,16 +9,16 @@ from pathlib import Path
 import pytest
 
 from moe_serve.attention_dp.request import SamplingParams
-from moe_serve.engine.command_messages import Answer, RecordCommand
-from moe_serve.engine.messages import Fatal, ForFrontEnds
+from moe_serve.engine.protocol.command_messages import Answer, RecordCommand
+from moe_serve.engine.protocol.messages import Fatal, ForFrontEnds
 from moe_serve.links.folder import OwnFolder
 from moe_serve.links.link import Link
-from moe_serve.server import siblings
-from moe_serve.server.admission_metrics import AdmissionMetrics
-from moe_serve.server.bridge import Bridge
-from moe_serve.server.client_limits import ClientTable
-from moe_serve.server.degrade import Degradation
+from moe_serve.server.access.client_limits import ClientTable
+from moe_serve.server.admission.degrade import Degradation
+from moe_serve.server.metrics.admission_metrics import AdmissionMetrics
 from moe_serve.server.open_request import Changes, OpenRequest, RequestSpec, UnavailableError
+from moe_serve.server.ranks import siblings
+from moe_serve.server.ranks.bridge import Bridge
 from tests.server.fake_worker import LinkedWorker
 from tests.server.served import fake_config, in_event_loop, until
 

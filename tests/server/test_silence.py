@@ -2,9 +2,9 @@
 
 import pytest
 
-from moe_serve.engine.messages import Pulse
-from moe_serve.server.silence import Silence
-from moe_serve.server.workers import WorkerTable
+from moe_serve.engine.protocol.messages import Pulse
+from moe_serve.server.ranks.silence import Silence
+from moe_serve.server.ranks.workers import WorkerTable
 from tests.server.served import fake_config
 from tests.server.test_workers import attached, group_of, make_ready
 

@@ -29,8 +29,8 @@ SERVER = (
 def missing(names: tuple[str, ...], of: object) -> list[str]:
     """What a future uvicorn no longer has, in words."""
     return [
-        f"uvicorn {uvicorn.__version__} has no {type(of).__name__}.{name}: adapt moe_serve/server/connection.py and "
-        "http.py, or lower the bound of uvicorn in pyproject.toml"
+        f"uvicorn {uvicorn.__version__} has no {type(of).__name__}.{name}: adapt "
+        "moe_serve/server/connections/connection.py and http.py, or lower the bound of uvicorn in pyproject.toml"
         for name in names
         if not hasattr(of, name)
     ]

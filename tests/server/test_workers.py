@@ -1,7 +1,7 @@
 """WorkerTable: the front end's state of its ranks."""
 
-from moe_serve.engine.messages import Hello, Members, ModelLimits, Progress, Ready
-from moe_serve.server.workers import GONE_S, Arrival, Regrouped, WorkerTable
+from moe_serve.engine.protocol.messages import Hello, Members, ModelLimits, Progress, Ready
+from moe_serve.server.ranks.workers import GONE_S, Arrival, Regrouped, WorkerTable
 
 
 def hello(rank: int, num_ranks: int = 2, launch_id: int = 0, **more: object) -> Hello:

@@ -29,7 +29,7 @@ from moe_serve.dispatch.gpu.sizes import gpu_buffer_sizes, most_gpu_tokens
 from moe_serve.dispatch.shm.row_copy_native import load_library
 from moe_serve.dispatch.shm.sizes import buffer_sizes, most_tokens
 from moe_serve.dispatch.wire import make_wire
-from moe_serve.engine.full_placement import has_slots_without, meaning_of_a_loss
+from moe_serve.engine.recovery.full_placement import has_slots_without, meaning_of_a_loss
 from moe_serve.eplb.placement import Placement
 
 _SHARED = "/dev/shm"

@@ -23,7 +23,7 @@ def server_replay(
     nodes:      machines, where the trace does not tell
     Raises ConfigError where the file does not fit the trace.
     """
-    from moe_serve.engine.balancer import balancer_settings
+    from moe_serve.engine.balancing.balancer import balancer_settings
     from moe_serve.eplb.files.trace_jsonl import events_between_records
     from moe_serve.eplb.rebalance.event_fields import STARTED
     from moe_serve.eplb.rebalance.make import SystemFacts

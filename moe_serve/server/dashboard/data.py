@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from typing import Any, Self, TypeVar
 
 from moe_serve.errors import RequestError
-from moe_serve.server.balance import BalanceBook
-from moe_serve.server.balance_json import event_json, move_json, status_json
-from moe_serve.server.rank_view import RankView
-from moe_serve.server.workers import WorkerTable
+from moe_serve.server.balance.balance import BalanceBook
+from moe_serve.server.balance.balance_json import event_json, move_json, status_json
+from moe_serve.server.ranks.rank_view import RankView
+from moe_serve.server.ranks.workers import WorkerTable
 
 _Item = TypeVar("_Item")
 

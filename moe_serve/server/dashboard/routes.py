@@ -10,10 +10,10 @@ from importlib import resources
 from fastapi import FastAPI, Request, Response
 
 from moe_serve.config import ServeConfig, served_name
-from moe_serve.server.bridge import Bridge
+from moe_serve.server.access.guard import OPEN
 from moe_serve.server.dashboard.data import Seen, page_data
 from moe_serve.server.generate import json_bytes
-from moe_serve.server.guard import OPEN
+from moe_serve.server.ranks.bridge import Bridge
 
 _FILES = {
     "": ("page.html", "text/html"),

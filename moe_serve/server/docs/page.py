@@ -7,7 +7,7 @@ import html
 import json
 from typing import Any
 
-from moe_serve.server.schema_parts import Schema
+from moe_serve.server.fields.schema_parts import Schema
 
 _METHODS = ("get", "post", "put")
 _LONGEST_VALUES = 120

@@ -5,9 +5,9 @@ from typing import Any
 
 from fastapi import FastAPI, Request, Response
 
+from moe_serve.server.access.guard import OPEN
 from moe_serve.server.docs.page import docs_page, front_page
 from moe_serve.server.generate import json_bytes
-from moe_serve.server.guard import OPEN
 
 LINKS = {
     "/v1/models": "the model, as OpenAI's API lists it; its base URL ends with /v1",

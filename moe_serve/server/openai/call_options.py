@@ -11,11 +11,11 @@ from typing import Any, Self
 
 from moe_serve.attention_dp.sampling_params import SamplingParams
 from moe_serve.errors import RequestError
-from moe_serve.server.call_fields import first, priority, timeout
-from moe_serve.server.constraint_fields import take_openai_constraint
-from moe_serve.server.json_fields import Fields, boolean, natural_number, short_name, show
-from moe_serve.server.sampling_fields import NEUTRAL_PARAMS, OPENAI_NAMES, TakenParams, take_sampling_params
-from moe_serve.server.schemas import SALT_SEPARATOR, GenerateRequest, Prompt
+from moe_serve.server.fields.call_fields import first, priority, timeout
+from moe_serve.server.fields.constraint_fields import take_openai_constraint
+from moe_serve.server.fields.json_fields import Fields, boolean, natural_number, short_name, show
+from moe_serve.server.fields.sampling_fields import NEUTRAL_PARAMS, OPENAI_NAMES, TakenParams, take_sampling_params
+from moe_serve.server.native.schemas import SALT_SEPARATOR, GenerateRequest, Prompt
 
 REST_OF_CONTEXT = 2**31  # max_new_tokens of a request that names no length: reduced to what the model takes
 

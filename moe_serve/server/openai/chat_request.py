@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from moe_serve.errors import RequestError
-from moe_serve.server.json_fields import boolean, natural_number, parse_nested_object
+from moe_serve.server.fields.json_fields import boolean, natural_number, parse_nested_object
 from moe_serve.server.openai.call_options import REST_OF_CONTEXT, CallOptions, fields_of, take_options
 from moe_serve.server.openai.messages import MAX_DEPTH, ChatPrompt, take_chat_prompt
 from moe_serve.server.openai.tools import ReasoningUse, ToolUse, take_reasoning_use, take_tool_use

@@ -5,11 +5,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from moe_serve.errors import RequestError
-from moe_serve.server.call_fields import check_num_prompts, ids_or_batch, is_batch, text_or_texts
-from moe_serve.server.json_fields import boolean, natural_number, parse_nested_object, show
+from moe_serve.server.fields.call_fields import check_num_prompts, ids_or_batch, is_batch, text_or_texts
+from moe_serve.server.fields.json_fields import boolean, natural_number, parse_nested_object, show
+from moe_serve.server.native.schemas import GenerateRequest
 from moe_serve.server.openai.call_options import REST_OF_CONTEXT, CallOptions, fields_of, take_options
 from moe_serve.server.openai.messages import MAX_DEPTH
-from moe_serve.server.schemas import GenerateRequest
 
 _DEFAULT_TOKENS = 16  # OpenAI's, and so vLLM's and SGLang's; null asks for the rest of the context
 NEUTRAL_FIELDS: Mapping[str, tuple[Any, ...]] = {

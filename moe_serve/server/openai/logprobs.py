@@ -6,7 +6,7 @@ The text of a token is what it decodes to by itself. Where a character has sever
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from moe_serve.engine.logprobs import TokenLogprobs
+from moe_serve.engine.output.logprobs import TokenLogprobs
 from moe_serve.models.tokenizer import Tokenizer
 from moe_serve.server.open_request import OpenRequest
 

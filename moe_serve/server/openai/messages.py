@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from moe_serve.errors import RequestError
-from moe_serve.server.json_fields import Fields, boolean, parse_nested_object, short_name, show
+from moe_serve.server.fields.json_fields import Fields, boolean, parse_nested_object, short_name, show
 
 MAX_DEPTH = 64  # of lists and objects in a body: a JSON schema may be one of its values
 MAX_TEMPLATE_CHARS = 1 << 20

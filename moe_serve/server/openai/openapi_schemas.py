@@ -4,14 +4,14 @@ against the parsers.
 
 from typing import Any
 
+from moe_serve.server.admission.waiting_line import MAX_PRIORITY
+from moe_serve.server.fields.sampling_fields import NEUTRAL_PARAMS, OPENAI_NAMES
+from moe_serve.server.fields.schema_parts import IDS, NAME, RANK, Schema, neutral, or_null
 from moe_serve.server.openai import chat_request, completion_request
 from moe_serve.server.openai.call_options import NEUTRAL_FIELDS, NOTED_FIELDS
 from moe_serve.server.openai.messages import MAX_KWARGS
 from moe_serve.server.openai.response_request import NOT_HERE
 from moe_serve.server.openai.tools import MAX_TOOLS
-from moe_serve.server.sampling_fields import NEUTRAL_PARAMS, OPENAI_NAMES
-from moe_serve.server.schema_parts import IDS, NAME, RANK, Schema, neutral, or_null
-from moe_serve.server.waiting_line import MAX_PRIORITY
 
 _FLAG: Schema = or_null({"type": "boolean"})
 _COUNT: Schema = or_null({"type": "integer", "minimum": 0})

@@ -3,8 +3,8 @@
 from moe_serve.errors import RequestError
 from moe_serve.models.tokenizer import Tokenizer
 from moe_serve.server.answers import UnknownModelError
-from moe_serve.server.bridge import Bridge
 from moe_serve.server.prompts import NO_TOKENIZER
+from moe_serve.server.ranks.bridge import Bridge
 
 
 def check_model(asked: str | None, name: str) -> None:

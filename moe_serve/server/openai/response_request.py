@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from moe_serve.errors import RequestError
-from moe_serve.server.json_fields import parse_nested_object, show
+from moe_serve.server.fields.json_fields import parse_nested_object, show
 from moe_serve.server.openai.chat_request import ChatRequest, check_chat
 from moe_serve.server.openai.messages import MAX_DEPTH
 

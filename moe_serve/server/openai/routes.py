@@ -10,10 +10,12 @@ from functools import partial
 from fastapi import FastAPI, Request, Response
 
 from moe_serve.errors import RequestError
-from moe_serve.server.body_parser import CHAT_BODY, COMPLETION_BODY, RESPONSE_BODY
-from moe_serve.server.chat_template import ChatTemplates
 from moe_serve.server.doors import Doors
+from moe_serve.server.fields.sampling_fields import OPENAI_NAMES, ParamNames
 from moe_serve.server.generate import Call, CallResponse
+from moe_serve.server.helpers.body_parser import CHAT_BODY, COMPLETION_BODY, RESPONSE_BODY
+from moe_serve.server.helpers.chat_template import ChatTemplates
+from moe_serve.server.native.schemas import GenerateRequest
 from moe_serve.server.openai.chat_answers import ChatAnswers
 from moe_serve.server.openai.chat_request import ChatRequest
 from moe_serve.server.openai.completion_answers import CompletionAnswers
@@ -24,8 +26,6 @@ from moe_serve.server.openai.parsed_output import OutputParsers
 from moe_serve.server.openai.prompting import check_model, most_chars
 from moe_serve.server.openai.response_answers import ResponseAnswers
 from moe_serve.server.openai.response_request import ResponseRequest
-from moe_serve.server.sampling_fields import OPENAI_NAMES, ParamNames
-from moe_serve.server.schemas import GenerateRequest
 
 COMPLETIONS = "/v1/completions"
 CHAT = "/v1/chat/completions"

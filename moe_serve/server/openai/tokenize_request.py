@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from moe_serve.errors import RequestError
-from moe_serve.server.json_fields import Fields, boolean, parse_nested_object, show, token_ids
+from moe_serve.server.fields.json_fields import Fields, boolean, parse_nested_object, show, token_ids
 from moe_serve.server.openai.call_options import model_name
 from moe_serve.server.openai.messages import MAX_DEPTH, ChatPrompt, take_chat_prompt
 

@@ -7,10 +7,10 @@ from fastapi import FastAPI, Request, Response
 
 from moe_serve.errors import RequestError
 from moe_serve.models.tokenizer import Tokenizer
-from moe_serve.server.body_parser import DETOKENIZE_BODY, TOKENIZE_BODY
-from moe_serve.server.chat_template import ChatTemplates
 from moe_serve.server.doors import Doors
 from moe_serve.server.generate import json_bytes
+from moe_serve.server.helpers.body_parser import DETOKENIZE_BODY, TOKENIZE_BODY
+from moe_serve.server.helpers.chat_template import ChatTemplates
 from moe_serve.server.openai.prompting import check_model, most_chars
 from moe_serve.server.openai.tokenize_request import TokenizeRequest
 from moe_serve.server.prompts import NO_TOKENIZER

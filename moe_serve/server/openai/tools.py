@@ -8,8 +8,8 @@ import msgspec
 
 from moe_serve.attention_dp.constraint import Constraint
 from moe_serve.errors import RequestError
-from moe_serve.server.constraint_fields import schema_constraint
-from moe_serve.server.json_fields import Fields, boolean, show
+from moe_serve.server.fields.constraint_fields import schema_constraint
+from moe_serve.server.fields.json_fields import Fields, boolean, show
 
 MAX_TOOLS = 128
 MAX_BYTES = 1 << 20  # of all tools, as JSON

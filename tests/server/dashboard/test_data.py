@@ -3,9 +3,9 @@
 import pytest
 
 from moe_serve.errors import RequestError
-from moe_serve.server.balance import BalanceBook
+from moe_serve.server.balance.balance import BalanceBook
 from moe_serve.server.dashboard.data import Seen, page_data
-from moe_serve.server.workers import WorkerTable
+from moe_serve.server.ranks.workers import WorkerTable
 from tests.server.reports import Story
 
 

@@ -5,9 +5,9 @@ from html.parser import HTMLParser
 
 import pytest
 
+from moe_serve.server.access.keys import API_KEY_VARIABLE
 from moe_serve.server.docs.page import docs_page
 from moe_serve.server.docs.routes import LINKS
-from moe_serve.server.keys import API_KEY_VARIABLE
 from tests.server.dashboard.browser import browser_page
 from tests.server.served import in_event_loop, serving
 

@@ -1,0 +1,255 @@
+"""Where experts live while the engine serves: what every rank does about it between steps.
+
+    leader      decides on a round (engine/balancing/balancer.py), and has a message             RankState.has_message
+    all ranks   hear it in the next step, before the forward                           MovePlan.message_from
+    all ranks   carry their part of it after each step, a little at a time             ep/weight_mover.py
+    all ranks   show that their experts are staged and checked                         RankState.staged
+    all ranks   serve with the round from the same step on                             MovePlan.activate
+    or          end it without effect, because one of them gives it up                 RankState.fault, MovePlan.cancel
+
+The leader is the lowest rank that takes part. Only the step plan decides what happens in a step, so that all ranks do
+the same. A plan that is voided afterwards keeps its activation. A new group ends the running round, and its leader
+begins with the experts that are left.
+"""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import msgspec
+
+from moe_serve.engine.balancing.leader import Leader
+from moe_serve.engine.balancing.split_choice import SplitChoice
+from moe_serve.engine.protocol.command_messages import Answer, Rebalance, SetPlacement
+from moe_serve.engine.protocol.messages import Message
+from moe_serve.engine.protocol.round_message import RoundMessage
+from moe_serve.engine.recovery.broadcast import broadcast
+from moe_serve.engine.recovery.recovery import Recovery
+from moe_serve.engine.served_model import ServedModel
+from moe_serve.engine.step import MOVE_FAULTS, PHASES, MoveCancelled, StepPlan
+from moe_serve.ep.weight_mover import WeightMover
+from moe_serve.eplb.load import LoadRecord
+from moe_serve.eplb.migration.moves import MigrationRound
+from moe_serve.eplb.rebalance.events import StartRound
+from moe_serve.errors import PlacementError
+from moe_serve.log import get_logger
+
+log = get_logger(__name__)
+_FAULT_NUMBERS = {"checksum": 1, "late": 2, "unreadable": 3}  # 1 + index into MOVE_FAULTS
+assert len(_FAULT_NUMBERS) == len(MOVE_FAULTS)
+
+
+@dataclass(frozen=True)
+class _Running:
+    """The round that all ranks carry. started_s: when this rank heard of it"""
+
+    version: int
+    round: MigrationRound
+    started_s: float
+
+
+class Balancing:
+    """One rank's part in deciding where experts live and in moving them.
+
+    mover:        None where experts never move (eplb.mode: static, off)
+    make_leader:  returns the leader's part from a step on, for the placement in use; called where this rank begins to
+                  lead. None: there is nothing to decide or to report (eplb.mode: off)
+    split_choice: whether the exact split pays; asked on the leader
+    send:         sends a message to the front end;  on_event: writes (name, step, **fields) to the trace
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        launch_id: int,
+        served: ServedModel,
+        recovery: Recovery,
+        mover: WeightMover | None,
+        split_choice: SplitChoice,
+        make_leader: Callable[[int], Leader] | None,
+        send: Callable[[Message], None],
+        on_event: Callable[..., None],
+    ):
+        self._rank, self._launch_id = rank, launch_id
+        self._served, self._recovery, self._mover = served, recovery, mover
+        self._split_choice = split_choice
+        self._make_leader = make_leader
+        self._send, self._on_event = send, on_event
+        self._leader: Leader | None = None
+        self._is_lowest = False  # of the ranks that take part
+        self._to_tell: StartRound | None = None  # the round that this rank has announced for this step
+        self._running: _Running | None = None
+        self._even_phases = -1  # as the trace knows them; -1: it knows nothing yet
+        self._lead(0)
+
+    # --- what this rank says before a step ----------------------------------------------------------------------------
+
+    @property
+    def leads(self) -> bool:
+        return self._leader is not None
+
+    @property
+    def has_work(self) -> bool:
+        """Whether steps must go on although no request runs."""
+        return self._running is not None or (self._leader is not None and self._leader.has_work)
+
+    def announce(self) -> int:
+        """Returns 1 where this rank has a round to tell in the coming step, and keeps that round for it.
+
+        Nothing is announced to a new group: the leader first has to hear who is left (`begin_step`).
+        """
+        self._to_tell = None
+        if self._leader is not None and self._running is None and not self._recovery.regrouped:
+            self._to_tell = self._leader.next_round()
+        return int(self._to_tell is not None)
+
+    @property
+    def staged(self) -> int:
+        return 0 if self._mover is None else self._mover.staged
+
+    @property
+    def fault(self) -> tuple[int, int]:
+        """Why this rank gives up the running round, and the row of the layer, as in RankState."""
+        fault = None if self._mover is None else self._mover.fault
+        return (0, 0) if fault is None else (_FAULT_NUMBERS[fault.reason], fault.layer_row)
+
+    @property
+    def even_phases(self) -> int:
+        return self._split_choice.even_phases
+
+    # --- steps --------------------------------------------------------------------------------------------------------
+
+    def begin_step(self, plan: StepPlan) -> None:
+        """Does what the plan says about experts, before the forward. Collective where the plan names a speaker.
+
+        Raises PeerError when a peer is missing.
+        """
+        moves = plan.moves
+        if self._is_lowest and self._even_phases != self._split_choice.even_phases:
+            self._note_split(plan.step)
+        if self._activates(moves.activate):
+            self._activate(plan.step)
+        if plan.regrouped:
+            self._end_round()
+        elif moves.cancel is not None:
+            self._cancel(plan.step, moves.cancel)
+        if moves.placement_from is not None:
+            self._tell_placement(moves.placement_from)
+        self._recovery.reload_lost_experts(plan)
+        if plan.regrouped:
+            self._split_choice.placement_changed()
+            self._even_phases = -1
+            self._lead(plan.step)
+            if self._leader is not None:
+                self._leader.group_changed(plan.step, self._served.placement)
+        if moves.message_from is not None:
+            self._hear_round(moves.message_from)
+
+    def end_step(self, plan: StepPlan, step_s: float) -> None:
+        """Carries a part of the running round, and lets the leader think. step_s: of this step, 0 without a forward"""
+        if self._mover is not None:
+            self._mover.advance(step_s if plan.runs_forward else 0.0)
+        if self._is_lowest and plan.runs_forward:
+            self._split_choice.observe(plan, step_s)
+        leader = self._leader
+        if leader is None:
+            return
+        leader.poll(plan.step + 1)
+        report = leader.report(plan.step + 1)
+        if report is not None:
+            self._send(msgspec.structs.replace(report, splits=self._split_choice.describe()))
+
+    def window_closed(self, record: LoadRecord) -> None:
+        """Hands a final load record to the leader."""
+        if self._leader is not None:
+            self._leader.window_closed(record, record.first_step + record.num_steps)
+
+    def close(self) -> None:
+        """Ends what the rank has started beside serving: the planner of a leader, and the ways that experts take."""
+        if self._leader is not None:
+            self._leader.close()
+        if self._mover is not None:
+            self._mover.close()
+
+    def _lead(self, step: int) -> None:
+        """Begins or ends to lead, as the group says."""
+        # While experts lack there is nothing to balance.
+        self._is_lowest = leads = self._recovery.members[0] == self._rank and not self._recovery.waits
+        if leads and self._leader is None and self._make_leader is not None:
+            self._leader = self._make_leader(step)
+        elif not leads and self._leader is not None:
+            self._leader.close()
+            self._leader = None
+
+    def _activates(self, version: int) -> bool:
+        """Returns whether this rank activates the round of a plan: some have done so in a step that was voided, and one
+        that has rejoined is told where experts are."""
+        return version > self._served.placement.version and not self._recovery.needs_placement
+
+    def _hear_round(self, source: int) -> None:
+        start = self._to_tell if source == self._rank else None
+        data = None if start is None else RoundMessage.of(start.version, start.round).encode()
+        message = RoundMessage.decode(broadcast(self._served.all_to_all, source, data, self._served.device))
+        self._running = _Running(message.version, message.round, time.monotonic())
+        self._active_mover.start(message.round, message.version)
+        if start is not None and self._leader is not None:
+            self._leader.round_sent(start.version)
+
+    def _note_split(self, step: int) -> None:
+        """Writes to the trace in which phases batches are split evenly from this step on."""
+        self._even_phases = phases = self._split_choice.even_phases
+        self._on_event(
+            "split_changed", step, phases=[name for number, name in enumerate(PHASES) if phases >> number & 1]
+        )
+
+    def _activate(self, step: int) -> None:
+        running, began_s = self._running, time.monotonic()
+        assert running is not None, "all ranks have staged a round that this one has not heard of"
+        self._active_mover.activate(running.version)
+        self._recovery.activate_round(running.round)
+        self._split_choice.placement_changed()
+        self._running = None
+        if self._leader is not None:
+            now_s = time.monotonic()
+            num_bytes = running.round.num_transfers * self._served.decoder.experts[0].slot_bytes
+            self._leader.activated(step, running.version, num_bytes, now_s - running.started_s, now_s - began_s)
+
+    def _cancel(self, step: int, why: MoveCancelled) -> None:
+        version = self._running.version if self._running is not None else 0
+        self._end_round()
+        layer = self._served.placement.moe_layer_ids[why.layer]
+        reason = f"rank {why.rank} gives up round {version} at step {step}, layer {layer}: {why.reason}"
+        if self._leader is not None:
+            log.error("%s; serving goes on with placement %d", reason, self._served.placement.version)
+            self._leader.cancelled(step, reason)
+
+    def _end_round(self) -> None:
+        if self._mover is not None:
+            self._mover.cancel()
+        self._running = None
+
+    def _tell_placement(self, source: int) -> None:
+        data = self._recovery.placement_bytes() if source == self._rank else None
+        self._recovery.take_placement(broadcast(self._served.all_to_all, source, data, self._served.device))
+
+    @property
+    def _active_mover(self) -> WeightMover:
+        assert self._mover is not None, "a leader that moves nothing has announced a round"
+        return self._mover
+
+    # --- commands of the front end ------------------------------------------------------------------------------------
+
+    def command(self, message: Rebalance | SetPlacement, step: int) -> None:
+        """Carries out a command on the leader, which answers; other ranks ignore it."""
+        if self._leader is None:
+            return
+        try:
+            match message:
+                case Rebalance():
+                    text = self._leader.rebalance_now(step)
+                case SetPlacement():
+                    text = self._leader.set_placement(step, message.physical_to_logical)
+        except PlacementError as refusal:
+            self._send(Answer(self._rank, self._launch_id, message.call_id, ok=False, text=str(refusal)))
+        else:
+            self._send(Answer(self._rank, self._launch_id, message.call_id, ok=True, text=text))

@@ -1,0 +1,228 @@
+"""The messages of one rank: requests from the front end, wakes from its peers, events back. Never blocks a step.
+
+`ZmqMailbox` is that of the live system; tests and benchmarks bring one without sockets. One thread drives a mailbox,
+the engine's. Torch-free.
+"""
+
+import contextlib
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Protocol, TypeVar
+
+import msgspec
+import zmq
+
+from moe_serve.engine.protocol.front_end_link import FrontEndLink, by_front_end
+from moe_serve.engine.protocol.messages import (
+    ALIVE_PERIOD_S,
+    Alive,
+    Message,
+    Pulse,
+    Shutdown,
+    Tokens,
+    ToRank,
+    Wake,
+    decode_to_rank,
+    decode_wake,
+    encode,
+)
+from moe_serve.errors import LaunchError
+from moe_serve.links.link import Link
+from moe_serve.links.sockets import LinkSockets
+from moe_serve.log import RareWarnings, get_logger
+
+log = get_logger(__name__)
+
+# One poll takes at most so many messages from a socket, for at most so long: a step must not wait for a flood.
+_TURN_MESSAGES = 256
+_TURN_S = 0.005
+Decoded = TypeVar("Decoded")
+_WAKE_BYTES = 1024  # a larger message ends the connection of who sent it
+
+
+@dataclass(frozen=True)
+class Disconnected:
+    """The connection to a front end was cut. It submits its requests once more when it is there again.
+
+    front_end: its number; None: the only one
+    """
+
+    front_end: int | None = None
+
+
+@dataclass(frozen=True)
+class Reconnected:
+    """The connection to a front end that was cut is there again: it submits its requests once more."""
+
+    front_end: int | None = None
+
+
+Inbound = ToRank | Wake | Disconnected | Reconnected
+
+
+class Mailbox(Protocol):
+    """Receives and sends a rank's messages."""
+
+    def poll(self, timeout_s: float) -> list[Inbound]:
+        """Returns the messages that have arrived, without `Alive`; waits up to timeout_s for the first one."""
+        ...
+
+    def send(self, message: Message) -> None:
+        """Sends without waiting: tokens to the front end of their request, all else to every front end."""
+        ...
+
+    def wake_peers(self, wake: Wake) -> None:
+        """Sends a wake to every other rank without waiting."""
+        ...
+
+    def front_end_silent_s(self) -> float:
+        """Returns the seconds since the last message from a front end."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class ZmqMailbox:
+    """One DEALER socket to each front end, one PULL socket for wakes, one PUSH socket to each peer.
+
+    own_host:       the host name or address under which peers reach this rank over TCP
+    num_front_ends: more than one only on links within a folder
+    """
+
+    def __init__(self, link: Link, rank: int, own_host: str, num_front_ends: int = 1):
+        """Raises LaunchError when the address for wakes cannot be opened."""
+        self._sockets = LinkSockets(link)
+        self._pulse: threading.Thread | None = None
+        self._is_closing = threading.Event()
+        self._addresses = [link.front_end_at(number) for number in range(num_front_ends)]
+        self._front_ends = [FrontEndLink(self._sockets, address) for address in self._addresses]
+        address = link.wakes_of(rank, own_host)
+        try:
+            self._wakes = self._sockets.bound(zmq.PULL, address, _WAKE_BYTES)
+        except zmq.ZMQError as error:
+            self._sockets.close()
+            raise LaunchError(
+                f"the address for wakes of rank {rank}, {address}, cannot be opened "
+                f"({os.strerror(error.errno or 0)}); {own_host} must be an address of this machine"
+            ) from None
+        self.wake_address = self._wakes.getsockopt_string(zmq.LAST_ENDPOINT)
+        self._peers: list[zmq.Socket[bytes]] = []
+        self._poller = zmq.Poller()
+        self._poller.register(self._wakes, zmq.POLLIN)
+        for front_end in self._front_ends:
+            self._poller.register(front_end.socket, zmq.POLLIN)
+            self._poller.register(front_end.events, zmq.POLLIN)
+        self._warnings = RareWarnings(log)
+
+    @property
+    def wake_ports(self) -> frozenset[int]:
+        """The TCP port where peers reach this rank; empty where they use ipc."""
+        _, is_tcp, address = self.wake_address.partition("tcp://")
+        return frozenset([int(address.rpartition(":")[2])] if is_tcp else [])
+
+    def connect_peers(self, wake_addresses: Sequence[str]) -> None:
+        """Connects to the other ranks' wake addresses (not to its own)."""
+        self._peers += [self._sockets.connected(zmq.PUSH, address) for address in wake_addresses]
+
+    def poll(self, timeout_s: float) -> list[Inbound]:
+        deadline = time.monotonic() + timeout_s
+        arrived: list[Inbound] = []
+        while True:
+            left_ms = 0 if arrived else max(0, int((deadline - time.monotonic()) * 1000))
+            ready = dict(self._poller.poll(left_ms))
+            for number, front_end in enumerate(self._front_ends):
+                if front_end.socket in ready:
+                    arrived += self._take(front_end)
+                if front_end.events in ready:
+                    arrived += self._reconnected(number, front_end)
+                self._say(front_end, front_end.hello_if_unheard())
+            if self._wakes in ready:
+                arrived += self._drain(self._wakes, decode_wake)
+            if self._has_no_front_end():
+                arrived.append(Shutdown())
+            if arrived or time.monotonic() >= deadline:
+                return arrived
+
+    def _take(self, front_end: FrontEndLink) -> Iterator[Inbound]:
+        """Yields what a front end has sent. Its request to end counts once all front ends ask for it, or are gone."""
+        for message in self._drain(front_end.socket, decode_to_rank):
+            front_end.heard_s = time.monotonic()
+            if isinstance(message, Shutdown):
+                front_end.has_left = True
+            elif not isinstance(message, Alive):
+                yield message
+
+    def _has_no_front_end(self) -> bool:
+        has_left = any(front_end.has_left for front_end in self._front_ends)
+        return has_left and all(front_end.has_left or not front_end.is_connected for front_end in self._front_ends)
+
+    def _drain(self, socket: "zmq.Socket[bytes]", decode: Callable[[bytes], Decoded]) -> Iterator[Decoded]:
+        """Yields what has arrived on a socket, at most for one turn: the rest is there at the next poll."""
+        ends_s = time.monotonic() + _TURN_S
+        for _ in range(_TURN_MESSAGES):
+            try:
+                data = socket.recv(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            try:
+                message = decode(data)
+            except msgspec.DecodeError as error:
+                self._warnings.warn(decode.__name__, "dropped a message of an unknown form: %s", error)
+            else:
+                yield message
+            if time.monotonic() >= ends_s:
+                return
+
+    def _reconnected(self, number: int, front_end: FrontEndLink) -> list[Inbound]:
+        """Says hello again for each new connection but the first."""
+        which = number if len(self._front_ends) > 1 else None
+        was_cut, is_new = front_end.take_events()
+        arrived: list[Inbound] = [Disconnected(which)] if was_cut else []
+        if is_new:
+            self._say(front_end, front_end.hello_again())
+            arrived.append(Reconnected(which))
+        return arrived
+
+    def _say(self, front_end: FrontEndLink, messages: Sequence[Message]) -> None:
+        for message in messages:
+            front_end.send(message, encode(message))
+
+    def send(self, message: Message) -> None:
+        if len(self._front_ends) > 1 and isinstance(message, Tokens):
+            for number, part in by_front_end(message).items():
+                self._front_ends[number].send(part, encode(part))
+            return
+        data = encode(message)
+        for front_end in self._front_ends:
+            front_end.send(message, data)
+
+    def wake_peers(self, wake: Wake) -> None:
+        data = encode(wake)
+        for peer in self._peers:
+            with contextlib.suppress(zmq.Again):
+                peer.send(data, zmq.NOBLOCK)
+
+    def front_end_silent_s(self) -> float:
+        return time.monotonic() - max(front_end.heard_s for front_end in self._front_ends)
+
+    def start_pulse(self, pulse: Callable[[], Pulse]) -> None:
+        """Sends what pulse returns every ALIVE_PERIOD_S, from a thread and on a socket of its own."""
+        self._pulse = threading.Thread(target=self._show_life, args=(pulse,), name="signs of life", daemon=True)
+        self._pulse.start()
+
+    def _show_life(self, pulse: Callable[[], Pulse]) -> None:
+        sockets = [self._sockets.connected(zmq.DEALER, address, linger_ms=0) for address in self._addresses]
+        while not self._is_closing.wait(ALIVE_PERIOD_S):
+            data = encode(pulse())
+            for socket in sockets:
+                with contextlib.suppress(zmq.Again):
+                    socket.send(data, zmq.NOBLOCK)
+
+    def close(self) -> None:
+        self._is_closing.set()
+        if self._pulse is not None:
+            self._pulse.join()
+        self._sockets.close()

@@ -1,0 +1,301 @@
+"""The messages between the front end and the ranks: msgspec structs, sent as MessagePack over ZeroMQ.
+
+Every rank connects a DEALER socket to the front end's ROUTER and says `Hello`, then `Ready`, and both again after its
+connection was cut. A request is a pure value (`Submit`): it may be sent again, to any rank, with the output so far and
+a higher attempt. A *launch* is all ranks that started together; its random id is compared for equality only. Receivers
+drop old and repeated events by (launch id, attempt, output index). Nothing is pickled. Torch-free.
+"""
+
+from typing import Any
+
+import msgspec
+
+from moe_serve.attention_dp.request import Request, SamplingParams
+from moe_serve.engine.output.logprobs import LogprobBlock
+from moe_serve.engine.protocol.balance_messages import BalanceReport
+from moe_serve.engine.protocol.command_messages import (
+    Answer,
+    FlushCache,
+    Profile,
+    Rebalance,
+    RecordCommand,
+    SetPlacement,
+)
+from moe_serve.engine.protocol.message import Message as Message
+from moe_serve.engine.protocol.status_messages import STEP_BOUNDS_S as STEP_BOUNDS_S
+from moe_serve.engine.protocol.status_messages import PhaseTimes as PhaseTimes
+from moe_serve.engine.protocol.status_messages import Status as Status
+from moe_serve.engine.recovery.refusing import Refusing
+
+ALIVE_PERIOD_S = 1.0  # how often each side shows that it is alive
+
+
+class Submit(Message, tag="submit", frozen=True):
+    """Serve this request.
+
+    output_ids:          what earlier attempts have produced; the first new token has that index
+    num_prompt_logprobs: entries of the prompt's log probabilities that earlier attempts have sent
+    """
+
+    request_id: str
+    attempt: int
+    prompt_ids: list[int]
+    params: SamplingParams
+    seed: int
+    output_ids: list[int] = []
+    salt: str = ""
+    num_prompt_logprobs: int = 0
+
+    def to_request(self) -> Request:
+        request = Request(
+            request_id=self.request_id,
+            attempt=self.attempt,
+            prompt_ids=self.prompt_ids,
+            output_ids=self.output_ids,
+            params=self.params,
+            seed=self.seed,
+            salt=self.salt,
+        )
+        if self.params.prompt_logprobs is not None:
+            request.prompt_scored(self.params.prompt_logprobs_start + self.num_prompt_logprobs)
+        return request
+
+
+class Abort(Message, tag="abort", frozen=True):
+    """Forget this request; no more events of it are sent."""
+
+    request_id: str
+
+
+class Alive(Message, tag="alive", frozen=True):
+    """The front end is alive; sent every ALIVE_PERIOD_S."""
+
+
+class Shutdown(Message, tag="shutdown", frozen=True):
+    """End the engine, all ranks together, at the next step."""
+
+
+class Refused(Message, tag="refused", frozen=True):
+    """This rank cannot attach: it ends with the reason."""
+
+    reason: str
+
+
+class ForFrontEnds(Message, tag="for_front_ends", frozen=True):
+    """What one of several front ends tells the others: a rank passes it on to all of them.
+
+    front_end: the sender
+    call_id:   when it asked, in ns of the host's clock; each of the others answers with the same and `what` DONE
+    what:      see server/ranks/siblings.py
+    rid:       of the requests that are meant; None: all
+    lasts:     a front end that starts later is told, too
+    """
+
+    front_end: int
+    call_id: int
+    what: str
+    rid: str | None = None
+    lasts: bool = False
+
+
+class ModelLimits(msgspec.Struct, frozen=True):
+    """Limits of a request. The engine measures them, the front end checks requests against them."""
+
+    model_name: str
+    vocab_size: int
+    max_model_len: int  # prompt + output tokens
+    max_prompt_len: int  # prompt tokens: they fit one rank's cache beside one output token
+    eos_token_ids: list[int]
+    block_size: int
+    max_logprobs: int = 20  # likeliest tokens at each place
+
+
+class Hello(Message, tag="hello", frozen=True):
+    """A rank attaches; also again, after its connection was cut or while it does not hear the front end.
+
+    num_reconnects: how often its connection was cut; each time it has dropped its requests
+    restarts_left:  how often its launcher starts all ranks again when this launch is lost
+    is_ready:       `Ready` follows;  num_before: processes that were this rank before, in the same launch
+    """
+
+    rank: int
+    num_ranks: int
+    launch_id: int
+    pid: int
+    host: str
+    num_reconnects: int = 0
+    restarts_left: int = 0
+    is_ready: bool = False
+    num_before: int = 0
+
+
+class Progress(Message, tag="progress", frozen=True):
+    """The phase of a rank's start. fraction: 0..1 of this phase"""
+
+    rank: int
+    launch_id: int
+    phase: str
+    fraction: float
+
+
+class Ready(Message, tag="ready", frozen=True):
+    """A rank accepts requests from now on. info: facts for /server_info (backends, memory, placement, timings)"""
+
+    rank: int
+    launch_id: int
+    limits: ModelLimits
+    info: dict[str, Any]
+
+
+class TokenEvent(msgspec.Struct, frozen=True, array_like=True):
+    """New tokens of one request. index: output index of the first. finish: None while it runs, else why it ended.
+
+    finish: "length" (max_new_tokens or the model's limit), "stop" (matched_id: the end-of-sequence or stop id, which is
+    the last of token_ids), or "error" (no tokens; see message). field: of the request, to be changed; None: the model
+    failed
+    logprobs, prompt_logprobs: of these tokens, and of prompt tokens, which may come without tokens
+    queued_us: with the first token of an attempt, how long it has waited on the rank
+    """
+
+    request_id: str
+    attempt: int
+    index: int
+    token_ids: list[int]
+    finish: str | None = None
+    matched_id: int | None = None
+    num_cached_prompt: int = 0
+    message: str | None = None
+    field: str | None = None
+    logprobs: LogprobBlock | None = None
+    prompt_logprobs: LogprobBlock | None = None
+    queued_us: int = 0
+
+
+class Tokens(Message, tag="tokens", frozen=True):
+    """All tokens that one step of one rank produced."""
+
+    rank: int
+    launch_id: int
+    events: list[TokenEvent]
+
+
+class Pulse(Message, tag="pulse", frozen=True):
+    """A rank's process lives; sent every ALIVE_PERIOD_S on a socket of its own. phase: of the step; "": between two"""
+
+    rank: int
+    launch_id: int
+    step: int
+    phase: str
+
+
+class Members(Message, tag="members", frozen=True):
+    """The ranks that take part have changed; every one of them reports it. A masked rank holds no requests any more.
+
+    group_epoch:  counts the groups; the highest one holds;  members: ranks that take part, ascending
+    reason:       why this rank regrouped
+    times_masked: how often this rank was masked; it dropped its requests each time, whether or not others noticed
+    ended:        masked ranks whose processes have ended; the other masked ranks were late and may rejoin
+    waits:        the members keep their requests, and compute nothing until a masked rank rejoins
+    """
+
+    rank: int
+    launch_id: int
+    group_epoch: int
+    members: list[int]
+    reason: str
+    times_masked: int = 0
+    ended: list[int] = []
+    waits: bool = False
+
+
+class Fatal(Message, tag="fatal", frozen=True):
+    """This rank ends its launch. lost_rank: the rank that caused it, -1 = unknown; its own for a fault of its own"""
+
+    rank: int
+    launch_id: int
+    message: str
+    lost_rank: int
+
+
+class Draining(Message, tag="draining", frozen=True):
+    """This rank was asked to end when open requests have; sent again until the front end says `Shutdown`."""
+
+    rank: int
+    launch_id: int
+
+
+class Goodbye(Message, tag="goodbye", frozen=True):
+    """This rank ends because it was asked to."""
+
+    rank: int
+    launch_id: int
+
+
+class Wake(Message, tag="wake", frozen=True):
+    """Enter exchange `step` of this launch: a sleeping rank has work. Old and repeated ones are ignored."""
+
+    launch_id: int
+    step: int
+
+
+ToRank = (
+    Submit
+    | Abort
+    | Alive
+    | Shutdown
+    | Refused
+    | RecordCommand
+    | Rebalance
+    | SetPlacement
+    | FlushCache
+    | Profile
+    | ForFrontEnds
+)
+ToFrontEnd = (
+    Hello
+    | Progress
+    | Ready
+    | Tokens
+    | Status
+    | Pulse
+    | Members
+    | Answer
+    | BalanceReport
+    | Fatal
+    | Draining
+    | Goodbye
+    | ForFrontEnds
+)
+
+_encoder = msgspec.msgpack.Encoder()
+_to_rank: msgspec.msgpack.Decoder[ToRank] = msgspec.msgpack.Decoder(ToRank)
+_to_front_end: msgspec.msgpack.Decoder[ToFrontEnd] = msgspec.msgpack.Decoder(ToFrontEnd)
+_wake = msgspec.msgpack.Decoder(Wake)
+
+
+def front_end_of(request_id: str) -> int:
+    """Returns the number of the front end that a request belongs to: its id begins with it, and a colon."""
+    return int(request_id.partition(":")[0])
+
+
+def encode(message: Message) -> bytes:
+    """Returns the bytes of a message."""
+    return _encoder.encode(message)
+
+
+def decode_to_rank(data: bytes) -> ToRank:
+    """Returns the message in data. Raises msgspec.DecodeError for anything else."""
+    with Refusing():
+        return _to_rank.decode(data)
+
+
+def decode_to_front_end(data: bytes) -> ToFrontEnd:
+    """Returns the message in data. Raises msgspec.DecodeError for anything else."""
+    with Refusing():
+        return _to_front_end.decode(data)
+
+
+def decode_wake(data: bytes) -> Wake:
+    """Returns the wake in data. Raises msgspec.DecodeError for anything else."""
+    with Refusing():
+        return _wake.decode(data)

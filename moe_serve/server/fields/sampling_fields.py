@@ -1,0 +1,190 @@
+"""Parses sampling parameters of any API into SamplingParams: `/generate`'s and OpenAI's bodies name the same fields
+differently. Torch-free.
+
+A door makes the `Fields` of its JSON object, calls `take_sampling_params` with its names, takes its other fields, and
+refuses the rest.
+"""
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any
+
+from moe_serve.attention_dp.sampling_params import MAX_BIASES, SamplingParams
+from moe_serve.errors import RequestError
+from moe_serve.server.fields.json_fields import Fields, boolean, real_number, show, token_ids, whole_number
+
+MAX_SAMPLES = 128  # `n` of one prompt
+MAX_STOP_CHARS = 1024  # of one stop string, or bad word
+_TOKEN_ID = re.compile("0|[1-9][0-9]{0,9}")  # as a key of a JSON object
+
+# Fields of SGLang whose features are not supported: null, or one of these values, means "not asked for".
+NEUTRAL_PARAMS: Mapping[str, tuple[Any, ...]] = {
+    "spaces_between_special_tokens": (True, False),  # of tokenizers in Python; those of Rust have no such spaces
+    "custom_params": (),
+    "stream_interval": (1,),
+}
+
+
+@dataclass(frozen=True)
+class ParamNames:
+    """What one API calls the fields of SamplingParams.
+
+    other: for each field that it names differently, its names there; errors show the first, and of several names in
+           one body all must have the same value
+    """
+
+    other: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+
+    def of(self, field: str) -> tuple[str, ...]:
+        return self.other.get(field, (field,))
+
+    @cached_property
+    def fields(self) -> Mapping[str, str]:
+        """The field of SamplingParams that each name of this API means."""
+        return {name: field for field in _CHECKS for name in self.of(field)}
+
+    @cached_property
+    def checks(self) -> Mapping[str, Callable[[str, Any], Any]]:
+        """How the value of each name of this API is checked."""
+        return {name: _CHECKS[field] for name, field in self.fields.items()}
+
+    def translated(self, error: RequestError, prefix: str = "") -> RequestError:
+        """Returns an error of SamplingParams or of fit_to_model in this API's names. prefix: of its field's path"""
+
+        def shown(match: re.Match[str]) -> str:
+            return self.of(match[0])[0]
+
+        fields = "|".join(self.other)
+        message = re.sub(rf"\b(?:{fields})\b", shown, str(error)) if fields else str(error)
+        return RequestError(prefix + message, field=None if error.field is None else prefix + self.of(error.field)[0])
+
+
+SGLANG_NAMES = ParamNames({"seed": ("sampling_seed",)})
+OPENAI_NAMES = ParamNames(
+    {
+        "max_new_tokens": ("max_tokens", "max_completion_tokens"),
+        "min_new_tokens": ("min_tokens",),
+        "no_stop_trim": ("include_stop_str_in_output", "no_stop_trim"),
+    }
+)  # and vLLM's, which extends OpenAI's
+
+
+@dataclass(frozen=True)
+class TakenParams:
+    """The sampling parameters of one prompt.
+
+    num_samples:     outputs that are generated: `n`, or `best_of`
+    num_best:        outputs in the answer, the likeliest ones per token: `n`; None: all
+    explicit_length: the client set max_new_tokens, so it is not reduced to the model's limit
+    """
+
+    params: SamplingParams
+    num_samples: int = 1
+    explicit_length: bool = False
+    num_best: int | None = None
+
+
+def take_sampling_params(
+    values: Fields,
+    names: ParamNames,
+    defaults: SamplingParams = SamplingParams(),
+) -> TakenParams:
+    """Takes the sampling parameters among the fields of a JSON object. defaults: of fields that are absent or null
+
+    Raises RequestError with the field, its value and what was expected, in the client's names.
+    """
+    taken = _take(values, names)
+    num_samples, num_best = _take_counts(values)
+    params = SamplingParams(**(vars(defaults) | taken))
+    explicit_length = "max_new_tokens" in taken
+    if not explicit_length and params.min_new_tokens > params.max_new_tokens:
+        params = replace(params, max_new_tokens=params.min_new_tokens)
+    try:
+        params.validate()
+    except RequestError as error:
+        raise names.translated(error, values.prefix) from None
+    return TakenParams(params, num_samples, explicit_length, num_best)
+
+
+def _take_counts(values: Fields) -> tuple[int, int | None]:
+    """Takes `n` and `best_of`; returns how many outputs are generated, and how many are shown (None: all)."""
+    counts = {name: values.take(name, whole_number) for name in ("n", "best_of")}
+    for name, count in counts.items():
+        if count is not None and not 1 <= count <= MAX_SAMPLES:
+            path = values.prefix + name
+            raise RequestError(f"{path} is {count}, expected 1 to {MAX_SAMPLES}", field=path)
+    num, best_of = counts["n"] or 1, counts["best_of"]
+    if best_of is None or best_of == num:
+        return num, None
+    if best_of < num:
+        path = f"{values.prefix}best_of"
+        raise RequestError(f"{path} is {best_of} but n is {num}; the best {num} come from at least as many", field=path)
+    return best_of, num
+
+
+def _take(values: Fields, names: ParamNames) -> dict[str, Any]:
+    """Returns the checked values of the given fields of SamplingParams."""
+    given = values.take_all(names.checks)
+    taken: dict[str, Any] = {}
+    for name, value in given.items():
+        field = names.fields[name]
+        if taken.setdefault(field, value) != value:
+            first, second = [other for other in names.of(field) if other in given][:2]
+            raise RequestError(
+                f"{values.prefix}{first} is {show(given[first])} and {second} is {show(given[second])}, but they are "
+                "one field; send one of them",
+                field=values.prefix + first,
+            )
+    return taken
+
+
+def _texts(name: str, value: Any) -> tuple[str, ...]:
+    texts = [value] if isinstance(value, str) else value
+    if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
+        raise RequestError(f"{name} is {show(value)}, expected a string or a list of strings", field=name)
+    if any(len(text) > MAX_STOP_CHARS for text in texts):
+        raise RequestError(f"{name} holds a string of more than {MAX_STOP_CHARS} characters; shorten it", field=name)
+    return tuple(texts)
+
+
+def _bad_words_ids(name: str, value: Any) -> tuple[tuple[int, ...], ...]:
+    if not isinstance(value, list):
+        raise RequestError(f"{name} is {show(value)}, expected a list of lists of token ids", field=name)
+    return tuple(token_ids(f"{name}[{i}]", word) for i, word in enumerate(value))
+
+
+def _logit_bias(name: str, value: Any) -> dict[int, float]:
+    if not isinstance(value, dict):
+        raise RequestError(f"{name} is {show(value)}, expected an object of token ids and numbers", field=name)
+    if len(value) > MAX_BIASES:  # before each is looked at
+        raise RequestError(f"{name} has {len(value)} entries, at most {MAX_BIASES} are taken; send fewer", field=name)
+    wrong = next((key for key in value if not _TOKEN_ID.fullmatch(key)), None)
+    if wrong is not None:
+        raise RequestError(f"{name} has the key {show(wrong)}, expected token ids", field=name)
+    return {int(key): real_number(f"{name}.{key}", bias) for key, bias in value.items()}
+
+
+_CHECKS: Mapping[str, Callable[[str, Any], Any]] = {  # of each field of SamplingParams
+    "max_new_tokens": whole_number,
+    "min_new_tokens": whole_number,
+    "temperature": real_number,
+    "top_p": real_number,
+    "min_p": real_number,
+    "top_k": whole_number,
+    "stop": _texts,
+    "stop_token_ids": token_ids,
+    "stop_regex": lambda name, value: () if value == "" else _texts(name, value),
+    "seed": whole_number,
+    "ignore_eos": boolean,
+    "skip_special_tokens": boolean,
+    "no_stop_trim": boolean,
+    "frequency_penalty": real_number,
+    "presence_penalty": real_number,
+    "repetition_penalty": real_number,
+    "logit_bias": _logit_bias,
+    "bad_words": _texts,
+    "bad_words_ids": _bad_words_ids,
+    "allowed_token_ids": token_ids,
+}

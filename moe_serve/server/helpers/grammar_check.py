@@ -1,0 +1,146 @@
+"""Refuses constraints that no rank should see: each is compiled and tried in a process of its own first. Torch-free.
+
+A rank compiles what has passed here once more. So a schema that explodes costs its client a 400, and others nothing:
+the process has so much time and memory, and gives way to all others.
+"""
+
+import asyncio
+import hashlib
+import os
+import struct
+import sys
+from asyncio.subprocess import PIPE, Process
+from collections import OrderedDict
+from dataclasses import replace
+
+import msgspec
+
+from moe_serve.attention_dp.constraint import Constraint
+from moe_serve.attention_dp.sampling_params import SamplingParams
+from moe_serve.engine.protocol.messages import ModelLimits
+from moe_serve.errors import RequestError
+from moe_serve.server.turns import Turns
+
+FRAME = struct.Struct("<I")  # before each message of both sides: its bytes
+CPU_S = 1.0  # for one constraint
+_DEADLINE_S = 20.0  # the same where the machine is busy
+_START_S = 60.0  # for the process, which reads the vocabulary
+_MAX_WAITING = 64  # of one client
+_KEPT = 256  # answers
+_KEPT_CHARS = 1 << 24  # of them together
+_KILLED = (ConnectionError, asyncio.IncompleteReadError)
+
+
+class Model(msgspec.Struct):
+    """What the process must know of the model."""
+
+    folder: str
+    vocab_size: int
+    eos_token_ids: list[int]
+
+
+class Checked(msgspec.Struct):
+    """What the process answers: the grammar for ranks, or what is wrong with the constraint."""
+
+    grammar: str | None
+    message: str = ""
+    field: str | None = None
+
+
+class GrammarCheck:
+    """The process, started with the first constraint. It keeps its last answers."""
+
+    def __init__(self, folder: str | None):
+        """folder: of the model; None: without a tokenizer"""
+        self._folder = folder
+        self._process: Process | None = None
+        self._turns = Turns("new schemas or grammars", _MAX_WAITING)
+        self._answers: OrderedDict[bytes, Checked] = OrderedDict()
+        self._kept_chars = 0
+
+    async def checked(self, params: SamplingParams, limits: ModelLimits, client: str = "") -> SamplingParams:
+        """Returns parameters that ranks can take: those given, which have a constraint, with it compiled.
+
+        Raises RequestError for a constraint that is wrong, or takes too much time or memory; QueueFullError where too
+        many of the client wait for an answer.
+        """
+        given = params.constraint
+        assert given is not None, "parameters without a constraint need no check"
+        if self._folder is None:
+            raise RequestError(
+                f"{given.kind} needs a tokenizer, but this server has none; leave it out", field="constraint"
+            )
+        answer = await self._answer(given, Model(self._folder, limits.vocab_size, limits.eos_token_ids), client)
+        if answer.grammar is None:
+            raise RequestError(answer.message, answer.field)
+        return replace(params, constraint=Constraint("compiled", answer.grammar))
+
+    async def close(self) -> None:
+        """Ends the process."""
+        process, self._process = self._process, None
+        if process is not None:
+            if process.returncode is None:
+                process.kill()
+            await process.communicate()
+
+    async def _answer(self, given: Constraint, model: Model, client: str) -> Checked:
+        key = hashlib.blake2b(f"{given.kind}\0{given.text}".encode(errors="surrogatepass"), digest_size=32).digest()
+        if key in self._answers:
+            self._answers.move_to_end(key)
+            return self._answers[key]
+        async with self._turns.turn(client):
+            answer = self._answers.get(key) or await self._ask(given, model)
+        self._keep(key, answer)
+        return answer
+
+    def _keep(self, key: bytes, answer: Checked) -> None:
+        if key not in self._answers:
+            self._answers[key] = answer
+            self._kept_chars += len(answer.grammar or "")
+        while len(self._answers) > _KEPT or self._kept_chars > _KEPT_CHARS:
+            _, dropped = self._answers.popitem(last=False)
+            self._kept_chars -= len(dropped.grammar or "")
+
+    async def _ask(self, given: Constraint, model: Model) -> Checked:
+        try:
+            async with asyncio.timeout(_START_S):
+                if self._process is None or self._process.returncode is not None:
+                    await self.close()
+                    self._process = await _start(model)
+            async with asyncio.timeout(_DEADLINE_S):
+                return await _exchange(self._process, given)
+        except (TimeoutError, *_KILLED):
+            await self.close()
+            return Checked(None, f"{given.kind} takes too long to compile; send a simpler one", given.kind)
+        except BaseException:  # the caller was cancelled: what the process answers belongs to nobody
+            await asyncio.shield(self.close())
+            raise
+
+
+async def _start(model: Model) -> Process:
+    """Returns the process once it has read the vocabulary."""
+    module = "moe_serve.server.helpers.grammar_check_process"
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", module, str(os.getpid()), stdin=PIPE, stdout=PIPE
+    )
+    assert process.stdin is not None
+    _write(process.stdin, msgspec.msgpack.encode(model))
+    await _read(process)
+    return process
+
+
+async def _exchange(process: Process, given: Constraint) -> Checked:
+    assert process.stdin is not None
+    _write(process.stdin, msgspec.msgpack.encode(given))
+    await process.stdin.drain()
+    return msgspec.msgpack.decode(await _read(process), type=Checked)
+
+
+def _write(sink: asyncio.StreamWriter, data: bytes) -> None:
+    sink.write(FRAME.pack(len(data)) + data)
+
+
+async def _read(process: Process) -> bytes:
+    assert process.stdout is not None
+    (size,) = FRAME.unpack(await process.stdout.readexactly(FRAME.size))
+    return await process.stdout.readexactly(size)

@@ -1,0 +1,298 @@
+"""The open requests of a front end: which rank serves each, and how it moves to another one when that rank is lost.
+
+A request is a value, and its output so far is known here. So a lost rank costs its requests only time: they are
+submitted to other ranks, with the output so far and the next attempt number. Events of earlier attempts are dropped.
+Torch-free.
+"""
+
+import itertools
+import time
+from collections import Counter
+from collections.abc import Callable, Collection, Sequence
+
+from moe_serve.config import ServeConfig
+from moe_serve.engine.output.incremental_decoder import Decoder
+from moe_serve.engine.protocol.messages import Abort, Message, Status, Tokens
+from moe_serve.server.admission.admission import DrainRate
+from moe_serve.server.admission.waiting_line import WaitingLines
+from moe_serve.server.metrics.request_log import RequestLog
+from moe_serve.server.metrics.request_stats import RequestStats
+from moe_serve.server.open_request import Changes, OpenRequest, OwnTimeoutError, RequestSpec, UnavailableError
+from moe_serve.server.ranks.overdue import why_overdue
+from moe_serve.server.ranks.rank_room import RankRoom
+from moe_serve.server.ranks.workers import Regrouped
+from moe_serve.server.rids import RequestsByRid
+
+EndListener = Callable[[OpenRequest], None]
+MAX_LOSSES = 3  # ranks that may end while they serve one request, without a token in between
+
+
+class RequestBook:
+    """All open requests, their ranks, and counters.
+
+    Requests for which no rank has room (`RankRoom`) wait here, where they can be put in order, dropped, or sent to
+    another rank.
+
+    send:    sends a message to a rank, without waiting
+    is_held: no request is sent to a rank
+    """
+
+    def __init__(self, config: ServeConfig, tokenizer: Decoder | None, send: Callable[[int, Message], None]):
+        self.counters = {
+            "num_requests": 0, "num_finished": 0, "num_aborted": 0, "num_failed": 0, "num_refused": 0, "num_moved": 0,
+            "num_resubmitted": 0,
+        }  # fmt: skip
+        self.num_events: Counter[int] = Counter()  # by rank
+        self._config = config
+        self._tokenizer = tokenizer
+        self._send = send
+        self._open: dict[str, OpenRequest] = {}
+        self.drain_rate = DrainRate()
+        self._by_rid = RequestsByRid()
+        self._numbers = itertools.count()
+        self.is_held = False
+        self._lines = WaitingLines(config.server.priority_head_start_s)
+        self._room = RankRoom(config)
+        self.stats = RequestStats()
+        self.at_end: list[EndListener] = [RequestLog().write] if config.server.log_requests else []
+
+    def __len__(self) -> int:
+        return len(self._open)
+
+    def begin_launch(self, block_size: int, masked: Collection[int]) -> int:
+        """Starts with an empty router, since all ranks are new; returns how many requests are submitted again.
+
+        block_size: of the ranks' caches, in tokens
+        """
+        self.take_back()
+        self._room.begin_launch(block_size, masked)
+        self.send_waiting()
+        num_again = sum(request.attempt > 0 for request in self._open.values())
+        self.counters["num_resubmitted"] += num_again
+        return num_again
+
+    def wait_for_launch(self, lost_rank: int | None) -> None:
+        """All ranks are lost and are started again: their requests wait, unless they may be the reason too often.
+
+        lost_rank: the rank that caused it; None: not known, so each request may be the reason
+        """
+        self._room.lose(self._room.ranks)
+        for request in list(self._open.values()):
+            if request.rank is not None and lost_rank in (None, request.rank):
+                self._count_loss(request, request.rank)
+        self.take_back()
+
+    def resubmit(self, rank: int) -> None:
+        """Submits the requests of a rank to it again: messages to or from it were lost, and it has dropped them."""
+        for request in self._open.values():
+            if request.rank == rank:
+                self._submit_again(request, rank)
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests that wait for a rank."""
+        return len(self._lines)
+
+    @property
+    def waiting_tokens(self) -> int:
+        """Tokens of the requests that wait for a rank: of their prompts and longest outputs."""
+        return self._lines.num_tokens
+
+    def open(
+        self,
+        prefix: str,
+        spec: RequestSpec,
+        eos_token_ids: Sequence[int],
+        changes: Changes,
+        at_once: bool = False,
+    ) -> OpenRequest:
+        """Takes a new request, which waits until a rank has space. prefix: makes its id unique among front ends
+
+        at_once: it goes to the rank of its spec, space or not
+        """
+        request_id = f"{prefix}-{next(self._numbers)}"
+        request = OpenRequest(request_id, spec, self._tokenizer, eos_token_ids, changes)
+        self._open[request_id] = request
+        self._by_rid.add(request)
+        self.counters["num_requests"] += 1
+        if at_once:
+            self._start(request)
+        else:
+            self._queue(request)
+            self.send_waiting()
+        return request
+
+    def has_rid(self, rid: str | None) -> bool:
+        """Returns whether an open request has this id of its client."""
+        return rid in self._by_rid
+
+    def with_rid(self, rid: str | None) -> list[OpenRequest]:
+        """Returns the open requests that a client knows by this id: one, or the samples of one prompt. None: all"""
+        return list(self._open.values()) if rid is None else self._by_rid.find(rid)
+
+    def hold(self) -> None:
+        """Takes all requests from their ranks, and sends none until `go_on`."""
+        self.is_held = True
+        self.take_back()
+
+    def go_on(self) -> None:
+        """Sends requests to ranks again."""
+        self.is_held = False
+        self.send_waiting()
+
+    def cut_short_all(self, rid: str | None) -> None:
+        """Ends the open requests that a client knows by this id, with what they have. rid: None = all"""
+        for request in self.with_rid(rid):
+            self.cut_short(request, "the request was aborted")
+
+    def cut_short(self, request: OpenRequest, why: str) -> None:
+        """Ends a request: with the output that it has, or with an error where there is none."""
+        self.counters["num_aborted"] += 1
+        if request.rank is not None:
+            self._send(request.rank, Abort(request.request_id))
+        own_s = request.spec.timeout_s
+        if request.num_output:
+            request.cut_short(why)
+        elif own_s is not None and time.monotonic() - request.submitted_s > own_s:
+            request.fail(OwnTimeoutError(f"{why}, and no token had come out yet; give it more", field="timeout"))
+        else:
+            request.fail(UnavailableError(f"{why}, and no token had come out yet; send it again later"))
+        self._forget(request)
+
+    def end_overdue(self, now_s: float) -> None:
+        """Cuts short what has run or waited for longer than it may. now_s: time.monotonic()"""
+        for request in list(self._open.values()):
+            if (why := why_overdue(request, self._config.server, self.is_held, now_s)) is not None:
+                self.cut_short(request, why)
+
+    def send_waiting(self) -> None:
+        """Sends requests to ranks, in the order of their line, until all ranks are full or none waits."""
+        while not self.is_held and (request_id := self._lines.pop(self._room.has_room)) is not None:
+            self._start(self._open[request_id])
+
+    def take_back(self) -> None:
+        """Takes all requests from their ranks; they wait again, in their old order, with their output so far."""
+        for request in self._open.values():
+            if request.rank is not None:
+                self._send(request.rank, Abort(request.request_id))
+                self._leave(request)
+                self._queue(request)
+
+    def abort(self, request: OpenRequest) -> None:
+        """Ends a request that nobody waits for any more."""
+        if request.request_id in self._open:
+            self.counters["num_aborted"] += 1
+            if request.rank is not None:
+                self._send(request.rank, Abort(request.request_id))
+            self._forget(request)
+
+    def take(self, message: Tokens) -> None:
+        """Hands tokens to their requests; drops those of requests that the rank no longer serves."""
+        self.num_events[message.rank] += len(message.events)
+        now_s = time.monotonic()
+        for event in message.events:
+            request = self._open.get(event.request_id)
+            if request is None or request.rank != message.rank or event.attempt != request.attempt:
+                continue
+            if request.lacks_tokens_before(event):
+                self._submit_again(request, message.rank)
+                continue
+            if not request.has_started and event.token_ids:
+                request.has_started = True
+                self._room.started(event.request_id)
+            num_before = request.num_output
+            request.apply(event)
+            if request.num_output > num_before:
+                self.stats.count_tokens(request, request.num_output - num_before, now_s)
+            if request.is_done:
+                self.counters["num_failed" if request.failure else "num_finished"] += 1
+                if event.finish is None:  # a stop string, which ranks do not know
+                    self._send(message.rank, Abort(request.request_id))
+                self._forget(request)
+
+    def forget_prompts(self) -> None:
+        """Forgets which prompts each rank may have in its cache."""
+        self._room.forget_prompts()
+
+    def take_status(self, status: Status) -> None:
+        self._room.update(status)
+
+    def fail_all(self, reason: str) -> None:
+        """Ends all requests with an error."""
+        self._lines.clear()  # first, so that none is sent in the place of one that ends
+        for request in list(self._open.values()):
+            self._fail(request, reason)
+
+    def suspect(self, rank: int) -> None:
+        """Sends nothing new to a rank; its requests stay until it is known to be masked."""
+        self._room.lose([rank])
+
+    def regroup(self, change: Regrouped) -> int:
+        """Moves the requests of masked ranks to others; returns how many moved.
+
+        A request fails when MAX_LOSSES ranks have ended with it and the next one ends, too: then it may be the reason.
+        A late rank is not counted, and a new token shows that the request was not the reason.
+        """
+        self._room.lose(change.masked)
+        self._room.regain(change.rejoined)
+        num_moved = 0
+        for request in list(self._open.values()):
+            lost = request.rank
+            if lost is None or lost not in change.masked:
+                continue
+            self._send(lost, Abort(request.request_id))  # a late rank still holds it
+            if lost not in change.ended or self._count_loss(request, lost):
+                self._leave(request)
+                self._start(request, may_choose=False)
+                num_moved += 1
+        self.counters["num_moved"] += num_moved
+        self.send_waiting()
+        return num_moved
+
+    def _count_loss(self, request: OpenRequest, rank: int) -> bool:
+        """Counts that a rank has ended with this request; returns False where it fails now: it may be the reason."""
+        num_losses = request.count_loss()
+        if num_losses > MAX_LOSSES:
+            who = f"{num_losses} ranks were lost while they served this request, the last one was rank {rank}"
+            self._fail(request, f"{who}; it is not tried again")
+        return num_losses <= MAX_LOSSES
+
+    def _queue(self, request: OpenRequest) -> None:
+        spec = request.spec
+        self._lines.push(spec.rank, request.request_id, request.submitted_s, spec.priority, spec.num_tokens)
+
+    def _start(self, request: OpenRequest, may_choose: bool = True) -> None:
+        """Sends a request to a rank. may_choose: to that of its caller, if it named one that serves"""
+        rank = self._room.send(request, may_choose)
+        request.go_to(rank)
+        self._send(rank, request.submit_message())
+
+    def _submit_again(self, request: OpenRequest, rank: int) -> None:
+        request.leave_rank()
+        request.go_to(rank)
+        self.counters["num_resubmitted"] += 1
+        self._send(rank, request.submit_message())
+
+    def _leave(self, request: OpenRequest) -> None:
+        if request.rank is not None:
+            self._room.free(request.rank, request.request_id)
+        request.leave_rank()
+
+    def _fail(self, request: OpenRequest, reason: str) -> None:
+        request.fail(UnavailableError(reason))
+        self.counters["num_failed"] += 1
+        self._forget(request)
+
+    def _forget(self, request: OpenRequest) -> None:
+        del self._open[request.request_id]
+        now_s = time.monotonic()
+        self.drain_rate.count(request.spec.num_tokens, now_s)
+        self.stats.count_end(request, now_s)
+        for tell in self.at_end:
+            tell(request)
+        self._by_rid.remove(request)
+        if request.rank is None:
+            self._lines.remove(request.spec.rank, request.request_id)
+            return
+        self._room.free(request.rank, request.request_id)
+        self.send_waiting()

@@ -1,0 +1,280 @@
+"""The front end's table of ranks: which are attached, ready, masked or lost, and when each was last heard from.
+
+Pure state: no socket, and time is an argument. `RankLink` feeds it messages and acts on its answers. Torch-free.
+
+A *launch* is all ranks that started together. It is over when a rank is lost that the others cannot spare; the first
+rank that attaches with another launch id then begins the next one. Ranks of another launch that come while this one
+lives wait: they say hello until this one is lost, or are refused. Within a launch ranks may be masked and rejoin: the
+ranks agree on that among themselves and report it (`Members`). Until then, a launcher's report of a dead rank, or a
+rank's report of its own failure, is a suspicion.
+"""
+
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from moe_serve.engine.protocol.messages import Hello, Members, ModelLimits, Progress, Pulse, Ready, Status
+from moe_serve.server.ranks.rank_view import RankView
+
+GONE_S = 5.0  # a launch of which nothing is heard for so long is gone when another one says hello
+
+
+@dataclass(frozen=True)
+class Regrouped:
+    """What a new group changes. A rank may be in both lists: it rejoined before we heard that it was masked.
+
+    masked: their requests must move; ended: those of them whose process has ended, the others are late
+    """
+
+    masked: list[int]
+    rejoined: list[int]
+    ended: list[int]
+
+
+@dataclass(frozen=True)
+class Arrival:
+    """What a `Hello` has led to.
+
+    refusal:      why the rank is not taken; None: it is, or it waits
+    waits:        it may say hello again later
+    begins:       it is the first rank of a new launch
+    was_cut:      its connection was cut, and it has dropped its requests
+    """
+
+    refusal: str | None = None
+    waits: bool = False
+    begins: bool = False
+    was_cut: bool = False
+
+
+class WorkerTable:
+    """All ranks of the current launch.
+
+    launch_id: -1 before any rank has attached
+    began_s:   when its first rank attached
+    loss:      why the launch is over, naming the rank; None while it lives
+    lost_rank: the rank that is held responsible; None where that is unknown
+    """
+
+    def __init__(self, num_ranks: int):
+        self.num_ranks = num_ranks
+        self.launch_id = -1
+        self.began_s = 0.0
+        self.loss: str | None = None
+        self.lost_rank: int | None = None
+        self.group_epoch = 0  # counts the groups of ranks within a launch
+        self._ranks: dict[int, RankView] = {}
+        self._next_is_here = False  # ranks of another launch have shown that this one is gone
+        self._over: deque[int] = deque(maxlen=64)  # ids of launches that were lost
+
+    def __iter__(self) -> Iterator[RankView]:
+        """Yields the attached ranks in rank order."""
+        return iter([self._ranks[rank] for rank in sorted(self._ranks)])
+
+    def by_identity(self, identity: bytes) -> RankView | None:
+        """Returns the rank with this socket; None for strangers and ranks of launches that are over."""
+        return next((view for view in self._ranks.values() if view.identity == identity), None)
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether requests can be served: all ranks are attached, and all that are not masked take requests."""
+        has_all = self.loss is None and len(self._ranks) == self.num_ranks
+        has_all = has_all and any(view.limits is not None for view in self)
+        return has_all and all(view.serves or view.mask_reason or view.suspicion for view in self)
+
+    @property
+    def limits(self) -> ModelLimits | None:
+        """What a request must respect on every rank; None until all are ready, or masked."""
+        known = [view.limits for view in self if view.limits is not None]
+        if not known or len(self._ranks) < self.num_ranks or any(not (v.limits or v.mask_reason) for v in self):
+            return None
+        return min(known, key=lambda limits: (limits.max_prompt_len, limits.max_model_len))
+
+    @property
+    def info(self) -> dict[str, Any]:
+        """Facts about the model, which are the same on every rank; {} until one is ready."""
+        return next((view.info for view in self if view.is_ready), {})
+
+    def attach(self, identity: bytes, hello: Hello, now_s: float) -> Arrival:
+        """Adds a rank, or finds that it is here; a rank of another launch begins that one if this one is over."""
+        if hello.num_ranks != self.num_ranks:
+            return Arrival(
+                f"rank {hello.rank} belongs to {hello.num_ranks} ranks but this front end serves {self.num_ranks}; "
+                "give both the same configuration"
+            )
+        if not 0 <= hello.rank < self.num_ranks:
+            return Arrival(f"rank {hello.rank} is not one of 0 to {self.num_ranks - 1}")
+        if hello.launch_id in self._over or (hello.launch_id == self.launch_id and self.loss is not None):
+            return Arrival(f"rank {hello.rank} belongs to a launch that is over ({self.loss or 'another one serves'})")
+        if hello.launch_id != self.launch_id and self._ranks and self.loss is None:
+            return self._wait_or_refuse(hello)
+        known = self._ranks.get(hello.rank) if hello.launch_id == self.launch_id else None
+        if known is not None and known.pid and hello.num_before > known.num_before and known.mask_reason is not None:
+            self._ranks[hello.rank] = known.replaced_by(identity, hello, now_s)
+            return Arrival()
+        if known is not None and known.pid and (known.identity != identity or known.pid != hello.pid):
+            return Arrival(_taken(hello, known))
+        if known is not None and known.pid:
+            was_cut = hello.num_reconnects != known.num_reconnects
+            known.num_reconnects, known.heard_s = hello.num_reconnects, now_s
+            return Arrival(was_cut=was_cut)
+        begins = hello.launch_id != self.launch_id
+        if begins:
+            self._begin(hello.launch_id, now_s)
+        view = RankView(hello.rank, identity, hello.pid, hello.host, now_s)
+        view.num_reconnects, view.restarts_left = hello.num_reconnects, hello.restarts_left
+        view.num_before = hello.num_before
+        view.mask_reason = None if known is None else known.mask_reason
+        self._ranks[hello.rank] = view
+        return Arrival(begins=begins)
+
+    def _begin(self, launch_id: int, now_s: float) -> None:
+        if self._ranks:
+            self._over.append(self.launch_id)
+        self.launch_id, self.began_s = launch_id, now_s
+        self.loss, self.lost_rank = None, None
+        self._next_is_here = False
+        self.group_epoch = 0
+        self._ranks.clear()
+
+    def _wait_or_refuse(self, hello: Hello) -> Arrival:
+        """A rank of another launch waits while this one may be lost, and is refused once it is ready in vain."""
+        known = self._ranks.get(hello.rank)
+        if hello.is_ready and self.is_ready and known is not None:
+            return Arrival(_taken(hello, known))
+        return Arrival(waits=True)
+
+    def find_replaced_by(self, hello: Hello, now_s: float) -> bool:
+        """Notes and returns whether a rank of another launch shows that this one is gone: none of its ranks is heard.
+
+        Ranks that start may be silent for long, so then only one that is ready shows it.
+        """
+        if self.loss is not None or not self._ranks or hello.launch_id in (self.launch_id, *self._over):
+            return False
+        silent_s = now_s - max(max(view.heard_s, view.pulse_s or 0.0) for view in self)
+        self._next_is_here = silent_s > GONE_S and (self.is_ready or hello.is_ready)
+        return self._next_is_here
+
+    def pulse(self, message: Pulse, now_s: float) -> None:
+        """Notes that the process of a rank lives, and what it is doing."""
+        view = self._ranks.get(message.rank)
+        if view is not None and message.launch_id == self.launch_id:
+            view.pulse_s = now_s
+            if message.phase:
+                view.last_phase = f"last seen in {message.phase} of step {message.step}"
+
+    def progress(self, view: RankView, message: Progress) -> None:
+        view.phase, view.fraction = message.phase, message.fraction
+
+    def ready(self, view: RankView, message: Ready) -> None:
+        view.phase, view.fraction = "ready", 1.0
+        view.limits, view.info = message.limits, message.info
+
+    def story(self, view: RankView) -> list[Progress | Ready]:
+        """Returns what a rank has reported so far, for a listener that attaches later."""
+        reported: list[Progress | Ready] = [Progress(view.rank, self.launch_id, view.phase, view.fraction)]
+        if view.limits is not None:
+            reported.append(Ready(view.rank, self.launch_id, view.limits, view.info))
+        return reported
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether the ranks have reported at their start that they go on without a lost one if they can."""
+        return self.is_ready and all(view.can_be_spared for view in self if view.limits is not None)
+
+    def can_spare(self, rank: int) -> bool:
+        """Returns whether the peers of a rank may go on without it; they report themselves whether they do."""
+        return self.goes_on and any(view.serves for view in self if view.rank != rank)
+
+    def suspect(self, rank: int, reason: str, now_s: float) -> None:
+        """Notes that a rank is presumed lost."""
+        view = self._ranks[rank]
+        if view.mask_reason is not None:
+            view.mask_reason = reason  # how its process ended is the better reason
+        elif view.suspicion is None:
+            view.suspicion = (now_s, reason)
+
+    def regroup(self, message: Members) -> Regrouped:
+        """Takes a rank's report of its group and returns what is new in it."""
+        ended = [view.rank for view in self if view.suspicion is not None or view.rank in message.ended]
+        self._add_unattached(message)
+        gone: list[RankView] = []
+        back: list[RankView] = []
+        speaker = self._ranks[message.rank]
+        if speaker.times_masked < message.times_masked:
+            gone.append(speaker)
+            back.append(speaker)
+        if message.group_epoch > self.group_epoch:
+            self.group_epoch = message.group_epoch
+            for view in self:
+                if view.mask_reason is None and view.rank not in message.members:
+                    view.mask_reason, view.suspicion = view.suspicion[1] if view.suspicion else message.reason, None
+                    gone.append(view)
+                elif view.mask_reason is not None and view.rank in message.members:
+                    view.mask_reason = None
+                    back.append(view)
+        for view in gone:
+            view.times_masked += 1
+        masked = [view.rank for view in gone]
+        return Regrouped(masked, [view.rank for view in back], [rank for rank in masked if rank in ended])
+
+    def _add_unattached(self, message: Members) -> None:
+        """Adds the ranks that the others have masked before this front end was there to see them."""
+        for rank in range(self.num_ranks):
+            if rank not in self._ranks and rank not in message.members:
+                self._ranks[rank] = RankView(rank, b"", 0, "unknown host", 0.0)
+
+    @property
+    def masked(self) -> dict[int, str]:
+        """The masked ranks, and why."""
+        return {view.rank: view.mask_reason for view in self if view.mask_reason is not None}
+
+    def long_suspected(self, now_s: float, patience_s: float) -> RankView | None:
+        """Returns a rank that has been suspected for longer than patience_s, without a report from its peers."""
+        return next((view for view in self if view.suspicion and now_s - view.suspicion[0] > patience_s), None)
+
+    def end_launch(self, reason: str, lost_rank: int | None) -> None:
+        """Notes that the launch is over. A report that names the rank replaces an earlier one that does not."""
+        if self.loss is None or (self.lost_rank is None and lost_rank is not None):
+            self.loss, self.lost_rank = reason, lost_rank
+
+    @property
+    def is_restarted(self) -> bool:
+        """Whether all ranks are started again when this launch is lost, as far as their launcher has said."""
+        return self._next_is_here or any(view.restarts_left > 0 for view in self)
+
+    def missing(self) -> str:
+        """Returns the ranks that the start waits for, as text."""
+        absent = [str(rank) for rank in range(self.num_ranks) if rank not in self._ranks]
+        parts = [f"rank {view.rank}: {view.phase}" for view in self if not view.is_ready]
+        if absent:
+            parts.append(f"rank {', '.join(absent)}: not attached")
+        return "; ".join(parts)
+
+    def describe(self, now_s: float) -> list[dict[str, Any]]:
+        """Returns one JSON object for each attached rank, for /server_info."""
+        return [
+            {
+                "rank": view.rank,
+                "host": view.host,
+                "pid": view.pid,
+                "phase": "ended" if view.ended else "out" if view.mask_reason else view.phase,
+                "out": view.mask_reason,
+                "heard_s_ago": round(now_s - view.heard_s, 3),
+                "info": view.info,
+                "status": None if view.status is None else _status_json(view.status),
+            }
+            for view in self
+        ]
+
+
+def _status_json(status: Status) -> dict[str, Any]:
+    return {name: getattr(status, name) for name in status.__struct_fields__ if name not in ("rank", "launch_id")}
+
+
+def _taken(hello: Hello, known: RankView) -> str:
+    return (
+        f"rank {hello.rank} is attached already, as process {known.pid} on {known.host}; end one of the two, "
+        "or give the second system another server.worker_port"
+    )
