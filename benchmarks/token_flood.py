@@ -1,4 +1,4 @@
-"""The front end while ranks send more tokens than it can pass on: /health, what clients get, and memory.
+"""The front end while ranks send many tokens, or more than it can pass on: /health, what clients get, and memory.
 
     python -m benchmarks.token_flood [--rate 77000] [--streams 256] [--seconds 20] [--note TEXT]
 
@@ -34,6 +34,7 @@ from moe_serve.engine.protocol.messages import Tokens
 from moe_serve.launcher.rank_env import free_port
 
 NUM_RANKS = 2
+FLOOD = 77_000.0  # more than the front end can pass on
 _HEALTH = b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n"
 _PERIOD_S = 0.05  # between two questions for /health
 _QUIET_S = 5.0
@@ -42,7 +43,7 @@ _DONE_SO_FAR = re.compile(rb'"completion_tokens":(\d+)')
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rate", type=float, default=77_000.0, help="tokens per second of all ranks")
+    parser.add_argument("--rate", type=float, default=FLOOD, help="tokens per second of all ranks")
     parser.add_argument("--streams", type=int, default=256)
     parser.add_argument("--seconds", type=float, default=20.0)
     parser.add_argument("--note", default="", help="what else to say of the machine")
@@ -75,7 +76,8 @@ def main() -> None:
         f"tokens/s asked for; {len(busy)} questions for /health, one after the other, every {1e3 * _PERIOD_S:.0f} ms. "
         f"Load average at the end: {os.getloadavg()[0]:.2f}. {args.note}"
     )
-    print(save("token_flood", "More tokens than the front end can pass on", rows, facts, notes, per_cpu=True))
+    name = "token_flood" if args.rate == FLOOD else f"token_flood_{args.rate:.0f}"
+    print(save(name, f"{args.rate:.0f} tokens per second through one front end", rows, facts, notes, per_cpu=True))
 
 
 def _quantiles(values: list[float]) -> str:
