@@ -13,7 +13,7 @@ from moe_serve.engine.protocol.messages import Submit, TokenEvent
 from moe_serve.errors import ModelError, MoeServeError, RequestError
 from moe_serve.log import call_id
 
-_TURN_S = 0.003
+_TURN_S = 0.001
 
 
 class UnavailableError(MoeServeError):
@@ -112,7 +112,7 @@ class Changes:
 class Courier:
     """Hands over what has changed for all readers that asked for it, once per turn of the event loop.
 
-    Waking a task for each token of each stream would take as long as sending it. A turn takes a few milliseconds, so
+    Waking a task for each token of each stream would take as long as sending it. A turn takes a millisecond, so
     that others have theirs; what changes again meanwhile is handed over once.
     """
 

@@ -22,7 +22,7 @@ from moe_serve.links.sockets import LinkSockets
 
 # A turn of the event loop handles at most so many messages, for at most so long: HTTP connections have the next turn.
 _TURN_MESSAGES = 512
-_TURN_S = 0.005
+_TURN_S = 0.002
 _STUCK_S = 120.0
 
 
