@@ -15,6 +15,7 @@ from moe_serve.eplb.policies.chains import change_counts, reassign
 from moe_serve.eplb.policies.edits import Bools, Edits, EditState, apply_edits, best_overwrites, best_swaps
 from moe_serve.eplb.policies.greedy import greedy_table
 from moe_serve.eplb.policies.legal import HomeRule, make_legal
+from moe_serve.eplb.policies.one_slot import edit_one_slot
 from moe_serve.eplb.policies.policy import Plan, PlanRequest
 from moe_serve.eplb.policies.problem import Floats, Ids, Problem, finish, holds, problem_of
 from moe_serve.eplb.policies.refined import RefinedPolicy
@@ -28,7 +29,8 @@ class IncrementalPolicy:
     """The fewest moves from the placement in use to a good one.
 
     slack:     a layer is done when its balancedness is within this share of what a fresh greedy plan reaches. None =
-               0.003 where `max_moves` is given; else 0.05 with two slots per rank, 0.01 with three or four, else 0.013
+               0 with one slot per rank (`one_slot.py`, the exact minimum), 0.003 where `max_moves` is given; else 0.05
+               with two slots per rank, 0.01 with three or four, else 0.013
     steepness: of the smooth maximum, per mean rank load; about 1 / the relative drift of a rank until the next plan.
                None = 20 with two slots per rank, else 30
     risk:      see `edits.EditState`; used with two slots per rank only
@@ -58,6 +60,8 @@ class IncrementalPolicy:
     def _edit(self, problem: Problem) -> tuple[Ids, bool, Ints | None]:
         """Returns the table, whether the deadline passed, and the homes of the hierarchy, if there is one."""
         assert problem.current is not None
+        if problem.slots_per_rank == 1 and problem.is_global:
+            return edit_one_slot(problem, self.slack or 0.0), False, None
         table, rule = make_legal(problem)
         homes = None if rule is None else rule.homes
         mean = problem.weight.sum(axis=1, keepdims=True) / problem.num_ranks
