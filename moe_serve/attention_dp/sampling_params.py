@@ -10,6 +10,7 @@ from moe_serve.errors import RequestError
 
 MAX_SEED = 2**63 - 1  # the sampler's philox key is one int64
 MAX_STOPS = 64  # stop strings, and stop token ids, of one request
+MAX_SAMPLES = 128  # outputs of one prompt
 MAX_LOGPROB_IDS = 64  # token ids whose log probabilities come at each place
 MAX_STOP_REGEXES = 4
 MAX_BIASES = 1024  # entries of logit_bias
@@ -54,6 +55,19 @@ class SamplingParams:
     prompt_logprobs_start: int = 0
     logprob_token_ids: tuple[int, ...] = ()  # whose log probabilities come, too, at each place asked for
     constraint: Constraint | None = None  # the form of the whole output; None = any
+    # The front end makes a request of each output (server/samples.py); a rank sees 1 and None.
+    n: int = 1  # outputs of the prompt
+    best_of: int | None = None  # so many are generated, and the likeliest n of them per token are shown; None: n
+
+    @property
+    def num_samples(self) -> int:
+        """Outputs that are generated."""
+        return self.best_of or self.n
+
+    @property
+    def chooses(self) -> bool:
+        """Whether more outputs are generated than are shown."""
+        return self.num_samples > self.n
 
     @property
     def has_penalties(self) -> bool:
@@ -96,8 +110,18 @@ class SamplingParams:
         for name in ("ignore_eos", "skip_special_tokens", "no_stop_trim"):
             if not isinstance(getattr(self, name), bool):
                 raise RequestError(f"{name} is {getattr(self, name)!r}, expected true or false", field=name)
+        self._check_samples()
         self._check_logprobs()
         self._check_constraint()
+
+    def _check_samples(self) -> None:
+        for name in ("n", "best_of"):
+            if getattr(self, name) is not None:
+                _check_int(name, getattr(self, name), 1, MAX_SAMPLES)
+        if self.best_of is not None and self.best_of < self.n:
+            raise RequestError(
+                f"best_of is {self.best_of} but n is {self.n}; the best {self.n} come from at least as many", "best_of"
+            )
 
     def _check_logprobs(self) -> None:
         for name in ("logprobs", "prompt_logprobs"):

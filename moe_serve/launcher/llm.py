@@ -8,77 +8,28 @@ The ranks are child processes and end with this one (`background.py`). On SIGTER
 """
 
 import asyncio
-import difflib
-import math
-import operator
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Any, Self
 
 from rich.progress import Progress as ProgressBar
 
-from moe_serve.attention_dp.sampling_params import SamplingParams, plain
+from moe_serve.attention_dp.sampling_params import SamplingParams
 from moe_serve.config import ServeConfig, load_config
-from moe_serve.engine.output.logprobs import Logprob, TokenLogprobs
-from moe_serve.errors import ConfigError, RequestError
+from moe_serve.errors import RequestError
 from moe_serve.launcher.background import BackgroundRanks
+from moe_serve.launcher.llm_output import Output, output_of
+from moe_serve.launcher.llm_requests import Params, Prompts, Requests, params_of_each, requests_of
+from moe_serve.launcher.llm_settings import merged
 from moe_serve.launcher.local import WORKER
 from moe_serve.launcher.orderly_end import OrderlyEnd
 from moe_serve.launcher.preflight import load_tokenizer, look_for_files
 from moe_serve.server.balance.balance import BalanceBook
-from moe_serve.server.native.schemas import Prompt
 from moe_serve.server.open_request import Changes, OpenRequest, RequestSpec
-from moe_serve.server.prompts import draw_seed, encode_prompt, fit_to_model, with_bad_words
+from moe_serve.server.samples import best_of_each, share_prompt_logprobs
 
-Prompts = Sequence[str] | Sequence[list[int]]
-Params = SamplingParams | Sequence[SamplingParams] | None
 _CAPACITY_POLL_S = 0.01  # how often a caller looks for capacity while other callers hold all of it
-
-
-@dataclass(frozen=True)
-class Output:
-    """The output of one prompt. text and token_ids exclude the prompt's.
-
-    finish_reason: "length", or "stop" with `matched`, the stop string, stop_regex or id that ended it; None while
-                   it runs
-    output_entries, prompt_entries: log probabilities that SamplingParams asked for, which the properties show
-    """
-
-    prompt_token_ids: list[int]
-    token_ids: list[int]
-    text: str
-    finish_reason: str | None
-    matched: int | str | None
-    num_cached_tokens: int  # of the prompt, from the prefix cache
-    rank: int | None  # None: it ended before a rank had it
-    output_entries: TokenLogprobs | None = None
-    prompt_entries: TokenLogprobs | None = None
-    prompt_logprobs_start: int = 0
-
-    @property
-    def logprobs(self) -> list[dict[int, Logprob]] | None:
-        """What is known of each output token, by token id: itself first, then the likeliest ones and those asked for.
-        None: `SamplingParams.logprobs` asked for nothing. engine/output/logprobs.py says which ones they are.
-        """
-        entries = self.output_entries
-        return None if entries is None else [entries.at(i, token) for i, token in enumerate(self.token_ids)]
-
-    @property
-    def prompt_logprobs(self) -> list[dict[int, Logprob] | None] | None:
-        """The same of the prompt's tokens from `prompt_logprobs_start` on, None for the first one."""
-        entries, begin = self.prompt_entries, self.prompt_logprobs_start
-        if entries is None:
-            return None
-        ids = self.prompt_token_ids[begin + 1 : begin + 1 + len(entries)]
-        return [None, *(entries.at(i, token) for i, token in enumerate(ids))]
-
-    @property
-    def cumulative_logprob(self) -> float | None:
-        """The log probability of the whole output; None: `SamplingParams.logprobs` asked for nothing."""
-        entries = self.output_entries
-        return None if entries is None else math.fsum(entries.logprob(i) for i in range(len(self.token_ids)))
 
 
 class LLM:
@@ -101,7 +52,7 @@ class LLM:
             "model": {"path": str(model), "dtype": dtype},
             "parallel": {"num_ranks": num_ranks},
         }
-        self._begin(load_config(base=_merged(base, overrides)), progress, WORKER)
+        self._begin(load_config(base=merged(base, overrides)), progress, WORKER)
 
     @classmethod
     def from_config(cls, config: ServeConfig, progress: bool = False, worker: str = WORKER) -> "LLM":
@@ -136,25 +87,38 @@ class LLM:
     ) -> list[Output]:
         """Returns one output for each prompt, in order. params: one for all, or one for each.
 
+        A prompt whose params ask for `n` has so many, one after the other: those of its n requests, whose seeds are
+        derived from its own as the server does; with `best_of` the likeliest n of so many, the best one first.
+
         Raises RequestError for a prompt that cannot be served, and UnavailableError when a rank is lost.
         """
         with self._end.call():
             return self._generate(prompts, params)
 
     def _generate(self, prompts: Prompts, params: Params) -> list[Output]:
-        specs = self._specs(prompts, params)
+        requests = self._requests(prompts, params)
         with ProgressBar(disable=not self._progress) as bar:
-            task = bar.add_task("generating", total=len(specs))
-            return self._ranks.call(self._all(specs, lambda: bar.advance(task)))
+            task = bar.add_task("generating", total=len(requests.specs))
+            return self._ranks.call(self._all(requests, lambda: bar.advance(task)))
 
     def stream(
         self,
         prompts: Prompts,
         params: Params = None,
     ) -> Iterator[tuple[int, Output]]:
-        """Yields (index of the prompt, its output so far) as tokens arrive; its last output has a finish_reason."""
+        """Yields (index, output so far) as tokens arrive; the last one of an index has a finish_reason.
+
+        index: in what `generate` returns, which is the prompt's where none asks for several outputs
+
+        Raises RequestError as generate does, and where `best_of` is larger than `n`.
+        """
         with self._end.call():
-            yield from self._news(self._specs(prompts, params))
+            requests = self._requests(prompts, params)
+            if any(num_shown < num for num, num_shown in requests.groups):
+                raise RequestError(
+                    "best_of is larger than n, so the outputs are known at the end only; call generate", "best_of"
+                )
+            yield from self._news(requests.specs)
 
     @property
     def balance(self) -> BalanceBook:
@@ -168,39 +132,15 @@ class LLM:
 
     # --- from prompts to requests -------------------------------------------------------------------------------------
 
-    def _specs(self, prompts: Prompts, params: Params) -> list[RequestSpec]:
-        if isinstance(prompts, str) or (prompts and isinstance(prompts[0], int)):
-            raise RequestError("prompts is a single prompt; put it into a list", field="prompts")
-        if params is None or isinstance(params, SamplingParams):
-            params = [params or SamplingParams()] * len(prompts)
-        if len(params) != len(prompts):
-            raise RequestError(
-                f"{len(params)} params for {len(prompts)} prompts; give one, or one each", field="params"
-            )
+    def _requests(self, prompts: Prompts, params: Params) -> Requests:
+        each = params_of_each(prompts, params)
         self._ranks.call(self._bridge.wait_for_restart())
-        return [self._spec(i, prompt, each) for i, (prompt, each) in enumerate(zip(prompts, params, strict=True))]
+        limits = self._bridge.limits
 
-    def _spec(self, index: int, given: Any, params: SamplingParams) -> RequestSpec:
-        params = replace(
-            params,
-            stop=_as_tuple(params.stop),
-            stop_regex=_as_tuple(params.stop_regex),
-            stop_token_ids=tuple(params.stop_token_ids),
-            bad_words=_as_tuple(params.bad_words),
-            bad_words_ids=tuple(map(tuple, params.bad_words_ids)),
-            allowed_token_ids=tuple(params.allowed_token_ids),
-            logprob_token_ids=tuple(params.logprob_token_ids),
-        )
-        try:
-            params.validate()
-            (prompt,) = with_bad_words([_prompt(given, plain(params))], self._tokenizer)
-            ids = encode_prompt(prompt, self._tokenizer, self._bridge.limits)
-            fitted = fit_to_model(prompt, ids, self._bridge.limits)
-            if fitted.constraint is not None:
-                fitted = self._ranks.call(self._bridge.grammars.checked(fitted, self._bridge.limits))
-        except RequestError as error:
-            raise RequestError(f"prompts[{index}]: {error}", field=error.field) from None
-        return RequestSpec(ids, fitted, draw_seed() if params.seed is None else params.seed)
+        def compiled(params: SamplingParams) -> SamplingParams:
+            return self._ranks.call(self._bridge.grammars.checked(params, limits))
+
+        return requests_of(prompts, each, self._tokenizer, limits, compiled)
 
     def _news(self, specs: Sequence[RequestSpec]) -> Iterator[tuple[int, Output]]:
         source = self._outputs(specs)
@@ -210,19 +150,20 @@ class LLM:
         finally:
             self._ranks.call(source.aclose())
 
-    async def _all(self, specs: Sequence[RequestSpec], advance: Callable[[], None]) -> list[Output]:
-        """Returns the output of each spec. advance: called whenever one is there"""
-        outputs: dict[int, Output] = {}
-        async with aclosing(self._run(specs, Changes(ends_only=True))) as ended:
+    async def _all(self, requests: Requests, advance: Callable[[], None]) -> list[Output]:
+        """Returns the outputs of each prompt that are asked for. advance: called whenever a request has ended"""
+        found: dict[int, OpenRequest] = {}
+        async with aclosing(self._run(requests.specs, Changes(ends_only=True))) as ended:
             async for index, request in ended:
-                outputs[index] = _output(request)
+                found[index] = request
                 advance()
-        return [outputs[index] for index in range(len(specs))]
+        in_order = [found[index] for index in range(len(found))]
+        return [output_of(in_order[index]) for index in best_of_each(in_order, requests.groups)]
 
     async def _outputs(self, specs: Sequence[RequestSpec]) -> AsyncGenerator[tuple[int, Output], None]:
         async with aclosing(self._run(specs, Changes())) as changed:
             async for index, request in changed:
-                yield index, _output(request)
+                yield index, output_of(request)
 
     async def _run(
         self, specs: Sequence[RequestSpec], changes: Changes
@@ -234,6 +175,7 @@ class LLM:
         waiting = list(enumerate(specs))[::-1]
         index_of: dict[str, int] = {}
         open_requests: dict[str, OpenRequest] = {}
+        first_of: dict[str, OpenRequest] = {}  # by the group of a prompt's outputs
         try:
             while waiting or open_requests:
                 if not open_requests:
@@ -241,6 +183,8 @@ class LLM:
                 while waiting and self._bridge.num_open < self._bridge.capacity and not self._bridge.is_restarting:
                     index, spec = waiting.pop()
                     (request,) = self._bridge.submit([spec], changes)
+                    if spec.group is not None:
+                        share_prompt_logprobs(first_of.setdefault(spec.group, request), request)
                     open_requests[request.request_id] = request
                     index_of[request.request_id] = index
                 if not open_requests:  # other callers hold all capacity, and nothing signals when that ends
@@ -255,57 +199,3 @@ class LLM:
         finally:
             for request in open_requests.values():
                 self._bridge.abort(request)
-
-
-def _output(request: OpenRequest) -> Output:
-    reason = request.matcher.finish_reason
-    return Output(
-        prompt_token_ids=request.spec.prompt_ids,
-        token_ids=list(request.matcher.output_ids),
-        text=request.matcher.text,
-        finish_reason=None if reason is None else reason.kind,
-        matched=None if reason is None else reason.matched,
-        num_cached_tokens=request.num_cached,
-        rank=request.rank,
-        output_entries=request.output_logprobs,
-        prompt_entries=request.prompt_logprobs,
-        prompt_logprobs_start=request.spec.params.prompt_logprobs_start,
-    )
-
-
-def _prompt(given: Any, params: SamplingParams) -> Prompt:
-    """Returns a prompt from text or token ids, which may be numpy's. Raises RequestError for anything else."""
-    text, ids = None, None
-    try:
-        if isinstance(given, str):
-            text = given
-        else:
-            ids = [operator.index(token) for token in given]
-    except TypeError:
-        raise RequestError(f"{given!r:.60} is no prompt; give text or token ids", field="prompts") from None
-    return Prompt(text, ids, params, 1, explicit_length=False, rid=None, session_id=None)
-
-
-def _as_tuple(stop: Any) -> tuple[str, ...]:
-    return (stop,) if isinstance(stop, str) else tuple(stop)
-
-
-def _merged(base: dict[str, dict[str, Any]], overrides: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """Returns base with keyword overrides merged in. Raises ConfigError for a name in no section, or in two."""
-    sections = ServeConfig.model_fields
-    merged = {section: dict(values) for section, values in base.items()}
-    for name, value in overrides.items():
-        if name in sections:
-            if not isinstance(value, dict):
-                raise ConfigError(f"{name} is a section; give its settings as a dict, e.g. {name}={{...}}")
-            merged.setdefault(name, {}).update(value)
-            continue
-        owners = [section for section, field in sections.items() if name in field.annotation.model_fields]  # type: ignore[union-attr]
-        if len(owners) != 1:
-            every = {key for field in sections.values() for key in field.annotation.model_fields}  # type: ignore[union-attr]
-            near = difflib.get_close_matches(name, every, n=1)
-            hint = f"two sections have it: give {owners[0]}={{{name!r}: ...}}" if owners else "no section has it"
-            hint += f"; did you mean {near[0]!r}?" if near and not owners else ""
-            raise ConfigError(f"LLM({name}=...): {hint}")
-        merged.setdefault(owners[0], {})[name] = value
-    return merged

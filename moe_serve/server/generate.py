@@ -26,14 +26,13 @@ from moe_serve.server.native.schemas import GenerateRequest, Prompt
 from moe_serve.server.open_request import Changes, OpenRequest, RequestSpec
 from moe_serve.server.prompts import (
     check_num_expressions,
-    derived_seed,
     draw_seed,
     encode_prompt,
     fit_to_model,
     with_bad_words,
 )
 from moe_serve.server.ranks.bridge import Bridge
-from moe_serve.server.samples import best_of_each, link_samples, params_of_sample
+from moe_serve.server.samples import best_of_each, link_samples, samples_of
 
 _MANY_LOGPROBS = 4096  # numbers in an answer
 _LONG_ANSWER = 16_384  # characters of its texts, which parsers of calls read at up to 15 us each
@@ -97,26 +96,26 @@ async def start_call(
             params = await bridge.grammars.checked(params, limits, client)
         seed = draw_seed() if params.seed is None else params.seed
         rid = prompt.rid or uuid.uuid4().hex
-        groups.append((prompt.num_samples, prompt.num_best or prompt.num_samples))
-        for sample in range(prompt.num_samples):
-            rids.append(rid if prompt.num_samples == 1 else f"{rid}-{sample}")
+        groups.append((params.num_samples, params.n))
+        for sample, (own, own_seed) in enumerate(samples_of(params, seed)):
+            rids.append(rid if params.num_samples == 1 else f"{rid}-{sample}")
             specs.append(
                 RequestSpec(
                     prompt_ids=prompt_ids,
-                    params=params_of_sample(params, sample, prompt.num_best is not None),
-                    seed=derived_seed(seed, sample),
+                    params=own,
+                    seed=own_seed,
                     salt=given.salt,
                     session_id=prompt.session_id,
                     rank=given.rank,
                     priority=given.priority,
                     rid=rids[-1],
                     timeout_s=given.timeout_s,
-                    group=rid if prompt.num_samples > 1 else None,
+                    group=rid if params.num_samples > 1 else None,
                     shows_logprobs=params.logprobs is not None,
                 )
             )
     check_call(specs, given.stream, bool(given.incremental))
-    if given.stream and any(prompt.num_best is not None for prompt in given.prompts):
+    if given.stream and any(prompt.params.chooses for prompt in given.prompts):
         raise RequestError(
             "best_of is larger than n, so the outputs of the answer are known at the end only; send stream: false",
             field="best_of",

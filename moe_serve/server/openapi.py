@@ -16,13 +16,14 @@ from moe_serve.attention_dp.sampling_params import (
     MAX_BIAS,
     MAX_BIASES,
     MAX_LOGPROB_IDS,
+    MAX_SAMPLES,
     MAX_SEED,
     MAX_STOP_REGEXES,
     MAX_STOPS,
 )
 from moe_serve.server.access.guard import ADMIN, OPEN
 from moe_serve.server.admission.waiting_line import MAX_PRIORITY
-from moe_serve.server.fields.sampling_fields import MAX_SAMPLES, MAX_STOP_CHARS, NEUTRAL_PARAMS
+from moe_serve.server.fields.sampling_fields import MAX_STOP_CHARS, NEUTRAL_PARAMS
 from moe_serve.server.fields.schema_parts import IDS, NAME, RANK, Schema, neutral, or_null
 from moe_serve.server.native.schemas import NEUTRAL_FIELDS
 from moe_serve.server.openai.openapi_schemas import openai_schemas

@@ -9,24 +9,33 @@ from dataclasses import replace
 
 from moe_serve.attention_dp.sampling_params import SamplingParams
 from moe_serve.server.open_request import OpenRequest
+from moe_serve.server.prompts import derived_seed
 
 
-def params_of_sample(params: SamplingParams, sample: int, chooses: bool) -> SamplingParams:
-    """Returns the parameters of one of several outputs of a prompt. chooses: only the best ones are shown"""
-    if chooses and params.logprobs is None:
-        params = replace(params, logprobs=0)
-    return replace(params, prompt_logprobs=None) if sample else params
+def samples_of(params: SamplingParams, seed: int) -> list[tuple[SamplingParams, int]]:
+    """Returns the parameters and the seed of each output that a prompt's parameters ask for. seed: the prompt's"""
+    if params.num_samples == 1:
+        return [(params, seed)]
+    logprobs = 0 if params.chooses and params.logprobs is None else params.logprobs
+    first = replace(params, n=1, best_of=None, logprobs=logprobs)
+    other = replace(first, prompt_logprobs=None)
+    rest = [(other, derived_seed(seed, sample)) for sample in range(1, params.num_samples)]
+    return [(first, seed), *rest]
 
 
 def link_samples(requests: Sequence[OpenRequest], groups: Sequence[tuple[int, int]]) -> None:
     """Lets the outputs of one prompt share its log probabilities. groups: as in `generate.Call`"""
     first = 0
     for count, _ in groups:
-        leader = requests[first]
-        if leader.prompt_logprobs is not None:
-            for other in requests[first + 1 : first + count]:
-                other.take_prompt_logprobs_of(leader)
+        for other in requests[first : first + count]:
+            share_prompt_logprobs(requests[first], other)
         first += count
+
+
+def share_prompt_logprobs(first: OpenRequest, other: OpenRequest) -> None:
+    """Lets an output of a prompt have the log probabilities that the first one has of it."""
+    if other is not first and first.prompt_logprobs is not None:
+        other.take_prompt_logprobs_of(first)
 
 
 def best_of_each(requests: Sequence[OpenRequest], groups: Sequence[tuple[int, int]]) -> list[int]:

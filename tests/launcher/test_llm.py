@@ -13,14 +13,16 @@ from moe_serve.attention_dp.request import SamplingParams
 from moe_serve.config import load_config, model_dir
 from moe_serve.errors import ConfigError, MoeServeError, RequestError
 from moe_serve.launcher import background
-from moe_serve.launcher.llm import LLM, _merged
+from moe_serve.launcher.llm import LLM
+from moe_serve.launcher.llm_output import Output
+from moe_serve.launcher.llm_settings import merged
 from moe_serve.launcher.local import Death
 from moe_serve.launcher.newcomers import Newcomers
 from moe_serve.launcher.restarts import Restarts
 from moe_serve.server.open_request import UnavailableError
 from tests.conftest import _descendants
 from tests.launcher.running import eventually, gone
-from tests.server.served import demo_tokenizer
+from tests.server.served import demo_tokenizer, in_event_loop, serving
 
 FAKE = "tests.launcher.fake_rank"
 
@@ -83,6 +85,43 @@ def test_log_probabilities_of_output_and_prompt_come_by_token_id(llm):
     assert (plain.logprobs, plain.prompt_logprobs, plain.cumulative_logprob) == (None, None, None)
     with pytest.raises(RequestError, match="at most 20"):
         llm.generate([[5]], greedy(3, logprobs=21))
+
+
+@in_event_loop
+async def test_several_outputs_of_a_prompt_are_those_that_http_gives(llm):
+    several, best = {"n": 3}, {"n": 2, "best_of": 4}
+    outputs = await asyncio.to_thread(llm.generate, [[5, 6], [7]], [greedy(3, 7, **several), greedy(3, 8, **best)])
+    async with serving() as served:
+        answers = []
+        for ids, seed, counts in (([5, 6], 7, several), ([7], 8, best)):
+            params = {"max_new_tokens": 3, "sampling_seed": seed, **counts}
+            answers += (await served.generate(input_ids=ids, sampling_params=params)).json()
+    assert [output.token_ids for output in outputs] == [answer["output_ids"] for answer in answers]
+    assert [output.prompt_token_ids for output in outputs] == [[5, 6]] * 3 + [[7]] * 2
+    assert len({tuple(output.token_ids) for output in outputs}) == 5
+    assert outputs[0].token_ids == (await asyncio.to_thread(llm.generate, [[5, 6]], greedy(3, 7)))[0].token_ids
+    assert all(output.logprobs is None for output in outputs), "nobody asked for them"
+    assert llm._bridge.num_open == 0
+
+
+def test_several_outputs_are_streamed_by_their_place_in_the_list(llm):
+    params = [greedy(3, 7, n=2, logprobs=0, prompt_logprobs=0), greedy(3, 8)]
+    whole = llm.generate([[5, 6], [7]], params)
+    last = dict(llm.stream([[5, 6], [7]], params))
+    for index, output in enumerate(whole):
+        assert (last[index].token_ids, last[index].logprobs) == (output.token_ids, output.logprobs)
+    assert [len(output.prompt_logprobs or ()) for output in whole] == [2, 2, 0], "each has those of the prompt"
+    with pytest.raises(RequestError, match=r"best_of is larger than n.*call generate"):
+        next(llm.stream([[5]], greedy(3, best_of=2)))
+    with pytest.raises(RequestError, match=r"prompts\[0\]: best_of is 2 but n is 3"):
+        llm.generate([[5]], greedy(3, n=3, best_of=2))
+
+
+def test_more_outputs_than_the_ranks_hold_are_fed_one_by_one():
+    with fake_llm("engine.max_running_requests=1", "engine.max_queued_requests=1") as small:
+        (first, *_) = outputs = small.generate([[5]], greedy(3, n=20, prompt_logprobs=0))
+    assert len({tuple(output.token_ids) for output in outputs}) == 20
+    assert first.token_ids == [12, 13, 14]
 
 
 def test_a_stream_shows_growing_outputs(llm):
@@ -297,12 +336,12 @@ def test_ranks_that_cannot_start_raise_their_reason(monkeypatch):
 
 
 def test_overrides_are_sections_or_names_of_single_settings():
-    merged = _merged({"model": {"path": "m"}}, {"engine": {"row_tile": 8}, "max_running_requests": 3})
-    assert merged == {"model": {"path": "m"}, "engine": {"row_tile": 8, "max_running_requests": 3}}
+    found = merged({"model": {"path": "m"}}, {"engine": {"row_tile": 8}, "max_running_requests": 3})
+    assert found == {"model": {"path": "m"}, "engine": {"row_tile": 8, "max_running_requests": 3}}
     with pytest.raises(ConfigError, match="did you mean 'numerics'"):
-        _merged({}, {"numeric": "fast"})
+        merged({}, {"numeric": "fast"})
     with pytest.raises(ConfigError, match="is a section"):
-        _merged({}, {"engine": 3})
+        merged({}, {"engine": 3})
 
 
 def test_names_of_the_package_are_the_real_ones():
@@ -310,4 +349,4 @@ def test_names_of_the_package_are_the_real_ones():
 
     assert moe_serve.LLM is LLM
     assert moe_serve.SamplingParams is SamplingParams
-    assert moe_serve.Output.__module__ == "moe_serve.launcher.llm"
+    assert moe_serve.Output is Output

@@ -58,7 +58,7 @@ def test_a_length_that_was_not_asked_for_is_cut_to_the_model():
 
 def test_a_length_that_was_not_asked_for_is_cut_to_the_cache():
     limits = msgspec.structs.replace(LIMITS, max_model_len=1000)  # of which a rank's cache holds 31
-    prompt = Prompt(None, [1] * 20, SamplingParams(), 1, False, None, None)
+    prompt = Prompt(None, [1] * 20, SamplingParams(), False, None, None)
     assert fit_to_model(prompt, [1] * 20, limits).max_new_tokens == 12  # the last one needs no place there
 
 
@@ -106,7 +106,7 @@ def test_bad_words_that_cannot_be_encoded_are_refused():
         bad_words({"bad_words": ["bad"]}, tokenizer=None)
     assert bad_words({}, tokenizer=None) == [SamplingParams()]
     with pytest.raises(RequestError, match="lone surrogate"):
-        with_bad_words([Prompt("x", None, SamplingParams(bad_words=("\ud800",)), 1, False, None, None)], Words())
+        with_bad_words([Prompt("x", None, SamplingParams(bad_words=("\ud800",)), False, None, None)], Words())
 
 
 def test_a_stop_regex_is_read_before_its_request_is_accepted():

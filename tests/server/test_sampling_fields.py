@@ -18,9 +18,8 @@ def test_openai_names_mean_the_same_fields():
     assert taken == TakenParams(
         SamplingParams(
             max_new_tokens=5, min_new_tokens=2, temperature=0.5, seed=3, stop=("a",), stop_token_ids=(7,),
-            ignore_eos=True, top_k=4, no_stop_trim=True,
+            ignore_eos=True, top_k=4, no_stop_trim=True, n=3,
         ),
-        num_samples=3,
         explicit_length=True,
     )  # fmt: skip
 

@@ -8,8 +8,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from moe_serve.attention_dp.request import SamplingParams
+from moe_serve.attention_dp.sampling_params import MAX_SAMPLES
 from moe_serve.errors import RequestError
-from moe_serve.server.fields.sampling_fields import MAX_SAMPLES
 from moe_serve.server.native.schemas import parse_generate
 
 

@@ -40,7 +40,7 @@ class Degradation:
                     "refused (server.degrade); try again later",
                     queue.seconds_until(step.above),
                 )
-            samples = max(prompt.num_samples for prompt in call.prompts)
+            samples = max(prompt.params.num_samples for prompt in call.prompts)
             if step.max_samples is not None and samples > step.max_samples:
                 self._name(named, "max_samples", step.max_samples)
                 raise QueueFullError(

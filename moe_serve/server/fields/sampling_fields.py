@@ -15,7 +15,6 @@ from moe_serve.attention_dp.sampling_params import MAX_BIASES, SamplingParams
 from moe_serve.errors import RequestError
 from moe_serve.server.fields.json_fields import Fields, boolean, real_number, show, token_ids, whole_number
 
-MAX_SAMPLES = 128  # `n` of one prompt
 MAX_STOP_CHARS = 1024  # of one stop string, or bad word
 _TOKEN_ID = re.compile("0|[1-9][0-9]{0,9}")  # as a key of a JSON object
 
@@ -75,15 +74,11 @@ OPENAI_NAMES = ParamNames(
 class TakenParams:
     """The sampling parameters of one prompt.
 
-    num_samples:     outputs that are generated: `n`, or `best_of`
-    num_best:        outputs in the answer, the likeliest ones per token: `n`; None: all
     explicit_length: the client set max_new_tokens, so it is not reduced to the model's limit
     """
 
     params: SamplingParams
-    num_samples: int = 1
     explicit_length: bool = False
-    num_best: int | None = None
 
 
 def take_sampling_params(
@@ -96,7 +91,6 @@ def take_sampling_params(
     Raises RequestError with the field, its value and what was expected, in the client's names.
     """
     taken = _take(values, names)
-    num_samples, num_best = _take_counts(values)
     params = SamplingParams(**(vars(defaults) | taken))
     explicit_length = "max_new_tokens" in taken
     if not explicit_length and params.min_new_tokens > params.max_new_tokens:
@@ -105,23 +99,7 @@ def take_sampling_params(
         params.validate()
     except RequestError as error:
         raise names.translated(error, values.prefix) from None
-    return TakenParams(params, num_samples, explicit_length, num_best)
-
-
-def _take_counts(values: Fields) -> tuple[int, int | None]:
-    """Takes `n` and `best_of`; returns how many outputs are generated, and how many are shown (None: all)."""
-    counts = {name: values.take(name, whole_number) for name in ("n", "best_of")}
-    for name, count in counts.items():
-        if count is not None and not 1 <= count <= MAX_SAMPLES:
-            path = values.prefix + name
-            raise RequestError(f"{path} is {count}, expected 1 to {MAX_SAMPLES}", field=path)
-    num, best_of = counts["n"] or 1, counts["best_of"]
-    if best_of is None or best_of == num:
-        return num, None
-    if best_of < num:
-        path = f"{values.prefix}best_of"
-        raise RequestError(f"{path} is {best_of} but n is {num}; the best {num} come from at least as many", field=path)
-    return best_of, num
+    return TakenParams(params, explicit_length)
 
 
 def _take(values: Fields, names: ParamNames) -> dict[str, Any]:
@@ -187,4 +165,6 @@ _CHECKS: Mapping[str, Callable[[str, Any], Any]] = {  # of each field of Samplin
     "bad_words": _texts,
     "bad_words_ids": _bad_words_ids,
     "allowed_token_ids": token_ids,
+    "n": whole_number,
+    "best_of": whole_number,
 }

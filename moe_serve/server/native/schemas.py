@@ -62,12 +62,10 @@ class Prompt:
     text: str | None
     token_ids: list[int] | None
     params: SamplingParams
-    num_samples: int  # outputs that are generated: `n`, or `best_of`
     explicit_length: bool  # the client set max_new_tokens, so it is not reduced to the model's limit
     rid: str | None
     session_id: str | None
     add_special_tokens: bool = True  # those that the tokenizer puts around a text
-    num_best: int | None = None  # outputs in the answer, the likeliest ones: `n`; None: all
 
 
 @dataclass(frozen=True)
@@ -121,8 +119,6 @@ def parse_generate(body: bytes, max_prompts: int) -> GenerateRequest:
                 text=item if field == "text" else None,
                 token_ids=list(item) if field == "input_ids" else None,
                 params=logprobs[i].added_to(params[i].params),
-                num_samples=params[i].num_samples,
-                num_best=params[i].num_best,
                 explicit_length=params[i].explicit_length,
                 rid=rids[i],
                 session_id=sessions[i],
@@ -130,7 +126,7 @@ def parse_generate(body: bytes, max_prompts: int) -> GenerateRequest:
             for i, item in enumerate(batch)
         ),
         stream=bool(values.take("stream", boolean)),
-        is_batch=has_list or any((item.num_best or item.num_samples) > 1 for item in params),
+        is_batch=has_list or any(item.params.n > 1 for item in params),
         salt=SALT_SEPARATOR.join(salt for salt in salts if salt is not None),
         priority=values.take("priority", priority) or 0,
         timeout_s=values.take("timeout", timeout),

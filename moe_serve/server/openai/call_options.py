@@ -102,8 +102,6 @@ class CallOptions:
                     text=text,
                     token_ids=ids,
                     params=self.taken.params,
-                    num_samples=self.taken.num_samples,
-                    num_best=self.taken.num_best,
                     explicit_length=self.taken.explicit_length,
                     rid=f"{self.rid}-{i}" if several else self.rid,
                     session_id=None,
