@@ -19,15 +19,20 @@ CYCLE = (
     "cut the network for 6 s", "full disk for 3 s",
 )  # fmt: skip
 SPARES_RANKS = tuple(name for name in CYCLE if name not in ("kill a rank", "kill all ranks"))
+SPARES_ONE_RANK = tuple(name for name in CYCLE if name != "kill all ranks")
 
 
 class Faults:
-    """The faults of a system by name; one that returns False found nothing to do. kills: of each kind of process"""
+    """The faults of a system by name; one that returns False found nothing to do. kills: of each kind of process
 
-    def __init__(self, system: FaultySystem, seed: int):
+    spared: a rank that "kill a rank" leaves alive; None: it may take any
+    """
+
+    def __init__(self, system: FaultySystem, seed: int, spared: int | None = None):
         self.kills: Counter[str] = Counter()
         self.num_resets = 0
         self._system = system
+        self._spared = spared
         self._draw = random.Random(seed)
         self.by_name: dict[str, Callable[[], Awaitable[bool | None]]] = {
             "kill a rank": self._kill_rank,
@@ -50,7 +55,8 @@ class Faults:
         return self._system.rank_pid(self._draw.choice(self._system.serving_ranks()))
 
     async def _kill_rank(self) -> None:
-        self._kill("rank, alone", self._any_rank())
+        others = [rank for rank in self._system.serving_ranks() if rank != self._spared]
+        self._kill("rank, alone", self._system.rank_pid(self._draw.choice(others)))
 
     async def _kill_all_ranks(self) -> None:
         for pid in [self._system.rank_pid(rank) for rank in self._system.serving_ranks()]:

@@ -74,6 +74,27 @@ class Soak:
             oldest = max(lives, key=lambda measured: max(map(len, measured.values())))
             yield from ((name, what, values) for what, values in oldest.items())
 
+    def curve(self, whose: str, parts: int) -> list[dict[str, object]]:
+        """Returns what the oldest process of a name held, as medians of so many parts of its life, one row each."""
+        measured = {what: values for name, what, values in self._of_the_oldest() if name == whose}
+        if not measured:
+            return []
+        times = [at_s for at_s, _ in next(iter(measured.values()))]
+        length_s = (times[-1] - times[0]) / parts or 1.0
+        rows: list[dict[str, object]] = []
+        for part in range(parts):
+            begins_s = times[0] + part * length_s
+            held = {
+                what: [value for at_s, value in values if begins_s <= at_s <= begins_s + length_s]
+                for what, values in measured.items()
+            }
+            if all(held.values()):
+                minutes = (begins_s - times[0]) / 60
+                rows.append(
+                    {"from minute": minutes} | {what: statistics.median(values) for what, values in held.items()}
+                )
+        return rows
+
     def _add(self, at_s: float, what: str, value: float) -> None:
         self.values["the system", 0][what].append((at_s, float(value)))
 

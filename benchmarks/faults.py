@@ -2,13 +2,15 @@
 
     python -m benchmarks.faults [--events 13] [--ranks 2] [--redundant 0] [--streams 16] [--seed 0]
     python -m benchmarks.faults --minutes 30 [--redundant 64]      a soak: faults in turn, as long as that
+    python -m benchmarks.faults --minutes 30 --spare 0             a soak in which rank 0 is never killed: its curve
 
 Serves the demo model by `moe-serve serve`, with live balancing and a trace. Streams go on all the time; a stream that
 ends is replaced by the next one of a fixed list. One fault after the other is injected, once all ranks serve again. The
 tokens of every stream are compared with those of the same server before anything was disturbed. With --redundant 64
 the others serve on without a killed rank until it is back; with 0 they wait for it. What the processes hold is sampled;
-in the last third of a soak no rank is killed, so that it shows what old ranks hold. A run that is interrupted (SIGINT,
-SIGTERM) writes its tables too. A cycle of all faults takes about one minute.
+in the last third of a soak no rank is killed, so that it shows what old ranks hold. --spare names a rank that lives as
+long as the whole soak while the others are killed to its end; a table has what it held over time. A run that is
+interrupted (SIGINT, SIGTERM) writes its tables too. A cycle of all faults takes about one minute.
 """
 
 import argparse
@@ -22,7 +24,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from benchmarks.conditions import conditions, save, table
-from benchmarks.fault_events import CYCLE, SPARES_RANKS, Faults
+from benchmarks.fault_events import CYCLE, SPARES_ONE_RANK, SPARES_RANKS, Faults
 from benchmarks.fault_soak import Soak
 from benchmarks.fault_streams import Load, Tally, body, right_tokens, stream
 from benchmarks.fault_system import FaultySystem
@@ -31,6 +33,7 @@ _READY_S = 120.0  # within which the system must answer again after a fault
 _WHOLE_S = 180.0  # within which all ranks must serve again
 _REST_S = 3.0  # after which ranks have reported that they hold nothing
 _SPARED_SHARE = 1 / 3  # of a soak, at its end: no rank is killed, so that it shows what old ranks hold
+_PARTS = 10  # of the life of a spared rank, a row each
 
 
 @dataclass(frozen=True)
@@ -47,7 +50,7 @@ class Run:
     """One run: what was injected so far, and what became of the streams."""
 
     def __init__(self, args: argparse.Namespace, system: FaultySystem):
-        self.faults = Faults(system, args.seed)
+        self.faults = Faults(system, args.seed, args.spare)
         self.soak = Soak(system, args.sample)
         self.tally = Tally()
         self.events: list[Event] = []
@@ -79,11 +82,15 @@ class Run:
         streams, samples = asyncio.create_task(load.run(args.streams)), asyncio.create_task(self.soak.run())
         try:
             ends_s = time.monotonic() + 60 * args.minutes
-            if args.minutes:
+            if args.minutes and args.spare is not None:
+                await self._inject_until(ends_s, SPARES_ONE_RANK)
+            elif args.minutes:
                 await self._inject_until(ends_s - 60 * args.minutes * _SPARED_SHARE, CYCLE)
                 await self._inject_until(ends_s, SPARES_RANKS)
             else:
-                for name in itertools.islice(itertools.cycle(CYCLE), args.events):
+                for name in itertools.islice(
+                    itertools.cycle(CYCLE if args.spare is None else SPARES_ONE_RANK), args.events
+                ):
                     await self._inject(name)
             load.goes_on = False
             await streams
@@ -167,6 +174,10 @@ def report(args: argparse.Namespace, facts: dict[str, object], run: Run) -> None
     soak = run.soak.rows()
     notes += table(soak) if soak else "too few samples"
     name = f"faults_{args.ranks}_ranks_{args.redundant}_redundant"
+    if args.spare is not None:
+        name += "_one_rank_spared"
+        notes += f"\n\nRank {args.spare} was never killed. What it held, medians of a tenth of its life each:\n\n"
+        notes += table(run.soak.curve(f"rank {args.spare}", _PARTS))
     rows = list(rows_of(run.events, tally.pauses))
     print(save(name, "Requests while processes and connections fail", rows, facts, notes, per_cpu=True))
     if tally.lost or tally.wrong or run.stopped_by:
@@ -179,6 +190,7 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=0.0, help="inject faults for so long, whatever --events says")
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--redundant", type=int, default=0, help="eplb.num_redundant_experts")
+    parser.add_argument("--spare", type=int, metavar="RANK", help="a rank that is never killed, nor are all at once")
     parser.add_argument("--streams", type=int, default=16, help="open at a time")
     parser.add_argument("--tokens", type=int, default=200, help="of each stream")
     parser.add_argument("--pause", type=float, default=1.0, help="seconds before each fault")
