@@ -3,6 +3,7 @@ over HTTP, the demo model."""
 
 import json
 import os
+import re
 import signal
 import threading
 from itertools import pairwise
@@ -33,23 +34,52 @@ def body(number: int, max_new_tokens: int) -> dict[str, object]:
     return {"text": text, "sampling_params": params | {"max_new_tokens": max_new_tokens}}
 
 
+def plain_calls(count: int) -> list[dict[str, object]]:
+    return [body(number, LENGTH) | {"routed_dp_rank": number % 3} for number in range(count)]
+
+
+# Of two ranks, one of which is killed: outputs that have a form, with the log probabilities of their tokens.
+FORM = {"type": "array", "items": {"enum": [1, 22, None]}, "minItems": 50, "maxItems": 50}
+FORM["x-guidance"] = {"whitespace_flexible": False}
+SCORED = {"return_logprob": True, "top_logprobs_num": 2}
+SCORED_CALLS = [
+    {"text": text, "sampling_params": params | {"temperature": 0.9, "sampling_seed": 7}, "routed_dp_rank": rank}
+    | SCORED
+    for rank in (1, 2)
+    for text, params in [
+        ("x = ", {"max_new_tokens": 400, "json_schema": json.dumps(FORM)}),
+        ("name: ", {"max_new_tokens": 400, "regex": "[a-c]{80,90}-[0-9]{3}"}),
+        ("return", {"max_new_tokens": LENGTH, "ignore_eos": True, "top_p": 0.9, "top_k": 50}),
+    ]
+]
+
+
+def scores(answer: dict) -> list[object]:
+    """Returns what is said of an answer's tokens: all of it must be that of an undisturbed one."""
+    meta = answer["meta_info"]
+    lists = [meta[name] for name in ("output_token_logprobs", "output_top_logprobs", "input_token_logprobs")]
+    assert len(lists[0]) == len(lists[1]) == len(answer["output_ids"])
+    return [answer["output_ids"], answer["text"], meta["finish_reason"], *lists]
+
+
 class Streams:
     """Calls that stream, and what has come of them so far."""
 
-    def __init__(self, address: str, count: int):
-        self.answers: list[list[dict]] = [[] for _ in range(count)]
+    def __init__(self, address: str, calls: list[dict[str, object]]):
+        self.answers: list[list[dict]] = [[] for _ in calls]
         self._address = address
-        self._threads = [threading.Thread(target=self._read, args=(number,)) for number in range(count)]
+        self._threads = [threading.Thread(target=self._read, args=each) for each in enumerate(calls)]
         for thread in self._threads:
             thread.start()
 
-    def _read(self, number: int) -> None:
-        with httpx.Client(base_url=self._address, timeout=60, trust_env=False) as client:
-            call = body(number, LENGTH) | {"stream": True, "routed_dp_rank": number % 3}
-            with client.stream("POST", "/generate", json=call) as stream:
-                for line in stream.iter_lines():
-                    if line and line != "data: [DONE]":
-                        self.answers[number].append(json.loads(line.removeprefix("data: ")))
+    def _read(self, number: int, call: dict[str, object]) -> None:
+        with (
+            httpx.Client(base_url=self._address, timeout=60, trust_env=False) as client,
+            client.stream("POST", "/generate", json=call | {"stream": True}) as stream,
+        ):
+            for line in stream.iter_lines():
+                if line and line != "data: [DONE]":
+                    self.answers[number].append(json.loads(line.removeprefix("data: ")))
 
     def have_begun(self) -> bool:
         return all(len(answer) >= 3 for answer in self.answers)
@@ -96,7 +126,7 @@ def client(system):
 
 
 def test_a_stopped_rank_is_left_out_and_serves_again_when_it_goes_on(system, client, right):
-    streams = Streams(str(client.base_url), 6)
+    streams = Streams(str(client.base_url), plain_calls(6))
     assert eventually(streams.have_begun, 30)
     victim = pid_of_rank(client, 1)
     os.kill(victim, signal.SIGSTOP)
@@ -154,13 +184,21 @@ def test_a_killed_planner_is_replaced_when_a_plan_is_asked_for(system, client, r
     assert set(planners(system)) - set(killed)
 
 
-def test_streams_of_a_killed_rank_end_with_the_right_tokens_and_it_comes_back(system, client, right):
+def test_streams_of_a_killed_rank_end_with_the_right_tokens_forms_and_log_probabilities_and_it_comes_back(
+    system, client, right
+):
+    undisturbed = [scores(client.post("/generate", json=call).json()) for call in SCORED_CALLS]
     pids = system.descendants()
     others = [pid_of_rank(client, rank) for rank in (0, 2)]
-    streams = Streams(str(client.base_url), 6)
+    streams = Streams(str(client.base_url), plain_calls(6) + SCORED_CALLS)
     assert eventually(streams.have_begun, 30)
     os.kill(pid_of_rank(client, 1), signal.SIGKILL)
-    assert streams.tokens() == right
+    assert streams.tokens()[:6] == right
+    assert [scores(answer[-1]) for answer in streams.answers[6:]] == undisturbed
+    assert len(json.loads(streams.answers[6][-1]["text"])) == FORM["minItems"]
+    assert re.fullmatch("[a-c]{80,90}-[0-9]{3}", streams.answers[7][-1]["text"])
+    served_by = [[event["meta_info"]["dp_rank"] for event in answer] for answer in streams.answers[6:9]]
+    assert all(ranks[0] == 1 != ranks[-1] for ranks in served_by), "they had not ended when their rank was killed"
     system.wait_for(r"rank 1 \(process \d+\) was killed by SIGKILL; ranks 0, 2 serve on")
     assert client.get("/ready").status_code == 200
     assert eventually(lambda: client.get("/server_info").json()["ranks_out"] == {})
