@@ -4,6 +4,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import msgspec
 import zmq
 
 from moe_serve.attention_dp.request import SamplingParams
@@ -126,15 +127,29 @@ def test_a_front_end_that_starts_anew_is_told_all_and_only_its_requests_are_drop
         assert arrived(mailbox) == [Disconnected(1)]
         front_ends[1] = FrontEnd(link, 1)
         assert arrived(mailbox) == [Reconnected(1)]
-        heard = []
-        while not heard or heard[-1] != pause:
+        heard: list[object] = []
+        while not heard or not isinstance(heard[-1], Ready):
             heard.append(front_ends[1].next())
+        pause, abort = (
+            msgspec.structs.replace(each, told=[0, 1]) for each in (pause, ForFrontEnds(0, 4, "abort", "a"))
+        )
+        assert heard[-2] == pause, "before it may send a request"
         assert any(isinstance(message, Hello) and message.num_reconnects == 1 for message in heard)
         assert isinstance(front_ends[0].next(), Ready), "the other one is not told again"
-        assert [front_ends[0].next() for _ in range(2)] == [pause, ForFrontEnds(0, 4, "abort", "a")]
+        assert [front_ends[0].next() for _ in range(2)] == [pause, abort]
         submit = Submit("0:1.5-0", 0, [1], params=SamplingParams(), seed=0)
         front_ends[0].send(submit)
         assert arrived(mailbox) == [submit]
+
+
+def test_what_a_rank_passes_on_says_which_front_ends_it_reaches() -> None:
+    with two_front_ends() as (mailbox, front_ends, link):
+        front_ends[1].close()
+        assert arrived(mailbox) == [Disconnected(1)]
+        mailbox.send(ForFrontEnds(0, 3, "pause", lasts=True))
+        assert front_ends[0].next() == ForFrontEnds(0, 3, "pause", lasts=True, told=[0])
+        front_ends[1] = FrontEnd(link, 1)
+        assert arrived(mailbox) == [Reconnected(1)]
 
 
 def test_only_the_requests_of_a_front_end_that_is_gone_leave_a_rank() -> None:

@@ -48,13 +48,21 @@ class System:
 
     async def start_anew(self, number: int) -> None:
         """A front end ends without a word, and is started again."""
-        dead = self.bridges[number]._link
-        assert dead._socket is not None
-        dead._socket.close()
-        dead._socket = None
-        dead._touch.cancel()
+        self.end(number)
         self.bridges[number] = await self.start(number)
         await self.bridges[number].wait_until_ready()
+
+    def end(self, number: int) -> None:
+        """A front end ends without a word."""
+        dead = self.bridges[number]._link
+        if dead._socket is not None:
+            dead._socket.close()
+            dead._socket = None
+            dead._touch.cancel()
+
+    def stop_reading(self, number: int) -> None:
+        """A front end is connected, and takes nothing of what others tell it."""
+        self.bridges[number]._link.siblings.take = lambda message, answer_by: None  # type: ignore[method-assign]
 
     async def start(self, number: int) -> Bridge:
         config = fake_config(2, "server.api_workers=2")
@@ -185,30 +193,59 @@ async def test_commands_are_answered_to_the_front_end_that_asked():
 
 
 @in_event_loop
-async def test_a_front_end_that_dies_takes_only_its_own_requests_with_it_and_its_successor_knows_of_a_pause(
-    monkeypatch: pytest.MonkeyPatch,
-):
-    monkeypatch.setattr(siblings, "_DEADLINE_S", 0.1)
+async def test_a_front_end_that_dies_takes_only_its_own_requests_with_it_and_its_successor_knows_of_a_pause():
     async with two_front_ends() as system:
         slow(system)
-        kept, lost = system.submit(0, tokens=60), system.submit(1)
+        kept, lost = system.submit(0, tokens=30), system.submit(1)
         await until(lambda: bool(kept.num_output and lost.num_output))
-        dead = system.bridges[1]._link
-        assert dead._socket is not None
-        dead._socket.close()  # without a word
+        system.end(1)
         await until(lambda: system.num_running == 1)
-        with pytest.raises(UnavailableError, match="front end 1 of 2 did not confirm"):
-            await system.bridges[0].pause(abort=False)
+        await asyncio.wait_for(system.bridges[0].pause(abort=False), 2.0)  # of those that live
         system.bridges[1] = await system.start(1)
         await system.bridges[1].wait_until_ready()
+        assert system.bridges[1]._book.is_held, "before it may send a request"
         new = system.submit(1, tokens=3)
-        await until(lambda: system.bridges[1]._book.is_held)
-        monkeypatch.setattr(siblings, "_DEADLINE_S", 10.0)
         await system.bridges[1].resume()
         await until(lambda: kept.is_done and new.is_done)
-        assert list(kept.matcher.output_ids) == [2 + i for i in range(60)]
-        dead._socket = None
-        dead._touch.cancel()
+        assert list(kept.matcher.output_ids) == [2 + i for i in range(30)]
+
+
+@in_event_loop
+async def test_a_front_end_that_dies_while_it_is_asked_is_not_waited_for(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(siblings, "_ASK_AGAIN_S", 0.05)
+    async with two_front_ends() as system:
+        system.stop_reading(1)
+        pause = asyncio.create_task(system.bridges[0].pause(abort=False))
+        await asyncio.sleep(0.15)
+        assert not pause.done(), "it lives, and has not done it"
+        system.end(1)
+        await asyncio.wait_for(pause, 2.0)
+        await system.start_anew(1)
+        assert system.bridges[1]._book.is_held
+
+
+@in_event_loop
+async def test_a_front_end_that_lives_but_does_not_answer_is_named(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(siblings, "_DEADLINE_S", 0.2)
+    async with two_front_ends() as system:
+        system.stop_reading(1)
+        with pytest.raises(UnavailableError, match=r"front end 1 of 2 is connected .* did not confirm within 0\.2 s"):
+            await system.bridges[0].pause(abort=False)
+        assert system.bridges[0]._book.is_held
+
+
+@in_event_loop
+async def test_a_rank_that_does_not_pass_it_on_is_not_waited_for_where_another_does(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(siblings, "_DEADLINE_S", 0.2)
+    async with two_front_ends() as system:
+        system.workers[0].pass_on = lambda message: None
+        await asyncio.wait_for(system.bridges[0].pause(abort=False), 2.0)
+        assert system.bridges[1]._book.is_held
+        system.end(1)
+        await asyncio.sleep(0.05)
+        with pytest.raises(UnavailableError, match=r"rank 0 did not say within 0\.2 s which front ends it reaches"):
+            await system.bridges[0].resume()
+        await system.start_anew(1)
 
 
 @pytest.mark.parametrize("number", [0, 1], ids=["that was asked", "that was told"])

@@ -54,4 +54,5 @@ class Greeting:
         return [hello, *(each for each in self._told() if each is not None)]
 
     def _told(self) -> tuple[Message | None, ...]:
-        return self._ready, self._members, self._placement, self._for_front_ends
+        # A pause comes before `Ready`: a front end may send requests from then on.
+        return self._for_front_ends, self._ready, self._members, self._placement

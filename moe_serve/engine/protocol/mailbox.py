@@ -19,6 +19,7 @@ from moe_serve.engine.protocol.front_end_link import FrontEndLink, by_front_end
 from moe_serve.engine.protocol.messages import (
     ALIVE_PERIOD_S,
     Alive,
+    ForFrontEnds,
     Message,
     Pulse,
     Shutdown,
@@ -195,6 +196,9 @@ class ZmqMailbox:
             for number, part in by_front_end(message).items():
                 self._front_ends[number].send(part, encode(part))
             return
+        if isinstance(message, ForFrontEnds):
+            reached = [number for number, each in enumerate(self._front_ends) if each.is_connected]
+            message = msgspec.structs.replace(message, told=reached)
         data = encode(message)
         for front_end in self._front_ends:
             front_end.send(message, data)

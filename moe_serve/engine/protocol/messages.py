@@ -89,6 +89,7 @@ class ForFrontEnds(Message, tag="for_front_ends", frozen=True):
     what:      see server/ranks/siblings.py
     rid:       of the requests that are meant; None: all
     lasts:     a front end that starts later is told, too
+    told:      the front ends that the rank which passes it on is connected to
     """
 
     front_end: int
@@ -96,6 +97,7 @@ class ForFrontEnds(Message, tag="for_front_ends", frozen=True):
     what: str
     rid: str | None = None
     lasts: bool = False
+    told: list[int] = []
 
 
 class ModelLimits(msgspec.Struct, frozen=True):

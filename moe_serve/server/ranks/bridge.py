@@ -294,8 +294,8 @@ class Bridge:
         await self._do_everywhere("abort", rid)
 
     async def _do_everywhere(self, what: What, rid: str | None) -> None:
-        ranks = [view.rank for view in self.workers if view.serves]
-        await self._link.siblings.do_everywhere(what, rid, ranks)
+        serving = lambda: [view.rank for view in self.workers if view.serves]  # noqa: E731
+        await self._link.siblings.do_everywhere(what, rid, serving)
 
     def abort(self, request: OpenRequest) -> None:
         """Ends a request that nobody waits for any more."""
