@@ -84,6 +84,22 @@ async def test_the_same_constraint_is_tried_once_and_a_bounded_number_is_kept(
 
 
 @in_event_loop
+async def test_a_constraint_that_the_machine_has_no_time_for_is_not_held_against_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    check = GrammarCheck(FOLDER)
+    answers = [grammar_check.Checked(None, "too busy", "regex", busy=True), grammar_check.Checked("grammar")]
+
+    async def ask(given: Constraint, model: object) -> grammar_check.Checked:
+        return answers.pop(0)
+
+    monkeypatch.setattr(check, "_ask", ask)
+    with pytest.raises(QueueFullError, match="too busy"):
+        await check.checked(asking("regex", "a"), LIMITS)
+    assert (await check.checked(asking("regex", "a"), LIMITS)).constraint.text == "grammar"
+
+
+@in_event_loop
 async def test_new_constraints_wait_in_a_bounded_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(grammar_check, "_MAX_WAITING", 2)
     check, go_on = GrammarCheck(FOLDER), asyncio.Event()

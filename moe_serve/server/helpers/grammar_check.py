@@ -18,12 +18,11 @@ import msgspec
 from moe_serve.attention_dp.constraint import Constraint
 from moe_serve.attention_dp.sampling_params import SamplingParams
 from moe_serve.engine.protocol.messages import ModelLimits
-from moe_serve.errors import RequestError
+from moe_serve.errors import QueueFullError, RequestError
 from moe_serve.server.turns import Turns
 
 FRAME = struct.Struct("<I")  # before each message of both sides: its bytes
-CPU_S = 1.0  # for one constraint
-_DEADLINE_S = 20.0  # the same where the machine is busy
+_DEADLINE_S = 20.0  # for one constraint, where the machine is busy
 _START_S = 60.0  # for the process, which reads the vocabulary
 _MAX_WAITING = 64  # of one client
 _KEPT = 256  # answers
@@ -40,11 +39,15 @@ class Model(msgspec.Struct):
 
 
 class Checked(msgspec.Struct):
-    """What the process answers: the grammar for ranks, or what is wrong with the constraint."""
+    """What the process answers: the grammar for ranks, or what is wrong with the constraint.
+
+    busy: nothing is wrong with it, but the machine had no time to compile it
+    """
 
     grammar: str | None
     message: str = ""
     field: str | None = None
+    busy: bool = False
 
 
 class GrammarCheck:
@@ -62,7 +65,7 @@ class GrammarCheck:
         """Returns parameters that ranks can take: those given, which have a constraint, with it compiled.
 
         Raises RequestError for a constraint that is wrong, or takes too much time or memory; QueueFullError where too
-        many of the client wait for an answer.
+        many of the client wait for an answer, or the machine has no time to compile it.
         """
         given = params.constraint
         assert given is not None, "parameters without a constraint need no check"
@@ -71,6 +74,8 @@ class GrammarCheck:
                 f"{given.kind} needs a tokenizer, but this server has none; leave it out", field="constraint"
             )
         answer = await self._answer(given, Model(self._folder, limits.vocab_size, limits.eos_token_ids), client)
+        if answer.busy:
+            raise QueueFullError(answer.message)
         if answer.grammar is None:
             raise RequestError(answer.message, answer.field)
         return replace(params, constraint=Constraint("compiled", answer.grammar))
@@ -90,7 +95,8 @@ class GrammarCheck:
             return self._answers[key]
         async with self._turns.turn(client):
             answer = self._answers.get(key) or await self._ask(given, model)
-        self._keep(key, answer)
+        if not answer.busy:
+            self._keep(key, answer)
         return answer
 
     def _keep(self, key: bytes, answer: Checked) -> None:

@@ -1,15 +1,14 @@
 """The process that tries constraints: `python -m …_process PARENT_PID`. Torch-free.
 
-It reads the vocabulary once, then constraints from stdin, and writes answers to stdout. Each constraint is compiled in
-a fork, which may take so much time and memory, and end as it likes.
+It reads the vocabulary once, then constraints from stdin, and writes answers to stdout. Constraints are compiled in a
+fork (grammar_trial.py).
 """
 
 import os
 import random
-import resource
-import select
 import signal
 import sys
+from functools import partial
 from typing import BinaryIO
 
 import msgspec
@@ -19,14 +18,12 @@ from moe_serve.attention_dp.constraint import Constraint
 from moe_serve.child_process import die_with_parent
 from moe_serve.errors import MoeServeError, RequestError
 from moe_serve.models.tokenizer import Tokenizer
-from moe_serve.server.helpers.grammar_check import CPU_S, FRAME, Checked, Model
+from moe_serve.server.helpers.grammar_check import FRAME, Checked, Model
+from moe_serve.server.helpers.grammar_trial import Busy, TooMuchMemory, TooMuchTime, Trials
 from moe_serve.structured.grammar import Matcher, to_grammar
 from moe_serve.structured.vocabulary import Vocabulary
 
-_MORE_MEMORY_BYTES = 512 << 20  # of addresses, beyond what the vocabulary takes
 _TRIED_TOKENS = 48
-_SOON_S = 0.1  # most constraints take a few ms
-_PATIENCE_S = 10.0  # on a busy machine
 
 
 def main() -> None:
@@ -43,8 +40,9 @@ def main() -> None:
     except MoeServeError as error:
         vocabulary = error
     _write(sink, b"ready")
+    trials = Trials(partial(_check_encoded, vocabulary))
     while data := _read(source):
-        _write(sink, _forked(msgspec.msgpack.decode(data, type=Constraint), vocabulary))
+        _write(sink, answer(trials, data))
 
 
 def check(given: Constraint, vocabulary: Vocabulary | MoeServeError) -> Checked:
@@ -67,42 +65,22 @@ def check(given: Constraint, vocabulary: Vocabulary | MoeServeError) -> Checked:
     return Checked(grammar)
 
 
-def _forked(given: Constraint, vocabulary: Vocabulary | MoeServeError) -> bytes:
-    """Returns the encoded answer for one constraint."""
-    source, sink = os.pipe()
-    child = os.fork()
-    if child == 0:
-        with open(sink, "wb") as pipe:
-            _limit()
-            pipe.write(msgspec.msgpack.encode(check(given, vocabulary)))
-        os._exit(0)
-    os.close(sink)
-    with open(source, "rb") as pipe:
-        if not select.select([pipe], [], [], _SOON_S)[0]:
-            # It may well be hostile: from now on it gets what nobody else needs.
-            os.sched_setscheduler(child, os.SCHED_IDLE, os.sched_param(0))
-            if not select.select([pipe], [], [], _PATIENCE_S)[0]:
-                os.kill(child, signal.SIGPROF)
-        answer = pipe.read()
-    _, status = os.waitpid(child, 0)
-    if os.waitstatus_to_exitcode(status) == 0 and answer:
-        return answer
-    too_much = "more than a second" if os.waitstatus_to_exitcode(status) == -signal.SIGPROF else "too much memory"
-    message = f"{given.kind} takes {too_much} to compile; send a simpler one"
-    return msgspec.msgpack.encode(Checked(None, message, given.kind))
+def answer(trials: Trials, data: bytes) -> bytes:
+    """Returns the encoded answer for one encoded constraint."""
+    try:
+        return trials.answer(data)
+    except TooMuchTime:
+        reason, busy = "takes more than a second to compile; send a simpler one", False
+    except TooMuchMemory:
+        reason, busy = "takes too much memory to compile; send a simpler one", False
+    except Busy:
+        reason, busy = "cannot be compiled now, since the machine is too busy; try again later", True
+    kind = msgspec.msgpack.decode(data, type=Constraint).kind
+    return msgspec.msgpack.encode(Checked(None, f"{kind} {reason}", kind, busy))
 
 
-def _limit() -> None:
-    """Ends this process after CPU_S of work, or with too much memory."""
-    sys.stderr = open(os.devnull, "w")  # noqa: SIM115 - of a process that is about to end
-    os.dup2(sys.stderr.fileno(), 2)  # where Rust says why it aborts
-    signal.signal(signal.SIGPROF, signal.SIG_DFL)
-    signal.setitimer(signal.ITIMER_PROF, CPU_S)
-    with open("/proc/self/statm", encoding="ascii") as statm:
-        held = int(statm.read().split()[0]) * resource.getpagesize()
-    limit = held + _MORE_MEMORY_BYTES
-    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+def _check_encoded(vocabulary: Vocabulary | MoeServeError, data: bytes) -> bytes:
+    return msgspec.msgpack.encode(check(msgspec.msgpack.decode(data, type=Constraint), vocabulary))
 
 
 def _read(source: BinaryIO) -> bytes:
