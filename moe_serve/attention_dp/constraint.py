@@ -1,4 +1,4 @@
-"""What the whole output of a request must match. Torch-free."""
+"""What the output of a request must match, all of it or what follows its reasoning. Torch-free."""
 
 from dataclasses import dataclass
 
@@ -9,8 +9,32 @@ MAX_CHARS = 1 << 18  # of a constraint's text
 
 
 @dataclass(frozen=True)
+class FormStart:
+    """Which tokens of the output stand before its form: a model's reasoning.
+
+    after:   token sequences, each somewhere behind the one before it; the form begins behind the last one
+    opens:   the form begins with the output unless the output begins with this token, which it may; None: it never does
+    may_end: the output may end before the form has begun, by a call of a tool
+    """
+
+    after: tuple[tuple[int, ...], ...]
+    opens: int | None = None
+    may_end: bool = False
+
+    def validate(self) -> None:
+        """Raises RequestError for what are no token sequences."""
+        is_nested = isinstance(self.after, tuple) and all(isinstance(each, tuple) for each in self.after)
+        ids: list[object] = [token for each in self.after for token in each] if is_nested else [None]
+        ids += [] if self.opens is None else [self.opens]
+        if any(type(token) is not int for token in ids):
+            raise RequestError(
+                f"constraint.start is {self!r:.100}, expected tuples of token ids, as in ((5,), (7, 8))", "constraint"
+            )
+
+
+@dataclass(frozen=True)
 class Constraint:
-    """The output is a text of this form, from its first token to its last.
+    """The output is a text of this form, from its first token, or from where `start` says, to its last.
 
     kind: how `text` is meant:
           json_schema     a JSON schema, as JSON
@@ -23,6 +47,7 @@ class Constraint:
 
     kind: str
     text: str
+    start: FormStart | None = None  # None: with the first token
 
     def validate(self) -> None:
         """Raises RequestError for what cannot be a constraint. Whether its text is sound, a compiler says."""
@@ -30,6 +55,8 @@ class Constraint:
             raise RequestError(f"constraint.kind is {self.kind!r}, expected one of {', '.join(KINDS)}", "constraint")
         if not isinstance(self.text, str) or not self.text:
             raise RequestError(f"{self.kind} is {self.text!r:.60}, expected a text that is not empty", self.kind)
+        if self.start is not None:
+            self.start.validate()
         if len(self.text) > MAX_CHARS and self.kind != "compiled":
             raise RequestError(
                 f"{self.kind} has {len(self.text)} characters, at most {MAX_CHARS} are taken; send a smaller one",

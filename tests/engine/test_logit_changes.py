@@ -17,8 +17,9 @@ from transformers import (
     SequenceBiasLogitsProcessor,
 )
 
+from moe_serve.attention_dp.constraint import Constraint, FormStart
 from moe_serve.attention_dp.request import Request, SamplingParams
-from moe_serve.engine.output.logit_changes import RequestChanges, changes_logits
+from moe_serve.engine.output.logit_changes import RequestChanges, changes_logits, mask_of
 from moe_serve.kernels.logit_changes import change_logits
 
 VOCAB = 40
@@ -169,3 +170,63 @@ def test_a_request_without_such_parameters_changes_nothing():
     assert changes_logits(early)
     assert not changes_logits(later)
     assert RequestChanges(later, [3], VOCAB).now() is None
+
+
+class _Form:
+    """In the place of a grammar: tokens below 40, as many as there are."""
+
+    must_end, may_end = False, True
+
+    def __init__(self) -> None:
+        self.taken: list[int] = []
+
+    def copy(self) -> "_Form":
+        return self
+
+    def advance(self, token_ids: list[int]) -> None:
+        self.taken += token_ids
+
+    def mask(self) -> np.ndarray:
+        return mask_of(range(40), VOCAB)
+
+
+@pytest.mark.parametrize(
+    "start, output_ids, in_form",
+    [
+        (None, [5, 6], [5, 6]),
+        (FormStart(((50,),)), [5, 50, 6, 50], [6, 50]),
+        (FormStart(((50, 51), (50,))), [50, 50, 51, 51, 50], []),
+        (FormStart(((50, 51), (50,))), [50, 51, 7], None),
+        (FormStart(((50, 51),), may_end=True), [51, 50], None),
+        (FormStart(((50,),), opens=52), [], []),
+        (FormStart(((50,),), opens=52), [5, 50, 6], [5, 50, 6]),
+        (FormStart(((50,),), opens=52), [52, 5], None),
+        (FormStart(((50,),), opens=52), [52, 5, 50, 6], [6]),
+    ],
+)
+def test_a_form_holds_from_its_start_and_the_end_waits_for_it(start, output_ids, in_form):
+    """The same however the output has come: token by token, or after a preemption."""
+    asked = request(SamplingParams(constraint=Constraint("regex", "x", start)), [1], [])
+    grown, anew = _Form(), _Form()
+    asked.matcher = grown
+    kept = RequestChanges(asked, [39], VOCAB)
+    kept.now()
+    for token in output_ids:
+        asked.output_ids.append(token)
+        changes = kept.now()
+    asked.matcher = anew
+    again = RequestChanges(asked, [39], VOCAB).now()
+    changes = kept.now()
+    if in_form is None:
+        assert (anew.taken, grown.taken) == ([], [])
+        for each in (changes, again):
+            if start.may_end:
+                assert each is None
+            else:
+                assert each.mask is None
+                assert each.banned.tolist() == [39]
+        return
+    assert anew.taken == grown.taken == in_form
+    allowed = [*range(40), *([52] if start is not None and start.opens and not output_ids else [])]
+    for each in (changes, again):
+        assert each.mask.tolist() == mask_of(allowed, VOCAB).tolist()

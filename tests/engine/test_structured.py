@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from moe_serve.attention_dp.constraint import Constraint
+from moe_serve.attention_dp.constraint import Constraint, FormStart
 from moe_serve.attention_dp.request import Request, SamplingParams
 from moe_serve.config import load_config, model_dir
 from moe_serve.engine.engine import Engine
@@ -35,6 +35,17 @@ FORMS = [
 ]
 
 
+EOS = 1
+LINE, SPACE, OPEN = 200, 222, 84  # often written by the demo model, in the place of tokens around a reasoning
+Starts = list[tuple[FormStart | None, dict[int, float]]]
+STARTS: Starts = [  # with biases, so that they come soon
+    (None, {}),
+    (FormStart(((LINE,),)), {LINE: 3.0}),
+    (FormStart(((LINE, LINE), (SPACE,))), {LINE: 3.0, SPACE: 4.0}),
+    (FormStart(((LINE,),), opens=OPEN), {LINE: 3.0, OPEN: -3.0}),
+]
+
+
 def compile_at_once(engine: Engine) -> None:
     """Requests are scheduled with their step, as where the grammar is kept: a script says when they arrive."""
     own = engine.requests._grammars
@@ -53,18 +64,41 @@ def compile_at_once(engine: Engine) -> None:
 serve_at_once = partial(serve, prepare=compile_at_once)
 
 
-def submits_with_forms(num: int, **fields: Any) -> list[Submit]:
-    """Three of four requests have a form, beside plain neighbours."""
+def submits_with_forms(num: int, starts: Starts = STARTS[:1], **fields: Any) -> list[Submit]:
+    """Three of four requests have a form, beside plain neighbours. starts: of the forms, in turn"""
     submits = submits_of(prompts_with_shared_beginnings(num, 2048, max_len=30), SAMPLED, SEEDS[:num])
+    every = [[*FORMS, None][i % 4] for i in range(num)]
+    start_of_each = [starts[i // 4 % len(starts)] for i in range(num)]
     return [
-        msgspec.structs.replace(submit, params=replace(SAMPLED, constraint=form, **(fields if form else {})))
-        for i, submit in enumerate(submits)
-        for form in [[*FORMS, None][i % 4]]
+        msgspec.structs.replace(
+            submit,
+            params=replace(SAMPLED, constraint=replace(form, start=start), logit_bias=bias, **fields)
+            if form
+            else SAMPLED,
+        )
+        for submit, form, (start, bias) in zip(submits, every, start_of_each, strict=True)
     ]
 
 
 def text_of(served: Served, name: str) -> str:
-    return Tokenizer.from_folder(model_dir(load_config().model)).decode(served.tokens[name])
+    return text_of_ids(served.tokens[name])
+
+
+def text_of_ids(ids: list[int]) -> str:
+    return Tokenizer.from_folder(model_dir(load_config().model)).decode(ids)
+
+
+def start_of(start: FormStart | None, output: list[int]) -> int | None:
+    """Returns the index of the first token of the form, worked out plainly; None: it has not begun."""
+    if start is None or (start.opens is not None and output[0] != start.opens):
+        return 0
+    position = 0
+    for wanted in map(list, start.after):
+        found = [i for i in range(position, len(output)) if output[i : i + len(wanted)] == wanted]
+        if not found:
+            return None
+        position = found[0] + len(wanted)
+    return position
 
 
 def has_form(index: int, text: str) -> bool:
@@ -78,28 +112,47 @@ def has_form(index: int, text: str) -> bool:
 
 
 def test_outputs_have_their_form_and_are_the_same_however_they_are_served() -> None:
-    submits = submits_with_forms(24)
+    submits = submits_with_forms(30, STARTS)
     expected = serve_at_once(1, submits, PLAIN)
-    for index in range(24):
-        assert index % 4 == 3 or expected.finish[str(index)] == "stop", expected.messages
-        assert has_form(index, text_of(expected, str(index))), text_of(expected, str(index))
+    begins = check_forms(submits, expected)
+    assert 0 < begins[3].count(0) < len(begins[3]), "some outputs open their reasoning, others do not"
+    assert len(begins[1]) + len(begins[2]) > 5
     for num_ranks, overrides, stagger in WAYS_TO_SAMPLE:
         served = serve_at_once(num_ranks, submits, [*PLAIN, *overrides], stagger)
         same(served, expected)
         assert served.stats["num_preempted"] > 0 or "cache.num_blocks=16" not in overrides
     plain = serve(1, [msgspec.structs.replace(submit, params=SAMPLED) for submit in submits[3::4]], PLAIN)
-    assert all(plain.tokens[str(i)] == expected.tokens[str(i)] for i in range(3, 24, 4)), "neighbours are not changed"
+    assert all(plain.tokens[str(i)] == expected.tokens[str(i)] for i in range(3, 30, 4)), "neighbours are not changed"
+
+
+def check_forms(submits: list[Submit], served: Served) -> list[list[int]]:
+    """Checks every output that has begun its form; returns where they did so, by their kind of start."""
+    begins: list[list[int]] = [[] for _ in STARTS]
+    for index, submit in enumerate(submits):
+        output, constraint = served.tokens[str(index)], submit.params.constraint
+        if constraint is None:
+            continue
+        begin = start_of(constraint.start, output)
+        if served.finish[str(index)] == "length":
+            assert constraint.start is not None, served.messages
+            assert EOS not in output
+            continue
+        assert begin is not None, "an output without its form does not end"
+        text = text_of_ids(output[begin:])
+        assert has_form(index, text), text
+        begins[index // 4 % len(STARTS)].append(begin)
+    return begins
 
 
 def test_torch_and_the_compiled_sampler_mask_alike() -> None:
-    submits = submits_with_forms(8)
+    submits = submits_with_forms(16, STARTS)
     by_torch = serve_at_once(1, submits, [*PLAIN, *BY_TORCH])
     same(serve_at_once(2, submits, [*PLAIN, *BY_TORCH], stagger=1), by_torch)
-    assert all(has_form(index, text_of(by_torch, str(index))) for index in range(8))
+    assert sum(map(len, check_forms(submits, by_torch))) > 8
 
 
 def test_an_output_that_goes_on_elsewhere_is_the_one_that_it_would_have_been() -> None:
-    submits = submits_with_forms(12)
+    submits = submits_with_forms(30, STARTS)
     expected = serve_at_once(1, submits, PLAIN)
     cut = [
         msgspec.structs.replace(

@@ -9,6 +9,7 @@ import threading
 import numpy as np
 import pytest
 
+from moe_serve.attention_dp.constraint import Constraint, FormStart
 from moe_serve.attention_dp.request import SamplingParams
 from moe_serve.config import load_config, model_dir
 from moe_serve.errors import ConfigError, MoeServeError, RequestError
@@ -152,6 +153,7 @@ def test_no_prompts_give_no_outputs(llm):
         ([[1], [5000]], None, r"prompts\[1\]: .*5000"),
         ([[]], None, r"prompts\[0\]: .*no tokens"),
         ([[1]], SamplingParams(top_p=2), "top_p"),
+        ([[1]], SamplingParams(constraint=Constraint("regex", "x", FormStart((5,)))), "tuples of token ids"),
     ],
 )
 def test_a_prompt_that_cannot_be_served_is_named(llm, prompts, params, words):

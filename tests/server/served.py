@@ -43,11 +43,11 @@ class Served:
 
 @contextlib.asynccontextmanager
 async def serving(
-    num_ranks: int = 2, *overrides: str, tokenizer: bool = True, start: bool = True, **worker_fields: object
+    num_ranks: int = 2, *overrides: str, tokenizer: bool | Tokenizer = True, start: bool = True, **worker_fields: object
 ) -> AsyncIterator[Served]:
     """A front end with fake ranks behind it; ready when start is true."""
     config = fake_config(num_ranks, *overrides)
-    text = demo_tokenizer() if tokenizer else None
+    text = tokenizer if isinstance(tokenizer, Tokenizer) else demo_tokenizer() if tokenizer else None
     bridge = Bridge(config, text)
     await bridge.start()
     listener = open_port("127.0.0.1", 0)

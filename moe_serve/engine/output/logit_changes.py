@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from moe_serve.attention_dp.constraint import FormStart
 from moe_serve.attention_dp.request import Request
 from moe_serve.attention_dp.sampling_params import SamplingParams
 from moe_serve.errors import RequestError
@@ -33,7 +34,7 @@ class RequestChanges:
         self._may_end_from = params.min_new_tokens
         self._ending = _within((*params.stop_token_ids, *(() if params.ignore_eos else eos_token_ids)), vocab)
         self._mask = mask_of(params.allowed_token_ids, vocab) if params.allowed_token_ids else None
-        self._form = _Form(request, vocab) if params.constraint is not None else None
+        self._form = _Form(request, eos_token_ids, vocab) if params.constraint is not None else None
 
     def now(self) -> LogitChanges | None:
         """Returns the changes for the token after the output as it is now; None where there are none."""
@@ -42,8 +43,11 @@ class RequestChanges:
         may_end, mask = len(self._output_ids) >= self._may_end_from, self._mask
         if self._form is not None:
             form = self._form.mask(may_end)
-            mask = form if mask is None else form & mask
             may_end |= self._form.must_end
+            if form is None:
+                banned = np.concatenate([banned, self._form.not_before])
+            else:
+                mask = form if mask is None else form & mask
         if not may_end:
             banned = np.concatenate([banned, self._ending])
         if not edits.size and not banned.size and mask is None:
@@ -57,26 +61,36 @@ class _Form:
     End-of-sequence and stop tokens may come where the output is complete; a stop token that is text also where the
     form has it, and ends the output there. min_new_tokens holds the end off as long as anything else may come.
 
-    must_end: whether nothing else may come, after `mask`
+    must_end:   whether nothing else may come, after `mask`
+    not_before: the tokens that may not come before the form begins, [num_ids] int64
     """
 
-    def __init__(self, request: Request, vocab: int):
+    def __init__(self, request: Request, eos_token_ids: Sequence[int], vocab: int):
         assert request.matcher is not None, f"{request.request_id} was scheduled before its grammar was compiled"
+        assert request.params.constraint is not None
+        start = request.params.constraint.start
         self._request = request
         self._matcher = request.matcher.copy()
+        self._start = _Start(start, request.output_ids)
         self._num_matched = 0
+        self._opens = mask_of([] if start is None or start.opens is None else [start.opens], vocab)
+        self.not_before = _within([] if start is None or start.may_end else eos_token_ids, vocab)
         self._stops = mask_of(request.params.stop_token_ids, vocab)
         self._none = np.zeros_like(self._stops)
         self.must_end = False
 
-    def mask(self, may_stop: bool) -> NDArray[np.int32]:
-        """Returns the tokens that may come after the output; none where the grammar is too complex there.
+    def mask(self, may_stop: bool) -> NDArray[np.int32] | None:
+        """Returns the tokens that may come after the output; none where the grammar is too complex there, None before
+        the form begins.
 
         may_stop: whether a stop token would end the request
         """
         output_ids = self._request.output_ids
+        begin = self._start.index()
+        if begin is None:
+            return None
         try:
-            self._matcher.advance(output_ids[self._num_matched :])
+            self._matcher.advance(output_ids[max(begin, self._num_matched) :])
             self._num_matched = len(output_ids)
             mask: NDArray[np.int32] = self._matcher.mask()
         except RequestError as error:
@@ -85,7 +99,34 @@ class _Form:
         self.must_end = self._matcher.must_end
         if may_stop and self._matcher.may_end:
             mask |= self._stops
-        return mask
+        return mask if output_ids else mask | self._opens
+
+
+class _Start:
+    """Where in an output the form begins, while the output grows."""
+
+    def __init__(self, start: FormStart | None, output_ids: Sequence[int]):
+        self._left = [] if start is None else list(start.after)  # sequences that have not come
+        self._opens = None if start is None else start.opens
+        self._output_ids = output_ids
+        self._read = 0  # tokens that belong to sequences that have come, or cannot begin the next one
+
+    def index(self) -> int | None:
+        """Returns the index of the form's first token, None while it has not begun."""
+        output_ids = self._output_ids
+        if self._opens is not None and output_ids[:1] != [self._opens]:
+            return 0
+        while self._left:
+            wanted = list(self._left[0])
+            for begin in range(self._read, len(output_ids) - len(wanted) + 1):
+                if output_ids[begin : begin + len(wanted)] == wanted:
+                    break
+            else:
+                self._read = max(self._read, len(output_ids) - len(wanted) + 1)
+                return None
+            self._read = begin + len(wanted)
+            del self._left[0]
+        return self._read
 
 
 class _BadWords:

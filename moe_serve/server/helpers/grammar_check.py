@@ -78,7 +78,7 @@ class GrammarCheck:
             raise QueueFullError(answer.message)
         if answer.grammar is None:
             raise RequestError(answer.message, answer.field)
-        return replace(params, constraint=Constraint("compiled", answer.grammar))
+        return replace(params, constraint=replace(given, kind="compiled", text=answer.grammar))
 
     async def close(self) -> None:
         """Ends the process."""

@@ -3,19 +3,31 @@
 import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
+from typing import Any
 
-from moe_serve.attention_dp.constraint import Constraint
+from moe_serve.attention_dp.constraint import Constraint, FormStart
 from moe_serve.config import ServerConfig
 from moe_serve.models.tokenizer import Tokenizer
 from moe_serve.server.openai.output_parser import Delta, NewOutput, OutputParser, PlainText
 from moe_serve.server.openai.parsers.calls import CallParser
 from moe_serve.server.openai.parsers.forced import NamedCallParser, RequiredCallsParser
-from moe_serve.server.openai.parsers.harmony import END, MESSAGE, START
+from moe_serve.server.openai.parsers.harmony import (
+    ANALYSIS,
+    CHANNEL,
+    END,
+    FINAL,
+    MESSAGE,
+    START,
+    HarmonyParser,
+    analysis_tokens,
+)
 from moe_serve.server.openai.parsers.parts import CallArguments, CallStart, Content, Parser, Part, Reasoning, joined
 from moe_serve.server.openai.parsers.registry import HARMONY, REASONING_PARSERS, TOOL_CALL_PARSERS, known_name
-from moe_serve.server.openai.parsers.think import ThinkParser, ThinkTags
+from moe_serve.server.openai.parsers.think import ThinkParser, ThinkTags, up_to
 from moe_serve.server.openai.tools import ReasoningUse, ToolUse
 
+_PROMPT_CHARS = 64  # of a prompt's text that say the same
 _PROMPT_END = 16  # tokens of the prompt that say whether the output begins inside the reasoning
 
 
@@ -31,6 +43,7 @@ class OutputParsers:
         self._calls = None if calls is None else TOOL_CALL_PARSERS[calls]
         self._tokenizer = tokenizer
         self._end_id = self._id_of(self._tags.end) if self._tags else None
+        self._count = self._make_count()
         of_calls = (MESSAGE, START, END) if self._is_harmony else self._calls.markers if self._calls else ()
         self._reasoning_hides = self._is_harmony or (self._tags is not None and self._are_hidden((self._tags.end,)))
         self._calls_hide = self._are_hidden(of_calls)
@@ -39,30 +52,64 @@ class OutputParsers:
         """Returns whether special tokens must be shown: markers are among them."""
         return self._reasoning_hides or (tools.choice == "auto" and self._calls_hide)
 
+    def form_start(self, prompt: str, tools: ToolUse) -> FormStart | None:
+        """Returns where a form that the output must have begins: behind its reasoning; None: with the first token.
+
+        A reasoning whose end is no token of its own cannot be told from the form, so there is none then. Nor is there
+        before a call that the client forces from a model of harmony, whose other channels may hold calls, too.
+        """
+        prompt_end = prompt[-_PROMPT_CHARS:]
+        if self._is_harmony:
+            channel, final, message = (self._id_of(text) for text in (CHANNEL, FINAL, MESSAGE))
+            if channel is None or final is None or message is None or tools.is_forced:
+                return None
+            return FormStart(((channel, final), (message,)), may_end=tools.choice == "auto")
+        if self._tags is None or self._end_id is None:
+            return None
+        if self._tags.inside(prompt_end):
+            return FormStart(((self._end_id,),))
+        opens = self._id_of(self._tags.start)
+        if opens is None or prompt_end.rstrip().endswith(self._tags.end):
+            return None
+        return FormStart(((self._end_id,),), opens)
+
     def of(
         self, tools: ToolUse, reasoning: ReasoningUse, prompt_ids: Sequence[int], constraint: Constraint | None = None
     ) -> Callable[[], OutputParser]:
         """Returns what makes the parser of one choice of an answer to a prompt. constraint: the form of the output"""
-        if tools.choice == "named":
-            schemas = {tools.name: tools.schemas[tools.name]}
-            return lambda: ParsedOutput([NamedCallParser(schemas)], tools, reasoning)
-        if tools.choice == "required":
-            return lambda: ParsedOutput([RequiredCallsParser(tools.schemas)], tools, reasoning)
-        schemas = tools.schemas if tools.choice == "auto" and self._calls is not None else {}
-        if self._is_harmony:
-            parser_class = TOOL_CALL_PARSERS[HARMONY]
-            return lambda: ParsedOutput([parser_class(schemas)], tools, reasoning)
-        tags = self._tags if reasoning.separate else None
-        calls = self._calls if schemas else None
+        calls, schemas = self._calls_of(tools)
+        if self._is_harmony and not tools.is_forced:
+            return lambda: ParsedOutput([HarmonyParser(schemas)], tools, reasoning, self._count)
+        has_start = constraint is not None and constraint.start is not None
+        tags = self._tags if (has_start if tools.is_forced else reasoning.separate) else None
         if tags is None and calls is None:
             return PlainText
         prompt_end = ""
-        if tags is not None and constraint is not None and constraint.kind != "structural_tag":
+        if tags is not None and constraint is not None and not has_start and constraint.kind != "structural_tag":
             # The form holds from the first token, wherever the prompt ends: only what it writes itself is reasoning.
             tags = replace(tags, begins_inside=False)
         elif tags is not None and self._tokenizer is not None:
             prompt_end = self._tokenizer.decode(prompt_ids[-_PROMPT_END:], skip_special_tokens=False)
-        return lambda: ParsedOutput(_stages(tags, prompt_end, calls, tools), tools, reasoning, self._end_id)
+        return lambda: ParsedOutput(_stages(tags, prompt_end, calls, schemas), tools, reasoning, self._count)
+
+    def _calls_of(self, tools: ToolUse) -> tuple[type[CallParser] | None, dict[str, dict[str, Any]]]:
+        """Returns what reads the calls of an output, None where there are none, and the functions it knows."""
+        if tools.choice == "named":
+            return NamedCallParser, {tools.name: tools.schemas[tools.name]}
+        if tools.choice == "required":
+            return RequiredCallsParser, tools.schemas
+        if tools.choice == "auto" and tools.schemas and self._calls is not None:
+            return self._calls, tools.schemas
+        return None, {}
+
+    def _make_count(self) -> Callable[[Sequence[int]], int] | None:
+        """Returns what counts the tokens of the reasoning in an output that has one, None where they cannot be told."""
+        if self._is_harmony:
+            channel, analysis, start, end = (self._id_of(text) for text in (CHANNEL, ANALYSIS, START, END))
+            if channel is None or analysis is None or start is None or end is None:
+                return None
+            return partial(analysis_tokens, channel, analysis, start, end)
+        return None if self._end_id is None else partial(up_to, self._end_id)
 
     def _id_of(self, marker: str) -> int | None:
         """Returns the id of a marker that is one token."""
@@ -74,22 +121,30 @@ class OutputParsers:
         return self._tokenizer is not None and any(i is not None and not self._tokenizer.has_text(i) for i in ids)
 
 
-def _stages(tags: ThinkTags | None, prompt_end: str, calls: type[CallParser] | None, tools: ToolUse) -> list[Parser]:
+def _stages(
+    tags: ThinkTags | None, prompt_end: str, calls: type[CallParser] | None, schemas: dict[str, dict[str, Any]]
+) -> list[Parser]:
     return [
         *([ThinkParser(tags, prompt_end)] if tags is not None else []),
-        *([calls(tools.schemas)] if calls is not None else []),
+        *([calls(schemas)] if calls is not None else []),
     ]
 
 
 class ParsedOutput:
     """Reads the output of one choice: each stage reads the content that the one before it leaves."""
 
-    def __init__(self, stages: list[Parser], tools: ToolUse, reasoning: ReasoningUse, end_id: int | None = None):
-        """end_id: of the token that ends the reasoning"""
+    def __init__(
+        self,
+        stages: list[Parser],
+        tools: ToolUse,
+        reasoning: ReasoningUse,
+        count_reasoning: Callable[[Sequence[int]], int] | None = None,
+    ):
+        """count_reasoning: returns how many tokens of an output with a reasoning are of it; None: not known"""
         self._stages = stages
         self._tools = tools
         self._reasoning = reasoning
-        self._end_id = end_id
+        self._count_reasoning = count_reasoning
         self._held: list[str] = []  # reasoning that is not streamed
         self._num_calls = 0
         self._token_ids: list[int] = []
@@ -97,7 +152,7 @@ class ParsedOutput:
 
     def push(self, new: NewOutput) -> list[Delta]:
         """Returns what is new of the message; all that was held back, where the output ends."""
-        if self._end_id is not None:
+        if self._count_reasoning is not None:
             self._token_ids += new.token_ids
         parts = self._through([Content(new.text)] if new.text else [], new.finish is not None)
         deltas = [delta for part in parts for delta in self._deltas(part)]
@@ -108,13 +163,10 @@ class ParsedOutput:
         return "tool_calls" if reason == "stop" and self._num_calls and self._tools.choice != "named" else reason
 
     def reasoning_tokens(self) -> int | None:
-        """Returns the tokens of the reasoning, with its end tag; None where the tag is no token of its own."""
-        if self._end_id is None:
+        """Returns the tokens of the reasoning, with those that mark it; None where these are no tokens of their own."""
+        if self._count_reasoning is None:
             return None
-        if not self._has_reasoning:
-            return 0
-        ids = self._token_ids
-        return ids.index(self._end_id) + 1 if self._end_id in ids else len(ids)
+        return self._count_reasoning(self._token_ids) if self._has_reasoning else 0
 
     def _through(self, parts: list[Part], is_last: bool) -> list[Part]:
         for stage in self._stages:

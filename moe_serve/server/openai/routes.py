@@ -5,6 +5,7 @@ They are as `/generate` is in all but the form of bodies and answers.
 
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 
 from fastapi import FastAPI, Request, Response
@@ -45,11 +46,16 @@ def add_openai(app: FastAPI, doors: Doors, templates: ChatTemplates, parsers: Ou
         options = given.options
         if parsers.needs_special_tokens(given.tools):
             options = options.with_params(skip_special_tokens=False)
+        constraint = options.taken.params.constraint
+        if constraint is not None:
+            options = options.with_params(constraint=replace(constraint, start=parsers.form_start(text, given.tools)))
         return options.call([(text, None)], given.prompt.add_special_tokens)
 
     def parser_of(given: ChatRequest, call: Call) -> Callable[[], OutputParser]:
-        prompt_ids, constraint = call.requests[0].spec.prompt_ids, given.options.taken.params.constraint
-        return parsers.of(given.tools, given.reasoning, prompt_ids, constraint)
+        spec, constraint = call.requests[0].spec, given.options.taken.params.constraint
+        if constraint is not None and spec.params.constraint is not None:
+            constraint = replace(constraint, start=spec.params.constraint.start)
+        return parsers.of(given.tools, given.reasoning, spec.prompt_ids, constraint)
 
     @app.post(COMPLETIONS)
     async def completions(request: Request) -> Response:

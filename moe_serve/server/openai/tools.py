@@ -33,6 +33,11 @@ class ToolUse:
     name: str = ""
     parallel: bool = True
 
+    @property
+    def is_forced(self) -> bool:
+        """Whether the answer is calls and nothing else."""
+        return self.choice in ("named", "required")
+
     def constraint(self) -> Constraint | None:
         """Returns the form that the output must have, None where it is free."""
         if self.choice == "named":

@@ -1,22 +1,26 @@
 """Reasoning and tool calls in chats: settings, fields of requests, messages, deltas, usage."""
 
 import json
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+from tokenizers import Tokenizer as Backend
 
-from moe_serve.attention_dp.constraint import Constraint
-from moe_serve.config import load_config
+from moe_serve.attention_dp.constraint import Constraint, FormStart
+from moe_serve.config import load_config, model_dir
 from moe_serve.errors import ConfigError
 from moe_serve.launcher.preflight import look_at_secrets
+from moe_serve.models.tokenizer import Tokenizer
+from moe_serve.models.tokenizer_files import tokenizer_file
 from moe_serve.server.openai.output_parser import NewOutput, merged
 from moe_serve.server.openai.parsed_output import OutputParsers, ParsedOutput
 from moe_serve.server.openai.parsers.hermes import HermesParser
 from moe_serve.server.openai.parsers.registry import REASONING_PARSERS, TOOL_CALL_PARSERS, known_name
-from moe_serve.server.openai.parsers.think import ThinkParser, ThinkTags
+from moe_serve.server.openai.parsers.think import ThinkParser, ThinkTags, up_to
 from moe_serve.server.openai.tools import ReasoningUse, ToolUse
-from tests.server.openai.calls import CHAT, HI, TEXT, post, says, stream, with_template
+from tests.server.openai.calls import CHAT, COMPLETIONS, HI, TEXT, post, says, stream, with_template
 from tests.server.served import in_event_loop, serving
 
 WEATHER = {"name": "get_weather", "parameters": {"type": "object", "properties": {"city": {"type": "string"}}}}
@@ -192,9 +196,91 @@ def test_reasoning_can_come_in_one_piece():
     "ids, text, count", [([7, 7, 9, 5], "<think>a</think>b", 3), ([7, 7], "<think>a", 2), ([5, 5], "b", 0)]
 )
 def test_tokens_of_the_reasoning_are_counted_with_its_end(ids, text, count):
-    parser = ParsedOutput([ThinkParser(ThinkTags(), "")], ToolUse({}), ReasoningUse(), end_id=9)
+    parser = ParsedOutput([ThinkParser(ThinkTags(), "")], ToolUse({}), ReasoningUse(), partial(up_to, 9))
     parser.push(NewOutput(text, ids, "stop"))
     assert parser.reasoning_tokens() == count
+
+
+@cache
+def tokenizer_with_marks() -> Tokenizer:
+    """The demo model's, with marks of reasoning and of harmony as tokens of their own."""
+    backend = Backend.from_file(str(tokenizer_file(model_dir(load_config().model))))
+    backend.add_special_tokens(["<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|return|>"])
+    backend.add_tokens(["<think>", "</think>", "analysis", "final"])
+    return Tokenizer(backend)
+
+
+def ids_of(text: str) -> list[int]:
+    return tokenizer_with_marks().encode(text, add_special_tokens=False)
+
+
+ANY, AUTO, NAMED = ToolUse({}), ToolUse({"f": {}}, "auto"), ToolUse({"f": {}}, "named", "f")
+OPENING, ENDING = ids_of("<think></think>")
+CHANNEL, FINAL, MESSAGE = ids_of("<|channel|>final<|message|>")
+BEHIND_FINAL = ((CHANNEL, FINAL), (MESSAGE,))
+
+
+@pytest.mark.parametrize(
+    "parser, prompt, tools, start",
+    [
+        ("qwen3", "hi<think>\n", ANY, FormStart(((ENDING,),))),
+        ("deepseek-r1", "hi", ANY, FormStart(((ENDING,),))),
+        ("deepseek-r1", "hi", NAMED, FormStart(((ENDING,),))),
+        ("qwen3", "hi", ANY, FormStart(((ENDING,),), opens=OPENING)),
+        ("qwen3", "hi<think>\n\n</think>\n\n", ANY, None),
+        ("deepseek-r1", "hi</think>", AUTO, None),
+        ("gpt-oss", "hi", ANY, FormStart(BEHIND_FINAL)),
+        ("gpt-oss", "hi", AUTO, FormStart(BEHIND_FINAL, may_end=True)),
+        ("gpt-oss", "hi", NAMED, None),
+        ("null", "hi<think>", ANY, None),
+    ],
+)
+def test_a_form_begins_behind_the_reasoning(parser, prompt, tools, start):
+    config = load_config(overrides=[f"server.reasoning_parser={parser}"]).server
+    assert OutputParsers(config, tokenizer_with_marks()).form_start(prompt, tools) == start
+    assert OutputParsers(config, TEXT).form_start(prompt, tools) is None, "no tokens of their own mark a reasoning"
+
+
+@in_event_loop
+async def test_forms_and_forced_calls_stand_behind_the_reasoning(tmp_path: Path):
+    template = with_template(tmp_path, "{{ messages[0].content }}")
+    ids = [*ids_of('<think>so</think>{"a": 1}'), 1]
+    form = {"type": "json_schema", "json_schema": {"name": "n", "schema": {"type": "object"}}}
+    fields = {"messages": HI, "max_tokens": 50}
+    settings = ("server.reasoning_parser=qwen3",)
+    async with serving(1, template, *settings, tokenizer=tokenizer_with_marks(), reply=lambda submit: ids) as served:
+        held = (await post(served, CHAT, **fields, response_format=form)).json()
+        forced = {"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "get_weather"}}}
+        called = (await post(served, CHAT, **fields, **forced)).json()
+        events = await stream(served, CHAT, **fields, **forced)
+        plain = (await post(served, COMPLETIONS, prompt="hi", max_tokens=50, response_format=form)).json()
+        starts = [submit.params.constraint.start for submit in served.workers[0].submitted]
+    assert starts == [FormStart(((ENDING,),), opens=OPENING)] * 3 + [None]
+    assert held["choices"][0]["message"]["content"] == '{"a": 1}'
+    assert plain["choices"][0]["text"].endswith('{"a": 1}')
+    streamed = merged([event["choices"][0]["delta"] for event in events])
+    for message in (called["choices"][0]["message"], streamed):
+        assert message["reasoning"] == "so"
+        assert not message["content"]
+        assert message["tool_calls"][0]["function"] == {"name": "get_weather", "arguments": '{"a": 1}'}
+    assert called["usage"]["completion_tokens_details"] == {"reasoning_tokens": ids.index(ENDING) + 1}
+
+
+@pytest.mark.parametrize(
+    "text, count",
+    [
+        ("<|channel|>analysis<|message|>so<|end|><|start|>x<|channel|>final<|message|>12<|return|>", None),
+        ("<|channel|>analysis<|message|>so and", 99),
+        ("<|channel|>final<|message|>12<|return|>", 0),
+    ],
+)
+def test_tokens_of_harmonys_analysis_are_counted(text, count):
+    config = load_config(overrides=["server.reasoning_parser=gpt-oss"]).server
+    parser = OutputParsers(config, tokenizer_with_marks()).of(ANY, ReasoningUse(), [])()
+    ids = ids_of(text)
+    parser.push(NewOutput(text, ids, "stop"))
+    expected = ids.index(ids_of("<|end|>")[0]) + 1 if count is None else min(count, len(ids))
+    assert parser.reasoning_tokens() == expected
 
 
 @pytest.mark.parametrize("prompt_end, begins", [("<think>\n", True), ("<think>\n\n</think>\n\n", False), ("", False)])

@@ -9,6 +9,7 @@ tokens are found by their text, so they must be shown (skip_special_tokens: fals
 """
 
 import re
+from collections.abc import Sequence
 
 from moe_serve.server.openai.parsers.calls import CallParser
 from moe_serve.server.openai.parsers.json_text import Malformed, Truncated
@@ -17,11 +18,28 @@ from moe_serve.server.openai.parsers.stream import Steps
 
 START, CHANNEL, MESSAGE = "<|start|>", "<|channel|>", "<|message|>"
 END = "<|end|>"
+ANALYSIS, FINAL = "analysis", "final"  # channels
 _ENDS = (END, "<|return|>", "<|call|>", START, CHANNEL)
 _LONGEST_HEADER = 512
 _RECIPIENT = re.compile(r"\bto=(?P<name>[^\s<]+)")
 _CUT_HEADER = re.compile(r"(<\|start\|>|<\|channel\|>)[^<]*(<\|channel\|>[^<]*)?(<[|a-z]*)?\Z")
 _CHANNEL_NAME = re.compile(r"<\|channel\|>\s*(?P<name>\w+)")
+
+
+def analysis_tokens(channel: int, analysis: int, start: int, end: int, token_ids: Sequence[int]) -> int:
+    """Returns how many tokens belong to messages of the analysis channel, from their channel to their end.
+
+    channel, analysis, start, end: ids of <|channel|>, the channel's name, <|start|> and <|end|>
+    """
+    count, is_inside = 0, False
+    for i, token in enumerate(token_ids):
+        if token == channel:
+            is_inside = token_ids[i + 1 : i + 2] == [analysis]
+        elif token == start:
+            is_inside = False
+        count += is_inside
+        is_inside = is_inside and token != end
+    return count
 
 
 class HarmonyParser(CallParser):
@@ -66,7 +84,7 @@ class HarmonyParser(CallParser):
                 yield from self._skip_space()
                 self._unsaid.clear()
             # What is left, such as a body that is no JSON, is the message's text.
-        kind: type[Content] | type[Reasoning] = Reasoning if channel and channel["name"] == "analysis" else Content
+        kind: type[Content] | type[Reasoning] = Reasoning if channel and channel["name"] == ANALYSIS else Content
         self._unsaid.clear()
         yield from self._text_of(kind)
 

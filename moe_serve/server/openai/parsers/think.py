@@ -3,6 +3,7 @@
 Chat templates may have written the first tag, or an empty pair of tags, into the prompt already. Torch-free.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from moe_serve.server.openai.parsers.parts import Content, Reasoning
@@ -28,6 +29,11 @@ class ThinkTags:
         if prompt_end.endswith(self.start):
             return True
         return self.begins_inside and not prompt_end.endswith(self.end)
+
+
+def up_to(end_id: int, token_ids: Sequence[int]) -> int:
+    """Returns how many tokens there are up to the end of the reasoning, with it; all where it has not come."""
+    return token_ids.index(end_id) + 1 if end_id in token_ids else len(token_ids)
 
 
 class ThinkParser(StreamParser):
