@@ -9,7 +9,7 @@ only after its own flag holds the number of this round.
 import triton
 import triton.language as tl
 
-from moe_serve.dispatch.gpu.shmem_triton import wait_for, wait_for_each
+from moe_serve.dispatch.gpu.shmem_triton import values_of, wait_for, wait_for_each
 from moe_serve.kernels.triton.mode import as_dtype, multiply_add
 
 
@@ -67,8 +67,7 @@ def dispatch_receive_kernel(
             k = tl.min(tl.where(mine, place - 1, TOPK))
             token = tl.sum(tl.where(place == 0, header, 0))
             tl.store(origin + to_row, (source.to(tl.int64) << 32) | (token * TOPK + k).to(tl.int64))
-            values_at = tl.multiple_of((at + HEADER_INTS * 4).to(tl.pointer_type(WIRE)), 16)
-            values = tl.load(values_at + channel, mask=channel < hidden, other=0.0)
+            values = tl.load(values_of(at, HEADER_INTS, WIRE) + channel, mask=channel < hidden, other=0.0)
             if FP8:
                 scale_at = (at + scales_at).to(tl.pointer_type(tl.float32))
                 scales = tl.load(scale_at + group, mask=group * 128 < hidden, other=0.0)

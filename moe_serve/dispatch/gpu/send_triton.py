@@ -10,7 +10,7 @@ Offsets and sizes come from low_latency_region.Region. Ids blocks are [tokens, W
 import triton
 import triton.language as tl
 
-from moe_serve.dispatch.gpu.shmem_triton import put_and_signal, signal, signal_each
+from moe_serve.dispatch.gpu.shmem_triton import put_and_signal, signal, signal_each, values_of
 from moe_serve.kernels.triton.mode import as_dtype
 from moe_serve.kernels.triton.quantize import quantize_groups
 
@@ -182,8 +182,7 @@ def write_header(at, ids, token, TOPK: tl.constexpr, HEADER_INTS: tl.constexpr, 
 @triton.jit
 def write_values(at, wire, scales, channel, group, hidden, scales_at, HEADER_INTS: tl.constexpr, FP8: tl.constexpr):
     """Writes the values behind the header, and with FP8 the scales behind the values."""
-    values_at = tl.multiple_of((at + HEADER_INTS * 4).to(tl.pointer_type(wire.dtype)), 16)
-    tl.store(values_at + channel, wire, mask=channel < hidden)
+    tl.store(values_of(at, HEADER_INTS, wire.dtype) + channel, wire, mask=channel < hidden)
     if FP8:
         scale_at = (at + scales_at).to(tl.pointer_type(tl.float32))
         tl.store(scale_at + group, scales, mask=group * 128 < hidden)

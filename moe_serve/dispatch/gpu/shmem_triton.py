@@ -24,6 +24,17 @@ _SET = tl.constexpr(0)  # NVSHMEM_SIGNAL_SET
 
 
 @triton.jit
+def values_of(at, HEADER_INTS: tl.constexpr, WIRE: tl.constexpr):
+    """Returns where the values of the row at an address begin; both are multiples of 16 bytes.
+
+    The compiler is told so of the row's address: Triton 3.9 turns int_to_ptr(at + header) into int_to_ptr(at) + header
+    and loses what it was told of the sum; values then went by 2 bytes at a time.
+    """
+    row = tl.multiple_of(at.to(tl.pointer_type(WIRE)), 16)
+    return row + HEADER_INTS * 32 // WIRE.primitive_bitwidth
+
+
+@triton.jit
 def signal(peers, me, pe, flag_at, value, NVSHMEM: tl.constexpr):
     """Sets the flag at offset flag_at of rank pe's region to value (int64). Call tl.debug_barrier() before it."""
     if NVSHMEM:
