@@ -13,11 +13,9 @@ A connection is always in one phase, and each phase but `answer` has a deadline 
 import asyncio
 import contextlib
 import logging
-import select
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, Literal, Self
+from typing import Any, Literal
 
 import h11
 import msgspec
@@ -26,10 +24,13 @@ from uvicorn.protocols.http.flow_control import CLOSE_HEADER
 from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.server import ServerState
 
-from moe_serve.config import ServerConfig
+from moe_serve.server.admission.admission_gate import GENERATING
 from moe_serve.server.admission.early_refusal import EarlyRefusal
 from moe_serve.server.answers import error_body
+from moe_serve.server.connections.batch_reader import BatchReader
 from moe_serve.server.connections.bounded_parser import BoundedParser
+from moe_serve.server.connections.connection_limits import ConnectionLimits
+from moe_serve.server.connections.half_closed import abort_when_reset
 from moe_serve.server.generate import CONNECTION
 
 Phase = Literal["headers", "body", "answer", "idle", "linger"]
@@ -39,38 +40,16 @@ _PIECE_BYTES = 4096  # given to the parser at a time, so that its bound on heade
 _MIN_PROGRESS_BYTES = 1 << 14  # that a client must take of an answer within send_deadline_s
 SEND_BUFFER_BYTES = 1 << 17  # in the kernel: a stream that nobody reads must be noticed before megabytes are in it
 _BETWEEN_REQUESTS = {h11.CLIENT: h11.IDLE, h11.SERVER: h11.IDLE}
-_FIRST_PROBE_S, _LAST_PROBE_S = 0.02, 1.0
 
 log = logging.getLogger("moe_serve.server.uvicorn")
 log.setLevel(logging.ERROR)  # warnings there are about what clients send: anybody could fill the disk with them
-
-
-@dataclass(frozen=True)
-class ConnectionLimits:
-    """What a client gets: seconds for each phase, bytes for headers."""
-
-    header_deadline_s: float
-    body_deadline_s: float
-    idle_deadline_s: float
-    send_deadline_s: float
-    max_header_bytes: int
-
-    @classmethod
-    def of(cls, server: ServerConfig) -> Self:
-        """Returns the limits of a configuration."""
-        return cls(
-            header_deadline_s=server.header_deadline_s,
-            body_deadline_s=server.body_deadline_s,
-            idle_deadline_s=server.idle_deadline_s,
-            send_deadline_s=server.send_deadline_s,
-            max_header_bytes=int(server.max_header_kib * 2**10),
-        )
 
 
 class Connection(H11Protocol):
     """The protocol of one connection.
 
     early:   refuses some requests before they are parsed
+    batches: reads what comes after a refusal
     on_lost: called once, when it is closed
     """
 
@@ -80,10 +59,12 @@ class Connection(H11Protocol):
         state: ServerState,
         limits: ConnectionLimits,
         early: EarlyRefusal,
+        batches: BatchReader,
         on_lost: Callable[["Connection"], None],
     ):
         super().__init__(config, state, {})
         self._early = early
+        self._batches = batches
         self.conn: BoundedParser = BoundedParser(limits.max_header_bytes)
         self.logger = log
         self.timeout_keep_alive = limits.idle_deadline_s  # type: ignore[assignment]  # call_later takes fractions
@@ -134,6 +115,8 @@ class Connection(H11Protocol):
             self._refuse(408, f"the body did not arrive within {self._limits.body_deadline_s:g} s; send it again")
         elif phase == "linger" and waited_s > _LINGER_S:
             self.transport.abort()
+        elif phase == "idle" and waited_s > self._limits.idle_deadline_s:
+            self.timeout_keep_alive_handler()  # uvicorn's own timer is not set after an early refusal
 
     def end_after_answer(self) -> None:
         """Makes the answer in progress, or else the next one, the last: it tells the client so, as far as it can."""
@@ -191,6 +174,7 @@ class Connection(H11Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
         self._unset_keepalive_if_required()
+        self._batches.remove(self)
         self._on_lost(self)
 
     def resume_writing(self) -> None:
@@ -203,15 +187,10 @@ class Connection(H11Protocol):
         if not self._has_begun and (self.cycle is None or self.cycle.response_complete):
             self._has_begun, self._since_s = True, time.monotonic()
         self._unset_keepalive_if_required()
-        if self._may_refuse_early():
-            answer = self._early.answer(data, self.client, self.server_state.default_headers)
-            if answer is not None:
-                self.transport.write(answer)
-                self._has_begun, self._since_s = False, time.monotonic()
-                self.timeout_keep_alive_task = self.loop.call_later(
-                    self.timeout_keep_alive, self.timeout_keep_alive_handler
-                )
-                return
+        if self._refuse_early(data):
+            self._batches.add(self)
+            return
+        self._batches.release(self)
         start = 0
         while start < len(data) and not self._drops:
             end = len(data) if self.conn.reads_plain_body else start + _PIECE_BYTES
@@ -221,6 +200,18 @@ class Connection(H11Protocol):
             except h11.LocalProtocolError:
                 self.transport.abort()  # the client broke the protocol while its answer was being sent
             start = end
+
+    def _refuse_early(self, data: bytes) -> bool:
+        """Returns whether a call was refused before it is parsed."""
+        if not self._may_refuse_early():
+            return False
+        answer = self._early.answer(data, self.client, self.server_state.default_headers)
+        if answer is None:
+            return False
+        self.transport.write(answer)
+        self._has_begun, self._since_s = False, time.monotonic()
+        self._batches.count_refusal()
+        return True
 
     def _may_refuse_early(self) -> bool:
         """Whether what arrives now begins a request, and its client has read the answers to others."""
@@ -245,6 +236,8 @@ class Connection(H11Protocol):
         self.cycle.scope["extensions"].clear()  # which refer to this object
         self._has_begun, self._since_s = self.conn.has_bytes, time.monotonic()
         super().on_response_complete()
+        if self._batches.is_active and self.cycle.scope["path"] in GENERATING and self._may_refuse_early():
+            self._batches.add(self)
 
     def eof_received(self) -> bool | None:  # type: ignore[override]
         """Keeps the connection where a client that has sent its request closes its own side and waits for the answer.
@@ -258,19 +251,8 @@ class Connection(H11Protocol):
         if not self.cycle.response_started and self.scope["http_version"] == "1.1":
             with contextlib.suppress(h11.LocalProtocolError):
                 self.transport.write(self.conn.send(h11.InformationalResponse(status_code=100, headers=[])) or b"")
-        self._probe(_FIRST_PROBE_S)
+        abort_when_reset(self.transport)
         return True
-
-    def _probe(self, wait_s: float) -> None:
-        """Looks again and again whether a half-closed client has reset the connection: asyncio no longer does."""
-        if self.transport.is_closing():
-            return
-        poll = select.poll()
-        poll.register(self.transport.get_extra_info("socket").fileno(), 0)
-        if any(events & (select.POLLERR | select.POLLHUP) for _, events in poll.poll(0)):
-            self.transport.abort()
-        else:
-            self.loop.call_later(wait_s, self._probe, min(2 * wait_s, _LAST_PROBE_S))
 
     # --- refusals -------------------------------------------------------------------------------------------------
 

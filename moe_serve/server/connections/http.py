@@ -11,7 +11,9 @@ from fastapi import FastAPI
 
 from moe_serve.log import get_logger
 from moe_serve.server.admission.early_refusal import EarlyRefusal
-from moe_serve.server.connections.connection import Connection, ConnectionLimits
+from moe_serve.server.connections.batch_reader import BatchReader
+from moe_serve.server.connections.connection import Connection
+from moe_serve.server.connections.connection_limits import ConnectionLimits
 from moe_serve.server.connections.connection_table import ConnectionTable
 from moe_serve.server.connections.descriptors import connections_allowed
 from moe_serve.server.connections.listener import Listener
@@ -45,6 +47,7 @@ class HttpServer(uvicorn.Server):
         )
         self._bridge = bridge
         self._early: EarlyRefusal = app.state.early_refusal
+        self._batches = BatchReader()
         self._handle_signals = handle_signals
         server = bridge.config.server
         self._tls = make_tls(server)
@@ -75,9 +78,12 @@ class HttpServer(uvicorn.Server):
         sweeping.cancel()
         for connection in list(self.table):
             connection.give_up()
+        self._batches.close()
 
     def _connection(self) -> Connection:
-        connection = Connection(self.config, self.server_state, self._limits, self._early, self.table.remove)
+        connection = Connection(
+            self.config, self.server_state, self._limits, self._early, self._batches, self.table.remove
+        )
         if self._draining is not None:
             connection.end_after_answer()
         return connection
