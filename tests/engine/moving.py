@@ -34,7 +34,7 @@ def shuffled(placement: Placement, draw: np.random.Generator) -> Placement:
 class RestlessLeader:
     """Moves to one random placement after the other, without asking what it is good for.
 
-    num_rounds: how many rounds it begins; then the engine may sleep
+    num_rounds: how many rounds it begins with each group of ranks; then the engine may sleep
     """
 
     def __init__(self, placement: Placement, num_rounds: int, seed: int = 0):
@@ -44,7 +44,7 @@ class RestlessLeader:
         self.groups: list[Placement] = []
         self.records: list[LoadRecord] = []
         self._draw = np.random.default_rng(seed)
-        self._left = num_rounds
+        self._num_rounds = self._left = num_rounds
         self._plan: MigrationPlan | None = None
         self._number = 0
 
@@ -78,7 +78,7 @@ class RestlessLeader:
 
     def group_changed(self, step: int, placement: Placement) -> None:
         self.groups.append(placement)
-        self.placement, self._plan = placement, None
+        self.placement, self._plan, self._left = placement, None, self._num_rounds
 
     def window_closed(self, record: LoadRecord, step: int) -> None:
         self.records.append(record)
