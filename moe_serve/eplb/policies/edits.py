@@ -6,7 +6,8 @@ also holds down the next ones, which could become the heaviest when the load dri
   slot's load, peak = exp of its rank's load, rest = peak / size;
 - overwriting one of c replicas of f on rank d with a replica of e makes f's other replicas heavier by one known factor,
   e's lighter by another, and replaces f's share of d's load by e's.
-Edits are compared by gain per expert that a rank must receive, counted against the placement in use.
+Edits are compared by gain per expert that a rank must receive, counted against the placement in use. Ties: the first in
+the order in which edits are listed wins, and the arithmetic is that of `repeatable.py`, so that edits.c decides alike.
 
 Shape words: L = layers, E = experts, R = ranks, K = slots per rank, P = R x K.
 """
@@ -16,12 +17,15 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
+from moe_serve.eplb.policies.repeatable import repeatable_exp, sum_in_order
 from moe_serve.eplb.policies.replication import replicas_in
 
 Floats = NDArray[np.float64]
 Ids = NDArray[np.int32]
 Bools = NDArray[np.bool_]
 MAX_EXPONENT = 600.0  # exp stays finite in float64
+# Of the heaviest rank, at most: under heavier skew the maximum gets smoother. Products of two exps stay finite.
+MAX_STEEP_LOAD = 500.0
 # By cost 0, 1, 2, -2, -1: what a gain is multiplied by. An edit that costs nothing (or takes moves back) counts as a
 # quarter of a move, so that small gains do not win.
 _PER_MOVE = np.array([4.0, 1.0, 0.5, 4.0, 4.0])
@@ -58,20 +62,19 @@ class EditState:
         num_layers, num_ranks, _ = self.table.shape
         num_experts = self.unit.shape[1]
         layer = np.arange(num_layers)[:, None, None]
-        flat = np.where(self.table < 0, num_experts, self.table)
+        self.safe = np.where(self.table < 0, num_experts, self.table)  # the column of empty slots
         self.count = replicas_in(self.table, num_experts)
-        each = np.concatenate([self.size_of(np.maximum(self.count, 1)), np.zeros((num_layers, 1))], axis=1)
-        self.load = each[layer, flat]
-        self.rank_load = self.load.sum(axis=2)
-        held = np.zeros((num_layers, num_ranks, num_experts + 1), dtype=bool)
-        held[layer, np.arange(num_ranks)[None, :, None], flat] = True
-        self.held = held[:, :, :num_experts]
-        self.moved = (self.table >= 0) & ~np.take_along_axis(
-            np.concatenate([self.was_here, np.ones((num_layers, num_ranks, 1), dtype=bool)], axis=2), flat, axis=2
-        )
+        self.each = np.concatenate([self.size_of(np.maximum(self.count, 1)), np.zeros((num_layers, 1))], axis=1)
+        self.load = self.each[layer, self.safe]
+        self.rank_load = sum_in_order(self.load, axis=2)
         # Relative to the heaviest rank, so that exp cannot overflow and gains of layers compare.
         self.peak_load = self.rank_load.max(axis=1)
-        self.peak = np.exp(self.steepness * (self.rank_load - self.peak_load[:, None]))
+        self.steep = np.minimum(self.steepness, MAX_STEEP_LOAD / np.maximum(self.peak_load, 1e-9))
+        self.peak = repeatable_exp(self.steep[:, None] * (self.rank_load - self.peak_load[:, None]))
+        held = np.zeros((num_layers, num_ranks, num_experts + 1), dtype=bool)
+        held[layer, np.arange(num_ranks)[None, :, None], self.safe] = True
+        self.held = held[:, :, :num_experts]
+        self.moved = (self.table >= 0) & ~np.take_along_axis(_with_empty(self.was_here, True), self.safe, axis=2)
 
     def rows(self, which: NDArray[np.integer]) -> "EditState":
         """Returns the state of some layers, with copies of their tables."""
@@ -121,8 +124,9 @@ def best_swaps(
     heavy = np.argsort(-state.rank_load, axis=1, kind="stable")[:, :num_heavy]
     x = np.arange(num_layers)
     rows, num_slots = x[:, None], num_ranks * slots
-    size = np.exp(state.steepness * state.load)
-    rest = state.peak[:, :, None] / size
+    exponent = state.steep[:, None] * state.each
+    size = repeatable_exp(exponent)[x[:, None, None], state.safe]
+    rest = state.peak[:, :, None] * repeatable_exp(-exponent)[x[:, None, None], state.safe]
     my_table, my_peak = state.table[rows, heavy], state.peak[rows, heavy][:, :, None, None]
     my_size, my_rest = size[rows, heavy][..., None], rest[rows, heavy][..., None]
     # [L, H, K, P]: the slots of the heavy ranks against all slots
@@ -174,6 +178,7 @@ def all_overwrites(state: EditState, allowed: Bools | None = None, must_stay: Bo
     must_stay: [L, R, K] slots that may not be overwritten, None = none
     """
     num_layers, _, slots = state.table.shape
+    num_experts = state.unit.shape[1]
     x = np.arange(num_layers)
     table = state.table.reshape(num_layers, -1)
     spare = (table < 0) | (np.take_along_axis(state.count, np.maximum(table, 0), axis=1) > state.min_replicas)
@@ -183,22 +188,21 @@ def all_overwrites(state: EditState, allowed: Bools | None = None, must_stay: Bo
     slot = np.argsort(~spare, axis=1, kind="stable")[:, :width]  # redundant slots first
     usable = np.take_along_axis(spare, slot, axis=1)
     old = np.take_along_axis(table, slot, axis=1)
-    safe = np.maximum(old, 0)
+    safe = np.where(old < 0, num_experts, old)
     rank = slot // slots
-    steep = state.steepness
-    over = np.einsum("lre,lr->le", state.held, state.peak)  # sum of peaks of the ranks that hold e
-    each = state.size_of(np.maximum(state.count, 1))
+    steep = state.steep[:, None]
+    over = _peaks_of_holders(state)
+    each = state.each[:, :num_experts]
     fewer = state.size_of(np.maximum(state.count - 1, 1))
     more = state.size_of(state.count + 1)
     peak = np.take_along_axis(state.peak, rank, axis=1)
-    old_load = np.where(old < 0, 0.0, np.take_along_axis(each, safe, axis=1))
-    growth = np.exp(np.minimum(steep * (fewer - each), MAX_EXPONENT)) - 1
+    growth = np.zeros((num_layers, num_experts + 1))  # 0: an empty slot leaves nobody more load
+    growth[:, :-1] = repeatable_exp(np.minimum(steep * (fewer - each), MAX_EXPONENT)) - 1
     raised = (np.take_along_axis(over, safe, axis=1) - peak) * np.take_along_axis(growth, safe, axis=1)
-    raised = np.where(old < 0, 0.0, raised)
-    lowered = over * (np.exp(steep * (more - each)) - 1)
-    rest = peak * np.exp(-steep * old_load)
+    lowered = over[:, :-1] * (repeatable_exp(steep * (more - each)) - 1)
+    rest = peak * np.take_along_axis(repeatable_exp(-steep * state.each), safe, axis=1)
     gain = (peak - raised)[:, :, None] - lowered[:, None, :]
-    gain -= rest[:, :, None] * np.exp(np.minimum(steep * more, MAX_EXPONENT))[:, None, :]
+    gain -= rest[:, :, None] * repeatable_exp(np.minimum(steep * more, MAX_EXPONENT))[:, None, :]
     illegal = state.held[x[:, None], rank] | ~usable[:, :, None]
     if allowed is not None:
         illegal |= ~allowed[x[:, None], rank]
@@ -234,6 +238,15 @@ def apply_edits(state: EditState, edits: Edits, which: Bools) -> None:
     table[rows, slot] = np.where(is_swap, table[rows, other], expert)
     table[rows[is_swap], other[is_swap]] = kept[is_swap]
     state.refresh()
+
+
+def _peaks_of_holders(state: EditState) -> Floats:
+    """Returns, for each expert, the sum of the peaks of the ranks that hold it, added by rank: [L, E + 1]."""
+    width = state.unit.shape[1] + 1
+    key = np.arange(len(state.table))[:, None, None] * width + state.safe
+    peak = np.repeat(state.peak, state.table.shape[2])
+    total: Floats = np.bincount(key.ravel(), peak, minlength=len(state.table) * width).astype(np.float64)
+    return total.reshape(-1, width)
 
 
 def _best_per_move(gain: Floats, cost: NDArray[np.int8], room: NDArray[np.int64]) -> NDArray[np.int64]:

@@ -12,13 +12,14 @@ from numpy.typing import NDArray
 
 from moe_serve.eplb.policies.bounds import balancedness_bound
 from moe_serve.eplb.policies.chains import change_counts, reassign
-from moe_serve.eplb.policies.edits import Bools, Edits, EditState, apply_edits, best_overwrites, best_swaps
+from moe_serve.eplb.policies.edits import Bools, EditState, apply_edits, best_overwrites, best_swaps
 from moe_serve.eplb.policies.greedy import greedy_table
-from moe_serve.eplb.policies.legal import HomeRule, make_legal
+from moe_serve.eplb.policies.legal import make_legal
 from moe_serve.eplb.policies.one_slot import edit_one_slot
 from moe_serve.eplb.policies.policy import Plan, PlanRequest
 from moe_serve.eplb.policies.problem import Floats, Ids, Problem, finish, holds, problem_of
 from moe_serve.eplb.policies.refined import RefinedPolicy
+from moe_serve.eplb.policies.single_edits import EditGoal, balance_reached, better_of, edit_layers
 
 Ints = NDArray[np.int64]
 PRICE_STEPS = 11
@@ -80,7 +81,7 @@ class IncrementalPolicy:
         target = self._target(problem)
         most = problem.request.max_moves
         budget = np.full(len(table), problem.num_slots if most is None else most)
-        todo = np.flatnonzero((_reached(state) < target) & (state.num_moved < budget))
+        todo = np.flatnonzero((balance_reached(state) < target) & (state.num_moved < budget))
         if len(todo) == 0:
             return table, False, homes
         work = state.rows(todo)
@@ -90,7 +91,8 @@ class IncrementalPolicy:
             truncated = _chain(work, target[todo], budget[todo], problem)
         else:
             some = None if rule is None else rule.rows(todo)
-            truncated = self._single_edits(work, target[todo], budget[todo], problem, some)
+            goal = EditGoal(target[todo], budget[todo], 0.0, self.max_edits)
+            _, truncated = edit_layers(work, goal, some, problem.deadline)
         table[todo] = work.table
         return table, truncated, homes
 
@@ -106,54 +108,17 @@ class IncrementalPolicy:
             return bound * (1 - slack)
         fresh = greedy_table(problem)
         state = EditState(problem.weight, fresh, holds(fresh, problem.weight.shape[1]), 0.0, fixed=problem.fixed)
-        return _reached(state) * (1 - slack)
-
-    def _single_edits(
-        self, state: EditState, target: Floats, budget: Ints, problem: Problem, rule: HomeRule | None
-    ) -> bool:
-        """Overwrites and swaps in place, most gain per move first. Returns whether the deadline passed."""
-        same_node = None if rule is None else problem.node_of[:, None] == problem.node_of[None, :]
-        active, work = np.arange(len(target)), state.rows(np.arange(len(target)))
-        for _ in range(self.max_edits):
-            if problem.deadline.passed:
-                state.table[active] = work.table
-                return True
-            going = (_reached(work) < target[active]) & (work.num_moved < budget[active])
-            room = budget[active] - work.num_moved
-            if rule is None:
-                overwrite = best_overwrites(work, room)
-            else:
-                here = rule.rows(active)
-                overwrite = best_overwrites(work, room, here.may_receive(work), here.must_stay(work))
-            edit, rate = better_of(overwrite, best_swaps(work, room, 6, same_node))
-            going &= rate > 1e-9
-            apply_edits(work, edit, going)
-            if not going.all():
-                state.table[active] = work.table
-                if not going.any():
-                    return False
-                active, work = active[going], work.rows(np.flatnonzero(going))
-        state.table[active] = work.table
-        return False
+        return balance_reached(state) * (1 - slack)
 
 
 def _fill_empty_slots(state: EditState, target: Floats, budget: Ints) -> None:
     """Puts replicas into empty slots, in place, while that helps: after a rank rejoined, or a start was repaired."""
     for _ in range(int((state.table < 0).sum(axis=(1, 2)).max(initial=0))):
         edit = best_overwrites(state, budget - state.num_moved, must_stay=state.table >= 0)
-        which = (edit.gain > 1e-9) & (_reached(state) < target)
+        which = (edit.gain > 1e-9) & (balance_reached(state) < target)
         if not which.any():
             return
         apply_edits(state, edit, which)
-
-
-def better_of(first: Edits, second: Edits) -> tuple[Edits, Floats]:
-    """Returns, layer by layer, the edit with the better gain per move, and that rate (-inf = no gain)."""
-    rates = [np.where(e.gain > 0, e.gain / np.maximum(e.cost, 0.25), -np.inf) for e in (first, second)]
-    take = rates[1] >= rates[0]
-    fields = ("gain", "cost", "slot", "other", "expert")
-    edit = Edits(*(np.where(take, getattr(second, name), getattr(first, name)) for name in fields))
-    return edit, np.maximum(*rates)
 
 
 def _chain(state: EditState, target: Floats, budget: Ints, problem: Problem) -> bool:
@@ -164,7 +129,7 @@ def _chain(state: EditState, target: Floats, budget: Ints, problem: Problem) -> 
     """
     num_layers, num_ranks, slots = state.table.shape
     best = state.table.copy()
-    started = _reached(state)
+    started = balance_reached(state)
     best_value = _smooth(state)
     change_counts(state, min(6, num_ranks), problem.request.seed)
     draw = np.random.default_rng(problem.request.seed)
@@ -183,7 +148,7 @@ def _chain(state: EditState, target: Floats, budget: Ints, problem: Problem) -> 
                 slot_of: Ints = np.asarray(choices[attempt])
                 state.table[layer] = reassign(state, layer, slot_of, float(absolute[layer]))
             state.refresh()
-            reached, within, value = _reached(state), state.num_moved <= budget, _smooth(state)
+            reached, within, value = balance_reached(state), state.num_moved <= budget, _smooth(state)
             met = within & (reached >= target)
             better = within & ~done & (reached >= started) & (met | (value < best_value))
             best[better], best_value[better] = state.table[better], value[better]
@@ -201,7 +166,7 @@ def _chain(state: EditState, target: Floats, budget: Ints, problem: Problem) -> 
         edit, rate = better_of(
             best_overwrites(state, budget - state.num_moved), best_swaps(state, budget - state.num_moved, 12)
         )
-        going = (_reached(state) < target) & (rate > 1e-9)
+        going = (balance_reached(state) < target) & (rate > 1e-9)
         if not going.any():
             break
         apply_edits(state, edit, going)
@@ -230,13 +195,3 @@ def _absolute(state: EditState, price: Floats) -> Floats:
     """Returns the price per move on the scale of each layer's smooth maximum, where 1 is a rank at 1.12 of the mean."""
     scaled: Floats = price * np.exp(np.minimum(-state.steepness * (state.peak_load - 1.12), 200.0))
     return scaled
-
-
-def _reached(state: EditState) -> Floats:
-    """Returns the balancedness of each layer: the load itself, without risk."""
-    share = state.unit / np.maximum(state.count, 1) + (0.0 if state.fixed is None else state.fixed)
-    flat = state.table.reshape(len(share), -1)
-    load = np.where(flat < 0, 0.0, np.take_along_axis(share, np.maximum(flat, 0), axis=1))
-    rank = load.reshape(state.table.shape).sum(axis=2)
-    top = rank.max(axis=1)
-    return np.where(top > 0, rank.mean(axis=1) / np.where(top > 0, top, 1.0), 1.0)

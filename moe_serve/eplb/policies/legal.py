@@ -14,6 +14,7 @@ from moe_serve.eplb.policies.edits import Bools, EditState
 from moe_serve.eplb.policies.hierarchy import plan_by_node
 from moe_serve.eplb.policies.packing import duplicate_slots
 from moe_serve.eplb.policies.problem import Floats, Ids, Problem, part_of, replicas_per_node
+from moe_serve.eplb.policies.repeatable import sum_in_order
 from moe_serve.eplb.policies.replication import replicas_in
 from moe_serve.eplb.repair import give_ranks
 
@@ -47,8 +48,8 @@ class HomeRule:
         """Returns whether one more replica of an expert on a rank keeps the rule, [L, R, E]."""
         count, home = np.maximum(state.count, 1), self.home_replicas(state)
         away = state.unit * (1 - home / count)
-        total = np.maximum(state.unit.sum(axis=1), 1e-300)[:, None]
-        after = away.sum(axis=1, keepdims=True) - away + state.unit * (1 - home / (count + 1))
+        total = np.maximum(sum_in_order(state.unit, axis=1), 1e-300)[:, None]
+        after = sum_in_order(away, axis=1)[:, None] - away + state.unit * (1 - home / (count + 1))
         local = self.homes[:, None, :] == self.node_of[None, :, None]
         may: Bools = local | (after <= self.budget * total)[:, None, :]
         return may

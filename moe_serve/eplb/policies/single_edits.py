@@ -1,0 +1,143 @@
+"""Edits a placement one overwrite or swap at a time, the one with the most gain per move first.
+
+A layer is edited until its target is met, its budget is spent, or no edit gains enough for its moves. The numpy form
+edits all layers side by side and is the reference; edits.c edits one after the other and makes the same edits.
+
+Gains are in mean rank loads of the layer: by how much an edit lowers the smooth maximum of its ranks.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from moe_serve.eplb.policies.edits import Edits, EditState, apply_edits, best_overwrites, best_swaps
+from moe_serve.eplb.policies.legal import HomeRule
+from moe_serve.eplb.policies.native_edits import NativeEdits, find_library
+from moe_serve.eplb.policies.repeatable import sum_in_order
+from moe_serve.eplb.policies.swapping import Deadline
+
+Ints = NDArray[np.int64]
+Floats = NDArray[np.float64]
+NUM_HEAVY = 6  # swaps begin at so many of the heaviest ranks
+LEAST_RATE = 1e-9
+_EDITS_PER_LOOK = 16  # at the clock
+
+
+@dataclass(frozen=True, eq=False)
+class EditGoal:
+    """When a layer is done.
+
+    target: [L] balancedness;  budget: [L] moves, those before the first edit included
+    min_gain: least gain of an edit per move, in mean rank loads
+    max_edits: of a layer
+    """
+
+    target: Floats
+    budget: Ints
+    min_gain: float
+    max_edits: int
+
+
+@dataclass(frozen=True, eq=False)
+class EditLog:
+    """The edits that were made; those of one layer in the order in which they were made.
+
+    layer, slot, other, expert: [n], as in `Edits`;  moves: [n] of the layer so far;  gain: [n] in mean rank loads
+    """
+
+    layer: Ints
+    slot: Ints
+    other: Ints
+    expert: Ints
+    moves: Ints
+    gain: Floats
+
+
+def edit_layers(state: EditState, goal: EditGoal, rule: HomeRule | None, deadline: Deadline) -> tuple[EditLog, bool]:
+    """Edits the table in place. Returns the edits, and whether the deadline ended them."""
+    library = None if state.risk else find_library()
+    if library is None:
+        return edit_layers_reference(state, goal, rule, deadline)
+    native = NativeEdits(library, state, rule, NUM_HEAVY, goal.min_gain)
+    at_once = goal.max_edits if deadline.at is None else _EDITS_PER_LOOK
+    active, lines, gains, layers = list(range(len(state.table))), [], [], []
+    left = [goal.max_edits] * len(state.table)
+    truncated = False
+    while active and not truncated:
+        unfinished = []
+        for layer in active:
+            if deadline.passed:
+                truncated = True
+                break
+            number = min(at_once, left[layer])
+            made, gained = native.edit(layer, float(goal.target[layer]), int(goal.budget[layer]), number)
+            lines.append(made)
+            gains.append(gained)
+            layers.append(np.full(len(made), layer))
+            left[layer] -= number
+            if len(made) == number and left[layer]:
+                unfinished.append(layer)
+        active = unfinished
+    state.refresh()
+    line = np.concatenate([np.empty((0, 4), dtype=np.int64), *lines])
+    layer_of = np.concatenate([np.empty(0, dtype=np.int64), *layers])
+    return EditLog(layer_of, line[:, 0], line[:, 1], line[:, 2], line[:, 3], np.concatenate([[], *gains])), truncated
+
+
+def edit_layers_reference(
+    state: EditState, goal: EditGoal, rule: HomeRule | None, deadline: Deadline
+) -> tuple[EditLog, bool]:
+    """Like `edit_layers`, in numpy; the order of edits of different layers differs."""
+    same_node = None if rule is None else rule.node_of[:, None] == rule.node_of[None, :]
+    active, work = np.arange(len(goal.target)), state.rows(np.arange(len(goal.target)))
+    made = [(np.empty(0, dtype=np.int64),) * 5]
+    gains: list[Floats] = []
+    truncated = False
+    for _ in range(goal.max_edits):
+        truncated = deadline.passed
+        if truncated:
+            break
+        going = (balance_reached(work) < goal.target[active]) & (work.num_moved < goal.budget[active])
+        room = goal.budget[active] - work.num_moved
+        if rule is None:
+            overwrite = best_overwrites(work, room)
+        else:
+            here = rule.rows(active)
+            overwrite = best_overwrites(work, room, here.may_receive(work), here.must_stay(work))
+        edit, rate = better_of(overwrite, best_swaps(work, room, NUM_HEAVY, same_node))
+        scale = work.steep * sum_in_order(work.peak, axis=1)
+        going &= rate > np.maximum(goal.min_gain * scale, LEAST_RATE)
+        apply_edits(work, edit, going)
+        x = np.flatnonzero(going)
+        made.append((active[x], edit.slot[x], edit.other[x], edit.expert[x], work.num_moved[x]))
+        gains.append(edit.gain[x] / scale[x])
+        if not going.all():
+            state.table[active] = work.table
+            if not going.any():
+                break
+            active, work = active[x], work.rows(x)
+    state.table[active] = work.table
+    state.refresh()
+    layer, slot, other, expert, moves = (np.concatenate([column[i] for column in made]) for i in range(5))
+    return EditLog(layer, slot, other, expert, moves, np.concatenate([[], *gains])), truncated
+
+
+def better_of(first: Edits, second: Edits) -> tuple[Edits, Floats]:
+    """Returns, layer by layer, the edit with the better gain per move, and that rate (-inf = no gain)."""
+    rates = [np.where(e.gain > 0, e.gain / np.maximum(e.cost, 0.25), -np.inf) for e in (first, second)]
+    take = rates[1] >= rates[0]
+    fields = ("gain", "cost", "slot", "other", "expert")
+    edit = Edits(*(np.where(take, getattr(second, name), getattr(first, name)) for name in fields))
+    return edit, np.maximum(*rates)
+
+
+def balance_reached(state: EditState) -> Floats:
+    """Returns the balancedness of each layer: the load itself, without risk."""
+    share = state.unit / np.maximum(state.count, 1) + (0.0 if state.fixed is None else state.fixed)
+    flat = state.table.reshape(len(share), -1)
+    load = np.where(flat < 0, 0.0, np.take_along_axis(share, np.maximum(flat, 0), axis=1))
+    rank = sum_in_order(load.reshape(state.table.shape), axis=2)
+    top = rank.max(axis=1)
+    mean = sum_in_order(rank, axis=1) / rank.shape[1]
+    return np.where(top > 0, mean / np.where(top > 0, top, 1.0), 1.0)
