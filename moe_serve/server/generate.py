@@ -69,6 +69,17 @@ class Call:
             left_out=[request for i, request in enumerate(self.requests) if i not in set(chosen)],
         )
 
+    def failure_of(self, request: OpenRequest) -> MoeServeError | None:
+        """Returns the failure of a request that ends the answer to the whole call.
+
+        One that was cut short before its first token has an empty output where others still have theirs to give.
+        """
+        if request.was_cut_short and request.failure is not None:
+            others = (each for each in self.requests if each is not request and each.failure is None)
+            if any(each.num_output or not each.is_done for each in others):
+                request.end_empty()
+        return request.failure
+
     @property
     def num_tokens(self) -> int:
         """Tokens of prompts and outputs, without requests that failed before their first one."""
@@ -203,8 +214,8 @@ class CallResponse(Response):
         left = len(call.requests)
         while left:
             request = await call.changes.next()
-            if request.failure is not None:
-                await error_response(request.failure)({"type": "http"}, _no_receive, send)
+            if (failure := call.failure_of(request)) is not None:
+                await error_response(failure)({"type": "http"}, _no_receive, send)
                 return
             left -= request.is_done
         best = call.with_best()
@@ -221,9 +232,10 @@ class CallResponse(Response):
         has_begun = False
         while left:
             request = await call.changes.next()
+            failure = call.failure_of(request) if answers.ends_at_failure else None
             if not has_begun:  # not earlier: while a request waits, only a call without headers shows that it was left
-                if request.failure is not None and answers.ends_at_failure:
-                    await error_response(request.failure)({"type": "http"}, _no_receive, send)
+                if failure is not None:
+                    await error_response(failure)({"type": "http"}, _no_receive, send)
                     return
                 await send({"type": "http.response.start", "status": 200, "headers": _STREAM_HEADERS})
                 has_begun = True
@@ -235,7 +247,7 @@ class CallResponse(Response):
                 self._is_sending = True
                 await send({"type": "http.response.body", "body": events, "more_body": True})
                 self._is_sending = False
-            if request.failure is not None and answers.ends_at_failure:
+            if failure is not None:
                 break
         await send({"type": "http.response.body", "body": answers.end(call), "more_body": False})
 

@@ -168,6 +168,7 @@ class OpenRequest:
         self.has_started = False  # the rank has sent a token of this attempt
         self.matcher = StopMatcher(tokenizer, spec.params, eos_token_ids, spec.prompt_ids)
         self.failure: MoeServeError | None = None
+        self.was_cut_short = False
         self.num_cached = 0
         params = spec.params
         self.output_logprobs = _empty(params.logprobs, params.logprob_token_ids)
@@ -277,10 +278,17 @@ class OpenRequest:
             self.finished_s = time.monotonic()
             self._tell()
 
-    def fail(self, failure: MoeServeError) -> None:
-        """Ends the request without an answer."""
+    def end_empty(self) -> None:
+        """Makes a request that was cut short before its first token one that has ended with an empty output."""
+        assert self.was_cut_short
+        self.matcher.close(FinishReason("abort", matched=str(self.failure)))
+        self.failure = None
+
+    def fail(self, failure: MoeServeError, was_cut_short: bool = False) -> None:
+        """Ends the request without an answer. was_cut_short: for a reason of its own, which other ones do not share"""
         if not self.is_done:
             self.failure = failure
+            self.was_cut_short = was_cut_short
             self.finished_s = time.monotonic()
             self._tell()
 

@@ -4,6 +4,7 @@ Each is a request of its own, with a seed derived from the prompt's. They are se
 are computed once on a rank; log probabilities of the prompt are asked for once.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -57,4 +58,4 @@ def best_of_each(requests: Sequence[OpenRequest], groups: Sequence[tuple[int, in
 
 def _mean_logprob(request: OpenRequest) -> float:
     entries = request.output_logprobs
-    return entries.cumulative / len(entries) if entries else 0.0
+    return entries.cumulative / len(entries) if entries else -math.inf  # cut short before its first token

@@ -154,9 +154,11 @@ class RequestBook:
         if request.num_output:
             request.cut_short(why)
         elif own_s is not None and time.monotonic() - request.submitted_s > own_s:
-            request.fail(OwnTimeoutError(f"{why}, and no token had come out yet; give it more", field="timeout"))
+            late = OwnTimeoutError(f"{why}, and no token had come out yet; give it more", field="timeout")
+            request.fail(late, was_cut_short=True)
         else:
-            request.fail(UnavailableError(f"{why}, and no token had come out yet; send it again later"))
+            failure = UnavailableError(f"{why}, and no token had come out yet; send it again later")
+            request.fail(failure, was_cut_short=True)
         self._forget(request)
 
     def end_overdue(self, now_s: float) -> None:

@@ -1,5 +1,6 @@
 """`/v1/completions` answers as OpenAI's does, in JSON and in streams, with vLLM's and SGLang's fields. No model."""
 
+import asyncio
 import json
 
 import pytest
@@ -147,22 +148,50 @@ async def test_an_id_is_the_clients_own_and_aborts_all_of_its_choices():
 
 
 @in_event_loop
-async def test_an_aborted_choice_without_a_token_ends_the_stream_with_an_error():
+async def test_an_aborted_choice_without_a_token_leaves_the_others_their_ends():
     async with serving(1) as served:
         (worker,) = served.workers
         worker.reply = lambda submit: [5] * (200 if submit.prompt_ids == [6] else 0)
-        async with served.client.stream(
-            "POST", COMPLETIONS, json={"prompt": [[6], [7]], "max_tokens": 150, "rid": "mine", "stream": True}
-        ) as response:
+        body = {"prompt": [[7], [6]], "max_tokens": 150, "rid": "mine"}
+        async with served.client.stream("POST", COMPLETIONS, json={**body, "stream": True}) as response:
             lines = response.aiter_lines()
-            assert json.loads((await anext(lines)).removeprefix("data: "))["choices"][0]["index"] == 0
+            assert json.loads((await anext(lines)).removeprefix("data: "))["choices"][0]["index"] == 1
             assert (await served.client.post("/abort_request", json={"rid": "mine"})).status_code == 200
-            *_, failure, done = [line async for line in lines if line]
+            *rest, done = [line async for line in lines if line]
+        whole = asyncio.create_task(post(served, COMPLETIONS, **{**body, "prompt": [[7], [6]], "rid": "later"}))
+        await until(lambda: any(each.num_output for each in served.bridge.book.with_rid("later")))
+        await served.client.post("/abort_request", json={"rid": "later"})
+        answer = (await whole).json()
         await until(lambda: served.bridge.num_open == 0)
-        await until(lambda: len(worker.aborted) == 2)
+        await until(lambda: len(worker.aborted) == 4)
     assert done == "data: [DONE]"
-    error = json.loads(failure.removeprefix("data: "))["error"]
-    assert (error["code"], error["retryable"]) == (503, True)
+    choices = [json.loads(line.removeprefix("data: "))["choices"][0] for line in rest]
+    ends = {choice["index"]: choice["finish_reason"] for choice in choices if choice["finish_reason"]}
+    assert ends == {0: "abort", 1: "abort"}
+    assert [choice["finish_reason"] for choice in answer["choices"]] == ["abort", "abort"]
+    assert answer["choices"][0]["text"] == ""
+    assert answer["choices"][1]["text"] != ""
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@in_event_loop
+async def test_a_call_that_is_aborted_before_any_token_fails(stream):
+    async with serving(1) as served:
+        (worker,) = served.workers
+        worker.reply = lambda submit: []
+        call = asyncio.create_task(post(served, COMPLETIONS, prompt=[[6], [7]], rid="mine", stream=stream))
+        await until(lambda: len(worker.submitted) == 2)
+        await served.client.post("/abort_request", json={"rid": "mine-1"})
+        await asyncio.sleep(0.1)
+        assert not call.done(), "the other one may still have an answer"
+        await served.client.post("/abort_request", json={"rid": "mine"})
+        answer = await call
+    if not stream:
+        assert answer.status_code == 503
+        error = answer.json()["error"]
+    else:
+        *_, failure, _ = [line for line in answer.text.splitlines() if line]
+        error = json.loads(failure.removeprefix("data: "))["error"]
     assert "aborted, and no token had come out yet" in error["message"]
 
 
