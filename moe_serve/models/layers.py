@@ -41,6 +41,12 @@ class RopeTable:
         return self.table.index_select(0, positions)
 
 
+def rope_table_bytes(rope: RopeSpec, max_position: int, has_temperature: bool) -> int:
+    """Returns the size of a RopeTable. has_temperature: of the queries"""
+    scale_bytes = torch.float32.itemsize if has_temperature else 0
+    return max_position * (rope.dim // 2 * torch.complex64.itemsize + scale_bytes)
+
+
 def rope_frequencies(rope: RopeSpec) -> Tensor:
     """Returns [dim / 2] float32, radians per position of each pair."""
     exponents = torch.arange(0, rope.dim, 2, dtype=torch.float32) / rope.dim

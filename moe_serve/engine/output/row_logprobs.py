@@ -25,6 +25,11 @@ TILE_ELEMENTS = 2**23  # logits of prompt rows at a time: 32 MiB
 ProjectRows = Callable[[range], Tensor]
 
 
+def rows_at_once(vocab: int) -> int:
+    """Returns how many rows of prompts are projected to logits at a time."""
+    return max(1, TILE_ELEMENTS // vocab)
+
+
 @dataclass(frozen=True)
 class RawLogits:
     """Logits of the rows whose requests ask for log probabilities, as the model gave them. rows: which rows they are"""
@@ -79,7 +84,7 @@ class LogprobScorer:
         """
         found: dict[int, LogprobBlock] = {}
         not_finite: set[int] = set()
-        at_once = max(1, TILE_ELEMENTS // vocab)
+        at_once = rows_at_once(vocab)
         for index, position, rows in batch.prompt_rows:
             request = chunks[index].request
             tiles = [

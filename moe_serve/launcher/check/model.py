@@ -9,9 +9,12 @@ from moe_serve.config import ServeConfig, model_dir
 from moe_serve.dispatch.base import BufferLimits
 from moe_serve.dispatch.buffer_sizes import BufferSizes
 from moe_serve.engine.model_plan import ModelPlan
+from moe_serve.engine.output.row_logprobs import rows_at_once
 from moe_serve.launcher.check.report import Line, Memory, Report, bytes_in_words, count_in_words
 from moe_serve.launcher.check.transport import describe_loss, describe_transport, look_here
+from moe_serve.models.attention_spec import GqaSpec
 from moe_serve.models.families.registry import read_spec
+from moe_serve.models.layers import rope_table_bytes
 from moe_serve.models.moe_decoder import kv_layouts
 from moe_serve.models.spec import ModelSpec
 from moe_serve.models.working_memory import StepSizes, working_memory
@@ -38,6 +41,7 @@ def describe_model(report: Report, config: ServeConfig, device: str) -> None:
     report.model += [Line(*fact) for fact in describe_loss(config, plan.placement, transport.shares_memory)]
     report.memory += [*weights, _cache(config, plan)]
     report.memory += [*_dispatch_buffers(config, plan, transport.taken), _working_memory(config, plan)]
+    report.memory += [_rotations(plan), _prompt_logits(config, plan)]
     cache_tokens = plan.num_blocks * config.cache.block_size
     if cache_tokens < plan.max_model_len:
         why = "what the KV cache of one rank holds; raise cache.memory_gib to reach the model's limit"
@@ -119,6 +123,20 @@ def _working_memory(config: ServeConfig, plan: ModelPlan) -> Memory:
     )
     num_bytes, largest = working_memory(plan.spec, plan.numerics, sizes)
     return Memory("a step at its largest", num_bytes, f"{largest}, with even load of experts")
+
+
+def _rotations(plan: ModelPlan) -> Memory:
+    rope, max_position, attention = plan.spec.rope, plan.spec.max_position, plan.spec.attention
+    has_temperature = isinstance(attention, GqaSpec) and attention.temperature is not None
+    num_bytes = rope_table_bytes(rope, max_position, has_temperature)
+    return Memory("rotations of positions", num_bytes, f"{max_position} positions x {rope.dim} dimensions, float32")
+
+
+def _prompt_logits(config: ServeConfig, plan: ModelPlan) -> Memory:
+    """Returns what log probabilities of prompts take beside a step."""
+    rows = min(rows_at_once(plan.spec.vocab_size), config.engine.max_batch_tokens)
+    why = f"{rows} rows x {plan.spec.vocab_size} words at a time, for requests with log probabilities of their prompts"
+    return Memory("logits of prompts", rows * plan.spec.vocab_size * torch.float32.itemsize, why)
 
 
 def _tokens_at_once(config: ServeConfig, plan: ModelPlan) -> int:

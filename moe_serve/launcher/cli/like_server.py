@@ -33,7 +33,7 @@ def server_replay(
     events: list[tuple[int, dict[str, Any]]] = [] if trace_file is None else list(events_between_records(trace_file))
     started = next((fields for _, fields in events if fields["event"] == STARTED), None)
     start = _start(config, file, load)
-    facts = SystemFacts.from_event(started) if started else facts_of(config, nodes)
+    facts = SystemFacts.from_event(started) if started else facts_of(config, nodes, start)
     if start.num_ranks % facts.num_nodes:
         raise ConfigError(
             f"{start.num_ranks} ranks do not divide over {facts.num_nodes} nodes; give the server's --nodes"
@@ -41,22 +41,28 @@ def server_replay(
     return ServerReplay.of(balancer_settings(config.eplb), facts, events), start
 
 
-def facts_of(config: ServeConfig, nodes: int) -> "SystemFacts":
-    """Returns the facts of the system that the configuration describes, as far as it tells."""
-    from moe_serve.eplb.rebalance.make import SystemFacts
-    from moe_serve.kernels.mxfp4_block import MXFP4_BLOCK
-    from moe_serve.models.families.registry import read_spec
+def facts_of(config: ServeConfig, nodes: int, start: "Placement") -> "SystemFacts":
+    """Returns the facts of the system that the configuration describes, as far as it tells.
 
-    spec, model = read_spec(model_dir(config.model)), config.model
+    Experts have the size that the server's ranks give them; on CPUs, with the compiled kernels unless the file says
+    otherwise.
+    """
+    import torch
+
+    from moe_serve.engine.model_plan import checkpoint_folder, compute_dtype, expert_form
+    from moe_serve.eplb.rebalance.make import SystemFacts
+    from moe_serve.models.families.registry import read_spec
+    from moe_serve.models.stored_weights import StoredWeights
+    from moe_serve.models.weight_share import WeightShare
+
+    spec = read_spec(model_dir(config.model))
     device = "cuda" if config.parallel.device == "cuda" else "cpu"
-    value_bytes: float
-    if model.expert_weights == "mxfp4":
-        value_bytes = 0.5 + 1 / MXFP4_BLOCK
-    elif model.expert_weights in ("fp8", "int8"):
-        value_bytes = 1
-    else:
-        value_bytes = 2 if model.dtype == "bfloat16" or (model.dtype == "auto" and device == "cuda") else 4
-    num_bytes = int(3 * spec.hidden * spec.moe_intermediate * value_bytes)
+    place = torch.device(device)
+    dtype = compute_dtype(config, place)
+    is_compiled = device == "cpu" and dtype == torch.float32 and config.engine.cpu_kernels != "torch"
+    stored = StoredWeights.of(spec, checkpoint_folder(config)) if is_compiled else None
+    form = expert_form(config, spec, place, stored)
+    num_bytes = WeightShare(spec, start, 0, dtype, place, form, stored).slot_form.num_bytes
     survives_loss = config.engine.on_lost_rank == "mask" and config.parallel.num_ranks > 2 and device == "cpu"
     return SystemFacts.of_model(spec.hidden, spec.moe_intermediate, num_bytes, device, nodes, survives_loss)
 

@@ -11,6 +11,8 @@ from moe_serve.launcher.check import machine
 from moe_serve.launcher.check.examine import examine
 from moe_serve.launcher.check.report import Report
 from moe_serve.launcher.check.show import print_check
+from moe_serve.models.families.registry import read_spec
+from moe_serve.models.layers import RopeTable
 from tests.engine.offline import tiny_model
 from tests.models.mxfp4_checkpoint import write_mxfp4_config
 
@@ -92,6 +94,20 @@ def test_the_compiled_kernels_keep_weights_as_they_are_stored() -> None:
     choices = {line.name: line for line in compiled.choices}
     assert choices["numerics"].value == "batch_invariant"
     assert choices["kernels"].value.startswith("compiled for this CPU")
+
+
+@pytest.mark.parametrize("family", ["deepseek_v3", "llama4_text"])
+def test_tables_of_rotations_and_logits_of_prompts_are_counted(family: str, tmp_path: Path) -> None:
+    path = tiny_model(tmp_path, family)
+    found = sizes(checked(f"model.path={path}", "model.load_format=dummy", "model.max_model_len=100"))
+    spec = read_spec(path).in_context(100)
+    temperature = getattr(spec.attention, "temperature", None)
+    table = RopeTable(spec.rope, 100, "cpu", temperature)
+    scales = 0 if table.query_scales is None else table.query_scales.nbytes
+    assert (family == "llama4_text") == (scales > 0)
+    assert found["rotations of positions"] == table.table.nbytes + scales
+    rows = load_config().engine.max_batch_tokens
+    assert found["logits of prompts"] == rows * spec.vocab_size * 4, "the words are few, so all rows of a step fit"
 
 
 def test_one_rank_sends_nothing():
