@@ -100,16 +100,16 @@ def fit_to_model(prompt: Prompt, prompt_ids: Sequence[int], limits: ModelLimits)
     field = "text" if prompt.token_ids is None else "input_ids"
     if not prompt_ids:
         raise RequestError(f"{field} has no tokens; send at least one", field=field)
-    wrong = next((i for i, token in enumerate(prompt_ids) if not 0 <= token < limits.vocab_size), None)
-    if wrong is not None:
-        raise RequestError(
-            f"{field}[{wrong}] is {prompt_ids[wrong]}, outside the vocabulary; expected 0 to {limits.vocab_size - 1}",
-            field=field,
-        )
-    longest = min(limits.max_prompt_len, limits.max_model_len - 1)
+    longest = min(limits.max_prompt_len, limits.max_model_len - 1)  # before what is in it: a million ids take a while
     if len(prompt_ids) > longest:
         raise RequestError(
             f"{field} has {len(prompt_ids)} tokens, at most {longest} are served; shorten it", field=field
+        )
+    if min(prompt_ids) < 0 or max(prompt_ids) >= limits.vocab_size:
+        wrong = next(i for i, token in enumerate(prompt_ids) if not 0 <= token < limits.vocab_size)
+        raise RequestError(
+            f"{field}[{wrong}] is {prompt_ids[wrong]}, outside the vocabulary; expected 0 to {limits.vocab_size - 1}",
+            field=field,
         )
     # The cache of a rank may hold fewer: max_prompt_len + 1 tokens; the last output token is not cached.
     max_tokens = min(limits.max_model_len, limits.max_prompt_len + 2)

@@ -11,6 +11,7 @@ import socket
 import pytest
 
 from moe_serve.server.connections import connection
+from moe_serve.server.connections.bounded_parser import BoundedParser
 from moe_serve.server.connections.connection_table import ConnectionTable
 from moe_serve.server.connections.descriptors import soft_limit
 from moe_serve.server.connections.listener import Listener
@@ -264,6 +265,26 @@ async def test_an_answer_before_the_body_is_complete_reaches_a_client_that_still
         await client.send(header("POST /generate", "content-length: 5000000\r\n"), b" " * 4_000_000)
         assert (await client.answer()).status == 413
         await until(lambda: len(served.server.table) == 0)  # the rest never comes
+
+
+@in_event_loop
+async def test_what_comes_of_a_body_after_its_answer_is_not_parsed_and_the_next_request_is_served(monkeypatch):
+    async with serving(1, "server.max_body_mib=0.01") as served:
+        client = await RawClient.connect(served)
+        await client.send(header("POST /generate", "content-length: 3000000\r\n"), b" " * 100_000)
+        assert (await client.answer()).status == 413
+        parsed: list[bytes] = []
+        receive = BoundedParser.receive_data
+        monkeypatch.setattr(
+            BoundedParser, "receive_data", lambda self, data: (parsed.append(data), receive(self, data))
+        )
+        ping = header("GET /ping")
+        await client.send(b" " * 2_900_000, ping[:20])
+        await client.send(ping[20:], ping)
+        assert [(await client.answer()).status for _ in range(2)] == [200, 200]
+        assert len(b"".join(parsed)) < 200_000  # what the kernel held when the answer was sent, at most
+        await client.send(header("POST /generate", "content-length: 20000\r\n"), b" " * 20_000, ping)
+        assert [(await client.answer()).status for _ in range(2)] == [413, 200]
 
 
 @in_event_loop

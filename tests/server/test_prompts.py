@@ -51,6 +51,17 @@ def test_what_a_model_cannot_serve_is_named(ids, sampling_params, field, words):
     assert caught.value.field == field
 
 
+class Unread(list):
+    def __iter__(self):
+        raise AssertionError("a prompt that is too long is refused for its length")
+
+
+def test_the_ids_of_a_prompt_that_is_too_long_are_not_looked_at():
+    (prompt,) = parse(input_ids=[0]).prompts
+    with pytest.raises(RequestError, match="500000 tokens, at most 30"):
+        fit_to_model(prompt, Unread([1] * 500_000), LIMITS)
+
+
 def test_a_length_that_was_not_asked_for_is_cut_to_the_model():
     assert fit([1] * 20).max_new_tokens == 12
     assert fit([1] * 20, max_new_tokens=12).max_new_tokens == 12

@@ -10,6 +10,7 @@ import asyncio
 import os
 import select
 import time
+from collections import deque
 from typing import Literal, Protocol
 
 _PERIOD_S = 0.01  # between two batches
@@ -36,6 +37,7 @@ class BatchReader:
         self._epoll = select.epoll()
         self._connections: dict[int, BatchedConnection] = {}  # by descriptor
         self._numbers: dict[BatchedConnection, int] = {}  # their descriptors
+        self._ready: deque[int] = deque()  # descriptors of the batch that is being read; some may be closed by now
         self._until_s = 0.0
         self._next: asyncio.Handle | None = None  # batch; None where there is no connection
 
@@ -82,31 +84,33 @@ class BatchReader:
             self._next.cancel()
         self._connections.clear()
         self._numbers.clear()
+        self._ready.clear()
         self._epoll.close()
 
     def _read(self) -> None:
-        has_more = True
+        is_left = True
         try:
-            has_more = self._read_turn()
+            is_left = self._read_turn()
         finally:  # a mistake with one connection must not keep the others waiting for ever
             loop = asyncio.get_running_loop()
             if not self._connections:
                 self._next = None
             else:
-                self._next = loop.call_soon(self._read) if has_more else loop.call_later(_PERIOD_S, self._read)
+                self._next = loop.call_soon(self._read) if is_left else loop.call_later(_PERIOD_S, self._read)
 
     def _read_turn(self) -> bool:
-        """Returns whether there may be more to read."""
+        """Reads a few connections of the batch; returns whether some are left."""
         ends_s = time.monotonic() + _TURN_S
-        ready = self._epoll.poll(0, _TURN_CONNECTIONS)
-        for number, _ in ready:
-            self._read_one(number)
+        if not self._ready:
+            self._ready.extend(number for number, _ in self._epoll.poll(0))
+        for _ in range(min(len(self._ready), _TURN_CONNECTIONS)):
+            self._read_one(self._ready.popleft())
             if time.monotonic() >= ends_s:
-                return True  # what was not read is still ready in the next turn
+                break
         if not self.is_active:
             for connection in list(self._numbers)[:_TURN_CONNECTIONS]:
                 self.release(connection)
-        return len(ready) == _TURN_CONNECTIONS
+        return bool(self._ready)
 
     def _read_one(self, number: int) -> None:
         connection = self._connections.get(number)

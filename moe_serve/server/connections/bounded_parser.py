@@ -22,6 +22,7 @@ class BoundedParser(h11.Connection):
         self._num_chunks = 0
         self._num_bytes = 0
         self._is_plain = False  # the body has a content-length
+        self._length = 0  # which is this
 
     @property
     def has_bytes(self) -> bool:
@@ -32,6 +33,15 @@ class BoundedParser(h11.Connection):
     def reads_plain_body(self) -> bool:
         """Whether a body of known length is being received."""
         return self._is_plain and self.their_state is h11.SEND_BODY
+
+    @property
+    def num_missing(self) -> int:
+        """Bytes of a body of known length that are still to come; all that have come were given to events."""
+        return self._length - self._num_bytes
+
+    def skip(self, num_bytes: int) -> None:
+        """Counts bytes of a body that nobody reads as if they had come. No event may be asked for afterwards."""
+        self._num_bytes += num_bytes
 
     def next_event(self) -> Any:
         """Returns h11's next event. Raises RemoteProtocolError for what is not HTTP, or beyond a bound."""
@@ -48,11 +58,12 @@ class BoundedParser(h11.Connection):
             if len(event.headers) > _MAX_HEADERS:
                 self._refuse(431, f"{len(event.headers)} header fields, at most {_MAX_HEADERS} are read; send fewer")
             self._num_chunks = self._num_bytes = 0
-            self._is_plain = any(name == b"content-length" for name, _ in event.headers)
-        elif isinstance(event, h11.Data) and not self._is_plain:
+            length = next((value for name, value in event.headers if name == b"content-length"), None)
+            self._is_plain, self._length = length is not None, int(length or 0)
+        elif isinstance(event, h11.Data):
             self._num_chunks += 1
             self._num_bytes += len(event.data)
-            if self._num_chunks > _FREE_CHUNKS + self._num_bytes // _BYTES_PER_CHUNK:
+            if not self._is_plain and self._num_chunks > _FREE_CHUNKS + self._num_bytes // _BYTES_PER_CHUNK:
                 self._refuse(400, f"the body comes in chunks of less than {_BYTES_PER_CHUNK} bytes; send larger ones")
         return event
 

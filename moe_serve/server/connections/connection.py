@@ -184,6 +184,10 @@ class Connection(H11Protocol):
     def data_received(self, data: bytes) -> None:
         if self._drops or self.transport.is_closing():
             return
+        if self.cycle is not None and self.cycle.response_complete and self.conn.reads_plain_body:
+            data = self._drop(data)
+            if not data:
+                return
         if not self._has_begun and (self.cycle is None or self.cycle.response_complete):
             self._has_begun, self._since_s = True, time.monotonic()
         self._unset_keepalive_if_required()
@@ -200,6 +204,19 @@ class Connection(H11Protocol):
             except h11.LocalProtocolError:
                 self.transport.abort()  # the client broke the protocol while its answer was being sent
             start = end
+
+    def _drop(self, data: bytes) -> bytes:
+        """Drops what comes of a body after its answer, unparsed; returns what comes behind its end.
+
+        It may be as much as a client likes to send. The phase does not begin anew: it has its deadline.
+        """
+        num_missing = self.conn.num_missing
+        if len(data) < num_missing:
+            self.conn.skip(len(data))
+            return b""
+        self.conn = BoundedParser(self._limits.max_header_bytes)
+        self._has_begun, self._since_s = False, time.monotonic()
+        return data[num_missing:]
 
     def _refuse_early(self, data: bytes) -> bool:
         """Returns whether a call was refused before it is parsed."""
