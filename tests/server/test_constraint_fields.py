@@ -101,6 +101,19 @@ def test_openais_and_vllms_fields(fields: dict[str, Any], kind: str) -> None:
         ({"structured_outputs": {"json": SCHEMA, "regex": "x"}}, "structured_outputs.regex"),
         ({"structured_outputs": {"xml": 1}}, "structured_outputs.xml"),
         ({"guided_regex": "x" * (MAX_CHARS + 1)}, "guided_regex"),
+        ({"guided_regex": "x", "guided_whitespace_pattern": " "}, "guided_whitespace_pattern"),
+        ({"guided_whitespace_pattern": " "}, "guided_whitespace_pattern"),
+        ({"guided_json": SCHEMA, "guided_whitespace_pattern": 3}, "guided_whitespace_pattern"),
+        ({"guided_json": "{no json", "guided_whitespace_pattern": " "}, "guided_whitespace_pattern"),
+        ({"guided_json": {"x-guidance": {}}, "guided_whitespace_pattern": " "}, "guided_whitespace_pattern"),
+        (
+            {"structured_outputs": {"choice": ["a"], "disable_any_whitespace": True}},
+            "structured_outputs.disable_any_whitespace",
+        ),
+        (
+            {"structured_outputs": {"json": SCHEMA, "disable_additional_properties": True}},
+            "structured_outputs.disable_additional_properties",
+        ),
     ],
     ids=lambda value: str(value)[:60],
 )
@@ -108,6 +121,23 @@ def test_an_error_names_the_field(fields: dict[str, Any], says: str) -> None:
     with pytest.raises(RequestError) as caught:
         openai(fields)
     assert caught.value.field == says
+
+
+@pytest.mark.parametrize(
+    ("fields", "option"),
+    [
+        ({"guided_json": SCHEMA, "guided_whitespace_pattern": "[ ]?"}, {"whitespace_pattern": "[ ]?"}),
+        ({"response_format": {"type": "json_object"}, "guided_whitespace_pattern": " "}, {"whitespace_pattern": " "}),
+        ({"structured_outputs": {"json": SCHEMA, "whitespace_pattern": " *"}}, {"whitespace_pattern": " *"}),
+        ({"structured_outputs": {"json": True, "disable_any_whitespace": True}}, {"whitespace_flexible": False}),
+        ({"structured_outputs": {"json": SCHEMA, "disable_any_whitespace": False}}, None),
+    ],
+    ids=str,
+)
+def test_white_space_of_a_schema_is_what_vllms_fields_say(fields: dict[str, Any], option: Any) -> None:
+    found = openai(fields)
+    assert found is not None
+    assert json.loads(found.text).get("x-guidance") == option
 
 
 def test_parameters_refuse_what_cannot_be_a_constraint_and_one_that_may_never_end() -> None:

@@ -172,6 +172,10 @@ def test_a_schema_with_its_own_options_decides_about_white_space() -> None:
         else:
             with pytest.raises(RequestError, match="cannot be served"):
                 matcher.advance(TEXT.encode("{ "))
+    one_space = matcher_of("json_schema", json.dumps({"type": "object", "x-guidance": {"whitespace_pattern": " ?"}}))
+    one_space.copy().advance(TEXT.encode("{ "))
+    with pytest.raises(RequestError, match="cannot be served"):
+        one_space.advance(TEXT.encode("{  "))
 
 
 def assert_valid(value: Any, schema: dict[str, Any]) -> None:

@@ -11,10 +11,12 @@ from typing import Any
 
 from moe_serve.attention_dp.constraint import MAX_CHARS, Constraint
 from moe_serve.errors import RequestError
-from moe_serve.server.fields.json_fields import Fields, show
+from moe_serve.server.fields.json_fields import Fields, boolean, show
 
 MAX_CHOICES = 10_000
 ANY_OBJECT = '{"type":"object"}'
+_PATTERN = "guided_whitespace_pattern"
+_OPTIONS = "x-guidance"  # of a schema, in llguidance's words
 _SGLANG_ANY = "$$ANY$$"  # SGLang's json_schema for any object
 
 
@@ -33,7 +35,8 @@ def take_sglang_constraint(values: Fields) -> Constraint | None:
 
 def take_openai_constraint(values: Fields) -> Constraint | None:
     """Takes OpenAI's response_format, and vLLM's structured_outputs and guided_json, guided_regex, guided_choice and
-    guided_grammar, of which a request may have one; and SGLang's four names. Raises RequestError.
+    guided_grammar, of which a request may have one; and SGLang's four names. vLLM's guided_whitespace_pattern goes
+    with a JSON schema. Raises RequestError.
 
     None: any text, also for response_format {"type": "text"}.
     """
@@ -46,7 +49,9 @@ def take_openai_constraint(values: Fields) -> Constraint | None:
             ("json_schema", _sglang_schema), ("regex", _regex), ("ebnf", _grammar), ("structural_tag", _tag),
         )
     }  # fmt: skip
-    return _the_only(found, values.prefix)
+    pattern = values.take(_PATTERN, _text)
+    constraint = _the_only(found, values.prefix)
+    return constraint if pattern is None else _with_white_space(constraint, values.prefix + _PATTERN, pattern)
 
 
 def schema_constraint(schema: dict[str, Any] | bool) -> Constraint:
@@ -89,11 +94,15 @@ def _sglang_schema(name: str, value: Any) -> Constraint:
 
 def _of_text(kind: str) -> Callable[[str, Any], Constraint]:
     def check(name: str, value: Any) -> Constraint:
-        if not isinstance(value, str) or not value:
-            raise RequestError(f"{name} is {show(value)}, expected a string that is not empty", field=name)
-        return Constraint(kind, value)
+        return Constraint(kind, _text(name, value))
 
     return check
+
+
+def _text(name: str, value: Any) -> str:
+    if not isinstance(value, str) or not value:
+        raise RequestError(f"{name} is {show(value)}, expected a string that is not empty", field=name)
+    return value
 
 
 _regex, _grammar = _of_text("regex"), _of_text("grammar")
@@ -140,7 +149,8 @@ def _structured_outputs(name: str, value: Any) -> Constraint | None:
     """Checks vLLM's object with one of json, regex, choice, grammar, json_object and structural_tag."""
     if not isinstance(value, dict):
         raise RequestError(f"{name} is {show(value)}, expected an object", field=name)
-    fields = Fields(value, f"{name}.", {"disable_fallback": (False, True), "disable_any_whitespace": (False,)}, {})
+    neutral = {"disable_fallback": (False, True), "disable_additional_properties": (False,)}
+    fields = Fields(value, f"{name}.", neutral, {})
     found = {
         key: fields.take(key, check)
         for key, check in (
@@ -148,8 +158,33 @@ def _structured_outputs(name: str, value: Any) -> Constraint | None:
             ("json_object", _any_object), ("structural_tag", _tag),
         )
     }  # fmt: skip
+    pattern = fields.take("whitespace_pattern", _text)
+    has_none = fields.take("disable_any_whitespace", boolean)
     fields.refuse_the_rest()
-    return _the_only(found, f"{name}.")
+    constraint = _the_only(found, f"{name}.")
+    if pattern is not None:
+        constraint = _with_white_space(constraint, f"{name}.whitespace_pattern", pattern)
+    return _with_white_space(constraint, f"{name}.disable_any_whitespace") if has_none else constraint
+
+
+def _with_white_space(constraint: Constraint | None, field: str, pattern: str | None = None) -> Constraint:
+    """Returns a JSON schema's constraint with what may stand between the parts of JSON.
+
+    field: that asks for it, for errors;  pattern: a regular expression; None: nothing may
+    Raises RequestError where there is no schema, or it says so itself.
+    """
+    if constraint is None or constraint.kind != "json_schema":
+        raise RequestError(f"{field} is given, but it belongs to a JSON schema and there is none; leave it out", field)
+    try:
+        schema = json.loads(constraint.text)
+    except (ValueError, RecursionError) as error:
+        raise RequestError(f"{field} is given, but the schema is no JSON: {str(error)[:200]}", field) from None
+    if isinstance(schema, bool):
+        schema = {} if schema else {"not": {}}
+    if _OPTIONS in schema:
+        raise RequestError(f"{field} is given, and so is white space, by {_OPTIONS} or another field; send one", field)
+    option = {"whitespace_flexible": False} if pattern is None else {"whitespace_pattern": pattern}
+    return schema_constraint({**schema, _OPTIONS: option})
 
 
 def _any_object(name: str, value: Any) -> Constraint | None:

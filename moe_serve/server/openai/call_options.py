@@ -40,7 +40,6 @@ NEUTRAL_FIELDS: Mapping[str, tuple[Any, ...]] = {
     "mm_processor_kwargs": (),
     "media_io_kwargs": (),
     "guided_decoding_backend": (),
-    "guided_whitespace_pattern": (),
     "return_tokens_as_token_ids": (False,),
     "kv_transfer_params": (),
     "vllm_xargs": ({},),

@@ -48,6 +48,7 @@ _FORM: dict[str, Schema] = {  # what an output must match; one of them
     "guided_regex": _TEXT,
     "guided_choice": or_null({"type": "array", "items": {"type": "string"}}),
     "guided_grammar": _TEXT,
+    "guided_whitespace_pattern": _TEXT,
     "json_schema": _TEXT,
     "regex": _TEXT,
     "ebnf": _TEXT,
