@@ -52,6 +52,8 @@ def test_requests_and_plans_come_back_as_they_were():
         excluded_ranks=(3,),
         moe_layer_ids=(7, 8, 9),
         max_moves=2,
+        max_total_moves=5,
+        min_gain=0.001,
     )
     back = MessageReader(Ask).feed(joined(Ask(4, "greedy", asked, 1, "nodes")))
     assert (back.request_id, back.policy) == (4, "greedy")

@@ -5,7 +5,7 @@ get stuck, so replica counts change first and chains of moves through many ranks
 until the target is met or the budget is spent.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,10 +19,12 @@ from moe_serve.eplb.policies.one_slot import edit_one_slot
 from moe_serve.eplb.policies.policy import Plan, PlanRequest
 from moe_serve.eplb.policies.problem import Floats, Ids, Problem, finish, holds, problem_of
 from moe_serve.eplb.policies.refined import RefinedPolicy
+from moe_serve.eplb.policies.shared_price import edits_within, replay_edits
 from moe_serve.eplb.policies.single_edits import EditGoal, balance_reached, better_of, edit_layers
 
 Ints = NDArray[np.int64]
 PRICE_STEPS = 11
+MIN_GAIN = 3e-4  # per move, in mean rank loads; less is lost in the drift until the next plan
 
 
 @dataclass(frozen=True)
@@ -48,12 +50,20 @@ class IncrementalPolicy:
     def plan(self, request: PlanRequest) -> Plan:
         """Returns the edited placement, with at most `max_moves` moves per layer where that is given.
 
+        `max_total_moves` goes to the layers where a move gains most, at one price for all of them; with one or two
+        slots per rank every layer gets an equal part.
+
         An illegal start (an expert without a slot, on fewer than min_replicas ranks, or twice on one) is repaired
         first, which may take more moves.
         """
         if request.current is None:
             return RefinedPolicy().plan(request)
         problem = problem_of(request)
+        if request.max_total_moves is not None and problem.slots_per_rank <= 2 and problem.is_global:
+            each = request.max_total_moves // len(problem.weight)  # these searches know no price across layers
+            if request.max_moves is not None:
+                each = min(each, request.max_moves)
+            problem = problem_of(replace(request, max_moves=each, max_total_moves=None))
         assert problem.current is not None
         table, truncated, homes = self._edit(problem)
         return finish(problem, table, truncated, homes)
@@ -79,27 +89,34 @@ class IncrementalPolicy:
             problem.min_replicas,
         )
         target = self._target(problem)
-        most = problem.request.max_moves
+        most, total = problem.request.max_moves, problem.request.max_total_moves
         budget = np.full(len(table), problem.num_slots if most is None else most)
         todo = np.flatnonzero((balance_reached(state) < target) & (state.num_moved < budget))
         if len(todo) == 0:
             return table, False, homes
         work = state.rows(todo)
-        if rule is None:
+        if rule is None and total is None:
             _fill_empty_slots(work, target[todo], budget[todo])
         if pairs:
             truncated = _chain(work, target[todo], budget[todo], problem)
         else:
             some = None if rule is None else rule.rows(todo)
-            goal = EditGoal(target[todo], budget[todo], 0.0, self.max_edits)
-            _, truncated = edit_layers(work, goal, some, problem.deadline)
+            least = MIN_GAIN if problem.request.min_gain is None else problem.request.min_gain
+            goal = EditGoal(target[todo], budget[todo], least, self.max_edits)
+            moved = work.num_moved
+            log, truncated = edit_layers(work, goal, some, problem.deadline)
+            if total is not None:
+                total -= int(state.num_moved.sum() - moved.sum())
+                work.table = table[todo]
+                replay_edits(work.table, log, edits_within(log, moved, mean[todo, 0], total))
         table[todo] = work.table
         return table, truncated, homes
 
     def _target(self, problem: Problem) -> Floats:
         """Returns the balancedness [L] at which a layer needs no edits."""
         slack = self.slack
-        if slack is None and problem.request.max_moves is not None:
+        limits = problem.request.max_moves, problem.request.max_total_moves
+        if slack is None and limits != (None, None):
             slack = 0.003  # the budget ends the edits
         if slack is None:
             slack = 0.05 if problem.slots_per_rank <= 2 else 0.01 if problem.slots_per_rank <= 4 else 0.013

@@ -47,6 +47,9 @@ class PlanRequest:
     off_home:       0 .. 1, share of the load that may be served outside its expert's home node: 0 = hard hierarchy,
                     1 = no hierarchy
     max_moves:      slots per layer whose rank may have to receive an expert; None = no limit. Needs `current`
+    max_total_moves: the same for all layers together; the moves go to the layers where they gain most. Needs `current`
+    min_gain:       a move of `incremental` lowers the smooth maximum of its layer by at least this share of the mean
+                    rank load; None = the policy's own
     min_replicas:   ranks that every expert is on, at least: with 2, any one rank can be lost. Under a hierarchy
                     (off_home < 1) all of them are on the home node
     time_budget_s:  stop after this long and mark the plan truncated; None = no stop
@@ -69,6 +72,8 @@ class PlanRequest:
     num_groups: int | None = None
     off_home: float = 1.0
     max_moves: int | None = None
+    max_total_moves: int | None = None
+    min_gain: float | None = None
     time_budget_s: float | None = None
     seed: int = 0
     objective: str | Mapping[str, float] = "tokens"
@@ -130,10 +135,14 @@ class PlanRequest:
         if groups is not None and (int(groups) != groups or groups < 1 or self.tokens.shape[1] % groups):
             raise PlacementError(f"num_groups is {groups!r} but {self.tokens.shape[1]} experts must divide into them; "
                                  "give a divisor, or None")  # fmt: skip
-        if self.max_moves is not None and (int(self.max_moves) != self.max_moves or self.max_moves < 0):
-            raise PlacementError(f"max_moves is {self.max_moves!r}; give a whole number of at least 0, or None")
-        if self.max_moves is not None and self.current is None:
-            raise PlacementError("max_moves is set but current is None; give the placement in use, or drop max_moves")
+        for name in ("max_moves", "max_total_moves"):
+            most = getattr(self, name)
+            if most is not None and (int(most) != most or most < 0):
+                raise PlacementError(f"{name} is {most!r}; give a whole number of at least 0, or None")
+            if most is not None and self.current is None:
+                raise PlacementError(f"{name} is set but current is None; give the placement in use, or drop {name}")
+        if self.min_gain is not None and not 0.0 <= self.min_gain < np.inf:
+            raise PlacementError(f"min_gain is {self.min_gain!r}; give a share of the mean rank load, such as 0.0003")
         if self.time_budget_s is not None and not self.time_budget_s > 0:
             raise PlacementError(f"time_budget_s is {self.time_budget_s!r}; give seconds above 0, or None")
         if self.planned_split not in ("even", "exact"):
@@ -194,6 +203,8 @@ class PlanRules:
     num_groups: int | None = None
     off_home: float = 1.0
     max_moves: int | None = None
+    max_total_moves: int | None = None
+    min_gain: float | None = None
     time_budget_s: float | None = None
     objective: str | Mapping[str, float] = "tokens"
     cost: RankCost | None = None

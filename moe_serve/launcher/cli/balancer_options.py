@@ -136,6 +136,16 @@ class PlanOptions:
     max_moves: Annotated[
         int | None, typer.Option(min=0, help="Slots per layer a plan may move.", show_default=False)
     ] = None
+    max_moves_total: Annotated[
+        int | None,
+        typer.Option(min=0, help="Slots of all layers together a plan may move, where they gain most (incremental).",
+                     show_default=False),
+    ] = None  # fmt: skip
+    min_gain: Annotated[
+        float | None,
+        typer.Option(min=0, help="A move evens its layer by at least this share of the mean rank load (incremental).",
+                     show_default="0.0003"),
+    ] = None  # fmt: skip
     current: Annotated[
         Path | None, typer.Option(help="Placement in use at the start.", show_default="experts in order")
     ] = None
@@ -145,7 +155,14 @@ class PlanOptions:
         """Returns the fields that every request shares."""
         from moe_serve.eplb.policies.policy import PlanRules
 
-        return PlanRules(num_groups=self.groups, off_home=self.off_home, max_moves=self.max_moves, seed=self.seed)
+        return PlanRules(
+            num_groups=self.groups,
+            off_home=self.off_home,
+            max_moves=self.max_moves,
+            max_total_moves=self.max_moves_total,
+            min_gain=self.min_gain,
+            seed=self.seed,
+        )
 
     def read_current(self, topology: Topology, load: "LoadTrace") -> "Placement | None":
         """Returns the placement of --current, checked against the trace and the cluster."""

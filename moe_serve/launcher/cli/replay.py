@@ -144,7 +144,7 @@ def replay(options: ReplayOptions) -> None:
     if settings.costs is not None:
         report = replace(report, conditions={**report.conditions, "prices": settings.costs.words()})
     if options.curve:
-        rules = replace(settings.rules, max_moves=None)
+        rules = replace(settings.rules, max_moves=None, max_total_moves=None)
         report = with_redundancy_curve(report, settings.topology, rules)
     options.print(lambda: to_json(report), lambda color: to_table(report, color=color))
     if options.html is not None:
