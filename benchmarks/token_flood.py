@@ -1,9 +1,10 @@
 """The front end while ranks send many tokens, or more than it can pass on: /health, what clients get, and memory.
 
-    python -m benchmarks.token_flood [--rate 77000] [--streams 256] [--seconds 20] [--note TEXT]
+    python -m benchmarks.token_flood [--rate 77000] [--streams 256] [--seconds 20] [--door chat] [--note TEXT]
 
 The real front end, and in the ranks' place one process (tests/server/fake_worker.py) that makes tokens at this rate.
-One more process reads the streams. All share the machine's cores.
+One more process reads the streams, of /generate, /v1/completions or /v1/chat/completions. All share the machine's
+cores. How many tokens came is counted by their text, which is the same for each.
 """
 
 import argparse
@@ -11,7 +12,6 @@ import asyncio
 import json
 import multiprocessing
 import os
-import re
 import secrets
 import select
 import socket
@@ -22,6 +22,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from multiprocessing.synchronize import Event
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -38,7 +39,18 @@ FLOOD = 77_000.0  # more than the front end can pass on
 _HEALTH = b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n"
 _PERIOD_S = 0.05  # between two questions for /health
 _QUIET_S = 5.0
-_DONE_SO_FAR = re.compile(rb'"completion_tokens":(\d+)')
+_TOKEN, _TEXT = 7, b"&"  # of each token; stands nowhere else in an answer
+_NUM_TOKENS = 1_000_000
+_PARAMS = {"max_new_tokens": _NUM_TOKENS, "ignore_eos": True}
+_OPENAI = {"max_tokens": _NUM_TOKENS, "ignore_eos": True, "stream": True}
+DOORS: dict[str, tuple[str, dict[str, Any]]] = {  # path and body
+    "generate": (
+        "/generate",
+        {"input_ids": [7], "stream": True, "stream_options": {"incremental": True}, "sampling_params": _PARAMS},
+    ),
+    "completions": ("/v1/completions", {"prompt": [7], **_OPENAI}),
+    "chat": ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}], **_OPENAI}),
+}
 
 
 def main() -> None:
@@ -46,6 +58,7 @@ def main() -> None:
     parser.add_argument("--rate", type=float, default=FLOOD, help="tokens per second of all ranks")
     parser.add_argument("--streams", type=int, default=256)
     parser.add_argument("--seconds", type=float, default=20.0)
+    parser.add_argument("--door", choices=list(DOORS), default="generate", help="route of the streams")
     parser.add_argument("--note", default="", help="what else to say of the machine")
     args = parser.parse_args()
     facts = conditions("uvicorn", "h11", "pyzmq")
@@ -55,7 +68,9 @@ def main() -> None:
         quiet = health(port, _QUIET_S)
         before, began_cpu_s, began_s = Resources.of(pid), cpu_s(pid), time.monotonic()
         receiver, sender = multiprocessing.Pipe(duplex=False)
-        reader = multiprocessing.Process(target=read_streams, args=(port, args.streams, args.seconds, sender))
+        reader = multiprocessing.Process(
+            target=read_streams, args=(port, args.door, args.streams, args.seconds, sender)
+        )
         reader.start()
         busy = health(port, args.seconds)
         took_s, cores = time.monotonic() - began_s, (cpu_s(pid) - began_cpu_s) / (time.monotonic() - began_s)
@@ -72,11 +87,12 @@ def main() -> None:
         {"what": "cores of the front end", "value": f"{cores:.2f}"},
     ]
     notes = (
-        f"{args.streams} incremental streams over {NUM_RANKS} ranks without a model, {took_s:.0f} s at {args.rate:.0f} "
-        f"tokens/s asked for; {len(busy)} questions for /health, one after the other, every {1e3 * _PERIOD_S:.0f} ms. "
-        f"Load average at the end: {os.getloadavg()[0]:.2f}. {args.note}"
+        f"{args.streams} incremental streams of {DOORS[args.door][0]} over {NUM_RANKS} ranks without a model, "
+        f"{took_s:.0f} s at {args.rate:.0f} tokens/s asked for; {len(busy)} questions for /health, one after the "
+        f"other, every {1e3 * _PERIOD_S:.0f} ms. Load average at the end: {os.getloadavg()[0]:.2f}. {args.note}"
     )
-    name = "token_flood" if args.rate == FLOOD else f"token_flood_{args.rate:.0f}"
+    of_door = "" if args.door == "generate" else f"_{args.door}"
+    name = f"token_flood{of_door}" if args.rate == FLOOD else f"token_flood{of_door}_{args.rate:.0f}"
     print(save(name, f"{args.rate:.0f} tokens per second through one front end", rows, facts, notes, per_cpu=True))
 
 
@@ -133,7 +149,7 @@ def flood(worker_port: int, rate: float) -> Iterator[Callable[[], int]]:
 def _flood(worker_port: int, rate: float, stop: Event, answer: Connection) -> None:
     from tests.server.fake_worker import LIMITS, FakeWorker
 
-    sevens = [7] * 1_000_000
+    sevens = [_TOKEN] * _NUM_TOKENS
     limits = msgspec.structs.replace(LIMITS, max_model_len=2_000_000, max_prompt_len=1_000_000)
 
     class Paced(FakeWorker):
@@ -170,23 +186,21 @@ def _flood(worker_port: int, rate: float, stop: Event, answer: Connection) -> No
     asyncio.run(run())
 
 
-def read_streams(port: int, num_streams: int, seconds: float, answer: Connection) -> None:
+def read_streams(port: int, door: str, num_streams: int, seconds: float, answer: Connection) -> None:
     """Reads streams for so long, then leaves; answers with the number of tokens that came."""
-    params = {"max_new_tokens": 1_000_000, "ignore_eos": True}
-    fields = {"input_ids": [7], "stream": True, "stream_options": {"incremental": True}, "sampling_params": params}
-    epoll, streams, newest = select.epoll(), {}, {}
+    path, fields = DOORS[door]
+    epoll, streams, num_tokens = select.epoll(), {}, 0
     until_s = time.monotonic() + seconds
     for _ in range(num_streams):
         stream = socket.create_connection(("127.0.0.1", port), timeout=60)
-        stream.sendall(request(json.dumps(fields).encode()))
+        stream.sendall(request(json.dumps(fields).encode(), path))
         stream.setblocking(False)
         epoll.register(stream.fileno(), select.EPOLLIN)
-        streams[stream.fileno()], newest[stream.fileno()] = stream, b""
+        streams[stream.fileno()] = stream
     while time.monotonic() < until_s:
         for number, _ in epoll.poll(0.1):
-            newest[number] = (newest[number] + streams[number].recv(1 << 18))[-4096:]
-    found = [_DONE_SO_FAR.findall(data) for data in newest.values()]
-    answer.send(sum(int(numbers[-1]) for numbers in found if numbers))
+            num_tokens += streams[number].recv(1 << 18).count(_TEXT)
+    answer.send(num_tokens)
 
 
 def health(port: int, seconds: float) -> list[float]:
