@@ -150,6 +150,7 @@ def test_tokens_do_not_depend_on_how_they_are_served(reference: Reference, way: 
     num_ranks, overrides, stagger = WAYS[way]
     overrides = [*reference.overrides, *overrides, f"parallel.threads_per_rank={threads}"]
     served = serve(num_ranks, reference.requests, [*PLAIN, *overrides], stagger)
+    assert {name: message for name, message in served.messages.items() if message} == {}, "requests have failed"
     assert {name: len(tokens) for name, tokens in served.tokens.items()} == lengths(reference.requests)
     same(served, reference.served)
     if "preempted" in way:
