@@ -121,6 +121,18 @@ async def test_a_draining_server_tells_clients_in_a_batch_that_this_was_their_la
         assert await client.closed() == b""
 
 
+@in_event_loop
+async def test_a_client_whose_request_waits_for_the_next_batch_does_not_yield_to_a_newcomer(monkeypatch):
+    monkeypatch.setattr(batch_reader, "_PERIOD_S", 60.0)
+    async with full() as (served, _):
+        client = await refused(served)
+        (connection,) = (each for each in served.server.table if each.phase == "idle")
+        assert connection.may_yield
+        await client.send(whole())
+        await until(lambda: not connection.may_yield)
+        await client.close()
+
+
 class _Paused(asyncio.Transport):
     """The transport of a socket that the event loop does not read."""
 

@@ -78,6 +78,15 @@ class BatchReader:
         self._epoll.unregister(number)
         return True
 
+    def has_bytes_of(self, connection: BatchedConnection) -> bool:
+        """Returns whether something of a connection waits for the next batch."""
+        number = self._numbers.get(connection)
+        if number is None:
+            return False
+        poll = select.poll()
+        poll.register(number, select.POLLIN)
+        return bool(poll.poll(0))
+
     def close(self) -> None:
         """Forgets all connections."""
         if self._next is not None:

@@ -96,7 +96,8 @@ class Connection(H11Protocol):
         """Whether nothing is lost when a newcomer takes its place: no complete request is here, and all was sent."""
         if self.transport is None:
             return True
-        return self.phase in ("headers", "idle", "linger") and not self.transport.get_write_buffer_size()
+        waits = self.phase in ("headers", "idle", "linger") and not self.transport.get_write_buffer_size()
+        return waits and not self._batches.has_bytes_of(self)
 
     def sweep(self, now_s: float) -> None:
         """Ends the connection where the deadline of its phase has passed."""
