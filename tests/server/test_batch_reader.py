@@ -133,6 +133,35 @@ async def test_a_client_whose_request_waits_for_the_next_batch_does_not_yield_to
         await client.close()
 
 
+@in_event_loop
+async def test_newcomers_come_in_batches_while_calls_are_refused(monkeypatch):
+    async with full() as (served, _):
+        await (await refused(served)).close()
+        await until(lambda: len(served.server.table) == 2)
+        next_one = asyncio.Event()
+        monkeypatch.setattr(served.server._batches, "next_one", next_one.wait)
+        clients = [await RawClient.connect(served) for _ in range(5)]
+        await asyncio.sleep(0.02)
+        assert len(served.server.table) == 2
+        next_one.set()
+        await until(lambda: len(served.server.table) == 7)
+        for client in clients:
+            await client.send(whole())
+        assert [(await client.answer()).status for client in clients] == [429] * 5
+
+
+@in_event_loop
+async def test_newcomers_wait_for_a_batch_only_while_calls_are_refused(monkeypatch):
+    batches = BatchReader()
+    monkeypatch.setattr(batch_reader, "_PERIOD_S", 60.0)
+    await batches.next_one()
+    batches.count_refusal()
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(0.02):
+            await batches.next_one()
+    batches.close()
+
+
 class _Paused(asyncio.Transport):
     """The transport of a socket that the event loop does not read."""
 

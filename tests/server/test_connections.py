@@ -11,6 +11,7 @@ import socket
 import pytest
 
 from moe_serve.server.connections import connection
+from moe_serve.server.connections.batch_reader import BatchReader
 from moe_serve.server.connections.bounded_parser import BoundedParser
 from moe_serve.server.connections.connection_table import ConnectionTable
 from moe_serve.server.connections.descriptors import soft_limit
@@ -290,7 +291,9 @@ async def test_what_comes_of_a_body_after_its_answer_is_not_parsed_and_the_next_
 @in_event_loop
 async def test_a_client_that_comes_as_the_server_stops_is_not_kept_waiting():
     with open_port("127.0.0.1", 0) as listening:
-        listener = Listener(listening, lambda: pytest.fail("it is taken"), ConnectionTable(8, 8), None, 1.0)
+        listener = Listener(
+            listening, lambda: pytest.fail("it is taken"), ConnectionTable(8, 8), BatchReader(), None, 1.0
+        )
         running = asyncio.create_task(listener.run())
         await asyncio.sleep(0.01)
         with socket.create_connection(listening.getsockname(), timeout=5) as client:

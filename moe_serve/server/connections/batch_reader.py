@@ -53,6 +53,11 @@ class BatchReader:
         """A call was refused."""
         self._until_s = time.monotonic() + _LASTS_S
 
+    async def next_one(self) -> None:
+        """Waits as long as a batch does while calls are refused: newcomers come in batches too, and others first."""
+        if self.is_active:
+            await asyncio.sleep(_PERIOD_S)
+
     def add(self, connection: BatchedConnection) -> None:
         """Takes a connection out of the event loop, unless it has TLS, whose bytes only the loop can read."""
         if connection in self._numbers or connection.scheme == "https" or connection.transport.is_closing():

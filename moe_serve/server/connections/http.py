@@ -63,7 +63,9 @@ class HttpServer(uvicorn.Server):
         await self.lifespan.startup()
         self.servers = []
         for listening in sockets or ():
-            listener = Listener(listening, self._connection, self.table, self._tls, self._limits.header_deadline_s)
+            listener = Listener(
+                listening, self._connection, self.table, self._batches, self._tls, self._limits.header_deadline_s
+            )
             self._work.append(asyncio.create_task(listener.run()))
         self._work.append(asyncio.create_task(self._sweep()))
         self.started = True

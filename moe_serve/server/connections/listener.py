@@ -15,6 +15,7 @@ import msgspec
 
 from moe_serve.log import get_logger
 from moe_serve.server.answers import error_body
+from moe_serve.server.connections.batch_reader import BatchReader
 from moe_serve.server.connections.connection import SEND_BUFFER_BYTES, Connection
 from moe_serve.server.connections.connection_table import ConnectionTable
 
@@ -34,12 +35,14 @@ class Listener:
         listening: socket.socket,
         make: Callable[[], Connection],
         table: ConnectionTable,
+        batches: BatchReader,
         tls: ssl.SSLContext | None,
         handshake_deadline_s: float,
     ):
         self._listening = listening
         self._make = make
         self._table = table
+        self._batches = batches
         self._tls = tls
         self._handshake_deadline_s = handshake_deadline_s
         self._warned_s = -_WARN_EVERY_S
@@ -57,6 +60,7 @@ class Listener:
                 accepted.setblocking(False)
             except (BlockingIOError, InterruptedError):
                 await self._arrival()
+                await self._batches.next_one()
                 continue
             except OSError as error:
                 if error.errno in _OUT_OF_DESCRIPTORS:
