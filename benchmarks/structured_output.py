@@ -1,16 +1,12 @@
-"""Structured output: masks of 151,000 words, compiling, hostile schemas, and what other streams notice of them.
+"""Structured output: masks of 151,000 words, compiling, and hostile schemas.
 
     python -m benchmarks.structured_output masks --text FOLDER [--note TEXT]
-    python -m benchmarks.structured_output streams [--seconds 20] [--note TEXT]
 
 "masks" trains a byte-level BPE on the .py files of a folder, such as a site-packages, and compares llguidance with
-xgrammar, where the latter is installed, on the same schemas and outputs. "streams" serves the demo model on two ranks:
-eight plain streams, alone and while one client sends a new hostile schema as soon as the last one is refused, and
-another client new ordinary ones, or none.
+xgrammar, where the latter is installed, on the same schemas and outputs.
 """
 
 import argparse
-import asyncio
 import json
 import os
 import statistics
@@ -19,14 +15,12 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from itertools import count
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from benchmarks.conditions import conditions, save
-from benchmarks.http_streams import _server
 from moe_serve.attention_dp.constraint import Constraint
 from moe_serve.errors import RequestError
 from moe_serve.models.token_bytes import token_bytes
@@ -76,10 +70,8 @@ HOSTILE = {
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["masks", "streams", "one"])
+    parser.add_argument("what", choices=["masks", "one"])
     parser.add_argument("--text", type=Path, help="folder of .py files")
-    parser.add_argument("--seconds", type=float, default=20.0, help="of each round of streams")
-    parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--note", default="", help="what else to say of the machine")
     parser.add_argument("--one", default="", help="of the benchmark itself: library and schema to compile")
     parser.add_argument("--tokenizer", default="")
@@ -87,8 +79,6 @@ def main() -> None:
     match args.what:
         case "masks":
             _masks(args.text, args.note)
-        case "streams":
-            _streams(args.seconds, args.rounds, args.note)
         case "one":
             _one(args.tokenizer, *args.one.split(":", 1))
 
@@ -228,89 +218,6 @@ def _one(folder: str, library: str, name: str) -> None:
         result = "refused" if isinstance(error, RequestError) else type(error).__name__
     took = 1e3 * (time.perf_counter() - begin_s)
     print(f"{took:.0f}|{result}")
-
-
-def _streams(seconds: float, rounds: int, note: str) -> None:
-    facts = conditions("llguidance", "uvicorn")
-    kinds: dict[str, Any] = {
-        "plain streams alone": [],
-        "+ short requests without a schema": [{}],
-        "+ the same with new ordinary schemas": [PERSON],
-        "+ new hostile schemas": [HOSTILE["integer, multiple of 9,999,991"]],
-    }
-    gaps: dict[str, list[list[float]]] = {name: [] for name in kinds}
-    asked = dict.fromkeys(kinds, 0)
-    with _server(["parallel.num_ranks=2", "cache.memory_gib=0.2"]) as port:
-        asyncio.run(_round(port, 2.0, [PERSON]))
-        for _ in range(rounds):
-            for name, schemas in kinds.items():
-                found, num_asked = asyncio.run(_round(port, seconds, schemas))
-                gaps[name].append(found)
-                asked[name] += num_asked
-    rows = []
-    for name, found in gaps.items():
-        p50, p99 = (statistics.median(1e3 * float(np.quantile(each, share)) for each in found) for share in (0.5, 0.99))
-        ratios = [
-            float(np.quantile(each, 0.99) / np.quantile(alone, 0.99))
-            for each, alone in zip(found, gaps["plain streams alone"], strict=True)
-        ]
-        rows.append(
-            {
-                "other clients": name,
-                "requests": asked[name],
-                "between tokens p50, ms": f"{p50:.2f}",
-                "p99, ms": f"{p99:.2f}",
-                "p99 against alone": f"{statistics.median(ratios):.2f}",
-            }
-        )
-    notes = (
-        f"Demo model, two ranks, eight plain streams; medians over {rounds} rounds of {seconds:g} s, alternating. Load "
-        f"average at the end: {os.getloadavg()[0]:.2f}. {note}"
-    )
-    print(save("structured_output_streams", "Streams beside schemas", rows, facts, notes, per_cpu=True))
-
-
-async def _round(port: int, seconds: float, schemas: list[dict[str, Any]]) -> tuple[list[float], int]:
-    """Returns the seconds between tokens of eight streams, and how many schemas were sent beside them."""
-    gaps: list[float] = []
-    ends_s = time.monotonic() + seconds
-    serial, sent = count(time.time_ns()), [0]
-
-    async def stream() -> None:
-        while time.monotonic() < ends_s:
-            params = {"max_new_tokens": 200, "temperature": 0.8, "ignore_eos": True}
-            last_s = None
-            async for _ in _lines(port, {"text": "def f(", "sampling_params": params, "stream": True}):
-                now_s = time.monotonic()
-                if last_s is not None:
-                    gaps.append(now_s - last_s)
-                last_s = now_s
-
-    async def send(schema: dict[str, Any]) -> None:
-        while time.monotonic() < ends_s:
-            sent[0] += 1
-            params: dict[str, Any] = {"max_new_tokens": 4}
-            if schema:
-                params["json_schema"] = json.dumps({**schema, "title": str(next(serial))})
-            async for _ in _lines(port, {"text": "a", "sampling_params": params}):
-                pass
-
-    await asyncio.gather(*[stream() for _ in range(8)], *map(send, schemas))
-    return gaps, sent[0]
-
-
-async def _lines(port: int, body: dict[str, Any]) -> Any:
-    reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=1 << 20)
-    data = json.dumps(body).encode()
-    writer.write(
-        b"POST /generate HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\nContent-Type: application/json\r\n"
-    )
-    writer.write(b"Content-Length: %d\r\n\r\n" % len(data) + data)
-    assert b" 40" in (first := await reader.readline()) or b" 200" in first, first
-    async for line in reader:
-        if line.startswith((b"data: ", b"{")):
-            yield line
-    writer.close()
 
 
 if __name__ == "__main__":
