@@ -30,7 +30,8 @@ class ServerConfig(Section):
     host: str = "127.0.0.1"
     port: NonNegativeInt = Field(default=30000, le=65535)
     # Processes that serve `port` together, each on a core of its own; only under `moe-serve serve`. One that dies takes
-    # its open connections with it, and is started again. Each gets its share of the bounds on what waits or is open.
+    # its open connections with it, and is started again. Each gets its share of the bounds on what waits or is open;
+    # limits of clients hold for all together.
     api_workers: PositiveInt = Field(default=1, le=32)
     worker_host: str = "127.0.0.1"  # where workers reach the front end
     worker_port: NonNegativeInt = Field(default=30001, le=65535)

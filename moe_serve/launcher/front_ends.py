@@ -21,6 +21,7 @@ from moe_serve.launcher.local import Child, OnLine, child_environment
 from moe_serve.launcher.restarts import Restarts
 from moe_serve.links.link import Link
 from moe_serve.links.sockets import LinkSockets
+from moe_serve.server.access.client_ledger import Ledger, shared_memory
 from moe_serve.server.ranks.supervisors import SUPERVISOR
 
 
@@ -45,7 +46,10 @@ class FrontEnds:
         self._on_line = on_line
         self._note = note
         self._sockets = LinkSockets(link)
-        numbers = range(config.server.api_workers)
+        num = config.server.api_workers
+        numbers = range(num)
+        self._clients_fd = shared_memory(num, config.server.max_connections) if num > 1 else None
+        self._clients = None if self._clients_fd is None else Ledger.shared(self._clients_fd, num, 0)
         self._restarts = [Restarts(config.launcher, f"the processes of front end {number} were") for number in numbers]
         self._started_again: set[int] = set()
         self._left: list[int] = list(numbers)  # those that are not left out
@@ -62,14 +66,15 @@ class FrontEnds:
         self.children = [self._start(number) for number in range(len(self._links))]
 
     def _start(self, number: int) -> Child:
-        several = len(self._links) > 1
+        several, shared = len(self._links) > 1, [] if self._clients_fd is None else [self._clients_fd]
+        clients = [each for fd in shared for each in ("--clients-fd", str(fd))]
         child = Child(
             f"front end {number}" if several else "front end",
             "moe_serve.launcher.frontend",
-            ["--http-fd", str(self._http_fd), "--worker", str(number), "--config", str(self._config_file)],
+            ["--http-fd", str(self._http_fd), *clients, "--worker", str(number), "--config", str(self._config_file)],
             child_environment(self._folder),
             self._on_line,
-            pass_fds=[self._http_fd],
+            pass_fds=[self._http_fd, *shared],
         )
         self._by_age = [*(each for each in self._by_age if each != number), number]
         hello = Hello(SUPERVISOR, self._config.parallel.num_ranks, 0, os.getpid(), os.uname().nodename)
@@ -101,6 +106,8 @@ class FrontEnds:
                 self._note(ended)
                 return 2 if code == 2 else 1
             child.finish()
+            if self._clients is not None:
+                self._clients.forget(number)
             self._ready = {each for each in self._ready if each[0] != number}
             restarts = self._restarts[number]
             if code != 2 and restarts.note_loss(ended):
@@ -153,3 +160,5 @@ class FrontEnds:
         for number in self._left:
             self.children[number].finish()
         self._sockets.close()
+        if self._clients_fd is not None:
+            os.close(self._clients_fd)

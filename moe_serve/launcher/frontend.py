@@ -36,6 +36,7 @@ def main(
         list[str] | None, typer.Option("--set", metavar="section.key=value", help="override one setting; repeatable")
     ] = None,
     http_fd: Annotated[int | None, typer.Option(hidden=True, help="a listening socket from the parent")] = None,
+    clients_fd: Annotated[int | None, typer.Option(hidden=True, help="what all front ends count of clients")] = None,
     worker: Annotated[int, typer.Option(hidden=True, help="which of server.api_workers this one is")] = 0,
 ) -> None:
     """Runs the HTTP front end; ranks attach to it at server.worker_host:worker_port."""
@@ -44,14 +45,19 @@ def main(
         settings = load_config(config, overrides or ())
         who = f"front end {worker}" if settings.server.api_workers > 1 else "front end"
         configure_logging(who=who, form=settings.server.log_format)
-        run_front_end(settings, http_fd, worker)
+        run_front_end(settings, http_fd, worker, clients_fd)
     except MoeServeError as error:
         print(f"moe-serve: {error}", file=sys.stderr)
         raise SystemExit(2) from None
 
 
-def run_front_end(config: ServeConfig, http_fd: int | None = None, worker: int = 0) -> None:
-    """Serves until SIGINT or SIGTERM. http_fd: a listening socket; None: open server.port.
+def run_front_end(
+    config: ServeConfig, http_fd: int | None = None, worker: int = 0, clients_fd: int | None = None
+) -> None:
+    """Serves until SIGINT or SIGTERM.
+
+    http_fd:    a listening socket; None: open server.port
+    clients_fd: memory in which all front ends count what clients use; None: this is the only one
 
     Raises LaunchError when a port is taken, ModelError when the tokenizer cannot be read, ConfigError for several front
     ends without a launcher that starts all of them.
@@ -63,11 +69,13 @@ def run_front_end(config: ServeConfig, http_fd: int | None = None, worker: int =
         socket.socket(fileno=http_fd) if http_fd is not None else open_port(config.server.host, config.server.port)
     )
     with listener:
-        asyncio.run(_serve(config, listener, link))
+        asyncio.run(_serve(config, listener, link, clients_fd))
 
 
-async def _serve(config: ServeConfig, listener: socket.socket, link: Link) -> None:
+async def _serve(config: ServeConfig, listener: socket.socket, link: Link, clients_fd: int | None) -> None:
     from moe_serve.launcher.preflight import load_tokenizer
+    from moe_serve.server.access.client_ledger import Ledger
+    from moe_serve.server.access.client_limits import ClientTable
     from moe_serve.server.access.hosts import is_loopback
     from moe_serve.server.access.keys import KeyRing
     from moe_serve.server.app import make_app
@@ -88,7 +96,9 @@ async def _serve(config: ServeConfig, listener: socket.socket, link: Link) -> No
     bridge = Bridge(config, tokenizer, observe, link)
     await bridge.start()
     try:
-        server = HttpServer(make_app(config, bridge, tokenizer), bridge, handle_signals=True)
+        num = config.server.api_workers
+        ledger = None if clients_fd is None else Ledger.shared(clients_fd, num, link.worker)
+        server = HttpServer(make_app(config, bridge, tokenizer, ClientTable(ledger)), bridge, handle_signals=True)
         if not is_loopback(config.server.host) and not KeyRing.load(config.server).has_api_keys:
             log.warning("no API key is set: whoever reaches %s is served (server.api_key_file)", config.server.host)
         host, port = listener.getsockname()[:2]
@@ -115,6 +125,10 @@ def share_of_front_end(config: ServeConfig) -> ServeConfig:
         "max_bodies_mib": max(server.max_body_mib, server.max_bodies_mib / num),
         "max_waiting_tokens": -(-server.max_waiting_tokens // num),
     }
+    if server.max_connections_per_client is not None:
+        own["max_connections_per_client"] = -(-server.max_connections_per_client // num)
+    if server.max_bodies_mib_per_client is not None:
+        own["max_bodies_mib_per_client"] = max(server.max_body_mib, server.max_bodies_mib_per_client / num)
     queued = -(-config.engine.max_queued_requests // num)
     return config.model_copy(
         update={

@@ -56,9 +56,12 @@ from moe_serve.server.request_ids import RequestIds
 log = get_logger(__name__)
 
 
-def make_app(config: ServeConfig, bridge: Bridge, tokenizer: Tokenizer | None) -> FastAPI:
+def make_app(
+    config: ServeConfig, bridge: Bridge, tokenizer: Tokenizer | None, clients: ClientTable | None = None
+) -> FastAPI:
     """Returns the application over a bridge, which the caller starts and closes.
 
+    clients: what they may ask all front ends for; None: there is one front end
     Raises ConfigError or ModelError where a file of keys or of a chat template cannot be used.
     """
     bodies, parser, templates = Bodies(config.server), BodyParser(), ChatTemplates.load(config)
@@ -80,7 +83,7 @@ def make_app(config: ServeConfig, bridge: Bridge, tokenizer: Tokenizer | None) -
         lifespan=lifespan,
     )
     app.state.bodies = bodies
-    clients, degradation = ClientTable(), Degradation(config.server.degrade)
+    clients, degradation = clients or ClientTable(), Degradation(config.server.degrade)
     access = Access(config.server, KeyRing.load(config.server))
     app.state.early_refusal = EarlyRefusal(app, access, bridge, clients)
     app.add_middleware(AdmissionGate, bridge=bridge, clients=clients)

@@ -21,6 +21,7 @@ from moe_serve.launcher.front_ends import FrontEnds
 from moe_serve.links.folder import OwnFolder
 from moe_serve.links.link import Link
 from moe_serve.links.sockets import LinkSockets
+from moe_serve.server.access.client_ledger import Ledger
 
 CONFIG = load_config(overrides=["server.api_workers=2", "parallel.num_ranks=2"])
 
@@ -30,8 +31,10 @@ LIMITS = ModelLimits("demo", 64, 128, 100, [], 16)
 class Process:
     """In the place of Child."""
 
-    def __init__(self, who: str, *_: object, **__: object):
+    def __init__(self, who: str, module: str, arguments: list[str], *_: object, pass_fds: list[int]):
         self.who = who
+        clients_fd = arguments[arguments.index("--clients-fd") + 1]
+        assert int(clients_fd) in pass_fds
         self.code: int | None = None
 
     def finish(self) -> None:
@@ -129,3 +132,18 @@ def test_how_the_start_goes_on_is_heard_once(system: System):
         system.say(number, progress)
     heard = [*system.heard(), *system.launcher.receive(100)]
     assert heard == [progress]
+
+
+def test_what_clients_had_open_at_a_front_end_that_ended_is_open_no_more(system: System):
+    fd = system.launcher._clients_fd
+    assert fd is not None
+    ledgers = [Ledger.shared(fd, 2, number) for number in range(2)]
+    rows = []
+    for ledger in ledgers:
+        with ledger.locked():
+            row, _ = ledger.find("the key a", 0.0)
+        ledger.add(row, num_open=3, num_calls=2)
+        rows.append(row)
+    assert rows[0] == rows[1]
+    assert end(system, 1, -9) is None
+    assert [(ledger.num_open(row), ledger.num_calls(row)) for ledger in ledgers] == [(3, 2), (3, 2)]

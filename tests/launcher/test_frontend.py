@@ -47,6 +47,11 @@ def test_several_front_ends_share_what_one_may_hold() -> None:
     assert (own.server.max_connections, own.server.max_waiting_tokens) == (34, 4)
     assert own.engine.max_queued_requests == 1
     assert own.server.max_bodies_mib == 16, "one body fits everywhere"
+    assert (own.server.max_connections_per_client, own.server.max_bodies_mib_per_client) == (None, None)
+    each = load_config(overrides=["server.max_connections_per_client=7", "server.max_bodies_mib_per_client=40"])
+    each = each.model_copy(update={"server": each.server.model_copy(update={"api_workers": 3})})
+    own = share_of_front_end(each)
+    assert (own.server.max_connections_per_client, own.server.max_bodies_mib_per_client) == (3, 16)
     alone = load_config()
     assert share_of_front_end(alone) == alone
 

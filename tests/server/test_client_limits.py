@@ -1,15 +1,20 @@
 """What one client may ask for: requests and tokens per minute, requests at a time. Time is an argument."""
 
 import asyncio
+import multiprocessing
+import multiprocessing.synchronize
+import os
+import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moe_serve.config import ServerConfig
-from moe_serve.errors import ConfigError, RateLimitError, RequestError
-from moe_serve.server.access import client_limits
+from moe_serve.errors import ConfigError, QueueFullError, RateLimitError, RequestError
+from moe_serve.server.access.client_ledger import Ledger, shared_memory
 from moe_serve.server.access.client_limits import Bucket, Client, ClientLimits, ClientTable, _duration
 from moe_serve.server.access.keys import API_KEY_VARIABLE, KeyRing
 from tests.server.served import in_event_loop, serving, until
@@ -40,7 +45,8 @@ def enter(table: ClientTable, of: Client, now_s: float):
     st.lists(st.tuples(st.floats(0, 200), st.integers(0, 10**6), st.booleans()), max_size=60),
 )
 def test_no_minute_gives_more_than_a_full_bucket_and_what_comes_back_meanwhile(limit, steps):
-    bucket, now_s, taken = Bucket(limit, 0.0), 0.0, 0
+    bucket, now_s, taken = Bucket(limit, memoryview(bytearray(16)).cast("d"), 0), 0.0, 0
+    bucket.fill(0.0)
     for wait_s, amount, gives_back in steps:
         now_s += wait_s
         if amount <= bucket.level(now_s):
@@ -121,10 +127,11 @@ def test_tokens_that_did_not_come_out_are_given_back():
         enter(table, one, 60.0).take(1, 1001, 60.0)
 
 
+@settings(deadline=None)  # other processes take the cores
 @given(st.lists(st.tuples(st.integers(0, 3), st.integers(1, 4), st.integers(0, 60), st.integers(0, 2)), max_size=80))
 def test_whatever_calls_do_the_limits_hold_and_nothing_stays_taken(calls):
     limits = {"rpm_limit": 20, "tpm_limit": 100, "max_parallel_requests": 6}
-    table, now_s = ClientTable(), 0.0
+    table, now_s = ClientTable(Ledger(num_rows=64)), 0.0
     open_calls: list[tuple[object, int]] = []
     for who, num_requests, num_tokens, num_ends in calls:
         now_s += 0.1
@@ -135,29 +142,102 @@ def test_whatever_calls_do_the_limits_hold_and_nothing_stays_taken(calls):
             open_calls.append((permit, num_tokens))
         except RateLimitError:
             permit.leave(now_s)
-        accounts = [*table._busy.values(), *table._idle.values()]
-        assert all(0 <= account.num_open <= 6 for account in accounts)
-        assert all(account.tokens.level(now_s) >= -1e-9 for account in accounts)
+        for who_else in range(4):
+            look = table.permit(client(str(who_else), **limits), now_s)
+            assert 0 <= look._account.num_open <= 6
+            assert look._account.tokens.level(now_s) >= -1e-9
+            look.leave(now_s)
         for permit, tokens in open_calls[:num_ends]:
             permit.use(tokens // 2)
             permit.leave(now_s)
         del open_calls[:num_ends]
     for permit, _ in open_calls:
         permit.leave(now_s)
-    assert not table._busy
-    assert all(account.num_open == 0 for account in table._idle.values())
+    ledger = table.ledger
+    assert not any(ledger.num_calls(row) or ledger.num_open(row) for row in range(ledger.num_rows))
 
 
-def test_what_is_kept_of_clients_is_bounded_and_those_with_open_calls_stay(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(client_limits, "MAX_IDLE_CLIENTS", 100)
-    table = ClientTable()
+def test_what_is_kept_of_clients_is_bounded_and_those_with_open_calls_stay():
+    table = ClientTable(Ledger(num_rows=64))
     busy = enter(table, client("busy", rpm_limit=1), 0.0)
     for number in range(1000):
-        enter(table, client(str(number), rpm_limit=1), 0.0).leave(0.0)
-    assert len(table) == 101
-    assert isinstance(enter(table, client("busy", rpm_limit=1), 0.0), RateLimitError)
-    assert isinstance(enter(table, client("999", rpm_limit=1), 0.0), RateLimitError)
+        enter(table, client(str(number), rpm_limit=1), float(number)).leave(float(number))
+    assert table.ledger.num_clients == 64
+    assert busy._account.num_open == 1
+    table.ledger._known.clear()
+    assert isinstance(enter(table, client("busy", rpm_limit=1), 1.0), RateLimitError)
+    assert isinstance(enter(table, client("999", rpm_limit=1), 999.0), RateLimitError)
     busy.leave(0.0)
+
+
+def test_a_client_for_whom_there_is_no_row_is_refused_until_a_call_ends():
+    table = ClientTable(Ledger(num_rows=32))
+    permits = [enter(table, client(str(number), rpm_limit=1), 0.0) for number in range(32)]
+    with pytest.raises(QueueFullError, match="32 clients have open calls"):
+        table.permit(client("32", rpm_limit=1), 0.0)
+    permits[7].leave(0.0)
+    enter(table, client("32", rpm_limit=1), 0.0).leave(0.0)
+
+
+# --- several front ends -----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def tables() -> Iterator[list[ClientTable]]:
+    """Those of three front ends, as their processes have them."""
+    fd = shared_memory(3, max_connections=100)
+    yield [ClientTable(Ledger.shared(fd, 3, number)) for number in range(3)]
+    os.close(fd)
+
+
+def test_limits_hold_for_all_front_ends_together(tables: list[ClientTable]):
+    one = client(rpm_limit=6, tpm_limit=100, max_parallel_requests=2)
+    first, second = enter(tables[0], one, 0.0), enter(tables[1], one, 0.0)
+    assert "has 2 requests open" in str(enter(tables[2], one, 0.0))
+    first.take(1, 90, 0.0)
+    with pytest.raises(RateLimitError, match="10 tokens left and asks for 20"):
+        second.take(1, 20, 0.0)
+    first.use(30)
+    first.leave(0.0)
+    second.take(1, 20, 0.0)
+    second.leave(0.0)
+    for table in (*tables, tables[0]):
+        enter(table, one, 0.0).leave(0.0)
+    assert "has 0 requests left and asks for 1 more, of 6 per minute" in str(enter(tables[2], one, 0.0))
+    assert enter(tables[2], client("b", rpm_limit=6), 0.0) is not None
+
+
+def test_what_was_open_at_a_front_end_that_died_is_not_open_any_more(tables: list[ClientTable]):
+    one = client(rpm_limit=6, max_parallel_requests=2)
+    enter(tables[1], one, 0.0)
+    lives = enter(tables[2], one, 0.0)
+    assert isinstance(enter(tables[0], one, 0.0), RateLimitError)
+    tables[0].ledger.forget(1)
+    again = enter(tables[1], one, 0.0)
+    assert lives._account.num_open == 2
+    again.leave(0.0)
+    lives.leave(0.0)
+    assert lives._account.num_open == 0
+
+
+def hold_the_lock(fd: int, held: "multiprocessing.synchronize.Event") -> None:
+    with Ledger.shared(fd, 3, 1).locked():
+        held.set()
+        time.sleep(60)
+
+
+def test_a_stopped_front_end_with_the_lock_holds_nobody_up_and_a_killed_one_frees_it(tables: list[ClientTable]):
+    fork = multiprocessing.get_context("fork")
+    ledger, held = tables[0].ledger, fork.Event()
+    other = fork.Process(target=hold_the_lock, args=(ledger._lock_fd, held))
+    other.start()
+    assert held.wait(5)
+    with pytest.raises(QueueFullError, match="another front end holds the counts"):
+        tables[0].permit(client(rpm_limit=6), 0.0)
+    other.kill()
+    other.join()
+    ledger._held_until_s = 0.0
+    enter(tables[0], client(rpm_limit=6), 0.0).leave(0.0)
 
 
 @pytest.mark.parametrize(

@@ -5,21 +5,22 @@ counted is what the ranks compute: a prompt with `n: 4` is four requests, each w
 longest output; when they have ended, tokens that did not come out are given back. A call counts as one request at
 least, whatever its answer, unless a limit or a full queue refuses it before its body is read.
 
-Time is an argument. What is kept is bounded: clients with open calls, of which connections are bounded, and the last
-10,000 others.
+Time is an argument. Limits hold for all front ends of a system together: what clients have used lies in memory that
+they share (client_ledger.py), of which the size is fixed.
 """
 
+import contextlib
 import functools
 import ipaddress
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from typing import NamedTuple, Self
 
 from moe_serve.config import ServerConfig
-from moe_serve.errors import RateLimitError, RequestError
+from moe_serve.errors import QueueFullError, RateLimitError, RequestError
+from moe_serve.server.access.client_ledger import Ledger
 
-MAX_IDLE_CLIENTS = 10_000
 _MINUTE_S = 60.0
 _PARALLEL_RETRY_S = 1.0  # when one of the client's own requests ends is for the client to know
 
@@ -75,24 +76,31 @@ def _network(address: str) -> str:
 
 
 class Bucket:
-    """A minute's worth of something, which comes back evenly."""
+    """A minute's worth of something, which comes back evenly.
 
-    __slots__ = ("_at_s", "_level", "limit")
+    state: holds the level at `at`, and behind it when it was that high; of all buckets
+    """
 
-    def __init__(self, limit: int, now_s: float):
+    __slots__ = ("_at", "_state", "limit")
+
+    def __init__(self, limit: int, state: "memoryview[float]", at: int):
         self.limit = limit
-        self._level = float(limit)
-        self._at_s = now_s
+        self._state = state
+        self._at = at
+
+    def fill(self, now_s: float) -> None:
+        """A new bucket is full."""
+        self._state[self._at], self._state[self._at + 1] = float(self.limit), now_s
 
     def level(self, now_s: float) -> float:
-        """Returns what is left."""
-        self._level = min(self.limit, self._level + (now_s - self._at_s) * self.limit / _MINUTE_S)
-        self._at_s = now_s
-        return self._level
+        """Returns what is left. Another front end may have been here a moment after now_s."""
+        elapsed_s = max(0.0, now_s - self._state[self._at + 1])
+        return min(self.limit, self._state[self._at] + elapsed_s * self.limit / _MINUTE_S)
 
     def take(self, amount: float, now_s: float) -> None:
         """Takes an amount; a negative one is given back."""
-        self._level = min(self.limit, self.level(now_s) - amount)
+        self._state[self._at] = min(self.limit, self.level(now_s) - amount)
+        self._state[self._at + 1] = max(now_s, self._state[self._at + 1])
 
     def wait_s(self, amount: float, now_s: float) -> float:
         """Returns how long until so much is there."""
@@ -108,24 +116,34 @@ class Excess(NamedTuple):
 
 
 class _Account:
-    """What one client has used."""
+    """What one client has used: a row of the ledger."""
 
-    __slots__ = ("client", "num_calls", "num_open", "requests", "tokens")
+    __slots__ = ("_ledger", "client", "requests", "row", "tokens")
 
-    def __init__(self, client: Client, now_s: float):
+    def __init__(self, client: Client, ledger: Ledger, now_s: float):
+        """Raises QueueFullError where the ledger has no room. Under its lock."""
         limits = client.limits
         self.client = client
-        self.requests = None if limits.rpm_limit is None else Bucket(limits.rpm_limit, now_s)
-        self.tokens = None if limits.tpm_limit is None else Bucket(limits.tpm_limit, now_s)
-        self.num_open = 0  # requests, at least one for each call
-        self.num_calls = 0
+        self._ledger = ledger
+        self.row, is_new = ledger.find(str(client), now_s)
+        requests_at, tokens_at = ledger.buckets_of(self.row)
+        self.requests = None if limits.rpm_limit is None else Bucket(limits.rpm_limit, ledger.state, requests_at)
+        self.tokens = None if limits.tpm_limit is None else Bucket(limits.tpm_limit, ledger.state, tokens_at)
+        for bucket in (self.requests, self.tokens) if is_new else ():
+            if bucket is not None:
+                bucket.fill(now_s)
+
+    @property
+    def num_open(self) -> int:
+        """Requests, at least one for each call."""
+        return self._ledger.num_open(self.row)
 
     def excess(self, num_requests: int, num_tokens: int, now_s: float) -> Excess | None:
         """Returns which limit keeps a client from asking for so much more; None where none does."""
         limits = self.client.limits
         most = limits.max_parallel_requests
-        if most is not None and self.num_open + num_requests > most:
-            what = f"has {self.num_open} requests open and asks for {num_requests} more, of at most {most}"
+        if most is not None and (num_open := self.num_open) + num_requests > most:
+            what = f"has {num_open} requests open and asks for {num_requests} more, of at most {most}"
             return Excess("max_parallel_requests", what, _PARALLEL_RETRY_S)
         for name, bucket, asked in (
             ("rpm_limit", self.requests, num_requests),
@@ -138,7 +156,7 @@ class _Account:
         return None
 
     def take(self, num_requests: int, num_tokens: int, now_s: float) -> None:
-        self.num_open += num_requests
+        self._ledger.add(self.row, num_open=num_requests)
         if self.requests is not None:
             self.requests.take(num_requests, now_s)
         if self.tokens is not None:
@@ -161,7 +179,8 @@ class Permit:
     def enter(self, now_s: float) -> None:
         """Takes the one request that every call is. Raises RateLimitError where a limit is in the way."""
         self._take(1, 1, now_s)
-        self._account.give_back_tokens(1, now_s)  # what it will ask for stands in its body
+        with self._table.ledger.locked():
+            self._account.give_back_tokens(1, now_s)  # what it will ask for stands in its body
 
     def take(self, num_requests: int, num_tokens: int, now_s: float) -> None:
         """Takes what the call asks for. Raises RateLimitError where that is too much now, RequestError where always."""
@@ -180,9 +199,11 @@ class Permit:
 
     def leave(self, now_s: float) -> None:
         """The call has been answered, or its client is gone."""
-        self._account.num_open -= self._num_requests
-        self._account.give_back_tokens(self._num_tokens, now_s)
-        self._table.leave(self._account)
+        ledger = self._table.ledger
+        if self._num_tokens:
+            with contextlib.suppress(QueueFullError), ledger.locked():  # else they come back with time
+                self._account.give_back_tokens(self._num_tokens, now_s)
+        ledger.add(self._account.row, -self._num_requests, -1)
 
     def headers(self, now_s: float) -> Iterator[tuple[bytes, bytes]]:
         """Yields what the client has left, in OpenAI's headers."""
@@ -202,40 +223,30 @@ class Permit:
         return RateLimitError(f"{what}; try again in {_duration(excess.wait_s)}", excess.wait_s)
 
     def _take(self, num_requests: int, num_tokens: int, now_s: float) -> None:
-        account = self._account
-        if (refusal := self.refusal(now_s, num_requests, num_tokens)) is not None:
-            raise refusal
-        account.take(num_requests, num_tokens, now_s)
+        with self._table.ledger.locked():
+            if (refusal := self.refusal(now_s, num_requests, num_tokens)) is not None:
+                raise refusal
+            self._account.take(num_requests, num_tokens, now_s)
         self._num_requests += num_requests
 
 
 class ClientTable:
-    """What each client has used. refused: calls that were, by the limit in the way"""
+    """What each client may ask for. refused: calls that were here, by the limit in the way"""
 
-    def __init__(self) -> None:
+    def __init__(self, ledger: Ledger | None = None) -> None:
+        """ledger: what all front ends share; None: there is one"""
         self.refused: Counter[str] = Counter()
-        self._busy: dict[str, _Account] = {}  # by client
-        self._idle: OrderedDict[str, _Account] = OrderedDict()  # the longest idle first
-
-    def __len__(self) -> int:
-        return len(self._busy) + len(self._idle)
+        self.ledger = ledger if ledger is not None else Ledger()
 
     def permit(self, client: Client, now_s: float) -> Permit:
-        """Returns a permit for one call, with which it may try to enter, and must leave."""
-        account = self._busy.get(key := str(client)) or self._idle.pop(key, None) or _Account(client, now_s)
-        self._busy[key] = account
-        account.num_calls += 1
-        return Permit(self, account)
+        """Returns a permit for one call, with which it may try to enter, and must leave.
 
-    def leave(self, account: _Account) -> None:
-        """One call of a client has ended."""
-        account.num_calls -= 1
-        if account.num_calls:
-            return
-        name = str(account.client)
-        self._idle[name] = self._busy.pop(name)
-        if len(self._idle) > MAX_IDLE_CLIENTS:
-            self._idle.popitem(last=False)
+        Raises QueueFullError where what the client has used cannot be looked up now.
+        """
+        with self.ledger.locked():
+            account = _Account(client, self.ledger, now_s)
+            self.ledger.add(account.row, num_calls=1)
+        return Permit(self, account)
 
 
 def _setting(limit: str) -> str:

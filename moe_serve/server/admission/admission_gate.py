@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from moe_serve.errors import RateLimitError
+from moe_serve.errors import QueueFullError
 from moe_serve.server.access.client_limits import ClientTable, Permit
 from moe_serve.server.admission.degrade import HEADER
 from moe_serve.server.generate import error_response
@@ -61,11 +61,16 @@ class AdmissionGate:
         if not client.limits.exist:
             await self._app(scope, receive, send_with_terms if self._bridge.config.server.degrade else send)
             return
-        permit = terms.permit = self._clients.permit(client, time.monotonic())
+        try:
+            permit = self._clients.permit(client, time.monotonic())
+        except QueueFullError as error:
+            await error_response(error)(scope, receive, send)
+            return
+        terms.permit = permit
         try:
             permit.enter(time.monotonic())
             await self._app(scope, receive, send_with_terms)
-        except RateLimitError as error:  # from `enter`: the application answers its errors itself
+        except QueueFullError as error:  # from `enter`: the application answers its errors itself
             await error_response(error)(scope, receive, send_with_terms)
         finally:
             permit.leave(time.monotonic())

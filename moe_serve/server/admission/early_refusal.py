@@ -97,7 +97,10 @@ class EarlyRefusal:
         if not client.limits.exist:
             return None
         now_s = time.monotonic()
-        permit = self._clients.permit(client, now_s)
+        try:
+            permit = self._clients.permit(client, now_s)
+        except QueueFullError as error:
+            return _response(error, default_headers)
         try:
             refusal = permit.refusal(now_s)
             return None if refusal is None else _response(refusal, (*default_headers, *permit.headers(now_s)))
