@@ -90,6 +90,8 @@ def check_format(trace: dict[str, Any]) -> None:
     open_ids: set[str] = set()
     for event in trace["traceEvents"]:
         assert needs[event["ph"]] <= set(event), event
+        assert event.get("s", "t") in ("g", "p", "t")
+        assert event["ph"] != "C" or all(isinstance(value, int | float) for value in event["args"].values())
         assert event.get("ts", 0) >= 0
         assert event.get("dur", 0) >= 0
         if event["ph"] == "b":
@@ -97,6 +99,33 @@ def check_format(trace: dict[str, Any]) -> None:
         elif event["ph"] == "e":
             open_ids.remove(event["id"])
     assert not open_ids, "every request ends"
+    check_nesting(trace)
+
+
+def check_nesting(trace: dict[str, Any]) -> None:
+    """Slices of one track lie inside each other or apart, as Perfetto's trace_processor reads them: in whole ns, cut
+    off after the third digit (src/trace_processor/importers/json/json_utils.cc)."""
+    tracks: dict[tuple[int, int], list[tuple[int, int]]] = {}
+    for event in trace["traceEvents"]:
+        if event["ph"] == "X":
+            began = int(event["ts"] * 1000.0)
+            tracks.setdefault((event["pid"], event["tid"]), []).append((began, began + int(event["dur"] * 1000.0)))
+    for slices in tracks.values():
+        around: list[int] = []  # where slices end that are open
+        for began, ended in sorted(slices, key=lambda each: (each[0], -each[1])):
+            while around and around[-1] <= began:
+                around.pop()
+            assert not around or ended <= around[-1], (began, ended, around)
+            around.append(ended)
+
+
+def test_parts_lie_inside_their_step_whatever_the_nanosecond() -> None:
+    times = np.cumsum(np.random.default_rng(0).integers(1000, 9_000_000, (1000, 4)))
+    steps = np.zeros((1000, STEP_WORDS), np.int64)
+    steps[:, 2], steps[:, 3], steps[:, 4] = times[::4], times[1::4], times[2::4]
+    turns = np.stack([times, np.tile([1, 2, 3, 3], 1000)], axis=1)
+    rank = RankProfile(0, steps, turns, PARTS, PHASES, "here", 0)
+    check_nesting({"traceEvents": list(events([rank], align([rank], "here", 0), []))})
 
 
 def test_the_file_is_a_trace_that_only_its_owner_reads(tmp_path: Path) -> None:

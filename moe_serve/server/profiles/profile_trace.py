@@ -6,6 +6,7 @@ the exchange of a step together with the others, up to the time of a message: th
 both have recorded sets their clock. Without a common step the hosts' wall clocks do, and the trace says so.
 """
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -146,7 +147,7 @@ def _steps(rank: RankProfile, origin_ns: int) -> Iterator[dict[str, Any]]:
             args["waited_us"] = (row[_WAITED] - waited_ns) / 1000
         waited_ns = row[_WAITED]
         common = {"pid": 1 + rank.rank, "tid": 1, "ts": _us(row[_BEGAN], origin_ns)}
-        duration = (row[_ENDED] - row[_BEGAN]) / 1000
+        duration = _us(row[_ENDED], row[_BEGAN])
         yield {**common, "ph": "X", "cat": "step", "name": phase, "dur": duration, "args": args}
         rows = {"decode": row[_DECODE], "prefill": row[_PREFILL]}
         yield {**common, "ph": "C", "name": f"rows of rank {rank.rank}", "args": rows}
@@ -162,12 +163,17 @@ def _parts(rank: RankProfile, origin_ns: int) -> Iterator[dict[str, Any]]:
         if rank.parts[part] != _BETWEEN:
             yield {
                 "ph": "X", "cat": "part", "name": rank.parts[part], "pid": 1 + rank.rank, "tid": 1,
-                "ts": _us(began_ns, origin_ns), "dur": (ended_ns - began_ns) / 1000,
+                "ts": _us(began_ns, origin_ns), "dur": _us(ended_ns, began_ns),
             }  # fmt: skip
 
 
 def _us(ns: int, origin_ns: int) -> float:
-    return (ns - origin_ns) / 1000
+    """Returns the time since the origin in us, from which readers get the same ns by rounding and by cutting off.
+
+    Perfetto's trace_processor has done both; a part that ends 1 ns after its step would not lie inside it.
+    """
+    us = (ns - origin_ns) / 1000
+    return us if int(us * 1000) == ns - origin_ns else math.nextafter(us, math.inf)
 
 
 def about(ranks: Sequence[RankProfile], offsets: Sequence[Offset]) -> dict[str, Any]:
