@@ -1,18 +1,20 @@
-"""The cost model: what its parts must do, and how far it is from published figures (see published_figures.py)."""
+"""The cost model: what its parts must do. test_published.py says how far it is from what others measured."""
 
 from dataclasses import replace
 
 import numpy as np
 import pytest
 
+from moe_serve.eplb.cost.batch import Batch
+from moe_serve.eplb.cost.elementwise import elementwise_bytes
 from moe_serve.eplb.cost.links import busiest_rows, expected_places
-from moe_serve.eplb.cost.model import Batch, CostModel, PredictedCost
-from moe_serve.eplb.cost.profile_files import load_hardware, load_model_profile, profile_names
+from moe_serve.eplb.cost.model import CostModel, PredictedCost
+from moe_serve.eplb.cost.profile_files import load_engine, load_hardware, load_model_profile, profile_names
+from moe_serve.eplb.cost.stages import Sides, overlapped_seconds
 from moe_serve.eplb.migration.plan import plan_migration
 from moe_serve.eplb.placement import Placement
 from moe_serve.errors import ConfigError
 from moe_serve.topology import Topology
-from tests.eplb import published_figures as published
 
 V3 = load_model_profile("DeepSeek-V3")
 H800 = load_hardware("H800")
@@ -26,114 +28,9 @@ def even_rows(num_ranks, tokens_per_rank, topk=8):
     return np.full(num_ranks, float(tokens_per_rank * topk))
 
 
-# What the model says where somebody has measured: error = predicted / measured - 1.
-
-
-def low_latency_errors(figure, hardware=H800):
-    costs = cluster(figure.num_ranks, hardware)
-    rows = even_rows(figure.num_ranks, 128)
-    dispatch, combine = costs.dispatch(rows, "low_latency"), costs.combine(rows, "low_latency")
-    return [float(dispatch) / figure.dispatch_s - 1, float(combine) / figure.combine_s - 1]
-
-
-def normal_errors(figure, hardware=H800):
-    """DeepEP counts the bytes of every copy a rank sends to a node, its own included."""
-    costs = cluster(figure.num_ranks, hardware)
-    rows = even_rows(figure.num_ranks, 4096)
-    copies = 4096 * expected_places(figure.num_ranks // 8, 256, 8, 8, 4)
-    out = []
-    for seconds, value_bytes, measured in (
-        (costs.dispatch(rows, "normal"), V3.dispatch_bytes, figure.dispatch_bytes_per_s),
-        (costs.combine(rows, "normal"), V3.combine_bytes, figure.combine_bytes_per_s),
-    ):
-        out.append(measured / (copies * V3.hidden * value_bytes / float(seconds)) - 1)
-    return out
-
-
-def gemm_error(figure, hardware=H800):
-    seconds = cluster(8, hardware).grouped_gemm(np.full(figure.num_groups, float(figure.rows)), figure.n, figure.k)
-    measured = 2.0 * figure.num_groups * figure.rows * figure.n * figure.k / figure.flops
-    return float(seconds) / measured - 1
-
-
-def serving_error(figure, phase, hardware=None):
-    """Of the time per token, so that +100 % is half the throughput."""
-    profile = replace(load_hardware(figure.hardware), step_overhead=H800.step_overhead)
-    costs = cluster(figure.num_ranks, hardware or profile)
-    slots = 288
-    rows = np.full((58, slots), figure.tokens_per_rank * figure.num_ranks * 8 / slots)
-    batch = Batch(phase, figure.tokens_per_rank, figure.context, two_batch=True)
-    seconds = costs.step(batch, rows).total_s
-    return seconds / (8 * figure.tokens_per_rank / figure.tokens_per_s_node) - 1
-
-
-def test_fitted_parameters_are_the_best_ones_for_the_figures_they_may_be_fitted_on():
-    def squares(hardware):
-        low = [e for f in published.FITTED_LOW_LATENCY for e in low_latency_errors(f, hardware)]
-        normal = [e for f in published.FITTED_NORMAL for e in normal_errors(f, hardware)]
-        gemm = [gemm_error(f, hardware) for f in published.FITTED_GEMM]
-        decode = [
-            serving_error(f, "decode", replace(load_hardware(f.hardware), step_overhead=hardware.step_overhead))
-            for f in published.FITTED_DECODE
-        ]
-        return sum(e * e for e in (*low, *normal, *gemm, *decode))
-
-    fitted = (
-        "gemm_efficiency",
-        "hbm_efficiency",
-        "nic_efficiency_low_latency",
-        "dispatch_latency_s",
-        "combine_latency_s",
-        "nic_efficiency_normal",
-        "step_overhead",
-    )
-    best = squares(H800)
-    for name in fitted:
-        for factor in (0.98, 1.02):
-            assert squares(H800.scaled(**{name: factor})) > best, name
-
-
-def test_errors_on_held_out_figures_are_those_that_the_document_states():
-    """A change that makes one of these worse has to say so in docs/cost-model.md."""
-    got = {
-        f"low latency EP{f.num_ranks} {name}": error
-        for f in published.HELD_OUT_LOW_LATENCY
-        for name, error in zip(("dispatch", "combine"), low_latency_errors(f), strict=True)
-    }
-    got |= {
-        f"normal EP{f.num_ranks} {name}": error
-        for f in published.HELD_OUT_NORMAL
-        for name, error in zip(("dispatch", "combine"), normal_errors(f), strict=True)
-    }
-    got |= {f"GEMM {f.num_groups} x {f.rows}, n {f.n}": gemm_error(f) for f in published.HELD_OUT_GEMM}
-    got |= {f"decode EP{f.num_ranks}": serving_error(f, "decode") for f in published.HELD_OUT_DECODE}
-    got |= {f"prefill {f.hardware}": serving_error(f, "prefill") for f in published.HELD_OUT_PREFILL}
-    stated = {
-        "low latency EP8 dispatch": 0.05,
-        "low latency EP8 combine": 0.10,
-        "low latency EP64 dispatch": 0.02,
-        "low latency EP64 combine": -0.02,
-        "low latency EP128 dispatch": -0.03,
-        "low latency EP128 combine": -0.11,
-        "low latency EP256 dispatch": -0.02,
-        "low latency EP256 combine": -0.06,
-        "normal EP16 dispatch": -0.27,
-        "normal EP16 combine": -0.28,
-        "normal EP64 dispatch": 0.03,
-        "normal EP64 combine": 0.00,
-        "GEMM 8 x 4096, n 7168": -0.06,
-        "GEMM 1 x 1024, n 4096": -0.04,
-        "GEMM 4 x 256, n 7168": -0.06,
-        "decode EP144": -0.04,
-        "prefill H100": -0.33,
-        "prefill H800": -0.55,
-    }
-    assert got == pytest.approx(stated, abs=0.012)
-
-
-@pytest.mark.parametrize("kind", ["hardware", "models"])
+@pytest.mark.parametrize("kind", ["hardware", "models", "engines"])
 def test_every_number_of_every_profile_has_a_source(kind):
-    load = load_hardware if kind == "hardware" else load_model_profile
+    load = {"hardware": load_hardware, "models": load_model_profile, "engines": load_engine}[kind]
     for name in profile_names(kind):
         profile = load(name)
         assert profile.name == name
@@ -168,15 +65,15 @@ def test_profiles_are_found_by_name_in_any_case_and_by_path(tmp_path):
 def test_weights_are_streamed_once_per_active_expert():
     costs = cluster(8)
     stream = 2048 * 7168 / (H800.hbm_efficiency * H800.hbm_bytes_per_s)
-    one, two = (float(costs.grouped_gemm(np.array(r), 2048, 7168)) for r in ([2.0, 0.0, 0.0], [1.0, 1.0, 0.0]))
+    one, two = (float(costs.kernels.grouped_gemm(np.array(r), 2048, 7168)) for r in ([2.0, 0.0, 0.0], [1.0, 1.0, 0.0]))
     assert one == pytest.approx(stream, rel=0.05)
     assert two == pytest.approx(2 * one, rel=0.05)
-    assert costs.grouped_gemm(np.zeros(3), 2048, 7168) == 0
+    assert costs.kernels.grouped_gemm(np.zeros(3), 2048, 7168) == 0
 
 
 def test_rows_are_rounded_up_to_tiles_when_compute_binds():
     costs = cluster(8, H800.scaled(hbm_bytes_per_s=1e9))  # memory costs nothing
-    times = [float(costs.grouped_gemm(np.array([rows]), 2048, 7168)) for rows in (1.0, 64.0, 65.0, 128.0)]
+    times = [float(costs.kernels.grouped_gemm(np.array([rows]), 2048, 7168)) for rows in (1.0, 64.0, 65.0, 128.0)]
     assert times[0] == pytest.approx(times[1])
     assert times[2] == pytest.approx(times[3])
     assert times[3] == pytest.approx(2 * times[0])
@@ -187,18 +84,20 @@ def test_mean_rows_cost_what_batches_of_that_mean_cost_on_average():
     rng = np.random.default_rng(0)
     for mean in (0.3, 3.0, 40.0, 500.0):
         draws = rng.poisson(mean, (4000, 4)).astype(float)
-        average = costs.grouped_gemm(draws, 2048, 7168).mean()
-        assert float(costs.grouped_gemm(np.full(4, mean), 2048, 7168, is_mean=True)) == pytest.approx(average, rel=0.12)
+        average = costs.kernels.grouped_gemm(draws, 2048, 7168).mean()
+        assert float(costs.kernels.grouped_gemm(np.full(4, mean), 2048, 7168, is_mean=True)) == pytest.approx(
+            average, rel=0.12
+        )
 
 
 def test_the_busiest_rank_sets_the_pace_and_only_of_its_layer():
     costs = cluster(16)
     rows = np.full((3, 64), 100.0)
     rows[1, :4] = 400.0
-    times = costs.moe_layer(rows, "low_latency")
+    times = costs.moe_layer(rows, Batch("decode", 8, 100))
     assert times.ffn_s[1] > times.ffn_s[0] == times.ffn_s[2]
     assert times.total_s[1] > times.total_s[0]
-    assert np.argmax(costs.expert_ffn(rows.reshape(3, 16, -1))[1]) == 0
+    assert np.argmax(costs.kernels.expert_ffn(rows.reshape(3, 16, -1))[1]) == 0
 
 
 def test_traffic_that_is_even_costs_what_no_traffic_given_costs():
@@ -246,7 +145,7 @@ def test_step_adds_up_and_two_batches_hide_the_shorter_side():
     two = costs.step(Batch("prefill", 8192, 2000, two_batch=True))
     assert two.total_s < one.total_s
     parts = one.attention_s + one.dispatch_s + one.ffn_s + one.combine_s + one.other_s
-    assert one.total_s == pytest.approx(parts * H800.step_overhead, rel=1e-6)  # the shared expert is hidden
+    assert one.total_s == pytest.approx(parts * costs.engine.step_factor, rel=1e-6)  # the shared expert is hidden
     small = [costs.step(Batch("decode", 2, 2000, two_batch=t)).total_s for t in (False, True)]
     assert small[1] > small[0]  # tiny batches lose by overlap, as users report
 
@@ -290,3 +189,61 @@ def test_rank_cost_prices_tokens_weights_and_slow_ways():
     near, far = cluster(8).rank_cost("normal"), cluster(16).rank_cost("normal")
     assert near.off_node_token_s == 0 < far.off_node_token_s
     assert near.activated_s == pytest.approx(V3.expert_bytes / (H800.hbm_efficiency * H800.hbm_bytes_per_s))
+
+
+def test_elementwise_bytes_follow_from_the_shapes():
+    prefill = elementwise_bytes(V3, "prefill", ranks_of_token=6.3)
+    assert prefill.attention + prefill.moe + 8 * prefill.row == pytest.approx(0.87e6, rel=0.02)
+    decode = elementwise_bytes(V3, "decode", ranks_of_token=6.3)
+    assert decode.row == 2048 * (2 * 2 + 1)  # the activation alone: low-latency kernels permute and reduce themselves
+    assert decode.attention < prefill.attention
+    assert decode.moe < prefill.moe
+    bf16 = replace(V3, compute="bf16", weight_bytes=2.0)
+    assert elementwise_bytes(bf16, "decode", 1).attention < decode.attention  # nothing to quantise
+
+
+def test_stages_last_as_long_as_their_longer_side():
+    one = np.ones(1)
+    compute = Sides(attention=10.0, experts=8 * one, shared=1.0, dispatch=3 * one, combine=6 * one)
+    assert overlapped_seconds(compute) == 2 * (10 + 8 + 1)
+    wires = Sides(attention=2.0, experts=3 * one, shared=1.0, dispatch=5 * one, combine=9 * one)
+    assert overlapped_seconds(wires) == 2 * (5 + 9)
+    mixed = Sides(attention=4.0, experts=2 * one, shared=0.0, dispatch=3 * one, combine=3 * one)
+    assert overlapped_seconds(mixed) == 4 + 4 + 3 + 3
+    assert overlapped_seconds(wires, alone=(1.0, 2.0)) == 2 * (1 + 2) + 2 * (4 + 7)
+    nothing = Sides(0.0, 0 * one, 0.0, 0 * one, 0 * one)
+    assert overlapped_seconds(nothing) == 0
+
+
+def test_normal_kernels_take_compute_units_while_they_overlap_and_low_latency_ones_do_not():
+    slow = cluster(32, H800.scaled(overlap_compute_share=0.5))
+    for phase, tokens, same in (("prefill", 16384, False), ("decode", 128, True)):
+        batch = Batch(phase, tokens, 4096, two_batch=True)
+        assert (slow.step(batch).total_s == cluster(32).step(batch).total_s) is same
+    alone = Batch("prefill", 8192, 4096)
+    assert slow.step(alone).total_s == cluster(32).step(alone).total_s
+
+
+def test_a_cached_prompt_costs_its_attention_only():
+    costs = cluster(8)
+    whole, half = (costs.kernels.attention(Batch("prefill", 4096, 8192, cache_hit=hit)) for hit in (0.0, 0.5))
+    assert whole < half < 2 * whole  # new tokens see 3/4 of the prompt instead of 1/2, and cached latents are expanded
+    decode = [costs.kernels.attention(Batch("decode", 64, 8192, cache_hit=hit)) for hit in (0.0, 0.5)]
+    assert decode[0] == decode[1]
+
+
+def test_a_busy_rank_slows_experts_elementwise_kernels_and_links():
+    costs = cluster(32)
+    batch = Batch("prefill", 4096, 2000)
+    even = np.full((1, 288), 4096 * 32 * 8 / 288)
+    skewed = even.copy()
+    skewed[0, :9] *= 2
+    for part in ("dispatch_s", "ffn_s", "combine_s"):
+        assert getattr(costs.moe_layer(skewed, batch), part) > 1.5 * getattr(costs.moe_layer(even, batch), part)
+
+
+def test_an_engine_scales_the_whole_step_alike_in_both_phases():
+    ideal, other = (CostModel(H800, V3, Topology(4, 8), load_engine(name)) for name in ("ideal", "DeepSeek"))
+    for batch in (Batch("prefill", 8192, 4096), Batch("decode", 64, 4096)):
+        ratio = other.step(batch).total_s / ideal.step(batch).total_s
+        assert ratio == pytest.approx(other.engine.step_factor)

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from moe_serve.eplb.cost.profile_files import load_hardware, load_model_profile
+from moe_serve.eplb.replay.costs import Serving
 from moe_serve.eplb.replay.report_sweep import sweep_curves, sweep_to_json, sweep_to_table, sweep_verdict
 from moe_serve.eplb.replay.simulator import Simulation, Sweep, best_case, simulate
 from moe_serve.eplb.replay.synthetic import SyntheticLoad
@@ -81,3 +82,35 @@ def test_a_simulated_step_is_split_as_a_server_splits_it() -> None:
     assert rows["nearest"]["off_node"] < rows["even"]["off_node"]
     with pytest.raises(TraceError, match="--window 1 --sources"):
         simulate(replace(one_step, split="nearest", load=SyntheticLoad(num_windows=3)))
+
+
+def perfect(**more: Any) -> dict[str, Any]:
+    """Returns the row of perfect balance of a prefill."""
+    serving = Serving(phase="prefill", context=2048, **more)
+    [case] = simulate(swept(nodes=(2,), redundant=(8,), tokens_per_rank=8192, serving=serving, policies=()))
+    return next(row for row in case.rows() if row["policy"] == "perfect")
+
+
+def test_overlap_by_itself_takes_the_shorter_of_both_steps() -> None:
+    steps = {name: perfect(overlap=name)["step_s"] for name in ("none", "two-batch", "auto")}
+    assert steps["auto"] == min(steps["none"], steps["two-batch"])
+    assert steps["none"] != steps["two-batch"]
+
+
+def test_ranks_that_wait_serve_less_and_cached_prompts_more() -> None:
+    full, half, cached = perfect(), perfect(utilisation=0.5), perfect(cache_hit=0.5)
+    assert half["step_s"] == full["step_s"]
+    assert half["tokens_per_s"] == pytest.approx(full["tokens_per_s"] / 2)
+    assert full["step_s"] < cached["step_s"] < 1.2 * full["step_s"]
+    assert cached["tokens_per_s"] == pytest.approx(2 * full["tokens_per_s"] * full["step_s"] / cached["step_s"])
+
+
+def test_serving_that_cannot_be_is_refused() -> None:
+    for wrong, words in (
+        ({"overlap": "some"}, "one of auto, none, two-batch"),
+        ({"utilisation": 0.0}, "above 0 to 1"),
+        ({"cache_hit": 1.0}, "0 to below 1"),
+        ({"phase": "mixed"}, "prefill or decode"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            Serving(**wrong)  # type: ignore[arg-type]

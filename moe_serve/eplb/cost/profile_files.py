@@ -1,4 +1,4 @@
-"""Profiles of machines and models for the cost model: numbers from YAML files, each with its source.
+"""Profiles of machines, models and engines for the cost model: numbers from YAML files, each with its source.
 
 A file holds one profile:
 
@@ -6,7 +6,7 @@ A file holds one profile:
     fp8_flops: {value: 1979e12, source: "where this number is from"}
     ...
 
-The packaged ones are in profiles/hardware and profiles/models; a path to another file works as well.
+The packaged ones are in profiles/hardware, profiles/models and profiles/engines; a path to another file works as well.
 """
 
 from dataclasses import MISSING, dataclass, field, fields, replace
@@ -18,6 +18,8 @@ from typing import Any, Literal, Self
 import yaml
 
 from moe_serve.errors import ConfigError
+
+Kind = Literal["hardware", "models", "engines"]
 
 
 @dataclass(frozen=True)
@@ -34,7 +36,7 @@ class HardwareProfile:
     attention_flops, attention_bytes_per_s: rates that the attention kernel reaches
     link_efficiency, nic_efficiency_low_latency, nic_efficiency_normal: shares that dispatch and combine reach
     dispatch_latency_s, combine_latency_s: time of a dispatch and a combine without rows
-    step_overhead:           whole step / its modelled parts: gaps, elementwise kernels, scheduling
+    overlap_compute_share:   compute units left for compute while normal dispatch and combine hold the others
     sources:                 field -> where its number is from
     """
 
@@ -57,7 +59,7 @@ class HardwareProfile:
     nic_efficiency_normal: float
     dispatch_latency_s: float
     combine_latency_s: float
-    step_overhead: float
+    overlap_compute_share: float
     sources: MappingProxyType[str, str] = field(default_factory=lambda: MappingProxyType({}), compare=False)
 
     def scaled(self, **factors: float) -> Self:
@@ -118,6 +120,19 @@ class ModelProfile:
         return round(3 * self.hidden * self.moe_intermediate * self.weight_bytes)
 
 
+@dataclass(frozen=True)
+class EngineProfile:
+    """How close an engine comes to the modelled kernels.
+
+    step_factor: whole step / its modelled parts, in both phases: launches, gaps, host work, kernels slower than the
+                 published ones; 1 = nothing but the modelled parts
+    """
+
+    name: str
+    step_factor: float
+    sources: MappingProxyType[str, str] = field(default_factory=lambda: MappingProxyType({}), compare=False)
+
+
 def load_hardware(name_or_path: str | Path) -> HardwareProfile:
     """Returns a packaged hardware profile by name ("H800", ...), or the one in a YAML file.
 
@@ -131,13 +146,18 @@ def load_model_profile(name_or_path: str | Path) -> ModelProfile:
     return ModelProfile(**_read(name_or_path, "models", ModelProfile))
 
 
-def profile_names(kind: Literal["hardware", "models"]) -> list[str]:
+def load_engine(name_or_path: str | Path) -> EngineProfile:
+    """Returns a packaged engine profile by name ("SGLang", ...), or the one in a YAML file; errors as above."""
+    return EngineProfile(**_read(name_or_path, "engines", EngineProfile))
+
+
+def profile_names(kind: Kind) -> list[str]:
     """Returns the names of the packaged profiles."""
     folder = resources.files("moe_serve.eplb.cost") / "profiles" / kind
     return sorted(entry.name.removesuffix(".yaml") for entry in folder.iterdir() if entry.name.endswith(".yaml"))
 
 
-def _read(name_or_path: str | Path, kind: Literal["hardware", "models"], profile: type) -> dict[str, Any]:
+def _read(name_or_path: str | Path, kind: Kind, profile: type) -> dict[str, Any]:
     names = profile_names(kind)
     known = {name.lower(): name for name in names}
     asked = str(name_or_path)

@@ -1,31 +1,70 @@
 """Predicted times for replays and simulations, from a model profile and a hardware profile."""
 
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, field, replace
+from typing import Literal, get_args
 
 import numpy as np
 from numpy.typing import NDArray
 
-from moe_serve.eplb.cost.model import Batch, CostModel, PredictedCost
+from moe_serve.eplb.cost.batch import Batch, Phase
+from moe_serve.eplb.cost.model import CostModel, PredictedCost
 from moe_serve.eplb.load import LoadTrace, slot_load
 from moe_serve.eplb.placement import Placement
 from moe_serve.eplb.replay.arrivals import Arrivals
 from moe_serve.errors import ConfigError
 
 Floats = NDArray[np.float64]
+Overlap = Literal["auto", "none", "two-batch"]
+
+
+@dataclass(frozen=True)
+class Serving:
+    """How the ranks serve.
+
+    phase:       of windows that do not say it ("mixed")
+    context:     decode: tokens in the cache per request; prefill: length of a prompt
+    overlap:     two half-batches overlap in every step or in none; auto: in those that they make shorter
+    utilisation: share of the time in which steps run; in the rest ranks wait for requests
+    cache_hit:   share of the prompts that the cache holds: prefill computes the others, and serves all
+    Raises ConfigError for values that cannot be.
+    """
+
+    phase: Phase = "decode"
+    context: float = 4096.0
+    overlap: Overlap = "auto"
+    utilisation: float = 1.0
+    cache_hit: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.phase not in get_args(Phase):
+            raise ConfigError(f"phase is {self.phase!r}; give prefill or decode")
+        if self.overlap not in get_args(Overlap):
+            raise ConfigError(f"overlap is {self.overlap!r}; give one of {', '.join(get_args(Overlap))}")
+        if not 0 < self.utilisation <= 1:
+            raise ConfigError(f"utilisation is {self.utilisation:g}; give the share of the time in steps, above 0 to 1")
+        if not 0 <= self.cache_hit < 1:
+            raise ConfigError(f"cache hit is {self.cache_hit:g}; give the share of prompts in the cache, 0 to below 1")
+
+    def words(self) -> str:
+        """Returns a few words for reports."""
+        overlap = {
+            "none": "no overlap",
+            "two-batch": "two batches overlap",
+            "auto": "two batches overlap where it pays",
+        }
+        used = "full batches at all times" if self.utilisation == 1 else f"steps {self.utilisation:.0%} of the time"
+        hit = f", {self.cache_hit:.1%} of prompts cached" if self.cache_hit else ""
+        return (
+            f"{self.phase} unless the trace says it, context {self.context:,.0f}, {overlap[self.overlap]}, {used}{hit}"
+        )
 
 
 @dataclass(frozen=True)
 class ProfileCosts:
-    """What a replay asks the cost model.
-
-    phase:   of windows that do not say it ("mixed")
-    context: decode: tokens in the cache per request; prefill: length of a prompt
-    """
+    """What a replay asks the cost model."""
 
     model: CostModel
-    phase: Literal["prefill", "decode"] = "decode"
-    context: float = 4096.0
+    serving: Serving = field(default_factory=Serving)
 
     @property
     def expert_bytes(self) -> int:
@@ -55,9 +94,15 @@ class ProfileCosts:
             rows = np.repeat(tokens.sum(axis=1, keepdims=True) / num_slots, num_slots, axis=1)
         else:
             rows = slot_load(tokens, placement)
-        kind = self._phase(phase)
-        batch = Batch(kind, tokens_per_step / self.model.topology.num_ranks, self.context)
-        return self.model.step(batch, rows, is_mean=True).total_s
+        serving, kind = self.serving, self._phase(phase)
+        hit = serving.cache_hit if kind == "prefill" else 0.0
+        batch = Batch(kind, tokens_per_step / self.model.topology.num_ranks, serving.context, cache_hit=hit)
+        tried = {"none": (False,), "two-batch": (True,), "auto": (False, True)}[serving.overlap]
+        return min(self.model.step(replace(batch, two_batch=two), rows, is_mean=True).total_s for two in tried)
+
+    def served_tokens(self, tokens: float, phase: str) -> float:
+        """Returns the tokens that requests are served where so many are computed: the cached ones are among them."""
+        return tokens / (1 - self.serving.cache_hit) if self._phase(phase) == "prefill" else tokens
 
     def stall_seconds(self, arrivals: Arrivals) -> float:
         """Returns how long serving stops when these experts move at once: the time of the rank that receives most."""
@@ -66,14 +111,14 @@ class ProfileCosts:
 
     def gate(self) -> PredictedCost:
         """Returns the same cost model for the rebalancer's gate."""
-        return PredictedCost(self.model, Batch(self.phase, 1, self.context).mode)
+        return PredictedCost(self.model, self.serving.phase)
 
     def words(self) -> str:
         """Returns one line for reports."""
-        model, hardware = self.model.model, self.model.hardware
-        return f"{model.name} on {hardware.name}, {self.phase} unless the trace says it, context {self.context:,.0f}"
+        model = self.model
+        return f"{model.model.name} on {model.hardware.name} by {model.engine.name}: {self.serving.words()}"
 
-    def _phase(self, phase: str) -> Literal["prefill", "decode"]:
+    def _phase(self, phase: str) -> Phase:
         if phase == "prefill":
             return "prefill"
-        return "decode" if phase == "decode" else self.phase
+        return "decode" if phase == "decode" else self.serving.phase

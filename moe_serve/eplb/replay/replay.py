@@ -65,6 +65,7 @@ def replay(
         num_nodes=settings.topology.num_nodes,
         missing=missing(results[0], trace, settings),
         expert_bytes=settings.costs.expert_bytes if settings.costs else None,
+        utilisation=settings.costs.serving.utilisation if settings.costs else 1.0,
     )
 
 
@@ -122,6 +123,8 @@ def _replay_pass(
         if scored:
             ceiling.add(Served(start), scorers[0].perfect(record, start.slots_per_rank), settings.costs)
             tokens = scorers[0].tokens_per_step(record) * record.busy_steps if trace.topk else np.nan
+            if settings.costs is not None:
+                tokens = settings.costs.served_tokens(tokens, record.phase)
             frame.windows.append((record.first_step, record.busy_steps, tokens))
             frame.load += record.tokens
         frame.count += 1

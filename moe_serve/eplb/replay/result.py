@@ -67,11 +67,12 @@ class ReplayReport:
     conditions:  what was replayed, in words, in the order to print
     results:     the floor first, then the policies, the ceiling last
     first_steps: [W] int64;  num_steps: [W] int64, steps with tokens
-    tokens:      [W] float64, tokens served in the window (NaN: topk unknown)
+    tokens:      [W] float64, tokens served in the window, those of cached prompts among them (NaN: topk unknown)
     load:        [L, E] float64, tokens per expert over the scored windows
     missing:     column -> what the trace or the command lacks to fill it
     redundancy:  rows (slots, balancedness mean, min over layers) on the mean load; () = not asked for
     expert_bytes: weights of one expert; None = unknown
+    utilisation: share of the time in which steps run, where times are predicted
     """
 
     conditions: dict[str, str]
@@ -87,6 +88,7 @@ class ReplayReport:
     missing: dict[str, str] = field(default_factory=dict)
     redundancy: tuple[tuple[int, float, float], ...] = ()
     expert_bytes: int | None = None
+    utilisation: float = 1.0
 
     @property
     def floor(self) -> PolicyResult:
@@ -105,8 +107,8 @@ class ReplayReport:
         return max(runs, key=lambda run: float(run.served.mean()))
 
     def total_seconds(self, result: PolicyResult) -> float:
-        """Returns the predicted time of the whole trace: steps, and pauses while experts move."""
-        return float((result.step_s * self.num_steps).sum() + result.stall_s.sum())
+        """Returns the predicted time of the whole trace: steps, pauses while experts move, and waiting for requests."""
+        return float((result.step_s * self.num_steps).sum() / self.utilisation + result.stall_s.sum())
 
     def summary(self, result: PolicyResult) -> dict[str, Any]:
         """Returns the row of a policy as numbers; None = not known.

@@ -11,12 +11,12 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from moe_serve.eplb.cost.model import CostModel
-from moe_serve.eplb.cost.profile_files import HardwareProfile, ModelProfile
+from moe_serve.eplb.cost.profile_files import EngineProfile, HardwareProfile, ModelProfile
 from moe_serve.eplb.files.fold import folded
 from moe_serve.eplb.load import LoadTrace
 from moe_serve.eplb.policies.policy import PlanRules
 from moe_serve.eplb.rebalance.settings import RebalanceSettings
-from moe_serve.eplb.replay.costs import ProfileCosts
+from moe_serve.eplb.replay.costs import ProfileCosts, Serving
 from moe_serve.eplb.replay.replay import replay
 from moe_serve.eplb.replay.result import CEILING, ReplayReport
 from moe_serve.eplb.replay.settings import ReplaySettings
@@ -54,8 +54,9 @@ class Simulation:
     ranks_per_node:  None = as the hardware profile says
     load:            shape of the synthetic load; its layers, experts, topk and groups come from the model profile
     trace:           a recorded load instead; windows are folded to window_steps
-    tokens_per_rank: tokens of one step of one rank (synthetic load)
-    context:         tokens in the cache per request (decode), or length of a prompt (prefill)
+    tokens_per_rank: tokens that one rank computes in one step (synthetic load)
+    serving:         phase of the synthetic load, and how the ranks serve it
+    engine:          None = the default of `CostModel`
     policies, history, interval, split, rules: as in `replay`; rules.seed also draws the load
     plan_latency_s:  time from a request to its plan, for "gate:" policies
     """
@@ -67,7 +68,8 @@ class Simulation:
     load: SyntheticLoad = field(default_factory=SyntheticLoad)
     trace: LoadTrace | None = None
     tokens_per_rank: int = 128
-    context: float = 4096.0
+    serving: Serving = field(default_factory=Serving)
+    engine: EngineProfile | None = None
     policies: tuple[str, ...] = ("greedy", "refined")
     history: int = 1
     interval: int = 1
@@ -146,11 +148,7 @@ def _slots(simulation: Simulation, topology: Topology) -> Sequence[int]:
 
 def _run(simulation: Simulation, topology: Topology, num_slots: int, window_steps: int, jobs: int) -> Case:
     model = simulation.model
-    costs = ProfileCosts(
-        CostModel(simulation.hardware, model, topology),
-        "prefill" if simulation.load.phase == "prefill" else "decode",
-        simulation.context,
-    )
+    costs = ProfileCosts(CostModel(simulation.hardware, model, topology, simulation.engine), simulation.serving)
     trace = _trace(simulation, topology, window_steps)
     step_s = _first_step_seconds(trace, costs, num_slots) if simulation.plan_latency_s else 1.0
     settings = ReplaySettings(
@@ -184,6 +182,7 @@ def _trace(simulation: Simulation, topology: Topology, window_steps: int) -> Loa
             num_groups=model.num_groups if model.num_groups > 1 else simulation.load.num_groups,
             tokens_per_step=simulation.tokens_per_rank * topology.num_ranks,
             steps_per_window=window_steps,
+            phase=simulation.serving.phase,
             seed=simulation.rules.seed,
         )
     )

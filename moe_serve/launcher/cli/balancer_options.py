@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
@@ -21,10 +21,11 @@ from moe_serve.launcher.cli.dataclass_command import takes
 from moe_serve.topology import Topology
 
 if TYPE_CHECKING:
+    from moe_serve.eplb.cost.profile_files import EngineProfile
     from moe_serve.eplb.load import LoadTrace
     from moe_serve.eplb.placement import Placement
     from moe_serve.eplb.policies.policy import PlanRules
-    from moe_serve.eplb.replay.costs import ProfileCosts
+    from moe_serve.eplb.replay.costs import ProfileCosts, Serving
 
 Options = TypeVar("Options")
 
@@ -49,8 +50,6 @@ MaxPt = Annotated[float, typer.Option("--max-pt-gib", min=0, help="Largest .pt f
 History = Annotated[int, typer.Option(min=1, help="Windows that a plan is made from.")]
 Interval = Annotated[int, typer.Option(min=1, help="Windows between plans (not of gated policies).")]
 Jobs = Annotated[int | None, typer.Option(min=1, help="Policies to replay at once.", show_default="CPUs")]
-Context = Annotated[float, typer.Option("--context", min=1, help="Tokens in the cache per request (decode).")]
-Phase = Annotated[str, typer.Option("--phase", help="prefill or decode, for windows that do not say it.")]
 OffHome = Annotated[
     float,
     typer.Option("--off-home", min=0, max=1, help="Share of the load that may leave its expert's home node; 0 = "
@@ -177,7 +176,48 @@ class PlanOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class CostOptions:
+class ServingOptions:
+    """How the ranks serve, for predicted times."""
+
+    engine: Annotated[
+        str, typer.Option(help="Engine profile: SGLang, DeepSeek, ideal (the modelled kernels alone), or a YAML file.")
+    ] = "SGLang"
+    context: Annotated[
+        float, typer.Option(min=1, help="Tokens in the cache per request (decode), or length of a prompt (prefill).")
+    ] = 4096
+    phase: Annotated[str, typer.Option(help="prefill or decode, for windows that do not say it.")] = "decode"
+    overlap: Annotated[
+        str,
+        typer.Option(help="Two half-batches overlap in every step (two-batch), in none (none), or in those that they "
+                     "make shorter (auto)."),
+    ] = "auto"  # fmt: skip
+    utilisation: Annotated[
+        float,
+        typer.Option(min=0, max=1, help="Share of the time in which steps run; 1 = full batches at all times, as "
+                     "benchmarks measure. A service waits for requests: over a day DeepSeek's prefill was at 0.5."),
+    ] = 1.0  # fmt: skip
+    cache_hit: Annotated[
+        float, typer.Option(min=0, max=1, help="Share of the prompts that the cache holds (prefill).")
+    ] = 0.0
+
+    def serving(self) -> "Serving":
+        """Returns how the ranks serve. Raises ConfigError for values that cannot be."""
+        from moe_serve.eplb.replay.costs import Serving
+
+        if self.cache_hit and self.phase != "prefill":
+            raise ConfigError("--cache-hit is a share of prompts; give --phase prefill, or leave it out")
+        # The names are checked by Serving, whose message says which there are.
+        return Serving(self.phase, self.context, self.overlap, self.utilisation, self.cache_hit)  # type: ignore[arg-type]
+
+    def engine_profile(self) -> "EngineProfile":
+        """Returns the profile of --engine."""
+        from moe_serve.eplb.cost.profile_files import load_engine
+
+        return load_engine(self.engine)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CostOptions(ServingOptions):
     """What predicts times."""
 
     model: Annotated[
@@ -187,8 +227,6 @@ class CostOptions:
     hardware: Annotated[
         str | None, typer.Option(help="Hardware profile: H800, H100, H200, GB200, … or a YAML file.")
     ] = None
-    context: Context = 4096
-    phase: Phase = "decode"
 
     def costs(self, topology: Topology) -> "ProfileCosts | None":
         """Returns the cost model; None without --model and --hardware."""
@@ -202,12 +240,8 @@ class CostOptions:
         from moe_serve.eplb.cost.profile_files import load_hardware, load_model_profile
         from moe_serve.eplb.replay.costs import ProfileCosts
 
-        phase: Literal["prefill", "decode"]
-        match self.phase:
-            case "prefill" | "decode" as phase:
-                model = CostModel(load_hardware(self.hardware), load_model_profile(self.model), topology)
-                return ProfileCosts(model, phase, self.context)
-        raise ConfigError(f"--phase is {self.phase!r}; give prefill or decode")
+        hardware, profile = load_hardware(self.hardware), load_model_profile(self.model)
+        return ProfileCosts(CostModel(hardware, profile, topology, self.engine_profile()), self.serving())
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -23,11 +23,12 @@ commas: all combinations run, priced by the cost model.
   moe-serve simulate --nodes 4,9,18 --redundant 32
   moe-serve simulate --nodes 18 --redundant 32,176 --html sim.html
   moe-serve simulate --model Qwen3-235B-A22B --hardware H200 --load bursts
+  moe-serve simulate --nodes 4 --phase prefill --cache-hit 0.563 --utilisation 0.5
 """
 
 
 @dataclass(frozen=True, kw_only=True)
-class SimulateOptions(opt.PageOptions):
+class SimulateOptions(opt.PageOptions, opt.ServingOptions):
     """The options of `moe-serve simulate`."""
 
     model: Annotated[str, typer.Option(help="Model profile, or a YAML file.")] = "DeepSeek-V3"
@@ -51,9 +52,12 @@ class SimulateOptions(opt.PageOptions):
     windows: Annotated[int, typer.Option(min=2, help="Windows to draw.")] = 40
     domains: Annotated[str | None, typer.Option(help="A trace whose records are the domains of --load bursts.")] = None
     trace: Annotated[str | None, typer.Option(help="A recorded load instead.")] = None
-    tokens_per_rank: Annotated[int, typer.Option(min=1, help="Tokens of one step of one rank.")] = 128
-    context: opt.Context = 4096
-    phase: opt.Phase = "decode"
+    tokens_per_rank: Annotated[
+        int | None,
+        typer.Option(
+            min=1, help="Tokens that one rank computes in one step.", show_default="128 decode, 16384 prefill"
+        ),
+    ] = None
     history: opt.History = 1
     interval: opt.Interval = 1
     split: opt.Split = "window"
@@ -84,8 +88,9 @@ class SimulateOptions(opt.PageOptions):
             ranks_per_node=self.ranks_per_node,
             load=self._load(profile, hardware, sweep.nodes),
             trace=opt.TraceOptions().open_trace(self.trace) if self.trace else None,
-            tokens_per_rank=self.tokens_per_rank,
-            context=self.context,
+            tokens_per_rank=self.tokens_per_rank or (16384 if self.phase == "prefill" else 128),
+            serving=self.serving(),
+            engine=self.engine_profile(),
             policies=tuple(self.policy or ("greedy", "refined")),
             history=self.history,
             interval=self.interval,
@@ -105,7 +110,6 @@ class SimulateOptions(opt.PageOptions):
             skew=self.skew,
             rho=self.rho,
             period=self.period,
-            phase=self.phase,
             seed=self.seed,
         )
         if self.domains is not None:

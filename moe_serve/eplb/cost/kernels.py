@@ -1,0 +1,98 @@
+"""Predicted time of the kernels of one rank: GEMMs, attention, and the elementwise traffic between them."""
+
+import numpy as np
+
+from moe_serve.eplb.cost.batch import Batch, Floats
+from moe_serve.eplb.cost.elementwise import elementwise_bytes
+from moe_serve.eplb.cost.profile_files import HardwareProfile, ModelProfile
+
+
+class Kernels:
+    """Times of one model's kernels on one GPU.
+
+    ranks_of_token: ranks that hold a token's experts, on average
+    compute_share:  of the compute units, those that are free for compute; the rates of memory stay
+    """
+
+    def __init__(
+        self, hardware: HardwareProfile, model: ModelProfile, ranks_of_token: float, compute_share: float = 1.0
+    ) -> None:
+        self.hardware, self.model = hardware, model
+        peak = hardware.fp8_flops if model.compute == "fp8" else hardware.bf16_flops
+        self.flops = compute_share * hardware.gemm_efficiency * peak
+        self.hbm = hardware.hbm_efficiency * hardware.hbm_bytes_per_s
+        self._attention_flops = compute_share * hardware.attention_flops
+        self._bytes = {phase: elementwise_bytes(model, phase, ranks_of_token) for phase in ("decode", "prefill")}
+
+    def grouped_gemm(self, rows: Floats, n: int, k: int, is_mean: bool = False) -> Floats:
+        """Returns the time of [rows_g, k] x [k, n] over groups g: rows [..., groups] -> [...].
+
+        is_mean: rows are means over steps, so a group with few rows is not always active, nor a tile always full
+        """
+        tile = self.hardware.tile_rows
+        if is_mean:  # Poisson arrivals: active unless no row arrived; a started tile is half full
+            active = 1 - np.exp(-rows)
+            tiles = np.maximum(active, rows / tile + 0.5 * active)
+        else:
+            active = (rows > 0).astype(np.float64)
+            tiles = np.ceil(rows / tile)
+        compute = 2.0 * n * k * tile * tiles.sum(axis=-1) / self.flops
+        activations = rows.sum(axis=-1) * (k * self.model.weight_bytes + n * 2.0)  # inputs as wide as weights, out bf16
+        memory = (active.sum(axis=-1) * n * k * self.model.weight_bytes + activations) / self.hbm
+        return np.asarray(np.hypot(compute, memory))
+
+    def expert_ffn(self, rank_slot_rows: Floats, is_mean: bool = False) -> Floats:
+        """Returns the time of the GEMMs of the routed experts of each rank: rows [..., K] -> [...]."""
+        width, hidden = self.model.moe_intermediate, self.model.hidden
+        return self.grouped_gemm(rank_slot_rows, 2 * width, hidden, is_mean) + self.grouped_gemm(
+            rank_slot_rows, hidden, width, is_mean
+        )
+
+    def expert_elementwise(self, rank_rows: Floats, batch: Batch) -> Floats:
+        """Returns the time of what is done to the rows of experts between their GEMMs: rows [...] -> [...]."""
+        return rank_rows * (self._bytes[batch.phase].row / self.hbm)
+
+    def gemm(self, rows: float, n: int, k: int) -> float:
+        """Returns the time of [rows, k] x [k, n]."""
+        return float(self.grouped_gemm(np.array([float(rows)]), n, k)) if n and k else 0.0
+
+    def ffn(self, rows: float, width: int) -> float:
+        """Returns the time of the GEMMs of a gated FFN."""
+        return self.gemm(rows, 2 * width, self.model.hidden) + self.gemm(rows, self.model.hidden, width)
+
+    def elementwise(self, batch: Batch) -> tuple[float, float]:
+        """Returns the time of elementwise kernels on a layer's tokens: of the attention, and of the MoE part."""
+        per_token = self._bytes[batch.phase]
+        seconds = batch.tokens_per_rank / self.hbm
+        return seconds * per_token.attention, seconds * per_token.moe
+
+    def attention(self, batch: Batch) -> float:
+        """Returns the time of the attention of one layer on one rank, without elementwise kernels.
+
+        A prompt of which the cache holds a share attends to all of it: each new token sees the cached ones and half of
+        the new ones, and MLA expands the cached latents anew.
+        """
+        m, tokens, context = self.model, batch.tokens_per_rank, batch.context
+        new = 1 - batch.cache_hit
+        kept_rows = tokens / new if batch.phase == "prefill" else tokens
+        if m.attention == "mla":
+            head = m.nope_dim + m.rope_dim
+            shapes = [(m.kv_lora + m.rope_dim, m.hidden), (m.hidden, m.num_heads * m.v_dim)]
+            shapes += (
+                [(m.q_lora, m.hidden), (m.num_heads * head, m.q_lora)] if m.q_lora else [(m.num_heads * head, m.hidden)]
+            )
+            projections = sum(self.gemm(tokens, n, k) for n, k in shapes)
+            projections += self.gemm(kept_rows, m.num_heads * (m.nope_dim + m.v_dim), m.kv_lora)
+            kv_bytes = (m.kv_lora + m.rope_dim) * m.kv_bytes
+            # Absorbed for decode: every head reads the latent. Expanded for prefill.
+            widths = 2 * m.kv_lora + m.rope_dim if batch.phase == "decode" else head + m.v_dim
+        else:
+            shapes = [((m.num_heads + 2 * m.num_kv_heads) * m.head_dim, m.hidden), (m.hidden, m.num_heads * m.head_dim)]
+            projections = sum(self.gemm(tokens, n, k) for n, k in shapes)
+            kv_bytes = 2 * m.num_kv_heads * m.head_dim * m.kv_bytes
+            widths = 2 * m.head_dim
+        # Causal: a new token of a prompt sees half of the new ones on average.
+        seen = context if batch.phase == "decode" else context * (batch.cache_hit + new / 2)
+        flops = 2.0 * m.num_heads * widths * tokens * seen
+        read = kv_bytes * (tokens * context if batch.phase == "decode" else kept_rows)
+        return projections + max(flops / self._attention_flops, read / self.hardware.attention_bytes_per_s)

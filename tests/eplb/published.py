@@ -1,0 +1,142 @@
+"""Reads published.yaml, and asks the cost model and `moe-serve simulate` what they say of its figures.
+
+`python -m tests.eplb.published` prints the tables of docs/cost-model.md.
+"""
+
+import json
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import typer
+import yaml
+from typer.testing import CliRunner
+
+from moe_serve.eplb.cost.links import expected_places
+from moe_serve.eplb.cost.model import CostModel
+from moe_serve.eplb.cost.profile_files import HardwareProfile, load_hardware, load_model_profile
+from moe_serve.launcher.cli.balancer import add_balancer_commands
+from moe_serve.topology import Topology
+
+TABLE: dict[str, Any] = yaml.safe_load(Path(__file__).with_name("published.yaml").read_text(encoding="utf-8"))
+
+
+V3, H800 = load_model_profile("DeepSeek-V3"), load_hardware("H800")
+
+
+def figures(kind: str, use: str) -> list[dict[str, Any]]:
+    """Returns the figures of one list of the table: kind "serving", "low_latency", ..., use as the table says."""
+    return [figure for figure in TABLE[kind] if figure["use"] == use]
+
+
+def arguments(figure: dict[str, Any]) -> list[str]:
+    """Returns the options of `moe-serve simulate` for the conditions of a serving figure."""
+    given = ["model", "hardware", "engine", "nodes", "ranks_per_node", "slots", "phase", "tokens_per_rank", "context",
+             "overlap", "utilisation", "cache_hit"]  # fmt: skip
+    out = ["simulate", "--json", "--jobs", "1", "--policy", "greedy", "--windows", "3", "--window", "1"]
+    for name in given:
+        if name in figure:
+            out += [f"--{name.replace('_', '-')}", str(figure[name])]
+    if figure.get("balanced"):
+        return [*out, "--load", "uniform"]
+    return [*out, "--load", "lognormal", "--rho", f"{max(0, 1 - TABLE['load']['spread'] / _requests(figure)):.4f}"]
+
+
+def rate(figure: dict[str, Any]) -> float:
+    """Returns the tokens/s that `moe-serve simulate` prints for a figure, of a node or GPU as the figure has it.
+
+    Published runs move no experts, so the pauses of moves, which the command counts, are taken out again.
+    """
+    rows = json.loads(_output(tuple(arguments(figure))))["rows"]
+    row = next(row for row in rows if row["policy"] == ("perfect" if figure.get("balanced") else "greedy"))
+    steps_s = row["step_s"] * row["windows"] / figure.get("utilisation", 1)
+    per_rank = row["tokens_per_s"] * (steps_s + row["stall_s"]) / steps_s / row["ranks"]
+    return float(per_rank * figure.get("served", 1) * (1 if figure.get("per") == "GPU" else 8))
+
+
+def overlap_gain(tokens_per_rank: int) -> float:
+    """Returns what `moe-serve simulate` gains by two-batch overlap at the conditions of sglang-decode."""
+    [decode] = [figure for figure in TABLE["serving"] if figure["id"] == "sglang-decode"]
+    two, one = ({**decode, "tokens_per_rank": tokens_per_rank, "overlap": name} for name in ("two-batch", "none"))
+    return rate(two) / rate(one) - 1
+
+
+def error(figure: dict[str, Any]) -> float:
+    """Returns predicted tokens/s / published ones - 1."""
+    return rate(figure) / figure["tokens_per_s"] - 1
+
+
+def kernel_errors(use: str, hardware: HardwareProfile = H800) -> dict[str, float]:
+    """Returns predicted time / measured time - 1 of the figures of single kernels with this use."""
+    out = {}
+    for figure in figures("low_latency", use):
+        costs, rows = _cluster(figure["ranks"], hardware), np.full(figure["ranks"], 128.0 * V3.topk)
+        name = f"DeepEP low latency, EP{figure['ranks']}"
+        out[f"{name}, dispatch"] = float(costs.dispatch(rows, "low_latency")) / float(figure["dispatch_s"]) - 1
+        out[f"{name}, combine"] = float(costs.combine(rows, "low_latency")) / float(figure["combine_s"]) - 1
+    for figure in figures("normal", use):
+        costs, rows = _cluster(figure["ranks"], hardware), np.full(figure["ranks"], 4096.0 * V3.topk)
+        # DeepEP counts the bytes of every copy that a rank sends to a node, its own included.
+        sent = 4096 * expected_places(figure["ranks"] // 8, V3.num_logical, V3.topk, V3.num_groups, V3.topk_groups)
+        name = f"DeepEP normal, EP{figure['ranks']}"
+        for part, seconds, value_bytes in (
+            ("dispatch", costs.dispatch(rows, "normal"), V3.dispatch_bytes),
+            ("combine", costs.combine(rows, "normal"), V3.combine_bytes),
+        ):
+            out[f"{name}, {part}"] = float(figure[part]) * float(seconds) / (sent * V3.hidden * value_bytes) - 1
+    for figure in figures("grouped_gemm", use):
+        groups, rows_each, n, k = (figure[key] for key in ("groups", "rows", "n", "k"))
+        seconds = _cluster(8, hardware).kernels.grouped_gemm(np.full(groups, float(rows_each)), n, k)
+        name = f"DeepGEMM, {groups} x {rows_each} rows, n {n}"
+        out[name] = float(seconds) * float(figure["flops"]) / (2.0 * groups * rows_each * n * k) - 1
+    return out
+
+
+def tables() -> str:
+    """Returns the tables of docs/cost-model.md: of serving figures, overlap, and kernels."""
+    lines = ["| figure | conditions | published | simulate | error |", "|---|---|---|---|---|"]
+    for use in ("fitted", "held out"):
+        for figure in figures("serving", use):
+            what = f"{figure['id']}" + (f" (fits {figure['fits']})" if use == "fitted" else "")
+            unit = "/GPU" if figure.get("per") == "GPU" else "/node"
+            lines.append(
+                f"| {what} | {figure['words']} | {figure['tokens_per_s']:,}{unit} | {rate(figure):,.0f} | "
+                f"{_percent(error(figure))} |"
+            )
+    lines += ["", "| tokens a GPU | published gain by overlap | simulate |", "|---|---|---|"]
+    for figure in figures("overlap_gain", "held out"):
+        tokens = figure["tokens_per_rank"]
+        lines.append(f"| {tokens} | {_percent(figure['gain'])} | {_percent(overlap_gain(tokens))} |")
+    lines += ["", "| kernel, held out | error of its time |", "|---|---|"]
+    lines += [f"| {name} | {_percent(off)} |" for name, off in kernel_errors("held out").items()]
+    return "\n".join(lines)
+
+
+def _percent(value: float) -> str:
+    return f"{round(100 * value) or 0:+d} %".replace("-", "−").replace("+0 ", "0 ")
+
+
+def _cluster(num_ranks: int, hardware: HardwareProfile) -> CostModel:
+    return CostModel(hardware, V3, Topology(max(1, num_ranks // 8), min(num_ranks, 8)))
+
+
+def _requests(figure: dict[str, Any]) -> float:
+    """Returns how many requests are in a step of all ranks."""
+    tokens = figure["nodes"] * figure.get("ranks_per_node", 8) * figure["tokens_per_rank"]
+    return float(tokens / (figure["context"] if figure["phase"] == "prefill" else figure.get("tokens_per_request", 1)))
+
+
+@lru_cache(maxsize=64)
+def _output(given: tuple[str, ...]) -> str:
+    app = typer.Typer()
+    add_balancer_commands(app)
+    result = CliRunner().invoke(app, list(given), env={"TERMINAL_WIDTH": "160", "NO_COLOR": "1"})
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    assert result.exit_code == 0, result.stderr
+    return result.stdout
+
+
+if __name__ == "__main__":
+    print(tables())
