@@ -166,7 +166,7 @@ def economics_rows(windows: int = 40) -> Iterable[dict[str, Any]]:
         ratios, moves, served = _gated(shape, records)
         yield {
             "axis": "economics",
-            "instance": f"{V3_EP32.words} on H800, {family}",
+            "instance": f"{V3_EP32.words} on H800, {family}, {windows} windows of {shape.steps_per_window} steps",
             "policy": "gate:incremental",
             "seeds": 1,
             "time ms": "",
