@@ -217,6 +217,24 @@ def test_a_recorded_load_can_be_simulated(tmp_path: Path) -> None:
     assert "[red]t.npz" in out
 
 
+def test_replay_prices_steps_as_the_ranks_serve(tmp_path: Path) -> None:
+    from moe_serve.eplb.replay.synthetic import SyntheticLoad, synthetic_trace
+
+    load = SyntheticLoad(num_windows=3, num_layers=32, num_logical=8, topk=2, tokens_per_step=65536, phase="prefill")
+    write_trace(synthetic_trace(load), tmp_path / "t.npz")
+    command = ["replay", tmp_path / "t.npz", "-p", "static", "--model", "Mixtral-8x7B", "--hardware", "H100", "--ranks",
+               8, "--phase", "prefill", "--no-curve", "--json"]  # fmt: skip
+    whole, part = (
+        json.loads(call(*command, *more)[1])
+        for more in ([], ["--overlap", "none", "--utilisation", 0.5, "--cache-hit", 0.25, "--engine", "ideal"])
+    )
+    perfect = [report["policies"][-1] for report in (whole, part)]
+    per_step = [row["tokens_per_s"] * row["step_s"] for row in perfect]
+    assert per_step[1] == pytest.approx(per_step[0] * 0.5 / 0.75)
+    assert part["conditions"]["prices"].endswith("no overlap, steps 50% of the time, 25.0% of prompts cached")
+    assert "by ideal" in part["conditions"]["prices"]
+
+
 @pytest.mark.parametrize("script", ["tools/replay_load.py", "tools/simulate_balancer.py"])
 def test_the_script_doors_open_without_torch(script: str) -> None:
     root = Path(__file__).parents[3]
