@@ -29,6 +29,15 @@ class Kernels:
 
         is_mean: rows are means over steps, so a group with few rows is not always active, nor a tile always full
         """
+        return self._gemm_seconds(self._work(rows, is_mean), n, k)
+
+    def expert_ffn(self, rank_slot_rows: Floats, is_mean: bool = False) -> Floats:
+        """Returns the time of the GEMMs of the routed experts of each rank: rows [..., K] -> [...]."""
+        width, hidden, work = self.model.moe_intermediate, self.model.hidden, self._work(rank_slot_rows, is_mean)
+        return self._gemm_seconds(work, 2 * width, hidden) + self._gemm_seconds(work, hidden, width)
+
+    def _work(self, rows: Floats, is_mean: bool) -> tuple[Floats, Floats, Floats]:
+        """Returns the active groups, tiles and rows, summed over groups: rows [..., groups] -> [...] each."""
         tile = self.hardware.tile_rows
         if is_mean:  # Poisson arrivals: active unless no row arrived; a started tile is half full
             active = 1 - np.exp(-rows)
@@ -36,17 +45,14 @@ class Kernels:
         else:
             active = (rows > 0).astype(np.float64)
             tiles = np.ceil(rows / tile)
-        compute = 2.0 * n * k * tile * tiles.sum(axis=-1) / self.flops
-        activations = rows.sum(axis=-1) * (k * self.model.weight_bytes + n * 2.0)  # inputs as wide as weights, out bf16
-        memory = (active.sum(axis=-1) * n * k * self.model.weight_bytes + activations) / self.hbm
-        return np.asarray(np.hypot(compute, memory))
+        return active.sum(axis=-1), tiles.sum(axis=-1), rows.sum(axis=-1)
 
-    def expert_ffn(self, rank_slot_rows: Floats, is_mean: bool = False) -> Floats:
-        """Returns the time of the GEMMs of the routed experts of each rank: rows [..., K] -> [...]."""
-        width, hidden = self.model.moe_intermediate, self.model.hidden
-        return self.grouped_gemm(rank_slot_rows, 2 * width, hidden, is_mean) + self.grouped_gemm(
-            rank_slot_rows, hidden, width, is_mean
-        )
+    def _gemm_seconds(self, work: tuple[Floats, Floats, Floats], n: int, k: int) -> Floats:
+        active, tiles, rows = work
+        compute = 2.0 * n * k * self.hardware.tile_rows * tiles / self.flops
+        activations = rows * (k * self.model.weight_bytes + n * 2.0)  # inputs as wide as weights, out bf16
+        memory = (active * n * k * self.model.weight_bytes + activations) / self.hbm
+        return np.asarray(np.sqrt(compute * compute + memory * memory))
 
     def expert_elementwise(self, rank_rows: Floats, batch: Batch) -> Floats:
         """Returns the time of what is done to the rows of experts between their GEMMs: rows [...] -> [...]."""

@@ -22,7 +22,7 @@ import numpy as np
 from moe_serve.eplb.cost.batch import Batch, Floats, LayerTime, Phase, StepTime
 from moe_serve.eplb.cost.gate_cost import GateCost
 from moe_serve.eplb.cost.kernels import Kernels
-from moe_serve.eplb.cost.links import Mode, Sharing, busiest_rows, carry_seconds, expected_places
+from moe_serve.eplb.cost.links import BusiestRows, Mode, Sharing, busiest_rows, carry_seconds, expected_places
 from moe_serve.eplb.cost.profile_files import EngineProfile, HardwareProfile, ModelProfile, load_engine
 from moe_serve.eplb.cost.stages import Sides, overlapped_seconds
 from moe_serve.eplb.load import slot_load
@@ -69,11 +69,11 @@ class CostModel:
 
         traffic: [..., R, R] rows from rank to rank; None = every rank sends the same everywhere
         """
-        return self.hardware.dispatch_latency_s + self._carry(rank_rows, self.model.dispatch_bytes, mode, traffic)
+        return self._dispatch(self._busiest(rank_rows, mode, traffic), mode)
 
     def combine(self, rank_rows: Floats, mode: Mode, traffic: Floats | None = None) -> Floats:
         """Returns the time of one combine; arguments as for its dispatch."""
-        return self.hardware.combine_latency_s + self._carry(rank_rows, self.model.combine_bytes, mode, traffic)
+        return self._combine(self._busiest(rank_rows, mode, traffic), mode)
 
     def moe_layer(
         self, slot_rows: Floats, batch: Batch, is_mean: bool = False, traffic: Floats | None = None
@@ -88,8 +88,8 @@ class CostModel:
         rank_rows = by_rank.sum(axis=2)
         kernels = self._kernels_of(batch)
         ffn = (kernels.expert_ffn(by_rank, is_mean) + kernels.expert_elementwise(rank_rows, batch)).max(axis=1)
-        mode = batch.mode
-        return LayerTime(self.dispatch(rank_rows, mode, traffic), ffn, self.combine(rank_rows, mode, traffic))
+        busiest = self._busiest(rank_rows, batch.mode, traffic)
+        return LayerTime(self._dispatch(busiest, batch.mode), ffn, self._combine(busiest, batch.mode))
 
     def step(self, batch: Batch, slot_rows: Floats | None = None, is_mean: bool = False) -> StepTime:
         """Returns the time of a whole step.
@@ -165,9 +165,16 @@ class CostModel:
             off_node_token_s=row / (hardware.nic_bytes_per_s * nic) if self.topology.num_nodes > 1 else 0.0,
         )
 
-    def _carry(self, rank_rows: Floats, value_bytes: float, mode: Mode, traffic: Floats | None) -> Floats:
-        rows = busiest_rows(rank_rows, self.topology, traffic, self._sharing if mode == "normal" else None)
-        return carry_seconds(rows, self.model.hidden * value_bytes, self.hardware, mode)
+    def _busiest(self, rank_rows: Floats, mode: Mode, traffic: Floats | None) -> BusiestRows:
+        return busiest_rows(rank_rows, self.topology, traffic, self._sharing if mode == "normal" else None)
+
+    def _dispatch(self, rows: BusiestRows, mode: Mode) -> Floats:
+        row_bytes = self.model.hidden * self.model.dispatch_bytes
+        return self.hardware.dispatch_latency_s + carry_seconds(rows, row_bytes, self.hardware, mode)
+
+    def _combine(self, rows: BusiestRows, mode: Mode) -> Floats:
+        row_bytes = self.model.hidden * self.model.combine_bytes
+        return self.hardware.combine_latency_s + carry_seconds(rows, row_bytes, self.hardware, mode)
 
     def _kernels_of(self, batch: Batch) -> Kernels:
         return self._shared_kernels if batch.two_batch and batch.mode == "normal" else self.kernels
