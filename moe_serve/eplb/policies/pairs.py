@@ -1,0 +1,108 @@
+"""Edits a placement with two slots per rank: breaks some ranks and pairs their replicas anew, counts included.
+
+`pair_search.py` says how it is decided; here each layer is made ready for it, and what it found becomes a table.
+
+Shape words: L = layers, R = ranks, E = experts; expert E is an empty slot.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from moe_serve.eplb.policies.greedy import greedy_table
+from moe_serve.eplb.policies.pair_native import find_library, search_pairs_compiled
+from moe_serve.eplb.policies.pair_places import place_pairs
+from moe_serve.eplb.policies.pair_search import Effort, Ints, PairLayer, search_pairs
+from moe_serve.eplb.policies.problem import Ids, Problem, count_moves
+from moe_serve.eplb.policies.replication import minimax_counts, replicas_in
+
+LARGEST_EXPONENT = 330.0  # of a size: products of two, and sums of these, stay finite
+MORE_REPLICAS = 4  # than minimax replication gives, at most
+STEPS_PER_RANK, MOST_STEPS = 420, 60_000
+PLAIN_STEPS = 10_000  # without a compiler: 0.1 s a layer
+
+
+@dataclass(frozen=True, eq=False)
+class PairRules:
+    """What a search of some layers has to keep to, and what it aims at.
+
+    room:      [L] moves that a layer may make beside those its legal start has made
+    steepness: of the smooth maximum, per top load: that of the heaviest rank of a fresh plan
+    risk:      a replica of load x counts as x + risk x^2, as if loads were to drift: two replicas of half the load are
+               safer than one
+    price:     of a move, in ranks as heavy as the top load
+    """
+
+    room: Ints
+    steepness: float
+    risk: float
+    price: float
+
+
+def edit_pairs(problem: Problem, table: Ids, layers: Ints, rules: PairRules) -> bool:
+    """Edits these layers of a legal table [L, R, 2] in place; they have load. Returns whether the deadline passed.
+
+    A layer keeps its table where no better one within its room is found.
+    """
+    assert problem.current is not None
+    library = find_library()
+    fresh = greedy_table(problem)
+    minimax = minimax_counts(problem.weight, problem.num_slots, problem.num_ranks, problem.fixed, problem.min_replicas)
+    steps = min(STEPS_PER_RANK * problem.num_ranks, MOST_STEPS if library is not None else PLAIN_STEPS)
+    for layer in layers.tolist():
+        if problem.deadline.passed:
+            return True
+        searched = _layer(problem, layer, table[layer], _top_load(problem, layer, fresh[layer]), minimax[layer], rules)
+        moved = int(count_moves(problem.current[layer][None], table[layer][None])[0])
+        allowed = min(int(rules.room[layer]), problem.num_ranks)
+        for attempt in range(3):
+            effort = Effort(allowed, rules.price, steps, _seed(problem.request.seed, layer, attempt))
+            if library is None:
+                broken, pool = search_pairs(searched, effort)
+            else:
+                broken, pool = search_pairs_compiled(library, searched, effort)
+            pool = np.where(pool == problem.weight.shape[1], -1, pool)
+            new = place_pairs(table[layer], problem.current[layer], broken, pool)
+            over = int(count_moves(problem.current[layer][None], new[None])[0]) - moved - int(rules.room[layer])
+            if over <= 0:
+                if _top_load(problem, layer, new) <= _top_load(problem, layer, table[layer]):
+                    table[layer] = new
+                break
+            allowed = max(0, allowed - over)  # a few pairs found neither of their experts' old ranks free
+    return False
+
+
+def _layer(problem: Problem, layer: int, table: Ids, top: float, minimax: Ints, rules: PairRules) -> PairLayer:
+    """Returns what the search sees: sizes are such that the peak of a rank with the top load is about 1.
+
+    No expert may lose more than half of its replicas, so that the largest size is known. Where even that would be too
+    large, as with a hot expert that has one replica, the layer is planned with a less steep maximum.
+    """
+    num_experts = len(minimax)
+    count = replicas_in(table[None], num_experts)[0]
+    least = np.maximum((count + 1) // 2, problem.min_replicas)
+    most = np.minimum(np.maximum(count, minimax) + MORE_REPLICAS, problem.num_ranks)
+    start = np.concatenate([[0], np.cumsum(most + 1)])
+    expert = np.repeat(np.arange(num_experts), most + 1)
+    share = problem.weight[layer][expert] / top / np.maximum(np.arange(start[-1]) - start[expert], least[expert])
+    own = 0.0 if problem.fixed is None else problem.fixed[layer][expert] / top
+    load = np.append(share * (1 + rules.risk * np.minimum(share, 1.0)) + own, 0.0)
+    steepness = min(rules.steepness, LARGEST_EXPONENT / load.max())
+    values = np.exp(steepness * (load - 0.5 * (1 + 0.7 * rules.risk)))
+    return PairLayer(np.where(table < 0, num_experts, table).astype(np.int64), start, values, least, most)
+
+
+def _top_load(problem: Problem, layer: int, table: Ids) -> float:
+    """Returns the load of the heaviest rank, without risk."""
+    weight = problem.weight[layer]
+    own = 0.0 if problem.fixed is None else problem.fixed[layer]
+    each = np.append(weight / np.maximum(replicas_in(table[None], len(weight))[0], 1) + own, 0.0)
+    return float(each[table].sum(axis=1).max())  # -1: the 0 at the end
+
+
+def _seed(seed: int, layer: int, attempt: int) -> int:
+    """Returns a positive number below 2^63, by splitmix."""
+    mixed = (seed * 3 + attempt + 1) * 0x9E3779B97F4A7C15 + layer * 0xBF58476D1CE4E5B9 & 2**64 - 1
+    mixed = (mixed ^ mixed >> 30) * 0xBF58476D1CE4E5B9 & 2**64 - 1
+    mixed = (mixed ^ mixed >> 27) * 0x94D049BB133111EB & 2**64 - 1
+    return (mixed ^ mixed >> 31) >> 1 | 1
