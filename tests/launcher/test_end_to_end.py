@@ -260,7 +260,10 @@ def test_many_clients_at_once(client):
     assert sum(ids == alone for ids in found) >= 23  # fast numerics: a near tie may fall the other way
 
 
-@pytest.mark.parametrize("count", [80, pytest.param(100_000, marks=pytest.mark.slow)])
+HOURS = [pytest.mark.slow, pytest.mark.timeout(7200)]  # about 35 random bodies a second on two busy cores
+
+
+@pytest.mark.parametrize("count", [80, pytest.param(100_000, marks=HOURS)])
 def test_every_random_valid_body_gets_its_answer(client, count):
     outcome = asyncio.run(send_bodies(str(client.base_url), seed=count, count=count, num_clients=32, limit_s=60))
     assert outcome.wrong == []
@@ -268,7 +271,7 @@ def test_every_random_valid_body_gets_its_answer(client, count):
     assert client.get("/server_info").json()["requests"]["open"] == 0
 
 
-@pytest.mark.parametrize("count", [30, pytest.param(50_000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [30, pytest.param(50_000, marks=HOURS)])
 def test_hostile_calls_of_every_route_are_answered(system, client, count):
     answers = asyncio.run(send_calls(str(client.base_url), seed=count, count=count, num_clients=32, limit_s=60))
     assert answers.wrong == []
