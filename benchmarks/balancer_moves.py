@@ -202,10 +202,10 @@ def _gated(shape: SyntheticLoad, records: Iterator[LoadRecord] | None) -> tuple[
     total, floor = np.zeros(len(costs)), np.zeros(len(costs))
     moves, balance = 0, []
     for window in range(shape.num_windows):
-        served = run.before(window * shape.steps_per_window)
+        served = run.before(window * shape.steps_per_window, shape.steps_per_window)
         moved = served.moved.num_moves if served.moved is not None else 0
         record = adversary.next_window(moved > 0) if records is None else next(records)
-        scores = [scorer.score(record, served.placement) for scorer in scorers]
+        scores = [scorer.score_served(record, served) for scorer in scorers]
         base = [scorer.score(record, start) for scorer in scorers]
         for index, factors in enumerate(SCALES.values()):
             # Moves take longer at most by the slowest of the scaled parts.

@@ -94,7 +94,7 @@ def same_decisions(seen: Watched, config: Path, path: Path) -> None:
     run, num_compared = WatchedReplay(start, server, 0), 0
     for record in load:
         assert record.placement is not None
-        placement = run.before(record.first_step).placement
+        placement = run.before(record.first_step, record.num_steps).placement
         if record.first_step in seen.rows:  # a record that begins idle names the placement of its first forward
             assert placement.physical_to_logical.tolist() == record.placement.physical_to_logical.tolist()
             assert placement.version == record.placement_version

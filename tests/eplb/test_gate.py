@@ -15,6 +15,7 @@ from moe_serve.eplb.rebalance.events import PlanReady, RequestPlan, RoundActivat
 from moe_serve.eplb.rebalance.gate import Gate
 from moe_serve.eplb.rebalance.rebalancer import Rebalancer
 from moe_serve.eplb.rebalance.settings import RebalanceSettings
+from moe_serve.eplb.rebalance.window_watch import ClosedWindow
 from moe_serve.eplb.replay.synthetic import FAMILIES, SyntheticLoad, synthetic_trace
 from moe_serve.topology import Topology
 
@@ -170,7 +171,7 @@ def test_idle_steps_of_a_window_change_no_gain() -> None:
     gains = []
     for record in (busy, replace(busy, num_steps=300, num_forwards=20)):
         gate = Gate(start, costs(), RebalanceSettings())
-        gate.close_window(record, start, start, whole=True)
+        gate.close_window(record, ClosedWindow(start, start, whole=True, unseen=True))
         gains.append(gate.gains(start, other))
         assert gate.planning_load()[0] == pytest.approx(tokens / 20)
     assert gains[0].any()

@@ -91,7 +91,7 @@ def served(policy: str, loads: Callable[[np.random.Generator], Iterator[np.ndarr
     run = GatedRun("", make_policy(policy), make_rebalancer(start, BalancerSettings(), FACTS), latency_steps=5)
     found = []
     for index, tokens in enumerate(loads(np.random.default_rng(seed))):
-        placement = run.before(index * 60).placement
+        placement = run.before(index * 60, 60).placement
         found.append(float(balancedness(rank_load(tokens, placement)).mean()))
         step_s = 0.01 + 1e-5 * rank_load(tokens / 60, placement).max(axis=1).sum()
         run.after(LoadRecord(index * 60, 60, "mixed", tokens, step_time_s=step_s))

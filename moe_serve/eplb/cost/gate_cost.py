@@ -19,7 +19,12 @@ Floats = NDArray[np.float64]
 
 
 class GateCost(Protocol):
-    """Predicts serving time. A pure function of what it was told; loads are means over a window's steps."""
+    """Predicts serving time. A pure function of what it was told; loads are means over a window's steps.
+
+    learns: whether `learn_window` teaches it anything
+    """
+
+    learns: bool = False
 
     def layer_seconds(self, tokens: Floats, placement: Placement) -> Floats:
         """Returns the seconds of a step that depend on the placement, by layer: tokens [L, E] of all ranks -> [L]."""

@@ -54,6 +54,8 @@ class MeasuredCost(GateCost):
     step_share: how much longer steps may be while experts move, so that a moving second costs this share of one
     """
 
+    learns: bool = True
+
     def __init__(self, prior: PriorPrices, step_share: float) -> None:
         self._prior = prior
         self._step_share = step_share

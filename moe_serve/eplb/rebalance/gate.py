@@ -28,6 +28,7 @@ from moe_serve.eplb.load import LoadRecord
 from moe_serve.eplb.placement import Placement
 from moe_serve.eplb.rebalance.memory import LoadMemory, Window
 from moe_serve.eplb.rebalance.settings import RebalanceSettings
+from moe_serve.eplb.rebalance.window_watch import ClosedWindow
 
 Floats = NDArray[np.float64]
 FIRST_TRUST = 0.5  # a plan looks better on the load that it was made from
@@ -35,6 +36,7 @@ FIRST_TRUST = 0.5  # a plan looks better on the load that it was made from
 # knows the plan stays inside the bound (tests/eplb/test_gate.py).
 FIRST_SURPRISE = 0.3
 LEAST_SURPRISE = 0.01
+KEEP = 0.5  # of what earlier moves of a layer have earned, when one is judged: one noisy window is no failure
 SPENDABLE = 0.75  # share of the regret bound that known costs may spend; the rest covers what cannot be foreseen
 
 
@@ -101,6 +103,7 @@ class Gate:
         self._elapsed_s = 0.0
         self._lost_s = 0.0
         self._now = 0  # windows closed
+        self._earned_s = np.zeros(num_layers)  # by moves so far, earlier ones fading
         self._failures = np.zeros(num_layers, dtype=np.int64)
         self._shut_until = np.zeros(num_layers, dtype=np.int64)
         self._moved_at = np.zeros(num_layers)
@@ -117,13 +120,10 @@ class Gate:
         """Whether the last window is the first one of another load, in any layer."""
         return bool(self._memory.shifted.any())
 
-    def close_window(self, record: LoadRecord, first: Placement, last: Placement, whole: bool) -> None:
-        """Adds a closed window.
-
-        first, last: the placements in use at its beginning and end
-        whole: the last move was over before the window began, so the window measures its gain
-        """
-        if whole and first is last and self.cost.learn_window(record, last):
+    def close_window(self, record: LoadRecord, closed: ClosedWindow) -> None:
+        """Adds a closed window."""
+        first, last = closed.first, closed.last
+        if closed.whole and first is last and self.cost.learn_window(record, last):
             for known in self._memory.windows:
                 known.known.clear()
         steps = max(record.busy_steps, 1)
@@ -146,8 +146,8 @@ class Gate:
         if moved.any():
             served_s = max(float(baseline_s[moved].sum()) * window.num_steps, 1e-12)  # nothing where no skew costs time
             share = float(np.maximum(lost, 0)[moved].sum()) / served_s
-            self._surprise = max(0.8 * self._surprise, share, LEAST_SURPRISE)
-        if self._trial is not None and whole:
+            self._surprise = max(0.5 * self._surprise, share, LEAST_SURPRISE)
+        if self._trial is not None and closed.unseen:
             gained = self._seconds(window, self._trial.before) - self._seconds(window, last)
             self._trial.gained_s += gained * window.num_steps
             self._trial.num_windows += 1
@@ -162,7 +162,9 @@ class Gate:
         promised, realised = float(trial.promised_s.sum()), float(gained[trial.rows].sum())
         if promised > 0:
             self._trust = 0.5 * self._trust + 0.5 * min(max(realised / promised, 0.0), 1.0)
-        failed = trial.rows & (gained * self.reach < trial.cost_s)
+        earned = gained * self.reach - trial.cost_s
+        self._earned_s = np.where(trial.rows, KEEP * self._earned_s + earned, self._earned_s)
+        failed = trial.rows & (earned < 0) & (self._earned_s < 0)
         self._failures[trial.rows & ~failed] = 0
         self.back_off(failed)
         return Verdict(promised, realised, trial.num_windows, int(failed.sum()), int(trial.rows.sum()))

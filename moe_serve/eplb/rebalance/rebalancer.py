@@ -46,6 +46,7 @@ from moe_serve.eplb.rebalance.move_costs import arrivals, costs_by_layer
 from moe_serve.eplb.rebalance.requests import check_fit, placed_as, request_for, with_rows
 from moe_serve.eplb.rebalance.running import Cause, RunningMigration
 from moe_serve.eplb.rebalance.settings import RebalanceSettings
+from moe_serve.eplb.rebalance.window_watch import WindowWatch
 from moe_serve.eplb.repair import with_second_slots
 from moe_serve.errors import PlacementError
 from moe_serve.topology import Topology
@@ -66,10 +67,7 @@ class Rebalancer:
         self.topology = topology
         self._placement = placement
         self._gate = Gate(placement, cost, settings)
-        self._before = placement  # in use at the beginning of the running window
-        self._live_step = 0  # when the placement in use was complete
-        self._num_windows = 0
-        self._rest = 0  # whole windows to skip before the next plan
+        self._watch = WindowWatch(placement, settings.cooldown_windows, cost.learns)
         self._request: RequestPlan | None = None
         self._next_request_id = 0
         self._running: RunningMigration | None = None
@@ -135,18 +133,15 @@ class Rebalancer:
 
     def _window_closed(self, step: int, record: LoadRecord) -> tuple[Action, ...]:
         check_fit(record, self._placement)
-        before, self._before = self._before, self._placement
-        if not record.num_steps or not record.tokens.any():
-            return ()  # an idle window says nothing
-        whole = record.first_step >= self._live_step and self._running is None
-        self._gate.close_window(record, before, self._placement, whole)
-        self._num_windows += 1
-        if self.state != "watching" or self._num_windows <= self._settings.warmup_windows:
+        window = self._watch.close(record, self._placement, self._running is not None)
+        if window is None:
             return ()
-        if not whole:  # it does not measure the last move, but it shows whether the load is still that of its plan
+        self._gate.close_window(record, window)
+        if self.state != "watching" or self._watch.num_windows <= self._settings.warmup_windows:
+            return ()
+        if not window.unseen:  # it measures no move, but it shows whether the load is still that of the plan
             return self._ask(step) if self._gate.has_shifted else ()
-        self._rest -= 1
-        if self._rest > 0:
+        if not self._watch.is_due():
             return ()
         verdict = self._gate.judge()
         if verdict is not None:
@@ -165,6 +160,7 @@ class Rebalancer:
         return self._request_plan(step, rows, f"balancedness is down to {worst:.3f}; layers to plan: {len(rows)}")
 
     def _request_plan(self, step: int, rows: NDArray[np.int64], reason: str) -> tuple[Action, ...]:
+        self._watch.plan_asked(step)
         number, rules = self._next_request_id, self._settings
         request = request_for(self._placement, rows, self._gate.planning_load(), self.topology, rules)
         layer_rows = tuple(rows.tolist())
@@ -194,7 +190,7 @@ class Rebalancer:
             self.journal.add(
                 Decision(event.step, "keep", reason, (), float(worth[worth > 0].sum()), float(costs.sum()))
             )
-            self._rest = self._settings.cooldown_windows
+            self._watch.rest()
             self.journal.succeed()
             return ()
         return self._start(event.step, target, rows, gains, costs)
@@ -243,7 +239,8 @@ class Rebalancer:
         if not running.is_done and not self.journal.alarm:
             return (running.start_round(event.step),)
         self._running = None
-        self._rest, self._live_step = self._settings.cooldown_windows, event.step
+        self._watch.complete(event.step)
+        self._watch.rest()
         if not running.is_done:
             self.journal.add(Decision(event.step, "failed", "the rest of the move is given up: it is switched off"))
             return ()
@@ -257,15 +254,15 @@ class Rebalancer:
         running, self._running = self._running, None
         if running is None:
             return ()
-        self._live_step = event.step
+        self._watch.complete(event.step)
         self._fail(event.step, f"round {running.num_started} was abandoned: {event.reason}")
         return self._restore(event.step) if running.cause == "restore" and not self.journal.alarm else ()
 
     def _group_changed(self, event: GroupChanged) -> tuple[Action, ...]:
         """Begins anew with the ranks that take part; whatever failed before may work with them."""
         self._request = self._running = None
-        self._placement = self._before = event.placement
-        self._live_step, self._rest = event.step, self._settings.cooldown_windows
+        self._placement = event.placement
+        self._watch.begin_anew(event.step, event.placement)
         self.journal.switch_on()
         self._gate.rebase(event.placement)
         reason = f"ranks {event.placement.live_ranks.tolist()} of {event.placement.num_ranks} hold the experts now"

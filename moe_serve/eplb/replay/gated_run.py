@@ -29,7 +29,8 @@ from moe_serve.errors import PlacementError
 class GatedRun:
     """Replays what a rebalancer would have done.
 
-    A plan arrives `latency_steps` after its request. A round counts from the first whole window after its activation.
+    A plan arrives `latency_steps` after its request. A window in which rounds are activated is served by the placement
+    of its first step up to the last of these rounds, and then by that round's.
     """
 
     def __init__(self, name: str, policy: PlacementPolicy, rebalancer: Rebalancer, latency_steps: int) -> None:
@@ -47,15 +48,27 @@ class GatedRun:
     def decisions(self) -> tuple[Decision, ...]:
         return self._rebalancer.decisions
 
-    def before(self, first_step: int) -> Served:
-        while self._events and self._events[0][0] <= first_step:
-            self._handle(heapq.heappop(self._events)[2])
+    def before(self, first_step: int, num_steps: int) -> Served:
+        self._play_until(first_step)
+        at_first = self._rebalancer.placement
+        changed_at = self._play_until(first_step + num_steps - 1)
         placement = self._rebalancer.placement
+        earlier = None if changed_at is None else (at_first, (changed_at - first_step) / num_steps)
         moved = None if placement is self._last else arrivals(self._last, placement, self._rebalancer.topology)
         fit, bound = self._fit or (None, None)
-        served = Served(placement, None, fit, bound, moved, self._num_rounds, self._stall_s, self._plan_s)
+        served = Served(placement, None, fit, bound, moved, self._num_rounds, self._stall_s, self._plan_s, earlier)
         self._last, self._num_rounds, self._stall_s, self._plan_s = placement, 0, 0.0, 0.0
         return served
+
+    def _play_until(self, step: int) -> int | None:
+        """Handles the events up to a step; returns when a round was activated last, or None."""
+        changed_at = None
+        while self._events and self._events[0][0] <= step:
+            event = heapq.heappop(self._events)[2]
+            self._handle(event)
+            if isinstance(event, RoundActivated):
+                changed_at = event.step
+        return changed_at
 
     def after(self, record: LoadRecord) -> None:
         self._handle(WindowClosed(record.first_step + record.num_steps, record))

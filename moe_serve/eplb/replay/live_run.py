@@ -42,9 +42,9 @@ class LiveRun(GatedRun):
     def decisions(self) -> tuple[Decision, ...]:
         return (*self._earlier, *super().decisions, *([] if self._parted is None else [self._parted]))
 
-    def before(self, first_step: int) -> Served:
+    def before(self, first_step: int, num_steps: int) -> Served:
         self._play(first_step)
-        return super().before(first_step)
+        return super().before(first_step, 0)  # what happens in the window is played behind it, in the trace's order
 
     def after(self, record: LoadRecord) -> None:
         self._play()

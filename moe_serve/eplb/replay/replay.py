@@ -116,9 +116,9 @@ def _replay_pass(
         # The first plan is made from `history` windows; all policies are scored on the windows after it.
         scored = frame.count >= settings.history
         for run, scorer, row in zip(runs, scorers, rows, strict=True):
-            served = run.before(record.first_step)
+            served = run.before(record.first_step, record.num_steps)
             if scored:
-                row.add(served, scorer.score(record, served.placement, served.shares), settings.costs)
+                row.add(served, scorer.score_served(record, served), settings.costs)
             run.after(record)
         if scored:
             ceiling.add(Served(start), scorers[0].perfect(record, start.slots_per_rank), settings.costs)

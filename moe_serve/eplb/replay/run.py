@@ -26,6 +26,7 @@ class Served:
 
     fit, bound: [L] of the newest plan; None = no plan yet
     moved:      experts received; None = none
+    earlier:    the placement of the window's first steps where experts moved in it, and the share of these steps
     stall_s:    predicted pause of a gated run's migrations; None = ask the costs about `moved`
     """
 
@@ -37,6 +38,7 @@ class Served:
     num_rounds: int = 0
     stall_s: float | None = None
     plan_s: float = 0.0
+    earlier: tuple[Placement, float] | None = None
 
 
 class Run(Protocol):
@@ -44,8 +46,8 @@ class Run(Protocol):
 
     name: str
 
-    def before(self, first_step: int) -> Served:
-        """Returns what serves the window that begins at this step."""
+    def before(self, first_step: int, num_steps: int) -> Served:
+        """Returns what serves the window of these steps."""
         ...
 
     def after(self, record: LoadRecord) -> None:
@@ -70,7 +72,7 @@ class StaticRun:
     placement: Placement
     decisions: tuple[Decision, ...] = ()
 
-    def before(self, first_step: int) -> Served:
+    def before(self, first_step: int, num_steps: int) -> Served:
         return Served(self.placement)
 
     def after(self, record: LoadRecord) -> None:
@@ -95,7 +97,7 @@ class PlannedRun:
     _shares: Floats | None = None
     _fit: tuple[Floats, Floats] | None = None
 
-    def before(self, first_step: int) -> Served:
+    def before(self, first_step: int, num_steps: int) -> Served:
         next_up, self._next = self._next, None
         fit, bound = self._fit or (None, None)
         return next_up or Served(self.placement, self._shares, fit, bound)

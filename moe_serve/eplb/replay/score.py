@@ -4,6 +4,7 @@ Shape words: L = layers, E = experts, R = ranks, N = nodes, P = slots.
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,6 +13,7 @@ from moe_serve.eplb.load import LoadRecord, balancedness, rank_load, slot_load
 from moe_serve.eplb.placement import Placement
 from moe_serve.eplb.replay.costs import ProfileCosts
 from moe_serve.eplb.replay.even_steps import NO_STEPS, EvenSteps
+from moe_serve.eplb.replay.run import Served
 from moe_serve.errors import TraceError
 from moe_serve.topology import Topology
 
@@ -81,6 +83,14 @@ class Scorer:
             balance, ranks, off_node, traffic, activated, self._step(record, placement, placement.num_slots)
         )
 
+    def score_served(self, record: LoadRecord, served: Served) -> WindowScore:
+        """Returns the score of a window on what served it; where experts moved in it, the mean weighted by steps."""
+        score = self.score(record, served.placement, served.shares)
+        if served.earlier is None:
+            return score
+        placement, share = served.earlier
+        return _mean_score(self.score(record, placement), score, share)
+
     def perfect(self, record: LoadRecord, slots_per_rank: int) -> WindowScore:
         """Returns the score of perfect balance: every rank has the mean load of every layer."""
         num_layers, num_ranks = record.num_layers, self.topology.num_ranks
@@ -121,6 +131,15 @@ class Scorer:
         share = replicas[:, :, :-1] / placement.replica_count[:, None, :]
         traffic = np.einsum("lne,lme->nm", by_node.astype(np.float64), share, optimize=True)
         return _off_node(traffic), traffic
+
+
+def _mean_score(first: WindowScore, last: WindowScore, share: float) -> WindowScore:
+    """Returns the mean of two scores of one window; share: weight of the first."""
+    mean: dict[str, Any] = {}
+    for name in ("balancedness", "ranks", "off_node", "traffic", "activated", "step_s"):
+        one, other = getattr(first, name), getattr(last, name)
+        mean[name] = None if one is None or other is None else share * one + (1 - share) * other
+    return WindowScore(**mean)
 
 
 def _off_node(traffic: NDArray[np.number]) -> float:
