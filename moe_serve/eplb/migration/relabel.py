@@ -51,7 +51,9 @@ def _holds(row: NDArray[np.int32], num_logical: int, num_ranks: int) -> NDArray[
 
 def _cheapest(price: NDArray[np.float64]) -> NDArray[np.int64]:
     """Returns the part of each rank, [R]."""
-    from scipy.optimize import linear_sum_assignment  # half a second to import; exact migrations never do
+    if _is_cheapest_as_it_is(price):
+        return np.arange(len(price))
+    from scipy.optimize import linear_sum_assignment  # half a second to import; plans of few moves never do
 
     parts, ranks = linear_sum_assignment(price)
     out = np.empty(len(price), dtype=np.int64)
@@ -59,8 +61,15 @@ def _cheapest(price: NDArray[np.float64]) -> NDArray[np.int64]:
     return out
 
 
+def _is_cheapest_as_it_is(price: NDArray[np.float64]) -> bool:
+    """Returns whether no part has a cheaper rank than its own, as after a plan of few moves."""
+    return bool((price.diagonal() <= price.min(axis=1)).all())
+
+
 def _cheapest_by_node(price: NDArray[np.float64], topology: Topology) -> NDArray[np.int64]:
     """Like `_cheapest`, but the parts of one node go to one node."""
+    if _is_cheapest_as_it_is(price):
+        return np.arange(len(price))
     nodes, per_node = topology.num_nodes, topology.ranks_per_node
     blocks = price.reshape(nodes, per_node, nodes, per_node).transpose(0, 2, 1, 3)
     inside = [[_cheapest(blocks[a, b]) for b in range(nodes)] for a in range(nodes)]
