@@ -11,11 +11,12 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from benchmarks.balancer_incremental import gate_rows, incremental_rows, price_rows
 from benchmarks.balancer_moves import churn_rows, economics_rows, replay_rows, split_rows
 from benchmarks.balancer_plans import load_eplb, rows
 from benchmarks.conditions import RESULTS, conditions, save
 
-PARTS = ("plans", "churn", "split", "economics", "replay")
+PARTS = ("plans", "incremental", "price", "churn", "split", "economics", "gate", "replay")
 
 
 def main() -> None:
@@ -60,6 +61,12 @@ def _rows(part: str, arguments: argparse.Namespace) -> Iterable[dict[str, Any]]:
         case "plans":
             eplb = load_eplb(arguments.eplb) if arguments.eplb else None
             return rows(eplb, arguments.eplb_seeds)
+        case "incremental":
+            return incremental_rows()
+        case "price":
+            return price_rows()
+        case "gate":
+            return gate_rows()
         case "churn":
             return churn_rows()
         case "split":
