@@ -40,7 +40,8 @@ def arguments(figure: dict[str, Any]) -> list[str]:
             out += [f"--{name.replace('_', '-')}", str(figure[name])]
     if figure.get("balanced"):
         return [*out, "--load", "uniform"]
-    return [*out, "--load", "lognormal", "--rho", f"{max(0, 1 - TABLE['load']['spread'] / _requests(figure)):.4f}"]
+    rho = max(0.0, 1 - TABLE["load"]["spread"] / _requests(figure))
+    return [*out, "--load", "lognormal", "--skew", str(TABLE["load"]["skew"]), "--rho", f"{rho:.4f}"]
 
 
 def rate(figure: dict[str, Any]) -> float:
@@ -48,8 +49,7 @@ def rate(figure: dict[str, Any]) -> float:
 
     Published runs move no experts, so the pauses of moves, which the command counts, are taken out again.
     """
-    rows = json.loads(_output(tuple(arguments(figure))))["rows"]
-    row = next(row for row in rows if row["policy"] == ("perfect" if figure.get("balanced") else "greedy"))
+    row = _rows(arguments(figure))["perfect" if figure.get("balanced") else "greedy"]
     steps_s = row["step_s"] * row["windows"] / figure.get("utilisation", 1)
     per_rank = row["tokens_per_s"] * (steps_s + row["stall_s"]) / steps_s / row["ranks"]
     return float(per_rank * figure.get("served", 1) * (1 if figure.get("per") == "GPU" else 8))
@@ -57,9 +57,17 @@ def rate(figure: dict[str, Any]) -> float:
 
 def overlap_gain(tokens_per_rank: int) -> float:
     """Returns what `moe-serve simulate` gains by two-batch overlap at the conditions of sglang-decode."""
-    [decode] = [figure for figure in TABLE["serving"] if figure["id"] == "sglang-decode"]
-    two, one = ({**decode, "tokens_per_rank": tokens_per_rank, "overlap": name} for name in ("two-batch", "none"))
+    two, one = (
+        {**_serving("sglang-decode"), "tokens_per_rank": tokens_per_rank, "overlap": name}
+        for name in ("two-batch", "none")
+    )
     return rate(two) / rate(one) - 1
+
+
+def eplb_gain(figure_id: str) -> float:
+    """Returns the time of a step with experts in order / with a plan, as `moe-serve simulate` prints them."""
+    rows = _rows(arguments(_serving(figure_id)))
+    return float(rows["do nothing"]["step_s"] / rows["greedy"]["step_s"])
 
 
 def error(figure: dict[str, Any]) -> float:
@@ -94,7 +102,7 @@ def kernel_errors(use: str, hardware: HardwareProfile = H800) -> dict[str, float
 
 
 def tables() -> str:
-    """Returns the tables of docs/cost-model.md: of serving figures, overlap, and kernels."""
+    """Returns the tables of docs/cost-model.md: of serving figures, overlap, EPLB, and kernels."""
     lines = ["| figure | conditions | published | simulate | error |", "|---|---|---|---|---|"]
     for use in ("fitted", "held out"):
         for figure in figures("serving", use):
@@ -108,6 +116,10 @@ def tables() -> str:
     for figure in figures("overlap_gain", "held out"):
         tokens = figure["tokens_per_rank"]
         lines.append(f"| {tokens} | {_percent(figure['gain'])} | {_percent(overlap_gain(tokens))} |")
+    lines += ["", "| gain by EPLB | published | simulate |", "|---|---|---|"]
+    for figure in TABLE["eplb_gain"]:
+        what = f"{figure['id']}" + (f" (fits {figure['fits']})" if figure["use"] == "fitted" else "")
+        lines.append(f"| {what} | {figure['gain']:.2f} | {eplb_gain(figure['id']):.2f} |")
     lines += ["", "| kernel, held out | error of its time |", "|---|---|"]
     lines += [f"| {name} | {_percent(off)} |" for name, off in kernel_errors("held out").items()]
     return "\n".join(lines)
@@ -121,10 +133,19 @@ def _cluster(num_ranks: int, hardware: HardwareProfile) -> CostModel:
     return CostModel(hardware, V3, Topology(max(1, num_ranks // 8), min(num_ranks, 8)))
 
 
+def _serving(figure_id: str) -> dict[str, Any]:
+    return next(figure for figure in TABLE["serving"] if figure["id"] == figure_id)
+
+
 def _requests(figure: dict[str, Any]) -> float:
     """Returns how many requests are in a step of all ranks."""
     tokens = figure["nodes"] * figure.get("ranks_per_node", 8) * figure["tokens_per_rank"]
     return float(tokens / (figure["context"] if figure["phase"] == "prefill" else figure.get("tokens_per_request", 1)))
+
+
+def _rows(given: list[str]) -> dict[str, dict[str, Any]]:
+    """Returns the lines of a simulation by policy."""
+    return {row["policy"]: row for row in json.loads(_output(tuple(given)))["rows"]}
 
 
 @lru_cache(maxsize=64)
