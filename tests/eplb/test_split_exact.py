@@ -142,3 +142,32 @@ def test_a_batch_counts_as_proven_only_where_its_certificate_proves_it(compiled,
     uneven = [[9, 9, 0, 0], [0, 0, 0, 0], [0, 0, 0, 0]]
     assert outcomes_of(uneven, graph) == [0, 1, 0], "near replicas would take all; half is pushed away"
     assert outcomes_of(uneven, stops_early) == [0, 0, 1]
+
+
+@settings(max_examples=100, deadline=None)
+@given(cases())
+def test_the_forest_connects_all_ranks_that_share_experts_and_leaves_come_first(case):
+    row, counts, num_ranks = case
+    graph = ReplicaGraph.of(layer_of(row, num_ranks, len(counts)))
+    forest, together = graph.forest, [{rank} for rank in range(num_ranks)]
+    for i in range(len(graph.experts)):
+        ranks = set(graph.replica_rank[graph.replica_start[i] : graph.replica_start[i + 1]])
+        joined = set().union(*(part for part in together if part & ranks))
+        together = [part for part in together if not part & ranks] + [joined]
+    assert len(forest.child) == num_ranks - len(together)
+    assert len(set(forest.child)) == len(forest.child)
+    for k, (child, mine, theirs) in enumerate(
+        zip(forest.child, forest.child_replica, forest.parent_replica, strict=True)
+    ):
+        assert child not in forest.parent[k:], "all that hangs on a rank has been levelled before it"
+        assert graph.owner[mine] == graph.owner[theirs]
+        assert (graph.replica_rank[mine], graph.replica_rank[theirs]) == (child, forest.parent[k])
+
+
+def test_one_pass_over_the_forest_levels_a_chain_of_ranks():
+    row = [0, 5, 0, 1, 1, 2, 2, 3, 3, 4]  # rank r holds experts r - 1 and r; rank 0 expert 5 too
+    graph = ReplicaGraph.of(layer_of(row, 5))
+    result = split_exact(graph, [40, 40, 40, 40, 20, 20])
+    assert result.num_pushes == 0
+    assert result.rank_load.tolist() == [40] * 5
+    assert result.max_load == 40

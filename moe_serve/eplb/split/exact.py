@@ -4,8 +4,12 @@ Minimising the largest rank load is a flow problem. Tokens of a replicated exper
 it; for any set S of ranks, the tokens of experts that live on S alone must stay there, so no split is better than
 ceil(confined(S) / |S|), and the best S attains it (max-flow min-cut; integer capacities have integer flows).
 
-1. Start: where sources are known, with what is near them. The rest: experts in descending order of tokens, each
+1. Start. Where sources are known: with what is near them; the rest in descending order of tokens, each expert
    water-filled over its ranks, once. (Further sweeps were measured: they cost more than the paths that they save.)
+   Else: evenly over all replicas, and one pass over a spanning forest of the ranks, built with the placement, leaves
+   first: every rank passes what it has too much to the rank it hangs on, or takes what it lacks from there, through an
+   expert that both hold. That costs a third of the water-filling and leaves fewer paths. (It would also move what is
+   good where it is, so sources have no use for it.)
 2. L = ceil(total / ranks). While a rank carries more than L: search from it, along experts that have tokens to give,
    for a rank below L. Found: push tokens along the path. Not found: the ranks reached are such an S, so
    L <- ceil(load(S) / |S|): Newton's step on max over S (Dinkelbach). L only rises, and the flow is kept.
@@ -124,7 +128,11 @@ def split_exact(graph: ReplicaGraph, counts: Sequence[int], start: Sequence[int]
             for c in range(graph.replica_start[i], graph.replica_start[i + 1]):
                 load[graph.replica_rank[c]] += given[c]
                 tokens_of[i] -= given[c]
-    _water_fill(graph, tokens_of, load, given)
+    if start is None:
+        _share_evenly(graph, tokens_of, load, given)
+        _level_forest(graph, load, given)
+    else:
+        _water_fill(graph, tokens_of, load, given)
     max_load, cut, num_pushes = _level(graph, load, given)
     return ExactResult(
         np.array(given, dtype=np.int64), np.array(load, dtype=np.int64), max_load, tuple(cut), num_pushes
@@ -152,6 +160,31 @@ def _water_fill(graph: ReplicaGraph, tokens_of: Sequence[int], load: list[int], 
             amount = level + (position < extra) - load[replica_rank[c]]
             given[c] += amount
             load[replica_rank[c]] += amount
+
+
+def _share_evenly(graph: ReplicaGraph, tokens_of: Sequence[int], load: list[int], given: list[int]) -> None:
+    """Gives every replica of an expert the same share of its tokens_of[i] tokens; adds to load and given."""
+    for i, tokens in enumerate(tokens_of):
+        first, end = graph.replica_start[i], graph.replica_start[i + 1]
+        share, odd = divmod(tokens, end - first)
+        for c in range(first, end):
+            amount = share + (c - first < odd)
+            given[c] += amount
+            load[graph.replica_rank[c]] += amount
+
+
+def _level_forest(graph: ReplicaGraph, load: list[int], given: list[int]) -> None:
+    """Brings every rank to the mean of all, leaves first, as far as the expert shared with its parent allows."""
+    level = -(-sum(load) // len(graph.live))
+    forest = graph.forest
+    for rank, up, mine, theirs in zip(
+        forest.child, forest.parent, forest.child_replica, forest.parent_replica, strict=True
+    ):
+        amount = max(min(load[rank] - level, given[mine]), -given[theirs])  # to the parent, or from it
+        given[mine] -= amount
+        load[rank] -= amount
+        given[theirs] += amount
+        load[up] += amount
 
 
 def _level(graph: ReplicaGraph, load: list[int], given: list[int]) -> tuple[int, list[int], int]:

@@ -15,7 +15,7 @@ from moe_serve.errors import ConfigError
 from moe_serve.log import get_logger
 
 _SOURCE = Path(__file__).with_name("split.c")
-_FUNCTIONS = {"split_counts": 4, "split_and_assign": 7, "count_ids": 4}
+_FUNCTIONS = {"split_counts": 4, "split_and_assign": 7, "count_ids": 4, "split_totals": 1}
 
 
 def build_library(cache_dir: Path | None = None) -> ctypes.CDLL:
@@ -45,6 +45,10 @@ class NativeSplit:
         num_ranks = layer.topology.num_ranks
         self.outcomes: Int64s = np.zeros(3, dtype=np.int64)
         self._split, self._assign, self._count = library.split_counts, library.split_and_assign, library.count_ids
+        self._split_totals = library.split_totals
+        # Fixed buffers of a batch without sources: a call with one address takes half the time of one with four.
+        self._totals: Int64s = np.zeros(layer.num_logical, dtype=np.int64)
+        self._total_rows: Int64s = np.zeros(layer.num_slots, dtype=np.int64)
         self._num_logical, self._num_slots = layer.num_logical, layer.num_slots
         arrays: list[object] = [reaches, layer.slot_start, layer.by_expert]
         sizes, num_replicas = [0, 0, 0], 0
@@ -59,17 +63,34 @@ class NativeSplit:
                        graph.live]  # fmt: skip
         scratch_size = 3 * layer.num_logical + layer.num_slots + 6 * num_ranks + 2 * (sizes[1] + num_replicas)
         self._arrays = [np.ascontiguousarray(array, dtype=np.int64) for array in arrays]
-        self._arrays += [np.zeros(scratch_size, dtype=np.int64), self.outcomes]
+        self._arrays += [np.zeros(scratch_size, dtype=np.int64), self._totals, self._total_rows, self.outcomes]
         numbers = [num_ranks, layer.num_logical, layer.num_slots, layer.layer_row, graph is not None, len(reaches)]
-        self._layer = np.array([*numbers, *sizes, *(array.ctypes.data for array in self._arrays)], dtype=np.int64)
+        addresses = [array.ctypes.data for array in self._arrays]
+        self._layer = np.array([*numbers, *sizes, *addresses, 0, 0, 0, 0, 0], dtype=np.int64)
+        self._graph_without_forest = graph
         self._layer_at = self._layer.ctypes.data
 
     def split(self, counts: Int64s) -> Int64s:
         """Returns the rows of each slot: [S, E] -> [S, P] int64."""
+        if len(counts) == 1:
+            if self._graph_without_forest is not None:
+                self._add_forest(self._graph_without_forest)
+            self._totals[:] = counts[0]
+            self._split_totals(self._layer_at)
+            return self._total_rows[None].copy()
         counts = np.ascontiguousarray(counts, dtype=np.int64)
         rows = np.empty((len(counts), self._num_slots), dtype=np.int64)
         self._split(self._layer_at, counts.ctypes.data, len(counts), rows.ctypes.data)
         return rows
+
+    def _add_forest(self, graph: ReplicaGraph) -> None:
+        """Gives C the forest of the graph. A server, which knows the sources of its batches, never asks for it."""
+        forest = graph.forest
+        arrays = [forest.child, forest.parent, forest.child_replica, forest.parent_replica]
+        added = [np.array(array, dtype=np.int64) for array in arrays]
+        self._arrays += added
+        self._layer[-5:] = [len(forest.child), *(array.ctypes.data for array in added)]
+        self._graph_without_forest = None
 
     def split_and_assign(
         self, counts_at: int, rank: int, ids_at: int, num_ids: int, rows_at: int, physical_at: int

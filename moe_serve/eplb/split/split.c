@@ -17,7 +17,12 @@ typedef struct { /* laid out as native.py writes it */
     const i64 *holder_start, *holder_replica;         /* [R + 1], [C] */
     const i64 *live;                                  /* [num_live]: ranks that have a slot in use */
     i64 *scratch;                                     /* see native.py */
+    const i64 *totals;                                /* [E]: of split_totals */
+    i64 *total_rows;                                  /* [P]: what it writes */
     i64 *outcomes;                                    /* [3]: exact batches proven at once, after repair, not proven */
+    /* for batches without sources, from the first of them on: a spanning forest, leaves first */
+    i64 num_edges;
+    const i64 *child, *parent, *child_replica, *parent_replica;
 } Layer;
 
 static i64 ceil_div(i64 a, i64 b) { return a / b + (a % b > 0); }
@@ -98,6 +103,36 @@ static void water_fill(const Layer *l, const i64 *tokens_of, i64 *load, i64 *giv
             given[by_load[j]] += amount;
             load[rank] += amount;
         }
+    }
+}
+
+/* Gives every replica of an expert the same share of its tokens_of[i] tokens; adds to load and given. */
+static void share_evenly(const Layer *l, const i64 *tokens_of, i64 *load, i64 *given) {
+    for (i64 i = 0; i < l->num_replicated; i++) {
+        i64 first = l->replica_start[i], end = l->replica_start[i + 1], number = end - first;
+        i64 share = number == 2 ? tokens_of[i] >> 1 : tokens_of[i] / number, odd = tokens_of[i] - share * number;
+        for (i64 c = first; c < end; c++) {
+            i64 amount = share + (c - first < odd);
+            given[c] += amount;
+            load[l->replica_rank[c]] += amount;
+        }
+    }
+}
+
+/* Brings every rank to the mean of all, leaves first, as far as the expert that it shares with its parent allows. */
+static void level_forest(const Layer *l, i64 *load, i64 *given) {
+    i64 total = 0;
+    for (i64 r = 0; r < l->num_ranks; r++) total += load[r];
+    i64 level = ceil_div(total, l->num_live);
+    for (i64 k = 0; k < l->num_edges; k++) {
+        i64 rank = l->child[k], up = l->parent[k], mine = l->child_replica[k], theirs = l->parent_replica[k];
+        i64 amount = load[rank] - level; /* to the parent, or from it */
+        if (amount > given[mine]) amount = given[mine];
+        if (amount < -given[theirs]) amount = -given[theirs];
+        given[mine] -= amount;
+        load[rank] -= amount;
+        given[theirs] += amount;
+        load[up] += amount;
     }
 }
 
@@ -213,7 +248,12 @@ static void split_exactly(const Layer *l, const i64 *counts, i64 num_sources, i6
         load[l->replica_rank[c]] += given[c];
         tokens_of[l->owner[c]] -= given[c];
     }
-    water_fill(l, tokens_of, load, given, tokens_of + l->num_replicated);
+    if (num_sources > 1)
+        water_fill(l, tokens_of, load, given, tokens_of + l->num_replicated);
+    else {
+        share_evenly(l, tokens_of, load, given);
+        level_forest(l, load, given);
+    }
     level_loads(l, load, given, cut, &num_cut, &num_pushes, search);
     l->outcomes[is_proven(l, totals, load, cut, num_cut, search) ? num_pushes > 0 : 2]++;
     for (i64 s = 0; s < num_sources; s++)
@@ -234,6 +274,9 @@ void split_counts(const Layer *l, const i64 *counts, i64 num_sources, i64 *rows)
         share_in_turn(l, l->num_reaches, counts, num_sources, l->num_logical, 0, l->slot_start, l->slots, rows,
                       l->num_slots, l->scratch);
 }
+
+/* The same for one source, between the buffers that the layer names. */
+void split_totals(const Layer *l) { split_counts(l, l->totals, 1, l->total_rows); }
 
 /* counts [R, E] -> rows [R, P], and the slot of each of this rank's ids (-1 stays -1): an expert's tokens, in order,
    fill its slots in order */
