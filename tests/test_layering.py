@@ -38,6 +38,7 @@ ALLOWED = {
         "attention_dp.request", "attention_dp.sampling_params", "attention_dp.request_router",
         "attention_dp.constraint", "config", "links", "structured",
     },
+    "adapters": {"eplb", "topology"},
     "bench": {"models.tokenizer"},
     "launcher": {
         "bench", "server", "links", "engine", "models", "ep", "attention_dp", "dispatch", "eplb", "kernels", "config",
@@ -56,7 +57,7 @@ TORCH_FREE = [
     "moe_serve.launcher.cli.app", "moe_serve.launcher.cli.balancer", "moe_serve.launcher.serve",
     "moe_serve.launcher.rank_env", "moe_serve.launcher.preflight", "moe_serve.launcher.facts",
     *(f"moe_serve.{'.'.join(path.relative_to(PACKAGE).with_suffix('').parts)}"
-      for room in ("bench", "eplb", "server", "links", "structured")
+      for room in ("adapters", "bench", "eplb", "server", "links", "structured")
       for path in sorted((PACKAGE / room).rglob("*.py"))),
     *(f"moe_serve.attention_dp.{name}"
       for name in (

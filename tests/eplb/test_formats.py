@@ -26,6 +26,7 @@ def example(moe_layer_ids: tuple[int, ...] = MOE_LAYERS, seed: int = 0) -> Place
         ("sglang", "p.json"),
         ("sglang", "p.pt"),
         ("tensorrt_llm", "p.yaml"),
+        ("vllm", "p.json"),
         ("vllm_ascend", "p.json"),
     ],
 )
@@ -53,10 +54,10 @@ def test_sglang_file_has_a_row_for_every_layer_of_the_model(tmp_path: Path) -> N
     assert rows[0] == [0, 1, 2, 3, 4, 5, 6, 7, 0, 1, 2, 3]
 
 
-@pytest.mark.parametrize("target", ["sglang", "tensorrt_llm", "vllm_ascend"])
+@pytest.mark.parametrize("target", ["sglang", "tensorrt_llm", "vllm", "vllm_ascend"])
 def test_a_target_without_empty_slots_is_refused_by_name(tmp_path: Path, target: str) -> None:
     placement = Placement(np.array([[0, 1, 2, -1]]), 3, 2, (5,))
-    with pytest.raises(PlacementError, match=r"layer 5, slot 3\) and (SGLang|TensorRT-LLM|vllm-ascend)"):
+    with pytest.raises(PlacementError, match=r"layer 5, slot 3\) and (SGLang|TensorRT-LLM|vLLM|vllm-ascend)"):
         write_placement(placement, tmp_path / "p.json", target)
     assert not (tmp_path / "p.json").exists()
 

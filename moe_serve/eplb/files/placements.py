@@ -14,12 +14,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moe_serve.eplb.files import ascend, sglang, tensorrt
-from moe_serve.eplb.files.placement_rows import make_placement, read_json, slot_rows
+from moe_serve.eplb.files.placement_rows import make_placement, read_json, refuse_empty_slots, slot_rows
 from moe_serve.eplb.files.torch_file import MAX_TORCH_BYTES, is_torch_file, load_torch_file
 from moe_serve.eplb.placement import Placement
 from moe_serve.errors import PlacementError
 
-PlacementTarget = Literal["moe_serve", "sglang", "tensorrt_llm", "vllm_ascend"]
+PlacementTarget = Literal["moe_serve", "sglang", "tensorrt_llm", "vllm", "vllm_ascend"]
 PLACEMENT_FORMAT = "moe_serve.placement"
 
 # Counts [L, E] and the number of ranks -> the expert of each slot [L, P].
@@ -90,14 +90,18 @@ def read_placement(
 def write_placement(
     placement: Placement, path: str | Path, target: str = "moe_serve", *, num_model_layers: int | None = None
 ) -> None:
-    """Writes a placement for an engine. target: moe_serve, sglang, tensorrt_llm or vllm_ascend.
+    """Writes a placement for an engine. target: moe_serve, sglang, tensorrt_llm, vllm or vllm_ascend.
 
+    vLLM itself reads no placement: its file has our form, and `adapters.vllm` installs it at the first rebalance.
     num_model_layers: for sglang, all layers of the model, dense ones included (None: up to the last MoE layer).
     Raises PlacementError when the target cannot express the placement (an empty slot).
     """
     path = Path(path)
     match target:
         case "moe_serve":
+            path.write_text(json.dumps(placement_to_json(placement)) + "\n", encoding="utf-8")
+        case "vllm":
+            refuse_empty_slots(placement, "vLLM's EPLB")
             path.write_text(json.dumps(placement_to_json(placement)) + "\n", encoding="utf-8")
         case "sglang":
             sglang.write_location(placement, path, num_model_layers)

@@ -27,7 +27,9 @@ class ConvertOptions(opt.TraceOptions):
     target: Annotated[
         str | None,
         typer.Option(
-            "--for", help="For placements: moe_serve, sglang, tensorrt_llm or vllm_ascend.", show_default="moe_serve"
+            "--for",
+            help="For placements: moe_serve, sglang, tensorrt_llm, vllm or vllm_ascend.",
+            show_default="moe_serve",
         ),
     ] = None
     ranks: Annotated[int | None, typer.Option(min=1, help="Ranks of a placement that does not say it.")] = None

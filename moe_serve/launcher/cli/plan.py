@@ -23,7 +23,9 @@ class PlanCommandOptions(opt.ReportOptions, opt.PlanOptions, opt.TraceOptions, o
 
     trace: opt.TracePath
     output: Annotated[Path | None, typer.Option("--output", "-o", help="Where to write it.", show_default=False)] = None
-    target: Annotated[str, typer.Option("--for", help="moe_serve, sglang, tensorrt_llm or vllm_ascend.")] = "moe_serve"
+    target: Annotated[str, typer.Option("--for", help="moe_serve, sglang, tensorrt_llm, vllm or vllm_ascend.")] = (
+        "moe_serve"
+    )
     policy: Annotated[str, typer.Option("--policy", "-p", help="Balancer.")] = "refined"
     last: Annotated[int, typer.Option(min=0, help="Plan on the last so many windows only; 0 = on all.")] = 0
     num_model_layers: opt.ModelLayers = None

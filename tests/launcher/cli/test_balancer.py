@@ -118,7 +118,12 @@ def test_a_mistake_is_one_line_and_exit_2(
 
 def test_plan_writes_for_every_engine_and_says_what_it_did(tmp_path: Path) -> None:
     tables = []
-    for target, name in [("sglang", "p.json"), ("tensorrt_llm", "p.yaml"), ("vllm_ascend", "m.json")]:
+    for target, name in [
+        ("sglang", "p.json"),
+        ("tensorrt_llm", "p.yaml"),
+        ("vllm", "v.json"),
+        ("vllm_ascend", "m.json"),
+    ]:
         code, out, err = call("plan", *DEMO, "-p", "greedy", "-o", tmp_path / name, "--for", target)
         assert code == 0
         assert f"for {target}" in err

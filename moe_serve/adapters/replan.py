@@ -1,0 +1,145 @@
+"""One rebalance for an engine: its load and placement in, its next placement out. All adapters end here.
+
+Every rank of an engine plans for itself, so the same input gives the same output: no clock, no random state, no memory
+of earlier calls.
+
+Shape words: L = layers, E = logical experts, R = ranks, P = slots of all ranks, K = P / R slots of one rank.
+"""
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from moe_serve.eplb.load import balancedness, rank_load
+from moe_serve.eplb.placement import Placement
+from moe_serve.eplb.policies.make import make_policy
+from moe_serve.eplb.policies.policy import PlanRequest
+from moe_serve.eplb.policies.problem import count_moves, keep_slots_of
+from moe_serve.errors import PlacementError
+from moe_serve.log import get_logger
+from moe_serve.topology import Topology
+
+Ints = NDArray[np.int64]
+logger = get_logger(__name__)
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """What an engine says of its ranks and of its model's router.
+
+    num_groups:   expert groups of the router, 0 or None = none
+    hierarchical: experts of a group stay on one node, as the engine's own hierarchical planner keeps them
+    excluded:     ranks that take part no longer; their slots stay empty (-1)
+    """
+
+    num_ranks: int
+    num_nodes: int = 1
+    num_slots: int = 0
+    num_groups: int | None = None
+    hierarchical: bool = False
+    excluded: tuple[int, ...] = ()
+
+    @property
+    def topology(self) -> Topology:
+        """Ranks and nodes; one node where the ranks cannot be divided."""
+        nodes = self.num_nodes if self.num_nodes > 0 and self.num_ranks % self.num_nodes == 0 else 1
+        return Topology(nodes, self.num_ranks // nodes)
+
+
+def replan(
+    load: NDArray[np.number],
+    cluster: Cluster,
+    old: NDArray[np.integer] | None,
+    policy: str,
+    start: Placement | None = None,
+) -> Ints:
+    """Returns the expert of every slot, [L, P] int64; experts that stay on a rank keep their slot.
+
+    load:  [L, E] tokens;  old: [L, P'] expert of each slot in use, -1 = empty; P' may differ after ranks came or went
+    start: a placement to edit instead of `old`: the one that a system without history starts with
+    A load of zeros changes nothing. Only slots of excluded ranks are -1 in the result.
+    Raises PlacementError where no placement is possible, e.g. with fewer slots than experts.
+    """
+    load = np.asarray(load, dtype=np.float64)
+    num_logical = load.shape[1]
+    by_node = cluster.hierarchical and cluster.topology.num_nodes > 1
+    request = PlanRequest(
+        load,
+        cluster.topology,
+        cluster.num_slots,
+        num_groups=cluster.num_groups if by_node else None,
+        off_home=0.0 if by_node else 1.0,
+        excluded_ranks=cluster.excluded,
+    )
+    same_ranks = old is not None and old.shape[1] == cluster.num_slots and bool((old >= 0).all())
+    if old is not None and same_ranks and not cluster.excluded and not load.any():
+        return old.astype(np.int64)
+    current = None
+    if old is not None:
+        rows = np.full((len(old), cluster.num_slots), -1, dtype=np.int32)
+        width = min(old.shape[1], cluster.num_slots)
+        rows[:, :width] = old[:, :width]
+        current = Placement(rows, num_logical, cluster.num_ranks, allow_lost=True)
+    plan = make_policy(policy).plan(replace(request, current=start or current))
+    new = _without_empty_slots(plan.placement.physical_to_logical, load, request)
+    if current is None:
+        logger.info("first placement: balancedness %.4f, %.0f ms", plan.balancedness.mean(), 1e3 * plan.elapsed_s)
+        return new.astype(np.int64)
+    shape = (len(new), cluster.num_ranks, -1)
+    before = current.physical_to_logical.reshape(shape)
+    table = keep_slots_of(before, new.reshape(shape))
+    reached = balancedness(rank_load(load, current), request.live_ranks).mean() if current.replica_count.all() else 0.0
+    logger.info(
+        "balancedness %.4f -> %.4f, %d of %d slots receive an expert, planned in %.0f ms",
+        reached, plan.balancedness.mean(), count_moves(before, table).sum(), new.size, 1e3 * plan.elapsed_s,
+    )  # fmt: skip
+    return table.reshape(new.shape).astype(np.int64)
+
+
+def _without_empty_slots(rows: NDArray[np.int32], load: NDArray[np.number], request: PlanRequest) -> NDArray[np.int32]:
+    """Returns the rows [L, P] with an expert in each empty slot of the ranks that take part.
+
+    Engines have no empty slots; our planners leave one where a replica brings nothing. It takes the expert with the
+    least load per replica that its rank does not hold, and repeats one only where the rank holds all.
+    """
+    rows = rows.copy()
+    num_ranks, num_logical = request.topology.num_ranks, load.shape[1]
+    table = rows.reshape(len(rows), num_ranks, -1)
+    empty = table < 0
+    empty[:, list(request.excluded_ranks)] = False
+    for layer, rank, slot in np.argwhere(empty):
+        count = np.bincount(table[layer][table[layer] >= 0], minlength=num_logical)
+        share: NDArray[np.float64] = load[layer] / np.maximum(count, 1)
+        held = np.unique(table[layer, rank][table[layer, rank] >= 0])
+        if len(held) < num_logical:
+            share[held] = np.inf
+        table[layer, rank, slot] = int(np.argmin(share))
+    return rows
+
+
+def fitting_start(start: Placement | None, shape: tuple[int, int], cluster: Cluster) -> Placement | None:
+    """Returns the placement of a file if it is for a model of (L, E) = shape on these ranks; None, and says so, if not.
+
+    An engine may serve several models, such as a draft model beside the main one; a file is for one of them.
+    """
+    if start is None:
+        return None
+    have = (start.num_layers, start.num_logical, start.num_ranks, start.num_slots)
+    want = (*shape, cluster.num_ranks, cluster.num_slots)
+    if have == want:
+        return start
+    logger.warning(
+        "the placement file is for (layers, experts, ranks, slots) = %s, this model has %s; it is not used here",
+        have,
+        want,
+    )
+    return None
+
+
+def old_or_raise(error: PlacementError, old: NDArray[np.integer] | None, num_slots: int) -> Ints:
+    """Returns the placement in use after a plan failed, and logs the reason; raises where there is none to keep."""
+    if old is None or old.shape[1] != num_slots or (old < 0).any():
+        raise error
+    logger.error("no new placement, the one in use stays: %s", error)
+    return old.astype(np.int64)

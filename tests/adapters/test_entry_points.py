@@ -1,0 +1,18 @@
+"""The package names its adapters in the plugin groups that engines read."""
+
+import tomllib
+from importlib.metadata import EntryPoint
+from pathlib import Path
+
+import pytest
+
+PROJECT = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+GROUPS = ["vllm.general_plugins"]
+
+
+@pytest.mark.parametrize("group", GROUPS)
+def test_an_engines_plugin_group_leads_to_its_adapter(group: str) -> None:
+    (name, value) = next(iter(PROJECT["entry-points"][group].items()))
+    register = EntryPoint(name, value, group).load()
+    register()  # without MOE_SERVE_EPLB: the engine need not even be installed
+    assert value.split(":")[0].split(".")[-1] == group.split(".")[0]
