@@ -26,6 +26,7 @@ typedef struct {
     i64 *count, *at_home;                                           /* [E] */
     double *each, *size, *inverse, *grows, *shrinks, *extra, *over; /* [E + 1], of experts; E = empty slot */
     double *load, *slot_size, *rest, *rank_load, *peak;            /* [P], [P], [P], [R], [R] */
+    double *slot_peak, *helped;                                    /* [P] of the slot's rank; [E + 1] */
     uint8_t *held, *moved;                                         /* [R][E], [P] */
     uint8_t *may;                                                  /* [E] may gain a replica off home */
     double *there;                                                 /* [P] what a slot of the heavy rank meets */
@@ -52,6 +53,15 @@ static double least(double a, double b) { return a < b ? a : b; }
 
 /* An edit that costs nothing, or takes moves back, counts as a quarter of a move. */
 static const double PER_MOVE[5] = {4.0, 4.0, 4.0, 1.0, 0.5}; /* by cost + 2 */
+
+/* Gains are computed in blocks, which the compiler turns into vectors; few blocks hold one that matters. */
+enum { BLOCK = 64 };
+
+static int any_above(const double *gains, i64 number, double rate) {
+    int found = 0;
+    for (i64 i = 0; i < number; i++) found |= gains[i] * 4.0 > rate;
+    return found;
+}
 
 static double size_of(const Layer *l, i64 e, i64 count) { return l->unit[e] / (double)count + l->fixed[e]; }
 
@@ -100,7 +110,9 @@ static void refresh(const Layer *l, State *s, i64 changed, i64 changed_too) {
             s->over[e] = s->over[e] + s->peak[r];
             s->slot_size[p] = s->size[e];
             s->rest[p] = s->peak[r] * s->inverse[e];
+            s->slot_peak[p] = s->peak[r];
         }
+    for (i64 e = 0; e < E; e++) s->helped[e] = s->over[e] * s->shrinks[e];
 }
 
 static void put(const Layer *l, State *s, i64 slot, i64 expert) {
@@ -148,19 +160,21 @@ static void best_swap(const Layer *l, const State *s, i64 room, Edit *best) {
         for (i64 k = 0; k < K; k++) {
             i64 mine = h * K + k, a = l->table[mine];
             double my_rest = s->rest[mine], my_size = s->slot_size[mine];
-            for (i64 r = 0; r < R; r++) {
-                if (a >= 0 && s->held[r * E + a]) continue;
-                if (l->has_rule && l->node_of[r] != l->node_of[h]) continue;
-                double here = (a >= 0 ? (double)(!l->was[r * E + a]) : 0.0) - s->moved[mine];
-                double both = s->peak[h] + s->peak[r];
-                const double *size = s->slot_size + r * K, *rest = s->rest + r * K, *there = s->there + r * K;
-                for (i64 j = 0; j < K; j++) {
-                    double gain = (both - my_rest * size[j]) - my_size * rest[j];
-                    if (gain * 4.0 <= best->rate) continue;
-                    double cost = here + there[j];
+            for (i64 first = 0; first < P; first += BLOCK) {
+                i64 number = P - first < BLOCK ? P - first : BLOCK;
+                const double *peak = s->slot_peak + first, *size = s->slot_size + first, *rest = s->rest + first;
+                double gains[BLOCK];
+                for (i64 i = 0; i < number; i++)
+                    gains[i] = ((s->peak[h] + peak[i]) - my_rest * size[i]) - my_size * rest[i];
+                if (!any_above(gains, number, best->rate)) continue;
+                for (i64 i = 0; i < number; i++) {
+                    i64 p = first + i, r = p / K;
+                    if (gains[i] * 4.0 <= best->rate || (a >= 0 && s->held[r * E + a])) continue;
+                    if (l->has_rule && l->node_of[r] != l->node_of[h]) continue;
+                    double cost = (a >= 0 ? (double)(!l->was[r * E + a]) : 0.0) - s->moved[mine] + s->there[p];
                     if (cost > 2.0 || cost > (double)room) continue;
-                    double rate = PER_MOVE[(i64)cost + 2] * gain;
-                    if (rate > best->rate) *best = (Edit){rate, gain, mine, r * K + j, -1};
+                    double rate = PER_MOVE[(i64)cost + 2] * gains[i];
+                    if (rate > best->rate) *best = (Edit){rate, gains[i], mine, p, -1};
                 }
             }
         }
@@ -186,7 +200,7 @@ static void may_go_off_home(const Layer *l, State *s) {
 static void best_overwrite(const Layer *l, State *s, i64 room, Edit *best) {
     i64 E = l->num_experts, R = l->num_ranks, K = l->slots, P = R * K;
     double helps = 0.0; /* the most that a further replica can help by making its expert's others lighter */
-    for (i64 e = 0; e < E; e++) helps = -(s->over[e] * s->shrinks[e]) > helps ? -(s->over[e] * s->shrinks[e]) : helps;
+    for (i64 e = 0; e < E; e++) helps = -s->helped[e] > helps ? -s->helped[e] : helps;
     if (l->has_rule) may_go_off_home(l, s);
     for (i64 p = 0; p < P; p++) {
         i64 r = p / K, old = l->table[p];
@@ -196,28 +210,34 @@ static void best_overwrite(const Layer *l, State *s, i64 room, Edit *best) {
         double raised = old < 0 ? 0.0 : (s->over[old] - s->peak[r]) * s->grows[old];
         double lost = s->peak[r] - raised, rest = s->rest[p];
         if ((lost + helps) * 4.0 <= best->rate) continue;
-        for (i64 e = 0; e < E; e++) {
-            double gain = (lost - s->over[e] * s->shrinks[e]) - rest * s->extra[e];
-            if (gain * 4.0 <= best->rate || s->held[r * E + e]) continue;
-            if (l->has_rule && l->home[e] != l->node_of[r] && !s->may[e]) continue;
-            i64 cost = !l->was[r * E + e] - s->moved[p];
-            if (cost > room) continue;
-            double rate = PER_MOVE[cost + 2] * gain;
-            if (rate > best->rate) *best = (Edit){rate, gain, p, p, e};
+        for (i64 first = 0; first < E; first += BLOCK) {
+            i64 number = E - first < BLOCK ? E - first : BLOCK;
+            double gains[BLOCK];
+            for (i64 i = 0; i < number; i++) gains[i] = (lost - s->helped[first + i]) - rest * s->extra[first + i];
+            if (!any_above(gains, number, best->rate)) continue;
+            for (i64 i = 0; i < number; i++) {
+                i64 e = first + i;
+                if (gains[i] * 4.0 <= best->rate || s->held[r * E + e]) continue;
+                if (l->has_rule && l->home[e] != l->node_of[r] && !s->may[e]) continue;
+                i64 cost = !l->was[r * E + e] - s->moved[p];
+                if (cost > room) continue;
+                double rate = PER_MOVE[cost + 2] * gains[i];
+                if (rate > best->rate) *best = (Edit){rate, gains[i], p, p, e};
+            }
         }
     }
 }
 
 static int allocate(const Layer *l, State *s, char **memory) {
     i64 E = l->num_experts, R = l->num_ranks, P = R * l->slots;
-    size_t doubles = 7 * (E + 1) + 4 * P + 2 * R, integers = 2 * E, bytes = R * E + P + E;
+    size_t doubles = 8 * (E + 1) + 5 * P + 2 * R, integers = 2 * E, bytes = R * E + P + E;
     *memory = calloc(1, 8 * (doubles + integers) + bytes);
     if (!*memory) return 0;
     double *d = (double *)*memory;
-    double **experts[] = {&s->each, &s->size, &s->inverse, &s->grows, &s->shrinks, &s->extra, &s->over};
-    for (int i = 0; i < 7; i++, d += E + 1) *experts[i] = d;
-    double **slots[] = {&s->load, &s->slot_size, &s->rest, &s->there};
-    for (int i = 0; i < 4; i++, d += P) *slots[i] = d;
+    double **experts[] = {&s->each, &s->size, &s->inverse, &s->grows, &s->shrinks, &s->extra, &s->over, &s->helped};
+    for (int i = 0; i < 8; i++, d += E + 1) *experts[i] = d;
+    double **slots[] = {&s->load, &s->slot_size, &s->rest, &s->there, &s->slot_peak};
+    for (int i = 0; i < 5; i++, d += P) *slots[i] = d;
     s->rank_load = d;
     s->peak = d + R;
     s->count = (i64 *)(d + 2 * R);
