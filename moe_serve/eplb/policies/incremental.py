@@ -25,7 +25,7 @@ from moe_serve.eplb.policies.single_edits import EditGoal, balance_reached, edit
 Ints = NDArray[np.int64]
 MIN_GAIN = 3e-4  # per move, in mean rank loads; less is lost in the drift until the next plan
 # Of a move with two slots per rank, see `pairs.PairRules`; within `max_moves`, those end the edits.
-PAIR_PRICE, PAIR_PRICE_WITHIN_MOVES = 0.2, 0.03
+PAIR_PRICE, PAIR_PRICE_WITHIN_MOVES = 0.2, 0.01
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class IncrementalPolicy:
                with two slots per rank, 0.01 with three or four, else 0.013
     steepness: of the smooth maximum, per mean rank load (two slots per rank: per load of the heaviest rank of a fresh
                plan); about 1 / the relative drift of a rank until the next plan. None = 20 with two slots, else 30
-    risk:      see `edits.EditState`; used with two slots per rank only
+    risk:      see `pairs.PairRules`; used with two slots per rank only
     max_edits: effort, per layer
     Without a placement in use the plan is that of `refined`.
     """
