@@ -155,6 +155,7 @@ def test_arrivals_ignore_slots_of_a_rank_and_know_the_nodes() -> None:
     new = Placement(np.array([[1, 0, 4, 3, 2, 5, 6, 7]]), 8, 4)  # rank 1 receives 4 from node 1, rank 2 receives 2
     moved = arrivals(old, new, TOPOLOGY)
     assert (moved.from_node.tolist(), moved.off_node.tolist()) == ([0, 0, 0, 0], [0, 1, 1, 0])
+    assert moved.by_expert.tolist() == [[0, 0, 1, 0, 1, 0, 0, 0]]
     near = Placement(np.array([[2, 1, 0, 3, 4, 5, 6, 7]]), 8, 4)
     assert arrivals(old, near, TOPOLOGY).from_node.tolist() == [1, 1, 0, 0]
 

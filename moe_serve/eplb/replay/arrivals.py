@@ -14,10 +14,12 @@ class Arrivals:
     """Experts that ranks receive, over all layers.
 
     from_node, off_node: [R] int64, experts whose nearest replica was on the same node, or on another one
+    by_expert:           [L, E] int64, ranks that receive the expert
     """
 
     from_node: NDArray[np.int64]
     off_node: NDArray[np.int64]
+    by_expert: NDArray[np.int64]
 
     @property
     def num_moves(self) -> int:
@@ -31,7 +33,7 @@ def arrivals(old: Placement, new: Placement, topology: Topology) -> Arrivals:
     nodes = before.reshape(old.num_layers, topology.num_nodes, topology.ranks_per_node, -1).any(axis=2)
     near = received & np.repeat(nodes, topology.ranks_per_node, axis=1)
     from_node = near.sum(axis=(0, 2))
-    return Arrivals(from_node, received.sum(axis=(0, 2)) - from_node)
+    return Arrivals(from_node, received.sum(axis=(0, 2)) - from_node, received.sum(axis=1))
 
 
 def _holds(placement: Placement) -> NDArray[np.bool_]:

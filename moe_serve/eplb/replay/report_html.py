@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from moe_serve.eplb.replay.report import balance_cells, cost_cells, missing_lines, verdict
+from moe_serve.eplb.replay.report_changes import changes
 from moe_serve.eplb.replay.report_units import as_bytes, as_percent
 from moe_serve.eplb.replay.result import CEILING, FLOOR, PolicyResult, ReplayReport
 
@@ -68,8 +69,8 @@ def page_data(report: ReplayReport) -> dict[str, Any]:
         "steps": [int(report.first_steps[group[0]]) for group in groups],
         "time": _time_pictures(report, best, groups),
         "heat": _heat(report),
+        "changes": changes(report),
         "traffic": _traffic(report),
-        "trafficNeeds": f"Needs {report.missing.get('off-node', 'tokens by source rank in the trace')}.",
         "redundancy": [list(row) for row in report.redundancy],
         "numSlots": report.num_slots,
         "slotLabel": f"slots (physical experts per layer, {report.num_ranks} ranks)",
@@ -87,26 +88,31 @@ def _table_cells(report: ReplayReport) -> tuple[list[str], list[list[str]]]:
 
 
 def _cards(report: ReplayReport) -> list[dict[str, str]]:
+    """The key numbers. A card that has nothing to say is left out: no moves, nothing to compare with, no change."""
     best, floor = report.summary(report.best), report.summary(report.floor)
+    compared = report.best is not report.floor
     cards = [
         {
             "label": f"served balancedness, {best['policy']}",
             "value": f"{best['served_mean']:.3f}",
-            "from": f"doing nothing: {floor['served_mean']:.3f}",
+            "from": f"doing nothing: {floor['served_mean']:.3f}" if compared else "",
         },
         {
             "label": "busiest rank over the mean",
             "value": f"+{1 / max(best['served_mean'], 1e-9) - 1:.0%}",
-            "from": f"doing nothing: +{1 / max(floor['served_mean'], 1e-9) - 1:.0%}",
-        },
-        {
-            "label": "slots rewritten per rebalance",
-            "value": as_percent(best["moved_share"]) if best["num_rebalances"] else "none",
-            "from": f"{best['num_rebalances']} rebalances"
-            + (f", {as_bytes(best['bytes'])} in all" if best["bytes"] is not None else ""),
+            "from": f"doing nothing: +{1 / max(floor['served_mean'], 1e-9) - 1:.0%}" if compared else "",
         },
     ]
-    if best["tokens_per_s"] and floor["tokens_per_s"]:
+    if best["num_rebalances"]:
+        cards.append(
+            {
+                "label": "slots rewritten per rebalance",
+                "value": as_percent(best["moved_share"]),
+                "from": f"{best['num_rebalances']} rebalance{'s' * (best['num_rebalances'] > 1)}"
+                + (f", {as_bytes(best['bytes'])} in all" if best["bytes"] is not None else ""),
+            }
+        )
+    if compared and best["tokens_per_s"] and floor["tokens_per_s"]:
         cards.append(
             {
                 "label": "predicted tokens/s, moves paid",
@@ -114,7 +120,7 @@ def _cards(report: ReplayReport) -> list[dict[str, str]]:
                 "from": f"{best['tokens_per_s']:,.0f} against {floor['tokens_per_s']:,.0f}",
             }
         )
-    if best["off_node"] is not None:
+    if best["off_node"] is not None and as_percent(best["off_node"]) != as_percent(floor["off_node"]):
         cards.append(
             {
                 "label": "routes that leave their node",
@@ -137,13 +143,14 @@ def _grouped(values: np.ndarray, groups: list[np.ndarray], reduce: Any) -> list[
 def _time_pictures(report: ReplayReport, best: PolicyResult, groups: list[np.ndarray]) -> dict[str, Any]:
     """Rank load, and the busiest rank of each layer, over time, before and after."""
     pictures: dict[str, Any] = {"span": _span(report)}
-    for side, result in (("before", report.floor), ("after", best)):
+    sides = {"before": report.floor, "after": best} if best is not report.floor else {"before": best}
+    for side, result in sides.items():
         load = np.stack([result.rank_load[group].mean(axis=0) for group in groups], axis=1)  # [R, columns]
         mean = load.mean(axis=0)
         relative = load / np.where(mean > 0, mean, 1)
         layers = np.stack([1 / np.maximum(result.served[group].mean(axis=0), 1e-6) for group in groups], axis=1)
         pictures[side] = {
-            "name": f"{side}: {result.name}",
+            "name": f"{side}: {result.name}" if len(sides) > 1 else result.name,
             "ranks": load.shape[0],
             "columns": load.shape[1],
             "load": _encode((relative - 1) / (2 * pictures["span"]) + 0.5),

@@ -30,6 +30,7 @@ class PolicyResult:
     off_node, activated, step_s, stall_s: [W] float64, see WindowScore; stall_s: pause of serving before the window
     plan_s:        [W] float64, measured CPU time of planning before the window
     traffic:       [N, N] float64, routes from node to node over all windows; all NaN = not known
+    received:      [L, E] int64, how often a rank had to receive the expert, over all windows: what `moves` sums to
     final:         placement after the last window; None for the ceiling
     decisions:     of a rebalancer; () = none decides
     """
@@ -48,6 +49,7 @@ class PolicyResult:
     stall_s: Floats
     plan_s: Floats
     traffic: Floats
+    received: NDArray[np.int64]
     final: Placement | None = None
     decisions: tuple[Decision, ...] = ()
 

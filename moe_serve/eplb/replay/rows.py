@@ -17,10 +17,15 @@ class ResultRows:
         self._name = name
         self._rows: dict[str, list[np.ndarray | float]] = {}
         self._traffic: np.ndarray | None = None
+        self._received: np.ndarray | None = None
 
     def add(self, served: Served, score: WindowScore, costs: ProfileCosts | None) -> None:
         unknown = np.full(len(score.balancedness), np.nan)
         moved = served.moved
+        if self._received is None:
+            self._received = np.zeros_like(served.placement.replica_count, dtype=np.int64)
+        if moved is not None:
+            self._received += moved.by_expert
         stall = 0.0
         if moved is not None and moved.num_moves and served.stall_s is None:
             stall = costs.stall_seconds(moved) if costs else np.nan
@@ -50,4 +55,6 @@ class ResultRows:
             name: np.array(values, dtype=np.int64 if name in whole else None) for name, values in self._rows.items()
         }
         traffic = np.full((1, 1), np.nan) if self._traffic is None else self._traffic
-        return PolicyResult(self._name, **arrays, traffic=traffic, final=final, decisions=decisions)
+        assert self._received is not None  # a result has at least one window
+        arrays |= {"traffic": traffic, "received": self._received}
+        return PolicyResult(self._name, **arrays, final=final, decisions=decisions)

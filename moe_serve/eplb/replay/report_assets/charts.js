@@ -136,9 +136,15 @@ const sequential = () => ramp(dark() ? ["#161c26", "#1f4068", "#1f8a8a", "#8bd35
 
 const heated = () => ramp(dark() ? ["#222a35", "#6b3a2a", "#c4562f", "#ff9a4d", "#ffe08a"] : ["#f4f5f7", "#fddbc7", "#f4a582", "#d6604d", "#8a1020"]);
 
+// map() returns {rows, columns, at, color, describe, x, y}; x, y: what stands at the start, in the middle and at the end of an axis
 function pixelMap(canvas, map) {
+  const frame = html("div", "map");
+  canvas.before(frame);
+  const sides = [html("div", "y", "", frame), html("div", "x")];
+  frame.append(canvas, sides[1]);
   const draw = () => {
-    const { rows, columns, at, color } = map(), paint = color();
+    const { rows, columns, at, color, x, y } = map(), paint = color();
+    sides.forEach((side, i) => side.replaceChildren(...[y, x][i].map((words, k) => html("span", k === 1 ? "name" : "", `${words}`))));
     const ratio = devicePixelRatio || 1, width = canvas.clientWidth || 600;
     const height = Math.max(Math.min(rows * Math.max(3, Math.min(18, 260 / rows)), 420), 60);
     canvas.style.height = `${height}px`;

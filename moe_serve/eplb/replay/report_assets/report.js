@@ -10,7 +10,7 @@ for (const card of D.cards) {
   const box = html("div", "card", "", $("cards"));
   html("div", "label", card.label, box);
   html("div", "value", card.value, box);
-  html("div", "from", card.from, box);
+  if (card.from) html("div", "from", card.from, box);
 }
 for (const sentence of D.verdict) html("p", "", sentence, $("verdict"));
 
@@ -58,16 +58,18 @@ lineChart($("balance"), {
   format: (v) => v.toFixed(3), height: 300,
   range: (ys) => [Math.max(0, Math.floor(Math.min(...ys) * 20 - 0.5) / 20), 1.005],
 });
-lineChart($("moves"), {
+const hasMoves = D.policies.some((p) => p.role === "policy" && p.moved_share.some((v) => v > 0)), hasCurve = D.redundancy.length > 0;
+$("moves-part").hidden = !hasMoves; $("redundancy-part").hidden = !hasCurve; $("curves-section").hidden = !hasMoves && !hasCurve;
+if (hasMoves) lineChart($("moves"), {
   series: () => timed("moved_share", ["policy"]), label: "moves per rebalance", xLabel: "engine step", xName: "step",
-  format: (v) => `${(100 * v).toFixed(v < 0.1 ? 1 : 0)}%`, empty: "No experts moved.",
+  format: (v) => `${(100 * v).toFixed(v < 0.1 ? 1 : 0)}%`,
 });
-lineChart($("redundancy"), {
-  series: () => D.redundancy.length ? [
+if (hasCurve) lineChart($("redundancy"), {
+  series: () => [
     { name: "mean layer", color: "var(--c0)", x: D.redundancy.map((r) => r[0]), y: D.redundancy.map((r) => r[1]), wide: true, dots: true },
     { name: "worst layer", color: "var(--c1)", x: D.redundancy.map((r) => r[0]), y: D.redundancy.map((r) => r[2]), dots: true },
-  ] : [],
-  label: "redundancy curve", xLabel: D.slotLabel, xName: "slots", format: (v) => v.toFixed(3), empty: "Not computed.",
+  ],
+  label: "redundancy curve", xLabel: D.slotLabel, xName: "slots", format: (v) => v.toFixed(3),
   range: (ys) => [Math.max(0, Math.floor(Math.min(...ys) * 20 - 0.5) / 20), 1.005],
   xTicks: () => D.redundancy.map((r) => r[0]).filter((_, i, all) => all.length < 9 || i % 2 === 0),
   marks: () => [{ x: D.numSlots, text: `now: ${D.numSlots}` }],
@@ -75,15 +77,18 @@ lineChart($("redundancy"), {
 
 // ---- rank load over time: bytes around the mean; layers: bytes, 1..3 times the mean
 let timeKey = "ranks";
-for (const side of ["before", "after"]) {
+const layerAxis = [D.heat.layers[0], "layer", D.heat.layers[D.heat.layers.length - 1]];
+$("after-part").hidden = !D.time.after;
+for (const side of ["before", "after"].filter((name) => D.time[name])) {
   const picture = D.time[side], load = bytes(picture.load), layers = bytes(picture.layers), columns = picture.columns;
   $(`${side}-name`).textContent = picture.name;
+  const x = [`step ${D.steps[0].toLocaleString("en")}`, "first engine step of the window", D.steps[D.steps.length - 1].toLocaleString("en")];
   const relative = (byte) => 1 + (byte / 127.5 - 1) * D.time.span;
   pixelMap($(side), () => timeKey === "ranks" ? {
-    rows: picture.ranks, columns, color: diverging, at: (r, c) => load[r * columns + c] / 255,
+    rows: picture.ranks, columns, x, y: [0, "rank", picture.ranks - 1], color: diverging, at: (r, c) => load[r * columns + c] / 255,
     describe: (r, c) => [`rank ${r}, step ${D.steps[c].toLocaleString("en")}`, `${relative(load[r * columns + c]).toFixed(2)} × mean load`],
   } : {
-    rows: D.heat.layers.length, columns, color: heated, at: (r, c) => layers[r * columns + c] / 255,
+    rows: D.heat.layers.length, columns, x, y: layerAxis, color: heated, at: (r, c) => layers[r * columns + c] / 255,
     describe: (r, c) => [`layer ${D.heat.layers[r]}, step ${D.steps[c].toLocaleString("en")}`, `busiest rank: ${(1 + layers[r * columns + c] / 127.5).toFixed(2)} × mean`],
   });
 }
@@ -92,25 +97,64 @@ legend($("rank-legend"), () => timeKey === "ranks" ? diverging() : heated(),
   () => timeKey === "ranks" ? `${percent === 100 ? 0 : (1 - D.time.span).toFixed(2)} × mean` : "1 × mean (balanced)", () => timeKey === "ranks" ? "mean in the middle" : "",
   () => timeKey === "ranks" ? `${(1 + D.time.span).toFixed(2)} × mean or more` : "3 × mean or more");
 
-// ---- experts: bytes, log2 of load over mean, 0..255 over -3..+3
-const heat = bytes(D.heat.data), experts = D.heat.columns;
-let heatOrder = "id";
+// ---- experts: load as bytes, log2 of load over mean, 0..255 over -3..+3; replicas and moves of the best policy
+const heat = bytes(D.heat.data), experts = D.heat.columns, C = D.changes;
+const before = C && bytes(C.before), after = C && bytes(C.after), received = C && new Uint16Array(bytes(C.received).buffer);
+let heatOrder = "id", shown = "load";
+$("shown").hidden = !C;
 const orders = D.heat.layers.map((_, r) => Array.from({ length: experts }, (_, c) => c).sort((a, b) => heat[r * experts + b] - heat[r * experts + a] || a - b));
+const size = (count) => C.expertBytes ? `, ${short(count * C.expertBytes)}B` : "";
+const HEATS = {
+  load: {
+    title: "Expert load by layer", note: "Tokens of each expert over the mean of its layer. The strongest cells are the experts worth replicating.",
+    color: sequential, at: (i) => heat[i] / 255, legend: ["⅛ × mean or less", "logarithmic; mean in the middle", "8 × mean or more"],
+  },
+  replicas: {
+    title: "What changed: replicas of each expert", note: C && `Replicas at the end less those at the start, ${C.name}.`,
+    color: diverging, at: (i) => 0.5 + (after[i] - before[i]) / 4, legend: ["2 fewer or less", "unchanged in the middle", "2 more or more"],
+  },
+  received: {
+    title: "What it cost: how often each expert was moved", note: C && C.words,
+    color: heated, at: (i) => received[i] / C.most, legend: ["never", "", C && `${C.most} time${C.most > 1 ? "s" : ""}${size(C.most)}`],
+  },
+};
 pixelMap($("heat"), () => {
-  const expert = (r, c) => heatOrder === "id" ? c : orders[r][c];
+  const expert = (r, c) => heatOrder === "id" ? c : orders[r][c], kind = HEATS[shown];
+  $("heat-title").textContent = kind.title; $("heat-note").textContent = kind.note;
   return {
-    rows: D.heat.layers.length, columns: experts, color: sequential,
-    at: (r, c) => heat[r * experts + expert(r, c)] / 255,
-    describe: (r, c) => [`layer ${D.heat.layers[r]}, expert ${expert(r, c)}`, `${(2 ** (heat[r * experts + expert(r, c)] / 42.5 - 3)).toFixed(2)} × mean load of its layer`],
+    rows: D.heat.layers.length, columns: experts, color: kind.color, at: (r, c) => kind.at(r * experts + expert(r, c)),
+    x: heatOrder === "id" ? [0, "expert", experts - 1] : ["hottest", "experts of the layer by load", "coldest"], y: layerAxis,
+    describe: (r, c) => {
+      const i = r * experts + expert(r, c), lines = [`layer ${D.heat.layers[r]}, expert ${expert(r, c)}`, `${(2 ** (heat[i] / 42.5 - 3)).toFixed(2)} × mean load of its layer`];
+      if (C) lines.push(`replicas: ${before[i]} → ${after[i]}`, received[i] ? `moved ${received[i]} time${received[i] > 1 ? "s" : ""}${size(received[i])}` : "never moved");
+      return lines;
+    },
   };
 });
-legend($("heat-legend"), sequential, "⅛ × mean or less", "logarithmic; mean in the middle", "8 × mean or more");
+legend($("heat-legend"), () => HEATS[shown].color(), ...[0, 1, 2].map((k) => () => HEATS[shown].legend[k]));
+
+$("layers-section").hidden = !C || C.layers.length < 2;
+if (!$("layers-section").hidden) {
+  $("layers-note").textContent = C.words;
+  const scale = C.expertBytes ? C.expertBytes : 1, x = D.heat.layers;
+  $("layers-cost-title").textContent = C.expertBytes ? "Bytes of experts received" : "Experts received";
+  lineChart($("layers-gain"), {
+    series: () => [{ name: "do nothing", color: "var(--floor)", x, y: C.layers.map((l) => l[0]), dash: "5 4" },
+      { name: C.name, color: "var(--c0)", x, y: C.layers.map((l) => l[1]), wide: true }],
+    label: "served balancedness by layer", xLabel: "layer", xName: "layer", format: (v) => v.toFixed(3),
+    range: (ys) => [Math.max(0, Math.floor(Math.min(...ys) * 20 - 0.5) / 20), 1.005],
+  });
+  lineChart($("layers-cost"), {
+    series: () => [{ name: C.name, color: "var(--c1)", x, y: C.layers.map((l) => l[2] * scale), wide: true }],
+    label: "cost by layer", xLabel: "layer", xName: "layer", format: (v) => C.expertBytes ? `${short(v)}B` : short(v),
+  });
+}
 
 // ---- traffic
 {
   const holder = $("traffic");
-  if (!D.traffic) html("p", "empty", D.trafficNeeds, holder);
-  else for (const [name, matrix] of D.traffic) {
+  $("traffic-section").hidden = !D.traffic;
+  for (const [name, matrix] of D.traffic || []) {
     const figure = html("figure", "matrix", "", holder);
     html("figcaption", "", name, figure);
     const size = matrix.length, cell = Math.min(74, 520 / (size + 1)), edge = cell * size + 46;
@@ -144,7 +188,7 @@ for (const group of document.querySelectorAll(".switch")) group.addEventListener
   const key = event.target.dataset.key;
   if (!key) return;
   for (const button of group.children) button.classList.toggle("on", button === event.target);
-  if (group.dataset.for === "balance") balanceKey = key; else if (group.dataset.for === "time") timeKey = key; else heatOrder = key;
+  if (group.dataset.for === "balance") balanceKey = key; else if (group.dataset.for === "time") timeKey = key; else if (group.dataset.for === "shown") shown = key; else heatOrder = key;
   drawAll();
 });
 function drawAll() { for (const draw of redraws) draw(); }
