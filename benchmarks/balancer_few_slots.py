@@ -156,8 +156,8 @@ def frontier_svg(points: list[tuple[float, float]]) -> str:
     for moves in (0.1, 0.2, 0.3, 0.4):
         x, y = at(moves, low)
         parts.append(f'<text x="{x:.0f}" y="{y + 18:.0f}" text-anchor="middle">{moves:.0%}</text>')
-    x, y = at(most, 0)
-    parts.append(f'<text x="{x:.0f}" y="{y - 6:.1f}" text-anchor="end">EPLB, which moves 97%</text>')
+    x, y = at(0.005, 0)
+    parts.append(f'<text x="{x:.0f}" y="{y - 6:.1f}">EPLB, which moves 97%</text>')
     for moves, gain in FRONTIER:
         x, y = at(moves, gain)
         parts.append(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="5" fill="none" stroke="#888" stroke-width="2"/>')
