@@ -25,12 +25,12 @@ class ModelError(MoeServeError):
     """A model folder, architecture or checkpoint that cannot be served."""
 
 
-class PlacementError(MoeServeError):
-    """An expert placement that is not legal, or does not fit the model and the ranks."""
+class PlacementError(MoeServeError, ValueError):
+    """An expert placement that is not legal, or does not fit the model and the ranks; a ValueError, too."""
 
 
-class TraceError(MoeServeError):
-    """A load trace that cannot be read; names the file and the line or key."""
+class TraceError(MoeServeError, ValueError):
+    """A load trace that cannot be read; names the file and the line or key. A ValueError, too."""
 
 
 class CapacityError(MoeServeError):

@@ -7,6 +7,7 @@ most loaded rank works than the average one.
 Shape words: L = MoE layers, E = logical experts, R = ranks, P = slots.
 """
 
+import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 
@@ -60,6 +61,10 @@ class LoadRecord:
                 f"first_step is {self.first_step} and num_steps {self.num_steps}; steps count from 0 and a window has "
                 "at least 0 of them"
             )
+        if max(self.first_step, self.num_steps) > MAX_EXACT:
+            raise TraceError(f"first_step is {self.first_step} and num_steps {self.num_steps}; give at most 2^53")
+        if self.step_time_s is not None and not 0 <= self.step_time_s < math.inf:
+            raise TraceError(f"step_time_s is {self.step_time_s}; give seconds of at least 0, or None")
         if self.num_forwards is not None and not 0 <= self.num_forwards <= self.num_steps:
             raise TraceError(f"num_forwards is {self.num_forwards}; give 0 to num_steps ({self.num_steps}), or None")
         object.__setattr__(self, "tokens", checked_counts(self.tokens, "tokens", 2))

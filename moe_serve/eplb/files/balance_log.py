@@ -12,11 +12,14 @@ from pathlib import Path
 from moe_serve.errors import TraceError
 
 _VLLM = re.compile(
-    r"EPLB step: (-?\d+) for model (.*?): avg_tokens=([\d.]+), max_tokens=([\d.]+), balancedness=([\d.]+)"
+    r"EPLB step: (-?\d{1,18}) for model (.{0,400}?): avg_tokens=(\d+\.?\d*), max_tokens=(\d+\.?\d*), "
+    r"balancedness=(\d+\.?\d*)"
 )
-_SGLANG = re.compile(
-    r"\[Expert Balancedness\] forward_pass_id=(\d+) current_pass_balancedness=([\d.]+).*?gpu_physical_count_sum=(\d+)"
-)
+_SGLANG = re.compile(r"\[Expert Balancedness\] forward_pass_id=(\d{1,18}) current_pass_balancedness=(\d+\.?\d*)")
+
+_MARKS = (b"EPLB step: ", b"[Expert Balancedness] ")
+_OVERLAP = 32  # bytes kept between chunks: a mark is shorter
+_CHUNK, _SEARCHED, _LONGEST_LINE = 1 << 20, 1 << 26, 1 << 13
 
 
 @dataclass(frozen=True)
@@ -30,28 +33,42 @@ class BalanceSample:
     model_id: str
 
 
-def is_balance_log(head: bytes) -> bool:
-    """Returns whether the beginning of a file has such a line."""
-    text = head.decode("utf-8", "replace")
-    return _VLLM.search(text) is not None or _SGLANG.search(text) is not None
+def is_balance_log(path: Path) -> bool:
+    """Returns whether a file is text, not JSON of objects, with such a line in its first 64 MiB.
+
+    An engine prints the first one long after it started, and SGLang's lines begin with '[' as JSON may.
+    """
+    with path.open("rb") as file:
+        chunk = file.read(_CHUNK)
+        if chunk.lstrip()[:1] == b"{" or b"\0" in chunk:
+            return False
+        while chunk and file.tell() <= _SEARCHED:
+            if any(mark in chunk for mark in _MARKS):
+                return next(_samples(path), None) is not None
+            rest = file.read(_CHUNK)
+            chunk = rest and chunk[-_OVERLAP:] + rest
+    return False
 
 
 def read_balance_log(path: Path) -> Iterator[BalanceSample]:
     """Yields the samples of a log, in order. Raises TraceError when there are none."""
     found = False
-    with path.open(encoding="utf-8", errors="replace") as file:
-        for line in file:
-            if match := _VLLM.search(line):
-                step, model, mean, most, value = match.groups()
-                sample = BalanceSample(int(step), float(value), float(mean), float(most), model)
-            elif match := _SGLANG.search(line):
-                step, value, _ = match.groups()
-                sample = BalanceSample(int(step), float(value), None, None, "")
-            else:
-                continue
-            found = True
-            yield sample
+    for sample in _samples(path):
+        found = True
+        yield sample
     if not found:
         raise TraceError(
             f"{path} has no balancedness lines; expected vLLM's 'EPLB step:' or SGLang's '[Expert Balancedness]'"
         )
+
+
+def _samples(path: Path) -> Iterator[BalanceSample]:
+    with path.open(encoding="utf-8", errors="replace") as file:
+        while line := file.readline(_LONGEST_LINE):
+            if "balancedness=" not in line:
+                continue
+            if match := _VLLM.search(line):
+                step, model, mean, most, value = match.groups()
+                yield BalanceSample(int(step), float(value), float(mean), float(most), model)
+            elif match := _SGLANG.search(line):
+                yield BalanceSample(int(match[1]), float(match[2]), None, None, "")

@@ -9,8 +9,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
+from moe_serve.eplb.files.json_text import parse_json
 from moe_serve.eplb.files.trace_meta import ByteProgress
 from moe_serve.errors import TraceError
 
@@ -54,6 +53,8 @@ def iter_array(path: Path, key: str, progress: ByteProgress | None = None) -> It
                 while True:  # to the closing quote; an escape takes the next byte with it
                     quote = _STRING_END.search(buffer, position)
                     if quote is None or (quote.group() == b"\\" and quote.end() == len(buffer)):
+                        if len(buffer) > _MAX_ELEMENT:
+                            raise TraceError(f"{path}: a text of more than {_MAX_ELEMENT >> 20} MiB in {key}[{index}]")
                         chunk = file.read(_CHUNK)
                         if not chunk:
                             raise TraceError(f"{path} ends inside a text in {key}[{index}]: the file is cut off")
@@ -71,10 +72,7 @@ def iter_array(path: Path, key: str, progress: ByteProgress | None = None) -> It
             else:
                 depth -= 1
                 if depth == 0:
-                    try:
-                        yield msgspec.json.decode(buffer[start:position])
-                    except msgspec.DecodeError as problem:
-                        raise TraceError(f"{path}, key {key}[{index}]: not JSON ({problem})") from None
+                    yield parse_json(buffer[start:position], f"{path}, key {key}[{index}]")
                     index += 1
                     if progress is not None:
                         progress(file.tell() - len(buffer) + position, total)
@@ -92,7 +90,7 @@ def _skip_to_array(read: Callable[[int], bytes], path: Path, key: str) -> bytes:
         match = opening.search(buffer)
         if match and match.group(1):
             if match.group(1) != b"[":
-                raise TraceError(f"{path}, key {key}: expected a list of records, found {match.group(1).decode()!r}…")
+                raise TraceError(f"{path}, key {key}: expected a list of records, found {match.group(1)!r}…")
             return buffer[match.end() :]
         if not chunk:
             break

@@ -9,9 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import numpy as np
 
+from moe_serve.eplb.files.counts import MAX_LAYER_ID, check_table_size, whole_counts
+from moe_serve.eplb.files.json_text import json_lines
 from moe_serve.eplb.files.trace_meta import ByteProgress
 from moe_serve.eplb.load import LoadRecord, LoadTrace
 from moe_serve.errors import TraceError
@@ -42,6 +43,7 @@ def read_megatron(path: Path, progress: ByteProgress | None = None, num_logical:
     if num_logical is not None and highest >= num_logical:
         raise TraceError(f"{path}: expert {highest} is chosen, expected ids below {num_logical} (--experts)")
     experts = num_logical or highest + 1
+    check_table_size(len(layers) * num_ranks, experts, f"{path}, {num_ranks} ranks")
     seen = "" if num_logical else f", {experts} experts: the highest id + 1"
     return LoadTrace(
         _Reader(path, tuple(sorted(layers)), num_ranks, experts, progress),
@@ -84,33 +86,22 @@ class _Reader:
 
 
 def _lines(path: Path, progress: ByteProgress | None) -> Iterator[tuple[str, dict[str, Any]]]:
-    total, done = path.stat().st_size, 0
-    decode = msgspec.json.Decoder().decode
-    with path.open("rb") as file:
-        for number, text in enumerate(file, start=1):
-            done += len(text)
-            if not text.strip():
-                continue
-            where = f"{path} line {number}"
-            try:
-                line = decode(text)
-            except msgspec.DecodeError as problem:
-                raise TraceError(f"{where}: not JSON ({problem}); is the file cut off?") from None
-            if not is_router_line(line):
-                raise TraceError(f"{where}: expected 'layer' and 'top_indices', found {text[:60]!r}")
-            try:
-                ids = np.array(line["top_indices"], dtype=np.int64)
-            except (ValueError, TypeError):
-                raise TraceError(f"{where}, key top_indices: expected one list of topk ids per token") from None
-            if (ids.ndim != 2 and ids.size) or ids.min(initial=0) < -1:
-                raise TraceError(f"{where}, key top_indices: expected ids [tokens, topk], -1 = none, found {ids.shape}")
-            stated = line.get("num_tokens", len(ids))
-            if stated != len(ids):
-                raise TraceError(f"{where}, key top_indices: {len(ids)} tokens, expected {stated} (num_tokens)")
-            numbers = {name: line.get(name, 0) for name in ("step", "layer", "rank")}
-            for name, value in numbers.items():
-                if not isinstance(value, int) or value < 0:
-                    raise TraceError(f"{where}, key {name}: expected a whole number, found {value!r}")
-            yield where, {**numbers, "ids": ids.reshape(len(ids), -1)}
-            if progress is not None:
-                progress(done, total)
+    total = path.stat().st_size
+    for number, done, line in json_lines(path):
+        where = f"{path} line {number}"
+        if not is_router_line(line):
+            raise TraceError(f"{where}: expected 'layer' and 'top_indices', found {line!r:.60}")
+        ids = whole_counts(line["top_indices"], f"{where}, key top_indices")
+        if ids.ndim != 2 and (ids.size or ids.ndim == 0):
+            raise TraceError(f"{where}, key top_indices: expected ids [tokens, topk], -1 = none, found {ids.shape}")
+        stated = line.get("num_tokens", len(ids))
+        if stated != len(ids):
+            raise TraceError(f"{where}, key top_indices: {len(ids)} tokens, expected {stated} (num_tokens)")
+        numbers = {name: line.get(name, 0) for name in ("step", "layer", "rank")}
+        for name, value in numbers.items():
+            limit = 2**63 if name == "step" else MAX_LAYER_ID
+            if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < limit:
+                raise TraceError(f"{where}, key {name}: expected a whole number from 0, found {value!r}")
+        yield where, {**numbers, "ids": ids.reshape(len(ids), -1) if ids.size else ids.reshape(len(ids), 0)}
+        if progress is not None:
+            progress(done, total)

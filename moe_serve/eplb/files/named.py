@@ -3,12 +3,13 @@
 The count files beside the demo model are of this kind; so is anything a notebook writes with json.dump.
 """
 
-import json
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from moe_serve.eplb.files.counts import whole_counts
+from moe_serve.eplb.files.json_text import read_json
 from moe_serve.eplb.load import LoadRecord, LoadTrace
 from moe_serve.errors import TraceError
 
@@ -31,23 +32,17 @@ def read_named(path: Path) -> LoadTrace:
 
 def named_counts(path: Path) -> dict[str, np.ndarray]:
     """Returns {name: [L, E] int64}."""
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except json.JSONDecodeError as problem:
-        raise TraceError(f"{path} line {problem.lineno}: not JSON ({problem.msg}); is the file cut off?") from None
+    content = read_json(path, TraceError, "counts by name")
     if not is_named_counts(content):
         raise TraceError(f"{path}: expected an object of names and counts [layers, experts], found {content!r:.60}")
     tables: dict[str, np.ndarray] = {}
     shape: tuple[int, ...] | None = None
     for name, value in content.items():
-        try:
-            table = np.array(value, dtype=np.float64)
-        except (ValueError, TypeError):
-            raise TraceError(f"{path}, key {name}: lists of different lengths; expected [layers, experts]") from None
+        table = whole_counts(value, f"{path}, key {name}")
         shape = shape or table.shape
-        if table.shape != shape or table.ndim != 2 or not np.isfinite(table).all() or table.min() < 0:
+        if table.shape != shape or table.ndim != 2 or table.min(initial=0) < 0:
             raise TraceError(
                 f"{path}, key {name}: counts of shape {list(table.shape)}, expected {list(shape)} numbers of at least 0"
             )
-        tables[name] = np.rint(table).astype(np.int64)
+        tables[name] = table
     return tables

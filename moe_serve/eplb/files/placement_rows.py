@@ -4,7 +4,6 @@ L = rows of the file, P = slots. Errors name the file and the key of the row, so
 mistaken for a wrong placement; `Placement` checks the rest (every expert somewhere).
 """
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -44,7 +43,12 @@ def slot_rows(rows: Any, path: Path, key: str, num_logical: int | None) -> tuple
                     f"{path}, key {key}[{row}][{slot}]: expert {expert}, expected an id{limit} (-1 = empty slot)"
                 )
     table = np.asarray(rows, dtype=np.int32)
-    return table, int(table.max()) + 1 if num_logical is None else num_logical
+    num_logical = int(table.max()) + 1 if num_logical is None else num_logical
+    if num_logical > table.shape[1]:
+        raise PlacementError(
+            f"{path}: {table.shape[1]} slots in key {key} for {num_logical} experts; every expert needs at least one"
+        )
+    return table, num_logical
 
 
 def make_placement(
@@ -79,20 +83,6 @@ def refuse_empty_slots(placement: Placement, target: str) -> None:
             f"{len(empty)} slots are empty (the first: layer {_layer_ids(placement)[row]}, slot {slot}) and {target} "
             f"cannot express that; plan with a number of slots that the experts fill, or write our own json"
         )
-
-
-def read_json(path: Path) -> Any:
-    """Returns the content of a small JSON file (a placement); the error names the line."""
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except json.JSONDecodeError as problem:
-        raise PlacementError(
-            f"{path} line {problem.lineno} column {problem.colno}: not JSON ({problem.msg}); is the file complete?"
-        ) from None
-    except RecursionError:
-        raise PlacementError(f"{path}: nested too deeply; give a placement file") from None
-    except UnicodeDecodeError:
-        raise PlacementError(f"{path} is neither JSON text nor a torch file; give a placement file") from None
 
 
 def _layer_ids(placement: Placement) -> tuple[int, ...]:

@@ -6,6 +6,7 @@ each slot] per MoE layer]}; -1 = empty slot.
 """
 
 import json
+import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -14,12 +15,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moe_serve.eplb.files import ascend, sglang, tensorrt
-from moe_serve.eplb.files.placement_rows import make_placement, read_json, refuse_empty_slots, slot_rows
+from moe_serve.eplb.files.counts import check_layer_ids
+from moe_serve.eplb.files.json_text import BYTE_ORDER_MARK, read_json
+from moe_serve.eplb.files.placement_rows import make_placement, refuse_empty_slots, slot_rows
 from moe_serve.eplb.files.torch_file import MAX_TORCH_BYTES, is_torch_file, load_torch_file
 from moe_serve.eplb.placement import Placement
 from moe_serve.errors import PlacementError
 
 PlacementTarget = Literal["moe_serve", "sglang", "tensorrt_llm", "vllm", "vllm_ascend"]
+_MAX_BYTES = 1 << 26  # 64 MiB: a placement of 1,000 layers x 10,000 slots
 PLACEMENT_FORMAT = "moe_serve.placement"
 
 # Counts [L, E] and the number of ranks -> the expert of each slot [L, P].
@@ -43,7 +47,7 @@ def read_placement(
     Raises PlacementError with the file, the key, what was expected and what was found.
     """
     path = Path(path)
-    if not path.is_file():
+    if not os.path.isfile(path):  # not Path.is_file, which raises on a name that is too long
         raise PlacementError(f"placement file {path} does not exist; give the path of a placement, or 'trivial'")
     moe_layer_ids = tuple(int(layer) for layer in moe_layer_ids)
     content = _parse(path, max_torch_bytes)
@@ -76,7 +80,7 @@ def read_placement(
             raise PlacementError(f"{path}, key num_logical: {stated} experts, expected {num_logical} (the model's)")
         num_logical = stated
         version = _number(content, "version", path)
-        own_layers = tuple(content.get("moe_layer_ids") or ())
+        own_layers = _layer_ids(content, path)
         if moe_layer_ids and own_layers and own_layers != moe_layer_ids:
             raise PlacementError(
                 f"{path}, key moe_layer_ids: {list(own_layers)}, expected {list(moe_layer_ids)} "
@@ -130,12 +134,10 @@ def _parse(path: Path, max_torch_bytes: int) -> Any:
     if is_torch_file(path):
         return load_torch_file(path, PlacementError, max_torch_bytes)
     with path.open("rb") as file:
-        first = file.read(256).lstrip()[:1]
-    if first in (b"{", b"["):
-        return read_json(path)
-    if path.suffix in (".yaml", ".yml"):
+        first = file.read(256).removeprefix(BYTE_ORDER_MARK).lstrip()[:1]
+    if first not in (b"{", b"[") and path.suffix in (".yaml", ".yml"):
         return tensorrt.read_yaml(path)
-    return read_json(path)
+    return read_json(path, PlacementError, "a placement file", _MAX_BYTES)
 
 
 def _from_counts(
@@ -161,9 +163,18 @@ def _from_counts(
 
 def _number(content: dict[str, Any], key: str, path: Path) -> int:
     value = content.get(key)
-    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-        raise PlacementError(f"{path}, key {key}: expected a whole number, found {value!r}")
+    least = 0 if key == "version" else 1
+    if isinstance(value, bool) or not isinstance(value, int) or not least <= value < 2**31:
+        raise PlacementError(f"{path}, key {key}: expected a whole number from {least}, found {value!r:.60}")
     return value
+
+
+def _layer_ids(content: dict[str, Any], path: Path) -> tuple[int, ...]:
+    ids = content.get("moe_layer_ids") or []
+    if not isinstance(ids, list):
+        raise PlacementError(f"{path}, key moe_layer_ids: expected a list of layer ids, found {ids!r:.60}")
+    check_layer_ids(ids, f"{path}, key moe_layer_ids", PlacementError)
+    return tuple(ids)
 
 
 def _same_ranks(wanted: int | None, found: int, path: Path) -> int:

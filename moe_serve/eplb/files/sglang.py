@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from moe_serve.eplb.files.counts import check_table_size, whole_counts
 from moe_serve.eplb.files.placement_rows import refuse_empty_slots
 from moe_serve.eplb.placement import Placement
 from moe_serve.errors import PlacementError
@@ -27,15 +28,10 @@ def location_rows(content: dict[str, Any]) -> Any:
 def location_counts(content: dict[str, Any], path: Path, num_logical: int | None) -> np.ndarray:
     """Returns [model layers, E] int64, the counts under "logical_count" summed over its steps."""
     raw = content["logical_count"]
-    try:
-        counts = np.asarray(raw.numpy() if hasattr(raw, "numpy") else raw)
-    except ValueError:
-        raise PlacementError(
-            f"{path}, key logical_count: lists of different lengths; expected [layers, experts]"
-        ) from None
+    counts = whole_counts(raw, f"{path}, key logical_count", PlacementError)
     if counts.ndim == 3:
         counts = counts.sum(axis=0)
-    if counts.ndim != 2 or counts.dtype.kind not in "iuf" or not np.all(np.isfinite(counts)) or counts.min() < 0:
+    if counts.ndim != 2 or not counts.size or counts.min() < 0:
         raise PlacementError(
             f"{path}, key logical_count: shape {list(counts.shape)} of {counts.dtype}, "
             f"expected token counts [layers, experts] or [steps, layers, experts]"
@@ -44,7 +40,8 @@ def location_counts(content: dict[str, Any], path: Path, num_logical: int | None
         raise PlacementError(
             f"{path}, key logical_count: {counts.shape[1]} experts, expected {num_logical} (as the model has)"
         )
-    return np.asarray(np.rint(counts), dtype=np.int64)
+    check_table_size(len(counts), counts.shape[1], f"{path}, key logical_count", PlacementError)
+    return counts
 
 
 def write_location(placement: Placement, path: Path, num_model_layers: int | None = None) -> None:

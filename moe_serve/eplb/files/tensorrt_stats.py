@@ -5,7 +5,6 @@ with one tensor "{iteration}_{layer}" of counts [E] per key; or `rank{r}_raw.saf
 [tokens, topk] instead. Counts of the ranks add up; layers are layers of the model.
 """
 
-import json
 import re
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -15,11 +14,13 @@ from typing import Any
 
 import numpy as np
 
+from moe_serve.eplb.files.counts import check_table_size
+from moe_serve.eplb.files.json_text import read_json
 from moe_serve.eplb.files.trace_meta import ByteProgress
 from moe_serve.eplb.load import LoadRecord, LoadTrace
 from moe_serve.errors import TraceError
 
-_KEY = re.compile(r"(\d+)_(\d+)")
+_KEY = re.compile(r"(\d{1,18})_(\d{1,6})")
 
 
 def is_statistics_folder(path: Path) -> bool:
@@ -29,12 +30,7 @@ def is_statistics_folder(path: Path) -> bool:
 
 def read_tensorrt(path: Path, progress: ByteProgress | None = None) -> LoadTrace:
     """Returns the trace of a statistics folder, one record per iteration."""
-    try:
-        meta = json.loads((path / "meta_info.json").read_text(encoding="utf-8"))
-    except json.JSONDecodeError as problem:
-        raise TraceError(
-            f"{path}/meta_info.json line {problem.lineno}: not JSON ({problem.msg}); copy it again"
-        ) from None
+    meta = read_json(path / "meta_info.json", TraceError, "TensorRT-LLM's statistics")
     num_experts = meta.get("num_experts") if isinstance(meta, dict) else None
     if not isinstance(num_experts, int) or num_experts < 1:
         raise TraceError(f"{path}/meta_info.json, key num_experts: expected a number of experts, found {num_experts!r}")
@@ -60,6 +56,7 @@ def read_tensorrt(path: Path, progress: ByteProgress | None = None) -> LoadTrace
         keys = found
     assert keys is not None
     iterations, layers = sorted({i for i, _ in keys}), sorted({layer for _, layer in keys})
+    check_table_size(len(layers) * len(files), num_experts, f"{path}, {len(files)} ranks")
     if len(keys) != len(iterations) * len(layers):
         missing = sorted({(i, layer) for i in iterations for layer in layers} - keys)[0]
         raise TraceError(f"{files[0]}, key '{missing[0]}_{missing[1]}': not there; is the file cut off?")
@@ -76,7 +73,7 @@ def read_tensorrt(path: Path, progress: ByteProgress | None = None) -> LoadTrace
 
 def _rank_files(path: Path, pattern: str) -> dict[int, Path]:
     matches = ((re.fullmatch(pattern, file.name), file) for file in sorted(path.iterdir()))
-    return {int(match.group(1)): file for match, file in matches if match}
+    return {int(match.group(1)): file for match, file in matches if match and file.is_file()}
 
 
 def _open(path: Path) -> Any:

@@ -8,6 +8,7 @@ import zipfile
 from pathlib import Path
 from typing import Any
 
+from moe_serve.eplb.files.zip_file import ZIP_ERRORS, zip_names
 from moe_serve.errors import MoeServeError
 
 MAX_TORCH_BYTES = 1 << 30  # 1 GiB: what a `.pt` may weigh before it has to be converted first
@@ -18,11 +19,10 @@ def is_torch_file(path: Path) -> bool:
     with path.open("rb") as file:
         head = file.read(16)
     if head[:4] == b"PK\x03\x04":
-        try:
-            with zipfile.ZipFile(path) as archive:
-                return any(name.endswith("/data.pkl") or name == "data.pkl" for name in archive.namelist())
-        except zipfile.BadZipFile:
+        names = zip_names(path)
+        if names is None:
             return path.suffix in (".pt", ".pth", ".bin")
+        return any(name.endswith("/data.pkl") or name == "data.pkl" for name in names)
     # The older format begins with its magic number as protocol 2: PROTO 2, LONG1 of 10 bytes.
     return head[:4] == b"\x80\x02\x8a\x0a"
 
@@ -34,7 +34,7 @@ def load_torch_file(
 
     Raises `error`: too large, truncated, torch not installed, or a file that carries code.
     """
-    size = path.stat().st_size
+    size = max(path.stat().st_size, _unpacked_bytes(path))
     if size > max_bytes:
         raise error(
             f"{path} has {size / 2**30:.2f} GiB and a .pt is read whole, up to {max_bytes / 2**30:.2f} GiB; "
@@ -64,10 +64,19 @@ def load_torch_file(
                 f"are read; write the dump again with the engine's own recorder"
             ) from None
         raise error(f"{path} is not a complete torch file ({_first_line(reason)}); copy or dump it again") from None
-    except (RuntimeError, EOFError, OSError, ValueError, KeyError, zipfile.BadZipFile) as problem:
+    except (*ZIP_ERRORS, TypeError, AttributeError, AssertionError, RecursionError, MemoryError) as problem:
         raise error(
             f"{path} is not a complete torch file ({_first_line(str(problem))}); copy or dump it again"
         ) from None
+
+
+def _unpacked_bytes(path: Path) -> int:
+    """Returns what the members of a zip weigh unpacked; 0 for the older format. torch.save does not compress."""
+    try:
+        with zipfile.ZipFile(path) as archive:
+            return sum(member.file_size for member in archive.infolist())
+    except ZIP_ERRORS:
+        return 0
 
 
 def _first_line(text: str) -> str:

@@ -13,17 +13,19 @@ from typing import IO
 
 import numpy as np
 
+from moe_serve.eplb.files.counts import check_layer_ids, check_table_size
 from moe_serve.eplb.files.trace_meta import OPTIONAL_FIELDS, ByteProgress, TraceMeta
 from moe_serve.eplb.load import LoadRecord, LoadTrace
 from moe_serve.errors import TraceError
 
 _HEADER = "window,layer,expert,count"
-_CHUNK_LINES = 1 << 16
+_CHUNK = 1 << 20  # characters
+_LONGEST_LINE, _LONGEST_COMMENT = 1 << 12, 1 << 20
 
 
 def is_trace_csv(head: bytes) -> bool:
     """Returns whether a file begins with our column names, behind an optional comment line."""
-    lines = head.decode("utf-8", "replace").splitlines()
+    lines = head.decode("utf-8-sig", "replace").splitlines()
     lines = lines[1:] if lines and lines[0].startswith("#") else lines
     return bool(lines) and lines[0].replace(" ", "").lower() == _HEADER
 
@@ -40,6 +42,8 @@ def read_csv(path: Path, progress: ByteProgress | None = None) -> LoadTrace:
             windows.update(np.unique(rows[:, 0]).tolist())
             layers.update(np.unique(rows[:, 1]).tolist())
             experts = max(experts, int(rows[:, 2].max()) + 1)
+            check_layer_ids(layers, str(path))
+            check_table_size(len(layers), experts, str(path))
         if not layers:
             raise TraceError(f"{path} has no lines below {_HEADER!r}; expected one per window, layer and expert")
         meta, num_records = TraceMeta(experts, tuple(sorted(layers))), len(windows)
@@ -111,27 +115,32 @@ class _Reader:
 
 
 def _described(path: Path) -> tuple[TraceMeta | None, int, str]:
-    with path.open(encoding="utf-8", errors="replace") as file:
-        first = file.readline()
+    with path.open(encoding="utf-8-sig", errors="replace") as file:
+        first = file.readline(_LONGEST_COMMENT)
     if not first.startswith("#"):
         return None, 1, "mixed"
     try:
         content = json.loads(first[1:])
-    except json.JSONDecodeError:
+    except (ValueError, RecursionError):
         return None, 1, "mixed"  # another comment
     if not isinstance(content, dict) or "num_logical" not in content:
         return None, 1, "mixed"
     meta = TraceMeta.from_json(content, f"{path} line 1")
-    return meta, int(content.get("num_steps", 1)), str(content.get("phase", "mixed"))
+    num_steps = content.get("num_steps", 1)
+    if type(num_steps) is not int:
+        raise TraceError(f"{path} line 1, key num_steps: expected a whole number, found {num_steps!r:.60}")
+    return meta, num_steps, str(content.get("phase", "mixed"))
 
 
 def _chunks(path: Path, progress: ByteProgress | None) -> Iterator[tuple[int, np.ndarray]]:
     """Yields (number of the first line, [lines, 4] int64) of whole chunks."""
     total, done = path.stat().st_size, 0
-    with path.open(encoding="utf-8", errors="replace") as file:
+    with path.open(encoding="utf-8-sig", errors="replace") as file:
         line = _skip_head(file) + 1
-        while lines := list(itertools.islice(file, _CHUNK_LINES)):
-            done += sum(map(len, lines))
+        # Whole lines; one without end is cut into pieces, and refused as no line of ours.
+        while text := file.read(_CHUNK) + file.readline(_LONGEST_LINE):
+            done += len(text)
+            lines = text.removesuffix("\n").split("\n")
             kept = [text for text in lines if text.strip()]
             if kept:
                 yield line, _parsed(kept, lines, path, line)
@@ -141,7 +150,7 @@ def _chunks(path: Path, progress: ByteProgress | None) -> Iterator[tuple[int, np
 
 
 def _skip_head(file: IO[str]) -> int:
-    return 2 if file.readline().startswith("#") and file.readline() else 1
+    return 2 if file.readline(_LONGEST_COMMENT).startswith("#") and file.readline(_LONGEST_LINE) else 1
 
 
 def _parsed(kept: list[str], lines: list[str], path: Path, line: int) -> np.ndarray:

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import numpy as np
 
+from moe_serve.eplb.files.json_text import json_lines
 from moe_serve.eplb.files.trace_meta import OPTIONAL_FIELDS, TRACE_FORMAT, ByteProgress, TraceMeta
 from moe_serve.eplb.files.trace_parts import parts_of
 from moe_serve.eplb.load import LoadRecord, LoadTrace
@@ -216,24 +216,15 @@ def _lines(path: Path, progress: ByteProgress | None) -> Iterator[tuple[str, dic
     parts = parts_of(path)
     total = sum(part.stat().st_size for part in parts)
     done = 0
-    decode = msgspec.json.Decoder().decode
     for part in parts:
-        with part.open("rb") as file:
-            for number, line in enumerate(file, start=1):
-                done += len(line)
-                if not line.strip():
-                    continue
-                where = f"{part} line {number}"
-                try:
-                    content = decode(line)
-                except msgspec.DecodeError as problem:
-                    cut = "" if line.endswith(b"\n") else "; the last line is cut off: delete it"
-                    raise TraceError(f"{where}: not JSON ({problem}){cut}") from None
-                if not isinstance(content, dict):
-                    raise TraceError(f"{where}: expected a JSON object, found {line[:40]!r}")
-                yield where, content
-                if progress is not None:
-                    progress(done, total)
+        for number, read, content in json_lines(part):
+            where = f"{part} line {number}"
+            if not isinstance(content, dict):
+                raise TraceError(f"{where}: expected a JSON object, found {content!r:.40}")
+            yield where, content
+            if progress is not None:
+                progress(done + read, total)
+        done += part.stat().st_size
 
 
 def _counts(value: Any, where: str, name: str, ndim: int) -> np.ndarray:

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from moe_serve.eplb.files.counts import check_layer_ids, check_table_size
 from moe_serve.eplb.load import LoadTrace
 from moe_serve.errors import TraceError
 
@@ -37,12 +38,16 @@ class TraceMeta:
         if not isinstance(content, dict):
             raise TraceError(f"{where}: expected an object that describes the trace, found {content!r:.60}")
         layers, experts, topk = content.get("moe_layer_ids"), content.get("num_logical"), content.get("topk")
-        if not isinstance(layers, list) or not layers or not all(isinstance(i, int) and i >= 0 for i in layers):
+        if not isinstance(layers, list) or not layers:
             raise TraceError(f"{where}, key moe_layer_ids: expected a list of layer ids, found {layers!r:.60}")
-        if not isinstance(experts, int) or experts < 1:
+        check_layer_ids(layers, f"{where}, key moe_layer_ids")
+        if len(set(layers)) != len(layers):
+            raise TraceError(f"{where}, key moe_layer_ids: a layer is named twice in {layers!r:.60}")
+        if type(experts) is not int or experts < 1:
             raise TraceError(f"{where}, key num_logical: expected a number of experts, found {experts!r:.60}")
-        if topk is not None and (not isinstance(topk, int) or topk < 1):
+        if topk is not None and (type(topk) is not int or topk < 1):
             raise TraceError(f"{where}, key topk: expected experts per token, found {topk!r:.60}")
+        check_table_size(len(layers), experts, where)
         return cls(experts, tuple(layers), topk, str(content.get("model_id") or ""))
 
     @classmethod

@@ -13,7 +13,6 @@ import os
 import tempfile
 import tokenize
 import zipfile
-import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,12 +20,15 @@ from typing import IO, Any
 
 import numpy as np
 
+from moe_serve.eplb.files.counts import check_table_size
 from moe_serve.eplb.files.trace_meta import OPTIONAL_FIELDS, ByteProgress, TraceMeta
+from moe_serve.eplb.files.zip_file import ZIP_ERRORS, zip_names
 from moe_serve.eplb.load import LoadRecord, LoadTrace
 from moe_serve.eplb.placement import Placement
-from moe_serve.errors import PlacementError, TraceError
+from moe_serve.errors import TraceError
 
 _COPY = 1 << 18
+_MAX_ROW_BYTES = 1 << 30  # 1 GiB: the largest part of one record, per_step of 8,000 steps x 58 layers x 256 experts
 _FIELDS = (
     "counts", "first_step", "num_steps", "phase", "step_time_s", "num_forwards", "placement_version", "phy2log",
 )  # fmt: skip
@@ -34,20 +36,18 @@ _FIELDS = (
 
 def is_trace_npz(path: Path) -> bool:
     """Returns whether a zip holds `counts.npy`."""
-    try:
-        with zipfile.ZipFile(path) as archive:
-            return "counts.npy" in archive.namelist()
-    except zipfile.BadZipFile:
-        return path.suffix == ".npz"  # a cut-off one: let the reader say so
+    names = zip_names(path)
+    return path.suffix == ".npz" if names is None else "counts.npy" in names  # a cut-off one: let the reader say so
 
 
 def read_npz(path: Path, progress: ByteProgress | None = None) -> LoadTrace:
     """Returns the trace in an .npz file, read one record at a time."""
     with _archive(path) as archive:
         counts = _Rows(archive, "counts", path)
-        if len(counts.shape) != 3:
+        if len(counts.shape) != 3 or not all(counts.shape[1:]):
             raise TraceError(f"{path}, key counts: shape {list(counts.shape)}, expected [records, layers, experts]")
         num_records, num_layers, num_experts = counts.shape
+        check_table_size(num_layers, num_experts, f"{path}, key counts")
         content = _meta(archive, path)
     described = {"num_logical": num_experts, "moe_layer_ids": list(range(num_layers)), **content}
     meta = TraceMeta.from_json(described, f"{path}, key meta")
@@ -56,7 +56,10 @@ def read_npz(path: Path, progress: ByteProgress | None = None) -> LoadTrace:
             f"{path}, key counts: {num_layers} layers x {num_experts} experts, expected "
             f"{len(meta.moe_layer_ids)} x {meta.num_logical} (as meta says)"
         )
-    opener = _Reader(path, meta, int(content.get("num_ranks") or 0), progress)
+    num_ranks = content.get("num_ranks") or 0
+    if type(num_ranks) is not int or num_ranks < 0:
+        raise TraceError(f"{path}, key meta.num_ranks: expected a number of ranks, found {num_ranks!r:.60}")
+    opener = _Reader(path, meta, num_ranks, progress)
     return LoadTrace(
         opener, meta.num_logical, meta.moe_layer_ids, meta.topk, meta.model_id, f"{path} (npz)", int(num_records)
     )
@@ -81,12 +84,12 @@ class _Reader:
             step = 0
             for index in range(total):
                 row = {name: member.next(index) for name, member in rows.items()}
-                num_steps = int(row.get("num_steps", 1))
                 if "phy2log" in row and self.num_ranks:
                     placement = self._placement(row["phy2log"], placement, index)
-                version = int(row.get("placement_version", -1))
-                time_s, forwards = float(row.get("step_time_s", math.nan)), int(row.get("num_forwards", -1))
                 try:
+                    num_steps = int(row.get("num_steps", 1))
+                    version = int(row.get("placement_version", -1))
+                    time_s, forwards = float(row.get("step_time_s", math.nan)), int(row.get("num_forwards", -1))
                     yield LoadRecord(
                         first_step=int(row.get("first_step", step)),
                         num_steps=num_steps,
@@ -99,7 +102,7 @@ class _Reader:
                         num_forwards=None if forwards < 0 else forwards,
                         **{name: row[name] for name in OPTIONAL_FIELDS if name in row},
                     )
-                except TraceError as problem:
+                except (TypeError, ValueError, OverflowError) as problem:  # TraceError is a ValueError
                     raise TraceError(f"{self.path}, record {index}: {problem}") from None
                 step += num_steps
                 if self.progress is not None:
@@ -110,7 +113,7 @@ class _Reader:
             return last
         try:
             return Placement(table, self.meta.num_logical, self.num_ranks, self.meta.moe_layer_ids)
-        except PlacementError as problem:
+        except (TypeError, ValueError, OverflowError) as problem:  # PlacementError is a ValueError
             raise TraceError(f"{self.path}, key phy2log[{index}]: {problem}") from None
 
 
@@ -119,18 +122,30 @@ class _Rows:
 
     def __init__(self, archive: zipfile.ZipFile, name: str, path: Path):
         self.name, self.path = name, path
-        self._file: IO[bytes] = archive.open(f"{name}.npy")
         try:
+            self._file: IO[bytes] = archive.open(f"{name}.npy")
             version = np.lib.format.read_magic(self._file)
             header = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
             self.shape, fortran, self.dtype = header(self._file)
-        except (ValueError, SyntaxError, tokenize.TokenError, EOFError, zipfile.BadZipFile, zlib.error) as problem:
+            held = archive.getinfo(f"{name}.npy").file_size - self._file.tell()
+        except (*ZIP_ERRORS, SyntaxError, tokenize.TokenError, TypeError, RecursionError, MemoryError) as problem:
             raise TraceError(f"{path}, key {name}: not a numpy array ({problem}); write the trace again") from None
         if self.dtype.hasobject:
             raise TraceError(f"{path}, key {name}: holds Python objects, which can carry code, and is refused")
         if fortran and len(self.shape) > 1:
             raise TraceError(f"{path}, key {name}: in Fortran order, expected C order; save np.ascontiguousarray(...)")
         self._row_bytes = self.dtype.itemsize * math.prod(self.shape[1:])
+        claimed = self.dtype.itemsize * math.prod(self.shape)
+        if claimed != held or min(self.shape, default=0) < 0:
+            raise TraceError(
+                f"{path}, key {name}: shape {list(self.shape)} of {self.dtype} is {claimed} bytes, found {held}; the "
+                f"file is cut off or damaged"
+            )
+        if self._row_bytes > _MAX_ROW_BYTES:
+            raise TraceError(
+                f"{path}, key {name}: {self._row_bytes >> 20} MiB a record, and one is held in memory, up to "
+                f"{_MAX_ROW_BYTES >> 20} MiB; write shorter windows, or leave {name} out"
+            )
 
     def __len__(self) -> int:
         return int(self.shape[0]) if self.shape else 0
@@ -142,7 +157,7 @@ class _Rows:
             while missing and (part := self._file.read(missing)):
                 parts.append(part)
                 missing -= len(part)
-        except (zipfile.BadZipFile, zlib.error, EOFError, OSError) as problem:
+        except ZIP_ERRORS as problem:
             raise TraceError(f"{self.path}, key {self.name}, record {index}: damaged ({problem})") from None
         if missing:
             raise TraceError(
@@ -234,19 +249,20 @@ class _Writer:
 def _archive(path: Path) -> zipfile.ZipFile:
     try:
         return zipfile.ZipFile(path)
-    except zipfile.BadZipFile:
+    except ZIP_ERRORS:
         raise TraceError(f"{path} is cut off or not an .npz (no zip directory at its end); copy it again") from None
 
 
 def _meta(archive: zipfile.ZipFile, path: Path) -> dict[str, Any]:
     if "meta.npy" not in archive.namelist():
         return {}
-    with archive.open("meta.npy") as member:
-        try:
-            text = np.lib.format.read_array(member, allow_pickle=False)
-            content = json.loads(str(text[()]))
-        except (ValueError, json.JSONDecodeError) as problem:
-            raise TraceError(f"{path}, key meta: expected JSON text, found something else ({problem})") from None
+    member = _Rows(archive, "meta", path)  # one value: its size is checked before it is read
+    if member.shape or member.dtype.kind not in "US":
+        raise TraceError(f"{path}, key meta: expected JSON text, found {member.dtype} of shape {list(member.shape)}")
+    try:
+        content = json.loads(member.next(0))
+    except (ValueError, RecursionError) as problem:
+        raise TraceError(f"{path}, key meta: expected JSON text, found something else ({problem})") from None
     if not isinstance(content, dict):
         raise TraceError(f"{path}, key meta: expected a JSON object, found {content!r:.60}")
     return content

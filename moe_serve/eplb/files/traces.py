@@ -4,16 +4,15 @@ One file per format lies beside this one; here is only the choice. Readers and w
 than memory.
 """
 
-import json
+import os
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-import msgspec
-
 from moe_serve.eplb.files import trace_csv, trace_jsonl, trace_npz
 from moe_serve.eplb.files.balance_log import is_balance_log
 from moe_serve.eplb.files.fold import without_details
+from moe_serve.eplb.files.json_text import BYTE_ORDER_MARK, MAX_JSON_BYTES, parse_json, read_json
 from moe_serve.eplb.files.jsonl_writer import write_jsonl
 from moe_serve.eplb.files.megatron import is_router_line, read_megatron
 from moe_serve.eplb.files.named import is_named_counts, read_named
@@ -21,12 +20,12 @@ from moe_serve.eplb.files.sglang_dump import read_sglang, stat_trace
 from moe_serve.eplb.files.tensorrt_stats import is_statistics_folder, read_tensorrt
 from moe_serve.eplb.files.torch_file import MAX_TORCH_BYTES, is_torch_file
 from moe_serve.eplb.files.trace_meta import ByteProgress
+from moe_serve.eplb.files.trace_npy import NPY_MAGIC, read_npy
 from moe_serve.eplb.files.vllm import is_dump, read_dumps, read_history
 from moe_serve.eplb.load import LoadTrace
 from moe_serve.errors import TraceError
 
 EXAMPLE_TRACES = ("demo", "demo_unbalanced")
-_WHOLE_JSON = 1 << 28  # 256 MiB: JSON that is not one of the streamed kinds is parsed whole up to this size
 
 
 def read_trace(
@@ -38,8 +37,8 @@ def read_trace(
 ) -> LoadTrace:
     """Returns the load trace in a file or folder, recognised by content; records are read while it is iterated.
 
-    Ours (.npz, .jsonl, .csv), SGLang recorder dumps, TensorRT-LLM statistics, vLLM dumps and ADRS history, Megatron
-    router traces, counts by name; or "example:demo", "example:demo_unbalanced", which are part of the package.
+    Ours (.npz, .jsonl, .csv), .npy counts, SGLang recorder dumps, TensorRT-LLM statistics, vLLM dumps and ADRS history,
+    Megatron router traces, counts by name; or "example:demo", "example:demo_unbalanced", which are part of the package.
     progress: called with (done, total) while records are read.
     num_logical: experts per layer, for formats that do not say it (Megatron).
     Raises TraceError with file, line or key, what was expected and what was found.
@@ -47,12 +46,15 @@ def read_trace(
     if str(path).startswith("example:"):
         return replace(read_trace(_example(str(path)), progress=progress), source=str(path))
     path = Path(path)
-    if path.is_dir():
+    if os.path.isdir(path):  # not Path.is_dir, which raises on a name that is too long
         return _read_folder(path, progress, max_torch_bytes)
-    if not path.is_file():
-        raise TraceError(f"load trace {path} does not exist; give a file, a folder of dumps, or example:demo")
+    if not os.path.isfile(path):
+        raise TraceError(
+            f"load trace {path} does not exist, or is no file that can be read; give a file, a folder of dumps, or "
+            f"example:demo"
+        )
     with path.open("rb") as file:
-        head = file.read(1 << 16)
+        head = file.read(1 << 16).removeprefix(BYTE_ORDER_MARK)
     if not head.strip():
         raise TraceError(f"{path} is empty; expected a load trace")
     if is_torch_file(path):
@@ -61,20 +63,24 @@ def read_trace(
         if not trace_npz.is_trace_npz(path):
             raise TraceError(f"{path}: a zip without counts.npy; expected an .npz trace or a .pt dump")
         return trace_npz.read_npz(path, progress)
+    if head.startswith(NPY_MAGIC):
+        return read_npy(path, progress)
     if trace_csv.is_trace_csv(head):
         return trace_csv.read_csv(path, progress)
-    if head.lstrip()[:1] in (b"{", b"["):
-        return _read_json_trace(path, head, progress, num_logical)
-    if is_balance_log(head):
+    if is_balance_log(path):
         raise TraceError(
             f"{path} is an engine's log: it says how balanced the ranks are, not which experts are busy, so it cannot "
             f"be replayed; record expert counts (SGLang: /start_expert_distribution_record) and give that dump"
         )
+    if head[:2] in (b"\xff\xfe", b"\xfe\xff"):
+        raise TraceError(f"{path} is UTF-16 text; save it as UTF-8")
+    if head.lstrip()[:1] in (b"{", b"["):
+        return _read_json_trace(path, head, progress, num_logical)
     if head[:1] == b"\x80":
         raise TraceError(f"{path} is a Python pickle, which can carry code, and is refused; write it as .npz or JSON")
     raise TraceError(
-        f"{path}: not a load trace; expected ours (.npz, .jsonl, .csv), an SGLang .pt dump, TensorRT-LLM statistics, "
-        f"vLLM or ADRS JSON, or a Megatron router trace; found {head[:24]!r}"
+        f"{path}: not a load trace; expected ours (.npz, .jsonl, .csv), .npy counts, an SGLang .pt dump, TensorRT-LLM "
+        f"statistics, vLLM or ADRS JSON, or a Megatron router trace; found {head[:24]!r}"
     )
 
 
@@ -101,10 +107,10 @@ def write_trace(
 def _read_folder(path: Path, progress: ByteProgress | None, max_torch_bytes: int) -> LoadTrace:
     if is_statistics_folder(path):
         return read_tensorrt(path, progress)
-    dumps = sorted(path.glob("*.pt"))
+    dumps = sorted(file for file in path.glob("*.pt") if file.is_file())
     if dumps:
         return read_sglang(dumps, progress, max_torch_bytes)
-    objects = sorted([*path.glob("*.json"), *path.glob("*.jsonl")])
+    objects = sorted(file for file in [*path.glob("*.json"), *path.glob("*.jsonl")] if file.is_file())
     if objects:
         return read_dumps(objects, progress)
     raise TraceError(
@@ -117,25 +123,18 @@ def _read_json_trace(path: Path, head: bytes, progress: ByteProgress | None, num
     if b'"load_history"' in head:
         return read_history(path, progress)
     with path.open("rb") as file:
-        line = file.readline(_WHOLE_JSON)
-        more = bool(file.read(1 << 12).strip())
+        line = file.readline(MAX_JSON_BYTES).removeprefix(BYTE_ORDER_MARK)
+        lines = bool(file.read(1 << 12).strip())
     try:
-        content = msgspec.json.decode(line)
-        lines = more
-    except msgspec.DecodeError:  # spread over lines, or cut off
+        content = parse_json(line, str(path))
+    except TraceError:  # spread over lines, or cut off
         lines = False
-        if path.stat().st_size > _WHOLE_JSON:
-            raise TraceError(
-                f"{path}: a JSON file of {path.stat().st_size >> 20} MiB that is neither lines nor a load_history; "
-                f"write it as .jsonl, one window per line"
-            ) from None
         try:
-            content = json.loads(path.read_text(encoding="utf-8"))
-        except (json.JSONDecodeError, UnicodeDecodeError) as problem:
+            content = read_json(path, TraceError, "a load trace, or .jsonl with one window per line")
+        except TraceError:
             if trace_jsonl.looks_like_ours(line):
                 return trace_jsonl.read_jsonl(path, progress)
-            number = getattr(problem, "lineno", "?")
-            raise TraceError(f"{path} line {number}: not JSON ({problem}); is the file cut off?") from None
+            raise
     if trace_jsonl.is_trace_line(content):
         return trace_jsonl.read_jsonl(path, progress)
     if is_router_line(content):

@@ -11,10 +11,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import numpy as np
 
+from moe_serve.eplb.files.counts import check_table_size, whole_counts
 from moe_serve.eplb.files.json_stream import iter_array
+from moe_serve.eplb.files.json_text import json_lines, read_json
 from moe_serve.eplb.files.trace_meta import ByteProgress
 from moe_serve.eplb.load import LoadRecord, LoadTrace
 from moe_serve.errors import TraceError
@@ -54,22 +55,12 @@ def read_dumps(paths: list[Path], progress: ByteProgress | None = None) -> LoadT
 
 
 def _objects(path: Path) -> Iterator[tuple[str, Any]]:
-    decode = msgspec.json.Decoder().decode
     if path.suffix == ".json":
-        try:
-            content = decode(path.read_bytes())
-        except msgspec.DecodeError as problem:
-            raise TraceError(f"{path}: not JSON ({problem}); is the file cut off?") from None
+        content = read_json(path, TraceError, "a load trace, or .jsonl with one window per line")
         entries = content if isinstance(content, list) else [content]
         yield from ((f"{path}[{index}]", entry) for index, entry in enumerate(entries))
         return
-    with path.open("rb") as file:
-        for number, line in enumerate(file, start=1):
-            if line.strip():
-                try:
-                    yield f"{path} line {number}", decode(line)
-                except msgspec.DecodeError as problem:
-                    raise TraceError(f"{path} line {number}: not JSON ({problem}); is the file cut off?") from None
+    yield from ((f"{path} line {number}", content) for number, _, content in json_lines(path))
 
 
 @dataclass(frozen=True)
@@ -117,27 +108,19 @@ def window_counts(entry: Any, where: str) -> np.ndarray:
         found = f"keys {sorted(map(str, entry))[:6]}" if isinstance(entry, dict) else repr(entry)[:60]
         raise TraceError(f"{where}: expected {_LOGICAL!r}, or {_PHYSICAL[0]!r} with {_MAP!r}, found {found}")
     key = _LOGICAL if _LOGICAL in entry else next(k for k in _PHYSICAL if k in entry)
-    counts = _array(entry[key], where, key)
+    counts = whole_counts(entry[key], f"{where}, key {key}")
     counts = counts[None] if counts.ndim == 2 else counts
     if counts.ndim != 3:
         raise TraceError(f"{where}, key {key}: {counts.ndim} dimensions, expected [layers, experts] or steps of them")
     if key == _LOGICAL:
         return counts
-    table = _array(entry[_MAP], where, _MAP)
+    table = whole_counts(entry[_MAP], f"{where}, key {_MAP}")
     if table.shape != counts.shape[1:] or table.min(initial=0) < -1:
         raise TraceError(f"{where}, key {_MAP}: shape {list(table.shape)}, expected {list(counts.shape[1:])} as {key}")
-    logical = np.zeros((len(counts), len(table), int(table.max()) + 2), dtype=np.int64)  # the last column: empty slots
+    check_table_size(len(table), int(table.max(initial=0)) + 1, f"{where}, key {_MAP}")
+    # The last column takes the empty slots.
+    logical = np.zeros((len(counts), len(table), int(table.max(initial=-1)) + 2), dtype=np.int64)
     rows = np.arange(len(table))[:, None]
     for step, physical in zip(logical, counts, strict=True):
         np.add.at(step, (rows, table), physical)
     return logical[:, :, :-1]
-
-
-def _array(value: Any, where: str, key: str) -> np.ndarray:
-    try:
-        array = np.array(value)
-    except ValueError:
-        raise TraceError(f"{where}, key {key}: lists of different lengths; is the file mixed up?") from None
-    if array.dtype.kind not in "iuf":
-        raise TraceError(f"{where}, key {key}: expected numbers, found {value!r:.60}")
-    return np.asarray(np.rint(array), dtype=np.int64)

@@ -301,6 +301,9 @@ def balancer_command(options: type[Options]) -> Callable[[Callable[[Options], No
             except BrokenPipeError:  # the reader of a pipe has closed it
                 sys.stderr.close()
                 raise typer.Exit(0) from None
+            except OSError as problem:  # a file that may not be read, a folder that is not there, a full disk
+                typer.echo(f"error: {problem.filename or 'a file'}: {problem.strerror or problem}", err=True)
+                raise typer.Exit(2) from None
 
         return run
 

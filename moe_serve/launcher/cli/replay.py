@@ -172,10 +172,7 @@ def _may_hold_events(trace: str) -> bool:
 def _is_log(path: Path) -> bool:
     from moe_serve.eplb.files.balance_log import is_balance_log
 
-    if not path.is_file():
-        return False
-    with path.open("rb") as file:
-        return is_balance_log(file.read(1 << 16))
+    return os.path.isfile(path) and is_balance_log(path)
 
 
 def _show_log(path: Path, json_output: bool) -> None:

@@ -1,0 +1,275 @@
+"""Damaged, odd and hostile files of every format: one line of error, in bounded memory, or the right counts."""
+
+import io
+import json
+import os
+import resource
+import zipfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from moe_serve.eplb.files.balance_log import is_balance_log, read_balance_log
+from moe_serve.eplb.files.placements import read_placement
+from moe_serve.eplb.files.traces import read_trace
+from moe_serve.errors import PlacementError, TraceError
+
+BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+
+
+@contextmanager
+def little_memory(extra_mib: int = 300) -> Iterator[None]:
+    """Lets the process take so much address space more, and raises MemoryError at the first allocation beyond."""
+    now = int(Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
+    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (now + (extra_mib << 20), hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
+
+
+def read_all(path: Path) -> list[Any]:
+    with little_memory():
+        return [record.tokens.tolist() for record in read_trace(path)]
+
+
+def test_errors_of_files_are_value_errors_too() -> None:
+    assert issubclass(TraceError, ValueError)
+    assert issubclass(PlacementError, ValueError)
+
+
+DEEP = "[" * 200_000
+
+
+@pytest.mark.parametrize(
+    "name, text",
+    [
+        ("t.json", DEEP),
+        ("t.json", DEEP + "]" * 200_000),
+        ("t.json", '{"a":' * 200_000),
+        ("t.json", '{"logical_count": ' + DEEP),
+        ("t.json", '{"code": ' + DEEP + "]" * 200_000 + "}"),
+        ("t.json", '{"load_history": [' + DEEP + "]" * 200_000 + "]}"),
+        ("t.jsonl", '{"first_step": 0, "tokens": ' + DEEP + "]" * 200_000 + "}"),
+        ("t.jsonl", '{"layer": 0, "top_indices": [[0]]}\n{"layer": 0, "top_indices": ' + DEEP + "]" * 200_000 + "}"),
+        ("t.csv", "# {" + '"a": ' + DEEP[:30_000] + "\nwindow,layer,expert,count\n0,0,0,x\n"),
+    ],
+)
+def test_deep_nesting_is_one_clear_line(tmp_path: Path, name: str, text: str) -> None:
+    (tmp_path / name).write_text(text)
+    with pytest.raises(TraceError, match=r"nested too deeply|found '0,0,0,x'") as trace_error:
+        read_all(tmp_path / name)
+    assert len(str(trace_error.value)) < 400
+    if name == "t.json":
+        with pytest.raises(PlacementError, match="nested too deeply") as placement_error:
+            read_placement(tmp_path / name, 2)
+        assert len(str(placement_error.value)) < 400
+
+
+def npz_with(name: str, header: dict[str, Any], body: bytes = b"", others: dict[str, bytes] | None = None) -> bytes:
+    """Returns an .npz with one .npy member of this header, whatever it claims, and other members as they are."""
+    member = io.BytesIO()
+    np.lib.format.write_array_header_1_0(member, header)
+    out = io.BytesIO()
+    with zipfile.ZipFile(out, "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr(f"{name}.npy", member.getvalue() + body)
+        for other, content in (others or {}).items():
+            archive.writestr(other, content)
+    return out.getvalue()
+
+
+def npy(array: np.ndarray) -> bytes:
+    out = io.BytesIO()
+    np.save(out, array)
+    return out.getvalue()
+
+
+COUNTS = {"counts.npy": npy(np.ones((1, 2, 4), dtype=np.int64))}
+
+
+@pytest.mark.parametrize(
+    "content, says",
+    [
+        (npz_with("counts", {"descr": "<i8", "fortran_order": False, "shape": (1, 1000, 350_000)}), "is 2800000000 by"),
+        (npz_with("counts", {"descr": "<i8", "fortran_order": False, "shape": (10**9, 58, 256)}), "found 0"),
+        (npz_with("counts", {"descr": "<i8", "fortran_order": False, "shape": (10**12, 0, 4)}), "expected .records"),
+        (npz_with("counts", {"descr": "<i8", "fortran_order": False, "shape": (-1, -2, 4)}), "damaged"),
+        (npz_with("meta", {"descr": "<U700000000", "fortran_order": False, "shape": ()}, others=COUNTS), "key meta"),
+        (
+            npz_with("meta", {"descr": "<U1", "fortran_order": False, "shape": (3,)}, b"\0" * 12, COUNTS),
+            "expected JSON",
+        ),
+        (
+            npz_with("num_steps", {"descr": "<U1", "fortran_order": False, "shape": (1,)}, b"x\0\0\0", COUNTS),
+            "record 0",
+        ),
+        (npz_with("first_step", {"descr": "<f8", "fortran_order": False, "shape": (1,)}, b"\xff" * 8, COUNTS), "NaN"),
+        (
+            npz_with("counts", {"descr": "<i8", "fortran_order": False, "shape": (1, 1, 1 << 26)}, b"\0" * (1 << 29)),
+            "layers x 67108864 experts, expected at most",
+        ),
+    ],
+    ids=["row", "rows", "none", "below", "meta", "list", "text", "nan", "bomb"],
+)
+def test_an_npz_that_claims_more_than_it_holds_is_refused_before_memory_is_taken(
+    tmp_path: Path, content: bytes, says: str
+) -> None:
+    (tmp_path / "t.npz").write_bytes(content)
+    with pytest.raises(TraceError, match=says):
+        read_all(tmp_path / "t.npz")
+
+
+@pytest.mark.parametrize(
+    "name, text",
+    [
+        ("t.csv", f"window,layer,expert,count\n0,0,{2**40},1\n"),
+        ("t.csv", "window,layer,expert,count\n0,-3,0,1\n"),
+        ("t.jsonl", '{"layer": 0, "top_indices": [[1099511627776]]}\n'),
+        ("t.jsonl", '{"layer": 0, "rank": 1099511627776, "top_indices": [[1]]}\n'),
+        ("t.json", '{"physical_expert_load": [[1, 2]], "physical_to_logical_map": [[0, 1099511627776]]}'),
+        ("t.jsonl", '{"format": "moe_serve.trace", "num_logical": 1099511627776, "moe_layer_ids": [0]}\n'),
+        ("t.jsonl", '{"format": "moe_serve.trace", "num_logical": 4, "moe_layer_ids": [1, 1]}\n'),
+        ("t.json", '{"logical_count": [[' + "1" * 5000 + "]]}"),
+        ("t.jsonl", '{"first_step": 0, "tokens": [[1]], "step_time_s": "x"}'),
+        ("t.jsonl", '{"first_step": 1e300, "tokens": [[1]]}'),
+        ("t.json", '{"logical_expert_load": [[1, 99999999999999999999999]]}'),
+    ],
+)
+def test_huge_and_wrong_numbers_are_refused_before_memory_is_taken(tmp_path: Path, name: str, text: str) -> None:
+    (tmp_path / name).write_text(text)
+    with pytest.raises(TraceError, match=r"t\.jsonl?|t\.csv"):
+        read_all(tmp_path / name)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        {"format": "moe_serve.placement", "num_logical": 10**12, "num_ranks": 1, "version": 0},
+        {"format": "moe_serve.placement", "num_logical": 2, "num_ranks": 0, "version": 0},
+        {"format": "moe_serve.placement", "num_logical": 2, "num_ranks": 1, "version": 0, "moe_layer_ids": 3},
+        {"format": "moe_serve.placement", "num_logical": 2, "num_ranks": 1, "version": 0, "moe_layer_ids": [10**12]},
+    ],
+)
+def test_a_placement_with_odd_sizes_is_refused(tmp_path: Path, content: dict[str, Any]) -> None:
+    (tmp_path / "p.json").write_text(json.dumps(content | {"physical_to_logical_map": [[0, 1]]}))
+    with pytest.raises(PlacementError, match=r"p\.json"), little_memory():
+        read_placement(tmp_path / "p.json")
+    (tmp_path / "p.json").write_text('{"physical_to_logical_map": [[0, 2147483647]]}')
+    with pytest.raises(PlacementError, match=r"2 slots in key .* for 2147483648 experts"), little_memory():
+        read_placement(tmp_path / "p.json", 2)
+
+
+def test_npy_counts_are_a_trace(tmp_path: Path) -> None:
+    counts = np.arange(24, dtype=np.int32).reshape(2, 3, 4)
+    np.save(tmp_path / "t.npy", counts)
+    assert read_all(tmp_path / "t.npy") == counts.tolist()
+    np.save(tmp_path / "t.npy", counts[1])
+    assert read_all(tmp_path / "t.npy") == [counts[1].tolist()]
+
+
+@pytest.mark.parametrize(
+    "array, says",
+    [
+        (np.ones(3), "shape .3. of float64, expected counts"),
+        (np.full((1, 2, 2), 0.5), "record 0: .*fractions"),
+        (np.array([[["a"]]], dtype=object), "not a complete .npy of numbers"),
+        (np.zeros((2, 0, 4)), "expected counts"),
+    ],
+)
+def test_an_npy_without_counts_says_what_it_holds(tmp_path: Path, array: np.ndarray, says: str) -> None:
+    np.save(tmp_path / "t.npy", array, allow_pickle=True)
+    with pytest.raises(TraceError, match=says):
+        read_all(tmp_path / "t.npy")
+
+
+def test_a_cut_off_npy_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "t.npy").write_bytes(npy(np.ones((100, 3, 4)))[:-8])
+    with pytest.raises(TraceError, match=r"not a complete \.npy"):
+        read_all(tmp_path / "t.npy")
+
+
+@pytest.mark.parametrize(
+    "name, text, counts",
+    [
+        ("t.json", '{"logical_expert_load": [[1, 2]]}', [[[1, 2]]]),
+        ("t.json", '{\n"code": [[1, 2]]}', [[[1, 2]]]),
+        (
+            "t.jsonl",
+            '{"first_step": 0, "tokens": [[1, 2]]}\n{"first_step": 1, "tokens": [[3, 4]]}',
+            [[[1, 2]], [[3, 4]]],
+        ),
+        ("t.csv", "window,layer,expert,count\n0,0,0,1\n0,0,1,2\n", [[[1, 2]]]),
+        ("t.json", '{"load_history": [{"logical_expert_load": [[1, 2]]}]}', [[[1, 2]]]),
+    ],
+)
+def test_a_byte_order_mark_is_skipped_and_utf16_is_named(tmp_path: Path, name: str, text: str, counts: Any) -> None:
+    (tmp_path / name).write_bytes(BYTE_ORDER_MARK + text.encode())
+    assert read_all(tmp_path / name) == counts
+    (tmp_path / name).write_bytes(text.encode("utf-16"))
+    with pytest.raises(TraceError, match="UTF-16 text; save it as UTF-8"):
+        read_all(tmp_path / name)
+
+
+def test_a_byte_order_mark_before_a_placement_is_skipped(tmp_path: Path) -> None:
+    (tmp_path / "p.json").write_bytes(BYTE_ORDER_MARK + b'{"physical_to_logical_map": [[0, 1]]}')
+    assert read_placement(tmp_path / "p.json", 2).num_slots == 2
+    (tmp_path / "p.json").write_bytes('{"physical_to_logical_map": [[0, 1]]}'.encode("utf-16"))
+    with pytest.raises(PlacementError, match="UTF-16"):
+        read_placement(tmp_path / "p.json", 2)
+
+
+@pytest.mark.parametrize("name", ["logical_expert_load", "code"])
+def test_fractions_are_refused_not_rounded(tmp_path: Path, name: str) -> None:
+    (tmp_path / "t.json").write_text(json.dumps({name: [[1.0, 2.5]]}))
+    with pytest.raises(TraceError, match=rf"key {name}: expected whole numbers, found 2.5; a mean is not a count"):
+        read_all(tmp_path / "t.json")
+    (tmp_path / "t.json").write_text(json.dumps({name: [[1.0, 2.0]]}))
+    assert read_all(tmp_path / "t.json") == [[[1, 2]]]
+
+
+SGLANG_LOG = """[2026-08-20 10:00:00 TP0] server_args=ServerArgs(model_path='m')
+{noise}[2026-08-20 10:00:09 TP0] [Expert Balancedness] forward_pass_id=20 current_pass_balancedness=0.400 \
+last_10_average_balancedness=0.500 last_100_average_balancedness=0.450 gpu_physical_count_sum=40
+"""
+VLLM_LOG = """INFO 08-20 10:00:00 [core.py:58] Initializing a V1 LLM engine
+{noise}(EngineCore_DP0 pid=9) INFO 08-20 10:00:09 [eplb_state.py:635] EPLB step: 100 for model deepseek-r1: \
+avg_tokens=812.50, max_tokens=1500, balancedness=0.5417, steps until the next rearrangement: 2900
+"""
+
+
+@pytest.mark.parametrize("log", [SGLANG_LOG, VLLM_LOG], ids=["sglang", "vllm"])
+@pytest.mark.parametrize("noise", [0, 40_000], ids=["at once", "after 2 MB of other lines"])
+def test_an_engines_own_log_is_known_wherever_its_first_line_stands(tmp_path: Path, log: str, noise: int) -> None:
+    path = tmp_path / "server.log"
+    path.write_text(log.format(noise="[2026-08-20 10:00:01 TP0] Load weight begin. avail mem\n" * noise))
+    assert is_balance_log(path)
+    assert len(list(read_balance_log(path))) == 1
+    with pytest.raises(TraceError, match=r"is an engine's log: .* cannot be replayed"):
+        read_trace(path)
+
+
+def test_a_line_of_a_log_without_end_needs_no_memory(tmp_path: Path) -> None:
+    (tmp_path / "server.log").write_text("EPLB step: 1 for model balancedness=" * 20_000)
+    assert not is_balance_log(tmp_path / "server.log")
+
+
+def test_pipes_and_loops_are_never_opened(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe.pt")
+    os.mkfifo(tmp_path / "pipe.json")
+    (tmp_path / "loop.jsonl").symlink_to(tmp_path / "loop.jsonl")
+    with pytest.raises(TraceError, match="no dumps in it"):
+        read_trace(tmp_path)
+    for name in ("pipe.pt", "loop.jsonl", "x" * 5000):
+        with pytest.raises(TraceError, match="does not exist"):
+            read_trace(tmp_path / name)
+        with pytest.raises(PlacementError, match="does not exist"):
+            read_placement(tmp_path / name)
+    (tmp_path / "meta_info.json").write_text('{"num_experts": 4}')
+    os.mkfifo(tmp_path / "rank0.safetensors")
+    with pytest.raises(TraceError, match=r"no rank\*.safetensors"):
+        read_trace(tmp_path)
