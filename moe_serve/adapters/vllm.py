@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from moe_serve.adapters.interface import check_parameters
 from moe_serve.adapters.replan import Cluster, fitting_start, old_or_raise, replan
 from moe_serve.adapters.settings import AdapterSettings, read_settings
 from moe_serve.eplb.files.placements import read_placement
@@ -33,6 +34,7 @@ def register() -> None:
     from vllm.distributed.eplb.policy import EPLB_POLICIES, AbstractEplbPolicy
 
     policy = make_policy_class(settings)
+    check_parameters(AbstractEplbPolicy.rebalance_experts, policy.rebalance_experts, "vLLM 0.32")
     AbstractEplbPolicy.register(policy)
     EPLB_POLICIES["default"] = policy
     configure_logging(who="eplb")

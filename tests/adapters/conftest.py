@@ -8,7 +8,7 @@ import sys
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from types import ModuleType, SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -95,3 +95,119 @@ def uneven_load(num_layers: int, num_logical: int, seed: int = 0) -> Any:
 def engine_start(num_layers: int, num_logical: int, num_slots: int) -> Any:
     """Returns [L, P] int64, the placement that vLLM starts with: experts in order, redundant ones again from 0."""
     return np.tile(np.arange(num_slots) % num_logical, (num_layers, 1))
+
+
+class SglangPoint:
+    """SGLang's extension points, its own or stubs: what the adapter reads and replaces."""
+
+    def __init__(
+        self, algorithms: Any, hooks: Any, elastic: Any, location: Any, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        self.algorithms, self._hooks, self._elastic, self.location = algorithms, hooks, elastic, location
+        self._monkeypatch = monkeypatch
+        self.own = algorithms.rebalance_experts
+
+    def apply_hooks(self) -> None:
+        """What SGLang does once all plugins have run."""
+        self._hooks.HookRegistry.apply_hooks()
+
+    def use(self, rows: Any) -> None:
+        """Makes rows [L, P] the placement in use."""
+        self.location.set_global_expert_location_metadata(
+            SimpleNamespace(physical_to_logical_map_cpu=torch_of(rows)), allow_overwrite=True
+        )
+
+    def lose(self, num_ranks: int, lost: list[int]) -> None:
+        """Makes ranks lost, as elastic EP sees it."""
+        active = torch_of(np.array([int(rank not in lost) for rank in range(num_ranks)]))
+        self._monkeypatch.setattr(
+            self._elastic.ElasticEPStateManager, "_instance", SimpleNamespace(active_ranks=active), raising=False
+        )
+
+
+def torch_of(array: Any) -> Any:
+    import torch
+
+    return torch.from_numpy(array)
+
+
+@pytest.fixture(params=["stub", "installed"])
+def sglang_point(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[SglangPoint]:
+    """SGLang's algorithms, hooks, elastic state and placement in use."""
+    if request.param == "stub":
+        yield sglang_stub(monkeypatch)
+        return
+    from importlib import import_module
+
+    pytest.importorskip("sglang.srt.plugins", reason="SGLang is not installed")
+    names = "eplb.eplb_algorithms", "plugins.hook_registry", "elastic_ep.elastic_ep", "eplb.expert_location"
+    point = SglangPoint(*(import_module(f"sglang.srt.{name}") for name in names), monkeypatch)
+    registry = point._hooks.HookRegistry
+    before = point.location.get_global_expert_location_metadata()
+    yield point
+    point.algorithms.rebalance_experts = point.own
+    registry._hooks.clear()
+    registry._patched.clear()
+    point.location.set_global_expert_location_metadata(before, allow_overwrite=True)
+
+
+def sglang_stub(monkeypatch: pytest.MonkeyPatch) -> SglangPoint:
+    """The interfaces as SGLang 0.5.23 documents them."""
+    from enum import Enum
+
+    names = ["deepseek", "deepseek_hierarchical", "deepseek_vec", "elasticity_aware", "elasticity_aware_hierarchical"]
+
+    def rebalance_experts(
+        tokens_per_expert: Any,
+        num_physical_experts: int,
+        num_local_physical_experts: int,
+        num_groups: int | None,
+        num_nodes: int,
+        algorithm: Any,
+    ) -> Any:
+        raise AssertionError("the engine's own planner was asked")
+
+    class HookRegistry:
+        hooks: ClassVar[list[Any]] = []
+
+        @classmethod
+        def register(cls, target: str, hook: Any, hook_type: Any) -> None:
+            cls.hooks.append((target, hook, hook_type))
+
+        @classmethod
+        def apply_hooks(cls) -> None:
+            for target, hook, hook_type in cls.hooks:
+                module, name = target.rsplit(".", 1)
+                assert hook_type == "replace"
+                setattr(sys.modules[module], name, hook)
+
+    class ElasticEPStateManager:
+        _instance = None
+
+        @classmethod
+        def instance(cls) -> Any:
+            return cls._instance
+
+    in_use: dict[str, Any] = {"metadata": None}
+    return SglangPoint(
+        add_module(
+            monkeypatch,
+            "sglang.srt.eplb.eplb_algorithms",
+            rebalance_experts=rebalance_experts,
+            EplbAlgorithm=Enum("EplbAlgorithm", names),
+        ),
+        add_module(
+            monkeypatch,
+            "sglang.srt.plugins.hook_registry",
+            HookRegistry=HookRegistry,
+            HookType=SimpleNamespace(REPLACE="replace"),
+        ),
+        add_module(monkeypatch, "sglang.srt.elastic_ep.elastic_ep", ElasticEPStateManager=ElasticEPStateManager),
+        add_module(
+            monkeypatch,
+            "sglang.srt.eplb.expert_location",
+            get_global_expert_location_metadata=lambda: in_use["metadata"],
+            set_global_expert_location_metadata=lambda value, allow_overwrite: in_use.update(metadata=value),
+        ),
+        monkeypatch,
+    )

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 PROJECT = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-GROUPS = ["vllm.general_plugins"]
+GROUPS = ["vllm.general_plugins", "sglang.srt.plugins"]
 
 
 @pytest.mark.parametrize("group", GROUPS)

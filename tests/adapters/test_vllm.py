@@ -48,6 +48,13 @@ def test_the_policy_takes_the_default_name_and_has_the_interface(
     assert list(inspect.signature(ours.rebalance_experts).parameters) == list(theirs.parameters)
 
 
+def test_another_signature_ends_vllms_start(vllm_policies: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(POLICY, "incremental")
+    monkeypatch.setattr(vllm_policies.AbstractEplbPolicy, "rebalance_experts", lambda weight, ranks: None)
+    with pytest.raises(ConfigError, match=r"takes weight, ranks; the adapter knows weight, num_replicas, .*vLLM 0\.32"):
+        vllm.register()
+
+
 @pytest.mark.parametrize("policy", ["incremental", "refined", "greedy"])
 def test_a_plan_has_vllms_form_and_the_same_bits_for_every_rank(
     vllm_policies: Any, monkeypatch: pytest.MonkeyPatch, policy: str
