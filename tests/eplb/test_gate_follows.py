@@ -14,7 +14,7 @@ from moe_serve.eplb.replay.settings import ReplaySettings
 from moe_serve.eplb.replay.synthetic import SyntheticLoad, synthetic_trace
 from moe_serve.topology import Topology
 
-FEW_LAYERS = 6, 64, Topology(2, 4), 72
+FEW_LAYERS = 4, 64, Topology(2, 4), 72
 WHOLE_MODEL = 58, 256, Topology(4, 8), 288
 
 
