@@ -11,6 +11,7 @@ from fastapi import FastAPI
 
 from moe_serve.config import ServeConfig, load_config, model_dir
 from moe_serve.models.tokenizer import Tokenizer
+from moe_serve.server.access.client_limits import ClientTable
 from moe_serve.server.app import make_app
 from moe_serve.server.connections.http import HttpServer
 from moe_serve.server.connections.ports import open_port
@@ -43,15 +44,20 @@ class Served:
 
 @contextlib.asynccontextmanager
 async def serving(
-    num_ranks: int = 2, *overrides: str, tokenizer: bool | Tokenizer = True, start: bool = True, **worker_fields: object
+    num_ranks: int = 2,
+    *overrides: str,
+    tokenizer: bool | Tokenizer = True,
+    start: bool = True,
+    clients: ClientTable | None = None,
+    **worker_fields: object,
 ) -> AsyncIterator[Served]:
-    """A front end with fake ranks behind it; ready when start is true."""
+    """A front end with fake ranks behind it; ready when start is true. clients: None: nobody shares what they used"""
     config = fake_config(num_ranks, *overrides)
     text = tokenizer if isinstance(tokenizer, Tokenizer) else demo_tokenizer() if tokenizer else None
     bridge = Bridge(config, text)
     await bridge.start()
     listener = open_port("127.0.0.1", 0)
-    app = make_app(config, bridge, text)
+    app = make_app(config, bridge, text, clients)
     server = HttpServer(app, bridge, handle_signals=False)
     http = asyncio.create_task(server.serve(sockets=[listener]))
     workers = [

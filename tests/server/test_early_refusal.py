@@ -2,17 +2,22 @@
 
 import asyncio
 import json
+import multiprocessing
+import os
 
 import h11
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from moe_serve.server.access.client_ledger import Ledger, shared_memory
+from moe_serve.server.access.client_limits import ClientTable
 from moe_serve.server.access.keys import API_KEY_VARIABLE
 from moe_serve.server.admission.early_refusal import plain_headers
 from moe_serve.server.connections.bounded_parser import BoundedParser
 from tests.server.raw_client import Answer, RawClient, header
 from tests.server.served import Served, in_event_loop, serving, until
+from tests.server.test_client_limits import hold_the_lock
 from tests.server.test_hostile_bytes import mutated
 
 BODY = json.dumps({"input_ids": [7], "sampling_params": {"max_new_tokens": 5, "sampling_seed": 10}}).encode()
@@ -115,6 +120,28 @@ async def test_a_client_beyond_its_limit_is_refused_early_too():
         assert early.headers["x-ratelimit-remaining-requests"] == "0"
         assert set(early.headers) == set(late.headers)
         assert early.body[:60] == late.body[:60]
+
+
+@in_event_loop
+async def test_a_client_whose_limits_another_front_end_has_locked_is_refused_early_and_by_the_long_way_alike():
+    fd = shared_memory(3, max_connections=100)
+    fork = multiprocessing.get_context("fork")
+    held = fork.Event()
+    holder = fork.Process(target=hold_the_lock, args=(fd, held))
+    holder.start()
+    try:
+        assert held.wait(5)
+        table = ClientTable(Ledger.shared(fd, 3, 0))
+        async with serving(1, "server.rpm_limit=1", clients=table) as served:
+            early, late = await ask(served, whole()), await ask(served, whole()[:60], whole()[60:])
+            assert early.status == late.status == 429
+            assert early.body == late.body
+            assert b"another front end holds the counts of clients' limits" in early.body
+            assert served.workers[0].submitted == []
+    finally:
+        holder.kill()
+        holder.join()
+        os.close(fd)
 
 
 @given(mutated([whole(), whole("x-a: 1\r\nauthorization: Bearer k\r\n"), whole("connection: keep-alive\r\n", b"")]))

@@ -52,6 +52,22 @@ def test_help_does_not_import_what_is_heavy():
         assert command in result.stdout
 
 
+def test_the_package_can_be_run_as_the_command_and_loads_only_what_that_one_does():
+    code = (
+        "import runpy, sys; sys.argv = ['moe_serve', 'serve', '--num-ranks', 'none']\n"
+        "try: runpy.run_module('moe_serve', run_name='__main__')\n"
+        "except SystemExit as end: code = end.code\n"
+        "heavy = {'torch', 'fastapi', 'uvicorn', 'scipy', 'zmq', 'tokenizers'} & set(sys.modules)\n"
+        "assert not heavy, heavy\n"
+        "sys.exit(code)"
+    )
+    command = [sys.executable, "-c", code]
+    module = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    script = moe_serve("serve", "--num-ranks", "none")
+    assert module.returncode == script.returncode == 2, module.stderr
+    assert module.stderr.splitlines()[-3:] == script.stderr.splitlines()[-3:]
+
+
 def test_serving_does_not_pay_for_the_balancers_commands():
     code = (
         "import sys; sys.argv = ['moe-serve', 'serve', '--help']\n"
