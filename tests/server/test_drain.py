@@ -4,8 +4,10 @@ import asyncio
 import contextlib
 
 import httpx
+import pytest
 
 from moe_serve.engine.protocol.messages import Draining
+from moe_serve.server.connections import http
 from tests.server.fake_worker import FakeWorker
 from tests.server.raw_client import RawClient, header
 from tests.server.served import Served, in_event_loop, serving, until
@@ -57,6 +59,52 @@ async def test_what_does_not_end_by_the_deadline_ends_with_an_error():
         served.server.drain()
         assert (await call).status_code == 503
         assert "the server is ending" in (await call).text
+
+
+def test_what_is_still_open_after_all_deadlines_ends_with_503_or_a_cut_and_one_line_in_the_log(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    monkeypatch.setattr(http, "_END_DEADLINE_S", 0.1)
+
+    @in_event_loop
+    async def check():
+        async with serving(1) as served:
+            monkeypatch.setattr(served.bridge, "drain", lambda: None)  # as if nothing ended the calls
+            plain, stream = [await RawClient.connect(served) for _ in range(2)]
+            await stream.post({"input_ids": [7], "sampling_params": {**PARAMS, "max_new_tokens": 100}, "stream": True})
+            assert await stream.reader.readuntil(b"data: ")
+            served.workers[0].go.clear()
+            await plain.post({"input_ids": [7], "sampling_params": PARAMS})
+            await until(lambda: served.bridge.num_open == 2)
+            served.server.stop()
+            answer = await plain.answer()
+            assert (answer.status, answer.headers["connection"]) == (503, "close")
+            assert b"the server is ending" in answer.body
+            with contextlib.suppress(ConnectionResetError):
+                assert not (await stream.reader.read()).endswith(b"0\r\n\r\n"), "not as if it were complete"
+
+    check()
+    assert "Traceback" not in caplog.text
+    of_http = [record.getMessage() for record in caplog.records if "rank" not in record.name]
+    assert of_http == ["Cancel 2 running task(s), timeout graceful shutdown exceeded"]
+
+
+def test_a_second_request_to_end_cancels_what_is_open_without_a_traceback(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    @in_event_loop
+    async def check():
+        async with serving(1) as served:
+            monkeypatch.setattr(served.bridge, "drain", lambda: None)  # as if nothing ended the call
+            client = await RawClient.connect(served)
+            served.workers[0].go.clear()
+            await client.post({"input_ids": [7], "sampling_params": PARAMS})
+            await until(lambda: served.bridge.num_open == 1)
+            served.server.stop()
+            served.server.stop()
+
+    check()
+    assert "Traceback" not in caplog.text
 
 
 @in_event_loop

@@ -157,6 +157,10 @@ class Connection(H11Protocol):
         elif self.opening is not None:
             self.opening.cancel()
 
+    def end_now(self) -> None:
+        """Answers the request whose answer the end of the server has cancelled with 503, or cuts its stream off."""
+        self._refuse(503, "the server is ending")
+
     def _is_stalled(self, now_s: float) -> bool:
         """Returns whether the client has taken next to nothing for longer than send_deadline_s, while bytes waited."""
         size = self.transport.get_write_buffer_size()

@@ -16,6 +16,7 @@ from moe_serve.server.connections.connection import Connection
 from moe_serve.server.connections.connection_limits import ConnectionLimits
 from moe_serve.server.connections.connection_table import ConnectionTable
 from moe_serve.server.connections.descriptors import connections_allowed
+from moe_serve.server.connections.ending_app import EndingApp
 from moe_serve.server.connections.listener import Listener
 from moe_serve.server.connections.tls import make_tls
 from moe_serve.server.ranks.bridge import Bridge
@@ -34,7 +35,7 @@ class HttpServer(uvicorn.Server):
     def __init__(self, app: FastAPI, bridge: Bridge, handle_signals: bool):
         super().__init__(
             uvicorn.Config(
-                app,
+                EndingApp(app, lambda: self.should_exit),
                 http=Connection,
                 ws="none",
                 lifespan="on",
@@ -77,6 +78,8 @@ class HttpServer(uvicorn.Server):
             task.cancel()
         await asyncio.gather(*accepting, return_exceptions=True)
         await super().shutdown(sockets)
+        if self.force_exit:  # uvicorn leaves it out, and its task would end with a traceback
+            await self.lifespan.shutdown()
         sweeping.cancel()
         for connection in list(self.table):
             connection.give_up()
