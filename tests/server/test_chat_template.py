@@ -15,7 +15,6 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 from moe_serve.config import load_config
 from moe_serve.errors import ConfigError, RequestError
-from moe_serve.server.helpers import chat_template_process
 from moe_serve.server.helpers.chat_template import ChatTemplates, RenderJob
 from moe_serve.server.helpers.chat_template_process import render
 from moe_serve.server.openai.messages import ChatPrompt
@@ -167,7 +166,7 @@ def job(template: str, messages: list[dict[str, Any]], **fields: Any) -> RenderJ
         "tools": None, "documents": None, "add_generation_prompt": True, "continue_final_message": False,
         "special_tokens": TOKENS, "kwargs": {}, "max_chars": 100_000,
     }  # fmt: skip
-    return RenderJob(template=template, messages=messages, **{**defaults, **fields})
+    return RenderJob(template=template, is_own=True, messages=messages, **{**defaults, **fields})
 
 
 def of_transformers(asked: RenderJob, messages: list[dict[str, Any]]) -> str:
@@ -235,7 +234,7 @@ def test_a_hostile_template_ends_with_a_reason_and_the_next_one_is_served():
                     print(name, await templates.render(prompt(template), 10_000))
                 assert caught.value.field == "messages", name
             assert await templates.render(prompt(None), 10_000) == "hi"
-            assert len(set(_descendants(os.getpid())) - before) == 1
+            assert len(set(_descendants(os.getpid())) - before) == 2, "one for long jobs"
         finally:
             await templates.close()
         assert set(_descendants(os.getpid())) == before
@@ -287,6 +286,33 @@ def test_a_template_is_found_where_transformers_finds_it(tmp_path: Path):
 
 
 def test_the_time_of_a_template_is_bounded_by_what_it_computes(monkeypatch):
+    monkeypatch.setattr("moe_serve.server.helpers.chat_template._MAX_CORE_S", 0.05)
     endless = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
-    monkeypatch.setattr(chat_template_process, "_MAX_CORE_S", 0.05)
-    assert "takes longer than 0.05 s" in render(job(endless, TURNS)).message
+
+    async def check() -> None:
+        templates = ChatTemplates({"default": "{{ messages[0].content }}"}, {}, trust_requests=True)
+        try:
+            with pytest.raises(RequestError, match=r"takes longer than 0\.05 s"):
+                await templates.render(prompt(endless), 10_000)
+            assert await templates.render(prompt(None), 10_000) == "hi"
+        finally:
+            await templates.close()
+
+    asyncio.run(check())
+
+
+def test_a_template_of_the_server_is_compiled_outside_of_the_time_of_the_first_chat(monkeypatch):
+    monkeypatch.setattr("moe_serve.server.helpers.chat_template._SHORT_S", 0.01)
+    monkeypatch.setattr("moe_serve.server.helpers.chat_template._MAX_CORE_S", 0.01)
+
+    async def check() -> None:
+        own = "{% if false %}" + "{{ messages[0].role }}" * 400 + "{% endif %}{{ messages[0].content }}"
+        templates = ChatTemplates({"default": own}, {}, trust_requests=True)
+        try:
+            with pytest.raises(RequestError, match="takes longer than"):
+                await templates.render(prompt(own), 10_000, "a client's own, the same")
+            assert await templates.render(prompt(None), 10_000) == "hi"
+        finally:
+            await templates.close()
+
+    asyncio.run(check())

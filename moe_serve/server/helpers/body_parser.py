@@ -1,4 +1,4 @@
-"""Parses the bodies of calls: small ones here, large ones in a process of their own. Torch-free.
+"""Parses the bodies of calls: small ones here, large ones in processes of their own. Torch-free.
 
 Python parses 16 MiB of JSON in up to three seconds, in which no other thread runs. A process can also be bounded: it
 gets one body at a time, so much memory, and so many seconds.
@@ -12,7 +12,8 @@ from typing import Any, Generic, TypeVar
 import msgspec
 
 from moe_serve.errors import RequestError
-from moe_serve.server.helpers.helper_process import HelperEnded, HelperProcess
+from moe_serve.server.helpers.helper_pair import HelperPair
+from moe_serve.server.helpers.helper_process import HelperEnded, TooLongError
 from moe_serve.server.native.schemas import GenerateRequest, parse_generate
 from moe_serve.server.openai.chat_request import ChatRequest, parse_chat
 from moe_serve.server.openai.completion_request import CompletionRequest, parse_completion
@@ -27,6 +28,8 @@ from moe_serve.server.openai.tokenize_request import (
 SMALL_BYTES = 1 << 14  # parsed within some 2 ms, whatever is in them
 HEAD = struct.Struct("<BI")  # in front of a body for the process: its kind's place in KINDS, max_prompts
 _DEADLINE_S = 15.0  # for one body
+_SHORT_S = 0.03  # of a core: 300 KB of messages take so long
+_MAX_CORE_S = 10.0  # 16 MiB take up to three seconds
 
 T = TypeVar("T")
 
@@ -64,18 +67,18 @@ class Parsed(msgspec.Struct, Generic[T]):
 
 
 class BodyParser:
-    """The parser, and the process that it starts with the first large body."""
+    """The parser, and the processes that it starts with the first large bodies."""
 
     def __init__(self) -> None:
-        self._process = HelperProcess("moe_serve.server.helpers.body_parser_process", _DEADLINE_S)
+        self._processes = HelperPair("moe_serve.server.helpers.body_parser_process", _DEADLINE_S, _SHORT_S, _MAX_CORE_S)
 
     async def parse(self, body: bytes, max_prompts: int, kind: BodyKind[T], client: str = "") -> T:
         """Returns the checked request in a body, as kind.parse does. Raises RequestError or QueueFullError."""
         if len(body) <= SMALL_BYTES:
             return kind.parse(body, max_prompts)
         try:
-            reply = await self._process.ask(client, HEAD.pack(KINDS.index(kind), max_prompts), body)
-        except TimeoutError:
+            reply = await self._processes.ask(client, HEAD.pack(KINDS.index(kind), max_prompts), body)
+        except (TimeoutError, TooLongError):
             raise RequestError(f"the body takes longer than {_DEADLINE_S:g} s to parse; send a simpler one") from None
         except HelperEnded:
             raise RequestError("the body takes too much memory to parse; send a simpler one") from None
@@ -86,5 +89,5 @@ class BodyParser:
         return parsed.request
 
     async def close(self) -> None:
-        """Ends the process."""
-        await self._process.close()
+        """Ends the processes."""
+        await self._processes.close()

@@ -9,7 +9,6 @@ from moe_serve.server.helpers.body_parser import HEAD, KINDS, Parsed
 from moe_serve.server.helpers.helper_loop import serve_jobs
 
 _MAX_MEMORY_BYTES = 2 << 30
-_NICENESS = 10  # ranks and the front end may need the same core, and serve those whose bodies are small
 
 
 def answer(job: bytes) -> bytes:
@@ -26,4 +25,4 @@ def answer(job: bytes) -> bytes:
 
 
 if __name__ == "__main__":
-    serve_jobs(answer, _MAX_MEMORY_BYTES, _NICENESS)
+    serve_jobs(answer, _MAX_MEMORY_BYTES)

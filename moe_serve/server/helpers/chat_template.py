@@ -1,6 +1,6 @@
 """Makes one text of the messages of a chat, by the model's chat template. Torch-free, and without jinja2.
 
-Templates run in a process of their own (chat_template_process.py), which is killed where one does not end.
+Templates run in processes of their own (chat_template_process.py), which are killed where one does not end.
 """
 
 from collections.abc import Mapping
@@ -12,18 +12,25 @@ import msgspec
 from moe_serve.config import ServeConfig, model_dir
 from moe_serve.errors import ConfigError, ModelError, RequestError
 from moe_serve.models.model_files import read_bytes, read_json
-from moe_serve.server.helpers.helper_process import HelperEnded, HelperProcess
+from moe_serve.server.helpers.helper_pair import HelperPair
+from moe_serve.server.helpers.helper_process import HelperEnded, TooLongError
 
 _LARGEST = 4 << 20  # bytes of a file with a template; real ones have up to 20 KB
 _DEADLINE_S = 10.0  # for one text, with the start of the process
+_SHORT_S = 0.03  # of a core: real templates take some 7 us for a message
+_MAX_CORE_S = 1.0
 _FIX = "copy the file again"
 _SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
 
 
 class RenderJob(msgspec.Struct, frozen=True):
-    """What the process gets. special_tokens, kwargs: more variables;  max_chars: a longer text is refused"""
+    """What the process gets. special_tokens, kwargs: more variables;  max_chars: a longer text is refused
+
+    is_own: the template is the server's, which may be compiled outside of the time of this job
+    """
 
     template: str
+    is_own: bool
     messages: list[dict[str, Any]]
     tools: list[dict[str, Any]] | None
     documents: list[dict[str, Any]] | None
@@ -42,7 +49,7 @@ class Rendered(msgspec.Struct, frozen=True):
 
 
 class ChatTemplates:
-    """The templates of a model, by name, and the process that renders them, started with the first chat.
+    """The templates of a model, by name, and the processes that render them, started with the first chats.
 
     trust_requests: clients may send templates of their own
     """
@@ -53,7 +60,9 @@ class ChatTemplates:
         self._templates = dict(templates)
         self._special_tokens = dict(special_tokens)
         self._trust_requests = trust_requests
-        self._process = HelperProcess("moe_serve.server.helpers.chat_template_process", _DEADLINE_S)
+        self._processes = HelperPair(
+            "moe_serve.server.helpers.chat_template_process", _DEADLINE_S, _SHORT_S, _MAX_CORE_S
+        )
 
     @classmethod
     def load(cls, config: ServeConfig) -> Self:
@@ -81,6 +90,7 @@ class ChatTemplates:
             )
         return RenderJob(
             template=self._template(prompt.chat_template, has_tools=prompt.tools is not None),
+            is_own=prompt.chat_template is None,
             messages=prompt.messages,
             tools=prompt.tools,
             documents=prompt.documents,
@@ -97,7 +107,11 @@ class ChatTemplates:
         client: who asks. Raises QueueFullError where too many of its chats wait.
         """
         try:
-            reply = await self._process.ask(client, msgspec.msgpack.encode(self.job(prompt, max_chars)))
+            reply = await self._processes.ask(client, msgspec.msgpack.encode(self.job(prompt, max_chars)))
+        except TooLongError:
+            raise RequestError(
+                f"the chat template takes longer than {_MAX_CORE_S:g} s for these messages; send less", "messages"
+            ) from None
         except TimeoutError:
             raise RequestError(
                 f"the chat template takes longer than {_DEADLINE_S:g} s for these messages; send less", "messages"
@@ -130,8 +144,8 @@ class ChatTemplates:
         return template
 
     async def close(self) -> None:
-        """Ends the process."""
-        await self._process.close()
+        """Ends the processes."""
+        await self._processes.close()
 
 
 def _of_setting(given: str) -> str:

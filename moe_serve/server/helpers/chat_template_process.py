@@ -8,9 +8,6 @@ process of its own with bounded memory, and a bounded time of a core. It may use
 import datetime
 import functools
 import json
-import signal
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import msgspec
@@ -23,16 +20,11 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
 from moe_serve.server.helpers.chat_template import Rendered, RenderJob
-from moe_serve.server.helpers.helper_loop import serve_jobs
+from moe_serve.server.helpers.helper_loop import serve_jobs, unbounded_time
 
 _MAX_MEMORY_BYTES = 1 << 30
-_MAX_CORE_S = 1.0  # of one template; real ones take less than a millisecond for a turn of a chat
 _MOST_COMPILED = 8  # templates that are kept compiled
 _TAG = "CONTINUE_FINAL_MESSAGE_TAG "  # marks where the last message ends, to cut the text there
-
-
-class _TakesTooLong(BaseException):
-    """Not an Exception, which a part of jinja2 might catch."""
 
 
 class _OutputTooLong(Exception):
@@ -42,13 +34,13 @@ class _OutputTooLong(Exception):
 def render(job: RenderJob) -> Rendered:
     """Returns the text that a template makes, or what is wrong with it or its input."""
     try:
-        with _bounded_time():
-            try:
-                return Rendered(_render(job))
-            except TypeError:  # some templates, such as DeepSeek's, append the arguments of calls as text
-                return Rendered(_render(_with_text_arguments(job)))
-    except _TakesTooLong:
-        return Rendered(None, f"the chat template takes longer than {_MAX_CORE_S:g} s for these messages; send less")
+        if job.is_own:  # and is kept, so that it delays nobody again
+            with unbounded_time():
+                _compiled(job.template)
+        try:
+            return Rendered(_render(job))
+        except TypeError:  # some templates, such as DeepSeek's, append the arguments of calls as text
+            return Rendered(_render(_with_text_arguments(job)))
     except _OutputTooLong:
         return Rendered(
             None, f"the chat template makes more than {job.max_chars} characters of these messages; send less"
@@ -110,22 +102,6 @@ def _with_text_arguments(job: RenderJob) -> RenderJob:
     return msgspec.structs.replace(job, messages=messages)
 
 
-@contextmanager
-def _bounded_time() -> Iterator[None]:
-    """Raises _TakesTooLong in the block once it has used its time of a core, however busy the machine is."""
-
-    def stop(signum: int, frame: object) -> None:
-        raise _TakesTooLong
-
-    before = signal.signal(signal.SIGPROF, stop)
-    signal.setitimer(signal.ITIMER_PROF, _MAX_CORE_S)
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_PROF, 0)
-        signal.signal(signal.SIGPROF, before)
-
-
 @functools.lru_cache(_MOST_COMPILED)
 def _compiled(template: str) -> Any:
     return _environment().from_string(template)
@@ -182,4 +158,4 @@ def answer(data: bytes) -> bytes:
 
 
 if __name__ == "__main__":
-    serve_jobs(answer, _MAX_MEMORY_BYTES, niceness=0)
+    serve_jobs(answer, _MAX_MEMORY_BYTES)

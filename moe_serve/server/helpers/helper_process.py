@@ -13,8 +13,8 @@ from asyncio.subprocess import PIPE, Process
 
 from moe_serve.server.turns import Turns
 
-FRAME = struct.Struct("<I")  # of what the process gets: bytes of the job
-REPLY = struct.Struct("<I?")  # of what it answers: bytes of the answer; whether the process ends now
+FRAME = struct.Struct("<Id")  # of what the process gets: bytes of the job; seconds of a core that it may take
+REPLY = struct.Struct("<I??")  # of what it answers: bytes of the answer; whether the job took longer; and it ends now
 _KILLED = (ConnectionError, asyncio.IncompleteReadError)  # what shows that the process has ended
 
 
@@ -22,20 +22,30 @@ class HelperEnded(Exception):
     """The process was killed over a job twice: for the memory that it takes, most likely."""
 
 
+class TooLongError(Exception):
+    """A job has taken all the time of a core that it might."""
+
+
 class HelperProcess:
     """The process, started with the first job."""
 
-    def __init__(self, module: str, deadline_s: float):
-        """module: that calls helper_loop.serve_jobs;  deadline_s: for one job"""
+    def __init__(self, module: str, deadline_s: float, core_s: float, niceness: int):
+        """module: that calls helper_loop.serve_jobs
+
+        deadline_s: for one job;  core_s: of a core, for one job;  niceness: of the process
+        """
         self._module = module
         self._deadline_s = deadline_s
+        self._core_s = core_s
+        self._niceness = niceness
         self._process: Process | None = None
         self._turns = Turns("jobs")
 
     async def ask(self, client: str, *job: bytes) -> bytes:
         """Returns the answer to a job of a client, given in parts.
 
-        Raises TimeoutError beyond the deadline, HelperEnded, and QueueFullError where too many of the client wait.
+        Raises TimeoutError beyond the deadline, TooLongError, HelperEnded, and QueueFullError where too many of the
+        client wait.
         """
         async with self._turns.turn(client):
             try:
@@ -45,6 +55,8 @@ class HelperProcess:
                     except _KILLED:  # perhaps for what it had done before
                         await self.close()
                         return await self._ask_once(job)
+            except TooLongError:
+                raise
             except TimeoutError:
                 await self.close()
                 raise
@@ -66,21 +78,23 @@ class HelperProcess:
     async def _ask_once(self, job: tuple[bytes, ...]) -> bytes:
         if self._process is None or self._process.returncode is not None:
             await self.close()
-            command = (sys.executable, "-m", self._module, str(os.getpid()))
+            command = (sys.executable, "-m", self._module, str(os.getpid()), str(self._niceness))
             self._process = await asyncio.create_subprocess_exec(*command, stdin=PIPE, stdout=PIPE)
-        answer, has_ended = await _exchange(self._process, job)
+        answer, took_longer, has_ended = await _exchange(self._process, self._core_s, job)
         if has_ended:
             await self.close()
+        if took_longer:
+            raise TooLongError
         return answer
 
 
-async def _exchange(process: Process, job: tuple[bytes, ...]) -> tuple[bytes, bool]:
-    """Returns what the process answered, and whether it has ended after that."""
+async def _exchange(process: Process, core_s: float, job: tuple[bytes, ...]) -> tuple[bytes, bool, bool]:
+    """Returns what the process answered, whether the job took longer than core_s, and the process has ended now."""
     assert process.stdin is not None
     assert process.stdout is not None
-    process.stdin.write(FRAME.pack(sum(map(len, job))))
+    process.stdin.write(FRAME.pack(sum(map(len, job)), core_s))
     for part in job:
         process.stdin.write(part)
     await process.stdin.drain()
-    size, has_ended = REPLY.unpack(await process.stdout.readexactly(REPLY.size))
-    return await process.stdout.readexactly(size), has_ended
+    size, took_longer, has_ended = REPLY.unpack(await process.stdout.readexactly(REPLY.size))
+    return await process.stdout.readexactly(size), took_longer, has_ended

@@ -10,6 +10,9 @@ from moe_serve.server.fields.json_fields import Fields, boolean, parse_nested_ob
 MAX_DEPTH = 64  # of lists and objects in a body: a JSON schema may be one of its values
 MAX_TEMPLATE_CHARS = 1 << 20
 MAX_KWARGS = 32  # of chat_template_kwargs
+MAX_MESSAGES = 1 << 14  # and tool calls in all of them; a template takes some 7 us for one
+MAX_DOCUMENTS = 1 << 10
+MAX_VALUES = 1 << 16  # nested in one field; the event loop takes some 0.1 us to make an object of one
 
 # What a template is given by the server: a client's variable of the same name would change what the others mean.
 _RESERVED = frozenset({
@@ -70,7 +73,7 @@ def take_chat_prompt(values: Fields) -> ChatPrompt:
     return ChatPrompt(
         messages=messages,
         tools=values.take("tools", _objects) or None,
-        documents=values.take("documents", _objects) or None,
+        documents=values.take("documents", _documents) or None,
         chat_template=values.take("chat_template", _template),
         add_generation_prompt=not continues if asks is None else bool(asks),
         continue_final_message=continues,
@@ -82,7 +85,36 @@ def take_chat_prompt(values: Fields) -> ChatPrompt:
 def _messages(name: str, value: Any) -> list[dict[str, Any]]:
     if not isinstance(value, list):
         raise RequestError(f"{name} is {show(value)}, expected a list of messages", field=name)
-    return [_message(f"{name}[{i}]", item) for i, item in enumerate(value)]
+    _check_number(name, len(value), MAX_MESSAGES)
+    messages = [_message(f"{name}[{i}]", item) for i, item in enumerate(value)]
+    calls = [call for message in messages for call in message.get("tool_calls", ())]
+    _check_number(f"{name}[].tool_calls", len(calls), MAX_MESSAGES)
+    _check_values(f"{name}[].tool_calls", calls)
+    return messages
+
+
+def _check_number(name: str, num: int, most: int) -> None:
+    if num > most:
+        raise RequestError(f"{name} has {num} entries, at most {most} are taken; send fewer", field=name)
+
+
+def _check_values(name: str, value: Any) -> None:
+    """Raises RequestError where lists and objects hold too many values, at any depth."""
+    num, waiting = 0, [value]
+    while waiting and num <= MAX_VALUES:
+        inner = waiting.pop()
+        if isinstance(inner, dict | list):
+            num += len(inner)
+            waiting.extend(inner.values() if isinstance(inner, dict) else inner)
+    if num > MAX_VALUES:
+        raise RequestError(f"{name} has more than {MAX_VALUES} values in lists and objects; send fewer", field=name)
+
+
+def _documents(name: str, value: Any) -> list[dict[str, Any]]:
+    documents = _objects(name, value)
+    _check_number(name, len(documents), MAX_DOCUMENTS)
+    _check_values(name, documents)
+    return documents
 
 
 def _message(name: str, value: Any) -> dict[str, Any]:
@@ -162,8 +194,8 @@ def _objects(name: str, value: Any) -> list[dict[str, Any]]:
 def _kwargs(name: str, value: Any) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise RequestError(f"{name} is {show(value)}, expected an object", field=name)
-    if len(value) > MAX_KWARGS:
-        raise RequestError(f"{name} has {len(value)} entries, at most {MAX_KWARGS} are taken; send fewer", field=name)
+    _check_number(name, len(value), MAX_KWARGS)
+    _check_values(name, value)
     for key in value:
         if not key.isidentifier() or key.startswith("_") or key in _RESERVED or len(key) > 64:
             raise RequestError(f"{name}.{key[:64]} is not a variable that a client may set", field=name)
