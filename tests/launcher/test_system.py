@@ -1,5 +1,6 @@
 """`moe-serve serve` as processes: it starts, serves, says what is wrong, and leaves nothing. Ranks without torch."""
 
+import contextlib
 import json
 import os
 import signal
@@ -247,6 +248,31 @@ def test_one_of_two_front_ends_may_die_and_comes_back_while_the_other_serves():
             call.join(60)
             assert answers[0].json()["output_ids"] == list(range(12, 52))
         assert eventually(lambda: number_of(client.base_url) == 1 - number), "it serves again"
+        assert system.end(signal.SIGTERM) == 0
+        assert gone(pids)
+
+
+@pytest.mark.slow  # by default tests/server/test_client_limits.py holds it with three tables in one process
+def test_a_client_of_two_front_ends_has_its_limit_once():
+    with serving("server.api_workers=2", "server.rpm_limit=6") as system, system.client() as first:
+        pids = system.descendants()
+        served_by: set[int] = set()
+        statuses: list[int] = []
+        with contextlib.ExitStack() as stack:
+            clients: dict[int, httpx.Client] = {}
+            while len(clients) < 2:  # the kernel chooses who takes a new connection
+                client = stack.enter_context(httpx.Client(base_url=first.base_url, timeout=30, trust_env=False))
+                clients[client.get("/server_info").json()["front_end"]["number"]] = client
+            for _ in range(6):
+                for number, client in sorted(clients.items()):
+                    response = client.post("/generate", json=FIVE)
+                    statuses.append(response.status_code)
+                    if response.status_code == 200:
+                        served_by.add(number)
+                    else:
+                        assert "(server.rpm_limit" in response.text
+        assert statuses == [200] * 6 + [429] * 6
+        assert served_by == {0, 1}
         assert system.end(signal.SIGTERM) == 0
         assert gone(pids)
 
