@@ -137,3 +137,137 @@ def test_an_oversized_torch_dump_is_refused_with_the_convert_line(tmp_path: Path
     torch.save({"logical_count": torch.ones(2, 3, 4)}, tmp_path / "d.pt")
     with pytest.raises(TraceError, match=r"read whole.*moe-serve convert"):
         read_trace(tmp_path / "d.pt", max_torch_bytes=64)
+
+
+def write_recording(
+    folder: Path, counts: np.ndarray, written_s: float, table: np.ndarray = P2L, start: int = 0
+) -> None:
+    """Writes the per_pass dumps of one recording. counts: [ranks, passes, layers, P]; start: its first pass."""
+    for rank, passes in enumerate(counts):
+        records = [
+            {"forward_pass_id": start + number, "rank": rank, "gatherer_key": "primary",
+             "global_physical_count": torch.from_numpy(each)}
+            for number, each in enumerate(passes)
+        ]  # fmt: skip
+        content = {"records": records, "last_physical_to_logical_map": torch.from_numpy(table)}
+        torch.save(content, folder / f"expert_distribution_recorder_{written_s + 0.01 * rank}_{rank}.pt")
+
+
+def some_counts(num_ranks: int = 2, num_passes: int = 3) -> np.ndarray:
+    counts = RNG.integers(1, 9, (num_ranks, num_passes, 3, 6)).astype(np.int32)
+    counts[:, :, 0] = 0
+    return counts
+
+
+def test_recordings_of_a_restarted_server_in_one_folder_are_kept_apart(tmp_path: Path) -> None:
+    first, second = some_counts(), some_counts()
+    moved = P2L[:, ::-1].copy()
+    write_recording(tmp_path, first, 1700000000.5)
+    write_recording(tmp_path, second, 1700000600.5, moved)  # the same forward_pass_ids, and a placement of its own
+    trace = read_trace(tmp_path)
+    assert trace.num_records == 6
+    assert "2 recordings, kept apart" in trace.source
+    records = list(trace)
+    assert [record.first_step for record in records] == list(range(6))
+    for number in range(3):
+        np.testing.assert_array_equal(records[number].tokens, expected_logical(first[:, number].sum(axis=0)))
+        mirrored = second[:, number, :, ::-1].sum(axis=0)
+        np.testing.assert_array_equal(records[3 + number].tokens, expected_logical(mirrored))
+
+
+def test_two_dumps_of_one_server_follow_each_other(tmp_path: Path) -> None:
+    first, second = some_counts(), some_counts()
+    write_recording(tmp_path, second, 1700000060.5, start=3)
+    write_recording(tmp_path, first, 1700000000.5)
+    both = np.concatenate([first, second], axis=1).sum(axis=0)
+    np.testing.assert_array_equal([r.tokens for r in read_trace(tmp_path)], [expected_logical(each) for each in both])
+
+
+def test_recordings_that_cannot_be_told_apart_are_refused(tmp_path: Path) -> None:
+    write_recording(tmp_path, some_counts(), 1700000000.5)
+    write_recording(tmp_path, some_counts(), 1700000600.5)
+    name = "expert_distribution_recorder_17000{}_{}.pt"
+    (tmp_path / name.format("00600.5", 0)).rename(tmp_path / "renamed.pt")
+    with pytest.raises(
+        TraceError, match=r"forward pass 0 of rank \d is in another file, too; the server was restarted"
+    ):
+        read_trace(tmp_path)
+    (tmp_path / "renamed.pt").unlink()
+    with pytest.raises(TraceError, match="1 dumps of rank 0, but 2 of rank 1; copy the files of all ranks"):
+        read_trace(tmp_path)
+    (tmp_path / name.format("00000.51", 1)).unlink()
+    with pytest.raises(TraceError, match="written 600 s apart; they are of different recordings"):
+        read_trace(tmp_path)
+
+
+def on_arrival(num_ranks: int, num_slots: int) -> tuple[np.ndarray, np.ndarray]:
+    """Returns counts of ranks that counted at their own slots only, and a table of as many experts."""
+    counts = np.zeros((num_ranks, 4, 2, num_slots), dtype=np.int32)
+    size = num_slots // num_ranks
+    for rank in range(num_ranks):
+        counts[rank, :, :, rank * size : (rank + 1) * size] = RNG.integers(20, 99, (4, 2, size))
+    return counts, np.tile(np.arange(num_slots), (2, 1))
+
+
+@pytest.mark.parametrize("present", [1, 2, 3, 5, 7])
+def test_dumps_that_lack_the_last_ranks_are_noticed_where_ranks_counted_on_arrival(
+    tmp_path: Path, present: int
+) -> None:
+    counts, table = on_arrival(8, 24)
+    write_recording(tmp_path, counts[:present], 1700000000.5, table)
+    says = (
+        f"ranks 0 to {present - 1} found, but 8 ranks of 3 slots each took part; copy the files of ranks {present} to 7"
+    )
+    with pytest.raises(TraceError, match=says):
+        read_trace(tmp_path)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 4, 8, 24])
+def test_dumps_of_all_ranks_that_counted_on_arrival_are_read(tmp_path: Path, num_ranks: int) -> None:
+    counts, table = on_arrival(num_ranks, 24)
+    write_recording(tmp_path, counts, 1700000000.5, table)
+    np.testing.assert_array_equal([r.tokens for r in read_trace(tmp_path)], counts.sum(axis=0))
+
+
+def test_dumps_that_lack_the_last_rank_are_noticed_where_slots_do_not_divide(tmp_path: Path) -> None:
+    counts = RNG.integers(1, 9, (7, 2, 2, 24)).astype(np.int32)
+    write_recording(tmp_path, counts, 1700000000.5, np.tile(np.arange(24), (2, 1)))
+    with pytest.raises(TraceError, match="24 slots do not divide over 7 ranks; copy the files of all ranks"):
+        read_trace(tmp_path)
+
+
+def test_a_dump_that_states_the_number_of_ranks_is_believed(tmp_path: Path) -> None:
+    write_passes(tmp_path, some_counts(), per_token=True)
+    path = tmp_path / "expert_distribution_recorder_1.5_0.pt"
+    content = torch.load(path)
+    content["records"][0]["misc_objects"] = [{"layer_id": 1, "num_tokens_per_rank": [1, 2, 3]}]
+    torch.save(content, path)
+    with pytest.raises(TraceError, match="3 ranks of 2 slots each took part; copy the files of ranks 2 to 2"):
+        read_trace(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "key, value",
+    [
+        ("rank", "0"),
+        ("rank", -1),
+        ("forward_pass_id", torch.ones(3)),
+        ("forward_mode", None),
+        ("global_physical_count", torch.ones(3, 6, dtype=torch.bfloat16)),
+        ("global_physical_count", torch.full((3, 6), -5)),
+        ("global_physical_count", torch.full((3, 6), 0.5)),
+        ("global_physical_count", torch.ones(1, dtype=torch.int64).expand(1 << 20, 1 << 20)),
+        ("global_physical_count", "many"),
+    ],
+)
+def test_a_dump_with_an_odd_value_is_refused_by_its_key(tmp_path: Path, key: str, value: Any) -> None:
+    record = {"forward_pass_id": 0, "rank": 0, "global_physical_count": torch.ones(3, 6), key: value}
+    torch.save({"records": [record], "last_physical_to_logical_map": torch.from_numpy(P2L)}, tmp_path / "d.pt")
+    with pytest.raises(TraceError, match=f"key {key}|claims"):
+        list(read_trace(tmp_path / "d.pt"))
+
+
+def test_a_stat_dump_that_repeats_one_value_over_a_huge_shape_is_refused(tmp_path: Path) -> None:
+    torch.save({"logical_count": torch.ones(1).expand(1 << 40, 4, 8)}, tmp_path / "d.pt")
+    with pytest.raises(TraceError, match=r"claims .* bytes and holds 4"):
+        read_trace(tmp_path / "d.pt")

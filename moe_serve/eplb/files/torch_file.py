@@ -54,7 +54,7 @@ def load_torch_file(
     try:
         with path.open("rb") as file:
             is_zip = file.read(4) == b"PK\x03\x04"
-        return torch.load(path, map_location="cpu", weights_only=True, mmap=is_zip)
+        content = torch.load(path, map_location="cpu", weights_only=True, mmap=is_zip)
     except UnpicklingError as problem:
         reason = str(problem)
         if "GLOBAL" in reason or "Unsupported" in reason or "allowed global" in reason:
@@ -68,6 +68,29 @@ def load_torch_file(
         raise error(
             f"{path} is not a complete torch file ({_first_line(str(problem))}); copy or dump it again"
         ) from None
+    _refuse_stretched(content, path, error)
+    return content
+
+
+def _refuse_stretched(content: Any, path: Path, error: type[MoeServeError]) -> None:
+    """Refuses tensors that repeat few stored values over a large shape: they would unfold in memory."""
+    left, seen = [content], set()
+    while left:
+        value = left.pop()
+        if id(value) in seen:
+            continue
+        seen.add(id(value))
+        if isinstance(value, dict):
+            left += value.values()
+        elif isinstance(value, list | tuple):
+            left += value
+        elif hasattr(value, "untyped_storage") and str(value.layout) == "torch.strided":
+            claimed, held = value.numel() * value.element_size(), value.untyped_storage().nbytes()
+            if claimed > held:
+                raise error(
+                    f"{path}: a tensor of shape {list(value.shape)} claims {claimed} bytes and holds {held}; save it "
+                    f"with .contiguous()"
+                )
 
 
 def _unpacked_bytes(path: Path) -> int:
