@@ -5,6 +5,7 @@ mistaken for a wrong placement; `Placement` checks the rest (every expert somewh
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -74,6 +75,23 @@ def make_placement(
         raise PlacementError(f"{path}: {problem}") from None
 
 
+def filled_in_place(placement: Placement) -> Placement:
+    """Returns the placement with every empty slot filled where that moves no load from one rank to another.
+
+    An empty slot takes the lowest expert whose replicas all lie on the slot's rank: split evenly over its replicas, its
+    tokens stay there. A slot of a rank without such an expert stays empty.
+    """
+    table = placement.physical_to_logical.copy()
+    by_rank = table.reshape(placement.num_layers, placement.num_ranks, placement.slots_per_rank)
+    for row, rank in np.unique(np.argwhere(by_rank < 0)[:, :2], axis=0).tolist():
+        held = by_rank[row, rank]
+        here = np.bincount(held[held >= 0], minlength=placement.num_logical)
+        alone = np.flatnonzero((here > 0) & (here == placement.replica_count[row]))
+        if len(alone):
+            held[held < 0] = alone[0]
+    return replace(placement, physical_to_logical=table)
+
+
 def refuse_empty_slots(placement: Placement, target: str) -> None:
     """Raises when a placement has empty slots and the target format cannot express them."""
     empty = np.argwhere(placement.physical_to_logical < 0)
@@ -81,7 +99,7 @@ def refuse_empty_slots(placement: Placement, target: str) -> None:
         row, slot = (int(i) for i in empty[0])
         raise PlacementError(
             f"{len(empty)} slots are empty (the first: layer {_layer_ids(placement)[row]}, slot {slot}) and {target} "
-            f"cannot express that; plan with a number of slots that the experts fill, or write our own json"
+            f"cannot express that; plan with --for, which fills them, or write our own json"
         )
 
 

@@ -67,6 +67,7 @@ def _convert_trace(options: ConvertOptions) -> None:
 
 
 def _convert_placement(options: ConvertOptions) -> None:
+    from moe_serve.eplb.files.placement_rows import filled_in_place
     from moe_serve.eplb.files.placements import read_placement, write_placement
     from moe_serve.eplb.planner import plan_counts
 
@@ -79,10 +80,16 @@ def _convert_placement(options: ConvertOptions) -> None:
         max_torch_bytes=int(options.max_pt_gib * 2**30),
     )
     target = options.target or "moe_serve"
+    filled = ""
+    if target in ("sglang", "tensorrt_llm"):  # both take ids of experts only, and an expert twice on a rank
+        empty = placement.physical_to_logical < 0
+        placement = filled_in_place(placement)
+        count = int((empty & (placement.physical_to_logical >= 0)).sum())
+        filled = f"; {count} empty slots took a second replica of an expert of their rank" if count else ""
     write_placement(placement, options.output, target, num_model_layers=options.num_model_layers)
     typer.echo(
         f"{options.output}: {placement.num_layers} layers x {placement.num_slots} slots on {placement.num_ranks} "
-        f"ranks, for {target}"
+        f"ranks, for {target}{filled}"
     )
 
 

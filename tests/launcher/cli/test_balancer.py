@@ -11,8 +11,10 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from moe_serve.eplb.files.placements import read_placement
+from moe_serve.eplb.files.placements import read_placement, write_placement
 from moe_serve.eplb.files.traces import read_trace, write_trace
+from moe_serve.eplb.load import rank_load
+from moe_serve.eplb.placement import Placement
 from moe_serve.launcher.cli.balancer import add_balancer_commands
 
 DEMO = ["example:demo_unbalanced", "--ranks", "8", "--redundant", "8"]
@@ -181,6 +183,28 @@ def test_convert_changes_the_format_of_a_placement(tmp_path: Path) -> None:
     code, _, err = call("convert", tmp_path / "p.json", tmp_path / "lb.yaml", "--for", "tensorrt_llm")
     assert code == 2
     assert "give the number (--ranks)" in err
+
+
+@pytest.mark.parametrize("target, name", [("tensorrt_llm", "lb.yaml"), ("sglang", "s.json")])
+def test_convert_fills_empty_slots_where_no_load_moves(tmp_path: Path, target: str, name: str) -> None:
+    placement = Placement(np.array([[0, 1, -1, 1, 2, 3, -1, -1]]), 4, 2, (0,))
+    write_placement(placement, tmp_path / "p.json")
+    code, out, err = call("convert", tmp_path / "p.json", tmp_path / name, "--for", target)
+    assert (code, err) == (0, "")
+    assert "3 empty slots took a second replica of an expert of their rank" in out
+    filled = read_placement(tmp_path / name, 2)
+    assert filled.physical_to_logical.tolist() == [[0, 1, 0, 1, 2, 3, 2, 2]]
+    tokens = np.array([[7, 6, 5, 4]])
+    np.testing.assert_array_equal(rank_load(tokens, filled), rank_load(tokens, placement))
+
+
+def test_convert_refuses_an_empty_slot_that_would_move_load(tmp_path: Path) -> None:
+    write_placement(Placement(np.array([[0, 1, -1, 0, 1, -1]]), 2, 2, (0,)), tmp_path / "p.json")
+    code, _, err = call("convert", tmp_path / "p.json", tmp_path / "lb.yaml", "--for", "tensorrt_llm")
+    assert code == 2
+    assert "2 slots are empty" in err
+    assert "plan with --for, which fills them" in err
+    assert not (tmp_path / "lb.yaml").exists()
 
 
 def test_simulate_sweeps_and_draws(tmp_path: Path) -> None:
