@@ -20,13 +20,17 @@ from moe_serve.eplb.replay.result import CEILING, FLOOR, PolicyResult, ReplayRep
 _MAX_COLUMNS = 600  # windows in a picture of rank load; more are averaged
 
 
-def to_html(report: ReplayReport, title: str = "Expert balancing replay", sweep: dict[str, Any] | None = None) -> str:
-    """Returns the page. sweep: of report_sweep.sweep_curves, drawn above the rest."""
+def to_html(
+    report: ReplayReport,
+    title: str = "Expert balancing replay",
+    sweep: dict[str, Any] | None = None,
+    against: dict[str, Any] | None = None,
+) -> str:
+    """Returns the page. sweep: of report_sweep.sweep_curves;  against: of report_against.against_page"""
     assets = resources.files("moe_serve.eplb.replay") / "report_assets"
     # "<" inside a script element could end it: JSON may say it as an escape instead.
-    data = json.dumps({**page_data(report), "sweep": sweep}, separators=(",", ":"), allow_nan=False).replace(
-        "<", "\\u003c"
-    )
+    content = {**page_data(report), "sweep": sweep, "against": against}
+    data = json.dumps(content, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
     page = (assets / "report.html").read_text(encoding="utf-8")
     parts = {
         "css": (assets / "report.css").read_text(encoding="utf-8"),

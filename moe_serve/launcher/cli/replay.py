@@ -26,6 +26,8 @@ the table as floor and ceiling.
   moe-serve replay dump.pt --nodes 4 --slots 288 --html report.html
   moe-serve replay dump.pt --window 50 --model DeepSeek-V3 --hardware H800
   moe-serve replay load.jsonl --like-server server.yaml
+  moe-serve replay load.jsonl --json >before.json
+  moe-serve replay load.jsonl --slots 320 --against before.json
 """
 
 
@@ -65,6 +67,10 @@ class ReplayOptions(opt.PageOptions, opt.CostOptions, opt.PlanOptions, opt.Trace
         ),
     ] = None
     topk: opt.Topk = None
+    against: Annotated[
+        Path | None,
+        typer.Option(help="Also compare with an earlier replay's --json report.", show_default=False),
+    ] = None
     curve: Annotated[bool, typer.Option(help="Also plan for other numbers of slots.")] = True
     jobs: opt.Jobs = None
 
@@ -122,14 +128,20 @@ class ReplayOptions(opt.PageOptions, opt.CostOptions, opt.PlanOptions, opt.Trace
 @opt.balancer_command(ReplayOptions)
 def replay(options: ReplayOptions) -> None:
     """Replays a trace, or shows the balancedness in an engine's log."""
+    from moe_serve.eplb.replay.earlier_report import read_report
     from moe_serve.eplb.replay.live_run import LIVE
     from moe_serve.eplb.replay.redundancy import with_redundancy_curve
     from moe_serve.eplb.replay.replay import num_passes
     from moe_serve.eplb.replay.replay import replay as run_replay
     from moe_serve.eplb.replay.report import to_json, to_table
+    from moe_serve.eplb.replay.report_against import against_page, against_to_json, against_to_table
     from moe_serve.eplb.replay.report_html import to_html
 
+    # Before the replay, so that a wrong file is refused at once.
+    earlier = read_report(options.against) if options.against is not None else None
     if _is_log(Path(options.trace)):
+        if earlier is not None:
+            raise ConfigError(f"--against compares replays, and {options.trace} is a log; leave --against out")
         _show_log(Path(options.trace), options.json_output)
         return
     load = options.open_trace(options.trace, topk=options.topk)
@@ -146,9 +158,16 @@ def replay(options: ReplayOptions) -> None:
     if options.curve:
         rules = replace(settings.rules, max_moves=None, max_total_moves=None)
         report = with_redundancy_curve(report, settings.topology, rules)
-    options.print(lambda: to_json(report), lambda color: to_table(report, color=color))
+    compared = against_to_json(report, earlier) if earlier else None
+    options.print(
+        lambda: to_json(report) | ({"against": compared} if compared else {}),
+        lambda color: (
+            to_table(report, color=color) + (against_to_table(report, earlier, color=color) if earlier else "")
+        ),
+    )
     if options.html is not None:
-        options.write_page(to_html(report, f"Replay of {Path(options.trace).name}"))
+        against = against_page(report, earlier) if earlier else None
+        options.write_page(to_html(report, f"Replay of {Path(options.trace).name}", against=against))
     options.check(report.summary(report.best)["served_mean"])
 
 

@@ -276,3 +276,19 @@ def test_the_script_doors_open_without_torch(script: str) -> None:
     done = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert "--html" in done.stdout
+
+
+def test_a_replay_is_compared_with_an_earlier_report(tmp_path: Path) -> None:
+    _, out, _ = call("replay", *DEMO, "-p", "greedy", "--no-curve", "--json")
+    (tmp_path / "before.json").write_text(out)
+    again = ["replay", *DEMO, "-p", "greedy", "--no-curve", "--against", tmp_path / "before.json"]
+    code, out, _ = call(*again, "--html", tmp_path / "r.html")
+    assert code == 0
+    assert out.endswith("greedy: as before.\n")
+    assert '"against":{"name":"before.json"' in (tmp_path / "r.html").read_text()
+    assert json.loads(call(*again, "--json")[1])["against"]["verdict"] == ["greedy: as before."]
+
+    (tmp_path / "before.json").write_text("{}")
+    code, out, err = call(*again)
+    assert (code, out) == (2, "")
+    assert err.startswith(f"error: --against {tmp_path / 'before.json'} has format None")

@@ -49,6 +49,26 @@ if (D.sweep) {
   for (const line of S.rows) { const row = html("tr", "", "", body); for (const text of line) html("td", "", text, row); }
 }
 
+// ---- an earlier report
+if (D.against) {
+  const A = D.against;
+  $("against-section").hidden = false;
+  $("against-title").textContent = `Against ${A.name}`;
+  for (const sentence of A.verdict) html("li", "", sentence, $("against-verdict"));
+  const head = html("tr", "", "", html("thead", "", "", $("against-table"))), body = html("tbody", "", "", $("against-table"));
+  for (const column of A.columns) html("th", "", column, head);
+  for (const line of A.rows) { const row = html("tr", "", "", body); for (const text of line) html("td", "", text, row); }
+  const both = D.policies.filter((p) => p.role !== "ceiling" && A.served[p.name]);
+  lineChart($("against"), {
+    series: () => both.flatMap((p) => [
+      { name: p.name, color: colorOf(p), x: D.steps, y: p.served_mean, wide: true },
+      { name: `${p.name}, before`, color: colorOf(p), x: A.steps, y: A.served[p.name], dash: "4 3" },
+    ]),
+    label: "balancedness against the earlier report", xLabel: "first engine step of the window", xName: "step", height: 260, format: (v) => v.toFixed(3),
+    range: (ys) => [Math.max(0, Math.floor(Math.min(...ys) * 20 - 0.5) / 20), 1.005],
+  });
+}
+
 // ---- charts over time
 const timed = (key, roles) => D.policies.filter((p) => roles.includes(p.role) && p[key])
   .map((p) => ({ name: p.name, color: colorOf(p), x: D.steps, y: p[key], dash: p.role === "policy" ? "" : "5 4", wide: p.best }));

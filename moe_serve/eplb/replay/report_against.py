@@ -1,0 +1,175 @@
+"""Compares a replay with an earlier report: what is better, what is worse, and whether the two are alike at all."""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from rich.table import Table
+
+from moe_serve.eplb.replay.earlier_report import NUMBERS, EarlierReport
+from moe_serve.eplb.replay.report_units import MISSING, as_number, as_seconds
+from moe_serve.eplb.replay.result import CEILING, FLOOR, ReplayReport
+from moe_serve.eplb.replay.terminal import printed, text_console
+
+_MAX_POINTS = 600  # windows of a line on a page; more are averaged
+_SAME = 5e-5  # balancedness is shown with four digits
+
+
+def against_to_table(
+    report: ReplayReport, earlier: EarlierReport, width: int | None = None, color: bool = False
+) -> str:
+    """Returns the comparison for a terminal. width: characters a line; None = as wide as it takes, at most 160."""
+    console = text_console(width or 160, color)
+    console.print()
+    columns, rows = against_cells(report, earlier)
+    table = Table(title=f"against {earlier.name} (changes in brackets)", title_justify="left", box=None)
+    for number, name in enumerate(columns):
+        table.add_column(name, justify="right" if number else "left", style="" if number else "bold")
+    for cells in rows:
+        table.add_row(*cells, style="dim" if cells[0] in (FLOOR, CEILING) else "")
+    console.print(table)
+    console.print()
+    for sentence in against_verdict(report, earlier):
+        console.print(sentence, soft_wrap=width is None)
+    return printed(console)
+
+
+def against_cells(report: ReplayReport, earlier: EarlierReport) -> tuple[list[str], list[list[str]]]:
+    """Returns columns and cells: a row for each policy that both replays have, a cell with a number and its change.
+
+    A column that neither replay knows is left out.
+    """
+    pairs = _pairs(report, earlier)
+    known = [key for key in NUMBERS if any(row[key] for _, *rows in pairs for row in rows) or key in _BALANCE]
+    rows = [
+        [name, *(_cell(now[key], was[key], _WORDS[key][1], relative=key not in _BALANCE) for key in known)]
+        for name, now, was in pairs
+    ]
+    return ["policy", *(_WORDS[key][0] for key in known)], rows
+
+
+_BALANCE = ("served_mean", "served_min")
+_WORDS: dict[str, tuple[str, Callable[[float], str]]] = {
+    "served_mean": ("served", lambda value: as_number(value, 4)),
+    "served_min": ("min layer", lambda value: as_number(value, 4)),
+    "moves": ("moves", lambda value: f"{value:,.0f}"),
+    "stall_s": ("stall", as_seconds),
+    "step_s": ("step time", as_seconds),
+    "tokens_per_s": ("tokens/s", lambda value: f"{value:,.0f}"),
+}
+
+
+def _cell(now: float | None, was: float | None, words: Callable[[float], str], relative: bool) -> str:
+    if now is None or was is None:
+        return MISSING if was is None and now is None else f"{_or_missing(now, words)} (was {_or_missing(was, words)})"
+    if words(now) == words(was):
+        return f"{words(now)} (=)"
+    if not relative:
+        return f"{words(now)} ({now - was:+.4f})"
+    return f"{words(now)} ({now / was - 1:+.1%})" if was > 0 else f"{words(now)} (was {words(was)})"
+
+
+def _or_missing(value: float | None, words: Callable[[float], str]) -> str:
+    return MISSING if value is None else words(value)
+
+
+def _pairs(report: ReplayReport, earlier: EarlierReport) -> list[tuple[str, dict[str, Any], dict[str, Any]]]:
+    """The rows of the policies that both have: (name, now, was)."""
+    return [
+        (result.name, report.summary(result), earlier.rows[result.name])
+        for result in report.results
+        if result.name in earlier.rows
+    ]
+
+
+def changed_conditions(report: ReplayReport, earlier: EarlierReport) -> dict[str, list[str | None]]:
+    """Returns condition -> [was, is] where the two differ; None = not stated."""
+    names = dict.fromkeys([*earlier.conditions, *report.conditions])
+    both = {name: [earlier.conditions.get(name), report.conditions.get(name)] for name in names}
+    return {name: words for name, words in both.items() if words[0] != words[1]}
+
+
+def against_verdict(report: ReplayReport, earlier: EarlierReport) -> list[str]:
+    """Returns a few sentences: is it like with like, what became of the best policy, and in which windows."""
+    pairs = {name: (now, was) for name, now, was in _pairs(report, earlier)}
+    out = [
+        f"Other {name}: {now or 'not stated'}; was {was or 'not stated'}."
+        for name, (was, now) in changed_conditions(report, earlier).items()
+    ]
+    if FLOOR in pairs:
+        now, was = (row["served_mean"] for row in pairs[FLOOR])
+        if abs(now - was) > _SAME:
+            out.append(
+                f"The load or the placement at the start differs: doing nothing serves at {now:.4f}, was {was:.4f}. "
+                f"Changes of a policy are not its own alone."
+            )
+    gone = [name for name in earlier.rows if name not in pairs]
+    new = [result.name for result in report.results if result.name not in pairs]
+    if gone or new:
+        parts = ([f"only there: {', '.join(gone)}"] if gone else []) + ([f"only here: {', '.join(new)}"] if new else [])
+        out.append(f"Policies {'; '.join(parts)}.")
+    best = report.best.name
+    if report.policies and earlier.best and best != earlier.best:
+        out.append(f"The best policy is {best}; it was {earlier.best}.")
+    for name, (now, was) in pairs.items():
+        if name not in (FLOOR, CEILING):
+            out.append(_sentence(name, now, was) + _windows(report, earlier, name))
+    return out
+
+
+def _sentence(name: str, now: dict[str, Any], was: dict[str, Any]) -> str:
+    changes = []
+    if abs(now["served_mean"] - was["served_mean"]) > _SAME:
+        changes.append(f"serves at {now['served_mean']:.4f} ({now['served_mean'] - was['served_mean']:+.4f})")
+    if now["moves"] != was["moves"]:
+        changes.append(f"moves {now['moves']:,.0f} experts instead of {was['moves']:,.0f}")
+    if now["tokens_per_s"] and was["tokens_per_s"] and abs(now["tokens_per_s"] / was["tokens_per_s"] - 1) >= 5e-4:
+        changes.append(f"{now['tokens_per_s'] / was['tokens_per_s'] - 1:+.1%} tokens/s with its moves paid for")
+    return f"{name}: {', '.join(changes) or 'as before'}."
+
+
+def _windows(report: ReplayReport, earlier: EarlierReport, name: str) -> str:
+    """In how many windows a policy serves better and worse; "" for other windows, or where all is as before."""
+    if earlier.first_steps != report.first_steps.tolist():
+        return ""
+    served = next(result for result in report.results if result.name == name).served.mean(axis=1)
+    change = served - np.array(earlier.served[name])
+    better, worse = int((change > _SAME).sum()), int((change < -_SAME).sum())
+    if not better and not worse:
+        return ""
+    text = f" Better in {better} of {len(change)} windows, worse in {worse}"
+    if worse:
+        lowest = int(change.argmin())
+        text += f", most at step {report.first_steps[lowest]:,} ({change[lowest]:+.4f})"
+    return text + "."
+
+
+def against_to_json(report: ReplayReport, earlier: EarlierReport) -> dict[str, Any]:
+    """Returns the comparison as plain JSON types; pairs are [was, is]."""
+    return {
+        "report": earlier.name,
+        "conditions": changed_conditions(report, earlier),
+        "policies": [
+            {"policy": name, **{key: [was[key], now[key]] for key in NUMBERS}}
+            for name, now, was in _pairs(report, earlier)
+        ],
+        "verdict": against_verdict(report, earlier),
+    }
+
+
+def against_page(report: ReplayReport, earlier: EarlierReport) -> dict[str, Any]:
+    """Returns what a page draws: the table, and the earlier balancedness of each policy that both have."""
+    columns, rows = against_cells(report, earlier)
+    groups = np.array_split(np.arange(len(earlier.first_steps)), min(len(earlier.first_steps), _MAX_POINTS) or 1)
+    kept = [group for group in groups if len(group)]
+    return {
+        "name": earlier.name,
+        "columns": columns,
+        "rows": rows,
+        "verdict": against_verdict(report, earlier),
+        "steps": [earlier.first_steps[group[0]] for group in kept],
+        "served": {
+            name: [round(float(np.mean([earlier.served[name][i] for i in group])), 5) for group in kept]
+            for name, _, _ in _pairs(report, earlier)
+        },
+    }
