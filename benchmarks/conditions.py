@@ -42,13 +42,19 @@ def table(rows: list[dict[str, Any]]) -> str:
 
 
 def save(
-    name: str, title: str, rows: list[dict[str, Any]], facts: dict[str, Any], notes: str = "", per_cpu: bool = False
+    name: str,
+    title: str,
+    rows: list[dict[str, Any]],
+    facts: dict[str, Any],
+    notes: str = "",
+    per_cpu: bool = False,
+    folder: Path = RESULTS,
 ) -> str:
-    """Writes results/NAME.md and results/NAME.json, and returns the text of the former.
+    """Writes NAME.md and NAME.json into the folder, and returns the text of the former.
 
     per_cpu: the name ends with that of the CPU, so that tables of other machines stay beside it
     """
-    RESULTS.mkdir(exist_ok=True)
+    folder.mkdir(exist_ok=True)
     if per_cpu:
         name += "_" + re.sub(r"[^a-z0-9.]+", "_", facts["cpu"].replace("(R)", "").lower()).strip("_")
     versions = ", ".join(f"{key} {value}" for key, value in facts["versions"].items())
@@ -57,9 +63,9 @@ def save(
         f"the start, Python {facts['python']}, {versions}."
     )
     text = f"# {title}\n\n{where}\n\n{table(rows)}\n" + (f"\n{notes.strip()}\n" if notes else "")
-    (RESULTS / f"{name}.md").write_text(text)
+    (folder / f"{name}.md").write_text(text)
     record = {"title": title, "conditions": facts, "rows": rows}
-    (RESULTS / f"{name}.json").write_text(json.dumps(record, indent=1) + "\n")
+    (folder / f"{name}.json").write_text(json.dumps(record, indent=1) + "\n")
     return text
 
 
