@@ -24,7 +24,7 @@ from moe_serve.engine.output.logprobs import LogprobBlock
 from moe_serve.engine.output.sampler import Sampler
 from moe_serve.engine.protocol.command_messages import Answer
 from moe_serve.engine.protocol.mailbox import Inbound
-from moe_serve.engine.protocol.messages import Shutdown, Submit, Tokens
+from moe_serve.engine.protocol.messages import Members, Shutdown, Submit, Tokens
 from moe_serve.eplb.load import LoadRecord
 from tests.conftest import _descendants
 from tests.engine.queue_mailbox import QueueMailbox
@@ -120,6 +120,7 @@ class Served:
     rows: list[dict[int, tuple[int, int]]] = field(default_factory=list)  # by rank: step -> decode and prefill rows
     answers: list[Answer] = field(default_factory=list)  # to commands
     slot_rows: list[list[int]] = field(default_factory=list)  # [layers][slots], rows that each received
+    regroups: list[str] = field(default_factory=list)  # why ranks went on as another group
     num_steps: int = 0
 
 
@@ -179,8 +180,13 @@ def serve(
     stagger:           a seed by which requests arrive over time; None: all at once
     add_in_slot_order: a mutation: expert outputs are added as the ranks that computed them are numbered
     prepare:           changes each rank's engine before it runs; at the top of its module
+    Fails where ranks went on without one: no front end is here that would move its requests to others.
     """
-    settings = [f"parallel.num_ranks={num_ranks}", "cache.memory_gib=0.05", "engine.heartbeat_s=0.02", *overrides]
+    settings = [
+        f"parallel.num_ranks={num_ranks}", "cache.memory_gib=0.05", "engine.heartbeat_s=0.02",
+        f"engine.suspect_after_s={timeout_s:g}",  # a busy machine may hold a process up for seconds
+        *overrides,
+    ]  # fmt: skip
     scripts: list[Script] = []
     for rank in range(num_ranks):
         mine = submits[rank::num_ranks]
@@ -254,6 +260,7 @@ def _serve_on_rank(
         num_steps=engine.step,
         slot_rows=received.slot_rows.tolist(),
     )
+    served.regroups = [f"rank {rank}: {each.reason}" for each in mailbox.sent if isinstance(each, Members)]
     served.answers = [message for message in mailbox.sent if isinstance(message, Answer)]
     for message in mailbox.sent:
         if isinstance(message, Tokens):
@@ -289,6 +296,8 @@ def log_rows(engine: Engine) -> dict[int, tuple[int, int]]:
 
 
 def _merge(parts: Sequence[Served]) -> Served:
+    regroups = [reason for part in parts for reason in part.regroups]
+    assert not regroups, f"a rank was left out, and has dropped its requests: {'; '.join(regroups)}"
     assert len({part.num_steps for part in parts}) == 1, "all ranks make the same steps"
     layers = range(len(parts[0].slot_rows))
     slot_rows = [[rows for part in parts for rows in part.slot_rows[layer]] for layer in layers]
