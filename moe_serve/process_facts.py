@@ -1,4 +1,5 @@
-"""What this process holds of its machine, and which one it is. Linux; elsewhere nothing is known: 0 or ""."""
+"""What this process holds of its machine, which one it is, and who else runs. Linux; elsewhere nothing is known: 0 or
+""."""
 
 import os
 
@@ -27,3 +28,17 @@ def boot_id() -> str:
             return file.read().strip()
     except OSError:
         return ""
+
+
+def runs(pid: int) -> bool:
+    """Returns False once a process of this host is known to have ended, as a zombie or altogether.
+
+    Where this process cannot look, as without a free file descriptor, nothing is known of the other one: True.
+    """
+    try:
+        with open(f"/proc/{pid}/stat", encoding="ascii", errors="replace") as stat:
+            return stat.read().rpartition(")")[2].split()[0] not in ("Z", "X")
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    except OSError:
+        return True

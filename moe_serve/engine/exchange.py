@@ -25,6 +25,7 @@ from moe_serve.dispatch.shm.membership import Membership
 from moe_serve.dispatch.shm.shared_files import SharedFiles
 from moe_serve.engine.step import ROW_LENGTH, Int64Array, RankState
 from moe_serve.errors import ConfigError, PeerError
+from moe_serve.process_facts import runs
 
 _ALL_RANKS = slice(None)
 _LINE = 8  # int64 words of a cache line
@@ -206,7 +207,7 @@ class ShmExchange(Exchange):
         return self._missing
 
     def dead_peers(self) -> list[int]:
-        return [rank for rank in range(self._num_ranks) if not _lives(int(self._pids[rank]))]
+        return [rank for rank in range(self._num_ranks) if not runs(int(self._pids[rank]))]
 
     def close(self) -> None:
         # numpy views keep the map open; without them it can be closed.
@@ -276,12 +277,3 @@ def _map_shared(group: dist.ProcessGroup, num_bytes: int, files: SharedFiles | N
         if group.rank() == 0:  # nothing is left behind, whatever happens to the ranks later
             os.unlink(path)
     return mapping
-
-
-def _lives(pid: int) -> bool:
-    """Returns whether a process of this host is alive; a zombie is not."""
-    try:
-        with open(f"/proc/{pid}/stat", encoding="ascii", errors="replace") as stat:
-            return stat.read().rpartition(")")[2].split()[0] not in ("Z", "X")
-    except OSError:
-        return False

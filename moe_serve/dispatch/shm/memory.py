@@ -22,6 +22,7 @@ from moe_serve.dispatch.peer_calls import all_gather, barrier
 from moe_serve.dispatch.shm.decisions import Decisions
 from moe_serve.dispatch.shm.shared_files import SharedFiles
 from moe_serve.errors import CapacityError, ConfigError, PeerError
+from moe_serve.process_facts import runs
 
 _HEAD_BYTES = 4096  # a page in front of the region: the owner's process id
 _FOLDER = "/dev/shm"
@@ -76,7 +77,7 @@ class ShmMemory:
     def lives(self, rank: int) -> bool:
         """Returns False once the process behind a rank is known to be dead; True where that cannot be told."""
         pid = int(self._pids[rank][0])
-        return not self.watches_processes or pid == 0 or _runs(pid)  # 0: it has not started yet
+        return not self.watches_processes or pid == 0 or runs(pid)  # 0: it has not started yet
 
 
 def map_anonymous(num_ranks: int, num_bytes: int) -> Mappings:
@@ -193,12 +194,3 @@ def _check_free(size: int, num_ranks: int, free_bytes: int, use: SegmentUse) -> 
             f"{free_bytes / 2**30:.2f} GiB are free; {use.advise(free_bytes)}, or give the container "
             "more shared memory (docker run --shm-size)"
         )
-
-
-def _runs(pid: int) -> bool:
-    """Returns whether a process of this host runs; a zombie does not."""
-    try:
-        with open(f"/proc/{pid}/stat", encoding="ascii", errors="replace") as stat:
-            return stat.read().rpartition(")")[2].split()[0] not in ("Z", "X")
-    except OSError:
-        return False
