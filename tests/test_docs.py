@@ -26,7 +26,8 @@ def code_spans(text: str) -> list[str]:
 @pytest.mark.parametrize("page", PAGES)
 def test_links_lead_somewhere(page: str) -> None:
     text = (ROOT / page).read_text(encoding="utf-8")
-    targets = [target for target in re.findall(r"\]\(([^)#]+)", text) if not target.startswith("http")]
+    named = re.findall(r"\]\(([^)#]+)", text) + re.findall(r'\bsrc(?:set)?="([^"]+)"', text)
+    targets = [target for target in named if not target.startswith("http")]
     assert [target for target in targets if not ((ROOT / page).parent / target).exists()] == []
 
 

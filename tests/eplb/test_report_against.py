@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +64,19 @@ def test_changes_are_told_by_policy_and_window(tmp_path: Path) -> None:
     (sentence,) = against_to_json(found, was)["verdict"]
     assert f"(+0.1250), moves {moves} experts instead of {2 * moves}." in sentence
     assert sentence.endswith("Better in 1 of 3 windows, worse in 1, most at step 30 (-0.2500).")
+
+
+@pytest.mark.parametrize(
+    "was, cell",
+    [(10_001, "10,001 (=)"), (10_000, "10,001 (+0.010%)"), (9000, "10,001 (+11.1%)"), (0, "10,001 (was 0)")],
+)
+def test_a_small_change_is_not_shown_as_none(was: int, cell: str, tmp_path: Path) -> None:
+    found = report()
+    content = to_json(found)
+    content["policies"][1]["moves"] = was
+    moved = replace(found.policies[0], moves=np.array([10_001, 0, 0]))
+    found = replace(found, results=(found.floor, moved, found.results[-1]))
+    assert against_cells(found, earlier(found, tmp_path, policies=content["policies"]))[1][1][3] == cell
 
 
 def test_what_is_not_like_with_like_is_said(tmp_path: Path) -> None:

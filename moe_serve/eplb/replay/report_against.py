@@ -66,7 +66,10 @@ def _cell(now: float | None, was: float | None, words: Callable[[float], str], r
         return f"{words(now)} (=)"
     if not relative:
         return f"{words(now)} ({now - was:+.4f})"
-    return f"{words(now)} ({now / was - 1:+.1%})" if was > 0 else f"{words(now)} (was {words(was)})"
+    if was <= 0:
+        return f"{words(now)} (was {words(was)})"
+    change = now / was - 1
+    return f"{words(now)} ({change:+.1%})" if abs(change) >= 5e-4 else f"{words(now)} ({change:+.3%})"
 
 
 def _or_missing(value: float | None, words: Callable[[float], str]) -> str:

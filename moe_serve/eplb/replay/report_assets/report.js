@@ -123,7 +123,8 @@ const before = C && bytes(C.before), after = C && bytes(C.after), received = C &
 let heatOrder = "id", shown = "load";
 $("shown").hidden = !C;
 const orders = D.heat.layers.map((_, r) => Array.from({ length: experts }, (_, c) => c).sort((a, b) => heat[r * experts + b] - heat[r * experts + a] || a - b));
-const size = (count) => C.expertBytes ? `, ${short(count * C.expertBytes)}B` : "";
+const sizeOf = (value) => value ? `${short(value).replace(/([kMG]?)$/, " $1")}B` : "0";
+const size = (count) => C.expertBytes ? `, ${sizeOf(count * C.expertBytes)}` : "";
 const HEATS = {
   load: {
     title: "Expert load by layer", note: "Tokens of each expert over the mean of its layer. The strongest cells are the experts worth replicating.",
@@ -131,7 +132,7 @@ const HEATS = {
   },
   replicas: {
     title: "What changed: replicas of each expert", note: C && `Replicas at the end less those at the start, ${C.name}.`,
-    color: diverging, at: (i) => 0.5 + (after[i] - before[i]) / 4, legend: ["2 fewer or less", "unchanged in the middle", "2 more or more"],
+    color: diverging, at: (i) => 0.5 + (after[i] - before[i]) / 4, legend: ["2 fewer, or less still", "unchanged in the middle", "2 more, or more still"],
   },
   received: {
     title: "What it cost: how often each expert was moved", note: C && C.words,
@@ -155,7 +156,7 @@ legend($("heat-legend"), () => HEATS[shown].color(), ...[0, 1, 2].map((k) => () 
 
 $("layers-section").hidden = !C || C.layers.length < 2;
 if (!$("layers-section").hidden) {
-  $("layers-note").textContent = C.words;
+  $("layers-note").textContent = `Means over all windows, and what the ranks received for ${C.name} in all of them.`;
   const scale = C.expertBytes ? C.expertBytes : 1, x = D.heat.layers;
   $("layers-cost-title").textContent = C.expertBytes ? "Bytes of experts received" : "Experts received";
   lineChart($("layers-gain"), {
@@ -166,7 +167,7 @@ if (!$("layers-section").hidden) {
   });
   lineChart($("layers-cost"), {
     series: () => [{ name: C.name, color: "var(--c1)", x, y: C.layers.map((l) => l[2] * scale), wide: true }],
-    label: "cost by layer", xLabel: "layer", xName: "layer", format: (v) => C.expertBytes ? `${short(v)}B` : short(v),
+    label: "cost by layer", xLabel: "layer", xName: "layer", format: (v) => C.expertBytes ? sizeOf(v) : short(v),
   });
 }
 
