@@ -3,6 +3,7 @@
 Every error, from a wrong path to a lost rank, has the JSON form of `answers.error_body`.
 """
 
+import os
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -52,6 +53,7 @@ from moe_serve.server.openapi import describe
 from moe_serve.server.profiles.profile import add_profile
 from moe_serve.server.ranks.bridge import Bridge
 from moe_serve.server.request_ids import RequestIds
+from moe_serve.server.turns import Turns
 
 log = get_logger(__name__)
 
@@ -97,7 +99,8 @@ def make_app(
         )
     app.add_middleware(RequestIds)
     _add_errors(app)
-    doors = Doors(bodies, parser, bridge, tokenizer, degradation)
+    long_texts = Turns("long texts", at_once=max(1, (os.cpu_count() or 1) // 2))
+    doors = Doors(bodies, parser, bridge, tokenizer, degradation, long_texts)
     _add_generate(app, doors)
     add_openai(app, doors, templates, OutputParsers(config.server, tokenizer), served_name(config.model))
     add_tokenize(app, doors, templates, served_name(config.model))

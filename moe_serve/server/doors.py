@@ -15,19 +15,21 @@ from moe_serve.server.generate import Call, start_call
 from moe_serve.server.helpers.body_parser import BodyKind, BodyParser
 from moe_serve.server.native.schemas import GenerateRequest
 from moe_serve.server.ranks.bridge import Bridge
+from moe_serve.server.turns import Turns
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class Doors:
-    """What they need."""
+    """What they need. long_texts: whose are tokenized next, of whatever route"""
 
     bodies: Bodies
     parser: BodyParser
     bridge: Bridge
     tokenizer: Tokenizer | None
     degradation: Degradation
+    long_texts: Turns
 
     async def open(
         self,
@@ -49,6 +51,8 @@ class Doors:
             given = await self.parser.parse(body, self.bridge.capacity, kind, client)
             asked = self.degradation.apply(await call_of(given), self.bridge.queue, terms.degraded)
             try:
-                return given, await start_call(asked, self.bridge, self.tokenizer, terms.permit, client)
+                return given, await start_call(
+                    asked, self.bridge, self.tokenizer, self.long_texts, terms.permit, client
+                )
             except RequestError as error:
                 raise in_words(error) from None

@@ -33,10 +33,12 @@ from moe_serve.server.prompts import (
 )
 from moe_serve.server.ranks.bridge import Bridge
 from moe_serve.server.samples import best_of_each, link_samples, samples_of
+from moe_serve.server.turns import Turns
 
 _MANY_LOGPROBS = 4096  # numbers in an answer
 _LONG_ANSWER = 16_384  # characters of its texts, which parsers of calls read at up to 15 us each
 _SHORT_CALL = 4096  # characters of all prompts; a longer call is tokenized in a thread
+_LONG_CALL = 1 << 16  # such a call takes 0.15 s of a core, and longer ones wait for their turn
 DONE = b"data: [DONE]\n\n"
 CONNECTION = "moe_serve.connection"  # among a scope's extensions: a StreamConnection
 _STREAM_HEADERS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
@@ -88,20 +90,25 @@ class Call:
 
 
 async def start_call(
-    given: GenerateRequest, bridge: Bridge, tokenizer: Tokenizer | None, permit: Permit | None = None, client: str = ""
+    given: GenerateRequest,
+    bridge: Bridge,
+    tokenizer: Tokenizer | None,
+    long_texts: Turns,
+    permit: Permit | None = None,
+    client: str = "",
 ) -> Call:
     """Submits all requests of a call, or none; those of one prompt follow each other.
 
     Raises RequestError, QueueFullError or UnavailableError.
 
-    permit: of a client with limits;  client: who asks
+    long_texts: whose are tokenized next;  permit: of a client with limits;  client: who asks
     """
     limits = bridge.limits
     specs: list[RequestSpec] = []
     rids: list[str] = []
     groups: list[tuple[int, int]] = []
     check_num_expressions(given.prompts)
-    for prompt, prompt_ids in await _tokenize(given.prompts, tokenizer, limits):
+    for prompt, prompt_ids in await _tokenize(given.prompts, tokenizer, limits, long_texts, client):
         params = fit_to_model(prompt, prompt_ids, limits)
         if params.constraint is not None:
             params = await bridge.grammars.checked(params, limits, client)
@@ -140,18 +147,24 @@ async def start_call(
 
 
 async def _tokenize(
-    prompts: Sequence[Prompt], tokenizer: Tokenizer | None, limits: ModelLimits
+    prompts: Sequence[Prompt], tokenizer: Tokenizer | None, limits: ModelLimits, long_texts: Turns, client: str
 ) -> Sequence[tuple[Prompt, list[int]]]:
     """Returns the prompts with the ids of their bad words, and the ids of each.
 
-    Encodes long texts in a thread, so that other clients are served meanwhile.
+    Encodes in a thread what is not short, so that other clients are served meanwhile, and long texts in turns, so that
+    they do not take all threads and cores from the others.
     """
 
     def work() -> list[tuple[Prompt, list[int]]]:
         return [(each, encode_prompt(each, tokenizer, limits)) for each in with_bad_words(prompts, tokenizer)]
 
     num_chars = sum(len(prompt.text or "") + 2 * sum(map(len, prompt.params.bad_words)) for prompt in prompts)
-    return work() if num_chars <= _SHORT_CALL else await asyncio.to_thread(work)
+    if num_chars <= _SHORT_CALL:
+        return work()
+    if num_chars <= _LONG_CALL:
+        return await asyncio.to_thread(work)
+    async with long_texts.turn(client):
+        return await asyncio.to_thread(work)
 
 
 class Answers(Protocol):

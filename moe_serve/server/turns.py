@@ -1,4 +1,4 @@
-"""Whose work is done next where one thing is done at a time: each client has a line of its own, and they take turns.
+"""Whose work is done next where few things are done at a time: each client has a line of its own, and they take turns.
 
 So a client with slow work waits for itself, and delays another by one piece of it. Torch-free.
 """
@@ -14,19 +14,20 @@ from moe_serve.errors import QueueFullError
 class Turns:
     """The lines. A client may leave without what it asked for being known here, so each line is bounded."""
 
-    def __init__(self, what: str, max_waiting: int = 2048):
-        """what: is done, for errors;  max_waiting: in the line of one client"""
+    def __init__(self, what: str, max_waiting: int = 2048, at_once: int = 1):
+        """what: is done, for errors;  max_waiting: in the line of one client;  at_once: so many have their turn"""
         self._what = what
         self._max_waiting = max_waiting
         self._lines: dict[str, deque[asyncio.Future[None]]] = {}  # none is empty; who is next comes first
-        self._is_taken = False
+        self._num_free = at_once
 
     @asynccontextmanager
     async def turn(self, client: str) -> AsyncIterator[None]:
         """Waits for the client's turn, which ends with the block. Raises QueueFullError where its line is full."""
-        if self._is_taken:
+        if self._num_free:
+            self._num_free -= 1
+        else:
             await self._wait(client)
-        self._is_taken = True
         try:
             yield
         finally:
@@ -50,8 +51,8 @@ class Turns:
             raise
 
     def _pass_on(self) -> None:
-        self._is_taken = False
-        while self._lines and not self._is_taken:
+        self._num_free += 1
+        while self._lines and self._num_free:
             client = next(iter(self._lines))
             line = self._lines.pop(client)
             turn = line.popleft()
@@ -59,4 +60,4 @@ class Turns:
                 self._lines[client] = line  # behind the others
             if not turn.done():  # or it was cancelled, and is about to leave
                 turn.set_result(None)
-                self._is_taken = True
+                self._num_free -= 1

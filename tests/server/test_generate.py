@@ -6,10 +6,15 @@ Over real sockets, without a model.
 import asyncio
 import itertools
 import json
+import os
+import threading
 
 import httpx
+import msgspec
 import pytest
 
+from moe_serve.models.tokenizer import Tokenizer
+from tests.server.fake_worker import LIMITS
 from tests.server.served import Served, demo_tokenizer, in_event_loop, serving, until
 
 TEXT = demo_tokenizer()
@@ -240,3 +245,27 @@ async def test_many_clients_at_once_each_get_their_own_answer():
         used = {worker.rank for worker in served.workers if worker.submitted}
     assert outputs == [[2 + seed + i for i in range(9)] for seed in range(60)]
     assert used == {0, 1}
+
+
+@in_event_loop
+async def test_long_texts_of_one_client_do_not_take_all_threads_from_shorter_ones():
+    go, begun = threading.Event(), []
+
+    class Slow(Tokenizer):
+        def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+            if len(text) > 1 << 16:
+                begun.append(len(text))
+                go.wait(30)
+            return [7]
+
+    limits = msgspec.structs.replace(LIMITS, max_prompt_len=80_000, max_model_len=80_000)
+    async with serving(1, tokenizer=Slow(TEXT._backend), limits=limits) as served:
+        params = {"max_new_tokens": 1}
+        calls = [asyncio.create_task(served.generate(text="a" * 70_000, sampling_params=params)) for _ in range(40)]
+        await until(lambda: bool(begun))
+        try:
+            assert (await served.generate(text="a" * 60_000, sampling_params=params)).status_code == 200
+            assert len(begun) <= max(1, (os.cpu_count() or 1) // 2)
+        finally:
+            go.set()
+        assert {(await call).status_code for call in calls} == {200}

@@ -25,6 +25,29 @@ async def test_a_client_with_much_work_delays_another_by_one_piece_of_it():
 
 
 @in_event_loop
+async def test_as_many_as_may_have_their_turn_at_once_and_one_that_leaves_passes_it_on():
+    turns, active, most = Turns("pieces", at_once=2), 0, 0
+
+    async def piece(client: str) -> None:
+        nonlocal active, most
+        async with turns.turn(client):
+            active += 1
+            most = max(most, active)
+            try:
+                await asyncio.sleep(0.001)
+            finally:
+                active -= 1
+
+    for _ in range(2):
+        tasks = [asyncio.ensure_future(piece(client)) for client in "aaaabbcc"]
+        await asyncio.sleep(0)
+        tasks[0].cancel()
+        tasks[5].cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        assert (most, turns._num_free, turns._lines) == (2, 2, {})
+
+
+@in_event_loop
 async def test_the_line_of_one_client_is_bounded_and_others_go_on():
     turns, done = Turns("pieces", max_waiting=2), []
     waiting = [asyncio.ensure_future(work(turns, "a", done)) for _ in range(3)]

@@ -14,14 +14,12 @@ from moe_serve.server.helpers.chat_template import ChatTemplates
 from moe_serve.server.openai.prompting import check_model, most_chars
 from moe_serve.server.openai.tokenize_request import TokenizeRequest
 from moe_serve.server.prompts import NO_TOKENIZER
-from moe_serve.server.turns import Turns
 
 _SHORT = 4096  # characters, or tokens; more are worked on in a thread, so that other clients are served meanwhile
 
 
 def add_tokenize(app: FastAPI, doors: Doors, templates: ChatTemplates, name: str) -> None:
     """Adds the routes. name: of the model that is served"""
-    turns = Turns("texts to tokenize")
 
     @app.post("/tokenize")
     async def tokenize(request: Request) -> Response:
@@ -61,10 +59,10 @@ def add_tokenize(app: FastAPI, doors: Doors, templates: ChatTemplates, name: str
         return _json(await beside_the_loop(client, len(ids), work))
 
     async def beside_the_loop(client: str, size: int, work: Callable[[], bytes]) -> bytes:
-        """Returns what the work gives; long work is done in a thread, one at a time."""
+        """Returns what the work gives; long work is done in a thread, clients in turns."""
         if size <= _SHORT:
             return work()
-        async with turns.turn(client):
+        async with doors.long_texts.turn(client):
             return await asyncio.to_thread(work)
 
 
