@@ -19,6 +19,7 @@ from moe_serve.models.weight_reader import dequantise
 from moe_serve.models.weight_share import WeightShare
 from moe_serve.models.weights import LoadedWeights, dummy_weights, load_weights
 from tests.models.families import FAMILIES
+from tests.models.fp8_checkpoint import write_fp8_checkpoint
 from tests.models.runner import one_rank
 
 Oracle = Callable[[str], tuple[Any, Path]]
@@ -280,6 +281,45 @@ def test_fp8_checkpoints_of_other_families_mean_what_their_blocks_say(
     wanted = rewritten(folder, tmp_path / "meant", lambda tensors: tensors | meant)
     assert len(meant) > 8 * spec.num_layers or name == "granitemoeshared"
     assert_equal(load(fp8, placed(spec, 2), 1), load(wanted, placed(spec, 2), 1))
+
+
+def compressed(**weights: object) -> dict[str, object]:
+    """The quantization_config of compressed-tensors with weights of this kind."""
+    kind = {"type": "float", "num_bits": 8, "strategy": "block", "block_structure": [128, 128], "symmetric": True}
+    group = {"targets": ["Linear"], "weights": kind | weights, "input_activations": {"num_bits": 8, "dynamic": True}}
+    return {
+        "quantization_config": {
+            "quant_method": "compressed-tensors", "format": "float-quantized", "ignore": ["lm_head"],
+            "config_groups": {"group_0": group}, "kv_cache_scheme": None, "quantization_status": "compressed",
+        }
+    }  # fmt: skip
+
+
+def test_blocks_of_compressed_tensors_mean_what_deepseeks_do(tmp_path: Path) -> None:
+    folder = write_fp8_checkpoint(tmp_path / "deepseek")
+
+    def renamed(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        return {name.replace("_scale_inv", "_scale"): tensor for name, tensor in tensors.items()}
+
+    theirs = rewritten(folder, tmp_path / "compressed", renamed, **compressed())
+    spec = read_spec(folder)
+    assert read_spec(theirs) == spec
+    assert_equal(load(theirs, placed(spec, 2), 1), load(folder, placed(spec, 2), 1))
+
+
+@pytest.mark.parametrize(
+    "weights",
+    [{"strategy": "channel", "block_structure": None}, {"num_bits": 4, "type": "int", "strategy": "group"},
+     {"block_structure": [128, 64]}, {"block_structure": [0, 0]}, {"block_structure": "128"}],
+    ids=str,
+)  # fmt: skip
+def test_other_kinds_of_compressed_tensors_are_refused_with_what_to_use(
+    weights: dict[str, object], tmp_path: Path
+) -> None:
+    folder = write_fp8_checkpoint(tmp_path / "deepseek")
+    theirs = rewritten(folder, tmp_path / "compressed", dict, **compressed(**weights))
+    with pytest.raises(ModelError, match=r"compressed-tensors with weights .* use the model's checkpoint with quant"):
+        read_spec(theirs)
 
 
 def test_dequantise_covers_partial_blocks_of_128() -> None:

@@ -34,10 +34,37 @@ def _fp8_block(config: HfConfig) -> int | None:
     if not quantization or is_mxfp4(config):
         return None
     method, block = quantization.get("quant_method"), quantization.get("weight_block_size", [128, 128])
+    if method == "compressed-tensors":
+        return _compressed_block(config, quantization)
     is_square = isinstance(block, list) and len(block) == 2 and block[0] == block[1]
     if method != "fp8" or not is_square or type(block[0]) is not int or not 1 <= block[0] <= LARGEST_SIZE:
         raise config.refuse(f"quantization {shown(method)} with blocks {shown(block)} (only fp8 with square blocks is)")
     return int(block[0])
+
+
+def _compressed_block(config: HfConfig, quantization: Mapping[str, Any]) -> int:
+    """Returns the edge of the blocks of compressed-tensors in FP8, whose weights are values times scales.
+
+    Which tensors have scales is seen in the files. Activations are not quantised, whatever is said of them.
+    """
+    groups = quantization.get("config_groups")
+    kinds = [_kind_of(group) for group in (groups.values() if isinstance(groups, Mapping) else ())]
+    block = kinds[0][-1] if kinds else None
+    is_square = isinstance(block, list) and len(block) == 2 and block[0] == block[1] and type(block[0]) is int
+    in_blocks = all(kind == ("float", 8, "block", block) for kind in kinds)
+    if not isinstance(block, list) or not is_square or not in_blocks or not 1 <= block[0] <= LARGEST_SIZE:
+        raise config.refuse(
+            f"compressed-tensors with weights {shown(kinds)} (only float of 8 bits in square blocks is; use the "
+            "model's checkpoint with quant_method fp8, or the one in bfloat16)"
+        )
+    return int(block[0])
+
+
+def _kind_of(group: Any) -> tuple[Any, ...]:
+    """Returns type, bits, strategy and blocks of the weights of a group of compressed-tensors."""
+    weights = group.get("weights") if isinstance(group, Mapping) else None
+    keys = ("type", "num_bits", "strategy", "block_structure")
+    return tuple(weights.get(key) if isinstance(weights, Mapping) else None for key in keys)
 
 
 def _quantization(config: HfConfig) -> Mapping[str, Any]:
