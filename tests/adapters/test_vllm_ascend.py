@@ -1,0 +1,80 @@
+"""Our planner as vllm-ascend's policy, against stubs of its factory and abstract class.
+
+The rules are those that its worker checks, and it keeps a layer's old row where one is broken: all experts placed, none
+twice on a rank, and none moved inside a rank.
+"""
+
+import logging
+import pickle
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from moe_serve.adapters import vllm_ascend
+from moe_serve.adapters.settings import POLICY, START
+from tests.adapters.conftest import add_module, engine_start, uneven_load
+
+
+class PolicyFactory:
+    @staticmethod
+    def generate_policy(policy_type: int) -> Any:
+        return "their own"
+
+
+@pytest.fixture
+def factory(monkeypatch: pytest.MonkeyPatch) -> Any:
+    class EplbPolicy:
+        def rebalance_experts(self, current_expert_table: Any, expert_workload: Any) -> Any: ...
+
+    own = type("PolicyFactory", (PolicyFactory,), {})
+    add_module(monkeypatch, "vllm_ascend.eplb.core.policy.policy_abstract", EplbPolicy=EplbPolicy)
+    return add_module(monkeypatch, "vllm_ascend.eplb.core.policy.policy_factory", PolicyFactory=own).PolicyFactory
+
+
+def test_it_acts_where_it_is_asked_and_vllm_ascend_is_there(
+    factory: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    vllm_ascend.register()
+    assert factory.generate_policy(2) == "their own"
+    monkeypatch.setenv(POLICY, "incremental")
+    vllm_ascend.register()
+    assert pickle.loads(pickle.dumps(factory.generate_policy(2))).policy == "incremental"
+    monkeypatch.setenv(START, "p.json")
+    logging.getLogger("moe_serve").propagate = True
+    monkeypatch.setattr(vllm_ascend, "configure_logging", lambda who: None)
+    vllm_ascend.register()
+    assert "give it expert_map_path" in caplog.text
+
+
+def test_a_vllm_without_it_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(POLICY, "incremental")
+    vllm_ascend.register()
+
+
+@pytest.mark.parametrize("steps", [(), (7,)], ids=["summed", "per step"])
+def test_a_plan_keeps_the_rules_of_its_worker(steps: tuple[int, ...]) -> None:
+    old = engine_start(3, 32, 40).reshape(3, 8, 5)
+    count = np.stack([np.bincount(row.ravel(), minlength=32) for row in old])
+    work = np.take_along_axis(uneven_load(3, 32) // count, old.reshape(3, -1), axis=1).reshape(old.shape)
+    work = np.broadcast_to(work, (*steps, *old.shape)).copy()
+    policy = vllm_ascend.MoeServePolicy("incremental")
+    changed, order, new = policy.rebalance_experts(torch.from_numpy(old), torch.from_numpy(work))
+    assert (changed, order, new.dtype, tuple(new.shape)) == (1, [0, 1, 2], torch.int64, (3, 8, 5))
+    for before, after in zip(old, new.numpy(), strict=True):
+        assert set(after.ravel()) == set(range(32))
+        for had, has in zip(before, after, strict=True):
+            assert len(set(has)) == 5
+            stays = np.isin(has, had)
+            assert np.array_equal(has[stays], had[stays])
+    unchanged, _, same = policy.rebalance_experts(torch.from_numpy(old), torch.zeros(old.shape))
+    assert (unchanged, same.tolist()) == (0, old.tolist())
+
+
+def test_a_plan_that_fails_is_the_placement_in_use() -> None:
+    old = torch.from_numpy(engine_start(1, 8, 8).reshape(1, 4, 2))
+    work = torch.full(old.shape, float("inf"))
+    changed, _, new = vllm_ascend.MoeServePolicy("incremental").rebalance_experts(old, work)
+    assert changed == 0
+    assert torch.equal(new, old)
