@@ -292,3 +292,13 @@ def test_a_replay_is_compared_with_an_earlier_report(tmp_path: Path) -> None:
     code, out, err = call(*again)
     assert (code, out) == (2, "")
     assert err.startswith(f"error: --against {tmp_path / 'before.json'} has format None")
+
+
+def test_a_log_cannot_be_compared_with_a_report(tmp_path: Path) -> None:
+    (tmp_path / "before.json").write_text(call("replay", *DEMO, "-p", "static", "--no-curve", "--json")[1])
+    (tmp_path / "server.log").write_text(
+        "EPLB step: 10 for model m: avg_tokens=50.00, max_tokens=100, balancedness=0.5000, steps until the next\n"
+    )
+    code, out, err = call("replay", tmp_path / "server.log", "--against", tmp_path / "before.json")
+    assert (code, out) == (2, "")
+    assert "is a log; leave --against out" in err
