@@ -15,6 +15,7 @@ import pytest
 
 from moe_serve.eplb.files.balance_log import is_balance_log, read_balance_log
 from moe_serve.eplb.files.placements import read_placement
+from moe_serve.eplb.files.trace_jsonl import read_events
 from moe_serve.eplb.files.traces import read_trace
 from moe_serve.errors import PlacementError, TraceError
 
@@ -164,6 +165,38 @@ def test_a_placement_with_odd_sizes_is_refused(tmp_path: Path, content: dict[str
         read_placement(tmp_path / "p.json", 2)
 
 
+@pytest.mark.parametrize(
+    "name, text, says",
+    [
+        ("p.yaml", "num_slots: 2\ninitial_global_assignments: {0: [0, 1\x0b]}\n", "not YAML text"),
+        (
+            "p.yaml",
+            "a: &a ["
+            + "0," * 6000
+            + "]\ninitial_global_assignments: {"
+            + ", ".join(f"{i}: *a" for i in range(6000))
+            + "}",
+            "6000 layers x 6000 slots; no model",
+        ),
+        ("p.json", '{"layer_list": [{"layer_id": 0, "device_list": [3]}]}', "expected objects with device_id"),
+        ("p.json", '{"layer_list": [{"device_list": [{"device_id": []}, {"device_id": 1}]}]}', "expected objects with"),
+    ],
+)
+def test_a_placement_of_odd_things_is_refused(tmp_path: Path, name: str, text: str, says: str) -> None:
+    (tmp_path / name).write_text(text)
+    with pytest.raises(PlacementError, match=says), little_memory():
+        read_placement(tmp_path / name, 1)
+
+
+@pytest.mark.parametrize(
+    "event", [{"event": "plan_ready"}, {"event": "plan_ready", "step": []}, {"event": 3, "step": 4}]
+)
+def test_an_event_without_a_step_names_its_line(tmp_path: Path, event: dict[str, Any]) -> None:
+    (tmp_path / "t.jsonl").write_text('{"first_step": 0, "tokens": [[1, 2]]}\n' + json.dumps(event))
+    with pytest.raises(TraceError, match="line 2: expected an event's name and its step"):
+        list(read_events(tmp_path / "t.jsonl"))
+
+
 def test_npy_counts_are_a_trace(tmp_path: Path) -> None:
     counts = np.arange(24, dtype=np.int32).reshape(2, 3, 4)
     np.save(tmp_path / "t.npy", counts)
@@ -179,6 +212,7 @@ def test_npy_counts_are_a_trace(tmp_path: Path) -> None:
         (np.full((1, 2, 2), 0.5), "record 0: .*fractions"),
         (np.array([[["a"]]], dtype=object), "not a complete .npy of numbers"),
         (np.zeros((2, 0, 4)), "expected counts"),
+        (np.zeros((1, 1, 70_000)), "70000 experts, expected at most"),
     ],
 )
 def test_an_npy_without_counts_says_what_it_holds(tmp_path: Path, array: np.ndarray, says: str) -> None:
@@ -188,6 +222,9 @@ def test_an_npy_without_counts_says_what_it_holds(tmp_path: Path, array: np.ndar
 
 
 def test_a_cut_off_npy_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "t.npy").write_bytes(npy(np.ones((1, 3, 4))).replace(b"), }", b"(({ ", 1))
+    with pytest.raises(TraceError, match=r"not a complete \.npy"):
+        read_all(tmp_path / "t.npy")
     (tmp_path / "t.npy").write_bytes(npy(np.ones((100, 3, 4)))[:-8])
     with pytest.raises(TraceError, match=r"not a complete \.npy"):
         read_all(tmp_path / "t.npy")

@@ -267,6 +267,15 @@ def test_a_dump_with_an_odd_value_is_refused_by_its_key(tmp_path: Path, key: str
         list(read_trace(tmp_path / "d.pt"))
 
 
+def test_an_expert_beyond_the_slots_is_refused(tmp_path: Path) -> None:
+    table = torch.from_numpy(P2L).clone()
+    table[1, 1] = 4_128_770
+    record = {"forward_pass_id": 0, "rank": 0, "global_physical_count": torch.ones(3, 6)}
+    torch.save({"records": [record], "last_physical_to_logical_map": table}, tmp_path / "d.pt")
+    with pytest.raises(TraceError, match="expert 4128770 in 6 slots; every expert has one at least"):
+        read_trace(tmp_path / "d.pt")
+
+
 def test_a_stat_dump_that_repeats_one_value_over_a_huge_shape_is_refused(tmp_path: Path) -> None:
     torch.save({"logical_count": torch.ones(1).expand(1 << 40, 4, 8)}, tmp_path / "d.pt")
     with pytest.raises(TraceError, match=r"claims .* bytes and holds 4"):

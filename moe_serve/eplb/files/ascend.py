@@ -35,6 +35,8 @@ def expert_map_rows(content: dict[str, Any], path: Path) -> tuple[list[list[int]
             raise PlacementError(f"{where}: expected the devices of the layer, found none")
         if layer.get("layer_id", index) != index:
             raise PlacementError(f"{path}, key layer_list[{index}].layer_id: {layer['layer_id']}, expected {index}")
+        if not all(isinstance(device, dict) and type(device.get("device_id", 0)) is int for device in devices):
+            raise PlacementError(f"{where}: expected objects with device_id and device_expert, found {devices!r:.60}")
         num_devices = num_devices or len(devices)
         if len(devices) != num_devices:
             raise PlacementError(f"{where}: {len(devices)} devices, expected {num_devices} (as in layer 0)")

@@ -10,7 +10,7 @@ from moe_serve.eplb.load import MAX_EXACT
 from moe_serve.errors import MoeServeError, TraceError
 
 MAX_TABLE = 1 << 25  # counts of one record and layer ids up to here: 256 MiB of int64, 3,000 layers x 10,000 experts
-MAX_LAYER_ID = 1 << 16
+MAX_LAYER_ID = MAX_EXPERTS = 1 << 16
 
 
 def whole_counts(value: Any, where: str, error: type[MoeServeError] = TraceError) -> NDArray[np.int64]:
@@ -40,10 +40,10 @@ def whole_counts(value: Any, where: str, error: type[MoeServeError] = TraceError
 
 def check_table_size(num_layers: int, num_experts: int, where: str, error: type[MoeServeError] = TraceError) -> None:
     """Refuses layers x experts that no model has, before memory is taken for them."""
-    if num_layers * num_experts > MAX_TABLE:
+    if num_layers * num_experts > MAX_TABLE or num_experts > MAX_EXPERTS:
         raise error(
-            f"{where}: {num_layers} layers x {num_experts} experts, expected at most {MAX_TABLE} counts a record; is "
-            f"an id in it damaged?"
+            f"{where}: {num_layers} layers x {num_experts} experts, expected at most {MAX_EXPERTS} experts and "
+            f"{MAX_TABLE} counts a record; is an id in it damaged?"
         )
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from moe_serve.eplb.files.counts import MAX_TABLE
 from moe_serve.eplb.placement import Placement
 from moe_serve.errors import PlacementError
 
@@ -33,6 +34,8 @@ def slot_rows(rows: Any, path: Path, key: str, num_logical: int | None) -> tuple
         if not isinstance(slots, Sequence) or isinstance(slots, str):
             raise PlacementError(f"{path}, key {key}[{row}]: expected a list of experts, found {_kind(slots)}")
         width = len(slots) if width is None else width
+        if len(rows) * width > MAX_TABLE:  # aliases in a YAML file make a small file long
+            raise PlacementError(f"{path}, key {key}: {len(rows)} layers x {width} slots; no model has so many")
         if len(slots) != width or not width:
             raise PlacementError(f"{path}, key {key}[{row}]: {len(slots)} slots, expected {width} (as in row 0)")
         for slot, expert in enumerate(slots):

@@ -111,7 +111,10 @@ def _dump(path: Path, content: dict[str, Any]) -> _Dump | None:
     table = whole_counts(content["last_physical_to_logical_map"], where)
     if table.ndim != 2 or not table.size or table.min() < 0:
         raise TraceError(f"{where}: shape {list(table.shape)}, expected experts [layers, slots] of at least 0")
-    check_table_size(len(table), int(table.max()) + 1, where)
+    num_experts = int(table.max()) + 1
+    if num_experts > table.shape[1]:
+        raise TraceError(f"{where}: expert {num_experts - 1} in {table.shape[1]} slots; every expert has one at least")
+    check_table_size(len(table), num_experts, where)
     records = content["records"]
     if not isinstance(records, list):
         raise TraceError(f"{path}, key records: expected a list, found {records!r:.60}")

@@ -62,6 +62,8 @@ def read_yaml(path: Path) -> Any:
         return yaml.load(text, Loader=loader)
     except UnicodeDecodeError:
         raise PlacementError(f"{path} is not text; give a placement file") from None
+    except yaml.reader.ReaderError as problem:
+        raise PlacementError(f"{path}: not YAML text ({problem.reason}); give a placement file") from None
     except yaml.MarkedYAMLError as problem:
         line = problem.problem_mark.line + 1 if problem.problem_mark else "?"
         raise PlacementError(f"{path} line {line}: not YAML ({problem.problem}); is the file complete?") from None

@@ -67,9 +67,11 @@ def read_events(path: Path) -> Iterator[dict[str, Any]]:
 def events_between_records(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
     """Yields the event lines in order, each with the number of records before it."""
     num_records = 0
-    for _, content in _lines(path, None):
+    for where, content in _lines(path, None):
         num_records += "tokens" in content
         if "event" in content:
+            if type(content.get("step")) is not int or not isinstance(content["event"], str):
+                raise TraceError(f"{where}: expected an event's name and its step, found {content!r:.60}")
             yield num_records, content
 
 

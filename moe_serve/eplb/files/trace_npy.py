@@ -1,5 +1,6 @@
 """Counts in a plain .npy file: [T, L, E], or [L, E] for one window. Mapped, so memory is needed for one record only."""
 
+import tokenize
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,13 +13,18 @@ from moe_serve.eplb.load import LoadRecord, LoadTrace
 from moe_serve.errors import TraceError
 
 NPY_MAGIC = b"\x93NUMPY"
+# What numpy raises for a damaged header, which is a piece of Python, and for a shape that the file does not hold.
+_NPY_ERRORS = (
+    ValueError, SyntaxError, tokenize.TokenError, EOFError, OSError, TypeError, OverflowError, MemoryError,
+    RecursionError,
+)  # fmt: skip
 
 
 def read_npy(path: Path, progress: ByteProgress | None = None) -> LoadTrace:
     """Returns the trace in a .npy file; its layers count from 0."""
     try:
         counts = np.load(path, mmap_mode="r", allow_pickle=False)
-    except (ValueError, SyntaxError, EOFError, OSError, TypeError, OverflowError, MemoryError, RecursionError) as error:
+    except _NPY_ERRORS as error:
         reason = (str(error).splitlines() or [""])[0]
         raise TraceError(f"{path} is not a complete .npy of numbers ({reason:.120}); write it again") from None
     if counts.ndim == 2:
