@@ -260,6 +260,12 @@ def test_a_byte_order_mark_before_a_placement_is_skipped(tmp_path: Path) -> None
         read_placement(tmp_path / "p.json", 2)
 
 
+def test_fractions_in_the_plain_form_are_refused_not_cut_off(tmp_path: Path) -> None:
+    (tmp_path / "t.jsonl").write_text('{"window": 0, "layer": 0, "counts": [1, 2.5]}')
+    with pytest.raises(TraceError, match=r"line 1, key counts: expected whole numbers, found 2\.5"):
+        read_all(tmp_path / "t.jsonl")
+
+
 @pytest.mark.parametrize("name", ["logical_expert_load", "code"])
 def test_fractions_are_refused_not_rounded(tmp_path: Path, name: str) -> None:
     (tmp_path / "t.json").write_text(json.dumps({name: [[1.0, 2.5]]}))

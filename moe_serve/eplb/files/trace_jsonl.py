@@ -15,12 +15,13 @@ from typing import Any
 
 import numpy as np
 
+from moe_serve.eplb.files.counts import whole_counts
 from moe_serve.eplb.files.json_text import json_lines
 from moe_serve.eplb.files.trace_meta import OPTIONAL_FIELDS, TRACE_FORMAT, ByteProgress, TraceMeta
 from moe_serve.eplb.files.trace_parts import parts_of
 from moe_serve.eplb.load import LoadRecord, LoadTrace
 from moe_serve.eplb.placement import Placement
-from moe_serve.errors import PlacementError, TraceError
+from moe_serve.errors import TraceError
 
 
 def is_trace_line(content: Any) -> bool:
@@ -134,7 +135,7 @@ class _Reader:
                 placement=placement,
                 **optional,
             )
-        except (TraceError, TypeError, ValueError) as problem:
+        except (TypeError, ValueError, OverflowError) as problem:  # TraceError is a ValueError
             raise TraceError(f"{where}: {problem}") from None
 
     def _placement(self, content: dict[str, Any], last: Placement | None, where: str) -> Placement | None:
@@ -150,7 +151,7 @@ class _Reader:
                 self.meta.moe_layer_ids,
                 int(content.get("placement_version") or 0),
             )
-        except (PlacementError, ValueError, TypeError) as problem:
+        except (TypeError, ValueError, OverflowError) as problem:  # PlacementError is a ValueError
             raise TraceError(f"{where}, key physical_to_logical_map: {problem}") from None
 
 
@@ -178,7 +179,7 @@ class _Window:
             raise TraceError(f"{where}: layer {layer}, expected one of {sorted(self._row_of)[:8]} (as in window one)")
         if layer in self._seen:
             raise TraceError(f"{where}: layer {layer} of window {window} a second time; are two traces mixed?")
-        counts = _counts(content["counts"], where, "counts", 1)
+        counts = whole_counts(_counts(content["counts"], where, "counts", 1), f"{where}, key counts")
         if len(counts) != self._meta.num_logical:
             raise TraceError(f"{where}: {len(counts)} experts, expected {self._meta.num_logical} (as at the top)")
         self._seen.add(layer)
