@@ -2,12 +2,13 @@
 
 import json
 import re
+import threading
 
 import pytest
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, processors
 
-from moe_serve.config import ModelConfig, model_dir
+from moe_serve.config import ModelConfig, load_config, model_dir
 from moe_serve.errors import ModelError, RequestError
 from moe_serve.models.tokenizer import Tokenizer
 
@@ -124,3 +125,19 @@ def test_tokens_that_only_the_configuration_names_are_added(tmp_path):
 def test_added_tokens_that_do_not_fit_are_refused(tmp_path, added):
     with pytest.raises(ModelError, match=r"tokenizer_config\.json"):
         Tokenizer.from_folder(make_folder(tmp_path, tokenizer_config={"added_tokens_decoder": added}))
+
+
+def test_other_threads_run_while_a_long_text_is_encoded():
+    tokenizer = Tokenizer.from_folder(model_dir(load_config().model))
+    turns, ends = 0, threading.Event()
+
+    def encode() -> None:
+        tokenizer.encode("ab cd " * 50_000)
+        ends.set()
+
+    thread = threading.Thread(target=encode)
+    thread.start()
+    while not ends.wait(0.0005):
+        turns += 1
+    thread.join()
+    assert turns > 5, "an encoding that holds Python's lock leaves one or two"
