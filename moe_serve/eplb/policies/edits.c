@@ -29,6 +29,8 @@ typedef struct {
     double *slot_peak, *helped;                                    /* [P] of the slot's rank; [E + 1] */
     uint8_t *held, *moved;                                         /* [R][E], [P] */
     uint8_t *may;                                                  /* [E] may gain a replica off home */
+    double *both;                                                  /* [E] peaks of ranks that hold it and the one overwritten */
+    double *shared;                                                /* [E] what the two changes there spare, together */
     double *there;                                                 /* [P] what a slot of the heavy rank meets */
     i64 num_moved;
 } State;
@@ -197,6 +199,27 @@ static void may_go_off_home(const Layer *l, State *s) {
     }
 }
 
+/* Fills `shared` for an overwrite of `old` on rank r: where a rank holds `old` and e, one grows and the other shrinks.
+   Returns the most of it. */
+static double spare_shared(const Layer *l, State *s, i64 r, i64 old) {
+    i64 E = l->num_experts, R = l->num_ranks, K = l->slots;
+    double most = 0.0;
+    memset(s->both, 0, sizeof(double) * E);
+    memset(s->shared, 0, sizeof(double) * E);
+    if (old < 0) return most;
+    for (i64 other = 0; other < R; other++) {
+        if (other == r || !s->held[other * E + old]) continue;
+        for (i64 k = 0; k < K; k++) {
+            i64 e = l->table[other * K + k];
+            if (e < 0) continue;
+            s->both[e] = s->both[e] + s->peak[other];
+            s->shared[e] = -(s->both[e] * (s->grows[old] * s->shrinks[e]));
+            most = s->shared[e] > most ? s->shared[e] : most;
+        }
+    }
+    return most;
+}
+
 static void best_overwrite(const Layer *l, State *s, i64 room, Edit *best) {
     i64 E = l->num_experts, R = l->num_ranks, K = l->slots, P = R * K;
     double helps = 0.0; /* the most that a further replica can help by making its expert's others lighter */
@@ -208,12 +231,15 @@ static void best_overwrite(const Layer *l, State *s, i64 room, Edit *best) {
         if (l->has_rule && old >= 0 && l->home[old] == l->node_of[r] &&
             (s->at_home[old] <= 1 || s->at_home[old] < s->count[old])) continue; /* must stay */
         double raised = old < 0 ? 0.0 : (s->over[old] - s->peak[r]) * s->grows[old];
-        double lost = s->peak[r] - raised, rest = s->rest[p];
-        if ((lost + helps) * 4.0 <= best->rate) continue;
+        double lost = s->peak[r] - raised, rest = s->rest[p], spared = spare_shared(l, s, r, old);
+        if (((lost + helps) + spared) * 4.0 <= best->rate) continue;
         for (i64 first = 0; first < E; first += BLOCK) {
             i64 number = E - first < BLOCK ? E - first : BLOCK;
             double gains[BLOCK];
-            for (i64 i = 0; i < number; i++) gains[i] = (lost - s->helped[first + i]) - rest * s->extra[first + i];
+            for (i64 i = 0; i < number; i++) {
+                i64 e = first + i;
+                gains[i] = ((lost - s->helped[e]) - rest * s->extra[e]) + s->shared[e];
+            }
             if (!any_above(gains, number, best->rate)) continue;
             for (i64 i = 0; i < number; i++) {
                 i64 e = first + i;
@@ -230,7 +256,7 @@ static void best_overwrite(const Layer *l, State *s, i64 room, Edit *best) {
 
 static int allocate(const Layer *l, State *s, char **memory) {
     i64 E = l->num_experts, R = l->num_ranks, P = R * l->slots;
-    size_t doubles = 8 * (E + 1) + 5 * P + 2 * R, integers = 2 * E, bytes = R * E + P + E;
+    size_t doubles = 8 * (E + 1) + 2 * E + 5 * P + 2 * R, integers = 2 * E, bytes = R * E + P + E;
     *memory = calloc(1, 8 * (doubles + integers) + bytes);
     if (!*memory) return 0;
     double *d = (double *)*memory;
@@ -238,6 +264,9 @@ static int allocate(const Layer *l, State *s, char **memory) {
     for (int i = 0; i < 8; i++, d += E + 1) *experts[i] = d;
     double **slots[] = {&s->load, &s->slot_size, &s->rest, &s->there, &s->slot_peak};
     for (int i = 0; i < 5; i++, d += P) *slots[i] = d;
+    s->both = d;
+    s->shared = d + E;
+    d += 2 * E;
     s->rank_load = d;
     s->peak = d + R;
     s->count = (i64 *)(d + 2 * R);

@@ -5,7 +5,7 @@ also holds down the next ones, which could become the heaviest when the load dri
 - a swap of slots a and b changes it by rest_a * size_b + rest_b * size_a - peak_a - peak_b, where size = exp of the
   slot's load, peak = exp of its rank's load, rest = peak / size;
 - overwriting one of c replicas of f on rank d with a replica of e makes f's other replicas heavier by one known factor,
-  e's lighter by another, and replaces f's share of d's load by e's.
+  e's lighter by another, both where a rank holds both, and replaces f's share of d's load by e's.
 Edits are compared by gain per expert that a rank must receive, counted against the placement in use. Ties: the first in
 the order in which edits are listed wins, and the arithmetic is that of `repeatable.py`, so that edits.c decides alike.
 
@@ -199,10 +199,14 @@ def all_overwrites(state: EditState, allowed: Bools | None = None, must_stay: Bo
     growth = np.zeros((num_layers, num_experts + 1))  # 0: an empty slot leaves nobody more load
     growth[:, :-1] = repeatable_exp(np.minimum(steep * (fewer - each), MAX_EXPONENT)) - 1
     raised = (np.take_along_axis(over, safe, axis=1) - peak) * np.take_along_axis(growth, safe, axis=1)
-    lowered = over[:, :-1] * (repeatable_exp(steep * (more - each)) - 1)
+    shrinks = repeatable_exp(steep * (more - each)) - 1
+    lowered = over[:, :-1] * shrinks
     rest = peak * np.take_along_axis(repeatable_exp(-steep * state.each), safe, axis=1)
     gain = (peak - raised)[:, :, None] - lowered[:, None, :]
     gain -= rest[:, :, None] * repeatable_exp(np.minimum(steep * more, MAX_EXPONENT))[:, None, :]
+    # A rank that holds both grows by f and shrinks by e: (1 + grows) (1 + shrinks) - 1.
+    grows = np.take_along_axis(growth, safe, axis=1)
+    gain += -(_peaks_of_both(state, safe, rank) * (grows[:, :, None] * shrinks[:, None, :]))
     illegal = state.held[x[:, None], rank] | ~usable[:, :, None]
     if allowed is not None:
         illegal |= ~allowed[x[:, None], rank]
@@ -247,6 +251,23 @@ def _peaks_of_holders(state: EditState) -> Floats:
     peak = np.repeat(state.peak, state.table.shape[2])
     total: Floats = np.bincount(key.ravel(), peak, minlength=len(state.table) * width).astype(np.float64)
     return total.reshape(-1, width)
+
+
+def _peaks_of_both(state: EditState, expert: NDArray[np.int64], rank: NDArray[np.int64]) -> Floats:
+    """Returns the sum of the peaks of the ranks that hold `expert` and another, `rank` left out, added by rank.
+
+    expert, rank: [L, D] -> [L, D, E]
+    """
+    num_layers, width = state.unit.shape[0], state.unit.shape[1] + 1
+    held = _with_empty(state.held, False)
+    x = np.arange(num_layers)[:, None]
+    holds = held[x[..., None], np.arange(state.table.shape[1]), expert[..., None]]  # [L, D, R]
+    holds[x, np.arange(expert.shape[1]), rank] = False
+    layer, slot, other = np.nonzero(holds)
+    key = ((layer * expert.shape[1] + slot) * width)[:, None] + state.safe[layer, other]
+    peak = np.repeat(state.peak[layer, other], state.table.shape[2])
+    total: Floats = np.bincount(key.ravel(), peak, minlength=num_layers * expert.shape[1] * width).astype(np.float64)
+    return total.reshape(num_layers, expert.shape[1], width)[:, :, :-1]
 
 
 def _best_per_move(gain: Floats, cost: NDArray[np.int8], room: NDArray[np.int64]) -> NDArray[np.int64]:
