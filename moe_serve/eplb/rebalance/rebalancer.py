@@ -42,6 +42,7 @@ from moe_serve.eplb.rebalance.events import (
 )
 from moe_serve.eplb.rebalance.gate import Gate
 from moe_serve.eplb.rebalance.journal import Journal
+from moe_serve.eplb.rebalance.keep import keep_decision
 from moe_serve.eplb.rebalance.move_costs import arrivals, costs_by_layer
 from moe_serve.eplb.rebalance.requests import check_fit, placed_as, request_for, with_rows
 from moe_serve.eplb.rebalance.running import Cause, RunningMigration
@@ -184,12 +185,8 @@ class Rebalancer:
         revert_costs = price * arrivals(target, self._gate.baseline)
         rows = self._gate.choose_layers(gains, costs, revert_costs, self._placement, target)
         if not len(rows):
-            worth = gains * self._gate.reach
-            pays = bool((worth[costs > 0] >= self._settings.gain_margin * costs[costs > 0]).any())
-            reason = "worth it, but the regret bound does not cover the risk" if pays else "no layer is worth its move"
-            self.journal.add(
-                Decision(event.step, "keep", reason, (), float(worth[worth > 0].sum()), float(costs.sum()))
-            )
+            margin = self._settings.gain_margin
+            self.journal.add(keep_decision(event.step, target, gains, costs, self._gate, margin))
             self._watch.rest()
             self.journal.succeed()
             return ()

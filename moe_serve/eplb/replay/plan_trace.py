@@ -15,6 +15,7 @@ from moe_serve.eplb.policies.make import make_policy
 from moe_serve.eplb.policies.policy import Plan, PlanRules
 from moe_serve.eplb.replay.settings import starting_placement
 from moe_serve.eplb.replay.terminal import printed, text_console
+from moe_serve.eplb.split.limits import where_no_split_helps
 from moe_serve.errors import TraceError
 from moe_serve.topology import Topology
 
@@ -125,6 +126,7 @@ def plan_to_json(made: MadePlan) -> dict[str, Any]:
         "policy": made.policy,
         "truncated": made.plan.truncated,
         "num_moves": made.plan.num_moves if made.before_in_use else None,
+        "where_no_split_helps": where_no_split_helps(made.tokens, made.plan.placement),
         "layers": [
             {"layer": layer, "before": float(b), "balancedness": float(p), "bound": float(u), "gap": float(g)}
             for layer, b, p, u, g in layers
@@ -167,6 +169,9 @@ def plan_to_table(made: MadePlan, color: bool = False) -> str:
         console.print(
             f"{int(placement.num_duplicates.sum())} slots repeat an expert of their rank: more slots than uses"
         )
+    no_split = where_no_split_helps(made.tokens, placement)
+    if no_split is not None:
+        console.print(no_split, soft_wrap=True)
     if plan.truncated:
         console.print("The time budget ended the search early.")
     return printed(console)

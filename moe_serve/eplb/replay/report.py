@@ -15,6 +15,7 @@ from moe_serve.eplb.replay.report_decisions import decision_table
 from moe_serve.eplb.replay.report_units import MISSING, as_bytes, as_number, as_percent, as_seconds
 from moe_serve.eplb.replay.result import CEILING, FLOOR, PolicyResult, ReplayReport
 from moe_serve.eplb.replay.terminal import printed, text_console
+from moe_serve.eplb.split.limits import where_no_split_helps
 
 
 def to_table(report: ReplayReport, width: int | None = None, color: bool = False) -> str:
@@ -124,6 +125,9 @@ def verdict(report: ReplayReport) -> tuple[str, ...]:
         )
     elif limit == "age":
         sentences.append(_age(report, best, fit, served))
+    no_split = None if best.final is None else where_no_split_helps(report.load, best.final)
+    if no_split is not None:
+        sentences.append(f"Of the last placement of {best.name} on all windows together: {no_split}")
     sentences += _economics(report, best, row, base)
     return tuple(sentences)
 
