@@ -32,9 +32,10 @@ def plan(
     tokens:    [num_layers, num_logical] tokens routed to each expert
     topology:  Topology(num_nodes, ranks_per_node)
     num_slots: physical experts per layer, a multiple of the ranks
-    policy:    "refined", "greedy", "incremental", "deepseek", "milp" or "static"
+    policy:    "refined", "greedy", "incremental", "series", "deepseek", "milp" or "static"
     current .. seed: as in PlanRequest, which also documents what `more` may hold (objective, by_source, activations,
-               cost, excluded_ranks, uneven_shares, planned_split, moe_layer_ids, max_total_moves, min_gain)
+               cost, excluded_ranks, uneven_shares, planned_split, moe_layer_ids, max_total_moves, min_gain,
+               series, series_weights)
     options:   of the policy, e.g. {"sweeps": 200} for refined
 
     plan.placement.physical_to_logical is [num_layers, num_slots] int32; slot s lives on rank s // slots_per_rank.

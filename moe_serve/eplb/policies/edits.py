@@ -120,8 +120,26 @@ def best_swaps(
     price: [L] the best swap is then that with the highest gain - price x moves
     """
     num_layers, num_ranks, slots = state.table.shape
-    num_heavy = min(num_heavy, num_ranks)
-    heavy = np.argsort(-state.rank_load, axis=1, kind="stable")[:, :num_heavy]
+    heavy = np.argsort(-state.rank_load, axis=1, kind="stable")[:, : min(num_heavy, num_ranks)]
+    x, num_slots = np.arange(num_layers), num_ranks * slots
+    gain, cost = all_swaps(state, heavy, allowed)
+    if price is None:
+        best = _best_per_move(gain, cost, room)
+    else:
+        best = (gain - price[:, None] * cost).argmax(axis=1)
+    first, other = best // num_slots, best % num_slots
+    slot = heavy[x, first // slots] * slots + first % slots
+    return Edits(gain[x, best], cost[x, best].astype(np.int64), slot, other, np.full(num_layers, -1))
+
+
+def all_swaps(
+    state: EditState, heavy: NDArray[np.int64], allowed: Bools | None = None
+) -> tuple[Floats, NDArray[np.int8]]:
+    """Returns gain and cost of swapping any slot of the heavy ranks with any slot: [L, H x K x P]; -inf = illegal.
+
+    heavy: [L, H] ranks; allowed: as in `best_swaps`
+    """
+    num_layers, num_ranks, slots = state.table.shape
     x = np.arange(num_layers)
     rows, num_slots = x[:, None], num_ranks * slots
     exponent = state.steep[:, None] * state.each
@@ -148,14 +166,7 @@ def best_swaps(
     mine = (~was[at_theirs]).astype(np.int8) - moved[rows, heavy][..., None]
     theirs = (~was[at_mine]).astype(np.int8) - moved.reshape(num_layers, 1, -1)
     cost = np.repeat(mine, slots, axis=3) + theirs[:, :, None]
-    gain, cost = gain.reshape(num_layers, -1), cost.reshape(num_layers, -1)
-    if price is None:
-        best = _best_per_move(gain, cost, room)
-    else:
-        best = (gain - price[:, None] * cost).argmax(axis=1)
-    first, other = best // num_slots, best % num_slots
-    slot = heavy[x, first // slots] * slots + first % slots
-    return Edits(gain[x, best], cost[x, best].astype(np.int64), slot, other, np.full(num_layers, -1))
+    return gain.reshape(num_layers, -1), cost.reshape(num_layers, -1)
 
 
 @dataclass(frozen=True, eq=False)

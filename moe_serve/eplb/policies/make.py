@@ -5,7 +5,7 @@ from typing import Any
 from moe_serve.eplb.policies.policy import PlacementPolicy
 from moe_serve.errors import ConfigError
 
-POLICIES = ("deepseek", "greedy", "refined", "incremental", "milp", "static")
+POLICIES = ("deepseek", "greedy", "refined", "incremental", "series", "milp", "static")
 
 
 def make_policy(name: str, **options: Any) -> PlacementPolicy:
@@ -31,6 +31,10 @@ def make_policy(name: str, **options: Any) -> PlacementPolicy:
                 from moe_serve.eplb.policies.incremental import IncrementalPolicy
 
                 return IncrementalPolicy(**options)
+            case "series":
+                from moe_serve.eplb.policies.series import SeriesPolicy
+
+                return SeriesPolicy(**options)
             case "milp":
                 from moe_serve.eplb.policies.exact import MilpPolicy
 

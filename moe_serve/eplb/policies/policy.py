@@ -62,6 +62,8 @@ class PlanRequest:
     excluded_ranks: ranks that get no expert at all
     uneven_shares:  also plan uneven shares of an expert's tokens over its slots (Plan.shares)
     planned_split:  "even" or "exact": how the per-batch split will share an expert's tokens over its replicas
+    series:         [W, L, E] tokens of the windows that `tokens` sums up, oldest first, for policy series; None = one
+    series_weights: [W] how much each of them counts, not all 0; None = all alike
     moe_layer_ids:  model layer of each row; () = as in current, or 0 .. L-1
     """
 
@@ -84,6 +86,8 @@ class PlanRequest:
     uneven_shares: bool = False
     planned_split: str = "even"
     min_replicas: int = 1
+    series: NDArray[np.number] | None = None
+    series_weights: tuple[float, ...] | None = None
     moe_layer_ids: tuple[int, ...] = field(default=())
 
     def __post_init__(self) -> None:
@@ -107,6 +111,7 @@ class PlanRequest:
         self._check_room(num_logical, num_ranks)
         self._check_current(num_layers, num_logical, num_ranks)
         self._check_objective(num_layers, num_logical, num_ranks)
+        self._check_series()
         ids = self.moe_layer_ids or (self.current.moe_layer_ids if self.current else tuple(range(num_layers)))
         if len(ids) != num_layers:
             raise PlacementError(f"moe_layer_ids names {len(ids)} layers but tokens has {num_layers}; give one each")
@@ -184,6 +189,21 @@ class PlanRequest:
                 raise PlacementError(f"{name} has shape {array.shape} and maximum {array.max(initial=0)}; expected "
                                      f"{shape}" + (", at most 1" if name == "activations" else ""))  # fmt: skip
             object.__setattr__(self, name, array)
+
+    def _check_series(self) -> None:
+        weights = self.series_weights
+        if self.series is not None:
+            series = _checked_load(self.series, "series", 3)
+            if series.shape[1:] != self.tokens.shape or not len(series):
+                raise PlacementError(f"series has shape {series.shape}; expected [windows, {self.tokens.shape[0]}, "
+                                     f"{self.tokens.shape[1]}], with at least one window")  # fmt: skip
+            object.__setattr__(self, "series", series)
+        num = 0 if self.series is None else len(self.series)
+        if weights is not None and (
+            len(weights) != num or not all(np.isfinite(w) and w >= 0 for w in weights) or not sum(weights)
+        ):
+            raise PlacementError(f"series_weights is {weights!r} for {num} windows; give each one a weight of at least "
+                                 "0, and not all 0")  # fmt: skip
 
     @property
     def objective_weights(self) -> dict[str, float]:

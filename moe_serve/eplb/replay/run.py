@@ -136,5 +136,7 @@ class PlannedRun:
             current=self.placement,
             by_source=np.sum(sources, axis=0) if len(sources) == whole else None,
             activations=np.sum(active, axis=0) / steps if len(active) == whole and steps else None,
+            series=np.array([record.tokens for record in self._recent]) if whole > 1 else None,
+            series_weights=tuple(s.gate.decay**age for age in range(whole)[::-1]) if whole > 1 else None,
             moe_layer_ids=self.placement.moe_layer_ids,
         )
