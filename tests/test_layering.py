@@ -106,13 +106,14 @@ EPLB_LIBRARY = {
     "placement": set(),
     "load": {"placement"},
     "repair": {"placement"},
+    "split_limit": {"placement", "load"},
     "policies": {"placement", "load", "split", "repair"},
     "planner": {"placement", "policies"},
     "split": {"placement"},
     "migration": {"placement", "policies.policy"},
     "cost": {"placement", "load", "policies.policy", "migration"},
     "planning": {"policies", "migration"},
-    "rebalance": {"placement", "load", "policies.policy", "migration", "cost", "repair"},
+    "rebalance": {"placement", "load", "policies.policy", "migration", "cost", "repair", "split_limit"},
 }
 EPLB_WORKBENCH = {
     "files": {"placement", "load"},

@@ -11,9 +11,10 @@ from moe_serve.eplb.planning.wire import Ask, MessageReader, pieces
 from moe_serve.eplb.policies.make import make_policy
 from moe_serve.eplb.policies.policy import PlanRequest
 from moe_serve.eplb.policies.series import best_edit, state_of
+from moe_serve.eplb.replay.plan_trace import TracePlanSettings, plan_from_trace
 from moe_serve.eplb.replay.replay import replay
 from moe_serve.eplb.replay.settings import ReplaySettings
-from moe_serve.errors import PlacementError
+from moe_serve.errors import ConfigError, PlacementError, TraceError
 from moe_serve.topology import Topology
 
 STEEP = 6.0
@@ -181,3 +182,24 @@ def test_a_replay_of_days_and_nights_serves_both() -> None:
     assert summed.served.mean() == pytest.approx(7 / 12)
     assert over_series.served.mean() == 1.0
     assert over_series.moves.sum() == 2
+
+
+def test_series_behind_the_gate_is_refused_because_a_gate_plans_for_one_load() -> None:
+    trace = LoadTrace.of([LoadRecord(i, 1, "decode", DAY) for i in range(3)])
+    with pytest.raises(ConfigError, match="use series without the gate"):
+        replay(trace, ["gate:series"], ReplaySettings(Topology(1, 2), 4, start=APART, history=2))
+    with pytest.raises(ConfigError, match="--history 2 or more"):
+        replay(trace, ["series"], ReplaySettings(Topology(1, 2), 4, start=APART))
+
+
+def test_one_placement_for_days_and_nights_is_planned_from_the_last_windows_of_a_trace() -> None:
+    trace = LoadTrace.of([LoadRecord(i, 1, "decode", NIGHT if i % 2 else DAY) for i in range(4)])
+    made = plan_from_trace(trace, TracePlanSettings(Topology(1, 2), 4, "series", current=APART, last=2))
+    assert made.num_windows == 2
+    assert served(made.plan.placement) == 1.0
+    for last in (0, 1, 65):
+        with pytest.raises(ConfigError, match="from 2 to 64"):
+            plan_from_trace(trace, TracePlanSettings(Topology(1, 2), 4, "series", last=last))
+    one = LoadTrace.of([LoadRecord(0, 1, "decode", DAY)])
+    with pytest.raises(TraceError, match="has 1 windows"):
+        plan_from_trace(one, TracePlanSettings(Topology(1, 2), 4, "series", last=2))

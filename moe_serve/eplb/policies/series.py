@@ -127,7 +127,8 @@ def best_edit(state: EditState, share: Floats, room: int, least: float) -> Ids |
     else:
         place, expert = np.unravel_index(int(rate.argmax()), rate.shape)
         flat[options.slot[0, place]] = expert
-    return flat.reshape(state.table.shape[1:])
+    after: Ids = flat.reshape(state.table.shape[1:])
+    return after
 
 
 def _mean(gain: Floats, by_window: Floats) -> Floats:

@@ -6,7 +6,7 @@ from numpy.typing import NDArray
 from moe_serve.eplb.placement import Placement
 from moe_serve.eplb.rebalance.events import Decision
 from moe_serve.eplb.rebalance.gate import Gate
-from moe_serve.eplb.split.limits import where_no_split_helps
+from moe_serve.eplb.split_limit import where_no_split_helps
 
 Floats = NDArray[np.float64]
 

@@ -18,7 +18,7 @@ def make_run(policy: str | PlacementPolicy, start: Placement, settings: ReplaySe
 
     policy: a name of `make_policy`, "gate:<name>" behind the gate, "live" for what the server's own settings do, or a
             policy itself
-    Raises ConfigError for an unknown name, a gated run without `settings.gate_cost`, a live run without
+    Raises ConfigError for an unknown name, a gated run of series or without `settings.gate_cost`, a live run without
     `settings.server`.
     """
     if not isinstance(policy, str):
@@ -28,8 +28,15 @@ def make_run(policy: str | PlacementPolicy, start: Placement, settings: ReplaySe
             raise ConfigError("policy 'live' is what a server's own balancer does; name its file with --like-server")
         return LiveRun(start, settings.server, settings.latency_steps)
     chosen = make_policy(policy.removeprefix(GATE))
+    if chosen.name == "series" and settings.history < 2:
+        raise ConfigError("policy 'series' plans for several windows; give --history 2 or more")
     if not policy.startswith(GATE):
         return PlannedRun(chosen.name, chosen, start, settings)
+    if chosen.name == "series":
+        raise ConfigError(
+            "policy 'series' plans for several windows, and the gate plans for one load; use series without the gate, "
+            f"or {GATE}incremental"
+        )
     if settings.gate_cost is None:
         raise ConfigError(
             f"policy {policy!r} weighs gains against costs, which needs predicted times; name --model and --hardware"

@@ -15,9 +15,11 @@ from moe_serve.eplb.policies.make import make_policy
 from moe_serve.eplb.policies.policy import Plan, PlanRules
 from moe_serve.eplb.replay.settings import starting_placement
 from moe_serve.eplb.replay.terminal import printed, text_console
-from moe_serve.eplb.split.limits import where_no_split_helps
-from moe_serve.errors import TraceError
+from moe_serve.eplb.split_limit import where_no_split_helps
+from moe_serve.errors import ConfigError, TraceError
 from moe_serve.topology import Topology
+
+MAX_SERIES = 64  # windows; a plan takes time in proportion to them
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,10 +55,23 @@ class TracePlanSettings:
 
 
 def plan_from_trace(trace: LoadTrace, settings: TracePlanSettings) -> MadePlan:
-    """Returns a plan for the sum of a trace's windows. Raises TraceError when the trace has none."""
-    tokens, num_windows = _summed(trace, settings.last)
+    """Returns a plan for the sum of a trace's windows; policy series plans for each of the last ones, all alike.
+
+    Raises TraceError when the trace has none, ConfigError for policy series without 2 to MAX_SERIES windows.
+    """
+    series = None
+    if settings.policy == "series":
+        series = _last_windows(trace, settings.last)
+        tokens, num_windows = series.sum(axis=0), len(series)
+    else:
+        tokens, num_windows = _summed(trace, settings.last)
     request = settings.rules.request(
-        tokens, settings.topology, settings.num_slots, current=settings.current, moe_layer_ids=trace.moe_layer_ids
+        tokens,
+        settings.topology,
+        settings.num_slots,
+        current=settings.current,
+        series=series,
+        moe_layer_ids=trace.moe_layer_ids,
     )
     chosen = make_policy(settings.policy)
     before = settings.current or starting_placement(trace, settings.topology, settings.num_slots)
@@ -64,6 +79,22 @@ def plan_from_trace(trace: LoadTrace, settings: TracePlanSettings) -> MadePlan:
     if settings.fill:
         made = _filled(made, tokens)
     return MadePlan(made, before, settings.current is not None, tokens, num_windows, settings.policy, trace.source)
+
+
+def _last_windows(trace: LoadTrace, last: int) -> NDArray[np.int64]:
+    """Returns the tokens [W, L, E] of the last windows."""
+    if not 2 <= last <= MAX_SERIES:
+        raise ConfigError(
+            "policy series plans for single windows; name how many of the last ones with --last, from 2 to "
+            f"{MAX_SERIES}"
+        )
+    recent = deque((record.tokens for record in trace), maxlen=last)
+    if len(recent) < 2:
+        raise TraceError(
+            f"{trace.source or 'the trace'} has {len(recent)} windows, and policy series plans for at least 2; fold "
+            "fewer steps into a window, or use policy refined"
+        )
+    return np.array(recent)
 
 
 def _summed(trace: LoadTrace, last: int) -> tuple[NDArray[np.int64], int]:

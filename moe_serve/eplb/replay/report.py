@@ -15,7 +15,7 @@ from moe_serve.eplb.replay.report_decisions import decision_table
 from moe_serve.eplb.replay.report_units import MISSING, as_bytes, as_number, as_percent, as_seconds
 from moe_serve.eplb.replay.result import CEILING, FLOOR, PolicyResult, ReplayReport
 from moe_serve.eplb.replay.terminal import printed, text_console
-from moe_serve.eplb.split.limits import where_no_split_helps
+from moe_serve.eplb.split_limit import where_no_split_helps
 
 
 def to_table(report: ReplayReport, width: int | None = None, color: bool = False) -> str:

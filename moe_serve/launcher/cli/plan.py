@@ -27,7 +27,9 @@ class PlanCommandOptions(opt.ReportOptions, opt.PlanOptions, opt.TraceOptions, o
         "moe_serve"
     )
     policy: Annotated[str, typer.Option("--policy", "-p", help="Balancer.")] = "refined"
-    last: Annotated[int, typer.Option(min=0, help="Plan on the last so many windows only; 0 = on all.")] = 0
+    last: Annotated[
+        int, typer.Option(min=0, help="Plan on the last so many windows only; 0 = on all; 2 to 64 for -p series.")
+    ] = 0
     num_model_layers: opt.ModelLayers = None
 
 

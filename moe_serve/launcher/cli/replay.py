@@ -41,7 +41,8 @@ class ReplayOptions(opt.PageOptions, opt.CostOptions, opt.PlanOptions, opt.Trace
         typer.Option(
             "--policy",
             "-p",
-            help="deepseek, greedy, refined, incremental, static; 'gate:NAME' moves only when it pays. "
+            help="deepseek, greedy, refined, incremental, static; series plans for each of --history windows, not for "
+            "their sum; 'gate:NAME' moves only when it pays. "
             "Repeat the option.",
             show_default="deepseek greedy refined incremental",
         ),
