@@ -1,13 +1,17 @@
 """Shows a system as it starts: one line for each rank, and the ranks' own output above. To stderr.
 
 On a terminal the lines are updated in place; elsewhere (a file, a container's log) each new phase is one plain line.
+Lines that cannot be written are lost, and nothing else: the disk may be full, or the reader of a pipe gone.
 """
 
+import io
+import os
+import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
 from types import TracebackType
-from typing import Self
+from typing import Self, TextIO, cast
 
 from rich.console import Console, RenderableType
 from rich.live import Live
@@ -16,13 +20,55 @@ from rich.table import Table
 from rich.text import Text
 
 
+class LastingLog(io.TextIOBase):
+    """A stream that goes on where the one below fails, and says there how much was lost once that works again."""
+
+    def __init__(self, stream: TextIO):
+        self._stream = stream
+        self._num_lost = 0  # texts, of a line each
+        self._why = ""
+
+    def write(self, text: str) -> int:
+        try:
+            if self._num_lost:
+                self._stream.write(f"{self._num_lost} lines before this one could not be written ({self._why})\n")
+                self._stream.flush()
+                self._num_lost = 0
+            self._stream.write(text)
+            self._stream.flush()
+        except OSError as error:
+            self._num_lost, self._why = self._num_lost + 1, error.strerror or str(error)
+        return len(text)
+
+    def end(self) -> None:
+        """Drops what could not be written: Python would fail on it at its end, with an exit code of its own."""
+        try:
+            self._stream.flush()
+        except OSError:
+            null = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(null, self._stream.fileno())
+            os.close(null)
+            self._stream.flush()
+
+    def isatty(self) -> bool:
+        return self._stream.isatty()
+
+    def fileno(self) -> int:
+        return self._stream.fileno()
+
+    @property
+    def encoding(self) -> str:  # type: ignore[override]
+        return self._stream.encoding
+
+
 class StartDisplay:
     """Shows the phase of each rank until the system is ready. A context manager; threads may call its methods."""
 
     def __init__(self, num_ranks: int, console: Console | None = None, reword: Callable[[str], str] = str):
         """reword: is given each line before it is printed"""
         self._reword = reword
-        self.console = console or Console(stderr=True, highlight=False)
+        self._log = LastingLog(sys.stderr)
+        self.console = console or Console(file=cast(TextIO, self._log), highlight=False)
         self._phases = ["starting Python"] * num_ranks
         self._fractions = [0.0] * num_ranks
         self._started_s = time.monotonic()
@@ -39,6 +85,7 @@ class StartDisplay:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.stop()
+        self._log.end()
 
     @property
     def elapsed_s(self) -> float:

@@ -1,0 +1,61 @@
+"""The display of a start goes on where its lines cannot be written."""
+
+import io
+import os
+
+import pytest
+
+from moe_serve.launcher.display import LastingLog, StartDisplay
+
+
+class FullDisk(io.StringIO):
+    """A file that fails while the disk is full."""
+
+    is_full = True
+
+    def write(self, text: str) -> int:
+        if self.is_full:
+            raise OSError(28, "No space left on device")
+        return super().write(text)
+
+
+def show(display: StartDisplay) -> None:
+    """All that the threads and the launcher print."""
+    display.phase(0, "loading weights", 0.5)
+    display.line("rank 1", "a line of a rank")
+    display.note("the rank 1 was killed", style="red")
+
+
+@pytest.mark.parametrize("reason", ["full disk", "reader gone"])
+def test_a_launcher_whose_lines_cannot_be_written_goes_on(monkeypatch, reason):
+    if reason == "full disk":
+        descriptor = os.open("/dev/full", os.O_WRONLY)
+    else:
+        reader, descriptor = os.pipe()
+        os.close(reader)
+    with open(descriptor, "w", encoding="utf-8") as stderr:
+        monkeypatch.setattr("sys.stderr", stderr)
+        with StartDisplay(2) as display:
+            show(display)
+            show(display)  # the reader of a pipe is missed by the second write at the latest
+        stderr.flush()  # as Python does at its end, where a failure changes the exit code
+
+
+def test_a_log_says_how_many_lines_were_lost_once_there_is_room_again(monkeypatch):
+    disk = FullDisk()
+    monkeypatch.setattr("sys.stderr", disk)
+    display = StartDisplay(2)
+    show(display)
+    disk.is_full = False
+    display.note("the disk has room again")
+    expected = "3 lines before this one could not be written (No space left on device)\nthe disk has room again\n"
+    assert disk.getvalue() == expected
+
+
+def test_a_log_is_a_terminal_where_the_stream_below_is():
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    assert LastingLog(Terminal()).isatty()
+    assert not LastingLog(io.StringIO()).isatty()
