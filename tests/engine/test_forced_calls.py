@@ -2,10 +2,13 @@
 
 import json
 from dataclasses import replace
+from typing import Any
 
 import msgspec
+import pytest
 
 from moe_serve.config import load_config, model_dir
+from moe_serve.errors import RequestError
 from moe_serve.models.tokenizer import Tokenizer
 from moe_serve.server.openai.output_parser import NewOutput, whole_message
 from moe_serve.server.openai.parsed_output import OutputParsers
@@ -13,6 +16,7 @@ from moe_serve.server.openai.tools import ReasoningUse, ToolUse
 from tests.engine.offline import prompts_with_shared_beginnings, submits_of
 from tests.engine.test_identity import PLAIN, SEEDS
 from tests.engine.test_structured import SAMPLED, serve_at_once
+from tests.structured.test_grammar import TEXT, matcher_of
 
 CHOICE = {
     "type": "object",
@@ -43,3 +47,45 @@ def test_forced_calls_are_calls_of_the_clients_functions() -> None:
             arguments = json.loads(call["function"]["arguments"])
             assert arguments in (({"n": 1}, {"n": 22}) if call["function"]["name"] == "pick" else ({},))
     assert num_whole == len(submits)
+
+
+CLOSED = {"type": "object", "additionalProperties": False}
+NODE = {"anyOf": [{"$ref": "#"}, {"type": "null"}]}
+
+
+@pytest.mark.parametrize(
+    ("schema", "good", "bad"),
+    [
+        ({"properties": {"definitions": {"type": "integer"}}}, {"definitions": 1}, {"definitions": "x"}),
+        (
+            {"properties": {"default": {"$ref": "#/definitions/N"}}, "definitions": {"N": {"type": "integer"}}},
+            {"default": 1},
+            {"default": "x"},
+        ),
+        (
+            {"properties": {"v": {"type": "integer"}, "child": NODE}},
+            {"v": 1, "child": {"v": 2, "child": None}},
+            {"v": 1, "child": {"v": "x", "child": None}},
+        ),
+        ({"properties": {"a": {"type": "integer"}, "b": {"$ref": "#/properties/a"}}}, {"a": 1, "b": 2}, {"b": "x"}),
+        ({"properties": {"a": {"const": {"$ref": "#/x"}}}}, {"a": {"$ref": "#/x"}}, {"a": {"$ref": "#/y"}}),
+        ({"type": ["object", "null"]}, {}, None),
+    ],
+    ids=["definitions", "default", "recursion", "pointer", "const", "null"],
+)
+@pytest.mark.parametrize("choice", ["named", "required"])
+def test_forced_calls_have_the_form_of_any_schema(choice: Any, schema: dict[str, Any], good: Any, bad: Any) -> None:
+    constraint = ToolUse({"f.1": {**CLOSED, "required": [*good], **schema}}, choice, "f.1").constraint()
+    assert constraint is not None
+
+    def may_be(arguments: Any) -> bool:
+        text = json.dumps(arguments if choice == "named" else [{"name": "f.1", "parameters": arguments}])
+        matcher = matcher_of(constraint.kind, constraint.text)
+        try:
+            matcher.advance(TEXT.encode(text, add_special_tokens=False))
+        except RequestError:
+            return False
+        return matcher.may_end
+
+    assert may_be(good)
+    assert not may_be(bad)

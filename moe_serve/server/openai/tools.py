@@ -15,7 +15,8 @@ MAX_TOOLS = 128
 MAX_BYTES = 1 << 20  # of all tools, as JSON
 # llguidance's word for JSON as json.dumps writes it: a model cannot lose itself in spaces between the values.
 _ONE_LINE = {"x-guidance": {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}}
-_DEFINITIONS = ("$defs", "definitions")
+_DATA = ("const", "enum", "default", "examples")  # words of a schema whose values are no schemas
+_BY_NAME = ("properties", "patternProperties", "dependentSchemas", "$defs", "definitions")  # and those that have some
 _NAME = re.compile(r"[A-Za-z0-9_.:-]{1,64}\Z")
 
 
@@ -47,22 +48,16 @@ class ToolUse:
         calls = [
             {
                 "type": "object",
-                "properties": {"name": {"const": name}, "parameters": _moved(_object_schema(schema), name)},
+                "properties": {"name": {"const": name}, "parameters": {"$ref": f"#/$defs/{name}"}},
                 "required": ["name", "parameters"],
                 "additionalProperties": False,
             }
-            for name, schema in self.schemas.items()
+            for name in self.schemas
         ]
         most = {} if self.parallel else {"maxItems": 1}
-        # References count from the root, so what they name goes there.
-        definitions: dict[str, dict[str, Any]] = {key: {} for key in _DEFINITIONS}
-        for name, schema in self.schemas.items():
-            for key in _DEFINITIONS:
-                given = schema.get(key)
-                if isinstance(given, dict):
-                    definitions[key] |= {f"{name}.{at}": _moved(part, name) for at, part in given.items()}
+        schemas = {name: _moved(_object_schema(schema), name) for name, schema in self.schemas.items()}
         return schema_constraint(
-            {"type": "array", "minItems": 1, **most, "items": {"anyOf": calls}, **definitions, **_ONE_LINE}
+            {"type": "array", "minItems": 1, **most, "items": {"anyOf": calls}, "$defs": schemas, **_ONE_LINE}
         )
 
 
@@ -150,19 +145,25 @@ def _schemas(tools: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
 
 
 def _moved(schema: Any, name: str) -> Any:
-    """Returns a schema whose definitions stand elsewhere, under the name of its function and their own."""
+    """Returns a schema that stands under its function's name in `$defs`: references count from the root."""
     if isinstance(schema, list):
         return [_moved(part, name) for part in schema]
     if not isinstance(schema, dict):
         return schema
-    moved = {key: _moved(part, name) for key, part in schema.items() if key not in _DEFINITIONS}
+    moved: dict[str, Any] = {}
+    for key, part in schema.items():
+        if key in _BY_NAME and isinstance(part, dict):
+            moved[key] = {own: _moved(inner, name) for own, inner in part.items()}
+        else:
+            moved[key] = part if key in _DATA else _moved(part, name)
     reference = schema.get("$ref")
-    for key in _DEFINITIONS:
-        if isinstance(reference, str) and reference.startswith(f"#/{key}/"):
-            moved["$ref"] = f"#/{key}/{name}.{reference.removeprefix(f'#/{key}/')}"
+    if isinstance(reference, str) and (reference == "#" or reference.startswith("#/")):
+        moved["$ref"] = f"#/$defs/{name}{reference.removeprefix('#')}"
     return moved
 
 
 def _object_schema(schema: dict[str, Any]) -> dict[str, Any]:
     """Returns a schema whose values are objects: arguments always are."""
-    return schema if schema.get("type") == "object" or "$ref" in schema else {"type": "object", **schema}
+    kind = schema.get("type", "object")
+    is_one_of = isinstance(kind, list) and "object" in kind
+    return schema if "$ref" in schema else {**schema, "type": "object" if is_one_of else kind}
