@@ -94,6 +94,18 @@ DEEPSEEK = """{% if not add_generation_prompt is defined %}{% set add_generation
 {%- if message['role'] == 'tool' %}{{- '<|tool output|>' + message['content'] + '<|tool output end|>' }}{%- endif %}
 {%- endfor %}
 {%- if add_generation_prompt %}{{- '<|Assistant|>' }}{%- endif %}"""
+DEEPSEEK_R1 = """{{ bos_token }}{%- for message in messages %}
+{%- if message['role'] == 'user' %}{{- '<|User|>' + message['content'] }}{%- endif %}
+{%- if message['role'] == 'assistant' and message['content'] is none %}
+{%- for tool in message['tool_calls'] %}
+{{- '<|tool call begin|>' + tool['function']['name'] + '\\n' + tool['function']['arguments'] + '<|tool call end|>' }}
+{%- endfor %}
+{%- endif %}
+{%- if message['role'] == 'assistant' and message['content'] is not none %}
+{{- '<|Assistant|>' + message['content'] + eos_token }}
+{%- endif %}
+{%- if message['role'] == 'tool' %}{{- '<|tool output|>' + message['content'] + '<|tool output end|>' }}{%- endif %}
+{%- endfor %}"""
 GPT_OSS = """{%- macro typed(param) -%}
     {%- if param.type == "array" -%}{{- typed(param['items']) ~ "[]" -}}{%- else -%}{{- param.type -}}{%- endif -%}
 {%- endmacro -%}
@@ -121,7 +133,9 @@ GPT_OSS = """{%- macro typed(param) -%}
     {%- else -%}{{- "<|start|>" + message.role + "<|message|>" + message.content + "<|end|>" }}{%- endif -%}
 {%- endfor -%}
 {%- if add_generation_prompt -%}{{- "<|start|>assistant" }}{%- endif -%}"""
-TEMPLATES = {"Qwen3": QWEN3, "Mixtral": MIXTRAL, "DeepSeek": DEEPSEEK, "gpt-oss": GPT_OSS}
+TEMPLATES = {
+    "Qwen3": QWEN3, "Mixtral": MIXTRAL, "DeepSeek": DEEPSEEK, "DeepSeek-R1": DEEPSEEK_R1, "gpt-oss": GPT_OSS,
+}  # fmt: skip
 
 TOKENS = {"bos_token": "<s>", "eos_token": "</s>"}
 TOOLS = [
@@ -188,10 +202,11 @@ def test_a_template_gives_what_it_gives_in_transformers(name, case):
     messages, fields = CASES[case]
     asked = job(TEMPLATES[name], messages, **fields)
     rendered = render(asked)
-    if name == "DeepSeek" and messages is CALLED:  # it wants the arguments of calls as text
+    if name.startswith("DeepSeek") and messages is CALLED:  # it wants the arguments of calls as text
         text = json.dumps(CALL["function"]["arguments"], ensure_ascii=False)
         called = {**CALL, "function": {**CALL["function"], "arguments": text}}
-        messages = [*messages[:-2], {**messages[-2], "tool_calls": [called]}, messages[-1]]
+        content = None if name == "DeepSeek-R1" else ""  # which a client may send for either
+        messages = [*messages[:-2], {**messages[-2], "content": content, "tool_calls": [called]}, messages[-1]]
     if rendered.text is None:
         with pytest.raises((TemplateError, ValueError)) as caught:
             of_transformers(asked, messages)

@@ -8,6 +8,7 @@ process of its own with bounded memory, and a bounded time of a core. It may use
 import datetime
 import functools
 import json
+import re
 from typing import Any
 
 import msgspec
@@ -24,6 +25,8 @@ from moe_serve.server.helpers.helper_loop import serve_jobs, unbounded_time
 
 _MAX_MEMORY_BYTES = 1 << 30
 _MOST_COMPILED = 8  # templates that are kept compiled
+# DeepSeek-R1's writes the calls of messages whose content is none, and no others; GLM-4.5's would write "None".
+_ASKS_FOR_NONE = re.compile(r"""\bcontent(?:['"]\s*\])?\s+is\s+(?:not\s+)?none\b""")
 _TAG = "CONTINUE_FINAL_MESSAGE_TAG "  # marks where the last message ends, to cut the text there
 
 
@@ -57,10 +60,11 @@ def render(job: RenderJob) -> Rendered:
 
 
 def _render(job: RenderJob) -> str:
-    messages = [dict(message) for message in job.messages]
+    asks_for_none = _ASKS_FOR_NONE.search(job.template) is not None
+    messages = [_without_content(each) if asks_for_none else dict(each) for each in job.messages]
     continued = None
     if job.continue_final_message:
-        continued = messages[-1]["content"]
+        continued = job.messages[-1]["content"]
         messages[-1]["content"] = continued + _TAG
     pieces, num_chars = [], 0
     template = _compiled(job.template)
@@ -77,6 +81,11 @@ def _render(job: RenderJob) -> str:
             raise _OutputTooLong
     text = "".join(pieces)
     return text if continued is None else _cut_at_tag(text, continued)
+
+
+def _without_content(message: dict[str, Any]) -> dict[str, Any]:
+    """Returns a message with none where it has tool calls and no text."""
+    return {**message, "content": None} if "tool_calls" in message and not message["content"] else dict(message)
 
 
 def _cut_at_tag(text: str, continued: str) -> str:
