@@ -215,6 +215,14 @@ def test_a_template_gives_what_it_gives_in_transformers(name, case):
         assert rendered.text == of_transformers(asked, messages)
 
 
+@pytest.mark.parametrize("name", ["Qwen3", "DeepSeek"])
+def test_a_developer_is_the_system_where_the_template_knows_none(name):
+    messages = [{**SYSTEM[0], "role": "developer"}, *TURNS]
+    assert "Be brief." in (render(job(TEMPLATES[name], messages)).text or "")
+    assert render(job(TEMPLATES[name], messages)) == render(job(TEMPLATES[name], SYSTEM))
+    assert "<|start|>developer<|message|>Be brief." in (render(job(GPT_OSS, messages)).text or "")
+
+
 def test_messages_that_a_template_refuses_are_refused_in_its_words():
     rendered = render(job(MIXTRAL, [TURNS[0], TURNS[0]]))
     assert "roles must alternate" in rendered.message

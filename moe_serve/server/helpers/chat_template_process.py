@@ -60,8 +60,7 @@ def render(job: RenderJob) -> Rendered:
 
 
 def _render(job: RenderJob) -> str:
-    asks_for_none = _ASKS_FOR_NONE.search(job.template) is not None
-    messages = [_without_content(each) if asks_for_none else dict(each) for each in job.messages]
+    messages = _as_known_to(job.template, job.messages)
     continued = None
     if job.continue_final_message:
         continued = job.messages[-1]["content"]
@@ -83,9 +82,17 @@ def _render(job: RenderJob) -> str:
     return text if continued is None else _cut_at_tag(text, continued)
 
 
-def _without_content(message: dict[str, Any]) -> dict[str, Any]:
-    """Returns a message with none where it has tool calls and no text."""
-    return {**message, "content": None} if "tool_calls" in message and not message["content"] else dict(message)
+def _as_known_to(template: str, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Returns messages in the words of a template that knows others for the same, and would leave them out."""
+    knows_developers = "developer" in template
+    asks_for_none = _ASKS_FOR_NONE.search(template) is not None
+    known = [dict(message) for message in messages]
+    for message in known:
+        if message["role"] == "developer" and not knows_developers:
+            message["role"] = "system"
+        if asks_for_none and "tool_calls" in message and not message["content"]:
+            message["content"] = None
+    return known
 
 
 def _cut_at_tag(text: str, continued: str) -> str:
