@@ -91,7 +91,7 @@ class CompletionAnswers:
 
     def _prompt_text(self, index: int, request: OpenRequest) -> str:
         """Returns the text of a choice's prompt, as the client sent it or as its tokens decode."""
-        prompt = self._given.call.prompts[index // self._options.taken.params.num_samples]
+        prompt = self._given.call.prompts[index // self._options.taken.params.n]
         if prompt.text is not None:
             return prompt.text
         skips = request.spec.params.skip_special_tokens

@@ -18,7 +18,6 @@ _RENAMED = {"max_output_tokens": "max_completion_tokens"}
 # Known fields that change nothing here, with the values that are accepted besides null; None: any
 _NOTED: Mapping[str, tuple[Any, ...] | None] = {
     "store": None,
-    "include": None,
     "truncation": ("disabled",),
     "background": (False,),
     "max_tool_calls": (),
@@ -26,7 +25,9 @@ _NOTED: Mapping[str, tuple[Any, ...] | None] = {
     "conversation": (),
     "prompt": (),
     "context_management": (),
+    "top_logprobs": (0,),
 }
+_LOGPROBS = "message.output_text.logprobs"
 _ECHOED = ("instructions", "metadata", "max_output_tokens", "user", "reasoning", "text")
 NOT_HERE = ("messages", "n", "max_tokens", "max_completion_tokens", "response_format", "reasoning_effort", "logprobs")
 
@@ -55,6 +56,9 @@ def parse_response(body: bytes, max_prompts: int) -> ResponseRequest:
         value = content.pop(name, None)
         if value is not None and accepted is not None and value not in accepted:
             raise RequestError(f"{name} is {show(value)}, but this is not supported; leave it out", field=name)
+    include = content.pop("include", None)  # what else is known asks for items that do not come here
+    if isinstance(include, list) and _LOGPROBS in include:
+        raise RequestError(f"include holds {_LOGPROBS}, but only chats have logprobs; leave it out", field="include")
     chat = {_RENAMED.get(name, name): value for name, value in content.items()}
     chat["messages"] = _messages(chat.pop("instructions", None), chat.pop("input", None))
     chat["tools"] = _tools(chat.pop("tools", None))

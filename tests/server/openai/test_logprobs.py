@@ -102,3 +102,12 @@ async def test_the_best_of_several_completions_and_all_of_them_in_the_usage():
     assert best["usage"]["prompt_tokens"] == 1
     assert refused.status_code == 400
     assert refused.json()["error"]["param"] == "best_of"
+
+
+@in_event_loop
+async def test_the_best_completion_of_each_prompt_follows_its_own_prompt():
+    async with serving() as served:
+        answer = await post(served, COMPLETIONS, prompt=["def f", "import os"], best_of=3, echo=True, **FOUR)
+    first, second = answer.json()["choices"]
+    assert first["text"].startswith("def f")
+    assert second["text"].startswith("import os")

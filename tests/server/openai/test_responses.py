@@ -88,7 +88,7 @@ async def test_a_conversation_is_sent_whole(tmp_path: Path):
         response = await post(served, RESPONSES, input=items, tools=TOOLS, tool_choice="auto", max_output_tokens=9)
         messages = json.loads(TEXT.decode(served.workers[0].submitted[0].prompt_ids))
     assert response.status_code == 200, response.text
-    assert [message["role"] for message in messages] == ["developer", "user", "assistant", "tool"]
+    assert [message["role"] for message in messages] == ["system", "user", "assistant", "tool"]
     assert messages[2]["reasoning_content"] == "Where?"
     assert messages[2]["content"] == "I look."
     assert messages[2]["tool_calls"][0]["function"]["arguments"] == {"city": "Paris"}
@@ -119,6 +119,8 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"input": "hi", "tools": [{"type": "web_search"}]}, "tools[0]"),
     ({"input": "hi", "max_output_tokens": 500}, "max_output_tokens"),
     ({"input": "hi", "maxtokens": 5}, "maxtokens"),
+    ({"input": "hi", "include": ["reasoning.encrypted_content", "message.output_text.logprobs"]}, "include"),
+    ({"input": "hi", "top_logprobs": 5}, "top_logprobs"),
 ]
 
 
