@@ -1,7 +1,8 @@
 """The forms in which a rank keeps its expert weights (`model.expert_weights`), and the tensors of a slot in each form.
 
 dense   gate_up and down in the compute dtype; for the compiled CPU kernels in bfloat16 where they are stored so
-fp8     the e4m3 values of an FP8 checkpoint with its float32 scale for each 128 x 128 block: half of bfloat16
+fp8     the e4m3 values of an FP8 checkpoint with its float32 scale for each 128 x 128 block, or each output channel,
+        which a scale of a whole tensor becomes: half of bfloat16
 int8    a float32 scale for each output channel, quantised at load, CPU only: a quarter of float32, with numbers that
         differ from the checkpoint's
 mxfp4   the numbers of four bits of an MXFP4 checkpoint with a power of two for each 32, for the compiled CPU kernels
@@ -22,8 +23,9 @@ import torch
 
 from moe_serve.errors import ConfigError
 from moe_serve.kernels.activation import SILU, Activation
-from moe_serve.kernels.block_scales import GROUP, num_groups, num_scale_rows
+from moe_serve.kernels.block_scales import num_groups, num_scale_rows
 from moe_serve.kernels.cpu.packed import gate_up_size, packed_size
+from moe_serve.kernels.fp8_block import GROUP, Fp8Block
 from moe_serve.kernels.grouped_gemm_int8 import has_vnni
 from moe_serve.kernels.mxfp4_block import MXFP4_BLOCK
 
@@ -34,7 +36,7 @@ PARTS: Mapping[str, int] = {"gate_up": 2, "down": 1}  # matrices of an expert: n
 
 def choose_expert_form(
     wanted: str,
-    fp8_block: int | None,
+    fp8_block: Fp8Block | None,
     device_type: str,
     has_e4m3: bool,
     compiled: bool = False,
@@ -42,7 +44,7 @@ def choose_expert_form(
 ) -> ExpertForm:
     """Returns the form that the setting selects for this checkpoint and device.
 
-    wanted: model.expert_weights;  fp8_block: edge of the checkpoint's scale blocks, None where it is not FP8
+    wanted: model.expert_weights;  fp8_block: what shares a scale in the checkpoint, None where it is not FP8
     has_e4m3: whether the GPU multiplies e4m3 (sm_89 and later), or compiled kernels widen what is stored so
     compiled: whether the compiled CPU kernels compute
     in_mxfp4: whether the checkpoint has its experts in MXFP4
@@ -53,7 +55,7 @@ def choose_expert_form(
         case "auto":
             if in_mxfp4 and compiled:
                 return "mxfp4"
-            return "fp8" if has_e4m3 and fp8_block == GROUP else "dense"
+            return "fp8" if has_e4m3 and fp8_block is not None and fp8_block.is_kept else "dense"
         case "dense":
             return "dense"
         case "fp8":
@@ -62,10 +64,10 @@ def choose_expert_form(
                     "model.expert_weights is fp8 but the checkpoint is not FP8 (config.json has no FP8 "
                     "quantization_config); fp8 keeps the values of an FP8 checkpoint: set model.expert_weights: auto"
                 )
-            if fp8_block != GROUP:
+            if not fp8_block.is_kept:
                 raise ConfigError(
-                    f"model.expert_weights is fp8 but the checkpoint has blocks of {fp8_block} x {fp8_block} and the "
-                    f"kernels take {GROUP} x {GROUP}; set model.expert_weights: dense"
+                    f"model.expert_weights is fp8 but the checkpoint has {fp8_block} and the kernels take "
+                    f"{GROUP} x {GROUP}, or scales per channel or tensor; set model.expert_weights: dense"
                 )
             if on_gpu and not has_e4m3:
                 raise ConfigError(
@@ -115,6 +117,7 @@ class SlotForm:
 
     hidden, width: H and I;  dtype: of the values in form dense
     packed: whether matrices are packed for the compiled CPU kernels
+    by_channel: whether form fp8 has a scale for each output channel, not for each 128 x 128
     has_bias: whether gate, up and down have biases, which are float32 in every form
     activation: between gate and up, and down
     """
@@ -124,6 +127,7 @@ class SlotForm:
     width: int
     dtype: torch.dtype
     packed: bool = False
+    by_channel: bool = False
     has_bias: bool = False
     activation: Activation = SILU
 
@@ -152,8 +156,8 @@ class SlotForm:
         """Shape and dtype of each tensor, by name.
 
         gate_up: [2 I, H], gate rows first;  down: [H, I];  packed ones: [elements];  NAME_scale: fp8
-        [parts x ceil(n / parts / 128), ceil(k / 128)] for a matrix of n x k, int8 [n], mxfp4 [n, k / 32], packed as
-        the matrix is, which has two numbers in a byte, [n, k / 2];  NAME_bias: [n] float32
+        [parts x ceil(n / parts / 128), ceil(k / 128)] for a matrix of n x k, by channel [n], int8 [n], mxfp4
+        [n, k / 32], packed as the matrix is, which has two numbers in a byte, [n, k / 2];  NAME_bias: [n] float32
         """
         tensors: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
         for name, (n, k) in {"gate_up": (2 * self.width, self.hidden), "down": (self.hidden, self.width)}.items():
@@ -163,7 +167,8 @@ class SlotForm:
                     tensors[name] = shape, self.dtype
                 case "fp8":
                     tensors[name] = shape, torch.float8_e4m3fn
-                    tensors[scale_of(name)] = (num_scale_rows(n, PARTS[name]), num_groups(k)), torch.float32
+                    blocks = num_scale_rows(n, PARTS[name]), num_groups(k)
+                    tensors[scale_of(name)] = (n,) if self.by_channel else blocks, torch.float32
                 case "int8":
                     tensors[name] = shape, torch.int8
                     tensors[scale_of(name)] = (n,), torch.float32

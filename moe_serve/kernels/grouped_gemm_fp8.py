@@ -1,27 +1,25 @@
-"""Grouped GEMM on FP8 experts as in DeepSeek-V3 checkpoints: e4m3 rows with a scale for every 1 x 128 values, e4m3
-weights with a scale for every 128 x 128 block. Sums are float32; on a GPU each block of 128 is scaled before it is
-added.
+"""Grouped GEMM on FP8 experts: e4m3 rows with a scale for every 1 x 128 values, e4m3 weights with a scale for every
+128 x 128 block, as in DeepSeek-V3 checkpoints, or for every output channel. Sums are float32; on a GPU each block of
+128 is scaled before it is added, and the scales of channels multiply the sums.
 """
 
 import torch
 from torch import Tensor
 
-from moe_serve.kernels.block_scales import (
-    E4M3_MAX,
-    GROUP,
-    SMALLEST_AMAX,
-    BlockScaled,
-    num_groups,
-    num_scale_rows,
-)
+from moe_serve.kernels.block_scales import E4M3_MAX, SMALLEST_AMAX, BlockScaled, num_groups, num_scale_rows
+from moe_serve.kernels.fp8_block import GROUP
 from moe_serve.kernels.grouped_gemm import grouped_gemm
 from moe_serve.kernels.numerics import FAST, Numerics
 from moe_serve.kernels.quantize import dequantize_reference, e4m3_over_256
 
 
-def quantize_weight(weight: Tensor, parts: int = 1) -> BlockScaled:
-    """Returns weight [groups, n, k] in e4m3, the largest value of each block at 448."""
+def quantize_weight(weight: Tensor, parts: int = 1, by_channel: bool = False) -> BlockScaled:
+    """Returns weight [groups, n, k] in e4m3, the largest value of each block, or of each row, at 448."""
     groups, n, k = weight.shape
+    if by_channel:
+        amax = weight.float().abs().amax(2, keepdim=True).clamp(min=SMALLEST_AMAX)
+        q = (weight * (E4M3_MAX / amax)).clamp(-E4M3_MAX, E4M3_MAX)
+        return BlockScaled(q.to(torch.float8_e4m3fn), (amax / E4M3_MAX).squeeze(2), parts)
     height = n // parts
     stacks = weight.float().reshape(groups * parts, height, k)
     padded = torch.nn.functional.pad(stacks, (0, -k % GROUP, 0, -height % GROUP))
@@ -96,7 +94,9 @@ def slab_gemm_fp8(
 
 def _scale_of_rows(weight: BlockScaled) -> Tensor:
     """Returns [groups, n, ceil(k / 128)]: the scales of each row of the matrices."""
-    groups, n, _ = weight.q.shape
+    groups, n, k = weight.q.shape
+    if weight.by_channel:
+        return weight.scale[..., None].expand(-1, -1, num_groups(k))
     height = n // weight.parts
     stacks = weight.scale.view(groups, weight.parts, num_groups(height), -1)
     return stacks.repeat_interleave(GROUP, 2)[:, :, :height].flatten(1, 2)

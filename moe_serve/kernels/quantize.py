@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from moe_serve.kernels.block_scales import E4M3_MAX, GROUP, SMALLEST_AMAX, num_groups
+from moe_serve.kernels.block_scales import E4M3_MAX, SMALLEST_AMAX, num_groups
+from moe_serve.kernels.fp8_block import GROUP
 
 
 def quantize_reference(x: Tensor) -> tuple[Tensor, Tensor]:

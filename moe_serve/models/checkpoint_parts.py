@@ -9,6 +9,7 @@ from moe_serve.models.safetensors_header import ITEM_BYTES, StoredTensor
 from moe_serve.models.spec import ModelSpec
 from moe_serve.models.weight_plan import ExpertTensor, Part, dense_tensors, expert_tensors, is_ignored
 
+SCALE_DTYPES = ("F32", "BF16", "F16")
 NAMED_IN_A_MESSAGE = 8  # tensors of each kind; a wrong folder would name thousands
 
 
@@ -38,8 +39,9 @@ class CheckpointParts:
             if name is None:
                 self._missing.append(part.source)
                 continue
-            known |= {name, scale_name(name)}
+            known |= {name, self.scale_name(name)}
             self._check_part(name, part)
+        self._check_order_of_fp8()
         extra = (name for name in self._tensors if name not in known and not is_ignored(self._spec, name))
         problems = [
             f"{len(names)} {what}: {', '.join(names[:NAMED_IN_A_MESSAGE])}{', ..' * (len(names) > NAMED_IN_A_MESSAGE)}"
@@ -65,16 +67,35 @@ class CheckpointParts:
             self._unreadable.append(f"{name} ({shown(tensor.dtype_name)[1:-1]})")
         if not tensor.dtype_name.startswith("F8"):
             return
-        block, scale = self._spec.fp8_block, scale_name(name)
+        block, scale = self._spec.fp8_block, self.scale_name(name)
         if block is None:
             self._unreadable.append(f"{name} (FP8, but config.json has no quantization_config)")
             return
+        if len(part.shape) < 2:
+            self._unreadable.append(f"{name} (FP8, which only matrices are)")
+            return
         stored = self._tensors.get(scale)
-        wanted = (*part.shape[:-2], -(-part.shape[-2] // block), -(-part.shape[-1] // block))
+        wanted = (*part.shape[:-2], *block.num_scales(*part.shape[-2:]))
         if stored is None:
-            self._missing.append(scale)
-        elif stored.shape != wanted:
-            self._misshaped.append(f"{scale} {list(stored.shape)}, expected {list(wanted)}")
+            self._missing.append(f"{name}_scale_inv or {name}_scale")
+            return
+        # The last ones may be left out where they are 1: [] or [1] for a whole tensor, [n] for channels.
+        short = stored.shape[len(part.shape) - 2 :]
+        if stored.shape[: len(part.shape) - 2] != wanted[:-2] or _without_last_ones(short) != _without_last_ones(
+            wanted[-2:]
+        ):
+            self._misshaped.append(
+                f"{scale} {list(stored.shape)} in {stored.path.name}, expected {list(wanted)}, as config.json says "
+                f"{block}"
+            )
+        if stored.dtype_name not in SCALE_DTYPES:
+            self._unreadable.append(f"{scale} ({shown(stored.dtype_name)[1:-1]}, expected one of {SCALE_DTYPES})")
+
+    def _check_order_of_fp8(self) -> None:
+        for plan in expert_tensors(self._spec):
+            stored = self._tensors.get(plan.fused.source)
+            if stored is not None and not plan.is_own_form and stored.dtype_name.startswith("F8"):
+                self._unreadable.append(f"{plan.fused.source} (FP8; only a tensor for each expert is read in FP8)")
 
     def _all_parts(self) -> Iterator[Part]:
         for dense in dense_tensors(self._spec):
@@ -104,10 +125,16 @@ class CheckpointParts:
         """Returns the stored bytes of a part and of its scales. The checkpoint has been checked."""
         name = self.stored_name(part)
         assert name is not None
-        scale = self._tensors.get(scale_name(name))
+        scale = self._tensors.get(self.scale_name(name))
         return self._tensors[name].num_bytes + (scale.num_bytes if scale else 0)
 
+    def scale_name(self, name: str) -> str:
+        """Returns the name of the scales of an FP8 tensor: DeepSeek's, or that of compressed-tensors and AutoFP8."""
+        other = name + "_scale"
+        return other if other in self._tensors else name + "_scale_inv"
 
-def scale_name(name: str) -> str:
-    """Returns the name of the block scales of an FP8 tensor."""
-    return name + "_scale_inv"
+
+def _without_last_ones(shape: tuple[int, ...]) -> tuple[int, ...]:
+    while shape and shape[-1] == 1:
+        shape = shape[:-1]
+    return shape

@@ -79,7 +79,8 @@ def put_matrix(slots: dict[str, Tensor], slot: int, name: str, form: ExpertForm,
         case "int8":
             put_rows(slots, slot, name, 0, *quantize_int8(values.float()))
         case "fp8":
-            weight = quantize_weight(values[None], PARTS[name])
+            by_channel = slots[scale_of(name)][slot].dim() == 1
+            weight = quantize_weight(values[None], PARTS[name], by_channel)
             slots[name][slot].copy_(weight.q[0])
             slots[scale_of(name)][slot].copy_(weight.scale[0])
         case "mxfp4":
@@ -98,7 +99,8 @@ def put_mxfp4(slots: dict[str, Tensor], slot: int, name: str, blocks: Tensor, sc
 def put_rows(slots: dict[str, Tensor], slot: int, name: str, first_row: int, q: Tensor, scale: Tensor) -> None:
     """Writes rows of a quantised matrix and their scales.
 
-    q: [rows, k], whole stacks of the matrix from first_row on;  scale: int8 [rows], fp8 [block rows, block columns]
+    q:     [rows, k], whole stacks of the matrix from first_row on
+    scale: int8 and fp8 by channel [rows], other fp8 [block rows, block columns]
     """
     rows, scales = slots[name][slot], slots[scale_of(name)][slot]
     # Each stack has the same number of rows and of block rows.

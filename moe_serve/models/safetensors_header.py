@@ -37,10 +37,7 @@ class StoredTensor:
 
 
 def all_tensors(folder: Path) -> dict[str, StoredTensor]:
-    """Returns the tensors of all files of a folder. Raises ModelError for missing, truncated or corrupt files.
-
-    Scales of FP8 tensors are named as DeepSeek's: compressed-tensors has the same factors under another name.
-    """
+    """Returns the tensors of all files of a folder. Raises ModelError for missing, truncated or corrupt files."""
     tensors: dict[str, StoredTensor] = {}
     for path in weight_files(folder):
         for name, tensor in read_header(path).items():
@@ -49,10 +46,6 @@ def all_tensors(folder: Path) -> dict[str, StoredTensor]:
                     f"tensor {shown(name)[1:-1]} is in {tensors[name].path.name} and {path.name}; remove one of them"
                 )
             tensors[name] = tensor
-    fp8 = [name for name, tensor in tensors.items() if tensor.dtype_name == "F8_E4M3"]
-    for name in fp8:
-        if name + "_scale" in tensors and name + "_scale_inv" not in tensors:
-            tensors[name + "_scale_inv"] = tensors.pop(name + "_scale")
     return tensors
 
 

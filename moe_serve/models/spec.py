@@ -10,6 +10,7 @@ from typing import Literal
 
 from moe_serve.ep.routing import RouterSpec
 from moe_serve.kernels.activation import SILU, Activation
+from moe_serve.kernels.fp8_block import Fp8Block
 from moe_serve.models.attention_spec import GqaSpec, MlaSpec
 from moe_serve.models.rope_spec import RopeSpec
 
@@ -66,7 +67,7 @@ class ModelSpec:
     expert_bias: bool = False  # on gate, up and down of the routed experts
     activation: Activation = SILU  # of the routed experts
     checkpoint_dtype: str | None = None  # as in config.json; None: not given
-    fp8_block: int | None = None  # edge of the square scale blocks of an FP8 checkpoint
+    fp8_block: Fp8Block | None = None  # what shares a scale in an FP8 checkpoint
     experts_in_mxfp4: bool = False  # the matrices of experts are stored so (kernels/mxfp4.py)
     layer_norm: bool = False  # norms of whole rows take the mean out, and have biases
     tensor_prefix: str = ""  # in front of the checkpoint's names

@@ -12,10 +12,10 @@ from typing import Self
 
 import torch
 
-from moe_serve.kernels.block_scales import GROUP
+from moe_serve.kernels.fp8_block import GROUP
 from moe_serve.models.checkpoint import Checkpoint
 from moe_serve.models.spec import ModelSpec
-from moe_serve.models.weight_plan import DenseTensor, Part, dense_tensors, expert_tensors
+from moe_serve.models.weight_plan import DenseTensor, ExpertTensor, Part, dense_tensors, expert_tensors
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class StoredWeights:
 
     dense:      bfloat16 or float32, of each tensor by its name in weight_plan.py
     experts:    bfloat16 or float32, of experts in form dense
-    keeps_fp8:  whether all experts are stored in e4m3 with blocks that the kernels take
+    keeps_fp8:  whether all experts are stored in e4m3 with scales that the kernels take
     """
 
     dense: Mapping[str, torch.dtype]
@@ -48,7 +48,7 @@ class StoredWeights:
         dtype = torch.bfloat16 if is_bfloat16 else torch.float32
         dense = {plan.name: dtype if plan.kind == "matrix" else torch.float32 for plan in dense_tensors(spec)}
         experts = torch.bfloat16 if spec.experts_in_mxfp4 else dtype
-        return cls(dense, experts, keeps_fp8=spec.fp8_block == GROUP)
+        return cls(dense, experts, keeps_fp8=spec.fp8_block is not None and spec.fp8_block.is_kept)
 
     @classmethod
     def _as_read(cls, spec: ModelSpec, checkpoint: Checkpoint) -> Self:
@@ -60,17 +60,23 @@ class StoredWeights:
             return _kept(dtypes(plan.parts) if plan.kind == "matrix" else set())
 
         experts: set[str] = set()
-        mixed_blocks = False  # a fused matrix whose blocks hold rows of both gate and up
+        is_kept = spec.fp8_block is not None and spec.fp8_block.is_kept
         for plan in expert_tensors(spec):
             if plan.kind != "matrix":
                 continue
             fused = {"BF16"} if plan.mxfp4_scale is not None else dtypes((plan.fused,))
-            mixed_blocks |= bool(fused) and plan.name == "gate_up" and spec.moe_intermediate % GROUP > 0
+            is_kept &= not (fused and mixes_gate_and_up(spec, plan))
             for expert in range(0 if fused else spec.num_logical):
                 experts |= dtypes(plan.parts_of(expert))
             experts |= fused
-        keeps_fp8 = experts == {"F8_E4M3"} and spec.fp8_block == GROUP and not mixed_blocks
+        keeps_fp8 = is_kept and experts == {"F8_E4M3"}
         return cls({plan.name: kept(plan) for plan in dense_tensors(spec)}, _kept(experts), keeps_fp8)
+
+
+def mixes_gate_and_up(spec: ModelSpec, plan: ExpertTensor) -> bool:
+    """Returns whether a block of scales of the fused tensor would hold rows of both gate and up."""
+    by_channel = spec.fp8_block is not None and spec.fp8_block.by_channel
+    return plan.name == "gate_up" and not by_channel and spec.moe_intermediate % GROUP > 0
 
 
 def _kept(dtype_names: set[str]) -> torch.dtype:

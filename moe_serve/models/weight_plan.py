@@ -49,8 +49,8 @@ class ExpertTensor:
 
     parts_of(e): the parts of expert e, stacked along rows; none where a family stores experts together only
     fused:       the checkpoint tensor that holds all experts, in our own form unless the next three say otherwise
-    turned:      each expert lies in it as [k, n]
-    interleaved: rows of gate and up come by turns
+    turned:      each expert lies in the fused tensor as [k, n]
+    interleaved: rows of gate and up come by turns in it
     mxfp4_scale: of the fused tensor, which holds blocks of MXFP4 values; None: it holds numbers
     """
 
@@ -69,7 +69,7 @@ class ExpertTensor:
 
     @property
     def is_own_form(self) -> bool:
-        """Whether parts and fused tensor hold our rows in our order."""
+        """Whether the fused tensor holds our rows in our order, as parts always do."""
         return self.kind == "matrix" and self.mxfp4_scale is None and not (self.turned or self.interleaved)
 
     def parts_of(self, expert: int) -> tuple[Part, ...]:
@@ -123,19 +123,25 @@ def _expert_tensors(spec: ModelSpec) -> Iterator[ExpertTensor]:
     if spec.expert_names.linears is not None:
         yield from _stacked_experts(spec, *spec.expert_names.linears)
         return
-    names, hidden, width = spec.expert_names, spec.hidden, spec.moe_intermediate
+    hidden, width = spec.hidden, spec.moe_intermediate
     for layer in spec.moe_layer_ids:
-        block = f"model.layers.{layer}.{names.block}.experts."
-        fused = f"model.layers.{layer}.mlp.experts."
+        fused, templates = f"model.layers.{layer}.mlp.experts.", _templates(spec, layer)
         up_shape, down_shape = (2 * width, hidden), (hidden, width)
-        gate, up, down = (
-            Part(block + "{e}." + name + ".weight", shape)
-            for name, shape in ((names.gate, (width, hidden)), (names.up, (width, hidden)), (names.down, down_shape))
-        )
         all_up = Part(fused + "gate_up_proj", (spec.num_logical, *up_shape))
         all_down = Part(fused + "down_proj", (spec.num_logical, *down_shape))
-        yield ExpertTensor("gate_up", layer, up_shape, (gate, up), all_up)
-        yield ExpertTensor("down", layer, down_shape, (down,), all_down)
+        yield ExpertTensor("gate_up", layer, up_shape, templates["gate_up"], all_up)
+        yield ExpertTensor("down", layer, down_shape, templates["down"], all_down)
+
+
+def _templates(spec: ModelSpec, layer: int) -> dict[str, tuple[Part, ...]]:
+    """Returns the parts of gate_up and of down where each expert has its own tensors."""
+    names, hidden, width = spec.expert_names, spec.hidden, spec.moe_intermediate
+    block = f"model.layers.{layer}.{names.block}.experts."
+    gate, up, down = (
+        Part(block + "{e}." + name + ".weight", shape)
+        for name, shape in ((names.gate, (width, hidden)), (names.up, (width, hidden)), (names.down, (hidden, width)))
+    )
+    return {"gate_up": (gate, up), "down": (down,)}
 
 
 def _stacked_experts(spec: ModelSpec, gate_up: str, down: str) -> Iterator[ExpertTensor]:
@@ -161,16 +167,22 @@ def _turned_experts(spec: ModelSpec) -> Iterator[ExpertTensor]:
             matrix: Literal["gate_up", "down"] = "gate_up" if name == "gate_up" else "down"
             bias: Literal["gate_up_bias", "down_bias"] = "gate_up_bias" if name == "gate_up" else "down_bias"
             by_turns = name == "gate_up" and spec.expert_names.form == "interleaved"
-            yield ExpertTensor(matrix, layer, (n, k), (), fused, scale is None, by_turns, scale)
+            # Llama-4 quantised by compressed-tensors has a tensor for each expert.
+            templates = _templates(spec, layer)[name] if spec.expert_names.form == "turned" else ()
+            yield ExpertTensor(matrix, layer, (n, k), templates, fused, scale is None, by_turns, scale)
             if spec.expert_bias:
                 all_biases = Part(source + "_bias", (num_logical, n))
                 yield ExpertTensor(bias, layer, (n,), (), all_biases, interleaved=by_turns)
 
 
+_SCALES_OF_ACTIVATIONS = (".input_scale", ".output_scale", ".q_scale", ".k_scale", ".v_scale", ".kv_scale")
+
+
 def is_ignored(spec: ModelSpec, name: str) -> bool:
     """Returns whether a checkpoint tensor is known and not needed.
 
-    These are layers for multi-token prediction behind the last layer, computed buffers, and a copy of tied embeddings.
+    These are layers for multi-token prediction behind the last layer, computed buffers, a copy of tied embeddings, and
+    beside FP8 weights the scales of activations and of the KV cache, which are not quantised here.
     """
     if not name.startswith(spec.tensor_prefix):
         return name.startswith(("vision_model.", "multi_modal_projector."))
@@ -178,6 +190,8 @@ def is_ignored(spec: ModelSpec, name: str) -> bool:
     if name == "lm_head.weight":
         return spec.tie_embeddings
     if name.endswith(("rotary_emb.inv_freq", ".masked_bias")) or name.startswith("model.mtp_"):
+        return True
+    if spec.fp8_block is not None and name.endswith(_SCALES_OF_ACTIVATIONS):
         return True
     prefix = "model.layers."
     layer = name[len(prefix) :].split(".", 1)[0] if name.startswith(prefix) else ""

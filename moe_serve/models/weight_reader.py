@@ -1,8 +1,8 @@
 """Reads the planned tensors of one checkpoint: compares the whole checkpoint with the plan, then reads one rank's part.
 
 FP8 tensors are stored as e4m3 with a scale for every square block (128 x 128; the last of a row or column may be
-partial). Dense tensors are dequantised as they are read, to float32 for the compiled CPU kernels; experts are converted
-to the form of their slots.
+partial), for every row or for the whole tensor. Dense tensors are dequantised as they are read, to float32 for the
+compiled CPU kernels; experts are converted to the form of their slots.
 """
 
 from collections.abc import Callable, Iterator
@@ -10,12 +10,13 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
-from moe_serve.kernels.block_scales import GROUP
+from moe_serve.kernels.fp8_block import GROUP, Fp8Block
 from moe_serve.kernels.grouped_gemm_int8 import quantize_int8
 from moe_serve.kernels.mxfp4 import dequantise_mxfp4
 from moe_serve.models.checkpoint import Checkpoint
-from moe_serve.models.checkpoint_parts import CheckpointParts, scale_name
+from moe_serve.models.checkpoint_parts import CheckpointParts
 from moe_serve.models.expert_slots import copy_to_replicas, empty_slots, filling, put_matrix, put_mxfp4, put_rows
+from moe_serve.models.stored_weights import mixes_gate_and_up
 from moe_serve.models.weight_plan import DenseTensor, ExpertTensor, Part, dense_tensors, expert_tensors
 from moe_serve.models.weight_share import WeightShare
 
@@ -50,7 +51,7 @@ class WeightReader:
         """Yields each reason why experts cannot keep their stored FP8 values."""
         instead = "set model.expert_weights: dense"
         for plan in expert_tensors(self._spec):
-            if self._parts.is_fused(plan) and plan.name == "gate_up" and self._spec.moe_intermediate % GROUP:
+            if self._parts.is_fused(plan) and mixes_gate_and_up(self._spec, plan):
                 yield (
                     f"{plan.fused.source} (blocks of {GROUP} rows hold both gate and up of width "
                     f"{self._spec.moe_intermediate}; {instead})"
@@ -103,7 +104,7 @@ class WeightReader:
     def _put_expert(self, plan: ExpertTensor, expert: int, slots: dict[str, Tensor], slot: int) -> None:
         row = 0
         with filling(plan, self._share, slots, slot) as (tensors, at):
-            if not plan.is_own_form:
+            if self._parts.is_fused(plan) and not plan.is_own_form:
                 if plan.mxfp4_scale is not None and self._share.form == "mxfp4":
                     put_mxfp4(tensors, at, plan.name, *self._stored_mxfp4(plan, plan.mxfp4_scale, expert))
                 else:
@@ -147,16 +148,26 @@ class WeightReader:
         assert name is not None
         values = self._rows(name, expert)
         if values.dtype.itemsize == 1 and values.is_floating_point():
-            assert self._spec.fp8_block is not None
-            values = dequantise(values, self._rows(scale_name(name), expert), self._spec.fp8_block)
+            values = dequantise(values, self._scales(name, values, expert), self._fp8_block)
         out.copy_(values)
         self._report()
 
     def _stored_fp8(self, part: Part, expert: int | None) -> tuple[Tensor, Tensor]:
-        """Returns the values and block scales of an FP8 tensor as they are stored."""
+        """Returns the values of an FP8 tensor and its scales as slots have them: [block rows, block columns] or [n]."""
         name = self._parts.stored_name(part)
         assert name is not None
-        return self._rows(name, expert), self._rows(scale_name(name), expert)
+        values = self._rows(name, expert)
+        scales = self._scales(name, values, expert)
+        return values, scales.expand(len(values), 1).flatten() if self._fp8_block.by_channel else scales
+
+    @property
+    def _fp8_block(self) -> Fp8Block:
+        assert self._spec.fp8_block is not None
+        return self._spec.fp8_block
+
+    def _scales(self, name: str, values: Tensor, expert: int | None) -> Tensor:
+        """Returns the scales of FP8 values [rows, columns] as float32, [block rows, block columns]."""
+        return self._rows(self._parts.scale_name(name), expert).float().view(self._fp8_block.num_scales(*values.shape))
 
     def _report(self) -> None:
         if self._progress is not None:
@@ -171,10 +182,12 @@ def _gate_above_up(plan: ExpertTensor, rows: Tensor) -> Tensor:
     return torch.cat((rows[0::2], rows[1::2])) if plan.interleaved else rows
 
 
-def dequantise(values: Tensor, scales: Tensor, block: int) -> Tensor:
-    """Returns the float32 weight of an FP8 checkpoint: each `block` x `block` square times its scale.
+def dequantise(values: Tensor, scales: Tensor, block: Fp8Block) -> Tensor:
+    """Returns the float32 weight of an FP8 checkpoint: each block times its scale.
 
-    values: [rows, columns] fp8;  scales: [ceil(rows / block), ceil(columns / block)], for partial blocks too
+    values: [rows, columns] fp8;  scales: float32, block.num_scales(rows, columns), for partial blocks too
     """
-    wide = scales.float().repeat_interleave(block, 0).repeat_interleave(block, 1)
-    return values.float() * wide[: values.shape[0], : values.shape[1]]
+    for dim, edge in enumerate((block.rows, block.columns)):
+        if edge is not None:  # else there is one scale, which multiplies all
+            scales = scales.repeat_interleave(edge, dim)
+    return values.float() * scales[: values.shape[0], : values.shape[1]]

@@ -39,8 +39,16 @@ class WeightShare:
         """Returns the form of one slot."""
         dtype = self.dtype if self.stored is None else self.stored.experts
         spec, packed = self.spec, self.stored is not None
-        sizes = spec.hidden, spec.moe_intermediate
-        return SlotForm(self.form, *sizes, dtype, packed, has_bias=spec.expert_bias, activation=spec.activation)
+        return SlotForm(
+            self.form,
+            spec.hidden,
+            spec.moe_intermediate,
+            dtype,
+            packed,
+            by_channel=self.form == "fp8" and spec.fp8_block is not None and spec.fp8_block.by_channel,
+            has_bias=spec.expert_bias,
+            activation=spec.activation,
+        )
 
     def dense_dtype(self, plan: DenseTensor) -> torch.dtype:
         """Returns the dtype in which the rank keeps a dense tensor."""

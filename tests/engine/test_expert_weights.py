@@ -12,11 +12,12 @@ from moe_serve.dispatch.base import EpGroup
 from moe_serve.engine.build import build_served_model
 from moe_serve.engine.served_model import ServedModel
 from moe_serve.errors import ConfigError
+from moe_serve.kernels.fp8_block import PER_CHANNEL, PER_TENSOR, Fp8Block
 from moe_serve.kernels.grouped_gemm_int8 import has_vnni
 from moe_serve.models.families.registry import read_spec
 from tests.engine.offline import prompts_with_shared_beginnings, serve, submits_of
 from tests.engine.test_identity import same, shuffled_placement, write_placement
-from tests.models.fp8_checkpoint import write_fp8_checkpoint
+from tests.models.fp8_checkpoint import BLOCKS, write_fp8_checkpoint
 from tests.models.mxfp4_checkpoint import write_mxfp4_checkpoint
 from tests.models.runner import Runner
 from tests.tolerance import FP8_EXPERT_LOGITS, INT8_EXPERT_LOGITS
@@ -24,10 +25,13 @@ from tests.tolerance import FP8_EXPERT_LOGITS, INT8_EXPERT_LOGITS
 NUM_PROMPTS, NUM_TOKENS = 16, 10
 GREEDY = SamplingParams(max_new_tokens=NUM_TOKENS, temperature=0, ignore_eos=True)
 PLAIN = ["engine.numerics=batch_invariant", "cache.prefix_cache=false"]
-FORMS = ["fp8", "int8", "mxfp4"]
+FORMS = ["fp8", "fp8 by channel", "int8", "mxfp4"]
 BY_TORCH = [
-    "fp8",
-    pytest.param("int8", marks=pytest.mark.skipif(not has_vnni(), reason="needs a CPU with AVX-512 VNNI")),
+    pytest.param("fp8", BLOCKS, id="fp8"),
+    pytest.param("fp8", PER_TENSOR, id="fp8 by tensor"),
+    pytest.param(
+        "int8", BLOCKS, id="int8", marks=pytest.mark.skipif(not has_vnni(), reason="needs a CPU with AVX-512 VNNI")
+    ),
 ]
 WAYS = {  # name -> (ranks, overrides, stagger)
     "two ranks, small batches, arriving one by one": (2, ["engine.max_running_requests=5"], 3),
@@ -44,7 +48,9 @@ def fp8_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def folders(fp8_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    return {"fp8": fp8_folder, "mxfp4": write_mxfp4_checkpoint(tmp_path_factory.mktemp("mxfp4"))}
+    by_channel = write_fp8_checkpoint(tmp_path_factory.mktemp("by channel") / "model", PER_CHANNEL)
+    mxfp4 = write_mxfp4_checkpoint(tmp_path_factory.mktemp("mxfp4"))
+    return {"fp8": fp8_folder, "fp8 by channel": by_channel, "mxfp4": mxfp4}
 
 
 def model_of(form: str, folders: dict[str, Path]) -> list[str]:
@@ -64,11 +70,15 @@ def logits(model: ServedModel, ids: list[int]) -> torch.Tensor:
     return runner.stacked(request)
 
 
-def errors_against_dense(form: str, folder: Path, *overrides: str) -> list[float]:
+def setting(form: str) -> str:
+    return f"model.expert_weights={form.split()[0]}"
+
+
+def errors_against_dense(form: str, folder: Path, *overrides: str, block: Fp8Block = BLOCKS) -> list[float]:
     """Returns the relative errors of logits of some prompts with experts in this form."""
     # All experts of the tiny model work on each token: a near-tie of the gate would let one rounding choose another.
     every = {"num_experts_per_tok": 8, "n_group": 1, "topk_group": 1}
-    model = [*model_of(form, {"fp8": write_fp8_checkpoint(folder, **every)}), *overrides]
+    model = [*model_of(form, {"fp8": write_fp8_checkpoint(folder, block, **every)}), *overrides]
     dense, quantised = (served([*model, f"model.expert_weights={kept}"]) for kept in ("dense", form))
     errors = []
     for ids in prompts_with_shared_beginnings(4, dense.spec.vocab_size, max_len=60):
@@ -78,9 +88,9 @@ def errors_against_dense(form: str, folder: Path, *overrides: str) -> list[float
     return errors
 
 
-@pytest.mark.parametrize("form", BY_TORCH)
-def test_logits_by_torch_stay_near_those_of_dense_experts(form: str, tmp_path: Path) -> None:
-    errors = errors_against_dense(form, tmp_path / "model", "engine.cpu_kernels=torch")
+@pytest.mark.parametrize(("form", "block"), BY_TORCH)
+def test_logits_by_torch_stay_near_those_of_dense_experts(form: str, block: Fp8Block, tmp_path: Path) -> None:
+    errors = errors_against_dense(form, tmp_path / "model", "engine.cpu_kernels=torch", block=block)
     assert min(errors) > 0, "the setting changed nothing"
     assert max(errors) < (FP8_EXPERT_LOGITS if form == "fp8" else INT8_EXPERT_LOGITS)
 
@@ -97,7 +107,7 @@ def test_the_kernels_round_weights_to_int8_and_nothing_else(tmp_path: Path) -> N
 
 @pytest.mark.parametrize("form", FORMS)
 def test_bits_do_not_depend_on_ranks_batches_or_placement(form: str, folders: dict[str, Path], tmp_path: Path) -> None:
-    overrides = [*PLAIN, *model_of(form, folders), f"model.expert_weights={form}"]
+    overrides = [*PLAIN, *model_of(form, folders), setting(form)]
     spec = read_spec(model_dir(load_config(overrides=overrides).model))
     requests = submits_of(prompts_with_shared_beginnings(NUM_PROMPTS, spec.vocab_size, max_len=40), GREEDY)
     expected = serve(1, requests, overrides)
@@ -118,13 +128,13 @@ def test_bits_do_not_depend_on_ranks_batches_or_placement(form: str, folders: di
 
 @pytest.mark.parametrize("form", FORMS)
 def test_the_server_says_how_experts_are_kept(form: str, folders: dict[str, Path]) -> None:
-    said = served([*model_of(form, folders), f"model.expert_weights={form}"]).info["expert_weights"]
-    assert said.startswith(form)
+    said = served([*model_of(form, folders), setting(form)]).info["expert_weights"]
+    assert said.startswith(form.split()[0])
     assert ("not the checkpoint's numbers" in said) == (form == "int8")
     if form == "int8":
         return
     auto = [served([*model_of(form, folders), *by]).info["expert_weights"] for by in ([], ["engine.cpu_kernels=torch"])]
-    assert auto[0].startswith(form), "by the kernels"
+    assert auto[0].startswith(form.split()[0]), "by the kernels"
     assert auto[1].startswith("dense"), "by torch on a CPU"
 
 

@@ -11,6 +11,7 @@ from moe_serve.ep.expert_store import ExpertStore
 from moe_serve.errors import ConfigError
 from moe_serve.kernels.activation import Activation
 from moe_serve.kernels.clamped_swiglu import clamped_swiglu_reference
+from moe_serve.kernels.fp8_block import PER_CHANNEL, PER_TENSOR, Fp8Block
 from moe_serve.kernels.grouped_gemm_fp8 import dequantize_weight, quantize_weight
 from moe_serve.kernels.grouped_gemm_int8 import has_vnni, quantize_int8
 from moe_serve.kernels.numerics import FAST, Numerics
@@ -20,26 +21,30 @@ from tests.tolerance import FLOAT32, FP8_WIRE, INT8_EXPERT
 
 QUANTISED: list[ExpertForm] = ["fp8", "int8"]
 INVARIANT = Numerics(row_tile=4)
+BLOCKS = Fp8Block(128, 128)
 
 
 @pytest.mark.parametrize(
     ("wanted", "block", "device", "e4m3", "form"),
     [
         ("auto", None, "cpu", False, "dense"),
-        ("auto", 128, "cpu", False, "dense"),
-        ("auto", 128, "cuda", True, "fp8"),
-        ("auto", 128, "cuda", False, "dense"),
-        ("auto", 64, "cuda", True, "dense"),
+        ("auto", BLOCKS, "cpu", False, "dense"),
+        ("auto", BLOCKS, "cuda", True, "fp8"),
+        ("auto", PER_CHANNEL, "cuda", True, "fp8"),
+        ("auto", PER_TENSOR, "cuda", True, "fp8"),
+        ("auto", BLOCKS, "cuda", False, "dense"),
+        ("auto", Fp8Block(64, 64), "cuda", True, "dense"),
         ("auto", None, "cuda", True, "dense"),
-        ("dense", 128, "cuda", True, "dense"),
-        ("fp8", 128, "cuda", True, "fp8"),
-        ("fp8", 128, "cpu", False, "fp8"),
+        ("dense", BLOCKS, "cuda", True, "dense"),
+        ("fp8", BLOCKS, "cuda", True, "fp8"),
+        ("fp8", BLOCKS, "cpu", False, "fp8"),
+        ("fp8", PER_CHANNEL, "cpu", False, "fp8"),
         ("int8", None, "cpu", False, "int8"),
-        ("int8", 128, "cpu", False, "int8"),
+        ("int8", BLOCKS, "cpu", False, "int8"),
     ],
 )
 def test_a_setting_selects_one_form(
-    monkeypatch: pytest.MonkeyPatch, wanted: str, block: int | None, device: str, e4m3: bool, form: ExpertForm
+    monkeypatch: pytest.MonkeyPatch, wanted: str, block: Fp8Block | None, device: str, e4m3: bool, form: ExpertForm
 ) -> None:
     monkeypatch.setattr(expert_form, "has_vnni", lambda: True)
     assert choose_expert_form(wanted, block, device, e4m3) == form
@@ -64,15 +69,15 @@ def test_mxfp4_is_kept_by_the_compiled_kernels_alone() -> None:
     ("wanted", "block", "device", "message"),
     [
         ("fp8", None, "cpu", "the checkpoint is not FP8 .* set model.expert_weights: auto"),
-        ("fp8", 64, "cpu", "blocks of 64 x 64 .* set model.expert_weights: dense"),
-        ("fp8", 128, "cuda", "no e4m3 .* set model.expert_weights: dense"),
+        ("fp8", Fp8Block(64, 64), "cpu", "blocks of 64 x 64 .* set model.expert_weights: dense"),
+        ("fp8", BLOCKS, "cuda", "no e4m3 .* set model.expert_weights: dense"),
         ("int8", None, "cuda", "the ranks run on GPUs; int8 is for CPUs: set model.expert_weights: auto"),
         ("int8", None, "cpu", "no AVX-512 VNNI.* set model.expert_weights: auto"),
         ("int4", None, "cpu", "choose one of auto, dense, fp8, int8, mxfp4"),
     ],
 )
 def test_an_impossible_form_is_refused_naming_a_possible_one(
-    monkeypatch: pytest.MonkeyPatch, wanted: str, block: int | None, device: str, message: str
+    monkeypatch: pytest.MonkeyPatch, wanted: str, block: Fp8Block | None, device: str, message: str
 ) -> None:
     monkeypatch.setattr(expert_form, "has_vnni", lambda: False)
     with pytest.raises(ConfigError, match=message):

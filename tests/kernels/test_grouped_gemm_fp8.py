@@ -38,8 +38,8 @@ def draw(groups: int, k: int, n: int, parts: int) -> torch.Tensor:
 @pytest.mark.parametrize("numerics", [FAST, INVARIANT], ids=["fast", "invariant"])
 def test_the_product_is_the_references(rows: list[int], numerics: Numerics) -> None:
     counts = torch.tensor(rows)
-    for k, n, parts in WIDTHS:
-        weight = quantize_weight(draw(3, k, n, parts), parts)
+    for (k, n, parts), by_channel in product(WIDTHS, (False, True)):
+        weight = quantize_weight(draw(3, k, n, parts), parts, by_channel)
         x, scale = quantize(torch.randn(sum(rows), k))
         for matrices, dtype in product((weight, k_major(weight)), (torch.float32, torch.bfloat16)):
             out = grouped_gemm_fp8(x, scale, matrices, counts, dtype, numerics)
@@ -70,6 +70,18 @@ def test_blocks_restart_in_every_part() -> None:
     assert torch.equal(whole.scale, torch.cat([half.scale for half in halves], 1))
     assert torch.equal(dequantize_weight(whole), torch.cat([dequantize_weight(half) for half in halves], 1))
     assert not torch.equal(whole.scale, quantize_weight(weight, 1).scale)
+
+
+def test_channels_have_their_largest_value_at_448_and_a_row_of_zeros_stays() -> None:
+    weight = draw(2, 130, 7, 1)
+    weight[1, 3] = 0
+    kept = quantize_weight(weight, by_channel=True)
+    assert kept.scale.shape == (2, 7)
+    largest = kept.q.float().abs().amax(2)
+    assert largest[1, 3] == 0
+    largest[1, 3] = 448
+    assert (largest == 448).all()
+    assert (dequantize_weight(kept) - weight).abs().max() <= 16 * kept.scale.max(), "half a step between 256 and 448"
 
 
 @pytest.mark.parametrize("n", [1, 7, 128, 200])

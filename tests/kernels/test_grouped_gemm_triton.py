@@ -60,7 +60,7 @@ def test_slabs_use_their_first_rows_only(on_device: RunCheck, counts: list[int])
     on_device(check_slab, counts, 8, 24, 40)
 
 
-def check_fp8(device: str, rows: list[int], n: int, k: int, parts: int, small: bool) -> None:
+def check_fp8(device: str, rows: list[int], n: int, k: int, parts: int, small: bool, by_channel: bool = False) -> None:
     from moe_serve.kernels.block_scales import BlockScaled
     from moe_serve.kernels.gemm_tiles import GemmTile
     from moe_serve.kernels.grouped_gemm_fp8 import dequantize_weight, quantize_weight
@@ -70,7 +70,7 @@ def check_fp8(device: str, rows: list[int], n: int, k: int, parts: int, small: b
     x, scale = quantize_reference(randn("cpu", sum(rows), k))
     # The parts differ in size, so that a block's scale in the other part would show.
     drawn = randn("cpu", len(rows), n, k, seed=1) * torch.arange(1, parts + 1).repeat_interleave(n // parts)[:, None]
-    weight = quantize_weight(drawn, parts)
+    weight = quantize_weight(drawn, parts, by_channel)
     tile = GemmTile(16, 32, 128, 4, 2) if small else None
     q, q_scale = x.to(device), scale.to(device)
     moved = BlockScaled(weight.q.to(device), weight.scale.to(device), parts)
@@ -97,12 +97,20 @@ def test_fp8_block_scales_reach_their_blocks(on_device: RunCheck, rows: list[int
     on_device(check_fp8, rows, n, k, parts, True)
 
 
+@pytest.mark.parametrize("rows, n, k, parts", [([1, 0, 7], 40, 130, 1), ([2, 5], 272, 130, 2)], ids=str)
+def test_fp8_scales_of_channels_reach_their_channels(
+    on_device: RunCheck, rows: list[int], n: int, k: int, parts: int
+) -> None:
+    on_device(check_fp8, rows, n, k, parts, True, True)
+
+
 @pytest.mark.gpu
 def test_fp8_of_production_width() -> None:
     if not torch.cuda.is_available():
         pytest.skip("needs a CUDA device")
     check_fp8("cuda", [0, 1, 300, 1024], 2048, 7168, 1, False)
     check_fp8("cuda", [5, 300], 1408, 2048, 2, False)
+    check_fp8("cuda", [5, 300], 1408, 2048, 2, False, True)
 
 
 def check_invariance(device: str) -> None:

@@ -1,4 +1,6 @@
-"""Small FP8 checkpoints as DeepSeek-V3 writes them: e4m3 values with `weight_scale_inv` blocks of 128 x 128."""
+"""Small FP8 checkpoints: e4m3 values with `weight_scale_inv` blocks of 128 x 128, as DeepSeek-V3 writes them, or with
+`weight_scale` per channel or tensor, as compressed-tensors does.
+"""
 
 import json
 from pathlib import Path
@@ -8,6 +10,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from moe_serve.kernels.fp8_block import PER_CHANNEL, PER_TENSOR, Fp8Block
 from moe_serve.models.families.registry import read_spec
 from moe_serve.models.weight_plan import Part, dense_tensors, expert_tensors
 
@@ -27,10 +30,32 @@ CONFIG: dict[str, Any] = {
 }  # fmt: skip
 
 
-def write_fp8_checkpoint(folder: Path, **changes: Any) -> Path:
+BLOCKS = Fp8Block(128, 128)
+SCALES = {"blocks": BLOCKS, "channels": PER_CHANNEL, "tensors": PER_TENSOR}
+
+
+def compressed(**weights: object) -> dict[str, Any]:
+    """The quantization_config of compressed-tensors with weights of this kind."""
+    kind = {
+        "type": "float", "num_bits": 8, "symmetric": True, "dynamic": False, "group_size": None, "actorder": None,
+        "observer": "minmax", "observer_kwargs": {}, "block_structure": None,
+    }  # fmt: skip
+    inputs = {"type": "float", "num_bits": 8, "strategy": "token", "dynamic": True, "symmetric": True}
+    group = {"targets": ["Linear"], "weights": kind | weights, "input_activations": inputs, "output_activations": None}
+    return {
+        "quantization_config": {
+            "quant_method": "compressed-tensors", "format": "float-quantized", "ignore": ["lm_head", "re:.*mlp.gate$"],
+            "config_groups": {"group_0": group}, "kv_cache_scheme": None, "quantization_status": "compressed",
+            "global_compression_ratio": None,
+        }
+    }  # fmt: skip
+
+
+def write_fp8_checkpoint(folder: Path, block: Fp8Block = BLOCKS, **changes: Any) -> Path:
     """Writes a random tiny model whose projections are FP8; returns the folder."""
     folder.mkdir(exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(CONFIG | changes))
+    how = {} if block == BLOCKS else compressed(strategy="channel" if block == PER_CHANNEL else "tensor")
+    (folder / "config.json").write_text(json.dumps(CONFIG | how | changes))
     spec = read_spec(folder)
     generator = torch.Generator().manual_seed(0)
     tensors: dict[str, Tensor] = {}
@@ -40,7 +65,11 @@ def write_fp8_checkpoint(folder: Path, **changes: Any) -> Path:
         if "_proj" in part.source:
             # Each matrix has its own size, so that another one's scale would show.
             size = float(torch.rand((), generator=generator)) + 0.5
-            values, tensors[part.source + "_scale_inv"] = quantise(values * size * part.shape[-1] ** -0.5)
+            values = values * size * part.shape[-1] ** -0.5
+            if block == BLOCKS:
+                values, tensors[part.source + "_scale_inv"] = quantise(values)
+            else:
+                values, tensors[part.source + "_scale"] = quantise_whole_rows(values, block)
         elif len(part.shape) == 1:
             values = 1 + 0.1 * values if "norm" in part.source else 0.1 * values
         else:
@@ -69,3 +98,10 @@ def quantise(weight: Tensor, block: int = 128) -> tuple[Tensor, Tensor]:
             scales[i, j] = weight[square].abs().max() / 448
             values[square] = (weight[square] / scales[i, j]).to(torch.float8_e4m3fn)
     return values, scales
+
+
+def quantise_whole_rows(weight: Tensor, block: Fp8Block) -> tuple[Tensor, Tensor]:
+    """Returns (fp8 values, bfloat16 scales) with a scale for each row, [n, 1], or for all, [1]."""
+    amax = weight.abs().amax(1, keepdim=True) if block == PER_CHANNEL else weight.abs().max().view(1)
+    scales = (amax / 448).bfloat16()
+    return (weight / scales.float()).clamp(-448, 448).to(torch.float8_e4m3fn), scales

@@ -9,24 +9,26 @@ from moe_serve.ep.expert_form import ExpertForm
 from moe_serve.ep.expert_store import ExpertStore
 from moe_serve.eplb.placement import Placement
 from moe_serve.errors import ModelError
+from moe_serve.kernels.fp8_block import PER_CHANNEL
 from moe_serve.models.expert_reload import ExpertReloader, ExpertToRead
 from moe_serve.models.families.registry import read_spec
 from moe_serve.models.stored_weights import StoredWeights
 from moe_serve.models.weight_plan import dense_tensors
 from moe_serve.models.weight_share import WeightShare
 from moe_serve.models.weights import dummy_weights, load_weights
-from tests.models.fp8_checkpoint import write_fp8_checkpoint
+from tests.models.fp8_checkpoint import BLOCKS, write_fp8_checkpoint
 from tests.models.test_expert_slots import fused, rewritten, same_bytes
 
 ROW = [3, 0, -1, 5, 1, 2, 4, 6, 7, -1]  # of two ranks; the first one's slots change
 READ = [ExpertToRead(1, 7, 0), ExpertToRead(0, 4, 2), ExpertToRead(1, 7, 3)]
 
 
-@pytest.fixture(scope="module", params=["per expert", "fused"])
+@pytest.fixture(scope="module", params=["per expert", "fused", "by channel"])
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("reload")
-    plain = write_fp8_checkpoint(path / "plain", moe_intermediate_size=128, num_hidden_layers=3)
-    return plain if request.param == "per expert" else rewritten(plain, path / "fused", fused(plain, read_spec(plain)))
+    block = PER_CHANNEL if request.param == "by channel" else BLOCKS
+    plain = write_fp8_checkpoint(path / "plain", block, moe_intermediate_size=128, num_hidden_layers=3)
+    return plain if request.param != "fused" else rewritten(plain, path / "fused", fused(plain, read_spec(plain)))
 
 
 def share_of(

@@ -2,6 +2,7 @@
 
 import shutil
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -13,6 +14,7 @@ from torch import Tensor
 from moe_serve.ep.expert_form import ExpertForm, scale_of
 from moe_serve.eplb.placement import Placement
 from moe_serve.errors import CapacityError, ModelError
+from moe_serve.kernels.fp8_block import PER_CHANNEL, PER_TENSOR, Fp8Block
 from moe_serve.kernels.grouped_gemm_int8 import quantize_int8
 from moe_serve.models.checkpoint import Checkpoint
 from moe_serve.models.expert_slots import empty_slots
@@ -72,6 +74,41 @@ def test_fp8_slots_hold_the_stored_bytes_with_gate_and_up_in_blocks_of_their_own
     assert all(tensor.dtype == torch.float32 for tensor in loaded.dense.values())
 
 
+@pytest.mark.parametrize("block", [PER_CHANNEL, PER_TENSOR], ids=str)
+def test_fp8_slots_hold_the_stored_bytes_with_a_scale_for_each_row(block: Fp8Block, tmp_path: Path) -> None:
+    """Gate and up have scales of their own, which a scale for the stack of both could not say."""
+    folder = write_fp8_checkpoint(tmp_path / "model", block, num_hidden_layers=2)
+    stored, spec = load_file(folder / "model.safetensors"), read_spec(folder)
+    loaded = load(folder, "fp8")
+    slots = loaded.experts[1]
+    for expert, sources in product(range(spec.num_logical), (("gate_proj", "up_proj"), ("down_proj",))):
+        of, name = f"model.layers.1.mlp.experts.{expert}.", "down" if len(sources) == 1 else "gate_up"
+        values = [stored[f"{of}{source}.weight"] for source in sources]
+        scales = [
+            stored[f"{of}{source}.weight_scale"].float().flatten().expand(len(v))
+            for source, v in zip(sources, values, strict=True)
+        ]
+        assert same_bytes(slots[name][expert], torch.cat([v.view(torch.uint8) for v in values]))
+        assert same_bytes(slots[scale_of(name)][expert], torch.cat(scales))
+    assert {n: (tuple(t.shape[1:]), t.dtype) for n, t in loaded.experts[1].items()} == loaded.slot_form.tensors
+    drawn = dummy_weights(share_of(spec, "fp8"), 1).experts[1]
+    assert {n: (tuple(t.shape[1:]), t.dtype) for n, t in drawn.items()} == loaded.slot_form.tensors
+    assert StoredWeights.of(spec, None).keeps_fp8
+
+
+@pytest.mark.parametrize("width", [128, 200])
+def test_fused_experts_with_scales_of_channels_are_kept_alike_at_any_width(width: int, tmp_path: Path) -> None:
+    sizes = {"moe_intermediate_size": width, "num_hidden_layers": 2}
+    folder = write_fp8_checkpoint(tmp_path / "plain", PER_CHANNEL, **sizes)
+    spec = read_spec(folder)
+    whole_folder = rewritten(folder, tmp_path / "fused", fused(folder, spec, "_scale", torch.bfloat16))
+    assert StoredWeights.of(spec, whole_folder).keeps_fp8
+    plain, whole = load(folder, "fp8"), load(whole_folder, "fp8")
+    for layer, tensors in plain.experts.items():
+        for name, tensor in tensors.items():
+            assert same_bytes(whole.experts[layer][name], tensor)
+
+
 def test_int8_slots_hold_the_dense_weights_rounded_by_output_channel(fp8_folder: Path) -> None:
     dense, quantised = load(fp8_folder, "dense"), load(fp8_folder, "int8")
     for layer, tensors in quantised.experts.items():
@@ -124,6 +161,14 @@ def packed_share(spec: ModelSpec, form: ExpertForm, dtype: torch.dtype) -> Weigh
     [("dense", torch.float32), ("dense", torch.bfloat16), ("fp8", torch.float32), ("int8", torch.float32)],
 )
 def test_packed_slots_hold_what_slots_hold_that_are_not(form: ExpertForm, dtype: torch.dtype, fp8_folder: Path) -> None:
+    check_packed(form, dtype, fp8_folder)
+
+
+def test_packed_slots_hold_what_slots_hold_that_are_not_by_channel(tmp_path: Path) -> None:
+    check_packed("fp8", torch.float32, write_fp8_checkpoint(tmp_path / "model", PER_CHANNEL, num_hidden_layers=2))
+
+
+def check_packed(form: ExpertForm, dtype: torch.dtype, fp8_folder: Path) -> None:
     spec = read_spec(fp8_folder)
     plain, packed = replace(share_of(spec, form), dtype=dtype), packed_share(spec, form, dtype)
     width, hidden = spec.moe_intermediate, spec.hidden
@@ -150,17 +195,19 @@ def rewritten(source: Path, folder: Path, tensors: dict[str, Tensor]) -> Path:
     return folder
 
 
-def fused(folder: Path, spec: ModelSpec) -> dict[str, Tensor]:
+def fused(
+    folder: Path, spec: ModelSpec, scale: str = "_scale_inv", scale_dtype: torch.dtype = torch.float32
+) -> dict[str, Tensor]:
     """Returns the checkpoint's tensors with all experts of a layer in one."""
     tensors = load_file(folder / "model.safetensors")
     for layer in spec.moe_layer_ids:
         block = f"model.layers.{layer}.mlp.experts."
-        for suffix in ("", "_scale_inv"):
+        for suffix in ("", scale):
             parts = [
                 torch.stack([tensors.pop(f"{block}{e}.{n}.weight{suffix}").view(torch.uint8) for e in range(8)])
                 for n in ("gate_proj", "up_proj", "down_proj")
             ]
-            dtype = torch.float32 if suffix else torch.float8_e4m3fn
+            dtype = scale_dtype if suffix else torch.float8_e4m3fn
             tensors[f"{block}gate_up_proj{suffix}"] = torch.cat(parts[:2], 1).view(dtype)
             tensors[f"{block}down_proj{suffix}"] = parts[2].view(dtype)
     return tensors

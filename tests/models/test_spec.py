@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from moe_serve.errors import ModelError
+from moe_serve.kernels.fp8_block import Fp8Block
 from moe_serve.models.attention_spec import GqaSpec, MlaSpec
 from moe_serve.models.families.registry import FAMILIES, read_spec
 from moe_serve.models.rope_spec import mscale_of
@@ -120,7 +121,7 @@ def test_deepseek_v3_has_the_published_sizes(tmp_path: Path) -> None:
     assert (spec.router.num_groups, spec.router.topk_groups, spec.router.has_bias) == (8, 4, True)
     total = spec.dense_parameters + spec.num_moe_layers * spec.num_logical * spec.expert_parameters
     assert total == pytest.approx(671e9, rel=0.005)
-    assert (spec.fp8_block, spec.checkpoint_dtype) == (128, "bfloat16")
+    assert (spec.fp8_block, spec.checkpoint_dtype) == (Fp8Block(128, 128), "bfloat16")
 
 
 def test_deepseek_v2_has_the_published_sizes(tmp_path: Path) -> None:

@@ -1,7 +1,6 @@
 """What a rank reads of a checkpoint: its own bytes, the right values, and clear messages for what does not fit."""
 
 import json
-import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,11 +14,9 @@ from moe_serve.eplb.placement import Placement
 from moe_serve.errors import ModelError
 from moe_serve.models.families.registry import read_spec
 from moe_serve.models.spec import ModelSpec
-from moe_serve.models.weight_reader import dequantise
 from moe_serve.models.weight_share import WeightShare
 from moe_serve.models.weights import LoadedWeights, dummy_weights, load_weights
 from tests.models.families import FAMILIES
-from tests.models.fp8_checkpoint import write_fp8_checkpoint
 from tests.models.runner import one_rank
 
 Oracle = Callable[[str], tuple[Any, Path]]
@@ -204,141 +201,3 @@ def test_the_text_model_of_a_checkpoint_that_also_sees_images_is_read(oracle: Or
     outer = {"model_type": "llama4", "text_config": text, "vision_config": {"hidden_size": 8}}
     (whole / "config.json").write_text(json.dumps(outer))
     assert_equal(load(folder, one_rank(read_spec(folder))), load(whole, one_rank(read_spec(whole))))
-
-
-def to_fp8(weight: Tensor, block: int = 128) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns (fp8 values, scales, what they mean in float32), block by block as the format defines it."""
-    rows, columns = weight.shape
-    scales = torch.zeros(-(-rows // block), -(-columns // block))
-    values = torch.zeros(rows, columns, dtype=torch.float8_e4m3fn)
-    meant = torch.zeros(rows, columns)
-    for i in range(scales.shape[0]):
-        for j in range(scales.shape[1]):
-            square = (slice(i * block, (i + 1) * block), slice(j * block, (j + 1) * block))
-            scales[i, j] = weight[square].abs().max() / 448
-            values[square] = (weight[square] / scales[i, j]).to(torch.float8_e4m3fn)
-            meant[square] = values[square].float() * scales[i, j]
-    return values, scales, meant
-
-
-@pytest.mark.parametrize("fused", [False, True], ids=["per expert", "fused"])
-def test_fp8_checkpoints_mean_what_their_blocks_say(fused: bool, oracle: Oracle, tmp_path: Path) -> None:
-    """Blocks of 16, so that the tiny model has several, partial ones too (24 rows of the compressed projection)."""
-    folder = oracle("deepseek_v3")[1]
-    spec = read_spec(folder)
-    names: list[str] = []
-    meant: dict[str, Tensor] = {}
-
-    def quantise(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        for name in [n for n in tensors if "_proj" in n and "norm" not in n]:
-            values, scales, meant[name] = to_fp8(tensors[name], 16)
-            tensors[name], tensors[name + "_scale_inv"] = values, scales
-            names.append(name)
-        return fuse(tensors) if fused else tensors
-
-    def fuse(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        for layer in spec.moe_layer_ids:
-            block = f"model.layers.{layer}.mlp.experts."
-            for suffix, theirs in (("", ".weight"), ("_scale_inv", ".weight_scale_inv")):
-                gate, up, down = (
-                    torch.stack([tensors.pop(f"{block}{e}.{n}{theirs}").view(torch.uint8) for e in range(8)])
-                    for n in ("gate_proj", "up_proj", "down_proj")
-                )
-                dtype = torch.float32 if suffix else torch.float8_e4m3fn
-                tensors[block + "gate_up_proj" + suffix] = torch.cat((gate, up), dim=1).view(dtype)
-                tensors[block + "down_proj" + suffix] = down.view(dtype)
-        return tensors
-
-    quantisation = {"quantization_config": {"quant_method": "fp8", "weight_block_size": [16, 16]}}
-    fp8 = rewritten(folder, tmp_path / "fp8", quantise, **quantisation)
-    wanted = rewritten(folder, tmp_path / "meant", lambda tensors: tensors | meant)
-    assert len(names) > 50
-    assert_equal(load(fp8, placed(spec, 2), 1), load(wanted, placed(spec, 2), 1))
-
-
-@pytest.mark.parametrize("name", ["minimax_m2", "glm4_moe", "qwen2_moe", "granitemoeshared", "olmoe", "dots1"])
-def test_fp8_checkpoints_of_other_families_mean_what_their_blocks_say(
-    name: str, oracle: Oracle, tmp_path: Path
-) -> None:
-    folder = oracle(name)[1]
-    spec = read_spec(folder)
-    meant: dict[str, Tensor] = {}
-
-    def quantise(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        for key in [n for n, t in tensors.items() if t.dim() > 1 and not re.search("embed|lm_head|gate.weight", n)]:
-            parts = [to_fp8(matrix, 16) for matrix in tensors[key].view(-1, *tensors[key].shape[-2:])]
-            values, scales, meant[key] = (
-                torch.stack([part[i].view(torch.uint8) if i == 0 else part[i] for part in parts]) for i in range(3)
-            )
-            shape = tensors[key].shape
-            tensors[key] = values.view(torch.float8_e4m3fn).view(shape)
-            tensors[key + "_scale_inv"] = scales.view(*shape[:-2], *scales.shape[-2:])
-            meant[key] = meant[key].view(shape)
-        return tensors
-
-    quantisation = {"quantization_config": {"quant_method": "fp8", "weight_block_size": [16, 16]}}
-    fp8 = rewritten(folder, tmp_path / "fp8", quantise, **quantisation)
-    wanted = rewritten(folder, tmp_path / "meant", lambda tensors: tensors | meant)
-    assert len(meant) > 8 * spec.num_layers or name == "granitemoeshared"
-    assert_equal(load(fp8, placed(spec, 2), 1), load(wanted, placed(spec, 2), 1))
-
-
-def compressed(**weights: object) -> dict[str, object]:
-    """The quantization_config of compressed-tensors with weights of this kind."""
-    kind = {"type": "float", "num_bits": 8, "strategy": "block", "block_structure": [128, 128], "symmetric": True}
-    group = {"targets": ["Linear"], "weights": kind | weights, "input_activations": {"num_bits": 8, "dynamic": True}}
-    return {
-        "quantization_config": {
-            "quant_method": "compressed-tensors", "format": "float-quantized", "ignore": ["lm_head"],
-            "config_groups": {"group_0": group}, "kv_cache_scheme": None, "quantization_status": "compressed",
-        }
-    }  # fmt: skip
-
-
-def test_blocks_of_compressed_tensors_mean_what_deepseeks_do(tmp_path: Path) -> None:
-    folder = write_fp8_checkpoint(tmp_path / "deepseek")
-
-    def renamed(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        return {name.replace("_scale_inv", "_scale"): tensor for name, tensor in tensors.items()}
-
-    theirs = rewritten(folder, tmp_path / "compressed", renamed, **compressed())
-    spec = read_spec(folder)
-    assert read_spec(theirs) == spec
-    assert_equal(load(theirs, placed(spec, 2), 1), load(folder, placed(spec, 2), 1))
-
-
-@pytest.mark.parametrize(
-    "weights",
-    [{"strategy": "channel", "block_structure": None}, {"num_bits": 4, "type": "int", "strategy": "group"},
-     {"block_structure": [128, 64]}, {"block_structure": [0, 0]}, {"block_structure": "128"}],
-    ids=str,
-)  # fmt: skip
-def test_other_kinds_of_compressed_tensors_are_refused_with_what_to_use(
-    weights: dict[str, object], tmp_path: Path
-) -> None:
-    folder = write_fp8_checkpoint(tmp_path / "deepseek")
-    theirs = rewritten(folder, tmp_path / "compressed", dict, **compressed(**weights))
-    with pytest.raises(ModelError, match=r"compressed-tensors with weights .* use the model's checkpoint with quant"):
-        read_spec(theirs)
-
-
-def test_dequantise_covers_partial_blocks_of_128() -> None:
-    weight = torch.randn(576, 200, generator=torch.Generator().manual_seed(0))
-    values, scales, meant = to_fp8(weight)
-    assert scales.shape == (5, 2)
-    assert torch.equal(dequantise(values, scales, 128), meant)
-
-
-def test_fp8_tensors_without_scales_or_configuration_are_refused(oracle: Oracle, tmp_path: Path) -> None:
-    folder = oracle("mixtral")[1]
-    name = "model.layers.0.self_attn.o_proj.weight"
-
-    def quantise(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        return tensors | {name: tensors[name].to(torch.float8_e4m3fn)}
-
-    placement = one_rank(read_spec(folder))
-    with pytest.raises(ModelError, match=r"FP8, but config\.json has no quantization_config"):
-        load(rewritten(folder, tmp_path / "unsaid", quantise), placement)
-    quantisation = {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}
-    with pytest.raises(ModelError, match="1 missing: " + name.replace(".", r"\.") + "_scale_inv"):
-        load(rewritten(folder, tmp_path / "unscaled", quantise, **quantisation), placement)

@@ -7,12 +7,12 @@ enum { SILU, CLAMPED_SWIGLU }; /* as in kernels/activation.py; experts.py has th
 enum { CHUNK_BYTES = 8 << 20 /* of parts of rows */ };
 
 typedef struct { /* as experts.py fills it */
-    i64 slots, hidden, width, kind, activation;
+    i64 slots, hidden, width, kind, by_channel /* E4M3: where scales are not by block */, activation;
     const char *gate_up; /* [slots][width / 32][hidden][32 of gate, 32 of up] */
     const char *down;    /* [slots][packed] */
-    /* 0, or INT8: [slots, 2 width] and [slots, hidden]; E4M3: by 128 x 128, [slots, 2 ceil(width), ceil(hidden)] and
-       [slots, ceil(hidden), ceil(width)]; MXFP4: their exponents, packed as bytes [2 width, hidden / 32] and
-       [hidden, width / 32] of each slot */
+    /* 0, or INT8, and E4M3 by channel: [slots, 2 width] and [slots, hidden]; E4M3 by 128 x 128:
+       [slots, 2 ceil(width), ceil(hidden)] and [slots, ceil(hidden), ceil(width)]; MXFP4: their exponents, packed as
+       bytes [2 width, hidden / 32] and [hidden, width / 32] of each slot */
     const void *gate_up_scale, *down_scale;
     const float *gate_up_bias, *down_bias; /* 0, or [slots, 2 width] and [slots, hidden] */
     double alpha, limit;                   /* of CLAMPED_SWIGLU */
@@ -76,10 +76,10 @@ INLINE const float *block_scales(const float *scale, i64 block_row, i64 k)
 }
 
 /* The scales of one slot's stacks of n rows: a scale per row, or per block. */
-INLINE const float *scales_of(const void *scale, i64 kind, i64 slot, i64 stacks, i64 n, i64 k)
+INLINE const float *scales_of(const Experts *e, const void *scale, i64 slot, i64 stacks, i64 n, i64 k)
 {
-    if (kind == INT8) return (const float *)scale + slot * stacks * n;
-    if (kind != E4M3) return 0;
+    if (e->kind == INT8 || e->by_channel) return (const float *)scale + slot * stacks * n;
+    if (e->kind != E4M3) return 0;
     return block_scales(scale, slot * stacks * ((n + SCALE_GROUP - 1) / SCALE_GROUP), k);
 }
 
@@ -89,6 +89,12 @@ INLINE const uint8_t *exponents_of(const void *scale, i64 kind, i64 slot, i64 n,
     if (kind != MXFP4) return 0;
     const char *of_slot = (const char *)scale + slot * packed_bytes(n, k / MX_BLOCK, INT8);
     return (const uint8_t *)panel_at(of_slot, panel, k / MX_BLOCK, INT8);
+}
+
+/* Writes the scales of columns as a tile takes them, and zeros up to `count`. */
+INLINE void channel_scales(const float *scale, i64 wanted, i64 count, float *to)
+{
+    for (i64 c = 0; c < count; c++) to[c] = c < wanted ? scale[c] * E4M3_UNIT : 0;
 }
 
 INLINE void scale_columns(float *y, const float *scale, i64 count)
@@ -121,12 +127,14 @@ static void gate_up_rows(const ChunkJob *c, i64 panel, SlotRows s)
     i64 padded = padded_to_32(e->width), column = panel * 32, wanted = least(32, e->width - column);
     const char *gate_up = e->gate_up + s.slot * packed_bytes(2 * padded, e->hidden, e->kind);
     Panel p = {e->kind, PANEL, e->hidden, panel_at(gate_up, panel, e->hidden, e->kind), .wide = c->wide};
-    const float *scale = scales_of(e->gate_up_scale, e->kind, s.slot, 2, e->width, e->hidden), *x[ROW_BLOCK];
-    float both[ROW_BLOCK][PANEL], *y[ROW_BLOCK];
+    const float *scale = scales_of(e, e->gate_up_scale, s.slot, 2, e->width, e->hidden), *x[ROW_BLOCK];
+    float both[ROW_BLOCK][PANEL], channels[PANEL], *y[ROW_BLOCK];
     i64 block_rows = (e->width + SCALE_GROUP - 1) / SCALE_GROUP;
     p.exponents = exponents_of(e->gate_up_scale, e->kind, s.slot, 2 * padded, e->hidden, panel);
     for (i64 half = 0; half < 2 && e->kind == E4M3; half++)
-        p.scale[half] = block_scales(scale, half * block_rows + column / SCALE_GROUP, e->hidden);
+        if (e->by_channel) channel_scales(scale + half * e->width + column, wanted, 32, channels + half * 32);
+        else p.scale[half] = block_scales(scale, half * block_rows + column / SCALE_GROUP, e->hidden);
+    if (e->by_channel) p.channels = channels;
     for (i64 r = 0; r < s.rows; r++) x[r] = j->x + (s.at + r) * j->x_row, y[r] = both[r];
     if (j->x_parts) panel_product_by_tiles(&p, s.rows, parts_at(j->x_parts, c->chunk, s, e->hidden), y);
     else panel_product(&p, &(Rows){s.rows, x, 0, y});
@@ -149,11 +157,12 @@ static void down_rows(const ChunkJob *c, i64 panel, SlotRows s)
     const char *down = e->down + s.slot * packed_bytes(e->hidden, e->width, e->kind);
     Panel p = {e->kind, panel_width(e->hidden, panel), e->width, panel_at(down, panel, e->width, e->kind),
                .wide = c->wide};
-    const float *scale = scales_of(e->down_scale, e->kind, s.slot, 1, e->hidden, e->width), *x[ROW_BLOCK];
+    const float *scale = scales_of(e, e->down_scale, s.slot, 1, e->hidden, e->width), *x[ROW_BLOCK];
     i64 column = panel * PANEL, wanted = least(p.width, e->hidden - column);
-    float *y[ROW_BLOCK], spare[ROW_BLOCK][PANEL];
+    float *y[ROW_BLOCK], spare[ROW_BLOCK][PANEL], channels[PANEL];
     p.exponents = exponents_of(e->down_scale, e->kind, s.slot, e->hidden, e->width, panel);
-    if (e->kind == E4M3) p.scale[0] = p.scale[1] = block_scales(scale, column / SCALE_GROUP, e->width);
+    if (e->by_channel) channel_scales(scale + column, wanted, p.width, channels), p.channels = channels;
+    else if (e->kind == E4M3) p.scale[0] = p.scale[1] = block_scales(scale, column / SCALE_GROUP, e->width);
     for (i64 r = 0; r < s.rows; r++) {
         x[r] = j->middle + (s.packed_at + r) * padded_to_32(e->width);
         y[r] = wanted == p.width ? j->y + (s.at + r) * j->y_row + column : spare[r];

@@ -23,9 +23,10 @@ class PackedExperts:
     """The weights of S slots, packed. They are widened as they are read: the products are those of float32 weights.
 
     gate_up: [S, gate_up_size(width, hidden)], down: [S, packed_size(hidden, width)]
-    scales:  float32, contiguous: None for float32 and bfloat16; int8, by output channel: gate_up_scale [S, 2 x width],
-             down_scale [S, hidden]; float8_e4m3fn, by 128 x 128 as kernels/block_scales.py has them: gate_up_scale
-             [S, 2 x ceil(width / 128), ceil(hidden / 128)], down_scale [S, ceil(hidden / 128), ceil(width / 128)];
+    scales:  float32, contiguous: None for float32 and bfloat16; int8, and float8_e4m3fn by output channel:
+             gate_up_scale [S, 2 x width], down_scale [S, hidden]; float8_e4m3fn by 128 x 128 as
+             kernels/block_scales.py has them: gate_up_scale [S, 2 x ceil(width / 128), ceil(hidden / 128)], down_scale
+             [S, ceil(hidden / 128), ceil(width / 128)];
              MXFP4 (kernels/mxfp4.py): hidden and width are multiples of 32, weights are uint8 of two numbers each,
              gate_up [S, gate_up_size(width, hidden / 2)] and down [S, packed_size(hidden, width / 2)]; scales are uint8
              exponents, packed too: [S, gate_up_size(width, hidden / 32)], [S, packed_size(hidden, width / 32)]
@@ -50,7 +51,7 @@ class PackedExperts:
         assert self.gate_up.shape == (slots, gate_up_size(width, hidden // per_word)), tuple(self.gate_up.shape)
         assert self.down.shape == (slots, packed_size(hidden, width // per_word)), tuple(self.down.shape)
         scales: tuple[tuple[int, ...] | None, ...] = (None, None)
-        if self.gate_up.dtype == torch.int8:
+        if self.gate_up.dtype == torch.int8 or self.by_channel:
             scales = (slots, 2 * width), (slots, hidden)
         elif self.gate_up.dtype == torch.float8_e4m3fn:
             gate_up = slots, num_scale_rows(2 * width, 2), num_groups(hidden)
@@ -65,6 +66,12 @@ class PackedExperts:
         for tensor in (self.gate_up, self.down, self.gate_up_scale, self.down_scale):
             assert tensor is None or tensor.is_contiguous(), "weights with gaps"
 
+    @property
+    def by_channel(self) -> bool:
+        """Whether FP8 weights have a scale for each output channel."""
+        scale = self.gate_up_scale
+        return self.gate_up.dtype == torch.float8_e4m3fn and scale is not None and scale.dim() == 2
+
     @cached_property
     def facts(self) -> Tensor:
         """Returns the block of int64 that experts.c reads."""
@@ -74,7 +81,7 @@ class PackedExperts:
         sizes = self.gate_up.shape[0], self.hidden, self.width
         activation = self.activation
         numbers = float_bits(activation.alpha), float_bits(activation.limit)
-        return torch.tensor([*sizes, kind, _ACTIVATIONS.index(activation.kind), *addresses, *numbers])
+        return torch.tensor([*sizes, kind, self.by_channel, _ACTIVATIONS.index(activation.kind), *addresses, *numbers])
 
 
 def packed_ffn(

@@ -20,7 +20,8 @@ enum { DIRECT, KEEP, AGAIN };
 typedef struct {
     i64 kind, width, k;
     const char *w;
-    const float *scale[2];    /* E4M3 only: of the first and the last 32 columns, one for every 128 of k */
+    const float *scale[2];    /* E4M3 in blocks: of the first and the last 32 columns, one for every 128 of k */
+    const float *channels;    /* E4M3 by channel: of each column, times E4M3_UNIT */
     const uint8_t *exponents; /* MXFP4 only: of the scales, [k / 32][width] */
     char *wide;               /* MXFP4 by tiles: room for the panel in bfloat16, for many rows */
 } Panel;
@@ -38,7 +39,7 @@ typedef struct {
     const float *x[MOST_ROWS];
     float *y[MOST_ROWS];
     const char *w;
-    const float *scale; /* see load_weights; MXFP4: [k / 32][width] */
+    const float *scale; /* see load_weights, [width]; MXFP4: [k / 32][width] */
     float *wide;       /* [k][width], see KEEP */
     const char *ahead; /* what is fetched into the cache on the way, ahead_step bytes with every k; not in DIRECT */
     i64 ahead_step, x_step, width, k;
@@ -139,8 +140,10 @@ static void panel_product(const Panel *p, const Rows *g)
     for (i64 start = 0; start < p->k; start += block) {
         Tile t = {.width = p->width, .k = least(block, p->k - start), .more = start, .scale = scale, .wide = wide};
         t.x_step = g->packed ? MOST_ROWS : 1, t.ahead_step = step / blocks;
-        for (i64 half = 0; half < 2 && p->kind == E4M3; half++)
-            scale[half] = p->scale[half][start / SCALE_GROUP] * E4M3_UNIT;
+        if (p->channels) t.scale = p->channels;
+        else if (p->kind == E4M3)
+            for (i64 c = 0; c < p->width; c += VL)
+                *(vf *)(scale + c) = splat(p->scale[c / 32][start / SCALE_GROUP] * E4M3_UNIT);
         if (p->kind == MXFP4)
             widen_e8m0(p->exponents + start / MX_BLOCK * p->width, t.k / MX_BLOCK * p->width, scale);
         for (i64 b = 0; b < blocks; b++) {

@@ -6,7 +6,7 @@
 #endif
 
 enum { FLOAT32, BFLOAT16, INT8, E4M3, MXFP4 }; /* linear.py has the same order */
-enum { PANEL = 64, SCALE_GROUP = 128 /* columns and rows that share a scale in E4M3 */ };
+enum { PANEL = 64, SCALE_GROUP = 128 /* columns and rows that share a scale in blocks of E4M3 */ };
 enum { MX_BLOCK = 32 /* neighbours in k that share a scale in MXFP4, of which k is a multiple */ };
 
 typedef int8_t vb __attribute__((vector_size(VL), aligned(1), may_alias));
@@ -106,7 +106,7 @@ INLINE void widen_e8m0(const uint8_t *exponents, i64 count, float *scale)
 
 /* V registers of weights at one k, from column `first` on.
    w: the panel's row of that k; in BFLOAT16 and MXFP4 of that k and its neighbour, `second` says which one is meant
-   scale: E4M3: of the first and the last 32 columns; MXFP4: of each column */
+   scale: E4M3 and MXFP4: of each column */
 INLINE void load_weights(const int V, const int kind, i64 second, const char *w, i64 first, const float *scale, vf *b)
 {
     if (kind == BFLOAT16) {
@@ -123,5 +123,5 @@ INLINE void load_weights(const int V, const int kind, i64 second, const char *w,
         else if (kind == INT8) b[v] = widen_int8(w + first + v * VL);
         else if (kind == MXFP4)
             b[v] = widen_e2m1(w + first + v * VL, second) * *(const vf *)(scale + first + v * VL);
-        else b[v] = widen_e4m3(w + first + v * VL) * scale[(first + v * VL) / 32];
+        else b[v] = widen_e4m3(w + first + v * VL) * *(const vf *)(scale + first + v * VL);
 }

@@ -6,7 +6,7 @@ not a multiple of 16 bytes, through plain loads. Accumulation is float32 along k
 
 The kernel also serves FP8 with block scales (grouped_gemm_fp8.py beside it). One step of its loop is then one block of
 scales: the matrix unit adds 128 products, and the scaled blocks are added in float32 by the ordinary units. This also
-avoids the short accumulators of Hopper's e4m3 instructions.
+avoids the short accumulators of Hopper's e4m3 instructions. Scales of output channels multiply the sums at the end.
 """
 
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from moe_serve.kernels.block_scales import GROUP
+from moe_serve.kernels.fp8_block import GROUP
 from moe_serve.kernels.gemm_tiles import GemmTile, bf16_tile
 from moe_serve.kernels.numerics import FAST, Numerics
 from moe_serve.kernels.triton.grouped_tiles import count_tiles, locate_tile
@@ -77,7 +77,7 @@ def has_tensor_memory_accelerator(x: Tensor, weight: Tensor) -> bool:
 
 @dataclass(frozen=True)
 class Scales:
-    """Scales of FP8 operands: rows [rows, ceil(k / 128)], weight as in BlockScaled, with `parts` stacks."""
+    """Scales of FP8 operands: rows [rows, ceil(k / 128)], weight as in BlockScaled, with `parts` stacks, contiguous."""
 
     rows: Tensor
     weight: Tensor
@@ -104,7 +104,8 @@ def launch(
         rows_in, weight_in, scales.rows if scales else None, scales.weight if scales else None, rows_per_group, y,
         num_groups, n, k, x.stride(0), capacity, GROUPS=triton.next_power_of_2(num_groups), PARTS=parts,
         BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, BLOCK_K=tile.block_k, GROUP_M=tile.group_m, DESCRIBED=described,
-        SCALED=scales is not None, num_warps=tile.num_warps, num_stages=tile.num_stages,
+        SCALED=scales is not None, BY_CHANNEL=scales is not None and scales.weight.dim() == 2,
+        num_warps=tile.num_warps, num_stages=tile.num_stages,
     )  # fmt: skip
 
 
@@ -112,7 +113,7 @@ def launch(
 def grouped_gemm_kernel(
     x, weight, x_scale, weight_scale, rows_per_group, y, num_groups, n, k, x_stride, capacity,
     GROUPS: tl.constexpr, PARTS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    GROUP_M: tl.constexpr, DESCRIBED: tl.constexpr, SCALED: tl.constexpr,
+    GROUP_M: tl.constexpr, DESCRIBED: tl.constexpr, SCALED: tl.constexpr, BY_CHANNEL: tl.constexpr,
 ):  # fmt: skip
     part_n = n // PARTS
     part_tiles = tl.cdiv(part_n, BLOCK_N)
@@ -135,6 +136,7 @@ def grouped_gemm_kernel(
         total = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
         if SCALED:
             row_scale_at = x_scale + (first_row + row) * num_steps
+        if SCALED and not BY_CHANNEL:
             block = (group * PARTS + part) * tl.cdiv(part_n, 128) + tile_n * BLOCK_N // 128
             block_scale_at = weight_scale + block.to(tl.int64) * num_steps
         for step in range(num_steps):
@@ -150,10 +152,14 @@ def grouped_gemm_kernel(
                 b = tl.load(b_at, mask=(column < end_column)[:, None] & (depth < k)[None, :], other=0.0)
             if SCALED:
                 row_scale = tl.load(row_scale_at + step, mask=row < num_rows, other=0.0)
-                block_scale = tl.load(block_scale_at + step)
-                total += dot(a, tl.trans(b)) * (row_scale * block_scale)[:, None]
+                if not BY_CHANNEL:
+                    row_scale *= tl.load(block_scale_at + step)
+                total += dot(a, tl.trans(b)) * row_scale[:, None]
             else:
                 total += dot(a, tl.trans(b))
+        if BY_CHANNEL:
+            channel_at = weight_scale + group.to(tl.int64) * n + column
+            total *= tl.load(channel_at, mask=column < end_column, other=0.0)[None, :]
         inside = (row < num_rows)[:, None] & (column < end_column)[None, :]
         at = y + (first_row + row)[:, None] * n + column[None, :]
         tl.store(at, as_dtype(total, y.dtype.element_ty), mask=inside)

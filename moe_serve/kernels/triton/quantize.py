@@ -8,7 +8,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from moe_serve.kernels.block_scales import GROUP, num_groups
+from moe_serve.kernels.block_scales import num_groups
+from moe_serve.kernels.fp8_block import GROUP
 from moe_serve.kernels.triton.mode import as_dtype, as_e4m3
 
 GROUPS_PER_PROGRAM = 16  # 2048 values: 16 bf16 values (two 16-byte loads) for each of 128 threads

@@ -6,7 +6,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from moe_serve.kernels.block_scales import GROUP, num_groups
+from moe_serve.kernels.block_scales import num_groups
+from moe_serve.kernels.fp8_block import GROUP
 from moe_serve.kernels.triton.mode import as_dtype
 from moe_serve.kernels.triton.quantize import quantize_groups
 

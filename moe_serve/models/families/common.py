@@ -1,13 +1,14 @@
-"""What readers of several families share: fields of every config.json, grouped-query attention, quantisation."""
+"""What readers of several families share: fields of every config.json, grouped-query attention."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 from moe_serve.ep.routing import RouterSpec
 from moe_serve.errors import ModelError
 from moe_serve.models.attention_spec import GqaSpec
-from moe_serve.models.hf_config import LARGEST_SIZE, LONGEST_CONTEXT, MOST_LAYERS, HfConfig
+from moe_serve.models.families.quantization import fp8_block
+from moe_serve.models.hf_config import LONGEST_CONTEXT, MOST_LAYERS, HfConfig
 from moe_serve.models.model_files import shown
 
 
@@ -25,58 +26,8 @@ def common_fields(config: HfConfig, eos_token_ids: tuple[int, ...]) -> dict[str,
         "eos_token_ids": eos_token_ids,
         "tie_embeddings": config.flag("tie_word_embeddings"),
         "checkpoint_dtype": config.text("dtype", "torch_dtype"),
-        "fp8_block": _fp8_block(config),
+        "fp8_block": fp8_block(config),
     }
-
-
-def _fp8_block(config: HfConfig) -> int | None:
-    quantization = _quantization(config)
-    if not quantization or is_mxfp4(config):
-        return None
-    method, block = quantization.get("quant_method"), quantization.get("weight_block_size", [128, 128])
-    if method == "compressed-tensors":
-        return _compressed_block(config, quantization)
-    is_square = isinstance(block, list) and len(block) == 2 and block[0] == block[1]
-    if method != "fp8" or not is_square or type(block[0]) is not int or not 1 <= block[0] <= LARGEST_SIZE:
-        raise config.refuse(f"quantization {shown(method)} with blocks {shown(block)} (only fp8 with square blocks is)")
-    return int(block[0])
-
-
-def _compressed_block(config: HfConfig, quantization: Mapping[str, Any]) -> int:
-    """Returns the edge of the blocks of compressed-tensors in FP8, whose weights are values times scales.
-
-    Which tensors have scales is seen in the files. Activations are not quantised, whatever is said of them.
-    """
-    groups = quantization.get("config_groups")
-    kinds = [_kind_of(group) for group in (groups.values() if isinstance(groups, Mapping) else ())]
-    block = kinds[0][-1] if kinds else None
-    is_square = isinstance(block, list) and len(block) == 2 and block[0] == block[1] and type(block[0]) is int
-    in_blocks = all(kind == ("float", 8, "block", block) for kind in kinds)
-    if not isinstance(block, list) or not is_square or not in_blocks or not 1 <= block[0] <= LARGEST_SIZE:
-        raise config.refuse(
-            f"compressed-tensors with weights {shown(kinds)} (only float of 8 bits in square blocks is; use the "
-            "model's checkpoint with quant_method fp8, or the one in bfloat16)"
-        )
-    return int(block[0])
-
-
-def _kind_of(group: Any) -> tuple[Any, ...]:
-    """Returns type, bits, strategy and blocks of the weights of a group of compressed-tensors."""
-    weights = group.get("weights") if isinstance(group, Mapping) else None
-    keys = ("type", "num_bits", "strategy", "block_structure")
-    return tuple(weights.get(key) if isinstance(weights, Mapping) else None for key in keys)
-
-
-def _quantization(config: HfConfig) -> Mapping[str, Any]:
-    quantization = config.get("quantization_config", {})
-    if not isinstance(quantization, Mapping):
-        raise config.refuse(f"quantization_config {shown(quantization)}")
-    return quantization
-
-
-def is_mxfp4(config: HfConfig) -> bool:
-    """Returns whether experts are stored in MXFP4, which gpt-oss alone is."""
-    return config.get("model_type") == "gpt_oss" and _quantization(config).get("quant_method") == "mxfp4"
 
 
 def gqa(config: HfConfig) -> GqaSpec:

@@ -6,7 +6,8 @@ from moe_serve.ep.routing import RouterSpec
 from moe_serve.errors import ModelError
 from moe_serve.kernels.activation import Activation
 from moe_serve.kernels.mxfp4_block import MXFP4_BLOCK
-from moe_serve.models.families.common import common_fields, gqa, is_mxfp4, windowed_by_layer
+from moe_serve.models.families.common import common_fields, gqa, windowed_by_layer
+from moe_serve.models.families.quantization import is_mxfp4
 from moe_serve.models.hf_config import MOST_LAYERS, HfConfig
 from moe_serve.models.rope_spec import read_rope
 from moe_serve.models.spec import ExpertNames, ModelSpec

@@ -15,7 +15,8 @@ from moe_serve.kernels.grouped_gemm_int8 import quantize_int8
 from tests.tolerance import FLOAT32, relative_error
 
 ROWS = (0, 1, 70, 7, 3)
-DTYPES = (torch.float32, torch.bfloat16, torch.int8, torch.float8_e4m3fn)
+BY_CHANNEL = "e4m3 by channel"
+KINDS = (torch.float32, torch.bfloat16, torch.int8, torch.float8_e4m3fn, BY_CHANNEL)
 CLAMPED = Activation("clamped_swiglu", alpha=1.702, limit=1.2)  # low enough to be met
 
 
@@ -29,12 +30,12 @@ class Experts:
 
 
 def make_experts(
-    dtype: torch.dtype, slots: int, hidden: int, width: int, activation: Activation = SILU, biased: bool = False
+    kind: torch.dtype | str, slots: int, hidden: int, width: int, activation: Activation = SILU, biased: bool = False
 ) -> Experts:
     gate_up = torch.randn(slots, 2 * width, hidden) / hidden**0.5
     down = torch.randn(slots, hidden, width) / width**0.5
-    (stored_gate_up, gate_up_scale, wide_gate_up) = stored(gate_up, dtype, 2)
-    (stored_down, down_scale, wide_down) = stored(down, dtype, 1)
+    (stored_gate_up, gate_up_scale, wide_gate_up) = stored(gate_up, kind, 2)
+    (stored_down, down_scale, wide_down) = stored(down, kind, 1)
     packed = PackedExperts(
         stored_gate_up.new_empty(slots, gate_up_size(width, hidden)),
         stored_down.new_empty(slots, packed_size(hidden, width)),
@@ -47,15 +48,16 @@ def make_experts(
     return Experts(packed, wide_gate_up, wide_down)
 
 
-def stored(weight: Tensor, dtype: torch.dtype, parts: int) -> tuple[Tensor, Tensor | None, Tensor]:
+def stored(weight: Tensor, kind: torch.dtype | str, parts: int) -> tuple[Tensor, Tensor | None, Tensor]:
     """Returns a weight [slots, n, k] as stored, its scales, and the float32 numbers that both stand for."""
-    if dtype == torch.int8:
+    if kind == torch.int8:
         q, scale = quantize_int8(weight)
         return q, scale, q * scale[..., None]
-    if dtype == torch.float8_e4m3fn:
-        blocks: BlockScaled = quantize_weight(weight, parts)
+    if kind in (torch.float8_e4m3fn, BY_CHANNEL):
+        blocks: BlockScaled = quantize_weight(weight, parts, by_channel=kind == BY_CHANNEL)
         return blocks.q, blocks.scale, dequantize_weight(blocks)
-    return weight.to(dtype), None, weight.to(dtype).float()
+    assert isinstance(kind, torch.dtype)
+    return weight.to(kind), None, weight.to(kind).float()
 
 
 def reference(x: Tensor, counts: Tensor, experts: Experts) -> Tensor:
@@ -73,11 +75,11 @@ def reference(x: Tensor, counts: Tensor, experts: Experts) -> Tensor:
 
 
 @pytest.mark.parametrize("activation, biased", [(SILU, False), (CLAMPED, True)], ids=["silu", "clamped with biases"])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("kind", KINDS, ids=str)
 @pytest.mark.parametrize("hidden, width", [(40, 16), (513, 33), (130, 200), (1, 1)])
-def test_experts_match_their_reference(dtype, hidden, width, activation, biased, library):
+def test_experts_match_their_reference(kind, hidden, width, activation, biased, library):
     counts, places = torch.tensor(ROWS), [70 * slot + nth for slot, rows in enumerate(ROWS) for nth in range(rows)]
-    experts = make_experts(dtype, len(ROWS), hidden, width, activation, biased)
+    experts = make_experts(kind, len(ROWS), hidden, width, activation, biased)
     rows = torch.randn(len(places), hidden)
     wanted = reference(rows, counts, experts)
     for threads in (1, 2):
@@ -93,10 +95,10 @@ def test_experts_match_their_reference(dtype, hidden, width, activation, biased,
     assert packed_ffn(rows[:0], torch.zeros(len(ROWS), dtype=torch.int64), experts.packed).shape == (0, hidden)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_the_bits_of_a_row_depend_on_that_row_only(dtype, library, avx2, use):
-    is_clamped = dtype == torch.bfloat16  # as checkpoints of gpt-oss are
-    experts = make_experts(dtype, 2, 300, 150, CLAMPED if is_clamped else SILU, biased=is_clamped)
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+def test_the_bits_of_a_row_depend_on_that_row_only(kind, library, avx2, use):
+    is_clamped = kind == torch.bfloat16  # as checkpoints of gpt-oss are
+    experts = make_experts(kind, 2, 300, 150, CLAMPED if is_clamped else SILU, biased=is_clamped)
     x = torch.randn(250, 310)[:, :300]
     alone = torch.cat([packed_ffn(row[None], torch.tensor([0, 1]), experts.packed) for row in x])
     for rows, threads in itertools.product((2, 6, 7, 13, 64, 65, 200, 250), (1, 2)):
@@ -109,11 +111,11 @@ def test_the_bits_of_a_row_depend_on_that_row_only(dtype, library, avx2, use):
         assert torch.equal(packed_ffn(x[:rows], torch.tensor([0, rows]), experts.packed), alone[:rows]), rows
 
 
-@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float8_e4m3fn), ids=str)
-def test_stored_weights_give_the_bits_of_float32_weights_with_the_same_values(dtype, library):
+@pytest.mark.parametrize("kind", (torch.bfloat16, torch.float8_e4m3fn, BY_CHANNEL), ids=str)
+def test_stored_weights_give_the_bits_of_float32_weights_with_the_same_values(kind, library):
     library.use_amx(False)
     for rows, (hidden, width) in itertools.product((1, 6, 7, 70), ((40, 16), (300, 150))):
-        experts = make_experts(dtype, 2, hidden, width)
+        experts = make_experts(kind, 2, hidden, width)
         wide = PackedExperts(
             torch.empty(2, gate_up_size(width, hidden)), torch.empty(2, packed_size(hidden, width)), hidden, width
         )

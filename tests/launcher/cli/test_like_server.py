@@ -14,12 +14,13 @@ from moe_serve.eplb.load import LoadRecord
 from moe_serve.eplb.placement import Placement
 from moe_serve.eplb.replay.report_decisions import NUM_SHOWN, decision_cells
 from moe_serve.eplb.replay.report_units import as_seconds
+from moe_serve.kernels.fp8_block import PER_TENSOR
 from moe_serve.launcher.cli.like_server import facts_of
 from moe_serve.models.families.registry import read_spec
 from tests.engine.balancer_scene import FACTS, START
 from tests.engine.test_replay_equals_live import RecordedEngine, loads
 from tests.launcher.cli.test_balancer import call
-from tests.models.fp8_checkpoint import write_fp8_checkpoint
+from tests.models.fp8_checkpoint import BLOCKS, write_fp8_checkpoint
 from tests.models.mxfp4_checkpoint import write_mxfp4_config
 
 SERVER = """
@@ -91,17 +92,18 @@ def test_a_trace_without_a_balancer_shows_what_one_would_do(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("expert_weights", ["auto", "dense"])
-@pytest.mark.parametrize("kind", ["demo", "fp8", "mxfp4"])
+@pytest.mark.parametrize("kind", ["demo", "fp8", "fp8 by tensor", "mxfp4"])
 def test_experts_have_the_size_that_the_servers_ranks_give_them(kind: str, expert_weights: str, tmp_path: Path) -> None:
     path: Path | str = "demo"
     if kind != "demo":
-        path = write_mxfp4_config(tmp_path) if kind == "mxfp4" else write_fp8_checkpoint(tmp_path)
+        block = PER_TENSOR if kind == "fp8 by tensor" else BLOCKS
+        path = write_mxfp4_config(tmp_path) if kind == "mxfp4" else write_fp8_checkpoint(tmp_path, block)
     config = load_config(
         overrides=[f"model.path={path}", f"model.expert_weights={expert_weights}", "parallel.device=cpu"]
     )
     served = ModelPlan.of(config, read_spec(model_dir(config.model)), torch.device("cpu"))
     assert served.numerics.compiled
-    assert served.expert_form == ("dense" if expert_weights == "dense" or kind == "demo" else kind)
+    assert served.expert_form == ("dense" if expert_weights == "dense" or kind == "demo" else kind.split()[0])
     assert facts_of(config, 1, served.placement).bytes_per_expert == served.slot_form.num_bytes
 
 
