@@ -18,7 +18,6 @@ from dataclasses import dataclass
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 _PLAIN = re.compile(r"[\w.:/+-]+", re.ASCII)
 _MAX_SOURCES = 256  # whose warnings are counted one by one
-FORMATS = ("text", "json")
 
 # The X-Request-Id of the client's call that this task serves. A context variable, since a line of the log may be
 # written anywhere below the call, and no two tasks share one.
@@ -33,7 +32,7 @@ def get_logger(name: str) -> logging.Logger:
 def configure_logging(level: str | None = None, who: str = "", form: str = "text") -> None:
     """Sends the package's log lines to stderr.
 
-    level: a logging name (default: $MOE_SERVE_LOG or INFO);  form: one of FORMATS
+    level: a logging name (default: $MOE_SERVE_LOG or INFO);  form: "text" or "json"
     """
     logger = logging.getLogger("moe_serve")
     logger.handlers.clear()

@@ -28,14 +28,13 @@ class ReloadedExpert:
     slot: int
 
 
-def with_second_slots(placement: Placement, lost_ranks: Collection[int] | None = None) -> Placement:
+def with_second_slots(placement: Placement) -> Placement:
     """Returns a placement in which as many experts as possible are on two ranks, with as few changed slots as possible.
 
     A slot is spare where it is empty, holds an expert that is on three or more ranks, or holds one that its rank has
     twice. No expert on two ranks is left with one. Returns the same object when nothing can be improved.
     """
-    live = _live_ranks(placement, lost_ranks)
-    table = _by_rank(placement)
+    live, table = placement.live_ranks.tolist(), _by_rank(placement)
     if not sum(give_ranks(table[row], live, 2) for row in range(placement.num_layers)):
         return placement
     return replace(placement, physical_to_logical=_flat(table), version=placement.version + 1)
@@ -52,16 +51,14 @@ def give_ranks(table: Ints, live: Sequence[int], num_wanted: int) -> int:
     return holders.write(table) if holders.give() else 0
 
 
-def with_lost_experts(
-    placement: Placement, lost_ranks: Collection[int] | None = None
-) -> tuple[Placement, list[ReloadedExpert]]:
+def with_lost_experts(placement: Placement, lost_ranks: Collection[int]) -> tuple[Placement, list[ReloadedExpert]]:
     """Returns a placement in which every expert has a slot, and what has to be read from the checkpoint for it.
 
     A lost expert takes an empty slot, or else that of an expert with other slots: of a repeated one on the same rank,
     then of the one with the most. The experts to read are spread over the ranks, over all layers together.
     Raises PlacementError when the ranks that are left have fewer slots than there are experts.
     """
-    live = _live_ranks(placement, lost_ranks)
+    live = [rank for rank in range(placement.num_ranks) if rank not in lost_ranks]
     num_slots = len(live) * placement.slots_per_rank
     if num_slots < placement.num_logical:
         raise PlacementError(
@@ -79,12 +76,6 @@ def with_lost_experts(
         found.append(ReloadedExpert(row, expert, rank * placement.slots_per_rank + slot))
     version = placement.version + 1
     return replace(placement, physical_to_logical=_flat(table), version=version, allow_lost=False), found
-
-
-def _live_ranks(placement: Placement, lost_ranks: Collection[int] | None) -> list[int]:
-    if lost_ranks is not None:
-        return [rank for rank in range(placement.num_ranks) if rank not in lost_ranks]
-    return np.flatnonzero((_by_rank(placement) >= 0).any(axis=(0, 2))).tolist()
 
 
 def _by_rank(placement: Placement) -> Ints:

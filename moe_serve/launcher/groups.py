@@ -37,9 +37,6 @@ class Mesh:
     def num_ranks(self) -> int:
         return self.pp * self.dp * self.attn_tp
 
-    def dp_rank(self, rank: int) -> int:
-        return rank // self.attn_tp % self.dp
-
     def ep_rank(self, rank: int) -> int:
         return rank % (self.dp * self.attn_tp)
 

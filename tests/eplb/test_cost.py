@@ -100,31 +100,12 @@ def test_the_busiest_rank_sets_the_pace_and_only_of_its_layer():
     assert np.argmax(costs.kernels.expert_ffn(rows.reshape(3, 16, -1))[1]) == 0
 
 
-def test_traffic_that_is_even_costs_what_no_traffic_given_costs():
-    topology = Topology(3, 4)
-    rng = np.random.default_rng(0)
-    rows = rng.random((2, 12))
-    even = np.repeat(rows[:, None] / 12, 12, axis=1)
-    for a, b in zip(
-        vars(busiest_rows(rows, topology)).values(), vars(busiest_rows(rows, topology, even)).values(), strict=True
-    ):
-        assert a == pytest.approx(b)
-
-
-def test_traffic_is_counted_on_links_nics_and_nodes():
+def test_rows_that_are_sent_evenly_are_counted_on_links_nics_and_nodes():
     topology = Topology(2, 2)
-    traffic = np.zeros((4, 4))
-    traffic[0, 1], traffic[0, 2], traffic[1, 2], traffic[3, 3] = 7, 5, 3, 100
-    busiest = busiest_rows(traffic.sum(axis=0), topology, traffic)
-    assert (busiest.link, busiest.nic, busiest.node) == (7, 8, 8)
-
-
-def test_local_traffic_makes_dispatch_cheaper():
-    costs = cluster(16)
-    rows = even_rows(16, 128)
-    local = np.diag(rows)
-    assert costs.dispatch(rows, "low_latency", local) == H800.dispatch_latency_s
-    assert costs.dispatch(rows, "low_latency") > H800.dispatch_latency_s
+    busiest = busiest_rows(np.array([40.0, 8.0, 0.0, 0.0]), topology)  # each rank sends a quarter of each, 12
+    assert busiest.link == 20 - 10, "to rank 0 from rank 1"
+    assert busiest.nic == 20, "to rank 0 from the other node"
+    assert busiest.node == 24, "to both ranks of node 0 from the other one"
 
 
 def test_expected_places_counts_by_enumeration():

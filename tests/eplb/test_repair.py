@@ -31,6 +31,8 @@ def best_by_integer_program(placement: Placement, row: int, live: list[int], num
 
     Variables: whether rank r holds expert e, and how many of the wanted ranks e has.
     """
+    if not live:
+        return 0, 0
     num_ranks, num_experts, slots = len(live), placement.num_logical, placement.slots_per_rank
     held = holders(placement)[row][live]
     count = held.sum(axis=0)
@@ -88,9 +90,9 @@ def test_experts_get_as_many_ranks_as_spare_slots_allow(case: tuple[Placement, l
 
 @given(after_a_loss())
 def test_as_many_experts_as_possible_get_a_second_rank_with_the_fewest_changes(case: tuple[Placement, list[int]]):
-    placement, live = case
-    lost = set(range(placement.num_ranks)) - set(live)
-    repaired = with_second_slots(placement, lost)
+    placement, left = case
+    live, lost = placement.live_ranks.tolist(), set(range(placement.num_ranks)) - set(left)
+    repaired = with_second_slots(placement)
     before, after = holders(placement).sum(axis=1), holders(repaired).sum(axis=1)
     assert (after >= np.minimum(before, 2)).all(), "no expert on two ranks is left with one"
     assert not holders(repaired)[:, sorted(lost)].any()
@@ -98,7 +100,7 @@ def test_as_many_experts_as_possible_get_a_second_rank_with_the_fewest_changes(c
     for row in range(placement.num_layers):
         assert (np.minimum(after[row], 2).sum(), changes[row]) == best_by_integer_program(placement, row, live, 2)
     assert (repaired is placement) == (not changes.any())
-    assert with_second_slots(repaired, lost) is repaired, "and a second time there is nothing left to do"
+    assert with_second_slots(repaired) is repaired, "and a second time there is nothing left to do"
     if (before > 0).all():
         migration = plan_migration(placement, repaired, Topology(1, placement.num_ranks), relabel="exact")
         for each in migration.rounds:
@@ -156,19 +158,12 @@ def test_experts_to_reload_take_empty_slots_first_and_are_spread_over_the_ranks(
     with pytest.raises(
         PlacementError, match=r"2 ranks that are left have 6 slots .* 7 experts; they need 4 slots each"
     ):
-        with_lost_experts(placement)
+        with_lost_experts(placement, [2])
     rows = [[0, 1, -1, 2, 3, -1, 4, 5, 4], [0, 1, 2, 0, 1, 3, 3, 4, 5]]
     placement, _ = Placement(np.array(rows), 6, 3).without_ranks([2])
-    full, reloaded = with_lost_experts(placement)
+    full, reloaded = with_lost_experts(placement, [2])
     assert reloaded == [
         ReloadedExpert(0, 4, 2), ReloadedExpert(0, 5, 5),  # the empty ones
         ReloadedExpert(1, 4, 0), ReloadedExpert(1, 5, 4),  # one of two replicas of 0, then of 1, on different ranks
     ]  # fmt: skip
     assert full.physical_to_logical.tolist() == [[0, 1, 4, 2, 3, 5, -1, -1, -1], [4, 1, 2, 0, 5, 3, -1, -1, -1]]
-
-
-def test_a_live_rank_without_experts_is_used_where_the_caller_names_the_lost_ones():
-    placement = Placement(np.array([[0, 1, -1]]), 2, 3)
-    assert with_second_slots(placement) is placement
-    repaired = with_second_slots(placement, lost_ranks=[])
-    assert repaired.physical_to_logical.tolist() == [[0, 1, 0]]

@@ -79,8 +79,8 @@ def test_moves_that_cost_more_than_they_bring_are_said() -> None:
 
 def test_json_is_plain_and_timings_are_apart(steady: ReplayReport) -> None:
     content = json.loads(json.dumps(to_json(steady), allow_nan=False))
-    assert set(content["timings"]) == {"greedy"}
-    assert "plan_s" not in json.dumps(to_json(steady, timings=False))
+    assert set(content.pop("timings")) == {"greedy"}
+    assert "plan_s" not in json.dumps(content)
     series = content["windows"]["policies"]["greedy"]
     assert len(series["served_mean"]) == len(content["windows"]["first_step"]) == 3
 

@@ -69,7 +69,7 @@ class LogprobScorer:
         asking = [requests[row] for row in raw.rows]
         tokens = [max(0, token_ids[row]) for row in raw.rows]  # negative: there is none, and the request fails
         counts = [request.params.logprobs or 0 for request in asking]
-        wanted = _wanted(tokens, [request.params.logprob_token_ids for request in asking], counts, raw.logits.shape[1])
+        wanted = _wanted(tokens, [request.params.logprob_token_ids for request in asking], counts)
         blocks = _blocks(self._score(raw.logits, wanted), wanted, [len(request.output_ids) for request in asking], 1)
         found = zip(raw.rows, blocks, strict=True)
         return {row: block for row, block in found if token_ids[row] >= 0 and block is not None}
@@ -104,12 +104,12 @@ class LogprobScorer:
         params, num_rows = request.params, logits.shape[0]
         tokens = request.prompt_ids[position + 1 : position + 1 + num_rows]
         ids = [params.logprob_token_ids] * num_rows
-        wanted = _wanted(tokens, ids, [params.prompt_logprobs or 0] * num_rows, logits.shape[1])
+        wanted = _wanted(tokens, ids, [params.prompt_logprobs or 0] * num_rows)
         (block,) = _blocks(self._score(logits, wanted), wanted, [position - params.prompt_logprobs_start], num_rows)
         return block
 
 
-def _wanted(tokens: Sequence[int], ids: Sequence[Sequence[int]], counts: Sequence[int], vocab: int) -> WantedLogprobs:
+def _wanted(tokens: Sequence[int], ids: Sequence[Sequence[int]], counts: Sequence[int]) -> WantedLogprobs:
     """Returns what is wanted of each row: its token, other ids, and so many of the likeliest tokens."""
     flat = [token_id for token, others in zip(tokens, ids, strict=True) for token_id in (token, *others)]
     starts = np.cumsum([0, *(1 + len(others) for others in ids)], dtype=np.int64)

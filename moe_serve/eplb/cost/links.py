@@ -37,28 +37,17 @@ class BusiestRows:
     node: Floats
 
 
-def busiest_rows(
-    rank_rows: Floats, topology: Topology, traffic: Floats | None = None, sharing: Sharing | None = None
-) -> BusiestRows:
-    """Returns the most rows that any link or NIC carries.
+def busiest_rows(rank_rows: Floats, topology: Topology, sharing: Sharing | None = None) -> BusiestRows:
+    """Returns the most rows that any link or NIC carries, where every rank sends an equal part to each destination.
 
-    rank_rows: [..., R] routes that end at each rank
-    traffic:   [..., R, R] routes from rank to rank; None = every rank sends the same everywhere
+    rank_rows: [..., R] routes that end at each rank, a part of them from the rank itself
     sharing:   None = one row per route (low latency)
     """
     num_nodes, per_node = topology.num_nodes, topology.ranks_per_node
     split = (*rank_rows.shape[:-1], num_nodes, per_node)
-    if traffic is None:
-        near_in, self_in = rank_rows / num_nodes, rank_rows / topology.num_ranks
-        near_out = np.repeat(rank_rows.reshape(split).sum(axis=-1) / topology.num_ranks, per_node, axis=-1)
-        out = np.broadcast_to(rank_rows.mean(axis=-1, keepdims=True), rank_rows.shape)
-    else:
-        blocks = traffic.reshape(*traffic.shape[:-2], num_nodes, per_node, num_nodes, per_node)
-        inside = np.diagonal(blocks, axis1=-4, axis2=-2)  # [..., from, to, N]
-        near_in = np.moveaxis(inside.sum(axis=-3), -1, -2).reshape(rank_rows.shape)
-        near_out = np.moveaxis(inside.sum(axis=-2), -1, -2).reshape(rank_rows.shape)
-        self_in = np.diagonal(traffic, axis1=-2, axis2=-1)
-        out = traffic.sum(axis=-1)
+    near_in, self_in = rank_rows / num_nodes, rank_rows / topology.num_ranks
+    near_out = np.repeat(rank_rows.reshape(split).sum(axis=-1) / topology.num_ranks, per_node, axis=-1)
+    out = np.broadcast_to(rank_rows.mean(axis=-1, keepdims=True), rank_rows.shape)
     far_in, far_out = rank_rows - near_in, out - near_out
     node = np.maximum(far_in.reshape(split).sum(axis=-1), far_out.reshape(split).sum(axis=-1)).max(axis=-1)
     if sharing is None:

@@ -64,31 +64,26 @@ class CostModel:
         """Kernels beside normal dispatch and combine, which hold a part of the compute units."""
         return Kernels(self.hardware, self.model, self._ranks_of_token, self.hardware.overlap_compute_share)
 
-    def dispatch(self, rank_rows: Floats, mode: Mode, traffic: Floats | None = None) -> Floats:
-        """Returns the time of one dispatch: rows that arrive at each rank [..., R] -> [...].
+    def dispatch(self, rank_rows: Floats, mode: Mode) -> Floats:
+        """Returns the seconds of one dispatch: rows that arrive at each rank [..., R] -> [...]."""
+        return self._dispatch(self._busiest(rank_rows, mode), mode)
 
-        traffic: [..., R, R] rows from rank to rank; None = every rank sends the same everywhere
-        """
-        return self._dispatch(self._busiest(rank_rows, mode, traffic), mode)
+    def combine(self, rank_rows: Floats, mode: Mode) -> Floats:
+        """Returns the seconds of one combine; arguments as for its dispatch."""
+        return self._combine(self._busiest(rank_rows, mode), mode)
 
-    def combine(self, rank_rows: Floats, mode: Mode, traffic: Floats | None = None) -> Floats:
-        """Returns the time of one combine; arguments as for its dispatch."""
-        return self._combine(self._busiest(rank_rows, mode, traffic), mode)
-
-    def moe_layer(
-        self, slot_rows: Floats, batch: Batch, is_mean: bool = False, traffic: Floats | None = None
-    ) -> LayerTime:
+    def moe_layer(self, slot_rows: Floats, batch: Batch, is_mean: bool = False) -> LayerTime:
         """Returns the time of the MoE part of each layer, without shared experts.
 
         slot_rows: [L, P] rows that each slot serves in one step, over all sources
         batch:     says the phase, and with two_batch that dispatch and combine run beside the experts
-        traffic:   [L, R, R] rows from rank to rank; None = every rank sends the same everywhere
+        is_mean:   as for `Kernels.grouped_gemm`
         """
         by_rank = slot_rows.reshape(len(slot_rows), self.topology.num_ranks, -1)
         rank_rows = by_rank.sum(axis=2)
         kernels = self._kernels_of(batch)
         ffn = (kernels.expert_ffn(by_rank, is_mean) + kernels.expert_elementwise(rank_rows, batch)).max(axis=1)
-        busiest = self._busiest(rank_rows, batch.mode, traffic)
+        busiest = self._busiest(rank_rows, batch.mode)
         return LayerTime(self._dispatch(busiest, batch.mode), ffn, self._combine(busiest, batch.mode))
 
     def step(self, batch: Batch, slot_rows: Floats | None = None, is_mean: bool = False) -> StepTime:
@@ -165,8 +160,8 @@ class CostModel:
             off_node_token_s=row / (hardware.nic_bytes_per_s * nic) if self.topology.num_nodes > 1 else 0.0,
         )
 
-    def _busiest(self, rank_rows: Floats, mode: Mode, traffic: Floats | None) -> BusiestRows:
-        return busiest_rows(rank_rows, self.topology, traffic, self._sharing if mode == "normal" else None)
+    def _busiest(self, rank_rows: Floats, mode: Mode) -> BusiestRows:
+        return busiest_rows(rank_rows, self.topology, self._sharing if mode == "normal" else None)
 
     def _dispatch(self, rows: BusiestRows, mode: Mode) -> Floats:
         row_bytes = self.model.hidden * self.model.dispatch_bytes

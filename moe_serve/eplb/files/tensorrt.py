@@ -43,11 +43,11 @@ def assignment_rows(content: dict[Any, Any], path: Path) -> tuple[list[Any], tup
     return [assignments[layer] for layer in layers], tuple(layers)
 
 
-def write_balancer_yaml(placement: Placement, path: Path, layer_updates_per_iter: int = 0) -> None:
-    """Writes the `moe_load_balancer` file; layer_updates_per_iter 0 keeps the placement as it is (offline mode)."""
+def write_balancer_yaml(placement: Placement, path: Path) -> None:
+    """Writes the `moe_load_balancer` file; its layer_updates_per_iter 0 keeps the placement as it is (offline mode)."""
     refuse_empty_slots(placement, "TensorRT-LLM's initial_global_assignments")
     layer_ids: Sequence[int] = placement.moe_layer_ids or range(placement.num_layers)
-    lines = [f"num_slots: {placement.num_slots}", f"layer_updates_per_iter: {layer_updates_per_iter}", f"{_KEY}:"]
+    lines = [f"num_slots: {placement.num_slots}", "layer_updates_per_iter: 0", f"{_KEY}:"]
     for layer, slots in zip(layer_ids, placement.physical_to_logical.tolist(), strict=True):
         lines.append(f"  {layer}: {slots}")
     path.write_text("\n".join(lines) + "\n", encoding="utf-8")

@@ -22,14 +22,13 @@ Counts = NDArray[np.int64]
 STEEPNESS = 40.0  # of the smooth maximum, per mean rank load
 
 
-def plan_by_node(problem: Problem, sweeps: int, homes: Counts | None = None) -> tuple[Ids, Counts, bool]:
+def plan_by_node(problem: Problem, sweeps: int) -> tuple[Ids, Counts, bool]:
     """Returns the table [L, R, K], the home node of each expert [L, E], and whether the deadline cut it short.
 
     sweeps: effort of the swap refinement inside nodes; 0 = none. With it, several budgets up to `off_home` are tried,
     because load off home that an even split cannot use well is better served at home.
     """
-    if homes is None:
-        homes = choose_homes(problem, problem.request.num_groups)
+    homes = choose_homes(problem, problem.request.num_groups)
     off_home = problem.request.off_home
     fractions = (1.0,) if sweeps == 0 or off_home == 0 else (1.0, 0.85, 0.6, 0.3)
     best: Ids | None = None

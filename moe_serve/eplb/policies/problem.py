@@ -156,7 +156,7 @@ def finish(
         request.moe_layer_ids,
         version=0 if request.current is None else request.current.version + 1,
     )
-    shares = even_out_shares(request.tokens, placement, problem.ranks) if request.uneven_shares else None
+    shares = even_out_shares(request.tokens, placement) if request.uneven_shares else None
     reached = balancedness(rank_load(request.tokens, placement, shares), problem.ranks)
     bound = np.maximum(
         balancedness_bound(request.tokens, problem.num_ranks, problem.slots_per_rank, heaviest_replica), reached

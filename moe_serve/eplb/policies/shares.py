@@ -14,14 +14,13 @@ from moe_serve.eplb.placement import Placement
 Floats = NDArray[np.float64]
 
 
-def even_out_shares(
-    tokens: NDArray[np.number], placement: Placement, ranks: NDArray[np.integer], sweeps: int = 60
-) -> Floats:
+def even_out_shares(tokens: NDArray[np.number], placement: Placement, sweeps: int = 60) -> Floats:
     """Returns the share of its expert's tokens that each slot serves, [L, P] float64; shares of an expert sum to 1.
+    tokens: [L, E]
 
     Water-filling: one replicated expert after the other spreads its whole load over its ranks up to a common level.
     Each step is exact for its expert and never raises the maximum, so sweeps approach the optimum of the linear program
-    from above. All layers take the same step at once; `ranks` are those that take part.
+    from above. All layers take the same step at once.
     """
     num_layers = placement.num_layers
     load = slot_load(tokens, placement)

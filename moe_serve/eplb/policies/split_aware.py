@@ -64,7 +64,7 @@ def split_balance(problem: Problem, table: Ids, batches: NDArray[np.int64]) -> F
     flat = np.repeat(table.reshape(num_layers, -1), num_batches, axis=0)
     placement = Placement(flat, num_experts, problem.num_ranks)
     tokens = batches.reshape(-1, num_experts)
-    shares = even_out_shares(tokens, placement, np.arange(problem.num_ranks), sweeps=12)
+    shares = even_out_shares(tokens, placement, sweeps=12)
     reached = balancedness(rank_load(tokens, placement, shares))
     mean: Floats = reached.reshape(num_layers, num_batches).mean(axis=1)
     return mean

@@ -105,7 +105,7 @@ def verdict(report: ReplayReport) -> tuple[str, ...]:
         return ("No policy was replayed; name one with --policy.",)
     best, floor = report.best, report.floor
     row, base = report.summary(best), report.summary(floor)
-    sentences = [_gain(report, row, base)]
+    sentences = [_gain(row, base)]
     served, fit, bound = row["served_mean"], row["fit_mean"], row["bound_mean"]
     losses = {"load": 1 - served}
     if fit is not None and bound is not None:
@@ -132,7 +132,7 @@ def verdict(report: ReplayReport) -> tuple[str, ...]:
     return tuple(sentences)
 
 
-def _gain(report: ReplayReport, row: dict[str, Any], base: dict[str, Any]) -> str:
+def _gain(row: dict[str, Any], base: dict[str, Any]) -> str:
     text = (
         f"{row['policy']} serves at balancedness {row['served_mean']:.3f}, doing nothing at {base['served_mean']:.3f}: "
         f"the busiest rank works {_over(row['served_mean'])} instead of {_over(base['served_mean'])} over the mean"
@@ -198,9 +198,9 @@ def _economics(report: ReplayReport, best: PolicyResult, row: dict[str, Any], ba
     return out
 
 
-def to_json(report: ReplayReport, timings: bool = True) -> dict[str, Any]:
-    """Returns the report as plain JSON types. timings False: only what is the same on every run."""
-    content: dict[str, Any] = {
+def to_json(report: ReplayReport) -> dict[str, Any]:
+    """Returns the report as plain JSON types; all but "timings" is the same on every run."""
+    return {
         "format": "moe_serve.replay_report",
         "conditions": report.conditions,
         "policies": [report.summary(result) for result in report.results],
@@ -215,14 +215,12 @@ def to_json(report: ReplayReport, timings: bool = True) -> dict[str, Any]:
         "decisions": {
             result.name: [asdict(each) for each in result.decisions] for result in report.policies if result.decisions
         },
-    }
-    if timings:
-        content["timings"] = {
+        "timings": {
             result.name: {"plan_s_mean": float(times.mean()), "plan_s_max": float(times.max())}
             for result in report.policies
             if len(times := result.plan_s[result.plan_s > 0])
-        }
-    return content
+        },
+    }
 
 
 def _series(result: PolicyResult) -> dict[str, list[float | None]]:

@@ -87,13 +87,13 @@ def sweep_verdict(cases: Sequence[Case]) -> list[str]:
     return [*out, *verdict(best.report)]
 
 
-def sweep_to_json(cases: Sequence[Case], timings: bool = True) -> dict[str, Any]:
+def sweep_to_json(cases: Sequence[Case]) -> dict[str, Any]:
     """Returns the cases as plain JSON types: every line, and the whole report of the best case."""
     return {
         "format": "moe_serve.simulation",
         "rows": [row for case in cases for row in case.rows()],
         "verdict": sweep_verdict(cases),
-        "best": to_json(best_case(cases).report, timings),
+        "best": to_json(best_case(cases).report),
     }
 
 

@@ -159,11 +159,6 @@ class Ledger:
         for column in (self._open, self._calls):
             column[own] = memoryview(bytes(_CELL * self.num_rows)).cast("q")
 
-    @property
-    def num_clients(self) -> int:
-        """How many are known."""
-        return sum(1 for row in range(self.num_rows) if self._keys[_KEY_CELLS * row])
-
 
 def shared_memory(num_front_ends: int, max_connections: int) -> int:
     """Returns the descriptor of new memory for a table that all front ends share; the caller closes it."""
