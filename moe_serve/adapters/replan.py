@@ -30,7 +30,7 @@ class Cluster:
 
     num_groups:   expert groups of the router, 0 or None = none
     hierarchical: experts of a group stay on one node, as the engine's own hierarchical planner keeps them
-    excluded:     ranks that take part no longer; their slots stay empty (-1)
+    excluded:     lost ranks; their slots stay empty (-1)
     """
 
     num_ranks: int

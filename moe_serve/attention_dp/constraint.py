@@ -10,11 +10,13 @@ MAX_CHARS = 1 << 18  # of a constraint's text
 
 @dataclass(frozen=True)
 class FormStart:
-    """Which tokens of the output stand before its form: a model's reasoning.
+    """Where in an output its form begins: behind the model's reasoning.
 
-    after:   token sequences, each somewhere behind the one before it; the form begins behind the last one
-    opens:   the form begins with the output unless the output begins with this token, which it may; None: it never does
-    may_end: the output may end before the form has begun, by a call of a tool
+    after:   token ids of the sequences that end the reasoning, each somewhere behind the one before it; the form begins
+             behind the last one
+    opens:   the token that opens a reasoning. An output that begins with another token has no reasoning: its form
+             begins with the output. None: every output begins with reasoning
+    may_end: the output may end before its form has begun, by a call of a tool
     """
 
     after: tuple[tuple[int, ...], ...]
@@ -22,7 +24,7 @@ class FormStart:
     may_end: bool = False
 
     def validate(self) -> None:
-        """Raises RequestError for what are no token sequences."""
+        """Raises RequestError where the fields are not sequences of token ids."""
         is_nested = isinstance(self.after, tuple) and all(isinstance(each, tuple) for each in self.after)
         ids: list[object] = [token for each in self.after for token in each] if is_nested else [None]
         ids += [] if self.opens is None else [self.opens]

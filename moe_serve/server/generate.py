@@ -64,11 +64,12 @@ class Call:
     def with_best(self) -> "Call":
         """Returns the call with the best outputs of each prompt alone, once all requests have ended."""
         chosen = best_of_each(self.requests, self.groups)
+        left_out = set(range(len(self.requests))) - set(chosen)
         return replace(
             self,
             requests=[self.requests[i] for i in chosen],
             rids=[self.rids[i] for i in chosen],
-            left_out=[request for i, request in enumerate(self.requests) if i not in set(chosen)],
+            left_out=[self.requests[i] for i in sorted(left_out)],
         )
 
     def failure_of(self, request: OpenRequest) -> MoeServeError | None:

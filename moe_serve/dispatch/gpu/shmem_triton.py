@@ -25,10 +25,10 @@ _SET = tl.constexpr(0)  # NVSHMEM_SIGNAL_SET
 
 @triton.jit
 def values_of(at, HEADER_INTS: tl.constexpr, WIRE: tl.constexpr):
-    """Returns where the values of the row at an address begin; both are multiples of 16 bytes.
+    """Returns a pointer to the values of the row at address `at`; both addresses are multiples of 16 bytes.
 
-    The compiler is told so of the row's address: Triton 3.9 turns int_to_ptr(at + header) into int_to_ptr(at) + header
-    and loses what it was told of the sum; values then went by 2 bytes at a time.
+    The hint to the compiler stands on the row's address, not on the sum: Triton 3.9 turns int_to_ptr(at + header) into
+    int_to_ptr(at) + header and drops a hint on the sum; values were then loaded 2 bytes at a time.
     """
     row = tl.multiple_of(at.to(tl.pointer_type(WIRE)), 16)
     return row + HEADER_INTS * 32 // WIRE.primitive_bitwidth

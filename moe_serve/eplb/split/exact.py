@@ -6,10 +6,9 @@ ceil(confined(S) / |S|), and the best S attains it (max-flow min-cut; integer ca
 
 1. Start. Where sources are known: with what is near them; the rest in descending order of tokens, each expert
    water-filled over its ranks, once. (Further sweeps were measured: they cost more than the paths that they save.)
-   Else: evenly over all replicas, and one pass over a spanning forest of the ranks, built with the placement, leaves
-   first: every rank passes what it has too much to the rank it hangs on, or takes what it lacks from there, through an
-   expert that both hold. That costs a third of the water-filling and leaves fewer paths. (It would also move what is
-   good where it is, so sources have no use for it.)
+   Else: evenly over all replicas, then one pass over a spanning forest of the ranks, leaves first: a rank passes what
+   it has above the mean to its parent, or takes what it lacks from there, by an expert that both hold. That costs a
+   third of the water-filling and leaves fewer paths. (With sources it would move tokens off replicas near them.)
 2. L = ceil(total / ranks). While a rank carries more than L: search from it, along experts that have tokens to give,
    for a rank below L. Found: push tokens along the path. Not found: the ranks reached are such an S, so
    L <- ceil(load(S) / |S|): Newton's step on max over S (Dinkelbach). L only rises, and the flow is kept.

@@ -71,7 +71,7 @@ class ReplicaGraph:
 
     @cached_property
     def forest(self) -> "Forest":
-        """The spanning forest along which `exact.py` levels ranks. Made when asked for: 0.4 ms for 64 more replicas."""
+        """The spanning forest along which `exact.py` levels ranks. Built at first use, in 0.4 ms for 64 replicas."""
         return Forest.of(self.replica_start, self.replica_rank, self.num_ranks)
 
     @property
@@ -95,10 +95,10 @@ class ReplicaGraph:
 class Forest:
     """A maximum spanning forest of the graph in which two ranks with replicas of one expert are neighbours.
 
-    Experts with more replicas weigh more: of these, each replica tends to have more tokens to pass on.
+    An edge weighs as much as its expert has replicas: of such an expert a replica tends to have more tokens to pass on.
 
-    child, parent: [T] ranks, a child before the rank that it hangs on is one itself
-    child_replica, parent_replica: [T], of the expert that connects them
+    child, parent: [T] ranks of each edge, leaves first: the edges to a rank's children come before that to its parent
+    child_replica, parent_replica: [T] the replicas, on these two ranks, of the expert that connects them
     """
 
     child: tuple[int, ...]

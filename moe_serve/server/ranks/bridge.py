@@ -294,8 +294,7 @@ class Bridge:
         await self._do_everywhere("abort", rid)
 
     async def _do_everywhere(self, what: What, rid: str | None) -> None:
-        serving = lambda: [view.rank for view in self.workers if view.serves]  # noqa: E731
-        await self._link.siblings.do_everywhere(what, rid, serving)
+        await self._link.siblings.do_everywhere(what, rid, lambda: [each.rank for each in self.workers if each.serves])
 
     def abort(self, request: OpenRequest) -> None:
         """Ends a request that nobody waits for any more."""
