@@ -1,23 +1,20 @@
 """The options that the balancer commands share, as dataclasses: a field is an option, and methods interpret them.
 
-A command takes one dataclass, made of these by inheritance; `balancer_command` shows its fields to typer as parameters.
+A command takes one dataclass, made of these by inheritance (balancer_command.py).
 Nothing here imports torch; reading a `.pt` does, in the reader.
 """
 
-import functools
 import json
 import os
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from moe_serve.errors import ConfigError, MoeServeError
-from moe_serve.launcher.cli.dataclass_command import takes
+from moe_serve.errors import ConfigError
 from moe_serve.topology import Topology
 
 if TYPE_CHECKING:
@@ -26,8 +23,6 @@ if TYPE_CHECKING:
     from moe_serve.eplb.placement import Placement
     from moe_serve.eplb.policies.policy import PlanRules
     from moe_serve.eplb.replay.costs import ProfileCosts, Serving
-
-Options = TypeVar("Options")
 
 TracePath = Annotated[
     str,
@@ -281,47 +276,3 @@ class PageOptions(ReportOptions):
         assert self.html is not None
         self.html.write_text(page, encoding="utf-8")
         typer.echo(f"wrote {self.html}", err=True)
-
-
-def balancer_command(options: type[Options]) -> Callable[[Callable[[Options], None]], Callable[..., None]]:
-    """Returns a decorator for a command that takes one dataclass: typer sees its fields as parameters.
-
-    An error of ours becomes one line on stderr and exit code 2.
-    """
-
-    def decorate(command: Callable[[Options], None]) -> Callable[..., None]:
-        @takes(options)
-        @functools.wraps(command)
-        def run(given: Options) -> None:
-            try:
-                command(given)
-            except MoeServeError as problem:
-                typer.echo(f"error: {problem}", err=True)
-                raise typer.Exit(2) from None
-            except BrokenPipeError:  # the reader of a pipe has closed it
-                sys.stderr.close()
-                raise typer.Exit(0) from None
-            except OSError as problem:  # a file that may not be read, a folder that is not there, a full disk
-                typer.echo(f"error: {problem.filename or 'a file'}: {problem.strerror or problem}", err=True)
-                raise typer.Exit(2) from None
-
-        return run
-
-    return decorate
-
-
-@contextmanager
-def progress_bar(words: str) -> Iterator[Callable[[float, float | None], None]]:
-    """Yields a function (done, total or None) that moves a bar on stderr, and without a terminal, nothing."""
-    from rich.console import Console
-    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-
-    console = Console(stderr=True)
-    if not console.is_terminal:
-        yield lambda done, total: None
-        return
-    columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.percentage:>3.0f}%"),
-               TimeElapsedColumn(), TimeRemainingColumn())  # fmt: skip
-    with Progress(*columns, console=console, transient=True) as bar:
-        task = bar.add_task(words, total=None)
-        yield lambda done, total: bar.update(task, completed=done, total=total)

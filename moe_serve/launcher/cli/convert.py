@@ -8,6 +8,7 @@ import typer
 
 import moe_serve.launcher.cli.balancer_options as opt
 from moe_serve.errors import ConfigError, PlacementError
+from moe_serve.launcher.cli.balancer_command import balancer_command, progress_bar
 
 CONVERT_HELP = """Convert load traces and placements between formats. Traces go by suffix, placements by --for.
 
@@ -41,7 +42,7 @@ class ConvertOptions(opt.TraceOptions):
     ] = None
 
 
-@opt.balancer_command(ConvertOptions)
+@balancer_command(ConvertOptions)
 def convert(options: ConvertOptions) -> None:
     """Converts a trace or a placement, by the suffix of the target."""
     if options.output.suffix in (".npz", ".jsonl", ".csv"):
@@ -57,7 +58,7 @@ def _convert_trace(options: ConvertOptions) -> None:
         raise ConfigError(
             f"--for {options.target} is for placements, but {options.output} is a load trace by its suffix; drop --for"
         )
-    with opt.progress_bar("converting") as show:
+    with progress_bar("converting") as show:
         load = options.open_trace(options.source, show, options.topk)
         number = write_trace(load, options.output, counts_only=options.counts_only)
     typer.echo(

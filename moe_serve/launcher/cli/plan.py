@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 import moe_serve.launcher.cli.balancer_options as opt
+from moe_serve.launcher.cli.balancer_command import balancer_command, progress_bar
 
 PLAN_HELP = """Plan one placement from a load trace, and write it for the engine you run.
 
@@ -33,14 +34,14 @@ class PlanCommandOptions(opt.ReportOptions, opt.PlanOptions, opt.TraceOptions, o
     num_model_layers: opt.ModelLayers = None
 
 
-@opt.balancer_command(PlanCommandOptions)
+@balancer_command(PlanCommandOptions)
 def plan(options: PlanCommandOptions) -> None:
     """Plans on the sum of a trace's windows, prints what it gains, and writes the placement."""
     from moe_serve.eplb.files.placements import write_placement
     from moe_serve.eplb.replay.plan_trace import TracePlanSettings, plan_from_trace, plan_to_json, plan_to_table
 
     topology = options.topology()
-    with opt.progress_bar("reading") as show:
+    with progress_bar("reading") as show:
         load = options.open_trace(options.trace, show)
         settings = TracePlanSettings(
             topology,

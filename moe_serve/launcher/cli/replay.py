@@ -10,6 +10,7 @@ import typer
 
 import moe_serve.launcher.cli.balancer_options as opt
 from moe_serve.errors import ConfigError
+from moe_serve.launcher.cli.balancer_command import balancer_command, progress_bar
 
 if TYPE_CHECKING:
     from moe_serve.eplb.load import LoadTrace
@@ -126,7 +127,7 @@ class ReplayOptions(opt.PageOptions, opt.CostOptions, opt.PlanOptions, opt.Trace
             )
 
 
-@opt.balancer_command(ReplayOptions)
+@balancer_command(ReplayOptions)
 def replay(options: ReplayOptions) -> None:
     """Replays a trace, or shows the balancedness in an engine's log."""
     from moe_serve.eplb.replay.earlier_report import read_report
@@ -151,7 +152,7 @@ def replay(options: ReplayOptions) -> None:
     if settings.server is not None and LIVE not in policies:
         policies = [LIVE, *policies]
     jobs = options.jobs or os.cpu_count() or 1
-    with opt.progress_bar("replaying") as show:
+    with progress_bar("replaying") as show:
         total = load.num_records * num_passes(len(policies), jobs) if load.num_records else None
         report = run_replay(load, policies, settings, lambda done: show(done, total), jobs)
     if settings.costs is not None:

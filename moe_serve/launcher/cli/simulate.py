@@ -8,6 +8,7 @@ import typer
 
 import moe_serve.launcher.cli.balancer_options as opt
 from moe_serve.errors import ConfigError
+from moe_serve.launcher.cli.balancer_command import balancer_command, progress_bar
 
 if TYPE_CHECKING:
     from moe_serve.eplb.cost.profile_files import HardwareProfile, ModelProfile
@@ -128,7 +129,7 @@ class SimulateOptions(opt.PageOptions, opt.ServingOptions):
         return load
 
 
-@opt.balancer_command(SimulateOptions)
+@balancer_command(SimulateOptions)
 def simulate(options: SimulateOptions) -> None:
     """Runs all combinations, and reports them with the replay of the best."""
     from moe_serve.eplb.replay.redundancy import with_redundancy_curve
@@ -142,7 +143,7 @@ def simulate(options: SimulateOptions) -> None:
         typer.echo((SyntheticLoad.__doc__ or "").partition("\n\n")[2])
         return
     simulation = options.simulation()
-    with opt.progress_bar("simulating") as show:
+    with progress_bar("simulating") as show:
         show(0, simulation.sweep.num_cases)
         cases = run_simulation(simulation, show, options.jobs or os.cpu_count() or 1)
     options.print(lambda: sweep_to_json(cases), lambda color: sweep_to_table(cases, color=color))

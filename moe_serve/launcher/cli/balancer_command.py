@@ -1,0 +1,58 @@
+"""Runs a balancer command: errors as lines on stderr, and a bar while it works."""
+
+import functools
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TypeVar
+
+import typer
+
+from moe_serve.errors import MoeServeError
+from moe_serve.launcher.cli.dataclass_command import takes
+
+Options = TypeVar("Options")
+
+
+def balancer_command(options: type[Options]) -> Callable[[Callable[[Options], None]], Callable[..., None]]:
+    """Returns a decorator for a command that takes one dataclass: typer sees its fields as parameters.
+
+    An error of ours becomes one line on stderr and exit code 2.
+    """
+
+    def decorate(command: Callable[[Options], None]) -> Callable[..., None]:
+        @takes(options)
+        @functools.wraps(command)
+        def run(given: Options) -> None:
+            try:
+                command(given)
+            except MoeServeError as problem:
+                typer.echo(f"error: {problem}", err=True)
+                raise typer.Exit(2) from None
+            except BrokenPipeError:  # the reader of a pipe has closed it
+                sys.stderr.close()
+                raise typer.Exit(0) from None
+            except OSError as problem:  # a file that may not be read, a folder that is not there, a full disk
+                typer.echo(f"error: {problem.filename or 'a file'}: {problem.strerror or problem}", err=True)
+                raise typer.Exit(2) from None
+
+        return run
+
+    return decorate
+
+
+@contextmanager
+def progress_bar(words: str) -> Iterator[Callable[[float, float | None], None]]:
+    """Yields a function (done, total or None) that moves a bar on stderr, and without a terminal, nothing."""
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        yield lambda done, total: None
+        return
+    columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.percentage:>3.0f}%"),
+               TimeElapsedColumn(), TimeRemainingColumn())  # fmt: skip
+    with Progress(*columns, console=console, transient=True) as bar:
+        task = bar.add_task(words, total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)
