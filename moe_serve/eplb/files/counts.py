@@ -13,17 +13,25 @@ MAX_TABLE = 1 << 25  # counts of one record and layer ids up to here: 256 MiB of
 MAX_LAYER_ID = MAX_EXPERTS = 1 << 16
 
 
+def as_array(value: Any, where: str, error: type[MoeServeError] = TraceError) -> NDArray[Any]:
+    """Returns nested lists, an array or a tensor as an array, without a copy where it is one already.
+
+    Raises `error` that begins with `where`.
+    """
+    try:
+        return np.asarray(value)
+    except ValueError:
+        raise error(f"{where}: lists of different lengths; is the file mixed up?") from None
+    except (TypeError, RuntimeError) as problem:  # a tensor without a numpy type, such as bf16 or a sparse one
+        raise error(f"{where}: expected whole numbers ({problem})") from None
+
+
 def whole_counts(value: Any, where: str, error: type[MoeServeError] = TraceError) -> NDArray[np.int64]:
     """Returns nested lists, an array or a tensor as int64 of any number of dimensions, at least -1 (no expert).
 
     Fractions are refused: rounding would change what was measured. Raises `error` that begins with `where`.
     """
-    try:
-        array = np.asarray(value)
-    except ValueError:
-        raise error(f"{where}: lists of different lengths; is the file mixed up?") from None
-    except (TypeError, RuntimeError) as problem:  # a tensor without a numpy type, such as bf16 or a sparse one
-        raise error(f"{where}: expected whole numbers ({problem})") from None
+    array = as_array(value, where, error)
     if array.dtype.kind not in "iuf" and array.size:
         raise error(f"{where}: expected whole numbers, found {value!r:.60}")
     if array.dtype.kind == "f":

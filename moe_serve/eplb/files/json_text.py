@@ -15,7 +15,7 @@ from moe_serve.errors import MoeServeError, TraceError
 
 MAX_JSON_BYTES = 1 << 28  # 256 MiB: JSON that is not one of the streamed kinds is parsed whole up to this size
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
-_UTF16 = (b"\xff\xfe", b"\xfe\xff")
+UTF16_MARKS = (b"\xff\xfe", b"\xfe\xff")  # what UTF-16 text begins with
 
 
 def parse_json(text: bytes, where: str, advice: str = "is the file cut off?") -> Any:
@@ -39,7 +39,7 @@ def read_json(path: Path, error: type[MoeServeError], wanted: str, max_bytes: in
         text = file.read(max_bytes + 1)
     if len(text) > max_bytes:
         raise error(f"{path} has more than {max_bytes >> 20} MiB, and JSON is read whole; give {wanted}")
-    if text.startswith(_UTF16):
+    if text.startswith(UTF16_MARKS):
         raise error(f"{path} is UTF-16 text; save it as UTF-8")
     try:
         return json.loads(text.removeprefix(BYTE_ORDER_MARK).decode())

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from moe_serve.eplb.files.counts import check_table_size
+from moe_serve.eplb.files.counts import as_array, check_table_size
 from moe_serve.eplb.files.sglang_passes import passes_trace
 from moe_serve.eplb.files.torch_file import MAX_TORCH_BYTES, load_torch_file
 from moe_serve.eplb.files.trace_meta import ByteProgress
@@ -45,12 +45,7 @@ def read_sglang(
 
 def stat_trace(logical_count: Any, path: Path, progress: ByteProgress | None = None) -> LoadTrace:
     """Returns the trace of `logical_count` [steps, model layers, E] (or [model layers, E]: one step)."""
-    try:
-        counts = np.asarray(logical_count)  # a view of the mapped file where it is a tensor
-    except ValueError:
-        raise TraceError(f"{path}, key logical_count: lists of different lengths; the file is mixed up") from None
-    except (TypeError, RuntimeError) as problem:  # a tensor without a numpy type, such as bf16 or a sparse one
-        raise TraceError(f"{path}, key logical_count: expected whole numbers ({problem})") from None
+    counts = as_array(logical_count, f"{path}, key logical_count")  # a view of the mapped file where it is a tensor
     if counts.ndim == 2:
         counts = counts[None]
     if counts.ndim != 3 or counts.dtype.kind not in "iuf":

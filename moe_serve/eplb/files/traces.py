@@ -12,7 +12,7 @@ from pathlib import Path
 from moe_serve.eplb.files import trace_csv, trace_jsonl, trace_npz
 from moe_serve.eplb.files.balance_log import is_balance_log
 from moe_serve.eplb.files.fold import without_details
-from moe_serve.eplb.files.json_text import BYTE_ORDER_MARK, MAX_JSON_BYTES, parse_json, read_json
+from moe_serve.eplb.files.json_text import BYTE_ORDER_MARK, MAX_JSON_BYTES, UTF16_MARKS, parse_json, read_json
 from moe_serve.eplb.files.jsonl_writer import write_jsonl
 from moe_serve.eplb.files.megatron import is_router_line, read_megatron
 from moe_serve.eplb.files.named import is_named_counts, read_named
@@ -72,7 +72,7 @@ def read_trace(
             f"{path} is an engine's log: it says how balanced the ranks are, not which experts are busy, so it cannot "
             f"be replayed; record expert counts (SGLang: /start_expert_distribution_record) and give that dump"
         )
-    if head[:2] in (b"\xff\xfe", b"\xfe\xff"):
+    if head.startswith(UTF16_MARKS):
         raise TraceError(f"{path} is UTF-16 text; save it as UTF-8")
     if head.lstrip()[:1] in (b"{", b"["):
         return _read_json_trace(path, head, progress, num_logical)
