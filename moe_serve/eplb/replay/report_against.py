@@ -13,6 +13,15 @@ from moe_serve.eplb.replay.terminal import printed, text_console
 
 _MAX_POINTS = 600  # windows of a line on a page; more are averaged
 _SAME = 5e-5  # balancedness is shown with four digits
+_BALANCE = ("served_mean", "served_min")
+_WORDS: dict[str, tuple[str, Callable[[float], str]]] = {
+    "served_mean": ("served", lambda value: as_number(value, 4)),
+    "served_min": ("min layer", lambda value: as_number(value, 4)),
+    "moves": ("moves", lambda value: f"{value:,.0f}"),
+    "stall_s": ("stall", as_seconds),
+    "step_s": ("step time", as_seconds),
+    "tokens_per_s": ("tokens/s", lambda value: f"{value:,.0f}"),
+}
 
 
 def against_to_table(
@@ -48,17 +57,6 @@ def against_cells(report: ReplayReport, earlier: EarlierReport) -> tuple[list[st
     return ["policy", *(_WORDS[key][0] for key in known)], rows
 
 
-_BALANCE = ("served_mean", "served_min")
-_WORDS: dict[str, tuple[str, Callable[[float], str]]] = {
-    "served_mean": ("served", lambda value: as_number(value, 4)),
-    "served_min": ("min layer", lambda value: as_number(value, 4)),
-    "moves": ("moves", lambda value: f"{value:,.0f}"),
-    "stall_s": ("stall", as_seconds),
-    "step_s": ("step time", as_seconds),
-    "tokens_per_s": ("tokens/s", lambda value: f"{value:,.0f}"),
-}
-
-
 def _cell(now: float | None, was: float | None, words: Callable[[float], str], relative: bool) -> str:
     if now is None or was is None:
         return MISSING if was is None and now is None else f"{_or_missing(now, words)} (was {_or_missing(was, words)})"
@@ -77,7 +75,7 @@ def _or_missing(value: float | None, words: Callable[[float], str]) -> str:
 
 
 def _pairs(report: ReplayReport, earlier: EarlierReport) -> list[tuple[str, dict[str, Any], dict[str, Any]]]:
-    """The rows of the policies that both have: (name, now, was)."""
+    """Returns the rows of the policies that both have: (name, now, was)."""
     return [
         (result.name, report.summary(result), earlier.rows[result.name])
         for result in report.results
@@ -132,7 +130,7 @@ def _sentence(name: str, now: dict[str, Any], was: dict[str, Any]) -> str:
 
 
 def _windows(report: ReplayReport, earlier: EarlierReport, name: str) -> str:
-    """In how many windows a policy serves better and worse; "" for other windows, or where all is as before."""
+    """Returns in how many windows a policy serves better and worse; "" for other windows, or where all is as before."""
     if earlier.first_steps != report.first_steps.tolist():
         return ""
     served = next(result for result in report.results if result.name == name).served.mean(axis=1)

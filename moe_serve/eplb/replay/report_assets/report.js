@@ -1,5 +1,12 @@
 // Draws one replay from the data in #data, with charts.js before it in the same script.
 
+const balanceRange = (ys) => [Math.max(0, Math.floor(Math.min(...ys) * 20 - 0.5) / 20), 1.005];  // of an axis, in steps of 0.05
+function fillTable(id, columns, rows) {
+  const head = html("tr", "", "", html("thead", "", "", $(id))), body = html("tbody", "", "", $(id));
+  for (const column of columns) html("th", "", column, head);
+  for (const cells of rows) { const row = html("tr", "", "", body); for (const text of cells) html("td", "", text, row); }
+}
+
 // ---- head
 for (const [name, words] of D.conditions) {
   const item = html("li", "", "", $("conditions"));
@@ -44,9 +51,7 @@ if (D.sweep) {
     xTicks: () => [...new Set(S.series[0].x)],
     range: (ys) => { const low = Math.min(...ys), high = Math.max(...ys); return [Math.max(0, low - 0.15 * (high - low)), high + 0.05 * (high - low)]; },
   });
-  const head = html("tr", "", "", html("thead", "", "", $("sweep-table"))), body = html("tbody", "", "", $("sweep-table"));
-  for (const column of S.columns) html("th", "", column, head);
-  for (const line of S.rows) { const row = html("tr", "", "", body); for (const text of line) html("td", "", text, row); }
+  fillTable("sweep-table", S.columns, S.rows);
 }
 
 // ---- an earlier report
@@ -55,9 +60,7 @@ if (D.against) {
   $("against-section").hidden = false;
   $("against-title").textContent = `Against ${A.name}`;
   for (const sentence of A.verdict) html("li", "", sentence, $("against-verdict"));
-  const head = html("tr", "", "", html("thead", "", "", $("against-table"))), body = html("tbody", "", "", $("against-table"));
-  for (const column of A.columns) html("th", "", column, head);
-  for (const line of A.rows) { const row = html("tr", "", "", body); for (const text of line) html("td", "", text, row); }
+  fillTable("against-table", A.columns, A.rows);
   const both = D.policies.filter((p) => p.role !== "ceiling" && A.served[p.name]);
   lineChart($("against"), {
     series: () => both.flatMap((p) => [
@@ -65,7 +68,7 @@ if (D.against) {
       { name: `${p.name}, before`, color: colorOf(p), x: A.steps, y: A.served[p.name], dash: "4 3" },
     ]),
     label: "balancedness against the earlier report", xLabel: "first engine step of the window", xName: "step", height: 260, format: (v) => v.toFixed(3),
-    range: (ys) => [Math.max(0, Math.floor(Math.min(...ys) * 20 - 0.5) / 20), 1.005],
+    range: balanceRange,
   });
 }
 
@@ -76,7 +79,7 @@ let balanceKey = "served_mean";
 lineChart($("balance"), {
   series: () => timed(balanceKey, ["floor", "policy", "ceiling"]), label: "balancedness over time", xLabel: "engine step", xName: "step",
   format: (v) => v.toFixed(3), height: 300,
-  range: (ys) => [Math.max(0, Math.floor(Math.min(...ys) * 20 - 0.5) / 20), 1.005],
+  range: balanceRange,
 });
 const hasMoves = D.policies.some((p) => p.role === "policy" && p.moved_share.some((v) => v > 0)), hasCurve = D.redundancy.length > 0;
 $("moves-part").hidden = !hasMoves; $("redundancy-part").hidden = !hasCurve; $("curves-section").hidden = !hasMoves && !hasCurve;
@@ -90,7 +93,7 @@ if (hasCurve) lineChart($("redundancy"), {
     { name: "worst layer", color: "var(--c1)", x: D.redundancy.map((r) => r[0]), y: D.redundancy.map((r) => r[2]), dots: true },
   ],
   label: "redundancy curve", xLabel: D.slotLabel, xName: "slots", format: (v) => v.toFixed(3),
-  range: (ys) => [Math.max(0, Math.floor(Math.min(...ys) * 20 - 0.5) / 20), 1.005],
+  range: balanceRange,
   xTicks: () => D.redundancy.map((r) => r[0]).filter((_, i, all) => all.length < 9 || i % 2 === 0),
   marks: () => [{ x: D.numSlots, text: `now: ${D.numSlots}` }],
 });
@@ -163,7 +166,7 @@ if (!$("layers-section").hidden) {
     series: () => [{ name: "do nothing", color: "var(--floor)", x, y: C.layers.map((l) => l[0]), dash: "5 4" },
       { name: C.name, color: "var(--c0)", x, y: C.layers.map((l) => l[1]), wide: true }],
     label: "served balancedness by layer", xLabel: "layer", xName: "layer", format: (v) => v.toFixed(3),
-    range: (ys) => [Math.max(0, Math.floor(Math.min(...ys) * 20 - 0.5) / 20), 1.005],
+    range: balanceRange,
   });
   lineChart($("layers-cost"), {
     series: () => [{ name: C.name, color: "var(--c1)", x, y: C.layers.map((l) => l[2] * scale), wide: true }],
