@@ -35,6 +35,11 @@ def test_a_poor_edit_that_opens_the_way_for_a_rich_one_is_taken_with_it():
     assert edits_within(log, np.zeros(2, dtype=np.int64), np.ones(2), 2).tolist() == [0, 1]
 
 
+def test_no_later_edit_of_a_layer_is_taken_without_the_one_before_it():
+    log = log_of([(3, 9.0), (4, 1.0)], [(1, 0.5)])
+    assert edits_within(log, np.zeros(2, dtype=np.int64), np.ones(2), 1).tolist() == [0, 1]
+
+
 def test_edits_that_take_moves_back_are_free_and_moves_of_a_repair_count():
     log = log_of([(2, 1.0), (1, 0.5)], [(5, 7.0)])
     assert edits_within(log, np.array([3, 4]), np.ones(2), 4).tolist() == [2, 0]

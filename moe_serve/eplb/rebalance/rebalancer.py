@@ -42,7 +42,7 @@ from moe_serve.eplb.rebalance.events import (
 )
 from moe_serve.eplb.rebalance.gate import Gate
 from moe_serve.eplb.rebalance.journal import Journal
-from moe_serve.eplb.rebalance.keep import keep_decision
+from moe_serve.eplb.rebalance.keep_decision import keep_decision
 from moe_serve.eplb.rebalance.move_costs import arrivals, costs_by_layer
 from moe_serve.eplb.rebalance.requests import check_fit, placed_as, request_for, with_rows
 from moe_serve.eplb.rebalance.running import Cause, RunningMigration

@@ -82,7 +82,7 @@ def page_data(report: ReplayReport) -> dict[str, Any]:
 
 
 def _table_cells(report: ReplayReport) -> tuple[list[str], list[list[str]]]:
-    """The balance and the cost of each policy in one line."""
+    """Returns the columns, and the balance and the cost of each policy in one row."""
     (names, balance), (more, costs) = balance_cells(report), cost_cells(report)
     kept = [0, 1, 3, 5]  # policy, served, min layer, fit
     rest = [i for i, name in enumerate(more) if name not in ("policy", "moves")]
@@ -92,7 +92,7 @@ def _table_cells(report: ReplayReport) -> tuple[list[str], list[list[str]]]:
 
 
 def _cards(report: ReplayReport) -> list[dict[str, str]]:
-    """The key numbers. A card that has nothing to say is left out: no moves, nothing to compare with, no change."""
+    """Returns the key numbers. A card with nothing to say is left out: no moves, nothing to compare with, no change."""
     best, floor = report.summary(report.best), report.summary(report.floor)
     compared = report.best is not report.floor
     cards = [
@@ -145,7 +145,7 @@ def _grouped(values: np.ndarray, groups: list[np.ndarray], reduce: Any) -> list[
 
 
 def _time_pictures(report: ReplayReport, best: PolicyResult, groups: list[np.ndarray]) -> dict[str, Any]:
-    """Rank load, and the busiest rank of each layer, over time, before and after."""
+    """Returns rank load, and the busiest rank of each layer, over time, before and after."""
     pictures: dict[str, Any] = {"span": _span(report)}
     sides = {"before": report.floor, "after": best} if best is not report.floor else {"before": best}
     for side, result in sides.items():
@@ -164,7 +164,7 @@ def _time_pictures(report: ReplayReport, best: PolicyResult, groups: list[np.nda
 
 
 def _span(report: ReplayReport) -> float:
-    """How far colours reach from the mean, so that what "do nothing" does is visible: 5 % to 100 %, a round number."""
+    """Returns how far colours reach from the mean, so that "do nothing" is visible: 0.05 to 1, a round number."""
     load = report.floor.rank_load
     mean = load.mean(axis=1, keepdims=True)
     widest = float(np.quantile(np.abs(load / np.where(mean > 0, mean, 1) - 1), 0.995))
@@ -192,5 +192,5 @@ def _traffic(report: ReplayReport) -> list[list[Any]] | None:
 
 
 def _encode(shares: np.ndarray) -> str:
-    """Values 0..1 as bytes, clipped, row by row."""
+    """Returns values 0..1 as bytes 0..255 in base64, clipped, row by row."""
     return base64.b64encode(np.clip(np.rint(shares * 255), 0, 255).astype(np.uint8).tobytes()).decode()

@@ -72,7 +72,7 @@ class Ledger:
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:
-        """Nobody else changes shared parts meanwhile. Raises QueueFullError where a stopped process holds the lock."""
+        """Holds the lock of the shared parts in the block. Raises QueueFullError where a stopped process has it."""
         if self._lock_fd is None:
             yield
             return
@@ -145,6 +145,7 @@ class Ledger:
         return sum(self._open[front_end * self.num_rows + row] for front_end in range(self._num))
 
     def num_calls(self, row: int) -> int:
+        """Returns how many calls of a client are open at all front ends."""
         return sum(self._calls[front_end * self.num_rows + row] for front_end in range(self._num))
 
     def add(self, row: int, num_open: int = 0, num_calls: int = 0) -> None:
@@ -154,7 +155,7 @@ class Ledger:
         self._calls[at] += num_calls
 
     def forget(self, number: int) -> None:
-        """A front end has ended, and with it what was open there. What its calls had taken comes back with time."""
+        """Clears what was open at a front end that has ended. What its calls took comes back with time."""
         own = slice(number * self.num_rows, (number + 1) * self.num_rows)
         for column in (self._open, self._calls):
             column[own] = memoryview(bytes(_CELL * self.num_rows)).cast("q")

@@ -89,7 +89,7 @@ class Bucket:
         self._at = at
 
     def fill(self, now_s: float) -> None:
-        """A new bucket is full."""
+        """Fills a new bucket."""
         self._state[self._at], self._state[self._at + 1] = float(self.limit), now_s
 
     def level(self, now_s: float) -> float:
@@ -194,11 +194,11 @@ class Permit:
         self._num_tokens = num_tokens
 
     def use(self, num_tokens: int) -> None:
-        """The call has used so many of its tokens; the others are given back when it leaves."""
+        """Notes tokens that the call has used; the others of those it took are given back when it leaves."""
         self._num_tokens -= num_tokens
 
     def leave(self, now_s: float) -> None:
-        """The call has been answered, or its client is gone."""
+        """Ends the call, which has been answered, or whose client is gone."""
         ledger = self._table.ledger
         if self._num_tokens:
             with contextlib.suppress(QueueFullError), ledger.locked():  # else they come back with time

@@ -50,7 +50,7 @@ class BatchReader:
         return time.monotonic() < self._until_s
 
     def count_refusal(self) -> None:
-        """A call was refused."""
+        """Notes that a call was refused: connections are read in batches from now on, for a while."""
         self._until_s = time.monotonic() + _LASTS_S
 
     async def next_one(self) -> None:

@@ -97,12 +97,13 @@ class _Fork:
             self.give_way()
 
     def send(self, task: bytes) -> None:
+        """Sends a constraint; `cpu_s` counts from now on."""
         self._began_s = self._clock_s()
         self._stream.write(_TASK.pack(len(task)) + task)
         self._stream.flush()
 
     def answers_within(self, seconds: float) -> bool:
-        """Waits; returns whether an answer has begun to come, or the fork has ended."""
+        """Returns whether an answer begins to come, or the fork ends, within so many seconds."""
         return bool(select.select([self._ours], [], [], seconds)[0])
 
     def cpu_s(self) -> float:
@@ -110,11 +111,13 @@ class _Fork:
         return self._clock_s() - self._began_s
 
     def give_way(self) -> None:
+        """Lets the fork run only while nobody else wants the core."""
         if not self.gives_way:
             os.sched_setscheduler(self._pid, os.SCHED_IDLE, os.sched_param(0))
             self.gives_way = True
 
     def has_ended(self) -> bool:
+        """Returns whether the fork has ended, and reaps it then."""
         if os.waitpid(self._pid, os.WNOHANG)[0]:
             self._pid = 0
         return not self._pid
@@ -130,6 +133,7 @@ class _Fork:
         raise TooMuchTime if os.waitstatus_to_exitcode(self._wait()) == -signal.SIGPROF else TooMuchMemory
 
     def end(self) -> None:
+        """Kills and reaps the fork."""
         if self._pid:
             os.kill(self._pid, signal.SIGKILL)
             self._wait()
@@ -148,7 +152,7 @@ class _Fork:
 
 
 def _try_all(stream: BufferedRWPair, check: Check, parent_pid: int) -> None:
-    """The fork's side."""
+    """Answers constraints in the fork until the stream ends, each within its bounds of time and memory."""
     die_with_parent(parent_pid)
     null = os.open(os.devnull, os.O_RDWR)
     for number in (0, 1, 2):  # the parent's pipes; and where Rust says why it aborts

@@ -69,7 +69,7 @@ def bounded_time(core_s: float) -> Iterator[None]:
 
 @contextmanager
 def unbounded_time() -> Iterator[None]:
-    """Inside of bounded_time: the block may take as long as it wants."""
+    """Stops the clock of `bounded_time` for the block inside it."""
     left_s, _ = signal.setitimer(signal.ITIMER_PROF, 0)
     try:
         yield

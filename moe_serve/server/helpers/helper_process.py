@@ -55,7 +55,7 @@ class HelperProcess:
                     except _KILLED:  # perhaps for what it had done before
                         await self.close()
                         return await self._ask_once(job)
-            except TooLongError:
+            except TooLongError:  # the process has answered, and goes on
                 raise
             except TimeoutError:
                 await self.close()
