@@ -172,6 +172,9 @@ def test_a_request_without_such_parameters_changes_nothing():
     assert RequestChanges(later, [3], VOCAB).now() is None
 
 
+FORM_VOCAB = 64  # with the tokens around the form
+
+
 class _Form:
     """In the place of a grammar: tokens below 40, as many as there are."""
 
@@ -187,7 +190,7 @@ class _Form:
         self.taken += token_ids
 
     def mask(self) -> np.ndarray:
-        return mask_of(range(40), VOCAB)
+        return mask_of(range(40), FORM_VOCAB)
 
 
 @pytest.mark.parametrize(
@@ -197,6 +200,7 @@ class _Form:
         (FormStart(((50,),)), [5, 50, 6, 50], [6, 50]),
         (FormStart(((50, 51), (50,))), [50, 50, 51, 51, 50], []),
         (FormStart(((50, 51), (50,))), [50, 51, 7], None),
+        (FormStart(((50, 51), (51,))), [50, 51, 7], None),
         (FormStart(((50, 51),), may_end=True), [51, 50], None),
         (FormStart(((50,),), opens=52), [], []),
         (FormStart(((50,),), opens=52), [5, 50, 6], [5, 50, 6]),
@@ -209,13 +213,13 @@ def test_a_form_holds_from_its_start_and_the_end_waits_for_it(start, output_ids,
     asked = request(SamplingParams(constraint=Constraint("regex", "x", start)), [1], [])
     grown, anew = _Form(), _Form()
     asked.matcher = grown
-    kept = RequestChanges(asked, [39], VOCAB)
+    kept = RequestChanges(asked, [39], FORM_VOCAB)
     kept.now()
     for token in output_ids:
         asked.output_ids.append(token)
         changes = kept.now()
     asked.matcher = anew
-    again = RequestChanges(asked, [39], VOCAB).now()
+    again = RequestChanges(asked, [39], FORM_VOCAB).now()
     changes = kept.now()
     if in_form is None:
         assert (anew.taken, grown.taken) == ([], [])
@@ -229,4 +233,4 @@ def test_a_form_holds_from_its_start_and_the_end_waits_for_it(start, output_ids,
     assert anew.taken == grown.taken == in_form
     allowed = [*range(40), *([52] if start is not None and start.opens and not output_ids else [])]
     for each in (changes, again):
-        assert each.mask.tolist() == mask_of(allowed, VOCAB).tolist()
+        assert each.mask.tolist() == mask_of(allowed, FORM_VOCAB).tolist()

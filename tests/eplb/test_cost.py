@@ -209,6 +209,9 @@ def test_a_cached_prompt_costs_its_attention_only():
     costs = cluster(8)
     whole, half = (costs.kernels.attention(Batch("prefill", 4096, 8192, cache_hit=hit)) for hit in (0.0, 0.5))
     assert whole < half < 2 * whole  # new tokens see 3/4 of the prompt instead of 1/2, and cached latents are expanded
+    as_far = costs.kernels.attention(Batch("prefill", 4096, 8192 * 2 / 3, cache_hit=0.5))  # sees as much as `whole`
+    expanded = [costs.kernels.gemm(rows, V3.num_heads * (V3.nope_dim + V3.v_dim), V3.kv_lora) for rows in (4096, 8192)]
+    assert as_far - whole == pytest.approx(expanded[1] - expanded[0])
     decode = [costs.kernels.attention(Batch("decode", 64, 8192, cache_hit=hit)) for hit in (0.0, 0.5)]
     assert decode[0] == decode[1]
 

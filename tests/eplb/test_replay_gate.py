@@ -4,6 +4,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
+import pytest
 
 from moe_serve.eplb.cost.gate_cost import GateCost
 from moe_serve.eplb.files.jsonl_writer import JsonlWriter
@@ -50,6 +51,16 @@ def test_a_cheap_move_is_made_once_on_steady_load() -> None:
     assert run.moves[len(run.moves) // 2 :].sum() == 0
     assert 0 < run.stall_s.sum() < 1e-3
     assert {"plan", "move", "done"} <= {each.kind for each in run.decisions}
+
+
+@pytest.mark.parametrize("latency, before", [(0, 0.3), (3, 0.6)])
+def test_a_window_in_which_experts_move_is_scored_on_both_placements_by_their_steps(
+    latency: int, before: float
+) -> None:
+    records = [LoadRecord(10 * i, 10, "decode", np.array([[900, 900, *[100] * 6]])) for i in range(4)]
+    run = replay(LoadTrace.of(records), ["gate:greedy"], settings(1e-7, latency)).policies[0]
+    assert run.num_rounds.tolist() == [0, 3, 0]  # the last one is active 3 steps after the plan
+    assert run.served[:, 0].tolist() == pytest.approx([0.6, before * 0.6 + (1 - before) * 1.0, 1.0])
 
 
 def test_a_dear_move_is_never_made() -> None:

@@ -200,6 +200,13 @@ def test_recordings_that_cannot_be_told_apart_are_refused(tmp_path: Path) -> Non
         read_trace(tmp_path)
 
 
+def test_recordings_whose_files_were_written_at_the_same_time_are_refused(tmp_path: Path) -> None:
+    write_recording(tmp_path, some_counts(), 1700000000.5)
+    write_recording(tmp_path, some_counts(), 1700000000.505)  # rank 0's, before rank 1 wrote the first one's
+    with pytest.raises(TraceError, match="recordings 0 and 1 were written at the same time"):
+        read_trace(tmp_path)
+
+
 def on_arrival(num_ranks: int, num_slots: int) -> tuple[np.ndarray, np.ndarray]:
     """Returns counts of ranks that counted at their own slots only, and a table of as many experts."""
     counts = np.zeros((num_ranks, 4, 2, num_slots), dtype=np.int32)

@@ -16,6 +16,7 @@ from moe_serve.models.tokenizer import Tokenizer
 from moe_serve.models.tokenizer_files import tokenizer_file
 from moe_serve.server.openai.output_parser import NewOutput, merged
 from moe_serve.server.openai.parsed_output import OutputParsers, ParsedOutput
+from moe_serve.server.openai.parsers.harmony import analysis_tokens
 from moe_serve.server.openai.parsers.hermes import HermesParser
 from moe_serve.server.openai.parsers.registry import REASONING_PARSERS, TOOL_CALL_PARSERS, known_name
 from moe_serve.server.openai.parsers.think import ThinkParser, ThinkTags, up_to
@@ -281,6 +282,20 @@ def test_tokens_of_harmonys_analysis_are_counted(text, count):
     parser.push(NewOutput(text, ids, "stop"))
     expected = ids.index(ids_of("<|end|>")[0]) + 1 if count is None else min(count, len(ids))
     assert parser.reasoning_tokens() == expected
+
+
+@pytest.mark.parametrize(
+    "ids, count",
+    [
+        ([], 0),
+        ([1], 0),  # the name of the channel has not come
+        ([1, 2, 9, 4, 8, 8], 4),  # with the end, and nothing behind it
+        ([1, 2, 9, 3, 1, 8], 3),  # a message that the next one cuts off
+        ([1, 2, 4, 1, 2, 9], 6),  # two messages
+    ],
+)
+def test_each_message_of_the_analysis_counts_from_its_channel_to_its_end(ids, count):
+    assert analysis_tokens(1, 2, 3, 4, ids) == count
 
 
 @pytest.mark.parametrize("prompt_end, begins", [("<think>\n", True), ("<think>\n\n</think>\n\n", False), ("", False)])
