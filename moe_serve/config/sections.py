@@ -103,6 +103,8 @@ class EplbConfig(Section):
     horizon_windows: PositiveInt = 20  # load records over which the gain of a move must pay for it
     plan_deadline_s: PositiveFloat = 60.0  # a plan that takes longer is given up, and its process is started again
     staging_slots: PositiveInt = 1  # experts that a rank receives in one round of moves; each takes memory of an expert
+    pair_moves: PositiveInt | None = None  # experts from one rank to another in a round; None: up to staging_slots
+    node_moves: PositiveInt | None = None  # experts over a node's network, in or out, in a round; None: no limit
     move_step_share: float = Field(default=0.05, gt=0, le=1)  # how much longer steps may be while experts move
     move_deadline_s: PositiveFloat = 60.0  # a round of moves that takes longer is given up
 

@@ -35,8 +35,8 @@ class PlannerHere:
     def start(self):
         self.started += 1
 
-    def submit(self, request_id, request, max_incoming, relabel):
-        self.asked, self.polls = [(request_id, request, max_incoming, relabel)], 0
+    def submit(self, request_id, request, limits, relabel):
+        self.asked, self.polls = [(request_id, request, limits, relabel)], 0
 
     def poll(self):
         self.polls += 1

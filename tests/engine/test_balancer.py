@@ -18,9 +18,14 @@ from tests.engine.balancer_scene import FACTS, SKEWED, START, STEPS, Engine, Pla
 
 
 def test_every_policy_of_the_configuration_exists_and_settings_follow_it():
-    config = load_config(overrides=["eplb={mode: dynamic, trigger: 0.8, staging_slots: 2, policy: refined}"])
+    config = load_config(
+        overrides=[
+            "eplb={mode: dynamic, trigger: 0.8, staging_slots: 2, pair_moves: 1, node_moves: 3, policy: refined}"
+        ]
+    )
     settings = balancer_settings(config.eplb)
-    assert (settings.trigger, settings.staging_slots, settings.policy) == (0.8, 2, "refined")
+    assert (settings.trigger, settings.policy) == (0.8, "refined")
+    assert (settings.staging_slots, settings.pair_moves, settings.node_moves) == (2, 1, 3)
     for name in ("incremental", "greedy", "refined", "deepseek"):
         assert name in POLICIES
         assert load_config(overrides=[f"eplb.policy={name}"]).eplb.policy == name

@@ -22,6 +22,7 @@ from moe_serve.ep.expert_transfer import (
     pieces_of,
 )
 from moe_serve.ep.weight_mover import MoveFault, MoveSettings, WeightMover
+from moe_serve.eplb.migration.limits import RoundLimits
 from moe_serve.eplb.migration.moves import MigrationRound, SlotMove, apply_round
 from moe_serve.eplb.migration.plan import plan_migration
 from moe_serve.eplb.placement import Placement
@@ -258,7 +259,7 @@ def check_moves(rank: int, group: EpGroup, kind: str) -> int:
         mover = WeightMover(stores, rank, carrier, settings)
         for _ in range(3):
             new = random_placement(rng, 2, 5, 3, 3, placement.version)
-            for migration_round in plan_migration(placement, new, topology, 2, "none").rounds:
+            for migration_round in plan_migration(placement, new, topology, RoundLimits(2), "none").rounds:
                 if rng.random() < 0.2:
                     mover.start(migration_round, placement.version + 1)
                     for _ in range(int(rng.integers(8)) + rank):

@@ -5,6 +5,7 @@ import pytest
 
 from moe_serve.ep.rank_moves import moves_of_rank, round_id
 from moe_serve.ep.weight_mover import MoveFault, MoveSettings
+from moe_serve.eplb.migration.limits import RoundLimits
 from moe_serve.eplb.migration.moves import MigrationRound, SlotMove, apply_round
 from moe_serve.eplb.migration.plan import plan_migration
 from moe_serve.eplb.placement import Placement
@@ -38,7 +39,7 @@ class Case:
         old = self.ranks.placement
         new = self._placement(old.version)
         relabel = RELABEL[int(self.rng.integers(len(RELABEL)))]
-        return list(plan_migration(old, new, self.topology, self.settings.staging_slots, relabel).rounds)
+        return list(plan_migration(old, new, self.topology, RoundLimits(self.settings.staging_slots), relabel).rounds)
 
     def run(self, migration_round: MigrationRound) -> None:
         """Runs a round from start to activation."""

@@ -25,7 +25,7 @@ for nodes, ranks_per_node, slots in ((4, 8, 288), (8, 8, 320), (32, 8, 256)):
     for policy in ("deepseek", "static", "greedy", "refined"):
         current = plan(tokens, topology, slots, policy).placement
     later = plan(tokens[:, ::-1] + 100 * tokens, topology, slots, "incremental", current=current)
-    plan_migration(current, later.placement, topology, 1, "nodes")
+    plan_migration(current, later.placement, topology, relabel="nodes")
     loaded = [name for name in sys.modules if name.split(".")[0] == "scipy"]
     assert not loaded, (slots, loaded[:3])
 """

@@ -1,5 +1,6 @@
 """Migrations end where they should, over rounds that are each legal, with few bytes over slow links."""
 
+from collections import Counter
 from itertools import permutations
 
 import numpy as np
@@ -7,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from moe_serve.eplb.migration.limits import RoundLimits
 from moe_serve.eplb.migration.moves import MigrationRound, SlotMove, apply_round
 from moe_serve.eplb.migration.plan import plan_migration
 from moe_serve.eplb.migration.relabel import relabel_ranks
@@ -18,9 +20,9 @@ from tests.eplb.loads import same_slots
 RELABEL = ("ranks", "nodes", "none", "exact")
 
 
-def check_migration(old, new, topology, max_incoming=1, relabel="nodes"):
+def check_migration(old, new, topology, limits=RoundLimits(), relabel="nodes"):
     """Carries the plan out and checks everything that must hold on the way."""
-    plan = plan_migration(old, new, topology, max_incoming, relabel)
+    plan = plan_migration(old, new, topology, limits, relabel)
     now = old
     for migration_round in plan.rounds:
         staged: dict[int, int] = {}
@@ -30,7 +32,8 @@ def check_migration(old, new, topology, max_incoming=1, relabel="nodes"):
         for ring in local_rings(migration_round):  # needs a spare buffer
             rank = min(ring)[1] // old.slots_per_rank
             staged[rank] = staged.get(rank, 0) + 1
-        assert max([migration_round.busiest(), *staged.values()]) <= max_incoming
+        assert max([migration_round.busiest(), *staged.values()]) <= limits.per_rank
+        check_links(migration_round, topology, limits)
         check_local_order(migration_round)
         now = apply_round(now, migration_round)  # raises when an expert is lost
     assert same_slots(now, plan.target)
@@ -42,6 +45,19 @@ def check_migration(old, new, topology, max_incoming=1, relabel="nodes"):
         assert sorted(row.tolist()) == list(range(old.num_slots))
     assert same_up_to(plan.target, new, topology, relabel)
     return plan
+
+
+def check_links(migration_round, topology, limits):
+    """No pair of ranks and no node's network carries more than it may."""
+    hops = [(m.src_rank, m.dst_rank) for m in migration_round.moves if m.src_rank not in (m.dst_rank, -1)]
+    nodes = [(topology.node_of(src), topology.node_of(dst)) for src, dst in hops]
+    network = [(src, dst) for src, dst in nodes if src != dst]
+    for carried, limit in (
+        (Counter(hops), limits.per_pair),
+        (Counter(src for src, _ in network), limits.per_node),
+        (Counter(dst for _, dst in network), limits.per_node),
+    ):
+        assert limit is None or max(carried.values(), default=0) <= limit
 
 
 def local_rings(migration_round):
@@ -106,32 +122,36 @@ def test_all_permutations_of_single_copies_arrive(relabel, nodes, per_node, slot
     num_logical = num_ranks * slots
     old = one_layer(range(num_logical), num_logical, num_ranks)
     for row in permutations(range(num_logical)):
-        check_migration(old, one_layer(row, num_logical, num_ranks), Topology(nodes, per_node), 1, relabel)
+        check_migration(old, one_layer(row, num_logical, num_ranks), Topology(nodes, per_node), relabel=relabel)
 
 
 @settings(max_examples=300, deadline=None)
-@given(st.integers(0, 2**32), st.sampled_from(RELABEL), st.integers(1, 3))
-def test_any_two_placements_are_joined_by_legal_rounds(seed, relabel, max_incoming):
+@given(
+    st.integers(0, 2**32),
+    st.sampled_from(RELABEL),
+    st.builds(RoundLimits, st.integers(1, 3), st.sampled_from([None, 1, 2]), st.sampled_from([None, 1, 2])),
+)
+def test_any_two_placements_are_joined_by_legal_rounds(seed, relabel, limits):
     rng = np.random.default_rng(seed)
     nodes, per_node, slots = (int(rng.integers(1, n)) for n in (4, 4, 5))
     num_ranks = nodes * per_node
     num_logical = int(rng.integers(1, num_ranks * slots + 1))
     layers = int(rng.integers(1, 4))
     old, new = (random_placement(rng, layers, num_logical, num_ranks, slots) for _ in range(2))
-    check_migration(old, new, Topology(nodes, per_node), max_incoming, relabel)
+    check_migration(old, new, Topology(nodes, per_node), limits, relabel)
 
 
 def test_a_ring_that_passes_a_rank_twice_is_cut_by_parking():
     # The ring is slot 0 -> 3 -> 1 -> 2 -> 0, on ranks 0, 1, 0, 1: two arrivals a rank, room for one in a round.
     old, new = one_layer([0, 1, 2, 3], 4, 2), one_layer([2, 3, 1, 0], 4, 2)
-    plan = check_migration(old, new, Topology(1, 2), 1, "exact")
+    plan = check_migration(old, new, Topology(1, 2), relabel="exact")
     assert len(plan.rounds) == 2
     assert plan.num_transfers == 4  # the expert that has to wait is parked on its own rank
 
 
 def test_a_ring_over_all_ranks_is_one_round():
     old = one_layer(range(6), 6, 6)
-    plan = check_migration(old, one_layer([5, 0, 1, 2, 3, 4], 6, 6), Topology(2, 3), 1, "exact")
+    plan = check_migration(old, one_layer([5, 0, 1, 2, 3, 4], 6, 6), Topology(2, 3), relabel="exact")
     assert [len(r.moves) for r in plan.rounds] == [6]
 
 
@@ -172,7 +192,7 @@ def test_an_expert_that_two_ranks_of_a_node_need_crosses_the_slow_link_once():
     # Node 0 holds expert 0 on rank 0; both ranks of node 1 want it.
     old = one_layer([0, 1, 2, 3, 4, 5, 1, 2], 6, 4)
     new = one_layer([0, 1, 2, 3, 4, 0, 5, 0], 6, 4)
-    plan = check_migration(old, new, Topology(2, 2), 1, "none")
+    plan = check_migration(old, new, Topology(2, 2), relabel="none")
     assert plan.num_off_node == 1
 
 
@@ -180,7 +200,7 @@ def test_sources_are_spread_over_the_copies_of_an_expert():
     # Expert 0 has replicas on ranks 0 and 1 and is wanted by ranks 2 .. 5; with one send a rank that is two rounds.
     old = one_layer([0, 1, 0, 2, 3, 3, 4, 4, 5, 5, 6, 6], 7, 6)
     new = one_layer([0, 1, 0, 2, 3, 0, 4, 0, 5, 0, 6, 0], 7, 6)
-    plan = check_migration(old, new, Topology(1, 6), 1, "none")
+    plan = check_migration(old, new, Topology(1, 6), relabel="none")
     assert len(plan.rounds) == 2
     assert {m.src_rank for m in plan.rounds[0].moves} == {0, 1}
 
@@ -189,7 +209,7 @@ def test_sources_are_spread_over_the_copies_of_an_expert():
 def test_a_large_rewrite_takes_hardly_more_rounds_than_its_busiest_rank_must_receive(relabel):
     rng = np.random.default_rng(2)
     old, new = (random_placement(rng, 8, 256, 32, 9) for _ in range(2))
-    plan = check_migration(old, new, Topology(4, 8), 1, relabel)
+    plan = check_migration(old, new, Topology(4, 8), relabel=relabel)
     arriving = np.zeros(32, dtype=int)
     for migration_round in plan.rounds:
         for move in migration_round.moves:
@@ -210,9 +230,9 @@ def test_unchanged_layers_keep_every_slot():
 def test_slots_can_become_empty_and_be_filled_again():
     full, sparse = one_layer([0, 1, 1, 0], 2, 2), one_layer([0, -1, 1, -1], 2, 2)
     topology = Topology(1, 2)
-    emptied = check_migration(full, sparse, topology, 1, "none")
+    emptied = check_migration(full, sparse, topology, relabel="none")
     assert emptied.num_transfers == 0
-    assert check_migration(sparse, full, topology, 1, "none").num_transfers == 2
+    assert check_migration(sparse, full, topology, relabel="none").num_transfers == 2
 
 
 def test_an_expert_without_any_copy_is_named():
@@ -223,16 +243,39 @@ def test_an_expert_without_any_copy_is_named():
 
 
 @pytest.mark.parametrize(
-    ("topology", "new", "max_incoming", "message"),
+    ("topology", "new", "message"),
     [
-        (Topology(1, 3), one_layer([0, 1], 2, 2), 1, "topology has 3 ranks"),
-        (Topology(1, 2), one_layer([0, 1, 0, 1], 2, 2), 1, "keeps the shape"),
-        (Topology(1, 2), one_layer([1, 0], 2, 2), 0, "max_incoming is 0"),
+        (Topology(1, 3), one_layer([0, 1], 2, 2), "topology has 3 ranks"),
+        (Topology(1, 2), one_layer([0, 1, 0, 1], 2, 2), "keeps the shape"),
     ],
 )
-def test_what_does_not_fit_is_named(topology, new, max_incoming, message):
+def test_what_does_not_fit_is_named(topology, new, message):
     with pytest.raises(PlacementError, match=message):
-        plan_migration(one_layer([0, 1], 2, 2), new, topology, max_incoming)
+        plan_migration(one_layer([0, 1], 2, 2), new, topology)
+
+
+@pytest.mark.parametrize("field", ["per_rank", "per_pair", "per_node"])
+def test_a_round_that_may_move_nothing_is_refused(field):
+    with pytest.raises(PlacementError, match=f"{field} of a round's limits is 0"):
+        RoundLimits(**{field: 0})
+
+
+def test_a_ring_over_nodes_goes_one_hop_at_a_time_where_their_network_is_limited():
+    # Four ranks on two nodes pass their experts on: 0 -> 1 -> 2 -> 3 -> 0 crosses each node's network once each way ...
+    old, new = one_layer([0, 1, 2, 3], 4, 4), one_layer([3, 0, 1, 2], 4, 4)
+    narrow = RoundLimits(per_node=1)
+    assert len(check_migration(old, new, Topology(2, 2), narrow, "exact").rounds) == 1
+    # ... and 0 -> 2 -> 1 -> 3 -> 0 twice: what crosses a second time waits for another round.
+    zigzag = one_layer([3, 2, 0, 1], 4, 4)
+    assert len(check_migration(old, zigzag, Topology(2, 2), RoundLimits(), "exact").rounds) == 1
+    assert len(check_migration(old, zigzag, Topology(2, 2), narrow, "exact").rounds) > 1
+
+
+def test_one_source_of_many_experts_sends_a_pair_one_at_a_time():
+    old, new = one_layer([0, 1, 2, 3, 0, 0, 0, 0], 4, 2), one_layer([0, 1, 2, 3, 0, 1, 2, 3], 4, 2)
+    roomy = RoundLimits(per_rank=3)
+    assert len(check_migration(old, new, Topology(1, 2), roomy, "exact").rounds) == 1
+    assert len(check_migration(old, new, Topology(1, 2), RoundLimits(3, per_pair=1), "exact").rounds) == 3
 
 
 @pytest.mark.parametrize(

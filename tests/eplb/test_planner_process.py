@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from moe_serve.eplb.migration.limits import RoundLimits
 from moe_serve.eplb.migration.plan import migration_to
 from moe_serve.eplb.planning.process import PlanAnswer, PlannerProcess, PlanProblem
 from moe_serve.eplb.policies.make import make_policy
@@ -75,13 +76,13 @@ def test_it_plans_what_the_policy_plans_and_stays_for_the_next_request(planners)
     pids = set()
     for number in range(3):
         asked = request(seed=number)
-        planner.submit(number, asked, 1, "nodes")
+        planner.submit(number, asked, RoundLimits(), "nodes")
         outcome = wait(planner)
         assert isinstance(outcome, PlanAnswer)
         assert outcome.request_id == number
         wanted = make_policy("greedy").plan(asked).placement.physical_to_logical
         assert outcome.plan.placement.physical_to_logical.tolist() == wanted.tolist()
-        assert outcome.migration.rounds == migration_to(asked, outcome.plan, 1, "nodes").rounds
+        assert outcome.migration.rounds == migration_to(asked, outcome.plan, RoundLimits(), "nodes").rounds
         pids.add(planner.pid)
         assert planner.poll() is None
     assert len(pids) == 1
@@ -89,7 +90,7 @@ def test_it_plans_what_the_policy_plans_and_stays_for_the_next_request(planners)
 
 def test_it_runs_at_the_lowest_priority_with_one_thread_and_without_torch(planners):
     planner = planners()
-    planner.submit(1, request(), 1, "nodes")
+    planner.submit(1, request(), RoundLimits(), "nodes")
     assert isinstance(wait(planner), PlanAnswer)
     assert os.getpriority(os.PRIO_PROCESS, planner.pid) == 19
     environ = Path(f"/proc/{planner.pid}/environ").read_bytes()
@@ -100,13 +101,13 @@ def test_it_runs_at_the_lowest_priority_with_one_thread_and_without_torch(planne
 
 def test_a_killed_planner_is_named_and_the_next_request_has_another_one(planners):
     planner = planners()
-    planner.submit(1, request(), 1, "nodes")
+    planner.submit(1, request(), RoundLimits(), "nodes")
     pid = wait_for_process(planner)
     os.kill(pid, signal.SIGSTOP)  # so that it cannot have answered before
     os.kill(pid, signal.SIGKILL)
     outcome = wait(planner)
     assert outcome == PlanProblem(1, "the planner process was killed by SIGKILL")
-    planner.submit(2, request(), 1, "nodes")
+    planner.submit(2, request(), RoundLimits(), "nodes")
     assert isinstance(wait(planner), PlanAnswer)
     assert planner.pid != pid
 
@@ -117,14 +118,14 @@ def test_a_planner_that_dies_between_requests_costs_nothing(planners):
     pid = planner.pid
     os.kill(pid, signal.SIGKILL)
     os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
-    planner.submit(1, request(), 1, "nodes")
+    planner.submit(1, request(), RoundLimits(), "nodes")
     assert isinstance(wait(planner), PlanAnswer)
 
 
 def test_a_stopped_planner_is_given_up_at_the_deadline(planners):
     clock = [0.0]
     planner = planners(deadline_s=5.0, now=lambda: clock[0])
-    planner.submit(1, request(), 1, "nodes")
+    planner.submit(1, request(), RoundLimits(), "nodes")
     pid = wait_for_process(planner)
     os.kill(pid, signal.SIGSTOP)
     clock[0] = 4.9
@@ -134,7 +135,7 @@ def test_a_stopped_planner_is_given_up_at_the_deadline(planners):
     assert isinstance(outcome, PlanProblem)
     assert "more than 5 s" in outcome.reason
     assert planner.pid is None
-    planner.submit(2, request(), 1, "nodes")
+    planner.submit(2, request(), RoundLimits(), "nodes")
     assert planner.poll() is None
     assert planner.pid is None  # not at once after a failure
     clock[0] = 6.0
@@ -153,7 +154,7 @@ def test_a_stopped_planner_is_given_up_at_the_deadline(planners):
 )
 def test_whatever_a_process_does_is_a_problem_in_words(planners, code, reason):
     planner = planners(command=python(code))
-    planner.submit(1, request(), 1, "nodes")
+    planner.submit(1, request(), RoundLimits(), "nodes")
     outcome = wait(planner)
     assert isinstance(outcome, PlanProblem)
     assert reason in outcome.reason
@@ -167,17 +168,17 @@ def test_an_answer_to_another_request_is_refused(planners):
         "sys.stdout.buffer.write(b''.join(pieces(Reply(77, None, None, 'x')))); sys.stdout.flush(); input()"
     )
     planner = planners(command=python(code))
-    planner.submit(1, request(), 1, "nodes")
+    planner.submit(1, request(), RoundLimits(), "nodes")
     outcome = wait(planner)
     assert "request 77" in outcome.reason
 
 
 def test_a_new_request_takes_the_place_of_the_open_one(planners):
     planner = planners()
-    planner.submit(1, request(), 1, "nodes")
+    planner.submit(1, request(), RoundLimits(), "nodes")
     first = wait_for_process(planner)
     os.kill(first, signal.SIGSTOP)
-    planner.submit(2, request(), 1, "nodes")
+    planner.submit(2, request(), RoundLimits(), "nodes")
     outcome = wait(planner)
     assert isinstance(outcome, PlanAnswer)
     assert outcome.request_id == 2
@@ -187,21 +188,21 @@ def test_a_new_request_takes_the_place_of_the_open_one(planners):
 def test_a_program_that_cannot_be_started_is_a_problem(planners):
     planner = planners(command=("/no/such/program",))
     planner.start()
-    planner.submit(1, request(), 1, "nodes")
+    planner.submit(1, request(), RoundLimits(), "nodes")
     assert "cannot be started" in wait(planner).reason
 
 
 def test_a_request_larger_than_the_pipe_never_blocks(planners):
     planner = planners(command=python("import time; time.sleep(600)"))
     large = request(num_layers=60, num_logical=256, num_redundant=0, by_source=np.ones((60, 4, 256), dtype=np.int64))
-    planner.submit(1, large, 1, "nodes")
+    planner.submit(1, large, RoundLimits(), "nodes")
     for _ in range(200):
         assert planner.poll() is None
 
 
 def test_a_small_request_is_sent_in_one_turn_since_an_idle_engine_turns_once_a_second(planners):
     planner = planners(command=python("import time; time.sleep(600)"))
-    planner.submit(1, request(), 1, "nodes")
+    planner.submit(1, request(), RoundLimits(), "nodes")
     assert planner.poll() is None
     assert planner._open.is_sent
 
@@ -210,7 +211,7 @@ def test_a_request_of_many_pieces_asks_for_turns_until_it_is_sent_or_the_pipe_is
     large = request(num_layers=300, num_logical=256, num_redundant=0, by_source=np.ones((300, 4, 256), dtype=np.int64))
     planner = planners(command=python("import time; time.sleep(600)"))
     assert not planner.has_more_to_send
-    planner.submit(1, large, 1, "nodes")
+    planner.submit(1, large, RoundLimits(), "nodes")
     assert planner.poll() is None
     assert planner.has_more_to_send
     for _ in range(20):
@@ -236,7 +237,7 @@ def test_a_planner_that_was_given_up_leaves_no_zombie_while_nobody_asks(planners
     planner = planners(deadline_s=0.0, command=python("import time; time.sleep(600)"))
     planner.start()
     pid = planner.pid
-    planner.submit(1, request(), 1, "nodes")
+    planner.submit(1, request(), RoundLimits(), "nodes")
     assert isinstance(planner.poll(), PlanProblem)
     give_up_s = time.monotonic() + PATIENCE_S
     while os.path.exists(f"/proc/{pid}"):

@@ -8,6 +8,7 @@ import msgspec
 import numpy as np
 import pytest
 
+from moe_serve.eplb.migration.limits import RoundLimits
 from moe_serve.eplb.placement import Placement
 from moe_serve.eplb.planning.wire import PIECE_BYTES, Ask, MessageReader, Reply, WireError, pieces
 from moe_serve.eplb.planning.worker import answer
@@ -55,7 +56,7 @@ def test_requests_and_plans_come_back_as_they_were():
         max_total_moves=5,
         min_gain=0.001,
     )
-    back = MessageReader(Ask).feed(joined(Ask(4, "greedy", asked, 1, "nodes")))
+    back = MessageReader(Ask).feed(joined(Ask(4, "greedy", asked, RoundLimits(), "nodes")))
     assert (back.request_id, back.policy) == (4, "greedy")
     assert same(asked, back.request)
     plan = make_policy("refined").plan(request(uneven_shares=True))
@@ -65,7 +66,7 @@ def test_requests_and_plans_come_back_as_they_were():
 
 @pytest.mark.parametrize("size", [1, 7, 4096])
 def test_bytes_may_arrive_in_any_pieces(size):
-    data = joined(Ask(1, "greedy", request(), 1, "nodes")) + joined(Ask(2, "greedy", request(), 1, "nodes"))
+    data = b"".join(joined(Ask(number, "greedy", request(), RoundLimits(), "nodes")) for number in (1, 2))
     reader, seen = MessageReader(Ask), []
     for first in range(0, len(data), size):
         message = reader.feed(data[first : first + size])
@@ -77,7 +78,7 @@ def test_bytes_may_arrive_in_any_pieces(size):
 
 def test_a_large_request_is_made_piece_by_piece():
     large = request(num_layers=40, num_logical=256, num_redundant=0, by_source=np.ones((40, 4, 256), dtype=np.int64))
-    parts = list(pieces(Ask(1, "greedy", large, 1, "nodes")))
+    parts = list(pieces(Ask(1, "greedy", large, RoundLimits(), "nodes")))
     assert len(parts) > 3
     assert max(map(len, parts)) <= PIECE_BYTES + 8
     assert same(large, MessageReader(Ask).feed(b"".join(parts)).request)
@@ -115,6 +116,6 @@ def test_a_message_that_claims_to_be_huge_is_refused():
 
 def test_a_request_that_a_policy_refuses_is_answered_in_words():
     asked = request(num_groups=2, off_home=0.0)
-    reply = answer(Ask(3, "no such policy", asked, 1, "nodes"))
+    reply = answer(Ask(3, "no such policy", asked, RoundLimits(), "nodes"))
     assert reply.plan is None
     assert "no such policy" in reply.problem

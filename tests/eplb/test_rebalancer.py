@@ -1,5 +1,6 @@
 """The rebalancer: its states, its requests and rounds, and what it refuses."""
 
+from collections import Counter
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -19,6 +20,7 @@ from moe_serve.eplb.rebalance.events import (
     StartRound,
     WindowClosed,
 )
+from moe_serve.eplb.rebalance.make import BalancerSettings, SystemFacts, make_rebalancer
 from moe_serve.eplb.rebalance.rebalancer import Rebalancer
 from moe_serve.eplb.rebalance.settings import RebalanceSettings
 from moe_serve.errors import ConfigError, PlacementError
@@ -66,6 +68,17 @@ def asked(rebalancer):
         if actions:
             return actions[0]
     raise AssertionError(rebalancer.decisions)
+
+
+def test_no_round_of_a_made_rebalancer_exceeds_the_limits_that_a_person_set():
+    chosen, facts = BalancerSettings(policy="greedy", node_moves=1), SystemFacts(2, 10, 1e-6, 1e-9, survives_loss=False)
+    rebalancer = make_rebalancer(START, chosen, facts)
+    request = asked(rebalancer)
+    rounds = run_rounds(rebalancer, rebalancer.handle(PlanReady(400, request.request_id, plan_for(request))))
+    assert sum(one.round.num_transfers for one in rounds) > len(rounds)
+    for one in rounds:
+        crossing = [m for m in one.round.moves if m.src_rank // 2 != m.dst_rank // 2]
+        assert max(Counter(move.dst_rank // 2 for move in crossing).values(), default=0) <= 1
 
 
 def run_rounds(rebalancer, actions):

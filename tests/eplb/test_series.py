@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from moe_serve.eplb.load import LoadRecord, LoadTrace, balancedness, rank_load
+from moe_serve.eplb.migration.limits import RoundLimits
 from moe_serve.eplb.placement import Placement
 from moe_serve.eplb.planning.wire import Ask, MessageReader, pieces
 from moe_serve.eplb.policies.make import make_policy
@@ -155,7 +156,9 @@ def test_a_request_with_a_series_crosses_to_the_planner_process() -> None:
         DAY + NIGHT, Topology(1, 2), 4, current=APART, series=np.array([DAY, NIGHT]), series_weights=(0.5, 1.0)
     )
     reader = MessageReader(Ask)
-    (arrived,) = [ask for part in pieces(Ask(1, "series", request, 1, "none")) if (ask := reader.feed(part))]
+    (arrived,) = [
+        ask for part in pieces(Ask(1, "series", request, RoundLimits(), "none")) if (ask := reader.feed(part))
+    ]
     assert arrived.request.series is not None
     assert arrived.request.series.tolist() == [DAY.tolist(), NIGHT.tolist()]
     assert arrived.request.series_weights == (0.5, 1.0)

@@ -53,6 +53,8 @@ def balancer_settings(config: EplbConfig) -> BalancerSettings:
         trigger=config.trigger,
         horizon_windows=config.horizon_windows,
         staging_slots=config.staging_slots,
+        pair_moves=config.pair_moves,
+        node_moves=config.node_moves,
         split=config.split,
         move_step_share=config.move_step_share,
         plan_deadline_s=config.plan_deadline_s,
@@ -282,7 +284,7 @@ class Balancer:
             match action:
                 case RequestPlan():
                     self._asked = action.request_id
-                    self._planner.submit(action.request_id, action.request, action.max_incoming, action.relabel)
+                    self._planner.submit(action.request_id, action.request, action.limits, action.relabel)
                     self._on_event(REQUESTED, action.step, request_id=action.request_id, layers=len(action.layer_rows))
                 case StartRound():
                     self._round, self._is_told = action, False

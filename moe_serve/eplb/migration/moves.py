@@ -30,7 +30,7 @@ class MigrationRound:
     """Moves that take effect together: every source is read as it was before the round.
 
     Moves inside a rank come first, in an order in which each can be done directly, before received experts are written.
-    Only a closed ring of them (relabel="exact") needs a spare buffer, one of max_incoming.
+    Only a closed ring of them (relabel="exact") needs a spare buffer, one of those that RoundLimits.per_rank counts.
     """
 
     moves: tuple[SlotMove, ...]

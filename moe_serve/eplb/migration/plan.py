@@ -1,7 +1,7 @@
 """Plans a migration from one placement to another: few bytes over slow links, in rounds that are each legal.
 
     plan = plan_migration(old, new, topology)
-    for round in plan.rounds:          # a rank receives at most max_incoming experts per round
+    for round in plan.rounds:          # within RoundLimits: by default a rank receives one expert per round
         old = apply_round(old, round)  # legal, and one version higher, after each of them
     # old now holds what plan.target holds
 
@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
+from moe_serve.eplb.migration.limits import RoundLimits
 from moe_serve.eplb.migration.moves import MigrationRound
 from moe_serve.eplb.migration.relabel import Relabel, relabel_ranks
 from moe_serve.eplb.migration.rounds import Schedule
@@ -25,6 +26,8 @@ from moe_serve.eplb.placement import Placement
 from moe_serve.eplb.policies.policy import Plan, PlanRequest
 from moe_serve.errors import PlacementError
 from moe_serve.topology import Topology
+
+ONE_PER_RANK = RoundLimits()
 
 
 @dataclass(frozen=True, eq=False)
@@ -64,12 +67,12 @@ def plan_migration(
     old: Placement,
     new: Placement,
     topology: Topology,
-    max_incoming: int = 1,
+    limits: RoundLimits = ONE_PER_RANK,
     relabel: Relabel = "nodes",
 ) -> MigrationPlan:
     """Returns the rounds that lead from old to new.
 
-    max_incoming: experts that a rank may receive, and send, in one round, all layers together (staging slots)
+    limits:       what one round may move
     relabel:      what may be exchanged because the new placement is equally good after it:
                   "ranks"  any two ranks, for placements without a node structure
                   "nodes"  whole nodes, and ranks inside a node: what shares a node still does
@@ -77,11 +80,11 @@ def plan_migration(
                   "exact"  nothing: the target is `new`, slot for slot
     Raises PlacementError when the two do not fit each other or the topology, or an expert has no replica to move from.
     """
-    _check_fit(old, new, topology, max_incoming)
+    _check_fit(old, new, topology)
     old_rows, new_rows = old.physical_to_logical, new.physical_to_logical
     new_slot = relabel_ranks(old, new, topology, relabel)
     wanted = np.take_along_axis(new_rows, new_slot, axis=1)
-    schedule = Schedule(topology, old.slots_per_rank, max_incoming)
+    schedule = Schedule(topology, old.slots_per_rank, limits)
     target = old_rows.copy()
     for layer in np.flatnonzero((wanted != old_rows).any(axis=1)).tolist():
         row = old_rows[layer].tolist()
@@ -99,14 +102,14 @@ def plan_migration(
     return MigrationPlan(old.version, rounds, placement, new_slot, len(crossing), off_node)
 
 
-def migration_to(request: PlanRequest, plan: Plan, max_incoming: int, relabel: Relabel) -> MigrationPlan:
+def migration_to(request: PlanRequest, plan: Plan, limits: RoundLimits, relabel: Relabel) -> MigrationPlan:
     """Returns the migration from the placement of a request to a plan for it; arguments and errors as plan_migration.
 
     Its layers are those of the request.
     """
     if request.current is None:
         raise PlacementError("the request names no current placement, so there is nothing to migrate from")
-    return plan_migration(request.current, plan.placement, request.topology, max_incoming, relabel)
+    return plan_migration(request.current, plan.placement, request.topology, limits, relabel)
 
 
 def _follow_slots(
@@ -122,7 +125,7 @@ def _follow_slots(
     return out.reshape(target.shape)
 
 
-def _check_fit(old: Placement, new: Placement, topology: Topology, max_incoming: int) -> None:
+def _check_fit(old: Placement, new: Placement, topology: Topology) -> None:
     shape_old = (old.num_layers, old.num_logical, old.num_ranks, old.num_slots)
     shape_new = (new.num_layers, new.num_logical, new.num_ranks, new.num_slots)
     if shape_old != shape_new:
@@ -132,8 +135,6 @@ def _check_fit(old: Placement, new: Placement, topology: Topology, max_incoming:
         )
     if topology.num_ranks != old.num_ranks:
         raise PlacementError(f"topology has {topology.num_ranks} ranks, the placements {old.num_ranks}; give its own")
-    if int(max_incoming) != max_incoming or max_incoming < 1:
-        raise PlacementError(f"max_incoming is {max_incoming!r}; give a whole number of at least 1")
     unreachable = (old.replica_count == 0) & (new.replica_count > 0)
     if unreachable.any():
         row, expert = np.argwhere(unreachable)[0]

@@ -1,28 +1,30 @@
 """Decides in which round each write happens, and which replica it reads.
 
 List scheduling on bit masks: bit t of a rank's mask says that the rank is full in round t, so the first round in which
-several ranks are free takes a few integer operations. Rings come first, since they need several ranks at once; then
-chains; writes that any replica can serve fill the gaps. A rank also sends at most max_incoming experts per round, since
-a round is as slow as its busiest rank, and new replicas of a hot expert soon serve as sources too. (Measured: 10 % more
-rounds and a third less time than with unlimited sending.)
+several ranks are free takes a few integer operations. Pairs of ranks and nodes have masks of their own where they are
+limited. Rings come first, since they need several ranks at once; then chains; writes that any replica can serve fill
+the gaps. A rank also sends at most as many experts per round as it may receive, since a round is as slow as its busiest
+rank, and new replicas of a hot expert soon serve as sources too. (Measured: 10 % more rounds and a third less time than
+with unlimited sending.)
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 
+from moe_serve.eplb.migration.limits import RoundLimits
 from moe_serve.eplb.migration.moves import SlotMove
 from moe_serve.eplb.migration.writes import SlotWrite
 from moe_serve.topology import Topology
+
+Hop = tuple[int, int]  # an expert's way from one rank to another; (r, r): one that waits in a staging slot of rank r
 
 
 class Schedule:
     """Collects the writes of all layers, then schedules them. Use once: add_layer for each layer, then rounds()."""
 
-    def __init__(self, topology: Topology, slots_per_rank: int, max_incoming: int) -> None:
+    def __init__(self, topology: Topology, slots_per_rank: int, limits: RoundLimits) -> None:
         self._topology = topology
         self._slots_per_rank = slots_per_rank
-        num_ranks = topology.num_ranks
-        self._receiving = _Capacity(num_ranks, max_incoming)
-        self._sending = _Capacity(num_ranks, max_incoming)
+        self._links = _Links(topology, limits)
         self._moves: dict[int, list[SlotMove]] = {}
         self._rings: list[tuple[int, list[tuple[int, int]]]] = []  # (layer, [(slot, expert it holds)])
         self._chains: list[tuple[int, list[SlotWrite]]] = []
@@ -76,13 +78,9 @@ class Schedule:
         """
         earliest = 0
         while len(ring) > 1:
-            length, receivers, senders = self._arc(ring)
+            length, hops = self._arc(ring)
             arc = ring[:length]
-            t = self._first(receivers, senders, earliest)
-            for rank in receivers:
-                self._receiving.take(rank, t)
-            for rank in senders:
-                self._sending.take(rank, t)
+            t = self._links.take_first(hops, earliest)
             for (source, expert), (slot, _) in zip(arc, arc[1:] + arc[:1], strict=True):
                 self._add(t, layer, source, slot)
                 if slot != arc[0][0] or length == len(ring):
@@ -90,33 +88,26 @@ class Schedule:
             ring = [] if length == len(ring) else [(arc[0][0], arc[-1][1]), *ring[length:]]
             earliest = t + 1
 
-    def _arc(self, ring: list[tuple[int, int]]) -> tuple[int, list[int], list[int]]:
-        """Returns the length of the first arc that can move at once, and the ranks that receive and send for it."""
+    def _arc(self, ring: list[tuple[int, int]]) -> tuple[int, list[Hop]]:
+        """Returns the length of the longest arc that can move at once, at least 2, and the hops of its experts."""
         ranks = [slot // self._slots_per_rank for slot, _ in ring]
-        best, length = 2, 2
-        receives = [ranks[1]] if ranks[1] != ranks[0] else []
-        while True:
-            closing = [ranks[0]] if ranks[length - 1] != ranks[0] else []
-            if len(set(receives + closing)) == len(receives) + len(closing):
-                best = length
-            if length == len(ring) or len(set(receives)) < len(receives):
+        length, hops = 2, _hop(ranks[0], ranks[1]) + _hop(ranks[1], ranks[0])
+        open_hops = _hop(ranks[0], ranks[1])
+        for longer in range(3, len(ring) + 1):
+            open_hops += _hop(ranks[longer - 2], ranks[longer - 1])
+            if not self._links.go_at_once(open_hops):
                 break
-            if ranks[length] != ranks[length - 1]:
-                receives.append(ranks[length])
-            length += 1
-        hops = [(a, b) for a, b in zip(ranks[:best], ranks[1:best] + ranks[:1], strict=True) if a != b]
-        if not hops:  # all on one rank: the ring needs a staging slot as its spare buffer
-            return best, [ranks[0]], []
-        return best, [b for _, b in hops], [a for a, _ in hops]
+            closed = open_hops + _hop(ranks[longer - 1], ranks[0])
+            if self._links.go_at_once(closed):
+                length, hops = longer, closed
+        return length, hops or [(ranks[0], ranks[0])]  # all on one rank: one expert waits while the others move
 
     def _place_from(self, layer: int, write: SlotWrite, source: int, earliest: int) -> int:
         """Schedules a write that reads this slot, as early as possible; returns the round."""
         src, dst = source // self._slots_per_rank, write.slot // self._slots_per_rank
         t = earliest
         if src != dst:
-            t = self._first([dst], [src], earliest)
-            self._receiving.take(dst, t)
-            self._sending.take(src, t)
+            t = self._links.take_first([(src, dst)], earliest)
         self._add(t, layer, source, write.slot)
         self._replicas.setdefault((layer, write.expert), []).append((write.slot, t + 1))
         return t
@@ -141,42 +132,78 @@ class Schedule:
             self._replicas[layer, write.expert].append((write.slot, t + 1))
             return
         near = by_distance[1] or by_distance[2]
-        t, slot = min((self._first([dst], [s // self._slots_per_rank], ready), s) for s, ready in near)
-        self._receiving.take(dst, t)
-        self._sending.take(slot // self._slots_per_rank, t)
+        t, slot = min((self._links.first([(s // self._slots_per_rank, dst)], ready), s) for s, ready in near)
+        self._links.take([(slot // self._slots_per_rank, dst)], t)
         self._add(t, layer, slot, write.slot)
         self._replicas[layer, write.expert].append((write.slot, t + 1))
-
-    def _first(self, receivers: Iterable[int], senders: Iterable[int], earliest: int) -> int:
-        """Returns the first round, not before earliest, in which all of them have capacity left."""
-        rest = (self._receiving.taken(receivers) | self._sending.taken(senders)) >> earliest
-        return earliest + ((rest + 1) & ~rest).bit_length() - 1  # the lowest bit that is not set
 
     def _add(self, t: int, layer: int, source: int, slot: int) -> None:
         move = SlotMove(layer, source // self._slots_per_rank, source, slot // self._slots_per_rank, slot)
         self._moves.setdefault(t, []).append(move)
 
 
-class _Capacity:
-    """How many experts each rank handles in each round."""
+class _Links:
+    """How much room ranks, pairs of ranks and nodes have left in each round."""
 
-    def __init__(self, num_ranks: int, limit: int) -> None:
-        self._limit = limit
-        self._full = [0] * num_ranks  # bit t: full in round t
-        self._count: list[dict[int, int]] = [{} for _ in range(num_ranks)]
+    def __init__(self, topology: Topology, limits: RoundLimits) -> None:
+        self._limits = limits
+        self._node_of = [topology.node_of(rank) for rank in range(topology.num_ranks)]
+        self._full: dict[Hashable, int] = {}  # bit t: full in round t
+        self._count: dict[tuple[Hashable, int], int] = {}  # by round
+        self._known: dict[Hop, tuple[tuple[Hashable, int], ...]] = {}
 
-    def taken(self, ranks: Iterable[int]) -> int:
-        """Returns the mask of rounds in which one of the ranks is full."""
-        mask = 0
-        for rank in ranks:
-            mask |= self._full[rank]
-        return mask
+    def go_at_once(self, hops: Sequence[Hop]) -> bool:
+        """Returns whether these hops of a ring may share a round: each enters another rank, and another node."""
+        if len({dst for _, dst in hops}) < len(hops):
+            return False
+        if self._limits.per_node is None:
+            return True
+        entered = [self._node_of[dst] for src, dst in hops if self._node_of[src] != self._node_of[dst]]
+        return len(set(entered)) == len(entered)
 
-    def take(self, rank: int, t: int) -> None:
-        count = self._count[rank].get(t, 0) + 1
-        self._count[rank][t] = count
-        if count >= self._limit:
-            self._full[rank] |= 1 << t
+    def first(self, hops: Iterable[Hop], earliest: int) -> int:
+        """Returns the first round, not before earliest, in which all hops have room."""
+        full = 0
+        for hop in hops:
+            for key, _ in self._passed(hop):
+                full |= self._full.get(key, 0)
+        full >>= earliest
+        return earliest + ((full + 1) & ~full).bit_length() - 1  # the lowest bit that is not set
+
+    def take(self, hops: Iterable[Hop], t: int) -> None:
+        for hop in hops:
+            for key, limit in self._passed(hop):
+                count = self._count[key, t] = self._count.get((key, t), 0) + 1
+                if count >= limit:
+                    self._full[key] = self._full.get(key, 0) | 1 << t
+
+    def take_first(self, hops: Sequence[Hop], earliest: int) -> int:
+        t = self.first(hops, earliest)
+        self.take(hops, t)
+        return t
+
+    def _passed(self, hop: Hop) -> tuple[tuple[Hashable, int], ...]:
+        """Returns what a hop passes that has a limit, and the limit."""
+        passed = self._known.get(hop)
+        if passed is None:
+            passed = self._known[hop] = tuple(self._limited(*hop))
+        return passed
+
+    def _limited(self, src: int, dst: int) -> Iterator[tuple[Hashable, int]]:
+        limits = self._limits
+        yield ("into rank", dst), limits.per_rank
+        if src == dst:
+            return
+        yield ("out of rank", src), limits.per_rank
+        if limits.per_pair is not None:
+            yield ("pair", src, dst), limits.per_pair
+        if limits.per_node is not None and self._node_of[src] != self._node_of[dst]:
+            yield ("into node", self._node_of[dst]), limits.per_node
+            yield ("out of node", self._node_of[src]), limits.per_node
+
+
+def _hop(src: int, dst: int) -> list[Hop]:
+    return [] if src == dst else [(src, dst)]
 
 
 def _in_order(moves: list[SlotMove]) -> tuple[SlotMove, ...]:

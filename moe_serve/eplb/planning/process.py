@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Protocol
 
 from moe_serve.child_process import describe_exit
+from moe_serve.eplb.migration.limits import RoundLimits
 from moe_serve.eplb.migration.plan import MigrationPlan
 from moe_serve.eplb.migration.relabel import Relabel
 from moe_serve.eplb.planning.wire import PIECE_BYTES, Ask, MessageReader, Reply, WireError, pieces
@@ -61,7 +62,7 @@ class Planner(Protocol):
         """Prepares for a plan that will be asked for, so that it comes sooner."""
         ...
 
-    def submit(self, request_id: int, request: PlanRequest, max_incoming: int, relabel: Relabel) -> None:
+    def submit(self, request_id: int, request: PlanRequest, limits: RoundLimits, relabel: Relabel) -> None:
         """Asks for a plan and the migration to it; arguments as in RequestPlan."""
         ...
 
@@ -132,10 +133,10 @@ class PlannerProcess:
             with contextlib.suppress(OSError):  # the plan that needs it says why it cannot be started
                 self._child = self._start()
 
-    def submit(self, request_id: int, request: PlanRequest, max_incoming: int, relabel: Relabel) -> None:
+    def submit(self, request_id: int, request: PlanRequest, limits: RoundLimits, relabel: Relabel) -> None:
         if self._open is not None or (self._child is not None and self._child.poll() is not None):
             self._end_child()  # it works on the request that this one replaces, or has ended while there was none
-        ask = Ask(request_id, self._policy, request, max_incoming, relabel)
+        ask = Ask(request_id, self._policy, request, limits, relabel)
         self._open = _Open(request_id, self._now() + self._deadline_s, pieces(ask), memoryview(b""))
 
     def poll(self) -> PlanAnswer | PlanProblem | None:

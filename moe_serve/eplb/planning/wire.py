@@ -16,6 +16,7 @@ from typing import Any, Generic, TypeVar
 import msgspec
 import numpy as np
 
+from moe_serve.eplb.migration.limits import RoundLimits
 from moe_serve.eplb.migration.plan import MigrationPlan
 from moe_serve.eplb.migration.relabel import Relabel
 from moe_serve.eplb.policies.policy import Plan, PlanRequest
@@ -34,12 +35,12 @@ class WireError(Exception):
 
 
 class Ask(msgspec.Struct, frozen=True):
-    """Plan this. policy: a name of `make_policy`;  max_incoming, relabel: of the migration to the plan"""
+    """Plan this. policy: a name of `make_policy`;  limits, relabel: of the migration to the plan"""
 
     request_id: int
     policy: str
     request: PlanRequest
-    max_incoming: int
+    limits: RoundLimits
     relabel: Relabel
 
 

@@ -19,7 +19,7 @@ def answer(ask: Ask) -> Reply:
     """Returns the plan that is asked for and the migration to it, or why there is none."""
     try:
         plan = make_policy(ask.policy).plan(ask.request)
-        return Reply(ask.request_id, plan, migration_to(ask.request, plan, ask.max_incoming, ask.relabel))
+        return Reply(ask.request_id, plan, migration_to(ask.request, plan, ask.limits, ask.relabel))
     except MoeServeError as refusal:
         return Reply(ask.request_id, None, None, str(refusal))
 

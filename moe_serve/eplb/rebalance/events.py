@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from moe_serve.eplb.load import LoadRecord
+from moe_serve.eplb.migration.limits import RoundLimits
 from moe_serve.eplb.migration.moves import MigrationRound
 from moe_serve.eplb.migration.plan import MigrationPlan
 from moe_serve.eplb.migration.relabel import Relabel
@@ -129,14 +130,14 @@ class RequestPlan:
 
     layer_rows: rows of the full placement to plan; `request.tokens`, `request.current` and the plan hold only these
                 rows, in this order
-    max_incoming, relabel: of the migration to the plan, see `plan_migration`
+    limits, relabel: of the migration to the plan, see `plan_migration`
     """
 
     step: int
     request_id: int
     layer_rows: tuple[int, ...]
     request: PlanRequest
-    max_incoming: int
+    limits: RoundLimits
     relabel: Relabel
 
 

@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, Self
 
 from moe_serve.eplb.cost.measured import MeasuredCost, PriorPrices
+from moe_serve.eplb.migration.limits import RoundLimits
 from moe_serve.eplb.placement import Placement
 from moe_serve.eplb.policies.policy import PlanRules
 from moe_serve.eplb.rebalance.rebalancer import Rebalancer
@@ -68,7 +69,8 @@ class BalancerSettings:
     """What a person chooses, as in the section eplb of the configuration.
 
     policy:           plans placements, a name of `make_policy`
-    trigger, horizon_windows, staging_slots: see RebalanceSettings
+    trigger, horizon_windows: see RebalanceSettings
+    staging_slots, pair_moves, node_moves: per_rank, per_pair and per_node of RoundLimits
     split:            "even", "nearest" or "exact": how batches are shared over replicas
     move_step_share:  how much longer steps may be while experts move
     plan_deadline_s, move_deadline_s: of a plan, and of a round of moves
@@ -78,6 +80,8 @@ class BalancerSettings:
     trigger: float = 0.95
     horizon_windows: int = 20
     staging_slots: int = 1
+    pair_moves: int | None = None
+    node_moves: int | None = None
     split: str = "even"
     move_step_share: float = 0.05
     plan_deadline_s: float = 60.0
@@ -91,7 +95,7 @@ def make_rebalancer(placement: Placement, settings: BalancerSettings, facts: Sys
         trigger=settings.trigger,
         release=max(settings.trigger, RebalanceSettings.release),
         horizon_windows=settings.horizon_windows,
-        max_incoming=settings.staging_slots,
+        round_limits=RoundLimits(settings.staging_slots, settings.pair_moves, settings.node_moves),
         bytes_per_expert=facts.bytes_per_expert,
         rules=PlanRules(planned_split="exact" if settings.split == "exact" else "even"),
         min_replicas=2 if facts.survives_loss else 1,

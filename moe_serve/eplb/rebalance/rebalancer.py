@@ -165,7 +165,7 @@ class Rebalancer:
         number, rules = self._next_request_id, self._settings
         request = request_for(self._placement, rows, self._gate.planning_load(), self.topology, rules)
         layer_rows = tuple(rows.tolist())
-        self._request = RequestPlan(step, number, layer_rows, request, rules.max_incoming, rules.relabel)
+        self._request = RequestPlan(step, number, layer_rows, request, rules.round_limits, rules.relabel)
         self._next_request_id += 1
         self.journal.add(Decision(step, "plan", reason, layer_rows))
         return (self._request,)
@@ -176,7 +176,7 @@ class Rebalancer:
             return ()
         self._request = None
         try:
-            move = event.migration or migration_to(asked.request, event.plan, asked.max_incoming, asked.relabel)
+            move = event.migration or migration_to(asked.request, event.plan, asked.limits, asked.relabel)
             target = with_rows(self._placement, move.target, asked.layer_rows)
         except PlacementError as error:
             return self._fail(event.step, f"the plan is not legal: {error}")
@@ -305,7 +305,7 @@ class Rebalancer:
             raise PlacementError("a plan is being made; try again when it is ready")
 
     def _exact_migration(self, wanted: Placement) -> MigrationPlan:
-        return plan_migration(self._placement, wanted, self.topology, self._settings.max_incoming, "exact")
+        return plan_migration(self._placement, wanted, self.topology, self._settings.round_limits, "exact")
 
     def _fail(self, step: int, reason: str) -> tuple[Action, ...]:
         """Notes that a plan or a move came to nothing, and gives all layers a rest. The placement in use stays."""

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field
 
+from moe_serve.eplb.migration.limits import RoundLimits
 from moe_serve.eplb.migration.relabel import Relabel
 from moe_serve.eplb.policies.policy import PlanRules
 from moe_serve.errors import ConfigError
@@ -22,7 +23,7 @@ class RebalanceSettings:
     gain_margin:         how far the prices may be off: costs count this many times, gains one over its root
     max_regret:          share of the serving time (of at least horizon_windows) that all moves together may lose
                          against "do nothing"
-    max_incoming:        staging slots: experts a rank receives in one round
+    round_limits:        what one round of a migration may move
     bytes_per_expert:    weights of one expert of one layer
     bytes_per_step:      what a rank may send or receive beside a step's own traffic; None = a round takes one step
     relabel:             which ranks a plan may exchange, see plan_migration
@@ -41,7 +42,7 @@ class RebalanceSettings:
     horizon_windows: int = 20
     gain_margin: float = 2.0
     max_regret: float = 0.01
-    max_incoming: int = 1
+    round_limits: RoundLimits = field(default_factory=RoundLimits)
     bytes_per_expert: int = 1
     bytes_per_step: int | None = None
     relabel: Relabel = "nodes"
@@ -55,7 +56,6 @@ class RebalanceSettings:
             ("history_windows", 1),
             ("cooldown_windows", 1),
             ("horizon_windows", 1),
-            ("max_incoming", 1),
             ("bytes_per_expert", 1),
             ("bytes_per_step", 1),
             ("min_replicas", 1),
