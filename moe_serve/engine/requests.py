@@ -140,12 +140,13 @@ class OpenRequests:
         """
         self._scheduler.discard(request.request_id)
         del self._open[request.request_id]
-        self._counters.num_failed += 1
-        log.error("request %s ends: %s", request.request_id, _NONE_LEFT if none_left else "its logits are not finite")
         index = len(request.output_ids)
-        if none_left:
+        if none_left:  # its client's mistake, which is for nobody to look at here
+            log.info("request %s ends: %s", request.request_id, _NONE_LEFT)
             message = request.why_none_left or f"{_NONE_LEFT} for output token {index}; allow more tokens"
         else:
+            self._counters.num_failed += 1
+            log.error("request %s ends: its logits are not finite", request.request_id)
             message = (
                 f"the logits of this request are NaN or infinite at output token {index}, so no token can be chosen; "
                 "other requests go on. Check the checkpoint for weights that are not finite; where experts are "

@@ -44,7 +44,7 @@ async def test_requests_are_counted_by_how_they_end():
         await until(lambda: served.bridge.num_open == 0)
         found = await samples(served)
     ended = {key[1]: value for key, value in found.items() if key[0] == "moe_serve_requests_finished_total"}
-    assert ended == {"length": 4, "stop": 1, "abort": 1, "error": 0}
+    assert ended == {"length": 4, "stop": 1, "abort": 1, "refused": 0, "error": 0}
     assert during["moe_serve_requests_running",] == 1
     assert found["moe_serve_requests_running",] == 0
     assert found["moe_serve_generation_tokens_total",] == 1 + 3 + 5 + 3
@@ -87,6 +87,23 @@ async def test_a_request_that_fails_is_an_error_and_has_no_times():
         found = await samples(served)
     assert found["moe_serve_requests_finished_total", "error"] == 1
     assert found["moe_serve_e2e_request_latency_seconds_count",] == 0
+
+
+@in_event_loop
+async def test_a_request_that_cannot_be_served_to_its_end_is_its_clients_and_no_error():
+    async with serving(1) as served:
+        (worker,) = served.workers
+        worker.go.clear()
+        call = asyncio.create_task(served.generate(**body(max_new_tokens=9)))
+        await until(lambda: bool(worker.submitted))
+        end = TokenEvent(worker.submitted[0].request_id, 0, 0, [], "error", message="no token", field="sampling_params")
+        worker.say(Tokens(0, 0, [end]))
+        assert (await call).status_code == 400
+        assert (await served.generate(**body(), timeout=0.01)).status_code == 408
+        found = await samples(served)
+    finished = {key[1]: value for key, value in found.items() if key[0] == "moe_serve_requests_finished_total"}
+    assert finished == {"stop": 0, "length": 0, "abort": 1, "refused": 1, "error": 0}
+    assert found["moe_serve_prompt_tokens_total",] == 0
 
 
 @in_event_loop

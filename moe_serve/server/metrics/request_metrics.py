@@ -34,7 +34,8 @@ class RequestMetrics(Collector):
         ended = [((reason, *values), count) for reason, count in stats.num_ended.items()]
         yield counters(
             "moe_serve_requests_finished",
-            "Requests that have ended: by a stop, by their length, cut short or left by their client, with an error.",
+            "Requests that have ended: by a stop, by their length, cut short or left by their client, refused after "
+            "they began, with an error.",
             ("reason", *names),
             ended,
         )

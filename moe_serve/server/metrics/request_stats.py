@@ -4,10 +4,11 @@ Tokens come by the ten thousand a second, so counting one is a few additions; `r
 somebody asks for them.
 """
 
+from moe_serve.errors import MoeServeError, RequestError
 from moe_serve.server.metrics.histogram import Histogram
-from moe_serve.server.open_request import OpenRequest
+from moe_serve.server.open_request import OpenRequest, OwnTimeoutError
 
-FINISH_REASONS = ("stop", "length", "abort", "error")
+FINISH_REASONS = ("stop", "length", "abort", "refused", "error")
 
 # As in SGLang and vLLM, with the buckets below a millisecond that a small model on a CPU needs.
 _TO_FIRST = (
@@ -60,7 +61,7 @@ class RequestStats:
         self.num_ended[reason] += 1
         if request.first_token_s is None and reason in ("stop", "length"):
             self._count_prompt(request)  # it asked for its prompt alone
-        if reason == "error":
+        if reason in ("refused", "error"):
             return
         self.whole_s.observe(now_s - request.submitted_s)
         self.prompt_tokens.observe(len(request.spec.prompt_ids))
@@ -74,8 +75,16 @@ class RequestStats:
 
 
 def finish_of(request: OpenRequest) -> str:
-    """Returns why a request has ended, one of FINISH_REASONS; abort: its reader left, too."""
-    if request.failure is not None:
-        return "error"
+    """Returns why a request has ended, one of FINISH_REASONS.
+
+    abort: its reader left, or its own time was over, too;  refused: what it asks for turned out to be impossible
+    """
+    match request.failure:
+        case OwnTimeoutError():
+            return "abort"
+        case RequestError():
+            return "refused"
+        case MoeServeError():
+            return "error"
     reason = request.matcher.finish_reason
     return "abort" if reason is None else reason.kind
