@@ -87,8 +87,9 @@ class LLM:
     ) -> list[Output]:
         """Returns one output for each prompt, in order. params: one for all, or one for each.
 
-        A prompt whose params ask for `n` has so many, one after the other: those of its n requests, whose seeds are
-        derived from its own as the server does; with `best_of` the likeliest n of so many, the best one first.
+        A prompt whose params ask for `n` has n outputs, one after the other. The first has the prompt's seed, the
+        others have seeds derived from it, as in the server. With `best_of` they are the n likeliest of so many, the
+        best one first.
 
         Raises RequestError for a prompt that cannot be served, and UnavailableError when a rank is lost.
         """
@@ -108,7 +109,7 @@ class LLM:
     ) -> Iterator[tuple[int, Output]]:
         """Yields (index, output so far) as tokens arrive; the last one of an index has a finish_reason.
 
-        index: in what `generate` returns, which is the prompt's where none asks for several outputs
+        index: of the output in the list that `generate` would return; without `n` above 1 that is the prompt's
 
         Raises RequestError as generate does, and where `best_of` is larger than `n`.
         """

@@ -22,7 +22,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Doors:
-    """What they need. long_texts: whose are tokenized next, of whatever route"""
+    """What they need. long_texts: the turns in which long texts of all routes are tokenized"""
 
     bodies: Bodies
     parser: BodyParser

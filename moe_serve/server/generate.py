@@ -102,7 +102,7 @@ async def start_call(
 
     Raises RequestError, QueueFullError or UnavailableError.
 
-    long_texts: whose are tokenized next;  permit: of a client with limits;  client: who asks
+    long_texts: the turns in which they are tokenized;  permit: of a client with limits;  client: who asks
     """
     limits = bridge.limits
     specs: list[RequestSpec] = []

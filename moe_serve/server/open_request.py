@@ -285,7 +285,7 @@ class OpenRequest:
         self.failure = None
 
     def fail(self, failure: MoeServeError, was_cut_short: bool = False) -> None:
-        """Ends the request without an answer. was_cut_short: for a reason of its own, which other ones do not share"""
+        """Ends the request without an answer. was_cut_short: for a reason that is its alone, such as its timeout"""
         if not self.is_done:
             self.failure = failure
             self.was_cut_short = was_cut_short

@@ -54,8 +54,15 @@ class PairLayer:
 
 @dataclass(frozen=True)
 class Effort:
-    """How to search. max_broken, price: ranks that may be broken, and the price of each; steps: proposals in all;
-    hottest, coldest: temperatures, in peaks; blocks: of proposals with one temperature; seed: > 0"""
+    """How to search.
+
+    max_broken:       ranks that may be broken at a time
+    price:            of a broken rank, in peaks
+    steps:            proposals in all
+    seed:             > 0
+    hottest, coldest: the first and the last temperature, in peaks
+    blocks:           temperatures; each holds for steps // blocks proposals
+    """
 
     max_broken: int
     price: float

@@ -7,8 +7,8 @@ What is learned, per layer except trust:
 
 - trust: the ratio of measured to predicted gains scales the next prediction;
 - reach: a gain counts for as long as a layer's moves have lasted so far, at most the horizon;
-- back-off: after a move that did not earn its cost, nor did earlier ones make up for it, a layer stays put, twice
-  as long after each failure;
+- back-off: after a move that did not earn its cost, a layer stays put, twice as long after each failure, unless its
+  earlier moves have earned enough to make up for it;
 - memory: plans use the latest window alone or several, and nothing from before the load has shifted (`memory.py`);
 - regret: all costs and losses minus gains stay below a share of the serving time. A move must fit into what is left of
   that bound, together with the cost of reverting it and one window as bad as moves have been so far. Once the bound is

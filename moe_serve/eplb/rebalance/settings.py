@@ -17,8 +17,8 @@ class RebalanceSettings:
     decay:               weight of a window against the next newer one when a plan is made, 0 .. 1
     trigger:             a layer whose balancedness falls below this is planned anew ...
     release:             ... and every layer below this is planned along with it (>= trigger: hysteresis)
-    cooldown_windows:    windows between a plan and the next one that the plan knew nothing of and that end behind its
-                         migration; their load measures what the move gains
+    cooldown_windows:    windows before the next plan. One counts if it begins after the last plan was asked for, and
+                         ends after its migration: its load is new to the plan, and measures what the move gains
     horizon_windows:     windows over which a gain must pay for its move
     gain_margin:         how far the prices may be off: costs count this many times, gains one over its root
     max_regret:          share of the serving time (of at least horizon_windows) that all moves together may lose

@@ -65,6 +65,6 @@ class WindowWatch:
         return ClosedWindow(before, placement, whole, not is_moving and record.first_step >= self._asked_step)
 
     def is_due(self) -> bool:
-        """Returns whether an unseen window ends the cooldown; counts it."""
+        """Counts an unseen window. Returns whether the cooldown is over, so that a plan may be asked for."""
         self._rest -= 1
         return self._rest <= 0 and not (self._learns and self._num_partial >= MOST_WITHOUT_WHOLE)

@@ -23,7 +23,7 @@ _SECRET_CELLS = 2
 _KEY_CELLS, _STATE_CELLS = 2, 5  # of a row: which client; level and time of two buckets, and when it was looked up
 _USED_AT = 4
 _MOST_WAIT_S = 0.05  # for the lock, which is held for microseconds
-_HELD_S = 1.0  # how long a lock that did not come is not waited for again
+_HELD_S = 1.0  # after a wait for the lock was in vain, the next calls are refused without one for so long
 _MOST_KNOWN = 4096
 
 

@@ -20,7 +20,7 @@ class HelperPair:
 
         short_s:  of a core: a job that takes longer is ended, and begun again in the second process
         core_s:   of a core, in the second process
-        memory_s: so long after such a job the jobs of its client go there at once
+        memory_s: after such a job, its client's jobs go to the second process at once for so long
         """
         self._first = HelperProcess(module, deadline_s, short_s, niceness=0)
         self._second = HelperProcess(module, deadline_s, core_s, _SLOW_NICENESS)

@@ -14,7 +14,7 @@ from asyncio.subprocess import PIPE, Process
 from moe_serve.server.turns import Turns
 
 FRAME = struct.Struct("<Id")  # of what the process gets: bytes of the job; seconds of a core that it may take
-REPLY = struct.Struct("<I??")  # of what it answers: bytes of the answer; whether the job took longer; and it ends now
+REPLY = struct.Struct("<I??")  # of what it answers: bytes of the answer; whether the job took longer; whether it ends
 _KILLED = (ConnectionError, asyncio.IncompleteReadError)  # what shows that the process has ended
 
 
@@ -23,7 +23,7 @@ class HelperEnded(Exception):
 
 
 class TooLongError(Exception):
-    """A job has taken all the time of a core that it might."""
+    """A job has used up the time of a core that it was given."""
 
 
 class HelperProcess:
@@ -89,7 +89,7 @@ class HelperProcess:
 
 
 async def _exchange(process: Process, core_s: float, job: tuple[bytes, ...]) -> tuple[bytes, bool, bool]:
-    """Returns what the process answered, whether the job took longer than core_s, and the process has ended now."""
+    """Returns what the process answered, whether the job took longer than core_s, and whether the process ends now."""
     assert process.stdin is not None
     assert process.stdout is not None
     process.stdin.write(FRAME.pack(sum(map(len, job)), core_s))
