@@ -47,7 +47,7 @@ SAMPLING_PARAMS: Schema = {
         "temperature": or_null({"type": "number", "minimum": 0, "default": 1.0}),
         "top_p": or_null({"type": "number", "exclusiveMinimum": 0, "maximum": 1, "default": 1.0}),
         "min_p": or_null({"type": "number", "minimum": 0, "maximum": 1, "default": 0.0}),
-        "top_k": or_null({"type": "integer", "minimum": -1, "not": {"const": 0}, "default": -1}),
+        "top_k": or_null({"type": "integer", "minimum": -1, "default": -1}),
         "stop": or_null({"anyOf": [_STOP, {"type": "array", "items": _STOP, "maxItems": MAX_STOPS}]}),
         "stop_regex": or_null(
             {"anyOf": [_STOP, {"const": ""}, {"type": "array", "items": _STOP, "maxItems": MAX_STOP_REGEXES}]}

@@ -6,6 +6,7 @@ from moe_serve.attention_dp.request import SamplingParams
 from moe_serve.errors import RequestError
 from moe_serve.server.fields.json_fields import Fields
 from moe_serve.server.fields.sampling_fields import OPENAI_NAMES, SGLANG_NAMES, TakenParams, take_sampling_params
+from moe_serve.server.openai.routes import CHAT_NAMES
 
 
 def openai(**body) -> TakenParams:
@@ -38,6 +39,10 @@ def test_defaults_stand_where_the_body_says_nothing():
     assert taken == TakenParams(SamplingParams(max_new_tokens=16, top_p=0.5))
 
 
+def test_a_top_k_of_0_means_all_tokens():
+    assert openai(top_k=0) == openai(top_k=-1)
+
+
 @pytest.mark.parametrize(
     "body, words",
     [
@@ -57,4 +62,6 @@ def test_an_error_after_parsing_is_translated_too():
     error = RequestError("max_new_tokens is 9, ask for fewer", field="max_new_tokens")
     assert str(OPENAI_NAMES.translated(error)) == "max_tokens is 9, ask for fewer"
     assert OPENAI_NAMES.translated(error).field == "max_tokens"
+    limit = RequestError("logprobs is 21; serve with a larger engine.max_logprobs (--max-logprobs)", field="logprobs")
+    assert str(CHAT_NAMES.translated(limit)) == f"top_{limit}"
     assert SGLANG_NAMES.translated(error, "sampling_params.").field == "sampling_params.max_new_tokens"

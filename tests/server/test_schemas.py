@@ -153,7 +153,7 @@ BAD_PARAMS = [
     ({"top_p": 0}, "top_p", "above 0"),
     ({"top_p": 1.5}, "top_p", "at most 1"),
     ({"min_p": 1.5}, "min_p", "to 1"),
-    ({"top_k": 0}, "top_k", "-1"),
+    ({"top_k": -2}, "top_k", "-1"),
     ({"sampling_seed": -1}, "sampling_seed", "from 0"),
     ({"n": 0}, "n", "1 to"),
     ({"n": MAX_SAMPLES + 1}, "n", "1 to"),

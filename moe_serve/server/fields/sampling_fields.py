@@ -56,7 +56,7 @@ class ParamNames:
             return self.of(match[0])[0]
 
         fields = "|".join(self.other)
-        message = re.sub(rf"\b(?:{fields})\b", shown, str(error)) if fields else str(error)
+        message = re.sub(rf"(?<![\w-])(?:{fields})\b", shown, str(error)) if fields else str(error)
         return RequestError(prefix + message, field=None if error.field is None else prefix + self.of(error.field)[0])
 
 
@@ -127,6 +127,11 @@ def _texts(name: str, value: Any) -> tuple[str, ...]:
     return tuple(texts)
 
 
+def _top_k(name: str, value: Any) -> int:
+    """Checks top_k; 0 is another word for all tokens: vLLM's, and that of generation_config.json."""
+    return whole_number(name, value) or -1
+
+
 def _bad_words_ids(name: str, value: Any) -> tuple[tuple[int, ...], ...]:
     if not isinstance(value, list):
         raise RequestError(f"{name} is {show(value)}, expected a list of lists of token ids", field=name)
@@ -150,7 +155,7 @@ _CHECKS: Mapping[str, Callable[[str, Any], Any]] = {  # of each field of Samplin
     "temperature": real_number,
     "top_p": real_number,
     "min_p": real_number,
-    "top_k": whole_number,
+    "top_k": _top_k,
     "stop": _texts,
     "stop_token_ids": token_ids,
     "stop_regex": lambda name, value: () if value == "" else _texts(name, value),
