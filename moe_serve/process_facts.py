@@ -2,6 +2,7 @@
 ""."""
 
 import os
+import time
 
 
 def resident_bytes() -> int:
@@ -19,6 +20,14 @@ def num_open_files() -> int:
         return len(os.listdir("/proc/self/fd")) - 1  # the listing itself has one
     except OSError:
         return 0
+
+
+def core_seconds(pid: int) -> float:
+    """Returns the time of a core that a process of this host has used; 0 where that is not known."""
+    try:
+        return time.clock_gettime(~pid << 3 | 2)  # the clock that clock_getcpuclockid(3) names
+    except OSError:
+        return 0.0
 
 
 def boot_id() -> str:

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+from asyncio.subprocess import PIPE
 
 import pytest
 
@@ -97,6 +98,49 @@ async def test_a_constraint_that_the_machine_has_no_time_for_is_not_held_against
     with pytest.raises(QueueFullError, match="too busy"):
         await check.checked(asking("regex", "a"), LIMITS)
     assert (await check.checked(asking("regex", "a"), LIMITS)).constraint.text == "grammar"
+
+
+KILLED = asyncio.IncompleteReadError(b"", 4)
+NOT_HELD_AGAINST_IT = {
+    "a killed process": ([KILLED], None),
+    "two killed processes": ([KILLED, ConnectionResetError()], "killed twice"),
+    "a stopped process": ([TimeoutError()], "too busy"),
+    "no free descriptor": ([OSError(24, "Too many open files")], "Too many open files"),
+}
+
+
+@pytest.mark.parametrize("name", NOT_HELD_AGAINST_IT)
+@in_event_loop
+async def test_what_becomes_of_the_process_is_not_held_against_a_constraint(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    problems, refusal = NOT_HELD_AGAINST_IT[name]
+    outcomes = [*problems, grammar_check.Checked("grammar")]
+
+    async def start() -> asyncio.subprocess.Process:
+        return await asyncio.create_subprocess_exec("sleep", "60", stdin=PIPE, stdout=PIPE)
+
+    async def greet(process: asyncio.subprocess.Process, model: object) -> None:
+        pass
+
+    async def exchange(process: asyncio.subprocess.Process, given: Constraint) -> grammar_check.Checked:
+        outcome = outcomes.pop(0)
+        if isinstance(outcome, Exception):
+            raise outcome
+        return outcome
+
+    monkeypatch.setattr(grammar_check, "_start", start)
+    monkeypatch.setattr(grammar_check, "_greet", greet)
+    monkeypatch.setattr(grammar_check, "_exchange", exchange)
+    check = GrammarCheck(FOLDER)
+    try:
+        if refusal is not None:
+            with pytest.raises(QueueFullError, match=refusal):
+                await check.checked(asking("regex", "a"), LIMITS)
+        assert (await check.checked(asking("regex", "a"), LIMITS)).constraint.text == "grammar"
+        assert not outcomes
+    finally:
+        await check.close()
 
 
 @in_event_loop

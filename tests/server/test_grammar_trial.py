@@ -5,6 +5,7 @@ import signal
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 
@@ -31,14 +32,20 @@ def pid_unless(task: bytes) -> bytes:
             raise MemoryError
         case b"end":
             os._exit(0)
+        case b"kill":
+            os.kill(os.getpid(), signal.SIGKILL)
         case b"sleep":
             time.sleep(30)
     return b"%d" % os.getpid()
 
 
 @pytest.mark.parametrize(
-    ("task", "error"), [(b"loop", TooMuchTime), (b"raise", TooMuchMemory), (b"end", TooMuchMemory), (b"sleep", Busy)]
-)
+    ("task", "error"),
+    [
+        (b"loop", TooMuchTime), (b"raise", TooMuchMemory), (b"end", TooMuchMemory), (b"kill", TooMuchMemory),
+        (b"sleep", Busy),
+    ],
+)  # fmt: skip
 def test_a_fork_that_ends_over_a_constraint_says_why_and_the_next_one_goes_on(
     task: bytes, error: type[Exception], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -86,3 +93,26 @@ def test_a_fork_that_gets_no_core_is_followed_by_one_of_a_low_priority(monkeypat
     monkeypatch.setattr(grammar_trial, "_SOON_S", 0.05)
     with trials_of(starve) as trials:
         assert trials.answer(b"") == b"done"
+
+
+def test_a_fork_that_somebody_kills_over_a_constraint_is_followed_by_one_that_tries_it_again(tmp_path: Path) -> None:
+    def killed_once(task: bytes) -> bytes:
+        if not (tmp_path / "killed").exists():
+            (tmp_path / "killed").touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return task
+
+    with trials_of(killed_once) as trials:
+        assert trials.answer(b"sound" * 100_000) == b"sound" * 100_000
+
+
+def test_a_machine_without_room_for_a_fork_is_busy(monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_fork() -> int:
+        raise BlockingIOError
+
+    with trials_of(pid_unless) as trials:
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "fork", no_fork)
+            with pytest.raises(Busy):
+                trials.answer(b"")
+        assert trials.answer(b"")

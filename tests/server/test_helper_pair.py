@@ -1,9 +1,13 @@
 """Helper processes: a client with long jobs waits for its own, and others do not."""
 
 import asyncio
+import errno
+import os
+import signal
 
 import pytest
 
+from moe_serve.errors import QueueFullError
 from moe_serve.server.helpers.helper_pair import HelperPair
 from moe_serve.server.helpers.helper_process import TooLongError
 from tests.server.served import in_event_loop, until
@@ -41,5 +45,38 @@ async def test_a_long_job_ends_after_its_time_in_the_second_process_and_its_clie
         assert pair._first._process is first, "what was ended is the job, not the process"
         assert first is not None
         assert first.returncode is None
+    finally:
+        await pair.close()
+
+
+@in_event_loop
+async def test_a_process_that_is_stopped_is_no_fault_of_the_job_and_the_next_one_gets_another():
+    pair = HelperPair(SPINS, deadline_s=60.0, short_s=10.0, core_s=10.0)
+    try:
+        await pair.ask("client", b"a")
+        pair._first._deadline_s = 0.1
+        os.kill(pair._first._process.pid, signal.SIGSTOP)
+        with pytest.raises(QueueFullError, match="too busy"):
+            await pair.ask("client", b"b")
+        assert not pair._slow
+        pair._first._deadline_s = 60.0
+        assert await pair.ask("client", b"c") == b"c"
+    finally:
+        await pair.close()
+
+
+@in_event_loop
+async def test_a_job_for_which_no_process_can_be_started_may_come_again(monkeypatch):
+    pair = HelperPair(SPINS, deadline_s=60.0, short_s=10.0, core_s=10.0)
+
+    async def no_descriptor(*command: str, **pipes: int) -> None:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(asyncio, "create_subprocess_exec", no_descriptor)
+        with pytest.raises(QueueFullError, match=r"no process can be started .*Too many open files"):
+            await pair.ask("client", b"a")
+    try:
+        assert await pair.ask("client", b"a") == b"a"
     finally:
         await pair.close()

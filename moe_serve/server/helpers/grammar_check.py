@@ -108,31 +108,45 @@ class GrammarCheck:
             self._kept_chars -= len(dropped.grammar or "")
 
     async def _ask(self, given: Constraint, model: Model) -> Checked:
-        try:
-            async with asyncio.timeout(_START_S):
-                if self._process is None or self._process.returncode is not None:
-                    await self.close()
-                    self._process = await _start(model)
-            async with asyncio.timeout(_DEADLINE_S):
-                return await _exchange(self._process, given)
-        except (TimeoutError, *_KILLED):
-            await self.close()
-            return Checked(None, f"{given.kind} takes too long to compile; send a simpler one", given.kind)
-        except BaseException:  # the caller was cancelled: what the process answers belongs to nobody
-            await asyncio.shield(self.close())
-            raise
+        for _ in range(2):
+            try:
+                return await self._ask_once(given, model)
+            except _KILLED:  # not over this constraint: those end forks of the process
+                await self.close()
+            except TimeoutError:  # the process bounds the time of a core itself, so it had none, or is stopped
+                await self.close()
+                return _busy(given, "the machine is too busy")
+            except OSError as error:
+                return _busy(given, f"no process can be started for it ({error.strerror})")
+            except BaseException:  # the caller was cancelled: what the process answers belongs to nobody
+                await asyncio.shield(self.close())
+                raise
+        return _busy(given, "the process for it was killed twice")
+
+    async def _ask_once(self, given: Constraint, model: Model) -> Checked:
+        async with asyncio.timeout(_START_S):
+            if self._process is None or self._process.returncode is not None:
+                await self.close()
+                self._process = await _start()
+                await _greet(self._process, model)
+        async with asyncio.timeout(_DEADLINE_S):
+            return await _exchange(self._process, given)
 
 
-async def _start(model: Model) -> Process:
-    """Returns the process once it has read the vocabulary."""
+def _busy(given: Constraint, why: str) -> Checked:
+    return Checked(None, f"{given.kind} cannot be compiled now, since {why}; try again later", given.kind, busy=True)
+
+
+async def _start() -> Process:
     module = "moe_serve.server.helpers.grammar_check_process"
-    process = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", module, str(os.getpid()), stdin=PIPE, stdout=PIPE
-    )
+    return await asyncio.create_subprocess_exec(sys.executable, "-m", module, str(os.getpid()), stdin=PIPE, stdout=PIPE)
+
+
+async def _greet(process: Process, model: Model) -> None:
+    """Returns when the process has read the vocabulary."""
     assert process.stdin is not None
     _write(process.stdin, msgspec.msgpack.encode(model))
     await _read(process)
-    return process
 
 
 async def _exchange(process: Process, given: Constraint) -> Checked:

@@ -12,11 +12,11 @@ import signal
 import socket
 import struct
 import sys
-import time
 from collections.abc import Callable
 from io import BufferedRWPair
 
 from moe_serve.child_process import die_with_parent
+from moe_serve.process_facts import core_seconds
 
 CPU_S = 1.0  # for one constraint
 _ADDRESS_BYTES = 512 << 20  # of addresses, beyond what the fork begins with
@@ -38,6 +38,10 @@ class TooMuchMemory(Exception):
     """The fork ended over the constraint otherwise: for the memory that it takes, as a rule."""
 
 
+class _Killed(Exception):
+    """Somebody has killed the fork, as the kernel does where memory runs out."""
+
+
 class Busy(Exception):
     """The machine left the fork too little time to say anything about the constraint."""
 
@@ -51,17 +55,27 @@ class Trials:
 
     def answer(self, task: bytes) -> bytes:
         """Returns the answer to a constraint. Raises TooMuchTime, TooMuchMemory or Busy."""
-        if self._fork is not None and self._fork.has_ended():  # killed for memory that others needed
+        try:
+            return self._try(task)
+        except _Killed:  # perhaps for memory that others needed
+            pass
+        try:
+            return self._try(task)
+        except _Killed:
+            raise TooMuchMemory from None
+
+    def _try(self, task: bytes) -> bytes:
+        if self._fork is not None and self._fork.has_ended():
             self.close()
         fork = self._fork = self._fork or _Fork(self._check, gives_way=True)
-        fork.send(task)
-        if not fork.answers_within(_SOON_S) and fork.gives_way and fork.cpu_s() < _STARVED_S:
-            fork.end()
-            fork = self._fork = _Fork(self._check, gives_way=False)
-            fork.send(task)
-        if not fork.answers_within(_SOON_S):
-            fork.give_way()  # it may well be hostile
         try:
+            fork.send(task)
+            if not fork.answers_within(_SOON_S) and fork.gives_way and fork.cpu_s() < _STARVED_S:
+                fork.end()
+                fork = self._fork = _Fork(self._check, gives_way=False)
+                fork.send(task)
+            if not fork.answers_within(_SOON_S):
+                fork.give_way()  # it may well be hostile
             reply, ends = fork.reply(_PATIENCE_S)
         except BaseException:
             self.close()
@@ -84,7 +98,12 @@ class _Fork:
         ours, its = socket.socketpair()
         self.gives_way = False
         parent_pid = os.getpid()
-        self._pid = os.fork()
+        try:
+            self._pid = os.fork()
+        except OSError:  # the machine has no process or no memory left
+            ours.close()
+            its.close()
+            raise Busy from None
         if self._pid == 0:
             ours.close()
             with contextlib.suppress(BaseException):
@@ -98,9 +117,12 @@ class _Fork:
 
     def send(self, task: bytes) -> None:
         """Sends a constraint; `cpu_s` counts from now on."""
-        self._began_s = self._clock_s()
-        self._stream.write(_TASK.pack(len(task)) + task)
-        self._stream.flush()
+        self._began_s = core_seconds(self._pid)
+        try:
+            self._stream.write(_TASK.pack(len(task)) + task)
+            self._stream.flush()
+        except ConnectionError:
+            raise _Killed from None
 
     def answers_within(self, seconds: float) -> bool:
         """Returns whether an answer begins to come, or the fork ends, within so many seconds."""
@@ -108,7 +130,7 @@ class _Fork:
 
     def cpu_s(self) -> float:
         """Returns the CPU time since the constraint was sent."""
-        return self._clock_s() - self._began_s
+        return core_seconds(self._pid) - self._began_s
 
     def give_way(self) -> None:
         """Lets the fork run only while nobody else wants the core."""
@@ -126,11 +148,15 @@ class _Fork:
         """Returns the answer, and whether the fork ends after it. Raises as `Trials.answer` does."""
         if not self.answers_within(seconds):
             raise Busy
-        head = self._stream.read(_REPLY.size)
-        if len(head) == _REPLY.size:
-            size, ends = _REPLY.unpack(head)
-            return self._stream.read(size), ends
-        raise TooMuchTime if os.waitstatus_to_exitcode(self._wait()) == -signal.SIGPROF else TooMuchMemory
+        with contextlib.suppress(ConnectionError):  # it ended before it had read the whole constraint
+            head = self._stream.read(_REPLY.size)
+            if len(head) == _REPLY.size:
+                size, ends = _REPLY.unpack(head)
+                answer = self._stream.read(size)
+                if len(answer) == size:
+                    return answer, ends
+        code = os.waitstatus_to_exitcode(self._wait())
+        raise {-signal.SIGPROF: TooMuchTime, -signal.SIGKILL: _Killed}.get(code, TooMuchMemory)
 
     def end(self) -> None:
         """Kills and reaps the fork."""
@@ -145,10 +171,6 @@ class _Fork:
         _, status = os.waitpid(self._pid, 0)
         self._pid = 0
         return status
-
-    def _clock_s(self) -> float:
-        """Returns the CPU time of the fork, by the clock that clock_getcpuclockid(3) names."""
-        return time.clock_gettime(~self._pid << 3 | 2)
 
 
 def _try_all(stream: BufferedRWPair, check: Check, parent_pid: int) -> None:

@@ -11,10 +11,13 @@ import struct
 import sys
 from asyncio.subprocess import PIPE, Process
 
+from moe_serve.errors import QueueFullError
+from moe_serve.process_facts import core_seconds
 from moe_serve.server.turns import Turns
 
 FRAME = struct.Struct("<Id")  # of what the process gets: bytes of the job; seconds of a core that it may take
 REPLY = struct.Struct("<I??")  # of what it answers: bytes of the answer; whether the job took longer; whether it ends
+_START_CORE_S = 0.5  # of a core, for a new process
 _KILLED = (ConnectionError, asyncio.IncompleteReadError)  # what shows that the process has ended
 
 
@@ -39,13 +42,14 @@ class HelperProcess:
         self._core_s = core_s
         self._niceness = niceness
         self._process: Process | None = None
+        self._began_core_s = 0.0  # what the process had used before its job
         self._turns = Turns("jobs")
 
     async def ask(self, client: str, *job: bytes) -> bytes:
         """Returns the answer to a job of a client, given in parts.
 
-        Raises TimeoutError beyond the deadline, TooLongError, HelperEnded, and QueueFullError where too many of the
-        client wait.
+        Raises TooLongError, HelperEnded, TimeoutError where nothing but the deadline ends the job, and QueueFullError
+        where too many of the client wait, or the machine has no time or no process for the job.
         """
         async with self._turns.turn(client):
             try:
@@ -58,8 +62,13 @@ class HelperProcess:
             except TooLongError:  # the process has answered, and goes on
                 raise
             except TimeoutError:
+                had_its_time = self._used_core_s() > self._core_s
                 await self.close()
-                raise
+                if had_its_time:
+                    raise
+                raise QueueFullError(
+                    f"the machine was too busy for {self._deadline_s:g} s to do a part of the call; try again later"
+                ) from None
             except _KILLED:
                 await self.close()
                 raise HelperEnded from None
@@ -79,13 +88,25 @@ class HelperProcess:
         if self._process is None or self._process.returncode is not None:
             await self.close()
             command = (sys.executable, "-m", self._module, str(os.getpid()), str(self._niceness))
-            self._process = await asyncio.create_subprocess_exec(*command, stdin=PIPE, stdout=PIPE)
+            try:
+                self._process = await asyncio.create_subprocess_exec(*command, stdin=PIPE, stdout=PIPE)
+            except OSError as error:
+                raise QueueFullError(
+                    f"no process can be started for a part of the call ({error.strerror}); try again later"
+                ) from None
+            self._began_core_s = _START_CORE_S
+        else:
+            self._began_core_s = core_seconds(self._process.pid)
         answer, took_longer, has_ended = await _exchange(self._process, self._core_s, job)
         if has_ended:
             await self.close()
         if took_longer:
             raise TooLongError
         return answer
+
+    def _used_core_s(self) -> float:
+        """Returns the time of a core that the process has used for its job."""
+        return 0.0 if self._process is None else core_seconds(self._process.pid) - self._began_core_s
 
 
 async def _exchange(process: Process, core_s: float, job: tuple[bytes, ...]) -> tuple[bytes, bool, bool]:
