@@ -104,7 +104,7 @@ def _table(head: list[str], lines: list[list[str]]) -> str:
 
 
 def _scatter(rows: list[Row], colours: dict[str, str]) -> str:
-    """A point per planner: slots moved to the right, balance of the next window upwards."""
+    """A point per planner: slots moved to the right, balance of the next window upwards; numbers are those of ranks."""
     if not rows:
         return ""
     width, height, left, bottom, right = 640, 260, 60, 40, 200
@@ -118,14 +118,25 @@ def _scatter(rows: list[Row], colours: dict[str, str]) -> str:
     for part in (0.0, 0.5, 1.0):
         y = height - bottom - part * (height - bottom - 10)
         out.append(f'<text x="{left - 6}" y="{y + 4:.0f}" text-anchor="end">{low + part * (high - low):.3f}</text>')
-    for index, row in enumerate(rows):
+    at: list[tuple[float, float, list[str]]] = []  # where points lie, and the numbers of those that lie together
+    for index, row in enumerate(rows, start=1):
         x = left + min(row.moves, 1.0) * (width - left - right)
         y = height - bottom - (row.served - low) / (high - low) * (height - bottom - 10)
         out.append(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="5" fill="{colours[row.entry]}" fill-opacity=".85"/>')
-        line = 18 + 17 * index
+        near = next((numbers for px, py, numbers in at if abs(px - x) < 12 and abs(py - y) < 10), None)
+        if near is None:
+            at.append((x, y, near := []))
+        near.append(str(index))
+        line = 1 + 17 * index
         out.append(f'<circle cx="{width - right + 20}" cy="{line - 4}" r="5" fill="{colours[row.entry]}"/>')
-        out.append(f'<text x="{width - right + 32}" y="{line}">{html.escape(row.entry)}</text>')
+        out.append(f'<text x="{width - right + 32}" y="{line}">{index} {html.escape(row.entry)}</text>')
+    for x, y, numbers in at:
+        beside, anchor = (8, "start") if x < width / 3 else (-8, "end")
+        place = f'x="{x + beside:.1f}" y="{y + 4:.1f}" text-anchor="{anchor}"'
+        out.append(f'<text {place} font-size="9">{", ".join(numbers)}</text>')
     middle = (left + width - right) / 2
     out.append(f'<text x="{middle:.0f}" y="{height - 6}" text-anchor="middle">slots moved at each plan</text>')
-    out.append('<text x="4" y="9">balance, next window</text></svg>')
+    up = (height - bottom + 10) / 2
+    out.append(f'<text transform="translate(12 {up:.0f}) rotate(-90)" text-anchor="middle">balance, next window</text>')
+    out.append("</svg>")
     return "".join(out)
