@@ -50,17 +50,23 @@ def slab_gemm(capability: int) -> None:
     slab_gemm_triton(some(EXPERTS, 1024, HIDDEN), some(EXPERTS, 4096, HIDDEN), counts, described=capability >= 90)
 
 
-def fp8_experts(slots: int) -> BlockScaled:
-    blocks = some(slots, 32, HIDDEN // 128, dtype=torch.float32)
-    return BlockScaled(some(slots, 2 * INTERMEDIATE, HIDDEN, dtype=FP8), blocks, parts=2)
+def fp8_experts(slots: int, by_channel: bool = False) -> BlockScaled:
+    shape = (2 * INTERMEDIATE,) if by_channel else (32, HIDDEN // 128)
+    scales = some(slots, *shape, dtype=torch.float32)
+    return BlockScaled(some(slots, 2 * INTERMEDIATE, HIDDEN, dtype=FP8), scales, parts=2)
 
 
-def packed_gemm_fp8(capability: int) -> None:
+def packed_gemm_fp8(capability: int, by_channel: bool = False) -> None:
     from moe_serve.kernels.triton.grouped_gemm_fp8 import grouped_gemm_fp8_triton
 
     for rows in (8, 64, 4096):
         x, scale = some(8 * rows, HIDDEN, dtype=FP8), some(8 * rows, HIDDEN // 128, dtype=torch.float32)
-        grouped_gemm_fp8_triton(x, scale, fp8_experts(8), some(8, dtype=torch.int64), described=capability >= 90)
+        counts = some(8, dtype=torch.int64)
+        grouped_gemm_fp8_triton(x, scale, fp8_experts(8, by_channel), counts, described=capability >= 90)
+
+
+def packed_gemm_fp8_by_channel(capability: int) -> None:
+    packed_gemm_fp8(capability, by_channel=True)
 
 
 def slab_gemm_fp8(capability: int) -> None:

@@ -16,7 +16,14 @@ MAX_STACK_BYTES = 16  # a few bytes of addressing; a spilled block is hundreds
 ANY_GPU = ["packed_gemm_few_rows", "packed_gemm_some_rows", "packed_gemm_many_rows", "slab_gemm", "silu_mul",
            "weighted_sum", "topk_gate", "exact_split", "low_latency", "low_latency_top16"]  # fmt: skip
 # sm_89 and later have e4m3.
-WITH_E4M3 = ["quantize", "packed_gemm_fp8", "slab_gemm_fp8", "silu_mul_quantize", "low_latency_fp8"]
+WITH_E4M3 = [
+    "quantize",
+    "packed_gemm_fp8",
+    "packed_gemm_fp8_by_channel",
+    "slab_gemm_fp8",
+    "silu_mul_quantize",
+    "low_latency_fp8",
+]
 USES_MATRIX_UNITS = {"grouped_gemm_kernel"}
 
 pytestmark = [
