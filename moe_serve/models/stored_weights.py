@@ -70,7 +70,12 @@ class StoredWeights:
                 experts |= dtypes(plan.parts_of(expert))
             experts |= fused
         keeps_fp8 = is_kept and experts == {"F8_E4M3"}
-        return cls({plan.name: kept(plan) for plan in dense_tensors(spec)}, _kept(experts), keeps_fp8)
+        dense = {plan.name: kept(plan) for plan in dense_tensors(spec)}
+        for name in [name for name in dense if name.endswith("gate_up")]:
+            down = name.removesuffix("gate_up") + "down"
+            if dense[name] != dense[down]:  # one kernel reads both, as the same dtype
+                dense[name] = dense[down] = torch.float32
+        return cls(dense, _kept(experts), keeps_fp8)
 
 
 def mixes_gate_and_up(spec: ModelSpec, plan: ExpertTensor) -> bool:

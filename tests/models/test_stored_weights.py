@@ -9,7 +9,8 @@ import torch
 from safetensors.torch import load_file
 
 from moe_serve.ep.moe_layer import MoeLayer
-from moe_serve.kernels.numerics import COMPILED
+from moe_serve.kernels.fp8_block import PER_CHANNEL
+from moe_serve.kernels.numerics import COMPILED, FAST
 from moe_serve.models.families.registry import read_spec
 from moe_serve.models.stored_weights import StoredWeights
 from moe_serve.models.weight_plan import dense_tensors
@@ -19,7 +20,7 @@ from tests.models.fp8_checkpoint import write_fp8_checkpoint
 from tests.models.runner import Runner, load_decoder, one_rank
 from tests.models.test_expert_slots import fused
 from tests.models.test_weights import fuse_experts, rewritten
-from tests.tolerance import FLOAT32, relative_error
+from tests.tolerance import FLOAT32, LOGITS, relative_error
 
 Oracle = Callable[[str], tuple[Any, Path]]
 
@@ -94,3 +95,23 @@ def test_a_decoder_computes_the_same_from_weights_stored_in_bfloat16(name: str, 
         runner.prefill([request])
         logits.append(runner.stacked(request))
     assert relative_error(*logits) < FLOAT32
+
+
+@pytest.mark.parametrize("name", ["layers.0.mlp.down_proj", "layers.1.mlp.shared_experts.down_proj"])
+def test_an_mlp_whose_matrices_are_stored_unlike_computes_what_torch_does(name: str, tmp_path: Path) -> None:
+    """As where a quantised checkpoint leaves some projections in bfloat16: one kernel reads all three."""
+    folder, ids = write_fp8_checkpoint(tmp_path / "model", PER_CHANNEL), [3 + 7 * i % 250 for i in range(40)]
+
+    def change(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        weight = f"model.{name}.weight"
+        tensors[weight] = (tensors[weight].float() * tensors.pop(weight + "_scale").float()).bfloat16()
+        return tensors
+
+    unlike = rewritten(folder, tmp_path / "unlike", change)
+    logits = []
+    for numerics in (FAST, COMPILED):
+        runner = Runner(load_decoder(unlike, numerics, moe_layer=MoeLayer), numerics)
+        request = runner.request("a", ids)
+        runner.prefill([request])
+        logits.append(runner.stacked(request))
+    assert relative_error(*logits) < LOGITS

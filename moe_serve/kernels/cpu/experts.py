@@ -46,6 +46,7 @@ class PackedExperts:
     def __post_init__(self) -> None:
         slots, hidden, width = self.gate_up.shape[0], self.hidden, self.width
         in_mxfp4 = self.gate_up.dtype == torch.uint8
+        assert self.gate_up.dtype == self.down.dtype, f"{self.gate_up.dtype} above {self.down.dtype}"
         per_word = 2 if in_mxfp4 else 1
         assert not in_mxfp4 or hidden % MXFP4_BLOCK == width % MXFP4_BLOCK == 0, f"MXFP4 of {hidden} x {width}"
         assert self.gate_up.shape == (slots, gate_up_size(width, hidden // per_word)), tuple(self.gate_up.shape)
