@@ -1,5 +1,7 @@
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -17,6 +19,17 @@ def test_the_documented_call_works_with_its_defaults():
     assert made.truncated is False
     assert made.num_moves == 0
     assert made.elapsed_s > 0
+
+
+def test_the_example_of_the_guide_runs():
+    guide = (Path(__file__).parents[2] / "docs/balancing.md").read_text(encoding="utf-8")
+    (example,) = re.findall(r"### From Python.*?```python\n(.*?)```", guide, re.DOTALL)
+    names = {}
+    exec(example, names)
+    later, last = names["later"], names["last"]
+    assert 0 < later.num_moves <= 4 * len(last)
+    assert sum(len(each.moves) for each in names["rounds"]) >= later.num_moves
+    assert names["tokens"].sum() == last[0].sum()
 
 
 def test_lists_and_floats_are_taken():
