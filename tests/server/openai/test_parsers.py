@@ -255,3 +255,30 @@ def test_arguments_that_python_reads_and_json_has_not_can_be_sent(name, text):
             msgspec.json.decode(arguments.replace(HALF, "half"))  # unlike json.loads, it knows JSON alone
     assert (HALF not in text) or (HALF.encode() in sent)
     assert any(arguments for _, arguments in calls_of(parts)) or "days" in content_of(parts)
+
+
+NAME = {"$defs": {"Name": {"type": "string"}, "Loop": {"anyOf": [{"$ref": "#/$defs/Loop"}, {"type": "string"}]}}}
+
+
+@pytest.mark.parametrize(
+    ("schema", "text", "value"),
+    [
+        ({"anyOf": [{"type": "string"}, {"type": "null"}]}, "123", "123"),  # pydantic's str | None
+        ({"anyOf": [{"type": "string"}, {"type": "null"}]}, "null", None),
+        ({"anyOf": [{"type": "integer"}, {"type": "null"}]}, "123", 123),
+        ({"anyOf": [{"type": "integer"}, {}]}, "123", 123),
+        ({"oneOf": [{"$ref": "#/$defs/Name"}, {"type": "null"}]}, "true", "true"),
+        ({"allOf": [{"$ref": "#/$defs/Name"}]}, "1", "1"),
+        ({"$ref": "#/$defs/Loop"}, "[1]", "[1]"),
+        ({"$ref": "#/$defs/Missing"}, "[1]", [1]),
+        ({"enum": ["1", "2"]}, "1", "1"),
+        ({"enum": [1, 2]}, "1", 1),
+        ({"const": None}, "null", None),
+        ({"anyOf": [{"type": "string"}] * 100_000}, "1", 1),  # more than is looked at
+    ],
+)
+def test_a_parameter_is_text_where_its_schema_says_so_in_any_way(schema, text, value):
+    tools = {"f": {"type": "object", "properties": {"x": schema}, **NAME}}
+    call = f"<tool_call><function=f><parameter=x>{text}</parameter></function></tool_call>"
+    ((name, arguments),) = calls_of(parse(Qwen3CoderParser(tools), [call]))
+    assert (name, json.loads(arguments)) == ("f", {"x": value})

@@ -12,7 +12,11 @@ from moe_serve.server.openai.parsers.calls import CallParser, as_json
 from moe_serve.server.openai.parsers.json_text import Truncated
 from moe_serve.server.openai.parsers.stream import Steps
 
-_OTHER_WAYS = frozenset({"anyOf", "oneOf", "allOf", "$ref", "enum", "const"})
+_WAYS = frozenset({"type", "enum", "const", "anyOf", "oneOf", "allOf", "$ref"})  # in which a schema says a type
+_MAX_PARTS = 256  # of a schema that are looked at for the types of one parameter
+_KINDS: Mapping[type, str] = {
+    str: "string", bool: "boolean", int: "integer", float: "number", dict: "object", list: "array", type(None): "null",
+}  # fmt: skip
 
 
 class XmlCallParser(CallParser):
@@ -57,15 +61,50 @@ class XmlCallParser(CallParser):
         self._arguments(as_json(text)[1:-1])
 
     def _kinds(self, name: str) -> frozenset[str]:
-        """Returns the types that a parameter may have; none where its schema says it in another way."""
+        """Returns the types that a parameter may have; none where its schema does not say."""
         properties = self._schema.get("properties")
         schema = properties.get(name) if isinstance(properties, Mapping) else None
         if not isinstance(schema, Mapping):
             return frozenset({"string"})
-        kind = schema.get("type")
-        if kind is None:
-            return frozenset() if schema.keys() & _OTHER_WAYS else frozenset({"string"})
-        return frozenset(str(one) for one in (kind if isinstance(kind, list) else [kind]))
+        says = schema.keys() & _WAYS
+        return _kinds_of(schema, self._schema) if says else frozenset({"string"})
+
+
+def _kinds_of(schema: Mapping[str, Any], root: Mapping[str, Any]) -> frozenset[str]:
+    """Returns the types that a value may have; none where its schema does not say. root: what references count from"""
+    kinds: set[str] = set()
+    waiting: list[Any] = [schema]
+    seen: set[str] = set()
+    for _ in range(_MAX_PARTS):
+        if not waiting:
+            return frozenset(kinds)
+        part = waiting.pop()
+        match part:
+            case {"type": str(kind)}:
+                kinds.add(kind)
+            case {"type": [*several]}:
+                kinds |= {str(kind) for kind in several}
+            case {"enum": [*values]}:
+                kinds |= {_KINDS[type(value)] for value in values[:_MAX_PARTS]}
+            case {"const": value}:
+                kinds.add(_KINDS[type(value)])
+            case {"anyOf": [*ways]} | {"oneOf": [*ways]} | {"allOf": [*ways]} if len(ways) <= _MAX_PARTS:
+                waiting += ways
+            case {"$ref": str(reference)}:
+                if reference not in seen:
+                    seen.add(reference)
+                    waiting.append(_found(reference, root))
+            case _:
+                break
+    return frozenset()
+
+
+def _found(reference: str, root: Mapping[str, Any]) -> Any:
+    """Returns what a reference within a schema names, None where there is nothing."""
+    found: Any = root
+    for step in reference.removeprefix("#").split("/")[1:]:
+        found = found.get(step.replace("~1", "/").replace("~0", "~")) if isinstance(found, Mapping) else None
+    return found if reference.startswith("#") else None
 
 
 def _value(text: str, kinds: frozenset[str]) -> str:
