@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from moe_serve.attention_dp.constraint import Constraint
 from moe_serve.errors import RequestError
+from moe_serve.structured.json_schema import Schema, rewritten
 from moe_serve.structured.vocabulary import Vocabulary
 
 _MAX_TAGS = 256  # structures of a structural tag
@@ -20,6 +21,9 @@ _SHOWN = 300  # characters of a compiler's message
 # Between the parts of JSON: a space, or a new line with its indentation. Were it free, a small model would go on with
 # blanks until its length ends, as other servers' users know. Any: llguidance exports no name for the type.
 _WHITE_SPACE: Any = {"whitespace_pattern": r" |\r?\n[ \t]{0,40}"}
+_FORMATS = frozenset(
+    {"date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri"}
+)  # of strings, that llguidance knows
 _OPTIONS = "x-guidance"  # of a schema, in llguidance's words
 
 
@@ -35,6 +39,8 @@ def to_grammar(constraint: Constraint) -> str:
     try:
         match constraint.kind:
             case "json_schema":
+                if '"format"' in text:
+                    text = json.dumps(_with_known_formats(json.loads(text)), ensure_ascii=False)
                 grammar = LLMatcher.grammar_from_json_schema(text)
                 if not _leaves_white_space_to_us(json.loads(text)):
                     return grammar
@@ -58,6 +64,21 @@ def to_grammar(constraint: Constraint) -> str:
         raise _refused(constraint.kind, str(error) or type(error).__name__) from None
 
 
+def _with_known_formats(schema: Any) -> Any:
+    """Returns a JSON schema without formats that llguidance does not know, such as pydantic's path and uuid4.
+
+    By JSON Schema 2020-12 (validation, section 7.2.3) a format that is not known is an annotation, and no error.
+    """
+
+    def change(schema: Schema) -> Schema:
+        kind = schema.get("format")
+        if isinstance(kind, str) and kind not in _FORMATS:
+            del schema["format"]
+        return schema
+
+    return rewritten(schema, change)
+
+
 def _leaves_white_space_to_us(schema: Any) -> bool:
     return isinstance(schema, dict) and _OPTIONS not in schema
 
@@ -76,7 +97,7 @@ def _tags_to_lark(text: str) -> str:
         raise RequestError(f"{field} has {len(structures)} structures, at most {_MAX_TAGS} are taken", field=field)
     tags = []
     for each in structures:
-        begin, end, schema = each["begin"], each["end"], each.get("schema", {})
+        begin, end, schema = each["begin"], each["end"], _with_known_formats(each.get("schema", {}))
         trigger = next((word for word in triggers if word and begin.startswith(word)), None)
         if trigger is None:
             raise RequestError(f"{field}: no trigger begins {begin!r:.60}; add one to triggers", field=field)

@@ -235,6 +235,38 @@ def test_what_cannot_be_compiled_is_refused_with_its_kind(kind: str, text: str) 
     assert len(str(caught.value)) < 500
 
 
+@pytest.mark.parametrize("is_in_tag", [False, True])
+def test_a_format_that_is_not_known_is_an_annotation_and_others_hold(is_in_tag: bool) -> None:
+    """As a model class of pydantic asks with Path and UUID."""
+    schema = {
+        "type": "object",
+        "properties": {
+            "format": {"type": "string", "format": "path"},
+            "default": {"$ref": "#/$defs/format"},
+            "kind": {"const": {"format": "path"}},
+        },
+        "required": ["format", "default", "kind"],
+        "additionalProperties": False,
+        "$defs": {"format": {"anyOf": [{"type": "string", "format": "uuid"}, {"type": "null", "format": "none"}]}},
+    }
+    tag = {"structures": [{"begin": "<f>", "schema": schema, "end": "</f>"}], "triggers": ["<f"]}
+    kind = "structural_tag" if is_in_tag else "json_schema"
+    matcher = matcher_of(kind, json.dumps(tag if is_in_tag else schema))
+
+    def takes(default: Any) -> bool:
+        text = json.dumps({"format": "a/b", "default": default, "kind": {"format": "path"}})
+        attempt = matcher.copy()
+        try:
+            attempt.advance(TEXT.encode(f"<f>{text}</f>" if is_in_tag else text))
+        except RequestError:
+            return False
+        return attempt.may_end
+
+    assert takes(None)
+    assert takes("123e4567-e89b-12d3-a456-426614174000")
+    assert not takes("no uuid")
+
+
 def test_tags_constrain_what_follows_their_trigger_and_nothing_else() -> None:
     tag = {"structures": [{"begin": "<f>", "schema": {"enum": [12]}, "end": "</f>"}], "triggers": ["<f"]}
     matcher = matcher_of("structural_tag", json.dumps(tag))

@@ -10,13 +10,12 @@ from moe_serve.attention_dp.constraint import Constraint
 from moe_serve.errors import RequestError
 from moe_serve.server.fields.constraint_fields import schema_constraint
 from moe_serve.server.fields.json_fields import Fields, boolean, show
+from moe_serve.structured.json_schema import Schema, rewritten
 
 MAX_TOOLS = 128
 MAX_BYTES = 1 << 20  # of all tools, as JSON
 # llguidance's word for JSON as json.dumps writes it: a model cannot lose itself in spaces between the values.
 _ONE_LINE = {"x-guidance": {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}}
-_DATA = ("const", "enum", "default", "examples")  # words of a schema whose values are no schemas
-_BY_NAME = ("properties", "patternProperties", "dependentSchemas", "$defs", "definitions")  # and those that have some
 _NAME = re.compile(r"[A-Za-z0-9_.:-]{1,64}\Z")
 
 
@@ -144,22 +143,16 @@ def _schemas(tools: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
     return schemas
 
 
-def _moved(schema: Any, name: str) -> Any:
+def _moved(schema: dict[str, Any], name: str) -> Any:
     """Returns a schema that stands under its function's name in `$defs`: references count from the root."""
-    if isinstance(schema, list):
-        return [_moved(part, name) for part in schema]
-    if not isinstance(schema, dict):
-        return schema
-    moved: dict[str, Any] = {}
-    for key, part in schema.items():
-        if key in _BY_NAME and isinstance(part, dict):
-            moved[key] = {own: _moved(inner, name) for own, inner in part.items()}
-        else:
-            moved[key] = part if key in _DATA else _moved(part, name)
-    reference = schema.get("$ref")
-    if isinstance(reference, str) and (reference == "#" or reference.startswith("#/")):
-        moved["$ref"] = f"#/$defs/{name}{reference.removeprefix('#')}"
-    return moved
+
+    def change(part: Schema) -> Schema:
+        reference = part.get("$ref")
+        if isinstance(reference, str) and (reference == "#" or reference.startswith("#/")):
+            part["$ref"] = f"#/$defs/{name}{reference.removeprefix('#')}"
+        return part
+
+    return rewritten(schema, change)
 
 
 def _object_schema(schema: dict[str, Any]) -> dict[str, Any]:
