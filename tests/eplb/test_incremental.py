@@ -19,13 +19,13 @@ def plan(tokens, topology, slots, current=None, name="incremental", **more):
     return make_policy(name, **options).plan(PlanRequest(tokens, topology, slots, current=current, **more))
 
 
-def a_state(seed=0, risk=0.0):
+def a_state(seed=0):
     draw = np.random.default_rng(seed)
     tokens = lognormal(3, 10, 0.8, seed).astype(float)
     unit = tokens / tokens.sum(axis=1, keepdims=True) * 6
     table = np.stack([np.append(draw.permutation(10), draw.integers(0, 10, 8)) for _ in range(3)])
     table = table.astype(np.int32).reshape(3, 3, 6).transpose(0, 2, 1).copy()
-    return EditState(unit, table, holds(table, 10), steepness=9.0, risk=risk)
+    return EditState(unit, table, holds(table, 10), steepness=9.0)
 
 
 def peak(state):
@@ -34,7 +34,7 @@ def peak(state):
 
 def test_the_predicted_gain_of_a_swap_is_the_real_one():
     for seed in range(6):
-        state = a_state(seed, risk=0.2)
+        state = a_state(seed)
         edit = best_swaps(state, np.full(3, 99), num_heavy=6)
         before, scale = peak(state), np.exp(state.steepness * state.peak_load)
         which = np.isfinite(edit.gain)
@@ -46,7 +46,7 @@ def test_the_predicted_gain_of_an_overwrite_is_the_real_one():
     """Also where other ranks hold both experts, the one that goes and the one that comes."""
     checked = shared = 0
     for seed in range(40):
-        state = a_state(seed, risk=0.1)
+        state = a_state(seed)
         edit = best_overwrites(state, np.full(3, 99))
         before, scale, held = peak(state), np.exp(state.steepness * state.peak_load), state.held.copy()
         old = state.table.reshape(3, -1)[np.arange(3), edit.slot]

@@ -29,7 +29,7 @@ def states(request):
     mean = np.maximum(problem.weight.sum(axis=1, keepdims=True) / problem.num_ranks, 1e-300)
     unit, was = problem.weight / mean, holds(problem.current, problem.weight.shape[1])
     fixed = None if problem.fixed is None else problem.fixed / mean
-    made = [EditState(unit, table.copy(), was, 30.0, 0.0, fixed, problem.min_replicas) for _ in range(2)]
+    made = [EditState(unit, table.copy(), was, 30.0, fixed, problem.min_replicas) for _ in range(2)]
     return made[0], made[1], rule
 
 

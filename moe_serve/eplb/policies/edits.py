@@ -39,9 +39,6 @@ class EditState:
     table:     [L, R, K] int32
     was_here:  [L, R, E] whether the rank holds the expert in the placement in use
     steepness: of the smooth maximum, per mean rank load
-    risk:      a replica of load x counts as x + risk x^2. If loads drift by a normal factor of relative width s until
-               the plan is used, the expected smooth maximum is that of loads x + (steepness s^2 / 2) x^2: one replica
-               of load x is riskier than two of x / 2
     fixed:     [L, E] cost of each replica on its own, or None
     min_replicas: an expert with no more of them keeps them all
     """
@@ -50,7 +47,6 @@ class EditState:
     table: Ids
     was_here: Bools
     steepness: float
-    risk: float = 0.0
     fixed: Floats | None = None
     min_replicas: int = 1
 
@@ -82,9 +78,8 @@ class EditState:
         return replace(self, unit=self.unit[which], table=self.table[which], was_here=self.was_here[which], fixed=fixed)
 
     def size_of(self, count: NDArray[np.int64]) -> Floats:
-        """Returns the size of one replica of each expert, risk included, with `count` [L, E] replicas of it."""
-        share = self.unit / count
-        return share + self.risk * share * share + (0.0 if self.fixed is None else self.fixed)
+        """Returns the size of one replica of each expert with `count` [L, E] replicas of it."""
+        return self.unit / count + (0.0 if self.fixed is None else self.fixed)
 
     @property
     def num_moved(self) -> NDArray[np.int64]:
@@ -112,21 +107,16 @@ def best_swaps(
     room: NDArray[np.int64],
     num_heavy: int,
     allowed: Bools | None = None,
-    price: Floats | None = None,
 ) -> Edits:
     """Returns the swap with the most gain per move of each layer, from the `num_heavy` heaviest ranks to any rank.
 
     room: [L] moves left for the layer; allowed: [R, R] which ranks may swap, None = all
-    price: [L] the best swap is then that with the highest gain - price x moves
     """
     num_layers, num_ranks, slots = state.table.shape
     heavy = np.argsort(-state.rank_load, axis=1, kind="stable")[:, : min(num_heavy, num_ranks)]
     x, num_slots = np.arange(num_layers), num_ranks * slots
     gain, cost = all_swaps(state, heavy, allowed)
-    if price is None:
-        best = _best_per_move(gain, cost, room)
-    else:
-        best = (gain - price[:, None] * cost).argmax(axis=1)
+    best = _best_per_move(gain, cost, room)
     first, other = best // num_slots, best % num_slots
     slot = heavy[x, first // slots] * slots + first % slots
     return Edits(gain[x, best], cost[x, best].astype(np.int64), slot, other, np.full(num_layers, -1))

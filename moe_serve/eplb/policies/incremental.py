@@ -85,7 +85,6 @@ class IncrementalPolicy:
             table,
             holds(problem.current, unit.shape[1]),
             self.steepness or (20.0 if pairs else 30.0),
-            0.0,
             None if problem.fixed is None else problem.fixed / mean,
             problem.min_replicas,
         )

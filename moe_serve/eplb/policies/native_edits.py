@@ -42,7 +42,6 @@ class NativeEdits:
         """num_heavy, min_gain: see `edit_layers`"""
         self._edit, self._state, self._rule = library.edit_layer, state, rule
         assert num_heavy <= 64, "edits.c keeps the heaviest ranks in an array of 64"
-        assert state.risk == 0, "edits.c knows no risk"
         self._num_heavy, self._min_gain = num_heavy, min_gain
         zeros = np.zeros(state.unit.shape[1])
         self._fixed = [zeros] * len(state.unit) if state.fixed is None else state.fixed

@@ -56,7 +56,7 @@ class EditLog:
 
 def edit_layers(state: EditState, goal: EditGoal, rule: HomeRule | None, deadline: Deadline) -> tuple[EditLog, bool]:
     """Edits the table in place. Returns the edits, and whether the deadline ended them."""
-    library = None if state.risk else find_library()
+    library = find_library()
     if library is None:
         return edit_layers_reference(state, goal, rule, deadline)
     native = NativeEdits(library, state, rule, NUM_HEAVY, goal.min_gain)
@@ -133,7 +133,7 @@ def better_of(first: Edits, second: Edits) -> tuple[Edits, Floats]:
 
 
 def balance_reached(state: EditState) -> Floats:
-    """Returns the balancedness of each layer: the load itself, without risk."""
+    """Returns the balancedness of each layer: mean / max rank load."""
     share = state.unit / np.maximum(state.count, 1) + (0.0 if state.fixed is None else state.fixed)
     flat = state.table.reshape(len(share), -1)
     load = np.where(flat < 0, 0.0, np.take_along_axis(share, np.maximum(flat, 0), axis=1))
