@@ -54,6 +54,7 @@ def test_requests_and_plans_come_back_as_they_were():
         moe_layer_ids=(7, 8, 9),
         max_moves=2,
         max_total_moves=5,
+        max_rank_moves=1,
         min_gain=0.001,
     )
     back = MessageReader(Ask).feed(joined(Ask(4, "greedy", asked, RoundLimits(), "nodes")))

@@ -29,7 +29,8 @@ def states(request):
     mean = np.maximum(problem.weight.sum(axis=1, keepdims=True) / problem.num_ranks, 1e-300)
     unit, was = problem.weight / mean, holds(problem.current, problem.weight.shape[1])
     fixed = None if problem.fixed is None else problem.fixed / mean
-    made = [EditState(unit, table.copy(), was, 30.0, fixed, problem.min_replicas) for _ in range(2)]
+    rules = problem.min_replicas, request.max_rank_moves
+    made = [EditState(unit, table.copy(), was, 30.0, fixed, *rules) for _ in range(2)]
     return made[0], made[1], rule
 
 
@@ -64,12 +65,18 @@ def in_order(tokens, topology, slots):
     return Placement.trivial(*tokens.shape, topology.num_ranks, slots - tokens.shape[1])
 
 
-@given(case=small_cases(), budget=st.sampled_from([0, 1, 2, 1000]), min_gain=st.sampled_from([0.0, 0.01]))
+@given(
+    case=small_cases(),
+    budget=st.sampled_from([0, 1, 2, 1000]),
+    min_gain=st.sampled_from([0.0, 0.01]),
+    rank=st.sampled_from([None, 0, 1, 2]),
+)
 @RELAXED
-def test_both_forms_make_the_same_edits_on_awkward_sizes(case, budget, min_gain):
+def test_both_forms_make_the_same_edits_on_awkward_sizes(case, budget, min_gain, rank):
     tokens, nodes, ranks, slots = case
     top = Topology(nodes, ranks)
-    assert_same(PlanRequest(tokens, top, slots, current=in_order(tokens, top, slots)), budget, min_gain)
+    current = in_order(tokens, top, slots)
+    assert_same(PlanRequest(tokens, top, slots, current=current, max_rank_moves=rank), budget, min_gain)
 
 
 @given(case=small_cases(), off_home=st.sampled_from([0.0, 0.1, 0.5]), least=st.integers(1, 2))
@@ -89,6 +96,8 @@ def test_both_forms_make_the_same_edits_on_the_shapes_of_models(slots):
     tokens = [lognormal(3, slots * 8 // 9, 0.6, seed) for seed in (0, 1)]
     current = make_policy("greedy").plan(PlanRequest(tokens[0], top, slots)).placement
     assert assert_same(PlanRequest(tokens[1], top, slots, current=current)) > 40
+    for most in (1, 2):
+        assert assert_same(PlanRequest(tokens[1], top, slots, current=current, max_rank_moves=most)) > 10
     groups = grouped(3, slots * 8 // 9, 8)
     current = make_policy("greedy").plan(PlanRequest(groups, top, slots, off_home=0.1, num_groups=8)).placement
     request = PlanRequest(tokens[1], top, slots, current=current, off_home=0.1, num_groups=8)

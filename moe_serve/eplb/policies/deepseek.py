@@ -37,7 +37,7 @@ class DeepSeekPolicy:
     name: str = "deepseek"
 
     def plan(self, request: PlanRequest) -> Plan:
-        """Returns EPLB's placement, which ignores `current`, `max_moves`, `seed` and `time_budget_s`.
+        """Returns EPLB's placement, which ignores `current`, limits of moves, `seed` and `time_budget_s`.
 
         Raises PlacementError where a node has too few ranks for min_replicas of its experts.
         """

@@ -9,7 +9,7 @@
 typedef int64_t i64;
 
 typedef struct { /* laid out as native_edits.py writes it */
-    i64 num_experts, num_ranks, slots, num_heavy, min_replicas, budget, max_edits, has_rule;
+    i64 num_experts, num_ranks, slots, num_heavy, min_replicas, budget, max_edits, has_rule, max_rank_moves;
     const double *numbers;  /* steepness, target, least gain per move, share of the load that may be off home */
     const double *unit;     /* [E] load in mean rank loads */
     const double *fixed;    /* [E] cost of each replica on its own */
@@ -24,6 +24,7 @@ typedef struct { /* laid out as native_edits.py writes it */
 typedef struct {
     double top, steep, total_peak;
     i64 *count, *at_home;                                           /* [E] */
+    i64 *arrived;                                                   /* [R] slots that have moved */
     double *each, *size, *inverse, *grows, *shrinks, *extra, *over; /* [E + 1], of experts; E = empty slot */
     double *load, *slot_size, *rest, *rank_load, *peak;            /* [P], [P], [P], [R], [R] */
     double *slot_peak, *helped;                                    /* [P] of the slot's rank; [E + 1] */
@@ -124,10 +125,11 @@ static void put(const Layer *l, State *s, i64 slot, i64 expert) {
         s->count[old]--;
         if (l->has_rule) s->at_home[old] -= l->node_of[r] == l->home[old];
     }
-    s->num_moved -= s->moved[slot];
+    i64 moved = expert >= 0 && !l->was[r * E + expert], more = moved - s->moved[slot];
     l->table[slot] = (int32_t)expert;
-    s->moved[slot] = expert >= 0 && !l->was[r * E + expert];
-    s->num_moved += s->moved[slot];
+    s->moved[slot] = (uint8_t)moved;
+    s->num_moved += more;
+    s->arrived[r] += more;
     if (expert >= 0) {
         s->count[expert]++;
         if (l->has_rule) s->at_home[expert] += l->node_of[r] == l->home[expert];
@@ -139,6 +141,12 @@ static void hold(const Layer *l, State *s, i64 slot) {
 }
 
 static void each_of(const Layer *l, State *s, i64 e) { s->each[e] = size_of(l, e, s->count[e] > 1 ? s->count[e] : 1); }
+
+/* Whether a rank may not receive an expert into this slot: it has received as many as it may, and this one is not in
+   the place of one of them. */
+static int is_full(const Layer *l, const State *s, i64 slot) {
+    return s->arrived[slot / l->slots] >= l->max_rank_moves && !s->moved[slot];
+}
 
 static void best_swap(const Layer *l, const State *s, i64 room, Edit *best) {
     i64 E = l->num_experts, R = l->num_ranks, K = l->slots, P = R * K;
@@ -162,6 +170,7 @@ static void best_swap(const Layer *l, const State *s, i64 room, Edit *best) {
         for (i64 k = 0; k < K; k++) {
             i64 mine = h * K + k, a = l->table[mine];
             double my_rest = s->rest[mine], my_size = s->slot_size[mine];
+            int am_full = is_full(l, s, mine);
             for (i64 first = 0; first < P; first += BLOCK) {
                 i64 number = P - first < BLOCK ? P - first : BLOCK;
                 const double *peak = s->slot_peak + first, *size = s->slot_size + first, *rest = s->rest + first;
@@ -173,6 +182,8 @@ static void best_swap(const Layer *l, const State *s, i64 room, Edit *best) {
                     i64 p = first + i, r = p / K;
                     if (gains[i] * 4.0 <= best->rate || (a >= 0 && s->held[r * E + a])) continue;
                     if (l->has_rule && l->node_of[r] != l->node_of[h]) continue;
+                    if (am_full && l->table[p] >= 0 && !l->was[h * E + l->table[p]]) continue;
+                    if (a >= 0 && !l->was[r * E + a] && is_full(l, s, p)) continue;
                     double cost = (a >= 0 ? (double)(!l->was[r * E + a]) : 0.0) - s->moved[mine] + s->there[p];
                     if (cost > 2.0 || cost > (double)room) continue;
                     double rate = PER_MOVE[(i64)cost + 2] * gains[i];
@@ -233,6 +244,7 @@ static void best_overwrite(const Layer *l, State *s, i64 room, Edit *best) {
         double raised = old < 0 ? 0.0 : (s->over[old] - s->peak[r]) * s->grows[old];
         double lost = s->peak[r] - raised, rest = s->rest[p], spared = spare_shared(l, s, r, old);
         if (((lost + helps) + spared) * 4.0 <= best->rate) continue;
+        int full = is_full(l, s, p);
         for (i64 first = 0; first < E; first += BLOCK) {
             i64 number = E - first < BLOCK ? E - first : BLOCK;
             double gains[BLOCK];
@@ -246,7 +258,7 @@ static void best_overwrite(const Layer *l, State *s, i64 room, Edit *best) {
                 if (gains[i] * 4.0 <= best->rate || s->held[r * E + e]) continue;
                 if (l->has_rule && l->home[e] != l->node_of[r] && !s->may[e]) continue;
                 i64 cost = !l->was[r * E + e] - s->moved[p];
-                if (cost > room) continue;
+                if (cost > room || (cost > 0 && full)) continue;
                 double rate = PER_MOVE[cost + 2] * gains[i];
                 if (rate > best->rate) *best = (Edit){rate, gains[i], p, p, e};
             }
@@ -256,7 +268,7 @@ static void best_overwrite(const Layer *l, State *s, i64 room, Edit *best) {
 
 static int allocate(const Layer *l, State *s, char **memory) {
     i64 E = l->num_experts, R = l->num_ranks, P = R * l->slots;
-    size_t doubles = 8 * (E + 1) + 2 * E + 5 * P + 2 * R, integers = 2 * E, bytes = R * E + P + E;
+    size_t doubles = 8 * (E + 1) + 2 * E + 5 * P + 2 * R, integers = 2 * E + R, bytes = R * E + P + E;
     *memory = calloc(1, 8 * (doubles + integers) + bytes);
     if (!*memory) return 0;
     double *d = (double *)*memory;
@@ -271,7 +283,8 @@ static int allocate(const Layer *l, State *s, char **memory) {
     s->peak = d + R;
     s->count = (i64 *)(d + 2 * R);
     s->at_home = s->count + E;
-    s->held = (uint8_t *)(s->at_home + E);
+    s->arrived = s->at_home + E;
+    s->held = (uint8_t *)(s->arrived + R);
     s->moved = s->held + R * E;
     s->may = s->moved + P;
     return 1;

@@ -41,6 +41,7 @@ class EditState:
     steepness: of the smooth maximum, per mean rank load
     fixed:     [L, E] cost of each replica on its own, or None
     min_replicas: an expert with no more of them keeps them all
+    max_rank_moves: a rank that must receive so many experts may not come to more by an edit; None = no limit
     """
 
     unit: Floats
@@ -49,6 +50,7 @@ class EditState:
     steepness: float
     fixed: Floats | None = None
     min_replicas: int = 1
+    max_rank_moves: int | None = None
 
     def __post_init__(self) -> None:
         self.refresh()
@@ -71,6 +73,8 @@ class EditState:
         held[layer, np.arange(num_ranks)[None, :, None], self.safe] = True
         self.held = held[:, :, :num_experts]
         self.moved = (self.table >= 0) & ~np.take_along_axis(_with_empty(self.was_here, True), self.safe, axis=2)
+        most = self.table.shape[2] if self.max_rank_moves is None else self.max_rank_moves
+        self.full = self.moved.sum(axis=2) >= most
 
     def rows(self, which: NDArray[np.integer]) -> "EditState":
         """Returns the state of some layers, with copies of their tables."""
@@ -152,6 +156,11 @@ def all_swaps(
     gain += np.repeat(np.where(held[at_theirs], -np.inf, 0.0), slots, axis=3)
     if allowed is not None:
         gain += np.repeat(np.where(allowed[heavy], 0.0, -np.inf), slots, axis=2)[:, :, None]
+    # A rank that may receive no more takes what it had before, or overwrites what it has received.
+    if state.full.any():
+        here, there = ~was[at_mine] & state.full[rows, heavy][..., None], ~was[at_theirs] & state.full[:, None, None]
+        gain += np.where(here[:, :, None] & ~state.moved[rows, heavy][..., None], -np.inf, 0.0)
+        gain += np.where(np.repeat(there, slots, axis=3) & ~state.moved.reshape(num_layers, 1, 1, -1), -np.inf, 0.0)
     moved = state.moved.astype(np.int8)
     mine = (~was[at_theirs]).astype(np.int8) - moved[rows, heavy][..., None]
     theirs = (~was[at_mine]).astype(np.int8) - moved.reshape(num_layers, 1, -1)
@@ -211,9 +220,10 @@ def all_overwrites(state: EditState, allowed: Bools | None = None, must_stay: Bo
     illegal = state.held[x[:, None], rank] | ~usable[:, :, None]
     if allowed is not None:
         illegal |= ~allowed[x[:, None], rank]
-    np.copyto(gain, -np.inf, where=illegal)
     moved = np.take_along_axis(state.moved.reshape(num_layers, -1), slot, axis=1).astype(np.int8)
     cost = (~state.was_here[x[:, None], rank]).astype(np.int8) - moved[:, :, None]
+    illegal |= (cost > 0) & np.take_along_axis(state.full, rank, axis=1)[:, :, None]
+    np.copyto(gain, -np.inf, where=illegal)
     return Overwrites(gain, cost, slot, old.astype(np.int64))
 
 

@@ -33,10 +33,11 @@ class MilpPolicy:
     name: str = "milp"
 
     def plan(self, request: PlanRequest) -> Plan:
-        """Returns the optimal plan; with `max_moves`, the best within that many moves per layer.
+        """Returns the optimal plan; with `max_moves`, the best within that many moves per layer, and with
+        `max_rank_moves`, within that many to each rank.
 
-        Raises PlacementError when a layer needs more than 20,000 binary variables, and when `max_moves` is too few for
-        any legal placement.
+        Raises PlacementError when a layer needs more than 20,000 binary variables, and when these are too few for any
+        legal placement.
         """
         problem = problem_of(request)
         num_layers, num_experts = problem.weight.shape
@@ -95,19 +96,23 @@ def _solve(problem: Problem, layer: int, most: int, limit_s: float, homes: np.nd
         model += share <= problem.request.off_home * float(weight.sum()) / scale
         for e in experts:
             model += pulp.lpSum(on[e, r, c] for r in ranks if node[r] == home[e] for c in replicas) >= 1
-    most_moves = problem.request.max_moves
-    if most_moves is not None and problem.current is not None:
+    limits = {name: getattr(problem.request, name) for name in ("max_moves", "max_rank_moves")}
+    limits = {name: most for name, most in limits.items() if most is not None}
+    if limits:
+        assert problem.current is not None
         here = holds(problem.current[layer][None], num_experts)[0]
-        model += (
-            pulp.lpSum(on[e, r, c] for e in experts for r in ranks if not here[r, e] for c in replicas) <= most_moves
-        )
+        arriving = [pulp.lpSum(on[e, r, c] for e in experts if not here[r, e] for c in replicas) for r in ranks]
+        if "max_moves" in limits:
+            model += pulp.lpSum(arriving) <= limits["max_moves"]
+        for r in ranks if "max_rank_moves" in limits else ():
+            model += arriving[r] <= limits["max_rank_moves"]
     status = model.solve(pulp.HiGHS(msg=False, timeLimit=limit_s, gapRel=1e-9, threads=1))
     table = np.full((num_ranks, slots), -1, dtype=np.int32)
     if top.value() is None or any(on[key].value() is None for key in on):
-        if status == pulp.LpStatusInfeasible or most_moves is not None:
+        if limits:
+            given = " and ".join(f"{name}={most}" for name, most in limits.items())
             raise PlacementError(
-                f"policy milp: no legal placement of row {layer} was found within max_moves={most_moves}; "
-                "raise max_moves"
+                f"policy milp: no legal placement of row {layer} was found within {given}; raise {' or '.join(limits)}"
             )
         return RefinedPolicy().plan(problem.request).placement.physical_to_logical[layer].reshape(
             problem.request.topology.num_ranks, slots

@@ -16,7 +16,7 @@ class GreedyPolicy:
     name: str = "greedy"
 
     def plan(self, request: PlanRequest) -> Plan:
-        """Returns the greedy plan. It ignores `max_moves`; use `incremental` for that."""
+        """Returns the greedy plan. It ignores all limits of moves; use `incremental` for that."""
         problem = problem_of(request)
         if problem.is_global:
             table, packed = first_packing(problem)

@@ -49,7 +49,8 @@ class IncrementalPolicy:
     name: str = "incremental"
 
     def plan(self, request: PlanRequest) -> Plan:
-        """Returns the edited placement, with at most `max_moves` moves per layer where that is given.
+        """Returns the edited placement, with at most `max_moves` moves per layer where that is given, and at most
+        `max_rank_moves` of them to any one rank.
 
         `max_total_moves` goes to the layers where a move gains most, at one price for all of them; with one or two
         slots per rank every layer gets an equal part.
@@ -59,6 +60,8 @@ class IncrementalPolicy:
         """
         if request.current is None:
             return RefinedPolicy().plan(request)
+        if request.max_rank_moves == 0:
+            request = replace(request, max_moves=0)
         problem = problem_of(request)
         if request.max_total_moves is not None and problem.slots_per_rank <= 2 and problem.is_global:
             each = request.max_total_moves // len(problem.weight)  # these searches know no price across layers
@@ -80,6 +83,7 @@ class IncrementalPolicy:
         mean = np.where(mean > 0, mean, 1.0)
         unit = problem.weight / mean
         pairs = problem.slots_per_rank == 2 and problem.num_ranks > 2 and rule is None
+        pairs &= problem.request.max_rank_moves != 1  # a rank that is paired anew may receive two
         state = EditState(
             unit,
             table,
@@ -87,6 +91,7 @@ class IncrementalPolicy:
             self.steepness or (20.0 if pairs else 30.0),
             None if problem.fixed is None else problem.fixed / mean,
             problem.min_replicas,
+            problem.request.max_rank_moves,
         )
         target = self._target(problem)
         most, total = problem.request.max_moves, problem.request.max_total_moves

@@ -63,7 +63,8 @@ class NativeEdits:
         assert state.table[layer].flags.c_contiguous
         assert state.table.dtype == np.int32
         sizes = [state.unit.shape[1], num_ranks, slots, self._num_heavy, state.min_replicas, budget, max_edits]
-        call = np.array([*sizes, rule is not None, *(array.ctypes.data for array in arrays)], dtype=np.int64)
+        most = slots if state.max_rank_moves is None else state.max_rank_moves
+        call = np.array([*sizes, rule is not None, most, *(array.ctypes.data for array in arrays)], dtype=np.int64)
         done = self._edit(call.ctypes.data)
         if done < 0:
             raise MemoryError("no memory to edit a placement")

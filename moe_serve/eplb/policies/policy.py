@@ -48,6 +48,7 @@ class PlanRequest:
                     1 = no hierarchy
     max_moves:      slots per layer whose rank may have to receive an expert; None = no limit. Needs `current`
     max_total_moves: the same for all layers together; the moves go to the layers where they gain most. Needs `current`
+    max_rank_moves: experts that any one rank may have to receive in a layer; None = no limit. Needs `current`
     min_gain:       a move of `incremental` lowers the smooth maximum of its layer by at least this share of the mean
                     rank load; None = the policy's own
     min_replicas:   ranks that every expert is on, at least: with 2, any one rank can be lost. Under a hierarchy
@@ -75,6 +76,7 @@ class PlanRequest:
     off_home: float = 1.0
     max_moves: int | None = None
     max_total_moves: int | None = None
+    max_rank_moves: int | None = None
     min_gain: float | None = None
     time_budget_s: float | None = None
     seed: int = 0
@@ -140,7 +142,7 @@ class PlanRequest:
         if groups is not None and (int(groups) != groups or groups < 1 or self.tokens.shape[1] % groups):
             raise PlacementError(f"num_groups is {groups!r} but {self.tokens.shape[1]} experts must divide into them; "
                                  "give a divisor, or None")  # fmt: skip
-        for name in ("max_moves", "max_total_moves"):
+        for name in ("max_moves", "max_total_moves", "max_rank_moves"):
             most = getattr(self, name)
             if most is not None and (int(most) != most or most < 0):
                 raise PlacementError(f"{name} is {most!r}; give a whole number of at least 0, or None")
@@ -224,6 +226,7 @@ class PlanRules:
     off_home: float = 1.0
     max_moves: int | None = None
     max_total_moves: int | None = None
+    max_rank_moves: int | None = None
     min_gain: float | None = None
     time_budget_s: float | None = None
     objective: str | Mapping[str, float] = "tokens"

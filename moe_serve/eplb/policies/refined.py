@@ -35,7 +35,7 @@ class RefinedPolicy:
     name: str = "refined"
 
     def plan(self, request: PlanRequest) -> Plan:
-        """Returns the refined plan. It ignores `max_moves`; use `incremental` for that."""
+        """Returns the refined plan. It ignores all limits of moves; use `incremental` for that."""
         problem = problem_of(request)
         if not problem.is_global:
             from moe_serve.eplb.policies.hierarchy import plan_by_node

@@ -74,7 +74,9 @@ class SeriesPolicy:
         some = share > 0
         truncated = False
         for row in range(len(table)):
-            state = state_of(unit[some, row], table[row], was_here[row], self.steepness, problem.min_replicas)
+            state = state_of(
+                unit[some, row], table[row], was_here[row], self.steepness, problem.min_replicas, request.max_rank_moves
+            )
             truncated |= self._edit(state, share[some], most, least, problem.deadline)
             table[row] = state.table[0]
         return finish(problem, table, truncated)
@@ -92,7 +94,14 @@ class SeriesPolicy:
         return False
 
 
-def state_of(unit: Floats, table: Ids, was_here: NDArray[np.bool_], steepness: float, min_replicas: int) -> EditState:
+def state_of(
+    unit: Floats,
+    table: Ids,
+    was_here: NDArray[np.bool_],
+    steepness: float,
+    min_replicas: int,
+    max_rank_moves: int | None = None,
+) -> EditState:
     """Returns one layer as an `EditState` with W rows of the same table: unit [W, E], table [R, K], was_here [R, E]."""
     num = len(unit)
     return EditState(
@@ -101,6 +110,7 @@ def state_of(unit: Floats, table: Ids, was_here: NDArray[np.bool_], steepness: f
         np.broadcast_to(was_here, (num, *was_here.shape)),
         steepness,
         min_replicas=min_replicas,
+        max_rank_moves=max_rank_moves,
     )
 
 

@@ -20,8 +20,6 @@ from moe_serve.topology import Topology
 if TYPE_CHECKING:
     from moe_serve.eplb.cost.profile_files import EngineProfile
     from moe_serve.eplb.load import LoadTrace
-    from moe_serve.eplb.placement import Placement
-    from moe_serve.eplb.policies.policy import PlanRules
     from moe_serve.eplb.replay.costs import ProfileCosts, Serving
 
 TracePath = Annotated[
@@ -119,55 +117,6 @@ class TraceOptions:
         if topk is not None:
             trace = replace(trace, topk=topk)
         return folded(trace, self.window) if self.window else trace
-
-
-@dataclass(frozen=True, kw_only=True)
-class PlanOptions:
-    """What every plan keeps to."""
-
-    groups: Annotated[int | None, typer.Option(min=1, help="Expert groups of the router (DeepSeek-V3: 8).")] = None
-    off_home: OffHome = 1.0
-    max_moves: Annotated[
-        int | None, typer.Option(min=0, help="Slots per layer a plan may move.", show_default=False)
-    ] = None
-    max_moves_total: Annotated[
-        int | None,
-        typer.Option(min=0, help="Slots of all layers together a plan may move, where they gain most (incremental).",
-                     show_default=False),
-    ] = None  # fmt: skip
-    min_gain: Annotated[
-        float | None,
-        typer.Option(min=0, help="A move evens its layer by at least this share of the mean rank load (incremental).",
-                     show_default="0.0003"),
-    ] = None  # fmt: skip
-    current: Annotated[
-        Path | None, typer.Option(help="Placement in use at the start.", show_default="experts in order")
-    ] = None
-    seed: Seed = 0
-
-    def rules(self) -> "PlanRules":
-        """Returns the fields that every request shares."""
-        from moe_serve.eplb.policies.policy import PlanRules
-
-        return PlanRules(
-            num_groups=self.groups,
-            off_home=self.off_home,
-            max_moves=self.max_moves,
-            max_total_moves=self.max_moves_total,
-            min_gain=self.min_gain,
-            seed=self.seed,
-        )
-
-    def read_current(self, topology: Topology, load: "LoadTrace") -> "Placement | None":
-        """Returns the placement of --current, checked against the trace and the cluster."""
-        if self.current is None:
-            return None
-        from moe_serve.eplb.files.placements import read_placement
-        from moe_serve.eplb.planner import plan_counts
-
-        return read_placement(
-            self.current, topology.num_ranks, load.num_logical, load.moe_layer_ids, plan_counts=plan_counts
-        )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,18 +8,19 @@ import typer
 
 import moe_serve.launcher.cli.balancer_options as opt
 from moe_serve.launcher.cli.balancer_command import balancer_command, progress_bar
+from moe_serve.launcher.cli.plan_options import PlanOptions
 
 PLAN_HELP = """Plan one placement from a load trace, and write it for the engine you run.
 
 \b
   moe-serve plan dump.pt --nodes 4 --slots 288 -o p.json --for sglang
   moe-serve plan statistics/ --ranks 36 -o lb.yaml --for tensorrt_llm
-  moe-serve plan dump.pt --slots 288 --current p.json --max-moves 8
+  moe-serve plan dump.pt --slots 288 -p incremental --current p.json --max-moves 8
 """
 
 
 @dataclass(frozen=True, kw_only=True)
-class PlanCommandOptions(opt.ReportOptions, opt.PlanOptions, opt.TraceOptions, opt.ClusterOptions):
+class PlanCommandOptions(opt.ReportOptions, PlanOptions, opt.TraceOptions, opt.ClusterOptions):
     """The options of `moe-serve plan`."""
 
     trace: opt.TracePath
@@ -41,6 +42,7 @@ def plan(options: PlanCommandOptions) -> None:
     from moe_serve.eplb.replay.plan_trace import TracePlanSettings, plan_from_trace, plan_to_json, plan_to_table
 
     topology = options.topology()
+    options.check_limits(options.policy)
     with progress_bar("reading") as show:
         load = options.open_trace(options.trace, show)
         settings = TracePlanSettings(

@@ -11,6 +11,7 @@ import typer
 import moe_serve.launcher.cli.balancer_options as opt
 from moe_serve.errors import ConfigError
 from moe_serve.launcher.cli.balancer_command import balancer_command, progress_bar
+from moe_serve.launcher.cli.plan_options import PlanOptions
 
 if TYPE_CHECKING:
     from moe_serve.eplb.load import LoadTrace
@@ -33,7 +34,7 @@ the table as floor and ceiling.
 
 
 @dataclass(frozen=True, kw_only=True)
-class ReplayOptions(opt.PageOptions, opt.CostOptions, opt.PlanOptions, opt.TraceOptions, opt.ClusterOptions):
+class ReplayOptions(opt.PageOptions, opt.CostOptions, PlanOptions, opt.TraceOptions, opt.ClusterOptions):
     """The options of `moe-serve replay`."""
 
     trace: opt.TracePath
@@ -158,7 +159,7 @@ def replay(options: ReplayOptions) -> None:
     if settings.costs is not None:
         report = replace(report, conditions={**report.conditions, "prices": settings.costs.words()})
     if options.curve:
-        rules = replace(settings.rules, max_moves=None, max_total_moves=None)
+        rules = replace(settings.rules, max_moves=None, max_total_moves=None, max_rank_moves=None)
         report = with_redundancy_curve(report, settings.topology, rules)
     compared = against_to_json(report, earlier) if earlier else None
     options.print(

@@ -103,6 +103,8 @@ def test_fail_below_exits_with_1() -> None:
         (("simulate", "--utilisation", "0"), "utilisation is 0; give the share of the time in steps"),
         (("simulate", "--cache-hit", "0.5"), "--cache-hit is a share of prompts; give --phase prefill"),
         (("plan", "example:demo", "--ranks", "8", "-o", "x.json", "--for", "other"), "target 'other' is not known"),
+        (("plan", "example:demo", "--ranks", "8", "--max-moves", "4"), "policy refined plans anew"),
+        (("plan", "example:demo", "-p", "milp", "--min-gain", "1"), "drop --min-gain"),
         (("convert", "example:demo", "x.npz", "--for", "sglang"), "--for sglang is for placements"),
         (("convert", "missing.json", "x.json"), "missing.json does not exist"),
     ],
@@ -137,13 +139,15 @@ def test_plan_writes_for_every_engine_and_says_what_it_did(tmp_path: Path) -> No
 
 def test_plan_from_the_placement_in_use_counts_moves(tmp_path: Path) -> None:
     call("plan", *DEMO, "-o", tmp_path / "now.json")
-    code, out, _ = call(
-        "plan", *DEMO, "-p", "incremental", "--last", 1, "--current", tmp_path / "now.json", "--max-moves", 4, "--json"
-    )
+    last = (*DEMO, "-p", "incremental", "--last", 1, "--current", tmp_path / "now.json", "--json")
+    code, out, _ = call("plan", *last, "--max-moves", 4)
     content = json.loads(out)
     assert code == 0
     assert content["windows"] == 1
     assert 0 <= content["num_moves"] <= 4 * 4
+    by_rank = [json.loads(call("plan", *last, "--max-moves-per-rank", most)[1])["num_moves"] for most in (0, 1)]
+    assert by_rank[0] == 0
+    assert 0 < by_rank[1] <= 4 * 8
     assert [layer["layer"] for layer in content["layers"]] == [1, 2, 3, 4]
     assert all(layer["balancedness"] <= layer["bound"] + 1e-9 for layer in content["layers"])
 
