@@ -8,10 +8,11 @@ Writes benchmarks/results/balancer.md and .json.
 import argparse
 import json
 from collections.abc import Iterable
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from benchmarks.balancer_incremental import gate_rows, incremental_rows, price_rows
+from benchmarks.balancer_incremental import gate_rows, incremental_rows, price_rows, rank_limit_rows
 from benchmarks.balancer_moves import churn_rows, economics_rows, replay_rows, split_rows
 from benchmarks.balancer_plans import load_eplb, rows
 from benchmarks.conditions import RESULTS, conditions, save
@@ -64,7 +65,7 @@ def _rows(part: str, arguments: argparse.Namespace) -> Iterable[dict[str, Any]]:
         case "incremental":
             return incremental_rows()
         case "price":
-            return price_rows()
+            return chain(price_rows(), rank_limit_rows())
         case "gate":
             return gate_rows()
         case "churn":

@@ -1,4 +1,4 @@
-"""Rows of benchmarks/balancer.py about `incremental`: its C loop beside numpy, its prices of moves, its gate."""
+"""Rows of benchmarks/balancer.py about `incremental`: its C loop beside numpy, prices and limits of moves, its gate."""
 
 import time
 from collections.abc import Iterable
@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.balancer_instances import Q3_EP16, V3_EP32, V3_EP72, Shape
+from benchmarks.balancer_instances import Q3_EP16, V3_EP32, V3_EP72, V3_EP144, Shape
 from moe_serve.eplb.cost.model import CostModel
 from moe_serve.eplb.cost.profile_files import load_hardware, load_model_profile
 from moe_serve.eplb.load import balancedness, rank_load
@@ -66,32 +66,55 @@ def price_rows() -> Iterable[dict[str, Any]]:
     for each in (2, 8):
         limits += [{"max_moves": each}, {"max_total_moves": 58 * each}]
     for shape in (V3_EP32, V3_EP72):
-        loads = _loads(shape, 12)
-        first = make_policy("refined").plan(PlanRequest(loads[0], shape.topology, shape.num_slots)).placement
         for limit in limits:
-            current, served, moved, worst, times = first, [], [], 0, []
-            for now, later in pairwise(loads[1:]):
-                begin = time.process_time()
-                plan = make_policy("incremental").plan(
-                    PlanRequest(now, shape.topology, shape.num_slots, current=current, **limit)
-                )
-                times.append(time.process_time() - begin)
-                worst = max(worst, int(_moves(current, plan.placement).max()))
-                current = plan.placement
-                served.append(balancedness(rank_load(later, current)))
-                moved.append(plan.num_moves)
             words = ", ".join(f"{name} {value}" for name, value in limit.items()) or "min_gain of its own"
-            yield {
-                "axis": "price of moves",
-                "instance": f"{shape.words}, lognormal 0.6, rho 0.98, {len(moved)} plans",
-                "policy": f"incremental, {words}",
-                "seeds": 1,
-                "time ms": round(1e3 * float(np.median(times)), 1),
-                "mean": round(float(np.mean(served)), 4),
-                "min": round(float(np.mean([each.min() for each in served])), 4),
-                "other": f"{np.mean(moved):.0f} moves a plan, {worst} in the layer that moves most",
-                "goal": "",
+            row, moved = _followed(shape, "price of moves", words, limit)
+            yield row | {
+                "other": f"{_mean_sum(moved):.0f} moves a plan, {moved.sum(axis=2).max()} in the layer that moves most"
             }
+
+
+def rank_limit_rows() -> Iterable[dict[str, Any]]:
+    """Ten windows, a plan in each: at most so many experts to one rank of a layer."""
+    for shape in (V3_EP32, V3_EP72, V3_EP144):
+        for most in (None, 2, 1):
+            limit = {} if most is None else {"max_rank_moves": most}
+            row, moved = _followed(shape, "experts to one rank", f"max_rank_moves {most}", limit)
+            busiest = moved.max(axis=2)
+            yield row | {
+                "other": f"{_mean_sum(moved):.0f} moves a plan; the busiest rank of a layer receives "
+                f"{busiest.mean():.2f} on average, {busiest.max()} at most"
+            }
+
+
+def _followed(shape: Shape, axis: str, words: str, limit: dict[str, Any]) -> tuple[dict[str, Any], np.ndarray]:
+    """Returns the row of ten plans, each from the last, and the experts that each rank received, [plans, L, R]."""
+    loads = _loads(shape, 12)
+    current = make_policy("refined").plan(PlanRequest(loads[0], shape.topology, shape.num_slots)).placement
+    served, moved, times = [], [], []
+    for now, later in pairwise(loads[1:]):
+        begin = time.process_time()
+        plan = make_policy("incremental").plan(
+            PlanRequest(now, shape.topology, shape.num_slots, current=current, **limit)
+        )
+        times.append(time.process_time() - begin)
+        moved.append(_moves(current, plan.placement))
+        current = plan.placement
+        served.append(balancedness(rank_load(later, current)))
+    return {
+        "axis": axis,
+        "instance": f"{shape.words}, lognormal 0.6, rho 0.98, {len(moved)} plans",
+        "policy": f"incremental, {words}",
+        "seeds": 1,
+        "time ms": round(1e3 * float(np.median(times)), 1),
+        "mean": round(float(np.mean(served)), 4),
+        "min": round(float(np.mean([each.min() for each in served])), 4),
+        "goal": "",
+    }, np.array(moved)
+
+
+def _mean_sum(moved: np.ndarray) -> float:
+    return float(moved.sum(axis=(1, 2)).mean())
 
 
 def gate_rows() -> Iterable[dict[str, Any]]:
@@ -131,8 +154,8 @@ def _loads(shape: Shape, num_windows: int) -> list[np.ndarray]:
 
 
 def _moves(old: Placement, new: Placement) -> np.ndarray:
-    """Returns how many experts the ranks of each layer receive, [L]."""
+    """Returns how many experts each rank receives, [L, R]."""
     shape = (old.num_layers, old.num_ranks, -1)
     held, wanted = (placement.physical_to_logical.reshape(shape) for placement in (old, new))
     missing = ~(wanted[..., :, None] == held[..., None, :]).any(axis=3) & (wanted >= 0)
-    return np.asarray(missing.sum(axis=(1, 2)))
+    return np.asarray(missing.sum(axis=2))

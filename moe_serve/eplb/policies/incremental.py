@@ -83,7 +83,6 @@ class IncrementalPolicy:
         mean = np.where(mean > 0, mean, 1.0)
         unit = problem.weight / mean
         pairs = problem.slots_per_rank == 2 and problem.num_ranks > 2 and rule is None
-        pairs &= problem.request.max_rank_moves != 1  # a rank that is paired anew may receive two
         state = EditState(
             unit,
             table,

@@ -1,7 +1,8 @@
 """Puts the pool of a search onto its broken ranks: heaviest beside lightest, no expert twice, few experts received.
 
 A pair of the pool and a broken rank fit if the rank holds one of the pair's experts in the placement in use; then it
-receives the other one only. The most pairs that can have such a rank each are found by augmenting paths.
+receives the other one only. The most pairs that can have such a rank each are found by augmenting paths. The few ranks
+left over receive two experts; where they may not, one of these trades places with an expert of about the same load.
 """
 
 from collections import defaultdict, deque
@@ -12,11 +13,12 @@ from moe_serve.eplb.policies.problem import Ids
 _Pair = tuple[int, int]
 
 
-def place_pairs(table: Ids, current: Ids, broken: Ints, pool: Ints) -> Ids:
+def place_pairs(table: Ids, current: Ids, broken: Ints, pool: Ints, one_each: bool = False) -> Ids:
     """Returns the table [R, 2] of one layer with the pool [2 B], heaviest first, on the broken ranks [B].
 
     table, current: [R, 2] to edit, and in use
     pool:           ids, -1 = an empty slot; an expert at most B times
+    one_each:       trade experts where a rank would receive two, as far as that is possible
     """
     pairs, held = _pairs_of(pool.tolist()), {r: set(current[r].tolist()) - {-1} for r in broken.tolist()}
     rank_of = _ranks_that_hold(pairs, held)
@@ -24,7 +26,39 @@ def place_pairs(table: Ids, current: Ids, broken: Ints, pool: Ints) -> Ids:
     out = table.copy()
     for index, pair in enumerate(pairs):
         out[rank_of[index] if index in rank_of else left.pop()] = pair
+    if one_each:
+        _trade(out, held, pool.tolist())
     return out
+
+
+def _trade(table: Ids, held: dict[int, set[int]], pool: list[int]) -> None:
+    """Lets ranks that receive two experts trade one, in place, with a rank where both then receive at most one.
+
+    held: what each broken rank holds in the placement in use. Of all trades the one between the closest places in the
+    pool, whose loads differ least. A rank without such a trade stays as it is.
+    """
+    place = {expert: i for i, expert in enumerate(pool)}
+
+    def fits(rank: int, pair: set[int]) -> bool:
+        return len(pair - held[rank] - {-1}) < 2
+
+    for rank in held:
+        pair = table[rank].tolist()
+        if fits(rank, set(pair)):
+            continue
+        trades = []
+        for other in held:
+            theirs = table[other].tolist()
+            for mine, given in ((i, j) for i in range(2) for j in range(2)):
+                kept, their_kept = pair[1 - mine], theirs[1 - given]
+                if theirs[given] == kept >= 0 or pair[mine] == their_kept >= 0:
+                    continue  # an expert twice on one rank
+                if fits(rank, {kept, theirs[given]}) and fits(other, {their_kept, pair[mine]}):
+                    distance = abs(place[pair[mine]] - place[theirs[given]])
+                    trades.append((distance, other, mine, given))
+        if trades:
+            _, other, mine, given = min(trades)
+            table[rank, mine], table[other, given] = table[other, given], table[rank, mine]
 
 
 def _pairs_of(pool: list[int]) -> list[_Pair]:

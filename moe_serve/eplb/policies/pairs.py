@@ -13,12 +13,13 @@ from moe_serve.eplb.policies.greedy import greedy_table
 from moe_serve.eplb.policies.pair_native import find_library, search_pairs_compiled
 from moe_serve.eplb.policies.pair_places import place_pairs
 from moe_serve.eplb.policies.pair_search import Effort, Ints, PairLayer, search_pairs
-from moe_serve.eplb.policies.problem import Ids, Problem, count_moves
+from moe_serve.eplb.policies.problem import Ids, Problem, count_arrivals
 from moe_serve.eplb.policies.replication import minimax_counts, replicas_in
 
 LARGEST_EXPONENT = 330.0  # of a size: products of two, and sums of these, stay finite
 MORE_REPLICAS = 4  # than minimax replication gives, at most
 STEPS_PER_RANK, MOST_STEPS = 420, 60_000
+ATTEMPTS = 3  # of a search whose placement breaks a limit; each begins with another seed
 PLAIN_STEPS = 10_000  # without a compiler: 0.1 s a layer
 
 
@@ -42,7 +43,7 @@ class PairRules:
 def edit_pairs(problem: Problem, table: Ids, layers: Ints, rules: PairRules) -> bool:
     """Edits these layers of a legal table [L, R, 2] in place; they have load. Returns whether the deadline passed.
 
-    A layer keeps its table where no better one within its room is found.
+    A layer keeps its table where no better one within its room, and `max_rank_moves`, is found.
     """
     assert problem.current is not None
     library = find_library()
@@ -53,17 +54,25 @@ def edit_pairs(problem: Problem, table: Ids, layers: Ints, rules: PairRules) -> 
         if problem.deadline.passed:
             return True
         searched = _layer(problem, layer, table[layer], _top_load(problem, layer, fresh[layer]), minimax[layer], rules)
-        moved = int(count_moves(problem.current[layer][None], table[layer][None])[0])
+        moved = count_arrivals(problem.current[layer][None], table[layer][None])[0]
+        most = np.maximum(moved, 2 if problem.request.max_rank_moves is None else problem.request.max_rank_moves)
         allowed = min(int(rules.room[layer]), problem.num_ranks)
-        for attempt in range(3):
+        for attempt in range(ATTEMPTS):
             effort = Effort(allowed, rules.price, steps, _seed(problem.request.seed, layer, attempt))
             if library is None:
                 broken, pool = search_pairs(searched, effort)
             else:
                 broken, pool = search_pairs_compiled(library, searched, effort)
             pool = np.where(pool == problem.weight.shape[1], -1, pool)
-            new = place_pairs(table[layer], problem.current[layer], broken, pool)
-            over = int(count_moves(problem.current[layer][None], new[None])[0]) - moved - int(rules.room[layer])
+            new = place_pairs(
+                table[layer],
+                problem.current[layer],
+                broken,
+                pool,
+                one_each=problem.request.max_rank_moves == 1 and attempt == ATTEMPTS - 1,
+            )
+            arrived = count_arrivals(problem.current[layer][None], new[None])[0]
+            over = max(int(arrived.sum() - moved.sum() - rules.room[layer]), int((arrived > most).sum()))
             if over <= 0:
                 if _top_load(problem, layer, new) <= _top_load(problem, layer, table[layer]):
                     table[layer] = new

@@ -178,8 +178,14 @@ def finish(
 
 def count_moves(old: Ids, new: Ids) -> NDArray[np.int64]:
     """Returns how many experts the ranks of each layer must receive: old, new [L, R, K] -> [L] int64."""
+    arriving: NDArray[np.int64] = count_arrivals(old, new).sum(axis=1)
+    return arriving
+
+
+def count_arrivals(old: Ids, new: Ids) -> NDArray[np.int64]:
+    """Returns how many experts each rank must receive: old, new [L, R, K] -> [L, R] int64."""
     missing = ~(new[:, :, :, None] == old[:, :, None, :]).any(axis=3) & (new >= 0)
-    arriving: NDArray[np.int64] = missing.sum(axis=(1, 2))
+    arriving: NDArray[np.int64] = missing.sum(axis=2)
     return arriving
 
 

@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 from rich.table import Table
 
+from moe_serve.eplb.files.phases import PhaseLoad, load_by_phase, phase_weights
 from moe_serve.eplb.files.placements import placement_to_json
 from moe_serve.eplb.load import LoadTrace, balancedness, rank_load
 from moe_serve.eplb.placement import Placement
@@ -24,7 +25,10 @@ MAX_SERIES = 64  # windows; a plan takes time in proportion to them
 
 @dataclass(frozen=True, eq=False)
 class MadePlan:
-    """A plan beside the placement that it replaces. before: experts in order where none is in use."""
+    """A plan beside the placement that it replaces.
+
+    before: experts in order where none is in use;  phases: that it was planned for one by one
+    """
 
     plan: Plan
     before: Placement
@@ -33,6 +37,7 @@ class MadePlan:
     num_windows: int
     policy: str
     source: str
+    phases: tuple[PhaseLoad, ...] = ()
 
 
 @dataclass(frozen=True, eq=False)
@@ -42,6 +47,7 @@ class TracePlanSettings:
     topology, num_slots: the cluster; num_slots is a multiple of its ranks
     current: placement in use; None = none yet
     last:    plan on the last so many windows only; 0 = on all
+    by_phase: plan for each phase of these windows, not for their sum; with policy series
     fill:    leave no slot empty, for engines without empty slots
     """
 
@@ -50,17 +56,27 @@ class TracePlanSettings:
     policy: str = "refined"
     current: Placement | None = None
     last: int = 0
+    by_phase: bool = False
     fill: bool = False
     rules: PlanRules = field(default_factory=PlanRules)
 
 
 def plan_from_trace(trace: LoadTrace, settings: TracePlanSettings) -> MadePlan:
-    """Returns a plan for the sum of a trace's windows; policy series plans for each of the last ones, all alike.
+    """Returns a plan for the sum of a trace's windows; policy series plans for each of the last ones, all alike, or for
+    each phase, by its share of the time (of the steps, where the trace does not tell their time).
 
-    Raises TraceError when the trace has none, ConfigError for policy series without 2 to MAX_SERIES windows.
+    Raises TraceError when the trace has none, or by_phase one phase only; ConfigError for policy series without 2 to
+    MAX_SERIES windows, and for by_phase with another policy.
     """
-    series = None
-    if settings.policy == "series":
+    series, weights = None, None
+    phases: tuple[PhaseLoad, ...] = ()
+    if settings.by_phase:
+        if settings.policy != "series":
+            raise ConfigError(f"policy {settings.policy} plans for one load; use --by-phase with --policy series")
+        phases = load_by_phase(trace, settings.last)
+        series, weights = np.array([load.tokens for load in phases]), phase_weights(phases)
+        tokens, num_windows = series.sum(axis=0), sum(load.num_windows for load in phases)
+    elif settings.policy == "series":
         series = _last_windows(trace, settings.last)
         tokens, num_windows = series.sum(axis=0), len(series)
     else:
@@ -71,6 +87,7 @@ def plan_from_trace(trace: LoadTrace, settings: TracePlanSettings) -> MadePlan:
         settings.num_slots,
         current=settings.current,
         series=series,
+        series_weights=weights,
         moe_layer_ids=trace.moe_layer_ids,
     )
     chosen = make_policy(settings.policy)
@@ -78,7 +95,9 @@ def plan_from_trace(trace: LoadTrace, settings: TracePlanSettings) -> MadePlan:
     made = chosen.plan(request)
     if settings.fill:
         made = _filled(made, tokens)
-    return MadePlan(made, before, settings.current is not None, tokens, num_windows, settings.policy, trace.source)
+    return MadePlan(
+        made, before, settings.current is not None, tokens, num_windows, settings.policy, trace.source, phases
+    )
 
 
 def _last_windows(trace: LoadTrace, last: int) -> NDArray[np.int64]:
@@ -86,7 +105,7 @@ def _last_windows(trace: LoadTrace, last: int) -> NDArray[np.int64]:
     if not 2 <= last <= MAX_SERIES:
         raise ConfigError(
             "policy series plans for single windows; name how many of the last ones with --last, from 2 to "
-            f"{MAX_SERIES}"
+            f"{MAX_SERIES}, or plan for phases with --by-phase"
         )
     recent = deque((record.tokens for record in trace), maxlen=last)
     if len(recent) < 2:
@@ -157,6 +176,11 @@ def plan_to_json(made: MadePlan) -> dict[str, Any]:
         "policy": made.policy,
         "truncated": made.plan.truncated,
         "num_moves": made.plan.num_moves if made.before_in_use else None,
+        "phases": {
+            load.phase: {"windows": load.num_windows, "steps": load.steps}
+            | {name: float(reached.mean()) for name, reached in _reached(made, load.tokens).items()}
+            for load in made.phases
+        },
         "where_no_split_helps": where_no_split_helps(made.tokens, made.plan.placement),
         "layers": [
             {"layer": layer, "before": float(b), "balancedness": float(p), "bound": float(u), "gap": float(g)}
@@ -164,6 +188,12 @@ def plan_to_json(made: MadePlan) -> dict[str, Any]:
         ],
         "placement": placement_to_json(made.plan.placement),
     }
+
+
+def _reached(made: MadePlan, tokens: NDArray[np.int64]) -> dict[str, NDArray[np.float64]]:
+    """Returns the balancedness of each layer with these tokens, before the plan and with it."""
+    placements = {"before": made.before, "balancedness": made.plan.placement}
+    return {name: balancedness(rank_load(tokens, placement)) for name, placement in placements.items()}
 
 
 def plan_to_table(made: MadePlan, color: bool = False) -> str:
@@ -191,6 +221,12 @@ def plan_to_table(made: MadePlan, color: bool = False) -> str:
         table.add_row(
             name, f"{values.mean():.4f}", f"{values.min():.4f}", str(placement.moe_layer_ids[values.argmin()])
         )
+    for load in made.phases:
+        for name, values in _reached(made, load.tokens).items():
+            words = f"{load.phase}, {'plan' if name == 'balancedness' else rows[0][0]}"
+            table.add_row(
+                words, f"{values.mean():.4f}", f"{values.min():.4f}", str(placement.moe_layer_ids[values.argmin()])
+            )
     console.print(table)
     console.print()
     if made.before_in_use:

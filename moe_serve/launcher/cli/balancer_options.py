@@ -35,6 +35,11 @@ Window = Annotated[
     int,
     typer.Option("--window", min=0, help="Fold so many steps into one window of load; 0 = windows as recorded."),
 ]
+OnlyPhase = Annotated[
+    str | None,
+    typer.Option("--only-phase", help="Only the windows of this phase, prefill, decode or mixed: for engines that "
+                 "serve them apart, each with a placement of its own.", show_default="windows of all phases"),
+]  # fmt: skip
 Topk = Annotated[int | None, typer.Option("--topk", min=1, help="Experts per token, where the trace does not say it.")]
 Experts = Annotated[
     int | None, typer.Option("--experts", min=1, help="Experts per layer, where the trace does not say it.")
@@ -100,14 +105,16 @@ class TraceOptions:
     """How a load trace is read."""
 
     window: Window = 0
+    only_phase: OnlyPhase = None
     experts: Experts = None
     max_pt_gib: MaxPt = 1.0
 
     def open_trace(
         self, path: str, progress: Callable[[int, int], None] | None = None, topk: int | None = None
     ) -> "LoadTrace":
-        """Returns the trace, folded to --window; it is read, and progress called, while it is iterated."""
+        """Returns the trace, its --only-phase folded to --window; it is read, and progress called, while iterated."""
         from moe_serve.eplb.files.fold import folded
+        from moe_serve.eplb.files.phases import of_phase
         from moe_serve.eplb.files.traces import read_trace
 
         limit = int(self.max_pt_gib * 2**30)
@@ -116,6 +123,8 @@ class TraceOptions:
             raise ConfigError(f"--topk is {topk} but the trace says {trace.topk}; leave --topk out")
         if topk is not None:
             trace = replace(trace, topk=topk)
+        if self.only_phase is not None:
+            trace = of_phase(trace, self.only_phase)
         return folded(trace, self.window) if self.window else trace
 
 

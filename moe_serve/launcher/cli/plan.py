@@ -16,6 +16,8 @@ PLAN_HELP = """Plan one placement from a load trace, and write it for the engine
   moe-serve plan dump.pt --nodes 4 --slots 288 -o p.json --for sglang
   moe-serve plan statistics/ --ranks 36 -o lb.yaml --for tensorrt_llm
   moe-serve plan dump.pt --slots 288 -p incremental --current p.json --max-moves 8
+  moe-serve plan load.jsonl --slots 288 --only-phase decode -o decode.json
+  moe-serve plan load.jsonl --slots 288 -p series --by-phase -o both.json
 """
 
 
@@ -32,12 +34,17 @@ class PlanCommandOptions(opt.ReportOptions, PlanOptions, opt.TraceOptions, opt.C
     last: Annotated[
         int, typer.Option(min=0, help="Plan on the last so many windows only; 0 = on all; 2 to 64 for -p series.")
     ] = 0
+    by_phase: Annotated[
+        bool,
+        typer.Option("--by-phase", help="With -p series: one placement that is good in prefill and in decode (and in "
+                     "windows of both), not for their sum."),
+    ] = False  # fmt: skip
     num_model_layers: opt.ModelLayers = None
 
 
 @balancer_command(PlanCommandOptions)
 def plan(options: PlanCommandOptions) -> None:
-    """Plans on the sum of a trace's windows, prints what it gains, and writes the placement."""
+    """Plans on a trace's windows, prints what it gains, and writes the placement."""
     from moe_serve.eplb.files.placements import write_placement
     from moe_serve.eplb.replay.plan_trace import TracePlanSettings, plan_from_trace, plan_to_json, plan_to_table
 
@@ -51,6 +58,7 @@ def plan(options: PlanCommandOptions) -> None:
             policy=options.policy,
             current=options.read_current(topology, load),
             last=options.last,
+            by_phase=options.by_phase,
             fill=options.target != "moe_serve",
             rules=options.rules(),
         )

@@ -120,11 +120,12 @@ class ReplayOptions(opt.PageOptions, opt.CostOptions, PlanOptions, opt.TraceOpti
             "--redundant": self.redundant,
             "--current": self.current,
             "--window": self.window,
+            "--only-phase": self.only_phase,
         }
         wrong = [name for name, value in given.items() if value]
         if wrong:
             raise ConfigError(
-                f"--like-server takes ranks, slots and windows from the trace; leave {', '.join(wrong)} out"
+                f"--like-server takes ranks, slots and all windows from the trace; leave {', '.join(wrong)} out"
             )
 
 

@@ -1,0 +1,109 @@
+"""Prefill and decode of a trace apart: the windows of one phase, or the load of each. Both stream.
+
+A record without tokens says nothing of a phase, whatever it is called, and counts for none.
+"""
+
+from collections import Counter, deque
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from moe_serve.eplb.load import PHASES, LoadRecord, LoadTrace
+from moe_serve.errors import ConfigError, TraceError
+
+
+@dataclass(frozen=True, eq=False)
+class PhaseLoad:
+    """The windows of one phase, those with tokens.
+
+    tokens:  [L, E] of all of them
+    steps:   that ran a forward, as far as the records tell
+    seconds: these took; None where a record does not tell
+    """
+
+    phase: str
+    tokens: NDArray[np.int64]
+    num_windows: int
+    steps: int
+    seconds: float | None
+
+
+def of_phase(trace: LoadTrace, phase: str) -> LoadTrace:
+    """Returns the trace with the records of one phase, those with tokens.
+
+    Iterating it raises TraceError where there is none; the message names the phases that the trace has. Raises
+    ConfigError for a phase that is none of PHASES.
+    """
+    if phase not in PHASES:
+        raise ConfigError(f"phase is {phase!r}; give one of {', '.join(PHASES)}")
+    words = f"{trace.source or 'trace'}, {phase} windows"
+    return replace(trace, open_records=_OnePhase(trace, phase), source=words, num_records=None)
+
+
+@dataclass(frozen=True)
+class _OnePhase:
+    trace: LoadTrace
+    phase: str
+
+    def __call__(self) -> Iterator[LoadRecord]:
+        seen: Counter[str] = Counter()
+        for record in self.trace:
+            if not record.tokens.any():
+                continue
+            seen[record.phase] += 1
+            if record.phase == self.phase:
+                yield record
+        if not seen[self.phase]:
+            raise TraceError(
+                f"{self.trace.source or 'the trace'} has no {self.phase} windows with tokens, but {_words(seen)}; "
+                "choose a phase that it has"
+            )
+
+
+def load_by_phase(trace: LoadTrace, last: int = 0) -> tuple[PhaseLoad, ...]:
+    """Returns the load of each phase of the last windows with tokens (0: of all), in the order of PHASES.
+
+    Raises TraceError where these are of fewer than two phases.
+    """
+    # Of a record, what is needed alone: the last ones are kept, and they may have large optional parts.
+    windows: Iterable[PhaseLoad] = (_window(record) for record in trace if record.tokens.any())
+    loads: dict[str, PhaseLoad] = {}
+    for window in deque(windows, maxlen=last) if last else windows:
+        loads[window.phase] = _added(loads[window.phase], window) if window.phase in loads else window
+    if len(loads) < 2:
+        seen = Counter({name: load.num_windows for name, load in loads.items()})
+        raise TraceError(
+            f"{trace.source or 'the trace'} has {_words(seen)}, and a plan by phase needs windows of two phases; plan "
+            "without --by-phase"
+        )
+    return tuple(loads[phase] for phase in PHASES if phase in loads)
+
+
+def phase_weights(loads: tuple[PhaseLoad, ...]) -> tuple[float, ...]:
+    """Returns the share of each phase in the time of all steps; in their number, where a time is not known."""
+    seconds = [load.seconds for load in loads if load.seconds is not None]
+    timed = len(seconds) == len(loads) and any(seconds)
+    amounts = seconds if timed else [float(load.steps) for load in loads]
+    whole = sum(amounts)
+    return tuple(amount / whole if whole else 1 / len(loads) for amount in amounts)
+
+
+def _window(record: LoadRecord) -> PhaseLoad:
+    seconds = None if record.step_time_s is None else record.step_time_s * record.busy_steps
+    return PhaseLoad(record.phase, record.tokens, 1, record.busy_steps, seconds)
+
+
+def _added(one: PhaseLoad, other: PhaseLoad) -> PhaseLoad:
+    return PhaseLoad(
+        one.phase,
+        one.tokens + other.tokens,
+        one.num_windows + other.num_windows,
+        one.steps + other.steps,
+        None if one.seconds is None or other.seconds is None else one.seconds + other.seconds,
+    )
+
+
+def _words(num_windows: Counter[str]) -> str:
+    return " and ".join(f"{num_windows[name]} {name} windows" for name in PHASES if num_windows[name]) or "no windows"
