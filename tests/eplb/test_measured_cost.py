@@ -41,6 +41,7 @@ def draw(rng):
 def test_prices_converge_to_the_true_ones_from_any_start(factor):
     rng = np.random.default_rng(1)
     cost = MeasuredCost(PriorPrices(TOKEN_S * factor, 1e-3), 0.05)
+    assert cost.learns, "so that windows without a move are waited for"
     for _ in range(60):
         assert cost.learn_window(world(draw(rng), START, rng, 0.02), START)
     assert cost.base_s == pytest.approx(BASE_S, rel=0.05)

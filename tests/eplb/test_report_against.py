@@ -54,6 +54,7 @@ def test_changes_are_told_by_policy_and_window(tmp_path: Path) -> None:
     row["served_mean"] -= 0.125
     row["moves"] *= 2
     series["served_mean"][0] -= 0.5
+    series["served_mean"][1] -= 0.25
     series["served_mean"][2] += 0.25
     (tmp_path / "before.json").write_text(json.dumps(content))
     was = read_report(tmp_path / "before.json")
@@ -63,7 +64,7 @@ def test_changes_are_told_by_policy_and_window(tmp_path: Path) -> None:
     moves = int(found.policies[0].moves.sum())
     (sentence,) = against_to_json(found, was)["verdict"]
     assert f"(+0.1250), moves {moves} experts instead of {2 * moves}." in sentence
-    assert sentence.endswith("Better in 1 of 3 windows, worse in 1, most at step 30 (-0.2500).")
+    assert sentence.endswith("Better in 2 of 3 windows, worse in 1, most at step 30 (-0.2500).")
 
 
 @pytest.mark.parametrize(

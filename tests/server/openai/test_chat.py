@@ -1,5 +1,6 @@
 """`/v1/chat/completions` answers as OpenAI's does, in JSON and in streams. Without a model."""
 
+import json
 import os
 import threading
 from pathlib import Path
@@ -87,6 +88,7 @@ async def test_parts_of_text_are_joined_and_the_last_message_can_go_on(tmp_path:
     assert texts == [f"{start}\n<assistant>", start]
 
 
+MANY = json.dumps({"a": [0] * 40_000})
 WRONG = [
     ({}, "messages", "messages is missing"),
     ({"messages": []}, "messages", "at least one message"),
@@ -103,6 +105,8 @@ WRONG = [
      "messages[].tool_calls", "16386 entries, at most 16384"),
     ({"messages": HI, "chat_template_kwargs": {"a": [[[]]] * 33_000}}, "chat_template_kwargs",
      "more than 65536 values"),
+    ({"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": MANY}}]}] * 2},
+     "messages[].tool_calls", "more than 65536 values"),
     ({"messages": HI, "documents": [{}] * 1025}, "documents", "1025 entries, at most 1024"),
     ({"messages": HI, "chat_template": "x"}, "chat_template", "--trust-request-chat-template"),
     ({"messages": HI, "chat_template_kwargs": {"messages": []}}, "chat_template_kwargs", "not a variable"),
