@@ -74,7 +74,7 @@ class GqaAttention:
     def layer(self, index: int, weights: dict[str, Tensor], rope: RopeSpec, forms: WeightForms) -> "GqaLayer":
         """Takes the weights of layer `index` (named as in weight_plan.py) out of `weights`."""
         spec = self.spec
-        qkv, bias = weights.pop("qkv"), weights.pop("qkv_bias", None)
+        qkv, bias, scale = weights.pop("qkv"), weights.pop("qkv_bias", None), weights.pop("qkv_scale", None)
         norm = None
         rotates = index not in spec.unrotated_layer_ids
         if spec.qk_norm == "unit" and rotates:  # transformers norms behind the rotation, which changes no length
@@ -87,18 +87,20 @@ class GqaAttention:
             order = torch.cat((pair_order(rope.dim, qkv.device), rest))
             qkv = self._reorder(qkv, order)
             bias = None if bias is None else self._reorder(bias, order)
+            scale = None if scale is None else self._reorder(scale, order)
             norm = None if norm is None else norm[:, order].contiguous()
-        out = forms.linear(weights.pop("o"), weights.pop("o_bias", None))
+        out = forms.linear(weights.pop("o"), weights.pop("o_bias", None), weights.pop("o_scale", None))
         sinks = weights.pop("sinks") if spec.has_sinks else None
         visible = spec.window_of(index), spec.chunk_of(index)
-        return GqaLayer(self, index, forms.linear(qkv, bias), norm, out, *visible, sinks, rotates)
+        return GqaLayer(self, index, forms.linear(qkv, bias, scale), norm, out, *visible, sinks, rotates)
 
     def _reorder(self, qkv: Tensor, order: Tensor) -> Tensor:
         """Returns the fused projection with the rows of every query and key head reordered."""
         spec = self.spec
-        heads = qkv.view(-1, spec.head_dim, *qkv.shape[1:])
+        bits = qkv.view(torch.uint8) if qkv.dtype == torch.float8_e4m3fn else qkv  # which torch can index
+        heads = bits.view(-1, spec.head_dim, *qkv.shape[1:])
         num_rotated = spec.num_heads + spec.num_kv_heads
-        return torch.cat((heads[:num_rotated, order], heads[num_rotated:])).flatten(0, 1)
+        return torch.cat((heads[:num_rotated, order], heads[num_rotated:])).flatten(0, 1).view(qkv.dtype)
 
 
 @dataclass(frozen=True, eq=False)

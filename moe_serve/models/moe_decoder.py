@@ -126,4 +126,5 @@ def _norm(weights: dict[str, Tensor], name: str) -> AnyNorm:
 
 
 def _mlp(weights: dict[str, Tensor], prefix: str, forms: WeightForms) -> GatedMlp | PackedMlp:
-    return forms.mlp(weights.pop(prefix + "gate_up"), weights.pop(prefix + "down"))
+    scales = weights.pop(prefix + "gate_up_scale", None), weights.pop(prefix + "down_scale", None)
+    return forms.mlp(weights.pop(prefix + "gate_up"), weights.pop(prefix + "down"), scales)

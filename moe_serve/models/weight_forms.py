@@ -11,6 +11,8 @@ from moe_serve.kernels.linear import HeadLinear, Linear
 from moe_serve.kernels.numerics import Numerics
 from moe_serve.kernels.silu_mul import silu_mul
 
+Scales = tuple[Tensor | None, Tensor | None]  # of gate and up, and of down
+
 
 class GatedMlp:
     """down(silu(gate(x)) * up(x)), of dense layers and shared experts."""
@@ -28,14 +30,15 @@ class GatedMlp:
 class PackedMlp:
     """The same function by the compiled kernel of experts, with one slot."""
 
-    def __init__(self, gate_up: Tensor, down: Tensor):
-        """gate_up: [2 I, H], gate rows first;  down: [H, I]; float32 or bfloat16"""
+    def __init__(self, gate_up: Tensor, down: Tensor, scales: Scales = (None, None)):
+        """gate_up: [2 I, H], gate rows first;  down: [H, I]; float32 or bfloat16, or FP8 with scales [2 I] and [H]"""
         hidden, width = down.shape
         packed_gate_up = zeros_in_huge_pages((1, gate_up_size(width, hidden)), gate_up.dtype)
         packed_down = zeros_in_huge_pages((1, packed_size(hidden, width)), down.dtype)
         pack_gate_up(gate_up, packed_gate_up[0])
         pack(down, packed_down[0])
-        self.experts = PackedExperts(packed_gate_up, packed_down, hidden, width)
+        gate_up_scale, down_scale = (None if scale is None else scale[None] for scale in scales)
+        self.experts = PackedExperts(packed_gate_up, packed_down, hidden, width, gate_up_scale, down_scale)
 
     def __call__(self, x: Tensor) -> Tensor:
         """x: [T, H] float32 -> [T, H]"""
@@ -63,10 +66,13 @@ class WeightForms:
         projection = PackedLinear(weight, bias)
         return projection.rows if head is None else RowTable.of(rows), projection
 
-    def linear(self, weight: Tensor, bias: Tensor | None = None) -> Linear | PackedLinear:
-        """weight: [n, k], bias: [n] -> a function of rows [T, k] -> [T, n]"""
+    def linear(self, weight: Tensor, bias: Tensor | None = None, scale: Tensor | None = None) -> Linear | PackedLinear:
+        """weight: [n, k], bias: [n] -> a function of rows [T, k] -> [T, n]
+
+        scale: [n], of a weight in FP8, which the compiled kernels alone take
+        """
         if self._numerics.compiled:
-            return PackedLinear(weight, bias)
+            return PackedLinear(weight, bias, scale)
         return Linear(weight, bias, self._numerics, self._proven)
 
     def ones(self, *shape: int, like: Tensor) -> Tensor:
@@ -79,9 +85,12 @@ class WeightForms:
             return PackedHeads(weight)
         return HeadLinear(weight, self._numerics, self._proven)
 
-    def mlp(self, gate_up: Tensor, down: Tensor) -> GatedMlp | PackedMlp:
-        """gate_up: [2 I, H], gate rows first;  down: [H, I] -> a function of rows [T, H] -> [T, H]"""
+    def mlp(self, gate_up: Tensor, down: Tensor, scales: Scales = (None, None)) -> GatedMlp | PackedMlp:
+        """gate_up: [2 I, H], gate rows first;  down: [H, I] -> a function of rows [T, H] -> [T, H]
+
+        scales: [2 I] and [H], of weights in FP8, which the compiled kernels alone take
+        """
         if self._numerics.compiled:
-            return PackedMlp(gate_up, down)
+            return PackedMlp(gate_up, down, scales)
         linear = (Linear(weight, None, self._numerics, self._proven) for weight in (gate_up, down))
         return GatedMlp(*linear)

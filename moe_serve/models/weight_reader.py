@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
+from moe_serve.ep.expert_form import scale_of
 from moe_serve.kernels.fp8_block import GROUP, Fp8Block
 from moe_serve.kernels.grouped_gemm_int8 import quantize_int8
 from moe_serve.kernels.mxfp4 import dequantise_mxfp4
@@ -73,14 +74,22 @@ class WeightReader:
                 total += sum(self._parts.num_bytes(part) for expert in experts for part in plan.parts_of(expert))
         return total
 
-    def dense(self, plan: DenseTensor) -> Tensor:
-        """Returns a dense tensor on the device."""
-        out = torch.empty(plan.shape, dtype=self._share.dense_dtype(plan), device=self._share.device)
+    def dense(self, plan: DenseTensor) -> dict[str, Tensor]:
+        """Returns a dense tensor on the device, and the scales [n] of one that is kept in FP8, by name."""
+        dtype, device = self._share.dense_dtype(plan), self._share.device
+        out = torch.empty(plan.shape, dtype=dtype, device=device)
+        scales = torch.empty(plan.shape[0], device=device) if dtype == torch.float8_e4m3fn else None
         row = 0
         for part in plan.parts:
-            self._read(part, out[row : row + part.shape[0]])
-            row += part.shape[0]
-        return out
+            rows = slice(row, row + part.shape[0])
+            row = rows.stop
+            if scales is None:
+                self._read(part, out[rows])
+                continue
+            values, scales[rows] = self._stored_fp8(part, None)
+            out[rows].copy_(values)
+            self._report()
+        return {plan.name: out} if scales is None else {plan.name: out, scale_of(plan.name): scales}
 
     def experts(self, plan: ExpertTensor) -> dict[str, Tensor]:
         """Returns the slots of one matrix, and of its scales where the form has them, by name.

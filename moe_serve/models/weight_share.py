@@ -58,9 +58,13 @@ class WeightShare:
 
     @property
     def dense_bytes(self) -> dict[str, int]:
-        """Returns the size of each dense tensor by its name."""
-        plans = dense_tensors(self.spec)
-        return {plan.name: math.prod(plan.shape) * self.dense_dtype(plan).itemsize for plan in plans}
+        """Returns the size of each dense tensor by its name, with the scales of FP8."""
+        sizes = {}
+        for plan in dense_tensors(self.spec):
+            dtype = self.dense_dtype(plan)
+            scales = plan.shape[0] * 4 if dtype == torch.float8_e4m3fn else 0
+            sizes[plan.name] = math.prod(plan.shape) * dtype.itemsize + scales
+        return sizes
 
     @property
     def num_slots(self) -> int:

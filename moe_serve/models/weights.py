@@ -26,7 +26,7 @@ from moe_serve.models.weight_share import WeightShare
 class LoadedWeights:
     """One rank's weights, on the device.
 
-    dense:      tensors named as in weight_plan.py
+    dense:      tensors named as in weight_plan.py, with "NAME_scale" [n] of those in FP8
     experts:    per MoE layer (its model layer id) the tensors of expert_form.SlotForm, [slots_per_rank, ...]:
                 "gate_up", "down", their scales and biases; an empty slot holds zeros
     slot_form:  of the experts' slots
@@ -55,7 +55,9 @@ def load_weights(folder: str | Path, share: WeightShare, progress: Progress | No
         reader.check()
         if progress is not None:
             reader.report_to(progress)
-        dense = {plan.name: reader.dense(plan) for plan in dense_tensors(spec)}
+        dense: dict[str, Tensor] = {}
+        for dense_plan in dense_tensors(spec):
+            dense |= reader.dense(dense_plan)
         experts: dict[int, dict[str, Tensor]] = {layer: {} for layer in spec.moe_layer_ids}
         for plan in expert_tensors(spec):
             experts[plan.layer_id] |= reader.experts(plan)

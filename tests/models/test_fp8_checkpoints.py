@@ -3,6 +3,7 @@
 import json
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from moe_serve.models.weight_share import WeightShare
 from moe_serve.models.weights import load_weights
 from tests.models.families import oracle_logits
 from tests.models.fp8_checkpoint import CONFIG, SCALES, compressed, quantise_whole_rows, write_fp8_checkpoint
-from tests.models.runner import Runner, decoder_with, load_decoder, one_rank
+from tests.models.runner import Runner, decoder_with, one_rank
 from tests.models.test_weights import assert_equal, load, placed, rewritten
 from tests.tolerance import LOGITS, relative_error
 
@@ -213,14 +214,18 @@ def test_checkpoints_of_compressed_tensors_match_transformers_on_values_times_sc
 
     stored = StoredWeights.of(spec, fp8)
     assert stored.keeps_fp8
-    kept = load_weights(fp8, WeightShare(spec, one_rank(spec), 0, torch.float32, "cpu", "fp8", stored))
+    share = WeightShare(spec, one_rank(spec), 0, torch.float32, "cpu", "fp8", stored)
+    in_float32 = replace(stored, dense=dict.fromkeys(stored.dense, torch.float32))
+    kept, wide = load_weights(fp8, share), load_weights(fp8, replace(share, form="dense", stored=in_float32))
+    in_fp8 = [each for each, tensor in kept.dense.items() if tensor.dtype == torch.float8_e4m3fn]
+    assert {"layers.0.o", "layers.0.qkv" if name != "deepseek_v2" else "layers.0.o"} <= set(in_fp8)
+    for each in in_fp8:
+        assert share.dense_bytes[each] == kept.dense[each].nbytes + kept.dense[each + "_scale"].nbytes
     model = AutoModelForCausalLM.from_pretrained(plain, dtype=torch.float32, attn_implementation="eager").eval()
     ids = torch.randint(3, 256, (70,), generator=torch.Generator().manual_seed(1)).tolist()
     got = []
-    for decoder in (
-        load_decoder(fp8, COMPILED, moe_layer=MoeLayer),
-        decoder_with(MoeLayer, spec, kept, COMPILED),
-    ):
+    for weights in (wide, kept):
+        decoder = decoder_with(MoeLayer, spec, weights, COMPILED)
         runner = Runner(decoder, COMPILED)
         request = runner.request("request", ids)
         runner.prefill([request], chunk=40)

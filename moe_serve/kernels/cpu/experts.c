@@ -91,12 +91,6 @@ INLINE const uint8_t *exponents_of(const void *scale, i64 kind, i64 slot, i64 n,
     return (const uint8_t *)panel_at(of_slot, panel, k / MX_BLOCK, INT8);
 }
 
-/* Writes the scales of columns as a tile takes them, and zeros up to `count`. */
-INLINE void channel_scales(const float *scale, i64 wanted, i64 count, float *to)
-{
-    for (i64 c = 0; c < count; c++) to[c] = c < wanted ? scale[c] * E4M3_UNIT : 0;
-}
-
 INLINE void scale_columns(float *y, const float *scale, i64 count)
 {
     for (i64 c = 0; c < count; c++) y[c] *= scale[c];

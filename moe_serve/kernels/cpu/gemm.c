@@ -9,6 +9,7 @@ typedef struct { /* as linear.py fills it */
     i64 heads, n, k, kind;
     const char *weight; /* [heads][packed] */
     const float *bias;  /* [heads, n], or 0 */
+    const float *scale; /* E4M3: of channels, [heads, n]; else 0 */
 } Linear;
 
 typedef struct {
@@ -24,9 +25,10 @@ static void linear_panel(const LinearJob *j, i64 head, i64 panel)
     const Linear *l = j->linear;
     i64 column = panel * PANEL, head_bytes = packed_bytes(l->n, l->k, l->kind);
     const float *x[ROW_BLOCK];
-    float *y[ROW_BLOCK], *out[ROW_BLOCK], spare[ROW_BLOCK][PANEL];
+    float *y[ROW_BLOCK], *out[ROW_BLOCK], spare[ROW_BLOCK][PANEL], channels[PANEL];
     Panel p = {l->kind, panel_width(l->n, panel), l->k, panel_at(l->weight + head * head_bytes, panel, l->k, l->kind), {0, 0}};
     i64 wanted = least(p.width, l->n - column);
+    if (l->scale) channel_scales(l->scale + head * l->n + column, wanted, p.width, channels), p.channels = channels;
     for (i64 r = 0; r < j->rows; r++) {
         x[r] = j->x + r * j->x_row + head * j->x_head;
         out[r] = j->y + r * j->y_row + head * j->y_head + column;

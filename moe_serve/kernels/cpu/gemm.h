@@ -126,6 +126,12 @@ typedef void (*RowsByPanel)(const Tile *, i64 rows);
 static const RowsByPanel by_direct[] = {float32_direct, bfloat16_direct, int8_direct, e4m3_direct, mxfp4_direct};
 static const RowsByPanel by_keep[] = {float32_again, bfloat16_keep, int8_keep, e4m3_keep, mxfp4_keep};
 
+/* Writes the scales of columns as a tile takes them, and zeros behind them, for Panel.channels. */
+INLINE void channel_scales(const float *scale, i64 wanted, i64 count, float *to)
+{
+    for (i64 c = 0; c < count; c++) to[c] = c < wanted ? scale[c] * E4M3_UNIT : 0;
+}
+
 INLINE i64 k_block(i64 kind) { return kind == E4M3 ? SCALE_GROUP : K_BLOCK; }
 INLINE i64 row_blocks(i64 rows) { return (rows + MOST_ROWS - 1) / MOST_ROWS; }
 

@@ -37,24 +37,26 @@ class RowTable:
 class _Projection:
     """heads matrices [n, k], packed; a block of int64 holds their facts, as gemm.c reads them."""
 
-    def __init__(self, weight: Tensor, bias: Tensor | None):
+    def __init__(self, weight: Tensor, bias: Tensor | None, scale: Tensor | None = None):
+        assert (scale is None) == (weight.dtype != torch.float8_e4m3fn), "FP8 has scales, and nothing else has"
         heads, n, k = weight.shape
         self._packed = zeros_in_huge_pages((heads, packed_size(n, k)), weight.dtype)
         for head in range(heads):
             pack(weight[head], self._packed[head])
         self._bias = None if bias is None else bias.float().contiguous()
-        addresses = (self._packed.data_ptr(), 0 if self._bias is None else self._bias.data_ptr())
+        self._scale = None if scale is None else scale.float().contiguous()
+        addresses = (0 if each is None else each.data_ptr() for each in (self._packed, self._bias, self._scale))
         self.facts = torch.tensor([heads, n, k, KINDS.index(weight.dtype), *addresses])
         self._at = self.facts.data_ptr()
         self._linear = cpu_library().call.linear
 
 
 class PackedLinear(_Projection):
-    """y = x W^T + b with weights of float32 or bfloat16. A row's bits depend on that row only."""
+    """y = x W^T + b with weights of float32, bfloat16 or FP8. A row's bits depend on that row only."""
 
-    def __init__(self, weight: Tensor, bias: Tensor | None = None):
-        """weight: [n, k] float32 or bfloat16, bias: [n] or None"""
-        super().__init__(weight[None], bias)
+    def __init__(self, weight: Tensor, bias: Tensor | None = None, scale: Tensor | None = None):
+        """weight: [n, k] float32, bfloat16 or float8_e4m3fn, bias: [n] or None, scale: of FP8, [n]"""
+        super().__init__(weight[None], bias, scale)
         self.out_features, self.in_features = weight.shape
 
     def __call__(self, x: Tensor) -> Tensor:
