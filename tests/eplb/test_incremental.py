@@ -174,6 +174,20 @@ def test_under_a_hierarchy_primaries_stay_home_and_the_budget_holds():
     assert (made.balancedness >= balancedness(rank_load(later, current)) - 1e-9).mean() >= 0.5
 
 
+@pytest.mark.parametrize("seed", [1, 9, 15])
+def test_under_a_hard_hierarchy_not_even_an_idle_expert_leaves_its_node(seed):
+    """It would have load away from home in the next window, and the whole layer would then be planned anew."""
+    rng = np.random.default_rng(seed)
+    top = Topology(2, 4)
+    tokens = rng.lognormal(0, 1, (8, 24)).round(2)
+    current = plan(tokens, top, 40, name="refined", num_groups=4, off_home=0.0).placement
+    later = np.where(rng.random(24) < 0.3, 0.0, tokens[:, ::-1])
+    made = plan(later, top, 40, current, num_groups=4, off_home=0.0)
+    assert made.num_moves > 0
+    held = holds(made.placement.physical_to_logical.reshape(8, 2, -1), 24)
+    assert (held.sum(axis=1) == 1).all()
+
+
 def test_without_a_placement_in_use_the_plan_is_refined():
     tokens = lognormal(2, 32, 0.8)
     made = plan(tokens, Topology(1, 8), 40)

@@ -194,7 +194,8 @@ static void best_swap(const Layer *l, const State *s, i64 room, Edit *best) {
     }
 }
 
-/* Which experts may have one more replica off home: the share served there stays within the budget. */
+/* Which experts may have one more replica off home: the share served there stays within the budget. With a budget of 0
+   not even an idle expert may. */
 static void may_go_off_home(const Layer *l, State *s) {
     double off = 0.0, total = 0.0;
     for (i64 e = 0; e < l->num_experts; e++) {
@@ -202,7 +203,7 @@ static void may_go_off_home(const Layer *l, State *s) {
         off = off + l->unit[e] * (1.0 - (double)s->at_home[e] / (double)count);
         total = total + l->unit[e];
     }
-    double most = l->numbers[3] * (total > 1e-300 ? total : 1e-300);
+    double most = l->numbers[3] > 0.0 ? l->numbers[3] * (total > 1e-300 ? total : 1e-300) : -1.0;
     for (i64 e = 0; e < l->num_experts; e++) {
         i64 count = s->count[e] > 1 ? s->count[e] : 1;
         double now = l->unit[e] * (1.0 - (double)s->at_home[e] / (double)count);

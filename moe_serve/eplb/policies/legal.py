@@ -45,13 +45,16 @@ class HomeRule:
         return at_home
 
     def may_receive(self, state: EditState) -> Bools:
-        """Returns whether one more replica of an expert on a rank keeps the rule, [L, R, E]."""
+        """Returns whether one more replica of an expert on a rank keeps the rule, [L, R, E].
+
+        With a budget of 0 not even an idle expert may leave its node: the next window may bring it load.
+        """
         count, home = np.maximum(state.count, 1), self.home_replicas(state)
         away = state.unit * (1 - home / count)
         total = np.maximum(sum_in_order(state.unit, axis=1), 1e-300)[:, None]
         after = sum_in_order(away, axis=1)[:, None] - away + state.unit * (1 - home / (count + 1))
         local = self.homes[:, None, :] == self.node_of[None, :, None]
-        may: Bools = local | (after <= self.budget * total)[:, None, :]
+        may: Bools = local | ((self.budget > 0) & (after <= self.budget * total))[:, None, :]
         return may
 
     def must_stay(self, state: EditState) -> Bools:
