@@ -14,6 +14,7 @@ from moe_serve.eplb.load import LoadTrace, balancedness, rank_load
 from moe_serve.eplb.placement import Placement
 from moe_serve.eplb.policies.make import make_policy
 from moe_serve.eplb.policies.policy import Plan, PlanRules
+from moe_serve.eplb.policies.problem import as_table, count_moves
 from moe_serve.eplb.replay.settings import starting_placement
 from moe_serve.eplb.replay.terminal import printed, text_console
 from moe_serve.eplb.split_limit import where_no_split_helps
@@ -94,7 +95,7 @@ def plan_from_trace(trace: LoadTrace, settings: TracePlanSettings) -> MadePlan:
     before = settings.current or starting_placement(trace, settings.topology, settings.num_slots)
     made = chosen.plan(request)
     if settings.fill:
-        made = _filled(made, tokens)
+        made = _filled(made, tokens, settings)
     return MadePlan(
         made, before, settings.current is not None, tokens, num_windows, settings.policy, trace.source, phases
     )
@@ -133,31 +134,45 @@ def _summed(trace: LoadTrace, last: int) -> tuple[NDArray[np.int64], int]:
     return total, min(count, last) if last else count
 
 
-def fill_empty_slots(placement: Placement, tokens: NDArray[np.int64]) -> Placement:
+def fill_empty_slots(placement: Placement, tokens: NDArray[np.int64], num_nodes: int = 1) -> Placement:
     """Returns the placement with one more replica of an expert in every empty slot.
 
-    Each takes the expert that leaves the layer's largest rank load lowest, the lowest id on a tie, of those that its
-    rank does not hold yet (of all where it holds all).
+    num_nodes: experts stay on the nodes that hold them; 1 = they may go anywhere
+    Each slot takes the expert that leaves the layer's largest rank load lowest, the lowest id on a tie, of those that
+    its rank does not hold yet (of all where it holds all).
     """
     table = placement.physical_to_logical.copy()
-    per_rank = placement.slots_per_rank
-    for row, slot in np.argwhere(table < 0).tolist():
-        rank = slot // per_rank
-        held = set(table[row, rank * per_rank : (rank + 1) * per_rank].tolist())
-        choices = [expert for expert in range(placement.num_logical) if expert not in held]
-        worth: list[tuple[float, int]] = []
-        for expert in choices or range(placement.num_logical):
-            table[row, slot] = expert
-            tried = Placement(table[row : row + 1], placement.num_logical, placement.num_ranks)
-            worth.append((float(rank_load(tokens[row : row + 1], tried).max()), expert))
-        table[row, slot] = min(worth)[1]
+    num_ranks, num_logical = placement.num_ranks, placement.num_logical
+    for row in np.flatnonzero((table < 0).any(axis=1)).tolist():
+        by_rank = table[row].reshape(num_ranks, -1)
+        load = tokens[row].astype(np.float64)
+        held = np.zeros((num_ranks, num_logical), dtype=np.int64)  # replicas
+        ranks, slots = np.nonzero(by_rank >= 0)
+        np.add.at(held, (ranks, by_rank[ranks, slots]), 1)
+        for rank, slot in np.argwhere(by_rank < 0).tolist():
+            count = held.sum(axis=0)
+            each, next_each = load / np.maximum(count, 1), load / (count + 1)
+            after = (held @ each)[:, None] - held * (each - next_each)  # [R, E]: with one more replica of an expert
+            after[rank] += next_each
+            here = held.reshape(num_nodes, -1, num_logical)[rank * num_nodes // num_ranks].any(axis=0)
+            choices = np.flatnonzero(here & (held[rank] == 0))
+            if not len(choices):
+                choices = np.flatnonzero(here) if here.any() else np.arange(num_logical)
+            expert = choices[after.max(axis=0)[choices].argmin()]
+            by_rank[rank, slot] = expert
+            held[rank, expert] += 1
     return replace(placement, physical_to_logical=table)
 
 
-def _filled(plan: Plan, tokens: NDArray[np.int64]) -> Plan:
-    placement = fill_empty_slots(plan.placement, tokens)
+def _filled(plan: Plan, tokens: NDArray[np.int64], settings: TracePlanSettings) -> Plan:
+    placement = fill_empty_slots(
+        plan.placement, tokens, settings.topology.num_nodes if settings.rules.off_home < 1 else 1
+    )
     balance = balancedness(rank_load(tokens, placement))
-    num_moves = plan.num_moves + int((plan.placement.physical_to_logical < 0).sum()) if plan.num_moves else 0
+    num_moves = 0
+    if settings.current is not None:
+        ranks = np.arange(placement.num_ranks)
+        num_moves = int(count_moves(as_table(settings.current, ranks), as_table(placement, ranks)).sum())
     return replace(
         plan, placement=placement, balancedness=balance, gap=plan.bound - balance, num_moves=num_moves, shares=None
     )
