@@ -8,7 +8,6 @@ Writes benchmarks/results/balancer.md and .json.
 import argparse
 import json
 from collections.abc import Iterable
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ from benchmarks.balancer_moves import churn_rows, economics_rows, replay_rows, s
 from benchmarks.balancer_plans import load_eplb, rows
 from benchmarks.conditions import RESULTS, conditions, save
 
-PARTS = ("plans", "incremental", "price", "churn", "split", "economics", "gate", "replay")
+PARTS = ("plans", "incremental", "price", "limits", "churn", "split", "economics", "gate", "replay")
 
 
 def main() -> None:
@@ -65,7 +64,9 @@ def _rows(part: str, arguments: argparse.Namespace) -> Iterable[dict[str, Any]]:
         case "incremental":
             return incremental_rows()
         case "price":
-            return chain(price_rows(), rank_limit_rows())
+            return price_rows()
+        case "limits":
+            return rank_limit_rows()
         case "gate":
             return gate_rows()
         case "churn":

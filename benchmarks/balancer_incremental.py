@@ -3,7 +3,7 @@
 import time
 from collections.abc import Iterable
 from dataclasses import replace
-from itertools import pairwise
+from itertools import pairwise, product
 from typing import Any
 
 import numpy as np
@@ -77,9 +77,9 @@ def price_rows() -> Iterable[dict[str, Any]]:
 def rank_limit_rows() -> Iterable[dict[str, Any]]:
     """Ten windows, a plan in each: at most so many experts to one rank of a layer."""
     for shape in (V3_EP32, V3_EP72, V3_EP144):
-        for most in (None, 2, 1):
+        for rho, most in product((0.98, 0.9), (None, 2, 1)):
             limit = {} if most is None else {"max_rank_moves": most}
-            row, moved = _followed(shape, "experts to one rank", f"max_rank_moves {most}", limit)
+            row, moved = _followed(shape, "experts to one rank", f"max_rank_moves {most}", limit, rho)
             busiest = moved.max(axis=2)
             yield row | {
                 "other": f"{_mean_sum(moved):.0f} moves a plan; the busiest rank of a layer receives "
@@ -87,9 +87,11 @@ def rank_limit_rows() -> Iterable[dict[str, Any]]:
             }
 
 
-def _followed(shape: Shape, axis: str, words: str, limit: dict[str, Any]) -> tuple[dict[str, Any], np.ndarray]:
+def _followed(
+    shape: Shape, axis: str, words: str, limit: dict[str, Any], rho: float = 0.98
+) -> tuple[dict[str, Any], np.ndarray]:
     """Returns the row of ten plans, each from the last, and the experts that each rank received, [plans, L, R]."""
-    loads = _loads(shape, 12)
+    loads = _loads(shape, 12, rho)
     current = make_policy("refined").plan(PlanRequest(loads[0], shape.topology, shape.num_slots)).placement
     served, moved, times = [], [], []
     for now, later in pairwise(loads[1:]):
@@ -103,7 +105,7 @@ def _followed(shape: Shape, axis: str, words: str, limit: dict[str, Any]) -> tup
         served.append(balancedness(rank_load(later, current)))
     return {
         "axis": axis,
-        "instance": f"{shape.words}, lognormal 0.6, rho 0.98, {len(moved)} plans",
+        "instance": f"{shape.words}, lognormal 0.6, rho {rho}, {len(moved)} plans",
         "policy": f"incremental, {words}",
         "seeds": 1,
         "time ms": round(1e3 * float(np.median(times)), 1),
@@ -148,8 +150,8 @@ def gate_rows() -> Iterable[dict[str, Any]]:
         }
 
 
-def _loads(shape: Shape, num_windows: int) -> list[np.ndarray]:
-    drift = SyntheticLoad("lognormal", num_windows, shape.num_layers, shape.num_logical, rho=0.98)
+def _loads(shape: Shape, num_windows: int, rho: float = 0.98) -> list[np.ndarray]:
+    drift = SyntheticLoad("lognormal", num_windows, shape.num_layers, shape.num_logical, rho=rho)
     return [record.tokens for record in synthetic_trace(replace(drift, tokens_per_step=100_000))]
 
 
