@@ -46,6 +46,7 @@ class MlaAttention:
         """Takes the weights of layer `index` (named as in weight_plan.py) out of `weights`."""
         spec = self.spec
         q_kv_a, a_bias = weights.pop("q_kv_a"), weights.pop("q_kv_a_bias", None)
+        a_scale, b_scale = weights.pop("q_kv_a_scale", None), weights.pop("q_b_scale", None)
         if "kv_a_bias" in weights:  # without q-LoRA the queries have no bias
             kv_a_bias = weights.pop("kv_a_bias")
             a_bias = torch.cat((kv_a_bias.new_zeros(len(q_kv_a) - len(kv_a_bias)), kv_a_bias))
@@ -53,21 +54,25 @@ class MlaAttention:
         if not rope.interleaved:
             # Query heads end with the rotated part, and so does the last projection to the cache.
             order = pair_order(spec.rope_dim, q_kv_a.device)
-            a_bias = None if a_bias is None else _reorder_tails(a_bias, 1, order, slice(-spec.latent_dim, None))
-            q_kv_a = _reorder_tails(q_kv_a, 1, order, slice(-spec.latent_dim, None))
+            latent, queries = slice(-spec.latent_dim, None), slice(None, -spec.latent_dim)
+            a_bias = None if a_bias is None else _reorder_tails(a_bias, 1, order, latent)
+            a_scale = None if a_scale is None else _reorder_tails(a_scale, 1, order, latent)
+            q_kv_a = _reorder_tails(q_kv_a, 1, order, latent)
             if q_b is None:
-                q_kv_a = _reorder_tails(q_kv_a, spec.num_heads, order, slice(None, -spec.latent_dim))
+                q_kv_a = _reorder_tails(q_kv_a, spec.num_heads, order, queries)
+                a_scale = None if a_scale is None else _reorder_tails(a_scale, spec.num_heads, order, queries)
             else:
                 q_b = _reorder_tails(q_b, spec.num_heads, order, slice(None))
+                b_scale = None if b_scale is None else _reorder_tails(b_scale, spec.num_heads, order, slice(None))
         kv_b = weights.pop("kv_b").view(spec.num_heads, spec.nope_dim + spec.value_dim, spec.kv_lora_rank)
         absorb = kv_b[:, : spec.nope_dim].contiguous()
         expand = kv_b[:, spec.nope_dim :].transpose(1, 2).contiguous()
         return MlaLayer(
             self,
             index,
-            q_kv_a=forms.linear(q_kv_a, a_bias),
+            q_kv_a=forms.linear(q_kv_a, a_bias, a_scale),
             q_a_norm=weights.pop("q_a_norm") if q_b is not None else None,
-            q_b=forms.linear(q_b) if q_b is not None else None,
+            q_b=forms.linear(q_b, scale=b_scale) if q_b is not None else None,
             kv_a_norm=weights.pop("kv_a_norm"),
             absorb=forms.per_head(absorb),
             expand=forms.per_head(expand),
@@ -227,7 +232,7 @@ def expand_from(spec: MlaSpec) -> int:
 def _reorder_tails(weight: Tensor, num_heads: int, order: Tensor, rows: slice) -> Tensor:
     """Returns the weight with the last len(order) rows of each head reordered; the heads lie in `rows`."""
     weight = weight.clone()
-    tails = weight[rows]
+    tails = (weight.view(torch.uint8) if weight.dtype == torch.float8_e4m3fn else weight)[rows]  # torch indexes no FP8
     heads = tails.view(num_heads, -1, *tails.shape[1:])
     heads[:, -len(order) :] = heads[:, -len(order) :][:, order]
     return weight

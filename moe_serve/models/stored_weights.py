@@ -18,7 +18,7 @@ from moe_serve.models.checkpoint import Checkpoint
 from moe_serve.models.spec import ModelSpec
 from moe_serve.models.weight_plan import DenseTensor, ExpertTensor, Part, dense_tensors, expert_tensors
 
-_KEPT_IN_FP8 = ("qkv", "o", "gate_up", "down", "shared_gate_up", "shared_down")
+_KEPT_IN_FP8 = ("qkv", "q_kv_a", "q_b", "o", "gate_up", "down", "shared_gate_up", "shared_down")
 
 
 @dataclass(frozen=True)

@@ -180,7 +180,9 @@ def together(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("block", [PER_CHANNEL, PER_TENSOR], ids=str)
-@pytest.mark.parametrize("name", ["mixtral", "qwen3_moe", "deepseek_v2", "llama4_text"])
+@pytest.mark.parametrize(
+    "name", ["mixtral", "qwen3_moe", "deepseek_v2", "deepseek_v3-halves-bias", "deepseek_v3-no-q-lora", "llama4_text"]
+)
 def test_checkpoints_of_compressed_tensors_match_transformers_on_values_times_scales(
     name: str, block: Fp8Block, oracle: Oracle, tmp_path: Path
 ) -> None:
@@ -203,10 +205,11 @@ def test_checkpoints_of_compressed_tensors_match_transformers_on_values_times_sc
             tensors[f"model.layers.0.self_attn.{cached}"] = torch.ones(1)
         return tensors
 
-    how = compressed(strategy="channel" if block == PER_CHANNEL else "tensor")
+    halves = {"rope_interleave": False} if name.endswith("no-q-lora") else {}
+    how = compressed(strategy="channel" if block == PER_CHANNEL else "tensor") | halves
     fp8 = rewritten(folder, tmp_path / "fp8", quantise, **how)
     as_trained = together if "llama" in name else dict
-    plain = rewritten(folder, tmp_path / "meant", lambda tensors: as_trained(apart(tensors) | meant))
+    plain = rewritten(folder, tmp_path / "meant", lambda tensors: as_trained(apart(tensors) | meant), **halves)
     spec = read_spec(fp8)
     assert spec.fp8_block == block
     assert len(meant) > 30
@@ -218,7 +221,8 @@ def test_checkpoints_of_compressed_tensors_match_transformers_on_values_times_sc
     in_float32 = replace(stored, dense=dict.fromkeys(stored.dense, torch.float32))
     kept, wide = load_weights(fp8, share), load_weights(fp8, replace(share, form="dense", stored=in_float32))
     in_fp8 = [each for each, tensor in kept.dense.items() if tensor.dtype == torch.float8_e4m3fn]
-    assert {"layers.0.o", "layers.0.qkv" if name != "deepseek_v2" else "layers.0.o"} <= set(in_fp8)
+    assert {"layers.0.o", "layers.0.q_kv_a" if "deepseek" in name else "layers.0.qkv"} <= set(in_fp8)
+    assert ("layers.0.q_b" in in_fp8) == (name in ("deepseek_v2", "deepseek_v3-halves-bias"))
     for each in in_fp8:
         assert share.dense_bytes[each] == kept.dense[each].nbytes + kept.dense[each + "_scale"].nbytes
     model = AutoModelForCausalLM.from_pretrained(plain, dtype=torch.float32, attn_implementation="eager").eval()
