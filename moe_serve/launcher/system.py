@@ -118,8 +118,11 @@ class _System:
                 raise _Ended(code)
 
     def _drains(self) -> bool:
-        """Returns whether to go on until open requests have ended: after one SIGTERM, within the deadline."""
-        if not self.wants_drain or self.stop_signals > 1 or not self._launch.is_ready:
+        """Returns whether to go on until open requests have ended: after one SIGTERM, within the deadline.
+
+        Also while lost ranks are started again: the requests wait for them.
+        """
+        if not self.wants_drain or self.stop_signals > 1 or not (self._launch.is_ready or self._was_ready):
             return False
         if self._front_ends is None or self._front_ends.have_ended:
             return False
@@ -157,14 +160,14 @@ class _System:
         self.display.note(str(loss), style="red")
         for line in loss.last_lines:
             self.display.note(f"  {line}")
-        if not self._was_ready or loss.is_setting or self.stop_signals:
+        if not self._was_ready or loss.is_setting or (self.stop_signals and not self._drains()):
             raise _Ended(2 if loss.is_setting else 1)
         if not self._restarts.note_loss(str(loss)):
             for line in self._restarts.report():
                 self.display.note(line, style="red")
             raise _Ended(1)
         self.ranks.end(0.0 if loss.others_run else _LOSS_GRACE_S)
-        if not self.stop_signals:
+        if not self.stop_signals or self._drains():
             self.display.note(f"the ranks are started again ({self._restarts.describe()})", style="yellow")
             self.ranks.start()
             self.begin_launch()

@@ -88,6 +88,27 @@ def test_sigterm_loses_no_open_request_and_exits_with_0():
         assert gone(pids)
 
 
+@pytest.mark.slow  # by default test_drain_while_restarting.py holds it without processes
+def test_sigterm_loses_no_request_where_ranks_are_lost_before_or_after_it():
+    with serving(mishap="all:slow") as system, system.client() as client:
+        pids = system.descendants()
+        answers: list[httpx.Response] = []
+        fields = {"input_ids": [[7]] * 4, "sampling_params": {"max_new_tokens": 30, "sampling_seed": 10}}
+        call = threading.Thread(target=lambda: answers.append(client.post("/generate", json=fields)))
+        call.start()
+        assert eventually(lambda: client.get("/server_info").json()["requests"]["open"] > 0)
+        os.kill(pid_of_rank(client, 1), signal.SIGKILL)
+        system.wait_for(r"the ranks are started again \(restart 1")
+        system.process.send_signal(signal.SIGTERM)
+        system.wait_for("ready again after")
+        os.kill(pid_of_rank(client, 0), signal.SIGKILL)
+        system.wait_for(r"the ranks are started again \(restart 2")
+        assert system.wait() == 0
+        call.join(60)
+        assert [answer["output_ids"] for answer in answers[0].json()] == [list(range(12, 42))] * 4
+        assert gone(pids)
+
+
 def test_a_second_ctrl_c_does_not_wait():
     patient = {"FAKE_RANK": "1:hangs at the end", "END_GRACE_S": "1000"}  # one Ctrl-C would wait for rank 1 so long
     with Running("tests.launcher.serve_fake", **patient) as system, system.client():
