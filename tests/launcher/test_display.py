@@ -5,7 +5,8 @@ import os
 
 import pytest
 
-from moe_serve.launcher.display import LastingLog, StartDisplay
+from moe_serve.launcher.display import StartDisplay
+from moe_serve.launcher.lasting_log import LastingLog
 
 
 class FullDisk(io.StringIO):
