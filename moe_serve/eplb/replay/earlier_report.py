@@ -1,17 +1,16 @@
 """Reads the JSON report of an earlier replay, to compare with."""
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from moe_serve.eplb.files.json_text import read_json
 from moe_serve.eplb.replay.result import CEILING, FLOOR
 from moe_serve.errors import ConfigError
 
 FORMAT = "moe_serve.replay_report"
 NUMBERS = ("served_mean", "served_min", "moves", "stall_s", "step_s", "tokens_per_s")
 _NEVER_MISSING = ("served_mean", "served_min", "moves")
-_MOST_BYTES = 256 << 20
 _LARGEST = 1e18
 
 
@@ -44,15 +43,9 @@ class EarlierReport:
 def read_report(path: Path) -> EarlierReport:
     """Returns what `moe-serve replay --json` wrote. Raises ConfigError for anything else; the error names the key."""
     try:
-        if path.stat().st_size > _MOST_BYTES:
-            raise _wrong(path, f"has {path.stat().st_size:,} bytes, and a report at most {_MOST_BYTES:,}")
-        content = json.loads(path.read_text(encoding="utf-8-sig"))
+        content = read_json(path, ConfigError, "what moe-serve replay --json wrote")
     except OSError as problem:
         raise _wrong(path, f"cannot be read ({problem.strerror})") from None
-    except RecursionError:
-        raise _wrong(path, "is nested too deeply") from None
-    except ValueError as problem:  # not UTF-8, not JSON, or a number of thousands of digits
-        raise _wrong(path, f"is not JSON ({problem})") from None
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         found = content.get("format") if isinstance(content, dict) else None
         raise _wrong(path, f"has format {found!r}, expected {FORMAT!r}")
