@@ -7,11 +7,11 @@ import numpy as np
 from rich.table import Table
 
 from moe_serve.eplb.replay.earlier_report import NUMBERS, EarlierReport
+from moe_serve.eplb.replay.report_packing import page_groups
 from moe_serve.eplb.replay.report_units import MISSING, as_number, as_seconds
 from moe_serve.eplb.replay.result import CEILING, FLOOR, ReplayReport
 from moe_serve.eplb.replay.terminal import printed, text_console
 
-_MAX_POINTS = 600  # windows of a line on a page; more are averaged
 _SAME = 5e-5  # balancedness is shown with four digits
 _BALANCE = ("served_mean", "served_min")
 _WORDS: dict[str, tuple[str, Callable[[float], str]]] = {
@@ -161,16 +161,15 @@ def against_to_json(report: ReplayReport, earlier: EarlierReport) -> dict[str, A
 def against_page(report: ReplayReport, earlier: EarlierReport) -> dict[str, Any]:
     """Returns what a page draws: the table, and the earlier balancedness of each policy that both have."""
     columns, rows = against_cells(report, earlier)
-    groups = np.array_split(np.arange(len(earlier.first_steps)), min(len(earlier.first_steps), _MAX_POINTS) or 1)
-    kept = [group for group in groups if len(group)]
+    groups = page_groups(len(earlier.first_steps))
     return {
         "name": earlier.name,
         "columns": columns,
         "rows": rows,
         "verdict": against_verdict(report, earlier),
-        "steps": [earlier.first_steps[group[0]] for group in kept],
+        "steps": [earlier.first_steps[group[0]] for group in groups],
         "served": {
-            name: [round(float(np.mean([earlier.served[name][i] for i in group])), 5) for group in kept]
+            name: [round(float(np.mean([earlier.served[name][i] for i in group])), 5) for group in groups]
             for name, _, _ in _pairs(report, earlier)
         },
     }

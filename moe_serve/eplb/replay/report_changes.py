@@ -1,10 +1,10 @@
 """What the best policy changed, expert by expert and layer by layer, what that gained and what it cost."""
 
-import base64
 from typing import Any
 
 import numpy as np
 
+from moe_serve.eplb.replay.report_packing import packed
 from moe_serve.eplb.replay.report_units import as_bytes, as_seconds
 from moe_serve.eplb.replay.result import ReplayReport
 
@@ -22,9 +22,9 @@ def changes(report: ReplayReport) -> dict[str, Any] | None:
     layers = (report.floor.served.mean(axis=0), best.served.mean(axis=0), best.received.sum(axis=1))
     return {
         "name": best.name,
-        "before": _text(np.minimum(start.replica_count, 255).astype(np.uint8)),
-        "after": _text(np.minimum(best.final.replica_count, 255).astype(np.uint8)),
-        "received": _text(np.minimum(best.received, 65535).astype("<u2")),
+        "before": packed(np.minimum(start.replica_count, 255).astype(np.uint8)),
+        "after": packed(np.minimum(best.final.replica_count, 255).astype(np.uint8)),
+        "received": packed(np.minimum(best.received, 65535).astype("<u2")),
         "most": int(best.received.max()),
         "layers": [
             [round(float(was), 5), round(float(now), 5), int(moves)] for was, now, moves in zip(*layers, strict=True)
@@ -54,7 +54,3 @@ def change_words(report: ReplayReport) -> str:
             f"{'gained' if net >= 0 else 'lost'}."
         )
     return text
-
-
-def _text(values: np.ndarray) -> str:
-    return base64.b64encode(np.ascontiguousarray(values).tobytes()).decode()

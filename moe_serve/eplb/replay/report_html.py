@@ -4,7 +4,6 @@ The page asks nothing of a network. Big tables travel as bytes, 0..255: rank loa
 busiest rank of a layer over 1..3 times the mean, expert load as log2 of load over mean, -3..+3.
 """
 
-import base64
 import html
 import json
 from importlib import resources
@@ -14,10 +13,9 @@ import numpy as np
 
 from moe_serve.eplb.replay.report import balance_cells, cost_cells, missing_lines, verdict
 from moe_serve.eplb.replay.report_changes import changes
+from moe_serve.eplb.replay.report_packing import packed, page_groups
 from moe_serve.eplb.replay.report_units import as_bytes, as_percent
 from moe_serve.eplb.replay.result import CEILING, FLOOR, PolicyResult, ReplayReport
-
-_MAX_COLUMNS = 600  # windows in a picture of rank load; more are averaged
 
 
 def to_html(
@@ -47,7 +45,7 @@ def page_data(report: ReplayReport) -> dict[str, Any]:
     """Returns what the page's script draws."""
     best = report.best
     columns, rows = _table_cells(report)
-    groups = _groups(len(report.first_steps))
+    groups = page_groups(len(report.first_steps))
     policies = []
     for index, (result, cells) in enumerate(zip(report.results, rows, strict=True)):
         role = {FLOOR: "floor", CEILING: "ceiling"}.get(result.name, "policy")
@@ -135,10 +133,6 @@ def _cards(report: ReplayReport) -> list[dict[str, str]]:
     return cards
 
 
-def _groups(num_windows: int) -> list[np.ndarray]:
-    return np.array_split(np.arange(num_windows), min(num_windows, _MAX_COLUMNS))
-
-
 def _grouped(values: np.ndarray, groups: list[np.ndarray], reduce: Any) -> list[float | None]:
     out = [float(reduce(values[group])) for group in groups]
     return [round(value, 5) if np.isfinite(value) else None for value in out]
@@ -193,4 +187,4 @@ def _traffic(report: ReplayReport) -> list[list[Any]] | None:
 
 def _encode(shares: np.ndarray) -> str:
     """Returns values 0..1 as bytes 0..255 in base64, clipped, row by row."""
-    return base64.b64encode(np.clip(np.rint(shares * 255), 0, 255).astype(np.uint8).tobytes()).decode()
+    return packed(np.clip(np.rint(shares * 255), 0, 255).astype(np.uint8))
