@@ -53,11 +53,14 @@ def replan(
     old: NDArray[np.integer] | None,
     policy: str,
     start: Placement | None = None,
+    max_rank_moves: int | None = None,
 ) -> Ints:
     """Returns the expert of every slot, [L, P] int64; experts that stay on a rank keep their slot.
 
     load:  [L, E] tokens;  old: [L, P'] expert of each slot in use, -1 = empty; P' may differ after ranks came or went
     start: a placement to edit instead of `old`: the one that a system without history starts with
+    max_rank_moves: experts that one rank may receive in a layer. It is not kept from `old` to `start`, nor where ranks
+           have come or gone and slots must be filled
     A load of zeros changes nothing. Only slots of excluded ranks are -1 in the result.
     Raises PlacementError where no placement is possible, e.g. with fewer slots than experts.
     """
@@ -81,7 +84,11 @@ def replan(
         width = min(old.shape[1], cluster.num_slots)
         rows[:, :width] = old[:, :width]
         current = Placement(rows, num_logical, cluster.num_ranks, allow_lost=True)
-    plan = make_policy(policy).plan(replace(request, current=start or current))
+    if current is not None and start is None:
+        request = replace(request, current=current, max_rank_moves=max_rank_moves)
+    elif start is not None:
+        request = replace(request, current=start)
+    plan = make_policy(policy).plan(request)
     new = _without_empty_slots(plan.placement.physical_to_logical, load, request)
     if current is None:
         logger.info("first placement: balancedness %.4f, %.0f ms", plan.balancedness.mean(), 1e3 * plan.elapsed_s)

@@ -9,28 +9,39 @@ from moe_serve.errors import ConfigError
 
 POLICY = "MOE_SERVE_EPLB"
 START = "MOE_SERVE_EPLB_PLACEMENT"
+RANK_MOVES = "MOE_SERVE_EPLB_MAX_MOVES_PER_RANK"
 # Every rank of an engine plans for itself and must arrive at the same plan, so policies that stop by the clock are out.
 POLICIES = ("incremental", "refined", "greedy")
 
 
 @dataclass(frozen=True)
 class AdapterSettings:
-    """policy: one of POLICIES;  start: placement file that planning starts from, or None"""
+    """policy:         one of POLICIES
+    start:          placement file that planning starts from, or None
+    max_rank_moves: experts that one rank may receive in a layer of a rebalance, or None
+    """
 
     policy: str
     start: Path | None = None
+    max_rank_moves: int | None = None
 
 
 def read_settings(environ: Mapping[str, str] = os.environ) -> AdapterSettings | None:
     """Returns what the environment asks for; None = nothing, the engine keeps its own planner.
 
-    Raises ConfigError for a policy that is not known, or a placement file without a policy.
+    Raises ConfigError for a policy that is not known, for another setting without a policy, and for a limit of moves
+    that is no whole number or that the policy would ignore.
     """
-    policy, start = environ.get(POLICY, ""), environ.get(START, "")
+    policy, start, most = (environ.get(name, "") for name in (POLICY, START, RANK_MOVES))
     if not policy:
-        if start:
-            raise ConfigError(f"{START} is set but {POLICY} is not; set {POLICY}=incremental too, or unset {START}")
+        for name, value in ((START, start), (RANK_MOVES, most)):
+            if value:
+                raise ConfigError(f"{name} is set but {POLICY} is not; set {POLICY}=incremental too, or unset {name}")
         return None
     if policy not in POLICIES:
         raise ConfigError(f"{POLICY} is {policy!r}; use one of {', '.join(POLICIES)}, or unset it")
-    return AdapterSettings(policy, Path(start) if start else None)
+    if most and not (most.isascii() and most.isdigit() and int(most) >= 1):
+        raise ConfigError(f"{RANK_MOVES} is {most!r}; give a whole number of at least 1, or unset it")
+    if most and policy != "incremental":
+        raise ConfigError(f"policy {policy} plans anew and ignores {RANK_MOVES}; set {POLICY}=incremental, or unset it")
+    return AdapterSettings(policy, Path(start) if start else None, int(most) if most else None)

@@ -71,7 +71,7 @@ def make_rebalance_experts(settings: AdapterSettings) -> Any:
         cluster = Cluster(num_ranks, num_nodes, num_physical_experts, num_groups, hierarchical, excluded)
         old = _placement_in_use(len(load))
         try:
-            rows = replan(load, cluster, old, settings.policy)
+            rows = replan(load, cluster, old, settings.policy, max_rank_moves=settings.max_rank_moves)
         except PlacementError as error:
             if excluded:
                 raise  # the placement in use has experts on lost ranks

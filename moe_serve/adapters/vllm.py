@@ -71,7 +71,8 @@ def make_policy_class(settings: AdapterSettings) -> type[Any]:
             cluster = Cluster(num_ranks, num_nodes, num_replicas, num_groups, hierarchical)
             load = weight.cpu().numpy()
             try:
-                found = replan(load, cluster, old, settings.policy, _start(start, load, cluster, old))
+                begin = _start(start, load, cluster, old)
+                found = replan(load, cluster, old, settings.policy, begin, settings.max_rank_moves)
             except PlacementError as error:
                 found = old_or_raise(error, old, num_replicas)
             return torch.from_numpy(found)

@@ -37,10 +37,11 @@ def register() -> None:
             return  # a vLLM without it
         raise
     check_parameters(EplbPolicy.rebalance_experts, MoeServePolicy.rebalance_experts, "vllm-ascend of August 2026")
-    policy = settings.policy
-    PolicyFactory.generate_policy = staticmethod(lambda policy_type: MoeServePolicy(policy))
+    PolicyFactory.generate_policy = staticmethod(
+        lambda policy_type: MoeServePolicy(settings.policy, settings.max_rank_moves)
+    )
     configure_logging(who="eplb")
-    logger.info("vllm-ascend's experts are placed by moe_serve, policy %s", policy)
+    logger.info("vllm-ascend's experts are placed by moe_serve, policy %s", settings.policy)
     if settings.start is not None:  # vLLM's own EPLB, which vllm-ascend's second model runner uses, does read it
         logger.warning("%s plays no part in vllm-ascend's dynamic EPLB; give it expert_map_path", START)
 
@@ -48,8 +49,8 @@ def register() -> None:
 class MoeServePolicy:
     """A policy as vllm-ascend calls it. Picklable: it goes to the process that plans."""
 
-    def __init__(self, policy: str) -> None:
-        self.policy = policy
+    def __init__(self, policy: str, max_rank_moves: int | None = None) -> None:
+        self.policy, self.max_rank_moves = policy, max_rank_moves
 
     def rebalance_experts(
         self, current_expert_table: "Tensor", expert_workload: "Tensor"
@@ -69,7 +70,8 @@ class MoeServePolicy:
         np.add.at(load, (np.arange(num_layers)[:, None, None], table), np.maximum(work, 0))
         old = table.reshape(num_layers, -1)
         try:
-            new = replan(load, Cluster(num_ranks, num_slots=old.shape[1]), old, self.policy)
+            cluster = Cluster(num_ranks, num_slots=old.shape[1])
+            new = replan(load, cluster, old, self.policy, max_rank_moves=self.max_rank_moves)
         except PlacementError as error:
             logger.error("no new placement, the one in use stays: %s", error)
             new = old

@@ -13,13 +13,14 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 
-from moe_serve.adapters.settings import POLICY, START
+from moe_serve.adapters.settings import POLICY, RANK_MOVES, START
 
 
 @pytest.fixture(autouse=True)
 def _no_settings(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(POLICY, raising=False)
     monkeypatch.delenv(START, raising=False)
+    monkeypatch.delenv(RANK_MOVES, raising=False)
 
 
 @pytest.fixture(autouse=True)

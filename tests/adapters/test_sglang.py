@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from moe_serve.adapters import sglang
-from moe_serve.adapters.settings import POLICY, START
+from moe_serve.adapters.settings import POLICY, RANK_MOVES, START
 from moe_serve.errors import PlacementError
 from tests.adapters.conftest import SglangPoint, engine_start, uneven_load
 
@@ -68,6 +68,15 @@ def test_the_first_placement_and_the_next_one_edit_what_sglang_has(
     check_maps(*moved)
     assert 0 < (moved[0] != first[0]).sum() < 40
     assert torch.equal(moved[0], ours(**arguments(sglang_point, load, 40, 5))[0])  # every rank plans the same
+
+
+def test_a_limit_of_experts_to_one_rank_is_kept(sglang_point: SglangPoint, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(RANK_MOVES, "1")
+    ours, old = replaced(sglang_point, monkeypatch), engine_start(3, 32, 40)
+    sglang_point.use(old)
+    new = ours(**arguments(sglang_point, uneven_load(3, 32), 40, 10))[0].numpy()
+    pairs = zip(old.reshape(12, 10), new.reshape(12, 10), strict=True)
+    assert max(len(set(has.tolist()) - set(had.tolist())) for had, has in pairs) == 1
 
 
 def test_layers_without_experts_keep_their_rows(sglang_point: SglangPoint, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from moe_serve.adapters import vllm
-from moe_serve.adapters.settings import POLICY, START
+from moe_serve.adapters.settings import POLICY, RANK_MOVES, START
 from moe_serve.eplb.files.placements import write_placement
 from moe_serve.eplb.load import balancedness, rank_load
 from moe_serve.eplb.placement import Placement
@@ -79,6 +79,19 @@ def test_experts_that_stay_keep_their_slot_and_a_second_plan_moves_nothing(
         assert all(before.index(e) == slot for slot, e in enumerate(after) if e in before)
     assert 0 < (old != new).sum() < old.numel() / 2
     assert torch.equal(ours.rebalance_experts(load, 80, 1, 1, 8, new), new)
+
+
+def test_a_limit_of_experts_to_one_rank_is_kept(vllm_policies: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    load, old = torch.from_numpy(uneven_load(3, 32)), engine_start(3, 32, 40)
+    busiest = []
+    for most in ("", "1"):
+        monkeypatch.setenv(RANK_MOVES, most)
+        new = registered(vllm_policies, monkeypatch).rebalance_experts(load, 40, 1, 1, 4, torch.from_numpy(old)).numpy()
+        busiest.append(max(
+            len(set(has.tolist()) - set(had.tolist()))
+            for had, has in zip(old.reshape(12, 10), new.reshape(12, 10), strict=True)
+        ))  # fmt: skip
+    assert busiest[0] > busiest[1] == 1
 
 
 def test_groups_of_the_router_stay_on_one_node_where_vllms_own_planner_keeps_them(
@@ -170,7 +183,11 @@ def test_the_first_rebalance_installs_the_placement_of_a_file(
 @pytest.mark.parametrize(
     ("settings", "says"),
     [({POLICY: "fastest"}, "incremental, refined, greedy"), ({START: "x.json"}, "set MOE_SERVE_EPLB=incremental"),
-     ({POLICY: "greedy", START: "/nowhere.json"}, "does not exist")],
+     ({POLICY: "greedy", START: "/nowhere.json"}, "does not exist"),
+     ({RANK_MOVES: "1"}, "MOE_SERVE_EPLB_MAX_MOVES_PER_RANK is set but"),
+     ({POLICY: "incremental", RANK_MOVES: "0"}, "is '0'; give a whole number of at least 1"),
+     ({POLICY: "incremental", RANK_MOVES: "²"}, "is '²'; give a whole number"),
+     ({POLICY: "refined", RANK_MOVES: "1"}, "policy refined plans anew and ignores")],
 )  # fmt: skip
 def test_wrong_settings_end_vllms_start(
     vllm_policies: Any, monkeypatch: pytest.MonkeyPatch, settings: dict[str, str], says: str

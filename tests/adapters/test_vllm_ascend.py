@@ -68,6 +68,10 @@ def test_a_plan_keeps_the_rules_of_its_worker(steps: tuple[int, ...]) -> None:
             assert len(set(has)) == 5
             stays = np.isin(has, had)
             assert np.array_equal(has[stays], had[stays])
+    limited = vllm_ascend.MoeServePolicy("incremental", 1)
+    _, _, new = limited.rebalance_experts(torch.from_numpy(old), torch.from_numpy(work))
+    for had, has in zip(old.reshape(24, 5), new.numpy().reshape(24, 5), strict=True):
+        assert len(set(has) - set(had)) <= 1
     unchanged, _, same = policy.rebalance_experts(torch.from_numpy(old), torch.zeros(old.shape))
     assert (unchanged, same.tolist()) == (0, old.tolist())
 
