@@ -130,7 +130,7 @@ def _message(name: str, value: Any) -> dict[str, Any]:
     if found is not None:
         message |= {"reasoning_content": found, "thinking": found}  # gpt-oss' templates read the second
     for key, check in (("name", _string), ("tool_call_id", _string), ("tool_calls", _tool_calls)):
-        if (given := fields.take(key, check)) is not None:
+        if given := fields.take(key, check):  # templates ask whether there is one, so not of an empty list
             message[key] = given
     fields.refuse_the_rest()
     return message

@@ -5,8 +5,10 @@ import os
 import threading
 from pathlib import Path
 
+from moe_serve.server.fields.json_fields import Fields
 from moe_serve.server.generate import Call
 from moe_serve.server.openai.chat_answers import ChatAnswers
+from moe_serve.server.openai.messages import take_chat_prompt
 from tests.conftest import _descendants
 from tests.server.openai.calls import CHAT, HI, TEXT, post, says, stream, with_template
 from tests.server.served import in_event_loop, serving
@@ -86,6 +88,13 @@ async def test_parts_of_text_are_joined_and_the_last_message_can_go_on(tmp_path:
     assert [answer.status_code for answer in answers] == [200, 200]
     start = "<user>one\ntwo\n<assistant>Well,"
     assert texts == [f"{start}\n<assistant>", start]
+
+
+def test_a_message_with_an_empty_list_of_calls_has_none():
+    """As some clients send every message; templates such as DeepSeek's ask whether there is a list."""
+    said = {"role": "assistant", "content": "Hi", "tool_calls": [], "name": "", "reasoning_content": ""}
+    prompt = take_chat_prompt(Fields({"messages": [*HI, said]}, "", {}, {}))
+    assert prompt.messages[1] == {"role": "assistant", "content": "Hi", "reasoning_content": "", "thinking": ""}
 
 
 MANY = json.dumps({"a": [0] * 40_000})
