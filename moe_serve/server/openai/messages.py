@@ -52,6 +52,11 @@ class ChatPrompt:
     add_special_tokens: bool
     kwargs: dict[str, Any]
 
+    @property
+    def continued(self) -> str | None:
+        """The text of the last message where the output goes on with it."""
+        return self.messages[-1]["content"] if self.continue_final_message else None
+
 
 def take_chat_prompt(values: Fields) -> ChatPrompt:
     """Takes the fields that a prompt is made from. Raises RequestError with the field and what was expected."""

@@ -24,7 +24,7 @@ from moe_serve.server.openai.parsers.harmony import (
 )
 from moe_serve.server.openai.parsers.parts import CallArguments, CallStart, Content, Parser, Part, Reasoning, joined
 from moe_serve.server.openai.parsers.registry import HARMONY, REASONING_PARSERS, TOOL_CALL_PARSERS, known_name
-from moe_serve.server.openai.parsers.think import ThinkParser, ThinkTags, up_to
+from moe_serve.server.openai.parsers.think import ThinkParser, up_to
 from moe_serve.server.openai.tools import ReasoningUse, ToolUse
 
 _PROMPT_CHARS = 64  # of a prompt's text that say the same
@@ -52,11 +52,13 @@ class OutputParsers:
         """Returns whether special tokens must be shown: markers are among them."""
         return self._reasoning_hides or (tools.choice == "auto" and self._calls_hide)
 
-    def form_start(self, prompt: str, tools: ToolUse) -> FormStart | None:
+    def form_start(self, prompt: str, tools: ToolUse, continued: str | None = None) -> FormStart | None:
         """Returns where a form that the output must have begins: behind its reasoning; None: with the first token.
 
         A reasoning whose end is no token of its own cannot be told from the form, so there is none then. Nor is there
         before a call that the client forces from a model of harmony, whose other channels may hold calls, too.
+
+        continued: the message that the output goes on with, None = none
         """
         prompt_end = prompt[-_PROMPT_CHARS:]
         if self._is_harmony:
@@ -66,17 +68,25 @@ class OutputParsers:
             return FormStart(((channel, final), (message,)), may_end=tools.choice == "auto")
         if self._tags is None or self._end_id is None:
             return None
-        if self._tags.inside(prompt_end):
+        if self._tags.inside(prompt_end, continued):
             return FormStart(((self._end_id,),))
         opens = self._id_of(self._tags.start)
-        if opens is None or prompt_end.rstrip().endswith(self._tags.end):
+        if opens is None or continued is not None or prompt_end.rstrip().endswith(self._tags.end):
             return None
         return FormStart(((self._end_id,),), opens)
 
     def of(
-        self, tools: ToolUse, reasoning: ReasoningUse, prompt_ids: Sequence[int], constraint: Constraint | None = None
+        self,
+        tools: ToolUse,
+        reasoning: ReasoningUse,
+        prompt_ids: Sequence[int],
+        constraint: Constraint | None = None,
+        continued: str | None = None,
     ) -> Callable[[], OutputParser]:
-        """Returns what makes the parser of one choice of an answer to a prompt. constraint: the form of the output"""
+        """Returns what makes the parser of one choice of an answer to a prompt.
+
+        constraint: the form of the output;  continued: the message that it goes on with, None = none
+        """
         calls, schemas = self._calls_of(tools)
         if self._is_harmony and not tools.is_forced:
             return lambda: ParsedOutput([HarmonyParser(schemas)], tools, reasoning, self._count)
@@ -90,7 +100,14 @@ class OutputParsers:
             tags = replace(tags, begins_inside=False)
         elif tags is not None and self._tokenizer is not None:
             prompt_end = self._tokenizer.decode(prompt_ids[-_PROMPT_END:], skip_special_tokens=False)
-        return lambda: ParsedOutput(_stages(tags, prompt_end, calls, schemas), tools, reasoning, self._count)
+
+        def stages() -> list[Parser]:
+            return [
+                *([ThinkParser(tags, prompt_end, continued)] if tags is not None else []),
+                *([calls(schemas)] if calls is not None else []),
+            ]
+
+        return lambda: ParsedOutput(stages(), tools, reasoning, self._count)
 
     def _calls_of(self, tools: ToolUse) -> tuple[type[CallParser] | None, dict[str, dict[str, Any]]]:
         """Returns what reads the calls of an output, None where there are none, and the functions it knows."""
@@ -119,15 +136,6 @@ class OutputParsers:
     def _are_hidden(self, markers: Sequence[str]) -> bool:
         ids = [self._id_of(marker) for marker in markers]
         return self._tokenizer is not None and any(i is not None and not self._tokenizer.has_text(i) for i in ids)
-
-
-def _stages(
-    tags: ThinkTags | None, prompt_end: str, calls: type[CallParser] | None, schemas: dict[str, dict[str, Any]]
-) -> list[Parser]:
-    return [
-        *([ThinkParser(tags, prompt_end)] if tags is not None else []),
-        *([calls(schemas)] if calls is not None else []),
-    ]
 
 
 class ParsedOutput:

@@ -48,14 +48,15 @@ def add_openai(app: FastAPI, doors: Doors, templates: ChatTemplates, parsers: Ou
             options = options.with_params(skip_special_tokens=False)
         constraint = options.taken.params.constraint
         if constraint is not None:
-            options = options.with_params(constraint=replace(constraint, start=parsers.form_start(text, given.tools)))
+            start = parsers.form_start(text, given.tools, given.prompt.continued)
+            options = options.with_params(constraint=replace(constraint, start=start))
         return options.call([(text, None)], given.prompt.add_special_tokens)
 
     def parser_of(given: ChatRequest, call: Call) -> Callable[[], OutputParser]:
         spec, constraint = call.requests[0].spec, given.options.taken.params.constraint
         if constraint is not None and spec.params.constraint is not None:
             constraint = replace(constraint, start=spec.params.constraint.start)
-        return parsers.of(given.tools, given.reasoning, spec.prompt_ids, constraint)
+        return parsers.of(given.tools, given.reasoning, spec.prompt_ids, constraint, given.prompt.continued)
 
     @app.post(COMPLETIONS)
     async def completions(request: Request) -> Response:

@@ -149,6 +149,32 @@ async def test_a_form_is_content_where_outputs_begin_inside_the_reasoning(tmp_pa
     assert [(item["type"], item["content"][0]["text"]) for item in response["output"]] == [("message", "12")]
 
 
+@pytest.mark.parametrize(
+    "said, output, reasoning, content",
+    [
+        ("The answer is", " 12.", "", " 12."),  # where deepseek-r1 else begins inside its reasoning
+        ("<think>\nI count:", " 12</think>\n\n12.", " 12", "12."),
+        ("<think>\nSo.\n</think>\n\nIt is", " 12 <think>", "", " 12 <think>"),
+    ],
+)
+@pytest.mark.parametrize("parser", ["deepseek-r1", "qwen3"])
+def test_an_output_that_continues_a_message_is_what_the_message_was_in(
+    tmp_path: Path, parser: str, said: str, output: str, reasoning: str, content: str
+):
+    @in_event_loop
+    async def check():
+        template = with_template(tmp_path, "{{ messages[-1].content }}")
+        fields = {"messages": [*HI, {"role": "assistant", "content": said}], "continue_final_message": True}
+        async with serving(1, template, f"server.reasoning_parser={parser}", reply=says(output)) as served:
+            message = (await post(served, CHAT, max_tokens=50, **fields)).json()["choices"][0]["message"]
+            events = await stream(served, CHAT, max_tokens=50, **fields)
+        assert (message.get("reasoning", ""), message["content"]) == (reasoning, content)
+        streamed = merged([event["choices"][0]["delta"] for event in events])
+        assert (streamed.get("reasoning", ""), streamed["content"]) == (reasoning, content)
+
+    check()
+
+
 @pytest.mark.parametrize("kind, reasoning", [("regex", None), ("structural_tag", "12")])
 def test_tags_leave_room_for_reasoning_and_other_forms_do_not(kind: str, reasoning: str | None):
     config = load_config(overrides=["server.reasoning_parser=deepseek-r1"]).server
@@ -240,6 +266,12 @@ def test_a_form_begins_behind_the_reasoning(parser, prompt, tools, start):
     config = load_config(overrides=[f"server.reasoning_parser={parser}"]).server
     assert OutputParsers(config, tokenizer_with_marks()).form_start(prompt, tools) == start
     assert OutputParsers(config, TEXT).form_start(prompt, tools) is None, "no tokens of their own mark a reasoning"
+
+
+def test_a_form_of_an_output_that_continues_a_message_begins_behind_its_reasoning():
+    parsers = OutputParsers(load_config(overrides=["server.reasoning_parser=qwen3"]).server, tokenizer_with_marks())
+    assert parsers.form_start("hi<think>so", ANY, continued="<think>so") == FormStart(((ENDING,),))
+    assert parsers.form_start("hi It is", ANY, continued="It is") is None
 
 
 @in_event_loop

@@ -23,8 +23,13 @@ class ThinkTags:
     begins_inside: bool = False
     interrupts: tuple[str, ...] = ()
 
-    def inside(self, prompt_end: str) -> bool:
-        """Returns whether the output begins inside the reasoning. prompt_end: the last characters of the prompt"""
+    def inside(self, prompt_end: str, continued: str | None = None) -> bool:
+        """Returns whether the output begins inside the reasoning.
+
+        prompt_end: the last characters of the prompt;  continued: the message that the output goes on with, None = none
+        """
+        if continued is not None:
+            return continued.rfind(self.start) > continued.rfind(self.end)
         prompt_end = prompt_end.rstrip()
         if prompt_end.endswith(self.start):
             return True
@@ -39,17 +44,23 @@ def up_to(end_id: int, token_ids: Sequence[int]) -> int:
 class ThinkParser(StreamParser):
     """Parts reasoning from content. Whitespace around the tags is dropped."""
 
-    def __init__(self, tags: ThinkTags, prompt_end: str):
+    def __init__(self, tags: ThinkTags, prompt_end: str, continued: str | None = None):
+        """As ThinkTags.inside. What continues a message begins with neither a tag nor whitespace that is dropped."""
         self._tags = tags
-        self._is_inside = tags.inside(prompt_end)
+        self._is_inside = tags.inside(prompt_end, continued)
+        self._continues = continued is not None
         super().__init__()
 
     def _parse(self) -> Steps[None]:
         tags = self._tags
-        yield from self._skip_space()
-        if (yield from self._accept(tags.start)) or self._is_inside:
-            self._unsaid.clear()
+        begins = False
+        if not self._continues:
             yield from self._skip_space()
+            begins = yield from self._accept(tags.start)
+        if begins or self._is_inside:
+            self._unsaid.clear()
+            if not self._continues:
+                yield from self._skip_space()
             found = yield from self._until((tags.end, *tags.interrupts), lambda text: self._add(Reasoning(text)))
             self._unsaid.clear()
             if found in tags.interrupts:
