@@ -55,16 +55,24 @@ def windowed(attention: GqaSpec, config: HfConfig) -> GqaSpec:
 
 def windowed_by_layer(attention: GqaSpec, config: HfConfig, is_windowed: Callable[[int], bool]) -> GqaSpec:
     """Returns the attention with sliding windows in the layers that layer_types says; without it, as is_windowed."""
-    num_layers = config.size("num_hidden_layers", largest=MOST_LAYERS)
-    known = ("full_attention", "sliding_attention")
-    kinds = config.get("layer_types", [known[is_windowed(layer)] for layer in range(num_layers)])
-    if not isinstance(kinds, list) or len(kinds) != num_layers:
-        raise config.wrong("layer_types", kinds, f"a list of {num_layers} kinds of attention")
-    if unknown := [kind for kind in kinds if kind not in known]:
-        raise config.refuse(f"attention {shown(unknown[0])} (sliding_attention and full_attention are)")
-    windowed_ids = tuple(layer for layer, kind in enumerate(kinds) if kind == "sliding_attention")
+    windowed_ids = layers_of_kind(config, "sliding_attention", is_windowed)
     window = config.size("sliding_window") if windowed_ids else None
     return replace(attention, window=window, windowed_layer_ids=windowed_ids)
+
+
+def layers_of_kind(config: HfConfig, kind: str, is_usual: Callable[[int], bool]) -> tuple[int, ...]:
+    """Returns the layers of which layer_types says this kind of attention, as of the others full_attention.
+
+    is_usual: whether a layer is of the kind where layer_types is missing
+    """
+    num_layers = config.size("num_hidden_layers", largest=MOST_LAYERS)
+    known = ("full_attention", kind)
+    kinds = config.get("layer_types", [known[is_usual(layer)] for layer in range(num_layers)])
+    if not isinstance(kinds, list) or len(kinds) != num_layers:
+        raise config.wrong("layer_types", kinds, f"a list of {num_layers} kinds of attention")
+    if unknown := [each for each in kinds if each not in known]:
+        raise config.refuse(f"attention {shown(unknown[0])} ({kind} and full_attention are)")
+    return tuple(layer for layer, each in enumerate(kinds) if each == kind)
 
 
 def sparse_layers(config: HfConfig) -> tuple[int, ...]:

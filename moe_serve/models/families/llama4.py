@@ -1,13 +1,11 @@
 """Llama-4, the text model: top-1 experts whose input the router scales, chunked attention, layers without rotation."""
 
-from collections.abc import Sequence
 from dataclasses import replace
 
 from moe_serve.ep.routing import RouterSpec
 from moe_serve.models.attention_spec import QueryTemperature
-from moe_serve.models.families.common import common_fields, gqa
+from moe_serve.models.families.common import common_fields, gqa, layers_of_kind
 from moe_serve.models.hf_config import LARGEST_SIZE, LONGEST_CONTEXT, MOST_LAYERS, HfConfig
-from moe_serve.models.model_files import shown
 from moe_serve.models.rope_spec import read_rope
 from moe_serve.models.spec import ExpertNames, ModelSpec
 
@@ -27,7 +25,7 @@ def read(config: HfConfig, eos_token_ids: tuple[int, ...]) -> ModelSpec:
         qk_norm="unit" if config.flag("use_qk_norm", default=True) else None,
         unrotated_layer_ids=unrotated,
         chunk=chunk if chunk < longest else None,
-        chunked_layer_ids=_chunked(config, num_layers, unrotated),
+        chunked_layer_ids=layers_of_kind(config, "chunked_attention", lambda layer: layer not in unrotated),
     )
     if config.get("attn_temperature_tuning", True):
         scales = config.positive("floor_scale", 8192), config.positive("attn_scale", 0.1)
@@ -66,16 +64,6 @@ def _unrotated(config: HfConfig, num_layers: int) -> tuple[int, ...]:
     if not isinstance(flags, list) or len(flags) != num_layers or any(flag not in (0, 1) for flag in flags):
         raise config.wrong("no_rope_layers", flags, f"a list of {num_layers} numbers, 1 for a layer that rotates")
     return tuple(layer for layer, rotates in enumerate(flags) if not rotates)
-
-
-def _chunked(config: HfConfig, num_layers: int, unrotated: Sequence[int]) -> tuple[int, ...]:
-    known = ("full_attention", "chunked_attention")
-    kinds = config.get("layer_types", [known[layer not in unrotated] for layer in range(num_layers)])
-    if not isinstance(kinds, list) or len(kinds) != num_layers:
-        raise config.wrong("layer_types", kinds, f"a list of {num_layers} kinds of attention")
-    if unknown := [kind for kind in kinds if kind not in known]:
-        raise config.refuse(f"attention {shown(unknown[0])} (chunked_attention and full_attention are)")
-    return tuple(layer for layer, kind in enumerate(kinds) if kind == "chunked_attention")
 
 
 READERS = {"llama4_text": read, "llama4": read}
