@@ -7,12 +7,14 @@ import pytest
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
-from moe_serve.eplb.load import balancedness, rank_load
+from moe_serve.eplb.load import LoadRecord, LoadTrace, balancedness, rank_load
 from moe_serve.eplb.placement import Placement
 from moe_serve.eplb.policies.edits import EditState, all_overwrites, all_swaps
 from moe_serve.eplb.policies.make import make_policy
-from moe_serve.eplb.policies.policy import PlanRequest
+from moe_serve.eplb.policies.policy import PlanRequest, PlanRules
 from moe_serve.eplb.policies.problem import holds
+from moe_serve.eplb.replay.replay import replay
+from moe_serve.eplb.replay.settings import ReplaySettings
 from moe_serve.errors import PlacementError
 from moe_serve.topology import Topology
 from tests.eplb.loads import drifting, lognormal, same_slots, small_cases
@@ -140,6 +142,19 @@ def test_a_start_that_has_to_be_repaired_may_exceed_the_limit_and_edits_add_noth
     gone = 4
     assert arrivals(current, made.placement)[0].tolist()[1] == 0
     assert arrivals(current, made.placement).sum() == gone
+
+
+def test_a_replay_keeps_the_limit_and_says_so():
+    loads, top = drifting(4, 2, 32, 0.5), Topology(1, 4)
+    trace = LoadTrace.of([LoadRecord(i, 1, "decode", tokens) for i, tokens in enumerate(loads)])
+    moves = []
+    for most in (None, 1):
+        settings = ReplaySettings(top, 36, rules=PlanRules(max_rank_moves=most, max_total_moves=20))
+        report = replay(trace, ["incremental"], settings)
+        moves.append(report.policies[0].moves)
+    assert moves[0].max() > moves[1].max() > 0
+    assert moves[1].max() <= 2 * 4
+    assert report.conditions["moves"] == "at most 20 in all layers, at most 1 to a rank of a layer"
 
 
 def test_a_limit_needs_a_placement_and_a_whole_number():

@@ -3,6 +3,7 @@
 import numpy as np
 
 from moe_serve.eplb.load import LoadTrace
+from moe_serve.eplb.policies.policy import PlanRules
 from moe_serve.eplb.replay.result import PolicyResult
 from moe_serve.eplb.replay.settings import ReplaySettings
 
@@ -23,10 +24,24 @@ def conditions(trace: LoadTrace, settings: ReplaySettings, num_windows: int) -> 
     }
     if settings.rules.off_home < 1:
         words["hierarchy"] = f"at most {settings.rules.off_home:.0%} of the load outside its home node"
+    limits = _limits(settings.rules)
+    if limits:
+        words["moves"] = limits
     if settings.split != "window":
         chosen = settings.split == "exact" and any(settings.even_steps.phases)
         words["split"] = f"{settings.split}, every step" + (", even where the server chose so" if chosen else "")
     return words
+
+
+def _limits(rules: PlanRules) -> str:
+    """Returns the limits of moves in words; policies that plan anew do not keep to them."""
+    limits = (
+        (rules.max_moves, "at most {} a layer"),
+        (rules.max_total_moves, "at most {} in all layers"),
+        (rules.max_rank_moves, "at most {} to a rank of a layer"),
+        (rules.min_gain, "each for at least {:g} of the mean rank load"),
+    )
+    return ", ".join(words.format(value) for value, words in limits if value is not None)
 
 
 def _ordinal(number: int) -> str:

@@ -1,5 +1,6 @@
 """The options of every plan, shared by `moe-serve plan` and `moe-serve replay`: what it keeps to, where it starts."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -54,21 +55,23 @@ class PlanOptions:
     seed: opt.Seed = 0
 
     def check_limits(self, policy: str) -> None:
-        """Raises ConfigError where a limit is given that the policy does not keep to."""
+        """Raises ConfigError where a limit is given that one plan of the policy does not keep to."""
         from moe_serve.eplb.policies.make import POLICIES
 
         if policy not in POLICIES:
             return  # `make_policy` names those that there are
         kept = LIMITS_OF.get(policy, ())
-        wrong = ", ".join(
-            "--" + name.replace("_", "-")
-            for name in LIMITS_OF["incremental"]
-            if name not in kept and getattr(self, name) is not None
-        )
+        given = [name for name in LIMITS_OF["incremental"] if getattr(self, name) is not None]
+        wrong = _words(name for name in given if name not in kept)
         if wrong and not kept:
             raise ConfigError(f"policy {policy} plans anew, and {wrong} would have no effect; use -p incremental")
         if wrong:
             raise ConfigError(f"policy {policy} does not know these limits; drop {wrong}, or use -p incremental")
+        counted = _words(name for name in given if name != "min_gain")
+        if counted and self.current is None:
+            raise ConfigError(
+                f"{counted} counts moves from a placement in use; give it with --current, or drop {counted}"
+            )
 
     def rules(self) -> "PlanRules":
         """Returns the fields that every request shares."""
@@ -94,3 +97,7 @@ class PlanOptions:
         return read_placement(
             self.current, topology.num_ranks, load.num_logical, load.moe_layer_ids, plan_counts=plan_counts
         )
+
+
+def _words(names: Iterable[str]) -> str:
+    return ", ".join("--" + name.replace("_", "-") for name in names)

@@ -105,6 +105,7 @@ def test_fail_below_exits_with_1() -> None:
         (("plan", "example:demo", "--ranks", "8", "-o", "x.json", "--for", "other"), "target 'other' is not known"),
         (("plan", "example:demo", "--ranks", "8", "--max-moves", "4"), "policy refined plans anew"),
         (("plan", "example:demo", "-p", "milp", "--min-gain", "1"), "drop --min-gain"),
+        (("plan", "example:demo", "-p", "incremental", "--max-moves-per-rank", "1"), "give it with --current"),
         (("plan", "example:demo", "--ranks", "8", "--only-phase", "decode"), "but 3 prefill windows"),
         (("replay", "example:demo", "--ranks", "8", "--only-phase", "decode"), "but 3 prefill windows"),
         (("plan", "example:demo", "--ranks", "8", "-p", "series", "--by-phase"), "needs windows of two phases"),
