@@ -2,6 +2,8 @@
 
 import io
 import os
+import re
+import threading
 
 import pytest
 
@@ -40,6 +42,25 @@ def test_a_launcher_whose_lines_cannot_be_written_goes_on(monkeypatch, reason):
             show(display)
             show(display)  # the reader of a pipe is missed by the second write at the latest
         stderr.flush()  # as Python does at its end, where a failure changes the exit code
+
+
+def test_a_launcher_whose_lines_nobody_reads_goes_on(monkeypatch):
+    monkeypatch.setattr("moe_serve.launcher.lasting_log._PATIENCE_S", 0.05)
+    reader, writer = os.pipe()
+    with open(reader, "rb", buffering=0) as taken, open(writer, "w", encoding="utf-8") as stderr:
+        monkeypatch.setattr("sys.stderr", stderr)
+        display = StartDisplay(2)
+        printing = threading.Thread(target=lambda: [display.line("rank 0", "é" * 5000) for _ in range(20)], daemon=True)
+        printing.start()
+        printing.join(20)
+        goes_on = not printing.is_alive()
+        lines = taken.read(1 << 17).decode(errors="replace").splitlines()
+        display.note("somebody reads again")
+        lines += taken.read(1 << 17).decode().splitlines()
+        assert goes_on
+    assert re.search(r"\d+ lines before this one could not be written \(nobody read them\)", lines[-2])
+    assert lines[-1] == "somebody reads again"
+    assert 0 < len(lines) < 20
 
 
 def test_a_log_says_how_many_lines_were_lost_once_there_is_room_again(monkeypatch):
