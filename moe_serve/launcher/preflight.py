@@ -48,6 +48,7 @@ def look_for_files(config: ServeConfig) -> None:
     if location != "trivial" and not Path(location).is_file():
         raise ConfigError(f"eplb.init_expert_location is {location!r} but there is no such file; correct the path")
     _check_memory(config, spec)
+    look_at_secrets(config)
     look_where_to_write(config)
 
 
@@ -63,7 +64,6 @@ def _check_memory(config: ServeConfig, spec: "ModelSpec") -> None:
             f"the weights of one rank take at least {least_bytes / 2**30:.0f} GiB and this machine has "
             f"{memory_bytes / 2**30:.0f} GiB of memory; use more ranks on more machines, or correct config.json"
         )
-    look_at_secrets(config)
 
 
 def look_at_secrets(config: ServeConfig) -> None:

@@ -235,8 +235,9 @@ def test_flags_for_keys_hosts_and_certificates_are_settings_and_keys_are_not(ser
 def test_secrets_are_looked_at_before_anything_starts(served, tmp_path):
     (tmp_path / "keys").write_text("k")
     (tmp_path / "keys").chmod(0o644)
-    with pytest.raises(ConfigError, match="chmod 600"):
-        serve("--api-key-file", str(tmp_path / "keys"))
+    for device in ("cpu", "cuda"):
+        with pytest.raises(ConfigError, match="chmod 600"):
+            serve("--device", device, "--api-key-file", str(tmp_path / "keys"))
     with pytest.raises(ConfigError, match=r"server\.ssl_certfile"):
         serve("--ssl-certfile", str(tmp_path / "none.pem"))
     assert served == []
