@@ -106,6 +106,7 @@ EPLB_LIBRARY = {
     "placement": set(),
     "load": {"placement"},
     "repair": {"placement"},
+    "empty_slots": {"placement"},
     "split_limit": {"placement", "load"},
     "policies": {"placement", "load", "split", "repair"},
     "planner": {"placement", "policies"},

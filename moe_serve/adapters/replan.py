@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
+from moe_serve.eplb.empty_slots import fill_empty_slots
 from moe_serve.eplb.load import balancedness, rank_load
 from moe_serve.eplb.placement import Placement
 from moe_serve.eplb.policies.make import make_policy
@@ -89,7 +90,8 @@ def replan(
     elif start is not None:
         request = replace(request, current=start)
     plan = make_policy(policy).plan(request)
-    new = _without_empty_slots(plan.placement.physical_to_logical, load, request)
+    nodes = cluster.topology.num_nodes if by_node else 1
+    new = fill_empty_slots(plan.placement, load, nodes, cluster.excluded).physical_to_logical
     if current is None:
         logger.info("first placement: balancedness %.4f, %.0f ms", plan.balancedness.mean(), 1e3 * plan.elapsed_s)
         return new.astype(np.int64)
@@ -102,27 +104,6 @@ def replan(
         reached, plan.balancedness.mean(), count_moves(before, table).sum(), new.size, 1e3 * plan.elapsed_s,
     )  # fmt: skip
     return table.reshape(new.shape).astype(np.int64)
-
-
-def _without_empty_slots(rows: NDArray[np.int32], load: NDArray[np.number], request: PlanRequest) -> NDArray[np.int32]:
-    """Returns the rows [L, P] with an expert in each empty slot of the ranks that take part.
-
-    Engines have no empty slots; our planners leave one where a replica brings nothing. It takes the expert with the
-    least load per replica that its rank does not hold, and repeats one only where the rank holds all.
-    """
-    rows = rows.copy()
-    num_ranks, num_logical = request.topology.num_ranks, load.shape[1]
-    table = rows.reshape(len(rows), num_ranks, -1)
-    empty = table < 0
-    empty[:, list(request.excluded_ranks)] = False
-    for layer, rank, slot in np.argwhere(empty):
-        count = np.bincount(table[layer][table[layer] >= 0], minlength=num_logical)
-        share: NDArray[np.float64] = load[layer] / np.maximum(count, 1)
-        held = np.unique(table[layer, rank][table[layer, rank] >= 0])
-        if len(held) < num_logical:
-            share[held] = np.inf
-        table[layer, rank, slot] = int(np.argmin(share))
-    return rows
 
 
 def fitting_start(start: Placement | None, shape: tuple[int, int], cluster: Cluster) -> Placement | None:

@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 from rich.table import Table
 
+from moe_serve.eplb.empty_slots import fill_empty_slots
 from moe_serve.eplb.files.phases import PhaseLoad, load_by_phase, phase_weights
 from moe_serve.eplb.files.placements import placement_to_json
 from moe_serve.eplb.load import LoadTrace, balancedness, rank_load
@@ -132,36 +133,6 @@ def _summed(trace: LoadTrace, last: int) -> tuple[NDArray[np.int64], int]:
     if not count:
         raise TraceError(f"{trace.source or 'the trace'} has no windows; record while requests run")
     return total, min(count, last) if last else count
-
-
-def fill_empty_slots(placement: Placement, tokens: NDArray[np.int64], num_nodes: int = 1) -> Placement:
-    """Returns the placement with one more replica of an expert in every empty slot.
-
-    num_nodes: experts stay on the nodes that hold them; 1 = they may go anywhere
-    Each slot takes the expert that leaves the layer's largest rank load lowest, the lowest id on a tie, of those that
-    its rank does not hold yet (of all where it holds all).
-    """
-    table = placement.physical_to_logical.copy()
-    num_ranks, num_logical = placement.num_ranks, placement.num_logical
-    for row in np.flatnonzero((table < 0).any(axis=1)).tolist():
-        by_rank = table[row].reshape(num_ranks, -1)
-        load = tokens[row].astype(np.float64)
-        held = np.zeros((num_ranks, num_logical), dtype=np.int64)  # replicas
-        ranks, slots = np.nonzero(by_rank >= 0)
-        np.add.at(held, (ranks, by_rank[ranks, slots]), 1)
-        for rank, slot in np.argwhere(by_rank < 0).tolist():
-            count = held.sum(axis=0)
-            each, next_each = load / np.maximum(count, 1), load / (count + 1)
-            after = (held @ each)[:, None] - held * (each - next_each)  # [R, E]: with one more replica of an expert
-            after[rank] += next_each
-            here = held.reshape(num_nodes, -1, num_logical)[rank * num_nodes // num_ranks].any(axis=0)
-            choices = np.flatnonzero(here & (held[rank] == 0))
-            if not len(choices):
-                choices = np.flatnonzero(here) if here.any() else np.arange(num_logical)
-            expert = choices[after.max(axis=0)[choices].argmin()]
-            by_rank[rank, slot] = expert
-            held[rank, expert] += 1
-    return replace(placement, physical_to_logical=table)
 
 
 def _filled(plan: Plan, tokens: NDArray[np.int64], settings: TracePlanSettings) -> Plan:
