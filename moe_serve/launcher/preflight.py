@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from moe_serve.config import ServeConfig, model_dir
 from moe_serve.errors import CapacityError, ConfigError, ModelError
+from moe_serve.launcher.writable import why_not_writable
 from moe_serve.log import get_logger
 from moe_serve.models.tokenizer import Tokenizer
 from moe_serve.models.tokenizer_files import tokenizer_file
@@ -78,14 +79,7 @@ def look_where_to_write(config: ServeConfig) -> None:
     if config.eplb.record_path is None:
         return
     path = Path(config.eplb.record_path)
-    problem = None
-    if not path.parent.is_dir():
-        problem = f"there is no folder {path.parent}"
-    elif path.exists() and not path.is_file():
-        problem = "it is not a regular file"
-    elif not os.access(path if path.exists() else path.parent, os.W_OK):
-        problem = "Permission denied"
-    if problem is not None:
+    if (problem := why_not_writable(path)) is not None:
         raise ConfigError(
             f"eplb.record_path: {path} cannot be written ({problem}); name a file in a folder that exists"
         )

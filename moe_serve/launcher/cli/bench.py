@@ -88,6 +88,7 @@ def bench(options: BenchOptions) -> None:
     import asyncio
 
     _need_aiohttp()
+    _look_where_to_write(options)
     from moe_serve.bench.load import Slo
     from moe_serve.bench.report import report_of
     from moe_serve.bench.table import table_of
@@ -182,6 +183,18 @@ def _need_aiohttp() -> None:
         import aiohttp  # noqa: F401
     except ImportError:
         raise ConfigError("moe-serve bench needs aiohttp; run: pip install 'moe-serve[bench]'") from None
+
+
+def _look_where_to_write(options: BenchOptions) -> None:
+    """Raises ConfigError for files that cannot be written: an hour's run would find out at its end."""
+    from moe_serve.errors import ConfigError
+    from moe_serve.launcher.writable import why_not_writable
+
+    for name, path in (("--json", options.json_file), ("--picture", options.picture)):
+        if path is not None and (problem := why_not_writable(path)) is not None:
+            raise ConfigError(f"{name}: {path} cannot be written ({problem}); name a file in a folder that exists")
+    if options.picture is not None and options.picture.suffix != ".svg":
+        raise ConfigError(f"--picture is {options.picture}, but the picture is an SVG; name a file that ends in .svg")
 
 
 def _write(path: Path, text: str) -> None:

@@ -55,6 +55,9 @@ def test_a_request_that_fails_is_exit_code_1():
         (["--extra-body", "[1]"], "JSON object"),
         (["--extra-body", "{"], "not JSON"),
         (["--duration", "1"], "has no end"),
+        (["--json", "no/folder/run.json"], "--json: no/folder/run.json cannot be written"),
+        (["--picture", "/"], "--picture: / cannot be written"),
+        (["--picture", "run.png"], "ends in .svg"),
         (["--goodput", "ttft:500", "tpto:30"], "'tpto:30'"),
     ],
 )
