@@ -11,6 +11,7 @@ from moe_serve.eplb.load import LoadRecord, LoadTrace, balancedness, rank_load
 from moe_serve.eplb.placement import Placement
 from moe_serve.eplb.policies.edits import EditState, all_overwrites, all_swaps
 from moe_serve.eplb.policies.make import make_policy
+from moe_serve.eplb.policies.pair_places import place_pairs
 from moe_serve.eplb.policies.policy import PlanRequest, PlanRules
 from moe_serve.eplb.policies.problem import holds
 from moe_serve.eplb.replay.replay import replay
@@ -111,6 +112,37 @@ def test_an_edit_is_legal_where_no_rank_beyond_the_limit_receives_one_more(seed)
         refused += not still_legal(after.reshape(shape))
     assert refused > 0
     assert np.isfinite(swaps[1]).any()
+
+
+def received(table, current):
+    return [len(set(row.tolist()) - set(was.tolist()) - {-1}) for row, was in zip(table, current, strict=True)]
+
+
+def test_a_pair_of_two_new_experts_trades_one_of_them():
+    """Of the pairs (0, 3), (6, 7), (2, 4), no rank holds an expert of the second one."""
+    current = np.array([[0, 1], [2, 3], [4, 5]], dtype=np.int32)
+    broken, pool = np.arange(3), np.array([0, 6, 2, 4, 7, 3])
+    assert sorted(received(place_pairs(current, current, broken, pool), current)) == [1, 1, 2]
+    traded = place_pairs(current, current, broken, pool, one_each=True)
+    assert received(traded, current) == [1, 1, 1]
+    assert sorted(traded.ravel().tolist()) == sorted(pool.tolist())
+
+
+@given(data=st.data())
+@settings(max_examples=60, deadline=None)
+def test_trades_keep_the_pool_and_repeat_no_expert_on_a_rank(data):
+    num_ranks = data.draw(st.integers(2, 6))
+    ids = st.lists(st.integers(-1, 7), min_size=2, max_size=2, unique_by=lambda e: e if e >= 0 else object())
+    current = np.array([data.draw(ids) for _ in range(num_ranks)], dtype=np.int32)
+    broken = np.flatnonzero(data.draw(st.lists(st.booleans(), min_size=num_ranks, max_size=num_ranks)))
+    new = [data.draw(ids) for _ in broken]
+    pool = np.array(data.draw(st.permutations([e for pair in new for e in pair])), dtype=np.int64)
+    plain, traded = (place_pairs(current, current, broken, pool, one_each=each) for each in (False, True))
+    assert sorted(traded.ravel().tolist()) == sorted(plain.ravel().tolist())
+    assert all(row[0] != row[1] or row[0] < 0 for row in traded)
+    beyond = [sum(n > 1 for n in received(table, current)) for table in (plain, traded)]
+    assert beyond[1] <= beyond[0]
+    np.testing.assert_array_equal(np.delete(traded, broken, axis=0), np.delete(current, broken, axis=0))
 
 
 @pytest.mark.parametrize("most", [0, 1, 2])
