@@ -13,7 +13,6 @@ from moe_serve.errors import RequestError
 from moe_serve.log import get_logger
 
 log = get_logger(__name__)
-_NONE_LEFT = "the parameters of this request leave no token"
 
 
 class OpenRequests:
@@ -141,9 +140,10 @@ class OpenRequests:
         self._scheduler.discard(request.request_id)
         del self._open[request.request_id]
         index = len(request.output_ids)
-        if none_left:  # its client's mistake, which is for nobody to look at here
-            log.info("request %s ends: %s", request.request_id, _NONE_LEFT)
-            message = request.why_none_left or f"{_NONE_LEFT} for output token {index}; allow more tokens"
+        if none_left:  # its client's mistake: no line, since a client could send thousands
+            message = request.why_none_left or (
+                f"the parameters of this request leave no token for output token {index}; allow more tokens"
+            )
         else:
             self._counters.num_failed += 1
             log.error("request %s ends: its logits are not finite", request.request_id)
