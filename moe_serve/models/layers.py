@@ -87,7 +87,8 @@ class GqaAttention:
             order = torch.cat((pair_order(rope.dim, qkv.device), rest))
             qkv = self._reorder(qkv, order)
             bias = None if bias is None else self._reorder(bias, order)
-            scale = None if scale is None else self._reorder(scale, order)
+            if scale is not None and scale.dim() == 1:  # rows stay in their blocks
+                scale = self._reorder(scale, order)
             norm = None if norm is None else norm[:, order].contiguous()
         out = forms.linear(weights.pop("o"), weights.pop("o_bias", None), weights.pop("o_scale", None))
         sinks = weights.pop("sinks") if spec.has_sinks else None

@@ -56,14 +56,14 @@ class MlaAttention:
             order = pair_order(spec.rope_dim, q_kv_a.device)
             latent, queries = slice(-spec.latent_dim, None), slice(None, -spec.latent_dim)
             a_bias = None if a_bias is None else _reorder_tails(a_bias, 1, order, latent)
-            a_scale = None if a_scale is None else _reorder_tails(a_scale, 1, order, latent)
+            a_scale = _reorder_scales(a_scale, 1, order, latent)
             q_kv_a = _reorder_tails(q_kv_a, 1, order, latent)
             if q_b is None:
                 q_kv_a = _reorder_tails(q_kv_a, spec.num_heads, order, queries)
-                a_scale = None if a_scale is None else _reorder_tails(a_scale, spec.num_heads, order, queries)
+                a_scale = _reorder_scales(a_scale, spec.num_heads, order, queries)
             else:
                 q_b = _reorder_tails(q_b, spec.num_heads, order, slice(None))
-                b_scale = None if b_scale is None else _reorder_tails(b_scale, spec.num_heads, order, slice(None))
+                b_scale = _reorder_scales(b_scale, spec.num_heads, order, slice(None))
         kv_b = weights.pop("kv_b").view(spec.num_heads, spec.nope_dim + spec.value_dim, spec.kv_lora_rank)
         absorb = kv_b[:, : spec.nope_dim].contiguous()
         expand = kv_b[:, spec.nope_dim :].transpose(1, 2).contiguous()
@@ -236,3 +236,8 @@ def _reorder_tails(weight: Tensor, num_heads: int, order: Tensor, rows: slice) -
     heads = tails.view(num_heads, -1, *tails.shape[1:])
     heads[:, -len(order) :] = heads[:, -len(order) :][:, order]
     return weight
+
+
+def _reorder_scales(scale: Tensor | None, num_heads: int, order: Tensor, rows: slice) -> Tensor | None:
+    """Returns the scales of rows that `_reorder_tails` reorders: those of channels with them, others as they are."""
+    return scale if scale is None or scale.dim() == 2 else _reorder_tails(scale, num_heads, order, rows)

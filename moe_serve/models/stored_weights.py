@@ -1,9 +1,9 @@
 """How a checkpoint stores its weights, and so how the compiled CPU kernels keep them: bfloat16 stays bfloat16.
 
 Widening a bfloat16 to float32 is exact, so kernels that widen what they read compute what float32 weights would give,
-from half the memory. So it is with FP8 with a scale per channel or tensor, of experts and of the projections that most
-rows go through; other FP8 that is not an expert is dequantised to float32. Dense experts of an MXFP4 checkpoint are
-bfloat16, also exactly. Vectors (norms, biases) are float32 always.
+from half the memory. So it is with FP8 of experts and of most projections (fp8_projections.py); other FP8 is
+dequantised to float32. Dense experts of an MXFP4 checkpoint are bfloat16, also exactly. Vectors (norms, biases) are
+float32 always.
 """
 
 from collections.abc import Mapping
@@ -15,18 +15,16 @@ import torch
 
 from moe_serve.kernels.fp8_block import GROUP
 from moe_serve.models.checkpoint import Checkpoint
+from moe_serve.models.fp8_projections import keeps_projection
 from moe_serve.models.spec import ModelSpec
 from moe_serve.models.weight_plan import DenseTensor, ExpertTensor, Part, dense_tensors, expert_tensors
-
-_KEPT_IN_FP8 = ("qkv", "q_kv_a", "q_b", "o", "gate_up", "down", "shared_gate_up", "shared_down")
 
 
 @dataclass(frozen=True)
 class StoredWeights:
     """The dtypes in which weights are kept as stored.
 
-    dense:      bfloat16, float32, or float8_e4m3fn with a scale per channel, of each tensor by its name in
-                weight_plan.py
+    dense:      bfloat16, float32, or float8_e4m3fn with its scales, of each tensor by its name in weight_plan.py
     experts:    bfloat16 or float32, of experts in form dense
     keeps_fp8:  whether all experts are stored in e4m3 with scales that the kernels take
     """
@@ -62,8 +60,7 @@ class StoredWeights:
 
         def kept(plan: DenseTensor) -> torch.dtype:
             names = dtypes(plan.parts) if plan.kind == "matrix" else set()
-            by_channel = spec.fp8_block is not None and spec.fp8_block.by_channel
-            if names == {"F8_E4M3"} and by_channel and plan.name.rpartition(".")[2] in _KEPT_IN_FP8:
+            if names == {"F8_E4M3"} and keeps_projection(spec, plan):
                 return torch.float8_e4m3fn
             return _kept(names)
 

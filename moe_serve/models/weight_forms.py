@@ -31,7 +31,7 @@ class PackedMlp:
     """The same function by the compiled kernel of experts, with one slot."""
 
     def __init__(self, gate_up: Tensor, down: Tensor, scales: Scales = (None, None)):
-        """gate_up: [2 I, H], gate rows first;  down: [H, I]; float32 or bfloat16, or FP8 with scales [2 I] and [H]"""
+        """gate_up: [2 I, H], gate rows first;  down: [H, I]; float32, bfloat16, or FP8 with scales"""
         hidden, width = down.shape
         packed_gate_up = zeros_in_huge_pages((1, gate_up_size(width, hidden)), gate_up.dtype)
         packed_down = zeros_in_huge_pages((1, packed_size(hidden, width)), down.dtype)
@@ -69,7 +69,7 @@ class WeightForms:
     def linear(self, weight: Tensor, bias: Tensor | None = None, scale: Tensor | None = None) -> Linear | PackedLinear:
         """weight: [n, k], bias: [n] -> a function of rows [T, k] -> [T, n]
 
-        scale: [n], of a weight in FP8, which the compiled kernels alone take
+        scale: [n] or by block, of a weight in FP8, which the compiled kernels alone take
         """
         if self._numerics.compiled:
             return PackedLinear(weight, bias, scale)
@@ -88,7 +88,7 @@ class WeightForms:
     def mlp(self, gate_up: Tensor, down: Tensor, scales: Scales = (None, None)) -> GatedMlp | PackedMlp:
         """gate_up: [2 I, H], gate rows first;  down: [H, I] -> a function of rows [T, H] -> [T, H]
 
-        scales: [2 I] and [H], of weights in FP8, which the compiled kernels alone take
+        scales: [2 I] and [H], or by block, of weights in FP8, which the compiled kernels alone take
         """
         if self._numerics.compiled:
             return PackedMlp(gate_up, down, scales)

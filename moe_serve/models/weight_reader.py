@@ -75,21 +75,20 @@ class WeightReader:
         return total
 
     def dense(self, plan: DenseTensor) -> dict[str, Tensor]:
-        """Returns a dense tensor on the device, and the scales [n] of one that is kept in FP8, by name."""
-        dtype, device = self._share.dense_dtype(plan), self._share.device
-        out = torch.empty(plan.shape, dtype=dtype, device=device)
-        scales = torch.empty(plan.shape[0], device=device) if dtype == torch.float8_e4m3fn else None
-        row = 0
+        """Returns a dense tensor on the device, and the scales of one that is kept in FP8, by name."""
+        out = torch.empty(plan.shape, dtype=self._share.dense_dtype(plan), device=self._share.device)
+        scales, row = [], 0
         for part in plan.parts:
-            rows = slice(row, row + part.shape[0])
-            row = rows.stop
-            if scales is None:
-                self._read(part, out[rows])
+            rows = out[row : row + part.shape[0]]
+            row += part.shape[0]
+            if out.dtype != torch.float8_e4m3fn:
+                self._read(part, rows)
                 continue
-            values, scales[rows] = self._stored_fp8(part, None)
-            out[rows].copy_(values)
+            values, of_part = self._stored_fp8(part, None)
+            rows.copy_(values)
+            scales.append(of_part)
             self._report()
-        return {plan.name: out} if scales is None else {plan.name: out, scale_of(plan.name): scales}
+        return {plan.name: out, scale_of(plan.name): torch.cat(scales)} if scales else {plan.name: out}
 
     def experts(self, plan: ExpertTensor) -> dict[str, Tensor]:
         """Returns the slots of one matrix, and of its scales where the form has them, by name.

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from moe_serve.ep.expert_form import ExpertForm, SlotForm
+from moe_serve.models.fp8_projections import scale_bytes
 from moe_serve.models.spec import ModelSpec
 from moe_serve.models.stored_weights import StoredWeights
 from moe_serve.models.weight_plan import DenseTensor, dense_tensors
@@ -62,7 +63,7 @@ class WeightShare:
         sizes = {}
         for plan in dense_tensors(self.spec):
             dtype = self.dense_dtype(plan)
-            scales = plan.shape[0] * 4 if dtype == torch.float8_e4m3fn else 0
+            scales = scale_bytes(self.spec, plan) if dtype == torch.float8_e4m3fn else 0
             sizes[plan.name] = math.prod(plan.shape) * dtype.itemsize + scales
         return sizes
 

@@ -26,7 +26,7 @@ from moe_serve.models.weight_share import WeightShare
 class LoadedWeights:
     """One rank's weights, on the device.
 
-    dense:      tensors named as in weight_plan.py, with "NAME_scale" [n] of those in FP8
+    dense:      tensors named as in weight_plan.py, with "NAME_scale" of those in FP8
     experts:    per MoE layer (its model layer id) the tensors of expert_form.SlotForm, [slots_per_rank, ...]:
                 "gate_up", "down", their scales and biases; an empty slot holds zeros
     slot_form:  of the experts' slots

@@ -30,6 +30,12 @@ CONFIG: dict[str, Any] = {
 }  # fmt: skip
 
 
+QWEN3_CONFIG: dict[str, Any] = {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "model_type": "qwen3_moe",
+    "num_experts": 8,
+    "num_hidden_layers": 2,
+}
 BLOCKS = Fp8Block(128, 128)
 SCALES = {"blocks": BLOCKS, "channels": PER_CHANNEL, "tensors": PER_TENSOR}
 

@@ -1,6 +1,7 @@
 """The dtypes in which the compiled kernels keep weights are those of the checkpoint, and no value is rounded."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,8 @@ from moe_serve.models.stored_weights import StoredWeights
 from moe_serve.models.weight_plan import dense_tensors
 from moe_serve.models.weight_share import WeightShare
 from moe_serve.models.weights import load_weights
-from tests.models.fp8_checkpoint import write_fp8_checkpoint
-from tests.models.runner import Runner, load_decoder, one_rank
+from tests.models.fp8_checkpoint import QWEN3_CONFIG, write_fp8_checkpoint
+from tests.models.runner import Runner, decoder_with, load_decoder, one_rank
 from tests.models.test_expert_slots import fused
 from tests.models.test_weights import fuse_experts, rewritten
 from tests.tolerance import FLOAT32, LOGITS, relative_error
@@ -60,12 +61,14 @@ def test_one_expert_in_float32_keeps_all_in_float32(oracle: Oracle, tmp_path: Pa
     assert StoredWeights.of(spec, mixed).experts == torch.float32
 
 
-def test_fp8_experts_are_kept_where_kernels_take_their_blocks_and_dense_ones_become_float32(tmp_path: Path) -> None:
+def test_fp8_is_kept_where_kernels_take_its_blocks_and_becomes_float32_elsewhere(tmp_path: Path) -> None:
     folder = write_fp8_checkpoint(tmp_path / "plain")
     spec = read_spec(folder)
     stored = StoredWeights.of(spec, folder)
     assert stored.keeps_fp8
-    assert set(stored.dense.values()) == {torch.float32}
+    in_fp8 = {name.rpartition(".")[2] for name, dtype in stored.dense.items() if dtype == torch.float8_e4m3fn}
+    assert in_fp8 == {"q_b", "o", "gate_up", "down", "shared_gate_up", "shared_down"}, "a block of q_kv_a holds both"
+    assert set(stored.dense.values()) == {torch.float32, torch.float8_e4m3fn}
     straddling = rewritten(folder, tmp_path / "fused", lambda _: fused(folder, spec))
     assert not StoredWeights.of(spec, straddling).keeps_fp8, "width 136: a block would hold rows of gate and up"
 
@@ -115,3 +118,38 @@ def test_an_mlp_whose_matrices_are_stored_unlike_computes_what_torch_does(name: 
         runner.prefill([request])
         logits.append(runner.stacked(request))
     assert relative_error(*logits) < LOGITS
+
+
+@pytest.mark.parametrize(
+    ("family", "sizes", "kept"),
+    [
+        ("qwen3_moe", {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 128}, True),
+        ("qwen3_moe", {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64}, True),
+        ("qwen3_moe", {"num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 192}, False),
+        ("deepseek_v3", {"q_lora_rank": 128, "kv_lora_rank": 56, "rope_interleave": False}, True),
+        ("deepseek_v3", {"q_lora_rank": 128, "kv_lora_rank": 60, "rope_interleave": False}, False),
+        ("deepseek_v3", {"q_lora_rank": 100}, False),
+    ],
+    ids=str,
+)
+def test_projections_in_blocks_compute_the_bits_of_dequantised_ones(
+    family: str, sizes: dict[str, Any], kept: bool, tmp_path: Path
+) -> None:
+    """Rows are reordered for the rotation, and blocks of scales are not: kept only where no row leaves its block."""
+    made = {"qwen3_moe": QWEN3_CONFIG, "deepseek_v3": {}}[family]
+    folder = write_fp8_checkpoint(tmp_path / "model", **made, **sizes)
+    spec = read_spec(folder)
+    stored = StoredWeights.of(spec, folder)
+    name = "layers.0.qkv" if family == "qwen3_moe" else "layers.0.q_kv_a"
+    assert stored.dense[name] == (torch.float8_e4m3fn if kept else torch.float32)
+    assert stored.dense["layers.0.o"] == torch.float8_e4m3fn
+    logits = []
+    for dense in (stored.dense, dict.fromkeys(stored.dense, torch.float32)):
+        share = WeightShare(spec, one_rank(spec), 0, torch.float32, "cpu", "fp8", replace(stored, dense=dense))
+        weights = load_weights(folder, share)
+        assert sum(tensor.nbytes for tensor in weights.dense.values()) == sum(share.dense_bytes.values())
+        runner = Runner(decoder_with(MoeLayer, spec, weights, COMPILED), COMPILED)
+        request = runner.request("a", [3 + 7 * i % 250 for i in range(40)])
+        runner.prefill([request])
+        logits.append(runner.stacked(request))
+    assert torch.equal(*logits)

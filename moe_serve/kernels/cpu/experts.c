@@ -69,12 +69,6 @@ INLINE v16 activate(const Experts *e, v16 gate, v16 up)
     return (up + 1.0f) * (gate / (1.0f + exp16(gate * -(float)e->alpha)));
 }
 
-/* The scales of a row of 128 x 128 blocks. */
-INLINE const float *block_scales(const float *scale, i64 block_row, i64 k)
-{
-    return scale + block_row * ((k + SCALE_GROUP - 1) / SCALE_GROUP);
-}
-
 /* The scales of one slot's stacks of n rows: a scale per row, or per block. */
 INLINE const float *scales_of(const Experts *e, const void *scale, i64 slot, i64 stacks, i64 n, i64 k)
 {

@@ -6,10 +6,10 @@
 enum { ROW_BLOCK = 192, PACK_FROM = 32 /* rows */ };
 
 typedef struct { /* as linear.py fills it */
-    i64 heads, n, k, kind;
+    i64 heads, n, k, kind, by_channel /* E4M3: where scales are not by block */;
     const char *weight; /* [heads][packed] */
     const float *bias;  /* [heads, n], or 0 */
-    const float *scale; /* E4M3: of channels, [heads, n]; else 0 */
+    const float *scale; /* E4M3: of channels, [n], or by 128 x 128, [ceil(n), ceil(k)], of one head; else 0 */
 } Linear;
 
 typedef struct {
@@ -28,7 +28,8 @@ static void linear_panel(const LinearJob *j, i64 head, i64 panel)
     float *y[ROW_BLOCK], *out[ROW_BLOCK], spare[ROW_BLOCK][PANEL], channels[PANEL];
     Panel p = {l->kind, panel_width(l->n, panel), l->k, panel_at(l->weight + head * head_bytes, panel, l->k, l->kind), {0, 0}};
     i64 wanted = least(p.width, l->n - column);
-    if (l->scale) channel_scales(l->scale + head * l->n + column, wanted, p.width, channels), p.channels = channels;
+    if (l->by_channel) channel_scales(l->scale + column, wanted, p.width, channels), p.channels = channels;
+    else if (l->scale) p.scale[0] = p.scale[1] = block_scales(l->scale, column / SCALE_GROUP, l->k);
     for (i64 r = 0; r < j->rows; r++) {
         x[r] = j->x + r * j->x_row + head * j->x_head;
         out[r] = j->y + r * j->y_row + head * j->y_head + column;

@@ -126,6 +126,12 @@ typedef void (*RowsByPanel)(const Tile *, i64 rows);
 static const RowsByPanel by_direct[] = {float32_direct, bfloat16_direct, int8_direct, e4m3_direct, mxfp4_direct};
 static const RowsByPanel by_keep[] = {float32_again, bfloat16_keep, int8_keep, e4m3_keep, mxfp4_keep};
 
+/* The scales of a row of 128 x 128 blocks. */
+INLINE const float *block_scales(const float *scale, i64 block_row, i64 k)
+{
+    return scale + block_row * ((k + SCALE_GROUP - 1) / SCALE_GROUP);
+}
+
 /* Writes the scales of columns as a tile takes them, and zeros behind them, for Panel.channels. */
 INLINE void channel_scales(const float *scale, i64 wanted, i64 count, float *to)
 {

@@ -6,6 +6,7 @@ from typing import Self
 import torch
 from torch import Tensor
 
+from moe_serve.kernels.block_scales import num_groups
 from moe_serve.kernels.cpu.library import cpu_library
 from moe_serve.kernels.cpu.packed import pack, packed_size
 from moe_serve.kernels.huge_pages import zeros_in_huge_pages
@@ -38,15 +39,17 @@ class _Projection:
     """heads matrices [n, k], packed; a block of int64 holds their facts, as gemm.c reads them."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None, scale: Tensor | None = None):
-        assert (scale is None) == (weight.dtype != torch.float8_e4m3fn), "FP8 has scales, and nothing else has"
         heads, n, k = weight.shape
+        scales = [(n,), (num_groups(n), num_groups(k))] if weight.dtype == torch.float8_e4m3fn else [None]
+        assert (None if scale is None else scale.shape) in scales, f"{weight.dtype} with scales {scale}"
         self._packed = zeros_in_huge_pages((heads, packed_size(n, k)), weight.dtype)
         for head in range(heads):
             pack(weight[head], self._packed[head])
         self._bias = None if bias is None else bias.float().contiguous()
         self._scale = None if scale is None else scale.float().contiguous()
         addresses = (0 if each is None else each.data_ptr() for each in (self._packed, self._bias, self._scale))
-        self.facts = torch.tensor([heads, n, k, KINDS.index(weight.dtype), *addresses])
+        by_channel = scale is not None and scale.dim() == 1
+        self.facts = torch.tensor([heads, n, k, KINDS.index(weight.dtype), by_channel, *addresses])
         self._at = self.facts.data_ptr()
         self._linear = cpu_library().call.linear
 
@@ -55,7 +58,10 @@ class PackedLinear(_Projection):
     """y = x W^T + b with weights of float32, bfloat16 or FP8. A row's bits depend on that row only."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None, scale: Tensor | None = None):
-        """weight: [n, k] float32, bfloat16 or float8_e4m3fn, bias: [n] or None, scale: of FP8, [n]"""
+        """weight: [n, k] float32, bfloat16 or float8_e4m3fn, bias: [n] or None
+
+        scale: of FP8: [n], or [ceil(n / 128), ceil(k / 128)]
+        """
         super().__init__(weight[None], bias, scale)
         self.out_features, self.in_features = weight.shape
 

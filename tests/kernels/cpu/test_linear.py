@@ -39,21 +39,21 @@ def test_the_bits_of_a_row_depend_on_that_row_only(dtype, library, avx2, use):
         assert torch.equal(PackedLinear(weight)(x[:rows]), alone[:rows]), rows
 
 
-def test_fp8_with_scales_of_channels_gives_the_bits_of_float32_weights_with_the_same_values(library, avx2, use):
-    for n, k in itertools.product((1, 31, 65, 200), (0, 1, 130, 600)):
-        stored = quantize_weight(torch.randn(1, n, k), by_channel=True) if k else None
-        q = torch.empty(n, 0, dtype=torch.float8_e4m3fn) if stored is None else stored.q[0]
-        scale = torch.ones(n) if stored is None else stored.scale[0]
-        wide = torch.zeros(n, 0) if stored is None else dequantize_weight(stored)[0]
-        kept, widened = PackedLinear(q, torch.arange(n).float(), scale), PackedLinear(wide, torch.arange(n).float())
+@pytest.mark.parametrize("by_channel", [False, True], ids=["blocks", "channels"])
+def test_fp8_gives_the_bits_of_float32_weights_with_the_same_values(by_channel, library, avx2, use):
+    for n, k in itertools.product((1, 31, 65, 200), (1, 130, 600)):
+        stored, bias = quantize_weight(torch.randn(1, n, k), by_channel=by_channel), torch.randn(n)
+        kept, widened = (
+            PackedLinear(stored.q[0], bias, stored.scale[0]),
+            PackedLinear(dequantize_weight(stored)[0], bias),
+        )
         for rows, threads in itertools.product((0, 1, 5, 6, 7, 64, 193), (1, 2)):
             library.set_threads(threads)
             x = torch.randn(rows, k + 3)[:, :k]
             assert torch.equal(kept(x), widened(x)), (n, k, rows)
-    x = torch.randn(7, 600)
     wanted = kept(x)
     use(avx2)
-    assert torch.equal(PackedLinear(q, torch.arange(n).float(), scale)(x), wanted)
+    assert torch.equal(PackedLinear(stored.q[0], bias, stored.scale[0])(x), wanted)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
