@@ -21,6 +21,9 @@ def describe_exit(code: int) -> str:
     if code >= 0:
         return f"exited with code {code}"
     try:
-        return f"was killed by {signal.Signals(-code).name}"
+        number = signal.Signals(-code)
+        # Shared memory takes pages as they are written, and the kernel knows no other way to refuse one.
+        reason = " (as where /dev/shm is full: make room there)" if number == signal.SIGBUS else ""
+        return f"was killed by {number.name}{reason}"
     except ValueError:
         return f"was killed by signal {-code}"
