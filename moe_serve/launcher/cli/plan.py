@@ -30,7 +30,9 @@ class PlanCommandOptions(opt.ReportOptions, PlanOptions, opt.TraceOptions, opt.C
     target: Annotated[str, typer.Option("--for", help="moe_serve, sglang, tensorrt_llm, vllm or vllm_ascend.")] = (
         "moe_serve"
     )
-    policy: Annotated[str, typer.Option("--policy", "-p", help="Balancer.")] = "refined"
+    policy: Annotated[
+        str, typer.Option("--policy", "-p", help="deepseek, greedy, refined, incremental, series, milp or static.")
+    ] = "refined"
     last: Annotated[
         int, typer.Option(min=0, help="Plan on the last so many windows only; 0 = on all; 2 to 64 for -p series.")
     ] = 0
