@@ -9,6 +9,12 @@ from moe_serve.server.helpers.helper_loop import serve_one, unbounded_time
 from moe_serve.server.helpers.helper_process import FRAME, REPLY
 
 
+@pytest.fixture(autouse=True)
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The process of the tests has often grown beyond what a helper may."""
+    monkeypatch.setattr(helper_loop, "_KEPT_BYTES", 1 << 60)
+
+
 def serve(job: bytes, core_s: float = 60.0) -> tuple[bool, bytes]:
     """Returns whether the process goes on, and what it wrote."""
 
