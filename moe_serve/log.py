@@ -15,6 +15,8 @@ from collections.abc import Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass
 
+from moe_serve.lasting_log import LastingLog
+
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 _PLAIN = re.compile(r"[\w.:/+-]+", re.ASCII)
 _MAX_SOURCES = 256  # whose warnings are counted one by one
@@ -36,8 +38,11 @@ def configure_logging(level: str | None = None, who: str = "", form: str = "text
     """
     logger = logging.getLogger("moe_serve")
     logger.handlers.clear()
-    handler = _CountingHandler(sys.stderr)
-    handler.setFormatter(_JsonLine(who) if form == "json" else _TextLine(who))
+    formatter = _JsonLine(who) if form == "json" else _TextLine(who)
+    warning = {"name": logger.name, "levelno": logging.WARNING, "levelname": "WARNING"}
+    stream = LastingLog(sys.stderr, lambda text: formatter.format(logging.makeLogRecord(warning | {"msg": text})))
+    handler = _CountingHandler(stream)
+    handler.setFormatter(formatter)
     logger.addHandler(handler)
     logger.setLevel((level or os.environ.get("MOE_SERVE_LOG", "INFO")).upper())
     logger.propagate = False

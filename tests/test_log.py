@@ -2,6 +2,8 @@
 
 import json
 import logging
+import os
+import threading
 
 import pytest
 
@@ -18,6 +20,30 @@ def test_a_newline_in_a_message_forges_no_line(capfd):
 
     assert "\\n04:00:00" in written
     assert "\x1b" not in written
+
+
+@pytest.mark.parametrize("form", ["text", "json"])
+def test_a_log_that_nobody_reads_holds_up_nobody(form, monkeypatch):
+    monkeypatch.setattr("moe_serve.lasting_log._PATIENCE_S", 0.05)
+    reader, writer = os.pipe()
+    with open(reader, "rb", buffering=0) as taken, open(writer, "w", encoding="utf-8") as stderr:
+        monkeypatch.setattr("sys.stderr", stderr)
+        configure_logging(who="front end", form=form)
+        log = get_logger("moe_serve.test")
+        writing = threading.Thread(target=lambda: [log.info("%05d %s", i, "x" * 900) for i in range(200)], daemon=True)
+        writing.start()
+        writing.join(20)
+        goes_on = not writing.is_alive()
+        lines = taken.read(1 << 17).decode().splitlines()
+        log.info("somebody reads again")
+        lines += taken.read(1 << 17).decode().splitlines()
+        assert goes_on
+    *whole, said, last = lines
+    assert f"{200 - len(whole)} lines before this one could not be written (nobody read them)" in said
+    assert "somebody reads again" in last
+    if form == "json":
+        assert json.loads(said)["level"] == "warning"
+        assert json.loads(last)["process"] == "front end"
 
 
 def test_a_traceback_of_ours_keeps_its_lines(capfd):

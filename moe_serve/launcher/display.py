@@ -17,7 +17,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from moe_serve.launcher.lasting_log import LastingLog
+from moe_serve.lasting_log import LastingLog
 
 
 class StartDisplay:

@@ -7,8 +7,8 @@ import threading
 
 import pytest
 
+from moe_serve.lasting_log import LastingLog
 from moe_serve.launcher.display import StartDisplay
-from moe_serve.launcher.lasting_log import LastingLog
 
 
 class FullDisk(io.StringIO):
@@ -45,7 +45,7 @@ def test_a_launcher_whose_lines_cannot_be_written_goes_on(monkeypatch, reason):
 
 
 def test_a_launcher_whose_lines_nobody_reads_goes_on(monkeypatch):
-    monkeypatch.setattr("moe_serve.launcher.lasting_log._PATIENCE_S", 0.05)
+    monkeypatch.setattr("moe_serve.lasting_log._PATIENCE_S", 0.05)
     reader, writer = os.pipe()
     with open(reader, "rb", buffering=0) as taken, open(writer, "w", encoding="utf-8") as stderr:
         monkeypatch.setattr("sys.stderr", stderr)
@@ -58,7 +58,7 @@ def test_a_launcher_whose_lines_nobody_reads_goes_on(monkeypatch):
         display.note("somebody reads again")
         lines += taken.read(1 << 17).decode().splitlines()
         assert goes_on
-    assert re.search(r"\d+ lines before this one could not be written \(nobody read them\)", lines[-2])
+    assert re.fullmatch(r"\d+ lines before this one could not be written \(nobody read them\)", lines[-2])
     assert lines[-1] == "somebody reads again"
     assert 0 < len(lines) < 20
 
