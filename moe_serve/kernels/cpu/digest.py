@@ -18,7 +18,7 @@ from moe_serve.kernels.cpu.experts import PackedExperts, packed_ffn
 from moe_serve.kernels.cpu.gate import gate
 from moe_serve.kernels.cpu.indexed import attend_indexed
 from moe_serve.kernels.cpu.layer_norm import layer_norm
-from moe_serve.kernels.cpu.linear import KINDS, PackedLinear
+from moe_serve.kernels.cpu.linear import PackedLinear
 from moe_serve.kernels.cpu.logprobs import row_logprobs
 from moe_serve.kernels.cpu.packed import gate_up_size, packed_size
 from moe_serve.kernels.cpu.rows import add_gated_, add_rms_norm, rms_norm, rope_write, weighted_sum
@@ -51,21 +51,22 @@ def _numbers(*shape: int, seed: int = 1) -> Tensor:
 def _linear() -> list[Tensor]:
     weight, bias = _numbers(WIDTH, HIDDEN), _numbers(WIDTH, seed=2)
     x = _numbers(ROWS, HIDDEN, seed=3)
-    return [PackedLinear(weight.to(dtype), bias)(x) for dtype in (torch.float32, torch.bfloat16)]
+    of_channels, of_blocks = _numbers(WIDTH, seed=4) / 8, _numbers(1, 2, seed=5) / 8
+    in_fp8 = [PackedLinear(weight.to(torch.float8_e4m3fn), bias, scale)(x) for scale in (of_channels, of_blocks)]
+    return [PackedLinear(weight.to(dtype), bias)(x) for dtype in (torch.float32, torch.bfloat16)] + in_fp8
 
 
 def _experts() -> list[Tensor]:
     counts = torch.tensor([1, ROWS - 1])
     sizes = 2, gate_up_size(WIDTH, HIDDEN), packed_size(HIDDEN, WIDTH)
-    scales = {
-        torch.int8: (_numbers(2, 2 * WIDTH, seed=2) / 1000, _numbers(2, HIDDEN, seed=3) / 1000),
-        torch.float8_e4m3fn: (_numbers(2, 2, 2, seed=4) / 8, _numbers(2, 2, 1, seed=5) / 8),
-    }
+    by_channel = _numbers(2, 2 * WIDTH, seed=2) / 1000, _numbers(2, HIDDEN, seed=3) / 1000
+    by_block = _numbers(2, 2, 2, seed=4) / 8, _numbers(2, 2, 1, seed=5) / 8
+    scaled = [(torch.int8, by_channel), (torch.float8_e4m3fn, by_block), (torch.float8_e4m3fn, by_channel)]
     results = []
-    for dtype in (kind for kind in KINDS if kind != torch.uint8):
+    for dtype, scales in [(torch.float32, (None, None)), (torch.bfloat16, (None, None)), *scaled]:
         factor = 127 if dtype == torch.int8 else 1 / 8
         gate_up, down = (((_numbers(2, size, seed=6) * factor).to(dtype)) for size in sizes[1:])
-        experts = PackedExperts(gate_up, down, HIDDEN, WIDTH, *scales.get(dtype, (None, None)))
+        experts = PackedExperts(gate_up, down, HIDDEN, WIDTH, *scales)
         results.append(packed_ffn(_numbers(ROWS, HIDDEN, seed=7), counts, experts))
     results.append(packed_ffn(_numbers(ROWS, 160, seed=7), counts, _mxfp4_experts(160, 96)))
     biased = {"gate_up_bias": _numbers(2, 2 * WIDTH, seed=8), "down_bias": _numbers(2, HIDDEN, seed=9)}
