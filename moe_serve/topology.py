@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 from moe_serve.errors import ConfigError
 
+MAX_RANKS = 65_536  # tables by rank stay in memory; a slip of the hand does not
+
 
 @dataclass(frozen=True)
 class Topology:
@@ -25,6 +27,8 @@ class Topology:
             if int(value) != value or value < 1:
                 raise ConfigError(f"Topology.{name} is {value!r}; give a whole number of at least 1")
             object.__setattr__(self, name, int(value))
+        if self.num_ranks > MAX_RANKS:
+            raise ConfigError(f"{self.num_ranks} ranks on {self.num_nodes} nodes are more than {MAX_RANKS}; use fewer")
 
     @property
     def num_ranks(self) -> int:

@@ -82,6 +82,8 @@ def _work(tasks: Sequence[Task], folder: Path, claims: int, ticks: int) -> None:
             except MoeServeError as problem:
                 (folder / f"{index}.error").write_text(json.dumps([type(problem).__name__, str(problem)]))
                 break
+    except KeyboardInterrupt:  # the parent has it, too
+        status = 1
     except BaseException:  # the outermost loop of this process: show it, and end
         import traceback
 

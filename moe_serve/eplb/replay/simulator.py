@@ -33,12 +33,19 @@ class Sweep:
     slots:        physical experts per layer; () = experts + redundant, rounded up to the ranks
     redundant:    used where slots is (): extra slots per layer
     window_steps: steps per window of load
+    Raises ConfigError for values that cannot be.
     """
 
     nodes: tuple[int, ...] = (4,)
     slots: tuple[int, ...] = ()
     redundant: tuple[int, ...] = (32,)
     window_steps: tuple[int, ...] = (100,)
+
+    def __post_init__(self) -> None:
+        for name, least in (("redundant", 0), ("window_steps", 1)):
+            for value in getattr(self, name):
+                if value < least:
+                    raise ConfigError(f"{name} holds {value}; give whole numbers of at least {least}")
 
     @property
     def num_cases(self) -> int:
@@ -136,14 +143,20 @@ def _slots(simulation: Simulation, topology: Topology) -> Sequence[int]:
     ranks, experts = topology.num_ranks, simulation.model.num_logical
     if simulation.sweep.slots:
         for slots in simulation.sweep.slots:
-            if slots % ranks or slots < experts:
+            if slots % ranks or not experts <= slots <= ranks * experts:
                 least = math.ceil(experts / ranks) * ranks
                 raise ConfigError(
-                    f"{slots} slots on {ranks} ranks for {experts} experts; use a multiple of {ranks} from {least} on, "
-                    f"or --redundant, which is rounded up"
+                    f"{slots} slots on {ranks} ranks for {experts} experts; use a multiple of {ranks} from {least} on "
+                    f"to {ranks * experts}, or --redundant, which is rounded up"
                 )
         return simulation.sweep.slots
-    return list(dict.fromkeys(math.ceil((experts + extra) / ranks) * ranks for extra in simulation.sweep.redundant))
+    found = list(dict.fromkeys(-(-(experts + extra) // ranks) * ranks for extra in simulation.sweep.redundant))
+    if max(found) > ranks * experts:
+        raise ConfigError(
+            f"{max(found)} slots on {ranks} ranks are more than {experts} a rank, which is every expert; lower "
+            "--redundant"
+        )
+    return found
 
 
 def _run(simulation: Simulation, topology: Topology, num_slots: int, window_steps: int, jobs: int) -> Case:

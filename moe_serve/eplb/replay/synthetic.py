@@ -15,12 +15,13 @@ from typing import Literal, get_args
 import numpy as np
 from numpy.typing import NDArray
 
-from moe_serve.eplb.load import LoadRecord, LoadTrace
+from moe_serve.eplb.load import MAX_EXACT, LoadRecord, LoadTrace
 from moe_serve.errors import ConfigError
 
 Floats = NDArray[np.float64]
 Family = Literal["uniform", "zipf", "lognormal", "group", "hot", "tiny", "bursts", "jumps", "swing"]
 FAMILIES: tuple[str, ...] = get_args(Family)
+MAX_SKEW = 20  # weights stay finite, and the heaviest expert has all of the load long before
 
 
 @dataclass(frozen=True)
@@ -37,7 +38,8 @@ class SyntheticLoad:
                             every `period` windows on average; `profiles` replaces them by measured ones
                  jumps      lognormal, where every `period` windows on average a layer is drawn anew
                  swing      two profiles in turn, `period` windows each: what was learned is wrong after every turn
-    skew:        see family; None: 0.8 zipf, 0.3 hot, 0.6 others (calibrated on DeepSeek-R1: sigma 0.6 to 1.2)
+    skew:        see family, 0 to 20 (hot: to 1); None: 0.8 zipf, 0.3 hot, 0.6 others (calibrated on DeepSeek-R1: sigma
+                 0.6 to 1.2)
     rho:         correlation of log popularity between neighbouring windows
     num_layers, num_logical, topk, num_groups: of the model
     tokens_per_step: tokens of all ranks in one step
@@ -66,11 +68,20 @@ class SyntheticLoad:
     def __post_init__(self) -> None:
         if self.family not in FAMILIES:
             raise ConfigError(f"load {self.family!r} is not known; use one of {', '.join(FAMILIES)}")
-        for name in ("num_windows", "num_layers", "num_logical", "topk", "num_groups", "period", "num_domains"):
+        for name in ("num_windows", "num_layers", "num_logical", "topk", "num_groups", "period", "num_domains",
+                     "tokens_per_step", "steps_per_window"):  # fmt: skip
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} is {getattr(self, name)}; give a whole number of at least 1")
         if self.topk > self.num_logical:
             raise ConfigError(f"topk is {self.topk} but there are {self.num_logical} experts; lower topk")
+        if self.tokens_per_step * self.topk * self.steps_per_window > MAX_EXACT:
+            raise ConfigError(
+                f"{self.tokens_per_step:,} tokens a step, {self.topk} experts each, in windows of "
+                f"{self.steps_per_window:,} steps are more than 2^53; draw fewer"
+            )
+        most = 1 if self.family == "hot" else MAX_SKEW
+        if not 0 <= self.sigma <= most:
+            raise ConfigError(f"skew is {self.sigma:g}; give a number from 0 to {most} for load {self.family!r}")
         if not 0 <= self.rho <= 1:
             raise ConfigError(f"rho is {self.rho}; give a correlation between 0 and 1")
         if self.family == "group" and self.num_logical % self.num_groups:
@@ -80,6 +91,8 @@ class SyntheticLoad:
                 f"profiles has shape {list(self.profiles.shape)}; expected [domains, {self.num_layers}, "
                 f"{self.num_logical}]"
             )
+        if self.profiles is not None and not (self.profiles.sum(axis=2) > 0).all():
+            raise ConfigError("a layer of a profile has no load; leave records without load out of the domains")
 
     @property
     def sigma(self) -> float:

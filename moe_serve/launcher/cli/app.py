@@ -125,10 +125,12 @@ def _add_balancer_commands(arguments: list[str]) -> None:
 
 def main() -> None:
     """Runs the console script. A mistake that the user can correct is one line on stderr and exit code 2."""
-    _add_balancer_commands(sys.argv[1:])
     try:
+        _add_balancer_commands(sys.argv[1:])
         app()
     except MoeServeError as error:
         is_serve = sys.argv[1:2] == ["serve"]
         print(f"moe-serve: {with_flags(str(error)) if is_serve else error}", file=sys.stderr)
         raise SystemExit(2) from None
+    except KeyboardInterrupt:  # while modules were imported; typer has seen to all others
+        raise SystemExit(130) from None

@@ -44,7 +44,7 @@ Topk = Annotated[int | None, typer.Option("--topk", min=1, help="Experts per tok
 Experts = Annotated[
     int | None, typer.Option("--experts", min=1, help="Experts per layer, where the trace does not say it.")
 ]
-MaxPt = Annotated[float, typer.Option("--max-pt-gib", min=0, help="Largest .pt file to load whole, in GiB.")]
+MaxPt = Annotated[float, typer.Option("--max-pt-gib", min=0, max=65536, help="Largest .pt file to load whole, in GiB.")]
 History = Annotated[int, typer.Option(min=1, help="Windows that a plan is made from.")]
 Interval = Annotated[int, typer.Option(min=1, help="Windows between plans (not of gated policies).")]
 Jobs = Annotated[int | None, typer.Option(min=1, help="Policies to replay at once.", show_default="CPUs")]
@@ -95,9 +95,15 @@ class ClusterOptions:
         return Topology(self.nodes, total // self.nodes)
 
     def num_slots(self, num_logical: int) -> int:
-        """Returns the slots per layer."""
+        """Returns the slots per layer. Raises ConfigError for more than each rank can use."""
         num_ranks = self.topology().num_ranks
-        return self.slots or -(-(num_logical + self.redundant) // num_ranks) * num_ranks
+        slots = self.slots or -(-(num_logical + self.redundant) // num_ranks) * num_ranks
+        if slots > num_ranks * num_logical:
+            raise ConfigError(
+                f"{slots} slots on {num_ranks} ranks are more than {num_logical} a rank, which is every expert; use at "
+                f"most {num_ranks * num_logical}"
+            )
+        return slots
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,7 +142,8 @@ class ServingOptions:
         str, typer.Option(help="Engine profile: SGLang, DeepSeek, ideal (the modelled kernels alone), or a YAML file.")
     ] = "SGLang"
     context: Annotated[
-        float, typer.Option(min=1, help="Tokens in the cache per request (decode), or length of a prompt (prefill).")
+        float,
+        typer.Option(min=1, max=1e9, help="Tokens in the cache per request (decode), or length of a prompt (prefill)."),
     ] = 4096
     phase: Annotated[str, typer.Option(help="prefill or decode, for windows that do not say it.")] = "decode"
     overlap: Annotated[
@@ -218,6 +225,18 @@ class ReportOptions:
         if self.fail_below is not None and balance < self.fail_below:
             typer.echo(f"balancedness {balance:.4f} is below --fail-below {self.fail_below}", err=True)
             raise typer.Exit(1)
+
+
+def check_output(path: Path | None, flag: str) -> None:
+    """Raises ConfigError where a file cannot be written, before the work of which it would hold the result."""
+    if path is None:
+        return
+    if path.is_dir():
+        raise ConfigError(f"{flag} {path} is a folder; give the name of a file")
+    if not path.parent.is_dir():
+        raise ConfigError(f"{flag} {path}: there is no folder {path.parent}; make it first")
+    if not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise ConfigError(f"{flag} {path} cannot be written; give another file, or the right to write there")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -50,6 +50,7 @@ def plan(options: PlanCommandOptions) -> None:
     from moe_serve.eplb.files.placements import write_placement
     from moe_serve.eplb.replay.plan_trace import TracePlanSettings, plan_from_trace, plan_to_json, plan_to_table
 
+    opt.check_output(options.output, "--output")
     topology = options.topology()
     options.check_limits(options.policy)
     with progress_bar("reading") as show:

@@ -142,6 +142,7 @@ def replay(options: ReplayOptions) -> None:
     from moe_serve.eplb.replay.report_html import to_html
 
     # Before the replay, so that a wrong file is refused at once.
+    opt.check_output(options.html, "--html")
     earlier = read_report(options.against) if options.against is not None else None
     if _is_log(Path(options.trace)):
         if earlier is not None:

@@ -63,7 +63,9 @@ class SimulateOptions(opt.PageOptions, opt.ServingOptions):
     interval: opt.Interval = 1
     split: opt.Split = "window"
     off_home: opt.OffHome = 1.0
-    plan_latency_ms: Annotated[float, typer.Option(min=0, help="Time a plan takes to arrive (gated policies).")] = 100
+    plan_latency_ms: Annotated[
+        float, typer.Option(min=0, max=1e9, help="Time a plan takes to arrive (gated policies).")
+    ] = 100
     sources: Annotated[bool, typer.Option(help="Also draw where tokens come from, for off-node traffic.")] = False
     seed: opt.Seed = 0
     jobs: opt.Jobs = None
@@ -142,6 +144,7 @@ def simulate(options: SimulateOptions) -> None:
     if options.list_loads:
         typer.echo((SyntheticLoad.__doc__ or "").partition("\n\n")[2])
         return
+    opt.check_output(options.html, "--html")
     simulation = options.simulation()
     with progress_bar("simulating") as show:
         show(0, simulation.sweep.num_cases)

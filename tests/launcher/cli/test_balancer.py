@@ -112,10 +112,26 @@ def test_fail_below_exits_with_1() -> None:
         (("convert", "example:demo", "x.npz", "--only-phase", "warm-up"), "phase is 'warm-up'; give one of"),
         (("convert", "example:demo", "x.npz", "--for", "sglang"), "--for sglang is for placements"),
         (("convert", "missing.json", "x.json"), "missing.json does not exist"),
+        (("plan", "example:demo", "--ranks", "100000"), "100000 ranks on 1 nodes are more than 65536"),
+        (("plan", "example:demo", "--ranks", "8", "--slots", "1000000"), "use at most 256"),
+        (("replay", "example:demo", "--ranks", "8", "--redundant", 10**20), "use at most 256"),
+        (("simulate", "--nodes", "100000000"), "800000000 ranks on 100000000 nodes are more than 65536"),
+        (("simulate", "--redundant", "-300"), "redundant holds -300"),
+        (("simulate", "--redundant", 10**20), "lower --redundant"),
+        (("simulate", "--window", "0"), "window_steps holds 0"),
+        (("simulate", "--window", 10**21), "are more than 2^53"),
+        (("simulate", "--tokens-per-rank", 10**18), "are more than 2^53"),
+        (("simulate", "--skew", "1000"), "skew is 1000; give a number from 0 to 20"),
+        (("simulate", "--skew", "nan"), "skew is nan"),
+        (("simulate", "--load", "hot", "--skew", "2"), "skew is 2; give a number from 0 to 1 for load 'hot'"),
+        (("simulate", "--html", "nowhere/page.html"), "--html nowhere/page.html: there is no folder nowhere"),
+        (("replay", "example:demo", "--ranks", "8", "--html", "."), "--html . is a folder"),
+        (("plan", "example:demo", "--ranks", "8", "-o", "nowhere/p.json"), "--output nowhere/p.json: there is no"),
+        (("replay", "example:demo", "--ranks", "8", "--against", "/dev/zero"), "has more than 256 MiB"),
     ],
 )
 def test_a_mistake_is_one_line_and_exit_2(
-    arguments: tuple[str, ...], says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    arguments: tuple[object, ...], says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     code, out, err = call(*arguments)
