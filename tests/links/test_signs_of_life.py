@@ -1,6 +1,7 @@
 """Signs of life come from threads of their own: a busy event loop and a long step do not look like death."""
 
 import asyncio
+import errno
 import threading
 import time
 
@@ -10,6 +11,7 @@ import zmq
 from moe_serve.engine.protocol import mailbox as mailbox_module
 from moe_serve.engine.protocol.mailbox import ZmqMailbox
 from moe_serve.engine.protocol.messages import Alive, Pulse, decode_to_front_end, encode
+from moe_serve.errors import LaunchError
 from moe_serve.links.link import Link
 from moe_serve.links.sockets import LinkSockets
 from moe_serve.server.ranks import router_socket
@@ -73,3 +75,16 @@ def test_a_rank_in_a_long_step_shows_that_it_lives_and_in_which_phase(monkeypatc
         assert decode_to_front_end(front_end.recv_multipart()[1]) == Pulse(1, 0, 7, "the forward")
     mailbox.close()
     sockets.close()
+
+
+def test_a_rank_without_a_descriptor_for_its_signs_of_life_does_not_serve_without_them(monkeypatch, tmp_path):
+    mailbox = ZmqMailbox(Link(folder=tmp_path), 1, "127.0.0.1")
+
+    def no_descriptor(*_: object) -> None:
+        raise zmq.ZMQError(errno.EMFILE)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(zmq.Context, "socket", no_descriptor)
+        with pytest.raises(LaunchError, match=r"signs of life.*Too many open files.*ulimit -n"):
+            mailbox.start_pulse(lambda: Pulse(1, 0, 7, ""))
+    mailbox.close()

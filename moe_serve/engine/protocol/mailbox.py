@@ -213,12 +213,19 @@ class ZmqMailbox:
         return time.monotonic() - max(front_end.heard_s for front_end in self._front_ends)
 
     def start_pulse(self, pulse: Callable[[], Pulse]) -> None:
-        """Sends what pulse returns every ALIVE_PERIOD_S, from a thread and on a socket of its own."""
-        self._pulse = threading.Thread(target=self._show_life, args=(pulse,), name="signs of life", daemon=True)
+        """Sends what pulse returns every ALIVE_PERIOD_S, from a thread and on sockets of its own.
+
+        Raises LaunchError where they cannot be opened: in the thread nobody would hear of it.
+        """
+        try:
+            sockets = [self._sockets.connected(zmq.DEALER, address, linger_ms=0) for address in self._addresses]
+        except zmq.ZMQError as error:
+            why = os.strerror(error.errno or 0)
+            raise LaunchError(f"a rank's signs of life have no socket ({why}); raise the limit (ulimit -n)") from None
+        self._pulse = threading.Thread(target=self._show_life, args=(pulse, sockets), name="signs of life", daemon=True)
         self._pulse.start()
 
-    def _show_life(self, pulse: Callable[[], Pulse]) -> None:
-        sockets = [self._sockets.connected(zmq.DEALER, address, linger_ms=0) for address in self._addresses]
+    def _show_life(self, pulse: Callable[[], Pulse], sockets: "Sequence[zmq.Socket[bytes]]") -> None:
         while not self._is_closing.wait(ALIVE_PERIOD_S):
             data = encode(pulse())
             for socket in sockets:
