@@ -1,7 +1,9 @@
 """What a planner's placements are worth: balance now and in the next window, experts moved, bytes, step time."""
 
+import contextlib
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -57,19 +59,11 @@ def measure(entry: Entry, instance: Instance, limit_s: float) -> Row:
         command = [sys.executable, "-m", "benchmarks.leaderboard.child", json.dumps(request), str(result)]
         one_thread = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
         try:
-            done = subprocess.run(
-                command,
-                timeout=limit_s,
-                capture_output=True,
-                text=True,
-                errors="replace",
-                check=False,
-                env=os.environ | one_thread,
-            )
+            code, errors = _run(command, limit_s, os.environ | one_thread)
         except subprocess.TimeoutExpired:
             return Row(instance.name, entry.name, failed=f"not ready after {limit_s:g} s")
-        if done.returncode or not result.is_file():
-            last = (done.stderr.strip() or f"ended with code {done.returncode}").splitlines()[-1]
+        if code or not result.is_file():
+            last = (errors.strip() or f"ended with code {code}").splitlines()[-1]
             return Row(instance.name, entry.name, failed=last[:200])
         with np.load(result, allow_pickle=False) as file:
             placements, cpu_s = file["placements"], file["cpu_s"]
@@ -79,6 +73,21 @@ def measure(entry: Entry, instance: Instance, limit_s: float) -> Row:
         return Row(instance.name, entry.name, failed=str(error)[:200])
 
 
+def _run(command: list[str], limit_s: float, environ: dict[str, str]) -> tuple[int, str]:
+    """Returns the exit code and what stderr says; nothing that the command started outlives it."""
+    pipe = subprocess.PIPE
+    process = subprocess.Popen(
+        command, stdout=pipe, stderr=pipe, text=True, errors="replace", env=environ, start_new_session=True
+    )
+    try:
+        errors = process.communicate(timeout=limit_s)[1]
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
+    return process.returncode, errors
+
+
 def score(name: str, instance: Instance, placements: NDArray[np.int64], cpu_s: NDArray[np.float64]) -> Row:
     """Returns the row of placements [plans, L, P]. Raises PlacementError for one that cannot serve."""
     trace = instance.trace()
@@ -86,6 +95,10 @@ def score(name: str, instance: Instance, placements: NDArray[np.int64], cpu_s: N
     costs, topology = instance.costs(), instance.shape.topology
     scorer = Scorer(topology, trace.topk, costs)
     before = instance.start(windows[0])
+    if placements.size and (placements.min() < -1 or placements.max() >= before.num_logical):
+        raise PlacementError(
+            f"plan returned experts {placements.min()} to {placements.max()}; give ids below {before.num_logical}"
+        )
     now, served, moves, node_moves, steps, duplicates = [], [], [], [], [], 0
     for table, window, following in zip(placements, windows[1:-1], windows[2:], strict=True):
         after = Placement(table.astype(np.int32), before.num_logical, before.num_ranks)

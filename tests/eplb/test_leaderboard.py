@@ -1,6 +1,9 @@
 """The leaderboard of benchmarks/leaderboard: every planner gets a row, whatever it does."""
 
+import os
+import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -25,7 +28,8 @@ BAD = {
     "nothing": ("x = 1\n", "no function plan"),
     "broken": ("def plan(:\n", "SyntaxError"),
     "leaves_out": ("def plan(tokens, n, *args):\n    return args[-1] * 0\n", "has no slot"),
-    "too_large": ("def plan(tokens, n, *args):\n    return args[-1] + 10**6\n", "1000"),
+    "too_large": ("def plan(tokens, n, *args):\n    return args[-1] + 10**6\n", "give ids below 32"),
+    "wraps": ("def plan(*args):\n    return args[-1].astype('int64') + 2**32\n", "give ids below 32"),
     "hangs": ("import time\ndef plan(*args):\n    time.sleep(60)\n", "not ready after"),
 }  # fmt: skip
 
@@ -70,6 +74,29 @@ def test_a_bad_planner_is_refused_with_the_reason(name: str, small: Instance, tm
     with pytest.raises((KeyError, ValueError, SyntaxError)) as error:
         in_process(entry, small)
     assert BAD[name][1] in f"{type(error.value).__name__}: {error.value}"
+
+
+def test_the_time_of_a_plan_is_that_of_all_its_processes_by_a_clock_of_ours(small: Instance, tmp_path: Path) -> None:
+    (tmp_path / "hides.py").write_text(
+        "import os, time\ntime.process_time = lambda: 0.0\ndef plan(*args):\n    child = os.fork()\n    if not child:\n"
+        "        end = time.monotonic() + 0.1\n        while time.monotonic() < end: pass\n        os._exit(0)\n"
+        "    os.waitpid(child, 0)\n    return args[-1]\n"
+    )
+    clock = time.process_time
+    try:
+        _, cpu_s = child.plans(find_entries(None, None, None, tmp_path)[-1], replace(small, plans=1))
+    finally:
+        time.process_time = clock
+    assert cpu_s[0] > 0.01
+
+
+def test_what_a_hanging_planner_started_ends_with_it() -> None:
+    """The second process has the pipes, too: they close when it has ended."""
+    command = [sys.executable, "-c", "import os, time; os.fork(); time.sleep(60)"]
+    begin = time.monotonic()
+    with pytest.raises(subprocess.TimeoutExpired):
+        score._run(command, 0.3, dict(os.environ))
+    assert time.monotonic() - begin < 30
 
 
 @pytest.mark.slow
