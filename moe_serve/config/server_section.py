@@ -96,6 +96,9 @@ class ServerConfig(Section):
     # x-moe-serve-degraded of the answers that it changes; such as
     # [{above: 0.5, max_new_tokens: 64}, {above: 0.8, min_priority: 0, max_samples: 1}]
     degrade: tuple[DegradeStep, ...] = ()
+    # Sampling parameters that a call of /v1 leaves out, such as temperature and top_p: those that the model folder's
+    # generation_config.json recommends, or OpenAI's. /generate has SGLang's.
+    sampling_defaults: Literal["model", "openai"] = "model"
     # A file with the jinja template that makes a prompt of a chat's messages. None: the model folder's
     chat_template: str | None = None
     trust_request_chat_template: bool = False  # clients may send a template of their own, which runs in a sandbox

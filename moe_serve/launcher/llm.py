@@ -26,6 +26,7 @@ from moe_serve.launcher.local import WORKER
 from moe_serve.launcher.orderly_end import OrderlyEnd
 from moe_serve.launcher.preflight import load_tokenizer, look_for_files
 from moe_serve.server.balance.balance import BalanceBook
+from moe_serve.server.model_defaults import model_defaults
 from moe_serve.server.open_request import Changes, OpenRequest, RequestSpec
 from moe_serve.server.samples import best_of_each, share_prompt_logprobs
 
@@ -65,6 +66,7 @@ class LLM:
         look_for_files(config)
         self._progress = progress
         self._tokenizer = load_tokenizer(config)
+        self._default_params = SamplingParams(**model_defaults(config))
         self._ranks = BackgroundRanks(config, self._tokenizer, progress, worker)
         self._bridge = self._ranks.bridge
         self._end = OrderlyEnd(self._give_up, config.server.drain_deadline_s)
@@ -85,7 +87,8 @@ class LLM:
         prompts: Prompts,
         params: Params = None,
     ) -> list[Output]:
-        """Returns one output for each prompt, in order. params: one for all, or one for each.
+        """Returns one output for each prompt, in order. params: one for all, one for each, or None: what the model's
+        generation_config.json recommends (`server.sampling_defaults`).
 
         A prompt whose params ask for `n` has n outputs, one after the other. The first has the prompt's seed, the
         others have seeds derived from it, as in the server. With `best_of` they are the n likeliest of so many, the
@@ -134,7 +137,7 @@ class LLM:
     # --- from prompts to requests -------------------------------------------------------------------------------------
 
     def _requests(self, prompts: Prompts, params: Params) -> Requests:
-        each = params_of_each(prompts, params)
+        each = params_of_each(prompts, params, self._default_params)
         self._ranks.call(self._bridge.wait_for_restart())
         limits = self._bridge.limits
 

@@ -27,12 +27,15 @@ class Requests:
     groups: list[tuple[int, int]]
 
 
-def params_of_each(prompts: Prompts, params: Params) -> list[SamplingParams]:
-    """Returns the parameters of each prompt. Raises RequestError for a single prompt, and another number of params."""
+def params_of_each(prompts: Prompts, params: Params, default: SamplingParams) -> list[SamplingParams]:
+    """Returns the parameters of each prompt. default: where there are none
+
+    Raises RequestError for a single prompt, and another number of params.
+    """
     if isinstance(prompts, str) or (prompts and isinstance(prompts[0], int)):
         raise RequestError("prompts is a single prompt; put it into a list", field="prompts")
     if params is None or isinstance(params, SamplingParams):
-        return [params or SamplingParams()] * len(prompts)
+        return [params or default] * len(prompts)
     if len(params) != len(prompts):
         raise RequestError(f"{len(params)} params for {len(prompts)} prompts; give one, or one each", field="params")
     return list(params)

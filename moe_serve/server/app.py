@@ -43,6 +43,7 @@ from moe_serve.server.helpers.chat_template import ChatTemplates
 from moe_serve.server.metrics.admission_metrics import AdmissionMetrics
 from moe_serve.server.metrics.metrics import make_registry
 from moe_serve.server.metrics.peer_metrics import PEERS
+from moe_serve.server.model_defaults import model_defaults
 from moe_serve.server.native.native_answers import NativeAnswers
 from moe_serve.server.native.native_logprobs import no_text, texts_of
 from moe_serve.server.native.schemas import GenerateRequest
@@ -102,7 +103,8 @@ def make_app(
     long_texts = Turns("long texts", at_once=max(1, (os.cpu_count() or 1) // 2))
     doors = Doors(bodies, parser, bridge, tokenizer, degradation, long_texts)
     _add_generate(app, doors)
-    add_openai(app, doors, templates, OutputParsers(config.server, tokenizer), served_name(config.model))
+    parsers = OutputParsers(config.server, tokenizer)
+    add_openai(app, doors, templates, parsers, served_name(config.model), model_defaults(config))
     add_tokenize(app, doors, templates, served_name(config.model))
     add_health(app, config, bridge)
     _add_information(app, config, bridge, has_tokenizer=tokenizer is not None)

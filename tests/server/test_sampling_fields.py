@@ -21,7 +21,7 @@ def test_openai_names_mean_the_same_fields():
             max_new_tokens=5, min_new_tokens=2, temperature=0.5, seed=3, stop=("a",), stop_token_ids=(7,),
             ignore_eos=True, top_k=4, no_stop_trim=True, n=3,
         ),
-        explicit_length=True,
+        given=frozenset(given) | {"max_new_tokens", "min_new_tokens", "no_stop_trim", "n"},
     )  # fmt: skip
 
 
@@ -36,7 +36,7 @@ def test_two_names_of_one_field_must_agree():
 def test_defaults_stand_where_the_body_says_nothing():
     defaults = SamplingParams(max_new_tokens=16, top_p=0.9)
     taken = take_sampling_params(Fields({"max_tokens": None, "top_p": 0.5}, "", {}, {}), OPENAI_NAMES, defaults)
-    assert taken == TakenParams(SamplingParams(max_new_tokens=16, top_p=0.5))
+    assert taken == TakenParams(SamplingParams(max_new_tokens=16, top_p=0.5), frozenset({"top_p"}))
 
 
 def test_a_top_k_of_0_means_all_tokens():

@@ -133,6 +133,13 @@ ChatTemplate = Annotated[
     str | None,
     typer.Option("--chat-template", help="server.chat_template: a file with the jinja template of chats"),
 ]
+SamplingDefaults = Annotated[
+    str | None,
+    typer.Option(
+        help="server.sampling_defaults: what calls of /v1 leave out is as the model recommends (model), or as OpenAI's "
+        "(openai)"
+    ),
+]
 TrustChatTemplate = Annotated[
     bool,
     typer.Option(

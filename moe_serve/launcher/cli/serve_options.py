@@ -35,6 +35,7 @@ SETTINGS = {  # of the options with a value
     "max_connections": "server.max_connections",
     "api_workers": "server.api_workers",
     "chat_template": "server.chat_template",
+    "sampling_defaults": "server.sampling_defaults",
     "log_format": "server.log_format",
     "metrics_compat": "server.metrics_compat",
     "profile_dir": "server.profile_dir",
@@ -92,6 +93,7 @@ class ServeOptions:
     max_connections: opt.MaxConnections = None
     api_workers: opt.ApiWorkers = None
     chat_template: opt.ChatTemplate = None
+    sampling_defaults: opt.SamplingDefaults = None
     reasoning_parser: opt.ReasoningParser = None
     tool_call_parser: opt.ToolCallParser = None
     trust_request_chat_template: opt.TrustChatTemplate = False

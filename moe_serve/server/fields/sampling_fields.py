@@ -74,11 +74,16 @@ OPENAI_NAMES = ParamNames(
 class TakenParams:
     """The sampling parameters of one prompt.
 
-    explicit_length: the client set max_new_tokens, so it is not reduced to the model's limit
+    given: the fields of SamplingParams that the client set
     """
 
     params: SamplingParams
-    explicit_length: bool = False
+    given: frozenset[str] = frozenset()
+
+    @property
+    def explicit_length(self) -> bool:
+        """Whether the client set max_new_tokens, so that it is not reduced to the model's limit."""
+        return "max_new_tokens" in self.given
 
 
 def take_sampling_params(
@@ -92,14 +97,13 @@ def take_sampling_params(
     """
     taken = _take(values, names)
     params = SamplingParams(**(vars(defaults) | taken))
-    explicit_length = "max_new_tokens" in taken
-    if not explicit_length and params.min_new_tokens > params.max_new_tokens:
+    if "max_new_tokens" not in taken and params.min_new_tokens > params.max_new_tokens:
         params = replace(params, max_new_tokens=params.min_new_tokens)
     try:
         params.validate()
     except RequestError as error:
         raise names.translated(error, values.prefix) from None
-    return TakenParams(params, explicit_length)
+    return TakenParams(params, frozenset(taken))
 
 
 def _take(values: Fields, names: ParamNames) -> dict[str, Any]:

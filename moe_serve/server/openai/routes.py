@@ -4,15 +4,16 @@ They are as `/generate` is in all but the form of bodies and answers.
 """
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 from fastapi import FastAPI, Request, Response
 
 from moe_serve.errors import RequestError
 from moe_serve.server.doors import Doors
-from moe_serve.server.fields.sampling_fields import OPENAI_NAMES, ParamNames
+from moe_serve.server.fields.sampling_fields import OPENAI_NAMES, ParamNames, TakenParams
 from moe_serve.server.generate import Call, CallResponse
 from moe_serve.server.helpers.body_parser import CHAT_BODY, COMPLETION_BODY, RESPONSE_BODY
 from moe_serve.server.helpers.chat_template import ChatTemplates
@@ -35,8 +36,15 @@ RESPONSE_NAMES = ParamNames({**OPENAI_NAMES.other, "max_new_tokens": ("max_outpu
 CHAT_NAMES = ParamNames({**OPENAI_NAMES.other, "logprobs": ("top_logprobs",)})
 
 
-def add_openai(app: FastAPI, doors: Doors, templates: ChatTemplates, parsers: OutputParsers, name: str) -> None:
-    """Adds the routes. name: of the model that is served"""
+def add_openai(
+    app: FastAPI,
+    doors: Doors,
+    templates: ChatTemplates,
+    parsers: OutputParsers,
+    name: str,
+    defaults: Mapping[str, Any],
+) -> None:
+    """Adds the routes. name: of the model that is served;  defaults: fields of SamplingParams for calls without them"""
     bridge = doors.bridge
 
     async def call_of_chat(request: Request, given: ChatRequest) -> GenerateRequest:
@@ -50,7 +58,8 @@ def add_openai(app: FastAPI, doors: Doors, templates: ChatTemplates, parsers: Ou
         if constraint is not None:
             start = parsers.form_start(text, given.tools, given.prompt.continued)
             options = options.with_params(constraint=replace(constraint, start=start))
-        return options.call([(text, None)], given.prompt.add_special_tokens)
+        call = options.call([(text, None)], given.prompt.add_special_tokens)
+        return _with_defaults(call, options.taken, defaults)
 
     def parser_of(given: ChatRequest, call: Call) -> Callable[[], OutputParser]:
         spec, constraint = call.requests[0].spec, given.options.taken.params.constraint
@@ -64,7 +73,7 @@ def add_openai(app: FastAPI, doors: Doors, templates: ChatTemplates, parsers: Ou
 
         async def call_of(given: CompletionRequest) -> GenerateRequest:
             check_model(given.options.model, name)
-            return given.call
+            return _with_defaults(given.call, given.options.taken, defaults)
 
         given, call = await doors.open(request, COMPLETION_BODY, call_of, partial(_in_openai_words, prompt="prompt"))
         return CallResponse(call, bridge, CompletionAnswers(given, call, name, doors.tokenizer), given.options.stream)
@@ -89,6 +98,13 @@ def add_openai(app: FastAPI, doors: Doors, templates: ChatTemplates, parsers: Ou
         given, call = await doors.open(request, RESPONSE_BODY, call_of, words)
         answers = ResponseAnswers(given, name, parser_of(given.chat, call)())
         return CallResponse(call, bridge, answers, given.chat.options.stream)
+
+
+def _with_defaults(call: GenerateRequest, taken: TakenParams, defaults: Mapping[str, Any]) -> GenerateRequest:
+    """Returns the call with the defaults of fields that the client left out."""
+    left_out = {name: value for name, value in defaults.items() if name not in taken.given}
+    prompts = (replace(prompt, params=replace(prompt.params, **left_out)) for prompt in call.prompts)
+    return replace(call, prompts=tuple(prompts)) if left_out else call
 
 
 def _in_openai_words(error: RequestError, prompt: str, names: ParamNames = OPENAI_NAMES) -> RequestError:
