@@ -70,7 +70,7 @@ def save(
 
 
 def _cell(value: Any) -> str:
-    return f"{value:.3g}" if isinstance(value, float) else str(value)
+    return f"{value:.3g}" if isinstance(value, float) else str(value).replace("|", "\\|")
 
 
 def _lines(path: str) -> list[str]:

@@ -39,13 +39,17 @@ def configure_logging(level: str | None = None, who: str = "", form: str = "text
     logger = logging.getLogger("moe_serve")
     logger.handlers.clear()
     formatter = _JsonLine(who) if form == "json" else _TextLine(who)
-    warning = {"name": logger.name, "levelno": logging.WARNING, "levelname": "WARNING"}
-    stream = LastingLog(sys.stderr, lambda text: formatter.format(logging.makeLogRecord(warning | {"msg": text})))
+    stream = LastingLog(sys.stderr, lambda text: _formatted(text, formatter, logging.WARNING))
     handler = _CountingHandler(stream)
     handler.setFormatter(formatter)
     logger.addHandler(handler)
     logger.setLevel((level or os.environ.get("MOE_SERVE_LOG", "INFO")).upper())
     logger.propagate = False
+
+
+def json_line(text: str, who: str, level: int = logging.INFO) -> str:
+    """Returns a line of a process as one of JSON, as those of its log are."""
+    return _formatted(text, _JsonLine(who), level)
 
 
 def num_logged() -> dict[str, int]:
@@ -65,6 +69,11 @@ def log_fields(logger: logging.Logger, message: str, fields: Mapping[str, object
 def one_line(text: str) -> str:
     """Returns a text with its control characters written out, such as `\\x0a` for a line feed."""
     return _CONTROL.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
+
+
+def _formatted(text: str, formatter: logging.Formatter, level: int) -> str:
+    fields = {"levelno": level, "levelname": logging.getLevelName(level), "msg": text}
+    return formatter.format(logging.makeLogRecord(fields))
 
 
 class _CountingHandler(logging.StreamHandler):  # type: ignore[type-arg]

@@ -104,7 +104,7 @@ class ServerConfig(Section):
     trust_request_chat_template: bool = False  # clients may send a template of their own, which runs in a sandbox
     # One line in the log for each request that has ended, up to 200 a second: ids, tokens, times, why; never text
     log_requests: bool = False
-    log_format: Literal["text", "json"] = "text"  # of the log of the front end and of every rank
+    log_format: Literal["text", "json"] = "text"  # of the log of every process
     metrics_compat: Literal["sglang", "vllm"] | None = None  # /metrics has these names too, where they mean the same
     # Where POST /stop_profile writes its traces of steps, their parts, and requests; None: profiles are refused
     profile_dir: str | None = None

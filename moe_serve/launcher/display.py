@@ -1,13 +1,16 @@
 """Shows a system as it starts: one line for each rank, and the ranks' own output above. To stderr.
 
-On a terminal the lines are updated in place; elsewhere (a file, a container's log) each new phase is one plain line.
+On a terminal the lines are updated in place; elsewhere (a file, a container's log) each new phase is one plain line, or
+one JSON object, as the lines of the ranks are then.
 Lines that cannot be written are lost, and nothing else (lasting_log.py).
 """
 
+import logging
 import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from types import TracebackType
 from typing import Self, TextIO, cast
 
@@ -18,16 +21,23 @@ from rich.table import Table
 from rich.text import Text
 
 from moe_serve.lasting_log import LastingLog
+from moe_serve.log import json_line
+
+_WHO = "launcher"
+_LEVELS = {"yellow": logging.WARNING, "red": logging.ERROR}  # of lines in these colours
 
 
 class StartDisplay:
     """Shows the phase of each rank until the system is ready. A context manager; threads may call its methods."""
 
-    def __init__(self, num_ranks: int, console: Console | None = None, reword: Callable[[str], str] = str):
-        """reword: is given each line before it is printed"""
+    def __init__(self, num_ranks: int, reword: Callable[[str], str] = str, form: str = "text"):
+        """reword: is given each line before it is printed;  form: "text" or "json", as server.log_format"""
         self._reword = reword
-        self._log = LastingLog(sys.stderr)
-        self.console = console or Console(file=cast(TextIO, self._log), highlight=False)
+        self._is_json = form == "json"
+        self._log = LastingLog(
+            sys.stderr, partial(json_line, who=_WHO, level=logging.WARNING) if self._is_json else str
+        )
+        self._console = Console(file=cast(TextIO, self._log), highlight=False)
         self._phases = ["starting Python"] * num_ranks
         self._fractions = [0.0] * num_ranks
         self._started_s = time.monotonic()
@@ -35,8 +45,8 @@ class StartDisplay:
         self._live: Live | None = None
 
     def __enter__(self) -> Self:
-        if self.console.is_terminal:
-            self._live = Live(get_renderable=self._render, console=self.console, refresh_per_second=8, transient=True)
+        if self._console.is_terminal and not self._is_json:
+            self._live = Live(get_renderable=self._render, console=self._console, refresh_per_second=8, transient=True)
             self._live.start()
         return self
 
@@ -66,13 +76,26 @@ class StartDisplay:
 
     def line(self, who: str, line: str) -> None:
         """Prints one line of a process's output, with its name where the line has none; one of JSON is left whole."""
-        has_name = f"[{who}]" in line or (line.startswith("{") and f'"process": "{who}"' in line)
-        prefix = "" if has_name else f"[{who}] "
-        self.console.print(Text(prefix + self._reword(line)), soft_wrap=True)
+        is_json = line.startswith("{") and f'"process": "{who}"' in line
+        if self._is_json and not is_json:
+            self._print(json_line(self._reword(line), who))
+            return
+        prefix = "" if is_json or f"[{who}]" in line else f"[{who}] "
+        self._print(prefix + self._reword(line))
 
     def note(self, text: str, style: str = "") -> None:
         """Prints one line of this process."""
-        self.console.print(Text(self._reword(text), style=style), soft_wrap=True)
+        self.heading(self._reword(text), style)
+
+    def heading(self, text: str, style: str = "") -> None:
+        """Prints some lines of this process as they are."""
+        if self._is_json:
+            self._print(json_line(text, _WHO, _LEVELS.get(style, logging.INFO)))
+        else:
+            self._print(text, style)
+
+    def _print(self, text: str, style: str = "") -> None:
+        self._console.print(Text(text, style=style), soft_wrap=True)
 
     def _render(self) -> RenderableType:
         return phase_table(self._phases, self._fractions, self.elapsed_s)

@@ -1,6 +1,7 @@
 """The display of a start goes on where its lines cannot be written."""
 
 import io
+import json
 import os
 import re
 import threading
@@ -72,6 +73,30 @@ def test_a_log_says_how_many_lines_were_lost_once_there_is_room_again(monkeypatc
     display.note("the disk has room again")
     expected = "3 lines before this one could not be written (No space left on device)\nthe disk has room again\n"
     assert disk.getvalue() == expected
+
+
+def test_every_line_is_an_object_where_the_log_is_json(monkeypatch):
+    stderr = FullDisk()
+    stderr.is_full = False
+    monkeypatch.setattr("sys.stderr", stderr)
+    own = '{"time": 1.5, "level": "info", "process": "rank 0", "message": "own"}'
+    with StartDisplay(2, form="json") as display:
+        display.heading("moe-serve; settings:\n  server.port: 1", style="dim")
+        display.line("rank 0", own)
+        display.line("rank 1", "a library's [own] line")
+        display.phase(0, "loading weights", 0.5)
+        stderr.is_full = True
+        display.note("lost")
+        stderr.is_full = False
+        display.note("rank 1 was killed", style="red")
+    lines = [json.loads(line) for line in stderr.getvalue().splitlines()]
+    assert lines[1] == json.loads(own)
+    assert [(line["process"], line["level"]) for line in lines] == [
+        ("launcher", "info"), ("rank 0", "info"), ("rank 1", "info"), ("launcher", "info"), ("launcher", "warning"),
+        ("launcher", "error"),
+    ]  # fmt: skip
+    assert lines[2]["message"] == "a library's [own] line"
+    assert lines[4]["message"].startswith("1 lines before this one could not be written")
 
 
 def test_a_log_is_a_terminal_where_the_stream_below_is():

@@ -27,10 +27,8 @@ def serve(options: ServeOptions) -> None:
         typer.echo(settings.to_yaml(), nl=False)
         return
     look_for_files(settings)
-    with StartDisplay(settings.parallel.num_ranks, reword=with_flags) as display:
+    with StartDisplay(settings.parallel.num_ranks, with_flags, settings.server.log_format) as display:
         changed = "\n".join(f"  {each}" for each in settings.changed())
-        display.console.print(
-            f"moe-serve {moe_serve.__version__}; settings other than defaults:\n{changed}", style="dim"
-        )
+        display.heading(f"moe-serve {moe_serve.__version__}; settings other than defaults:\n{changed}", style="dim")
         code = serve_on_this_machine(settings, display)
     raise typer.Exit(code)
