@@ -11,8 +11,9 @@ What is learned, per layer except trust:
   earlier moves have earned enough to make up for it;
 - memory: plans use the latest window alone or several, and nothing from before the load has shifted (`memory.py`);
 - regret: all costs and losses minus gains stay below a share of the serving time. A move must fit into what is left of
-  that bound, together with the cost of reverting it and one window as bad as moves have been so far. Once the bound is
-  used up, layers that lose revert to the baseline.
+  that bound, together with the cost of reverting it and one window as bad as moves have been so far, and as long: the
+  bound is for windows of about equal numbers of steps, as a server's are. Once it is used up, layers that lose revert
+  to the baseline.
 
 Predicted times may be wrong, so costs count `gain_margin` times and gains 1/sqrt(gain_margin) times.
 
