@@ -86,7 +86,7 @@ class Running:
 
     def client(self, timeout_s: float = 60.0) -> httpx.Client:
         """Returns an HTTP client for the system, once it is ready."""
-        address = self.wait_for(r"ready after [\d.]+ s: (http://\S+)", timeout_s)[1]
+        address = self.wait_for(r"ready after [\d.]+ s: (http://[\w.:\[\]-]+)", timeout_s)[1]
         return httpx.Client(base_url=address, timeout=30, trust_env=False)
 
     def end(self, number: signal.Signals, timeout_s: float = 60.0) -> int:
