@@ -36,7 +36,8 @@ class LastingLog(io.TextIOBase):
         start = 0
         try:
             if self._num_lost:
-                said = f"{self._num_lost} lines before this one could not be written ({self._why})"
+                lines = "line" if self._num_lost == 1 else "lines"
+                said = f"{self._num_lost} {lines} before this one could not be written ({self._why})"
                 self._put("\n" * self._is_torn + self._form(said) + "\n")
                 self._num_lost, self._is_torn = 0, False
             for start in range(0, len(text), _PIECE_CHARS):

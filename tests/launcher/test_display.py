@@ -96,7 +96,7 @@ def test_every_line_is_an_object_where_the_log_is_json(monkeypatch):
         ("launcher", "error"),
     ]  # fmt: skip
     assert lines[2]["message"] == "a library's [own] line"
-    assert lines[4]["message"].startswith("1 lines before this one could not be written")
+    assert lines[4]["message"].startswith("1 line before this one could not be written")
 
 
 def test_a_log_is_a_terminal_where_the_stream_below_is():
