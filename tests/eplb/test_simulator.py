@@ -3,13 +3,15 @@
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from moe_serve.eplb.cost.profile_files import load_hardware, load_model_profile
+from moe_serve.eplb.load import LoadTrace
 from moe_serve.eplb.replay.costs import Serving
 from moe_serve.eplb.replay.report_sweep import sweep_curves, sweep_to_json, sweep_to_table, sweep_verdict
 from moe_serve.eplb.replay.simulator import Simulation, Sweep, best_case, simulate
-from moe_serve.eplb.replay.synthetic import SyntheticLoad
+from moe_serve.eplb.replay.synthetic import SyntheticLoad, synthetic_trace
 from moe_serve.errors import ConfigError, TraceError
 
 SMALL = Simulation(
@@ -83,6 +85,42 @@ def test_a_simulated_step_is_split_as_a_server_splits_it() -> None:
     assert rows["nearest"]["off_node"] < rows["even"]["off_node"]
     with pytest.raises(TraceError, match="--window 1 --sources"):
         simulate(replace(one_step, split="nearest", load=SyntheticLoad(num_windows=3)))
+
+
+def recorded(topk: int | None = None, idle: range = range(0)) -> LoadTrace:
+    """Returns a trace of Mixtral's size; no step has tokens in the windows `idle`."""
+    load = SyntheticLoad(num_windows=4, num_layers=32, num_logical=8, topk=2, tokens_per_step=256, steps_per_window=10)
+    records = [
+        replace(record, tokens=np.zeros_like(record.tokens), per_step=None, num_forwards=0)
+        if number in idle
+        else record
+        for number, record in enumerate(synthetic_trace(load))
+    ]
+    return LoadTrace.of(records, topk=topk)
+
+
+def test_a_trace_that_does_not_say_its_top_k_takes_it_from_the_model() -> None:
+    said, silent = (sweep_to_json(simulate(replace(SMALL, trace=recorded(topk)))) for topk in (2, None))
+    assert silent["rows"] == said["rows"]
+    assert silent["verdict"] == said["verdict"]
+    assert all(row["tokens_per_s"] > 0 for row in silent["rows"])
+
+
+def test_a_window_without_steps_does_not_hide_the_times_of_the_others() -> None:
+    [case] = simulate(swept(nodes=(1,), redundant=(8,), trace=recorded(idle=range(2, 3))))
+    floor, _, ceiling = case.report.results
+    assert np.isnan(floor.step_s).tolist() == [False, True, False]
+    busy = case.report.tokens > 0
+    assert case.report.total_seconds(ceiling) == pytest.approx(10 * ceiling.step_s[busy].sum())
+    assert all(row["tokens_per_s"] > 0 for row in case.rows())
+
+
+def test_without_times_no_combination_is_named_the_fastest_and_the_table_says_what_they_need() -> None:
+    cases = simulate(replace(SMALL, trace=recorded(idle=range(4))))
+    words = sweep_to_table(cases)
+    assert "n/a: step time, tokens/s need windows with steps in the trace" in words
+    assert "Most tokens per second" not in words
+    assert "Times are not known, so no combination is named as the fastest." in words
 
 
 def perfect(**more: Any) -> dict[str, Any]:

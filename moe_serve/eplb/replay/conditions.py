@@ -49,7 +49,7 @@ def _ordinal(number: int) -> str:
     return f"{number}{ending}"
 
 
-def missing(floor: PolicyResult, trace: LoadTrace, settings: ReplaySettings) -> dict[str, str]:
+def missing(floor: PolicyResult, settings: ReplaySettings) -> dict[str, str]:
     """Returns what each empty column needs."""
     out: dict[str, str] = {}
     if not np.isfinite(floor.off_node).all():
@@ -58,6 +58,6 @@ def missing(floor: PolicyResult, trace: LoadTrace, settings: ReplaySettings) -> 
         out["active experts"] = "single steps, or activations, in the trace"
     if settings.costs is None:
         out["bytes"] = out["stall"] = out["step time"] = out["tokens/s"] = "--model and --hardware"
-    elif not trace.topk:
-        out["step time"] = out["tokens/s"] = "experts per token (--topk)"
+    elif not np.isfinite(floor.step_s).any():
+        out["step time"] = out["tokens/s"] = "windows with steps in the trace"
     return out

@@ -70,8 +70,11 @@ class ProfileCosts:
     def expert_bytes(self) -> int:
         return self.model.model.expert_bytes
 
-    def check(self, trace: LoadTrace) -> None:
-        """Raises ConfigError when the trace is of another model."""
+    def of_model(self, trace: LoadTrace) -> LoadTrace:
+        """Returns the trace, with the profile's experts per token where it does not say them.
+
+        Raises ConfigError when the trace is of another model.
+        """
         profile = self.model.model
         have = (len(trace.moe_layer_ids), trace.num_logical, trace.topk or profile.topk)
         want = (profile.num_moe_layers, profile.num_logical, profile.topk)
@@ -80,6 +83,7 @@ class ProfileCosts:
                 f"the trace has {have[0]} MoE layers x {have[1]} experts, top {have[2]}, the profile {profile.name} "
                 f"{want[0]} x {want[1]}, top {want[2]}; name the profile of the traced model, or leave --model out"
             )
+        return replace(trace, topk=profile.topk)
 
     def step_seconds(
         self, tokens: Floats, placement: Placement | None, num_slots: int, tokens_per_step: float, phase: str

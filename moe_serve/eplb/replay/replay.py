@@ -40,7 +40,7 @@ def replay(
     """
     start = settings.start_of(trace)
     if settings.costs is not None:
-        settings.costs.check(trace)
+        trace = settings.costs.of_model(trace)
     for policy in policies:
         make_run(policy, start, settings)  # refuse a wrong name now, not after the first pass
     jobs = usable_jobs(jobs, len(policies))
@@ -63,7 +63,7 @@ def replay(
         num_slots=settings.num_slots,
         num_ranks=settings.topology.num_ranks,
         num_nodes=settings.topology.num_nodes,
-        missing=missing(results[0], trace, settings),
+        missing=missing(results[0], settings),
         expert_bytes=settings.costs.expert_bytes if settings.costs else None,
         utilisation=settings.costs.serving.utilisation if settings.costs else 1.0,
     )

@@ -27,7 +27,7 @@ def to_table(report: ReplayReport, width: int | None = None, color: bool = False
     console.print(_table("balancedness: mean / max of rank load (1 = perfect)", *balance_cells(report), report))
     console.print()
     console.print(_table("what it takes (plan: CPU time)", *cost_cells(report), report))
-    for line in missing_lines(report):
+    for line in missing_lines(report.missing):
         console.print(line, style="dim")
     console.print()
     for result in report.policies:
@@ -85,10 +85,10 @@ def cost_cells(report: ReplayReport) -> tuple[list[str], list[list[str]]]:
     return columns, rows
 
 
-def missing_lines(report: ReplayReport) -> list[str]:
-    """Returns one line per reason why columns are not filled."""
+def missing_lines(missing: dict[str, str]) -> list[str]:
+    """Returns one line per reason why columns are not filled. missing: column -> what it needs"""
     by_need: dict[str, list[str]] = {}
-    for column, needs in report.missing.items():
+    for column, needs in missing.items():
         by_need.setdefault(needs, []).append(column)
     return [f"{MISSING}: {', '.join(names)} need{'s' * (len(names) == 1)} {needs}" for needs, names in by_need.items()]
 

@@ -45,7 +45,7 @@ def change_words(report: ReplayReport) -> str:
         f"{row['moves']:,} experts{size} in all, most in layer {report.moe_layer_ids[most]} ({counts[most]:,}). "
         f"{np.count_nonzero(best.received):,} of {best.received.size:,} experts moved at all."
     )
-    saved = float(((report.floor.step_s - best.step_s) * report.num_steps).sum() / report.utilisation)
+    saved = (report.step_seconds(report.floor) - report.step_seconds(best)) / report.utilisation
     if np.isfinite(saved) and row["stall_s"] is not None:
         net = saved - row["stall_s"]
         text += (

@@ -67,7 +67,7 @@ def page_data(report: ReplayReport) -> dict[str, Any]:
         "verdict": list(verdict(report)),
         "columns": columns,
         "policies": policies,
-        "missing": missing_lines(report),
+        "missing": missing_lines(report.missing),
         "steps": [int(report.first_steps[group[0]]) for group in groups],
         "time": _time_pictures(report, best, groups),
         "heat": _heat(report),

@@ -6,10 +6,10 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
-from moe_serve.eplb.replay.report import to_json, verdict
+from moe_serve.eplb.replay.report import missing_lines, to_json, verdict
 from moe_serve.eplb.replay.report_units import MISSING, as_bytes, as_number, as_percent, as_seconds
 from moe_serve.eplb.replay.result import CEILING, FLOOR
-from moe_serve.eplb.replay.simulator import Case, best_case
+from moe_serve.eplb.replay.simulator import Case, are_timed, best_case
 from moe_serve.eplb.replay.terminal import printed, text_console
 
 _SWEPT = (("ranks", "ranks"), ("num_slots", "slots"), ("window_steps", "window"))
@@ -31,6 +31,8 @@ def sweep_to_table(cases: Sequence[Case], width: int | None = None, color: bool 
     for case, cells in rows:
         table.add_row(*cells, style="dim" if cells[4] in (FLOOR, CEILING) else "green" if case is best else "")
     console.print(table)
+    for line in missing_lines({name: needs for name, needs in best.report.missing.items() if name in columns}):
+        console.print(line, style="dim")
     console.print()
     for sentence in sweep_verdict(cases):
         console.print(sentence, soft_wrap=width is None)
@@ -73,10 +75,14 @@ def sweep_verdict(cases: Sequence[Case]) -> list[str]:
     best = best_case(cases)
     out = []
     if len(cases) > 1:
-        out.append(
-            f"Most tokens per second and rank: {best.topology.num_ranks} ranks, {best.num_slots} slots, windows of "
-            f"{best.window_steps} steps, {best.report.best.name}."
+        words = (
+            f"{best.topology.num_ranks} ranks, {best.num_slots} slots, windows of {best.window_steps} steps, "
+            f"{best.report.best.name}"
         )
+        if are_timed(cases):
+            out.append(f"Most tokens per second and rank: {words}.")
+        else:
+            out.append(f"Times are not known, so no combination is named as the fastest. Best balanced: {words}.")
     tight = [case for case in cases if not case.fits]
     if tight:
         worst = max(tight, key=lambda case: case.memory_bytes)
@@ -104,7 +110,7 @@ def sweep_curves(cases: Sequence[Case]) -> dict[str, Any] | None:
     rows = [row for case in cases for row in case.rows()]
     key, label = max(_SWEPT, key=lambda swept: len({row[swept[0]] for row in rows}))
     others = [(name, words) for name, words in _SWEPT if name != key and len({row[name] for row in rows}) > 1]
-    timed = all(row["tokens_per_s"] is not None for row in rows)
+    timed = are_timed(cases)
     series: dict[str, dict[str, Any]] = {}
     for row in rows:
         name = ", ".join([row["policy"], *(f"{words} {row[other]}" for other, words in others)])

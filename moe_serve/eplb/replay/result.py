@@ -19,7 +19,7 @@ FLOOR, CEILING = "do nothing", "perfect"
 
 @dataclass(frozen=True, eq=False)
 class PolicyResult:
-    """One row of the table. NaN = not known, for the reason in `ReplayReport.missing`.
+    """One row of the table. NaN = not known, for the reason in `ReplayReport.missing`; in step_s also: no step ran.
 
     served:        [W, L] float32, balancedness on the window that came after the plan
     fit, bound:    [W, L] float32, balancedness of the newest plan on the load it was made for, and its bound
@@ -104,13 +104,17 @@ class ReplayReport:
     def best(self) -> PolicyResult:
         """The policy with most tokens per second, or the best balanced one where times are not known."""
         runs = self.policies or self.results[:1]
-        if all(np.isfinite(run.step_s).all() for run in runs):
+        if all(np.isfinite(self.total_seconds(run)) for run in runs):
             return min(runs, key=lambda run: self.total_seconds(run))
         return max(runs, key=lambda run: float(run.served.mean()))
 
     def total_seconds(self, result: PolicyResult) -> float:
         """Returns the predicted time of the whole trace: steps, pauses while experts move, and waiting for requests."""
-        return float((result.step_s * self.num_steps).sum() / self.utilisation + result.stall_s.sum())
+        return float(self.step_seconds(result) / self.utilisation + result.stall_s.sum())
+
+    def step_seconds(self, result: PolicyResult) -> float:
+        """Returns the predicted time of all steps, in seconds; NaN = not known. A window without steps takes none."""
+        return float((result.step_s * self.num_steps)[self.num_steps > 0].sum())
 
     def summary(self, result: PolicyResult) -> dict[str, Any]:
         """Returns the row of a policy as numbers; None = not known.
@@ -144,7 +148,7 @@ class ReplayReport:
             "stall_s": known(result.stall_s.sum()),
             "off_node": known(result.off_node.mean()),
             "activated": known(result.activated.mean()),
-            "step_s": known((result.step_s * self.num_steps).sum() / max(self.num_steps.sum(), 1)),
+            "step_s": known(self.step_seconds(result) / self.num_steps.sum()) if self.num_steps.any() else None,
             "tokens_per_s": known(self.tokens.sum() / total) if total else None,
             "windows": windows,
         }

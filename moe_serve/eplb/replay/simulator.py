@@ -162,7 +162,7 @@ def _slots(simulation: Simulation, topology: Topology) -> Sequence[int]:
 def _run(simulation: Simulation, topology: Topology, num_slots: int, window_steps: int, jobs: int) -> Case:
     model = simulation.model
     costs = ProfileCosts(CostModel(simulation.hardware, model, topology, simulation.engine), simulation.serving)
-    trace = _trace(simulation, topology, window_steps)
+    trace = costs.of_model(_trace(simulation, topology, window_steps))
     step_s = _first_step_seconds(trace, costs, num_slots) if simulation.plan_latency_s else 1.0
     settings = ReplaySettings(
         topology,
@@ -202,21 +202,32 @@ def _trace(simulation: Simulation, topology: Topology, window_steps: int) -> Loa
 
 
 def _first_step_seconds(trace: LoadTrace, costs: ProfileCosts, num_slots: int) -> float:
-    costs.check(trace)
     for record in trace:
-        steps = max(record.num_steps, 1)
-        tokens = record.tokens / steps
-        per_step = float(tokens.sum(axis=1).max(initial=0)) / (trace.topk or costs.model.model.topk)
+        if not record.busy_steps:
+            continue
+        tokens = record.tokens / record.busy_steps
+        per_step = float(tokens.sum(axis=1).max(initial=0)) / costs.model.model.topk
         return max(costs.step_seconds(tokens, None, num_slots, per_step, record.phase), 1e-6)
     return 1.0
 
 
+def are_timed(cases: Sequence[Case]) -> bool:
+    """Whether all cases have times, so that they can be compared by tokens per second."""
+    return all(row["tokens_per_s"] is not None for case in cases for row in case.rows())
+
+
 def best_case(cases: Sequence[Case]) -> Case:
-    """Returns the case with most tokens per second and rank among those that fit; the first of all where none does."""
+    """Returns the case with most tokens per second and rank among those that fit, or of all where none does.
+
+    Without times it is the best balanced one.
+    """
     fitting = [case for case in cases if case.fits] or list(cases)
+    timed = are_timed(cases)
 
     def rate(case: Case) -> float:
         rows = [row for row in case.rows() if row["policy"] != CEILING]
-        return float(max(row["tokens_per_s"] or row["served_mean"] for row in rows)) / case.topology.num_ranks
+        if timed:
+            return float(max(row["tokens_per_s"] for row in rows)) / case.topology.num_ranks
+        return float(max(row["served_mean"] for row in rows))
 
     return max(fitting, key=rate)

@@ -4,6 +4,7 @@ import json
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -287,6 +288,20 @@ def test_replay_prices_steps_as_the_ranks_serve(tmp_path: Path) -> None:
     assert per_step[1] == pytest.approx(per_step[0] * 0.5 / 0.75)
     assert part["conditions"]["prices"].endswith("no overlap, steps 50% of the time, 25.0% of prompts cached")
     assert "by ideal" in part["conditions"]["prices"]
+
+
+def test_replay_takes_the_top_k_that_a_trace_lacks_from_the_model(tmp_path: Path) -> None:
+    from moe_serve.eplb.replay.synthetic import SyntheticLoad, synthetic_trace
+
+    load = SyntheticLoad(num_windows=3, num_layers=32, num_logical=8, topk=2, tokens_per_step=256)
+    write_trace(replace(synthetic_trace(load), topk=None), tmp_path / "t.npz")
+    code, out, _ = call("replay", tmp_path / "t.npz", "-p", "static", "--model", "Mixtral-8x7B", "--hardware", "H100",
+                        "--ranks", 8, "--no-curve", "--json")  # fmt: skip
+    report = json.loads(out)
+    assert code == 0
+    assert report["conditions"]["model"].endswith("top 2")
+    assert "tokens/s" not in report["missing"]
+    assert all(row["tokens_per_s"] > 0 for row in report["policies"])
 
 
 @pytest.mark.parametrize("script", ["tools/replay_load.py", "tools/simulate_balancer.py"])
