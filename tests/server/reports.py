@@ -66,7 +66,14 @@ class Story:
             step_s = 0.011 * (0.55 + 0.45 / float(balance.mean())) * float(rng.normal(1, 0.01))
             first = number * WINDOW_STEPS
             window = WindowReport(
-                first, WINDOW_STEPS, "decode", step_s, balance.tolist(), load.tolist(), tokens.tolist()
+                first,
+                WINDOW_STEPS,
+                "decode",
+                step_s,
+                balance.tolist(),
+                load.tolist(),
+                tokens.tolist(),
+                float(balance.mean()),
             )
             at_s = self.began_s + (number + 1) * self.window_s
             yield at_s, self._report(first + WINDOW_STEPS, window=window)

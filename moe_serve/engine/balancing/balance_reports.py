@@ -29,10 +29,10 @@ class BalanceReports:
     def window_closed(self, record: LoadRecord, placement: Placement) -> None:
         """Takes the newest window for the next report; one without tokens says nothing, and is not reported.
 
-        placement: where experts are, unless the record knows
+        placement: where experts are now
         """
         if record.tokens.any():
-            self._window = window_report(record, record.placement or placement)
+            self._window = window_report(record, placement)
 
     def make(
         self,
@@ -66,14 +66,19 @@ class BalanceReports:
 
 
 def window_report(record: LoadRecord, placement: Placement) -> WindowReport:
-    """Returns the load of a window, shared evenly over the replicas of this placement."""
-    load = rank_load(record.tokens, placement)
+    """Returns the load of a window, shared evenly over replicas.
+
+    placement: at its end; also at its beginning, unless the record knows that one
+    """
+    first = record.placement or placement
+    load, load_at_end = rank_load(record.tokens, first), rank_load(record.tokens, placement)
     return WindowReport(
         first_step=record.first_step,
         num_steps=record.num_steps,
         phase=record.phase,
         step_time_s=record.step_time_s or 0.0,
-        balancedness=balancedness(load, placement.live_ranks).tolist(),
+        balancedness=balancedness(load, first.live_ranks).tolist(),
         rank_load=load.tolist(),
         tokens=record.tokens.tolist(),
+        mean_at_end=float(balancedness(load_at_end, placement.live_ranks).mean()),
     )

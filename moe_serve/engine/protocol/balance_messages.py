@@ -8,7 +8,11 @@ from moe_serve.engine.protocol.message import Message
 
 
 class WindowReport(msgspec.Struct, frozen=True, array_like=True):
-    """The load of a closed window. balancedness: mean / max of rank load, of each layer"""
+    """The load of a closed window.
+
+    balancedness: mean / max of rank load, of each layer, on the placement in use at its beginning
+    mean_at_end:  mean over layers on the placement in use at its end: what a move within it has brought
+    """
 
     first_step: int
     num_steps: int
@@ -17,6 +21,7 @@ class WindowReport(msgspec.Struct, frozen=True, array_like=True):
     balancedness: list[float]
     rank_load: list[list[float]]  # [layers][ranks] tokens, under the split in use, evenly shared
     tokens: list[list[int]]  # [layers][experts]
+    mean_at_end: float
 
 
 class DecisionReport(msgspec.Struct, frozen=True, array_like=True):

@@ -138,6 +138,7 @@ class BalanceBook:
                 lowest,
                 middle,
                 mean,
+                window.mean_at_end,
             )
         )
         of_ranks = [sum(loads) for loads in zip(*window.rank_load, strict=False)]

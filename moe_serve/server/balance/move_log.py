@@ -14,7 +14,10 @@ TRIAL_WINDOWS = 4  # a move is judged by the mean of so many windows after it
 
 @dataclass(frozen=True)
 class WindowPoint:
-    """A window as a point of a curve. lowest, middle, mean: balancedness over layers (0..1);  at_s: when reported"""
+    """A window as a point of a curve. at_s: when it was reported
+
+    lowest, middle, mean: balancedness over layers (0..1);  mean_at_end: on the placement at its end
+    """
 
     at_s: float
     launch_id: int  # start of the ranks; steps count within one
@@ -25,6 +28,7 @@ class WindowPoint:
     lowest: float
     middle: float
     mean: float
+    mean_at_end: float
 
     @property
     def end_step(self) -> int:
@@ -60,8 +64,9 @@ class Move:
     num_experts, num_rounds, num_bytes: what has moved so far
     ended_s:       when it was live or given up; None: under way
     failed:        why it was given up; None: it was not
-    before, after: mean balancedness of the last window before it and of the windows after it; None: there is none yet
-    step_before_s, step_after_s: mean time of a step in these windows
+    before, after: mean balancedness of the last window before it, and of the load of the windows that ended after it on
+                the placement that it has made; None: there is none yet
+    step_before_s, step_after_s: mean time of a step in the window before it, and in those that began after it
     """
 
     decision: Event
@@ -146,14 +151,22 @@ class MoveLog:
         self._num_after = TRIAL_WINDOWS
 
     def judge(self, points: Sequence[WindowPoint]) -> Move | None:
-        """Measures the last move by this launch's windows since its end. Returns it when it is judged first."""
+        """Measures the last move by this launch's windows that ended after it. Returns it when it is judged first.
+
+        The first of them is usually the one in which it moved, by which the balancer judges it, too.
+        """
         if not self._moves or self._moves[-1].ended_s is None or self._moves[-1].failed is not None:
             return None
-        after = [point for point in points if point.first_step >= self._moves[-1].ended_step][:TRIAL_WINDOWS]
+        ended_step = self._moves[-1].ended_step
+        after = [point for point in points if point.end_step > ended_step][:TRIAL_WINDOWS]
         if len(after) <= self._num_after:
             return None
         first, self._num_after = self._num_after == 0, len(after)
-        self._moves[-1] = replace(self._moves[-1], after=_balance(after), step_after_s=_step_time(after))
+        self._moves[-1] = replace(
+            self._moves[-1],
+            after=fmean(point.mean_at_end for point in after),
+            step_after_s=_step_time([point for point in after if point.first_step >= ended_step]),
+        )
         return self._moves[-1] if first else None
 
 

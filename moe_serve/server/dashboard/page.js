@@ -128,7 +128,7 @@ function showCards() {
   put("balance-more", window ? `lowest layer ${share(window.balancedness.min)}, median ${share(window.balancedness.p50)}` : "mean / max of the ranks");
   const move = balancer.moves[0];
   put("gain", !move ? "–" : move.state === "failed" ? "failed" : move.state === "moving" ? "moving" : `${share(move.balancedness_before)} → ${share(move.balancedness_after)}`);
-  put("gain-more", move ? `predicted: ${seconds(move.predicted_gain_s)} for ${seconds(move.predicted_cost_s)}` : "none yet");
+  put("gain-more", !move ? "none yet" : gained(move) || `predicted: ${seconds(move.predicted_gain_s)} for ${seconds(move.predicted_cost_s)}`);
   put("version", balancer.placement.age_s === null ? "–" : `v${balancer.placement.version}`);
   put("version-more", balancer.placement.age_s === null ? "" : `live for ${seconds(balancer.placement.age_s)}`);
   put("moved", `${whole(totals.num_experts_moved || 0)}`);
@@ -141,6 +141,13 @@ function showCards() {
   put("output-more", `tokens/s, prefix hits ${hits(sum("cached_tokens"), sum("prompt_tokens"))}`);
 }
 
+/** Returns what the newest move has gained of its promise; "": it has not been measured yet. */
+function gained(move) {
+  const measured = known.timeline.findLast((event) => event.realised_gain_s !== null);
+  return measured && move.ended_s !== null && measured.at_s >= move.ended_s ? gainText(measured) : "";
+}
+
+const gainText = (event) => `gained ${seconds(event.realised_gain_s)} of ${seconds(event.predicted_gain_s)} promised`;
 const hits = (cached, prompt) => (prompt ? `${Math.round((100 * cached) / prompt)}\u00a0%` : "–");
 
 function showTable() {
@@ -186,7 +193,7 @@ function timelineItem(event, moves) {
   const text = tag("div");
   text.append(tag("p", event.reason));
   const more = [];
-  if (event.realised_gain_s !== null) more.push(`gained ${seconds(event.realised_gain_s)} of ${seconds(event.predicted_gain_s)} promised`);
+  if (event.realised_gain_s !== null) more.push(gainText(event));
   else if (event.predicted_gain_s || event.predicted_cost_s) more.push(`predicted: gains ${seconds(event.predicted_gain_s)}, costs ${seconds(event.predicted_cost_s)}`);
   const move = event.kind === "done" ? moves.find((one) => one.ended_s === event.at_s) : event.kind === "move" ? moves.find((one) => one.began_s === event.at_s) : null;
   if (move && (event.kind === "done" || move.state === "moving")) more.push(move.summary.replace("->", "→"));

@@ -112,6 +112,30 @@ async def test_a_desktop_shows_load_moves_and_a_decision_that_comes_later():
             await check(page, served)
 
 
+@in_event_loop
+async def test_the_tile_of_the_last_move_shows_what_it_brought_once_it_is_measured():
+    """Here clients leave with the window in which experts moved: no other one follows."""
+    story = short_story(16)
+    told = [report for _, report in story.reports()]
+    end = next(i for i, report in enumerate(told) if report.decisions and report.decisions[0].kind == "done")
+    window = next(report.window for report in reversed(told[:end]) if report.window is not None)
+    last = msgspec.structs.replace(window, first_step=window.first_step + window.num_steps, mean_at_end=0.987)
+    async with serving(4, DYNAMIC, info=story.info) as served:
+        for at_s, report in list(story.reports())[: end + 1]:
+            served.bridge.balance.take(report, at_s)
+        async with browser_page(f"{served.client.base_url}/dashboard") as page:
+            await page.shows("#gain", " → –")
+            await page.shows("#gain-more", "predicted: ")
+            judged = DecisionReport(time.time(), 9100, "watch", "the last move is judged", 0, 4.0, 0.0, 2.5)
+            step = last.first_step + last.num_steps
+            served.workers[0].say(
+                msgspec.structs.replace(told[end], step=step, window=last, decisions=[judged], placement=None)
+            )
+            await page.shows("#gain", " → 0.99")
+            await page.shows("#gain-more", "gained 2.5\u00a0s of 4\u00a0s promised")
+            await check(page, served)
+
+
 async def shows_values_under_pointer_and_keys(page: Page, served: Served) -> None:
     window, placement = served.bridge.balance.window, served.bridge.balance.placement
     assert window is not None
