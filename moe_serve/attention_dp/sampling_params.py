@@ -25,11 +25,15 @@ _PENALTIES = {  # the least and the largest: OpenAI's; no logit overflows by a r
 }
 
 
+class DefaultLength(int):
+    """The max_new_tokens of a caller in Python who named none. It never leaves the caller: see `plain`."""
+
+
 @dataclass(frozen=True)
 class SamplingParams:
     """How tokens are chosen and when to stop. Names and defaults follow SGLang."""
 
-    max_new_tokens: int = 128  # 0 = compute the prompt only, so that its prefix is cached
+    max_new_tokens: int = DefaultLength(128)  # 0 = compute the prompt only, so that its prefix is cached
     min_new_tokens: int = 0  # no end-of-sequence, stop token or stop string before this many tokens
     temperature: float = 1.0  # 0 = greedy
     top_k: int = -1  # -1 = all
@@ -60,6 +64,11 @@ class SamplingParams:
     best_of: int | None = None  # so many are generated, and the likeliest n of them per token are shown; None: n
 
     @property
+    def names_length(self) -> bool:
+        """Whether max_new_tokens was asked for, so that it is never changed to fit."""
+        return not isinstance(self.max_new_tokens, DefaultLength)
+
+    @property
     def num_samples(self) -> int:
         """Outputs that are generated."""
         return self.best_of or self.n
@@ -82,7 +91,7 @@ class SamplingParams:
         """Raises RequestError naming the first field that is out of range, the value, and the range."""
         _check_int("max_new_tokens", self.max_new_tokens, 0)
         _check_int("min_new_tokens", self.min_new_tokens, 0)
-        if self.min_new_tokens > self.max_new_tokens:
+        if self.names_length and self.min_new_tokens > self.max_new_tokens:
             raise RequestError(
                 f"min_new_tokens is {self.min_new_tokens} but max_new_tokens is {self.max_new_tokens}; "
                 "lower min_new_tokens or raise max_new_tokens",
@@ -180,7 +189,9 @@ def plain(params: SamplingParams) -> SamplingParams:
     numbers: dict[str, Any] = {
         name: float(getattr(params, name)) for name in ("temperature", "top_p", "min_p", *_PENALTIES)
     }
-    return replace(params, **numbers, logit_bias={int(key): float(bias) for key, bias in params.logit_bias.items()})
+    length = params.max_new_tokens if params.names_length else max(int(params.max_new_tokens), params.min_new_tokens)
+    logit_bias = {int(key): float(bias) for key, bias in params.logit_bias.items()}
+    return replace(params, **numbers, max_new_tokens=length, logit_bias=logit_bias)
 
 
 def _check_int(name: str, value: object, low: int, high: int | None = None) -> None:

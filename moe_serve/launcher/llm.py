@@ -94,7 +94,10 @@ class LLM:
         others have seeds derived from it, as in the server. With `best_of` they are the n likeliest of so many, the
         best one first.
 
-        Raises RequestError for a prompt that cannot be served, and UnavailableError when a rank is lost.
+        A max_new_tokens that params leave out is reduced to what fits behind the prompt.
+
+        Raises RequestError for a prompt or a max_new_tokens that cannot be served, and UnavailableError when a rank is
+        lost.
         """
         with self._end.call():
             return self._generate(prompts, params)

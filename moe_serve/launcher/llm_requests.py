@@ -85,7 +85,7 @@ def _fitted(
         logprob_token_ids=tuple(params.logprob_token_ids),
     )
     params.validate()
-    (prompt,) = with_bad_words([_prompt(given, plain(params))], tokenizer)
+    (prompt,) = with_bad_words([_prompt(given, params)], tokenizer)
     ids = encode_prompt(prompt, tokenizer, limits)
     return ids, fit_to_model(prompt, ids, limits)
 
@@ -100,7 +100,7 @@ def _prompt(given: Any, params: SamplingParams) -> Prompt:
             ids = [operator.index(token) for token in given]
     except TypeError:
         raise RequestError(f"{given!r:.60} is no prompt; give text or token ids", field="prompts") from None
-    return Prompt(text, ids, params, explicit_length=False, rid=None, session_id=None)
+    return Prompt(text, ids, plain(params), explicit_length=params.names_length, rid=None, session_id=None)
 
 
 def _as_tuple(stop: Any) -> tuple[str, ...]:

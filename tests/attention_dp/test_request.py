@@ -9,6 +9,7 @@ from moe_serve.errors import RequestError
 
 def test_default_parameters_are_valid():
     SamplingParams().validate()
+    SamplingParams(min_new_tokens=200).validate()  # the length follows
     SamplingParams(max_new_tokens=1, temperature=0, top_k=1, top_p=1, seed=MAX_SEED, stop=("\n",)).validate()
 
 
@@ -42,7 +43,7 @@ def test_default_parameters_are_valid():
     ],
 )
 def test_parameter_out_of_range_is_refused_by_name(field, value):
-    params = dataclasses.replace(SamplingParams(), **{field: value})
+    params = dataclasses.replace(SamplingParams(max_new_tokens=128), **{field: value})
     with pytest.raises(RequestError, match=field) as caught:
         params.validate()
     assert caught.value.field == field

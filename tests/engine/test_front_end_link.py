@@ -137,7 +137,7 @@ def test_a_front_end_that_starts_anew_is_told_all_and_only_its_requests_are_drop
         assert any(isinstance(message, Hello) and message.num_reconnects == 1 for message in heard)
         assert isinstance(front_ends[0].next(), Ready), "the other one is not told again"
         assert [front_ends[0].next() for _ in range(2)] == [pause, abort]
-        submit = Submit("0:1.5-0", 0, [1], params=SamplingParams(), seed=0)
+        submit = Submit("0:1.5-0", 0, [1], params=SamplingParams(max_new_tokens=8), seed=0)
         front_ends[0].send(submit)
         assert arrived(mailbox) == [submit]
 

@@ -135,7 +135,7 @@ def test_a_stream_shows_growing_outputs(llm):
 
 
 def test_leaving_a_stream_early_frees_the_request(llm):
-    for _ in llm.stream([[5]], greedy(250)):
+    for _ in llm.stream([[5]], greedy(200)):
         break
     assert eventually(lambda: llm._bridge.num_open == 0)
 
@@ -230,6 +230,34 @@ def test_a_call_that_finds_no_room_waits_until_another_leaves_some():
         other.close()
         assert found
         assert found[0][0].token_ids == [12, 13, 14]
+
+
+@in_event_loop
+async def test_a_length_that_does_not_fit_is_refused_in_the_words_of_http(llm):
+    limits = llm._bridge.limits
+    num_free = min(limits.max_model_len, limits.max_prompt_len + 2) - 2
+    async with serving() as served:
+        params = {"max_new_tokens": num_free + 1}
+        answer = await served.generate(input_ids=[5, 6], sampling_params=params)
+    assert answer.status_code == 400
+    assert f"ask for at most {num_free}" in answer.json()["error"]["message"]
+    with pytest.raises(RequestError) as refused:
+        await asyncio.to_thread(llm.generate, [[5], [5, 6]], [greedy(1), greedy(num_free + 1)])
+    assert str(refused.value) == f"prompts[1]: {answer.json()['error']['message']}"
+    assert refused.value.field == "max_new_tokens"
+
+
+def test_a_length_that_was_not_asked_for_is_what_fits(llm):
+    limits = llm._bridge.limits
+    longest = min(limits.max_prompt_len, limits.max_model_len - 1)
+    room = min(limits.max_model_len, limits.max_prompt_len + 2) - longest
+    for params in (SamplingParams(seed=10), None):
+        (output,) = llm.generate([[5] * longest], params)
+        assert len(output.token_ids) == room
+    (output,) = llm.generate([[5]], SamplingParams(seed=10))
+    assert len(output.token_ids) == 128
+    (output,) = llm.generate([[5]], SamplingParams(seed=10, min_new_tokens=150))
+    assert len(output.token_ids) == 150
 
 
 def test_numbers_of_numpy_are_numbers(llm):

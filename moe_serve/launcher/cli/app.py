@@ -47,7 +47,9 @@ def generate(
     num_ranks: opt.NumRanks = None,
     load_format: opt.LoadFormat = None,
     dtype: opt.Dtype = None,
-    max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", "--max-tokens", min=1)] = 128,
+    max_new_tokens: Annotated[
+        int | None, typer.Option("--max-new-tokens", "--max-tokens", min=1, help="none: 128, or as many as fit")
+    ] = None,
     temperature: Annotated[float, typer.Option(min=0.0, help="0 = always the likeliest token")] = 0.0,
     top_k: Annotated[int, typer.Option(help="-1 = all")] = -1,
     top_p: Annotated[float, typer.Option()] = 1.0,
@@ -62,7 +64,7 @@ def generate(
 
     flags = _model_flags(model_path, [num_ranks], load_format, dtype)
     params = SamplingParams(
-        max_new_tokens=max_new_tokens,
+        max_new_tokens=SamplingParams.max_new_tokens if max_new_tokens is None else max_new_tokens,
         temperature=temperature,
         top_k=top_k,
         top_p=top_p,

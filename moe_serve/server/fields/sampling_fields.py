@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
-from moe_serve.attention_dp.sampling_params import MAX_BIASES, SamplingParams
+from moe_serve.attention_dp.sampling_params import MAX_BIASES, SamplingParams, plain
 from moe_serve.errors import RequestError
 from moe_serve.server.fields.json_fields import Fields, boolean, real_number, show, token_ids, whole_number
 
@@ -70,6 +70,9 @@ OPENAI_NAMES = ParamNames(
 )  # and vLLM's, which extends OpenAI's
 
 
+SGLANG_DEFAULTS = plain(SamplingParams())
+
+
 @dataclass(frozen=True)
 class TakenParams:
     """The sampling parameters of one prompt.
@@ -89,7 +92,7 @@ class TakenParams:
 def take_sampling_params(
     values: Fields,
     names: ParamNames,
-    defaults: SamplingParams = SamplingParams(),
+    defaults: SamplingParams = SGLANG_DEFAULTS,
 ) -> TakenParams:
     """Takes the sampling parameters among the fields of a JSON object. defaults: of fields that are absent or null
 

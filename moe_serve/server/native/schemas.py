@@ -5,7 +5,7 @@ whose feature is not supported is accepted only with null or its neutral value.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from moe_serve.attention_dp.request import SamplingParams
@@ -22,7 +22,13 @@ from moe_serve.server.fields.call_fields import (
 from moe_serve.server.fields.constraint_fields import take_sglang_constraint
 from moe_serve.server.fields.json_fields import Fields, boolean, natural_number, parse_object, short_name, show
 from moe_serve.server.fields.logprob_fields import take_logprob_fields
-from moe_serve.server.fields.sampling_fields import NEUTRAL_PARAMS, SGLANG_NAMES, TakenParams, take_sampling_params
+from moe_serve.server.fields.sampling_fields import (
+    NEUTRAL_PARAMS,
+    SGLANG_DEFAULTS,
+    SGLANG_NAMES,
+    TakenParams,
+    take_sampling_params,
+)
 
 SALT_SEPARATOR = "\0"  # a request may have cache_salt, extra_key or both; prefixes are shared where all are the same
 
@@ -140,11 +146,11 @@ def parse_generate(body: bytes, max_prompts: int) -> GenerateRequest:
 
 def _parse_params(name: str, given: Any) -> TakenParams:
     if given is None:
-        return TakenParams(SamplingParams())
+        return TakenParams(SGLANG_DEFAULTS)
     if not isinstance(given, dict):
         raise RequestError(f"{name} is {show(given)}, expected an object", field=name)
     values = Fields(given, f"{name}.", NEUTRAL_PARAMS, OTHER_WORDS)
-    defaults = SamplingParams(constraint=take_sglang_constraint(values))
+    defaults = replace(SGLANG_DEFAULTS, constraint=take_sglang_constraint(values))
     taken = take_sampling_params(values, SGLANG_NAMES, defaults)
     values.refuse_the_rest()
     return taken
