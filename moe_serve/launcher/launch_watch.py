@@ -9,7 +9,16 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from moe_serve.config import ServeConfig
-from moe_serve.engine.protocol.messages import Fatal, ForFrontEnds, Members, Progress, Ready, ToFrontEnd
+from moe_serve.engine.protocol.messages import (
+    Exited,
+    Fatal,
+    ForFrontEnds,
+    Members,
+    Message,
+    Progress,
+    Ready,
+    ToFrontEnd,
+)
 from moe_serve.launcher.display import StartDisplay
 from moe_serve.launcher.local import Death, LocalRanks
 from moe_serve.launcher.newcomers import Newcomers, left_out
@@ -60,7 +69,7 @@ class LaunchWatch:
     """One launch, from its start to its loss.
 
     restarts: counts how often a rank is started anew, and how often all are
-    report:   tells the front end (why, rank) that a rank's process has ended; SUPERVISOR: the launch is over
+    tell:     sends a message to every front end, one that is being started too
     """
 
     def __init__(
@@ -69,13 +78,13 @@ class LaunchWatch:
         display: StartDisplay,
         ranks: LocalRanks,
         restarts: Restarts,
-        report: Callable[[str, int], None],
+        tell: Callable[[Message], None],
     ):
         self._num_ranks = config.parallel.num_ranks
         self._display = display
         self._ranks = ranks
         self._restarts = restarts
-        self._report = report
+        self._tell = tell
         self._newcomers = Newcomers(config)
         self._not_replaced: Death | None = None  # of a rank without which the others cannot serve
         self._ready: set[int] = set()
@@ -113,10 +122,10 @@ class LaunchWatch:
         self._notice_deaths()
         failed = self._newcomers.failed(time.monotonic())
         if self._fatal is None and failed is not None:
-            self._report(failed.reason, SUPERVISOR)
+            self._tell_end(failed.reason, SUPERVISOR)
             return Loss(None, failed.reason, others_run=True)
         if self._fatal is None and self._not_replaced is not None:
-            self._report(str(self._not_replaced), SUPERVISOR)
+            self._tell_end(str(self._not_replaced), SUPERVISOR)
             return Loss(self._not_replaced, None, others_run=True)
         if self.is_ready and self._may_go_on and self._fatal is None:
             return None
@@ -136,8 +145,16 @@ class LaunchWatch:
         if half_known and not (cause and cause.was_killed) and now_s - self._lost_at_s < _OWN_REPORT_S:
             return None  # the rest is still to come: the rank's own report, or how it ended
         if self._fatal is None and cause is not None:
-            self._report(str(cause), cause.rank)
+            self._tell_end(str(cause), cause.rank)
         return Loss(cause, self._fatal)
+
+    def tell_exit(self, death: Death) -> None:
+        """Tells the front ends that a rank's process has ended; its peers say what that means."""
+        self._tell(Exited(death.rank, self._ranks.launch_id, death.num_before, str(death)))
+
+    def _tell_end(self, reason: str, rank: int) -> None:
+        """Tells the front ends that the launch is over. rank: that caused it; SUPERVISOR: none did, or it is said"""
+        self._tell(Fatal(SUPERVISOR, self._ranks.launch_id, reason, rank))
 
     def start_lost_ranks(self) -> None:
         """Starts ranks whose processes have ended anew, beside the others that have masked them."""
@@ -191,5 +208,5 @@ class LaunchWatch:
                 continue
             self._deaths.append(death)
             if self.is_ready and self._may_go_on:  # the answer is Members or Fatal, within the ranks' deadlines
-                self._report(str(death), death.rank)
+                self.tell_exit(death)
         self._print_masked()

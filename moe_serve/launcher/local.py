@@ -35,12 +35,16 @@ OnLine = Callable[[str, str], None]  # (who, line)
 
 @dataclass(frozen=True)
 class Death:
-    """A rank that ended. was_killed: by a signal, so it could not report why."""
+    """A rank that ended. was_killed: by a signal, so it could not report why
+
+    num_before: processes that were this rank before it, in the same launch
+    """
 
     rank: int
     pid: int
     code: int
     last_lines: tuple[str, ...]
+    num_before: int = 0
 
     @property
     def was_killed(self) -> bool:
@@ -193,7 +197,7 @@ class LocalRanks:
             code = child.code
             if code is not None and rank not in self._reported:
                 self._reported.add(rank)
-                found.append(Death(rank, child.process.pid, code, tuple(child.last_lines)))
+                found.append(Death(rank, child.process.pid, code, tuple(child.last_lines), self._num_before[rank]))
         return sorted(found, key=lambda death: not death.was_killed)
 
     def end(self, grace_s: float) -> None:

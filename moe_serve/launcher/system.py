@@ -15,7 +15,7 @@ from functools import partial
 from types import FrameType
 
 from moe_serve.config import ServeConfig, ServerConfig, served_name
-from moe_serve.engine.protocol.messages import Fatal
+from moe_serve.engine.protocol.messages import Message
 from moe_serve.launcher.display import StartDisplay
 from moe_serve.launcher.front_ends import FrontEnds
 from moe_serve.launcher.launch_watch import LaunchWatch, Loss
@@ -25,7 +25,6 @@ from moe_serve.launcher.restarts import Restarts
 from moe_serve.links.folder import OwnFolder
 from moe_serve.links.link import Link
 from moe_serve.server.connections.ports import open_port
-from moe_serve.server.ranks.supervisors import SUPERVISOR
 
 _POLL_MS = 50
 _END_GRACE_S = 4.0  # for the front end and the ranks to end in order
@@ -85,7 +84,7 @@ class _System:
 
     def begin_launch(self) -> None:
         """Begins to watch ranks that are about to start."""
-        self._launch = LaunchWatch(self.config, self.display, self.ranks, self._restarts, self._report_loss)
+        self._launch = LaunchWatch(self.config, self.display, self.ranks, self._restarts, self._tell)
         self._launched_s, self._is_announced = time.monotonic(), False
 
     def start_front_ends(self, http_fd: int) -> None:
@@ -150,9 +149,9 @@ class _System:
             f"  try: curl {address}/generate -H 'content-type: application/json' -d '{prompt}'"
         )
 
-    def _report_loss(self, reason: str, rank: int) -> None:
+    def _tell(self, message: Message) -> None:
         if self._front_ends is not None:
-            self._front_ends.tell(Fatal(SUPERVISOR, self.ranks.launch_id, reason, rank))
+            self._front_ends.tell(message)
 
     def _start_again(self, loss: Loss) -> None:
         """Prints why the ranks are lost, and starts them again. Raises _Ended where that is no use, or too often."""
@@ -187,7 +186,7 @@ class _System:
                 break
             for death in self.ranks.deaths():
                 if death.code != 0:  # the front end need not wait for this one's goodbye
-                    self._report_loss(str(death), death.rank)
+                    self._launch.tell_exit(death)
             time.sleep(_POLL_MS / 1000)
         if front_ends is not None:
             front_ends.close()

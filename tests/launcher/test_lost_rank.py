@@ -211,6 +211,35 @@ def test_streams_of_a_killed_rank_end_with_the_right_tokens_forms_and_log_probab
     assert gone(pids)
 
 
+def pid_of_front_end(system: Running, number: int) -> int:
+    mark = f"--worker {number} "
+    found = [pid for pid in system.descendants() if "launcher.frontend" in (name := _command(pid)) and mark in name]
+    return found[0] if found else 0
+
+
+@pytest.mark.slow
+def test_a_front_end_and_a_rank_that_are_killed_one_after_the_other_come_back_and_nothing_else_is_started() -> None:
+    sets = ["--set=parallel.threads_per_rank=1", "--set=eplb.num_redundant_experts=64", "--api-workers=2"]
+    with (
+        Running("moe_serve.launcher.cli", ["serve", "--port=0", "--num-ranks=2", *sets]) as running,
+        running.client(timeout_s=120) as client,
+    ):
+        before = client.post("/generate", json=body(0, 60)).json()["output_ids"]
+        number = client.get("/server_info").json()["front_end"]["number"]
+        for victim, front_end_first in enumerate((True, False)):
+            rank, front_end = pid_of_rank(client, victim), pid_of_front_end(running, 1 - number)
+            other = pid_of_rank(client, 1 - victim)
+            for pid in (front_end, rank) if front_end_first else (rank, front_end):
+                os.kill(pid, signal.SIGKILL)
+            assert client.post("/generate", json=body(0, 60)).json()["output_ids"] == before
+            running.wait_for(rf"rank {victim} is started again, alone")
+            running.wait_for(rf"rank {victim} rejoined")
+            assert pid_of_rank(client, 1 - victim) == other
+            assert eventually(lambda killed=front_end: pid_of_front_end(running, 1 - number) not in (0, killed))
+        assert "the ranks are started again" not in running.output
+        assert running.end(signal.SIGINT) == 0
+
+
 @pytest.mark.slow
 def test_a_rank_that_cannot_be_spared_is_named_and_waited_for() -> None:
     settings = [f"--set={setting}" for setting in ("engine.step_deadline_s=12", "engine.suspect_after_s=0.5")]

@@ -7,7 +7,7 @@ import pytest
 
 from moe_serve.config import load_config
 from moe_serve.dispatch.shm.shared_files import FileMark, SharedFiles
-from moe_serve.engine.protocol.messages import Fatal, Members, ModelLimits, Ready
+from moe_serve.engine.protocol.messages import Exited, Fatal, Members, ModelLimits, Ready
 from moe_serve.errors import ConfigError, LaunchError, PeerError
 from moe_serve.launcher.facts import Fact
 from moe_serve.launcher.handover import Handover, check_like, find_handover, leave_handover
@@ -111,10 +111,9 @@ class Notes:
 
 @pytest.fixture
 def launch():
-    """A launch of three ranks that serve: the watch, its processes, notes, and what it reports."""
+    """A launch of three ranks that serve: the watch, its processes, notes, and what it tells the front ends."""
     processes, notes, reports = Processes(), Notes(), []
-    report = lambda reason, rank: reports.append((reason, rank))  # noqa: E731
-    watch = LaunchWatch(CONFIG, notes, processes, Restarts(CONFIG.launcher), report)
+    watch = LaunchWatch(CONFIG, notes, processes, Restarts(CONFIG.launcher), reports.append)
     for rank in range(3):
         watch.take(Ready(rank, 7, LIMITS, {"on_lost_rank": "mask"}))
     return watch, processes, notes.notes, reports
@@ -133,7 +132,7 @@ def test_the_launcher_starts_one_rank_and_says_so(launch):
     watch, processes, notes, reports = launch
     lose(launch, 1, epoch=1, waits=True)
     assert processes.started == [1]
-    assert reports == [("rank 1 (process 101) was killed by SIGKILL", 1)]
+    assert reports == [Exited(1, 7, 0, "rank 1 (process 101) was killed by SIGKILL")]
     assert notes == [
         "rank 1 (process 101) was killed by SIGKILL; ranks 0, 2 wait for it",
         "rank 1 is started again, alone (restart 1 of 2 within 600 s)",
@@ -162,7 +161,7 @@ def test_the_launch_is_lost_where_the_new_process_ends(launch):
     loss = watch.find_loss()
     assert "before it took part again" in str(loss)
     assert loss.others_run
-    assert reports[-1] == (str(loss), SUPERVISOR)
+    assert reports[-1] == Fatal(SUPERVISOR, 7, str(loss), SUPERVISOR)
     assert not loss.is_setting
 
 

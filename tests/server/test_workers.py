@@ -157,7 +157,7 @@ def test_a_masked_rank_has_ended_where_its_peers_or_its_launcher_say_so():
 def test_a_new_process_takes_the_place_of_a_masked_rank_and_takes_part_once_the_others_say_so():
     table = group_of("mask", "mask")
     new = Hello(1, 2, 0, pid=300, host="h", num_before=1)
-    assert "is attached already" in table.attach(b"new", new, 5.0).refusal, "nobody has said that the old one is lost"
+    assert table.attach(b"new", new, 5.0).waits, "nobody has said yet that the old one is lost"
     table.suspect(1, "rank 1 was killed", now_s=5.0)
     table.regroup(Members(0, 0, 1, [0], "rank 1 died", waits=True))
     assert table.attach(b"new", new, 6.0) == Arrival()

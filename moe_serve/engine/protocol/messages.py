@@ -210,8 +210,23 @@ class Members(Message, tag="members", frozen=True):
     waits: bool = False
 
 
+class Exited(Message, tag="exited", frozen=True):
+    """The process of a rank has ended, says its launcher, and its peers are about to say whether they go on.
+
+    num_before: as in the `Hello` of that process
+    """
+
+    rank: int
+    launch_id: int
+    num_before: int
+    reason: str
+
+
 class Fatal(Message, tag="fatal", frozen=True):
-    """This rank ends its launch. lost_rank: the rank that caused it, -1 = unknown; its own for a fault of its own"""
+    """This rank ends its launch. lost_rank: the rank that caused it, -1 = unknown; its own for a fault of its own
+
+    Of a launcher: the launch is over.
+    """
 
     rank: int
     launch_id: int
@@ -263,6 +278,7 @@ ToFrontEnd = (
     | Members
     | Answer
     | BalanceReport
+    | Exited
     | Fatal
     | Draining
     | Goodbye

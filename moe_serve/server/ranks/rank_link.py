@@ -3,9 +3,11 @@
 Messages are handled as they arrive on the socket that all ranks attach to. One task looks for silent ranks.
 
 The launcher may attach too, as *supervisor* (`Hello` with rank -1). It hears what happens while the ranks start, and
-reports the death of a rank (`Fatal`), which it sees first.
+reports what it sees first: that the launch is over (`Fatal`), or that a rank has died which the others may go on
+without (`Exited`). A front end may be started beside running ranks, and hear that before any rank has attached to it:
+it takes the launcher's word, and concludes nothing from what it does not know yet.
 
-A lost rank ends the launch, unless all ranks have said at their start that they can go on without one. Then the front
+A lost rank ends the launch, unless the ranks have said at their start that they can go on without one. Then the front
 end waits for their report: `Members` when they go on, and the requests of the lost rank move to others; `Fatal` when
 they cannot. Torch-free.
 """
@@ -24,6 +26,7 @@ from moe_serve.engine.protocol.messages import (
     ALIVE_PERIOD_S,
     Alive,
     Draining,
+    Exited,
     Fatal,
     ForFrontEnds,
     Goodbye,
@@ -132,7 +135,10 @@ class RankLink:
         """A rank is gone (SUPERVISOR: all are started again). Where others may go on without it, they will say so."""
         if rank == SUPERVISOR or not self.workers.can_spare(rank):
             self._end_launch(reason, None if rank == SUPERVISOR else rank)
-            return
+        else:
+            self._suspect(reason, rank)
+
+    def _suspect(self, reason: str, rank: int) -> None:
         self.workers.suspect(rank, reason, time.monotonic())
         self.book.suspect(rank)
         self.news.tell()
@@ -157,8 +163,7 @@ class RankLink:
             self._attach(identity, message)
             return
         if identity in self._supervisors:
-            if isinstance(message, Fatal) and message.launch_id == self.workers.launch_id:
-                self.report_loss(message.message, message.lost_rank)
+            self._take_of_launcher(message)
             return
         if isinstance(message, Pulse):
             self.workers.pulse(message, time.monotonic())
@@ -201,6 +206,16 @@ class RankLink:
                     why = self.rank_drain.reason or f"rank {view.rank} was told to end"
                     self._end_launch(f"{why}; start the ranks again", view.rank)
                 self._tell(message)
+
+    def _take_of_launcher(self, message: ToFrontEnd) -> None:
+        """Takes the word of the launcher, which knows of all ranks, for a launch that may be news here."""
+        match message:
+            case Exited() if self.workers.has_process(message):
+                self._suspect(message.reason, message.rank)
+            case Fatal() if message.launch_id == self.workers.launch_id:
+                self._end_launch(message.message, None if message.lost_rank == SUPERVISOR else message.lost_rank)
+            case Fatal():
+                self.workers.never_begin(message.launch_id)
 
     def _attach(self, identity: bytes, hello: Hello) -> None:
         if hello.rank == SUPERVISOR:

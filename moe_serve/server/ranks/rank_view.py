@@ -44,7 +44,12 @@ class RankView:
     @property
     def serves(self) -> bool:
         """Whether it takes requests, as far as is known here."""
-        return self.is_ready and self.mask_reason is None and self.suspicion is None
+        return self.limits is not None and self.may_serve
+
+    @property
+    def may_serve(self) -> bool:
+        """Whether nothing is known that keeps it from serving, though it may not have said here that it does."""
+        return not self.ended and self.mask_reason is None and self.suspicion is None
 
     @property
     def can_be_spared(self) -> bool:

@@ -6,7 +6,8 @@ A *launch* is all ranks that started together. It is over when a rank is lost th
 rank that attaches with another launch id then begins the next one. Ranks of another launch that come while this one
 lives wait: they say hello until this one is lost, or are refused. Within a launch ranks may be masked and rejoin: the
 ranks agree on that among themselves and report it (`Members`). Until then, a launcher's report of a dead rank, or a
-rank's report of its own failure, is a suspicion.
+rank's report of its own failure, is a suspicion. A table may begin in the middle of a launch: ranks that have not
+attached to it yet may serve all the same.
 """
 
 from collections import deque
@@ -14,7 +15,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from moe_serve.engine.protocol.messages import Hello, Members, ModelLimits, Progress, Pulse, Ready, Status
+from moe_serve.engine.protocol.messages import Exited, Hello, Members, ModelLimits, Progress, Pulse, Ready, Status
 from moe_serve.server.ranks.rank_view import RankView
 
 GONE_S = 5.0  # a launch of which nothing is heard for so long is gone when another one says hello
@@ -110,7 +111,9 @@ class WorkerTable:
         if hello.launch_id != self.launch_id and self._ranks and self.loss is None:
             return self._wait_or_refuse(hello)
         known = self._ranks.get(hello.rank) if hello.launch_id == self.launch_id else None
-        if known is not None and known.pid and hello.num_before > known.num_before and known.mask_reason is not None:
+        if known is not None and known.pid and hello.num_before > known.num_before:
+            if known.mask_reason is None:
+                return Arrival(waits=True)  # the others are about to say that the process before it is lost
             self._ranks[hello.rank] = known.replaced_by(identity, hello, now_s)
             return Arrival()
         if known is not None and known.pid and (known.identity != identity or known.pid != hello.pid):
@@ -126,8 +129,14 @@ class WorkerTable:
         view.num_reconnects, view.restarts_left = hello.num_reconnects, hello.restarts_left
         view.num_before = hello.num_before
         view.mask_reason = None if known is None else known.mask_reason
+        if hello.num_before and not self.group_epoch:
+            view.mask_reason = "it was started again, and the others have not said here that it takes part"
         self._ranks[hello.rank] = view
         return Arrival(begins=begins)
+
+    def never_begin(self, launch_id: int) -> None:
+        """Refuses the ranks of a launch that is over before any of them has attached."""
+        self._over.append(launch_id)
 
     def _begin(self, launch_id: int, now_s: float) -> None:
         if self._ranks:
@@ -178,14 +187,24 @@ class WorkerTable:
             reported.append(Ready(view.rank, self.launch_id, view.limits, view.info))
         return reported
 
+    def has_process(self, exited: Exited) -> bool:
+        """Returns whether a process that has ended is attached. Of another one the ranks say what has become of it."""
+        view = self._ranks.get(exited.rank) if exited.launch_id == self.launch_id else None
+        return view is not None and view.pid > 0 and view.num_before == exited.num_before
+
     @property
     def goes_on(self) -> bool:
-        """Whether the ranks have reported at their start that they go on without a lost one if they can."""
-        return self.is_ready and all(view.can_be_spared for view in self if view.limits is not None)
+        """Whether the ranks go on without a lost one if they can, as they have reported when they were ready.
+
+        What one says holds for all: none is ready before all are.
+        """
+        known = [view for view in self if view.limits is not None]
+        return self.loss is None and bool(known) and all(view.can_be_spared for view in known)
 
     def can_spare(self, rank: int) -> bool:
         """Returns whether the peers of a rank may go on without it; they report themselves whether they do."""
-        return self.goes_on and any(view.serves for view in self if view.rank != rank)
+        peers = [self._ranks.get(peer) for peer in range(self.num_ranks) if peer != rank]
+        return self.goes_on and any(peer is None or peer.may_serve for peer in peers)
 
     def suspect(self, rank: int, reason: str, now_s: float) -> None:
         """Notes that a rank is presumed lost."""
