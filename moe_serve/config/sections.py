@@ -51,7 +51,10 @@ class ParallelConfig(Section):
     def _only_data_and_expert_parallel(self) -> Self:
         for name, words in (("attn_tp", "tensor-parallel attention"), ("pp", "pipeline parallelism")):
             if getattr(self, name) != 1:
-                raise ValueError(f"{name} is {getattr(self, name)} but {words} is not supported; set {name}: 1")
+                raise ValueError(
+                    f"{name} is {getattr(self, name)} but {words} is not supported; set {name}: 1, and num_ranks to "
+                    "the number of ranks, over which experts are spread"
+                )
         return self
 
 

@@ -5,6 +5,7 @@ from typing import Any
 
 from moe_serve.config import ServeConfig
 from moe_serve.errors import ConfigError
+from moe_serve.launcher.unsupported import refusal
 
 
 def merged(base: dict[str, dict[str, Any]], overrides: dict[str, Any]) -> dict[str, dict[str, Any]]:
@@ -19,6 +20,8 @@ def merged(base: dict[str, dict[str, Any]], overrides: dict[str, Any]) -> dict[s
             continue
         owners = [section for section, field in sections.items() if name in field.annotation.model_fields]  # type: ignore[union-attr]
         if len(owners) != 1:
+            if (words := refusal(f"--{name.replace('_', '-')}", "num_ranks")) is not None:
+                raise ConfigError(f"LLM({name}=...) {words}")
             every = {key for field in sections.values() for key in field.annotation.model_fields}  # type: ignore[union-attr]
             near = difflib.get_close_matches(name, every, n=1)
             hint = f"two sections have it: give {owners[0]}={{{name!r}: ...}}" if owners else "no section has it"

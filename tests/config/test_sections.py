@@ -38,7 +38,7 @@ def test_overrides_win_over_the_file(tmp_path: Path) -> None:
         ("engin.numerics=fast", "engin: unknown setting; did you mean 'engine'"),
         ("cache.block_size=0", r"cache.block_size: .* \(is 0\)"),
         ("engine.row_tile=3", "engine.row_tile"),
-        ("parallel.pp=2", "pipeline parallelism is not supported; set pp: 1"),
+        ("parallel.pp=2", "pipeline parallelism is not supported; set pp: 1, and num_ranks to the number of ranks"),
         ("engine.max_batch_tokens=8", "raise max_batch_tokens or lower max_running_requests"),
         ("server.port=99999", "server.port"),
         ("server.port=30001", "give them different values"),

@@ -370,6 +370,8 @@ def test_overrides_are_sections_or_names_of_single_settings():
     assert found == {"model": {"path": "m"}, "engine": {"row_tile": 8, "max_running_requests": 3}}
     with pytest.raises(ConfigError, match="did you mean 'numerics'"):
         merged({}, {"numeric": "fast"})
+    with pytest.raises(ConfigError, match=r"LLM\(tensor_parallel_size=...\) asks for tensor .* by num_ranks"):
+        merged({}, {"tensor_parallel_size": 2})
     with pytest.raises(ConfigError, match="is a section"):
         merged({}, {"engine": 3})
 

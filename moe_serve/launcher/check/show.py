@@ -1,4 +1,4 @@
-"""Prints the report of `moe-serve check` to stdout: tables, then the verdict."""
+"""Prints the report of `moe-serve check` to stdout: the verdict, then tables."""
 
 from collections.abc import Iterable
 
@@ -19,16 +19,16 @@ def print_check(config: ServeConfig) -> int:
     console = Console(highlight=False, markup=False, emoji=False)
     if not console.is_terminal:
         console.width = _FILE_WIDTH
-    for title, rows in _tables(report):
-        table = Table(title=title, title_justify="left", box=None, show_header=False, padding=(0, 2, 0, 0))
-        for row in rows:
-            table.add_row(*row)
-        console.print(table)
-        console.print()
     for problem in report.problems:
         console.print(f"cannot run: {problem}", style="red", soft_wrap=True)
     if not report.problems:
         console.print("this configuration can run here", style="green")
+    for title, rows in _tables(report):
+        table = Table(title=title, title_justify="left", box=None, show_header=False, padding=(0, 2, 0, 0))
+        for row in rows:
+            table.add_row(*row)
+        console.print()
+        console.print(table)
     return 1 if report.problems else 0
 
 

@@ -21,6 +21,9 @@ from moe_serve.launcher.cli.doctor import HELP as DOCTOR_HELP
 from moe_serve.launcher.cli.doctor import doctor
 from moe_serve.launcher.cli.flag_names import with_flags
 from moe_serve.launcher.cli.serve import serve
+from moe_serve.launcher.unsupported import refuse_unsupported
+
+_STARTING = ("serve", "generate", "check")  # commands with the options of ranks
 
 app = typer.Typer(
     name="moe-serve",
@@ -128,6 +131,8 @@ def _add_balancer_commands(arguments: list[str]) -> None:
 def main() -> None:
     """Runs the console script. A mistake that the user can correct is one line on stderr and exit code 2."""
     try:
+        if sys.argv[1:] and sys.argv[1] in _STARTING:
+            refuse_unsupported(sys.argv[2:])
         _add_balancer_commands(sys.argv[1:])
         app()
     except MoeServeError as error:

@@ -22,11 +22,18 @@ def to_json(diagnosis: Diagnosis) -> str:
 
 
 def print_diagnosis(diagnosis: Diagnosis) -> None:
-    """Prints tables of ranks and pairs, then what is wrong and how to fix it."""
+    """Prints what is wrong and how to fix it, then tables of ranks and pairs."""
     console = Console(highlight=False, markup=False, emoji=False)
     if not console.is_terminal:
         console.width = _FILE_WIDTH
+    for finding in diagnosis.findings:
+        style = "red" if finding.level == "problem" else "yellow"
+        console.print(f"{finding.level}: {finding.text}", style=style, soft_wrap=True)
+        console.print(f"    fix: {finding.fix}", soft_wrap=True)
+    if diagnosis.can_serve:
+        console.print("these ranks can serve together", style="green")
     for title, head, rows in _tables(diagnosis):
+        console.print()
         console.print(title, style="italic")
         table = Table(box=None, padding=(0, 2, 0, 0))
         for name in head:
@@ -34,13 +41,6 @@ def print_diagnosis(diagnosis: Diagnosis) -> None:
         for row in rows:
             table.add_row(*row)
         console.print(table)
-        console.print()
-    for finding in diagnosis.findings:
-        style = "red" if finding.level == "problem" else "yellow"
-        console.print(f"{finding.level}: {finding.text}", style=style, soft_wrap=True)
-        console.print(f"    fix: {finding.fix}", soft_wrap=True)
-    if diagnosis.can_serve:
-        console.print("these ranks can serve together", style="green")
 
 
 def _tables(diagnosis: Diagnosis) -> Iterator[tuple[str, Sequence[str], list[Sequence[str]]]]:

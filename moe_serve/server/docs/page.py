@@ -5,6 +5,7 @@ It is made here, without a script: Swagger UI would be megabytes of somebody els
 
 import html
 import json
+from collections.abc import Iterable
 from typing import Any
 
 from moe_serve.server.fields.schema_parts import Schema
@@ -29,9 +30,18 @@ def docs_page(document: dict[str, Any]) -> str:
     return "\n".join([_head(document["info"]["title"], "docs/page.css"), *routes, "<h2>Bodies</h2>", *bodies, _END])
 
 
-def front_page(links: dict[str, str]) -> str:
-    """Returns the page at / as HTML. links: what is there, by path"""
-    rows = [f'<li><a href="{_text(path[1:])}">{_text(path)}</a> {_text(words)}</li>' for path, words in links.items()]
+def front_page(routes: Iterable[tuple[str, str, str]]) -> str:
+    """Returns the page at / as HTML. routes: (method, path, what is there)
+
+    A link asks by GET, so a route that takes only POST links to its place at /docs.
+    """
+    rows = []
+    for method, path, words in routes:
+        if method == "GET":
+            link = f'<a href="{_text(path[1:])}">{_text(path)}</a>'
+        else:
+            link = f'<span class="method">{method}</span> <a href="docs#{_id(method, path)}">{_text(path)}</a>'
+        rows.append(f"<li>{link} {_text(words)}</li>")
     return "\n".join([_head("moe_serve", "docs/page.css"), "<ul>", *rows, "</ul>", _END])
 
 
@@ -52,7 +62,9 @@ def _head(title: str, style: str) -> str:
 def _route(method: str, path: str, operation: dict[str, Any], schemas: dict[str, Schema]) -> str:
     security = operation.get("security")
     key = "open to all" if not security else _KEYS[next(iter(security[0]))]
-    parts = [f"<p>{_text(operation.get('description', ''))}</p>", f'<p class="soft">{_text(key)}</p>']
+    # Inside what is folded, so that a browser unfolds it where an address names it.
+    about = _text(operation.get("description", ""))
+    parts = [f'<p id="{_id(method, path)}">{about}</p><p class="soft">{_text(key)}</p>']
     parts += [
         f"<p><code>{_text(parameter['name'])}</code> in the {_text(parameter['in'])}: "
         f"{_text(_kind(parameter.get('schema', {})))}</p>"
@@ -102,6 +114,11 @@ def _kind(schema: Schema) -> str:
     names = {"minimum": "from", "exclusiveMinimum": "above", "maximum": "to", "default": "default"}
     words += "".join(f", {name} {json.dumps(schema[key])}" for key, name in names.items() if key in schema)
     return words + (f" ({schema['description']})" if "description" in schema else "")
+
+
+def _id(method: str, path: str) -> str:
+    """Returns the name of a route's place on the page."""
+    return _text(f"{method.lower()}{path.replace('/', '_')}")
 
 
 def _name(reference: Schema) -> str:

@@ -11,10 +11,10 @@ from moe_serve.server.generate import json_bytes
 
 LINKS = {
     "/v1/models": "the model, as OpenAI's API lists it; its base URL ends with /v1",
-    "/v1/chat/completions": "chats, OpenAI's API (POST)",
-    "/v1/completions": "completions, OpenAI's API (POST)",
-    "/v1/responses": "responses, OpenAI's API (POST)",
-    "/generate": "SGLang's native API (POST)",
+    "/v1/chat/completions": "chats, OpenAI's API",
+    "/v1/completions": "completions, OpenAI's API",
+    "/v1/responses": "responses, OpenAI's API",
+    "/generate": "SGLang's native API",
     "/docs": "all routes, their fields and errors",
     "/openapi.json": "the same for programs",
     "/dashboard": "load of experts and ranks, live",
@@ -37,7 +37,10 @@ _HEADERS = {
 def add_docs(app: FastAPI, document: dict[str, Any]) -> None:
     """Adds / and /docs. document: the OpenAPI document, for which an API key is needed where there are some"""
     docs = docs_page(document).encode()
-    front = front_page(LINKS).encode()
+    listed = document["paths"]  # those that are not are pages
+    methods = {path: "POST" if path in listed and "get" not in listed[path] else "GET" for path in LINKS}
+    front = front_page([(methods[path], path, words) for path, words in LINKS.items()]).encode()
+    paths = {path: words if methods[path] == "GET" else f"{words} (POST)" for path, words in LINKS.items()}
     style = (resources.files("moe_serve.server.docs") / "page.css").read_bytes()
 
     @app.get("/", tags=[OPEN], include_in_schema=False)
@@ -46,7 +49,7 @@ def add_docs(app: FastAPI, document: dict[str, Any]) -> None:
         if "text/html" in request.headers.get("accept", ""):
             return Response(front, media_type="text/html", headers=_HEADERS)
         return Response(
-            json_bytes({"server": "moe_serve", "paths": LINKS}), media_type="application/json", headers=_HEADERS
+            json_bytes({"server": "moe_serve", "paths": paths}), media_type="application/json", headers=_HEADERS
         )
 
     @app.get("/docs", include_in_schema=False)

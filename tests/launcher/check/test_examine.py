@@ -183,14 +183,14 @@ def test_a_host_elsewhere_is_no_problem():
     assert any("another machine" in line.why for line in report.machine)
 
 
-def test_printing_ends_with_the_verdict_and_its_exit_code(capsys):
+def test_printing_begins_with_the_verdict_and_the_exit_code_says_it_too(capsys):
     settings = ["server.port=0", "server.worker_port=0", "parallel.device=cpu"]
     assert print_check(load_config(overrides=settings)) == 0
     out = capsys.readouterr().out
-    assert "this configuration can run here" in out
+    assert out.startswith("this configuration can run here\n\nmodel")
     assert re.search(r"together +[\d.]+ MiB", out)
     assert print_check(load_config(overrides=[*settings, "model.path=/nowhere"])) == 1
-    assert "cannot run: model.path is '/nowhere'" in capsys.readouterr().out
+    assert capsys.readouterr().out.startswith("cannot run: model.path is '/nowhere'")
 
 
 def test_printed_text_keeps_its_brackets(capsys, monkeypatch, tmp_path):

@@ -16,6 +16,7 @@ from moe_serve.launcher import system
 from moe_serve.launcher.cli import app as cli
 from moe_serve.launcher.cli.balancer import add_balancer_commands
 from moe_serve.launcher.cli.flags import DEMO_SETTINGS, effective_config, settings_of_flags
+from moe_serve.launcher.unsupported import refusal, refuse_unsupported
 
 CONFIGS = Path(__file__).parents[3] / "configs"
 
@@ -166,6 +167,14 @@ def test_text_values_arrive_unchanged():
         (["generate", "x", "--model", "/nowhere"], ["no such folder"]),
         (["generate", "x", "--top-p", "3"], ["top_p is 3.0"]),
         (["check", "--config", "/nowhere.yaml"], ["/nowhere.yaml"]),
+        (["serve", "--tp", "2"], ["moe-serve: --tp asks for tensor parallelism, which is not supported", "--ep"]),
+        (["serve", "--port", "1", "--tp-size=8"], ["--tp-size asks for tensor parallelism"]),
+        (["generate", "x", "-tp", "2"], ["-tp asks for tensor parallelism"]),
+        (["check", "--pipeline-parallel-size", "2"], ["pipeline parallelism, which is not supported", "--ep"]),
+        (["serve", "--enable-lora"], ["LoRA adapters, which are not supported; merge"]),
+        (["serve", "--speculative-algorithm", "EAGLE"], ["speculative decoding, which is not supported"]),
+        (["serve", "--quantization", "fp8"], ["model.expert_weights"]),
+        (["serve", "--enable-expert-parallel"], ["is not needed", "--ep"]),
     ],
     ids=lambda value: " ".join(value[:2]),
 )
@@ -179,6 +188,20 @@ def test_a_mistake_is_one_line_on_stderr_and_exit_2(arguments, words, monkeypatc
     assert len(err.strip().splitlines()) == 1, err
     for word in words:
         assert word in err
+
+
+@pytest.mark.parametrize("command", ["serve", "generate", "check"])
+def test_no_option_of_ours_is_among_those_that_are_refused(command):
+    parameters = typer.main.get_command(cli.app).commands[command].params
+    names = [name for each in parameters for name in (*each.opts, *each.secondary_opts)]
+    assert "--ep" in names
+    assert [name for name in names if refusal(name) is not None] == []
+
+
+def test_what_follows_two_dashes_is_text_and_no_option():
+    refuse_unsupported(["--model", "demo", "--", "--tp"])
+    with pytest.raises(ConfigError, match="--tp asks for"):
+        refuse_unsupported(["--model", "demo", "--tp"])
 
 
 def test_the_command_as_a_process_ends_with_one_line_too():

@@ -51,17 +51,35 @@ async def test_the_pages_run_no_script_and_all_their_links_are_of_this_server():
                 if target.startswith("#"):
                     assert f'id="{target[1:]}"' in answer.text
                 elif target != "data:,":
-                    assert re.fullmatch(r"[\w./]+", target), target
-                    assert (await served.client.get(f"/{target}")).status_code in (200, 405), target
+                    assert re.fullmatch(r"[\w./#]+", target), target
+                    assert (await served.client.get(f"/{target}")).status_code == 200, target
+
+
+@in_event_loop
+async def test_a_route_that_takes_only_post_is_a_link_to_its_place_in_the_docs():
+    async with serving() as served:
+        front = (await served.client.get("/", headers={"accept": "text/html"})).text
+        docs = (await served.client.get("/docs")).text
+        for path in LINKS:
+            answer = await served.client.get(path)
+            if answer.status_code == 405:
+                place = f"post{path.replace('/', '_')}"
+                assert f'<span class="method">POST</span> <a href="docs#{place}">{path}</a>' in front
+                assert docs.count(f'id="{place}"') == 1
+            else:
+                assert answer.status_code == 200
+                assert f'<a href="{path[1:]}">{path}</a>' in front
 
 
 @in_event_loop
 async def test_root_says_to_programs_what_there_is():
     async with serving() as served:
         answer = await served.client.get("/", headers={"accept": "*/*"})
-        assert answer.json() == {"server": "moe_serve", "paths": LINKS}
-        for path in LINKS:
-            assert (await served.client.get(path)).status_code in (200, 405), path
+        paths = answer.json()["paths"]
+        assert list(paths) == list(LINKS)
+        for path, words in paths.items():
+            status = (await served.client.get(path)).status_code
+            assert (status, words) == ((405, f"{LINKS[path]} (POST)") if "(POST)" in words else (200, LINKS[path]))
 
 
 def test_with_an_api_key_root_is_open_and_docs_asks_a_browser_for_it(monkeypatch: pytest.MonkeyPatch):
@@ -82,6 +100,14 @@ def test_what_a_document_says_is_text_on_the_page():
     operation = {"description": "<b>bold</b>", "responses": {"200": {"description": "<i>"}}}
     page = docs_page({"info": {"title": "<t>"}, "paths": {"/<p>": {"get": operation}}, "components": {"schemas": {}}})
     assert not Links(page).tags & {"b", "i", "t", "p>"}
+
+
+@in_event_loop
+async def test_a_browser_unfolds_the_route_that_a_link_of_the_front_page_names():
+    async with serving() as served, browser_page(f"{served.client.base_url}/") as page:
+        await page.page.get_by_role("link", name="/generate").click()
+        await page.shows("#post_generate", "SGLang's native generation")
+        assert page.problems == []
 
 
 @in_event_loop
