@@ -14,13 +14,14 @@ from typing import Any
 from benchmarks.balancer_incremental import gate_rows, incremental_rows, price_rows, rank_limit_rows
 from benchmarks.balancer_moves import churn_rows, economics_rows, replay_rows, split_rows
 from benchmarks.balancer_plans import load_eplb, rows
-from benchmarks.conditions import RESULTS, conditions, save
+from benchmarks.conditions import RESULTS, add_isa, conditions, save
 
 PARTS = ("plans", "incremental", "price", "limits", "churn", "split", "economics", "gate", "replay")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_isa(parser)
     parser.add_argument("--eplb", type=Path, help="DeepSeek's eplb.py")
     parser.add_argument("--eplb-seeds", type=int, default=3, help="seeds for eplb.py, which takes seconds a call")
     parser.add_argument("--parts", default=",".join(PARTS), help="comma-separated: %(default)s")

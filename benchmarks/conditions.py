@@ -1,5 +1,6 @@
 """What every benchmark prints beside its numbers, and how it keeps them: a table for people and JSON for machines."""
 
+import argparse
 import json
 import os
 import platform
@@ -9,7 +10,25 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from moe_serve.c_library import INSTRUCTION_SETS, ISA, instruction_set, processor_flags
+from moe_serve.errors import ConfigError
+
 RESULTS = Path(__file__).parent / "results"
+
+
+def add_isa(parser: argparse.ArgumentParser) -> None:
+    """Adds --isa: what C code of this process and its children is built for, so that one machine shows several."""
+    names = "|".join(INSTRUCTION_SETS)
+    parser.add_argument("--isa", type=_use_isa, metavar=names, help="of C code; default: all that the processor has")
+
+
+def _use_isa(name: str) -> str:
+    os.environ[ISA] = name
+    try:
+        processor_flags()
+    except ConfigError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    return name
 
 
 def conditions(*packages: str) -> dict[str, Any]:
@@ -27,6 +46,7 @@ def conditions(*packages: str) -> dict[str, Any]:
         "date": time.strftime("%Y-%m-%d %H:%M", time.gmtime()),
         "cpu": model,
         "cores": len(os.sched_getaffinity(0)),
+        "isa": instruction_set(),
         "load_average": [round(value, 2) for value in os.getloadavg()],
         "python": platform.python_version(),
         "versions": versions,
@@ -53,14 +73,17 @@ def save(
     """Writes NAME.md and NAME.json into the folder, and returns the text of the former.
 
     per_cpu: the name ends with that of the CPU, so that tables of other machines stay beside it
+    With --isa every name ends with that.
     """
     folder.mkdir(exist_ok=True)
     if per_cpu:
         name += "_" + re.sub(r"[^a-z0-9.]+", "_", facts["cpu"].replace("(R)", "").lower()).strip("_")
+    if ISA in os.environ:
+        name += f"_{facts['isa']}"
     versions = ", ".join(f"{key} {value}" for key, value in facts["versions"].items())
     where = (
-        f"{facts['date']} UTC, {facts['cores']} cores of {facts['cpu']}, load average {facts['load_average'][0]} at "
-        f"the start, Python {facts['python']}, {versions}."
+        f"{facts['date']} UTC, {facts['cores']} cores of {facts['cpu']} ({facts['isa']}), load average "
+        f"{facts['load_average'][0]} at the start, Python {facts['python']}, {versions}."
     )
     text = f"# {title}\n\n{where}\n\n{table(rows)}\n" + (f"\n{notes.strip()}\n" if notes else "")
     (folder / f"{name}.md").write_text(text)

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from benchmarks.conditions import conditions, save
+from benchmarks.conditions import add_isa, conditions, save
 from moe_serve.attention_dp.attention import AttentionShape, PagedAttention
 from moe_serve.attention_dp.attention_plan import AttentionPlan, DecodeGroup
 from moe_serve.attention_dp.kv_cache import KvCache, KvLayout
@@ -44,6 +44,7 @@ Case = tuple[
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_isa(parser)
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--only", choices=("decode", "prefill", "rows"))

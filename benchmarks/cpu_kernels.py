@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from benchmarks.conditions import conditions, save, table
+from benchmarks.conditions import add_isa, conditions, save, table
 from benchmarks.cpu_attention import Case, best_of, measure
 from benchmarks.read_bandwidth import buffer_to_read, read_bandwidth
 from moe_serve.kernels.cpu.experts import PackedExperts, packed_ffn
@@ -56,6 +56,7 @@ EXPERT_NOTES = (
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_isa(parser)
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--only", choices=("linear", "prefill", "amx", "experts"))

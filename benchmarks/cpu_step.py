@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.bench_model import CONFIG, write_bench_model
-from benchmarks.conditions import conditions, save, table
+from benchmarks.conditions import add_isa, conditions, save, table
 from benchmarks.read_bandwidth import buffer_to_read, read_bandwidth
 from moe_serve.attention_dp.request import SamplingParams
 from moe_serve.config import load_config
@@ -47,6 +47,7 @@ Row = dict[str, Any]
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_isa(parser)
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--rounds", type=int, default=12)
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 16])

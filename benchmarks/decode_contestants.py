@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from benchmarks.bench_model import NUM_OUTPUT, NUM_PROMPT, BenchLLM, draw_prompts, write_bench_model
-from benchmarks.conditions import conditions, save
+from benchmarks.conditions import add_isa, conditions, save
 
 SETTLE_S = 0.5  # threads of OpenMP spin for a while after their work, and would slow the next contestant
 _WORKERS = Path(__file__).with_name("contestants")
@@ -29,6 +29,7 @@ _WORKERS = Path(__file__).with_name("contestants")
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_isa(parser)
     parser.add_argument("--vllm", type=Path)
     parser.add_argument("--llama", type=Path)
     parser.add_argument("--rounds", type=int, default=5)

@@ -15,11 +15,12 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.bench_model import NUM_OUTPUT, NUM_PROMPT, BenchLLM, draw_prompts, write_bench_model
-from benchmarks.conditions import conditions, save
+from benchmarks.conditions import add_isa, conditions, save
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_isa(parser)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--batches", default="1,16")
     parser.add_argument("--ranks", type=int, default=1, help="ranks of moe_serve; the cores are shared among them")

@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from benchmarks.conditions import conditions, save
+from benchmarks.conditions import add_isa, conditions, save
 from benchmarks.dispatch_variants import COPIES, HIDDEN, LARGE, NUM_EXPERTS, NUM_TOKENS, SMALL, TOPK, Times, measure
 from tests.dispatch.shm.faults import PHASES, Report, run_fault
 from tests.ranks import run_ranks
@@ -31,6 +31,7 @@ MOST_LATE = 12  # runs with a fault that are repeated
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_isa(parser)
     parser.add_argument("--rounds", type=int, default=30, help="a fifth of them with more ranks than cores")
     parser.add_argument("--ranks", default="2,4")
     args = parser.parse_args()

@@ -26,7 +26,7 @@ from typing import Any
 from torch import Tensor
 
 from benchmarks.bench_model import write_bench_model
-from benchmarks.conditions import conditions, save
+from benchmarks.conditions import add_isa, conditions, save
 from moe_serve.attention_dp.request import SamplingParams
 from moe_serve.config import load_config
 from moe_serve.dispatch.base import EpGroup
@@ -51,6 +51,7 @@ ALL_EVEN = 2 ** len(PHASES) - 1
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_isa(parser)
     parser.add_argument("--steps", type=int, default=6000, help="of each run")
     parser.add_argument("--models", default="demo,bench")
     parser.add_argument("--ranks", default="2,4")

@@ -20,11 +20,12 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.bench_model import NUM_OUTPUT, draw_prompts, write_bench_model
-from benchmarks.conditions import conditions, save
+from benchmarks.conditions import add_isa, conditions, save
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_isa(parser)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 16])
     parser.add_argument("--backends", nargs="+", default=["low_latency"], help="transports of the two ranks")

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.conditions import conditions, save
+from benchmarks.conditions import add_isa, conditions, save
 from moe_serve.dispatch.base import PackedRows
 from moe_serve.ep.expert_ffn import expert_ffn
 from moe_serve.ep.expert_form import PARTS, ExpertForm, SlotForm, scale_of
@@ -32,6 +32,7 @@ FORMS: tuple[ExpertForm, ...] = ("dense", "int8", "fp8")
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_isa(parser)
     parser.add_argument("--rounds", type=int, default=7)
     args = parser.parse_args()
     if not has_vnni():

@@ -14,13 +14,14 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.bench_model import NUM_OUTPUT, BenchLLM, draw_prompts, write_bench_model
-from benchmarks.conditions import conditions, save
+from benchmarks.conditions import add_isa, conditions, save
 
 BATCHES = (1, 16)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_isa(parser)
     parser.add_argument("--rounds", type=int, default=3)
     args = parser.parse_args()
     facts = conditions("moe-serve")

@@ -18,7 +18,7 @@ import json
 import os
 from pathlib import Path
 
-from benchmarks.conditions import RESULTS, conditions, save
+from benchmarks.conditions import RESULTS, add_isa, conditions, save
 from benchmarks.live_changes import measure_loss, measure_shift
 from benchmarks.live_clients import NUM_EXPERTS, NUM_STREAMS, Row
 from benchmarks.live_moves import measure_gain, measure_latency
@@ -29,6 +29,7 @@ PARTS = ("latency", "gain", "shift", "loss")
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_isa(parser)
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
     parser.add_argument("--pairs", type=int, default=20, help="pairs of seconds with and without a migration")

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.conditions import conditions, save
+from benchmarks.conditions import add_isa, conditions, save
 from moe_serve.attention_dp.request import Request
 from moe_serve.attention_dp.sampling_params import SamplingParams
 from moe_serve.engine.output.row_logprobs import LogprobScorer
@@ -32,6 +32,7 @@ PARAMS = SamplingParams(max_new_tokens=TOKENS, ignore_eos=True)
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_isa(parser)
     parser.add_argument("--vocab", type=int, default=151_936)
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--threads", type=int, default=2)

@@ -21,7 +21,7 @@ from unittest.mock import patch
 
 import numpy as np
 
-from benchmarks.conditions import conditions, save
+from benchmarks.conditions import add_isa, conditions, save
 from benchmarks.recording_overhead import NUM_OUTPUT, NUM_PROMPT, Refill
 
 STRETCH = 30  # steps
@@ -30,6 +30,7 @@ WAYS = ("none", "parts", "profile")
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_isa(parser)
     parser.add_argument("--steps", type=int, default=9000)
     parser.add_argument("--batches", default="1,16", help="running requests of each rank")
     parser.add_argument("--ranks", default="1,2")

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.conditions import conditions, save
+from benchmarks.conditions import add_isa, conditions, save
 from benchmarks.cpu_attention import measure
 from benchmarks.cpu_kernels import ffn
 from moe_serve.kernels.activation import Activation
@@ -33,6 +33,7 @@ ACTIVATION = Activation("clamped_swiglu", alpha=1.702, limit=7.0)
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_isa(parser)
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--only", choices=("amx", "vectors"))

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks.conditions import RESULTS, conditions, save, table
+from benchmarks.conditions import RESULTS, add_isa, conditions, save, table
 from moe_serve.dispatch.base import AnyAllToAll, BufferLimits, EpGroup, TransportRequest
 from moe_serve.dispatch.make import make_all_to_all
 from moe_serve.engine.step import RankState, StepSettings, plan_step
@@ -54,6 +54,7 @@ Times = Mapping[Variant, float]  # seconds of the slower rank in the best repeat
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_isa(parser)
     parser.add_argument("--repeats", type=int, default=9)
     args = parser.parse_args()
     facts = conditions()

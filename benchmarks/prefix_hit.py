@@ -16,7 +16,7 @@ import time
 
 import numpy as np
 
-from benchmarks.conditions import conditions, save
+from benchmarks.conditions import add_isa, conditions, save
 from benchmarks.http_streams import _server
 
 BEHIND = 8  # tokens behind the shared beginning: what a client adds to it
@@ -25,6 +25,7 @@ VOCABULARY = range(300, 2000)  # ordinary words of the demo model
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_isa(parser)
     parser.add_argument("--tokens", type=int, default=512, help="of the beginning that two prompts share")
     parser.add_argument("--pairs", type=int, default=40)
     parser.add_argument("--note", default="", help="what else to say of the machine")

@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from moe_serve.c_library import FOR_THIS_PROCESSOR, load_c_library
+from moe_serve.c_library import load_c_library, processor_flags
 from moe_serve.kernels.huge_pages import zeros_in_huge_pages
 
 _ELEMENTS = 1 << 26  # 256 MiB, more than any cache
@@ -20,7 +20,7 @@ def buffer_to_read() -> Tensor:
 def read_bandwidth(buffer: Tensor, threads: int) -> float:
     """Returns the bytes per second that this many threads read, the best of three tries."""
     source = Path(__file__).with_suffix(".c")
-    library, _ = load_c_library(source, {"read_all": 3}, (*FOR_THIS_PROCESSOR, "-pthread"))
+    library, _ = load_c_library(source, {"read_all": 3}, (*processor_flags(), "-pthread"))
     best_s = float("inf")
     for _ in range(3):
         started_s = time.perf_counter()

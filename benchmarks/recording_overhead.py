@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.conditions import conditions, save
+from benchmarks.conditions import add_isa, conditions, save
 
 STRETCH = 50  # steps
 WINDOW = 1000  # steps of a load record, as by default; ends with a stretch that records
@@ -31,6 +31,7 @@ NUM_PROMPT, NUM_OUTPUT = 16, 400
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_isa(parser)
     parser.add_argument("--steps", type=int, default=10_000)
     parser.add_argument("--batches", default="1,16", help="running requests of each rank")
     parser.add_argument("--ranks", type=int, default=2)

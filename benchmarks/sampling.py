@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from benchmarks.conditions import conditions, save
+from benchmarks.conditions import add_isa, conditions, save
 from moe_serve.attention_dp.request import Request
 from moe_serve.attention_dp.sampling_params import SamplingParams
 from moe_serve.engine.output.sampler import Sampler
@@ -49,6 +49,7 @@ GOALS = {("temperature 1", 64): "≤ 15 ms", ("top_p 0.95", 64): "≤ 40 ms"}
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_isa(parser)
     parser.add_argument("--vocab", type=int, default=151_936)
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--threads", type=int, default=2)

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from benchmarks.conditions import conditions, save
+from benchmarks.conditions import add_isa, conditions, save
 from moe_serve.attention_dp.batch import BatchBuilder
 from moe_serve.attention_dp.request import SamplingParams
 from moe_serve.attention_dp.request_blocks import RequestBlocks
@@ -39,6 +39,7 @@ NO_STOPS = SamplingParams(max_new_tokens=1 << 20, ignore_eos=True)
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_isa(parser)
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--note", default="", help="what else to say of the machine")
     args = parser.parse_args()

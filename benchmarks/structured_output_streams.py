@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.conditions import conditions, save
+from benchmarks.conditions import add_isa, conditions, save
 from benchmarks.http_streams import _server
 from benchmarks.structured_output import HOSTILE, PERSON
 
@@ -31,6 +31,7 @@ ALONE, PLAIN, ORDINARY, HOSTILE_ONES = (
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_isa(parser)
     parser.add_argument("--seconds", type=float, default=20.0, help="of each round")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--note", default="", help="what else to say of the machine")

@@ -10,19 +10,40 @@ import hashlib
 import importlib.util
 import os
 import platform
+import re
 import shutil
 import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 from moe_serve.errors import ConfigError
 
 _FLAGS = ("-O3", "-fPIC", "-shared")
-FOR_THIS_PROCESSOR = ("-march=native",)
 _TIMEOUT_S = 120  # of the compiler
+_INCLUDE = re.compile(r'^\s*#include "([^"]+)"', re.MULTILINE)
+ISA = "MOE_SERVE_ISA"  # an environment variable, so that processes started by this one build for the same
+
+
+@dataclass(frozen=True)
+class InstructionSet:
+    """What C code may be built for. features: of /proc/cpuinfo, which it needs"""
+
+    flags: tuple[str, ...]
+    features: tuple[str, ...] = ()
+
+
+_AVX2 = ("avx2", "fma", "f16c", "bmi2")
+_AVX512 = (*_AVX2, "avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl")
+INSTRUCTION_SETS = {
+    "avx2": InstructionSet(("-march=haswell", "-mtune=native"), _AVX2),
+    "avx512": InstructionSet(("-march=skylake-avx512", "-mtune=native"), _AVX512),
+    "amx": InstructionSet(("-march=native",), (*_AVX512, "amx_tile", "amx_bf16")),
+    "plain": InstructionSet(("-march=nehalem", "-mtune=native")),  # without fused multiply-add: other bits
+}
 
 
 def load_c_library(
@@ -31,7 +52,7 @@ def load_c_library(
     """Returns the library of a C file, and the compiler that built it.
 
     arguments: the number of arguments of each function, all int64; each returns int64 or nothing
-    flags:     beside the usual ones, e.g. FOR_THIS_PROCESSOR
+    flags:     beside the usual ones, e.g. processor_flags()
     folder:    None: $XDG_CACHE_HOME/moe_serve, or ~/.cache/moe_serve
     Raises ConfigError when there is no compiler, when it fails, or when other users can write to the folder.
     """
@@ -40,9 +61,8 @@ def load_c_library(
         raise ConfigError(f"no C compiler for {source.name}; install gcc or clang, or run: pip install ziglang")
     compiler = " ".join(command)
     folder = folder or _cache_folder()
-    # All sources of the folder, since one may include the others.
-    sources = [path.read_bytes() for path in sorted(source.parent.glob("*.[ch]"))]
-    facts = (source.name, sources, compiler, _FLAGS + flags, platform.python_version(), processor_features())
+    texts = [path.read_text(encoding="utf-8") for path in _with_included(source)]
+    facts = (source.name, texts, compiler, _FLAGS + flags, platform.python_version(), processor_features())
     path = folder / f"{source.stem}_{hashlib.sha256(repr(facts).encode()).hexdigest()[:16]}.so"
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -70,6 +90,48 @@ def find_compiler() -> tuple[str, ...] | None:
     if path is not None:
         return (path,)
     return (sys.executable, "-m", "ziglang", "cc") if importlib.util.find_spec("ziglang") else None
+
+
+def processor_flags() -> tuple[str, ...]:
+    """Returns the compiler's flags for this processor: all of it, or the part that $MOE_SERVE_ISA names.
+
+    Raises ConfigError for a name that is none, and for what the processor lacks.
+    """
+    name = os.environ.get(ISA)
+    if name is None:
+        return ("-march=native",)
+    if platform.machine() != "x86_64" or name not in INSTRUCTION_SETS:
+        raise ConfigError(
+            f"{ISA} is {name!r} on {platform.machine()}; it names a part of an x86_64: {', '.join(INSTRUCTION_SETS)}; "
+            "leave it out to build for all that the processor has"
+        )
+    chosen, present = INSTRUCTION_SETS[name], processor_features().split()
+    lacking = [feature for feature in chosen.features if feature not in present]
+    if lacking:
+        raise ConfigError(
+            f"{ISA} is {name!r}, but this processor lacks {', '.join(lacking)}; name another, or leave it out"
+        )
+    return chosen.flags
+
+
+def instruction_set() -> str:
+    """Returns which of INSTRUCTION_SETS C code is built for here; the kind of processor where it is no x86-64."""
+    if platform.machine() != "x86_64":
+        return platform.machine()
+    present = {*processor_features().split()}
+    whole = next(name for name in ("amx", "avx512", "avx2", "plain") if present >= {*INSTRUCTION_SETS[name].features})
+    return os.environ.get(ISA, whole)
+
+
+def _with_included(source: Path) -> list[Path]:
+    """Returns the file and all files that it includes by "...", each once."""
+    found, waiting = [], [source.resolve()]
+    while waiting:
+        path = waiting.pop()
+        if path not in found and path.exists():  # what is missing is the compiler's to report
+            found.append(path)
+            waiting += [(path.parent / name).resolve() for name in _INCLUDE.findall(path.read_text(encoding="utf-8"))]
+    return found
 
 
 def _cache_folder() -> Path:

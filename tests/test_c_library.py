@@ -1,13 +1,18 @@
 """Small C helpers: which compiler builds them, when they are built again, and by whom."""
 
 import importlib.util
+import os
+import platform
+import subprocess
 import sys
 import threading
 from pathlib import Path
 
 import pytest
 
-from moe_serve.c_library import find_compiler, load_c_library
+from moe_serve import c_library
+from moe_serve.c_library import find_compiler, load_c_library, processor_flags
+from moe_serve.errors import ConfigError
 
 needs_compiler = pytest.mark.skipif(find_compiler() is None, reason="no C compiler")
 
@@ -27,6 +32,20 @@ def test_a_helper_is_built_again_when_a_file_that_it_includes_has_changed(tmp_pa
         source = write_sources(tmp_path / "sources", number)
         library, _ = load_c_library(source, {"number": 0}, folder=tmp_path / "built")
         assert library.number() == number
+
+
+@needs_compiler
+def test_a_helper_is_built_again_when_a_header_of_another_folder_has_changed(tmp_path):
+    source, header = tmp_path / "sources" / "whole.c", tmp_path / "others" / "number.h"
+    for path, text in (
+        (source, '#include "../others/number.h"\nlong long number(void) { return NUMBER; }\n'),
+        (header, ""),
+    ):
+        path.parent.mkdir()
+        path.write_text(text)
+    for number in (1, 2):
+        header.write_text(f"#define NUMBER {number}\n")
+        assert load_c_library(source, {"number": 0}, folder=tmp_path / "built")[0].number() == number
 
 
 @needs_compiler
@@ -57,3 +76,45 @@ def test_without_a_compiler_on_the_path_the_package_ziglang_is_one(monkeypatch, 
     for found, command in ((None, None), (object(), (sys.executable, "-m", "ziglang", "cc"))):
         monkeypatch.setattr(importlib.util, "find_spec", lambda name, found=found: found)
         assert find_compiler() == command
+
+
+needs_x86 = pytest.mark.skipif(platform.machine() != "x86_64", reason="names parts of an x86-64")
+
+
+@needs_x86
+def test_a_processor_is_used_whole_or_in_the_part_that_is_named(monkeypatch):
+    monkeypatch.delenv(c_library.ISA, raising=False)
+    assert processor_flags() == ("-march=native",)
+    features = " ".join(c_library.INSTRUCTION_SETS["amx"].features)
+    monkeypatch.setattr(c_library, "processor_features", lambda: f"flags : {features}")
+    for name, chosen in c_library.INSTRUCTION_SETS.items():
+        monkeypatch.setenv(c_library.ISA, name)
+        assert processor_flags() == chosen.flags
+
+
+@needs_x86
+def test_what_the_processor_lacks_is_refused_by_name(monkeypatch):
+    monkeypatch.setattr(c_library, "processor_features", lambda: "flags : fpu avx2 fma f16c bmi2 avx512f")
+    for name, said in (
+        ("avx512", "lacks avx512bw, avx512cd, avx512dq, avx512vl"),
+        ("amx", "amx_tile, amx_bf16"),
+        ("avx1024", "it names a part of an x86_64: avx2, avx512, amx, plain"),
+        ("", "leave it out"),
+    ):
+        monkeypatch.setenv(c_library.ISA, name)
+        with pytest.raises(ConfigError, match=said):
+            processor_flags()
+
+
+@needs_x86
+@needs_compiler
+def test_a_child_process_builds_for_the_part_that_its_parent_names():
+    source = "from moe_serve.kernels.cpu.library import find_cpu_library; print(find_cpu_library().vectors)"
+    if not {*c_library.INSTRUCTION_SETS["avx2"].features} <= {*c_library.processor_features().split()}:
+        pytest.skip("needs AVX2")
+    command = [sys.executable, "-c", source]
+    environment = os.environ | {c_library.ISA: "avx2"}
+    assert subprocess.run(command, env=environment, check=True, capture_output=True, text=True).stdout == "avx2\n"
+    environment[c_library.ISA] = "avx3"
+    failed = subprocess.run(command, env=environment, check=False, capture_output=True, text=True)
+    assert "MOE_SERVE_ISA is 'avx3'" in failed.stderr, "it does not fall back to torch"

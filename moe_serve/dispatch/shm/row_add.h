@@ -2,12 +2,13 @@
 
 #pragma once
 #include <string.h>
+#include "../../kernels/cpu/vec.h"
 #include "row_copy.h"
 
-typedef float vf __attribute__((vector_size(64), aligned(4)));
-typedef uint32_t vu __attribute__((vector_size(64), aligned(2)));
-/* Lines are asked for 1 KiB ahead: rows lie far from each other, and a processor's own prefetch stops at a page's end. */
-enum { WIDTH = 16, BLOCK = 4 * WIDTH, BLOCK_BF16 = 8 * WIDTH, AHEAD_F32 = 256, AHEAD_BF16 = 512 };
+typedef uint32_t vu_of_rows __attribute__((vector_size(VL * 4), aligned(2), may_alias)); /* of bf16 rows, at any place */
+/* Four or eight registers of sums, which fit beside what is added where there are 16. Lines are asked for 1 KiB ahead:
+   rows lie far from each other, and a processor's own prefetch stops at a page's end. */
+enum { BLOCK_F32 = 4 * VL, BLOCK_BF16 = 8 * VL, AHEAD_F32 = 256, AHEAD_BF16 = 512 };
 
 static inline float widen(uint16_t x)
 {
@@ -24,7 +25,7 @@ static inline uint16_t narrow(float value) /* to nearest, ties to even; one NaN 
     return value != value ? 0x7fc0 : (uint16_t)((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
 }
 
-static inline vu round_bf16(vf sum) /* as narrow, in the upper half of each word */
+INLINE vu round_bf16(vf sum) /* as narrow, in the upper half of each word */
 {
     vu bits = (vu)sum, nan = (vu)(sum != sum);
     return ((bits + 0x7fff + ((bits >> 16) & 1)) & ~nan) | (nan & 0x7fc00000);
@@ -35,16 +36,17 @@ static void add_rows_bf16(const uint16_t **rows, const float *weights, i64 num, 
 {
     i64 h = 0;
     for (; h + BLOCK_BF16 <= hidden; h += BLOCK_BF16) {
-        vf low[4] = {{0}, {0}, {0}, {0}}, high[4] = {{0}, {0}, {0}, {0}};
+        vf low[4] = {{0}}, high[4] = {{0}};
         for (i64 k = 0; k < num; k++)
-            for (int j = 0; j < 4; j++) {
-                vu words = *(const vu *)(rows[k] + h + j * 2 * WIDTH);
-                __builtin_prefetch(rows[k] + h + j * 2 * WIDTH + AHEAD_BF16);
-                low[j] += (vf)(words << 16) * weights[k];
-                high[j] += (vf)(words & 0xffff0000) * weights[k];
+            UNROLL for (int j = 0; j < 4; j++) {
+                const uint16_t *at = rows[k] + h + j * 2 * VL;
+                vu words = *(const vu_of_rows *)at;
+                if (j * VL % 16 == 0) __builtin_prefetch(at + AHEAD_BF16);
+                add_product(low + j, (vf)(words << 16), splat(weights[k]));
+                add_product(high + j, (vf)(words & 0xffff0000), splat(weights[k]));
             }
-        for (int j = 0; j < 4; j++)
-            *(vu *)(out + h + j * 2 * WIDTH) = (round_bf16(low[j]) >> 16) | (round_bf16(high[j]) & 0xffff0000);
+        UNROLL for (int j = 0; j < 4; j++)
+            *(vu_of_rows *)(out + h + j * 2 * VL) = (round_bf16(low[j]) >> 16) | (round_bf16(high[j]) & 0xffff0000);
     }
     for (; h < hidden; h++) {
         float sum = 0;
@@ -57,15 +59,15 @@ static void add_rows_bf16(const uint16_t **rows, const float *weights, i64 num, 
 static void add_rows_f32(const float **rows, const float *weights, i64 num, i64 hidden, float *out)
 {
     i64 h = 0;
-    for (; h + BLOCK <= hidden; h += BLOCK) {
-        vf sum[4] = {{0}, {0}, {0}, {0}};
+    for (; h + BLOCK_F32 <= hidden; h += BLOCK_F32) {
+        vf sum[4] = {{0}};
         for (i64 k = 0; k < num; k++)
-            for (int j = 0; j < 4; j++) {
-                sum[j] += *(const vf *)(rows[k] + h + j * WIDTH) * weights[k];
-                __builtin_prefetch(rows[k] + h + j * WIDTH + AHEAD_F32);
+            UNROLL for (int j = 0; j < 4; j++) {
+                if (j * VL % 16 == 0) __builtin_prefetch(rows[k] + h + j * VL + AHEAD_F32);
+                add_product(sum + j, *(const vf *)(rows[k] + h + j * VL), splat(weights[k]));
             }
-        for (int j = 0; j < 4; j++)
-            *(vf *)(out + h + j * WIDTH) = sum[j];
+        UNROLL for (int j = 0; j < 4; j++)
+            *(vf *)(out + h + j * VL) = sum[j];
     }
     for (; h < hidden; h++) {
         float sum = 0;

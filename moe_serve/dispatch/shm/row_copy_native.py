@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from moe_serve.c_library import FOR_THIS_PROCESSOR, load_c_library
+from moe_serve.c_library import load_c_library, processor_flags
 from moe_serve.dispatch.layout import FIRST
 from moe_serve.dispatch.shm.region import Float32Array, Int32Array, Int64Array
 from moe_serve.dispatch.shm.row_copy import RowBuffers, encode_results, refuse_id, refuse_slab
@@ -227,9 +227,10 @@ def native_row_copier(buffers: RowBuffers) -> tuple[NativeRowCopier | None, str]
 
 
 def load_library() -> tuple[ctypes.CDLL | None, str]:
-    """Returns row_copy.c and what it was built with, or None and why there is none."""
+    """Returns row_copy.c and what it was built with, or None and why there is none. Raises as processor_flags does."""
+    flags = processor_flags()
     try:
-        library, compiler = load_c_library(_SOURCE, _ARGUMENTS, (*FOR_THIS_PROCESSOR, "-ffp-contract=fast"))
+        library, compiler = load_c_library(_SOURCE, _ARGUMENTS, flags)
     except ConfigError as error:
         return None, str(error)
     wrong = _differing_dtype(library)

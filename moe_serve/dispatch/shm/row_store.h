@@ -14,6 +14,12 @@
 #define STORE(to, words) _mm512_storeu_si512((void *)(to), words)
 #define STREAM(to, words) _mm512_stream_si512((void *)(to), words)
 typedef __m512i Words;
+#elif defined(__AVX__)
+#define WORDS 32
+#define LOAD(from) _mm256_loadu_si256((const __m256i *)(from))
+#define STORE(to, words) _mm256_storeu_si256((__m256i *)(to), words)
+#define STREAM(to, words) _mm256_stream_si256((__m256i *)(to), words)
+typedef __m256i Words;
 #else
 #define WORDS 16
 #define LOAD(from) _mm_loadu_si128((const __m128i *)(from))

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from moe_serve.c_library import FOR_THIS_PROCESSOR, load_c_library
+from moe_serve.c_library import load_c_library, processor_flags
 from moe_serve.eplb.policies.edits import EditState
 from moe_serve.eplb.policies.legal import HomeRule
 from moe_serve.errors import ConfigError
@@ -19,15 +19,15 @@ from moe_serve.log import get_logger
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
 _SOURCE = Path(__file__).with_name("edits.c")
-# Fused multiply-adds round once where numpy rounds twice.
-_FLAGS = (*FOR_THIS_PROCESSOR, "-ffp-contract=off")
+_UNFUSED = "-ffp-contract=off"  # fused multiply-adds round once where numpy rounds twice
 
 
 @cache
 def find_library() -> ctypes.CDLL | None:
     """Returns edits.c, built where no earlier build is found; None, said once, where it cannot be built."""
+    flags = (*processor_flags(), _UNFUSED)
     try:
-        return load_c_library(_SOURCE, {"edit_layer": 1}, _FLAGS)[0]
+        return load_c_library(_SOURCE, {"edit_layer": 1}, flags)[0]
     except ConfigError as error:
         get_logger(__name__).warning("plans are edited by numpy, about ten times slower: %s", error)
         return None

@@ -13,7 +13,7 @@ import re
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from moe_serve.c_library import FOR_THIS_PROCESSOR, load_c_library
+from moe_serve.c_library import load_c_library, processor_flags
 from moe_serve.errors import ConfigError
 from moe_serve.log import get_logger
 
@@ -67,12 +67,13 @@ class CpuLibrary:
         self.call.share_cores(0, 0, 0, 0)
 
 
-def build_cpu_library(flags: tuple[str, ...] = FOR_THIS_PROCESSOR) -> CpuLibrary:
+def build_cpu_library(flags: tuple[str, ...] | None = None) -> CpuLibrary:
     """Returns the library, built where no earlier build is found, with AMX where compiler, CPU and system have it.
 
-    Raises ConfigError as load_c_library does.
+    flags: None: for this processor.  Raises ConfigError as load_c_library and processor_flags do.
     """
-    call, compiler = load_c_library(SOURCE, num_arguments(), (*flags, *FLAGS))
+    flags = (*(processor_flags() if flags is None else flags), *FLAGS)
+    call, compiler = load_c_library(SOURCE, num_arguments(), flags)
     library = CpuLibrary(call, compiler, FORMS[call.vector_form()])
     library.use_amx(True)
     return library
@@ -80,9 +81,13 @@ def build_cpu_library(flags: tuple[str, ...] = FOR_THIS_PROCESSOR) -> CpuLibrary
 
 @functools.cache
 def find_cpu_library() -> CpuLibrary | None:
-    """Returns the library; None where it cannot be built, and says so in one line."""
+    """Returns the library; None where it cannot be built, and says so in one line.
+
+    Raises ConfigError where it is wanted for instructions that this processor lacks.
+    """
+    flags = processor_flags()
     try:
-        return build_cpu_library()
+        return build_cpu_library(flags)
     except ConfigError as error:
         get_logger(__name__).warning("no compiled CPU kernels, so torch computes, several times slower: %s", error)
         return None

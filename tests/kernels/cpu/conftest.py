@@ -2,7 +2,7 @@ import platform
 
 import pytest
 
-from moe_serve.c_library import FOR_THIS_PROCESSOR, find_compiler
+from moe_serve.c_library import INSTRUCTION_SETS, find_compiler, processor_flags
 from moe_serve.kernels.cpu import library as library_module
 from moe_serve.kernels.cpu.library import build_cpu_library, find_cpu_library
 
@@ -28,13 +28,13 @@ def avx2(library):
     if library.vectors != "avx512":
         pytest.skip("needs AVX-512, to compare with")
     library.use_amx(False)
-    return build_cpu_library(("-march=haswell",))
+    return build_cpu_library(INSTRUCTION_SETS["avx2"].flags)
 
 
 @pytest.fixture
 def emulated():
     """The kernels with AMX as tiles.h plays it, which any processor runs."""
-    return build_cpu_library((*FOR_THIS_PROCESSOR, "-DEMULATE_TILES"))
+    return build_cpu_library((*processor_flags(), "-DEMULATE_TILES"))
 
 
 @pytest.fixture
