@@ -163,7 +163,8 @@ def build_served_model(config: ServeConfig, group: EpGroup, progress: Progress |
     Raises ModelError, PlacementError, ConfigError or CapacityError naming what does not fit.
     """
     started_s = time.monotonic()
-    plan = ModelPlan.of(config, read_spec(model_dir(config.model)), group.device)
+    spec = read_spec(model_dir(config.model))
+    plan = ModelPlan.of(config, spec, group.device)
     check_agreement(RankFacts.of(plan), group)
     num_threads = use_threads(config, plan.choice)
     trace = _begin_trace(config, plan, begins=group.rank == 0 and not group.is_newcomer)
@@ -171,6 +172,8 @@ def build_served_model(config: ServeConfig, group: EpGroup, progress: Progress |
         log.info("kernels: %s (%s); numerics: %s", plan.choice.kernels, plan.choice.why, plan.choice.name)
         if plan.expert_form != "dense":
             log.info("%s expert weights: %s", plan.expert_form, plan.slot_form.meaning)
+        if spec.tie_embeddings and not plan.spec.tie_embeddings:
+            log.info("the checkpoint's own lm_head is used, which config.json would tie to the embedding")
     share = plan.share(group.rank)
     weights = _weights(config, share, progress or (lambda phase, fraction: None))
     load_s = time.monotonic() - started_s

@@ -15,6 +15,7 @@ from moe_serve.errors import CapacityError, ConfigError
 from moe_serve.kernels.activation import SILU
 from moe_serve.kernels.numerics import Numerics
 from moe_serve.models.attention_spec import GqaSpec, MlaSpec
+from moe_serve.models.checkpoint_parts import with_stored_head
 from moe_serve.models.moe_decoder import kv_layouts
 from moe_serve.models.spec import ModelSpec
 from moe_serve.models.stored_weights import StoredWeights
@@ -50,7 +51,9 @@ class ModelPlan:
         _check_device(spec, device)
         dtype = compute_dtype(config, device)
         choice = choose_numerics(config, device, dtype)
-        stored = StoredWeights.of(spec, checkpoint_folder(config)) if choice.numerics.compiled else None
+        folder = checkpoint_folder(config)
+        spec = spec if folder is None else with_stored_head(spec, folder)
+        stored = StoredWeights.of(spec, folder) if choice.numerics.compiled else None
         max_model_len = _max_model_len(config, spec)
         return cls(
             spec=spec.in_context(max_model_len),

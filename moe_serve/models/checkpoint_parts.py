@@ -1,16 +1,53 @@
 """Finds the planned tensors of a model among those of a checkpoint, and compares both. Torch-free."""
 
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 
 from moe_serve.errors import ModelError
 from moe_serve.models.model_files import shown
-from moe_serve.models.safetensors_header import ITEM_BYTES, StoredTensor
+from moe_serve.models.safetensors_header import ITEM_BYTES, StoredTensor, all_tensors
 from moe_serve.models.spec import ModelSpec
-from moe_serve.models.weight_plan import ExpertTensor, Part, dense_tensors, expert_tensors, is_ignored
+from moe_serve.models.weight_plan import (
+    EMBEDDING,
+    HEAD,
+    ExpertTensor,
+    Part,
+    dense_tensors,
+    expert_tensors,
+    is_ignored,
+)
 
 SCALE_DTYPES = ("F32", "BF16", "F16")
 NAMED_IN_A_MESSAGE = 8  # tensors of each kind; a wrong folder would name thousands
+_COMPARED_BYTES = 1 << 24  # at a time
+
+
+def with_stored_head(spec: ModelSpec, folder: Path) -> ModelSpec:
+    """Returns the spec with a projection to logits of its own where the checkpoint has one that is not the embedding.
+
+    As transformers, which keeps such a head whatever tie_word_embeddings says. Reads both only where both are stored.
+    """
+    if not spec.tie_embeddings or not any(folder.glob("*.safetensors")):
+        return spec
+    tensors = all_tensors(folder)
+    embedding, head = (tensors.get(spec.tensor_prefix + name) for name in (EMBEDDING, HEAD))
+    if embedding is None or head is None or _is_copy(head, embedding):
+        return spec
+    return replace(spec, tie_embeddings=False)
+
+
+def _is_copy(one: StoredTensor, other: StoredTensor) -> bool:
+    if (one.dtype_name, one.shape) != (other.dtype_name, other.shape):
+        return False
+    with one.path.open("rb") as a, other.path.open("rb") as b:
+        a.seek(one.start)
+        b.seek(other.start)
+        for done in range(0, one.num_bytes, _COMPARED_BYTES):
+            size = min(_COMPARED_BYTES, one.num_bytes - done)
+            if a.read(size) != b.read(size):
+                return False
+    return True
 
 
 class CheckpointParts:

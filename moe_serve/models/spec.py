@@ -51,7 +51,7 @@ class ModelSpec:
     max_position: int  # tokens, prompt + output
     norm_eps: float
     eos_token_ids: tuple[int, ...]
-    tie_embeddings: bool
+    tie_embeddings: bool  # the projection to logits is the embedding
     attention: GqaSpec | MlaSpec
     rope: RopeSpec
     moe_layer_ids: tuple[int, ...]  # ascending; the other layers are dense

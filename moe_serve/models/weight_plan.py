@@ -15,6 +15,8 @@ from moe_serve.kernels.mxfp4_block import MXFP4_BLOCK
 from moe_serve.models.attention_spec import GqaSpec, MlaSpec
 from moe_serve.models.spec import ModelSpec
 
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+
 
 @dataclass(frozen=True)
 class Part:
@@ -95,7 +97,7 @@ def _prefixed(spec: ModelSpec, part: Part) -> Part:
 
 def _dense_tensors(spec: ModelSpec) -> Iterator[DenseTensor]:
     vocab_shape = (spec.vocab_size, spec.hidden)
-    yield DenseTensor("embed", (Part("model.embed_tokens.weight", vocab_shape),))
+    yield DenseTensor("embed", (Part(EMBEDDING, vocab_shape),))
     moe_layers = set(spec.moe_layer_ids)
     for layer in range(spec.num_layers):
         ours, theirs = f"layers.{layer}.", f"model.layers.{layer}."
@@ -111,7 +113,7 @@ def _dense_tensors(spec: ModelSpec) -> Iterator[DenseTensor]:
             yield from _mlp(ours, f"{theirs}{spec.expert_names.dense}.", spec.hidden, spec.dense_intermediate)
     yield from _layer_norm(spec, "norm", "model.norm")
     if not spec.tie_embeddings:
-        yield DenseTensor("lm_head", (Part("lm_head.weight", vocab_shape),))
+        yield DenseTensor("lm_head", (Part(HEAD, vocab_shape),))
     if spec.head_bias:
         yield DenseTensor("lm_head_bias", (Part("lm_head.bias", vocab_shape[:1]),), "bias")
 
@@ -187,7 +189,7 @@ def is_ignored(spec: ModelSpec, name: str) -> bool:
     if not name.startswith(spec.tensor_prefix):
         return name.startswith(("vision_model.", "multi_modal_projector."))
     name = name.removeprefix(spec.tensor_prefix)
-    if name == "lm_head.weight":
+    if name == HEAD:
         return spec.tie_embeddings
     if name.endswith(("rotary_emb.inv_freq", ".masked_bias")) or name.startswith("model.mtp_"):
         return True

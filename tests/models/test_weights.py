@@ -10,14 +10,20 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from moe_serve.config import load_config
+from moe_serve.engine.model_plan import ModelPlan
+from moe_serve.ep.moe_layer import MoeLayer
 from moe_serve.eplb.placement import Placement
 from moe_serve.errors import ModelError
+from moe_serve.kernels.numerics import COMPILED, FAST
 from moe_serve.models.families.registry import read_spec
 from moe_serve.models.spec import ModelSpec
 from moe_serve.models.weight_share import WeightShare
 from moe_serve.models.weights import LoadedWeights, dummy_weights, load_weights
-from tests.models.families import FAMILIES
-from tests.models.runner import one_rank
+from tests.models.families import FAMILIES, oracle_logits
+from tests.models.reference_moe import ReferenceMoe
+from tests.models.runner import Runner, load_decoder, one_rank
+from tests.tolerance import LOGITS, relative_error
 
 Oracle = Callable[[str], tuple[Any, Path]]
 
@@ -201,3 +207,57 @@ def test_the_text_model_of_a_checkpoint_that_also_sees_images_is_read(oracle: Or
     outer = {"model_type": "llama4", "text_config": text, "vision_config": {"hidden_size": 8}}
     (whole / "config.json").write_text(json.dumps(outer))
     assert_equal(load(folder, one_rank(read_spec(folder))), load(whole, one_rank(read_spec(whole))))
+
+
+def head_of(model: Any, kind: str) -> Tensor | None:
+    embedding: Tensor = model.get_input_embeddings().weight.detach()
+    other = torch.randn(embedding.shape, generator=torch.Generator().manual_seed(5)) * embedding.shape[1] ** -0.5
+    return {"own": other, "the same": embedding.clone(), "none": None}[kind]
+
+
+@pytest.mark.parametrize("ties", [True, False])
+@pytest.mark.parametrize("kind", ["own", "the same", "none"])
+@pytest.mark.parametrize("name", [name for name in FAMILIES if name in {kind for kind, _ in FAMILIES.values()}])
+def test_logits_come_from_the_head_that_transformers_takes(
+    name: str, kind: str, ties: bool, oracle: Oracle, tmp_path: Path
+) -> None:
+    from transformers import AutoModelForCausalLM
+
+    model, folder = oracle(name)
+    head = head_of(model, kind)
+
+    def change(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        rest = {key: tensor for key, tensor in tensors.items() if key != "lm_head.weight"}
+        return rest if head is None else rest | {"lm_head.weight": head}
+
+    written = rewritten(folder, tmp_path / "written", change, tie_word_embeddings=ties)
+    if head is None and not ties:  # transformers draws one at random
+        with pytest.raises(ModelError, match=r"1 missing: lm_head\.weight"):
+            load_decoder(written)
+        return
+    theirs = AutoModelForCausalLM.from_pretrained(written, dtype=torch.float32, attn_implementation="eager").eval()
+    for numerics, moe_layer in ((FAST, ReferenceMoe), (COMPILED, MoeLayer)):
+        decoder = load_decoder(written, numerics, moe_layer=moe_layer)
+        assert decoder.spec.tie_embeddings == (ties and kind != "own"), "held once where it is the embedding"
+        runner = Runner(decoder, numerics)
+        request = runner.request("a", [5, 9, 200, 3])
+        runner.prefill([request])
+        assert relative_error(runner.stacked(request), oracle_logits(theirs, [5, 9, 200, 3])) < LOGITS
+
+
+def test_a_rank_plans_memory_for_a_head_of_its_own(oracle: Oracle, tmp_path: Path) -> None:
+    source = oracle("qwen3_moe")[1]
+    own = rewritten(source, tmp_path / "own", lambda tensors: tensors, tie_word_embeddings=True)
+    for overrides, has_head in ((), True), (("model.load_format=dummy",), False):
+        config = load_config(overrides=[f"model.path={own}", *overrides])
+        plan = ModelPlan.of(config, read_spec(own), torch.device("cpu"))
+        assert ("lm_head" in plan.share(0).dense_bytes) == has_head
+
+
+def test_a_head_of_another_shape_is_refused_under_tied_embeddings_too(oracle: Oracle, tmp_path: Path) -> None:
+    def change(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        return tensors | {"lm_head.weight": torch.zeros(8, 64)}
+
+    written = rewritten(oracle("qwen3_moe")[1], tmp_path / "written", change, tie_word_embeddings=True)
+    with pytest.raises(ModelError, match=r"of another shape: lm_head\.weight \[8, 64\], expected \[256, 64\]"):
+        load_decoder(written)
