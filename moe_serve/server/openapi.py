@@ -150,7 +150,7 @@ _ERRORS = {
     "408": "the request did not arrive in time, or had no token within its own timeout",
     "409": "not in the state that the server is in",
     "413": "the body is too large",
-    "415": "the body is not JSON",
+    "415": "the body is not plain JSON",
     "421": "this server is not called by that name",
     "429": "too many requests; try again after the time in Retry-After",
     "503": "the server starts or ends, or a rank is lost; try again after the time in Retry-After",

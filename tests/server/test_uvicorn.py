@@ -1,12 +1,13 @@
-"""Whether this uvicorn has the internals that our connections and our server build on.
+"""Whether this uvicorn and this h11 have the internals that our connections, their parser and our server build on.
 
-They are no public interface: a release may change them, which is why pyproject.toml bounds the version from above.
-Raise the bound when this test and tests/server pass with the new one.
+They are no public interface: a release may change them, which is why pyproject.toml bounds the versions from above.
+Raise a bound when this test and tests/server pass with the new one.
 """
 
 import asyncio
 from unittest.mock import Mock
 
+import h11
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.server import ServerState
@@ -21,6 +22,7 @@ CYCLE = (
     "disconnected", "keep_alive", "message_event", "more_body", "response_complete", "response_started", "scope",
 )  # fmt: skip
 FLOW = ("write_paused", "resume_reading")
+BUFFER = ("_data", "_multiple_lines_search", "maybe_extract_lines", "maybe_extract_next_line")
 SERVER = (
     "lifespan", "server_state", "servers", "started", "should_exit", "force_exit", "shutdown", "capture_signals",
 )  # fmt: skip
@@ -60,3 +62,26 @@ async def test_uvicorn_has_the_internals_that_we_build_on():
     assert not protocol.cycle.response_started
     for task in protocol.tasks:
         task.cancel()
+
+
+def test_h11_reads_all_lines_through_the_buffer_that_we_replace():
+    parser = h11.Connection(h11.SERVER)
+    buffer = parser._receive_buffer
+    found = [name for name in BUFFER if not hasattr(buffer, name)]
+    assert not found, f"h11 {h11.__version__} has no ReceiveBuffer.{found}: adapt bounded_parser.py, or lower the bound"
+    called: list[str] = []
+
+    class Seen(type(buffer)):  # type: ignore[misc]
+        def maybe_extract_lines(self):
+            called.append("lines")
+            return super().maybe_extract_lines()
+
+        def maybe_extract_next_line(self):
+            called.append("line")
+            return super().maybe_extract_next_line()
+
+    parser._receive_buffer = Seen()
+    parser.receive_data(b"GET / HTTP/1.1\r\nhost: a\r\ntransfer-encoding: chunked\r\n\r\n0\r\n\r\n")
+    while parser.their_state is not h11.DONE:
+        parser.next_event()
+    assert called == ["lines", "line", "lines"]

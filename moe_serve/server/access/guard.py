@@ -73,6 +73,13 @@ class Access:
             return refusal
         if not is_read and _has_body(headers) and not _is_json(headers.get("content-type", "")):
             return _error(415, "a body is JSON here; send the header content-type: application/json")
+        coding = headers.get("content-encoding", "")
+        if coding.lower() not in ("", "identity"):
+            return _error(
+                415,
+                f"the body's content-encoding is {coding[:100]!r}, and only identity is accepted; send plain JSON",
+                {"accept-encoding": "identity"},
+            )
         return None
 
     def _check_key(self, scope: Scope, headers: dict[str, str], is_admin: bool) -> Response | None:

@@ -201,7 +201,8 @@ class Connection(H11Protocol):
             return
         self._batches.release(self)
         start = 0
-        while start < len(data) and not self._drops:
+        # A client that has said that this request is its last one may send an empty line behind it, or anything else.
+        while start < len(data) and not self._drops and self.conn.their_state is not h11.MUST_CLOSE:
             end = len(data) if self.conn.reads_plain_body else start + _PIECE_BYTES
             self.conn.receive_data(data[start:end])
             try:
@@ -245,13 +246,16 @@ class Connection(H11Protocol):
         )
 
     def handle_events(self) -> None:
+        if self._drops:
+            return
         before = self.cycle
         super().handle_events()
         if self.cycle is not before:
             self._since_s = time.monotonic()
             extensions: dict[str, Any] = {CONNECTION: self}
             self.cycle.scope["extensions"] = extensions
-            if self._is_last:
+            # A client that waits for `100 Continue` and gets its answer first may send the body or leave it out.
+            if self._is_last or self.conn.they_are_waiting_for_100_continue:
                 self._end_after_cycle()
 
     def on_response_complete(self) -> None:
@@ -297,12 +301,10 @@ class Connection(H11Protocol):
             (b"content-length", str(len(body)).encode()),
             (b"connection", b"close"),
         ]
-        try:
-            parts: list[Any] = [h11.Response(status_code=status, headers=headers), h11.Data(data=body)]
-            self.transport.write(b"".join(self.conn.send(part) or b"" for part in (*parts, h11.EndOfMessage())))
-        except h11.LocalProtocolError:
-            self.transport.abort()
-            return
+        sent = h11.Data(data=b"" if self.conn.is_head else body)
+        parts: list[Any] = [h11.Response(status_code=status, headers=headers), sent, h11.EndOfMessage()]
+        with contextlib.suppress(h11.LocalProtocolError):  # the request was answered before its fault came
+            self.transport.write(b"".join(self.conn.send(part) or b"" for part in parts))
         self._drops, self._since_s = True, time.monotonic()
         self.flow.resume_reading()
         try:
