@@ -19,9 +19,11 @@ def all_placements(num_experts: int, num_ranks: int, slots: int) -> np.ndarray:
     return table[table.any(axis=1).all(axis=1)]
 
 
-def best_top(weight: np.ndarray, num_ranks: int, slots: int, min_replicas: int = 1) -> float:
-    """The lowest possible load of the heaviest rank: weight [E] -> float."""
+def best_top(
+    weight: np.ndarray, num_ranks: int, slots: int, min_replicas: int = 1, fixed: np.ndarray | float = 0.0
+) -> float:
+    """The lowest possible load of the heaviest rank: weight [E] (and the cost of each replica, fixed [E]) -> float."""
     table = all_placements(len(weight), num_ranks, slots)
     table = table[(table.sum(axis=1) >= min_replicas).all(axis=1)]
-    each = np.where(table, (weight / table.sum(axis=1))[:, None, :], 0.0)
+    each = np.where(table, (weight / table.sum(axis=1) + fixed)[:, None, :], 0.0)
     return float(each.sum(axis=2).max(axis=1).min())

@@ -191,8 +191,8 @@ def test_every_objective_gives_a_legal_plan(name, objective):
 def test_a_deadline_that_is_over_gives_a_legal_truncated_plan(name):
     tokens = lognormal(4, 48, 1.2)
     top = Topology(1, 24)
-    current = Placement.trivial(4, 48, 24, 0)
-    plan = run(name, PlanRequest(tokens, top, 48, current=current, time_budget_s=1e-9))
+    current = Placement.trivial(4, 48, 24, 24)
+    plan = run(name, PlanRequest(tokens, top, 72, current=current, time_budget_s=1e-9))
     assert plan.truncated
     assert (plan.placement.replica_count >= 1).all()
 

@@ -3,6 +3,7 @@ import pytest
 
 from moe_serve.eplb.load import balancedness, rank_load
 from moe_serve.eplb.policies.make import make_policy
+from moe_serve.eplb.policies.packing import pack_longest_first
 from moe_serve.eplb.policies.policy import PlanRequest
 from moe_serve.topology import Topology
 from tests.eplb.brute_force import best_top
@@ -80,6 +81,33 @@ def test_never_worse_than_greedy(seed):
 def test_one_slot_per_rank_is_the_minimax_replication():
     tokens = lognormal(3, 20, 1.0)
     assert np.array_equal(plan(tokens, 32, 32).balancedness, plan(tokens, 32, 32, "greedy").balancedness)
+
+
+@pytest.mark.parametrize(
+    "num_experts, num_ranks, slots", [(128, 2, 128), (128, 4, 128), (128, 64, 128), (60, 8, 64)], ids=str
+)
+def test_a_layer_that_cannot_be_evened_is_not_searched_any_further(monkeypatch, num_experts, num_ranks, slots):
+    def search(*_):
+        raise AssertionError("a search began where no placement is better")
+
+    monkeypatch.setattr("moe_serve.eplb.policies.anneal._pack", search)
+    monkeypatch.setattr("moe_serve.eplb.policies.count_search._propose", search)
+    for tokens in (one_hot(2, num_experts, 0.9), zipf(2, num_experts, 1.2)):
+        made = plan(tokens, num_ranks, slots)
+        assert (made.balancedness >= plan(tokens, num_ranks, slots, "greedy").balancedness).all()
+
+
+def test_equal_counts_are_packed_once(monkeypatch):
+    packed = []
+    from moe_serve.eplb.policies import count_search
+
+    def pack(*arguments):
+        packed.append(arguments)
+        return pack_longest_first(*arguments)
+
+    monkeypatch.setattr(count_search, "pack_longest_first", pack)
+    plan(lognormal(2, 256, 0.6), 64, 256)  # slots equal experts: every apportionment is the same
+    assert len(packed) == 1
 
 
 def test_more_effort_is_never_worse():

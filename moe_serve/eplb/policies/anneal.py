@@ -10,12 +10,15 @@ Shape words: L = layers, C = chains, X = L x C.
 import numpy as np
 from numpy.typing import NDArray
 
+from moe_serve.eplb.policies.bounds import lightest_top
 from moe_serve.eplb.policies.packing import pack_in_rounds, pack_longest_first, repair_duplicates
 from moe_serve.eplb.policies.replication import list_replicas, replica_load, replicas_in
 from moe_serve.eplb.policies.swapping import Deadline, swap_until_even
 
 Floats = NDArray[np.float64]
 Ids = NDArray[np.int32]
+
+_AT_THE_BOUND = 1e-4  # a heaviest rank this share above what is proved is not worth a search
 
 
 def anneal_counts(
@@ -33,7 +36,7 @@ def anneal_counts(
 
     weight: [L, E]; table: [L, R, K], the start; a layer's table is replaced only by a better one
     replicas_per_round: replicas in all trials of a round together; sets the number of chains
-    good_enough: balancedness at which a layer is left alone
+    good_enough: balancedness at which a layer is left alone, as it is where no placement can be better
     """
     num_layers, num_ranks, slots = table.shape
     num_experts = weight.shape[1]
@@ -43,12 +46,13 @@ def anneal_counts(
     draw = np.random.default_rng(seed)
     top_of = _tops(weight, table, fixed)
     mean = weight.sum(axis=1) / num_ranks + (0.0 if fixed is None else fixed.sum(axis=1) / num_ranks)
+    lightest = lightest_top(weight, num_ranks, slots, fixed, min_replicas) * (1 + _AT_THE_BOUND)
     counts = np.repeat(replicas_in(table, num_experts), chains, axis=0)
     current = np.repeat(top_of, chains)
     for step in range(rounds):
         if deadline is not None and deadline.passed:
             return True
-        going = np.flatnonzero(top_of * good_enough > mean)
+        going = np.flatnonzero((top_of * good_enough > mean) & (top_of > lightest))
         if len(going) == 0:
             return False
         rows = (going[:, None] * chains + np.arange(chains)).ravel()

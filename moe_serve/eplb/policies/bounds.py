@@ -1,9 +1,12 @@
 """Upper bounds of the balancedness that any placement can reach under an even split, per layer.
 
-Each bound is proved: no placement with these slots is better. Three arguments, from cheap to tight:
+Each bound is proved: no placement with these slots is better. Four arguments, from cheap to tight:
 - the mean: the heaviest rank carries at least the mean load;
 - the heaviest replica: with P slots, no choice of replicas makes the heaviest replica lighter than minimax replication
   does;
+- few spare slots: a rank that holds a replica has K - 1 other slots. Each is empty, or holds a replica of an expert
+  with more replicas than it needs, or is one of the lightest replicas at best; and the first two take spare slots, of
+  which the replica's own expert may have taken some (`lightest_top`);
 - company: a rank of load at most T that holds a replica of more than T / 2 has K - 1 other slots, each empty or with a
   replica of at most T minus that one. So there must be enough light replicas, and making replicas light costs slots
   too. `counting_bound` proves for a given T that no choice of replicas can have enough, by a linear program over
@@ -32,6 +35,40 @@ def balancedness_bound(
         heaviest = (weight / minimax_counts(weight, num_ranks * slots_per_rank, num_ranks)).max(axis=1)
     mean = weight.sum(axis=1) / num_ranks
     return np.where(heaviest > 0, np.minimum(1.0, mean / np.where(heaviest > 0, heaviest, 1.0)), 1.0)
+
+
+def lightest_top(
+    weight: Floats, num_ranks: int, slots_per_rank: int, fixed: Floats | None = None, min_replicas: int = 1
+) -> Floats:
+    """Returns the load below which no placement can bring the heaviest rank of a layer, [L] float64.
+
+    weight: [L, E], which replicas share evenly; fixed: [L, E] cost of each replica on its own, or None
+    Tight where experts are about as many as slots. Works on [L, E, replicas of an expert] at once.
+    """
+    num_slots, num_experts = num_ranks * slots_per_rank, weight.shape[1]
+    own = np.zeros_like(weight) if fixed is None else fixed
+    mean = (weight.sum(axis=1) + own.sum(axis=1)) / num_ranks
+    counts = minimax_counts(weight, num_slots, num_ranks, fixed, min_replicas)
+    heaviest = (weight / counts + own).max(axis=1)
+    spare = num_slots - num_experts * min_replicas
+    replicas = np.arange(min_replicas, min(num_ranks, min_replicas + spare) + 1)
+    left = spare - (replicas - min_replicas)
+    each = weight[:, :, None] / replicas + own[:, :, None]
+    lightest = np.sort(weight / min_replicas + own, axis=1)
+    # One rank: its companions are of different experts, so a spare slot changes one of them.
+    on_one = _sum_of_first(lightest, slots_per_rank - 1 - left)
+    # All ranks with a replica of the expert: a spare slot changes all replicas of another expert.
+    companions = replicas * (slots_per_rank - 1) - (min_replicas + 1) * left
+    on_all = _sum_of_first(np.repeat(lightest, min_replicas, axis=1), companions) / replicas
+    with_company = (each + np.maximum(on_one, on_all)[:, None, :]).min(axis=2).max(axis=1)
+    top: Floats = np.maximum.reduce([mean, heaviest, with_company])
+    return top
+
+
+def _sum_of_first(values: Floats, counts: NDArray[np.int64]) -> Floats:
+    """Returns the sums of the first counts[i] values of each row: [L, X], [N] -> [L, N]."""
+    sums = np.concatenate([np.zeros((len(values), 1)), np.cumsum(values, axis=1)], axis=1)
+    return sums[:, np.clip(counts, 0, values.shape[1])]
 
 
 def counting_bound(

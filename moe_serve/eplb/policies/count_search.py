@@ -158,9 +158,13 @@ def try_apportionments(
     """Yields (table [L, R, K], its loads [L, R, K], deadline passed) for each apportionment of replicas."""
     num_layers = len(weight)
     num_slots = num_ranks * slots_per_rank
+    tried: list[Counts] = []
     for rounding, power in APPORTIONMENTS:
         how = np.full(num_layers, rounding), np.full(num_layers, power)
         counts = apportion(weight, num_slots, num_ranks, *how, min_replicas)
+        if any(np.array_equal(counts, other) for other in tried):
+            continue  # all are the same where no slot is spare
+        tried.append(counts)
         replicas = list_replicas(counts, num_slots)
         load = replica_load(weight, counts, replicas)
         table, packed = pack_longest_first(replicas, load, num_ranks)

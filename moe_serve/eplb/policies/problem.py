@@ -61,6 +61,11 @@ class Problem:
         return self.num_ranks * self.slots_per_rank
 
     @property
+    def num_spare(self) -> int:
+        """Slots beyond the replicas that experts have at least; with 0, replica counts are not free."""
+        return self.num_slots - int(self.weight.shape[1]) * self.min_replicas
+
+    @property
     def is_global(self) -> bool:
         """Whether experts may live on any node."""
         return self.request.off_home >= 1.0 or self.num_nodes == 1

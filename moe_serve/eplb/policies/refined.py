@@ -54,6 +54,8 @@ class RefinedPolicy:
         table, packed = first_packing(problem)
         if problem.slots_per_rank == 1:
             return table, False  # nothing to pack: minimax replication is the optimum
+        if problem.slots_per_rank == 2 and problem.num_spare == 0 and problem.min_replicas == 1:
+            return table, False  # nothing to choose: the lightest expert beside the heaviest is the optimum
         truncated = problem.slots_per_rank > 2 and swap_until_even(
             table, packed, self.sweeps, self.tolerance, problem.deadline
         )
