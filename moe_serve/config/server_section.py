@@ -82,7 +82,8 @@ class ServerConfig(Section):
     worker_deadline_s: PositiveFloat = 30.0
     # When all ranks are lost and their launcher starts them again, open requests wait so long for them, and go on.
     restart_deadline_s: PositiveFloat = 120.0
-    routing_load_gap: NonNegativeFloat = 512.0  # prefix and session affinity yield above this gap, in tokens
+    # Prefix and session affinity yield above this gap, in tokens; also where only other ranks have a free slot
+    routing_load_gap: NonNegativeFloat = 512.0
     # A request that waits for a rank with `priority: p` is served as if it had come p times this earlier; 0: priorities
     # mean nothing.
     priority_head_start_s: NonNegativeFloat = 1.0

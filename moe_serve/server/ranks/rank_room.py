@@ -1,7 +1,7 @@
 """Which rank takes a request of a front end next, and whether any has room for one more. Torch-free."""
 
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 
 from moe_serve.attention_dp.request_router import RequestRouter
 from moe_serve.config import ServeConfig
@@ -11,10 +11,22 @@ from moe_serve.server.open_request import OpenRequest
 _AHEAD = 2  # requests beyond those that a rank runs, at least; they start without a round trip
 
 
+def ranks_to_choose_from(num_requests: Mapping[int, int], slots: int, most: int) -> list[int]:
+    """Returns the ranks that a request may go to: those with a free slot; where none has one, those with room.
+
+    So no prefix or session draws a request to a rank where it would wait while another rank would run it at once.
+
+    num_requests: by rank, that it has now;  slots: requests that a rank runs;  most: requests that it may have
+    """
+    with_slot = [rank for rank, number in num_requests.items() if number < slots]
+    return with_slot or [rank for rank, number in num_requests.items() if number < most]
+
+
 class RankRoom:
     """How many requests each rank has, and the router that chooses among those with room.
 
-    A rank gets as many requests as it can run and a few more, so that it never idles between two of them.
+    A rank gets as many requests as it can run and a few more, so that it never idles between two of them. Front ends
+    do not know of each other's requests, so each of several takes its share of a rank's slots for those that are free.
     """
 
     def __init__(self, config: ServeConfig):
@@ -22,6 +34,7 @@ class RankRoom:
         self._num_sent: Counter[int] = Counter()  # requests that a rank has now
         running = config.engine.max_running_requests
         self._most_sent = running + max(_AHEAD, running // 8)
+        self._slots = -(-running // config.server.api_workers)
         self._router = self._new_router(config.cache.block_size)
 
     @property
@@ -47,11 +60,8 @@ class RankRoom:
 
     def has_room(self, rank: int | None) -> bool:
         """Returns whether a request may be sent to this rank. rank: None, or one that is lost: to any"""
-        with_room = self._with_room()
-        return rank in with_room if rank in self._router.ranks else bool(with_room)
-
-    def _with_room(self) -> list[int]:
-        return [rank for rank in self._router.ranks if self._num_sent[rank] < self._most_sent]
+        asked = (rank,) if rank in self._router.ranks else self._router.ranks
+        return any(self._num_sent[each] < self._most_sent for each in asked)
 
     def send(self, request: OpenRequest, may_choose: bool) -> int:
         """Returns the rank that a request goes to, and counts it there. may_choose: that of its caller, if it serves"""
@@ -66,7 +76,9 @@ class RankRoom:
                 spec.salt,
                 request_id=request.request_id,
                 max_new_tokens=spec.params.max_new_tokens - len(output),
-                among=self._with_room(),
+                among=ranks_to_choose_from(
+                    {each: self._num_sent[each] for each in self._router.ranks}, self._slots, self._most_sent
+                ),
                 group=spec.group,
             )
         self._num_sent[rank] += 1
