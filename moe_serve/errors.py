@@ -21,6 +21,10 @@ class PortError(LaunchError):
     """A port of this machine that cannot be opened, mostly because another process uses it."""
 
 
+class FolderError(LaunchError):
+    """A folder of sockets that cannot be written to now, such as on a full disk: no setting is wrong."""
+
+
 class ModelError(MoeServeError):
     """A model folder, architecture or checkpoint that cannot be served."""
 

@@ -16,7 +16,7 @@ import typer
 
 from moe_serve.config import ServeConfig, load_config
 from moe_serve.engine.protocol.messages import Ready, ToFrontEnd
-from moe_serve.errors import ConfigError, MoeServeError
+from moe_serve.errors import ConfigError, FolderError, MoeServeError
 from moe_serve.launcher.facts import front_end_difference, front_end_facts
 from moe_serve.links.link import Link, check_front_ends, find_link
 from moe_serve.log import configure_logging, get_logger
@@ -48,7 +48,7 @@ def main(
         run_front_end(settings, http_fd, worker, clients_fd)
     except MoeServeError as error:
         print(f"moe-serve: {error}", file=sys.stderr)
-        raise SystemExit(2) from None
+        raise SystemExit(1 if isinstance(error, FolderError) else 2) from None
 
 
 def run_front_end(

@@ -1,9 +1,11 @@
-"""What a living rank leaves in the folder of its system for ranks that are started anew: how to find its shared memory,
-and what must be equal. Only the owner enters that folder. Torch-free."""
+"""What a living rank leaves for ranks that are started anew: how to find its shared memory, and what must be equal.
+
+It lies in the files that a launcher shares with its ranks. These are in memory, and no other process has them: a rank
+comes back where no disk has room for a byte. Torch-free.
+"""
 
 import contextlib
 import os
-from pathlib import Path
 
 import msgspec
 
@@ -11,7 +13,6 @@ from moe_serve.dispatch.shm.shared_files import FileMark
 from moe_serve.errors import ConfigError, LaunchError
 from moe_serve.launcher.facts import Fact, first_difference
 from moe_serve.launcher.rank_env import RankEnv
-from moe_serve.links.link import Link
 
 
 class Handover(msgspec.Struct, frozen=True):
@@ -24,21 +25,21 @@ class Handover(msgspec.Struct, frozen=True):
     facts: list[Fact]
 
 
-def leave_handover(link: Link, rank: int, handover: Handover) -> None:
-    """Writes what ranks that are started anew need of this one."""
-    path = _path(link, rank)
-    unfinished = path.with_suffix(".unfinished")
-    unfinished.write_bytes(msgspec.json.encode(handover))
-    os.replace(unfinished, path)
+def leave_handover(env: RankEnv, handover: Handover) -> None:
+    """Writes what ranks that are started anew need of this one. What is read meanwhile is none."""
+    own = env.handover_file(env.rank)
+    os.ftruncate(own, 0)
+    os.pwrite(own, msgspec.json.encode(handover), 0)
 
 
-def find_handover(link: Link, env: RankEnv) -> Handover:
+def find_handover(env: RankEnv) -> Handover:
     """Returns what a rank of this launch that lives has left. Raises LaunchError where none does."""
     for rank in range(env.num_ranks):
         if rank == env.rank:
             continue
         with contextlib.suppress(OSError, msgspec.DecodeError):
-            found = msgspec.json.decode(_path(link, rank).read_bytes(), type=Handover)
+            theirs = env.handover_file(rank)
+            found = msgspec.json.decode(os.pread(theirs, os.fstat(theirs).st_size, 0), type=Handover)
             os.kill(found.pid, 0)
             if found.launch_id == env.launch_id:
                 return found
@@ -52,8 +53,3 @@ def check_like(theirs: Handover, own: list[Fact], env: RankEnv) -> None:
     message = first_difference([own if rank == env.rank else theirs.facts for rank in range(env.num_ranks)])
     if message is not None:
         raise ConfigError(message)
-
-
-def _path(link: Link, rank: int) -> Path:
-    assert link.folder is not None, "ranks are started anew on one host alone"
-    return link.folder / f"handover-{rank}"

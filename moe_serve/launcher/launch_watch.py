@@ -101,6 +101,12 @@ class LaunchWatch:
         """Whether all ranks have been ready."""
         return len(self._ready) == self._num_ranks
 
+    @property
+    def _has_members(self) -> bool:
+        """Whether a rank lives that takes part: without one, nobody is left to say that the launch is over."""
+        gone = self._masked | {death.rank for death in self._deaths}
+        return len(gone) < self._num_ranks
+
     def take(self, message: ToFrontEnd) -> None:
         """Shows what a rank has reported; drops what an earlier launch said."""
         if isinstance(message, ForFrontEnds) or message.launch_id != self._ranks.launch_id:
@@ -127,7 +133,7 @@ class LaunchWatch:
         if self._fatal is None and self._not_replaced is not None:
             self._tell_end(str(self._not_replaced), SUPERVISOR)
             return Loss(self._not_replaced, None, others_run=True)
-        if self.is_ready and self._may_go_on and self._fatal is None:
+        if self.is_ready and self._may_go_on and self._fatal is None and self._has_members:
             return None
         if not (self._deaths or self._fatal):
             return None

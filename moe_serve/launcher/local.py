@@ -19,7 +19,8 @@ from pathlib import Path
 
 from moe_serve.child_process import describe_exit
 from moe_serve.config import ServeConfig
-from moe_serve.launcher.rank_env import NUM_BEFORE, STORE
+from moe_serve.launcher.rank_env import LAUNCH_FILES, NUM_BEFORE
+from moe_serve.links.folder import not_writable
 from moe_serve.links.link import SOCKETS
 from moe_serve.links.token import TOKEN
 
@@ -134,7 +135,7 @@ class LocalRanks:
     """All ranks of one system, on this machine.
 
     config: effective
-    folder: that of the system's sockets; the ranks keep their store there too
+    folder: that of the system's sockets. A start after the first writes nothing there: the disk may be full by then
     module: the Python module that runs as one rank
 
     launch_id: of the ranks that were started last
@@ -147,6 +148,7 @@ class LocalRanks:
         self.folder = folder
         self._reported: set[int] = set()
         self._num_before: list[int] = []  # by rank: processes that ended in this launch
+        self._files: list[int] = []  # of this launch, in memory: see LAUNCH_FILES
         self.launch_id = 0
         self.children: list[Child] = []
 
@@ -156,10 +158,15 @@ class LocalRanks:
         return self.folder / "effective.yaml"
 
     def start(self) -> None:
-        """Starts one process for each rank; again, after `end`, as a new launch."""
-        self.config_file.write_text(self.config.to_yaml(), encoding="utf-8")
+        """Starts one process for each rank; again, after `end`, as a new launch.
+
+        Raises FolderError where the folder cannot be written to at the first start.
+        """
+        if not self.launch_id:
+            self._write_config()
         self.launch_id = new_launch_id()
         num_ranks = self.config.parallel.num_ranks
+        self._files = [os.memfd_create("moe_serve_launch") for _ in range(1 + num_ranks)]
         self._reported, self._num_before = set(), [0] * num_ranks
         self.children = []
         for rank in range(num_ranks):
@@ -182,13 +189,20 @@ class LocalRanks:
             "LOCAL_RANK": str(rank),
             "WORLD_SIZE": str(num_ranks),
             "LOCAL_WORLD_SIZE": str(num_ranks),
-            STORE: str(self.folder / f"store-{self.launch_id:x}"),  # a new one for each launch
+            LAUNCH_FILES: ",".join(map(str, self._files)),
             "MOE_SERVE_LAUNCH_ID": str(self.launch_id),
             "MOE_SERVE_RESTARTS_LEFT": str(max_restarts),
         }
         if max_restarts:
             environ[NUM_BEFORE] = str(self._num_before[rank])
-        return Child(f"rank {rank}", self._module, ["--config", str(self.config_file)], environ, self._on_line)
+        arguments = ["--config", str(self.config_file)]
+        return Child(f"rank {rank}", self._module, arguments, environ, self._on_line, pass_fds=self._files)
+
+    def _write_config(self) -> None:
+        try:
+            self.config_file.write_text(self.config.to_yaml(), encoding="utf-8")
+        except OSError as error:
+            raise not_writable(self.folder, error.errno) from None
 
     def deaths(self) -> list[Death]:
         """Returns the ranks that ended since the last call. Those that were killed come first, as the likely cause."""
@@ -203,6 +217,8 @@ class LocalRanks:
     def end(self, grace_s: float) -> None:
         """Ends all ranks; those that are ending get grace_s to do so."""
         end_children(self.children, grace_s)
+        while self._files:
+            os.close(self._files.pop())
 
 
 def child_environment(folder: Path) -> dict[str, str]:

@@ -36,8 +36,8 @@ def open_store(env: RankEnv, deadline_s: float) -> Store:
     """
     if env.num_ranks == 1:
         return HashStore()
-    if env.store_file:
-        store = FileStore(env.store_file, env.num_ranks)
+    if env.launch_files:
+        store = FileStore(env.store_path, env.num_ranks)
         store.set_timeout(timedelta(seconds=deadline_s))
         return store
     of_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"

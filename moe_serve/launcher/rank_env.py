@@ -11,7 +11,9 @@ from dataclasses import dataclass
 
 from moe_serve.errors import LaunchError
 
-STORE = "MOE_SERVE_STORE"  # the environment variable by which our own launcher names the file
+# The environment variable by which our own launcher names the descriptors that its ranks have inherited, of files in
+# memory: the store through which they meet, and one for each rank (handover.py).
+LAUNCH_FILES = "MOE_SERVE_LAUNCH_FILES"
 NUM_BEFORE = "MOE_SERVE_NUM_BEFORE"  # set by a launcher that starts a lost rank anew alone
 _MPI_MARKS = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK")
 
@@ -23,7 +25,8 @@ class RankEnv:
     launch_id:     as the launcher drew it; 0: rank 0 draws it when the ranks meet
     restarts_left: how often the launcher starts all ranks again when one is lost
     source:        the launcher, in words
-    store_file:    through which the ranks meet; "": at the master's address
+    launch_files:  descriptors of the store through which the ranks meet, and of what each rank leaves for new ones;
+                   (): they meet at the master's address
     num_before:    processes that were this rank before in this launch; None: no lost rank is started anew alone
     """
 
@@ -36,13 +39,22 @@ class RankEnv:
     launch_id: int
     source: str
     restarts_left: int = 0
-    store_file: str = ""
+    launch_files: tuple[int, ...] = ()
     num_before: int | None = None
 
     @property
     def store(self) -> str:
         """Where the ranks meet, in words."""
-        return self.store_file or f"{self.master_addr}:{self.master_port}"
+        return "a file of their launcher" if self.launch_files else f"{self.master_addr}:{self.master_port}"
+
+    @property
+    def store_path(self) -> str:
+        """The path of the store under our own launcher."""
+        return f"/proc/self/fd/{self.launch_files[0]}"
+
+    def handover_file(self, rank: int) -> int:
+        """Returns the descriptor of what a rank leaves for new ones, under our own launcher."""
+        return self.launch_files[1 + rank]
 
 
 def read_rank_env(environ: Mapping[str, str] | None = None) -> RankEnv:
@@ -101,10 +113,10 @@ def _from_torchrun(environ: Mapping[str, str]) -> RankEnv:
         local_rank=_number(environ, "LOCAL_RANK", "torchrun", default=0),
         num_local_ranks=_number(environ, "LOCAL_WORLD_SIZE", "torchrun", default=1),
         master_addr=environ.get("MASTER_ADDR", "127.0.0.1"),
-        master_port=_number(environ, "MASTER_PORT", "torchrun", default=0 if STORE in environ else None),
+        master_port=_number(environ, "MASTER_PORT", "torchrun", default=0 if LAUNCH_FILES in environ else None),
         launch_id=_number(environ, "MOE_SERVE_LAUNCH_ID", "moe-serve", default=0),
         restarts_left=_restarts_left(environ),
-        store_file=environ.get(STORE, ""),
+        launch_files=tuple(int(each) for each in environ.get(LAUNCH_FILES, "").split(",") if each),
         num_before=_number(environ, NUM_BEFORE, "moe-serve") if NUM_BEFORE in environ else None,
         source="torchrun" if "TORCHELASTIC_RUN_ID" in environ else "the launcher",
     )

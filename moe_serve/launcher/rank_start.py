@@ -108,7 +108,7 @@ class RankStart:
 
         self.report("joining the ranks that serve", 0.0)
         config, env, link = self._config, self.env, find_link(self._config.server)
-        theirs, device = find_handover(link, env), device_of(env, config)
+        theirs, device = find_handover(env), device_of(env, config)
         facts = facts_of(config, device.type)
         check_like(theirs, facts, env)
         self._mailbox.connect_peers([link.wakes_of(rank, "") for rank in range(env.num_ranks) if rank != env.rank])
@@ -121,9 +121,8 @@ class RankStart:
 
     def _leave_handover(self, group: "EpGroup", facts: Sequence[Fact]) -> None:
         if group.files is not None:
-            files, launch_id = group.files, self.env.launch_id
-            handover = Handover(launch_id, os.getpid(), files.marks(), files.kernels, list(facts))
-            leave_handover(find_link(self._config.server), self.env.rank, handover)
+            files, env = group.files, self.env
+            leave_handover(env, Handover(env.launch_id, os.getpid(), files.marks(), files.kernels, list(facts)))
 
     def _meet(self) -> "tuple[Groups, Sequence[Fact]]":
         """Agrees with the other ranks on the launch and on what all must have in common, and joins them.

@@ -22,7 +22,7 @@ import typer
 from moe_serve.config import ServeConfig, load_config
 from moe_serve.engine.protocol.mailbox import ZmqMailbox
 from moe_serve.engine.protocol.messages import Fatal, Goodbye
-from moe_serve.errors import ConfigError, LostConnectionError, MoeServeError, PeerError
+from moe_serve.errors import ConfigError, FolderError, LostConnectionError, MoeServeError, PeerError
 from moe_serve.kernels.cpu.library import build_cpu_library
 from moe_serve.launcher.preflight import look_where_to_write
 from moe_serve.launcher.rank_env import RankEnv, check_num_ranks, read_rank_env
@@ -73,7 +73,7 @@ def run_worker(config: ServeConfig, env: RankEnv) -> int:
         mailbox = ZmqMailbox(link, env.rank, own_address, config.server.api_workers)
     except MoeServeError as error:
         log.error("%s", error)
-        return 2
+        return 1 if isinstance(error, FolderError) else 2
     engine: Engine | None = None
     start = RankStart(config, env, mailbox)
     code = 0

@@ -1,6 +1,7 @@
 """A folder that only its owner enters: for the sockets of one system, and whatever else its processes share.
 
-Its launcher holds a lock on it. A launcher that is killed leaves its folder behind; the next one removes it.
+Its launcher holds a lock on it. A launcher that is killed leaves its folder behind, which the next one removes: it
+takes the lock, so that a folder goes only once nobody holds it.
 """
 
 import contextlib
@@ -9,33 +10,40 @@ import os
 import shutil
 import stat
 import tempfile
-import time
 from pathlib import Path
 from types import TracebackType
 
-from moe_serve.errors import LaunchError
+from moe_serve.errors import FolderError, LaunchError
 
 _PREFIX = "moe_serve-"
 _LOCK = "lock"
 _MAX_PATH = 92  # the path of a Unix socket has at most 107 bytes, its own name up to 14
-_SETTLED_S = 60.0  # a younger folder may not be locked yet
 
 
 class OwnFolder:
     """A new folder with mode 0700, until `remove` or the end of a `with` block, which gets its path.
 
-    Raises LaunchError where its path is too long for sockets.
+    Raises LaunchError where its path is too long for sockets, FolderError where it cannot be made.
     """
 
     def __init__(self) -> None:
         parent = Path(tempfile.gettempdir())
         remove_left_behind(parent)
+        try:
+            while not self._make_in(parent):
+                pass
+        except OSError as error:
+            raise not_writable(parent, error.errno) from None
+
+    def _make_in(self, parent: Path) -> bool:
+        """Makes a folder; returns False where another launcher has removed it before it was locked."""
         self.path = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=parent))
         if len(os.fsencode(self.path)) > _MAX_PATH:
             shutil.rmtree(self.path, ignore_errors=True)
             raise LaunchError(f"$TMPDIR is {parent}, which is too long for the names of sockets; set TMPDIR=/tmp")
         self._lock = (self.path / _LOCK).open("w", encoding="ascii")
         fcntl.flock(self._lock, fcntl.LOCK_EX)
+        return os.fstat(self._lock.fileno()).st_nlink > 0
 
     def __enter__(self) -> Path:
         return self.path
@@ -61,21 +69,21 @@ def check_folder(path: Path) -> None:
         raise LaunchError(f"the folder of sockets {path} is open to other users; remove it, and start anew")
 
 
+def not_writable(folder: Path, code: int | None) -> FolderError:
+    """Returns what to say where a folder of sockets, or the one around it, takes no more. code: an errno"""
+    return FolderError(
+        f"the folder {folder} cannot be written to ({os.strerror(code or 0)}); make room there, or start again with "
+        "TMPDIR set to another folder"
+    )
+
+
 def remove_left_behind(parent: Path) -> None:
     """Removes this user's folders whose launchers are gone."""
     for path in parent.glob(f"{_PREFIX}*"):
-        with contextlib.suppress(OSError):  # it belongs to somebody else, or is just being removed
+        with contextlib.suppress(OSError):  # it is somebody else's, its launcher lives, or it is just being removed
             facts = path.lstat()
-            is_ours = stat.S_ISDIR(facts.st_mode) and facts.st_uid == os.geteuid()
-            if is_ours and time.time() - facts.st_ctime > _SETTLED_S and _is_unlocked(path / _LOCK):
+            if not stat.S_ISDIR(facts.st_mode) or facts.st_uid != os.geteuid():
+                continue
+            with (path / _LOCK).open("r", encoding="ascii") as lock:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 shutil.rmtree(path, ignore_errors=True)
-
-
-def _is_unlocked(path: Path) -> bool:
-    """Returns whether a lock file exists that no process holds."""
-    with path.open("r", encoding="ascii") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return False
-    return True

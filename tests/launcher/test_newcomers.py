@@ -1,7 +1,6 @@
 """Which lost ranks are started anew alone, what they are told, and when all are started again instead."""
 
 import os
-from pathlib import Path
 
 import pytest
 
@@ -16,7 +15,6 @@ from moe_serve.launcher.local import Death
 from moe_serve.launcher.newcomers import Newcomers
 from moe_serve.launcher.rank_env import RankEnv
 from moe_serve.launcher.restarts import Restarts
-from moe_serve.links.link import Link
 from moe_serve.server.ranks.supervisors import SUPERVISOR
 
 CONFIG = load_config(overrides=["parallel.num_ranks=3", "server.attach_deadline_s=10", "launcher.max_restarts=2"])
@@ -188,6 +186,26 @@ def test_a_rank_that_ends_for_a_setting_is_not_started_anew(launch):
     assert watch.find_loss().is_setting
 
 
+def test_a_launch_of_which_no_rank_is_left_that_takes_part_is_lost(launch):
+    watch, processes, _, told = launch
+    processes.ended = [killed(0), killed(1), killed(2)]
+    loss = watch.find_loss()
+    assert str(loss) == "rank 0 (process 100) was killed by SIGKILL"
+    assert told[-1] == Fatal(SUPERVISOR, 7, str(loss), 0)
+
+
+def test_a_launch_whose_last_rank_that_takes_part_dies_before_another_is_back_is_lost(launch):
+    watch, processes, _, _ = launch
+    processes.ended = [killed(1), killed(2)]
+    assert watch.find_loss() is None
+    watch.take(group(1, 0, waits=True))
+    watch.find_loss()
+    watch.start_lost_ranks()
+    assert processes.started == [1, 2]
+    processes.ended = [killed(0)]
+    assert str(watch.find_loss()) == "rank 0 (process 100) was killed by SIGKILL"
+
+
 def test_a_launch_that_is_over_is_so_whatever_was_to_be_started(launch):
     watch, processes, _, _ = launch
     watch.take(Fatal(SUPERVISOR, 7, "all ranks are gone", 0))
@@ -197,29 +215,39 @@ def test_a_launch_that_is_over_is_so_whatever_was_to_be_started(launch):
     assert processes.started == []
 
 
-def env(rank: int, launch_id: int = 7) -> RankEnv:
-    return RankEnv(rank, 3, rank, 3, "", 0, launch_id, "the launcher", num_before=1)
+@pytest.fixture
+def files():
+    """The files of a launch of three ranks."""
+    made = tuple(os.memfd_create("files of a launch") for _ in range(4))
+    yield made
+    for each in made:
+        os.close(each)
+
+
+def env(rank: int, launch_id: int = 7, files: tuple[int, ...] = ()) -> RankEnv:
+    return RankEnv(rank, 3, rank, 3, "", 0, launch_id, "the launcher", launch_files=files, num_before=1)
 
 
 def handover(launch_id: int = 7, pid: int | None = None, **files: FileMark) -> Handover:
     return Handover(launch_id, pid or os.getpid(), files, "kernels", [Fact("cache.block_size", "16")])
 
 
-def test_a_new_process_finds_what_a_living_rank_of_its_launch_has_left(tmp_path: Path):
-    link = Link(folder=tmp_path)
+def test_a_new_process_finds_what_a_living_rank_of_its_launch_has_left(files: tuple[int, ...]):
     with pytest.raises(LaunchError, match="no other rank of its launch serves"):
-        find_handover(link, env(1))
-    leave_handover(link, 0, handover(pid=2**22 + 1))
-    leave_handover(link, 1, handover())
+        find_handover(env(1, files=files))
+    leave_handover(env(0, files=files), handover(pid=2**22 + 1))
+    leave_handover(env(1, files=files), handover())
     with pytest.raises(LaunchError, match="no other rank"):  # one has ended, the other was its own
-        find_handover(link, env(1))
-    leave_handover(link, 2, handover(pages=FileMark(3, 4, 5)))
-    assert find_handover(link, env(1)) == handover(pages=FileMark(3, 4, 5))
+        find_handover(env(1, files=files))
+    left = handover(pages=FileMark(3, 4, 5))
+    leave_handover(env(2, files=files), handover(pages=FileMark(3, 4, 5), longer_than_the_next=FileMark(6, 7, 8)))
+    leave_handover(env(2, files=files), left)
+    assert find_handover(env(1, files=files)) == left
     with pytest.raises(LaunchError, match="no other rank"):
-        find_handover(link, env(1, launch_id=8))
-    (tmp_path / "handover-2").write_bytes(b"{")
+        find_handover(env(1, launch_id=8, files=files))
+    os.ftruncate(files[3], 1)
     with pytest.raises(LaunchError, match="no other rank"):
-        find_handover(link, env(1))
+        find_handover(env(1, files=files))
 
 
 def test_a_new_process_with_another_setting_is_refused_by_name():

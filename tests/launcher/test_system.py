@@ -15,7 +15,6 @@ from moe_serve.config import load_config
 from moe_serve.errors import LaunchError
 from moe_serve.launcher.display import StartDisplay
 from moe_serve.launcher.system import serve_on_this_machine
-from moe_serve.links import folder
 from moe_serve.links.folder import remove_left_behind
 from tests.conftest import _descendants
 from tests.launcher.running import Running, eventually, gone, pid_of_rank
@@ -125,12 +124,26 @@ def test_no_process_outlives_a_parent_that_is_killed_and_the_next_one_removes_it
         pids = system.descendants()
         os.kill(system.process.pid, signal.SIGKILL)
         assert eventually(lambda: gone(pids))
-    assert len(list(tmp_path.iterdir())) == 1, "no process was left to remove it"
-    remove_left_behind(tmp_path)
-    assert len(list(tmp_path.iterdir())) == 1, "it may be a young one"
-    monkeypatch.setattr(folder, "_SETTLED_S", 0)
-    remove_left_behind(tmp_path)
+    (left,) = tmp_path.iterdir()  # no process was left to remove it
+    with serving() as system, system.client():
+        (own,) = tmp_path.iterdir()
+        assert own != left
+        remove_left_behind(tmp_path)
+        assert list(tmp_path.iterdir()) == [own], "it is held"
+        assert system.end(signal.SIGINT) == 0
     assert list(tmp_path.iterdir()) == []
+
+
+def test_ranks_that_are_started_again_need_no_room_in_the_folder(tmp_path, monkeypatch):
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    with serving() as system, system.client() as client:
+        (folder,) = tmp_path.iterdir()
+        before = {path.name: path.stat().st_mtime_ns for path in folder.iterdir()}
+        assert before.keys() == {"lock", "effective.yaml"} | {each for each in before if each.startswith("front_end")}
+        os.kill(pid_of_rank(client, 1), signal.SIGKILL)
+        system.wait_for("ready again after")
+        assert {path.name: path.stat().st_mtime_ns for path in folder.iterdir()} == before
+        assert system.end(signal.SIGINT) == 0
 
 
 def counted(seed: int, count: int) -> list[int]:

@@ -31,6 +31,7 @@ from moe_serve.engine.protocol.messages import (
     encode,
 )
 from moe_serve.errors import LaunchError
+from moe_serve.links.folder import not_writable
 from moe_serve.links.link import Link
 from moe_serve.links.sockets import LinkSockets
 from moe_serve.log import RareWarnings, get_logger
@@ -105,6 +106,8 @@ class ZmqMailbox:
             self._wakes = self._sockets.bound(zmq.PULL, address, _WAKE_BYTES)
         except zmq.ZMQError as error:
             self._sockets.close()
+            if link.folder is not None:
+                raise not_writable(link.folder, error.errno) from None
             raise LaunchError(
                 f"the address for wakes of rank {rank}, {address}, cannot be opened "
                 f"({os.strerror(error.errno or 0)}); {own_host} must be an address of this machine"

@@ -16,6 +16,7 @@ import zmq
 
 from moe_serve.engine.protocol.messages import ALIVE_PERIOD_S, Message, encode
 from moe_serve.errors import LaunchError
+from moe_serve.links.folder import not_writable
 from moe_serve.links.link import Link
 from moe_serve.links.refusals import Refusals
 from moe_serve.links.sockets import LinkSockets
@@ -36,6 +37,8 @@ class RouterSocket:
             self._socket = self._sockets.bound(zmq.ROUTER, link.front_end)
         except zmq.ZMQError as error:
             self._sockets.close()
+            if link.folder is not None:
+                raise not_writable(link.folder, error.errno) from None
             raise LaunchError(
                 f"the address of the ranks, {link.front_end}, cannot be opened ({os.strerror(error.errno or 0)}); "
                 "end the process that uses it, or set server.worker_host and server.worker_port"
