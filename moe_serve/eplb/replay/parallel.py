@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+from moe_serve.child_process import die_with_parent
 from moe_serve.eplb.placement import Placement
 from moe_serve.eplb.rebalance.events import Decision
 from moe_serve.eplb.replay.result import PolicyResult
@@ -44,11 +45,13 @@ def run_in_parallel(tasks: Sequence[Task], jobs: int, progress: Callable[[], Non
         os.close(claims_write)
         sys.stdout.flush()
         sys.stderr.flush()
+        parent = os.getpid()
         children: list[int] = []
         try:
             for _ in range(jobs):
                 child = os.fork()
                 if child == 0:
+                    die_with_parent(parent)  # a shell's background jobs, and so these, ignore Ctrl-C
                     os.close(ticks_read)
                     _work(tasks, folder, claims_read, ticks_write)
                 children.append(child)
@@ -82,7 +85,7 @@ def _work(tasks: Sequence[Task], folder: Path, claims: int, ticks: int) -> None:
             except MoeServeError as problem:
                 (folder / f"{index}.error").write_text(json.dumps([type(problem).__name__, str(problem)]))
                 break
-    except KeyboardInterrupt:  # the parent has it, too
+    except (KeyboardInterrupt, BrokenPipeError):  # the parent has it, too, or is gone
         status = 1
     except BaseException:  # the outermost loop of this process: show it, and end
         import traceback
