@@ -23,26 +23,30 @@ RELAXED = settings(max_examples=25, deadline=None, suppress_health_check=[Health
 
 
 def states(request):
-    """Returns two equal states of the edits of a request, and the rule of its hierarchy."""
+    """Returns two equal states of the edits of a request, and for each the rule of its hierarchy."""
     problem = problem_of(request)
-    table, rule = make_legal(problem)
+    start = make_legal(problem)
     mean = np.maximum(problem.weight.sum(axis=1, keepdims=True) / problem.num_ranks, 1e-300)
     unit, was = problem.weight / mean, holds(problem.current, problem.weight.shape[1])
     fixed = None if problem.fixed is None else problem.fixed / mean
     rules = problem.min_replicas, request.max_rank_moves
-    made = [EditState(unit, table.copy(), was, 30.0, fixed, *rules) for _ in range(2)]
-    return made[0], made[1], rule
+    made = [EditState(unit, start.table.copy(), was, 30.0, fixed, *rules) for _ in range(2)]
+    every = np.arange(len(unit))
+    homes = [None if start.rule is None else start.rule.rows(every) for _ in range(2)]
+    return made[0], made[1], *homes
 
 
 def assert_same(request, budget=10**6, min_gain=0.0, max_edits=60, target=0.99):
     """Runs both forms and compares them; returns the number of edits."""
-    ours, theirs, rule = states(request)
+    ours, theirs, our_homes, their_homes = states(request)
     num_layers = len(ours.table)
     goal = EditGoal(np.full(num_layers, target), np.full(num_layers, budget), min_gain, max_edits)
     before = balance_reached(ours)
-    found, _ = edit_layers(ours, goal, rule, Deadline())
-    wanted, _ = edit_layers_reference(theirs, goal, rule, Deadline())
+    found, _ = edit_layers(ours, goal, our_homes, Deadline())
+    wanted, _ = edit_layers_reference(theirs, goal, their_homes, Deadline())
     np.testing.assert_array_equal(ours.table, theirs.table)
+    if our_homes is not None:
+        np.testing.assert_array_equal(our_homes.homes, their_homes.homes)
     for name in ("layer", "slot", "other", "expert", "moves", "gain"):
         in_order = [getattr(log, name)[np.argsort(log.layer, kind="stable")] for log in (found, wanted)]
         np.testing.assert_array_equal(*in_order, err_msg=name)
@@ -135,7 +139,7 @@ def test_a_minimum_gain_leaves_out_the_edits_that_gain_less_for_their_moves():
 def test_a_deadline_ends_the_edits_between_two_looks_at_the_clock():
     tokens = lognormal(4, 64, 0.6)
     top = Topology(1, 8)
-    state, _, _ = states(PlanRequest(tokens, top, 72, current=in_order(tokens, top, 72)))
+    state, *_ = states(PlanRequest(tokens, top, 72, current=in_order(tokens, top, 72)))
     before = state.table.copy()
     goal = EditGoal(np.ones(4), np.full(4, 999), 0.0, 400)
     log, truncated = edit_layers(state, goal, None, Deadline.after(0.0))
@@ -143,7 +147,7 @@ def test_a_deadline_ends_the_edits_between_two_looks_at_the_clock():
     assert len(log.gain) == 0
     np.testing.assert_array_equal(state.table, before)
     log, truncated = edit_layers(state, goal, None, Deadline.after(3600.0))
-    unhurried, _, _ = states(PlanRequest(tokens, top, 72, current=in_order(tokens, top, 72)))
+    unhurried, *_ = states(PlanRequest(tokens, top, 72, current=in_order(tokens, top, 72)))
     edit_layers(unhurried, goal, None, Deadline())
     assert not truncated
     np.testing.assert_array_equal(state.table, unhurried.table)

@@ -9,13 +9,15 @@
 typedef int64_t i64;
 
 typedef struct { /* laid out as native_edits.py writes it */
-    i64 num_experts, num_ranks, slots, num_heavy, min_replicas, budget, max_edits, has_rule, max_rank_moves;
+    i64 num_experts, num_ranks, slots, num_heavy, min_replicas, budget, max_edits;
+    i64 has_rule;           /* 0 = no hierarchy; 2: experts have homes of their own */
+    i64 max_rank_moves;
     const double *numbers;  /* steepness, target, least gain per move, share of the load that may be off home */
     const double *unit;     /* [E] load in mean rank loads */
     const double *fixed;    /* [E] cost of each replica on its own */
     int32_t *table;         /* [P] edited in place; -1 = empty */
     const uint8_t *was;     /* [R][E] whether the rank holds the expert in the placement in use */
-    const i64 *home;        /* [E] home node */
+    i64 *home;              /* [E] home node, edited in place */
     const i64 *node_of;     /* [R] */
     i64 *log;               /* [max_edits][4] out: slot, other slot, expert or -1 for a swap, moves so far */
     double *gains;          /* [max_edits] out: in mean rank loads */
@@ -148,6 +150,11 @@ static int is_full(const Layer *l, const State *s, i64 slot) {
     return s->arrived[slot / l->slots] >= l->max_rank_moves && !s->moved[slot];
 }
 
+/* Whether an expert may swap places with one of another node: its home then goes with it. */
+static int may_change_node(const Layer *l, const State *s, i64 expert) {
+    return expert < 0 || (l->has_rule == 2 && s->count[expert] == 1);
+}
+
 static void best_swap(const Layer *l, const State *s, i64 room, Edit *best) {
     i64 E = l->num_experts, R = l->num_ranks, K = l->slots, P = R * K;
     i64 num_heavy = l->num_heavy < R ? l->num_heavy : R, heavy[64];
@@ -181,7 +188,8 @@ static void best_swap(const Layer *l, const State *s, i64 room, Edit *best) {
                 for (i64 i = 0; i < number; i++) {
                     i64 p = first + i, r = p / K;
                     if (gains[i] * 4.0 <= best->rate || (a >= 0 && s->held[r * E + a])) continue;
-                    if (l->has_rule && l->node_of[r] != l->node_of[h]) continue;
+                    if (l->has_rule && l->node_of[r] != l->node_of[h] &&
+                        !(may_change_node(l, s, a) && may_change_node(l, s, l->table[p]))) continue;
                     if (am_full && l->table[p] >= 0 && !l->was[h * E + l->table[p]]) continue;
                     if (a >= 0 && !l->was[r * E + a] && is_full(l, s, p)) continue;
                     double cost = (a >= 0 ? (double)(!l->was[r * E + a]) : 0.0) - s->moved[mine] + s->there[p];
@@ -321,8 +329,12 @@ i64 edit_layer(i64 address) {
         i64 changed = l->table[best.slot], too;
         if (best.expert < 0) {
             i64 mine = l->table[best.slot], theirs = l->table[best.other];
+            i64 node = l->has_rule ? l->node_of[best.slot / l->slots] : 0;
+            i64 far = l->has_rule ? l->node_of[best.other / l->slots] : 0;
             put(l, s, best.slot, -1);
+            if (node != far && mine >= 0) l->home[mine] = far;
             put(l, s, best.other, mine);
+            if (node != far && theirs >= 0) l->home[theirs] = node;
             put(l, s, best.slot, theirs);
             hold(l, s, best.other);
             too = theirs;

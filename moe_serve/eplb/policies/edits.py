@@ -110,16 +110,16 @@ def best_swaps(
     state: EditState,
     room: NDArray[np.int64],
     num_heavy: int,
-    allowed: Bools | None = None,
+    nodes: tuple[NDArray[np.int64], Bools] | None = None,
 ) -> Edits:
     """Returns the swap with the most gain per move of each layer, from the `num_heavy` heaviest ranks to any rank.
 
-    room: [L] moves left for the layer; allowed: [R, R] which ranks may swap, None = all
+    room: [L] moves left for the layer; nodes: as in `all_swaps`
     """
     num_layers, num_ranks, slots = state.table.shape
     heavy = np.argsort(-state.rank_load, axis=1, kind="stable")[:, : min(num_heavy, num_ranks)]
     x, num_slots = np.arange(num_layers), num_ranks * slots
-    gain, cost = all_swaps(state, heavy, allowed)
+    gain, cost = all_swaps(state, heavy, nodes)
     best = _best_per_move(gain, cost, room)
     first, other = best // num_slots, best % num_slots
     slot = heavy[x, first // slots] * slots + first % slots
@@ -127,11 +127,12 @@ def best_swaps(
 
 
 def all_swaps(
-    state: EditState, heavy: NDArray[np.int64], allowed: Bools | None = None
+    state: EditState, heavy: NDArray[np.int64], nodes: tuple[NDArray[np.int64], Bools] | None = None
 ) -> tuple[Floats, NDArray[np.int8]]:
     """Returns gain and cost of swapping any slot of the heavy ranks with any slot: [L, H x K x P]; -inf = illegal.
 
-    heavy: [L, H] ranks; allowed: as in `best_swaps`
+    heavy: [L, H] ranks
+    nodes: ([R] node of each rank, [L, E] whether an expert may go to another node); None = all may
     """
     num_layers, num_ranks, slots = state.table.shape
     x = np.arange(num_layers)
@@ -154,8 +155,11 @@ def all_swaps(
     at_theirs = x[:, None, None, None], np.arange(num_ranks), my_safe[..., None]  # [L, H, K, R]: mine on their rank
     gain += np.where(held[at_mine], -np.inf, 0.0)[:, :, None]
     gain += np.repeat(np.where(held[at_theirs], -np.inf, 0.0), slots, axis=3)
-    if allowed is not None:
-        gain += np.repeat(np.where(allowed[heavy], 0.0, -np.inf), slots, axis=2)[:, :, None]
+    if nodes is not None:
+        node_of, may_go = nodes[0], _with_empty(nodes[1][:, None], True)[:, 0]
+        same = np.repeat(node_of[heavy][..., None] == node_of, slots, axis=2)  # [L, H, P]
+        both = may_go[x[:, None, None], my_safe][..., None] & may_go[rows, safe][:, None, None]
+        gain += np.where(same[:, :, None] | both, 0.0, -np.inf)
     # A rank that may receive no more takes what it had before, or overwrites what it has received.
     if state.full.any():
         here, there = ~was[at_mine] & state.full[rows, heavy][..., None], ~was[at_theirs] & state.full[:, None, None]

@@ -53,19 +53,30 @@ def choose_homes(problem: Problem, num_groups: int | None) -> Counts:
     """Returns the home node of each expert, [L, E] int64; it has room for min_replicas of each.
 
     Whole groups, heaviest first, go to the node with the least load per rank; nodes take groups in proportion to their
-    ranks. Where the groups do not fit into the nodes' slots, single experts do the same.
+    ranks. Where groups do not fit, single experts do the same. Raises PlacementError as `home_units`.
+    """
+    weight, ranks_of = problem.weight, np.bincount(problem.node_of)
+    num_layers, num_experts = weight.shape
+    units, room = home_units(problem, num_groups)
+    size = num_experts // units
+    capacity = np.minimum(-(-units * ranks_of // ranks_of.sum()), room)
+    by_unit = weight.reshape(num_layers, units, size).sum(axis=2)
+    return np.repeat(_spread(by_unit, capacity, ranks_of), size, axis=1)
+
+
+def home_units(problem: Problem, num_groups: int | None) -> tuple[int, Counts]:
+    """Returns how many equal parts of the experts have a home each, and how many of them each node has slots for, [N].
+
+    The parts are the router's groups where all of these fit whole onto nodes, in proportion to the nodes' ranks; else
+    single experts.
     Raises PlacementError where single experts do not fit either, which can be with min_replicas above 1 only.
     """
-    weight, ranks_of, least = problem.weight, np.bincount(problem.node_of), problem.min_replicas
-    num_layers, num_experts = weight.shape
+    ranks_of, least, num_experts = np.bincount(problem.node_of), problem.min_replicas, problem.weight.shape[1]
     room = np.where(ranks_of < least, 0, ranks_of * problem.slots_per_rank // least)
-    for groups in dict.fromkeys((num_groups or num_experts, num_experts)):
-        size = num_experts // groups
-        fair = -(-groups * ranks_of // ranks_of.sum())
-        capacity = np.minimum(fair, room // size)
-        if capacity.sum() >= groups:
-            by_group = weight.reshape(num_layers, groups, size).sum(axis=2)
-            return np.repeat(_spread(by_group, capacity, ranks_of), size, axis=1)
+    for units in dict.fromkeys((num_groups or num_experts, num_experts)):
+        fits: Counts = room // (num_experts // units)
+        if np.minimum(-(-units * ranks_of // ranks_of.sum()), fits).sum() >= units:
+            return units, fits
     raise PlacementError(
         f"min_replicas is {least} and off_home {problem.request.off_home:g}: the nodes that take part have "
         f"{', '.join(map(str, ranks_of))} ranks of {problem.slots_per_rank} slots and cannot be home to {least} "

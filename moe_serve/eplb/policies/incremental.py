@@ -13,17 +13,27 @@ from numpy.typing import NDArray
 from moe_serve.eplb.policies.bounds import balancedness_bound
 from moe_serve.eplb.policies.edits import EditState, apply_edits, best_overwrites
 from moe_serve.eplb.policies.greedy import greedy_table
-from moe_serve.eplb.policies.legal import make_legal
+from moe_serve.eplb.policies.hierarchy import plan_by_node
+from moe_serve.eplb.policies.legal import HomeRule, LegalStart, has_single_homes, make_legal, read_homes, unkept_homes
 from moe_serve.eplb.policies.one_slot import edit_one_slot
 from moe_serve.eplb.policies.pairs import PairRules, edit_pairs
 from moe_serve.eplb.policies.policy import Plan, PlanRequest
-from moe_serve.eplb.policies.problem import Floats, Ids, Problem, finish, holds, problem_of
+from moe_serve.eplb.policies.problem import Floats, Ids, Problem, finish, holds, part_of, problem_of, unkept_limits
 from moe_serve.eplb.policies.refined import RefinedPolicy
 from moe_serve.eplb.policies.shared_price import edits_within, replay_edits
-from moe_serve.eplb.policies.single_edits import EditGoal, balance_reached, edit_layers
+from moe_serve.eplb.policies.single_edits import (
+    MIN_GAIN,
+    SMALL_SLACK,
+    STEEPNESS,
+    EditGoal,
+    balance_reached,
+    edit_layers,
+)
 
 Ints = NDArray[np.int64]
-MIN_GAIN = 3e-4  # per move, in mean rank loads; less is lost in the drift until the next plan
+# A layer of a hierarchy that edits leave this far behind a plan anew becomes that plan, where nothing limits the moves.
+FAR = 0.08
+REPAIRED = "experts without a slot, or on too few ranks, got one whatever that moves"
 # Of a move with two slots per rank, see `pairs.PairRules`; within `max_moves`, those end the edits.
 PAIR_PRICE, PAIR_PRICE_WITHIN_MOVES = 0.2, 0.01
 
@@ -56,10 +66,13 @@ class IncrementalPolicy:
         slots per rank every layer gets an equal part.
 
         An illegal start (an expert without a slot, on fewer than min_replicas ranks, or twice on one) is repaired
-        first, which may take more moves.
+        first, which may take more moves. Under a hierarchy, missing experts come home and load off home beyond the
+        budget is lowered within these limits; the plan says what they left undone. No layer is less even than before,
+        but where the repair or the hierarchy asks for it.
         """
         if request.current is None:
             return RefinedPolicy().plan(request)
+        asked = request
         if request.max_rank_moves == 0:
             request = replace(request, max_moves=0)
         problem = problem_of(request)
@@ -68,17 +81,43 @@ class IncrementalPolicy:
             if request.max_moves is not None:
                 each = min(each, request.max_moves)
             problem = problem_of(replace(request, max_moves=each, max_total_moves=None))
-        assert problem.current is not None
-        table, truncated, homes = self._edit(problem)
-        return finish(problem, table, truncated, homes)
-
-    def _edit(self, problem: Problem) -> tuple[Ids, bool, Ints | None]:
-        """Returns the table, whether the deadline passed, and the homes of the hierarchy, if there is one."""
-        assert problem.current is not None
         if problem.slots_per_rank == 1 and problem.is_global:
-            return edit_one_slot(problem, self.slack or 0.0), False, None
-        table, rule = make_legal(problem)
-        homes = None if rule is None else rule.homes
+            table = edit_one_slot(problem, self.slack or 0.0)
+            return finish(problem, table, unkept=unkept_limits(asked, problem, table, REPAIRED))
+        start = make_legal(problem)
+        table, truncated = self._edited(problem, start)
+        if start.rule is None:
+            return finish(problem, table, truncated, unkept=unkept_limits(asked, problem, table, REPAIRED))
+        homes = start.rule.homes
+        if not problem.limits_moves:
+            truncated |= self._plan_far_layers_anew(problem, table, homes)
+        if start.rule.singles:
+            homes = read_homes(problem, table)
+        unkept = unkept_limits(asked, problem, table, REPAIRED) + unkept_homes(problem, table, homes)
+        return finish(problem, table, truncated, homes, unkept=unkept)
+
+    def _plan_far_layers_anew(self, problem: Problem, table: Ids, homes: Ints) -> bool:
+        """Replaces, in place, the layers whose homes suit the load so badly that edits leave them far behind a plan
+        with other homes. Returns whether the deadline passed."""
+        reached = balance_of(problem, table)
+        bound = balancedness_bound(problem.weight, problem.num_ranks, problem.slots_per_rank)
+        rows = np.flatnonzero(reached < bound * (1 - FAR))
+        if not len(rows):
+            return False
+        part = part_of(problem, rows)
+        fresh, fresh_homes, _ = plan_by_node(part, sweeps=0)
+        far = np.flatnonzero(reached[rows] < balance_of(part, fresh) * (1 - FAR))
+        if not len(far):
+            return False
+        rule = HomeRule(fresh_homes[far], problem.node_of, problem.request.off_home, has_single_homes(problem))
+        edited, truncated = self._edited(part_of(part, far), LegalStart(fresh[far], rule))
+        table[rows[far]], homes[rows[far]] = edited, rule.homes
+        return truncated
+
+    def _edited(self, problem: Problem, start: LegalStart) -> tuple[Ids, bool]:
+        """Returns the edited table, and whether the deadline passed."""
+        assert problem.current is not None
+        table, rule = start.table.copy(), start.rule
         mean = problem.weight.sum(axis=1, keepdims=True) / problem.num_ranks
         mean = np.where(mean > 0, mean, 1.0)
         unit = problem.weight / mean
@@ -87,21 +126,22 @@ class IncrementalPolicy:
             unit,
             table,
             holds(problem.current, unit.shape[1]),
-            self.steepness or (20.0 if pairs else 30.0),
+            self.steepness or (20.0 if pairs else STEEPNESS),
             None if problem.fixed is None else problem.fixed / mean,
             problem.min_replicas,
             problem.request.max_rank_moves,
         )
         target = self._target(problem)
+        before = balance_reached(state)
         most, total = problem.request.max_moves, problem.request.max_total_moves
         budget = np.full(len(table), problem.num_slots if most is None else most)
-        todo = np.flatnonzero((balance_reached(state) < target) & (state.num_moved < budget))
+        todo = np.flatnonzero((before < target) & (state.num_moved < budget))
         if len(todo) == 0:
-            return table, False, homes
+            return table, False
         if pairs:
             price = PAIR_PRICE if most is None else PAIR_PRICE_WITHIN_MOVES
             rules = PairRules(budget - state.num_moved, state.steepness, self.risk, price)
-            return table, edit_pairs(problem, table, todo, rules), homes
+            return table, edit_pairs(problem, table, todo, rules)
         work = state.rows(todo)
         if rule is None and total is None:
             _fill_empty_slots(work, target[todo], budget[todo])
@@ -114,23 +154,32 @@ class IncrementalPolicy:
             total -= int(state.num_moved.sum() - moved.sum())
             work.table = table[todo]
             replay_edits(work.table, log, edits_within(log, moved, mean[todo, 0], total))
-        table[todo] = work.table
-        return table, truncated, homes
+            work.refresh()
+        # A lower smooth maximum over ranks is nearly always a lower maximum.
+        better = balance_reached(work) >= before[todo]
+        table[todo[better]] = work.table[better]
+        return table, truncated
+
+    def _slack(self, problem: Problem) -> float:
+        """Returns the share of the balancedness that a layer may lack."""
+        if self.slack is not None:
+            return self.slack
+        if (problem.request.max_moves, problem.request.max_total_moves) != (None, None):
+            return SMALL_SLACK  # the budget ends the edits
+        return 0.05 if problem.slots_per_rank <= 2 else 0.01 if problem.slots_per_rank <= 4 else 0.013
 
     def _target(self, problem: Problem) -> Floats:
         """Returns the balancedness [L] at which a layer needs no edits."""
-        slack = self.slack
-        limits = problem.request.max_moves, problem.request.max_total_moves
-        if slack is None and limits != (None, None):
-            slack = 0.003  # the budget ends the edits
-        if slack is None:
-            slack = 0.05 if problem.slots_per_rank <= 2 else 0.01 if problem.slots_per_rank <= 4 else 0.013
+        slack = self._slack(problem)
         if not problem.is_global:
             bound = balancedness_bound(problem.weight, problem.num_ranks, problem.slots_per_rank)
             return bound * (1 - slack)
-        fresh = greedy_table(problem)
-        state = EditState(problem.weight, fresh, holds(fresh, problem.weight.shape[1]), 0.0, fixed=problem.fixed)
-        return balance_reached(state) * (1 - slack)
+        return balance_of(problem, greedy_table(problem)) * (1 - slack)
+
+
+def balance_of(problem: Problem, table: Ids) -> Floats:
+    """Returns the balancedness [L] of a table [L, R, K] under the objective."""
+    return balance_reached(EditState(problem.weight, table, holds(table, problem.weight.shape[1]), 0.0, problem.fixed))
 
 
 def _fill_empty_slots(state: EditState, target: Floats, budget: Ints) -> None:

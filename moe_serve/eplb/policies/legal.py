@@ -1,8 +1,11 @@
 """Makes the placement in use a legal start for edits, and keeps edits inside the node hierarchy.
 
 A start can be illegal because a rank was excluded, an expert was lost or is on fewer than min_replicas ranks, or a rank
-holds one twice; under a hierarchy also because a home node lacks one of its experts or drift has put too much load on
-replicas off home.
+holds one twice. These are repaired whatever that moves. Under a hierarchy it can also be that a home node lacks one of
+its experts, or that drift has put too much load on replicas off home: these are mended one slot at a time, within the
+limits of moves, and the next plan goes on where a limit ended it.
+
+Shape words: L = layers, E = experts, R = ranks that take part, K = slots per rank, N = nodes.
 """
 
 from dataclasses import dataclass
@@ -11,14 +14,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moe_serve.eplb.policies.edits import Bools, EditState
-from moe_serve.eplb.policies.hierarchy import plan_by_node
+from moe_serve.eplb.policies.hierarchy import home_units, plan_by_node
 from moe_serve.eplb.policies.packing import duplicate_slots
-from moe_serve.eplb.policies.problem import Floats, Ids, Problem, part_of, replicas_per_node
-from moe_serve.eplb.policies.repeatable import sum_in_order
+from moe_serve.eplb.policies.policy import Unkept
+from moe_serve.eplb.policies.problem import Floats, Ids, Problem, holds, part_of, replicas_per_node
+from moe_serve.eplb.policies.repeatable import repeatable_exp, sum_in_order
 from moe_serve.eplb.policies.replication import replicas_in
 from moe_serve.eplb.repair import give_ranks
 
 Ints = NDArray[np.int64]
+Writes = tuple[tuple[int, int, int], ...]  # (rank, slot, expert), to different ranks
+SHARE_NOISE = 2e-9  # of the load: a plan that uses its whole budget is not over it
+STEEPNESS = 30.0  # of the smooth maximum that chooses what takes the place of a replica off home
 
 
 @dataclass(frozen=True, eq=False)
@@ -27,15 +34,37 @@ class HomeRule:
     served off home stays within the budget.
 
     homes: [L, E] home node; node_of: [R]; budget: share of the load
+    singles: experts have homes of their own, not with their group: one that has a single replica may swap places with
+             another such one on any node, and its home goes with it
     """
 
     homes: Ints
     node_of: Ints
     budget: float
+    singles: bool
 
     def rows(self, which: Ints) -> "HomeRule":
-        """Returns the rule of some layers."""
-        return HomeRule(self.homes[which], self.node_of, self.budget)
+        """Returns the rule of some layers, with a copy of their homes."""
+        return HomeRule(self.homes[which], self.node_of, self.budget, self.singles)
+
+    def may_change_node(self, state: EditState) -> Bools:
+        """Returns which experts may swap places with one of another node, [L, E]."""
+        may: Bools = (state.count == 1) & self.singles
+        return may
+
+    def follow(self, layers: Ints, tables: Ids, slot: Ints, other: Ints) -> None:
+        """Makes the new nodes of swapped experts their homes, in place: tables [n, R, K] after an edit of each layer.
+
+        slot, other: [n] as in `Edits`; the same where it was no swap
+        """
+        num_slots = tables.shape[2]
+        ends = np.stack([slot, other], axis=1)
+        nodes = self.node_of[ends // num_slots]
+        x = np.flatnonzero(nodes[:, 0] != nodes[:, 1])
+        expert = np.take_along_axis(tables.reshape(len(tables), len(self.node_of) * num_slots), ends, axis=1)
+        for side in range(2):
+            held = x[expert[x, side] >= 0]
+            self.homes[layers[held], expert[held, side]] = nodes[held, side]
 
     def home_replicas(self, state: EditState) -> Ints:
         """Returns the replicas of each expert on its home node, [L, E]."""
@@ -72,52 +101,306 @@ class HomeRule:
         return stays
 
 
-def make_legal(problem: Problem) -> tuple[Ids, HomeRule | None]:
-    """Returns a legal table [L, R, K] close to the one in use, and the rule that edits must keep (None = global).
+@dataclass(frozen=True, eq=False)
+class LegalStart:
+    """What edits begin with. table: [L, R, K];  rule: None without a hierarchy"""
+
+    table: Ids
+    rule: HomeRule | None
+
+
+def make_legal(problem: Problem) -> LegalStart:
+    """Returns a legal table close to the one in use, and the rule that edits must keep.
 
     A repeated replica is emptied; a lost expert takes an empty slot or overwrites a redundant replica on the lightest
-    rank; then experts on too few ranks get further ones, with few changed slots. Layers whose home nodes the placement
-    in use does not show are planned anew.
+    rank; then experts on too few ranks get further ones, with few changed slots. Under a hierarchy missing experts come
+    home and replicas off home give way to others while the limits of moves allow it.
     """
     assert problem.current is not None
     table = problem.current.copy()
     table[duplicate_slots(table)] = -1
-    rule = None
     if not problem.is_global:
-        rule = _read_homes(problem, table)
+        rule = HomeRule(
+            read_homes(problem, table), problem.node_of, problem.request.off_home, has_single_homes(problem)
+        )
+        _mend(problem, table, rule)
+        return LegalStart(table, rule)
     num_experts = problem.weight.shape[1]
     for layer in np.flatnonzero((replicas_in(table, num_experts) == 0).any(axis=1)):
-        _place_lost(problem.weight[layer], table[layer], None if rule is None else rule.homes[layer], problem.node_of)
-    if rule is None and problem.min_replicas > 1:
+        _place_lost(problem.weight[layer], table[layer])
+    if problem.min_replicas > 1:
         for rows in table:
             give_ranks(rows, range(problem.num_ranks), problem.min_replicas)
-    return table, rule
+    return LegalStart(table, None)
 
 
-def _read_homes(problem: Problem, table: Ids) -> HomeRule:
-    """Returns the home nodes that the table already respects; plans layers without such homes anew, in place."""
-    request = problem.request
+def read_homes(problem: Problem, table: Ids) -> Ints:
+    """Returns the home nodes that a table [L, R, K] shows, [L, E]: of each group, or single expert, the node with most
+    of its experts, then with most of its replicas, as far as the node has slots for it."""
     num_layers, num_experts = problem.weight.shape
-    groups = request.num_groups or num_experts
-    replicas = replicas_per_node(problem, table)  # [L, N, E]
-    present = (replicas > 0).reshape(num_layers, problem.num_nodes, groups, -1)
-    complete = present.all(axis=3)
-    by_group = np.where(complete, replicas.reshape(present.shape).sum(axis=3), -1)
-    homes = np.repeat(by_group.argmax(axis=1), num_experts // groups, axis=1)
-    wrong = ~np.all(np.any(complete, axis=1), axis=1)
+    units, room = home_units(problem, problem.request.num_groups)
+    replicas = replicas_per_node(problem, table).reshape(num_layers, problem.num_nodes, units, -1)
+    score = (replicas > 0).sum(axis=3) * (problem.num_slots + 1) + replicas.sum(axis=3)  # [L, N, U]
+    homes: Ints = score.argmax(axis=1)
+    filled = (homes[:, None] == np.arange(problem.num_nodes)[:, None]).sum(axis=2)
+    for layer in np.flatnonzero((filled > room).any(axis=1)):
+        left = room.copy()
+        for unit in np.argsort(-score[layer].max(axis=0), kind="stable"):
+            node = np.where(left > 0, score[layer, :, unit], -1).argmax()
+            homes[layer, unit], left[node] = node, left[node] - 1
+    return np.repeat(homes, num_experts // units, axis=1)
+
+
+def has_single_homes(problem: Problem) -> bool:
+    """Returns whether experts have homes one by one: without router groups, and where these do not fit onto nodes."""
+    return bool(home_units(problem, problem.request.num_groups)[0] == problem.weight.shape[1])
+
+
+def num_homeless(problem: Problem, table: Ids, homes: Ints) -> Ints:
+    """Returns how many experts of each layer have fewer than min_replicas replicas on their home node, [L]."""
+    at_home = np.take_along_axis(replicas_per_node(problem, table), homes[:, None], axis=1)[:, 0]
+    missing: Ints = (at_home < problem.min_replicas).sum(axis=1)
+    return missing
+
+
+def share_off_home(problem: Problem, table: Ids, homes: Ints) -> tuple[Floats, Ints]:
+    """Returns the share of the weight that replicas off home carry, [L], and the number of these replicas, [L]."""
+    replicas = replicas_per_node(problem, table)
     at_home = np.take_along_axis(replicas, homes[:, None], axis=1)[:, 0]
-    if problem.min_replicas > 1:
-        wrong |= (at_home < problem.min_replicas).any(axis=1)
-    away = (problem.weight * (1 - at_home / np.maximum(replicas.sum(axis=1), 1))).sum(axis=1)
-    wrong |= away > request.off_home * problem.weight.sum(axis=1) * (1 + 1e-9)
-    rows = np.flatnonzero(wrong)
-    if len(rows):
-        fresh, fresh_homes, _ = plan_by_node(part_of(problem, rows), sweeps=0)
-        table[rows], homes[rows] = fresh, fresh_homes
-    return HomeRule(homes, problem.node_of, request.off_home)
+    count = replicas.sum(axis=1)
+    away = sum_in_order(problem.weight * (1 - at_home / np.maximum(count, 1)), axis=1)
+    total = sum_in_order(problem.weight, axis=1)
+    return away / np.where(total > 0, total, 1.0), (count - at_home).sum(axis=1)
 
 
-def _place_lost(weight: Floats, table: Ids, homes: Ints | None, node_of: Ints) -> None:
+def is_over_budget(problem: Problem, table: Ids, homes: Ints) -> Bools:
+    """Returns whether replicas off home carry more than the budget, [L]; with a budget of 0, whether there are any."""
+    share, num_guests = share_off_home(problem, table, homes)
+    over: Bools = share > problem.request.off_home + SHARE_NOISE
+    return over | ((num_guests > 0) & (problem.request.off_home == 0))
+
+
+def _mend(problem: Problem, table: Ids, rule: HomeRule) -> None:
+    """Makes the table keep the rule, in place, as far as the limits of moves allow.
+
+    The layers furthest from it come first, since they may share a limit. Where single slots do not lead there and
+    nothing limits the moves, or an expert would be without a slot, the layer is planned anew.
+    """
+    assert problem.current is not None
+    request = problem.request
+    missing = num_homeless(problem, table, rule.homes)
+    todo = np.flatnonzero((missing > 0) | is_over_budget(problem, table, rule.homes))
+    left = problem.num_slots * len(table) if request.max_total_moves is None else request.max_total_moves
+    layers = {int(row): _Mending(problem, int(row), table[row], rule.homes[row]) for row in todo}
+    forced = [row for row, layer in layers.items() if not layer.rescue()]
+    left -= sum(layer.num_moves for layer in layers.values())
+    share = share_off_home(problem, table, rule.homes)[0]
+    for row in sorted(layers, key=lambda row: (-missing[row], -share[row])):
+        layer = layers[row]
+        before = layer.num_moves
+        layer.most = min(layer.most, before + max(left, 0))
+        if not layer.mend() and not problem.limits_moves:
+            forced.append(row)
+        left -= layer.num_moves - before
+    if forced:
+        rows = np.unique(forced)
+        table[rows], rule.homes[rows], _ = plan_by_node(part_of(problem, rows), sweeps=0)
+
+
+def unkept_homes(problem: Problem, table: Ids, homes: Ints) -> tuple[Unkept, ...]:
+    """Returns the rules of the hierarchy that a table [L, R, K] does not keep: limits of moves ended its mending."""
+    found = []
+    because = "the limits of moves leave no room to mend it in one plan; the next ones go on"
+    missing = num_homeless(problem, table, homes)
+    if missing.any():
+        rule = "a replica of every expert on its home node"
+        found.append(Unkept(rule, float(missing.max()), int((missing > 0).sum()), because))
+    over = is_over_budget(problem, table, homes)
+    if over.any():
+        share = share_off_home(problem, table, homes)[0]
+        found.append(Unkept(f"off_home {problem.request.off_home:g}", float(share.max()), int(over.sum()), because))
+    return tuple(found)
+
+
+class _Mending:
+    """One layer of a hierarchy on its way to a legal table, slot by slot.
+
+    most: moves it may come to;  num_moves: so far
+    """
+
+    def __init__(self, problem: Problem, row: int, table: Ids, home: Ints) -> None:
+        """table: [R, K], edited in place;  home: [E]"""
+        assert problem.current is not None
+        request, num_experts = problem.request, problem.weight.shape[1]
+        self._table, self._home, self._node_of = table, home, problem.node_of
+        self._least, self._budget = problem.min_replicas, request.off_home
+        self._weight = problem.weight[row]
+        self._own = np.zeros(num_experts) if problem.fixed is None else problem.fixed[row]
+        self._was = holds(problem.current[row][None], num_experts)[0]
+        self._held = holds(table[None], num_experts)[0]
+        self._local = home == self._node_of[:, None]  # [R, E]
+        self._count, self._at_home = self._held.sum(axis=0), (self._held & self._local).sum(axis=0)
+        self._arrived = (self._held & ~self._was).sum(axis=1)
+        self.most = problem.num_slots if request.max_moves is None else request.max_moves
+        self._rank_most = problem.slots_per_rank if request.max_rank_moves is None else request.max_rank_moves
+
+    @property
+    def num_moves(self) -> int:
+        return int(self._arrived.sum())
+
+    def rescue(self) -> bool:
+        """Puts experts onto min_replicas ranks, whatever that moves. Returns whether all are."""
+        short = np.flatnonzero(self._count < self._least).tolist()
+        return all(self._until(self._count, expert, forced=True) for expert in short)
+
+    def mend(self) -> bool:
+        """Brings missing experts home, the heaviest first, then lowers the share off home. Returns whether it could."""
+        missing = np.flatnonzero(self._at_home < self._least)
+        missing = missing[np.argsort(-self._weight[missing], kind="stable")].tolist()
+        done = [self._until(self._at_home, expert, forced=False) for expert in missing]
+        while is_over := self._is_over():
+            if not self._give_way():
+                break
+        return all(done) and not is_over
+
+    def _until(self, count: Ints, expert: int, forced: bool) -> bool:
+        """Brings an expert home until `count` of it, which follows, is min_replicas. Returns whether it is."""
+        while count[expert] < self._least:
+            if not self._bring_home(expert, forced):
+                return False
+        return True
+
+    def _is_over(self) -> bool:
+        away = self._weight * (1 - self._at_home / np.maximum(self._count, 1))
+        over = _total(away) > (self._budget + SHARE_NOISE) * _total(self._weight)
+        return bool(over or (self._budget == 0 and (self._count > self._at_home).any()))
+
+    def _bring_home(self, expert: int, forced: bool) -> bool:
+        """Gives an expert one more replica on its home node: in a slot that can be spared, else in that of a guest,
+        which takes the slot of the expert elsewhere, else by moving another expert inside the node."""
+        node = self._local[:, expert]
+        spare = self._spare()
+        here = node & ~self._held[:, expert]
+        options: list[Writes] = [((rank, slot, expert),) for rank, slot in np.argwhere(spare & here[:, None])]
+        if not options:
+            away = np.flatnonzero(self._held[:, expert] & ~node)
+            guests = (self._table >= 0) & ~np.take_along_axis(self._local, np.maximum(self._table, 0), axis=1)
+            for rank, slot in np.argwhere(guests & here[:, None]):
+                guest = self._table[rank, slot]
+                for other in away[~self._held[away, guest]]:
+                    place = int((self._table[other] == expert).argmax())
+                    options.append(((rank, slot, expert), (other, place, guest)))
+        if not options:
+            for rank, slot in np.argwhere(spare & (node & self._held[:, expert])[:, None]):
+                for other, place in np.argwhere(here[:, None] & (self._table >= 0)):
+                    kept = self._table[other, place]
+                    if not self._held[rank, kept]:
+                        options.append(((rank, slot, kept), (other, place, expert)))
+        load, each, best, best_key = self._load(), self._each(np.maximum(self._count, 1)), None, (np.inf, np.inf)
+        for writes in options:
+            if not forced and not self._within(writes):
+                continue
+            rank, slot, _ = writes[0]
+            old = self._table[rank, slot]
+            key = (float(self._cost(writes)), load[rank] - (each[old] if old >= 0 else 0.0))
+            if best is None or key < best_key:
+                best, best_key = writes, key
+        if best is None:
+            return False
+        for rank, slot, new in best:
+            self._put(rank, slot, new)
+        return True
+
+    def _spare(self) -> Bools:
+        """Returns the slots [R, K] whose expert has replicas enough without them: at home, and in all."""
+        expert = np.maximum(self._table, 0)
+        at_home = np.take_along_axis(self._local, expert, axis=1)
+        enough = (self._count > self._least)[expert] & (~at_home | (self._at_home > self._least)[expert])
+        return np.asarray((self._table < 0) | enough)
+
+    def _give_way(self) -> bool:
+        """Overwrites one replica off home with an expert of the node; empties it where the rank holds all of these.
+
+        Of the replicas that bring the share within the budget, the one whose loss weighs least on the others; without
+        such, the one that lowers the share most.
+        """
+        expert = np.maximum(self._table, 0)
+        guest = (self._table >= 0) & ~np.take_along_axis(self._local, expert, axis=1)
+        guest &= (self._at_home >= self._least)[expert]
+        count, at_home = np.maximum(self._count, 1), self._at_home
+        away = self._weight * (1 - at_home / count)
+        excess = _total(away) - self._budget * _total(self._weight)
+        fewer = np.maximum(count - 1, 1)
+        places = np.argwhere(guest)
+        there = self._table[places[:, 0], places[:, 1]]
+        lowered = (away - self._weight * np.maximum(1 - at_home / fewer, 0.0))[there]
+        harm = (self._weight / fewer - self._weight / count)[there]
+        order = np.lexsort((np.where(lowered < excess, -lowered, harm), lowered < excess))
+        for rank, slot in places[order]:
+            mine = np.flatnonzero(self._local[rank] & ~self._held[rank])
+            if not len(mine):
+                self._put(rank, slot, -1)
+                return True
+            more = (~self._was[rank, mine]).astype(np.int64) - (not self._was[rank, self._table[rank, slot]])
+            left = min(self._rank_most - self._arrived[rank], self.most - self.num_moves)
+            mine = mine[more <= max(left, 0)]
+            if len(mine):
+                self._put(rank, slot, int(mine[self._peaks(rank, slot, mine).argmin()]))
+                return True
+        return False
+
+    def _peaks(self, rank: int, slot: int, new: Ints) -> Floats:
+        """Returns the smooth maximum over ranks after each of these experts has taken a slot, [n]."""
+        old = self._table[rank, slot]
+        each, fewer = (self._each(np.maximum(self._count - less, 1)) for less in (0, 1))
+        more = self._each(self._count + 1)
+        load = self._load() + np.where(self._held[:, old], fewer[old] - each[old], 0.0)
+        load[rank] -= fewer[old]
+        after = load[:, None] - self._held[:, new] * (each[new] - more[new])
+        after[rank] += more[new]
+        mean = max(_total(load) / len(load), 1e-300)
+        return sum_in_order(repeatable_exp(STEEPNESS / mean * (after - after.max())), axis=0)
+
+    def _each(self, count: Ints) -> Floats:
+        return np.asarray(self._weight / count + self._own)
+
+    def _load(self) -> Floats:
+        each = np.append(self._each(np.maximum(self._count, 1)), 0.0)
+        return sum_in_order(each[self._table], axis=1)  # -1: the 0 at the end
+
+    def _cost(self, writes: Writes) -> int:
+        """Returns the moves that some writes add."""
+        return sum(self._arrivals(*write) for write in writes)
+
+    def _arrivals(self, rank: int, slot: int, new: int) -> int:
+        old = self._table[rank, slot]
+        return int(new >= 0 and not self._was[rank, new]) - int(old >= 0 and not self._was[rank, old])
+
+    def _within(self, writes: Writes) -> bool:
+        """Returns whether the limits of moves allow these writes."""
+        added = [(rank, self._arrivals(rank, slot, new)) for rank, slot, new in writes]
+        if any(more > 0 and self._arrived[rank] + more > self._rank_most for rank, more in added):
+            return False
+        more = sum(more for _, more in added)
+        return more <= 0 or self.num_moves + more <= self.most
+
+    def _put(self, rank: int, slot: int, new: int) -> None:
+        old = self._table[rank, slot]
+        self._arrived[rank] += self._arrivals(rank, slot, new)
+        self._table[rank, slot] = new
+        for expert, one in ((old, -1), (new, 1)):
+            if expert >= 0:
+                self._held[rank, expert] = one > 0
+                self._count[expert] += one
+                self._at_home[expert] += one * int(self._local[rank, expert])
+
+
+def _total(values: Floats) -> float:
+    """Returns the sum, added from the first to the last, as `sum_in_order` and faster."""
+    return float(np.cumsum(values)[-1])
+
+
+def _place_lost(weight: Floats, table: Ids) -> None:
     """Gives a slot to every expert of one layer that has none, in place: table [R, K]."""
     num_experts = len(weight)
     count = replicas_in(table[None], num_experts)[0]
@@ -125,8 +408,6 @@ def _place_lost(weight: Floats, table: Ids, homes: Ints | None, node_of: Ints) -
         each = weight / np.maximum(count, 1)
         load = np.where(table < 0, 0.0, each[np.maximum(table, 0)])
         spare = (table < 0) | (count[np.maximum(table, 0)] > 1)
-        if homes is not None and spare[node_of == homes[expert]].any():
-            spare &= (node_of == homes[expert])[:, None]
         after = np.where(spare, load.sum(axis=1, keepdims=True) - load, np.inf)
         rank, slot = np.unravel_index(after.argmin(), table.shape)
         if table[rank, slot] >= 0:

@@ -47,7 +47,7 @@ class NativeEdits:
         self._fixed = [zeros] * len(state.unit) if state.fixed is None else state.fixed
 
     def edit(self, layer: int, target: float, budget: int, max_edits: int) -> tuple[Ints, Floats]:
-        """Edits one layer of the state's table in place; `refresh` the state afterwards.
+        """Edits one layer of the state's table in place, and the rule's homes; `refresh` the state afterwards.
 
         Returns one line for each edit, [n, 4] (slot, other slot, expert or -1 for a swap, moves so far), and gains [n].
         """
@@ -55,16 +55,19 @@ class NativeEdits:
         num_ranks, slots = state.table.shape[1:]
         log, gains = np.empty((max_edits, 4), dtype=np.int64), np.empty(max_edits)
         numbers = np.array([state.steepness, target, self._min_gain, 0.0 if rule is None else rule.budget])
-        home = np.zeros(0, dtype=np.int64) if rule is None else np.ascontiguousarray(rule.homes[layer], dtype=np.int64)
+        home = np.zeros(0, dtype=np.int64) if rule is None else rule.homes[layer]
         node_of = home if rule is None else np.ascontiguousarray(rule.node_of, dtype=np.int64)
         arrays = [numbers, np.ascontiguousarray(state.unit[layer]), np.ascontiguousarray(self._fixed[layer]),
                   state.table[layer], np.ascontiguousarray(state.was_here[layer]), home, node_of, log,
                   gains]  # fmt: skip
         assert state.table[layer].flags.c_contiguous
         assert state.table.dtype == np.int32
+        assert home.flags.c_contiguous
+        assert home.dtype == np.int64
         sizes = [state.unit.shape[1], num_ranks, slots, self._num_heavy, state.min_replicas, budget, max_edits]
         most = slots if state.max_rank_moves is None else state.max_rank_moves
-        call = np.array([*sizes, rule is not None, most, *(array.ctypes.data for array in arrays)], dtype=np.int64)
+        kind = 0 if rule is None else 1 + rule.singles
+        call = np.array([*sizes, kind, most, *(array.ctypes.data for array in arrays)], dtype=np.int64)
         done = self._edit(call.ctypes.data)
         if done < 0:
             raise MemoryError("no memory to edit a placement")

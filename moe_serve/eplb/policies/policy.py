@@ -240,6 +240,24 @@ class PlanRules:
         return PlanRequest(tokens, topology, num_slots, **vars(self), **more)
 
 
+@dataclass(frozen=True)
+class Unkept:
+    """A rule of a request that a plan does not keep, in some layers.
+
+    rule:    with its value, such as "max_moves 4";  reached: the most in any layer (of all, for max_total_moves)
+    because: why not, and what follows
+    """
+
+    rule: str
+    reached: float
+    num_layers: int
+    because: str
+
+    def __str__(self) -> str:
+        layers = f"{self.num_layers} layer{'s' * (self.num_layers != 1)}"
+        return f"{self.rule} is not kept in {layers} (up to {self.reached:.4g}): {self.because}"
+
+
 @dataclass(frozen=True, eq=False)
 class Plan:
     """A policy's answer.
@@ -253,6 +271,7 @@ class Plan:
     elapsed_s:    wall clock of the planning
     shares:       [L, P] float64, uneven share of its expert's tokens per slot; None = even
     off_home:     [L] float64, share of the load served outside the expert's home node
+    unkept:       limits of moves and rules of the hierarchy that this plan does not keep, and why
     """
 
     placement: Placement
@@ -264,6 +283,7 @@ class Plan:
     elapsed_s: float
     shares: Floats | None = None
     off_home: Floats | None = None
+    unkept: tuple[Unkept, ...] = ()
 
 
 class PlacementPolicy(Protocol):

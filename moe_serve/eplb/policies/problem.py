@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from moe_serve.eplb.load import balancedness, rank_load
 from moe_serve.eplb.placement import Placement
 from moe_serve.eplb.policies.bounds import balancedness_bound, counting_bound
-from moe_serve.eplb.policies.policy import Plan, PlanRequest
+from moe_serve.eplb.policies.policy import Plan, PlanRequest, Unkept
 from moe_serve.eplb.policies.shares import even_out_shares
 from moe_serve.eplb.policies.swapping import Deadline
 
@@ -64,6 +64,12 @@ class Problem:
     def num_spare(self) -> int:
         """Slots beyond the replicas that experts have at least; with 0, replica counts are not free."""
         return self.num_slots - int(self.weight.shape[1]) * self.min_replicas
+
+    @property
+    def limits_moves(self) -> bool:
+        """Whether the request limits moves."""
+        request = self.request
+        return (request.max_moves, request.max_total_moves, request.max_rank_moves) != (None, None, None)
 
     @property
     def is_global(self) -> bool:
@@ -139,6 +145,7 @@ def finish(
     keep_slots: bool = True,
     tight: bool = False,
     heaviest_replica: Floats | None = None,
+    unkept: tuple[Unkept, ...] = (),
 ) -> Plan:
     """Returns the plan that a table [L, R, K] is: slots kept where an expert stays on its rank, and the measures.
 
@@ -178,7 +185,24 @@ def finish(
         elapsed_s=time.perf_counter() - problem.started,
         shares=shares,
         off_home=off_home_share(problem, table, homes),
+        unkept=unkept,
     )
+
+
+def unkept_limits(request: PlanRequest, problem: Problem, table: Ids, because: str) -> tuple[Unkept, ...]:
+    """Returns the limits of moves of a request that a table [L, R, K] does not keep."""
+    if problem.current is None:
+        return ()
+    arrived = count_arrivals(problem.current, table)
+    found = []
+    for name, moves in (("max_moves", arrived.sum(axis=1)), ("max_rank_moves", arrived.max(axis=1))):
+        most = getattr(request, name)
+        if most is not None and (moves > most).any():
+            found.append(Unkept(f"{name} {most}", float(moves.max()), int((moves > most).sum()), because))
+    most, total = request.max_total_moves, int(arrived.sum())
+    if most is not None and total > most:
+        found.append(Unkept(f"max_total_moves {most}", total, int(arrived.any(axis=1).sum()), because))
+    return tuple(found)
 
 
 def count_moves(old: Ids, new: Ids) -> NDArray[np.int64]:

@@ -7,11 +7,24 @@ import numpy as np
 from moe_serve.eplb.policies.anneal import anneal_counts
 from moe_serve.eplb.policies.bounds import balancedness_bound
 from moe_serve.eplb.policies.count_search import pack_pairs, search_pair_counts, try_apportionments
+from moe_serve.eplb.policies.edits import EditState
 from moe_serve.eplb.policies.greedy import first_packing
+from moe_serve.eplb.policies.hierarchy import plan_by_node
+from moe_serve.eplb.policies.legal import HomeRule, Ints, has_single_homes, read_homes
 from moe_serve.eplb.policies.locality import improve_locality
 from moe_serve.eplb.policies.policy import Plan, PlanRequest
 from moe_serve.eplb.policies.problem import Floats, Ids, Problem, finish, problem_of
+from moe_serve.eplb.policies.single_edits import (
+    MIN_GAIN,
+    SMALL_SLACK,
+    STEEPNESS,
+    EditGoal,
+    balance_reached,
+    edit_layers,
+)
 from moe_serve.eplb.policies.swapping import swap_until_even
+
+MOST_EDITS = 1000  # of a layer under a hierarchy
 
 
 @dataclass(frozen=True)
@@ -38,9 +51,9 @@ class RefinedPolicy:
         """Returns the refined plan. It ignores all limits of moves; use `incremental` for that."""
         problem = problem_of(request)
         if not problem.is_global:
-            from moe_serve.eplb.policies.hierarchy import plan_by_node
-
             table, homes, truncated = plan_by_node(problem, self.sweeps // 2)
+            if not truncated:
+                table, homes, truncated = _edited_to_the_end(problem, table, homes)
             return finish(problem, table, truncated, homes)
         table, truncated = self.table(problem)
         if request.planned_split == "exact" and problem.fixed is None and not truncated:
@@ -109,6 +122,28 @@ class RefinedPolicy:
             table[rows[better]], packed[rows[better]] = other[better], other_load[better]
             top = np.minimum(top, other_top)
         return truncated
+
+
+def _edited_to_the_end(problem: Problem, table: Ids, homes: Ints) -> tuple[Ids, Ints, bool]:
+    """Returns the table and homes after all edits that gain anything, and whether the deadline ended them.
+
+    Replicas of other nodes' experts, and single experts that change nodes, even out what packing node by node cannot.
+    With the same load, `incremental` then finds nothing left to do.
+    """
+    mean = problem.weight.sum(axis=1, keepdims=True) / problem.num_ranks
+    mean = np.where(mean > 0, mean, 1.0)
+    fixed = None if problem.fixed is None else problem.fixed / mean
+    nowhere = np.zeros((len(table), problem.num_ranks, problem.weight.shape[1]), dtype=bool)  # so no edit is a move
+    state = EditState(problem.weight / mean, table.copy(), nowhere, STEEPNESS, fixed, problem.min_replicas)
+    rule = HomeRule(homes.copy(), problem.node_of, problem.request.off_home, has_single_homes(problem))
+    bound = balancedness_bound(problem.weight, problem.num_ranks, problem.slots_per_rank)
+    everything = np.full(len(table), problem.num_slots)
+    before = balance_reached(state)
+    goal = EditGoal(bound * (1 - SMALL_SLACK), everything + 1, MIN_GAIN, MOST_EDITS)
+    _, truncated = edit_layers(state, goal, rule, problem.deadline)
+    better = balance_reached(state) >= before
+    table, homes = np.where(better[:, None, None], state.table, table), np.where(better[:, None], rule.homes, homes)
+    return table, read_homes(problem, table) if rule.singles else homes, truncated
 
 
 def _mean_over_max(packed: Floats) -> Floats:

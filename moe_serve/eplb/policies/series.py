@@ -13,11 +13,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moe_serve.eplb.policies.edits import EditState, all_overwrites, all_swaps
-from moe_serve.eplb.policies.incremental import MIN_GAIN, IncrementalPolicy
+from moe_serve.eplb.policies.incremental import REPAIRED, IncrementalPolicy
 from moe_serve.eplb.policies.legal import make_legal
 from moe_serve.eplb.policies.policy import Plan, PlanRequest
-from moe_serve.eplb.policies.problem import finish, holds, problem_of
+from moe_serve.eplb.policies.problem import finish, holds, problem_of, unkept_limits
 from moe_serve.eplb.policies.refined import RefinedPolicy
+from moe_serve.eplb.policies.single_edits import MIN_GAIN
 from moe_serve.eplb.policies.swapping import Deadline
 from moe_serve.errors import PlacementError
 
@@ -63,7 +64,7 @@ class SeriesPolicy:
         assert request.series is not None
         if request.max_total_moves is not None:
             most = min(most, request.max_total_moves // len(problem.weight))
-        table, _ = make_legal(problem)
+        table = make_legal(problem).table
         was_here = holds(problem.current, problem.weight.shape[1])
         least = MIN_GAIN if request.min_gain is None else request.min_gain
         mean = request.series.sum(axis=2, keepdims=True) / problem.num_ranks
@@ -79,7 +80,7 @@ class SeriesPolicy:
             )
             truncated |= self._edit(state, share[some], most, least, problem.deadline)
             table[row] = state.table[0]
-        return finish(problem, table, truncated)
+        return finish(problem, table, truncated, unkept=unkept_limits(request, problem, table, REPAIRED))
 
     def _edit(self, state: EditState, share: Floats, most: int, least: float, deadline: Deadline) -> bool:
         """Edits the table of a layer in place; returns whether the deadline ended it."""

@@ -19,6 +19,9 @@ from moe_serve.eplb.policies.swapping import Deadline
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
+MIN_GAIN = 3e-4  # per move, in mean rank loads; less is lost in the drift until the next plan
+STEEPNESS = 30.0  # of the smooth maximum, per mean rank load
+SMALL_SLACK = 0.003  # a layer this close to what it can reach is done, where moves are limited or do not count
 NUM_HEAVY = 6  # swaps begin at so many of the heaviest ranks
 LEAST_RATE = 1e-9
 _EDITS_PER_LOOK = 16  # at the clock
@@ -55,7 +58,10 @@ class EditLog:
 
 
 def edit_layers(state: EditState, goal: EditGoal, rule: HomeRule | None, deadline: Deadline) -> tuple[EditLog, bool]:
-    """Edits the table in place. Returns the edits, and whether the deadline ended them."""
+    """Edits the table in place, and the rule's homes where single experts change nodes.
+
+    Returns the edits, and whether the deadline ended them.
+    """
     library = find_library()
     if library is None:
         return edit_layers_reference(state, goal, rule, deadline)
@@ -89,7 +95,6 @@ def edit_layers_reference(
     state: EditState, goal: EditGoal, rule: HomeRule | None, deadline: Deadline
 ) -> tuple[EditLog, bool]:
     """Like `edit_layers`, in numpy; the order of edits of different layers differs."""
-    same_node = None if rule is None else rule.node_of[:, None] == rule.node_of[None, :]
     active, work = np.arange(len(goal.target)), state.rows(np.arange(len(goal.target)))
     made = [(np.empty(0, dtype=np.int64),) * 5]
     gains: list[Floats] = []
@@ -101,15 +106,18 @@ def edit_layers_reference(
         going = (balance_reached(work) < goal.target[active]) & (work.num_moved < goal.budget[active])
         room = goal.budget[active] - work.num_moved
         if rule is None:
-            overwrite = best_overwrites(work, room)
+            overwrite, swap = best_overwrites(work, room), best_swaps(work, room, NUM_HEAVY)
         else:
             here = rule.rows(active)
             overwrite = best_overwrites(work, room, here.may_receive(work), here.must_stay(work))
-        edit, rate = better_of(overwrite, best_swaps(work, room, NUM_HEAVY, same_node))
+            swap = best_swaps(work, room, NUM_HEAVY, (rule.node_of, here.may_change_node(work)))
+        edit, rate = better_of(overwrite, swap)
         scale = work.steep * sum_in_order(work.peak, axis=1)
         going &= rate > np.maximum(goal.min_gain * scale, LEAST_RATE)
         apply_edits(work, edit, going)
         x = np.flatnonzero(going)
+        if rule is not None:
+            rule.follow(active[x], work.table[x], edit.slot[x], edit.other[x])
         made.append((active[x], edit.slot[x], edit.other[x], edit.expert[x], work.num_moved[x]))
         gains.append(edit.gain[x] / scale[x])
         if not going.all():

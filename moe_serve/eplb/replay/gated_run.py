@@ -8,7 +8,7 @@ import numpy as np
 
 from moe_serve.eplb.load import Floats, LoadRecord
 from moe_serve.eplb.placement import Placement
-from moe_serve.eplb.policies.policy import PlacementPolicy, Plan
+from moe_serve.eplb.policies.policy import PlacementPolicy, Plan, Unkept
 from moe_serve.eplb.rebalance.events import (
     Action,
     Decision,
@@ -43,6 +43,7 @@ class GatedRun:
         self._num_rounds = 0
         self._stall_s = 0.0
         self._plan_s = 0.0
+        self._unkept: tuple[Unkept, ...] = ()
 
     @property
     def decisions(self) -> tuple[Decision, ...]:
@@ -56,8 +57,10 @@ class GatedRun:
         earlier = None if changed_at is None else (at_first, (changed_at - first_step) / num_steps)
         moved = None if placement is self._last else arrivals(self._last, placement, self._rebalancer.topology)
         fit, bound = self._fit or (None, None)
-        served = Served(placement, None, fit, bound, moved, self._num_rounds, self._stall_s, self._plan_s, earlier)
-        self._last, self._num_rounds, self._stall_s, self._plan_s = placement, 0, 0.0, 0.0
+        served = Served(
+            placement, None, fit, bound, moved, self._num_rounds, self._stall_s, self._plan_s, earlier, self._unkept
+        )
+        self._last, self._num_rounds, self._stall_s, self._plan_s, self._unkept = placement, 0, 0.0, 0.0, ()
         return served
 
     def _play_until(self, step: int) -> int | None:
@@ -105,6 +108,7 @@ class GatedRun:
         begin = time.process_time()
         plan = self._policy.plan(action.request)
         self._plan_s += time.process_time() - begin
+        self._unkept += plan.unkept
         layers = self._rebalancer.placement.num_layers
         fit, bound = self._fit or (np.full(layers, np.nan), np.full(layers, np.nan))
         fit, bound = fit.copy(), bound.copy()

@@ -123,7 +123,11 @@ def _our_error(text: str) -> MoeServeError:
 def result_to_bytes(result: PolicyResult) -> bytes:
     """Returns a result as an .npz."""
     final = result.final
-    words: dict[str, Any] = {"name": result.name, "decisions": [asdict(each) for each in result.decisions]}
+    words: dict[str, Any] = {
+        "name": result.name,
+        "decisions": [asdict(each) for each in result.decisions],
+        "unkept": result.unkept,
+    }
     arrays = result.arrays()
     if final is not None:
         words["final"] = [final.num_logical, final.num_ranks, final.moe_layer_ids, final.version]
@@ -143,4 +147,4 @@ def result_from_bytes(content: bytes) -> PolicyResult:
         num_logical, num_ranks, layer_ids, version = words["final"]
         final = Placement(arrays.pop("final"), num_logical, num_ranks, tuple(layer_ids), version)
     decisions = tuple(Decision(**each | {"layer_rows": tuple(each["layer_rows"])}) for each in words["decisions"])
-    return PolicyResult(words["name"], **arrays, final=final, decisions=decisions)
+    return PolicyResult(words["name"], **arrays, final=final, decisions=decisions, unkept=tuple(words["unkept"]))

@@ -162,6 +162,7 @@ def plan_to_json(made: MadePlan) -> dict[str, Any]:
         "policy": made.policy,
         "truncated": made.plan.truncated,
         "num_moves": made.plan.num_moves if made.before_in_use else None,
+        "unkept": [str(unkept) for unkept in made.plan.unkept],
         "phases": {
             load.phase: {"windows": load.num_windows, "steps": load.steps}
             | {name: float(reached.mean()) for name, reached in _reached(made, load.tokens).items()}
@@ -225,6 +226,8 @@ def plan_to_table(made: MadePlan, color: bool = False) -> str:
     no_split = where_no_split_helps(made.tokens, placement)
     if no_split is not None:
         console.print(no_split, soft_wrap=True)
+    for unkept in plan.unkept:
+        console.print(f"{unkept}.", soft_wrap=True)
     if plan.truncated:
         console.print("The time budget ended the search early.")
     return printed(console)

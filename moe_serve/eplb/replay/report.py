@@ -100,7 +100,7 @@ def _style(result: PolicyResult, report: ReplayReport) -> str:
 
 
 def verdict(report: ReplayReport) -> tuple[str, ...]:
-    """Returns a few sentences: what was gained, which limit binds, and what to change."""
+    """Returns a few sentences: what was gained, which limit binds, what to change, and which rules were not kept."""
     if not report.policies:
         return ("No policy was replayed; name one with --policy.",)
     best, floor = report.best, report.floor
@@ -129,6 +129,7 @@ def verdict(report: ReplayReport) -> tuple[str, ...]:
     if no_split is not None:
         sentences.append(f"Of the last placement of {best.name} on all windows together: {no_split}")
     sentences += _economics(report, best, row, base)
+    sentences += [sentence for result in report.policies for sentence in result.unkept]
     return tuple(sentences)
 
 

@@ -33,6 +33,7 @@ class PolicyResult:
     received:      [L, E] int64, how often a rank had to receive the expert, over all windows: what `moves` sums to
     final:         placement after the last window; None for the ceiling
     decisions:     of a rebalancer; () = none decides
+    unkept:        sentences about rules that plans did not keep
     """
 
     name: str
@@ -52,6 +53,7 @@ class PolicyResult:
     received: NDArray[np.int64]
     final: Placement | None = None
     decisions: tuple[Decision, ...] = ()
+    unkept: tuple[str, ...] = ()
 
     @property
     def num_plans(self) -> int:

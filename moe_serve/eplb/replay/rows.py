@@ -3,6 +3,7 @@
 import numpy as np
 
 from moe_serve.eplb.placement import Placement
+from moe_serve.eplb.policies.policy import Unkept
 from moe_serve.eplb.rebalance.events import Decision
 from moe_serve.eplb.replay.costs import ProfileCosts
 from moe_serve.eplb.replay.result import PolicyResult
@@ -18,8 +19,11 @@ class ResultRows:
         self._rows: dict[str, list[np.ndarray | float]] = {}
         self._traffic: np.ndarray | None = None
         self._received: np.ndarray | None = None
+        self._unkept: dict[tuple[str, str], list[Unkept]] = {}
 
     def add(self, served: Served, score: WindowScore, costs: ProfileCosts | None) -> None:
+        for unkept in served.unkept:
+            self._unkept.setdefault((unkept.rule, unkept.because), []).append(unkept)
         unknown = np.full(len(score.balancedness), np.nan)
         moved = served.moved
         if self._received is None:
@@ -57,4 +61,13 @@ class ResultRows:
         traffic = np.full((1, 1), np.nan) if self._traffic is None else self._traffic
         assert self._received is not None  # a result has at least one window
         arrays |= {"traffic": traffic, "received": self._received}
-        return PolicyResult(self._name, **arrays, final=final, decisions=decisions)
+        unkept = tuple(self._said(plans) for plans in self._unkept.values())
+        return PolicyResult(self._name, **arrays, final=final, decisions=decisions, unkept=unkept)
+
+    def _said(self, plans: list[Unkept]) -> str:
+        """Returns the sentence about a rule that some plans did not keep."""
+        worst = max(plans, key=lambda one: one.reached)
+        return (
+            f"{self._name} does not keep {worst.rule} in {len(plans)} plan{'s' * (len(plans) != 1)} (up to "
+            f"{worst.reached:.4g} in a layer): {worst.because}."
+        )

@@ -14,7 +14,7 @@ import numpy as np
 
 from moe_serve.eplb.load import Floats, LoadRecord
 from moe_serve.eplb.placement import Placement
-from moe_serve.eplb.policies.policy import PlacementPolicy, PlanRequest
+from moe_serve.eplb.policies.policy import PlacementPolicy, PlanRequest, Unkept
 from moe_serve.eplb.rebalance.events import Decision
 from moe_serve.eplb.replay.arrivals import Arrivals, arrivals
 from moe_serve.eplb.replay.settings import ReplaySettings
@@ -27,6 +27,7 @@ class Served:
     fit, bound: [L] of the newest plan; None = no plan yet
     moved:      experts received; None = none
     earlier:    the placement of the window's first steps where experts moved in it, and the share of these steps
+    unkept:     rules that plans made since the last window do not keep
     stall_s:    predicted pause of a gated run's migrations; None = ask the costs about `moved`
     """
 
@@ -39,6 +40,7 @@ class Served:
     stall_s: float | None = None
     plan_s: float = 0.0
     earlier: tuple[Placement, float] | None = None
+    unkept: tuple[Unkept, ...] = ()
 
 
 class Run(Protocol):
@@ -116,7 +118,14 @@ class PlannedRun:
         self.placement, self._shares = plan.placement, plan.shares
         self._fit = (plan.balancedness, plan.bound)
         self._next = Served(
-            self.placement, self._shares, plan.balancedness, plan.bound, moved, int(moved.num_moves > 0), plan_s=plan_s
+            self.placement,
+            self._shares,
+            plan.balancedness,
+            plan.bound,
+            moved,
+            int(moved.num_moves > 0),
+            plan_s=plan_s,
+            unkept=plan.unkept,
         )
 
     def end(self) -> Placement:
