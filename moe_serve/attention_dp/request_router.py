@@ -81,6 +81,7 @@ class RequestRouter:
 
         prompt_ids:     everything to prefill: on a second attempt the output so far too
         session_id:     requests of a session go to one rank; front ends agree on it without messages
+        salt:           prompts and sessions of different salts have nothing in common
         request_id:     None: the request is not counted
         max_new_tokens: tokens that it may produce
         among:          choose one of these, which are not lost; () = any
@@ -94,7 +95,7 @@ class RequestRouter:
         cached = self._cached_tokens(keys[: max(0, len(prompt_ids) - 1) // self.block_size])
         rank = self._rank_of_group(group, len(prompt_ids), among or self.ranks)
         if rank is None:
-            rank = self._choose(cached, session_id, among or self.ranks)
+            rank = self._choose(cached, session_id, salt, among or self.ranks)
         self._num_routed += 1
         self._ranks[rank].last_chosen = self._num_routed
         self._remember(keys, rank)
@@ -151,10 +152,10 @@ class RequestRouter:
         ahead = self._ranks[first.rank].load - first.prefill_tokens - least
         return first.rank if ahead <= max(self.load_gap, num_prompt) else None
 
-    def _choose(self, cached: dict[int, int], session_id: str | None, among: Sequence[int]) -> int:
+    def _choose(self, cached: dict[int, int], session_id: str | None, salt: str, among: Sequence[int]) -> int:
         least = min(self._ranks[rank].load for rank in among)
         if session_id is not None:
-            rank = max(among, key=lambda rank: _rendezvous_weight(session_id, rank))
+            rank = max(among, key=lambda rank: _rendezvous_weight(session_id, salt, rank))
             if self._ranks[rank].load - least <= self.load_gap:
                 return rank
 
@@ -194,9 +195,10 @@ class RequestRouter:
         self._ranks[sent.rank].own_new += sent.new_tokens
 
 
-def _rendezvous_weight(session_id: str, rank: int) -> bytes:
+def _rendezvous_weight(session_id: str, salt: str, rank: int) -> bytes:
     """Returns the weight of a rank for a session; the highest wins. When a rank is lost, only its sessions move."""
-    return blake2b(session_id.encode("utf-8", "surrogatepass") + b"\0" + rank.to_bytes(4, "little")).digest()
+    session = f"{salt}\0{session_id}".encode("utf-8", "surrogatepass")
+    return blake2b(session + b"\0" + rank.to_bytes(4, "little")).digest()
 
 
 def _bits(mask: int) -> list[int]:

@@ -53,6 +53,9 @@ class ServerConfig(Section):
     # line may give limits of its own: NAME rpm_limit=60 tpm_limit=none KEY
     api_key_file: str | None = None
     admin_api_key_file: str | None = None
+    # Cached prefixes are each client's own where there are keys: what one has sent, `cached_tokens` and the time of an
+    # answer would tell another. true: all keys share them, as all clients do where there are none
+    share_prefix_cache: bool = False
     # What one client may ask `/generate` and `/v1` for: by its API key, or by its address where there are no keys.
     # Requests per minute (each output counts), tokens per minute (prompts and outputs), and requests at a time; beyond
     # it: HTTP 429. None: no limit. Admin keys have the limits of their own line alone.

@@ -1,13 +1,14 @@
 """What all routes that generate have in common, whatever their API: from a request to its open call. Torch-free."""
 
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from fastapi import Request
 
 from moe_serve.errors import RequestError
 from moe_serve.models.tokenizer import Tokenizer
+from moe_serve.server.access.client_limits import Client
 from moe_serve.server.admission.admission_gate import Terms
 from moe_serve.server.admission.degrade import Degradation
 from moe_serve.server.body import Bodies
@@ -46,10 +47,12 @@ class Doors:
         Raises RequestError, QueueFullError or UnavailableError.
         """
         terms: Terms = request.state.terms
-        client = str(request.state.client)
+        caller: Client = request.state.client
+        client = str(caller)
         async with self.bodies.read(request) as body:
             given = await self.parser.parse(body, self.bridge.capacity, kind, client)
             asked = self.degradation.apply(await call_of(given), self.bridge.queue, terms.degraded)
+            asked = replace(asked, salt=caller.cache_salt(asked.salt))
             try:
                 return given, await start_call(
                     asked, self.bridge, self.tokenizer, self.long_texts, terms.permit, client

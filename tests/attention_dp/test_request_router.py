@@ -67,6 +67,13 @@ def test_other_salt_has_no_affinity():
     assert router.route(prompt(0), salt="y") == 1 - rank
 
 
+def test_sessions_of_one_name_but_other_salts_are_different_sessions():
+    one, two = RequestRouter(8), RequestRouter(8)
+    ranks = {salt: one.route([1], "session", salt) for salt in map(str, range(50))}
+    assert {salt: two.route([2], "session", salt) for salt in ranks} == ranks, "front ends agree"
+    assert set(ranks.values()) == set(range(8))
+
+
 @pytest.mark.parametrize("session_id", [None, "s"])
 def test_affinity_yields_above_the_load_gap(session_id):
     router = RequestRouter(2, load_gap=512, block_size=16)

@@ -2,6 +2,7 @@
 
 import pytest
 
+from moe_serve.attention_dp.prefix_cache import block_keys, root_key
 from moe_serve.errors import ConfigError, RequestError
 from tests.attention_dp.steps import make_request, make_scheduler, run_step, shape
 
@@ -104,6 +105,25 @@ def test_the_head_of_the_queue_is_admitted_as_soon_as_enough_blocks_are_free():
     assert not run_step(scheduler).prefills  # 2 free blocks, 3 needed; then short ends
     assert shape(run_step(scheduler).prefills) == [("next", 0, 10, True)]
     assert scheduler.num_running == 1, "only short has ended"
+
+
+def test_a_preempted_request_comes_back_to_the_blocks_of_its_own_salt_alone():
+    scheduler = make_scheduler(num_blocks=5, max_running=2)
+    a, b = (make_request(name, num_prompt=8, max_new_tokens=9, salt=f"of {name}") for name in "ab")
+    scheduler.add(a)
+    scheduler.add(b)
+    num_preempted = 0
+    while scheduler.has_work:
+        proposal = run_step(scheduler)
+        num_preempted += len(proposal.preempted)
+        assert not set(a.block_ids) & set(b.block_ids), "equal tokens of different salts share no block"
+        for request in (a, b):
+            root = root_key(b"", request.salt, 4)
+            known = [*request.prompt_ids, *request.output_ids]
+            assert request.block_keys == block_keys(root, known, 4)[: len(request.block_keys)]
+    assert num_preempted == 1
+    assert b.num_cached_prompt == 0, "a had computed the same prompt"
+    assert a.output_ids == b.output_ids
 
 
 @pytest.mark.parametrize("max_batch_tokens", [4, 16])

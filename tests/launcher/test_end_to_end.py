@@ -218,6 +218,38 @@ def test_a_repeated_prompt_comes_from_the_cache(client):
     assert salted["output_ids"] == again["output_ids"]
 
 
+def test_what_one_key_has_sent_another_finds_in_no_cache_by_any_route(monkeypatch):
+    """`cached_tokens` told one key how much of its prompt another had sent. Two front ends: both must agree."""
+    text = "a sentence that is long enough to fill several blocks of the cache, and then some more words. " * 2
+    routes = {
+        "/generate": {"text": f"First {text}", "sampling_params": GREEDY},
+        "/v1/completions": {"prompt": f"Second {text}", "max_tokens": 4},
+        "/v1/chat/completions": {"messages": [{"role": "user", "content": f"Third {text}"}], "max_tokens": 4},
+        "/v1/responses": {"input": f"Fourth {text}", "max_output_tokens": 16},
+    }
+    monkeypatch.setenv("MOE_SERVE_API_KEY", "first-key second-key")
+
+    def cached(system: Running, route: str, key: str) -> int:
+        with system.client(timeout_s=120) as client:  # a connection of its own: to any of the front ends
+            body = {**routes[route], "routed_dp_rank": 0}
+            answer = client.post(route, json=body, headers={"authorization": f"Bearer {key}"})
+        assert answer.status_code == 200, answer.text
+        if route == "/generate":
+            return answer.json()["meta_info"]["cached_tokens"]
+        usage = answer.json()["usage"]
+        details = usage["input_tokens_details"] if route == "/v1/responses" else usage["prompt_tokens_details"]
+        return details["cached_tokens"]
+
+    with serve("--api-workers", "2") as system:
+        for route in routes:
+            own = [cached(system, route, "first-key") for _ in range(5)]
+            other = [cached(system, route, "second-key") for _ in range(5)]
+            assert own[0] == 0, route
+            assert own[1:] == [own[1]] * 4, route
+            assert own[1] >= 32, route
+            assert other == own, f"{route}: as if nobody had sent it before"
+
+
 def test_bad_input_is_refused_by_name_and_the_server_goes_on(client):
     for fields, field in BAD:
         if fields in ({"input_ids": [5] * 201}, {"text": "a", "sampling_params": {"max_new_tokens": 256}}):

@@ -39,6 +39,22 @@ def say_group(
         served.workers[rank].say(Members(rank, 0, group_epoch, members, reason, ended=list(ended)))
 
 
+@in_event_loop
+async def test_a_request_keeps_its_salt_on_the_rank_that_goes_on_with_it():
+    async with three_ranks() as served:
+        changes = Changes()
+        specs = [spec(seed=10 * i, rank=i % 3, max_new_tokens=40, salt=f"salt {i}") for i in range(6)]
+        requests = served.bridge.submit(specs, changes)
+        await until(lambda: all(request.num_output >= 2 for request in requests))
+        served.kill(1)
+        served.bridge.report_loss("rank 1 was killed by SIGKILL", 1)
+        say_group(served, 1, [0, 2], ended=[1])
+        await all_right(served, changes, requests)
+        submitted = [submit for worker in served.workers for submit in worker.submitted]
+        assert {submit.salt for submit in submitted if submit.attempt} == {"salt 1", "salt 4"}
+        assert all(submit.salt == f"salt {submit.seed // 10}" for submit in submitted)
+
+
 async def all_right(served: Served, changes: Changes, requests: list[OpenRequest]) -> None:
     for worker in served.workers:
         worker.go.set()

@@ -14,7 +14,7 @@ import functools
 import ipaddress
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import NamedTuple, Self
 
 from moe_serve.config import ServerConfig
@@ -48,16 +48,27 @@ LIMIT_NAMES = tuple(field.name for field in fields(ClientLimits))
 
 @dataclass(frozen=True)
 class Client:
-    """Who asks. kind: "key", "admin key" or "address"; name: of its key, or its address"""
+    """Who asks. kind: "key", "admin key" or "address"; name: of its key, or its address
+
+    cache_scope: clients with different ones share no cached prefix; "": that of all addresses, and of all who share
+    """
 
     kind: str
     name: str
     limits: ClientLimits
+    cache_scope: str = field(default="", repr=False)
 
     @classmethod
     def at(cls, address: str, limits: ClientLimits) -> Self:
         """Returns the client at an address. Of IPv6 the first 64 bits count: a client may choose the others."""
         return cls("address", _network(address), limits)
+
+    def cache_salt(self, own: str) -> str:
+        """Returns the salt of its requests: of its scope, and within that of the salt that it has chosen itself.
+
+        A scope has a fixed length and comes first, so no salt of a client reaches another client's scope.
+        """
+        return f"{self.cache_scope}\0{own}" if self.cache_scope else own
 
     def __str__(self) -> str:
         return f"the {self.kind} {self.name}"

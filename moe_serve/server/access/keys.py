@@ -23,17 +23,18 @@ _MAX_FILE_BYTES = 1 << 20
 
 @dataclass(frozen=True)
 class Key:
-    """One key. name: by which limits and logs know it; digest: SHA-256 of the secret"""
+    """One key. name: by which limits and logs know it; digest: SHA-256 of the secret; cache_scope: of its client"""
 
     name: str
     digest: bytes
     is_admin: bool
     limits: ClientLimits
+    cache_scope: str = ""
 
     @property
     def client(self) -> Client:
         """Whoever has this key."""
-        return Client("admin key" if self.is_admin else "key", self.name, self.limits)
+        return Client("admin key" if self.is_admin else "key", self.name, self.limits, self.cache_scope)
 
 
 class KeyRing:
@@ -66,10 +67,12 @@ class KeyRing:
                 words, limits = _read_limits(setting, line, limits)
                 *name, secret = words
                 keys.append(Key(" ".join(name) or f"{kind}-{number}", _digest(secret), is_admin, limits))
-        for key in keys:
-            other = next(each for each in keys if (each.name, each.is_admin) == (key.name, key.is_admin))
-            if other.limits != key.limits:
+        for i, key in enumerate(keys):
+            first = next(each for each in keys if (each.name, each.is_admin) == (key.name, key.is_admin))
+            if first.limits != key.limits:
                 raise ConfigError(f"keys named {key.name!r} have different limits; give them the same, or other names")
+            if not server.share_prefix_cache:
+                keys[i] = replace(key, cache_scope=_cache_scope(first.digest))
         return cls(tuple(keys))
 
     def identify(self, secret: str | None) -> Key | None:
@@ -84,6 +87,11 @@ class KeyRing:
 
 def _digest(secret: str) -> bytes:
     return hashlib.sha256(secret.encode("utf-8", "surrogatepass")).digest()
+
+
+def _cache_scope(digest: bytes) -> str:
+    """Returns the scope of a client with this key: the same on all front ends, and known to no other client."""
+    return hmac.digest(digest, b"moe_serve prefix cache", "sha256").hex()
 
 
 def _read_limits(setting: str, line: str, limits: ClientLimits) -> tuple[list[str], ClientLimits]:
