@@ -38,14 +38,25 @@ class HfConfig:
                 raise self.wrong(key, value, f"at most {largest}")
             return value
         if default is None:
-            raise ModelError(
-                f"{self.where}: {keys[0]} is missing; is this the folder of a {shown(self.get('model_type'))} model?"
-            )
+            raise self._missing(keys[0])
         return default
 
-    def positive(self, key: str, default: float) -> float:
+    def _missing(self, key: str) -> ModelError:
+        return ModelError(
+            f"{self.where}: {key} is missing; is this the folder of a {shown(self.get('model_type'))} model?"
+        )
+
+    def require(self, *keys: str) -> None:
+        """Raises ModelError for the first of `keys` that is not there; null is there."""
+        for key in keys:
+            if key not in self.values:
+                raise self._missing(key)
+
+    def positive(self, key: str, default: float | None = None) -> float:
         """Returns the finite number above 0 under a key."""
         value = self.get(key, default)
+        if value is None:
+            raise self._missing(key)
         if isinstance(value, bool) or not isinstance(value, int | float) or not is_positive(value):
             raise self.wrong(key, value, "a number above 0")
         return float(value)

@@ -82,7 +82,7 @@ def read_rope(
     may_be_long: whether the family knows LongRoPE
     Raises ModelError for a kind that is not SUPPORTED, and for missing or impossible numbers.
     """
-    given = values.get("rope_parameters") or values.get("rope_scaling") or {}
+    given = values.get("rope_scaling") or values.get("rope_parameters") or {}
     if not isinstance(given, Mapping):
         raise ModelError(f"{where}: rope_parameters is {shown(given)}, expected an object")
     kind = given.get("rope_type") or given.get("type") or "default"
@@ -101,7 +101,7 @@ def read_rope(
     if kind == "llama3":
         return replace(RopeSpec(dim, theta, interleaved), divisors=_llama3_divisors(given, dim, theta, where))
     if kind == "longrope":
-        return _read_long(given, values, RopeSpec(dim, theta, interleaved), where)
+        return _read_long(given, RopeSpec(dim, theta, interleaved), where)
     return _read_yarn(given, values, dim, theta, interleaved, where)
 
 
@@ -132,9 +132,9 @@ def _llama3_divisors(given: Mapping[str, Any], dim: int, theta: float, where: st
     return tuple(divisors)
 
 
-def _read_long(given: Mapping[str, Any], values: Mapping[str, Any], rope: RopeSpec, where: str) -> RopeSpec:
+def _read_long(given: Mapping[str, Any], rope: RopeSpec, where: str) -> RopeSpec:
     key = "original_max_position_embeddings"
-    original = _number(values if given.get(key) is None else given, key, where)
+    original = _number(given, key, where)
     divisors = []
     for key in ("short_factor", "long_factor"):
         numbers = given.get(key)

@@ -223,7 +223,12 @@ def test_an_unsupported_architecture_is_refused_with_the_list_of_supported_ones(
         (DEEPSEEK_V3, {"topk_method": "greedy"}, "topk_method 'greedy'"),
         (DEEPSEEK_V3, {"moe_layer_freq": 2}, "moe_layer_freq 2"),
         (PHI_35_MOE, {"num_experts_per_tok": 3}, "top-k is 3, but sparsemixer chooses two experts"),
-        (PHI_35_MOE, {"rope_scaling": {"type": "longrope"}}, "expected a list of 64 numbers"),
+        (PHI_35_MOE, {"rope_scaling": {"type": "longrope"}}, "original_max_position_embeddings"),
+        (
+            PHI_35_MOE,
+            {"rope_scaling": {"type": "longrope", "original_max_position_embeddings": 4096}},
+            "expected a list of 64 numbers",
+        ),
         (PHI_35_MOE, {"rope_scaling": PHI_35_MOE["rope_scaling"] | {"long_factor": [1.0]}}, "a list of 64 numbers"),
         (ERNIE_45_21B, {"use_bias": True}, "use_bias true"),
         (ERNIE_45_21B, {"model_type": "qwen3_next"}, "linear attention (gated delta rule), whose state is one per req"),

@@ -1,6 +1,6 @@
 """What readers of several families share: fields of every config.json, grouped-query attention."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -22,7 +22,7 @@ def common_fields(config: HfConfig, eos_token_ids: tuple[int, ...]) -> dict[str,
         "hidden": config.size("hidden_size"),
         "num_layers": config.size("num_hidden_layers", largest=MOST_LAYERS),
         "max_position": config.size("max_position_embeddings", largest=LONGEST_CONTEXT),
-        "norm_eps": config.positive("rms_norm_eps", 1e-6),
+        "norm_eps": config.positive("rms_norm_eps"),
         "eos_token_ids": eos_token_ids,
         "tie_embeddings": config.flag("tie_word_embeddings"),
         "checkpoint_dtype": config.text("dtype", "torch_dtype"),
@@ -83,21 +83,26 @@ def sparse_layers(config: HfConfig) -> tuple[int, ...]:
     return tuple(layer for layer in range(num_layers) if layer not in dense_only and (layer + 1) % step == 0)
 
 
-def moe_layers_behind_dense_ones(config: HfConfig, default: int) -> tuple[int, ...]:
+def moe_layers_behind_dense_ones(config: HfConfig) -> tuple[int, ...]:
     """Returns the MoE layers' ids where the first layers are dense, as many as config.json says."""
     num_layers = config.size("num_hidden_layers", largest=MOST_LAYERS)
-    first = min(config.size("first_k_dense_replace", default=default, minimum=0), num_layers)
-    return tuple(range(first, num_layers))
+    return tuple(range(min(config.size("first_k_dense_replace", minimum=0), num_layers), num_layers))
 
 
-def deepseek_v3_router(config: HfConfig, norm_topk: bool = True) -> RouterSpec:
-    """Returns the router of DeepSeek-V3 and those who took it over. norm_topk: where config.json does not say"""
+def dense_width(config: HfConfig, moe_layer_ids: Sequence[int], key: str = "intermediate_size") -> int:
+    """Returns the width of the MLP of layers without experts; 0 where all have experts."""
+    num_layers = config.size("num_hidden_layers", largest=MOST_LAYERS)
+    return config.size(key) if len(moe_layer_ids) < num_layers else 0
+
+
+def deepseek_v3_router(config: HfConfig) -> RouterSpec:
+    """Returns the router of DeepSeek-V3 and those who took it over."""
     return RouterSpec(
         num_logical=config.size("n_routed_experts"),
         topk=config.size("num_experts_per_tok"),
         scoring="sigmoid",
-        norm_topk=config.flag("norm_topk_prob", default=norm_topk),
-        scaling=config.positive("routed_scaling_factor", 1.0),
+        norm_topk=config.flag("norm_topk_prob"),
+        scaling=config.positive("routed_scaling_factor"),
         num_groups=config.size("n_group", default=1),
         topk_groups=config.size("topk_group", default=1),
         has_bias=True,

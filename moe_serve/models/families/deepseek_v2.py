@@ -21,7 +21,7 @@ def read(config: HfConfig, eos_token_ids: tuple[int, ...]) -> ModelSpec:
         topk=config.size("num_experts_per_tok"),
         scoring="softmax",
         norm_topk=False,
-        scaling=config.positive("routed_scaling_factor", 1.0),
+        scaling=config.positive("routed_scaling_factor"),
         num_groups=config.size("n_group") if in_groups else 1,
         topk_groups=config.size("topk_group") if in_groups else 1,
         group_score="best",
@@ -29,4 +29,14 @@ def read(config: HfConfig, eos_token_ids: tuple[int, ...]) -> ModelSpec:
     return latent_model(config, eos_token_ids, router)
 
 
+DEFAULTS = {
+    "deepseek_v2": {
+        "eos_token_id": 2,
+        "first_k_dense_replace": 0,
+        "n_shared_experts": 2,
+        "q_lora_rank": 1536,
+        "rms_norm_eps": 1e-6,
+        "routed_scaling_factor": 1.0,
+    }
+}
 READERS = {"deepseek_v2": read}

@@ -2,7 +2,12 @@
 
 from moe_serve.ep.routing import RouterSpec
 from moe_serve.models.attention_spec import MlaSpec
-from moe_serve.models.families.common import common_fields, deepseek_v3_router, moe_layers_behind_dense_ones
+from moe_serve.models.families.common import (
+    common_fields,
+    deepseek_v3_router,
+    dense_width,
+    moe_layers_behind_dense_ones,
+)
 from moe_serve.models.hf_config import HfConfig
 from moe_serve.models.model_files import shown
 from moe_serve.models.rope_spec import read_rope
@@ -27,6 +32,7 @@ def latent_model(
     nope_dim = config.size("qk_nope_head_dim")
     q_lora_rank = config.get("q_lora_rank")
     moe_intermediate = config.size("moe_intermediate_size")
+    moe_layer_ids = moe_layers_behind_dense_ones(config)
     num_shared = config.size("n_shared_experts", default=0, minimum=0)
     return ModelSpec(
         **common_fields(config, eos_token_ids),
@@ -41,12 +47,30 @@ def latent_model(
             softmax_scale=(nope_dim + rope_dim) ** -0.5 * rope.softmax_factor,
         ),
         rope=rope,
-        moe_layer_ids=moe_layers_behind_dense_ones(config, default=0),
+        moe_layer_ids=moe_layer_ids,
         router=router,
         moe_intermediate=moe_intermediate,
         shared_intermediate=num_shared * moe_intermediate,
-        dense_intermediate=config.size("intermediate_size", default=0, minimum=0),
+        dense_intermediate=dense_width(config, moe_layer_ids),
     )
 
 
-READERS = {"deepseek_v3": read, "kimi_k2": read}
+def read_kimi(config: HfConfig, eos_token_ids: tuple[int, ...]) -> ModelSpec:
+    """transformers has no class for it, and that of its authors takes other defaults than the one of DeepSeek-V3."""
+    config.require("first_k_dense_replace", "n_group", "n_shared_experts", "norm_topk_prob", "topk_group")
+    return read(config, eos_token_ids)
+
+
+V3_DEFAULTS = {
+    "eos_token_id": 1,
+    "first_k_dense_replace": 3,
+    "n_group": 8,
+    "n_shared_experts": 1,
+    "norm_topk_prob": True,
+    "q_lora_rank": 1536,
+    "rms_norm_eps": 1e-6,
+    "routed_scaling_factor": 2.5,
+    "topk_group": 4,
+}
+DEFAULTS = {"deepseek_v3": V3_DEFAULTS}
+READERS = {"deepseek_v3": read, "kimi_k2": read_kimi}

@@ -22,4 +22,5 @@ def read(config: HfConfig, eos_token_ids: tuple[int, ...]) -> ModelSpec:
     return replace(spec, attention=replace(attention, indexer=indexer))
 
 
+DEFAULTS = {"deepseek_v32": deepseek_v3.V3_DEFAULTS}
 READERS = {"deepseek_v32": read}

@@ -5,6 +5,7 @@ from dataclasses import replace
 from moe_serve.models.families.common import (
     common_fields,
     deepseek_v3_router,
+    dense_width,
     gqa,
     moe_layers_behind_dense_ones,
     windowed_by_layer,
@@ -17,22 +18,31 @@ from moe_serve.models.spec import ModelSpec
 def read(config: HfConfig, eos_token_ids: tuple[int, ...]) -> ModelSpec:
     bias = config.flag("attention_bias")
     attention = replace(gqa(config), qk_norm="head", qkv_bias=bias, out_bias=bias)
-    config_with_window = HfConfig({"sliding_window": 4096, **config.values}, config.where)  # null is no window
-    first_windowed = config.size("max_window_layers", default=62, minimum=0)
-    has_window = config_with_window.get("sliding_window") is not None
+    first_windowed = config.size("max_window_layers", minimum=0)
+    has_window = config.get("sliding_window") is not None
+    moe_layer_ids = moe_layers_behind_dense_ones(config)
     width = config.size("moe_intermediate_size")
     return ModelSpec(
         **common_fields(config, eos_token_ids),
-        attention=windowed_by_layer(
-            attention, config_with_window, lambda layer: has_window and layer >= first_windowed
-        ),
+        attention=windowed_by_layer(attention, config, lambda layer: has_window and layer >= first_windowed),
         rope=read_rope(config.values, attention.head_dim, False, config.where),
-        moe_layer_ids=moe_layers_behind_dense_ones(config, default=0),
-        router=deepseek_v3_router(config, norm_topk=False),
+        moe_layer_ids=moe_layer_ids,
+        router=deepseek_v3_router(config),
         moe_intermediate=width,
         shared_intermediate=config.size("n_shared_experts", default=0, minimum=0) * width,
-        dense_intermediate=config.size("intermediate_size", default=0, minimum=0),
+        dense_intermediate=dense_width(config, moe_layer_ids),
     )
 
 
+DEFAULTS = {
+    "dots1": {
+        "first_k_dense_replace": 0,
+        "max_window_layers": 62,
+        "norm_topk_prob": False,
+        "num_key_value_heads": 32,
+        "rms_norm_eps": 1e-6,
+        "routed_scaling_factor": 1.0,
+        "sliding_window": 4096,
+    }
+}
 READERS = {"dots1": read}

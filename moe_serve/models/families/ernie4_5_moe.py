@@ -1,7 +1,7 @@
 """ERNIE-4.5-MoE: softmax scores with a correction bias, shared experts, MoE layers by turns with dense ones."""
 
 from moe_serve.ep.routing import RouterSpec
-from moe_serve.models.families.common import common_fields, gqa
+from moe_serve.models.families.common import common_fields, dense_width, gqa
 from moe_serve.models.hf_config import MOST_LAYERS, HfConfig
 from moe_serve.models.rope_spec import read_rope
 from moe_serve.models.spec import ExpertNames, ModelSpec
@@ -12,15 +12,12 @@ def read(config: HfConfig, eos_token_ids: tuple[int, ...]) -> ModelSpec:
         raise config.refuse("use_bias true (biases of every projection)")
     attention = gqa(config)
     width = config.size("moe_intermediate_size")
-    shared = {
-        "norm_eps": config.positive("rms_norm_eps", 1e-5),
-        "tie_embeddings": config.flag("tie_word_embeddings", default=True),
-    }
+    moe_layer_ids = _moe_layers(config)
     return ModelSpec(
-        **common_fields(config, eos_token_ids) | shared,
+        **common_fields(config, eos_token_ids),
         attention=attention,
-        rope=read_rope({"rope_theta": 500000.0, **config.values}, attention.head_dim, True, config.where),
-        moe_layer_ids=_moe_layers(config),
+        rope=read_rope(config.values, attention.head_dim, True, config.where),
+        moe_layer_ids=moe_layer_ids,
         router=RouterSpec(
             num_logical=config.size("moe_num_experts", "num_experts"),
             topk=config.size("moe_k", "num_experts_per_tok"),
@@ -31,7 +28,7 @@ def read(config: HfConfig, eos_token_ids: tuple[int, ...]) -> ModelSpec:
         ),
         moe_intermediate=width,
         shared_intermediate=width * config.size("moe_num_shared_experts", default=0, minimum=0),
-        dense_intermediate=config.size("intermediate_size", default=0, minimum=0),
+        dense_intermediate=dense_width(config, moe_layer_ids),
         expert_names=ExpertNames(router_bias="moe_statics.e_score_correction_bias", router_bias_is_row=True),
     )
 
@@ -45,4 +42,14 @@ def _moe_layers(config: HfConfig) -> tuple[int, ...]:
     return tuple(i for i in range(num_layers) if first <= i <= last and (i + 1) % step == 0)
 
 
+DEFAULTS = {
+    "ernie4_5_moe": {
+        "eos_token_id": 2,
+        "moe_num_shared_experts": 2,
+        "num_key_value_heads": 4,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 500000.0,
+        "tie_word_embeddings": True,
+    }
+}
 READERS = {"ernie4_5_moe": read}

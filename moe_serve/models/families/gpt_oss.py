@@ -26,9 +26,9 @@ def read(config: HfConfig, eos_token_ids: tuple[int, ...]) -> ModelSpec:
         if in_mxfp4 and config.size(key) % MXFP4_BLOCK:
             raise config.wrong(key, config.get(key), f"a multiple of {MXFP4_BLOCK}, the block of MXFP4")
     return ModelSpec(
-        **{**common_fields(config, eos_token_ids), "norm_eps": config.positive("rms_norm_eps", 1e-5)},
+        **common_fields(config, eos_token_ids),
         attention=attention,
-        rope=read_rope({"rope_theta": 150000.0, **config.values}, attention.head_dim, False, config.where),
+        rope=read_rope(config.values, attention.head_dim, False, config.where),
         moe_layer_ids=tuple(range(num_layers)),
         router=RouterSpec(
             num_logical=config.size("num_local_experts"),
@@ -49,4 +49,5 @@ def read(config: HfConfig, eos_token_ids: tuple[int, ...]) -> ModelSpec:
     )
 
 
+DEFAULTS = {"gpt_oss": {"head_dim": 64, "num_key_value_heads": 8, "rms_norm_eps": 1e-5, "rope_theta": 150000.0}}
 READERS = {"gpt_oss": read}

@@ -40,4 +40,5 @@ def read(config: HfConfig, eos_token_ids: tuple[int, ...]) -> ModelSpec:
     )
 
 
+DEFAULTS = {name: {"eos_token_id": 2, "rms_norm_eps": 1e-6} for name in ("granitemoe", "granitemoeshared")}
 READERS = {"granitemoe": read, "granitemoeshared": read}

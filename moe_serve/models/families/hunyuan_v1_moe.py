@@ -24,7 +24,7 @@ def read(config: HfConfig, eos_token_ids: tuple[int, ...]) -> ModelSpec:
     names = ("query_layernorm", "key_layernorm")
     attention = replace(gqa(config), qk_norm="rotated_head", norm_names=names, qkv_bias=bias, out_bias=bias)
     return ModelSpec(
-        **{**common_fields(config, eos_token_ids), "norm_eps": config.positive("rms_norm_eps", 1e-5)},
+        **common_fields(config, eos_token_ids),
         attention=attention,
         rope=read_rope(_stretched(config, attention.head_dim), attention.head_dim, False, config.where),
         moe_layer_ids=tuple(range(config.size("num_hidden_layers", largest=MOST_LAYERS))),
@@ -54,4 +54,5 @@ def _stretched(config: HfConfig, head_dim: int) -> Mapping[str, Any]:
     return {**config.values, "rope_scaling": None, "rope_parameters": {"rope_theta": theta}}
 
 
+DEFAULTS = {"hunyuan_v1_moe": {"eos_token_id": 2, "rms_norm_eps": 1e-5}}
 READERS = {"hunyuan_v1_moe": read}

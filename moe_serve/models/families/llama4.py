@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from moe_serve.ep.routing import RouterSpec
 from moe_serve.models.attention_spec import QueryTemperature
-from moe_serve.models.families.common import common_fields, gqa, layers_of_kind
+from moe_serve.models.families.common import common_fields, dense_width, gqa, layers_of_kind
 from moe_serve.models.hf_config import LARGEST_SIZE, LONGEST_CONTEXT, MOST_LAYERS, HfConfig
 from moe_serve.models.rope_spec import read_rope
 from moe_serve.models.spec import ExpertNames, ModelSpec
@@ -32,15 +32,16 @@ def read(config: HfConfig, eos_token_ids: tuple[int, ...]) -> ModelSpec:
         attention = replace(attention, temperature=QueryTemperature(*scales))
     step = config.size("interleave_moe_layer_step", default=1)
     listed = config.get("moe_layers")
-    moe_layers = (
-        config.sizes("moe_layers", below=num_layers) if listed is not None else range(step - 1, num_layers, step)
+    moe_layer_ids = tuple(
+        sorted(config.sizes("moe_layers", below=num_layers))
+        if listed is not None
+        else range(step - 1, num_layers, step)
     )
-    values = {"rope_theta": 500000.0, **config.values}
     return ModelSpec(
-        **common_fields(config, eos_token_ids) | {"norm_eps": config.positive("rms_norm_eps", 1e-5)},
+        **common_fields(config, eos_token_ids),
         attention=attention,
-        rope=read_rope(values, attention.head_dim, True, config.where),
-        moe_layer_ids=tuple(sorted(moe_layers)),
+        rope=read_rope(config.values, attention.head_dim, True, config.where),
+        moe_layer_ids=moe_layer_ids,
         router=RouterSpec(
             num_logical=config.size("num_local_experts"),
             topk=config.size("num_experts_per_tok", default=1),
@@ -50,7 +51,7 @@ def read(config: HfConfig, eos_token_ids: tuple[int, ...]) -> ModelSpec:
         ),
         moe_intermediate=config.size("intermediate_size"),
         shared_intermediate=config.size("intermediate_size"),
-        dense_intermediate=config.size("intermediate_size_mlp", default=0, minimum=0),
+        dense_intermediate=dense_width(config, moe_layer_ids, "intermediate_size_mlp"),
         expert_names=ExpertNames(
             "feed_forward", "feed_forward", "router", shared="feed_forward.shared_expert", form="turned"
         ),
@@ -66,4 +67,13 @@ def _unrotated(config: HfConfig, num_layers: int) -> tuple[int, ...]:
     return tuple(layer for layer, rotates in enumerate(flags) if not rotates)
 
 
+TEXT_DEFAULTS = {
+    "attention_chunk_size": 8192,
+    "eos_token_id": 2,
+    "head_dim": 128,
+    "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 500000.0,
+}
+DEFAULTS = {"llama4_text": TEXT_DEFAULTS, "llama4": TEXT_DEFAULTS}
 READERS = {"llama4_text": read, "llama4": read}

@@ -20,11 +20,12 @@ def read(config: HfConfig, eos_token_ids: tuple[int, ...]) -> ModelSpec:
         if config.get(key, wanted) != wanted:
             raise config.refuse(f"{key} {shown(config.get(key))} (only {shown(wanted)} is)")
     rotated = config.size("rotary_dim", default=attention.head_dim)
-    values = {"rope_theta": 5e6, **config.values}
     return ModelSpec(
         **common_fields(config, eos_token_ids),
         attention=attention,
-        rope=read_rope(values, attention.head_dim, False, config.where, partial_default=rotated / attention.head_dim),
+        rope=read_rope(
+            config.values, attention.head_dim, False, config.where, partial_default=rotated / attention.head_dim
+        ),
         moe_layer_ids=tuple(range(num_layers)),
         router=RouterSpec(
             num_logical=config.size("num_local_experts", "num_experts"),
@@ -42,4 +43,13 @@ def read(config: HfConfig, eos_token_ids: tuple[int, ...]) -> ModelSpec:
     )
 
 
+DEFAULTS = {
+    "minimax_m2": {
+        "eos_token_id": 200020,
+        "head_dim": 128,
+        "num_key_value_heads": 8,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 5e6,
+    }
+}
 READERS = {"minimax_m2": read}

@@ -10,7 +10,7 @@ from moe_serve.models.spec import ExpertNames, ModelSpec
 def read(config: HfConfig, eos_token_ids: tuple[int, ...]) -> ModelSpec:
     attention = windowed(gqa(config), config)
     return ModelSpec(
-        **{**common_fields(config, eos_token_ids), "norm_eps": config.positive("rms_norm_eps", 1e-5)},
+        **common_fields(config, eos_token_ids),
         attention=attention,
         rope=read_rope(config.values, attention.head_dim, False, config.where),
         moe_layer_ids=tuple(range(config.size("num_hidden_layers", largest=MOST_LAYERS))),
@@ -27,4 +27,5 @@ def read(config: HfConfig, eos_token_ids: tuple[int, ...]) -> ModelSpec:
     )
 
 
+DEFAULTS = {"mixtral": {"eos_token_id": 2, "num_key_value_heads": 8, "rms_norm_eps": 1e-5, "rope_theta": 1e6}}
 READERS = {"mixtral": read}

@@ -14,7 +14,7 @@ def read(config: HfConfig, eos_token_ids: tuple[int, ...]) -> ModelSpec:
     clip = None if config.get("clip_qkv") is None else config.positive("clip_qkv", 1.0)
     attention = replace(gqa(config), qk_norm="projection", qkv_bias=bias, out_bias=bias, clip=clip)
     return ModelSpec(
-        **{**common_fields(config, eos_token_ids), "norm_eps": config.positive("rms_norm_eps", 1e-5)},
+        **common_fields(config, eos_token_ids),
         attention=attention,
         rope=read_rope(config.values, attention.head_dim, False, config.where),
         moe_layer_ids=tuple(range(config.size("num_hidden_layers", largest=MOST_LAYERS))),
@@ -29,4 +29,5 @@ def read(config: HfConfig, eos_token_ids: tuple[int, ...]) -> ModelSpec:
     )
 
 
+DEFAULTS = {"olmoe": {"eos_token_id": 50279, "rms_norm_eps": 1e-5}}
 READERS = {"olmoe": read}

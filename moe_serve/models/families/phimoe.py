@@ -12,11 +12,10 @@ from moe_serve.models.spec import ExpertNames, ModelSpec
 def read(config: HfConfig, eos_token_ids: tuple[int, ...]) -> ModelSpec:
     has_bias = config.flag("attention_bias")
     attention = replace(windowed(gqa(config), config), qkv_bias=has_bias, out_bias=has_bias)
-    values = {"rope_theta": 1000000.0, **config.values}
     return ModelSpec(
-        **common_fields(config, eos_token_ids) | {"norm_eps": config.positive("rms_norm_eps", 1e-5)},
+        **common_fields(config, eos_token_ids),
         attention=attention,
-        rope=read_rope(values, attention.head_dim, False, config.where, may_be_long=True),
+        rope=read_rope(config.values, attention.head_dim, False, config.where, may_be_long=True),
         moe_layer_ids=tuple(range(config.size("num_hidden_layers", largest=MOST_LAYERS))),
         router=RouterSpec(
             num_logical=config.size("num_local_experts"),
@@ -34,4 +33,5 @@ def read(config: HfConfig, eos_token_ids: tuple[int, ...]) -> ModelSpec:
     )
 
 
+DEFAULTS = {"phimoe": {"eos_token_id": 2, "num_key_value_heads": 8, "rms_norm_eps": 1e-5, "rope_theta": 1e6}}
 READERS = {"phimoe": read}

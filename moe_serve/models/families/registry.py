@@ -1,6 +1,7 @@
 """Reads a Hugging Face `config.json` into a ModelSpec, by the reader of its family. Torch-free.
 
-Every file beside this one may hold READERS: model_type -> reader. A feature that would change the numbers and is not
+Every file beside this one may hold READERS: model_type -> reader, and DEFAULTS: model_type -> what transformers takes
+where config.json does not have a key; readers say what null means. A feature that would change the numbers and is not
 implemented is refused by name, never ignored.
 """
 
@@ -27,7 +28,9 @@ def read_spec(folder: str | Path) -> ModelSpec:
     """
     path = Path(folder) / "config.json"
     values = read_json(path, "give a Hugging Face model folder, with config.json and *.safetensors")
-    config = HfConfig(_of_text(values), str(path))
+    generation = path.with_name("generation_config.json")
+    extra = read_json(generation, "correct or remove it") if generation.exists() else {}
+    config = HfConfig(_with_defaults(_of_text(values), extra), str(path))
     if (why_not := REFUSED.get(str(values.get("model_type")))) is not None:
         raise config.refuse(why_not)
     family = FAMILIES.get(str(values.get("model_type")))
@@ -37,8 +40,6 @@ def read_spec(folder: str | Path) -> ModelSpec:
             f"{shown(values.get('architectures'))}) is not "
             f"supported; supported are {', '.join(sorted(FAMILIES))}"
         )
-    generation = path.with_name("generation_config.json")
-    extra = read_json(generation, "correct or remove it") if generation.exists() else {}
     spec = family(config, eos_token_ids(config, HfConfig(extra, str(generation))))
     parameters = spec.dense_parameters + spec.num_moe_layers * spec.num_logical * spec.expert_parameters
     check_total(str(path), spec.num_layers, spec.num_logical, parameters)
@@ -54,12 +55,21 @@ def _of_text(values: Mapping[str, Any]) -> Mapping[str, Any]:
     return {**outer, **text, "model_type": values["model_type"]}
 
 
-def _readers() -> Iterator[tuple[str, Reader]]:
+def _with_defaults(values: Mapping[str, Any], generation: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Returns config.json with what transformers takes where a key is not there, or rope_theta is null."""
+    defaults = dict(DEFAULTS.get(str(values.get("model_type")), {}))
+    size = values.get("vocab_size")
+    if "eos_token_id" in generation or not isinstance(size, int) or defaults.get("eos_token_id", size) >= size:
+        defaults.pop("eos_token_id", None)
+    return {**defaults, **{key: value for key, value in values.items() if key != "rope_theta" or value is not None}}
+
+
+def _declared(what: str) -> Iterator[tuple[str, Any]]:
     this = __name__.rpartition(".")[2]
     for module in pkgutil.iter_modules(families.__path__):
         if module.name != this:
             found = importlib.import_module(f"{families.__name__}.{module.name}")
-            yield from getattr(found, "READERS", {}).items()
+            yield from getattr(found, what, {}).items()
 
 
 LINEAR_ATTENTION = (
@@ -67,4 +77,5 @@ LINEAR_ATTENTION = (
     "that requests share by prefix,"
 )
 REFUSED = {"qwen3_next": LINEAR_ATTENTION, "qwen3_5_moe": LINEAR_ATTENTION, "kimi_linear": LINEAR_ATTENTION}
-FAMILIES: Mapping[str, Reader] = dict(_readers())
+FAMILIES: Mapping[str, Reader] = dict(_declared("READERS"))
+DEFAULTS: Mapping[str, Mapping[str, Any]] = dict(_declared("DEFAULTS"))
