@@ -48,6 +48,7 @@ class BackgroundRanks:
         self._watch: asyncio.Task[None] | None = None
         self._newcomers = Newcomers(config)
         self._has_started = False  # ranks that are lost earlier are not started again
+        self._ready_launch = 0  # the newest launch that was ready
         self._display = StartDisplay(config.parallel.num_ranks) if progress else None
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="moe_serve bridge", daemon=True)
@@ -104,27 +105,38 @@ class BackgroundRanks:
 
     async def _watch_ranks(self, ranks: LocalRanks, restarts: Restarts) -> None:
         """Reports ranks that end; starts all of them again when they are lost, as often as `launcher` says."""
+        at_start: str | None = None  # a loss of this launch; the bridge may not have met it yet
         while True:
             await asyncio.sleep(_WATCH_S)
             for death in ranks.deaths():
                 if not death.was_killed:
                     await asyncio.sleep(_EXIT_REPORT_S)
                 last_words = f"; its last words: {death.last_lines[-1]}" if death.last_lines else ""
-                self.bridge.report_loss(f"{death}{last_words}", death.rank)
-                self._newcomers.ended(death)
-            for death in self._newcomers.due():
+                reason = f"{death}{last_words}"
+                at_start = at_start or reason
+                self.bridge.report_loss(reason, death.rank)
+                in_vain = self._newcomers.ended(death, time.monotonic())
+                if in_vain is not None and not self._newcomers.others_wait:
+                    log.warning("%s", in_vain)
+            for rank, why in self._newcomers.late(time.monotonic()).items():
+                log.warning("%s; its process is killed", why)
+                await asyncio.to_thread(ranks.finish, rank)
+            for death in self._newcomers.due(time.monotonic()):
                 await self._start_anew(death, ranks, restarts)
             failed = self._newcomers.failed(time.monotonic())
             if failed is not None and self.bridge.workers.loss is None:
-                self.bridge.report_loss(failed.reason)
-            loss = self.bridge.workers.loss
-            if loss is None or not self._has_started or self.bridge.workers.launch_id != ranks.launch_id:
+                self.bridge.report_loss(failed)
+            had_served, workers = self._ready_launch == ranks.launch_id, self.bridge.workers
+            loss = workers.loss if workers.launch_id == ranks.launch_id else None
+            loss = loss or (None if had_served else at_start)
+            if loss is None or not self._has_started:
                 continue
-            if not restarts.note_loss(loss):
+            if not restarts.note_loss(loss, had_served and failed is None):
                 self.bridge.give_up(f"{loss}; {' '.join(restarts.report())}")
                 return
             await asyncio.to_thread(ranks.end, 0.0 if failed is not None else _LOSS_GRACE_S)
-            self._newcomers = Newcomers(ranks.config)
+            await asyncio.sleep(restarts.pause_s)
+            self._newcomers, at_start = Newcomers(ranks.config), None
             ranks.start()
 
     async def _start_anew(self, death: Death, ranks: LocalRanks, restarts: Restarts) -> None:
@@ -149,6 +161,8 @@ class BackgroundRanks:
     def _observe(self, message: ToFrontEnd) -> None:
         if isinstance(message, Members):
             self._newcomers.regrouped(message)
+        if isinstance(message, Ready):
+            self._ready_launch = message.launch_id
         if self._display is None:
             return
         match message:

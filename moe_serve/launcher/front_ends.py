@@ -1,13 +1,15 @@
 """The front ends of one system: processes that accept from one listening socket. Torch-free.
 
 One, or as many as server.api_workers says. The socket is the launcher's, so connections that wait to be accepted
-outlive a front end. With several, one that ends is started again, as often as `launcher` says, and is left out after
-that while others serve; requests of its clients are lost with their connections, and the ranks drop them.
+outlive a front end. With several, one that ends is started again, as often as `launcher` says (after a pause where it
+had not served), and is left out after that while others serve; requests of its clients are lost with their connections,
+and the ranks drop them.
 """
 
 import contextlib
 import os
 import signal
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -18,7 +20,7 @@ from moe_serve.child_process import describe_exit
 from moe_serve.config import ServeConfig
 from moe_serve.engine.protocol.messages import Hello, Message, Progress, Ready, ToFrontEnd, decode_to_front_end, encode
 from moe_serve.launcher.local import Child, OnLine, child_environment
-from moe_serve.launcher.restarts import Restarts
+from moe_serve.launcher.restarts import Restarts, in_a_while
 from moe_serve.links.link import Link
 from moe_serve.links.sockets import LinkSockets
 from moe_serve.server.access.client_ledger import Ledger, shared_memory
@@ -52,6 +54,7 @@ class FrontEnds:
         self._clients = None if self._clients_fd is None else Ledger.shared(self._clients_fd, num, 0)
         self._restarts = [Restarts(config.launcher, f"the processes of front end {number} were") for number in numbers]
         self._started_again: set[int] = set()
+        self._starts_at_s: dict[int, float] = {}  # of those that have ended
         self._left: list[int] = list(numbers)  # those that are not left out
         self._links = [self._sockets.connected(zmq.DEALER, link.front_end_at(i), linger_ms=200) for i in numbers]
         self._poller = zmq.Poller()
@@ -101,6 +104,9 @@ class FrontEnds:
             code = child.code
             if code is None:
                 continue
+            if number in self._starts_at_s:
+                self._start_when_due(number)
+                continue
             ended = f"the {child.who} {describe_exit(code)}"
             if len(self.children) == 1 or (code == 2 and (len(self._left) == 1 or number not in self._started_again)):
                 self._note(ended)
@@ -108,12 +114,13 @@ class FrontEnds:
             child.finish()
             if self._clients is not None:
                 self._clients.forget(number)
+            had_served = any(each[0] == number for each in self._ready)
             self._ready = {each for each in self._ready if each[0] != number}
             restarts = self._restarts[number]
-            if code != 2 and restarts.note_loss(ended):
-                self._note(f"{ended}; it is started again ({restarts.describe()})")
-                self._started_again.add(number)
-                self.children[number] = self._start(number)
+            if code != 2 and restarts.note_loss(ended, had_served):
+                self._note(f"{ended}; it is started again{in_a_while(restarts.pause_s)} ({restarts.describe()})")
+                self._starts_at_s[number] = time.monotonic() + restarts.pause_s
+                self._start_when_due(number)
             elif len(self._left) == 1:
                 for line in (ended, *restarts.report()):
                     self._note(line)
@@ -124,6 +131,12 @@ class FrontEnds:
                 self._left.remove(number)
                 self._by_age.remove(number)
         return None
+
+    def _start_when_due(self, number: int) -> None:
+        if time.monotonic() >= self._starts_at_s[number]:
+            del self._starts_at_s[number]
+            self._started_again.add(number)
+            self.children[number] = self._start(number)
 
     def receive(self, timeout_ms: int) -> Iterator[ToFrontEnd]:
         """Yields what the ranks have reported; waits for news.

@@ -34,11 +34,13 @@ class Loss:
     """Why a launch is over. cause: the process that ended first; None: all still run, but cannot go on
 
     others_run: ranks that are left do not end by themselves
+    had_served: whether what was lost had served; its start came to nothing otherwise
     """
 
     cause: Death | None
     reported: str | None
     others_run: bool = False
+    had_served: bool = True
 
     def __str__(self) -> str:
         reported = self.reported if self.cause is None or self.reported != str(self.cause) else None
@@ -128,8 +130,8 @@ class LaunchWatch:
         self._notice_deaths()
         failed = self._newcomers.failed(time.monotonic())
         if self._fatal is None and failed is not None:
-            self._tell_end(failed.reason, SUPERVISOR)
-            return Loss(None, failed.reason, others_run=True)
+            self._tell_end(failed, SUPERVISOR)
+            return Loss(None, failed, others_run=True, had_served=False)
         if self._fatal is None and self._not_replaced is not None:
             self._tell_end(str(self._not_replaced), SUPERVISOR)
             return Loss(self._not_replaced, None, others_run=True)
@@ -152,7 +154,7 @@ class LaunchWatch:
             return None  # the rest is still to come: the rank's own report, or how it ended
         if self._fatal is None and cause is not None:
             self._tell_end(str(cause), cause.rank)
-        return Loss(cause, self._fatal)
+        return Loss(cause, self._fatal, had_served=self.is_ready)
 
     def tell_exit(self, death: Death) -> None:
         """Tells the front ends that a rank's process has ended; its peers say what that means."""
@@ -164,13 +166,17 @@ class LaunchWatch:
 
     def start_lost_ranks(self) -> None:
         """Starts ranks whose processes have ended anew, beside the others that have masked them."""
-        for death in self._newcomers.due():
+        now_s = time.monotonic()
+        for rank, why in self._newcomers.late(now_s).items():
+            self._display.note(f"{why}; its process is killed", style="yellow")
+            self._ranks.finish(rank)
+        for death in self._newcomers.due(now_s):
             self._print_masked(at_once=True)
             if death.code != 2 and self._restarts.is_one_left:
                 self._restarts.note_loss(str(death))
                 self._ranks.finish(death.rank)
                 self._ranks.start_anew(death.rank)
-                self._newcomers.started(death.rank, time.monotonic())
+                self._newcomers.started(death.rank, now_s)
                 text = f"rank {death.rank} is started again, alone ({self._restarts.describe()})"
                 self._display.note(text, style="yellow")
             elif self._newcomers.others_wait:
@@ -208,7 +214,11 @@ class LaunchWatch:
 
     def _notice_deaths(self) -> None:
         for death in self._ranks.deaths():
-            self._newcomers.ended(death)
+            in_vain = self._newcomers.ended(death, time.monotonic())
+            if in_vain is not None:
+                if not self._newcomers.others_wait:  # else all are started again, which is said there
+                    self._display.note(in_vain, style="yellow")
+                continue
             if death.rank in self._masked and death.rank not in self._unprinted:
                 self._display.note(f"{death}; it was masked already", style="yellow")
                 continue

@@ -1,10 +1,27 @@
-"""How often lost ranks are started again, and the report when that is over. Torch-free."""
+"""How often and how soon lost processes are started again, and the report when that is over. Torch-free."""
 
 import time
 from collections import deque
 from collections.abc import Callable
 
 from moe_serve.config import LauncherConfig
+
+_FIRST_PAUSE_S = 5.0
+_MOST_PAUSE_S = 60.0
+
+
+def pause_s(num_in_vain: int) -> float:
+    """Returns how long to wait before the next start, after so many in a row that came to nothing.
+
+    What served is started again at once. A start that fails for want of memory, say, may succeed a little later: the
+    restarts that are left should not be used up within seconds.
+    """
+    return min(_MOST_PAUSE_S, _FIRST_PAUSE_S * 2 ** (num_in_vain - 1)) if num_in_vain else 0.0
+
+
+def in_a_while(seconds: float) -> str:
+    """Returns when that is, to be put behind "again"."""
+    return f" in {seconds:g} s" if seconds else ""
 
 
 class Restarts:
@@ -21,9 +38,19 @@ class Restarts:
         self._config = config
         self._clock = clock
         self._losses: deque[tuple[float, str, str]] = deque(maxlen=config.max_restarts + 1)  # (seconds, at, reason)
+        self._num_in_vain = 0  # starts in a row
 
-    def note_loss(self, reason: str) -> bool:
-        """Notes that a rank, or all, were lost; returns whether they are to be started again."""
+    @property
+    def pause_s(self) -> float:
+        """How long to wait before the restart that follows the last loss."""
+        return pause_s(self._num_in_vain)
+
+    def note_loss(self, reason: str, had_served: bool = True) -> bool:
+        """Notes that a rank, or all, were lost; returns whether they are to be started again.
+
+        had_served: False: their start came to nothing
+        """
+        self._num_in_vain = 0 if had_served else self._num_in_vain + 1
         now_s = self._clock()
         self._losses.append((now_s, time.strftime("%H:%M:%S"), reason))
         return self.num_recent <= self._config.max_restarts

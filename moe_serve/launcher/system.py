@@ -21,7 +21,7 @@ from moe_serve.launcher.front_ends import FrontEnds
 from moe_serve.launcher.launch_watch import LaunchWatch, Loss
 from moe_serve.launcher.local import WORKER, LocalRanks
 from moe_serve.launcher.preflight import has_tokenizer
-from moe_serve.launcher.restarts import Restarts
+from moe_serve.launcher.restarts import Restarts, in_a_while
 from moe_serve.links.folder import OwnFolder
 from moe_serve.links.link import Link
 from moe_serve.server.connections.ports import open_port
@@ -79,6 +79,7 @@ class _System:
         self._link = link
         self._front_ends: FrontEnds | None = None
         self._restarts = Restarts(config.launcher)
+        self._starts_at_s: float | None = None  # when all ranks, which have ended, are started again
         self._was_ready = False
         self.begin_launch()
 
@@ -106,7 +107,9 @@ class _System:
                 self._launch.take(message)
             if self._launch.is_ready and not self._is_announced and self._front_ends.serve(self.ranks.launch_id):
                 self._announce()
-            if not (self._drain_until_s and any(child.code == 0 for child in self.ranks.children)):
+            if self._starts_at_s is not None:
+                self._start_when_due(self._starts_at_s)
+            elif not (self._drain_until_s and any(child.code == 0 for child in self.ranks.children)):
                 loss = self._launch.find_loss()  # a rank that ends with 0 at the end of a drain is none
                 if loss is not None:
                     self._start_again(loss)
@@ -154,20 +157,28 @@ class _System:
             self._front_ends.tell(message)
 
     def _start_again(self, loss: Loss) -> None:
-        """Prints why the ranks are lost, and starts them again. Raises _Ended where that is no use, or too often."""
+        """Prints why the ranks are lost, and ends them, to be started again. Raises _Ended where that is no use, or too
+        often."""
         self.display.stop()
         self.display.note(str(loss), style="red")
         for line in loss.last_lines:
             self.display.note(f"  {line}")
         if not self._was_ready or loss.is_setting or (self.stop_signals and not self._drains()):
             raise _Ended(2 if loss.is_setting else 1)
-        if not self._restarts.note_loss(str(loss)):
+        if not self._restarts.note_loss(str(loss), loss.had_served):
             for line in self._restarts.report():
                 self.display.note(line, style="red")
             raise _Ended(1)
         self.ranks.end(0.0 if loss.others_run else _LOSS_GRACE_S)
         if not self.stop_signals or self._drains():
-            self.display.note(f"the ranks are started again ({self._restarts.describe()})", style="yellow")
+            pause_s = self._restarts.pause_s
+            self._starts_at_s = time.monotonic() + pause_s
+            again = f"the ranks are started again{in_a_while(pause_s)} ({self._restarts.describe()})"
+            self.display.note(again, style="yellow")
+
+    def _start_when_due(self, starts_at_s: float) -> None:
+        if time.monotonic() >= starts_at_s:
+            self._starts_at_s = None
             self.ranks.start()
             self.begin_launch()
 

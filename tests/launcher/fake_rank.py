@@ -25,6 +25,11 @@ async def run() -> int:
         return 2
     if "dies at start" in mishaps:
         os.abort()
+    if "dies when started again" in mishaps:
+        mark = Path(os.environ["MOE_SERVE_SOCKETS"]) / f"rank-{rank}-was-here"
+        if mark.exists():
+            os.abort()
+        mark.touch()
     launch_id = int(os.environ["MOE_SERVE_LAUNCH_ID"])
     worker = FakeWorker(rank, num_ranks, config.server.worker_port, launch_id)
     if config.server.api_workers > 1:

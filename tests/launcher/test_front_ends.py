@@ -17,6 +17,7 @@ from moe_serve.engine.protocol.messages import (
     encode,
 )
 from moe_serve.launcher import front_ends as module
+from moe_serve.launcher import restarts
 from moe_serve.launcher.front_ends import FrontEnds
 from moe_serve.links.folder import OwnFolder
 from moe_serve.links.link import Link
@@ -95,7 +96,10 @@ def test_a_setting_that_is_wrong_at_the_first_start_ends_the_system(system: Syst
     assert system.notes == ["the front end 1 exited with code 2"]
 
 
-def test_a_front_end_that_cannot_start_again_for_a_setting_is_left_out_until_none_is_left(system: System):
+def test_a_front_end_that_cannot_start_again_for_a_setting_is_left_out_until_none_is_left(
+    system: System, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(restarts, "_FIRST_PAUSE_S", 0.0)
     for number, last in ((1, None), (0, 2)):
         assert end(system, number, -9) is None
         assert end(system, number, 2) == last
@@ -104,7 +108,24 @@ def test_a_front_end_that_cannot_start_again_for_a_setting_is_left_out_until_non
     assert system.notes[3] == "the front end 0 exited with code 2"
 
 
-def test_a_front_end_that_is_lost_too_often_is_left_out_and_no_loss_of_another(system: System):
+def test_a_front_end_that_ends_at_its_start_is_started_again_after_a_pause_and_one_that_served_at_once(system: System):
+    first = system.launcher.children[1]
+    system.say(1, Ready(0, 7, LIMITS, {}))
+    assert len(system.heard()) == 1
+    assert end(system, 1, -9) is None
+    second = system.launcher.children[1]
+    assert second is not first
+    for _ in range(3):
+        assert end(system, 1, -9) is None
+        assert system.launcher.children[1] is second, "it is not due"
+    assert system.notes == [
+        "the front end 1 was killed by SIGKILL; it is started again (restart 1 of 3 within 600 s)",
+        "the front end 1 was killed by SIGKILL; it is started again in 5 s (restart 2 of 3 within 600 s)",
+    ]
+
+
+def test_a_front_end_that_is_lost_too_often_is_left_out_and_no_loss_of_another(system: System, monkeypatch):
+    monkeypatch.setattr(restarts, "_FIRST_PAUSE_S", 0.0)
     started = [system.launcher.children[0]]
     for _ in range(4):
         assert end(system, 0, -9) is None

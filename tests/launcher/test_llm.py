@@ -13,7 +13,7 @@ from moe_serve.attention_dp.constraint import Constraint, FormStart
 from moe_serve.attention_dp.request import SamplingParams
 from moe_serve.config import load_config, model_dir
 from moe_serve.errors import ConfigError, MoeServeError, RequestError
-from moe_serve.launcher import background
+from moe_serve.launcher import background, restarts
 from moe_serve.launcher.llm import LLM
 from moe_serve.launcher.llm_output import Output
 from moe_serve.launcher.llm_settings import merged
@@ -287,6 +287,17 @@ def test_lost_ranks_are_started_again_and_close_leaves_nothing():
         after = [child.process.pid for child in llm._ranks.ranks.children]
         assert not set(before) & set(after)
     assert gone(before + after)
+
+
+def test_ranks_that_end_at_every_start_end_the_calls_with_the_report(monkeypatch):
+    monkeypatch.setenv("FAKE_RANK", "all:slow,1:dies when started again")
+    monkeypatch.setattr(restarts, "_FIRST_PAUSE_S", 0.1)
+    with fake_llm("launcher.max_restarts=2") as llm:
+        outputs = llm.stream([[5]] * 4, greedy(100))
+        next(outputs)
+        os.kill(llm._ranks.ranks.children[1].process.pid, signal.SIGKILL)
+        with pytest.raises(UnavailableError, match=r"(?s)SIGABRT.*the ranks were lost 3 times within 600 s"):
+            dict(outputs)
 
 
 class Processes:

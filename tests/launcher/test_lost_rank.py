@@ -1,12 +1,17 @@
 """The main job goes on when one of three ranks, or the planner, is killed or stopped, and when a person moves experts:
 over HTTP, the demo model."""
 
+import contextlib
 import json
 import os
 import re
+import shutil
 import signal
+import subprocess
+import sys
 import threading
 from itertools import pairwise
+from pathlib import Path
 
 import httpx
 import pytest
@@ -279,10 +284,62 @@ def test_where_the_new_process_is_killed_too_all_are_started_again() -> None:
         assert eventually(lambda: pid_of_rank(client, 0) != old[0])
         os.kill(pid_of_rank(client, 0), signal.SIGKILL)
         running.wait_for("was killed by SIGKILL before it took part again")
-        running.wait_for(r"the ranks are started again \(restart 2 of 3")
+        running.wait_for(r"the ranks are started again in 5 s \(restart 2 of 3")
         running.wait_for("ready again after")
         thread.join(120)
         assert answers[0].json()["output_ids"] == before
+        assert running.end(signal.SIGINT) == 0
+
+
+def can_mount() -> bool:
+    """Whether this user may have a file system of its own for a process."""
+    return shutil.which("unshare") is not None and not subprocess.run(["unshare", "-rm", "true"]).returncode
+
+
+def took_the_last_name(folder: Path) -> bool:
+    with contextlib.suppress(OSError):
+        (folder / "filler, the last").touch()
+        return True
+    return False
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not can_mount(), reason="needs a mount namespace")
+@pytest.mark.parametrize("lacks", ["bytes", "names"])
+def test_a_killed_rank_comes_back_where_tmpdir_is_full_or_once_it_is_not(lacks: str, tmp_path: Path) -> None:
+    """Its start needs no byte there; it needs names, of sockets, and says so until there are some."""
+    script = f'mount -t tmpfs -o size=1m,nr_inodes=64 tmpfs {tmp_path} && exec env TMPDIR={tmp_path} "$@"'
+    sets = [f"--set={each}" for each in ("parallel.threads_per_rank=1", "eplb.num_redundant_experts=32")]
+    serve = [sys.executable, "-m", "moe_serve.launcher.cli", "serve", "--port=0", "--num-ranks=2", *sets]
+    with (
+        Running.of(["unshare", "-rm", "sh", "-c", script, "sh", *serve]) as running,
+        running.client(timeout_s=120) as client,
+    ):
+        folder = Path(f"/proc/{pid_of_rank(client, 0)}/root{tmp_path}")
+        with contextlib.suppress(OSError):  # until it is full
+            while lacks == "bytes":
+                with (folder / "filler").open("ab") as file:
+                    file.write(bytes(4096))
+            for number in range(100):
+                (folder / f"filler {number}").touch()
+        calls = [body(number, 200) for number in range(8)]
+        streams = Streams(str(client.base_url), calls)
+        assert eventually(streams.have_begun, 30)
+        if lacks == "names":
+            (socket,) = folder.glob("moe_serve-*/wakes-1")
+            socket.unlink()  # the process still has it, until it is killed
+        os.kill(pid_of_rank(client, 1), signal.SIGKILL)
+        if lacks == "names":
+            assert eventually(lambda: took_the_last_name(folder))
+            running.wait_for("moe_serve-.* cannot be written to .No space left on device.; make room there")
+            running.wait_for("before it took part again; the next start is due in 5 s")
+            for path in folder.glob("filler*"):
+                path.unlink()
+        running.wait_for("rank 1 rejoined; ranks 0, 1 serve", timeout_s=120)
+        assert "Traceback" not in running.output
+        assert len(streams.tokens()) == len(calls)
+        assert all(len(tokens) == 200 for tokens in streams.tokens())
+        assert "the ranks are started again" not in running.output
         assert running.end(signal.SIGINT) == 0
 
 

@@ -8,6 +8,7 @@ from moe_serve.config import load_config
 from moe_serve.dispatch.shm.shared_files import FileMark, SharedFiles
 from moe_serve.engine.protocol.messages import Exited, Fatal, Members, ModelLimits, Ready
 from moe_serve.errors import ConfigError, LaunchError, PeerError
+from moe_serve.launcher import restarts
 from moe_serve.launcher.facts import Fact
 from moe_serve.launcher.handover import Handover, check_like, find_handover, leave_handover
 from moe_serve.launcher.launch_watch import LaunchWatch
@@ -32,46 +33,76 @@ def group(epoch: int, *members: int, waits: bool = False) -> Members:
 def test_a_rank_is_started_anew_once_it_has_ended_and_the_others_go_on():
     for events in ((0, 1), (1, 0)):
         newcomers = Newcomers(CONFIG)
-        assert newcomers.due() == []
+        assert newcomers.due(0.0) == []
         for event in events:
-            newcomers.ended(killed(1)) if event else newcomers.regrouped(group(1, 0, 2))
-        assert newcomers.due() == [killed(1)]
-        assert newcomers.due() == []
+            newcomers.ended(killed(1), 0.0) if event else newcomers.regrouped(group(1, 0, 2))
+        assert newcomers.due(0.0) == [killed(1)]
+        assert newcomers.due(0.0) == []
 
 
 def test_a_rank_that_is_only_late_is_not_started_anew():
     newcomers = Newcomers(CONFIG)
     newcomers.regrouped(group(1, 0, 2))
-    assert newcomers.due() == []
+    assert newcomers.due(0.0) == []
     newcomers.regrouped(group(2, 0, 1, 2))
-    newcomers.ended(killed(1))
-    assert newcomers.due() == [], "the others do not know yet"
+    newcomers.ended(killed(1), 0.0)
+    assert newcomers.due(0.0) == [], "the others do not know yet"
     newcomers.regrouped(group(1, 0, 2))
-    assert newcomers.due() == [], "old news"
+    assert newcomers.due(0.0) == [], "old news"
     newcomers.regrouped(group(3, 0, 2, waits=True))
     assert newcomers.others_wait
-    assert newcomers.due() == [killed(1)]
+    assert newcomers.due(0.0) == [killed(1)]
 
 
 def test_a_rank_is_back_once_it_takes_part_and_may_be_lost_again():
     newcomers = Newcomers(CONFIG)
     for epoch in (1, 3):
-        newcomers.ended(killed(1))
+        newcomers.ended(killed(1), 0.0)
         newcomers.regrouped(group(epoch, 0, 2, waits=True))
-        assert len(newcomers.due()) == 1
+        assert len(newcomers.due(0.0)) == 1
         newcomers.started(1, now_s=100.0 * epoch)
         newcomers.regrouped(group(epoch + 1, 0, 1, 2))
         assert not newcomers.others_wait
         assert newcomers.failed(now_s=1000.0) is None
 
 
-def test_a_new_process_that_ends_or_is_late_is_in_vain():
+def test_all_are_started_again_where_the_others_wait_for_a_new_process_that_ends_or_is_late():
     newcomers = Newcomers(CONFIG)
+    newcomers.regrouped(group(1, 0, 2, waits=True))
     newcomers.started(1, now_s=5.0)
     assert newcomers.failed(now_s=15.0) is None
-    assert "within server.attach_deadline_s = 10 s" in newcomers.failed(now_s=15.1).reason
-    newcomers.ended(killed(1))
-    assert "was killed by SIGKILL before it took part again" in newcomers.failed(now_s=5.0).reason
+    assert "within server.attach_deadline_s = 10 s" in newcomers.failed(now_s=15.1)
+    newcomers.ended(killed(1), now_s=6.0)
+    assert "was killed by SIGKILL before it took part again" in newcomers.failed(now_s=6.0)
+
+
+def test_a_new_process_that_ends_is_tried_again_after_ever_longer_pauses_where_the_others_serve():
+    newcomers = Newcomers(CONFIG)
+    newcomers.regrouped(group(1, 0, 2))
+    now_s = 0.0
+    assert newcomers.ended(killed(1), now_s) is None
+    for pause_s in (0, 5, 10, 20, 40, 60, 60):
+        assert newcomers.due(now_s + pause_s - 0.1) == [] or not pause_s
+        now_s += pause_s
+        if pause_s:
+            assert newcomers.due(now_s) == [killed(1)]
+        newcomers.started(1, now_s)
+        said = newcomers.ended(killed(1), now_s)
+        assert "before it took part again; the next start is due in" in said
+        assert newcomers.failed(now_s) is None
+    newcomers.regrouped(group(2, 0, 1, 2))
+    newcomers.regrouped(group(3, 0, 2))
+    assert newcomers.ended(killed(1), now_s) is None
+    assert newcomers.due(now_s) == [killed(1)], "it served meanwhile"
+
+
+def test_a_new_process_that_is_late_is_named_for_those_who_serve_on():
+    newcomers = Newcomers(CONFIG)
+    newcomers.regrouped(group(1, 0, 2))
+    newcomers.started(1, now_s=5.0)
+    assert newcomers.late(now_s=15.0) == {}
+    assert newcomers.late(now_s=15.1).keys() == {1}
+    assert newcomers.failed(now_s=15.1) is None
 
 
 class Processes:
@@ -82,13 +113,14 @@ class Processes:
     def __init__(self):
         self.ended: list[Death] = []
         self.started: list[int] = []
+        self.finished: list[int] = []
 
     def deaths(self) -> list[Death]:
         ended, self.ended = self.ended, []
         return ended
 
     def finish(self, rank: int) -> None:
-        pass
+        self.finished.append(rank)
 
     def start_anew(self, rank: int) -> None:
         self.started.append(rank)
@@ -152,13 +184,39 @@ def test_what_several_front_ends_pass_on_counts_once_and_old_news_not_at_all(lau
     assert processes.started == [1]
 
 
-def test_the_launch_is_lost_where_the_new_process_ends(launch):
-    watch, processes, _, reports = launch
+def test_others_that_serve_are_not_started_again_because_a_new_process_ends(launch, monkeypatch):
+    monkeypatch.setattr(restarts, "_FIRST_PAUSE_S", 0.0)
+    watch, processes, notes, _ = launch
     lose(launch, 1, epoch=1, waits=False)
+    for _ in range(2):
+        processes.ended.append(killed(1))
+        assert watch.find_loss() is None
+        watch.start_lost_ranks()
+    assert processes.started == [1, 1]
+    assert notes[-3:] == [
+        "rank 1 is started again, alone (restart 2 of 2 within 600 s)",
+        "rank 1 (process 101) was killed by SIGKILL before it took part again; the next start is due now",
+        "rank 1 is not started again: it was lost too often; the others serve on",
+    ]
+
+
+def test_a_new_process_that_is_late_is_killed_where_the_others_serve(launch, monkeypatch):
+    watch, processes, notes, _ = launch
+    lose(launch, 1, epoch=1, waits=False)
+    monkeypatch.setattr(watch._newcomers, "_deadline_s", -1.0)
+    watch.start_lost_ranks()
+    assert processes.finished == [1, 1]
+    assert "did not take part within server.attach_deadline_s" in notes[-1]
+
+
+def test_the_launch_is_lost_where_the_new_process_ends_and_the_others_wait_for_it(launch):
+    watch, processes, _, reports = launch
+    lose(launch, 1, epoch=1, waits=True)
     processes.ended.append(killed(1))
     loss = watch.find_loss()
     assert "before it took part again" in str(loss)
     assert loss.others_run
+    assert not loss.had_served
     assert reports[-1] == Fatal(SUPERVISOR, 7, str(loss), SUPERVISOR)
     assert not loss.is_setting
 

@@ -21,6 +21,15 @@ def test_restarts_count_within_the_window_and_the_report_says_what_was_lost():
     assert "launcher.max_restarts" in report[-1]
 
 
+def test_what_served_is_started_again_at_once_and_what_ends_at_its_start_after_ever_longer_pauses():
+    restarts = Restarts(LauncherConfig(max_restarts=100))
+    pauses = []
+    for had_served in (True, True, False, False, False, False, False, False, True, False):
+        restarts.note_loss("rank 0 died", had_served)
+        pauses.append(restarts.pause_s)
+    assert pauses == [0, 0, 5, 10, 20, 40, 60, 60, 0, 5]
+
+
 def test_without_restarts_the_first_loss_is_the_end():
     restarts = Restarts(LauncherConfig(max_restarts=0))
     assert not restarts.note_loss("rank 0 died")

@@ -205,6 +205,18 @@ def test_ranks_that_are_lost_too_often_end_the_system_with_a_report():
         assert "this is rank 0" in system.output.partition("was killed by SIGKILL")[2]  # its last lines again
 
 
+def test_ranks_that_end_at_every_start_get_ever_longer_pauses():
+    with serving(mishap="1:dies when started again") as system, system.client() as client:
+        os.kill(pid_of_rank(client, 0), signal.SIGKILL)
+        assert system.wait() == 1
+    assert [line for line in system.lines if line.startswith("the ranks are started again")] == [
+        "the ranks are started again (restart 1 of 3 within 600 s)",
+        "the ranks are started again in 0.1 s (restart 2 of 3 within 600 s)",
+        "the ranks are started again in 0.2 s (restart 3 of 3 within 600 s)",
+    ]
+    assert system.output.count("was killed by SIGABRT") == 6, "said at each, and in the report"
+
+
 @pytest.mark.parametrize(
     "mishap, code, words",
     [
