@@ -78,3 +78,43 @@ def test_a_pulse_of_another_launch_or_of_nobody_counts_for_nothing():
     table.pulse(Pulse(1, 3, 9, "the forward"), 50.0)
     table.pulse(Pulse(9, 0, 9, "the forward"), 50.0)
     assert [view.pulse_s for view in table] == [0.0, 0.0]
+
+
+def test_a_front_end_that_did_not_run_itself_says_so_and_of_no_rank_that_it_is_stopped(caplog):
+    table, watch = serving_at(0.0), silence()
+    for now_s in (1.0, 2.0, 3.0):
+        watch.discount_own(table, now_s)
+        for view in table:
+            table.pulse(Pulse(view.rank, 0, 7, "the forward"), now_s)
+    watch.discount_own(table, 100.0)  # what the ranks have said meanwhile waits in the socket
+    assert watch.look(table, 100.0) is None
+    (warning,) = {record.getMessage() for record in caplog.records}
+    assert warning == "this process did not run for 96 s: what is heard of ranks is late by as much"
+
+
+def test_a_front_end_that_is_always_late_still_notices_a_stopped_rank(caplog):
+    table, watch = serving_at(0.0), silence()
+    lost, now_s = None, 0.0
+    while lost is None and now_s < 1000:
+        now_s += 4.0
+        watch.discount_own(table, now_s)
+        table.pulse(Pulse(0, 0, 7, "the exchange"), now_s)
+        table.by_identity(b"socket0").heard_s = now_s
+        lost = watch.look(table, now_s)
+    reason, rank = lost
+    assert rank == 1
+    assert "rank 1 on h has shown no sign of life for 6 s" in caplog.text
+    assert "for 31 s" in reason, "as far as it ran itself"
+
+
+def test_time_in_which_the_front_end_did_not_run_counts_neither_for_a_suspicion_nor_for_a_start():
+    table, watch = group_of("mask", "mask"), silence()
+    table.suspect(1, "rank 1 was killed", now_s=0.0)
+    watch.discount_own(table, 0.0)
+    watch.discount_own(table, 1000.0)
+    assert watch.look(table, 1000.0) is None
+    starting, watch = attached(0), silence()
+    for now_s in (500.0, 1000.0):
+        watch.discount_own(starting, now_s)
+        assert watch.late_start(starting, now_s) is None
+    assert watch.late_start(starting, 1100.1) is not None

@@ -95,7 +95,7 @@ class RankLink:
     def open(self) -> None:
         """Binds the address that ranks attach to. Raises LaunchError when it is taken."""
         self._socket = RouterSocket(self._link, self._receive)
-        self.started_s = time.monotonic()
+        self.started_s = self.workers.began_s = time.monotonic()
         self._touch = asyncio.create_task(self._keep_in_touch())
 
     @property
@@ -222,6 +222,7 @@ class RankLink:
             self._supervisors.attach(identity, [each for view in self.workers for each in self.workers.story(view)])
             return
         now_s = time.monotonic()
+        self._silence.discount_own(self.workers, now_s)
         if self.workers.find_replaced_by(hello, now_s):
             self._end_launch("the ranks are gone without a word, and others have been started", None)
         arrival = self.workers.attach(identity, hello, now_s)
@@ -315,18 +316,17 @@ class RankLink:
     # --- deadlines ----------------------------------------------------------------------------------------------------
 
     async def _keep_in_touch(self) -> None:
-        last_s = time.monotonic()
         while True:
             if self._socket is not None:
                 self._socket.keep_alive([view.identity for view in self.workers], Alive())
             await asyncio.sleep(ALIVE_PERIOD_S)
             now_s = time.monotonic()
-            stalled, last_s = now_s - last_s > self._silence.limit_s / 2, now_s
+            self._silence.discount_own(self.workers, now_s)
             if (why := self.restart.overdue(now_s)) is not None:
                 self._fail_all(why)
-            if stalled or self.is_draining or self.workers.loss is not None:
-                continue  # after a pause of this process (stopped, laptop asleep) the ranks may report first
+            if self.is_draining or self.workers.loss is not None:
+                continue
             if (lost := self._silence.look(self.workers, now_s)) is not None:
                 self._end_launch(*lost)
-            if (why := self._silence.late_start(self.workers, self.started_s, now_s)) is not None:
+            if (why := self._silence.late_start(self.workers, now_s)) is not None:
                 self._end_launch(why, None)

@@ -6,6 +6,7 @@ more than a small message.
 
 import asyncio
 import contextlib
+import contextvars
 import os
 import threading
 import time
@@ -53,6 +54,8 @@ class RouterSocket:
         self._pulse = threading.Thread(target=self._show_life, name="signs of life", daemon=True)
         self._read_is_due = False
         self._loop = asyncio.get_running_loop()
+        # What ranks say belongs to no call, though a call that sends has the next messages read: the log would name it.
+        self._context = contextvars.copy_context()
         self._file = int(self._socket.getsockopt(zmq.FD))
         self._loop.add_reader(self._file, self._read_soon)
         self._read_soon()
@@ -102,7 +105,7 @@ class RouterSocket:
     def _read_soon(self) -> None:
         if not self._read_is_due:
             self._read_is_due = True
-            self._loop.call_soon(self._read)
+            self._loop.call_soon(self._read, context=self._context)
 
     def _read(self) -> None:
         self._read_is_due = False

@@ -1,10 +1,12 @@
 """When a rank that says nothing is lost. Pure but for its warnings: time is an argument. Torch-free.
 
 A rank shows once a second that its process lives (`Pulse`, from a thread of its own), and after each step that it gets
-on (`Status`, `Tokens`). A long step is no sign of death while it pulses, up to the deadline of a step.
+on (`Status`, `Tokens`). A long step is no sign of death while it pulses, up to the deadline of a step. A front end that
+did not run itself (starved, stopped) has heard nobody meanwhile: that time counts for no rank.
 """
 
 from moe_serve.config import ServeConfig
+from moe_serve.engine.protocol.messages import ALIVE_PERIOD_S
 from moe_serve.log import RareWarnings, get_logger
 from moe_serve.server.ranks.rank_view import RankView
 from moe_serve.server.ranks.workers import WorkerTable
@@ -28,6 +30,18 @@ class Silence:
         self._regroup_s = 3 * config.engine.step_deadline_s + _REGROUP_GRACE_S
         self._attach_s = config.server.attach_deadline_s
         self._warnings = RareWarnings(log)
+        self._ran_s: float | None = None
+
+    def discount_own(self, workers: WorkerTable, now_s: float) -> None:
+        """Takes the time in which this process was late from what ranks seem silent. Called every ALIVE_PERIOD_S, or
+        more often."""
+        late_s = 0.0 if self._ran_s is None else max(0.0, now_s - self._ran_s - ALIVE_PERIOD_S)
+        self._ran_s = now_s
+        workers.excuse(late_s, now_s)
+        if late_s > min(_WARN_S, self._alive_s / 2):
+            self._warnings.warn(
+                "own", "this process did not run for %.0f s: what is heard of ranks is late by as much", late_s
+            )
 
     def look(self, workers: WorkerTable, now_s: float) -> tuple[str, int] | None:
         """Returns why a rank is lost, and which; None while none is. Warns of ranks that have been silent a while."""
@@ -53,9 +67,9 @@ class Silence:
                 ), view.rank
         return None
 
-    def late_start(self, workers: WorkerTable, started_s: float, now_s: float) -> str | None:
-        """Returns why the ranks take too long to start; None while they do not. started_s: when the front end did"""
-        if workers.is_ready or now_s - max(started_s, workers.began_s) <= self._attach_s:
+    def late_start(self, workers: WorkerTable, now_s: float) -> str | None:
+        """Returns why the ranks take too long to start; None while they do not."""
+        if workers.is_ready or now_s - workers.began_s <= self._attach_s:
             return None
         return (
             f"the ranks were not ready within server.attach_deadline_s = {self._attach_s:g} s ({workers.missing()}); "

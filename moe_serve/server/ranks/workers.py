@@ -53,7 +53,7 @@ class WorkerTable:
     """All ranks of the current launch.
 
     launch_id: -1 before any rank has attached
-    began_s:   when its first rank attached
+    began_s:   when its first rank attached; before, when the front end began to wait for one
     loss:      why the launch is over, naming the rank; None while it lives
     lost_rank: the rank that is held responsible; None where that is unknown
     """
@@ -172,6 +172,16 @@ class WorkerTable:
             view.pulse_s = now_s
             if message.phase:
                 view.last_phase = f"last seen in {message.phase} of step {message.step}"
+
+    def excuse(self, late_s: float, now_s: float) -> None:
+        """Lets time in which this process did not run, just now, count for no rank."""
+        self.began_s = min(now_s, self.began_s + late_s)
+        for view in self:
+            view.heard_s = min(now_s, view.heard_s + late_s)
+            if view.pulse_s is not None:
+                view.pulse_s = min(now_s, view.pulse_s + late_s)
+            if view.suspicion is not None:
+                view.suspicion = min(now_s, view.suspicion[0] + late_s), view.suspicion[1]
 
     def progress(self, view: RankView, message: Progress) -> None:
         view.phase, view.fraction = message.phase, message.fraction
