@@ -24,7 +24,7 @@ from benchmarks.conditions import conditions, save
 from moe_serve.attention_dp.constraint import Constraint
 from moe_serve.errors import RequestError
 from moe_serve.models.token_bytes import token_bytes
-from moe_serve.structured.grammar import Matcher, to_grammar
+from moe_serve.structured.grammar import Matcher
 from moe_serve.structured.vocabulary import Vocabulary
 
 WORDS = 151_000
@@ -92,9 +92,7 @@ class _Ours:
         self._vocabulary = Vocabulary(token_bytes(backend, WORDS), [EOS])
 
     def compile(self, schema: Any) -> Any:
-        return Matcher.compiled(
-            to_grammar(Constraint("json_schema", json.dumps(schema))), self._vocabulary, "json_schema"
-        )
+        return Matcher.compiled(Constraint("json_schema", json.dumps(schema)), self._vocabulary)
 
     def begin(self, compiled: Any) -> tuple[Callable[[], Any], Callable[[int], Any]]:
         matcher = compiled.copy()

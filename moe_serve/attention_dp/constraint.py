@@ -1,10 +1,10 @@
 """What the output of a request must match, all of it or what follows its reasoning. Torch-free."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from moe_serve.errors import RequestError
 
-KINDS = ("json_schema", "regex", "choice", "grammar", "structural_tag", "compiled")
+KINDS = ("json_schema", "regex", "choice", "grammar", "structural_tag")
 MAX_CHARS = 1 << 18  # of a constraint's text
 
 
@@ -44,12 +44,20 @@ class Constraint:
           choice          a JSON list of strings, one of which is the output
           grammar         a context-free grammar: EBNF as of llama.cpp (`root ::= ...`), or Lark (`start: ...`)
           structural_tag  free text in which triggers begin parts of a schema, as JSON of SGLang
-          compiled        what a front end has made of one of these, for ranks only
+    is_compiled: `text` is what a front end has made of such a one, for ranks only
+    path: where its client has written it, such as response_format.json_schema.schema, for errors; "": the kind says so
     """
 
     kind: str
     text: str
     start: FormStart | None = None  # None: with the first token
+    is_compiled: bool = False
+    path: str = field(default="", compare=False)
+
+    @property
+    def name(self) -> str:
+        """What errors call it."""
+        return self.path or self.kind
 
     def validate(self) -> None:
         """Raises RequestError for what cannot be a constraint. Whether its text is sound, a compiler says."""
@@ -59,7 +67,7 @@ class Constraint:
             raise RequestError(f"{self.kind} is {self.text!r:.60}, expected a text that is not empty", self.kind)
         if self.start is not None:
             self.start.validate()
-        if len(self.text) > MAX_CHARS and self.kind != "compiled":
+        if len(self.text) > MAX_CHARS and not self.is_compiled:
             raise RequestError(
                 f"{self.kind} has {len(self.text)} characters, at most {MAX_CHARS} are taken; send a smaller one",
                 self.kind,

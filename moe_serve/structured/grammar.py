@@ -5,7 +5,9 @@ seconds, so that a request fails on every machine or on none.
 """
 
 import json
+import re
 from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Self
 
 import numpy as np
@@ -13,7 +15,7 @@ from numpy.typing import NDArray
 
 from moe_serve.attention_dp.constraint import Constraint
 from moe_serve.errors import RequestError
-from moe_serve.structured.json_schema import Schema, rewritten
+from moe_serve.structured.json_schema import Schema, names_white_space, rewritten, with_options
 from moe_serve.structured.vocabulary import Vocabulary
 
 _MAX_TAGS = 256  # structures of a structural tag
@@ -24,7 +26,58 @@ _WHITE_SPACE: Any = {"whitespace_pattern": r" |\r?\n[ \t]{0,40}"}
 _FORMATS = frozenset(
     {"date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri"}
 )  # of strings, that llguidance knows
-_OPTIONS = "x-guidance"  # of a schema, in llguidance's words
+_DELETE = "\x7f"  # which Lark's lexer takes escaped only
+
+
+@dataclass(frozen=True)
+class _Limits:
+    """What llguidance may do for one form, and for one mask of it, in its own words.
+
+    max_items_in_row, step_max_items: of rules that apply at one place, and in one mask. They bound no time where rules
+                      are ambiguous: `s: s s | s s s | "a"` takes 12 ms with 5,000, and 200 ms with 50,000
+    max_lexer_states: 0.5 to 1 kB each, for every request
+    """
+
+    max_items_in_row: int = 500
+    initial_lexer_fuel: int = 500_000
+    step_lexer_fuel: int = 50_000
+    step_max_items: int = 5_000
+    max_lexer_states: int = 20_000
+    max_grammar_size: int = 100_000
+
+
+# A client's own rules may be ambiguous. Those of the other forms are not, and an object with 498 optional properties
+# takes 25,000 items and 10 ms with vocabularies of 130,000 to 151,000 words.
+_OF_RULES, _OF_OTHERS = _Limits(), _Limits(max_items_in_row=2_000, step_max_items=50_000)
+_TRIED = 0.75  # of what a mask may take: a form that keeps to this on some outputs keeps to all of it on others
+# What a compiler's message means, where it does not say so: a pattern, the reason with the pattern's groups, the limit.
+_REASONS = (
+    (r"Current row has (\d+) items", "at one place of an output {} items of its rules apply", "max_items_in_row"),
+    (r"Too many items", "to say what may come at one place of an output takes too many items of its rules",
+     "step_max_items"),
+    (r"too many states", "its regular expressions have too many states", "max_lexer_states"),
+    (r"too many expressions constructed", "its regular expressions take too much work at one place of an output",
+     "step_lexer_fuel"),
+    (r"grammar size \(number of symbols\) too big", "it has too many symbols", "max_grammar_size"),
+    (r"initial lexer configuration|checking relevance of lexemes|lexer precomputation",
+     "its regular expressions take too much work to compile", "initial_lexer_fuel"),
+)  # fmt: skip
+
+
+class FormTooComplex(RequestError):
+    """A form needs more work than one may take, be it for a mask or for compiling."""
+
+
+def _limits_of(kind: str, tries: bool) -> _Limits:
+    limits = _OF_RULES if kind == "grammar" else _OF_OTHERS
+    if not tries:
+        return limits
+    return replace(
+        limits,
+        step_lexer_fuel=int(_TRIED * limits.step_lexer_fuel),
+        step_max_items=int(_TRIED * limits.step_max_items),
+        max_lexer_states=int(_TRIED * limits.max_lexer_states),
+    )
 
 
 def to_grammar(constraint: Constraint) -> str:
@@ -36,32 +89,37 @@ def to_grammar(constraint: Constraint) -> str:
     from llguidance import LLMatcher
 
     text = constraint.text
+    if constraint.is_compiled:
+        return text
     try:
         match constraint.kind:
             case "json_schema":
                 if '"format"' in text:
                     text = json.dumps(_with_known_formats(json.loads(text)), ensure_ascii=False)
-                grammar = LLMatcher.grammar_from_json_schema(text)
-                if not _leaves_white_space_to_us(json.loads(text)):
-                    return grammar
-                return LLMatcher.grammar_from_json_schema(text, defaults=_WHITE_SPACE)
+                schema = json.loads(text)
+                if schema is True:
+                    schema, text = {}, "{}"  # the same, and takes options
+                ours = isinstance(schema, dict) and not names_white_space(schema)
+                return LLMatcher.grammar_from_json_schema(text, defaults=_WHITE_SPACE if ours else None)
             case "regex":
                 return LLMatcher.grammar_from_regex(text)
-            case "choice":
-                words = " | ".join(json.dumps(word, ensure_ascii=False) for word in json.loads(text))
-                return LLMatcher.grammar_from_lark(f"start: {words}")
+            case "choice":  # one regular expression: as alternatives of a rule, each word costs time in each mask
+                words = " | ".join(map(json.dumps, _words(text, constraint.name)))
+                return LLMatcher.grammar_from_lark(f"start: WORD\nWORD: {words}")
             case "grammar":
                 from llguidance.gbnf_to_lark import any_to_lark
 
-                return LLMatcher.grammar_from_lark(any_to_lark(text))
+                return LLMatcher.grammar_from_lark(any_to_lark(text).replace(_DELETE, r"\u007f"))
             case "structural_tag":
-                return LLMatcher.grammar_from_lark(_tags_to_lark(text))
+                return LLMatcher.grammar_from_lark(_tags_to_lark(text, constraint.name))
             case _:
-                return text
+                raise AssertionError(f"{constraint.kind!r} is no kind of constraint")
     except RequestError:
         raise
     except Exception as error:  # of the converters: ValueError, RecursionError, their own bare Exception
-        raise _refused(constraint.kind, str(error) or type(error).__name__) from None
+        raise _refused(
+            constraint.name, str(error) or type(error).__name__, _limits_of(constraint.kind, False)
+        ) from None
 
 
 def _with_known_formats(schema: Any) -> Any:
@@ -79,15 +137,19 @@ def _with_known_formats(schema: Any) -> Any:
     return rewritten(schema, change)
 
 
-def _leaves_white_space_to_us(schema: Any) -> bool:
-    return isinstance(schema, dict) and _OPTIONS not in schema
+def _words(text: str, field: str) -> list[str]:
+    words = json.loads(text)
+    if not isinstance(words, list) or not words or not all(isinstance(word, str) for word in words):
+        raise RequestError(f"{field} is no list of texts; send at least one", field=field)
+    if any(re.search(r"[\ud800-\udfff]", word) for word in words):
+        raise RequestError(f"{field} has half of a surrogate pair, which is no text; leave it out", field=field)
+    return words
 
 
-def _tags_to_lark(text: str) -> str:
+def _tags_to_lark(text: str, field: str) -> str:
     """Returns free text in which each trigger begins one of the structures: SGLang's first form of structural tags."""
     from llguidance import StructTag
 
-    field = "structural_tag"
     value = json.loads(text)
     structures = value.get("structures") if isinstance(value, dict) else None
     triggers = value.get("triggers") if isinstance(value, dict) else None
@@ -97,12 +159,18 @@ def _tags_to_lark(text: str) -> str:
         raise RequestError(f"{field} has {len(structures)} structures, at most {_MAX_TAGS} are taken", field=field)
     tags = []
     for each in structures:
-        begin, end, schema = each["begin"], each["end"], _with_known_formats(each.get("schema", {}))
+        given: dict[str, Any] = each if isinstance(each, dict) else {}
+        begin, end, schema = (given.get(name) for name in ("begin", "end", "schema"))
+        if not isinstance(begin, str) or not isinstance(end, str) or not all(isinstance(t, str) for t in triggers):
+            raise RequestError(f"{field} needs texts in triggers, and as begin and end of each structure", field=field)
+        if not isinstance(schema, dict | bool | None):
+            raise RequestError(f"{field} has a schema that is neither an object nor true or false", field=field)
+        schema = {} if schema is None else _with_known_formats(schema)
         trigger = next((word for word in triggers if word and begin.startswith(word)), None)
         if trigger is None:
             raise RequestError(f"{field}: no trigger begins {begin!r:.60}; add one to triggers", field=field)
-        if _leaves_white_space_to_us(schema):
-            schema = {**schema, _OPTIONS: _WHITE_SPACE}
+        if not names_white_space(schema):
+            schema = with_options(schema, _WHITE_SPACE)
         tags.append(StructTag(trigger=trigger, begin=begin, grammar=schema, end=end))
     return StructTag.to_grammar(tags, assume_special=False)
 
@@ -110,38 +178,35 @@ def _tags_to_lark(text: str) -> str:
 class Matcher:
     """Which tokens may come next, while an output grows."""
 
-    def __init__(self, inner: Any, vocabulary: Vocabulary, kind: str):
+    def __init__(self, inner: Any, vocabulary: Vocabulary, name: str, limits: _Limits):
         self._inner = inner
         self._vocabulary = vocabulary
-        self._kind = kind
+        self.name = name
+        self._limits = limits
 
     @classmethod
-    def compiled(cls, grammar: str, vocabulary: Vocabulary, kind: str) -> Self:
-        """Returns the matcher of an empty output. Other threads run meanwhile. Raises RequestError."""
+    def compiled(cls, constraint: Constraint, vocabulary: Vocabulary, tries: bool = False) -> Self:
+        """Returns the matcher of an empty output. Other threads run meanwhile. Raises RequestError.
+
+        tries: its masks may take three quarters of what they may otherwise
+        """
         from llguidance import LLMatcher, LLParserLimits
 
-        limits = LLParserLimits(
-            max_items_in_row=500,
-            initial_lexer_fuel=500_000,
-            step_lexer_fuel=50_000,
-            step_max_items=5_000,
-            max_lexer_states=20_000,
-            max_grammar_size=100_000,
-            verbose_errors=False,
-        )
-        inner = LLMatcher(vocabulary.tokenizer, grammar, log_level=0, limits=limits)
+        limits, name, grammar = _limits_of(constraint.kind, tries), constraint.name, to_grammar(constraint)
+        theirs = LLParserLimits(**asdict(limits), verbose_errors=False)
+        inner = LLMatcher(vocabulary.tokenizer, grammar, log_level=0, limits=theirs)
         if inner.is_error():
-            raise _refused(kind, inner.get_error())
-        return cls(inner, vocabulary, kind)
+            raise _refused(name, inner.get_error(), limits)
+        return cls(inner, vocabulary, name, limits)
 
-    def copy(self) -> "Matcher":
-        """Returns another one in the same state, which shares nothing with this one."""
-        return Matcher(self._inner.deep_copy(), self._vocabulary, self._kind)
+    def copy(self, name: str | None = None) -> "Matcher":
+        """Returns another one in the same state, which shares nothing with this one. name: None: the same"""
+        return Matcher(self._inner.deep_copy(), self._vocabulary, name or self.name, self._limits)
 
     def advance(self, token_ids: Sequence[int]) -> None:
         """Takes tokens that have come. Raises RequestError where they do not fit, or the grammar is too complex."""
         if token_ids and not self._inner.consume_tokens(list(token_ids)):
-            raise _refused(self._kind, self._inner.get_error())
+            raise _refused(self.name, self._inner.get_error(), self._limits)
 
     @property
     def may_end(self) -> bool:
@@ -160,10 +225,20 @@ class Matcher:
         bits = np.empty(-(-self._vocabulary.size // 32), np.int32)
         self._inner.unsafe_compute_mask_ptr(bits.ctypes.data, bits.nbytes)
         if self._inner.is_error():
-            raise _refused(self._kind, self._inner.get_error())
+            raise _refused(self.name, self._inner.get_error(), self._limits)
         return bits
 
 
-def _refused(kind: str, reason: str) -> RequestError:
+def _refused(name: str, reason: str, limits: _Limits) -> RequestError:
+    """Returns the error of a form, in words that its client can act on. reason: a compiler's message"""
+    for pattern, said, limit in _REASONS:
+        if (found := re.search(pattern, reason)) is not None:
+            said = f"{said.format(*found.groups())}, and llguidance's limit {limit} is {getattr(limits, limit)}"
+            return FormTooComplex(f"{name} cannot be served: {said}; send a simpler one", field=name)
     said = " ".join(reason.replace("<non-verbose/>", "").split())[:_SHOWN]
-    return RequestError(f"{kind} cannot be served: {said}; send a simpler or a corrected one", field=kind)
+    if said == "NoExtensionBias":  # llguidance's
+        said = (
+            "no token of this model may come next and the output is not complete, so nothing has this form, or a part "
+            "of it refers to itself without an end"
+        )
+    return RequestError(f"{name} cannot be served: {said}; send a simpler or a corrected one", field=name)

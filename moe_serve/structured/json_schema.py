@@ -1,12 +1,17 @@
-"""Changes every schema within a JSON schema, and nothing that only looks like one. Torch-free."""
+"""Finds and changes the schemas within a JSON schema, and nothing that only looks like one. Torch-free."""
 
-from collections.abc import Callable
+import json
+from collections.abc import Callable, Iterator
 from typing import Any
 
 Schema = dict[str, Any]
 
+_OPTIONS = "x-guidance"  # of a schema, in llguidance's words
+_WHITE_SPACE = ("whitespace_pattern", "whitespace_flexible")  # of them
+_BRANCHES = ("properties", "anyOf", "oneOf")  # words of a schema whose values say what may come at one place
 _DATA = ("const", "enum", "default", "examples")  # words of a schema whose values are no schemas
-_BY_NAME = ("properties", "patternProperties", "dependentSchemas", "$defs", "definitions")  # and those that have some
+_DEFINITIONS = ("$defs", "definitions")
+_BY_NAME = ("properties", "patternProperties", "dependentSchemas", *_DEFINITIONS)  # and those that have some
 
 
 def rewritten(schema: Any, change: Callable[[Schema], Schema]) -> Any:
@@ -25,3 +30,93 @@ def rewritten(schema: Any, change: Callable[[Schema], Schema]) -> Any:
         else:
             found[key] = part if key in _DATA else rewritten(part, change)
     return change(found)
+
+
+def names_white_space(schema: Any) -> bool:
+    """Returns whether a schema says itself what may stand between the parts of JSON.
+
+    Options that are no object count as if it did: they go on to the compiler, which refuses them.
+    """
+    options = schema.get(_OPTIONS) if isinstance(schema, dict) else None
+    return any(name in options for name in _WHITE_SPACE) if isinstance(options, dict) else options is not None
+
+
+def with_options(schema: Schema | bool, options: Schema) -> Schema:
+    """Returns a schema with more of llguidance's options, which replace its own of the same name."""
+    if isinstance(schema, bool):
+        schema = {} if schema else {"not": {}}
+    own = schema.get(_OPTIONS)
+    if own is not None and not isinstance(own, dict):
+        return schema
+    return {**schema, _OPTIONS: {**(own or {}), **options}}
+
+
+def moved(schema: Schema, name: str) -> Any:
+    """Returns a schema that stands under a name in `$defs`: references count from the root."""
+
+    def change(part: Schema) -> Schema:
+        reference = part.get("$ref")
+        if isinstance(reference, str) and (reference == "#" or reference.startswith("#/")):
+            part["$ref"] = f"#/$defs/{name}{reference.removeprefix('#')}"
+        return part
+
+    return rewritten(schema, change)
+
+
+def largest_parts(schema: Any, least: int, most: int) -> list[tuple[Schema, str]]:
+    """Returns schemas of a value and those within it that have many properties or alternatives, the largest first.
+
+    With each comes how its text may begin: an object with its first property, after which the most may follow. Objects
+    have no properties that are not named, so that texts drawn at random come to those that are.
+
+    least: properties or alternatives of a part;  most: parts
+    """
+    sizes: dict[str, int] = {}  # by JSON pointer (RFC 6901)
+    seen, waiting = {""}, [("", schema)]
+    while waiting:
+        pointer, part = waiting.pop()
+        for inner_pointer, inner in _inner(part, pointer):
+            branches = [inner[key] for key in _BRANCHES if isinstance(inner.get(key), dict | list)]
+            sizes[inner_pointer] = max(map(len, branches), default=0)
+            reference = inner.get("$ref")
+            if isinstance(reference, str) and reference.startswith("#/") and reference[1:] not in seen:
+                seen.add(reference[1:])
+                waiting.append((reference[1:], _at(schema, reference[1:])))
+    large = sorted((pointer for pointer in sizes if sizes[pointer] >= least), key=lambda each: -sizes[each])[:most]
+    if not large:
+        return []
+    whole, options = moved(schema, "whole"), {key: schema[key] for key in (_OPTIONS,) if key in schema}
+    parts = []
+    for pointer in large:
+        part, begin = _at(whole, pointer), ""
+        if part.get("properties"):
+            part["additionalProperties"] = False
+            begin = "{" + json.dumps(next(iter(part["properties"])), ensure_ascii=False) + ":"
+        parts.append(({"$defs": {"whole": whole}, "$ref": f"#/$defs/whole{pointer}", **options}, begin))
+    return parts
+
+
+def _inner(schema: Any, pointer: str) -> Iterator[tuple[str, Schema]]:
+    """Yields the schemas within a schema with their pointers, itself too, but no definitions: others refer to them."""
+    if isinstance(schema, list):
+        for index, part in enumerate(schema):
+            yield from _inner(part, f"{pointer}/{index}")
+    if isinstance(schema, dict):
+        yield pointer, schema
+        for key, part in schema.items():
+            if key in _BY_NAME and isinstance(part, dict):
+                for own, inner in part.items() if key not in _DEFINITIONS else ():
+                    yield from _inner(inner, f"{pointer}/{key}/{own.replace('~', '~0').replace('/', '~1')}")
+            elif key not in _DATA:
+                yield from _inner(part, f"{pointer}/{key}")
+
+
+def _at(schema: Any, pointer: str) -> Any:
+    """Returns what a pointer names within a schema, None where that is nothing."""
+    for key in pointer.split("/")[1:]:
+        if isinstance(schema, list):
+            schema = schema[int(key)] if key.isdecimal() and int(key) < len(schema) else None
+        else:
+            name = key.replace("~1", "/").replace("~0", "~")
+            schema = schema.get(name) if isinstance(schema, dict) else None
+    return schema

@@ -29,6 +29,7 @@ class Vocabulary:
                 field="constraint",
             )
         of_text = [_SPECIAL + b"<%d>" % token if each is None else each for token, each in enumerate(tokens)]
+        self.tokens = of_text
         words = _Words(of_text, self.eos_token_ids[0])
         self.tokenizer: Any = LLTokenizer(words, eos_token=self.eos_token_ids)  # type: ignore[arg-type]
         words.greedy = self.tokenizer.greedy_tokenize

@@ -183,7 +183,7 @@ class _Form:
     def __init__(self) -> None:
         self.taken: list[int] = []
 
-    def copy(self) -> "_Form":
+    def copy(self, name: str) -> "_Form":
         return self
 
     def advance(self, token_ids: list[int]) -> None:

@@ -182,11 +182,14 @@ def test_a_stop_token_may_come_where_the_output_is_complete() -> None:
     assert len(served.tokens["0"]) == 2, "not as the first token, where nothing is complete"
 
 
+TOO_MANY_WAYS = 'start: "go" way\nway: ' + " | ".join(f'"{i}x" way' for i in range(600))
+
+
 @pytest.mark.parametrize(
     ("form", "says"),
     [
         (Constraint("regex", "(("), "regex cannot be served"),
-        (Constraint("grammar", 'start: s\ns: s s | s s s | "a" | ""'), "grammar cannot be served"),
+        (Constraint("grammar", TOO_MANY_WAYS, path="guided_grammar"), "guided_grammar cannot be served: at one place"),
     ],
     ids=["wrong", "too complex for its masks"],
 )
@@ -196,12 +199,14 @@ def test_a_form_that_cannot_be_served_ends_its_request_alone(form: Constraint, s
     served = serve_at_once(1, [plain, wrong], PLAIN)
     assert served.finish["1"] == "error"
     assert says in served.messages["1"]
+    assert bool(served.tokens["1"]) == (form.kind == "grammar"), "it ends after its first tokens"
+    assert ("limit max_items_in_row is 500" in served.messages["1"]) == (form.kind == "grammar")
     assert served.tokens["0"] == serve(1, [plain], PLAIN).tokens["0"]
 
 
 def test_a_rank_takes_what_a_front_end_has_compiled() -> None:
     given = FORMS[0]
-    compiled = Constraint("compiled", to_grammar(given))
+    compiled = replace(given, text=to_grammar(given), is_compiled=True)
     submits = [submits_of([[5, 6, 7]], replace(SAMPLED, constraint=form), SEEDS[:1])[0] for form in (given, compiled)]
     first, second = (serve_at_once(1, [submit], PLAIN).tokens for submit in submits)
     assert first == second

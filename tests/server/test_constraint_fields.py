@@ -105,7 +105,11 @@ def test_openais_and_vllms_fields(fields: dict[str, Any], kind: str) -> None:
         ({"guided_whitespace_pattern": " "}, "guided_whitespace_pattern"),
         ({"guided_json": SCHEMA, "guided_whitespace_pattern": 3}, "guided_whitespace_pattern"),
         ({"guided_json": "{no json", "guided_whitespace_pattern": " "}, "guided_whitespace_pattern"),
-        ({"guided_json": {"x-guidance": {}}, "guided_whitespace_pattern": " "}, "guided_whitespace_pattern"),
+        (
+            {"guided_json": {"x-guidance": {"whitespace_flexible": True}}, "guided_whitespace_pattern": " "},
+            "guided_whitespace_pattern",
+        ),
+        ({"guided_json": {"x-guidance": 3}, "guided_whitespace_pattern": " "}, "guided_whitespace_pattern"),
         (
             {"structured_outputs": {"choice": ["a"], "disable_any_whitespace": True}},
             "structured_outputs.disable_any_whitespace",
@@ -131,6 +135,10 @@ def test_an_error_names_the_field(fields: dict[str, Any], says: str) -> None:
         ({"structured_outputs": {"json": SCHEMA, "whitespace_pattern": " *"}}, {"whitespace_pattern": " *"}),
         ({"structured_outputs": {"json": True, "disable_any_whitespace": True}}, {"whitespace_flexible": False}),
         ({"structured_outputs": {"json": SCHEMA, "disable_any_whitespace": False}}, None),
+        (
+            {"structured_outputs": {"json": {"x-guidance": {"lenient": True}}, "disable_any_whitespace": True}},
+            {"lenient": True, "whitespace_flexible": False},
+        ),
     ],
     ids=str,
 )

@@ -4,6 +4,7 @@ import json
 import random
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -20,8 +21,10 @@ from moe_serve.config import load_config, model_dir
 from moe_serve.errors import ModelError, RequestError
 from moe_serve.models.token_bytes import token_bytes
 from moe_serve.models.tokenizer import Tokenizer
-from moe_serve.structured.grammar import Matcher, to_grammar
+from moe_serve.structured import grammar
+from moe_serve.structured.grammar import FormTooComplex, Matcher
 from moe_serve.structured.vocabulary import Vocabulary
+from tests.structured.large_vocabulary import large_vocabulary
 
 EOS = 1
 
@@ -40,7 +43,7 @@ def demo_vocabulary() -> Vocabulary:
 
 
 def matcher_of(kind: str, text: str) -> Matcher:
-    return Matcher.compiled(to_grammar(Constraint(kind, text)), demo_vocabulary(), kind)
+    return Matcher.compiled(Constraint(kind, text), demo_vocabulary())
 
 
 def allowed(matcher: Matcher) -> list[int]:
@@ -142,7 +145,7 @@ def test_outputs_under_a_schema_parse_and_validate(schema: dict[str, Any], seed:
 LAYOUTS: list[dict[str, Any]] = [{}, {"separators": (",", ":")}, {"indent": 2}, {"indent": 4}, {"indent": "\t"}]
 
 
-def in_a_tag(schema: dict[str, Any]) -> tuple[str, str]:
+def in_a_tag(schema: dict[str, Any] | bool) -> tuple[str, str]:
     structure = {"begin": "<f>", "schema": schema, "end": "</f>"}
     return "structural_tag", json.dumps({"structures": [structure], "triggers": ["<f>"]})
 
@@ -176,6 +179,32 @@ def test_a_schema_with_its_own_options_decides_about_white_space() -> None:
     one_space.copy().advance(TEXT.encode("{ "))
     with pytest.raises(RequestError, match="cannot be served"):
         one_space.advance(TEXT.encode("{  "))
+
+
+@pytest.mark.parametrize("options", [{"lenient": True}, {"coerce_one_of": True}, {"key_separator": ": "}, {}], ids=str)
+@pytest.mark.parametrize("is_in_tag", [False, True], ids=["json_schema", "structural_tag"])
+def test_options_of_a_schema_that_say_nothing_of_white_space_do_not_free_it(
+    options: dict[str, Any], is_in_tag: bool
+) -> None:
+    """As with {"lenient": true}, where small models went on in line feeds."""
+    schema = {"type": "object", "x-guidance": options}
+    matcher = matcher_of(*(in_a_tag(schema) if is_in_tag else ("json_schema", json.dumps(schema))))
+    matcher.advance(TEXT.encode("<f>{ " if is_in_tag else "{ "))
+    with pytest.raises(RequestError, match="cannot be served"):
+        matcher.advance(TEXT.encode("\n\n"))
+
+
+def test_options_that_are_no_object_are_refused() -> None:
+    with pytest.raises(RequestError, match="json_schema cannot be served"):
+        matcher_of("json_schema", '{"x-guidance": 3}')
+
+
+@pytest.mark.parametrize("is_in_tag", [False, True], ids=["json_schema", "structural_tag"])
+def test_the_schema_true_takes_any_json_with_white_space_that_ends(is_in_tag: bool) -> None:
+    matcher = matcher_of(*(in_a_tag(True) if is_in_tag else ("json_schema", "true")))
+    matcher.advance(TEXT.encode("<f>[ 1," if is_in_tag else "[ 1,"))
+    with pytest.raises(RequestError, match="cannot be served"):
+        matcher.advance(TEXT.encode("\n\n"))
 
 
 def assert_valid(value: Any, schema: dict[str, Any]) -> None:
@@ -233,6 +262,96 @@ def test_what_cannot_be_compiled_is_refused_with_its_kind(kind: str, text: str) 
         matcher_of(kind, text).mask()
     assert caught.value.field == kind
     assert len(str(caught.value)) < 500
+
+
+@pytest.mark.parametrize("num", [54, 100, 250])
+def test_objects_with_many_optional_properties_are_served_with_a_vocabulary_of_real_size(num: int) -> None:
+    """From 40 to 54 on, they were ended in mid-stream for their masks."""
+    schema = {"type": "object", "properties": {f"bade_{i}fo": {"type": "string"} for i in range(num)}}
+    vocabulary = large_vocabulary()
+    compiled = Matcher.compiled(Constraint("json_schema", json.dumps(schema)), vocabulary)
+    for names in ((), (0,), (num // 2, num - 1), range(num)):
+        growing = compiled.copy()
+        for token in vocabulary.tokenizer.tokenize_str(json.dumps({f"bade_{i}fo": "kuno" for i in names})):
+            assert growing.mask()[token // 32] >> token % 32 & 1
+            growing.advance([token])
+        assert growing.must_end
+
+
+@pytest.mark.parametrize("num", [500, 10_000])
+def test_a_choice_of_many_words_is_served_with_a_vocabulary_of_real_size(num: int) -> None:
+    words, vocabulary = [f"word {i}" for i in range(num)], large_vocabulary()
+    compiled = Matcher.compiled(Constraint("choice", json.dumps(words)), vocabulary)
+    for word in (words[0], words[-1]):
+        growing = compiled.copy()
+        for token in vocabulary.tokenizer.tokenize_str(word):
+            assert growing.mask()[token // 32] >> token % 32 & 1
+            growing.advance([token])
+        assert growing.may_end
+
+
+ODD_WORDS = ["a\x7fb", "\x7f", "\0", "é", "🎉x", "\\", '"', "/", "\n", "\u2028", " ", "a", "ab", "a b", "[x]", "$"]
+
+
+@pytest.mark.parametrize("word", ODD_WORDS, ids=repr)
+def test_a_choice_of_any_characters_takes_them_and_nothing_else(word: str) -> None:
+    compiled = matcher_of("choice", json.dumps(ODD_WORDS, ensure_ascii=False))
+    matcher = compiled.copy()
+    matcher.advance(TEXT.encode(word, add_special_tokens=False))
+    assert matcher.may_end
+    others = matcher_of("choice", json.dumps([other for other in ODD_WORDS if other != word], ensure_ascii=False))
+    with pytest.raises(RequestError, match="cannot be served"):
+        others.advance([*TEXT.encode(word, add_special_tokens=False), EOS])
+
+
+@pytest.mark.parametrize(
+    "text", ['root ::= "a\x7fb"', 'start: "a\x7fb"', "start: /a\x7fb/", 'root ::= "a" [\x7f] "b"'], ids=repr
+)
+def test_grammars_may_hold_the_delete_character(text: str) -> None:
+    matcher = matcher_of("grammar", text)
+    matcher.advance(TEXT.encode("a\x7fb", add_special_tokens=False))
+    assert matcher.must_end
+
+
+@pytest.mark.parametrize("text", ['["\\ud800", "x"]', "[]", "[3]", "7"])
+def test_a_choice_that_is_no_list_of_texts_says_so(text: str) -> None:
+    with pytest.raises(RequestError, match=r"list of texts|surrogate"):
+        matcher_of("choice", text)
+
+
+@pytest.mark.parametrize(
+    ("kind", "text"),
+    [
+        ("json_schema", '{"$ref":"#"}'), ("json_schema", '{"anyOf":[{"$ref":"#"}]}'), ("grammar", "root ::= root root"),
+        ("grammar", 'root ::= x\nx ::= x "a"'), ("regex", r"[^\s\S]"),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_a_form_that_nothing_has_is_told_in_words(kind: str, text: str) -> None:
+    """It said NoExtensionBias."""
+    with pytest.raises(RequestError, match=f"^{kind} .* no token of this model may come .* refers to itself"):
+        matcher_of(kind, text).mask()
+
+
+MANY = json.dumps({"type": "object", "properties": {f"bade_{i}": {"type": "integer"} for i in range(100)}})
+LIMITS: dict[str, tuple[int, str, str]] = {
+    "max_items_in_row": (50, "json_schema", MANY),
+    "step_max_items": (100, "json_schema", MANY),
+    "max_grammar_size": (100, "json_schema", MANY),
+    "initial_lexer_fuel": (1000, "json_schema", MANY),
+    "step_lexer_fuel": (50, "regex", "(.*a.{1,200}b.*)+"),
+    "max_lexer_states": (50, "regex", "(.*a.{1,200}b.*)+"),
+}
+
+
+@pytest.mark.parametrize("limit", LIMITS)
+def test_a_form_beyond_a_limit_names_it(limit: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    most, kind, text = LIMITS[limit]
+    monkeypatch.setattr(grammar, "_OF_OTHERS", replace(grammar._OF_OTHERS, **{limit: most}))
+    with pytest.raises(
+        FormTooComplex, match=rf"^{kind} cannot be served: .*'s limit {limit} is {most}; send a simpler"
+    ):
+        draw_output(matcher_of(kind, text), seed=1)
 
 
 @pytest.mark.parametrize("is_in_tag", [False, True])

@@ -17,7 +17,7 @@ from moe_serve.errors import MoeServeError, RequestError
 from moe_serve.log import get_logger
 from moe_serve.models.tokenizer import Tokenizer
 from moe_serve.models.tokenizer_files import tokenizer_file
-from moe_serve.structured.grammar import Matcher, to_grammar
+from moe_serve.structured.grammar import Matcher
 from moe_serve.structured.vocabulary import Vocabulary
 
 log = get_logger(__name__)
@@ -45,7 +45,7 @@ class Grammars:
         """why_none: why this model has no vocabulary for grammars"""
         self._vocabulary = vocabulary
         self._why_none = why_none
-        self._kept: OrderedDict[str, Matcher] = OrderedDict()
+        self._kept: OrderedDict[tuple[str, str], Matcher] = OrderedDict()  # by kind and text
         self._asked: SimpleQueue[Request] = SimpleQueue()
         self._answers: SimpleQueue[tuple[Request, Matcher | RequestError]] = SimpleQueue()
         self._num_asked = 0
@@ -64,10 +64,11 @@ class Grammars:
         if constraint is None:
             return True
         if self._vocabulary is None:
-            raise RequestError(f"{constraint.kind} cannot be served: {self._why_none}", field="constraint")
-        request.matcher = self._kept.get(constraint.text) if constraint.kind == "compiled" else None
+            raise RequestError(f"{constraint.name} cannot be served: {self._why_none}", field=constraint.name)
+        key = constraint.kind, constraint.text
+        request.matcher = self._kept.get(key) if constraint.is_compiled else None
         if request.matcher is not None:
-            self._kept.move_to_end(constraint.text)
+            self._kept.move_to_end(key)
             return True
         if self._thread is None:
             self._thread = threading.Thread(target=self._compile_all, name="grammars", daemon=True)
@@ -91,15 +92,15 @@ class Grammars:
             request.matcher = answer
             constraint = request.params.constraint
             assert constraint is not None
-            if constraint.kind == "compiled":
-                self._keep(constraint.text, answer)
+            if constraint.is_compiled:
+                self._keep(constraint.kind, constraint.text, answer)
             ready.append((request, None))
         return ready
 
-    def _keep(self, text: str, matcher: Matcher) -> None:
-        self._kept[text] = matcher
-        self._kept.move_to_end(text)
-        while len(self._kept) > _KEPT or sum(map(len, self._kept)) > _KEPT_CHARS:
+    def _keep(self, kind: str, text: str, matcher: Matcher) -> None:
+        self._kept[kind, text] = matcher
+        self._kept.move_to_end((kind, text))
+        while len(self._kept) > _KEPT or sum(len(kept) for _, kept in self._kept) > _KEPT_CHARS:
             self._kept.popitem(last=False)
 
     def _compile_all(self) -> None:
@@ -119,6 +120,6 @@ class Grammars:
         assert constraint is not None
         assert vocabulary is not None
         try:
-            return Matcher.compiled(to_grammar(constraint), vocabulary, constraint.kind)
+            return Matcher.compiled(constraint, vocabulary)
         except RequestError as error:
             return error

@@ -70,7 +70,7 @@ class _Form:
         assert request.params.constraint is not None
         start = request.params.constraint.start
         self._request = request
-        self._matcher = request.matcher.copy()
+        self._matcher = request.matcher.copy(request.params.constraint.name)
         self._start = _Start(start, request.output_ids)
         self._num_matched = 0
         self._opens = mask_of([] if start is None or start.opens is None else [start.opens], vocab)

@@ -12,11 +12,11 @@ from typing import Any
 from moe_serve.attention_dp.constraint import MAX_CHARS, Constraint
 from moe_serve.errors import RequestError
 from moe_serve.server.fields.json_fields import Fields, boolean, show
+from moe_serve.structured.json_schema import names_white_space, with_options
 
 MAX_CHOICES = 10_000
 ANY_OBJECT = '{"type":"object"}'
 _PATTERN = "guided_whitespace_pattern"
-_OPTIONS = "x-guidance"  # of a schema, in llguidance's words
 _SGLANG_ANY = "$$ANY$$"  # SGLang's json_schema for any object
 
 
@@ -179,12 +179,10 @@ def _with_white_space(constraint: Constraint | None, field: str, pattern: str | 
         schema = json.loads(constraint.text)
     except (ValueError, RecursionError) as error:
         raise RequestError(f"{field} is given, but the schema is no JSON: {str(error)[:200]}", field) from None
-    if isinstance(schema, bool):
-        schema = {} if schema else {"not": {}}
-    if _OPTIONS in schema:
-        raise RequestError(f"{field} is given, and so is white space, by {_OPTIONS} or another field; send one", field)
+    if names_white_space(schema):
+        raise RequestError(f"{field} is given, and so is white space, by x-guidance or another field; send one", field)
     option = {"whitespace_flexible": False} if pattern is None else {"whitespace_pattern": pattern}
-    return schema_constraint({**schema, _OPTIONS: option})
+    return schema_constraint(with_options(schema, option))
 
 
 def _any_object(name: str, value: Any) -> Constraint | None:

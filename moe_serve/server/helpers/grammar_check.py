@@ -71,14 +71,14 @@ class GrammarCheck:
         assert given is not None, "parameters without a constraint need no check"
         if self._folder is None:
             raise RequestError(
-                f"{given.kind} needs a tokenizer, but this server has none; leave it out", field="constraint"
+                f"{given.name} needs a tokenizer, but this server has none; leave it out", field=given.name
             )
         answer = await self._answer(given, Model(self._folder, limits.vocab_size, limits.eos_token_ids), client)
         if answer.busy:
             raise QueueFullError(answer.message)
         if answer.grammar is None:
             raise RequestError(answer.message, answer.field)
-        return replace(params, constraint=replace(given, kind="compiled", text=answer.grammar))
+        return replace(params, constraint=replace(given, text=answer.grammar, is_compiled=True))
 
     async def close(self) -> None:
         """Ends the process."""
@@ -89,7 +89,9 @@ class GrammarCheck:
             await process.communicate()
 
     async def _answer(self, given: Constraint, model: Model, client: str) -> Checked:
-        key = hashlib.blake2b(f"{given.kind}\0{given.text}".encode(errors="surrogatepass"), digest_size=32).digest()
+        key = hashlib.blake2b(
+            f"{given.kind}\0{given.path}\0{given.text}".encode(errors="surrogatepass"), digest_size=32
+        ).digest()
         if key in self._answers:
             self._answers.move_to_end(key)
             return self._answers[key]
@@ -134,7 +136,7 @@ class GrammarCheck:
 
 
 def _busy(given: Constraint, why: str) -> Checked:
-    return Checked(None, f"{given.kind} cannot be compiled now, since {why}; try again later", given.kind, busy=True)
+    return Checked(None, f"{given.name} cannot be compiled now, since {why}; try again later", given.name, busy=True)
 
 
 async def _start() -> Process:

@@ -10,12 +10,12 @@ from moe_serve.attention_dp.constraint import Constraint
 from moe_serve.errors import RequestError
 from moe_serve.server.fields.constraint_fields import schema_constraint
 from moe_serve.server.fields.json_fields import Fields, boolean, show
-from moe_serve.structured.json_schema import Schema, rewritten
+from moe_serve.structured.json_schema import moved, with_options
 
 MAX_TOOLS = 128
 MAX_BYTES = 1 << 20  # of all tools, as JSON
 # llguidance's word for JSON as json.dumps writes it: a model cannot lose itself in spaces between the values.
-_ONE_LINE = {"x-guidance": {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}}
+_ONE_LINE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 _NAME = re.compile(r"[A-Za-z0-9_.:-]{1,64}\Z")
 
 
@@ -41,7 +41,7 @@ class ToolUse:
     def constraint(self) -> Constraint | None:
         """Returns the form that the output must have, None where it is free."""
         if self.choice == "named":
-            return schema_constraint({**_object_schema(self.schemas[self.name]), **_ONE_LINE})
+            return schema_constraint(with_options(_object_schema(self.schemas[self.name]), _ONE_LINE))
         if self.choice != "required":
             return None
         calls = [
@@ -54,9 +54,11 @@ class ToolUse:
             for name in self.schemas
         ]
         most = {} if self.parallel else {"maxItems": 1}
-        schemas = {name: _moved(_object_schema(schema), name) for name, schema in self.schemas.items()}
+        schemas = {name: moved(_object_schema(schema), name) for name, schema in self.schemas.items()}
         return schema_constraint(
-            {"type": "array", "minItems": 1, **most, "items": {"anyOf": calls}, "$defs": schemas, **_ONE_LINE}
+            with_options(
+                {"type": "array", "minItems": 1, **most, "items": {"anyOf": calls}, "$defs": schemas}, _ONE_LINE
+            )
         )
 
 
@@ -141,18 +143,6 @@ def _schemas(tools: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
             )
         schemas[name] = parameters or {}
     return schemas
-
-
-def _moved(schema: dict[str, Any], name: str) -> Any:
-    """Returns a schema that stands under its function's name in `$defs`: references count from the root."""
-
-    def change(part: Schema) -> Schema:
-        reference = part.get("$ref")
-        if isinstance(reference, str) and (reference == "#" or reference.startswith("#/")):
-            part["$ref"] = f"#/$defs/{name}{reference.removeprefix('#')}"
-        return part
-
-    return rewritten(schema, change)
 
 
 def _object_schema(schema: dict[str, Any]) -> dict[str, Any]:
