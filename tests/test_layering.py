@@ -3,6 +3,7 @@
 import ast
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -77,6 +78,7 @@ def modules() -> list[Path]:
     return sorted(PACKAGE.rglob("*.py"))
 
 
+@cache
 def imports_of(path: Path) -> list[tuple[int, str]]:
     """Returns (line, dotted name below moe_serve) of every import of the package, also those inside functions."""
     found = []

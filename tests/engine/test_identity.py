@@ -28,7 +28,7 @@ from tests.engine.offline import (
 )
 from tests.models.mxfp4_checkpoint import write_mxfp4_config
 
-SIZES = {"small": (40, 20), "large": (200, 64)}  # prompts, tokens of each
+SIZES = {"small": (40, 12), "large": (200, 64)}  # prompts, tokens of each
 PLAIN = ["engine.max_running_requests=64", "parallel.threads_per_rank=1", "cache.prefix_cache=false"]
 BY_TORCH = ["engine.cpu_kernels=torch", "engine.numerics=batch_invariant"]
 TWO_THREADS = ["parallel.threads_per_rank=2"]
@@ -43,7 +43,7 @@ WAYS: dict[str, tuple[int, list[str], int | None]] = {
     "preempted, cached prefixes, chunks, all at once": (
         2,
         [
-            "cache.num_blocks=60", "cache.block_size=8", "cache.prefix_cache=true", "engine.max_batch_tokens=40",
+            "cache.num_blocks=40", "cache.block_size=8", "cache.prefix_cache=true", "engine.max_batch_tokens=40",
             "engine.max_running_requests=24", "dispatch.max_tokens_per_rank=16", "dispatch.backend=collective",
         ],
         1,
@@ -83,14 +83,17 @@ MODELS = [(model, size) for size in SIZES for model in ("demo", *TINY, *OTHER_FA
 def marked(reference: tuple[str, str], *case: object) -> object:
     name = "-".join(map(str, (*reference, *case)))
     model, size = reference
-    is_slow = size == "large" or (model in OTHER_FAMILIES and case in ALL_WAYS and case not in EVERY_DAY)
+    every_day = ALL_WAYS if model == "demo" else BY_KERNELS if model in TINY else BY_SHARED_KERNELS
+    is_slow = size == "large" or (case in ALL_WAYS and case not in every_day)
     return pytest.param(reference, *case, id=name, marks=pytest.mark.slow if is_slow else ())
 
 
 PLACED_DEMO = [(4, 8, "even"), (2, 8, "exact"), (2, 8, "nearest")]  # ranks, redundant experts, split
 ALL_WAYS = [(way, threads) for way in WAYS for threads in (1, 2)]
-# Of families that share their kernels with others: four ranks, and two ranks with two threads.
-EVERY_DAY = [ALL_WAYS[2], ALL_WAYS[5]]
+# By default each model meets each way, with one thread or two; families that share their kernels with others meet four
+# ranks, and two ranks with two threads.
+BY_KERNELS = [ALL_WAYS[1], ALL_WAYS[2], ALL_WAYS[5]]
+BY_SHARED_KERNELS = [ALL_WAYS[2], ALL_WAYS[5]]
 CASES = [marked(reference, *case) for reference in MODELS for case in ALL_WAYS]
 PLACED = [
     marked(reference, *case)

@@ -79,7 +79,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny_model(tmp_path_factory.mktemp("lockstep"), "qwen3_moe")
 
 
-@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_all_ranks_make_the_same_collective_calls(model: Path, data: st.DataObject) -> None:
     num_ranks = data.draw(st.integers(1, 4), label="ranks")

@@ -109,7 +109,8 @@ def test_a_fault_in_one_request_ends_it_and_changes_no_bit_of_the_others(setup: 
     num_ranks, overrides = SETUPS[setup]
     clean = without_fault()
     assert not any(VICTIM_TOKEN in tokens for tokens in clean.tokens.values()), "others must not meet the faulty row"
-    for fault, num_tokens in FAULTS.items():
+    faults = FAULTS if num_ranks == 1 else {nan_in_embedding: 0, infinity_in_cache: 4}
+    for fault, num_tokens in faults.items():
         served = serve(num_ranks, submits(), overrides, prepare=fault)
         expect_only_the_victim_to_fail(served, clean, num_tokens)
         load = np.array(served.load).sum(axis=0)

@@ -49,6 +49,7 @@ def torchrun(*arguments: str) -> Running:
     return Running("torch.distributed.run", [*arguments])
 
 
+@pytest.mark.slow  # by default one torchrun starts all ranks, twice
 def test_two_torchruns_joined_on_one_host(settings):
     port = str(free_port())
     join = ("--nnodes", "2", "--nproc-per-node", "1", "--master-addr", "127.0.0.1", "--master-port", port)

@@ -145,7 +145,7 @@ def texts_of(name: str) -> st.SearchStrategy[str]:
 
 
 @every_format
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=60)
 @given(data=st.data())
 def test_cuts_change_nothing(name, data):
     make = FORMATS[name][0]
