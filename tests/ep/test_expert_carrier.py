@@ -257,7 +257,7 @@ def check_moves(rank: int, group: EpGroup, kind: str) -> int:
         settings = MoveSettings(staging_slots=2)
         carrier = make(kind, group, stores[0].slot_bytes)
         mover = WeightMover(stores, rank, carrier, settings)
-        for _ in range(3):
+        for _ in range(2):
             new = random_placement(rng, 2, 5, 3, 3, placement.version)
             for migration_round in plan_migration(placement, new, topology, RoundLimits(2), "none").rounds:
                 if rng.random() < 0.2:
