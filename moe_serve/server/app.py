@@ -3,6 +3,7 @@
 Every error, from a wrong path to a lost rank, has the JSON form of `answers.error_body`.
 """
 
+import asyncio
 import os
 import time
 from collections.abc import AsyncIterator
@@ -60,18 +61,28 @@ log = get_logger(__name__)
 
 
 def make_app(
-    config: ServeConfig, bridge: Bridge, tokenizer: Tokenizer | None, clients: ClientTable | None = None
+    config: ServeConfig,
+    bridge: Bridge,
+    tokenizer: Tokenizer | None,
+    clients: ClientTable | None = None,
+    starts_helpers: bool = False,
 ) -> FastAPI:
     """Returns the application over a bridge, which the caller starts and closes.
 
-    clients: what they may ask all front ends for; None: there is one front end
+    clients:        what they may ask all front ends for; None: there is one front end
+    starts_helpers: the processes that parse large bodies and render chats start with the application, while ranks load
+                    their weights; otherwise with their first use
     Raises ConfigError or ModelError where a file of keys or of a chat template cannot be used.
     """
     bodies, parser, templates = Bodies(config.server), BodyParser(), ChatTemplates.load(config)
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        starting = [asyncio.create_task(helper.start()) for helper in (parser, templates) if starts_helpers]
         yield
+        for task in starting:
+            task.cancel()
+        await asyncio.gather(*starting, return_exceptions=True)
         await parser.close()
         await templates.close()
 

@@ -12,7 +12,7 @@ from moe_serve.launcher.facts import front_end_facts
 from moe_serve.launcher.frontend import share_of_front_end
 from moe_serve.launcher.rank_env import free_port
 from moe_serve.links.link import Link, check_front_ends
-from tests.launcher.running import Running
+from tests.launcher.running import Running, eventually
 from tests.server.fake_worker import FakeWorker
 
 
@@ -36,6 +36,19 @@ def test_a_front_end_with_another_tokenizer_than_its_ranks_ends(tmp_path: Path) 
         assert asyncio.run(until_the_end()) == 2
         assert "moe-serve: tokenizer.json is " in running.lines[-1]
         assert "start the front end with the ranks' configuration" in running.lines[-1]
+
+
+def test_helpers_for_large_bodies_and_chats_start_before_anybody_asks() -> None:
+    """The first body with 1,000,000 token ids waited 2 s for two processes to start."""
+    settings = ["--set=server.port=0", f"--set=server.worker_port={free_port()}"]
+    with Running("moe_serve.launcher.cli", ["frontend", *settings]) as running:
+        running.wait_for("HTTP on")
+
+        def helpers() -> list[str]:
+            commands = [Path(f"/proc/{pid}/cmdline").read_text().split("\0") for pid in running.descendants()]
+            return sorted(word.rpartition(".")[2] for command in commands for word in command if "helpers" in word)
+
+        assert eventually(lambda: helpers() == ["body_parser_process"] * 2 + ["chat_template_process"] * 2), helpers()
 
 
 def test_several_front_ends_share_what_one_may_hold() -> None:

@@ -10,6 +10,8 @@ from moe_serve.attention_dp.sampling_params import SamplingParams
 from moe_serve.errors import RequestError
 from moe_serve.server.fields.constraint_fields import take_openai_constraint, take_sglang_constraint
 from moe_serve.server.fields.json_fields import Fields
+from moe_serve.server.openai.tools import ToolUse
+from moe_serve.structured.grammar import to_grammar
 
 SCHEMA = {"type": "object", "properties": {"é": {"type": "string"}}}
 
@@ -155,3 +157,13 @@ def test_parameters_refuse_what_cannot_be_a_constraint_and_one_that_may_never_en
             SamplingParams(constraint=constraint).validate()
     with pytest.raises(RequestError, match="ignore_eos"):
         SamplingParams(constraint=Constraint("regex", "a"), ignore_eos=True).validate()
+
+
+def test_options_of_a_forced_tools_schema_stay_beside_those_of_one_line() -> None:
+    schema = {"type": "object", "properties": {"a": {"uniqueItems": True}}, "x-guidance": {"lenient": True}}
+    for choice in ("named", "required"):
+        found = ToolUse({"f": schema}, choice, "f").constraint()
+        assert found is not None
+        options = json.loads(found.text)["x-guidance"]
+        assert options == {"lenient": True, "whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+        to_grammar(found)

@@ -80,3 +80,34 @@ async def test_a_job_for_which_no_process_can_be_started_may_come_again(monkeypa
         assert await pair.ask("client", b"a") == b"a"
     finally:
         await pair.close()
+
+
+@in_event_loop
+async def test_processes_that_are_started_ahead_take_the_first_jobs():
+    pair = HelperPair(SPINS, deadline_s=60.0, short_s=10.0, core_s=10.0)
+    try:
+        await pair.start(b"anything")
+        both = [pair._first._process, pair._second._process]
+        assert None not in both
+        pair._note("slow")
+        assert [await pair.ask(client, b"a") for client in ("quick", "slow")] == [b"a", b"a"]
+        assert [pair._first._process, pair._second._process] == both
+    finally:
+        await pair.close()
+
+
+@in_event_loop
+async def test_processes_that_cannot_be_started_ahead_are_said_and_tried_again_with_the_first_job(monkeypatch, caplog):
+    pair = HelperPair(SPINS, deadline_s=60.0, short_s=10.0, core_s=10.0)
+
+    async def no_descriptor(*command: str, **pipes: int) -> None:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    with monkeypatch.context() as patch, caplog.at_level("WARNING"):
+        patch.setattr(asyncio, "create_subprocess_exec", no_descriptor)
+        await pair.start(b"anything")
+    assert [f"{SPINS} could not be started ahead" in record.getMessage() for record in caplog.records] == [True, True]
+    try:
+        assert await pair.ask("client", b"a") == b"a"
+    finally:
+        await pair.close()

@@ -54,9 +54,12 @@ def take_openai_constraint(values: Fields) -> Constraint | None:
     return constraint if pattern is None else _with_white_space(constraint, values.prefix + _PATTERN, pattern)
 
 
-def schema_constraint(schema: dict[str, Any] | bool) -> Constraint:
-    """Returns the constraint of a JSON schema, such as that of the parameters of a tool that must be called."""
-    return Constraint("json_schema", json.dumps(schema, ensure_ascii=False, separators=(",", ":")))
+def schema_constraint(schema: dict[str, Any] | bool, path: str) -> Constraint:
+    """Returns the constraint of a JSON schema, such as that of the parameters of a tool that must be called.
+
+    path: where the client has written it, for errors
+    """
+    return Constraint("json_schema", json.dumps(schema, ensure_ascii=False, separators=(",", ":")), path=path)
 
 
 def _the_only(found: dict[str, Constraint | None], prefix: str) -> Constraint | None:
@@ -82,19 +85,19 @@ def _schema(name: str, value: Any) -> Constraint:
     if isinstance(value, str):
         if not value.lstrip().startswith(("{", "true", "false")):
             raise RequestError(f"{name} is {show(value)}, expected a JSON schema", field=name)
-        return Constraint("json_schema", value)
+        return Constraint("json_schema", value, path=name)
     if not isinstance(value, dict | bool):
         raise RequestError(f"{name} is {show(value)}, expected a JSON schema", field=name)
-    return schema_constraint(value)
+    return schema_constraint(value, name)
 
 
 def _sglang_schema(name: str, value: Any) -> Constraint:
-    return Constraint("json_schema", ANY_OBJECT) if value == _SGLANG_ANY else _schema(name, value)
+    return Constraint("json_schema", ANY_OBJECT, path=name) if value == _SGLANG_ANY else _schema(name, value)
 
 
 def _of_text(kind: str) -> Callable[[str, Any], Constraint]:
     def check(name: str, value: Any) -> Constraint:
-        return Constraint(kind, _text(name, value))
+        return Constraint(kind, _text(name, value), path=name)
 
     return check
 
@@ -113,15 +116,15 @@ def _choice(name: str, value: Any) -> Constraint:
         raise RequestError(f"{name} is {show(value)}, expected a list of strings that are not empty", field=name)
     if len(value) > MAX_CHOICES:
         raise RequestError(f"{name} has {len(value)} entries, at most {MAX_CHOICES} are taken; send fewer", field=name)
-    return Constraint("choice", json.dumps(value, ensure_ascii=False))
+    return Constraint("choice", json.dumps(value, ensure_ascii=False), path=name)
 
 
 def _tag(name: str, value: Any) -> Constraint:
     if isinstance(value, str) and value:
-        return Constraint("structural_tag", value)
+        return Constraint("structural_tag", value, path=name)
     if not isinstance(value, dict):
         raise RequestError(f"{name} is {show(value)}, expected an object with structures and triggers", field=name)
-    return Constraint("structural_tag", json.dumps(value, ensure_ascii=False))
+    return Constraint("structural_tag", json.dumps(value, ensure_ascii=False), path=name)
 
 
 def _response_format(name: str, value: Any) -> Constraint | None:
@@ -130,7 +133,7 @@ def _response_format(name: str, value: Any) -> Constraint | None:
     if kind == "text":
         return None
     if kind == "json_object":
-        return Constraint("json_schema", ANY_OBJECT)
+        return Constraint("json_schema", ANY_OBJECT, path=name)
     if kind == "structural_tag":
         return _tag(name, {key: item for key, item in value.items() if key != "type"})
     if kind != "json_schema":
@@ -182,10 +185,10 @@ def _with_white_space(constraint: Constraint | None, field: str, pattern: str | 
     if names_white_space(schema):
         raise RequestError(f"{field} is given, and so is white space, by x-guidance or another field; send one", field)
     option = {"whitespace_flexible": False} if pattern is None else {"whitespace_pattern": pattern}
-    return schema_constraint(with_options(schema, option))
+    return schema_constraint(with_options(schema, option), constraint.path)
 
 
 def _any_object(name: str, value: Any) -> Constraint | None:
     if not isinstance(value, bool):
         raise RequestError(f"{name} is {show(value)}, expected true or false", field=name)
-    return Constraint("json_schema", ANY_OBJECT) if value else None
+    return Constraint("json_schema", ANY_OBJECT, path=name) if value else None

@@ -67,7 +67,7 @@ class Parsed(msgspec.Struct, Generic[T]):
 
 
 class BodyParser:
-    """The parser, and the processes that it starts with the first large bodies."""
+    """The parser, and its processes, which `start` or the first large bodies start."""
 
     def __init__(self) -> None:
         self._processes = HelperPair("moe_serve.server.helpers.body_parser_process", _DEADLINE_S, _SHORT_S, _MAX_CORE_S)
@@ -87,6 +87,10 @@ class BodyParser:
         if parsed.request is None:
             raise RequestError(parsed.message, parsed.field)
         return parsed.request
+
+    async def start(self) -> None:
+        """Starts the processes, so that the first large body need not wait for them."""
+        await self._processes.start(HEAD.pack(KINDS.index(GENERATE_BODY), 1) + b"{}")
 
     async def close(self) -> None:
         """Ends the processes."""

@@ -49,7 +49,7 @@ class Rendered(msgspec.Struct, frozen=True):
 
 
 class ChatTemplates:
-    """The templates of a model, by name, and the processes that render them, started with the first chats.
+    """The templates of a model, by name, and the processes that render them, which `start` or the first chats start.
 
     trust_requests: clients may send templates of their own
     """
@@ -77,6 +77,12 @@ class ChatTemplates:
         templates = _of_folder(folder, settings) if given is None else {"default": _of_setting(given)}
         tokens = {name: text for name in _SPECIAL_TOKENS if (text := _token(settings.get(name))) is not None}
         return cls(templates, tokens, config.server.trust_request_chat_template)
+
+    async def start(self) -> None:
+        """Starts the processes where the model has a template, so that the first chat need not wait for them."""
+        if self._templates:
+            job = RenderJob("", True, [], None, None, False, False, {}, {}, max_chars=1)
+            await self._processes.start(msgspec.msgpack.encode(job))
 
     def job(self, prompt: Any, max_chars: int) -> RenderJob:
         """Returns what the process gets for a chat. prompt: a ChatPrompt;  max_chars: a longer text is refused

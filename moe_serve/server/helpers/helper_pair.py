@@ -6,14 +6,18 @@ What counts is the time of a core, not that of a clock: on a busy machine everyb
 import asyncio
 import time
 
+from moe_serve.errors import QueueFullError
+from moe_serve.log import get_logger
 from moe_serve.server.helpers.helper_process import HelperEnded, HelperProcess, TooLongError
+
+log = get_logger(__name__)
 
 _SLOW_NICENESS = 10  # ranks and the front end may need the same core, and serve those whose jobs are short
 _MOST_NOTED = 4096  # clients
 
 
 class HelperPair:
-    """The processes, each started with its first job."""
+    """The processes, each started with its first job, or by `start`."""
 
     def __init__(self, module: str, deadline_s: float, short_s: float, core_s: float, memory_s: float = 60.0):
         """module, deadline_s: as of HelperProcess
@@ -22,10 +26,23 @@ class HelperPair:
         core_s:   of a core, in the second process
         memory_s: after such a job, its client's jobs go to the second process at once for so long
         """
+        self._module = module
         self._first = HelperProcess(module, deadline_s, short_s, niceness=0)
         self._second = HelperProcess(module, deadline_s, core_s, _SLOW_NICENESS)
         self._memory_s = memory_s
         self._slow: dict[str, float] = {}  # clients, and until when they are; who was noted last comes last
+
+    async def start(self, job: bytes) -> None:
+        """Starts both processes before the first client asks, and returns when each has answered a job.
+
+        What keeps one from it now is logged; it is tried again with the first client's job.
+        """
+        started = (self._first.ask("", job), self._second.ask("", job))
+        for problem in await asyncio.gather(*started, return_exceptions=True):
+            if isinstance(problem, QueueFullError | TimeoutError | HelperEnded | TooLongError):
+                log.warning("%s could not be started ahead: %s", self._module, str(problem) or type(problem).__name__)
+            elif isinstance(problem, BaseException):
+                raise problem
 
     async def ask(self, client: str, *job: bytes) -> bytes:
         """Returns the answer to a job, and raises as HelperProcess does."""

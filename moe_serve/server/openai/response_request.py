@@ -5,13 +5,14 @@ have, with those of vLLM and SGLang, keep their meaning.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from moe_serve.errors import RequestError
 from moe_serve.server.fields.json_fields import parse_nested_object, show
 from moe_serve.server.openai.chat_request import ChatRequest, check_chat
 from moe_serve.server.openai.messages import MAX_DEPTH
+from moe_serve.server.openai.tools import EXAMPLE, EXAMPLE_CHOICE
 
 # Of the same meaning under another name.
 _RENAMED = {"max_output_tokens": "max_completion_tokens"}
@@ -29,6 +30,15 @@ _NOTED: Mapping[str, tuple[Any, ...] | None] = {
 }
 _LOGPROBS = "message.output_text.logprobs"
 _ECHOED = ("instructions", "metadata", "max_output_tokens", "user", "reasoning", "text")
+_IN_OWN_WORDS = (  # what errors call the fields of a chat, and what these are here; longer ones first
+    (EXAMPLE, 'send {"type": "function", "name": "f", "parameters": {…}}'),
+    (EXAMPLE_CHOICE, '{"type": "function", "name": "f"}'),
+    ("].function.", "]."),
+    ("response_format.json_schema", "text.format"),
+    ("response_format", "text.format"),
+    ("max_completion_tokens", "max_output_tokens"),
+    ("reasoning_effort", "reasoning.effort"),
+)
 NOT_HERE = ("messages", "n", "max_tokens", "max_completion_tokens", "response_format", "reasoning_effort", "logprobs")
 
 
@@ -66,7 +76,22 @@ def parse_response(body: bytes, max_prompts: int) -> ResponseRequest:
     reasoning, text = _object("reasoning", chat.pop("reasoning", None)), _object("text", chat.pop("text", None))
     chat["reasoning_effort"] = reasoning.get("effort")
     chat["response_format"] = _format(text.get("format"))
-    return ResponseRequest(check_chat(chat, "resp_"), echoed)
+    try:
+        checked = check_chat(chat, "resp_")
+    except RequestError as error:
+        raise RequestError(_in_own_words(str(error)), error.field and _in_own_words(error.field)) from None
+    constraint = checked.options.taken.params.constraint
+    if constraint is not None:
+        own = replace(constraint, path=_in_own_words(constraint.path))
+        checked = replace(checked, options=checked.options.with_params(constraint=own))
+    return ResponseRequest(checked, echoed)
+
+
+def _in_own_words(text: str) -> str:
+    """Returns a message or the name of a field of a chat as this route has it."""
+    for theirs, ours in _IN_OWN_WORDS:
+        text = text.replace(theirs, ours)
+    return text
 
 
 def _object(name: str, value: Any) -> dict[str, Any]:

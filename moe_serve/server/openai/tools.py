@@ -16,6 +16,8 @@ MAX_TOOLS = 128
 MAX_BYTES = 1 << 20  # of all tools, as JSON
 # llguidance's word for JSON as json.dumps writes it: a model cannot lose itself in spaces between the values.
 _ONE_LINE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+EXAMPLE = 'send {"type": "function", "function": {"name": "f", "parameters": {…}}}'
+EXAMPLE_CHOICE = '{"type": "function", "function": {"name": "f"}}'
 _NAME = re.compile(r"[A-Za-z0-9_.:-]{1,64}\Z")
 
 
@@ -38,10 +40,17 @@ class ToolUse:
         """Whether the answer is calls and nothing else."""
         return self.choice in ("named", "required")
 
+    @property
+    def _options(self) -> dict[str, Any]:
+        """llguidance's options in the schemas of all functions: a form has one set."""
+        given = [schema.get("x-guidance") for schema in self.schemas.values()]
+        return {name: value for each in given if isinstance(each, dict) for name, value in each.items()}
+
     def constraint(self) -> Constraint | None:
         """Returns the form that the output must have, None where it is free."""
         if self.choice == "named":
-            return schema_constraint(with_options(_object_schema(self.schemas[self.name]), _ONE_LINE))
+            path = f"tools[{list(self.schemas).index(self.name)}].function.parameters"
+            return schema_constraint(with_options(_object_schema(self.schemas[self.name]), _ONE_LINE), path)
         if self.choice != "required":
             return None
         calls = [
@@ -57,8 +66,17 @@ class ToolUse:
         schemas = {name: moved(_object_schema(schema), name) for name, schema in self.schemas.items()}
         return schema_constraint(
             with_options(
-                {"type": "array", "minItems": 1, **most, "items": {"anyOf": calls}, "$defs": schemas}, _ONE_LINE
-            )
+                {
+                    "type": "array",
+                    "minItems": 1,
+                    **most,
+                    "items": {"anyOf": calls},
+                    "$defs": schemas,
+                    "x-guidance": self._options,
+                },
+                _ONE_LINE,
+            ),
+            "tools",
         )
 
 
@@ -104,8 +122,7 @@ def _named(given: Any, schemas: dict[str, dict[str, Any]]) -> str:
     name = function.get("name") if isinstance(function, dict) else None
     if not isinstance(name, str):
         raise RequestError(
-            f"tool_choice is {show(given)}, expected none, auto, required, or an object such as "
-            '{"type": "function", "function": {"name": "f"}}',
+            f"tool_choice is {show(given)}, expected none, auto, required, or an object such as " + EXAMPLE_CHOICE,
             field="tool_choice",
         )
     if name not in schemas:
@@ -121,13 +138,11 @@ def _schemas(tools: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
     schemas: dict[str, dict[str, Any]] = {}
     for i, tool in enumerate(tools):
         path = f"tools[{i}]"
-        function = tool.get("function")
-        if tool.get("type", "function") != "function" or not isinstance(function, dict):
-            raise RequestError(
-                f'{path} is {show(tool)}, expected {{"type": "function", "function": {{…}}}}; only functions '
-                "are served",
-                field=path,
-            )
+        function, kind = tool.get("function"), tool.get("type", "function")
+        if kind != "function":
+            raise RequestError(f"{path}.type is {show(kind)}, but only functions are served; {EXAMPLE}", f"{path}.type")
+        if not isinstance(function, dict):
+            raise RequestError(f"{path}.function is {show(function)}; {EXAMPLE}", field=f"{path}.function")
         name, parameters = function.get("name"), function.get("parameters")
         if not isinstance(name, str) or not _NAME.match(name):
             raise RequestError(

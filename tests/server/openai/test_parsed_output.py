@@ -99,7 +99,7 @@ async def test_what_the_client_does_not_want_is_left_out(tmp_path: Path):
 
 
 WRONG: list[tuple[dict[str, Any], str]] = [
-    ({"tools": [{"type": "web_search"}]}, "tools[0]"),
+    ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
     ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools[0].function.name"),
     ({"tools": [{"type": "function", "function": {}}]}, "tools[0].function.name"),
     ({"tools": TOOLS * 2}, "tools[1].function.name"),

@@ -116,7 +116,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"input": "hi", "messages": HI}, "messages"),
     ({"input": "hi", "n": 2}, "n"),
     ({"input": "hi", "reasoning": "high"}, "reasoning"),
-    ({"input": "hi", "tools": [{"type": "web_search"}]}, "tools[0]"),
+    ({"input": "hi", "tools": [{"type": "web_search"}]}, "tools[0].type"),
     ({"input": "hi", "max_output_tokens": 500}, "max_output_tokens"),
     ({"input": "hi", "maxtokens": 5}, "maxtokens"),
     ({"input": "hi", "include": ["reasoning.encrypted_content", "message.output_text.logprobs"]}, "include"),
