@@ -14,6 +14,11 @@ from torch import Tensor
 from moe_serve.errors import LostConnectionError
 
 _SOURCE_LINE = re.compile(r"^\[[^]]*\] *")  # where in gloo it happened
+# What libraries say of a peer that is gone, and what we do: their words change with their versions.
+_OURS = (
+    (re.compile(r"timed? ?out", re.IGNORECASE), "nothing was heard of it in time"),
+    (re.compile(r"connection (was )?(closed|reset)|broken pipe", re.IGNORECASE), "its connection was closed"),
+)
 
 
 def barrier(group: dist.ProcessGroup | None) -> None:
@@ -42,7 +47,7 @@ def all_reduce(data: Tensor, group: dist.ProcessGroup | None) -> None:
 
 def lost_connection(error: RuntimeError, phase: str) -> LostConnectionError:
     """Returns what to raise for an error of torch.distributed in a phase of a step."""
-    return LostConnectionError(_reason(error), phase)
+    return LostConnectionError(reason_of(error), phase)
 
 
 @contextmanager
@@ -53,7 +58,12 @@ def _peers(call: str) -> Iterator[None]:
         raise lost_connection(error, call) from error
 
 
-def _reason(error: RuntimeError) -> str:
-    """Returns the library's reason in a few words: without its source line, addresses and advice."""
+def reason_of(error: Exception) -> str:
+    """Returns why a call of torch.distributed failed, in a few words: ours for a peer that is gone or late, else the
+    library's without source line, addresses, advice and ornaments."""
     first_line = (str(error).splitlines() or [type(error).__name__])[0]
-    return re.split(r" \[|\. ", _SOURCE_LINE.sub("", first_line))[0].rstrip(".")
+    for found, ours in _OURS:
+        if found.search(first_line):
+            return ours
+    words = re.split(r" \[|\. ", _SOURCE_LINE.sub("", first_line))[0].rstrip(".")
+    return " ".join(words.encode("ascii", "ignore").decode().split())

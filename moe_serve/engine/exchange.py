@@ -19,7 +19,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from moe_serve.dispatch.peer_calls import barrier, broadcast
+from moe_serve.dispatch.peer_calls import barrier, broadcast, reason_of
 from moe_serve.dispatch.shm.channel import EPOCH_SHIFT
 from moe_serve.dispatch.shm.membership import Membership
 from moe_serve.dispatch.shm.shared_files import SharedFiles
@@ -88,7 +88,7 @@ class GlooExchange(Exchange):
         except RuntimeError as error:
             raise PeerError(
                 f"a rank did not arrive at the exchange of step {step} within {self._deadline_s:g} s, or died "
-                f"({str(error).splitlines()[0]}); look at the other ranks' last lines",
+                f"({reason_of(error)}); look at the other ranks' last lines",
                 rank=-1,
                 phase="exchange",
                 step=step,

@@ -15,7 +15,7 @@ from torch.distributed import Store
 
 from moe_serve.config import ServeConfig
 from moe_serve.dispatch.base import EpGroup
-from moe_serve.dispatch.peer_calls import all_gather
+from moe_serve.dispatch.peer_calls import all_gather, reason_of
 from moe_serve.dispatch.shm.memory import host_mark
 from moe_serve.dispatch.shm.shared_files import SharedFiles
 from moe_serve.errors import LaunchError
@@ -71,7 +71,7 @@ def join_groups(env: RankEnv, config: ServeConfig, device: torch.device, store: 
     except (RuntimeError, ValueError) as error:
         raise LaunchError(
             f"rank {env.rank} of {env.num_ranks} could not join the others at {env.store} "
-            f"within {config.server.attach_deadline_s:g} s ({str(error).splitlines()[0]}); "
+            f"within {config.server.attach_deadline_s:g} s ({reason_of(error)}); "
             "check that all ranks were started and can reach that address"
         ) from None
     step_timeout = timedelta(seconds=config.engine.step_deadline_s)

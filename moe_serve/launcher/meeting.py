@@ -13,6 +13,7 @@ from datetime import timedelta
 import msgspec
 from torch.distributed import FileStore, HashStore, PrefixStore, Store, TCPStore
 
+from moe_serve.dispatch.peer_calls import reason_of
 from moe_serve.errors import ConfigError, LaunchError, MoeServeError
 from moe_serve.launcher.facts import Fact, first_difference
 from moe_serve.launcher.local import new_launch_id
@@ -57,7 +58,7 @@ def open_store(env: RankEnv, deadline_s: float) -> Store:
     except (RuntimeError, ValueError) as error:
         raise LaunchError(
             f"rank {env.rank} of {env.num_ranks} could not reach the store of the launch at "
-            f"{env.store} within {deadline_s:g} s ({str(error).splitlines()[0]}); check that "
+            f"{env.store} within {deadline_s:g} s ({reason_of(error)}); check that "
             "rank 0 was started, and that this address is reachable from here"
         ) from None
 
@@ -214,5 +215,5 @@ class _Wait:
 def _lost_store(env: RankEnv, error: Exception) -> str:
     return (
         f"rank {env.rank} lost the store of the launch at {env.store} while the ranks joined "
-        f"({str(error).splitlines()[0]}); look at the last lines of rank 0"
+        f"({reason_of(error)}); look at the last lines of rank 0"
     )

@@ -96,6 +96,8 @@ def test_requests_go_on_when_torchrun_has_started_its_ranks_again(settings):
 
 @pytest.mark.slow
 def test_requests_go_on_when_two_torchruns_have_started_their_ranks_again(settings):
+    """As between two hosts: the ranks share no memory, and lose each other in a call of gloo."""
+    settings += ["--set", "dispatch.backend=collective", "--set", "engine.exchange=gloo"]
     join = ("--nnodes", "2", "--nproc-per-node", "1", "--max-restarts", "3", "--monitor-interval", "0.2")
     meet = ("--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{free_port()}", "--rdzv-id", "serve")
     with (
@@ -104,6 +106,10 @@ def test_requests_go_on_when_two_torchruns_have_started_their_ranks_again(settin
         torchrun(*join, *meet, "-m", WORKER, *settings) as second,
     ):
         serves_through_a_kill(client, [first, second])
+        said = [line for line in server.lines if "is lost" in line or "went away" in line]
+        assert len(said) == len(set(said))
+        assert ".cc:" not in server.output
+        assert server.output.isascii()
         assert server.end(signal.SIGINT) == 0
 
 

@@ -59,7 +59,7 @@ def test_a_peer_that_went_away_is_reported_without_library_text(monkeypatch):
         barrier(None)
     fatal = last_words(caught.value, monkeypatch)
     assert fatal.lost_rank == -1
-    assert fatal.message.startswith("a rank went away while the ranks started (Connection closed by peer)")
+    assert fatal.message.startswith("a rank went away while the ranks started (its connection was closed)")
 
 
 def test_an_error_of_this_rank_is_its_own_whatever_its_words(monkeypatch):

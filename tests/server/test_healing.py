@@ -51,6 +51,21 @@ def check_tokens(requests: list[OpenRequest]) -> None:
 
 
 @in_event_loop
+async def test_a_loss_that_every_rank_reports_is_said_once_and_again_with_the_rank_that_is_named(caplog):
+    async with front_end(num_ranks=4) as bridge:
+        workers = [FakeWorker(rank, 4, bridge.link.port, token=bridge.link.token) for rank in range(4)]
+        async with ranks(*workers):
+            await bridge.wait_until_ready()
+            for worker in workers[:3]:
+                worker.say(Fatal(worker.rank, 0, "a rank went away", -1))
+                await asyncio.sleep(0.6)  # longer than a report waits for one that names the rank
+            (said,) = [record.getMessage() for record in caplog.records if record.levelname == "ERROR"]
+            assert said == "rank 0 reports that a rank is lost: a rank went away"
+            workers[3].say(Fatal(3, 0, "out of memory", 3))
+            await until(lambda: "rank 3 on testhost failed" in caplog.text)
+
+
+@in_event_loop
 async def test_cut_connections_heal_and_requests_go_on_where_they_were():
     async with front_end() as bridge:
         proxy = Proxy(bridge.link.port)

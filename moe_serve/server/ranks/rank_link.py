@@ -85,6 +85,7 @@ class RankLink:
         )
         self.is_draining = False
         self.started_s = 0.0
+        self._said: tuple[int, str] | None = None  # the last loss in the log: its launch, and why
         self._warnings = RareWarnings(log)
         self._supervisors = Supervisors(observer, self._send)
         self._touch: asyncio.Task[None] | None = None
@@ -268,11 +269,11 @@ class RankLink:
 
     def _end_launch(self, reason: str, lost_rank: int | None, wait_s: float = 0.0) -> None:
         """Ends the launch: no more requests are taken. After wait_s the open ones end, or wait for the next launch."""
-        first = self.workers.loss is None
-        self.workers.end_launch(reason, lost_rank)
+        is_news = self.workers.end_launch(reason, lost_rank)
         if wait_s > 0:
-            asyncio.get_running_loop().call_later(wait_s, self._settle_loss, self.workers.launch_id)
-        elif first or (len(self.book) and not self.is_restarting):
+            if is_news:
+                asyncio.get_running_loop().call_later(wait_s, self._settle_loss, self.workers.launch_id)
+        elif is_news or (len(self.book) and not self.is_restarting):
             self._settle_loss(self.workers.launch_id)
         self.news.tell()
 
@@ -280,8 +281,9 @@ class RankLink:
         reason, lost_rank = self.workers.loss, self.workers.lost_rank
         if launch_id != self.workers.launch_id or reason is None:
             return  # the ranks were restarted
-        if not self.is_draining:
+        if not self.is_draining and self._said != (launch_id, reason):
             log.error("%s", reason)
+        self._said = launch_id, reason
         self.commands.fail_all(reason)
         if self.is_restarting:
             self.restart.lose(lost_rank)

@@ -263,10 +263,15 @@ class WorkerTable:
         """Returns a rank that has been suspected for longer than patience_s, without a report from its peers."""
         return next((view for view in self if view.suspicion and now_s - view.suspicion[0] > patience_s), None)
 
-    def end_launch(self, reason: str, lost_rank: int | None) -> None:
-        """Notes that the launch is over. A report that names the rank replaces an earlier one that does not."""
-        if self.loss is None or (self.lost_rank is None and lost_rank is not None):
+    def end_launch(self, reason: str, lost_rank: int | None) -> bool:
+        """Notes that the launch is over; returns whether that is news.
+
+        A report that names the rank replaces an earlier one that does not.
+        """
+        is_news = self.loss is None or (self.lost_rank is None and lost_rank is not None)
+        if is_news:
             self.loss, self.lost_rank = reason, lost_rank
+        return is_news
 
     @property
     def is_restarted(self) -> bool:
