@@ -12,6 +12,8 @@ from torch.nn import functional
 from moe_serve.kernels.numerics import Numerics
 from moe_serve.kernels.row_tiles import cut, proven_tiles
 
+# Of narrower outputs some BLAS kernels give a row other bits by its place in a tile; of 1, 5 to 7 and 9 to 11 here.
+_NARROWEST_INVARIANT = 16
 SMALLEST_PACKED = 1 << 16  # weight elements; below this the call costs more than the layout saves
 
 
@@ -35,7 +37,9 @@ class Linear:
         proven: row counts proven for other weights of this shape; read and extended (a proof costs milliseconds)
         """
         self.out_features, self.in_features = weight.shape
-        self._bias = bias
+        missing = _missing(self.out_features, numerics)
+        weight = functional.pad(weight, (0, 0, 0, missing)) if missing else weight
+        self._bias = functional.pad(bias, (0, missing)) if bias is not None and missing else bias
         self._packed = _pack(weight)
         self._weight = weight if self._packed is None else weight.new_empty(0)
         self._row_tile = numerics.row_tile
@@ -53,12 +57,12 @@ class Linear:
         if num_rows == 0:
             return x.new_empty(0, self.out_features)
         if self._row_tile is None or num_rows in self._tiles:
-            return self._multiply(x)
+            return self._multiply(x)[:, : self.out_features]
         padding = -num_rows % self._row_tile
         if padding:
             x = functional.pad(x, (0, 0, 0, padding))
         y = torch.cat([self._multiply(x[start:end]) for start, end in cut(num_rows + padding, self._tiles)])
-        return y[:num_rows]
+        return y[:num_rows, : self.out_features]
 
     def _multiply(self, x: Tensor) -> Tensor:
         if self._packed is None:
@@ -83,11 +87,12 @@ class HeadLinear:
 
     def __init__(self, weight: Tensor, numerics: Numerics, proven: dict[object, tuple[int, ...]] | None = None):
         """weight: [heads, k, n];  proven: as in Linear"""
-        self.weight = weight
+        self._width = weight.shape[2]
+        self.weight = functional.pad(weight, (0, _missing(self._width, numerics)))
         self._row_tile = numerics.row_tile
         self._tiles: tuple[int, ...] = ()
         if numerics.row_tile is not None:
-            heads, width, _ = weight.shape
+            heads, width, _ = self.weight.shape
             key = ("heads", tuple(weight.shape), weight.dtype)
             known = {} if proven is None else proven
             if key not in known:
@@ -101,8 +106,14 @@ class HeadLinear:
     def __call__(self, x: Tensor) -> Tensor:
         """x: [rows, heads, k] -> [rows, heads, n]; in batch_invariant the caller pads the rows to whole row tiles."""
         if self._row_tile is None or x.shape[0] in self._tiles:
-            return self._multiply(x)
-        return torch.cat([self._multiply(x[start:end]) for start, end in cut(x.shape[0], self._tiles)])
+            return self._multiply(x)[..., : self._width]
+        parts = [self._multiply(x[start:end]) for start, end in cut(x.shape[0], self._tiles)]
+        return torch.cat(parts)[..., : self._width]
 
     def _multiply(self, x: Tensor) -> Tensor:
         return torch.bmm(x.transpose(0, 1), self.weight).transpose(0, 1)
+
+
+def _missing(width: int, numerics: Numerics) -> int:
+    """Returns how many columns of zeros an output of this width needs, so that batch_invariant holds for it."""
+    return 0 if numerics.row_tile is None else max(0, _NARROWEST_INVARIANT - width)

@@ -38,13 +38,14 @@ def rotate_(x: Tensor, turns: Tensor) -> None:
     It must be a slice, so that the CPU loop ends with every head. Over adjacent rows the loop would run on, and its
     ragged end, which uses other instructions, would hit a row according to its position in the batch.
     """
-    pairs = (*x.shape[:-1], x.shape[-1] // 2, 2)
-    if x.dtype == torch.float32:
-        torch.view_as_complex(x.view(pairs)).mul_(turns[:, None])
-    else:
-        wide = x.float()
-        torch.view_as_complex(wide.view(pairs)).mul_(turns[:, None])
-        x.copy_(wide)
+    rotated = x
+    # Pairs are complex numbers in place where each begins at an even number of floats, which odd ranks of MLA prevent.
+    if x.dtype != torch.float32 or any(n % 2 for n in (x.storage_offset(), *x.stride()[:-1])):
+        rotated = torch.empty((*x.shape[:-1], x.shape[-1] + 2), device=x.device)[..., : x.shape[-1]]
+        rotated.copy_(x)
+    torch.view_as_complex(rotated.view(*x.shape[:-1], x.shape[-1] // 2, 2)).mul_(turns[:, None])
+    if rotated is not x:
+        x.copy_(rotated)
 
 
 def rope_write(

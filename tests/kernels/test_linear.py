@@ -80,3 +80,19 @@ def test_only_row_counts_that_change_no_bit_are_proven() -> None:
     assert proven_tiles(moody, 3, 4, like) == (8, 4)
     assert list(cut(28, (8, 4))) == [(0, 8), (8, 16), (16, 24), (24, 28)]
     assert list(cut(0, (8, 4))) == []
+
+
+@pytest.mark.parametrize("row_tile", [4, 8, 16])
+@pytest.mark.parametrize("depth", [15, 16, 61])
+def test_narrow_outputs_have_the_same_bits_at_any_place_in_a_tile(depth: int, row_tile: int) -> None:
+    for width in range(1, 18):
+        weight = torch.randn(4, depth, width, generator=torch.Generator().manual_seed(width))
+        heads = HeadLinear(weight, Numerics(row_tile=row_tile))
+        linear = Linear(weight[0].t().contiguous(), weight[0, 0].clone(), Numerics(row_tile=row_tile))
+        x = rows_of(2 * row_tile, 4 * depth).view(-1, 4, depth)
+        by_head, plain = heads(x), linear(x[:, 0].contiguous())
+        assert relative_error(by_head, torch.einsum("rhk,hkn->rhn", x, weight)) < FLOAT32
+        assert relative_error(plain, x[:, 0] @ weight[0] + weight[0, 0]) < FLOAT32
+        for start in range(1, row_tile):
+            assert torch.equal(heads(x[start : start + row_tile]), by_head[start : start + row_tile]), width
+            assert torch.equal(linear(x[start : start + row_tile, 0].contiguous()), plain[start : start + row_tile])

@@ -28,6 +28,22 @@ def test_rotation_in_place_matches_reference_and_leaves_its_neighbours(
     assert torch.equal(whole[:, heads:], wanted[:, heads:])
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("first", "width"), [(31, 39), (15, 24), (1, 9), (16, 25)])
+def test_a_slice_that_begins_anywhere_is_rotated_alike(first: int, width: int, dtype: torch.dtype) -> None:
+    whole = torch.randn(5, 3, width, generator=torch.Generator().manual_seed(0)).to(dtype)
+    turns, before = turns_of(5, 8), whole.clone()
+    wanted = rotate_reference(whole[..., first : first + 8], turns)
+    rotate_(whole[..., first : first + 8], turns)
+    assert relative_error(whole[..., first : first + 8], wanted) < (FLOAT32 if dtype == torch.float32 else BFLOAT16)
+    assert torch.equal(whole[..., :first], before[..., :first])
+    assert torch.equal(whole[..., first + 8 :], before[..., first + 8 :])
+    for row in range(5):  # the same bits in any batch
+        one = before[row : row + 1].clone()
+        rotate_(one[..., first : first + 8], turns[row : row + 1])
+        assert torch.equal(one[0], whole[row])
+
+
 def test_a_rotation_keeps_lengths_and_depends_on_the_distance_only() -> None:
     angles = torch.arange(20.0)[:, None] * torch.tensor([1.0, 0.1, 0.01, 0.001])
     turns = torch.polar(torch.ones_like(angles), angles)

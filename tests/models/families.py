@@ -185,6 +185,10 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     # A latent of 24 makes the expanded form of MLA the cheaper one from 48 query rows on.
     "deepseek_v3-yarn": ("deepseek_v3", MLA | {"rope_parameters": YARN, "kv_lora_rank": 24}),
     "deepseek_v3-halves-bias": ("deepseek_v3", MLA | {"rope_interleave": False, "attention_bias": True}),
+    "deepseek_v3-odd": (
+        "deepseek_v3",
+        MLA | {"q_lora_rank": 31, "kv_lora_rank": 15, "qk_nope_head_dim": 13, "v_head_dim": 11},
+    ),
 }
 
 
