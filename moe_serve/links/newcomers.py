@@ -24,9 +24,19 @@ def shut_out_newcomers(spared_ports: Collection[int] = ()) -> None:
     code = ctypes.create_string_buffer(_RETURN_0)
     program = struct.pack("HL", 1, ctypes.addressof(code))
     for name in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(int(name))) as found:
+        with contextlib.suppress(OSError), _copy_of(int(name)) as found:
             if _listens(found) and found.getsockname()[1] not in spared_ports:
                 found.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, program)
+
+
+def _copy_of(descriptor: int) -> socket.socket:
+    """Returns a socket of its own to close. Raises OSError, with nothing left open, where the descriptor is none."""
+    copy = os.dup(descriptor)
+    try:
+        return socket.socket(fileno=copy)
+    except OSError:
+        os.close(copy)
+        raise
 
 
 def _listens(found: socket.socket) -> bool:

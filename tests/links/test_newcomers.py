@@ -1,5 +1,8 @@
 """Listening sockets that are shut: nobody new comes in, and who is in goes on."""
 
+import contextlib
+import os
+import select
 import socket
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
@@ -41,3 +44,42 @@ def test_newcomers_are_dropped_and_connections_go_on():
     pipe.send("end")
     process.join()
     assert process.exitcode == 0
+
+
+def _keep_nothing(said: Connection) -> None:
+    """Shuts out newcomers beside descriptors of each kind, and says what was open before and afterwards, by number."""
+    reader, writer = os.pipe()
+    with (
+        socket.create_server(("127.0.0.1", 0)),
+        socket.socket(socket.AF_UNIX),
+        socket.socket(socket.AF_NETLINK, socket.SOCK_RAW),
+        open(os.devnull, "rb"),
+        select.epoll(),
+    ):
+        before = _open_descriptors()
+        shut_out_newcomers()
+        said.send((before, _open_descriptors()))
+    os.close(writer)
+    said.send(os.read(reader, 1))  # would wait for a copy of the end that writes
+
+
+def _open_descriptors() -> dict[str, str]:
+    found = {}
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(FileNotFoundError):  # of the folder itself
+            found[name] = os.readlink(f"/proc/self/fd/{name}")
+    return found
+
+
+def test_no_descriptor_is_left_over_and_a_pipe_ends():
+    said, end = get_context("fork").Pipe()
+    process = get_context("fork").Process(target=_keep_nothing, args=(end,))
+    process.start()
+    try:
+        before, afterwards = said.recv()
+        assert afterwards == before
+        assert said.poll(10), "a copy keeps the pipe open"
+        assert said.recv() == b""
+    finally:
+        process.kill()
+        process.join()
