@@ -78,7 +78,8 @@ def make_app(
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        starting = [asyncio.create_task(helper.start()) for helper in (parser, templates) if starts_helpers]
+        helpers = (parser, *(() if tokenizer is None else (templates,))) if starts_helpers else ()
+        starting = [asyncio.create_task(helper.start()) for helper in helpers]
         yield
         for task in starting:
             task.cancel()

@@ -36,7 +36,7 @@ def test_it_serves_and_ctrl_c_leaves_nothing(tmp_path, monkeypatch):
         assert client.get("/ready").status_code == 200
         pids = system.descendants()
         port = client.base_url.port
-        assert len(pids) == 3  # two ranks and the front end
+        assert len(pids) == 5  # two ranks, the front end, and its two parsers of large bodies
         assert system.end(signal.SIGINT) == 0
         assert gone(pids)
         assert list(tmp_path.iterdir()) == []
