@@ -6,6 +6,7 @@ twice on a rank, and none moved inside a rank.
 
 import logging
 import pickle
+import sys
 from typing import Any
 
 import numpy as np
@@ -48,9 +49,12 @@ def test_it_acts_where_it_is_asked_and_vllm_ascend_is_there(
     assert "give it expert_map_path" in caplog.text
 
 
-def test_a_vllm_without_it_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_vllm_without_it_is_left_alone(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setenv(POLICY, "incremental")
+    monkeypatch.setattr(vllm_ascend, "configure_logging", lambda who: pytest.fail("logs as the planner of nobody"))
     vllm_ascend.register()
+    assert not caplog.records
+    assert not [name for name in sys.modules if name.startswith("vllm_ascend")]
 
 
 @pytest.mark.parametrize("steps", [(), (7,)], ids=["summed", "per step"])

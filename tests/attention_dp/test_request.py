@@ -1,16 +1,25 @@
 import dataclasses
 import math
 
+import msgspec
 import pytest
 
 from moe_serve.attention_dp.request import MAX_SEED, Request, SamplingParams
+from moe_serve.attention_dp.sampling_params import plain
 from moe_serve.errors import RequestError
 
 
-def test_default_parameters_are_valid():
-    SamplingParams().validate()
-    SamplingParams(min_new_tokens=200).validate()  # the length follows
-    SamplingParams(max_new_tokens=1, temperature=0, top_k=1, top_p=1, seed=MAX_SEED, stop=("\n",)).validate()
+def test_valid_parameters_reach_a_rank_as_they_are():
+    edges = SamplingParams(max_new_tokens=1, temperature=0, top_k=1, top_p=1, seed=MAX_SEED, stop=("\n",))
+    for params in (SamplingParams(), edges):
+        params.validate()
+        assert msgspec.convert(msgspec.to_builtins(plain(params)), SamplingParams) == params
+
+
+def test_a_length_that_is_left_out_is_at_least_the_shortest_one():
+    params = SamplingParams(min_new_tokens=200)
+    params.validate()
+    assert plain(params).max_new_tokens == 200
 
 
 @pytest.mark.parametrize(

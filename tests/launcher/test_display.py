@@ -43,6 +43,7 @@ def test_a_launcher_whose_lines_cannot_be_written_goes_on(monkeypatch, reason):
             show(display)
             show(display)  # the reader of a pipe is missed by the second write at the latest
         stderr.flush()  # as Python does at its end, where a failure changes the exit code
+        assert os.readlink(f"/proc/self/fd/{stderr.fileno()}") == os.devnull
 
 
 def test_a_launcher_whose_lines_nobody_reads_goes_on(monkeypatch):

@@ -15,6 +15,7 @@ from moe_serve.config import ModelConfig, ServeConfig, load_config, model_dir
 from moe_serve.eplb.files.placements import read_placement
 from moe_serve.errors import CapacityError, ConfigError, ModelError, PlacementError
 from moe_serve.launcher.preflight import look_for_files
+from moe_serve.models.families.registry import read_spec
 from moe_serve.models.safetensors_header import INDEX
 
 DEMO = model_dir(ModelConfig())
@@ -209,7 +210,10 @@ def test_a_hostile_folder_is_one_line_in_bounded_memory(name: str, folder: Path)
 
 
 def test_the_folder_is_fine_as_it_is(folder: Path) -> None:
+    before = {path.name: path.stat().st_mtime_ns for path in folder.iterdir()}
     look_for_files(load_config(overrides=[f"model.path={folder}"]))
+    assert {path.name: path.stat().st_mtime_ns for path in folder.iterdir()} == before
+    assert read_spec(folder) == read_spec(DEMO)
 
 
 def test_random_weights_that_no_machine_holds_are_refused_before_a_start(folder: Path) -> None:

@@ -212,7 +212,9 @@ def test_every_list_is_bounded():
 )
 def test_no_report_makes_the_front_end_fail(odd):
     book = told(BalanceBook("static"), report(1, window=odd), report(2, decisions=[decision("done", 2)]))
-    json_bytes(status_json(book, 5.0))
+    text = json_bytes(status_json(book, 5.0)).decode()
+    status = json.loads(text, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
+    assert [one["kind"] for one in status["decisions"]] == ["done"]
 
 
 def test_the_reports_of_a_leader_are_what_is_kept_here():

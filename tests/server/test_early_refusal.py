@@ -4,6 +4,7 @@ import asyncio
 import json
 import multiprocessing
 import os
+from random import Random
 
 import h11
 import pytest
@@ -194,9 +195,38 @@ def test_a_plain_request_is_read():
     }
 
 
-@given(st.binary(max_size=200))
-def test_any_bytes_are_plain_or_not(data: bytes):
-    plain_headers(b"POST /generate HTTP/1.1\r\n" + data)
+LINES = st.sampled_from(
+    [b"Host: b", b"x: 1", b"x:  y z ", b"content-length: 3", b"connection: keep-alive", b"transfer-encoding: chunked",
+     b" folded", b"x\n: y", b"no colon", b""]
+)  # fmt: skip
+
+
+@given(
+    st.lists(LINES | st.binary(max_size=20), max_size=2),
+    st.sampled_from([b"abc", b""]) | st.binary(max_size=5),
+    st.sampled_from([0, 0, 1]),
+    st.randoms(use_true_random=False),
+)
+def test_headers_are_plain_only_where_h11_reads_the_same_and_the_whole_body(
+    more: list[bytes], body: bytes, missing: int, order: Random
+):
+    lines = [b"host: a", b"content-length: %d" % (len(body) + missing), *more]
+    order.shuffle(lines)
+    data = b"\r\n".join([b"POST /generate HTTP/1.1", *lines, b"", body])
+    fields = plain_headers(data)
+    if fields is None:
+        return
+    parser = h11.Connection(h11.SERVER)
+    parser.receive_data(data)
+    request = parser.next_event()
+    assert isinstance(request, h11.Request)
+    assert [(name.decode(), value.decode()) for name, value in request.headers] == list(fields.items())
+    read = b""
+    while isinstance(event := parser.next_event(), h11.Data):
+        read += event.data
+    assert isinstance(event, h11.EndOfMessage)
+    assert read == data.partition(b"\r\n\r\n")[2]
+    assert parser.trailing_data == (b"", False)
 
 
 @in_event_loop
