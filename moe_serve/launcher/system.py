@@ -175,6 +175,7 @@ class _System:
             self._starts_at_s = time.monotonic() + pause_s
             again = f"the ranks are started again{in_a_while(pause_s)} ({self._restarts.describe()})"
             self.display.note(again, style="yellow")
+            self._start_when_due(self._starts_at_s)
 
     def _start_when_due(self, starts_at_s: float) -> None:
         if time.monotonic() >= starts_at_s:
