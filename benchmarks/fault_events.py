@@ -11,6 +11,7 @@ from collections.abc import Awaitable, Callable
 from benchmarks.fault_streams import body, stream
 from benchmarks.fault_system import FaultySystem
 
+_APART_S = 2.0  # two kills, at most
 _PADDING = b" " * 20_000  # a body that is parsed by a process of its own
 # One cycle. A killed rank is the fault that matters most.
 CYCLE = (
@@ -18,6 +19,8 @@ CYCLE = (
     "kill the body parser", "kill a rank", "slow a rank to half for 2 s", "kill all ranks", "bad input", "kill a rank",
     "cut the network for 6 s", "full disk for 3 s",
 )  # fmt: skip
+# Of a system with several front ends.
+FRONT_ENDS = ("kill a front end, then a rank", "kill a rank, then a front end", "kill a front end", "kill a rank")
 SPARES_RANKS = tuple(name for name in CYCLE if name not in ("kill a rank", "kill all ranks"))
 SPARES_ONE_RANK = tuple(name for name in CYCLE if name != "kill all ranks")
 
@@ -26,11 +29,13 @@ class Faults:
     """The faults of a system by name; one that returns False found nothing to do. kills: of each kind of process
 
     spared: a rank that "kill a rank" leaves alive; None: it may take any
+    cut_off: ports of the clients whose front end was killed
     """
 
     def __init__(self, system: FaultySystem, seed: int, spared: int | None = None):
         self.kills: Counter[str] = Counter()
         self.num_resets = 0
+        self.cut_off: set[int] = set()
         self._system = system
         self._spared = spared
         self._draw = random.Random(seed)
@@ -45,6 +50,9 @@ class Faults:
             "cut the network for 6 s": self._cut_network,
             "full disk for 3 s": self._fill_disk,
             "bad input": self._bad_input,
+            "kill a front end": self._kill_front_end,
+            "kill a front end, then a rank": lambda: self._kill_both("front end", "rank"),
+            "kill a rank, then a front end": lambda: self._kill_both("rank", "front end"),
         }
 
     def _kill(self, kind: str, pid: int) -> None:
@@ -57,6 +65,22 @@ class Faults:
     async def _kill_rank(self) -> None:
         others = [rank for rank in self._system.serving_ranks() if rank != self._spared]
         self._kill("rank, alone", self._system.rank_pid(self._draw.choice(others)))
+
+    async def _kill_front_end(self) -> None:
+        await self._kill_both("front end")
+
+    async def _kill_both(self, *kinds: str) -> None:
+        """Kills one of each, the second one while the first is started again, or soon after."""
+        found = self._system.processes()
+        victims = {kind: self._draw.choice([pid for name, pid in found.items() if kind in name]) for kind in kinds}
+        for number, kind in enumerate(kinds):
+            if number:
+                await asyncio.sleep(self._draw.uniform(0.0, _APART_S))
+            if kind == "front end":
+                self.cut_off |= self._system.kill_front_end(victims[kind])
+                self.kills[kind] += 1
+            else:
+                self._kill("rank, alone", victims[kind])
 
     async def _kill_all_ranks(self) -> None:
         for pid in [self._system.rank_pid(rank) for rank in self._system.serving_ranks()]:

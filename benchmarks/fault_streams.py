@@ -4,6 +4,7 @@ import asyncio
 import itertools
 import json
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 PROMPTS = ("def __init__(self", "import os", "class A:", "The server", "x = [", "for i in range(", "return", "# how")
@@ -17,6 +18,7 @@ class Tally:
     offered: int = 0
     finished: int = 0
     refused: int = 0
+    cut_off: int = 0  # with the front end that they were connected to
     lost: int = 0
     wrong: int = 0
     pauses: list[tuple[float, float]] = field(default_factory=list)
@@ -29,10 +31,13 @@ def body(number: int, num_tokens: int) -> bytes:
     return json.dumps(call | {"stream": True}).encode()
 
 
-async def stream(port: int, data: bytes) -> tuple[int, list[int] | None, tuple[float, float]]:
+async def stream(
+    port: int, data: bytes, begin: Callable[[int], None] = lambda port: None
+) -> tuple[int, list[int] | None, tuple[float, float]]:
     """Returns status, tokens (None: ended with an error or without an end) and the longest pause of one stream, with
-    the time at which it ended."""
+    the time at which it ended. begin: is told the client's own port"""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    begin(writer.get_extra_info("sockname")[1])
     writer.write(
         b"POST /generate HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nConnection: close\r\n"
         b"Content-Length: %d\r\n\r\n" % len(data) + data
@@ -62,14 +67,18 @@ async def right_tokens(port: int, count: int, num_tokens: int) -> list[list[int]
 
 
 class Load:
-    """Streams that go on until they are told to end."""
+    """Streams that go on until they are told to end.
 
-    def __init__(self, port: int, right: list[list[int]], num_tokens: int):
+    cut_off: ports of the clients whose front end was killed while they were connected to it
+    """
+
+    def __init__(self, port: int, right: list[list[int]], num_tokens: int, cut_off: set[int]):
         self.tally = Tally()
         self.goes_on = True
         self._port = port
         self._right = right
         self._num_tokens = num_tokens
+        self._cut_off = cut_off
         self._numbers = itertools.cycle(range(len(right)))
 
     async def run(self, at_once: int) -> None:
@@ -80,18 +89,25 @@ class Load:
         while self.goes_on:
             number = next(self._numbers)
             tally.offered += 1
+            own: list[int] = []
             try:
                 async with asyncio.timeout(_STREAM_S):
-                    status, tokens, pause = await stream(self._port, body(number, self._num_tokens))
+                    status, tokens, pause = await stream(self._port, body(number, self._num_tokens), own.append)
             except (OSError, TimeoutError, IndexError):
-                tally.lost += 1
+                self._count_lost(own)
                 continue
             if status in (429, 503):
                 tally.refused += 1
                 await asyncio.sleep(0.2)  # as Retry-After asks for, at least
             elif status != 200 or tokens is None:
-                tally.lost += 1
+                self._count_lost(own)
             else:
                 tally.finished += 1
                 tally.wrong += tokens != self._right[number]
                 tally.pauses.append(pause)
+
+    def _count_lost(self, own: list[int]) -> None:
+        was_cut_off = bool(own) and own[0] in self._cut_off
+        self._cut_off.difference_update(own)  # the port may be another client's later
+        self.tally.cut_off += was_cut_off
+        self.tally.lost += not was_cut_off

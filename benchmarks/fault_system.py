@@ -31,13 +31,15 @@ _PIDFD_GETFD = 438  # the number of the system call
 class FaultySystem:
     """`moe-serve serve` with the demo model, for a `with` block.
 
-    port: of HTTP;  trace: where the load is recorded;  network: between the ranks and the front end, once in the block
+    port: of HTTP;  trace: where the load is recorded;  network: between the ranks and the front end, once in the block,
+    where there is one front end
     """
 
     network: Interposed
 
-    def __init__(self, num_ranks: int, num_redundant: int):
+    def __init__(self, num_ranks: int, num_redundant: int, num_front_ends: int = 1):
         self.port = free_port()
+        self.num_front_ends = num_front_ends
         self._folder = tempfile.TemporaryDirectory(prefix="moe_serve_faults_")
         self.trace = Path(self._folder.name) / "load.jsonl"
         settings = {
@@ -50,6 +52,7 @@ class FaultySystem:
             "eplb.record_path": self.trace,
             "cache.memory_gib": 0.2,
             "server.port": self.port,
+            "server.api_workers": num_front_ends,
             "launcher.max_restarts": 1000,
         }
         arguments = [f"--set={name}={value}" for name, value in settings.items()]
@@ -61,6 +64,8 @@ class FaultySystem:
 
     def __enter__(self) -> Self:
         asyncio.run(self.serves_with(None, _START_S))
+        if self.num_front_ends > 1:  # one that is started again would take the socket from what lies between
+            return self
         environ = Path(f"/proc/{self.rank_pid(0)}/environ").read_bytes().split(b"\0")
         folder = next(each for each in environ if each.startswith(SOCKETS.encode())).partition(b"=")[2].decode()
         self.network = Interposed(Path(folder) / "front_end")
@@ -83,15 +88,32 @@ class FaultySystem:
             return found
 
     def processes(self) -> dict[str, int]:
-        """Returns the processes of the system by name: "launcher", "front end", "rank 0", "planner", "body parser"."""
+        """Returns the processes of the system by name: "launcher", "front end", "rank 0", "planner", "body parser".
+
+        Of several front ends each has its number: "front end 0".
+        """
         found = {"launcher": self._process.pid}
         for pid in _descendants(self._process.pid):
             with contextlib.suppress(OSError):
                 command = Path(f"/proc/{pid}/cmdline").read_bytes().decode()
                 for mark, name in _KINDS.items():
                     if mark in command:
-                        found[name if name != "rank" else f"rank {_rank_of(pid)}"] = pid
+                        found[self._numbered(name, pid, command)] = pid
         return found
+
+    def _numbered(self, name: str, pid: int, command: str) -> str:
+        if name == "rank":
+            return f"rank {_rank_of(pid)}"
+        if name == "front end" and self.num_front_ends > 1:
+            return f"front end {command.partition('--worker')[2].split(chr(0))[1]}"
+        return name
+
+    def kill_front_end(self, pid: int) -> set[int]:
+        """Kills a front end; returns the ports of the clients that were connected to it."""
+        os.kill(pid, signal.SIGSTOP)
+        ports = _ports_of_clients(pid, self.port)
+        os.kill(pid, signal.SIGKILL)
+        return ports
 
     def rank_pid(self, rank: int) -> int:
         """Returns the process of a rank."""
@@ -99,16 +121,19 @@ class FaultySystem:
 
     def serving_ranks(self) -> list[int]:
         """Returns the ranks that take requests."""
-        return [each["rank"] for each in self.info()["ranks"] if each["phase"] == "ready"]
+        return _serving(self.info())
 
     async def serves_with(self, num_ranks: int | None, timeout_s: float) -> None:
         """Waits until the system is ready. num_ranks: that serve; None: any number. Raises TimeoutError."""
         deadline_s = time.monotonic() + timeout_s
+        ready: set[int] = set()  # front ends: any of them takes a connection
         while time.monotonic() < deadline_s:
             assert self._process.poll() is None, f"the server has ended; see {self._log}"
             with contextlib.suppress(OSError):
-                ready = self.info()["state"] == "ready"
-                if ready and num_ranks in (None, len(self.serving_ranks())):
+                info = self.info()
+                if info["state"] == "ready" and num_ranks in (None, len(_serving(info))):
+                    ready.add(info["front_end"]["number"])
+                if len(ready) == self.num_front_ends:
                     return
             await asyncio.sleep(0.1)
         raise TimeoutError(f"the system was not ready within {timeout_s:g} s; see {self._log}")
@@ -116,6 +141,21 @@ class FaultySystem:
     def cut(self) -> int:
         """Cuts the connections of all ranks to the front end; returns how many."""
         return sum(_cut_connections(self.rank_pid(rank), "/front_end") for rank in self.serving_ranks())
+
+
+def _serving(info: dict[str, Any]) -> list[int]:
+    return [each["rank"] for each in info["ranks"] if each["phase"] == "ready"]
+
+
+def _ports_of_clients(pid: int, port: int) -> set[int]:
+    """Returns the remote ports of a process's connections at one of its own."""
+    sockets = set()
+    for link in Path(f"/proc/{pid}/fd").iterdir():
+        with contextlib.suppress(OSError):
+            sockets.add(os.readlink(link).removeprefix("socket:[").removesuffix("]"))
+    rows = [line.split() for line in Path(f"/proc/{pid}/net/tcp").read_text().splitlines()[1:]]
+    ends = [(row[1], row[2]) for row in rows if row[9] in sockets]
+    return {int(theirs[-4:], 16) for own, theirs in ends if int(own[-4:], 16) == port}
 
 
 def _descendants(pid: int) -> list[int]:

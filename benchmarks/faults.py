@@ -3,13 +3,16 @@
     python -m benchmarks.faults [--events 13] [--ranks 2] [--redundant 0] [--streams 16] [--seed 0]
     python -m benchmarks.faults --minutes 30 [--redundant 64]      a soak: faults in turn, as long as that
     python -m benchmarks.faults --minutes 30 --spare 0             a soak in which rank 0 is never killed: its curve
+    python -m benchmarks.faults --minutes 10 --redundant 64 --front-ends 2   front ends and ranks are killed together
 
 Serves the demo model by `moe-serve serve`, with live balancing and a trace. Streams go on all the time; a stream that
 ends is replaced by the next one of a fixed list. One fault after the other is injected, once all ranks serve again. The
 tokens of every stream are compared with those of the same server before anything was disturbed. With --redundant 64
 the others serve on without a killed rank until it is back; with 0 they wait for it. What the processes hold is sampled;
 in the last third of a soak no rank is killed, so that it shows what old ranks hold. --spare names a rank that lives as
-long as the whole soak while the others are killed to its end; a table has what it held over time. A run that is
+long as the whole soak while the others are killed to its end; a table has what it held over time. With --front-ends a
+front end and a rank are killed within two seconds, in either order: streams that were connected to that front end are
+counted apart, and a restart of all ranks is a failure. A run that is
 interrupted (SIGINT, SIGTERM) writes its tables too. A cycle of all faults takes about one minute.
 """
 
@@ -24,7 +27,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from benchmarks.conditions import conditions, save, table
-from benchmarks.fault_events import CYCLE, SPARES_ONE_RANK, SPARES_RANKS, Faults
+from benchmarks.fault_events import CYCLE, FRONT_ENDS, SPARES_ONE_RANK, SPARES_RANKS, Faults
 from benchmarks.fault_soak import Soak
 from benchmarks.fault_streams import Load, Tally, body, right_tokens, stream
 from benchmarks.fault_system import FaultySystem
@@ -52,6 +55,7 @@ class Run:
     def __init__(self, args: argparse.Namespace, system: FaultySystem):
         self.faults = Faults(system, args.seed, args.spare)
         self.soak = Soak(system, args.sample)
+        self.num_launches_lost = 0
         self.tally = Tally()
         self.events: list[Event] = []
         self.counters: dict[str, int] = {}
@@ -77,21 +81,20 @@ class Run:
     async def _disturb(self) -> None:
         args, system = self._args, self._system
         right = await right_tokens(system.port, 4 * args.streams, args.tokens)
-        load = Load(system.port, right, args.tokens)
+        load = Load(system.port, right, args.tokens, self.faults.cut_off)
         self.tally = load.tally
         streams, samples = asyncio.create_task(load.run(args.streams)), asyncio.create_task(self.soak.run())
         try:
             ends_s = time.monotonic() + 60 * args.minutes
-            if args.minutes and args.spare is not None:
+            if args.front_ends > 1:
+                await self._inject_in_turn(FRONT_ENDS, ends_s)
+            elif args.minutes and args.spare is not None:
                 await self._inject_until(ends_s, SPARES_ONE_RANK)
             elif args.minutes:
                 await self._inject_until(ends_s - 60 * args.minutes * _SPARED_SHARE, CYCLE)
                 await self._inject_until(ends_s, SPARES_RANKS)
             else:
-                for name in itertools.islice(
-                    itertools.cycle(CYCLE if args.spare is None else SPARES_ONE_RANK), args.events
-                ):
-                    await self._inject(name)
+                await self._inject_in_turn(CYCLE if args.spare is None else SPARES_ONE_RANK, ends_s)
             load.goes_on = False
             await streams
         finally:
@@ -105,6 +108,13 @@ class Run:
                 used = sum(each["num_blocks"] - each["num_free_blocks"] for each in reports if each is not None)
                 self.at_rest = f"At rest afterwards: {self.counters['open']} open requests, {used} KV blocks in use."
 
+    async def _inject_in_turn(self, names: Sequence[str], ends_s: float) -> None:
+        if self._args.minutes:
+            await self._inject_until(ends_s, names)
+        else:
+            for name in itertools.islice(itertools.cycle(names), self._args.events):
+                await self._inject(name)
+
     async def _inject_until(self, ends_s: float, names: Sequence[str]) -> None:
         for name in itertools.cycle(names):
             if time.monotonic() > ends_s:
@@ -114,6 +124,7 @@ class Run:
     async def _inject(self, name: str) -> None:
         await asyncio.sleep(self._args.pause)
         system, begin_s, before = self._system, time.monotonic(), self.tally.finished
+        launch_id = system.info()["launch_id"]
         if await self.faults.by_name[name]() is False:
             return
         status = 0
@@ -123,12 +134,13 @@ class Run:
             status, _, _ = await stream(system.port, body(0, 2))
         answers_s = time.monotonic() - begin_s
         await system.serves_with(self._args.ranks, _WHOLE_S)
+        self.num_launches_lost += name != "kill all ranks" and system.info()["launch_id"] != launch_id
         self.events.append(Event(name, begin_s, answers_s, time.monotonic() - begin_s))
         tally = self.tally
         print(
             f"{len(self.events)}: {name}: answers after {answers_s:.1f} s, all ranks after "
             f"{self.events[-1].whole_s:.1f} s; streams ended {tally.finished - before}, in all lost {tally.lost}, "
-            f"wrong {tally.wrong}; kills {self.faults.kills.total()}",
+            f"wrong {tally.wrong}, cut off {tally.cut_off}; kills {self.faults.kills.total()}",
             flush=True,
         )
 
@@ -166,7 +178,8 @@ def report(args: argparse.Namespace, facts: dict[str, object], run: Run) -> None
         + ", ".join(f"{kind}: {number}" for kind, number in kills.items())
         + f"); connections reset: {run.faults.num_resets}; restarts of all ranks: {whole}. "
         f"Streams offered {tally.offered}, finished {tally.finished}, refused {tally.refused} (429 or 503), lost "
-        f"{tally.lost}, with wrong tokens {tally.wrong}; moved to another rank {counters.get('num_moved', 0)}, "
+        f"{tally.lost}, with wrong tokens {tally.wrong}, ended with their front end {tally.cut_off}; other restarts of "
+        f"all ranks {run.num_launches_lost}; moved to another rank {counters.get('num_moved', 0)}, "
         f"submitted again {counters.get('num_resubmitted', 0)}. {run.at_rest} {run.stopped_by} {args.note}\n\n"
         "What the processes held: of those that took each other's place, the oldest; without the first minute of each; "
         "medians of the first and the last sixth of the samples.\n\n"
@@ -178,9 +191,11 @@ def report(args: argparse.Namespace, facts: dict[str, object], run: Run) -> None
         name += "_one_rank_spared"
         notes += f"\n\nRank {args.spare} was never killed. What it held, medians of a tenth of its life each:\n\n"
         notes += table(run.soak.curve(f"rank {args.spare}", _PARTS))
+    if args.front_ends > 1:
+        name += f"_{args.front_ends}_front_ends"
     rows = list(rows_of(run.events, tally.pauses))
     print(save(name, "Requests while processes and connections fail", rows, facts, notes, per_cpu=True))
-    if tally.lost or tally.wrong or run.stopped_by:
+    if tally.lost or tally.wrong or run.stopped_by or run.num_launches_lost:
         raise SystemExit("requests were lost or wrong, or the run did not come to its end")
 
 
@@ -190,6 +205,7 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=0.0, help="inject faults for so long, whatever --events says")
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--redundant", type=int, default=0, help="eplb.num_redundant_experts")
+    parser.add_argument("--front-ends", type=int, default=1, help="server.api_workers")
     parser.add_argument("--spare", type=int, metavar="RANK", help="a rank that is never killed, nor are all at once")
     parser.add_argument("--streams", type=int, default=16, help="open at a time")
     parser.add_argument("--tokens", type=int, default=200, help="of each stream")
@@ -199,7 +215,7 @@ def main() -> None:
     parser.add_argument("--note", default="", help="what else to say of the machine")
     args = parser.parse_args()
     facts = conditions("pyzmq", "msgspec")
-    with FaultySystem(args.ranks, args.redundant) as system:
+    with FaultySystem(args.ranks, args.redundant, args.front_ends) as system:
         run = Run(args, system)
         asyncio.run(run.go())
     report(args, facts, run)
