@@ -17,6 +17,7 @@ from moe_serve.eplb.placement import Placement
 from moe_serve.eplb.policies.make import make_policy
 from moe_serve.eplb.policies.policy import PlanRequest
 from moe_serve.eplb.policies.problem import count_moves, keep_slots_of
+from moe_serve.eplb.relabel import relabel_ranks
 from moe_serve.errors import PlacementError
 from moe_serve.log import get_logger
 from moe_serve.topology import Topology
@@ -90,8 +91,14 @@ def replan(
     elif start is not None:
         request = replace(request, current=start)
     plan = make_policy(policy).plan(request)
-    nodes = cluster.topology.num_nodes if by_node else 1
-    new = fill_empty_slots(plan.placement, load, nodes, cluster.excluded).physical_to_logical
+    for unkept in plan.unkept:
+        logger.warning("%s", unkept)
+    placement, nodes = plan.placement, cluster.topology.num_nodes if by_node else 1
+    if start is not None and current is not None:
+        slots = relabel_ranks(current, placement, cluster.topology, "nodes" if by_node else "ranks")
+        rows = np.take_along_axis(placement.physical_to_logical, slots, axis=1)
+        placement = replace(placement, physical_to_logical=rows)
+    new = fill_empty_slots(placement, load, nodes, cluster.excluded, current).physical_to_logical
     if current is None:
         logger.info("first placement: balancedness %.4f, %.0f ms", plan.balancedness.mean(), 1e3 * plan.elapsed_s)
         return new.astype(np.int64)

@@ -13,17 +13,23 @@ from moe_serve.eplb.placement import Placement
 
 
 def fill_empty_slots(
-    placement: Placement, tokens: NDArray[np.number], num_nodes: int = 1, lost_ranks: Collection[int] = ()
+    placement: Placement,
+    tokens: NDArray[np.number],
+    num_nodes: int = 1,
+    lost_ranks: Collection[int] = (),
+    in_use: Placement | None = None,
 ) -> Placement:
     """Returns the placement with one more replica of an expert in every empty slot, but in those of lost ranks.
 
     tokens:    [L, E] load that the ranks shall be even under
     num_nodes: experts stay on the nodes that hold them; 1 = they may go anywhere
-    Each slot takes the expert that leaves the layer's largest rank load lowest, the lowest id on a tie, of those that
-    its rank does not hold yet (of all where it holds all).
+    in_use:    the placement that this one replaces, of the same shape; None = none
+    Each slot takes the expert that leaves the layer's largest rank load lowest, of those that its rank does not hold
+    yet (of all where it holds all). On a tie, one that the rank has in use, which nobody has to send; then the lowest.
     """
     table = placement.physical_to_logical.copy()
     num_ranks, num_logical = placement.num_ranks, placement.num_logical
+    old = (placement if in_use is None else in_use).physical_to_logical.reshape(len(table), num_ranks, -1)
     for row in np.flatnonzero((table < 0).any(axis=1)).tolist():
         by_rank = table[row].reshape(num_ranks, -1)
         load = tokens[row].astype(np.float64)
@@ -42,7 +48,10 @@ def fill_empty_slots(
             choices = np.flatnonzero(here & (held[rank] == 0))
             if not len(choices):
                 choices = np.flatnonzero(here) if here.any() else np.arange(num_logical)
-            expert = choices[after.max(axis=0)[choices].argmin()]
+            top = after.max(axis=0)[choices]
+            choices = choices[top == top.min()]
+            at_hand = choices[np.isin(choices, old[row, rank])]
+            expert = (at_hand if len(at_hand) else choices)[0]
             by_rank[rank, slot] = expert
             held[rank, expert] += 1
     return replace(placement, physical_to_logical=table)

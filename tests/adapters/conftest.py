@@ -98,6 +98,12 @@ def engine_start(num_layers: int, num_logical: int, num_slots: int) -> Any:
     return np.tile(np.arange(num_slots) % num_logical, (num_layers, 1))
 
 
+def engine_moves(old: Any, new: Any, num_ranks: int) -> int:
+    """Returns how many experts the ranks must receive: old, new [L, P]."""
+    pairs = zip(old.reshape(len(old) * num_ranks, -1), new.reshape(len(new) * num_ranks, -1), strict=True)
+    return sum(len(set(has.tolist()) - set(had.tolist())) for had, has in pairs)
+
+
 class SglangPoint:
     """SGLang's extension points, its own or stubs: what the adapter reads and replaces."""
 

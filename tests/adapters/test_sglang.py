@@ -70,6 +70,19 @@ def test_the_first_placement_and_the_next_one_edit_what_sglang_has(
     assert torch.equal(moved[0], ours(**arguments(sglang_point, load, 40, 5))[0])  # every rank plans the same
 
 
+@pytest.mark.parametrize("policy", ["incremental", "refined"])
+def test_without_redundant_slots_nothing_moves(
+    sglang_point: SglangPoint, monkeypatch: pytest.MonkeyPatch, policy: str
+) -> None:
+    monkeypatch.setenv(POLICY, policy)
+    sglang.register()
+    sglang_point.apply_hooks()
+    old = engine_start(3, 32, 32)
+    sglang_point.use(old)
+    new = sglang_point.algorithms.rebalance_experts(**arguments(sglang_point, uneven_load(3, 32), 32, 1))[0]
+    assert np.array_equal(new.numpy(), old)
+
+
 def test_a_limit_of_experts_to_one_rank_is_kept(sglang_point: SglangPoint, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(RANK_MOVES, "1")
     ours, old = replaced(sglang_point, monkeypatch), engine_start(3, 32, 40)

@@ -16,7 +16,7 @@ from moe_serve.eplb.placement import Placement
 from moe_serve.eplb.planner import plan
 from moe_serve.errors import ConfigError, PlacementError
 from moe_serve.topology import Topology
-from tests.adapters.conftest import engine_start, uneven_load
+from tests.adapters.conftest import engine_moves, engine_start, uneven_load
 
 
 def served(load: Any, rows: Any, num_ranks: int) -> float:
@@ -79,6 +79,29 @@ def test_experts_that_stay_keep_their_slot_and_a_second_plan_moves_nothing(
         assert all(before.index(e) == slot for slot, e in enumerate(after) if e in before)
     assert 0 < (old != new).sum() < old.numel() / 2
     assert torch.equal(ours.rebalance_experts(load, 80, 1, 1, 8, new), new)
+
+
+@pytest.mark.parametrize("policy", ["incremental", "refined", "greedy"])
+@pytest.mark.parametrize(("slots", "most"), [(64, 0.0), (80, 0.25), (128, 0.6)])
+def test_no_expert_moves_for_nothing(
+    vllm_policies: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    policy: str,
+    slots: int,
+    most: float,
+) -> None:
+    """With as many slots as experts, one on each rank, all of them moved and no rank was any better off."""
+    ours = registered(vllm_policies, monkeypatch, policy)
+    logging.getLogger("moe_serve").propagate = True
+    ranks = slots if slots < 128 else 64
+    load, old = torch.from_numpy(uneven_load(3, 64)), engine_start(3, 64, slots)
+    with caplog.at_level(logging.INFO, "moe_serve"):
+        new = ours.rebalance_experts(load, slots, 1, ranks // 8, ranks, torch.from_numpy(old))
+    moves = engine_moves(old, new.numpy(), ranks)
+    assert moves <= most * new.numel()
+    assert f"{moves} of {new.numel()} slots receive an expert" in caplog.text
+    assert torch.equal(ours.rebalance_experts(load, slots, 1, ranks // 8, ranks, new), new)
 
 
 def test_a_limit_of_experts_to_one_rank_is_kept(vllm_policies: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -169,8 +192,11 @@ def test_the_first_rebalance_installs_the_placement_of_a_file(
     monkeypatch.setenv(START, str(tmp_path / "start.json"))
     ours = registered(vllm_policies, monkeypatch)
     first = ours.rebalance_experts(torch.from_numpy(load), 20, 1, 1, 4, torch.from_numpy(engine_start(2, 16, 20)))
-    by_rank = np.sort(first.reshape(2, 4, 5).numpy(), axis=2)
-    assert np.array_equal(by_rank, np.sort(planned.placement.physical_to_logical.reshape(2, 4, 5), axis=2))
+    for found, file in zip(first.reshape(2, 4, 5), planned.placement.physical_to_logical.reshape(2, 4, 5), strict=True):
+        assert sorted(sorted(rank) for rank in found.tolist()) == sorted(sorted(rank) for rank in file.tolist())
+    assert engine_moves(engine_start(2, 16, 20), first.numpy(), 4) < engine_moves(
+        engine_start(2, 16, 20), planned.placement.physical_to_logical, 4
+    ), "ranks are relabelled"
     later = torch.from_numpy(uneven_load(2, 16, seed=1))
     monkeypatch.delenv(START)
     without = registered(vllm_policies, monkeypatch)  # once experts moved, the file plays no part

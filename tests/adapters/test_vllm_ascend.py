@@ -80,6 +80,16 @@ def test_a_plan_keeps_the_rules_of_its_worker(steps: tuple[int, ...]) -> None:
     assert (unchanged, same.tolist()) == (0, old.tolist())
 
 
+@pytest.mark.parametrize("policy", ["incremental", "refined", "greedy"])
+def test_without_redundant_slots_nothing_changes(policy: str) -> None:
+    old = engine_start(2, 16, 16).reshape(2, 16, 1)
+    work = np.take_along_axis(uneven_load(2, 16), old.reshape(2, -1), axis=1).reshape(old.shape)
+    changed, _, new = vllm_ascend.MoeServePolicy(policy).rebalance_experts(
+        torch.from_numpy(old), torch.from_numpy(work)
+    )
+    assert (changed, new.tolist()) == (0, old.tolist())
+
+
 def test_a_plan_that_fails_is_the_placement_in_use() -> None:
     old = torch.from_numpy(engine_start(1, 8, 8).reshape(1, 4, 2))
     work = torch.full(old.shape, float("inf"))

@@ -3,7 +3,6 @@
 from collections.abc import Callable
 
 import numpy as np
-import scipy.optimize  # noqa: F401  # a plan imports it, which takes a leader longer than the deadlines of these tests
 import torch
 
 from moe_serve.engine.balancing.balancer import Balancer

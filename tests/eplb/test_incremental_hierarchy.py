@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from moe_serve.eplb.load import LoadRecord, LoadTrace, balancedness, rank_load
 from moe_serve.eplb.placement import Placement
 from moe_serve.eplb.policies import native_edits
-from moe_serve.eplb.policies.legal import is_over_budget, num_homeless, read_homes
+from moe_serve.eplb.policies.hierarchy import is_over_budget, num_homeless, read_homes
 from moe_serve.eplb.policies.make import make_policy
 from moe_serve.eplb.policies.policy import PlanRequest, PlanRules
 from moe_serve.eplb.policies.problem import holds, problem_of

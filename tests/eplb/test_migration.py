@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from moe_serve.eplb.migration.limits import RoundLimits
 from moe_serve.eplb.migration.moves import MigrationRound, SlotMove, apply_round
 from moe_serve.eplb.migration.plan import plan_migration
-from moe_serve.eplb.migration.relabel import relabel_ranks
 from moe_serve.eplb.placement import Placement
+from moe_serve.eplb.relabel import relabel_ranks
 from moe_serve.errors import PlacementError
 from moe_serve.topology import Topology
 from tests.eplb.loads import same_slots

@@ -51,6 +51,13 @@ def test_filled_slots_count_as_moves_where_a_rank_receives_an_expert() -> None:
     assert made.plan.num_moves == 2
 
 
+def test_of_equally_good_experts_an_empty_slot_takes_one_that_its_rank_has_in_use() -> None:
+    placement, tokens = Placement(np.array([[0, 1, 2, 2, 3, -1]]), 4, 2), np.array([[0, 0, 90, 1]])
+    assert fill_empty_slots(placement, tokens).physical_to_logical.tolist() == [[0, 1, 2, 2, 3, 0]]
+    in_use = Placement(np.array([[0, 2, 3, 2, 3, 1]]), 4, 2)
+    assert fill_empty_slots(placement, tokens, in_use=in_use).physical_to_logical.tolist() == [[0, 1, 2, 2, 3, 1]]
+
+
 def test_a_filled_slot_keeps_experts_on_the_nodes_that_hold_them() -> None:
     placement = Placement(np.array([[0, -1, 1, -1, 2, -1, 3, -1]]), 4, 4)
     tokens = np.array([[1, 1, 9, 1]])

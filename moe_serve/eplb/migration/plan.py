@@ -19,11 +19,11 @@ from numpy.typing import NDArray
 
 from moe_serve.eplb.migration.limits import RoundLimits
 from moe_serve.eplb.migration.moves import MigrationRound
-from moe_serve.eplb.migration.relabel import Relabel, relabel_ranks
 from moe_serve.eplb.migration.rounds import Schedule
 from moe_serve.eplb.migration.writes import layer_writes
 from moe_serve.eplb.placement import Placement
 from moe_serve.eplb.policies.policy import Plan, PlanRequest
+from moe_serve.eplb.relabel import Relabel, relabel_ranks
 from moe_serve.errors import PlacementError
 from moe_serve.topology import Topology
 

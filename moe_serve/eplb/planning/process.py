@@ -19,9 +19,9 @@ from typing import Protocol
 from moe_serve.child_process import describe_exit
 from moe_serve.eplb.migration.limits import RoundLimits
 from moe_serve.eplb.migration.plan import MigrationPlan
-from moe_serve.eplb.migration.relabel import Relabel
 from moe_serve.eplb.planning.wire import PIECE_BYTES, Ask, MessageReader, Reply, WireError, pieces
 from moe_serve.eplb.policies.policy import Plan, PlanRequest
+from moe_serve.eplb.relabel import Relabel
 
 WORKER = "moe_serve.eplb.planning.worker"
 _IMPORT_PATH = str(Path(__file__).parents[3])  # where the process finds this package

@@ -18,8 +18,8 @@ import numpy as np
 
 from moe_serve.eplb.migration.limits import RoundLimits
 from moe_serve.eplb.migration.plan import MigrationPlan
-from moe_serve.eplb.migration.relabel import Relabel
 from moe_serve.eplb.policies.policy import Plan, PlanRequest
+from moe_serve.eplb.relabel import Relabel
 from moe_serve.errors import MoeServeError
 
 PIECE_BYTES = 1 << 18

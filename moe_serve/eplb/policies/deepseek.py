@@ -15,8 +15,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from moe_serve.eplb.policies.anew import PLANS_ANEW
 from moe_serve.eplb.policies.policy import Plan, PlanRequest
-from moe_serve.eplb.policies.problem import Problem, finish, problem_of
+from moe_serve.eplb.policies.problem import Problem, finish, problem_of, unkept_limits
 from moe_serve.eplb.repair import give_ranks
 from moe_serve.errors import PlacementError
 
@@ -46,14 +47,14 @@ class DeepSeekPolicy:
             from moe_serve.eplb.policies.hierarchy import plan_by_node
 
             table, homes, _ = plan_by_node(problem, sweeps=0)
-            return finish(problem, table, homes=homes)
+            return finish(problem, table, homes=homes, unkept=unkept_limits(request, problem, table, PLANS_ANEW))
         num_layers = len(problem.weight)
         num_groups, num_nodes = self._hierarchy(problem)
         flat = rebalance(problem.weight, problem.num_slots, num_groups, num_nodes, problem.num_ranks)
         table = flat.reshape(num_layers, problem.num_ranks, problem.slots_per_rank).astype(np.int32)
         if problem.min_replicas > 1:
             _spread_replicas(table, num_nodes, problem.min_replicas)
-        return finish(problem, table, keep_slots=False)
+        return finish(problem, table, keep_slots=False, unkept=unkept_limits(request, problem, table, PLANS_ANEW))
 
     def _hierarchy(self, problem: Problem) -> tuple[int, int]:
         nodes = problem.num_nodes

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from moe_serve.eplb.policies.anew import finish_anew
 from moe_serve.eplb.policies.hierarchy import choose_homes
 from moe_serve.eplb.policies.policy import Plan, PlanRequest
 from moe_serve.eplb.policies.problem import Ids, Problem, finish, holds, problem_of
@@ -59,7 +60,7 @@ class MilpPolicy:
             solved, proved = _solve(problem, layer, most, limit, homes)
             table[layer] = solved
             truncated |= not proved
-        return finish(problem, table, truncated, homes)
+        return (finish if problem.limits_moves else finish_anew)(problem, table, truncated, homes)
 
 
 def _solve(problem: Problem, layer: int, most: int, limit_s: float, homes: np.ndarray | None) -> tuple[Ids, bool]:

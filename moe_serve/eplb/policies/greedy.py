@@ -2,16 +2,17 @@
 
 from dataclasses import dataclass
 
+from moe_serve.eplb.policies.anew import finish_anew
 from moe_serve.eplb.policies.locality import improve_locality
 from moe_serve.eplb.policies.packing import pack_in_rounds, repair_duplicates
 from moe_serve.eplb.policies.policy import Plan, PlanRequest
-from moe_serve.eplb.policies.problem import Floats, Ids, Problem, finish, problem_of
+from moe_serve.eplb.policies.problem import Floats, Ids, Problem, problem_of
 from moe_serve.eplb.policies.replication import list_replicas, minimax_counts, replica_load
 
 
 @dataclass(frozen=True)
 class GreedyPolicy:
-    """Replicates the heaviest experts, then assigns replicas to ranks round by round."""
+    """Replicates the heaviest experts, then assigns replicas to ranks round by round; see `anew.py` for which rank."""
 
     name: str = "greedy"
 
@@ -21,11 +22,11 @@ class GreedyPolicy:
         if problem.is_global:
             table, packed = first_packing(problem)
             known = packed.max(axis=(1, 2)) if request.objective == "tokens" else None
-            return finish(problem, improve_locality(problem, table, 40), heaviest_replica=known)
+            return finish_anew(problem, improve_locality(problem, table, 40), heaviest_replica=known)
         from moe_serve.eplb.policies.hierarchy import plan_by_node
 
         table, homes, _ = plan_by_node(problem, sweeps=0)
-        return finish(problem, table, homes=homes)
+        return finish_anew(problem, table, homes=homes)
 
 
 def greedy_table(problem: Problem) -> Ids:

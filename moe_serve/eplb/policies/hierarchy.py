@@ -11,7 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moe_serve.eplb.policies.packing import pack_in_rounds, pack_longest_first, repair_duplicates
-from moe_serve.eplb.policies.problem import Problem
+from moe_serve.eplb.policies.problem import Problem, replicas_per_node
+from moe_serve.eplb.policies.repeatable import sum_in_order
 from moe_serve.eplb.policies.replication import list_replicas, replica_load
 from moe_serve.eplb.policies.swapping import swap_until_even
 from moe_serve.errors import PlacementError
@@ -20,6 +21,7 @@ Floats = NDArray[np.float64]
 Ids = NDArray[np.int32]
 Counts = NDArray[np.int64]
 STEEPNESS = 40.0  # of the smooth maximum, per mean rank load
+SHARE_NOISE = 2e-9  # of the load: a plan that uses its whole budget is not over it
 
 
 def plan_by_node(problem: Problem, sweeps: int) -> tuple[Ids, Counts, bool]:
@@ -82,6 +84,52 @@ def home_units(problem: Problem, num_groups: int | None) -> tuple[int, Counts]:
         f"{', '.join(map(str, ranks_of))} ranks of {problem.slots_per_rank} slots and cannot be home to {least} "
         f"replicas of each of {num_experts} experts; use more slots, or off_home 1"
     )
+
+
+def read_homes(problem: Problem, table: Ids) -> Counts:
+    """Returns the home nodes that a table [L, R, K] shows, [L, E]: of each group, or single expert, the node with most
+    of its experts, then with most of its replicas, as far as the node has slots for it."""
+    num_layers, num_experts = problem.weight.shape
+    units, room = home_units(problem, problem.request.num_groups)
+    replicas = replicas_per_node(problem, table).reshape(num_layers, problem.num_nodes, units, -1)
+    score = (replicas > 0).sum(axis=3) * (problem.num_slots + 1) + replicas.sum(axis=3)  # [L, N, U]
+    homes: Counts = score.argmax(axis=1)
+    filled = (homes[:, None] == np.arange(problem.num_nodes)[:, None]).sum(axis=2)
+    for layer in np.flatnonzero((filled > room).any(axis=1)):
+        left = room.copy()
+        for unit in np.argsort(-score[layer].max(axis=0), kind="stable"):
+            node = np.where(left > 0, score[layer, :, unit], -1).argmax()
+            homes[layer, unit], left[node] = node, left[node] - 1
+    return np.repeat(homes, num_experts // units, axis=1)
+
+
+def has_single_homes(problem: Problem) -> bool:
+    """Returns whether experts have homes one by one: without router groups, and where these do not fit onto nodes."""
+    return bool(home_units(problem, problem.request.num_groups)[0] == problem.weight.shape[1])
+
+
+def num_homeless(problem: Problem, table: Ids, homes: Counts) -> Counts:
+    """Returns how many experts of each layer have fewer than min_replicas replicas on their home node, [L]."""
+    at_home = np.take_along_axis(replicas_per_node(problem, table), homes[:, None], axis=1)[:, 0]
+    missing: Counts = (at_home < problem.min_replicas).sum(axis=1)
+    return missing
+
+
+def share_off_home(problem: Problem, table: Ids, homes: Counts) -> tuple[Floats, Counts]:
+    """Returns the share of the weight that replicas off home carry, [L], and the number of these replicas, [L]."""
+    replicas = replicas_per_node(problem, table)
+    at_home = np.take_along_axis(replicas, homes[:, None], axis=1)[:, 0]
+    count = replicas.sum(axis=1)
+    away = sum_in_order(problem.weight * (1 - at_home / np.maximum(count, 1)), axis=1)
+    total = sum_in_order(problem.weight, axis=1)
+    return away / np.where(total > 0, total, 1.0), (count - at_home).sum(axis=1)
+
+
+def is_over_budget(problem: Problem, table: Ids, homes: Counts) -> NDArray[np.bool_]:
+    """Returns whether replicas off home carry more than the budget, [L]; with a budget of 0, whether there are any."""
+    share, num_guests = share_off_home(problem, table, homes)
+    over: NDArray[np.bool_] = share > problem.request.off_home + SHARE_NOISE
+    return over | ((num_guests > 0) & (problem.request.off_home == 0))
 
 
 def _spread(load: Floats, capacity: Counts, ranks_of: Counts) -> Counts:

@@ -10,11 +10,12 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
+from moe_serve.eplb.policies.anew import relabelled
 from moe_serve.eplb.policies.bounds import balancedness_bound
-from moe_serve.eplb.policies.edits import EditState, apply_edits, best_overwrites
+from moe_serve.eplb.policies.edits import Bools, EditState, apply_edits, best_overwrites
 from moe_serve.eplb.policies.greedy import greedy_table
-from moe_serve.eplb.policies.hierarchy import plan_by_node
-from moe_serve.eplb.policies.legal import HomeRule, LegalStart, has_single_homes, make_legal, read_homes, unkept_homes
+from moe_serve.eplb.policies.hierarchy import has_single_homes, plan_by_node, read_homes
+from moe_serve.eplb.policies.legal import HomeRule, LegalStart, make_legal, unkept_homes
 from moe_serve.eplb.policies.one_slot import edit_one_slot
 from moe_serve.eplb.policies.pairs import PairRules, edit_pairs
 from moe_serve.eplb.policies.policy import Plan, PlanRequest
@@ -31,7 +32,8 @@ from moe_serve.eplb.policies.single_edits import (
 )
 
 Ints = NDArray[np.int64]
-# A layer of a hierarchy that edits leave this far behind a plan anew becomes that plan, where nothing limits the moves.
+# A layer of a hierarchy that edits leave this far behind a plan anew becomes that plan, where nothing limits the moves;
+# one with a foreign start (`legal.LegalStart`) already where it is behind by the slack.
 FAR = 0.08
 REPAIRED = "experts without a slot, or on too few ranks, got one whatever that moves"
 # Of a move with two slots per rank, see `pairs.PairRules`; within `max_moves`, those end the edits.
@@ -90,27 +92,28 @@ class IncrementalPolicy:
             return finish(problem, table, truncated, unkept=unkept_limits(asked, problem, table, REPAIRED))
         homes = start.rule.homes
         if not problem.limits_moves:
-            truncated |= self._plan_far_layers_anew(problem, table, homes)
+            truncated |= self._plan_far_layers_anew(problem, table, homes, start.foreign)
         if start.rule.singles:
             homes = read_homes(problem, table)
         unkept = unkept_limits(asked, problem, table, REPAIRED) + unkept_homes(problem, table, homes)
         return finish(problem, table, truncated, homes, unkept=unkept)
 
-    def _plan_far_layers_anew(self, problem: Problem, table: Ids, homes: Ints) -> bool:
+    def _plan_far_layers_anew(self, problem: Problem, table: Ids, homes: Ints, foreign: Bools) -> bool:
         """Replaces, in place, the layers whose homes suit the load so badly that edits leave them far behind a plan
         with other homes. Returns whether the deadline passed."""
         reached = balance_of(problem, table)
         bound = balancedness_bound(problem.weight, problem.num_ranks, problem.slots_per_rank)
-        rows = np.flatnonzero(reached < bound * (1 - FAR))
+        near = 1 - np.where(foreign, self._slack(problem), FAR)
+        rows = np.flatnonzero(reached < bound * near)
         if not len(rows):
             return False
         part = part_of(problem, rows)
-        fresh, fresh_homes, _ = plan_by_node(part, sweeps=0)
-        far = np.flatnonzero(reached[rows] < balance_of(part, fresh) * (1 - FAR))
+        fresh, fresh_homes = relabelled(part, *plan_by_node(part, sweeps=0)[:2])
+        far = np.flatnonzero(reached[rows] < balance_of(part, fresh) * near[rows])
         if not len(far):
             return False
         rule = HomeRule(fresh_homes[far], problem.node_of, problem.request.off_home, has_single_homes(problem))
-        edited, truncated = self._edited(part_of(part, far), LegalStart(fresh[far], rule))
+        edited, truncated = self._edited(part_of(part, far), LegalStart(fresh[far], rule, foreign[rows[far]]))
         table[rows[far]], homes[rows[far]] = edited, rule.homes
         return truncated
 

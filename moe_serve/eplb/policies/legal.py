@@ -13,18 +13,26 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from moe_serve.eplb.policies.anew import relabelled
 from moe_serve.eplb.policies.edits import Bools, EditState
-from moe_serve.eplb.policies.hierarchy import home_units, plan_by_node
+from moe_serve.eplb.policies.hierarchy import (
+    SHARE_NOISE,
+    has_single_homes,
+    is_over_budget,
+    num_homeless,
+    plan_by_node,
+    read_homes,
+    share_off_home,
+)
 from moe_serve.eplb.policies.packing import duplicate_slots
 from moe_serve.eplb.policies.policy import Unkept
-from moe_serve.eplb.policies.problem import Floats, Ids, Problem, holds, part_of, replicas_per_node
+from moe_serve.eplb.policies.problem import Floats, Ids, Problem, holds, part_of
 from moe_serve.eplb.policies.repeatable import repeatable_exp, sum_in_order
 from moe_serve.eplb.policies.replication import replicas_in
 from moe_serve.eplb.repair import give_ranks
 
 Ints = NDArray[np.int64]
 Writes = tuple[tuple[int, int, int], ...]  # (rank, slot, expert), to different ranks
-SHARE_NOISE = 2e-9  # of the load: a plan that uses its whole budget is not over it
 STEEPNESS = 30.0  # of the smooth maximum that chooses what takes the place of a replica off home
 
 
@@ -103,10 +111,16 @@ class HomeRule:
 
 @dataclass(frozen=True, eq=False)
 class LegalStart:
-    """What edits begin with. table: [L, R, K];  rule: None without a hierarchy"""
+    """What edits begin with.
+
+    table:   [L, R, K];  rule: None without a hierarchy
+    foreign: [L] whether experts were missing at home, or any off home under a hard hierarchy, which no drift brings
+             about: homes may have been others, or none
+    """
 
     table: Ids
     rule: HomeRule | None
+    foreign: Bools
 
 
 def make_legal(problem: Problem) -> LegalStart:
@@ -123,78 +137,37 @@ def make_legal(problem: Problem) -> LegalStart:
         rule = HomeRule(
             read_homes(problem, table), problem.node_of, problem.request.off_home, has_single_homes(problem)
         )
-        _mend(problem, table, rule)
-        return LegalStart(table, rule)
+        return LegalStart(table, rule, _mend(problem, table, rule))
     num_experts = problem.weight.shape[1]
     for layer in np.flatnonzero((replicas_in(table, num_experts) == 0).any(axis=1)):
         _place_lost(problem.weight[layer], table[layer])
     if problem.min_replicas > 1:
         for rows in table:
             give_ranks(rows, range(problem.num_ranks), problem.min_replicas)
-    return LegalStart(table, None)
+    return LegalStart(table, None, np.zeros(len(table), dtype=bool))
 
 
-def read_homes(problem: Problem, table: Ids) -> Ints:
-    """Returns the home nodes that a table [L, R, K] shows, [L, E]: of each group, or single expert, the node with most
-    of its experts, then with most of its replicas, as far as the node has slots for it."""
-    num_layers, num_experts = problem.weight.shape
-    units, room = home_units(problem, problem.request.num_groups)
-    replicas = replicas_per_node(problem, table).reshape(num_layers, problem.num_nodes, units, -1)
-    score = (replicas > 0).sum(axis=3) * (problem.num_slots + 1) + replicas.sum(axis=3)  # [L, N, U]
-    homes: Ints = score.argmax(axis=1)
-    filled = (homes[:, None] == np.arange(problem.num_nodes)[:, None]).sum(axis=2)
-    for layer in np.flatnonzero((filled > room).any(axis=1)):
-        left = room.copy()
-        for unit in np.argsort(-score[layer].max(axis=0), kind="stable"):
-            node = np.where(left > 0, score[layer, :, unit], -1).argmax()
-            homes[layer, unit], left[node] = node, left[node] - 1
-    return np.repeat(homes, num_experts // units, axis=1)
+def _mend(problem: Problem, table: Ids, rule: HomeRule) -> Bools:
+    """Makes the table keep the rule, in place, as far as the limits of moves allow. Returns `LegalStart.foreign`.
 
-
-def has_single_homes(problem: Problem) -> bool:
-    """Returns whether experts have homes one by one: without router groups, and where these do not fit onto nodes."""
-    return bool(home_units(problem, problem.request.num_groups)[0] == problem.weight.shape[1])
-
-
-def num_homeless(problem: Problem, table: Ids, homes: Ints) -> Ints:
-    """Returns how many experts of each layer have fewer than min_replicas replicas on their home node, [L]."""
-    at_home = np.take_along_axis(replicas_per_node(problem, table), homes[:, None], axis=1)[:, 0]
-    missing: Ints = (at_home < problem.min_replicas).sum(axis=1)
-    return missing
-
-
-def share_off_home(problem: Problem, table: Ids, homes: Ints) -> tuple[Floats, Ints]:
-    """Returns the share of the weight that replicas off home carry, [L], and the number of these replicas, [L]."""
-    replicas = replicas_per_node(problem, table)
-    at_home = np.take_along_axis(replicas, homes[:, None], axis=1)[:, 0]
-    count = replicas.sum(axis=1)
-    away = sum_in_order(problem.weight * (1 - at_home / np.maximum(count, 1)), axis=1)
-    total = sum_in_order(problem.weight, axis=1)
-    return away / np.where(total > 0, total, 1.0), (count - at_home).sum(axis=1)
-
-
-def is_over_budget(problem: Problem, table: Ids, homes: Ints) -> Bools:
-    """Returns whether replicas off home carry more than the budget, [L]; with a budget of 0, whether there are any."""
-    share, num_guests = share_off_home(problem, table, homes)
-    over: Bools = share > problem.request.off_home + SHARE_NOISE
-    return over | ((num_guests > 0) & (problem.request.off_home == 0))
-
-
-def _mend(problem: Problem, table: Ids, rule: HomeRule) -> None:
-    """Makes the table keep the rule, in place, as far as the limits of moves allow.
-
-    The layers furthest from it come first, since they may share a limit. Where single slots do not lead there and
-    nothing limits the moves, or an expert would be without a slot, the layer is planned anew.
+    The layers furthest from it come first, since they may share a limit. Where nothing limits the moves and single
+    slots do not lead there, or more of them would be needed than a rank has, or where an expert would be without a
+    slot, the layer is planned anew.
     """
     assert problem.current is not None
     request = problem.request
     missing = num_homeless(problem, table, rule.homes)
-    todo = np.flatnonzero((missing > 0) | is_over_budget(problem, table, rule.homes))
+    over = is_over_budget(problem, table, rule.homes)
+    foreign: Bools = (missing > 0) | (over & (request.off_home == 0))
+    share, num_guests = share_off_home(problem, table, rule.homes)
+    misplaced = missing + num_guests * (request.off_home == 0)
+    # What no lost rank explains is another's placement: single slots would take long to a poor one.
+    anew = (misplaced > problem.slots_per_rank) & (not problem.limits_moves)
+    todo = np.flatnonzero(((missing > 0) | over) & ~anew)
     left = problem.num_slots * len(table) if request.max_total_moves is None else request.max_total_moves
     layers = {int(row): _Mending(problem, int(row), table[row], rule.homes[row]) for row in todo}
-    forced = [row for row, layer in layers.items() if not layer.rescue()]
+    forced = [*np.flatnonzero(anew), *(row for row, layer in layers.items() if not layer.rescue())]
     left -= sum(layer.num_moves for layer in layers.values())
-    share = share_off_home(problem, table, rule.homes)[0]
     for row in sorted(layers, key=lambda row: (-missing[row], -share[row])):
         layer = layers[row]
         before = layer.num_moves
@@ -204,7 +177,9 @@ def _mend(problem: Problem, table: Ids, rule: HomeRule) -> None:
         left -= layer.num_moves - before
     if forced:
         rows = np.unique(forced)
-        table[rows], rule.homes[rows], _ = plan_by_node(part_of(problem, rows), sweeps=0)
+        part = part_of(problem, rows)
+        table[rows], rule.homes[rows] = relabelled(part, *plan_by_node(part, sweeps=0)[:2])
+    return foreign
 
 
 def unkept_homes(problem: Problem, table: Ids, homes: Ints) -> tuple[Unkept, ...]:

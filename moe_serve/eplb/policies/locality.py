@@ -10,11 +10,13 @@ Shape words: L = layers, E = experts, N = nodes, R = ranks, K = slots per rank.
 import numpy as np
 from numpy.typing import NDArray
 
-from moe_serve.eplb.policies.problem import Problem
+from moe_serve.eplb.assignment import cheapest_columns
+from moe_serve.eplb.policies.problem import Problem, replicas_per_node
 from moe_serve.eplb.policies.replication import replica_load, replicas_in
 
 Floats = NDArray[np.float64]
 Ids = NDArray[np.int32]
+WHOLE = 2.0**40  # shares as whole numbers
 
 
 def improve_locality(problem: Problem, table: Ids, sweeps: int) -> Ids:
@@ -23,8 +25,8 @@ def improve_locality(problem: Problem, table: Ids, sweeps: int) -> Ids:
     A swap may raise the heaviest rank as far as the weights of the objective allow: by the mean rank load times
     (weight of off_node x the share of tokens saved). With off_node alone the maximum never rises.
     """
-    price = _price(problem)
-    if price == 0 or problem.num_nodes == 1 or problem.request.by_source is None:
+    price = price_of_locality(problem)
+    if price == 0:
         return table
     local = tokens_by_node(problem)
     table = _trade_nodes(problem, table, local)
@@ -32,8 +34,13 @@ def improve_locality(problem: Problem, table: Ids, sweeps: int) -> Ids:
     return table
 
 
-def _price(problem: Problem) -> float:
-    """Returns how much of a mean rank load an off-node share of 1 costs; infinity is off_node alone."""
+def price_of_locality(problem: Problem) -> float:
+    """Returns how much of a mean rank load an off-node share of 1 costs; infinity is off_node alone.
+
+    0 where the objective does not ask for it, on one node, and where the sources of tokens are not known.
+    """
+    if problem.num_nodes == 1 or problem.request.by_source is None:
+        return 0.0
     weights = problem.request.objective_weights
     price = float(weights.get("off_node", 0.0))
     cost = problem.request.cost
@@ -53,10 +60,16 @@ def tokens_by_node(problem: Problem) -> Floats:
     return share
 
 
+def off_node_share(problem: Problem, table: Ids) -> Floats:
+    """Returns the share of each layer's tokens that leave their node under an even split, [L]."""
+    replicas = replicas_per_node(problem, table)
+    local = tokens_by_node(problem)
+    share: Floats = local.sum(axis=(1, 2)) - (local * replicas / replicas.sum(axis=1)[:, None]).sum(axis=(1, 2))
+    return share
+
+
 def _trade_nodes(problem: Problem, table: Ids, local: Floats) -> Ids:
     """Gives the contents of nodes with equally many ranks to the nodes that send them most."""
-    from scipy.optimize import linear_sum_assignment  # half a second to import; most plans never do
-
     num_layers, num_experts = problem.weight.shape
     sizes = np.bincount(problem.node_of)
     if len(set(sizes.tolist())) > 1:
@@ -67,8 +80,7 @@ def _trade_nodes(problem: Problem, table: Ids, local: Floats) -> Ids:
     kept = np.einsum("lae,lbe->lab", here / counts[:, None], local)  # contents a on node b
     out = np.empty_like(by_node)
     for layer in range(num_layers):
-        contents, node = linear_sum_assignment(kept[layer], maximize=True)
-        out[layer, node] = by_node[layer, contents]
+        out[layer, cheapest_columns(np.rint(-WHOLE * kept[layer]).astype(np.int64))] = by_node[layer]
     return out.reshape(table.shape)
 
 

@@ -4,16 +4,17 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from moe_serve.eplb.policies.anew import finish_anew
 from moe_serve.eplb.policies.anneal import anneal_counts
 from moe_serve.eplb.policies.bounds import balancedness_bound
 from moe_serve.eplb.policies.count_search import pack_pairs, search_pair_counts, try_apportionments
 from moe_serve.eplb.policies.edits import EditState
 from moe_serve.eplb.policies.greedy import first_packing
-from moe_serve.eplb.policies.hierarchy import plan_by_node
-from moe_serve.eplb.policies.legal import HomeRule, Ints, has_single_homes, read_homes
+from moe_serve.eplb.policies.hierarchy import has_single_homes, plan_by_node, read_homes
+from moe_serve.eplb.policies.legal import HomeRule, Ints
 from moe_serve.eplb.policies.locality import improve_locality
 from moe_serve.eplb.policies.policy import Plan, PlanRequest
-from moe_serve.eplb.policies.problem import Floats, Ids, Problem, finish, problem_of
+from moe_serve.eplb.policies.problem import Floats, Ids, Problem, problem_of
 from moe_serve.eplb.policies.single_edits import (
     MIN_GAIN,
     SMALL_SLACK,
@@ -29,7 +30,7 @@ MOST_EDITS = 1000  # of a layer under a hierarchy
 
 @dataclass(frozen=True)
 class RefinedPolicy:
-    """The best placement for a load, without regard to the one in use.
+    """The best placement for a load; the one in use matters only for which rank gets what (`anew.py`).
 
     sweeps:      rounds of swaps, at most
     tolerance:   swaps end when the heaviest rank is this share above the mean
@@ -54,13 +55,14 @@ class RefinedPolicy:
             table, homes, truncated = plan_by_node(problem, self.sweeps // 2)
             if not truncated:
                 table, homes, truncated = _edited_to_the_end(problem, table, homes)
-            return finish(problem, table, truncated, homes)
+            return finish_anew(problem, table, truncated, homes)
         table, truncated = self.table(problem)
         if request.planned_split == "exact" and problem.fixed is None and not truncated:
             from moe_serve.eplb.policies.split_aware import best_for_exact_split
 
             table = best_for_exact_split(problem, table, self.sweeps)
-        return finish(problem, improve_locality(problem, table, 200), truncated, tight=self.prove)
+        table = improve_locality(problem, table, 200)
+        return finish_anew(problem, table, truncated, tight=self.prove, for_split=True)
 
     def table(self, problem: Problem) -> tuple[Ids, bool]:
         """Returns the table [L, R, K] without node hierarchy, and whether the deadline cut the search short."""

@@ -16,9 +16,9 @@ from moe_serve.eplb.load import LoadRecord
 from moe_serve.eplb.migration.limits import RoundLimits
 from moe_serve.eplb.migration.moves import MigrationRound
 from moe_serve.eplb.migration.plan import MigrationPlan
-from moe_serve.eplb.migration.relabel import Relabel
 from moe_serve.eplb.placement import Placement
 from moe_serve.eplb.policies.policy import Plan, PlanRequest
+from moe_serve.eplb.relabel import Relabel
 
 
 @dataclass(frozen=True)

@@ -3,8 +3,8 @@
 from dataclasses import dataclass, field
 
 from moe_serve.eplb.migration.limits import RoundLimits
-from moe_serve.eplb.migration.relabel import Relabel
 from moe_serve.eplb.policies.policy import PlanRules
+from moe_serve.eplb.relabel import Relabel
 from moe_serve.errors import ConfigError
 
 

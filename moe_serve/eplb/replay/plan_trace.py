@@ -137,7 +137,10 @@ def _summed(trace: LoadTrace, last: int) -> tuple[NDArray[np.int64], int]:
 
 def _filled(plan: Plan, tokens: NDArray[np.int64], settings: TracePlanSettings) -> Plan:
     placement = fill_empty_slots(
-        plan.placement, tokens, settings.topology.num_nodes if settings.rules.off_home < 1 else 1
+        plan.placement,
+        tokens,
+        settings.topology.num_nodes if settings.rules.off_home < 1 else 1,
+        in_use=settings.current,
     )
     balance = balancedness(rank_load(tokens, placement))
     num_moves = 0

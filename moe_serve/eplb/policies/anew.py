@@ -1,0 +1,119 @@
+"""What a plan made anew becomes where a placement is in use: its ranks are relabelled, and what gains nothing stays.
+
+Ranks, and often nodes, can be exchanged without a change of any rank's load. So the new placement is dealt out to ranks
+such that they receive few experts, and a layer that is no better than the one in use keeps that.
+
+Shape words: L = layers, R = ranks that take part, K = slots per rank, E = experts.
+"""
+
+import numpy as np
+from numpy.typing import NDArray
+
+from moe_serve.eplb.load import balancedness, rank_load
+from moe_serve.eplb.placement import Placement
+from moe_serve.eplb.policies.edits import Bools
+from moe_serve.eplb.policies.hierarchy import is_over_budget, num_homeless, read_homes
+from moe_serve.eplb.policies.locality import off_node_share, price_of_locality
+from moe_serve.eplb.policies.packing import duplicate_slots
+from moe_serve.eplb.policies.policy import Plan
+from moe_serve.eplb.policies.problem import Floats, Ids, Problem, finish, holds, unkept_limits
+from moe_serve.eplb.policies.replication import replica_load
+from moe_serve.eplb.policies.shares import even_out_shares
+from moe_serve.eplb.relabel import Relabel, cheapest_parts
+
+Ints = NDArray[np.int64]
+ROUNDING = 1e-9  # two loads this close, relatively, are the same
+PLANS_ANEW = "the policy plans anew and keeps to no limit; use incremental"
+
+
+def finish_anew(
+    problem: Problem,
+    table: Ids,
+    truncated: bool = False,
+    homes: Ints | None = None,
+    tight: bool = False,
+    heaviest_replica: Floats | None = None,
+    for_split: bool = False,
+) -> Plan:
+    """Returns the plan that a table [L, R, K] made anew is; arguments as in `finish`.
+
+    for_split: it was made for the request's planned split, and is compared with the placement in use by that
+    """
+    if problem.current is not None:
+        if homes is None:
+            table = _dealt_out(table, _parts(problem, table))
+        else:
+            table, homes = relabelled(problem, table, homes)
+        legal = _is_legal(problem, problem.current)
+        old = np.where(legal[:, None, None], problem.current, table)
+        kept = legal & ~_is_better(problem, table, old, for_split)
+        table = np.where(kept[:, None, None], old, table)
+        if homes is not None and kept.any():
+            homes = np.where(kept[:, None], read_homes(problem, problem.current), homes)
+    unkept = unkept_limits(problem.request, problem, table, PLANS_ANEW)
+    return finish(problem, table, truncated, homes, tight=tight, heaviest_replica=heaviest_replica, unkept=unkept)
+
+
+def relabelled(problem: Problem, table: Ids, homes: Ints) -> tuple[Ids, Ints]:
+    """Returns the table [L, R, K] with ranks exchanged so that these receive few experts, fewest over slow links, and
+    the home nodes [L, E] that follow."""
+    part = _parts(problem, table)
+    node = np.empty((len(table), problem.num_nodes), dtype=np.int64)  # where each node of the plan went
+    np.put_along_axis(node, problem.node_of[part], problem.node_of[None].repeat(len(part), axis=0), axis=1)
+    return _dealt_out(table, part), np.take_along_axis(node, homes, axis=1)
+
+
+def _parts(problem: Problem, table: Ids) -> Ints:
+    """Returns which rank's part of the table each rank takes, [L, R].
+
+    Nodes are exchanged as wholes where experts have homes, and stay where the sources of tokens matter.
+    """
+    assert problem.current is not None
+    what: Relabel = "ranks" if problem.is_global else "nodes"
+    if price_of_locality(problem) > 0:
+        what = "inside"
+    return cheapest_parts(problem.current, table, problem.node_of, what)
+
+
+def _dealt_out(table: Ids, part: Ints) -> Ids:
+    return np.take_along_axis(table, part[:, :, None], axis=1)
+
+
+def _is_legal(problem: Problem, table: Ids) -> Bools:
+    """Returns whether a table [L, R, K] keeps all that the request asks for, [L]."""
+    num_ranks = holds(table, problem.weight.shape[1]).sum(axis=1)
+    legal: Bools = (num_ranks >= problem.min_replicas).all(axis=1) & ~duplicate_slots(table).any(axis=(1, 2))
+    if not problem.is_global:
+        homes = read_homes(problem, table)
+        legal &= (num_homeless(problem, table, homes) == 0) & ~is_over_budget(problem, table, homes)
+    return legal
+
+
+def _is_better(problem: Problem, new: Ids, old: Ids, for_split: bool) -> Bools:
+    """Returns whether a table is better than another by the objective, and by more than rounding, [L]."""
+    if for_split and problem.request.planned_split == "exact" and problem.fixed is None:
+        from moe_serve.eplb.policies.split_aware import sample_batches, split_balance
+
+        batches = sample_batches(problem.weight, problem.num_ranks, problem.request.seed)
+        return np.asarray(split_balance(problem, new, batches) > split_balance(problem, old, batches) * (1 + ROUNDING))
+    top, old_top = (_heaviest(problem, table) for table in (new, old))
+    better = top < old_top * (1 - ROUNDING)
+    price = price_of_locality(problem)
+    if price == 0:
+        return np.asarray(better)
+    saved = off_node_share(problem, old) - off_node_share(problem, new)
+    if np.isinf(price):
+        return np.asarray(better | ((top <= old_top * (1 + ROUNDING)) & (saved > ROUNDING)))
+    mean = problem.weight.sum(axis=1) / problem.num_ranks
+    return np.asarray(top - old_top < (saved * price - ROUNDING) * mean)
+
+
+def _heaviest(problem: Problem, table: Ids) -> Floats:
+    """Returns the load of the heaviest rank of each layer, [L]."""
+    num_experts = problem.weight.shape[1]
+    if problem.request.uneven_shares:
+        placement = Placement(table.reshape(len(table), -1), num_experts, problem.num_ranks)
+        tokens = problem.request.tokens
+        return np.asarray(1 / balancedness(rank_load(tokens, placement, even_out_shares(tokens, placement))))
+    count = np.maximum(holds(table, num_experts).sum(axis=1), 1)
+    return np.asarray(replica_load(problem.weight, count, table, problem.fixed).sum(axis=2).max(axis=1))
