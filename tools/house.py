@@ -1,26 +1,27 @@
 """Measures the structure of moe_serve/: files, lines, who imports whom, and which files one request runs through.
 
     python -m tools.house               counts, from the source alone
-    python -m tools.house --trace       also runs a streamed request, a live rebalance and a simulation, and lists their files
+    python -m tools.house --trace       also runs a streamed request, a live rebalance and a simulation
+    python -m tools.house --names       names the files and folders behind each count
 
-The counts read imports as text, also those inside functions. A trace notes every file of the package in which a function is
-entered while the work lasts; what ran before (start-up) does not count.
+The counts read imports as text, also those inside functions. A trace notes every file of the package in which a
+function is entered while the work lasts. Start-up does not count.
 """
 
 import ast
 import json
 import os
+import socket
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
 import urllib.request
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import combinations
 from pathlib import Path
 from typing import Annotated
 
@@ -41,7 +42,7 @@ class House:
     """The package as it lies on disk.
 
     lines:     lines of each file, by its path below the package
-    importers: the files that import each file; a folder's __init__.py, which only hands names on, is left out on both sides
+    importers: the files that import each file. A folder's __init__.py only hands names on: it is left out on both sides
     """
 
     lines: dict[str, int]
@@ -104,13 +105,14 @@ def are_siblings(a: str, b: str) -> bool:
 # ---- traces: which files run
 
 # Python runs this file in every process of the traced system, since it lies on PYTHONPATH under this name.
-SITE = '''
+SITE = """
 import inspect, json, os, sys, threading, time
 folder = os.environ["MOE_SERVE_TRACE_FOLDER"]
 seen = set()
 
 def watch(frame, event, arg):
-    if event == "call" and recording.is_set() and frame.f_code.co_flags & inspect.CO_OPTIMIZED:  # no module, no class body
+    is_function = frame.f_code.co_flags & inspect.CO_OPTIMIZED  # bodies of modules and classes run at import
+    if event == "call" and recording.is_set() and is_function:
         seen.add(frame.f_code.co_filename)
 
 recording = threading.Event()
@@ -139,7 +141,7 @@ os.register_at_fork(after_in_child=start)
 start()
 threading.setprofile(watch)
 sys.setprofile(watch)
-'''
+"""
 
 
 @contextmanager
@@ -179,7 +181,9 @@ def files_of(folder: Path) -> dict[int, set[str]]:
 @contextmanager
 def served(environment: dict[str, str], *options: str) -> Iterator[str]:
     """Starts `moe-serve serve` and gives its address once it is ready."""
-    port = 31987
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
     command = [sys.executable, "-m", "moe_serve", "serve", "--port", str(port), *options]
     process = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     address = f"http://127.0.0.1:{port}"
@@ -187,7 +191,7 @@ def served(environment: dict[str, str], *options: str) -> Iterator[str]:
         deadline = time.monotonic() + 120
         while not is_ready(address):
             if process.poll() is not None or time.monotonic() > deadline:
-                raise SystemExit(f"{' '.join(command)} did not become ready; run it by hand to see why")
+                raise SystemExit(f"`{' '.join(command)}` did not become ready; run it to see why")
             time.sleep(0.2)
         yield address
     finally:
@@ -224,13 +228,15 @@ def trace_request() -> tuple[set[str], dict[int, set[str]]]:
 
 
 def trace_rebalance() -> set[str]:
-    """Returns the files that ran while a server with `configs/demo-dynamic.yaml` recorded, planned and moved experts once."""
+    """Returns the files that ran until a server with `configs/demo-dynamic.yaml` had moved experts once."""
     config = str(ROOT / "configs" / "demo-dynamic.yaml")
     with traced() as (folder, environment), served(environment, "--config", config) as address:
         stream(address, "warm", 4)
         with recording(folder):
             deadline = time.monotonic() + 90
-            while moves_of(address) == 0 and time.monotonic() < deadline:
+            while moves_of(address) == 0:
+                if time.monotonic() > deadline:
+                    raise SystemExit("no experts moved within 90 s: the machine is too busy for this trace")
                 stream(address, "import os\n\ndef read(self, path):", 128)
         processes = files_of(folder)
     names = set().union(*processes.values())
@@ -268,7 +274,7 @@ main()
 
 @app.command()
 def house(
-    trace: Annotated[bool, typer.Option(help="also run a request, a rebalance and a simulation, and list their files")] = False,
+    trace: Annotated[bool, typer.Option(help="also run a request, a rebalance and a simulation")] = False,
     names: Annotated[bool, typer.Option(help="name the files and folders behind each count")] = False,
 ) -> None:
     """Measure the structure of moe_serve/: files, lines, importers, and what one request runs through."""
@@ -278,15 +284,16 @@ def house(
     small = {name: user for name, user in single.items() if found.lines[name] <= SMALL}
     mutual = found.mutual_folders()
     siblings = [pair for pair in mutual if are_siblings(*pair)]
+    sizes = found.lines.values()
     rows = [
-        ("files / lines / median", f"{len(found.lines)} / {sum(found.lines.values()):,} / {statistics.median(found.lines.values()):.0f}"),
+        ("files / lines / median", f"{len(sizes)} / {sum(sizes):,} / {statistics.median(sizes):.0f}"),
         ("files with one importer, beside them / of these at most 120 lines", f"{len(single)} / {len(small)}"),
         ("pairs of folders that import each other / of these siblings", f"{len(mutual)} / {len(siblings)}"),
         ("folders with more than 16 files", f"{len(found.crowded())}"),
         ("README, lines", f"{len((ROOT / 'README.md').read_text(encoding='utf-8').splitlines())}"),
     ]
     lists: dict[str, list[str]] = {
-        "one importer": [f"{name} ({found.lines[name]}, only {Path(user).name})" for name, user in sorted(single.items())],
+        "one importer": [f"{name} ({found.lines[name]}, only {Path(user).name})" for name, user in single.items()],
         "folders that import each other": [f"{a} <-> {b}{' (siblings)' * are_siblings(a, b)}" for a, b in mutual],
         "crowded": [f"{folder} {count}" for folder, count in found.crowded().items()],
     }
