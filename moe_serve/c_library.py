@@ -39,10 +39,10 @@ class InstructionSet:
 _AVX2 = ("avx2", "fma", "f16c", "bmi2")
 _AVX512 = (*_AVX2, "avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl")
 INSTRUCTION_SETS = {
-    "avx2": InstructionSet(("-march=haswell", "-mtune=native"), _AVX2),
-    "avx512": InstructionSet(("-march=skylake-avx512", "-mtune=native"), _AVX512),
+    "avx2": InstructionSet(("-march=haswell",), _AVX2),
+    "avx512": InstructionSet(("-march=skylake-avx512",), _AVX512),
     "amx": InstructionSet(("-march=native",), (*_AVX512, "amx_tile", "amx_bf16")),
-    "plain": InstructionSet(("-march=nehalem", "-mtune=native")),  # without fused multiply-add: other bits
+    "plain": InstructionSet(("-march=nehalem",)),  # without fused multiply-add: other bits
 }
 
 

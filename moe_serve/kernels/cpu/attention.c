@@ -82,18 +82,17 @@ static void find_keys(const Attend *a, i64 seq, const float *head, i64 first, i6
 /* Copies a tile: keys as columns, values as rows. Fetches what it copies soon. */
 static void copy_tile(const Attend *a, const Block *b, const float *const *key, const float **value, i64 count)
 {
-    i64 whole = a->value_width / 16 * 16;
     for (i64 j = 0; j < KEYS; j += 4) {
         for (i64 i = j + AHEAD - 4; i < j + AHEAD; i++) {
             for (i64 d = 0; d < a->width; d += 16) __builtin_prefetch(key[i] + d, 0, 3);
             for (i64 d = 0; d < a->value_width; d += 16) __builtin_prefetch(key[i] + a->value_at + d, 0, 3);
         }
         turn4(key + j, a->width, b->turned + j / TURNED * TURNED * b->width + j % TURNED);
-        for (i64 i = j; i < least(j + 4, count); i++) {
-            float *to = b->values + i * b->value_width;
-            for (i64 d = 0; d < whole; d += 16) *(v16 *)(to + d) = *(const v16 *)(value[i] + d);
-            if (whole < a->value_width) *(v16 *)(to + whole) = load_some(value[i] + whole, a->value_width - whole);
-            value[i] = to;
+        for (i64 row = j; row < least(j + 4, count); row++) {
+            float *to = b->values + row * b->value_width;
+            const float *from_row = value[row];
+            BY_REGISTER(a->value_width, put(to + i, j, get(from_row + i, j, count), 16);)
+            value[row] = to;
         }
     }
 }
@@ -137,8 +136,8 @@ static int make_room(const Attend *a, Block *b)
         attend_room.bytes = attend_room.at ? bytes : 0;
         if (!attend_room.at) return 0;
     }
-    b->sum = (v16 *)attend_room.at;
-    b->q = (float *)(b->sum + rows);
+    b->sum = (float *)attend_room.at;
+    b->q = b->sum + rows * 16;
     b->acc = b->q + rows * b->width;
     b->p = b->acc + rows * b->value_width;
     b->turned = copy ? b->p + rows * KEYS : 0;
@@ -164,32 +163,30 @@ static void take_queries(const Job *job, Block *b, i64 seq, i64 head, i64 first)
 {
     const Attend *a = job->step;
     float *q = b->q, scale = (float)a->scale;
-    i64 whole = a->width / 16 * 16;
     for (i64 r = 0; r < b->tiles * ROWS; r++, q += b->width) {
         Row at = find_row(a, seq, first + least(r, b->rows - 1));
         float sink = job->sinks ? job->sinks[head * a->group + at.head] : -INFINITY;
         b->seen[r] = a->positions[at.token] + 1, b->from[r] = job->window ? from_tile(b->seen[r], job->window) : 0;
         if (job->chunk) b->from[r] = a->positions[at.token] / job->chunk * job->chunk;
-        b->most[r] = sink, b->sum[r] = (v16){sink > -INFINITY};
+        b->most[r] = sink;
+        memset(b->sum + r * 16, 0, 64);
+        if (sink > -INFINITY) b->sum[r * 16] = 1;
         memset(b->acc + r * b->value_width, 0, b->value_width * 4);
         const float *from = job->q + at.token * job->q_step + (head * a->group + at.head) * a->width;
         if (r >= b->rows) memset(q, 0, b->width * 4);
-        else for (i64 d = 0; d < whole; d += 16) *(v16 *)(q + d) = *(const v16 *)(from + d) * scale;
-        if (r < b->rows && whole < a->width) *(v16 *)(q + whole) = load_some(from + whole, a->width - whole) * scale;
+        else BY_REGISTER(a->width, put(q + i, j, get(from + i, j, count) * scale, 16);)
     }
 }
 
 static void write_rows(const Job *job, const Block *b, i64 seq, i64 head, i64 first)
 {
     const Attend *a = job->step;
-    i64 whole = a->value_width / 16 * 16;
     for (i64 r = 0; r < b->rows; r++) {
         Row at = find_row(a, seq, first + r);
         const float *acc = b->acc + r * b->value_width;
         float *out = job->out + ((at.token * a->heads + head) * a->group + at.head) * a->value_width;
-        float by = 1 / sum16(b->sum[r]);
-        for (i64 d = 0; d < whole; d += 16) *(v16 *)(out + d) = *(const v16 *)(acc + d) * by;
-        if (whole < a->value_width) store_some(out + whole, *(const v16 *)(acc + whole) * by, a->value_width - whole);
+        float by = 1 / sum16((const vf *)(b->sum + r * 16));
+        BY_REGISTER(a->value_width, put(out + i, j, get(acc + i, j, 16) * by, count);)
     }
 }
 

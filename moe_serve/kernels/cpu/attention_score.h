@@ -28,16 +28,16 @@ enum { WIDE = TURNED / VL }; /* registers of TURNED floats */
 
 #ifdef __AVX512F__
 #define HALVE(bit)                                                                                                     \
-    UNROLL for (int i = 0; i < bit; i++) acc[i] = SHUFFLE(i16x, acc[i], acc[i + bit], LANES16(HERE, bit)) +            \
-                                                  SHUFFLE(i16x, acc[i], acc[i + bit], LANES16(AWAY, bit));
+    UNROLL for (int i = 0; i < bit; i++) acc[i] = SHUFFLE(vi, acc[i], acc[i + bit], LANES16(HERE, bit)) +              \
+                                                  SHUFFLE(vi, acc[i], acc[i + bit], LANES16(AWAY, bit));
 static void score(const float *q, i64 width, const float *const *key, float *p)
 {
-    v16 acc[ROWS * 4] = {};
+    vf acc[ROWS * 4] = {};
     for (i64 d = 0; d < width; d += 16) {
-        v16 k[4];
-        UNROLL for (int j = 0; j < 4; j++) k[j] = *(const v16 *)(key[j] + d);
+        vf k[4];
+        UNROLL for (int j = 0; j < 4; j++) k[j] = *(const vf *)(key[j] + d);
         UNROLL for (int r = 0; r < ROWS; r++) {
-            v16 x = *(const v16 *)(q + r * width + d);
+            vf x = *(const vf *)(q + r * width + d);
             UNROLL for (int j = 0; j < 4; j++) acc[4 * r + j] += x * k[j];
         }
     }

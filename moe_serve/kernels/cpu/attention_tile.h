@@ -7,7 +7,7 @@ typedef struct { /* the rows of one piece; padded to whole tiles by rows that ar
     i64 rows, tiles, width, value_width; /* widths padded to a multiple of 16 */
     float *q, *acc, *p;     /* [rows][width] scaled, [rows][value_width], [rows][KEYS] */
     float *most;            /* [rows] highest score so far */
-    v16 *sum;               /* [rows] of the weights, by lane */
+    float *sum;             /* [rows][16] of the weights, by lane */
     i64 *from, *seen;       /* [rows] the first key that the row sees, and the one behind the last; neither falls */
     float *turned, *values; /* [KEYS / TURNED][width][TURNED], [KEYS][value_width]: copies of a tile, where they pay */
 } Block;
@@ -23,21 +23,12 @@ INLINE int sees(const Block *b, i64 tile, i64 first, i64 end)
     return b->seen[tile * ROWS + ROWS - 1] > first && b->from[tile * ROWS] < end;
 }
 
-INLINE float highest(vf v)
-{
-    float part[VL];
-    memcpy(part, &v, sizeof part);
-    for (int half = VL / 2; half; half /= 2)
-        for (int i = 0; i < half; i++) part[i] = part[i] > part[i + half] ? part[i] : part[i + half];
-    return part[0];
-}
-
 /* Turns one row's scores of a tile into weights; those from `from` to before `count` are seen. A higher maximum shrinks
    what was summed. */
 static void soften(Block *b, i64 row, i64 from, i64 count)
 {
     float *p = b->p + row * KEYS, *acc = b->acc + row * b->value_width, before = b->most[row];
-    vf lowest = (vf){} - INFINITY, best = lowest, *sum = (vf *)(b->sum + row), total[SPAN] = {};
+    vf lowest = (vf){} - INFINITY, best = lowest, *sum = (vf *)(b->sum + row * 16), total[SPAN] = {};
     for (; count % 16; count++) p[count] = -INFINITY;
     for (; from % 16; from--) p[from - 1] = -INFINITY;
     for (i64 i = from; i < count; i += VL) { /* NaN is never above; its weight will be NaN */

@@ -60,13 +60,20 @@ INLINE char *parts_at(char *parts, const Chunk *chunk, SlotRows s, i64 k)
     return parts + parts_bytes(s.packed_at - chunk->before.packed_at - chunk->before.rows, k);
 }
 
-INLINE v16 activate(const Experts *e, v16 gate, v16 up)
+INLINE vf activate(const Experts *e, vf gate, vf up)
 {
-    if (e->activation == SILU) return gate / (1.0f + exp16(-gate)) * up;
-    v16 limit = (v16){} + (float)e->limit;
-    gate = pick16(gate > limit, limit, gate); /* NaN stays */
-    up = pick16(up > limit, limit, pick16(up < -limit, -limit, up));
-    return (up + 1.0f) * (gate / (1.0f + exp16(gate * -(float)e->alpha)));
+    if (e->activation == SILU) return gate / (1.0f + exp_vf(-gate)) * up;
+    vf limit = splat((float)e->limit);
+    gate = pick(gate > limit, limit, gate); /* NaN stays */
+    up = pick(up > limit, limit, pick(up < -limit, -limit, up));
+    return (up + 1.0f) * (gate / (1.0f + exp_vf(gate * -(float)e->alpha)));
+}
+
+/* Activates a row of one panel of gate and up: 32 columns. */
+INLINE void activate_row(const Experts *e, const float *both, float *middle)
+{
+    for (i64 c = 0; c < 32; c += VL)
+        *(vf *)(middle + c) = activate(e, *(const vf *)(both + c), *(const vf *)(both + 32 + c));
 }
 
 /* The scales of one slot's stacks of n rows: a scale per row, or per block. */
@@ -101,10 +108,9 @@ static void write_middle_parts(const Experts *e, float (*both)[PANEL], i64 rows,
     for (i64 r = 0; r < rows; r++) {
         i64 first = r / TILE_GROUP * TILE_GROUP, count = least(TILE_GROUP, rows - first);
         char *to = parts + parts_bytes(first, e->width) + (step * ROW_PARTS * count + r - first) * LINE;
-        for (i64 lane = 0; lane < 32; lane += 16) {
-            v16 middle = activate(e, *(v16 *)(both[r] + lane), *(v16 *)(both[r] + 32 + lane));
-            split16(middle, to + lane * 2, count * LINE);
-        }
+        float middle[32];
+        activate_row(e, both[r], middle);
+        for (i64 c = 0; c < 32; c += 16) split16(*(const v16 *)(middle + c), to + c * 2, count * LINE);
     }
 }
 
@@ -131,9 +137,7 @@ static void gate_up_rows(const ChunkJob *c, i64 panel, SlotRows s)
             scale_columns(both[r] + half * 32, scale + half * e->width + column, wanted);
         for (i64 half = 0; half < 2 && e->gate_up_bias; half++)
             add_columns(both[r] + half * 32, e->gate_up_bias + (2 * s.slot + half) * e->width + column, wanted);
-        for (i64 lane = 0; lane < 32 && !j->x_parts; lane += 16)
-            *(v16 *)(j->middle + (s.packed_at + r) * padded + column + lane) =
-                activate(e, *(v16 *)(both[r] + lane), *(v16 *)(both[r] + 32 + lane));
+        if (!j->x_parts) activate_row(e, both[r], j->middle + (s.packed_at + r) * padded + column);
     }
     if (j->x_parts) write_middle_parts(e, both, s.rows, panel, parts_at(j->middle_parts, c->chunk, s, e->width));
 }

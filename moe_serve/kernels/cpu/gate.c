@@ -22,58 +22,52 @@ typedef struct {
     float *weights;
 } GateJob;
 
-/* Fetches 16 floats, of which those from `count` on are `rest`. */
-INLINE v16 get_or(const float *x, i64 count, float rest)
+/* As get, but `rest` behind the first `count` floats. */
+INLINE vf get_or(const float *x, int j, i64 count, float rest)
 {
-    if (count >= 16) return *(const v16 *)x;
-    float some[16];
-    for (int i = 0; i < 16; i++) some[i] = i < count ? x[i] : rest;
-    v16 v;
-    memcpy(&v, some, 64);
+    vf v;
+    if (count >= (j + 1) * VL) return *(const vf *)(x + j * VL);
+    for (int lane = 0; lane < VL; lane++) v[lane] = j * VL + lane < count ? x[j * VL + lane] : rest;
     return v;
 }
 
 /* logits -> scores [experts]; both arrays of 16s, filled up with zeros. Sparsemixer's are the logits. */
 static void score_row(const GateShape *g, const float *logits, float *score)
 {
-    v16 best = (v16){} - INFINITY, total = {};
+    vf best = splat(-INFINITY), total[SPAN] = {};
+    i64 experts = g->experts;
     int sigmoid = g->scoring == SIGMOID || g->scoring == SIGMOID_OF_CHOSEN;
     if (g->scoring == SPARSEMIXER) {
-        for (i64 e = 0; e < g->experts; e += 16) *(v16 *)(score + e) = get_or(logits + e, g->experts - e, -INFINITY);
+        BY_REGISTER(experts, put(score + i, j, get_or(logits + i, j, count, -INFINITY), 16);)
         return;
     }
     if (!sigmoid)
-        for (i64 e = 0; e < g->experts; e += 16) {
-            v16 x = get_or(logits + e, g->experts - e, -INFINITY);
-            best = pick16(x > best, x, best);
-        }
-    float most = max16(best);
-    for (i64 e = 0; e < g->experts; e += 16) {
-        v16 x = get_or(logits + e, g->experts - e, -INFINITY);
-        v16 s;
-        if (sigmoid) s = 1.0f / (1.0f + exp16(-x));
-        else s = pick16(x - most < -87.0f, (v16){}, exp16(x - most));
-        *(v16 *)(score + e) = s;
-        total += s;
+        BY_REGISTER(experts, vf x = get_or(logits + i, j, count, -INFINITY); best = pick(x > best, x, best);)
+    float most = highest(best);
+    if (sigmoid) {
+        BY_REGISTER(experts, vf x = get_or(logits + i, j, count, -INFINITY);
+                    put(score + i, j, 1.0f / (1.0f + exp_vf(-x)), 16);)
+        return;
     }
-    if (sigmoid) return;
+    BY_REGISTER(experts, vf x = get_or(logits + i, j, count, -INFINITY) - most;
+                vf s = pick(x < -87.0f, (vf){}, exp_vf(x)); put(score + i, j, s, 16); total[j] += s;)
     float by = 1 / sum16(total);
-    for (i64 e = 0; e < g->experts; e += 16) *(v16 *)(score + e) *= by;
+    for (i64 e = 0; e < experts; e += VL) *(vf *)(score + e) *= by;
 }
 
 /* Returns the sum of the two largest of a group's choices, or the largest. */
 static float best_two(const float *choice, i64 count, i64 only_best)
 {
-    v16 first = (v16){} - INFINITY, second = first;
-    for (i64 i = 0; i < count; i += 16) {
-        v16 x = get_or(choice + i, count - i, -INFINITY);
-        i16x above = x > first;
-        v16 lower = pick16(above, first, x);
-        first = pick16(above, x, first);
-        second = pick16(lower > second, lower, second);
+    vf first = splat(-INFINITY), second = first;
+    for (i64 i = 0; i < count; i += VL) {
+        vf x = get_or(choice + i, 0, count - i, -INFINITY);
+        vi above = x > first;
+        vf lower = pick(above, first, x);
+        first = pick(above, x, first);
+        second = pick(lower > second, lower, second);
     }
     float one = first[0], two = second[0];
-    for (int i = 1; i < 16; i++) {
+    for (int i = 1; i < VL; i++) {
         float lower = first[i] > one ? one : first[i];
         one = first[i] > one ? first[i] : one;
         two = lower > two ? lower : two;
@@ -144,12 +138,10 @@ INLINE i64 take_best(Tournament *t, i64 finals)
 static void choices(const GateShape *g, const float *bias, const float *logits, float *score, float *choice)
 {
     score_row(g, logits, score);
-    for (i64 e = 0; e < g->experts; e += 16) {
-        v16 c = *(const v16 *)(score + e);
-        if (g->scoring == SIGMOID_OF_CHOSEN) c = get_or(logits + e, g->experts - e, -INFINITY);
-        if (bias) c += get_or(bias + e, g->experts - e, 0);
-        *(v16 *)(choice + e) = pick16(c == c, c + 0.0f, (v16){} + LOWEST_CHOICE); /* + 0: one kind of zero */
-    }
+    const float *from = g->scoring == SIGMOID_OF_CHOSEN ? logits : score;
+    BY_REGISTER(g->experts, vf c = get_or(from + i, j, count, -INFINITY);
+                if (bias) c += get(bias + i, j, count);
+                put(choice + i, j, pick(c == c, c + 0.0f, splat(LOWEST_CHOICE)), 16);) /* + 0: one kind of zero */
     if (g->groups > 1) drop_groups(g, choice);
     for (i64 e = g->experts; e % 16; e++) choice[e] = -INFINITY;
 }
@@ -158,14 +150,15 @@ static void choices(const GateShape *g, const float *bias, const float *logits, 
 static float sparse_weight(const GateShape *g, const float *logits, const i64 *ids, i64 k)
 {
     float best = logits[ids[k]], far = (float)g->far;
-    v16 total = {};
-    for (i64 e = 0; e < g->experts; e += 16) {
-        v16 x = *(const v16 *)(logits + e), size = pick16(x < 0, -x, x), under = pick16(size > best, size, (v16){} + best);
-        v16 s = pick16(x - best < -87.0f, (v16){}, exp16(x - best));
-        s = pick16((best - x) / under > far, (v16){}, s);
-        if (k && ids[0] / 16 == e / 16) s[ids[0] % 16] = 0;
-        total += s;
-    }
+    vf total[SPAN] = {};
+    for (i64 e = 0; e < g->experts; e += 16)
+        UNROLL for (int j = 0; j < SPAN; j++) {
+            vf x = *(const vf *)(logits + e + j * VL), size = pick(x < 0, -x, x);
+            vf under = pick(size > best, size, splat(best)), s = pick(x - best < -87.0f, (vf){}, exp_vf(x - best));
+            s = pick((best - x) / under > far, (vf){}, s);
+            if (k && ids[0] / VL == e / VL + j) s[ids[0] % VL] = 0;
+            total[j] += s;
+        }
     return 1 / sum16(total);
 }
 

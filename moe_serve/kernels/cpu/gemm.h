@@ -9,11 +9,25 @@
 #pragma once
 #include "weights.h"
 
-enum { MOST_ROWS = 6, K_BLOCK = 512, PREFETCH = 8192 /* bytes ahead */ };
+/* Registers of columns that a tile of R rows has, so that its sums, its weights and a number of x fit. */
+#if defined(__AVX512F__)
+#define WIDEST(R) 4 /* of 32 registers */
+#elif defined(__aarch64__)
+#define WIDEST(R) ((R) <= 3 ? 8 : 4) /* of 32 registers, of 4 floats each */
+#else
+#define WIDEST(R) ((R) == 1 ? 8 : (R) <= 3 ? 4 : 2) /* of 16 registers */
+#endif
 
-/* How a tile reads its weights: from memory, fetching the line 8 KB ahead into the second cache, since the first one
-   would drop what is read now for lines a multiple of 4 KB ahead; the same for the first of several blocks of
-   rows, keeping what it widened; as float32, from what was kept or from the cache. */
+enum { MOST_ROWS = 6, STRIP = WIDEST(MOST_ROWS) * VL /* columns of a tile of so many rows */ };
+enum { STRIPS = (int)PANEL / (int)STRIP /* of a panel */ };
+/* Of a block of k the first cache keeps a strip for all rows; where a strip is a panel, the second one does. Few rows take
+   one panel of a small block, strip by strip, so that its lines come from memory in their order. */
+enum { K_BLOCK = STRIPS > 1 ? 256 : 512, FEW_ROWS_K_BLOCK = 64, PREFETCH = 8192 /* bytes ahead */ };
+
+/* How a tile reads its weights. DIRECT: from memory, of up to 6 rows. It fetches the line 8 KB ahead into the second cache,
+   since the first one would drop what is read now for lines a multiple of 4 KB ahead; where there are several strips, it
+   fetches the next block. KEEP: the same for the first of several blocks of rows; it keeps what it widened. AGAIN: as
+   float32, from what was kept. */
 enum { DIRECT, KEEP, AGAIN };
 
 /* One panel of a packed weight. */
@@ -34,97 +48,122 @@ typedef struct {
     float *const *y;       /* [rows], each at the first column of the panel */
 } Rows;
 
-/* Up to 6 rows, one panel, one block of k. */
+/* Up to 6 rows, one panel or one strip of it, one block of k. */
 typedef struct {
     const float *x[MOST_ROWS];
     float *y[MOST_ROWS];
     const char *w;
     const float *scale; /* see load_weights, [width]; MXFP4: [k / 32][width] */
-    float *wide;       /* [k][width], see KEEP */
-    const char *ahead; /* what is fetched into the cache on the way, ahead_step bytes with every k; not in DIRECT */
-    i64 ahead_step, x_step, width, k;
+    float *wide;        /* [k][STRIP], see KEEP */
+    const char *ahead;  /* what is fetched into the cache on the way: as much as DIRECT reads, else ahead_step bytes */
+    i64 ahead_step;     /* with every other k */
+    i64 x_step, width, k;
     i64 more; /* goes on from what is in y */
 } Tile;
 
-/* R rows by V registers from column `first` on. */
-INLINE void tile(const int R, const int V, const int kind, const int way, const Tile *t, i64 first)
+/* Adds R rows by V registers of products of one k. 16 registers have no room for the weights and x beside the sums: of few
+   rows x is in them, else the weights are. */
+INLINE void add_products(const int R, const int V, const int kind, const int second, const float *const *x, i64 at,
+                         const char *w, const float *scale, float *keep, vf acc[MOST_ROWS][8])
 {
-    const int word = word_bytes(kind), pairs = k_per_word(kind) == 2;
+    const int word = word_bytes(kind);
+    vf a[MOST_ROWS], b[8];
+    if (R <= 3 && VL < 16) {
+        UNROLL for (int r = 0; r < R; r++) a[r] = splat(x[r][at]);
+        UNROLL for (int v = 0; v < V; v++) {
+            b[v] = load_weights(kind, second, w + v * VL * word, scale + v * VL);
+            if (keep) *(vf *)(keep + v * VL) = b[v];
+            UNROLL for (int r = 0; r < R; r++) add_product(&acc[r][v], a[r], b[v]);
+        }
+    } else {
+        UNROLL for (int v = 0; v < V; v++) {
+            b[v] = load_weights(kind, second, w + v * VL * word, scale + v * VL);
+            if (keep) *(vf *)(keep + v * VL) = b[v];
+        }
+        UNROLL for (int r = 0; r < R; r++) {
+            a[r] = splat(x[r][at]);
+            UNROLL for (int v = 0; v < V; v++) add_product(&acc[r][v], a[r], b[v]);
+        }
+    }
+}
+
+INLINE void fetch_lines(const char *from, const int bytes)
+{
+    UNROLL for (int line = 0; line < bytes; line += 64) __builtin_prefetch(from + line, 0, 2);
+}
+
+/* R rows by V registers from column `first` on, one of `strips` of what t says. */
+INLINE void tile(const int R, const int V, const int strips, const int kind, const int way, const Tile *t, i64 first)
+{
+    const int word = word_bytes(kind), pairs = k_per_word(kind) == 2, read = V * VL * word;
     vf acc[MOST_ROWS][8]; /* of constant size, and every loop over it unrolled: it lives in registers */
-    const float *x[MOST_ROWS];
-    const char *w = t->w, *ahead = t->ahead;
-    const float *scale = t->scale;
+    const float *x[MOST_ROWS], *scale = t->scale + first;
+    i64 step = t->width * word, x_step = t->x_step, ahead_step = t->ahead_step, i = 0, at = 0;
+    const char *w = t->w + first * word, *ahead = t->ahead + first / (V * VL) * (pairs ? t->k / 2 : t->k) * read;
     float *wide = t->wide;
-    i64 step = t->width * word, x_step = t->x_step, ahead_step = t->ahead_step;
     UNROLL for (int r = 0; r < R; r++) {
         x[r] = t->x[r];
         UNROLL for (int v = 0; v < V; v++) acc[r][v] = t->more ? *(const vf *)(t->y[r] + first + v * VL) : (vf){};
     }
-    for (i64 i = 0, at = 0; i < t->k; i++, at += x_step) {
-        vf b[8];
-        i64 second = pairs && i % 2;
-        load_weights(V, kind, second, w, first, scale, b);
-        if (way == DIRECT && !second) {
-            UNROLL for (int line = 0; line < V * VL * word; line += 64)
-                __builtin_prefetch(w + PREFETCH + first * word + line, 0, 2);
-        } else if (way != DIRECT) {
+    for (; i + 2 <= t->k; i += 2, at += 2 * x_step) {
+        add_products(R, V, kind, 0, x, at, w, scale, way == KEEP ? wide : 0, acc);
+        if (way == DIRECT && !pairs) fetch_lines(strips == 1 ? w + PREFETCH : ahead, read), ahead += read;
+        if (!pairs) w += step;
+        add_products(R, V, kind, 1, x, at + x_step, w, scale, way == KEEP ? wide + STRIP : 0, acc);
+        if (way == DIRECT) fetch_lines(strips == 1 ? w + PREFETCH : ahead, read), ahead += read;
+        else {
             const char *line = ahead;
             ahead += ahead_step;
-            for (; line < ahead; line += 64) __builtin_prefetch(line, 0, 2);
+            __builtin_prefetch(line, 0, 2); /* one line is enough but for few rows and wide strips */
+            if (STRIPS == 1)
+                while ((line += 64) < ahead) __builtin_prefetch(line, 0, 2);
         }
-        if (!pairs || second) w += step;
-        if (kind == MXFP4 && i % MX_BLOCK == MX_BLOCK - 1) scale += t->width;
-        if (way == KEEP) {
-            UNROLL for (int v = 0; v < V; v++) *(vf *)(wide + first + v * VL) = b[v];
-            wide += t->width;
-        }
-        UNROLL for (int r = 0; r < R; r++) {
-            vf a = splat(x[r][at]);
-            UNROLL for (int v = 0; v < V; v++) add_product(&acc[r][v], a, b[v]);
-        }
+        w += step, wide += 2 * STRIP;
+        if (kind == MXFP4 && i % MX_BLOCK == MX_BLOCK - 2) scale += t->width;
     }
+    if (i < t->k) add_products(R, V, kind, 0, x, at, w, scale, way == KEEP ? wide : 0, acc);
     UNROLL for (int r = 0; r < R; r++)
         UNROLL for (int v = 0; v < V; v++) *(vf *)(t->y[r] + first + v * VL) = acc[r][v];
 }
 
-#if defined(__AVX512F__)
-#define WIDEST(R) 4 /* of 32 registers */
-#elif defined(__aarch64__)
-#define WIDEST(R) ((R) <= 3 ? 8 : 4) /* of 32 registers, of 4 floats each */
-#else
-#define WIDEST(R) ((R) == 1 ? 8 : (R) <= 3 ? 4 : 2) /* of 16 registers */
-#endif
 #define V_OF(R, WIDTH) (WIDEST(R) * VL > (WIDTH) ? (WIDTH) / VL : WIDEST(R))
+#define STRIPS_OF(R, WIDTH) ((WIDTH) / (V_OF(R, WIDTH) * VL))
 #define TILES(R, WIDTH)                                                                                               \
     case R:                                                                                                           \
         for (i64 first = 0; first < WIDTH; first += V_OF(R, WIDTH) * VL)                                              \
-            tile(R, V_OF(R, WIDTH), kind, way, t, first);                                                             \
+            tile(R, V_OF(R, WIDTH), STRIPS_OF(R, WIDTH), kind, way, t, first);                                        \
         break;
-#define MORE_TILES(WIDTH) TILES(3, WIDTH) TILES(4, WIDTH) TILES(5, WIDTH) TILES(6, WIDTH)
-#define ALL_TILES(WIDTH) TILES(1, WIDTH) TILES(2, WIDTH) MORE_TILES(WIDTH)
+#define ALL_TILES(WIDTH) TILES(1, WIDTH) TILES(2, WIDTH) TILES(3, WIDTH) TILES(4, WIDTH) TILES(5, WIDTH) TILES(6, WIDTH)
+#define STRIP_TILE(R) case R: tile(R, STRIP / VL, 1, kind, way, t, 0); break;
 
 /* Not inlined: one copy for each kind and way. Several blocks of rows have 3 rows or more each, being cut evenly. */
-#define ROWS_BY_PANEL(name, KIND, WAY, TILES_64, TILES_32)                                                            \
+#define DIRECT_TILES(name, KIND)                                                                                      \
+    static __attribute__((noinline)) void name(const Tile *t, i64 rows)                                               \
+    {                                                                                                                 \
+        const int kind = KIND, way = DIRECT;                                                                          \
+        if (t->width == PANEL) switch (rows) { ALL_TILES(64) }                                                        \
+        else switch (rows) { ALL_TILES(32) }                                                                          \
+    }
+#define STRIP_TILES(name, KIND, WAY)                                                                                  \
     static __attribute__((noinline)) void name(const Tile *t, i64 rows)                                               \
     {                                                                                                                 \
         const int kind = KIND, way = WAY;                                                                             \
-        if (t->width == PANEL) switch (rows) { TILES_64(64) }                                                         \
-        else switch (rows) { TILES_32(32) }                                                                           \
+        switch (rows) { STRIP_TILE(3) STRIP_TILE(4) STRIP_TILE(5) STRIP_TILE(6) }                                     \
     }
-#define NO_TILES(WIDTH)
-ROWS_BY_PANEL(float32_direct, FLOAT32, DIRECT, ALL_TILES, ALL_TILES)
-ROWS_BY_PANEL(bfloat16_direct, BFLOAT16, DIRECT, ALL_TILES, ALL_TILES)
-ROWS_BY_PANEL(int8_direct, INT8, DIRECT, ALL_TILES, ALL_TILES)
-ROWS_BY_PANEL(e4m3_direct, E4M3, DIRECT, ALL_TILES, ALL_TILES)
-ROWS_BY_PANEL(mxfp4_direct, MXFP4, DIRECT, ALL_TILES, ALL_TILES)
-ROWS_BY_PANEL(bfloat16_keep, BFLOAT16, KEEP, MORE_TILES, NO_TILES)
-ROWS_BY_PANEL(int8_keep, INT8, KEEP, MORE_TILES, NO_TILES)
-ROWS_BY_PANEL(e4m3_keep, E4M3, KEEP, MORE_TILES, NO_TILES)
-ROWS_BY_PANEL(mxfp4_keep, MXFP4, KEEP, MORE_TILES, NO_TILES)
-ROWS_BY_PANEL(float32_again, FLOAT32, AGAIN, MORE_TILES, NO_TILES)
-typedef void (*RowsByPanel)(const Tile *, i64 rows);
-static const RowsByPanel by_direct[] = {float32_direct, bfloat16_direct, int8_direct, e4m3_direct, mxfp4_direct};
-static const RowsByPanel by_keep[] = {float32_again, bfloat16_keep, int8_keep, e4m3_keep, mxfp4_keep};
+DIRECT_TILES(float32_direct, FLOAT32)
+DIRECT_TILES(bfloat16_direct, BFLOAT16)
+DIRECT_TILES(int8_direct, INT8)
+DIRECT_TILES(e4m3_direct, E4M3)
+DIRECT_TILES(mxfp4_direct, MXFP4)
+STRIP_TILES(float32_keep, FLOAT32, KEEP)
+STRIP_TILES(bfloat16_keep, BFLOAT16, KEEP)
+STRIP_TILES(int8_keep, INT8, KEEP)
+STRIP_TILES(e4m3_keep, E4M3, KEEP)
+STRIP_TILES(mxfp4_keep, MXFP4, KEEP)
+STRIP_TILES(float32_again, FLOAT32, AGAIN)
+typedef void (*RowsByTiles)(const Tile *, i64 rows);
+static const RowsByTiles by_direct[] = {float32_direct, bfloat16_direct, int8_direct, e4m3_direct, mxfp4_direct};
+static const RowsByTiles by_keep[] = {float32_keep, bfloat16_keep, int8_keep, e4m3_keep, mxfp4_keep};
 
 /* The scales of a row of 128 x 128 blocks. */
 INLINE const float *block_scales(const float *scale, i64 block_row, i64 k)
@@ -141,33 +180,44 @@ INLINE void channel_scales(const float *scale, i64 wanted, i64 count, float *to)
 INLINE i64 k_block(i64 kind) { return kind == E4M3 ? SCALE_GROUP : K_BLOCK; }
 INLINE i64 row_blocks(i64 rows) { return (rows + MOST_ROWS - 1) / MOST_ROWS; }
 
-/* y[r][0 .. width) = x[r] W^T. The panel comes from memory once: in blocks of k that stay in the cache for all rows,
-   which meanwhile fetch the next block. */
+/* Whether a tile of so many rows is as wide as the panel, whose lines it then reads one after the other. */
+INLINE int is_wide(i64 rows, i64 width)
+{
+    return width <= VL * (rows == 1 ? WIDEST(1) : rows <= 3 ? WIDEST(3) : WIDEST(MOST_ROWS));
+}
+
+/* y[r][0 .. width) = x[r] W^T. The panel comes from memory once: in blocks of k, of which a strip stays in the cache for
+   all rows, which meanwhile fetch the next block. */
 static void panel_product(const Panel *p, const Rows *g)
 {
     i64 blocks = row_blocks(g->rows), step = bytes_per_k(p->width, p->kind), block = k_block(p->kind);
-    i64 direct = blocks == 1 || p->width < PANEL;
-    _Alignas(64) float wide[K_BLOCK * PANEL], scale[K_BLOCK / MX_BLOCK * PANEL];
+    i64 direct = blocks == 1 || p->width < STRIP, strips = direct ? 1 : p->width / STRIP;
+    if (blocks == 1 && !is_wide(g->rows, p->width)) block = FEW_ROWS_K_BLOCK;
+    _Alignas(64) float wide[K_BLOCK * STRIP], scale[K_BLOCK / MX_BLOCK * PANEL];
     for (i64 r = 0; r < g->rows && !p->k; r++) memset(g->y[r], 0, p->width * 4);
     for (i64 start = 0; start < p->k; start += block) {
         Tile t = {.width = p->width, .k = least(block, p->k - start), .more = start, .scale = scale, .wide = wide};
-        t.x_step = g->packed ? MOST_ROWS : 1, t.ahead_step = step / blocks;
+        i64 pairs = (t.k + 1) / 2, parts = strips * blocks, bytes = t.k * step;
+        const char *w = p->w + start * step, *next = p->w + least(start + block, padded_to_2(p->k)) * step;
+        t.x_step = g->packed ? MOST_ROWS : 1, t.ahead_step = bytes / (parts * pairs) + 1;
         if (p->channels) t.scale = p->channels;
         else if (p->kind == E4M3)
             for (i64 c = 0; c < p->width; c += VL)
                 *(vf *)(scale + c) = splat(p->scale[c / 32][start / SCALE_GROUP] * E4M3_UNIT);
         if (p->kind == MXFP4)
             widen_e8m0(p->exponents + start / MX_BLOCK * p->width, t.k / MX_BLOCK * p->width, scale);
-        for (i64 b = 0; b < blocks; b++) {
+        for (i64 part = 0; part < parts; part++) {
+            i64 column = part / blocks * STRIP, b = part % blocks, again = b && !direct;
             i64 from = g->rows * b / blocks, rows = g->rows * (b + 1) / blocks - from;
-            RowsByPanel product = direct ? by_direct[p->kind] : b ? float32_again : by_keep[p->kind];
-            t.w = b && !direct && p->kind != FLOAT32 ? (const char *)wide : p->w + start * step;
-            t.ahead = p->w + (start + block) * step + b * t.k * t.ahead_step;
+            Tile own = t;
+            own.ahead = next + bytes * part / parts;
+            own.w = w + column * word_bytes(p->kind), own.scale += column;
+            if (again) own.w = (const char *)wide, own.width = STRIP;
             for (i64 r = 0; r < rows; r++) {
-                t.x[r] = g->packed ? g->packed + (start * blocks + b * t.k) * MOST_ROWS + r : g->x[from + r] + start;
-                t.y[r] = g->y[from + r];
+                own.x[r] = g->packed ? g->packed + (start * blocks + b * t.k) * MOST_ROWS + r : g->x[from + r] + start;
+                own.y[r] = g->y[from + r] + column;
             }
-            product(&t, rows);
+            (direct ? by_direct[p->kind] : again ? float32_again : by_keep[p->kind])(&own, rows);
         }
     }
 }

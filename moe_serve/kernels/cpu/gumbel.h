@@ -3,9 +3,6 @@
    (kernels/gumbel.py). sampling.c includes this where contraction into fused multiply-adds is off. */
 #pragma once
 #include "vec.h"
-#ifdef __x86_64__
-#include <immintrin.h>
-#endif
 typedef int32_t vi __attribute__((vector_size(VL * 4), aligned(4), may_alias));
 typedef uint64_t vq __attribute__((vector_size(VL * 4), aligned(4), may_alias)); /* VL / 2 lanes */
 typedef double vd __attribute__((vector_size(VL * 4), aligned(4), may_alias));

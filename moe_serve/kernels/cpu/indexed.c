@@ -60,12 +60,13 @@ i64 index_write(float *q, i64 rows, i64 step, i64 heads, i64 width, i64 rotated,
 
 INLINE float dot(const float *x, const float *y, i64 n)
 {
-    v16 sum[4] = {};
-    i64 i = 0;
-    for (; i + 64 <= n; i += 64)
-        UNROLL for (int j = 0; j < 4; j++) sum[j] += *(const v16 *)(x + i + 16 * j) * *(const v16 *)(y + i + 16 * j);
-    for (; i < n; i += 16) sum[0] += get(x + i, n - i) * get(y + i, n - i);
-    return sum16((sum[0] + sum[1]) + (sum[2] + sum[3]));
+    vf sum[64 / VL] = {};
+    i64 whole = n / 64 * 64;
+    for (i64 i = 0; i < whole; i += 64)
+        UNROLL for (int j = 0; j < 64 / VL; j++)
+            sum[j] = multiply_add(*(const vf *)(x + i + VL * j), *(const vf *)(y + i + VL * j), sum[j]);
+    BY_REGISTER(n - whole, sum[j] = multiply_add(get(x + whole + i, j, count), get(y + whole + i, j, count), sum[j]);)
+    return sum64(sum);
 }
 
 /* The order of floats as that of integers; -0 as 0, NaN as -inf. */
@@ -101,27 +102,36 @@ static void choose_keys(const float *score, i64 n, i64 topk, i64 *chosen)
 static void attend_rows(const float *q, i64 width, float scale, const float *const *row, i64 n, i64 value_width, float *p,
                         float *out)
 {
-    v16 most = (v16){} - INFINITY, total = {};
+    vf most = splat(-INFINITY), total[SPAN] = {};
     for (i64 j = 0; j < n; j++) p[j] = dot(q, row[j], width) * scale;
     for (i64 j = n; j % 16; j++) p[j] = -INFINITY;
-    for (i64 j = 0; j < n; j += 16) {
-        v16 x = *(const v16 *)(p + j);
-        most = pick16(x > most, x, most);
+    for (i64 i = 0; i < n; i += VL) {
+        vf x = *(const vf *)(p + i);
+        most = pick(x > most, x, most);
     }
-    float best = max16(most);
-    for (i64 j = 0; j < n; j += 16) {
-        v16 x = *(const v16 *)(p + j) - best;
-        x = pick16(x < -87.0f, (v16){}, exp16(x));
-        *(v16 *)(p + j) = x;
-        total += x;
-    }
+    float best = highest(most);
+    for (i64 i = 0; i < n; i += 16)
+        UNROLL for (int j = 0; j < SPAN; j++) {
+            vf x = *(const vf *)(p + i + j * VL) - best;
+            x = pick(x < -87.0f, (vf){}, exp_vf(x));
+            *(vf *)(p + i + j * VL) = x;
+            total[j] += x;
+        }
     float by = 1 / sum16(total);
-    for (i64 d = 0; d < value_width; d += 64) {
-        v16 sum[4] = {};
-        i64 some = least(4, (value_width - d + 15) / 16);
-        for (i64 j = 0; j < n; j++)
-            for (i64 i = 0; i < some; i++) sum[i] += p[j] * get(row[j] + d + 16 * i, value_width - d - 16 * i);
-        for (i64 i = 0; i < some; i++) put(out + d + 16 * i, sum[i] * by, value_width - d - 16 * i);
+    i64 d = 0;
+    for (; d + 64 <= value_width; d += 64) {
+        vf sum[64 / VL] = {};
+        for (i64 t = 0; t < n; t++)
+            UNROLL for (int j = 0; j < 64 / VL; j++)
+                sum[j] = multiply_add(splat(p[t]), *(const vf *)(row[t] + d + j * VL), sum[j]);
+        UNROLL for (int j = 0; j < 64 / VL; j++) *(vf *)(out + d + j * VL) = sum[j] * by;
+    }
+    for (; d < value_width; d += 16) {
+        vf sum[SPAN] = {};
+        for (i64 t = 0; t < n; t++)
+            UNROLL for (int j = 0; j < SPAN; j++)
+                sum[j] = multiply_add(splat(p[t]), get(row[t] + d, j, value_width - d), sum[j]);
+        UNROLL for (int j = 0; j < SPAN; j++) put(out + d, j, sum[j] * by, value_width - d);
     }
 }
 

@@ -9,14 +9,13 @@ typedef struct {
 } LayerNorm;
 
 /* Returns x - mean, and 0 where there is no element. */
-INLINE v16 centred(const float *x, i64 count, float mean)
+INLINE vf centred(const float *x, int j, i64 count, float mean)
 {
-    v16 v = get(x, count) - mean;
-    if (count >= 16) return v;
     float some[16] = {};
-    store_some(some, v, count);
-    memcpy(&v, some, 64);
-    return v;
+    vf v = get(x, j, count) - mean;
+    if (count >= (j + 1) * VL) return v;
+    put(some, j, v, count);
+    return *(const vf *)(some + j * VL);
 }
 
 static void layer_norm_piece(const void *about, i64 piece)
@@ -26,22 +25,15 @@ static void layer_norm_piece(const void *about, i64 piece)
     for (i64 r = piece * rows_of_piece(n); r < end; r++) {
         float *x = job->x + r * job->x_step, *y = job->y + r * n;
         const float *delta = job->delta + r * job->delta_step;
-        v16 total = {}, squares = {};
-        for (i64 i = 0; i < n; i += 16) {
-            v16 v = get(x + i, n - i);
-            if (job->delta) put(x + i, v += get(delta + i, n - i), n - i);
-            total += v;
-        }
+        vf total[SPAN] = {}, squares[SPAN] = {};
+        if (job->delta) BY_REGISTER(n, put(x + i, j, get(x + i, j, count) + get(delta + i, j, count), count);)
+        BY_REGISTER(n, total[j] += get(x + i, j, count);)
         float mean = sum16(total) / (float)n;
-        for (i64 i = 0; i < n; i += 16) {
-            v16 v = centred(x + i, n - i, mean);
-            squares += v * v;
-        }
+        BY_REGISTER(n, vf v = centred(x + i, j, count, mean); squares[j] = multiply_add(v, v, squares[j]);)
         float by = 1 / sqrtf(sum16(squares) / (float)n + job->eps);
-        for (i64 i = 0; i < n; i += 16) {
-            v16 v = (get(x + i, n - i) - mean) * by;
-            put(y + i, v * get(job->weight + i, n - i) + get(job->bias + i, n - i), n - i);
-        }
+        BY_REGISTER(n, vf v = (get(x + i, j, count) - mean) * by;
+                    v = multiply_add(v, get(job->weight + i, j, count), get(job->bias + i, j, count));
+                    put(y + i, j, v, count);)
     }
 }
 

@@ -15,36 +15,32 @@ INLINE float as_float(i64 bits)
     return (float)number;
 }
 
-/* Fetches or stores up to 16 floats. */
-INLINE v16 get(const float *x, i64 count) { return count < 16 ? load_some(x, count) : *(const v16 *)x; }
-INLINE void put(float *x, v16 v, i64 count)
+/* Adds 64 sums, 16 by 16, then as the tree of sum16. */
+INLINE float sum64(const vf part[64 / VL])
 {
-    if (count < 16) store_some(x, v, count);
-    else *(v16 *)x = v;
+    vf sum[SPAN];
+    UNROLL for (int j = 0; j < SPAN; j++)
+        sum[j] = (part[j] + part[SPAN + j]) + (part[2 * SPAN + j] + part[3 * SPAN + j]);
+    return sum16(sum);
 }
 
 INLINE float inverse_rms(const float *x, i64 n, float eps)
 {
-    vf part[64 / VL] = {};
-    v16 sum[4];
-    i64 i = 0;
-    for (; i + 64 <= n; i += 64)
+    vf sum[64 / VL] = {};
+    i64 whole = n / 64 * 64;
+    for (i64 i = 0; i < whole; i += 64)
         UNROLL for (int j = 0; j < 64 / VL; j++) {
             vf v = *(const vf *)(x + i + VL * j);
-            part[j] += v * v;
+            sum[j] = multiply_add(v, v, sum[j]);
         }
-    memcpy(sum, part, sizeof sum);
-    for (; i < n; i += 16) {
-        v16 v = get(x + i, n - i);
-        sum[0] += v * v;
-    }
-    return 1 / sqrtf(sum16((sum[0] + sum[1]) + (sum[2] + sum[3])) / (float)n + eps);
+    BY_REGISTER(n - whole, vf v = get(x + whole + i, j, count); sum[j] = multiply_add(v, v, sum[j]);)
+    return 1 / sqrtf(sum64(sum) / (float)n + eps);
 }
 
 static void norm_row(const float *x, const float *weight, i64 n, float eps, float *y)
 {
     float by = inverse_rms(x, n, eps); /* y may be x */
-    for (i64 i = 0; i < n; i += 16) put(y + i, get(x + i, n - i) * by * get(weight + i, n - i), n - i);
+    BY_REGISTER(n, put(y + i, j, get(x + i, j, count) * by * get(weight + i, j, count), count);)
 }
 
 typedef struct {
@@ -65,7 +61,8 @@ static void norm_piece(const void *about, i64 piece)
         float *x = job->x + r * job->x_step;
         const float *delta = job->delta + r * job->delta_step;
         if (job->delta)
-            for (i64 i = 0; i < n; i += 16) put(x + i, get(x + i, n - i) + job->factor * get(delta + i, n - i), n - i);
+            BY_REGISTER(n, vf v = multiply_add(splat(job->factor), get(delta + i, j, count), get(x + i, j, count));
+                        put(x + i, j, v, count);)
         norm_row(x, job->weight, n, job->eps, job->y + r * job->y_step);
     }
 }
@@ -214,16 +211,20 @@ static void sum_piece(const void *about, i64 piece)
         for (; i + 64 <= n; i += 64) {
             vf sum[64 / VL] = {};
             for (i64 k = 0; k < job->topk; k++)
-                if (index[k] >= 0)
+                if (index[k] >= 0) {
+                    const float *row = job->rows + index[k] * n + i;
                     UNROLL for (int j = 0; j < 64 / VL; j++)
-                        sum[j] += weights[k] * *(const vf *)(job->rows + index[k] * n + i + VL * j);
+                        sum[j] = multiply_add(splat(weights[k]), *(const vf *)(row + VL * j), sum[j]);
+                }
             memcpy(out + i, sum, sizeof sum);
         }
         for (; i < n; i += 16) {
-            v16 sum = {};
+            vf sum[SPAN] = {};
             for (i64 k = 0; k < job->topk; k++)
-                if (index[k] >= 0) sum += weights[k] * get(job->rows + index[k] * n + i, n - i);
-            put(out + i, sum, n - i);
+                if (index[k] >= 0)
+                    UNROLL for (int j = 0; j < SPAN; j++)
+                        sum[j] = multiply_add(splat(weights[k]), get(job->rows + index[k] * n + i, j, n - i), sum[j]);
+            UNROLL for (int j = 0; j < SPAN; j++) put(out + i, j, sum[j], n - i);
         }
     }
 }

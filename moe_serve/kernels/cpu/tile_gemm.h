@@ -41,12 +41,15 @@ static char *parts_room(i64 bytes)
     return room;
 }
 
+typedef float v16 __attribute__((vector_size(64), aligned(4), may_alias)); /* a row of a tile */
+typedef int32_t i16x __attribute__((vector_size(64), aligned(4), may_alias));
 typedef uint16_t u16x __attribute__((vector_size(32), aligned(2), may_alias));
 typedef uint32_t u32x __attribute__((vector_size(64), aligned(4), may_alias));
 
 /* Writes the parts of 16 floats, each `part_step` bytes behind the one before. */
 INLINE void split16(v16 x, char *to, i64 part_step)
 {
+    if (!HAS_TILES) return;
     u32x bits = (u32x)x, size = bits & 0x7fffffffu;
     i16x special = (i16x)(size >= 0x7f800000u), nan = (i16x)(size > 0x7f800000u);
     u32x high = (bits & 0xffff0000u) | ((u32x)nan & 0x00400000u); /* a NaN stays one */
@@ -63,7 +66,8 @@ static void split_row(const float *x, i64 k, i64 place, i64 count, char *parts)
     char *to = parts + place * LINE;
     i64 step = ROW_PARTS * count * LINE;
     for (i64 i = 0; i < tile_steps(k) * TILE_K; i += 16) {
-        v16 v = i + 16 <= k ? *(const v16 *)(x + i) : i < k ? load_some(x + i, k - i) : (v16){};
+        v16 v = {};
+        memcpy(&v, x + i, least(16, i < k ? k - i : 0) * 4);
         split16(v, to + i / TILE_K * step + i % TILE_K * 2, count * LINE);
     }
 }

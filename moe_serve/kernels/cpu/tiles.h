@@ -64,7 +64,6 @@ static __attribute__((noinline)) void tile_product_at(int sums, int rows, int co
 
 #elif defined(__AMX_TILE__) && defined(__AMX_BF16__) && defined(__linux__) && defined(__AVX512F__)
 #define HAS_TILES 1
-#include <immintrin.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 

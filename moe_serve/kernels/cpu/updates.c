@@ -14,7 +14,7 @@ static void scale_piece(const void *about, i64 piece)
     i64 n = job->n, end = least((piece + 1) * rows_of_piece(n), job->rows);
     for (i64 r = piece * rows_of_piece(n); r < end; r++) {
         float *x = job->x + r * job->step;
-        for (i64 i = 0; i < n; i += 16) put(x + i, get(x + i, n - i) * job->number, n - i);
+        BY_REGISTER(n, put(x + i, j, get(x + i, j, count) * job->number, count);)
     }
 }
 
@@ -38,9 +38,11 @@ static void multiply_piece(const void *about, i64 piece)
 {
     const Products *job = about;
     i64 n = job->n, end = least((piece + 1) * rows_of_piece(n), job->rows);
-    for (i64 r = piece * rows_of_piece(n); r < end; r++)
-        for (i64 i = 0; i < n; i += 16)
-            put(job->out + r * job->out_step + i, get(job->x + r * job->step + i, n - i) * job->factors[r], n - i);
+    for (i64 r = piece * rows_of_piece(n); r < end; r++) {
+        const float *x = job->x + r * job->step;
+        float *out = job->out + r * job->out_step;
+        BY_REGISTER(n, put(out + i, j, get(x + i, j, count) * job->factors[r], count);)
+    }
 }
 
 /* out[r] = factors[r] * x[r], rows of n floats, with steps from row to row; out may be x */
@@ -55,14 +57,11 @@ static void clip_piece(const void *about, i64 piece)
 {
     const Update *job = about;
     i64 n = job->n, end = least((piece + 1) * rows_of_piece(n), job->rows);
-    v16 most = (v16){} + job->number;
+    vf most = splat(job->number);
     for (i64 r = piece * rows_of_piece(n); r < end; r++) {
         float *x = job->x + r * job->step;
-        for (i64 i = 0; i < n; i += 16) {
-            v16 v = get(x + i, n - i);
-            v = pick16(v > most, most, v);
-            put(x + i, pick16(v < -most, -most, v), n - i);
-        }
+        BY_REGISTER(n, vf v = get(x + i, j, count); v = pick(v > most, most, v);
+                    put(x + i, j, pick(v < -most, -most, v), count);)
     }
 }
 
@@ -81,8 +80,8 @@ static void gated_piece(const void *about, i64 piece)
     for (i64 r = piece * rows_of_piece(n); r < end; r++) {
         float *x = job->x + r * n;
         const float *added = job->added + r * n;
-        v16 by = 1.0f / (1.0f + exp16((v16){} - job->logits[r]));
-        for (i64 i = 0; i < n; i += 16) put(x + i, get(x + i, n - i) + by * get(added + i, n - i), n - i);
+        vf by = 1.0f / (1.0f + exp_vf(splat(-job->logits[r])));
+        BY_REGISTER(n, put(x + i, j, multiply_add(by, get(added + i, j, count), get(x + i, j, count)), count);)
     }
 }
 

@@ -1,8 +1,14 @@
-/* Vectors by the extensions of GCC and clang. VL floats are one register of this machine; a v16 is one, two or four
-   registers, so code written with v16 has the same bits on every machine with fused multiply-add. */
+/* Vectors by the extensions of GCC and clang. VL floats are one register of this machine; SPAN registers hold 16 floats.
+   Code that adds up goes by 16 floats, so it has the same bits on every machine with fused multiply-add. No vector is
+   wider than a register: compilers keep such a one in memory. */
 #pragma once
 #include <stdint.h>
 #include <string.h>
+#if defined(__x86_64__)
+#include <immintrin.h>
+#elif defined(__aarch64__)
+#include <arm_neon.h>
+#endif
 
 typedef int64_t i64;
 typedef int32_t i32;
@@ -29,10 +35,8 @@ enum { VL = 4, FORM = 3 }; /* without fused multiply-add: other bits */
 typedef float vf __attribute__((vector_size(VL * 4), aligned(4), may_alias));
 typedef int32_t vi __attribute__((vector_size(VL * 4), aligned(4), may_alias));
 typedef uint32_t vu __attribute__((vector_size(VL * 4), aligned(4), may_alias));
-typedef float v16 __attribute__((vector_size(64), aligned(4), may_alias));
-typedef int32_t i16x __attribute__((vector_size(64), aligned(4), may_alias));
 
-enum { SPAN = 16 / VL }; /* registers of a v16. One that a loop carries is slow where it is more than one. */
+enum { SPAN = 16 / VL };
 
 INLINE i64 least(i64 a, i64 b) { return a < b ? a : b; }
 
@@ -48,40 +52,68 @@ INLINE void add_product(vf *sum, vf a, vf b)
 #endif
 }
 
+/* a * b + c, rounded once. Written out where bits count, since compilers fuse only what they find side by side. */
+INLINE vf multiply_add(vf a, vf b, vf c)
+{
+#if defined(__AVX512F__)
+    return (vf)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#elif defined(__AVX2__) && defined(__FMA__)
+    return (vf)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+#elif defined(__aarch64__)
+    return (vf)vfmaq_f32((float32x4_t)c, (float32x4_t)a, (float32x4_t)b);
+#else
+    return a * b + c;
+#endif
+}
+
 INLINE vf splat(float a) { return a - (vf){}; }
 
-/* Adds the 16 floats as a tree. */
-INLINE float sum16(v16 v)
+/* Adds 16 floats as a tree. */
+INLINE float sum16(const vf sum[SPAN])
 {
     float part[16];
-    memcpy(part, &v, 64);
+    memcpy(part, sum, 64);
     for (int half = 8; half; half /= 2)
         for (int i = 0; i < half; i++) part[i] += part[i + half];
     return part[0];
 }
 
-/* Returns the largest of 16 floats, none of them NaN. */
-INLINE float max16(v16 v)
+/* Returns the largest, where none is NaN. */
+INLINE float highest(vf v)
 {
-    float part[16];
-    memcpy(part, &v, 64);
-    for (int half = 8; half; half /= 2)
+    float part[VL];
+    memcpy(part, &v, sizeof part);
+    for (int half = VL / 2; half; half /= 2)
         for (int i = 0; i < half; i++) part[i] = part[i] > part[i + half] ? part[i] : part[i + half];
     return part[0];
 }
 
 INLINE vf pick(vi mask, vf a, vf b) { return (vf)((mask & (vi)a) | (~mask & (vi)b)); }
-INLINE v16 pick16(i16x mask, v16 a, v16 b) { return (v16)((mask & (i16x)a) | (~mask & (i16x)b)); }
 
-/* The first `count` < 16 floats, zeros behind them. */
-INLINE v16 load_some(const float *x, i64 count)
+/* Register j of 16 floats, of which the first `count` exist; zeros for the others. */
+INLINE vf get(const float *x, int j, i64 count)
 {
-    v16 v = {};
-    memcpy(&v, x, count * 4);
+    vf v = {};
+    if (count >= (j + 1) * VL) return *(const vf *)(x + j * VL);
+    if (count > j * VL) memcpy(&v, x + j * VL, (count - j * VL) * 4);
     return v;
 }
 
-INLINE void store_some(float *x, v16 v, i64 count) { memcpy(x, &v, count * 4); }
+INLINE void put(float *x, int j, vf v, i64 count)
+{
+    if (count >= (j + 1) * VL) *(vf *)(x + j * VL) = v;
+    else if (count > j * VL) memcpy(x + j * VL, &v, (count - j * VL) * 4);
+}
+
+/* Runs the statements for registers j of the 16 floats from i on, for every i; `count` floats are there, which is a
+   constant but at the end of the n floats. */
+#define BY_REGISTER(n, ...)                                                                                            \
+    {                                                                                                                  \
+        i64 i = 0;                                                                                                     \
+        for (const i64 count = 16; i + count <= (n); i += count) UNROLL for (int j = 0; j < SPAN; j++) { __VA_ARGS__ } \
+        const i64 count = (n) - i;                                                                                     \
+        if (count) UNROLL for (int j = 0; j < SPAN; j++) { __VA_ARGS__ }                                               \
+    }
 
 /* exp as 2^n * p(r), |r| <= ln2 / 2: relative error below 2e-7 from -87 to 88, where x is clamped. */
 INLINE vf exp_vf(vf x)
@@ -89,24 +121,15 @@ INLINE vf exp_vf(vf x)
     vf low = (vf){} - 87.0f, high = (vf){} + 88.0f;
     x = pick(x < low, low, x);
     x = pick(x > high, high, x);
-    vf magic = (vf){} + 12582912.0f, n = (x * 1.44269504f + magic) - magic;
-    vf r = x - n * 0.693359375f;
-    r = r + n * 2.12194440e-4f;
-    vf p = (vf){} + 1.9875691500e-4f;
-    p = p * r + 1.3981999507e-3f;
-    p = p * r + 8.3334519073e-3f;
-    p = p * r + 4.1665795894e-2f;
-    p = p * r + 1.6666665459e-1f;
-    p = p * r + 5.0000001201e-1f;
-    p = p * (r * r) + r + 1.0f;
+    vf magic = splat(12582912.0f), n = multiply_add(x, splat(1.44269504f), magic) - magic;
+    vf r = multiply_add(n, splat(-0.693359375f), x);
+    r = multiply_add(n, splat(2.12194440e-4f), r);
+    vf p = splat(1.9875691500e-4f);
+    p = multiply_add(p, r, splat(1.3981999507e-3f));
+    p = multiply_add(p, r, splat(8.3334519073e-3f));
+    p = multiply_add(p, r, splat(4.1665795894e-2f));
+    p = multiply_add(p, r, splat(1.6666665459e-1f));
+    p = multiply_add(p, r, splat(5.0000001201e-1f));
+    p = multiply_add(p, r * r, r) + 1.0f;
     return (vf)((vi)p + (__builtin_convertvector(n, vi) << 23));
-}
-
-INLINE v16 exp16(v16 x)
-{
-    vf part[SPAN];
-    memcpy(part, &x, sizeof part);
-    UNROLL for (int i = 0; i < SPAN; i++) part[i] = exp_vf(part[i]);
-    memcpy(&x, part, sizeof part);
-    return x;
 }

@@ -1,9 +1,6 @@
 /* The kinds of packed weights, and how each is widened to float32. */
 #pragma once
 #include "vec.h"
-#if defined(__AVX2__) && defined(__F16C__)
-#include <immintrin.h>
-#endif
 
 enum { FLOAT32, BFLOAT16, INT8, E4M3, MXFP4 }; /* linear.py has the same order */
 enum { PANEL = 64, SCALE_GROUP = 128 /* columns and rows that share a scale in blocks of E4M3 */ };
@@ -104,24 +101,16 @@ INLINE void widen_e8m0(const uint8_t *exponents, i64 count, float *scale)
     }
 }
 
-/* V registers of weights at one k, from column `first` on.
-   w: the panel's row of that k; in BFLOAT16 and MXFP4 of that k and its neighbour, `second` says which one is meant
+/* A register of weights at one k.
+   w: where they lie; in BFLOAT16 and MXFP4 with those of the neighbour in k, `second` says which one is meant
    scale: E4M3 and MXFP4: of each column */
-INLINE void load_weights(const int V, const int kind, i64 second, const char *w, i64 first, const float *scale, vf *b)
+INLINE vf load_weights(const int kind, const int second, const char *w, const float *scale)
 {
-    if (kind == BFLOAT16) {
-        const uint32_t *words = (const uint32_t *)w + first;
-        if (second) {
-            UNROLL for (int v = 0; v < V; v++) b[v] = (vf)(*(const vu *)(words + v * VL) & 0xffff0000u);
-        } else {
-            UNROLL for (int v = 0; v < V; v++) b[v] = (vf)(*(const vu *)(words + v * VL) << 16);
-        }
-        return;
+    switch (kind) {
+    case FLOAT32: return *(const vf *)w;
+    case BFLOAT16: return second ? (vf)(*(const vu *)w & 0xffff0000u) : (vf)(*(const vu *)w << 16);
+    case INT8: return widen_int8(w);
+    case MXFP4: return widen_e2m1(w, second) * *(const vf *)scale;
+    default: return widen_e4m3(w) * *(const vf *)scale;
     }
-    UNROLL for (int v = 0; v < V; v++)
-        if (kind == FLOAT32) b[v] = *(const vf *)((const float *)w + first + v * VL);
-        else if (kind == INT8) b[v] = widen_int8(w + first + v * VL);
-        else if (kind == MXFP4)
-            b[v] = widen_e2m1(w + first + v * VL, second) * *(const vf *)(scale + first + v * VL);
-        else b[v] = widen_e4m3(w + first + v * VL) * *(const vf *)(scale + first + v * VL);
 }

@@ -44,7 +44,7 @@ static char *weights(i64 n, i64 kind)
 {
     float *wide = floats(n, 1);
     if (kind == FLOAT32) return (char *)wide;
-    char *w = get_room(n * bytes_of(kind));
+    char *w = get_room(n * word_bytes(kind) / k_per_word(kind));
     for (i64 i = 0; i < n; i++) {
         uint32_t bits, byte = next_bits() & 0xff;
         memcpy(&bits, wide + i, 4);
@@ -54,13 +54,14 @@ static char *weights(i64 n, i64 kind)
     return w;
 }
 
-static i64 eps_bits(void)
+static i64 bits_of(double number)
 {
-    double eps = 1.0 / (1 << EPS_EXPONENT);
     i64 bits;
-    memcpy(&bits, &eps, 8);
+    memcpy(&bits, &number, 8);
     return bits;
 }
+
+static i64 eps_bits(void) { return bits_of(1.0 / (1 << EPS_EXPONENT)); }
 
 static uint64_t hash_of(const void *data, i64 bytes)
 {
@@ -81,7 +82,8 @@ static void probe_linear(i64 rows, i64 n, i64 k, i64 kind, i64 heads)
 {
     begin_case();
     char *w = weights(heads * padded_to_32(n) * padded_to_2(k), kind);
-    Linear facts = {heads, n, k, kind, w, kind == FLOAT32 ? floats(heads * n, 1) : 0};
+    Linear facts = {.heads = heads, .n = n, .k = k, .kind = kind, .weight = w};
+    if (kind == FLOAT32) facts.bias = floats(heads * n, 1);
     float *x = floats(rows * heads * k, 1), *y = get_room(rows * heads * n * 4);
     linear(&facts, x, rows, heads * k, k, y, heads * n, n);
     say(heads > 1 ? "heads" : "linear", rows, n, k, kind, y, rows * heads * n * 4);
@@ -93,8 +95,9 @@ static void probe_experts(i64 rows, i64 hidden, i64 width, i64 kind, i64 slab_ro
     enum { SLOTS = 3 };
     i64 across = (hidden + 127) / 128, along = (width + 127) / 128, padded_width = padded_to_32(width);
     i64 counts[SLOTS] = {1, 0, rows - 1}, room_rows = slab_rows ? SLOTS * slab_rows : rows;
-    Experts facts = {SLOTS, hidden, width, kind, SILU, weights(SLOTS * 2 * padded_width * padded_to_2(hidden), kind),
-                     weights(SLOTS * padded_to_32(hidden) * padded_to_2(width), kind), 0, 0};
+    Experts facts = {.slots = SLOTS, .hidden = hidden, .width = width, .kind = kind, .activation = SILU};
+    facts.gate_up = weights(SLOTS * 2 * padded_width * padded_to_2(hidden), kind);
+    facts.down = weights(SLOTS * padded_to_32(hidden) * padded_to_2(width), kind);
     if (kind == INT8) facts.gate_up_scale = floats(SLOTS * 2 * width, 1.0f / 64), facts.down_scale = floats(SLOTS * hidden, 1.0f / 64);
     if (kind == E4M3)
         facts.gate_up_scale = floats(SLOTS * 2 * along * across, 1.0f / 64), facts.down_scale = floats(SLOTS * across * along, 1.0f / 64);
@@ -123,7 +126,7 @@ static void probe_attention(i64 heads, i64 group, i64 width, i64 latent, i64 con
     float *out = get_room((1 + CHUNK) * heads * group * value_width * 4);
     attend_plan(&facts);
     for (i64 window = 0; window < 200; window = window * 3 + 5) {
-        attend(&facts, q, heads * group * width, cache, out, window, window ? floats(heads * group, 1) : 0);
+        attend(&facts, q, heads * group * width, cache, out, window, window ? floats(heads * group, 1) : 0, 0);
         char name[40];
         snprintf(name, sizeof name, "attend, window %d", (int)window);
         say(name, heads, group, width, context, out, (1 + CHUNK) * heads * group * value_width * 4);
@@ -134,10 +137,15 @@ static void probe_norms(i64 rows, i64 n)
 {
     begin_case();
     float *x = floats(rows * n, 2), *delta = floats(rows * n, 2), *weight = floats(n, 1), *y = get_room(2 * rows * n * 4);
-    rms_norm(x, rows, n, n, weight, eps_bits(), y);
-    add_rms_norm(x, delta, rows, n, n, n, weight, eps_bits(), y + rows * n);
+    rms_norm(x, rows, n, n, weight, eps_bits(), y, n);
+    add_rms_norm(x, delta, rows, n, n, n, weight, eps_bits(), bits_of(0.3), y + rows * n);
     add_rows(delta, x, rows, n);
     say("rms_norm, add_rms_norm", rows, n, 0, 0, y, 2 * rows * n * 4);
+    layer_norm(x, delta, rows, n, n, n, weight, floats(n, 1), eps_bits(), y);
+    say("layer_norm", rows, n, 0, 0, y, rows * n * 4);
+    add_gated_rows(x, delta, rows, n, floats(rows, 4));
+    clip_rows(x, rows, n, n, bits_of(1.5));
+    say("add_gated_rows, clip_rows", rows, n, 0, 0, x, rows * n * 4);
     say("add_rows", rows, n, 0, 0, delta, rows * n * 4);
 }
 
@@ -148,7 +156,8 @@ static void probe_rope(i64 rows, i64 heads, i64 kv_heads, i64 width, i64 has_nor
     for (i64 t = 0; t < rows; t++) slots[t] = t % 3 ? t : -1;
     float *qkv = floats(rows * step, 2), *norm = has_norm ? floats((heads + kv_heads) * width, 1) : 0;
     float *cache = get_room(rows * 2 * kv_heads * width * 4);
-    rope_write(qkv, rows, step, heads, kv_heads, width, norm, eps_bits(), floats(rows * width, 1), slots, cache);
+    RopeShape shape = {heads, kv_heads, width, width, 0};
+    rope_write(&shape, qkv, rows, step, norm, eps_bits(), floats(rows * width, 1), slots, cache);
     say("rope_write: qkv", rows, heads, width, has_norm, qkv, rows * step * 4);
     say("rope_write: cache", rows, heads, width, has_norm, cache, rows * 2 * kv_heads * width * 4);
 }
@@ -190,7 +199,8 @@ static void probe_moves(i64 tokens, i64 topk, i64 width, i64 slots)
 static void probe_gate(i64 rows, i64 experts, i64 topk, i64 sigmoid, i64 groups)
 {
     begin_case();
-    GateShape shape = {experts, topk, sigmoid, 1, groups, (groups + 1) / 2, 2.5, 1e-20};
+    GateShape shape = {.experts = experts, .topk = topk, .scoring = sigmoid ? SIGMOID : SOFTMAX, .norm_topk = 1};
+    shape.groups = groups, shape.topk_groups = (groups + 1) / 2, shape.scaling = 2.5, shape.norm_eps = 1e-20;
     float *bias = sigmoid ? floats(experts, 0.25) : 0, *logits = floats(rows * experts, 8), *by = get_room(rows * topk * 4);
     i64 *ids = get_room(rows * topk * 8), *load = get_room(experts * 8);
     gate(&shape, bias, logits, rows, experts, ids, by, load);
@@ -206,9 +216,10 @@ static void probe_sampling(i64 rows, i64 vocab)
     Sampling *how = get_room(rows * sizeof *how);
     for (i64 r = 0; r < rows; r++) how[r] = kinds[r % 5], how[r].seed = r * 977, how[r].output_index = r + 3;
     float *logits = floats(rows * vocab, 4);
-    i64 *starts = get_room((rows + 1) * 8), *tokens = get_room(rows * 8), banned = 0;
-    starts[rows] = 1; /* the last row may not get token 0 */
-    sample_rows((i64)logits, vocab, vocab, rows, (i64)how, (i64)starts, (i64)&banned, (i64)tokens);
+    i64 *tokens = get_room(rows * 8), banned = 0;
+    LogitChanges *changes = get_room(rows * sizeof *changes);
+    changes[rows - 1] = (LogitChanges){.banned = &banned, .num_banned = 1}; /* the last row may not get token 0 */
+    sample_rows((i64)logits, vocab, vocab, rows, (i64)how, (i64)changes, (i64)tokens);
     say("sample_rows", rows, vocab, 0, 0, tokens, rows * 8);
 }
 

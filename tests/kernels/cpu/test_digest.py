@@ -1,8 +1,11 @@
+from pathlib import Path
+
 import pytest
 
 from moe_serve.kernels.cpu import digest
 from moe_serve.kernels.cpu.digest import kernel_digest
 from moe_serve.kernels.cpu.library import build_cpu_library
+from tests.spills import spilling_loops
 
 
 def test_avx2_and_any_number_of_threads_have_the_digest_of_avx512(library, avx2, use):
@@ -11,6 +14,12 @@ def test_avx2_and_any_number_of_threads_have_the_digest_of_avx512(library, avx2,
     assert kernel_digest() == wanted
     use(avx2)
     assert kernel_digest() == wanted
+
+
+def test_with_16_registers_no_product_of_float32_weights_spills_its_sums_and_no_other_loop_more_than_constants(avx2):
+    spills = spilling_loops(Path(avx2.call._name))
+    assert not [function for function in spills if function.startswith("float32")]
+    assert max(spills.values(), default=0) < 16, spills
 
 
 def test_one_bit_of_any_kernel_changes_the_digest(monkeypatch):

@@ -23,6 +23,14 @@ def bits(compiler: list[str], program: Path, *runner: str) -> dict[str, str]:
     return dict(line.rsplit(": ", 1) for line in lines)
 
 
+def test_the_probe_calls_the_kernels_as_they_are():
+    """The slow test below, which few machines run, would otherwise be out of date without anybody noticing."""
+    compiler = find_compiler()
+    if compiler is None:
+        pytest.skip("no C compiler")
+    subprocess.run([*compiler, "-fsyntax-only", "-Werror", "-Wno-psabi", f"-I{SOURCE.parent}", str(PROBE)], check=True)
+
+
 @pytest.mark.slow
 def test_every_kernel_has_the_same_bits_with_neon_as_with_avx2(tmp_path):
     compiler = find_compiler()
