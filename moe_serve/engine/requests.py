@@ -149,8 +149,8 @@ class OpenRequests:
             log.error("request %s ends: its logits are not finite", request.request_id)
             message = (
                 f"the logits of this request are NaN or infinite at output token {index}, so no token can be chosen; "
-                "other requests go on. Check the checkpoint for weights that are not finite; where experts are "
-                "quantised or bfloat16 overflows, set model.expert_weights: dense or model.dtype: float32"
+                "other requests go on. Weights were finite when they were read; where experts are quantised or "
+                "bfloat16 overflows, set model.expert_weights: dense or model.dtype: float32"
             )
         return TokenEvent(
             request_id=request.request_id,

@@ -3,6 +3,9 @@
 FP8 tensors are stored as e4m3 with a scale for every square block (128 x 128; the last of a row or column may be
 partial), for every row or for the whole tensor. Dense tensors are dequantised as they are read, to float32 for the
 compiled CPU kernels; experts are converted to the form of their slots.
+
+Whatever is read is looked through for NaN and Inf, in one pass over what has just come into the cache of the CPU: one
+bad number in an expert that few requests choose would fail those requests much later.
 """
 
 from collections.abc import Callable, Iterator
@@ -11,15 +14,20 @@ import torch
 from torch import Tensor
 
 from moe_serve.ep.expert_form import scale_of
+from moe_serve.errors import ModelError
 from moe_serve.kernels.fp8_block import GROUP, Fp8Block
 from moe_serve.kernels.grouped_gemm_int8 import quantize_int8
 from moe_serve.kernels.mxfp4 import dequantise_mxfp4
 from moe_serve.models.checkpoint import Checkpoint
 from moe_serve.models.checkpoint_parts import CheckpointParts
 from moe_serve.models.expert_slots import copy_to_replicas, empty_slots, filling, put_matrix, put_mxfp4, put_rows
+from moe_serve.models.model_files import shown
 from moe_serve.models.stored_weights import mixes_gate_and_up
 from moe_serve.models.weight_plan import DenseTensor, ExpertTensor, Part, dense_tensors, expert_tensors
 from moe_serve.models.weight_share import WeightShare
+
+_MXFP4_NAN = 255  # of scales; blocks have no such values
+_FIRST_NOT_FINITE = {torch.float8_e4m3fn: 0x7F, torch.float8_e5m2: 0x7C}  # without the sign
 
 Progress = Callable[[int, int], None]  # (bytes read so far, bytes to read)
 
@@ -133,6 +141,8 @@ class WeightReader:
     def _stored_mxfp4(self, plan: ExpertTensor, scale: Part, expert: int) -> tuple[Tensor, Tensor]:
         """Returns the blocks and scales of one expert as they are stored, rows of gate before those of up."""
         blocks, scales = self._rows(plan.fused.source, expert), self._rows(scale.source, expert)
+        if int(scales.max()) == _MXFP4_NAN:
+            raise self._not_finite(scale.source, expert)
         return _gate_above_up(plan, blocks), _gate_above_up(plan, scales)
 
     def _put(self, part: Part, expert: int | None, slots: dict[str, Tensor], slot: int, name: str, row: int) -> None:
@@ -182,7 +192,32 @@ class WeightReader:
             self._progress(self._checkpoint.bytes_read, self._total)
 
     def _rows(self, name: str, expert: int | None) -> Tensor:
-        return self._checkpoint.read(name) if expert is None else self._checkpoint.read(name, expert, 1)[0]
+        """Returns a stored tensor, or one expert of a fused one. Raises ModelError for numbers that are not finite."""
+        rows = self._checkpoint.read(name) if expert is None else self._checkpoint.read(name, expert, 1)[0]
+        if not all_finite(rows, self._share.dtype):
+            raise self._not_finite(name, expert)
+        return rows
+
+    def _not_finite(self, name: str, expert: int | None) -> ModelError:
+        of_expert = "" if expert is None else f" of expert {expert}"
+        return ModelError(
+            f"{self._checkpoint.tensors[name].path}: tensor {shown(name)[1:-1]} holds numbers{of_expert} that are not "
+            f"finite in {str(self._share.dtype).removeprefix('torch.')} (NaN or Inf), so no answer could be computed; "
+            "download the file again, or convert the model again"
+        )
+
+
+def all_finite(values: Tensor, dtype: torch.dtype) -> bool:
+    """Returns whether all stored numbers are finite in a dtype. Takes one pass, and no memory beside the values."""
+    if not values.is_floating_point() or not values.numel():
+        return True
+    if values.dtype.itemsize == 1:  # of which each sign's numbers are in the order of their bytes, with NaN last
+        first = _FIRST_NOT_FINITE[values.dtype]
+        as_signed, as_unsigned = values.view(torch.int8), values.view(torch.uint8)
+        return int(as_signed.max()) < first and int(as_unsigned.max()) < first + 128
+    low, high = (float(edge) for edge in torch.aminmax(values))  # NaN where there is one
+    largest = torch.finfo(dtype).max
+    return -largest <= low and high <= largest
 
 
 def _gate_above_up(plan: ExpertTensor, rows: Tensor) -> Tensor:

@@ -3,7 +3,9 @@
 import asyncio
 import json
 import os
+import shutil
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -12,7 +14,10 @@ from pathlib import Path
 import httpx
 import pytest
 
+from moe_serve.config import ModelConfig, model_dir
 from moe_serve.eplb import read_trace
+from moe_serve.models.families.registry import read_spec
+from moe_serve.models.safetensors_header import all_tensors
 from tests.launcher.hostile_calls import send_calls
 from tests.launcher.listening import listening, takes_strangers
 from tests.launcher.random_bodies import send_bodies
@@ -291,6 +296,26 @@ def test_many_clients_at_once(client):
         thread.join()
     assert len(found) == 24
     assert sum(ids == alone for ids in found) >= 23  # fast numerics: a near tie may fall the other way
+
+
+def test_a_checkpoint_with_one_nan_in_one_expert_does_not_become_ready(tmp_path):
+    folder = Path(shutil.copytree(model_dir(ModelConfig()), tmp_path / "model"))
+    last = read_spec(folder).num_logical - 1  # on rank 1
+    name = f"model.layers.3.mlp.experts.{last}.down_proj.weight"
+    tensor = all_tensors(folder)[name]
+    assert tensor.dtype_name == "BF16"
+    with tensor.path.open("r+b") as file:
+        file.seek(tensor.start + tensor.num_bytes - 2)
+        file.write(b"\xc0\x7f")
+    with serve("--model-path", str(folder), "--ep-size", "2") as system:
+        assert system.wait() == 2
+        assert (
+            f"exited with code 2: rank 1 on {socket.gethostname()} failed: {tensor.path}: tensor {name}"
+            in system.lines[-1]
+        )
+        assert system.lines[-1].endswith("download the file again, or convert the model again")
+        assert "Traceback" not in system.output
+        assert " ready" not in system.output
 
 
 HOURS = [pytest.mark.slow, pytest.mark.timeout(7200)]  # about 35 random bodies a second on two busy cores
