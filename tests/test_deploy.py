@@ -17,7 +17,7 @@ from moe_serve.server.access.keys import ADMIN_KEY_VARIABLE, API_KEY_VARIABLE
 
 ROOT = Path(__file__).parents[1]
 DEPLOY = ROOT / "deploy"
-OPERATIONS = ROOT / "docs" / "operations.md"
+OPERATIONS = ROOT / "docs" / "operate.md"
 FILES = sorted(path for path in [*DEPLOY.rglob("*"), OPERATIONS] if path.is_file())
 SOURCES = "\n".join(path.read_text(encoding="utf-8") for path in (ROOT / "moe_serve").rglob("*.py"))
 SECTIONS = "|".join(ServeConfig.model_fields)

@@ -1,4 +1,4 @@
-"""Takes the pictures of docs/gallery.md: replays drawn loads, and photographs parts of the reports' pages.
+"""Takes the pictures of docs/planning.md: replays drawn loads, and photographs parts of the reports' pages.
 
 python tools/make_gallery.py docs/gallery
 

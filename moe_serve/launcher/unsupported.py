@@ -40,7 +40,7 @@ _REFUSED: Sequence[tuple[tuple[str, ...], str]] = (
     (
         ("-q", "--quantization", "--torchao-config"),
         "is not an option: FP8 and MXFP4 checkpoints are served as they are; others are stored as "
-        "model.expert_weights says (docs/quantised-experts.md)",
+        "model.expert_weights says (docs/numerics.md)",
     ),
     (
         ("--kv-cache-dtype",),

@@ -22,7 +22,7 @@ def test_the_documented_call_works_with_its_defaults():
 
 
 def test_the_example_of_the_guide_runs():
-    guide = (Path(__file__).parents[2] / "docs/balancing.md").read_text(encoding="utf-8")
+    guide = (Path(__file__).parents[2] / "docs/planning.md").read_text(encoding="utf-8")
     (example,) = re.findall(r"### From Python.*?```python\n(.*?)```", guide, re.DOTALL)
     names = {}
     exec(example, names)

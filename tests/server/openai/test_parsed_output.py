@@ -361,7 +361,7 @@ def test_names_of_both_engines_are_known(given, name):
 
 
 def test_the_page_names_every_parser():
-    page = (Path(__file__).parents[3] / "docs" / "tool-calls.md").read_text()
+    page = (Path(__file__).parents[3] / "docs" / "api.md").read_text()
     named = {
         cell for line in page.splitlines() if line.startswith("| `") for cell in line.split("|")[1].split("`")[1::2]
     }
