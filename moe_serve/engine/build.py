@@ -16,14 +16,13 @@ from moe_serve.attention_dp.scheduler import Scheduler
 from moe_serve.config import ServeConfig, model_dir, served_name
 from moe_serve.dispatch.base import AnyAllToAll, BufferLimits, EpGroup, TransportRequest
 from moe_serve.dispatch.make import make_all_to_all
-from moe_serve.engine.balancing.build_balancing import make_balancing
+from moe_serve.engine.balancing.balancing import make_balancing
 from moe_serve.engine.balancing.dump_recorder import DumpRecorder, RecorderSettings
 from moe_serve.engine.balancing.load_dump import ModelRows
 from moe_serve.engine.balancing.load_windows import LoadWindows
 from moe_serve.engine.balancing.record_control import RecordControl, Speaker
 from moe_serve.engine.balancing.trace_writer import TraceWriter
 from moe_serve.engine.engine import Engine
-from moe_serve.engine.engine_settings import EngineSettings
 from moe_serve.engine.exchange import Exchange
 from moe_serve.engine.model_facts import model_facts
 from moe_serve.engine.model_plan import ModelPlan, checkpoint_folder
@@ -115,11 +114,7 @@ def build_engine(
             record_window_steps=config.eplb.record_window_steps,
             overlap_from_tokens=config.dispatch.overlap_from_tokens,
         ),
-        settings=EngineSettings(
-            heartbeat_s=config.engine.heartbeat_s,
-            front_end_deadline_s=config.server.worker_deadline_s,
-            drain_deadline_s=config.server.drain_deadline_s,
-        ),
+        config=config,
     )
 
 

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 
 from moe_serve.attention_dp.batch import BatchBuilder
 from moe_serve.attention_dp.scheduler import Proposal, ScheduledChunk, Scheduler
+from moe_serve.config import ServeConfig
 from moe_serve.engine.balancing.balancing import Balancing
 from moe_serve.engine.balancing.record_control import RecordControl
-from moe_serve.engine.engine_settings import EngineSettings
 from moe_serve.engine.exchange import Exchange
 from moe_serve.engine.output.sampler import Sampler
 from moe_serve.engine.profiler import Profiler
@@ -82,7 +82,7 @@ class Engine:
     profiler: Profiler
     watchdog: Watchdog
     step_settings: StepSettings
-    settings: EngineSettings
+    config: ServeConfig
     step: int = 0
     lost_front_end: bool = False
     refusal: str | None = None
@@ -112,7 +112,7 @@ class Engine:
     def request_drain(self) -> None:
         """Asks the front end to end the ranks when open requests have ended. Safe to call from a signal handler."""
         # The front end hears of it within a period, and has its own deadline then.
-        self._drain_until_s = time.monotonic() + self.settings.drain_deadline_s + ALIVE_PERIOD_S
+        self._drain_until_s = time.monotonic() + self.config.server.drain_deadline_s + ALIVE_PERIOD_S
 
     def run(self) -> None:
         """Runs steps until the ranks agree to stop.
@@ -267,7 +267,7 @@ class Engine:
         """
         self.counters.num_sleeps += 1
         wake = Wake(self.launch_id, self.step)
-        heartbeat_at_s = time.monotonic() + self.settings.heartbeat_s
+        heartbeat_at_s = time.monotonic() + self.config.engine.heartbeat_s
         while not (self.has_work or self.records.has_work or self._wants_stop):
             left_s = heartbeat_at_s - time.monotonic()
             if left_s <= 0:
@@ -293,7 +293,7 @@ class Engine:
             self.mailbox.send(Draining(self.rank, self.launch_id))
             self._wants_stop |= now_s > self._drain_until_s
         silent_s = min(self.mailbox.front_end_silent_s(), now_s - self._started_s)
-        if silent_s > self.settings.front_end_deadline_s and not self._wants_stop:
+        if silent_s > self.config.server.worker_deadline_s and not self._wants_stop:
             log.error(
                 "no front end was heard for %.0f s; the engine ends. Start `moe-serve frontend` with the ranks' own "
                 "configuration and token, where they reach it at server.worker_host:worker_port",

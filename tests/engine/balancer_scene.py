@@ -64,13 +64,14 @@ class Engine:
         self.events, self.reports, self.rounds = [], [], []
         self.planner = planner or PlannerHere()
         settings = BalancerSettings(**({"horizon_windows": 20} | choices))
+        self.load_reports = BalanceReports(2, 5, "dynamic", lambda: 1e9)
         note = on_event or (lambda name, step, **fields: self.events.append((name, step, fields)))
         self.balancer = Balancer(
             placement,
             settings,
             facts,
             self.planner,
-            BalanceReports(2, 5, "dynamic", lambda: 1e9),
+            self.load_reports,
             note,
             lambda: self.clock,
         )
@@ -107,6 +108,7 @@ class Engine:
         record = self.record(load)
         for _ in range(STEPS):
             self.turn()
+        self.load_reports.window_closed(record, self.balancer.placement)
         self.balancer.window_closed(record, self.step)
 
     def decisions(self):

@@ -5,8 +5,8 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
+from moe_serve.engine.balancing.balance_reports import BalanceReports
 from moe_serve.engine.balancing.balancer import Balancer
-from moe_serve.engine.balancing.contained_leader import ContainedLeader
 from moe_serve.engine.engine import Engine
 from moe_serve.engine.protocol.balance_messages import BalanceReport
 from moe_serve.engine.step import StepPlan
@@ -30,7 +30,7 @@ def shuffled(placement: Placement, draw: np.random.Generator) -> Placement:
     return Placement(table, placement.num_logical, placement.num_ranks, placement.moe_layer_ids, placement.version)
 
 
-class RestlessLeader:
+class RestlessBalancer:
     """Moves to one random placement after the other, without asking what it is good for.
 
     num_rounds: how many rounds it begins with each group of ranks; then the engine may sleep
@@ -101,26 +101,27 @@ class RestlessLeader:
         pass
 
 
-def lead_restlessly(engine: Engine, num_rounds: int = 60, seed: int = 0) -> RestlessLeader | None:
+def lead_restlessly(engine: Engine, num_rounds: int = 60, seed: int = 0) -> RestlessBalancer | None:
     """Gives an engine's leading rank a leader that moves all the time; returns it."""
     balancing = engine.balancing
 
-    def make(step: int) -> RestlessLeader:
-        return RestlessLeader(engine.served.placement, num_rounds, seed)
+    def make(step: int, reports: BalanceReports) -> RestlessBalancer:
+        return RestlessBalancer(engine.served.placement, num_rounds, seed)
 
-    balancing._make_leader = make
+    balancing._make_balancer = make  # type: ignore[assignment]
     if not balancing.leads:
         return None
-    balancing._leader = leader = make(0)
+    assert balancing._balancer is not None
+    balancing._balancer.close()
+    balancing._balancer = leader = RestlessBalancer(engine.served.placement, num_rounds, seed)  # type: ignore[assignment]
     return leader
 
 
 def real_balancer(engine: Engine) -> Balancer:
     """Returns what decides on the leading rank of an engine in mode dynamic."""
-    leader = engine.balancing._leader
-    assert isinstance(leader, ContainedLeader)
-    assert isinstance(leader._leader, Balancer), f"it has failed: {leader._alarm}"
-    return leader._leader
+    balancer = engine.balancing._balancer
+    assert balancer is not None, engine.balancing._alarm
+    return balancer
 
 
 def move_in_every_step(engine: Engine, seed: int = 0) -> Callable[[], int]:

@@ -3,29 +3,26 @@
 import time
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 
 from moe_serve.config import load_config
-from moe_serve.engine.balancing.balance_reports import BalanceReports
-from moe_serve.engine.balancing.balancer import Reporter, balancer_settings
-from moe_serve.eplb.load import LoadRecord, rank_load
+from moe_serve.eplb.load import rank_load
 from moe_serve.eplb.placement import Placement
 from moe_serve.eplb.planning.process import PlannerProcess
 from moe_serve.eplb.policies.make import POLICIES
+from moe_serve.eplb.rebalance.make import BalancerSettings
 from moe_serve.errors import PlacementError
 from tests.engine.balancer_scene import FACTS, SKEWED, START, STEPS, Engine, PlannerHere
 
 
 def test_every_policy_of_the_configuration_exists_and_settings_follow_it():
-    config = load_config(
-        overrides=[
-            "eplb={mode: dynamic, trigger: 0.8, staging_slots: 2, pair_moves: 1, node_moves: 3, policy: refined}"
-        ]
-    )
-    settings = balancer_settings(config.eplb)
-    assert (settings.trigger, settings.policy) == (0.8, "refined")
-    assert (settings.staging_slots, settings.pair_moves, settings.node_moves) == (2, 1, 3)
+    chosen = "eplb={mode: dynamic, trigger: 0.8, staging_slots: 2, pair_moves: 1, node_moves: 3, policy: refined}"
+    settings = msgspec.convert(load_config(overrides=[chosen]).eplb, BalancerSettings, from_attributes=True)
+    assert settings == BalancerSettings("refined", 0.8, staging_slots=2, pair_moves=1, node_moves=3)
+    of_the_file = msgspec.convert(load_config().eplb, BalancerSettings, from_attributes=True)
+    assert of_the_file == BalancerSettings(), "one default, not two"
     for name in ("incremental", "greedy", "refined", "deepseek"):
         assert name in POLICIES
         assert load_config(overrides=[f"eplb.policy={name}"]).eplb.policy == name
@@ -178,27 +175,6 @@ def test_a_lost_rank_ends_what_runs_and_the_next_plan_leaves_it_out():
         engine.window()
     assert (engine.balancer.placement.physical_to_logical[:, 9:] == -1).all()
     assert engine.decisions()[-1] in {"done", "watch", "keep", "plan", "group"}
-
-
-def test_the_static_leader_reports_the_load_and_refuses_to_move():
-    reporter = Reporter(START, BalanceReports(0, 0, "static"))
-    first = reporter.report(0)
-    assert first.placement is not None
-    assert reporter.report(1) is None
-    reporter.window_closed(LoadRecord(0, STEPS, "mixed", SKEWED), STEPS)
-    second = reporter.report(STEPS)
-    assert second.window is not None
-    assert second.placement is None
-    assert second.totals == {"num_windows": 1}
-    reporter.window_closed(LoadRecord(STEPS, STEPS, "mixed", 0 * SKEWED), 2 * STEPS)
-    assert reporter.report(2 * STEPS).window is None, "nobody asked for anything: that is no balance"
-    left, _ = START.without_ranks([3])
-    reporter.group_changed(30, left)
-    assert reporter.report(31).placement is not None
-    assert not reporter.has_work
-    for command in (lambda: reporter.rebalance_now(1), lambda: reporter.set_placement(1, [])):
-        with pytest.raises(PlacementError, match="start the server with eplb"):
-            command()
 
 
 def test_it_plans_in_a_process_of_its_own_and_leaves_none():

@@ -104,10 +104,10 @@ def watch(folder: Path, engine: Engine) -> None:
     close = engine.balancing.close
 
     def write_and_close() -> None:  # after the last step, in which a plan may still arrive
-        leader: Any = engine.balancing._leader
+        balancer = engine.balancing._balancer
         tables.append(served.placement)
         seen["tables"] = [(each.physical_to_logical.tolist(), each.version) for each in tables]
-        seen["decisions"] = [] if leader is None else list(leader._leader._rebalancer.decisions)
+        seen["decisions"] = [] if balancer is None else list(balancer._rebalancer.decisions)
         (folder / f"{engine.rank}.json").write_bytes(msgspec.json.encode(seen))
         close()
 
@@ -117,8 +117,8 @@ def watch(folder: Path, engine: Engine) -> None:
 
 
 def _wait_for_plan(engine: Engine) -> None:
-    leader: Any = engine.balancing._leader
-    balancer, deadline_s = leader._leader, time.monotonic() + LONGEST_PLAN_S
+    balancer, deadline_s = engine.balancing._balancer, time.monotonic() + LONGEST_PLAN_S
+    assert balancer is not None, engine.balancing._alarm
     decisions = balancer._rebalancer.decisions
     if not decisions or engine.step < decisions[-1].step + STEPS_OF_A_PLAN:
         return

@@ -96,7 +96,7 @@ def test_a_window_in_which_experts_moved_tells_the_balance_of_its_load_on_both_p
     reports = BalanceReports(rank=0, launch_id=0, mode="dynamic")
     record = LoadRecord(0, 100, "decode", np.array([[30, 30, 10, 10]]), placement=before)
     reports.window_closed(record, after)
-    window = reports.make(100, "watching", after, {}).window
+    window = reports.make(100, "watching", after).window
     assert window is not None
     assert (window.balancedness, window.mean_at_end) == ([pytest.approx(40 / 60)], pytest.approx(1.0))
 
@@ -224,7 +224,7 @@ def test_the_reports_of_a_leader_are_what_is_kept_here():
     reports.window_closed(record, placement)
     book = BalanceBook("dynamic")
     decided = [Decision(100, "watch", "so so", (), 4.0, 0.0, -1.5), Decision(100, "move", "why", (0,), 5.0, 0.5)]
-    told(book, reports.make(100, "moving", placement, {"num_rounds": 1.0}, decided))
+    told(book, reports.make(100, "moving", placement, decided))
     status = json.loads(json_bytes(status_json(book, 2003.0)))
     assert status["move"]["predicted_gain_s"] == 5.0
     gains = [(one["kind"], one["predicted_gain_s"], one["realised_gain_s"]) for one in status["decisions"]]

@@ -1,21 +1,15 @@
-"""The leader's part in balancing: it drives a `Rebalancer` with what the engine sees, and never waits.
+"""The leader's balancer in mode dynamic: it drives a `Rebalancer` with what the engine sees, and never waits.
 
     window_closed ──> Rebalancer ──> planner process ──> poll ──> Rebalancer ──> next_round, which all ranks are told
     activated, cancelled, group_changed, rebalance_now, set_placement ──> Rebalancer
 
 Every event that the rebalancer sees goes to the trace as well, in the same order as the records, so that a replay can
-repeat it. A state that lasts too long raises an alarm and ends the balancing, not the serving. Torch-free.
-
-Running totals in reports: num_windows, num_plans, num_failures (plans and moves); num_rounds, num_experts_moved,
-num_bytes_moved; plan_seconds, move_seconds, pause_seconds and, of each, longest_…; predicted_gain_seconds and
-realised_gain_seconds of moves, over the windows in which their gain was measured.
+repeat it. A state that lasts too long raises an alarm and ends the balancing, not the serving.
 """
 
 import time
-from collections import defaultdict
 from collections.abc import Callable
 
-from moe_serve.config.sections import EplbConfig
 from moe_serve.engine.balancing.balance_reports import BalanceReports
 from moe_serve.engine.protocol.balance_messages import BalanceReport
 from moe_serve.eplb.load import LoadRecord
@@ -37,89 +31,19 @@ from moe_serve.eplb.rebalance.events import (
     WindowClosed,
 )
 from moe_serve.eplb.rebalance.make import BalancerSettings, SystemFacts, make_rebalancer
-from moe_serve.errors import PlacementError
 
 OnEvent = Callable[..., None]  # (name, step, **fields), as `TraceWriter.event`
 GRACE_S = 10.0  # beyond the deadline of a plan or a round, before the balancer raises an alarm
-LONGEST_TURN_S = (
-    1.0  # a longer pause of the engine counts as much: what stops the ranks is no fault of a plan or a move
-)
-
-
-def balancer_settings(config: EplbConfig) -> BalancerSettings:
-    """Returns what a person has chosen."""
-    return BalancerSettings(
-        policy=config.policy,
-        trigger=config.trigger,
-        horizon_windows=config.horizon_windows,
-        staging_slots=config.staging_slots,
-        pair_moves=config.pair_moves,
-        node_moves=config.node_moves,
-        split=config.split,
-        move_step_share=config.move_step_share,
-        plan_deadline_s=config.plan_deadline_s,
-        move_deadline_s=config.move_deadline_s,
-    )
-
-
-class Reporter:
-    """The leader's part where experts stay where they are: it reports the load. Methods as of `Balancer`."""
-
-    has_work = False
-
-    def __init__(self, placement: Placement, reports: BalanceReports):
-        self._placement = placement
-        self._reports = reports
-        self._totals: dict[str, float] = defaultdict(float)
-        self._has_news = True
-
-    def window_closed(self, record: LoadRecord, step: int) -> None:
-        self._reports.window_closed(record, self._placement)
-        self._totals["num_windows"] += 1
-        self._has_news = True
-
-    def poll(self, step: int) -> None:
-        pass
-
-    def next_round(self) -> StartRound | None:
-        return None
-
-    def round_sent(self, version: int) -> None:
-        raise AssertionError("a leader that moves nothing has no rounds")
-
-    def activated(self, step: int, version: int, num_bytes: int, move_s: float, pause_s: float = 0.0) -> None:
-        raise AssertionError("a leader that moves nothing has no rounds")
-
-    def cancelled(self, step: int, reason: str) -> None:
-        raise AssertionError("a leader that moves nothing has no rounds")
-
-    def group_changed(self, step: int, placement: Placement) -> None:
-        self._placement = placement
-        self._has_news = True
-
-    def rebalance_now(self, step: int) -> str:
-        raise PlacementError(
-            "eplb.mode is static, so experts stay where they are; start the server with eplb.mode: dynamic"
-        )
-
-    def set_placement(self, step: int, table: list[list[int]]) -> str:
-        return self.rebalance_now(step)
-
-    def report(self, step: int) -> BalanceReport | None:
-        if not self._has_news:
-            return None
-        self._has_news = False
-        return self._reports.make(step, "watching", self._placement, self._totals)
-
-    def close(self) -> None:
-        pass
+# A longer pause of the engine counts as much: what stops the ranks is no fault of a plan or a move.
+LONGEST_TURN_S = 1.0
 
 
 class Balancer:
-    """The leader's part where experts may move.
+    """Decides where experts should live, on the rank that leads.
 
     placement: in use now, at `step`
     planner:   makes the plans; closed by `close`
+    reports:   told what happened, for the front end
     on_event:  called with every event, for the trace
     """
 
@@ -145,9 +69,8 @@ class Balancer:
         self._asked: int | None = None  # request that the planner works on
         self._waited_s = 0.0  # in this state, with this round
         self._polled_s: float | None = None
-        self._totals: dict[str, float] = defaultdict(float)
         self._num_reported = 0  # decisions
-        self._has_news = True
+        self._has_load = False
         on_event(STARTED, step, num_ranks=placement.num_ranks, **placement_fields(placement), **facts.to_event())
 
     @property
@@ -167,10 +90,9 @@ class Balancer:
 
     def window_closed(self, record: LoadRecord, step: int) -> None:
         """Takes a final load record, after it was written to the trace. step: the first one after it"""
-        if not self._totals["num_windows"]:
+        if not self._has_load:
+            self._has_load = True
             self._planner.start()  # load comes in, so a plan will be asked for
-        self._totals["num_windows"] += 1
-        self._reports.window_closed(record, self._rebalancer.placement)
         self._handle(WindowClosed(step, record))
 
     def poll(self, step: int) -> None:
@@ -210,12 +132,13 @@ class Balancer:
         num_bytes: that ranks received;  move_s: from `round_sent` on;  pause_s: in which serving stood still
         """
         finished, self._round = self._round, None
+        reports = self._reports
         if finished is not None:
-            self._totals["num_experts_moved"] += sum(move.src_slot >= 0 for move in finished.round.moves)
-        self._totals["num_rounds"] += 1
-        self._totals["num_bytes_moved"] += num_bytes
-        self._count_seconds("move_seconds", move_s)
-        self._count_seconds("pause_seconds", pause_s)
+            reports.totals["num_experts_moved"] += sum(move.src_slot >= 0 for move in finished.round.moves)
+        reports.totals["num_rounds"] += 1
+        reports.totals["num_bytes_moved"] += num_bytes
+        reports.count_seconds("move_seconds", move_s)
+        reports.count_seconds("pause_seconds", pause_s)
         self._handle(RoundActivated(step, version, move_s, pause_s))
 
     def cancelled(self, step: int, reason: str) -> None:
@@ -243,21 +166,9 @@ class Balancer:
 
     def report(self, step: int) -> BalanceReport | None:
         """Returns what has changed since the last report; None: nothing."""
-        if not self._has_news:
-            return None
-        self._has_news = False
-        decisions, self._num_reported = self._rebalancer.journal.since(self._num_reported)
-        for decision in decisions:
-            match decision.kind:
-                case "failed":
-                    self._totals["num_failures"] += 1
-                case "plan":
-                    self._totals["num_plans"] += 1
-                case "watch":
-                    self._totals["predicted_gain_seconds"] += decision.gain_s
-                    self._totals["realised_gain_seconds"] += decision.realised_s
         rebalancer = self._rebalancer
-        return self._reports.make(step, rebalancer.state, rebalancer.placement, self._totals, decisions, self.alarm)
+        decisions, self._num_reported = rebalancer.journal.since(self._num_reported)
+        return self._reports.make(step, rebalancer.state, rebalancer.placement, decisions, self.alarm)
 
     def close(self) -> None:
         """Ends the planner."""
@@ -267,7 +178,7 @@ class Balancer:
         self._asked = None
         match answer:
             case PlanAnswer():
-                self._count_seconds("plan_seconds", answer.plan.elapsed_s)
+                self._reports.count_seconds("plan_seconds", answer.plan.elapsed_s)
                 self._handle(PlanReady(step, answer.request_id, answer.plan, answer.migration))
             case PlanProblem():
                 self._handle(PlanFailed(step, answer.request_id, answer.reason))
@@ -275,7 +186,7 @@ class Balancer:
     def _handle(self, event: Event) -> None:
         """Hands an event to the rebalancer, writes it to the trace, and does what the rebalancer asks for."""
         actions = self._rebalancer.handle(event)
-        self._has_news = True
+        self._reports.has_news = True
         if not isinstance(event, WindowClosed):
             name, fields = fields_of(event)
             self._on_event(name, event.step, **fields)
@@ -288,7 +199,3 @@ class Balancer:
                     self._on_event(REQUESTED, action.step, request_id=action.request_id, layers=len(action.layer_rows))
                 case StartRound():
                     self._round, self._is_told = action, False
-
-    def _count_seconds(self, name: str, seconds: float) -> None:
-        self._totals[name] += seconds
-        self._totals[f"longest_{name}"] = max(self._totals[f"longest_{name}"], seconds)

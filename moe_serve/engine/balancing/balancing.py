@@ -1,6 +1,6 @@
 """Where experts live while the engine serves: what every rank does about it between steps.
 
-    leader      decides on a round (engine/balancing/balancer.py), and has a message             RankState.has_message
+    leader      its balancer decides on a round (balancer.py), so it has a message              RankState.has_message
     all ranks   hear it in the next step, before the forward                           MovePlan.message_from
     all ranks   carry their part of it after each step, a little at a time             ep/weight_mover.py
     all ranks   show that their experts are staged and checked                         RankState.staged
@@ -10,33 +10,45 @@
 The leader is the lowest rank that takes part. Only the step plan decides what happens in a step, so that all ranks do
 the same. A plan that is voided afterwards keeps its activation. A new group ends the running round, and its leader
 begins with the experts that are left.
+
+The leader also reports the load to the front end. A mistake of the balancer ends the balancing, not the serving.
 """
 
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any, Literal, TypeVar
 
 import msgspec
 
-from moe_serve.engine.balancing.leader import Leader
+from moe_serve.config import ServeConfig
+from moe_serve.dispatch.base import EpGroup
+from moe_serve.engine.balancing.balance_reports import BalanceReports
+from moe_serve.engine.balancing.balancer import Balancer
 from moe_serve.engine.balancing.split_choice import SplitChoice
+from moe_serve.engine.protocol.balance_messages import BalanceReport
 from moe_serve.engine.protocol.command_messages import Answer, Rebalance, SetPlacement
 from moe_serve.engine.protocol.messages import Message
 from moe_serve.engine.protocol.round_message import RoundMessage
 from moe_serve.engine.recovery.broadcast import broadcast
-from moe_serve.engine.recovery.recovery import Recovery
+from moe_serve.engine.recovery.recovery import Rank, Recovery
 from moe_serve.engine.served_model import ServedModel
 from moe_serve.engine.step import MOVE_FAULTS, PHASES, MoveCancelled, StepPlan
-from moe_serve.ep.weight_mover import WeightMover
+from moe_serve.ep.expert_carrier import make_carrier
+from moe_serve.ep.weight_mover import MoveSettings, WeightMover
 from moe_serve.eplb.load import LoadRecord
 from moe_serve.eplb.migration.moves import MigrationRound
+from moe_serve.eplb.planning.process import PlannerProcess
 from moe_serve.eplb.rebalance.events import StartRound
+from moe_serve.eplb.rebalance.make import BalancerSettings, SystemFacts
 from moe_serve.errors import PlacementError
 from moe_serve.log import get_logger
 
 log = get_logger(__name__)
+T = TypeVar("T")
 _FAULT_NUMBERS = {"checksum": 1, "late": 2, "unreadable": 3}  # 1 + index into MOVE_FAULTS
 assert len(_FAULT_NUMBERS) == len(MOVE_FAULTS)
+_STATIC = "eplb.mode is static, so experts stay where they are; start the server with eplb.mode: dynamic"
 
 
 @dataclass(frozen=True)
@@ -51,11 +63,12 @@ class _Running:
 class Balancing:
     """One rank's part in deciding where experts live and in moving them.
 
-    mover:        None where experts never move (eplb.mode: static, off)
-    make_leader:  returns the leader's part from a step on, for the placement in use; called where this rank begins to
-                  lead. None: there is nothing to decide or to report (eplb.mode: off)
-    split_choice: whether the exact split pays; asked on the leader
-    send:         sends a message to the front end;  on_event: writes (name, step, **fields) to the trace
+    mode:          eplb.mode; static: the leader only reports the load; off: nobody leads
+    mover:         None where experts never move (mode static, off)
+    make_balancer: returns the balancer of mode dynamic from a step on, for the placement in use; called where this
+                   rank begins to lead
+    split_choice:  whether the exact split pays; asked on the leader
+    send:          sends a message to the front end;  on_event: writes (name, step, **fields) to the trace
     """
 
     def __init__(
@@ -64,18 +77,22 @@ class Balancing:
         launch_id: int,
         served: ServedModel,
         recovery: Recovery,
+        mode: Literal["off", "static", "dynamic"],
         mover: WeightMover | None,
         split_choice: SplitChoice,
-        make_leader: Callable[[int], Leader] | None,
+        make_balancer: Callable[[int, BalanceReports], Balancer],
         send: Callable[[Message], None],
         on_event: Callable[..., None],
     ):
         self._rank, self._launch_id = rank, launch_id
         self._served, self._recovery, self._mover = served, recovery, mover
+        self._mode: Literal["off", "static", "dynamic"] = mode
         self._split_choice = split_choice
-        self._make_leader = make_leader
+        self._make_balancer = make_balancer
         self._send, self._on_event = send, on_event
-        self._leader: Leader | None = None
+        self._reports: BalanceReports | None = None  # where this rank leads
+        self._balancer: Balancer | None = None  # of the leader in mode dynamic, until its first mistake
+        self._alarm = ""  # why there is none any more
         self._is_lowest = False  # of the ranks that take part
         self._to_tell: StartRound | None = None  # the round that this rank has announced for this step
         self._running: _Running | None = None
@@ -86,12 +103,12 @@ class Balancing:
 
     @property
     def leads(self) -> bool:
-        return self._leader is not None
+        return self._reports is not None
 
     @property
     def has_work(self) -> bool:
         """Whether steps must go on although no request runs."""
-        return self._running is not None or (self._leader is not None and self._leader.has_work)
+        return self._running is not None or bool(self._ask(lambda balancer: balancer.has_work))
 
     def announce(self) -> int:
         """Returns 1 where this rank has a round to tell in the coming step, and keeps that round for it.
@@ -99,8 +116,8 @@ class Balancing:
         Nothing is announced to a new group: the leader first has to hear who is left (`begin_step`).
         """
         self._to_tell = None
-        if self._leader is not None and self._running is None and not self._recovery.regrouped:
-            self._to_tell = self._leader.next_round()
+        if self._running is None and not self._recovery.regrouped:
+            self._to_tell = self._ask(lambda balancer: balancer.next_round())
         return int(self._to_tell is not None)
 
     @property
@@ -140,8 +157,7 @@ class Balancing:
             self._split_choice.placement_changed()
             self._even_phases = -1
             self._lead(plan.step)
-            if self._leader is not None:
-                self._leader.group_changed(plan.step, self._served.placement)
+            self._ask(lambda balancer: balancer.group_changed(plan.step, self._served.placement))
         if moves.message_from is not None:
             self._hear_round(moves.message_from)
 
@@ -151,23 +167,21 @@ class Balancing:
             self._mover.advance(step_s if plan.runs_forward else 0.0)
         if self._is_lowest and plan.runs_forward:
             self._split_choice.observe(plan, step_s)
-        leader = self._leader
-        if leader is None:
-            return
-        leader.poll(plan.step + 1)
-        report = leader.report(plan.step + 1)
+        self._ask(lambda balancer: balancer.poll(plan.step + 1))
+        report = self._report(plan.step + 1)
         if report is not None:
             self._send(msgspec.structs.replace(report, splits=self._split_choice.describe()))
 
     def window_closed(self, record: LoadRecord) -> None:
-        """Hands a final load record to the leader."""
-        if self._leader is not None:
-            self._leader.window_closed(record, record.first_step + record.num_steps)
+        """Takes a final load record, on the leader."""
+        if self._reports is not None:
+            self._reports.window_closed(record, self._served.placement)
+        self._ask(lambda balancer: balancer.window_closed(record, record.first_step + record.num_steps))
 
     def close(self) -> None:
         """Ends what the rank has started beside serving: the planner of a leader, and the ways that experts take."""
-        if self._leader is not None:
-            self._leader.close()
+        if self._balancer is not None:
+            self._balancer.close()
         if self._mover is not None:
             self._mover.close()
 
@@ -175,11 +189,38 @@ class Balancing:
         """Begins or ends to lead, as the group says."""
         # While experts lack there is nothing to balance.
         self._is_lowest = leads = self._recovery.members[0] == self._rank and not self._recovery.waits
-        if leads and self._leader is None and self._make_leader is not None:
-            self._leader = self._make_leader(step)
-        elif not leads and self._leader is not None:
-            self._leader.close()
-            self._leader = None
+        if leads and self._reports is None and self._mode != "off":
+            self._reports, self._alarm = BalanceReports(self._rank, self._launch_id, self._mode), ""
+            if self._mode == "dynamic":
+                self._balancer = self._make_balancer(step, self._reports)
+        elif not leads and self._reports is not None:
+            if self._balancer is not None:
+                self._balancer.close()
+            self._reports = self._balancer = None
+
+    def _ask(self, act: Callable[[Balancer], T]) -> T | None:
+        """Returns what the balancer answers; None where there is none. Its first error ends it, and raises an alarm."""
+        balancer = self._balancer
+        if balancer is None:
+            return None
+        try:
+            return act(balancer)
+        except Exception as error:  # the balancer is not worth a served token
+            log.exception("the balancer has failed; serving goes on without it")
+            self._balancer = None
+            self._alarm = f"the balancer has failed ({type(error).__name__}: {error})"
+            if self._reports is not None:
+                self._reports.has_news = True
+            balancer.close()
+            return None
+
+    def _report(self, step: int) -> BalanceReport | None:
+        """Returns what the leader tells the front end after a step; None: nothing is new."""
+        report = self._ask(lambda balancer: balancer.report(step))
+        if self._balancer is None and self._reports is not None:  # mode static, or the balancer has failed
+            state = "off" if self._alarm else "watching"
+            return self._reports.make(step, state, self._served.placement, alarm=self._alarm)
+        return report
 
     def _activates(self, version: int) -> bool:
         """Returns whether this rank activates the round of a plan: some have done so in a step that was voided, and one
@@ -192,8 +233,8 @@ class Balancing:
         message = RoundMessage.decode(broadcast(self._served.all_to_all, source, data, self._served.device))
         self._running = _Running(message.version, message.round, time.monotonic())
         self._active_mover.start(message.round, message.version)
-        if start is not None and self._leader is not None:
-            self._leader.round_sent(start.version)
+        if start is not None:
+            self._ask(lambda balancer: balancer.round_sent(start.version))
 
     def _note_split(self, step: int) -> None:
         """Writes to the trace in which phases batches are split evenly from this step on."""
@@ -209,19 +250,19 @@ class Balancing:
         self._recovery.activate_round(running.round)
         self._split_choice.placement_changed()
         self._running = None
-        if self._leader is not None:
-            now_s = time.monotonic()
-            num_bytes = running.round.num_transfers * self._served.decoder.experts[0].slot_bytes
-            self._leader.activated(step, running.version, num_bytes, now_s - running.started_s, now_s - began_s)
+        now_s = time.monotonic()
+        num_bytes = running.round.num_transfers * self._served.decoder.experts[0].slot_bytes
+        move_s, pause_s = now_s - running.started_s, now_s - began_s
+        self._ask(lambda balancer: balancer.activated(step, running.version, num_bytes, move_s, pause_s))
 
     def _cancel(self, step: int, why: MoveCancelled) -> None:
         version = self._running.version if self._running is not None else 0
         self._end_round()
         layer = self._served.placement.moe_layer_ids[why.layer]
         reason = f"rank {why.rank} gives up round {version} at step {step}, layer {layer}: {why.reason}"
-        if self._leader is not None:
+        if self.leads:
             log.error("%s; serving goes on with placement %d", reason, self._served.placement.version)
-            self._leader.cancelled(step, reason)
+        self._ask(lambda balancer: balancer.cancelled(step, reason))
 
     def _end_round(self) -> None:
         if self._mover is not None:
@@ -241,15 +282,68 @@ class Balancing:
 
     def command(self, message: Rebalance | SetPlacement, step: int) -> None:
         """Carries out a command on the leader, which answers; other ranks ignore it."""
-        if self._leader is None:
+        if not self.leads:
             return
-        try:
-            match message:
-                case Rebalance():
-                    text = self._leader.rebalance_now(step)
-                case SetPlacement():
-                    text = self._leader.set_placement(step, message.physical_to_logical)
-        except PlacementError as refusal:
-            self._send(Answer(self._rank, self._launch_id, message.call_id, ok=False, text=str(refusal)))
+
+        def act(balancer: Balancer) -> tuple[bool, str]:
+            try:
+                match message:
+                    case Rebalance():
+                        return True, balancer.rebalance_now(step)
+                    case SetPlacement():
+                        return True, balancer.set_placement(step, message.physical_to_logical)
+            except PlacementError as refusal:
+                return False, str(refusal)
+
+        answered = self._ask(act)
+        if answered is not None:
+            ok, text = answered
+        elif self._alarm:
+            ok, text = False, f"{self._alarm}; restart the server to balance again"
         else:
-            self._send(Answer(self._rank, self._launch_id, message.call_id, ok=True, text=text))
+            ok, text = False, _STATIC
+        self._send(Answer(self._rank, self._launch_id, message.call_id, ok, text))
+
+
+def make_balancing(
+    config: ServeConfig, own: Rank, group: EpGroup, served: ServedModel, recovery: Recovery
+) -> Balancing:
+    """Returns one rank's part in balancing, as `eplb.mode` says. Collective where experts may move."""
+    eplb, stores, placement = config.eplb, served.decoder.experts, served.placement
+    on_event = _unwritten if served.trace is None else served.trace.event
+    mover = None
+    if eplb.mode == "dynamic":
+        moves = MoveSettings(eplb.staging_slots, eplb.move_step_share, eplb.move_deadline_s)
+        mover = WeightMover(stores, group.rank, make_carrier(group, stores[0].slot_bytes, eplb.staging_slots), moves)
+
+    def make_balancer(step: int, reports: BalanceReports) -> Balancer:
+        facts = SystemFacts.of_model(
+            hidden=served.spec.hidden,
+            moe_intermediate=served.spec.moe_intermediate,
+            bytes_per_expert=stores[0].slot_bytes,
+            device=served.device.type,
+            num_nodes=group.num_nodes,
+            survives_loss=recovery.why_end is None,
+        )
+        settings = msgspec.convert(eplb, BalancerSettings, from_attributes=True)
+        planner = PlannerProcess(eplb.policy, eplb.plan_deadline_s)
+        return Balancer(served.placement, settings, facts, planner, reports, on_event=on_event, step=step)
+
+    balancing = Balancing(
+        rank=own.rank,
+        launch_id=own.launch_id,
+        served=served,
+        recovery=recovery,
+        mode=eplb.mode,
+        mover=mover,
+        split_choice=SplitChoice(eplb.split, has_replicas=placement.num_slots > placement.num_logical),
+        make_balancer=make_balancer,
+        send=own.mailbox.send,
+        on_event=on_event,
+    )
+    served.windows.listeners.append(balancing.window_closed)
+    return balancing
+
+
+def _unwritten(name: str, step: int, **fields: Any) -> None:
+    """Takes an event where no trace is written."""

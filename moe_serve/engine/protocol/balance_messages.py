@@ -44,7 +44,7 @@ class BalanceReport(Message, tag="balance", frozen=True):
     alarm:     why the balancer has switched itself off; "" = it has not
     window:    the newest closed window, in the report that follows its end only
     decisions: those since the last report, oldest first
-    totals:    running totals by name: see engine/balancing/balancer.py
+    totals:    running totals by name: see engine/balancing/balance_reports.py
     placement: [layers][slots] logical experts, in the report that follows a change only
     splits:    how batches of each phase are split, and what the exact split gains: SplitChoice.describe
     """

@@ -23,10 +23,11 @@ def server_replay(
     nodes:      machines, where the trace does not tell
     Raises ConfigError where the file does not fit the trace.
     """
-    from moe_serve.engine.balancing.balancer import balancer_settings
+    import msgspec
+
     from moe_serve.eplb.files.trace_jsonl import events_between_records
     from moe_serve.eplb.rebalance.event_fields import STARTED
-    from moe_serve.eplb.rebalance.make import SystemFacts
+    from moe_serve.eplb.rebalance.make import BalancerSettings, SystemFacts
     from moe_serve.eplb.replay.server_replay import ServerReplay
 
     config = load_config(file)
@@ -38,7 +39,8 @@ def server_replay(
         raise ConfigError(
             f"{start.num_ranks} ranks do not divide over {facts.num_nodes} nodes; give the server's --nodes"
         )
-    return ServerReplay.of(balancer_settings(config.eplb), facts, events), start
+    settings = msgspec.convert(config.eplb, BalancerSettings, from_attributes=True)
+    return ServerReplay.of(settings, facts, events), start
 
 
 def facts_of(config: ServeConfig, nodes: int, start: "Placement") -> "SystemFacts":
