@@ -17,10 +17,8 @@ from moe_serve.config import ServeConfig, model_dir, served_name
 from moe_serve.dispatch.base import AnyAllToAll, BufferLimits, EpGroup, TransportRequest
 from moe_serve.dispatch.make import make_all_to_all
 from moe_serve.engine.balancing.balancing import make_balancing
-from moe_serve.engine.balancing.dump_recorder import DumpRecorder, RecorderSettings
-from moe_serve.engine.balancing.load_dump import ModelRows
 from moe_serve.engine.balancing.load_windows import LoadWindows
-from moe_serve.engine.balancing.record_control import RecordControl, Speaker
+from moe_serve.engine.balancing.record_control import Speaker, make_record_control
 from moe_serve.engine.balancing.trace_writer import TraceWriter
 from moe_serve.engine.engine import Engine
 from moe_serve.engine.exchange import Exchange
@@ -100,8 +98,8 @@ def build_engine(
         exchange=exchange,
         mailbox=mailbox,
         recovery=recovery,
-        records=_record_control(
-            config, Speaker(group.rank, launch_id, lambda: recovery.members[0], mailbox.send), served
+        records=make_record_control(
+            config.eplb, Speaker(group.rank, launch_id, lambda: recovery.members[0], mailbox.send), served
         ),
         balancing=balancing,
         counters=counters,
@@ -128,15 +126,6 @@ def _step_watchdog(rank: int, deadline_s: float, exchange: Exchange, served: Ser
         return waits or (f"rank {missing} has not arrived" if missing else "")
 
     return Watchdog(f"rank {rank}", WatchLimits(min(5.0, deadline_s / 4), deadline_s / 2), detail)
-
-
-def _record_control(config: ServeConfig, speaker: Speaker, served: ServedModel) -> RecordControl:
-    """Returns what carries out the commands of clients to the recorder of expert load."""
-    if served.recorder is None:
-        return RecordControl(speaker, served.windows, None)
-    rows = ModelRows(served.spec.num_layers, tuple(served.spec.moe_layer_ids))
-    recorder = DumpRecorder(speaker.rank, RecorderSettings.of(config.eplb), rows, served.passes)
-    return RecordControl(speaker, served.windows, recorder)
 
 
 def _report_on_lost_rank(recovery: Recovery, group: EpGroup, served: ServedModel) -> None:

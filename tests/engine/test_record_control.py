@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from moe_serve.config import load_config
-from moe_serve.engine.balancing.dump_recorder import DumpRecorder, RecorderSettings
+from moe_serve.config.sections import EplbConfig
 from moe_serve.engine.balancing.load_dump import ModelRows
-from moe_serve.engine.balancing.record_control import RecordControl, Speaker
+from moe_serve.engine.balancing.record_control import DumpRecorder, RecordControl, Speaker, dump_folder
 from moe_serve.engine.protocol.command_messages import Answer, RecordCommand
 from moe_serve.engine.protocol.messages import Message
 from moe_serve.engine.step import RECORD_COMMANDS, RankState, RecorderStates
@@ -35,8 +35,8 @@ class Rank:
         self.windows, self.counter = windows_of_one_rank(self.records)
         self.windows.placement = FIRST
         self.passes = None if mode == "stat" else PassRecorder(1, 6, mode == "per_token")
-        settings = RecorderSettings(mode, folder, int(max_mib * 2**20))
-        self.dumps = DumpRecorder(rank, settings, ModelRows(2, (1,)), self.passes)
+        config = EplbConfig(recorder_mode=mode, recorder_dir=str(folder), recorder_max_mib=max_mib)
+        self.dumps = DumpRecorder(rank, config, ModelRows(2, (1,)), self.passes)
         self.sent: list[Message] = []
         self.leader = 0
         self.control = RecordControl(Speaker(rank, 0, lambda: self.leader, self.sent.append), self.windows, self.dumps)
@@ -279,8 +279,8 @@ def test_the_folder_is_that_of_the_setting_of_sglang_or_of_temporary_files(monke
     monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("TMPDIR", "")
     eplb = load_config().eplb
-    assert RecorderSettings.of(eplb).folder.is_dir()
+    assert dump_folder(eplb).is_dir()
     monkeypatch.setenv(name, "/dumps")
-    assert RecorderSettings.of(eplb).folder == Path("/dumps")
+    assert dump_folder(eplb) == Path("/dumps")
     named = load_config(overrides=["eplb.recorder_dir=/named"]).eplb
-    assert RecorderSettings.of(named).folder == Path("/named")
+    assert dump_folder(named) == Path("/named")
