@@ -55,6 +55,22 @@ def test_a_link_to_a_section_that_is_not_there_is_noticed() -> None:
     assert not leads_somewhere(ROOT / "README.md", "docs/architecture.md#no-such-section")
 
 
+def test_pages_that_code_and_settings_name_exist() -> None:
+    """Error messages, --help, comments and configurations send readers to pages."""
+    folders = ("moe_serve", "tests", "benchmarks", "tools", "configs", "deploy")
+    files = [
+        path for folder in folders for path in (ROOT / folder).rglob("*") if path.suffix in (".py", ".h", ".c", ".yaml")
+    ]
+    named = {
+        (page, str(path.relative_to(ROOT)))
+        for path in [*files, ROOT / "pyproject.toml"]
+        if "published" not in path.name and "profiles/hardware" not in str(path)  # these name pages of others
+        for page in re.findall(r"\bdocs/[\w-]+\.md\b", path.read_text(encoding="utf-8"))
+    }
+    assert len(named) > 10
+    assert sorted((page, path) for page, path in named if not (ROOT / page).is_file()) == []
+
+
 @pytest.mark.parametrize("page", PAGES)
 def test_files_that_a_page_names_exist(page: str) -> None:
     spans = code_spans((ROOT / page).read_text(encoding="utf-8"))
