@@ -84,8 +84,8 @@ def measure(num_ranks: int, batch: int, num_steps: int) -> dict[str, Any]:
 def token_ns(num_tokens: int = 200_000) -> float:
     """Returns the CPU time of counting one token of a request in the front end, the best of five runs."""
     from moe_serve.attention_dp.request import SamplingParams
-    from moe_serve.server.metrics.request_stats import RequestStats
-    from moe_serve.server.open_request import Changes, OpenRequest, RequestSpec
+    from moe_serve.server.requests.open_request import Changes, OpenRequest, RequestSpec
+    from moe_serve.server.requests.request_stats import RequestStats
 
     request = OpenRequest("0-0", RequestSpec([5], SamplingParams(), 0), None, [], Changes())
     stats, best_s = RequestStats(), float("inf")

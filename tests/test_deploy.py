@@ -13,7 +13,7 @@ import yaml
 from moe_serve.config import ServeConfig, load_config
 from moe_serve.launcher.cli import app as cli
 from moe_serve.launcher.cli.balancer import add_balancer_commands
-from moe_serve.server.access.keys import ADMIN_KEY_VARIABLE, API_KEY_VARIABLE
+from moe_serve.server.edge.keys import ADMIN_KEY_VARIABLE, API_KEY_VARIABLE
 
 ROOT = Path(__file__).parents[1]
 DEPLOY = ROOT / "deploy"
@@ -58,7 +58,7 @@ def test_settings_commands_flags_and_files_exist(path: Path, commands: dict[str,
     for module in re.findall(r"-m\s*\n?\s*-?\s*(moe_serve(?:\.\w+)+)", text):
         assert (ROOT / (module.replace(".", "/") + ".py")).is_file(), module
     if path.suffix == ".json":
-        return  # a board: tests/server/test_metric_names.py holds it against a front end
+        return  # a board: tests/server/observe/test_metric_names.py holds it against a front end
     for metric in re.findall(r"\bmoe_serve_(?:rank|eplb|all)[a-z_]+", text):
         assert is_metric(metric), metric
 

@@ -140,6 +140,31 @@ def test_the_eplb_library_never_imports_its_workbench_and_readers_run_no_policy(
             assert fits, f"{path.relative_to(PACKAGE)}:{line} imports {name}; eplb/{part} may use {sorted(allowed)}"
 
 
+# The front end stands on floors: floor -> the floors that it may import beside itself. app.py wires, and knows all.
+SERVER_FLOORS = {
+    "workers": set(),  # helper processes, and the fair queue before them
+    "requests": {"workers"},  # what is asked for, and what may wait
+    "ranks": {"requests", "workers"},  # who serves it
+    "edge": {"ranks", "requests"},  # who may ask, over HTTP
+    "api": {"edge", "ranks", "requests", "workers"},  # what can be asked, and the answers
+    "observe": {"edge", "ranks", "requests"},  # what operators see and set
+    "app": {"api", "observe", "edge", "ranks", "requests", "workers"},
+}
+
+
+@pytest.mark.parametrize("path", sorted((PACKAGE / "server").rglob("*.py")), ids=lambda p: str(p.relative_to(PACKAGE)))
+def test_the_floors_of_the_front_end_import_downwards(path: Path) -> None:
+    floor = path.relative_to(PACKAGE / "server").parts[0].removesuffix(".py")
+    if floor == "__init__":
+        return
+    for line, name in imports_of(path):
+        if name.startswith("server."):
+            other = name.split(".")[1]
+            assert other == floor or other in SERVER_FLOORS[floor], (
+                f"{path.relative_to(PACKAGE)}:{line} imports {name}; {floor} may use {sorted(SERVER_FLOORS[floor])}"
+            )
+
+
 def test_no_import_circles() -> None:
     # Imports inside functions count: they hide a circle, they do not break it.
     files = {

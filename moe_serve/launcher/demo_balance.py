@@ -22,7 +22,7 @@ from moe_serve.eplb.load import balancedness, rank_load
 from moe_serve.eplb.placement import Placement
 from moe_serve.launcher.balance_picture import Timeline, TimelinePoint
 from moe_serve.launcher.llm import LLM
-from moe_serve.server.balance.balance import BalanceBook
+from moe_serve.server.ranks.balance import BalanceBook
 
 _CLIENTS = 4
 _PROMPTS_PER_CALL = 12

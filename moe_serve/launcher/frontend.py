@@ -20,7 +20,7 @@ from moe_serve.errors import ConfigError, FolderError, MoeServeError
 from moe_serve.launcher.facts import front_end_difference, front_end_facts
 from moe_serve.links.link import Link, check_front_ends, find_link
 from moe_serve.log import configure_logging, get_logger
-from moe_serve.server.connections.ports import open_port
+from moe_serve.server.edge.ports import open_port
 
 log = get_logger(__name__)
 app = typer.Typer(add_completion=False)
@@ -74,13 +74,13 @@ def run_front_end(
 
 async def _serve(config: ServeConfig, listener: socket.socket, link: Link, clients_fd: int | None) -> None:
     from moe_serve.launcher.preflight import load_tokenizer
-    from moe_serve.server.access.client_ledger import Ledger
-    from moe_serve.server.access.client_limits import ClientTable
-    from moe_serve.server.access.hosts import is_loopback
-    from moe_serve.server.access.keys import KeyRing
     from moe_serve.server.app import make_app
-    from moe_serve.server.connections.http import HttpServer
-    from moe_serve.server.metrics.memory import give_large_blocks_back
+    from moe_serve.server.edge.client_ledger import Ledger
+    from moe_serve.server.edge.client_limits import ClientTable
+    from moe_serve.server.edge.hosts import is_loopback
+    from moe_serve.server.edge.http import HttpServer
+    from moe_serve.server.edge.keys import KeyRing
+    from moe_serve.server.edge.memory import give_large_blocks_back
     from moe_serve.server.ranks.bridge import Bridge
 
     tokenizer = load_tokenizer(config)

@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass
 
 from moe_serve.engine.output.logprobs import Logprob, TokenLogprobs
-from moe_serve.server.open_request import OpenRequest
+from moe_serve.server.requests.open_request import OpenRequest
 
 
 @dataclass(frozen=True)

@@ -10,10 +10,9 @@ from moe_serve.attention_dp.sampling_params import SamplingParams, plain
 from moe_serve.engine.protocol.messages import ModelLimits
 from moe_serve.errors import RequestError
 from moe_serve.models.tokenizer import Tokenizer
-from moe_serve.server.native.schemas import Prompt
-from moe_serve.server.open_request import RequestSpec
-from moe_serve.server.prompts import draw_seed, encode_prompt, fit_to_model, with_bad_words
-from moe_serve.server.samples import samples_of
+from moe_serve.server.requests.open_request import RequestSpec
+from moe_serve.server.requests.prompts import Prompt, draw_seed, encode_prompt, fit_to_model, with_bad_words
+from moe_serve.server.requests.samples import samples_of
 
 Prompts = Sequence[str] | Sequence[list[int]]
 Params = SamplingParams | Sequence[SamplingParams] | None

@@ -19,7 +19,7 @@ from moe_serve.launcher.facts import Fact, first_difference
 from moe_serve.launcher.local import new_launch_id
 from moe_serve.launcher.rank_env import RankEnv
 from moe_serve.log import get_logger
-from moe_serve.server.connections.ports import open_port
+from moe_serve.server.edge.ports import open_port
 
 log = get_logger(__name__)
 _POLL_S = 0.02

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 
-from moe_serve.server.open_request import UnavailableError
+from moe_serve.server.requests.open_request import UnavailableError
 
 
 class OrderlyEnd:

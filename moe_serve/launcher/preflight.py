@@ -10,9 +10,9 @@ from moe_serve.launcher.writable import why_not_writable
 from moe_serve.log import get_logger
 from moe_serve.models.tokenizer import Tokenizer
 from moe_serve.models.tokenizer_files import tokenizer_file
-from moe_serve.server.access.keys import KeyRing
-from moe_serve.server.connections.tls import make_tls
-from moe_serve.server.openai.parsed_output import OutputParsers
+from moe_serve.server.api.parsed_output import OutputParsers
+from moe_serve.server.edge.keys import KeyRing
+from moe_serve.server.edge.tls import make_tls
 
 if TYPE_CHECKING:
     from moe_serve.models.spec import ModelSpec

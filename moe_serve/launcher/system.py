@@ -24,7 +24,7 @@ from moe_serve.launcher.preflight import has_tokenizer
 from moe_serve.launcher.restarts import Restarts, in_a_while
 from moe_serve.links.folder import OwnFolder
 from moe_serve.links.link import Link
-from moe_serve.server.connections.ports import open_port
+from moe_serve.server.edge.ports import open_port
 
 _POLL_MS = 50
 _END_GRACE_S = 4.0  # for the front end and the ranks to end in order

@@ -22,40 +22,40 @@ from moe_serve.config import ServeConfig, model_dir, served_name
 from moe_serve.errors import MoeServeError, RequestError
 from moe_serve.log import get_logger
 from moe_serve.models.tokenizer import Tokenizer
-from moe_serve.server.access.client_limits import ClientTable
-from moe_serve.server.access.guard import OPEN, Access, Guard
-from moe_serve.server.access.keys import KeyRing
-from moe_serve.server.admission.admission_gate import AdmissionGate
-from moe_serve.server.admission.degrade import Degradation
-from moe_serve.server.admission.early_refusal import EarlyRefusal
-from moe_serve.server.answers import WEIGHT_VERSION, error_body
-from moe_serve.server.balance.eplb import add_eplb
-from moe_serve.server.balance.recorder import add_recorder
-from moe_serve.server.body import Bodies, BodyTooLarge
-from moe_serve.server.dashboard.routes import add_dashboard
-from moe_serve.server.docs.routes import add_docs
-from moe_serve.server.doors import Doors
-from moe_serve.server.fields.logprob_fields import LOGPROB_NAMES
-from moe_serve.server.generate import CallResponse, error_response, json_bytes
-from moe_serve.server.generation_control import add_generation_control
-from moe_serve.server.health import add_health
-from moe_serve.server.helpers.body_parser import GENERATE_BODY, BodyParser
-from moe_serve.server.helpers.chat_template import ChatTemplates
-from moe_serve.server.metrics.admission_metrics import AdmissionMetrics
-from moe_serve.server.metrics.metrics import make_registry
-from moe_serve.server.metrics.peer_metrics import PEERS
-from moe_serve.server.model_defaults import model_defaults
-from moe_serve.server.native.native_answers import NativeAnswers
-from moe_serve.server.native.native_logprobs import no_text, texts_of
-from moe_serve.server.native.schemas import GenerateRequest
-from moe_serve.server.openai.parsed_output import OutputParsers
-from moe_serve.server.openai.routes import add_openai
-from moe_serve.server.openai.tokenize_routes import add_tokenize
-from moe_serve.server.openapi import describe
-from moe_serve.server.profiles.profile import add_profile
+from moe_serve.server.api.body_parser import GENERATE_BODY, BodyParser
+from moe_serve.server.api.docs.routes import add_docs
+from moe_serve.server.api.doors import Doors
+from moe_serve.server.api.generate import CallResponse
+from moe_serve.server.api.generation_control import add_generation_control
+from moe_serve.server.api.logprob_fields import LOGPROB_NAMES
+from moe_serve.server.api.model_defaults import model_defaults
+from moe_serve.server.api.native_answers import WEIGHT_VERSION, NativeAnswers
+from moe_serve.server.api.native_logprobs import no_text, texts_of
+from moe_serve.server.api.openai_routes import add_openai
+from moe_serve.server.api.openapi import describe
+from moe_serve.server.api.parsed_output import OutputParsers
+from moe_serve.server.api.tokenize_routes import add_tokenize
+from moe_serve.server.edge.admission_gate import AdmissionGate
+from moe_serve.server.edge.body import Bodies, BodyTooLarge
+from moe_serve.server.edge.client_limits import ClientTable
+from moe_serve.server.edge.early_refusal import EarlyRefusal
+from moe_serve.server.edge.errors import error_body, error_response, json_bytes
+from moe_serve.server.edge.guard import OPEN, Access, Guard
+from moe_serve.server.edge.keys import KeyRing
+from moe_serve.server.edge.request_ids import RequestIds
+from moe_serve.server.observe.admission_metrics import AdmissionMetrics
+from moe_serve.server.observe.dashboard.routes import add_dashboard
+from moe_serve.server.observe.eplb import add_eplb
+from moe_serve.server.observe.health import add_health
+from moe_serve.server.observe.metrics import make_registry
+from moe_serve.server.observe.peer_metrics import PEERS
+from moe_serve.server.observe.profile import add_profile
+from moe_serve.server.observe.recorder import add_recorder
 from moe_serve.server.ranks.bridge import Bridge
-from moe_serve.server.request_ids import RequestIds
-from moe_serve.server.turns import Turns
+from moe_serve.server.requests.degrade import Degradation
+from moe_serve.server.requests.prompts import GenerateRequest
+from moe_serve.server.workers.chat_template import ChatTemplates
+from moe_serve.server.workers.turns import Turns
 
 log = get_logger(__name__)
 

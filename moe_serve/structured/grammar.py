@@ -84,7 +84,7 @@ def to_grammar(constraint: Constraint) -> str:
     """Returns a constraint in llguidance's own form. Raises RequestError with what is wrong with it.
 
     May take long for hostile texts, and deep recursion: call it where that harms nobody
-    (server/helpers/grammar_check.py).
+    (server/workers/grammar_check.py).
     """
     from llguidance import LLMatcher
 

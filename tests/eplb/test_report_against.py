@@ -19,7 +19,7 @@ from moe_serve.eplb.replay.result import ReplayReport
 from moe_serve.eplb.replay.settings import ReplaySettings
 from moe_serve.errors import ConfigError
 from moe_serve.topology import Topology
-from tests.server.dashboard.browser import browser_page
+from tests.server.observe.dashboard.browser import browser_page
 
 
 def report(policies: tuple[str, ...] = ("greedy",), num_slots: int = 8, num_windows: int = 4) -> ReplayReport:

@@ -15,7 +15,7 @@ from moe_serve.eplb.replay.report_html import page_data, to_html
 from moe_serve.eplb.replay.result import ReplayReport
 from moe_serve.eplb.replay.settings import ReplaySettings
 from moe_serve.topology import Topology
-from tests.server.dashboard.browser import browser_page
+from tests.server.observe.dashboard.browser import browser_page
 
 
 def report(policies: list[str], num_layers: int = 2, num_slots: int = 8) -> ReplayReport:

@@ -20,7 +20,7 @@ from moe_serve.launcher.llm_settings import merged
 from moe_serve.launcher.local import Death
 from moe_serve.launcher.newcomers import Newcomers
 from moe_serve.launcher.restarts import Restarts
-from moe_serve.server.open_request import UnavailableError
+from moe_serve.server.requests.open_request import UnavailableError
 from tests.conftest import _descendants
 from tests.launcher.running import eventually, gone
 from tests.server.served import demo_tokenizer, in_event_loop, serving

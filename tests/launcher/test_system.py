@@ -298,7 +298,7 @@ def test_one_of_two_front_ends_may_die_and_comes_back_while_the_other_serves():
         assert gone(pids)
 
 
-@pytest.mark.slow  # by default tests/server/test_client_limits.py holds it with three tables in one process
+@pytest.mark.slow  # by default tests/server/edge/test_client_limits.py holds it with three tables in one process
 def test_a_client_of_two_front_ends_has_its_limit_once():
     with serving("server.api_workers=2", "server.rpm_limit=6") as system, system.client() as first:
         pids = system.descendants()

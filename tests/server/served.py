@@ -11,10 +11,10 @@ from fastapi import FastAPI
 
 from moe_serve.config import ServeConfig, load_config, model_dir
 from moe_serve.models.tokenizer import Tokenizer
-from moe_serve.server.access.client_limits import ClientTable
 from moe_serve.server.app import make_app
-from moe_serve.server.connections.http import HttpServer
-from moe_serve.server.connections.ports import open_port
+from moe_serve.server.edge.client_limits import ClientTable
+from moe_serve.server.edge.http import HttpServer
+from moe_serve.server.edge.ports import open_port
 from moe_serve.server.ranks.bridge import Bridge
 from tests.server.fake_worker import FakeWorker
 

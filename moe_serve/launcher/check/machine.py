@@ -11,7 +11,7 @@ import torch
 from moe_serve.config import ServeConfig
 from moe_serve.errors import LaunchError, PortError
 from moe_serve.launcher.check.report import Line, Report, bytes_in_words
-from moe_serve.server.connections.ports import open_port
+from moe_serve.server.edge.ports import open_port
 
 
 def describe_machine(report: Report, config: ServeConfig, device: str) -> None:

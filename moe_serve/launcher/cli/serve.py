@@ -17,7 +17,7 @@ def serve(options: ServeOptions) -> None:
     from moe_serve.launcher.display import StartDisplay
     from moe_serve.launcher.preflight import look_for_files
     from moe_serve.launcher.system import serve_on_this_machine
-    from moe_serve.server.access.keys import ADMIN_KEY_VARIABLE, API_KEY_VARIABLE
+    from moe_serve.server.edge.keys import ADMIN_KEY_VARIABLE, API_KEY_VARIABLE
 
     for variable, key in ((API_KEY_VARIABLE, options.api_key), (ADMIN_KEY_VARIABLE, options.admin_api_key)):
         if key is not None:

@@ -16,14 +16,14 @@ from moe_serve.engine.protocol.command_messages import Answer, FlushCache, Profi
 from moe_serve.engine.protocol.messages import ModelLimits
 from moe_serve.errors import QueueFullError, RequestError
 from moe_serve.links.link import Link
-from moe_serve.server.admission.admission import Admission, Load, Queue
-from moe_serve.server.helpers.grammar_check import GrammarCheck
-from moe_serve.server.open_request import Changes, Courier, OpenRequest, RequestSpec, UnavailableError
 from moe_serve.server.ranks.commands import Command
 from moe_serve.server.ranks.rank_link import RankLink
 from moe_serve.server.ranks.request_book import RequestBook
 from moe_serve.server.ranks.siblings import What
 from moe_serve.server.ranks.supervisors import SUPERVISOR, Observer
+from moe_serve.server.requests.admission import Admission, Load, Queue
+from moe_serve.server.requests.open_request import Changes, Courier, OpenRequest, RequestSpec, UnavailableError
+from moe_serve.server.workers.grammar_check import GrammarCheck
 
 _DEADLINE_LOOK_S = 0.05  # between two looks for requests that have taken too long
 _LOOK_S = 0.02  # between two looks whether the last request has ended

@@ -19,7 +19,7 @@ from moe_serve.engine.protocol.command_messages import (
 )
 from moe_serve.engine.protocol.messages import Message
 from moe_serve.errors import QueueFullError
-from moe_serve.server.open_request import UnavailableError
+from moe_serve.server.requests.open_request import UnavailableError
 
 Command = RecordCommand | Rebalance | SetPlacement
 _MAX_OPEN = 16  # commands that wait for their answers; they come from people and scripts

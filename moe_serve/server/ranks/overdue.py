@@ -1,7 +1,7 @@
 """Whether an open request has taken too long. Pure: time is an argument. Torch-free."""
 
 from moe_serve.config import ServerConfig
-from moe_serve.server.open_request import OpenRequest
+from moe_serve.server.requests.open_request import OpenRequest
 
 
 def why_overdue(request: OpenRequest, server: ServerConfig, is_held: bool, now_s: float) -> str | None:

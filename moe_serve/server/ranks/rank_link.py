@@ -45,7 +45,7 @@ from moe_serve.engine.protocol.messages import (
 )
 from moe_serve.links.link import Link, find_link
 from moe_serve.log import RareWarnings, get_logger
-from moe_serve.server.balance.balance import BalanceBook
+from moe_serve.server.ranks.balance import BalanceBook
 from moe_serve.server.ranks.commands import CommandBook
 from moe_serve.server.ranks.news import News
 from moe_serve.server.ranks.rank_drain import RankDrain

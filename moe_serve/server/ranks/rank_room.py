@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping
 from moe_serve.attention_dp.request_router import RequestRouter
 from moe_serve.config import ServeConfig
 from moe_serve.engine.protocol.messages import Status
-from moe_serve.server.open_request import OpenRequest
+from moe_serve.server.requests.open_request import OpenRequest
 
 _AHEAD = 2  # requests beyond those that a rank runs, at least; they start without a round trip
 

@@ -13,15 +13,15 @@ from collections.abc import Callable, Collection, Sequence
 from moe_serve.config import ServeConfig
 from moe_serve.engine.output.incremental_decoder import Decoder
 from moe_serve.engine.protocol.messages import Abort, Message, Status, Tokens
-from moe_serve.server.admission.admission import DrainRate
-from moe_serve.server.admission.waiting_line import WaitingLines
-from moe_serve.server.metrics.request_log import RequestLog
-from moe_serve.server.metrics.request_stats import RequestStats
-from moe_serve.server.open_request import Changes, OpenRequest, OwnTimeoutError, RequestSpec, UnavailableError
 from moe_serve.server.ranks.overdue import why_overdue
 from moe_serve.server.ranks.rank_room import RankRoom
 from moe_serve.server.ranks.workers import Regrouped
-from moe_serve.server.rids import RequestsByRid
+from moe_serve.server.requests.admission import DrainRate
+from moe_serve.server.requests.open_request import Changes, OpenRequest, OwnTimeoutError, RequestSpec, UnavailableError
+from moe_serve.server.requests.request_log import RequestLog
+from moe_serve.server.requests.request_stats import RequestStats
+from moe_serve.server.requests.rids import RequestsByRid
+from moe_serve.server.requests.waiting_line import WaitingLines
 
 EndListener = Callable[[OpenRequest], None]
 MAX_LOSSES = 3  # ranks that may end while they serve one request, without a token in between

@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from moe_serve.engine.protocol.messages import ForFrontEnds, Message
-from moe_serve.server.open_request import UnavailableError
 from moe_serve.server.ranks.request_book import RequestBook
+from moe_serve.server.requests.open_request import UnavailableError
 
 What = Literal["pause", "abort_and_pause", "resume", "abort"]
 _LASTING = ("pause", "abort_and_pause", "resume")

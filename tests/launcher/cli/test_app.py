@@ -241,7 +241,7 @@ def test_help_keeps_its_brackets():
 
 
 def test_flags_for_keys_hosts_and_certificates_are_settings_and_keys_are_not(served, monkeypatch):
-    certificate = CONFIGS.parent / "tests/server/tls"
+    certificate = CONFIGS.parent / "tests/server/edge/tls"
     monkeypatch.setenv("MOE_SERVE_API_KEY", "before")
     monkeypatch.delenv("MOE_SERVE_ADMIN_API_KEY", raising=False)
     arguments = ["--api-key", "a-secret", "--allowed-hosts", "a.example", "--allowed-hosts", "b.example"]

@@ -1,0 +1,272 @@
+"""Submits the requests of a checked call, of any API, and sends their results as one JSON answer or a stream.
+
+When the client disconnects, its requests are aborted and free what they hold.
+"""
+
+import asyncio
+import time
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, Protocol
+
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from moe_serve.engine.protocol.messages import ModelLimits
+from moe_serve.errors import MoeServeError, RequestError
+from moe_serve.models.tokenizer import Tokenizer
+from moe_serve.server.edge.client_limits import Permit
+from moe_serve.server.edge.connection import CONNECTION, Connection
+from moe_serve.server.edge.errors import error_response
+from moe_serve.server.ranks.bridge import Bridge
+from moe_serve.server.requests.logprob_limits import check_call, num_logprobs
+from moe_serve.server.requests.open_request import Changes, OpenRequest, RequestSpec
+from moe_serve.server.requests.prompts import (
+    GenerateRequest,
+    Prompt,
+    check_num_expressions,
+    draw_seed,
+    encode_prompt,
+    fit_to_model,
+    with_bad_words,
+)
+from moe_serve.server.requests.samples import best_of_each, link_samples, samples_of
+from moe_serve.server.workers.turns import Turns
+
+_MANY_LOGPROBS = 4096  # numbers in an answer
+_LONG_ANSWER = 16_384  # characters of its texts, which parsers of calls read at up to 15 us each
+_SHORT_CALL = 4096  # characters of all prompts; a longer call is tokenized in a thread
+_LONG_CALL = 1 << 16  # such a call takes 0.15 s of a core, and longer ones wait for their turn
+DONE = b"data: [DONE]\n\n"
+_STREAM_HEADERS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
+
+
+@dataclass(frozen=True)
+class Call:
+    """The open requests of one HTTP call, in the order of its answer, and the id that the client knows each by.
+
+    groups:   for each prompt how many outputs are generated, and how many of them are in the answer
+    left_out: requests of outputs that are not, since others are better
+    """
+
+    requests: Sequence[OpenRequest]
+    rids: Sequence[str]
+    changes: Changes
+    permit: Permit | None = None
+    groups: Sequence[tuple[int, int]] = ()
+    left_out: Sequence[OpenRequest] = ()
+
+    def with_best(self) -> "Call":
+        """Returns the call with the best outputs of each prompt alone, once all requests have ended."""
+        chosen = best_of_each(self.requests, self.groups)
+        left_out = set(range(len(self.requests))) - set(chosen)
+        return replace(
+            self,
+            requests=[self.requests[i] for i in chosen],
+            rids=[self.rids[i] for i in chosen],
+            left_out=[self.requests[i] for i in sorted(left_out)],
+        )
+
+    def failure_of(self, request: OpenRequest) -> MoeServeError | None:
+        """Returns the failure of a request that ends the answer to the whole call.
+
+        One that was cut short before its first token has an empty output where others still have theirs to give.
+        """
+        if request.was_cut_short and request.failure is not None:
+            others = (each for each in self.requests if each is not request and each.failure is None)
+            if any(each.num_output or not each.is_done for each in others):
+                request.end_empty()
+        return request.failure
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of prompts and outputs, without requests that failed before their first one."""
+        started = [request for request in self.requests if request.num_output or request.failure is None]
+        return sum(len(request.spec.prompt_ids) + request.num_output for request in started)
+
+
+async def start_call(
+    given: GenerateRequest,
+    bridge: Bridge,
+    tokenizer: Tokenizer | None,
+    long_texts: Turns,
+    permit: Permit | None = None,
+    client: str = "",
+) -> Call:
+    """Submits all requests of a call, or none; those of one prompt follow each other.
+
+    Raises RequestError, QueueFullError or UnavailableError.
+
+    long_texts: the turns in which they are tokenized;  permit: of a client with limits;  client: who asks
+    """
+    limits = bridge.limits
+    specs: list[RequestSpec] = []
+    rids: list[str] = []
+    groups: list[tuple[int, int]] = []
+    check_num_expressions(given.prompts)
+    for prompt, prompt_ids in await _tokenize(given.prompts, tokenizer, limits, long_texts, client):
+        params = fit_to_model(prompt, prompt_ids, limits)
+        if params.constraint is not None:
+            params = await bridge.grammars.checked(params, limits, client)
+        seed = draw_seed() if params.seed is None else params.seed
+        rid = prompt.rid or uuid.uuid4().hex
+        groups.append((params.num_samples, params.n))
+        for sample, (own, own_seed) in enumerate(samples_of(params, seed)):
+            rids.append(rid if params.num_samples == 1 else f"{rid}-{sample}")
+            specs.append(
+                RequestSpec(
+                    prompt_ids=prompt_ids,
+                    params=own,
+                    seed=own_seed,
+                    salt=given.salt,
+                    session_id=prompt.session_id,
+                    rank=given.rank,
+                    priority=given.priority,
+                    rid=rids[-1],
+                    timeout_s=given.timeout_s,
+                    group=rid if params.num_samples > 1 else None,
+                    shows_logprobs=params.logprobs is not None,
+                )
+            )
+    check_call(specs, given.stream, bool(given.incremental))
+    if given.stream and any(prompt.params.chooses for prompt in given.prompts):
+        raise RequestError(
+            "best_of is larger than n, so the outputs of the answer are known at the end only; send stream: false",
+            field="best_of",
+        )
+    if permit is not None:
+        permit.take(len(specs), sum(spec.num_tokens for spec in specs), time.monotonic())
+    changes = Changes(ends_only=not given.stream)
+    requests = bridge.submit(specs, changes)
+    link_samples(requests, groups)
+    return Call(requests, rids, changes, permit, groups)
+
+
+async def _tokenize(
+    prompts: Sequence[Prompt], tokenizer: Tokenizer | None, limits: ModelLimits, long_texts: Turns, client: str
+) -> Sequence[tuple[Prompt, list[int]]]:
+    """Returns the prompts with the ids of their bad words, and the ids of each.
+
+    Encodes in a thread what is not short, so that other clients are served meanwhile, and long texts in turns, so that
+    they do not take all threads and cores from the others.
+    """
+
+    def work() -> list[tuple[Prompt, list[int]]]:
+        return [(each, encode_prompt(each, tokenizer, limits)) for each in with_bad_words(prompts, tokenizer)]
+
+    num_chars = sum(len(prompt.text or "") + 2 * sum(map(len, prompt.params.bad_words)) for prompt in prompts)
+    if num_chars <= _SHORT_CALL:
+        return work()
+    if num_chars <= _LONG_CALL:
+        return await asyncio.to_thread(work)
+    async with long_texts.turn(client):
+        return await asyncio.to_thread(work)
+
+
+class Answers(Protocol):
+    """The form in which the results of a call reach its client; it remembers what of a stream the client has.
+
+    ends_at_failure: a stream ends with the first request that fails
+    """
+
+    ends_at_failure: bool
+
+    def whole(self, call: Call) -> bytes:
+        """Returns the body of the answer, once all requests have ended."""
+
+    def event(self, call: Call, index: int) -> bytes:
+        """Returns the events of a stream about what is new of a request, nothing where that says nothing."""
+
+    def end(self, call: Call) -> bytes:
+        """Returns the last events of a stream."""
+
+
+class CallResponse(Response):
+    """The answer to one call, as JSON or server-sent events. When it ends, for any reason, it aborts what is open."""
+
+    def __init__(self, call: Call, bridge: Bridge, answers: Answers, stream: bool):
+        super().__init__()
+        self._call = call
+        self._bridge = bridge
+        self._answers = answers
+        self._stream = stream
+        self._is_sending = False  # events that must not be overtaken
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        answer = asyncio.ensure_future(self._send_stream(scope, send) if self._stream else self._send_json(send))
+        gone = asyncio.ensure_future(_client_left(receive))
+        try:
+            await asyncio.wait({answer, gone}, return_when=asyncio.FIRST_COMPLETED)
+            if answer.done():
+                answer.result()
+        except OSError:
+            pass  # the client disconnected while we were sending
+        finally:
+            for task in (answer, gone):
+                task.cancel()
+            for request in self._call.requests:
+                self._bridge.abort(request)
+            if self._call.permit is not None:
+                self._call.permit.use(self._call.num_tokens)
+
+    async def _send_json(self, send: Send) -> None:
+        call = self._call
+        left = len(call.requests)
+        while left:
+            request = await call.changes.next()
+            if (failure := call.failure_of(request)) is not None:
+                await error_response(failure)({"type": "http"}, _no_receive, send)
+                return
+            left -= request.is_done
+        best = call.with_best()
+        # Much to write takes a thread, so that other clients are served meanwhile.
+        num_chars = sum(len(request.matcher.text) for request in best.requests)
+        is_long = num_chars > _LONG_ANSWER or sum(map(num_logprobs, best.requests)) > _MANY_LOGPROBS
+        body = await asyncio.to_thread(self._answers.whole, best) if is_long else self._answers.whole(best)
+        await Response(body, media_type="application/json")({"type": "http"}, _no_receive, send)
+
+    async def _send_stream(self, scope: Scope, send: Send) -> None:
+        call, answers = self._call, self._answers
+        index_of = {request.request_id: index for index, request in enumerate(call.requests)}
+        left = len(call.requests)
+        has_begun = False
+        while left:
+            request = await call.changes.next()
+            failure = call.failure_of(request) if answers.ends_at_failure else None
+            if not has_begun:  # not earlier: while a request waits, only a call without headers shows that it was left
+                if failure is not None:
+                    await error_response(failure)({"type": "http"}, _no_receive, send)
+                    return
+                await send({"type": "http.response.start", "status": 200, "headers": _STREAM_HEADERS})
+                has_begun = True
+                connection: Connection | None = scope.get("extensions", {}).get(CONNECTION)
+                if connection is not None:  # from here on, most events do not come this way
+                    call.changes.bring(self._bridge.courier, partial(self._write, connection, index_of))
+            left -= request.is_done  # not later: it may end while what came before is sent, and is told again then
+            if events := answers.event(call, index_of[request.request_id]):
+                self._is_sending = True
+                await send({"type": "http.response.body", "body": events, "more_body": True})
+                self._is_sending = False
+            if failure is not None:
+                break
+        await send({"type": "http.response.body", "body": answers.end(call), "more_body": False})
+
+    def _write(self, connection: Connection, index_of: dict[str, int], request: OpenRequest) -> bool:
+        """Sends what is new of a request; returns False where that is for `_send_stream` to do."""
+        if request.is_done or self._is_sending or not connection.takes_chunks:
+            return False
+        if events := self._answers.event(self._call, index_of[request.request_id]):
+            connection.write_chunk(events)
+        return True
+
+
+async def _client_left(receive: Receive) -> None:
+    """Returns once the client has closed its connection."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def _no_receive() -> Any:
+    raise AssertionError("a plain response reads nothing")

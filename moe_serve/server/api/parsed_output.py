@@ -1,0 +1,215 @@
+"""The fields of OpenAI's messages from what parsers make of an output. Torch-free."""
+
+import uuid
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from moe_serve.attention_dp.constraint import Constraint, FormStart
+from moe_serve.config import ServerConfig
+from moe_serve.models.tokenizer import Tokenizer
+from moe_serve.server.api.output_parser import Delta, NewOutput, OutputParser, PlainText
+from moe_serve.server.api.tool_fields import ReasoningUse, ToolUse
+from moe_serve.server.api.tools.calls import CallParser
+from moe_serve.server.api.tools.forced import NamedCallParser, RequiredCallsParser
+from moe_serve.server.api.tools.harmony import (
+    ANALYSIS,
+    CHANNEL,
+    END,
+    FINAL,
+    MESSAGE,
+    START,
+    HarmonyParser,
+    analysis_tokens,
+)
+from moe_serve.server.api.tools.parts import CallArguments, CallStart, Content, Parser, Part, Reasoning, joined
+from moe_serve.server.api.tools.registry import HARMONY, REASONING_PARSERS, TOOL_CALL_PARSERS, known_name
+from moe_serve.server.api.tools.think import ThinkParser, up_to
+
+_PROMPT_CHARS = 64  # of a prompt's text that say the same
+_PROMPT_END = 16  # tokens of the prompt that say whether the output begins inside the reasoning
+
+
+class OutputParsers:
+    """The parsers of one server."""
+
+    def __init__(self, config: ServerConfig, tokenizer: Tokenizer | None):
+        """Raises ConfigError for names that are not known."""
+        reasoning = known_name("server.reasoning_parser", config.reasoning_parser, REASONING_PARSERS)
+        calls = known_name("server.tool_call_parser", config.tool_call_parser, TOOL_CALL_PARSERS)
+        self._is_harmony = HARMONY in (reasoning, calls)
+        self._tags = None if reasoning is None else REASONING_PARSERS[reasoning]
+        self._calls = None if calls is None else TOOL_CALL_PARSERS[calls]
+        self._tokenizer = tokenizer
+        self._end_id = self._id_of(self._tags.end) if self._tags else None
+        self._count = self._make_count()
+        of_calls = (MESSAGE, START, END) if self._is_harmony else self._calls.markers if self._calls else ()
+        self._reasoning_hides = self._is_harmony or (self._tags is not None and self._are_hidden((self._tags.end,)))
+        self._calls_hide = self._are_hidden(of_calls)
+
+    def needs_special_tokens(self, tools: ToolUse) -> bool:
+        """Returns whether special tokens must be shown: markers are among them."""
+        return self._reasoning_hides or (tools.choice == "auto" and self._calls_hide)
+
+    def form_start(self, prompt: str, tools: ToolUse, continued: str | None = None) -> FormStart | None:
+        """Returns where a form that the output must have begins: behind its reasoning; None: with the first token.
+
+        A reasoning whose end is no token of its own cannot be told from the form, so there is none then. Nor is there
+        before a call that the client forces from a model of harmony, whose other channels may hold calls, too.
+
+        continued: the message that the output goes on with, None = none
+        """
+        prompt_end = prompt[-_PROMPT_CHARS:]
+        if self._is_harmony:
+            channel, final, message = (self._id_of(text) for text in (CHANNEL, FINAL, MESSAGE))
+            if channel is None or final is None or message is None or tools.is_forced:
+                return None
+            return FormStart(((channel, final), (message,)), may_end=tools.choice == "auto")
+        if self._tags is None or self._end_id is None:
+            return None
+        if self._tags.inside(prompt_end, continued):
+            return FormStart(((self._end_id,),))
+        opens = self._id_of(self._tags.start)
+        if opens is None or continued is not None or prompt_end.rstrip().endswith(self._tags.end):
+            return None
+        return FormStart(((self._end_id,),), opens)
+
+    def of(
+        self,
+        tools: ToolUse,
+        reasoning: ReasoningUse,
+        prompt_ids: Sequence[int],
+        constraint: Constraint | None = None,
+        continued: str | None = None,
+    ) -> Callable[[], OutputParser]:
+        """Returns what makes the parser of one choice of an answer to a prompt.
+
+        constraint: the form of the output;  continued: the message that it goes on with, None = none
+        """
+        calls, schemas = self._calls_of(tools)
+        if self._is_harmony and not tools.is_forced:
+            return lambda: ParsedOutput([HarmonyParser(schemas)], tools, reasoning, self._count)
+        has_start = constraint is not None and constraint.start is not None
+        tags = self._tags if (has_start if tools.is_forced else reasoning.separate) else None
+        if tags is None and calls is None:
+            return PlainText
+        prompt_end = ""
+        if tags is not None and constraint is not None and not has_start and constraint.kind != "structural_tag":
+            # The form holds from the first token, wherever the prompt ends: only what it writes itself is reasoning.
+            tags = replace(tags, begins_inside=False)
+        elif tags is not None and self._tokenizer is not None:
+            prompt_end = self._tokenizer.decode(prompt_ids[-_PROMPT_END:], skip_special_tokens=False)
+
+        def stages() -> list[Parser]:
+            return [
+                *([ThinkParser(tags, prompt_end, continued)] if tags is not None else []),
+                *([calls(schemas)] if calls is not None else []),
+            ]
+
+        return lambda: ParsedOutput(stages(), tools, reasoning, self._count)
+
+    def _calls_of(self, tools: ToolUse) -> tuple[type[CallParser] | None, dict[str, dict[str, Any]]]:
+        """Returns what reads the calls of an output, None where there are none, and the functions it knows."""
+        if tools.choice == "named":
+            return NamedCallParser, {tools.name: tools.schemas[tools.name]}
+        if tools.choice == "required":
+            return RequiredCallsParser, tools.schemas
+        if tools.choice == "auto" and tools.schemas and self._calls is not None:
+            return self._calls, tools.schemas
+        return None, {}
+
+    def _make_count(self) -> Callable[[Sequence[int]], int] | None:
+        """Returns what counts the tokens of the reasoning in an output that has one, None where they cannot be told."""
+        if self._is_harmony:
+            channel, analysis, start, end = (self._id_of(text) for text in (CHANNEL, ANALYSIS, START, END))
+            if channel is None or analysis is None or start is None or end is None:
+                return None
+            return partial(analysis_tokens, channel, analysis, start, end)
+        return None if self._end_id is None else partial(up_to, self._end_id)
+
+    def _id_of(self, marker: str) -> int | None:
+        """Returns the id of a marker that is one token."""
+        ids = [] if self._tokenizer is None else self._tokenizer.encode(marker, add_special_tokens=False)
+        return ids[0] if len(ids) == 1 else None
+
+    def _are_hidden(self, markers: Sequence[str]) -> bool:
+        ids = [self._id_of(marker) for marker in markers]
+        return self._tokenizer is not None and any(i is not None and not self._tokenizer.has_text(i) for i in ids)
+
+
+class ParsedOutput:
+    """Reads the output of one choice: each stage reads the content that the one before it leaves."""
+
+    def __init__(
+        self,
+        stages: list[Parser],
+        tools: ToolUse,
+        reasoning: ReasoningUse,
+        count_reasoning: Callable[[Sequence[int]], int] | None = None,
+    ):
+        """count_reasoning: returns how many tokens of an output with a reasoning are of it; None: not known"""
+        self._stages = stages
+        self._tools = tools
+        self._reasoning = reasoning
+        self._count_reasoning = count_reasoning
+        self._held: list[str] = []  # reasoning that is not streamed
+        self._num_calls = 0
+        self._token_ids: list[int] = []
+        self._has_reasoning = False
+
+    def push(self, new: NewOutput) -> list[Delta]:
+        """Returns what is new of the message; all that was held back, where the output ends."""
+        if self._count_reasoning is not None:
+            self._token_ids += new.token_ids
+        parts = self._through([Content(new.text)] if new.text else [], new.finish is not None)
+        deltas = [delta for part in parts for delta in self._deltas(part)]
+        return deltas + (self._release() if new.finish is not None else [])
+
+    def finish_reason(self, reason: str) -> str:
+        """Returns "tool_calls" for a "stop" behind calls that the model chose to make."""
+        return "tool_calls" if reason == "stop" and self._num_calls and self._tools.choice != "named" else reason
+
+    def reasoning_tokens(self) -> int | None:
+        """Returns the tokens of the reasoning, with those that mark it; None where these are no tokens of their own."""
+        if self._count_reasoning is None:
+            return None
+        return self._count_reasoning(self._token_ids) if self._has_reasoning else 0
+
+    def _through(self, parts: list[Part], is_last: bool) -> list[Part]:
+        for stage in self._stages:
+            read: list[Part] = []
+            for part in parts:
+                read += stage.push(part.text) if isinstance(part, Content) else [part]
+            parts = read + (stage.finish() if is_last else [])
+        return joined(parts)
+
+    def _deltas(self, part: Part) -> list[Delta]:
+        match part:
+            case Reasoning(text):
+                self._has_reasoning = True
+                if not self._reasoning.separate:
+                    return [{"content": text}]
+                if self._reasoning.included:
+                    self._held.append(text)
+                return self._release() if self._reasoning.streamed else []
+            case Content(text):
+                return [*self._release(), {"content": text}]
+            case CallStart(index, name, call_id):
+                self._num_calls = max(self._num_calls, index + 1)
+                if index and not self._tools.parallel:
+                    return self._release()
+                call_id = call_id or f"call_{uuid.uuid4().hex[:24]}"
+                function = {"name": name, "arguments": ""}
+                call = {"index": index, "id": call_id, "type": "function", "function": function}
+                return [*self._release(), {"tool_calls": [call]}]
+            case CallArguments(index, text):
+                if index and not self._tools.parallel:
+                    return []
+                return [{"tool_calls": [{"index": index, "function": {"arguments": text}}]}]
+
+    def _release(self) -> list[Delta]:
+        """Returns the reasoning that was held back."""
+        text = "".join(self._held)
+        self._held.clear()
+        return [{"reasoning_content": text, "reasoning": text}] if text else []

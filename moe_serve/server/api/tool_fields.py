@@ -1,0 +1,167 @@
+"""Checks what a chat says of its tools and of reasoning: which functions there are, whether one must be called."""
+
+import re
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import msgspec
+
+from moe_serve.attention_dp.constraint import Constraint
+from moe_serve.errors import RequestError
+from moe_serve.server.api.constraint_fields import schema_constraint
+from moe_serve.server.edge.json_fields import Fields, boolean, show
+from moe_serve.structured.json_schema import moved, with_options
+
+MAX_TOOLS = 128
+MAX_BYTES = 1 << 20  # of all tools, as JSON
+# llguidance's word for JSON as json.dumps writes it: a model cannot lose itself in spaces between the values.
+_ONE_LINE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+EXAMPLE = 'send {"type": "function", "function": {"name": "f", "parameters": {…}}}'
+EXAMPLE_CHOICE = '{"type": "function", "function": {"name": "f"}}'
+_NAME = re.compile(r"[A-Za-z0-9_.:-]{1,64}\Z")
+
+
+@dataclass(frozen=True)
+class ToolUse:
+    """What an answer may do with the client's functions.
+
+    schemas:  of the parameters of each function, by name
+    choice:   "named": `name` must be called, once;  "required": at least one must
+    parallel: whether there may be several calls
+    """
+
+    schemas: dict[str, dict[str, Any]]
+    choice: Literal["none", "auto", "required", "named"] = "none"
+    name: str = ""
+    parallel: bool = True
+
+    @property
+    def is_forced(self) -> bool:
+        """Whether the answer is calls and nothing else."""
+        return self.choice in ("named", "required")
+
+    @property
+    def _options(self) -> dict[str, Any]:
+        """llguidance's options in the schemas of all functions: a form has one set."""
+        given = [schema.get("x-guidance") for schema in self.schemas.values()]
+        return {name: value for each in given if isinstance(each, dict) for name, value in each.items()}
+
+    def constraint(self) -> Constraint | None:
+        """Returns the form that the output must have, None where it is free."""
+        if self.choice == "named":
+            path = f"tools[{list(self.schemas).index(self.name)}].function.parameters"
+            return schema_constraint(with_options(_object_schema(self.schemas[self.name]), _ONE_LINE), path)
+        if self.choice != "required":
+            return None
+        calls = [
+            {
+                "type": "object",
+                "properties": {"name": {"const": name}, "parameters": {"$ref": f"#/$defs/{name}"}},
+                "required": ["name", "parameters"],
+                "additionalProperties": False,
+            }
+            for name in self.schemas
+        ]
+        most = {} if self.parallel else {"maxItems": 1}
+        schemas = {name: moved(_object_schema(schema), name) for name, schema in self.schemas.items()}
+        return schema_constraint(
+            with_options(
+                {
+                    "type": "array",
+                    "minItems": 1,
+                    **most,
+                    "items": {"anyOf": calls},
+                    "$defs": schemas,
+                    "x-guidance": self._options,
+                },
+                _ONE_LINE,
+            ),
+            "tools",
+        )
+
+
+@dataclass(frozen=True)
+class ReasoningUse:
+    """What a client wants of the reasoning. separate: not in the content;  included: at all;  streamed: as it comes"""
+
+    separate: bool = True
+    included: bool = True
+    streamed: bool = True
+
+
+def take_tool_use(values: Fields, tools: list[dict[str, Any]] | None) -> ToolUse:
+    """Takes tool_choice and parallel_tool_calls. tools: as the client sent them
+
+    Raises RequestError with the field and what was expected.
+    """
+    schemas = _schemas(tools or [])
+    parallel = values.take("parallel_tool_calls", boolean)
+    given = values.take("tool_choice", lambda name, value: value)
+    use = ToolUse(schemas, "auto" if schemas else "none", parallel=parallel is not False)
+    if given is None:
+        return use
+    if given in ("none", "auto", "required") and isinstance(given, str):
+        if given == "required" and not schemas:
+            raise RequestError("tool_choice is 'required' but there are no tools; send tools", field="tool_choice")
+        choice: Any = given if schemas else "none"
+        return ToolUse(schemas, choice, parallel=use.parallel)
+    return ToolUse(schemas, "named", _named(given, schemas), parallel=False)
+
+
+def take_reasoning_use(values: Fields) -> ReasoningUse:
+    """Takes SGLang's and vLLM's fields about reasoning. Raises RequestError."""
+    return ReasoningUse(
+        separate=values.take("separate_reasoning", boolean) is not False,
+        included=values.take("include_reasoning", boolean) is not False,
+        streamed=values.take("stream_reasoning", boolean) is not False,
+    )
+
+
+def _named(given: Any, schemas: dict[str, dict[str, Any]]) -> str:
+    function = given.get("function") if isinstance(given, dict) else None
+    name = function.get("name") if isinstance(function, dict) else None
+    if not isinstance(name, str):
+        raise RequestError(
+            f"tool_choice is {show(given)}, expected none, auto, required, or an object such as " + EXAMPLE_CHOICE,
+            field="tool_choice",
+        )
+    if name not in schemas:
+        raise RequestError(f"tool_choice names {name[:80]!r}, which is none of the tools", field="tool_choice")
+    return name
+
+
+def _schemas(tools: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    if len(tools) > MAX_TOOLS:
+        raise RequestError(f"tools has {len(tools)} entries, at most {MAX_TOOLS} are taken; send fewer", field="tools")
+    if len(msgspec.json.encode(tools)) > MAX_BYTES:
+        raise RequestError(f"tools has more than {MAX_BYTES} bytes as JSON; send less", field="tools")
+    schemas: dict[str, dict[str, Any]] = {}
+    for i, tool in enumerate(tools):
+        path = f"tools[{i}]"
+        function, kind = tool.get("function"), tool.get("type", "function")
+        if kind != "function":
+            raise RequestError(f"{path}.type is {show(kind)}, but only functions are served; {EXAMPLE}", f"{path}.type")
+        if not isinstance(function, dict):
+            raise RequestError(f"{path}.function is {show(function)}; {EXAMPLE}", field=f"{path}.function")
+        name, parameters = function.get("name"), function.get("parameters")
+        if not isinstance(name, str) or not _NAME.match(name):
+            raise RequestError(
+                f"{path}.function.name is {show(name)}, expected up to 64 letters, digits, and any of _ - . :",
+                field=f"{path}.function.name",
+            )
+        if name in schemas:
+            raise RequestError(f"{path}.function.name is {name!r}, as of a tool before it", f"{path}.function.name")
+        if not isinstance(parameters, dict | None):
+            raise RequestError(
+                f"{path}.function.parameters is {show(parameters)}, expected a JSON schema",
+                field=f"{path}.function.parameters",
+            )
+        schemas[name] = parameters or {}
+    return schemas
+
+
+def _object_schema(schema: dict[str, Any]) -> dict[str, Any]:
+    """Returns a schema whose values are objects: arguments always are."""
+    kind = schema.get("type", "object")
+    is_one_of = isinstance(kind, list) and "object" in kind
+    return schema if "$ref" in schema else {**schema, "type": "object" if is_one_of else kind}

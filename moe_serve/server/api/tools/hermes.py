@@ -1,0 +1,88 @@
+"""Calls of Hermes and Qwen3: `<tool_call>{"name": "f", "arguments": {…}}</tool_call>`. Torch-free."""
+
+import json
+
+from moe_serve.server.api.tools.calls import CallParser, as_json
+from moe_serve.server.api.tools.json_text import Malformed
+from moe_serve.server.api.tools.stream import Steps
+
+
+class HermesParser(CallParser):
+    markers = ("<tool_call>",)
+
+    def _calls(self, marker: str) -> Steps[None]:
+        yield from self._skip_space()
+        yield from self._named_call()
+        yield from self._skip_space()
+        yield from self._accept("</tool_call>")
+        yield from self._skip_space()
+
+    def _named_call(self) -> Steps[None]:
+        """Reads an object with a name and arguments, in either order."""
+        yield from self._expect("{")
+        has_begun = has_arguments = False
+        early: str | None = None  # arguments that came before the name
+        name = ""
+        yield from self._skip_space()
+        while True:
+            key = yield from self._json_string()
+            yield from self._skip_space()
+            yield from self._expect(":")
+            yield from self._skip_space()
+            if key == "name" and not has_begun:
+                name = yield from self._json_string()
+                has_begun = name in self._tools
+                if early is not None:
+                    self._start(name)
+                    self._arguments(early)
+            elif key in ("arguments", "parameters") and not has_arguments:
+                has_arguments = True
+                if has_begun:
+                    self._start(name)
+                    yield from self._object_or_text()
+                else:
+                    early = yield from self._json()
+                    if not early.startswith("{"):
+                        raise Malformed
+            else:
+                yield from self._any_value()
+            yield from self._skip_space()
+            if (yield from self._accept("}")):
+                break
+            yield from self._expect(",")
+            yield from self._skip_space()
+        if not has_begun:
+            raise Malformed
+        if not has_arguments:
+            self._start(name)
+            self._arguments("{}")
+
+    def _object_or_text(self) -> Steps[None]:
+        """Reads arguments, which some models write as JSON in a string, or as null."""
+        following = yield from self._next()
+        if following == "{":
+            yield from self._json_arguments()
+        elif following == '"':
+            text = yield from self._json_string()
+            try:
+                value = json.loads(text)
+                arguments = as_json(value)
+            except (ValueError, RecursionError):
+                raise Malformed from None
+            if not isinstance(value, dict):
+                raise Malformed
+            self._arguments(arguments)
+        else:
+            yield from self._expect("null")
+            self._arguments("{}")
+
+    def _any_value(self) -> Steps[None]:
+        """Reads a value that means nothing to us, such as an id."""
+        following = yield from self._next()
+        if following == '"':
+            yield from self._json_string()
+        elif following in "{[" and following:
+            yield from self._json()
+        else:
+            while (yield from self._next()) not in (",", "}", ""):
+                self._take(1)

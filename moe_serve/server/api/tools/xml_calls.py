@@ -1,0 +1,118 @@
+"""What parsers share whose calls write each parameter as text between tags. Torch-free.
+
+Text of a parameter becomes JSON by the type that its schema gives: a string where that is "string" or not said, else
+the JSON that it is, or a string where it is none.
+"""
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from moe_serve.server.api.tools.calls import CallParser, as_json
+from moe_serve.server.api.tools.json_text import Truncated
+from moe_serve.server.api.tools.stream import Steps
+
+_WAYS = frozenset({"type", "enum", "const", "anyOf", "oneOf", "allOf", "$ref"})  # in which a schema says a type
+_MAX_PARTS = 256  # of a schema that are looked at for the types of one parameter
+_KINDS: Mapping[type, str] = {
+    str: "string", bool: "boolean", int: "integer", float: "number", dict: "object", list: "array", type(None): "null",
+}  # fmt: skip
+
+
+class XmlCallParser(CallParser):
+    """_parameter reads one; _begin_call and _end_call come before the first and after the last."""
+
+    _schema: Mapping[str, Any]
+    _num_parameters: int
+
+    def _begin_call(self, name: str) -> None:
+        self._start(name)
+        self._schema = self._tools[name]
+        self._num_parameters = 0
+
+    def _end_call(self) -> None:
+        self._arguments("}" if self._num_parameters else "{}")
+
+    def _tag(self, literal: str) -> Steps[bool]:
+        """Reads a tag if it comes next; returns whether it did. Raises Truncated where the text ends inside it."""
+        if (yield from self._accept(literal)):
+            return True
+        if self._has_ended and literal.startswith(self._text):
+            raise Truncated
+        return False
+
+    def _parameter(self, name: str, end: str) -> Steps[None]:
+        """Reads the text of a parameter up to its end tag. Newlines at the tags are not part of it."""
+        key = f"{', ' if self._num_parameters else '{'}{as_json(name)}: "
+        self._num_parameters += 1
+        yield from self._accept("\n")
+        if self._kinds(name) == {"string"}:
+            self._arguments(key + '"')
+            found = yield from self._until((f"\n{end}", end), self._say_text, drop_space=False)
+            if found:
+                self._arguments('"')
+            return
+        pieces: list[str] = []
+        found = yield from self._until((f"\n{end}", end), pieces.append, drop_space=False)
+        text = "".join(pieces)
+        self._arguments(key + (_value(text, self._kinds(name)) if found else text))
+
+    def _say_text(self, text: str) -> None:
+        self._arguments(as_json(text)[1:-1])
+
+    def _kinds(self, name: str) -> frozenset[str]:
+        """Returns the types that a parameter may have; none where its schema does not say."""
+        properties = self._schema.get("properties")
+        schema = properties.get(name) if isinstance(properties, Mapping) else None
+        if not isinstance(schema, Mapping):
+            return frozenset({"string"})
+        says = schema.keys() & _WAYS
+        return _kinds_of(schema, self._schema) if says else frozenset({"string"})
+
+
+def _kinds_of(schema: Mapping[str, Any], root: Mapping[str, Any]) -> frozenset[str]:
+    """Returns the types that a value may have; none where its schema does not say. root: what references count from"""
+    kinds: set[str] = set()
+    waiting: list[Any] = [schema]
+    seen: set[str] = set()
+    for _ in range(_MAX_PARTS):
+        if not waiting:
+            return frozenset(kinds)
+        part = waiting.pop()
+        match part:
+            case {"type": str(kind)}:
+                kinds.add(kind)
+            case {"type": [*several]}:
+                kinds |= {str(kind) for kind in several}
+            case {"enum": [*values]}:
+                kinds |= {_KINDS[type(value)] for value in values[:_MAX_PARTS]}
+            case {"const": value}:
+                kinds.add(_KINDS[type(value)])
+            case {"anyOf": [*ways]} | {"oneOf": [*ways]} | {"allOf": [*ways]} if len(ways) <= _MAX_PARTS:
+                waiting += ways
+            case {"$ref": str(reference)}:
+                if reference not in seen:
+                    seen.add(reference)
+                    waiting.append(_found(reference, root))
+            case _:
+                break
+    return frozenset()
+
+
+def _found(reference: str, root: Mapping[str, Any]) -> Any:
+    """Returns what a reference within a schema names, None where there is nothing."""
+    found: Any = root
+    for step in reference.removeprefix("#").split("/")[1:]:
+        found = found.get(step.replace("~1", "/").replace("~0", "~")) if isinstance(found, Mapping) else None
+    return found if reference.startswith("#") else None
+
+
+def _value(text: str, kinds: frozenset[str]) -> str:
+    """Returns a text as JSON: as what it is where its types allow it, or as a string."""
+    if "string" in kinds and (text.strip() != "null" or "null" not in kinds):
+        return as_json(text)
+    try:
+        return as_json(json.loads(text))
+    except (ValueError, RecursionError):
+        word = text.strip().lower()  # Python's words, which models write
+        return {"true": "true", "false": "false", "none": "null"}.get(word) or as_json(text)

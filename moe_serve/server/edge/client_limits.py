@@ -1,0 +1,273 @@
+"""How much one client may ask for: requests and tokens per minute, and requests at a time. Torch-free.
+
+A client is an API key (all keys of one name are one client), or an address where the server has no keys. What is
+counted is what the ranks compute: a prompt with `n: 4` is four requests, each with the tokens of the prompt and of the
+longest output; when they have ended, tokens that did not come out are given back. A call counts as one request at
+least, whatever its answer, unless a limit or a full queue refuses it before its body is read.
+
+Time is an argument. Limits hold for all front ends of a system together: what clients have used lies in memory that
+they share (client_ledger.py), of which the size is fixed.
+"""
+
+import contextlib
+import functools
+import ipaddress
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field, fields
+from typing import NamedTuple, Self
+
+from moe_serve.config import ServerConfig
+from moe_serve.errors import QueueFullError, RateLimitError, RequestError
+from moe_serve.server.edge.client_ledger import Ledger
+
+_MINUTE_S = 60.0
+_PARALLEL_RETRY_S = 1.0  # when one of the client's own requests ends is for the client to know
+
+
+@dataclass(frozen=True)
+class ClientLimits:
+    """Under LiteLLM's names; None: no limit."""
+
+    rpm_limit: int | None = None
+    tpm_limit: int | None = None
+    max_parallel_requests: int | None = None
+
+    @classmethod
+    def of(cls, server: ServerConfig) -> Self:
+        """Returns the limits of a client about whom nothing else is said."""
+        return cls(server.rpm_limit, server.tpm_limit, server.max_parallel_requests)
+
+    @property
+    def exist(self) -> bool:
+        return any(getattr(self, name) is not None for name in LIMIT_NAMES)
+
+
+LIMIT_NAMES = tuple(field.name for field in fields(ClientLimits))
+
+
+@dataclass(frozen=True)
+class Client:
+    """Who asks. kind: "key", "admin key" or "address"; name: of its key, or its address
+
+    cache_scope: clients with different ones share no cached prefix; "": that of all addresses, and of all who share
+    """
+
+    kind: str
+    name: str
+    limits: ClientLimits
+    cache_scope: str = field(default="", repr=False)
+
+    @classmethod
+    def at(cls, address: str, limits: ClientLimits) -> Self:
+        """Returns the client at an address. Of IPv6 the first 64 bits count: a client may choose the others."""
+        return cls("address", _network(address), limits)
+
+    def cache_salt(self, own: str) -> str:
+        """Returns the salt of its requests: of its scope, and within that of the salt that it has chosen itself.
+
+        A scope has a fixed length and comes first, so no salt of a client reaches another client's scope.
+        """
+        return f"{self.cache_scope}\0{own}" if self.cache_scope else own
+
+    def __str__(self) -> str:
+        return f"the {self.kind} {self.name}"
+
+
+@functools.lru_cache(maxsize=1024)  # the same few addresses come with every request
+def _network(address: str) -> str:
+    """Returns an address of IPv4, or the network of one of IPv6."""
+    try:
+        found = ipaddress.ip_address(address)
+    except ValueError:
+        return address
+    if isinstance(found, ipaddress.IPv6Address) and found.ipv4_mapped is None:
+        return str(ipaddress.ip_network((found, 64), strict=False))
+    return str(getattr(found, "ipv4_mapped", None) or found)
+
+
+class Bucket:
+    """A minute's worth of something, which comes back evenly.
+
+    state: holds the level at `at`, and behind it when it was that high; of all buckets
+    """
+
+    __slots__ = ("_at", "_state", "limit")
+
+    def __init__(self, limit: int, state: "memoryview[float]", at: int):
+        self.limit = limit
+        self._state = state
+        self._at = at
+
+    def fill(self, now_s: float) -> None:
+        """Fills a new bucket."""
+        self._state[self._at], self._state[self._at + 1] = float(self.limit), now_s
+
+    def level(self, now_s: float) -> float:
+        """Returns what is left. Another front end may have been here a moment after now_s."""
+        elapsed_s = max(0.0, now_s - self._state[self._at + 1])
+        return min(self.limit, self._state[self._at] + elapsed_s * self.limit / _MINUTE_S)
+
+    def take(self, amount: float, now_s: float) -> None:
+        """Takes an amount; a negative one is given back."""
+        self._state[self._at] = min(self.limit, self.level(now_s) - amount)
+        self._state[self._at + 1] = max(now_s, self._state[self._at + 1])
+
+    def wait_s(self, amount: float, now_s: float) -> float:
+        """Returns how long until so much is there."""
+        return max(0.0, amount - self.level(now_s)) * _MINUTE_S / self.limit
+
+
+class Excess(NamedTuple):
+    """limit: its name;  what: the client has and asks for;  wait_s: until there is enough"""
+
+    limit: str
+    what: str
+    wait_s: float
+
+
+class _Account:
+    """What one client has used: a row of the ledger."""
+
+    __slots__ = ("_ledger", "client", "requests", "row", "tokens")
+
+    def __init__(self, client: Client, ledger: Ledger, now_s: float):
+        """Raises QueueFullError where the ledger has no room. Under its lock."""
+        limits = client.limits
+        self.client = client
+        self._ledger = ledger
+        self.row, is_new = ledger.find(str(client), now_s)
+        requests_at, tokens_at = ledger.buckets_of(self.row)
+        self.requests = None if limits.rpm_limit is None else Bucket(limits.rpm_limit, ledger.state, requests_at)
+        self.tokens = None if limits.tpm_limit is None else Bucket(limits.tpm_limit, ledger.state, tokens_at)
+        for bucket in (self.requests, self.tokens) if is_new else ():
+            if bucket is not None:
+                bucket.fill(now_s)
+
+    @property
+    def num_open(self) -> int:
+        """Requests, at least one for each call."""
+        return self._ledger.num_open(self.row)
+
+    def excess(self, num_requests: int, num_tokens: int, now_s: float) -> Excess | None:
+        """Returns which limit keeps a client from asking for so much more; None where none does."""
+        limits = self.client.limits
+        most = limits.max_parallel_requests
+        if most is not None and (num_open := self.num_open) + num_requests > most:
+            what = f"has {num_open} requests open and asks for {num_requests} more, of at most {most}"
+            return Excess("max_parallel_requests", what, _PARALLEL_RETRY_S)
+        for name, bucket, asked in (
+            ("rpm_limit", self.requests, num_requests),
+            ("tpm_limit", self.tokens, num_tokens),
+        ):
+            if bucket is not None and bucket.level(now_s) < asked:
+                word, left = "requests" if name == "rpm_limit" else "tokens", max(0, int(bucket.level(now_s)))
+                what = f"has {left} {word} left and asks for {asked} more, of {bucket.limit} per minute"
+                return Excess(name, what, bucket.wait_s(asked, now_s))
+        return None
+
+    def take(self, num_requests: int, num_tokens: int, now_s: float) -> None:
+        self._ledger.add(self.row, num_open=num_requests)
+        if self.requests is not None:
+            self.requests.take(num_requests, now_s)
+        if self.tokens is not None:
+            self.tokens.take(num_tokens, now_s)
+
+    def give_back_tokens(self, num_tokens: int, now_s: float) -> None:
+        if self.tokens is not None:
+            self.tokens.take(-num_tokens, now_s)
+
+
+class Permit:
+    """One call of a client, from before its body is read until it has been answered."""
+
+    def __init__(self, table: "ClientTable", account: _Account):
+        self._table = table
+        self._account = account
+        self._num_requests = 0  # that count as open
+        self._num_tokens = 0  # taken, and not yet known to be used
+
+    def enter(self, now_s: float) -> None:
+        """Takes the one request that every call is. Raises RateLimitError where a limit is in the way."""
+        self._take(1, 1, now_s)
+        with self._table.ledger.locked():
+            self._account.give_back_tokens(1, now_s)  # what it will ask for stands in its body
+
+    def take(self, num_requests: int, num_tokens: int, now_s: float) -> None:
+        """Takes what the call asks for. Raises RateLimitError where that is too much now, RequestError where always."""
+        limits = self._account.client.limits
+        for name, asked in zip(LIMIT_NAMES, (num_requests, num_tokens, num_requests), strict=True):
+            limit = getattr(limits, name)
+            if limit is not None and asked > limit:
+                what = "tokens (of prompts and longest outputs)" if name == "tpm_limit" else "outputs"
+                raise RequestError(f"the call asks for {asked} {what}, but {_setting(name)} is {limit}; ask for less")
+        self._take(num_requests - 1, num_tokens, now_s)
+        self._num_tokens = num_tokens
+
+    def use(self, num_tokens: int) -> None:
+        """Notes tokens that the call has used; the others of those it took are given back when it leaves."""
+        self._num_tokens -= num_tokens
+
+    def leave(self, now_s: float) -> None:
+        """Ends the call, which has been answered, or whose client is gone."""
+        ledger = self._table.ledger
+        if self._num_tokens:
+            with contextlib.suppress(QueueFullError), ledger.locked():  # else they come back with time
+                self._account.give_back_tokens(self._num_tokens, now_s)
+        ledger.add(self._account.row, -self._num_requests, -1)
+
+    def headers(self, now_s: float) -> Iterator[tuple[bytes, bytes]]:
+        """Yields what the client has left, in OpenAI's headers."""
+        for word, bucket in (("requests", self._account.requests), ("tokens", self._account.tokens)):
+            if bucket is not None:
+                yield f"x-ratelimit-limit-{word}".encode(), str(bucket.limit).encode()
+                yield f"x-ratelimit-remaining-{word}".encode(), str(max(0, int(bucket.level(now_s)))).encode()
+                yield f"x-ratelimit-reset-{word}".encode(), _duration(bucket.wait_s(bucket.limit, now_s)).encode()
+
+    def refusal(self, now_s: float, num_requests: int = 1, num_tokens: int = 1) -> RateLimitError | None:
+        """Returns why the client may not ask for so much now, and counts it; None where it may."""
+        excess = self._account.excess(num_requests, num_tokens, now_s)
+        if excess is None:
+            return None
+        self._table.refused[excess.limit] += 1
+        what = f"{self._account.client} {excess.what} ({_setting(excess.limit)})"
+        return RateLimitError(f"{what}; try again in {_duration(excess.wait_s)}", excess.wait_s)
+
+    def _take(self, num_requests: int, num_tokens: int, now_s: float) -> None:
+        with self._table.ledger.locked():
+            if (refusal := self.refusal(now_s, num_requests, num_tokens)) is not None:
+                raise refusal
+            self._account.take(num_requests, num_tokens, now_s)
+        self._num_requests += num_requests
+
+
+class ClientTable:
+    """What each client may ask for. refused: calls that were here, by the limit in the way"""
+
+    def __init__(self, ledger: Ledger | None = None) -> None:
+        """ledger: what all front ends share; None: there is one"""
+        self.refused: Counter[str] = Counter()
+        self.ledger = ledger if ledger is not None else Ledger()
+
+    def permit(self, client: Client, now_s: float) -> Permit:
+        """Returns a permit for one call, with which it may try to enter, and must leave.
+
+        Raises QueueFullError where what the client has used cannot be looked up now.
+        """
+        with self.ledger.locked():
+            account = _Account(client, self.ledger, now_s)
+            self.ledger.add(account.row, num_calls=1)
+        return Permit(self, account)
+
+
+def _setting(limit: str) -> str:
+    return f"server.{limit}, or {limit} of its key"
+
+
+def _duration(seconds: float) -> str:
+    """Returns seconds as OpenAI's headers have them: "20ms", "1.5s", "1m0s"."""
+    if seconds < 1:
+        return f"{round(1e3 * seconds)}ms"
+    if seconds < 60:
+        return f"{seconds:.3g}s"
+    return f"{int(seconds // 60)}m{int(seconds % 60)}s"

@@ -1,0 +1,320 @@
+"""One client's connection: uvicorn's HTTP/1.1 protocol with deadlines and limits of its own. Torch-free.
+
+A connection is always in one phase, and each phase but `answer` has a deadline (`sweep` looks at all of them):
+
+    headers  accepted, or the first byte of a request is here; its header is not complete
+    body     the header is here, the body is not
+    answer   the application works or sends; only a client that takes nothing of what is sent is cut off
+    idle     answered, and nothing of a next request is here
+    linger   refused, or answered before the body was complete: what still comes is dropped, so that the client, who is
+             still sending, can read the answer
+"""
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import Callable
+from typing import Any, Literal
+
+import h11
+import msgspec
+from uvicorn.config import Config
+from uvicorn.protocols.http.flow_control import CLOSE_HEADER
+from uvicorn.protocols.http.h11_impl import H11Protocol
+from uvicorn.server import ServerState
+
+from moe_serve.server.edge.admission_gate import GENERATING
+from moe_serve.server.edge.batch_reader import BatchReader
+from moe_serve.server.edge.bounded_parser import BoundedParser
+from moe_serve.server.edge.connection_limits import ConnectionLimits
+from moe_serve.server.edge.early_refusal import EarlyRefusal
+from moe_serve.server.edge.errors import error_body
+from moe_serve.server.edge.half_closed import abort_when_reset
+
+CONNECTION = "moe_serve.connection"  # among a scope's extensions: the Connection that a request came by
+Phase = Literal["headers", "body", "answer", "idle", "linger"]
+
+_LINGER_S = 5.0
+_PIECE_BYTES = 4096  # given to the parser at a time, so that its bound on headers holds
+_MIN_PROGRESS_BYTES = 1 << 14  # that a client must take of an answer within send_deadline_s
+SEND_BUFFER_BYTES = 1 << 17  # in the kernel: a stream that nobody reads must be noticed before megabytes are in it
+_BETWEEN_REQUESTS = {h11.CLIENT: h11.IDLE, h11.SERVER: h11.IDLE}
+
+log = logging.getLogger("moe_serve.server.uvicorn")
+log.setLevel(logging.ERROR)  # warnings there are about what clients send: anybody could fill the disk with them
+
+
+class Connection(H11Protocol):
+    """The protocol of one connection.
+
+    early:   refuses some requests before they are parsed
+    batches: reads what comes after a refusal
+    on_lost: called once, when it is closed
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        state: ServerState,
+        limits: ConnectionLimits,
+        early: EarlyRefusal,
+        batches: BatchReader,
+        on_lost: Callable[["Connection"], None],
+    ):
+        super().__init__(config, state, {})
+        self._early = early
+        self._batches = batches
+        self.conn: BoundedParser = BoundedParser(limits.max_header_bytes)
+        self.logger = log
+        self.timeout_keep_alive = limits.idle_deadline_s  # type: ignore[assignment]  # call_later takes fractions
+        self.opening: asyncio.Task[None] | None = None  # until the connection is made, such as a TLS handshake
+        self._limits = limits
+        self._on_lost = on_lost
+        self._since_s = time.monotonic()  # when the phase began
+        self._has_begun = True  # bytes of a request are here, or the connection is new
+        self._drops = False  # refused: what still comes is dropped
+        self._is_last = False  # no request after this one or the next: the server is ending
+        self._unsent = 0  # bytes that waited for the client when it last made progress
+        self._unsent_since_s = 0.0
+
+    # --- phases ---------------------------------------------------------------------------------------------------
+
+    @property
+    def phase(self) -> Phase:
+        cycle = self.cycle
+        if self._drops:
+            return "linger"
+        if cycle is None or cycle.response_complete:
+            if cycle is not None and self.conn.their_state is h11.SEND_BODY:
+                return "linger"
+            return "headers" if self._has_begun else "idle"
+        return "body" if cycle.more_body else "answer"
+
+    @property
+    def may_yield(self) -> bool:
+        """Whether nothing is lost when a newcomer takes its place: no complete request is here, and all was sent."""
+        if self.transport is None:
+            return True
+        waits = self.phase in ("headers", "idle", "linger") and not self.transport.get_write_buffer_size()
+        return waits and not self._batches.has_bytes_of(self)
+
+    def sweep(self, now_s: float) -> None:
+        """Ends the connection where the deadline of its phase has passed."""
+        if self.transport is None:
+            return  # the handshake has a deadline of its own
+        if self._is_stalled(now_s):
+            self.transport.abort()
+            return
+        waited_s, phase = now_s - self._since_s, self.phase
+        if phase == "headers" and waited_s > self._limits.header_deadline_s:
+            if self.conn.has_bytes:
+                self._refuse(408, f"the header did not arrive within {self._limits.header_deadline_s:g} s; send again")
+            else:
+                self.transport.close()
+        elif phase == "body" and waited_s > self._limits.body_deadline_s:
+            self._refuse(408, f"the body did not arrive within {self._limits.body_deadline_s:g} s; send it again")
+        elif phase == "linger" and waited_s > _LINGER_S:
+            self.transport.abort()
+        elif phase == "idle" and waited_s > self._limits.idle_deadline_s:
+            self.timeout_keep_alive_handler()  # uvicorn's own timer is not set after an early refusal
+
+    def end_after_answer(self) -> None:
+        """Makes the answer in progress, or else the next one, the last: it tells the client so, as far as it can."""
+        self._is_last = True
+        if self.cycle is not None and not self.cycle.response_complete:
+            self._end_after_cycle()
+
+    @property
+    def takes_chunks(self) -> bool:
+        """Whether `write_chunk` may be called: a stream has begun, and its client takes what is sent."""
+        cycle = self.cycle
+        return (
+            cycle.response_started
+            and not (cycle.response_complete or cycle.disconnected or self.flow.write_paused)
+            and self.conn.our_state is h11.SEND_BODY
+            and cycle.scope["http_version"] == "1.1"
+            and cycle.scope["method"] != "HEAD"
+        )
+
+    def write_chunk(self, data: bytes) -> None:
+        """Sends the next piece of a stream, which is not empty.
+
+        ASGI's `send` does the same through all layers of the application, and a parser that only frames the piece; they
+        take as long as sending it.
+        """
+        self.transport.write(b"%x\r\n%b\r\n" % (len(data), data))
+
+    def _end_after_cycle(self) -> None:
+        self.cycle.keep_alive = False
+        # As if the client had asked for it: uvicorn answers the same.
+        self.cycle.scope["headers"] = [*self.cycle.scope["headers"], CLOSE_HEADER]
+
+    def give_up(self) -> None:
+        """Ends the connection at once."""
+        if self.transport is not None:
+            self.transport.abort()
+        elif self.opening is not None:
+            self.opening.cancel()
+
+    def end_now(self) -> None:
+        """Answers the request whose answer the end of the server has cancelled with 503, or cuts its stream off."""
+        self._refuse(503, "the server is ending")
+
+    def _is_stalled(self, now_s: float) -> bool:
+        """Returns whether the client has taken next to nothing for longer than send_deadline_s, while bytes waited."""
+        size = self.transport.get_write_buffer_size()
+        if not size or (self.phase == "answer" and not self.flow.write_paused):
+            self._unsent = 0
+        elif not self._unsent or size <= self._unsent - _MIN_PROGRESS_BYTES:
+            self._unsent, self._unsent_since_s = size, now_s
+        return self._unsent > 0 and now_s - self._unsent_since_s > self._limits.send_deadline_s
+
+    # --- asyncio and uvicorn call these ---------------------------------------------------------------------------
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._since_s = time.monotonic()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        super().connection_lost(exc)
+        self._unset_keepalive_if_required()
+        self._batches.remove(self)
+        self._on_lost(self)
+
+    def resume_writing(self) -> None:
+        self._unsent = 0  # the client has taken most of what waited; what waits from now on is new
+        super().resume_writing()
+
+    def data_received(self, data: bytes) -> None:
+        if self._drops or self.transport.is_closing():
+            return
+        if self.cycle is not None and self.cycle.response_complete and self.conn.reads_plain_body:
+            data = self._drop(data)
+            if not data:
+                return
+        if not self._has_begun and (self.cycle is None or self.cycle.response_complete):
+            self._has_begun, self._since_s = True, time.monotonic()
+        self._unset_keepalive_if_required()
+        if self._refuse_early(data):
+            self._batches.add(self)
+            return
+        self._batches.release(self)
+        start = 0
+        # A client that has said that this request is its last one may send an empty line behind it, or anything else.
+        while start < len(data) and not self._drops and self.conn.their_state is not h11.MUST_CLOSE:
+            end = len(data) if self.conn.reads_plain_body else start + _PIECE_BYTES
+            self.conn.receive_data(data[start:end])
+            try:
+                self.handle_events()
+            except h11.LocalProtocolError:
+                self.transport.abort()  # the client broke the protocol while its answer was being sent
+            start = end
+
+    def _drop(self, data: bytes) -> bytes:
+        """Drops what comes of a body after its answer, unparsed; returns what comes behind its end.
+
+        It may be as much as a client likes to send. The phase does not begin anew: it has its deadline.
+        """
+        num_missing = self.conn.num_missing
+        if len(data) < num_missing:
+            self.conn.skip(len(data))
+            return b""
+        self.conn = BoundedParser(self._limits.max_header_bytes)
+        self._has_begun, self._since_s = False, time.monotonic()
+        return data[num_missing:]
+
+    def _refuse_early(self, data: bytes) -> bool:
+        """Returns whether a call was refused before it is parsed."""
+        if not self._may_refuse_early():
+            return False
+        answer = self._early.answer(data, self.client, self.server_state.default_headers)
+        if answer is None:
+            return False
+        self.transport.write(answer)
+        self._has_begun, self._since_s = False, time.monotonic()
+        self._batches.count_refusal()
+        return True
+
+    def _may_refuse_early(self) -> bool:
+        """Whether what arrives now begins a request, and its client has read the answers to others."""
+        return (
+            self.conn.states == _BETWEEN_REQUESTS
+            and not self.conn.has_bytes
+            and not self._is_last
+            and not self.transport.get_write_buffer_size()
+        )
+
+    def handle_events(self) -> None:
+        if self._drops:
+            return
+        before = self.cycle
+        super().handle_events()
+        if self.cycle is not before:
+            self._since_s = time.monotonic()
+            extensions: dict[str, Any] = {CONNECTION: self}
+            self.cycle.scope["extensions"] = extensions
+            # A client that waits for `100 Continue` and gets its answer first may send the body or leave it out.
+            if self._is_last or self.conn.they_are_waiting_for_100_continue:
+                self._end_after_cycle()
+
+    def on_response_complete(self) -> None:
+        self.cycle.scope["extensions"].clear()  # which refer to this object
+        self._has_begun, self._since_s = self.conn.has_bytes, time.monotonic()
+        super().on_response_complete()
+        if self._batches.is_active and self.cycle.scope["path"] in GENERATING and self._may_refuse_early():
+            self._batches.add(self)
+
+    def eof_received(self) -> bool | None:  # type: ignore[override]
+        """Keeps the connection where a client that has sent its request closes its own side and waits for the answer.
+
+        A client that has gone away looks the same until something is sent to it, so an interim response is: who is
+        gone replies with a reset. TLS has no half-closed connections.
+        """
+        if self.scheme == "https" or self._drops or self.phase != "answer":
+            return None
+        self.cycle.keep_alive = False
+        if not self.cycle.response_started and self.scope["http_version"] == "1.1":
+            with contextlib.suppress(h11.LocalProtocolError):
+                self.transport.write(self.conn.send(h11.InformationalResponse(status_code=100, headers=[])) or b"")
+        abort_when_reset(self.transport)
+        return True
+
+    # --- refusals -------------------------------------------------------------------------------------------------
+
+    def send_400_response(self, msg: str) -> None:
+        """uvicorn calls this where the parser refuses what a client sends."""
+        self._refuse(*self.conn.refusal)
+
+    def _refuse(self, status: int, message: str) -> None:
+        """Answers with an error, then drops what still comes for a while."""
+        cycle = self.cycle
+        if cycle is not None and not cycle.response_complete:
+            cycle.disconnected = True  # its application need not go on
+            cycle.message_event.set()
+            if cycle.response_started:
+                self.transport.abort()
+                return
+        body = msgspec.json.encode(error_body(message, status))
+        headers = [
+            (b"content-type", b"application/json"),
+            (b"content-length", str(len(body)).encode()),
+            (b"connection", b"close"),
+        ]
+        sent = h11.Data(data=b"" if self.conn.is_head else body)
+        parts: list[Any] = [h11.Response(status_code=status, headers=headers), sent, h11.EndOfMessage()]
+        with contextlib.suppress(h11.LocalProtocolError):  # the request was answered before its fault came
+            self.transport.write(b"".join(self.conn.send(part) or b"" for part in parts))
+        self._drops, self._since_s = True, time.monotonic()
+        self.flow.resume_reading()
+        try:
+            if self.transport.can_write_eof():
+                self.transport.write_eof()
+        except OSError:  # the client has reset the connection
+            self.transport.abort()
+
+    def shutdown(self) -> None:
+        if self._drops:
+            self.transport.abort()
+        else:
+            super().shutdown()

@@ -1,0 +1,62 @@
+"""Errors as clients get them: one JSON form and one status for each kind."""
+
+import math
+from typing import Any
+
+import msgspec
+from starlette.responses import Response
+
+from moe_serve.errors import MoeServeError, QueueFullError, RequestError
+from moe_serve.server.requests.open_request import OwnTimeoutError, UnavailableError
+
+json_bytes = msgspec.json.encode
+
+
+class UnknownModelError(RequestError):
+    """A call for a model that this server does not serve."""
+
+
+def status_of(error: Exception) -> int:
+    """Returns the HTTP status of an error."""
+    match error:
+        case UnknownModelError():
+            return 404
+        case OwnTimeoutError():
+            return 408
+        case RequestError():
+            return 400
+        case QueueFullError():
+            return 429
+        case UnavailableError():
+            return 503
+        case _:
+            return 500
+
+
+def error_body(message: str, status: int, field: str | None = None) -> dict[str, Any]:
+    """Returns the body of an error: what is wrong, the field to change (None: no single one), whether to try again."""
+    kind = {429: "rate_limit_error", 503: "unavailable_error"}.get(status)
+    kind = kind or ("invalid_request_error" if status < 500 else "internal_error")
+    return {
+        "error": {"message": message, "type": kind, "code": status, "param": field, "retryable": status in (429, 503)}
+    }
+
+
+def error_of(error: MoeServeError) -> dict[str, Any]:
+    """Returns the body of an error."""
+    return error_body(str(error), status_of(error), error.field if isinstance(error, RequestError) else None)
+
+
+def error_response(error: MoeServeError) -> Response:
+    """Returns the answer for an error."""
+    headers = {}
+    if isinstance(error, QueueFullError):
+        headers["Retry-After"] = retry_after(error)
+    elif status_of(error) == 503:
+        headers["Retry-After"] = "1"
+    return Response(json_bytes(error_of(error)), status_of(error), headers, media_type="application/json")
+
+
+def retry_after(error: QueueFullError) -> str:
+    """Returns the value of a header: whole seconds, at least one."""
+    return str(max(1, math.ceil(error.retry_after_s)))

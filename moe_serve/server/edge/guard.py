@@ -1,0 +1,160 @@
+"""Looks at a request's header before any route does: host, site, key, content type. Torch-free.
+
+Routes declare who may call them by a tag: OPEN ones anybody, ADMIN ones who has the admin key, all others who has an
+API key. Without an admin key, ADMIN routes are for those who reach a server that listens on this machine alone.
+"""
+
+import base64
+from collections.abc import Iterable
+
+from fastapi import FastAPI
+from fastapi.routing import APIRoute
+from starlette.responses import Response
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from moe_serve.config import ServerConfig
+from moe_serve.server.edge.client_limits import Client, ClientLimits
+from moe_serve.server.edge.errors import error_body, json_bytes
+from moe_serve.server.edge.hosts import is_foreign_page, is_loopback, is_served_host
+from moe_serve.server.edge.keys import Key, KeyRing
+
+OPEN = "open"
+ADMIN = "admin"
+
+_READS = ("GET", "HEAD", "OPTIONS")
+
+
+class Guard:
+    """An ASGI application before another one, which lets through what access allows."""
+
+    def __init__(self, app: ASGIApp, access: "Access"):
+        self._app = app
+        self._access = access
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":  # the start and the end of the server
+            await self._app(scope, receive, send)
+            return
+        headers = {name.decode("latin1"): value.decode("latin1") for name, value in scope["headers"]}
+        refusal = self._access.refusal(scope, headers)
+        if refusal is not None:
+            await refusal(scope, receive, send)
+        else:
+            await self._app(scope, receive, send)
+
+
+class Access:
+    """Who may do what, by the header of a request."""
+
+    def __init__(self, server: ServerConfig, keys: KeyRing):
+        """has_limits: whether any client has"""
+        self._server = server
+        self._keys = keys
+        self._is_local = is_loopback(server.host)
+        self._limits = ClientLimits.of(server)
+        self.has_limits = self._limits.exist or keys.have_limits
+        self._tagged: dict[str, frozenset[tuple[str, str]]] | None = None
+
+    def refusal(self, scope: Scope, headers: dict[str, str]) -> Response | None:
+        """Returns the answer to a request that is refused; None lets it through.
+
+        Sets `request.state.client`: the caller, a Client. headers: by lower-case name
+        """
+        if not is_served_host(headers.get("host"), self._server.host, self._server.allowed_hosts):
+            name = headers.get("host", "")[:100]
+            return _error(421, f"this server does not answer as {name!r}; add the name to server.allowed_hosts")
+        is_admin = self._has_tag(scope, ADMIN)
+        is_read = scope["method"] in _READS
+        if (not is_read or is_admin) and is_foreign_page(headers, self._server.cors_origins):
+            return _error(403, "a page of another site may not do this; add its origin to server.cors_origins")
+        refusal = self._check_key(scope, headers, is_admin)
+        if refusal is not None:
+            return refusal
+        if not is_read and _has_body(headers) and not _is_json(headers.get("content-type", "")):
+            return _error(415, "a body is JSON here; send the header content-type: application/json")
+        coding = headers.get("content-encoding", "")
+        if coding.lower() not in ("", "identity"):
+            return _error(
+                415,
+                f"the body's content-encoding is {coding[:100]!r}, and only identity is accepted; send plain JSON",
+                {"accept-encoding": "identity"},
+            )
+        return None
+
+    def _check_key(self, scope: Scope, headers: dict[str, str], is_admin: bool) -> Response | None:
+        key = self._keys.identify(_secret(headers.get("authorization", "")))
+        client = key.client if key is not None else Client.at((scope.get("client") or ("unknown",))[0], self._limits)
+        scope.setdefault("state", {})["client"] = client
+        if self._has_tag(scope, OPEN):
+            return None
+        if is_admin:
+            return self._check_admin(key, scope)
+        if self._keys.has_api_keys and key is None:
+            return _unauthorized("this server needs an API key; send the header authorization: Bearer KEY", scope)
+        return None
+
+    def _check_admin(self, key: Key | None, scope: Scope) -> Response | None:
+        if self._keys.has_admin_keys:
+            if key is None:
+                return _unauthorized("this needs the admin key; send the header authorization: Bearer KEY", scope)
+            return None if key.is_admin else _error(403, "this needs the admin key, and the given one is an API key")
+        if not self._is_local:
+            return _error(
+                403,
+                "this is closed: other machines reach this server, and it has no admin key; start it with "
+                "MOE_SERVE_ADMIN_API_KEY or server.admin_api_key_file",
+            )
+        if self._keys.has_api_keys and key is None:
+            return _unauthorized("this server needs an API key; send the header authorization: Bearer KEY", scope)
+        return None
+
+    def _has_tag(self, scope: Scope, tag: str) -> bool:
+        if self._tagged is None:
+            self._tagged = tagged_routes(scope["app"])
+        return (scope["method"], scope["path"]) in self._tagged[tag]
+
+
+def tagged_routes(app: FastAPI) -> dict[str, frozenset[tuple[str, str]]]:
+    """Returns (method, path) of the routes with each tag."""
+
+    def those_with(tag: str) -> Iterable[tuple[str, str]]:
+        for route in app.routes:
+            if isinstance(route, APIRoute) and tag in route.tags:
+                assert "{" not in route.path, (
+                    f"{route.path} has a parameter: {tag} routes are found by their whole path"
+                )
+                yield from ((method, route.path) for method in route.methods or ())
+
+    return {tag: frozenset(those_with(tag)) for tag in (OPEN, ADMIN)}
+
+
+def _has_body(headers: dict[str, str]) -> bool:
+    return headers.get("content-length", "0") != "0" or "transfer-encoding" in headers
+
+
+def _is_json(content_type: str) -> bool:
+    media_type = content_type.partition(";")[0].strip().lower()
+    return media_type == "application/json" or (media_type.startswith("application/") and media_type.endswith("+json"))
+
+
+def _secret(authorization: str) -> str | None:
+    """Returns the key in an `Authorization` header: a bearer token, or the password that a browser asked for."""
+    scheme, _, value = authorization.partition(" ")
+    if scheme.lower() == "bearer":
+        return value.strip()
+    if scheme.lower() == "basic":
+        try:
+            return base64.b64decode(value.strip(), validate=True).decode().partition(":")[2]
+        except ValueError:  # also what b64decode and decode raise
+            return None
+    return None
+
+
+def _unauthorized(message: str, scope: Scope) -> Response:
+    """A browser that shows one of our pages asks a person for the key, as a password."""
+    is_page = scope["path"].startswith(("/dashboard", "/docs"))
+    return _error(401, message, {"WWW-Authenticate": 'Basic realm="moe_serve"' if is_page else "Bearer"})
+
+
+def _error(status: int, message: str, headers: dict[str, str] | None = None) -> Response:
+    return Response(json_bytes(error_body(message, status)), status, headers, media_type="application/json")

@@ -1,0 +1,90 @@
+"""What has become of the requests of a front end: counts, tokens, and times as histograms. Torch-free.
+
+Tokens come by the ten thousand a second, so counting one is a few additions; `request_metrics.py` reads the sums when
+somebody asks for them.
+"""
+
+from moe_serve.errors import MoeServeError, RequestError
+from moe_serve.server.requests.histogram import Histogram
+from moe_serve.server.requests.open_request import OpenRequest, OwnTimeoutError
+
+FINISH_REASONS = ("stop", "length", "abort", "refused", "error")
+
+# As in SGLang and vLLM, with the buckets below a millisecond that a small model on a CPU needs.
+_TO_FIRST = (
+    0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640,
+)  # fmt: skip
+_BETWEEN = (
+    0.0005, 0.001, 0.002, 0.004, 0.006, 0.008, 0.01, 0.015, 0.02, 0.025, 0.03, 0.04, 0.06, 0.08, 0.1, 0.2, 0.4, 0.8, 1,
+    2, 4, 8,
+)  # fmt: skip
+_WHOLE = (0.05, 0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920)
+_TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000, 50_000, 100_000)
+
+
+class RequestStats:
+    """Totals since this front end has started; they only grow.
+
+    num_prompt_tokens, num_cached_tokens: of requests that had a first token; of those, from a prefix cache
+    queue_s:   until a rank began with a request: waiting here, and on the rank
+    """
+
+    def __init__(self) -> None:
+        self.num_ended = dict.fromkeys(FINISH_REASONS, 0)
+        self.num_prompt_tokens = 0
+        self.num_cached_tokens = 0
+        self.num_output_tokens = 0
+        self.queue_s = Histogram(_TO_FIRST)
+        self.first_token_s = Histogram(_TO_FIRST)
+        self.between_tokens_s = Histogram(_BETWEEN)
+        self.per_output_token_s = Histogram(_BETWEEN)
+        self.whole_s = Histogram(_WHOLE)
+        self.prompt_tokens = Histogram(_TOKENS)
+        self.output_tokens = Histogram(_TOKENS)
+
+    def count_tokens(self, request: OpenRequest, num_new: int, now_s: float) -> None:
+        """Counts tokens that a request has just got. now_s: time.monotonic()"""
+        last_s = request.last_token_s
+        request.last_token_s = now_s
+        self.num_output_tokens += num_new
+        if last_s is None:
+            request.first_token_s = now_s
+            self._count_prompt(request)
+            self.first_token_s.observe(now_s - request.submitted_s)
+            self.queue_s.observe(request.queued_s)
+        else:
+            self.between_tokens_s.observe((now_s - last_s) / num_new, num_new)
+
+    def count_end(self, request: OpenRequest, now_s: float) -> None:
+        """Counts the end of a request, of which nothing more is heard."""
+        reason = finish_of(request)
+        self.num_ended[reason] += 1
+        if request.first_token_s is None and reason in ("stop", "length"):
+            self._count_prompt(request)  # it asked for its prompt alone
+        if reason in ("refused", "error"):
+            return
+        self.whole_s.observe(now_s - request.submitted_s)
+        self.prompt_tokens.observe(len(request.spec.prompt_ids))
+        self.output_tokens.observe(request.num_output)
+        if request.first_token_s is not None and request.last_token_s is not None and request.num_output > 1:
+            self.per_output_token_s.observe((request.last_token_s - request.first_token_s) / (request.num_output - 1))
+
+    def _count_prompt(self, request: OpenRequest) -> None:
+        self.num_prompt_tokens += len(request.spec.prompt_ids)
+        self.num_cached_tokens += request.num_cached
+
+
+def finish_of(request: OpenRequest) -> str:
+    """Returns why a request has ended, one of FINISH_REASONS.
+
+    abort: its reader left, or its own time was over, too;  refused: what it asks for turned out to be impossible
+    """
+    match request.failure:
+        case OwnTimeoutError():
+            return "abort"
+        case RequestError():
+            return "refused"
+        case MoeServeError():
+            return "error"
+    reason = request.matcher.finish_reason
+    return "abort" if reason is None else reason.kind

@@ -1,0 +1,31 @@
+"""A served system that has something to show in each of its metrics."""
+
+from prometheus_client import Metric
+from prometheus_client.parser import text_string_to_metric_families
+
+from moe_serve.engine.protocol.messages import STEP_BOUNDS_S, PhaseTimes, Status
+from moe_serve.server.observe import balance_metrics
+from tests.server.observe.reports import Story
+from tests.server.served import serving, until
+
+
+async def all_families(names: str = "") -> dict[str, Metric]:
+    """Returns the metric families of /metrics by name, each with samples. names: of the query"""
+    story = Story(num_windows=20, shifts=(8,))
+
+    degrade = "server.degrade=[{above: 0.5, max_new_tokens: 64}]"
+    async with serving(2, "eplb.mode=dynamic", degrade, info=story.info) as served:
+        for _, report in story.reports():
+            served.workers[0].say(report)
+        times = PhaseTimes(1.0, [1] * (len(STEP_BOUNDS_S) + 1), {"attention": 1.0})
+        counters = {f"num_splits_{outcome}": 1.0 for outcome in ("proven", "repaired", "unproven")}
+        for worker in served.workers:
+            waited_s, logged = [0.5, 0.5], {"warning": 1, "error": 0}
+            worker.say(Status(worker.rank, 0, 7, 1, 0, 5, 10, 0, counters, waited_s, 1, 1, logged, {"decode": times}))
+        await until(lambda: served.bridge.balance.num_windows == story.num_windows)
+        await until(lambda: all(view.status for view in served.bridge.workers))
+        for name in (*balance_metrics._TOTALS, *balance_metrics._GAUGES):
+            served.bridge.balance.totals.setdefault(name, 1.0)
+        await served.generate(input_ids=[5, 6], sampling_params={"max_new_tokens": 3})
+        text = (await served.client.get("/metrics", params={"names": names} if names else {})).text
+    return {family.name: family for family in text_string_to_metric_families(text)}
