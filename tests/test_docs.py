@@ -17,6 +17,7 @@ PAGES = [
     *(f"docs/{path.name}" for path in sorted((ROOT / "docs").glob("*.md"))),
 ]
 FILE = re.compile(r"(?<![*\w./-])[\w./-]*\w\.(?:py|md)\b")
+FOLDER = re.compile(r"\w[\w/-]*/")
 OF_OTHERS = {"eplb.py"}  # DeepSeek's
 
 
@@ -72,13 +73,14 @@ def test_pages_that_code_and_settings_name_exist() -> None:
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_files_that_a_page_names_exist(page: str) -> None:
+def test_files_and_folders_that_a_page_names_exist(page: str) -> None:
     spans = code_spans((ROOT / page).read_text(encoding="utf-8"))
     named = {name for span in spans for name in FILE.findall(span) if "FILE" not in name} - OF_OTHERS
-    folders = ("moe_serve", "tests", "benchmarks", "docs", "configs", "tools")
-    files = {str(path.relative_to(ROOT)) for folder in folders for path in (ROOT / folder).rglob("*.*")}
-    missing = [name for name in sorted(named) if not any(f"/{path}".endswith(f"/{name}") for path in files)]
-    assert missing == [], f"{page} names files that do not exist"
+    named |= {span.rstrip("/") for span in spans if FOLDER.fullmatch(span)}
+    folders = ("moe_serve", "tests", "benchmarks", "docs", "configs", "deploy", "tools")
+    paths = {str(path.relative_to(ROOT)) for folder in folders for path in (ROOT / folder).rglob("*")} | {*folders}
+    missing = [name for name in sorted(named) if not any(f"/{path}".endswith(f"/{name}") for path in paths)]
+    assert missing == [], f"{page} names what does not exist"
 
 
 def test_the_page_on_models_names_every_family() -> None:
