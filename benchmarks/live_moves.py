@@ -7,7 +7,7 @@ import time
 import numpy as np
 
 from benchmarks.live_clients import NUM_EXPERTS, Row, TokenClock, settings, wait_for
-from moe_serve.engine.protocol.command_messages import SetPlacement
+from moe_serve.engine.protocol.messages import SetPlacement
 from moe_serve.eplb.load import balancedness, rank_load
 from moe_serve.eplb.placement import Placement
 from moe_serve.eplb.planner import plan

@@ -34,8 +34,7 @@ ALLOWED = {
     "engine": {"links", "models", "ep", "attention_dp", "dispatch", "eplb", "kernels", "config", "topology",
                "structured"},
     "server": {
-        "engine.protocol.messages", "engine.protocol.balance_messages", "engine.protocol.command_messages",
-        "engine.output.incremental_decoder",
+        "engine.protocol.messages", "engine.output.incremental_decoder",
         "engine.output.logprobs", "engine.output.stop_matcher", "engine.output.stop_regex",
         "models.tokenizer", "models.model_files",
         "attention_dp.request", "attention_dp.sampling_params", "attention_dp.request_router",

@@ -6,6 +6,7 @@
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -22,7 +23,6 @@ from moe_serve.engine.balancing.record_control import Speaker, make_record_contr
 from moe_serve.engine.balancing.trace_writer import TraceWriter
 from moe_serve.engine.engine import Engine
 from moe_serve.engine.exchange import Exchange
-from moe_serve.engine.model_facts import model_facts
 from moe_serve.engine.model_plan import ModelPlan, checkpoint_folder
 from moe_serve.engine.numerics_choice import NumericsChoice
 from moe_serve.engine.output.grammars import make_grammars
@@ -186,7 +186,7 @@ def build_served_model(config: ServeConfig, group: EpGroup, progress: Progress |
         passes=parallel.passes,
         windows=LoadWindows(parallel.recorder, plan.placement, limits.model_name),
         reloader=ExpertReloader(share, checkpoint_folder(config), config.model.seed),
-        info=model_facts(plan, parallel.all_to_all)
+        info=_model_facts(plan, parallel.all_to_all)
         | {
             "num_threads": num_threads,
             "bytes_read": weights.bytes_read,
@@ -199,6 +199,28 @@ def build_served_model(config: ServeConfig, group: EpGroup, progress: Progress |
         served.windows.listeners.append(served.trace.add)
         served.windows.at_end.append(served.trace.close)
     return served
+
+
+def _model_facts(plan: ModelPlan, all_to_all: AnyAllToAll) -> dict[str, Any]:
+    """Returns the facts about the model that /server_info shows."""
+    return {
+        "model_type": plan.spec.model_type,
+        "dtype": str(plan.dtype).removeprefix("torch."),
+        "numerics": plan.choice.name,
+        "kernels": plan.choice.kernels,
+        "kernels_why": plan.choice.why,
+        "expert_weights": f"{plan.expert_form} ({plan.slot_form.meaning})",
+        "device": str(plan.device),
+        "num_logical": plan.placement.num_logical,
+        "num_slots": plan.placement.num_slots,
+        "moe_layer_ids": list(plan.placement.moe_layer_ids),
+        "slots_per_rank": plan.placement.slots_per_rank,
+        "num_redundant_experts": plan.placement.num_slots - plan.spec.num_logical,
+        "num_cache_blocks": plan.num_blocks,
+        "all_to_all": type(all_to_all).__name__,
+        "all_to_all_note": all_to_all.note,
+        "all_to_all_is_bitwise": all_to_all.capabilities.bitwise,
+    }
 
 
 def use_threads(config: ServeConfig, choice: NumericsChoice) -> int:

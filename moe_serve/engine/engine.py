@@ -17,21 +17,19 @@ from moe_serve.engine.balancing.record_control import RecordControl
 from moe_serve.engine.exchange import Exchange
 from moe_serve.engine.output.sampler import Sampler
 from moe_serve.engine.profiler import Profiler
-from moe_serve.engine.protocol.command_messages import (
-    Answer,
-    FlushCache,
-    Profile,
-    Rebalance,
-    RecordCommand,
-    SetPlacement,
-)
 from moe_serve.engine.protocol.mailbox import Disconnected, Inbound, Mailbox, Reconnected
 from moe_serve.engine.protocol.messages import (
     ALIVE_PERIOD_S,
     Abort,
+    Answer,
     Draining,
+    FlushCache,
     ForFrontEnds,
+    Profile,
+    Rebalance,
+    RecordCommand,
     Refused,
+    SetPlacement,
     Shutdown,
     Submit,
     TokenEvent,

@@ -17,7 +17,7 @@ import numpy as np
 from moe_serve.attention_dp.request import SamplingParams
 from moe_serve.bench.domains import DOMAINS, prompts_of
 from moe_serve.config import ServeConfig
-from moe_serve.engine.protocol.balance_messages import WindowReport
+from moe_serve.engine.protocol.messages import WindowReport
 from moe_serve.eplb.load import balancedness, rank_load
 from moe_serve.eplb.placement import Placement
 from moe_serve.launcher.balance_picture import Timeline, TimelinePoint

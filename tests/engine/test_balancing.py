@@ -9,8 +9,7 @@ import numpy as np
 from moe_serve.engine.balancing.balance_reports import BalanceReports
 from moe_serve.engine.balancing.balancing import Balancing
 from moe_serve.engine.balancing.split_choice import SplitChoice
-from moe_serve.engine.protocol.balance_messages import BalanceReport
-from moe_serve.engine.protocol.command_messages import Answer, Rebalance, SetPlacement
+from moe_serve.engine.protocol.messages import Answer, BalanceReport, Rebalance, SetPlacement
 from moe_serve.engine.step import StepPlan
 from moe_serve.eplb.load import LoadRecord
 from moe_serve.eplb.placement import Placement

@@ -1,8 +1,7 @@
 """After a flush no prompt finds its beginning in the cache; while requests are open nothing is flushed."""
 
 from moe_serve.attention_dp.request import SamplingParams
-from moe_serve.engine.protocol.command_messages import FlushCache
-from moe_serve.engine.protocol.messages import Submit
+from moe_serve.engine.protocol.messages import FlushCache, Submit
 from tests.engine.offline import Script, _serve_on_rank
 from tests.ranks import run_ranks
 

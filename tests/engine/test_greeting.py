@@ -1,6 +1,6 @@
 """What a rank repeats to a front end that may not know it any more, and in which order."""
 
-from moe_serve.engine.protocol.greeting import Greeting
+from moe_serve.engine.protocol.mailbox import Greeting
 from moe_serve.engine.protocol.messages import ForFrontEnds, Hello, Ready
 from tests.server.fake_worker import LIMITS
 

@@ -5,9 +5,10 @@ import random
 import msgspec
 import pytest
 
-from moe_serve.engine.protocol.command_messages import Answer, SetPlacement
 from moe_serve.engine.protocol.messages import (
+    Answer,
     Hello,
+    SetPlacement,
     TokenEvent,
     Tokens,
     Wake,

@@ -11,9 +11,8 @@ import pytest
 from torch import Tensor
 
 from moe_serve.engine.engine import Engine
-from moe_serve.engine.protocol.command_messages import Rebalance, SetPlacement
 from moe_serve.engine.protocol.mailbox import Inbound
-from moe_serve.engine.protocol.messages import Submit
+from moe_serve.engine.protocol.messages import Rebalance, SetPlacement, Submit
 from moe_serve.engine.step import MoveCancelled
 from moe_serve.ep.expert_transfer import OutgoingExpert
 from moe_serve.eplb.placement import Placement

@@ -13,8 +13,7 @@ from moe_serve.config import load_config
 from moe_serve.config.sections import EplbConfig
 from moe_serve.engine.balancing.load_dump import ModelRows
 from moe_serve.engine.balancing.record_control import DumpRecorder, RecordControl, Speaker, dump_folder
-from moe_serve.engine.protocol.command_messages import Answer, RecordCommand
-from moe_serve.engine.protocol.messages import Message
+from moe_serve.engine.protocol.messages import Answer, Message, RecordCommand
 from moe_serve.engine.step import RECORD_COMMANDS, RankState, RecorderStates
 from moe_serve.ep.pass_recorder import PassRecorder
 from moe_serve.eplb import read_trace

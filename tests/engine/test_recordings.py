@@ -9,7 +9,7 @@ import torch
 
 from moe_serve.attention_dp.request import SamplingParams
 from moe_serve.engine.engine import Engine
-from moe_serve.engine.protocol.command_messages import RecordCommand
+from moe_serve.engine.protocol.messages import RecordCommand
 from moe_serve.eplb import read_trace
 from tests.engine.offline import ScriptedMailbox, Served, prompts_with_shared_beginnings, serve, submits_of
 

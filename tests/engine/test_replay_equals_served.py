@@ -11,7 +11,7 @@ import yaml
 
 from moe_serve.attention_dp.request import SamplingParams
 from moe_serve.engine.engine import Engine
-from moe_serve.engine.protocol.command_messages import SetPlacement
+from moe_serve.engine.protocol.messages import SetPlacement
 from moe_serve.eplb import read_trace
 from moe_serve.eplb.files.trace_jsonl import read_events, read_jsonl
 from moe_serve.eplb.rebalance.events import Event, RoundActivated

@@ -14,25 +14,23 @@ import zmq
 import zmq.asyncio
 
 from moe_serve.config import ServerConfig
-from moe_serve.engine.protocol.command_messages import (
-    Answer,
-    FlushCache,
-    Profile,
-    Rebalance,
-    RecordCommand,
-    SetPlacement,
-)
 from moe_serve.engine.protocol.mailbox import Disconnected, Reconnected, ZmqMailbox
 from moe_serve.engine.protocol.messages import (
     Abort,
     Alive,
+    Answer,
+    FlushCache,
     ForFrontEnds,
     Goodbye,
     Hello,
     Message,
     ModelLimits,
+    Profile,
     Ready,
+    Rebalance,
+    RecordCommand,
     Refused,
+    SetPlacement,
     Shutdown,
     Status,
     Submit,

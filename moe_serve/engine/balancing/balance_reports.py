@@ -11,7 +11,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 
-from moe_serve.engine.protocol.balance_messages import BalanceReport, DecisionReport, WindowReport
+from moe_serve.engine.protocol.messages import BalanceReport, DecisionReport, WindowReport
 from moe_serve.eplb.load import LoadRecord, balancedness, rank_load
 from moe_serve.eplb.placement import Placement
 from moe_serve.eplb.rebalance.events import Decision

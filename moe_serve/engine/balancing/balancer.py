@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 
 from moe_serve.engine.balancing.balance_reports import BalanceReports
-from moe_serve.engine.protocol.balance_messages import BalanceReport
+from moe_serve.engine.protocol.messages import BalanceReport
 from moe_serve.eplb.load import LoadRecord
 from moe_serve.eplb.placement import Placement
 from moe_serve.eplb.planning.process import PlanAnswer, Planner, PlanProblem

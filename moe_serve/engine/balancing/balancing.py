@@ -26,10 +26,7 @@ from moe_serve.dispatch.base import EpGroup
 from moe_serve.engine.balancing.balance_reports import BalanceReports
 from moe_serve.engine.balancing.balancer import Balancer
 from moe_serve.engine.balancing.split_choice import SplitChoice
-from moe_serve.engine.protocol.balance_messages import BalanceReport
-from moe_serve.engine.protocol.command_messages import Answer, Rebalance, SetPlacement
-from moe_serve.engine.protocol.messages import Message
-from moe_serve.engine.protocol.round_message import RoundMessage
+from moe_serve.engine.protocol.messages import Answer, BalanceReport, Message, Rebalance, SetPlacement
 from moe_serve.engine.recovery.broadcast import broadcast
 from moe_serve.engine.recovery.recovery import Rank, Recovery
 from moe_serve.engine.served_model import ServedModel
@@ -37,7 +34,7 @@ from moe_serve.engine.step import MOVE_FAULTS, PHASES, MoveCancelled, StepPlan
 from moe_serve.ep.expert_carrier import make_carrier
 from moe_serve.ep.weight_mover import MoveSettings, WeightMover
 from moe_serve.eplb.load import LoadRecord
-from moe_serve.eplb.migration.moves import MigrationRound
+from moe_serve.eplb.migration.moves import MigrationRound, SlotMove
 from moe_serve.eplb.planning.process import PlannerProcess
 from moe_serve.eplb.rebalance.events import StartRound
 from moe_serve.eplb.rebalance.make import BalancerSettings, SystemFacts
@@ -229,8 +226,8 @@ class Balancing:
 
     def _hear_round(self, source: int) -> None:
         start = self._to_tell if source == self._rank else None
-        data = None if start is None else RoundMessage.of(start.version, start.round).encode()
-        message = RoundMessage.decode(broadcast(self._served.all_to_all, source, data, self._served.device))
+        data = None if start is None else _RoundMessage.of(start.version, start.round).encode()
+        message = _RoundMessage.decode(broadcast(self._served.all_to_all, source, data, self._served.device))
         self._running = _Running(message.version, message.round, time.monotonic())
         self._active_mover.start(message.round, message.version)
         if start is not None:
@@ -347,3 +344,31 @@ def make_balancing(
 
 def _unwritten(name: str, step: int, **fields: Any) -> None:
     """Takes an event where no trace is written."""
+
+
+class _RoundMessage(msgspec.Struct, frozen=True, array_like=True):
+    """The next round, as all ranks are told.
+
+    version: of the placement once it is active;  moves: the fields of each SlotMove, in order
+    """
+
+    version: int
+    moves: list[tuple[int, int, int, int, int]]
+
+    @classmethod
+    def of(cls, version: int, migration_round: MigrationRound) -> "_RoundMessage":
+        """Returns the message of a round."""
+        moves = [(m.layer, m.src_rank, m.src_slot, m.dst_rank, m.dst_slot) for m in migration_round.moves]
+        return cls(version, moves)
+
+    @property
+    def round(self) -> MigrationRound:
+        return MigrationRound(tuple(SlotMove(*move) for move in self.moves))
+
+    def encode(self) -> bytes:
+        return msgspec.msgpack.encode(self)
+
+    @classmethod
+    def decode(cls, data: bytes) -> "_RoundMessage":
+        """Returns the message in data. Raises msgspec.DecodeError for anything else."""
+        return msgspec.msgpack.decode(data, type=cls)

@@ -23,8 +23,7 @@ from pathlib import Path
 from moe_serve.config.sections import EplbConfig
 from moe_serve.engine.balancing.load_dump import ModelRows, Recording, passes_content, stat_content, write_dump
 from moe_serve.engine.balancing.load_windows import LoadWindows
-from moe_serve.engine.protocol.command_messages import Answer, RecordCommand
-from moe_serve.engine.protocol.messages import Message
+from moe_serve.engine.protocol.messages import Answer, Message, RecordCommand
 from moe_serve.engine.served_model import ServedModel
 from moe_serve.engine.step import (
     DUMP_FAILED,

@@ -1,11 +1,19 @@
 """The messages of one rank: requests from the front end, wakes from its peers, events back. Never blocks a step.
 
 `ZmqMailbox` is that of the live system; tests and benchmarks bring one without sockets. One thread drives a mailbox,
-the engine's. Torch-free.
+the engine's.
+
+A system may have several front ends, which serve one HTTP port (server.api_workers). Each has a number; the ids of its
+requests begin with it, so tokens find their way back without a table.
+
+A cut connection loses messages in both directions, and the front end may be another process afterwards. So a rank whose
+connection was cut says hello again with all that a front end must know, and drops its requests: the front end submits
+those that it still wants. A rank that only hears nothing keeps its requests, and says hello until it is heard.
 """
 
 import contextlib
 import os
+import secrets
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -14,21 +22,27 @@ from typing import Protocol, TypeVar
 
 import msgspec
 import zmq
+from zmq.utils.monitor import parse_monitor_message
 
-from moe_serve.engine.protocol.front_end_link import FrontEndLink, by_front_end
 from moe_serve.engine.protocol.messages import (
     ALIVE_PERIOD_S,
     Alive,
+    BalanceReport,
     ForFrontEnds,
+    Hello,
+    Members,
     Message,
     Pulse,
+    Ready,
     Shutdown,
+    TokenEvent,
     Tokens,
     ToRank,
     Wake,
     decode_to_rank,
     decode_wake,
     encode,
+    front_end_of,
 )
 from moe_serve.errors import LaunchError
 from moe_serve.links.folder import not_writable
@@ -41,6 +55,7 @@ log = get_logger(__name__)
 # One poll takes at most so many messages from a socket, for at most so long: a step must not wait for a flood.
 _TURN_MESSAGES = 256
 _TURN_S = 0.005
+SILENCE_S = 3.0  # a front end that is alive says so every ALIVE_PERIOD_S
 Decoded = TypeVar("Decoded")
 _WAKE_BYTES = 1024  # a larger message ends the connection of who sent it
 
@@ -100,7 +115,7 @@ class ZmqMailbox:
         self._pulse: threading.Thread | None = None
         self._is_closing = threading.Event()
         self._addresses = [link.front_end_at(number) for number in range(num_front_ends)]
-        self._front_ends = [FrontEndLink(self._sockets, address) for address in self._addresses]
+        self._front_ends = [_FrontEndLink(self._sockets, address) for address in self._addresses]
         address = link.wakes_of(rank, own_host)
         try:
             self._wakes = self._sockets.bound(zmq.PULL, address, _WAKE_BYTES)
@@ -150,7 +165,7 @@ class ZmqMailbox:
             if arrived or time.monotonic() >= deadline:
                 return arrived
 
-    def _take(self, front_end: FrontEndLink) -> Iterator[Inbound]:
+    def _take(self, front_end: "_FrontEndLink") -> Iterator[Inbound]:
         """Yields what a front end has sent. Its request to end counts once all front ends ask for it, or are gone."""
         for message in self._drain(front_end.socket, decode_to_rank):
             front_end.heard_s = time.monotonic()
@@ -180,7 +195,7 @@ class ZmqMailbox:
             if time.monotonic() >= ends_s:
                 return
 
-    def _reconnected(self, number: int, front_end: FrontEndLink) -> list[Inbound]:
+    def _reconnected(self, number: int, front_end: "_FrontEndLink") -> list[Inbound]:
         """Says hello again for each new connection but the first."""
         which = number if len(self._front_ends) > 1 else None
         was_cut, is_new = front_end.take_events()
@@ -190,13 +205,13 @@ class ZmqMailbox:
             arrived.append(Reconnected(which))
         return arrived
 
-    def _say(self, front_end: FrontEndLink, messages: Sequence[Message]) -> None:
+    def _say(self, front_end: "_FrontEndLink", messages: Sequence[Message]) -> None:
         for message in messages:
             front_end.send(message, encode(message))
 
     def send(self, message: Message) -> None:
         if len(self._front_ends) > 1 and isinstance(message, Tokens):
-            for number, part in by_front_end(message).items():
+            for number, part in _by_front_end(message).items():
                 self._front_ends[number].send(part, encode(part))
             return
         if isinstance(message, ForFrontEnds):
@@ -240,3 +255,106 @@ class ZmqMailbox:
         if self._pulse is not None:
             self._pulse.join()
         self._sockets.close()
+
+
+def _by_front_end(message: Tokens) -> dict[int, Tokens]:
+    """Returns the part of each front end in the tokens of a step."""
+    events: dict[int, list[TokenEvent]] = {}
+    for event in message.events:
+        events.setdefault(front_end_of(event.request_id), []).append(event)
+    return {front_end: Tokens(message.rank, message.launch_id, part) for front_end, part in events.items()}
+
+
+class _FrontEndLink:
+    """The connection to one front end. It is made again when it was cut, and this rank says hello again (`Greeting`).
+
+    heard_s:      when it was last heard
+    is_connected: as far as ZeroMQ knows
+    has_left:     it has asked for the end, and will send nothing more
+    """
+
+    def __init__(self, sockets: LinkSockets, address: str):
+        self.socket, self.events = sockets.reconnecting(zmq.DEALER, address, _routing_id())
+        self.heard_s = time.monotonic()
+        self.is_connected = False
+        self.has_left = False
+        self._greeting = Greeting()
+        self._num_connections = 0
+
+    def send(self, message: Message, data: bytes) -> None:
+        """Sends without waiting. data: the message, encoded"""
+        self._greeting.note(message, time.monotonic())
+        with contextlib.suppress(zmq.Again):  # a front end that has not read 100,000 messages is gone
+            self.socket.send(data, zmq.NOBLOCK)
+
+    def take_events(self) -> tuple[bool, bool]:
+        """Takes what ZeroMQ tells of the connection. Returns whether it was cut, and whether it was made again."""
+        was_cut, before = False, self._num_connections
+        with contextlib.suppress(zmq.Again):
+            while True:
+                event = parse_monitor_message(self.events.recv_multipart(zmq.NOBLOCK))["event"]
+                self.is_connected = event == zmq.EVENT_HANDSHAKE_SUCCEEDED
+                was_cut |= not self.is_connected
+                self._num_connections += self.is_connected
+        is_new = max(before, 1) < self._num_connections
+        if is_new:
+            self.has_left = False
+        return was_cut, is_new
+
+    def hello_again(self) -> list[Message]:
+        """Returns what to say to a front end that may not know this rank any more."""
+        return self._greeting.again(max(0, self._num_connections - 1), time.monotonic())
+
+    def hello_if_unheard(self) -> list[Message]:
+        """Returns what to say to a front end that is silent; nothing to one that is heard."""
+        return self.hello_again() if self._greeting.is_due(time.monotonic(), self.heard_s) else []
+
+
+def _routing_id() -> bytes:
+    """Returns a name for this process at the front end: it stays when the connection is made again."""
+    return b"rank" + secrets.token_bytes(12)
+
+
+class Greeting:
+    """Remembers what this rank has told, so that it can be told again."""
+
+    def __init__(self, silence_s: float = SILENCE_S):
+        self._silence_s = silence_s
+        self._hello: Hello | None = None
+        self._ready: Ready | None = None
+        self._members: Members | None = None
+        self._placement: BalanceReport | None = None
+        self._for_front_ends: ForFrontEnds | None = None
+        self._newest_call = 0  # front ends tell new ranks again, one of them perhaps what is over
+        self._said_s = 0.0
+
+    def note(self, message: Message, now_s: float) -> None:
+        """Remembers a message that is on its way, if it must be repeated."""
+        match message:
+            case Hello():
+                self._hello, self._said_s = message, now_s
+            case Ready():
+                self._ready = message
+            case Members():
+                self._members = message
+            case ForFrontEnds() if message.lasts and message.call_id >= self._newest_call:
+                self._for_front_ends, self._newest_call = message, message.call_id
+            case BalanceReport() if message.placement is not None:
+                # Windows and decisions are news only once.
+                self._placement = msgspec.structs.replace(message, window=None, decisions=[])
+
+    def is_due(self, now_s: float, heard_s: float) -> bool:
+        """Returns whether this rank should say hello because it hears nothing; only one that is ready listens."""
+        return self._ready is not None and now_s - max(heard_s, self._said_s) > self._silence_s
+
+    def again(self, num_reconnects: int, now_s: float) -> list[Message]:
+        """Returns what to say now; nothing before the first hello."""
+        if self._hello is None:
+            return []
+        self._said_s = now_s
+        hello = msgspec.structs.replace(self._hello, num_reconnects=num_reconnects, is_ready=self._ready is not None)
+        return [hello, *(each for each in self._told() if each is not None)]
+
+    def _told(self) -> tuple[Message | None, ...]:
+        # A pause comes before `Ready`: a front end may send requests from then on.
+        return self._for_front_ends, self._ready, self._members, self._placement

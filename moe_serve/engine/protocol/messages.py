@@ -3,31 +3,28 @@
 Every rank connects a DEALER socket to the front end's ROUTER and says `Hello`, then `Ready`, and both again after its
 connection was cut. A request is a pure value (`Submit`): it may be sent again, to any rank, with the output so far and
 a higher attempt. A *launch* is all ranks that started together; its random id is compared for equality only. Receivers
-drop old and repeated events by (launch id, attempt, output index). Nothing is pickled. Torch-free.
+drop old and repeated events by (launch id, attempt, output index). Nothing is pickled.
 """
 
+from types import TracebackType
 from typing import Any
 
 import msgspec
 
 from moe_serve.attention_dp.request import Request, SamplingParams
 from moe_serve.engine.output.logprobs import LogprobBlock
-from moe_serve.engine.protocol.balance_messages import BalanceReport
-from moe_serve.engine.protocol.command_messages import (
-    Answer,
-    FlushCache,
-    Profile,
-    Rebalance,
-    RecordCommand,
-    SetPlacement,
-)
-from moe_serve.engine.protocol.message import Message as Message
-from moe_serve.engine.protocol.status_messages import STEP_BOUNDS_S as STEP_BOUNDS_S
-from moe_serve.engine.protocol.status_messages import PhaseTimes as PhaseTimes
-from moe_serve.engine.protocol.status_messages import Status as Status
-from moe_serve.engine.recovery.refusing import Refusing
 
 ALIVE_PERIOD_S = 1.0  # how often each side shows that it is alive
+STEP_WORDS = 11  # of one step in a profile, all int64; see Profiler.add
+# Upper bounds of the buckets of a step's time, in seconds; one more bucket is beyond the last.
+STEP_BOUNDS_S = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0)
+
+
+class Message(msgspec.Struct, frozen=True, array_like=True):
+    """Base of all messages between front ends, ranks and launchers. Fields travel by position."""
+
+
+# --- to the ranks -----------------------------------------------------------------------------------------------------
 
 
 class Submit(Message, tag="submit", frozen=True):
@@ -98,6 +95,52 @@ class ForFrontEnds(Message, tag="for_front_ends", frozen=True):
     rid: str | None = None
     lasts: bool = False
     told: list[int] = []
+
+
+class RecordCommand(Message, tag="record", frozen=True):
+    """Start, stop or dump the recorder of expert load; the lowest rank that takes part answers with `Answer`.
+
+    command: one of engine.step.RECORD_COMMANDS
+    """
+
+    call_id: int
+    command: str
+
+
+class Rebalance(Message, tag="rebalance", frozen=True):
+    """Plan now, without waiting for the next window; answered as RecordCommand."""
+
+    call_id: int
+
+
+class SetPlacement(Message, tag="set_placement", frozen=True):
+    """Move experts to these slots: [layers][slots], -1 = empty. Answered as RecordCommand; a refusal says why."""
+
+    call_id: int
+    physical_to_logical: list[list[int]]
+
+
+class FlushCache(Message, tag="flush_cache", frozen=True):
+    """Empty the prefix cache, if no request is open. Every rank answers for itself, with `Answer`."""
+
+    call_id: int
+
+
+class Profile(Message, tag="profile", frozen=True):
+    """Record steps for a profile, or stop and answer with them. Every rank answers for itself, with `Answer`.
+
+    command: "start" or "stop";  max_s, most_steps, most_turns: where a recording ends by itself
+    The facts of a stop: steps, int64 [n, STEP_WORDS]; turns, int64 [n, 2] (begin in ns, part); and their words.
+    """
+
+    call_id: int
+    command: str
+    max_s: float = 0.0
+    most_steps: int = 0
+    most_turns: int = 0
+
+
+# --- to the front end -------------------------------------------------------------------------------------------------
 
 
 class ModelLimits(msgspec.Struct, frozen=True):
@@ -181,6 +224,41 @@ class Tokens(Message, tag="tokens", frozen=True):
     events: list[TokenEvent]
 
 
+class PhaseTimes(msgspec.Struct, frozen=True):
+    """The steps of one phase: their seconds, how many fell into each bucket, and seconds by part of a step.
+
+    parts: by the names of kernels/part_clock.py; empty on a GPU, where the host does not see them
+    """
+
+    seconds: float
+    buckets: list[int]
+    parts: dict[str, float]
+
+
+class Status(Message, tag="status", frozen=True):
+    """A rank is alive, and its load; sent every ALIVE_PERIOD_S.
+
+    resident_bytes, num_open_files: of its process; 0 where that is not known
+    log_lines:                      how many warnings and errors it has logged, by level
+    phases:                         the times of its steps, by phase
+    """
+
+    rank: int
+    launch_id: int
+    step: int
+    num_running: int
+    num_waiting: int
+    num_free_blocks: int
+    num_blocks: int
+    pending_tokens: int  # prefill tokens still to compute
+    counters: dict[str, float] = {}  # running totals: steps, tokens, preemptions, prefix hits, sleeps
+    waited_s: list[float] = []  # for each rank, how long this one has waited for its rows; empty = not measured
+    resident_bytes: int = 0
+    num_open_files: int = 0
+    log_lines: dict[str, int] = {}
+    phases: dict[str, PhaseTimes] = {}
+
+
 class Pulse(Message, tag="pulse", frozen=True):
     """A rank's process lives; sent every ALIVE_PERIOD_S on a socket of its own. phase: of the step; "": between two"""
 
@@ -208,6 +286,73 @@ class Members(Message, tag="members", frozen=True):
     times_masked: int = 0
     ended: list[int] = []
     waits: bool = False
+
+
+class Answer(Message, tag="answer", frozen=True):
+    """The answer to a command of the front end. text: what was done, or why not;  facts: such as names of files"""
+
+    rank: int
+    launch_id: int
+    call_id: int
+    ok: bool
+    text: str
+    facts: dict[str, Any] = {}
+
+
+class WindowReport(msgspec.Struct, frozen=True, array_like=True):
+    """The load of a closed window.
+
+    balancedness: mean / max of rank load, of each layer, on the placement in use at its beginning
+    mean_at_end:  mean over layers on the placement in use at its end: what a move within it has brought
+    """
+
+    first_step: int
+    num_steps: int
+    phase: str
+    step_time_s: float
+    balancedness: list[float]
+    rank_load: list[list[float]]  # [layers][ranks] tokens, under the split in use, evenly shared
+    tokens: list[list[int]]  # [layers][experts]
+    mean_at_end: float
+
+
+class DecisionReport(msgspec.Struct, frozen=True, array_like=True):
+    """What the balancer decided, and why. at_s: seconds since the epoch (wall clock);  kind: see rebalance/events.py"""
+
+    at_s: float
+    step: int
+    kind: str
+    reason: str
+    num_layers: int
+    gain_s: float  # predicted, over the horizon; of "watch": what the last move had promised
+    cost_s: float  # predicted
+    realised_s: float = 0.0  # of "watch": what the last move has gained
+
+
+class BalanceReport(Message, tag="balance", frozen=True):
+    """Where experts are and what the balancer does: sent by the lowest rank that takes part, at every change.
+
+    state:     "watching", "planning", "moving", or "off"
+    alarm:     why the balancer has switched itself off; "" = it has not
+    window:    the newest closed window, in the report that follows its end only
+    decisions: those since the last report, oldest first
+    totals:    running totals by name: see engine/balancing/balance_reports.py
+    placement: [layers][slots] logical experts, in the report that follows a change only
+    splits:    how batches of each phase are split, and what the exact split gains: SplitChoice.describe
+    """
+
+    rank: int
+    launch_id: int
+    step: int
+    mode: str
+    state: str
+    placement_version: int
+    totals: dict[str, float]
+    alarm: str = ""
+    window: WindowReport | None = None
+    decisions: list[DecisionReport] = []
+    placement: list[list[int]] | None = None
+    splits: dict[str, Any] = {}
 
 
 class Exited(Message, tag="exited", frozen=True):
@@ -254,6 +399,8 @@ class Wake(Message, tag="wake", frozen=True):
     launch_id: int
     step: int
 
+
+# --- as bytes ---------------------------------------------------------------------------------------------------------
 
 ToRank = (
     Submit
@@ -303,17 +450,34 @@ def encode(message: Message) -> bytes:
 
 def decode_to_rank(data: bytes) -> ToRank:
     """Returns the message in data. Raises msgspec.DecodeError for anything else."""
-    with Refusing():
+    with _Refusing():
         return _to_rank.decode(data)
 
 
 def decode_to_front_end(data: bytes) -> ToFrontEnd:
     """Returns the message in data. Raises msgspec.DecodeError for anything else."""
-    with Refusing():
+    with _Refusing():
         return _to_front_end.decode(data)
 
 
 def decode_wake(data: bytes) -> Wake:
     """Returns the wake in data. Raises msgspec.DecodeError for anything else."""
-    with Refusing():
+    with _Refusing():
         return _wake.decode(data)
+
+
+class _Refusing:
+    """Raises msgspec.DecodeError in place of whatever a decoder raises for bytes that are no message of ours.
+
+    Strings that are not UTF-8 raise UnicodeDecodeError there, and values nested too deeply RecursionError.
+    A class, since a generator's context manager costs as much as decoding a small message.
+    """
+
+    def __enter__(self) -> None:
+        return
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is not None and issubclass(kind, (ValueError, RecursionError)):
+            raise msgspec.DecodeError(f"{kind.__name__}: {error}") from None

@@ -6,7 +6,7 @@ from typing import Any
 from fastapi import FastAPI, Request, Response
 
 from moe_serve.config import ServeConfig
-from moe_serve.engine.protocol.command_messages import Answer, Rebalance, SetPlacement
+from moe_serve.engine.protocol.messages import Answer, Rebalance, SetPlacement
 from moe_serve.errors import RequestError
 from moe_serve.server.edge.body import Bodies
 from moe_serve.server.edge.errors import json_bytes

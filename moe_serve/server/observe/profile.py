@@ -15,7 +15,7 @@ from typing import Any
 from fastapi import FastAPI, Request, Response
 
 from moe_serve.config import ServeConfig
-from moe_serve.engine.protocol.command_messages import Answer, Profile
+from moe_serve.engine.protocol.messages import Answer, Profile
 from moe_serve.errors import MoeServeError, RequestError
 from moe_serve.process_facts import boot_id
 from moe_serve.server.edge.body import Bodies

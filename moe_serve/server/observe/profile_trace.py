@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from moe_serve.engine.protocol.command_messages import STEP_WORDS
+from moe_serve.engine.protocol.messages import STEP_WORDS
 
 Int64Array = NDArray[np.int64]
 _STEP, _PHASE, _BEGAN, _AGREED, _ENDED, _DECODE, _PREFILL, _ROUNDS, _OVERLAP, _PLACEMENT, _WAITED = range(STEP_WORDS)

@@ -3,7 +3,7 @@
 from fastapi import FastAPI, Response
 
 from moe_serve.config import ServeConfig
-from moe_serve.engine.protocol.command_messages import RecordCommand
+from moe_serve.engine.protocol.messages import RecordCommand
 from moe_serve.errors import RequestError
 from moe_serve.server.edge.errors import error_body, json_bytes
 from moe_serve.server.edge.guard import ADMIN

@@ -10,7 +10,7 @@ from itertools import zip_longest
 from statistics import fmean, median
 from typing import Any
 
-from moe_serve.engine.protocol.balance_messages import BalanceReport, DecisionReport, WindowReport
+from moe_serve.engine.protocol.messages import BalanceReport, DecisionReport, WindowReport
 from moe_serve.log import get_logger
 from moe_serve.server.ranks.move_log import Event, MoveLog, WindowPoint
 

@@ -12,8 +12,7 @@ from typing import Any
 
 from moe_serve.config import ServeConfig, model_dir
 from moe_serve.engine.output.incremental_decoder import Decoder
-from moe_serve.engine.protocol.command_messages import Answer, FlushCache, Profile
-from moe_serve.engine.protocol.messages import ModelLimits
+from moe_serve.engine.protocol.messages import Answer, FlushCache, ModelLimits, Profile
 from moe_serve.errors import QueueFullError, RequestError
 from moe_serve.links.link import Link
 from moe_serve.server.ranks.commands import Command

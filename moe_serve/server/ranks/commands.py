@@ -9,15 +9,15 @@ from dataclasses import dataclass
 
 import msgspec
 
-from moe_serve.engine.protocol.command_messages import (
+from moe_serve.engine.protocol.messages import (
     Answer,
     FlushCache,
+    Message,
     Profile,
     Rebalance,
     RecordCommand,
     SetPlacement,
 )
-from moe_serve.engine.protocol.messages import Message
 from moe_serve.errors import QueueFullError
 from moe_serve.server.requests.open_request import UnavailableError
 

@@ -20,11 +20,11 @@ import msgspec
 
 from moe_serve.config import ServeConfig
 from moe_serve.engine.output.incremental_decoder import Decoder
-from moe_serve.engine.protocol.balance_messages import BalanceReport
-from moe_serve.engine.protocol.command_messages import Answer
 from moe_serve.engine.protocol.messages import (
     ALIVE_PERIOD_S,
     Alive,
+    Answer,
+    BalanceReport,
     Draining,
     Exited,
     Fatal,

@@ -6,8 +6,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from moe_serve.engine.protocol.balance_messages import BalanceReport, DecisionReport, WindowReport
-from moe_serve.engine.protocol.messages import Status
+from moe_serve.engine.protocol.messages import BalanceReport, DecisionReport, Status, WindowReport
 from moe_serve.eplb.load import balancedness, rank_load
 from moe_serve.eplb.placement import Placement
 from moe_serve.eplb.planner import plan

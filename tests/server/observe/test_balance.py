@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from moe_serve.engine.balancing.balance_reports import BalanceReports
-from moe_serve.engine.protocol.balance_messages import BalanceReport, DecisionReport, WindowReport
+from moe_serve.engine.protocol.messages import BalanceReport, DecisionReport, WindowReport
 from moe_serve.eplb.load import LoadRecord
 from moe_serve.eplb.placement import Placement
 from moe_serve.eplb.rebalance.events import Decision

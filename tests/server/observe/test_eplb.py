@@ -4,8 +4,7 @@ import json
 
 import pytest
 
-from moe_serve.engine.protocol.command_messages import Answer, Rebalance, SetPlacement
-from moe_serve.engine.protocol.messages import Members
+from moe_serve.engine.protocol.messages import Answer, Members, Rebalance, SetPlacement
 from moe_serve.eplb.files.placements import read_placement
 from tests.server.observe.reports import Story
 from tests.server.served import Served, in_event_loop, serving, until

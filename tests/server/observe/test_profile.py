@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from moe_serve.engine.protocol.command_messages import STEP_WORDS, Answer, Profile
+from moe_serve.engine.protocol.messages import STEP_WORDS, Answer, Profile
 from moe_serve.errors import MoeServeError
 from moe_serve.process_facts import boot_id
 from moe_serve.server.observe.profile import write_profile

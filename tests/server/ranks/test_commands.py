@@ -4,8 +4,7 @@ import asyncio
 
 import pytest
 
-from moe_serve.engine.protocol.command_messages import Answer, FlushCache, Rebalance, RecordCommand
-from moe_serve.engine.protocol.messages import Fatal, Members
+from moe_serve.engine.protocol.messages import Answer, Fatal, FlushCache, Members, Rebalance, RecordCommand
 from moe_serve.errors import QueueFullError
 from moe_serve.server.ranks import commands as commands_module
 from moe_serve.server.ranks.commands import CommandBook

@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 from moe_serve.attention_dp.request import SamplingParams
-from moe_serve.engine.protocol.command_messages import Answer, RecordCommand
-from moe_serve.engine.protocol.messages import Fatal, ForFrontEnds
+from moe_serve.engine.protocol.messages import Answer, Fatal, ForFrontEnds, RecordCommand
 from moe_serve.links.folder import OwnFolder
 from moe_serve.links.link import Link
 from moe_serve.server.edge.client_limits import ClientTable

@@ -5,7 +5,7 @@ from importlib import resources
 
 import msgspec
 
-from moe_serve.engine.protocol.balance_messages import DecisionReport
+from moe_serve.engine.protocol.messages import DecisionReport
 from tests.server.observe.dashboard.browser import Page, browser_page
 from tests.server.observe.reports import Story
 from tests.server.served import Served, in_event_loop, serving
