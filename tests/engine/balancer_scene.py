@@ -11,7 +11,7 @@ from moe_serve.eplb.migration.plan import migration_to
 from moe_serve.eplb.placement import Placement
 from moe_serve.eplb.planning.process import PlanAnswer, PlanProblem
 from moe_serve.eplb.policies.make import make_policy
-from moe_serve.eplb.rebalance.make import BalancerSettings, SystemFacts
+from moe_serve.eplb.rebalance.settings import BalancerSettings, SystemFacts
 
 STEPS = 20
 START = Placement.trivial(3, 8, 4, 4)

@@ -12,7 +12,7 @@ from moe_serve.eplb.load import rank_load
 from moe_serve.eplb.placement import Placement
 from moe_serve.eplb.planning.process import PlannerProcess
 from moe_serve.eplb.policies.make import POLICIES
-from moe_serve.eplb.rebalance.make import BalancerSettings
+from moe_serve.eplb.rebalance.settings import BalancerSettings
 from moe_serve.errors import PlacementError
 from tests.engine.balancer_scene import FACTS, SKEWED, START, STEPS, Engine, PlannerHere
 

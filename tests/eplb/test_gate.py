@@ -12,10 +12,9 @@ from moe_serve.eplb.load import LoadRecord
 from moe_serve.eplb.placement import Placement
 from moe_serve.eplb.policies.make import make_policy
 from moe_serve.eplb.rebalance.events import PlanReady, RequestPlan, RoundActivated, WindowClosed
-from moe_serve.eplb.rebalance.gate import Gate
+from moe_serve.eplb.rebalance.gate import ClosedWindow, Gate
 from moe_serve.eplb.rebalance.rebalancer import Rebalancer
 from moe_serve.eplb.rebalance.settings import RebalanceSettings
-from moe_serve.eplb.rebalance.window_watch import ClosedWindow
 from moe_serve.eplb.replay.synthetic import FAMILIES, SyntheticLoad, synthetic_trace
 from moe_serve.topology import Topology
 

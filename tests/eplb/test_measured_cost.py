@@ -12,7 +12,8 @@ from moe_serve.eplb.migration.plan import plan_migration
 from moe_serve.eplb.placement import Placement
 from moe_serve.eplb.policies.make import make_policy
 from moe_serve.eplb.rebalance.events import PlanReady, RequestPlan, RoundActivated, StartRound, WindowClosed
-from moe_serve.eplb.rebalance.make import BalancerSettings, SystemFacts, make_rebalancer
+from moe_serve.eplb.rebalance.rebalancer import make_rebalancer
+from moe_serve.eplb.rebalance.settings import BalancerSettings, SystemFacts
 from moe_serve.topology import Topology
 
 START = Placement.trivial(4, 16, 4, 8)

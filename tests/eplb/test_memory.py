@@ -8,8 +8,9 @@ import pytest
 from moe_serve.eplb.load import LoadRecord, balancedness, rank_load
 from moe_serve.eplb.placement import Placement
 from moe_serve.eplb.policies.make import make_policy
-from moe_serve.eplb.rebalance.make import BalancerSettings, SystemFacts, make_rebalancer
-from moe_serve.eplb.rebalance.memory import LoadMemory, Window
+from moe_serve.eplb.rebalance.gate import LoadMemory, Window
+from moe_serve.eplb.rebalance.rebalancer import make_rebalancer
+from moe_serve.eplb.rebalance.settings import BalancerSettings, SystemFacts
 from moe_serve.eplb.replay.gated_run import GatedRun
 
 NUM_LAYERS, NUM_LOGICAL, NUM_WINDOWS = 4, 32, 4

@@ -30,7 +30,8 @@ from moe_serve.eplb.rebalance.events import (
     SwitchOff,
     WindowClosed,
 )
-from moe_serve.eplb.rebalance.make import BalancerSettings, SystemFacts, make_rebalancer
+from moe_serve.eplb.rebalance.rebalancer import make_rebalancer
+from moe_serve.eplb.rebalance.settings import BalancerSettings, SystemFacts
 
 OnEvent = Callable[..., None]  # (name, step, **fields), as `TraceWriter.event`
 GRACE_S = 10.0  # beyond the deadline of a plan or a round, before the balancer raises an alarm

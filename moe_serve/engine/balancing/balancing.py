@@ -37,7 +37,7 @@ from moe_serve.eplb.load import LoadRecord
 from moe_serve.eplb.migration.moves import MigrationRound, SlotMove
 from moe_serve.eplb.planning.process import PlannerProcess
 from moe_serve.eplb.rebalance.events import StartRound
-from moe_serve.eplb.rebalance.make import BalancerSettings, SystemFacts
+from moe_serve.eplb.rebalance.settings import BalancerSettings, SystemFacts
 from moe_serve.errors import PlacementError
 from moe_serve.log import get_logger
 

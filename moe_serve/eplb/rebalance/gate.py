@@ -9,7 +9,7 @@ What is learned, per layer except trust:
 - reach: a gain counts for as long as a layer's moves have lasted so far, at most the horizon;
 - back-off: after a move that did not earn its cost, a layer stays put, twice as long after each failure, unless its
   earlier moves have earned enough to make up for it;
-- memory: plans use the latest window alone or several, and nothing from before the load has shifted (`memory.py`);
+- memory: plans use the latest window alone or several, and nothing from before the load has shifted (`LoadMemory`);
 - regret: all costs and losses minus gains stay below a share of the serving time. A move must fit into what is left of
   that bound, together with the cost of reverting it and one window as bad as moves have been so far, and as long: the
   bound is for windows of about equal numbers of steps, as a server's are. Once it is used up, layers that lose revert
@@ -17,10 +17,11 @@ What is learned, per layer except trust:
 
 Predicted times may be wrong, so costs count `gain_margin` times and gains 1/sqrt(gain_margin) times.
 
-Shape words: L = MoE layers, E = experts.
+Shape words: L = MoE layers, E = experts, R = ranks, W = windows that are remembered.
 """
 
-from dataclasses import dataclass
+from collections import deque
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,9 +29,7 @@ from numpy.typing import NDArray
 from moe_serve.eplb.cost.gate_cost import GateCost
 from moe_serve.eplb.load import LoadRecord
 from moe_serve.eplb.placement import Placement
-from moe_serve.eplb.rebalance.memory import LoadMemory, Window
 from moe_serve.eplb.rebalance.settings import RebalanceSettings
-from moe_serve.eplb.rebalance.window_watch import ClosedWindow
 
 Floats = NDArray[np.float64]
 FIRST_TRUST = 0.5  # a plan looks better on the load that it was made from
@@ -40,6 +39,41 @@ FIRST_SURPRISE = 0.3
 LEAST_SURPRISE = 0.01
 KEEP = 0.5  # of what earlier moves of a layer have earned, when one is judged: one noisy window is no failure
 SPENDABLE = 0.75  # share of the regret bound that known costs may spend; the rest covers what cannot be foreseen
+ERRORS_KEPT = 0.7  # share of what is known about prediction errors that stays with each window
+SHIFT = 2.0  # a load that is so many times further away than usual has shifted
+LEARNED = 1.5  # such an error is learned as so many usual ones: rare shifts teach little, constant ones are usual soon
+LEAST_ERRORS = 2  # windows that must have been predicted before anything is usual
+
+
+@dataclass(frozen=True, eq=False)
+class Window:
+    """A closed window of load, as means over its steps with tokens, of which there are num_steps.
+
+    tokens:      [L, E] per step
+    by_source:   [L, R, E] tokens per step;  activations: [L, E] share of the steps; None = not recorded
+    known:       placement -> [L] seconds of a step on it, once computed, at the newest prices
+    """
+
+    tokens: Floats
+    num_steps: int
+    by_source: Floats | None
+    activations: Floats | None
+    known: dict[Placement, Floats] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class ClosedWindow:
+    """A window with load.
+
+    first, last: the placements in use at its beginning and end
+    whole:  one placement served all of it, so its time can teach the prices
+    unseen: the last move is over, and its plan knew nothing of this load, so the load measures what the move gains
+    """
+
+    first: Placement
+    last: Placement
+    whole: bool
+    unseen: bool
 
 
 @dataclass(eq=False)
@@ -276,3 +310,67 @@ class Gate:
         if placement not in window.known:
             window.known[placement] = self.cost.layer_seconds(window.tokens, placement)
         return window.known[placement]
+
+
+class LoadMemory:
+    """The last windows of load, and how much each counts in plans and predictions, layer by layer.
+
+    Two guesses are compared: the latest window alone, and all windows with older ones fading. The one that has
+    predicted new windows better is used. A window that is much further from both than windows usually are, and than its
+    number of tokens explains, has shifted: earlier windows count no longer. Where loads shift all the time, such errors
+    become usual, and windows are averaged again.
+
+    shifted: [L] bool, whether the last window is the first one of another load
+    """
+
+    def __init__(self, num_layers: int, num_windows: int, decay: float) -> None:
+        """num_windows: that are remembered;  decay: weight of a window against the next newer one"""
+        self.windows: deque[Window] = deque(maxlen=num_windows)
+        self._fading = decay ** np.arange(num_windows)[::-1]
+        self.shifted = np.zeros(num_layers, dtype=bool)
+        self._age = np.zeros(num_layers, dtype=np.int64)  # windows since the load of a layer has shifted
+        self._error = np.zeros((2, num_layers))  # of predicting a window from the latest one, and from all
+        self._num_errors = 0
+
+    def add(self, window: Window) -> None:
+        """Adds the window that has just closed."""
+        if self.windows:
+            self.shifted = self._learn(window)
+        self._age = np.where(self.shifted, 1, self._age + 1)
+        self.windows.append(window)
+
+    def weights(self) -> Floats:
+        """Returns [L, W], how much each window counts; rows sum to 1."""
+        latest = np.eye(len(self.windows))[-1]
+        return np.asarray(np.where((self._error[0] < self._error[1])[:, None], latest, self._all()))
+
+    def _all(self) -> Floats:
+        """Returns [L, W], the weights of all windows since the load has shifted; rows sum to 1."""
+        num = len(self.windows)
+        counts = np.arange(num, 0, -1) <= self._age[:, None]
+        weights = self._fading[-num:] * counts
+        return np.asarray(weights / weights.sum(axis=1, keepdims=True))
+
+    def _learn(self, window: Window) -> NDArray[np.bool_]:
+        """Compares both guesses with the window that has closed; returns [L], whether its load has shifted."""
+        past = np.array([earlier.tokens for earlier in self.windows])
+        guesses = _shares(np.stack([past[-1], np.einsum("lw,wle->le", self._all(), past)]))
+        errors = np.abs(guesses - _shares(window.tokens)).sum(axis=2)
+        shifted = np.zeros(len(self._age), dtype=bool)
+        if self._num_errors >= LEAST_ERRORS:
+            usual = self._error / (1 - ERRORS_KEPT**self._num_errors)
+            shifted = (errors > SHIFT * np.maximum(usual, _sampling_error(guesses, window))).all(axis=0)
+            errors = np.where(shifted, np.minimum(errors, LEARNED * usual), errors)
+        self._error = ERRORS_KEPT * self._error + (1 - ERRORS_KEPT) * errors
+        self._num_errors += 1
+        return shifted
+
+
+def _shares(tokens: Floats) -> Floats:
+    return np.asarray(tokens / np.maximum(tokens.sum(axis=-1, keepdims=True), 1e-12))
+
+
+def _sampling_error(shares: Floats, window: Window) -> Floats:
+    """Returns the distance at which as many draws from these shares as the window has tokens lie on average."""
+    num_tokens = np.maximum(window.tokens.sum(axis=1) * window.num_steps, 1)
+    return np.asarray(np.sqrt(shares).sum(axis=-1) * np.sqrt(2 / (np.pi * num_tokens)))

@@ -15,6 +15,8 @@ no plan is requested while a migration runs. When several plans or moves in a ro
 off, and says so: `journal.alarm`.
 """
 
+from collections import deque
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Literal
 
@@ -22,9 +24,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moe_serve.eplb.cost.gate_cost import GateCost
+from moe_serve.eplb.cost.measured import MeasuredCost, PriorPrices
 from moe_serve.eplb.load import LoadRecord, balancedness, rank_load
+from moe_serve.eplb.migration.limits import RoundLimits
+from moe_serve.eplb.migration.moves import MigrationRound, apply_round
 from moe_serve.eplb.migration.plan import MigrationPlan, migration_to, plan_migration
 from moe_serve.eplb.placement import Placement
+from moe_serve.eplb.policies.policy import PlanRequest, PlanRules
 from moe_serve.eplb.rebalance.events import (
     Action,
     Decision,
@@ -37,23 +43,24 @@ from moe_serve.eplb.rebalance.events import (
     PlanReady,
     RequestPlan,
     RoundActivated,
+    StartRound,
     SwitchOff,
     WindowClosed,
 )
-from moe_serve.eplb.rebalance.gate import Gate
-from moe_serve.eplb.rebalance.journal import Journal
-from moe_serve.eplb.rebalance.keep_decision import keep_decision
-from moe_serve.eplb.rebalance.move_costs import arrivals, costs_by_layer
-from moe_serve.eplb.rebalance.requests import check_fit, placed_as, request_for, with_rows
-from moe_serve.eplb.rebalance.running import Cause, RunningMigration
-from moe_serve.eplb.rebalance.settings import RebalanceSettings
-from moe_serve.eplb.rebalance.window_watch import WindowWatch
+from moe_serve.eplb.rebalance.gate import ClosedWindow, Gate
+from moe_serve.eplb.rebalance.settings import BalancerSettings, RebalanceSettings, SystemFacts
 from moe_serve.eplb.repair import with_second_slots
+from moe_serve.eplb.split_limit import where_no_split_helps
 from moe_serve.errors import PlacementError
 from moe_serve.topology import Topology
 
 Floats = NDArray[np.float64]
+# Where prices are learned from windows, one without a move is waited for after so many with moves.
+MOST_WITHOUT_WHOLE = 4
+MAX_DECISIONS = 10_000  # that are remembered
 State = Literal["watching", "planning", "moving", "off"]
+# move: a plan that pays; restore: second slots for experts on one rank; manual: a person's placement
+_Cause = Literal["move", "restore", "manual"]
 
 
 class Rebalancer:
@@ -71,7 +78,7 @@ class Rebalancer:
         self._watch = WindowWatch(placement, settings.cooldown_windows, cost.learns)
         self._request: RequestPlan | None = None
         self._next_request_id = 0
-        self._running: RunningMigration | None = None
+        self._running: _RunningMigration | None = None
         self.journal = Journal(settings.max_failures)
 
     @property
@@ -133,7 +140,7 @@ class Rebalancer:
                 return ()
 
     def _window_closed(self, step: int, record: LoadRecord) -> tuple[Action, ...]:
-        check_fit(record, self._placement)
+        _check_fit(record, self._placement)
         window = self._watch.close(record, self._placement, self._running is not None)
         if window is None:
             return ()
@@ -163,7 +170,7 @@ class Rebalancer:
     def _request_plan(self, step: int, rows: NDArray[np.int64], reason: str) -> tuple[Action, ...]:
         self._watch.plan_asked(step)
         number, rules = self._next_request_id, self._settings
-        request = request_for(self._placement, rows, self._gate.planning_load(), self.topology, rules)
+        request = _request_for(self._placement, rows, self._gate.planning_load(), self.topology, rules)
         layer_rows = tuple(rows.tolist())
         self._request = RequestPlan(step, number, layer_rows, request, rules.round_limits, rules.relabel)
         self._next_request_id += 1
@@ -177,26 +184,35 @@ class Rebalancer:
         self._request = None
         try:
             move = event.migration or migration_to(asked.request, event.plan, asked.limits, asked.relabel)
-            target = with_rows(self._placement, move.target, asked.layer_rows)
+            target = _with_rows(self._placement, move.target, asked.layer_rows)
         except PlacementError as error:
             return self._fail(event.step, f"the plan is not legal: {error}")
         gains = self._gate.gains(self._placement, target)
-        costs, price = costs_by_layer(self.cost, move, self._placement, target, self.topology)
-        revert_costs = price * arrivals(target, self._gate.baseline)
+        costs, price = _costs_by_layer(self.cost, move, self._placement, target, self.topology)
+        revert_costs = price * _arrivals(target, self._gate.baseline)
         rows = self._gate.choose_layers(gains, costs, revert_costs, self._placement, target)
         if not len(rows):
-            margin = self._settings.gain_margin
-            self.journal.add(keep_decision(event.step, target, gains, costs, self._gate, margin))
-            self._watch.rest()
-            self.journal.succeed()
+            self._keep(event.step, target, gains, costs)
             return ()
         return self._start(event.step, target, rows, gains, costs)
+
+    def _keep(self, step: int, target: Placement, gains: Floats, costs: Floats) -> None:
+        """Stays, and says why, since the gate has chosen no layer of `target`. gains, costs: as for `_start`"""
+        worth = gains * self._gate.reach
+        pays = bool((worth[costs > 0] >= self._settings.gain_margin * costs[costs > 0]).any())
+        reason = "worth it, but the regret bound does not cover the risk" if pays else "no layer is worth its move"
+        no_split = where_no_split_helps(self._gate.planning_load()[0], target)
+        if no_split is not None:
+            reason += f". As planned: {no_split}"
+        self.journal.add(Decision(step, "keep", reason, (), float(worth[worth > 0].sum()), float(costs.sum())))
+        self._watch.rest()
+        self.journal.succeed()
 
     def _revert(self, step: int) -> tuple[Action, ...]:
         """Reverts the layers that lose against the baseline, once the regret bound is used up."""
         baseline = self._gate.baseline
         move = self._exact_migration(baseline)
-        costs, _ = costs_by_layer(self.cost, move, self._placement, baseline, self.topology)
+        costs, _ = _costs_by_layer(self.cost, move, self._placement, baseline, self.topology)
         rows = self._gate.worth_reverting(self._placement, costs)
         if not len(rows):
             return ()
@@ -220,8 +236,8 @@ class Rebalancer:
         self.journal.add(Decision(step, "move", reason, tuple(rows.tolist()), worth_s, cost_s))
         return self._run(step, move, "move")
 
-    def _run(self, step: int, move: MigrationPlan, cause: Cause) -> tuple[Action, ...]:
-        self._running = RunningMigration(move, self._placement, self._settings, cause)
+    def _run(self, step: int, move: MigrationPlan, cause: _Cause) -> tuple[Action, ...]:
+        self._running = _RunningMigration(move, self._placement, self._settings, cause)
         return (self._running.start_round(step),)
 
     def _round_activated(self, event: RoundActivated) -> tuple[Action, ...]:
@@ -286,7 +302,7 @@ class Rebalancer:
 
     def _place_at(self, event: PlaceAt) -> tuple[Action, ...]:
         self._check_idle()
-        wanted = placed_as(self._placement, event.table)
+        wanted = _placed_as(self._placement, event.table)
         self.journal.switch_on()
         return self._move_at_once(event.step, wanted, "manual", "set by hand")
 
@@ -312,3 +328,255 @@ class Rebalancer:
         self._gate.back_off(np.ones(self._placement.num_layers, dtype=bool))
         self.journal.fail(step, reason)
         return ()
+
+
+def make_rebalancer(placement: Placement, settings: BalancerSettings, facts: SystemFacts) -> Rebalancer:
+    """Returns the rebalancer of one system; the prices that it has learned are still those of the facts."""
+    topology = Topology(facts.num_nodes, placement.num_ranks // facts.num_nodes)
+    eagerness = RebalanceSettings(
+        trigger=settings.trigger,
+        release=max(settings.trigger, RebalanceSettings.release),
+        horizon_windows=settings.horizon_windows,
+        round_limits=RoundLimits(settings.staging_slots, settings.pair_moves, settings.node_moves),
+        bytes_per_expert=facts.bytes_per_expert,
+        rules=PlanRules(planned_split="exact" if settings.split == "exact" else "even"),
+        min_replicas=2 if facts.survives_loss else 1,
+    )
+    cost = MeasuredCost(PriorPrices(facts.token_s, facts.expert_s), settings.move_step_share)
+    return Rebalancer(placement, topology, eagerness, cost)
+
+
+class WindowWatch:
+    """Tells of each closed window what it measures, and when the next plan is due, by the steps of plans and moves."""
+
+    def __init__(self, placement: Placement, cooldown_windows: int, learns: bool) -> None:
+        """cooldown_windows: see RebalanceSettings;  learns: prices are learned from whole windows"""
+        self._before = placement  # in use at the beginning of the running window
+        self._cooldown, self._learns = cooldown_windows, learns
+        self._live_step = 0  # when the placement in use was complete
+        self._asked_step = 0  # when the last plan was asked for: later load is new to it
+        self._rest = 0  # unseen windows to skip before the next plan
+        self._num_partial = 0  # windows since the last whole one
+        self.num_windows = 0
+
+    def plan_asked(self, step: int) -> None:
+        """Notes that a plan is asked for at this step."""
+        self._asked_step = step
+
+    def rest(self) -> None:
+        """Begins the cooldown."""
+        self._rest = self._cooldown
+
+    def complete(self, step: int) -> None:
+        """Notes that the placement in use is complete from this step on: its migration ended, or was given up."""
+        self._live_step = step
+
+    def begin_anew(self, step: int, placement: Placement) -> None:
+        """Notes that another group of ranks serves from this step on."""
+        self._before, self._live_step = placement, step
+        self.rest()
+
+    def close(self, record: LoadRecord, placement: Placement, is_moving: bool) -> ClosedWindow | None:
+        """Returns what the window that has just closed measures; None without load."""
+        before, self._before = self._before, placement
+        if not record.num_steps or not record.tokens.any():
+            return None
+        self.num_windows += 1
+        whole = not is_moving and record.first_step >= self._live_step
+        self._num_partial = 0 if whole else self._num_partial + 1
+        return ClosedWindow(before, placement, whole, not is_moving and record.first_step >= self._asked_step)
+
+    def is_due(self) -> bool:
+        """Counts an unseen window. Returns whether the cooldown is over, so that a plan may be asked for."""
+        self._rest -= 1
+        return self._rest <= 0 and not (self._learns and self._num_partial >= MOST_WITHOUT_WHOLE)
+
+
+def _request_for(
+    current: Placement,
+    rows: NDArray[np.int64],
+    load: tuple[Floats, Floats | None, Floats | None],
+    topology: Topology,
+    settings: RebalanceSettings,
+) -> PlanRequest:
+    """Returns the request for these rows of the placement. load: of all layers, as from `Gate.planning_load`."""
+    tokens, by_source, activations = load
+    part = replace(
+        current,
+        physical_to_logical=current.physical_to_logical[rows],
+        moe_layer_ids=tuple(current.moe_layer_ids[row] for row in rows),
+    )
+    lost = np.setdiff1d(np.arange(current.num_ranks), current.live_ranks)
+    rules = replace(settings.rules, min_replicas=_replicas_that_fit(current, settings.min_replicas))
+    return rules.request(
+        tokens[rows],
+        topology,
+        current.num_slots,
+        current=part,
+        by_source=None if by_source is None else by_source[rows],
+        activations=None if activations is None else activations[rows],
+        excluded_ranks=tuple(lost.tolist()),
+    )
+
+
+def _replicas_that_fit(placement: Placement, wanted: int) -> int:
+    """Returns on how many ranks each expert can be, at most as many as wanted."""
+    num_live = len(placement.live_ranks)
+    return max(1, min(wanted, num_live, num_live * placement.slots_per_rank // placement.num_logical))
+
+
+def _with_rows(current: Placement, part: Placement, rows: tuple[int, ...]) -> Placement:
+    """Returns the placement with another one's layers in these rows. Raises PlacementError where they do not fit."""
+    have = (part.num_layers, part.num_logical, part.num_slots)
+    need = (len(rows), current.num_logical, current.num_slots)
+    if have != need:
+        raise PlacementError(f"the plan has (layers, experts, slots) = {have}, the request {need}")
+    table = current.physical_to_logical.copy()
+    table[list(rows)] = part.physical_to_logical
+    return replace(current, physical_to_logical=table)
+
+
+def _check_fit(record: LoadRecord, placement: Placement) -> None:
+    """Raises PlacementError where the record is of another model than the placement."""
+    shape = (placement.num_layers, placement.num_logical)
+    if record.tokens.shape != shape:
+        raise PlacementError(
+            f"the record of step {record.first_step} has shape {record.tokens.shape}, the placement {shape}; feed "
+            "records of the model that is served"
+        )
+
+
+def _placed_as(current: Placement, table: Sequence[Sequence[int]]) -> Placement:
+    """Returns the placement with these rows: [layers][slots] logical experts, -1 = empty.
+
+    Raises PlacementError, saying why, where it does not fit: another shape, an expert without a slot, a slot of a rank
+    that takes no part.
+    """
+    have = (len(table), sorted({len(row) for row in table}))
+    need = (current.num_layers, [current.num_slots])
+    if have != need:
+        raise PlacementError(
+            f"the placement has {have[0]} layers of {have[1]} slots, the one in use {need[0]} of {need[1]}; give "
+            "[layers][slots] of logical experts, as GET /eplb/placement shows them"
+        )
+    # The placement in use may be one of a group without lost ranks, which lets experts be lost; a new one must not.
+    wanted = replace(current, physical_to_logical=np.array(table, dtype=np.int64), allow_lost=False)
+    lost = np.setdiff1d(wanted.live_ranks, current.live_ranks)
+    if len(lost):
+        raise PlacementError(
+            f"ranks {lost.tolist()} take no part now, and their slots must stay empty (-1); the others are ranks "
+            f"{current.live_ranks.tolist()}"
+        )
+    return wanted
+
+
+def _costs_by_layer(
+    cost: GateCost, move: MigrationPlan, current: Placement, target: Placement, topology: Topology
+) -> tuple[Floats, float]:
+    """Returns the cost of a migration in seconds, shared out over layers by transfers [L], and that of one.
+
+    move: from current to target; of all layers, or only of those that change
+    """
+    received = _arrivals(current, target)
+    price = cost.migration_seconds(move, topology) / max(float(received.sum()), 1.0)
+    return price * received, price
+
+
+def _arrivals(old: Placement, new: Placement) -> Floats:
+    """Returns [L], how many experts ranks of each layer must receive to get from old to new."""
+    out = np.zeros(old.num_layers)
+    changed = np.flatnonzero((old.physical_to_logical != new.physical_to_logical).any(axis=1))
+    held, wanted = (
+        p.physical_to_logical[changed].reshape(len(changed), p.num_ranks, p.slots_per_rank) for p in (old, new)
+    )
+    present = (wanted[:, :, :, None] == held[:, :, None, :]).any(axis=3)
+    out[changed] = (~present & (wanted >= 0)).sum(axis=(1, 2))
+    return out
+
+
+class _RunningMigration:
+    """Hands out the rounds of a plan in order and applies each to the placement once it is active."""
+
+    def __init__(
+        self, plan: MigrationPlan, placement: Placement, settings: RebalanceSettings, cause: _Cause = "move"
+    ) -> None:
+        self.plan = plan
+        self.cause = cause
+        self.placement = placement  # after the rounds that are active
+        self.num_started = 0
+        self._settings = settings
+
+    @property
+    def is_done(self) -> bool:
+        """Whether the rounds handed out so far are all there are."""
+        return self.num_started == len(self.plan.rounds)
+
+    def start_round(self, step: int) -> StartRound:
+        """Returns the next round to carry out."""
+        following = self.plan.rounds[self.num_started]
+        self.num_started += 1
+        num_bytes = following.busiest() * self._settings.bytes_per_expert
+        budget = self._settings.bytes_per_step
+        num_steps = max(1, -(-num_bytes // budget)) if budget else 1
+        return StartRound(step, following, self.placement.version + 1, num_bytes, num_steps, self.is_done)
+
+    def activate(self, step: int, version: int) -> MigrationRound:
+        """Applies the round that was started last, and returns it.
+
+        Raises PlacementError when `version` is not that of this round.
+        """
+        if version != self.placement.version + 1:
+            raise PlacementError(
+                f"round of version {version} was activated at step {step}, but version {self.placement.version + 1} is "
+                "the running one; activate rounds in the order of StartRound"
+            )
+        finished = self.plan.rounds[self.num_started - 1]
+        self.placement = apply_round(self.placement, finished)
+        return finished
+
+
+class Journal:
+    """The decisions of one rebalancer, oldest first; of very many the newest.
+
+    alarm: why the rebalancer is switched off; "" = it is not
+    """
+
+    def __init__(self, max_failures: int) -> None:
+        """max_failures: after so many in a row the rebalancer switches itself off"""
+        self.alarm = ""
+        self._decisions: deque[Decision] = deque(maxlen=MAX_DECISIONS)
+        self._num_decisions = 0
+        self._max_failures = max_failures
+        self._failures = 0
+
+    @property
+    def decisions(self) -> tuple[Decision, ...]:
+        """The decisions that are remembered."""
+        return tuple(self._decisions)
+
+    def since(self, number: int) -> tuple[list[Decision], int]:
+        """Returns the decisions after the first `number` ones, and how many there are now."""
+        num_new = min(self._num_decisions - number, len(self._decisions))
+        return [self._decisions[index] for index in range(-num_new, 0)], self._num_decisions
+
+    def add(self, decision: Decision) -> None:
+        self._decisions.append(decision)
+        self._num_decisions += 1
+
+    def fail(self, step: int, reason: str) -> None:
+        """Notes a plan or a move that came to nothing; switches off after too many in a row."""
+        self.add(Decision(step, "failed", reason))
+        self._failures += 1
+        if self._failures >= self._max_failures and not self.alarm:
+            self.switch_off(step, f"{self._failures} plans or moves in a row came to nothing, the last one: {reason}")
+
+    def switch_off(self, step: int, reason: str) -> None:
+        self.alarm = f"the balancer is switched off: {reason}"
+        self.add(Decision(step, "off", f"{self.alarm}; POST /eplb/rebalance switches it on again"))
+
+    def succeed(self) -> None:
+        """Forgets the failures so far: something worked, or there is a reason why it may work now."""
+        self._failures = 0
+
+    def switch_on(self) -> None:
+        self._failures, self.alarm = 0, ""

@@ -1,11 +1,15 @@
-"""How eager a rebalancer is."""
+"""Settings of a rebalancer: the choices of a person, the facts of the system, and all that follows from them.
 
-from dataclasses import dataclass, field
+The live balancer writes the facts into its trace, so that a replay on any machine begins with the same ones.
+"""
+
+from dataclasses import asdict, dataclass, field
+from typing import Any, Self
 
 from moe_serve.eplb.migration.limits import RoundLimits
 from moe_serve.eplb.policies.policy import PlanRules
 from moe_serve.eplb.relabel import Relabel
-from moe_serve.errors import ConfigError
+from moe_serve.errors import ConfigError, TraceError
 
 
 @dataclass(frozen=True)
@@ -74,3 +78,75 @@ class RebalanceSettings:
             raise ConfigError(f"gain_margin is {self.gain_margin!r}; give at least 1")
         if not 0 < self.max_regret < 1:
             raise ConfigError(f"max_regret is {self.max_regret!r}; give a share between 0 and 1, such as 0.01")
+
+
+# (token, expert) pairs and expert bytes before anything is measured: FLOP/s and bytes/s of a rank, rough on purpose
+_DEVICE_RATES = {"cpu": (2e10, 1e9), "cuda": (1e14, 1e10)}
+
+
+@dataclass(frozen=True)
+class SystemFacts:
+    """Facts of the system that a balancer needs beside the placement.
+
+    num_nodes:        machines; ranks divide evenly over them
+    bytes_per_expert: weights of one expert of one layer, scales and all
+    token_s, expert_s: see PriorPrices
+    survives_loss:    serving goes on without a lost rank, so plans should keep every expert on two
+    """
+
+    num_nodes: int
+    bytes_per_expert: int
+    token_s: float
+    expert_s: float
+    survives_loss: bool
+
+    @classmethod
+    def of_model(
+        cls, hidden: int, moe_intermediate: int, bytes_per_expert: int, device: str, num_nodes: int, survives_loss: bool
+    ) -> Self:
+        """Returns the facts of a model on a device ("cpu" or "cuda"), with prices from sizes alone."""
+        flops_per_s, bytes_per_s = _DEVICE_RATES[device]
+        token_s = 6.0 * hidden * moe_intermediate / flops_per_s
+        return cls(num_nodes, bytes_per_expert, token_s, bytes_per_expert / bytes_per_s, survives_loss)
+
+    @classmethod
+    def from_event(cls, fields: dict[str, Any]) -> Self:
+        """Returns the facts in a balancer_started event of a trace. Raises TraceError when some are missing."""
+        try:
+            return cls(
+                int(fields["num_nodes"]),
+                int(fields["bytes_per_expert"]),
+                float(fields["token_s"]),
+                float(fields["expert_s"]),
+                bool(fields["survives_loss"]),
+            )
+        except (KeyError, TypeError, ValueError) as problem:
+            raise TraceError(f"an event balancer_started lacks facts of the system ({problem!r})") from None
+
+    def to_event(self) -> dict[str, Any]:
+        """Returns the fields of a balancer_started event."""
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class BalancerSettings:
+    """Choices of a person, as in the section eplb of the configuration.
+
+    policy:           plans placements, a name of `make_policy`
+    trigger, horizon_windows: see RebalanceSettings
+    staging_slots, pair_moves, node_moves: per_rank, per_pair and per_node of RoundLimits
+    split:            "even", "nearest" or "exact": how batches are shared over replicas
+    move_step_share:  how much longer steps may be while experts move
+    plan_deadline_s, move_deadline_s: of a plan, and of a round of moves
+    """
+
+    policy: str = "incremental"
+    trigger: float = 0.95
+    horizon_windows: int = 20
+    staging_slots: int = 1
+    pair_moves: int | None = None
+    node_moves: int | None = None
+    split: str = "even"
+    move_step_share: float = 0.05
+    plan_deadline_s: float = 60.0
+    move_deadline_s: float = 60.0

@@ -16,7 +16,8 @@ from moe_serve.eplb.placement import Placement
 from moe_serve.eplb.policies.make import make_policy
 from moe_serve.eplb.rebalance.event_fields import REQUESTED, STARTED, event_of, placement_in
 from moe_serve.eplb.rebalance.events import Action, Decision, RequestPlan, StartRound
-from moe_serve.eplb.rebalance.make import SystemFacts, make_rebalancer
+from moe_serve.eplb.rebalance.rebalancer import make_rebalancer
+from moe_serve.eplb.rebalance.settings import SystemFacts
 from moe_serve.eplb.replay.gated_run import GatedRun
 from moe_serve.eplb.replay.run import Served
 from moe_serve.eplb.replay.server_replay import ROUND_ENDS, WORLD_EVENTS, ServerReplay

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from moe_serve.eplb.rebalance.event_fields import REQUESTED, STARTED
-from moe_serve.eplb.rebalance.make import BalancerSettings, SystemFacts
+from moe_serve.eplb.rebalance.settings import BalancerSettings, SystemFacts
 from moe_serve.errors import TraceError
 
 WORLD_EVENTS = frozenset({"group_changed", "plan_now", "place_at"})  # whatever the balancer decides

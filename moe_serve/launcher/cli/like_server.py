@@ -9,7 +9,7 @@ from moe_serve.errors import ConfigError
 if TYPE_CHECKING:
     from moe_serve.eplb.load import LoadTrace
     from moe_serve.eplb.placement import Placement
-    from moe_serve.eplb.rebalance.make import SystemFacts
+    from moe_serve.eplb.rebalance.settings import SystemFacts
     from moe_serve.eplb.replay.server_replay import ServerReplay
 
 
@@ -27,7 +27,7 @@ def server_replay(
 
     from moe_serve.eplb.files.trace_jsonl import events_between_records
     from moe_serve.eplb.rebalance.event_fields import STARTED
-    from moe_serve.eplb.rebalance.make import BalancerSettings, SystemFacts
+    from moe_serve.eplb.rebalance.settings import BalancerSettings, SystemFacts
     from moe_serve.eplb.replay.server_replay import ServerReplay
 
     config = load_config(file)
@@ -52,7 +52,7 @@ def facts_of(config: ServeConfig, nodes: int, start: "Placement") -> "SystemFact
     import torch
 
     from moe_serve.engine.model_plan import checkpoint_folder, compute_dtype, expert_form
-    from moe_serve.eplb.rebalance.make import SystemFacts
+    from moe_serve.eplb.rebalance.settings import SystemFacts
     from moe_serve.models.families.registry import read_spec
     from moe_serve.models.stored_weights import StoredWeights
     from moe_serve.models.weight_share import WeightShare
