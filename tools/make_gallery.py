@@ -19,11 +19,9 @@ from playwright.sync_api import Page, sync_playwright
 from moe_serve.eplb.cost.model import CostModel
 from moe_serve.eplb.cost.profile_files import load_hardware, load_model_profile
 from moe_serve.eplb.replay.costs import ProfileCosts, Serving
-from moe_serve.eplb.replay.earlier_report import read_report
-from moe_serve.eplb.replay.redundancy import with_redundancy_curve
-from moe_serve.eplb.replay.replay import replay
+from moe_serve.eplb.replay.replay import replay, with_redundancy_curve
 from moe_serve.eplb.replay.report import to_json
-from moe_serve.eplb.replay.report_against import against_page
+from moe_serve.eplb.replay.report_against import against_page, read_report
 from moe_serve.eplb.replay.report_html import to_html
 from moe_serve.eplb.replay.result import ReplayReport
 from moe_serve.eplb.replay.settings import ReplaySettings

@@ -10,8 +10,7 @@ from moe_serve.eplb.files.trace_jsonl import events_between_records, read_jsonl
 from moe_serve.eplb.files.trace_meta import TraceMeta
 from moe_serve.eplb.rebalance.settings import BalancerSettings
 from moe_serve.eplb.replay.replay import replay
-from moe_serve.eplb.replay.server_replay import ServerReplay
-from moe_serve.eplb.replay.settings import ReplaySettings
+from moe_serve.eplb.replay.settings import ReplaySettings, ServerReplay
 from moe_serve.topology import Topology
 from tests.engine.balancer_scene import FACTS, SKEWED, START, Engine, PlannerHere
 

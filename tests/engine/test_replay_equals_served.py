@@ -15,10 +15,10 @@ from moe_serve.engine.protocol.messages import SetPlacement
 from moe_serve.eplb import read_trace
 from moe_serve.eplb.files.trace_jsonl import read_events, read_jsonl
 from moe_serve.eplb.rebalance.events import Event, RoundActivated
-from moe_serve.eplb.replay.even_steps import EvenSteps
-from moe_serve.eplb.replay.live_run import LiveRun
-from moe_serve.eplb.replay.report_decisions import NUM_SHOWN
+from moe_serve.eplb.replay.report import NUM_SHOWN
+from moe_serve.eplb.replay.run import LiveRun
 from moe_serve.eplb.replay.score import StepSplitter
+from moe_serve.eplb.replay.settings import EvenSteps
 from moe_serve.launcher.cli.like_server import server_replay
 from moe_serve.topology import Topology
 from tests.engine.offline import ScriptedMailbox, prompts_with_shared_beginnings, serve, submits_of, tiny_model

@@ -15,8 +15,8 @@ from moe_serve.eplb.files.jsonl_writer import JsonlWriter
 from moe_serve.eplb.files.trace_jsonl import read_events, read_jsonl
 from moe_serve.eplb.files.trace_meta import TraceMeta
 from moe_serve.eplb.load import LoadRecord
-from moe_serve.eplb.replay.even_steps import SPLIT_CHANGED, EvenSteps
 from moe_serve.eplb.replay.score import StepSplitter
+from moe_serve.eplb.replay.settings import SPLIT_CHANGED, EvenSteps
 from moe_serve.eplb.split.assign import assign_tokens
 from moe_serve.eplb.split.make import layers_of
 from moe_serve.topology import Topology

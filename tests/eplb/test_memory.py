@@ -11,7 +11,7 @@ from moe_serve.eplb.policies.make import make_policy
 from moe_serve.eplb.rebalance.gate import LoadMemory, Window
 from moe_serve.eplb.rebalance.rebalancer import make_rebalancer
 from moe_serve.eplb.rebalance.settings import BalancerSettings, SystemFacts
-from moe_serve.eplb.replay.gated_run import GatedRun
+from moe_serve.eplb.replay.run import GatedRun
 
 NUM_LAYERS, NUM_LOGICAL, NUM_WINDOWS = 4, 32, 4
 FACTS = SystemFacts(1, 10_000, token_s=1e-5, expert_s=1e-3, survives_loss=False)

@@ -8,16 +8,16 @@ import pytest
 
 from moe_serve.eplb.load import LoadRecord, LoadTrace
 from moe_serve.eplb.placement import Placement
-from moe_serve.eplb.policies.policy import Plan, PlanRequest
-from moe_serve.eplb.replay.arrivals import arrivals
-from moe_serve.eplb.replay.replay import replay
+from moe_serve.eplb.policies.policy import Plan, PlanRequest, PlanRules
+from moe_serve.eplb.replay.costs import arrivals
+from moe_serve.eplb.replay.replay import redundancy_curve, replay
 from moe_serve.eplb.replay.result import CEILING, FLOOR, ReplayReport
 from moe_serve.eplb.replay.score import Scorer
-from moe_serve.eplb.replay.settings import ReplaySettings
+from moe_serve.eplb.replay.settings import SPLIT_CHANGED, EvenSteps, ReplaySettings
 from moe_serve.eplb.replay.synthetic import SyntheticLoad, synthetic_trace
-from moe_serve.errors import ConfigError, TraceError
+from moe_serve.errors import ConfigError, PlacementError, TraceError
 from moe_serve.topology import Topology
-from tests.eplb.loads import same_slots
+from tests.eplb.loads import lognormal, same_slots
 
 TOPOLOGY = Topology(2, 2)
 SMALL = SyntheticLoad(num_windows=5, num_layers=3, num_logical=12, topk=2, tokens_per_step=500, steps_per_window=4,
@@ -213,3 +213,50 @@ def test_idle_steps_of_a_window_change_no_score() -> None:
     reports = [replay(LoadTrace.of([record] * 3, topk=2), ["greedy"], SETTINGS) for record in (busy, idle)]
     assert reports[0].tokens.tolist() == reports[1].tokens.tolist()
     assert reports[0].num_steps.tolist() == reports[1].num_steps.tolist() == [20, 20]
+
+
+def test_more_slots_never_hurt():
+    rows = redundancy_curve(lognormal(2, 30, 1.0), Topology(2, 5), range(30, 71, 10), PlanRules())
+    assert [slots for slots, _, _ in rows] == [30, 40, 50, 60, 70]
+    reached = [mean for _, mean, _ in rows]
+    assert reached == sorted(reached)
+    assert all(worst <= mean for _, mean, worst in rows)
+
+
+def test_slots_that_do_not_divide_over_the_ranks_are_refused():
+    with pytest.raises(PlacementError, match="num_slots"):
+        redundancy_curve(lognormal(1, 4, 1.0), Topology(1, 2), [5], PlanRules())
+
+
+def changed(step: object, *phases: object) -> dict[str, object]:
+    return {"event": SPLIT_CHANGED, "step": step, "phases": list(phases)}
+
+
+def test_a_choice_holds_until_the_next_one() -> None:
+    other = {"event": "round_activated", "step": 4, "version": 2}
+    steps = EvenSteps.of([changed(0), changed(3, "decode"), other, changed(7, "decode", "mixed"), changed(9)])
+    even = {phase: [step for step in range(12) if (step, phase) in steps] for phase in ("decode", "mixed", "prefill")}
+    assert even == {"decode": [3, 4, 5, 6, 7, 8], "mixed": [7, 8], "prefill": []}
+    assert (5, "decode") not in EvenSteps.of([other])
+    assert (2, "decode") not in EvenSteps.of([changed(3, "decode")])
+
+
+@pytest.mark.parametrize("event", [changed(None), changed(1, "idle"), {"event": SPLIT_CHANGED, "step": 1}], ids=str)
+def test_a_change_without_step_or_phases_is_named(event: dict[str, object]) -> None:
+    with pytest.raises(TraceError, match="split_changed"):
+        EvenSteps.of([event])
+
+
+def test_only_the_exact_split_of_a_replay_follows_the_choice() -> None:
+    placement = Placement(np.array([[0, 1, 2, 0]]), 3, 2)
+    per_step = np.tile(np.array([4, 4, 0]), (3, 1, 1))  # even leaves rank 0 with 6 of 8
+    record = LoadRecord(10, 3, "decode", per_step.sum(axis=0), per_step=per_step)
+    even_steps = EvenSteps.of([changed(11, "decode")])
+
+    def balance(split: str, *chosen: EvenSteps) -> float:
+        return float(Scorer(Topology(1, 2), 1, None, split, *chosen).score(record, placement).balancedness[0])
+
+    exact, even = balance("exact"), balance("even")
+    assert (exact, even) == (1.0, pytest.approx(2 / 3))
+    assert balance("exact", even_steps) == pytest.approx((exact + 2 * even) / 3)
+    assert balance("even", even_steps) == even

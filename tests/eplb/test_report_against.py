@@ -10,10 +10,16 @@ import numpy as np
 import pytest
 
 from moe_serve.eplb.load import LoadRecord, LoadTrace
-from moe_serve.eplb.replay.earlier_report import EarlierReport, read_report
 from moe_serve.eplb.replay.replay import replay
 from moe_serve.eplb.replay.report import to_json
-from moe_serve.eplb.replay.report_against import against_cells, against_page, against_to_json, against_to_table
+from moe_serve.eplb.replay.report_against import (
+    EarlierReport,
+    against_cells,
+    against_page,
+    against_to_json,
+    against_to_table,
+    read_report,
+)
 from moe_serve.eplb.replay.report_html import to_html
 from moe_serve.eplb.replay.result import ReplayReport
 from moe_serve.eplb.replay.settings import ReplaySettings

@@ -1,4 +1,4 @@
-"""Predicted times for replays and simulations, from a model profile and a hardware profile."""
+"""Predicted times for replays and simulations, from a model profile and a hardware profile, and counts of moves."""
 
 from dataclasses import dataclass, field, replace
 from typing import Literal, get_args
@@ -10,11 +10,28 @@ from moe_serve.eplb.cost.batch import Batch, Phase
 from moe_serve.eplb.cost.model import CostModel, PredictedCost
 from moe_serve.eplb.load import LoadTrace, slot_load
 from moe_serve.eplb.placement import Placement
-from moe_serve.eplb.replay.arrivals import Arrivals
 from moe_serve.errors import ConfigError
+from moe_serve.topology import Topology
 
 Floats = NDArray[np.float64]
 Overlap = Literal["auto", "none", "two-batch"]
+
+
+@dataclass(frozen=True, eq=False)
+class Arrivals:
+    """Experts that ranks receive, over all layers.
+
+    from_node, off_node: [R] int64, experts whose nearest replica was on the same node, or on another one
+    by_expert:           [L, E] int64, ranks that receive the expert
+    """
+
+    from_node: NDArray[np.int64]
+    off_node: NDArray[np.int64]
+    by_expert: NDArray[np.int64]
+
+    @property
+    def num_moves(self) -> int:
+        return int(self.from_node.sum() + self.off_node.sum())
 
 
 @dataclass(frozen=True)
@@ -61,7 +78,7 @@ class Serving:
 
 @dataclass(frozen=True)
 class ProfileCosts:
-    """What a replay asks the cost model."""
+    """Predicts steps and moves of a replay."""
 
     model: CostModel
     serving: Serving = field(default_factory=Serving)
@@ -126,3 +143,21 @@ class ProfileCosts:
         if phase == "prefill":
             return "prefill"
         return "decode" if phase == "decode" else self.serving.phase
+
+
+def arrivals(old: Placement, new: Placement, topology: Topology) -> Arrivals:
+    """Returns how many experts each rank must receive; the slots of a rank are interchangeable."""
+    before, after = _holds(old), _holds(new)
+    received = after & ~before
+    nodes = before.reshape(old.num_layers, topology.num_nodes, topology.ranks_per_node, -1).any(axis=2)
+    near = received & np.repeat(nodes, topology.ranks_per_node, axis=1)
+    from_node = near.sum(axis=(0, 2))
+    return Arrivals(from_node, received.sum(axis=(0, 2)) - from_node, received.sum(axis=1))
+
+
+def _holds(placement: Placement) -> NDArray[np.bool_]:
+    """Returns [L, R, E], whether a rank holds an expert."""
+    table = placement.physical_to_logical.reshape(placement.num_layers, placement.num_ranks, -1)
+    out = np.zeros((placement.num_layers, placement.num_ranks, placement.num_logical + 1), dtype=bool)
+    np.put_along_axis(out, table.astype(np.int64) % (placement.num_logical + 1), True, axis=2)
+    return out[:, :, :-1]

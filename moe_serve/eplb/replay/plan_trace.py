@@ -16,8 +16,8 @@ from moe_serve.eplb.placement import Placement
 from moe_serve.eplb.policies.make import make_policy
 from moe_serve.eplb.policies.policy import Plan, PlanRules
 from moe_serve.eplb.policies.problem import as_table, count_moves
+from moe_serve.eplb.replay.report import printed, text_console
 from moe_serve.eplb.replay.settings import starting_placement
-from moe_serve.eplb.replay.terminal import printed, text_console
 from moe_serve.eplb.split_limit import where_no_split_helps
 from moe_serve.errors import ConfigError, TraceError
 from moe_serve.topology import Topology

@@ -5,23 +5,27 @@ the start, kept) and "perfect" (every rank has the mean load) are always include
 at a time, so a trace may be larger than memory.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
 
 import numpy as np
+from numpy.typing import NDArray
 
 from moe_serve.eplb.load import LoadTrace
 from moe_serve.eplb.placement import Placement
-from moe_serve.eplb.policies.policy import PlacementPolicy
-from moe_serve.eplb.replay.conditions import conditions, missing
-from moe_serve.eplb.replay.make_run import make_run
+from moe_serve.eplb.policies.make import make_policy
+from moe_serve.eplb.policies.policy import PlacementPolicy, PlanRules, Unkept
+from moe_serve.eplb.rebalance.events import Decision
+from moe_serve.eplb.replay.costs import ProfileCosts
 from moe_serve.eplb.replay.parallel import Task, run_in_parallel, usable_jobs
 from moe_serve.eplb.replay.result import CEILING, FLOOR, PolicyResult, ReplayReport
-from moe_serve.eplb.replay.rows import ResultRows
-from moe_serve.eplb.replay.run import Run, Served, StaticRun
-from moe_serve.eplb.replay.score import Scorer
+from moe_serve.eplb.replay.run import Run, Served, StaticRun, make_run
+from moe_serve.eplb.replay.score import Scorer, WindowScore
 from moe_serve.eplb.replay.settings import ReplaySettings
 from moe_serve.errors import TraceError
+from moe_serve.topology import Topology
+
+_POINTS = 9  # of the redundancy curve
 
 
 def replay(
@@ -53,7 +57,7 @@ def replay(
         tasks = [_task(policy, trace, settings, start) for policy in policies]
         results[1:1] = run_in_parallel(tasks, jobs, tick)
     return ReplayReport(
-        conditions=conditions(trace, settings, frame.count),
+        conditions=_conditions(trace, settings, frame.count),
         results=tuple(results),
         first_steps=np.array([step for step, _, _ in frame.windows], dtype=np.int64),
         num_steps=np.array([steps for _, steps, _ in frame.windows], dtype=np.int64),
@@ -63,7 +67,7 @@ def replay(
         num_slots=settings.num_slots,
         num_ranks=settings.topology.num_ranks,
         num_nodes=settings.topology.num_nodes,
-        missing=missing(results[0], settings),
+        missing=_missing(results[0], settings),
         expert_bytes=settings.costs.expert_bytes if settings.costs else None,
         utilisation=settings.costs.serving.utilisation if settings.costs else 1.0,
     )
@@ -103,8 +107,8 @@ def _replay_pass(
 ) -> tuple[_Frame, list[PolicyResult]]:
     """Returns the results of these runs and of the ceiling, after one pass over the trace."""
     scorers = [Scorer(settings.topology, trace.topk, settings.costs, settings.split, settings.even_steps) for _ in runs]
-    rows = [ResultRows(run.name) for run in runs]
-    ceiling = ResultRows(CEILING)
+    rows = [_ResultRows(run.name) for run in runs]
+    ceiling = _ResultRows(CEILING)
     frame = _Frame(np.zeros((len(trace.moe_layer_ids), trace.num_logical)))
     for record in trace:
         if record.by_source is not None and record.by_source.shape[1] != settings.topology.num_ranks:
@@ -144,3 +148,153 @@ def _task(policy: str | PlacementPolicy, trace: LoadTrace, settings: ReplaySetti
         return _replay_pass(trace, [make_run(policy, start, settings)], settings, start, progress)[1][0]
 
     return run
+
+
+def _conditions(trace: LoadTrace, settings: ReplaySettings, num_windows: int) -> dict[str, str]:
+    """Returns what was replayed, in words, in the order to print."""
+    topology = settings.topology
+    words = {
+        "trace": trace.source or "in memory",
+        "model": f"{len(trace.moe_layer_ids)} MoE layers x {trace.num_logical} experts"
+        + (f", top {trace.topk}" if trace.topk else ""),
+        "cluster": f"{topology.num_ranks} ranks on {topology.num_nodes} node{'s' * (topology.num_nodes > 1)}, "
+        f"{settings.num_slots} slots ({settings.num_slots // topology.num_ranks} a rank, "
+        f"{settings.num_slots - trace.num_logical} redundant)",
+        "windows": f"{num_windows}, scored from the {_ordinal(settings.history + 1)} on",
+        "plans": f"from the last {settings.history} window{'s' * (settings.history > 1)}, every "
+        + (f"{settings.interval} windows" if settings.interval > 1 else "window"),
+    }
+    if settings.rules.off_home < 1:
+        words["hierarchy"] = f"at most {settings.rules.off_home:.0%} of the load outside its home node"
+    limits = _limits(settings.rules)
+    if limits:
+        words["moves"] = limits
+    if settings.split != "window":
+        chosen = settings.split == "exact" and any(settings.even_steps.phases)
+        words["split"] = f"{settings.split}, every step" + (", even where the server chose so" if chosen else "")
+    return words
+
+
+def _limits(rules: PlanRules) -> str:
+    """Returns the limits of moves in words; policies that plan anew do not keep to them."""
+    limits = (
+        (rules.max_moves, "at most {} a layer"),
+        (rules.max_total_moves, "at most {} in all layers"),
+        (rules.max_rank_moves, "at most {} to a rank of a layer"),
+        (rules.min_gain, "each for at least {:g} of the mean rank load"),
+    )
+    return ", ".join(words.format(value) for value, words in limits if value is not None)
+
+
+def _ordinal(number: int) -> str:
+    ending = {1: "st", 2: "nd", 3: "rd"}.get(number % 10 if number % 100 not in (11, 12, 13) else 0, "th")
+    return f"{number}{ending}"
+
+
+def _missing(floor: PolicyResult, settings: ReplaySettings) -> dict[str, str]:
+    """Returns what each empty column needs."""
+    out: dict[str, str] = {}
+    if not np.isfinite(floor.off_node).all():
+        out["off-node"] = "tokens by source rank (by_source) in the trace"
+    if not np.isfinite(floor.activated).all():
+        out["active experts"] = "single steps, or activations, in the trace"
+    if settings.costs is None:
+        out["bytes"] = out["stall"] = out["step time"] = out["tokens/s"] = "--model and --hardware"
+    elif not np.isfinite(floor.step_s).any():
+        out["step time"] = out["tokens/s"] = "windows with steps in the trace"
+    return out
+
+
+class _ResultRows:
+    """Collects what a policy did and how it served, window by window."""
+
+    def __init__(self, name: str):
+        self._name = name
+        self._rows: dict[str, list[np.ndarray | float]] = {}
+        self._traffic: np.ndarray | None = None
+        self._received: np.ndarray | None = None
+        self._unkept: dict[tuple[str, str], list[Unkept]] = {}
+
+    def add(self, served: Served, score: WindowScore, costs: ProfileCosts | None) -> None:
+        for unkept in served.unkept:
+            self._unkept.setdefault((unkept.rule, unkept.because), []).append(unkept)
+        unknown = np.full(len(score.balancedness), np.nan)
+        moved = served.moved
+        if self._received is None:
+            self._received = np.zeros_like(served.placement.replica_count, dtype=np.int64)
+        if moved is not None:
+            self._received += moved.by_expert
+        stall = 0.0
+        if moved is not None and moved.num_moves and served.stall_s is None:
+            stall = costs.stall_seconds(moved) if costs else np.nan
+        row: dict[str, np.ndarray | float] = {
+            "served": score.balancedness,
+            "fit": unknown if served.fit is None else served.fit,
+            "bound": unknown if served.bound is None else served.bound,
+            "rank_load": score.ranks,
+            "moves": moved.num_moves if moved else 0,
+            "moves_off_node": int(moved.off_node.sum()) if moved else 0,
+            "num_rounds": served.num_rounds,
+            "off_node": np.nan if score.off_node is None else score.off_node,
+            "activated": np.nan if score.activated is None else score.activated,
+            "step_s": np.nan if score.step_s is None else score.step_s,
+            "stall_s": stall if served.stall_s is None else served.stall_s,
+            "plan_s": served.plan_s,
+        }
+        small = {"served", "fit", "bound", "rank_load"}
+        for name, value in row.items():
+            self._rows.setdefault(name, []).append(np.asarray(value, dtype=np.float32) if name in small else value)
+        if score.traffic is not None:
+            self._traffic = score.traffic if self._traffic is None else self._traffic + score.traffic
+
+    def result(self, decisions: tuple[Decision, ...], final: Placement | None) -> PolicyResult:
+        whole = {"moves", "moves_off_node", "num_rounds"}
+        arrays = {
+            name: np.array(values, dtype=np.int64 if name in whole else None) for name, values in self._rows.items()
+        }
+        traffic = np.full((1, 1), np.nan) if self._traffic is None else self._traffic
+        assert self._received is not None  # a result has at least one window
+        arrays |= {"traffic": traffic, "received": self._received}
+        unkept = tuple(self._said(plans) for plans in self._unkept.values())
+        return PolicyResult(self._name, **arrays, final=final, decisions=decisions, unkept=unkept)
+
+    def _said(self, plans: list[Unkept]) -> str:
+        """Returns the sentence about a rule that some plans did not keep."""
+        worst = max(plans, key=lambda one: one.reached)
+        return (
+            f"{self._name} does not keep {worst.rule} in {len(plans)} plan{'s' * (len(plans) != 1)} (up to "
+            f"{worst.reached:.4g} in a layer): {worst.because}."
+        )
+
+
+def with_redundancy_curve(report: ReplayReport, topology: Topology, rules: PlanRules | None = None) -> ReplayReport:
+    """Returns the report with the redundancy curve of its mean load, from the fewest slots to twice as many."""
+    tokens = np.rint(report.load).astype(np.int64)
+    slots = curve_slots(tokens.shape[1], topology.num_ranks, report.num_slots)
+    return replace(report, redundancy=redundancy_curve(tokens, topology, slots, rules or PlanRules()))
+
+
+def redundancy_curve(
+    tokens: NDArray[np.int64], topology: Topology, slots: Iterable[int], rules: PlanRules
+) -> tuple[tuple[int, float, float], ...]:
+    """Returns (slots, mean, worst) for each number of slots, ascending: balancedness of a plan, over layers.
+
+    More slots never hurt: a layer whose plan is worse than one with fewer slots takes that one's value, since it could
+    leave its additional slots empty.
+    """
+    # Without the searches over replica counts: a curve needs many good plans rather than one optimal plan.
+    policy = make_policy("refined", iterations=0, rounds=0)
+    best = np.zeros(len(tokens))
+    rows = []
+    for num_slots in sorted(set(slots)):
+        best = np.maximum(best, policy.plan(rules.request(tokens, topology, num_slots)).balancedness)
+        rows.append((num_slots, float(best.mean()), float(best.min())))
+    return tuple(rows)
+
+
+def curve_slots(num_logical: int, num_ranks: int, in_use: int) -> list[int]:
+    """Returns the numbers of slots to try, ascending; the number in use is one of them."""
+    least = -(-num_logical // num_ranks)
+    most = max(2 * least, least + 2, in_use // num_ranks)
+    step = max(1, round((most - least) / (_POINTS - 1)))
+    return sorted({per_rank * num_ranks for per_rank in range(least, most + 1, step)} | {in_use})

@@ -4,18 +4,22 @@ report_html.py draws the same numbers. Measured times stand apart in the JSON: t
 same trace.
 """
 
+import io
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
 import numpy as np
+from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from moe_serve.eplb.replay.report_decisions import decision_table
-from moe_serve.eplb.replay.report_units import MISSING, as_bytes, as_number, as_percent, as_seconds
+from moe_serve.eplb.rebalance.events import Decision
 from moe_serve.eplb.replay.result import CEILING, FLOOR, PolicyResult, ReplayReport
-from moe_serve.eplb.replay.terminal import printed, text_console
 from moe_serve.eplb.split_limit import where_no_split_helps
+
+MISSING = "n/a"
+NUM_SHOWN = 30  # newest decisions of a table; the JSON report has all
 
 
 def to_table(report: ReplayReport, width: int | None = None, color: bool = False) -> str:
@@ -32,7 +36,7 @@ def to_table(report: ReplayReport, width: int | None = None, color: bool = False
     console.print()
     for result in report.policies:
         if result.decisions:
-            console.print(decision_table(result))
+            console.print(_decision_table(result))
             console.print()
     for sentence in verdict(report):
         console.print(sentence, soft_wrap=width is None)
@@ -97,6 +101,35 @@ def _style(result: PolicyResult, report: ReplayReport) -> str:
     if result.name in (FLOOR, CEILING):
         return "dim"
     return "green" if result is report.best and len(report.policies) > 1 else ""
+
+
+def _decision_table(result: PolicyResult) -> Table:
+    """Returns a policy's newest decisions, oldest first."""
+    hidden = len(result.decisions) - NUM_SHOWN
+    note = f"; {hidden} earlier ones are in --json" if hidden > 0 else ""
+    table = Table(title=f"decisions of {result.name}{note}", title_justify="left", box=None)
+    for name in ("step", "decision", "layers", "gain", "cost", "why"):
+        table.add_column(name, justify="left" if name in ("decision", "why") else "right")
+    for cells in decision_cells(result.decisions[-NUM_SHOWN:]):
+        table.add_row(*cells)
+    return table
+
+
+def decision_cells(decisions: Sequence[Decision]) -> list[list[str]]:
+    """Returns a row of cells for each decision: step, kind, layers, gain, cost, reason.
+
+    A gain is predicted over the horizon; of "watch" it is what the last move has gained, of what it had promised.
+    """
+    rows = []
+    for each in decisions:
+        gain = as_seconds(each.gain_s) if each.gain_s else ""
+        if each.kind == "watch":
+            gain = f"{as_seconds(each.realised_s)} of {as_seconds(each.gain_s)}"
+        layers = str(len(each.layer_rows)) if each.layer_rows else ""
+        rows.append(
+            [str(each.step), each.kind, layers, gain, as_seconds(each.cost_s) if each.cost_s else "", each.reason]
+        )
+    return rows
 
 
 def verdict(report: ReplayReport) -> tuple[str, ...]:
@@ -237,3 +270,52 @@ def _series(result: PolicyResult) -> dict[str, list[float | None]]:
         "step_s": known(result.step_s),
         "stall_s": known(result.stall_s),
     }
+
+
+def as_number(value: float | None, digits: int) -> str:
+    """Returns a plain number; "-" where it has no meaning."""
+    return "-" if value is None else f"{value:.{digits}f}"
+
+
+def as_percent(value: float | None) -> str:
+    """Returns a share in percent."""
+    return MISSING if value is None else f"{value:.1%}"
+
+
+def as_seconds(value: float | None) -> str:
+    """Returns a time with its unit."""
+    if value is None:
+        return MISSING
+    if value == 0:
+        return "0"
+    size = abs(value)
+    return f"{value:.2f} s" if size >= 1 else f"{value * 1e3:.2f} ms" if size >= 1e-3 else f"{value * 1e6:.0f} µs"
+
+
+def as_bytes(value: int | None) -> str:
+    """Returns a size in decimal units."""
+    if value is None:
+        return MISSING
+    for unit, size in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if value >= size:
+            return f"{value / size:.1f} {unit}"
+    return f"{value} B"
+
+
+def text_console(width: int, color: bool) -> Console:
+    """Returns a console that keeps what is printed, for `printed`. width: characters a line"""
+    return Console(
+        file=io.StringIO(),
+        width=width,
+        force_terminal=color,
+        no_color=not color,
+        highlight=False,
+        markup=False,
+        emoji=False,
+    )
+
+
+def printed(console: Console) -> str:
+    """Returns what was printed to a `text_console`, without blanks at the ends of lines."""
+    assert isinstance(console.file, io.StringIO)
+    return "\n".join(line.rstrip() for line in console.file.getvalue().splitlines()) + "\n"

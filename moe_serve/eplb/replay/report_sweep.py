@@ -6,11 +6,20 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
-from moe_serve.eplb.replay.report import missing_lines, to_json, verdict
-from moe_serve.eplb.replay.report_units import MISSING, as_bytes, as_number, as_percent, as_seconds
+from moe_serve.eplb.replay.report import (
+    MISSING,
+    as_bytes,
+    as_number,
+    as_percent,
+    as_seconds,
+    missing_lines,
+    printed,
+    text_console,
+    to_json,
+    verdict,
+)
 from moe_serve.eplb.replay.result import CEILING, FLOOR
 from moe_serve.eplb.replay.simulator import Case, are_timed, best_case
-from moe_serve.eplb.replay.terminal import printed, text_console
 
 _SWEPT = (("ranks", "ranks"), ("num_slots", "slots"), ("window_steps", "window"))
 

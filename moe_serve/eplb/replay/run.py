@@ -1,23 +1,43 @@
-"""What one policy would have done on a trace, window after window.
+"""Runs of one policy over a trace, window after window.
 
 A run names the placement that serves a window before it sees the window. StaticRun never moves. PlannedRun plans every
-`interval` windows and moves at once, as engines with a fixed interval do. In gated_run.py and live_run.py the
-Rebalancer decides.
+`interval` windows and moves at once, as engines with a fixed interval do. In a GatedRun the Rebalancer decides: it
+plans when the load calls for it, and moves experts when that pays. A LiveRun repeats a server's own balancer.
 """
 
+import heapq
+import itertools
 import time
 from collections import deque
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol, cast
 
 import numpy as np
 
 from moe_serve.eplb.load import Floats, LoadRecord
 from moe_serve.eplb.placement import Placement
-from moe_serve.eplb.policies.policy import PlacementPolicy, PlanRequest, Unkept
-from moe_serve.eplb.rebalance.events import Decision
-from moe_serve.eplb.replay.arrivals import Arrivals, arrivals
-from moe_serve.eplb.replay.settings import ReplaySettings
+from moe_serve.eplb.policies.make import make_policy
+from moe_serve.eplb.policies.policy import PlacementPolicy, Plan, PlanRequest, Unkept
+from moe_serve.eplb.rebalance.event_fields import REQUESTED, STARTED, event_of, placement_in
+from moe_serve.eplb.rebalance.events import (
+    Action,
+    Decision,
+    Event,
+    PlanFailed,
+    PlanReady,
+    RequestPlan,
+    RoundActivated,
+    StartRound,
+    WindowClosed,
+)
+from moe_serve.eplb.rebalance.rebalancer import Rebalancer, make_rebalancer
+from moe_serve.eplb.rebalance.settings import SystemFacts
+from moe_serve.eplb.replay.costs import Arrivals, arrivals
+from moe_serve.eplb.replay.settings import ROUND_ENDS, WORLD_EVENTS, ReplaySettings, ServerReplay
+from moe_serve.errors import ConfigError, PlacementError
+
+GATE = "gate:"  # before the name of a policy
+LIVE = "live"  # the name of the policy of a server
 
 
 @dataclass(frozen=True, eq=False)
@@ -149,3 +169,227 @@ class PlannedRun:
             series_weights=tuple(s.gate.decay**age for age in range(whole)[::-1]) if whole > 1 else None,
             moe_layer_ids=self.placement.moe_layer_ids,
         )
+
+
+class GatedRun:
+    """Replays what a rebalancer would have done.
+
+    A plan arrives `latency_steps` after its request. A window in which rounds are activated is served by the placement
+    of its first step up to the last of these rounds, and then by that round's.
+    """
+
+    def __init__(self, name: str, policy: PlacementPolicy, rebalancer: Rebalancer, latency_steps: int) -> None:
+        self.name = name
+        self._policy, self._rebalancer, self._latency = policy, rebalancer, latency_steps
+        self._events: list[tuple[int, int, Event]] = []
+        self._order = itertools.count()
+        self._fit: tuple[Floats, Floats] | None = None
+        self._last = rebalancer.placement
+        self._num_rounds = 0
+        self._stall_s = 0.0
+        self._plan_s = 0.0
+        self._unkept: tuple[Unkept, ...] = ()
+
+    @property
+    def decisions(self) -> tuple[Decision, ...]:
+        return self._rebalancer.decisions
+
+    def before(self, first_step: int, num_steps: int) -> Served:
+        self._play_until(first_step)
+        at_first = self._rebalancer.placement
+        changed_at = self._play_until(first_step + num_steps - 1)
+        placement = self._rebalancer.placement
+        earlier = None if changed_at is None else (at_first, (changed_at - first_step) / num_steps)
+        moved = None if placement is self._last else arrivals(self._last, placement, self._rebalancer.topology)
+        fit, bound = self._fit or (None, None)
+        served = Served(
+            placement, None, fit, bound, moved, self._num_rounds, self._stall_s, self._plan_s, earlier, self._unkept
+        )
+        self._last, self._num_rounds, self._stall_s, self._plan_s, self._unkept = placement, 0, 0.0, 0.0, ()
+        return served
+
+    def _play_until(self, step: int) -> int | None:
+        """Handles the events up to a step; returns when a round was activated last, or None."""
+        changed_at = None
+        while self._events and self._events[0][0] <= step:
+            event = heapq.heappop(self._events)[2]
+            self._handle(event)
+            if isinstance(event, RoundActivated):
+                changed_at = event.step
+        return changed_at
+
+    def after(self, record: LoadRecord) -> None:
+        self._handle(WindowClosed(record.first_step + record.num_steps, record))
+
+    def end(self) -> Placement:
+        return self._rebalancer.placement
+
+    def _handle(self, event: Event) -> None:
+        if isinstance(event, RoundActivated):
+            self._num_rounds += 1
+        moving = self._rebalancer.migration
+        for action in self._rebalancer.handle(event):
+            self._act(action)
+        started = self._rebalancer.migration
+        if started is not None and started is not moving:
+            self._stall_s += self._rebalancer.cost.migration_seconds(started, self._rebalancer.topology)
+
+    def _act(self, action: Action) -> None:
+        match action:
+            case RequestPlan():
+                self._push(self._answer(action))
+            case StartRound():
+                self._push(RoundActivated(action.step + max(action.num_steps, 1), action.version))
+
+    def _answer(self, action: RequestPlan) -> PlanReady | PlanFailed:
+        try:
+            plan = self._plan(action)
+        except PlacementError as problem:
+            return PlanFailed(action.step + self._latency, action.request_id, str(problem))
+        return PlanReady(action.step + self._latency, action.request_id, plan)
+
+    def _plan(self, action: RequestPlan) -> Plan:
+        """Returns the policy's plan, and notes how well it fits the load it was made for."""
+        begin = time.process_time()
+        plan = self._policy.plan(action.request)
+        self._plan_s += time.process_time() - begin
+        self._unkept += plan.unkept
+        layers = self._rebalancer.placement.num_layers
+        fit, bound = self._fit or (np.full(layers, np.nan), np.full(layers, np.nan))
+        fit, bound = fit.copy(), bound.copy()
+        rows = list(action.layer_rows)
+        fit[rows], bound[rows] = plan.balancedness, plan.bound
+        self._fit = (fit, bound)
+        return plan
+
+    def _push(self, event: Event) -> None:
+        heapq.heappush(self._events, (event.step, next(self._order), event))
+
+
+class LiveRun(GatedRun):
+    """Repeats what a server's own balancer did, from the records and events of its trace.
+
+    Plans are made again, since the same policy gives the same plan. When each was ready, when rounds were live, which
+    were given up and what a person did come from the trace, so decisions fall into the same windows as on the server.
+    Other settings decide otherwise at some point: from there on the recorded plans and rounds no longer fit, and plans
+    and rounds take as long as they do in any other replay.
+    """
+
+    def __init__(self, start: Placement, server: ServerReplay, latency_steps: int) -> None:
+        self._server = server
+        self._earlier: tuple[Decision, ...] = ()  # decisions of balancers before the running one
+        self._recorded = deque(server.events)
+        self._num_records = 0  # so far
+        self._open: RequestPlan | StartRound | None = None  # the newest action
+        self._parted: Decision | None = None  # since when, and why, the events of the trace no longer fit
+        rebalancer = make_rebalancer(start, server.settings, server.facts)
+        super().__init__(LIVE, make_policy(server.settings.policy), rebalancer, latency_steps)
+
+    @property
+    def decisions(self) -> tuple[Decision, ...]:
+        return (*self._earlier, *super().decisions, *([] if self._parted is None else [self._parted]))
+
+    def before(self, first_step: int, num_steps: int) -> Served:
+        self._play(first_step)
+        return super().before(first_step, 0)  # what happens in the window is played behind it, in the trace's order
+
+    def after(self, record: LoadRecord) -> None:
+        self._play()
+        self._num_records += 1
+        super().after(record)
+
+    def end(self) -> Placement:
+        self._play()
+        return super().end()
+
+    def _play(self, until_step: float = np.inf) -> None:
+        """Repeats the recorded events before the next record, up to a step."""
+        while self._recorded and self._recorded[0][0] <= self._num_records:
+            fields = self._recorded[0][1]
+            if fields["step"] > until_step:
+                return
+            self._recorded.popleft()
+            self._repeat(fields)
+
+    def _repeat(self, fields: dict[str, Any]) -> None:
+        name, like, asked = fields["event"], self._rebalancer.placement, self._open
+        if name == STARTED:
+            self._begin(placement_in(fields, like), SystemFacts.from_event(fields))
+            return
+        if self._parted is not None and name not in WORLD_EVENTS:
+            return
+        of_plan = name in (REQUESTED, "plan_ready", "plan_failed")
+        if of_plan and not (isinstance(asked, RequestPlan) and asked.request_id == fields.get("request_id")):
+            self._part(int(fields["step"]), f"the server has {name}, which does not follow from these settings")
+            return
+        if name == "group_changed":
+            self._events = []  # what a run that has parted still expects
+        event = event_of(fields, like, lambda _: self._plan(cast(RequestPlan, asked)))
+        try:
+            if event is not None:
+                self._handle(event)
+        except PlacementError as problem:
+            self._part(int(fields["step"]), f"{name} of the server does not fit these settings: {problem}")
+
+    def _begin(self, placement: Placement, facts: SystemFacts) -> None:
+        """Begins with another balancer, as after a restart of the server."""
+        self._earlier = self.decisions
+        self._rebalancer = make_rebalancer(placement, self._server.settings, facts)
+        self._events, self._open, self._parted = [], None, None
+
+    def _act(self, action: Action) -> None:
+        self._open = action
+        if self._parted is not None:
+            super()._act(action)
+            return
+        following = self._recorded[0][1] if self._recorded else {}
+        name = following.get("event")
+        match action:
+            case RequestPlan():
+                fits = name == REQUESTED and following.get("request_id") == action.request_id
+            case StartRound():  # the last one of a trace may have no end
+                fits = name is None or (
+                    name in ROUND_ENDS and following.get("version", action.version) == action.version
+                )
+        if not fits:
+            self._part(action.step, f"the server did not do this, but has {name or 'no events'} next")
+
+    def _part(self, step: int, why: str) -> None:
+        """Leaves the recorded plans and rounds from here on, and takes up itself what is open."""
+        if self._parted is not None:
+            return
+        self._parted = Decision(step, "replay", f"{why}; from here on plans and rounds are not those of the trace")
+        if self._open is not None and self._rebalancer.state in ("planning", "moving"):
+            super()._act(self._open)
+
+
+def make_run(policy: str | PlacementPolicy, start: Placement, settings: ReplaySettings) -> Run:
+    """Returns the run of a policy.
+
+    policy: a name of `make_policy`, "gate:<name>" behind the gate, "live" for what the server's own settings do, or a
+            policy itself
+    Raises ConfigError for an unknown name, a gated run of series or without `settings.gate_cost`, a live run without
+    `settings.server`.
+    """
+    if not isinstance(policy, str):
+        return PlannedRun(policy.name, policy, start, settings)
+    if policy == LIVE:
+        if settings.server is None:
+            raise ConfigError("policy 'live' is what a server's own balancer does; name its file with --like-server")
+        return LiveRun(start, settings.server, settings.latency_steps)
+    chosen = make_policy(policy.removeprefix(GATE))
+    if chosen.name == "series" and settings.history < 2:
+        raise ConfigError("policy 'series' plans for several windows; give --history 2 or more")
+    if not policy.startswith(GATE):
+        return PlannedRun(chosen.name, chosen, start, settings)
+    if chosen.name == "series":
+        raise ConfigError(
+            "policy 'series' plans for several windows, and the gate plans for one load; use series without the gate, "
+            f"or {GATE}incremental"
+        )
+    if settings.gate_cost is None:
+        raise ConfigError(
+            f"policy {policy!r} weighs gains against costs, which needs predicted times; name --model and --hardware"
+        )
+    rebalancer = Rebalancer(start, settings.topology, settings.gate, settings.gate_cost)
+    return GatedRun(f"{GATE}{chosen.name}", chosen, rebalancer, settings.latency_steps)

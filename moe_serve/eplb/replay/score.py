@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 from moe_serve.eplb.load import LoadRecord, balancedness, rank_load, slot_load
 from moe_serve.eplb.placement import Placement
 from moe_serve.eplb.replay.costs import ProfileCosts
-from moe_serve.eplb.replay.even_steps import NO_STEPS, EvenSteps
 from moe_serve.eplb.replay.run import Served
+from moe_serve.eplb.replay.settings import NO_STEPS, EvenSteps
 from moe_serve.errors import TraceError
 from moe_serve.topology import Topology
 

@@ -1,17 +1,93 @@
 """How a trace is replayed."""
 
+from bisect import bisect_right
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from moe_serve.eplb.cost.gate_cost import GateCost
-from moe_serve.eplb.load import LoadTrace
+from moe_serve.eplb.load import PHASES, LoadTrace
 from moe_serve.eplb.placement import Placement
 from moe_serve.eplb.policies.policy import PlanRules
-from moe_serve.eplb.rebalance.settings import RebalanceSettings
+from moe_serve.eplb.rebalance.event_fields import REQUESTED, STARTED
+from moe_serve.eplb.rebalance.settings import BalancerSettings, RebalanceSettings, SystemFacts
 from moe_serve.eplb.replay.costs import ProfileCosts
-from moe_serve.eplb.replay.even_steps import NO_STEPS, EvenSteps
-from moe_serve.eplb.replay.server_replay import ServerReplay
-from moe_serve.errors import ConfigError
+from moe_serve.errors import ConfigError, TraceError
 from moe_serve.topology import Topology
+
+SPLIT_CHANGED = "split_changed"  # the event
+
+
+@dataclass(frozen=True)
+class EvenSteps:
+    """Steps that a server split evenly by its own choice, because the exact split did not pay in their phase.
+
+    A trace holds the choice as events, {"event": "split_changed", "step", "phases"}: from this step on, batches of
+    these phases are split evenly, others exactly. A server with the exact split writes one when it begins and one at
+    each change. Without changes: none.
+
+    steps:  of the changes, ascending
+    phases: of each change, those that are split evenly from that step on
+    """
+
+    steps: tuple[int, ...] = ()
+    phases: tuple[frozenset[str], ...] = ()
+
+    @classmethod
+    def of(cls, events: Iterable[Mapping[str, Any]]) -> "EvenSteps":
+        """Returns the steps that the events of a trace name. Raises TraceError for a change without step or phases."""
+        changes: dict[int, frozenset[str]] = {}
+        for event in events:
+            if event.get("event") != SPLIT_CHANGED:
+                continue
+            step, phases = event.get("step"), event.get("phases")
+            if not isinstance(step, int) or not isinstance(phases, list) or not all(name in PHASES for name in phases):
+                raise TraceError(
+                    f"event {SPLIT_CHANGED} has step {step!r} and phases {phases!r}; expected a whole number and names "
+                    f"among {', '.join(PHASES)}"
+                )
+            changes[step] = frozenset(phases)
+        steps = sorted(changes)
+        return cls(tuple(steps), tuple(changes[step] for step in steps))
+
+    def __contains__(self, step_and_phase: tuple[int, str]) -> bool:
+        step, phase = step_and_phase
+        index = bisect_right(self.steps, step) - 1
+        return index >= 0 and phase in self.phases[index]
+
+
+NO_STEPS = EvenSteps()
+
+
+WORLD_EVENTS = frozenset({"group_changed", "plan_now", "place_at"})  # whatever the balancer decides
+ROUND_ENDS = frozenset({"round_activated", "round_cancelled", "group_changed", "switched_off", STARTED})
+BALANCER_EVENTS = WORLD_EVENTS | ROUND_ENDS | {REQUESTED, "plan_ready", "plan_failed"}
+
+
+@dataclass(frozen=True, eq=False)
+class ServerReplay:
+    """Settings and facts that a server's balancer began with, and the events that its trace recorded.
+
+    facts:  of the system, until an event balancer_started of the trace tells the server's own
+    events: of the trace, in order, each with the number of records before it; () = none was recorded
+    """
+
+    settings: BalancerSettings
+    facts: SystemFacts
+    events: tuple[tuple[int, dict[str, Any]], ...] = ()
+
+    @classmethod
+    def of(
+        cls, settings: BalancerSettings, facts: SystemFacts, events: Iterable[tuple[int, dict[str, Any]]]
+    ) -> "ServerReplay":
+        """Returns the replay of a server. facts: where the trace has none. Raises TraceError for broken events."""
+        kept = tuple((number, fields) for number, fields in events if fields["event"] in BALANCER_EVENTS)
+        for _, fields in kept:
+            if not isinstance(fields.get("step"), int):
+                raise TraceError(
+                    f"event {fields['event']} of the trace has step {fields.get('step')!r}; expected a number"
+                )
+        return cls(settings, facts, kept)
 
 
 @dataclass(frozen=True, eq=False)

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from moe_serve.eplb.load import LoadTrace
     from moe_serve.eplb.placement import Placement
     from moe_serve.eplb.rebalance.settings import SystemFacts
-    from moe_serve.eplb.replay.server_replay import ServerReplay
+    from moe_serve.eplb.replay.settings import ServerReplay
 
 
 def server_replay(
@@ -28,7 +28,7 @@ def server_replay(
     from moe_serve.eplb.files.trace_jsonl import events_between_records
     from moe_serve.eplb.rebalance.event_fields import STARTED
     from moe_serve.eplb.rebalance.settings import BalancerSettings, SystemFacts
-    from moe_serve.eplb.replay.server_replay import ServerReplay
+    from moe_serve.eplb.replay.settings import ServerReplay
 
     config = load_config(file)
     events: list[tuple[int, dict[str, Any]]] = [] if trace_file is None else list(events_between_records(trace_file))

@@ -15,8 +15,7 @@ from moe_serve.launcher.cli.plan_options import PlanOptions
 
 if TYPE_CHECKING:
     from moe_serve.eplb.load import LoadTrace
-    from moe_serve.eplb.replay.even_steps import EvenSteps
-    from moe_serve.eplb.replay.settings import ReplaySettings
+    from moe_serve.eplb.replay.settings import EvenSteps, ReplaySettings
 
 REPLAY_HELP = """Replay a load trace through balancers: what would each have moved, how well would it have served?
 
@@ -132,14 +131,12 @@ class ReplayOptions(opt.PageOptions, opt.CostOptions, PlanOptions, opt.TraceOpti
 @balancer_command(ReplayOptions)
 def replay(options: ReplayOptions) -> None:
     """Replays a trace, or shows the balancedness in an engine's log."""
-    from moe_serve.eplb.replay.earlier_report import read_report
-    from moe_serve.eplb.replay.live_run import LIVE
-    from moe_serve.eplb.replay.redundancy import with_redundancy_curve
-    from moe_serve.eplb.replay.replay import num_passes
+    from moe_serve.eplb.replay.replay import num_passes, with_redundancy_curve
     from moe_serve.eplb.replay.replay import replay as run_replay
     from moe_serve.eplb.replay.report import to_json, to_table
-    from moe_serve.eplb.replay.report_against import against_page, against_to_json, against_to_table
+    from moe_serve.eplb.replay.report_against import against_page, against_to_json, against_to_table, read_report
     from moe_serve.eplb.replay.report_html import to_html
+    from moe_serve.eplb.replay.run import LIVE
 
     # Before the replay, so that a wrong file is refused at once.
     opt.check_output(options.html, "--html")
@@ -184,7 +181,7 @@ def _recorded_latency(trace: str) -> int:
 
 def _recorded_even_steps(trace: str, split: str) -> "EvenSteps":
     from moe_serve.eplb.files.trace_jsonl import read_events
-    from moe_serve.eplb.replay.even_steps import EvenSteps
+    from moe_serve.eplb.replay.settings import EvenSteps
 
     return EvenSteps.of(read_events(Path(trace)) if split == "exact" and _may_hold_events(trace) else ())
 

@@ -134,7 +134,7 @@ class SimulateOptions(opt.PageOptions, opt.ServingOptions):
 @balancer_command(SimulateOptions)
 def simulate(options: SimulateOptions) -> None:
     """Runs all combinations, and reports them with the replay of the best."""
-    from moe_serve.eplb.replay.redundancy import with_redundancy_curve
+    from moe_serve.eplb.replay.replay import with_redundancy_curve
     from moe_serve.eplb.replay.report_html import to_html
     from moe_serve.eplb.replay.report_sweep import sweep_curves, sweep_to_json, sweep_to_table
     from moe_serve.eplb.replay.simulator import best_case

@@ -12,8 +12,7 @@ from moe_serve.eplb.files.jsonl_writer import JsonlWriter
 from moe_serve.eplb.files.trace_meta import TraceMeta
 from moe_serve.eplb.load import LoadRecord
 from moe_serve.eplb.placement import Placement
-from moe_serve.eplb.replay.report_decisions import NUM_SHOWN, decision_cells
-from moe_serve.eplb.replay.report_units import as_seconds
+from moe_serve.eplb.replay.report import NUM_SHOWN, as_seconds, decision_cells
 from moe_serve.kernels.fp8_block import PER_TENSOR
 from moe_serve.launcher.cli.like_server import facts_of
 from moe_serve.models.families.registry import read_spec
