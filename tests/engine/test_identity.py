@@ -83,7 +83,7 @@ MODELS = [(model, size) for size in SIZES for model in ("demo", *TINY, *OTHER_FA
 def marked(reference: tuple[str, str], *case: object) -> object:
     name = "-".join(map(str, (*reference, *case)))
     model, size = reference
-    every_day = ALL_WAYS if model == "demo" else BY_KERNELS if model in TINY else BY_SHARED_KERNELS
+    every_day = BY_SHARED_KERNELS if model in OTHER_FAMILIES else BY_KERNELS
     is_slow = size == "large" or (case in ALL_WAYS and case not in every_day)
     return pytest.param(reference, *case, id=name, marks=pytest.mark.slow if is_slow else ())
 
@@ -176,7 +176,7 @@ def test_tokens_do_not_depend_on_one_thing(reference: Reference, way: str) -> No
 
 @pytest.mark.parametrize("model", ["demo", "deepseek_v3", "qwen2_moe"])
 def test_batch_invariant_by_torch_holds_the_same(model: str, tmp_path: Path) -> None:
-    requests = requests_for(model, "small")[:16]
+    requests = requests_for(model, "small")[:10]
     overrides = [*PLAIN, *BY_TORCH, *model_overrides(model, tmp_path)]
     expected = serve(1, requests, overrides)
     for num_ranks, more, stagger in WAYS.values():

@@ -97,7 +97,7 @@ def test_asking_changes_no_token(reference: tuple[list[Submit], Served]) -> None
 
 
 def test_batch_invariant_by_torch_holds_the_same() -> None:
-    submits = asking(20)
+    submits = asking(10)
     alone = serve(1, submits, [*PLAIN, *BY_TORCH])
     num_ranks, overrides, stagger = WAYS["preempted, cached prefixes, chunks, all at once"]
     served = serve(num_ranks, submits, [*PLAIN, *BY_TORCH, *overrides], stagger)
