@@ -46,7 +46,9 @@ def test_helpers_for_large_bodies_and_chats_start_before_anybody_asks() -> None:
 
         def helpers() -> list[str]:
             commands = [Path(f"/proc/{pid}/cmdline").read_text().split("\0") for pid in running.descendants()]
-            return sorted(word.rpartition(".")[2] for command in commands for word in command if word.endswith("_process"))
+            return sorted(
+                word.rpartition(".")[2] for command in commands for word in command if word.endswith("_process")
+            )
 
         assert eventually(lambda: helpers() == ["body_parser_process"] * 2 + ["chat_template_process"] * 2), helpers()
 
