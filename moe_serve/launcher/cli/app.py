@@ -92,7 +92,7 @@ def check(
     from moe_serve.launcher.cli.flags import effective_config
 
     settings = effective_config(config, _model_flags(model_path, [num_ranks], load_format, dtype), overrides or ())
-    from moe_serve.launcher.check.show import (
+    from moe_serve.launcher.examination.show import (
         print_check,
     )  # loads torch, which an error in the settings should not wait for
 

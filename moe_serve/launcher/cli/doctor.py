@@ -31,8 +31,8 @@ def doctor(
     is_alone = env.num_ranks == 1 and settings.parallel.num_ranks > 1
     if not is_alone:
         check_num_ranks(env, settings.parallel.num_ranks)
-    from moe_serve.launcher.doctor import run_doctor
-    from moe_serve.launcher.doctor.show import print_diagnosis, to_json
+    from moe_serve.launcher.examination.ranks import run_doctor
+    from moe_serve.launcher.examination.show import print_diagnosis, to_json
 
     diagnosis = run_doctor(env, settings, deadline_s)
     if env.rank == 0 and json_output:

@@ -7,11 +7,10 @@ import msgspec
 import pytest
 
 from moe_serve.config import load_config
-from moe_serve.launcher.doctor.findings import Finding, judge
-from moe_serve.launcher.doctor.machine import RankReport
-from moe_serve.launcher.doctor.pairs import Pair, partners
-from moe_serve.launcher.doctor.run import Diagnosis
-from moe_serve.launcher.doctor.show import print_diagnosis, to_json
+from moe_serve.launcher.examination.machine import RankReport
+from moe_serve.launcher.examination.pairs import Pair, partners
+from moe_serve.launcher.examination.ranks import Diagnosis, Finding, judge
+from moe_serve.launcher.examination.show import print_diagnosis, to_json
 from moe_serve.launcher.facts import Fact
 
 HEALTHY = RankReport(

@@ -10,10 +10,10 @@ from typer.testing import CliRunner
 from moe_serve.config import load_config
 from moe_serve.dispatch.base import EpGroup
 from moe_serve.launcher.cli import app as cli
-from moe_serve.launcher.doctor.machine import listening_addresses
-from moe_serve.launcher.doctor.pairs import Door, Listener, measure
-from moe_serve.launcher.doctor.run import run_doctor
-from moe_serve.launcher.doctor.show import to_json
+from moe_serve.launcher.examination.machine import listening_addresses
+from moe_serve.launcher.examination.pairs import Door, Listener, measure
+from moe_serve.launcher.examination.ranks import run_doctor
+from moe_serve.launcher.examination.show import to_json
 from moe_serve.launcher.rank_env import RankEnv, free_port
 from tests.launcher.cli.test_app import moe_serve
 from tests.ranks import run_ranks

@@ -1,4 +1,4 @@
-"""What one rank finds about its process and its machine. Nothing is judged here: findings.py sees all ranks."""
+"""What one rank finds about its process and its machine. Nothing is judged here: ranks.py sees all ranks."""
 
 import os
 import platform
@@ -89,7 +89,7 @@ def look(env: RankEnv, config: ServeConfig) -> RankReport:
         packages=_versions(),
         environ={name: _value_of(name) for name in sorted(os.environ) if _MATTERS.match(name)},
         cores=len(os.sched_getaffinity(0)),
-        memory_bytes=_available_bytes(),
+        memory_bytes=available_bytes(),
         shm_bytes=_free_bytes("/dev/shm"),
         files=files,
         files_hard=files_hard,
@@ -136,7 +136,7 @@ def _value_of(name: str) -> str:
     return "set" if name == _SECRET else os.environ[name][:200]
 
 
-def _available_bytes() -> int:
+def available_bytes() -> int:
     """Returns the bytes of memory that this process can still take: of the machine, or of its control group."""
     available = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
     try:

@@ -1,0 +1,364 @@
+"""`moe-serve check`: explains a configuration without starting it.
+
+It calls the functions by which the ranks choose and size things, so its report is what they will do.
+"""
+
+import os
+import shutil
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from importlib.util import find_spec
+from pathlib import Path
+
+import torch
+
+from moe_serve.attention_dp.kv_cache import bytes_per_block
+from moe_serve.config import ServeConfig, model_dir
+from moe_serve.dispatch.base import BufferLimits
+from moe_serve.dispatch.buffer_sizes import BufferSizes
+from moe_serve.engine.model_plan import ModelPlan, compute_dtype
+from moe_serve.engine.numerics_choice import choose_numerics
+from moe_serve.engine.output.row_logprobs import rows_at_once
+from moe_serve.errors import LaunchError, MoeServeError, PortError
+from moe_serve.launcher.examination.machine import available_bytes
+from moe_serve.launcher.examination.transport import TransportReport, describe_loss, describe_transport, look_here
+from moe_serve.launcher.preflight import look_for_files
+from moe_serve.models.attention_spec import GqaSpec
+from moe_serve.models.families.registry import read_spec
+from moe_serve.models.layers import rope_table_bytes
+from moe_serve.models.moe_decoder import kv_layouts
+from moe_serve.models.spec import ModelSpec
+from moe_serve.models.working_memory import StepSizes, working_memory
+from moe_serve.server.edge.ports import open_port
+
+_BALANCING = {
+    "off": "experts stay where they start, and their load is not recorded",
+    "static": "experts stay where they start; their load is recorded and shown; dynamic: they move",
+    "dynamic": "experts move while the server serves, where that pays",
+}
+_MEANING = {
+    "fast": "last bits may depend on what else runs",
+    "batch_invariant": "tokens depend on nothing but the request",
+}
+
+
+@dataclass(frozen=True)
+class Line:
+    """One fact: its name, its value, and the reason or the setting behind it."""
+
+    name: str
+    value: str
+    why: str = ""
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes that one rank needs for something. why: how many of what"""
+
+    name: str
+    num_bytes: int
+    why: str
+
+
+@dataclass
+class Report:
+    """The findings about a configuration. problems: why it cannot run here; each says what to do."""
+
+    model: list[Line] = field(default_factory=list)
+    memory: list[Memory] = field(default_factory=list)
+    choices: list[Line] = field(default_factory=list)
+    machine: list[Line] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+    transport: TransportReport | None = None  # known with the model
+
+    @property
+    def memory_bytes(self) -> int:
+        """Bytes of one rank, all together."""
+        return sum(memory.num_bytes for memory in self.memory)
+
+    @contextmanager
+    def noting_problems(self) -> Iterator[None]:
+        """Turns a MoeServeError into a problem of the report, which then goes on with its next part."""
+        try:
+            yield
+        except MoeServeError as error:
+            if str(error) not in self.problems:
+                self.problems.append(str(error))
+
+
+def examine(config: ServeConfig) -> Report:
+    """Returns the findings about a configuration, as far as its files can be read."""
+    report = Report()
+    with report.noting_problems():
+        look_for_files(config)
+    device = config.parallel.device
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    if (model_dir(config.model) / "config.json").is_file():
+        with report.noting_problems():
+            _describe_model(report, config, device)
+    _describe_choices(report, config, device)
+    _describe_machine(report, config, device)
+    return report
+
+
+def _describe_model(report: Report, config: ServeConfig, device: str) -> None:
+    """Adds the model, the memory of one rank and the transport. Raises a MoeServeError where it cannot be served.
+
+    device: "cpu" or "cuda"
+    """
+    spec = read_spec(model_dir(config.model))
+    report.model += _shape_lines(config, spec)
+    plan = ModelPlan.of(config, spec, torch.device(device))
+    report.model += [_slots(plan), Line("expert weights", plan.expert_form, plan.slot_form.meaning)]
+    weights = list(_weights(config, plan))
+    report.transport = transport = describe_transport(
+        config,
+        BufferLimits(plan.max_tokens_per_rank, spec.hidden, spec.topk, plan.placement.slots_per_rank),
+        plan.dtype,
+        device,
+        look_here(device, sum(memory.num_bytes for memory in weights)),
+    )
+    report.problems += transport.problems
+    report.model += [Line(*fact) for fact in describe_loss(config, plan.placement, transport.shares_memory)]
+    report.memory += [*weights, _cache(config, plan)]
+    report.memory += [*_dispatch_buffers(config, plan, transport.taken), _working_memory(config, plan)]
+    report.memory += [_rotations(plan), _prompt_logits(config, plan)]
+    cache_tokens = plan.num_blocks * config.cache.block_size
+    if cache_tokens < plan.max_model_len:
+        why = "what the KV cache of one rank holds; raise cache.memory_gib to reach the model's limit"
+        report.model.append(Line("longest request", f"{cache_tokens} tokens", why))
+
+
+def _shape_lines(config: ServeConfig, spec: ModelSpec) -> list[Line]:
+    total = spec.dense_parameters + spec.num_moe_layers * spec.num_logical * spec.expert_parameters
+    active = spec.dense_parameters + spec.num_moe_layers * spec.topk * spec.expert_parameters
+    router = spec.router
+    groups = "" if router.num_groups == 1 else f"{router.topk_groups} of {router.num_groups} groups are chosen first"
+    return [
+        Line("path", str(model_dir(config.model))),
+        Line("type", spec.model_type, f"{spec.num_layers} layers, {spec.num_moe_layers} of them with experts"),
+        Line("parameters", _count_in_words(total), f"{_count_in_words(active)} work on each token"),
+        Line("experts", f"{spec.num_logical} per layer, top-{spec.topk}", groups),
+        Line("context", f"{config.model.max_model_len or spec.default_context} tokens", "prompt + output"),
+    ]
+
+
+def _slots(plan: ModelPlan) -> Line:
+    placement = plan.placement
+    num_redundant = placement.num_slots - plan.spec.num_logical
+    empty = int((placement.physical_to_logical < 0).sum(axis=1).max()) if placement.num_layers else 0
+    replicas = int(placement.replica_count.max()) if placement.num_layers else 1
+    why = f"{num_redundant - empty} of {placement.num_slots} hold replicas (at most {replicas} of one expert)"
+    return Line(
+        "slots", f"{placement.slots_per_rank} per rank and layer", why + (f", {empty} stay empty" if empty else "")
+    )
+
+
+def _weights(config: ServeConfig, plan: ModelPlan) -> Iterator[Memory]:
+    spec, num_slots = plan.spec, plan.placement.slots_per_rank
+    dense_bytes = plan.share(0).dense_bytes
+    yield Memory("attention, embeddings, shared experts", sum(dense_bytes.values()), "the same on every rank")
+    if spec.tie_embeddings and plan.device.type == "cpu" and not plan.numerics.compiled:
+        why = "the embedding's values, packed for the product"
+        yield Memory("output projection", dense_bytes["embed"], why)
+    expert_bytes = plan.slot_form.num_bytes
+    slots = f"{num_slots} slots x {spec.num_moe_layers} layers x {bytes_in_words(expert_bytes)}"
+    yield Memory("expert slots", num_slots * spec.num_moe_layers * expert_bytes, slots)
+    if config.eplb.mode == "dynamic" and config.parallel.num_ranks > 1:
+        staging = config.eplb.staging_slots
+        why = f"eplb.staging_slots {staging} x {bytes_in_words(expert_bytes)}, to send and to receive"
+        yield Memory("experts that move", 2 * staging * expert_bytes, why)
+
+
+def _cache(config: ServeConfig, plan: ModelPlan) -> Memory:
+    block_size = config.cache.block_size
+    num_bytes = plan.num_blocks * bytes_per_block(kv_layouts(plan.spec), block_size, plan.dtype)
+    blocks = f"{plan.num_blocks} blocks of {block_size} tokens: {plan.num_blocks * block_size} tokens"
+    return Memory("KV cache", num_bytes, blocks)
+
+
+def _dispatch_buffers(config: ServeConfig, plan: ModelPlan, taken: BufferSizes | None) -> Iterator[Memory]:
+    """Yields the largest memory of rows between ranks. taken: buffers that are allocated at the start"""
+    spec = plan.spec
+    if taken is not None:
+        yield Memory("dispatch buffers", taken.total, f"for {taken.max_tokens} tokens per rank, allocated at the start")
+    if config.parallel.num_ranks == 1 or (taken is not None and taken.max_tokens >= plan.max_tokens_per_rank):
+        return
+    tokens = _tokens_at_once(config, plan)
+    row_bytes = spec.hidden * plan.dtype.itemsize
+    sent_bytes = 2 * tokens * spec.topk * row_bytes
+    worst_rows = config.parallel.num_ranks * tokens * min(spec.topk, plan.placement.slots_per_rank)
+    rows = f"{tokens} tokens x top-{spec.topk} rows of {bytes_in_words(row_bytes)}, out and back"
+    yield Memory("dispatch, sending", sent_bytes, rows)
+    worst = f"if all tokens choose this rank's experts: {bytes_in_words(2 * worst_rows * row_bytes)}"
+    yield Memory("dispatch, receiving (even load)", sent_bytes, worst)
+
+
+def _working_memory(config: ServeConfig, plan: ModelPlan) -> Memory:
+    """Returns what the largest step takes, apart from the rows between ranks."""
+    sizes = StepSizes(
+        rows=config.engine.max_batch_tokens,
+        keys=min(plan.max_model_len, plan.num_blocks * config.cache.block_size),
+        sequences=config.engine.max_running_requests,
+        itemsize=plan.dtype.itemsize,
+    )
+    num_bytes, largest = working_memory(plan.spec, plan.numerics, sizes)
+    return Memory("a step at its largest", num_bytes, f"{largest}, with even load of experts")
+
+
+def _rotations(plan: ModelPlan) -> Memory:
+    rope, max_position, attention = plan.spec.rope, plan.spec.max_position, plan.spec.attention
+    has_temperature = isinstance(attention, GqaSpec) and attention.temperature is not None
+    num_bytes = rope_table_bytes(rope, max_position, has_temperature)
+    return Memory("rotations of positions", num_bytes, f"{max_position} positions x {rope.dim} dimensions, float32")
+
+
+def _prompt_logits(config: ServeConfig, plan: ModelPlan) -> Memory:
+    """Returns what log probabilities of prompts take beside a step."""
+    rows = min(rows_at_once(plan.spec.vocab_size), config.engine.max_batch_tokens)
+    why = f"{rows} rows x {plan.spec.vocab_size} words at a time, for requests with log probabilities of their prompts"
+    return Memory("logits of prompts", rows * plan.spec.vocab_size * torch.float32.itemsize, why)
+
+
+def _tokens_at_once(config: ServeConfig, plan: ModelPlan) -> int:
+    """Returns the most tokens of one rank in one round of a step."""
+    return min(plan.max_tokens_per_rank, config.engine.max_batch_tokens)
+
+
+def _describe_choices(report: Report, config: ServeConfig, device: str) -> None:
+    """Adds what the configuration chooses on this device. Expects the transport in the report, where it is known."""
+    dtype: str = config.model.dtype
+    wire_dtype: str = config.dispatch.wire_dtype
+    exchange: str = config.engine.exchange
+    why_dtype = why_wire = why_exchange = ""
+    if dtype == "auto":
+        dtype = "float32" if device == "cpu" else "bfloat16"
+        why_dtype = "auto: bfloat16 is several times slower on CPUs" if device == "cpu" else "auto: for GPUs"
+    if wire_dtype == "auto":
+        wire_dtype, why_wire = dtype, "auto: the compute dtype"
+    if exchange == "auto":
+        exchange, why_exchange = "shm on one machine, gloo on several", "auto"
+    report.choices += [
+        Line("ranks", str(config.parallel.num_ranks), "each owns its requests and its share of the experts"),
+        Line("device", device, "auto: what torch finds here" if config.parallel.device == "auto" else ""),
+        Line("compute dtype", dtype, why_dtype),
+        *_transport_lines(report, config),
+        Line("wire dtype", wire_dtype, why_wire),
+        Line("step exchange", exchange, why_exchange),
+        Line("eplb.mode", config.eplb.mode, _BALANCING[config.eplb.mode]),
+    ]
+    with report.noting_problems():
+        choice = choose_numerics(config, torch.device(device), compute_dtype(config, torch.device(device)))
+        report.choices += [
+            Line("kernels", choice.kernels, choice.why),
+            Line("numerics", choice.name, _MEANING[choice.name]),
+        ]
+
+
+def _transport_lines(report: Report, config: ServeConfig) -> Iterator[Line]:
+    """Yields which transport will carry rows, and what it takes; where no model can be read, only its name."""
+    transport = report.transport
+    if transport is None:
+        yield Line("dispatch", config.dispatch.backend)
+        return
+    yield Line("dispatch", transport.name, transport.why)
+    yield from (Line(*fact) for fact in transport.facts)
+    if not transport.is_bitwise:
+        yield Line("", "results are added in another order", "not for engine.numerics batch_invariant")
+
+
+def _describe_machine(report: Report, config: ServeConfig, device: str) -> None:
+    """Adds what this machine has, and what it lacks for the configuration. Expects the memory of a rank in the report.
+
+    device: "cpu" or "cuda"
+    """
+    num_ranks = config.parallel.num_ranks
+    cores = len(os.sched_getaffinity(0))
+    available = available_bytes()
+    report.machine.append(Line("CPU", f"{cores} cores, {bytes_in_words(available)} available"))
+    if device == "cpu" and report.memory_bytes * num_ranks > available:
+        report.problems.append(
+            f"{num_ranks} ranks need {bytes_in_words(report.memory_bytes * num_ranks)} together but "
+            f"{bytes_in_words(available)} of memory are available here; lower cache.memory_gib, or use fewer ranks or "
+            "more machines"
+        )
+    if device == "cpu" and num_ranks > cores:
+        report.machine.append(Line("", f"{num_ranks} ranks on {cores} cores", "they will wait for each other"))
+    _describe_gpus(report, config, device)
+    _describe_libraries(report, device)
+    server = config.server
+    _describe_port(report, "HTTP", server.host, server.port, "server.port")
+    _describe_port(report, "ranks", server.worker_host, server.worker_port, "server.worker_port")
+
+
+def _describe_gpus(report: Report, config: ServeConfig, device: str) -> None:
+    if not torch.cuda.is_available():
+        report.machine.append(Line("GPU", "none", f"torch {torch.__version__} sees no CUDA device"))
+        if device == "cuda":
+            report.problems.append(
+                "parallel.device is cuda but torch sees no GPU here; set parallel.device: cpu, or run check where "
+                "one is"
+            )
+        return
+    num_gpus = torch.cuda.device_count()
+    size = torch.cuda.get_device_properties(0).total_memory
+    report.machine.append(Line("GPU", f"{num_gpus} x {torch.cuda.get_device_name(0)}", bytes_in_words(size)))
+    if device != "cuda":
+        return
+    if report.memory_bytes > size:
+        report.problems.append(
+            f"a rank needs {bytes_in_words(report.memory_bytes)} but a GPU here has {bytes_in_words(size)}; lower "
+            "cache.memory_gib or engine.max_batch_tokens, or spread the experts over more ranks"
+        )
+    if config.parallel.num_ranks > num_gpus:
+        report.machine.append(
+            Line("", f"{config.parallel.num_ranks} ranks", "more than the GPUs here: start them on several machines")
+        )
+
+
+def _describe_libraries(report: Report, device: str) -> None:
+    for module, purpose, needed in (
+        ("triton", "GPU kernels: pip install 'moe-serve[gpu]'", device == "cuda"),
+        ("mpi4py", "mpirun: pip install 'moe-serve[mpi]'", False),
+        ("nvshmem", "low latency between GPUs: pip install nvshmem4py-cu13", False),
+    ):
+        found = find_spec(module) is not None
+        report.machine.append(Line(module, "installed" if found else "not installed", "" if found else purpose))
+        if needed and not found:
+            report.problems.append(f"{module} is not installed; {purpose}")
+    # The wheel installs mpirun next to this Python, which need not be on the path.
+    mpirun = shutil.which("mpirun", path=str(Path(sys.executable).parent)) or shutil.which("mpirun")
+    report.machine.append(Line("mpirun", mpirun or "not found", "only for a start by MPI"))
+
+
+def _describe_port(report: Report, purpose: str, host: str, port: int, setting: str) -> None:
+    name, address = f"port for {purpose}", f"{host}:{port}"
+    try:
+        open_port(host, port, which=setting).close()
+    except PortError as error:
+        report.machine.append(Line(name, address, "cannot be opened here"))
+        report.problems.append(str(error))
+    except LaunchError:
+        report.machine.append(Line(name, address, "cannot be opened here"))
+        report.machine.append(Line("", "", f"{host} belongs to another machine: the front end must run there"))
+    else:
+        report.machine.append(Line(name, address, "free" if port else "any free one"))
+
+
+def _count_in_words(number: int) -> str:
+    """Returns a count with three digits and its unit: 6.01 M."""
+    for unit, size in (("B", 10**9), ("M", 10**6), ("K", 10**3)):
+        if number >= size:
+            return f"{number / size:.2f} {unit}"
+    return str(number)
+
+
+def bytes_in_words(number: int) -> str:
+    """Returns a size with its binary unit: 1.50 GiB."""
+    for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if number >= size:
+            return f"{number / size:.2f} {unit}"
+    return f"{number} B"
