@@ -11,13 +11,13 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from moe_serve.eplb.empty_slots import fill_empty_slots
 from moe_serve.eplb.load import balancedness, rank_load
 from moe_serve.eplb.placement import Placement
 from moe_serve.eplb.policies.make import make_policy
 from moe_serve.eplb.policies.policy import PlanRequest
 from moe_serve.eplb.policies.problem import count_moves, keep_slots_of
 from moe_serve.eplb.relabel import relabel_ranks
+from moe_serve.eplb.repair import fill_empty_slots
 from moe_serve.errors import PlacementError
 from moe_serve.log import get_logger
 from moe_serve.topology import Topology

@@ -8,9 +8,8 @@ from torch import Tensor
 
 from moe_serve.dispatch.layout import count_slots
 from moe_serve.eplb.placement import Placement
-from moe_serve.eplb.split.assign import assign_tokens
 from moe_serve.eplb.split.layer_slots import LayerSlots
-from moe_serve.eplb.split.make import layers_of, make_split
+from moe_serve.eplb.split.make import assign_tokens, layers_of, make_split
 from moe_serve.eplb.split.native import find_library
 from moe_serve.eplb.split.policy import SplitPolicy
 from moe_serve.topology import Topology

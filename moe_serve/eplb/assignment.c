@@ -1,4 +1,4 @@
-/* The assignments of assignment.py and the parts of relabel.py, step by step, in C. All numbers are whole, so both forms
+/* The assignments and parts of relabel.py, step by step, in C. All numbers are whole, so both forms
    agree. Shape words: n rows and columns; R ranks, K slots per rank, N nodes, E experts. */
 #include <stdint.h>
 #include <stdlib.h>

@@ -22,8 +22,7 @@ from moe_serve.ep.expert_transfer import (
     pieces_of,
 )
 from moe_serve.ep.weight_mover import MoveFault, MoveSettings, WeightMover
-from moe_serve.eplb.migration.limits import RoundLimits
-from moe_serve.eplb.migration.moves import MigrationRound, SlotMove, apply_round
+from moe_serve.eplb.migration.moves import MigrationRound, RoundLimits, SlotMove, apply_round
 from moe_serve.eplb.migration.plan import plan_migration
 from moe_serve.eplb.placement import Placement
 from moe_serve.errors import CapacityError

@@ -17,8 +17,7 @@ from moe_serve.eplb.files.trace_meta import TraceMeta
 from moe_serve.eplb.load import LoadRecord
 from moe_serve.eplb.replay.score import StepSplitter
 from moe_serve.eplb.replay.settings import SPLIT_CHANGED, EvenSteps
-from moe_serve.eplb.split.assign import assign_tokens
-from moe_serve.eplb.split.make import layers_of
+from moe_serve.eplb.split.make import assign_tokens, layers_of
 from moe_serve.topology import Topology
 from tests.ep.test_moe_layer import BASE, LAYERS, SPEC, Case, build, run_layers, shuffled, tokens, trivial
 from tests.ranks import run_ranks

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
-from moe_serve.eplb import assignment
+from moe_serve.eplb import relabel
 from moe_serve.eplb.load import balancedness, rank_load
 from moe_serve.eplb.migration.plan import plan_migration
 from moe_serve.eplb.placement import Placement
@@ -36,11 +36,11 @@ def by_rank(placement):
 def test_an_assignment_is_the_cheapest_and_both_forms_agree(seed, size, most):
     price = np.random.default_rng(seed).integers(-most, most + 1, (size, size))
     rows = np.arange(size)
-    column = assignment.cheapest_columns_reference(price)
+    column = relabel.cheapest_columns_reference(price)
     assert sorted(column.tolist()) == rows.tolist()
     assert price[rows, column].sum() == min(price[rows, list(other)].sum() for other in permutations(range(size)))
-    if assignment.find_library() is not None:
-        np.testing.assert_array_equal(assignment.cheapest_columns(price), column)
+    if relabel.find_library() is not None:
+        np.testing.assert_array_equal(relabel.cheapest_columns(price), column)
 
 
 def test_a_large_assignment_is_that_of_scipy():
@@ -49,7 +49,7 @@ def test_a_large_assignment_is_that_of_scipy():
     for seed, most in ((0, 2), (1, 1000)):
         price = np.random.default_rng(seed).integers(0, most, (90, 90))
         rows, columns = linear_sum_assignment(price)
-        for found in (assignment.cheapest_columns(price), assignment.cheapest_columns_reference(price)):
+        for found in (relabel.cheapest_columns(price), relabel.cheapest_columns_reference(price)):
             assert price[np.arange(90), found].sum() == price[rows, columns].sum()
 
 

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from moe_serve.eplb.load import LoadRecord, LoadTrace, balancedness, rank_load
 from moe_serve.eplb.placement import Placement
-from moe_serve.eplb.policies import native_edits
+from moe_serve.eplb.policies import single_edits
 from moe_serve.eplb.policies.hierarchy import is_over_budget, num_homeless, read_homes
 from moe_serve.eplb.policies.make import make_policy
 from moe_serve.eplb.policies.policy import PlanRequest, PlanRules
@@ -174,7 +174,7 @@ def test_single_experts_change_homes_where_no_edit_inside_nodes_helps():
 
 
 def test_the_numpy_form_changes_homes_as_the_compiled_one(monkeypatch):
-    if native_edits.find_library() is None:
+    if single_edits.find_library() is None:
         pytest.skip("no C compiler")
     tokens = [grouped(2, 48, 8, seed) for seed in (0, 1)]
     top = Topology(5, 2)

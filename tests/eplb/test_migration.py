@@ -8,8 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moe_serve.eplb.migration.limits import RoundLimits
-from moe_serve.eplb.migration.moves import MigrationRound, SlotMove, apply_round
+from moe_serve.eplb.migration.moves import MigrationRound, RoundLimits, SlotMove, apply_round
 from moe_serve.eplb.migration.plan import plan_migration
 from moe_serve.eplb.placement import Placement
 from moe_serve.eplb.relabel import relabel_ranks

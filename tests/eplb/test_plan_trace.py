@@ -2,10 +2,10 @@
 
 import numpy as np
 
-from moe_serve.eplb.empty_slots import fill_empty_slots
 from moe_serve.eplb.load import LoadRecord, LoadTrace, balancedness, rank_load
 from moe_serve.eplb.placement import Placement
 from moe_serve.eplb.policies.policy import PlanRules
+from moe_serve.eplb.repair import fill_empty_slots
 from moe_serve.eplb.replay.plan_trace import TracePlanSettings, plan_from_trace
 from moe_serve.topology import Topology
 

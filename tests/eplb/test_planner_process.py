@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from moe_serve.eplb.migration.limits import RoundLimits
+from moe_serve.eplb.migration.moves import RoundLimits
 from moe_serve.eplb.migration.plan import migration_to
 from moe_serve.eplb.planning.process import PlanAnswer, PlannerProcess, PlanProblem
 from moe_serve.eplb.policies.make import make_policy

@@ -8,7 +8,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from moe_serve.eplb.migration.limits import RoundLimits
+from moe_serve.eplb.migration.moves import RoundLimits
 from moe_serve.eplb.placement import Placement
 from moe_serve.eplb.planning.wire import PIECE_BYTES, Ask, MessageReader, Reply, WireError, pieces
 from moe_serve.eplb.planning.worker import answer

@@ -11,7 +11,7 @@ from moe_serve.eplb.load import LoadRecord, LoadTrace, balancedness, rank_load
 from moe_serve.eplb.placement import Placement
 from moe_serve.eplb.policies.edits import EditState, all_overwrites, all_swaps
 from moe_serve.eplb.policies.make import make_policy
-from moe_serve.eplb.policies.pair_places import place_pairs
+from moe_serve.eplb.policies.pairs import place_pairs
 from moe_serve.eplb.policies.policy import PlanRequest, PlanRules
 from moe_serve.eplb.policies.problem import holds
 from moe_serve.eplb.replay.replay import replay

@@ -90,8 +90,8 @@ def test_a_layer_that_cannot_be_evened_is_not_searched_any_further(monkeypatch, 
     def search(*_):
         raise AssertionError("a search began where no placement is better")
 
-    monkeypatch.setattr("moe_serve.eplb.policies.anneal._pack", search)
-    monkeypatch.setattr("moe_serve.eplb.policies.count_search._propose", search)
+    monkeypatch.setattr("moe_serve.eplb.policies.refined._pack", search)
+    monkeypatch.setattr("moe_serve.eplb.policies.refined._propose", search)
     for tokens in (one_hot(2, num_experts, 0.9), zipf(2, num_experts, 1.2)):
         made = plan(tokens, num_ranks, slots)
         assert (made.balancedness >= plan(tokens, num_ranks, slots, "greedy").balancedness).all()
@@ -99,13 +99,13 @@ def test_a_layer_that_cannot_be_evened_is_not_searched_any_further(monkeypatch, 
 
 def test_equal_counts_are_packed_once(monkeypatch):
     packed = []
-    from moe_serve.eplb.policies import count_search
+    from moe_serve.eplb.policies import refined
 
     def pack(*arguments):
         packed.append(arguments)
         return pack_longest_first(*arguments)
 
-    monkeypatch.setattr(count_search, "pack_longest_first", pack)
+    monkeypatch.setattr(refined, "pack_longest_first", pack)
     plan(lognormal(2, 256, 0.6), 64, 256)  # slots equal experts: every apportionment is the same
     assert len(packed) == 1
 

@@ -4,7 +4,7 @@ import cProfile
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.optimize import LinearConstraint, milp
 
@@ -74,6 +74,7 @@ def after_a_loss(draw: st.DrawFn) -> tuple[Placement, list[int]]:
     return placement, [rank for rank in range(num_ranks) if rank not in lost]
 
 
+@settings(deadline=None)
 @given(after_a_loss(), st.integers(1, 4))
 def test_experts_get_as_many_ranks_as_spare_slots_allow(case: tuple[Placement, list[int]], num_wanted: int):
     placement, live = case
@@ -88,6 +89,7 @@ def test_experts_get_as_many_ranks_as_spare_slots_allow(case: tuple[Placement, l
         assert num_changed == (table.ravel() != placement.physical_to_logical[row]).sum()
 
 
+@settings(deadline=None)
 @given(after_a_loss())
 def test_as_many_experts_as_possible_get_a_second_rank_with_the_fewest_changes(case: tuple[Placement, list[int]]):
     placement, left = case
@@ -107,6 +109,7 @@ def test_as_many_experts_as_possible_get_a_second_rank_with_the_fewest_changes(c
             placement = apply_round(placement, each)
 
 
+@settings(deadline=None)
 @given(after_a_loss())
 def test_every_lost_expert_gets_a_slot_where_there_are_enough(case: tuple[Placement, list[int]]):
     placement, live = case

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from moe_serve.eplb.load import LoadRecord, LoadTrace, balancedness, rank_load
-from moe_serve.eplb.migration.limits import RoundLimits
+from moe_serve.eplb.migration.moves import RoundLimits
 from moe_serve.eplb.placement import Placement
 from moe_serve.eplb.planning.wire import Ask, MessageReader, pieces
 from moe_serve.eplb.policies.make import make_policy

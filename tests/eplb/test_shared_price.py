@@ -6,8 +6,7 @@ import pytest
 from moe_serve.eplb.load import balancedness, rank_load
 from moe_serve.eplb.policies.make import make_policy
 from moe_serve.eplb.policies.policy import PlanRequest
-from moe_serve.eplb.policies.shared_price import edits_within, replay_edits
-from moe_serve.eplb.policies.single_edits import EditLog
+from moe_serve.eplb.policies.single_edits import EditLog, edits_within, replay_edits
 from moe_serve.topology import Topology
 from tests.eplb.loads import drifting
 

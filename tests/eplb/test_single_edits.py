@@ -6,15 +6,14 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from moe_serve.eplb.placement import Placement
-from moe_serve.eplb.policies import native_edits
-from moe_serve.eplb.policies.edits import EditState
+from moe_serve.eplb.policies import single_edits
+from moe_serve.eplb.policies.edits import EditState, repeatable_exp, sum_in_order
 from moe_serve.eplb.policies.legal import make_legal
 from moe_serve.eplb.policies.make import make_policy
+from moe_serve.eplb.policies.packing import Deadline
 from moe_serve.eplb.policies.policy import PlanRequest, RankCost
 from moe_serve.eplb.policies.problem import holds, problem_of
-from moe_serve.eplb.policies.repeatable import repeatable_exp, sum_in_order
 from moe_serve.eplb.policies.single_edits import EditGoal, balance_reached, edit_layers, edit_layers_reference
-from moe_serve.eplb.policies.swapping import Deadline
 from moe_serve.errors import ConfigError
 from moe_serve.topology import Topology
 from tests.eplb.loads import grouped, lognormal, small_cases
@@ -61,7 +60,7 @@ def assert_same(request, budget=10**6, min_gain=0.0, max_edits=60, target=0.99):
 
 @pytest.fixture(autouse=True)
 def compiled():
-    if native_edits.find_library() is None:
+    if single_edits.find_library() is None:
         pytest.skip("no C compiler")
 
 
@@ -161,14 +160,14 @@ def test_without_a_compiler_numpy_makes_the_same_plan_and_says_so_once(monkeypat
     def missing(*_):
         raise ConfigError("no C compiler for edits.c; install gcc")
 
-    monkeypatch.setattr(native_edits, "load_c_library", missing)
-    native_edits.find_library.cache_clear()
+    monkeypatch.setattr(single_edits, "load_c_library", missing)
+    single_edits.find_library.cache_clear()
     try:
         for _ in range(2):
             made = make_policy("incremental").plan(request).placement
             np.testing.assert_array_equal(made.physical_to_logical, compiled.physical_to_logical)
     finally:
-        native_edits.find_library.cache_clear()
+        single_edits.find_library.cache_clear()
     assert [record.message.count("install gcc") for record in caplog.records] == [1]
 
 

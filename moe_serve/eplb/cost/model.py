@@ -6,8 +6,8 @@ The model:
 - dispatch and combine: a fixed latency, then the busiest of all links of ranks, NICs, and NICs of a node together. Low
   latency sends a row per (token, expert), normal one per (token, node) and (token, rank);
 - attention: projections as GEMMs, the core by its KV bytes or its FLOPs;
-- elementwise kernels: the bytes they move (`elementwise.py`);
-- overlap: the shared expert during the dispatch, or two half-batches in stages (`stages.py`);
+- elementwise kernels: the bytes they move (`kernels.elementwise_bytes`);
+- overlap: the shared expert during the dispatch, or two half-batches in stages (`overlapped_seconds`);
 - everything else (gaps, launches, scheduling) is one factor of the engine.
 
 docs/cost-model.md says what the numbers were fitted on, and the error elsewhere. Everything is vectorised over layers.
@@ -19,17 +19,14 @@ from functools import cached_property
 
 import numpy as np
 
-from moe_serve.eplb.cost.batch import Batch, Floats, LayerTime, Phase, StepTime
 from moe_serve.eplb.cost.gate_cost import GateCost
-from moe_serve.eplb.cost.kernels import Kernels
+from moe_serve.eplb.cost.kernels import Batch, Floats, Kernels, LayerTime, Phase, StepTime
 from moe_serve.eplb.cost.links import BusiestRows, Mode, Sharing, busiest_rows, carry_seconds, expected_places
 from moe_serve.eplb.cost.profile_files import EngineProfile, HardwareProfile, ModelProfile, load_engine
-from moe_serve.eplb.cost.stages import Sides, overlapped_seconds
 from moe_serve.eplb.load import slot_load
 from moe_serve.eplb.migration.moves import SlotMove
 from moe_serve.eplb.migration.plan import MigrationPlan
 from moe_serve.eplb.placement import Placement
-from moe_serve.eplb.policies.policy import RankCost
 from moe_serve.errors import ConfigError
 from moe_serve.topology import Topology
 
@@ -148,18 +145,6 @@ class CostModel:
         nic = by_nic * size / (hardware.nic_bytes_per_s * hardware.nic_efficiency_normal)
         return max(link, nic) + (by_link + by_nic) * 2 * size / self.kernels.hbm
 
-    def rank_cost(self, mode: Mode) -> RankCost:
-        """Returns the linear prices of the step_time objective."""
-        m, hardware = self.model, self.hardware
-        row = m.hidden * (m.dispatch_bytes + m.combine_bytes)
-        nic = hardware.nic_efficiency_low_latency if mode == "low_latency" else hardware.nic_efficiency_normal
-        return RankCost(
-            token_s=6.0 * m.hidden * m.moe_intermediate / self.kernels.flops
-            + row / (hardware.link_bytes_per_s * hardware.link_efficiency),
-            activated_s=m.expert_bytes / self.kernels.hbm,
-            off_node_token_s=row / (hardware.nic_bytes_per_s * nic) if self.topology.num_nodes > 1 else 0.0,
-        )
-
     def _busiest(self, rank_rows: Floats, mode: Mode) -> BusiestRows:
         return busiest_rows(rank_rows, self.topology, self._sharing if mode == "normal" else None)
 
@@ -202,3 +187,37 @@ def _busiest(moves: tuple[SlotMove, ...], topology: Topology) -> tuple[int, int]
         for key in (("out", move.src_rank), ("in", move.dst_rank)):
             counts[key] = counts.get(key, 0) + 1
     return max(link.values(), default=0), max(nic.values(), default=0)
+
+
+@dataclass(frozen=True)
+class Sides:
+    """Seconds of one half-batch. experts, dispatch, combine: [L]; attention and shared are the same in each layer"""
+
+    attention: float
+    experts: Floats
+    shared: float
+    dispatch: Floats
+    combine: Floats
+
+
+def overlapped_seconds(sides: Sides, alone: tuple[float, float] = (0.0, 0.0)) -> Floats:
+    """Returns the time of both half-batches in each layer: [L]. While one computes, rows of the other travel.
+
+    Both pass attention, dispatch, experts and combine, half a layer apart, so that a layer has four stages:
+
+        compute   attention of a     attention of b     experts of a     experts of b
+        wires     combine of b       dispatch of a      dispatch of b    combine of a
+
+    A stage lasts as long as the longer of its sides. The shared expert is computed beside a combine, which carries
+    twice the bytes of a dispatch (the order of DeepSeek's published profile, and of SGLang's two-batch overlap).
+
+    alone: seconds of a dispatch, and of a combine, beside which nothing computes
+    """
+    dispatch, combine = sides.dispatch - alone[0], sides.combine - alone[1]
+    return (
+        2 * sum(alone)
+        + np.maximum(sides.attention + sides.shared, combine)
+        + np.maximum(sides.attention, dispatch)
+        + np.maximum(sides.experts, dispatch)
+        + np.maximum(sides.experts + sides.shared, combine)
+    )

@@ -1,4 +1,4 @@
-"""A migration's moves, one slot each, and the rounds in which they take effect.
+"""A migration's moves, one slot each, the rounds in which they take effect, and the limits of a round.
 
 Shape words: L = MoE layers, P = slots, R = ranks.
 """
@@ -75,3 +75,22 @@ def apply_round(placement: Placement, migration_round: MigrationRound) -> Placem
             raise PlacementError(f"{move} reads an empty slot; plan the migration from the placement in use")
         after[move.layer, move.dst_slot] = expert
     return replace(placement, physical_to_logical=after, version=placement.version + 1)
+
+
+@dataclass(frozen=True)
+class RoundLimits:
+    """What one round of a migration may move, all layers together. Raises PlacementError unless all are at least 1.
+
+    per_rank: experts into one rank, and out of it; each takes a staging slot
+    per_pair: experts from one rank to another; None = as many as per_rank allows
+    per_node: experts into one node from others over its network, and out of it; None = no limit
+    """
+
+    per_rank: int = 1
+    per_pair: int | None = None
+    per_node: int | None = None
+
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            if value is not None and (int(value) != value or value < 1):
+                raise PlacementError(f"{name} of a round's limits is {value!r}; give a whole number of at least 1")

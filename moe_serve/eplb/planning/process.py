@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Protocol
 
 from moe_serve.child_process import describe_exit
-from moe_serve.eplb.migration.limits import RoundLimits
+from moe_serve.eplb.migration.moves import RoundLimits
 from moe_serve.eplb.migration.plan import MigrationPlan
 from moe_serve.eplb.planning.wire import PIECE_BYTES, Ask, MessageReader, Reply, WireError, pieces
 from moe_serve.eplb.policies.policy import Plan, PlanRequest

@@ -16,7 +16,7 @@ from typing import Any, Generic, TypeVar
 import msgspec
 import numpy as np
 
-from moe_serve.eplb.migration.limits import RoundLimits
+from moe_serve.eplb.migration.moves import RoundLimits
 from moe_serve.eplb.migration.plan import MigrationPlan
 from moe_serve.eplb.policies.policy import Plan, PlanRequest
 from moe_serve.eplb.relabel import Relabel

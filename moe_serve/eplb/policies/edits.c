@@ -1,5 +1,5 @@
 /* Edits one layer's placement: the loop of single_edits.py with the rule of edits.py, to the bit, in C.
-   Every sum is added in the same order, every exp is that of repeatable.py, and of equal edits the first listed wins.
+   Every sum is added in the same order, every exp is that of edits.py, and of equal edits the first listed wins.
    Compiled without contraction into fused multiply-adds, which would round differently.
    Shape words: R ranks, K slots per rank, P = R x K, E experts. */
 #include <stdint.h>
@@ -8,7 +8,7 @@
 
 typedef int64_t i64;
 
-typedef struct { /* laid out as native_edits.py writes it */
+typedef struct { /* laid out as single_edits.py writes it */
     i64 num_experts, num_ranks, slots, num_heavy, min_replicas, budget, max_edits;
     i64 has_rule;           /* 0 = no hierarchy; 2: experts have homes of their own */
     i64 max_rank_moves;

@@ -7,17 +7,18 @@ also holds down the next ones, which could become the heaviest when the load dri
 - overwriting one of c replicas of f on rank d with a replica of e makes f's other replicas heavier by one known factor,
   e's lighter by another, both where a rank holds both, and replaces f's share of d's load by e's.
 Edits are compared by gain per expert that a rank must receive, counted against the placement in use. Ties: the first in
-the order in which edits are listed wins, and the arithmetic is that of `repeatable.py`, so that edits.c decides alike.
+the order in which edits are listed wins, and the arithmetic is repeatable
+(`repeatable_exp`, `sum_in_order`), so that edits.c decides alike.
 
 Shape words: L = layers, E = experts, R = ranks, K = slots per rank, P = R x K.
 """
 
+import math
 from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
-from moe_serve.eplb.policies.repeatable import repeatable_exp, sum_in_order
 from moe_serve.eplb.policies.replication import replicas_in
 
 Floats = NDArray[np.float64]
@@ -29,6 +30,10 @@ MAX_STEEP_LOAD = 500.0
 # By cost 0, 1, 2, -2, -1: what a gain is multiplied by. An edit that costs nothing (or takes moves back) counts as a
 # quarter of a move, so that small gains do not win.
 _PER_MOVE = np.array([4.0, 1.0, 0.5, 4.0, 4.0])
+LEAST_EXPONENT, MOST_EXPONENT = -700.0, 700.0  # results stay normal numbers
+LOG2_E, LN_2_HIGH, LN_2_LOW = 1.4426950408889634, 6.93147180369123816490e-01, 1.90821492927058770002e-10
+TO_INTEGER = 1.5 * 2.0**52  # adding and subtracting it rounds to an integer, half to even
+TERMS = tuple(1.0 / float(math.factorial(power)) for power in range(13, -1, -1))
 
 
 @dataclass(eq=False)
@@ -301,3 +306,28 @@ def _best_per_move(gain: Floats, cost: NDArray[np.int8], room: NDArray[np.int64]
 def _with_empty(table: Bools, value: bool) -> Bools:
     """Returns [L, R, E + 1]: a last column for the id -1."""
     return np.concatenate([table, np.full((*table.shape[:2], 1), value)], axis=2)
+
+
+def repeatable_exp(x: Floats) -> Floats:
+    """Returns e^x to two units in the last place, x clipped to +-700. edits.c has its twin.
+
+    The bits are the same in numpy and in C, on every processor: no library's exp, and no sum in an order of its own.
+    Plans compare gains, and gains that differ in the last bit decide ties differently, so both forms of a search use
+    this and `sum_in_order`.
+    """
+    x = np.minimum(np.maximum(x, LEAST_EXPONENT), MOST_EXPONENT)
+    power = (x * LOG2_E + TO_INTEGER) - TO_INTEGER
+    rest = (x - power * LN_2_HIGH) - power * LN_2_LOW
+    value = np.full_like(rest, TERMS[0])
+    for term in TERMS[1:]:
+        value = value * rest + term
+    scale: Floats = ((power.astype(np.int64) + 1023) << 52).view(np.float64)
+    return value * scale
+
+
+def sum_in_order(values: Floats, axis: int) -> Floats:
+    """Returns the sum along an axis, added from its first entry to its last; numpy's own sum adds in blocks."""
+    total = np.zeros(np.delete(values.shape, axis))
+    for part in np.moveaxis(values, axis, 0):
+        total = total + part
+    return total

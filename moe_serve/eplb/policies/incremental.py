@@ -21,7 +21,6 @@ from moe_serve.eplb.policies.pairs import PairRules, edit_pairs
 from moe_serve.eplb.policies.policy import Plan, PlanRequest
 from moe_serve.eplb.policies.problem import Floats, Ids, Problem, finish, holds, part_of, problem_of, unkept_limits
 from moe_serve.eplb.policies.refined import RefinedPolicy
-from moe_serve.eplb.policies.shared_price import edits_within, replay_edits
 from moe_serve.eplb.policies.single_edits import (
     MIN_GAIN,
     SMALL_SLACK,
@@ -29,6 +28,8 @@ from moe_serve.eplb.policies.single_edits import (
     EditGoal,
     balance_reached,
     edit_layers,
+    edits_within,
+    replay_edits,
 )
 
 Ints = NDArray[np.int64]

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moe_serve.eplb.policies.anew import relabelled
-from moe_serve.eplb.policies.edits import Bools, EditState
+from moe_serve.eplb.policies.edits import Bools, EditState, repeatable_exp, sum_in_order
 from moe_serve.eplb.policies.hierarchy import (
     SHARE_NOISE,
     has_single_homes,
@@ -27,7 +27,6 @@ from moe_serve.eplb.policies.hierarchy import (
 from moe_serve.eplb.policies.packing import duplicate_slots
 from moe_serve.eplb.policies.policy import Unkept
 from moe_serve.eplb.policies.problem import Floats, Ids, Problem, holds, part_of
-from moe_serve.eplb.policies.repeatable import repeatable_exp, sum_in_order
 from moe_serve.eplb.policies.replication import replicas_in
 from moe_serve.eplb.repair import give_ranks
 

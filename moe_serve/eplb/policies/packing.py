@@ -1,10 +1,13 @@
-"""Packs replicas onto ranks: in rounds, longest first, and without duplicates. All rows at once.
+"""Packs replicas onto ranks, in rounds or longest first, without duplicates, and swaps them until ranks are even.
 
-Every rank has the same number of slots; an empty slot is the replica -1 with load 0. Refinement by swaps is in
-`swapping.py`.
+All rows at once; the effort of swaps is counted in sweeps. Every rank has the same number of slots; an empty slot is
+the replica -1 with load 0.
 
 Shape words: X = rows planned at once, R = ranks of a row, K = slots per rank, n = R x K replicas of a row.
 """
+
+import time
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -105,3 +108,123 @@ def repair_duplicates(table: Ids, load: Floats) -> None:
             kept = array[rows, rank, slot]
             array[rows, rank, slot] = array[rows, other, other_slot]
             array[rows, other, other_slot] = kept
+
+
+@dataclass(frozen=True)
+class Deadline:
+    """A stop on the wall clock; None = never."""
+
+    at: float | None = None
+
+    @classmethod
+    def after(cls, seconds: float | None) -> "Deadline":
+        return cls(None if seconds is None else time.perf_counter() + seconds)
+
+    @property
+    def passed(self) -> bool:
+        return self.at is not None and time.perf_counter() >= self.at
+
+
+def swap_until_even(
+    table: Ids, load: Floats, sweeps: int, tolerance: float = 3e-4, deadline: Deadline | None = None
+) -> bool:
+    """Swaps replicas in place until the heaviest rank of each row is within `tolerance` of the mean, or for `sweeps`.
+
+    table: [X, R, K] int32 expert ids, load: [X, R, K] float64. Never makes a rank hold an expert twice.
+    Returns True when the deadline stopped it.
+
+    A sweep pairs heavy ranks with light ones and makes in each pair the swap that evens it most; later sweeps pair them
+    differently. Where pairs no longer help the heaviest rank, it is compared with all ranks.
+    """
+    num_ranks = table.shape[1]
+    if num_ranks < 2 or len(table) == 0:
+        return False
+    mean = load.sum(axis=(1, 2)) / num_ranks
+    active = np.arange(len(table))
+    work_table, work_load = table, load
+    stalled = np.zeros(len(table), dtype=np.int64)
+    half = num_ranks // 2
+    for sweep in range(sweeps):
+        total = work_load.sum(axis=2)
+        going = (total.max(axis=1) > mean[active] * (1 + tolerance)) & (stalled < 4)
+        if not going.all():
+            table[active], load[active] = work_table, work_load
+            active, stalled = active[going], stalled[going]
+            work_table, work_load, total = table[active], load[active], total[going]
+        if len(active) == 0:
+            return False
+        if deadline is not None and deadline.passed:
+            table[active], load[active] = work_table, work_load
+            return True
+        order = np.argsort(total, axis=1, kind="stable")
+        heavy = order[:, ::-1][:, :half]
+        light = np.roll(order[:, :half], sweep * sweep % half if sweep > 1 else 0, axis=1)
+        if sweep % 3 == 2:
+            improved = _swap_worst(work_table, work_load, total, order[:, -1])
+            stalled = np.where(improved, 0, stalled + 1)
+        else:
+            _swap_pairs(work_table, work_load, total, heavy, light)
+    table[active], load[active] = work_table, work_load
+    return False
+
+
+def _swap_pairs(table: Ids, load: Floats, total: Floats, heavy: NDArray[np.int64], light: NDArray[np.int64]) -> None:
+    """Makes the swap that evens each (heavy, light) pair of ranks most: heavy, light [X, pairs]."""
+    num_rows, num_pairs = heavy.shape
+    slots = table.shape[2]
+    rows = np.arange(num_rows)[:, None]
+    heavy_ids, light_ids = table[rows, heavy], table[rows, light]  # [X, pairs, K]
+    heavy_load, light_load = load[rows, heavy], load[rows, light]
+    half_gap = 0.5 * (total[rows, heavy] - total[rows, light])
+    # A swap that moves d from the heavy to the light rank leaves them 2 |half_gap - d| apart.
+    apart = heavy_load[:, :, :, None] - light_load[:, :, None, :]
+    apart -= half_gap[:, :, None, None]
+    np.abs(apart, out=apart)
+    same = heavy_ids[:, :, :, None] == light_ids[:, :, None, :]
+    same &= (heavy_ids >= 0)[:, :, :, None]
+    if same.any():
+        apart[same.any(axis=3)] = np.inf
+        apart.transpose(0, 1, 3, 2)[same.any(axis=2)] = np.inf
+    flat = apart.reshape(num_rows, num_pairs, slots * slots)
+    best = flat.argmin(axis=2)
+    gain = half_gap - np.take_along_axis(flat, best[:, :, None], axis=2)[:, :, 0]
+    x, p = np.nonzero(gain > 1e-12 * (half_gap + 1e-300))
+    _exchange(table, load, x, heavy[x, p], best[x, p] // slots, light[x, p], best[x, p] % slots)
+
+
+def _swap_worst(table: Ids, load: Floats, total: Floats, worst: NDArray[np.int64]) -> NDArray[np.bool_]:
+    """Makes, for the heaviest rank of each row, the swap with any rank that leaves the lowest maximum of the two."""
+    num_rows, num_ranks, slots = table.shape
+    each = np.arange(num_rows)
+    ids, own = table[each, worst], load[each, worst]  # [X, K]
+    top = total[each, worst]
+    delta = own[:, :, None, None] - load[:, None, :, :]  # [X, K, R, K], what the swap moves away
+    new_other = total[:, None, :, None] + delta
+    result = np.maximum(top[:, None, None, None] - delta, new_other)
+    same = (ids[:, :, None, None] == table[:, None, :, :]) & (ids >= 0)[:, :, None, None]
+    result[same.any(axis=3)] = np.inf
+    other_holds = same.any(axis=1)  # [X, R, K]: the other replica is on the worst rank already
+    result = np.where(other_holds[:, None], np.inf, result)
+    result[each, :, worst] = np.inf
+    flat = result.reshape(num_rows, -1)
+    best = flat.argmin(axis=1)
+    improved: NDArray[np.bool_] = flat[each, best] < top * (1 - 1e-12)
+    x = np.flatnonzero(improved)
+    mine, other = best // (num_ranks * slots), best % (num_ranks * slots)
+    _exchange(table, load, x, worst[x], mine[x], other[x] // slots, other[x] % slots)
+    return improved
+
+
+def _exchange(
+    table: Ids,
+    load: Floats,
+    rows: NDArray[np.int64],
+    rank: NDArray[np.int64],
+    slot: NDArray[np.int64],
+    other: NDArray[np.int64],
+    other_slot: NDArray[np.int64],
+) -> None:
+    for array in (table, load):
+        kept = array[rows, rank, slot]
+        array[rows, rank, slot] = array[rows, other, other_slot]
+        array[rows, other, other_slot] = kept

@@ -10,7 +10,7 @@
 typedef int64_t i64;
 typedef uint64_t u64;
 
-typedef struct { /* laid out as pair_native.py writes it */
+typedef struct { /* laid out as pair_search.py writes it */
     i64 num_ranks, num_experts, max_broken, num_blocks, steps_per_block, seed;
     const i64 *table;           /* [R, 2] */
     const i64 *start;           /* [E + 1]: values[start[e] + c] is the size of each of c replicas */

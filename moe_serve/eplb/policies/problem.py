@@ -15,9 +15,9 @@ from numpy.typing import NDArray
 from moe_serve.eplb.load import balancedness, rank_load
 from moe_serve.eplb.placement import Placement
 from moe_serve.eplb.policies.bounds import balancedness_bound, counting_bound
+from moe_serve.eplb.policies.packing import Deadline
 from moe_serve.eplb.policies.policy import Plan, PlanRequest, Unkept
 from moe_serve.eplb.policies.shares import even_out_shares
-from moe_serve.eplb.policies.swapping import Deadline
 
 Floats = NDArray[np.float64]
 Ids = NDArray[np.int32]

@@ -1,20 +1,28 @@
 """The default policy: minimax replication, packing, swaps; with few slots per rank, a search over counts too."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from moe_serve.eplb.policies.anew import finish_anew
-from moe_serve.eplb.policies.anneal import anneal_counts
-from moe_serve.eplb.policies.bounds import balancedness_bound
-from moe_serve.eplb.policies.count_search import pack_pairs, search_pair_counts, try_apportionments
+from moe_serve.eplb.policies.bounds import balancedness_bound, lightest_top
 from moe_serve.eplb.policies.edits import EditState
 from moe_serve.eplb.policies.greedy import first_packing
 from moe_serve.eplb.policies.hierarchy import has_single_homes, plan_by_node, read_homes
 from moe_serve.eplb.policies.legal import HomeRule, Ints
 from moe_serve.eplb.policies.locality import improve_locality
+from moe_serve.eplb.policies.packing import (
+    Deadline,
+    pack_in_rounds,
+    pack_longest_first,
+    repair_duplicates,
+    swap_until_even,
+)
 from moe_serve.eplb.policies.policy import Plan, PlanRequest
 from moe_serve.eplb.policies.problem import Floats, Ids, Problem, problem_of
+from moe_serve.eplb.policies.replication import apportion, list_replicas, minimax_counts, replica_load, replicas_in
 from moe_serve.eplb.policies.single_edits import (
     MIN_GAIN,
     SMALL_SLACK,
@@ -23,9 +31,22 @@ from moe_serve.eplb.policies.single_edits import (
     balance_reached,
     edit_layers,
 )
-from moe_serve.eplb.policies.swapping import swap_until_even
 
 MOST_EDITS = 1000  # of a layer under a hierarchy
+_AT_THE_BOUND = 1e-4  # a heaviest rank this share above what is proved is not worth a search
+# (rounding, power) of `apportion` that win on Zipf and lognormal loads where minimax (0, 1) does not.
+_APPORTIONMENTS = (
+    (0.0, 0.85),
+    (0.25, 0.85),
+    (0.75, 0.7),
+    (0.75, 1.0),
+    (1.0, 0.85),
+    (0.5, 1.15),
+    (0.0, 0.7),
+    (0.5, 0.7),
+)
+Singles = NDArray[np.float32]
+Counts = NDArray[np.int64]
 
 
 @dataclass(frozen=True)
@@ -77,7 +98,7 @@ class RefinedPolicy:
         if problem.slots_per_rank <= 4 and not truncated:
             truncated = self._search_counts(problem, table, packed)
         if problem.num_slots <= 128 and not truncated:
-            truncated = anneal_counts(
+            truncated = _anneal_counts(
                 problem.weight,
                 table,
                 self.rounds,
@@ -101,7 +122,7 @@ class RefinedPolicy:
         truncated = False
         top = packed[rows].sum(axis=2).max(axis=1)
         if problem.slots_per_rank == 2:
-            counts, truncated = search_pair_counts(
+            counts, truncated = _search_pair_counts(
                 weight,
                 problem.num_ranks,
                 self.iterations,
@@ -110,9 +131,9 @@ class RefinedPolicy:
                 deadline=problem.deadline,
                 min_replicas=problem.min_replicas,
             )
-            candidates = iter([(*pack_pairs(weight, counts, problem.num_ranks, fixed), truncated)])
+            candidates = iter([(*_pack_pairs(weight, counts, problem.num_ranks, fixed), truncated)])
         elif fixed is None:
-            candidates = try_apportionments(
+            candidates = _try_apportionments(
                 weight, problem.num_ranks, problem.slots_per_rank, self.sweeps, problem.deadline, problem.min_replicas
             )
         else:
@@ -152,3 +173,295 @@ def _mean_over_max(packed: Floats) -> Floats:
     load = packed.sum(axis=2)
     top = load.max(axis=1)
     return np.where(top > 0, load.mean(axis=1) / np.where(top > 0, top, 1.0), 1.0)
+
+
+def _anneal_counts(
+    weight: Floats,
+    table: Ids,
+    rounds: int,
+    seed: int,
+    fixed: Floats | None = None,
+    good_enough: float = 0.999,
+    deadline: Deadline | None = None,
+    replicas_per_round: int = 10_000,
+    min_replicas: int = 1,
+) -> bool:
+    """Improves tables in place; returns whether the deadline cut the search short.
+
+    Anneals replica counts with a full packing for every trial: the thorough search for few slots.
+
+    Each layer has several independent chains. A trial moves one or two replicas between experts, packs, swaps, and is
+    kept unless it is much worse; the tolerance shrinks from round to round. Larger problems get fewer chains, so that a
+    round costs about the same: small problems are searched nearly to the optimum, large ones only a little.
+
+    weight: [L, E]; table: [L, R, K], the start; a layer's table is replaced only by a better one
+    replicas_per_round: replicas in all trials of a round together; sets the number of chains
+    good_enough: balancedness at which a layer is left alone, as it is where no placement can be better
+    """
+    num_layers, num_ranks, slots = table.shape
+    num_experts = weight.shape[1]
+    num_slots = num_ranks * slots
+    chains = int(np.clip(replicas_per_round // max(1, num_layers * num_slots), 1, 48))
+    limits = (min_replicas, num_ranks)
+    draw = np.random.default_rng(seed)
+    top_of = _tops(weight, table, fixed)
+    mean = weight.sum(axis=1) / num_ranks + (0.0 if fixed is None else fixed.sum(axis=1) / num_ranks)
+    lightest = lightest_top(weight, num_ranks, slots, fixed, min_replicas) * (1 + _AT_THE_BOUND)
+    counts = np.repeat(replicas_in(table, num_experts), chains, axis=0)
+    current = np.repeat(top_of, chains)
+    for step in range(rounds):
+        if deadline is not None and deadline.passed:
+            return True
+        going = np.flatnonzero((top_of * good_enough > mean) & (top_of > lightest))
+        if len(going) == 0:
+            return False
+        rows = (going[:, None] * chains + np.arange(chains)).ravel()
+        layer = np.repeat(going, chains)
+        tried = _neighbours(counts[rows], weight[layer], limits, num_slots, draw)
+        if num_experts <= 8:  # so few counts that random ones find what small steps miss
+            dice = rows % 2 == 1
+            tried[dice] = _any_counts(int(dice.sum()), num_experts, limits, num_slots, draw)
+        own = None if fixed is None else fixed[layer]
+        packed, load = _pack(tried, weight[layer], own, num_ranks, slots, slots == 2 and step % 2 == 0, draw)
+        top = load.sum(axis=2).max(axis=1)
+        patience = 0.06 * (1 - step / rounds) ** 2
+        keep = top <= current[rows] * (1 + patience * draw.random(len(rows)))
+        counts[rows[keep]], current[rows[keep]] = tried[keep], top[keep]
+        by_layer = top.reshape(len(going), chains)
+        winner = by_layer.argmin(axis=1)
+        value = by_layer[np.arange(len(going)), winner]
+        better = value < top_of[going] * (1 - 1e-12)
+        chosen = packed.reshape(len(going), chains, num_ranks, slots)[np.arange(len(going)), winner]
+        table[going[better]], top_of[going[better]] = chosen[better], value[better]
+    return False
+
+
+def _pack(
+    counts: NDArray[np.int64],
+    weight: Floats,
+    fixed: Floats | None,
+    num_ranks: int,
+    slots: int,
+    in_pairs: bool,
+    draw: np.random.Generator,
+) -> tuple[Ids, Floats]:
+    """Returns the tables [X, R, K] of these counts [X, E] and the load of each slot; in_pairs: two slots per rank."""
+    replicas = list_replicas(counts, num_ranks * slots)
+    load = replica_load(weight, counts, replicas, fixed)
+    if in_pairs:
+        # Optimal, unless experts with many replicas had to be kept apart.
+        packed, load = pack_in_rounds(replicas, load, num_ranks)
+        repair_duplicates(packed, load)
+        return packed, load
+    # Perturb the loads, so that the same counts get different packings in different trials.
+    packed, _ = pack_longest_first(replicas, load * draw.uniform(0.8, 1.25, load.shape), num_ranks)
+    load = replica_load(weight, counts, packed, fixed)
+    repair_duplicates(packed, load)
+    swap_until_even(packed, load, 16, tolerance=1e-4)
+    return packed, load
+
+
+def _neighbours(
+    counts: NDArray[np.int64], weight: Floats, limits: tuple[int, int], num_slots: int, draw: np.random.Generator
+) -> NDArray[np.int64]:
+    """Returns counts [X, E] with one to three replicas moved between experts, or to or from an empty slot.
+
+    limits: fewest and most replicas of an expert
+    """
+    min_replicas, max_replicas = limits
+    tried = counts.copy()
+    rows = np.arange(len(counts))
+    num_moves = draw.integers(1, 4, len(counts))
+    for step in range(3):
+        moving = step < num_moves
+        spare = np.where(tried > min_replicas, draw.random(tried.shape), -1.0)
+        giver = spare.argmax(axis=1)
+        can_give = spare[rows, giver] >= 0
+        # Draw takers by a softened replica load: heavy replicas are split more often, but any expert can be.
+        wish = draw.random(tried.shape) ** (1.0 / (0.3 + weight / tried / (weight.max(axis=1, keepdims=True) + 1e-300)))
+        taker = np.where(tried < max_replicas, wish, -1.0).argmax(axis=1)
+        can_take = tried[rows, taker] < max_replicas
+        full = tried.sum(axis=1) >= num_slots
+        give = moving & can_give & (full | (draw.random(len(counts)) < 0.3))
+        tried[rows[give], giver[give]] -= 1
+        # One replica fewer can allow a better packing, so a slot may also stay empty.
+        take = moving & can_take & (draw.random(len(counts)) < 0.8) & (tried.sum(axis=1) < num_slots)
+        tried[rows[take], taker[take]] += 1
+    return tried
+
+
+def _any_counts(
+    num_rows: int, num_experts: int, limits: tuple[int, int], num_slots: int, draw: np.random.Generator
+) -> NDArray[np.int64]:
+    """Returns counts [num_rows, E] drawn from all that fit the slots and the limits of an expert's replicas."""
+    min_replicas, max_replicas = limits
+    extra = draw.integers(0, num_slots - num_experts * min_replicas + 1, num_rows)
+    share = draw.dirichlet(np.ones(num_experts), num_rows)
+    return np.minimum(min_replicas + draw.multinomial(extra, share), max_replicas)
+
+
+def _tops(weight: Floats, table: Ids, fixed: Floats | None) -> Floats:
+    counts = np.maximum(replicas_in(table, weight.shape[1]), 1)
+    top: Floats = replica_load(weight, counts, table, fixed).sum(axis=2).max(axis=1)
+    return top
+
+
+def _search_pair_counts(
+    weight: Floats,
+    num_ranks: int,
+    iterations: int,
+    seed: int,
+    fixed: Floats | None = None,
+    proposals: int = 16,
+    deadline: Deadline | None = None,
+    min_replicas: int = 1,
+) -> tuple[Counts, bool]:
+    """Returns replica counts for two slots per rank, [L, E] int64, and whether the deadline cut the search short.
+
+    Minimax replication makes the heaviest replica light. With few slots per rank, though, what a heavy replica shares
+    its rank with matters more: often it is better to split a small expert, whose halves then sit beside heavy replicas.
+    The best packing of given replicas is known (lightest beside heaviest), so the search tries thousands of counts
+    alone, all layers at once.
+
+    Every iteration proposes M exchanges in each layer (one or two replicas from experts that stay light without them go
+    to others) and keeps the best if a steep power mean of the pair loads does not rise. Never worse than minimax.
+    """
+    num_layers, num_experts = weight.shape
+    num_slots = 2 * num_ranks
+    mean = weight.sum(axis=1) / num_ranks
+    unit = weight / np.where(mean > 0, mean, 1.0)[:, None]
+    unit_fixed = None if fixed is None else fixed / np.where(mean > 0, mean, 1.0)[:, None]
+    counts, top = _start(unit, unit_fixed, num_slots, num_ranks, min_replicas)
+    best, best_top = counts.copy(), top.copy()
+    draw = np.random.default_rng(seed)
+    layer = np.arange(num_layers)
+    many_unit = np.repeat(unit, proposals, axis=0)
+    many_fixed = None if unit_fixed is None else np.repeat(unit_fixed, proposals, axis=0)
+    reference, value = top, np.zeros(num_layers, dtype=np.float32)
+    for iteration in range(iterations):
+        if deadline is not None and deadline.passed:
+            return best, True
+        if iteration % 20 == 0:  # keep the power mean in the range of float32 as the maximum falls
+            pairs = _pair_loads(unit, counts, unit_fixed, num_slots)
+            reference = np.maximum(pairs.max(axis=1), np.float32(1e-30))
+            value = _power_sum(pairs, reference)
+        tried = _propose(unit, counts, proposals, (min_replicas, num_ranks), draw)
+        pairs = _pair_loads(many_unit, tried.reshape(-1, num_experts), many_fixed, num_slots)
+        values = _power_sum(pairs, np.repeat(reference, proposals)).reshape(num_layers, proposals)
+        chosen = values.argmin(axis=1)
+        ok = values[layer, chosen] <= value
+        counts = np.where(ok[:, None], tried[layer, chosen], counts)
+        value = np.where(ok, values[layer, chosen], value)
+        top = pairs.max(axis=1).reshape(num_layers, proposals)[layer, chosen]
+        better = ok & (top < best_top)
+        best[better], best_top[better] = counts[better], top[better]
+    return best, False
+
+
+def _start(
+    unit: Floats, fixed: Floats | None, num_slots: int, num_ranks: int, min_replicas: int
+) -> tuple[Counts, Singles]:
+    """Returns the best counts over all a: minimax with a replicas fewer, and the a lightest experts split instead."""
+    num_experts = unit.shape[1]
+    lightest = np.argsort(unit, axis=1, kind="stable")
+    best, best_top = None, np.full(len(unit), np.inf, dtype=np.float32)
+    spare = num_slots - num_experts * min_replicas
+    for split in range(0, min(spare, num_experts) + 1, max(1, spare // 16)):
+        counts = minimax_counts(unit, num_slots - split, num_ranks, fixed, min_replicas)
+        light = lightest[:, :split]
+        now = np.take_along_axis(counts, light, axis=1)
+        np.put_along_axis(counts, light, np.minimum(now + 1, num_ranks), axis=1)
+        top = _pair_loads(unit, counts, fixed, num_slots).max(axis=1)
+        best = counts if best is None else np.where((top < best_top)[:, None], counts, best)
+        best_top = np.minimum(best_top, top)
+    assert best is not None
+    return best, best_top
+
+
+def _propose(
+    unit: Floats, counts: Counts, proposals: int, limits: tuple[int, int], draw: np.random.Generator
+) -> Counts:
+    """Returns counts [L, M, E] that differ from `counts` [L, E] by one or two replicas moved between experts.
+
+    limits: fewest and most replicas of an expert
+    """
+    num_layers, num_experts = counts.shape
+    min_replicas, max_replicas = limits
+    x, m = np.arange(num_layers)[:, None], np.arange(proposals)[None, :]
+    can_give = counts > min_replicas
+    givers = np.argsort(np.where(can_give, unit / np.maximum(counts - 1, 1), np.inf), axis=1, kind="stable")
+    takers = np.argsort(unit / (counts + 1), axis=1, kind="stable")
+    num_givers = can_give.sum(axis=1, keepdims=True)
+    tried = np.repeat(counts[:, None], proposals, axis=1)
+    random = draw.random((4, num_layers, proposals))
+    for step in range(2):
+        giver = givers[x, (num_givers * random[2 * step] ** 1.5).astype(np.int64)]
+        position = random[2 * step + 1].copy()
+        position[:, : proposals // 2] **= 2  # half of the proposals prefer the lightest experts
+        taker = takers[x, (num_experts * position).astype(np.int64)]
+        # Every third proposal moves two replicas.
+        moved = (num_givers > 0) & ((m % 3 == 0) | (step == 0))
+        tried[x, m, giver] -= moved
+        tried[x, m, taker] += moved
+    illegal = ((tried < min_replicas) | (tried > max_replicas)).any(axis=2)
+    rows, columns = np.nonzero(illegal)
+    tried[rows, columns] = counts[rows]
+    return tried
+
+
+def _pair_loads(unit: Floats, counts: Counts, fixed: Floats | None, num_slots: int) -> Singles:
+    """Returns rank loads with the lightest replica beside the heaviest, and so on: [X, num_slots / 2] float32."""
+    each = (unit / counts if fixed is None else unit / counts + fixed).astype(np.float32)
+    empty = num_slots - counts.sum(axis=1, keepdims=True)
+    repeats = np.concatenate([counts, empty], axis=1)
+    values = np.concatenate([each, np.zeros((len(unit), 1), dtype=np.float32)], axis=1)
+    replicas = np.repeat(values.ravel(), repeats.ravel()).reshape(len(unit), num_slots)
+    replicas.sort(axis=1)
+    half = num_slots // 2
+    pairs: Singles = replicas[:, :half] + replicas[:, : half - 1 : -1]
+    return pairs
+
+
+def _power_sum(pairs: Singles, reference: Singles) -> Singles:
+    """Returns the sum of (pair / reference) ** 64: smooth, but dominated by the heaviest pairs."""
+    power = np.minimum(pairs / reference[:, None], np.float32(3.5))  # 3.5 ** 64 x 2^10 stays finite in float32
+    for _ in range(6):
+        power *= power
+    total: Singles = power.sum(axis=1)
+    return total
+
+
+def _try_apportionments(
+    weight: Floats,
+    num_ranks: int,
+    slots_per_rank: int,
+    sweeps: int,
+    deadline: Deadline | None = None,
+    min_replicas: int = 1,
+) -> Iterator[tuple[Ids, Floats, bool]]:
+    """Yields (table [L, R, K], its loads [L, R, K], deadline passed) for each apportionment of replicas."""
+    num_layers = len(weight)
+    num_slots = num_ranks * slots_per_rank
+    tried: list[Counts] = []
+    for rounding, power in _APPORTIONMENTS:
+        how = np.full(num_layers, rounding), np.full(num_layers, power)
+        counts = apportion(weight, num_slots, num_ranks, *how, min_replicas)
+        if any(np.array_equal(counts, other) for other in tried):
+            continue  # all are the same where no slot is spare
+        tried.append(counts)
+        replicas = list_replicas(counts, num_slots)
+        load = replica_load(weight, counts, replicas)
+        table, packed = pack_longest_first(replicas, load, num_ranks)
+        repair_duplicates(table, packed)
+        cut = swap_until_even(table, packed, sweeps, deadline=deadline)
+        yield table, packed, cut
+        if cut:
+            return
+
+
+def _pack_pairs(weight: Floats, counts: Counts, num_ranks: int, fixed: Floats | None = None) -> tuple[Ids, Floats]:
+    """Returns the best packing of these replicas with two slots per rank, free of duplicates."""
+    replicas = list_replicas(counts, 2 * num_ranks)
+    table, load = pack_in_rounds(replicas, replica_load(weight, counts, replicas, fixed), num_ranks)
+    repair_duplicates(table, load)
+    return table, load

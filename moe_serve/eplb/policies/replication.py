@@ -90,7 +90,7 @@ def apportion(
 
     rounding: [X] 0 = Adams (minimax), 0.5 = Webster (proportional), 1 = Jefferson
     power:    [X] flattens (< 1) or sharpens (> 1) the load first
-    `count_search` tries such counts where minimax counts cannot be packed well.
+    `RefinedPolicy` tries such counts where minimax counts cannot be packed well.
     """
     num_rows, num_experts = weight.shape
     total = min(num_replicas, num_experts * max_replicas)

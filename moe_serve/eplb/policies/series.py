@@ -15,11 +15,11 @@ from numpy.typing import NDArray
 from moe_serve.eplb.policies.edits import EditState, all_overwrites, all_swaps
 from moe_serve.eplb.policies.incremental import REPAIRED, IncrementalPolicy
 from moe_serve.eplb.policies.legal import make_legal
+from moe_serve.eplb.policies.packing import Deadline
 from moe_serve.eplb.policies.policy import Plan, PlanRequest
 from moe_serve.eplb.policies.problem import finish, holds, problem_of, unkept_limits
 from moe_serve.eplb.policies.refined import RefinedPolicy
 from moe_serve.eplb.policies.single_edits import MIN_GAIN
-from moe_serve.eplb.policies.swapping import Deadline
 from moe_serve.errors import PlacementError
 
 Floats = NDArray[np.float64]

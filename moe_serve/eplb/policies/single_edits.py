@@ -6,16 +6,20 @@ edits all layers side by side and is the reference; edits.c edits one after the 
 Gains are in mean rank loads of the layer: by how much an edit lowers the smooth maximum of its ranks.
 """
 
+import ctypes
 from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
-from moe_serve.eplb.policies.edits import Edits, EditState, apply_edits, best_overwrites, best_swaps
+from moe_serve.c_library import load_c_library, processor_flags
+from moe_serve.eplb.policies.edits import Edits, EditState, Ids, apply_edits, best_overwrites, best_swaps, sum_in_order
 from moe_serve.eplb.policies.legal import HomeRule
-from moe_serve.eplb.policies.native_edits import NativeEdits, find_library
-from moe_serve.eplb.policies.repeatable import sum_in_order
-from moe_serve.eplb.policies.swapping import Deadline
+from moe_serve.eplb.policies.packing import Deadline
+from moe_serve.errors import ConfigError
+from moe_serve.log import get_logger
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
@@ -25,6 +29,8 @@ SMALL_SLACK = 0.003  # a layer this close to what it can reach is done, where mo
 NUM_HEAVY = 6  # swaps begin at so many of the heaviest ranks
 LEAST_RATE = 1e-9
 _EDITS_PER_LOOK = 16  # at the clock
+_SOURCE = Path(__file__).with_name("edits.c")
+_UNFUSED = "-ffp-contract=off"  # fused multiply-adds round once where numpy rounds twice
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,7 +71,7 @@ def edit_layers(state: EditState, goal: EditGoal, rule: HomeRule | None, deadlin
     library = find_library()
     if library is None:
         return edit_layers_reference(state, goal, rule, deadline)
-    native = NativeEdits(library, state, rule, NUM_HEAVY, goal.min_gain)
+    native = _NativeEdits(library, state, rule, NUM_HEAVY, goal.min_gain)
     at_once = goal.max_edits if deadline.at is None else _EDITS_PER_LOOK
     active, lines, gains, layers = list(range(len(state.table))), [], [], []
     left = [goal.max_edits] * len(state.table)
@@ -149,3 +155,102 @@ def balance_reached(state: EditState) -> Floats:
     top = rank.max(axis=1)
     mean = sum_in_order(rank, axis=1) / rank.shape[1]
     return np.where(top > 0, mean / np.where(top > 0, top, 1.0), 1.0)
+
+
+@cache
+def find_library() -> ctypes.CDLL | None:
+    """Returns edits.c, built where no earlier build is found; None, said once, where it cannot be built."""
+    flags = (*processor_flags(), _UNFUSED)
+    try:
+        return load_c_library(_SOURCE, {"edit_layer": 1}, flags)[0]
+    except ConfigError as error:
+        get_logger(__name__).warning("plans are edited by numpy, about ten times slower: %s", error)
+        return None
+
+
+class _NativeEdits:
+    """Edits the layers of one state, each in one call."""
+
+    def __init__(
+        self, library: ctypes.CDLL, state: EditState, rule: HomeRule | None, num_heavy: int, min_gain: float
+    ) -> None:
+        """num_heavy, min_gain: see `edit_layers`"""
+        self._edit, self._state, self._rule = library.edit_layer, state, rule
+        assert num_heavy <= 64, "edits.c keeps the heaviest ranks in an array of 64"
+        self._num_heavy, self._min_gain = num_heavy, min_gain
+        zeros = np.zeros(state.unit.shape[1])
+        self._fixed = [zeros] * len(state.unit) if state.fixed is None else state.fixed
+
+    def edit(self, layer: int, target: float, budget: int, max_edits: int) -> tuple[Ints, Floats]:
+        """Edits one layer of the state's table in place, and the rule's homes; `refresh` the state afterwards.
+
+        Returns one line for each edit, [n, 4] (slot, other slot, expert or -1 for a swap, moves so far), and gains [n].
+        """
+        state, rule = self._state, self._rule
+        num_ranks, slots = state.table.shape[1:]
+        log, gains = np.empty((max_edits, 4), dtype=np.int64), np.empty(max_edits)
+        numbers = np.array([state.steepness, target, self._min_gain, 0.0 if rule is None else rule.budget])
+        home = np.zeros(0, dtype=np.int64) if rule is None else rule.homes[layer]
+        node_of = home if rule is None else np.ascontiguousarray(rule.node_of, dtype=np.int64)
+        arrays = [numbers, np.ascontiguousarray(state.unit[layer]), np.ascontiguousarray(self._fixed[layer]),
+                  state.table[layer], np.ascontiguousarray(state.was_here[layer]), home, node_of, log,
+                  gains]  # fmt: skip
+        assert state.table[layer].flags.c_contiguous
+        assert state.table.dtype == np.int32
+        assert home.flags.c_contiguous
+        assert home.dtype == np.int64
+        sizes = [state.unit.shape[1], num_ranks, slots, self._num_heavy, state.min_replicas, budget, max_edits]
+        most = slots if state.max_rank_moves is None else state.max_rank_moves
+        kind = 0 if rule is None else 1 + rule.singles
+        call = np.array([*sizes, kind, most, *(array.ctypes.data for array in arrays)], dtype=np.int64)
+        done = self._edit(call.ctypes.data)
+        if done < 0:
+            raise MemoryError("no memory to edit a placement")
+        return log[:done], gains[:done]
+
+
+def edits_within(log: EditLog, start: Ints, weight: Floats, most: int) -> Ints:
+    """Returns how many edits of each layer to keep, [L], so that all of them make at most `most` moves together.
+
+    The gains of a layer's first n edits over their moves are a curve. Of its upper concave hull, the steepest pieces of
+    all layers are taken first, until the moves are spent.
+
+    start:  [L] moves before the first edit, which count
+    weight: [L] what a gain of a layer counts, e.g. its mean rank load in tokens
+    """
+    keep: Ints = np.zeros(len(start), dtype=np.int64)
+    pieces: list[tuple[float, int, int, int]] = []  # price, layer, moves, edits at its end
+    for layer in range(len(start)):
+        rows = np.flatnonzero(log.layer == layer)
+        moves = np.concatenate([start[layer : layer + 1], log.moves[rows]])
+        gain = np.cumsum(np.concatenate([[0.0], weight[layer] * log.gain[rows]]))
+        at = 0
+        while at < len(rows):
+            dearer = moves[at + 1 :] - moves[at]
+            price = np.where(dearer > 0, (gain[at + 1 :] - gain[at]) / np.maximum(dearer, 1), np.inf)
+            end = at + len(price) - int(price[::-1].argmax())  # the last of equal ones
+            pieces.append((float(price.max()), layer, int(moves[end] - moves[at]), end))
+            at = end
+    left = most - int(start.sum())
+    stopped = np.zeros(len(start), dtype=bool)
+    for _, layer, num_moves, end in sorted(pieces, key=lambda piece: (-piece[0], piece[1], piece[3])):
+        if stopped[layer] or num_moves > max(left, 0):
+            stopped[layer] = True
+            continue
+        keep[layer] = end
+        left -= num_moves
+    return keep
+
+
+def replay_edits(table: Ids, log: EditLog, keep: Ints) -> None:
+    """Makes the first keep[l] edits of each layer, in place: table [L, R, K]."""
+    done = np.zeros(len(keep), dtype=np.int64)
+    for layer, slot, other, expert in zip(log.layer, log.slot, log.other, log.expert, strict=True):
+        if done[layer] == keep[layer]:
+            continue
+        done[layer] += 1
+        row = table[layer].reshape(-1)
+        if expert < 0:
+            row[[slot, other]] = row[[other, slot]]
+        else:
+            row[slot] = expert

@@ -13,8 +13,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from moe_serve.eplb.load import LoadRecord
-from moe_serve.eplb.migration.limits import RoundLimits
-from moe_serve.eplb.migration.moves import MigrationRound
+from moe_serve.eplb.migration.moves import MigrationRound, RoundLimits
 from moe_serve.eplb.migration.plan import MigrationPlan
 from moe_serve.eplb.placement import Placement
 from moe_serve.eplb.policies.policy import Plan, PlanRequest

@@ -26,8 +26,7 @@ from numpy.typing import NDArray
 from moe_serve.eplb.cost.gate_cost import GateCost
 from moe_serve.eplb.cost.measured import MeasuredCost, PriorPrices
 from moe_serve.eplb.load import LoadRecord, balancedness, rank_load
-from moe_serve.eplb.migration.limits import RoundLimits
-from moe_serve.eplb.migration.moves import MigrationRound, apply_round
+from moe_serve.eplb.migration.moves import MigrationRound, RoundLimits, apply_round
 from moe_serve.eplb.migration.plan import MigrationPlan, migration_to, plan_migration
 from moe_serve.eplb.placement import Placement
 from moe_serve.eplb.policies.policy import PlanRequest, PlanRules

@@ -6,7 +6,7 @@ The live balancer writes the facts into its trace, so that a replay on any machi
 from dataclasses import asdict, dataclass, field
 from typing import Any, Self
 
-from moe_serve.eplb.migration.limits import RoundLimits
+from moe_serve.eplb.migration.moves import RoundLimits
 from moe_serve.eplb.policies.policy import PlanRules
 from moe_serve.eplb.relabel import Relabel
 from moe_serve.errors import ConfigError, TraceError

@@ -8,7 +8,6 @@ import numpy as np
 from numpy.typing import NDArray
 from rich.table import Table
 
-from moe_serve.eplb.empty_slots import fill_empty_slots
 from moe_serve.eplb.files.phases import PhaseLoad, load_by_phase, phase_weights
 from moe_serve.eplb.files.placements import placement_to_json
 from moe_serve.eplb.load import LoadTrace, balancedness, rank_load
@@ -16,6 +15,7 @@ from moe_serve.eplb.placement import Placement
 from moe_serve.eplb.policies.make import make_policy
 from moe_serve.eplb.policies.policy import Plan, PlanRules
 from moe_serve.eplb.policies.problem import as_table, count_moves
+from moe_serve.eplb.repair import fill_empty_slots
 from moe_serve.eplb.replay.report import printed, text_console
 from moe_serve.eplb.replay.settings import starting_placement
 from moe_serve.eplb.split_limit import where_no_split_helps

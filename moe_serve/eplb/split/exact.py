@@ -31,7 +31,6 @@ from moe_serve.eplb.split.layer_slots import Int64s, LayerSlots
 from moe_serve.eplb.split.native import NativeSplit
 from moe_serve.eplb.split.policy import SplitPolicy
 from moe_serve.eplb.split.replica_graph import ReplicaGraph
-from moe_serve.eplb.split.routes import send_short
 
 PROVEN, REPAIRED, UNPROVEN = 0, 1, 2  # outcomes: optimal at once, optimal after repair, not proven
 
@@ -61,7 +60,7 @@ class ExactSplit(SplitPolicy):
         else:
             start = self._near.split_plainly(counts).sum(axis=0)[list(graph.replica_slot)]
             result = split_exact(graph, totals, start.tolist())
-            sent = send_short(graph, self._reaches, counts[:, graph.experts], result.replica_tokens)
+            sent = _send_short(graph, self._reaches, counts[:, graph.experts], result.replica_tokens)
         proven = is_proven(graph, totals, result)
         self.outcomes[UNPROVEN if not proven else REPAIRED if result.num_pushes else PROVEN] += 1
         return graph.to_slots(counts, sent)
@@ -237,3 +236,85 @@ def _level(graph: ReplicaGraph, load: list[int], given: list[int]) -> tuple[int,
         heaviest = max(load)
         num_pushes += 1
     return bound, cut, num_pushes
+
+
+def _send_short(graph: ReplicaGraph, reaches: tuple[int, ...], tokens: Int64s, replica_tokens: Int64s) -> Int64s:
+    """Returns who sends how much to which replica, [R, C] int64, over the shortest routes at these totals.
+
+    Everything is prefix sums over (source rank, replica): sources and replicas of an expert are laid side by side as
+    intervals of its tokens, and their overlap is what one sends to the other. So every rank derives the same table from
+    the same counts, and no token needs to be looked at.
+
+    First every rank fills its own replicas, then nodes fill theirs, then the rest goes anywhere. For given totals no
+    table has fewer tokens between nodes, and none of those has more tokens that stay on their rank.
+
+    reaches:        ranks of a group, ascending: 1, those of a node, all
+    tokens:         [R, X] int64, tokens of the replicated experts by source rank
+    replica_tokens: [C] int64, tokens of each replica; sums to those of its expert
+    """
+    num_ranks, num_replicas = len(tokens), graph.num_replicas
+    rank, owner = np.array(graph.replica_rank, dtype=np.int64), np.array(graph.owner, dtype=np.int64)
+    left, free = tokens.copy(), replica_tokens.copy()
+    sent = np.zeros((num_replicas, num_ranks), dtype=np.int64)
+    for width in reaches:
+        group = rank // width
+        # Replicas of an expert ascend in rank, so those of one group are neighbours; first: the first of them.
+        keys = owner * num_ranks + group
+        first = np.searchsorted(keys, keys)
+        by_group = left.reshape(num_ranks // width, width, tokens.shape[1]).swapaxes(1, 2)  # a view: [groups, X, width]
+        moved = _overlap(by_group[group, owner], free, first)
+        free -= moved.sum(axis=1)
+        sent.reshape(num_replicas, num_ranks // width, width)[np.arange(num_replicas), group] += moved
+        np.subtract.at(by_group, (group, owner), moved)
+    return sent.T
+
+
+def _overlap(supply: Int64s, free: Int64s, first: Int64s) -> Int64s:
+    """supply [C, S] (equal within a group), free [C] -> [C, S]: what each source sends to each replica, in order."""
+    supply_end = supply.cumsum(axis=1)
+    free_end = free.cumsum()
+    free_start = free_end - free
+    base = free_start[first]
+    low = np.maximum(supply_end - supply, (free_start - base)[:, None])
+    high = np.minimum(supply_end, (free_end - base)[:, None])
+    return np.asarray(np.maximum(high - low, 0))
+
+
+class FewestActivatedSplit(SplitPolicy):
+    """All tokens of an expert go to one replica; the exact split of one token per active expert says which.
+
+    The worst rank has as few active experts as possible: decode at small batches is bound by streaming their weights
+    (METRO).
+    """
+
+    def __init__(self, layer: LayerSlots):
+        super().__init__("fewest_activated", layer)
+        self._graph = ReplicaGraph.of(layer)
+
+    def split_plainly(self, counts: Int64s) -> Int64s:
+        graph = self._graph
+        totals = counts.sum(axis=0)
+        active = (totals > 0).astype(np.int64).tolist()
+        chosen = split_exact(graph, active, self._start(totals.tolist())).replica_tokens
+        owner = np.array(graph.owner, dtype=np.int64)
+        return graph.to_slots(counts, counts[:, graph.experts][:, owner] * chosen)
+
+    def _start(self, totals: list[int]) -> list[int]:
+        """Picks, heaviest expert first, the rank with fewest active experts, then fewest tokens: among choices with
+        the same number of active experts this leans to balanced tokens."""
+        graph = self._graph
+        load = [(0, 0)] * graph.num_ranks
+        for slot, tokens in zip(graph.fixed_slot.tolist(), totals, strict=True):
+            if slot >= 0 and tokens:
+                rank = slot // graph.layer.slots_per_rank
+                load[rank] = (load[rank][0] + 1, load[rank][1] + tokens)
+        start = [0] * graph.num_replicas
+        for i in sorted(range(len(graph.experts)), key=lambda i: -totals[graph.experts[i]]):
+            tokens = totals[graph.experts[i]]
+            if tokens:
+                replicas = range(graph.replica_start[i], graph.replica_start[i + 1])
+                best = min(replicas, key=lambda c: load[graph.replica_rank[c]])
+                start[best] = 1
+                rank = graph.replica_rank[best]
+                load[rank] = (load[rank][0] + 1, load[rank][1] + tokens)
+        return start

@@ -7,8 +7,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from moe_serve.eplb.placement import Placement
-from moe_serve.eplb.split.exact import ExactSplit
-from moe_serve.eplb.split.fewest_activated import FewestActivatedSplit
+from moe_serve.eplb.split.exact import ExactSplit, FewestActivatedSplit
 from moe_serve.eplb.split.in_turn import TurnSplit
 from moe_serve.eplb.split.layer_slots import Int64s, LayerSlots
 from moe_serve.eplb.split.policy import SplitPolicy
@@ -99,3 +98,18 @@ def _checked(counts: ArrayLike, num_ranks: int) -> Int64s:
             f"counts ranges from {array.min()} to {array.max()}; tokens of a batch are >= 0 and sum to at most 2^53"
         )
     return array.astype(np.int64)
+
+
+def assign_tokens(layer: LayerSlots, topk_ids: Int64s, own_rows: Int64s) -> Int64s:
+    """Returns physical ids: an expert's tokens of one rank, in order, fill its slots in slot order, each to its share.
+
+    topk_ids: [T, K] int64, logical experts of this rank's tokens, -1 = none
+    own_rows: [P] int64, the rows of this rank for every slot, which sum to those of topk_ids for every expert
+    returns:  [T, K] int64; -1 stays -1
+    """
+    flat = topk_ids.reshape(-1)
+    order = np.argsort(np.where(flat < 0, layer.num_logical, flat), kind="stable")
+    slots = np.repeat(layer.by_expert, own_rows[layer.by_expert])
+    physical = np.full(flat.shape, -1, dtype=np.int64)
+    physical[order[: len(slots)]] = slots
+    return physical.reshape(topk_ids.shape)
