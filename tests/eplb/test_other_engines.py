@@ -81,7 +81,7 @@ def test_adrs_history_is_streamed(tmp_path: Path, indent: int | None) -> None:
 
 @pytest.mark.parametrize("chunk", [7, 64])
 def test_adrs_history_survives_any_chunk_border(tmp_path: Path, chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("moe_serve.eplb.files.json_stream._CHUNK", chunk)
+    monkeypatch.setattr("moe_serve.eplb.files.vllm._CHUNK", chunk)
     counts = RNG.integers(0, 9999, (9, 2, 5))
     entries = [{"name": f'tricky \\ " }}] {i}', "logical_expert_load": c.tolist()} for i, c in enumerate(counts)]
     (tmp_path / "h.json").write_text(json.dumps({"load_history": entries}))

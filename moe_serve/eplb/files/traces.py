@@ -17,7 +17,7 @@ from moe_serve.eplb.files.jsonl_writer import write_jsonl
 from moe_serve.eplb.files.megatron import is_router_line, read_megatron
 from moe_serve.eplb.files.named import is_named_counts, read_named
 from moe_serve.eplb.files.sglang_dump import read_sglang, stat_trace
-from moe_serve.eplb.files.tensorrt_stats import is_statistics_folder, read_tensorrt
+from moe_serve.eplb.files.tensorrt import is_statistics_folder, read_tensorrt
 from moe_serve.eplb.files.torch_file import MAX_TORCH_BYTES, is_torch_file
 from moe_serve.eplb.files.trace_meta import ByteProgress
 from moe_serve.eplb.files.trace_npy import NPY_MAGIC, read_npy
