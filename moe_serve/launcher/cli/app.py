@@ -19,8 +19,8 @@ from moe_serve.launcher.cli.demo_balance import HELP as DEMO_BALANCE_HELP
 from moe_serve.launcher.cli.demo_balance import demo_balance
 from moe_serve.launcher.cli.doctor import HELP as DOCTOR_HELP
 from moe_serve.launcher.cli.doctor import doctor
-from moe_serve.launcher.cli.flag_names import with_flags
 from moe_serve.launcher.cli.serve import serve
+from moe_serve.launcher.cli.serve_options import with_flags
 from moe_serve.launcher.unsupported import refuse_unsupported
 
 _STARTING = ("serve", "generate", "check")  # commands with the options of ranks

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from moe_serve.launcher.cli.api_key import api_key_of_environment
-from moe_serve.launcher.cli.dataclass_command import takes
+from moe_serve.launcher.cli.command import takes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

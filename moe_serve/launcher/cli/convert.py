@@ -8,7 +8,7 @@ import typer
 
 import moe_serve.launcher.cli.balancer_options as opt
 from moe_serve.errors import ConfigError, PlacementError
-from moe_serve.launcher.cli.balancer_command import balancer_command, progress_bar
+from moe_serve.launcher.cli.command import balancer_command, progress_bar
 
 CONVERT_HELP = """Convert load traces and placements between formats. Traces go by suffix, placements by --for.
 

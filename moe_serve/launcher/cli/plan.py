@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 import moe_serve.launcher.cli.balancer_options as opt
-from moe_serve.launcher.cli.balancer_command import balancer_command, progress_bar
+from moe_serve.launcher.cli.command import balancer_command, progress_bar
 from moe_serve.launcher.cli.plan_options import PlanOptions
 
 PLAN_HELP = """Plan one placement from a load trace, and write it for the engine you run.

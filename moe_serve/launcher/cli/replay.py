@@ -10,7 +10,7 @@ import typer
 
 import moe_serve.launcher.cli.balancer_options as opt
 from moe_serve.errors import ConfigError
-from moe_serve.launcher.cli.balancer_command import balancer_command, progress_bar
+from moe_serve.launcher.cli.command import balancer_command, progress_bar
 from moe_serve.launcher.cli.plan_options import PlanOptions
 
 if TYPE_CHECKING:

@@ -5,15 +5,15 @@ import os
 import typer
 
 import moe_serve
-from moe_serve.launcher.cli.dataclass_command import takes
+from moe_serve.launcher.cli.command import takes
 from moe_serve.launcher.cli.serve_options import ServeOptions
 
 
 @takes(ServeOptions)
 def serve(options: ServeOptions) -> None:
     """Serve a model: all ranks of this machine and the HTTP front end. Ctrl-C ends everything."""
-    from moe_serve.launcher.cli.flag_names import with_flags
     from moe_serve.launcher.cli.flags import effective_config
+    from moe_serve.launcher.cli.serve_options import with_flags
     from moe_serve.launcher.display import StartDisplay
     from moe_serve.launcher.preflight import look_for_files
     from moe_serve.launcher.system import serve_on_this_machine

@@ -1,17 +1,43 @@
-"""Runs a balancer command: errors as lines on stderr, and a bar while it works."""
+"""Commands whose options are the fields of a dataclass; those of the balancer say errors in a line and show a bar."""
 
 import functools
+import inspect
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TypeVar
+from dataclasses import MISSING, fields
+from typing import Any, TypeVar, get_type_hints
 
 import typer
 
 from moe_serve.errors import MoeServeError
-from moe_serve.launcher.cli.dataclass_command import takes
 
 Options = TypeVar("Options")
+
+
+def takes(options: type[Options]) -> Callable[[Callable[[Options], None]], Callable[..., None]]:
+    """Returns a decorator for a command that takes one dataclass: typer sees its fields as parameters."""
+    hints = get_type_hints(options, include_extras=True)
+    parameters = [
+        inspect.Parameter(
+            field.name,
+            inspect.Parameter.KEYWORD_ONLY,
+            default=inspect.Parameter.empty if field.default is MISSING else field.default,
+            annotation=hints[field.name],
+        )
+        for field in fields(options)  # type: ignore[arg-type]
+    ]
+
+    def decorate(command: Callable[[Options], None]) -> Callable[..., None]:
+        @functools.wraps(command)
+        def run(**values: Any) -> None:
+            command(options(**values))
+
+        run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        run.__annotations__ = hints
+        return run
+
+    return decorate
 
 
 def balancer_command(options: type[Options]) -> Callable[[Callable[[Options], None]], Callable[..., None]]:
